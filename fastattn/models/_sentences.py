@@ -6,6 +6,7 @@ Pooling makes one vector of them, and the other modules change that vector.
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -203,6 +204,11 @@ _BY_TOKEN = ("Dense", "Normalize")
 _BEFORE, _NO_PART = ("Transformer", "Pooling"), "Dropout"  # which does something in training only
 SCORE = "LogitScore"  # of a language model, after Transformer alone
 _TOWERS = "CLIPModel"  # in a folder of its own, and without Pooling
+# Orders of modules, and what an error expects.
+_AFTER = f"( ({'|'.join((*_MODULES, _NO_PART))}))*"
+_HEADED = f"(Transformer|{_SPLADE[0]}) {_SPLADE[1]}|Transformer {SCORE}"
+_OF_TOWERS = f"(Transformer|{_TOWERS}){_AFTER}", f"Transformer or {_TOWERS} first, once"
+_POOLED = f"Transformer Pooling{_AFTER}", "Transformer and Pooling first, once each"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -340,22 +346,13 @@ def modules_of(folder: Path, towers: bool = False) -> list[tuple[str, str]]:
     kinds = [kind for kind, _ in named]
     if not path.is_file() or (kinds == ["Transformer"] and is_cross_encoder(folder)):
         return []
-    if len(kinds) == 2 and kinds[0] in ("Transformer", _SPLADE[0]) and kinds[1] == _SPLADE[1]:
+    by_token = is_multi_vector(named) and (MASK in kinds or _is_pylate(folder))
+    if by_token or re.fullmatch(_HEADED, " ".join(kinds)):
         return named
-    if kinds == ["Transformer", SCORE]:
-        return named
-    if is_multi_vector(named) and (MASK in kinds or _is_pylate(folder)):
-        return named
-    if towers:
-        either = (_BEFORE[0], _TOWERS)
-        if not kinds or kinds[0] not in either or any(kind in either for kind in kinds[1:]):
-            expected = f"{' or '.join(either)} first, once"
-            raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")
-        return [(kind, inner) for kind, inner in named[1:] if kind != _NO_PART]
-    if tuple(kinds[:2]) != _BEFORE or any(kind in (*_BEFORE, *_SPLADE, MASK, SCORE) for kind in kinds[2:]):
-        expected = f"{' and '.join(_BEFORE)} first, once each"
+    pattern, expected = _OF_TOWERS if towers else _POOLED
+    if not re.fullmatch(pattern, " ".join(kinds)):
         raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")
-    return [(kind, inner) for kind, inner in named if kind != _NO_PART]
+    return [(kind, inner) for kind, inner in named[int(towers) :] if kind != _NO_PART]
 
 
 def _prompts(config: Config) -> dict[str, str]:

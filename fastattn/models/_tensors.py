@@ -51,6 +51,12 @@ class _Memory:
     def __init__(self, arrays: Mapping[str, Array]):
         self._arrays = arrays
 
+    def shape(self, name: str) -> Shape:
+        return self._arrays[name].shape
+
+    def kind(self, name: str) -> str:
+        return "F32"  # all are of a floating type
+
     def get_tensor(self, name: str) -> Array:
         return self._arrays[name]
 
@@ -91,27 +97,19 @@ class Tensors:
         return list(self._files)
 
     def shape(self, name: str) -> Shape:
-        """The shape of a tensor in a file."""
-        file = self._files[name]
-        assert isinstance(file, TensorFile)
-        return file.shape(name)
+        """The shape of a tensor."""
+        return self._files[name].shape(name)
 
     def kind(self, name: str) -> str:
-        """The type of a tensor in a file, as safetensors calls it."""
-        file = self._files[name]
-        assert isinstance(file, TensorFile)
-        return file.kind(name)
+        """The type of a tensor, as safetensors calls it."""
+        return self._files[name].kind(name)
 
     def whole(self, name: str, over: Array | None = None) -> Array:
         """A tensor in its own type, in new memory or written to `over`."""
         file = self._files[name]
         if isinstance(file, _Memory):
-            array = file.get_tensor(name)
-            if over is None:
-                over = array.copy()
-            else:
-                over[...] = array
-            array = over
+            array = np.empty_like(file.get_tensor(name)) if over is None else over
+            array[...] = file.get_tensor(name)
         else:
             array = file.empty(name, file.shape(name))
             flat, step, of = array.reshape(-1), _PIECE // array.itemsize, file

@@ -69,7 +69,7 @@ class ContrastiveTuning(EncoderTuning):
                 f"{func}(): batch has {n} anchors and {len(parts[1])} positives; expected the same number"
             )
         sequences = [ids for part in parts for ids in part]
-        self._num_tokens += sum(map(len, sequences))
+        self._run.tokens += sum(map(len, sequences))
         chunks = [sequences[i : i + self.chunk_size] for i in range(0, len(sequences), self.chunk_size)]
         several = len(chunks) > 1
         if several:

@@ -28,7 +28,7 @@ class Layers(Layer):
 def held_by(func: str, parameters: Any) -> tuple[Layer | Tuning | None, dict[str, Array]]:
     """Return what is packed again after a step, if anything is, and all arrays that a step changes."""
     if isinstance(parameters, Tuning):
-        return parameters, parameters._parameters  # its own arrays
+        return parameters, parameters._run.parameters
     if isinstance(parameters, Layer):
         return parameters, parameters.state_dict()
     given = parameters if isinstance(parameters, Mapping) else {}

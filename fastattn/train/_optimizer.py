@@ -53,6 +53,7 @@ class Optimizer:
     """Base of `AdamW` and `SGD`: parameters in groups, some frozen; `step`; a state to be saved."""
 
     parameters: dict[str, Array]
+    trained: dict[str, Array]
     layer: Layer | Tuning | None
     steps: int  # that have been done; those that were skipped do not count
     _moments: ClassVar[tuple[str, ...]] = ()
@@ -72,8 +73,8 @@ class Optimizer:
         self.steps = 0
         self._quantised = self._without_gradients()
         hidden = self._quantised | matching(func, "frozen", frozen, self.parameters)
-        self._trained = {name: array for name, array in self.parameters.items() if name not in hidden}
-        if not self._trained:
+        self.trained = {name: array for name, array in self.parameters.items() if name not in hidden}
+        if not self.trained:
             also = " beside weights in int8, int4 and nf4, which are frozen, too" if self._quantised else ""
             came = f"frozen is {short(frozen)}; expected one that leaves a parameter"
             raise ValueError(f"{func}(): {came}{also}")
@@ -81,13 +82,13 @@ class Optimizer:
         usual = {"lr": rate(func, "lr", lr), "weight_decay": rate(func, "weight_decay", weight_decay)}
         flag(func, "decay_vectors", decay_vectors)
         self._groups: dict[Rates, list[str]] = {}
-        for name, array in self._trained.items():
+        for name, array in self.trained.items():
             options = {**usual, **own.get(name, {})}
             if array.ndim < 2 and not decay_vectors and "weight_decay" not in own.get(name, {}):
                 options["weight_decay"] = 0.0
             self._groups.setdefault(Rates(array.dtype, **options), []).append(name)
         self.moments = {
-            moment: {name: np.zeros_like(array) for name, array in self._trained.items()}
+            moment: {name: np.zeros_like(array) for name, array in self.trained.items()}
             for moment in self._moments
         }
         self._seen = self._parts()
@@ -179,7 +180,7 @@ class Optimizer:
         by = number(func, "scale", scale, FLOAT64)
         choice(func, "nonfinite", nonfinite, NONFINITE)
         require_known(func, grads, self.parameters)
-        arrays = gradients(func, grads, self._trained)
+        arrays = gradients(func, grads, self.trained)
         norm = norm_of(arrays.values(), get_num_threads()) * abs(by)
         if not math.isfinite(norm):
             if nonfinite == "raise":
@@ -193,7 +194,7 @@ class Optimizer:
                     self.steps += 1
                     self._update(arrays, factor, by * clipped)
                     require_finite()
-                    self._repack(func, self._trained)
+                    self._repack(func, self.trained)
             except FloatingPointError:
                 if nonfinite == "raise":
                     raise
@@ -203,7 +204,7 @@ class Optimizer:
     def _is_safe(self, grad: float, factor: float) -> bool:
         """Tell whether the next step, of gradients of this norm, leaves all numbers far from infinity."""
         moments = next(iter(self.moments.values()), {})
-        weight, moment = (norm_of(x.values(), get_num_threads()) for x in (self._trained, moments))
+        weight, moment = (norm_of(x.values(), get_num_threads()) for x in (self.trained, moments))
         reach = (
             self._reach(weight, moment, grad, rates._replace(lr=rates.lr * factor)) for rates in self._groups
         )
@@ -236,7 +237,7 @@ class Optimizer:
                 x[...] = before[name]
             self.steps = steps
             if isinstance(self.layer, Tuning):  # whose model is packed in place
-                self.layer._repack(self.parameters, self._trained)
+                self.layer._repack(self.parameters, self.trained)
             raise
 
     def _update(self, grads: Mapping[str, Array], rate: float, scale: float) -> None:

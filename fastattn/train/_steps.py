@@ -47,6 +47,8 @@ class AdamW(Optimizer):
     ----------
     parameters : dict of str to ndarray
         The weights. What was loaded into the layer since is in them after `step` or `state_dict`.
+    trained : dict of str to ndarray
+        Those that are not frozen.
     moments : dict
         "first" and "second": the means, by name.
     steps : int

@@ -99,6 +99,8 @@ class Trainer:
         self.nonfinite = choice(func, "nonfinite", nonfinite, NONFINITE)
         self.rng = rng
         self.steps = 0
+        layer = optimizer.layer
+        self._run = layer._run if isinstance(layer, Tuning) else None
         self._tokens = self._default_tokens if tokens is None else tokens
         self._sum = Sum()
         self._place = self._where()
@@ -214,13 +216,12 @@ class Trainer:
         begin, losses, tokens = time.perf_counter(), [], 0
         factor, norm = rate(func, f"schedule({self.steps})", self.schedule(self.steps)), math.nan
         grads: Mapping[str, Array] = {}
-        layer = self.optimizer.layer
+        if self._run is not None:
+            self._run.take_tokens()
         for i in range(self.accumulate):
             batch = self._source.take()
             if batch is END:
                 return i
-            if isinstance(layer, Tuning):
-                layer._num_tokens = 0
             returned = self.loss(batch)
             if not isinstance(returned, tuple) or len(returned) != 2:
                 raise TypeError(
@@ -234,7 +235,7 @@ class Trainer:
             grads = returned[1]
             if self.accumulate > 1:
                 require_known(func, grads, self.optimizer.parameters)
-                self._sum.add(func, grads, self.optimizer._trained, first=i == 0)
+                self._sum.add(func, grads, self.optimizer.trained, first=i == 0)
                 grads = self._sum.total
         loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
         if not math.isfinite(loss) and self.nonfinite == "raise":
@@ -256,8 +257,7 @@ class Trainer:
         return Step(self.steps, loss, factor, norm, tokens, time.perf_counter() - begin)
 
     def _default_tokens(self, batch: Any) -> int:
-        layer = self.optimizer.layer
-        return (layer._num_tokens if isinstance(layer, Tuning) else 0) or _tokens(batch)
+        return (0 if self._run is None else self._run.take_tokens()) or _tokens(batch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the run to a safetensors file: weights, moments, step, place in the data, generators.
@@ -272,7 +272,7 @@ class Trainer:
         OSError
             If the file cannot be written.
         """
-        state, layer = self.optimizer.state_dict(), self.optimizer.layer
+        state = self.optimizer.state_dict()
         values = {
             "format": _files.FORMAT,
             "optimizer": type(self.optimizer).__name__,
@@ -280,7 +280,7 @@ class Trainer:
             "steps": self.steps,
             "schedule": self._named_schedule(),
             "place": self._place,
-            "tuning": layer._origin() if isinstance(layer, Tuning) else None,
+            "tuning": None if self._run is None else self._run.values(),
         }
         _files.write("Trainer.save", path, state, values)
 
@@ -307,8 +307,8 @@ class Trainer:
         func = "Trainer.load"
         arrays, values = _files.read(func, path)
         _files.require_fit(func, path, values, type(self.optimizer).__name__)
-        if isinstance(self.optimizer.layer, Tuning):
-            self.optimizer.layer._require_same(func, path, values.get("tuning"))
+        if self._run is not None:
+            self._run.require_same(func, path, values.get("tuning"))
         place = values["place"]
         wanted, given = self._where().keys(), place.keys() - (set() if self._source.kind else KINDS)
         if wanted != given:

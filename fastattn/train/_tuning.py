@@ -35,6 +35,58 @@ if TYPE_CHECKING:
 _DOWN, _UP = ".lora_a", ".lora_b"
 
 
+class Run:
+    """Facts of a tuning for trainers and optimizers: parameters, tokens of losses, what runs share."""
+
+    def __init__(
+        self,
+        kind: str,
+        rank: int | None,
+        alpha: float | None,
+        frozen: Mapping[str, Array],
+        parameters: dict[str, Array],
+    ):
+        self.parameters = parameters  # which an optimizer changes
+        self.tokens = 0  # that losses were given since a trainer took them
+        self._kind, self._rank, self._alpha, self._frozen = kind, rank, alpha, frozen
+
+    def take_tokens(self) -> int:
+        """Number of tokens that losses were given since the last call."""
+        tokens, self.tokens = self.tokens, 0
+        return tokens
+
+    @cached_property
+    def _checksum(self) -> str:
+        """CRC of the frozen tensors; a run loads only onto the same ones.
+
+        It is the same for all types that the model computes in.
+        """
+        crc = 0
+        for name in sorted(self._frozen):
+            tensor = np.ascontiguousarray(self._frozen[name], np.float32)
+            crc = zlib.crc32(tensor.data, zlib.crc32(name.encode(), crc))
+        return f"{crc:08x}"
+
+    def values(self) -> dict[str, Any]:
+        """Values that a run must share with one that goes on with it, beside the parameters: for JSON."""
+        return {"rank": self._rank, "alpha": self._alpha, "checksum": self._checksum}
+
+    def require_same(self, func: str, path: str | os.PathLike[str], given: Any) -> None:
+        """Raise unless `given` are the `values` of a run like this one."""
+        where, own = os.fsdecode(path), self.values()
+        if not isinstance(given, dict) or given.keys() != own.keys():
+            raise ValueError(f"{func}(): {where} holds no fine-tuning; expected one of {self._kind}")
+        for name in ("rank", "alpha"):
+            if given[name] != own[name]:
+                raise ValueError(
+                    f"{func}(): the {name} in {where} is {short(given[name])}; expected {own[name]}"
+                )
+        if given["checksum"] != own["checksum"]:
+            came = f"is of a model whose frozen tensors' checksum is {short(given['checksum'])}"
+            expected = f"{own['checksum']!r}, that of the model given to {self._kind}"
+            raise ValueError(f"{func}(): {where} {came}; expected {expected}")
+
+
 class Tuning:
     """A model with tensors that an optimizer changes: all of them, or low-rank adapters of its matrices.
 
@@ -59,8 +111,6 @@ class Tuning:
     `model` always has the adapters merged: it computes as fast as before. The gradients of adapters are those
     of the whole matrices, projected: a step costs what training all would, its moments are small.
     """
-
-    _num_tokens = 0  # that the loss was given since `Trainer` set it to 0
 
     def __init__(
         self,
@@ -116,6 +166,8 @@ class Tuning:
                 down = source.standard_normal((self.rank, columns)) / columns**0.5
                 self._parameters[name + _DOWN] = down.astype(self._base[name].dtype)
                 self._parameters[name + _UP] = np.zeros((rows, self.rank), self._base[name].dtype)
+        frozen = {name: x for name, x in self._base.items() if name not in self._parameters}
+        self._run = Run(func, self.rank, self.alpha, frozen, self._parameters)
 
     @staticmethod
     def _require(func: str, model: Any) -> None:
@@ -180,7 +232,7 @@ class Tuning:
                 file = opened(func, os.fsdecode(state_dict), stack)
                 values = _files.header(func, state_dict, file)
                 if isinstance(values, dict):
-                    self._require_same(func, state_dict, values.get("tuning"))
+                    self._run.require_same(func, state_dict, values.get("tuning"))
                 names, read = file.names, file.get_tensor
             elif isinstance(state_dict, Mapping):
                 names, read = state_dict.keys(), state_dict.__getitem__
@@ -204,37 +256,6 @@ class Tuning:
         for name, x in arrays.items():
             self._parameters[name][...] = x
         self._repack(self._parameters, self._parameters.keys())
-
-    @cached_property
-    def _checksum(self) -> str:
-        """CRC of the frozen tensors; a run loads only onto the same ones.
-
-        It is the same for all types that the model computes in.
-        """
-        crc = 0
-        for name in sorted(self._base.keys() - self._parameters.keys()):
-            tensor = np.ascontiguousarray(self._base[name], np.float32)
-            crc = zlib.crc32(tensor.data, zlib.crc32(name.encode(), crc))
-        return f"{crc:08x}"
-
-    def _origin(self) -> dict[str, Any]:
-        """Values that a run must share with one that goes on with it, beside the parameters: for JSON."""
-        return {"rank": self.rank, "alpha": self.alpha, "checksum": self._checksum}
-
-    def _require_same(self, func: str, path: str | os.PathLike[str], given: Any) -> None:
-        """Raise unless `given` is what `_origin` returned of a run like this one."""
-        where, own = os.fsdecode(path), self._origin()
-        if not isinstance(given, dict) or given.keys() != own.keys():
-            raise ValueError(f"{func}(): {where} holds no fine-tuning; expected one of {type(self).__name__}")
-        for name in ("rank", "alpha"):
-            if given[name] != own[name]:
-                raise ValueError(
-                    f"{func}(): the {name} in {where} is {short(given[name])}; expected {own[name]}"
-                )
-        if given["checksum"] != own["checksum"]:
-            came = f"is of a model whose frozen tensors' checksum is {short(given['checksum'])}"
-            expected = f"{own['checksum']!r}, that of the model given to {type(self).__name__}"
-            raise ValueError(f"{func}(): {where} {came}; expected {expected}")
 
     def _repack(self, arrays: Mapping[str, Array], changed: Collection[str]) -> None:
         """Pack the `arrays`, the optimizer's, whose names are `changed` into the model."""
@@ -275,7 +296,7 @@ class NextTokenTuning(Tuning):
             most = self._model.vocab_size - 1
             given = [_ids(func, f"texts[{i}]", x, most) for i, x in enumerate(given)]
         ids, mask = pad(self._model.text.encode(strings) if strings else given)
-        self._num_tokens += int(mask.sum())
+        self._run.tokens += int(mask.sum())
         loss, grads = self._model.loss_and_gradients(ids, mask)
         return loss, self._own(grads)
 

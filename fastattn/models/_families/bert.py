@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastattn.models._encoder import Encoder
     from fastattn.models._source import Source
 
-_BERT = EncoderNames(
+BERT = EncoderNames(
     tokens="embeddings.word_embeddings",
     positions="embeddings.position_embeddings",
     types="embeddings.token_type_embeddings",
@@ -40,7 +40,7 @@ _BERT = EncoderNames(
 _OLD_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")  # names of TensorFlow, and so of bert-base-uncased
 _NEW_NORM = {"gamma": "weight", "beta": "bias"}
 
-_DISTILBERT = _BERT._replace(
+_DISTILBERT = BERT._replace(
     types=None,
     block=BlockNames(
         prefix="transformer.layer.{}.",
@@ -56,7 +56,7 @@ _DISTILBERT = _BERT._replace(
 )
 _DISTILBERT_KEYS = Keys("dim", "hidden_dim", "n_heads", "n_layers", activation="activation")
 
-_ALBERT = _BERT._replace(
+_ALBERT = BERT._replace(
     widened="encoder.embedding_hidden_mapping_in",
     block=BlockNames(
         prefix="encoder.albert_layer_groups.{}.albert_layers.0.",
@@ -72,9 +72,9 @@ _ALBERT = _BERT._replace(
 )
 _MOST_LAYERS = 1000  # of ALBERT, whose tensors do not tell their number
 
-_MPNET = _BERT._replace(
+_MPNET = BERT._replace(
     types=None,
-    block=_BERT.block._replace(
+    block=BERT.block._replace(
         qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
         attended="attention.attn.o",
         attention_norm="attention.LayerNorm",
@@ -89,7 +89,7 @@ _FIRST = 2  # MPNet's positions begin after the padding token's id, which is 1
 def bert(source: Source) -> Encoder:
     """Build BERT, RoBERTa, XLM-RoBERTa or CamemBERT."""
     config = source.config
-    table, blocks = config.size("max_position_embeddings"), Blocks.of(source, _BERT.block)
+    table, blocks = config.size("max_position_embeddings"), Blocks.of(source, BERT.block)
     config.refuse(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     is_bert = config.get("model_type", str) == "bert"
     first = 0 if is_bert else config.size("pad_token_id", 1, low=0) + 1
@@ -97,7 +97,7 @@ def bert(source: Source) -> Encoder:
         expected = f"'max_position_embeddings' - 1, {table - 1}, as positions begin behind it"
         raise config.wrong("pad_token_id", first - 1, f"less than {expected}")
     source.rename(lambda name: _OLD_NORM.sub(lambda found: f"LayerNorm.{_NEW_NORM[found[1]]}", name))
-    return read_encoder(_BERT, blocks, types=config.size("type_vocab_size", 2), positions=table, first=first)
+    return read_encoder(BERT, blocks, types=config.size("type_vocab_size", 2), positions=table, first=first)
 
 
 def distilbert(source: Source) -> Encoder:

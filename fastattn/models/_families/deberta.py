@@ -17,8 +17,9 @@ import numpy as np
 from fastattn import ops
 from fastattn._engine.program import AttendStep, Step
 from fastattn.functional import disentangled_attention
-from fastattn.models._blocks import BlockNames, Blocks
-from fastattn.models._families.shared import EncoderNames, read_encoder
+from fastattn.models._blocks import Blocks
+from fastattn.models._families.bert import BERT
+from fastattn.models._families.shared import read_encoder
 from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:
@@ -29,24 +30,14 @@ if TYPE_CHECKING:
     from fastattn.models._source import Source
     from fastattn.models._tensors import Tensors
 
-_NAMES = EncoderNames(
-    tokens="embeddings.word_embeddings",
-    first_norm="embeddings.LayerNorm",
-    types="embeddings.token_type_embeddings",
-    block=BlockNames(
-        prefix="encoder.layer.{}.",
-        qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"),
-        attended="attention.output.dense",
-        attention_norm="attention.output.LayerNorm",
-        inner="intermediate.dense",
-        outer="output.dense",
-        inner_norm="output.LayerNorm",
-        norm_first=False,
+_NAMES = BERT._replace(
+    positions=None,
+    block=BERT.block._replace(
+        qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")
     ),
     prefixes=("deberta.",),
     ignored=re.compile(r"^embeddings\.position_ids$"),  # 0, 1, 2, ...; old files hold them
 )
-_POSITIONS = "embeddings.position_embeddings"
 _RELATIVE, _NORM = "encoder.rel_embeddings.weight", "encoder.LayerNorm"
 # Maps of the relative positions, to keys (content to position) and to queries (position to content): those of
 # the tokens where they are shared, or else their own.
@@ -92,7 +83,7 @@ def deberta(source: Source) -> Encoder:
     absolute = config.get("position_biased_input", bool, True)
     relative = _Relative(source, blocks, longest)
     encoder = read_encoder(
-        _NAMES._replace(positions=_POSITIONS) if absolute else _NAMES,
+        _NAMES._replace(positions=BERT.positions) if absolute else _NAMES,
         blocks,
         types=config.size("type_vocab_size", 0, low=0),
         positions=longest,
