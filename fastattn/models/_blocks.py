@@ -29,13 +29,13 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class Keys(NamedTuple):
-    """Keys of config.json for the sizes of blocks."""
+    """Keys of config.json for the sizes of blocks; None where a family has always the default."""
 
     hidden: str = "hidden_size"
     inner: str = "intermediate_size"
     heads: str = "num_attention_heads"
     layers: str = "num_hidden_layers"
-    eps: str = "layer_norm_eps"
+    eps: str | None = "layer_norm_eps"
     activation: str = "hidden_act"
 
 
@@ -110,10 +110,8 @@ class Blocks:
             "inner": lambda: config.size(keys.inner),
             "heads": lambda: config.size(keys.heads),
             "head_dim": lambda: config.divided(keys.hidden, keys.heads),
-            "eps": lambda: config.number(keys.eps, *() if eps is None else (eps,)),
-            "activation": lambda: config.choice(
-                keys.activation, activations, *() if activation is None else (activation,)
-            ),
+            "eps": lambda: eps if keys.eps is None else config.number(keys.eps, *_given(eps)),
+            "activation": lambda: config.choice(keys.activation, activations, *_given(activation)),
             "biased": lambda: names.maps,
         }
         found = {name: others.pop(name) if name in others else size() for name, size in sizes.items()}
@@ -240,3 +238,8 @@ class Blocks:
             bias=self.bias,
             post_norms=post_norms(),
         )
+
+
+def _given(default: Any) -> tuple[Any, ...]:
+    """The arguments for a default; None: there is none."""
+    return () if default is None else (default,)

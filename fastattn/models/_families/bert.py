@@ -54,7 +54,7 @@ _DISTILBERT = BERT._replace(
     ),
     prefixes=("distilbert.",),
 )
-_DISTILBERT_KEYS = Keys("dim", "hidden_dim", "n_heads", "n_layers", activation="activation")
+_DISTILBERT_KEYS = Keys("dim", "hidden_dim", "n_heads", "n_layers", eps=None, activation="activation")
 
 _ALBERT = BERT._replace(
     widened="encoder.embedding_hidden_mapping_in",
@@ -104,7 +104,7 @@ def distilbert(source: Source) -> Encoder:
     """Build DistilBERT."""
     config = source.config
     config.refuse_others(hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers")
-    blocks = Blocks.of(source, _DISTILBERT.block, _DISTILBERT_KEYS, eps=1e-12)
+    blocks = Blocks.of(source, _DISTILBERT.block, _DISTILBERT_KEYS)
     return read_encoder(_DISTILBERT, blocks, positions=config.size("max_position_embeddings"))
 
 
