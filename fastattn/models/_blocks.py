@@ -36,7 +36,7 @@ class Keys(NamedTuple):
     heads: str = "num_attention_heads"
     layers: str = "num_hidden_layers"
     eps: str | None = "layer_norm_eps"
-    activation: str = "hidden_act"
+    activation: str | None = "hidden_act"
 
 
 _KEYS = Keys()
@@ -104,14 +104,20 @@ class Blocks:
         `others` are fields that it says in another way; by default all maps have a bias.
         """
         config = source.config
+
+        def said(read: Callable[..., Any], key: str | None, *how: Any, default: Any) -> Any:
+            if key is None:
+                return default
+            return read(key, *how) if default is None else read(key, *how, default)
+
         sizes: dict[str, Callable[[], Any]] = {
             "num_layers": lambda: source.depth(keys.layers),
             "hidden": lambda: config.size(keys.hidden),
             "inner": lambda: config.size(keys.inner),
             "heads": lambda: config.size(keys.heads),
             "head_dim": lambda: config.divided(keys.hidden, keys.heads),
-            "eps": lambda: eps if keys.eps is None else config.number(keys.eps, *_given(eps)),
-            "activation": lambda: config.choice(keys.activation, activations, *_given(activation)),
+            "eps": lambda: said(config.number, keys.eps, default=eps),
+            "activation": lambda: said(config.choice, keys.activation, activations, default=activation),
             "biased": lambda: names.maps,
         }
         found = {name: others.pop(name) if name in others else size() for name, size in sizes.items()}
@@ -238,8 +244,3 @@ class Blocks:
             bias=self.bias,
             post_norms=post_norms(),
         )
-
-
-def _given(default: Any) -> tuple[Any, ...]:
-    """The arguments for a default; None: there is none."""
-    return () if default is None else (default,)

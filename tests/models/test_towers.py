@@ -178,6 +178,20 @@ def test_a_call_gives_hidden_states_of_texts(kind, tmp_path):
     np.testing.assert_array_equal(again.text_features(IDS), model.text_features(IDS))
 
 
+@both
+def test_other_tensors_make_the_model_of_a_folder_with_them(kind, tmp_path):
+    tiny.write(tmp_path, kind)
+    model = models.load(tmp_path)
+    state = {name: np.asarray(1.25 * x, np.float32) for name, x in model.state_dict().items()}
+    other, before = model.with_state_dict(state), model.text_features(IDS)
+    tiny.write(tmp_path, kind, state)
+    expected = models.load(tmp_path)
+    np.testing.assert_array_equal(other.text_features(IDS), expected.text_features(IDS))
+    np.testing.assert_array_equal(other.image_features(PIXELS), expected.image_features(PIXELS))
+    assert (other.logit_scale, other.logit_bias) == (expected.logit_scale, expected.logit_bias)
+    np.testing.assert_array_equal(model.text_features(IDS), before)
+
+
 def test_padding_is_the_tokenizer_s(tmp_path):
     tiny.write(tmp_path, "siglip")
     write_tokenizer(tmp_path)

@@ -37,7 +37,7 @@ _NAMES = EncoderNames(
 _TOKENS = "encoder.embed_tokens"  # the same table, which some files have beside the other or in its place
 _GATED = _NAMES.block._replace(gate="1.DenseReluDense.wi_0", inner="1.DenseReluDense.wi_1")
 _BIASES = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-_KEYS = Keys("d_model", "d_ff", "num_heads", "num_layers", "layer_norm_epsilon")
+_KEYS = Keys("d_model", "d_ff", "num_heads", "num_layers", "layer_norm_epsilon", activation=None)
 # Values of `feed_forward_proj`: the activation, and whether it is that of a gate.
 _FEED_FORWARDS = {
     **{name: (activation, False) for name, activation in ACTIVATIONS.items()},
