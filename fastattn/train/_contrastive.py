@@ -9,7 +9,7 @@ import numpy as np
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import flag, integer, number, short
 from fastattn.grad import cross_entropy
-from fastattn.train._products import outer, product
+from fastattn.train._tuning import outer, product
 from fastattn.train._vectors import EncoderTuning
 
 if TYPE_CHECKING:

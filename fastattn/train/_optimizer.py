@@ -16,11 +16,10 @@ from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
 from fastattn.grad._linear import TRAINED
 from fastattn.layers._state import Layer
-from fastattn.train._checks import fault_of, own_options, rate
+from fastattn.train._checks import fault_of, matching, own_options, rate
 from fastattn.train._gradients import clip_factor, gradients, mapping, norm_of, require_known
 from fastattn.train._interrupts import interrupts_wait
 from fastattn.train._layers import held_by
-from fastattn.train._patterns import matching
 from fastattn.train._tuning import Tuning
 
 if TYPE_CHECKING:

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn import ops
 from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.grad_types import OuterArgs
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import as_array, generator, integer, integers, iterated, number, short
+from fastattn._engine import dispatch
 from fastattn._engine.recorded import has_gradients
+from fastattn._engine.settings import get_num_threads
 from fastattn.grad._linear import TRAINED
 from fastattn.layers._files import opened
 from fastattn.layers._state import Parameter, _checked, constant
@@ -23,9 +27,8 @@ from fastattn.models import Decoder, Encoder
 from fastattn.models._model import pad
 from fastattn.models._training import TunedModel
 from fastattn.train import _files
+from fastattn.train._checks import matching
 from fastattn.train._interrupts import interrupts_wait
-from fastattn.train._patterns import matching
-from fastattn.train._products import outer, product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -304,6 +307,20 @@ class NextTokenTuning(Tuning):
     def _require(func: str, model: Any) -> None:
         if not isinstance(model, Decoder):
             raise TypeError(f"{func}(): model is of type {type(model).__name__}; expected a Decoder")
+
+
+def product(a: Array, b: Array, added: Array | None = None) -> Array:
+    """Multiply by our own kernels, whose bits depend on no number of threads: ``a @ b``, plus `added`."""
+    return ops.linear(a, ops.pack(b.T), residual=added)
+
+
+def outer(a: Array, b: Array) -> Array:
+    """``a.T @ b``."""
+    out = np.zeros((a.shape[1], b.shape[1]), a.dtype)
+    args = OuterArgs(np.ascontiguousarray(a), np.ascontiguousarray(b), out, None, get_num_threads())
+    if not args.empty:
+        dispatch.run_grad(args)
+    return out
 
 
 def _ids(func: str, name: str, x: Any, most: int) -> Ints:

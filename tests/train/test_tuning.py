@@ -365,14 +365,14 @@ BITS = """
 import sys
 import numpy as np
 from fastattn import models
-from fastattn.train import AdamW, ClassifierTuning, ContrastiveTuning, _contrastive, _products
+from fastattn.train import AdamW, ClassifierTuning, ContrastiveTuning, _contrastive, _tuning
 
 kind, folder = sys.argv[1:]
 rng = np.random.default_rng(0)
 if kind == "products":
     a, b, c = (rng.standard_normal(shape, np.float32) for shape in ((700, 900), (900, 500), (700, 600)))
     vectors = rng.standard_normal((600, 700), np.float32)
-    found = [_products.product(a, b), _products.outer(a, c)]
+    found = [_tuning.product(a, b), _tuning.outer(a, c)]
     found += _contrastive.info_nce(vectors, 200, 0.1, symmetric=True)
 else:
     texts = ["the cat sat on the mat", "a dog ran", "the cat", "a tree ran on the dog"]
