@@ -183,10 +183,10 @@ class Tuning:
     def model(self) -> Any:
         """The model as it is now, adapters merged. It stays so: training goes on with another one.
 
-        Where tensors themselves are trained, it has copies of them for its ``state_dict``: the first time
-        that it is asked for after a step takes them. The next step makes new weights, later ones reuse them.
+        It has copies of the tensors that change for its ``state_dict``: the first time that it is asked for
+        after a step takes them. The next step makes new weights, later ones write over them.
         """
-        return self._weights.snapshot(self._parameters)
+        return self._weights.snapshot({*self._parameters, *self._adapted})
 
     @property
     def _model(self) -> Any:
@@ -266,7 +266,9 @@ class Tuning:
         for name in self._adapted:
             if name + _UP in changed or name + _DOWN in changed:
                 up, down = arrays[name + _UP], arrays[name + _DOWN]
-                tensors[name] = product(up.dtype.type(self._factor) * up, down, self._base[name])
+                merged = self._weights.tensors[name]
+                over = None if merged is self._base[name] else merged  # by the step before
+                tensors[name] = product(up.dtype.type(self._factor) * up, down, self._base[name], over)
         self._weights.put(tensors)
 
     def _own(self, grads: Mapping[str, Array]) -> dict[str, Array]:
@@ -309,9 +311,9 @@ class NextTokenTuning(Tuning):
             raise TypeError(f"{func}(): model is of type {type(model).__name__}; expected a Decoder")
 
 
-def product(a: Array, b: Array, added: Array | None = None) -> Array:
+def product(a: Array, b: Array, added: Array | None = None, out: Array | None = None) -> Array:
     """Multiply by our own kernels, whose bits depend on no number of threads: ``a @ b``, plus `added`."""
-    return ops.linear(a, ops.pack(b.T), residual=added)
+    return ops.linear(a, ops.pack(b.T), residual=added, out=out)
 
 
 def outer(a: Array, b: Array) -> Array:

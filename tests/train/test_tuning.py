@@ -294,9 +294,12 @@ def test_a_step_packs_in_place(kind, weights_dtype, tmp_path, implementation):
         ]
         assert any(changed)
         given = tuned.model
-        then = given(ids)
+        then, held_then = given(ids), given.state_dict()
         assert step() is not given
+        step()
         np.testing.assert_array_equal(given(ids), then)
+        for name, x in given.state_dict().items():
+            np.testing.assert_array_equal(x, held_then[name])
         np.testing.assert_array_equal(model(ids), first)
         state = tuned.model.state_dict()
         np.testing.assert_array_equal(tuned.model(ids), model.with_state_dict(state)(ids))
