@@ -89,12 +89,12 @@ def one_or_several(func: str, sentences: Any) -> tuple[bool, Iterable[str]]:
 
 
 def watched(chunks: Iterator[Any], progress: bool, texts: Iterable[Any]) -> Iterator[Any]:
-    """`chunks` of what is made of `texts`, shown if asked."""
+    """Yield `chunks` of what is made of `texts`, with a progress bar if asked."""
     total = len(texts) if isinstance(texts, Sized) else None
-    return shown(chunks, total=total) if progress else chunks
+    return with_bar(chunks, total=total) if progress else chunks
 
 
-def shown(chunks: Iterator[Array], **how: Any) -> Iterator[Array]:
+def with_bar(chunks: Iterator[Array], **how: Any) -> Iterator[Array]:
     """Yield `chunks`, and count their rows in a progress bar of tqdm."""
     with require("tqdm").tqdm(unit=" texts", **how) as bar:
         for vectors in chunks:

@@ -126,8 +126,8 @@ class Config:
         """A number above 0."""
         value: float = self._value(name, (int, float), "a number above 0", default)
         if not 0 < value <= sys.float_info.max:
-            shown = math.inf if value > 0 else value  # not an integer of hundreds of digits
-            raise self.wrong(name, shown, "a number above 0")
+            shortened = math.inf if value > 0 else value  # not an integer of hundreds of digits
+            raise self.wrong(name, shortened, "a number above 0")
         return float(value)
 
     def choice(self, name: str, table: Mapping[str, _T], default: str = _REQUIRED) -> _T:

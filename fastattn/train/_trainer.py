@@ -161,7 +161,7 @@ class Trainer:
         done: list[Step] = []
         skipped = 0
         with ExitStack() as stack:
-            shown = stack.enter_context(bar(func, last, self.steps)) if progress else None
+            drawn = stack.enter_context(bar(func, last, self.steps)) if progress else None
             while self.steps < last:
                 with self._whole():
                     step = self._step(func)
@@ -172,10 +172,10 @@ class Trainer:
                 skipped += step.skipped
                 if every and (step.step % every == 0 or step.step == last):
                     show(done[-(step.step % every or every) :], last)
-                if shown is not None:
+                if drawn is not None:
                     speed, lost = f"{step.tokens_per_second:,.0f}/s", {"skipped": skipped} if skipped else {}
-                    shown.set_postfix(loss=f"{step.loss:.4f}", tokens=speed, **lost)
-                    shown.update()
+                    drawn.set_postfix(loss=f"{step.loss:.4f}", tokens=speed, **lost)
+                    drawn.update()
                 if callback is not None and callback(step):
                     break
         return done
