@@ -24,7 +24,7 @@ from bench import texts as bench_texts
 from bench.clock import Call, normal, shortest
 from fastattn import models, ops
 from fastattn._engine.core import _core
-from fastattn.models import _encode
+from fastattn.models import _encode_calls
 
 SIZES = ((1, 16), (1, 128), (32, 32), (32, 128), (8, 256))  # sequences and their tokens
 LAYERS, HEADS, WIDTH, INNER = 6, 12, 384, 1536
@@ -102,7 +102,7 @@ def texts(threads: int) -> None:
             model = models.load(made, dtype=dtype, weights_dtype=weights_dtype, activations=activations)
 
             def encode(tokens: int, model: models.Encoder = model) -> None:
-                _encode._CALL_TOKENS = tokens
+                _encode_calls._CALL_TOKENS = tokens
                 model.encode(drawn)
 
             found = zip(cuts, best(*(partial(encode, n) for n in cuts), seconds=2.5), strict=True)

@@ -32,7 +32,7 @@ from fastattn._engine import dispatch, settings
 from fastattn._engine.core import _core
 from fastattn.cache import KVCache
 from fastattn.layers import TransformerEncoderLayer
-from fastattn.models import _maxsim
+from fastattn.models import _vectors
 
 
 def best(*calls: Call) -> list[float]:
@@ -282,7 +282,7 @@ def maxsim(dtype: str) -> None:
         torch = None
     for n in (1, 32):
         queries = [rng.standard_normal((32, 128), np.float32) for _ in range(n)]
-        calls = [partial(_maxsim.similarities, "maxsim", queries, documents, mean=False)]
+        calls = [partial(_vectors.maxsim, "maxsim", queries, documents, mean=False)]
         if torch is not None:
             torch.set_num_threads(fastattn.get_num_threads())
             texts = [list(map(torch.from_numpy, side)) for side in (queries, documents)]

@@ -16,8 +16,8 @@ from fastattn._args.errors import FULL, naming
 from fastattn._args.types import ROUNDINGS
 from fastattn._atomic import irregular, replaced
 from fastattn._engine.settings import CPUS
-from fastattn.models._weights import DTYPES as MODEL_DTYPES
-from fastattn.models._weights import WEIGHT_DTYPES
+from fastattn.models._parameters import DTYPES as MODEL_DTYPES
+from fastattn.models._parameters import WEIGHT_DTYPES
 
 _SIGNALLED = 128  # a shell adds it to the number of the signal that ended a command
 

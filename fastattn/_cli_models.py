@@ -17,7 +17,7 @@ from fastattn._atomic import destination
 from fastattn._cli_files import Unfinished, digest_of_model, files_of, require_writable, write_json_lines
 from fastattn._cli_texts import Changed, Texts
 from fastattn._version import __version__
-from fastattn.models._encode import shown
+from fastattn.models._encode_calls import with_bar
 
 if TYPE_CHECKING:
     import argparse
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         SparseEncoder,
         TokenClassifier,
     )
-    from fastattn.models._encode import EncodeOptions
+    from fastattn.models._encode_calls import EncodeOptions
 
 # Options that are arguments of `load`, and of `encode`; what the others say does not change a vector.
 _LOADED = ("dtype", "weights_dtype", "activations")
@@ -85,7 +85,7 @@ def embed(options: argparse.Namespace) -> None:
     total, digest = texts.survey() if texts.again else (None, "")
     lines = texts.surveyed(digest) if texts.again else iter(texts)
     if output is None:
-        write_json_lines(shown(model._vectors(lines, call), total=total, disable=None), sys.stdout)
+        write_json_lines(with_bar(model._vectors(lines, call), total=total, disable=None), sys.stdout)
         return
     run = None
     if texts.again:
@@ -104,7 +104,7 @@ def embed(options: argparse.Namespace) -> None:
         unfinished = Unfinished(output, empty.shape[1], empty.dtype, run)
         try:
             rest = model._vectors(islice(lines, unfinished.rows, None), call)
-            for vectors in shown(rest, total=total, initial=unfinished.rows, disable=None):
+            for vectors in with_bar(rest, total=total, initial=unfinished.rows, disable=None):
                 unfinished.write(vectors)
             unfinished.finish()
         except Changed:
@@ -134,7 +134,7 @@ def predict(options: argparse.Namespace) -> None:
     model = _cross_encoder(options)
     labels = list(model.labels)
     chunks = model._scores(pairs, **{name: getattr(options, name) for name in _SCORED})
-    for scores in shown(chunks, disable=None):
+    for scores in with_bar(chunks, disable=None):
         for row in scores.tolist():
             print(json.dumps({"labels": labels, "scores": row}, ensure_ascii=False))
         sys.stdout.flush()

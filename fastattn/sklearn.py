@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import short
 from fastattn.models import load
-from fastattn.models._encode import Embedder
+from fastattn.models._encoder import Encoder
 from fastattn.models._text import strings
 
 try:
@@ -161,14 +161,14 @@ class SentenceVectorizer(
     def _options(self) -> dict[str, Any]:
         return {name: x for name, x in self.get_params(deep=False).items() if name not in _LOADED}
 
-    def _model(self, func: str) -> Embedder:
+    def _model(self, func: str) -> Encoder:
         """The model, loaded when it is first used and when a parameter has changed."""
         key = tuple(getattr(self, name) for name in _LOADED)
-        kept: tuple[Any, Embedder] | None = vars(self).get("_kept")
+        kept: tuple[Any, Encoder] | None = vars(self).get("_kept")
         if kept is None or kept[0] != key:
             folder, dtype, weights_dtype, activations = key
             model: Any = load(folder, dtype=dtype, weights_dtype=weights_dtype, activations=activations)
-            if not isinstance(model, Embedder):
+            if not isinstance(model, Encoder):
                 raise wrong_type(func, "the model of folder", model, "one that makes a vector of a text")
             self._kept = kept = key, model
         return kept[1]

@@ -110,6 +110,38 @@ def test_no_circle_of_imports():
     list(TopologicalSorter(graph).static_order())  # raises a CycleError that names the circle
 
 
+# Folders without any circle: imports within functions and for types count, too.
+STRAIGHT = ("fastattn.models", "fastattn.train")
+
+
+@pytest.mark.parametrize("folder", STRAIGHT)
+def test_no_circle_of_any_imports(folder):
+    own = {module for module in MODULES if f"{module}.".startswith(f"{folder}.")}
+    graph = {module: {other for other, _ in imports(module) if other in own - {module}} for module in own}
+    list(TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith(STRAIGHT)])
+def test_docstrings_have_a_subject(module):
+    tree = ast.parse(source(module).read_text(encoding="utf-8"))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    texts = [ast.get_docstring(node) or "" for node in nodes]
+    assert [text for text in texts if text.startswith(("Those", "Of ", "What ", "The same"))] == []
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith(STRAIGHT)])
+def test_functions_import_only_what_may_be_missing(module):
+    """Extras, and `_sandbox`, which needs one of them."""
+    tree = ast.parse(source(module).read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    within = [node for function in functions for node in ast.walk(function)]
+    names = [node.module for node in within if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in within if isinstance(node, ast.Import) for alias in node.names]
+    own = {name for name in names if name.startswith("fastattn")}
+    assert own <= {"fastattn.models._sandbox"}
+    assert {name.partition(".")[0] for name in set(names) - own} <= {"PIL", "jinja2", "safetensors", "tqdm"}
+
+
 def test_a_module_s_name_is_not_that_of_a_function():
     """So that `import fastattn.x as x` always gives a module."""
     public = {f"{module.__name__}.{name}" for module in PUBLIC for name in module.__all__}

@@ -302,6 +302,7 @@ class PackArgs:
     maps: int
     dtype: str
     num_threads: int
+    over: PackedLinear | None = None  # of these sizes and a floating dtype, is written over; None: a new one
     out: Array = field(init=False)
     scales: Array | None = field(init=False)
     sums: Array | None = field(init=False)
@@ -312,7 +313,12 @@ class PackArgs:
         width, stored = columns(self.dtype), STORED[self.dtype]
         panels = -(-self.out_features // width) * self.maps
         shape = panels, steps(self.in_features, self.dtype), width, *stored.shape
-        self.out, self.scales, self.sums = aligned_empty(shape, stored.dtype), None, None
+        self.scales = self.sums = None
+        if self.over is None:
+            self.out = aligned_empty(shape, stored.dtype)
+        else:
+            self.out = self.over.panels.view()
+            self.out.flags.writeable = True  # as their memory is
         if self.dtype == "int8":
             self.scales = np.zeros((panels, width), np.float32)
         elif self.dtype in TABLES:
@@ -344,7 +350,7 @@ class PackArgs:
             what = f"values that are not finite as {self.dtype}"
             raise ValueError(f"pack(): {name} has {what}; expected finite ones")
         sizes = self.in_features, self.out_features, self.maps == 2
-        return PackedLinear(*sizes, self.dtype, self.out, self.scales, self.sums)
+        return self.over or PackedLinear(*sizes, self.dtype, self.out, self.scales, self.sums)
 
 
 # The smallest number that each type rounds to infinity. int8 is scaled in float32; float64 needs no entry.

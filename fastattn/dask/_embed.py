@@ -21,12 +21,13 @@ from fastattn._args.errors import wrong_type
 from fastattn._args.values import flag, integer
 from fastattn._atomic import BEGUN, irregular, replaced
 from fastattn._engine.settings import set_num_threads
-from fastattn.models._encode import Embedder, EncodeOptions
+from fastattn.models._encode_calls import EncodeOptions
+from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, require
 from fastattn.models._load import load
+from fastattn.models._parameters import Precision
 from fastattn.models._text import strings
 from fastattn.models._vectors import RANGED
-from fastattn.models._weights import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -216,9 +217,9 @@ def _digest(path: Path, size: int, changed: int) -> bytes:
 
 
 @lru_cache(maxsize=1)
-def _loaded(state: str, folder: str, dtype: Any, weights_dtype: Any, activations: Any) -> Embedder:
+def _loaded(state: str, folder: str, dtype: Any, weights_dtype: Any, activations: Any) -> Encoder:
     model = load(folder, dtype=dtype, weights_dtype=weights_dtype, activations=activations)
-    if not isinstance(model, Embedder):
+    if not isinstance(model, Encoder):
         kind = type(model).__name__
         raise ModelError(f"{folder} has a {kind}; expected a model that makes a vector of a text")
     if _state(folder) != state:  # asked after loading, as the files may change meanwhile

@@ -1,32 +1,24 @@
-"""From the tensors of a file to the blocks of a model: a family says how the tensors are called."""
+"""Blocks of a model, read from the tensors of its files under the names that a family has for them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn._args.ops import integer_activations
 from fastattn._args.types import ACTIVATIONS as OURS
-from fastattn._args.types import Activation, lane_dtype
+from fastattn._args.types import Activation
 from fastattn.layers._block import Block, Norm, Projection
-from fastattn.models._origins import Origin
-from fastattn.models._tensors import pair_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Mapping, Sequence
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
     from fastattn.layers._block import Window
-    from fastattn.models._files import Config
-    from fastattn.models._origins import Part
-    from fastattn.models._tensors import Tensors
-    from fastattn.models._weights import Precision
+    from fastattn.models._source import Source
 
-# What config.json calls activations, and what `fastattn.ops` calls them.
+# Names of activations in config.json, and in `fastattn.ops`.
 ACTIVATIONS: dict[str, Activation] = {
     **{name: name for name in OURS},
     "gelu_new": "gelu_tanh",
@@ -36,41 +28,22 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-class Source(NamedTuple):
-    """A model's files, and how its weights are to be kept."""
+class Keys(NamedTuple):
+    """Keys of config.json for the sizes of blocks; None where a family has always the default."""
 
-    folder: Path
-    config: Config
-    tensors: Tensors
-    precision: Precision
-    outer: Path  # the folder of modules.json, in which `folder` may be
+    hidden: str = "hidden_size"
+    inner: str = "intermediate_size"
+    heads: str = "num_attention_heads"
+    layers: str = "num_hidden_layers"
+    eps: str | None = "layer_norm_eps"
+    activation: str | None = "hidden_act"
 
-    def vector(self, *names: str) -> Array:
-        """The tensors `names`, end to end, in the type that the kernels compute in."""
-        arrays = [self.tensors[name] for name in names]
-        lane = lane_dtype(self.precision.dtype)
-        # A copy, even of one, which may be a single number.
-        whole = np.concatenate([np.atleast_1d(array).astype(lane, copy=False) for array in arrays])
-        parts: list[Part] = []
-        for array in arrays:
-            first = sum(part.rows for part in parts)
-            parts += [part._replace(first=first) for part in self.tensors.origins.of(array)]
-        self.tensors.origins.note(whole, parts)
-        return whole
 
-    def same(self, array: Array, as_array: Array) -> Array:
-        """`array`, whose elements are those of `as_array`, or differ by constants."""
-        self.tensors.origins.note(array, self.tensors.origins.of(as_array))
-        return array
-
-    def origin(self) -> Origin:
-        """What the model keeps of this."""
-        tensors = self.tensors
-        return Origin(self.folder, self.outer, self.config, self.precision, tensors.origins, tensors.state)
+_KEYS = Keys()
 
 
 class BlockNames(NamedTuple):
-    """What a family calls the tensors of one block, without ".weight" and ".bias"; see `Block`."""
+    """Names of the tensors of one block, without ".weight" and ".bias"; see `Block`."""
 
     prefix: str  # of block i: prefix.format(i)
     attention_norm: str  # the first block has none where `first_norm` is False
@@ -92,7 +65,7 @@ class BlockNames(NamedTuple):
 
     @property
     def maps(self) -> frozenset[str]:
-        """All linear maps."""
+        """Names of all linear maps."""
         maps = (*self.qkv, self.attended, self.inner, self.outer, self.gate)
         return frozenset(name for name in maps if name is not None)
 
@@ -103,7 +76,7 @@ class Blocks:
 
     source: Source
     names: BlockNames
-    num_layers: int  # how many
+    num_layers: int
     hidden: int
     inner: int
     heads: int
@@ -113,6 +86,42 @@ class Blocks:
     activation: Activation
     biased: frozenset[str]  # the maps that have a bias
     bias: int | None = None  # of all blocks' scores: see `AttendStep`
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        names: BlockNames,
+        keys: Keys = _KEYS,
+        *,
+        eps: float | None = 1e-12,
+        activation: str | None = "gelu",
+        activations: Mapping[str, Activation] = ACTIVATIONS,
+        **others: Any,
+    ) -> Blocks:
+        """Read the sizes from config.json under `keys`; `eps` and `activation` are the defaults of theirs.
+
+        `others` are fields that it says in another way; by default all maps have a bias.
+        """
+        config = source.config
+
+        def said(read: Callable[..., Any], key: str | None, *how: Any, default: Any) -> Any:
+            if key is None:
+                return default
+            return read(key, *how) if default is None else read(key, *how, default)
+
+        sizes: dict[str, Callable[[], Any]] = {
+            "num_layers": lambda: source.depth(keys.layers),
+            "hidden": lambda: config.size(keys.hidden),
+            "inner": lambda: config.size(keys.inner),
+            "heads": lambda: config.size(keys.heads),
+            "head_dim": lambda: config.divided(keys.hidden, keys.heads),
+            "eps": lambda: said(config.number, keys.eps, default=eps),
+            "activation": lambda: said(config.choice, keys.activation, activations, default=activation),
+            "biased": lambda: names.maps,
+        }
+        found = {name: others.pop(name) if name in others else size() for name, size in sizes.items()}
+        return cls(source, names, **found, heads_kv=others.pop("heads_kv", found["heads"]), **others)
 
     def shapes(self) -> dict[str, Shape]:
         """The shape of every tensor of every block, by its name."""
@@ -146,15 +155,16 @@ class Blocks:
 
     def norm(self, name: str) -> Norm:
         """The norm `name`."""
-        weight, *bias = (self.source.vector(part) for part in self.norm_shapes(name))
-        if self.names.norm_offset:
-            weight = self.source.same(weight + weight.dtype.type(self.names.norm_offset), weight)
+        weight, *bias = (
+            self.source.vector(part, offset=0.0 if part.endswith(".bias") else self.names.norm_offset)
+            for part in self.norm_shapes(name)
+        )
         return Norm(self.names.norm, weight, bias[0] if bias else None, self.eps)
 
     def map(self, name: str) -> Projection:
         """The linear map `name`, with a bias, which stands outside of the blocks."""
         source = self.source
-        weight = source.tensors.pack([f"{name}.weight"], transposed=self.names.transposed)
+        weight = source.pack([f"{name}.weight"], transposed=self.names.transposed)
         return Projection(weight, source.vector(f"{name}.bias"), source.precision.activations)
 
     def read(
@@ -179,12 +189,12 @@ class Blocks:
             maps = [[f"{prefix}{part}.weight" for part in parts]]
             if gate is not None:
                 maps.append([f"{prefix}{gate}.weight"])
-            return source.tensors.pack(*maps, transposed=names.transposed)
+            return source.pack(*maps, transposed=names.transposed)
 
-        def bias(*parts: str) -> Array | None:
+        def bias(*parts: str, shape: Shape | None = None) -> Array | None:
             if parts[0] not in self.biased:
                 return None
-            return source.vector(*(f"{prefix}{part}.bias" for part in parts))
+            return source.vector(*(f"{prefix}{part}.bias" for part in parts), shape=shape)
 
         def linear(*parts: str) -> Projection:
             return Projection(packed(*parts), bias(*parts), rounded)
@@ -192,30 +202,22 @@ class Blocks:
         def inner() -> Projection:
             if names.gate is None:
                 return linear(names.inner)
-            if names.gate == names.inner:
-                pair, both = (
-                    source.tensors.pack_pair(f"{prefix}{names.inner}.weight", names.gate_first),
-                    bias(names.inner),
-                )
-                if both is not None:
-                    (whole,) = source.tensors.origins.of(both)
-                    both = both.reshape(2, -1)[:: 1 if names.gate_first else -1].copy()
-                    halves = pair_parts(whole.name, whole.shape, names.gate_first)
-                    source.tensors.origins.note(both, halves)
-                return Projection(pair, both, rounded)
-            both = bias(names.gate, names.inner)
-            pair = packed(names.inner, gate=names.gate)
-            both = None if both is None else source.same(both.reshape(2, -1), both)
+            if names.gate != names.inner:
+                both = bias(names.gate, names.inner, shape=(2, self.inner))
+                return Projection(packed(names.inner, gate=names.gate), both, rounded)
+            pair, both = source.pack_pair(f"{prefix}{names.inner}.weight", names.gate_first), None
+            if names.inner in self.biased:
+                both = source.pair_vector(f"{prefix}{names.inner}.bias", names.gate_first)
             return Projection(pair, both, rounded)
 
         def head_norm() -> Norm | None:
             if names.head_norms is None:
                 return None
             q_norm, k_norm = (f"{prefix}{name}.weight" for name in names.head_norms)
-            weights = source.vector(*[q_norm] * self.heads, *[k_norm] * self.heads_kv)
-            weights += weights.dtype.type(names.norm_offset)
-            by_head = source.same(weights.reshape(-1, self.head_dim), weights)
-            return Norm("rms_norm", by_head, None, self.eps)
+            both = *[q_norm] * self.heads, *[k_norm] * self.heads_kv
+            shape = self.heads + self.heads_kv, self.head_dim
+            weight = source.vector(*both, shape=shape, offset=names.norm_offset)
+            return Norm("rms_norm", weight, None, self.eps)
 
         def post_norms() -> tuple[Norm, Norm] | None:
             if names.post_norms is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import short
 from fastattn.models._files import Config, ModelError
-from fastattn.models._tokenizer import transformer_settings
+from fastattn.models._text import transformer_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ _ROLES = {1: ("user",), 2: ("query", "document")}
 _PROBES = (("alpha", "bravo"), ("charlie", "bravo"), ("alpha", "foxtrot"))
 _FILLERS = ("0", "1 2 3 4")  # of no common token
 _FORMATS = {name: name for name in ("flat", "structured", "auto")}
-# What a template that takes contents as lists of parts has, as sentence-transformers guesses it.
+# Signs of a template that takes contents as lists of parts, as sentence-transformers guesses it.
 _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "item.type", "message.content[")
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 # Arguments of apply_chat_template, not of the template.
@@ -51,7 +51,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, folder: Path) -> ChatTemplate | None:
-        """As the folder's files say; None where the module Transformer takes texts without a template."""
+        """Read it from the folder; None where the module Transformer takes texts without a template."""
         settings = transformer_settings(folder)
         modalities = settings.get("modality_config", dict, {})
         if "message" not in modalities:
@@ -122,7 +122,7 @@ class ChatTemplate:
 
 
 def _uncut(text: Text, encoding: Any) -> list[int]:
-    """All ids of a text that may have been cut."""
+    """Ids of a whole text, also where the tokenizer cut it."""
     pieces = [encoding.ids, *(each.ids for each in encoding.overflowing)]
     if (text.tokenizer.truncation or {}).get("direction") == "left":
         pieces.reverse()

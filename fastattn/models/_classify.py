@@ -13,10 +13,10 @@ from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag, integer, iterated, short
 from fastattn._args.words import not_an_argument
 from fastattn.models import _model
-from fastattn.models._encode import batches, calls, watched
+from fastattn.models._encode_calls import Call, TextOptions, calls, given, watched
+from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import ModelError
-from fastattn.models._headed import Headed
-from fastattn.models._sentences import ACTIVATIONS
+from fastattn.models._sentences import ACTIVATIONS, applied
 from fastattn.models._text import strings
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _PAIRS = "pairs, as [(text, text)], or single texts, as [(text,)]"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Classifier(Headed):
+class Classifier(EncoderWithHead):
     """The base of `CrossEncoder` and `TokenClassifier`."""
 
     head: tuple[Dense | LayerNorm, ...]  # one after another
@@ -73,10 +73,7 @@ class Classifier(Headed):
 
     def _scored(self, x: Array) -> Array:
         """The head's scores (n, num_labels) of vectors (n, hidden_size)."""
-        x = x.astype(lane_dtype(x.dtype), copy=False)
-        for layer in self.head:
-            x = layer(x)
-        return x
+        return applied(self.head, x.astype(lane_dtype(x.dtype), copy=False))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -114,7 +111,7 @@ class CrossEncoder(Classifier):
     ) -> Array:
         """The scores of each pair of texts.
 
-        A pair's scores have the same bits alone and in any company, and for every `batch_size`.
+        The bits of scores depend on their pair alone, not on other pairs or on `batch_size`.
 
         Parameters
         ----------
@@ -150,30 +147,21 @@ class CrossEncoder(Classifier):
         """
         if others:
             raise not_an_argument("predict", others, CrossEncoder.predict)
-        options = (prompt_name, prompt, batch_size, show_progress_bar, activation_fn, apply_softmax)
-        return self._predict("predict", inputs, *options)
+        options = given(TextOptions, prompt_name, prompt, batch_size, show_progress_bar)
+        return self._predict("predict", inputs, options, activation_fn, apply_softmax)
 
     def _predict(
-        self,
-        func: str,
-        inputs: str | Iterable[Any],
-        prompt_name: str | None,
-        prompt: str | None,
-        batch_size: int | None,
-        show_progress_bar: bool | None,
-        activation_fn: Callable[[Array], ArrayLike] | None,
-        apply_softmax: bool = False,
+        self, func: str, inputs: Any, options: TextOptions, activation_fn: Any, apply_softmax: bool = False
     ) -> Array:
         """`predict`, for messages of `func`."""
         one, pairs = _pairs(func, "inputs", inputs)
-        prompt = self.encoder.sentences.prompt(func, prompt_name, prompt)
-        batch_size, progress = batches(func, batch_size, show_progress_bar)
+        call = Call.of(func, options, TextOptions, self.encoder.sentences, ())
         softmax = flag(func, "apply_softmax", apply_softmax)
         if activation_fn is not None and not callable(activation_fn):
             raise TypeError(f"{func}(): activation_fn is {short(activation_fn)}; expected a function")
-        chunks = self._chunks(prompt, pairs, batch_size)
+        chunks = self._chunks(call.prompt, pairs, call.batch_size)
         empty = np.empty((0, self.num_labels), lane_dtype(self.encoder.dtype))
-        scores = np.concatenate([empty, *watched(chunks, progress, pairs)])
+        scores = np.concatenate([empty, *watched(chunks, call.progress, pairs)])
         scores = self._activated(func, scores, activation_fn)
         if self.num_labels == 1:
             scores = scores[:, 0]
@@ -234,8 +222,8 @@ class CrossEncoder(Classifier):
         top_k = None if top_k is None else integer(func, "top_k", top_k, 1)
         with_text = flag(func, "return_documents", return_documents)
         pairs = [(query, text) for text in texts]
-        options = (prompt_name, prompt, batch_size, show_progress_bar, activation_fn)
-        scores = self._predict(func, pairs, *options)
+        options = given(TextOptions, prompt_name, prompt, batch_size, show_progress_bar)
+        scores = self._predict(func, pairs, options, activation_fn)
         found: list[dict[str, Any]] = [{"corpus_id": i, "score": x} for i, x in enumerate(scores.tolist())]
         found = sorted(found, key=lambda each: each["score"], reverse=True)[:top_k]
         return [{**each, "text": texts[each["corpus_id"]]} for each in found] if with_text else found
@@ -266,7 +254,7 @@ class CrossEncoder(Classifier):
         prompt: str | None = None,
         batch_size: int | None = None,
     ) -> Iterator[Array]:
-        """What `predict` returns, an array (n, num_labels) at a time; pairs are read when they are needed."""
+        """Scores as of `predict`, an array (n, num_labels) at a time; pairs are read when they are needed."""
         prompt = self.encoder.sentences.prompt("predict", prompt_name, prompt)
         chunks = self._chunks(prompt, pairs, batch_size)
         return (self._activated("predict", logits, None) for logits in chunks)
@@ -287,7 +275,7 @@ class CrossEncoder(Classifier):
 
 
 def _pairs(func: str, name: str, inputs: Any) -> tuple[bool, Iterable[Texts]]:
-    """Whether `inputs`, the argument `name`, are one pair; and the pairs, checked as by `strings`."""
+    """Return whether `inputs`, the argument `name`, are one pair; and the pairs, checked as by `strings`."""
     if isinstance(inputs, np.ndarray):
         inputs = inputs.tolist()
     if isinstance(inputs, str):

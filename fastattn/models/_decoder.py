@@ -1,42 +1,44 @@
-"""Language models: decoders that generate text. `_gpt2.py`, `_llama.py` and their like build them."""
+"""Language models: decoders that generate text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args import key_ranges
+from fastattn._args.attention import dropout_of
 from fastattn._args.dtypes import dtype_choice
+from fastattn._args.errors import wrong_shape
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import as_array, integer, integers, short
+from fastattn._args.values import as_array, flag, integer, integers, short
 from fastattn._args.words import not_an_argument
-from fastattn._engine.program import OUT, LinearStep, NormStep, Program, Sequences, X, build
+from fastattn._engine.program import Program, Sequences
+from fastattn._engine.recorded import record
+from fastattn._engine.tape import Drops, Tape, Value
 from fastattn.cache import KVCache
-from fastattn.layers._block import model_program
+from fastattn.grad import cross_entropy, embedding
+from fastattn.grad._loss import targets_of
 from fastattn.layers._sampling import Sampler
 from fastattn.models import _model
-from fastattn.models._embeddings import Frequencies
-from fastattn.models._files import stop_ids
-from fastattn.models._text import NO_TOKEN, Text
-from fastattn.models._training import Pullback, next_token_loss, record_decoder
-from fastattn.models._weights import token_rows
+from fastattn.models._embeddings import token_rows
+from fastattn.models._parameters import required
+from fastattn.models._text import NO_TOKEN
+from fastattn.models._training import Pullback, Recorded
 from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
-    import re
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import ArrayLike, DTypeLike
     from typing_extensions import Unpack
 
     from fastattn._args.options import NoOptions
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Ints, Shape
+    from fastattn._args.types import Array, Ints
     from fastattn.layers._block import Window
-    from fastattn.models._blocks import BlockNames, Blocks
+    from fastattn.models._embeddings import Frequencies
 
 # The cache has room for so many new tokens at first; it doubles when it is full.
 _ROOM = 256
@@ -83,14 +85,14 @@ class Decoder(_model.Model):
         dropout: float = 0.0,
         seed: int | None = None,
     ) -> tuple[Array, Pullback]:
-        """Hidden states behind the last norm, and what makes gradients: ``grads = pullback(dhidden)``.
+        """Hidden states after the last norm, and what makes gradients: ``grads = pullback(dhidden)``.
 
         The output layer maps these states to logits; see `loss_and_gradients`, and `Pullback`. The others are
         those of `Encoder.forward_backward`.
         """
         tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
         counted = tokens if mask is None else tokens[mask]
-        recorded = record_decoder(self, counted, lengths, checkpoint, dropout, seed)
+        recorded = self._record(counted, lengths, checkpoint, dropout, seed)
         shape = (*tokens.shape, self.hidden_size)
         pullback = Pullback(self.model_type, recorded, mask, shape)
         return _model.unpacked(recorded.out.array, mask, shape), pullback
@@ -115,7 +117,7 @@ class Decoder(_model.Model):
             As in a call.
         targets : array_like of int, (batch, length), optional
             What follows each token, or `ignore_index`; by default the next token that counts, and nothing
-            behind the last one.
+            after the last one.
         ignore_index, label_smoothing
             Of `fastattn.grad.cross_entropy`, which never holds all logits.
         checkpoint, dropout, seed
@@ -127,15 +129,58 @@ class Decoder(_model.Model):
         gradients : dict of str to ndarray
             As from `Pullback`.
         """
+        func = "loss_and_gradients"
         tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
+        ignored = int(integers(func, "ignore_index", ignore_index, (), "one number"))
+        flat = (tokens if mask is None else tokens[mask]).reshape(-1)
+        if targets is None:
+            expected = np.append(flat[1:], ignored)[: len(flat)]
+            expected[np.cumsum(lengths)[lengths > 0] - 1] = ignored
+        else:
+            given = as_array(func, "targets", targets)
+            given = np.atleast_2d(integers(func, "targets", given if given.size else given.astype(np.int64)))
+            if given.shape != tokens.shape:
+                raise wrong_shape(func, "targets", given, f"ids', {tokens.shape}")
+            expected = (given if mask is None else given[mask]).reshape(-1)
+        targets_of(func, expected, flat.shape, self.vocab_size, ignore_index, label_smoothing)
+        recorded = self._record(flat, lengths, checkpoint, dropout, seed)
+        output: Any = self.logits.steps[-1]
         how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        return next_token_loss(self, tokens, lengths, mask, targets, checkpoint, dropout, seed, how)
+        found: Any = cross_entropy(recorded.out.array, output.weight, expected, bias=output.bias, **how)
+        loss, dhidden, *others = found
+        for parameter, gradient in zip((output.weight, output.bias), others, strict=False):
+            recorded.tape.gradients.add(parameter, gradient)
+        return float(loss), recorded.gradients(dhidden)
+
+    def _record(
+        self, tokens: Ints, lengths: Ints, checkpoint: bool, dropout: float, seed: int | None
+    ) -> Recorded:
+        """Hidden states after the last norm, on a tape, of sequences end to end."""
+        func = f"{self.model_type}.forward_backward"
+        origin, checkpoint = required(func, self.origin), flag(func, "checkpoint", checkpoint)
+        flat = tokens.reshape(-1)
+        array, call, positions = self._inputs(flat, lengths, int(lengths.max(initial=0)))
+        tape, x = Tape(drops=Drops(*dropout_of(func, dropout, seed))), Value(array)
+        norm: Any = self.logits.steps[0]
+        out = record(self.program, tape, x, call, checkpoint)
+        out = tape.norm(out, norm.kind, norm.weight, norm.bias, norm.eps)
+
+        def finish() -> None:
+            dx, gradients = x.found(), tape.gradients
+            gradients.add(self.tokens, embedding(dx, flat, self.vocab_size))
+            if self.positions is not None:
+                places = positions
+                if places.size != len(flat):  # those of each sequence
+                    places = np.broadcast_to(positions, (len(lengths), len(positions)))
+                gradients.add(self.positions, embedding(dx, places.reshape(-1), len(self.positions)))
+
+        return Recorded(tape, out, finish, origin)
 
     def _hidden(self, tokens: Ints, lengths: Ints, longest: int, cache: KVCache | None = None) -> Array:
         """Hidden states (n, hidden_size) of new tokens (n,), before the last norm.
 
         Those of sequences are end to end, `lengths` (batch,) of each. A cache holds the heads of all layers,
-        and they come behind the tokens in it. `longest` is the length of the longest sequence then: some
+        and they follow the tokens in it. `longest` is the length of the longest sequence then: some
         scalings of rotary positions depend on it.
         """
         x, call, _ = self._inputs(tokens, lengths, longest, cache)
@@ -144,7 +189,7 @@ class Decoder(_model.Model):
     def _inputs(
         self, tokens: Ints, lengths: Ints, longest: int, cache: KVCache | None = None
     ) -> tuple[Array, Sequences, Ints]:
-        """What the program reads, (n, hidden_size), what it is told, and the tokens' positions."""
+        """Inputs of the program (n, hidden_size), its `Sequences`, and the tokens' positions."""
         batch, length = len(lengths), int(lengths.max(initial=0))
         starts = 0 if cache is None else cache.offset
         begins = np.append(0, np.cumsum(lengths))
@@ -178,7 +223,7 @@ class Decoder(_model.Model):
     def _ranges(
         self, positions: Ints, causal: bool, ends: Ints | None, len_k: int | Ints
     ) -> tuple[key_ranges.Range, ...]:
-        """For each window, which of `len_k` keys the queries at `positions` attend.
+        """Ranges of the `len_k` keys that the queries at `positions` attend, for each window.
 
         Of each sequence, the first `ends` (batch,) keys count; None: all. A token alone, the last of its
         sequence, sees all of them without being causal.
@@ -268,7 +313,7 @@ class Decoder(_model.Model):
         return (int(tokens[0]) for tokens in steps) if single else steps
 
     def _prompts(self, ids: Any, attention_mask: Any) -> tuple[bool, list[Ints]]:
-        """Whether `ids` is one sequence, and the sequences without what does not count."""
+        """Return whether `ids` is one sequence, and the sequences without tokens that do not count."""
         rows = ids if isinstance(ids, (list, tuple)) and attention_mask is None else ()
         if rows and all(_is_row(row) for row in rows):
             prompts = [_model.token_ids("generate", row, self.vocab_size)[0] for row in rows]
@@ -314,84 +359,8 @@ class Decoder(_model.Model):
 
 
 def _is_row(x: Any) -> bool:
-    """Whether `x` is one sequence; `np.ndim` raises for lists of different lengths."""
+    """Tell whether `x` is one sequence; `np.ndim` raises for lists of different lengths."""
     try:
         return np.ndim(x) == 1
     except ValueError:
         return False
-
-
-class DecoderNames(NamedTuple):
-    """What a family calls a decoder's tensors, without ".weight" and ".bias". The output is "lm_head"."""
-
-    prefix: str  # of all tensors but the output's; some files leave it out
-    tokens: str
-    block: BlockNames
-    norm: str  # behind the last block
-    ignored: re.Pattern[str]  # tensors that were not learned, in old files
-    positions: str | None = None
-
-
-def read_decoder(
-    names: DecoderNames,
-    blocks: Blocks,
-    *,
-    scales: Sequence[float] | None = None,
-    windows: Sequence[Window] | None = None,
-    max_length: int | None = None,
-    frequencies: Callable[[], Frequencies] | None = None,
-    tied: bool,
-) -> Decoder:
-    """The decoder of `blocks`; `scales` and `windows` are those of `Blocks.read`.
-
-    Positions are a table of `max_length`, or rotary with what `frequencies` returns. In a tied model the
-    tokens' vectors are the weight of the output layer, too.
-    """
-    source = blocks.source
-    folder, config, tensors, precision, _ = source
-    vocab = config.size("vocab_size")
-    tensors.drop_prefix(names.prefix)
-    tokens, output = f"{names.tokens}.weight", "lm_head.weight"
-    positions = None if names.positions is None else f"{names.positions}.weight"
-    shapes: dict[str, Shape] = {tokens: (vocab, blocks.hidden), **blocks.norm_shapes(names.norm)}
-    if positions is not None and max_length is not None:
-        shapes[positions] = (max_length, blocks.hidden)
-    if not tied:
-        shapes[output] = (vocab, blocks.hidden)
-    own = [name for name in (names.tokens, names.positions, names.norm) if name is not None]
-    tensors.expect(
-        {**shapes, **blocks.shapes()},
-        own=(names.block.prefix.partition("{")[0], *(f"{name}." for name in own)),
-        ignored=names.ignored,
-    )
-    rotary = None if frequencies is None else frequencies()  # of a size that tensors confirm
-
-    rotations = None if rotary is None else [0] * blocks.num_layers
-    program, all_windows = model_program(blocks.read(scales, windows, rotations))
-    weight = tensors.pack([tokens if tied else output])
-    norm = NormStep(X, "normed", *blocks.norm(names.norm))
-    logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.activations)])
-    table = None
-    if positions is not None:
-        wide = source.vector(positions)
-        table = source.same(wide.astype(precision.dtype), wide)
-    return Decoder(
-        model_type=config.get("model_type", str),
-        hidden_size=blocks.hidden,
-        num_heads=blocks.heads,
-        num_layers=blocks.num_layers,
-        vocab_size=vocab,
-        program=program,
-        precision=precision,
-        text=Text(folder, max_length, is_prompt=True),
-        num_kv_heads=blocks.heads_kv,
-        head_dim=blocks.head_dim,
-        max_length=max_length,
-        tokens=weight if tied else tensors[tokens],
-        positions=table,
-        frequencies=rotary,
-        windows=all_windows,
-        logits=logits,
-        stop=stop_ids(config, folder),
-        origin=source.origin(),
-    )

@@ -1,4 +1,4 @@
-"""What stands before an encoder's first block: vectors of tokens, and the places of the tokens."""
+"""Inputs of an encoder's blocks: vectors of tokens, their positions, windows and biases."""
 
 from __future__ import annotations
 
@@ -12,16 +12,26 @@ from fastattn import grad, ops
 from fastattn._args import key_ranges
 from fastattn._args.types import lane_dtype
 from fastattn._engine.program import Sequences
-from fastattn.positions import RopeFrequencies, rope_tables
+from fastattn.positions import RopeFrequencies, rope_tables, t5_buckets
 
 if TYPE_CHECKING:
+    from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints
     from fastattn._engine.tape import Gradients
     from fastattn.layers._block import Window
-    from fastattn.models._buckets import BucketBiases
 
 # Frequencies of rotary positions; some scalings depend on `seq_len`, the length of the sequence.
 Frequencies = RopeFrequencies | Callable[..., RopeFrequencies]
+
+
+def token_rows(table: Array | PackedLinear, ids: Ints, dtype: np.dtype[Any]) -> Array:
+    """The vectors (n, features), in `dtype`, of tokens `ids` (n,).
+
+    `table` is the packed weight of the output layer where a model uses it for its tokens, too.
+    """
+    if isinstance(table, np.ndarray):
+        return ops.embedding(ids, table).astype(dtype, copy=False)
+    return table.rows(ids).astype(dtype, copy=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +46,7 @@ class Embeddings:
 
     def __call__(self, tokens: Ints, places: Ints, types: Ints | None, dtype: np.dtype[Any]) -> Array:
         """The vectors (n, features) of tokens, all arrays (n,); the first type where there are no `types`."""
-        x: Array = ops.embedding(tokens, self.tokens).astype(dtype, copy=False)
+        x = token_rows(self.tokens, tokens, dtype)
         if self.scale != 1:
             x *= np.asarray(self.scale, dtype)
         if self.positions is not None:
@@ -50,7 +60,7 @@ class Embeddings:
     def add_gradients(
         self, gradients: Gradients, dx: Array, tokens: Ints, places: Ints, types: Ints | None
     ) -> None:
-        """Add those of the tables, for dx, the gradient of the result."""
+        """Add the gradients of the tables, for dx, the gradient of the result."""
 
         def add(table: Array, rows: Ints, dout: Array = dx) -> None:
             gradients.add(table, grad.embedding(dout, rows, len(table)))
@@ -74,19 +84,47 @@ class Embeddings:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BucketBiases:
+    """A table of biases for each head, as `Places.biases` makes them for any length; see `t5_buckets`."""
+
+    table: Array  # (buckets, heads), lane type
+    max_distance: int  # from which on all distances share a bucket
+
+    def __call__(self, longest: int) -> tuple[Array, ...]:
+        """The table (heads, 2 n - 1) of `Sequences.biases` for sequences of up to `longest` tokens."""
+        return (np.ascontiguousarray(self.table[self._buckets(max(longest, 1))].T),)
+
+    def _buckets(self, n: int) -> Ints:
+        """The bucket of each distance, (2 n - 1,)."""
+        table = t5_buckets(
+            1, 2 * n - 1, num_buckets=len(self.table), max_distance=self.max_distance, q_offset=n - 1
+        )
+        buckets: Ints = table[0]
+        return buckets
+
+    def add_gradients(self, gradients: Gradients, biases: tuple[Array, ...]) -> None:
+        """Add the gradient of the table, from the gradients of `biases`, which a call made."""
+        for bias in biases:
+            found = gradients.of(bias)
+            if found is not None:
+                table = np.zeros_like(self.table)
+                np.add.at(table, self._buckets((bias.shape[1] + 1) // 2), found.T)
+                gradients.add(self.table, table)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """What the blocks of an encoder are told of where tokens stand."""
+    """Windows, rotations and biases of an encoder's blocks, for sequences of any lengths."""
 
     windows: tuple[Window, ...] = (None,)  # of which each attention has one: see `model_program`
     causal: bool = False
     frequencies: tuple[Frequencies, ...] = ()  # of which each attention may have one
-    # Of the biases of scores by distance, tables (heads, 2 n - 1) for sequences of up to n tokens.
-    biases: BucketBiases | None = None
+    biases: BucketBiases | None = None  # of scores, by distance
 
     def __call__(
         self, lengths: Ints, dtype: np.dtype[Any], attended: Ints | None = None
     ) -> tuple[Sequences, Ints]:
-        """What a program is told of sequences of `lengths`, and each token's place in its own (tokens,).
+        """Return the `Sequences` of `lengths`, and each token's position in its own one (tokens,).
 
         `attended` is how many of each sequence are keys, the first ones; None: all.
         """
@@ -109,7 +147,7 @@ class Places:
         return Sequences(batch, tuple(ranges), rotations, None, begins if ragged else None, biases), places
 
     def add_gradients(self, gradients: Gradients, call: Sequences) -> None:
-        """Add those of what made the call's biases, of which `gradients` has them."""
+        """Add the gradient of the table of biases, if `gradients` has that of the call's biases."""
         if self.biases is not None:
             self.biases.add_gradients(gradients, call.biases)
 
@@ -121,7 +159,7 @@ class Places:
         if isinstance(frequencies, RopeFrequencies):
             cos, sin = rope_tables(places, frequencies, lane)
             return cos[None], sin[None]
-        # By its own length, so that a sequence has the same bits in any company.
+        # By its own length, so that its bits do not depend on other sequences.
         alone = lengths.tolist() if len(places) == lengths.sum() else [len(places)]
         tables = [rope_tables(np.arange(n), frequencies(seq_len=n), lane) for n in alone or [0]]
         cos, sin = (np.concatenate(parts)[None] for parts in zip(*tables, strict=True))

@@ -1,34 +1,55 @@
-"""Encoders: models whose hidden states become vectors of texts; `_bert.py` and its like build them."""
+"""Encoders: models whose hidden states become vectors of texts, alone or with a head."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from fastattn._args.attention import dropout_of
 from fastattn._args.errors import wrong_shape
-from fastattn._args.values import flag
+from fastattn._args.options import NoOptions
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import choice, flag, integer
 from fastattn._engine.recorded import has_gradients, record
 from fastattn._engine.tape import Drops, Tape, Value
 from fastattn.models import _model
-from fastattn.models._encode import Embedder
-from fastattn.models._training import Pullback, Recorded, required
+from fastattn.models._encode_calls import (
+    DOCUMENT,
+    QUERY,
+    Call,
+    EncodeOptions,
+    calls,
+    given,
+    one_or_several,
+    watched,
+)
+from fastattn.models._parameters import required
+from fastattn.models._text import strings
+from fastattn.models._training import Pullback, Recorded
+from fastattn.models._vectors import PRECISIONS, RANGED, quantize_embeddings, similarities, single_vector
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import ArrayLike
+    from typing_extensions import Self, Unpack
 
     from fastattn._args.types import Array, Bools, Ints
     from fastattn.models._embeddings import Embeddings, Places
+    from fastattn.models._sentences import Sentences
+    from fastattn.models._text import Text
+
+    Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Encoder(Embedder):
+class Encoder(_model.Model):
     """An encoder: call it for hidden states, or `encode` texts with it."""
 
+    sentences: Sentences
     max_length: int | None  # tokens of a sequence
     embeddings: Embeddings
     places: Places
@@ -119,7 +140,24 @@ class Encoder(Embedder):
         types: Sequence[Ints] | None = None,
         attended: Sequence[int] | None = None,
     ) -> tuple[Array, Ints]:
-        """Hidden states of sequences end to end; see `Embedder.hidden`."""
+        """Hidden states of the last layer, (tokens, hidden_size), of all sequences end to end.
+
+        Parameters
+        ----------
+        sequences : list of ndarray of int64, (length,)
+            Their ids.
+        types : list of ndarray of int64, (length,), optional
+            Their token types.
+        attended : list of int, optional
+            How many tokens of each sequence are attended, the first ones; by default all.
+
+        Returns
+        -------
+        rows : ndarray, (tokens, hidden_size)
+            In the model's dtype. The bits of a sequence's rows do not depend on the other sequences.
+        cu_seqlens : ndarray of int64, (n + 1,)
+            Sequence i is ``rows[cu_seqlens[i] : cu_seqlens[i + 1]]``.
+        """
         lengths = np.array([len(ids) for ids in sequences], np.int64)
         none = np.zeros(0, np.int64)
         tokens = np.concatenate([*sequences, none])
@@ -131,6 +169,224 @@ class Encoder(Embedder):
         """Hidden states (tokens, hidden_size) of sequences of `lengths` end to end."""
         sequences, places = self.places(lengths, self.dtype, attended)
         return self.program.run(self.embeddings(tokens, places, types, self.dtype), sequences)
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """The folder's prompts by their names."""
+        return dict(self.sentences.prompts)
+
+    @property
+    def default_prompt_name(self) -> str | None:
+        """The name of the prompt that `encode` puts before a text unless it is told another."""
+        return self.sentences.default_prompt_name
+
+    @property
+    def similarity_fn_name(self) -> str:
+        """Name of what `similarity` computes: "cosine", "dot", "euclidean" or "manhattan"."""
+        return self.sentences.similarity
+
+    @property
+    def max_seq_length(self) -> int | None:
+        """The most tokens of a text, special ones included; what is longer is cut.
+
+        It can be set, as in sentence-transformers, up to what the model takes. Calls that have begun go on
+        with the length that they began with.
+        """
+        return self.text.limit
+
+    @max_seq_length.setter
+    def max_seq_length(self, tokens: int) -> None:
+        object.__setattr__(self, "text", self.text.shortened(type(self).__name__, tokens))
+
+    def get_sentence_embedding_dimension(self) -> int:
+        """Features of a vector that `encode` makes."""
+        sentences = self.sentences
+        return min(sentences.features, sentences.truncate_dim or sentences.features)
+
+    def tokenize(self, texts: Iterable[str]) -> dict[str, Array]:
+        """Ids of several texts, padded on the right, and which of them count: what a call of the model takes.
+
+        Returns
+        -------
+        dict of ndarray
+            "input_ids" of int64 and "attention_mask" of bool, both (n, length).
+        """
+        ids, mask = _model.pad(list(self._encoded(strings("tokenize", "texts", texts))))
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def encode(
+        self,
+        sentences: str | Iterable[str],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        precision: str = "float32",
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+        **others: Unpack[NoOptions],
+    ) -> Array:
+        """Make a vector of each text.
+
+        The bits of a vector depend on its text alone, not on other texts or on `batch_size`.
+
+        Parameters
+        ----------
+        sentences : str or iterable of str
+            What is longer than `max_seq_length` is cut.
+        prompt_name : str, optional
+            Which of `prompts` is put before each text; by default the one of `default_prompt_name`, if any.
+        prompt : str, optional
+            What is put before each text; `prompt_name` does not count then.
+        batch_size : int, optional
+            The most texts that go through the layers at a time. By default, and at most, as many as have 768
+            tokens. There is no padding, so it says how much memory a call takes and little else.
+        show_progress_bar : bool, optional
+            Whether to show one, by tqdm; by default not.
+        precision : {"float32", "int8", "uint8", "binary", "ubinary"}, default "float32"
+            The others are what `quantize_embeddings` makes of the vectors; "int8" and "uint8" take the ranges
+            of this call's vectors.
+        normalize_embeddings : bool, default False
+            Whether to scale vectors to length 1; if the folder says so, they have it already.
+        truncate_dim : int, optional
+            Keep the first so many features, before vectors are scaled; by default as the folder says, or all.
+        **others
+            None: an error says what an argument of another library is called here.
+
+        Returns
+        -------
+        ndarray, (n, features), or (features,) for one str
+            float32, or float64 for a model in float64; int8 or uint8 for the other precisions.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit.
+        ModelError
+            If the folder has no tokenizer.json, or a malformed one.
+        """
+        values = prompt_name, prompt, batch_size, show_progress_bar
+        own = precision, normalize_embeddings, truncate_dim
+        return self._encode("encode", sentences, given(EncodeOptions, *values, *own, **others))
+
+    def encode_query(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
+        """`encode` for what is searched with: without another prompt, with that of the name "query"."""
+        return self._encode("encode_query", sentences, options, QUERY)
+
+    def encode_document(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
+        """`encode` for what is searched: without another prompt, with that of "document".
+
+        Where `prompts` does not have that name, "passage" counts, and then "corpus".
+        """
+        return self._encode("encode_document", sentences, options, DOCUMENT)
+
+    def similarity(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:
+        """Similarity of each vector of (n, features) to each of (m, features): (n, m).
+
+        The folder says which, `similarity_fn_name`; "euclidean" and "manhattan" are negative distances.
+        A single vector (features,) counts as one of (1, features).
+        """
+        return similarities("similarity", self.similarity_fn_name, embeddings1, embeddings2, pairwise=False)
+
+    def similarity_pairwise(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:
+        """Similarity of each vector of (n, features) to the one in the same place: (n,)."""
+        kind = self.similarity_fn_name
+        return similarities("similarity_pairwise", kind, embeddings1, embeddings2, pairwise=True)
+
+    def _encode(self, func: str, sentences: Any, options: EncodeOptions, names: Names = ()) -> Array:
+        """`encode`, for messages of `func`; `names` are those of prompts that come before the default one."""
+        one, lines = self._inputs(func, sentences)
+        call = self._checked(func, options, names)
+        ranged = call.precision in RANGED
+        if one and ranged:
+            raise single_vector(func, "sentences", call.precision)
+        chunks = deque(watched(self._vectors(lines, call), call.progress, lines))
+        if not chunks:
+            chunks.append(call.packed(np.empty((0, call.features), lane_dtype(self.dtype))))
+        vectors = np.empty((sum(map(len, chunks)), *chunks[0].shape[1:]), chunks[0].dtype)
+        done = 0
+        while chunks:  # each is freed before the next one is copied
+            chunk = chunks.popleft()
+            vectors[done : done + len(chunk)] = chunk
+            done += len(chunk)
+        if ranged:
+            if len(vectors) == 1:
+                raise single_vector(func, "sentences", call.precision)
+            vectors = quantize_embeddings(vectors, call.precision)
+        return vectors[0] if one else vectors
+
+    def _inputs(self, func: str, sentences: Any) -> tuple[bool, Iterable[Any]]:
+        """Return whether `sentences` is one text, and the checked texts."""
+        return one_or_several(func, sentences)
+
+    def _encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """The ids of each text; texts are read when they are needed."""
+        return self.text.encoded(texts)
+
+    def _vectors(self, texts: Iterable[Any], call: Call) -> Iterator[Array]:
+        """The vectors in order, an array (n, features) at a time; texts are read when they are needed.
+
+        Precisions for which the ranges of all vectors count are left to the caller.
+        """
+        encoded = self._encoded(call.prompt + text for text in texts)
+        for sequences in calls(encoded, call.batch_size):
+            rows, cu_seqlens = self.hidden(sequences)
+            yield call.packed(self.sentences.vectors(rows, cu_seqlens, call.prompt_length))
+
+    def _checked(self, func: str, options: EncodeOptions, names: Names = ()) -> Call:
+        """The options of a call of `func`."""
+        call, most = Call.of(func, options, EncodeOptions, self.sentences, names), self.sentences.features
+        dim = options.get("truncate_dim")
+        dim = self.sentences.truncate_dim if dim is None else integer(func, "truncate_dim", dim, 1)
+        precision = choice(func, "precision", options.get("precision", "float32"), PRECISIONS)
+        call = call._replace(precision=precision, features=min(most, dim or most))
+        if call.prompt and not self.sentences.pooling.include_prompt:
+            return call._replace(prompt_length=self.text.prompt_length(call.prompt))
+        return call
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class EncoderWithHead(_model.Fixed):
+    """The base of models that are an encoder, and something else after it."""
+
+    encoder: Encoder
+    _pairs: ClassVar[bool] = False  # whether two texts may become one sequence
+
+    @property
+    def model_type(self) -> str:
+        """Name of the family, as in config.json."""
+        return self.encoder.model_type
+
+    @property
+    def text(self) -> Text:
+        """The tokenizer."""
+        return self.encoder.text
+
+    @property
+    def max_seq_length(self) -> int | None:
+        """The most tokens of a text, or of a pair; it can be set: see `Encoder.max_seq_length`."""
+        return self.text.limit
+
+    @max_seq_length.setter
+    def max_seq_length(self, tokens: int) -> None:
+        self._replace_text(self.text.shortened(type(self).__name__, tokens, self._pairs))
+
+    def _replace_text(self, text: Text) -> None:
+        object.__setattr__(self.encoder, "text", text)
+
+    def state_dict(self) -> dict[str, Array]:
+        """The tensors of encoder and head; see `Encoder.state_dict`."""
+        return self.encoder.state_dict()
+
+    def with_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> Self:
+        """A model with other tensors; see `Encoder.with_state_dict`."""
+        func = "with_state_dict"
+        found: Self = required(func, self.encoder.origin).changed(func, self, state_dict)
+        return found
+
+    def _described(self, size: int) -> str:
+        """The `repr` of one that makes so many numbers."""
+        return f"{repr(self.encoder)[:-1]}; {type(self).__name__} of {size}>"
 
 
 def _counted(mask: Bools | None) -> Any:

@@ -42,7 +42,7 @@ def require(package: str) -> ModuleType:
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
-    """What the JSON file holds, a `kind`."""
+    """Content of a JSON file, which must be a `kind`."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -57,12 +57,12 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
 
 def is_name(x: Any) -> bool:
-    """Whether `x` is a name without a folder's, of characters that a message can show."""
+    """Tell whether `x` is a file's name without a folder, of characters that a message can show."""
     return isinstance(x, str) and Path(x).name == x != ".." and x.isprintable()
 
 
 def lfs_hint(path: Path) -> str:
-    """How to fetch a file that is only a pointer of git-lfs; empty for any other file."""
+    """Advice on how to fetch a file that is only a pointer of git-lfs; empty for any other file."""
     with path.open("rb") as file:
         is_pointer = file.read(40).startswith(b"version https://git-lfs")
     return f"{path} is a git-lfs pointer, not the file: `git lfs pull` fetches it" if is_pointer else ""
@@ -79,6 +79,10 @@ class Config:
         self.path: Path | str = path  # as messages say it
         self.values: dict[str, Any] = {} if optional and not path.is_file() else read_json(path)
 
+    def wrong(self, name: str, value: Any, expected: str) -> ModelError:
+        """The error of a `value` of `name`."""
+        return ModelError(f"{self.path}: {name!r} is {short(value)}; expected {expected}")
+
     def _value(self, name: str, kind: Any, expected: str, default: Any) -> Any:
         value = self.values.get(name)
         if value is None:
@@ -86,7 +90,7 @@ class Config:
                 raise ModelError(f"{self.path}: {name!r} is missing; expected {expected}")
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ModelError(f"{self.path}: {name!r} is {short(value)}; expected {expected}")
+            raise self.wrong(name, value, expected)
         return value
 
     def get(self, name: str, kind: type[_T], default: _T = _REQUIRED) -> _T:
@@ -107,7 +111,7 @@ class Config:
         expected = f"an integer of at least {low}"
         value: int = self._value(name, int, expected, default)
         if value < low:
-            raise ModelError(f"{self.path}: {name!r} is {short(value)}; expected {expected}")
+            raise self.wrong(name, value, expected)
         if value > _MOST:
             raise ModelError(f"{self.path}: {name!r} is above 2**62; expected a size")
         return value
@@ -122,15 +126,15 @@ class Config:
         """A number above 0."""
         value: float = self._value(name, (int, float), "a number above 0", default)
         if not 0 < value <= sys.float_info.max:
-            shown = math.inf if value > 0 else value  # not an integer of hundreds of digits
-            raise ModelError(f"{self.path}: {name!r} is {short(shown)}; expected a number above 0")
+            shortened = math.inf if value > 0 else value  # not an integer of hundreds of digits
+            raise self.wrong(name, shortened, "a number above 0")
         return float(value)
 
     def choice(self, name: str, table: Mapping[str, _T], default: str = _REQUIRED) -> _T:
-        """What `table` has for the value."""
+        """Entry of `table` for the value."""
         value = self.get(name, str, default)
         if value not in table:
-            raise ModelError(f"{self.path}: {name!r} is {short(value)}; expected one of {', '.join(table)}")
+            raise self.wrong(name, value, f"one of {', '.join(table)}")
         return table[value]
 
     def words(self, name: str, allowed: Sequence[str], count: int) -> list[str] | None:
@@ -138,14 +142,14 @@ class Config:
         expected = f"a list of {count} of {', '.join(allowed)}"
         values: list[str] | None = self._value(name, list, expected, None)
         if values is not None and (len(values) != count or any(value not in allowed for value in values)):
-            raise ModelError(f"{self.path}: {name!r} is {short(values)}; expected {expected}")
+            raise self.wrong(name, values, expected)
         return values
 
     def divided(self, name: str, by: str) -> int:
-        """One size divided by another, without remainder."""
+        """Quotient of two sizes, without remainder."""
         size, parts = self.size(name), self.size(by)
         if size % parts:
-            raise ModelError(f"{self.path}: {name!r} is {size}; expected a multiple of {by!r}, {parts}")
+            raise self.wrong(name, size, f"a multiple of {by!r}, {parts}")
         return size // parts
 
     def refuse(self, **supported: Any) -> None:
@@ -167,7 +171,7 @@ def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
         value = source._value(name, (int, list), expected, [])
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and abs(i) <= _MOST for i in ids):
-            raise ModelError(f"{source.path}: {name!r} is {short(value)}; expected {expected}")
+            raise source.wrong(name, value, expected)
         if ids:
             return tuple(ids)
     return ()

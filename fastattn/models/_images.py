@@ -1,4 +1,4 @@
-"""From images to the pixels that a model takes: resized, cut and normalised as the folder says."""
+"""Images to pixels: resized, cut and normalised as the folder says."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.values import as_array, is_float, short
+from fastattn._args.values import as_array, is_float
 from fastattn.models._files import Config, ModelError
-from fastattn.models._resize import part
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from fastattn._args.types import Array, Shape
+    from fastattn._args.types import Array, Ints, Shape
 
 _WHOLE = 255  # of a pixel in integers
 _CHANNELS = 3
@@ -26,12 +25,14 @@ _NEW, _OLD = "processor_config.json", "preprocessor_config.json"  # the first on
 _MOST_SIDE, _MOST_PIXELS = 65535, 89_478_485  # of JPEG, and of what Pillow opens without a warning
 _FITTING = f"sides of at most {_MOST_SIDE}, and at most {_MOST_PIXELS} pixels"
 _MOST_CUT = 32  # times the model's size: an enlarged image that has more is not made whole
+_NEAREST = 0  # Pillow's filter that takes one pixel
+_BITS = 22  # after the point of a weight in integers
 EXPECTED = "an array (height, width, 3) or an image of Pillow"
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """What is done with an image before it goes to the model."""
+    """Preparation of images for the model."""
 
     path: Path | str  # the file that says so
     image_size: int  # height and width that the model takes
@@ -44,7 +45,7 @@ class Images:
 
     @classmethod
     def of(cls, folder: Path, image_size: int, usual: Mapping[str, Any]) -> Images | None:
-        """As the folder says, with what is missing as in `usual`; None if it has no such file."""
+        """Read it from the folder, with defaults from `usual`; None if there is no such file."""
         nested = Config(folder / _NEW, optional=True)
         if nested.values.get("image_processor") is not None:
             config = nested.inner("image_processor", usual)
@@ -61,10 +62,10 @@ class Images:
         if config.get("do_normalize", bool, True):
             mean, std = _numbers(config, "image_mean"), _numbers(config, "image_std")
             if 0 in std:
-                raise ModelError(f"{config.path}: 'image_std' is {short(list(std))}; expected no 0")
+                raise config.wrong("image_std", list(std), "no 0")
         resample = config.size("resample", low=0)
         if resample > 5:
-            raise ModelError(f"{config.path}: 'resample' is {resample}; expected a filter of Pillow, 0 to 5")
+            raise config.wrong("resample", resample, "a filter of Pillow, 0 to 5")
         found = size if crop is None else crop
         if isinstance(found, tuple) and found != (image_size, image_size):
             name = "size" if crop is None else "crop_size"
@@ -109,7 +110,7 @@ class Images:
                 out = out.astype(np.uint8)
             enlarged = wanted[0] >= height and wanted[1] >= width
             if enlarged and math.prod(wanted) > _MOST_CUT * math.prod(found):
-                image = part(image, wanted, rows, columns, self.resample)
+                image = _part(image, wanted, rows, columns, self.resample)
                 rows = columns = slice(None)
             else:
                 most = max(
@@ -125,7 +126,7 @@ class Images:
 
 
 def is_pillow(x: Any) -> bool:
-    """Whether `x` is an image of Pillow, which is then imported."""
+    """Tell whether `x` is an image of Pillow, which is then imported."""
     module = sys.modules.get("PIL.Image")
     return module is not None and isinstance(x, module.Image)
 
@@ -193,8 +194,7 @@ def _size(config: Config, name: str, asked: str, shorter: bool = False) -> Any:
     parts = value if isinstance(value, tuple) else (value,)
     if not all(type(part) is int and 1 <= part < 2**16 for part in parts):
         expected = "height and width" + (", or shortest_edge" if shorter else "")
-        came = short(config.values.get(name))
-        raise ModelError(f"{config.path}: {name!r} is {came}; expected {expected}, integers from 1 to 65535")
+        raise config.wrong(name, config.values.get(name), f"{expected}, integers from 1 to 65535")
     return value
 
 
@@ -203,5 +203,90 @@ def _numbers(config: Config, name: str) -> tuple[float, ...]:
     value = config.values.get(name)
     numbers: list[Any] = value if isinstance(value, list) else [value] * _CHANNELS
     if len(numbers) != _CHANNELS or not all(type(x) in (int, float) and abs(x) < 1e30 for x in numbers):
-        raise ModelError(f"{config.path}: {name!r} is {short(value)}; expected {_CHANNELS} numbers")
+        raise config.wrong(name, value, f"{_CHANNELS} numbers")
     return tuple(map(float, numbers))
+
+
+# A part of an enlarged image, to the bit as Pillow makes it, which would enlarge the whole.
+
+
+def _part(image: Array, size: Shape, rows: slice, columns: slice, resample: int) -> Array:
+    """`rows` and `columns` of the uint8 `image` (height, width, 3) enlarged to `size`, (height, width)."""
+    if resample == _NEAREST:
+        places = (_nearest(*each) for each in zip(image.shape, size, (rows, columns), strict=False))
+        return image[np.ix_(*places)]
+    begins, weights = _weights(image.shape[0], size[0], rows, resample)
+    first, last = begins.min(), (begins + weights.shape[1]).max()
+    # Pillow rounds to integers between the passes, the first of which is along rows where it enlarges.
+    wide = _summed(image[first:last], *_weights(image.shape[1], size[1], columns, resample))
+    return _summed(wide.swapaxes(0, 1), begins - first, weights).swapaxes(0, 1)
+
+
+def _nearest(old: int, new: int, kept: slice) -> Ints:
+    """The pixels that Pillow takes. It adds steps up, so that their rounding counts at a tie."""
+    steps = np.full(kept.stop, old / new)
+    steps[0] /= 2
+    return steps.cumsum()[kept].astype(np.int64)
+
+
+def _weights(old: int, new: int, kept: slice, resample: int) -> tuple[Ints, Ints]:
+    """The first pixel of each sum (n,), and the weights (n, count) of it and of those that follow it."""
+    support, weigh = _FILTERS[resample]
+    scale = old / new
+    stretch = max(scale, 1.0)
+    centers = (np.arange(kept.start, kept.stop) + 0.5) * scale
+    begins = np.maximum(centers - support * stretch + 0.5, 0).astype(np.int64)
+    ends = np.minimum(centers + support * stretch + 0.5, old).astype(np.int64)
+    pixels = begins[:, None] + np.arange((ends - begins).max())
+    distances = (pixels - centers[:, None] + 0.5) * (1 / stretch)
+    weights = np.where(pixels < ends[:, None], np.vectorize(weigh, [float])(distances), 0.0)
+    total = weights.cumsum(axis=1)[:, -1:]  # one after another
+    weights = np.divide(weights, total, out=weights, where=total != 0) * (1 << _BITS)
+    return begins, np.trunc(weights + np.where(weights < 0, -0.5, 0.5)).astype(np.int64)
+
+
+def _summed(image: Array, begins: Ints, weights: Ints) -> Array:
+    """Weighted sums of pixels side by side: (rows, n, 3) of an image (rows, old, 3)."""
+    total = np.full((len(image), len(begins), image.shape[2]), 1 << _BITS - 1, np.int32)
+    for i in range(weights.shape[1]):
+        places = np.minimum(begins + i, image.shape[1] - 1)  # after the end, weights are 0
+        total += image[:, places] * weights[:, i, None].astype(np.int32)
+    return (total >> _BITS).clip(0, 255).astype(np.uint8)
+
+
+def _sinc(x: float) -> float:
+    return 1.0 if x == 0 else math.sin(x * math.pi) / (x * math.pi)
+
+
+def _lanczos(x: float) -> float:
+    return _sinc(x) * _sinc(x / 3) if -3 <= x < 3 else 0.0
+
+
+def _bilinear(x: float) -> float:
+    return max(1 - abs(x), 0.0)
+
+
+def _bicubic(x: float) -> float:
+    x, a = abs(x), -0.5
+    if x < 1:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+    return (((x - 5) * x + 8) * x - 4) * a if x < 2 else 0.0
+
+
+def _box(x: float) -> float:
+    return float(-0.5 < x <= 0.5)
+
+
+def _hamming(x: float) -> float:
+    a, b = float(np.float32(0.54)), float(np.float32(0.46))  # as Pillow has them
+    return _sinc(x) * (a + b * math.cos(x * math.pi)) if -1 < x < 1 else 0.0
+
+
+# How far a filter reaches, and what it weighs a pixel at a distance, by Pillow's numbers.
+_FILTERS: dict[int, tuple[float, Callable[[float], float]]] = {
+    1: (3.0, _lanczos),
+    2: (1.0, _bilinear),
+    3: (2.0, _bicubic),
+    4: (0.5, _box),
+    5: (1.0, _hamming),
+}

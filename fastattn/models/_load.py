@@ -1,68 +1,52 @@
-"""From a folder to a model: `_BUILDERS` has the families."""
+"""Loading of a folder's model: `_BUILDERS` has the families."""
 
 from __future__ import annotations
 
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.words import not_an_argument
-from fastattn.models import (
-    _albert,
-    _bert,
-    _clip,
-    _deberta,
-    _distilbert,
-    _gemma3,
-    _gpt2,
-    _gte,
-    _llama,
-    _modernbert,
-    _mpnet,
-    _nomic,
-    _t5,
-)
-from fastattn.models._blocks import Source
 from fastattn.models._decoder import Decoder
+from fastattn.models._families import bert, clip, deberta, gpt2, llama, rotary, t5
 from fastattn.models._files import Config, ModelError
-from fastattn.models._heads import with_head
+from fastattn.models._parameters import Precision
 from fastattn.models._sentences import folder_of_towers
-from fastattn.models._tensors import Tensors
+from fastattn.models._source import Source
+from fastattn.models._task_heads import with_head
 from fastattn.models._towers import TwoTowers
-from fastattn.models._weights import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable
 
     from numpy.typing import DTypeLike
     from typing_extensions import Unpack
 
     from fastattn._args.options import NoOptions
-    from fastattn._args.types import Array, Rounding
+    from fastattn._args.types import Rounding
     from fastattn.models._classify import CrossEncoder, TokenClassifier
-    from fastattn.models._decoder import Decoder
     from fastattn.models._encoder import Encoder
     from fastattn.models._multi_vector import MultiVectorEncoder
-    from fastattn.models._origins import Origin
     from fastattn.models._sparse import SparseEncoder
 
-# `model_type` of config.json
+_TOWERS = ("clip", "siglip")
+# By the `model_type` of config.json.
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _bert.build),
-    "gemma3_text": _gemma3.build,
-    "albert": _albert.build,
-    **dict.fromkeys(("clip", "siglip"), _clip.build),
-    "deberta-v2": _deberta.build,
-    "distilbert": _distilbert.build,
-    "gpt2": _gpt2.build,
-    **dict.fromkeys(("new", "gte"), _gte.build),
-    "modernbert": _modernbert.build,
-    "mpnet": _mpnet.build,
-    "nomic_bert": _nomic.build,
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama.build),
-    **dict.fromkeys(("t5", "mt5"), _t5.build),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), bert.bert),
+    "gemma3_text": llama.gemma3,
+    "albert": bert.albert,
+    **dict.fromkeys(_TOWERS, clip.clip),
+    "deberta-v2": deberta.deberta,
+    "distilbert": bert.distilbert,
+    "gpt2": gpt2.gpt2,
+    **dict.fromkeys(("new", "gte"), rotary.gte),
+    "modernbert": rotary.modernbert,
+    "mpnet": bert.mpnet,
+    "nomic_bert": rotary.nomic,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), llama.llama),
+    **dict.fromkeys(("t5", "mt5"), t5.t5),
 }
 MODEL_TYPES = tuple(_BUILDERS)
 
@@ -133,33 +117,13 @@ def load(
     config = Config(path / "config.json")
     model_type = config.get("model_type", str)
     if model_type not in _BUILDERS:
-        expected = f"one of {', '.join(MODEL_TYPES)}"
-        raise ModelError(f"{config.path}: 'model_type' is {model_type!r}; expected {expected}")
-    if path != outer and _BUILDERS[model_type] is not _clip.build:
+        raise config.wrong("model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")
+    if path != outer and model_type not in _TOWERS:
         expected = f"clip or siglip, as {outer / 'modules.json'} has a CLIPModel"
-        raise ModelError(f"{config.path}: 'model_type' is {model_type!r}; expected {expected}")
+        raise config.wrong("model_type", model_type, expected)
     if config.values.get("quantization_config") is not None:
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
     with ExitStack() as stack:
-        tensors = Tensors(path, precision.weights, stack)
-        model: Encoder | Decoder = _built(Source(path, config, tensors, precision, outer))
-        return model
-
-
-def _built(source: Source, headed: bool = True) -> Any:
-    model = _BUILDERS[source.config.get("model_type", str)](source)
-    return model if isinstance(model, (Decoder, TwoTowers)) or not headed else with_head(source, model)
-
-
-def rebuilt(
-    origin: Origin, state: Mapping[str, Array], headed: bool, changed: Collection[str] | None = None
-) -> Any:
-    """The model of `origin` with the tensors of `state`, which fit; `headed`: with the head behind it.
-
-    Where `changed` names the tensors that differ from those of `origin`, the others are not packed again.
-    """
-    folder, outer, config, precision, *_ = origin
-    with ExitStack() as stack:
-        before = None if changed is None else origin.origins
-        tensors = Tensors(folder, precision.weights, stack, state, before, changed or ())
-        return _built(Source(folder, config, tensors, precision, outer), headed)
+        source = Source(path, config, precision, stack, outer)
+        model = _BUILDERS[model_type](source)
+        return model if isinstance(model, (Decoder, TwoTowers)) else with_head(source, model)

@@ -1,27 +1,26 @@
-"""What encoders and decoders have in common: their properties, and batches of sequences of any lengths."""
+"""Base of encoders and decoders: their properties, and batches of sequences of any lengths."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_shape
 from fastattn._args.values import as_array, integers
-from fastattn.models import _training
+from fastattn.models._parameters import required
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import ArrayLike
     from typing_extensions import Self
 
     from fastattn._args.types import Array, Bools, Ints, Rounding, Shape
     from fastattn._engine.program import Program
-    from fastattn.models._origins import Origin
+    from fastattn.models._parameters import Origin, Precision
     from fastattn.models._text import Text
-    from fastattn.models._weights import Precision
 
 
 class Fixed:
@@ -63,17 +62,17 @@ class Model(Fixed):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """What is computed in."""
+        """Type between layers."""
         return self.precision.dtype
 
     @property
     def weights_dtype(self) -> str:
-        """How the weights of linear maps are kept."""
+        """Type that the weights of linear maps are kept in."""
         return self.precision.weights
 
     @property
     def activations(self) -> Rounding | None:
-        """What the inputs of linear maps are rounded to."""
+        """Type that the inputs of linear maps are rounded to, or None."""
         return self.precision.activations
 
     def __repr__(self) -> str:
@@ -84,10 +83,10 @@ class Model(Fixed):
 
         They are what was read, not rounded to `weights_dtype`.
         """
-        return _training.state_of(_training.required("state_dict", self.origin))
+        return required("state_dict", self.origin).state_dict()
 
     def with_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> Self:
-        """The same model with other tensors, packed anew: after a step of an optimizer, for instance.
+        """Make a model with other tensors: after a step of an optimizer, for instance.
 
         Parameters
         ----------
@@ -99,18 +98,8 @@ class Model(Fixed):
         TypeError, ValueError
             If names are missing or not known, or arrays do not fit.
         """
-        return self._with(state_dict)
-
-    def _with(
-        self, state_dict: Mapping[str, ArrayLike], changed: Collection[str] | None = None, copy: bool = True
-    ) -> Self:
-        """`with_state_dict`; if only tensors in `changed` differ from the model's, the others are kept."""
-        from fastattn.models._load import rebuilt  # it imports all models
-
         func = "with_state_dict"
-        origin = _training.required(func, self.origin)
-        state = _training.checked_state(func, origin, state_dict, copy)
-        model: Self = replace(rebuilt(origin, state, False, changed), text=self.text)
+        model: Self = required(func, self.origin).changed(func, self, state_dict)
         return model
 
     def _tokens(
@@ -177,7 +166,7 @@ def _rectangular(func: str, name: str, x: Any) -> Array:
 
 
 def _length(row: Any) -> int:
-    """How many elements `row` has; -1 for what has no length, as an array of no dimensions."""
+    """Number of elements of `row`; -1 for what has no length, as an array of no dimensions."""
     try:
         return len(row)
     except TypeError:

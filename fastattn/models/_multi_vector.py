@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._args.options import NoOptions, require_options
+from fastattn._args.options import NoOptions
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import choice, flag, short
-from fastattn.models import _maxsim
-from fastattn.models._encode import DOCUMENT, QUERY, batches, calls, one_or_several, watched
+from fastattn._args.values import choice, short
+from fastattn.models._encode_calls import (
+    DOCUMENT,
+    QUERY,
+    Call,
+    TextOptions,
+    calls,
+    given,
+    one_or_several,
+    watched,
+)
+from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import Config, ModelError
-from fastattn.models._headed import Headed
-from fastattn.models._vectors import unit
+from fastattn.models._sentences import applied
+from fastattn.models._vectors import maxsim, maxsim_pairs, unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -31,18 +40,14 @@ if TYPE_CHECKING:
 TASKS = ("query", "document")
 
 
-class MultiVectorOptions(TypedDict, total=False):
+class MultiVectorOptions(TextOptions, total=False):
     """Keyword arguments of `MultiVectorEncoder.encode`, which documents them."""
 
-    prompt_name: str | None
-    prompt: str | None
-    batch_size: int | None
-    show_progress_bar: bool | None
     normalize_embeddings: bool
 
 
 class Expansion(NamedTuple):
-    """What queries are filled up with: tokens of masks, which have vectors, too."""
+    """Filling of queries up to a length, by mask tokens, which have vectors, too."""
 
     length: int  # tokens that a query has at least
     fixed: bool  # and at most
@@ -51,7 +56,7 @@ class Expansion(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What the folder says of tokens."""
+    """Settings in the folder: filling, tokens without a vector, similarity."""
 
     expansion: Expansion | None
     skipped: tuple[str, ...]  # tokens that have no vector
@@ -60,17 +65,17 @@ class Settings(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class MultiVectorEncoder(Headed):
+class MultiVectorEncoder(EncoderWithHead):
     """An encoder with a vector for each token of a text: `encode` texts with it."""
 
-    modules: tuple[Dense | LayerNorm | Normalize, ...]  # behind it, for each token
+    modules: tuple[Dense | LayerNorm | Normalize, ...]  # after the encoder, for each token
     features: int  # of a vector
     settings: Settings
     texts: dict[str | None, Text]  # the tokenizers of tasks, which cut texts to their lengths
 
     @property
     def similarity_fn_name(self) -> str:
-        """What `similarity` computes: "maxsim" or "meanmaxsim"."""
+        """Name of what `similarity` computes: "maxsim" or "meanmaxsim"."""
         return self.settings.similarity
 
     def __repr__(self) -> str:
@@ -99,7 +104,7 @@ class MultiVectorEncoder(Headed):
     ) -> Any:
         """The vectors of each text's tokens; `encode_query` and `encode_document` are what retrieval needs.
 
-        A text's vectors have the same bits alone and in any company, and for every `batch_size`.
+        The bits of vectors depend on their text alone, not on other texts or on `batch_size`.
 
         Parameters
         ----------
@@ -126,14 +131,8 @@ class MultiVectorEncoder(Headed):
         ModelError
             If the folder has no tokenizer.json, or one that does not fit the model.
         """
-        options = MultiVectorOptions(
-            prompt_name=prompt_name,
-            prompt=prompt,
-            batch_size=batch_size,
-            show_progress_bar=show_progress_bar,
-            normalize_embeddings=normalize_embeddings,
-            **others,
-        )
+        values = prompt_name, prompt, batch_size, show_progress_bar, normalize_embeddings
+        options = given(MultiVectorOptions, *values, **others)
         task = None if task is None else choice("encode", "task", task, TASKS)
         return self._encode("encode", sentences, options, task)
 
@@ -153,26 +152,22 @@ class MultiVectorEncoder(Headed):
         or an array (n, tokens, features) that is padded with zeros. A document without tokens has -1e9.
         """
         mean = self.similarity_fn_name == "meanmaxsim"
-        return _maxsim.similarities("similarity", embeddings1, embeddings2, mean)
+        return maxsim("similarity", embeddings1, embeddings2, mean)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Array:
         """The score of each query with the document in the same place, (n,); see `similarity`."""
         mean = self.similarity_fn_name == "meanmaxsim"
-        return _maxsim.pairs("similarity_pairwise", embeddings1, embeddings2, mean)
+        return maxsim_pairs("similarity_pairwise", embeddings1, embeddings2, mean)
 
     def _encode(
         self, func: str, sentences: Any, options: MultiVectorOptions, task: str | None, names: Names = ()
     ) -> Any:
         """`encode`, for messages of `func`; `names` are those of prompts that come before the default one."""
-        require_options(func, options, MultiVectorOptions)
         one, lines = one_or_several(func, sentences)
-        said = options.get("prompt_name"), options.get("prompt")
-        prompt = self.encoder.sentences.prompt(func, *said, names)
-        batch_size, progress = batches(func, options.get("batch_size"), options.get("show_progress_bar"))
-        normalize = flag(func, "normalize_embeddings", options.get("normalize_embeddings", False))
-        tokens = self._tokens((prompt + line for line in lines), task)
-        chunks: Iterator[Any] = (self._vectors(call, task, normalize) for call in calls(tokens, batch_size))
-        vectors = [each for chunk in watched(chunks, progress, lines) for each in chunk]
+        call = Call.of(func, options, MultiVectorOptions, self.encoder.sentences, names)
+        tokens = calls(self._tokens((call.prompt + line for line in lines), task), call.batch_size)
+        chunks: Iterator[Any] = (self._vectors(each, task, call.normalize) for each in tokens)
+        vectors = [each for chunk in watched(chunks, call.progress, lines) for each in chunk]
         return vectors[0] if one else vectors
 
     def _tokens(self, texts: Iterable[str], task: str | None) -> Iterator[list[tuple[int, int]]]:
@@ -185,21 +180,20 @@ class MultiVectorEncoder(Headed):
         return ([(token, 1) for token in ids] + [fill] * (length - len(ids)) for ids in encoded)
 
     def _vectors(self, call: list[Ints], task: str | None, normalize: bool) -> list[Array]:
-        """Those of texts that go through the layers together."""
+        """Vectors of texts that go through the layers together."""
         call = [each.reshape(-1, 2) for each in call]
         ids, attended = [each[:, 0] for each in call], [int(each[:, 1].sum()) for each in call]
         all_of_them = sum(attended) == sum(map(len, ids))
         rows, cu_seqlens = self.encoder.hidden(ids, None, None if all_of_them else attended)
         kept = self._kept(np.concatenate(ids), task)
         x = rows[kept].astype(lane_dtype(rows.dtype), copy=False)
-        for module in self.modules:
-            x = module(x)
+        x = applied(self.modules, x)
         ends = np.append(0, np.cumsum(kept))[cu_seqlens]
         x = unit(x) if normalize else x
         return [x[begin:end] for begin, end in pairwise(ends.tolist())]
 
     def _kept(self, ids: Ints, task: str | None) -> Bools:
-        """Which tokens have a vector."""
+        """Mask of the tokens that have a vector."""
         if (task or "document") not in self.settings.skipped_in:
             return np.ones(len(ids), np.bool_)
         named = map(self.text.tokenizer.token_to_id, self.settings.skipped)

@@ -113,7 +113,7 @@ def _size(
 
 def _formatted(meter: _Meter, pattern: Any, *values: Any, **named: Any) -> None:
     pattern = str(pattern)
-    wide = r"\*|\d{3}"  # a width, which may stand behind a name with anything in it
+    wide = r"\*|\d{3}"  # a width, which may follow a name with anything in it
     if re.search(wide if "%(" in pattern else f"%[^%a-zA-Z]*({wide})", pattern):
         raise SecurityError(f"it formats with {pattern[:80]!r}; expected widths of at most two digits")
     meter.grow(len(pattern) + pattern.count("%") * (400 + meter.size((values, named), True)))
@@ -153,7 +153,7 @@ def _nested(value: Any) -> tuple[int, int]:
 
 
 def _searched(meter: _Meter, text: Any, characters: Any = None, *others: Any) -> None:
-    """Each character may be compared with each."""
+    """Spend a step for each pair of characters that may be compared."""
     meter.spend(len(str(text)) * len(str(characters)) // _PACE)
 
 

@@ -1,4 +1,4 @@
-"""What a sentence-transformers folder says: prompts, similarity, and the modules behind the last layer.
+"""Settings in a sentence-transformers folder: prompts, similarity, and the modules after the last layer.
 
 Of ``rows`` (tokens, features), ``rows[cu_seqlens[i] : cu_seqlens[i + 1]]`` are the hidden states of text i.
 Pooling makes one vector of them, and the other modules change that vector.
@@ -6,6 +6,7 @@ Pooling makes one vector of them, and the other modules change that vector.
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,21 +17,21 @@ from fastattn import ops
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, short
 from fastattn.models._files import Config, ModelError, is_name, read_json
-from fastattn.models._tensors import Tensors
-from fastattn.models._text import strings
-from fastattn.models._tokenizer import LENGTHS, check_transformer
+from fastattn.models._parameters import Precision
+from fastattn.models._source import Source
+from fastattn.models._text import LENGTHS, check_transformer, strings
 from fastattn.models._vectors import SIMILARITIES, unit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Activation, Array, Ints, Shape
+    from fastattn._args.types import Activation, Array, Ints, Rounding, Shape
 
     Module = Callable[[Array], Array]  # of vectors (n, features)
 
-# Of a text's tokens (length, features), of which `before` were left out in front.
+# Functions of a text's tokens (length, features), and of how many before them were left out.
 POOLINGS: dict[str, Callable[[Array, int], Array]] = {
     "cls": lambda tokens, before: tokens[0],
     "max": lambda tokens, before: tokens.max(axis=0),
@@ -49,7 +50,7 @@ _FLAGS = {  # the keys of most files, each with true or false; several modes sta
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# What a Dense module names as a class of torch.nn, and what `ops.linear` calls it.
+# Classes of torch.nn that a Dense module may name, and their names in `ops.linear`.
 ACTIVATIONS: dict[str, Activation | None] = {
     "Identity": None,
     "Tanh": None,  # which follows the kernel
@@ -69,14 +70,14 @@ def _weighted_mean(tokens: Array, before: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """From the hidden states of texts to one vector each: those of several modes stand side by side."""
+    """Pooling of the hidden states of texts to one vector each: several modes stand side by side."""
 
     modes: tuple[str, ...] = ("mean",)
     include_prompt: bool = True  # whether a prompt's tokens count
 
     @classmethod
     def of(cls, folder: Path) -> Pooling:
-        """As the folder's config.json says."""
+        """Read it from the folder's config.json."""
         config = Config(folder / "config.json")
         said: Any = config.values.get("pooling_mode")
         if said is None:
@@ -84,8 +85,7 @@ class Pooling:
             said = said or ["mean"]
         modes = said if isinstance(said, list) else [said]
         if not modes or not all(isinstance(mode, str) and mode in POOLINGS for mode in modes):
-            expected = f"one or several of {', '.join(POOLINGS)}"
-            raise ModelError(f"{config.path}: 'pooling_mode' is {short(said)}; expected {expected}")
+            raise config.wrong("pooling_mode", said, f"one or several of {', '.join(POOLINGS)}")
         return cls(tuple(modes), config.get("include_prompt", bool, True))
 
     def __call__(self, rows: Array, cu_seqlens: Ints, prompt_length: int = 0) -> Array:
@@ -107,12 +107,14 @@ class Dense:
 
     weight: PackedLinear
     bias: Array | None
-    activation: str  # of `ACTIVATIONS`
+    activation: Activation | None = None
     residual: PackedLinear | bool = False  # True: x itself
+    tanh: bool = False  # in place of an activation of the kernel's
+    rounded: Rounding | None = None  # what x is rounded to
 
     @classmethod
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> tuple[Dense, int]:
-        """As the folder's files say, and how many features it makes of `features`."""
+        """Read it from the folder; return it and the number of features that it makes of `features`."""
         config = Config(folder / "config.json")
         n_in, n_out = config.size("in_features"), config.size("out_features")
         _require_features(config, "in_features", n_in, features)
@@ -120,25 +122,24 @@ class Dense:
         name = config.get("activation_function", str, "torch.nn.modules.activation.Tanh")
         activation = name.rpartition(".")[2]
         if activation not in ACTIVATIONS:
-            expected = f"one of {', '.join(ACTIVATIONS)}"
-            raise ModelError(f"{config.path}: 'activation_function' is {short(name)}; expected {expected}")
+            raise config.wrong("activation_function", name, f"one of {', '.join(ACTIVATIONS)}")
         shapes: dict[str, Shape] = {"linear.weight": (n_out, n_in)}
         if biased:
             shapes["linear.bias"] = (n_out,)
         if added and n_in != n_out:
             shapes["residual.weight"] = (n_out, n_in)
         with ExitStack() as stack:
-            tensors = Tensors(folder, dtype.name, stack)
-            tensors.expect(shapes, ("linear.", "residual."))
-            weight = tensors.pack(["linear.weight"])
-            bias = tensors["linear.bias"].astype(dtype) if biased else None
-            residual = tensors.pack(["residual.weight"]) if "residual.weight" in shapes else added
-        return cls(weight, bias, activation, residual), n_out
+            source = Source(folder, config, Precision(dtype, dtype.name), stack)
+            source.expect(shapes, ("linear.", "residual."))
+            weight = source.pack(["linear.weight"])
+            bias = source.vector("linear.bias") if biased else None
+            residual = source.pack(["residual.weight"]) if "residual.weight" in shapes else added
+        return cls(weight, bias, ACTIVATIONS[activation], residual, activation == "Tanh"), n_out
 
     def __call__(self, x: Array) -> Array:
         """The vectors (n, out_features) of vectors (n, in_features)."""
-        y = ops.linear(x, self.weight, self.bias, activation=ACTIVATIONS[self.activation])
-        if self.activation == "Tanh":
+        y = ops.linear(x, self.weight, self.bias, activation=self.activation, activations=self.rounded)
+        if self.tanh:
             np.tanh(y, out=y)
         if self.residual is True:
             y += x
@@ -147,9 +148,16 @@ class Dense:
         return y
 
 
+def applied(modules: Iterable[Module], x: Array) -> Array:
+    """Run vectors x (n, features) through modules one after another."""
+    for module in modules:
+        x = module(x)
+    return x
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerNorm:
-    """Each vector's features at mean 0 and variance 1, times weight, plus bias."""
+    """Norm of each vector: features at mean 0 and variance 1, times weight, plus bias."""
 
     weight: Array
     bias: Array | None
@@ -157,14 +165,13 @@ class LayerNorm:
 
     @classmethod
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> tuple[LayerNorm, int]:
-        """As `Dense.of`."""
+        """Read it, as `Dense.of` does."""
         config = Config(folder / "config.json")
         _require_features(config, "dimension", config.size("dimension"), features)
         with ExitStack() as stack:
-            tensors = Tensors(folder, dtype.name, stack)
-            tensors.expect({"norm.weight": (features,), "norm.bias": (features,)}, ("norm.",))
-            weight, bias = (tensors[name].astype(dtype) for name in ("norm.weight", "norm.bias"))
-            return cls(weight, bias), features
+            source = Source(folder, config, Precision(dtype, dtype.name), stack)
+            source.expect({"norm.weight": (features,), "norm.bias": (features,)}, ("norm.",))
+            return cls(source.vector("norm.weight"), source.vector("norm.bias")), features
 
     def __call__(self, x: Array) -> Array:
         """The vectors (n, features), normalised."""
@@ -177,7 +184,7 @@ class Normalize:
 
     @classmethod
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> tuple[Normalize, int]:
-        """As `Dense.of`; there is no file."""
+        """Make it, as `Dense.of` does; there is no file."""
         return cls(), features
 
     def __call__(self, x: Array) -> Array:
@@ -195,16 +202,21 @@ _SPLADE = ("MLMTransformer", "SpladePooling")  # instead of these two:
 MASK = "MultiVectorMask"  # or a vector of each token, with this module, or with none but those of `_BY_TOKEN`
 _BY_TOKEN = ("Dense", "Normalize")
 _BEFORE, _NO_PART = ("Transformer", "Pooling"), "Dropout"  # which does something in training only
-SCORE = "LogitScore"  # of a language model, behind Transformer alone
+SCORE = "LogitScore"  # of a language model, after Transformer alone
 _TOWERS = "CLIPModel"  # in a folder of its own, and without Pooling
+# Orders of modules, and what an error expects.
+_AFTER = f"( ({'|'.join((*_MODULES, _NO_PART))}))*"
+_HEADED = f"(Transformer|{_SPLADE[0]}) {_SPLADE[1]}|Transformer {SCORE}"
+_OF_TOWERS = f"(Transformer|{_TOWERS}){_AFTER}", f"Transformer or {_TOWERS} first, once"
+_POOLED = f"Transformer Pooling{_AFTER}", "Transformer and Pooling first, once each"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sentences:
-    """What the folder says of an encoder's texts and vectors; without such files, the mean of the tokens."""
+    """Settings of an encoder's texts and vectors; in a folder without such files, the mean of the tokens."""
 
     pooling: Pooling
-    modules: tuple[Dense | LayerNorm | Normalize, ...]  # behind it, one after another
+    modules: tuple[Dense | LayerNorm | Normalize, ...]  # after it, one after another
     features: int  # of a vector
     prompts: dict[str, str]
     default_prompt_name: str | None
@@ -213,7 +225,7 @@ class Sentences:
 
     @classmethod
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any], towers: bool = False) -> Sentences:
-        """As the folder's files say, for hidden states of so many features, computed in `dtype`.
+        """Read them from the folder, for hidden states of so many `features`, computed in `dtype`.
 
         Of two `towers`, these are vectors of texts and images, and nothing pools them.
         """
@@ -236,15 +248,16 @@ class Sentences:
         prompts = _prompts(config)
         default = config.values.get("default_prompt_name")
         if default is not None and not (isinstance(default, str) and default in prompts):
-            expected = f"one in 'prompts': {', '.join(map(short, prompts))}"
-            raise ModelError(f"{config.path}: 'default_prompt_name' is {short(default)}; expected {expected}")
+            raise config.wrong(
+                "default_prompt_name", default, f"one in 'prompts': {', '.join(map(short, prompts))}"
+            )
         kinds = {kind: kind for kind in SIMILARITIES}
         similarity = "cosine" if by_token else config.choice("similarity_fn_name", kinds, "cosine")
         truncate_dim = config.optional_size("truncate_dim")
         return cls(pooling, tuple(modules), features, prompts, default, similarity, truncate_dim)
 
     def prompt(self, func: str, name: Any, prompt: Any, names: tuple[str, ...] = ()) -> str:
-        """What a call of `func` puts before a text; `names` come before the default one."""
+        """Prompt that a call of `func` puts before a text; `names` come before the default one."""
         if prompt is None:
             if name is None:
                 name = next((name for name in names if name in self.prompts), self.default_prompt_name)
@@ -255,30 +268,28 @@ class Sentences:
         return str(prompt)
 
     def vectors(self, rows: Array, cu_seqlens: Ints, prompt_length: int) -> Array:
-        """One vector for each text of hidden states, (n, features) in the lane type."""
-        return self.behind(self.pooling(rows, cu_seqlens, prompt_length))
+        """Vectors of texts, (n, features) in the lane type, from their hidden states."""
+        return self.after_pooling(self.pooling(rows, cu_seqlens, prompt_length))
 
-    def behind(self, pooled: Array) -> Array:
-        """What the modules make of vectors (n, features)."""
-        for module in self.modules:
-            pooled = module(pooled)
-        return pooled
+    def after_pooling(self, pooled: Array) -> Array:
+        """Run pooled vectors (n, features) through the modules."""
+        return applied(self.modules, pooled)
 
 
 def _is_pylate(folder: Path) -> bool:
-    """Whether PyLate wrote the folder, whose modules.json leaves out what follows the Dense modules."""
+    """Tell whether PyLate wrote the folder: its modules.json leaves out what follows the Dense modules."""
     values = Config(folder / "config_sentence_transformers.json", optional=True).values
     return values.get("model_type") == "ColBERT" or "query_prefix" in values
 
 
 def is_cross_encoder(folder: Path) -> bool:
-    """Whether config_sentence_transformers.json says that a head scores what the transformer makes."""
+    """Tell whether config_sentence_transformers.json says that a head scores what the transformer makes."""
     config = Config(folder / "config_sentence_transformers.json", optional=True)
     return config.values.get("model_type") == "CrossEncoder"
 
 
 def is_multi_vector(modules: list[tuple[str, str]]) -> bool:
-    """Whether modules make a vector of each token: nothing pools them."""
+    """Tell whether modules make a vector of each token: nothing pools them."""
     kinds = [kind for kind, _ in modules]
     followed = len(kinds) > 1 and kinds[0] == "Transformer" and set(kinds[1:]) <= {*_BY_TOKEN, MASK}
     return followed and kinds.count(MASK) <= 1
@@ -296,7 +307,7 @@ def folder_of_towers(folder: Path) -> Path:
 
 
 def _task(folder: Path, modules: list[tuple[str, str]]) -> str | None:
-    """What the module Transformer does before the others, as sentence-transformers calls it."""
+    """Task of the module Transformer before the others, as sentence-transformers calls it."""
     if modules and modules[-1][0] == SCORE:
         return "text-generation"
     if modules:
@@ -335,22 +346,13 @@ def modules_of(folder: Path, towers: bool = False) -> list[tuple[str, str]]:
     kinds = [kind for kind, _ in named]
     if not path.is_file() or (kinds == ["Transformer"] and is_cross_encoder(folder)):
         return []
-    if len(kinds) == 2 and kinds[0] in ("Transformer", _SPLADE[0]) and kinds[1] == _SPLADE[1]:
+    by_token = is_multi_vector(named) and (MASK in kinds or _is_pylate(folder))
+    if by_token or re.fullmatch(_HEADED, " ".join(kinds)):
         return named
-    if kinds == ["Transformer", SCORE]:
-        return named
-    if is_multi_vector(named) and (MASK in kinds or _is_pylate(folder)):
-        return named
-    if towers:
-        either = (_BEFORE[0], _TOWERS)
-        if not kinds or kinds[0] not in either or any(kind in either for kind in kinds[1:]):
-            expected = f"{' or '.join(either)} first, once"
-            raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")
-        return [(kind, inner) for kind, inner in named[1:] if kind != _NO_PART]
-    if tuple(kinds[:2]) != _BEFORE or any(kind in (*_BEFORE, *_SPLADE, MASK, SCORE) for kind in kinds[2:]):
-        expected = f"{' and '.join(_BEFORE)} first, once each"
+    pattern, expected = _OF_TOWERS if towers else _POOLED
+    if not re.fullmatch(pattern, " ".join(kinds)):
         raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")
-    return [(kind, inner) for kind, inner in named if kind != _NO_PART]
+    return [(kind, inner) for kind, inner in named[int(towers) :] if kind != _NO_PART]
 
 
 def _prompts(config: Config) -> dict[str, str]:
@@ -366,5 +368,4 @@ def _prompts(config: Config) -> dict[str, str]:
 def _require_features(config: Config, key: str, size: int, features: int) -> None:
     """Raise unless a module takes the vectors that the one before it makes."""
     if size != features:
-        expected = f"{features}, which the module before it makes"
-        raise ModelError(f"{config.path}: {key!r} is {size}; expected {expected}")
+        raise config.wrong(key, size, f"{features}, which the module before it makes")

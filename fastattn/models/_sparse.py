@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import ops
 from fastattn._args.errors import wrong_shape, wrong_type
-from fastattn._args.options import NoOptions, require_options
+from fastattn._args.options import NoOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integer
-from fastattn.models._encode import DOCUMENT, QUERY, batches, calls, one_or_several, watched
+from fastattn.models._encode_calls import (
+    DOCUMENT,
+    QUERY,
+    Call,
+    TextOptions,
+    calls,
+    given,
+    one_or_several,
+    watched,
+)
+from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import require
-from fastattn.models._headed import Headed
+from fastattn.models._sentences import applied
 from fastattn.models._vectors import similarities
 
 if TYPE_CHECKING:
@@ -23,67 +32,42 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Activation, Array, Ints, Rounding
+    from fastattn._args.types import Array, Ints
+    from fastattn.models._sentences import Dense, LayerNorm
 
+    Head = tuple[Dense, LayerNorm, Dense]
     Names = tuple[str, ...]
 
 _LOGITS = 1 << 23  # at a time: 32 MB of float32, of hundreds of tokens where the vocabulary is BERT's
 STRATEGIES, FUNCTIONS = ("max", "sum"), ("relu", "log1p_relu")
 
 
-class SparseOptions(TypedDict, total=False):
+class SparseOptions(TextOptions, total=False):
     """Keyword arguments of `SparseEncoder.encode`, which documents them."""
 
-    prompt_name: str | None
-    prompt: str | None
-    batch_size: int | None
-    show_progress_bar: bool | None
     max_active_dims: int | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class VocabularyHead:
-    """From hidden states to logits of all tokens: ``output(norm(activation(inner(x))))``."""
-
-    inner: PackedLinear
-    inner_bias: Array
-    activation: Activation
-    norm_weight: Array
-    norm_bias: Array
-    eps: float
-    output: PackedLinear
-    output_bias: Array
-    rounded: Rounding | None
-
-    def __call__(self, x: Array) -> Array:
-        """Logits (n, vocab_size), in the lane type, of hidden states (n, hidden_size)."""
-        x = ops.linear(x, self.inner, self.inner_bias, activation=self.activation, activations=self.rounded)
-        x = ops.layer_norm(x, self.norm_weight, self.norm_bias, eps=self.eps)
-        y = ops.linear(x, self.output, self.output_bias, activations=self.rounded)
-        return y.astype(lane_dtype(y.dtype), copy=False)
 
 
 @dataclass(frozen=True, slots=True)
 class SpladePooling:
-    """From the logits of a text's tokens to its weights."""
+    """Pooling of the logits of a text's tokens to its weights."""
 
     strategy: str = "max"
     function: str = "relu"
     most: int | None = None  # weights that are kept
 
-    def rows(self, head: VocabularyHead, states: Array, cu_seqlens: Ints) -> Iterator[tuple[Ints, Array]]:
-        """Each text's tokens that have a weight, and their weights; a text without tokens has none."""
-        vocab = len(head.output_bias)
+    def rows(self, head: Head, states: Array, cu_seqlens: Ints) -> Iterator[tuple[Ints, Array]]:
+        """Yield each text's tokens that have a weight, and their weights; a text without tokens has none."""
+        vocab, lane = head[-1].weight.out_features, lane_dtype(states.dtype)
         step = max(1, _LOGITS // vocab)
-        logits, begin, end = np.empty((0, vocab), lane_dtype(states.dtype)), 0, 0  # of tokens begin to end
+        logits, begin, end = np.empty((0, vocab), lane), 0, 0  # of tokens begin to end
         ends = cu_seqlens.tolist()
         for first, last in pairwise(ends):
             pooled = np.zeros(vocab, logits.dtype)
             while first < last:
                 if first == end:
                     begin, end = end, min(end + step, len(states))
-                    logits = head(states[begin:end])
+                    logits = applied(head, states[begin:end]).astype(lane, copy=False)
                 stop = min(last, end)
                 self._add(pooled, logits[first - begin : stop - begin])
                 first = stop
@@ -110,10 +94,10 @@ class SpladePooling:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class SparseEncoder(Headed):
+class SparseEncoder(EncoderWithHead):
     """An encoder with a weight for each token of the vocabulary: `encode` texts with it."""
 
-    head: VocabularyHead
+    head: Head  # to the logits of all tokens
     pooling: SpladePooling
     similarity_fn_name: str  # what `similarity` computes: "dot", "cosine", "euclidean" or "manhattan"
 
@@ -122,7 +106,7 @@ class SparseEncoder(Headed):
 
     def get_sentence_embedding_dimension(self) -> int:
         """Features of a vector: the size of the vocabulary."""
-        return len(self.head.output_bias)
+        return self.head[-1].weight.out_features
 
     def encode(
         self,
@@ -136,7 +120,7 @@ class SparseEncoder(Headed):
     ) -> Any:
         """A sparse vector for each text.
 
-        A text's vector has the same bits alone and in any company, and for every `batch_size`.
+        The bits of a vector depend on its text alone, not on other texts or on `batch_size`.
 
         Parameters
         ----------
@@ -159,15 +143,8 @@ class SparseEncoder(Headed):
         ImportError
             If there is no scipy.
         """
-        options = SparseOptions(
-            prompt_name=prompt_name,
-            prompt=prompt,
-            batch_size=batch_size,
-            show_progress_bar=show_progress_bar,
-            max_active_dims=max_active_dims,
-            **others,
-        )
-        return self._encode("encode", sentences, options)
+        values = prompt_name, prompt, batch_size, show_progress_bar, max_active_dims
+        return self._encode("encode", sentences, given(SparseOptions, *values, **others))
 
     def encode_query(self, sentences: str | Iterable[str], **options: Unpack[SparseOptions]) -> Any:
         """`encode` for what is searched with; see `Encoder.encode_query`."""
@@ -214,20 +191,17 @@ class SparseEncoder(Headed):
 
     def _encode(self, func: str, sentences: Any, options: SparseOptions, names: Names = ()) -> Any:
         """`encode`, for messages of `func`; `names` are those of prompts that come before the default one."""
-        sparse = require("scipy.sparse")
-        require_options(func, options, SparseOptions)
+        sparse, pooling = require("scipy.sparse"), self.pooling
         _, lines = one_or_several(func, sentences)
-        settings, pooling = self.encoder.sentences, self.pooling
-        before = settings.prompt(func, options.get("prompt_name"), options.get("prompt"), names)
-        batch_size, progress = batches(func, options.get("batch_size"), options.get("show_progress_bar"))
+        call = Call.of(func, options, SparseOptions, self.encoder.sentences, names)
         most = options.get("max_active_dims")
         if most is not None:
             pooling = replace(pooling, most=integer(func, "max_active_dims", most, 1))
-        encoded = self.text.encoded(before + text for text in lines)
+        encoded = calls(self.text.encoded(call.prompt + text for text in lines), call.batch_size)
         chunks: Iterator[Any] = (
-            list(pooling.rows(self.head, *self.encoder.hidden(each))) for each in calls(encoded, batch_size)
+            list(pooling.rows(self.head, *self.encoder.hidden(each))) for each in encoded
         )
-        rows = [row for chunk in watched(chunks, progress, lines) for row in chunk]
+        rows = [row for chunk in watched(chunks, call.progress, lines) for row in chunk]
         tokens = np.concatenate([np.zeros(0, np.int64), *(tokens for tokens, _ in rows)])
         dtype = lane_dtype(self.encoder.dtype)
         weights = np.concatenate([np.zeros(0, dtype), *(weights for _, weights in rows)])

@@ -1,4 +1,8 @@
-"""Two towers, one of texts and one of images, whose vectors can be compared; `_clip.py` builds them."""
+"""Two towers, one of texts and one of images, whose vectors can be compared.
+
+The tower of images is a vision transformer (Dosovitskiy et al. 2020), and a head that makes a vector of its
+rows.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn import ops
 from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import iterated, real_array
-from fastattn.models._encode import EncodeOptions, at_once, calls
+from fastattn.functional._attention import attention
+from fastattn.models._encode_calls import EncodeOptions, at_once, calls, given
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, ModelError
 from fastattn.models._images import EXPECTED, checked, is_pillow
 from fastattn.models._text import strings
 from fastattn.models._vectors import similarities
-from fastattn.models._vision import mapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,11 +32,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.options import NoOptions
-    from fastattn._args.types import Array, Ints
-    from fastattn.layers._block import Projection
-    from fastattn.models._encode import Call
+    from fastattn._args.types import Activation, Array, Ints
+    from fastattn._engine.program import Program
+    from fastattn.layers._block import Norm, Projection
+    from fastattn.models._embeddings import Places
+    from fastattn.models._encode_calls import Call
     from fastattn.models._images import Images
-    from fastattn.models._vision import Vision
 
 # Which token's row the vector of a text is made of, by its ids and an id.
 ENDS: dict[str, Callable[[Ints, int], int]] = {
@@ -41,9 +47,86 @@ ENDS: dict[str, Callable[[Ints, int], int]] = {
 }
 
 
+def mapped(x: Array, linear: Projection, activation: Activation | None = None) -> Array:
+    """``activation(linear(x))`` of rows."""
+    weight, bias, rounded = linear
+    return ops.linear(x, weight, bias, activation=activation, activations=rounded)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassToken:
+    """The vector of an image is the row of its class token, normed and mapped."""
+
+    norm: Norm
+    linear: Projection
+
+    def __call__(self, rows: Array) -> Array:
+        """The vectors (n, features) of rows (n, length, hidden), in the lane type."""
+        first = np.ascontiguousarray(rows[:, 0]).astype(lane_dtype(rows.dtype), copy=False)
+        return mapped(ops.layer_norm(first, self.norm.weight, self.norm.bias, eps=self.norm.eps), self.linear)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """The vector of an image is what one learned query finds in its rows, and a feed-forward of it."""
+
+    q: Array  # (heads, 1, head_dim)
+    kv: Projection
+    attended: Projection
+    norm: Norm
+    inner: Projection
+    activation: Activation
+    outer: Projection
+
+    def __call__(self, rows: Array) -> Array:
+        """Make the vectors, as `ClassToken` does."""
+        n, length, hidden = rows.shape
+        heads = mapped(rows, self.kv).reshape(n, length, 2, len(self.q), -1).transpose(2, 0, 3, 1, 4)
+        found = attention(self.q.astype(rows.dtype, copy=False), *heads).reshape(n, hidden)
+        x = mapped(found.astype(lane_dtype(rows.dtype), copy=False), self.attended)
+        normed = ops.layer_norm(x, self.norm.weight, self.norm.bias, eps=self.norm.eps)
+        y: Array = x + mapped(mapped(normed, self.inner, self.activation), self.outer)
+        return y
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vision:
+    """Vision transformer: squares of pixels become rows, as words of a text do, and rows a vector."""
+
+    image_size: int
+    patch_size: int
+    patches: Projection  # from the pixels of a square, (3, height, width), to a row
+    token: Array | None  # the class token's row, before all others
+    positions: Array  # (patches, hidden), added to the others
+    program: Program
+    places: Places
+    head: ClassToken | Probe
+
+    @property
+    def length(self) -> int:
+        """Rows of an image."""
+        return len(self.positions) + (self.token is not None)
+
+    def __call__(self, pixels: Array, dtype: np.dtype[Any]) -> Array:
+        """The vectors (n, features), in the lane type, of pixels (n, 3, size, size); computed in `dtype`."""
+        n, size = len(pixels), self.patch_size
+        side = self.image_size // size
+        whole = pixels[:, :, : side * size, : side * size].astype(dtype, copy=False)  # a rest is left out
+        squares = whole.reshape(n, -1, side, size, side, size).transpose(0, 2, 4, 1, 3, 5)
+        found = mapped(squares.reshape(n, side * side, -1), self.patches)
+        x = np.empty((n, self.length, found.shape[-1]), dtype)
+        before = self.length - side * side
+        np.add(found, self.positions, out=x[:, before:])
+        if self.token is not None:
+            x[:, 0] = self.token
+        sequences, _ = self.places(np.full(n, self.length), dtype)
+        rows = self.program.run(x.reshape(n * self.length, -1), sequences)
+        return self.head(rows.reshape(x.shape))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TextHead:
-    """From the hidden states of a text to its vector: those of one token, mapped."""
+    """Head of texts: the vector of a text is the hidden state of one token, mapped."""
 
     linear: Projection
     end: str  # of `ENDS`
@@ -69,8 +152,18 @@ class TwoTowers(Encoder):
     vision: Vision
     text_head: TextHead
     images: Images | None  # None: the folder does not say what is done with images
-    logit_scale: float  # its logarithm, as in the file
-    logit_bias: float
+    scale: Array  # one number, its logarithm, as in the file
+    shift: Array | None
+
+    @property
+    def logit_scale(self) -> float:
+        """The logarithm of what `logits` multiplies by."""
+        return float(self.scale.item())
+
+    @property
+    def logit_bias(self) -> float:
+        """The number that `logits` adds."""
+        return 0.0 if self.shift is None else float(self.shift.item())
 
     def text_features(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
         """The vectors of texts that are given as ids, as `get_text_features` of transformers.
@@ -137,7 +230,7 @@ class TwoTowers(Encoder):
         truncate_dim: int | None = None,
         **others: Unpack[NoOptions],
     ) -> Array:
-        """One vector for each text or image, which have the same bits alone and in any company.
+        """Make a vector of each text or image; its bits depend on no other text or image.
 
         Parameters
         ----------
@@ -166,17 +259,9 @@ class TwoTowers(Encoder):
         ImportError
             If Pillow is needed and missing.
         """
-        options = EncodeOptions(
-            prompt_name=prompt_name,
-            prompt=prompt,
-            batch_size=batch_size,
-            show_progress_bar=show_progress_bar,
-            precision=precision,
-            normalize_embeddings=normalize_embeddings,
-            truncate_dim=truncate_dim,
-            **others,
-        )
-        return self._encode("encode", sentences, options)
+        values = prompt_name, prompt, batch_size, show_progress_bar
+        own = precision, normalize_embeddings, truncate_dim
+        return self._encode("encode", sentences, given(EncodeOptions, *values, *own, **others))
 
     @property
     def _features(self) -> int:
@@ -187,7 +272,7 @@ class TwoTowers(Encoder):
         return self.text_head(*self.hidden(sequences), sequences)
 
     def _inputs(self, func: str, sentences: Any) -> tuple[bool, Iterable[Any]]:
-        """Whether `sentences` is one text or image, and the checked ones."""
+        """Return whether `sentences` is one text or image, and the checked ones."""
 
         def each(x: Any) -> Any:
             if not isinstance(x, str):
@@ -221,7 +306,7 @@ class TwoTowers(Encoder):
             yield ids + [pad] * (length - len(ids))
 
     def _pad_id(self) -> int:
-        """That of the tokenizer, or else that of config.json."""
+        """Id of the padding token: the tokenizer's, or else that of config.json."""
         config = Config(self.text.folder / "tokenizer_config.json", optional=True)
         token = config.values.get("pad_token")
         token = token.get("content") if isinstance(token, dict) else token
@@ -229,10 +314,10 @@ class TwoTowers(Encoder):
         return int(self.text_head.pad_id or 0) if found is None else int(found)
 
     def _vectors(self, texts: Iterable[Any], call: Call) -> Iterator[Array]:
-        """As in `Embedder`, of texts and images; those of one kind in a row go through layers together."""
+        """Vectors of texts and images; those of one kind in a row go through the layers together."""
         for is_text, run in groupby(texts, lambda x: isinstance(x, str)):
             for features in self._of_texts(run, call) if is_text else self._of_images(run, call):
-                yield call.packed(self.sentences.behind(features))
+                yield call.packed(self.sentences.after_pooling(features))
 
     def _of_texts(self, texts: Iterable[str], call: Call) -> Iterator[Array]:
         encoded = self._encoded(call.prompt + text for text in texts)

@@ -96,7 +96,7 @@ class Batches(Iterable[Any]):
         return batch[0] if len(batch) == 1 else batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands: numbers and the generator's states, which JSON can hold."""
+        """Place in the batches: numbers and the generator's states, which JSON can hold."""
         return {
             "drawn_at": rng_state(self._drawn_at),
             "rng": rng_state(self.rng.bit_generator.state),

@@ -1,8 +1,11 @@
-"""What optimizers are given, checked."""
+"""Checks of the arguments of optimizers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +14,6 @@ import numpy as np
 from fastattn._args.errors import wrong_type
 from fastattn._args.types import FLOAT32, FLOAT64
 from fastattn._args.values import number, short
-from fastattn.train._patterns import matching
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -73,14 +75,14 @@ def require_apart(func: str, argument: str, arrays: Mapping[str, Array]) -> None
 
 
 def _bounds(x: Array) -> tuple[int, int]:
-    """The first byte of x, and the one behind its last."""
+    """The first byte of x, and the one after its last."""
     steps = [(n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)]
     begin = x.ctypes.data + sum(step for step in steps if step < 0)
     return begin, begin + sum(map(abs, steps)) + x.itemsize
 
 
 def own_options(func: str, groups: Any, params: Collection[str]) -> dict[str, dict[str, float]]:
-    """What `groups` say of each name, the first group that has it."""
+    """Options of each name in `groups`; the first group that has a name counts."""
     if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
         raise TypeError(f"{func}(): groups is {short(groups)}; expected a sequence of dicts")
     options: dict[str, dict[str, float]] = {}
@@ -99,7 +101,7 @@ def own_options(func: str, groups: Any, params: Collection[str]) -> dict[str, di
 
 
 def fault_of(grads: Mapping[str, Array]) -> str:
-    """What is wrong with the first of `grads` that is not finite."""
+    """Description of the first of `grads` that is not finite."""
     return next(_faults(grads), "the norm of all gradients is too large for a number")
 
 
@@ -109,3 +111,34 @@ def _faults(grads: Mapping[str, Array]) -> Iterator[str]:
         if nans or infinities:
             counts = f"{nans} NaN and {infinities} infinities among its {array.size} elements"
             yield f"the gradient of {name} has {counts}; expected finite ones"
+
+
+def patterns(func: str, name: str, x: Any) -> list[str]:
+    given = [x] if isinstance(x, str) else x
+    if not isinstance(given, Sequence) or not all(isinstance(pattern, str) for pattern in given):
+        raise TypeError(f"{func}(): {name} is {short(x)}; expected a pattern of names, or several")
+    return list(given)
+
+
+def matching(func: str, name: str, x: Any, params: Collection[str]) -> set[str]:
+    """The names in `params` that a pattern of `x` has. Each pattern has one, or it is misspelt."""
+    found: set[str] = set()
+    for pattern in patterns(func, name, x):
+        names = {param for param in params if fnmatchcase(param, pattern)}
+        if not names:
+            expected = f"a pattern of whole names: {near(pattern, params)}"
+            raise ValueError(f"{func}(): {name} has {pattern!r}, which fits no name; expected {expected}")
+        found |= names
+    return found
+
+
+def near(pattern: str, params: Collection[str]) -> str:
+    """Advice for a `pattern` that fits no name."""
+    core = pattern.strip("*.")
+    held = [param for param in params if core and core in param]
+    if held:
+        return f"'*{core}*' has {len(held)} of them, such as {held[0]!r}"
+    words = dict.fromkeys(word for param in params for word in re.split("[._]", param))
+    for word in get_close_matches(core, (*params, *words), 1):
+        return f"there is {word!r}, as in {next(param for param in params if word in param)!r}"
+    return f"there is {next(iter(params))!r}" if params else "there are none"

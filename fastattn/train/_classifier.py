@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ClassifierTuning(EncoderTuning):
-    """An encoder and a linear map behind it that learn labels of texts.
+    """An encoder and a linear map after it that learn labels of texts.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class ClassifierTuning(EncoderTuning):
             raise TypeError(f"{func}(): batch is {short(batch)}; expected (texts, labels)")
         sequences = self._encoded(func, "batch[0]", batch[0])
         labels = self._labels(func, batch[1], len(sequences))
-        self._num_tokens += sum(map(len, sequences))
+        self._run.tokens += sum(map(len, sequences))
         vectors, back = self._pooled(sequences, checkpoint=False)
         head, bias = ops.pack(self._parameters["head.weight"]), self._parameters["head.bias"]
         found: Any = cross_entropy(vectors, head, labels, bias=bias)

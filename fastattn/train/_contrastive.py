@@ -9,7 +9,7 @@ import numpy as np
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import flag, integer, number, short
 from fastattn.grad import cross_entropy
-from fastattn.train._products import outer, product
+from fastattn.train._tuning import outer, product
 from fastattn.train._vectors import EncoderTuning
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class ContrastiveTuning(EncoderTuning):
                 f"{func}(): batch has {n} anchors and {len(parts[1])} positives; expected the same number"
             )
         sequences = [ids for part in parts for ids in part]
-        self._num_tokens += sum(map(len, sequences))
+        self._run.tokens += sum(map(len, sequences))
         chunks = [sequences[i : i + self.chunk_size] for i in range(0, len(sequences), self.chunk_size)]
         several = len(chunks) > 1
         if several:
@@ -106,9 +106,9 @@ def info_nce(vectors: Array, n: int, temperature: float, *, symmetric: bool) -> 
     scores, own = by * product(anchors, others.T), np.arange(n)
     loss, dscores = _cross_entropy(scores, own)
     if symmetric:
-        other, turned = _cross_entropy(scores[:, :n].T, own)
+        other, transposed = _cross_entropy(scores[:, :n].T, own)
         loss, dscores = (loss + other) / 2, dscores / 2
-        dscores[:, :n] += turned.T / 2
+        dscores[:, :n] += transposed.T / 2
     dunits = np.concatenate([product(dscores, others), outer(dscores, anchors)]) * by
     return loss, (dunits - units * (units * dunits).sum(axis=-1, keepdims=True)) / norm
 

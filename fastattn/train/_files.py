@@ -45,7 +45,7 @@ def write(func: str, path: str | os.PathLike[str], arrays: Mapping[str, Array], 
 
 
 def read(func: str, path: str | os.PathLike[str]) -> tuple[dict[str, Array], Any]:
-    """What `write` wrote: arrays and values."""
+    """Read the arrays and values that `write` wrote."""
     where = os.fsdecode(path)
     with ExitStack() as stack:
         file = opened(func, where, stack)

@@ -30,7 +30,7 @@ def mapping(func: str, name: str, x: Any) -> Mapping[str, Any]:
 
 
 def gradients(func: str, grads: Any, params: Mapping[str, Array]) -> dict[str, Array]:
-    """What the kernels read of `grads`: one for each of `params`, in its shape and dtype.
+    """Check `grads`: one for each of `params`, in its shape and dtype, as the kernels read them.
 
     Names of no parameter in `params` are left to the caller.
     """
@@ -86,7 +86,7 @@ def norm_of(arrays: Iterable[Array], num_threads: int, backend: str | None = Non
 
 
 def sum_of(numbers: Array) -> float:
-    """Their exact sum, rounded once; fsum refuses what is not finite."""
+    """Exact sum of numbers, rounded once; fsum refuses what is not finite."""
     return math.fsum(numbers.tolist()) if np.isfinite(numbers).all() else math.nan
 
 
@@ -143,7 +143,7 @@ def clip_grad_norm(grads: Mapping[str, Array], max_norm: float) -> float:
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What gradients of this norm are multiplied by; 1 if it is not finite."""
+    """Factor that clips gradients of this norm; 1 if it is not finite."""
     if max_norm is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))

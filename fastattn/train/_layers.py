@@ -1,4 +1,4 @@
-"""What an optimizer is given: a layer, a tuning, or several layers and arrays by name."""
+"""Parameters of an optimizer: those of a layer, of a tuning, or of several layers and arrays by name."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Layers(Layer):
 
 
 def held_by(func: str, parameters: Any) -> tuple[Layer | Tuning | None, dict[str, Array]]:
-    """What is packed again after a step, if there is such a thing, and all arrays that a step changes."""
+    """Return what is packed again after a step, if anything is, and all arrays that a step changes."""
     if isinstance(parameters, Tuning):
-        return parameters, parameters._parameters  # its own arrays
+        return parameters, parameters._run.parameters
     if isinstance(parameters, Layer):
         return parameters, parameters.state_dict()
     given = parameters if isinstance(parameters, Mapping) else {}

@@ -1,4 +1,4 @@
-"""What optimizers share: fused steps on plain arrays, and on the layers that they belong to."""
+"""Base of optimizers: fused steps on plain arrays, and on the layers that they belong to."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
 from fastattn.grad._linear import TRAINED
 from fastattn.layers._state import Layer
-from fastattn.train._checks import fault_of, own_options, rate
+from fastattn.train._checks import fault_of, matching, own_options, rate
 from fastattn.train._gradients import clip_factor, gradients, mapping, norm_of, require_known
 from fastattn.train._interrupts import interrupts_wait
 from fastattn.train._layers import held_by
-from fastattn.train._patterns import matching
+from fastattn.train._tuning import Tuning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from fastattn._args.types import Array
-    from fastattn.train._tuning import Tuning
 
 NONFINITE = ("raise", "skip")
 # Up to here numbers fit every type that weights are stored in, and so do products of two, as of adapters.
@@ -42,7 +41,7 @@ class Group(TypedDict, total=False):
 
 
 class Rates(NamedTuple):
-    """What parameters of one group share."""
+    """Rates of one group of parameters."""
 
     dtype: np.dtype[Any]
     lr: float
@@ -50,9 +49,10 @@ class Rates(NamedTuple):
 
 
 class Optimizer:
-    """What `AdamW` and `SGD` share: parameters in groups, some frozen; `step`; a state to be saved."""
+    """Base of `AdamW` and `SGD`: parameters in groups, some frozen; `step`; a state to be saved."""
 
     parameters: dict[str, Array]
+    trained: dict[str, Array]
     layer: Layer | Tuning | None
     steps: int  # that have been done; those that were skipped do not count
     _moments: ClassVar[tuple[str, ...]] = ()
@@ -72,8 +72,8 @@ class Optimizer:
         self.steps = 0
         self._quantised = self._without_gradients()
         hidden = self._quantised | matching(func, "frozen", frozen, self.parameters)
-        self._trained = {name: array for name, array in self.parameters.items() if name not in hidden}
-        if not self._trained:
+        self.trained = {name: array for name, array in self.parameters.items() if name not in hidden}
+        if not self.trained:
             also = " beside weights in int8, int4 and nf4, which are frozen, too" if self._quantised else ""
             came = f"frozen is {short(frozen)}; expected one that leaves a parameter"
             raise ValueError(f"{func}(): {came}{also}")
@@ -81,13 +81,13 @@ class Optimizer:
         usual = {"lr": rate(func, "lr", lr), "weight_decay": rate(func, "weight_decay", weight_decay)}
         flag(func, "decay_vectors", decay_vectors)
         self._groups: dict[Rates, list[str]] = {}
-        for name, array in self._trained.items():
+        for name, array in self.trained.items():
             options = {**usual, **own.get(name, {})}
             if array.ndim < 2 and not decay_vectors and "weight_decay" not in own.get(name, {}):
                 options["weight_decay"] = 0.0
             self._groups.setdefault(Rates(array.dtype, **options), []).append(name)
         self.moments = {
-            moment: {name: np.zeros_like(array) for name, array in self._trained.items()}
+            moment: {name: np.zeros_like(array) for name, array in self.trained.items()}
             for moment in self._moments
         }
         self._seen = self._parts()
@@ -128,7 +128,7 @@ class Optimizer:
         raise NotImplementedError
 
     def _reach(self, weight: float, moment: float, grad: float, rates: Rates) -> float:
-        """What no number exceeds behind a step, from the norms of weights, first moments and gradients."""
+        """Upper bound of all numbers after a step, from the norms of weights, first moments and gradients."""
         raise NotImplementedError
 
     def step(
@@ -179,7 +179,7 @@ class Optimizer:
         by = number(func, "scale", scale, FLOAT64)
         choice(func, "nonfinite", nonfinite, NONFINITE)
         require_known(func, grads, self.parameters)
-        arrays = gradients(func, grads, self._trained)
+        arrays = gradients(func, grads, self.trained)
         norm = norm_of(arrays.values(), get_num_threads()) * abs(by)
         if not math.isfinite(norm):
             if nonfinite == "raise":
@@ -193,7 +193,7 @@ class Optimizer:
                     self.steps += 1
                     self._update(arrays, factor, by * clipped)
                     require_finite()
-                    self._repack(func, self._trained)
+                    self._repack(func, self.trained)
             except FloatingPointError:
                 if nonfinite == "raise":
                     raise
@@ -201,9 +201,9 @@ class Optimizer:
         return norm
 
     def _is_safe(self, grad: float, factor: float) -> bool:
-        """Whether the step that comes, of gradients of this norm, leaves all numbers far from infinity."""
+        """Tell whether the next step, of gradients of this norm, leaves all numbers far from infinity."""
         moments = next(iter(self.moments.values()), {})
-        weight, moment = (norm_of(x.values(), get_num_threads()) for x in (self._trained, moments))
+        weight, moment = (norm_of(x.values(), get_num_threads()) for x in (self.trained, moments))
         reach = (
             self._reach(weight, moment, grad, rates._replace(lr=rates.lr * factor)) for rates in self._groups
         )
@@ -235,6 +235,8 @@ class Optimizer:
             for name, x in held.items():
                 x[...] = before[name]
             self.steps = steps
+            if isinstance(self.layer, Tuning):  # whose model is packed in place
+                self.layer._repack(self.parameters, self.trained)
             raise
 
     def _update(self, grads: Mapping[str, Array], rate: float, scale: float) -> None:

@@ -1,4 +1,4 @@
-"""What steps did, and how it is shown."""
+"""Reports of steps: loss, speed, a progress bar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
-    """What one step of `Trainer.fit` did."""
+    """Report of one step of `Trainer.fit`."""
 
     step: int  # how many there have been, with this one
     loss: float  # the mean over its batches, before the step
@@ -18,7 +18,7 @@ class Step(NamedTuple):
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing was trained: loss, gradients or new weights were not finite."""
+        """True if nothing was trained: loss, gradients or new weights were not finite."""
         return not math.isfinite(self.grad_norm)
 
     @property
@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 def show(steps: list[Step], last: int) -> None:
-    """Print the mean of those losses that are finite, the speed, and how many steps were skipped."""
+    """Print the mean of the losses that are finite, the speed, and how many steps were skipped."""
     losses = [step.loss for step in steps if math.isfinite(step.loss)]
     loss = math.fsum(losses) / len(losses) if losses else math.nan
     speed = sum(step.tokens for step in steps) / max(1e-9, sum(step.seconds for step in steps))
@@ -38,7 +38,7 @@ def show(steps: list[Step], last: int) -> None:
 
 
 def bar(func: str, total: int, done: int) -> Any:
-    """Tqdm's."""
+    """A progress bar of tqdm."""
     try:
         from tqdm import tqdm
     except ImportError as error:

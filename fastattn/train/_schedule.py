@@ -1,4 +1,4 @@
-"""How the learning rate changes with the step."""
+"""Schedules of the learning rate."""
 
 from __future__ import annotations
 

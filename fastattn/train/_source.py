@@ -1,4 +1,4 @@
-"""Where a trainer's batches come from, and the place in them."""
+"""Source of a trainer's batches, and the place in them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Source:
         return END
 
     def place(self) -> dict[str, Any]:
-        """What `go` takes, for JSON, by the kind."""
+        """Place that `go` takes, for JSON, by the kind."""
         if self.kind == "batches":
             return {self.kind: self.batches.state_dict()}
         if self.kind == "sequence":

@@ -47,6 +47,8 @@ class AdamW(Optimizer):
     ----------
     parameters : dict of str to ndarray
         The weights. What was loaded into the layer since is in them after `step` or `state_dict`.
+    trained : dict of str to ndarray
+        Those that are not frozen.
     moments : dict
         "first" and "second": the means, by name.
     steps : int
@@ -79,10 +81,7 @@ class AdamW(Optimizer):
 
     def _settings(self) -> dict[str, Any]:
         (beta1, beta2), step = self.betas, self.steps
-        corrections = {
-            "first_correction": 1 - beta1**step,
-            "second_correction": math.sqrt(1 - beta2**step),
-        }
+        corrections = {"first_correction": 1 - beta1**step, "second_correction": math.sqrt(1 - beta2**step)}
         return {"momentum": beta1, "beta2": beta2, "eps": self.eps, **corrections}
 
     def _reach(self, weight: float, moment: float, grad: float, rates: Rates) -> float:

@@ -99,13 +99,15 @@ class Trainer:
         self.nonfinite = choice(func, "nonfinite", nonfinite, NONFINITE)
         self.rng = rng
         self.steps = 0
+        layer = optimizer.layer
+        self._run = layer._run if isinstance(layer, Tuning) else None
         self._tokens = self._default_tokens if tokens is None else tokens
         self._sum = Sum()
         self._place = self._where()
 
     @property
     def batches(self) -> Iterable[Any]:
-        """Those that it was made with."""
+        """Batches that it was made with."""
         batches: Iterable[Any] = self._source.batches
         return batches
 
@@ -125,8 +127,8 @@ class Trainer:
         callback : callable, optional
             Called with each `Step` after it; training ends if it returns True. It may save the run.
         log_every : int, optional
-            Print the loss and the speed of so many steps behind them, and of the rest at the end. The loss is
-            the mean of those that are finite. If steps were skipped, it says how many.
+            Print the loss and the speed after every so many steps, and at the end. The loss is the mean of
+            those that are finite. If steps were skipped, it says how many.
         show_progress_bar : bool, optional
             Whether to show one, by tqdm; by default not.
 
@@ -159,7 +161,7 @@ class Trainer:
         done: list[Step] = []
         skipped = 0
         with ExitStack() as stack:
-            shown = stack.enter_context(bar(func, last, self.steps)) if progress else None
+            drawn = stack.enter_context(bar(func, last, self.steps)) if progress else None
             while self.steps < last:
                 with self._whole():
                     step = self._step(func)
@@ -170,16 +172,16 @@ class Trainer:
                 skipped += step.skipped
                 if every and (step.step % every == 0 or step.step == last):
                     show(done[-(step.step % every or every) :], last)
-                if shown is not None:
+                if drawn is not None:
                     speed, lost = f"{step.tokens_per_second:,.0f}/s", {"skipped": skipped} if skipped else {}
-                    shown.set_postfix(loss=f"{step.loss:.4f}", tokens=speed, **lost)
-                    shown.update()
+                    drawn.set_postfix(loss=f"{step.loss:.4f}", tokens=speed, **lost)
+                    drawn.update()
                 if callback is not None and callback(step):
                     break
         return done
 
     def _require_begun(self, func: str, last: int, done: int, left: int) -> None:
-        """Warn that the batches have ended, `left` of them behind the last step; raise if there was none."""
+        """Warn that the batches have ended, `left` of them after the last step; raise if there was none."""
         if not done and not left:
             came = f"of type {type(self.batches).__name__} and has none for step {self.steps + 1}"
             raise ValueError(f"{func}(): batches is {came}; expected at least one")
@@ -214,13 +216,12 @@ class Trainer:
         begin, losses, tokens = time.perf_counter(), [], 0
         factor, norm = rate(func, f"schedule({self.steps})", self.schedule(self.steps)), math.nan
         grads: Mapping[str, Array] = {}
-        layer = self.optimizer.layer
+        if self._run is not None:
+            self._run.take_tokens()
         for i in range(self.accumulate):
             batch = self._source.take()
             if batch is END:
                 return i
-            if isinstance(layer, Tuning):
-                layer._num_tokens = 0
             returned = self.loss(batch)
             if not isinstance(returned, tuple) or len(returned) != 2:
                 raise TypeError(
@@ -234,7 +235,7 @@ class Trainer:
             grads = returned[1]
             if self.accumulate > 1:
                 require_known(func, grads, self.optimizer.parameters)
-                self._sum.add(func, grads, self.optimizer._trained, first=i == 0)
+                self._sum.add(func, grads, self.optimizer.trained, first=i == 0)
                 grads = self._sum.total
         loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
         if not math.isfinite(loss) and self.nonfinite == "raise":
@@ -256,8 +257,7 @@ class Trainer:
         return Step(self.steps, loss, factor, norm, tokens, time.perf_counter() - begin)
 
     def _default_tokens(self, batch: Any) -> int:
-        layer = self.optimizer.layer
-        return (layer._num_tokens if isinstance(layer, Tuning) else 0) or _tokens(batch)
+        return (0 if self._run is None else self._run.take_tokens()) or _tokens(batch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the run to a safetensors file: weights, moments, step, place in the data, generators.
@@ -272,7 +272,7 @@ class Trainer:
         OSError
             If the file cannot be written.
         """
-        state, layer = self.optimizer.state_dict(), self.optimizer.layer
+        state = self.optimizer.state_dict()
         values = {
             "format": _files.FORMAT,
             "optimizer": type(self.optimizer).__name__,
@@ -280,7 +280,7 @@ class Trainer:
             "steps": self.steps,
             "schedule": self._named_schedule(),
             "place": self._place,
-            "tuning": layer._origin() if isinstance(layer, Tuning) else None,
+            "tuning": None if self._run is None else self._run.values(),
         }
         _files.write("Trainer.save", path, state, values)
 
@@ -307,8 +307,8 @@ class Trainer:
         func = "Trainer.load"
         arrays, values = _files.read(func, path)
         _files.require_fit(func, path, values, type(self.optimizer).__name__)
-        if isinstance(self.optimizer.layer, Tuning):
-            self.optimizer.layer._require_same(func, path, values.get("tuning"))
+        if self._run is not None:
+            self._run.require_same(func, path, values.get("tuning"))
         place = values["place"]
         wanted, given = self._where().keys(), place.keys() - (set() if self._source.kind else KINDS)
         if wanted != given:

@@ -6,26 +6,29 @@ import os
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn import ops
 from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.grad_types import OuterArgs
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import as_array, generator, integer, integers, iterated, number, short
+from fastattn._engine import dispatch
 from fastattn._engine.recorded import has_gradients
+from fastattn._engine.settings import get_num_threads
 from fastattn.grad._linear import TRAINED
 from fastattn.layers._files import opened
 from fastattn.layers._state import Parameter, _checked, constant
 from fastattn.models import Decoder, Encoder
 from fastattn.models._model import pad
+from fastattn.models._training import TunedModel
 from fastattn.train import _files
+from fastattn.train._checks import matching
 from fastattn.train._interrupts import interrupts_wait
-from fastattn.train._patterns import matching
-from fastattn.train._products import outer, product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -33,6 +36,58 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints
 
 _DOWN, _UP = ".lora_a", ".lora_b"
+
+
+class Run:
+    """Facts of a tuning for trainers and optimizers: parameters, tokens of losses, what runs share."""
+
+    def __init__(
+        self,
+        kind: str,
+        rank: int | None,
+        alpha: float | None,
+        frozen: Mapping[str, Array],
+        parameters: dict[str, Array],
+    ):
+        self.parameters = parameters  # which an optimizer changes
+        self.tokens = 0  # that losses were given since a trainer took them
+        self._kind, self._rank, self._alpha, self._frozen = kind, rank, alpha, frozen
+
+    def take_tokens(self) -> int:
+        """Number of tokens that losses were given since the last call."""
+        tokens, self.tokens = self.tokens, 0
+        return tokens
+
+    @cached_property
+    def _checksum(self) -> str:
+        """CRC of the frozen tensors; a run loads only onto the same ones.
+
+        It is the same for all types that the model computes in.
+        """
+        crc = 0
+        for name in sorted(self._frozen):
+            tensor = np.ascontiguousarray(self._frozen[name], np.float32)
+            crc = zlib.crc32(tensor.data, zlib.crc32(name.encode(), crc))
+        return f"{crc:08x}"
+
+    def values(self) -> dict[str, Any]:
+        """Values that a run must share with one that goes on with it, beside the parameters: for JSON."""
+        return {"rank": self._rank, "alpha": self._alpha, "checksum": self._checksum}
+
+    def require_same(self, func: str, path: str | os.PathLike[str], given: Any) -> None:
+        """Raise unless `given` are the `values` of a run like this one."""
+        where, own = os.fsdecode(path), self.values()
+        if not isinstance(given, dict) or given.keys() != own.keys():
+            raise ValueError(f"{func}(): {where} holds no fine-tuning; expected one of {self._kind}")
+        for name in ("rank", "alpha"):
+            if given[name] != own[name]:
+                raise ValueError(
+                    f"{func}(): the {name} in {where} is {short(given[name])}; expected {own[name]}"
+                )
+        if given["checksum"] != own["checksum"]:
+            came = f"is of a model whose frozen tensors' checksum is {short(given['checksum'])}"
+            expected = f"{own['checksum']!r}, that of the model given to {self._kind}"
+            raise ValueError(f"{func}(): {where} {came}; expected {expected}")
 
 
 class Tuning:
@@ -60,8 +115,6 @@ class Tuning:
     of the whole matrices, projected: a step costs what training all would, its moments are small.
     """
 
-    _num_tokens = 0  # that the loss was given since `Trainer` set it to 0
-
     def __init__(
         self,
         model: Any,
@@ -77,7 +130,7 @@ class Tuning:
             known = (signature(kind).parameters.values() for kind in (type(self), Tuning))
             names = dict.fromkeys(x.name for each in known for x in each if x.kind is x.KEYWORD_ONLY)
             raise TypeError(f"{func}(): {next(iter(unknown))} is not known; expected {', '.join(names)}")
-        self._model = self._require(func, model)
+        self._require(func, model)
         if model.weights_dtype not in TRAINED:
             came = f"model keeps its weights in {model.weights_dtype}, which has no gradients"
             raise ValueError(f"{func}(): {came}; expected {', '.join(TRAINED)}")
@@ -86,9 +139,8 @@ class Tuning:
             raise ValueError(
                 f"{func}(): model is {model.model_type}, which has no gradients; expected {expected}"
             )
-        self._base: dict[str, Array] = model.state_dict()
-        self._state = self._base  # with what was trained: arrays that the optimizer changes, too
-        self._shares = False  # whether the model holds these arrays
+        self._weights = TunedModel(model)
+        self._base = dict(self._weights.tensors)
         chosen = matching(func, "targets", targets, self._base)
         self.rank = None if rank is None else integer(func, "rank", rank, 1)
         self._parameters: dict[str, Array] = {}
@@ -104,7 +156,7 @@ class Tuning:
                 2.0 * self.rank if alpha is None else number(func, "alpha", alpha, FLOAT32, positive=True)
             )
             self._factor, source = self.alpha / self.rank, generator(func, "rng", rng)
-            maps = _maps(model)
+            maps = self._weights.maps()
             self._adapted = [name for name in self._base if name in chosen and name in maps]
             if not self._adapted:
                 expected = "one that fits the weight of a linear map"
@@ -117,29 +169,32 @@ class Tuning:
                 down = source.standard_normal((self.rank, columns)) / columns**0.5
                 self._parameters[name + _DOWN] = down.astype(self._base[name].dtype)
                 self._parameters[name + _UP] = np.zeros((rows, self.rank), self._base[name].dtype)
+        frozen = {name: x for name, x in self._base.items() if name not in self._parameters}
+        self._run = Run(func, self.rank, self.alpha, frozen, self._parameters)
 
     @staticmethod
-    def _require(func: str, model: Any) -> Any:
+    def _require(func: str, model: Any) -> None:
+        """Raise unless `model` can be trained so."""
         if not isinstance(model, (Encoder, Decoder)):
             expected = "an Encoder or a Decoder of models.load()"
             raise TypeError(f"{func}(): model is of type {type(model).__name__}; expected {expected}")
-        return model
 
     @property
     def model(self) -> Any:
         """The model as it is now, adapters merged. It stays so: training goes on with another one.
 
-        Where tensors themselves are trained, it has copies of them for its ``state_dict``: the first time
-        that it is asked for after a step takes them.
+        It has copies of the tensors that change for its ``state_dict``: the first time that it is asked for
+        after a step takes them. The next step makes new weights, later ones write over them.
         """
-        if self._shares:
-            state = {name: x.copy() if name in self._parameters else x for name, x in self._state.items()}
-            self._model = replace(self._model, origin=self._model.origin._replace(state=state))
-            self._shares = False
-        return self._model
+        return self._weights.snapshot({*self._parameters, *self._adapted})
+
+    @property
+    def _model(self) -> Any:
+        """The model that losses compute with."""
+        return self._weights.current
 
     def state_dict(self) -> dict[str, Array]:
-        """What is trained, by name, adapters as such, with the parameters of a head: copies."""
+        """Copies of what is trained, by name: tensors or adapters, and the parameters of a head."""
         return {name: x.copy() for name, x in self._parameters.items()}
 
     def load_state_dict(
@@ -180,7 +235,7 @@ class Tuning:
                 file = opened(func, os.fsdecode(state_dict), stack)
                 values = _files.header(func, state_dict, file)
                 if isinstance(values, dict):
-                    self._require_same(func, state_dict, values.get("tuning"))
+                    self._run.require_same(func, state_dict, values.get("tuning"))
                 names, read = file.names, file.get_tensor
             elif isinstance(state_dict, Mapping):
                 names, read = state_dict.keys(), state_dict.__getitem__
@@ -205,47 +260,16 @@ class Tuning:
             self._parameters[name][...] = x
         self._repack(self._parameters, self._parameters.keys())
 
-    @cached_property
-    def _checksum(self) -> str:
-        """Of the model's tensors that are not trained: what was trained belongs to them.
-
-        It is the same for all types that the model computes in.
-        """
-        crc = 0
-        for name in sorted(self._base.keys() - self._parameters.keys()):
-            tensor = np.ascontiguousarray(self._base[name], np.float32)
-            crc = zlib.crc32(tensor.data, zlib.crc32(name.encode(), crc))
-        return f"{crc:08x}"
-
-    def _origin(self) -> dict[str, Any]:
-        """What a run must share with one that goes on with it, beside the parameters: for JSON."""
-        return {"rank": self.rank, "alpha": self.alpha, "checksum": self._checksum}
-
-    def _require_same(self, func: str, path: str | os.PathLike[str], given: Any) -> None:
-        """Raise unless `given` is what `_origin` returned of a run like this one."""
-        where, own = os.fsdecode(path), self._origin()
-        if not isinstance(given, dict) or given.keys() != own.keys():
-            raise ValueError(f"{func}(): {where} holds no fine-tuning; expected one of {type(self).__name__}")
-        for name in ("rank", "alpha"):
-            if given[name] != own[name]:
-                raise ValueError(
-                    f"{func}(): the {name} in {where} is {short(given[name])}; expected {own[name]}"
-                )
-        if given["checksum"] != own["checksum"]:
-            came = f"is of a model whose frozen tensors' checksum is {short(given['checksum'])}"
-            expected = f"{own['checksum']!r}, that of the model given to {type(self).__name__}"
-            raise ValueError(f"{func}(): {where} {came}; expected {expected}")
-
     def _repack(self, arrays: Mapping[str, Array], changed: Collection[str]) -> None:
-        """Put those of `arrays`, the optimizer's, into the model whose names are `changed`."""
-        state = {**self._state, **{name: arrays[name] for name in changed if name in self._base}}
+        """Pack the `arrays`, the optimizer's, whose names are `changed` into the model."""
+        tensors = {name: arrays[name] for name in changed if name in self._base}
         for name in self._adapted:
             if name + _UP in changed or name + _DOWN in changed:
                 up, down = arrays[name + _UP], arrays[name + _DOWN]
-                state[name] = product(up.dtype.type(self._factor) * up, down, self._base[name])
-        differing = {name.removesuffix(_UP).removesuffix(_DOWN) for name in changed}
-        self._model = self._model._with(state, differing, copy=False)
-        self._state, self._shares = state, True
+                merged = self._weights.tensors[name]
+                over = None if merged is self._base[name] else merged  # by the step before
+                tensors[name] = product(up.dtype.type(self._factor) * up, down, self._base[name], over)
+        self._weights.put(tensors)
 
     def _own(self, grads: Mapping[str, Array]) -> dict[str, Array]:
         """Gradients of what is trained, of those of the model's tensors."""
@@ -256,14 +280,6 @@ class Tuning:
             found[name + _DOWN] = factor * outer(up, grads[name])
             found[name + _UP] = factor * product(grads[name], down.T)
         return found
-
-
-def _maps(model: Any) -> set[str]:
-    """The names of the weights of linear maps, but for a table of tokens that is the output layer, too."""
-    origins = model.origin.origins
-    tokens = origins.of(model.tokens) if isinstance(model, Decoder) else ()
-    names: set[str] = origins.maps() - {part.name for part in tokens}
-    return names
 
 
 class NextTokenTuning(Tuning):
@@ -285,15 +301,28 @@ class NextTokenTuning(Tuning):
             most = self._model.vocab_size - 1
             given = [_ids(func, f"texts[{i}]", x, most) for i, x in enumerate(given)]
         ids, mask = pad(self._model.text.encode(strings) if strings else given)
-        self._num_tokens += int(mask.sum())
+        self._run.tokens += int(mask.sum())
         loss, grads = self._model.loss_and_gradients(ids, mask)
         return loss, self._own(grads)
 
     @staticmethod
-    def _require(func: str, model: Any) -> Any:
+    def _require(func: str, model: Any) -> None:
         if not isinstance(model, Decoder):
             raise TypeError(f"{func}(): model is of type {type(model).__name__}; expected a Decoder")
-        return model
+
+
+def product(a: Array, b: Array, added: Array | None = None, out: Array | None = None) -> Array:
+    """Multiply by our own kernels, whose bits depend on no number of threads: ``a @ b``, plus `added`."""
+    return ops.linear(a, ops.pack(b.T), residual=added, out=out)
+
+
+def outer(a: Array, b: Array) -> Array:
+    """``a.T @ b``."""
+    out = np.zeros((a.shape[1], b.shape[1]), a.dtype)
+    args = OuterArgs(np.ascontiguousarray(a), np.ascontiguousarray(b), out, None, get_num_threads())
+    if not args.empty:
+        dispatch.run_grad(args)
+    return out
 
 
 def _ids(func: str, name: str, x: Any, most: int) -> Ints:

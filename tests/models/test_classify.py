@@ -12,7 +12,7 @@ from model_folders import change_config, refused, write_settings
 from tiny_tokenizers import WORDS, write_tokenizer
 
 from fastattn import models
-from fastattn.models import CrossEncoder, Encoder, TokenClassifier, _encode
+from fastattn.models import CrossEncoder, Encoder, TokenClassifier, _encode_calls
 
 PAIRS = [
     ("the cat sat", "a dog ran on the mat"),
@@ -214,7 +214,7 @@ def test_bits_do_not_depend_on_company(isa, tmp_path, monkeypatch):
             np.testing.assert_array_equal(model.predict(pairs, batch_size=batch_size), expected)
         for pair, scores in zip(pairs, expected, strict=True):
             np.testing.assert_array_equal(model.predict(pair), scores)
-        monkeypatch.setattr(_encode, "_CALL_TOKENS", 40)
+        monkeypatch.setattr(_encode_calls, "_CALL_TOKENS", 40)
         np.testing.assert_array_equal(model.predict(pairs), expected)
 
 

@@ -5,7 +5,7 @@ import tiny_models as tiny
 from model_folders import change_config, refused
 
 from fastattn import models
-from fastattn.models import _rope
+from fastattn.models._families import shared
 
 
 def test_folders_that_are_none(tmp_path):
@@ -71,7 +71,7 @@ WRONG_VALUES = [
     ("bert", {"hidden_act": "tanh"}, "'hidden_act' is 'tanh'; expected one of relu"),
     ("bert", {"position_embedding_type": "relative_key"}, "only 'absolute' is supported"),
     ("bert", {"is_decoder": True}, "'is_decoder' is True; only False is supported"),
-    ("modernbert", {"rope_parameters": {"full_attention": 3}}, "has full_attention: 3; expected a table"),
+    ("modernbert", {"rope_parameters": {"full_attention": 3}}, "is {'full_attention': 3}; expected a table"),
     ("modernbert", {"rope_parameters": {"rope_theta": 5.0}}, "expected a table for each of full_attention"),
     ("modernbert", {"global_rope_theta": -1}, "'global_rope_theta' is -1; expected a number above 0"),
     ("modernbert", {"layer_types": ["sliding_attention"]}, "expected a list of 3 of full_attention, sliding"),
@@ -170,7 +170,7 @@ def test_no_size_is_believed_before_the_tensors_have_it(tmp_path, monkeypatch):
     def never(*arguments, **options):
         raise AssertionError("frequencies of a size that no tensor has")
 
-    monkeypatch.setattr(_rope, "rope_frequencies", never)
+    monkeypatch.setattr(shared, "rope_frequencies", never)
     for kind in ("qwen3", "qwen3-embedding", "gemma3_text"):
         tiny.write(tmp_path, kind)
         change_config(tmp_path, head_dim=2**31)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
 from fastattn import models
-from fastattn.models import _encode
+from fastattn.models import _encode_calls
 from fastattn.models import _text as tokenizing
 from fastattn.models._sentences import POOLINGS, Pooling
 
@@ -192,7 +192,7 @@ def test_a_vector_has_the_same_bits_in_any_company(isa, mode, folder, monkeypatc
     with forced(isa):
         alone = np.stack([model.encode(text, normalize_embeddings=True) for text in texts])
         for batch_size, tokens in ((None, 2048), (3, 2048), (32, 2048), (None, 40)):
-            monkeypatch.setattr(_encode, "_CALL_TOKENS", tokens)
+            monkeypatch.setattr(_encode_calls, "_CALL_TOKENS", tokens)
             together = model.encode(texts, batch_size=batch_size, normalize_embeddings=True)
             np.testing.assert_array_equal(together, alone)
         scores = model.similarity(alone, alone[:3])
@@ -223,21 +223,21 @@ def test_batches_hold_as_many_tokens_as_they_may(folder, monkeypatch):
         (100, 2, [(2, 9), (2, 11), (1, 3)]),
         (100, 5, [(5, 23)]),
     ):
-        monkeypatch.setattr(_encode, "_CALL_TOKENS", tokens)
+        monkeypatch.setattr(_encode_calls, "_CALL_TOKENS", tokens)
         model.encode(texts, batch_size=batch_size)
         assert calls == expected
         calls.clear()
 
 
 def test_batches_of_texts_without_tokens_end(monkeypatch):
-    monkeypatch.setattr(_encode, "_CALL_TOKENS", 10)
-    assert [len(call) for call in _encode.calls([[]] * 25, None)] == [10, 10, 5]
-    assert [len(call) for call in _encode.calls([[]] * 5, 3)] == [3, 2]
+    monkeypatch.setattr(_encode_calls, "_CALL_TOKENS", 10)
+    assert [len(call) for call in _encode_calls.calls([[]] * 25, None)] == [10, 10, 5]
+    assert [len(call) for call in _encode_calls.calls([[]] * 5, 3)] == [3, 2]
 
 
 def test_texts_are_read_as_they_are_needed(folder, monkeypatch):
     monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
-    monkeypatch.setattr(_encode, "_CALL_TOKENS", 30)
+    monkeypatch.setattr(_encode_calls, "_CALL_TOKENS", 30)
     model = models.load(folder)
     texts, taken = [f"{TEXTS[n % 5]} {TEXTS[n % 3]}" for n in range(100)], []
     seen, ahead = 0, 0

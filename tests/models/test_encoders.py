@@ -28,6 +28,26 @@ def written(folder, kind, weights, config):
     return models.load(folder)
 
 
+def test_distilbert_has_an_eps_of_its_own(tmp_path):
+    """As in transformers, which reads none."""
+    weights = tiny.tensors("distilbert", CONFIGS["distilbert"])
+    runs = [
+        written(tmp_path, "distilbert", weights, {**CONFIGS["distilbert"], **changes})(IDS)
+        for changes in ({}, {"layer_norm_eps": 0.1}, {"layer_norm_eps": "x"})
+    ]
+    np.testing.assert_array_equal(runs[1], runs[0])
+    np.testing.assert_array_equal(runs[2], runs[0])
+
+
+def test_the_activation_of_t5_is_that_of_its_feed_forward(tmp_path):
+    weights = tiny.tensors("mt5", CONFIGS["mt5"])
+    runs = [
+        written(tmp_path, "mt5", weights, {**CONFIGS["mt5"], **changes})(IDS)
+        for changes in ({}, {"hidden_act": "relu"})
+    ]
+    np.testing.assert_array_equal(*runs)
+
+
 def test_the_thetas_of_modernbert(tmp_path):
     """As newer and older files have them; null is that of full attention."""
     config = CONFIGS["modernbert"]

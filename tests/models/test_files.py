@@ -243,7 +243,7 @@ def before(function):
         return function(*args, **options)
     return call
 
-for name in ("pack", "__getitem__"):
+for name in ("pack", "whole"):
     setattr(_tensors.Tensors, name, before(getattr(_tensors.Tensors, name)))
 try:
     models.load(sys.argv[1])

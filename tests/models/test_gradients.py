@@ -9,7 +9,6 @@ from implementations import forced
 from tiny_models import DECODERS, ENCODERS, VOCAB
 
 from fastattn import models
-from fastattn.models import _training
 
 TRAINED = [kind for kind in ENCODERS if kind != "deberta-v2"]
 STEP = 1e-5
@@ -220,6 +219,6 @@ WRONG = {
 @pytest.mark.parametrize("match", WRONG)
 def test_a_wrong_loss_computes_nothing(match, tmp_path, monkeypatch):
     model = loaded(tmp_path, "gpt2")
-    monkeypatch.setattr(_training, "record_decoder", None)
+    monkeypatch.setattr(models.Decoder, "_record", None)
     with pytest.raises((TypeError, ValueError), match=rf"^loss_and_gradients\(\): {match}"):
         model.loss_and_gradients([[3, 4]], **WRONG[match])

@@ -10,10 +10,11 @@ import pytest
 import tiny_models as tiny
 from implementations import child_environment, each_isa, forced
 from model_folders import change_config, refused, write_settings
+from safetensors.numpy import save_file
 from tiny_tokenizers import write_byte_tokenizer
 
 from fastattn import models
-from fastattn.models import CrossEncoder, Decoder, _chat, _encode
+from fastattn.models import CrossEncoder, Decoder, _chat, _encode_calls
 
 pytest.importorskip("jinja2")
 
@@ -172,7 +173,7 @@ def test_bits_do_not_depend_on_company(isa, tmp_path, monkeypatch):
             np.testing.assert_array_equal(model.predict(iter(pairs), batch_size=batch_size), expected)
         for pair, score in zip(pairs, expected, strict=True):
             assert model.predict(pair) == score
-        monkeypatch.setattr(_encode, "_CALL_TOKENS", 100)
+        monkeypatch.setattr(_encode_calls, "_CALL_TOKENS", 100)
         np.testing.assert_array_equal(model.predict(pairs), expected)
         copy = pickle.loads(pickle.dumps(model))
         np.testing.assert_array_equal(copy.predict(pairs), expected)
@@ -284,3 +285,15 @@ def test_without_jinja(tmp_path, monkeypatch):
     monkeypatch.setattr(_chat, "version", lambda name: "3.1.5")
     _chat._compiled.cache_clear()
     refused(tmp_path, "chat templates need a newer Jinja than 3.1.5", error=ImportError)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_other_tensors_make_the_model_of_a_folder_with_them(tied, tmp_path):
+    write(tmp_path, tie_word_embeddings=tied)
+    model = models.load(tmp_path)
+    state = {name: np.asarray(1.25 * x, np.float32) for name, x in model.state_dict().items()}
+    other, before = model.with_state_dict(state), model.predict(PAIRS)
+    save_file(state, tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(other.predict(PAIRS), models.load(tmp_path).predict(PAIRS))
+    np.testing.assert_array_equal(model.predict(PAIRS), before)
+    assert (other.predict(PAIRS) != before).any()

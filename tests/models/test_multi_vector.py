@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_tokenizers import TEXTS, WORDS, write_tokenizer
 
 from fastattn import models
-from fastattn.models import ModelError, MultiVectorEncoder, _encode, _maxsim
+from fastattn.models import ModelError, MultiVectorEncoder, _encode_calls, _vectors
 
 RNG = np.random.default_rng(7)
 FIXED = {"strategy": "fixed", "length": 8, "token": "tree"}
@@ -116,7 +116,7 @@ def test_bits_do_not_depend_on_company(isa, tmp_path, monkeypatch):
         for task in ("query", "document"):
             expected = model.encode(texts, task=task)
             for tokens in (768, 40, 20):
-                monkeypatch.setattr(_encode, "_CALL_TOKENS", tokens)
+                monkeypatch.setattr(_encode_calls, "_CALL_TOKENS", tokens)
                 for batch_size in (None, 1, 4):
                     got = model.encode(texts, batch_size=batch_size, task=task)
                     assert all(map(np.array_equal, got, expected))
@@ -135,14 +135,14 @@ def test_scores_have_the_same_bits_in_any_company(isa, dtype, tmp_path, monkeypa
         expected = model.similarity(queries, documents)
         assert expected.dtype == dtype
         for query_tokens, products in ((1, 1), (35, 300), (1000, 5000)):
-            monkeypatch.setattr(_maxsim, "_QUERY_TOKENS", query_tokens)
-            monkeypatch.setattr(_maxsim, "_PRODUCTS", products)
+            monkeypatch.setattr(_vectors, "_QUERY_TOKENS", query_tokens)
+            monkeypatch.setattr(_vectors, "_PRODUCTS", products)
             np.testing.assert_array_equal(model.similarity(queries, documents), expected)
         np.testing.assert_array_equal(model.similarity_pairwise(queries, documents[:6]), np.diag(expected))
     for query, row in zip(queries, expected, strict=True):
         for document, score in zip(documents, row, strict=True):
             if not len(document):
-                assert score == _maxsim.NO_TOKEN
+                assert score == _vectors.NO_TOKEN
             elif not len(query):
                 assert score == 0
             else:
@@ -251,7 +251,7 @@ def test_a_document_of_skipped_words_has_no_vectors(tmp_path):
     vectors = model.encode_document(["the cat", "the dog"])
     assert [x.shape for x in vectors] == [(0, 6), (1, 6)]
     assert model.encode_query("the cat").shape == (4, 6)
-    assert model.similarity(model.encode_query(["the cat"]), vectors)[0, 0] == _maxsim.NO_TOKEN
+    assert model.similarity(model.encode_query(["the cat"]), vectors)[0, 0] == _vectors.NO_TOKEN
 
 
 def test_the_folder_names_the_mask(tmp_path):

@@ -13,7 +13,7 @@ from fastattn import models, ops
 from fastattn._engine import scratch
 from fastattn.layers._sampling import Sampler
 from fastattn.models import _decoder as decoder
-from fastattn.models import _weights as weights
+from fastattn.models import _embeddings as embeddings
 
 KINDS = list(CONFIGS)
 # A few hundred roundings of float32 on results of size 1 to 10.
@@ -203,7 +203,7 @@ def test_token_vectors_from_a_packed_output_layer(dtype):
     packed = ops.pack(table, dtype=dtype)
     ids = np.array([0, 70, 31, 32, 33, 31])
     lane = np.dtype(np.float64 if dtype == "float64" else np.float32)
-    got = weights.token_rows(packed, ids, lane)
+    got = embeddings.token_rows(packed, ids, lane)
     assert got.dtype == lane
     np.testing.assert_array_equal(got, packed.unpack()[ids])
 

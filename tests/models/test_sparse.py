@@ -12,7 +12,7 @@ from model_folders import change_config, refused, write_settings
 from tiny_tokenizers import TEXTS, WORDS, write_tokenizer
 
 from fastattn import models
-from fastattn.models import SparseEncoder, _encode, _sparse
+from fastattn.models import SparseEncoder, _encode_calls, _sparse
 
 pytest.importorskip("scipy")
 RNG = np.random.default_rng(7)
@@ -113,7 +113,7 @@ def test_bits_do_not_depend_on_company(isa, strategy, tmp_path, monkeypatch):
         expected = model.encode(texts).toarray()
         for logits, tokens in ((1, 768), (13 * 4, 768), (13 * 7, 40), (1 << 23, 20)):
             monkeypatch.setattr(_sparse, "_LOGITS", logits)
-            monkeypatch.setattr(_encode, "_CALL_TOKENS", tokens)
+            monkeypatch.setattr(_encode_calls, "_CALL_TOKENS", tokens)
             for batch_size in (None, 1, 4):
                 got = model.encode(texts, batch_size=batch_size).toarray()
                 np.testing.assert_array_equal(got, expected)

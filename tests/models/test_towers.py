@@ -14,7 +14,7 @@ from tiny_tokenizers import TEXTS, WORDS, write_tokenizer
 
 from fastattn import models
 from fastattn.__main__ import main
-from fastattn.models import _encode
+from fastattn.models import _encode_calls
 
 RNG = np.random.default_rng(2)
 PIXELS = RNG.standard_normal((5, 3, tiny.SIZE, tiny.SIZE)).astype(np.float32)
@@ -98,7 +98,7 @@ def test_encode_takes_texts_and_images(kind, tmp_path, monkeypatch):
     assert_same_rows(model.encode(TEXTS[0]), texts[0])
     assert_same_rows(model.encode(IMAGES[0]), images[0])
     for batch_size, tokens in ((None, 768), (1, 768), (2, 768), (None, 20)):
-        monkeypatch.setattr(_encode, "_CALL_TOKENS", tokens)
+        monkeypatch.setattr(_encode_calls, "_CALL_TOKENS", tokens)
         mixed = [TEXTS[0], IMAGES[0], IMAGES[1], IMAGES[2], TEXTS[1], TEXTS[2], IMAGES[3]]
         order = [texts[0], *images[:3], *texts[1:3], images[3]]
         assert_same_rows(model.encode(mixed, batch_size=batch_size), order)
@@ -176,6 +176,20 @@ def test_a_call_gives_hidden_states_of_texts(kind, tmp_path):
     again = pickle.loads(pickle.dumps(model))
     np.testing.assert_array_equal(again.image_features(PIXELS), model.image_features(PIXELS))
     np.testing.assert_array_equal(again.text_features(IDS), model.text_features(IDS))
+
+
+@both
+def test_other_tensors_make_the_model_of_a_folder_with_them(kind, tmp_path):
+    tiny.write(tmp_path, kind)
+    model = models.load(tmp_path)
+    state = {name: np.asarray(1.25 * x, np.float32) for name, x in model.state_dict().items()}
+    other, before = model.with_state_dict(state), model.text_features(IDS)
+    tiny.write(tmp_path, kind, state)
+    expected = models.load(tmp_path)
+    np.testing.assert_array_equal(other.text_features(IDS), expected.text_features(IDS))
+    np.testing.assert_array_equal(other.image_features(PIXELS), expected.image_features(PIXELS))
+    assert (other.logit_scale, other.logit_bias) == (expected.logit_scale, expected.logit_bias)
+    np.testing.assert_array_equal(model.text_features(IDS), before)
 
 
 def test_padding_is_the_tokenizer_s(tmp_path):

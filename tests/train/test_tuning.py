@@ -267,13 +267,52 @@ def test_what_did_not_change_is_not_packed_again(kind, tmp_path):
         np.testing.assert_array_equal(adapted.model(ids), whole(ids))
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "mistral", "albert", "t5", "modernbert", "nomic_bert"])
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
+def test_a_step_packs_in_place(kind, weights_dtype, tmp_path, implementation):
+    """Nothing is built again, except after somebody was given the model: that one stays as it was."""
+    model, ids = loaded(tmp_path, kind, dtype="float32", weights_dtype=weights_dtype), [[3, 5, 4, 6]]
+    decoder = isinstance(model, models.Decoder)
+    tuning, batch = (NextTokenTuning, TEXTS) if decoder else (ContrastiveTuning, (TEXTS[:3], TEXTS[3:]))
+    for options in ({"rank": 2}, {}):
+        tuned = tuning(model, **options)
+        optimizer, first = AdamW(tuned, 1e-2), model(ids)
+
+        def step():
+            optimizer.step(tuned.loss(batch)[1])  # noqa: B023
+            return tuned._model  # noqa: B023
+
+        packed = step()
+        parameters = [(each.parameter, np.copy(content(each))) for each in packed.origin.parameters]
+        assert step() is packed
+        assert all(
+            x is each.parameter for (x, _), each in zip(parameters, packed.origin.parameters, strict=True)
+        )
+        changed = [
+            (before != content(each)).any()
+            for (_, before), each in zip(parameters, packed.origin.parameters, strict=True)
+        ]
+        assert any(changed)
+        given = tuned.model
+        then, held_then = given(ids), given.state_dict()
+        assert step() is not given
+        step()
+        np.testing.assert_array_equal(given(ids), then)
+        for name, x in given.state_dict().items():
+            np.testing.assert_array_equal(x, held_then[name])
+        np.testing.assert_array_equal(model(ids), first)
+        state = tuned.model.state_dict()
+        np.testing.assert_array_equal(tuned.model(ids), model.with_state_dict(state)(ids))
+
+
+def content(made):
+    return made.parameter if isinstance(made.parameter, np.ndarray) else made.parameter.unpack()
+
+
 def held(model):
     """Packed weights of a model, by identity, with themselves and the names of their tensors."""
-    origins = model.origin.origins
-    weights = [
-        (x, {part.name for part in parts}) for x, parts in origins._parts if not isinstance(x, np.ndarray)
-    ]
-    return {id(x): (x, names) for x, names in weights}
+    made = [each for each in model.origin.parameters if not isinstance(each.parameter, np.ndarray)]
+    return {id(each.parameter): (each.parameter, {part.name for part in each.parts}) for each in made}
 
 
 TEXTS_ERRORS = {
@@ -329,14 +368,14 @@ BITS = """
 import sys
 import numpy as np
 from fastattn import models
-from fastattn.train import AdamW, ClassifierTuning, ContrastiveTuning, _contrastive, _products
+from fastattn.train import AdamW, ClassifierTuning, ContrastiveTuning, _contrastive, _tuning
 
 kind, folder = sys.argv[1:]
 rng = np.random.default_rng(0)
 if kind == "products":
     a, b, c = (rng.standard_normal(shape, np.float32) for shape in ((700, 900), (900, 500), (700, 600)))
     vectors = rng.standard_normal((600, 700), np.float32)
-    found = [_products.product(a, b), _products.outer(a, c)]
+    found = [_tuning.product(a, b), _tuning.outer(a, c)]
     found += _contrastive.info_nce(vectors, 200, 0.1, symmetric=True)
 else:
     texts = ["the cat sat on the mat", "a dog ran", "the cat", "a tree ran on the dog"]

@@ -1,24 +1,25 @@
-"""DeBERTa, versions 2 and 3 (He et al. 2020): the names of its tensors, and what its config.json says.
+"""DeBERTa, versions 2 and 3 (He et al. 2020): the names of its tensors, and the keys of its config.json.
 
-BERT whose scores depend on the distance of two tokens, and on what stands at either. Compiled programs have
-no such step: it runs between the others, one sequence at a time.
+It is BERT whose scores depend on the distance of two tokens, and on what stands at either. Compiled programs
+have no such step: it runs between the others, one sequence at a time.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.values import short
 from fastattn._engine.program import AttendStep, Step
 from fastattn.functional import disentangled_attention
-from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
-from fastattn.models._families import EncoderNames, read_encoder
+from fastattn.models._blocks import Blocks
+from fastattn.models._families.bert import BERT
+from fastattn.models._families.shared import read_encoder
 from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:
@@ -26,25 +27,17 @@ if TYPE_CHECKING:
     from fastattn._engine.program import Buffers, Sequences
     from fastattn.models._encoder import Encoder
     from fastattn.models._files import Config
+    from fastattn.models._source import Source
+    from fastattn.models._tensors import Tensors
 
-_NAMES = EncoderNames(
-    tokens="embeddings.word_embeddings",
-    first_norm="embeddings.LayerNorm",
-    types="embeddings.token_type_embeddings",
-    block=BlockNames(
-        prefix="encoder.layer.{}.",
-        qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"),
-        attended="attention.output.dense",
-        attention_norm="attention.output.LayerNorm",
-        inner="intermediate.dense",
-        outer="output.dense",
-        inner_norm="output.LayerNorm",
-        norm_first=False,
+_NAMES = BERT._replace(
+    positions=None,
+    block=BERT.block._replace(
+        qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")
     ),
     prefixes=("deberta.",),
     ignored=re.compile(r"^embeddings\.position_ids$"),  # 0, 1, 2, ...; old files hold them
 )
-_POSITIONS = "embeddings.position_embeddings"
 _RELATIVE, _NORM = "encoder.rel_embeddings.weight", "encoder.LayerNorm"
 # Maps of the relative positions, to keys (content to position) and to queries (position to content): those of
 # the tokens where they are shared, or else their own.
@@ -79,39 +72,25 @@ class DisentangledStep(Step):
             out[begin:end] = attended.swapaxes(0, 1).reshape(end - begin, -1)
 
 
-def build(source: Source) -> Encoder:
-    """The model that the folder's files describe."""
+def deberta(source: Source) -> Encoder:
+    """Build DeBERTa."""
     config = source.config
-    heads, longest = config.size("num_attention_heads"), config.size("max_position_embeddings", 512)
-    hidden = config.size("hidden_size")
-    config.refuse(embedding_size=hidden, conv_kernel_size=0)
+    longest = config.size("max_position_embeddings", 512)
+    config.refuse(embedding_size=config.size("hidden_size"), conv_kernel_size=0)
     if not config.get("relative_attention", bool, False):
         raise ModelError(f"{config.path}: 'relative_attention' is false; only true is supported")
-    blocks = Blocks(
-        source,
-        _NAMES.block,
-        num_layers=source.tensors.depth(config, "num_hidden_layers"),
-        hidden=hidden,
-        inner=config.size("intermediate_size"),
-        heads=heads,
-        heads_kv=heads,
-        head_dim=config.divided("hidden_size", "num_attention_heads"),
-        eps=config.number("layer_norm_eps", 1e-7),
-        activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
-        biased=_NAMES.block.maps,
-    )
+    blocks = Blocks.of(source, _NAMES.block, eps=1e-7)
     absolute = config.get("position_biased_input", bool, True)
     relative = _Relative(source, blocks, longest)
     encoder = read_encoder(
-        _NAMES._replace(positions=_POSITIONS) if absolute else _NAMES,
+        _NAMES._replace(positions=BERT.positions) if absolute else _NAMES,
         blocks,
         types=config.size("type_vocab_size", 0, low=0),
         positions=longest,
         longest=longest,
         others=relative.shapes(),
     )
-    vectors = relative.vectors()
-    steps = tuple(relative.step(step, vectors) for step in encoder.program.steps)
+    steps = tuple(map(relative.step, encoder.program.steps))
     return replace(encoder, program=replace(encoder.program, steps=steps))
 
 
@@ -137,7 +116,7 @@ class _Relative:
         return {kind: f"{prefix}attention.self.{_MAPS[kind][own]}" for kind in self._kinds}
 
     def shapes(self) -> dict[str, Shape]:
-        """Those of the tensors."""
+        """The shapes of the tensors."""
         hidden = self._blocks.hidden
         shapes: dict[str, Shape] = {_RELATIVE: (2 * self._span, hidden)}
         if self._normed:
@@ -147,26 +126,28 @@ class _Relative:
                 shapes |= {f"{name}.weight": (hidden, hidden), f"{name}.bias": (hidden,)}
         return shapes
 
-    def vectors(self) -> Array:
-        """The vectors of the positions (2 span, hidden)."""
-        vectors = self._source.vector(_RELATIVE)
-        if not self._normed:
-            return vectors
-        norm = self._blocks.norm(_NORM)
-        return ops.layer_norm(vectors, norm.weight, norm.bias, eps=norm.eps)
-
-    def step(self, step: Step, vectors: Array) -> Step:
+    def step(self, step: Step) -> Step:
         """An attention by these positions, or the step itself if it is none."""
         if not isinstance(step, AttendStep):
             return step
-        tables: dict[str, Array] = {}
-        for kind, name in self._maps(step.layer).items():
-            weight, bias = self._source.vector(f"{name}.weight"), self._source.vector(f"{name}.bias")
-            mapped = (vectors @ weight.T + bias).reshape(-1, step.heads, step.head_dim)
-            tables[kind] = np.ascontiguousarray(mapped.swapaxes(0, 1))
+        norm = (f"{_NORM}.weight", f"{_NORM}.bias") if self._normed else ()
+        make = partial(_mapped, step.heads, self._blocks.eps, self._source.precision.lane)
+        tables: dict[str, Array] = {
+            kind: self._source.computed(make, f"{name}.weight", f"{name}.bias", _RELATIVE, *norm)
+            for kind, name in self._maps(step.layer).items()
+        }
         sizes = step.heads, step.head_dim
         keys, queries = tables.get("c2p"), tables.get("p2c")
         return DisentangledStep(step.x, step.out, *sizes, keys, queries, self._max_distance)
+
+
+def _mapped(heads: int, eps: float, lane: np.dtype[Any], tensors: Tensors, *names: str) -> Array:
+    """Vectors of positions for each head, (heads, 2 span, head_dim): mapped, and normed before if asked."""
+    weight, bias, vectors, *norm = (tensors.whole(name).astype(lane, copy=False) for name in names)
+    if norm:
+        vectors = ops.layer_norm(vectors, *norm, eps=eps)
+    mapped = (vectors @ weight.T + bias).reshape(len(vectors), heads, -1)
+    return np.ascontiguousarray(mapped.swapaxes(0, 1))
 
 
 def _kinds(config: Config) -> list[str]:
@@ -174,8 +155,7 @@ def _kinds(config: Config) -> list[str]:
     value: Any = config.values.get("pos_att_type")
     kinds = [kind.strip() for kind in value.split("|")] if isinstance(value, str) else value
     if not isinstance(kinds, list) or not kinds or any(kind not in _MAPS for kind in kinds):
-        expected = f"one of {', '.join(_MAPS)}, or both"
-        raise ModelError(f"{config.path}: 'pos_att_type' is {short(value)}; expected {expected}")
+        raise config.wrong("pos_att_type", value, f"one of {', '.join(_MAPS)}, or both")
     return sorted(set(kinds))
 
 

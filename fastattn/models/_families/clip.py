@@ -1,4 +1,4 @@
-"""CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023): tensors' names, and what their config.json says.
+"""CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023): tensors' names, and the keys of config.json.
 
 Both towers consist of the same blocks. CLIP's texts are causal, and their vector is that of the token that
 ends them. SigLIP's are padded, padding is attended, and their vector is that of the last token.
@@ -8,28 +8,33 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fastattn import ops
 from fastattn._args.ops import integer_activations
 from fastattn.layers._block import Projection, model_program
-from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
-from fastattn.models._clip_text import clip_tokenizer
+from fastattn.models._blocks import BlockNames, Blocks
 from fastattn.models._embeddings import Places
 from fastattn.models._encoder import Encoder
-from fastattn.models._families import EncoderNames, read_encoder
-from fastattn.models._files import ModelError
+from fastattn.models._families.shared import EncoderNames, read_encoder
+from fastattn.models._files import ModelError, require
 from fastattn.models._images import Images
 from fastattn.models._sentences import Sentences
 from fastattn.models._text import Text
-from fastattn.models._towers import TextHead, TwoTowers
-from fastattn.models._vision import ClassToken, Probe, Vision
+from fastattn.models._towers import ClassToken, Probe, TextHead, TwoTowers, Vision
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Shape
-    from fastattn.models._files import Config
+    from pathlib import Path
 
-# What is missing in config.json, where the tables of the towers may be nearly empty.
+    from fastattn._args.types import Array, Shape
+    from fastattn.models._files import Config
+    from fastattn.models._source import Source
+    from fastattn.models._tensors import Tensors
+
+# Defaults of config.json, where the tables of the towers may be nearly empty.
 _BASE = {"num_hidden_layers": 12, "num_attention_heads": 12}
 _TEXT: dict[str, dict[str, Any]] = {
     "clip": {
@@ -90,10 +95,12 @@ _PATCHES, _TOKEN = "vision_model.embeddings.patch_embedding", "vision_model.embe
 _POSITIONS = "vision_model.embeddings.position_embedding.weight"
 _FIRST_NORM, _LAST_NORM = "vision_model.pre_layrnorm", "vision_model.post_layernorm"  # so in all files
 _PROBE = "vision_model.head."
+_BEGIN, _END = "<|startoftext|>", "<|endoftext|>"
+_WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
-def build(source: Source) -> TwoTowers:
-    """The model that the folder's files describe."""
+def clip(source: Source) -> TwoTowers:
+    """Build CLIP or SigLIP."""
     config, kind = source.config, source.config.get("model_type", str)
     is_clip = kind == "clip"
     text, vision = _tower(config, "text_config", _TEXT[kind]), _tower(config, "vision_config", _VISION[kind])
@@ -101,14 +108,15 @@ def build(source: Source) -> TwoTowers:
     texts, images = _blocks(source, text, "text_model"), _blocks(source, vision, "vision_model")
     size, patch = vision.size("image_size"), vision.size("patch_size")
     if patch > size:
-        raise ModelError(f"{vision.path}: 'patch_size' is {patch}; expected at most 'image_size', {size}")
+        raise vision.wrong("patch_size", patch, f"at most 'image_size', {size}")
     if is_clip:
         features = config.size("projection_dim", 512)
     else:
         features = text.size("projection_size", texts.hidden)
         if features != images.hidden:
-            expected = f"'hidden_size' of the images' tower, {images.hidden}"
-            raise ModelError(f"{text.path}: 'projection_size' is {features}; expected {expected}")
+            raise text.wrong(
+                "projection_size", features, f"'hidden_size' of the images' tower, {images.hidden}"
+            )
 
     head = "text_projection" if is_clip else "text_model.head"
     shapes = _vision_shapes(images, (patch, patch), (size // patch) ** 2, is_clip)
@@ -128,7 +136,7 @@ def build(source: Source) -> TwoTowers:
     end_id = text.size("eos_token_id", low=0) if is_clip else 0
     own = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | {"model_type": kind}
     if is_clip:
-        own["text"] = Text(source.folder, encoder.max_length, other=clip_tokenizer)
+        own["text"] = Text(source.folder, encoder.max_length, other=_tokenizer)
     return TwoTowers(
         **own,
         vision=_vision(images, vision, is_clip),
@@ -139,33 +147,21 @@ def build(source: Source) -> TwoTowers:
             None if is_clip else text.size("pad_token_id", low=0),
         ),
         images=Images.of(source.folder, size, _IMAGES[kind]),
-        logit_scale=float(source.tensors["logit_scale"].item()),
-        logit_bias=0.0 if is_clip else float(source.tensors["logit_bias"].item()),
+        scale=source.table("logit_scale"),
+        shift=None if is_clip else source.table("logit_bias"),
     )
 
 
 def _tower(config: Config, name: str, usual: dict[str, Any]) -> Config:
-    """What config.json says of a tower; where old files say it twice, the second one counts alone."""
+    """Table of a tower in config.json; where old files have it twice, the second one counts alone."""
     twice = f"{name}_dict"
     usual = {**usual, "model_type": config.get("model_type", str)}
     return config.inner(name if config.values.get(twice) is None else twice, usual)
 
 
 def _blocks(source: Source, config: Config, tower: str) -> Blocks:
-    names, heads = _block(tower), config.size("num_attention_heads")
-    return Blocks(
-        source._replace(config=config),
-        names,
-        num_layers=source.tensors.depth(config, "num_hidden_layers"),
-        hidden=config.size("hidden_size"),
-        inner=config.size("intermediate_size"),
-        heads=heads,
-        heads_kv=heads,
-        head_dim=config.divided("hidden_size", "num_attention_heads"),
-        eps=config.number("layer_norm_eps"),
-        activation=config.choice("hidden_act", ACTIVATIONS),
-        biased=names.maps,
-    )
+    """The blocks of a tower, of which `config` says everything."""
+    return Blocks.of(source.with_config(config), _block(tower), eps=None, activation=None)
 
 
 def _vision_shapes(blocks: Blocks, patch: Shape, patches: int, is_clip: bool) -> dict[str, Shape]:
@@ -189,10 +185,8 @@ def _vision_shapes(blocks: Blocks, patch: Shape, patches: int, is_clip: bool) ->
 
 
 def _map(source: Source, name: str, biased: bool = True) -> Projection:
-    """A map behind the vectors have been pooled, whose inputs are not rounded."""
-    return Projection(
-        source.tensors.pack([f"{name}.weight"]), source.vector(f"{name}.bias") if biased else None
-    )
+    """A map of vectors that have been pooled, whose inputs are not rounded."""
+    return Projection(source.pack([f"{name}.weight"]), source.vector(f"{name}.bias") if biased else None)
 
 
 def _vision(blocks: Blocks, config: Config, is_clip: bool) -> Vision:
@@ -200,11 +194,10 @@ def _vision(blocks: Blocks, config: Config, is_clip: bool) -> Vision:
     source, patch = blocks.source, config.size("patch_size")
     precision = source.precision
     integer_activations("load", precision.activations, precision.weights, 3 * patch * patch)
-    positions = source.vector(_POSITIONS)
     norm = blocks.norm(_LAST_NORM)
     if is_clip:
         program, windows = model_program(blocks.read(), blocks.norm(_FIRST_NORM))
-        token = (source.vector(_TOKEN) + positions[0]).astype(precision.dtype)
+        token = source.vector(_TOKEN, added=_POSITIONS, dtype=precision.dtype)
         head: ClassToken | Probe = ClassToken(norm, _map(source, "visual_projection", biased=False))
     else:
         program, windows = model_program(blocks.read(), None, norm)
@@ -215,7 +208,7 @@ def _vision(blocks: Blocks, config: Config, is_clip: bool) -> Vision:
         patch_size=patch,
         patches=patches,
         token=token,
-        positions=positions[int(is_clip) :].astype(precision.dtype),
+        positions=source.vector(_POSITIONS, begin=int(is_clip), dtype=precision.dtype),
         program=program,
         places=Places(windows),
         head=head,
@@ -224,16 +217,63 @@ def _vision(blocks: Blocks, config: Config, is_clip: bool) -> Vision:
 
 def _probe(blocks: Blocks) -> Probe:
     """The head, whose query is the same for all images."""
-    source, hidden = blocks.source, blocks.hidden
-    weight, bias = (source.vector(f"{_PROBE}attention.in_proj_{part}") for part in ("weight", "bias"))
-    q, kv = (ops.pack(part, dtype=source.precision.weights) for part in (weight[:hidden], weight[hidden:]))
-    found = ops.linear(source.vector(f"{_PROBE}probe").reshape(1, hidden), q, bias[:hidden])
+    source, hidden, joint = blocks.source, blocks.hidden, f"{_PROBE}attention.in_proj_"
+    make = partial(_query, blocks.heads, source.precision.lane, source.precision.weights)
     return Probe(
-        q=found.reshape(blocks.heads, 1, blocks.head_dim),
-        kv=Projection(kv, bias[hidden:].copy(), source.precision.activations),
+        q=source.computed(make, f"{_PROBE}probe", f"{joint}weight", f"{joint}bias"),
+        kv=Projection(
+            source.pack([f"{joint}weight"], begin=hidden),
+            source.vector(f"{joint}bias", begin=hidden),
+            source.precision.activations,
+        ),
         attended=_map(source, f"{_PROBE}attention.out_proj"),
         norm=blocks.norm(f"{_PROBE}layernorm"),
         inner=_map(source, f"{_PROBE}mlp.fc1"),
         activation=blocks.activation,
         outer=_map(source, f"{_PROBE}mlp.fc2"),
     )
+
+
+def _query(
+    heads: int, lane: np.dtype[Any], stored: str, tensors: Tensors, probe: str, weight: str, bias: str
+) -> Array:
+    """The query (heads, 1, head_dim) of the probe."""
+    x, w, b = (tensors.whole(name).astype(lane, copy=False) for name in (probe, weight, bias))
+    hidden = x.shape[-1]
+    found = ops.linear(x.reshape(1, hidden), ops.pack(w[:hidden], dtype=stored), b[:hidden])
+    return np.asarray(found).reshape(heads, 1, -1)
+
+
+def _tokenizer(folder: Path) -> Any:
+    """CLIP's tokenizer, of vocab.json and merges.txt as transformers makes it; None without these files."""
+    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    if not (vocab.is_file() and merges.is_file()):
+        return None
+    library = require("tokenizers")
+    normalizers, split = library.normalizers, library.pre_tokenizers
+    try:
+        bpe = library.models.BPE.from_file(
+            str(vocab), str(merges), unk_token=_END, continuing_subword_prefix="", end_of_word_suffix="</w>"
+        )
+        tokenizer = library.Tokenizer(bpe)
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"{vocab} and {merges.name} are no tokenizer: {error}") from error
+    missing = [token for token in (_BEGIN, _END) if tokenizer.token_to_id(token) is None]
+    if missing:
+        raise ModelError(f"{vocab} has no {' and no '.join(missing)}; expected CLIP's vocabulary")
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(library.Regex(r"\s+"), " "), normalizers.Lowercase()]
+    )
+    tokenizer.pre_tokenizer = split.Sequence(
+        [
+            split.Split(library.Regex(_WORDS), behavior="removed", invert=True),
+            split.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = library.decoders.ByteLevel()
+    tokenizer.add_special_tokens([_BEGIN, _END])
+    ends = ((token, tokenizer.token_to_id(token)) for token in (_END, _BEGIN))
+    tokenizer.post_processor = library.processors.RobertaProcessing(
+        *ends, trim_offsets=False, add_prefix_space=False
+    )
+    return tokenizer

@@ -1,11 +1,16 @@
-"""GPT-2 (Radford et al. 2019): the names of its tensors, and what its config.json says."""
+"""GPT-2 (Radford et al. 2019): the names of its tensors, and the keys of its config.json."""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
-from fastattn.models._decoder import Decoder, DecoderNames, read_decoder
+from fastattn.models._blocks import BlockNames, Blocks, Keys
+from fastattn.models._families.shared import DecoderNames, read_decoder
+
+if TYPE_CHECKING:
+    from fastattn.models._decoder import Decoder
+    from fastattn.models._source import Source
 
 _NAMES = DecoderNames(
     prefix="transformer.",
@@ -24,27 +29,16 @@ _NAMES = DecoderNames(
     norm="ln_f",
     ignored=re.compile(r"\.attn\.(bias|masked_bias)$"),  # the causal mask, in old files
 )
+_KEYS = Keys("n_embd", "n_inner", "n_head", "n_layer", "layer_norm_epsilon", "activation_function")
 
 
-def build(source: Source) -> Decoder:
-    """The model that the folder's files describe."""
+def gpt2(source: Source) -> Decoder:
+    """Build GPT-2."""
     config = source.config
-    hidden, heads = config.size("n_embd"), config.size("n_head")
     config.refuse_others(hidden_size="n_embd", num_attention_heads="n_head", num_hidden_layers="n_layer")
     config.refuse_others(max_position_embeddings="n_positions")
-    blocks = Blocks(
-        source,
-        _NAMES.block,
-        num_layers=source.tensors.depth(config, "n_layer"),
-        hidden=hidden,
-        inner=config.optional_size("n_inner") or 4 * hidden,
-        heads=heads,
-        heads_kv=heads,
-        head_dim=config.divided("n_embd", "n_head"),
-        eps=config.number("layer_norm_epsilon", 1e-5),
-        activation=config.choice("activation_function", ACTIVATIONS, "gelu_new"),
-        biased=_NAMES.block.maps,
-    )
+    inner = config.optional_size("n_inner") or 4 * config.size("n_embd")
+    blocks = Blocks.of(source, _NAMES.block, _KEYS, eps=1e-5, activation="gelu_new", inner=inner)
     config.refuse(add_cross_attention=False)
     scale = blocks.head_dim**-0.5 if config.get("scale_attn_weights", bool, True) else 1.0
     by_depth = config.get("scale_attn_by_inverse_layer_idx", bool, False)

@@ -1,4 +1,4 @@
-"""T5's and mT5's encoder (sentence-t5, gtr): the names of its tensors, and what its config.json says.
+"""T5's and mT5's encoder (sentence-t5, gtr): the names of its tensors, and the keys of its config.json.
 
 Its norms have no mean and no bias, its maps no bias. Scores are not scaled. Positions are biases of the
 scores by distance, from one table for all layers. A decoder in the file is left out.
@@ -10,13 +10,14 @@ import re
 from typing import TYPE_CHECKING
 
 from fastattn._args.values import short
-from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
-from fastattn.models._buckets import BucketBiases
-from fastattn.models._families import EncoderNames, read_encoder
+from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Keys
+from fastattn.models._embeddings import BucketBiases
+from fastattn.models._families.shared import EncoderNames, read_encoder
 from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:
     from fastattn.models._encoder import Encoder
+    from fastattn.models._source import Source
 
 _NAMES = EncoderNames(
     tokens="shared",
@@ -36,7 +37,8 @@ _NAMES = EncoderNames(
 _TOKENS = "encoder.embed_tokens"  # the same table, which some files have beside the other or in its place
 _GATED = _NAMES.block._replace(gate="1.DenseReluDense.wi_0", inner="1.DenseReluDense.wi_1")
 _BIASES = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-# What `feed_forward_proj` says: the activation, and whether it is that of a gate.
+_KEYS = Keys("d_model", "d_ff", "num_heads", "num_layers", "layer_norm_epsilon", activation=None)
+# Values of `feed_forward_proj`: the activation, and whether it is that of a gate.
 _FEED_FORWARDS = {
     **{name: (activation, False) for name, activation in ACTIVATIONS.items()},
     **{f"gated-{name}": (activation, True) for name, activation in ACTIVATIONS.items()},
@@ -44,10 +46,9 @@ _FEED_FORWARDS = {
 }
 
 
-def build(source: Source) -> Encoder:
-    """The model that the folder's files describe."""
-    config, tensors = source.config, source.tensors
-    heads = config.size("num_heads")
+def t5(source: Source) -> Encoder:
+    """Build T5's or mT5's encoder."""
+    config = source.config
     usual = "relu" if config.get("model_type", str) == "t5" else "gated-gelu"
     activation, gated = config.choice("feed_forward_proj", _FEED_FORWARDS, usual)
     config.refuse(is_gated_act=gated)  # which files repeat, as well as the activation
@@ -60,18 +61,14 @@ def build(source: Source) -> Encoder:
     )
     config.refuse_others(head_dim="d_kv")
     names = _NAMES._replace(block=_GATED) if gated else _NAMES
-    if f"{_TOKENS}.weight" in tensors and f"{names.tokens}.weight" not in tensors:
+    if f"{_TOKENS}.weight" in source and f"{names.tokens}.weight" not in source:
         names = names._replace(tokens=_TOKENS)
-    blocks = Blocks(
+    blocks = Blocks.of(
         source,
         names.block,
-        num_layers=tensors.depth(config, "num_layers"),
-        hidden=config.size("d_model"),
-        inner=config.size("d_ff"),
-        heads=heads,
-        heads_kv=heads,
+        _KEYS,
+        eps=1e-6,
         head_dim=config.size("d_kv"),
-        eps=config.number("layer_norm_epsilon", 1e-6),
         activation=activation,
         biased=frozenset(),
         bias=0,
@@ -94,5 +91,5 @@ def build(source: Source) -> Encoder:
         blocks,
         scales=[1.0] * layers,
         biases=biases if layers else None,
-        others={_BIASES: (n_buckets, heads)} if layers else None,
+        others={_BIASES: (n_buckets, blocks.heads)} if layers else None,
     )

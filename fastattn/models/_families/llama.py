@@ -1,0 +1,206 @@
+"""Llama, Mistral, Qwen2, Qwen3 and Gemma 3: the names of their tensors, and the keys of config.json.
+
+They differ in which maps have biases (Llama as configured; Qwen2 those of queries, keys and values), in a
+norm of each query and key head (Qwen3, Gemma 3), and in which layers attend to a sliding window only. A
+folder with modules.json is an encoder (Qwen3-Embedding, Qwen3-Reranker, E5-Mistral), so is one with a head
+that scores texts, and any other is a decoder.
+
+Gemma 3's text model is an encoder (EmbeddingGemma). Norms stand before and after attention and feed-forward,
+and multiply by 1 + weight. Layers with a window have rotary positions of their own. Vectors of tokens are
+scaled.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fastattn.models._blocks import BlockNames, Blocks, Keys
+from fastattn.models._families.shared import (
+    DecoderNames,
+    EncoderNames,
+    frequencies,
+    frequencies_by_kind,
+    head_counts,
+    read_decoder,
+    read_encoder,
+)
+from fastattn.models._files import ModelError
+
+if TYPE_CHECKING:
+    from fastattn.layers._block import Window
+    from fastattn.models._decoder import Decoder
+    from fastattn.models._encoder import Encoder
+    from fastattn.models._files import Config
+    from fastattn.models._source import Source
+
+_LLAMA = DecoderNames(
+    prefix="model.",
+    tokens="embed_tokens",
+    block=BlockNames(
+        prefix="layers.{}.",
+        attention_norm="input_layernorm",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        attended="self_attn.o_proj",
+        inner_norm="post_attention_layernorm",
+        inner="mlp.up_proj",
+        gate="mlp.gate_proj",
+        outer="mlp.down_proj",
+        norm="rms_norm",
+    ),
+    norm="norm",
+    ignored=re.compile(r"\.rotary_emb\.inv_freq$"),  # config.json gives them; old files hold them
+)
+_QWEN3 = _LLAMA._replace(block=_LLAMA.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
+
+
+def _as_encoder(names: DecoderNames) -> EncoderNames:
+    """The names of a decoder's tensors as those of an encoder, without an output layer."""
+    return EncoderNames(
+        block=names.block,
+        tokens=names.tokens,
+        last_norm=names.norm,
+        prefixes=(names.prefix,),
+        ignored=names.ignored,
+    )
+
+
+_GEMMA3 = _as_encoder(
+    _QWEN3._replace(
+        block=_QWEN3.block._replace(
+            inner_norm="pre_feedforward_layernorm",
+            post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+            norm_offset=1.0,
+        )
+    )
+)
+_KEYS = Keys(eps="rms_norm_eps")
+_ALL, _NEAR = "full_attention", "sliding_attention"  # kinds of layers
+# The older name of the base of rotary positions of each kind in Gemma 3, and its default.
+_THETAS = {_ALL: ("rope_theta", 1e6), _NEAR: ("rope_local_base_freq", 1e4)}
+
+
+def llama(source: Source) -> Decoder | Encoder:
+    """Build Llama, Mistral, Qwen2 or Qwen3."""
+    config = source.config
+    model_type = config.get("model_type", str)
+    names = _QWEN3 if model_type == "qwen3" else _LLAMA
+    heads, heads_kv = head_counts(config, 8 if model_type == "mistral" else None)
+    head_dim = config.optional_size("head_dim") or (
+        128 if model_type == "qwen3" else config.divided("hidden_size", "num_attention_heads")
+    )
+    biased = _biased(config, model_type, names.block)
+    blocks = Blocks.of(
+        source,
+        names.block,
+        _KEYS,
+        eps=1e-6,
+        activation="silu",
+        heads=heads,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        biased=biased,
+    )
+    rotary = partial(frequencies, config, head_dim)
+    said = config.values.get("architectures")
+    scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
+    if scores or (source.folder / "modules.json").is_file():
+        causal = config.get("is_causal", bool, True)
+        return read_encoder(
+            _as_encoder(names),
+            blocks,
+            longest=config.optional_size("max_position_embeddings"),
+            windows=_windows(config, model_type, blocks.num_layers, causal),
+            rotations=[0] * blocks.num_layers,
+            causal=causal,
+            frequencies=lambda: (rotary(),),
+        )
+    config.refuse(is_causal=True)
+    return read_decoder(
+        names,
+        blocks,
+        windows=_windows(config, model_type, blocks.num_layers),
+        frequencies=rotary,
+        tied=config.get("tie_word_embeddings", bool, False),
+    )
+
+
+def _biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str]:
+    """The maps that have a bias."""
+    if model_type == "qwen2":
+        return frozenset(names.qkv)
+    biased: list[str | None] = []
+    if model_type in ("llama", "qwen3") and config.get("attention_bias", bool, False):
+        biased += [*names.qkv, names.attended]
+    if model_type == "llama" and config.get("mlp_bias", bool, False):
+        biased += [names.gate, names.inner, names.outer]
+    return frozenset(name for name in biased if name is not None)
+
+
+def _windows(config: Config, model_type: str, num_layers: int, causal: bool = True) -> list[Window]:
+    """Window of each layer: a token and the `sliding_window - 1` before it; None for all tokens.
+
+    If the model is not causal, `sliding_window` tokens on either side, as in transformers.
+    """
+    if model_type == "llama":
+        return [None] * num_layers
+    width = config.optional_size("sliding_window", 4096)
+    if model_type == "mistral":
+        slides = [True] * num_layers
+    else:
+        if not config.get("use_sliding_window", bool, False):
+            width = None
+        kinds = config.words("layer_types", (_ALL, _NEAR), num_layers)
+        if kinds is None:
+            first = config.size("max_window_layers", 28, low=0)
+            slides = [i >= first for i in range(num_layers)]
+        else:
+            slides = [kind == _NEAR for kind in kinds]
+    if width is None:
+        return [None] * num_layers
+    window = (width - 1, 0) if causal else (width, width)
+    return [window if sliding else None for sliding in slides]
+
+
+def gemma3(source: Source) -> Encoder:
+    """Build Gemma 3's text model."""
+    config, names = source.config, _GEMMA3.block
+    causal = not config.get("use_bidirectional_attention", bool, False)
+    modules = source.folder / "modules.json"
+    if causal and not modules.is_file():
+        what = "Gemma 3 makes vectors here, and generates no text"
+        raise ModelError(f"{modules} is missing, and the model is causal; {what}")
+    config.refuse(attn_logit_softcapping=None, is_causal=True)  # `use_bidirectional_attention` says otherwise
+    heads, heads_kv = head_counts(config, 4)
+    biased = (*names.qkv, names.attended) if config.get("attention_bias", bool, False) else ()
+    blocks = Blocks.of(
+        source,
+        names,
+        _KEYS._replace(activation="hidden_activation"),
+        eps=1e-6,
+        activation="gelu_pytorch_tanh",
+        heads=heads,
+        heads_kv=heads_kv,
+        head_dim=config.size("head_dim", 256),
+        biased=frozenset(biased),
+    )
+    kinds = config.words("layer_types", (_ALL, _NEAR), blocks.num_layers)
+    if kinds is None:
+        pattern = config.size("sliding_window_pattern", 6)
+        kinds = [_NEAR if (i + 1) % pattern else _ALL for i in range(blocks.num_layers)]
+    width, window = config.optional_size("sliding_window", 4096), None
+    if width is not None:  # half of it to either side, if keys may be after a query
+        window = (width - 1, 0) if causal else (width // 2, width // 2)
+    longest = config.optional_size("max_position_embeddings")
+    return read_encoder(
+        _GEMMA3,
+        blocks,
+        longest=longest,
+        scales=[config.number("query_pre_attn_scalar", 256) ** -0.5] * blocks.num_layers,
+        windows=[window if kind == _NEAR else None for kind in kinds],
+        rotations=[list(_THETAS).index(kind) for kind in kinds],
+        causal=causal,
+        token_scale=blocks.hidden**0.5,
+        frequencies=lambda: frequencies_by_kind(config, _THETAS, blocks.head_dim, longest, (_ALL,)),
+    )

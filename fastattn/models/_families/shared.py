@@ -1,0 +1,281 @@
+"""Readers that families share: from the names of tensors to the model, and parts of config.json.
+
+The parts are rotary positions and numbers of heads.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastattn._engine.program import OUT, LinearStep, NormStep, X, build
+from fastattn.layers._block import model_program
+from fastattn.models._decoder import Decoder
+from fastattn.models._embeddings import Embeddings, Places
+from fastattn.models._encoder import Encoder
+from fastattn.models._files import ModelError, stop_ids
+from fastattn.models._sentences import Sentences
+from fastattn.models._source import NOTHING
+from fastattn.models._text import Text
+from fastattn.positions import rope_frequencies
+
+if TYPE_CHECKING:
+    import re
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from fastattn._args.types import Shape
+    from fastattn.layers._block import Window
+    from fastattn.models._blocks import BlockNames, Blocks
+    from fastattn.models._embeddings import BucketBiases, Frequencies
+    from fastattn.models._files import Config
+
+
+class EncoderNames(NamedTuple):
+    """The names of an encoder's tensors, without ".weight" and ".bias"."""
+
+    block: BlockNames
+    tokens: str
+    first_norm: str | None = None  # before the first block
+    positions: str | None = None
+    types: str | None = None
+    widened: str | None = None  # a map from the tokens' vectors to the blocks' width
+    last_norm: str | None = None  # after the last block
+    prefixes: tuple[str, ...] = ()  # of all tensors; some files leave it out
+    ignored: re.Pattern[str] = NOTHING  # tensors that were not learned, in old files
+
+
+def read_encoder(
+    names: EncoderNames,
+    blocks: Blocks,
+    *,
+    types: int = 0,
+    positions: int = 0,
+    first: int = 0,
+    longest: int | None = None,
+    scales: Sequence[float] | None = None,
+    windows: Sequence[Window] | None = None,
+    rotations: Sequence[int] | None = None,
+    causal: bool = False,
+    token_scale: float = 1.0,
+    features: int | None = None,
+    order: Sequence[int] | None = None,
+    frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
+    biases: Callable[[], BucketBiases] | None = None,
+    others: Mapping[str, Shape] | None = None,
+    sentences: Sentences | None = None,
+) -> Encoder:
+    """The encoder of `blocks`; `scales`, `windows` and `rotations` are those of `Blocks.read`.
+
+    It has `types` token types, whose vectors have `features`; by default as many as the blocks. Those of
+    tokens are times `token_scale`. Blocks run in `order`, in which they may be more than once.
+
+    Positions are a table of `positions` rows, or rotary with what `frequencies` returns. Of a table, those
+    from `first` on are counted: the one before is padding's, as is the token of that id. Texts are then cut
+    at `longest`. `biases` makes those of `Places`, of more tensors, whose shapes are `others`. Of texts, the
+    folder says what is done with them, unless `sentences` do.
+    """
+    source = blocks.source
+    config, precision = source.config, source.precision
+    features = features or blocks.hidden
+    vocab = config.size("vocab_size")
+    source.drop_prefix(*names.prefixes)
+    tables = {names.tokens: vocab}
+    if names.positions is not None:
+        tables[names.positions] = positions
+    if names.types is not None and types:
+        tables[names.types] = types
+    shapes: dict[str, Shape] = {f"{name}.weight": (n, features) for name, n in tables.items()}
+    if names.first_norm is not None:
+        shapes |= blocks.norm_shapes(names.first_norm, features)
+    if names.last_norm is not None:
+        shapes |= blocks.norm_shapes(names.last_norm)
+    if names.widened is not None:
+        shapes[f"{names.widened}.weight"] = blocks.hidden, features
+        shapes[f"{names.widened}.bias"] = (blocks.hidden,)
+    shapes |= {**blocks.shapes(), **(others or {})}
+    own = tuple({f"{name.partition('.')[0]}.": None for name in shapes})
+    source.expect(shapes, own=own, ignored=names.ignored)
+    rotary = () if frequencies is None else frequencies()  # of a size that tensors confirm
+
+    each = blocks.read(scales, windows, rotations)
+    program, all_windows = model_program(
+        each if order is None else [each[i] for i in order],
+        None if names.first_norm is None else blocks.norm(names.first_norm),
+        None if names.last_norm is None else blocks.norm(names.last_norm),
+        None if names.widened is None else blocks.map(names.widened),
+    )
+    types_table = None
+    if names.types in tables:
+        types_table = source.vector(f"{names.types}.weight", dtype=precision.dtype)
+    places = None
+    if names.positions is not None:
+        places = source.vector(
+            f"{names.positions}.weight",
+            begin=max(first - 1, 0),
+            added=None if types_table is None else f"{names.types}.weight",
+            dtype=precision.dtype,
+        )
+        longest = positions - first
+    return Encoder(
+        model_type=config.get("model_type", str),
+        hidden_size=blocks.hidden,
+        num_heads=blocks.heads,
+        num_layers=blocks.num_layers if order is None else len(order),
+        vocab_size=vocab,
+        program=program,
+        precision=precision,
+        text=Text(source.folder, longest, vocab),
+        max_length=None if places is None else longest,
+        embeddings=Embeddings(
+            source.table(f"{names.tokens}.weight"),
+            types_table,
+            places,
+            token_scale,
+            padding=first - 1 if first else None,
+        ),
+        places=Places(all_windows, causal, rotary, biases=None if biases is None else biases()),
+        sentences=sentences or Sentences.of(source.folder, blocks.hidden, precision.dtype),
+        origin=source.origin(),
+    )
+
+
+class DecoderNames(NamedTuple):
+    """The names of a decoder's tensors, without ".weight" and ".bias". The output is "lm_head"."""
+
+    prefix: str  # of all tensors but the output's; some files leave it out
+    tokens: str
+    block: BlockNames
+    norm: str  # after the last block
+    ignored: re.Pattern[str] = NOTHING  # tensors that were not learned, in old files
+    positions: str | None = None
+
+
+def read_decoder(
+    names: DecoderNames,
+    blocks: Blocks,
+    *,
+    scales: Sequence[float] | None = None,
+    windows: Sequence[Window] | None = None,
+    max_length: int | None = None,
+    frequencies: Callable[[], Frequencies] | None = None,
+    tied: bool,
+) -> Decoder:
+    """The decoder of `blocks`; `scales` and `windows` are those of `Blocks.read`.
+
+    Positions are a table of `max_length`, or rotary with what `frequencies` returns. In a tied model the
+    tokens' vectors are the weight of the output layer, too.
+    """
+    source = blocks.source
+    config, precision = source.config, source.precision
+    vocab = config.size("vocab_size")
+    source.drop_prefix(names.prefix)
+    tokens, output = f"{names.tokens}.weight", "lm_head.weight"
+    positions = None if names.positions is None else f"{names.positions}.weight"
+    shapes: dict[str, Shape] = {tokens: (vocab, blocks.hidden), **blocks.norm_shapes(names.norm)}
+    if positions is not None and max_length is not None:
+        shapes[positions] = (max_length, blocks.hidden)
+    if not tied:
+        shapes[output] = (vocab, blocks.hidden)
+    own = [name for name in (names.tokens, names.positions, names.norm) if name is not None]
+    source.expect(
+        {**shapes, **blocks.shapes()},
+        own=(names.block.prefix.partition("{")[0], *(f"{name}." for name in own)),
+        ignored=names.ignored,
+    )
+    rotary = None if frequencies is None else frequencies()  # of a size that tensors confirm
+
+    rotations = None if rotary is None else [0] * blocks.num_layers
+    program, all_windows = model_program(blocks.read(scales, windows, rotations))
+    weight = source.pack([tokens if tied else output])
+    norm = NormStep(X, "normed", *blocks.norm(names.norm))
+    logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.activations)])
+    table = None if positions is None else source.vector(positions, dtype=precision.dtype)
+    return Decoder(
+        model_type=config.get("model_type", str),
+        hidden_size=blocks.hidden,
+        num_heads=blocks.heads,
+        num_layers=blocks.num_layers,
+        vocab_size=vocab,
+        program=program,
+        precision=precision,
+        text=Text(source.folder, max_length, is_prompt=True),
+        num_kv_heads=blocks.heads_kv,
+        head_dim=blocks.head_dim,
+        max_length=max_length,
+        tokens=weight if tied else source.table(tokens),
+        positions=table,
+        frequencies=rotary,
+        windows=all_windows,
+        logits=logits,
+        stop=stop_ids(config, source.folder),
+        origin=source.origin(),
+    )
+
+
+def frequencies(config: Config, head_dim: int, theta: float = 10000.0) -> Frequencies:
+    """The frequencies of rotary positions, or a function from a sequence's length to them.
+
+    `rope_parameters` describes them; older files have `rope_theta`, by default `theta`, and, if there is one,
+    `rope_scaling`.
+    """
+    scaling = {**config.get("rope_scaling", dict, {}), **config.get("rope_parameters", dict, {})}
+    scaling.setdefault("rope_theta", config.number("rope_theta", theta))
+    if kind(scaling) in ("yarn", "llama3", "longrope"):  # the trained length may be beside it, or the same
+        trained = config.optional_size("original_max_position_embeddings")
+        longest = config.optional_size("max_position_embeddings")
+        if trained is not None:
+            scaling["original_max_position_embeddings"] = trained
+        elif longest is not None:
+            scaling.setdefault("original_max_position_embeddings", longest)
+    for factor in (config.values.get("partial_rotary_factor"), scaling.get("partial_rotary_factor")):
+        if factor not in (None, 1.0):
+            raise ModelError(f"{config.path}: 'partial_rotary_factor' is {factor!r}; only 1.0 is supported")
+    return scaled(config, head_dim, scaling, config.optional_size("max_position_embeddings"))
+
+
+def kind(scaling: dict[str, Any]) -> Any:
+    """The type of a scaling."""
+    return scaling.get("rope_type", scaling.get("type", "default"))
+
+
+def scaled(config: Config, head_dim: int, scaling: dict[str, Any], longest: int | None) -> Frequencies:
+    """`frequencies` of a `scaling` with its `rope_theta`, for a model trained for `longest` positions."""
+    by_length = partial(rope_frequencies, head_dim, scaling=scaling, max_position_embeddings=longest)
+    try:
+        shortest = by_length(seq_len=0)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ModelError(f"{config.path}: rotary positions: {error}") from error
+    return by_length if kind(scaling) in ("dynamic", "longrope") else shortest
+
+
+def frequencies_by_kind(
+    config: Config,
+    thetas: Mapping[str, tuple[str, float]],
+    head_dim: int,
+    longest: int | None,
+    rescaled: Collection[str],
+) -> tuple[Frequencies, ...]:
+    """The frequencies of each kind of layer in `thetas`: the older name of its base, and the usual base.
+
+    `rope_parameters` describes each; in older files `rope_scaling` is of the kinds that are `rescaled`.
+    """
+    given = config.get("rope_parameters", dict, {})
+    if not (given.keys() <= thetas.keys() and all(isinstance(x, dict | None) for x in given.values())):
+        raise config.wrong("rope_parameters", given, f"a table for each of {', '.join(thetas)}")
+    found = []
+    for kind, (name, theta) in thetas.items():
+        scaling: dict[str, Any] = {**(given.get(kind) or {})}
+        if kind in rescaled:
+            scaling |= config.get("rope_scaling", dict, {})
+        scaling.setdefault("rope_theta", config.number(name, theta))
+        found.append(scaled(config, head_dim, scaling, longest))
+    return tuple(found)
+
+
+def head_counts(config: Config, usual: int | None = None) -> tuple[int, int]:
+    """The numbers of heads of queries and of keys: without a number `usual` ones, or as many as queries."""
+    heads = config.size("num_attention_heads")
+    heads_kv = config.optional_size("num_key_value_heads") or usual or heads
+    if heads % heads_kv:
+        raise config.wrong("num_attention_heads", heads, f"a multiple of 'num_key_value_heads', {heads_kv}")
+    return heads, heads_kv

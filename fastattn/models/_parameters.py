@@ -1,0 +1,297 @@
+"""Parameters of models: the tensors that each is made of, and what makes it, or makes it again in place.
+
+Gradients go back the same way, from parameters to the tensors of the files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from fastattn._args.dtypes import dtype_choice
+from fastattn._args.errors import wrong_type
+from fastattn._args.ops import integer_activations
+from fastattn._args.packed import PackArgs, PackedLinear
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import as_array, is_float, short
+from fastattn._engine.settings import get_num_threads
+from fastattn.models._files import require
+from fastattn.models._tensors import Part, Tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array, Rounding, Shape
+    from fastattn._engine.tape import Gradients, Parameter
+
+DTYPES = ("float32", "float64", "bfloat16")
+WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "int4", "nf4")
+_Model = TypeVar("_Model")
+_Made = TypeVar("_Made")
+Made_co = TypeVar("Made_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The type between a model's layers, how it keeps their weights, and what it rounds their inputs to."""
+
+    dtype: np.dtype[Any]
+    weights: str
+    activations: Rounding | None = None
+
+    @classmethod
+    def of(cls, func: str, dtype: Any, weights_dtype: Any, activations: Any) -> Precision:
+        """Check the names or types that a caller gives."""
+        name = dtype_choice(func, "dtype", dtype, DTYPES)
+        fitting = ("float64",) if name == "float64" else WEIGHT_DTYPES
+        weights = name if weights_dtype is None else weights_dtype
+        hint = "" if name == "float64" else "; float64 comes with dtype='float64'"
+        weights = dtype_choice(func, "weights_dtype", weights, fitting, f" for dtype {name}{hint}")
+        integer_activations(func, activations, weights)
+        kind = np.dtype(require("ml_dtypes").bfloat16 if name == "bfloat16" else name)
+        return cls(kind, weights, activations)
+
+    @property
+    def lane(self) -> np.dtype[Any]:
+        """The type that the kernels compute in."""
+        return lane_dtype(self.dtype)
+
+    def __str__(self) -> str:
+        kept = "" if self.weights == self.dtype.name else f", weights in {self.weights}"
+        rounded = "" if self.activations is None else f", activations in {self.activations}"
+        return f"{self.dtype}{kept}{rounded}"
+
+
+class Maker(Protocol[Made_co]):
+    """Maker of a parameter from `parts`: a new one, or the earlier one `over` again, in place."""
+
+    def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Made_co:
+        """The parameter."""
+
+
+class Whole(NamedTuple):
+    """Makes an array that is a tensor, in the tensor's type."""
+
+    def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Array:
+        """Make it; see `Maker`."""
+        return tensors.whole(parts[0].name, over)
+
+
+class Vector(NamedTuple):
+    """Makes an array of rows end to end; a constant, or the first row of another tensor, is added."""
+
+    shape: Shape
+    dtype: np.dtype[Any]
+    offset: float = 0.0
+    added: str | None = None
+
+    def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Array:
+        """Make it; see `Maker`."""
+        lane = lane_dtype(self.dtype)
+        arrays = [np.atleast_1d(tensors.whole(part.name)) for part in parts]
+        rows = zip(arrays, parts, strict=True)
+        found: Array = np.concatenate(
+            [x[p.begin : p.begin + p.rows].astype(lane, copy=False) for x, p in rows]
+        )
+        if self.offset:
+            found += lane.type(self.offset)
+        if self.added is not None:
+            found += tensors.whole(self.added)[0].astype(lane, copy=False)
+        if over is None:
+            return found.reshape(self.shape).astype(self.dtype, copy=False)
+        over[...] = found.reshape(self.shape)
+        return np.asarray(over)
+
+
+class Packed(NamedTuple):
+    """Makes the packed weight of a linear map, or of a gated pair of `maps`."""
+
+    in_features: int
+    out_features: int
+    maps: int
+    stored: str
+
+    def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> PackedLinear:
+        """Make it; see `Maker`."""
+        return tensors.pack(parts, PackArgs([], *self, get_num_threads(), over))
+
+
+class Computed(NamedTuple):
+    """Makes what ``function(tensors, *names)`` returns: always a new array, or packed weight."""
+
+    function: Callable[..., Any]  # which pickle finds
+
+    def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Any:
+        """Make it; see `Maker`."""
+        return self.function(tensors, *(part.name for part in parts))
+
+
+class Made(NamedTuple):
+    """A parameter, what it consists of, and what made it."""
+
+    parameter: Parameter
+    parts: tuple[Part, ...]
+    maker: Maker[Any]
+
+    def reads(self, names: Collection[str]) -> bool:
+        """Tell whether it depends on one of the tensors `names`."""
+        return getattr(self.maker, "added", None) in names or any(part.name in names for part in self.parts)
+
+
+class Parameters:
+    """Parameters of a model, each known by identity."""
+
+    def __init__(self, made: Sequence[Made] = ()) -> None:
+        self._made = list(made)
+
+    def __iter__(self) -> Iterator[Made]:
+        return iter(self._made)
+
+    def make(self, maker: Maker[_Made], parts: Sequence[Part], tensors: Tensors) -> _Made:
+        """A new parameter."""
+        made: Any = maker.make(parts, tensors)
+        self._made.append(Made(made, tuple(parts), maker))
+        parameter: _Made = made
+        return parameter
+
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of the tensors, by their names."""
+        return {part.name: part.shape for made in self._made for part in made.parts}
+
+    def maps(self, but: Any = None) -> set[str]:
+        """The names of the tensors that are weights of linear maps, but for those in the parameter `but`."""
+        maps = [made for made in self._made if isinstance(made.parameter, PackedLinear)]
+        left_out = {part.name for made in maps if made.parameter is but for part in made.parts}
+        return {part.name for made in maps for part in made.parts} - left_out
+
+    def gradients(self, gradients: Gradients) -> dict[str, Array]:
+        """Gradients of tensors, by their names, from those of parameters."""
+        found: dict[str, Array] = {}
+        for made in self._made:
+            gradient = gradients.of(made.parameter)
+            for part in made.parts if gradient is not None else ():
+                assert gradient is not None
+                _add(found, part, gradient)
+        return found
+
+    def again(self, tensors: Tensors, changed: Collection[str], own: Collection[int] = ()) -> dict[int, Made]:
+        """Make parameters of `changed` tensors again: those whose ids are in `own` in place, if they can be.
+
+        Returns the others, which are new, by the ids of those that they replace.
+        """
+        new, in_place = {}, []
+        for old, parts, maker in self._made:
+            if not Made(old, parts, maker).reads(changed):
+                continue
+            if id(old) in own and not isinstance(maker, Computed):
+                in_place.append((old, parts, maker))
+            else:
+                new[id(old)] = Made(maker.make(parts, tensors), parts, maker)
+        for old, parts, maker in in_place:  # last: the others may fail, as for want of memory
+            maker.make(parts, tensors, old)
+        return new
+
+    def with_new(self, new: Mapping[int, Made]) -> Parameters:
+        """The parameters, with those of `new` in place of the ones with these ids."""
+        return Parameters([new.get(id(made.parameter), made) for made in self._made])
+
+
+def _add(found: dict[str, Array], part: Part, gradient: Array) -> None:
+    """Add what `gradient`, of a parameter, has of a part to that of the part's tensor."""
+    flat = gradient.reshape(-1) if part.is_vector else gradient.reshape(-1, gradient.shape[-1])
+    own = flat[part.first : part.first + part.rows]
+    own = own.T if part.transposed else own
+    if part.name not in found and own.size == math.prod(part.shape):
+        found[part.name] = own.reshape(part.shape)
+        return
+    if part.name not in found:
+        found[part.name] = np.zeros(part.shape, own.dtype)
+    elif not (found[part.name].flags.writeable and found[part.name].flags.owndata):
+        found[part.name] = found[part.name].copy()  # it is a view of a parameter's gradient
+    whole = found[part.name]
+    there = whole if part.transposed else whole[part.begin : part.begin + part.rows]
+    there += own.reshape(there.shape)
+
+
+class Origin(NamedTuple):
+    """Origin of a model's parameters: a folder, or other tensors in place of the folder's."""
+
+    folder: Path
+    precision: Precision
+    parameters: Parameters
+    state: Mapping[str, Array] | None = None  # tensors in place of those of the folder's files
+
+    def state_dict(self) -> dict[str, Array]:
+        """Copies of the tensors that the parameters consist of."""
+        names, lane = self.parameters.shapes(), self.precision.lane
+        if self.state is not None:
+            return {name: self.state[name].astype(lane) for name in names}
+        with ExitStack() as stack:
+            tensors = Tensors.of_folder(self.folder, lane.name, stack)
+            return {name: tensors.whole(name).astype(lane, copy=False) for name in names}
+
+    def changed(self, func: str, model: _Model, state_dict: Mapping[str, ArrayLike]) -> _Model:
+        """`model`, whose origin this is, with other tensors: `with_state_dict`, for messages of `func`."""
+        state = self._checked(func, state_dict)
+        new = self.parameters.again(Tensors.of_state(state, self.precision.weights), state)
+        return self.with_parameters(model, new, state)
+
+    def with_parameters(
+        self, model: _Model, new: Mapping[int, Made], state: Mapping[str, Array] | None
+    ) -> _Model:
+        """`model`, whose origin this is, with parameters `new`, as from `Parameters.again`, of a `state`."""
+        origin = self._replace(parameters=self.parameters.with_new(new), state=state)
+        held = {key: made.parameter for key, made in new.items()}
+        found: _Model = _substituted(model, {id(self): origin, **held})
+        return found
+
+    def _checked(self, func: str, state: Mapping[str, ArrayLike]) -> dict[str, Array]:
+        """`state` as arrays of their own, or one error with all that does not fit."""
+        if not isinstance(state, Mapping):
+            expected = "a mapping of names to arrays, as safetensors.numpy.load_file(path) returns"
+            raise wrong_type(func, "state_dict", state, expected)
+        shapes = self.parameters.shapes()
+        arrays = {name: as_array(func, name, x) for name, x in state.items()}
+        problems = [f"missing: {name} {shape}" for name, shape in shapes.items() if name not in arrays]
+        for name, array in arrays.items():
+            if name not in shapes:
+                problems.append(f"not known: {short(name)}")
+            elif array.shape != shapes[name]:
+                problems.append(f"{name}: shape {array.shape}, expected {shapes[name]}")
+            elif not is_float(array.dtype):
+                problems.append(f"{name}: dtype {array.dtype}, expected a floating type")
+        if problems:
+            raise ValueError("\n  ".join([f"{func}():", *problems]))
+        return {name: np.array(array, order="C") for name, array in arrays.items()}
+
+
+def required(func: str, origin: Origin | None) -> Origin:
+    """`origin`, which models have that `load` made."""
+    if origin is None:
+        raise ValueError(f"{func}(): the model has no files; expected one that load() made")
+    return origin
+
+
+def _substituted(x: Any, new: Mapping[int, Any]) -> Any:
+    """`x` with other objects in place of those whose ids are in `new`; what holds none of them is shared."""
+    if id(x) in new:
+        return new[id(x)]
+    if is_dataclass(x) and not isinstance(x, type):
+        held = {field.name: getattr(x, field.name) for field in fields(x) if field.init}
+        found = {name: _substituted(value, new) for name, value in held.items()}
+        changed = {name: value for name, value in found.items() if value is not held[name]}
+        return replace(x, **changed) if changed else x
+    if isinstance(x, tuple):
+        items = [_substituted(item, new) for item in x]
+        if all(item is old for item, old in zip(items, x, strict=True)):
+            return x
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+    return x

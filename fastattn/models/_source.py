@@ -1,0 +1,204 @@
+"""A model's folder while it is read: config.json, the tensors, and the parameters that are made of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from copy import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastattn.models._files import Config, ModelError, require
+from fastattn.models._parameters import Computed, Origin, Packed, Parameters, Vector, Whole
+from fastattn.models._tensors import SHOWN, Part, Tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import ExitStack
+
+    import numpy as np
+
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array, Shape
+    from fastattn.models._parameters import Maker, Precision
+
+_Made = TypeVar("_Made")
+_FLOATS = ("F32", "F16", "BF16")  # as safetensors calls them
+NOTHING = re.compile("(?!)")  # matches no name
+
+
+class Source:
+    """A folder, open until `stack` closes its files.
+
+    Tensors have the names of the files at first; `rename` and `drop_prefix` give them others.
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, precision: Precision, stack: ExitStack, outer: Path | None = None
+    ):
+        self.folder, self.config, self.precision = folder, config, precision
+        self.outer = outer or folder  # the folder of modules.json, in which `folder` may be
+        self.tensors = Tensors.of_folder(folder, precision.weights, stack)
+        self.parameters = Parameters()
+        self._stored = {name: name for name in self.tensors.names}
+        self._prefix = ""
+
+    def with_config(self, config: Config) -> Source:
+        """Return this source with a part of config.json in place of the whole."""
+        source = copy(self)
+        source.config = config
+        return source
+
+    def origin(self) -> Origin:
+        """Origin of the parameters, which the model keeps."""
+        return Origin(self.folder, self.precision, self.parameters)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def rename(self, new: Callable[[str], str]) -> None:
+        """Give each tensor another name."""
+        renamed: dict[str, str] = {}
+        for name, stored in self._stored.items():
+            other = renamed.setdefault(new(name), stored)
+            if other != stored:
+                both = f"{other!r} and {stored!r}"
+                raise ModelError(f"{self.tensors.where}: {both} name one tensor; expected one of them")
+        self._stored = renamed
+
+    def drop_prefix(self, *prefixes: str) -> None:
+        """Drop a prefix from all names that have it: the first of `prefixes` that any name has."""
+        found = (prefix for prefix in prefixes if any(name.startswith(prefix) for name in self._stored))
+        self._prefix = next(found, "")
+        self.rename(lambda name: name.removeprefix(self._prefix))
+
+    def depth(self, key: str) -> int:
+        """The number of layers that config.json has under `key`; each is several tensors.
+
+        More layers than tensors are refused at once: making names for all of them could fill the memory.
+        """
+        config = self.config
+        depth = config.size(key, low=0)
+        if depth > len(self._stored):
+            held = f"the {len(self._stored)} tensors of {Path(self.tensors.where).name} allow"
+            raise config.wrong(key, depth, f"no more layers than {held}")
+        return depth
+
+    def expect(
+        self, shapes: Mapping[str, Shape], own: tuple[str, ...], ignored: re.Pattern[str] = NOTHING
+    ) -> None:
+        """Raise one error with all tensors that are missing, of another shape, or not floating.
+
+        A name that begins with one of `own` but is not in `shapes` is an error, too, as the computation would
+        leave it out; unless `ignored` matches, whose tensors were not learned.
+        """
+        wrong, tensors = [], self.tensors
+        for name, shape in shapes.items():
+            if name not in self._stored:
+                wrong.append(f"{(self._prefix if name.startswith(own) else '') + name!r} is missing")
+                continue
+            stored = self._stored[name]
+            kind = tensors.kind(stored)
+            if tensors.shape(stored) != shape:
+                wrong.append(f"{stored!r} has shape {tensors.shape(stored)}; expected {shape}")
+            elif kind not in _FLOATS:
+                wrong.append(f"{stored!r} has dtype {kind}; expected one of {', '.join(_FLOATS)}")
+            elif kind == "BF16":
+                require("ml_dtypes")
+        wrong += [
+            f"{stored!r} is not known"
+            for name, stored in self._stored.items()
+            if name.startswith(own) and name not in shapes and not ignored.search(name)
+        ]
+        if wrong:
+            more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            raise ModelError(f"{tensors.where} does not fit config.json: {'; '.join(wrong[:SHOWN])}{more}")
+
+    def shape(self, name: str) -> Shape:
+        """The shape of a tensor."""
+        return self.tensors.shape(self._stored[name])
+
+    def table(self, name: str) -> Array:
+        """A tensor as it is, in its own type."""
+        return self._make(Whole(), self._parts((name,)))
+
+    def vector(
+        self,
+        *names: str,
+        shape: Shape | None = None,
+        dtype: np.dtype[Any] | None = None,
+        begin: int = 0,
+        offset: float = 0.0,
+        added: str | None = None,
+    ) -> Array:
+        """Tensors end to end, each from row `begin` on, by default in the type that the kernels compute in.
+
+        The `offset` is added, and the first row of the tensor `added`.
+        """
+        return self._vector(self._parts(names, begin), shape, dtype, offset, added)
+
+    def pair_vector(self, name: str, gate_first: bool) -> Array:
+        """A vector of a gated pair, whose halves belong to the two maps: (2, n), the gate first."""
+        return self._vector(self._halves(name, gate_first), (2, self.shape(name)[0] // 2))
+
+    def _vector(
+        self,
+        parts: Sequence[Part],
+        shape: Shape | None = None,
+        dtype: np.dtype[Any] | None = None,
+        offset: float = 0.0,
+        added: str | None = None,
+    ) -> Array:
+        whole = (sum(part.rows for part in parts), *parts[0].shape[1:])
+        added = None if added is None else self._stored[added]
+        dtype = self.precision.lane if dtype is None else dtype
+        return self._make(Vector(whole if shape is None else shape, dtype, offset, added), parts)
+
+    def pack(
+        self, *maps: Sequence[str], transposed: bool = False, begin: int = 0, stored: str | None = None
+    ) -> PackedLinear:
+        """Tensors of a linear map, end to end, or those of a gated pair, up and gate, packed.
+
+        Tensors begin at row `begin`; `transposed` ones are (in, out). They are `stored` as the model's
+        weights are, or as this says. All axes but the first count as one, as of a convolution.
+        """
+        parts: list[Part] = []
+        for names in reversed(maps):
+            parts += self._parts(names, begin, transposed, sum(part.rows for part in parts))
+        return self._packed(parts, len(maps), stored)
+
+    def pack_pair(self, name: str, gate_first: bool) -> PackedLinear:
+        """The tensor of a gated pair, one map's rows after the other's, packed as `pack` does."""
+        return self._packed(self._halves(name, gate_first), 2)
+
+    def _packed(self, parts: Sequence[Part], maps: int, stored: str | None = None) -> PackedLinear:
+        shape = parts[0].shape
+        n_in = shape[0] if parts[0].transposed else math.prod(shape[1:])
+        n_out = sum(part.rows for part in parts) // maps
+        return self._make(Packed(n_in, n_out, maps, stored or self.precision.weights), parts)
+
+    def computed(self, function: Callable[..., Any], *names: str) -> Any:
+        """Parameter that ``function(tensors, *stored)`` makes; pickle must find the function."""
+        return self._make(Computed(function), self._parts(names))
+
+    def _make(self, maker: Maker[_Made], parts: Sequence[Part]) -> _Made:
+        return self.parameters.make(maker, parts, self.tensors)
+
+    def _parts(
+        self, names: Sequence[str], begin: int = 0, transposed: bool = False, first: int = 0
+    ) -> list[Part]:
+        """Rows of each tensor from `begin` on, which follow one another in a parameter."""
+        parts = []
+        for name in names:
+            shape = self.shape(name)
+            rows = math.prod(shape[1:]) if transposed else shape[0] if shape else 1
+            parts.append(Part(self._stored[name], shape, rows - begin, first, begin, transposed))
+            first += rows - begin
+        return parts
+
+    def _halves(self, name: str, gate_first: bool) -> list[Part]:
+        """The parts of a gated pair, gate and up, that are halves of one tensor."""
+        shape = self.shape(name)
+        n = shape[0] // 2
+        begins = (0, n) if gate_first else (n, 0)
+        return [Part(self._stored[name], shape, n, i * n, begin) for i, begin in enumerate(begins)]

@@ -1,0 +1,402 @@
+"""Models that are an encoder with a head: the names of their tensors, and what their folders say of them.
+
+Heads score texts or tokens, make sparse vectors, or a vector of each token, as ColBERT: its folders are those
+of sentence-transformers, of PyLate, and of Stanford's own code.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastattn import ops
+from fastattn._args.values import short
+from fastattn._engine.program import NormStep
+from fastattn.models._blocks import ACTIVATIONS as OURS
+from fastattn.models._chat import ChatTemplate
+from fastattn.models._classify import CrossEncoder, TokenClassifier
+from fastattn.models._files import Config, ModelError
+from fastattn.models._multi_vector import Expansion, MultiVectorEncoder, Settings
+from fastattn.models._sentences import (
+    ACTIVATIONS,
+    MASK,
+    SCORE,
+    Dense,
+    LayerNorm,
+    Normalize,
+    Pooling,
+    is_cross_encoder,
+    is_multi_vector,
+    modules_of,
+)
+from fastattn.models._sparse import FUNCTIONS, STRATEGIES, SparseEncoder, SpladePooling
+from fastattn.models._text import LENGTHS, transformer_settings
+from fastattn.models._vectors import SIMILARITIES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import numpy as np
+
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array, Shape
+    from fastattn.models._encoder import Encoder
+    from fastattn.models._source import Source
+    from fastattn.models._tensors import Tensors
+
+
+class HeadNames(NamedTuple):
+    """Names of the linear maps of a head, and of the activation between them."""
+
+    inner: str | None
+    outer: str
+    activation: str = "Tanh"
+    norm: str | None = None  # after the activation
+    last: bool = False  # of the last token, and without a bias; else of the first one, or as config.json says
+
+
+class VocabularyNames(NamedTuple):
+    """Names of the tensors of a masked language model's head."""
+
+    inner: str
+    norm: str
+    output: str  # if its weight is not the table of tokens
+    bias: str  # if it is
+    activation: str | None = None  # the key of config.json that names it; "gelu" without
+    table: str = "embeddings.word_embeddings"
+
+
+# By the end of a name in `architectures`, and by `model_type`.
+_TEXTS, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
+_TEXT_HEADS = {
+    **dict.fromkeys(("bert", "new", "gte", "nomic_bert"), HeadNames("pooler.dense", "classifier")),
+    **dict.fromkeys(
+        ("roberta", "xlm-roberta", "camembert", "mpnet"), HeadNames("classifier.dense", "classifier.out_proj")
+    ),
+    "distilbert": HeadNames("pre_classifier", "classifier", "ReLU"),
+    "albert": HeadNames("pooler", "classifier"),
+    "deberta-v2": HeadNames("pooler.dense", "classifier", "GELU"),
+    "modernbert": HeadNames("head.dense", "classifier", "GELU", "head.norm"),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), HeadNames(None, "score", last=True)),
+}
+_VOCABULARY_HEADS = {
+    "bert": VocabularyNames(
+        inner="cls.predictions.transform.dense",
+        norm="cls.predictions.transform.LayerNorm",
+        output="cls.predictions.decoder",
+        bias="cls.predictions.bias",
+        activation="hidden_act",
+    ),
+    **dict.fromkeys(
+        ("roberta", "xlm-roberta", "camembert"),
+        VocabularyNames("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias"),
+    ),
+    "distilbert": VocabularyNames(
+        "vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias", "activation"
+    ),
+}
+_TOKEN_HEADS = {
+    **{name: HeadNames(None, "classifier") for name, head in _TEXT_HEADS.items() if not head.last},
+    "modernbert": _TEXT_HEADS["modernbert"],
+}
+_LANGUAGE_MODELS = ("llama", "mistral", "qwen2", "qwen3")  # of LogitScore
+_POOLINGS = {"cls": Pooling(("cls",)), "mean": Pooling(("mean",))}  # by `classifier_pooling`
+_STANFORD = "HF_ColBERT"  # of `architectures` in config.json
+_QUERY_LENGTH = 32  # tokens of a query
+_BY_TOKEN = ("maxsim", "meanmaxsim")
+_PREFIXES = {"query_prefix": "query", "document_prefix": "document"}
+_PYLATE = (*LENGTHS, *_PREFIXES, "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words")
+_STRATEGIES = {"fixed": True, "min": False}
+_ALL_ATTEND = ("deberta-v2",)  # families of which every token is attended
+
+
+def with_head(
+    source: Source, encoder: Encoder
+) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder:
+    """The encoder, with the head that the folder says it has; heads that make no scores are left out.
+
+    Where modules.json makes vectors of texts, that counts.
+    """
+    said = source.config.values.get("architectures")
+    task = said[0] if isinstance(said, list) and said and isinstance(said[0], str) else ""
+    modules = modules_of(source.folder)
+    if modules and modules[-1][0] == "SpladePooling":
+        return _sparse_encoder(source, encoder, modules[-1][1])
+    if modules and modules[-1][0] == SCORE:
+        activation = _activation(source.folder, source.config, 1)
+        return _logit_score_encoder(source, encoder, modules[-1][1], activation)
+    if is_multi_vector(modules) or (task == _STANFORD and not modules):
+        return _multi_vector_encoder(source, encoder, modules)
+    if modules or not task.endswith((_TEXTS, _TOKENS)):
+        if is_cross_encoder(source.folder):
+            came = f"'architectures' is {short(said)}, and the folder is one of a CrossEncoder"
+            raise ModelError(f"{source.config.path}: {came}; expected one that ends with {_TEXTS}")
+        return encoder
+    known = _TEXT_HEADS if task.endswith(_TEXTS) else _TOKEN_HEADS
+    names = known.get(encoder.model_type)
+    if names is None:
+        expected = f"a head of {', '.join(known)}"
+        raise ModelError(f"{source.config.path}: 'architectures' has {short(task)}; expected {expected}")
+    found = source.config.get("id2label", dict, {})
+    count = len(found) or source.config.size("num_labels", 2)
+    labels = tuple(str(found.get(str(i), f"LABEL_{i}")) for i in range(count))
+    head = _read(source, names, encoder, count)
+    if task.endswith(_TOKENS):
+        return TokenClassifier(encoder, head, labels)
+    activation = _activation(source.folder, source.config, count)
+    pooling = Pooling(("lasttoken",)) if names.last else None
+    pooling = pooling or source.config.choice("classifier_pooling", _POOLINGS, "cls")
+    return CrossEncoder(encoder, head, labels, activation, pooling)
+
+
+def _read(source: Source, names: HeadNames, encoder: Encoder, count: int) -> tuple[Dense | LayerNorm, ...]:
+    """The layers one after another; they are small, and kept in the type that the kernels compute in."""
+    config, hidden = source.config, encoder.hidden_size
+    config.refuse(pooler_hidden_act="gelu", classifier_activation="gelu")  # DeBERTa's and ModernBERT's
+    shapes: dict[str, Shape] = {f"{names.outer}.weight": (count, hidden)}
+    if not names.last:
+        shapes[f"{names.outer}.bias"] = (count,)
+    if names.inner is not None:
+        shapes[f"{names.inner}.weight"] = hidden, hidden
+        if names.norm is None or config.get("classifier_bias", bool, False):
+            shapes[f"{names.inner}.bias"] = (hidden,)
+    if names.norm is not None:
+        shapes[f"{names.norm}.weight"] = (hidden,)
+        if config.get("norm_bias", bool, False):
+            shapes[f"{names.norm}.bias"] = (hidden,)
+    source.expect(shapes, ("pooler.",) if "pooler.dense.weight" in shapes else ())
+    source.expect(shapes, ("classifier.", "score."))  # and no other
+
+    def bias(name: str) -> Array | None:
+        return source.vector(f"{name}.bias") if f"{name}.bias" in shapes else None
+
+    def dense(name: str, activation: str) -> Dense:
+        weight = source.pack([f"{name}.weight"], stored=source.precision.lane.name)
+        return Dense(weight, bias(name), ACTIVATIONS[activation], tanh=activation == "Tanh")
+
+    layers: list[Dense | LayerNorm] = []
+    if names.inner is not None:
+        layers.append(dense(names.inner, names.activation))
+    if names.norm is not None:
+        layers.append(LayerNorm(source.vector(f"{names.norm}.weight"), bias(names.norm), _eps(encoder)))
+    return (*layers, dense(names.outer, "Identity"))
+
+
+def _eps(encoder: Encoder) -> float:
+    """The eps of a head's norm: in every family that of the encoder's norms."""
+    return next(step.eps for step in encoder.program.steps if isinstance(step, NormStep))
+
+
+def _activation(folder: Path, config: Config, num_labels: int) -> str:
+    """Name of the activation of logits: sentence-transformers has had three places for it."""
+    settings = Config(folder / "config_sentence_transformers.json", optional=True)
+    inner = config.get("sentence_transformers", dict, {})
+    places = (
+        (settings.path, "activation_fn", settings.values),
+        (config.path, "activation_fn", inner),
+        (config.path, "sbert_ce_default_activation_function", config.values),
+    )
+    for path, key, values in places:
+        said = values.get(key)
+        if said is not None:
+            name = said.rpartition(".")[2] if isinstance(said, str) else ""
+            if name not in ACTIVATIONS:
+                expected = f"one of {', '.join(ACTIVATIONS)}"
+                raise ModelError(f"{path}: {key!r} is {short(said)}; expected {expected}")
+            return name
+    return "Sigmoid" if num_labels == 1 else "Identity"
+
+
+def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncoder:
+    """Read the head of a masked language model, pooled as the folder `inner` says."""
+    config = source.config
+    names = _VOCABULARY_HEADS.get(encoder.model_type)
+    if names is None:
+        expected = f"one of {', '.join(_VOCABULARY_HEADS)}, or another module"
+        raise ModelError(
+            f"{config.path}: 'model_type' of SpladePooling is {encoder.model_type!r}; expected {expected}"
+        )
+    pooling = Config(source.folder / inner / "config.json")
+    strategies, functions = ({name: name for name in kind} for kind in (STRATEGIES, FUNCTIONS))
+    settings = Config(source.folder / "config_sentence_transformers.json", optional=True)
+    splade = SpladePooling(
+        pooling.choice("pooling_strategy", strategies, "max"),
+        pooling.choice("activation_function", functions, "relu"),
+        settings.optional_size("max_active_dims"),
+    )
+    similarity = settings.choice("similarity_fn_name", {kind: kind for kind in SIMILARITIES}, "dot")
+
+    tied = config.get("tie_word_embeddings", bool, True)
+    output, bias = (names.table, names.bias) if tied else (names.output, f"{names.output}.bias")
+    hidden, vocab = encoder.hidden_size, encoder.vocab_size
+    shapes: dict[str, Shape] = {f"{output}.weight": (vocab, hidden), bias: (vocab,)}
+    shapes |= {f"{names.inner}.weight": (hidden, hidden)}
+    shapes |= dict.fromkeys((f"{names.inner}.bias", f"{names.norm}.weight", f"{names.norm}.bias"), (hidden,))
+    source.expect(shapes, ())
+    activation = "gelu" if names.activation is None else config.choice(names.activation, OURS, "gelu")
+    inner, norm, rounded = names.inner, names.norm, source.precision.activations
+    inner_map = source.pack([f"{inner}.weight"]), source.vector(f"{inner}.bias")
+    norm_vectors = source.vector(f"{norm}.weight"), source.vector(f"{norm}.bias")
+    head = (
+        Dense(*inner_map, activation, rounded=rounded),
+        LayerNorm(*norm_vectors, _eps(encoder)),
+        Dense(source.pack([f"{output}.weight"]), source.vector(bias), rounded=rounded),
+    )
+    return SparseEncoder(encoder, head, splade, similarity)
+
+
+def _logit_score_encoder(source: Source, encoder: Encoder, inner: str, activation: str) -> CrossEncoder:
+    """Read the score of a last token, as of Qwen3-Reranker: the logit of "yes" less that of "no".
+
+    The folder `inner` of the module LogitScore says which tokens these are.
+    """
+    if encoder.model_type not in _LANGUAGE_MODELS:
+        came = f"'model_type' of LogitScore is {encoder.model_type!r}"
+        raise ModelError(f"{source.config.path}: {came}; expected one of {', '.join(_LANGUAGE_MODELS)}")
+    config = Config(source.folder / inner / "config.json")
+    config.refuse(module_input_name="causal_logits")
+    names = ["true_token_id"]
+    if config.values.get("false_token_id") is not None:  # else the first one's logit is the score
+        names.append("false_token_id")
+    ids = [config.size(name, low=0) for name in names]
+    for name, token in zip(names, ids, strict=True):
+        if token >= encoder.vocab_size:
+            raise config.wrong(name, token, f"less than 'vocab_size' of config.json, {encoder.vocab_size}")
+    tied = source.config.get("tie_word_embeddings", bool, False)
+    output = "embed_tokens.weight" if tied else "lm_head.weight"
+    source.expect({output: (encoder.vocab_size, encoder.hidden_size)}, ())
+    weight = source.computed(partial(_difference, ids, source.precision.lane), output)
+    template = ChatTemplate.of(source.folder)
+    head = (Dense(weight, None),)
+    return CrossEncoder(encoder, head, ("LABEL_0",), activation, Pooling(("lasttoken",)), template)
+
+
+def _difference(ids: Sequence[int], lane: np.dtype[Any], tensors: Tensors, output: str) -> PackedLinear:
+    """The output layer's row of the first id, less that of the second if there is one, packed."""
+    rows = tensors.rows(output, ids).astype(lane)
+    return ops.pack(rows[:1] if len(ids) == 1 else rows[:1] - rows[1:])
+
+
+def _multi_vector_encoder(
+    source: Source, encoder: Encoder, modules: list[tuple[str, str]]
+) -> MultiVectorEncoder:
+    """Read the modules of modules.json; a folder without any is one that Stanford's code wrote."""
+    folder, sentences = source.folder, encoder.sentences
+    saved = Config(folder / "config_sentence_transformers.json", optional=True)
+    prompts, layers, features = dict(sentences.prompts), sentences.modules, sentences.features
+    if modules:
+        prefixes = {task: saved.get(key, str, "") for key, task in _PREFIXES.items() if key in saved.values}
+        for task, prefix in prefixes.items():
+            prompts[task] = prefix + prompts[task].removeprefix(prefix)
+        lengths, words = _pylate(saved), _words(saved, "skiplist_words", string.punctuation)
+    else:
+        metadata = Config(folder / "artifact.metadata", optional=True)
+        markers = (("query", "query_token_id", "[unused0]"), ("document", "doc_token_id", "[unused1]"))
+        prefixes = {task: f"{metadata.get(key, str, usual)} " for task, key, usual in markers}
+        prompts |= {task: prefix for task, prefix in prefixes.items() if not prompts[task]}
+        lengths = _stanford(metadata)
+        words = tuple(string.punctuation) if metadata.get("mask_punctuation", bool, True) else ()
+        linear = _linear(source, encoder.hidden_size)
+        layers, features = (linear,), linear.weight.out_features
+    skipped_in: tuple[str, ...] = ("document",)
+    mask = next((inner for kind, inner in modules if kind == MASK), None)
+    if mask is None:
+        layers = (*layers, Normalize())
+    else:
+        config = Config(folder / mask / "config.json")
+        config.refuse(keep_only_token_ids=[])
+        words, skipped_in = _words(config, "skiplist_words"), _words(config, "skiplist_tasks", skipped_in)
+
+    own = transformer_settings(folder)
+    own.values = {**lengths, **own.values}
+    expansion, query_length = _expansion(own), own.optional_size("query_length")
+    if expansion is not None:
+        _require_fitting(own, expansion, query_length, encoder)
+        most = max(query_length or 0, expansion.length)
+        query_length = expansion.length if expansion.fixed else query_length and most
+    asked = {None: None, "query": query_length, "document": own.optional_size("document_length")}
+    text = replace(encoder.text, markers=tuple(prefixes.values()))
+    similarity = saved.values.get("similarity_fn_name")
+    return MultiVectorEncoder(
+        encoder=replace(encoder, text=text, sentences=replace(sentences, prompts=prompts)),
+        modules=layers,
+        features=features,
+        settings=Settings(
+            expansion, words, skipped_in, similarity if similarity in _BY_TOKEN else _BY_TOKEN[0]
+        ),
+        texts={task: text if most is None else replace(text, asked=most) for task, most in asked.items()},
+    )
+
+
+def _pylate(saved: Config) -> dict[str, Any]:
+    """Settings of PyLate in config_sentence_transformers.json, under the keys of sentence-transformers."""
+    values = saved.values
+    if not any(key in values for key in _PYLATE):
+        return {}
+    found: dict[str, Any] = {key: saved.optional_size(key) for key in LENGTHS[:2]}
+    if "query_expansion" in values:
+        _expansion(saved)  # an error names this file
+        found["query_expansion"] = values["query_expansion"]
+    elif saved.get("do_query_expansion", bool, True):
+        attend = saved.get("attend_to_expansion_tokens", bool, False)
+        length = found.pop("query_length") or _QUERY_LENGTH
+        found["query_expansion"] = {"strategy": "fixed", "attend": attend, "length": length}
+    return found
+
+
+def _stanford(metadata: Config) -> dict[str, Any]:
+    attend, length = (
+        metadata.get("attend_to_mask_tokens", bool, False),
+        metadata.size("query_maxlen", _QUERY_LENGTH),
+    )
+    expansion = {"strategy": "fixed", "attend": attend, "length": length}
+    return {"query_expansion": expansion, "document_length": metadata.optional_size("doc_maxlen")}
+
+
+def _linear(source: Source, hidden: int) -> Dense:
+    """The map after a BERT, whose tensor lies beside the others."""
+    name = "linear.weight"
+    size = source.shape(name)[0] if name in source else 128
+    source.expect({name: (size, hidden)}, ("linear.",))
+    return Dense(source.pack([name], stored=source.precision.lane.name), None)
+
+
+def _expansion(config: Config) -> Expansion | None:
+    """Table `query_expansion`."""
+    inner = config.inner("query_expansion", {})
+    if not inner.values:
+        return None
+    token = inner.get("token", str) if "token" in inner.values else None
+    fixed, attend = inner.choice("strategy", _STRATEGIES), inner.get("attend", bool, False)
+    return Expansion(inner.size("length"), fixed, attend, token)
+
+
+def _require_fitting(
+    config: Config, expansion: Expansion, query_length: int | None, encoder: Encoder
+) -> None:
+    """Raise unless queries can have that length, and the model takes tokens that others do not attend."""
+    length, most = expansion.length, encoder.max_length
+    if query_length is not None and query_length < length:
+        raise config.wrong(
+            "query_length", query_length, f"at least the 'length' of 'query_expansion', {length}"
+        )
+    if most is not None and length > most:
+        came = f"'length' of 'query_expansion' is {length}"
+        raise ModelError(f"{config.path}: {came}; expected at most {most}, the model's positions")
+    if not expansion.attend and encoder.model_type in _ALL_ATTEND:
+        came = f"'attend' of 'query_expansion' is false for {encoder.model_type}"
+        raise ModelError(f"{config.path}: {came}; expected true")
+
+
+def _words(config: Config, key: str, usual: Any = ()) -> tuple[str, ...]:
+    """A list of strings, or one."""
+    said = config.values.get(key)
+    said = [said] if isinstance(said, str) else said
+    if said is None:
+        return tuple(usual)
+    if not isinstance(said, list) or not all(isinstance(word, str) for word in said):
+        raise config.wrong(key, said, "a list of strings")
+    return tuple(said)
