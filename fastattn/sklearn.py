@@ -59,7 +59,7 @@ class SentenceVectorizer(
 
     Notes
     -----
-    A text's vector has the same bits alone and in any company, so that it does not depend on how a
+    A text's vector has the same bits alone and beside others, so that it does not depend on how a
     cross-validation splits the texts.
 
     Examples

@@ -96,7 +96,7 @@ typedef struct {
     fa_kernel_kind kind;
     int block_q, block_k;  /* rows and keys of a tile */
     int tiles;             /* row blocks of a task: scheduling, which alone depends on batch and threads */
-    int ahead;             /* a task asks for what the task that is so much later reads; 0: for nothing */
+    int ahead;             /* prefetch distance in tasks; 0: none */
     int keep_copy;         /* a thread keeps the copy of a head's keys and values from task to task */
     int in_turn;           /* tasks go through the KV heads in turn: scheduling */
     int bf16_dot;          /* the bfloat16 dot-product instruction runs */
@@ -373,7 +373,7 @@ typedef struct {
     double flops;
 } fa_backward_plan;
 
-/* Gradients of the same. What is optional is not asked for. Sums of a head's rows are double. */
+/* Gradients of the same; those that are not wanted are NULL. Sums of a head's rows are double. */
 typedef struct {
     fa_rowwise_args forward;          /* `attention.out` and `lse` play no part */
     fa_array dout;                    /* as `attention.out` */

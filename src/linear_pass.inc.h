@@ -77,7 +77,7 @@ INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
 INLINE int lines_ahead(int64_t n_passes, int64_t pass) { return n_passes == 1 ? STEP_LINES : pass < STEP_LINES; }
 
 /* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, so many are read. Lines
- * of `ahead`, if it is not NULL, are asked for beside the first GROUP columns. */
+ * of `ahead`, if it is not NULL, are prefetched beside the first GROUP columns. */
 INLINE void multiply(int64_t columns, int dot, int triangular, int64_t rows, const outer_product *whole)
 {
     const int64_t n_passes = ceil_div(rows, LINEAR_ROWS);
@@ -110,7 +110,7 @@ typedef struct {
     int64_t features;
     int runs;      /* of so many features, one behind the other: more than 1 only in wide_pass */
     int more;      /* out += the product */
-    int lines;     /* cache lines of later weights that are asked for at a step ... */
+    int lines;     /* cache lines of later weights that are prefetched at a step ... */
     int64_t ahead; /* ... from so many bytes behind the first on */
     lane *out;     /* int8 by int8: integers of the same width */
 } packed_product;

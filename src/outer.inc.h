@@ -8,7 +8,7 @@
  *         out (strip, PANEL) += strip^T panel               in registers
  *
  * The lanes are columns of b; a is broadcast. A task is some columns of each. It goes through all rows in order, so that
- * the bits depend neither on the tasks nor on who runs them. What is copied next, lines far apart, is asked for while
+ * the bits depend neither on the tasks nor on who runs them. What is copied next, lines far apart, is prefetched while
  * products are computed: without that, copies took a quarter of the time.
  *
  * Literals  nx: 1 .. LINEAR_ROWS. dot: 1 only if V_BF16_DOT. dtype.
@@ -22,7 +22,7 @@
 #define OUTER_ASKS (1 << 20) /* products of each row between two calls of given_up(): a fraction of a millisecond */
 #define STRIP_VECTORS ((LINEAR_ROWS + LANES - 1) / LANES)
 
-/* Rows that are asked for, one a step, with `dot` two. */
+/* Rows that are prefetched, one a step, with `dot` two. */
 typedef struct {
     const char *line;
     int64_t row;
@@ -154,7 +154,7 @@ typedef struct {
     int64_t row, rows;
 } outer_place;
 
-/* out of one strip, nx columns of a from `column` on. Its first panel's product asks for the next strip, those of the
+/* out of one strip, nx columns of a from `column` on. Its first panel's product prefetches the next strip, those of the
  * others for a line each of the next rows of b. */
 INLINE void outer_strip(int dot, const fa_outer_args *a, const outer_place *at, int64_t column, int64_t nx,
                         int64_t *line, const outer_scratch *scratch)

@@ -175,8 +175,8 @@ INLINE void store_square(fa_dtype dtype, const lane *ot, int64_t d, int64_t head
     }
 }
 
-/* The same as partial_finish, of a tile whose accumulators are still transposed: ot (head_dim_v, BLOCK_Q). All lines of
- * out are asked for first. */
+/* As partial_finish, of a tile whose accumulators are still transposed: ot (head_dim_v, BLOCK_Q). All lines of
+ * out are prefetched first. */
 INLINE void tile_finish_as(fa_dtype dtype, const fa_attention_args *a, const row_block *rows, const partial *part,
                            const lane *ot)
 {

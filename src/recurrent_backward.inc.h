@@ -55,7 +55,7 @@ static void queries_back(const fa_recurrent_backward_args *x, const recurrent_ta
     }
 }
 
-/* The delta rule reads the chunk: dk gets both of what its keys do. */
+/* The delta rule reads the chunk: dk collects both uses of its keys, as readers and as writers. */
 static void delta_back(const fa_recurrent_backward_args *x, const recurrent_task *task, int64_t first, int64_t n,
                        gradient_scratch *g)
 {

@@ -1,5 +1,5 @@
-/* What the gradients of attention by rows share: rows of queries and of dO, what they add to dK and dV, what dS adds to
- * the gradients of modifiers, and whose turn it is.
+/* Parts of the gradients of attention by rows: rows of queries and of dO, their sums into dK and dV, those of dS into
+ * the gradients of modifiers, and the order in which tasks may add.
  *
  * Exports   row_copy, copy_rows, add_weighted_rows, add_score_gradients, v_tanh_slope, through_softcap,
  *           add_product_gradients, store_query_gradients, turn_of, take_turn, pass_turn. */

@@ -22,7 +22,7 @@ INLINE int is_plain(lane x, lane least)
 }
 
 /* to (n), filled up with 0 to whole vectors, = factor times the scales of n keys from j0 on. Those of the next block
- * are asked for. Returns whether all are plain, as is_plain says. */
+ * are prefetched. Returns whether all are plain, as is_plain says. */
 INLINE int load_scales(const fa_array *scale, const row_block *rows, int64_t j0, int64_t n, lane factor, lane least,
                        lane *to)
 {

@@ -48,7 +48,7 @@ static row_block rows_of(const fa_attention_args *a, const fa_plan *plan, int64_
 }
 
 /* Whether all rows of a KV head take the dot kernel. A sequence with no more keys than queries attends itself, and is
- * padded to many rows beside longer ones: for the same bits it takes the tile kernel in any company. */
+ * padded to many rows beside longer ones: for the same bits it takes the tile kernel whatever else is in the batch. */
 static int takes_dot(const fa_attention_args *a, const fa_plan *plan, const row_block *rows)
 {
     if (plan->kind != FA_DOT || !a->masks.row_end.data) return plan->kind == FA_DOT;

@@ -2,7 +2,7 @@
  * lanes are queries: for each key, or dimension, a tile has a row of BLOCK_Q lanes (docs/architecture.md draws it).
  *
  * Literals  nv: 1, NV; in layers LINEAR_NV. nx, rows at a time: 1 .. TILE_MAX. nd, the same of values: 1 .. TILE.
- *           fetch, the cache lines that a step asks for: 0 .. 2.
+ *           fetch, the cache lines that a step prefetches: 0 .. 2.
  * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, TILE_MAX; v_madd; outer_product, tile_outer, bias_ahead,
  *           block_outer; value_product, ACC_ZERO, ACC_KEEP, ACC_SCALE, block_values; transpose. */
 #pragma once
@@ -30,7 +30,7 @@ typedef struct {
     int64_t depth;     /* with `dot` in pairs */
     lane factor;       /* with `dot` out is multiplied by it: folded into a bfloat16 y it would be rounded once more */
     int more;          /* out += the product */
-    const char *ahead; /* `fetch` lines are asked for at each step, from here on */
+    const char *ahead; /* `fetch` lines are prefetched at each step, from here on */
     lane *out;
 } outer_product;
 

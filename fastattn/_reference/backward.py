@@ -80,7 +80,7 @@ class BackwardTask(Task):
             if allowed is not True:
                 probs, dscores = (np.where(allowed, x, 0) for x in (probs, dscores))
             if args.dv is not None:
-                dv[keys] += _weighted(_flat(self.dropped(probs, keys)).T, _flat(dout), _turned(allowed))
+                dv[keys] += _weighted(_flat(self.dropped(probs, keys)).T, _flat(dout), _transposed(allowed))
             self.add_modifiers(args, keys, dscores)
             if forward.softcap:
                 dscores *= self.softcap_slopes(keys)[0]
@@ -90,7 +90,7 @@ class BackwardTask(Task):
                 dscores = np.where(allowed, self.of_scores(dscores, keys), 0)
             if args.dk is not None:
                 dk[keys] += dtype.type(forward.scale) * _weighted(
-                    _flat(dscores).T, _flat(self.q), _turned(allowed)
+                    _flat(dscores).T, _flat(self.q), _transposed(allowed)
                 )
             if args.dq is not None:
                 rows = None if allowed is True else _flat(np.broadcast_to(allowed, dscores.shape))
@@ -175,7 +175,7 @@ def _flat(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _turned(allowed: Any) -> Any:
+def _transposed(allowed: Any) -> Any:
     return None if allowed is True else _flat(allowed).T
 
 
