@@ -11,8 +11,10 @@ from fastattn.grad._linear import linear
 from fastattn.grad._loss import cross_entropy
 from fastattn.grad._places import dropout, embedding, rope
 from fastattn.grad._rows import activate, layer_norm, rms_norm, softmax
+from fastattn.grad._vjp import Pullback, vjp
 
 __all__ = [
+    "Pullback",
     "activate",
     "cross_entropy",
     "dropout",
@@ -22,6 +24,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "softmax",
+    "vjp",
 ]
 
 

@@ -1,0 +1,100 @@
+"""Gradients of everything that is composed: functions of attention, layers, models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastattn._args.errors import wrong_type
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import ArrayLike
+
+
+class Pullback:
+    """Map from the gradient of a result to those of what it was computed from; call it once.
+
+    ``pullback(dout)`` takes the gradient of a scalar with respect to the result, in its shape and dtype. `vjp`
+    says what it returns. A call frees what was kept of the forward pass, so there is no second one. Inputs
+    and the result are not copied: do not change them before the call.
+    """
+
+    def __init__(self, func: str, check: Callable[..., tuple[Any, ...]], back: Callable[..., Any]):
+        self._func, self._check = func, check
+        self._back: Callable[..., Any] | None = back
+
+    def __call__(self, dout: ArrayLike, *more: Any, **options: Any) -> Any:
+        """Return the gradients."""
+        if self._back is None:
+            raise RuntimeError(f"{self._func}(): it was called before; each call of vjp gives one pullback")
+        given = self._check(dout, *more, **options)
+        back, self._back = self._back, None
+        return back(*given)
+
+
+def vjp(function: Any, *arrays: Any, **options: Any) -> tuple[Any, Pullback]:
+    """Result of a function, a layer or a model, and its pullback: a vector-Jacobian product.
+
+    Parameters
+    ----------
+    function : callable
+        `fastattn.attention`, `fastattn.varlen_attention`, a function of `fastattn.functional`, one of
+        `fastattn.functional.feature_maps` that has no random numbers, a layer, a function of layers such as
+        `fastattn.layers.set_attention`, or a model.
+    *arrays : array_like
+        Its positional arguments.
+    **options
+        Its keyword arguments, but for `out`. Layers and models also take
+
+        - ``checkpoint=True``: keep only the inputs of each layer, and compute it again for its gradients;
+        - ``dropout=0.1, seed=1``: drop this share where torch's layers do.
+
+    Returns
+    -------
+    result
+        What ``function(*arrays, **options)`` returns.
+    pullback : Pullback
+        For functions, ``pullback(dout, dmore=None, *, need=None)`` returns a tuple with the gradient of each
+        of `arrays`. `dmore` is the gradient of the second result, lse or a state; 0 by default. `need` names
+        others: a tuple such as ``("dq", "dbias", "dscale")``, of arguments that have gradients.
+
+        For layers and models, ``pullback(dout)`` returns the gradient of each input that is an array of
+        floating numbers, and then a dict of the gradients of the parameters, by their names in `state_dict`;
+        of several layers, such a dict for each.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    The forward pass runs the same kernels and gives the same bits as a plain call. It keeps what gradients
+    need: for attention out and lse, never scores. A gradient has the shape and dtype of what it is the gradient
+    of, summed over axes that were broadcast. Gradients of parameters are float32, and float64 in a layer of
+    float64. The same input gives the same bits for any number of threads.
+
+    See Also
+    --------
+    fastattn.functional.attention_backward : the fused gradients of `attention`, from its saved results.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastattn import functional
+    >>> from fastattn.grad import vjp
+    >>> q, k, v, gate = np.ones((4, 2, 5, 8), np.float32)
+    >>> out, pullback = vjp(functional.gated_attention, q, k, v, gate, causal=True)
+    >>> dq, dk, dv, dgate = pullback(out)
+    >>> dgate.shape
+    (2, 5, 8)
+    """
+    record = getattr(function, "_vjp", None)
+    if record is None:
+        expected = "attention, varlen_attention, a function of fastattn.functional, a layer or a model"
+        raise wrong_type("vjp", "function", function, expected)
+    if options.get("out") is not None:
+        raise ValueError("vjp(): out is given; expected None: the pullback reads the result")
+    found: tuple[Any, Pullback] = record(*arrays, **options)
+    return found
