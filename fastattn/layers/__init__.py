@@ -5,17 +5,12 @@ what came and what was expected; without parameters, it says how to load some.
 """
 
 from fastattn.cache import Caches, DecoderCache, KVCache
+from fastattn.layers import _sets_recorded  # noqa: F401
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import FeedForward, LayerNorm, Linear, RMSNorm
 from fastattn.layers._language_model import LanguageModel
 from fastattn.layers._rotary import Rope
 from fastattn.layers._sets import induced_set_attention, perceiver, pooling_by_attention, set_attention
-from fastattn.layers._sets_recorded import (
-    induced_set_attention_forward_backward,
-    perceiver_forward_backward,
-    pooling_by_attention_forward_backward,
-    set_attention_forward_backward,
-)
 from fastattn.layers._stacks import Transformer, TransformerDecoder, TransformerEncoder
 from fastattn.layers._state import Layer
 from fastattn.layers._transformer import TransformerDecoderLayer, TransformerEncoderLayer
@@ -38,11 +33,7 @@ __all__ = [
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "induced_set_attention",
-    "induced_set_attention_forward_backward",
     "perceiver",
-    "perceiver_forward_backward",
     "pooling_by_attention",
-    "pooling_by_attention_forward_backward",
     "set_attention",
-    "set_attention_forward_backward",
 ]

@@ -17,7 +17,7 @@ from fastattn.cache import KVCache, restored_on_error
 from fastattn.functional._attention import attention_weights
 from fastattn.layers import _calls
 from fastattn.layers._heads import FUNC, AttentionParameters, CallOptions
-from fastattn.layers._recorded import NAMES, forward_backward
+from fastattn.layers._recorded import NAMES, recorded_call
 from fastattn.layers._scores import add_extra_keys, add_masks
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array, Ints
-    from fastattn.layers._gradients import Pullback
+    from fastattn.grad import Pullback
     from fastattn.layers._heads import KeysValues
     from fastattn.layers._projections import Stack
     from fastattn.layers._scores import Names
@@ -189,7 +189,7 @@ class MultiHeadAttention(AttentionParameters):
         weights = weights.mean(axis=1) if average else weights
         return out, weights if x.ndim == 3 else weights[0]
 
-    def forward_backward(
+    def _vjp(
         self,
         query: ArrayLike,
         key: ArrayLike | None = None,
@@ -207,8 +207,8 @@ class MultiHeadAttention(AttentionParameters):
         are no parameters and have no gradient. With `dropout`, that share of the probabilities becomes 0, as
         `seed` says: see `fastattn.attention`.
         """
-        require_options(f"{FUNC}.forward_backward", options, CallOptions)
-        return forward_backward(self, query, key, value, checkpoint, dropout, seed, **options)
+        require_options(FUNC, options, CallOptions)
+        return recorded_call(self, query, key, value, checkpoint, dropout, seed, **options)
 
     def project_keys_values(self, key: ArrayLike, value: ArrayLike | None = None) -> KeysValues:
         """Keys and values of a memory, (B, heads_kv, S, head_dim), once for many calls: see `keys_values`."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Rounding
     from fastattn._engine.tape import Tape, Value
-    from fastattn.layers._gradients import Pullback
+    from fastattn.grad import Pullback
     from fastattn.layers._state import Fields, Plain
 
 # For each activation of a feed-forward: what `ops.linear` calls it, and whether its result multiplies a
@@ -94,13 +94,13 @@ class Linear(Layer):
             out=out,
         )
 
-    def forward_backward(
+    def _vjp(
         self, x: ArrayLike, *, activation: ops.Activation | None = None, checkpoint: bool = False
     ) -> tuple[Array, Pullback]:
         """The result for x, and what makes gradients: ``dx, grads = pullback(dout)``; see `Pullback`."""
         array = _calls.checked("Linear", "x", x, self.in_features, self.weights_dtype)
         if activation is not None:
-            choice("Linear.forward_backward", "activation", activation, PLAIN)
+            choice("Linear", "activation", activation, PLAIN)
 
         def record(tape: Tape, inputs: Sequence[Value]) -> Value:
             return tape.linear(inputs[0], *self._projection(), activation=activation)
@@ -159,7 +159,7 @@ class _Norm(Layer):
         weight, bias = self.weight_vector, self.bias_vector
         return ops.layer_norm(x, weight, bias, eps=self.eps, residual=residual, out=out)
 
-    def forward_backward(self, x: ArrayLike, *, checkpoint: bool = False) -> tuple[Array, Pullback]:
+    def _vjp(self, x: ArrayLike, *, checkpoint: bool = False) -> tuple[Array, Pullback]:
         """The normalised x, and what makes gradients: ``dx, grads = pullback(dout)``; see `Pullback`."""
         array = _calls.checked(type(self).__name__, "x", x, self.features, self.weights_dtype)
         return pulled(self, self._record_one, [array], array.shape, checkpoint)
@@ -275,7 +275,7 @@ class FeedForward(Layer):
         hidden = ops.linear(array, self.weight1, self.bias1, activation=self._function, activations=rounded)
         return ops.linear(hidden, self.weight2, self.bias2, residual=residual, activations=rounded, out=out)
 
-    def forward_backward(self, x: ArrayLike, *, checkpoint: bool = False) -> tuple[Array, Pullback]:
+    def _vjp(self, x: ArrayLike, *, checkpoint: bool = False) -> tuple[Array, Pullback]:
         """The feed-forward of x, and what makes gradients: ``dx, grads = pullback(dout)``; see `Pullback`."""
         array = _calls.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
         return pulled(self, self._record_one, [array], array.shape, checkpoint)

@@ -243,7 +243,7 @@ class LanguageModel(Layer):
         checkpoint : bool, default False
             Keep only the input of each layer, and compute the rest again: less memory, a third more time.
         dropout, seed
-            As in `TransformerEncoderLayer.forward_backward`; a seed of its own for each step.
+            As in `fastattn.grad.vjp`; a seed of its own for each step.
 
         Returns
         -------
@@ -266,7 +266,7 @@ class LanguageModel(Layer):
         dropout_of(func, dropout, seed)
         x = self._embedded(tokens)
         training: Any = {"checkpoint": checkpoint, "dropout": dropout, "seed": seed}
-        hidden, pullback = self.encoder.forward_backward(x, is_causal=True, **training)
+        hidden, pullback = grad.vjp(self.encoder, x, is_causal=True, **training)
         how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
         found: Any = grad.cross_entropy(hidden, self.head, targets, need=("dx", "dweight"), **how)
         loss, dhidden, dhead = found

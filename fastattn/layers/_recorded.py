@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array
     from fastattn._engine.tape import Tape, Value
+    from fastattn.grad import Pullback
     from fastattn.layers._attention import MultiHeadAttention
-    from fastattn.layers._gradients import Pullback
     from fastattn.layers._projections import Stack
 
 
@@ -47,7 +47,7 @@ class _Product(NamedTuple):
 NAMES = Names(FUNC, "query", "attn_mask", "key_padding_mask")
 
 
-def forward_backward(
+def recorded_call(
     layer: MultiHeadAttention,
     query: Any,
     key: Any,
@@ -62,14 +62,14 @@ def forward_backward(
     residual: Any = None,
     **others: Any,
 ) -> tuple[Array, Pullback]:
-    """`MultiHeadAttention.forward_backward`."""
+    """`MultiHeadAttention._vjp`."""
     refuse_cache(FUNC, others)
     if "average_attn_weights" in others:
         expected = "none: weights are not returned"
-        raise TypeError(f"{FUNC}.forward_backward(): average_attn_weights is given; expected {expected}")
+        raise TypeError(f"{FUNC}(): average_attn_weights is given; expected {expected}")
     if residual is not None:
         expected = "None: add it to the result, whose gradient is the residual's, too"
-        raise ValueError(f"{FUNC}.forward_backward(): residual is given; expected {expected}")
+        raise ValueError(f"{FUNC}(): residual is given; expected {expected}")
     x = _calls.checked(FUNC, "query", query, layer.embed_dim, layer.weights_dtype)
     key = None if key is query else key
     value = None if value is key or (key is None and value is query) else value

@@ -13,7 +13,16 @@ from fastattn.layers import _calls
 from fastattn.layers._basic import FeedForward
 from fastattn.layers._gradients import pulled_through
 from fastattn.layers._scores import Names
-from fastattn.layers._sets import LATENT, LATENTS, LAYER, checked_sets
+from fastattn.layers._sets import (
+    LATENT,
+    LATENTS,
+    LAYER,
+    checked_sets,
+    induced_set_attention,
+    perceiver,
+    pooling_by_attention,
+    set_attention,
+)
 from fastattn.layers._stacks import TransformerEncoder
 from fastattn.layers._transformer import TransformerEncoderLayer
 
@@ -24,12 +33,12 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Bools, Shape
     from fastattn._engine.tape import Tape, Value
-    from fastattn.layers._gradients import Pullback
+    from fastattn.grad import Pullback
 
 _PLAIN: Any = {"src_mask": None, "src_key_padding_mask": None, "is_causal": False}
 
 
-def set_attention_forward_backward(
+def set_attention_vjp(
     layer: TransformerEncoderLayer,
     x: ArrayLike,
     y: ArrayLike,
@@ -46,7 +55,7 @@ def set_attention_forward_backward(
     layer, x, y, key_padding_mask
         As in `set_attention`. The mask has no gradient; what it hides, NaN included, reaches none.
     checkpoint, dropout, seed
-        As in `TransformerEncoderLayer.forward_backward`.
+        As in `fastattn.grad.vjp`.
 
     Returns
     -------
@@ -56,7 +65,7 @@ def set_attention_forward_backward(
         From the gradient of `out` to those of x and y, each summed over what it was broadcast along, and the
         dict of those of the parameters.
     """
-    call = _Call("set_attention_forward_backward", key_padding_mask)
+    call = _Call("set_attention", key_padding_mask)
     call.add("x", layer, x, y)
 
     def compute(tape: Tape, inputs: Sequence[Value]) -> Value:
@@ -66,7 +75,7 @@ def set_attention_forward_backward(
     return call.pulled([layer], compute, checkpoint, dropout, seed)
 
 
-def induced_set_attention_forward_backward(
+def induced_set_attention_vjp(
     first: TransformerEncoderLayer,
     second: TransformerEncoderLayer,
     inducing: ArrayLike,
@@ -84,17 +93,17 @@ def induced_set_attention_forward_backward(
     first, second, inducing, x, key_padding_mask
         As in `induced_set_attention`.
     checkpoint, dropout, seed
-        As in `TransformerEncoderLayer.forward_backward`.
+        As in `fastattn.grad.vjp`.
 
     Returns
     -------
     out : ndarray
         The result of `induced_set_attention`.
     pullback : Pullback
-        As of `set_attention_forward_backward`, with a dict for each layer. A layer that is passed twice has
+        As of `set_attention`, with a dict for each layer. A layer that is passed twice has
         the sum of its gradients in both.
     """
-    call = _Call("induced_set_attention_forward_backward", key_padding_mask)
+    call = _Call("induced_set_attention", key_padding_mask)
     _calls.require(call.func, "second", second, TransformerEncoderLayer, LAYER)
     call.add("inducing", first, inducing, x, ("first", "inducing", "x"))
     call.fits("second", second, first)
@@ -107,7 +116,7 @@ def induced_set_attention_forward_backward(
     return call.pulled([first, second], compute, checkpoint, dropout, seed, of=1)
 
 
-def pooling_by_attention_forward_backward(
+def pooling_by_attention_vjp(
     layer: TransformerEncoderLayer,
     seeds: ArrayLike,
     x: ArrayLike,
@@ -125,16 +134,16 @@ def pooling_by_attention_forward_backward(
     layer, seeds, x, feed_forward, key_padding_mask
         As in `pooling_by_attention`.
     checkpoint, dropout, seed
-        As in `TransformerEncoderLayer.forward_backward`.
+        As in `fastattn.grad.vjp`.
 
     Returns
     -------
     out : ndarray
         The result of `pooling_by_attention`.
     pullback : Pullback
-        As of `set_attention_forward_backward`, with a dict more if there is a `feed_forward`.
+        As of `set_attention`, with a dict more if there is a `feed_forward`.
     """
-    call = _Call("pooling_by_attention_forward_backward", key_padding_mask)
+    call = _Call("pooling_by_attention", key_padding_mask)
     layers: list[Any] = [layer]
     if feed_forward is not None:
         _calls.require(call.func, "feed_forward", feed_forward, FeedForward, "a FeedForward")
@@ -153,7 +162,7 @@ def pooling_by_attention_forward_backward(
     return call.pulled(layers, compute, checkpoint, dropout, seed)
 
 
-def perceiver_forward_backward(
+def perceiver_vjp(
     cross: TransformerEncoderLayer,
     latent: TransformerEncoder | TransformerEncoderLayer | None,
     latents: ArrayLike,
@@ -171,16 +180,16 @@ def perceiver_forward_backward(
     cross, latent, latents, x, key_padding_mask
         As in `perceiver`.
     checkpoint, dropout, seed
-        As in `TransformerEncoderLayer.forward_backward`.
+        As in `fastattn.grad.vjp`.
 
     Returns
     -------
     out : ndarray
         The result of `perceiver`.
     pullback : Pullback
-        As of `induced_set_attention_forward_backward`.
+        As of `induced_set_attention`.
     """
-    call = _Call("perceiver_forward_backward", key_padding_mask)
+    call = _Call("perceiver", key_padding_mask)
     _calls.require(call.func, "latent", latent, LATENT, LATENTS)
     call.add("latents", cross, latents, x, ("cross", "latents", "x"))
     layers: list[Any] = [cross] if latent is None else [cross, latent]
@@ -272,3 +281,13 @@ class _Call:
         """The result, as long as the set number `of`, and its pullback."""
         shape = (*self.batch, *self.arrays[of].shape[-2:])
         return pulled_through(self.func, layers, compute, self.arrays, shape, checkpoint, dropout, seed)
+
+
+_RECORDED: Any = {
+    set_attention: set_attention_vjp,
+    induced_set_attention: induced_set_attention_vjp,
+    pooling_by_attention: pooling_by_attention_vjp,
+    perceiver: perceiver_vjp,
+}
+for _function, _record in _RECORDED.items():
+    _function._vjp = _record

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fastattn._args.options import NoOptions
     from fastattn._args.types import Array, Rounding
     from fastattn._engine.tape import Tape, Value
-    from fastattn.layers._gradients import Pullback
+    from fastattn.grad import Pullback
     from fastattn.layers._residual import Norm
 
 
@@ -174,7 +174,7 @@ class TransformerEncoder(_Stack):
                 out[padding] = 0
         return out
 
-    def forward_backward(
+    def _vjp(
         self,
         src: ArrayLike,
         *,
@@ -188,14 +188,14 @@ class TransformerEncoder(_Stack):
     ) -> tuple[Array, Pullback]:
         """The stack's result, and what makes gradients: ``dsrc, grads = pullback(dout)``; see `Pullback`.
 
-        Arguments are those of the layers' `forward_backward`. With `checkpoint`, only the input of each layer
+        Arguments are those of the layers. With `checkpoint`, only the input of each layer
         is kept.
         """
         if others:
-            func = "TransformerEncoder.forward_backward"
-            raise not_an_argument(func, others, TransformerEncoder.forward_backward)
+            func = "TransformerEncoder"
+            raise not_an_argument(func, others, TransformerEncoder._vjp)
         self._require_layers()
-        checkpoint = flag("TransformerEncoder.forward_backward", "checkpoint", checkpoint)
+        checkpoint = flag("TransformerEncoder", "checkpoint", checkpoint)
         batched, options, array = self._encoded(src, mask, src_key_padding_mask, is_causal)
 
         def compute(tape: Tape, inputs: Sequence[Value]) -> Value:
@@ -260,7 +260,7 @@ class TransformerDecoder(_Stack):
         require_options("TransformerDecoder", options, DecoderOptions)
         return self._run("tgt", tgt, cache, memory=memory, **options)
 
-    def forward_backward(
+    def _vjp(
         self,
         tgt: ArrayLike,
         memory: ArrayLike,
@@ -276,7 +276,7 @@ class TransformerDecoder(_Stack):
         each layer is kept.
         """
         self._require_layers()
-        checkpoint = flag("TransformerDecoder.forward_backward", "checkpoint", checkpoint)
+        checkpoint = flag("TransformerDecoder", "checkpoint", checkpoint)
         batch, masks, array = self._decoded("TransformerDecoder", tgt, options)
         over = self.layers[0]._memory(memory, batch)
 
@@ -288,7 +288,7 @@ class TransformerDecoder(_Stack):
 
     def _decoded(self, func: str, tgt: ArrayLike, options: Any) -> tuple[int, dict[str, Any], Array]:
         """The batch, the options of the layers, and the input of a call without a cache."""
-        require_options(f"{func}.forward_backward", options, DecoderOptions)
+        require_options(func, options, DecoderOptions)
         refuse_cache(func, options)
         array, batched = self.layers[0]._input("tgt", tgt, None, DecoderCache)
         masks = dict(options)
@@ -385,7 +385,7 @@ class Transformer(Layer):
         )
         return self.decoder(tgt, memory, **options)
 
-    def forward_backward(
+    def _vjp(
         self,
         src: ArrayLike,
         tgt: ArrayLike,
@@ -404,8 +404,8 @@ class Transformer(Layer):
         kept.
         """
         func = "Transformer"
-        require_options(f"{func}.forward_backward", options, OverMemoryOptions)
-        checkpoint = flag(f"{func}.forward_backward", "checkpoint", checkpoint)
+        require_options(func, options, OverMemoryOptions)
+        checkpoint = flag(func, "checkpoint", checkpoint)
         encoder, decoder = self.encoder, self.decoder
         batch, own, ours = encoder._encoded(src, src_mask, src_key_padding_mask, src_is_causal)
         _, masks, theirs = decoder._decoded(func, tgt, options)

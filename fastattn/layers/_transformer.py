@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fastattn._args.options import NoOptions
     from fastattn._args.types import Array
     from fastattn._engine.tape import Tape, Value
-    from fastattn.layers._gradients import Pullback
+    from fastattn.grad import Pullback
     from fastattn.layers._residual import Norm
 
 _SRC = Names("TransformerEncoderLayer", "src", "src_mask", "src_key_padding_mask")
@@ -144,7 +144,7 @@ class TransformerEncoderLayer(TransformerLayer):
             out[hidden] = 0
         return out.reshape(array.shape)
 
-    def forward_backward(
+    def _vjp(
         self,
         src: ArrayLike,
         *,
@@ -164,8 +164,8 @@ class TransformerEncoderLayer(TransformerLayer):
         as `seed` says.
         """
         if others:
-            func = f"{_SRC.func}.forward_backward"
-            raise not_an_argument(func, others, TransformerEncoderLayer.forward_backward)
+            func = _SRC.func
+            raise not_an_argument(func, others, TransformerEncoderLayer._vjp)
         array, batched = self._input("src", src, None, KVCache)
         if batched is not array:
             src_key_padding_mask = _calls.one_batch(_SRC.func, _SRC.key_padding_mask, src_key_padding_mask)
@@ -314,7 +314,7 @@ class TransformerDecoderLayer(TransformerLayer):
             out = self._add_feed_forward(self.norm3, x)
         return out.reshape(array.shape)
 
-    def forward_backward(
+    def _vjp(
         self,
         tgt: ArrayLike,
         memory: ArrayLike,
@@ -329,7 +329,7 @@ class TransformerDecoderLayer(TransformerLayer):
         See `Pullback`. Arguments are those of a call without a cache, and those of an encoder layer's.
         """
         func = type(self).__name__
-        require_options(f"{func}.forward_backward", options, DecoderOptions)
+        require_options(func, options, DecoderOptions)
         refuse_cache(func, options)
         array, batched = self._input("tgt", tgt, None, DecoderCache)
         over = self._memory(memory, len(batched))

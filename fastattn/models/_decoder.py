@@ -11,7 +11,7 @@ import numpy as np
 from fastattn._args import key_ranges
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import as_array, integer, integers, short
+from fastattn._args.values import as_array, flag, integer, integers, short
 from fastattn._args.words import not_an_argument
 from fastattn._engine.program import OUT, LinearStep, NormStep, Program, Sequences, X, build
 from fastattn.cache import KVCache
@@ -21,7 +21,7 @@ from fastattn.models import _model
 from fastattn.models._embeddings import Frequencies
 from fastattn.models._files import stop_ids
 from fastattn.models._text import NO_TOKEN, Text
-from fastattn.models._training import Pullback, next_token_loss, record_decoder
+from fastattn.models._training import next_token_loss, pullback_of, record_decoder
 from fastattn.models._weights import token_rows
 from fastattn.positions import RopeFrequencies, rope_tables
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fastattn._args.options import NoOptions
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints, Shape
+    from fastattn.grad import Pullback
     from fastattn.layers._block import Window
     from fastattn.models._blocks import BlockNames, Blocks
 
@@ -74,25 +75,25 @@ class Decoder(_model.Model):
         logits = self.logits.run(hidden, Sequences(1))
         return _model.unpacked(logits, mask, (*tokens.shape, self.vocab_size))
 
-    def forward_backward(
+    def _vjp(
         self,
         ids: ArrayLike,
         attention_mask: ArrayLike | None = None,
         *,
+        logits: bool = True,
         checkpoint: bool = False,
         dropout: float = 0.0,
         seed: int | None = None,
     ) -> tuple[Array, Pullback]:
-        """Hidden states behind the last norm, and what makes gradients: ``grads = pullback(dhidden)``.
-
-        The output layer maps these states to logits; see `loss_and_gradients`, and `Pullback`. The others are
-        those of `Encoder.forward_backward`.
-        """
+        """Logits, or the hidden states that the output layer maps to them; and their pullback."""
         tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
         counted = tokens if mask is None else tokens[mask]
         recorded = record_decoder(self, counted, lengths, checkpoint, dropout, seed)
-        shape = (*tokens.shape, self.hidden_size)
-        pullback = Pullback(self.model_type, recorded, mask, shape)
+        if flag(self.model_type, "logits", logits):
+            output: Any = self.logits.steps[-1]
+            recorded.out = recorded.tape.linear(recorded.out, output.weight, output.bias, output.activations)
+        shape = (*tokens.shape, recorded.out.array.shape[1])
+        pullback = pullback_of(self.model_type, recorded, mask, shape)
         return _model.unpacked(recorded.out.array, mask, shape), pullback
 
     def loss_and_gradients(
@@ -119,7 +120,7 @@ class Decoder(_model.Model):
         ignore_index, label_smoothing
             Of `fastattn.grad.cross_entropy`, which never holds all logits.
         checkpoint, dropout, seed
-            As in `forward_backward`.
+            As in `fastattn.grad.vjp`.
 
         Returns
         -------

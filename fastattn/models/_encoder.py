@@ -14,7 +14,7 @@ from fastattn._engine.recorded import has_gradients, record
 from fastattn._engine.tape import Drops, Tape, Value
 from fastattn.models import _model
 from fastattn.models._encode import Embedder
-from fastattn.models._training import Pullback, Recorded, required
+from fastattn.models._training import Recorded, pullback_of, required
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, Bools, Ints
+    from fastattn.grad import Pullback
     from fastattn.models._embeddings import Embeddings, Places
 
 
@@ -59,7 +60,7 @@ class Encoder(Embedder):
         rows = self._rows(tokens[_counted(mask)].reshape(-1), lengths, types)
         return _model.unpacked(rows, mask, (*tokens.shape, self.hidden_size))
 
-    def forward_backward(
+    def _vjp(
         self,
         input_ids: ArrayLike,
         attention_mask: ArrayLike | None = None,
@@ -69,24 +70,19 @@ class Encoder(Embedder):
         dropout: float = 0.0,
         seed: int | None = None,
     ) -> tuple[Array, Pullback]:
-        """Hidden states, as from a call, and what makes gradients: ``grads = pullback(dhidden)``.
-
-        See `Pullback`. With `checkpoint`, only the input of each block is kept, and the rest computed again.
-        With `dropout`, that share becomes 0 of the probabilities of attention, and of what attention and the
-        feed-forward add to their input, as `seed` says.
-        """
+        """Hidden states, as from a call, and their pullback: see `fastattn.grad.vjp`."""
         tokens, lengths, mask, types = self._arguments(input_ids, attention_mask, token_type_ids)
-        drops = Drops(*dropout_of(f"{self.model_type}.forward_backward", dropout, seed))
+        drops = Drops(*dropout_of(self.model_type, dropout, seed))
         recorded = self._record(tokens[_counted(mask)].reshape(-1), lengths, types, checkpoint, drops)
         shape = (*tokens.shape, self.hidden_size)
-        pullback = Pullback(self.model_type, recorded, mask, shape)
+        pullback = pullback_of(self.model_type, recorded, mask, shape)
         return _model.unpacked(recorded.out.array, mask, shape), pullback
 
     def _record(
         self, tokens: Ints, lengths: Ints, types: Ints | None, checkpoint: bool, drops: Drops
     ) -> Recorded:
         """`_rows` on a tape."""
-        func = f"{self.model_type}.forward_backward"
+        func = self.model_type
         if not has_gradients(self.program):
             raise NotImplementedError(f"{func}(): models of type {self.model_type} have no gradients yet")
         origin, checkpoint = required(func, self.origin), flag(func, "checkpoint", checkpoint)
