@@ -154,7 +154,7 @@ def test_packing_holds_no_copy(source):
     x = np.ones((3000, 2000), source)
     packed, peak = peak_of(lambda: ops.pack(x, dtype="int8"))
     assert peak < packed.nbytes + SLACK
-    stacked, peak = peak_of(lambda: stack([x, x[:999]], [], "int8"))
+    stacked, peak = peak_of(lambda: stack([x, x[:999]], [], "int8", 1))
     assert peak < stacked.weight.nbytes + SLACK
 
 

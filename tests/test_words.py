@@ -103,7 +103,7 @@ SAID = {
     },
     "vjp(TransformerEncoderLayer)": {
         "causal": "; expected is_causal$",
-        "dropout_p": r"; expected dropout \(with a seed\)$",
+        "dropout_p": ": grad.vjp takes dropout=",
     },
     "TransformerEncoder": {
         "causal": "; expected is_causal$",

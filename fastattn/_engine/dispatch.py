@@ -77,7 +77,7 @@ def run(args: AnyArgs, backend: str | None = None) -> None:
     """Compute `args` on `backend`, a checked name, or on the default one."""
     # An empty result may still have more batch items than a loop could visit. A recurrence has to write its
     # state even so.
-    if not args.kernel.startswith("recurrent") and not args.out.size:
+    if not args.out.size and not args.kernel.startswith("recurrent"):
         return
     _run(args, backend)
 

@@ -5,7 +5,6 @@ what came and what was expected; without parameters, it says how to load some.
 """
 
 from fastattn.cache import Caches, DecoderCache, KVCache
-from fastattn.layers import _sets_recorded  # noqa: F401
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import FeedForward, LayerNorm, Linear, RMSNorm
 from fastattn.layers._language_model import LanguageModel

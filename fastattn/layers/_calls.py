@@ -1,7 +1,6 @@
-"""Kernels without the checks of `ops` and `attention`, for arrays that a layer has checked or made.
+"""Checks of a layer's inputs, and attention without them for arrays that a layer has checked or made.
 
-In a small layer, checking each array again would take longer than the arithmetic. All rows are (m, n), with a
-contiguous last axis. Weights, biases and rows are of one lane type.
+In a small layer, checking each array again would take longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ import numpy as np
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import data
-from fastattn._args.packed import LinearArgs
-from fastattn._args.types import FLOAT32, FLOAT64, RowsArgs, plain_args
+from fastattn._args.types import FLOAT32, FLOAT64, plain_args
 from fastattn._args.values import as_array, float_array
-from fastattn._engine import dispatch, settings
+from fastattn._engine import settings
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Activation, Array
-    from fastattn.layers._block import Projection
+    from fastattn._args.types import Array, AttentionArgs
 
 
 def checked(func: str, name: str, x: Any, features: int, weights_dtype: str) -> Array:
@@ -68,50 +65,15 @@ def one_batch(func: str, name: str, x: Any) -> Any:
     return None if x is None else as_array(func, name, x)[None]
 
 
-def linear(
-    x: Array,
-    by: Projection,
-    activation: Activation | None = None,
-    residual: Array | None = None,
-    out: Array | None = None,
-) -> Array:
-    """`ops.linear` of rows."""
-    if out is None:
-        out = np.empty((len(x), by.weight.out_features), x.dtype)
-    threads = settings.get_num_threads()
-    args = LinearArgs(x, by.weight, by.bias, activation, residual, out, threads, by.activations)
-    dispatch.run(args, None)
-    return out
-
-
-def norm(
-    kind: str, x: Array, weight: Array, bias: Array | None, eps: float, out: Array | None = None
-) -> Array:
-    """`ops.layer_norm` or `ops.rms_norm` of rows."""
-    if out is None:
-        out = np.empty(x.shape, x.dtype)
-    args = RowsArgs(kind, x, out, settings.get_num_threads(), None, None, None, weight, bias, eps)
-    dispatch.run(args, None)
-    return out
-
-
-def gate(x: Array, up: Array) -> Array:
-    """``sigmoid(x) * up`` of rows."""
-    out = np.empty(x.shape, x.dtype)
-    args = RowsArgs("activate", x, out, settings.get_num_threads(), up=up, activation="sigmoid")
-    dispatch.run(args, None)
-    return out
-
-
 def widened(x: Array, scale: Array | None, dtype: np.dtype[Any]) -> Array:
     """Keys or values of a cache in int8 as `dtype`; those without scales as they are."""
     return x if scale is None else (x * scale[..., None]).astype(dtype)
 
 
-def attention(
+def attention_call(
     func: str, q: Array, k: Array, v: Array, out: Array, options: dict[str, Any], made_here: bool
-) -> None:
-    """`fastattn.attention` into `out`, a new array of the result's shape and dtype, with any strides.
+) -> AttentionArgs:
+    """The arguments of `fastattn.attention` into `out`, of the result's shape and dtype, with any strides.
 
     q, k and v have four axes. `made_here`: they are a layer's own projections, not a caller's arrays.
     """
@@ -120,6 +82,6 @@ def attention(
         if args.out.shape != out.shape:
             raise ValueError(f"{func}(): attention gives shape {args.out.shape}; expected {out.shape}")
         args.out = out
-    else:  # nothing to check, which saves a third of a small layer's Python
-        args = plain_args(q, k, v, out, settings.get_num_threads())
-    dispatch.run(args, None)
+        return args
+    # There is nothing to check, which saves a third of a small layer's Python.
+    return plain_args(q, k, v, out, settings.get_num_threads())

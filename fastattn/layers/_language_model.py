@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Ints
     from fastattn.layers._heads import HeadOptions
-    from fastattn.layers._state import Fields, Plain
+    from fastattn.layers._state import Fields, Taken
 
 _FUNC = "LanguageModel"
 POSITIONS = ("learned", "rope")
@@ -89,6 +89,7 @@ class LanguageModel(Layer):
     position_table: Array | None = field(init=False, default=None, repr=False)
 
     _parts = ("encoder",)
+    _vjp = None  # type: ignore[assignment]  # its input has no gradient: `loss_and_gradients`
     _vectors = (("position_embedding.weight", "position_table"),)
 
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
@@ -162,7 +163,7 @@ class LanguageModel(Layer):
             **super()._pack(arrays, weights_dtype),
         }
 
-    def _named(self, plain: Plain) -> dict[str, Array]:
+    def _named(self, plain: Taken) -> dict[str, Array]:
         arrays = super()._named(plain)
         if (table := plain(self.embedding)) is not None:
             arrays["token_embedding.weight"] = table

@@ -1,4 +1,4 @@
-"""What encoder and decoder layers share: attention and feed-forward, each added to its input."""
+"""The base of encoder and decoder layers: attention and feed-forward, each added to its input."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from fastattn.layers import _calls
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import ACTIVATIONS, FeedForward, LayerNorm, RMSNorm
 from fastattn.layers._heads import HeadOptions
-from fastattn.layers._recorded import record
 from fastattn.layers._state import Layer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, Rounding
-    from fastattn._engine.tape import Tape, Value
+    from fastattn._engine.tape import Plain
 
     Norm = LayerNorm | RMSNorm
 
@@ -65,7 +64,7 @@ def require_fields(layer: Any) -> None:
 
 @dataclass(eq=False)
 class TransformerLayer(Layer):
-    """What both layers share: options, attention to itself, feed-forward and two norms."""
+    """The base of both layers: options, attention to itself, feed-forward and two norms."""
 
     d_model: int
     num_heads: int
@@ -94,13 +93,13 @@ class TransformerLayer(Layer):
 
     def _made(self, name: str, rng: np.random.Generator | None) -> Layer:
         """The part `name`, new."""
-        how: Any = {"weights_dtype": self.weights_dtype, "activations": self.activations, "rng": rng}
+        common: Any = {"weights_dtype": self.weights_dtype, "activations": self.activations, "rng": rng}
         if name == "feed_forward":
-            return FeedForward(self.d_model, self.dim_feedforward, self.activation, self.bias, **how)
+            return FeedForward(self.d_model, self.dim_feedforward, self.activation, self.bias, **common)
         if name.startswith("norm"):
             return self._new_norm()
         options = getattr(self, "attention" if name == "self_attn" else "cross_attention") or {}
-        return MultiHeadAttention(self.d_model, self.num_heads, bias=self.bias, **how, **options)
+        return MultiHeadAttention(self.d_model, self.num_heads, bias=self.bias, **common, **options)
 
     def _new_norm(self) -> Norm:
         """A norm of the kind that the field `norm` names."""
@@ -111,38 +110,28 @@ class TransformerLayer(Layer):
 
     def _input(self, name: str, x: ArrayLike, cache: Any, kind: type) -> tuple[Array, Array]:
         """`x`, the argument `name`, as it is, and (batch, length, d_model); `cache` is None or of `kind`."""
-        _calls.require(type(self).__name__, "cache", cache, (kind, type(None)), f"a {kind.__name__}")
+        func = type(self).__name__
+        if cache is not None:
+            _calls.require(func, "cache", cache, kind, f"a {kind.__name__}")
         self._require_parts()
-        array = _calls.checked(type(self).__name__, name, x, self.d_model, self.weights_dtype)
-        return array, _calls.batch_first(type(self).__name__, name, array)
+        array = _calls.checked(func, name, x, self.d_model, self.weights_dtype)
+        return array, _calls.batch_first(func, name, array)
 
-    def _add_attention(self, norm: Norm, x: Array, attention: MultiHeadAttention, **options: Any) -> Array:
+    def _add_attention(
+        self, tape: Plain, norm: Norm, x: Any, attention: MultiHeadAttention, sizes: Any, **options: Any
+    ) -> Any:
         """Rows x plus attention of them, with the norm; `options` are those of `_attend`."""
         if self.norm_first:
-            return attention._attend(norm._of_rows(x), residual=x, **options)[0]
-        total, _ = attention._attend(x, residual=x, **options)
-        return norm._of_rows(total, total)
+            return attention._attend(tape, norm._forward(tape, x), sizes, residual=x, **options)[0]
+        total, _ = attention._attend(tape, x, sizes, residual=x, **options)
+        return norm._forward(tape, total, over=True)
 
-    def _add_feed_forward(self, norm: Norm, x: Array) -> Array:
-        """The same for the feed-forward. It may overwrite the rows x."""
+    def _add_feed_forward(self, tape: Plain, norm: Norm, x: Any) -> Any:
+        """Rows x plus the feed-forward of them, with the norm. It may overwrite x."""
         if self.norm_first:
-            return self.feed_forward._of_rows(norm._of_rows(x), x, x)
-        total = self.feed_forward._of_rows(x, x, None)
-        return norm._of_rows(total, total)
-
-    def _record_attention(
-        self, tape: Tape, norm: Norm, x: Value, attention: MultiHeadAttention, **options: Any
-    ) -> Value:
-        """`_add_attention` on a tape; `options` are those of `_recorded.record`."""
-        if self.norm_first:
-            return record(attention, tape, norm._record(tape, x), residual=x, **options)
-        return norm._record(tape, record(attention, tape, x, residual=x, **options))
-
-    def _record_feed_forward(self, tape: Tape, norm: Norm, x: Value) -> Value:
-        """`_add_feed_forward` on a tape."""
-        if self.norm_first:
-            return self.feed_forward._record(tape, norm._record(tape, x), residual=x)
-        return norm._record(tape, self.feed_forward._record(tape, x, residual=x))
+            return self.feed_forward._forward(tape, norm._forward(tape, x), residual=x, over=True)
+        total = self.feed_forward._forward(tape, x, residual=x)
+        return norm._forward(tape, total, over=True)
 
     def _children(self) -> dict[str, Layer]:
         # A feed-forward's parameters have no prefix: torch's layers hold its maps themselves.

@@ -56,15 +56,11 @@ def add_masks(
         options["bias"] = _as_lane(bias, lane_dtype(dtype))
 
 
-def padding_alone(
-    names: Names, key_padding_mask: Any, shape: Shape, is_causal: bool, *others: Any
-) -> tuple[bool, Bools | None]:
-    """Whether a call has nothing but perhaps a bool padding mask of `shape`, (B, S); and that mask.
+def padding_alone(names: Names, key_padding_mask: Any, shape: Shape) -> tuple[bool, Bools | None]:
+    """Whether `key_padding_mask` is None or bool and of `shape`, (B, S); and that mask.
 
     Masks of floats or of another shape, and errors in them, are `add_masks`'s.
     """
-    if is_causal or any(x is not None for x in others):
-        return False, None
     if key_padding_mask is None:
         return True, None
     array = mask_array(names.func, names.key_padding_mask, key_padding_mask)

@@ -10,7 +10,6 @@ import numpy as np
 from fastattn._args.attention import dropout_of
 from fastattn._args.errors import wrong_shape
 from fastattn._args.values import flag
-from fastattn._engine.recorded import has_gradients, record
 from fastattn._engine.tape import Drops, Tape, Value
 from fastattn.models import _model
 from fastattn.models._encode import Embedder
@@ -83,12 +82,12 @@ class Encoder(Embedder):
     ) -> Recorded:
         """`_rows` on a tape."""
         func = self.model_type
-        if not has_gradients(self.program):
+        if not self.program.has_gradients:
             raise NotImplementedError(f"{func}(): models of type {self.model_type} have no gradients yet")
         origin, checkpoint = required(func, self.origin), flag(func, "checkpoint", checkpoint)
         sequences, places = self.places(lengths, self.dtype, None)
         tape, x = Tape(drops=drops), Value(self.embeddings(tokens, places, types, self.dtype))
-        out = record(self.program, tape, x, sequences, checkpoint)
+        out = self.program.on(tape, x, sequences, checkpoint)
 
         def finish() -> None:
             self.embeddings.add_gradients(tape.gradients, x.found(), tokens, places, types)

@@ -14,7 +14,6 @@ from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.ops import like, rows
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, flag, integers, is_float, short
-from fastattn._engine.recorded import record
 from fastattn._engine.tape import Drops, Tape, Value
 from fastattn.grad import Pullback, cross_entropy, embedding
 from fastattn.grad._loss import targets_of
@@ -115,7 +114,7 @@ def record_decoder(
     array, call, positions = model._inputs(flat, lengths, int(lengths.max(initial=0)))
     tape, x = Tape(drops=Drops(*dropout_of(func, dropout, seed))), Value(array)
     norm: Any = model.logits.steps[0]
-    out = record(model.program, tape, x, call, checkpoint)
+    out = model.program.on(tape, x, call, checkpoint)
     out = tape.norm(out, norm.kind, norm.weight, norm.bias, norm.eps)
 
     def finish() -> None:

@@ -16,7 +16,6 @@ import numpy as np
 from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import as_array, generator, integer, integers, iterated, number, short
-from fastattn._engine.recorded import has_gradients
 from fastattn.grad._linear import TRAINED
 from fastattn.layers._files import opened
 from fastattn.layers._state import Parameter, _checked, constant
@@ -81,7 +80,7 @@ class Tuning:
         if model.weights_dtype not in TRAINED:
             came = f"model keeps its weights in {model.weights_dtype}, which has no gradients"
             raise ValueError(f"{func}(): {came}; expected {', '.join(TRAINED)}")
-        if not has_gradients(model.program):
+        if not model.program.has_gradients:
             expected = "one of another type, as docs/training.md says"
             raise ValueError(
                 f"{func}(): model is {model.model_type}, which has no gradients; expected {expected}"

@@ -192,7 +192,7 @@ def stacks():
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "both"])
 def test_stacks_say_what_checkpoint_takes(kind):
-    stack, inputs = stacks()[kind], [normal(2, 5, WIDTH)] * (1 if kind == "encoder" else 2)
+    stack, inputs = randomized(stacks()[kind]), [normal(2, 5, WIDTH)] * (1 if kind == "encoder" else 2)
     name = type(stack).__name__
     with pytest.raises(TypeError, match=rf"^{name}\(\): checkpoint is 1; expected True or"):
         vjp(stack, *inputs, checkpoint=1)
