@@ -15,7 +15,7 @@ import fastattn
 from fastattn import functional, grad, layers, masks, models, ops, plot, positions, train
 from fastattn._args.values import TAKE_INT8
 from fastattn._args.words import OTHER_NAMES
-from fastattn.layers._heads import CallOptions
+from fastattn.layers._attention_parameters import CallOptions
 from fastattn.layers._transformer import DecoderOptions
 
 PACKAGE = Path(fastattn.__file__).parent

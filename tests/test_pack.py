@@ -12,7 +12,7 @@ from fastattn._args.pack import blocks_args
 from fastattn._args.packed import WEIGHT_DTYPES, RowBlock
 from fastattn._bench.suites.models import files as model_files
 from fastattn._engine import dispatch, settings
-from fastattn.layers._projections import stack
+from fastattn.layers._attention_parameters import stack
 
 BF16 = ml_dtypes.bfloat16
 SOURCES = [np.float32, np.float64, np.float16, BF16]

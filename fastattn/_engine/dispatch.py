@@ -83,7 +83,7 @@ def run(args: AnyArgs, backend: str | None = None) -> None:
 
 
 def run_grad(args: AnyGradArgs, backend: str | None = None) -> None:
-    """The same for the arguments of a gradient, which may be a sum over no rows."""
+    """Compute the arguments of a gradient, which may be a sum over no rows."""
     if args.empty:
         _TWINS[args.kernel](args)
     else:

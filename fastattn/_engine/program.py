@@ -143,7 +143,7 @@ class NormStep(Step):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddStep(Step):
-    """``out = x + residual``: for what a norm stands in front of, as `LinearStep` adds its own result."""
+    """``out = x + residual``, after a norm; a `LinearStep` adds its residual itself."""
 
     op = "add"
 
@@ -250,7 +250,8 @@ class AttendStep(Step):
 
 def _cut(heads: Array, *cuts: int) -> list[Array]:
     """Heads (..., heads, length, size) up to each of `cuts`, and the rest."""
-    return [heads[..., a:b, :, :] for a, b in zip((0, *cuts), (*cuts, None), strict=True)]
+    begins = 0, *cuts
+    return [heads[..., begin:end, :, :] for begin, end in zip(begins, (*cuts, None), strict=True)]
 
 
 def _by_head(rows: Array, call: Sequences, size: int) -> Array:

@@ -196,19 +196,20 @@ def _by_columns(weight: Array) -> list[tuple[slice, Array]]:
 
 
 class Value:
-    """An array, and the gradient with respect to it as far as it is known.
+    """An array, and the gradient with respect to it as far as it is known."""
 
-    `room` returns the array where an operation may write the gradient, which it then has to `put`.
-    """
-
-    __slots__ = ("_gradient", "_owned", "array", "made", "room")
+    __slots__ = ("_gradient", "_owned", "_room", "array", "made")
 
     def __init__(self, array: Array, made: bool = False, room: Callable[[], Array] | None = None):
         self.array = array
         self.made = made  # by an operation, so that others may work in place
-        self.room = room or (lambda: recycled_empty(array.shape, array.dtype))
+        self._room = room
         self._gradient: Array | None = None
         self._owned = False
+
+    def room(self) -> Array:
+        """An array where an operation may write the gradient, which it then has to `put`."""
+        return recycled_empty(self.array.shape, self.array.dtype) if self._room is None else self._room()
 
     def take(self) -> tuple[Array | None, bool]:
         """The gradient, and whether the taker may overwrite it; it is None then."""
@@ -321,7 +322,7 @@ class Tape(Plain):
         room: Callable[[], Array] | None = None,
     ) -> Value:
         """The value of an operation that gave `out`; `back` takes its gradient on to those of the inputs."""
-        value = Value(out, made=True, room=room)
+        value = Value(out, True, room)
         self._notes.append(_Note(value, back))
         return value
 

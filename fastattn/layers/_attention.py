@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import like, rows
 from fastattn._args.options import require_options
+from fastattn._args.types import plain_args
 from fastattn._args.values import flag
+from fastattn._engine import settings
 from fastattn._engine.tape import PLAIN
 from fastattn.cache import KVCache, restored_on_error
 from fastattn.functional._attention import attention_weights
-from fastattn.layers import _calls
+from fastattn.layers import _computation
+from fastattn.layers._attention_parameters import FUNC, AttentionParameters, CallOptions
 from fastattn.layers._computation import Computation
-from fastattn.layers._heads import FUNC, AttentionParameters, CallOptions
 from fastattn.layers._scores import Names, add_extra_keys, add_masks
 
 if TYPE_CHECKING:
@@ -26,10 +29,9 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array, Ints
+    from fastattn._args.types import Array, AttentionArgs, Ints
     from fastattn._engine.tape import Plain
-    from fastattn.layers._heads import KeysValues
-    from fastattn.layers._projections import StackedMaps
+    from fastattn.layers._attention_parameters import KeysValues, StackedMaps
 
 _NOTHING = nullcontext()
 _NAMES = Names(FUNC, "query", "attn_mask", "key_padding_mask")
@@ -172,8 +174,8 @@ class MultiHeadAttention(AttentionParameters):
             key_length = (v if k is None else k).shape[1]
             k, v = (None if array is None else rows(array) for array in (k, v))
         residual = None if residual is None else rows(residual)
-        how = need_weights, key_length
-        out, weights = self._attend(PLAIN, rows(x), (batch, length), k, v, residual, *how, **options)
+        more = need_weights, key_length
+        out, weights = self._attend(PLAIN, rows(x), (batch, length), k, v, residual, *more, **options)
         out = out.reshape(x.shape)
         if not need_weights:
             return out
@@ -209,16 +211,19 @@ class MultiHeadAttention(AttentionParameters):
         Changes `options` to match.
         """
         self._require_parts()
-        x = _calls.checked(FUNC, "query", query, self.embed_dim, self.weights_dtype)
+        x = _computation.checked(FUNC, "query", query, self.embed_dim, self.weights_dtype)
         if value is key or (key is None and value is query):
             value = None
         if key is query:
             key = None
-        batched = _calls.batch_first(FUNC, "query", x)
+        batched = _computation.batch_first(FUNC, "query", x)
         if batched is not x:
-            key, value = _calls.one_batch(FUNC, "key", key), _calls.one_batch(FUNC, "value", value)
+            key, value = (
+                _computation.one_batch(FUNC, "key", key),
+                _computation.one_batch(FUNC, "value", value),
+            )
             name = "key_padding_mask"
-            options[name] = _calls.one_batch(FUNC, name, options.get(name))
+            options[name] = _computation.one_batch(FUNC, name, options.get(name))
         if "is_causal" in options:
             options["is_causal"] = flag(FUNC, "is_causal", options["is_causal"])
         if (given := options.get("keys_values")) is not None:
@@ -226,7 +231,7 @@ class MultiHeadAttention(AttentionParameters):
                 came = "keys_values is given with key, value or cache"
                 raise ValueError(f"{FUNC}(): {came}; expected it alone")
             heads_kv, head_dim = self._heads_kv, self._head_dim
-            given = _calls.keys_values(FUNC, given, len(batched), heads_kv, head_dim, x.dtype)
+            given = _computation.keys_values(FUNC, given, len(batched), heads_kv, head_dim, x.dtype)
             options["keys_values"] = given
         elif key is not None or value is not None or self.all_maps is None:
             k, v = self._memory(batched if key is None else key, value, len(batched))
@@ -271,7 +276,7 @@ class MultiHeadAttention(AttentionParameters):
             raise ValueError(f"{names.func}(): lengths is given without cache; expected {expected}")
         (batch, length), dtype = sizes, tape.array(x).dtype
         if cache is not None:
-            _calls.require(names.func, "cache", cache, KVCache, "a KVCache")
+            _computation.require(names.func, "cache", cache, KVCache, "a KVCache")
             if cache.batch not in (None, batch):
                 expected = f"({cache.batch}, length, {self.embed_dim}), the batch in the cache"
                 query = tape.array(x).reshape(*sizes, self.embed_dim)
@@ -325,14 +330,14 @@ class MultiHeadAttention(AttentionParameters):
                 return [heads.transpose(0, 2, 1, 3)]
 
             arrays = tape.array(q), tape.array(k), tape.array(v), by_head(mixed)[0]
-            args = _calls.attention_call(FUNC, *arrays, options, keys_values is None)
+            args = _attention_call(FUNC, *arrays, options, keys_values is None)
             attended = tape.attend([(args, q, k, v)], mixed, by_head, self.sink_logits)
         gated = attended if gate is None else tape.gate(gate, attended)
         last = self.out_proj
         result = tape.linear(gated, last.packed_weight, last.bias_vector, rounding, None, residual)
         weights = None
         if need_weights:
-            k = _calls.widened(k, options.pop("k_scale", None), q.dtype)
+            k = _widened(k, options.pop("k_scale", None), q.dtype)
             options.pop("v_scale", None)
             weights = attention_weights(q, k.astype(q.dtype, copy=False), **options)
         tape.done("mixed", attended)
@@ -363,7 +368,7 @@ class MultiHeadAttention(AttentionParameters):
 
     def _input(self, name: str, x: Any, features: int | None, batch: int | None) -> Array:
         """`x`, key or value, checked."""
-        array = _calls.checked(FUNC, name, x, features or self.embed_dim, self.weights_dtype)
+        array = _computation.checked(FUNC, name, x, features or self.embed_dim, self.weights_dtype)
         if array.ndim != 3 or batch not in (None, len(array)):
             expected = f"({'batch' if batch is None else batch}, length, {array.shape[-1]})"
             raise wrong_shape(FUNC, name, array, expected)
@@ -415,8 +420,30 @@ class MultiHeadAttention(AttentionParameters):
         scales = (options.pop(name, None) for name in ("k_scale", "v_scale"))
         # Additional keys are parameters: they join keys that are widened.
         k_wide, v_wide = (
-            _calls.widened(tape.array(x), scale, dtype) for x, scale in zip((k, v), scales, strict=True)
+            _widened(tape.array(x), scale, dtype) for x, scale in zip((k, v), scales, strict=True)
         )
         longer = add_extra_keys(options, length, k_wide, v_wide, extra)
         given = zip((k, v), longer, (self.bias_k, self.bias_v), strict=True)
         return [tape.extended(x, array, parameter) for x, array, parameter in given]
+
+
+def _widened(x: Array, scale: Array | None, dtype: np.dtype[Any]) -> Array:
+    """Keys or values of a cache in int8 as `dtype`; those without scales as they are."""
+    return x if scale is None else (x * scale[..., None]).astype(dtype)
+
+
+def _attention_call(
+    func: str, q: Array, k: Array, v: Array, out: Array, options: dict[str, Any], made_here: bool
+) -> AttentionArgs:
+    """The arguments of `fastattn.attention` into `out`, of the result's shape and dtype, with any strides.
+
+    q, k and v have four axes. `made_here`: they are a layer's own projections, not a caller's arrays.
+    """
+    if options or not made_here or not k.dtype == v.dtype == q.dtype or v.shape[2] != k.shape[2]:
+        args = attention_args(func, q, k, v, names=("query", "key", "value"), **options)
+        if args.out.shape != out.shape:
+            raise ValueError(f"{func}(): attention gives shape {args.out.shape}; expected {out.shape}")
+        args.out = out
+        return args
+    # There is nothing to check, which saves a third of a small layer's Python.
+    return plain_args(q, k, v, out, settings.get_num_threads())

@@ -15,7 +15,7 @@ from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._args.words import not_an_argument
 from fastattn._engine.tape import PLAIN
-from fastattn.layers import _calls
+from fastattn.layers import _computation
 from fastattn.layers._block import Norm, Projection
 from fastattn.layers._computation import Computation
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
@@ -97,7 +97,7 @@ class Linear(Layer):
     ) -> Computation:
         if others:
             raise not_an_argument("Linear", others, Linear.__call__)
-        array = _calls.checked("Linear", "x", x, self.in_features, self.weights_dtype)
+        array = _computation.checked("Linear", "x", x, self.in_features, self.weights_dtype)
         if activation is not None:
             choice("Linear", "activation", activation, PLAIN_ACTIVATIONS)
 
@@ -126,7 +126,7 @@ class Linear(Layer):
 
 
 @dataclass(eq=False)
-class _Norm(Layer):
+class NormLayer(Layer):
     """A norm over the last axis: the base of `LayerNorm` and `RMSNorm`."""
 
     features: int
@@ -161,8 +161,8 @@ class _Norm(Layer):
     def _computation(self, x: ArrayLike, **others: Any) -> Computation:
         func = type(self).__name__
         if others:
-            raise not_an_argument(func, others, _Norm.__call__)
-        array = _calls.checked(func, "x", x, self.features, self.weights_dtype)
+            raise not_an_argument(func, others, NormLayer.__call__)
+        array = _computation.checked(func, "x", x, self.features, self.weights_dtype)
         return Computation(func, [self], {"x": array}, self._forward, array.shape)
 
     def _forward(self, tape: Plain, x: Any, over: bool = False) -> Any:
@@ -180,7 +180,7 @@ class _Norm(Layer):
 
 
 @dataclass(eq=False)
-class LayerNorm(_Norm):
+class LayerNorm(NormLayer):
     """``(x - mean) / sqrt(var + eps) * weight + bias``: torch's ``nn.LayerNorm`` over the last axis.
 
     Parameters
@@ -200,7 +200,7 @@ class LayerNorm(_Norm):
 
 
 @dataclass(eq=False)
-class RMSNorm(_Norm):
+class RMSNorm(NormLayer):
     """``x / sqrt(mean(x**2) + eps) * weight``: torch's ``nn.RMSNorm`` over the last axis.
 
     The parameters are those of `LayerNorm`, without a bias. eps is 1e-6 by default, as in most models;
@@ -263,7 +263,7 @@ class FeedForward(Layer):
 
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
         """The feed-forward of x, (..., d_model), plus `residual`, which may be `out` itself."""
-        array = _calls.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
+        array = _computation.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
         if residual is None and out is None:
             result: Array = self._forward(PLAIN, rows(array)).reshape(array.shape)
             return result
@@ -274,7 +274,7 @@ class FeedForward(Layer):
     def _computation(self, x: ArrayLike, **others: Any) -> Computation:
         if others:
             raise not_an_argument("FeedForward", others, FeedForward.__call__)
-        array = _calls.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
+        array = _computation.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
         return Computation("FeedForward", [self], {"x": array}, self._forward, array.shape)
 
     def _forward(self, tape: Plain, x: Any, residual: Any = None, over: bool = False) -> Any:

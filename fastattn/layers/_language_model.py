@@ -15,12 +15,11 @@ from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, in
 from fastattn.cache import KVCache
 from fastattn.grad._linear import TRAINED
 from fastattn.grad._loss import targets_of
-from fastattn.layers._residual import require_head_options
 from fastattn.layers._rotary import Rope
 from fastattn.layers._sampling import Sampler
 from fastattn.layers._stacks import TransformerEncoder
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, normal
-from fastattn.layers._transformer import TransformerEncoderLayer
+from fastattn.layers._transformer import TransformerEncoderLayer, require_head_options
 from fastattn.positions import rope_frequencies
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, Ints
-    from fastattn.layers._heads import HeadOptions
+    from fastattn.layers._attention_parameters import HeadOptions
     from fastattn.layers._state import Fields, Taken
 
 _FUNC = "LanguageModel"

@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag
-from fastattn.layers import _calls
+from fastattn.layers import _computation
 from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Rope:
 
     def __init__(self, frequencies: RopeFrequencies, interleaved: bool = False):
         expected = "what rope_frequencies(head_dim) returns"
-        _calls.require("Rope", "frequencies", frequencies, RopeFrequencies, expected)
+        _computation.require("Rope", "frequencies", frequencies, RopeFrequencies, expected)
         self.frequencies, self.interleaved = frequencies, flag("Rope", "interleaved", interleaved)
         # By lane type, for positions 0, 1, ...; their length doubles when it is too small.
         self._tables: dict[np.dtype[Any], tuple[Array, Array]] = {}

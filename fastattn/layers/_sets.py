@@ -9,7 +9,7 @@ import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.values import as_array, broadcast_batch, float_array, is_float
-from fastattn.layers import _calls
+from fastattn.layers import _computation
 from fastattn.layers._basic import FeedForward
 from fastattn.layers._computation import Computation, differentiable
 from fastattn.layers._scores import MASK_DTYPES, Names
@@ -88,7 +88,7 @@ def induced_set_attention(
         True hides an element of x from the others. The result still has a vector for it.
     """
     func = "induced_set_attention"
-    _calls.require(func, "second", second, TransformerEncoderLayer, _LAYER)
+    _computation.require(func, "second", second, TransformerEncoderLayer, _LAYER)
     sets = _Sets(func, first, inducing, x, key_padding_mask, ("first", "inducing", "x"))
     sets.require_fit("second", second, first)
 
@@ -122,7 +122,7 @@ def pooling_by_attention(
     """
     func, layers = "pooling_by_attention", [layer] if feed_forward is None else [layer, feed_forward]
     if feed_forward is not None:
-        _calls.require(func, "feed_forward", feed_forward, FeedForward, "a FeedForward")
+        _computation.require(func, "feed_forward", feed_forward, FeedForward, "a FeedForward")
     sets = _Sets(func, layer, seeds, x, key_padding_mask, ("layer", "seeds", "x"))
     if feed_forward is not None:
         sets.require_fit("feed_forward", feed_forward, layer)
@@ -170,7 +170,7 @@ def perceiver(
     .. [1] A. Jaegle et al., "Perceiver: General Perception with Iterative Attention", 2021, arXiv:2103.03206.
     """
     func = "perceiver"
-    _calls.require(func, "latent", latent, _LATENT, _LATENTS)
+    _computation.require(func, "latent", latent, _LATENT, _LATENTS)
     sets = _Sets(func, cross, latents, x, key_padding_mask, ("cross", "latents", "x"))
     if latent is not None:
         inner = latent.layers[0] if isinstance(latent, TransformerEncoder) else latent
@@ -188,7 +188,7 @@ class _Sets:
     """Two sets, checked; messages of `func` call the layer and them by `names`."""
 
     def __init__(self, func: str, layer: Any, x: Any, y: Any, mask: Any, names: tuple[str, str, str]):
-        _calls.require(func, names[0], layer, TransformerEncoderLayer, _LAYER)
+        _computation.require(func, names[0], layer, TransformerEncoderLayer, _LAYER)
         ours, theirs = float_array(func, names[1], x), float_array(func, names[2], y)
         width = layer.d_model
         for name, array in zip(names[1:], (ours, theirs), strict=True):
@@ -208,7 +208,7 @@ class _Sets:
             self._hidden = (mask if mask.dtype == np.bool_ else mask == -np.inf).ravel()
         self._func, self._batch, self.size = func, batch, prod(batch)
         self._arrays = {
-            name: _calls.checked(func, name, array, width, layer.weights_dtype)
+            name: _computation.checked(func, name, array, width, layer.weights_dtype)
             for name, array in zip(names[1:], (ours, theirs), strict=True)
         }
         self._names = Names(func, names[1], "attn_mask", "key_padding_mask")
@@ -237,7 +237,7 @@ class _Sets:
     def attend(self, tape: Plain, layer: TransformerEncoderLayer, x: Any, y: Any, mask: Any) -> Any:
         """`set_attention` of rows."""
         if mask is not None and not self._batch:
-            mask = _calls.one_batch(self._func, "key_padding_mask", mask)
+            mask = _computation.one_batch(self._func, "key_padding_mask", mask)
         sizes = self.sizes(tape, x)
         how: Any = {"key": y, "key_padding_mask": mask, "names": self._names}
         total = layer._add_attention(tape, layer.norm1, x, layer.self_attn, sizes, **how)

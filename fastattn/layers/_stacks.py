@@ -18,11 +18,10 @@ from fastattn._args.values import flag, integer, iterated
 from fastattn._args.words import not_an_argument
 from fastattn._engine.tape import PLAIN
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
-from fastattn.layers import _calls
-from fastattn.layers._basic import _Norm
+from fastattn.layers import _computation
+from fastattn.layers._attention_parameters import HeadOptions
+from fastattn.layers._basic import NormLayer
 from fastattn.layers._computation import Computation
-from fastattn.layers._heads import HeadOptions
-from fastattn.layers._residual import TransformerLayer, require_fields
 from fastattn.layers._scores import padding_alone
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
@@ -31,6 +30,8 @@ from fastattn.layers._transformer import (
     OverMemoryOptions,
     TransformerDecoderLayer,
     TransformerEncoderLayer,
+    TransformerLayer,
+    require_fields,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from fastattn._args.options import NoOptions
     from fastattn._args.types import Array, Rounding
     from fastattn._engine.tape import Plain
-    from fastattn.layers._residual import Norm
 
 
 _NOTHING = nullcontext()
@@ -50,7 +50,7 @@ class LayerStack(Layer):
     """Layers one after another, and an optional norm after them."""
 
     layers: Sequence[Any]
-    norm: Norm | None
+    norm: NormLayer | None
     _kind: ClassVar[type[Layer]]  # of the layers
     _cache_kind: ClassVar[type]
 
@@ -84,10 +84,10 @@ class LayerStack(Layer):
         if not self.layers:
             raise ValueError(f"{func}(): layers is empty; expected at least one layer")
         for i, layer in enumerate(self.layers):
-            _calls.require(func, f"layers[{i}]", layer, self._kind, kind)
+            _computation.require(func, f"layers[{i}]", layer, self._kind, kind)
         widths = {f"layers[{i}].d_model": layer.d_model for i, layer in enumerate(self.layers)}
         if self.norm is not None:
-            _calls.require(func, "norm", self.norm, _Norm, "a LayerNorm, an RMSNorm or None")
+            _computation.require(func, "norm", self.norm, NormLayer, "a LayerNorm, an RMSNorm or None")
             widths["norm.features"] = self.norm.features
         width = self.layers[0].d_model
         for name, other in widths.items():
@@ -138,7 +138,7 @@ class TransformerEncoder(LayerStack):
     """
 
     layers: Sequence[TransformerEncoderLayer]
-    norm: Norm | None = None
+    norm: NormLayer | None = None
     _kind, _cache_kind = TransformerEncoderLayer, KVCache
 
     def __call__(
@@ -228,7 +228,7 @@ class TransformerDecoder(LayerStack):
     """
 
     layers: Sequence[TransformerDecoderLayer]
-    norm: Norm | None = None
+    norm: NormLayer | None = None
     _kind, _cache_kind = TransformerDecoderLayer, DecoderCache
 
     def __call__(

@@ -1,4 +1,4 @@
-"""What every layer shares: its parameters by name, which can be loaded and saved.
+"""The base of all layers: parameters by name, which can be loaded and saved.
 
 A layer says which parameters it holds (`_parameters`), which other layers it consists of (`_children`), how
 named arrays become its fields (`_pack`) and how its fields become named arrays again (`_named`). Loading
@@ -120,7 +120,7 @@ class Layer:
         return super().__new__(cls)
 
     def _parameters(self) -> dict[str, Parameter]:
-        """What this layer itself holds, in torch's order."""
+        """Parameters that this layer itself holds, in torch's order."""
         return {}
 
     def _children(self) -> dict[str, Layer]:
@@ -134,7 +134,7 @@ class Layer:
         return {field: None if array is None else array.astype(lane) for field, array in held}
 
     def _named(self, plain: Taken) -> dict[str, Array]:
-        """What `plain` makes of each field, by the names that `_pack` takes; here those of `_vectors`."""
+        """Results of `plain` for the fields, by the names that `_pack` takes; here for `_vectors`."""
         held = ((name, plain(getattr(self, field))) for name, field in self._vectors)
         return {name: array for name, array in held if array is not None}
 
@@ -151,13 +151,14 @@ class Layer:
         **options: Any,
     ) -> tuple[Any, Pullback]:
         """The result of a call, and its pullback: see `fastattn.grad.vjp`."""
-        for name, expected in _WITHOUT_GRADIENTS.items():
-            if options.get(name) is not None:
+        for name, given in options.items():
+            if given is not None and name in _WITHOUT_GRADIENTS:
+                expected = _WITHOUT_GRADIENTS[name]
                 raise ValueError(f"{type(self).__name__}(): {name} is given; expected {expected}")
         return self._computation(*inputs, **options).with_pullback(checkpoint, dropout, seed)
 
     def _settle(self, gradients: Gradients) -> None:
-        """Give the gradients of what several fields share to each of them."""
+        """Move gradients of packed parameters to the fields that share them."""
 
     def __getattr__(self, name: str) -> Any:
         """Raise: `name` is a field that waits for parameters, or no attribute at all."""
@@ -167,7 +168,7 @@ class Layer:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _place(self) -> str:
-        """What this layer looks like from outside; a layer that looks the same can replace it."""
+        """Description of the layer from outside; a layer with an equal one can replace it."""
         return f"a {type(self).__name__}"
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -270,7 +271,7 @@ class Layer:
         return self._named(_copied)
 
     def _all_named(self, plain: Taken) -> dict[str, Array]:
-        """What `plain` makes of all parameters, by name, in torch's order."""
+        """Results of `plain` for all parameters, by name, in torch's order."""
         found = {
             prefix + name: array
             for prefix, layer in self._walk()

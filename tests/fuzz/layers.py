@@ -12,8 +12,8 @@ from recipes import RECIPES, Call, native, recipe
 from fastattn import layers, positions
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
 from fastattn._args.types import lane_dtype
+from fastattn.layers._attention_parameters import StackedMaps
 from fastattn.layers._basic import ACTIVATIONS
-from fastattn.layers._projections import StackedMaps
 
 OPERATIONS = (
     "linear",
