@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _EARLIER = "none: keys and values of earlier calls have no gradients"
 _WITHOUT_GRADIENTS = {  # options of calls, and what is expected where there are gradients
     **dict.fromkeys(("cache", "lengths", "keys_values"), _EARLIER),
+    "out": "None: the pullback reads the result",
     "residual": "None: add it to the result, whose gradient is the residual's, too",
 }
 
@@ -155,6 +156,7 @@ class Layer:
             if given is not None and name in _WITHOUT_GRADIENTS:
                 expected = _WITHOUT_GRADIENTS[name]
                 raise ValueError(f"{type(self).__name__}(): {name} is given; expected {expected}")
+        options = {name: x for name, x in options.items() if name not in _WITHOUT_GRADIENTS}
         return self._computation(*inputs, **options).with_pullback(checkpoint, dropout, seed)
 
     def _settle(self, gradients: Gradients) -> None:

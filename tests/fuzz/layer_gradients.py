@@ -21,7 +21,10 @@ NOT_RECORDED = ("need_weights", "average_attn_weights", "residual")
 
 def pulled(forward):
     """A function that calls `vjp` of `forward` and then its pullback with the argument `dout`."""
-    own = list(inspect.signature(forward._vjp).parameters.values())
+    own = {name: x for name, x in inspect.signature(forward).parameters.items() if name != "out"}
+    more = inspect.signature(forward._vjp).parameters
+    own |= {name: x for name, x in more.items() if x.kind == x.KEYWORD_ONLY}
+    own = sorted(own.values(), key=lambda parameter: parameter.kind)
     dout = inspect.Parameter("dout", inspect.Parameter.KEYWORD_ONLY)
     last = [x for x in own if x.kind == x.VAR_KEYWORD]
     places = [x.name for x in own if x.kind == x.POSITIONAL_OR_KEYWORD]

@@ -445,6 +445,17 @@ def test_errors():
         vjp(attention, x, cache=KVCache())
     with pytest.raises(TypeError, match="average_attn_weights is given; expected none"):
         vjp(MultiHeadAttention(16, 2, rng=0), np.zeros((1, 3, 16), "f"), average_attn_weights=True)
+    for kind, name in (
+        (layer, "cache"),
+        (layer, "lengths"),
+        (attention, "keys_values"),
+        (attention, "residual"),
+    ):
+        np.testing.assert_array_equal(vjp(kind, x, **{name: None})[0], kind(x))
+        with pytest.raises(
+            ValueError, match=rf"^{type(kind).__name__}\(\): {name} is given; expected [nN]one"
+        ):
+            vjp(kind, x, **{name: x})
     with pytest.raises(ValueError, match="residual is given"):
         vjp(attention, x, residual=x)
     with pytest.raises(TypeError, match="causal"):
