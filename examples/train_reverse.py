@@ -39,7 +39,8 @@ class Reverser:
         source, target, table = words, reverse(words), self.table
         given = np.concatenate((np.full((len(words), 1), BEGIN), target[:, :-1]), axis=1)
         hidden = source == PAD
-        out, pullback = self.transformer.forward_backward(
+        out, pullback = grad.vjp(
+            self.transformer,
             self.embedded(source),
             self.embedded(given),
             src_key_padding_mask=hidden,

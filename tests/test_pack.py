@@ -12,7 +12,7 @@ from fastattn import models, ops
 from fastattn._args.pack import blocks_args
 from fastattn._args.packed import WEIGHT_DTYPES, RowBlock
 from fastattn._engine import dispatch, settings
-from fastattn.layers._projections import stack
+from fastattn.layers._attention_parameters import stack
 
 BF16 = ml_dtypes.bfloat16
 SOURCES = [np.float32, np.float64, np.float16, BF16]
@@ -154,7 +154,7 @@ def test_packing_holds_no_copy(source):
     x = np.ones((3000, 2000), source)
     packed, peak = peak_of(lambda: ops.pack(x, dtype="int8"))
     assert peak < packed.nbytes + SLACK
-    stacked, peak = peak_of(lambda: stack([x, x[:999]], [], "int8"))
+    stacked, peak = peak_of(lambda: stack([x, x[:999]], [], "int8", 1))
     assert peak < stacked.weight.nbytes + SLACK
 
 

@@ -10,6 +10,7 @@ from tiny_tokenizers import write_byte_tokenizer, write_tokenizer
 
 import fastattn
 from fastattn import functional, layers, masks, models
+from fastattn.grad import vjp
 
 Q = np.ones((1, 2, 4, 8), np.float32)
 X = np.ones((1, 4, 8), np.float32)
@@ -40,9 +41,9 @@ CALLS = {
     ),
     "MultiHeadAttention": lambda **named: HEADS(X, **named),
     "TransformerEncoderLayer": lambda **named: LAYER(X, **named),
-    "TransformerEncoderLayer.forward_backward": lambda **named: LAYER.forward_backward(X, **named),
+    "vjp(TransformerEncoderLayer)": lambda **named: vjp(LAYER, X, **named),
     "TransformerEncoder": lambda **named: STACK(X, **named),
-    "TransformerEncoder.forward_backward": lambda **named: STACK.forward_backward(X, **named),
+    "vjp(TransformerEncoder)": lambda **named: vjp(STACK, X, **named),
     "TransformerDecoderLayer": lambda **named: DECODER(X, X, **named),
     "made MultiHeadAttention": lambda **named: layers.MultiHeadAttention(8, 2, **named),
     "made TransformerEncoderLayer": lambda **named: layers.TransformerEncoderLayer(8, 2, **named),
@@ -89,7 +90,7 @@ SAID = {
         "mask": f"; expected attn_mask {HIDES}$",
         "attention_mask": f"; expected key_padding_mask {HIDES}$",
         "kv_lengths": f"; expected key_padding_mask {HIDES}$",
-        "dropout_p": ": forward_backward takes dropout=, where gradients are made$",
+        "dropout_p": ": grad.vjp takes dropout=, where gradients are made$",
         "output_attentions": WEIGHTS,
     },
     "TransformerEncoderLayer": {
@@ -98,16 +99,16 @@ SAID = {
         "attn_mask": f"; expected src_mask {HIDES}$",
         "key_padding_mask": f"; expected src_key_padding_mask {HIDES}$",
     },
-    "TransformerEncoderLayer.forward_backward": {
+    "vjp(TransformerEncoderLayer)": {
         "causal": "; expected is_causal$",
-        "dropout_p": r"; expected dropout \(with a seed\)$",
+        "dropout_p": ": grad.vjp takes dropout=",
     },
     "TransformerEncoder": {
         "causal": "; expected is_causal$",
         "src_mask": f"; expected mask {HIDES}$",
         "key_padding_mask": f"; expected src_key_padding_mask {HIDES}$",
     },
-    "TransformerEncoder.forward_backward": {"causal": "; expected is_causal$"},
+    "vjp(TransformerEncoder)": {"causal": "; expected is_causal$"},
     "TransformerDecoderLayer": {
         "is_causal": "; expected tgt_is_causal$",
         "mask": f"; expected tgt_mask {HIDES}$",
@@ -116,7 +117,7 @@ SAID = {
         "nhead": "; expected num_heads$",
         "num_key_value_heads": "; expected num_kv_heads$",
         "batch_first": ": the first axis is always the batch$",
-        "dropout": ": forward_backward takes dropout=",
+        "dropout": ": grad.vjp takes dropout=",
         "causal": ": calls take is_causal and masks$",
         "attn_mask": ": calls take is_causal and masks$",
         "device": ": it computes on CPUs$",
@@ -134,7 +135,7 @@ SAID = {
     ("name", "word"), [(name, word) for name, words in SAID.items() for word in words], ids=str
 )
 def test_the_right_name_is_said(name, word):
-    func = name.removeprefix("made ")
+    func = name.removeprefix("made ").removeprefix("vjp(").removesuffix(")")
     with pytest.raises(
         TypeError, match=rf"^{re.escape(func)}\(\): {word} is not an argument{SAID[name][word]}"
     ):

@@ -160,5 +160,5 @@ def _instead(word: str, names: list[str]) -> str:
     if expected:
         return f"; expected {' or '.join(expected)}"
     if (makes or hides) and {"dropout", "dropout_p"} & {word, *same}:
-        return ": forward_backward takes dropout=, where gradients are made"
+        return ": grad.vjp takes dropout=, where gradients are made"
     return f": {_INSTEAD[word]}" if word in _INSTEAD else ""

@@ -1,1 +1,1 @@
-"""What runs a checked call: settings, dispatch, programs of steps, memory, the compiled layer."""
+"""The engine that runs a checked call: settings, dispatch, programs of steps, memory, the compiled layer."""

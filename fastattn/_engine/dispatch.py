@@ -77,13 +77,13 @@ def run(args: AnyArgs, backend: str | None = None) -> None:
     """Compute `args` on `backend`, a checked name, or on the default one."""
     # An empty result may still have more batch items than a loop could visit. A recurrence has to write its
     # state even so.
-    if not args.kernel.startswith("recurrent") and not args.out.size:
+    if not args.out.size and not args.kernel.startswith("recurrent"):
         return
     _run(args, backend)
 
 
 def run_grad(args: AnyGradArgs, backend: str | None = None) -> None:
-    """The same for the arguments of a gradient, which may be a sum over no rows."""
+    """Compute the arguments of a gradient, which may be a sum over no rows."""
     if args.empty:
         _TWINS[args.kernel](args)
     else:

@@ -4,39 +4,44 @@ The Python code between two kernels is short, but it has left the caches by the 
 passing the arguments of one kernel then costs 20 to 80 microseconds, a quarter of a small model's time. A
 program keeps what is the same in every call, so that a call only says where the rows are.
 
-A new kind of step is a class here and one in ``core/program.pxi``; docs/architecture.md has the recipe.
+Each step is written on the operations of a tape: `PLAIN` runs it on NumPy, where there are no kernels, and a
+`Tape` records it for its gradients. A new kind of step is a class here and one in ``core/program.pxi``;
+docs/architecture.md has the recipe.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fastattn._args.packed import LinearArgs
-from fastattn._args.types import RopeArgs, RowsArgs, plain_args
-from fastattn._engine import dispatch, settings
+from fastattn._args.types import plain_args
+from fastattn._engine import settings
 from fastattn._engine.scratch import keep, scratch
+from fastattn._engine.tape import PLAIN, Tape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from fastattn._args.key_ranges import Range
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Activation, Array, Ints, Rounding
+    from fastattn._args.types import Activation, Array, AttentionArgs, Ints, Rounding
     from fastattn._engine.slots import Slots
+    from fastattn._engine.tape import Plain
 
-    Buffers = Mapping[str, Array]
+    # The present value of each buffer: an array for `PLAIN`, a `Value` for a `Tape`.
+    Values = Mapping[str, Any]
 
 # The caller's two buffers: where a program reads its rows, and where it writes its result.
 X, OUT = "x", "out"
 
 
 class Sequences(NamedTuple):
-    """What the rows of a call are: `batch` sequences end to end, of one length if there are no `begins`.
+    """The rows of a call: `batch` sequences end to end, of one length if there are no `begins`.
 
     With `begins`, arrays have (1, rows) for the axes (batch, 1, length).
     """
@@ -51,7 +56,7 @@ class Sequences(NamedTuple):
     biases: tuple[Array, ...] = ()
 
     def alone(self) -> Iterator[tuple[slice, Sequences]]:
-        """The rows of each sequence of a ragged batch, and what they are without the others."""
+        """The rows of each sequence of a ragged batch, and the sequence as a batch of its own."""
         assert self.begins is not None
         for i, (begin, end) in enumerate(pairwise(self.begins.tolist())):
             rows = slice(begin, end)
@@ -84,8 +89,8 @@ class Step:
         """How many features of `out` it writes."""
         raise NotImplementedError
 
-    def run(self, buffers: Buffers, call: Sequences) -> None:
-        """Compute it with the kernel's NumPy twin."""
+    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+        """The value of buffer `out` after the step; `PLAIN` writes it to the array `out`."""
         raise NotImplementedError
 
 
@@ -109,11 +114,10 @@ class LinearStep(Step):
     def columns(self) -> int:
         return self.weight.out_features
 
-    def run(self, buffers: Buffers, call: Sequences) -> None:
-        x, out = buffers[self.x], buffers[self.out]
-        residual = None if self.residual is None else buffers[self.residual]
-        parameters = self.weight, self.bias, self.activation
-        dispatch.run(LinearArgs(x, *parameters, residual, out, 1, self.activations))
+    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+        residual = None if self.residual is None else values[self.residual]
+        parameters = self.weight, self.bias, self.activations, self.activation
+        return tape.linear(values[self.x], *parameters, residual, out=out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,17 +135,15 @@ class NormStep(Step):
     def columns(self) -> int:
         return self.weight.size
 
-    def run(self, buffers: Buffers, call: Sequences) -> None:
-        begin = 0
-        for weight in np.atleast_2d(self.weight):
-            part = slice(begin, begin := begin + len(weight))
-            x, out = buffers[self.x][:, part], buffers[self.out][:, part]
-            dispatch.run(RowsArgs(self.kind, x, out, 1, weight=weight, bias=self.bias, eps=self.eps))
+    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+        if self.weight.ndim == 2:
+            return tape.head_norm(values[self.x], self.kind, self.weight, self.eps)
+        return tape.norm(values[self.x], self.kind, self.weight, self.bias, self.eps, out=out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddStep(Step):
-    """``out = x + residual``: for what a norm stands in front of, as `LinearStep` adds its own result."""
+    """``out = x + residual``, after a norm; a `LinearStep` adds its residual itself."""
 
     op = "add"
 
@@ -156,9 +158,8 @@ class AddStep(Step):
     def columns(self) -> int:
         return self.features
 
-    def run(self, buffers: Buffers, call: Sequences) -> None:
-        x, out = buffers[self.x], buffers[self.out]
-        dispatch.run(RowsArgs("activate", x, out, 1, residual=buffers[self.residual]))
+    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+        return tape.add(tape.dropped(values[self.x]), values[self.residual], out=out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,33 +185,80 @@ class AttendStep(Step):
     def columns(self) -> int:
         return self.heads * self.head_dim
 
-    def run(self, buffers: Buffers, call: Sequences) -> None:
-        if call.begins is not None:
-            for rows, own in call.alone():
-                if rows.stop > rows.start:
-                    self.run({name: array[rows] for name, array in buffers.items()}, own)
-            return
+    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+        x = values[self.x]
+        n = len(tape.array(x))
+        if not n:
+            return tape.views(x, lambda array: [array[:, : self.columns]])[0]
+        if out is None:
+            out = tape.empty(None, n, self.columns, tape.array(x).dtype)
+        end = self.heads + self.heads_kv
+        used = (end + self.heads_kv) * self.head_dim
+        parts = self._parts(call, n)
 
-        def heads(array: Array) -> Array:
-            batch = call.batch
-            return array.reshape(batch, len(array) // batch, -1, self.head_dim).transpose(0, 2, 1, 3)
+        def by_head(array: Array) -> list[Array]:
+            return [_by_head(array[rows], own, self.head_dim) for rows, own in parts]
 
-        together, end = heads(buffers[self.x]), self.heads + self.heads_kv
-        qk, v = together[:, :end], together[:, end:]
-        if self.rotation is not None:
-            dispatch.run(RopeArgs(qk, qk, *call.rotations[self.rotation], False, 1))
-        q, k = qk[:, : self.heads], qk[:, self.heads :]
+        # Queries and keys together where they are rotated, which is one kernel.
+        cuts = (self.heads, end) if self.rotation is None else (end,)
+
+        def inputs(array: Array) -> list[Array]:
+            return [head for each in by_head(array[:, :used]) for head in _cut(each, *cuts)]
+
+        found = iter(tape.views(x, inputs, used == tape.array(x).shape[1]))
+        calls = []
+        for (_, own), result in zip(parts, by_head(out), strict=True):
+            if self.rotation is None:
+                q, k = next(found), next(found)
+            else:
+                rotated = tape.rotate(next(found), *own.rotations[self.rotation])
+                q, k = tape.views(rotated, lambda array: _cut(array, self.heads))
+            v = next(found)
+            args = self._args(own, tape.array(q), tape.array(k), tape.array(v), result)
+            calls.append((args, q, k, v))
+        return tape.attend(calls, out, by_head, table=None if self.bias is None else call.biases[self.bias])
+
+    def _parts(self, call: Sequences, n: int) -> list[tuple[slice, Sequences]]:
+        """The attentions of n rows that are computed at a time.
+
+        A ragged batch with a bias or a cache is computed one by one.
+        """
+        if call.begins is not None and not (self.bias is None and call.slots is None):
+            return [(rows, own) for rows, own in call.alone() if rows.stop > rows.start]
+        return [(slice(0, n), call)]
+
+    def _args(self, call: Sequences, q: Array, k: Array, v: Array, out: Array) -> AttentionArgs:
+        """The arguments of one attention; new keys and values go to the cache, if there is one."""
         scales: list[Array] = []
         if call.slots is not None:
             k, v, *scales = call.slots.put(k, v, self.layer * self.heads_kv)
-        args = plain_args(q, k, v, heads(buffers[self.out]), 1)
+        threads = settings.get_num_threads()
+        if call.begins is None:
+            args = plain_args(q, k, v, out, threads)
+        else:
+            args = plain_args(q[None], k[None], v[None], out[None], threads)
+            args.q, args.k, args.v, args.out = q, k, v, out
+            args.batch_shape, args.begins = (call.batch,), (call.begins, call.begins)
         if scales:
             args.k_scale, args.v_scale = scales
         args.scale = self.scale
         args.row_begin, args.row_end = call.ranges[self.ranges]
         if self.bias is not None:
             args.bias = by_distance(call.biases[self.bias], args.len_q)
-        dispatch.run(args)
+        return args
+
+
+def _cut(heads: Array, *cuts: int) -> list[Array]:
+    """Heads (..., heads, length, size) up to each of `cuts`, and the rest."""
+    begins = 0, *cuts
+    return [heads[..., begin:end, :, :] for begin, end in zip(begins, (*cuts, None), strict=True)]
+
+
+def _by_head(rows: Array, call: Sequences, size: int) -> Array:
+    """Rows as (batch, heads, length, size), or of a ragged batch (heads, rows, size)."""
+    if call.begins is not None:
+        return rows.reshape(len(rows), -1, size).swapaxes(0, 1)
+    return rows.reshape(call.batch, len(rows) // call.batch, -1, size).transpose(0, 2, 1, 3)
 
 
 def by_distance(table: Array, length: int) -> Array:
@@ -235,28 +283,56 @@ class Program:
     steps: tuple[Step, ...]
     places: dict[str, tuple[int, int]]  # begin and width of each scratch buffer, in features of a row
     columns: int  # of OUT
+    _width: int = field(init=False, repr=False)  # of all scratch buffers together
     _compiled: Any = field(default=None, init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        self._width = max((begin + width for begin, width in self.places.values()), default=0)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a tape can record every step: those that run in Python only have no gradients."""
+        return all(step.op is not None for step in self.steps)
+
+    def on(self, tape: Plain, x: Any, call: Sequences, checkpoint: bool = False) -> Any:
+        """The value of OUT; a `Tape` runs step by step, each with an array of its own for its result.
+
+        With `checkpoint`, only the input of each block is kept, and the block runs again for its gradients.
+        """
+        if not tape.recording:
+            return self.run(x, call)
+        assert isinstance(tape, Tape)
+        if call.slots is not None:
+            raise ValueError("fastattn: a program with a cache has no gradients")
+        if not self.steps:
+            return tape.note(x.array, x.put)
+        whole = _Segment(X, self.steps, self.steps[-1].out)
+        if not checkpoint:
+            return whole.run(call, tape, x)
+        for segment in _segments(self.steps):
+            x = tape.checkpoint(partial(segment.run, call), x)
+        return x
+
     def run(self, x: Array, call: Sequences) -> Array:
-        """OUT, a new array of x's dtype."""
+        """OUT, a new array of x's dtype, in one call of the compiled layer."""
         n = len(x)
         out = np.empty((n, self.columns), x.dtype)
         if not out.size:
             return out
-        ends = (begin + width for begin, width in self.places.values())
-        memory = scratch(self.use, n, max(ends, default=0), x.dtype)
-        if settings.default_backend() == "compiled":
+        memory = scratch(self.use, n, self._width, x.dtype)
+        if settings.current.backend == "compiled":
             if self._compiled is None:
                 self._compiled = self._compile()
             for part in self._compiled:
                 if isinstance(part, Step):
-                    part.run(self._buffers(x, out, memory), call)
+                    buffers = self._buffers(x, out, memory)
+                    part.run(PLAIN, buffers, call, buffers[part.out])
                 else:
                     part.run(x, out, memory, call, settings.get_num_threads())
         else:
             buffers = self._buffers(x, out, memory)
             for step in self.steps:
-                step.run(buffers, call)
+                step.run(PLAIN, buffers, call, buffers[step.out])
         keep(self.use, memory)
         return out
 
@@ -268,7 +344,7 @@ class Program:
             parts += some if in_python else [settings.core.Program(some, self.places)]
         return parts
 
-    def _buffers(self, x: Array, out: Array, memory: Array) -> Buffers:
+    def _buffers(self, x: Array, out: Array, memory: Array) -> dict[str, Array]:
         n, flat, buffers = len(x), memory.reshape(-1), {X: x, OUT: out}
         for name, (begin, width) in self.places.items():
             buffers[name] = flat[n * begin : n * (begin + width)].reshape(n, width)
@@ -309,3 +385,36 @@ def build(use: str, steps: Sequence[Step]) -> Program:
             begin = max(begin, other + width)
         places[name] = begin, widths[name]
     return Program(use, tuple(steps), places, columns)
+
+
+class _Segment(NamedTuple):
+    """Steps that share one buffer with those before them, and one with those after them."""
+
+    x: str
+    steps: tuple[Step, ...]
+    out: str
+
+    def run(self, call: Sequences, tape: Tape, x: Any) -> Any:
+        values = {self.x: x}
+        for step in self.steps:
+            values[step.out] = step.run(tape, values, call)
+        return values[self.out]
+
+
+def _segments(steps: Sequence[Step]) -> list[_Segment]:
+    """Checkpoint segments: one attention each, cut where one buffer is live."""
+    needed, alone = {OUT}, {len(steps): OUT}  # the only buffer that is needed before the step of that number
+    for i in range(len(steps) - 1, -1, -1):
+        needed = needed.difference((steps[i].out,)).union(steps[i].reads)
+        if len(needed) == 1:
+            (alone[i],) = needed
+    cuts, last = [0], None
+    for i, step in enumerate(steps):
+        if i in alone and i > cuts[-1]:
+            last = i
+        if isinstance(step, AttendStep):
+            if last is not None and any(isinstance(s, AttendStep) for s in steps[cuts[-1] : last]):
+                cuts.append(last)
+            last = None
+    cuts.append(len(steps))
+    return [_Segment(alone[begin], tuple(steps[begin:end]), alone[end]) for begin, end in pairwise(cuts)]

@@ -39,7 +39,7 @@ def recycled_empty(shape: Shape, dtype: np.dtype[Any]) -> Array:
     try:
         memory = _kept[n_bytes].pop()
     except (KeyError, IndexError):
-        _kept.clear()  # of a step with other shapes: what is kept and what is used never add up
+        _kept.clear()  # shapes changed: drop the old blocks
         memory = aligned_empty((n_bytes,), np.dtype(np.uint8))
     result: Array = np.asarray(_Lease(memory)).view(dtype).reshape(shape)
     return result

@@ -28,7 +28,7 @@ class Slots(NamedTuple):
     v_scale: Array | None = None
 
     def of_sequence(self, i: int, tokens: int) -> Slots:
-        """Those of sequence i alone, which gets so many tokens."""
+        """Slots of sequence i alone, which gets so many tokens."""
         start = self.starts if isinstance(self.starts, int) else int(self.starts[i])
         k_scale, v_scale = (None if x is None else x[i : i + 1] for x in (self.k_scale, self.v_scale))
         k, v = self.k[i : i + 1], self.v[i : i + 1]

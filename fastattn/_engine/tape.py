@@ -1,46 +1,215 @@
-"""A computation that is recorded while it runs, for its gradients: reverse-mode differentiation.
+"""Operations that a tape records for their gradients, or that run as plain calls.
 
-A `Tape` runs operations on `Value`s, arrays that may get a gradient. Each notes how the gradient of its
-result becomes those of its inputs; `Tape.pull` goes through the notes from the last to the first. What an
-input's gradient already holds, as behind a residual connection, is added by the kernel that makes the rest.
+A layer is written once, on the operations of a tape. `PLAIN` keeps nothing: its values are arrays, and each
+operation is one kernel. A `Tape` is reverse-mode differentiation: its values are `Value`s, arrays that may
+get a gradient. Each operation notes how the gradient of its result becomes those of its inputs; `Tape.pull`
+goes through the notes from the last to the first. A kernel adds its part to an input's gradient that is
+already there, as after a residual connection.
 
 Arrays are rows (m, n) with a contiguous last axis. A note is dropped, with what it keeps, when it was used.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.grad_types import DropoutArgs, OuterArgs, RowsGradArgs
 from fastattn._args.packed import LinearArgs, PackedLinear
-from fastattn._args.types import RowsArgs, lane_dtype
+from fastattn._args.types import FLOAT64, BackwardArgs, RopeArgs, RowsArgs, lane_dtype
 from fastattn._engine import dispatch
 from fastattn._engine.recycled import recycled_empty
+from fastattn._engine.scratch import keep, scratch
 from fastattn._engine.settings import get_num_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fastattn._args.types import Activation, Array, Rounding
+    from fastattn._args.types import Activation, Array, AttentionArgs, Rounding
 
     Parameter = Array | PackedLinear
+    Views = Callable[[Array], Sequence[Array]]
+    # One attention of an operation: its arguments, and the values of its queries, keys and values.
+    Call = tuple[AttentionArgs, Any, Any, Any]
 
 _APART = 0x9E3779B97F4A7C15  # between the seeds of attentions: 2**64 times the golden ratio, which is odd
 # Weights that are stored as numbers that can change a little; the others are frozen.
 TRAINED = ("float32", "float64", "bfloat16")
 
 
+class Plain:
+    """Operations without gradients; values are arrays.
+
+    An operation may write to `out`, an array, or with `over` to the memory of its input or residual, which
+    nobody needs any more. `use` names scratch memory for the result; `done` gives it back.
+    """
+
+    recording = False
+
+    @staticmethod
+    def array(x: Any) -> Array:
+        """The array of the value x."""
+        array: Array = x
+        return array
+
+    def done(self, use: str, x: Any) -> None:
+        """Give back the memory of x, whose operation had this `use`."""
+        keep(use, x)
+
+    def empty(self, use: str | None, rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
+        """An uninitialised array for the result of `attend`."""
+        return np.empty((rows, columns), dtype) if use is None else scratch(use, rows, columns, dtype)
+
+    def linear(
+        self,
+        x: Any,
+        weight: PackedLinear,
+        bias: Array | None,
+        rounding: Rounding | None = None,
+        activation: Activation | None = None,
+        residual: Any = None,
+        *,
+        use: str | None = None,
+        over: bool = False,
+        out: Array | None = None,
+    ) -> Any:
+        """`ops.linear`; with `over`, in the residual's memory."""
+        if out is None:
+            n = weight.out_features
+            if over:
+                out = residual
+            else:
+                out = np.empty((len(x), n), x.dtype) if use is None else scratch(use, len(x), n, x.dtype)
+        dispatch.run(
+            LinearArgs(x, weight, bias, activation, residual, out, get_num_threads(), rounding), None
+        )
+        return out
+
+    def norm(
+        self,
+        x: Any,
+        kind: str,
+        weight: Array,
+        bias: Array | None,
+        eps: float,
+        *,
+        over: bool = False,
+        out: Array | None = None,
+    ) -> Any:
+        """`ops.layer_norm` or `ops.rms_norm`."""
+        if out is None:
+            out = x if over else np.empty(x.shape, x.dtype)
+        dispatch.run(RowsArgs(kind, x, out, get_num_threads(), None, None, None, weight, bias, eps))
+        return out
+
+    def head_norm(self, x: Any, kind: str, weight: Array, eps: float) -> Any:
+        """A norm of each of the first heads of a row, in place; weight is (heads, head_dim)."""
+        for part, own in _by_columns(weight):
+            dispatch.run(RowsArgs(kind, x[:, part], x[:, part], get_num_threads(), weight=own, eps=eps))
+        return x
+
+    def add(self, x: Any, residual: Any, *, out: Array | None = None) -> Any:
+        """The sum."""
+        out = np.empty(x.shape, x.dtype) if out is None else out
+        dispatch.run(RowsArgs("activate", x, out, get_num_threads(), residual))
+        return out
+
+    def gate(self, x: Any, up: Any) -> Any:
+        """``sigmoid(x) * up``."""
+        out = np.empty(x.shape, x.dtype)
+        dispatch.run(RowsArgs("activate", x, out, get_num_threads(), up=up, activation="sigmoid"))
+        return out
+
+    def dropped(self, x: Any) -> Any:
+        """x: a plain call drops nothing."""
+        return x
+
+    def views(self, x: Any, views: Views, whole: bool = True) -> Sequence[Any]:
+        """Parts of x, views that do not overlap; `whole`: of all its elements."""
+        return views(x)
+
+    def by_row(self, x: Any) -> Any:
+        """Heads x (batch, heads, length, head_dim) as rows (batch * length * heads, head_dim)."""
+        found: Array = x.transpose(0, 2, 1, 3).reshape(-1, x.shape[3])
+        return found
+
+    def rotate(self, x: Any, cos: Array, sin: Array, interleaved: bool = False) -> Any:
+        """Rotate x (..., heads, length, head_dim) in place by tables ([batch,] 1, length, pairs)."""
+        dispatch.run(RopeArgs(x, x, cos, sin, interleaved, get_num_threads()))
+        return x
+
+    def extended(self, x: Any, longer: Array, parameter: Array | None) -> Any:
+        """Keys or values `longer`, which begin with x; then comes `parameter`, if there is one."""
+        return longer
+
+    def attend(
+        self,
+        calls: Sequence[Call],
+        out: Array,
+        by_head: Views,
+        sinks: Array | None = None,
+        table: Array | None = None,
+    ) -> Any:
+        """Attention of `calls`, in rows of `out`: `by_head` gives the views of it that calls write to.
+
+        `sinks` and `table`, a bias by distance, are parameters.
+        """
+        for args, *_ in calls:
+            dispatch.run(args)
+        return out
+
+    def repeated(self, x: Any, times: int) -> Any:
+        """The rows of x that often."""
+        return np.tile(x, (times, 1))
+
+    def block(self, compute: Callable[..., Any], *inputs: Any) -> Any:
+        """``compute(tape, *inputs)``; a tape with `by_block` keeps nothing else of it."""
+        return compute(self, *inputs)
+
+    def rows(self, x: Any, which: Array) -> Any:
+        """Some rows of x, as a bool array says."""
+        return x[which]
+
+    def spread(self, x: Any, which: Array) -> Any:
+        """Rows of x where a bool array is True, 0 elsewhere."""
+        out = np.zeros((len(which), x.shape[1]), x.dtype)
+        out[which] = x
+        return out
+
+    def cleared(self, x: Any, which: Array, over: bool = False) -> Any:
+        """x with 0 in the rows where a bool array is True, and so in its gradient."""
+        if which.any():
+            x = x if over else x.copy()
+            x[which] = 0
+        return x
+
+
+PLAIN = Plain()
+
+
+def _by_columns(weight: Array) -> list[tuple[slice, Array]]:
+    """The columns of each head, and its weight."""
+    size = weight.shape[1]
+    return [(slice(i * size, (i + 1) * size), own) for i, own in enumerate(weight)]
+
+
 class Value:
     """An array, and the gradient with respect to it as far as it is known."""
 
-    __slots__ = ("_gradient", "_owned", "array")
+    __slots__ = ("_gradient", "_owned", "_room", "array", "made")
 
-    def __init__(self, array: Array):
+    def __init__(self, array: Array, made: bool = False, room: Callable[[], Array] | None = None):
         self.array = array
+        self.made = made  # by an operation, so that others may work in place
+        self._room = room
         self._gradient: Array | None = None
         self._owned = False
+
+    def room(self) -> Array:
+        """An array where an operation may write the gradient, which it then has to `put`."""
+        return recycled_empty(self.array.shape, self.array.dtype) if self._room is None else self._room()
 
     def take(self) -> tuple[Array | None, bool]:
         """The gradient, and whether the taker may overwrite it; it is None then."""
@@ -63,6 +232,18 @@ class Value:
         return np.zeros(self.array.shape, self.array.dtype) if self._gradient is None else self._gradient
 
 
+class _Part(Value):
+    """A view of another value's array, whose gradient is the same view of that one's gradient."""
+
+    __slots__ = ()
+
+    def put(self, gradient: Array, owned: bool) -> None:
+        """Write the gradient to its room."""
+        room = self.room()
+        if gradient is not room:
+            room[...] = gradient
+
+
 class Gradients:
     """Sums of the gradients of parameters, which are known by identity: arrays and packed weights."""
 
@@ -70,14 +251,16 @@ class Gradients:
         self._sums: dict[int, tuple[Parameter, Array]] = {}
 
     def of(self, parameter: Parameter | None) -> Array | None:
-        """That of `parameter`, in plain layout; None if there is none."""
+        """The sum for `parameter`, in plain layout; None if there is none."""
         return None if parameter is None else self._sums.get(id(parameter), (None, None))[1]
+
+    def pop(self, parameter: Parameter | None) -> Array | None:
+        """The sum for `parameter`, which then has none."""
+        return None if parameter is None else self._sums.pop(id(parameter), (None, None))[1]
 
     def move(self, whole: Parameter | None, parts: Sequence[tuple[Parameter | None, slice]]) -> None:
         """Give the gradient of `whole` to its `parts`, rows of it."""
-        there = self.of(whole)
-        if there is not None:
-            del self._sums[id(whole)]
+        if (there := self.pop(whole)) is not None:
             for part, rows in parts:
                 assert part is not None
                 self.add(part, there[rows])
@@ -92,7 +275,7 @@ class Gradients:
 
 
 class Drops(NamedTuple):
-    """What dropout a computation has: its share, the generator's seed, and how many operations had some."""
+    """Dropout of a computation: its share, the generator's seed, and how many operations had some."""
 
     rate: float = 0.0
     seed: int = 0
@@ -104,17 +287,42 @@ class _Note(NamedTuple):
     back: Callable[[Array, bool], None]  # of out's gradient, and whether it may be overwritten
 
 
-class Tape:
-    """Operations that ran, in their order, and the gradients of their parameters."""
+class Tape(Plain):
+    """Operations that ran, in their order, and the gradients of their parameters; values are `Value`s.
 
-    def __init__(self, gradients: Gradients | None = None, drops: Drops | None = None):
+    `use`, `over` and `out` have no effect: each result has an array of its own, as gradients need it.
+    """
+
+    recording = True
+
+    def __init__(
+        self, gradients: Gradients | None = None, drops: Drops | None = None, by_block: bool = False
+    ):
+        self._by_block = by_block
         self.gradients = gradients or Gradients()
         self.drops = drops or Drops()
         self._notes: list[_Note] = []
 
-    def note(self, out: Array, back: Callable[[Array, bool], None]) -> Value:
-        """The value of an operation that gave `out`."""
-        value = Value(out)
+    @staticmethod
+    def array(x: Value) -> Array:
+        """The array of the value x."""
+        return x.array
+
+    def done(self, use: str, x: Value) -> None:
+        """Nothing: gradients may need x."""
+
+    def empty(self, use: str | None, rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
+        """An uninitialised array for the result of `attend`."""
+        return recycled_empty((rows, columns), dtype)
+
+    def note(
+        self,
+        out: Array,
+        back: Callable[[Array, bool], None],
+        room: Callable[[], Array] | None = None,
+    ) -> Value:
+        """The value of an operation that gave `out`; `back` takes its gradient on to those of the inputs."""
+        value = Value(out, True, room)
         self._notes.append(_Note(value, back))
         return value
 
@@ -127,13 +335,13 @@ class Tape:
             if gradient is not None:
                 back(gradient, owned)
 
-    def checkpoint(self, compute: Callable[[Tape, Sequence[Value]], Value], inputs: Sequence[Value]) -> Value:
-        """``compute(tape, inputs)``, of which nothing is kept: it runs again for its gradients."""
+    def checkpoint(self, compute: Callable[..., Any], *inputs: Value) -> Value:
+        """``compute(tape, *inputs)``, of which nothing is kept: it runs again for its gradients."""
         drops = self.drops
 
         def run(tape: Tape) -> tuple[Sequence[Value], Value]:
             fresh = [Value(x.array) for x in inputs]
-            return fresh, compute(tape, fresh)
+            return fresh, compute(tape, *fresh)
 
         def back(dout: Array, owned: bool) -> None:
             tape = Tape(self.gradients, drops)
@@ -187,6 +395,10 @@ class Tape:
         rounding: Rounding | None = None,
         activation: Activation | None = None,
         residual: Value | None = None,
+        *,
+        use: str | None = None,
+        over: bool = False,
+        out: Array | None = None,
     ) -> Value:
         """`ops.linear`; what it adds to a residual is dropped, if anything is."""
         if residual is not None and self.drops.rate:
@@ -236,7 +448,17 @@ class Tape:
         dispatch.run(LinearArgs(dpre, weight, None, None, there, dx, threads, None, True))
         x.put(dx, owned=True)
 
-    def norm(self, x: Value, kind: str, weight: Array, bias: Array | None, eps: float) -> Value:
+    def norm(
+        self,
+        x: Value,
+        kind: str,
+        weight: Array,
+        bias: Array | None,
+        eps: float,
+        *,
+        over: bool = False,
+        out: Array | None = None,
+    ) -> Value:
         """`ops.layer_norm` or `ops.rms_norm`."""
         threads, array = get_num_threads(), x.array
         out = recycled_empty(array.shape, array.dtype)
@@ -259,6 +481,144 @@ class Tape:
 
         return self.note(out, back)
 
+    def head_norm(self, x: Value, kind: str, weight: Array, eps: float) -> Value:
+        """A norm of each of the first heads of a row, in place; weight is (heads, head_dim)."""
+        threads, rows = get_num_threads(), self._writable(x)
+        before = rows[:, : weight.size].copy()
+        for part, own in _by_columns(weight):
+            dispatch.run(RowsArgs(kind, before[:, part], rows[:, part], threads, weight=own, eps=eps))
+
+        def back(dout: Array, owned: bool) -> None:
+            dx = dout if owned else dout.copy()
+            dweight = np.empty_like(weight)
+            for (part, own), result in zip(_by_columns(weight), dweight, strict=True):
+                args = RowsGradArgs(kind, dx[:, part], before[:, part], threads, dx[:, part], eps=eps)
+                args.weight, args.dweight = own, result
+                dispatch.run_grad(args)
+            self.gradients.add(weight, dweight)
+            x.put(dx, owned=True)
+
+        return self.note(rows, back)
+
+    @staticmethod
+    def _writable(x: Value) -> Array:
+        """The array of x to work in, which may not be the caller's."""
+        return x.array if x.made else x.array.copy()
+
+    def gate(self, x: Value, up: Value) -> Value:
+        """``sigmoid(x) * up``."""
+        out = super().gate(x.array, up.array)
+
+        def back(dout: Array, owned: bool) -> None:
+            dx, dup = x.room(), up.room()
+            args = RowsGradArgs("activate", dout, x.array, get_num_threads(), dx, None, None, up.array, dup)
+            args.activation = "sigmoid"
+            dispatch.run_grad(args)
+            x.put(dx, owned=True)
+            up.put(dup, owned=True)
+
+        return self.note(out, back)
+
+    def views(self, x: Value, views: Views, whole: bool = True) -> Sequence[Value]:
+        """Parts of x, views that do not overlap; `whole`: of all its elements."""
+        array = x.array
+        rooms: list[Array] = []
+        base = self.note(array, x.put)
+
+        def room(i: int) -> Array:
+            if not rooms:
+                found = x.room()
+                if not whole:
+                    found[...] = 0
+                base.put(found, owned=True)
+                rooms.extend(views(found))
+            return rooms[i]
+
+        return [_Part(view, x.made, partial(room, i)) for i, view in enumerate(views(array))]
+
+    def by_row(self, x: Value) -> Value:
+        """Heads x (batch, heads, length, head_dim) as rows (batch * length * heads, head_dim)."""
+        batch, heads, length, size = x.array.shape
+
+        def back(dout: Array, owned: bool) -> None:
+            x.put(dout.reshape(batch, length, heads, size).transpose(0, 2, 1, 3), owned)
+
+        return self.note(super().by_row(x.array), back)
+
+    def rotate(self, x: Value, cos: Array, sin: Array, interleaved: bool = False) -> Value:
+        """Rotate x (..., heads, length, head_dim) by tables ([batch,] 1, length, pairs)."""
+
+        def back(dout: Array, owned: bool) -> None:
+            dx = dout if owned else dout.copy()
+            Plain.rotate(self, dx, cos, -sin, interleaved)
+            x.put(dx, owned=True)
+
+        return self.note(super().rotate(self._writable(x), cos, sin, interleaved), back, x.room)
+
+    def extended(self, x: Value, longer: Array, parameter: Array | None) -> Value:
+        """Keys or values `longer`, which begin with x; then comes `parameter`, if there is one."""
+        n = x.array.shape[2]
+
+        def back(dout: Array, owned: bool) -> None:
+            x.put(dout[:, :, :n], owned=False)
+            if parameter is not None:
+                self.gradients.add(parameter, dout[:, :, n].sum(axis=0, dtype=parameter.dtype))
+
+        return self.note(longer, back)
+
+    def attend(
+        self,
+        calls: Sequence[Call],
+        out: Array,
+        by_head: Views,
+        sinks: Array | None = None,
+        table: Array | None = None,
+    ) -> Value:
+        """Attention of `calls`, in rows of `out`; it drops probabilities, if anything is dropped."""
+        drops = self.attention_dropout()
+        for i, (args, *_) in enumerate(calls):
+            if args.lse is None:
+                args.lse = np.empty(args.out.shape[:-1], lane_dtype(args.q.dtype))
+            (args.dropout, args.seed), args.first = drops, i
+            dispatch.run(args)
+
+        def back(dout: Array, owned: bool) -> None:
+            for (args, *inputs), d_heads in zip(calls, by_head(dout), strict=True):
+                dq, dk, dv = rooms = [x.room() for x in inputs]
+                backward = BackwardArgs(args, d_heads, None, dq, dk, dv, args.scale)
+                if sinks is not None:
+                    backward.dsinks = np.zeros((*args.batch_shape, args.heads_q), FLOAT64)
+                if table is not None:
+                    sums = (args.heads_q, args.len_q + args.len_k - 1)
+                    backward.dbias_diagonals = np.zeros(sums, lane_dtype(args.q.dtype))
+                if args.out.size:
+                    dispatch.run(backward)
+                else:
+                    dq[...], dk[...], dv[...] = 0, 0, 0
+                if sinks is not None and backward.dsinks is not None:
+                    self.gradients.add(sinks, backward.dsinks.sum(axis=0).astype(sinks.dtype))
+                if table is not None and backward.dbias_diagonals is not None:
+                    self.gradients.add(table, _of_table(table, backward.dbias_diagonals))
+                for x, room in zip(inputs, rooms, strict=True):
+                    x.put(room, owned=True)
+
+        return self.note(out, back)
+
+    def repeated(self, x: Value, times: int) -> Value:
+        """The rows of x that often."""
+        array = x.array
+
+        def back(dout: Array, owned: bool) -> None:
+            total = dout.reshape(times, *array.shape).sum(axis=0, dtype=lane_dtype(dout.dtype))
+            x.put(total.astype(dout.dtype, copy=False), owned=True)
+
+        return self.note(super().repeated(array, times), back)
+
+    def block(self, compute: Callable[..., Any], *inputs: Value) -> Value:
+        """``compute(tape, *inputs)``; a tape with `by_block` keeps nothing else of it."""
+        found: Value = self.checkpoint(compute, *inputs) if self._by_block else compute(self, *inputs)
+        return found
+
     def rows(self, x: Value, which: Array) -> Value:
         """Some rows of x, as a bool array says."""
 
@@ -271,11 +631,9 @@ class Tape:
 
     def spread(self, x: Value, which: Array) -> Value:
         """Rows of x where a bool array is True, 0 elsewhere."""
-        out = np.zeros((len(which), x.array.shape[1]), x.array.dtype)
-        out[which] = x.array
-        return self.note(out, lambda dout, owned: x.put(dout[which], owned=True))
+        return self.note(super().spread(x.array, which), lambda dout, owned: x.put(dout[which], owned=True))
 
-    def cleared(self, x: Value, which: Array) -> Value:
+    def cleared(self, x: Value, which: Array, over: bool = False) -> Value:
         """x with 0 in the rows where a bool array is True, and so in its gradient."""
         if not which.any():
             return x
@@ -285,11 +643,9 @@ class Tape:
             dx[which] = 0
             x.put(dx, owned=True)
 
-        out = x.array.copy()
-        out[which] = 0
-        return self.note(out, back)
+        return self.note(super().cleared(x.array, which), back)
 
-    def add(self, x: Value, residual: Value) -> Value:
+    def add(self, x: Value, residual: Value, *, out: Array | None = None) -> Value:
         """The sum."""
 
         def back(dout: Array, owned: bool) -> None:
@@ -297,5 +653,12 @@ class Tape:
             residual.put(dout, owned=False)
 
         out = recycled_empty(x.array.shape, x.array.dtype)
-        dispatch.run(RowsArgs("activate", x.array, out, get_num_threads(), residual.array))
-        return self.note(out, back)
+        return self.note(super().add(x.array, residual.array, out=out), back)
+
+
+def _of_table(table: Array, sums: Array) -> Array:
+    """The gradient of a bias by distance: `sums` over diagonals of scores, around the middle of `table`."""
+    gradient = np.zeros(table.shape, table.dtype)
+    first = (table.shape[1] - sums.shape[1]) // 2
+    gradient[:, first : first + sums.shape[1]] = sums
+    return gradient

@@ -24,7 +24,7 @@ MOST_BYTES = 1 << 16  # of a file; those that are written have a few hundred
 
 
 class _File(NamedTuple):
-    """What was found, once in a process."""
+    """Sizes that were found, once in a process."""
 
     name: str
     content: Any = None
@@ -57,7 +57,7 @@ def usual_path() -> Path:
 
 
 def machine() -> dict[str, Any]:
-    """What a file says of the machine it was measured on."""
+    """The machine that a file was measured on."""
     return {
         "isa": settings.core.get_isa(),
         "level2_cache": settings.core.LEVEL2_CACHE,
@@ -92,7 +92,7 @@ def said() -> str:
 
 
 def _read() -> _File:
-    """What is in the file, or why there is nothing."""
+    """The contents of the file, or why there are none."""
     file, asked = path(), os.environ.get(VARIABLE)
     if file is None:
         return _File("", said=f"defaults: {VARIABLE} is off")

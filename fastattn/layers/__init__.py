@@ -10,12 +10,6 @@ from fastattn.layers._basic import FeedForward, LayerNorm, Linear, RMSNorm
 from fastattn.layers._language_model import LanguageModel
 from fastattn.layers._rotary import Rope
 from fastattn.layers._sets import induced_set_attention, perceiver, pooling_by_attention, set_attention
-from fastattn.layers._sets_recorded import (
-    induced_set_attention_forward_backward,
-    perceiver_forward_backward,
-    pooling_by_attention_forward_backward,
-    set_attention_forward_backward,
-)
 from fastattn.layers._stacks import Transformer, TransformerDecoder, TransformerEncoder
 from fastattn.layers._state import Layer
 from fastattn.layers._transformer import TransformerDecoderLayer, TransformerEncoderLayer
@@ -38,11 +32,7 @@ __all__ = [
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "induced_set_attention",
-    "induced_set_attention_forward_backward",
     "perceiver",
-    "perceiver_forward_backward",
     "pooling_by_attention",
-    "pooling_by_attention_forward_backward",
     "set_attention",
-    "set_attention_forward_backward",
 ]

@@ -8,29 +8,33 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import like, rows
 from fastattn._args.options import require_options
+from fastattn._args.types import plain_args
 from fastattn._args.values import flag
-from fastattn._engine.scratch import keep, scratch
+from fastattn._engine import settings
+from fastattn._engine.tape import PLAIN
 from fastattn.cache import KVCache, restored_on_error
 from fastattn.functional._attention import attention_weights
-from fastattn.layers import _calls
-from fastattn.layers._heads import FUNC, AttentionParameters, CallOptions
-from fastattn.layers._recorded import NAMES, forward_backward
-from fastattn.layers._scores import add_extra_keys, add_masks
+from fastattn.layers import _computation
+from fastattn.layers._attention_parameters import FUNC, AttentionParameters, CallOptions
+from fastattn.layers._computation import Computation
+from fastattn.layers._scores import Names, add_extra_keys, add_masks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array, Ints
-    from fastattn.layers._gradients import Pullback
-    from fastattn.layers._heads import KeysValues
-    from fastattn.layers._projections import Stack
-    from fastattn.layers._scores import Names
+    from fastattn._args.types import Array, AttentionArgs, Ints
+    from fastattn._engine.tape import Plain
+    from fastattn.layers._attention_parameters import KeysValues, StackedMaps
 
 _NOTHING = nullcontext()
+_NAMES = Names(FUNC, "query", "attn_mask", "key_padding_mask")
 
 
 @dataclass(eq=False)
@@ -158,72 +162,100 @@ class MultiHeadAttention(AttentionParameters):
         weights : ndarray, (B, L, S) or (B, num_heads, L, S)
             With `need_weights`. The keys of add_bias_kv and add_zero_attn come last.
         """
-        self._require_parts()
         require_options(FUNC, options, CallOptions)
         need_weights = flag(FUNC, "need_weights", need_weights)
         average = flag(FUNC, "average_attn_weights", options.pop("average_attn_weights", True))
-        x = _calls.checked(FUNC, "query", query, self.embed_dim, self.weights_dtype)
-        residual = like(FUNC, "residual", options.pop("residual", None), x.shape, x.dtype, "query")
-        if value is key or (key is None and value is query):
-            value = None
-        if key is query:
-            key = None
-        batched = _calls.batch_first(FUNC, "query", x)
-        if batched is not x:
-            key, value = _calls.one_batch(FUNC, "key", key), _calls.one_batch(FUNC, "value", value)
-            name = "key_padding_mask"
-            options[name] = _calls.one_batch(FUNC, name, options.get(name))
+        residual = options.pop("residual", None)
+        x, batched, k, v = self._checked(query, key, value, options)
+        residual = like(FUNC, "residual", residual, x.shape, x.dtype, "query")
         batch, length, _ = batched.shape
-        if (given := options.get("keys_values")) is not None:
-            if not (key is None and value is None and options.get("cache") is None):
-                came = "keys_values is given with key, value or cache"
-                raise ValueError(f"{FUNC}(): {came}; expected it alone")
-            heads_kv, head_dim = self._heads_kv, self._head_dim
-            options["keys_values"] = _calls.keys_values(FUNC, given, batch, heads_kv, head_dim, x.dtype)
-        added = None if residual is None else rows(residual)
-        options["need_weights"] = need_weights
-        out, weights = self._attend(rows(x), batch, length, key, value, added, **options)
+        key_length = length
+        if k is not None or v is not None:
+            key_length = (v if k is None else k).shape[1]
+            k, v = (None if array is None else rows(array) for array in (k, v))
+        residual = None if residual is None else rows(residual)
+        more = need_weights, key_length
+        out, weights = self._attend(PLAIN, rows(x), (batch, length), k, v, residual, *more, **options)
         out = out.reshape(x.shape)
         if not need_weights:
             return out
         weights = weights.mean(axis=1) if average else weights
         return out, weights if x.ndim == 3 else weights[0]
 
-    def forward_backward(
-        self,
-        query: ArrayLike,
-        key: ArrayLike | None = None,
-        value: ArrayLike | None = None,
-        *,
-        checkpoint: bool = False,
-        dropout: float = 0.0,
-        seed: int | None = None,
-        **options: Unpack[CallOptions],
-    ) -> tuple[Array, Pullback]:
-        """The result, and what makes gradients: ``dquery, grads = pullback(dout)``; see `Pullback`.
+    def _computation(
+        self, query: ArrayLike, key: ArrayLike | None = None, value: ArrayLike | None = None, **options: Any
+    ) -> Computation:
+        require_options(FUNC, options, CallOptions)
+        if "average_attn_weights" in options:
+            expected = "none: weights are not returned"
+            raise TypeError(f"{FUNC}(): average_attn_weights is given; expected {expected}")
+        x, batched, *memory = self._checked(query, key, value, options)
+        batch, length, _ = batched.shape
+        inputs = {"query": x}
+        for name, array in zip(("key", "value"), memory, strict=True):
+            if array is not None:
+                inputs[name] = array if x.ndim == 3 else array[0]
+        names = list(inputs)[1:]
 
-        With a key, and with a value, there are their gradients, too: ``dquery, dkey, dvalue, grads``. An
-        array that is passed twice counts once. Options are those of a call, without a cache. Masks of floats
-        are no parameters and have no gradient. With `dropout`, that share of the probabilities becomes 0, as
-        `seed` says: see `fastattn.attention`.
+        def run(tape: Plain, x: Any, *others: Any) -> Any:
+            given = dict(zip(names, others, strict=True))
+            return self._attend(tape, x, (batch, length), **given, **options)[0]
+
+        return Computation(FUNC, [self], inputs, run, x.shape)
+
+    def _checked(
+        self, query: ArrayLike, key: Any, value: Any, options: dict[str, Any]
+    ) -> tuple[Array, Array, Any, Any]:
+        """The query as it came; it, key and value as batches; None for what is the one before.
+
+        Changes `options` to match.
         """
-        require_options(f"{FUNC}.forward_backward", options, CallOptions)
-        return forward_backward(self, query, key, value, checkpoint, dropout, seed, **options)
+        self._require_parts()
+        x = _computation.checked(FUNC, "query", query, self.embed_dim, self.weights_dtype)
+        if value is key or (key is None and value is query):
+            value = None
+        if key is query:
+            key = None
+        batched = _computation.batch_first(FUNC, "query", x)
+        if batched is not x:
+            key, value = (
+                _computation.one_batch(FUNC, "key", key),
+                _computation.one_batch(FUNC, "value", value),
+            )
+            name = "key_padding_mask"
+            options[name] = _computation.one_batch(FUNC, name, options.get(name))
+        if "is_causal" in options:
+            options["is_causal"] = flag(FUNC, "is_causal", options["is_causal"])
+        if (given := options.get("keys_values")) is not None:
+            if not (key is None and value is None and options.get("cache") is None):
+                came = "keys_values is given with key, value or cache"
+                raise ValueError(f"{FUNC}(): {came}; expected it alone")
+            heads_kv, head_dim = self._heads_kv, self._head_dim
+            given = _computation.keys_values(FUNC, given, len(batched), heads_kv, head_dim, x.dtype)
+            options["keys_values"] = given
+        elif key is not None or value is not None or self.all_maps is None:
+            k, v = self._memory(batched if key is None else key, value, len(batched))
+            key, value = None if key is None else k, None if value is None else v
+        return x, batched, key, value
 
     def project_keys_values(self, key: ArrayLike, value: ArrayLike | None = None) -> KeysValues:
         """Keys and values of a memory, (B, heads_kv, S, head_dim), once for many calls: see `keys_values`."""
-        k, v = self._keys_values(key, None if value is key else value, None)
-        k = self._placed(k, self.k_norm, 0)
+        keys, values = self._memory(key, None if value is key else value, None)
+        memory = None if value is None or value is key else rows(values)
+        k, v = self._keys_values(PLAIN, rows(keys), memory, keys.shape[:2])
+        k = self._placed(PLAIN, k, self.k_norm, 0)
         return np.ascontiguousarray(k), np.ascontiguousarray(v)  # views would keep the whole product alive
 
     def _attend(
         self,
-        x: Array,
-        batch: int,
-        length: int,
+        tape: Plain,
+        x: Any,
+        sizes: tuple[int, int],
         key: Any = None,
         value: Any = None,
-        residual: Array | None = None,
+        residual: Any = None,
+        need_weights: bool = False,
+        key_length: int | None = None,
         *,
         key_padding_mask: Any = None,
         attn_mask: Any = None,
@@ -231,48 +263,50 @@ class MultiHeadAttention(AttentionParameters):
         cache: KVCache | None = None,
         lengths: Any = None,
         keys_values: KeysValues | None = None,
-        need_weights: bool = False,
         q_offset: Ints | int = 0,
-        names: Names = NAMES,
-    ) -> tuple[Array, Any]:
-        """A call's output, and the weights of each head or None; x, residual and out are rows of embed_dim.
+        names: Names = _NAMES,
+    ) -> tuple[Any, Any]:
+        """A call's output, and the weights of each head or None; x, key, value, residual and it are rows.
 
         `key` is None if it is the query, `value` if it is the key. Without a cache, the first query stands at
-        `q_offset`, and the first of `keys_values` at 0.
+        `q_offset`, and the first of `keys_values` at 0. A recording tape takes no cache and gives no weights.
         """
         if lengths is not None and cache is None:
             expected = "both, or a key_padding_mask"
             raise ValueError(f"{names.func}(): lengths is given without cache; expected {expected}")
-        if is_causal is not False:
-            is_causal = flag(names.func, "is_causal", is_causal)
+        (batch, length), dtype = sizes, tape.array(x).dtype
         if cache is not None:
-            _calls.require(names.func, "cache", cache, KVCache, "a KVCache")
+            _computation.require(names.func, "cache", cache, KVCache, "a KVCache")
             if cache.batch not in (None, batch):
                 expected = f"({cache.batch}, length, {self.embed_dim}), the batch in the cache"
-                query = x.reshape(batch, length, self.embed_dim)
+                query = tape.array(x).reshape(*sizes, self.embed_dim)
                 raise wrong_shape(names.func, names.query, query, expected)
             q_offset = cache.offset
         options = self._options.copy()
         if self.sink_logits is not None:
             options["sinks"] = self.sink_logits
 
-        maps = self.query_maps
+        maps, rounding = self.query_maps, self.activations
         first = len(maps.sizes) - 1  # the queries' map: with a gate, that comes before it
         if self.all_maps is not None and key is None and value is None and keys_values is None:
             maps = self.all_maps
-        product = scratch("product", len(x), maps.weight.out_features, x.dtype)
-        _calls.linear(x, self._projection(maps), None, None, product)
-        q, *k_v = self._heads(product, batch, length, maps, first)
-        if k_v:
-            k, v = k_v
+        product = tape.linear(x, maps.weight, maps.bias, rounding, use="product")
+        heads = self._heads(tape, product, sizes, maps, first)
+        gate = heads[0] if first else None
+        q = heads[first]
+        if maps is self.all_maps:
+            k, v = heads[first + 1 :]
         elif keys_values is not None:
             k, v = keys_values
         else:
-            key = x.reshape(batch, length, self.embed_dim) if key is None else key
-            k, v = self._keys_values(key, value, batch)
-        q = self._placed(q, self.q_norm, q_offset)
-        if keys_values is None:
-            k = self._placed(k, self.k_norm, q_offset)
+            if key_length is None:
+                own = x if key is None and value is None else key if value is None else value
+                key_length = len(tape.array(own)) // max(1, batch)
+            k, v = self._keys_values(tape, x if key is None else key, value, (batch, key_length))
+        if self.q_norm is not None or self.rope is not None:
+            q = self._placed(tape, q, self.q_norm, q_offset)
+            if keys_values is None:
+                k = self._placed(tape, k, self.k_norm, q_offset)
         with _NOTHING if cache is None else restored_on_error((cache,)):
             if cache is not None:
                 k, v, kv_lengths, q_offset = cached = cache.append(k, v, lengths)
@@ -285,76 +319,131 @@ class MultiHeadAttention(AttentionParameters):
             if is_causal or self._positional or self._extra:
                 options["causal"], options["q_offset"] = is_causal, q_offset
             if attn_mask is not None or key_padding_mask is not None:
-                shape = (batch, self.num_heads, length, k.shape[2])
-                add_masks(options, names, attn_mask, key_padding_mask, shape, q.dtype)
+                shape = (batch, self.num_heads, length, tape.array(k).shape[2])
+                add_masks(options, names, attn_mask, key_padding_mask, shape, dtype)
             if self._extra:
-                k, v = (  # extra keys are parameters: they join keys that are widened
-                    _calls.widened(x, options.pop(name, None), q.dtype)
-                    for name, x in (("k_scale", k), ("v_scale", v))
-                )
-                k, v = add_extra_keys(options, length, k, v, self._extra_keys())
-            mixed = scratch("mixed", len(x), self._width, x.dtype)
-            by_head = mixed.reshape(batch, length, self.num_heads, self._head_dim).transpose(0, 2, 1, 3)
-            _calls.attention(FUNC, q, k, v, by_head, options, made_here=keys_values is None)
-        gated = _calls.gate(product[:, : self._width], mixed) if self.output_gate else mixed
-        out = _calls.linear(gated, self.out_proj._projection(), None, residual)
+                k, v = self._with_extra_keys(tape, options, length, k, v, dtype)
+            mixed = tape.empty("mixed", batch * length, self._width, dtype)
+
+            def by_head(array: Array) -> list[Array]:
+                heads = array.reshape(batch, length, self.num_heads, self._head_dim)
+                return [heads.transpose(0, 2, 1, 3)]
+
+            arrays = tape.array(q), tape.array(k), tape.array(v), by_head(mixed)[0]
+            args = _attention_call(FUNC, *arrays, options, keys_values is None)
+            attended = tape.attend([(args, q, k, v)], mixed, by_head, self.sink_logits)
+        gated = attended if gate is None else tape.gate(gate, attended)
+        last = self.out_proj
+        result = tape.linear(gated, last.packed_weight, last.bias_vector, rounding, None, residual)
         weights = None
         if need_weights:
-            k = _calls.widened(k, options.pop("k_scale", None), q.dtype)
+            k = _widened(k, options.pop("k_scale", None), q.dtype)
             options.pop("v_scale", None)
             weights = attention_weights(q, k.astype(q.dtype, copy=False), **options)
-        keep("mixed", mixed)
-        keep("product", product)
-        return out, weights
+        tape.done("mixed", attended)
+        tape.done("product", product)
+        return result, weights
 
-    def _keys_values(self, key: Any, value: Any, batch: int | None) -> KeysValues:
+    def _keys_values(self, tape: Plain, key: Any, value: Any, sizes: tuple[int, int]) -> tuple[Any, Any]:
         """Projected key and value, (B, heads_kv, S, head_dim) each; value is None where it is key."""
-        key = self._input("key", key, self.kdim, batch)
+
+        def projected(x: Any, maps: StackedMaps) -> Sequence[Any]:
+            product = tape.linear(x, maps.weight, maps.bias, self.activations)
+            return self._heads(tape, product, sizes, maps, 0)
+
         if value is None and self.key_value_maps is not None:
-            maps = self.key_value_maps
-            product = _calls.linear(rows(key), self._projection(maps))
-            k, v = self._heads(product, len(key), key.shape[1], maps, 0)
-            return k, v
-        value = self._input("value", key if value is None else value, self.vdim, len(key))
-        length = key.shape[1]
-        if value.shape[1] != length:
-            raise wrong_shape(FUNC, "value", value, f"a length of {length}, as key has")
-        k = _calls.linear(rows(key), self._projection(self.key_map))
-        v = _calls.linear(rows(value), self._projection(self.value_map))
-        (k,) = self._heads(k, len(key), length, self.key_map, 0)
-        (v,) = self._heads(v, len(key), length, self.value_map, 0)
+            k, v = projected(key, self.key_value_maps)
+        else:
+            (k,) = projected(key, self.key_map)
+            (v,) = projected(key if value is None else value, self.value_map)
         return k, v
+
+    def _memory(self, key: Any, value: Any, batch: int | None) -> tuple[Array, Array]:
+        """Key and value, checked; value is None where it is key."""
+        keys = self._input("key", key, self.kdim, batch)
+        values = self._input("value", keys if value is None else value, self.vdim, len(keys))
+        if values.shape[1] != keys.shape[1]:
+            raise wrong_shape(FUNC, "value", values, f"a length of {keys.shape[1]}, as key has")
+        return keys, values
 
     def _input(self, name: str, x: Any, features: int | None, batch: int | None) -> Array:
         """`x`, key or value, checked."""
-        array = _calls.checked(FUNC, name, x, features or self.embed_dim, self.weights_dtype)
+        array = _computation.checked(FUNC, name, x, features or self.embed_dim, self.weights_dtype)
         if array.ndim != 3 or batch not in (None, len(array)):
             expected = f"({'batch' if batch is None else batch}, length, {array.shape[-1]})"
             raise wrong_shape(FUNC, name, array, expected)
         return array
 
-    def _heads(self, product: Array, batch: int, length: int, maps: Stack, first: int) -> list[Array]:
-        """What the maps from `first` on made in product (B * L, features): views (B, heads, L, head_dim)."""
-        width, head_dim = product.shape[1], self._head_dim
-        places = zip(maps.begins[first:], maps.sizes[first:], strict=True)
-        if maps.unit % head_dim == 0:  # views of one view, which are made faster
-            heads = product.reshape(batch, length, width // head_dim, head_dim).transpose(0, 2, 1, 3)
-            return [heads[:, begin // head_dim : (begin + size) // head_dim] for begin, size in places]
-        parts = [product[:, begin : begin + size] for begin, size in places]
-        shapes = [(batch, length, part.shape[1] // head_dim, head_dim) for part in parts]
-        return [part.reshape(s).transpose(0, 2, 1, 3) for part, s in zip(parts, shapes, strict=True)]
+    def _heads(
+        self, tape: Plain, product: Any, sizes: tuple[int, int], maps: StackedMaps, first: int
+    ) -> Sequence[Any]:
+        """Views (B, heads, L, head_dim) of each map from `first` on in product (B * L, features).
 
-    def _placed(self, x: Array, norm: Array | None, offset: Any) -> Array:
+        If another map comes before, it is the gate: (B * L, width).
+        """
+        (batch, length), head_dim = sizes, self._head_dim
+
+        def views(array: Array) -> list[Array]:
+            if maps.in_heads:  # views of one view, which are made faster
+                heads = array.reshape(batch, length, maps.weight.out_features // head_dim, head_dim)
+                heads = heads.transpose(0, 2, 1, 3)
+                found = [heads[:, place] for place in maps.places]
+            else:
+                parts = [array[:, place] for place in maps.places]
+                shapes = [(batch, length, part.shape[1] // head_dim, head_dim) for part in parts]
+                found = [x.reshape(s).transpose(0, 2, 1, 3) for x, s in zip(parts, shapes, strict=True)]
+            if first:
+                found[0] = array[:, : self._width]
+            return found
+
+        return tape.views(product, views, maps.whole)
+
+    def _placed(self, tape: Plain, x: Any, norm: Array | None, offset: Any) -> Any:
         """Queries or keys x (B, heads, L, head_dim), normalised and rotated if the layer does so."""
         if norm is not None:
-            y = x.transpose(0, 2, 1, 3)
-            z = _calls.norm("rms_norm", rows(y), norm, None, self.qk_norm_eps)
-            x = z.reshape(y.shape).transpose(0, 2, 1, 3)
-        if self.rope is not None:
-            self.rope.rotate(x, offset)
-        return x
+            batch, heads, length, size = tape.array(x).shape
 
-    def _extra_keys(self) -> list[tuple[Any, Any]]:
-        """Additional keys and values that every query attends, (heads_kv, head_dim) each."""
+            def by_head(array: Array) -> list[Array]:
+                return [array.reshape(batch, length, heads, size).transpose(0, 2, 1, 3)]
+
+            normed = tape.norm(tape.by_row(x), "rms_norm", norm, None, self.qk_norm_eps)
+            (x,) = tape.views(normed, by_head)
+        return x if self.rope is None else self.rope.rotate(tape, x, offset)
+
+    def _with_extra_keys(
+        self, tape: Plain, options: dict[str, Any], length: int, k: Any, v: Any, dtype: np.dtype[Any]
+    ) -> list[Any]:
+        """Keys and values with the additional ones that every query attends."""
         extra: list[tuple[Any, Any]] = [] if self.bias_k is None else [(self.bias_k, self.bias_v)]
-        return [*extra, (0, 0)] if self.add_zero_attn else extra
+        if self.add_zero_attn:
+            extra.append((0, 0))
+        scales = (options.pop(name, None) for name in ("k_scale", "v_scale"))
+        # Additional keys are parameters: they join keys that are widened.
+        k_wide, v_wide = (
+            _widened(tape.array(x), scale, dtype) for x, scale in zip((k, v), scales, strict=True)
+        )
+        longer = add_extra_keys(options, length, k_wide, v_wide, extra)
+        given = zip((k, v), longer, (self.bias_k, self.bias_v), strict=True)
+        return [tape.extended(x, array, parameter) for x, array, parameter in given]
+
+
+def _widened(x: Array, scale: Array | None, dtype: np.dtype[Any]) -> Array:
+    """Keys or values of a cache in int8 as `dtype`; those without scales as they are."""
+    return x if scale is None else (x * scale[..., None]).astype(dtype)
+
+
+def _attention_call(
+    func: str, q: Array, k: Array, v: Array, out: Array, options: dict[str, Any], made_here: bool
+) -> AttentionArgs:
+    """The arguments of `fastattn.attention` into `out`, of the result's shape and dtype, with any strides.
+
+    q, k and v have four axes. `made_here`: they are a layer's own projections, not a caller's arrays.
+    """
+    if options or not made_here or not k.dtype == v.dtype == q.dtype or v.shape[2] != k.shape[2]:
+        args = attention_args(func, q, k, v, names=("query", "key", "value"), **options)
+        if args.out.shape != out.shape:
+            raise ValueError(f"{func}(): attention gives shape {args.out.shape}; expected {out.shape}")
+        args.out = out
+        return args
+    # There is nothing to check, which saves a third of a small layer's Python.
+    return plain_args(q, k, v, out, settings.get_num_threads())

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn import ops
 from fastattn._args.ops import epsilon, rows
-from fastattn._args.types import ACTIVATIONS as PLAIN
+from fastattn._args.types import ACTIVATIONS as PLAIN_ACTIVATIONS
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
-from fastattn._engine.scratch import keep, scratch
-from fastattn.layers import _calls
+from fastattn._args.words import not_an_argument
+from fastattn._engine.tape import PLAIN
+from fastattn.layers import _computation
 from fastattn.layers._block import Norm, Projection
-from fastattn.layers._gradients import pulled
+from fastattn.layers._computation import Computation
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, Rounding
-    from fastattn._engine.tape import Tape, Value
-    from fastattn.layers._gradients import Pullback
-    from fastattn.layers._state import Fields, Plain
+    from fastattn._engine.tape import Plain
+    from fastattn.layers._state import Fields, Taken
 
 # For each activation of a feed-forward: what `ops.linear` calls it, and whether its result multiplies a
 # second map of the input (a gated feed-forward).
 ACTIVATIONS: dict[str, tuple[ops.Activation, bool]] = {
-    **{name: (name, False) for name in PLAIN},
+    **{name: (name, False) for name in PLAIN_ACTIVATIONS},
     "glu": ("sigmoid", True),
     "reglu": ("relu", True),
     "geglu": ("gelu", True),
@@ -94,18 +92,19 @@ class Linear(Layer):
             out=out,
         )
 
-    def forward_backward(
-        self, x: ArrayLike, *, activation: ops.Activation | None = None, checkpoint: bool = False
-    ) -> tuple[Array, Pullback]:
-        """The result for x, and what makes gradients: ``dx, grads = pullback(dout)``; see `Pullback`."""
-        array = _calls.checked("Linear", "x", x, self.in_features, self.weights_dtype)
+    def _computation(
+        self, x: ArrayLike, *, activation: ops.Activation | None = None, **others: Any
+    ) -> Computation:
+        if others:
+            raise not_an_argument("Linear", others, Linear.__call__)
+        array = _computation.checked("Linear", "x", x, self.in_features, self.weights_dtype)
         if activation is not None:
-            choice("Linear.forward_backward", "activation", activation, PLAIN)
+            choice("Linear", "activation", activation, PLAIN_ACTIVATIONS)
 
-        def record(tape: Tape, inputs: Sequence[Value]) -> Value:
-            return tape.linear(inputs[0], *self._projection(), activation=activation)
+        def run(tape: Plain, x: Any) -> Any:
+            return tape.linear(x, *self._projection(), activation=activation)
 
-        return pulled(self, record, [array], array.shape, checkpoint)
+        return Computation("Linear", [self], {"x": array}, run, array.shape)
 
     def _projection(self) -> Projection:
         return Projection(self.packed_weight, self.bias_vector, self.activations)
@@ -121,14 +120,14 @@ class Linear(Layer):
         packed = ops.pack(arrays["weight"], dtype=weights_dtype)
         return {"packed_weight": packed, **super()._pack(arrays, weights_dtype)}
 
-    def _named(self, plain: Plain) -> dict[str, Array]:
+    def _named(self, plain: Taken) -> dict[str, Array]:
         weight = plain(self.packed_weight)
         return {**({} if weight is None else {"weight": weight}), **super()._named(plain)}
 
 
 @dataclass(eq=False)
-class _Norm(Layer):
-    """What `LayerNorm` and `RMSNorm` share."""
+class NormLayer(Layer):
+    """A norm over the last axis: the base of `LayerNorm` and `RMSNorm`."""
 
     features: int
     eps: float = 1e-5
@@ -159,20 +158,16 @@ class _Norm(Layer):
         weight, bias = self.weight_vector, self.bias_vector
         return ops.layer_norm(x, weight, bias, eps=self.eps, residual=residual, out=out)
 
-    def forward_backward(self, x: ArrayLike, *, checkpoint: bool = False) -> tuple[Array, Pullback]:
-        """The normalised x, and what makes gradients: ``dx, grads = pullback(dout)``; see `Pullback`."""
-        array = _calls.checked(type(self).__name__, "x", x, self.features, self.weights_dtype)
-        return pulled(self, self._record_one, [array], array.shape, checkpoint)
+    def _computation(self, x: ArrayLike, **others: Any) -> Computation:
+        func = type(self).__name__
+        if others:
+            raise not_an_argument(func, others, NormLayer.__call__)
+        array = _computation.checked(func, "x", x, self.features, self.weights_dtype)
+        return Computation(func, [self], {"x": array}, self._forward, array.shape)
 
-    def _record_one(self, tape: Tape, inputs: Sequence[Value]) -> Value:
-        return self._record(tape, inputs[0])
-
-    def _record(self, tape: Tape, x: Value) -> Value:
-        return tape.norm(x, *self._of_block())
-
-    def _of_rows(self, x: Array, out: Array | None = None) -> Array:
-        """The norm of rows that have been checked; `out` may be `x` itself."""
-        return _calls.norm(self._kind, x, self.weight_vector, self.bias_vector, self.eps, out)
+    def _forward(self, tape: Plain, x: Any, over: bool = False) -> Any:
+        """The norm of rows; with `over`, it may be written over them."""
+        return tape.norm(x, self._kind, self.weight_vector, self.bias_vector, self.eps, over=over)
 
     def _of_block(self) -> Norm:
         return Norm(self._kind, self.weight_vector, self.bias_vector, self.eps)
@@ -185,7 +180,7 @@ class _Norm(Layer):
 
 
 @dataclass(eq=False)
-class LayerNorm(_Norm):
+class LayerNorm(NormLayer):
     """``(x - mean) / sqrt(var + eps) * weight + bias``: torch's ``nn.LayerNorm`` over the last axis.
 
     Parameters
@@ -205,7 +200,7 @@ class LayerNorm(_Norm):
 
 
 @dataclass(eq=False)
-class RMSNorm(_Norm):
+class RMSNorm(NormLayer):
     """``x / sqrt(mean(x**2) + eps) * weight``: torch's ``nn.RMSNorm`` over the last axis.
 
     The parameters are those of `LayerNorm`, without a bias. eps is 1e-6 by default, as in most models;
@@ -268,32 +263,26 @@ class FeedForward(Layer):
 
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
         """The feed-forward of x, (..., d_model), plus `residual`, which may be `out` itself."""
-        array = _calls.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
+        array = _computation.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
         if residual is None and out is None:
-            return self._of_rows(rows(array), None, None).reshape(array.shape)
+            result: Array = self._forward(PLAIN, rows(array)).reshape(array.shape)
+            return result
         rounded = self.activations
         hidden = ops.linear(array, self.weight1, self.bias1, activation=self._function, activations=rounded)
         return ops.linear(hidden, self.weight2, self.bias2, residual=residual, activations=rounded, out=out)
 
-    def forward_backward(self, x: ArrayLike, *, checkpoint: bool = False) -> tuple[Array, Pullback]:
-        """The feed-forward of x, and what makes gradients: ``dx, grads = pullback(dout)``; see `Pullback`."""
-        array = _calls.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
-        return pulled(self, self._record_one, [array], array.shape, checkpoint)
+    def _computation(self, x: ArrayLike, **others: Any) -> Computation:
+        if others:
+            raise not_an_argument("FeedForward", others, FeedForward.__call__)
+        array = _computation.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
+        return Computation("FeedForward", [self], {"x": array}, self._forward, array.shape)
 
-    def _record_one(self, tape: Tape, inputs: Sequence[Value]) -> Value:
-        return self._record(tape, inputs[0])
-
-    def _record(self, tape: Tape, x: Value, residual: Value | None = None) -> Value:
-        inner, outer = self._projections()
-        return tape.linear(tape.linear(x, *inner, self._function), *outer, residual=residual)
-
-    def _of_rows(self, x: Array, residual: Array | None, out: Array | None) -> Array:
-        """The feed-forward of rows that have been checked."""
-        hidden = scratch("hidden", len(x), self.dim_feedforward, x.dtype)
-        inner, outer = self._projections()
-        _calls.linear(x, inner, self._function, None, hidden)
-        out = _calls.linear(hidden, outer, None, residual, out)
-        keep("hidden", hidden)
+    def _forward(self, tape: Plain, x: Any, residual: Any = None, over: bool = False) -> Any:
+        """The feed-forward of rows, plus `residual`; with `over`, it may be written over that."""
+        rounding = self.activations
+        hidden = tape.linear(x, self.weight1, self.bias1, rounding, self._function, use="hidden")
+        out = tape.linear(hidden, self.weight2, self.bias2, rounding, None, residual, over=over)
+        tape.done("hidden", hidden)
         return out
 
     def _projections(self) -> tuple[Projection, Projection]:
@@ -327,7 +316,7 @@ class FeedForward(Layer):
             **super()._pack(arrays, weights_dtype),
         }
 
-    def _named(self, plain: Plain) -> dict[str, Array]:
+    def _named(self, plain: Taken) -> dict[str, Array]:
         arrays = super()._named(plain)
         if (outer := plain(self.weight2)) is not None:
             arrays["linear2.weight"] = outer

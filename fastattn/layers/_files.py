@@ -47,7 +47,7 @@ def opened(func: str, file: str, stack: ExitStack) -> TensorFile:
 
 
 def prefixes(known: Collection[str], names: Collection[str]) -> list[str]:
-    """What stands before all of `known` in `names`; of a file of a `Trainer`, before the weights."""
+    """Prefixes before all of `known` in `names`; in a file of a `Trainer`, those of the weights."""
     there, first = set(names), next(iter(known), "")
     found = [name.removesuffix(first) for name in names if first and name.endswith(f".{first}")]
     found = [prefix for prefix in found if all(prefix + name in there for name in known)]

@@ -15,12 +15,11 @@ from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, in
 from fastattn.cache import KVCache
 from fastattn.grad._linear import TRAINED
 from fastattn.grad._loss import targets_of
-from fastattn.layers._residual import require_head_options
 from fastattn.layers._rotary import Rope
 from fastattn.layers._sampling import Sampler
 from fastattn.layers._stacks import TransformerEncoder
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, normal
-from fastattn.layers._transformer import TransformerEncoderLayer
+from fastattn.layers._transformer import TransformerEncoderLayer, require_head_options
 from fastattn.positions import rope_frequencies
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, Ints
-    from fastattn.layers._heads import HeadOptions
-    from fastattn.layers._state import Fields, Plain
+    from fastattn.layers._attention_parameters import HeadOptions
+    from fastattn.layers._state import Fields, Taken
 
 _FUNC = "LanguageModel"
 POSITIONS = ("learned", "rope")
@@ -89,6 +88,7 @@ class LanguageModel(Layer):
     position_table: Array | None = field(init=False, default=None, repr=False)
 
     _parts = ("encoder",)
+    _vjp = None  # type: ignore[assignment]  # its input has no gradient: `loss_and_gradients`
     _vectors = (("position_embedding.weight", "position_table"),)
 
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
@@ -162,7 +162,7 @@ class LanguageModel(Layer):
             **super()._pack(arrays, weights_dtype),
         }
 
-    def _named(self, plain: Plain) -> dict[str, Array]:
+    def _named(self, plain: Taken) -> dict[str, Array]:
         arrays = super()._named(plain)
         if (table := plain(self.embedding)) is not None:
             arrays["token_embedding.weight"] = table
@@ -243,7 +243,7 @@ class LanguageModel(Layer):
         checkpoint : bool, default False
             Keep only the input of each layer, and compute the rest again: less memory, a third more time.
         dropout, seed
-            As in `TransformerEncoderLayer.forward_backward`; a seed of its own for each step.
+            As in `fastattn.grad.vjp`; a seed of its own for each step.
 
         Returns
         -------
@@ -266,7 +266,7 @@ class LanguageModel(Layer):
         dropout_of(func, dropout, seed)
         x = self._embedded(tokens)
         training: Any = {"checkpoint": checkpoint, "dropout": dropout, "seed": seed}
-        hidden, pullback = self.encoder.forward_backward(x, is_causal=True, **training)
+        hidden, pullback = grad.vjp(self.encoder, x, is_causal=True, **training)
         how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
         found: Any = grad.cross_entropy(hidden, self.head, targets, need=("dx", "dweight"), **how)
         loss, dhidden, dhead = found

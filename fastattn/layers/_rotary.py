@@ -8,11 +8,12 @@ import numpy as np
 
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag
-from fastattn.layers import _calls
-from fastattn.positions import RopeFrequencies, apply_rope, rope_tables
+from fastattn.layers import _computation
+from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints
+    from fastattn._engine.tape import Plain
 
 _LEAST_POSITIONS = 64
 
@@ -30,7 +31,7 @@ class Rope:
 
     def __init__(self, frequencies: RopeFrequencies, interleaved: bool = False):
         expected = "what rope_frequencies(head_dim) returns"
-        _calls.require("Rope", "frequencies", frequencies, RopeFrequencies, expected)
+        _computation.require("Rope", "frequencies", frequencies, RopeFrequencies, expected)
         self.frequencies, self.interleaved = frequencies, flag("Rope", "interleaved", interleaved)
         # By lane type, for positions 0, 1, ...; their length doubles when it is too small.
         self._tables: dict[np.dtype[Any], tuple[Array, Array]] = {}
@@ -52,11 +53,8 @@ class Rope:
         positions = offset[:, None] + np.arange(length)
         return cos[positions], sin[positions]
 
-    def rotate(self, x: Array, offset: Ints | int, back: bool = False) -> None:
-        """Rotate x (batch, heads, length, head_dim) in place. Its first token stands at `offset`.
-
-        `back` turns a gradient of the result to that of what was rotated.
-        """
-        cos, sin = self.tables(offset, x.shape[-2], x.dtype)
-        sin = -sin if back else sin
-        apply_rope(x, cos, sin, interleaved=self.interleaved, out=x)
+    def rotate(self, tape: Plain, x: Any, offset: Ints | int) -> Any:
+        """Rotate x (batch, heads, length, head_dim) in place. Its first token stands at `offset`."""
+        array = tape.array(x)
+        cos, sin = self.tables(offset, array.shape[-2], array.dtype)
+        return tape.rotate(x, cos[..., None, :, :], sin[..., None, :, :], self.interleaved)

@@ -1,4 +1,4 @@
-"""From an attention layer's masks, as torch has them, to options of `fastattn.attention`."""
+"""Masks of attention layers, as torch has them, made options of `fastattn.attention`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MASK_DTYPES = "bool (True hides) or floats to add"
 
 
 class Names(NamedTuple):
-    """What messages call a layer, and the arguments that it passes on to `MultiHeadAttention`."""
+    """Names, in messages, of a layer and of the arguments that it passes on to `MultiHeadAttention`."""
 
     func: str
     query: str
@@ -56,15 +56,11 @@ def add_masks(
         options["bias"] = _as_lane(bias, lane_dtype(dtype))
 
 
-def padding_alone(
-    names: Names, key_padding_mask: Any, shape: Shape, is_causal: bool, *others: Any
-) -> tuple[bool, Bools | None]:
-    """Whether a call has nothing but perhaps a bool padding mask of `shape`, (B, S); and that mask.
+def padding_alone(names: Names, key_padding_mask: Any, shape: Shape) -> tuple[bool, Bools | None]:
+    """Whether `key_padding_mask` is None or bool and of `shape`, (B, S); and that mask.
 
     Masks of floats or of another shape, and errors in them, are `add_masks`'s.
     """
-    if is_causal or any(x is not None for x in others):
-        return False, None
     if key_padding_mask is None:
         return True, None
     array = mask_array(names.func, names.key_padding_mask, key_padding_mask)
@@ -104,7 +100,7 @@ def _padding_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
 def add_extra_keys(
     options: Options, len_q: int, k: Array, v: Array, extra: list[tuple[Any, Any]]
 ) -> tuple[Array, Array]:
-    """k and v (B, H, S, D) with `extra` keys and values behind them; `options` are changed to match.
+    """Append `extra` keys and values to k and v (B, H, S, D); `options` are changed to match.
 
     Options that count positions would hide the extra keys. They become a dense mask and a dense bias.
     """

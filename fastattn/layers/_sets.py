@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.values import as_array, broadcast_batch, float_array, is_float
-from fastattn.layers import _calls
+from fastattn.layers import _computation
 from fastattn.layers._basic import FeedForward
-from fastattn.layers._scores import MASK_DTYPES
+from fastattn.layers._computation import Computation, differentiable
+from fastattn.layers._scores import MASK_DTYPES, Names
 from fastattn.layers._stacks import TransformerEncoder
 from fastattn.layers._transformer import TransformerEncoderLayer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array, Shape
+    from fastattn._args.types import Bools
+    from fastattn._engine.tape import Plain
 
-LAYER = "a TransformerEncoderLayer"
-LATENT = (TransformerEncoder, TransformerEncoderLayer, type(None))
-LATENTS = "an encoder, a layer of one, or None"
+_LAYER = "a TransformerEncoderLayer"
+_LATENT = (TransformerEncoder, TransformerEncoderLayer, type(None))
+_LATENTS = "an encoder, a layer of one, or None"
 
 
+@differentiable
 def set_attention(
     layer: TransformerEncoderLayer, x: ArrayLike, y: ArrayLike, *, key_padding_mask: ArrayLike | None = None
-) -> Array:
+) -> Computation:
     """Set Transformer's MAB: ``H = norm1(x + attend(x, y, y))``, then ``norm2(H + feed_forward(H))`` [1]_.
 
     This is `layer`, but its keys and values come from another set: MAB(x, x) is ``layer(x)``.
@@ -52,9 +56,16 @@ def set_attention(
     .. [1] J. Lee et al., "Set Transformer: A Framework for Attention-based Permutation-Invariant Neural
        Networks", 2019, arXiv:1810.00825.
     """
-    return _set_attention("set_attention", layer, x, y, key_padding_mask)
+    sets = _Sets("set_attention", layer, x, y, key_padding_mask, ("layer", "x", "y"))
+
+    def run(tape: Plain, ours: Any, theirs: Any) -> Any:
+        ours, theirs = sets.spread(tape, ours, theirs)
+        return sets.attend(tape, layer, ours, sets.shown(tape, theirs), key_padding_mask)
+
+    return sets.computation([layer], run)
 
 
+@differentiable
 def induced_set_attention(
     first: TransformerEncoderLayer,
     second: TransformerEncoderLayer,
@@ -62,7 +73,7 @@ def induced_set_attention(
     x: ArrayLike,
     *,
     key_padding_mask: ArrayLike | None = None,
-) -> Array:
+) -> Computation:
     """Set Transformer's ISAB: ``MAB(x, MAB(inducing, x))``, in time linear in the set's size.
 
     Parameters
@@ -77,11 +88,19 @@ def induced_set_attention(
         True hides an element of x from the others. The result still has a vector for it.
     """
     func = "induced_set_attention"
-    _calls.require(func, "second", second, TransformerEncoderLayer, LAYER)
-    summary = _set_attention(func, first, inducing, x, key_padding_mask, ("first", "inducing", "x"))
-    return _set_attention(func, second, x, summary, None, ("second", "x", "the summary of first"))
+    _computation.require(func, "second", second, TransformerEncoderLayer, _LAYER)
+    sets = _Sets(func, first, inducing, x, key_padding_mask, ("first", "inducing", "x"))
+    sets.require_fit("second", second, first)
+
+    def run(tape: Plain, points: Any, ours: Any) -> Any:
+        points, ours = sets.spread(tape, points, ours)
+        summary = sets.attend(tape, first, points, sets.shown(tape, ours), key_padding_mask)
+        return sets.attend(tape, second, ours, summary, None)
+
+    return sets.computation([first, second], run, result=1)
 
 
+@differentiable
 def pooling_by_attention(
     layer: TransformerEncoderLayer,
     seeds: ArrayLike,
@@ -89,7 +108,7 @@ def pooling_by_attention(
     *,
     feed_forward: FeedForward | None = None,
     key_padding_mask: ArrayLike | None = None,
-) -> Array:
+) -> Computation:
     """Set Transformer's PMA: ``MAB(seeds, feed_forward(x))``, k vectors (..., k, d_model) from a set.
 
     Parameters
@@ -101,13 +120,24 @@ def pooling_by_attention(
     feed_forward : FeedForward, optional
         The paper's rFF; the authors' code has none.
     """
-    func = "pooling_by_attention"
+    func, layers = "pooling_by_attention", [layer] if feed_forward is None else [layer, feed_forward]
     if feed_forward is not None:
-        _calls.require(func, "feed_forward", feed_forward, FeedForward, "a FeedForward")
-        x = feed_forward(x)
-    return _set_attention(func, layer, seeds, x, key_padding_mask, ("layer", "seeds", "x"))
+        _computation.require(func, "feed_forward", feed_forward, FeedForward, "a FeedForward")
+    sets = _Sets(func, layer, seeds, x, key_padding_mask, ("layer", "seeds", "x"))
+    if feed_forward is not None:
+        sets.require_fit("feed_forward", feed_forward, layer)
+
+    def run(tape: Plain, ours: Any, theirs: Any) -> Any:
+        ours, theirs = sets.spread(tape, ours, theirs)
+        theirs = sets.shown(tape, theirs)
+        if feed_forward is not None:
+            theirs = feed_forward._forward(tape, theirs)
+        return sets.attend(tape, layer, ours, theirs, key_padding_mask)
+
+    return sets.computation(layers, run)
 
 
+@differentiable
 def perceiver(
     cross: TransformerEncoderLayer,
     latent: TransformerEncoder | TransformerEncoderLayer | None,
@@ -115,7 +145,7 @@ def perceiver(
     x: ArrayLike,
     *,
     key_padding_mask: ArrayLike | None = None,
-) -> Array:
+) -> Computation:
     """Perceiver's block: a few latents attend to the whole input, then to themselves [1]_.
 
     Parameters
@@ -140,48 +170,82 @@ def perceiver(
     .. [1] A. Jaegle et al., "Perceiver: General Perception with Iterative Attention", 2021, arXiv:2103.03206.
     """
     func = "perceiver"
-    _calls.require(func, "latent", latent, LATENT, LATENTS)
-    out = _set_attention(func, cross, latents, x, key_padding_mask, ("cross", "latents", "x"))
-    return out if latent is None else latent(out)
+    _computation.require(func, "latent", latent, _LATENT, _LATENTS)
+    sets = _Sets(func, cross, latents, x, key_padding_mask, ("cross", "latents", "x"))
+    if latent is not None:
+        inner = latent.layers[0] if isinstance(latent, TransformerEncoder) else latent
+        sets.require_fit("latent", inner, cross)
+
+    def run(tape: Plain, ours: Any, theirs: Any) -> Any:
+        ours, theirs = sets.spread(tape, ours, theirs)
+        out = sets.attend(tape, cross, ours, sets.shown(tape, theirs), key_padding_mask)
+        return out if latent is None else latent._forward(tape, out, sets.sizes(tape, out))
+
+    return sets.computation([cross] if latent is None else [cross, latent], run)
 
 
-def _set_attention(
-    func: str,
-    layer: TransformerEncoderLayer,
-    x: ArrayLike,
-    y: ArrayLike,
-    mask: Any,
-    names: tuple[str, str, str] = ("layer", "x", "y"),
-) -> Array:
-    """`set_attention`, for messages of `func`, in which layer, x and y have `names`."""
-    ours, theirs, batch = checked_sets(func, layer, x, y, mask, names)
-    ours, theirs = (np.broadcast_to(a, (*batch, *a.shape[-2:])) for a in (ours, theirs))
-    queries = layer.norm1(ours) if layer.norm_first else ours
-    total = layer.self_attn(queries, theirs, residual=ours, key_padding_mask=mask)
-    if layer.norm_first:
-        return layer.feed_forward(layer.norm2(total), residual=total)
-    total = layer.norm1(total)
-    return layer.norm2(layer.feed_forward(total, residual=total))
+class _Sets:
+    """Two sets, checked; messages of `func` call the layer and them by `names`."""
 
+    def __init__(self, func: str, layer: Any, x: Any, y: Any, mask: Any, names: tuple[str, str, str]):
+        _computation.require(func, names[0], layer, TransformerEncoderLayer, _LAYER)
+        ours, theirs = float_array(func, names[1], x), float_array(func, names[2], y)
+        width = layer.d_model
+        for name, array in zip(names[1:], (ours, theirs), strict=True):
+            if array.ndim not in (2, 3) or array.shape[-1] != width:
+                raise wrong_shape(func, name, array, f"(n, {width}) or (batch, n, {width})")
+        batch = ours.shape[:-2]
+        if batch != theirs.shape[:-2]:  # the same inducing points, seeds or latents for all sets
+            batch = broadcast_batch(func, **{names[1]: batch, names[2]: theirs.shape[:-2]})
+        self._hidden: Bools | None = None  # rows of y that nobody attends
+        if mask is not None:  # checked here: the layer would name itself in its messages
+            mask, shape = as_array(func, "key_padding_mask", mask), (*batch, theirs.shape[-2])
+            if mask.shape != shape:
+                name = "(batch, length)" if len(shape) > 1 else "(length,)"
+                raise wrong_shape(func, "key_padding_mask", mask, f"{name} = {shape}")
+            if mask.dtype != np.bool_ and not is_float(mask.dtype):
+                raise wrong_dtype(func, "key_padding_mask", mask, MASK_DTYPES)
+            self._hidden = (mask if mask.dtype == np.bool_ else mask == -np.inf).ravel()
+        self._func, self._batch, self.size = func, batch, prod(batch)
+        self._arrays = {
+            name: _computation.checked(func, name, array, width, layer.weights_dtype)
+            for name, array in zip(names[1:], (ours, theirs), strict=True)
+        }
+        self._names = Names(func, names[1], "attn_mask", "key_padding_mask")
 
-def checked_sets(
-    func: str, layer: Any, x: Any, y: Any, mask: Any, names: tuple[str, str, str] = ("layer", "x", "y")
-) -> tuple[Array, Array, Shape]:
-    """Check the arguments of `set_attention`: both sets, and the batch dimensions of the result."""
-    _calls.require(func, names[0], layer, TransformerEncoderLayer, LAYER)
-    ours, theirs = float_array(func, names[1], x), float_array(func, names[2], y)
-    width = layer.d_model
-    for name, array in zip(names[1:], (ours, theirs), strict=True):
-        if array.ndim not in (2, 3) or array.shape[-1] != width:
-            raise wrong_shape(func, name, array, f"(n, {width}) or (batch, n, {width})")
-    batch = ours.shape[:-2]
-    if batch != theirs.shape[:-2]:  # the same inducing points, seeds or latents for all sets
-        batch = broadcast_batch(func, **{names[1]: batch, names[2]: theirs.shape[:-2]})
-    if mask is not None:  # checked here: the layer would name itself in its messages
-        mask, shape = as_array(func, "key_padding_mask", mask), (*batch, theirs.shape[-2])
-        if mask.shape != shape:
-            name = "(batch, length)" if len(shape) > 1 else "(length,)"
-            raise wrong_shape(func, "key_padding_mask", mask, f"{name} = {shape}")
-        if mask.dtype != np.bool_ and not is_float(mask.dtype):
-            raise wrong_dtype(func, "key_padding_mask", mask, MASK_DTYPES)
-    return ours, theirs, batch
+    def require_fit(self, name: str, layer: Any, first: TransformerEncoderLayer) -> None:
+        """Raise unless `layer` takes the result of the first one."""
+        for field in ("d_model", "weights_dtype"):
+            ours, theirs = getattr(layer, field), getattr(first, field)
+            if ours != theirs and (field == "d_model" or "float64" in (ours, theirs)):
+                raise ValueError(f"{self._func}(): {name} has {field} {ours!r}; expected {theirs!r}")
+
+    def spread(self, tape: Plain, *sets: Any) -> list[Any]:
+        """Rows of both sets for each sequence of the batch."""
+        counts = [prod(a.shape[:-2]) for a in self._arrays.values()]
+        sequences = zip(sets, counts, strict=True)
+        return [x if n == self.size else tape.repeated(x, self.size) for x, n in sequences]
+
+    def shown(self, tape: Plain, y: Any) -> Any:
+        """Rows y, 0 where the mask hides them: NaN there would be in the gradients of their maps."""
+        return tape.cleared(y, self._hidden) if tape.recording and self._hidden is not None else y
+
+    def sizes(self, tape: Plain, x: Any) -> tuple[int, int]:
+        """The batch and the length of rows x."""
+        return self.size, len(tape.array(x)) // max(1, self.size)
+
+    def attend(self, tape: Plain, layer: TransformerEncoderLayer, x: Any, y: Any, mask: Any) -> Any:
+        """`set_attention` of rows."""
+        if mask is not None and not self._batch:
+            mask = _computation.one_batch(self._func, "key_padding_mask", mask)
+        sizes = self.sizes(tape, x)
+        how: Any = {"key": y, "key_padding_mask": mask, "names": self._names}
+        total = layer._add_attention(tape, layer.norm1, x, layer.self_attn, sizes, **how)
+        return layer._add_feed_forward(tape, layer.norm2, total)
+
+    def computation(self, layers: list[Any], run: Any, result: int = 0) -> Computation:
+        """The call, whose result is as long as the set of that number."""
+        for layer in layers:
+            layer._require_parts()
+        shape = (*self._batch, *list(self._arrays.values())[result].shape[-2:])
+        return Computation(self._func, layers, self._arrays, run, shape)

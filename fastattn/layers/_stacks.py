@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from fastattn._args.cache import cache_args
 from fastattn._args.errors import wrong_type
+from fastattn._args.ops import rows
 from fastattn._args.options import require_options
-from fastattn._args.values import flag, float_array, integer, iterated
+from fastattn._args.values import flag, integer, iterated
 from fastattn._args.words import not_an_argument
+from fastattn._engine.tape import PLAIN
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
-from fastattn.layers import _calls
-from fastattn.layers._basic import _Norm
-from fastattn.layers._gradients import pulled, refuse_cache
-from fastattn.layers._heads import HeadOptions
-from fastattn.layers._residual import TransformerLayer, require_fields
+from fastattn.layers import _computation
+from fastattn.layers._attention_parameters import HeadOptions
+from fastattn.layers._basic import NormLayer
+from fastattn.layers._computation import Computation
 from fastattn.layers._scores import padding_alone
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
@@ -27,6 +30,8 @@ from fastattn.layers._transformer import (
     OverMemoryOptions,
     TransformerDecoderLayer,
     TransformerEncoderLayer,
+    TransformerLayer,
+    require_fields,
 )
 
 if TYPE_CHECKING:
@@ -35,16 +40,17 @@ if TYPE_CHECKING:
 
     from fastattn._args.options import NoOptions
     from fastattn._args.types import Array, Rounding
-    from fastattn._engine.tape import Tape, Value
-    from fastattn.layers._gradients import Pullback
-    from fastattn.layers._residual import Norm
+    from fastattn._engine.tape import Plain
 
 
-class _Stack(Layer):
-    """Layers one after another, and an optional norm behind them."""
+_NOTHING = nullcontext()
+
+
+class LayerStack(Layer):
+    """Layers one after another, and an optional norm after them."""
 
     layers: Sequence[Any]
-    norm: Norm | None
+    norm: NormLayer | None
     _kind: ClassVar[type[Layer]]  # of the layers
     _cache_kind: ClassVar[type]
 
@@ -78,10 +84,10 @@ class _Stack(Layer):
         if not self.layers:
             raise ValueError(f"{func}(): layers is empty; expected at least one layer")
         for i, layer in enumerate(self.layers):
-            _calls.require(func, f"layers[{i}]", layer, self._kind, kind)
+            _computation.require(func, f"layers[{i}]", layer, self._kind, kind)
         widths = {f"layers[{i}].d_model": layer.d_model for i, layer in enumerate(self.layers)}
         if self.norm is not None:
-            _calls.require(func, "norm", self.norm, _Norm, "a LayerNorm, an RMSNorm or None")
+            _computation.require(func, "norm", self.norm, NormLayer, "a LayerNorm, an RMSNorm or None")
             widths["norm.features"] = self.norm.features
         width = self.layers[0].d_model
         for name, other in widths.items():
@@ -92,29 +98,17 @@ class _Stack(Layer):
         parts = {f"layers.{i}.": layer for i, layer in enumerate(self.layers)}
         return parts if self.norm is None else {**parts, "norm.": self.norm}
 
-    def _run(self, name: str, x: ArrayLike, cache: Sequence[Any] | None, **options: Any) -> Array:
-        """One layer after another, on `x`, which is called `name`."""
-        self._require_layers()
-        result = float_array(type(self).__name__, name, x)
-        caches = self._one_each(cache)
-        with restored_on_error(caches):
-            for layer, its_cache in zip(self.layers, caches, strict=True):
-                result = layer(result, cache=its_cache, **options)
-            return result if self.norm is None else self.norm(result)
+    def _one_by_one(
+        self, tape: Plain, x: Any, caches: Sequence[Any], forward: Callable[..., Any], *memory: Any
+    ) -> Any:
+        """One layer after another, of rows x and the memory's, and the norm.
 
-    def _record(
-        self, tape: Tape, x: Value, batch: int, memory: Sequence[Value], checkpoint: bool, options: Any
-    ) -> Value:
-        """One layer after another on a tape, over `memory`, which an encoder's layers do not have."""
-        for layer in self.layers:
-
-            def compute(tape: Tape, inputs: Sequence[Value], layer: Any = layer) -> Value:
-                found: Value = layer._record(tape, *inputs, batch, **options)
-                return found
-
-            inputs = [x, *memory]
-            x = tape.checkpoint(compute, inputs) if checkpoint else compute(tape, inputs)
-        return x if self.norm is None else self.norm._record(tape, x)
+        `forward` is the layers' `_forward`, called with a layer, the tape, the rows and the layer's cache.
+        """
+        with _NOTHING if caches[0] is None else restored_on_error(caches):
+            for layer, cache in zip(self.layers, caches, strict=True):
+                x = tape.block(partial(forward, layer, cache), x, *memory)
+            return x if self.norm is None else self.norm._forward(tape, x)
 
     def _one_each(self, cache: Sequence[Any] | None) -> Sequence[Any]:
         """`cache`, one for each layer."""
@@ -130,7 +124,7 @@ class _Stack(Layer):
 
 
 @dataclass(eq=False)
-class TransformerEncoder(_Stack):
+class TransformerEncoder(LayerStack):
     """Encoder layers one after another; with `is_causal` and a cache, the stack of a decoder-only model.
 
     Its state has torch's names: ``layers.0.*``, ``layers.1.*``, ..., ``norm.*``.
@@ -144,7 +138,7 @@ class TransformerEncoder(_Stack):
     """
 
     layers: Sequence[TransformerEncoderLayer]
-    norm: Norm | None = None
+    norm: NormLayer | None = None
     _kind, _cache_kind = TransformerEncoderLayer, KVCache
 
     def __call__(
@@ -163,67 +157,59 @@ class TransformerEncoder(_Stack):
         Arguments are those of `TransformerEncoderLayer`, `mask` its src_mask: True hides in a bool mask.
         `cache` is of `new_cache`.
         """
-        if others:
-            raise not_an_argument("TransformerEncoder", others, TransformerEncoder.__call__)
-        options = {"src_key_padding_mask": src_key_padding_mask, "is_causal": is_causal, "lengths": lengths}
-        out = self._run("src", src, cache, src_mask=mask, **options)
-        if self.norm is not None:  # it makes its bias of rows that are 0
-            given = (is_causal, mask, cache, lengths)
-            _, padding = padding_alone(_SRC, src_key_padding_mask, out.shape[:-1], *given)
-            if padding is not None:
-                out[padding] = 0
-        return out
+        array, sizes, padding = self._checked(src, src_key_padding_mask, others)
+        out: Array = self._forward(PLAIN, rows(array), sizes, mask, padding, is_causal, cache, lengths)
+        return out.reshape(array.shape)
 
-    def forward_backward(
+    def _computation(
         self,
         src: ArrayLike,
         *,
-        mask: ArrayLike | None = None,
-        src_key_padding_mask: ArrayLike | None = None,
+        mask: Any = None,
+        src_key_padding_mask: Any = None,
         is_causal: bool = False,
-        checkpoint: bool = False,
-        dropout: float = 0.0,
-        seed: int | None = None,
-        **others: Unpack[NoOptions],
-    ) -> tuple[Array, Pullback]:
-        """The stack's result, and what makes gradients: ``dsrc, grads = pullback(dout)``; see `Pullback`.
+        **others: Any,
+    ) -> Computation:
+        array, sizes, padding = self._checked(src, src_key_padding_mask, others)
 
-        Arguments are those of the layers' `forward_backward`. With `checkpoint`, only the input of each layer
-        is kept.
-        """
+        def run(tape: Plain, x: Any) -> Any:
+            return self._forward(tape, x, sizes, mask, padding, is_causal)
+
+        return Computation("TransformerEncoder", [self], {"src": array}, run, array.shape, by_block=True)
+
+    def _checked(self, src: ArrayLike, padding: Any, others: Any) -> tuple[Array, tuple[int, int], Any]:
+        """The input of a call, its batch and length, and its padding mask as a batch."""
+        func = "TransformerEncoder"
         if others:
-            func = "TransformerEncoder.forward_backward"
-            raise not_an_argument(func, others, TransformerEncoder.forward_backward)
+            raise not_an_argument(func, others, TransformerEncoder.__call__)
         self._require_layers()
-        checkpoint = flag("TransformerEncoder.forward_backward", "checkpoint", checkpoint)
-        batched, options, array = self._encoded(src, mask, src_key_padding_mask, is_causal)
+        self._require_parts()
+        return self.layers[0]._checked(src, padding, None, func)
 
-        def compute(tape: Tape, inputs: Sequence[Value]) -> Value:
-            return self._record(tape, inputs[0], batched, (), checkpoint, options)
+    def _forward(
+        self,
+        tape: Plain,
+        x: Any,
+        sizes: tuple[int, int],
+        src_mask: Any = None,
+        src_key_padding_mask: Any = None,
+        is_causal: bool = False,
+        cache: Sequence[KVCache] | None = None,
+        lengths: Any = None,
+    ) -> Any:
+        """A call's result, of rows x and in rows."""
+        is_causal = flag("TransformerEncoder", "is_causal", is_causal)
+        masks = src_mask, src_key_padding_mask, is_causal
 
-        return pulled(self, compute, [array], array.shape, False, dropout, seed)
+        def forward(layer: TransformerEncoderLayer, cache: KVCache | None, tape: Plain, x: Any) -> Any:
+            return layer._forward(tape, x, sizes, *masks, cache, lengths)
 
-    def _record(
-        self, tape: Tape, x: Value, batch: int, memory: Sequence[Value], checkpoint: bool, options: Any
-    ) -> Value:
-        out = super()._record(tape, x, batch, memory, checkpoint, options)
-        if self.norm is None:
+        out = self._one_by_one(tape, x, self._one_each(cache), forward)
+        if self.norm is None or not (src_mask is cache is lengths is None and not is_causal):
             return out
-        shape = batch, len(x.array) // max(1, batch)
-        others = (options["is_causal"], options["src_mask"])
-        _, padding = padding_alone(_SRC, options["src_key_padding_mask"], shape, *others)
-        return out if padding is None else tape.cleared(out, padding.ravel())
-
-    def _encoded(
-        self, src: ArrayLike, mask: Any, padding: Any, is_causal: bool
-    ) -> tuple[int, dict[str, Any], Array]:
-        """The batch, the options of the layers, and the input of a call."""
-        func = type(self).__name__
-        array, batched = self.layers[0]._input("src", src, None, KVCache)
-        if batched is not array:
-            padding = _calls.one_batch(func, "src_key_padding_mask", padding)
-        options = {"src_mask": mask, "src_key_padding_mask": padding}
-        return len(batched), {**options, "is_causal": flag(func, "is_causal", is_causal)}, array
+        # The norm makes its bias of rows that are 0.
+        _, padding = padding_alone(_SRC, src_key_padding_mask, sizes)
+        return out if padding is None else tape.cleared(out, padding.ravel(), over=True)
 
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[KVCache]:
         """Empty caches, one a layer: see `KVCache`."""
@@ -232,7 +218,7 @@ class TransformerEncoder(_Stack):
 
 
 @dataclass(eq=False)
-class TransformerDecoder(_Stack):
+class TransformerDecoder(LayerStack):
     """Decoder layers one after another, all over the same memory; its state is like `TransformerEncoder`'s.
 
     Parameters
@@ -242,7 +228,7 @@ class TransformerDecoder(_Stack):
     """
 
     layers: Sequence[TransformerDecoderLayer]
-    norm: Norm | None = None
+    norm: NormLayer | None = None
     _kind, _cache_kind = TransformerDecoderLayer, DecoderCache
 
     def __call__(
@@ -257,45 +243,42 @@ class TransformerDecoder(_Stack):
 
         Arguments are those of `TransformerDecoderLayer`; `cache` is of `new_cache`.
         """
-        require_options("TransformerDecoder", options, DecoderOptions)
-        return self._run("tgt", tgt, cache, memory=memory, **options)
+        array, sizes, masks = self._checked(tgt, options)
+        over = None if cache is not None else rows(self.layers[0]._memory(memory, sizes[0]))
+        out: Array = self._forward(PLAIN, rows(array), over, sizes, masks, memory, cache)
+        return out.reshape(array.shape)
 
-    def forward_backward(
-        self,
-        tgt: ArrayLike,
-        memory: ArrayLike,
-        *,
-        checkpoint: bool = False,
-        dropout: float = 0.0,
-        seed: int | None = None,
-        **options: Unpack[DecoderOptions],
-    ) -> tuple[Array, Pullback]:
-        """The stack's result, and what makes gradients: ``dtgt, dmemory, grads = pullback(dout)``.
+    def _computation(self, tgt: ArrayLike, memory: ArrayLike | None = None, **options: Any) -> Computation:
+        array, sizes, options = self._checked(tgt, options)
 
-        See `Pullback`. Arguments are those of a call without a cache. With `checkpoint`, only the input of
-        each layer is kept.
-        """
+        def run(tape: Plain, x: Any, over: Any) -> Any:
+            return self._forward(tape, x, over, sizes, options)
+
+        inputs = {"tgt": array, "memory": self.layers[0]._memory(memory, sizes[0])}
+        return Computation("TransformerDecoder", [self], inputs, run, array.shape, by_block=True)
+
+    def _checked(self, tgt: ArrayLike, options: Any) -> tuple[Array, tuple[int, int], dict[str, Any]]:
+        """The input of a call, its batch and length, and its options."""
         self._require_layers()
-        checkpoint = flag("TransformerDecoder.forward_backward", "checkpoint", checkpoint)
-        batch, masks, array = self._decoded("TransformerDecoder", tgt, options)
-        over = self.layers[0]._memory(memory, batch)
+        self._require_parts()
+        return self.layers[0]._checked("TransformerDecoder", tgt, None, options)
 
-        def compute(tape: Tape, inputs: Sequence[Value]) -> Value:
-            return self._record(tape, inputs[0], batch, inputs[1:], checkpoint, masks)
+    def _forward(
+        self,
+        tape: Plain,
+        x: Any,
+        over: Any,
+        sizes: tuple[int, int],
+        options: dict[str, Any],
+        memory: ArrayLike | None = None,
+        cache: Sequence[DecoderCache] | None = None,
+    ) -> Any:
+        """A call's result, of rows x over the memory's rows, or over `memory` in a cache; in rows."""
 
-        inputs = [array, over if np.ndim(memory) == 3 else over[0]]
-        return pulled(self, compute, inputs, array.shape, False, dropout, seed)
+        def forward(layer: TransformerDecoderLayer, cache: Any, tape: Plain, x: Any, over: Any) -> Any:
+            return layer._forward(tape, x, over, sizes, memory, cache, **options)
 
-    def _decoded(self, func: str, tgt: ArrayLike, options: Any) -> tuple[int, dict[str, Any], Array]:
-        """The batch, the options of the layers, and the input of a call without a cache."""
-        require_options(f"{func}.forward_backward", options, DecoderOptions)
-        refuse_cache(func, options)
-        array, batched = self.layers[0]._input("tgt", tgt, None, DecoderCache)
-        masks = dict(options)
-        if batched is not array:
-            for name in ("tgt_key_padding_mask", "memory_key_padding_mask"):
-                masks[name] = _calls.one_batch(func, name, masks.get(name))
-        return len(batched), masks, array
+        return self._one_by_one(tape, x, self._one_each(cache), forward, over)
 
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[DecoderCache]:
         """Empty caches, one a layer: see `KVCache` and `DecoderCache`."""
@@ -379,40 +362,28 @@ class Transformer(Layer):
         mask. The decoder is causal if `tgt_mask` or `tgt_is_causal` says so. Step by step:
         ``memory = model.encoder(src)`` once, then ``model.decoder(tgt, memory, cache=...)``.
         """
-        require_options("Transformer", options, OverMemoryOptions)
-        memory = self.encoder(
-            src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
-        )
-        return self.decoder(tgt, memory, **options)
+        masks: dict[str, Any] = {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask}
+        return self._computation(src, tgt, src_is_causal=src_is_causal, **masks, **options).result()
 
-    def forward_backward(
+    def _computation(
         self,
         src: ArrayLike,
         tgt: ArrayLike,
         *,
-        src_mask: ArrayLike | None = None,
-        src_key_padding_mask: ArrayLike | None = None,
+        src_mask: Any = None,
+        src_key_padding_mask: Any = None,
         src_is_causal: bool = False,
-        checkpoint: bool = False,
-        dropout: float = 0.0,
-        seed: int | None = None,
-        **options: Unpack[OverMemoryOptions],
-    ) -> tuple[Array, Pullback]:
-        """The decoder's result, and what makes gradients: ``dsrc, dtgt, grads = pullback(dout)``.
-
-        See `Pullback`. Arguments are those of a call. With `checkpoint`, only the input of each layer is
-        kept.
-        """
+        **options: Any,
+    ) -> Computation:
         func = "Transformer"
-        require_options(f"{func}.forward_backward", options, OverMemoryOptions)
-        checkpoint = flag(f"{func}.forward_backward", "checkpoint", checkpoint)
-        encoder, decoder = self.encoder, self.decoder
-        batch, own, ours = encoder._encoded(src, src_mask, src_key_padding_mask, src_is_causal)
-        _, masks, theirs = decoder._decoded(func, tgt, options)
-        decoder.layers[0]._memory(ours, 1 if theirs.ndim == 2 else len(theirs))
+        require_options(func, options, OverMemoryOptions)
+        self._require_parts()
+        masks: dict[str, Any] = {"mask": src_mask, "src_key_padding_mask": src_key_padding_mask}
+        source = self.encoder._computation(src, is_causal=src_is_causal, **masks)
+        target = self.decoder._computation(tgt, source.inputs["src"], **options)
 
-        def compute(tape: Tape, inputs: Sequence[Value]) -> Value:
-            memory = encoder._record(tape, inputs[0], batch, (), checkpoint, own)
-            return decoder._record(tape, inputs[1], batch, (memory,), checkpoint, masks)
+        def run(tape: Plain, x: Any, y: Any) -> Any:
+            return target.run(tape, y, source.run(tape, x))
 
-        return pulled(self, compute, [ours, theirs], theirs.shape, False, dropout, seed)
+        inputs = {"src": source.inputs["src"], "tgt": target.inputs["tgt"]}
+        return Computation(func, [self], inputs, run, target.shape, by_block=True)

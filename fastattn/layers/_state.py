@@ -1,4 +1,4 @@
-"""What every layer shares: its parameters by name, which can be loaded and saved.
+"""The base of all layers: parameters by name, which can be loaded and saved.
 
 A layer says which parameters it holds (`_parameters`), which other layers it consists of (`_children`), how
 named arrays become its fields (`_pack`) and how its fields become named arrays again (`_named`). Loading
@@ -34,11 +34,20 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Rounding, Shape
     from fastattn._engine.tape import Gradients
+    from fastattn.grad import Pullback
 
     Fields = dict[str, Any]
     Draw = Callable[[np.random.Generator, Shape], Array]
     # From what a field holds to an array in plain layout: itself, or its gradient. None: there is none.
-    Plain = Callable[[Array | PackedLinear | None], Array | None]
+    Taken = Callable[[Array | PackedLinear | None], Array | None]
+
+
+_EARLIER = "none: keys and values of earlier calls have no gradients"
+_WITHOUT_GRADIENTS = {  # options of calls, and what is expected where there are gradients
+    **dict.fromkeys(("cache", "lengths", "keys_values"), _EARLIER),
+    "out": "None: the pullback reads the result",
+    "residual": "None: add it to the result, whose gradient is the residual's, too",
+}
 
 
 class Parameter(NamedTuple):
@@ -111,7 +120,7 @@ class Layer:
         return super().__new__(cls)
 
     def _parameters(self) -> dict[str, Parameter]:
-        """What this layer itself holds, in torch's order."""
+        """Parameters that this layer itself holds, in torch's order."""
         return {}
 
     def _children(self) -> dict[str, Layer]:
@@ -124,13 +133,33 @@ class Layer:
         held = ((field, arrays.get(name)) for name, field in self._vectors)
         return {field: None if array is None else array.astype(lane) for field, array in held}
 
-    def _named(self, plain: Plain) -> dict[str, Array]:
-        """What `plain` makes of each field, by the names that `_pack` takes; here those of `_vectors`."""
+    def _named(self, plain: Taken) -> dict[str, Array]:
+        """Results of `plain` for the fields, by the names that `_pack` takes; here for `_vectors`."""
         held = ((name, plain(getattr(self, field))) for name, field in self._vectors)
         return {name: array for name, array in held if array is not None}
 
+    def _computation(self, *inputs: Any, **options: Any) -> Any:
+        """A call, checked: a `Computation`, which knows layers."""
+        raise NotImplementedError
+
+    def _vjp(
+        self,
+        *inputs: Any,
+        checkpoint: bool = False,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        **options: Any,
+    ) -> tuple[Any, Pullback]:
+        """The result of a call, and its pullback: see `fastattn.grad.vjp`."""
+        for name, given in options.items():
+            if given is not None and name in _WITHOUT_GRADIENTS:
+                expected = _WITHOUT_GRADIENTS[name]
+                raise ValueError(f"{type(self).__name__}(): {name} is given; expected {expected}")
+        options = {name: x for name, x in options.items() if name not in _WITHOUT_GRADIENTS}
+        return self._computation(*inputs, **options).with_pullback(checkpoint, dropout, seed)
+
     def _settle(self, gradients: Gradients) -> None:
-        """Give the gradients of what several fields share to each of them."""
+        """Move gradients of packed parameters to the fields that share them."""
 
     def __getattr__(self, name: str) -> Any:
         """Raise: `name` is a field that waits for parameters, or no attribute at all."""
@@ -140,7 +169,7 @@ class Layer:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _place(self) -> str:
-        """What this layer looks like from outside; a layer that looks the same can replace it."""
+        """Description of the layer from outside; a layer with an equal one can replace it."""
         return f"a {type(self).__name__}"
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -170,12 +199,18 @@ class Layer:
         last_change = object()
 
     def _require_parts(self) -> None:
-        """Raise unless all parts compute in this layer's type. It looks only after a change to a layer."""
+        """Raise unless all parts have parameters and compute in this layer's type.
+
+        It looks only after a change to a layer.
+        """
         change = last_change
         if self.__dict__.get("_checked_at") is change:
             return
         lane = lane_of(self.weights_dtype)
         for prefix, part in self._walk():
+            for name in vars(type(part)).get("__dataclass_fields__", ()):
+                if name not in ("_", "rng"):  # not fields
+                    getattr(part, name)  # raises if the part waits for it
             if lane_of(part.weights_dtype) != lane:
                 came = f"its part {prefix}{type(part).__name__} has weights in {part.weights_dtype}"
                 expected = f"ones that compute in {lane}, as the layer's own in {self.weights_dtype} do"
@@ -236,8 +271,8 @@ class Layer:
         """`state_dict` without the parts."""
         return self._named(_copied)
 
-    def _all_named(self, plain: Plain) -> dict[str, Array]:
-        """What `plain` makes of all parameters, by name, in torch's order."""
+    def _all_named(self, plain: Taken) -> dict[str, Array]:
+        """Results of `plain` for all parameters, by name, in torch's order."""
         found = {
             prefix + name: array
             for prefix, layer in self._walk()

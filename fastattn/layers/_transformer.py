@@ -1,43 +1,156 @@
-"""One layer of an encoder and one of a decoder (Vaswani et al. 2017). `_stacks.py` puts them together."""
+"""Layers of encoders and of decoders (Vaswani et al. 2017). `_stacks.py` puts them together."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
+from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_shape
-from fastattn._args.ops import rows
+from fastattn._args.ops import epsilon, integer_activations, rows
 from fastattn._args.options import require_options
-from fastattn._args.values import as_array, flag
+from fastattn._args.packed import WEIGHT_DTYPES
+from fastattn._args.types import FLOAT32
+from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, short
 from fastattn._args.words import not_an_argument
-from fastattn._engine import recorded
 from fastattn._engine.program import OUT, Program, Sequences, X, build
+from fastattn._engine.tape import PLAIN
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
-from fastattn.layers import _calls, _state
+from fastattn.layers import _computation, _state
 from fastattn.layers._attention import MultiHeadAttention
-from fastattn.layers._block import Block
-from fastattn.layers._gradients import pulled, refuse_cache
-from fastattn.layers._heads import HeadOptions
-from fastattn.layers._residual import TransformerLayer
+from fastattn.layers._attention_parameters import HeadOptions
+from fastattn.layers._basic import ACTIVATIONS, FeedForward, LayerNorm, NormLayer, RMSNorm
+from fastattn.layers._block import Block, Norm, Projection
+from fastattn.layers._computation import Computation
 from fastattn.layers._scores import Names, padding_alone
+from fastattn.layers._state import Layer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
     from fastattn._args.options import NoOptions
-    from fastattn._args.types import Array
-    from fastattn._engine.tape import Tape, Value
-    from fastattn.layers._gradients import Pullback
-    from fastattn.layers._residual import Norm
+    from fastattn._args.types import Array, Rounding
+    from fastattn._engine.tape import Plain
 
+_NOTHING = nullcontext()
 _SRC = Names("TransformerEncoderLayer", "src", "src_mask", "src_key_padding_mask")
 _TGT = Names("TransformerDecoderLayer", "tgt", "tgt_mask", "tgt_key_padding_mask")
 _MEMORY = Names("TransformerDecoderLayer", "tgt", "memory_mask", "memory_key_padding_mask")
+
+
+def require_head_options(func: str, name: str, given: Any) -> None:
+    """Raise unless `given` is None or has options of `MultiHeadAttention`, by their names alone."""
+    known = HeadOptions.__annotations__
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"{func}(): {name} is {short(given)}; expected a dict of {', '.join(known)}")
+    if unknown := [key for key in given or () if key not in known]:
+        raise TypeError(f"{func}(): {name} has {short(unknown[0])}; expected {', '.join(known)}")
+
+
+def require_fields(layer: Any) -> None:
+    """Raise unless the fields of `layer`, a `TransformerLayer` or a `Transformer`, make a layer.
+
+    Its parts check them once more, but their messages would call them by other names.
+    """
+    func = type(layer).__name__
+    for name in ("d_model", "num_heads", "dim_feedforward"):
+        setattr(layer, name, integer(func, name, getattr(layer, name), 1, MOST_SIZE))
+    for name in ("norm_first", "bias"):
+        flag(func, name, getattr(layer, name))
+    choice(func, "activation", layer.activation, ACTIVATIONS)
+    choice(func, "norm", layer.norm, ("layer_norm", "rms_norm"))
+    layer.weights_dtype = dtype_choice(func, "weights_dtype", layer.weights_dtype, WEIGHT_DTYPES)
+    integer_activations(func, layer.activations, layer.weights_dtype)
+    epsilon(func, "layer_norm_eps", layer.layer_norm_eps, FLOAT32)
+    for name in ("attention", "cross_attention"):
+        if not hasattr(layer, name):
+            continue  # an encoder layer
+        require_head_options(func, name, getattr(layer, name))
+        options = getattr(layer, name) or {}
+        if options.get("head_dim") is None and layer.d_model % layer.num_heads:
+            expected = f"a multiple of num_heads, {layer.num_heads}, or head_dim in {name}"
+            raise ValueError(f"{func}(): d_model is {layer.d_model}; expected {expected}")
+
+
+@dataclass(eq=False)
+class TransformerLayer(Layer):
+    """The base of both layers: options, attention to itself, feed-forward and two norms."""
+
+    d_model: int
+    num_heads: int
+    dim_feedforward: int = 2048
+    activation: str = "relu"
+    _: KW_ONLY
+    norm_first: bool = False
+    norm: str = "layer_norm"
+    layer_norm_eps: float = 1e-5
+    bias: bool = True
+    attention: HeadOptions | None = None
+    weights_dtype: str = "float32"
+    activations: Rounding | None = None
+    rng: InitVar[np.random.Generator | int | None] = None
+    self_attn: MultiHeadAttention = field(init=False, repr=False)
+    feed_forward: FeedForward = field(init=False, repr=False)
+    norm1: NormLayer = field(init=False, repr=False)
+    norm2: NormLayer = field(init=False, repr=False)
+
+    def __post_init__(self, rng: np.random.Generator | int | None) -> None:
+        require_fields(self)
+        source = self._source(rng)
+        for name in self._parts:  # in the order in which they draw their parameters
+            setattr(self, name, self._made(name, source))
+        self._set_up(None)
+
+    def _made(self, name: str, rng: np.random.Generator | None) -> Layer:
+        """The part `name`, new."""
+        common: Any = {"weights_dtype": self.weights_dtype, "activations": self.activations, "rng": rng}
+        if name == "feed_forward":
+            return FeedForward(self.d_model, self.dim_feedforward, self.activation, self.bias, **common)
+        if name.startswith("norm"):
+            return self._new_norm()
+        options = getattr(self, "attention" if name == "self_attn" else "cross_attention") or {}
+        return MultiHeadAttention(self.d_model, self.num_heads, bias=self.bias, **common, **options)
+
+    def _new_norm(self) -> NormLayer:
+        """A norm of the kind that the field `norm` names."""
+        dtype = self.weights_dtype
+        if self.norm == "rms_norm":
+            return RMSNorm(self.d_model, self.layer_norm_eps, weights_dtype=dtype)
+        return LayerNorm(self.d_model, self.layer_norm_eps, self.bias, weights_dtype=dtype)
+
+    def _input(self, name: str, x: ArrayLike, cache: Any, kind: type) -> tuple[Array, Array]:
+        """`x`, the argument `name`, as it is, and (batch, length, d_model); `cache` is None or of `kind`."""
+        func = type(self).__name__
+        if cache is not None:
+            _computation.require(func, "cache", cache, kind, f"a {kind.__name__}")
+        self._require_parts()
+        array = _computation.checked(func, name, x, self.d_model, self.weights_dtype)
+        return array, _computation.batch_first(func, name, array)
+
+    def _add_attention(
+        self, tape: Plain, norm: NormLayer, x: Any, attention: MultiHeadAttention, sizes: Any, **options: Any
+    ) -> Any:
+        """Rows x plus attention of them, with the norm; `options` are those of `_attend`."""
+        if self.norm_first:
+            return attention._attend(tape, norm._forward(tape, x), sizes, residual=x, **options)[0]
+        total, _ = attention._attend(tape, x, sizes, residual=x, **options)
+        return norm._forward(tape, total, over=True)
+
+    def _add_feed_forward(self, tape: Plain, norm: NormLayer, x: Any) -> Any:
+        """Rows x plus the feed-forward of them, with the norm. It may overwrite x."""
+        if self.norm_first:
+            return self.feed_forward._forward(tape, norm._forward(tape, x), residual=x, over=True)
+        total = self.feed_forward._forward(tape, x, residual=x)
+        return norm._forward(tape, total, over=True)
+
+    def _children(self) -> dict[str, Layer]:
+        # A feed-forward's parameters have no prefix: torch's layers hold its maps themselves.
+        return {"" if name == "feed_forward" else f"{name}.": getattr(self, name) for name in self._parts}
 
 
 class OverMemoryOptions(TypedDict, total=False):
@@ -52,7 +165,7 @@ class OverMemoryOptions(TypedDict, total=False):
 
 
 class DecoderOptions(OverMemoryOptions, total=False):
-    """The same, and what belongs to a cache."""
+    """Options of a decoder's call, with or without a cache."""
 
     lengths: ArrayLike | None
 
@@ -83,8 +196,8 @@ class TransformerEncoderLayer(TransformerLayer):
         As in `MultiHeadAttention`.
     """
 
-    # The program of calls without masks or cache, behind the last change to any layer when it was made: after
-    # another change it is made anew. It is None if the attention has options that programs do not have.
+    # (last change to any layer, program) for calls without masks or cache; rebuilt when a layer has changed.
+    # The program is None if the attention has options that programs do not have.
     _plain: tuple[object, Program | None] = field(init=False, default=(None, None), repr=False)
 
     _parts = ("self_attn", "feed_forward", "norm1", "norm2")
@@ -108,30 +221,78 @@ class TransformerEncoderLayer(TransformerLayer):
         """
         if others:
             raise not_an_argument(_SRC.func, others, TransformerEncoderLayer.__call__)
+        array, sizes, padding = self._checked(src, src_key_padding_mask, cache)
+        out: Array = self._forward(PLAIN, rows(array), sizes, src_mask, padding, is_causal, cache, lengths)
+        return out.reshape(array.shape)
+
+    def _computation(
+        self,
+        src: ArrayLike,
+        *,
+        src_mask: Any = None,
+        src_key_padding_mask: Any = None,
+        is_causal: bool = False,
+        **others: Any,
+    ) -> Computation:
+        if others:
+            raise not_an_argument(_SRC.func, others, TransformerEncoderLayer.__call__)
+        array, sizes, padding = self._checked(src, src_key_padding_mask)
+
+        def run(tape: Plain, x: Any) -> Any:
+            return self._forward(tape, x, sizes, src_mask, padding, is_causal)
+
+        return Computation(_SRC.func, [self], {"src": array}, run, array.shape)
+
+    def _checked(
+        self, src: ArrayLike, padding: Any, cache: KVCache | None = None, func: str = _SRC.func
+    ) -> tuple[Array, tuple[int, int], Any]:
+        """The input of a call, its batch and length, and its padding mask as a batch."""
         array, batched = self._input("src", src, cache, KVCache)
         if batched is not array:
-            src_key_padding_mask = _calls.one_batch(_SRC.func, _SRC.key_padding_mask, src_key_padding_mask)
+            padding = _computation.one_batch(func, _SRC.key_padding_mask, padding)
         batch, length, _ = batched.shape
-        x, is_causal = rows(batched), flag(_SRC.func, "is_causal", is_causal)
-        given = (is_causal, src_mask, cache, lengths)
-        plain, padding = padding_alone(_SRC, src_key_padding_mask, (batch, length), *given)
+        return array, (batch, length), padding
+
+    def _forward(
+        self,
+        tape: Plain,
+        x: Any,
+        sizes: tuple[int, int],
+        src_mask: Any = None,
+        src_key_padding_mask: Any = None,
+        is_causal: bool = False,
+        cache: KVCache | None = None,
+        lengths: Any = None,
+    ) -> Any:
+        """A call's result, of rows x and in rows."""
+        if is_causal is not False:
+            is_causal = flag(_SRC.func, "is_causal", is_causal)
+        plain, padding = False, None
+        if not is_causal and src_mask is None and cache is None and lengths is None:
+            plain, padding = padding_alone(_SRC, src_key_padding_mask, sizes)
+        heads = self.self_attn
+        placed = heads.rope is not None or heads.q_norm is not None
+        # Leaving hidden rows out moves the blocks of keys, and with them the last bits.
+        plain = plain and not (placed and padding is not None)
         if plain and (program := self._program()) is not None:
+            batch, length = sizes
             if padding is None:
-                return program.run(x, Sequences(batch)).reshape(array.shape)
-            counted, out = ~padding.ravel(), np.zeros(x.shape, x.dtype)
-            begins = np.append(0, np.cumsum(length - padding.sum(axis=1)))
-            out[counted] = program.run(x[counted], Sequences(batch, begins=begins))
-            return out.reshape(array.shape)
+                rotations: tuple[Any, ...] = ()
+                if heads.rope is not None:
+                    cos, sin = heads.rope.tables(0, length, tape.array(x).dtype)
+                    rotations = ((cos[None], sin[None]),)
+                return program.on(tape, x, Sequences(batch, rotations=rotations))
+            counted = ~padding.ravel()
+            ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
+            return tape.spread(program.on(tape, tape.rows(x, counted), ragged), counted)
         hidden = None if padding is None else padding.ravel()
-        if hidden is not None and hidden.any():
-            x = x.copy()
-            x[hidden] = 0
+        x = x if hidden is None else tape.cleared(x, hidden)
         x = self._add_attention(
+            tape,
             self.norm1,
             x,
             self.self_attn,
-            batch=batch,
-            length=length,
+            sizes,
             key_padding_mask=src_key_padding_mask,
             attn_mask=src_mask,
             is_causal=is_causal,
@@ -139,65 +300,11 @@ class TransformerEncoderLayer(TransformerLayer):
             lengths=lengths,
             names=_SRC,
         )
-        out = self._add_feed_forward(self.norm2, x)
-        if hidden is not None:
-            out[hidden] = 0
-        return out.reshape(array.shape)
-
-    def forward_backward(
-        self,
-        src: ArrayLike,
-        *,
-        src_mask: ArrayLike | None = None,
-        src_key_padding_mask: ArrayLike | None = None,
-        is_causal: bool = False,
-        checkpoint: bool = False,
-        dropout: float = 0.0,
-        seed: int | None = None,
-        **others: Unpack[NoOptions],
-    ) -> tuple[Array, Pullback]:
-        """The layer of src, and what makes gradients: ``dsrc, grads = pullback(dout)``; see `Pullback`.
-
-        Arguments are those of a call. Masks have no gradient. Where rows of the result are 0 because padding
-        hides them, so are those of dsrc, and what stands there in dout reaches nothing. With `dropout`, that
-        share becomes 0 of the probabilities, and of what attention and the feed-forward add to their input,
-        as `seed` says.
-        """
-        if others:
-            func = f"{_SRC.func}.forward_backward"
-            raise not_an_argument(func, others, TransformerEncoderLayer.forward_backward)
-        array, batched = self._input("src", src, None, KVCache)
-        if batched is not array:
-            src_key_padding_mask = _calls.one_batch(_SRC.func, _SRC.key_padding_mask, src_key_padding_mask)
-        options: dict[str, Any] = {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask}
-        options["is_causal"] = flag(_SRC.func, "is_causal", is_causal)
-
-        def compute(tape: Tape, inputs: Sequence[Value]) -> Value:
-            return self._record(tape, inputs[0], len(batched), **options)
-
-        return pulled(self, compute, [array], array.shape, checkpoint, dropout, seed)
-
-    def _record(
-        self, tape: Tape, x: Value, batch: int, *, src_mask: Any, src_key_padding_mask: Any, is_causal: bool
-    ) -> Value:
-        """A call on a tape; what is computed is the same."""
-        length = len(x.array) // max(1, batch)
-        plain, padding = padding_alone(_SRC, src_key_padding_mask, (batch, length), is_causal, src_mask)
-        if plain and (program := self._program()) is not None:
-            if padding is None:
-                return recorded.record(program, tape, x, Sequences(batch))
-            counted = ~padding.ravel()
-            ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
-            return tape.spread(recorded.record(program, tape, tape.rows(x, counted), ragged), counted)
-        hidden = None if padding is None else padding.ravel()
-        x = x if hidden is None else tape.cleared(x, hidden)
-        options = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
-        x = self._record_attention(tape, self.norm1, x, self.self_attn, batch=batch, names=_SRC, **options)
-        x = self._record_feed_forward(tape, self.norm2, x)
-        return x if hidden is None else tape.cleared(x, hidden)
+        x = self._add_feed_forward(tape, self.norm2, x)
+        return x if hidden is None else tape.cleared(x, hidden, over=True)
 
     def _program(self) -> Program | None:
-        """That of calls without masks."""
+        """The program of calls without masks."""
         if self._plain[0] is not (change := _state.last_change):
             block = self._block()
             program = None if block is None else build("layer", block.steps(X, OUT))
@@ -209,10 +316,11 @@ class TransformerEncoderLayer(TransformerLayer):
         if heads.all_maps is None or not heads.is_plain():
             return None
         inner, outer = forward._projections()
+        norms = heads.head_norms
         return Block(
             norm_first=self.norm_first,
             attention_norm=self.norm1._of_block(),
-            qkv=heads._projection(heads.all_maps),
+            qkv=Projection(heads.all_maps.weight, heads.all_maps.bias, heads.activations),
             heads=heads.num_heads,
             heads_kv=heads._heads_kv,
             head_dim=heads._head_dim,
@@ -222,6 +330,8 @@ class TransformerEncoderLayer(TransformerLayer):
             inner=inner,
             activation=forward._function,
             outer=outer,
+            head_norm=None if norms is None else Norm("rms_norm", norms, None, heads.qk_norm_eps),
+            rotation=None if heads.rope is None else 0,
         )
 
 
@@ -240,7 +350,7 @@ class TransformerDecoderLayer(TransformerLayer):
 
     cross_attention: HeadOptions | None = field(default=None, kw_only=True)
     multihead_attn: MultiHeadAttention = field(init=False, repr=False)
-    norm3: Norm = field(init=False, repr=False)
+    norm3: NormLayer = field(init=False, repr=False)
 
     _parts = ("self_attn", "multihead_attn", "feed_forward", "norm1", "norm2", "norm3")
 
@@ -267,89 +377,41 @@ class TransformerDecoderLayer(TransformerLayer):
         lengths : array_like of int, (B,), optional
             With `cache`: how many of these tokens count in each sequence.
         """
-        func = type(self).__name__
-        require_options(func, options, DecoderOptions)
-        array, batched = self._input("tgt", tgt, cache, DecoderCache)
-        padding, memory_padding = options.get("tgt_key_padding_mask"), options.get("memory_key_padding_mask")
-        if batched is not array:
-            padding = _calls.one_batch(func, _TGT.key_padding_mask, padding)
-            memory_padding = _calls.one_batch(func, _MEMORY.key_padding_mask, memory_padding)
-        batch, length, _ = batched.shape
-        is_causal = options.get("tgt_is_causal")
-        over = keys_values = None
-        with restored_on_error((cache,)):
-            if cache is None:
-                over = self._memory(memory, batch)
-            else:
-                self._keep(memory, memory_padding, batch, cache)
-                keys_values, memory_padding = cache.keys_values, cache.key_padding_mask
-            position = 0 if cache is None else cache.tokens.offset  # before tgt is appended
-            x = self._add_attention(
-                self.norm1,
-                rows(batched),
-                self.self_attn,
-                batch=batch,
-                length=length,
-                key_padding_mask=padding,
-                attn_mask=options.get("tgt_mask"),
-                is_causal=cache is not None if is_causal is None else is_causal,
-                cache=None if cache is None else cache.tokens,
-                lengths=options.get("lengths"),
-                names=_TGT,
-            )
-            x = self._add_attention(
-                self.norm2,
-                x,
-                self.multihead_attn,
-                batch=batch,
-                length=length,
-                key=over,
-                key_padding_mask=memory_padding,
-                attn_mask=options.get("memory_mask"),
-                is_causal=options.get("memory_is_causal", False),
-                keys_values=keys_values,
-                q_offset=position,
-                names=_MEMORY,
-            )
-            out = self._add_feed_forward(self.norm3, x)
+        array, sizes, masks = self._checked(type(self).__name__, tgt, cache, options)
+        over = None if cache is not None else rows(self._memory(memory, sizes[0]))
+        out: Array = self._forward(PLAIN, rows(array), over, sizes, memory, cache, **masks)
         return out.reshape(array.shape)
 
-    def forward_backward(
-        self,
-        tgt: ArrayLike,
-        memory: ArrayLike,
-        *,
-        checkpoint: bool = False,
-        dropout: float = 0.0,
-        seed: int | None = None,
-        **options: Unpack[DecoderOptions],
-    ) -> tuple[Array, Pullback]:
-        """The layer of tgt, and what makes gradients: ``dtgt, dmemory, grads = pullback(dout)``.
-
-        See `Pullback`. Arguments are those of a call without a cache, and those of an encoder layer's.
-        """
+    def _computation(self, tgt: ArrayLike, memory: ArrayLike | None = None, **options: Any) -> Computation:
         func = type(self).__name__
-        require_options(f"{func}.forward_backward", options, DecoderOptions)
-        refuse_cache(func, options)
-        array, batched = self._input("tgt", tgt, None, DecoderCache)
-        over = self._memory(memory, len(batched))
-        masks: dict[str, Any] = {**options}
+        array, sizes, options = self._checked(func, tgt, None, options)
+
+        def run(tape: Plain, x: Any, over: Any) -> Any:
+            return self._forward(tape, x, over, sizes, **options)
+
+        inputs = {"tgt": array, "memory": self._memory(memory, sizes[0])}
+        return Computation(func, [self], inputs, run, array.shape)
+
+    def _checked(
+        self, func: str, tgt: ArrayLike, cache: DecoderCache | None, options: Any
+    ) -> tuple[Array, tuple[int, int], dict[str, Any]]:
+        """The input of a call, its batch and length, and its options."""
+        require_options(func, options, DecoderOptions)
+        array, batched = self._input("tgt", tgt, cache, DecoderCache)
         if batched is not array:
             for name in (_TGT.key_padding_mask, _MEMORY.key_padding_mask):
-                masks[name] = _calls.one_batch(func, name, masks.get(name))
+                options[name] = _computation.one_batch(func, name, options.get(name))
+        batch, length, _ = batched.shape
+        return array, (batch, length), options
 
-        def compute(tape: Tape, inputs: Sequence[Value]) -> Value:
-            return self._record(tape, inputs[0], inputs[1], len(batched), **masks)
-
-        inputs = [array, over if np.ndim(memory) == 3 else over[0]]
-        return pulled(self, compute, inputs, array.shape, checkpoint, dropout, seed)
-
-    def _record(
+    def _forward(
         self,
-        tape: Tape,
-        x: Value,
-        memory: Value,
-        batch: int,
+        tape: Plain,
+        x: Any,
+        over: Any,
+        sizes: tuple[int, int],
+        memory: ArrayLike | None = None,
+        cache: DecoderCache | None = None,
         *,
         tgt_mask: Any = None,
         memory_mask: Any = None,
@@ -357,29 +419,57 @@ class TransformerDecoderLayer(TransformerLayer):
         memory_key_padding_mask: Any = None,
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
-        lengths: None = None,
-    ) -> Value:
-        """A call on a tape, without a cache."""
-        own: dict[str, Any] = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask}
-        own["is_causal"] = tgt_is_causal is not None and flag(_TGT.func, "tgt_is_causal", tgt_is_causal)
-        over: dict[str, Any] = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask}
-        over["is_causal"] = flag(_MEMORY.func, "memory_is_causal", memory_is_causal)
-        x = self._record_attention(tape, self.norm1, x, self.self_attn, batch=batch, names=_TGT, **own)
-        x = self._record_attention(
-            tape, self.norm2, x, self.multihead_attn, batch=batch, key=memory, names=_MEMORY, **over
-        )
-        return self._record_feed_forward(tape, self.norm3, x)
+        lengths: Any = None,
+    ) -> Any:
+        """A call's result, of rows x over the memory's rows, or over `memory` in a cache; in rows."""
+        keys_values = None
+        is_causal = cache is not None
+        if tgt_is_causal is not None:
+            is_causal = flag(_TGT.func, "tgt_is_causal", tgt_is_causal)
+        memory_is_causal = flag(_MEMORY.func, "memory_is_causal", memory_is_causal)
+        with _NOTHING if cache is None else restored_on_error((cache,)):
+            if cache is not None:
+                self._keep(memory, memory_key_padding_mask, sizes[0], cache)
+                keys_values, memory_key_padding_mask = cache.keys_values, cache.key_padding_mask
+            position = 0 if cache is None else cache.tokens.offset  # before tgt is appended
+            x = self._add_attention(
+                tape,
+                self.norm1,
+                x,
+                self.self_attn,
+                sizes,
+                key_padding_mask=tgt_key_padding_mask,
+                attn_mask=tgt_mask,
+                is_causal=is_causal,
+                cache=None if cache is None else cache.tokens,
+                lengths=lengths,
+                names=_TGT,
+            )
+            x = self._add_attention(
+                tape,
+                self.norm2,
+                x,
+                self.multihead_attn,
+                sizes,
+                key=over,
+                key_padding_mask=memory_key_padding_mask,
+                attn_mask=memory_mask,
+                is_causal=memory_is_causal,
+                keys_values=keys_values,
+                q_offset=position,
+                names=_MEMORY,
+            )
+            return self._add_feed_forward(tape, self.norm3, x)
 
     def _memory(self, memory: ArrayLike | None, batch: int) -> Array:
-        """`memory` as (batch, S, width); that of one sequence may lack the batch axis."""
+        """`memory`, (batch, S, width), checked; that of one sequence may lack the batch axis."""
         func = type(self).__name__
         if memory is None:
             raise ValueError(f"{func}(): memory is None; expected an array, or a cache that holds one")
         width = self.multihead_attn.kdim or self.d_model
-        array = _calls.checked(func, "memory", memory, width, self.weights_dtype)
-        array = _calls.batch_first(func, "memory", array)
-        if len(array) != batch:
-            raise wrong_shape(func, "memory", array, f"({batch}, length, {width}), tgt's batch")
+        array = _computation.checked(func, "memory", memory, width, self.weights_dtype)
+        if len(batched := _computation.batch_first(func, "memory", array)) != batch:
+            raise wrong_shape(func, "memory", batched, f"({batch}, length, {width}), tgt's batch")
         return array
 
     def _keep(self, memory: ArrayLike | None, padding: Any, batch: int, cache: DecoderCache) -> None:
@@ -387,7 +477,7 @@ class TransformerDecoderLayer(TransformerLayer):
         func = type(self).__name__
         padding = None if padding is None else as_array(func, "memory_key_padding_mask", padding)
         if cache.keys_values is None:
-            array = self._memory(memory, batch)
+            array = _computation.batch_first(func, "memory", self._memory(memory, batch))
             cache.keys_values, cache.memory = self.multihead_attn.project_keys_values(array), memory
             cache.key_padding_mask = None if padding is None else padding.copy()
             return

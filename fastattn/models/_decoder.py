@@ -15,7 +15,6 @@ from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, flag, integer, integers, short
 from fastattn._args.words import not_an_argument
 from fastattn._engine.program import Program, Sequences
-from fastattn._engine.recorded import record
 from fastattn._engine.tape import Drops, Tape, Value
 from fastattn.cache import KVCache
 from fastattn.grad import cross_entropy, embedding
@@ -25,7 +24,7 @@ from fastattn.models import _model
 from fastattn.models._embeddings import token_rows
 from fastattn.models._parameters import required
 from fastattn.models._text import NO_TOKEN
-from fastattn.models._training import Pullback, Recorded
+from fastattn.models._training import Recorded, pullback_of
 from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from fastattn._args.options import NoOptions
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints
+    from fastattn.grad import Pullback
     from fastattn.layers._block import Window
     from fastattn.models._embeddings import Frequencies
 
@@ -76,25 +76,25 @@ class Decoder(_model.Model):
         logits = self.logits.run(hidden, Sequences(1))
         return _model.unpacked(logits, mask, (*tokens.shape, self.vocab_size))
 
-    def forward_backward(
+    def _vjp(
         self,
         ids: ArrayLike,
         attention_mask: ArrayLike | None = None,
         *,
+        logits: bool = True,
         checkpoint: bool = False,
         dropout: float = 0.0,
         seed: int | None = None,
     ) -> tuple[Array, Pullback]:
-        """Hidden states after the last norm, and what makes gradients: ``grads = pullback(dhidden)``.
-
-        The output layer maps these states to logits; see `loss_and_gradients`, and `Pullback`. The others are
-        those of `Encoder.forward_backward`.
-        """
+        """Logits, or the hidden states that the output layer maps to them; and their pullback."""
         tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
         counted = tokens if mask is None else tokens[mask]
         recorded = self._record(counted, lengths, checkpoint, dropout, seed)
-        shape = (*tokens.shape, self.hidden_size)
-        pullback = Pullback(self.model_type, recorded, mask, shape)
+        if flag(self.model_type, "logits", logits):
+            output: Any = self.logits.steps[-1]
+            recorded.out = recorded.tape.linear(recorded.out, output.weight, output.bias, output.activations)
+        shape = (*tokens.shape, recorded.out.array.shape[1])
+        pullback = pullback_of(self.model_type, recorded, mask, shape)
         return _model.unpacked(recorded.out.array, mask, shape), pullback
 
     def loss_and_gradients(
@@ -121,13 +121,13 @@ class Decoder(_model.Model):
         ignore_index, label_smoothing
             Of `fastattn.grad.cross_entropy`, which never holds all logits.
         checkpoint, dropout, seed
-            As in `forward_backward`.
+            As in `fastattn.grad.vjp`.
 
         Returns
         -------
         loss : float
         gradients : dict of str to ndarray
-            As from `Pullback`.
+            Gradients of the tensors, by name.
         """
         func = "loss_and_gradients"
         tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
@@ -156,13 +156,13 @@ class Decoder(_model.Model):
         self, tokens: Ints, lengths: Ints, checkpoint: bool, dropout: float, seed: int | None
     ) -> Recorded:
         """Hidden states after the last norm, on a tape, of sequences end to end."""
-        func = f"{self.model_type}.forward_backward"
+        func = self.model_type
         origin, checkpoint = required(func, self.origin), flag(func, "checkpoint", checkpoint)
         flat = tokens.reshape(-1)
         array, call, positions = self._inputs(flat, lengths, int(lengths.max(initial=0)))
         tape, x = Tape(drops=Drops(*dropout_of(func, dropout, seed))), Value(array)
         norm: Any = self.logits.steps[0]
-        out = record(self.program, tape, x, call, checkpoint)
+        out = self.program.on(tape, x, call, checkpoint)
         out = tape.norm(out, norm.kind, norm.weight, norm.bias, norm.eps)
 
         def finish() -> None:

@@ -13,7 +13,6 @@ from fastattn._args.errors import wrong_shape
 from fastattn._args.options import NoOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag, integer
-from fastattn._engine.recorded import has_gradients, record
 from fastattn._engine.tape import Drops, Tape, Value
 from fastattn.models import _model
 from fastattn.models._encode_calls import (
@@ -28,7 +27,7 @@ from fastattn.models._encode_calls import (
 )
 from fastattn.models._parameters import required
 from fastattn.models._text import strings
-from fastattn.models._training import Pullback, Recorded
+from fastattn.models._training import Recorded, pullback_of
 from fastattn.models._vectors import PRECISIONS, RANGED, quantize_embeddings, similarities, single_vector
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from fastattn._args.types import Array, Bools, Ints
+    from fastattn.grad import Pullback
     from fastattn.models._embeddings import Embeddings, Places
     from fastattn.models._sentences import Sentences
     from fastattn.models._text import Text
@@ -80,7 +80,7 @@ class Encoder(_model.Model):
         rows = self._rows(tokens[_counted(mask)].reshape(-1), lengths, types)
         return _model.unpacked(rows, mask, (*tokens.shape, self.hidden_size))
 
-    def forward_backward(
+    def _vjp(
         self,
         input_ids: ArrayLike,
         attention_mask: ArrayLike | None = None,
@@ -90,30 +90,25 @@ class Encoder(_model.Model):
         dropout: float = 0.0,
         seed: int | None = None,
     ) -> tuple[Array, Pullback]:
-        """Hidden states, as from a call, and what makes gradients: ``grads = pullback(dhidden)``.
-
-        See `Pullback`. With `checkpoint`, only the input of each block is kept, and the rest computed again.
-        With `dropout`, that share becomes 0 of the probabilities of attention, and of what attention and the
-        feed-forward add to their input, as `seed` says.
-        """
+        """Hidden states, as from a call, and their pullback: see `fastattn.grad.vjp`."""
         tokens, lengths, mask, types = self._arguments(input_ids, attention_mask, token_type_ids)
-        drops = Drops(*dropout_of(f"{self.model_type}.forward_backward", dropout, seed))
+        drops = Drops(*dropout_of(self.model_type, dropout, seed))
         recorded = self._record(tokens[_counted(mask)].reshape(-1), lengths, types, checkpoint, drops)
         shape = (*tokens.shape, self.hidden_size)
-        pullback = Pullback(self.model_type, recorded, mask, shape)
+        pullback = pullback_of(self.model_type, recorded, mask, shape)
         return _model.unpacked(recorded.out.array, mask, shape), pullback
 
     def _record(
         self, tokens: Ints, lengths: Ints, types: Ints | None, checkpoint: bool, drops: Drops
     ) -> Recorded:
         """`_rows` on a tape."""
-        func = f"{self.model_type}.forward_backward"
-        if not has_gradients(self.program):
+        func = self.model_type
+        if not self.program.has_gradients:
             raise NotImplementedError(f"{func}(): models of type {self.model_type} have no gradients yet")
         origin, checkpoint = required(func, self.origin), flag(func, "checkpoint", checkpoint)
         sequences, places = self.places(lengths, self.dtype, None)
         tape, x = Tape(drops=drops), Value(self.embeddings(tokens, places, types, self.dtype))
-        out = record(self.program, tape, x, sequences, checkpoint)
+        out = self.program.on(tape, x, sequences, checkpoint)
 
         def finish() -> None:
             self.embeddings.add_gradients(tape.gradients, x.found(), tokens, places, types)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.ops import like, rows
+from fastattn.grad import Pullback
 from fastattn.models._tensors import Tensors
 
 if TYPE_CHECKING:
@@ -34,28 +35,23 @@ class Recorded:
         return self.origin.parameters.gradients(self.tape.gradients)
 
 
-class Pullback:
-    """Function from the gradient of hidden states to those of a model's tensors, by name; call it once.
+def pullback_of(func: str, recorded: Recorded, mask: Bools | None, shape: Shape) -> Pullback:
+    """Map from the gradient of a result of `shape` to those of a model's tensors, by their names.
 
-    ``pullback(dout)`` takes the gradient of a scalar with respect to the hidden states, in their shape and
-    dtype. What stands where a token does not count is not read. Gradients are float32, in float64 float64.
-    Weights in int8, int4 and nf4 have none.
+    It does not read its argument where a token does not count.
     """
+    name, dtype = f"pullback of {func}", recorded.out.array.dtype
 
-    def __init__(self, func: str, recorded: Recorded, mask: Bools | None, shape: Shape):
-        self._func, self._mask, self._shape = f"{func}.forward_backward", mask, shape
-        self._dtype, self._recorded = recorded.out.array.dtype, recorded
-        self._called = False
-
-    def __call__(self, dout: ArrayLike) -> dict[str, Array]:
-        """The gradients."""
-        if self._called:
-            raise RuntimeError(f"{self._func}(): its pullback was called before; each forward pass has one")
-        array = like(self._func, "dout", dout, self._shape, self._dtype, "the result")
+    def check(dout: ArrayLike) -> tuple[Array]:
+        array = like(name, "dout", dout, shape, dtype, "the result")
         if array is None:
-            raise TypeError(f"{self._func}(): dout is None; expected an array")
-        self._called = True
-        return self._recorded.gradients(rows(array) if self._mask is None else array[self._mask])
+            raise TypeError(f"{name}(): dout is None; expected an array")
+        return (array,)
+
+    def back(dout: Array) -> dict[str, Array]:
+        return recorded.gradients(rows(dout) if mask is None else dout[mask])
+
+    return Pullback(name, check, back)
 
 
 class TunedModel:

@@ -18,7 +18,6 @@ from fastattn._args.grad_types import OuterArgs
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import as_array, generator, integer, integers, iterated, number, short
 from fastattn._engine import dispatch
-from fastattn._engine.recorded import has_gradients
 from fastattn._engine.settings import get_num_threads
 from fastattn.grad._linear import TRAINED
 from fastattn.layers._files import opened
@@ -134,7 +133,7 @@ class Tuning:
         if model.weights_dtype not in TRAINED:
             came = f"model keeps its weights in {model.weights_dtype}, which has no gradients"
             raise ValueError(f"{func}(): {came}; expected {', '.join(TRAINED)}")
-        if not has_gradients(model.program):
+        if not model.program.has_gradients:
             expected = "one of another type, as docs/training.md says"
             raise ValueError(
                 f"{func}(): model is {model.model_type}, which has no gradients; expected {expected}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.values import iterated, short
+from fastattn.grad import vjp
 from fastattn.models import Encoder
 from fastattn.models._model import pad
 from fastattn.train._tuning import Tuning
@@ -84,7 +85,7 @@ class EncoderTuning(Tuning):
     def _pooled(self, sequences: Sequence[Sequence[int]], checkpoint: bool) -> tuple[Array, Any]:
         """Vectors (n, features) of texts, and the way from their gradient to those of the tensors."""
         ids, mask = pad(sequences)
-        hidden, pullback = self._model.forward_backward(ids, mask, checkpoint=checkpoint)
+        hidden, pullback = vjp(self._model, ids, mask, checkpoint=checkpoint)
         begins = np.append(0, np.cumsum(mask.sum(axis=1)))
         rows = hidden[mask]
         pooling = self._model.sentences.pooling

@@ -10,7 +10,7 @@ from layers import MAKERS, NAMES, TOLERANCE, changed, inputs, made_of, make, res
 from recipes import RECIPES, Call, recipe, right
 from slopes import wrong_slope
 
-from fastattn import layers
+from fastattn import grad, layers
 from fastattn._args.types import lane_dtype
 from fastattn.layers._basic import ACTIVATIONS
 
@@ -20,14 +20,17 @@ NOT_RECORDED = ("need_weights", "average_attn_weights", "residual")
 
 
 def pulled(forward):
-    """A function that calls `forward` and then its pullback with the argument `dout`."""
-    own = list(inspect.signature(forward).parameters.values())
+    """A function that calls `vjp` of `forward` and then its pullback with the argument `dout`."""
+    own = {name: x for name, x in inspect.signature(forward).parameters.items() if name != "out"}
+    more = inspect.signature(forward._vjp).parameters
+    own |= {name: x for name, x in more.items() if x.kind == x.KEYWORD_ONLY}
+    own = sorted(own.values(), key=lambda parameter: parameter.kind)
     dout = inspect.Parameter("dout", inspect.Parameter.KEYWORD_ONLY)
     last = [x for x in own if x.kind == x.VAR_KEYWORD]
     places = [x.name for x in own if x.kind == x.POSITIONAL_OR_KEYWORD]
 
     def both(*values, dout, **options):
-        out, pullback = forward(**dict(zip(places, values, strict=False)), **options)
+        out, pullback = grad.vjp(forward, **dict(zip(places, values, strict=False)), **options)
         return out, pullback(dout)
 
     both.__signature__ = inspect.Signature([*(x for x in own if x not in last), dout, *last])
@@ -37,7 +40,7 @@ def pulled(forward):
 def training(d, forward):
     """Options of a forward pass with gradients."""
     more = d.some(0.25, checkpoint=lambda: True)
-    if "dropout" in inspect.signature(forward).parameters and d.chance(0.2):
+    if "dropout" in inspect.signature(getattr(forward, "_vjp", forward)).parameters and d.chance(0.2):
         more |= {"dropout": 0.3, "seed": int(d.rng.integers(2**40))}
     return more
 
@@ -67,7 +70,7 @@ def slopes(d, forward, arguments, dout, parts):
                 it.load_state_dict(
                     {name.partition(".")[2]: x for name, x in at.items() if name.startswith(f"{i}.")}
                 )
-            out, _ = forward(**{**arguments, **{name: at[name] for name in names}})
+            out, _ = grad.vjp(forward, **{**arguments, **{name: at[name] for name in names}})
             return float((out * dout).sum())
 
         try:
@@ -107,11 +110,11 @@ def layer_gradients(d):
     changes, abused = changed(d, it, 0.2)
     if isinstance(it, layers.Linear):
         arguments |= d.some(0.3, activation=lambda: d.choose("relu", "gelu", "silu"))
-    arguments |= training(d, it.forward_backward)
+    arguments |= training(d, it)
     names = (type(it).__name__, *NAMES)
-    names = (*(f"{name}.forward_backward" for name in names), *names)
+    names = (*(f"pullback of {name}" for name in names), *names)
     like = result(it, arguments)[0]
-    return pulled_call(d, it.forward_backward, arguments, like, names, [it], (it, changes), abused)
+    return pulled_call(d, it, arguments, like, names, [it], (it, changes), abused)
 
 
 RECIPES += [layer_gradients] * 6
@@ -138,9 +141,9 @@ def sets_gradients(d):
         ("pooling_by_attention", {"layer": first, "seeds": few, "x": x}, [first], m),
         ("perceiver", {"cross": first, "latent": second, "latents": few, "x": x}, [first, second], m),
     )
-    forward = getattr(layers, f"{name}_forward_backward")
+    forward = getattr(layers, name)
     arguments |= {**more, **training(d, forward)}
-    names = (f"{name}_forward_backward", name, *(f"{x}.forward_backward" for x in NAMES), *NAMES)
+    names = (f"pullback of {name}", name, *(f"pullback of {x}" for x in NAMES), *NAMES)
     like = Like((batch, rows, width(first)), d.dtype)
     return pulled_call(d, forward, arguments, like, names, parts, (parts, changes), abused)
 
@@ -206,7 +209,7 @@ def language_model(d):
     if d.chance(0.3):
         targets[d.rng.random(shape) < 0.4] = more.get("ignore_index", -100)
     function = it.loss if kind == "loss" else it.loss_and_gradients
-    names = (f"LanguageModel.{function.__name__}", "TransformerEncoder.forward_backward", *names)
+    names = (f"LanguageModel.{function.__name__}", "pullback of TransformerEncoder", *names)
     forward = {"ids": ids, "targets": targets, **more}
     arguments = forward | (training(d, function) if kind == "gradients" else {})
 

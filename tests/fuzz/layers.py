@@ -12,8 +12,8 @@ from recipes import RECIPES, Call, native, recipe
 from fastattn import layers, positions
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
 from fastattn._args.types import lane_dtype
+from fastattn.layers._attention_parameters import StackedMaps
 from fastattn.layers._basic import ACTIVATIONS
-from fastattn.layers._projections import Stack
 
 OPERATIONS = (
     "linear",
@@ -234,7 +234,7 @@ def other(d, value):
         return d.choose(
             value * 2, value[:-1], [*value, make(d, type(value[0]).__name__)], tuple(value), value[0]
         )
-    if isinstance(value, Stack):
+    if isinstance(value, StackedMaps):
         name = d.choose(*value._fields)
         return value._replace(**{name: other(d, getattr(value, name))})
     if isinstance(value, PackedLinear):

@@ -12,7 +12,7 @@ from model_calls import model_of, tokens
 from recipes import RECIPES, Call, recipe, right
 from slopes import wrong_slope
 
-from fastattn import models
+from fastattn import grad, models
 from fastattn._args.types import lane_dtype
 
 
@@ -51,16 +51,19 @@ def model_gradients(d):
     arguments = {**tokens(d, name), **training(d)}
     if isinstance(it, models.Encoder):
         arguments |= d.some(0.2, token_type_ids=lambda: np.zeros_like(arguments[name]))
-    shape = (*np.atleast_2d(arguments[name]).shape, it.hidden_size)
+    elif d.chance(0.5):
+        arguments["logits"] = False
+    states = isinstance(it, models.Encoder) or "logits" in arguments
+    shape = (*np.atleast_2d(arguments[name]).shape, it.hidden_size if states else it.vocab_size)
     dout = d.floats(*shape, dtype=it.dtype)
     mask = arguments.get("attention_mask")
     counted = np.ones(shape[:2], bool) if mask is None else np.atleast_2d(mask).astype(bool)
 
     def value(model):
-        return float((model.forward_backward(**arguments)[0] * dout)[counted].sum())
+        return float((grad.vjp(model, **arguments)[0] * dout)[counted].sum())
 
     kept = []
-    both = pulled(it.forward_backward)
+    both = pulled(it)
 
     def function(*values, **options):
         out, gradients = both(*values, **options)
@@ -74,7 +77,7 @@ def model_gradients(d):
     def check(found):
         return whole([found[0], kept[0] if smooth else {}])
 
-    names = (it.model_type, f"{it.model_type}.forward_backward")
+    names = (it.model_type, f"pullback of {it.model_type}")
     compare = mask is None and it.dtype != "bfloat16" and it.weights_dtype in ("float32", "float64")
     tolerance = 30.0 if compare else np.inf
     return Call(function, {**arguments, "dout": dout}, None, names, tolerance, check=check)
@@ -103,7 +106,7 @@ def loss_and_gradients(d):
     function.__signature__ = inspect.signature(it.loss_and_gradients)
     first = [Like((), lane_dtype(it.dtype))]
     whole = gradients_check(d, it, first, lambda model: model.loss_and_gradients(**arguments)[0])
-    names = ("loss_and_gradients", it.model_type, f"{it.model_type}.forward_backward")
+    names = ("loss_and_gradients", it.model_type)
     compare = it.dtype != "bfloat16" and it.weights_dtype in ("float32", "float64")
     tolerance = 30.0 if compare else np.inf
     check = lambda found: whole([found[0], kept[0]])  # noqa: E731

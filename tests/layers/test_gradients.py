@@ -8,6 +8,7 @@ from implementations import COMPILED, forced
 from layer_oracle import HEADS, WIDTH, every_feature, randomized
 
 from fastattn import layers
+from fastattn.grad import vjp
 from fastattn.layers import (
     FeedForward,
     KVCache,
@@ -35,7 +36,7 @@ def assert_gradients(layer, *inputs, call=None, **options):
     """Of each input and parameter, the gradient along a direction is the difference quotient."""
     call = call or (lambda *inputs: layer(*inputs, **options))
     rng = np.random.default_rng(7)
-    out, pullback = layer.forward_backward(*inputs, **options)
+    out, pullback = vjp(layer, *inputs, **options)
     np.testing.assert_array_equal(out, call(*inputs))
     dout = rng.standard_normal(out.shape)
     before = [x.copy() for x in (*inputs, dout)]
@@ -130,8 +131,8 @@ def test_masks(masks, options, implementation):
 def test_an_array_that_is_passed_twice(implementation):
     layer = randomized(MultiHeadAttention(WIDTH, HEADS, weights_dtype="float64"))
     x = normal(2, 5, WIDTH)
-    out, pullback = layer.forward_backward(x)
-    same, again = layer.forward_backward(x, x, x)
+    out, pullback = vjp(layer, x)
+    same, again = vjp(layer, x, x, x)
     np.testing.assert_array_equal(out, same)
     np.testing.assert_array_equal(pullback(out)[0], again(out)[0])
     assert_gradients(layer, x[0])
@@ -191,10 +192,10 @@ def stacks():
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "both"])
 def test_stacks_say_what_checkpoint_takes(kind):
-    stack, inputs = stacks()[kind], [normal(2, 5, WIDTH)] * (1 if kind == "encoder" else 2)
+    stack, inputs = randomized(stacks()[kind]), [normal(2, 5, WIDTH)] * (1 if kind == "encoder" else 2)
     name = type(stack).__name__
-    with pytest.raises(TypeError, match=rf"^{name}.forward_backward\(\): checkpoint is 1; expected True or"):
-        stack.forward_backward(*inputs, checkpoint=1)
+    with pytest.raises(TypeError, match=rf"^{name}\(\): checkpoint is 1; expected True or"):
+        vjp(stack, *inputs, checkpoint=1)
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -214,7 +215,7 @@ def single(layer_kind=TransformerEncoderLayer, **options):
 
 
 def gradients_of(layer, x, dout, **options):
-    out, pullback = layer.forward_backward(x, **options)
+    out, pullback = vjp(layer, x, **options)
     dx, grads = pullback(dout)
     return {"out": out, "dx": dx, **grads}
 
@@ -299,7 +300,7 @@ def test_what_padding_hides_from_a_transformer_shows_nowhere(checkpoint, impleme
     found = []
     for value in (0, np.nan):
         src[PADDING] = value
-        out, pullback = model.forward_backward(src, tgt, **how)
+        out, pullback = vjp(model, src, tgt, **how)
         dsrc, dtgt, grads = pullback(out)
         assert not dsrc[PADDING].any()
         found.append({"out": out, "dsrc": dsrc, "dtgt": dtgt, **grads})
@@ -379,23 +380,23 @@ DROPOUT = {"dropout": 0.3, "seed": 7}
 @every_layer
 def test_dropout_of_an_encoder_layer(options, call, implementation):
     layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 40, weights_dtype="float64", **options))
-    dropped = lambda x: layer.forward_backward(x, **DROPOUT, **call)[0]  # noqa: E731
+    dropped = lambda x: vjp(layer, x, **DROPOUT, **call)[0]  # noqa: E731
     x = normal(2, 5, WIDTH)
     assert_gradients(layer, x, call=dropped, **DROPOUT, **call)
-    once, again = dropped(x), layer.forward_backward(x, dropout=0.3, seed=8, **call)[0]
+    once, again = dropped(x), vjp(layer, x, dropout=0.3, seed=8, **call)[0]
     assert not np.array_equal(once, layer(x, **call))
     assert not np.array_equal(once, again)
-    np.testing.assert_array_equal(layer.forward_backward(x, dropout=0.0, **call)[0], layer(x, **call))
+    np.testing.assert_array_equal(vjp(layer, x, dropout=0.0, **call)[0], layer(x, **call))
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "both"])
 def test_dropout_of_stacks(kind, implementation):
     stack = randomized(stacks()[kind])
     inputs = [normal(2, 5, WIDTH), normal(2, 4, WIDTH, seed=1)][: 1 if kind == "encoder" else 2]
-    dropped = lambda *inputs: stack.forward_backward(*inputs, **DROPOUT)[0]  # noqa: E731
+    dropped = lambda *inputs: vjp(stack, *inputs, **DROPOUT)[0]  # noqa: E731
     assert_gradients(stack, *inputs, call=dropped, **DROPOUT)
-    out, pullback = stack.forward_backward(*inputs, **DROPOUT)
-    same, again = stack.forward_backward(*inputs, checkpoint=True, **DROPOUT)
+    out, pullback = vjp(stack, *inputs, **DROPOUT)
+    same, again = vjp(stack, *inputs, checkpoint=True, **DROPOUT)
     np.testing.assert_array_equal(out, same)
     (*found, grads), (*others, gradients) = pullback(out), again(out)
     for one, other in zip(found, others, strict=True):
@@ -410,16 +411,16 @@ def test_what_is_dropped(implementation):
     state["linear2.bias"][:] = 1
     layer.load_state_dict(state)
     x = np.zeros((16, 40, 64), np.float32)
-    out = layer.forward_backward(x, dropout=0.25, seed=3)[0]
+    out = vjp(layer, x, dropout=0.25, seed=3)[0]
     assert set(np.unique(out)) == {0, np.float32(1 / 0.75)}
     assert abs(np.mean(out == 0) - 0.25) < 0.01
-    two = TransformerEncoder([layer, layer]).forward_backward(x, dropout=0.25, seed=3)[0] - out
+    two = vjp(TransformerEncoder([layer, layer]), x, dropout=0.25, seed=3)[0] - out
     assert 0.05 < np.mean((two == 0) & (out == 0)) < 0.075  # each layer drops others
 
 
 def test_errors():
     layer, x, dout = single()
-    _, pullback = layer.forward_backward(x)
+    _, pullback = vjp(layer, x)
     with pytest.raises(ValueError, match="dout has shape"):
         pullback(dout[0])
     with pytest.raises(TypeError, match="dout"):
@@ -430,33 +431,42 @@ def test_errors():
     with pytest.raises(RuntimeError, match="called before"):
         pullback(dout)
     with pytest.raises(TypeError, match="checkpoint"):
-        layer.forward_backward(x, checkpoint=1)
+        vjp(layer, x, checkpoint=1)
     with pytest.raises(ValueError, match="dropout is 1"):
-        layer.forward_backward(x, dropout=1.0, seed=0)
+        vjp(layer, x, dropout=1.0, seed=0)
     with pytest.raises(ValueError, match="seed is None"):
-        layer.forward_backward(x, dropout=0.1)
+        vjp(layer, x, dropout=0.1)
     with pytest.raises(ValueError, match="src has shape"):
-        layer.forward_backward(x[..., :3])
+        vjp(layer, x[..., :3])
     with pytest.raises(ValueError, match="has no parameters yet"):
-        TransformerEncoderLayer(64, 4).forward_backward(x)
+        vjp(TransformerEncoderLayer(64, 4), x)
     attention = layer.self_attn
     with pytest.raises(ValueError, match="cache is given"):
-        attention.forward_backward(x, cache=KVCache())
+        vjp(attention, x, cache=KVCache())
     with pytest.raises(TypeError, match="average_attn_weights is given; expected none"):
-        MultiHeadAttention(16, 2, rng=0).forward_backward(
-            np.zeros((1, 3, 16), "f"), average_attn_weights=True
-        )
+        vjp(MultiHeadAttention(16, 2, rng=0), np.zeros((1, 3, 16), "f"), average_attn_weights=True)
+    for kind, name in (
+        (layer, "cache"),
+        (layer, "lengths"),
+        (attention, "keys_values"),
+        (attention, "residual"),
+    ):
+        np.testing.assert_array_equal(vjp(kind, x, **{name: None})[0], kind(x))
+        with pytest.raises(
+            ValueError, match=rf"^{type(kind).__name__}\(\): {name} is given; expected [nN]one"
+        ):
+            vjp(kind, x, **{name: x})
     with pytest.raises(ValueError, match="residual is given"):
-        attention.forward_backward(x, residual=x)
+        vjp(attention, x, residual=x)
     with pytest.raises(TypeError, match="causal"):
-        attention.forward_backward(x, causal=True)
+        vjp(attention, x, causal=True)
     with pytest.raises(TypeError, match="is_causal"):
-        attention.forward_backward(x, is_causal=1)
+        vjp(attention, x, is_causal=1)
     decoder = randomized(TransformerDecoderLayer(64, 4, 128))
     with pytest.raises(ValueError, match="lengths is given"):
-        decoder.forward_backward(x, x, lengths=np.ones(6, int))
+        vjp(decoder, x, x, lengths=np.ones(6, int))
     with pytest.raises(ValueError, match="tgt's batch"):
-        decoder.forward_backward(x, x[:2])
+        vjp(decoder, x, x[:2])
 
 
 def test_every_layer_has_it():
@@ -465,5 +475,5 @@ def test_every_layer_has_it():
     ]
     assert len(kinds) > 8
     for kind in kinds:
-        has = hasattr(kind, "forward_backward") or hasattr(kind, "loss_and_gradients")
+        has = hasattr(kind, "_vjp") or hasattr(kind, "loss_and_gradients")
         assert has or kind is layers.Layer, kind

@@ -194,7 +194,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("match", ERRORS)
 def test_errors_say_what_is_wrong(match, monkeypatch):
-    for name in ("__call__", "forward_backward"):  # nothing is computed before
+    for name in ("__call__", "_vjp"):  # nothing is computed before
         monkeypatch.setattr(TransformerEncoder, name, None)
     with pytest.raises((TypeError, ValueError), match=match):
         ERRORS[match]()

@@ -5,6 +5,7 @@ import pytest
 from layer_oracle import HEADS, WIDTH, randomized
 
 from fastattn import layers
+from fastattn.grad import vjp
 from fastattn.layers import (
     FeedForward,
     LayerNorm,
@@ -42,7 +43,9 @@ def loaded(layer):
 
 def assert_stale(pullback, out):
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"^\w+(\.\w+)?\(\): the weights have changed since; call it"):
+        with pytest.raises(
+            RuntimeError, match=r"^pullback of \w+\(\): the weights have changed since; call vjp"
+        ):
             pullback(np.ones_like(out))
 
 
@@ -52,17 +55,17 @@ def assert_stale(pullback, out):
 def test_weights_of_another_step_are_refused(name, checkpoint, change):
     layer = made(*LAYERS[name])
     inputs = (X, X) if name == "decoder layer" else (X,)
-    out, pullback = layer.forward_backward(*inputs, checkpoint=checkpoint)
+    out, pullback = vjp(layer, *inputs, checkpoint=checkpoint)
     change(layer)
     assert_stale(pullback, out)
-    out, pullback = layer.forward_backward(*inputs, checkpoint=checkpoint)
+    out, pullback = vjp(layer, *inputs, checkpoint=checkpoint)
     assert list(pullback(np.ones_like(out))[-1]) == list(layer.state_dict())
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_parts_that_changed_are_refused(checkpoint):
     def passed():
-        return stack.forward_backward(X, checkpoint=checkpoint)
+        return vjp(stack, X, checkpoint=checkpoint)
 
     stack = TransformerEncoder([made(*ENCODER), made(*ENCODER)])
     out, pullback = passed()
@@ -80,9 +83,7 @@ def test_parts_that_changed_are_refused(checkpoint):
     optimizer.step(zeros)
     assert_stale(pullback, out)
     first, second = stack.layers
-    out, pullback = layers.induced_set_attention_forward_backward(
-        first, second, X[0], X, checkpoint=checkpoint
-    )
+    out, pullback = vjp(layers.induced_set_attention, first, second, X[0], X, checkpoint=checkpoint)
     optimizer.step(zeros)  # of the second
     assert_stale(pullback, out)
 
@@ -90,13 +91,13 @@ def test_parts_that_changed_are_refused(checkpoint):
 def test_what_others_change_counts_not():
     generator, critic = made(Linear, WIDTH, WIDTH), made(*ENCODER)
     (y, back), (z, first), (_, second) = (
-        generator.forward_backward(X),
-        *(critic.forward_backward(X) for _ in range(2)),
+        vjp(generator, X),
+        *(vjp(critic, X) for _ in range(2)),
     )
     expected = first(np.ones_like(z))  # two batches of one step
     for name, x in second(np.ones_like(z))[1].items():
         np.testing.assert_array_equal(x, expected[1][name])
     stepped(critic)
-    again, other = generator.forward_backward(X)
+    again, other = vjp(generator, X)
     for x, at in zip(back(np.ones_like(y)), other(np.ones_like(again)), strict=True):
         np.testing.assert_equal(x, at)

@@ -29,11 +29,13 @@ from fastattn.layers import (
     FeedForward,
     LayerNorm,
     MultiHeadAttention,
+    Rope,
     Transformer,
     TransformerDecoderLayer,
     TransformerEncoder,
     TransformerEncoderLayer,
 )
+from fastattn.positions import rope_frequencies
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-6), ("float64", 1e-14)])
@@ -130,7 +132,9 @@ def test_an_encoder_layer_is_seven_kernels(monkeypatch):
 def test_a_plain_layer_is_the_layer(dtype, norm_first, norm, implementation):
     """Without masks all kernels run in one call, with the result of a mask that hides nothing."""
     x = draw(BATCH, LENGTH, WIDTH).astype(dtype)
-    for heads in ({}, {"num_kv_heads": 2}, {"head_dim": 24}):
+    rope = {"rope": Rope(rope_frequencies(WIDTH // HEADS))}
+    every = {}, {"num_kv_heads": 2}, {"head_dim": 24}, rope, {"qk_norm": True}, {**rope, "qk_norm": True}
+    for heads in every:
         options = {"norm_first": norm_first, "norm": norm, "attention": heads, "weights_dtype": dtype}
         layer = TransformerEncoderLayer(WIDTH, HEADS, 96, "geglu", rng=np.random.default_rng(0), **options)
         masked = layer(x, src_mask=np.zeros((LENGTH, LENGTH), bool))
@@ -320,3 +324,20 @@ def test_a_padded_sequence_has_the_bits_that_it_has_alone(isa, options):
                 together = layer(x, src_key_padding_mask=hidden, is_causal=is_causal)
                 alone = layer(x[:1, :own], is_causal=is_causal)
                 np.testing.assert_array_equal(together[:1, :own], alone)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+@pytest.mark.parametrize("heads", ["rope", "qk_norm", "both"])
+def test_padding_of_layers_that_place_their_heads(heads, side, implementation):
+    """The bits are those of a mask that hides the same keys: its rows keep their places."""
+    options = {"rope": {"rope": Rope(rope_frequencies(32))}, "qk_norm": {"qk_norm": True}}
+    attention = {**options.get(heads, options["rope"]), **options.get(heads, options["qk_norm"])}
+    layer = randomized(TransformerEncoderLayer(128, 4, 64, attention=attention))
+    length, x = 70, draw(2, 70, 128)
+    hidden = np.zeros((2, length), bool)
+    hidden[0, {"left": slice(0, 20), "right": slice(50, None), "middle": slice(20, 40)}[side]] = True
+    out = layer(x, src_key_padding_mask=hidden)
+    mask = np.broadcast_to(hidden[:, None, None], (2, 1, length, length))
+    expected = layer(x, src_mask=mask)
+    np.testing.assert_array_equal(out[~hidden], expected[~hidden])
+    assert (out[hidden] == 0).all()

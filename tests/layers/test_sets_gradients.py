@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fastattn import layers
+from fastattn.grad import vjp
 from fastattn.layers import FeedForward, TransformerEncoder, TransformerEncoderLayer
 
 D, HEADS, WIDE, STEP = 24, 4, 40, 1e-5
@@ -76,8 +77,9 @@ every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def run(call, arrays, backward=False, **options):
     name, parts, placed, _ = call
     args, more = placed(*parts, *arrays)
-    function = getattr(layers, f"{name}_forward_backward" if backward else name)
-    return function(*args, **more, **options)
+    function = getattr(layers, name)
+    args = (function, *args) if backward else args
+    return (vjp if backward else function)(*args, **more, **options)
 
 
 @pytest.mark.parametrize("mask", [None, HIDDEN, ADDED], ids=["all", "hidden", "added"])
@@ -165,9 +167,9 @@ def test_empty_sets(name, implementation):
 
 def test_a_layer_that_is_passed_twice():
     both = layer()
-    out, pullback = layers.induced_set_attention_forward_backward(both, both, POINTS, X)
+    out, pullback = vjp(layers.induced_set_attention, both, both, POINTS, X)
     _, _, first, second = pullback(out)
-    apart = layers.induced_set_attention_forward_backward(layer(), layer(), POINTS, X)[1]
+    apart = vjp(layers.induced_set_attention, layer(), layer(), POINTS, X)[1]
     *_, inner, outer = apart(out)
     for name, x in first.items():
         np.testing.assert_allclose(x, inner[name] + outer[name], rtol=1e-9, atol=1e-9)
@@ -181,30 +183,32 @@ def test_a_layer_that_is_passed_twice():
         (
             lambda: run(CALLS["set"], (X.astype("f"), X.astype("f")), True),
             TypeError,
-            r"^set_attention_forward_backward\(\): x has dtype float32; expected float64",
+            r"^set_attention\(\): x has dtype float32; expected float64",
         ),
         (
-            lambda: layers.set_attention_forward_backward(
-                layer(dtype="float32"), X.astype("f"), X.astype(np.float16)
-            ),
+            lambda: vjp(layers.set_attention, layer(dtype="float32"), X.astype("f"), X.astype(np.float16)),
             TypeError,
             r"\(\): y has dtype float16; expected float32, as x has",
         ),
         (
-            lambda: layers.induced_set_attention_forward_backward(layer(), None, POINTS, X),
+            lambda: vjp(layers.induced_set_attention, layer(), None, POINTS, X),
             TypeError,
-            r"^induced_set_attention_forward_backward\(\): second is of type NoneType",
+            r"^induced_set_attention\(\): second is of type NoneType",
         ),
         (
-            lambda: layers.perceiver_forward_backward(
-                layer(), TransformerEncoderLayer(12, 4, 8, rng=0, weights_dtype="float64"), POINTS, X
+            lambda: vjp(
+                layers.perceiver,
+                layer(),
+                TransformerEncoderLayer(12, 4, 8, rng=0, weights_dtype="float64"),
+                POINTS,
+                X,
             ),
             ValueError,
-            r"^perceiver_forward_backward\(\): latent has d_model 12; expected 24",
+            r"^perceiver\(\): latent has d_model 12; expected 24",
         ),
         (
-            lambda: layers.pooling_by_attention_forward_backward(
-                layer(), POINTS, X, feed_forward=FeedForward(D, WIDE, rng=0)
+            lambda: vjp(
+                layers.pooling_by_attention, layer(), POINTS, X, feed_forward=FeedForward(D, WIDE, rng=0)
             ),
             ValueError,
             r"\(\): feed_forward has weights_dtype 'float32'; expected 'float64'",
@@ -216,8 +220,8 @@ def test_a_layer_that_is_passed_twice():
         ),
         (lambda: run(CALLS["set"], (X, X), True, dropout=0.1), ValueError, "dropout"),
         (
-            lambda: layers.set_attention_forward_backward(
-                TransformerEncoderLayer(D, HEADS, WIDE, weights_dtype="float64"), X, X
+            lambda: vjp(
+                layers.set_attention, TransformerEncoderLayer(D, HEADS, WIDE, weights_dtype="float64"), X, X
             ),
             ValueError,
             "load_state_dict",

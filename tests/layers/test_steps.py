@@ -136,7 +136,16 @@ def test_an_error_leaves_caches_as_they_were():
     model.decoder(X, X, cache=caches)
     norm = model.decoder.layers[1].norm3
     norm.load_state_dict(norm.state_dict(), weights_dtype="float64")
-    with pytest.raises(TypeError, match="its part norm3"):
+    with pytest.raises(TypeError, match=r"its part layers\.1\.norm3"):
+        model.decoder(X, cache=caches)
+    norm.load_state_dict(norm.state_dict(), weights_dtype="float32")
+
+    def fails(*_):
+        assert caches[0].tokens.length == 2 * LENGTH
+        raise MemoryError
+
+    model.decoder.layers[1]._add_feed_forward = fails
+    with pytest.raises(MemoryError):
         model.decoder(X, cache=caches)
     with pytest.raises(ValueError, match="memory is not that of the first call"):
         model.decoder(X, X.copy(), cache=caches)

@@ -9,6 +9,7 @@ from implementations import forced
 from tiny_models import DECODERS, ENCODERS, VOCAB
 
 from fastattn import models
+from fastattn.grad import vjp
 
 TRAINED = [kind for kind in ENCODERS if kind != "deberta-v2"]
 STEP = 1e-5
@@ -38,6 +39,11 @@ def slopes(model, compute, gradients, rng):
         yield name, got, (above - below) / (2 * STEP)
 
 
+def states(model):
+    """What makes a decoder give its hidden states."""
+    return {"logits": False} if isinstance(model, models.Decoder) else {}
+
+
 def assert_slopes(model, compute, gradients, rng):
     found = list(slopes(model, compute, gradients, rng))
     most = max(abs(expected) for _, _, expected in found)
@@ -53,7 +59,7 @@ def test_encoders(kind, padded, checkpoint, tmp_path, implementation):
     rng = np.random.default_rng(0)
     model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
     mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]) if padded else None
-    hidden, pullback = model.forward_backward(ids, mask, checkpoint=checkpoint)
+    hidden, pullback = vjp(model, ids, mask, checkpoint=checkpoint)
     np.testing.assert_array_equal(hidden, model(ids, mask))
     dout = rng.standard_normal(hidden.shape)
     gradients = pullback(dout)
@@ -85,18 +91,31 @@ def test_decoders(kind, padded, tmp_path, implementation):
 def test_hidden_states_of_decoders(kind, tmp_path, implementation):
     rng = np.random.default_rng(0)
     model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 4)
-    hidden, pullback = model.forward_backward(ids)
+    hidden, pullback = vjp(model, ids, logits=False)
+    assert hidden.shape[-1] == model.hidden_size
     dout = rng.standard_normal(hidden.shape)
     gradients = pullback(dout)
-    compute = lambda other: np.sum(other.forward_backward(ids)[0] * dout)  # noqa: E731
+    compute = lambda other: np.sum(vjp(other, ids, logits=False)[0] * dout)  # noqa: E731
     assert_slopes(model, compute, gradients, rng)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_logits_of_decoders(kind, padded, tmp_path, implementation):
+    rng = np.random.default_rng(0)
+    model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
+    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]) if padded else None
+    logits, pullback = vjp(model, ids, mask)
+    np.testing.assert_array_equal(logits, model(ids, mask))
+    dout = rng.standard_normal(logits.shape)
+    assert_slopes(model, lambda other: np.sum(other(ids, mask) * dout), pullback(dout), rng)
 
 
 def test_token_types(tmp_path, implementation):
     rng = np.random.default_rng(0)
     model, ids = loaded(tmp_path, "bert"), some_ids(rng, 2, 4)
     types = rng.integers(0, 2, (2, 4))
-    hidden, pullback = model.forward_backward(ids, None, types)
+    hidden, pullback = vjp(model, ids, None, types)
     dout = rng.standard_normal(hidden.shape)
     compute = lambda other: np.sum(other(ids, None, types) * dout)  # noqa: E731
     assert_slopes(model, compute, pullback(dout), rng)
@@ -108,14 +127,14 @@ def test_dropout(kind, padded, tmp_path, implementation):
     rng, how = np.random.default_rng(0), {"dropout": 0.3, "seed": 5}
     model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
     mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]) if padded else None
-    hidden, pullback = model.forward_backward(ids, mask, **how)
-    again, checkpoints = model.forward_backward(ids, mask, checkpoint=True, **how)
+    hidden, pullback = vjp(model, ids, mask, **how, **states(model))
+    again, checkpoints = vjp(model, ids, mask, checkpoint=True, **how, **states(model))
     np.testing.assert_array_equal(hidden, again)
     dout = rng.standard_normal(hidden.shape)
     gradients, others = pullback(dout), checkpoints(dout)
     for name, gradient in gradients.items():
         np.testing.assert_array_equal(gradient, others[name], err_msg=name)
-    compute = lambda other: np.sum(other.forward_backward(ids, mask, **how)[0] * dout)  # noqa: E731
+    compute = lambda other: np.sum(vjp(other, ids, mask, **how, **states(model))[0] * dout)  # noqa: E731
     assert_slopes(model, compute, gradients, rng)
 
 
@@ -132,7 +151,7 @@ def test_dropout_of_decoders(kind, tmp_path, implementation):
 def test_checkpoints_change_no_bit(kind, tmp_path, implementation):
     rng = np.random.default_rng(0)
     model, ids = loaded(tmp_path, kind, dtype="float32"), some_ids(rng, 3, 6)
-    results = [model.forward_backward(ids, checkpoint=on) for on in (False, True)]
+    results = [vjp(model, ids, checkpoint=on, **states(model)) for on in (False, True)]
     np.testing.assert_array_equal(results[0][0], results[1][0])
     dout = rng.standard_normal(results[0][0].shape).astype(np.float32)
     plain, again = (pullback(dout) for _, pullback in results)
@@ -148,7 +167,7 @@ def test_bits_do_not_depend_on_threads(kind, tmp_path, implementation):
     dout, results = rng.standard_normal((40, 30, model.hidden_size), np.float32), []
     for threads in (1, 2, 5):
         with forced(implementation, num_threads=threads):
-            results.append(model.forward_backward(ids)[1](dout))
+            results.append(vjp(model, ids, **states(model))[1](dout))
     for other in results[1:]:
         for name, gradient in results[0].items():
             np.testing.assert_array_equal(gradient, other[name], err_msg=name)
@@ -158,7 +177,7 @@ def test_bits_do_not_depend_on_threads(kind, tmp_path, implementation):
 def test_frozen_weights_have_no_gradient(weights, tmp_path, implementation):
     rng = np.random.default_rng(0)
     model, ids = loaded(tmp_path, "bert", dtype="float32", weights_dtype=weights), some_ids(rng, 2, 5)
-    hidden, pullback = model.forward_backward(ids)
+    hidden, pullback = vjp(model, ids)
     gradients = pullback(np.ones_like(hidden))
     assert "encoder.layer.0.intermediate.dense.weight" not in gradients
     assert np.abs(gradients["encoder.layer.0.intermediate.dense.bias"]).max() > 0
@@ -174,7 +193,7 @@ def test_states(tmp_path):
     again = pickle.loads(pickle.dumps(same))
     for name, tensor in again.state_dict().items():
         np.testing.assert_array_equal(tensor, state[name])
-    out, pullback = again.forward_backward(ids)
+    out, pullback = vjp(again, ids)
     assert pullback(np.ones_like(out)).keys() == state.keys()
     for wrong, expected in (
         ({**state, "a.weight": np.ones(3)}, "not known: 'a.weight'"),
@@ -188,7 +207,7 @@ def test_states(tmp_path):
 
 def test_errors(tmp_path):
     model = loaded(tmp_path, "bert", dtype="float32")
-    hidden, pullback = model.forward_backward(np.ones((1, 3), int))
+    hidden, pullback = vjp(model, np.ones((1, 3), int))
     with pytest.raises(ValueError, match="dout has shape"):
         pullback(hidden[0])
     with pytest.raises(TypeError, match="dout"):
@@ -197,14 +216,14 @@ def test_errors(tmp_path):
     with pytest.raises(RuntimeError, match="called before"):
         pullback(hidden)
     with pytest.raises(TypeError, match="checkpoint"):
-        model.forward_backward(np.ones((1, 3), int), checkpoint="yes")
+        vjp(model, np.ones((1, 3), int), checkpoint="yes")
 
 
 def test_what_has_no_gradients(tmp_path):
     model = loaded(tmp_path, "deberta-v2")
-    message = r"^deberta-v2.forward_backward\(\): models of type deberta-v2 have no gradients yet"
+    message = r"^deberta-v2\(\): models of type deberta-v2 have no gradients yet"
     with pytest.raises(NotImplementedError, match=message):
-        model.forward_backward(np.ones((1, 3), int))
+        vjp(model, np.ones((1, 3), int))
 
 
 WRONG = {

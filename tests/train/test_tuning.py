@@ -11,6 +11,7 @@ from implementations import COMPILED
 from tiny_tokenizers import write_tokenizer
 
 from fastattn import models
+from fastattn.grad import vjp
 from fastattn.train import AdamW, ClassifierTuning, ContrastiveTuning, NextTokenTuning, Trainer
 
 pytest.importorskip("tokenizers")
@@ -105,7 +106,7 @@ def test_adapters(kind, tuning, tmp_path):
 def test_pullbacks_of_an_earlier_step_stay_right(kind, checkpoint, tmp_path):
     tuning = (NextTokenTuning if kind == "gpt2" else ContrastiveTuning)(loaded(tmp_path, kind))
     optimizer, model = AdamW(tuning, 0.1), tuning.model
-    (out, first), (_, second) = (model.forward_backward([3, 5, 4], checkpoint=checkpoint) for _ in range(2))
+    (out, first), (_, second) = (vjp(model, [3, 5, 4], checkpoint=checkpoint) for _ in range(2))
     expected = first(out)
     optimizer.step({name: np.ones_like(x) for name, x in tuning.state_dict().items()})
     assert tuning.model is not model
@@ -368,6 +369,7 @@ BITS = """
 import sys
 import numpy as np
 from fastattn import models
+from fastattn.grad import vjp
 from fastattn.train import AdamW, ClassifierTuning, ContrastiveTuning, _contrastive, _tuning
 
 kind, folder = sys.argv[1:]

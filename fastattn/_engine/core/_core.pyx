@@ -153,7 +153,7 @@ def attention(args):
 
 
 def plan(args):
-    """What would run on `args`."""
+    """The kernel and the tiles that would run on `args`."""
     cdef fa_attention_args a
     cdef fa_plan p
     _set_args(&a, args, False)  # the plan looks at shapes and dtypes only

@@ -1,7 +1,7 @@
 # How a call of attention runs, cut into tasks or into splits of keys: a part of _core.pyx, which includes it.
 #
 # A call is one job, or if its sequences have different lengths one job each, as if it were called alone: so a sequence
-# has the same bits in any company. The tasks of all jobs are in one queue.
+# has the same bits whatever else is in the batch. The tasks of all jobs are in one queue.
 
 # Splits in flight per thread: the partials kept at a time are this many times the thread count.
 cdef int64_t WAVE = 8

@@ -27,7 +27,7 @@ cdef int _lane_type(fa_dtype dtype) noexcept:
 cdef object _misfit(name, array, expected):
     """The error that ends a call before C reads beyond an array.
 
-    Callers have checked what users pass; this is about arrays that were changed behind their backs.
+    Callers have checked what users pass; this is about arrays that were changed since.
     """
     return ValueError(f"fastattn: {name} has shape {array.shape}, strides {array.strides} and dtype {array.dtype};"
                       f" expected {expected}")

@@ -36,7 +36,7 @@ def before_next_plan(function):
 
 
 cdef int _choose_sizes() except -1:
-    """What the next plan waits for, and meanwhile those of other threads."""
+    """Run the function that the next plan, and those of other threads, wait for."""
     with _sizes_lock:
         function = _before_next_plan
         if function is not None:

@@ -24,7 +24,8 @@ from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Shape
-    from fastattn._engine.program import Buffers, Sequences
+    from fastattn._engine.program import Sequences, Values
+    from fastattn._engine.tape import Plain
     from fastattn.models._encoder import Encoder
     from fastattn.models._files import Config
     from fastattn.models._source import Source
@@ -60,8 +61,8 @@ class DisentangledStep(Step):
     def columns(self) -> int:
         return self.heads * self.head_dim
 
-    def run(self, buffers: Buffers, call: Sequences) -> None:
-        x, out = buffers[self.x], buffers[self.out]
+    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Array:
+        x, out = values[self.x], values[self.out] if out is None else out
         begins = call.begins if call.begins is not None else range(0, len(x) + 1, len(x) // call.batch)
         for begin, end in pairwise(begins):
             if begin == end:
@@ -70,6 +71,7 @@ class DisentangledStep(Step):
             tables = self.position_keys, self.position_queries
             attended = disentangled_attention(q, k, v, *tables, max_distance=self.max_distance)
             out[begin:end] = attended.swapaxes(0, 1).reshape(end - begin, -1)
+        return out
 
 
 def deberta(source: Source) -> Encoder:

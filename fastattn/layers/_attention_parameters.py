@@ -1,23 +1,28 @@
-"""What a multi-head attention holds: its options, its projections and their parameters."""
+"""Parameters of a multi-head attention: its options, its stacked projections, and their names.
+
+Maps of one input are stacked in one packed weight: one `linear` for all, or for some neighbours. Each map
+begins at a panel of its own, so that neighbours are a slice of the panels and not a copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.ops import epsilon, integer_activations
-from fastattn._args.packed import WEIGHT_DTYPES
+from fastattn._args.pack import blocks_args
+from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, columns
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, flag, integer
-from fastattn.layers import _calls
+from fastattn._engine import dispatch
+from fastattn._engine.settings import get_num_threads
+from fastattn.layers import _computation
 from fastattn.layers._basic import Linear
-from fastattn.layers._block import Projection
-from fastattn.layers._projections import Stack, stack
 from fastattn.layers._rotary import Rope
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, normal, xavier_uniform
 
@@ -27,17 +32,77 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Rounding
     from fastattn._engine.tape import Gradients
     from fastattn.cache import KVCache
-    from fastattn.layers._state import Fields, Plain
+    from fastattn.layers._state import Fields, Taken
 
     KeysValues = tuple[Array, Array]
 
 FUNC = "MultiHeadAttention"  # as messages call it
 
 
+class StackedMaps(NamedTuple):
+    """Maps one after another: feature ``begins[i]`` of the product is the first of map i.
+
+    The product is cut into heads of `head_dim` features each. `places` are those of the maps: in heads if all
+    maps and the whole product begin and end with a head (`in_heads`), else in features.
+    """
+
+    weight: PackedLinear
+    bias: Array | None
+    begins: tuple[int, ...]
+    sizes: tuple[int, ...]
+    head_dim: int
+    places: tuple[slice, ...]
+    in_heads: bool
+    whole: bool  # no features lie between the maps
+
+    def part(self, first: int, last: int) -> StackedMaps:
+        """The maps from `first` up to `last`, in the same memory."""
+        width = columns(self.weight.dtype)
+        begin, end = self.begins[first], self.begins[last - 1] + self.sizes[last - 1]
+        panels = slice(begin // width, -(-end // width))
+        weight = self.weight
+        scales, sums = (None if x is None else x[panels] for x in (weight.scales, weight.sums))
+        features = weight.in_features, end - begin
+        packed = PackedLinear(*features, False, weight.dtype, weight.panels[panels], scales, sums)
+        bias = None if self.bias is None else self.bias[begin:end]
+        begins = [b - begin for b in self.begins[first:last]]
+        return _stacked(packed, bias, begins, self.sizes[first:last], self.head_dim)
+
+    def apart(self, whole: Array | None) -> list[Array]:
+        """Each map's own part of the unpacked weight or of the bias; an empty list if that is None."""
+        if whole is None:
+            return []
+        return [whole[b : b + n] for b, n in zip(self.begins, self.sizes, strict=True)]
+
+
+def stack(weights: Sequence[Array], biases: Sequence[Array], dtype: str, head_dim: int) -> StackedMaps:
+    """Stack the maps of `weights`, (out_features, in_features) each, and `biases`, which may be empty."""
+    args = blocks_args([[("weight", weight) for weight in weights]], dtype, get_num_threads(), columns(dtype))
+    dispatch.run(args)
+    begins = [block.first for block in args.blocks]
+    lane = np.float64 if dtype == "float64" else np.float32
+    bias = np.zeros(args.out_features, lane) if biases else None
+    for begin, part in zip(begins, biases, strict=bool(biases)):
+        assert bias is not None
+        bias[begin : begin + len(part)] = part
+    sizes = tuple(len(weight) for weight in weights)
+    return _stacked(args.packed(), bias, begins, sizes, head_dim)
+
+
+def _stacked(
+    weight: PackedLinear, bias: Array | None, begins: list[int], sizes: tuple[int, ...], head_dim: int
+) -> StackedMaps:
+    in_heads = not any(n % head_dim for n in (*begins, *sizes, weight.out_features))
+    unit = head_dim if in_heads else 1
+    places = tuple(slice(b // unit, (b + n) // unit) for b, n in zip(begins, sizes, strict=True))
+    whole = sum(sizes) == weight.out_features
+    return StackedMaps(weight, bias, tuple(begins), sizes, head_dim, places, in_heads, whole)
+
+
 _PARTS = ("query_maps", "key_value_maps", "key_map", "value_map")
 
 
-def _parts(maps: Stack) -> Fields:
+def _parts(maps: StackedMaps) -> Fields:
     """The fields that are views of `maps`, whose order is (gate,) query, key, value."""
     n = len(maps.sizes)
     runs = ((0, n - 2), (n - 2, n), (n - 2, n - 1), (n - 1, n))
@@ -105,16 +170,18 @@ class AttentionParameters(Layer):
     rng: InitVar[np.random.Generator | int | None] = None
     out_proj: Linear = field(init=False, repr=False)
     # The maps of the query, (gate,) q; of key and value, if torch stacks them; of all three, in this order.
-    query_maps: Stack = field(init=False, repr=False)
-    key_value_maps: Stack | None = field(init=False, default=None, repr=False)
-    all_maps: Stack | None = field(init=False, default=None, repr=False)
-    key_map: Stack = field(init=False, repr=False)
-    value_map: Stack = field(init=False, repr=False)
+    query_maps: StackedMaps = field(init=False, repr=False)
+    key_value_maps: StackedMaps | None = field(init=False, default=None, repr=False)
+    all_maps: StackedMaps | None = field(init=False, default=None, repr=False)
+    key_map: StackedMaps = field(init=False, repr=False)
+    value_map: StackedMaps = field(init=False, repr=False)
     bias_k: Array | None = field(init=False, default=None, repr=False)
     bias_v: Array | None = field(init=False, default=None, repr=False)
     q_norm: Array | None = field(init=False, default=None, repr=False)
     k_norm: Array | None = field(init=False, default=None, repr=False)
     sink_logits: Array | None = field(init=False, default=None, repr=False)
+    # Both norms, once for each head, (num_heads + num_kv_heads, head_dim), as programs take them.
+    head_norms: Array | None = field(init=False, default=None, repr=False)
 
     _parts = ("out_proj",)
     _vectors = (("q_norm.weight", "q_norm"), ("k_norm.weight", "k_norm"), ("sinks", "sink_logits"))
@@ -148,7 +215,7 @@ class AttentionParameters(Layer):
         nothing = np.empty((1, heads, 0, self._head_dim), lane_of(self.weights_dtype))
         attention_args(FUNC, nothing, nothing, nothing, **self._options)
         if self.rope is not None:
-            _calls.require(FUNC, "rope", self.rope, Rope, "a Rope, Rope(frequencies)")
+            _computation.require(FUNC, "rope", self.rope, Rope, "a Rope, Rope(frequencies)")
             rotated = 2 * len(self.rope.frequencies.inv_freq)
             if rotated > self._head_dim:
                 expected = f"at most head_dim, {self._head_dim}"
@@ -163,15 +230,10 @@ class AttentionParameters(Layer):
         self.out_proj._set_up(source)
 
     def is_plain(self) -> bool:
-        """Whether a program can compute it: without options, with queries, keys and values side by side."""
-        more = self._options or self._extra or self.output_gate or self.sinks or self.qk_norm or self.rope
-        if more or self.all_maps is None:
-            return False
-        begins, sizes = self.all_maps.begins, self.all_maps.sizes
-        return all(begin == sum(sizes[:i]) for i, begin in enumerate(begins))
-
-    def _projection(self, maps: Stack) -> Projection:
-        return Projection(maps.weight, maps.bias, self.activations)
+        """Whether a program can compute it: with no option but rope, qk_norm, and maps side by side."""
+        more = self._options or self._extra or self.output_gate or self.sinks
+        interleaved = self.rope is not None and self.rope.interleaved
+        return not more and not interleaved and self.all_maps is not None and self.all_maps.whole
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields without the views of `all_maps`: a pickle would hold the weights twice."""
@@ -223,16 +285,20 @@ class AttentionParameters(Layer):
         n = len(weights)
         fields: Fields
         if self._stacked:
-            maps = stack(weights, biases, weights_dtype)
+            maps = stack(weights, biases, weights_dtype, self._head_dim)
             fields = {"all_maps": maps, **_parts(maps)}
         else:
             fields = {"all_maps": None, "key_value_maps": None}
             runs = {"query_maps": slice(n - 2), "key_map": slice(n - 2, n - 1), "value_map": slice(n - 1, n)}
             for name, run in runs.items():
-                fields[name] = stack(weights[run], biases[run], weights_dtype)
+                fields[name] = stack(weights[run], biases[run], weights_dtype, self._head_dim)
         for name in ("bias_k", "bias_v"):
             bias = arrays.get(name)
             fields[name] = None if bias is None else bias.astype(lane).reshape(self._heads_kv, -1)
+        if self.qk_norm:
+            norms = zip("qk", (self.num_heads, self._heads_kv), strict=True)
+            each = [np.tile(arrays[f"{x}_norm.weight"].astype(lane), (n, 1)) for x, n in norms]
+            fields["head_norms"] = np.concatenate(each)
         return {**fields, **super()._pack(arrays, weights_dtype)}
 
     def _settle(self, gradients: Gradients) -> None:
@@ -247,11 +313,16 @@ class AttentionParameters(Layer):
             if whole is not None:
                 begins = (0, *whole.begins[1 - len(parts) :])  # a gate comes with the queries
                 rows = [slice(b, b + p.weight.out_features) for b, p in zip(begins, parts, strict=True)]
-                for what in ("weight", "bias"):
-                    own = [(getattr(p, what), r) for p, r in zip(parts, rows, strict=True)]
-                    gradients.move(getattr(whole, what), own)
+                for kind in ("weight", "bias"):
+                    own = [(getattr(p, kind), r) for p, r in zip(parts, rows, strict=True)]
+                    gradients.move(getattr(whole, kind), own)
+        if (norms := gradients.pop(self.head_norms)) is not None:
+            assert self.q_norm is not None
+            assert self.k_norm is not None
+            gradients.add(self.q_norm, norms[: self.num_heads].sum(axis=0))
+            gradients.add(self.k_norm, norms[self.num_heads :].sum(axis=0))
 
-    def _named(self, plain: Plain) -> dict[str, Array]:
+    def _named(self, plain: Taken) -> dict[str, Array]:
         stacks = (self.query_maps, self.key_map, self.value_map)
         weights = [weight for maps in stacks for weight in maps.apart(plain(maps.weight))]
         biases = [bias for maps in stacks for bias in maps.apart(plain(maps.bias))]
