@@ -286,11 +286,11 @@ class MultiHeadAttention(AttentionParameters):
         if self.sink_logits is not None:
             options["sinks"] = self.sink_logits
 
-        maps, rounding = self.query_maps, self.activations
+        maps = self.query_maps
         first = len(maps.sizes) - 1  # the queries' map: with a gate, that comes before it
         if self.all_maps is not None and key is None and value is None and keys_values is None:
             maps = self.all_maps
-        product = tape.linear(x, maps.weight, maps.bias, rounding, use="product")
+        product = tape.linear(x, maps.weight, maps.bias, self.activations, use="product")
         heads = self._heads(tape, product, sizes, maps, first)
         gate = heads[0] if first else None
         q = heads[first]
@@ -334,7 +334,8 @@ class MultiHeadAttention(AttentionParameters):
             attended = tape.attend([(args, q, k, v)], mixed, by_head, self.sink_logits)
         gated = attended if gate is None else tape.gate(gate, attended)
         last = self.out_proj
-        result = tape.linear(gated, last.packed_weight, last.bias_vector, rounding, None, residual)
+        parameters = last.packed_weight, last.bias_vector, last.activations
+        result = tape.linear(gated, *parameters, residual=residual)
         weights = None
         if need_weights:
             k = _widened(k, options.pop("k_scale", None), q.dtype)
