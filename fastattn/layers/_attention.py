@@ -49,7 +49,7 @@ class MultiHeadAttention(AttentionParameters):
     embed_dim, num_heads : int
         Width of queries and output; query heads.
     bias : bool, default True
-        Of all projections.
+        Whether all projections have one.
     add_bias_kv : bool, default False
         One more key and value, parameters, that every query attends.
     add_zero_attn : bool, default False
@@ -61,7 +61,7 @@ class MultiHeadAttention(AttentionParameters):
     head_dim : int, optional
         Default ``embed_dim // num_heads``.
     rope : Rope, optional
-        Rotates queries and keys by their positions: those in a call, behind those in its cache.
+        Rotates queries and keys by their positions: those in a call, after those in its cache.
     qk_norm : bool, default False
         RMSNorm of each head's queries and keys before `rope`.
     qk_norm_eps : float, default 1e-6
@@ -70,7 +70,7 @@ class MultiHeadAttention(AttentionParameters):
     sinks : bool, default False
         A logit a query head, a parameter, that enters the softmax's denominator only.
     window, softcap, scale, alibi_slopes : optional
-        Of `fastattn.attention`. Query i stands at key i, behind the keys of a cache.
+        As in `fastattn.attention`. Query i stands at key i, after the keys of a cache.
     weights_dtype : {"float32", "float64", "bfloat16", "int8", "int4", "nf4"}
         How the projections' weights are stored, as `fastattn.ops.pack` does; "float64" for float64 input, the
         others for all others.
@@ -144,7 +144,7 @@ class MultiHeadAttention(AttentionParameters):
         average_attn_weights : bool, default True
             Return the mean of the heads' weights, (B, L, S), instead of (B, num_heads, L, S).
         is_causal : bool, default False
-            Query i attends the keys up to key i, behind those of the cache, unless a mask hides them.
+            Query i attends the keys up to key i, after those of the cache, unless a mask hides them.
         residual : array_like, (B, L, embed_dim), optional
             Added to the output, by the same kernel as out_proj.
         cache : KVCache, optional
@@ -152,7 +152,7 @@ class MultiHeadAttention(AttentionParameters):
         lengths : array_like of int, (B,), optional
             With `cache`: how many of this call's tokens count in each sequence, from the first.
         keys_values : (ndarray, ndarray), optional
-            Of `project_keys_values`, instead of key and value. Both are (B, num_kv_heads, S, head_dim) in
+            From `project_keys_values`, instead of key and value. Both are (B, num_kv_heads, S, head_dim) in
             query's dtype, or for float32 both in a 16-bit one.
 
         Returns
@@ -314,7 +314,7 @@ class MultiHeadAttention(AttentionParameters):
                     options["k_scale"], options["v_scale"] = cached.k_scale, cached.v_scale
                 if kv_lengths is not None:
                     options["kv_lengths"] = kv_lengths
-                # A token behind all others attends to all of them without `causal`.
+                # A token after all others attends to all of them without `causal`.
                 is_causal = is_causal and (length > 1 or kv_lengths is not None)
             if is_causal or self._positional or self._extra:
                 options["causal"], options["q_offset"] = is_causal, q_offset
