@@ -49,7 +49,7 @@ class MultiHeadAttention(AttentionParameters):
     embed_dim, num_heads : int
         Width of queries and output; query heads.
     bias : bool, default True
-        Of all projections.
+        Whether all projections have one.
     add_bias_kv : bool, default False
         One more key and value, parameters, that every query attends.
     add_zero_attn : bool, default False
@@ -61,7 +61,7 @@ class MultiHeadAttention(AttentionParameters):
     head_dim : int, optional
         Default ``embed_dim // num_heads``.
     rope : Rope, optional
-        Rotates queries and keys by their positions: those in a call, behind those in its cache.
+        Rotates queries and keys by their positions: those in a call, after those in its cache.
     qk_norm : bool, default False
         RMSNorm of each head's queries and keys before `rope`.
     qk_norm_eps : float, default 1e-6
@@ -70,7 +70,7 @@ class MultiHeadAttention(AttentionParameters):
     sinks : bool, default False
         A logit a query head, a parameter, that enters the softmax's denominator only.
     window, softcap, scale, alibi_slopes : optional
-        Of `fastattn.attention`. Query i stands at key i, behind the keys of a cache.
+        As in `fastattn.attention`. Query i stands at key i, after the keys of a cache.
     weights_dtype : {"float32", "float64", "bfloat16", "int8", "int4", "nf4"}
         How the projections' weights are stored, as `fastattn.ops.pack` does; "float64" for float64 input, the
         others for all others.
@@ -144,7 +144,7 @@ class MultiHeadAttention(AttentionParameters):
         average_attn_weights : bool, default True
             Return the mean of the heads' weights, (B, L, S), instead of (B, num_heads, L, S).
         is_causal : bool, default False
-            Query i attends the keys up to key i, behind those of the cache, unless a mask hides them.
+            Query i attends the keys up to key i, after those of the cache, unless a mask hides them.
         residual : array_like, (B, L, embed_dim), optional
             Added to the output, by the same kernel as out_proj.
         cache : KVCache, optional
@@ -152,7 +152,7 @@ class MultiHeadAttention(AttentionParameters):
         lengths : array_like of int, (B,), optional
             With `cache`: how many of this call's tokens count in each sequence, from the first.
         keys_values : (ndarray, ndarray), optional
-            Of `project_keys_values`, instead of key and value. Both are (B, num_kv_heads, S, head_dim) in
+            From `project_keys_values`, instead of key and value. Both are (B, num_kv_heads, S, head_dim) in
             query's dtype, or for float32 both in a 16-bit one.
 
         Returns
@@ -286,11 +286,11 @@ class MultiHeadAttention(AttentionParameters):
         if self.sink_logits is not None:
             options["sinks"] = self.sink_logits
 
-        maps, rounding = self.query_maps, self.activations
+        maps = self.query_maps
         first = len(maps.sizes) - 1  # the queries' map: with a gate, that comes before it
         if self.all_maps is not None and key is None and value is None and keys_values is None:
             maps = self.all_maps
-        product = tape.linear(x, maps.weight, maps.bias, rounding, use="product")
+        product = tape.linear(x, maps.weight, maps.bias, self.activations, use="product")
         heads = self._heads(tape, product, sizes, maps, first)
         gate = heads[0] if first else None
         q = heads[first]
@@ -314,7 +314,7 @@ class MultiHeadAttention(AttentionParameters):
                     options["k_scale"], options["v_scale"] = cached.k_scale, cached.v_scale
                 if kv_lengths is not None:
                     options["kv_lengths"] = kv_lengths
-                # A token behind all others attends to all of them without `causal`.
+                # A token after all others attends to all of them without `causal`.
                 is_causal = is_causal and (length > 1 or kv_lengths is not None)
             if is_causal or self._positional or self._extra:
                 options["causal"], options["q_offset"] = is_causal, q_offset
@@ -334,7 +334,8 @@ class MultiHeadAttention(AttentionParameters):
             attended = tape.attend([(args, q, k, v)], mixed, by_head, self.sink_logits)
         gated = attended if gate is None else tape.gate(gate, attended)
         last = self.out_proj
-        result = tape.linear(gated, last.packed_weight, last.bias_vector, rounding, None, residual)
+        parameters = last.packed_weight, last.bias_vector, last.activations
+        result = tape.linear(gated, *parameters, residual=residual)
         weights = None
         if need_weights:
             k = _widened(k, options.pop("k_scale", None), q.dtype)

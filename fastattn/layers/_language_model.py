@@ -235,7 +235,7 @@ class LanguageModel(Layer):
         ----------
         ids : array_like of int, (batch, length) or (length,)
         targets : array_like of int, of the same shape
-            What follows each token: ``text[1:]`` for ``text[:-1]``.
+            The next token of each: ``text[1:]`` for ``text[:-1]``.
         ignore_index : int, default -100
             Tokens with this target do not count: padding, on the right.
         label_smoothing : float, default 0
@@ -249,7 +249,7 @@ class LanguageModel(Layer):
         -------
         loss : float
         grads : dict of str to ndarray
-            What an optimizer of `fastattn.train` takes.
+            As an optimizer of `fastattn.train` takes them.
 
         Raises
         ------

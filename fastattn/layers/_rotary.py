@@ -24,7 +24,7 @@ class Rope:
     Parameters
     ----------
     frequencies : RopeFrequencies
-        Of `fastattn.positions.rope_frequencies`.
+        From `fastattn.positions.rope_frequencies`.
     interleaved : bool, default False
         Which dimensions form a pair: see `fastattn.positions.apply_rope`.
     """

@@ -69,7 +69,7 @@ def padding_alone(names: Names, key_padding_mask: Any, shape: Shape) -> tuple[bo
 
 
 def _as_lane(x: Array, lane: np.dtype[Any]) -> Array:
-    """Floats `x` in a lane type. What is finite stays finite, because -inf hides."""
+    """Floats `x` in a lane type. Finite ones stay finite, because -inf hides."""
     if x.dtype.newbyteorder("=") != FLOAT64 or lane == FLOAT64:
         return x.astype(lane, copy=False)
     most = np.finfo(lane).max

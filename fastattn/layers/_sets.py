@@ -151,10 +151,10 @@ def perceiver(
     Parameters
     ----------
     cross : TransformerEncoderLayer
-        Of the attention to the input: `set_attention`. It takes x as it is; a norm of the input comes
+        Attends to the input: `set_attention`. It takes x as it is; a norm of the input comes
         before.
     latent : TransformerEncoder or TransformerEncoderLayer, optional
-        Of the latents' attention to themselves.
+        Lets the latents attend to themselves.
     latents : array_like, (m, d_model) or (batch, m, d_model)
         Learned ones, or the result of the block before.
     x, key_padding_mask

@@ -189,7 +189,7 @@ class TransformerEncoderLayer(TransformerLayer):
     norm : {"layer_norm", "rms_norm"}
     layer_norm_eps : float, default 1e-5
     bias : bool, default True
-        Of all projections and of LayerNorm.
+        Whether all projections and LayerNorm have one.
     attention : dict, optional
         Options of `MultiHeadAttention`: num_kv_heads, rope, qk_norm, window and so on.
     weights_dtype, activations, rng
@@ -367,10 +367,10 @@ class TransformerDecoderLayer(TransformerLayer):
         Parameters
         ----------
         tgt_mask, tgt_key_padding_mask, tgt_is_causal
-            Of the attention to itself, as in `MultiHeadAttention`: True hides, as in torch, the opposite of
+            For the attention to itself, as in `MultiHeadAttention`: True hides, as in torch, the opposite of
             `attention`. By default causal only with a cache.
         memory_mask, memory_key_padding_mask, memory_is_causal
-            Of the attention over the memory. With a cache, tgt stands behind the tokens in it here, too.
+            For the attention over the memory. With a cache, tgt stands after its tokens here, too.
         cache : DecoderCache, optional
             Takes tgt's keys. The first call also puts the memory's keys and its key padding mask there; later
             calls may leave both out, and must not bring others.

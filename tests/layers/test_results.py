@@ -28,6 +28,7 @@ from fastattn.cache import KVCache
 from fastattn.layers import (
     FeedForward,
     LayerNorm,
+    Linear,
     MultiHeadAttention,
     Rope,
     Transformer,
@@ -341,3 +342,11 @@ def test_padding_of_layers_that_place_their_heads(heads, side, implementation):
     expected = layer(x, src_mask=mask)
     np.testing.assert_array_equal(out[~hidden], expected[~hidden])
     assert (out[hidden] == 0).all()
+
+
+def test_an_out_proj_of_its_own_kind_rounds_its_own_input(implementation):
+    layer = attention_layer({})
+    layer.out_proj.load_state_dict({"weight": np.eye(WIDTH), "bias": np.zeros(WIDTH)})
+    heads = layer(X)
+    layer.out_proj = randomized(Linear(WIDTH, WIDTH, weights_dtype="int8", activations="int8"))
+    np.testing.assert_array_equal(layer(X), layer.out_proj(heads))
