@@ -172,7 +172,8 @@ def nystrom_attention(
         came = f"q has {args.heads_q} heads and k {args.heads_kv}"
         raise ValueError(f"{func}(): {came}; expected the same number of both")
     integer(func, "num_iterations", num_iterations, 0)
-    n, given = integer(func, "num_landmarks", num_landmarks, 1), {"q": q, "k": k, "v": v}
+    given: dict[str, Any] = {"q": q, "k": k, "v": v}
+    n = integer(func, "num_landmarks", num_landmarks, 1)
     if n >= min(args.len_q, args.len_k):
         dispatch.run(args, options.get("backend"))
         request = yield args.result[0]
@@ -187,13 +188,14 @@ def nystrom_attention(
         return call
 
     with np.errstate(all="ignore"):  # as in the kernels
-        q_mean, k_mean = _segment_means(args.q, n), _segment_means(args.k, n)
+        queries, keys, vectors = (float_array(func, name, x) for name, x in given.items())
+        q_mean, k_mean = _segment_means(queries, n), _segment_means(keys, n)
         lane = q_mean.dtype
         weights = attention_weights(q_mean, k_mean, scale=args.scale)
-        guesses, summary = _pseudo_inverses(weights, num_iterations), call_of(q_mean, args.k, args.v)
-        inverse, values = guesses[-1], summary.out
-        last = call_of(args.q, k_mean, inverse @ values)
-        out = np.asarray(last.out, args.out.dtype).reshape(np.shape(args.result[0]))
+        guesses, summary = _pseudo_inverses(weights, num_iterations), call_of(q_mean, keys, vectors)
+        inverse, values = guesses[-1], summary.result[0]
+        last = call_of(queries, k_mean, inverse @ values)
+        out = np.asarray(last.result[0], args.out.dtype)
     request = yield out
 
     found = ComposedGradients(request, given, options, ScaledOptions)
@@ -202,6 +204,9 @@ def nystrom_attention(
     if call.dv is None:
         return found.results()
     _add_means(found, "dk", call.dk, args.len_k)
+    if weights.ndim == 2:  # one head, which the calls have an axis for
+        weights, values, inverse = weights[None], values[None], inverse[None]
+        guesses = [x[None] for x in guesses]
     of_values = summed_to(values.shape, inverse.swapaxes(-1, -2) @ call.dv)
     of_inverse = summed_to(inverse.shape, call.dv @ values.swapaxes(-1, -2))
     call = found.attend(summary, of_values)

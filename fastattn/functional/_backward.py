@@ -105,7 +105,23 @@ def attention_backward(
     >>> dk.shape
     (1, 2, 5, 64)
     """
-    func = "attention_backward"
+    return _gradients("attention_backward", dout, q, k, v, out, lse, dlse, need, into, options)
+
+
+def _gradients(
+    func: str,
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any,
+    need: Any,
+    into: Any,
+    options: Any,
+) -> tuple[Any, ...]:
+    """Check the arguments of `attention_backward` for `func`, and compute."""
     require_options(func, options, BackwardOptions)
     args = attention_args(func, q, k, v, return_lse=True, **options)
     given: dict[str, Any] = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
@@ -188,8 +204,8 @@ def _attention(
     options["mask"] = mask
     out, lse = attention(q, k, v, return_lse=True, **options)
     request = yield out, lse
-    more: Any = {"dlse": request.dmore, "need": request.need}
-    return attention_backward(request.dout, q, k, v, out, lse, **more, **options)
+    found = (request.dout, q, k, v, out, lse, request.dmore, request.need)
+    return _gradients(request.func, *found, None, options)
 
 
 def _varlen_attention(

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import float_array, readable, real_values, require_broadcast
+from fastattn._args.values import flag, float_array, readable, real_values, require_broadcast
 from fastattn.grad import Pullback
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def differentiable(steps: Callable[..., Any] | None = None, *, keeps_lse: bool =
     def function(*args: Any, **kwargs: Any) -> Any:
         return next(steps(*args, **kwargs))
 
-    function.__signature__ = _of_result(steps)  # type: ignore[attr-defined]
+    signature = _of_result(steps)
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    function.__annotations__ = {**steps.__annotations__, "return": signature.return_annotation}
     function._vjp = vjp_of(steps, keeps_lse=keeps_lse)  # type: ignore[attr-defined]
     return function
 
@@ -63,10 +65,11 @@ def vjp_of(
     """Make the function of `steps` that `grad.vjp` calls; `frozen` arguments have no gradient."""
     parameters = inspect.signature(steps).parameters
     name, with_lse = steps.__name__.removeprefix("_"), "return_lse" in parameters and not keeps_lse
+    steps.__qualname__ = name  # for Python's own errors
     names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     def record(*arrays: Any, **options: Any) -> tuple[Any, Pullback]:
-        shown = options.get("return_lse", False)
+        shown = flag(name, "return_lse", options.get("return_lse", False))
         running = steps(*arrays, **{**options, "return_lse": True} if with_lse else options)
         result = next(running)
         several = isinstance(result, tuple)
@@ -77,7 +80,7 @@ def vjp_of(
         func = f"pullback of {name}"
 
         def check(dout: Any, dmore: Any = None, *, need: Any = None) -> tuple[Request]:
-            if dmore is not None and not several:
+            if dmore is not None and not (several and (shown or not with_lse)):
                 raise ValueError(f"{func}(): dmore is given; expected None, since there is one result")
             if lse is not None:
                 dmore = _like_lse(func, dmore, lse)
@@ -92,6 +95,7 @@ def vjp_of(
                 return found
             raise AssertionError(f"{name} yields more than its result")
 
+        check.__qualname__ = func
         return (result if shown or not with_lse else out), Pullback(func, check, back)
 
     return record

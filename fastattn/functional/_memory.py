@@ -87,7 +87,7 @@ def memory_attention(
         join((local, memory), args)
     else:
         args.out[...] = weight * memory.out + (1 - weight) * local.out
-    request = yield args.result if return_lse else args.out
+    request = yield args.result if return_lse or gate is not None else args.result[0]
 
     given = {"q": q, "k": k, "v": v, "memory_k": memory_k, "memory_v": memory_v, "gate": gate}
     found = ComposedGradients(request, given, options, VariantOptions)

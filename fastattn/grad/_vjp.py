@@ -16,20 +16,24 @@ class Pullback:
     """Map from the gradient of a result to those of what it was computed from; call it once.
 
     ``pullback(dout)`` takes the gradient of a scalar with respect to the result, in its shape and dtype.
-    `vjp` says what it returns. A call frees what was kept of the forward pass, so there is no second one.
-    Inputs and the result are not copied: do not change them before the call.
+    `vjp` says what it returns. A call frees what was kept of the forward pass, so there is no second one; it
+    stays usable where `dout` was refused. Inputs and the result are not copied: do not change them before.
     """
 
     def __init__(self, func: str, check: Callable[..., tuple[Any, ...]], back: Callable[..., Any]):
-        self._func, self._check = func, check
-        self._back: Callable[..., Any] | None = back
+        self._func = func
+        self._kept: list[tuple[Callable[..., Any], Callable[..., Any]]] = [(check, back)]
 
     def __call__(self, dout: ArrayLike, *more: Any, **options: Any) -> Any:
         """Return the gradients."""
-        if self._back is None:
-            raise RuntimeError(f"{self._func}(): it was called before; each call of vjp gives one pullback")
-        given = self._check(dout, *more, **options)
-        back, self._back = self._back, None
+        given: tuple[Any, ...] = ()
+        for check, _ in tuple(self._kept):
+            given = check(dout, *more, **options)
+        try:
+            _, back = self._kept.pop()  # one of several threads gets it
+        except IndexError:
+            again = "it was called before; each call of vjp gives one pullback"
+            raise RuntimeError(f"{self._func}(): {again}") from None
         return back(*given)
 
 
@@ -45,7 +49,7 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
     *arrays : array_like
         Its positional arguments.
     **options
-        Its keyword arguments, but for `out`. Layers and models also take
+        Its keyword arguments, but for `out`, `out_state` and `stats`. Layers and models also take
 
         - ``checkpoint=True``: keep only the inputs of each layer, and compute it again for its gradients;
         - ``dropout=0.1, seed=1``: drop this share where torch's layers do.
@@ -56,8 +60,9 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
         What ``function(*arrays, **options)`` returns.
     pullback : Pullback
         For functions, ``pullback(dout, dmore=None, *, need=None)`` returns a tuple with the gradient of each
-        of `arrays`. `dmore` is the gradient of the second result, lse or a state; 0 by default. `need` names
-        others: a tuple such as ``("dq", "dbias", "dscale")``, of arguments that have gradients.
+        of `arrays` that is not None. With ``return_lse=True`` or ``return_state=True``, `dmore` is the
+        gradient of the second result; 0 by default. `need` names others, and arrays that were passed by
+        keyword: a tuple such as ``("dq", "dbias", "dscale")``, of arguments that have gradients.
 
         For layers and models, ``pullback(dout)`` returns the gradient of each input that is an array of
         floating numbers, and then a dict of the gradients of the parameters, by their names in `state_dict`;
@@ -94,8 +99,8 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
     if record is None:
         expected = "attention, varlen_attention, a function of fastattn.functional, a layer or a model"
         raise wrong_type("vjp", "function", function, expected)
-    for name in ("out", "out_state"):
-        if options.get(name) is not None:
+    for name in ("out", "out_state", "stats"):
+        if options.pop(name, None) is not None:
             raise ValueError(f"vjp(): {name} is given; expected None: the pullback reads inputs and results")
     found: tuple[Any, Pullback] = record(*arrays, **options)
     return found

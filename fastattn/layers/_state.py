@@ -156,7 +156,9 @@ class Layer:
                 expected = _WITHOUT_GRADIENTS[name]
                 raise ValueError(f"{type(self).__name__}(): {name} is given; expected {expected}")
         options = {name: x for name, x in options.items() if name not in _WITHOUT_GRADIENTS}
-        return self._computation(*inputs, **options).with_pullback(checkpoint, dropout, seed)
+        computation = self._computation(*inputs, **options)
+        found: tuple[Any, Pullback] = computation.with_pullback(checkpoint, dropout, seed)
+        return found
 
     def _settle(self, gradients: Gradients) -> None:
         """Move gradients of packed parameters to the fields that share them."""
