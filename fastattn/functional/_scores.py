@@ -340,7 +340,13 @@ def sigmoid_attention(
 
 
 def sigmoid_attention_backward(
-    dout: Any, q: Any, k: Any, v: Any, need: tuple[str, ...], sigmoid_bias: float | None, **options: Any
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    need: tuple[str, ...],
+    sigmoid_bias: float | None = None,
+    **options: Any,
 ) -> tuple[Any, ...]:
     """Gradients of `sigmoid_attention`, without its forward pass, of which they need nothing."""
     func = "sigmoid_attention_backward"
