@@ -108,7 +108,7 @@ class Engine(NamedTuple):
     what: str
 
     def missing(self) -> list[str]:
-        """Its packages that are not installed."""
+        """Packages of the engine that are not installed."""
         return [package for package in self.packages if util.find_spec(package) is None]
 
     def version(self) -> str:
@@ -143,7 +143,7 @@ def some_rows(out: Array, rows: Array) -> Array:
 
 
 def largest_error(out: Array, rows: Array, want: Array) -> float:
-    """How far the `rows` of `out` are from `want`."""
+    """Largest difference of the `rows` of `out` from `want`."""
     return float(np.abs(some_rows(out, rows) - want).max(initial=0))
 
 
@@ -304,7 +304,7 @@ class WorkerProcess:
 
 
 class Effort(NamedTuple):
-    """How the time of a run is spent."""
+    """Plan of a run's time."""
 
     seconds: float  # for one measurement
     rounds: int  # the most measurements of one engine on one problem
@@ -313,7 +313,7 @@ class Effort(NamedTuple):
 
 
 def brief(seconds: float) -> Effort:
-    """As many rounds as `seconds` allow: more of them where there are no peers."""
+    """Plan as many rounds as `seconds` allow: more of them where there are no peers."""
     return Effort(seconds=0.05, rounds=15, most=1.0, total=seconds)
 
 
@@ -345,7 +345,7 @@ def run(engines: dict[str, Engine], sections: Sections, effort: Effort, threads:
 
 
 def _measure(workers: dict[str, WorkerProcess], sections: Sections, effort: Effort) -> Json:
-    """All that only the workers can tell."""
+    """Facts that only the workers can tell."""
     try:
         from tqdm import tqdm as progress
     except ImportError:

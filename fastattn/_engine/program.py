@@ -86,7 +86,7 @@ class Step:
 
     @property
     def columns(self) -> int:
-        """How many features of `out` it writes."""
+        """Number of features of `out` that it writes."""
         raise NotImplementedError
 
     def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:

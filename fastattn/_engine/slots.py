@@ -1,4 +1,4 @@
-"""Where a cache takes new keys and values: in its own type, or rounded to int8."""
+"""Memory of a cache for new keys and values: in its own type, or rounded to int8."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ class Tape(Plain):
         return value
 
     def pull(self, out: Value, dout: Array) -> None:
-        """From the gradient of `out` to those of all inputs and parameters; it can be done once."""
+        """Go from the gradient of `out` to those of all inputs and parameters; it can be done once."""
         out.put(dout, owned=False)
         while self._notes:
             value, back = self._notes.pop()
@@ -431,7 +431,7 @@ class Tape(Plain):
         return self.note(out, back)
 
     def _map_back(self, x: Value, weight: PackedLinear, bias: Array | None, dpre: Array) -> None:
-        """From the gradient of ``x @ weight.T + bias`` to those of its inputs."""
+        """Go from the gradient of ``x @ weight.T + bias`` to those of its inputs."""
         threads, lane, n = get_num_threads(), lane_dtype(dpre.dtype), dpre.shape[1]
         dweight = np.empty((n, weight.in_features), lane) if weight.dtype in TRAINED else None
         dbias = None if bias is None else np.empty(n, lane)

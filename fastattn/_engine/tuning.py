@@ -43,14 +43,14 @@ class _AnotherMachine(Exception):
 
 
 def path() -> Path | None:
-    """Where the file is, or would be; None if FASTATTN_TUNING is "off"."""
+    """Path of the file, which need not exist; None if FASTATTN_TUNING is "off"."""
     if value := os.environ.get(VARIABLE):
         return None if value == "off" else Path(value)
     return usual_path()
 
 
 def usual_path() -> Path:
-    """Where the file is unless FASTATTN_TUNING says another place."""
+    """Path of the file unless FASTATTN_TUNING says another one."""
     folder = os.environ.get("XDG_CONFIG_HOME", "")
     home = folder if os.path.isabs(folder) else os.path.expanduser("~/.config")
     return Path(home, "fastattn", "tuning.json")
@@ -86,7 +86,7 @@ def load() -> None:
 
 
 def said() -> str:
-    """Which sizes are not the defaults, and where they come from."""
+    """Sizes that are not the defaults, and where they come from."""
     load()
     return _said
 

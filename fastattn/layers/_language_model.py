@@ -133,7 +133,7 @@ class LanguageModel(Layer):
             self.load_state_dict(drawn)
 
     def _gpt2_draws(self) -> dict[str, Parameter]:
-        """All parameters, drawn as GPT-2's."""
+        """Draw all parameters as GPT-2's."""
         draws = {}
         for name, parameter in self.parameters().items():
             draw = parameter.draw
@@ -332,6 +332,6 @@ class LanguageModel(Layer):
 
 
 def _length(cache: Any) -> int:
-    """How many tokens a cache of all layers holds; the encoder checks what it is."""
+    """Number of tokens in a cache of all layers; the encoder checks what it is."""
     first = cache[0] if isinstance(cache, (list, tuple)) and cache else None
     return first.length if isinstance(first, KVCache) else 0

@@ -124,7 +124,7 @@ class Layer:
         return {}
 
     def _children(self) -> dict[str, Layer]:
-        """Its parts, by the prefix of their parameters' names."""
+        """Parts of the layer, by the prefix of their parameters' names."""
         return {f"{name}.": getattr(self, name) for name in self._parts}
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
@@ -238,7 +238,7 @@ class Layer:
         integer_activations(func, self.activations, weights_dtype, widest)
 
     def _source(self, rng: np.random.Generator | int | None) -> np.random.Generator | None:
-        """Where parameters are drawn from: `rng`, or a generator of this seed, made once for all parts."""
+        """Generator of parameters: `rng`, or one of this seed, made once for all parts."""
         return None if rng is None else generator(type(self).__name__, "rng", rng)
 
     def _versions(self) -> dict[str, tuple[Layer, int]]:
@@ -260,7 +260,7 @@ class Layer:
         }
 
     def state_dict(self) -> dict[str, Array]:
-        """All parameters by torch's names: copies, in float32, or float64 where they are stored so.
+        """Return all parameters by torch's names: copies, in float32, or float64 where they are stored so.
 
         Raises
         ------
