@@ -1,4 +1,4 @@
-"""What a build compiles: objects that are up to date are kept. The compiler of these tests only reads."""
+"""Builds compile what changed, and keep objects up to date. The compiler of these tests only reads."""
 
 import os
 import re

@@ -23,13 +23,13 @@ from fastattn._engine import dispatch
 from fastattn._engine.recycled import recycled_empty
 from fastattn._engine.scratch import keep, scratch
 from fastattn._engine.settings import get_num_threads
+from fastattn._engine.values import Gradients, Part, Value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastattn._args.types import Activation, Array, AttentionArgs, Rounding
 
-    Parameter = Array | PackedLinear
     Views = Callable[[Array], Sequence[Array]]
     # One attention of an operation: its arguments, and the values of its queries, keys and values.
     Call = tuple[AttentionArgs, Any, Any, Any]
@@ -193,85 +193,6 @@ def _by_columns(weight: Array) -> list[tuple[slice, Array]]:
     """The columns of each head, and its weight."""
     size = weight.shape[1]
     return [(slice(i * size, (i + 1) * size), own) for i, own in enumerate(weight)]
-
-
-class Value:
-    """An array, and the gradient with respect to it as far as it is known."""
-
-    __slots__ = ("_gradient", "_owned", "_room", "array", "made")
-
-    def __init__(self, array: Array, made: bool = False, room: Callable[[], Array] | None = None):
-        self.array = array
-        self.made = made  # by an operation, so that others may work in place
-        self._room = room
-        self._gradient: Array | None = None
-        self._owned = False
-
-    def room(self) -> Array:
-        """An array where an operation may write the gradient, which it then has to `put`."""
-        return recycled_empty(self.array.shape, self.array.dtype) if self._room is None else self._room()
-
-    def take(self) -> tuple[Array | None, bool]:
-        """The gradient, and whether the taker may overwrite it; it is None then."""
-        gradient, self._gradient = self._gradient, None
-        return gradient, self._owned
-
-    def put(self, gradient: Array, owned: bool) -> None:
-        """Add to the gradient. `owned`: nobody else reads or writes this array."""
-        there, there_owned = self.take()
-        if there is not None:
-            if there_owned:
-                gradient = np.add(there, gradient, out=there)
-            else:
-                gradient = np.add(there, gradient, out=gradient if owned else None)
-            owned = True
-        self._gradient, self._owned = gradient, owned
-
-    def found(self) -> Array:
-        """The gradient; 0 if nothing depends on this value."""
-        return np.zeros(self.array.shape, self.array.dtype) if self._gradient is None else self._gradient
-
-
-class _Part(Value):
-    """A view of another value's array, whose gradient is the same view of that one's gradient."""
-
-    __slots__ = ()
-
-    def put(self, gradient: Array, owned: bool) -> None:
-        """Write the gradient to its room."""
-        room = self.room()
-        if gradient is not room:
-            room[...] = gradient
-
-
-class Gradients:
-    """Sums of the gradients of parameters, which are known by identity: arrays and packed weights."""
-
-    def __init__(self) -> None:
-        self._sums: dict[int, tuple[Parameter, Array]] = {}
-
-    def of(self, parameter: Parameter | None) -> Array | None:
-        """The sum for `parameter`, in plain layout; None if there is none."""
-        return None if parameter is None else self._sums.get(id(parameter), (None, None))[1]
-
-    def pop(self, parameter: Parameter | None) -> Array | None:
-        """The sum for `parameter`, which then has none."""
-        return None if parameter is None else self._sums.pop(id(parameter), (None, None))[1]
-
-    def move(self, whole: Parameter | None, parts: Sequence[tuple[Parameter | None, slice]]) -> None:
-        """Give the gradient of `whole` to its `parts`, rows of it."""
-        if (there := self.pop(whole)) is not None:
-            for part, rows in parts:
-                assert part is not None
-                self.add(part, there[rows])
-
-    def add(self, parameter: Parameter, gradient: Array) -> None:
-        """Add `gradient`, an array of nobody else."""
-        there = self.of(parameter)
-        if there is None:
-            self._sums[id(parameter)] = parameter, gradient
-        else:
-            there += gradient
 
 
 class Drops(NamedTuple):
@@ -534,7 +455,7 @@ class Tape(Plain):
                 rooms.extend(views(found))
             return rooms[i]
 
-        return [_Part(view, x.made, partial(room, i)) for i, view in enumerate(views(array))]
+        return [Part(view, x.made, partial(room, i)) for i, view in enumerate(views(array))]
 
     def by_row(self, x: Value) -> Value:
         """Heads x (batch, heads, length, head_dim) as rows (batch * length * heads, head_dim)."""

@@ -97,7 +97,10 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
     """
     record = getattr(function, "_vjp", None)
     if record is None:
-        expected = "attention, varlen_attention, a function of fastattn.functional, a layer or a model"
+        expected = (
+            "attention, varlen_attention, a function of fastattn.functional, a layer or a model"
+            " (a LanguageModel has loss_and_gradients, operations of ops have functions in grad)"
+        )
         raise wrong_type("vjp", "function", function, expected)
     for name in ("out", "out_state", "stats"):
         if options.pop(name, None) is not None:

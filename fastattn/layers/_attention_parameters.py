@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, Rounding
-    from fastattn._engine.tape import Gradients
+    from fastattn._engine.values import Gradients
     from fastattn.cache import KVCache
     from fastattn.layers._state import Fields, Taken
 

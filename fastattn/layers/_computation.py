@@ -12,7 +12,8 @@ from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import data, like, rows
 from fastattn._args.types import FLOAT32, FLOAT64
 from fastattn._args.values import as_array, flag, float_array
-from fastattn._engine.tape import PLAIN, Drops, Tape, Value
+from fastattn._engine.tape import PLAIN, Drops, Tape
+from fastattn._engine.values import Value
 from fastattn.grad import Pullback
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from fastattn._args.types import Array, Rounding, Shape
-    from fastattn._engine.tape import Gradients
+    from fastattn._engine.values import Gradients
     from fastattn.grad import Pullback
 
     Fields = dict[str, Any]

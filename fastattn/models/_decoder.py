@@ -15,7 +15,8 @@ from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, flag, integer, integers, short
 from fastattn._args.words import not_an_argument
 from fastattn._engine.program import Program, Sequences
-from fastattn._engine.tape import Drops, Tape, Value
+from fastattn._engine.tape import Drops, Tape
+from fastattn._engine.values import Value
 from fastattn.cache import KVCache
 from fastattn.grad import cross_entropy, embedding
 from fastattn.grad._loss import targets_of

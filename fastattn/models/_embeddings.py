@@ -17,7 +17,7 @@ from fastattn.positions import RopeFrequencies, rope_tables, t5_buckets
 if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints
-    from fastattn._engine.tape import Gradients
+    from fastattn._engine.values import Gradients
     from fastattn.layers._block import Window
 
 # Frequencies of rotary positions; some scalings depend on `seq_len`, the length of the sequence.

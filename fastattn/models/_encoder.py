@@ -13,7 +13,8 @@ from fastattn._args.errors import wrong_shape
 from fastattn._args.options import NoOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag, integer
-from fastattn._engine.tape import Drops, Tape, Value
+from fastattn._engine.tape import Drops, Tape
+from fastattn._engine.values import Value
 from fastattn.models import _model
 from fastattn.models._encode_calls import (
     DOCUMENT,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, Rounding, Shape
-    from fastattn._engine.tape import Gradients, Parameter
+    from fastattn._engine.values import Gradients, Parameter
 
 DTYPES = ("float32", "float64", "bfloat16")
 WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "int4", "nf4")

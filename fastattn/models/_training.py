@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, Bools, Shape
-    from fastattn._engine.tape import Tape, Value
+    from fastattn._engine.tape import Tape
+    from fastattn._engine.values import Value
     from fastattn.models._parameters import Origin
 
 

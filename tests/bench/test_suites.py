@@ -430,7 +430,7 @@ def test_a_type_that_a_suite_lacks_is_refused(monkeypatch, capsys, suite, dtype)
 
 
 def test_the_minute_is_part_of_the_suite():
-    """The same problems, in the same order."""
+    """Both have equal problems, in one order."""
     sections = SUITES["attention"].plan(Request(full=False))
     rows, own = ({title: [x.name for x in y] for title, y in z.items()} for z in (sections, minute.plan()))
     assert rows == own

@@ -40,7 +40,7 @@ def slopes(model, compute, gradients, rng):
 
 
 def states(model):
-    """What makes a decoder give its hidden states."""
+    """Options with which a model gives its hidden states."""
     return {"logits": False} if isinstance(model, models.Decoder) else {}
 
 
