@@ -1,0 +1,96 @@
+"""Results and pullbacks of functions: what is kept, what is refused, and what a call uses up."""
+
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn import functional, ops
+from fastattn.grad import vjp
+from fastattn.layers import LanguageModel
+
+Q, K, V, GATE = np.random.default_rng(0).standard_normal((4, 2, 5, 8)).astype(np.float32)
+MAPS = functional.feature_maps
+
+
+def test_a_call_frees_what_was_kept():
+    out, pullback = vjp(functional.gated_attention, Q, K, V, GATE)
+    kept, dout = weakref.ref(out), np.ones_like(out)
+    del out
+    assert kept() is not None
+    pullback(dout)
+    assert kept() is None
+
+
+def test_a_pullback_is_called_once_and_outlives_a_dout_that_does_not_fit():
+    out, pullback = vjp(functional.gated_attention, Q, K, V, GATE)
+    name = r"^pullback of gated_attention\(\): "
+    with pytest.raises(ValueError, match=name + r"dout has shape \(1, 5, 8\); expected \(2, 5, 8\)"):
+        pullback(out[:1])
+    with pytest.raises(TypeError, match=name + "dout has dtype float64; expected float32"):
+        pullback(out.astype(float))
+    assert len(pullback(out)) == 4
+    with pytest.raises(RuntimeError, match=name + "it was called before"):
+        pullback(out)
+
+
+def test_of_several_threads_one_gets_the_gradients():
+    for _ in range(20):
+        out, pullback = vjp(functional.gated_attention, Q, K, V, GATE)
+        found, barrier = [], threading.Barrier(4)
+
+        def call(out=out, pullback=pullback, found=found, barrier=barrier):
+            barrier.wait()
+            try:
+                found.append(len(pullback(out)))
+            except RuntimeError as error:
+                found.append("called before" in str(error))
+
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(found) == [True, True, True, 4]
+
+
+def test_arguments_are_checked_as_in_a_plain_call():
+    for wrong in ("no", 1, None):
+        for function in (fastattn.attention, functional.gated_attention):
+            arrays = (Q, K, V) if function is fastattn.attention else (Q, K, V, GATE)
+            with pytest.raises(TypeError, match=r"attention\(\): return_lse is "):
+                vjp(function, *arrays, return_lse=wrong)
+    with pytest.raises(TypeError, match=r"^attention\(\) missing 1 required positional argument: 'v'"):
+        vjp(fastattn.attention, Q, K)
+    _, pullback = vjp(fastattn.attention, Q, K, V, out=None, stats=None)
+    with pytest.raises(ValueError, match=r"^pullback of attention\(\): need has 'dz'; expected dq, dk, dv"):
+        pullback(Q, need=("dz",))
+    for name in ("out", "stats"):
+        with pytest.raises(ValueError, match=rf"^vjp\(\): {name} is given; expected None"):
+            vjp(fastattn.attention, Q, K, V, **{name: Q})
+
+
+@pytest.mark.parametrize("function", [len, ops.linear, LanguageModel], ids=lambda x: x.__name__)
+def test_functions_without_gradients_are_refused(function):
+    with pytest.raises(
+        TypeError, match=r"^vjp\(\): function is of type \w+; expected attention, varlen_attention"
+    ):
+        vjp(function, Q)
+
+
+def test_gradients_of_feature_maps_are_those_that_are_needed():
+    for function in (MAPS.elu, MAPS.unit):
+        assert vjp(function, Q)[1](Q, need=()) == ()
+        for need, message in ((("dy",), "need is 'dy'; expected"), (("dx", "dx"), "expected each name once")):
+            with pytest.raises(ValueError, match=rf"^pullback of {function.__name__}\(\): .*{message}"):
+                vjp(function, Q)[1](Q, need=need)
+
+
+def test_a_memory_of_one_head_has_no_axis_of_heads(implementation):
+    arrays = Q[0], K[0], V[0], K[1], V[1]
+    for gate in (None, 0.5):
+        out, pullback = vjp(functional.memory_attention, *arrays, gate=gate)
+        assert out.shape == (5, 8)
+        assert [x.shape for x in pullback(out)] == [(5, 8)] * 5
