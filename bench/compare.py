@@ -26,7 +26,7 @@ def calls() -> dict[str, Call]:
     import numpy as np
 
     import fastattn
-    from fastattn import layers, ops
+    from fastattn import functional, layers, ops
 
     rng = np.random.default_rng(0)
 
@@ -54,10 +54,23 @@ def calls() -> dict[str, Call]:
     ones, rows = np.ones(768, np.float32), draw(512, 768)
     encoder = layers.TransformerEncoderLayer(384, 12, 1536, "gelu", rng=np.random.default_rng(0))
     small, large = draw(1, 16, 384), draw(8, 128, 384)
+    q, k, v, gate = draw(4, 1, 2, 4, 16)
+    rates = -abs(draw(1, 2, 4))
+    variants: dict[str, tuple[Any, ...]] = {
+        "gated": (functional.gated_attention, q, k, v, gate),
+        "sparsemax": (functional.sparsemax_attention, q, k, v),
+        "sigmoid": (functional.sigmoid_attention, q, k, v),
+        "linear": (partial(functional.linear_attention, rule="linear"), q, k, v),
+        "delta net": (functional.delta_net, q, k, v, -rates),
+        "general": (functional.general_attention, q, k, v, draw(16, 16)),
+        "cosine": (functional.cosine_attention, q, k, v),
+        "memory": (functional.memory_attention, q, k, v, k, v),
+    }
     slopes, bias, mask = 0.5 ** np.arange(8), draw(8, 1024, 1024), rng.random((1024, 1024)) < 0.7
     return {
         "tiny": attention(1, 1, 1, 8, 8, 16),
         "tiny, causal": attention(1, 1, 1, 8, 8, 16, causal=True),
+        **{f"tiny, {name}": partial(*call) for name, call in variants.items()},
         "128": attention(1, 12, 12, 128, 128, 64),
         "512": attention(1, 12, 12, 512, 512, 64),
         "2048": attention(1, 8, 8, 2048, 2048, 64),
