@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # Arguments that have no gradient of their own.
 _SAVED = ("dout", "out", "lse", "dlse")
 _FLOATS = ("dscale", "dsoftcap")  # gradients of Python's floats
+_UNGIVEN = ("scale", "state", "gamma")  # have a default that has a gradient
 
 
 @dataclass(slots=True)
@@ -186,7 +187,7 @@ def gradient_names(func: str, need: Any, given: Mapping[str, Any], diagonals: bo
         if not isinstance(name, str) or name not in allowed:
             raise ValueError(f"{func}(): need has {short(name)}; expected {', '.join(allowed)}")
         source = source_of(name)
-        if given[source] is None and source != "scale":
+        if given[source] is None and source not in _UNGIVEN:
             raise ValueError(f"{func}(): need has {name}, but {source} is not given")
     if len(set(need)) != len(need):
         raise ValueError(f"{func}(): need is {tuple(need)}; expected each name once")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, AttentionArgs, Ints
 
 
-@differentiable
+@differentiable("q", "k", "v", "key_projection", "value_projection", options=ScaledOptions)
 def linformer_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -71,8 +71,7 @@ def linformer_attention(
     dispatch.run(args, options.get("backend"))
     request = yield args.result[0]
 
-    given = dict(zip(("q", "k", "v", "key_projection", "value_projection"), arrays, strict=True))
-    found = ComposedGradients(request, given, options, ScaledOptions)
+    found = ComposedGradients(request, options)
     of_values = "dkey_projection" if value_projection is None else "dvalue_projection"
     uses = {"dk": ("dk", "dkey_projection"), "dv": ("dv", of_values)}
     call = found.attend(args, *cotangents(args, request), uses=uses)
@@ -126,7 +125,7 @@ def _projected(matrix: Array, x: Array) -> Array:
     return np.asarray(matrix.astype(lane) @ x.astype(lane), x.dtype)
 
 
-@differentiable
+@differentiable("q", "k", "v", options=ScaledOptions)
 def nystrom_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -177,7 +176,7 @@ def nystrom_attention(
     if n >= min(args.len_q, args.len_k):
         dispatch.run(args, options.get("backend"))
         request = yield args.result[0]
-        found = ComposedGradients(request, given, options, ScaledOptions)
+        found = ComposedGradients(request, options)
         found.add_all(found.attend(args, *cotangents(args, request)))
         return found.results()
 
@@ -198,7 +197,7 @@ def nystrom_attention(
         out = np.asarray(last.result[0], args.out.dtype)
     request = yield out
 
-    found = ComposedGradients(request, given, options, ScaledOptions)
+    found = ComposedGradients(request, options)
     call = found.attend(last, *cotangents(last, request), uses={"dv": ("dq", "dk", "dv", "dscale")})
     found.add("dq", call.dq)
     if call.dv is None:
@@ -283,7 +282,7 @@ def _through_inverses(a: Array, guesses: Sequence[Array], dx: Array) -> Array:
     return da
 
 
-@differentiable
+@differentiable("qk", "v", options=ScaledOptions)
 def lsh_attention(
     qk: ArrayLike,
     v: ArrayLike,
@@ -352,7 +351,7 @@ def lsh_attention(
             out = np.asarray((shares * outs).sum(axis=-3), out.dtype)
     request = yield out
 
-    found = ComposedGradients(request, {"qk": qk, "v": v}, options, ScaledOptions)
+    found = ComposedGradients(request, options)
     lane = x.q.dtype
     if not out.size:
         for name, source in (("dqk", x.q), ("dv", x.v), ("dscale", np.zeros(()))):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _NEED = ("dq", "dk", "dv")
+_QKV = ("q", "k", "v")  # have gradients, beside options
 
 
 def attention_backward(
@@ -200,6 +201,9 @@ def _attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: Any = None, *, return_lse: bool, **options: Any
 ) -> Steps[Any]:
     """Run `attention` and, in the second half, `attention_backward`."""
+    for name in ("k_scale", "v_scale"):
+        if options.pop(name, None) is not None:
+            raise ValueError(f"attention(): {name} is given; expected none: int8 has no gradients")
     require_options("attention", options, BackwardOptions)
     options["mask"] = mask
     out, lse = attention(q, k, v, return_lse=True, **options)
@@ -228,5 +232,5 @@ def _varlen_attention(
     )
 
 
-attention._vjp = vjp_of(_attention, frozen=("mask",))  # type: ignore[attr-defined]
-varlen_attention._vjp = vjp_of(_varlen_attention, frozen=("cu_seqlens_q", "cu_seqlens_k"))  # type: ignore[attr-defined]
+attention._vjp = vjp_of(_attention, _QKV, BackwardOptions)  # type: ignore[attr-defined]
+varlen_attention._vjp = vjp_of(_varlen_attention, _QKV, VarlenBackwardOptions)  # type: ignore[attr-defined]

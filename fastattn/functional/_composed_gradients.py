@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.backward import gradient_names, source_of, summed_to
+from fastattn._args.backward import source_of, summed_to
 from fastattn._args.types import BackwardArgs, lane_dtype
 from fastattn._args.values import is_float, shared
 from fastattn._engine import dispatch
@@ -20,33 +20,14 @@ if TYPE_CHECKING:
 
 NEED = ("dq", "dk", "dv")
 
-# Options of attention that have gradients; of each, the gradient is a sum over the calls.
-_OF_OPTIONS = ("bias", "sinks", "alibi_slopes", "softcap")
-
 
 class ComposedGradients:
-    """The gradients of a request, summed in the lane dtype over calls of attention.
+    """The gradients of a request, summed in the lane dtype over calls of attention."""
 
-    `given` has by name the arguments that have gradients, beside options. Without `bias`, the bias of the
-    calls is not the caller's, whose gradient the function adds; without `scale`, scale has none.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        given: Mapping[str, Any],
-        options: Mapping[str, Any],
-        taken: type,
-        bias: bool = True,
-        scale: bool = True,
-    ) -> None:
-        self.options, self.bias = options, bias
-        self.given = {**given}
-        for name in (*_OF_OPTIONS, "scale"):
-            if name in taken.__annotations__ and name not in given and (scale or name != "scale"):
-                self.given[name] = options.get(name)
-        self.of_scale = "scale" not in given  # the float of attention
-        self.names = gradient_names(request.func, request.need, self.given, diagonals=bias)
+    def __init__(self, request: Request, options: Mapping[str, Any]) -> None:
+        self.options, self.given, self.names = options, request.given, request.need
+        self.bias = request.own_bias  # else the function adds the caller's
+        self.of_scale = request.own_scale  # the float of attention
         self.sums: dict[str, Any] = {}
 
     def wants(self, *names: str) -> bool:

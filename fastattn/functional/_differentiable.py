@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Generator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
+from fastattn._args.backward import gradient_names
 from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.ops import like
+from fastattn._args.recurrent import pair
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag, float_array, readable, real_values, require_broadcast
 from fastattn.grad import Pullback
@@ -21,70 +25,97 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# Options of attention that have gradients.
+_OF_OPTIONS = ("bias", "sinks", "alibi_slopes", "softcap", "scale")
+
+
 class Request(NamedTuple):
-    """The arguments of a pullback, checked but for `need`."""
+    """The arguments of a pullback, checked, and those of the function that have gradients."""
 
     func: str  # for messages
     dout: Array  # of the shape and dtype of the result
     dmore: Any  # the gradient of the second result, or None; that of lse has its shape
     need: tuple[str, ...]
+    given: Mapping[str, Any] = MappingProxyType({})  # by name what the caller passed
+    own_bias: bool = True  # the bias of the calls is the caller's
+    own_scale: bool = True  # and their scale
 
 
 # Yields the result, is sent the request of a pullback, and returns its gradients.
 Steps = Generator[R, Request, tuple[Any, ...]]
 
 
-@overload
-def differentiable(steps: Callable[P, Steps[R]]) -> Callable[P, R]: ...
-@overload
-def differentiable(*, keeps_lse: bool) -> Callable[[Callable[P, Steps[R]]], Callable[P, R]]: ...
-def differentiable(steps: Callable[..., Any] | None = None, *, keeps_lse: bool = False) -> Any:
-    """Turn `steps` into the function of its first half, whose `_vjp` goes on with the second.
+def differentiable(
+    *gradients: str,
+    options: type | None = None,
+    without: tuple[str, ...] = (),
+    own_bias: bool = True,
+    keeps_lse: bool = False,
+) -> Callable[[Callable[P, Steps[R]]], Callable[P, R]]:
+    """Decorate steps: make the function of their first half, whose `_vjp` goes on with the second.
 
     A plain call drops the generator at its yield, and so keeps nothing. For gradients it waits there, with
     all local variables. A function with an argument return_lse is asked for lse then, unless it keeps one
     anyway. The second half runs without NumPy's warnings, as kernels do.
+
+    `gradients` names the arguments that have some, beside those of `options`, but for the ones `without`.
     """
-    if steps is None:
-        return functools.partial(differentiable, keeps_lse=keeps_lse)
 
-    @functools.wraps(steps)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return next(steps(*args, **kwargs))
+    def decorate(steps: Callable[..., Any]) -> Any:
+        @functools.wraps(steps)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return next(steps(*args, **kwargs))
 
-    signature = _of_result(steps)
-    function.__signature__ = signature  # type: ignore[attr-defined]
-    function.__annotations__ = {**steps.__annotations__, "return": signature.return_annotation}
-    function._vjp = vjp_of(steps, keeps_lse=keeps_lse)  # type: ignore[attr-defined]
-    return function
+        signature = _of_result(steps)
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        function.__annotations__ = {**steps.__annotations__, "return": signature.return_annotation}
+        function._vjp = vjp_of(  # type: ignore[attr-defined]
+            steps, gradients, options, without, own_bias, keeps_lse
+        )
+        return function
+
+    return decorate
 
 
 def vjp_of(
-    steps: Callable[..., Steps[Any]], frozen: tuple[str, ...] = (), keeps_lse: bool = False
+    steps: Callable[..., Steps[Any]],
+    gradients: tuple[str, ...],
+    options: type | None = None,
+    without: tuple[str, ...] = (),
+    own_bias: bool = True,
+    keeps_lse: bool = False,
 ) -> Callable[..., Any]:
-    """Make the function of `steps` that `grad.vjp` calls; `frozen` arguments have no gradient."""
+    """Make the function of `steps` that `grad.vjp` calls; the others are as in `differentiable`."""
     parameters = inspect.signature(steps).parameters
     name, with_lse = steps.__name__.removeprefix("_"), "return_lse" in parameters and not keeps_lse
     steps.__qualname__ = name  # for Python's own errors
-    names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    taken = {*parameters, *(() if options is None else options.__annotations__)} - {*gradients, *without}
+    sources = (*gradients, *(option for option in _OF_OPTIONS if option in taken))
+    defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
 
-    def record(*arrays: Any, **options: Any) -> tuple[Any, Pullback]:
-        shown = flag(name, "return_lse", options.get("return_lse", False))
-        running = steps(*arrays, **{**options, "return_lse": True} if with_lse else options)
+    def record(*arrays: Any, **chosen: Any) -> tuple[Any, Pullback]:
+        shown = flag(name, "return_lse", chosen.get("return_lse", False))
+        running = steps(*arrays, **{**chosen, "return_lse": True} if with_lse else chosen)
         result = next(running)
         several = isinstance(result, tuple)
         out = result[0] if several else result
-        lse = result[1] if several and "return_lse" in parameters else None
-        given = zip(names, arrays, strict=False)
-        first = tuple(f"d{n}" for n, x in given if n not in frozen and x is not None)
+        second = result[1] if several and (shown or not with_lse) else None
+        passed = dict(zip(positional, arrays, strict=False))
+        values = {**defaults, **passed, **chosen}
+        given = {source: values.get(source) for source in sources}
+        first = tuple(f"d{n}" for n, x in passed.items() if n in given and x is not None)
         func = f"pullback of {name}"
 
         def check(dout: Any, dmore: Any = None, *, need: Any = None) -> tuple[Request]:
-            if dmore is not None and not (several and (shown or not with_lse)):
+            names = gradient_names(func, first if need is None else need, given, diagonals=own_bias)
+            if dmore is not None and second is None:
                 raise ValueError(f"{func}(): dmore is given; expected None, since there is one result")
-            if lse is not None:
-                dmore = _like_lse(func, dmore, lse)
-            return (Request(func, _like(func, dout, out), dmore, first if need is None else need),)
+            if dmore is not None:
+                like_second: Any = _like_lse if "return_lse" in parameters else _like_state
+                dmore = like_second(func, dmore, second)
+            own = own_bias, "scale" not in gradients
+            return (Request(func, _like(func, dout, out), dmore, tuple(names), given, *own),)
 
         def back(request: Request) -> tuple[Any, ...]:
             try:
@@ -118,9 +149,18 @@ def _like(func: str, dout: Any, out: Array) -> Array:
     return array
 
 
-def _like_lse(func: str, dlse: Any, lse: Array) -> Array | None:
-    if dlse is None:
-        return None
+def _like_lse(func: str, dlse: Any, lse: Array) -> Array:
     array = real_values(func, "dmore", dlse, lane_dtype(lse.dtype), [])
     require_broadcast(func, "dmore", array.shape, lse.shape, "lse's shape")
     return np.broadcast_to(array, lse.shape)
+
+
+def _like_state(func: str, dstate: Any, state: Any) -> Any:
+    """The gradient of a state, or of a pair of states, where they are normalised."""
+    states = state if isinstance(state, tuple) else (state,)
+    given = pair(func, "dmore", dstate, len(states) == 2)
+    found = tuple(
+        like(func, f"dmore[{i}]" if i else "dmore", x, of.shape, of.dtype)
+        for i, (x, of) in enumerate(zip(given, states, strict=False))
+    )
+    return found if len(states) == 2 else found[0]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _ROWS = 512
 
 
-@differentiable
+@differentiable("q", "k", "v", "gate", options=VariantOptions)
 def gated_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -64,7 +64,7 @@ def gated_attention(
     np.multiply(args.out, share, out=args.out)
     request = yield args.result
 
-    found = ComposedGradients(request, {"q": q, "k": k, "v": v, "gate": gate}, options, VariantOptions)
+    found = ComposedGradients(request, options)
     dout, dlse = cotangents(args, request)
     lane = lane_dtype(args.q.dtype)
     share, dout, gated = share.astype(lane), dout.astype(lane), args.out.astype(lane)
@@ -88,7 +88,7 @@ def _shares(func: str, args: AttentionArgs, gate: Any, options: ComputeOptions) 
     return ops.activate(np.atleast_1d(logits), "sigmoid", **how(options))
 
 
-@differentiable
+@differentiable("q", "k", "v", "log_forget", options=ForgettingOptions, own_bias=False)
 def forgetting_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -134,8 +134,7 @@ def forgetting_attention(
         dispatch.run(args, options.get("backend"))
     request = yield args.result
 
-    given = {"q": q, "k": k, "v": v, "log_forget": log_forget}
-    found = ComposedGradients(request, given, options, ForgettingOptions, bias=False)
+    found = ComposedGradients(request, options)
     dout, dlse = cotangents(args, request)
     heads, lane = (*args.batch_shape, args.heads_q), lane_dtype(args.q.dtype)
     keys = (*args.batch_shape, args.heads_kv, args.len_k)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Norm = Literal["rms_norm", "layer_norm"]
 
 
-@differentiable
+@differentiable("q", "k", "v", "scale", options=CosineOptions)
 def cosine_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -68,7 +68,7 @@ def cosine_attention(
     dispatch.run(args, options.get("backend"))
     request = yield args.result
 
-    found = ComposedGradients(request, {"q": q, "k": k, "v": v, "scale": scale}, options, CosineOptions)
+    found = ComposedGradients(request, options)
     once = factor.size == 1  # then it is the call's scale, and else q has been multiplied by it
     args.scale, scaled = (1.0, args.q * args.scale) if once else (1.0, args.q)
     args.q = np.ascontiguousarray(scaled, args.q.dtype)
@@ -107,7 +107,7 @@ def _cosines(
     return factor, small
 
 
-@differentiable
+@differentiable("q", "k", "v", "q_weight", "k_weight", options=VariantOptions)
 def qk_norm_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -154,8 +154,7 @@ def qk_norm_attention(
     dispatch.run(args, options.get("backend"))
     request = yield args.result
 
-    given = {"q": q, "k": k, "v": v, "q_weight": q_weight, "k_weight": k_weight}
-    found = ComposedGradients(request, given, options, VariantOptions)
+    found = ComposedGradients(request, options)
     uses = {f"d{x}": (f"d{x}", f"d{x}_weight") for x in "qk"}
     call = found.attend(args, *cotangents(args, request), uses=uses)
     for name, dx, x, weight in (("q", call.dq, queries, of_queries), ("k", call.dk, keys, of_keys)):
@@ -167,7 +166,7 @@ def qk_norm_attention(
     return found.results()
 
 
-@differentiable
+@differentiable("q", "k", "v", "weight", options=VariantOptions)
 def general_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -218,8 +217,7 @@ def general_attention(
     dispatch.run(args, options.get("backend"))
     request = yield args.result
 
-    given = {"q": q, "k": k, "v": v, "weight": weight}
-    found = ComposedGradients(request, given, options, VariantOptions)
+    found = ComposedGradients(request, options)
     call = found.attend(args, *cotangents(args, request), uses={"dq": ("dq", "dweight")})
     found.add("dk", call.dk)
     found.add("dv", call.dv)
@@ -230,7 +228,7 @@ def general_attention(
     return found.results()
 
 
-@differentiable
+@differentiable("q", "k", "v", "lambda_", "norm_weight", options=InnerOptions)
 def differential_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -290,8 +288,7 @@ def differential_attention(
         out = out.astype(first.out.dtype, copy=False)
     request = yield out
 
-    given = {"q": q, "k": k, "v": v, "lambda_": lambda_, "norm_weight": norm_weight}
-    found = ComposedGradients(request, given, options, InnerOptions)
+    found = ComposedGradients(request, options)
     lane = lane_dtype(first.q.dtype)
     dout = cotangents(first, request)[0].astype(lane)
     if args.share is not None:

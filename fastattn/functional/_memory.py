@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, AttentionArgs
 
 
-@differentiable(keeps_lse=True)
+@differentiable("q", "k", "v", "memory_k", "memory_v", "gate", options=VariantOptions, keeps_lse=True)
 def memory_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -89,8 +89,7 @@ def memory_attention(
         args.out[...] = weight * memory.out + (1 - weight) * local.out
     request = yield args.result if return_lse or gate is not None else args.result[0]
 
-    given = {"q": q, "k": k, "v": v, "memory_k": memory_k, "memory_v": memory_v, "gate": gate}
-    found = ComposedGradients(request, given, options, VariantOptions)
+    found = ComposedGradients(request, options)
     dout, dlse = cotangents(args, request)
     shares: Any = (1, 1)
     if weight is None:
@@ -132,7 +131,7 @@ def _memory_parts(
     return apart(args), apart(attention_args(func, queries, keys, values, **there)), weight
 
 
-@differentiable
+@differentiable("q", "cache", "key_weight", "value_weight", options=InnerOptions)
 def latent_attention(
     q: ArrayLike,
     cache: ArrayLike,
@@ -198,8 +197,7 @@ def latent_attention(
         out, lse = args.out, args.lse
     request = yield out if lse is None else (out, lse)
 
-    given = {"q": q, "cache": cache, "key_weight": key_weight, "value_weight": value_weight}
-    found = ComposedGradients(request, given, options, InnerOptions)
+    found = ComposedGradients(request, options)
     args = x.expanded_args(func, options, True)
     args.out, args.lse = out, lse
     uses = {"dk": ("dcache", "dkey_weight"), "dv": ("dcache", "dvalue_weight")}

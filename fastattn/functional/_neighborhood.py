@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _STRIP = 4
 
 
-@differentiable
+@differentiable("q", "k", "v", options=NeighborhoodOptions)
 def neighborhood_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -117,7 +117,7 @@ def neighborhood_attention(
     request = yield out if lse is None else (out, lse)
 
     # Unlike in the forward pass, the queries of a tile lie along the last axis of the grid.
-    found = ComposedGradients(request, {"q": q, "k": k, "v": v}, options, NeighborhoodOptions)
+    found = ComposedGradients(request, options)
     q_flat, k_flat, v_flat = (x.reshape(*x.shape[: -n - 1], -1, x.shape[-1]) for x in arrays)
     args = attention_args(func, q_flat, k_flat, v_flat, mask, return_lse=True, **options)
     args.out, args.lse = out.reshape(args.out.shape), lse.reshape(args.out.shape[:-1])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, AttentionArgs
 
 
-@differentiable
+@differentiable("q", "k", "v", options=StridedOptions)
 def dilated_window_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -68,12 +68,12 @@ def dilated_window_attention(
     parts.attend()
     request = yield args.result
 
-    found = ComposedGradients(request, {"q": q, "k": k, "v": v}, options, StridedOptions)
+    found = ComposedGradients(request, options)
     parts.add_gradients(found, *cotangents(args, request))
     return found.results()
 
 
-@differentiable
+@differentiable("q", "k", "v", options=StridedOptions)
 def strided_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -113,7 +113,7 @@ def strided_attention(
     join((near, far.args), args)
     request = yield args.result
 
-    found = ComposedGradients(request, {"q": q, "k": k, "v": v}, options, StridedOptions)
+    found = ComposedGradients(request, options)
     near.out, near.lse, far.args = args.out, args.lse, args  # both parts have the whole's out and lse
     found.add_all(found.attend(near, *cotangents(args, request)))
     far.add_gradients(found, *cotangents(args, request))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastattn._args.errors import wrong_shape
-from fastattn._args.grad import needed
 from fastattn._args.options import (
     Backend,
     ComputeOptions,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     Result = Array | tuple[Array, State]  # the state where it is asked for
 
 
-@differentiable
+@differentiable("q", "k", "v", "log_decay", "beta", "state")
 def linear_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -188,7 +187,7 @@ def _gradients(request: Request, q: Any, k: Any, v: Any, forward: dict[str, Any]
     return _results(args, request.need, forward.get("log_decay"), forward.get("beta"))
 
 
-@differentiable
+@differentiable("q", "k", "v", "gamma", "state", options=DecayOptions)
 def retention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, gamma: ArrayLike | None = None, **options: Unpack[DecayOptions]
 ) -> Steps[Result]:
@@ -209,10 +208,9 @@ def retention(
     fixed: Any = {"rule": "decay", "log_decay": log_decay}
     request = yield _run("retention", q, k, v, options, DecayOptions, fixed)
 
-    names = needed(request.func, request.need, ("dq", "dk", "dv", "dgamma", "dstate", "dscale"))
-    inner = tuple("dlog_decay" if name == "dgamma" else name for name in names)
+    inner = tuple("dlog_decay" if name == "dgamma" else name for name in request.need)
     results = list(_gradients(request._replace(need=inner), q, k, v, fixed | options))
-    for i, name in enumerate(names):
+    for i, name in enumerate(request.need):
         if name == "dgamma":
             dgamma = results[i] / decays.reshape(-1)
             results[i] = dgamma.reshape(decays.shape).astype(_dtype_of(gamma, decays.dtype))
@@ -233,7 +231,7 @@ def _retention_decays(func: str, k: Array, v: Array, gamma: Any) -> tuple[Array,
     return decays, np.log(decays).reshape(-1)
 
 
-@differentiable
+@differentiable("q", "k", "v", "log_decay", "state", options=DecayOptions)
 def gated_linear_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, log_decay: ArrayLike, **options: Unpack[DecayOptions]
 ) -> Steps[Result]:
@@ -253,7 +251,7 @@ def gated_linear_attention(
     return _gradients(request, q, k, v, fixed | options)
 
 
-@differentiable
+@differentiable("q", "k", "v", "beta", "state", options=DeltaOptions)
 def delta_net(
     q: ArrayLike,
     k: ArrayLike,
@@ -279,7 +277,7 @@ def delta_net(
     return (yield from _delta_rule("delta_net", q, k, v, unit_keys, options, fixed))
 
 
-@differentiable
+@differentiable("q", "k", "v", "log_decay", "beta", "state", options=DeltaOptions)
 def gated_delta_net(
     q: ArrayLike,
     k: ArrayLike,

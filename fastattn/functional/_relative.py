@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, AttentionArgs, Ints
 
 
-@differentiable
+@differentiable(
+    "q",
+    "k",
+    "v",
+    "relative_keys",
+    "content_bias",
+    "position_bias",
+    options=RelativeOptions,
+    without=("scale",),
+    own_bias=False,
+)
 def transformer_xl_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -64,9 +74,7 @@ def transformer_xl_attention(
     attend_by_rows(x.args, options.get("backend"), x.bias_of)
     request = yield x.args.result
 
-    names = ("q", "k", "v", "relative_keys", "content_bias", "position_bias")
-    given = dict(zip(names, arrays, strict=True))
-    found = ComposedGradients(request, given, options, RelativeOptions, bias=False, scale=False)
+    found = ComposedGradients(request, options)
     lane = x.w.dtype
     dq = np.zeros(x.queries.shape, lane)
     drelative = np.zeros(x.relative.shape, lane)
@@ -165,7 +173,16 @@ def _transformer_xl_args(
     return _TransformerXL(args, queries, relative, w)
 
 
-@differentiable
+@differentiable(
+    "q",
+    "k",
+    "v",
+    "position_keys",
+    "position_queries",
+    options=RelativeOptions,
+    without=("scale",),
+    own_bias=False,
+)
 def disentangled_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -206,8 +223,7 @@ def disentangled_attention(
     attend_by_rows(x.args, options.get("backend"), x.bias_of)
     request = yield x.args.result
 
-    given = dict(zip(("q", "k", "v", "position_keys", "position_queries"), arrays, strict=True))
-    found = ComposedGradients(request, given, options, RelativeOptions, bias=False, scale=False)
+    found = ComposedGradients(request, options)
     args, scale = x.args, x.lane.type(x.args.scale)
     group, keys = args.heads_q // args.heads_kv, np.arange(args.len_k)
     n = len(next(iter(x.tables.values()))[0])

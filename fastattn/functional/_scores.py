@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.backward import gradient_names, gradients
+from fastattn._args.backward import gradients
 from fastattn._args.errors import wrong_dtype
 from fastattn._args.options import LocationOptions, NoSoftmaxOptions, SigmoidOptions
 from fastattn._args.rowwise_backward import rowwise_backward_args
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, AttentionArgs, RowwiseArgs
 
 
-@differentiable
+@differentiable("q", "k", "v", "weight", options=NoSoftmaxOptions, without=("scale",))
 def additive_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -57,10 +57,10 @@ def additive_attention(
     args = additive_args("additive_attention", q, k, v, weight, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.attention.result
-    return _gradients(args, {"q": q, "k": k, "v": v, "weight": weight}, request, options)
+    return _gradients(args, request, options)
 
 
-@differentiable
+@differentiable("logits", "v", options=LocationOptions, own_bias=False)
 def location_attention(
     logits: ArrayLike,
     v: ArrayLike,
@@ -113,8 +113,7 @@ def location_attention(
     dispatch.run(args, options.get("backend"))
     request = yield args.result
 
-    given = {"logits": logits, "v": v}
-    found = ComposedGradients(request, given, options, LocationOptions, bias=False)
+    found = ComposedGradients(request, options)
     call = found.attend(args, *cotangents(args, request), uses={"dbias": ("dlogits",)})
     found.add("dlogits", call.dbias)
     found.add("dv", call.dv)
@@ -147,7 +146,7 @@ def _location_args(
     return variant_args(func, q, k, values, options, LocationOptions, return_lse, **fixed)
 
 
-@differentiable
+@differentiable("q", "k", "v", "pre", "post", options=NoSoftmaxOptions)
 def talking_heads_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -182,10 +181,10 @@ def talking_heads_attention(
     args = talking_heads_args("talking_heads_attention", q, k, v, pre, post, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.attention.result
-    return _gradients(args, {"q": q, "k": k, "v": v, "pre": pre, "post": post}, request, options)
+    return _gradients(args, request, options)
 
 
-@differentiable
+@differentiable("q", "k", "v", options=NoSoftmaxOptions)
 def sparsemax_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -223,10 +222,10 @@ def sparsemax_attention(
     args = rowwise_args("sparsemax_attention", "sparsemax", q, k, v, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.attention.result
-    return _gradients(args, {"q": q, "k": k, "v": v}, request, options)
+    return _gradients(args, request, options)
 
 
-@differentiable
+@differentiable("q", "k", "v", options=NoSoftmaxOptions)
 def entmax15_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -250,10 +249,10 @@ def entmax15_attention(
     args = rowwise_args("entmax15_attention", "entmax15", q, k, v, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.attention.result
-    return _gradients(args, {"q": q, "k": k, "v": v}, request, options)
+    return _gradients(args, request, options)
 
 
-@differentiable
+@differentiable("q", "k", "v", options=NoSoftmaxOptions)
 def top_k_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -290,10 +289,10 @@ def top_k_attention(
     args = top_k_args("top_k_attention", q, k, v, top_k, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.attention.result
-    return _gradients(args, {"q": q, "k": k, "v": v}, request, options)
+    return _gradients(args, request, options)
 
 
-@differentiable
+@differentiable("q", "k", "v", options=SigmoidOptions)
 def sigmoid_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -336,7 +335,7 @@ def sigmoid_attention(
     args = _sigmoid_args("sigmoid_attention", q, k, v, sigmoid_bias, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.result
-    return _sigmoid_gradients(args, {"q": q, "k": k, "v": v}, request, options)
+    return _sigmoid_gradients(args, request, options)
 
 
 def sigmoid_attention_backward(
@@ -351,8 +350,9 @@ def sigmoid_attention_backward(
     """Gradients of `sigmoid_attention`, without its forward pass, of which they need nothing."""
     func = "sigmoid_attention_backward"
     args = _sigmoid_args(func, q, k, v, sigmoid_bias, options)
-    request = Request(func, operand(func, "dout", dout, []), None, need)
-    return _sigmoid_gradients(args, {"q": q, "k": k, "v": v}, request, options)
+    given = {"q": q, "k": k, "v": v, **options}
+    request = Request(func, operand(func, "dout", dout, []), None, need, given)
+    return _sigmoid_gradients(args, request, options)
 
 
 def _sigmoid_args(
@@ -366,31 +366,18 @@ def _sigmoid_args(
     return args
 
 
-def _sigmoid_gradients(
-    args: AttentionArgs, given: dict[str, Any], request: Request, options: Any
-) -> tuple[Any, ...]:
+def _sigmoid_gradients(args: AttentionArgs, request: Request, options: Any) -> tuple[Any, ...]:
     """Gradients by the kernels of `attention_backward`: ``ds = p * (1 - p) * dp``."""
-    given = _with_options(given, options)
-    names = gradient_names(request.func, request.need, given)
+    names = list(request.need)
     dout = request.dout.reshape(args.out.shape)
     backward = BackwardArgs(args, dout, dq_factor=1.0 if "dscale" in names else args.scale)
-    return _run(gradients(request.func, backward, names, given), options)
+    return _run(gradients(request.func, backward, names, request.given), options)
 
 
-def _gradients(
-    args: RowwiseArgs, given: dict[str, Any], request: Request, options: NoSoftmaxOptions
-) -> tuple[Any, ...]:
-    """Gradients of what is `given` and of options, by kernels that compute scores again."""
-    given = _with_options(given, options)
-    if args.kind == "additive":  # scale multiplies its weight, which has a gradient
-        del given["scale"]
-    return _run(rowwise_backward_args(request.func, args, request.dout, given, request.need), options)
-
-
-def _with_options(given: dict[str, Any], options: NoSoftmaxOptions) -> dict[str, Any]:
-    """Arguments that have gradients: `given`, and options."""
-    named: dict[str, Any] = dict(options)
-    return given | {name: named.get(name) for name in ("bias", "alibi_slopes", "softcap", "scale")}
+def _gradients(args: RowwiseArgs, request: Request, options: NoSoftmaxOptions) -> tuple[Any, ...]:
+    """Gradients by kernels that compute scores again."""
+    found = rowwise_backward_args(request.func, args, request.dout, request.given, request.need)
+    return _run(found, options)
 
 
 def _run(found: Gradients, options: NoSoftmaxOptions) -> tuple[Any, ...]:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _NEAR_ROWS = 128
 
 
-@differentiable
+@differentiable("q", "k", "v", "key_table", "value_table", options=ShawOptions, own_bias=False)
 def shaw_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -80,8 +80,7 @@ def shaw_attention(
     x.attend(options)
     request = yield x.args.result
 
-    given = {"q": q, "k": k, "v": v, "key_table": key_table, "value_table": value_table}
-    found = ComposedGradients(request, given, options, ShawOptions, bias=False)
+    found = ComposedGradients(request, options)
     _Gradients(found, x, *cotangents(x.args, request)).add(options)
     return found.results()
 

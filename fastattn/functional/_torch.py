@@ -108,7 +108,7 @@ def scaled_dot_product_attention(
     return args.result  # type: ignore[no-any-return]
 
 
-@differentiable
+@differentiable("q", "k", "v")
 def flex_attention(
     q: ArrayLike,
     k: ArrayLike,

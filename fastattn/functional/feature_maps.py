@@ -10,7 +10,6 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.errors import wrong_dtype, wrong_shape
-from fastattn._args.grad import needed
 from fastattn._args.ops import epsilon
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, generator, integer, real_array, require_broadcast, shared
@@ -30,7 +29,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-@differentiable
+@differentiable("x")
 def elu(x: ArrayLike) -> Steps[Array]:
     """``elu(x) + 1`` (Katharopoulos et al. 2020): x + 1 above 0, else exp(x); x's shape and dtype.
 
@@ -44,14 +43,14 @@ def elu(x: ArrayLike) -> Steps[Array]:
     result = np.where(wide > 0, wide + 1, np.exp(np.minimum(wide, 0)))
     request = yield np.asarray(result, array.dtype.newbyteorder("="))
 
-    if not needed(request.func, request.need, ("dx",)):
+    if not request.need:
         return ()
     slope = np.exp(np.minimum(wide, 0))  # 1 on both sides of 0
     dx = request.dout.astype(wide.dtype, copy=False) * slope
     return (np.asarray(dx, request.dout.dtype),)
 
 
-@differentiable
+@differentiable("x")
 def unit(x: ArrayLike, *, eps: float = 1e-6) -> Steps[Array]:
     """``x / sqrt(sum(x**2) + eps)`` over the last axis: the keys, and often queries, of the delta rules.
 
@@ -65,7 +64,7 @@ def unit(x: ArrayLike, *, eps: float = 1e-6) -> Steps[Array]:
     eps = epsilon("unit", "eps", eps, lane)
     request = yield ops.rms_norm(array, np.full(array.shape[-1], dim**-0.5, lane), eps=eps / dim)
 
-    if not needed(request.func, request.need, ("dx",)):
+    if not request.need:
         return ()
     wide, dout = (x.astype(lane, copy=False) for x in (array, request.dout))
     length = np.sqrt(np.square(wide).sum(-1, keepdims=True) + lane.type(eps))

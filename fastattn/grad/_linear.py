@@ -94,7 +94,7 @@ def linear(
     if gradient is None:
         raise wrong_type(func, "dout", dout, "an array")
     inner = (2, n) if weight.gated else (n,)
-    before = like(func, "pre", pre, (*leading, *inner), dtype, "the maps")
+    before = like(func, "pre", pre, (*leading, *inner), dtype, "the map")
     bias_array = vector(func, "bias", bias, inner, lane)
     if activation is not None:
         choice(func, "activation", activation, ACTIVATIONS)

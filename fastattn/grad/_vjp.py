@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastattn._args.errors import wrong_type
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import ArrayLike
+
+
+_EXPECTED = (
+    "attention, varlen_attention, a variant of fastattn.functional, a feature map, a layer, a function of"
+    " layers, or a model (a LanguageModel has loss_and_gradients, operations of ops have functions in grad)"
+)
 
 
 class Pullback:
@@ -17,12 +21,15 @@ class Pullback:
 
     ``pullback(dout)`` takes the gradient of a scalar with respect to the result, in its shape and dtype.
     `vjp` says what it returns. A call frees what was kept of the forward pass, so there is no second one; it
-    stays usable where `dout` was refused. Inputs and the result are not copied: do not change them before.
+    stays usable where an argument was refused. Inputs and the result are not copied: leave them as they are.
     """
 
     def __init__(self, func: str, check: Callable[..., tuple[Any, ...]], back: Callable[..., Any]):
         self._func = func
         self._kept: list[tuple[Callable[..., Any], Callable[..., Any]]] = [(check, back)]
+
+    def __repr__(self) -> str:
+        return f"<{self._func}{'' if self._kept else ', called'}>"
 
     def __call__(self, dout: ArrayLike, *more: Any, **options: Any) -> Any:
         """Return the gradients."""
@@ -95,13 +102,10 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
     >>> dgate.shape
     (2, 5, 8)
     """
-    record = getattr(function, "_vjp", None)
+    record = None if isinstance(function, type) else getattr(function, "_vjp", None)
     if record is None:
-        expected = (
-            "attention, varlen_attention, a function of fastattn.functional, a layer or a model"
-            " (a LanguageModel has loss_and_gradients, operations of ops have functions in grad)"
-        )
-        raise wrong_type("vjp", "function", function, expected)
+        what = getattr(function, "__name__", f"of type {type(function).__name__}")
+        raise TypeError(f"vjp(): function is {what}; expected {_EXPECTED}")
     for name in ("out", "out_state", "stats"):
         if options.pop(name, None) is not None:
             raise ValueError(f"vjp(): {name} is given; expected None: the pullback reads inputs and results")

@@ -72,6 +72,7 @@ class Computation(NamedTuple):
             found = (value.found().reshape(x.shape) for value, x in zip(values, inputs.values(), strict=True))
             return *found, *(_by_name(layer, tape) for layer in layers)
 
+        check.__qualname__ = name  # for Python's own errors
         return result, Pullback(name, check, back)
 
 

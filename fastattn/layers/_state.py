@@ -47,6 +47,7 @@ _WITHOUT_GRADIENTS = {  # options of calls, and what is expected where there are
     **dict.fromkeys(("cache", "lengths", "keys_values"), _EARLIER),
     "out": "None: the pullback reads the result",
     "residual": "None: add it to the result, whose gradient is the residual's, too",
+    "need_weights": "none: weights have no gradients",
 }
 
 
@@ -111,6 +112,11 @@ class Layer:
     # Names of parameters that are kept as they are, in the lane type, and the fields that hold them.
     _vectors: ClassVar[tuple[tuple[str, str], ...]] = ()
     _parts: ClassVar[tuple[str, ...]] = ()  # fields that hold other layers
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if "_computation" in vars(cls):
+            cls._computation.__qualname__ = cls.__name__  # for Python's own errors
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
         """Raise if an argument has a name that only another library knows; else as usual."""

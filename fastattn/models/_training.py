@@ -52,6 +52,7 @@ def pullback_of(func: str, recorded: Recorded, mask: Bools | None, shape: Shape)
     def back(dout: Array) -> dict[str, Array]:
         return recorded.gradients(rows(dout) if mask is None else dout[mask])
 
+    check.__qualname__ = name  # for Python's own errors
     return Pullback(name, check, back)
 
 

@@ -9,7 +9,7 @@ import pytest
 import fastattn
 from fastattn import functional, ops
 from fastattn.grad import vjp
-from fastattn.layers import LanguageModel
+from fastattn.layers import LanguageModel, MultiHeadAttention, TransformerEncoderLayer
 
 Q, K, V, GATE = np.random.default_rng(0).standard_normal((4, 2, 5, 8)).astype(np.float32)
 MAPS = functional.feature_maps
@@ -72,18 +72,61 @@ def test_arguments_are_checked_as_in_a_plain_call():
             vjp(fastattn.attention, Q, K, V, **{name: Q})
 
 
-@pytest.mark.parametrize("function", [len, ops.linear, LanguageModel], ids=lambda x: x.__name__)
+REFUSED = [len, ops.linear, LanguageModel, TransformerEncoderLayer, functional.attention_backward]
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda x: x.__name__)
 def test_functions_without_gradients_are_refused(function):
-    with pytest.raises(
-        TypeError, match=r"^vjp\(\): function is of type \w+; expected attention, varlen_attention"
-    ):
+    name = rf"^vjp\(\): function is {function.__name__}; expected attention, varlen_attention"
+    with pytest.raises(TypeError, match=name):
         vjp(function, Q)
+
+
+def test_errors_of_layers_name_the_layer():
+    layer = TransformerEncoderLayer(8, 2, 16, rng=np.random.default_rng(0))
+    with pytest.raises(
+        TypeError, match=r"^TransformerEncoderLayer\(\) missing 1 required positional argument"
+    ):
+        vjp(layer)
+    out, pullback = vjp(layer, Q)
+    with pytest.raises(
+        TypeError, match=r"^pullback of TransformerEncoderLayer\(\) got an unexpected .* 'need'"
+    ):
+        pullback(out, need=("dx",))
+    assert repr(pullback) == "<pullback of TransformerEncoderLayer>"
+    assert len(pullback(out)) == 2
+    assert repr(pullback) == "<pullback of TransformerEncoderLayer, called>"
+    with pytest.raises(ValueError, match=r"^MultiHeadAttention\(\): need_weights is given; expected none"):
+        vjp(MultiHeadAttention(8, 2, rng=np.random.default_rng(0)), Q, need_weights=True)
+    keys, scale = K.astype(np.int8), np.ones((2, 5), np.float32)
+    with pytest.raises(ValueError, match=r"^attention\(\): k_scale is given; expected none: int8"):
+        vjp(fastattn.attention, Q, keys, keys, k_scale=scale, v_scale=scale)
+
+
+def test_arguments_that_are_refused_do_not_use_a_pullback_up():
+    state = np.zeros((2, 8, 8), np.float32)
+    calls = [
+        (vjp(fastattn.attention, Q, K, V), (Q,)),
+        (vjp(functional.gated_attention, Q, K, V, GATE), (Q,)),
+        (vjp(functional.sparsemax_attention, Q, K, V), (Q,)),
+        (vjp(functional.nystrom_attention, Q, K, V, num_landmarks=2), (Q,)),
+        (vjp(functional.flex_attention, Q, K, V), (Q,)),
+        (vjp(functional.retention, Q, K, V, return_state=True), (Q, state)),
+    ]
+    for (_, pullback), given in calls:
+        for wrong in ({"need": ("dz",)}, {"need": "dq"}, {"need": ("dq", "dq")}, {"dmore": Q[0]}):
+            with pytest.raises((TypeError, ValueError), match=r"^pullback of \w+\(\): "):
+                pullback(Q, **wrong)
+        assert [x.shape for x in pullback(*given)[:3]] == [Q.shape] * 3
 
 
 def test_gradients_of_feature_maps_are_those_that_are_needed():
     for function in (MAPS.elu, MAPS.unit):
         assert vjp(function, Q)[1](Q, need=()) == ()
-        for need, message in ((("dy",), "need is 'dy'; expected"), (("dx", "dx"), "expected each name once")):
+        for need, message in (
+            (("dy",), "need has 'dy'; expected dx"),
+            (("dx", "dx"), "expected each name once"),
+        ):
             with pytest.raises(ValueError, match=rf"^pullback of {function.__name__}\(\): .*{message}"):
                 vjp(function, Q)[1](Q, need=need)
 
