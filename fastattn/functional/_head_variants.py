@@ -208,9 +208,7 @@ def general_attention(
     lane = lane_dtype(queries.dtype)
     if queries.ndim == 2:
         matrix = matrix.reshape(shape)
-    with np.errstate(all="ignore"):  # as in the kernels
-        matrix = matrix.astype(lane)
-        projected = (queries.astype(lane, copy=False) @ matrix).astype(queries.dtype, copy=False)
+    matrix, projected = _projected(queries, matrix, lane)
     if options.get("scale") is None:
         options["scale"] = 1.0
     args = attention_args(func, projected, keys, v, return_lse=return_lse, **options)
@@ -226,6 +224,13 @@ def general_attention(
     if found.wants("dweight"):
         found.add("dweight", shown(queries, call.dq).swapaxes(-1, -2) @ call.dq)
     return found.results()
+
+
+@np.errstate(all="ignore")  # as in the kernels
+def _projected(queries: Array, matrix: Array, lane: np.dtype[Any]) -> tuple[Array, Array]:
+    """`matrix` in `lane`, and its product with queries, in their dtype."""
+    matrix = matrix.astype(lane)
+    return matrix, (queries.astype(lane, copy=False) @ matrix).astype(queries.dtype, copy=False)
 
 
 @differentiable("q", "k", "v", "lambda_", "norm_weight", options=InnerOptions)

@@ -161,14 +161,17 @@ def linear_attention(
     """
     if others:
         raise not_an_argument("linear_attention", others, linear_attention)
-    forward: dict[str, Any] = {
+    args = recurrent_args(
+        "linear_attention", q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state,
+        return_state, out_state, out, num_threads, backend,
+    )  # fmt: skip
+    dispatch.run(args, backend)
+    request = yield args.result
+
+    forward = {
         "rule": rule, "log_decay": log_decay, "beta": beta, "causal": causal, "scale": scale,
         "normalize": normalize, "eps": eps, "state": state, "num_threads": num_threads, "backend": backend,
     }  # fmt: skip
-    results: dict[str, Any] = {"return_state": return_state, "out_state": out_state, "out": out}
-    args = recurrent_args("linear_attention", q, k, v, **forward, **results)
-    dispatch.run(args, backend)
-    request = yield args.result
     return _gradients(request, q, k, v, forward)
 
 
