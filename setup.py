@@ -78,7 +78,7 @@ def digest(path):
 
 
 def instruction_sets():
-    """Those of isa.inc for this architecture, best first."""
+    """Read the names of isa.inc for this architecture, best first."""
     machine = platform.machine().lower().replace("arm64", "aarch64").replace("amd64", "x86_64")
     line = r'^FA_ISA\((\w+), (\w+), "(.*)", (\w+), "(.*)"\)$'
     lines = re.findall(line, (SRC / "isa.inc").read_text(), re.MULTILINE)

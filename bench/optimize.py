@@ -20,7 +20,7 @@ from fastattn._bench.cases import Array, make_inputs
 from fastattn._bench.harness import FOR_GOOD, Engine, Problem, Sections, Unsupported, Way
 from fastattn._engine import settings
 
-# What `optimize` is called with, by variant, and how far hidden states may be from float64.
+# Arguments of `optimize` by variant, and how far hidden states may be from float64.
 OPTIONS: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({}, 1e-3),
     "bfloat16 weights": ({"weights_dtype": "bfloat16"}, 0.3),

@@ -31,7 +31,7 @@ import numpy as np
 from fastattn import models
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# What is measured: (dtype, weights_dtype, activations). The first is what the others are compared with.
+# Measured variants: (dtype, weights_dtype, activations). The first is what the others are compared with.
 CHOICES = (
     ("float32", "float32", None),
     ("bfloat16", "bfloat16", None),

@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def sample(name, items):
-    """Of one test's cases, so many that each parameter has every value, and each implementation every dtype.
+    """Choose cases of one test: each parameter has every value, and each implementation every dtype.
 
     Cases are looked at in an order that is drawn from the test's name. One stays out if those before it had
     all of its values.
@@ -79,7 +79,7 @@ def sample(name, items):
 
 
 def values_of(item):
-    """What a case has of its test's parameters, as a set."""
+    """Collect the values of a case's parameters in a set."""
     parameters = (
         {name: repr(value) for name, value in item.callspec.params.items()}
         if hasattr(item, "callspec")

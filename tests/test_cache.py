@@ -224,7 +224,7 @@ def test_rounding_to_int8_is_to_nearest_even(implementation):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_extremes_in_int8(dtype, implementation):
-    """What is not finite makes its row NaN, and no other one; the smallest numbers do not exceed 127."""
+    """A number that is not finite makes its row alone NaN; the smallest numbers do not exceed 127."""
     info = np.finfo(dtype)
     k, _ = tokens(7, batch=1, heads=1, head_dim=20, dtype=dtype)
     k[0, 0, 1, 3], k[0, 0, 2, 19], k[0, 0, 3, 0] = np.nan, np.inf, -np.inf

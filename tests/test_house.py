@@ -19,7 +19,8 @@ from fastattn.layers._attention_parameters import CallOptions
 from fastattn.layers._transformer import DecoderOptions
 
 PACKAGE = Path(fastattn.__file__).parent
-PLAN = Path(__file__).parents[1].joinpath("docs/architecture.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+PLAN = ROOT.joinpath("docs/architecture.md").read_text(encoding="utf-8")
 FILES = [path for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyx")]
 NAMES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in FILES}
 MODULES = sorted(name.removesuffix(".__init__") for name in NAMES if not name.endswith("__main__"))
@@ -118,12 +119,16 @@ def test_no_circle_of_imports():
 STRAIGHT = ("fastattn.models", "fastattn.train")
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if source(name).suffix == ".py"])
-def test_docstrings_have_a_subject(module):
-    tree = ast.parse(source(module).read_text(encoding="utf-8"))
-    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
-    texts = [ast.get_docstring(node) or "" for node in nodes]
-    assert [text for text in texts if text.startswith(("Those", "Of ", "What ", "The same"))] == []
+@pytest.mark.parametrize("folder", ["bench", "docs", "examples", "fastattn", "tests", "tools"])
+def test_docstrings_have_a_subject(folder):
+    root = PACKAGE if folder == "fastattn" else ROOT / folder
+    wrong = []
+    for path in root.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented)]
+        wrong += [(path, text) for text in texts if text.startswith(("Those", "Of ", "What ", "The same"))]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith(STRAIGHT)])
@@ -337,7 +342,7 @@ def test_recipes_name_files_that_exist(recipe):
         assert [name for name in files if not (root / name).exists()] == []
 
 
-SOURCES = Path(__file__).parents[1] / "src"
+SOURCES = ROOT / "src"
 C_FILES = [*SOURCES.glob("*.inc*"), *SOURCES.glob("families/*.c")]
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in C_FILES}
 CODE = {name: re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL) for name, text in TEXTS.items()}
@@ -359,7 +364,7 @@ def defined(name):
 
 
 def listed(name, title):
-    """What the head of a C file lists under a title; remarks stand in parentheses."""
+    """Read what the head of a C file lists under a title; remarks stand in parentheses."""
     head = re.match(r"/\*.*?\*/", TEXTS[name], re.DOTALL)[0]
     entry = re.search(rf"^ \* {title}  (.*?)(?=^ \*(?: [A-Z]|$)|\*/)", head, re.DOTALL | re.MULTILINE)
     assert entry, f"the head of {name} has no {title}"

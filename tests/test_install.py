@@ -1,4 +1,4 @@
-"""What is installed: metadata, type information, docstrings, and the commands of README.md."""
+"""Installed parts: metadata, type information, docstrings, and the commands of README.md."""
 
 import inspect
 import re
@@ -52,7 +52,7 @@ def project():
 
 @pytest.fixture
 def site(project, monkeypatch):
-    """What docs/conf.py says, in an environment with these variables."""
+    """Run docs/conf.py in an environment with these variables."""
 
     def read(**environment):
         monkeypatch.delenv("FASTATTN_REPOSITORY", raising=False)

@@ -151,7 +151,7 @@ INTEGERS = {
         X, X, X, mask=masks.first_keys(n)
     ),
 }
-# What is only compared may be of any size.
+# Numbers that are only compared may be of any size.
 UNBOUNDED = ("window", "stride", "dilation", "top_k", "chunk", "seq_len")
 
 

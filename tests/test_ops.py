@@ -216,7 +216,7 @@ def test_weights_that_float32_cannot_hold():
 
 
 def unaligned(x):
-    """The same numbers in memory that begins one byte off alignment."""
+    """Copy x to memory that begins one byte off alignment."""
     memory = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
     memory[...] = x
     return memory

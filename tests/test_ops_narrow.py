@@ -50,7 +50,7 @@ def divided(x, scales):
 
 
 def stored(weight, kind):
-    """What becomes of a float32 weight (n, k), as `pack` documents it.
+    """Round a float32 weight (n, k) as `pack` documents it.
 
     In float64: the numbers that are stored, those that multiply int8, and how far the latter may be off.
     """
@@ -133,7 +133,7 @@ def test_by_definition(implementation, shape, dtype, kind, outliers, activations
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stated_bounds(implementation, kind, outliers, offset):
-    """What the documentation of `linear` says of the unrounded product."""
+    """The unrounded product keeps the bound that the documentation of `linear` states."""
     rng = np.random.default_rng(0)
     x, weight = normal(rng, 40, 300), normal(rng, 50, 300)
     if outliers:
@@ -380,7 +380,7 @@ def test_activations_that_are_not_known(wrong):
 
 
 def test_more_features_than_integers_can_sum():
-    """Of 127 times -128, so many products fit 32 bits, and not one more; blocks of 4 bits always do."""
+    """So many products of 127 and -128 fit 32 bits, and not one more; blocks of 4 bits always do."""
     most = math.floor((2**31 - 1) / (127 * 128))
     x = np.ones((1, most + 1), np.float32)
     with pytest.raises(ValueError, match=f"weight has {most + 1} input features; expected at most {most}"):

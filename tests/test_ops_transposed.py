@@ -49,7 +49,7 @@ def test_x_in_bfloat16_is_not_rounded_again(implementation, weight_dtype):
 
 
 def test_it_is_the_gradient_of_the_input(implementation):
-    """Of sum(dout * linear(x)), in float64: by central differences, which are exact of what is linear."""
+    """Central differences of sum(dout * linear(x)), exact in float64 for what is linear, give the same."""
     rng = np.random.default_rng(5)
     x, dout, weight = rng.standard_normal((4, 6)), rng.standard_normal((4, 9)), rng.standard_normal((9, 6))
     packed, step = ops.pack(weight), np.eye(6)

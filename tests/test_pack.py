@@ -31,7 +31,7 @@ def weights(shape, source, seed=0):
 
 
 def layouts(x):
-    """The same numbers in different strides."""
+    """Yield copies of x in different strides."""
     yield x
     yield np.asfortranarray(x)
     yield np.repeat(np.repeat(x, 2, axis=0), 3, axis=1)[::2, ::3]
@@ -72,7 +72,7 @@ def test_bits_are_those_of_the_twin(dtype, source, shape, implementation):
 @pytest.mark.parametrize("unit", [1, 32])
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
 def test_blocks_of_rows_are_one_weight(dtype, unit, implementation):
-    """Of several types, and as if they had been copied together, with rows of 0 up to the next unit."""
+    """Blocks of several types count as one array, with rows of 0 up to the next unit."""
     parts = [weights((n, 100), source, n) for n, source in zip((40, 7, 33, 16), SOURCES, strict=True)]
     args = blocks_args([[("x", part) for part in parts]], dtype, 2, unit)
     dispatch.run(args)
@@ -175,7 +175,7 @@ def test_loading_a_model_holds_what_is_packed(dtype, tmp_path):
 
 @each_isa
 def test_the_kernel_reads_and_writes_no_further(isa):
-    """What was changed behind the checks' backs is refused before C sees it."""
+    """Arguments that were changed after the checks are refused before C sees them."""
     for change in (
         {"out_features": 3},
         {"in_features": 9},

@@ -76,7 +76,7 @@ def memory():
 
 
 def online():
-    """What a row carries from one block of keys to the next."""
+    """Draw what a row carries from one block of keys to the next."""
     d = Drawing(720, 250)
     for i, x in enumerate((10, 250, 490)):
         d.box(x, 12, 210, 34, "c", f"keys {64 * i} to {64 * i + 63}")

@@ -81,7 +81,7 @@ def main():
         g = interpolate(lambda f: mp.expm1(f * mp.log(2)) / f if f else mp.log(2), -half, half, degree - 1)
         error = worst(lambda f: mp.power(2, f), lambda f, g=g: 1 + f * mp.polyval(g[::-1], f), -half, half)
         show(name, g, error)
-    # Of probabilities in bfloat16: 2^(f / 16), and what 2^(i / 16) adds to the bits of 1 in float32.
+    # For probabilities in bfloat16: 2^(f / 16), and what 2^(i / 16) adds to the bits of 1 in float32.
     sixteenth = lambda f: mp.power(2, f / 16)  # noqa: E731
     g = interpolate(lambda f: (sixteenth(f) - 1) / f if f else mp.log(2) / 16, -half, half, 1)
     error = worst(sixteenth, lambda f, g=g: 1 + f * mp.polyval(g[::-1], f), -half, half)

@@ -134,7 +134,7 @@ class Runtime:
             alone.value = False
 
     def events(self) -> np.ndarray:
-        """What was noted since the last time: (begin, end, task, thread)."""
+        """Return events noted since the last time: (begin, end, task, thread)."""
         count = ctypes.c_int64.in_dll(self.library, "fa_event_count")
         kinds = [("begin", "f8"), ("end", "f8"), ("task", "i8"), ("thread", "i8")]
         memory = (ctypes.c_char * (32 * count.value)).in_dll(self.library, "fa_events")
@@ -217,7 +217,7 @@ def speedup(calls: dict[str, Call], threads: int) -> None:
         one, many = (min(runs, key=lambda run: run.seconds) for runs in (alone, together))
         quick = sorted(together, key=lambda run: run.seconds)[: max(1, len(together) // 4)]
         lost = np.mean([parts(run) for run in quick], axis=0)
-        # Of what was not in loops on one thread either, all but its share is lost.
+        # All but its share is lost of the time that was not in loops on one thread either.
         lost[0] *= (threads - 1) / threads
         in_tasks = sum(float(np.sum(x.tasks["end"] - x.tasks["begin"])) for x in one.loops)
         lost[4] -= in_tasks / threads

@@ -43,7 +43,7 @@ def queue(tasks: np.ndarray, speeds: np.ndarray) -> float:
 
 
 def shared_out(tasks: np.ndarray, speeds: np.ndarray) -> float:
-    """The same where every core gets its tasks beforehand, as many as every other."""
+    """Compute the time where every core gets its tasks beforehand, as many as every other."""
     ends = np.arange(len(speeds) + 1) * len(tasks) // len(speeds)
     return max(tasks[a:b].sum() / v for a, b, v in zip(ends, ends[1:], speeds, strict=False))
 

@@ -33,7 +33,7 @@ def without_fields(app, what, name, obj, options, signature, return_annotation):
 
 
 def of_others(app, what, name, obj, skip, options):
-    """What a class has from another package is described there."""
+    """Leave out what a class has from another package, which is described there."""
     module = getattr(obj, "__module__", None)
     return True if module and not module.startswith("fastattn") else None
 

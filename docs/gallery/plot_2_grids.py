@@ -48,9 +48,9 @@ draw(
 )
 
 # %%
-# What one query sees
-# -------------------
-# The same mask from the place of one token: its keys, on the grid.
+# Keys of one query
+# -----------------
+# The first mask, as one token sees it: its keys, on the grid.
 
 mask = masks.neighborhood(GRID, (3, 3)).to_array(64)
 figure, axes = plt.subplots(1, 3, figsize=(6.5, 2.4), layout="constrained")

@@ -155,7 +155,7 @@ def test_embeddings(measured, tmp_path):
 
 
 def test_texts_are_of_skewed_lengths(tmp_path):
-    """The same at each call; sorted ones are the same texts."""
+    """Each call draws them alike; sorted ones are the texts of the plain problem."""
     drawn = [
         TextProblem(shape, "plain", "float32", 3, str(tmp_path)).texts() for shape in embeddings_suite.SHAPES
     ]
@@ -324,7 +324,7 @@ def made_up(*engines, full=False):
 
 
 def test_the_table_of_ratios():
-    """Of the two engines in one runtime the faster one counts."""
+    """Two engines in one runtime count as the faster one."""
     first = answers(fastattn=2, numpy=8, ort=5) | answers(**{"ort-mha": 3})
     second = answers(fastattn=1, numpy=6, ort=0.5) | {"ort-mha": {"unsupported": "no"}}
     words = text(made_up(first, second))

@@ -60,7 +60,7 @@ static void release(int n)
 
 static int64_t bytes_of(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : dtype == FA_I8 ? 1 : 2; }
 
-/* What accumulates; lse, slopes and sinks have it. */
+/* The type that accumulates; lse, slopes and sinks have it. */
 static fa_dtype lane_of(fa_dtype q) { return q == FA_F64 ? FA_F64 : FA_F32; }
 
 /* Layouts: heads within rows; room between rows; rows from the last to the first; every other column; broadcast; not

@@ -6,7 +6,7 @@
 #include "family.h"
 #include "statistics.h"
 
-/* What one instruction set did. */
+/* Results of one instruction set. */
 static struct {
     int tile, tiles, bf16_dot, dot, splits;
     double elements, numbers; /* all, and those expected to be neither 0 nor NaN */
@@ -64,7 +64,7 @@ static void run_attention(const fa_kernels *kernels, const fa_attention_args *a,
     release(mark);
 }
 
-/* What is wrong with out and lse of a call that ran twice, or NULL. `blur` is 1 if the kernel rounds probabilities. The
+/* Says what is wrong with a call that ran twice, or NULL. `blur` is 1 if the kernel rounds probabilities. The
  * memory of the second out is given back. */
 static const char *wrong_out(const fa_attention_args calls[2], const expected *e, double blur)
 {

@@ -55,7 +55,7 @@ static void add_term(int which, int64_t b, int64_t h, int64_t i, int64_t j, near
     to->size += fabs(x.value * y);
 }
 
-/* What dS of a score adds to the gradients of its modifiers; and dS of what the softcap is applied to, of which `raw` is
+/* Adds dS of a score to the gradients of its modifiers; returns dS of what the softcap is applied to, of which `raw` is
  * the product without the scale. */
 static near through_modifiers(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, int64_t j, score raw,
                               near ds)
@@ -75,7 +75,7 @@ static near through_modifiers(const fa_attention_args *a, int64_t b, int64_t h, 
     return (near){ds.value * slope, ds.error * slope + fabs(ds.value) * far};
 }
 
-/* What one row adds to all gradients; lse is the given one. */
+/* Adds one row's share to all gradients; lse is the given one. */
 static void expect_row_gradients(const operands *x, int64_t b, int64_t h, int64_t i, score *s)
 {
     const fa_backward_args *call = &backward_now.args;

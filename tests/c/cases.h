@@ -226,7 +226,7 @@ static void set_kv(const fa_array *x, const fa_array *scale, int64_t b, int64_t 
     else set(scale, b, h, key, 0, NAN);
 }
 
-/* Of int8 keys or values. */
+/* Scales of int8 keys or values. */
 static fa_array new_scales(const fa_attention_args *a, fa_dtype lane, int layout)
 {
     fa_array x = new_floats(lane, a->batch, a->heads_kv, a->len_k, 1, layout);

@@ -1,4 +1,4 @@
-/* What a number must be, and whether it is that. */
+/* A number as it must be, and whether it is that. */
 #ifndef COMPARE_H
 #define COMPARE_H
 
@@ -23,7 +23,7 @@ static near stored(near x, fa_dtype dtype)
     return x;
 }
 
-/* What is wrong with element (b, h, i, j) of an array that was computed twice, or NULL. */
+/* Says what is wrong with element (b, h, i, j) of an array that was computed twice, or NULL. */
 static const char *differs(const char *name, const fa_array *out, const fa_array *other, int64_t b, int64_t h,
                            int64_t i, int64_t j, near want)
 {

@@ -55,7 +55,7 @@ static double slope_of(fa_activation activation, double x)
            (2 * step);
 }
 
-/* What row i of dx and dup must be; adds to dweight and dbias, and to what they may err by. */
+/* Row i of dx and dup, as they must be; adds to dweight and dbias, and to what they may err by. */
 static void expect_rows_grad(const rows_grad_case *c, int64_t i, near *dx, near *dup, near *dweight, near *dbias)
 {
     const fa_rows_grad_args *a = &c->args;

@@ -90,7 +90,7 @@ static support among_best(const fa_attention_args *a, int64_t k, double least, c
     return before >= k ? SURELY_NOT : before + perhaps < k ? SURELY : PERHAPS;
 }
 
-/* The same for the k largest. Keys that are only perhaps among them have nearly equal scores; each of them has that
+/* As above for the k largest. Keys that are only perhaps among them have nearly equal scores; each of them has that
  * probability, or 0. */
 static void best_probabilities(const fa_attention_args *a, int64_t k, const score *s, near *p, support *has)
 {

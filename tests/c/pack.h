@@ -123,7 +123,7 @@ static double pack_scale(int64_t map, int64_t feature, int64_t first, int64_t n)
     return from_half(half_of(FA_F16), to_half(half_of(FA_F16), scale));
 }
 
-/* What a panel must hold of input feature d; of 4 bits, the code. */
+/* The value that a panel must hold of input feature d; the code where it has 4 bits. */
 static double pack_wanted(int64_t map, int64_t feature, int64_t d, double scale)
 {
     const double x = pack_source(map, feature, d);
@@ -137,7 +137,7 @@ static double pack_wanted(int64_t map, int64_t feature, int64_t d, double scale)
     return code;
 }
 
-/* What is wrong with one output feature of the panels. */
+/* Says what is wrong with one output feature of the panels. */
 static const char *check_packed(const fa_pack_args *a, int64_t map, int64_t feature)
 {
     static char wrong[120];

@@ -1,4 +1,4 @@
-/* What Python's headers must know of 64-bit Windows, for cross.sh alone: the real file is made with Python. */
+/* Facts about 64-bit Windows that Python's headers need, for cross.sh alone: the real file is made with Python. */
 #define MS_WINDOWS 1
 #define MS_WIN64 1
 #define MS_WIN32 1

@@ -143,7 +143,7 @@ static fa_recurrent_args new_results(int in_place)
     return a;
 }
 
-/* What is wrong with results that were computed twice, or NULL. */
+/* Says what is wrong with results that were computed twice, or NULL. */
 static const char *wrong_results(const fa_recurrent_args *a, const fa_recurrent_args *other)
 {
     const near *out = recurrent_now.out, *state = recurrent_now.state, *norm = recurrent_now.norm;

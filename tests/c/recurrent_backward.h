@@ -34,7 +34,7 @@ static double key_of(const fa_recurrent_args *a, int64_t b, int64_t h, int64_t t
     return get(&a->k, b, h / (a->heads / a->heads_k), t, d);
 }
 
-/* What token t finds missing of its value in column c, with the decayed state before it. */
+/* The part of its value in column c that token t finds missing in the decayed state before it. */
 static double missing(const fa_recurrent_args *a, const backwards *x, int64_t b, int64_t h, int64_t t, int64_t c)
 {
     double r = get(&a->v, b, h / (a->heads / a->heads_v), t, c);
@@ -49,7 +49,7 @@ static near *wanted(int gradient, int64_t b, int64_t h, int64_t row, int64_t col
     return g->want[gradient] + ((b * g->heads[gradient] + h) * g->rows[gradient] + row) * g->cols[gradient] + col;
 }
 
-/* What the answers of token t to all heads of q that read state number `at` give back. */
+/* Adds the gradients that the answers of token t give back to all heads of q that read state number `at`. */
 static void answers_back(const fa_recurrent_args *a, backwards *x, int64_t b, int64_t h, int64_t t, int64_t at)
 {
     const int64_t depth = a->head_dim, width = a->head_dim_v, group = a->heads_q > a->heads ? a->heads_q / a->heads : 1;
@@ -79,7 +79,7 @@ static void answers_back(const fa_recurrent_args *a, backwards *x, int64_t b, in
     }
 }
 
-/* What token t gives back; then ds and dz are those before it. */
+/* Adds the gradients of token t; then ds and dz are those before it. */
 static void token_back(const fa_recurrent_args *a, backwards *x, int64_t b, int64_t h, int64_t t)
 {
     const int64_t depth = a->head_dim, width = a->head_dim_v;
@@ -154,7 +154,7 @@ static void expect_gradients(const fa_recurrent_args *a, int64_t b, int64_t h)
 /* Errors: so many roundings of the largest gradient of each kind. Where NaN is about, sanitizers and guards look alone. */
 static void bound_gradients(const fa_recurrent_args *a)
 {
-    /* What is divided by q z and nearly cancels, as it does with one feature, is off by more. */
+    /* A sum that nearly cancels and is divided by q z, as with one feature, is off by more. */
     const double rounding = (recurrent_now.normalised ? 64 : 8) * rounding_of(a, larger(a->len_q, a->len_k));
     FOR(gradient, N_GRADIENTS)
     {

@@ -5,7 +5,7 @@
 #include "cases.h"
 #include "compare.h"
 
-/* What an element must be, and how far off it may be. `blur` is the mean of |v|: if the kernel rounds probabilities to
+/* An element as it must be, and how far off it may be. `blur` is the mean of |v|: if the kernel rounds probabilities to
  * 8 bits, the element may be off by another 2^-8 of that. */
 typedef struct {
     double value, tolerance, blur;
@@ -111,7 +111,7 @@ static void weigh(const fa_attention_args *a, near p, const double *v, expected 
     }
 }
 
-/* What dropout makes of probability p of query i and key j: src/philox.inc.h says which words decide. */
+/* Applies dropout to probability p of query i and key j: src/philox.inc.h says which words decide. */
 static near dropped(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, int64_t j, near p)
 {
     const double share = 1 / (1 - a->dropout), eps = eps_of(lane_of(a->q.dtype));

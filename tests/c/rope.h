@@ -54,7 +54,7 @@ static near expect_rope(int64_t b, int64_t h, int64_t i, int64_t d)
     return stored((near){x * c + turned * s, error}, rope_now.int8 ? lane_of(a->x.dtype) : a->x.dtype);
 }
 
-/* What is wrong with rows in int8 and their scales, which must be the same bits in both calls. An element errs by half
+/* Checks rows in int8 and their scales, which must be the same bits in both calls. An element errs by half
  * of its row's scale, the row's largest by nothing. */
 static const char *wrong_rounding(const fa_rope_args calls[2])
 {

@@ -50,7 +50,7 @@ static rows_case rows_case_of(int number)
     return c;
 }
 
-/* What row i of total (n) and of out (n) must be. */
+/* Row i of total (n) and of out (n), as they must be. */
 static void expect_rows(const rows_case *c, int64_t i, near *total, near *out)
 {
     const fa_rows_args *a = &c->args;

@@ -76,7 +76,7 @@ static void weigh_differences(const fa_rowwise_args *r, row_of_keys *row)
     }
 }
 
-/* What a row's dS adds, where scores are products of q and k or additive. */
+/* Adds a row's share of dS, where scores are products of q and k or additive. */
 static void add_row_gradients(const fa_rowwise_args *r, const operands *x, int64_t b, int64_t h, int64_t i,
                               row_of_keys *row)
 {

@@ -147,7 +147,7 @@ static const char *wrong_top(const fa_attention_args calls[2], const operands *x
     return NULL;
 }
 
-/* What is wrong with a call's statistics, computed twice, or NULL. */
+/* Says what is wrong with a call's statistics, computed twice, or NULL. */
 static const char *wrong_statistics(const fa_attention_args calls[2], const operands *x, const expected_statistics *e)
 {
     const fa_attention_args *a = calls, *other = calls + 1;

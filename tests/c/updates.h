@@ -46,7 +46,7 @@ static void make_update(int number)
     }
 }
 
-/* What weight and moments j of parameter p must be. */
+/* The weight and the moments j of parameter p, as they must be. */
 static void expect_update(int p, int64_t j, near want[3])
 {
     const fa_update_args *a = &update_now.args;

@@ -1,4 +1,4 @@
-"""What only shows with processes that die, or have less memory than the arrays; and embeddings."""
+"""Clusters whose processes die or have less memory than the arrays; and embeddings on a cluster."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What show_config, explain and available_isas say, and how the environment changes it."""
+"""Tests of show_config, explain and available_isas, and of how the environment changes them."""
 
 import os
 import platform

@@ -6,7 +6,7 @@ import sys
 import pytest
 from implementations import IMPLEMENTATIONS, child_environment
 
-# What one call adds to the peak of a process of its own. Linux gives the peak of this program alone; what a
+# Growth of the peak of a process of its own by one call. Linux gives the peak of this program alone; what a
 # process inherits from its parent's counts in getrusage.
 MEASURE = """
 import resource, sys

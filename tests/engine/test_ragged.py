@@ -25,7 +25,7 @@ def program(steps_of_attention):
 
 
 def told(lengths, window=(20, 0)):
-    """What a program is told of sequences of these lengths."""
+    """Build what a program is told of sequences of these lengths."""
     begins = np.append(0, np.cumsum(lengths))
     places = np.concatenate([np.arange(n) for n in lengths])
     cos, sin = rope_tables(places, rope_frequencies(HEAD_DIM))

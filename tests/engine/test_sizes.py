@@ -25,7 +25,7 @@ def qkv(heads_q, heads_kv, len_q, len_k, head_dim, dtype=np.float32):
 
 
 def turned(*arrays):
-    """The same arrays, with heads behind the length in memory: rows that lie apart."""
+    """Copy the arrays with heads after the length in memory, so that rows lie apart."""
     return [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in arrays]
 
 
@@ -99,7 +99,7 @@ def test_no_bit_depends_on_a_size(isa, size, calls, expected):
 
 @needs_kernels
 def test_sizes_cut_calls():
-    """What they are for: of 10 blocks of rows, a task has as many as it may."""
+    """A task has as many of 10 blocks of rows as the size allows."""
     q, k, v = qkv(1, 1, 10 * 512, 64, 16)
     with forced(COMPILED[-1], num_threads=1), tuning.forced(attention_tasks=1):
         for tiles in (1, 4):

@@ -162,7 +162,7 @@ SOON = 2.0  # seconds, of which 0.1 are what it takes, and the rest for a machin
     ("implementation", "num_threads", "call"),
     [
         *((name, n, "attention") for name in IMPLEMENTATIONS for n in (1, 2)),
-        # What is compiled for each instruction set is of one text: the first one stands for all.
+        # One text is compiled for each instruction set: the first one stands for all.
         *((isa, n, name) for isa in COMPILED[:1] for n in (1, 2) for name in ("topk", "recurrent", "linear")),
         *((isa, 1, name) for isa in COMPILED[:1] for name in ("program", "decode", "additive", "talking")),
         *(

@@ -60,7 +60,7 @@ def test_pairwise(pair, dtype, implementation):
 @pytest.mark.parametrize("variant", ["plain", "causal", "window", "sinks", "bias", "softcap", "mask"])
 @every_shape
 def test_dropout(shape, variant, dtype, implementation):
-    """The same mask as in the forward pass."""
+    """The backward pass draws the mask of the forward pass."""
     q, k, v, arguments, _ = case(shape, (variant,), dtype, telling=False)
     arguments = {**arguments, "dropout": 0.3, "seed": 2**63 + 5}
     dout, dlse = cotangents(q, v, np.random.default_rng(0))

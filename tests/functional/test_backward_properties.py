@@ -1,4 +1,4 @@
-"""What must hold for gradients of attention of any input.
+"""Properties of the gradients of attention that hold for any input.
 
 `pytest tests/functional/test_backward_properties.py --hypothesis-profile=long` tries more inputs.
 """

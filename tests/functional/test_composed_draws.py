@@ -143,7 +143,7 @@ class Draw:
         self.fixed |= {"num_rounds": int(self.rng.integers(1, 4)), "rng": 3}
 
     def _options(self):
-        """What the function takes, about a third of it."""
+        """Draw about a third of the options that the function takes."""
         rng, fixed, heads = self.rng, self.fixed, (1 if self.maybe(0.5) else self.heads_out)
         scores = (*self.some(), heads, self.len_q if self.maybe(0.7) else 1, self.len_k)
         relative = self.name in ("transformer_xl", "disentangled", "shaw")

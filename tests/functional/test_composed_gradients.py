@@ -227,7 +227,7 @@ def test_each_gradient_alone_of_empty_lengths(lengths, name, implementation):
 
 @every_call
 def test_arrays_of_other_libraries(call):
-    """The same bits, in the same dtypes, of arrays that share their memory by DLPack alone."""
+    """Arrays that share their memory by DLPack alone give equal bits and dtypes."""
     more, causal = options(call)
     softcap = {name: more.pop(name) for name in ("softcap",) if name in more}
     arrays, fixed = {**call.arrays, **more}, {**call.fixed, **causal}
@@ -319,7 +319,7 @@ def test_both_forms_of_latent_attention_have_the_same_gradients(implementation):
         np.testing.assert_allclose(found[1][name], x, rtol=1e-9, atol=1e-12)
 
 
-# Of each gradient, the products of attention that it is made of, where they are not that of its own name.
+# The products of attention that each gradient is made of, where they are not that of its own name.
 MADE_OF = {
     "dscale": {"dq"},  # of cosine attention, and of the option
     "dq_weight": {"dq"},
@@ -357,7 +357,7 @@ PRODUCTS = ("dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes", "dsoftcap", "d
 
 @every_call
 def test_what_is_not_asked_for_is_not_computed(call, monkeypatch):
-    """Of attention only the products that a gradient is made of, with the bits it has beside all others."""
+    """Only the products that a gradient is made of are computed, with the bits it has beside all others."""
     more, causal = options(call)
     arrays, fixed = {**call.arrays, **more}, {**call.fixed, **causal}
     results = forward(call, arrays, fixed)

@@ -20,7 +20,7 @@ SHAPES = [
 ]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 
-# Of Random123's kat_vectors: counter, key and the four words.
+# Random123's kat_vectors: counter, key and the four words.
 KNOWN = [
     ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((2**32 - 1,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),

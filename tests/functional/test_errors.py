@@ -310,7 +310,7 @@ def test_set_num_threads(call):
     assert fastattn.get_num_threads() == before
 
 
-# Of one byte each, one of them of kind "f": taken for bfloat16 they would be read past their ends.
+# Types of one byte, one of them of kind "f": taken for bfloat16 they would be read past their ends.
 NARROW = [dtype for name in ml_dtypes.__all__ if isinstance(dtype := getattr(ml_dtypes, name), type)
           and issubclass(dtype, np.generic) and dtype is not ml_dtypes.bfloat16]  # fmt: skip
 
@@ -354,7 +354,7 @@ NEEDING = [
     for name in module.__all__
     if callable(getattr(module, name)) and "need" in inspect.signature(getattr(module, name)).parameters
 ]
-# Of each required parameter a right value, by its name; of some functions others than of most.
+# A right value for each required parameter, by its name; some functions want others than most.
 RIGHT = {
     "lse": LSE, "log_decay": -LSE, "beta": LSE, "log_forget": -LSE, "key_table": floats(3, 8),
     "rule": "linear", "top_k": 1, "window": 1, "dilation": 1, "stride": 1, "kernel": 1, "num_buckets": 2,

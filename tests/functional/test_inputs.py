@@ -27,7 +27,7 @@ def inputs(dtype="float32", shape=SHAPE):
 
 
 def strided(array):
-    """The same numbers as every other element of a larger array, along each axis."""
+    """Copy the array to every other element of a larger one, along each axis."""
     memory = np.full([2 * n for n in array.shape], 99, array.dtype)
     view = memory[tuple(slice(None, None, 2) for _ in array.shape)]
     view[...] = array
@@ -35,26 +35,26 @@ def strided(array):
 
 
 def rows_strided(array):
-    """The same numbers in rows that lie apart, the head dimension contiguous."""
+    """Copy the array to rows that lie apart, the head dimension contiguous."""
     memory = np.full((*array.shape[:-1], array.shape[-1] + 3), 99, array.dtype)
     memory[..., :-3] = array
     return memory[..., :-3]
 
 
 def reversed_axes(array):
-    """The same numbers in memory that runs backwards along every axis."""
+    """Copy the array to memory that runs backwards along every axis."""
     back = tuple(slice(None, None, -1) for _ in array.shape)
     return array[back].copy()[back]
 
 
 def reversed_rows(array):
-    """The same numbers in memory that runs backwards along all axes but the last."""
+    """Copy the array to memory that runs backwards along all axes but the last."""
     back = (*(slice(None, None, -1) for _ in array.shape[1:]), slice(None))
     return array[back].copy()[back]
 
 
 def transposed(array):
-    """The same numbers with the outer axes in another order, as in (B, L, H, D) memory."""
+    """Copy the array to memory with the outer axes in another order, as in (B, L, H, D)."""
     axes = (0, *range(array.ndim - 2, 0, -1), array.ndim - 1) if array.ndim > 2 else range(array.ndim)
     return array.transpose(axes).copy().transpose(axes)
 

@@ -250,7 +250,7 @@ def test_the_bound_is_reached(implementation):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_results_of_16_bits_are_rounded_once_more(dtype, implementation):
-    """Of one key, the result is its value: the bound without the result's own rounding does not hold."""
+    """A single key's value is the result: without the result's own rounding the bound does not hold."""
     v = np.random.default_rng(0).uniform(-1, 1, (1, 1, 1, 2000)).astype(np.float32)
     got = cached(np.zeros((1, 1, 1, 8), np.float32), v)
     out = fastattn.attention(np.ones((1, 1, 1, 8), dtype), **got._asdict()).astype(np.float64)

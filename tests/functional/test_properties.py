@@ -1,4 +1,4 @@
-"""What must hold for any input.
+"""Properties of attention that hold for any input.
 
 `pytest tests/functional/test_properties.py --hypothesis-profile=long` tries more inputs.
 """

@@ -70,7 +70,7 @@ class Problem:
         return dict(zip(self.need, found, strict=True))
 
     def expected(self):
-        """The same from the recurrence; a pair of states is two."""
+        """Compute the gradients from the recurrence, where a pair of states is two arrays."""
         dout, *arrays = self.arrays
         pair = self.options["normalize"] or self.state is None
         state = self.state if pair else (self.state, 0 * self.state[..., 0])

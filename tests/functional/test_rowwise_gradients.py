@@ -21,7 +21,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def own(kind, q, dtype=np.float32):
-    """What a kind takes beside q, k and v."""
+    """Draw the arguments that a kind takes beside q, k and v."""
     rng = np.random.default_rng(7)
     heads, dim = q.shape[-3], q.shape[-1]
     if kind == "additive":

@@ -36,7 +36,7 @@ def ragged(which, dtype=np.float32, seed=0):
 
 
 def one_by_one(q, k, v, begins_q, begins_k, **options):
-    """What the calls for each sequence alone give, end to end."""
+    """Call attention for each sequence alone, and put the results end to end."""
     outs, lses = [q[:0, :, :1] * np.zeros(v.shape[-1], q.dtype)], [np.zeros((q.shape[1], 0), np.float32)]
     for i in range(len(begins_q) - 1):
         rows, keys = slice(*begins_q[i : i + 2]), slice(*begins_k[i : i + 2])

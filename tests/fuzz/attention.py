@@ -20,7 +20,7 @@ def rows_of(a, q="q", k="k", v="v"):
 
 
 def attended(a, dim=None):
-    """What attention should return for the arguments `a`."""
+    """Describe the results of attention for the arguments `a`."""
     rows, dtype = rows_of(a), native(a["q"])
     found = [Like((*rows, np.asarray(a["v"]).shape[-1] if dim is None else dim), dtype)]
     lane, heads = lane_dtype(dtype), rows[:-1]
@@ -56,7 +56,7 @@ RECIPES += [attention] * 5
 
 @recipe
 def int8_attention(d):
-    """Of int8 keys and values, whose scales may broadcast."""
+    """Draw a call with int8 keys and values, whose scales may broadcast."""
     s = Scores.draw(d)
     arguments = {"q": s.q(d)}
     for name, x in zip("kv", s.kv(d), strict=True):

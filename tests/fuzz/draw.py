@@ -52,7 +52,7 @@ class Draw:
         return shape[int(self.rng.integers(len(shape) + 1)) :] if self.chance(0.4) else shape
 
     def laid_out(self, x):
-        """The same numbers, more often than not in plain memory."""
+        """Copy x to another layout, now and then; more often it stays in plain memory."""
         how = self.rng.integers(20)
         if x.ndim == 0 or how > 8:
             return x

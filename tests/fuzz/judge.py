@@ -1,4 +1,4 @@
-"""What a case may do: return a right result, or raise an error that says what is wrong."""
+"""Judge of cases: each returns a right result, or raises an error that says what is wrong."""
 
 import re
 import warnings
@@ -24,7 +24,7 @@ NAMED = (
 
 
 class Like(NamedTuple):
-    """What an array of the result has to look like."""
+    """Shape and dtype that an array of the result must have."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
 
 
 def problem(draw: Callable[[], Case], isa: str | None) -> str | None:
-    """What is wrong with the case that `draw` makes, the same each time; None if nothing is."""
+    """Say what is wrong with the case that `draw` makes, which is the same each time; None if it is right."""
     first, *others = ways(isa)
     case, outcome = carried_out(draw, first, checked=True)
     found = outcome.wrong or _wrong(case, outcome)

@@ -46,7 +46,7 @@ def training(d, forward):
 
 
 def gradients_like(arguments, parts):
-    """What the gradients of the inputs and of the parameters of `parts` are like; None of int8 and 4 bits."""
+    """Describe the gradients of the inputs and of the parameters of `parts`; None for int8 and 4 bits."""
     if not all(part.weights_dtype in TRAINED for it in parts for _, part in it._walk()):
         return None
     given = [np.asarray(x) for name, x in arguments.items() if name in INPUTS]

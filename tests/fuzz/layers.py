@@ -335,7 +335,7 @@ def kv_cache(d):
     for _ in range(d.size(0, 4)):
         cache.append(**tokens())
     if d.chance(0.6):
-        # What stands behind a sequence's last token is anything.
+        # Anything may stand after a sequence's last token.
         return Call(
             cache.append,
             tokens(),

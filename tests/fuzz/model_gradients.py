@@ -130,7 +130,7 @@ def with_state_dict(d):
     def check(found):
         if moved or it.weights_dtype not in ("float32", "float64"):
             return None
-        # What DeBERTa computes when it is loaded has the bits of the instruction set of then.
+        # The tables that DeBERTa computes when it is loaded have the bits of the instruction set of then.
         far = abs(found[0].astype(np.float64) - it(ids).astype(np.float64)).max()
         return f"its own tensors make a model that is off by {far}" if far > 1e-4 else None
 

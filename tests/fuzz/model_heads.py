@@ -16,7 +16,7 @@ from tiny_tokenizers import WORDS, write_tokenizer
 from fastattn import models
 
 WIDTH, LABELS = 24, 3
-# Of each head the tensors beside those of BERT's, and its architecture.
+# Each head's tensors beside those of BERT, and its architecture.
 HEADS = {
     "pairs": (
         {"bert.pooler.dense": (WIDTH, WIDTH), "classifier": (LABELS, WIDTH)},

@@ -124,7 +124,7 @@ def embedding(d):
         Like((*np.shape(a["ids"]), np.shape(a["table"])[1]), native(a["table"]))])  # fmt: skip
 
 
-# Of each mask its arguments; the parts of `MASKS` are right, and these are then spoiled.
+# The arguments of each mask; the parts of `MASKS` are right, and these are then spoiled.
 MADE = {
     masks.window: lambda d, s: {"left": d.size(0), "right": d.choose(None, d.size(0))},
     masks.first_keys: lambda d, s: {"n": lengths(d, s, s.len_k)},

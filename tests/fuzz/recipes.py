@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from judge import Case, Like, arrays_in, described, largest
 
-# What these raise is theirs.
+# Errors that these raise are theirs.
 FUNCTIONS = ("score_mod", "predicate", "progress", "activation_fn", "callback", "loss", "schedule", "tokens")
 # Arguments that a function writes to: results, and what carries a state.
 WRITTEN = ("out", "into", "add_to", "out_state", "stats", "pre", "cache", "rng")
@@ -71,12 +71,12 @@ def draw(d, files=()):
         same_bits=call.same_bits is None or call.same_bits(arguments),
         check=None if spoilt else call.check,
     )
-    # What was done behind the back of an object must not crash; it need be neither explained nor right.
+    # An object that was changed unseen must not crash; it need be neither explained nor right.
     return case._replace(expected=None, twice=False, clean=any_message) if call.abused else case
 
 
 def kept(arguments, inside):
-    """What a call may only read."""
+    """List the arrays that a call may only read."""
     written = arrays_in([arguments.get(name) for name in WRITTEN])
     read = arrays_in([{name: x for name, x in arguments.items() if name not in WRITTEN}, inside])
     return [x for x in read if not any(np.may_share_memory(x, y) for y in written)]

@@ -3,12 +3,12 @@
 import numpy as np
 
 STEP = 1e-5
-# Of rounding: a result of 1e2 is off by about 1e-14, and its quotient by 1e-9.
+# Rounding: a result of 1e2 is off by about 1e-14, and its quotient by 1e-9.
 BOUND = 1e-7
 
 
 def wrong_slope(function, at, gradients, rng):
-    """What is wrong with the gradients of a scalar `function(at)`, arrays by name; None if nothing is.
+    """Say what is wrong with the gradients of a scalar `function(at)`, arrays by name; None if nothing is.
 
     All are moved at once, each along a direction of its own. Two steps say how far a quotient is to be
     trusted. The function has no kinks, such as relu's.

@@ -103,7 +103,7 @@ class Definition:
 
 
 def off(got, expected, bound):
-    """What is wrong with `got`, arrays in the order of `expected`."""
+    """Name the first of `got`, arrays in the order of `expected`, that is off by more than `bound`."""
     for x, (name, y) in zip(got, expected.items(), strict=True):
         far = (abs(x - y) / (1 + abs(y))).max(initial=0)
         if not far <= bound:

@@ -48,7 +48,7 @@ def drawn(d):
 
 
 def batch_of(d, cls, arguments):
-    """What the loss of this tuning takes."""
+    """Draw a batch for the loss of this tuning."""
     texts = lambda n: [d.choose(*TEXTS) for _ in range(n)]  # noqa: E731
     n = d.choose(1, 2, 4)
     if cls is train.ContrastiveTuning:
@@ -148,7 +148,7 @@ def tuning_steps(d):
 
 @recipe
 def tuning_loaded(d):
-    """What one tuning has learnt goes into another."""
+    """Load the state of one tuning into another."""
     cls, arguments = drawn(d)
     first, second = cls(**arguments), cls(**arguments)
     state = {

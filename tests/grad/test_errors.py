@@ -1,4 +1,4 @@
-"""What does not fit is an error that names it, before anything is written."""
+"""Errors that name the argument that does not fit, before anything is written."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What layers refuse when they are built."""
+"""Arguments that layers refuse when they are built."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""What layers refuse when they are called and loaded, and what they take that is nearly it."""
+"""Arguments that layers refuse when they are called and loaded, and near misses that they take."""
 
 import copy
 import pickle

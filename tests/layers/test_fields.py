@@ -1,4 +1,4 @@
-"""What a layer is made of: parts that fit can replace others, and nothing else can be changed."""
+"""Fields of layers: parts that fit can replace others, and nothing else can be changed."""
 
 import copy
 import pickle

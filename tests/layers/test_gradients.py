@@ -33,7 +33,7 @@ def normal(*shape, seed=0):
 
 
 def assert_gradients(layer, *inputs, call=None, **options):
-    """Of each input and parameter, the gradient along a direction is the difference quotient."""
+    """Compare each gradient of an input or parameter, along a direction, with the difference quotient."""
     call = call or (lambda *inputs: layer(*inputs, **options))
     rng = np.random.default_rng(7)
     out, pullback = vjp(layer, *inputs, **options)
@@ -405,7 +405,7 @@ def test_dropout_of_stacks(kind, implementation):
 
 
 def test_what_is_dropped(implementation):
-    """Of what a feed-forward adds, here ones, that share is 0, and the rest is larger."""
+    """That share of what a feed-forward adds, here ones, is 0, and the rest is larger."""
     layer = TransformerEncoderLayer(64, 4, 128, norm_first=True, rng=0)
     state = {name: np.zeros_like(x) for name, x in layer.state_dict().items()}
     state["linear2.bias"][:] = 1

@@ -24,7 +24,7 @@ from fastattn.layers import (
 KINDS = ["int8", "int4", "nf4"]
 WIDTH, HEADS = 64, 4
 MORE = {"num_kv_heads": 2, "qk_norm": True, "output_gate": True, "sinks": True}
-# Of each layer: how it is made with more options, and how it is called.
+# Each layer: how it is made with more options, and how it is called.
 LAYERS = {
     "Linear": (lambda **o: Linear(WIDTH, 33, **o), lambda m, x: m(x)),
     "FeedForward": (lambda **o: FeedForward(WIDTH, 90, "swiglu", **o), lambda m, x: m(x)),

@@ -157,7 +157,7 @@ def test_checkpoints_have_the_same_bits(call, implementation):
 
 @pytest.mark.parametrize("name", ["set", "induced", "pooling", "perceiver"])
 def test_empty_sets(name, implementation):
-    """Of no elements, and of no sequences."""
+    """Sets may have no elements, and a batch no sequences."""
     for inner in ((POINTS, X[:, :0]), (POINTS, X[:0]), (POINTS[:0], X)):
         out, pullback = run(CALLS[name], inner, backward=True)
         np.testing.assert_array_equal(out, run(CALLS[name], inner))

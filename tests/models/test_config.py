@@ -1,4 +1,4 @@
-"""What is said of a config.json that describes no model that can be computed."""
+"""Errors about a config.json that describes no model that can be computed."""
 
 import pytest
 import tiny_models as tiny

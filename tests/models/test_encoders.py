@@ -1,4 +1,4 @@
-"""What config.json may say of the families of encoders, in the ways that are found on the Hub."""
+"""Settings of the families of encoders in config.json, in the ways that are found on the Hub."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What single families of encoders do, beside what all models do: see `test_results.py`."""
+"""Behaviour of single families of encoders, beside what all models do: see `test_results.py`."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a model's folder may hold, and what is said of one that does not make up a model."""
+"""Files that a model's folder may hold, and errors about a folder that makes up no model."""
 
 import contextlib
 import json

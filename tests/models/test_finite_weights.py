@@ -33,7 +33,7 @@ NUMBERS = [0.0, 5e-324, 1e-40, 1.0, *LARGE, 1e300, np.inf, np.nan]
 
 @np.errstate(over="ignore")
 def as_stored(x, stored):
-    """What becomes of the numbers x when they are stored, in float64."""
+    """Round the numbers x as storing them does, and return them in float64."""
     lane = x.astype(np.float64 if stored == "float64" else np.float32)
     if stored in ("int4", "nf4"):  # by the scale of a block
         scales = (lane / 8 if stored == "int4" else lane).astype(np.float16)

@@ -1,4 +1,4 @@
-"""What becomes of images before a model, as preprocessor_config.json says."""
+"""Preparation of images for a model, as preprocessor_config.json says."""
 
 import json
 import subprocess

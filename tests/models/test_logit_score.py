@@ -55,14 +55,14 @@ def write(folder, kind="qwen3", template=TEMPLATE, style="flat", score=None, tra
 
 
 def written(pair, prompt="", extra=""):
-    """What the template makes of a pair, or of one text."""
+    """Write a pair, or one text, as the template does."""
     roles = ("query", "document") if len(pair) == 2 else ("user",)
     named = [*([("system", prompt)] if prompt else []), *zip(roles, pair, strict=True)]
     return "^" + "".join(f"<{role}>{text}\n" for role, text in named) + f"<assistant>{extra}"
 
 
 def logits_of(model, output, text):
-    """Of the text's last token, in float64: yes less no."""
+    """Compute yes less no of the text's last token, in float64."""
     ids = model.text.tokenizer.encode(text, add_special_tokens=False).ids
     state = model.encoder(ids)[0, -1].astype(np.float64)
     return state @ output[YES] - state @ output[NO]

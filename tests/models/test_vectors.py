@@ -1,4 +1,4 @@
-"""What is done with vectors: fewer bits, similarities."""
+"""Vectors after encoding: fewer bits, similarities."""
 
 import numpy as np
 import pytest

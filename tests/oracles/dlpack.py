@@ -15,5 +15,5 @@ class OnlyDLPack:
 
 
 def wrapped(arrays):
-    """The same dict with every array wrapped."""
+    """Wrap every array of the dict."""
     return {name: OnlyDLPack(x) for name, x in arrays.items()}

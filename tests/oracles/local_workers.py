@@ -26,25 +26,25 @@ def workers(**how):
 
 
 def pid():
-    """Of the worker."""
+    """Return the worker's process id."""
     return os.getpid()
 
 
 def slowly(block):
-    """So that a worker is killed while there is much left to do."""
+    """Return the block after a while, so that a worker is killed while there is much left to do."""
     time.sleep(0.05)
     return block
 
 
 def loads():
-    """How many models this worker has loaded."""
+    """Count the models that this worker has loaded."""
     from fastattn.dask import _embed
 
     return _embed._loaded.cache_info().misses
 
 
 def tree(q, k, v, rows, keys, **options):
-    """The same by its definition, of whole calls; q_offset is a number."""
+    """Attend to chunks of keys one by one and merge four states at a time; q_offset is a number."""
     len_q, len_k = q.shape[-2], k.shape[-2]
     offset, causal = options.pop("q_offset", len_k - len_q), options.get("causal", False)
     outs, lses = [], []

@@ -1,4 +1,4 @@
-"""What attention must return: the result of naive.py in a wider type, and the contract's error bound."""
+"""Expected results of attention: those of naive.py in a wider type, and the contract's error bound."""
 
 import hashlib
 import pickle

@@ -21,7 +21,7 @@ def wide(x, heads):
 
 
 class Recurrence:
-    """What a call computes: out, all states s and all sums of keys z, with those before the first token."""
+    """One call's out, all states s and all sums of keys z, with those before the first token."""
 
     def __init__(self, q, k, v, rule, log_decay=None, beta=None, causal=True, scale=1.0, normalize=False,
                  eps=1e-6, state=None):  # fmt: skip
@@ -50,7 +50,7 @@ class Recurrence:
         self.out = np.stack(answers, 1) if answers else np.zeros((len(self.q), 0, head_dim_v))
 
     def missing(self, t, s):
-        """What token t writes, but for its strength, to the decayed state s."""
+        """Return what token t writes, but for its strength, to the decayed state s."""
         return self.v[:, t] - np.einsum("hdv,hd->hv", s, self.k[:, t]) if self.delta else self.v[:, t]
 
     def answer(self, t):

@@ -6,7 +6,7 @@ from gradients import diagonals, of_kv_heads, summed
 
 
 def weights_of(kind, s, top_k, n_keys):
-    """Of finite scores (n,): probabilities p, and w with which ds = w (dp - sum(w dp) / sum(w))."""
+    """Return p of finite scores (n,), and w with which ds = w (dp - sum(w dp) / sum(w))."""
     if kind == "sparsemax":
         p = oracle.sparsemax(s)
         return p, (p > 0).astype(s.dtype)

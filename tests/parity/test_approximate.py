@@ -60,6 +60,6 @@ def test_reformer(causal, rounds):
     got = functional.lsh_attention(
         qk, v, num_buckets=8, chunk=16, num_rounds=rounds, rotations=rotations, causal=causal
     )
-    # What is alone in its chunk weighs rounds by lses of -1e5, which float32 rounds to 0.008.
+    # A key alone in its chunk weighs rounds by lses of -1e5, which float32 rounds to 0.008.
     alone = 16 if causal else 0
     np.testing.assert_allclose(got[:, :, alone:], want[:, :, alone:], atol=2e-4)

@@ -59,7 +59,7 @@ def written(model, folder):
 
 
 def both(base, folder, *behind, pooling="mean", include_prompt=True, **options):
-    """The same model in sentence-transformers, which writes it to the folder, and here."""
+    """Build one model in sentence-transformers, which writes it to the folder, and here."""
     with warnings.catch_warnings():  # what they have to say is not ours to mend
         warnings.simplefilter("ignore")
         first = modules.Transformer(str(base), max_seq_length=options.pop("max_seq_length", 32))

@@ -273,7 +273,7 @@ def some_ids(shape, seed=0):
 
 
 def theirs(model, ids, mask=None, **more):
-    """What transformers computes, float32; positions counted from the mask as `generate` does."""
+    """Run transformers in float32; positions are counted from the mask as `generate` does."""
     arguments = {"input_ids": torch.tensor(ids), **more}
     if mask is not None:
         arguments["attention_mask"] = torch.tensor(mask, dtype=torch.long)

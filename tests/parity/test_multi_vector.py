@@ -65,7 +65,7 @@ def dense(n_in=48, n_out=16, **options):
 def both(
     folder, kind="bert", extra=(), mask="tree", similarity=None, prompts=None, words=("the", "no"), **knobs
 ):
-    """The same model in sentence-transformers, which writes it to the folder, and here."""
+    """Build one model in sentence-transformers, which writes it to the folder, and here."""
     transformer(folder, kind, mask)
     tasks = knobs.pop("tasks", None)
     parts = [Transformer(str(folder), **knobs), dense(bias=False), *extra]

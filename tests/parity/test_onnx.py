@@ -34,7 +34,7 @@ RAW_SCORES = {
     "test_attention_4d_with_qk_matmul_bias",
     "test_attention_4d_with_qk_matmul_softcap",
 }
-# What ONNX expects has rounded scores to bfloat16, and its tolerance is an eighth of a rounding.
+# ONNX's expected results have rounded scores to bfloat16, and its tolerance is an eighth of a rounding.
 BFLOAT16 = {
     "test_attention_3d_causal_bf16",
     "test_attention_4d_attn_mask_causal_bf16",

@@ -25,7 +25,7 @@ DISTIL = {"dim": 48, "hidden_dim": 80, "n_layers": 2, "n_heads": 6}
 
 
 def both(folder, kind="bert", strategy="max", function="relu", **options):
-    """The same model in sentence-transformers, which writes it to the folder, and here."""
+    """Build one model in sentence-transformers, which writes it to the folder, and here."""
     write_tokenizer(folder)
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)

@@ -175,7 +175,7 @@ def reference(query, key, value, seen):
 @pytest.mark.parametrize("dropout", [0.0, 1e-9])  # with dropout, transformers' own function computes
 @pytest.mark.parametrize("masked", [None, "bools", "numbers"])
 def test_only_selected_keys_are_attended(masked, dropout):
-    """Of keys by `indices`, of blocks by `block_indices`; -1 selects nothing."""
+    """Keys are selected by `indices`, blocks by `block_indices`; -1 selects nothing."""
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, 9, 8)
     mask = None if masked is None else torch.rand(2, 1, 9, 9) < 0.8

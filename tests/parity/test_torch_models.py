@@ -1,4 +1,4 @@
-"""What changes models of torch: the attention interface of transformers, patch_sdpa, optimize."""
+"""Changes to models of torch: the attention interface of transformers, patch_sdpa, optimize."""
 
 import copy
 import pickle
@@ -83,7 +83,7 @@ def test_attention_of_transformers(name, padded, ran):
 
 
 def test_gradients_of_a_model():
-    """Those of its parameters, softcap and sliding window included."""
+    """Gradients of the parameters agree, softcap and sliding window included."""
     register()
     model, inputs = model_of("gemma2"), tokens()
     grads = []

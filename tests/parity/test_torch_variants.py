@@ -97,7 +97,7 @@ def of_sigmoid(call, dtype):
 
 @pytest.mark.parametrize("call", SIGMOID)
 def test_sigmoid(call):
-    """The same bits as in NumPy, gradients by finite differences, and what torch checks of an operator."""
+    """Bits are NumPy's, gradients those of finite differences, and torch's check of an operator passes."""
     tensors, options = of_sigmoid(call, torch.float64)
     names = ("q", "k", "v", "mask", "bias", "alibi_slopes", "kv_lengths")
     arrays = {n: x.detach().numpy() for n, x in zip(names, tensors, strict=False) if x is not None}

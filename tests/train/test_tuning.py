@@ -217,7 +217,7 @@ def test_frozen_types_are_refused(kind, tuning, weights_dtype, tmp_path):
             tuning(model, **options)
 
 
-# What has two axes, and is no weight of a linear map. A table of tokens may be the output layer, too.
+# Parameters of two axes that are no weight of a linear map. A table of tokens may be the output layer, too.
 TABLES = {
     "gpt2": {"transformer.wte.weight", "transformer.wpe.weight"},
     "llama": {"model.embed_tokens.weight"},

@@ -1,4 +1,4 @@
-"""What fine-tuning leaves behind: models that stay as they were, what is saved and loaded."""
+"""Results of fine-tuning: models that stay as they were, states that are saved and loaded."""
 
 from functools import partial
 
