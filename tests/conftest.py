@@ -23,6 +23,7 @@ sys.path.append(
     str(Path(__file__).parents[1])
 )  # of bench/, last: an installed package goes before the checkout
 
+import inputs_of_variants
 import numpy as np
 from implementations import COMPILED, IMPLEMENTATIONS, THREADINGS, child_environment, forced
 
@@ -97,9 +98,10 @@ def implementation(request):
 
 @pytest.fixture(autouse=True)
 def same_draws(request):
-    """A module's `RNG` begins anew for each test: its numbers do not depend on the tests before it."""
-    if hasattr(request.module, "RNG"):
-        request.module.RNG.bit_generator.state = np.random.default_rng(1).bit_generator.state
+    """Every `RNG` begins anew for each test: its numbers do not depend on the tests before it."""
+    for module in (inputs_of_variants, request.module):
+        if hasattr(module, "RNG"):
+            module.RNG.bit_generator.state = np.random.default_rng(1).bit_generator.state
 
 
 @pytest.fixture(params=THREADINGS if COMPILED else (None,))
@@ -113,6 +115,19 @@ def threading_of(request, monkeypatch):
     fastattn.set_threading(request.param)
     yield request.param
     fastattn.set_threading(before)
+
+
+@pytest.fixture(scope="session")
+def minilm_folder():
+    """The folder of all-MiniLM-L6-v2, where it is; FASTATTN_REQUIRE_MODEL=1 makes a missing one fail."""
+    import sentence_similarity
+
+    try:
+        return sentence_similarity.model_folder()
+    except FileNotFoundError as error:
+        if os.environ.get("FASTATTN_REQUIRE_MODEL") == "1":
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -183,14 +183,8 @@ def test_torch_s_name(implementation):
 @pytest.mark.parametrize("len_q", [2, 50])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_garbage_behind_masks(dtype, len_q, implementation):
-    rng = np.random.default_rng(1)
-    q, k, v = spread_inputs(Shape("", 1, 2, 2, len_q, 90, 8), dtype, rng)
-    clean = k.copy(), v.copy()
-    hidden = np.arange(90) % 3 == 0
-    poison(k, hidden, rng)
-    poison(v, hidden, rng)
-    row_end = np.where(np.arange(len_q) == 0, 0, 77)
-    options = {"mask": ~hidden, "row_ranges": (0, row_end), "dropout": 0.5, "seed": 4, "return_lse": True}
+    q, clean, (k, v), arguments = garbage_behind_masks(len_q, dtype)
+    options = {**arguments, "dropout": 0.5, "seed": 4, "return_lse": True}
     with np.errstate(all="ignore"):
         got = fastattn.attention(q, k, v, **options)
     assert_same_bits(got, fastattn.attention(q, *clean, **options))

@@ -1,26 +1,13 @@
 """Masks: what is masked never shows, rows that attend nothing give 0, and every spelling means the same."""
 
-from itertools import product
-
 import ml_dtypes
 import numpy as np
 import pytest
 from oracle import assert_close, assert_same_bits, check, expect, poison, spread_inputs
+from shapes import BLOCKS, CASES, DECODE, PREFILL, SHAPES, every_case, every_dtype, every_shape
 
 import fastattn
 from fastattn._bench.cases import DTYPES, Shape, as_dtype
-
-# Many query rows a head, and one; keys over several blocks; and what is several blocks in the fallback, too.
-PREFILL = Shape("prefill", batch=2, heads_q=4, heads_kv=2, len_q=45, len_k=200, head_dim=24)
-DECODE = Shape("decode", batch=2, heads_q=2, heads_kv=2, len_q=1, len_k=1500, head_dim=24)
-BLOCKS = Shape("blocks", batch=2, heads_q=16, heads_kv=2, len_q=70, len_k=600, head_dim=8)
-
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-SHAPES = [PREFILL, DECODE, BLOCKS]
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-# BLOCKS is there for the fallback, whose blocks do not depend on the dtype, and takes the longest.
-CASES = [*product([PREFILL, DECODE], DTYPES), (BLOCKS, "float32"), (BLOCKS, "bfloat16")]
-every_case = pytest.mark.parametrize(("shape", "dtype"), CASES, ids=lambda x: getattr(x, "name", x))
 
 
 def attention(q, k, v, **arguments):

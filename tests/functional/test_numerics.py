@@ -1,27 +1,15 @@
 """Numbers at the edges: huge logits, denormals, large and small values, a maximum that moves."""
 
-from itertools import product
-
 import ml_dtypes
 import numpy as np
 import pytest
 from implementations import each_isa, forced
 from oracle import check, eps, expect, spread_inputs
+from shapes import BLOCKS, CASES, DECODE, PREFILL, SHAPES, every_case, every_dtype, every_shape
 
 import fastattn
 from fastattn import functional
 from fastattn._bench.cases import DTYPES, Shape, as_dtype
-
-PREFILL = Shape("prefill", batch=1, heads_q=4, heads_kv=2, len_q=35, len_k=300, head_dim=32)
-DECODE = Shape("decode", batch=1, heads_q=3, heads_kv=3, len_q=1, len_k=1500, head_dim=32)
-BLOCKS = Shape("blocks", batch=2, heads_q=16, heads_kv=2, len_q=70, len_k=600, head_dim=8)
-
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-SHAPES = [PREFILL, DECODE, BLOCKS]
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-# BLOCKS is there for the fallback, whose blocks do not depend on the dtype, and takes the longest.
-CASES = [*product([PREFILL, DECODE], DTYPES), (BLOCKS, "float32"), (BLOCKS, "bfloat16")]
-every_case = pytest.mark.parametrize(("shape", "dtype"), CASES, ids=lambda x: getattr(x, "name", x))
 
 
 def attention(q, k, v, **arguments):

@@ -3,31 +3,17 @@
 import numpy as np
 import pytest
 from formulas import behind, deberta, shaw, transformer_xl
+from inputs_of_variants import RNG, assert_near, normal, qkv
 
 from fastattn import functional, masks
-from fastattn._bench.cases import as_dtype
 
-RNG = np.random.default_rng(0)
 DTYPES = {"float32": 2e-5, "float64": 1e-11, "float16": 1e-2, "bfloat16": 8e-2}
 # Lengths on both sides of the runs of queries that get their bias at a time, and of the tables.
 LENGTHS = [(67, 67), (1, 130), (300, 300), (130, 400), (3, 0), (0, 5)]
 
 
-def normal(*shape, dtype="float32"):
-    return RNG.standard_normal(shape).astype(as_dtype(dtype))
-
-
-def qkv(len_q, len_k, dtype="float32", heads=4, heads_kv=2, dim=16, dim_v=12, batch=(2,)):
-    return (
-        normal(*batch, heads, len_q, dim, dtype=dtype),
-        normal(*batch, heads_kv, len_k, dim, dtype=dtype),
-        normal(*batch, heads_kv, len_k, dim_v, dtype=dtype),
-    )
-
-
 def close(got, expected, dtype="float32"):
-    assert got.dtype == as_dtype(dtype)
-    np.testing.assert_allclose(got.astype(np.float64), expected, atol=DTYPES[dtype], rtol=0)
+    assert_near(got, expected, dtype, DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

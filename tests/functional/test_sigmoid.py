@@ -6,19 +6,13 @@ import naive
 import numpy as np
 import pytest
 from oracle import assert_close, assert_same_bits, eps, poison, spread_inputs
+from shapes import EDGES
 from structures import dense
 
 from fastattn import functional, masks
 from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape, combine
 
-SHAPES = {
-    "one query": Shape("", 2, 3, 3, 1, 1100, 24, 17),
-    "few rows": Shape("", 1, 4, 2, 3, 130, 9),
-    "one row block": Shape("", 2, 2, 1, 9, 1100, 16),
-    "self": Shape("", 1, 4, 4, 131, 131, 33, 20),
-    "grouped": Shape("", 2, 10, 2, 70, 300, 8, 8),
-    "many rows and keys": Shape("", 1, 2, 1, 40, 9000, 4, 4),
-}
+SHAPES = {**EDGES, "many rows and keys": Shape("", 1, 2, 1, 40, 9000, 4, 4)}
 
 RNG = np.random.default_rng(0)
 WITHOUT_SINKS = [name for name, make in VARIANTS.items() if "sinks" not in make(SHAPES["self"], RNG)]
@@ -95,13 +89,7 @@ def test_large_scores(implementation):
 @pytest.mark.parametrize("len_q", [2, 50])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_garbage_behind_masks(dtype, len_q, implementation):
-    rng = np.random.default_rng(1)
-    q, k, v = spread_inputs(Shape("", 1, 2, 2, len_q, 90, 8), dtype, rng)
-    clean = k.copy(), v.copy()
-    hidden = np.arange(90) % 3 == 0
-    poison(k, hidden, rng)
-    poison(v, hidden, rng)
-    arguments = {"mask": ~hidden, "row_ranges": (0, np.where(np.arange(len_q) == 0, 0, 77))}
+    q, clean, (k, v), arguments = garbage_behind_masks(len_q, dtype)
     with np.errstate(all="ignore"):
         got = functional.sigmoid_attention(q, k, v, **arguments)
     assert_same_bits([got], [functional.sigmoid_attention(q, *clean, **arguments)])

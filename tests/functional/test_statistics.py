@@ -4,6 +4,7 @@ import naive
 import numpy as np
 import pytest
 from oracle import assert_close, assert_same_bits, eps, poison, spread_inputs
+from shapes import EDGES
 from structures import dense
 
 import fastattn
@@ -12,16 +13,7 @@ from fastattn._bench.cases import DTYPES, Shape, combine
 
 ALL = ("row_max", "entropy", "top_k:5", "key_sums", "mean_weights")
 
-# Few rows per KV head (the dot kernel) and many; one split or part of the keys and several; groups that
-# divide a tile's rows and that do not; tails of everything.
-SHAPES = {
-    "one query": Shape("", 2, 3, 3, 1, 1100, 24, 17),
-    "few rows": Shape("", 1, 4, 2, 3, 130, 9),
-    "one row block": Shape("", 2, 2, 1, 9, 1100, 16),
-    "self": Shape("", 1, 4, 4, 131, 131, 33, 20),
-    "grouped": Shape("", 2, 10, 2, 70, 300, 8, 8),
-    "many rows and keys": Shape("", 1, 2, 1, 150, 5000, 4, 4),
-}
+SHAPES = {**EDGES, "many rows and keys": Shape("", 1, 2, 1, 150, 5000, 4, 4)}
 VARIANTS = [
     ("plain",),
     ("causal",),

@@ -3,7 +3,6 @@
 make_minilm_vectors.py wrote the expected ones. FASTATTN_REQUIRE_MODEL=1 makes a missing model fail, not skip.
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,18 +18,8 @@ EXPECTED = np.load(Path(__file__).with_name("minilm_vectors.npy"))
 
 
 @pytest.fixture(scope="module")
-def folder():
-    try:
-        return example.model_folder()
-    except FileNotFoundError as error:
-        if os.environ.get("FASTATTN_REQUIRE_MODEL") == "1":
-            raise
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return models.load(folder)
+def model(minilm_folder):
+    return models.load(minilm_folder)
 
 
 def pooled(model, texts):
@@ -67,8 +56,8 @@ def test_padding_does_not_reach_a_sentence(model):
         ("nf4", "int8", 0.92),
     ],
 )
-def test_smaller_weights_stay_close(folder, weights, activations, cosine):
-    model = models.load(folder, weights_dtype=weights, activations=activations)
+def test_smaller_weights_stay_close(minilm_folder, weights, activations, cosine):
+    model = models.load(minilm_folder, weights_dtype=weights, activations=activations)
     got = model.encode(example.SENTENCES)
     unit = EXPECTED / np.linalg.norm(EXPECTED, axis=1, keepdims=True)
     assert cosine < (got * unit).sum(axis=1).min() < 1 - 1e-7
@@ -80,8 +69,15 @@ def test_long_texts_are_cut_to_what_the_folder_says(model):
     assert np.isfinite(model.encode("word " * 1000)).all()
 
 
-def test_the_script_prints_the_matrix(folder):
-    command = [sys.executable, example.__file__, "--model", str(folder), "One sentence.", "Another sentence."]
+def test_the_script_prints_the_matrix(minilm_folder):
+    command = [
+        sys.executable,
+        example.__file__,
+        "--model",
+        str(minilm_folder),
+        "One sentence.",
+        "Another sentence.",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=child_environment())
     rows = [line.split()[1:3] for line in run.stdout.splitlines()]
     assert rows == [["1.00", rows[0][1]], [rows[0][1], "1.00"]]

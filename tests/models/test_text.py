@@ -18,25 +18,6 @@ from fastattn.models import ModelError
 from fastattn.models import _text as tokenizing
 
 
-@pytest.fixture
-def encoder(tmp_path):
-    """The folder of a tiny BERT that knows WORDS."""
-    tiny.write(tmp_path, "bert")
-    write_tokenizer(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory):
-    """The folder of a tiny GPT-2 over bytes, which writes them at random."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    changes = {"vocab_size": 256, "n_positions": 64}
-    config = {**CONFIGS["gpt2"], **changes}
-    tiny.write(folder, "gpt2", tiny.tensors("gpt2", config), **changes)
-    write_byte_tokenizer(folder)
-    return folder
-
-
 def test_long_texts_are_cut(encoder):
     model = models.load(encoder)
     long = "the cat " * 50

@@ -26,6 +26,16 @@ collect_ignore_glob = ["*"] if missing("torch", "transformers") else []
 collect_ignore = [file for file, package in NEEDS.items() if missing(package)]
 
 
+@pytest.fixture
+def no_gradients():
+    """Torch draws from seed 0 and records nothing."""
+    import torch
+
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
 class _Gains(dict):
     """Measurements that have all been made: ours takes half of torch's time."""
 

@@ -3,30 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from torch_modules import drawn, split
 from transformers import NystromformerConfig, ReformerConfig
 from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from fastattn import functional
 
-
-def split(x, heads):
-    """(batch, length, heads * dim) of torch as (batch, heads, length, dim) of NumPy."""
-    return x.numpy().reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
-
-
-def drawn(module):
-    """The module with parameters of a standard deviation of 0.2, ready to compute."""
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return module.eval()
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 @pytest.mark.parametrize("landmarks", [8, 32, 96])

@@ -11,19 +11,11 @@ from sentence_transformers import CrossEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
 from tiny_tokenizers import WORDS, write_byte_tokenizer, write_tokenizer
+from transformers_folders import DISTIL_SIZES, SIZES, randomised, save_tokenizer
 
 from fastattn import models
 
 TOLERANCE = 1e-5
-DISTIL = {"dim": 48, "hidden_dim": 80, "n_layers": 2, "n_heads": 6}
-SIZES = {
-    "vocab_size": 13,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 64,
-}
 KINDS = {
     "bert": (transformers.BertConfig, {"type_vocab_size": 2}),
     "roberta": (transformers.RobertaConfig, {"type_vocab_size": 1, "pad_token_id": 0}),
@@ -33,7 +25,7 @@ KINDS = {
         transformers.MPNetConfig,
         {"type_vocab_size": 1, "pad_token_id": 1, "max_position_embeddings": 66},
     ),
-    "distilbert": (transformers.DistilBertConfig, {**DISTIL, "type_vocab_size": 1}),
+    "distilbert": (transformers.DistilBertConfig, {**DISTIL_SIZES, "type_vocab_size": 1}),
     "albert": (transformers.AlbertConfig, {"type_vocab_size": 2, "embedding_size": 16}),
     "deberta-v2": (
         transformers.DebertaV2Config,
@@ -72,19 +64,10 @@ def made(folder, kind, task, labels, **tokenizer):
         read["post_processor"]["special_tokens"]["<s>"]["ids"] = [0]
         read["added_tokens"][0]["id"] = 0
         path.write_text(json.dumps(read))
-    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    written = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), **names, **tokenizer
-    )
-    written.backend_tokenizer.no_truncation()
-    written.save_pretrained(folder)
+    save_tokenizer(folder, **tokenizer)
     config, changes = KINDS[kind]
     config = config(**{**SIZES, **changes}, num_labels=labels)
-    model = getattr(transformers, f"AutoModelFor{task}").from_config(config).eval()
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():  # nothing stays at zero or one
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model = randomised(getattr(transformers, f"AutoModelFor{task}").from_config(config), 4)
     model.save_pretrained(folder)
     return model
 
@@ -212,12 +195,8 @@ def made_reranker(folder, kind, template=FLAT, tied=False, negative=True, proces
     written.save_pretrained(folder)
     config, changes = KINDS[kind]
     changes = {**SIZES, **changes, "vocab_size": 256 + len(SPECIAL), "max_position_embeddings": 2048}
-    model = transformers.AutoModelForCausalLM.from_config(config(**changes, tie_word_embeddings=tied)).eval()
-    generator = torch.Generator().manual_seed(6)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    model.save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config(**changes, tie_word_embeddings=tied))
+    randomised(model, 6).save_pretrained(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformer = Transformer(

@@ -1,7 +1,6 @@
 """`encode` against sentence-transformers: tiny models of every module, made and saved here; MiniLM."""
 
 import json
-import os
 import warnings
 
 import numpy as np
@@ -12,7 +11,8 @@ import transformers
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
 from sentence_transformers.util import quantization
-from tiny_tokenizers import TEXTS, write_tokenizer
+from tiny_tokenizers import TEXTS
+from transformers_folders import SIZES, randomised, save_tokenizer
 
 from fastattn import models
 from fastattn.models import quantize_embeddings
@@ -21,23 +21,6 @@ TOLERANCE = 1e-5
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 PRECISIONS = ("int8", "uint8", "binary", "ubinary")
 PROMPTS = {"query": "the dog sat ", "passage": "a tree "}
-SIZES = {
-    "vocab_size": 13,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 64,
-}
-
-
-def randomised(module, seed=0):
-    """Draw every parameter anew, and leave nothing at zero or one."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return module.eval()
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +32,7 @@ def base(tmp_path_factory):
 
 def written(model, folder):
     """The folder of a model, drawn anew, and its tokenizer."""
-    write_tokenizer(folder)
-    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(folder)
     randomised(model).save_pretrained(folder)
     return folder
 
@@ -267,14 +246,8 @@ def test_quantize_embeddings(features, precision):
 
 
 @pytest.fixture(scope="module")
-def minilm():
-    try:
-        folder = example.model_folder()
-    except FileNotFoundError as error:
-        if os.environ.get("FASTATTN_REQUIRE_MODEL") == "1":
-            raise
-        pytest.skip(str(error))
-    return SentenceTransformer(str(folder), device="cpu"), models.load(folder)
+def minilm(minilm_folder):
+    return SentenceTransformer(str(minilm_folder), device="cpu"), models.load(minilm_folder)
 
 
 def test_minilm(minilm, implementation):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch_layers import BATCH, HEADS, LEN_K, LEN_Q, WIDTH, draw, every_dtype, load, masks_of, randomized, t
 
 from fastattn.grad import vjp
 from fastattn.layers import (
@@ -18,9 +19,7 @@ from fastattn.layers import (
     TransformerEncoderLayer,
 )
 
-BATCH, LEN_Q, LEN_K, WIDTH, HEADS = 3, 7, 9, 48, 4
-DTYPES = {"float32": (torch.float32, 1e-5), "float64": (torch.float64, 1e-12)}
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+TOLERANCES = {"float32": 1e-5, "float64": 1e-12}
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*mismatched.*:UserWarning"),
@@ -34,48 +33,11 @@ def _quiet_torch():
     torch.manual_seed(0)
 
 
-def randomized(module, dtype):
-    """`module` in eval mode, without its dropout, with every parameter random."""
-    module = module.to(DTYPES[dtype][0]).eval()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.5))
-    return module
-
-
-def load(layer, module):
-    layer.load_state_dict({name: x.numpy() for name, x in module.state_dict().items()})
-    return layer
-
-
-def draw(rng, *shape, dtype):
-    return rng.standard_normal(shape).astype(dtype)
-
-
-def t(x):
-    return torch.tensor(x)
-
-
-def masks_of(kind, rng, len_q, len_k, dtype):
-    """(attn_mask, key_padding_mask); no row is without any key."""
-    hide = rng.random((len_q, len_k)) < 0.4
-    hide[:, 0] = False
-    padding = np.arange(len_k) >= np.array([len_k, len_k - 4, 2])[:, None]
-    return {
-        "none": (None, None),
-        "bool": (hide, None),
-        "float of heads": (draw(rng, BATCH * HEADS, len_q, len_k, dtype=dtype), None),
-        "padding": (None, padding),
-        "bool, padding": (hide, padding),
-        "float, padding": (draw(rng, len_q, len_k, dtype=dtype), padding),
-    }[kind]
-
-
 def same(ours, theirs, dtype, name):
     assert ours.shape == theirs.shape, name
     assert ours.dtype == theirs.dtype, name
     np.testing.assert_allclose(
-        ours, theirs, rtol=0, atol=DTYPES[dtype][1] * max(1, np.abs(theirs).max()), err_msg=name
+        ours, theirs, rtol=0, atol=TOLERANCES[dtype] * max(1, np.abs(theirs).max()), err_msg=name
     )
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch_layers import BATCH, HEADS, LEN_K, LEN_Q, WIDTH, draw, every_dtype, load, masks_of, randomized, t
 
 from fastattn.layers import (
     FeedForward,
@@ -18,10 +19,7 @@ from fastattn.layers import (
     TransformerEncoderLayer,
 )
 
-BATCH, LEN_Q, LEN_K, WIDTH, HEADS = 3, 7, 9, 48, 4
-
-DTYPES = {"float32": (torch.float32, 2e-5), "float64": (torch.float64, 1e-12)}
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+TOLERANCES = {"float32": 2e-5, "float64": 1e-12}
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*mismatched.*:UserWarning"),
@@ -39,64 +37,13 @@ def _quiet_torch():
     torch.backends.mha.set_fastpath_enabled(True)
 
 
-def randomized(module, dtype):
-    """`module` in eval mode with every parameter random: torch begins some as zeros and ones."""
-    module = module.to(DTYPES[dtype][0]).eval()
-    for parameter in module.parameters():
-        parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.5))
-    return module
-
-
-def load(layer, module):
-    layer.load_state_dict({name: x.numpy() for name, x in module.state_dict().items()})
-    saved = layer.state_dict()
-    assert list(saved) == list(module.state_dict())
-    for name, x in module.state_dict().items():
-        np.testing.assert_array_equal(saved[name], x.numpy(), strict=True)
-    return layer
-
-
-def draw(rng, *shape, dtype="float32"):
-    return rng.standard_normal(shape).astype(dtype)
-
-
 def same(ours, theirs, dtype):
     theirs = theirs.numpy()
     assert ours.shape == theirs.shape
     assert ours.dtype == theirs.dtype
     assert np.isfinite(theirs).all()
-    tolerance = DTYPES[dtype][1] * max(1, abs(theirs).max())
+    tolerance = TOLERANCES[dtype] * max(1, abs(theirs).max())
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
-
-
-def t(x):
-    return None if x is None else torch.tensor(x)
-
-
-def masks_of(kind, rng, len_q, len_k, dtype, heads=HEADS):
-    """(attn_mask, key_padding_mask); no row is without any key."""
-    hide = rng.random((len_q, len_k)) < 0.4
-    hide[:, 0] = False
-    hide_heads = rng.random((BATCH * heads, len_q, len_k)) < 0.4
-    hide_heads[:, :, 0] = False
-    padding = np.arange(len_k) >= np.array([len_k, len_k - 4, 2])[:, None]
-    bias = draw(rng, len_q, len_k, dtype=dtype)
-    return {
-        "none": (None, None),
-        "bool": (hide, None),
-        "bool of heads": (hide_heads, None),
-        "float": (np.where(hide, -np.inf, bias).astype(dtype), None),
-        "float of heads": (draw(rng, BATCH * heads, len_q, len_k, dtype=dtype), None),
-        "padding": (None, padding),
-        "left padding": (None, padding[:, ::-1].copy()),
-        "float padding": (None, np.where(padding, -np.inf, 0.3).astype(dtype)),
-        "bool, padding": (hide, padding),
-        "float, padding": (bias, padding),
-        "float of heads, float padding": (
-            draw(rng, BATCH * heads, len_q, len_k, dtype=dtype),
-            np.where(padding, -np.inf, 0.0).astype(dtype),
-        ),
-    }[kind]
 
 
 MASKS = [
@@ -158,7 +105,7 @@ def test_self_attention(options, mask, dtype, implementation):
     same(out, expected[0], dtype)
     same(weights, expected[1], dtype)
     np.testing.assert_array_equal(ours(x, x, x, **masks), out)
-    np.testing.assert_allclose(ours(x, x.copy(), **masks), out, atol=DTYPES[dtype][1])
+    np.testing.assert_allclose(ours(x, x.copy(), **masks), out, atol=TOLERANCES[dtype])
 
 
 @every_dtype

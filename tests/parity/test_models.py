@@ -1,7 +1,6 @@
 """Models against `transformers`: tiny ones with random weights, made, saved and loaded here; no download."""
 
 import json
-import os
 import warnings
 
 import numpy as np
@@ -482,17 +481,11 @@ def test_what_may_be_drawn(temperature, top_k, top_p):
         np.testing.assert_allclose(got, wanted, atol=1e-6)
 
 
-def test_minilm_hidden_states(implementation):
-    try:
-        folder = example.model_folder()
-    except FileNotFoundError as error:
-        if os.environ.get("FASTATTN_REQUIRE_MODEL") == "1":
-            raise
-        pytest.skip(str(error))
-    model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
-    batch = transformers.AutoTokenizer.from_pretrained(folder)(example.SENTENCES, padding="longest")
+def test_minilm_hidden_states(minilm_folder, implementation):
+    model = transformers.AutoModel.from_pretrained(minilm_folder, attn_implementation="eager").eval()
+    batch = transformers.AutoTokenizer.from_pretrained(minilm_folder)(example.SENTENCES, padding="longest")
     ids, mask = np.array(batch["input_ids"]), np.array(batch["attention_mask"])
-    got = models.load(folder)(ids, mask)
+    got = models.load(minilm_folder)(ids, mask)
     with torch.no_grad():
         expected = model(torch.tensor(ids), torch.tensor(mask)).last_hidden_state.numpy()
     require_close(got, expected, mask)

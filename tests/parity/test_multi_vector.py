@@ -11,48 +11,35 @@ from safetensors.numpy import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-from tiny_tokenizers import TEXTS, write_tokenizer
+from tiny_tokenizers import TEXTS
+from transformers_folders import SIZES, randomised, save_tokenizer
 
 from fastattn import models
 
 TOLERANCE = 1e-5
 LONG = [*TEXTS, "the cat " * 25]
-SIZES = {
-    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "vocab_size": 13, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
-NAMES = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+PADDED = {**SIZES, "pad_token_id": 0}
 KINDS = {
-    "bert": transformers.BertConfig(**SIZES),
-    "xlm-roberta": transformers.XLMRobertaConfig(**SIZES),
+    "bert": transformers.BertConfig(**PADDED),
+    "xlm-roberta": transformers.XLMRobertaConfig(**PADDED),
     "modernbert": transformers.ModernBertConfig(
-        **SIZES, global_attn_every_n_layers=2, local_attention=64, bos_token_id=1, eos_token_id=2,
+        **PADDED, global_attn_every_n_layers=2, local_attention=64, bos_token_id=1, eos_token_id=2,
         cls_token_id=1, sep_token_id=2,
     ),
     "deberta-v2": transformers.DebertaV2Config(
-        **SIZES, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8,
+        **PADDED, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8,
     ),
-    "qwen3": transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8),
+    "qwen3": transformers.Qwen3Config(**PADDED, num_key_value_heads=2, head_dim=8),
 }  # fmt: skip
 
 
 def transformer(folder, kind, mask="tree", markers=()):
     """A random model of that kind, and a tokenizer whose mask is a word of it."""
-    write_tokenizer(folder)
-    names = {**NAMES, "mask_token": mask} if mask else NAMES
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.padding_side = "right"
-    tokenizer.add_tokens(list(markers))
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(folder, markers, padding_side="right", **({"mask_token": mask} if mask else {}))
     config = KINDS[kind]
     config.vocab_size = 13 + len(markers)
     model = transformers.AutoModel.from_config(config)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():  # nothing stays at zero or one
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    model.save_pretrained(folder)
+    randomised(model, 2).save_pretrained(folder)
 
 
 def dense(n_in=48, n_out=16, **options):

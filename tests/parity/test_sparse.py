@@ -4,11 +4,11 @@ import warnings
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
-from tiny_tokenizers import TEXTS, write_tokenizer
+from tiny_tokenizers import TEXTS
+from transformers_folders import DISTIL_SIZES, SIZES, randomised, save_tokenizer
 
 from fastattn import models
 
@@ -21,34 +21,20 @@ KINDS = {
     "camembert": transformers.CamembertConfig,
     "distilbert": transformers.DistilBertConfig,
 }
-DISTIL = {"dim": 48, "hidden_dim": 80, "n_layers": 2, "n_heads": 6}
 
 
 def both(folder, kind="bert", strategy="max", function="relu", **options):
     """Build one model in sentence-transformers, which writes it to the folder, and here."""
-    write_tokenizer(folder)
-    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(folder)
     tied = options.pop("tie_word_embeddings", True)
     sizes = {
-        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
-    }  # fmt: skip
-    sizes = {
-        **(DISTIL if kind == "distilbert" else sizes),
-        "vocab_size": 13,
-        "max_position_embeddings": 64,
+        **(SIZES | DISTIL_SIZES if kind == "distilbert" else SIZES),
         "pad_token_id": 0,
         "layer_norm_eps": 1e-2,  # of which DistilBERT takes no notice
     }
     config = KINDS[kind](**sizes, tie_word_embeddings=tied)
     model = transformers.AutoModelForMaskedLM.from_config(config)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():  # nothing stays at zero or one
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    model.save_pretrained(folder)
+    randomised(model, 2).save_pretrained(folder)
     with warnings.catch_warnings():  # what they have to say is not ours to mend
         warnings.simplefilter("ignore")
         parts = [MLMTransformer(str(folder), max_seq_length=30), SpladePooling(strategy, function)]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch_modules import drawn, split
 from transformers import DebertaV2Config, DeepseekV2Config, Swinv2Config, XLNetConfig
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
@@ -13,30 +14,12 @@ from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
 import fastattn
 from fastattn import functional
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 RNG = np.random.default_rng(0)
 
 
 def normal(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
-
-
-def split(x, heads):
-    """(batch, length, heads * dim) of torch as (batch, heads, length, dim) of NumPy."""
-    return x.detach().numpy().reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
-
-
-def drawn(module):
-    """The module with parameters of a standard deviation of 0.2, ready to compute."""
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return module.eval()
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
 
 
 @pytest.mark.parametrize("terms", [["c2p", "p2c"], ["c2p"], ["p2c"]])
