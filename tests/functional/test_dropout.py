@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from dropped import kept
 from implementations import IMPLEMENTATIONS, forced
-from oracle import assert_same_bits, check, expect, poison, spread_inputs
+from oracle import assert_same_bits, check, expect, garbage_behind_masks, spread_inputs
 
 import fastattn
 from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape, combine

@@ -4,10 +4,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from oracle import assert_close, assert_same_bits, check, expect, poison, spread_inputs
-from shapes import BLOCKS, CASES, DECODE, PREFILL, SHAPES, every_case, every_dtype, every_shape
+from shapes import by_case, by_shape, every_dtype
 
 import fastattn
 from fastattn._bench.cases import DTYPES, Shape, as_dtype
+
+# Many query rows a head, and one; keys over several blocks.
+PREFILL = Shape("prefill", batch=2, heads_q=4, heads_kv=2, len_q=45, len_k=200, head_dim=24)
+DECODE = Shape("decode", batch=2, heads_q=2, heads_kv=2, len_q=1, len_k=1500, head_dim=24)
+every_shape, every_case = by_shape(PREFILL, DECODE), by_case(PREFILL, DECODE)
 
 
 def attention(q, k, v, **arguments):
@@ -315,8 +320,7 @@ def test_scores_of_nothing_but_minus_infinity(shape, dtype, masked, implementati
 
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("way", ["mask", "bias", "row_ranges"])
-@pytest.mark.parametrize(("shape", "dtype"), [*CASES, (DECODE._replace(len_k=4500, len_q=40), "float32")],
-                         ids=lambda x: getattr(x, "name", x))  # fmt: skip
+@by_case(PREFILL, DECODE, more=[(DECODE._replace(len_k=4500, len_q=40), "float32")])
 def test_rows_without_keys_beside_rows_without_finite_scores(shape, dtype, way, with_sinks, implementation):
     """Rows without keys give 0, and rows whose scores are all -inf NaN, wherever their only key lies."""
     shape = shape._replace(len_q=max(shape.len_q, 8))

@@ -5,11 +5,15 @@ import numpy as np
 import pytest
 from implementations import each_isa, forced
 from oracle import check, eps, expect, spread_inputs
-from shapes import BLOCKS, CASES, DECODE, PREFILL, SHAPES, every_case, every_dtype, every_shape
+from shapes import by_case, by_shape, every_dtype
 
 import fastattn
 from fastattn import functional
-from fastattn._bench.cases import DTYPES, Shape, as_dtype
+from fastattn._bench.cases import Shape, as_dtype
+
+PREFILL = Shape("prefill", batch=1, heads_q=4, heads_kv=2, len_q=35, len_k=300, head_dim=32)
+DECODE = Shape("decode", batch=1, heads_q=3, heads_kv=3, len_q=1, len_k=1500, head_dim=32)
+every_shape, every_case = by_shape(PREFILL, DECODE), by_case(PREFILL, DECODE)
 
 
 def attention(q, k, v, **arguments):

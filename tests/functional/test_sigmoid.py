@@ -5,7 +5,7 @@ from math import log
 import naive
 import numpy as np
 import pytest
-from oracle import assert_close, assert_same_bits, eps, poison, spread_inputs
+from oracle import assert_close, assert_same_bits, eps, garbage_behind_masks, spread_inputs
 from shapes import EDGES
 from structures import dense
 

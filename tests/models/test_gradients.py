@@ -24,6 +24,13 @@ def some_ids(rng, *shape):
     return rng.integers(3, VOCAB, shape)  # the first ones are padding in some families
 
 
+def two_sequences(kind, padded, tmp_path):
+    """A model, ids of two sequences, their mask, and the generator that drew them."""
+    rng = np.random.default_rng(0)
+    model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
+    return model, ids, np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]) if padded else None, rng
+
+
 def slopes(model, compute, gradients, rng):
     """(name, gradient, difference quotient) of each tensor, each along a direction of its own."""
     state = model.state_dict()
@@ -56,9 +63,7 @@ def assert_slopes(model, compute, gradients, rng):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", TRAINED)
 def test_encoders(kind, padded, checkpoint, tmp_path, implementation):
-    rng = np.random.default_rng(0)
-    model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
-    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]) if padded else None
+    model, ids, mask, rng = two_sequences(kind, padded, tmp_path)
     hidden, pullback = vjp(model, ids, mask, checkpoint=checkpoint)
     np.testing.assert_array_equal(hidden, model(ids, mask))
     dout = rng.standard_normal(hidden.shape)
@@ -69,9 +74,7 @@ def test_encoders(kind, padded, checkpoint, tmp_path, implementation):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_decoders(kind, padded, tmp_path, implementation):
-    rng = np.random.default_rng(0)
-    model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
-    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]) if padded else None
+    model, ids, mask, rng = two_sequences(kind, padded, tmp_path)
 
     def loss(other):
         logits = other(ids, mask)
@@ -102,9 +105,7 @@ def test_hidden_states_of_decoders(kind, tmp_path, implementation):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_logits_of_decoders(kind, padded, tmp_path, implementation):
-    rng = np.random.default_rng(0)
-    model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
-    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]) if padded else None
+    model, ids, mask, rng = two_sequences(kind, padded, tmp_path)
     logits, pullback = vjp(model, ids, mask)
     np.testing.assert_array_equal(logits, model(ids, mask))
     dout = rng.standard_normal(logits.shape)

@@ -153,6 +153,17 @@ def poison(array, hidden, rng):
     array[..., hidden, :] = garbage.astype(array.dtype)
 
 
+def garbage_behind_masks(len_q, dtype):
+    """(q, clean k and v, k and v with garbage in masked keys, the masks); the first row attends nothing."""
+    rng = np.random.default_rng(1)
+    q, k, v = spread_inputs(Shape("", 1, 2, 2, len_q, 90, 8), dtype, rng)
+    clean = k.copy(), v.copy()
+    hidden = np.arange(90) % 3 == 0
+    poison(k, hidden, rng)
+    poison(v, hidden, rng)
+    return q, clean, (k, v), {"mask": ~hidden, "row_ranges": (0, np.where(np.arange(len_q) == 0, 0, 77))}
+
+
 def assert_same_bits(got, expected):
     """Two lists of arrays are equal to the last bit, also in NaN and -0.0."""
     for a, b in zip(got, expected, strict=True):
