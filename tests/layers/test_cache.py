@@ -16,26 +16,19 @@ from layer_oracle import (
     randomized,
 )
 
+from fastattn import layers
 from fastattn.cache import Caches, DecoderCache, KVCache
-from fastattn.layers import (
-    Rope,
-    Transformer,
-    TransformerDecoder,
-    TransformerDecoderLayer,
-    TransformerEncoder,
-    TransformerEncoderLayer,
-)
 from fastattn.positions import rope_frequencies
 
 MEMORY = draw(BATCH, 8, WIDTH, seed=3)
 PADDING = np.arange(8) >= np.array([8, 5, 1])[:, None]
 
 CROSS = {
-    "rope": {"rope": Rope(rope_frequencies(16))},
+    "rope": {"rope": layers.Rope(rope_frequencies(16))},
     "window": {"window": (3, 2)},
     "alibi": {"alibi_slopes": SLOPES},
     "all": {
-        "rope": Rope(rope_frequencies(16)),
+        "rope": layers.Rope(rope_frequencies(16)),
         "window": (6, 9),
         "alibi_slopes": SLOPES,
         "add_zero_attn": True,
@@ -44,8 +37,8 @@ CROSS = {
 
 
 def decoder(**options):
-    layers = [TransformerDecoderLayer(WIDTH, HEADS, 96, **options) for _ in range(2)]
-    return randomized(TransformerDecoder(layers))
+    parts = [layers.TransformerDecoderLayer(WIDTH, HEADS, 96, **options) for _ in range(2)]
+    return randomized(layers.TransformerDecoder(parts))
 
 
 def close(actual, expected):
@@ -94,7 +87,9 @@ def test_select_takes_the_memory_along(sequences):
 
 @every_stack
 def test_a_stack_selects_and_truncates_in_all_layers(options):
-    stack = randomized(TransformerEncoder([TransformerEncoderLayer(WIDTH, HEADS, 96, **options)] * 2))
+    stack = randomized(
+        layers.TransformerEncoder([layers.TransformerEncoderLayer(WIDTH, HEADS, 96, **options)] * 2)
+    )
     full = stack(X, is_causal=True)
     cache = stack.new_cache()
     stack(X[:, :7], is_causal=True, cache=cache)
@@ -211,14 +206,16 @@ def test_a_token_without_its_length(options):
     layer(X, cache=cache, lengths=[5, 2, 4])
     with pytest.raises(ValueError, match=r"query has shape \(1, 3, 64\); expected \(3, length, 64\)"):
         layer(X[:, 0], cache=cache)
-    stack = randomized(TransformerEncoder([TransformerEncoderLayer(WIDTH, HEADS, 96, attention=options)]))
+    stack = randomized(
+        layers.TransformerEncoder([layers.TransformerEncoderLayer(WIDTH, HEADS, 96, attention=options)])
+    )
     with pytest.raises(ValueError, match=r"TransformerEncoderLayer\(\): src has shape \(1, 3, 64\)"):
         stack(X[:, 0], cache=Caches([cache]))
 
 
 @pytest.mark.parametrize("cache", [{}, True, [KVCache()], DecoderCache(KVCache())], ids=repr)
 def test_what_is_no_cache(cache):
-    layer, one = attention_layer({}), randomized(TransformerEncoderLayer(WIDTH, HEADS, 96))
+    layer, one = attention_layer({}), randomized(layers.TransformerEncoderLayer(WIDTH, HEADS, 96))
     for call in (layer, one):
         with pytest.raises(TypeError, match=r"cache is of type \w+; expected a KVCache"):
             call(X, cache=cache)
@@ -228,7 +225,7 @@ def test_what_is_no_cache(cache):
         with pytest.raises(
             TypeError, match=r"cache is of type \w+; expected a list of KVCache, of new_cache"
         ):
-            TransformerEncoder([one, one])(X, cache=wrong)
+            layers.TransformerEncoder([one, one])(X, cache=wrong)
         with pytest.raises(
             TypeError, match=r"cache is of type \w+; expected a list of DecoderCache, of new_"
         ):
@@ -277,7 +274,7 @@ def test_keys_values_of_16_bits():
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_a_cache_of_a_named_type(name):
-    model = Transformer(WIDTH, HEADS, 1, 1, 96, rng=np.random.default_rng(0))
+    model = layers.Transformer(WIDTH, HEADS, 1, 1, 96, rng=np.random.default_rng(0))
     cache = model.decoder.new_cache(dtype=name)
     model.decoder(X, MEMORY, cache=cache)
     assert cache[0].tokens.append(K, K).k.dtype == ml_dtypes.finfo(name).dtype

@@ -14,29 +14,23 @@ from layer_oracle import (
 from safetensors.numpy import save_file
 
 import fastattn
-from fastattn.layers import (
-    FeedForward,
-    LayerNorm,
-    Linear,
-    MultiHeadAttention,
-    RMSNorm,
-    Transformer,
-    TransformerEncoderLayer,
-)
+from fastattn import layers
 
 
 def every_layer(dtype="float32"):
     heads = {"num_kv_heads": 2, "qk_norm": True, "output_gate": True, "sinks": True, "add_bias_kv": True}
     return [
-        Linear(20, 33, weights_dtype=dtype),
-        LayerNorm(20, weights_dtype=dtype),
-        RMSNorm(20, weights_dtype=dtype),
-        FeedForward(20, 45, weights_dtype=dtype),
-        FeedForward(20, 45, "swiglu", bias=False, weights_dtype=dtype),
-        MultiHeadAttention(36, 4, weights_dtype=dtype, **heads),
-        MultiHeadAttention(36, 4, kdim=20, vdim=7, bias=False, weights_dtype=dtype),
-        TransformerEncoderLayer(36, 4, 40, "geglu", norm="rms_norm", weights_dtype=dtype, attention=heads),
-        Transformer(36, 4, 1, 2, 40, weights_dtype=dtype),
+        layers.Linear(20, 33, weights_dtype=dtype),
+        layers.LayerNorm(20, weights_dtype=dtype),
+        layers.RMSNorm(20, weights_dtype=dtype),
+        layers.FeedForward(20, 45, weights_dtype=dtype),
+        layers.FeedForward(20, 45, "swiglu", bias=False, weights_dtype=dtype),
+        layers.MultiHeadAttention(36, 4, weights_dtype=dtype, **heads),
+        layers.MultiHeadAttention(36, 4, kdim=20, vdim=7, bias=False, weights_dtype=dtype),
+        layers.TransformerEncoderLayer(
+            36, 4, 40, "geglu", norm="rms_norm", weights_dtype=dtype, attention=heads
+        ),
+        layers.Transformer(36, 4, 1, 2, 40, weights_dtype=dtype),
     ]
 
 
@@ -71,8 +65,8 @@ def test_a_state_dict_goes_round(which, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_weights_of_few_bits_are_those_weights(dtype, implementation):
     """A layer of rounded weights computes what a float32 layer of the same values does."""
-    layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 96, weights_dtype=dtype))
-    same = TransformerEncoderLayer(WIDTH, HEADS, 96)
+    layer = randomized(layers.TransformerEncoderLayer(WIDTH, HEADS, 96, weights_dtype=dtype))
+    same = layers.TransformerEncoderLayer(WIDTH, HEADS, 96)
     same.load_state_dict(layer.state_dict())
     x = draw(BATCH, LENGTH, WIDTH)
     # With a dot product of bfloat16 pairs, what a weight meets is rounded to bfloat16, too.
@@ -82,7 +76,7 @@ def test_weights_of_few_bits_are_those_weights(dtype, implementation):
 
 
 def test_weights_dtype_of_a_load_is_for_all_parts():
-    layer = TransformerEncoderLayer(WIDTH, HEADS, 96)
+    layer = layers.TransformerEncoderLayer(WIDTH, HEADS, 96)
     state = randomized(layer).state_dict()
     layer.load_state_dict(state, weights_dtype="float64")
     x = draw(BATCH, LENGTH, WIDTH, dtype=np.float64)
@@ -94,7 +88,7 @@ def test_weights_dtype_of_a_load_is_for_all_parts():
 
 
 def test_weights_are_read_only_panels():
-    layer = randomized(MultiHeadAttention(36, 4))
+    layer = randomized(layers.MultiHeadAttention(36, 4))
     for packed in (layer.all_maps.weight, layer.query_maps.weight, layer.out_proj.packed_weight):
         with pytest.raises(ValueError, match="read-only"):
             packed.panels[...] = 0
@@ -104,7 +98,7 @@ def test_weights_are_read_only_panels():
 
 
 def test_one_error_lists_all_and_changes_nothing():
-    layer = randomized(TransformerEncoderLayer(36, 4, 40))
+    layer = randomized(layers.TransformerEncoderLayer(36, 4, 40))
     before = layer.state_dict()
     state = {name: x + 1 for name, x in before.items()}
     del state["linear1.bias"], state["norm2.weight"]
@@ -131,12 +125,12 @@ def test_one_error_lists_all_and_changes_nothing():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64, ml_dtypes.bfloat16])
 def test_a_safetensors_file(dtype, tmp_path):
-    layer = randomized(TransformerEncoderLayer(36, 4, 40))
+    layer = randomized(layers.TransformerEncoderLayer(36, 4, 40))
     state = {name: x.astype(dtype) for name, x in layer.state_dict().items()}
     save_file(
         {f"model.{name}": x for name, x in state.items()} | {"head": np.ones(3)}, tmp_path / "x.safetensors"
     )
-    other = TransformerEncoderLayer(36, 4, 40)
+    other = layers.TransformerEncoderLayer(36, 4, 40)
     other.load_state_dict(tmp_path / "x.safetensors", prefix="model.")
     for name, x in other.state_dict().items():
         np.testing.assert_array_equal(x, state[name].astype(np.float32))
@@ -151,7 +145,7 @@ def test_a_safetensors_file(dtype, tmp_path):
 
 
 def test_a_file_that_is_not_sound(tmp_path, monkeypatch):
-    layer = Linear(3, 4)
+    layer = layers.Linear(3, 4)
     path = tmp_path / "x.safetensors"
     save_file({"weight": np.ones((4, 3), np.float32), "bias": np.ones(4, np.float32)}, path)
     for size in (0, 5, 40, path.stat().st_size - 1):
@@ -203,7 +197,7 @@ def test_a_generator_draws_the_same_again(which):
         if "weight" in name and x.ndim == 2:
             assert (other[name] != x).mean() > 0.9
             assert np.isfinite(x).all()
-    if kind not in (LayerNorm, RMSNorm):
+    if kind not in (layers.LayerNorm, layers.RMSNorm):
         for what in (layer.state_dict, lambda: layer(np.ones((1, 2, 36), np.float32), np.ones((1, 2, 36)))):
             with pytest.raises((ValueError, TypeError), match=r"has no parameters yet|positional"):
                 what()

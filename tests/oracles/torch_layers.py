@@ -7,6 +7,11 @@ import torch
 BATCH, LEN_Q, LEN_K, WIDTH, HEADS = 3, 7, 9, 48, 4
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+QUIET = [
+    pytest.mark.usefixtures("quiet_torch"),
+    pytest.mark.filterwarnings("ignore:.*mismatched.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*nested.*:UserWarning"),
+]
 
 
 def randomized(module, dtype):

@@ -27,6 +27,15 @@ collect_ignore = [file for file, package in NEEDS.items() if missing(package)]
 
 
 @pytest.fixture
+def quiet_torch():
+    """Torch computes on one thread, and draws from seed 0."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
 def no_gradients():
     """Torch draws from seed 0 and records nothing."""
     import torch

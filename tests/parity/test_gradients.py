@@ -2,35 +2,28 @@
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
-from torch_layers import BATCH, HEADS, LEN_K, LEN_Q, WIDTH, draw, every_dtype, load, masks_of, randomized, t
-
-from fastattn.grad import vjp
-from fastattn.layers import (
-    LayerNorm,
-    Linear,
-    MultiHeadAttention,
-    RMSNorm,
-    Transformer,
-    TransformerDecoder,
-    TransformerDecoderLayer,
-    TransformerEncoder,
-    TransformerEncoderLayer,
+from torch_layers import (
+    BATCH,
+    HEADS,
+    LEN_K,
+    LEN_Q,
+    QUIET,
+    WIDTH,
+    draw,
+    every_dtype,
+    load,
+    masks_of,
+    randomized,
+    t,
 )
+
+from fastattn import layers
+from fastattn.grad import vjp
 
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12}
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*mismatched.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*nested.*:UserWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _quiet_torch():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+pytestmark = QUIET
 
 
 def same(ours, theirs, dtype, name):
@@ -62,8 +55,12 @@ def assert_same(layer, module, dtype, inputs, theirs, ours, counted=True):
 @every_dtype
 def test_linear_and_norms(dtype, implementation):
     x = draw(np.random.default_rng(0), 2, 5, 33, dtype=dtype)
-    for kind, module in ((Linear, nn.Linear), (LayerNorm, nn.LayerNorm), (RMSNorm, nn.RMSNorm)):
-        sizes = (33, 21) if kind is Linear else (33, 1e-3)
+    for kind, module in (
+        (layers.Linear, nn.Linear),
+        (layers.LayerNorm, nn.LayerNorm),
+        (layers.RMSNorm, nn.RMSNorm),
+    ):
+        sizes = (33, 21) if kind is layers.Linear else (33, 1e-3)
         theirs = randomized(module(*sizes), dtype)
         assert_same(load(kind(*sizes, weights_dtype=dtype), theirs), theirs, dtype, [x], {}, {})
 
@@ -77,7 +74,7 @@ def test_linear_and_norms(dtype, implementation):
 )
 def test_attention(options, mask, dtype, implementation):
     module = randomized(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **options), dtype)
-    layer = load(MultiHeadAttention(WIDTH, HEADS, weights_dtype=dtype, **options), module)
+    layer = load(layers.MultiHeadAttention(WIDTH, HEADS, weights_dtype=dtype, **options), module)
     rng = np.random.default_rng(0)
     query = draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
     key = draw(rng, BATCH, LEN_K, layer.kdim or WIDTH, dtype=dtype)
@@ -95,7 +92,7 @@ def test_attention(options, mask, dtype, implementation):
 def test_encoder_layer(norm_first, activation, mask, dtype, implementation):
     options = {"norm_first": norm_first, "activation": activation}
     module = randomized(nn.TransformerEncoderLayer(WIDTH, HEADS, 100, batch_first=True, **options), dtype)
-    layer = load(TransformerEncoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
+    layer = load(layers.TransformerEncoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
     rng = np.random.default_rng(1)
     x = draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
     if mask == "causal":
@@ -114,7 +111,7 @@ def test_encoder_layer(norm_first, activation, mask, dtype, implementation):
 def test_decoder_layer(norm_first, dtype, implementation):
     options = {"norm_first": norm_first, "activation": "gelu"}
     module = randomized(nn.TransformerDecoderLayer(WIDTH, HEADS, 100, batch_first=True, **options), dtype)
-    layer = load(TransformerDecoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
+    layer = load(layers.TransformerDecoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
     rng = np.random.default_rng(2)
     inputs = [draw(rng, BATCH, n, WIDTH, dtype=dtype) for n in (LEN_Q, LEN_K)]
     own, _ = masks_of("bool", rng, LEN_Q, LEN_Q, dtype)
@@ -131,17 +128,17 @@ def test_stacks(checkpoint, dtype, implementation):
         nn.TransformerEncoderLayer(*size, batch_first=True), 2, nn.LayerNorm(WIDTH)
     )
     module = randomized(module, dtype)
-    encoder = TransformerEncoder(
-        [TransformerEncoderLayer(*size, **how) for _ in range(2)], LayerNorm(WIDTH, **how)
+    encoder = layers.TransformerEncoder(
+        [layers.TransformerEncoderLayer(*size, **how) for _ in range(2)], layers.LayerNorm(WIDTH, **how)
     )
     rng = np.random.default_rng(3)
     x, y = (draw(rng, BATCH, n, WIDTH, dtype=dtype) for n in (LEN_K, LEN_Q))
     assert_same(load(encoder, module), module, dtype, [x], {}, {"checkpoint": checkpoint})
 
     module = randomized(nn.TransformerDecoder(nn.TransformerDecoderLayer(*size, batch_first=True), 2), dtype)
-    decoder = TransformerDecoder([TransformerDecoderLayer(*size, **how) for _ in range(2)])
+    decoder = layers.TransformerDecoder([layers.TransformerDecoderLayer(*size, **how) for _ in range(2)])
     assert_same(load(decoder, module), module, dtype, [y, x], {}, {"checkpoint": checkpoint})
 
     module = randomized(nn.Transformer(WIDTH, HEADS, 1, 1, 64, batch_first=True), dtype)
-    both = Transformer(WIDTH, HEADS, 1, 1, 64, **how)
+    both = layers.Transformer(WIDTH, HEADS, 1, 1, 64, **how)
     assert_same(load(both, module), module, dtype, [x, y], {}, {"checkpoint": checkpoint})

@@ -4,33 +4,30 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch_layers import BATCH, HEADS, LEN_K, LEN_Q, WIDTH, draw, every_dtype, load, masks_of, randomized, t
-
-from fastattn.layers import (
-    FeedForward,
-    LayerNorm,
-    Linear,
-    MultiHeadAttention,
-    RMSNorm,
-    Transformer,
-    TransformerDecoder,
-    TransformerDecoderLayer,
-    TransformerEncoder,
-    TransformerEncoderLayer,
+from torch_layers import (
+    BATCH,
+    HEADS,
+    LEN_K,
+    LEN_Q,
+    QUIET,
+    WIDTH,
+    draw,
+    every_dtype,
+    load,
+    masks_of,
+    randomized,
+    t,
 )
+
+from fastattn import layers
 
 TOLERANCES = {"float32": 2e-5, "float64": 1e-12}
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*mismatched.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*nested.*:UserWarning"),
-]
+pytestmark = QUIET
 
 
 @pytest.fixture(autouse=True)
-def _quiet_torch():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def _inference(quiet_torch):
     torch.backends.mha.set_fastpath_enabled(False)  # it computes nothing for padding, and NaN for float masks
     with torch.inference_mode():
         yield
@@ -64,7 +61,7 @@ MODULES = {
 
 def attention_pair(options, dtype, width=WIDTH, heads=HEADS):
     module = randomized(nn.MultiheadAttention(width, heads, batch_first=True, **options), dtype)
-    return load(MultiHeadAttention(width, heads, weights_dtype=dtype, **options), module), module
+    return load(layers.MultiHeadAttention(width, heads, weights_dtype=dtype, **options), module), module
 
 
 @every_dtype
@@ -163,11 +160,11 @@ def test_rows_without_any_key_are_out_projs_bias(implementation):
 def test_linear_and_norms(bias, dtype, implementation):
     x = draw(np.random.default_rng(6), 2, 5, 33, dtype=dtype)
     module = randomized(nn.Linear(33, 21, bias=bias), dtype)
-    same(load(Linear(33, 21, bias, weights_dtype=dtype), module)(x), module(t(x)), dtype)
+    same(load(layers.Linear(33, 21, bias, weights_dtype=dtype), module)(x), module(t(x)), dtype)
     module = randomized(nn.LayerNorm(33, 1e-3, bias=bias), dtype)
-    same(load(LayerNorm(33, 1e-3, bias, weights_dtype=dtype), module)(x), module(t(x)), dtype)
+    same(load(layers.LayerNorm(33, 1e-3, bias, weights_dtype=dtype), module)(x), module(t(x)), dtype)
     module = randomized(nn.RMSNorm(33, 1e-3), dtype)
-    same(load(RMSNorm(33, 1e-3, weights_dtype=dtype), module)(x), module(t(x)), dtype)
+    same(load(layers.RMSNorm(33, 1e-3, weights_dtype=dtype), module)(x), module(t(x)), dtype)
 
 
 FUNCTIONS = {
@@ -188,7 +185,7 @@ def test_feed_forward(activation, bias, dtype, implementation):
     names = ("linear1", "linear2", "linear_gate") if activation in GATED else ("linear1", "linear2")
     parts = {name: nn.Linear(*((50, 24) if name == "linear2" else (24, 50)), bias=bias) for name in names}
     module = randomized(nn.ModuleDict(parts), dtype)
-    ours = load(FeedForward(24, 50, activation, bias, weights_dtype=dtype), module)
+    ours = load(layers.FeedForward(24, 50, activation, bias, weights_dtype=dtype), module)
     x = draw(np.random.default_rng(7), 2, 5, 24, dtype=dtype)
     hidden = module["linear1"](t(x))
     if activation in GATED:
@@ -214,7 +211,7 @@ some_masks = pytest.mark.parametrize("mask", ["none", "bool", "float of heads", 
 def test_encoder_layer(options, mask, dtype, implementation):
     module = nn.TransformerEncoderLayer(WIDTH, HEADS, 100, batch_first=True, **options)
     module = randomized(module, dtype)
-    ours = load(TransformerEncoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
+    ours = load(layers.TransformerEncoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
     rng = np.random.default_rng(8)
     x = draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
     attn_mask, padding = masks_of(mask, rng, LEN_Q, LEN_Q, dtype)
@@ -235,7 +232,7 @@ def test_encoder_layer(options, mask, dtype, implementation):
 def test_decoder_layer(options, mask, memory_mask, dtype, implementation):
     module = nn.TransformerDecoderLayer(WIDTH, HEADS, 100, batch_first=True, **options)
     module = randomized(module, dtype)
-    ours = load(TransformerDecoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
+    ours = load(layers.TransformerDecoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
     rng = np.random.default_rng(9)
     x, memory = draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype), draw(rng, BATCH, LEN_K, WIDTH, dtype=dtype)
     own, own_padding = masks_of(mask, rng, LEN_Q, LEN_Q, dtype)
@@ -258,9 +255,11 @@ def test_stacks(last_norm, norm_first, dtype, implementation):
     layer = nn.TransformerEncoderLayer(*size, batch_first=True, norm_first=norm_first)
     module = nn.TransformerEncoder(layer, 3, nn.LayerNorm(WIDTH) if last_norm else None)
     options = {"norm_first": norm_first, "weights_dtype": dtype}
-    norm = [LayerNorm(WIDTH, weights_dtype=dtype) if last_norm else None for _ in range(2)]
+    norm = [layers.LayerNorm(WIDTH, weights_dtype=dtype) if last_norm else None for _ in range(2)]
     module = randomized(module, dtype)
-    encoder = TransformerEncoder([TransformerEncoderLayer(*size, **options) for _ in range(3)], norm[0])
+    encoder = layers.TransformerEncoder(
+        [layers.TransformerEncoderLayer(*size, **options) for _ in range(3)], norm[0]
+    )
     load(encoder, module)
     rng = np.random.default_rng(10)
     x, y = draw(rng, BATCH, LEN_K, WIDTH, dtype=dtype), draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
@@ -272,7 +271,9 @@ def test_stacks(last_norm, norm_first, dtype, implementation):
 
     layer = nn.TransformerDecoderLayer(*size, batch_first=True, norm_first=norm_first)
     module = randomized(nn.TransformerDecoder(layer, 3, nn.LayerNorm(WIDTH) if last_norm else None), dtype)
-    decoder = TransformerDecoder([TransformerDecoderLayer(*size, **options) for _ in range(3)], norm[1])
+    decoder = layers.TransformerDecoder(
+        [layers.TransformerDecoderLayer(*size, **options) for _ in range(3)], norm[1]
+    )
     load(decoder, module)
     hidden = t(hidden[:LEN_Q, :LEN_Q])
     expected = module(t(y), t(x), tgt_mask=hidden, memory_key_padding_mask=t(padding))
@@ -286,7 +287,7 @@ def test_transformer(options, dtype, implementation):
     """Masks and padding of both sides at once, and then token by token over the caches."""
     module = nn.Transformer(WIDTH, HEADS, 2, 2, 64, batch_first=True, **options)
     module = randomized(module, dtype)
-    ours = load(Transformer(WIDTH, HEADS, 2, 2, 64, weights_dtype=dtype, **options), module)
+    ours = load(layers.Transformer(WIDTH, HEADS, 2, 2, 64, weights_dtype=dtype, **options), module)
     rng = np.random.default_rng(11)
     src, tgt = draw(rng, BATCH, LEN_K, WIDTH, dtype=dtype), draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
     src_mask, src_padding = masks_of("bool, padding", rng, LEN_K, LEN_K, dtype)
@@ -321,21 +322,21 @@ def test_random_weights_are_spread_as_torchs(layer):
     """Each parameter has the deviation and the range of torch's, to a tenth."""
     rng = np.random.default_rng(12)
     ours, theirs = {
-        "linear": (lambda: Linear(64, 96, rng=rng), lambda: nn.Linear(64, 96)),
+        "linear": (lambda: layers.Linear(64, 96, rng=rng), lambda: nn.Linear(64, 96)),
         "attention": (
-            lambda: MultiHeadAttention(64, 4, add_bias_kv=True, rng=rng),
+            lambda: layers.MultiHeadAttention(64, 4, add_bias_kv=True, rng=rng),
             lambda: nn.MultiheadAttention(64, 4, add_bias_kv=True),
         ),
         "separate": (
-            lambda: MultiHeadAttention(64, 4, kdim=20, vdim=100, rng=rng),
+            lambda: layers.MultiHeadAttention(64, 4, kdim=20, vdim=100, rng=rng),
             lambda: nn.MultiheadAttention(64, 4, kdim=20, vdim=100),
         ),
         "encoder": (
-            lambda: TransformerEncoderLayer(64, 4, 200, rng=rng),
+            lambda: layers.TransformerEncoderLayer(64, 4, 200, rng=rng),
             lambda: nn.TransformerEncoderLayer(64, 4, 200),
         ),
         "transformer": (
-            lambda: Transformer(64, 4, 1, 1, 200, rng=rng),
+            lambda: layers.Transformer(64, 4, 1, 1, 200, rng=rng),
             lambda: nn.Transformer(64, 4, 1, 1, 200, batch_first=True),
         ),
     }[layer]
