@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from backward_oracle import assert_gradients
+from backward_oracle import OPTIONAL, assert_gradients
 from oracle import assert_same_bits, poison
 from rowwise_gradients import gradients
 from rowwise_oracle import OPTIONS, inputs, lane, wider
@@ -13,11 +13,6 @@ from fastattn._bench.cases import DTYPES, STRUCTURES, Shape, as_dtype
 from fastattn.grad import vjp
 
 KINDS = ["sparsemax", "entmax15", "top_k", "additive", "talking_heads", "sigmoid"]
-OPTIONAL = {
-    "bias": ("dbias", "dbias_diagonals"),
-    "alibi_slopes": ("dalibi_slopes",),
-    "softcap": ("dsoftcap",),
-}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -17,16 +17,13 @@ def mixing(heads, seed=0):
 
 
 def expected(q, k, v, pre, post, dtype, **arguments):
-    """Modifiers and masks are those of the mixed scores: bias and ALiBi are taken from scores of 0."""
-    softcap, bias, slopes = (arguments.pop(name, None) for name in ("softcap", "bias", "alibi_slopes"))
-    s, _ = oracle.scores(q, k, dtype, **arguments)
-    if pre is not None:
-        s = np.einsum("...hij,hg->...gij", s, pre.astype(dtype))
-    s = s if softcap is None else dtype(softcap) * np.tanh(s / dtype(softcap))
-    arguments.pop("scale", None)
-    zeros = np.zeros(s.shape, dtype)
-    added, attend = oracle.scores(q, k, dtype, lambda *_: zeros, bias=bias, alibi_slopes=slopes, **arguments)
-    s = np.where(attend, s + np.where(attend, added, 0), -np.inf)
+    """Modifiers and masks are those of the mixed scores."""
+
+    def mixed(q, k):
+        s = q @ k
+        return s if pre is None else np.einsum("...hij,hg->...gij", s, pre.astype(dtype))
+
+    s, attend = oracle.scores(q, k, dtype, mixed, **arguments)
     with np.errstate(invalid="ignore"):
         e = np.exp(s - np.where(attend.any(-1), s.max(-1, initial=-np.inf), 0)[..., None])
         probs = np.where(attend, e / np.where(attend.any(-1), e.sum(-1), 1)[..., None], 0)

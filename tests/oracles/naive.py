@@ -20,6 +20,7 @@ def masked_scores(
     q_offset=None,
     row_ranges=None,
     dtype=float,
+    product=np.matmul,
 ):
     """q is (..., heads_q, len_q, head_dim); returns scores, -inf where masked, and who attends whom."""
     work = np.promote_types(dtype, np.float32).type
@@ -44,7 +45,7 @@ def masked_scores(
     if bias is not None:
         attend = attend & (bias != -np.inf)
 
-    scores = q @ k.swapaxes(-1, -2) * work(head_dim**-0.5 if scale is None else scale)
+    scores = product(q, k.swapaxes(-1, -2)) * work(head_dim**-0.5 if scale is None else scale)
     if softcap is not None:
         scores = work(softcap) * np.tanh(scores / work(softcap))
     if bias is not None:

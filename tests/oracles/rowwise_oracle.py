@@ -50,37 +50,12 @@ def softmax(s):
     return e / e.sum()
 
 
-def scores(
-    q,
-    k,
-    dtype,
-    product=None,
-    *,
-    scale=None,
-    softcap=None,
-    bias=None,
-    alibi_slopes=None,
-    q_offset=None,
-    kv_lengths=None,
-    **who,
-):
-    """Scores (..., heads_q, len_q, len_k) in `dtype`, and who attends whom."""
-    group = q.shape[-3] // k.shape[-3]
-    if isinstance(who.get("mask"), Mask):
-        who["mask"] = dense(who["mask"], q, k, kv_lengths, q_offset)
-    attend = naive.attention(q, k, k, bias=bias, q_offset=q_offset, kv_lengths=kv_lengths, **who)[3]
-    s = (product or np.matmul)(q.astype(dtype), np.repeat(k.astype(dtype), group, -3).swapaxes(-1, -2))
-    s = s * dtype(q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        s = dtype(softcap) * np.tanh(s / dtype(softcap))
-    if bias is not None:
-        s = s + bias.astype(dtype)
-    if alibi_slopes is not None:
-        length = k.shape[-2] if kv_lengths is None else np.asarray(kv_lengths)
-        offset = np.asarray(length - q.shape[-2] if q_offset is None else q_offset)
-        distance = offset[..., None, None, None] + np.arange(q.shape[-2])[:, None] - np.arange(k.shape[-2])
-        s = s - alibi_slopes.astype(dtype)[..., None, None] * abs(distance).astype(dtype)
-    return s, np.broadcast_to(attend, s.shape)
+def scores(q, k, dtype, product=np.matmul, **options):
+    """Scores (..., heads_q, len_q, len_k) in `dtype`, -inf where masked, and who attends whom."""
+    if isinstance(options.get("mask"), Mask):
+        where = (options.get(name) for name in ("kv_lengths", "q_offset"))
+        options["mask"] = dense(options["mask"], q, k, *where)
+    return naive.masked_scores(q, k, dtype=dtype, product=product, **options)
 
 
 def weigh(probs, v, attend):
@@ -93,7 +68,7 @@ def weigh(probs, v, attend):
         return np.where(attend[..., None], probs[..., None] * v[..., None, :, :], 0).sum(-2)
 
 
-def rowwise(normalise, q, k, v, dtype=np.float64, product=None, sparse=True, **arguments):
+def rowwise(normalise, q, k, v, dtype=np.float64, product=np.matmul, sparse=True, **arguments):
     """normalise(scores) @ v, and the largest score. If `sparse`, a probability of 0 hides the value."""
     s, attend = scores(q, k, dtype, product, **arguments)
     probs = np.zeros_like(s)
