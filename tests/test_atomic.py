@@ -86,7 +86,7 @@ def bench_json(path, folder, monkeypatch):
 
 def bench_plot(path, folder, monkeypatch):
     pytest.importorskip("matplotlib")
-    row = {"section": "a", "name": "b", "engines": {"fastattn": {"seconds": 1}, "numpy": {"seconds": 2}}}
+    row = {"section": "a", "dtype": "float32", "variant": "plain", "shape": {"name": "b"}, "engines": {}}
     monkeypatch.setattr(plot, "_panel", lambda *args: None)
     monkeypatch.setattr(plot, "_words", lambda *args: None)
     monkeypatch.setattr(plot, "subject", lambda result: "fastattn")
