@@ -160,11 +160,11 @@ def write(folder: Path, config: Json, shapes: dict[str, tuple[int, ...]]) -> Pat
     random = np.random.default_rng(0).standard_normal(_PERIOD, np.float32) * np.float32(_STD)
     bits, one = to_bfloat16_bits(random), to_bfloat16_bits(np.ones(1, np.float32))
     header: Json = {"__metadata__": {"format": "pt"}}  # which transformers asks for
-    place = 0
+    offset = 0
     for name, shape in shapes.items():
-        end = place + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [place, end]}
-        place = end
+        end = offset + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(folder / "model.safetensors", "wb") as file:

@@ -100,8 +100,8 @@ def neighborhood(shape: Shape) -> None:
         ((64, 64), (13, 13), 1), ((64, 64), (7, 7), 1), ((64, 64), (7, 7), 4), ((4096,), (169,), 1),
         ((16, 16, 16), (5, 5, 5), 1),
     ):  # fmt: skip
-        places = int(np.prod(grid))
-        flat = arrays(shape_of(1, shape.heads_q, places, places, 64))
+        tokens = int(np.prod(grid))
+        flat = arrays(shape_of(1, shape.heads_q, tokens, tokens, 64))
         q, k, v = (x.reshape(1, shape.heads_q, *grid, 64) for x in flat)
         took = ratio(
             lambda q=q, k=k, v=v, kernel=kernel, dilation=dilation: functional.neighborhood_attention(
@@ -109,7 +109,7 @@ def neighborhood(shape: Shape) -> None:
             ),
             lambda flat=flat: fastattn.attention(*flat),
         )
-        f = np.prod(kernel) / places
+        f = np.prod(kernel) / tokens
         row(f"grid {grid}, kernel {kernel}, dilation {dilation}", took, f"f {f:.4f}, {took / f:5.2f} of f")
 
 

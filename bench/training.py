@@ -232,8 +232,8 @@ class GradientProblem(AttentionProblem):
         heads_q, heads_kv = s.batch * s.heads_q, s.batch * s.heads_kv
         of_q = ((heads_q - group + np.arange(group))[:, None] * s.len_q + rows).ravel()
         of_k = heads_q * s.len_q + (heads_kv - 1) * s.len_k + keys
-        places = np.concatenate([of_q, of_k, of_k + heads_kv * s.len_k])
-        return places, np.concatenate(
+        indices = np.concatenate([of_q, of_k, of_k + heads_kv * s.len_k])
+        return indices, np.concatenate(
             [dq[0, :, rows].swapaxes(0, 1).reshape(-1, s.head_dim), dk[0, 0, keys], dv[0, 0, keys]]
         )
 

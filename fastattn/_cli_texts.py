@@ -150,23 +150,23 @@ def _csv(file: BinaryIO, column: str) -> Iterator[str]:
     rows = csv.reader((line.decode("utf-8") for line in file), strict=True)
     try:
         names = [name.removeprefix("\ufeff") for name in next(rows, [])]
-        place = _place(column, names)
+        index = _index(column, names)
         for row in filter(None, rows):  # without empty lines
             if len(row) != len(names):
                 raise ValueError(f"{len(row)} fields; expected {len(names)}, as in the first line")
-            yield row[place]
+            yield row[index]
     except csv.Error as error:
         raise ValueError(f"no CSV: {error}") from error
 
 
 def _parquet(file: BinaryIO, column: str) -> Iterator[Any]:
     parquet = parquet_library().ParquetFile(file)
-    _place(column, parquet.schema_arrow.names)
+    _index(column, parquet.schema_arrow.names)
     for batch in parquet.iter_batches(_BLOCK, columns=[column]):
         yield from batch.column(0).to_pylist()
 
 
-def _place(column: str, names: list[str]) -> int:
+def _index(column: str, names: list[str]) -> int:
     """Index of the column with this name."""
     if column not in names:
         there = ", ".join(map(short, names)) or "none"

@@ -153,9 +153,9 @@ def reasons(report: Json, kind: str) -> Iterator[str]:
             if kind in answer:
                 where = f"{row['section'].split(',')[0]} {row['shape']['name']}"
                 found.setdefault(f"{name} {kind}: {answer[kind]}", []).append(where)
-    for reason, places in found.items():
-        more = f" and {len(places) - 2} more" if len(places) > 2 else ""
-        yield from textwrap.wrap(f"{reason} ({'; '.join(places[:2])}{more})", WIDTH)
+    for reason, calls in found.items():
+        more = f" and {len(calls) - 2} more" if len(calls) > 2 else ""
+        yield from textwrap.wrap(f"{reason} ({'; '.join(calls[:2])}{more})", WIDTH)
 
 
 def _failures(report: Json) -> Iterator[str]:

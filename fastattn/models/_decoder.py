@@ -23,9 +23,9 @@ from fastattn.grad._loss import targets_of
 from fastattn.layers._sampling import Sampler
 from fastattn.models import _model
 from fastattn.models._embeddings import token_rows
+from fastattn.models._model import Recorded, pullback_of
 from fastattn.models._parameters import required
 from fastattn.models._text import NO_TOKEN
-from fastattn.models._training import Recorded, pullback_of
 from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
@@ -170,10 +170,10 @@ class Decoder(_model.Model):
             dx, gradients = x.found(), tape.gradients
             gradients.add(self.tokens, embedding(dx, flat, self.vocab_size))
             if self.positions is not None:
-                places = positions
-                if places.size != len(flat):  # those of each sequence
-                    places = np.broadcast_to(positions, (len(lengths), len(positions)))
-                gradients.add(self.positions, embedding(dx, places.reshape(-1), len(self.positions)))
+                rows = positions
+                if rows.size != len(flat):  # those of each sequence
+                    rows = np.broadcast_to(positions, (len(lengths), len(positions)))
+                gradients.add(self.positions, embedding(dx, rows.reshape(-1), len(self.positions)))
 
         return Recorded(tape, out, finish, origin)
 

@@ -44,13 +44,13 @@ class Embeddings:
     scale: float = 1.0  # of the tokens' vectors
     padding: int | None = None  # the id of tokens that have the first position, and that no other counts
 
-    def __call__(self, tokens: Ints, places: Ints, types: Ints | None, dtype: np.dtype[Any]) -> Array:
+    def __call__(self, tokens: Ints, positions: Ints, types: Ints | None, dtype: np.dtype[Any]) -> Array:
         """The vectors (n, features) of tokens, all arrays (n,); the first type where there are no `types`."""
         x = token_rows(self.tokens, tokens, dtype)
         if self.scale != 1:
             x *= np.asarray(self.scale, dtype)
         if self.positions is not None:
-            x += self.positions[self._counted(tokens, places)]
+            x += self.positions[self._counted(tokens, positions)]
         elif self.types is not None:
             x += self.types[0]
         if types is not None and self.types is not None:
@@ -58,7 +58,7 @@ class Embeddings:
         return x
 
     def add_gradients(
-        self, gradients: Gradients, dx: Array, tokens: Ints, places: Ints, types: Ints | None
+        self, gradients: Gradients, dx: Array, tokens: Ints, positions: Ints, types: Ints | None
     ) -> None:
         """Add the gradients of the tables, for dx, the gradient of the result."""
 
@@ -67,25 +67,25 @@ class Embeddings:
 
         add(self.tokens, tokens, dx if self.scale == 1 else dx * np.asarray(self.scale, dx.dtype))
         if self.positions is not None:
-            add(self.positions, self._counted(tokens, places))
+            add(self.positions, self._counted(tokens, positions))
         if self.types is not None:
             add(self.types, np.zeros_like(tokens) if types is None else types)
 
-    def _counted(self, tokens: Ints, places: Ints) -> Ints:
+    def _counted(self, tokens: Ints, positions: Ints) -> Ints:
         """The rows of `positions`, as RoBERTa counts: a text may hold the padding token."""
         if self.padding is None:
-            return places
+            return positions
         is_padding = tokens == self.padding
         if not is_padding.any():
-            return places + 1
+            return positions + 1
         before: Ints = np.cumsum(is_padding) - is_padding  # of all sequences
-        before -= np.maximum.accumulate(np.where(places == 0, before, 0))  # of its own
-        return np.where(is_padding, 0, places + 1 - before)
+        before -= np.maximum.accumulate(np.where(positions == 0, before, 0))  # of its own
+        return np.where(is_padding, 0, positions + 1 - before)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketBiases:
-    """A table of biases for each head, as `Places.biases` makes them for any length; see `t5_buckets`."""
+    """A table of biases for each head, by buckets of distances: see `t5_buckets`."""
 
     table: Array  # (buckets, heads), lane type
     max_distance: int  # from which on all distances share a bucket
@@ -113,7 +113,7 @@ class BucketBiases:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class SequenceRules:
     """Windows, rotations and biases of an encoder's blocks, for sequences of any lengths."""
 
     windows: tuple[Window, ...] = (None,)  # of which each attention has one: see `model_program`
@@ -130,9 +130,9 @@ class Places:
         """
         batch, longest = len(lengths), int(lengths.max(initial=0))
         begins: Ints = np.append(0, np.cumsum(lengths))
-        places: Ints = np.arange(begins[-1]) - np.repeat(begins[:-1], lengths)
+        positions: Ints = np.arange(begins[-1]) - np.repeat(begins[:-1], lengths)
         ragged = attended is not None or begins[-1] != batch * longest
-        own = places if ragged else places[:longest]  # of one length, each has the places of the first
+        own = positions if ragged else positions[:longest]  # of one length: those of the first
         ends = np.repeat(lengths, lengths) if ragged else longest
         shared: list[key_ranges.Range] = []
         if attended is not None:
@@ -144,7 +144,7 @@ class Places:
             ranges.append(key_ranges.intersect(parts + shared, ends))
         rotations = tuple(self._rotation(each, own, lengths, dtype) for each in self.frequencies)
         biases = () if self.biases is None else self.biases(longest)
-        return Sequences(batch, tuple(ranges), rotations, None, begins if ragged else None, biases), places
+        return Sequences(batch, tuple(ranges), rotations, None, begins if ragged else None, biases), positions
 
     def add_gradients(self, gradients: Gradients, call: Sequences) -> None:
         """Add the gradient of the table of biases, if `gradients` has that of the call's biases."""
@@ -152,15 +152,15 @@ class Places:
             self.biases.add_gradients(gradients, call.biases)
 
     def _rotation(
-        self, frequencies: Frequencies, places: Ints, lengths: Ints, dtype: np.dtype[Any]
+        self, frequencies: Frequencies, positions: Ints, lengths: Ints, dtype: np.dtype[Any]
     ) -> tuple[Array, Array]:
-        """cos and sin (1, n, pairs) of `places` (n,)."""
+        """cos and sin (1, n, pairs) of `positions` (n,)."""
         lane = lane_dtype(dtype)
         if isinstance(frequencies, RopeFrequencies):
-            cos, sin = rope_tables(places, frequencies, lane)
+            cos, sin = rope_tables(positions, frequencies, lane)
             return cos[None], sin[None]
         # By its own length, so that its bits do not depend on other sequences.
-        alone = lengths.tolist() if len(places) == lengths.sum() else [len(places)]
+        alone = lengths.tolist() if len(positions) == lengths.sum() else [len(positions)]
         tables = [rope_tables(np.arange(n), frequencies(seq_len=n), lane) for n in alone or [0]]
         cos, sin = (np.concatenate(parts)[None] for parts in zip(*tables, strict=True))
         return cos, sin

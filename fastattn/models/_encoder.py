@@ -26,9 +26,9 @@ from fastattn.models._encode_calls import (
     one_or_several,
     watched,
 )
+from fastattn.models._model import Recorded, pullback_of
 from fastattn.models._parameters import required
 from fastattn.models._text import strings
-from fastattn.models._training import Recorded, pullback_of
 from fastattn.models._vectors import PRECISIONS, RANGED, quantize_embeddings, similarities, single_vector
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Bools, Ints
     from fastattn.grad import Pullback
-    from fastattn.models._embeddings import Embeddings, Places
+    from fastattn.models._embeddings import Embeddings, SequenceRules
     from fastattn.models._sentences import Sentences
     from fastattn.models._text import Text
 
@@ -53,7 +53,7 @@ class Encoder(_model.Model):
     sentences: Sentences
     max_length: int | None  # tokens of a sequence
     embeddings: Embeddings
-    places: Places
+    sequence_rules: SequenceRules
 
     def __call__(
         self,
@@ -107,13 +107,13 @@ class Encoder(_model.Model):
         if not self.program.has_gradients:
             raise NotImplementedError(f"{func}(): models of type {self.model_type} have no gradients yet")
         origin, checkpoint = required(func, self.origin), flag(func, "checkpoint", checkpoint)
-        sequences, places = self.places(lengths, self.dtype, None)
-        tape, x = Tape(drops=drops), Value(self.embeddings(tokens, places, types, self.dtype))
+        sequences, positions = self.sequence_rules(lengths, self.dtype, None)
+        tape, x = Tape(drops=drops), Value(self.embeddings(tokens, positions, types, self.dtype))
         out = self.program.on(tape, x, sequences, checkpoint)
 
         def finish() -> None:
-            self.embeddings.add_gradients(tape.gradients, x.found(), tokens, places, types)
-            self.places.add_gradients(tape.gradients, sequences)
+            self.embeddings.add_gradients(tape.gradients, x.found(), tokens, positions, types)
+            self.sequence_rules.add_gradients(tape.gradients, sequences)
 
         return Recorded(tape, out, finish, origin)
 
@@ -163,8 +163,8 @@ class Encoder(_model.Model):
 
     def _rows(self, tokens: Ints, lengths: Ints, types: Ints | None, attended: Ints | None = None) -> Array:
         """Hidden states (tokens, hidden_size) of sequences of `lengths` end to end."""
-        sequences, places = self.places(lengths, self.dtype, attended)
-        return self.program.run(self.embeddings(tokens, places, types, self.dtype), sequences)
+        sequences, positions = self.sequence_rules(lengths, self.dtype, attended)
+        return self.program.run(self.embeddings(tokens, positions, types, self.dtype), sequences)
 
     @property
     def prompts(self) -> dict[str, str]:

@@ -213,8 +213,8 @@ def _numbers(config: Config, name: str) -> tuple[float, ...]:
 def _part(image: Array, size: Shape, rows: slice, columns: slice, resample: int) -> Array:
     """`rows` and `columns` of the uint8 `image` (height, width, 3) enlarged to `size`, (height, width)."""
     if resample == _NEAREST:
-        places = (_nearest(*each) for each in zip(image.shape, size, (rows, columns), strict=False))
-        return image[np.ix_(*places)]
+        indices = (_nearest(*each) for each in zip(image.shape, size, (rows, columns), strict=False))
+        return image[np.ix_(*indices)]
     begins, weights = _weights(image.shape[0], size[0], rows, resample)
     first, last = begins.min(), (begins + weights.shape[1]).max()
     # Pillow rounds to integers between the passes, the first of which is along rows where it enlarges.
@@ -249,8 +249,8 @@ def _summed(image: Array, begins: Ints, weights: Ints) -> Array:
     """Weighted sums of pixels side by side: (rows, n, 3) of an image (rows, old, 3)."""
     total = np.full((len(image), len(begins), image.shape[2]), 1 << _BITS - 1, np.int32)
     for i in range(weights.shape[1]):
-        places = np.minimum(begins + i, image.shape[1] - 1)  # after the end, weights are 0
-        total += image[:, places] * weights[:, i, None].astype(np.int32)
+        columns = np.minimum(begins + i, image.shape[1] - 1)  # after the end, weights are 0
+        total += image[:, columns] * weights[:, i, None].astype(np.int32)
     return (total >> _BITS).clip(0, 255).astype(np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Base of encoders and decoders: their properties, and batches of sequences of any lengths."""
+"""Base of encoders and decoders: their properties, batches of sequences of any lengths, and gradients."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.errors import wrong_shape
+from fastattn._args.ops import like, rows
 from fastattn._args.values import as_array, integers
+from fastattn.grad import Pullback
 from fastattn.models._parameters import required
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import ArrayLike
     from typing_extensions import Self
 
     from fastattn._args.types import Array, Bools, Ints, Rounding, Shape
     from fastattn._engine.program import Program
+    from fastattn._engine.tape import Tape
+    from fastattn._engine.values import Value
     from fastattn.models._parameters import Origin, Precision
     from fastattn.models._text import Text
 
@@ -116,12 +120,48 @@ class Model(Fixed):
         return tokens, lengths, mask
 
 
-def unpacked(rows: Array, mask: Bools | None, shape: Shape) -> Array:
-    """rows (n, features) of the tokens that count, `mask` (batch, length), in `shape`; 0 at the others."""
+@dataclass(slots=True, eq=False)
+class Recorded:
+    """A forward pass on a tape, of the tokens that count, end to end."""
+
+    tape: Tape
+    out: Value  # hidden states (tokens, hidden_size)
+    finish: Callable[[], None]  # adds the gradients of what made the program's input
+    origin: Origin
+
+    def gradients(self, dout: Array) -> dict[str, Array]:
+        """Gradients of the tensors, from the gradient of `out`."""
+        self.tape.pull(self.out, dout)
+        self.finish()
+        return self.origin.parameters.gradients(self.tape.gradients)
+
+
+def pullback_of(func: str, recorded: Recorded, mask: Bools | None, shape: Shape) -> Pullback:
+    """Map from the gradient of a result of `shape` to those of a model's tensors, by their names.
+
+    It does not read its argument where a token does not count.
+    """
+    name, dtype = f"pullback of {func}", recorded.out.array.dtype
+
+    def check(dout: ArrayLike) -> tuple[Array]:
+        array = like(name, "dout", dout, shape, dtype, "the result")
+        if array is None:
+            raise TypeError(f"{name}(): dout is None; expected an array")
+        return (array,)
+
+    def back(dout: Array) -> dict[str, Array]:
+        return recorded.gradients(rows(dout) if mask is None else dout[mask])
+
+    check.__qualname__ = name  # for Python's own errors
+    return Pullback(name, check, back)
+
+
+def unpacked(counted: Array, mask: Bools | None, shape: Shape) -> Array:
+    """Rows (n, features) of the tokens that count, `mask` (batch, length), in `shape`; 0 at the others."""
     if mask is None:
-        return rows.reshape(shape)
-    out = np.zeros(shape, rows.dtype)
-    out[mask] = rows
+        return counted.reshape(shape)
+    out = np.zeros(shape, counted.dtype)
+    out[mask] = counted
     return out
 
 

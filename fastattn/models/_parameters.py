@@ -273,6 +273,44 @@ class Origin(NamedTuple):
         return {name: np.array(array, order="C") for name, array in arrays.items()}
 
 
+class TunedModel:
+    """A model whose tensors change while it is trained: from the first change on, in place.
+
+    `current` computes with the tensors as they are, and must be passed on to nobody: see `snapshot`.
+    """
+
+    def __init__(self, model: Any):
+        self.current = model
+        self.tensors: dict[str, Array] = model.state_dict()  # and arrays of others, which `put` was given
+        self._own: set[int] = set()  # ids of parameters that are nobody else's
+
+    def maps(self) -> set[str]:
+        """The names of the weights of linear maps, without a table of tokens that is the output layer."""
+        names: set[str] = self.current.origin.parameters.maps(getattr(self.current, "tokens", None))
+        return names
+
+    def put(self, tensors: Mapping[str, Array]) -> None:
+        """Take over `tensors`, which may change until the next call.
+
+        If they cannot be stored, or something else fails, the model is unusable until the next call.
+        """
+        self.tensors |= tensors
+        origin: Origin = self.current.origin
+        held = Tensors.of_state(self.tensors, origin.precision.weights)
+        new = origin.parameters.again(held, tensors.keys(), self._own)
+        if new:
+            self.current = origin.with_parameters(self.current, new, None)
+            self._own |= {id(made.parameter) for made in new.values()}
+
+    def snapshot(self, changing: Collection[str]) -> Any:
+        """The model as it is now, which stays so; it has copies of the tensors that are `changing`."""
+        if self._own:
+            state = {name: x.copy() if name in changing else x for name, x in self.tensors.items()}
+            self.current = self.current.origin.with_parameters(self.current, {}, state)
+            self._own.clear()
+        return self.current
+
+
 def required(func: str, origin: Origin | None) -> Origin:
     """`origin`, which models have that `load` made."""
     if origin is None:

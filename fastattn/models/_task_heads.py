@@ -194,12 +194,12 @@ def _activation(folder: Path, config: Config, num_labels: int) -> str:
     """Name of the activation of logits: sentence-transformers has had three places for it."""
     settings = Config(folder / "config_sentence_transformers.json", optional=True)
     inner = config.get("sentence_transformers", dict, {})
-    places = (
+    keys = (
         (settings.path, "activation_fn", settings.values),
         (config.path, "activation_fn", inner),
         (config.path, "sbert_ce_default_activation_function", config.values),
     )
-    for path, key, values in places:
+    for path, key, values in keys:
         said = values.get(key)
         if said is not None:
             name = said.rpartition(".")[2] if isinstance(said, str) else ""

@@ -196,20 +196,20 @@ def _single(path: Path, stack: ExitStack) -> dict[str, TensorFile]:
 
 
 def _indexed(path: Path, stack: ExitStack) -> dict[str, TensorFile]:
-    places = read_json(path).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+    file_of = read_json(path).get("weight_map")
+    if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
         raise ModelError(f"{path}: 'weight_map' is no table of file names")
     files: dict[str, TensorFile] = {}
-    for file in sorted(set(places.values())):
+    for file in sorted(set(file_of.values())):
         if not is_name(file):
             raise ModelError(f"{path}: 'weight_map' has {short(file)}; expected a file beside it")
         files[file] = _opened(path.parent / file, stack)
     held = {file: set(handle.names) for file, handle in files.items()}
-    absent = sorted(name for name, file in places.items() if name not in held[file])
+    absent = sorted(name for name, file in file_of.items() if name not in held[file])
     if absent:
         name = absent[0]
-        raise ModelError(f"{path}: {name!r} is to be in {places[name]}, and is not there")
-    return {name: files[file] for name, file in places.items()}
+        raise ModelError(f"{path}: {name!r} is to be in {file_of[name]}, and is not there")
+    return {name: files[file] for name, file in file_of.items()}
 
 
 def _opened(path: Path, stack: ExitStack) -> TensorFile:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Activation, Array, Ints
     from fastattn._engine.program import Program
     from fastattn.layers._block import Norm, Projection
-    from fastattn.models._embeddings import Places
+    from fastattn.models._embeddings import SequenceRules
     from fastattn.models._encode_calls import Call
     from fastattn.models._images import Images
 
@@ -99,7 +99,7 @@ class Vision:
     token: Array | None  # the class token's row, before all others
     positions: Array  # (patches, hidden), added to the others
     program: Program
-    places: Places
+    sequence_rules: SequenceRules
     head: ClassToken | Probe
 
     @property
@@ -119,7 +119,7 @@ class Vision:
         np.add(found, self.positions, out=x[:, before:])
         if self.token is not None:
             x[:, 0] = self.token
-        sequences, _ = self.places(np.full(n, self.length), dtype)
+        sequences, _ = self.sequence_rules(np.full(n, self.length), dtype)
         rows = self.program.run(x.reshape(n * self.length, -1), sequences)
         return self.head(rows.reshape(x.shape))
 

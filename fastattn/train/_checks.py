@@ -63,9 +63,9 @@ def plain(func: str, parameters: Any) -> dict[str, Array]:
 
 def require_apart(func: str, argument: str, arrays: Mapping[str, Array]) -> None:
     """Raise if two of `arrays`, which are the `argument`, share memory."""
-    places = ((*_bounds(x), name) for name, x in arrays.items() if x.size)
+    extents = ((*_bounds(x), name) for name, x in arrays.items() if x.size)
     earlier: list[tuple[int, str]] = []  # where they end
-    for begin, end, name in sorted(places, key=itemgetter(0)):
+    for begin, end, name in sorted(extents, key=itemgetter(0)):
         earlier = [(last, other) for last, other in earlier if last > begin]
         for _, other in earlier:
             if np.shares_memory(arrays[other], arrays[name]):  # or the one stands in gaps of the other

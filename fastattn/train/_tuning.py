@@ -24,7 +24,7 @@ from fastattn.layers._files import opened
 from fastattn.layers._state import Parameter, _checked, constant
 from fastattn.models import Decoder, Encoder
 from fastattn.models._model import pad
-from fastattn.models._training import TunedModel
+from fastattn.models._parameters import TunedModel
 from fastattn.train import _files
 from fastattn.train._checks import matching
 from fastattn.train._interrupts import interrupts_wait

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints
 
 
-def _at(place: int) -> Callable[[Array, Array], Array]:
+def _at(row: int) -> Callable[[Array, Array], Array]:
     def back(tokens: Array, dvector: Array) -> Array:
         dtokens = np.zeros_like(tokens)
-        dtokens[place] = dvector
+        dtokens[row] = dvector
         return dtokens
 
     return back

@@ -17,7 +17,7 @@ from fastattn import ops
 from fastattn._args.ops import integer_activations
 from fastattn.layers._block import Projection, model_program
 from fastattn.models._blocks import BlockNames, Blocks
-from fastattn.models._embeddings import Places
+from fastattn.models._embeddings import SequenceRules
 from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import EncoderNames, read_encoder
 from fastattn.models._files import ModelError, require
@@ -210,7 +210,7 @@ def _vision(blocks: Blocks, config: Config, is_clip: bool) -> Vision:
         token=token,
         positions=source.vector(_POSITIONS, begin=int(is_clip), dtype=precision.dtype),
         program=program,
-        places=Places(windows),
+        sequence_rules=SequenceRules(windows),
         head=head,
     )
 

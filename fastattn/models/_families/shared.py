@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fastattn._engine.program import OUT, LinearStep, NormStep, X, build
 from fastattn.layers._block import model_program
 from fastattn.models._decoder import Decoder
-from fastattn.models._embeddings import Embeddings, Places
+from fastattn.models._embeddings import Embeddings, SequenceRules
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, stop_ids
 from fastattn.models._sentences import Sentences
@@ -71,8 +71,8 @@ def read_encoder(
 
     Positions are a table of `positions` rows, or rotary with what `frequencies` returns. Of a table, those
     from `first` on are counted: the one before is padding's, as is the token of that id. Texts are then cut
-    at `longest`. `biases` makes those of `Places`, of more tensors, whose shapes are `others`. Of texts, the
-    folder says what is done with them, unless `sentences` do.
+    at `longest`. `biases` makes those of `SequenceRules`, of more tensors, whose shapes are `others`. Where
+    there are no `sentences`, the folder says what is done with texts.
     """
     source = blocks.source
     config, precision = source.config, source.precision
@@ -107,9 +107,9 @@ def read_encoder(
     types_table = None
     if names.types in tables:
         types_table = source.vector(f"{names.types}.weight", dtype=precision.dtype)
-    places = None
+    table = None
     if names.positions is not None:
-        places = source.vector(
+        table = source.vector(
             f"{names.positions}.weight",
             begin=max(first - 1, 0),
             added=None if types_table is None else f"{names.types}.weight",
@@ -125,15 +125,17 @@ def read_encoder(
         program=program,
         precision=precision,
         text=Text(source.folder, longest, vocab),
-        max_length=None if places is None else longest,
+        max_length=None if table is None else longest,
         embeddings=Embeddings(
             source.table(f"{names.tokens}.weight"),
             types_table,
-            places,
+            table,
             token_scale,
             padding=first - 1 if first else None,
         ),
-        places=Places(all_windows, causal, rotary, biases=None if biases is None else biases()),
+        sequence_rules=SequenceRules(
+            all_windows, causal, rotary, biases=None if biases is None else biases()
+        ),
         sentences=sentences or Sentences.of(source.folder, blocks.hidden, precision.dtype),
         origin=source.origin(),
     )
