@@ -1,4 +1,4 @@
-"""Which engines, suites and problems ``pytest bench/`` times."""
+"""Options of ``pytest bench/``: which engines, suites and problems it times."""
 
 import sys
 from pathlib import Path

@@ -52,7 +52,7 @@ COUNT = 512
 
 
 class TextShape(NamedTuple):
-    """How many texts, and in which order."""
+    """Number of texts, and their order."""
 
     name: str
     order: str
@@ -168,12 +168,12 @@ def file(problem: TextProblem, name: str) -> Path:
 
 
 def _onnx(problem: TextProblem, path: Path) -> None:
-    """As torch exports it; a mask is padding."""
+    """Graph that torch exports; a mask is padding."""
     bert_exported(problem.folder(), path, INPUTS, "last_hidden_state")
 
 
 def _onnx_optimised(problem: TextProblem, path: Path) -> None:
-    """After onnxruntime's BERT optimiser."""
+    """Graph after onnxruntime's BERT optimiser."""
     config = files.read_config(problem.folder())
     graph = file(problem, "onnx/model.onnx").read_bytes()
     path.write_bytes(bert_optimised(graph, config["num_attention_heads"], config["hidden_size"]))
@@ -189,7 +189,7 @@ def _onnx_int8(source: str) -> Callable[[TextProblem, Path], None]:
 
 
 def _openvino(problem: TextProblem, path: Path) -> None:
-    """As OpenVINO reads torch's model."""
+    """Graph that OpenVINO reads of torch's model."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     openvino, torch = import_module("openvino"), import_module("torch")
     kind = import_module("transformers").BertModel
@@ -200,7 +200,7 @@ def _openvino(problem: TextProblem, path: Path) -> None:
 
 
 def _openvino_int8(problem: TextProblem, path: Path) -> None:
-    """After NNCF's quantisation, whose ranges are those of other texts."""
+    """Graph after NNCF's quantisation, whose ranges are those of other texts."""
     model = import_module("openvino").Core().read_model(file(problem, "openvino/openvino_model.xml"))
     ids = [np.array([row]) for row in texts.encode(problem.folder(), problem.others(CALIBRATION))]
     feeds = [dict(zip(INPUTS, (row, row**0, row * 0), strict=True)) for row in ids]
@@ -245,7 +245,7 @@ def _sizes(problem: TextProblem, *sizes: int) -> tuple[int, ...]:
 
 
 def _batches(folder: Path, given: list[str], size: int) -> Iterator[tuple[list[int], list[list[int]]]]:
-    """Which texts, and their ids; the longest come first, as in sentence-transformers."""
+    """Batches of texts, and their ids; the longest come first, as in sentence-transformers."""
     ids = texts.encode(folder, given)
     order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     for start in range(0, len(order), size):
@@ -437,7 +437,7 @@ def fastembed(problem: TextProblem, threads: int) -> dict[str, Way]:
 
 
 def sentence_transformers(problem: TextProblem, threads: int) -> dict[str, Way]:
-    """On torch; in int8 by torch's dynamic quantisation."""
+    """Encoder on torch; in int8 by torch's dynamic quantisation."""
     if problem.dtype == "int8" and problem.rest == "bfloat16":
         raise Unsupported("quantises a model in float32")
 
@@ -513,7 +513,7 @@ def _own(problem: TextProblem, backend: str) -> Way:
 
 
 def _numpy(problem: TextProblem, threads: int) -> Way:
-    """By definition, in float32; equal lengths together."""
+    """Encoder by its definition, in float32; equal lengths together."""
     folder, chosen = problem.folder(), problem.texts()
     if problem.dtype != "float32":
         raise Unsupported("computes in float32")

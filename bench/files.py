@@ -58,7 +58,7 @@ _STD = 0.02
 
 
 def has_minilm() -> bool:
-    """Whether its package is installed; it is not imported."""
+    """Tell whether its package is installed; it is not imported."""
     return find_spec(MINILM_PACKAGE) is not None
 
 

@@ -70,7 +70,7 @@ class LayerProblem(WeightProblem):
         return plain.rope_tables(self.shape.length, self.shape.width // self.shape.heads, 1e4, np.float32)
 
     def weights(self) -> dict[str, Array]:
-        """By the names that torch gives them; in float32, but with values that `dtype` holds exactly."""
+        """Arrays by torch's names; in float32, but with values that `dtype` holds exactly."""
         rng = self.rng(2)
         d, inner, kind = self.shape.width, self.shape.inner, self.shape.kind
 
@@ -553,7 +553,7 @@ def _layer(problem: LayerProblem, x: Array, weights: dict[str, Array]) -> Any:
 
 
 def _numpy(problem: LayerProblem, threads: int) -> Way:
-    """By definition, in float32; a step keeps its keys and values."""
+    """Layer by its definition, in float32; a step keeps its keys and values."""
     shape, x, memory, tables = problem.shape, problem.x(), problem.memory(), problem.tables
     weights = problem.weights()
     if shape.kind == "step":

@@ -66,7 +66,7 @@ class ModelProblem(WeightProblem):
     scratch: str = ""  # folder for the files that the bench writes
 
     def folder(self) -> Path:
-        """Where config.json and model.safetensors are; they are written if they do not exist."""
+        """Folder of config.json and model.safetensors; they are written if they do not exist."""
         if self.shape.kind == "minilm":
             return files.minilm(Path(self.scratch))
         return files.llama(Path(self.scratch), self.shape.layers, self.shape.vocab)
@@ -100,7 +100,7 @@ class ModelProblem(WeightProblem):
 
     @property
     def weights(self) -> int:
-        """How many weights the linear maps have that a token passes, a decoder's output layer included."""
+        """Number of weights of the linear maps that a token passes, a decoder's output layer included."""
         config = self.config()
         hidden, inner = config["hidden_size"], config["intermediate_size"]
         if self.shape.kind == "minilm":
@@ -351,7 +351,7 @@ def _generating(model: Any, prompt: Array) -> Any:
 
 
 def _numpy(problem: ModelProblem, threads: int) -> Way:
-    """By definition, in float32."""
+    """Model by its definition, in float32."""
     if problem.shape.kind == "llama":
         raise Unsupported("is written without a cache of keys and values")
     ids, config = problem.ids(), problem.config()

@@ -41,7 +41,7 @@ class NormaliserProblem(AttentionProblem):
         return [(rng.standard_normal(shape) / shape[1] ** 0.5).astype(self.dtype) for shape in shapes]
 
     def dense(self, q: Array, k: Array, v: Array, matrices: list[Array]) -> Array:
-        """By definition, in NumPy: all scores at a time, in the arrays' dtype."""
+        """Definition in NumPy: all scores at a time, in the arrays' dtype."""
         if self.variant == "additive":
             scores = np.einsum("bhijd,hd->bhij", np.tanh(q[..., None, :] + k[..., None, :, :]), matrices[0])
         else:

@@ -212,7 +212,7 @@ def docstrings() -> dict[str, str]:
 
 
 def retrieval(options: argparse.Namespace) -> None:
-    """How often the right document comes first, and among ten; mean reciprocal rank; how many of ten stay."""
+    """Print shares of right documents first and among ten, mean reciprocal rank, how many of ten stay."""
     pairs = docstrings()
     exact, lines = None, []
     for model in loaded(options.folder):
@@ -232,7 +232,7 @@ def retrieval(options: argparse.Namespace) -> None:
 
 
 def nearest(vectors: np.ndarray) -> np.ndarray:
-    """Which of the other vectors is nearest to each."""
+    """Index of the nearest other vector of each."""
     cosines = vectors @ vectors.T
     np.fill_diagonal(cosines, -2)
     return cosines.argmax(axis=1)

@@ -58,7 +58,7 @@ class RecurrentProblem(AttentionProblem):
         return self.rng(2).standard_normal((s.batch, s.heads_q, s.head_dim, s.head_dim)).astype(self.dtype)
 
     def recurrence(self, dtype: Any, batch: slice = slice(None), heads: slice = slice(None)) -> Array:
-        """By definition, in NumPy: token by token."""
+        """Definition in NumPy: token by token."""
         at = (batch, heads)
         q, k, v = (x[at].astype(dtype) for x in self.arrays())
         scale = dtype(self.shape.head_dim**-0.5)

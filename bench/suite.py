@@ -48,7 +48,7 @@ def flops(shape: Shape) -> float:
 
 
 def scores(shape: Shape) -> int:
-    """How many pairs of a query and a key there are, over all heads."""
+    """Number of pairs of a query and a key, over all heads."""
     return shape.batch * shape.heads_q * shape.len_q * shape.len_k
 
 
@@ -254,5 +254,5 @@ def _medians(result: Json, rows: list[Json]) -> dict[str, float]:
 
 
 def has_bfloat16() -> bool:
-    """Whether NumPy knows bfloat16, which the package ml_dtypes gives it."""
+    """Tell whether NumPy knows bfloat16, which the package ml_dtypes gives it."""
     return util.find_spec("ml_dtypes") is not None

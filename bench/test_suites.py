@@ -14,7 +14,7 @@ from bench.suite import SHAPES, Request
 
 @cache
 def folder():
-    """For the files of models, until pytest ends."""
+    """Folder for the files of models, until pytest ends."""
     made = TemporaryDirectory()
     atexit.register(made.cleanup)
     return Path(made.name)

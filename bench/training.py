@@ -59,7 +59,7 @@ class StepProblem(AttentionProblem):
         return ids[:, :-1].copy(), ids[:, 1:].copy()
 
     def weights(self) -> dict[str, Array]:
-        """By the names of `layers.LanguageModel`; the embedding also makes the logits."""
+        """Arrays by the names of `layers.LanguageModel`; the embedding also makes the logits."""
         rng, width = self.rng(1), self.width
         n_layers, vocabulary = self.model
 
@@ -199,7 +199,7 @@ class GradientProblem(AttentionProblem):
 
     @property
     def kind(self) -> str:
-        """Which passes are timed."""
+        """Passes that are timed."""
         return self.variant.split()[0]
 
     @property

@@ -33,7 +33,7 @@ def docstrings():
 
 
 def share_found(model, pairs):
-    """How often the rest of a docstring is nearest to its first line, among all of `pairs`."""
+    """Share of docstrings whose rest is nearest to their own first line, among all of `pairs`."""
     first, rest = (model.encode(texts, normalize_embeddings=True) for texts in zip(*pairs, strict=True))
     return float(np.mean((first @ rest.T).argmax(axis=1) == np.arange(len(pairs))))
 

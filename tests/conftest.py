@@ -106,7 +106,7 @@ def same_draws(request):
 
 @pytest.fixture(params=THREADINGS if COMPILED else (None,))
 def threading_of(request, monkeypatch):
-    """Whose threads compute, here and in processes that a test starts: OpenMP's, or our own."""
+    """Owner of the threads that compute, here and in processes that a test starts."""
     if request.param is None:
         yield
         return

@@ -86,7 +86,7 @@ def imports(module):
 
 
 def source(module):
-    """Where the text of `module` is."""
+    """Find the file of `module`."""
     path = PACKAGE.parent.joinpath(*module.split("."))
     files = (path / "__init__.py", path.with_suffix(".py"), path.with_suffix(".pyx"))
     return next(file for file in files if file.exists())
@@ -145,7 +145,7 @@ def test_functions_import_only_what_may_be_missing(module):
 
 
 def test_a_module_s_name_is_not_that_of_a_function():
-    """So that `import fastattn.x as x` always gives a module."""
+    """A statement `import fastattn.x as x` then always gives a module."""
     public = {f"{module.__name__}.{name}" for module in PUBLIC for name in module.__all__}
     functions = {name for name in public if not inspect.ismodule(find(name))}
     assert functions & set(MODULES) == set()
@@ -153,7 +153,7 @@ def test_a_module_s_name_is_not_that_of_a_function():
 
 @pytest.mark.parametrize("name", [name for name in MODULES if "._" not in name])
 def test_completion_shows_what_is_public(name):
-    """And no import of the module. Names with an underscore are hidden from it anyway."""
+    """No import of the module is shown. Names with an underscore are hidden from it anyway."""
     if name in ("fastattn.torch", "fastattn.sklearn", "fastattn.dask"):  # elsewhere, where they must be there
         pytest.importorskip(name.partition(".")[2])
     module = importlib.import_module(name)
@@ -203,7 +203,7 @@ def test_one_name_for_one_thing():
 
 
 def test_errors_know_the_names_that_are_never_used():
-    """Who passes one is told the right one."""
+    """A caller who passes one is told the right one."""
     for row, never in glossary_rows():
         for word in never:
             assert any(word in OTHER_NAMES.get(name, ()) for name in row), word

@@ -41,7 +41,7 @@ def message_of(call, value):
 
 
 def raises(start, call, value):
-    """Whether the call fails. An error must be one short line that begins with `start`."""
+    """Tell whether the call fails. An error must be one short line that begins with `start`."""
     message = message_of(call, value)
     if message is None:
         return False

@@ -160,7 +160,7 @@ def test_packing_holds_no_copy(source):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_loading_a_model_holds_what_is_packed(dtype, tmp_path):
-    """And what two threads read at a time, 4 MB each, where a table of the file has 20."""
+    """Memory is that, and what two threads read at a time, 4 MB each, where a table of the file has 20."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 2}
     config = {**model_files.LLAMA, **sizes, "vocab_size": 20_000}
     folder = model_files.write(tmp_path / "llama", config, model_files.llama_shapes(config))

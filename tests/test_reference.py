@@ -54,7 +54,7 @@ def of(name):
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_the_reference_lists_every_public_name(name):
-    """By one of its names: what two modules export stands in one of them."""
+    """One of its names suffices: what two modules export stands in one of them."""
     names = listed()
     objects = [id(of(full)) for full in names if not full.startswith(OF_OTHERS)]
     for public in exported(name):
@@ -99,7 +99,7 @@ def test_examples_were_found():
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_of_docstrings_run(name, tmp_path, monkeypatch):
-    """In a folder with a tiny model, without exceptions to what is run."""
+    """Examples run in a folder with a tiny model, all of them."""
     pyplot = pytest.importorskip("matplotlib.pyplot") if ".plot." in name else None
     tiny.write(tmp_path / "all-MiniLM-L6-v2", "bert")
     write_tokenizer(tmp_path / "all-MiniLM-L6-v2")

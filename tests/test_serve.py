@@ -325,7 +325,7 @@ def gone(server, count, texts):
 
 
 def test_requests_of_clients_that_have_gone_are_dropped(start):
-    """Also the rest of one of which a part is being computed; what others wait for is computed next."""
+    """The rest of one of which a part is being computed goes, too; what others wait for is computed next."""
     server = start(batch_tokens=10)
     server.gate.is_open.clear()
     connections = gone(server, 20, ["the cat", "a dog"] * 10)

@@ -1,4 +1,4 @@
-"""Who passes an argument by the name that another library has for it is told the right one."""
+"""Names that other libraries have for an argument: an error says the right one."""
 
 import re
 

@@ -232,7 +232,7 @@ def speedup(calls: dict[str, Call], threads: int) -> None:
 
 
 def tasks(calls: dict[str, Call], threads: int) -> None:
-    """How long single tasks take on one thread, cut for N, and the longest as a part of a thread's time."""
+    """Time single tasks on one thread, cut for N, and print the longest as a part of a thread's time."""
     runtime = Runtime()
     print(f"{'':28} loop  tasks   mean us   least   most   largest over a thread's share")
     for name, call in calls.items():

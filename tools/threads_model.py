@@ -33,7 +33,7 @@ GIGABYTES = {  # that a call reads and writes at least, if nothing is in a cache
 
 
 def queue(tasks: np.ndarray, speeds: np.ndarray) -> float:
-    """When the last core ends: whoever is free takes the next task, the fastest first."""
+    """Compute when the last core ends: whoever is free takes the next task, the fastest first."""
     free = [(0.0, -speed) for speed in speeds]
     heapq.heapify(free)
     for seconds in tasks:
@@ -49,7 +49,7 @@ def shared_out(tasks: np.ndarray, speeds: np.ndarray) -> float:
 
 
 def measured(call: Call, cores: int, runtime: Runtime) -> list[tuple[np.ndarray, bool]]:
-    """For each loop of a call that is cut for so many threads: times of its tasks; whether it is parallel."""
+    """Time the tasks of each loop of a call cut for so many threads, and tell whether it is parallel."""
     with runtime.one_thread():
         runs = runs_of(call, cores, runtime, 0.25)
     return [(task_seconds(runs, i), loop.threads > 1) for i, loop in enumerate(runs[0].loops)]

@@ -66,7 +66,7 @@ def figures(report: Json, row: Json) -> Figures | None:
 
 
 def is_tiny(row: Json) -> bool:
-    """Whether the row's time is what a call costs, whatever it computes."""
+    """Tell whether the row's time is what a call costs, whatever it computes."""
     return bool(row["work"] < 1e6)
 
 

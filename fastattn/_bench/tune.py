@@ -118,7 +118,7 @@ class Gain:
     noise: float
 
     def wins(self) -> bool:
-        """Whether it is worth a change."""
+        """Tell whether it is worth a change."""
         return self.mean > max(WORTH, self.noise)
 
     def __str__(self) -> str:

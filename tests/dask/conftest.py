@@ -1,4 +1,4 @@
-"""Where dask is not installed, nothing of this folder runs: see [dask]."""
+"""Skips this folder where dask is not installed: see [dask]."""
 
 import importlib.util
 import os

@@ -82,7 +82,7 @@ def test_keys_and_values_larger_than_the_memory_of_all_workers(reread, tmp_path,
 
 
 def test_threads_are_those_asked_for(cluster):
-    """In a process that Dask starts with OMP_NUM_THREADS=1: what a call says counts."""
+    """A call's number counts in a process that Dask starts with OMP_NUM_THREADS=1."""
     own = int(os.environ.get("FASTATTN_NUM_THREADS", 1))  # which counts for more
     assert set(cluster.run(fastattn.get_num_threads).values()) == {own}
     q = da.zeros((2, 64, 8), chunks=(2, 32, 8), dtype=np.float32)
@@ -218,7 +218,7 @@ def test_a_run_that_failed_is_continued(bad, error, message, folder, tmp_path, c
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_late_task_of_another_run_is_noticed(late, folder, tmp_path):
-    """Whether its file comes over one that this run has written, or before this run's task for it begins."""
+    """Its file may come over one that this run has written, or before this run's task for it begins."""
     pytest.importorskip("pyarrow")
     out, bag = tmp_path / "out", db.from_sequence(TEXTS[:1])
     (other,) = fastattn.dask.embed(bag, folder, tmp_path / "other", truncate_dim=3, progress=False)
@@ -254,7 +254,7 @@ def test_a_model_that_changes_during_a_run_is_an_error(tmp_path):
 
 
 def test_a_model_is_the_same_by_its_bytes(folder, tmp_path):
-    """On a disk of its own, with other times and notes, it goes on with the files of a run."""
+    """A copy on another disk, with other times and notes, goes on with the files of a run."""
     pytest.importorskip("pyarrow")
     bag = db.from_sequence(TEXTS, npartitions=1)
     (path,) = fastattn.dask.embed(bag, folder, tmp_path / "out", progress=False)

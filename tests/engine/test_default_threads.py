@@ -1,4 +1,4 @@
-"""How many threads a process has without another word: environment, CPUs, quotas."""
+"""Numbers of threads that a process has without another word: environment, CPUs, quotas."""
 
 import os
 

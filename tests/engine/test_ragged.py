@@ -94,7 +94,7 @@ def test_kernels_and_fallback_agree(options):
 
 
 def test_a_bias_is_of_the_distance(implementation):
-    """By definition: a score of query i and key j has what is at j - i from the middle."""
+    """A score of query i and key j has, by definition, what is at j - i from the middle."""
     n, table = 5, np.random.default_rng(3).standard_normal((HEADS, 13)).astype(np.float32)
     qkv = np.random.default_rng(4).standard_normal((n, (HEADS + 2 * HEADS_KV) * HEAD_DIM)).astype(np.float32)
     step = build("bias", [AttendStep(X, OUT, HEADS, HEADS_KV, HEAD_DIM, 0.3, bias=0)])

@@ -1,4 +1,4 @@
-"""Whose threads compute: OpenMP's, with what its environment variables say, or our own."""
+"""Threads that compute: OpenMP's, with what its environment variables say, or our own."""
 
 import ctypes
 import os

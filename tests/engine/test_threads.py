@@ -301,7 +301,7 @@ print(len(before), before == set(os.listdir("/proc/self/task")))
 
 @linux_kernels
 def test_threads_stay_from_call_to_call(python):
-    """Also past calls with fewer tasks than threads."""
+    """Threads stay past calls with fewer tasks than threads, too."""
     count, same = python(KEPT, FASTATTN_BACKEND="compiled", OPENBLAS_NUM_THREADS=1).stdout.split()
     assert int(count) >= 6
     assert same == "True"

@@ -146,7 +146,7 @@ def test_what_is_measured_needs_two_wins(name, monkeypatch):
     [([1.2] * 8, 0.1, 0.2), ([1.0] * 8, 0.01, 0.0), ([1.0] * 7 + [1.001], 0.025, 0.045)],
 )
 def test_what_is_no_gain(default_again, gain, noise, monkeypatch):
-    """Not beyond what the default's two minima differ; not beyond 2%; not the same on all shapes."""
+    """A gain is beyond what the default's two minima differ, beyond 2%, and there on all shapes."""
     spread = iter([0.06, -0.06] * 4 if gain == 0.025 else [0.0] * 8)
     again = iter(default_again)
     monkeypatch.setattr(tune, "_minima", lambda *_: [1.0, 1 - gain - next(spread), 1.0, next(again)])

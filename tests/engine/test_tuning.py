@@ -97,7 +97,7 @@ print(tasks(), in_a_child(), tasks(), sep="|")
 @needs_kernels
 @pytest.mark.skipif(os.name != "posix", reason="forks")
 def test_a_file_holds_while_the_process_has_its_number_of_threads(file, python):
-    """Whatever it had at the first call; and sizes that are forced stay."""
+    """The number at the first call does not count; and sizes that are forced stay."""
     environment = {"FASTATTN_ISA": COMPILED[0], "FASTATTN_NUM_THREADS": 2, "FASTATTN_BACKEND": None}
     run = python(TAKE_TURNS, FASTATTN_TUNING=file, **environment)
     assert run.stdout.strip() == "12|24|5|24|12|24|12|12|12", run.stderr
@@ -205,7 +205,7 @@ def test_a_wrong_file_in_the_usual_place_warns(tmp_path, python):
 
 @needs_kernels
 def test_the_usual_place_that_cannot_be_read_does_not_warn(tmp_path, python):
-    """As another user's home cannot; here, since root reads everything, a link to itself."""
+    """Another user's home is one; here it is a link to itself, since root reads everything."""
     path = tmp_path / "fastattn" / "tuning.json"
     path.parent.mkdir()
     path.symlink_to(path)

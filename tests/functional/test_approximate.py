@@ -145,7 +145,7 @@ def test_errors():
 
 
 def test_gradients_of_tokens_that_have_only_themselves():
-    """In float32, too, where a score that is moved far away would lose its last digits."""
+    """A score that is moved far away would lose its last digits, in float32."""
     qk, v, dout = normal(2, 70, 16), normal(2, 70, 7), normal(2, 70, 7, seed=1)
     options = {
         "num_buckets": 16,
@@ -174,7 +174,7 @@ def test_gradients_of_nothing():
 
 
 def test_gradients_have_the_hashes_of_the_result():
-    """Also where nobody can draw them again."""
+    """Hashes are kept where nobody can draw them again."""
     rng = np.random.default_rng(1)
     q, v = rng.standard_normal((2, 2, 50, 4))
     out, pullback = vjp(functional.lsh_attention, q, v, num_buckets=4, chunk=8, rng=None)

@@ -370,7 +370,7 @@ def test_errors():
 )
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_results_share_no_memory_with_what_is_read(name, dtype, shape, changes, wrapped):
-    """Whatever it is given as: a view, or a buffer."""
+    """The memory may come as a view or as a buffer."""
     x = np.ones((2, 4, 8, 16), np.float32)
     out, lse = fastattn.attention(x, x, x, return_lse=True)
     memory = np.zeros(x.nbytes, np.uint8)

@@ -130,7 +130,7 @@ def test_threads_change_no_bit(call, implementation):
 
 @given(call=backward_calls(), seed=SEEDS)
 def test_garbage_behind_masks_never_shows(call, seed, implementation):
-    """In keys that nobody attends, and in rows of q and dout that attend nothing."""
+    """Garbage stands in keys that nobody attends, and in rows of q and dout that attend nothing."""
     q, k, v, dout, _, arguments = call
     rng = np.random.default_rng(seed)
     hidden, idle = rng.random(k.shape[-2]) < 0.4, rng.random(q.shape[-2]) < 0.3

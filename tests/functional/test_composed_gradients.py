@@ -243,7 +243,7 @@ def test_arrays_of_other_libraries(call):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @every_call
 def test_dtypes(call, dtype, implementation):
-    """In the dtype of each array, close to those of the same numbers in float64."""
+    """Gradients have each array's dtype, and are close to those of the same numbers in float64."""
     arrays, kind = {}, as_dtype(dtype)
     for name, x in call.arrays.items():
         narrow = name in ("q", "k", "qk", "v", "gate", "cache", "memory_k", "memory_v", "logits")

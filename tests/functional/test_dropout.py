@@ -45,7 +45,7 @@ def test_the_twin_makes_the_mask_of_its_definition(keys):
 
 
 def mask_of(q, k, **options):
-    """Which probabilities are not 0, seen through values that are one key each."""
+    """Find the probabilities that are not 0, through values that are one key each."""
     len_k = k.shape[-2]
     v = np.broadcast_to(np.eye(len_k).astype(k.dtype), (*k.shape[:-1], len_k))
     return fastattn.attention(q, k, v, **options) != 0
@@ -60,7 +60,7 @@ def even_inputs(shape, dtype="float32"):
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_shape
 def test_the_mask_is_that_of_the_definition(shape, dtype, implementation):
-    """With queries or keys on the lanes, in pairs of bfloat16, in splits, in parts, and in NumPy."""
+    """Queries or keys are on the lanes, in pairs of bfloat16, in splits, in parts, and in NumPy."""
     q, k, _ = even_inputs(shape, dtype)
     mask = mask_of(q, k, dropout=0.3, seed=SEED, num_threads=2)
     np.testing.assert_array_equal(mask, kept(mask.shape, 0.3, SEED))
@@ -219,7 +219,7 @@ def test_shares_near_0_and_1(dropout, implementation):
 
 @pytest.mark.parametrize("dropout", [0.1, 0.5, 0.9])
 def test_the_mask_looks_random(dropout):
-    """As many as asked for, and no row, column, head or seed has to do with another: bounds of five sigma."""
+    """The share is right, and rows, columns, heads and seeds are independent: bounds of five sigma."""
     n = 2**20
     masks = np.stack([kept((8, 256, 512), dropout, seed) for seed in (0, 1, 2**32, 2**63)]).astype(float)
     sigma = (dropout * (1 - dropout)) ** 0.5

@@ -386,7 +386,7 @@ COMPOSED = [
     ids=repr,
 )
 def test_names_of_gradients(need, function):
-    """Whatever is not one, an array that compares element by element included."""
+    """Any other object is refused, an array that compares element by element included."""
     name, right = function.__name__, {**RIGHT, **OTHERS.get(function.__name__, {})}
     required = [x.name for x in inspect.signature(function).parameters.values()
                 if x.default is x.empty and x.kind is not x.VAR_KEYWORD]  # fmt: skip

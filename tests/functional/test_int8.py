@@ -205,7 +205,7 @@ def cached(k, v):
 @pytest.mark.parametrize("outlier", [1, 50])
 @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=lambda shape: shape.name)
 def test_the_bound(shape, outlier, dtype, sign, implementation):
-    """As the documentation states it, against attention of what was rounded; all scales may be negative."""
+    """The documented bound holds against attention of what was rounded; all scales may be negative."""
     q, k, v = (x.astype(np.float32) for x in spread_inputs(shape, "float32", np.random.default_rng(0)))
     q = q.astype(dtype)
     k[..., 3] *= outlier

@@ -122,7 +122,7 @@ def test_values_of_one_sign(shape, dtype, implementation):
 
 @pytest.mark.parametrize("len_q", [1, 16, 33])
 def test_the_mean_of_a_million_values(len_q, implementation):
-    """In one float32 accumulator a sum of ones would stop at 2^24."""
+    """A sum of ones in one float32 accumulator would stop at 2^24."""
     n = 2**20 + 5
     q, k, v = (np.zeros((rows, 1), np.float32) for rows in (len_q, n, n))
     v[:, 0] = np.random.default_rng(0).random(n)

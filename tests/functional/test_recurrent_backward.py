@@ -64,7 +64,7 @@ class Problem:
         self.need = ("dk", "dq", "dv", "dstate", "dscale", *(f"d{name}" for name in given))
 
     def gradients(self, **more):
-        """By name, as the call returns them."""
+        """Compute the gradients by name, as the call returns them."""
         states = {"state": self.state, "dmore": self.dstate}
         found = gradients(linear_attention, *self.arrays, need=self.need, **self.options | states | more)
         return dict(zip(self.need, found, strict=True))

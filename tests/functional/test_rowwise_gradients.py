@@ -231,7 +231,7 @@ def test_nan_stays_in_its_rows(kind, implementation):
 
 @every_kind
 def test_same_bits(kind, implementation):
-    """For any number of threads, any batch company, and in any layout."""
+    """Bits are equal for any number of threads, whatever else is in the batch, and in any layout."""
     q, k, v, _ = inputs("float32", len_q=150, heads=(6, 3), batch=3, spread=spread(kind))
     bias = np.random.default_rng(2).standard_normal((6, 150, 150)).astype(np.float32)
     dout, arguments = cotangent(q, v), {"causal": True, "bias": bias, "softcap": 3.0}

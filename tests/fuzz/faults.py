@@ -40,12 +40,12 @@ def return_nan():
 
 
 def return_other_numbers():
-    """On NumPy."""
+    """Change numbers on NumPy."""
     return np.full(2, float(settings.default_backend() == "numpy"))
 
 
 def return_other_bits():
-    """In another number of threads."""
+    """Change bits in another number of threads."""
     return np.full(2, 1e-12 * get_num_threads())
 
 

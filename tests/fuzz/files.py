@@ -57,7 +57,7 @@ VALUES = (
 
 @cache
 def home():
-    """Where this process writes its models."""
+    """Folder in which this process writes its models."""
     return TemporaryDirectory(prefix="fuzz-")
 
 
@@ -148,7 +148,7 @@ def used(options):
 
 
 def clean(error):
-    """Whether an error names the file that is wrong."""
+    """Tell whether an error names the file that is wrong."""
     return isinstance(error, ModelError) and str(error).startswith(str(folder()))
 
 

@@ -115,5 +115,5 @@ def like(a):
 
 
 def is_narrow(x):
-    """Whether `x` is an array whose gradient is not in float64."""
+    """Tell whether `x` is an array whose gradient is not in float64."""
     return isinstance(x, (np.ndarray, memoryview)) and np.ndim(x) > 0 and native(x) != np.float64

@@ -67,7 +67,7 @@ def problem(draw: Callable[[], Case], isa: str | None) -> str | None:
 
 
 def ways(isa: str | None) -> list[dict[str, Any]]:
-    """How a case runs: by the kernels for `isa` in several threads and in one, then on NumPy."""
+    """Ways to run a case: by the kernels for `isa` in several threads and in one, then on NumPy."""
     compiled = [{"isa": isa, "backend": "compiled", "num_threads": n} for n in (3, 1)]
     return [*(compiled if isa else []), {"backend": "numpy"}]
 
@@ -125,7 +125,7 @@ def _clean(case: Case, error: BaseException) -> bool:
 
 
 def _other_bits(case: Case, first: Outcome, second: Outcome) -> str | None:
-    """How the second outcome, of one thread, differs from that of several."""
+    """Say how the second outcome, of one thread, differs from that of several."""
     if MemoryError in (type(first.error), type(second.error)):
         return None
     if message(first.error) != message(second.error):
@@ -142,7 +142,7 @@ def _bits(x: np.ndarray) -> bytes:
 
 
 def _different(case: Case, first: Outcome, second: Outcome) -> str | None:
-    """How the second outcome, of another backend, differs."""
+    """Say how the second outcome, of another backend, differs."""
     if MemoryError in (type(first.error), type(second.error)):
         return None
     if message(first.error) != message(second.error):

@@ -82,7 +82,7 @@ def slopes(d, forward, arguments, dout, parts):
 
 
 def shared(parts):
-    """Whether a layer stands in two places, so that its gradients are a sum."""
+    """Tell whether a layer stands in two places, so that its gradients are a sum."""
     every = [id(part) for it in parts for _, part in it._walk()]
     return len(set(every)) < len(every)
 

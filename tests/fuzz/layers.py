@@ -31,7 +31,7 @@ TOLERANCE = (
 
 
 def made_of(d, cls):
-    """How the weights of a layer are stored and multiplied, and the generator that draws them."""
+    """Draw how a layer's weights are stored and multiplied, and the generator that draws them."""
     narrow = ("bfloat16", "int8", "int4", "nf4")
     dtype = "float64" if d.dtype == np.float64 else d.choose("float32", "float32", *narrow)
     made = {"weights_dtype": dtype, "rng": np.random.default_rng(5)}

@@ -16,7 +16,7 @@ from fastattn import models
 
 @cache
 def home():
-    """Where the models of this process lie, which read their tensors again for gradients."""
+    """Folder of this process's models, which read their tensors again for gradients."""
     return TemporaryDirectory(prefix="fuzz-models-")
 
 

@@ -20,7 +20,7 @@ def into(d, need, shapes):
 
 
 def needed(d, names):
-    """Which gradients: by default all of `names`."""
+    """Draw which gradients are asked for: by default all of `names`."""
     if d.chance(0.7):
         return names, {}
     need = tuple(d.rng.permutation(names)[: d.size(0, len(names))].tolist())

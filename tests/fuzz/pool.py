@@ -48,7 +48,7 @@ def _slot(arguments: list[str], cases: range, found: list[tuple[int, str]]) -> N
 
 
 def child(cases: range, problem: Callable[[int], str | None], seconds: float) -> None:
-    """In a child: say which case begins and what was wrong with it. Exit if a case takes too long."""
+    """Say, in a child, which case begins and what was wrong with it. Exit if a case takes too long."""
     faulthandler.enable()
     if sys.platform == "linux" and "LD_PRELOAD" not in os.environ:  # sanitizers reserve terabytes
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

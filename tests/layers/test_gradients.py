@@ -405,7 +405,7 @@ def test_dropout_of_stacks(kind, implementation):
 
 
 def test_what_is_dropped(implementation):
-    """That share of what a feed-forward adds, here ones, is 0, and the rest is larger."""
+    """A feed-forward adds ones here: that share of them becomes 0, and the rest is larger."""
     layer = TransformerEncoderLayer(64, 4, 128, norm_first=True, rng=0)
     state = {name: np.zeros_like(x) for name, x in layer.state_dict().items()}
     state["linear2.bias"][:] = 1

@@ -1,4 +1,4 @@
-"""When a pullback may be called: while the weights are those of its forward pass."""
+"""Pullbacks may be called while the weights are those of their forward pass."""
 
 import numpy as np
 import pytest

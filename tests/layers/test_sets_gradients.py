@@ -127,7 +127,7 @@ def test_finite_differences(call, mask, implementation):
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ("induced", "set, of one")])
 def test_what_a_mask_hides_never_shows(name, implementation):
-    """But in an induced block, whose result has a vector for what is hidden."""
+    """An induced block is the exception, whose result has a vector for what is hidden."""
     call = CALLS[name]
     arrays = call[3]
     dirty = [arrays[0], np.where(HIDDEN[..., None], np.nan, arrays[1])]

@@ -121,7 +121,7 @@ def test_a_decoder_over_memory_step_by_step(options, implementation):
 
 
 def test_an_error_leaves_caches_as_they_were():
-    """Also in a stack, where earlier layers have appended before a later one raises."""
+    """Earlier layers of a stack may have appended before a later one raises."""
     layer = attention_layer({})
     cache = KVCache()
     layer(X, cache=cache)

@@ -25,7 +25,7 @@ def in_keys(i, len_k):
 
 
 def same(numbers, i, len_k):
-    """Whether i and j have the same number, of numbers (len_k,) by position."""
+    """Tell whether i and j have the same number, of numbers (len_k,) by position."""
     own = np.array([numbers[p] if 0 <= p < len_k else -1 for p in i.ravel()])[:, None]
     return own == numbers[None, :]
 

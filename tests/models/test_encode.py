@@ -183,7 +183,7 @@ def test_modules_in_a_row(folder, implementation):
 @pytest.mark.parametrize("mode", POOLINGS)
 @each_isa
 def test_a_vector_has_the_same_bits_in_any_company(isa, mode, folder, monkeypatch):
-    """And for every batch size, and every number of tokens that go through the layers together."""
+    """Bits are equal for every batch size, and every number of tokens that go through the layers together."""
     (first, _), (second, _) = dense(24, 10, "Tanh"), layer_norm(10)
     write_modules(folder, first, second, ("Normalize", None), pooling={"pooling_mode": mode})
     counts = [1, 2, 3, 4, 5, 6, 7, 12, 17, 25] * 3
@@ -201,7 +201,7 @@ def test_a_vector_has_the_same_bits_in_any_company(isa, mode, folder, monkeypatc
 
 
 def calls_of(model, monkeypatch):
-    """How many texts, and how many tokens, go through the layers at a time."""
+    """Count the texts, and the tokens, that go through the layers at a time."""
     seen, hidden = [], type(model).hidden
 
     def noted(self, sequences, types=None):

@@ -29,7 +29,7 @@ def written(folder, kind, weights, config):
 
 
 def test_distilbert_has_an_eps_of_its_own(tmp_path):
-    """As in transformers, which reads none."""
+    """Transformers reads none, either."""
     weights = tiny.tensors("distilbert", CONFIGS["distilbert"])
     runs = [
         written(tmp_path, "distilbert", weights, {**CONFIGS["distilbert"], **changes})(IDS)
@@ -49,7 +49,7 @@ def test_the_activation_of_t5_is_that_of_its_feed_forward(tmp_path):
 
 
 def test_the_thetas_of_modernbert(tmp_path):
-    """As newer and older files have them; null is that of full attention."""
+    """Newer and older files have them in other ways; null is that of full attention."""
     config = CONFIGS["modernbert"]
     weights = tiny.tensors("modernbert", config)
     bare = {name: value for name, value in config.items() if not name.endswith("theta")}

@@ -98,7 +98,7 @@ def test_gemma_that_is_causal_makes_vectors_only_where_modules_say_so(tmp_path):
 
 
 def test_a_group_of_albert_is_found_as_in_transformers(tmp_path):
-    """In floating point: layer 9 of 18 is at 6.999... of 14 groups."""
+    """Groups are found in floating point: layer 9 of 18 is at 6.999... of 14 groups."""
     config = {**tiny.CONFIGS["albert"], "num_hidden_layers": 18, "num_hidden_groups": 14}
     weights = tiny.write(tmp_path, "albert", tiny.tensors("albert", config), **config)
     expected = tiny.result("albert", config, weights, IDS[0])

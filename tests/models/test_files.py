@@ -30,7 +30,7 @@ def test_tensors_in_several_files(kind, tmp_path):
 
 
 def test_an_index_that_was_left_over(tmp_path):
-    """As in transformers, the one file counts, and not the index."""
+    """The one file counts, as in transformers, and not the index."""
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     tiny.write(tmp_path, "bert")
     models.load(tmp_path)
@@ -283,7 +283,7 @@ def test_a_tensor_that_is_read_in_pieces(kind, dtype, tmp_path, monkeypatch, imp
 
 
 def test_threads_take_turns_where_a_file_has_one_place(tmp_path, monkeypatch):
-    """As on Windows."""
+    """Files of Windows are such."""
     tiny.write(tmp_path, "bert", vocab_size=200)
     expected = models.load(tmp_path)(IDS)
     monkeypatch.delattr("os.preadv", raising=False)
@@ -432,7 +432,7 @@ print(peak() - before)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says how much memory there was")
 def test_loading_holds_what_is_packed_and_one_tensor(tmp_path):
-    """And not the file: 70 MB of maps and a table of 60 become 17 and 60, with one map of 17 at a time."""
+    """The file is not held: 70 MB of maps and a table of 60 become 17 and 60, with one map at a time."""
     changes = {"hidden_size": 512, "vocab_size": 30_000, "intermediate_size": 8192, "num_attention_heads": 8}
     shapes = tiny.shapes("bert", {**CONFIGS["bert"], **changes})
     weights = {name: np.full(shape, 0.01, np.float32) for name, shape in shapes.items()}

@@ -57,7 +57,7 @@ def test_the_shorter_edge_and_the_middle(tmp_path):
 @pytest.mark.parametrize("resample", range(6))
 @pytest.mark.parametrize("shape", [(1, 1500), (2, 999), (19, 1234), (1400, 1), (701, 3), (640, 18)])
 def test_of_a_long_image_the_middle_alone_is_enlarged(shape, resample, tmp_path, monkeypatch):
-    """With the pixels that it has in the whole."""
+    """Pixels are those that the middle has in the whole."""
     images, (height, width) = images_of(tmp_path, resample=resample), shape
     image = RNG.integers(0, 256, (height, width, 3), np.uint8)
     longer = SIZE * max(shape) // min(shape)

@@ -125,7 +125,7 @@ def test_settings_that_do_not_fit(values, message, folder):
 
 
 def test_settings_of_the_transformer(folder):
-    """As sentence-transformers writes them, and what is elsewhere here."""
+    """Settings are read as sentence-transformers writes them, and as they stand elsewhere here."""
     write_modules(folder)
     text = {"method": "forward", "method_output_name": "last_hidden_state"}
     task = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}

@@ -1,4 +1,4 @@
-"""From texts to ids, and from ids to texts."""
+"""Texts to ids, and ids to texts."""
 
 import json
 import sys

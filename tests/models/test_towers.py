@@ -204,7 +204,7 @@ def test_padding_is_the_tokenizer_s(tmp_path):
 
 
 def test_missing_values_are_those_of_transformers(tmp_path):
-    """And `text_config_dict` counts where old files have it, alone."""
+    """The table `text_config_dict` counts where old files have it, alone."""
     tiny.write(tmp_path, "clip")
     expected = models.load(tmp_path).text_features(IDS)
     given = {**tiny.TEXT, "eos_token_id": 2}

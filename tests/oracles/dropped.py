@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps, by its definition: one Philox4x32-10 for each of them."""
+"""Probabilities that dropout keeps, by its definition: one Philox4x32-10 for each of them."""
 
 import numpy as np
 

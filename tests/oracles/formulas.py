@@ -18,7 +18,7 @@ def doubles(*arrays):
 
 
 def behind(len_q, len_k, offset=None):
-    """How far query i stands behind key j, by their positions: (len_q, len_k)."""
+    """Distances of query i behind key j, by their positions: (len_q, len_k)."""
     offset = len_k - len_q if offset is None else offset
     return offset + np.arange(len_q)[:, None] - np.arange(len_k)
 

@@ -1,4 +1,4 @@
-"""Who attends whom under a structural mask, as a dense array, by the definition of each kind of mask.
+"""Definitions of each kind of structural mask, as a dense array of who attends whom.
 
 It reads the numbers that a mask was built with. It does not call the product's `resolve` or `to_array`.
 """
@@ -20,7 +20,7 @@ def dense(mask, q, k, kv_lengths=None, q_offset=None):
 
 
 def attends(mask, i, j):
-    """Whether the query at position i attends key j; i is (..., 1, len_q, 1), j is (len_k,)."""
+    """Tell whether the query at position i attends key j; i is (..., 1, len_q, 1), j is (len_k,)."""
     match mask:
         case _Both(left=one, right=other):
             return attends(one, i, j) & attends(other, i, j)
@@ -56,12 +56,12 @@ def attends(mask, i, j):
 
 
 def _selected(rows, table):
-    """For each row, the union of the rows of `table` that it selects: rows (..., n, m), table (..., m, k)."""
+    """Union, for each row, of the rows of `table` that it selects: rows (..., n, m), table (..., m, k)."""
     return rows.astype(np.float32) @ table.astype(np.float32) > 0
 
 
 def _bigbird(mask, len_k):
-    """Which blocks attend which. It checks the fixed blocks, and how many there are at random."""
+    """Blocks that attend one another. It checks the fixed blocks, and how many there are at random."""
     number = np.arange(-(-len_k // mask.block))
     near = 2 * abs(number[:, None] - number) < mask.window
     fixed = near | (number < mask.global_blocks) | (number < mask.global_blocks)[:, None]

@@ -352,7 +352,7 @@ def test_heads_of_other_tasks_are_left_out(kind, tmp_path):
 @pytest.mark.parametrize("length", [10, 40])
 @pytest.mark.parametrize("name", list(SCALINGS))
 def test_rope_scaling(name, length, tmp_path):
-    """Up to the length that the model was trained for, and beyond it."""
+    """Lengths lie within what the model was trained for, and beyond it."""
     model = randomised(scaled(name))
     ids = some_ids((2, length))
     require_close(models.load(saved(model, tmp_path))(ids), theirs(model, ids))

@@ -62,7 +62,7 @@ def test_every_keyword_of_users_is_known():
     family for family, path in FAMILIES.items() if "def eager_attention_forward(" in SOURCES[path]
 ])  # fmt: skip
 def test_the_eager_function_of_a_family(family):
-    """With everything that it takes: masks, position biases, softcaps, sinks."""
+    """Calls have everything that it takes: masks, position biases, softcaps, sinks."""
     torch.manual_seed(0)
     eager = module_of(family).eager_attention_forward
     source, names = inspect.getsource(eager), inspect.signature(eager).parameters

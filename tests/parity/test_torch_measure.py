@@ -117,7 +117,7 @@ def test_models_of_transformers(ratio, ours, ran, torch_s_time_over_ours):
 
 
 def test_measurements_compare_with_torch_s_own_kernel(ran, monkeypatch):
-    """Not with what a patch, such as that of optimize, has put in its place."""
+    """A patch, such as that of optimize, is not measured."""
     register()
     monkeypatch.setattr(_measure, "ratio", lambda torchs, ours: (torchs(), float(not ran) + 1)[1])
     q = torch.randn(1, 4, 30, 16)

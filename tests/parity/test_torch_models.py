@@ -521,7 +521,7 @@ def test_errors():
 
 @needs_kernels
 def test_changes_are_undone_in_any_order():
-    """Also where they had been wrapped or set already."""
+    """Functions may have been wrapped or set before."""
     register()
     bert, model, x = model_of("bert"), layers(), torch.randn(3, 40)
     whole = torch.nn.ModuleList([bert, model])

@@ -198,7 +198,7 @@ def test_transforms_of_torch_func():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("op", ["attention", "attention_with_lse", "sigmoid_attention"])
 def test_there_is_no_derivative_in_forward_mode(op):
-    """Not even where no gradient is wanted, or of a gradient: the tangent would vanish."""
+    """An error is raised even where no gradient is wanted: the tangent would vanish."""
     q, k, v = operands(grad=False)
 
     def f(x):

@@ -81,7 +81,7 @@ def test_vectors_and_logits(name, tmp_path):
 
 
 def test_padding_of_clip(tmp_path):
-    """On the right: with its mask, or without, as a causal text does not see what follows its end."""
+    """Padding is on the right, with its mask or without: a causal text does not see what follows its end."""
     theirs = towers("clip")
     theirs.save_pretrained(tmp_path)
     ours = models.load(tmp_path)
@@ -172,7 +172,7 @@ def write_clip(folder):
 
 
 def test_the_tokenizer_of_clip(tmp_path):
-    """From tokenizer.json, and from vocab.json and merges.txt, as the first folders have it."""
+    """Folders have tokenizer.json, or vocab.json and merges.txt, as the first ones."""
     inner, theirs = write_clip(tmp_path)
     expected = theirs(LINES, truncation=True)["input_ids"]
     assert models.load(tmp_path).text.encode(LINES) == expected
