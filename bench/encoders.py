@@ -4,7 +4,7 @@
 
 `whole` times the model in three types, `operations` those of a layer, each by itself, times six layers.
 `texts` encodes 512 texts of all lengths, so many tokens at a time.
-`parts` sends parts of the batch through all layers, one behind the other, `layer-parts` through one layer at
+`parts` sends parts of the batch through all layers, one after the other, `layer-parts` through one layer at
 a time. The model's weights are the real ones where their package is installed (docs/models.md), else random.
 Each time is the shortest of many.
 """
@@ -133,7 +133,7 @@ def in_parts(model: models.Encoder, tokens: np.ndarray, n: int) -> None:
 
 
 def parts(threads: int) -> None:
-    """Milliseconds of the model where parts of the batch go through all layers one behind the other."""
+    """Milliseconds of the model where parts of the batch go through all layers one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         for kind in KINDS:
             model = minilm(folder, kind)

@@ -178,7 +178,7 @@ def write(folder: Path, config: Json, shapes: dict[str, tuple[int, ...]]) -> Pat
 
 
 CHARACTERS = 400_000  # some 100,000 tokens
-COMPARED = 10_000  # the first tokens, which the largest problem needs; calibration takes those behind them
+COMPARED = 10_000  # the first tokens, which the largest problem needs; calibration takes those after them
 
 
 def windows(folder: Path, count: int, length: int, first: int = 0) -> Array | None:

@@ -253,7 +253,7 @@ class _Graph:
         self.constants: dict[str, Array] = {}
 
     def add(self, kind: str, *inputs: str | Array, out: str = "", results: int = 1, **attributes: Any) -> str:
-        """A node. Of several `results`, the names are the one returned with a number behind it."""
+        """A node. Of several `results`, the names are the one returned with a number after it."""
         from onnx import helper
 
         out = out or f"{kind}_{len(self.nodes)}"

@@ -63,7 +63,7 @@ class Unfinished:
     """The vectors of a run until all are there: rows of a .npy file, in OUTPUT.part.
 
     OUTPUT.part.json says what run it is. A run that was interrupted has whole rows, the first ones; a run of
-    the same texts, model and options goes on behind them. OUTPUT itself appears when all are there.
+    the same texts, model and options goes on after them. OUTPUT itself appears when all are there.
     """
 
     output: Path

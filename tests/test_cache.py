@@ -125,7 +125,7 @@ def test_truncate_forgets_the_last_tokens():
     assert got.kv_lengths is None
 
 
-@np.errstate(invalid="ignore")  # behind the last token stands anything
+@np.errstate(invalid="ignore")  # after the last token stands anything
 def widened(got, name):
     return getattr(got, name).astype(np.float64) * getattr(got, f"{name}_scale").astype(np.float64)[..., None]
 

@@ -99,7 +99,7 @@ def test_an_example_runs_alone(name):
 
 @pytest.mark.skipif(not COMPILED, reason="of compiled kernels, and there are none")
 def test_the_tutorial_says_what_its_blocks_print(capsys):
-    """The blocks run one after the other; the text behind one is all that it prints."""
+    """The blocks run one after the other; the text after one is all that it prints."""
     page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
     names, pairs = (
         {"__name__": "tutorial"},

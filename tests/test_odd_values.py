@@ -55,7 +55,7 @@ def raises(start, call, value):
 
 @pytest.mark.parametrize("value", ["x" * 99, ["x"] * 99, {"x" * 99: 1}, np.ones(99), 10**99, "\n" * 99, 3])
 def test_messages_show_values_as_nouns(value):
-    """They stand behind "has" and "returned", not only behind "is"."""
+    """They stand after "has" and "returned", not only after "is"."""
     shown = short(value)
     assert len(shown) <= 60
     assert re.match(r"'.*'$|\d|a value of type (list|dict)$|an (array|integer) of ", shown), shown

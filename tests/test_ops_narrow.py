@@ -425,7 +425,7 @@ def test_packed_weights_made_by_hand(kind):
 
 
 def test_all_implementations_have_the_same_integers():
-    """Only what comes behind the exact sums of integers differs, by its roundings."""
+    """Only what comes after the exact sums of integers differs, by its roundings."""
     rng = np.random.default_rng(11)
     x, packed = normal(rng, 30, 300), ops.pack(normal(rng, 60, 300), dtype="int8")
     from implementations import IMPLEMENTATIONS

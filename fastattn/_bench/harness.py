@@ -295,7 +295,7 @@ class WorkerProcess:
         return WorkerProcess(*self.arguments)
 
     def close(self) -> None:
-        """End the process, which cleans up behind itself if it is not busy."""
+        """End the process, which cleans up after itself if it is not busy."""
         self._signal("SIGCONT")
         self.pipe.close()
         self.process.join(5)

@@ -304,7 +304,7 @@ class Decoder(_model.Model):
         n_new = integer("generate", "max_new_tokens", max_new_tokens, 0)
         longest = max(map(len, prompts), default=0)
         if self.max_length is not None and longest + n_new > self.max_length:
-            asked = f"max_new_tokens is {short(n_new)} behind a prompt of {longest} tokens"
+            asked = f"max_new_tokens is {short(n_new)} after a prompt of {longest} tokens"
             raise ValueError(f"generate(): {asked}; expected at most {self.max_length} together")
         sampler = Sampler("generate", len(prompts), temperature, top_k, top_p, rng)
         ends = np.atleast_1d(self.stop if stop is None else as_array("generate", "stop", stop))

@@ -73,7 +73,7 @@ class EncoderTuning(Tuning):
             raise TypeError(f"{func}(): model is of type {type(model).__name__}; expected an Encoder")
         odd = [type(x).__name__ for x in model.sentences.modules if type(x).__name__ != "Normalize"]
         if odd:
-            expected = "pooling, and Normalize at most, behind the Transformer"
+            expected = "pooling, and Normalize at most, after the Transformer"
             raise ValueError(f"{func}(): the model has a {odd[0]} module; expected {expected}")
 
     def _encoded(self, func: str, name: str, texts: Any) -> list[list[int]]:

@@ -59,7 +59,7 @@ def test_a_sequence_has_the_same_bits_alone(isa, options):
 @pytest.mark.parametrize("options", [{}, {"rotation": 0, "ranges": 1}], ids=str)
 @each_isa
 def test_a_cache_takes_each_sequence_behind_its_own(isa, options, dtype):
-    """Twice: to an empty cache, and behind keys of different lengths."""
+    """Twice: to an empty cache, and after keys of different lengths."""
     steps, lengths = program(options), LENGTHS[LENGTHS > 0]
     caches = [KVCache(capacity=99, dtype=dtype) for _ in range(len(lengths) + 1)]
     keys = (HEADS_KV, HEAD_DIM)

@@ -24,7 +24,7 @@ def qkv(heads_q, heads_kv, len_q, len_k, head_dim, dtype=np.float32):
     return [draw(1, *shape, head_dim).astype(dtype) for shape in ((heads_q, len_q), kv, kv)]
 
 
-def turned(*arrays):
+def rows_apart(*arrays):
     """Copy the arrays with heads after the length in memory, so that rows lie apart."""
     return [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in arrays]
 
@@ -35,10 +35,10 @@ def attention_calls():
     scales = dict.fromkeys(("k_scale", "v_scale"), np.full((1, 2, 700), 0.025, np.float32))
     yield fastattn.attention(*long, return_lse=True)
     yield fastattn.attention(*long, causal=True, stats=("key_sums", "entropy"))
-    yield fastattn.attention(*turned(*long), causal=True)
-    yield fastattn.attention(*turned(*(x.astype(np.float16) for x in long)), window=(90, 20))
+    yield fastattn.attention(*rows_apart(*long), causal=True)
+    yield fastattn.attention(*rows_apart(*(x.astype(np.float16) for x in long)), window=(90, 20))
     yield fastattn.attention(long[0], *rounded, **scales)
-    yield fastattn.attention(*turned(*bf16))
+    yield fastattn.attention(*rows_apart(*bf16))
     yield fastattn.attention(*qkv(2, 1, 150, 260, 24, np.float64), causal=True)
     yield fastattn.attention(*qkv(8, 2, 1, 3000, 64))
     yield fastattn.attention(*qkv(2, 2, 3, 1700, 64, BFLOAT16), causal=True)

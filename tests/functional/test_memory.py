@@ -35,7 +35,7 @@ def test_latent(lengths, dtype, implementation):
 
 
 def test_latent_attends_to_the_cache_itself(implementation):
-    """A step of decoding, from a cache of sequences of different lengths with room behind them."""
+    """A step of decoding, from a cache of sequences of different lengths with room after them."""
     q, room = normal(2, 6, 1, 24), normal(2, 500, 48)
     w, u, lengths = normal(6, 16, 40), normal(6, 20, 40), np.array([300, 77])
     cache = room[:, :400]

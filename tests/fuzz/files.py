@@ -193,7 +193,7 @@ def spoiled_bytes(d, data):
     if how == 2:
         return data[:at] + d.rng.bytes(d.size()) + data[at:], f"bytes put in at {at}"
     if how == 3:
-        return data + d.rng.bytes(d.size()), "bytes behind it"
+        return data + d.rng.bytes(d.size()), "bytes after it"
     if how == 4:
         deep = d.choose(b"[", b'{"a":', b"9") * 100_000
         return deep, f"{deep[:5]} many times"

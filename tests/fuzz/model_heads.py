@@ -1,4 +1,4 @@
-"""Recipes for tiny models with something behind their encoder, and for those of texts and images."""
+"""Recipes for tiny models with something after their encoder, and for those of texts and images."""
 
 import json
 from functools import cache, wraps

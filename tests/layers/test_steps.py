@@ -43,7 +43,7 @@ def test_cached_steps_are_the_full_pass(options, chunks, implementation):
 
 @every_feature
 def test_cached_steps_of_prompts_of_different_lengths(options, implementation):
-    """Each sequence goes on behind its own prompt. The padding held NaN, which never shows."""
+    """Each sequence goes on after its own prompt. The padding held NaN, which never shows."""
     layer = attention_layer(options)
     x = draw(BATCH, LENGTH, WIDTH)
     full = layer(x, is_causal=True)

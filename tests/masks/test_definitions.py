@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fastattn import masks
 
-# len_q, len_k, q_offset: queries at the end, at the start, alone, before and behind the keys.
+# len_q, len_k, q_offset: queries at the end, at the start, alone, before and after the keys.
 SHAPES = [
     (1, 1, None), (1, 130, None), (7, 130, None), (65, 65, None), (130, 33, 0), (33, 130, 5), (20, 64, -9),
     (20, 64, 50), (0, 9, None), (9, 0, 0),

@@ -359,7 +359,7 @@ def test_the_command_generate_refuses(encoder, writer, tmp_path):
     help_text = run("generate", "--help")
     assert "needs --temperature" in help_text
     too_long = run("generate", "--model", writer, "Once", "--max-new-tokens", 61, status=1)
-    assert "max_new_tokens is 61 behind a prompt of 4 tokens; expected at most 64 together" in too_long
+    assert "max_new_tokens is 61 after a prompt of 4 tokens; expected at most 64 together" in too_long
     wrong = ["--max-new-tokens", 5, "--temperature", -1]
     assert "temperature is -1.0" in run("generate", "--model", writer, "Once", *wrong, status=1)
     assert run("generate", "--model", tmp_path / "nowhere", "Once", status=1).startswith("error: ")

@@ -1,4 +1,4 @@
-"""Texts to vectors: what is pooled, the modules behind it, prompts, precisions and similarities."""
+"""Texts to vectors: what is pooled, the modules after it, prompts, precisions and similarities."""
 
 import copy
 

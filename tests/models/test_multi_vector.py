@@ -95,7 +95,7 @@ def test_queries_are_filled_up(strategy, attend, tmp_path, implementation):
         filled = ids + [tree] * (8 - len(ids))
         if attend:
             states = model.encoder([filled])[0]
-        else:  # one after another, each mask has the states that it has behind the text where none sees it
+        else:  # one after another, each mask has the states that it has after the text where none sees it
             whole, _ = model.encoder.hidden([np.array(filled)], None, [len(ids)])
             np.testing.assert_allclose(whole[: len(ids)], model.encoder([ids])[0], rtol=1e-5, atol=1e-5)
             states = whole

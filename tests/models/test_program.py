@@ -26,7 +26,7 @@ class Recorded(Sampler):
 
 @pytest.fixture
 def logits_of(monkeypatch):
-    """The logits (steps, batch, vocab) of generating behind prompts: the best tokens, or those `told`."""
+    """The logits (steps, batch, vocab) of generating after prompts: the best tokens, or those `told`."""
     monkeypatch.setattr(decoder, "Sampler", Recorded)
 
     def run(model, prompts, steps=6, told=None, **options):

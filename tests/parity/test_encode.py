@@ -87,7 +87,7 @@ def test_modules(name, base, tmp_path, implementation):
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 T5_SIZES = {"vocab_size": 13, "d_model": 48, "d_kv": 8, "d_ff": 80, "num_layers": 2, "num_heads": 6}
 LINEAR = {"bias": False, "activation_function": torch.nn.Identity()}
-FAMILIES = {  # as their folders are: the model, how it pools, and what is behind that
+FAMILIES = {  # as their folders are: the model, how it pools, and what comes after that
     "qwen3-embedding": (
         lambda: transformers.Qwen3Model(transformers.Qwen3Config(**GROUPED)),
         "lasttoken",

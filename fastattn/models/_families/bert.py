@@ -94,7 +94,7 @@ def bert(source: Source) -> Encoder:
     is_bert = config.get("model_type", str) == "bert"
     first = 0 if is_bert else config.size("pad_token_id", 1, low=0) + 1
     if first >= table:
-        expected = f"'max_position_embeddings' - 1, {table - 1}, as positions begin behind it"
+        expected = f"'max_position_embeddings' - 1, {table - 1}, as positions begin after it"
         raise config.wrong("pad_token_id", first - 1, f"less than {expected}")
     source.rename(lambda name: _OLD_NORM.sub(lambda found: f"LayerNorm.{_NEW_NORM[found[1]]}", name))
     return read_encoder(BERT, blocks, types=config.size("type_vocab_size", 2), positions=table, first=first)
