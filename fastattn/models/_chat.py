@@ -11,7 +11,7 @@ from itertools import takewhile, tee
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import short
-from fastattn.models._files import Config, ModelError
+from fastattn.models._files import Config, ModelError, tokenizer_config
 from fastattn.models._text import transformer_settings
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ class ChatTemplate:
         if wrong := sorted(_ARGUMENTS & values.keys()):
             came = f"'processing_kwargs' has {wrong[0]!r} for the chat template"
             raise ModelError(f"{settings.path}: {came}; expected values that the template takes")
-        config = Config(folder / "tokenizer_config.json", optional=True)
+        config = tokenizer_config(folder)
         path, source, one = _source(folder, config)
         if style == "auto":
             style = "flat" if one and not any(part in source for part in _STRUCTURED) else "structured"
-        special = {name: _content(config.values.get(name)) for name in _SPECIAL}
+        special = {name: config.token(name) for name in _SPECIAL}
         special = {name: token for name, token in special.items() if token is not None}
         template = cls(path, source, style == "structured", {**special, **values}, restore)
         template._check()
@@ -146,12 +146,6 @@ def _source(folder: Path, config: Config) -> tuple[Path, str, bool]:
     if not isinstance(found, str):
         raise ModelError(f"{there}: 'chat_template' is {short(found)}; expected a string")
     return there, found, one
-
-
-def _content(token: Any) -> str | None:
-    """A special token as tokenizer_config.json says it."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
 
 
 @lru_cache(maxsize=8)

@@ -137,6 +137,12 @@ class Config:
             raise self.wrong(name, value, f"one of {', '.join(table)}")
         return table[value]
 
+    def token(self, name: str) -> str | None:
+        """A special token, by itself or in a table with its content; None if there is none."""
+        said = self.values.get(name)
+        said = said.get("content") if isinstance(said, dict) else said
+        return said if isinstance(said, str) else None
+
     def words(self, name: str, allowed: Sequence[str], count: int) -> list[str] | None:
         """A list of `count` words, each one of `allowed`; None if it is missing."""
         expected = f"a list of {count} of {', '.join(allowed)}"
@@ -162,6 +168,16 @@ class Config:
     def refuse_others(self, **names: str) -> None:
         """Raise if a key is there and differs from the one, of another name, that stands for it."""
         self.refuse(**{name: self.values.get(other) for name, other in names.items() if other in self.values})
+
+
+def tokenizer_config(folder: Path) -> Config:
+    """Settings of transformers for the tokenizer; the file may be missing."""
+    return Config(folder / "tokenizer_config.json", optional=True)
+
+
+def sentences_config(folder: Path) -> Config:
+    """Settings of sentence-transformers for the whole folder; the file may be missing."""
+    return Config(folder / "config_sentence_transformers.json", optional=True)
 
 
 def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:

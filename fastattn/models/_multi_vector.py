@@ -22,7 +22,7 @@ from fastattn.models._encode_calls import (
     watched,
 )
 from fastattn.models._encoder import EncoderWithHead
-from fastattn.models._files import Config, ModelError
+from fastattn.models._files import Config, ModelError, tokenizer_config
 from fastattn.models._sentences import applied
 from fastattn.models._vectors import maxsim, maxsim_pairs, unit
 
@@ -202,14 +202,13 @@ class MultiVectorEncoder(EncoderWithHead):
 
 def _filler(text: Text, expansion: Expansion) -> int:
     """The id that queries are filled up with."""
-    config = Config(text.folder / "tokenizer_config.json", optional=True)
+    config = tokenizer_config(text.folder)
     special = Config(text.folder / "special_tokens_map.json", optional=True)
     config.refuse(padding_side="right")
 
     def named(key: str, usual: Names = ()) -> Names:
-        said = config.values.get(key, special.values.get(key))
-        said = said.get("content") if isinstance(said, dict) else said
-        return (said,) if isinstance(said, str) else () if key in config.values else usual
+        said = (config if key in config.values else special).token(key)
+        return (said,) if said is not None else () if key in config.values else usual
 
     names = (*named("mask_token", ("[MASK]", "<mask>")), *named("eos_token"))
     names = names if expansion.token is None else (expansion.token,)

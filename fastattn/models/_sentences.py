@@ -16,7 +16,7 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, short
-from fastattn.models._files import Config, ModelError, is_name, read_json
+from fastattn.models._files import Config, ModelError, is_name, read_json, sentences_config
 from fastattn.models._parameters import Precision
 from fastattn.models._source import Source
 from fastattn.models._text import LENGTHS, check_transformer, strings
@@ -244,7 +244,7 @@ class Sentences:
                 config.refuse(module_input_name=level, module_output_name=level)
                 module, features = _MODULES[kind].of(folder / inner, features, lane)
                 modules.append(module)
-        config = Config(folder / "config_sentence_transformers.json", optional=True)
+        config = sentences_config(folder)
         prompts = _prompts(config)
         default = config.values.get("default_prompt_name")
         if default is not None and not (isinstance(default, str) and default in prompts):
@@ -278,13 +278,13 @@ class Sentences:
 
 def _is_pylate(folder: Path) -> bool:
     """Tell whether PyLate wrote the folder: its modules.json leaves out what follows the Dense modules."""
-    values = Config(folder / "config_sentence_transformers.json", optional=True).values
+    values = sentences_config(folder).values
     return values.get("model_type") == "ColBERT" or "query_prefix" in values
 
 
 def is_cross_encoder(folder: Path) -> bool:
     """Tell whether config_sentence_transformers.json says that a head scores what the transformer makes."""
-    config = Config(folder / "config_sentence_transformers.json", optional=True)
+    config = sentences_config(folder)
     return config.values.get("model_type") == "CrossEncoder"
 
 

@@ -17,7 +17,7 @@ from fastattn._engine.program import NormStep
 from fastattn.models._blocks import ACTIVATIONS as OURS
 from fastattn.models._chat import ChatTemplate
 from fastattn.models._classify import CrossEncoder, TokenClassifier
-from fastattn.models._files import Config, ModelError
+from fastattn.models._files import Config, ModelError, sentences_config
 from fastattn.models._multi_vector import Expansion, MultiVectorEncoder, Settings
 from fastattn.models._sentences import (
     ACTIVATIONS,
@@ -192,7 +192,7 @@ def _eps(encoder: Encoder) -> float:
 
 def _activation(folder: Path, config: Config, num_labels: int) -> str:
     """Name of the activation of logits: sentence-transformers has had three places for it."""
-    settings = Config(folder / "config_sentence_transformers.json", optional=True)
+    settings = sentences_config(folder)
     inner = config.get("sentence_transformers", dict, {})
     keys = (
         (settings.path, "activation_fn", settings.values),
@@ -221,7 +221,7 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncod
         )
     pooling = Config(source.folder / inner / "config.json")
     strategies, functions = ({name: name for name in kind} for kind in (STRATEGIES, FUNCTIONS))
-    settings = Config(source.folder / "config_sentence_transformers.json", optional=True)
+    settings = sentences_config(source.folder)
     splade = SpladePooling(
         pooling.choice("pooling_strategy", strategies, "max"),
         pooling.choice("activation_function", functions, "relu"),
@@ -285,7 +285,7 @@ def _multi_vector_encoder(
 ) -> MultiVectorEncoder:
     """Read the modules of modules.json; a folder without any is one that Stanford's code wrote."""
     folder, sentences = source.folder, encoder.sentences
-    saved = Config(folder / "config_sentence_transformers.json", optional=True)
+    saved = sentences_config(folder)
     prompts, layers, features = dict(sentences.prompts), sentences.modules, sentences.features
     if modules:
         prefixes = {task: saved.get(key, str, "") for key, task in _PREFIXES.items() if key in saved.values}

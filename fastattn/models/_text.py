@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, short
-from fastattn.models._files import Config, ModelError, lfs_hint, require
+from fastattn.models._files import Config, ModelError, lfs_hint, require, tokenizer_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,7 +127,7 @@ class Text:
     @cached_property
     def has_types(self) -> bool:
         """Tell whether a model takes types of tokens, by tokenizer_config.json, as in transformers 5."""
-        config = Config(self.folder / "tokenizer_config.json", optional=True)
+        config = tokenizer_config(self.folder)
         names = config.values.get("model_input_names")
         if isinstance(names, list):
             return "token_type_ids" in names
@@ -343,7 +343,7 @@ def _length_limit(
     asked = asked or _of_processor(config).optional_size("model_max_length")
     asked = asked or config.optional_size("max_seq_length")
     if asked is None and not (longest is None and is_prompt):
-        config = Config(folder / "tokenizer_config.json", optional=True)
+        config = tokenizer_config(folder)
         most = config.values.get("model_max_length")
         if not (type(most) is int and most > (longest or _UNBOUNDED)):
             asked = config.optional_size("model_max_length")
@@ -362,7 +362,7 @@ def _open_tokenizer(
     tokenizers, tokenizer = require("tokenizers"), _read(folder, other)
     tokenizer.no_padding()
     config, transformer = (
-        Config(folder / "tokenizer_config.json", optional=True),
+        tokenizer_config(folder),
         transformer_settings(folder),
     )
     processor = _of_processor(transformer)

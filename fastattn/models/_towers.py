@@ -20,7 +20,7 @@ from fastattn._args.values import iterated, real_array
 from fastattn.functional._attention import attention
 from fastattn.models._encode_calls import EncodeOptions, at_once, calls, given
 from fastattn.models._encoder import Encoder
-from fastattn.models._files import Config, ModelError
+from fastattn.models._files import ModelError, tokenizer_config
 from fastattn.models._images import EXPECTED, checked, is_pillow
 from fastattn.models._text import strings
 from fastattn.models._vectors import similarities
@@ -307,10 +307,8 @@ class TwoTowers(Encoder):
 
     def _pad_id(self) -> int:
         """Id of the padding token: the tokenizer's, or else that of config.json."""
-        config = Config(self.text.folder / "tokenizer_config.json", optional=True)
-        token = config.values.get("pad_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        found = self.text.tokenizer.token_to_id(token) if isinstance(token, str) else None
+        token = tokenizer_config(self.text.folder).token("pad_token")
+        found = None if token is None else self.text.tokenizer.token_to_id(token)
         return int(self.text_head.pad_id or 0) if found is None else int(found)
 
     def _vectors(self, texts: Iterable[Any], call: Call) -> Iterator[Array]:
