@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,16 +31,57 @@ if TYPE_CHECKING:
 
     Module = Callable[[Array], Array]  # of vectors (n, features)
 
-# Functions of a text's tokens (length, features), and of how many before them were left out.
-POOLINGS: dict[str, Callable[[Array, int], Array]] = {
-    "cls": lambda tokens, before: tokens[0],
-    "max": lambda tokens, before: tokens.max(axis=0),
-    "mean": lambda tokens, before: tokens.mean(axis=0),
-    "mean_sqrt_len_tokens": lambda tokens, before: (
-        tokens.sum(axis=0) / np.sqrt(tokens.dtype.type(len(tokens)))
+
+class PoolingMode(NamedTuple):
+    """A way to make one vector of a text's tokens (length, features), and the way back."""
+
+    vector: Callable[[Array, int], Array]  # of the tokens, and of how many before them were left out
+    gradient: Callable[[Array, Array], Array]  # by the tokens, all of the text, from that by the vector
+
+
+def _weighted_mean(tokens: Array, before: int) -> Array:
+    """The mean with the weight i for token i of the text, counted from 1."""
+    weights = np.arange(before + 1, before + 1 + len(tokens), dtype=tokens.dtype)
+    mean: Array = (tokens * weights[:, None]).sum(axis=0) / weights.sum()
+    return mean
+
+
+def _at(row: int) -> PoolingMode:
+    def gradient(tokens: Array, dvector: Array) -> Array:
+        dtokens = np.zeros_like(tokens)
+        dtokens[row] = dvector
+        return dtokens
+
+    return PoolingMode(lambda tokens, before: tokens[row], gradient)
+
+
+def _weighted(vector: Callable[[Array, int], Array], weights: Callable[[int], Any]) -> PoolingMode:
+    """A sum whose `weights` follow from the number of tokens."""
+
+    def gradient(tokens: Array, dvector: Array) -> Array:
+        shares = np.asarray(weights(len(tokens)), tokens.dtype)
+        return np.broadcast_to(shares[:, None] * dvector, tokens.shape)
+
+    return PoolingMode(vector, gradient)
+
+
+def _of_largest(tokens: Array, dvector: Array) -> Array:
+    """Give the gradient to the first of equal ones, as `argmax` finds it."""
+    dtokens = np.zeros_like(tokens)
+    np.put_along_axis(dtokens, tokens.argmax(axis=0)[None], dvector[None], axis=0)
+    return dtokens
+
+
+POOLINGS = {
+    "cls": _at(0),
+    "max": PoolingMode(lambda tokens, before: tokens.max(axis=0), _of_largest),
+    "mean": _weighted(lambda tokens, before: tokens.mean(axis=0), lambda n: np.full(n, 1 / n)),
+    "mean_sqrt_len_tokens": _weighted(
+        lambda tokens, before: tokens.sum(axis=0) / np.sqrt(tokens.dtype.type(len(tokens))),
+        lambda n: np.full(n, n**-0.5),
     ),
-    "weightedmean": lambda tokens, before: _weighted_mean(tokens, before),
-    "lasttoken": lambda tokens, before: tokens[-1],
+    "weightedmean": _weighted(_weighted_mean, lambda n: np.arange(1, n + 1) / (n * (n + 1) / 2)),
+    "lasttoken": _at(-1),
 }
 _FLAGS = {  # the keys of most files, each with true or false; several modes stand in this order
     "pooling_mode_cls_token": "cls",
@@ -59,13 +100,6 @@ ACTIVATIONS: dict[str, Activation | None] = {
     "Sigmoid": "sigmoid",
     "SiLU": "silu",
 }
-
-
-def _weighted_mean(tokens: Array, before: int) -> Array:
-    """The mean with the weight i for token i of the text, counted from 1."""
-    weights = np.arange(before + 1, before + 1 + len(tokens), dtype=tokens.dtype)
-    mean: Array = (tokens * weights[:, None]).sum(axis=0) / weights.sum()
-    return mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +131,18 @@ class Pooling:
             tokens = rows[begin + before : end].astype(lane, copy=False)
             if len(tokens):
                 for vector, mode in zip(vectors, self.modes, strict=True):
-                    vector[:] = POOLINGS[mode](tokens, before)
+                    vector[:] = POOLINGS[mode].vector(tokens, before)
         return pooled.reshape(len(pooled), len(self.modes) * rows.shape[1])
+
+    def gradient(self, rows: Array, cu_seqlens: Ints, dvectors: Array) -> Array:
+        """The gradient of rows (tokens, features), from that of their vectors, without a prompt."""
+        drows = np.zeros_like(rows)
+        apart = dvectors.reshape(len(dvectors), len(self.modes), rows.shape[1])
+        for dvector, begin, end in zip(apart, cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+            for each, mode in zip(dvector, self.modes, strict=True):
+                if end > begin:
+                    drows[begin:end] += POOLINGS[mode].gradient(rows[begin:end], each)
+        return drows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

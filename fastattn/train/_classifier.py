@@ -63,8 +63,7 @@ class ClassifierTuning(EncoderTuning):
         order = np.argsort([-len(ids) for ids in sequences], kind="stable")
         found = np.empty((len(sequences), len(self._parameters["head.bias"])), lane_dtype(self._model.dtype))
         for part in np.array_split(order, -(-len(order) // 64)):
-            rows, begins = self._model.hidden([np.asarray(sequences[i], np.int64) for i in part])
-            logits = self._logits(self._model.sentences.pooling(rows, begins))
+            logits = self._logits(self._vectors([sequences[i] for i in part]))
             found[part] = np.exp(logits - logits.max(axis=-1, keepdims=True))
         found /= found.sum(axis=-1, keepdims=True)
         return found

@@ -13,8 +13,6 @@ from fastattn.train._tuning import outer, product
 from fastattn.train._vectors import EncoderTuning
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fastattn._args.types import Array, Ints
 
 
@@ -85,12 +83,6 @@ class ContrastiveTuning(EncoderTuning):
             for name, grad in back(dvectors[begin : begin + len(chunk)]).items():
                 total[name] = total[name] + grad if name in total else grad
         return loss, self._own(total)
-
-    def _vectors(self, sequences: Sequence[Sequence[int]]) -> Array:
-        ids = [np.asarray(x, np.int64) for x in sequences]
-        rows, begins = self._model.hidden(ids)
-        found: Array = self._model.sentences.pooling(rows, begins)
-        return found
 
 
 def info_nce(vectors: Array, n: int, temperature: float, *, symmetric: bool) -> tuple[float, Array]:
