@@ -13,7 +13,6 @@ import pytest
 
 import fastattn
 from fastattn import functional, grad, layers, masks, models, ops, plot, positions, train
-from fastattn._args.values import TAKE_INT8
 from fastattn._args.words import OTHER_NAMES
 from fastattn.layers._attention_parameters import CallOptions
 from fastattn.layers._transformer import DecoderOptions
@@ -218,7 +217,7 @@ def test_options_are_those_of_attention():
     seen = inspect.signature(fastattn.attention).parameters
     options = set(fastattn._args.options.AttentionOptions.__annotations__)
     assert set(seen) == {"q", "k", "v", "return_lse", "stats", "others", *options}
-    assert set(checked) == {"func", "names", *seen} - {"others"}
+    assert set(checked) == {"names", "scales", *seen} - {"others"}
     for name in (*options, "return_lse", "stats"):
         assert seen[name].default == checked[name].default
     types = fastattn._args.options.AttentionOptions.__annotations__
@@ -294,9 +293,14 @@ INT8 = {"k_scale", "v_scale"}
 TAKES_INT8 = {"attention_weights": {"k_scale"}, "explain": INT8, "sigmoid_attention": INT8}
 
 
-def test_messages_know_who_takes_int8():
-    named = {name: set(re.findall(r"\w_scale", text)) for name, text in TAKE_INT8.items()}
-    assert named == TAKES_INT8 | {"attention": INT8}
+@pytest.mark.parametrize(("name", "scales"), (TAKES_INT8 | {"attention": INT8}).items())
+def test_messages_know_who_takes_int8(name, scales):
+    function = getattr(fastattn, name, None) or getattr(functional, name)
+    x = np.ones((1, 2, 4, 8), np.float32)
+    wrong = {n: x > 0 for n in ("k", "v") if n in inspect.signature(function).parameters}
+    with pytest.raises(TypeError) as caught:
+        function(x, **wrong)
+    assert set(re.findall(r"\w_scale", str(caught.value))) == scales
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -242,8 +242,8 @@ class DecayOptions(ScaleOption, OutOption, ComputeOptions, total=False):
     out_state: Array | tuple[Array, Array] | None
 
 
-def require_options(func: str, options: Mapping[str, Any], taken: type) -> None:
+def require_options(options: Mapping[str, Any], taken: type) -> None:
     """Raise unless `taken`, one of the classes above, has all `options`."""
     for name in options:
         if name not in taken.__annotations__:
-            raise not_an_argument(func, options, taken)
+            raise not_an_argument(options, taken)

@@ -21,25 +21,25 @@ GRADIENTS = ("dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dscale")
 
 
 def recurrent_backward_args(
-    func: str, dout: Any, q: Any, k: Any, v: Any, need: Any, dstate_out: Any, **forward: Any
+    dout: Any, q: Any, k: Any, v: Any, need: Any, dstate_out: Any, **forward: Any
 ) -> RecurrentBackwardArgs:
     """Check the arguments of a gradient; `forward` are those of `recurrent_args` without results."""
-    args = recurrent_args(func, q, k, v, **forward)
+    args = recurrent_args(q, k, v, **forward)
     normalize = forward.get("normalize", False)
-    wanted = needed(func, need, GRADIENTS)
+    wanted = needed(need, GRADIENTS)
     for name in ("dlog_decay", "dbeta"):
         if name in wanted and forward.get(name[1:]) is None:
-            raise ValueError(f"{func}(): need has {name}, but {name[1:]} is not given")
+            raise ValueError(f"(): need has {name}, but {name[1:]} is not given")
     lane, dtype = lane_dtype(args.q.dtype), args.out.dtype
-    cotangent = operand(func, "dout", dout, [])
+    cotangent = operand("dout", dout, [])
     if cotangent.dtype != dtype:
-        raise wrong_dtype(func, "dout", cotangent, f"{dtype}, that of the result")
+        raise wrong_dtype("dout", cotangent, f"{dtype}, that of the result")
     if cotangent.shape != args.out.shape:
-        raise wrong_shape(func, "dout", cotangent, args.out.shape)
-    states = pair(func, "dmore", dstate_out, normalize)
+        raise wrong_shape("dout", cotangent, args.out.shape)
+    states = pair("dmore", dstate_out, normalize)
     shape = args.state_out.shape
-    dstate = like(func, "dmore", states[0], shape, lane)
-    dnorm = like(func, "dmore[1]", states[1], shape[:-1], lane)
+    dstate = like("dmore", states[0], shape, lane)
+    dnorm = like("dmore[1]", states[1], shape[:-1], lane)
 
     scaled = "dscale" not in wanted
 

@@ -129,12 +129,12 @@ _INSTEAD = {
 }
 
 
-def not_an_argument(func: str, given: Mapping[str, Any], taken: Any) -> TypeError:
+def not_an_argument(given: Mapping[str, Any], taken: Any) -> TypeError:
     """The error for the first of `given` that is no annotated argument of `taken`, a function or a class."""
     names = [name for name in taken.__annotations__ if name not in ("return", "others")]
     word = next(name for name in given if name not in names)
     instead = _instead(word, names) or f"; expected one of {', '.join(names)}"
-    return TypeError(f"{func}(): {word} is not an argument{instead}")
+    return TypeError(f"(): {word} is not an argument{instead}")
 
 
 def _instead(word: str, names: list[str]) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.errors import named, put_name
 from fastattn._args.values import integer, short
 from fastattn._engine.beside_torch import shares_openmp
 from fastattn._version import __version__
@@ -198,6 +199,7 @@ def get_num_threads() -> int:
     return current.num_threads
 
 
+@named("set_num_threads")
 def set_num_threads(num_threads: int) -> None:
     """Set the number of threads of calls without ``num_threads=``, for the whole process.
 
@@ -209,7 +211,7 @@ def set_num_threads(num_threads: int) -> None:
     TypeError, ValueError
         If `num_threads` is not an integer from 1 to 4096.
     """
-    current.wanted_threads = integer("set_num_threads", "num_threads", num_threads, 1, MAX_THREADS)
+    current.wanted_threads = integer("num_threads", num_threads, 1, MAX_THREADS)
     current.wanted_from = "set_num_threads()"
     _choose_sizes()
 
@@ -237,13 +239,13 @@ def set_threading(threading: str) -> None:
         core.watch_for_torch(False)
 
 
-def threads(func: str, num_threads: int | None) -> int:
+def threads(num_threads: int | None) -> int:
     """`num_threads`, checked, up to the limit of `set_num_threads`; None is the default."""
-    return current.num_threads if num_threads is None else _usable(func, num_threads)
+    return current.num_threads if num_threads is None else _usable(num_threads)
 
 
-def _usable(func: str, num_threads: int) -> int:
-    return min(integer(func, "num_threads", num_threads, 1, MAX_THREADS), _most_used)
+def _usable(num_threads: int) -> int:
+    return min(integer("num_threads", num_threads, 1, MAX_THREADS), _most_used)
 
 
 def default_backend() -> str:
@@ -251,15 +253,15 @@ def default_backend() -> str:
     return current.backend
 
 
-def require_backend(func: str, backend: str | None) -> None:
+def require_backend(backend: str | None) -> None:
     """Raise unless `backend` is available or None: an explicit request never falls back."""
     if backend is None:
         return
     if not isinstance(backend, str) or backend not in BACKENDS:
         expected = f"one of {', '.join(BACKENDS)}, or None"
-        raise ValueError(f"{func}(): backend is {short(backend)}; expected {expected}")
+        raise ValueError(f"(): backend is {short(backend)}; expected {expected}")
     if backend == "compiled" and core is None:
-        raise ValueError(f"{func}(): backend is 'compiled', but there are no kernels: {_missing().why}")
+        raise ValueError(f"(): backend is 'compiled', but there are no kernels: {_missing().why}")
 
 
 @contextmanager
@@ -269,12 +271,16 @@ def forced(
     """Force settings inside a ``with`` block, for tests and benchmarks; every thread sees them."""
     global current
     before, isa_before = current, core and core.get_isa()
-    settings = replace(current)
-    if backend is not None:
-        require_backend("forced", backend)
-        settings.backend, settings.asked_by = backend, "forced()"
-    if num_threads is not None:
-        settings.wanted_threads, settings.wanted_from = _usable("forced", num_threads), "forced()"
+    try:
+        settings = replace(current)
+        if backend is not None:
+            require_backend(backend)
+            settings.backend, settings.asked_by = backend, "forced()"
+        if num_threads is not None:
+            settings.wanted_threads, settings.wanted_from = _usable(num_threads), "forced()"
+    except Exception as error:
+        put_name("forced", error)
+        raise
     if isa is not None:
         _use_isa("forced(): isa", isa)
     try:

@@ -57,9 +57,8 @@ def gated_attention(
     `attention`, and one pass over the result. `layers.MultiHeadAttention` has it as ``output_gate=True``.
     Source: Z. Qiu et al., "Gated Attention for Large Language Models", 2025, arXiv:2505.06708.
     """
-    func = "gated_attention"
-    args = variant_args(func, q, k, v, options, VariantOptions, return_lse)
-    share = _shares(func, args, gate, options)
+    args = variant_args(q, k, v, options, VariantOptions, return_lse)
+    share = _shares(args, gate, options)
     dispatch.run(args, options.get("backend"))
     np.multiply(args.out, share, out=args.out)
     request = yield args.result
@@ -78,13 +77,13 @@ def gated_attention(
     return found.results()
 
 
-def _shares(func: str, args: AttentionArgs, gate: Any, options: ComputeOptions) -> Array:
+def _shares(args: AttentionArgs, gate: Any, options: ComputeOptions) -> Array:
     """Sigmoids of the gates, which broadcast to the result."""
-    logits = float_array(func, "gate", gate)
+    logits = float_array("gate", gate)
     if logits.dtype.newbyteorder("=") != args.q.dtype:
-        raise wrong_dtype(func, "gate", logits, f"q's, {args.q.dtype}")
+        raise wrong_dtype("gate", logits, f"q's, {args.q.dtype}")
     dims = "(..., heads_q, len_q, head_dim_v), or 1 for the last,"
-    require_broadcast(func, "gate", logits.shape, args.out.shape, dims)
+    require_broadcast("gate", logits.shape, args.out.shape, dims)
     return ops.activate(np.atleast_1d(logits), "sigmoid", **how(options))
 
 
@@ -123,9 +122,8 @@ def forgetting_attention(
     score that counts is about ``256 * max(-log_forget)`` times 6e-8, whatever the length. Source: Z. Lin et
     al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025, arXiv:2503.02130.
     """
-    func = "forgetting_attention"
-    args = variant_args(func, q, k, v, options, ForgettingOptions, return_lse, causal=True)
-    sums, position = _sums_of_gates(func, args, log_forget, options)
+    args = variant_args(q, k, v, options, ForgettingOptions, return_lse, causal=True)
+    sums, position = _sums_of_gates(args, log_forget, options)
     for part in _parts(args, sums, position):
         dispatch.run(part.args, options.get("backend"))
         if part.args.lse is not None:
@@ -175,15 +173,13 @@ class _Part(NamedTuple):
     position: Ints  # the same shape: the keys that rows stand at
 
 
-def _sums_of_gates(
-    func: str, args: AttentionArgs, log_forget: Any, options: PlaceOptions
-) -> tuple[Array, Ints]:
+def _sums_of_gates(args: AttentionArgs, log_forget: Any, options: PlaceOptions) -> tuple[Array, Ints]:
     """Sums of gates up to each key (..., heads_q, len_k); the key at each query (..., heads_q, len_q)."""
     shape = (*args.batch_shape, args.heads_q, args.len_k)
-    given = real_array(func, "log_forget", log_forget).astype(FLOAT64)
-    given = with_shape(func, "log_forget", given, shape, "(..., heads_q, len_k)", 1, FLOAT64)
+    given = real_array("log_forget", log_forget).astype(FLOAT64)
+    given = with_shape("log_forget", given, shape, "(..., heads_q, len_k)", 1, FLOAT64)
     if given.size and not (given.max() <= 0 and np.isfinite(given).all()):
-        raise ValueError(f"{func}(): log_forget is above 0 or not finite; expected finite numbers, 0 or less")
+        raise ValueError("(): log_forget is above 0 or not finite; expected finite numbers, 0 or less")
     sums = np.broadcast_to(np.cumsum(given, axis=-1), shape)
     position = offsets(args, options)[..., None, None] + np.arange(args.len_q)
     position = np.clip(position, 0, max(args.len_k - 1, 0))  # queries beyond attend all keys or none

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.errors import named
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag
 from fastattn.layers import _computation
@@ -29,10 +30,11 @@ class Rope:
         Which dimensions form a pair: see `fastattn.positions.apply_rope`.
     """
 
+    @named("Rope")
     def __init__(self, frequencies: RopeFrequencies, interleaved: bool = False):
         expected = "what rope_frequencies(head_dim) returns"
-        _computation.require("Rope", "frequencies", frequencies, RopeFrequencies, expected)
-        self.frequencies, self.interleaved = frequencies, flag("Rope", "interleaved", interleaved)
+        _computation.require("frequencies", frequencies, RopeFrequencies, expected)
+        self.frequencies, self.interleaved = frequencies, flag("interleaved", interleaved)
         # By lane type, for positions 0, 1, ...; their length doubles when it is too small.
         self._tables: dict[np.dtype[Any], tuple[Array, Array]] = {}
 

@@ -36,24 +36,23 @@ class Recorded:
         return self.origin.parameters.gradients(self.tape.gradients)
 
 
-def pullback_of(func: str, recorded: Recorded, mask: Bools | None, shape: Shape) -> Pullback:
+def pullback_of(recorded: Recorded, mask: Bools | None, shape: Shape) -> Pullback:
     """Map from the gradient of a result of `shape` to those of a model's tensors, by their names.
 
     It does not read its argument where a token does not count.
     """
-    name, dtype = f"pullback of {func}", recorded.out.array.dtype
+    dtype = recorded.out.array.dtype
 
     def check(dout: ArrayLike) -> tuple[Array]:
-        array = like(name, "dout", dout, shape, dtype, "the result")
+        array = like("dout", dout, shape, dtype, "the result")
         if array is None:
-            raise TypeError(f"{name}(): dout is None; expected an array")
+            raise TypeError("(): dout is None; expected an array")
         return (array,)
 
     def back(dout: Array) -> dict[str, Array]:
         return recorded.gradients(rows(dout) if mask is None else dout[mask])
 
-    check.__qualname__ = name  # for Python's own errors
-    return Pullback(name, check, back)
+    return Pullback(check, back)
 
 
 class TunedModel:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import named
 from fastattn._engine import dispatch
 from fastattn.functional import attention_backward
 from fastattn.torch._library import autocast, define, differentiate, differentiate_by, forbid_gradients
@@ -27,17 +28,18 @@ _OPTIONS = """*, bool causal=False, SymInt[]? window=None, float? scale=None, fl
 _GRADIENTS = {0: "dq", 1: "dk", 2: "dv", 4: "dbias", 5: "dsinks", 6: "dalibi_slopes"}
 
 
-def sides(func: str, window: Sequence[int] | None) -> tuple[int | None, int | None] | None:
+def sides(window: Sequence[int] | None) -> tuple[int | None, int | None] | None:
     """The option `window` of attention: schemas know no None in a list, so that -1 is no bound."""
     if window is None:
         return None
     if len(window) != 2 or min(window) < -1:
         expected = "[left, right], each at least 0, or -1 for no bound"
-        raise ValueError(f"{func}(): window is {list(window)}; expected {expected}")
+        raise ValueError(f"(): window is {list(window)}; expected {expected}")
     left, right = (None if n == -1 else n for n in window)
     return left, right
 
 
+@named("attention")
 def _computed(
     q: Any,
     k: Any,
@@ -56,14 +58,13 @@ def _computed(
 ) -> AttentionArgs:
     """The arguments of a call that has been run, with its result."""
     args = attention_args(
-        "attention",
         array_of(q),
         array_of(k),
         array_of(v),
         None if mask is None else array_of(mask),
         None if bias is None else array_of(bias),
         causal,
-        sides("attention", window),
+        sides(window),
         scale,
         softcap,
         None if alibi_slopes is None else array_of(alibi_slopes),
@@ -72,6 +73,7 @@ def _computed(
         q_offset,
         return_lse=return_lse,
         num_threads=num_threads(),
+        scales="k_scale and v_scale",
     )
     args.out = heads_inside(args.out.shape, args.out.dtype)
     dispatch.run(args)
@@ -109,6 +111,7 @@ def _fake_with_lse(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any
     return out, q.new_empty(out.shape[:-1], dtype=dtype)
 
 
+@named("attention")
 def _backward(
     dout: Any,
     dlse: Any,
@@ -133,7 +136,7 @@ def _backward(
         "dlse": dlse,
     }  # fmt: skip
     options = {name: array_of(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    options |= {"window": sides("attention", window), "num_threads": num_threads(), "need": tuple(need)}
+    options |= {"window": sides(window), "num_threads": num_threads(), "need": tuple(need)}
     options["into"] = [heads_inside(inputs[n].shape, inputs[n].dtype) if n in inputs else None for n in need]
     arrays = array_of(dout), *inputs.values(), array_of(out), array_of(lse)
     return [tensor_of(x) for x in attention_backward(*arrays, **options)]

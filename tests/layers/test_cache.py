@@ -212,7 +212,7 @@ def test_a_token_without_its_length(options):
     with pytest.raises(ValueError, match=r"query has shape \(1, 3, 64\); expected \(3, length, 64\)"):
         layer(X[:, 0], cache=cache)
     stack = randomized(TransformerEncoder([TransformerEncoderLayer(WIDTH, HEADS, 96, attention=options)]))
-    with pytest.raises(ValueError, match=r"TransformerEncoderLayer\(\): src has shape \(1, 3, 64\)"):
+    with pytest.raises(ValueError, match=r"TransformerEncoder\(\): src has shape \(1, 3, 64\)"):
         stack(X[:, 0], cache=Caches([cache]))
 
 
