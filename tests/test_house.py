@@ -225,6 +225,18 @@ def test_options_are_those_of_attention():
     assert {name: seen[name].annotation.replace("NDArray[Any]", "Array") for name in options} == plain
 
 
+def test_cython_has_the_axes_of_the_table():
+    """Of each array of an attention call."""
+    text = (PACKAGE / "_engine/core/_core.pyx").read_text(encoding="utf-8")
+    set_up = re.findall(
+        r"tables\.set(_rows)?\(&[\w.]+, \"(\w+)\", (?:args|tables)\.\w+, (.*)\)$", text, re.MULTILINE
+    )
+    found = {
+        name: tuple(re.findall(r"a\.(heads_\w+|len_\w+|head_dim\w*)", sizes)) for _, name, sizes in set_up
+    }
+    assert found == fastattn._args.types.AXES
+
+
 def test_public_signatures_are_typed():
     """`Any` is an axis of matplotlib, or a result that return_lse decides on; options are a TypedDict."""
     for module in PUBLIC:

@@ -86,7 +86,6 @@ def attention_args(
     args.q = q_array = operand(names[0], q, copies)
     dtype = q_array.dtype
     lane = lane_dtype(dtype)
-    args.k_scale = args.v_scale = None
     if k_scale is None and v_scale is None:
         hint = scales and f", or int8 with {scales}"
         args.k = k_array = operand(names[1], k, copies, hint)
@@ -125,8 +124,8 @@ def attention_args(
         args.v_scale = _for_keys(args, "v_scale", args.v_scale, one_head)
 
     args.scale = head_dim**-0.5 if scale is None else number("scale", scale, lane)
-    args.softcap = 0.0 if softcap is None else number("softcap", softcap, lane, positive=True)
-    args.mask = args.bias = args.alibi_slopes = args.sinks = None
+    if softcap is not None:
+        args.softcap = number("softcap", softcap, lane, positive=True)
     structure = None
     if isinstance(mask, Mask):
         structure, mask = mask, None
@@ -141,10 +140,6 @@ def attention_args(
             )
         if sinks is not None:
             args.sinks = head_values("sinks", sinks, (*batch_shape, heads_q), lane, copies)
-    args.row_begin = args.row_end = args.q_position = None
-    args.ranges = args.range_first = args.range_last = None
-    args.sigmoid_bias = args.statistics = args.begins = None
-    args.dropout, args.seed, args.first = 0.0, 0, 0
     if type(dropout) is not float or dropout != 0 or seed is not None:
         args.dropout, args.seed = dropout_of(dropout, seed)
     ranges_given = not (window is None and kv_lengths is None and q_offset is None and row_ranges is None)
@@ -167,7 +162,7 @@ def attention_args(
         inputs += [("kv_lengths", kv_lengths, None), ("q_offset", q_offset, None)]
         inputs += [("row_ranges", x, None) for x in row_ranges or ()]
         result_array(out, (*rows, head_dim_v), dtype, names[0], inputs)
-    args.out, args.lse, args.result = out[None] if one_head else out, None, out
+    args.out, args.result = out[None] if one_head else out, out
     if with_lse:
         lse = np.empty(rows, lane)
         args.lse, args.result = lse[None] if one_head else lse, (out, lse)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, AttentionArgs, Shape
 
+# Options of attention that have gradients; those of `OF_HEADS` are a sum for each head.
+OF_HEADS = ("sinks", "alibi_slopes", "softcap")
+OF_OPTIONS = ("bias", *OF_HEADS, "scale")
 # Arguments that have no gradient of their own.
 _SAVED = ("dout", "out", "lse", "dlse")
 _FLOATS = ("dscale", "dsoftcap")  # gradients of Python's floats
@@ -236,7 +239,7 @@ def _room(backward: BackwardArgs, name: str, result: Any) -> _Wanted:
     heads = (*args.batch_shape, args.heads_q)
     if name == "dscale":
         return _Wanted(name, None, None, None)
-    if name in ("dsinks", "dalibi_slopes", "dsoftcap"):
+    if source_of(name) in OF_HEADS:
         place, shape, dtype = result, heads, FLOAT64
     elif name in ("dweight", "dpre", "dpost"):
         place, shape, dtype = result, (*heads, args.head_dim if name == "dweight" else args.heads_q), FLOAT64

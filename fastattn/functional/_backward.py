@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.attention import attention_args
-from fastattn._args.backward import backward_args
+from fastattn._args.backward import OF_OPTIONS, Gradients, backward_args
 from fastattn._args.errors import named
 from fastattn._args.options import BackwardOptions, VarlenBackwardOptions, require_options
 from fastattn._args.varlen import varlen_args
@@ -15,7 +15,7 @@ from fastattn.functional._differentiable import Steps, vjp_of
 from fastattn.functional._varlen import varlen_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Unpack
@@ -111,14 +111,8 @@ def attention_backward(
     require_options(options, BackwardOptions)
     args = attention_args(q, k, v, return_lse=True, **options)
     given: dict[str, Any] = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-    for name in ("bias", "sinks", "alibi_slopes", "scale", "softcap"):
-        given[name] = options.get(name)
-    found = backward_args(args, given, need, into, options)
-    if args.out.size:
-        dispatch.run(found.args, options.get("backend"))
-    else:
-        found.clear()
-    return found.results()
+    given |= {name: options.get(name) for name in OF_OPTIONS}
+    return _run(backward_args(args, given, need, into, options), options)
 
 
 @named("varlen_attention_backward")
@@ -172,10 +166,12 @@ def varlen_attention_backward(
     args = varlen_args(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **options)
     begins = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     given: dict[str, Any] = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-    for name in ("sinks", "alibi_slopes", "scale", "softcap"):
-        given[name] = options.get(name)
-    found = backward_args(args, given, need, into, {**options, **begins})
-    if args.out.size:
+    given |= {name: options.get(name) for name in OF_OPTIONS if name != "bias"}
+    return _run(backward_args(args, given, need, into, {**options, **begins}), options)
+
+
+def _run(found: Gradients, options: Mapping[str, Any]) -> tuple[Any, ...]:
+    if found.args.out.size:
         dispatch.run(found.args, options.get("backend"))
     else:
         found.clear()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from fastattn._args.backward import gradient_names
+from fastattn._args.backward import OF_OPTIONS, gradient_names
 from fastattn._args.errors import put_name, wrong_dtype, wrong_shape
 from fastattn._args.ops import like
 from fastattn._args.recurrent import pair
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-# Options of attention that have gradients.
-_OF_OPTIONS = ("bias", "sinks", "alibi_slopes", "softcap", "scale")
 
 
 class Request(NamedTuple):
@@ -94,7 +90,7 @@ def vjp_of(
     steps.__qualname__ = name  # for Python's own errors
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     taken = {*parameters, *(() if options is None else options.__annotations__)} - {*gradients, *without}
-    sources = (*gradients, *(option for option in _OF_OPTIONS if option in taken))
+    sources = (*gradients, *(option for option in OF_OPTIONS if option in taken))
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
 
     def record(*arrays: Any, **chosen: Any) -> tuple[Any, Pullback]:
