@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from fastattn._args.cache import append_args, cache_args
 from fastattn._args.errors import named, put_name
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, DTypeLike, Ints, Shape, lane_dtype
 from fastattn._args.values import integer, integers
 from fastattn._engine.slots import Slots
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from numpy.typing import ArrayLike, DTypeLike
-
-    from fastattn._args.types import Array, Ints, Shape
 
 __all__ = ["Cached", "Caches", "DecoderCache", "KVCache"]
 

@@ -8,7 +8,7 @@ if no single stride reaches all its rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -19,15 +19,9 @@ from fastattn._args.options import Backend, ComputeOptions, OutOption
 from fastattn._args.pack import pack_args
 from fastattn._args.packed import PackedLinear
 from fastattn._args.results import result_array
-from fastattn._args.types import Activation, Rounding
+from fastattn._args.types import Activation, Array, ArrayLike, DTypeLike, Rounding, Unpack
 from fastattn._args.values import as_array, float_array, integers
 from fastattn._engine import dispatch
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, DTypeLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array
 
 __all__ = [
     "Activation",

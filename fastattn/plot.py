@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import named
+from fastattn._args.types import Array, ArrayLike
 from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, short
 from fastattn.masks import Mask
 from fastattn.masks._mask import dense_array, score_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array
 
 __all__ = ["attention_map", "entropy", "mask"]
 

@@ -5,10 +5,11 @@ It is imported only when asked for. docs/frameworks.md shows it in a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.errors import named, wrong_type
+from fastattn._args.types import Array, DTypeLike, Rounding
 from fastattn._args.values import short
 from fastattn.models import load
 from fastattn.models._encoder import Encoder
@@ -21,11 +22,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
 
-    from numpy.typing import DTypeLike
-
-    from fastattn._args.types import Array, Rounding
 
 __all__ = ["SentenceVectorizer"]
 

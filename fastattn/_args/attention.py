@@ -6,7 +6,8 @@ of it happens before anything is computed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from fastattn._args import key_ranges
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.results import result_array
 from fastattn._args.statistics import statistics_args
-from fastattn._args.types import FLOAT32, FLOAT64, AttentionArgs, lane_dtype
+from fastattn._args.types import FLOAT32, FLOAT64, Array, ArrayLike, AttentionArgs, Shape, lane_dtype
 from fastattn._args.values import (
     MAX_POSITION,
     as_array,
@@ -36,13 +37,6 @@ from fastattn._args.values import (
 from fastattn._engine.settings import require_backend, threads
 from fastattn.masks import Mask
 from fastattn.masks._mask import ScoreShape
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array, Shape
 
 _BATCH = "the batch dimensions"
 _ROWS = "(..., heads_q, len_q)"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.results import require_apart, result_array
-from fastattn._args.types import FLOAT64, BackwardArgs, lane_dtype
+from fastattn._args.types import FLOAT64, Array, AttentionArgs, BackwardArgs, Shape, lane_dtype
 from fastattn._args.values import (
     as_array,
     is_float,
@@ -21,11 +22,6 @@ from fastattn._args.values import (
     require_broadcast,
     short,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from fastattn._args.types import Array, AttentionArgs, Shape
 
 # Options of attention that have gradients; those of `OF_HEADS` are a sum for each head.
 OF_HEADS = ("sinks", "alibi_slopes", "softcap")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.dtypes import float_dtype
-from fastattn._args.types import FLOAT32, FLOAT64
+from fastattn._args.types import FLOAT32, FLOAT64, Array, Ints
 from fastattn._args.values import MOST_SIZE, float_array, integer, integers, is_ready
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, Ints
 
 _ROUNDS = " (KVCache rounds to int8)"
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.values import is_float, one_of, short
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 
 def float_dtype(dtype: Any, or_int8: bool = False) -> np.dtype[Any]:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import errno
 import functools
 import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from fastattn._args.types import Array
+from fastattn._args.types import Array
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import put_name, wrong_shape, wrong_type
 from fastattn._args.grad_types import DropoutArgs, RowsGradArgs
 from fastattn._args.ops import data, epsilon, like, result, rows, vector
-from fastattn._args.types import ACTIVATIONS, FLOAT64, lane_dtype
+from fastattn._args.types import ACTIVATIONS, FLOAT64, Activation, Array, Shape, lane_dtype
 from fastattn._args.values import choice, integer, number, short
 from fastattn._engine.settings import require_backend, threads
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from fastattn._args.types import Activation, Array, Shape
 
 
 def needed(need: Any, known: Collection[str]) -> tuple[str, ...]:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.packed import TABLES, LinearArgs, PackedLinear
 from fastattn._args.results import result_array
-from fastattn._args.types import ACTIVATIONS, FLOAT64, ROUNDINGS, RowsArgs, lane_dtype
+from fastattn._args.types import (
+    ACTIVATIONS,
+    FLOAT64,
+    ROUNDINGS,
+    Activation,
+    Array,
+    Rounding,
+    RowsArgs,
+    Shape,
+    lane_dtype,
+)
 from fastattn._args.values import choice, flag, float_array, is_ready, number, readable
 from fastattn._engine.settings import require_backend, threads
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from fastattn._args.types import Activation, Array, Rounding, Shape
 
 
 def data(name: str, x: Any) -> Array:

@@ -6,16 +6,13 @@ time `require_options` refuses every other name. Defaults are those of `attentio
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from fastattn._args.types import Array, ArrayLike
 from fastattn._args.words import not_an_argument
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array
     from fastattn.masks import Mask
 
 Backend = Literal["compiled", "numpy"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,13 +11,9 @@ from fastattn._args.blocks import copied
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.packed import WEIGHT_DTYPES, PackArgs, RowBlock
+from fastattn._args.types import Array
 from fastattn._args.values import float_array
 from fastattn._engine.settings import require_backend, threads
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fastattn._args.types import Array
 
 
 def pack_args(weight: Any, gate: Any, dtype: Any, num_threads: int | None, backend: str | None) -> PackArgs:

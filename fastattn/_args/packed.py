@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from fastattn._args.blocks import aligned_empty, copied
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
+from fastattn._args.types import Activation, Array
 from fastattn._args.values import flag, integer
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Activation, Array
 
 PANEL_BYTES = 128
 _ALL = slice(None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.ops import epsilon, like
 from fastattn._args.results import result_array
-from fastattn._args.types import RecurrentArgs, lane_dtype
+from fastattn._args.types import Array, RecurrentArgs, Shape, lane_dtype
 from fastattn._args.values import (
     broadcast_batch,
     choice,
@@ -23,9 +23,6 @@ from fastattn._args.values import (
     require_dtypes,
 )
 from fastattn._engine.settings import require_backend, threads
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, Shape
 
 
 class Rule(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -10,11 +10,8 @@ from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.grad import needed
 from fastattn._args.ops import like
 from fastattn._args.recurrent import pair, recurrent_args
-from fastattn._args.types import RecurrentBackwardArgs, lane_dtype
+from fastattn._args.types import Array, RecurrentBackwardArgs, lane_dtype
 from fastattn._args.values import operand
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array
 
 # Gradients that can be asked for.
 GRADIENTS = ("dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dscale")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.types import Array, Shape
 from fastattn._args.values import ALIGNED, CONTIGUOUS, OWNS_DATA, WRITEABLE, is_masked
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from fastattn._args.types import Array, Shape
 
 _WRITABLE = CONTIGUOUS | ALIGNED | WRITEABLE
 # Limit of np.shares_memory: so many candidates are tried for an element that two interleaved views share.

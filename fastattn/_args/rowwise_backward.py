@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.backward import gradient_names, gradients, like_result
-from fastattn._args.types import RowwiseBackwardArgs, lane_dtype
+from fastattn._args.types import RowwiseArgs, RowwiseBackwardArgs, lane_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from fastattn._args.backward import Gradients
-    from fastattn._args.types import RowwiseArgs
 
 
 def rowwise_backward_args(

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from fastattn._args.types import StatisticsArgs
+from fastattn._args.types import NDArray, Shape, StatisticsArgs
 from fastattn._args.values import short
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from fastattn._args.types import Shape
 
 NAMES = ("row_max", "entropy", "top_k:k", "key_sums", "mean_weights")
 

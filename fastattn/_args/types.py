@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 import numpy as np
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike as ArrayLike
+    from numpy.typing import DTypeLike as DTypeLike
+    from numpy.typing import NDArray as NDArray
+    from typing_extensions import Unpack as Unpack
 
     Array = NDArray[Any]
     Bools = NDArray[np.bool_]
     Ints = NDArray[np.int64]
-    Shape = tuple[int, ...]
+else:  # names in annotations, which nothing evaluates: importing what they are of takes milliseconds
+    ArrayLike = DTypeLike = NDArray = Unpack = Array = Bools = Ints = Any
+Shape = tuple[int, ...]
 
 FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)

@@ -7,19 +7,15 @@ together is checked in `attention.py`.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from fastattn._args.blocks import copied
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.types import FLOAT32, FLOAT64
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
-
-    from fastattn._args.types import Array, Ints, Shape
+from fastattn._args.types import FLOAT32, FLOAT64, Array, Ints, Shape
 
 # Bits of ndarray.flags.num: reading it once takes a tenth of the time of reading the flags one by one.
 CONTIGUOUS, OWNS_DATA, ALIGNED, WRITEABLE = 0x1, 0x4, 0x100, 0x400

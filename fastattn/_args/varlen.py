@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -10,13 +10,8 @@ from fastattn._args import key_ranges
 from fastattn._args.attention import attention_args, raise_shapes, window_sides
 from fastattn._args.errors import wrong_shape
 from fastattn._args.results import result_array
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, lane_dtype
 from fastattn._args.values import as_array, flag, head_values, integers, require_broadcast
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array, AttentionArgs, Ints
 
 
 def varlen_args(

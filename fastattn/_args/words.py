@@ -5,10 +5,8 @@ They are of torch, flash-attn, xFormers, JAX, Keras, Hugging Face and sentence-t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import Any
 
 # Other names of each argument. Where a word is of several arguments, all that a function takes are named.
 OTHER_NAMES = {

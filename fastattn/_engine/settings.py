@@ -11,12 +11,13 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +25,6 @@ from fastattn._args.errors import named, put_name
 from fastattn._args.values import integer, short
 from fastattn._engine.beside_torch import shares_openmp
 from fastattn._version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # The CPUs that this process may use.
 _ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

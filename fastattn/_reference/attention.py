@@ -9,22 +9,18 @@ attend all keys, or False where no row attends any key.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fastattn._args.blocks import BLOCK, blocks
 from fastattn._args.key_ranges import closed, places
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, AttentionArgs, lane_dtype
 from fastattn._args.values import float_array, require_broadcast
 from fastattn._reference import philox
 from fastattn._reference.sequences import sequences
 from fastattn._reference.statistics import collect
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from fastattn._args.types import Array, AttentionArgs
 
 # Scores of a tile: 1 MB in float32, which stays in the second-level cache between the passes over it.
 TILE_SCORES = 2**18

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastattn._args.types import AttentionArgs, BackwardArgs
+from fastattn._args.types import AttentionArgs, BackwardArgs
 
 
 def sequences(args: AttentionArgs) -> Iterator[AttentionArgs]:

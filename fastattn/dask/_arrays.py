@@ -7,20 +7,17 @@ it has run, on disk once more if memory ends. Each task reads it instead: it car
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask
 import dask.array as da
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.types import Array, Shape
 from fastattn._args.values import is_float, is_masked
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fastattn._args.types import Array, Shape
 
 # What the graph of an array on disk calls: it reads and cuts, and computes nothing. By these names dask has
 # called such functions so far; of others, blocks are held, which is right, too.

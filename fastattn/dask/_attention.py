@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, product
 from operator import getitem
@@ -13,7 +14,7 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from fastattn._args.errors import named
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, Shape, Unpack, lane_dtype
 from fastattn._args.values import choice, flag
 from fastattn.dask._arrays import Blocks, Reading, aligned, operand
 from fastattn.dask._problem import chunk_sizes, problem
@@ -21,12 +22,7 @@ from fastattn.functional._attention import attention as attend
 from fastattn.functional._attention import merge_states
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from typing_extensions import Unpack
-
     from fastattn._args.options import BlockOptions
-    from fastattn._args.types import Array, Shape
     from fastattn.dask._problem import Problem
 
     State = tuple[Array, Array]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask
 import dask.array as da
@@ -18,6 +19,7 @@ from dask.bag import Bag
 from dask.base import get_scheduler, is_dask_collection
 
 from fastattn._args.errors import named, wrong_type
+from fastattn._args.types import Array, DTypeLike, Rounding, Unpack
 from fastattn._args.values import flag, integer
 from fastattn._atomic import BEGUN, irregular, replaced
 from fastattn._engine.settings import set_num_threads
@@ -28,14 +30,6 @@ from fastattn.models._load import load
 from fastattn.models._parameters import Precision
 from fastattn.models._text import strings
 from fastattn.models._vectors import RANGED
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import DTypeLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, Rounding
 
 _LOADING = Lock()
 _MADE_BY = b"fastattn.dask.embed"  # in a file's metadata: `Embed.made_by` as JSON

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.attention import raise_shapes, window_sides
 from fastattn._args.options import BlockOptions, require_options
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, Ints, Shape, lane_dtype
 from fastattn._args.values import (
     MAX_POSITION,
     broadcast_batch,
@@ -22,11 +23,6 @@ from fastattn._args.values import (
     short,
 )
 from fastattn._engine.settings import require_backend
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fastattn._args.types import Array, Ints, Shape
 
 _BATCH = "the batch dimensions"
 _NAMES = ("q", "k", "v")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from fastattn._args.attention import attention_args
 from fastattn._args.backward import summed_to
 from fastattn._args.errors import wrong_shape
 from fastattn._args.options import LinformerOptions, ScaledOptions, require_options
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, Unpack, lane_dtype
 from fastattn._args.values import float_array, integer, require_broadcast
 from fastattn._args.variants import how
 from fastattn._engine import dispatch
@@ -19,14 +20,6 @@ from fastattn.functional._attention import attention_weights
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._hashed import EPS, lsh_args
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, AttentionArgs, Ints
 
 
 @differentiable("q", "k", "v", "key_projection", "value_projection", options=ScaledOptions)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fastattn._args.attention import attention_args
 from fastattn._args.backward import OF_OPTIONS, Gradients, backward_args
 from fastattn._args.errors import named
 from fastattn._args.options import BackwardOptions, VarlenBackwardOptions, require_options
+from fastattn._args.types import ArrayLike, NDArray, Unpack
 from fastattn._args.varlen import varlen_args
 from fastattn._engine import dispatch
 from fastattn.functional._attention import attention
 from fastattn.functional._differentiable import Steps, vjp_of
 from fastattn.functional._varlen import varlen_attention
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import ArrayLike, NDArray
-    from typing_extensions import Unpack
 
 _NEED = ("dq", "dk", "dv")
 _QKV = ("q", "k", "v")  # have gradients, beside options

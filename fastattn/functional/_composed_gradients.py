@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.backward import OF_HEADS, source_of, summed_to
-from fastattn._args.types import BackwardArgs, lane_dtype
+from fastattn._args.types import Array, AttentionArgs, BackwardArgs, Shape, lane_dtype
 from fastattn._args.values import is_float, shared
 from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from fastattn._args.types import Array, AttentionArgs, Shape
     from fastattn.functional._differentiable import Request
 
 NEED = ("dq", "dk", "dv")

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -14,12 +14,9 @@ from fastattn._args.backward import OF_OPTIONS, gradient_names
 from fastattn._args.errors import put_name, wrong_dtype, wrong_shape
 from fastattn._args.ops import like
 from fastattn._args.recurrent import pair
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, lane_dtype
 from fastattn._args.values import flag, float_array, readable, real_values, require_broadcast
 from fastattn.grad import Pullback
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from fastattn import ops
 from fastattn._args.backward import summed_to
 from fastattn._args.errors import wrong_dtype
 from fastattn._args.options import ForgettingOptions, VariantOptions
-from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.types import FLOAT64, Array, ArrayLike, AttentionArgs, Ints, Unpack, lane_dtype
 from fastattn._args.values import float_array, real_array, require_broadcast
 from fastattn._args.variants import how, offsets, variant_args, with_shape
 from fastattn._engine import dispatch
@@ -19,13 +20,7 @@ from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._split_calls import add_bias, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
     from fastattn._args.options import ComputeOptions, PlaceOptions
-    from fastattn._args.types import Array, AttentionArgs, Ints
 
 # Query rows that share a point of reference for the sums of `forgetting_attention`.
 _ROWS = 512

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.options import ScaledOptions, require_options
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, AttentionArgs, Bools, Ints, lane_dtype
 from fastattn._args.values import MOST_SIZE, flag, float_array, generator, integer
 from fastattn._engine import dispatch
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, AttentionArgs, Bools, Ints
 
 EPS = 1e-6  # of the norm that makes queries keys
 _ITSELF = 1e5  # is taken from a token's score of itself, so that it has weight where there is nothing else

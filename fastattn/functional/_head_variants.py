@@ -12,7 +12,7 @@ from fastattn._args.backward import summed_to
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import epsilon, vector
 from fastattn._args.options import CosineOptions, InnerOptions, VariantOptions, require_options
-from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.types import FLOAT64, Array, ArrayLike, AttentionArgs, Unpack, lane_dtype
 from fastattn._args.values import choice, float_array, number, operand
 from fastattn._args.variants import how, per_head, variant_args
 from fastattn._engine import dispatch
@@ -20,11 +20,7 @@ from fastattn.functional._composed_gradients import ComposedGradients, cotangent
 from fastattn.functional._differentiable import Steps, differentiable
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
     from fastattn._args.options import ComputeOptions
-    from fastattn._args.types import Array, AttentionArgs
 
 # The norms of queries and keys: functions of `ops`, with gradients in `grad`.
 Norm = Literal["rms_norm", "layer_norm"]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.options import InnerOptions, VariantOptions, require_options
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Unpack, lane_dtype
 from fastattn._args.values import (
     broadcast_batch,
     flag,
@@ -23,12 +23,6 @@ from fastattn._engine import dispatch
 from fastattn.functional._composed_gradients import NEED, ComposedGradients, cotangents, product_sums, shown
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._split_calls import apart, join
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, AttentionArgs
 
 
 @differentiable("q", "k", "v", "memory_k", "memory_v", "gate", options=VariantOptions, keeps_lse=True)

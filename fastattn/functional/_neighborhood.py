@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.key_ranges import Resolved
 from fastattn._args.options import NeighborhoodOptions, require_options
+from fastattn._args.types import Array, ArrayLike, Shape, Unpack
 from fastattn._args.values import operand
 from fastattn._engine import dispatch
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents
@@ -19,14 +21,6 @@ from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.masks import Mask, neighborhood
 from fastattn.masks._grid import neighborhood_sizes
 from fastattn.masks._mask import ScoreShape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, Shape
 
 # Rows of the grid whose queries make up a tile: with 4, the 32 queries of a tile lie in 4 rows and 8 columns,
 # and what they attend together is least. Of 2, 4, 6 and 8 the fastest: docs/notes/masks.md.

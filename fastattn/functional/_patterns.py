@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.options import StridedOptions
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Unpack, lane_dtype
 from fastattn._args.values import integer
 from fastattn._args.variants import variant_args
 from fastattn._engine import dispatch
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._split_calls import apart, join
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, AttentionArgs
 
 
 @differentiable("q", "k", "v", options=StridedOptions)

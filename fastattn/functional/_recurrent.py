@@ -17,6 +17,7 @@ from fastattn._args.options import (
 )
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.recurrent_backward import recurrent_backward_args
+from fastattn._args.types import Array, ArrayLike, RecurrentBackwardArgs, Shape, Unpack
 from fastattn._args.values import flag, float_array, is_float, real_array, shared, short
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
@@ -26,11 +27,6 @@ from fastattn.functional.feature_maps import unit
 from fastattn.grad import vjp
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, RecurrentBackwardArgs, Shape
-
     Rule = Literal["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
     State = Array | tuple[Array, Array]
     Result = Array | tuple[Array, State]  # the state where it is asked for

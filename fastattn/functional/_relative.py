@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.options import RelativeOptions
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, Unpack, lane_dtype
 from fastattn._args.values import float_array, integer
 from fastattn._args.variants import relative_args, with_shape
 from fastattn._reference.backward import add_to
 from fastattn.functional._composed_gradients import ComposedGradients, add_up, cotangents, shown
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._split_calls import attend_by_rows, by_distance, parts_by_rows, sum_in
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, AttentionArgs, Ints
 
 
 @differentiable(

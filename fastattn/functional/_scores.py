@@ -11,7 +11,15 @@ from fastattn._args.backward import gradients
 from fastattn._args.errors import named, wrong_dtype
 from fastattn._args.options import LocationOptions, NoSoftmaxOptions, SigmoidOptions
 from fastattn._args.rowwise_backward import rowwise_backward_args
-from fastattn._args.types import BackwardArgs, lane_dtype
+from fastattn._args.types import (
+    Array,
+    ArrayLike,
+    AttentionArgs,
+    BackwardArgs,
+    RowwiseArgs,
+    Unpack,
+    lane_dtype,
+)
 from fastattn._args.values import broadcast_batch, float_array, number, operand
 from fastattn._args.variants import additive_args, rowwise_args, talking_heads_args, top_k_args, variant_args
 from fastattn._engine import dispatch
@@ -19,11 +27,7 @@ from fastattn.functional._composed_gradients import ComposedGradients, cotangent
 from fastattn.functional._differentiable import Request, Steps, differentiable
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
     from fastattn._args.backward import Gradients
-    from fastattn._args.types import Array, AttentionArgs, RowwiseArgs
 
 
 @differentiable("q", "k", "v", "weight", options=NoSoftmaxOptions, without=("scale",))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.backward import summed_to
 from fastattn._args.options import ShawOptions
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, Shape, Unpack
 from fastattn._args.values import float_array
 from fastattn._args.variants import relative_args, with_shape
 from fastattn.functional._composed_gradients import ComposedGradients, add_up, cotangents, product_sums, shown
@@ -25,14 +27,6 @@ from fastattn.functional._split_calls import (
     run,
     sum_in,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, AttentionArgs, Ints, Shape
 
 # Query rows whose near keys Shaw's attention takes at a time.
 _NEAR_ROWS = 128

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +10,12 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from fastattn._args import key_ranges
-from fastattn._args.types import AXES, lane_dtype
+from fastattn._args.types import AXES, Array, AttentionArgs, Ints, RecurrentArgs, lane_dtype
 from fastattn._engine import dispatch
 from fastattn._reference import attention as reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from fastattn._args.options import ComputeOptions
-    from fastattn._args.types import Array, AttentionArgs, Ints, RecurrentArgs
 
 # The pieces of `attend_by_rows`: this many scores of one head, and at least this many query rows. Only
 # lengths decide, so that a row's bits do not depend on the batch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from fastattn._args.attention import add_bias, add_mask, attention_args, dropout_of
 from fastattn._args.backward import backward_args
 from fastattn._args.errors import put_name, wrong_type
+from fastattn._args.types import Array, ArrayLike, Ints, NDArray, Unpack
 from fastattn._args.values import flag, float_array, mask_array
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
@@ -17,13 +19,7 @@ from fastattn._reference import backward
 from fastattn.functional._differentiable import Steps, differentiable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import ArrayLike, NDArray
-    from typing_extensions import Unpack
-
     from fastattn._args.options import NoOptions
-    from fastattn._args.types import Array, Ints
     from fastattn.masks import Mask
 
 

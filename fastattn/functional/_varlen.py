@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 from fastattn._args.errors import put_name
 from fastattn._args.options import VarlenOptions, require_options
+from fastattn._args.types import ArrayLike, NDArray, Unpack
 from fastattn._args.varlen import varlen_args
 from fastattn._engine import dispatch
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
-    from typing_extensions import Unpack
 
 
 @overload

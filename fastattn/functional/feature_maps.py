@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn import ops
 from fastattn._args.errors import named, wrong_dtype, wrong_shape
 from fastattn._args.ops import epsilon
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, lane_dtype
 from fastattn._args.values import float_array, generator, integer, real_array, require_broadcast, shared
 from fastattn.functional._differentiable import Steps, differentiable
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array
 
 __all__ = ["Favor", "elu", "favor", "unit"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from fastattn._args.errors import named, wrong_shape
@@ -11,16 +9,11 @@ from fastattn._args.grad import dropout_args
 from fastattn._args.grad_types import ScatterArgs
 from fastattn._args.ops import data, rows
 from fastattn._args.results import result_array
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, lane_dtype
 from fastattn._args.values import MOST_SIZE, as_array, float_array, integer, integers
 from fastattn._engine import dispatch
 from fastattn._engine.settings import threads
 from fastattn.positions import apply_rope
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array
 
 
 @named("embedding")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastattn._args.grad import rows_grad_args
+from fastattn._args.types import Activation, Array, ArrayLike
 from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-
     from fastattn._args.options import Backend
-    from fastattn._args.types import Activation, Array
 
 
 def layer_norm(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from fastattn._args.errors import put_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import ArrayLike
-
+from fastattn._args.types import ArrayLike
 
 _EXPECTED = (
     "attention, varlen_attention, a variant of fastattn.functional, a feature map, a layer, a function of"

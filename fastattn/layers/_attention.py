@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -12,7 +13,7 @@ from fastattn._args.attention import attention_args
 from fastattn._args.errors import named, put_name, wrong_shape
 from fastattn._args.ops import like, rows
 from fastattn._args.options import require_options
-from fastattn._args.types import plain_args
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, Unpack, plain_args
 from fastattn._args.values import flag
 from fastattn._engine import settings
 from fastattn._engine.tape import PLAIN
@@ -24,12 +25,6 @@ from fastattn.layers._computation import Computation
 from fastattn.layers._scores import Names, add_extra_keys, add_masks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, AttentionArgs, Ints
     from fastattn._engine.tape import Plain
     from fastattn.layers._attention_parameters import KeysValues, StackedMaps
 

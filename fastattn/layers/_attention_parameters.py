@@ -18,7 +18,7 @@ from fastattn._args.errors import named
 from fastattn._args.ops import epsilon, integer_activations
 from fastattn._args.pack import blocks_args
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, columns
-from fastattn._args.types import FLOAT32
+from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding
 from fastattn._args.values import MOST_SIZE, flag, integer
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
@@ -28,9 +28,6 @@ from fastattn.layers._rotary import Rope
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, normal, xavier_uniform
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array, Rounding
     from fastattn._engine.values import Gradients
     from fastattn.cache import KVCache
     from fastattn.layers._state import Fields, Taken

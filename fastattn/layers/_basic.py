@@ -12,7 +12,7 @@ from fastattn import ops
 from fastattn._args.errors import named, put_name
 from fastattn._args.ops import epsilon, rows
 from fastattn._args.types import ACTIVATIONS as PLAIN_ACTIVATIONS
-from fastattn._args.types import FLOAT32
+from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._args.words import not_an_argument
 from fastattn._engine.tape import PLAIN
@@ -22,9 +22,6 @@ from fastattn.layers._computation import Computation
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array, Rounding
     from fastattn._engine.tape import Plain
     from fastattn.layers._state import Fields, Taken
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 from fastattn._args.attention import dropout_of
 from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import data, like, rows
-from fastattn._args.types import FLOAT32, FLOAT64
+from fastattn._args.types import FLOAT32, FLOAT64, Array, ArrayLike, Shape
 from fastattn._args.values import as_array, flag, float_array
 from fastattn._engine.tape import PLAIN, Drops, Tape
 from fastattn._engine.values import Value
@@ -18,9 +18,7 @@ from fastattn.grad import Pullback
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array, Shape
     from fastattn.layers._state import Layer
 
 P = ParamSpec("P")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fastattn._safetensors import TensorFile
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
     from contextlib import ExitStack
 
 # Other files of parameters, and what makes a mapping of them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from fastattn import grad, ops
 from fastattn._args.attention import dropout_of
 from fastattn._args.errors import named, wrong_shape
+from fastattn._args.types import Array, ArrayLike, Ints
 from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, integers, short
 from fastattn.cache import KVCache
 from fastattn.grad._linear import TRAINED
@@ -23,11 +24,6 @@ from fastattn.layers._transformer import TransformerEncoderLayer, require_head_o
 from fastattn.positions import rope_frequencies
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array, Ints
     from fastattn.layers._attention_parameters import HeadOptions
     from fastattn.layers._state import Fields, Taken
 

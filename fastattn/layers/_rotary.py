@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.errors import named
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, Ints, lane_dtype
 from fastattn._args.values import flag
 from fastattn.layers import _computation
 from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Array, Ints
     from fastattn._engine.tape import Plain
 
 _LEAST_POSITIONS = 64

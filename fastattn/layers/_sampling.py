@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from fastattn._args.errors import named
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, Ints, lane_dtype
 from fastattn._args.values import generator, integer, number, short
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, Ints
 
 
 class Sampler:

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape
-from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.types import FLOAT64, Array, Bools, Shape, lane_dtype
 from fastattn._args.values import is_float, mask_array
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Array, Bools, Shape
-
     Options = dict[str, Any]
 
 MASK_DTYPES = "bool (True hides) or floats to add"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.types import ArrayLike, Bools
 from fastattn._args.values import as_array, broadcast_batch, float_array, is_float
 from fastattn.layers import _computation
 from fastattn.layers._basic import FeedForward
@@ -17,9 +18,6 @@ from fastattn.layers._stacks import TransformerEncoder
 from fastattn.layers._transformer import TransformerEncoderLayer
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Bools
     from fastattn._engine.tape import Plain
 
 _LAYER = "a TransformerEncoderLayer"

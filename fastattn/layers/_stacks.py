@@ -14,6 +14,7 @@ from fastattn._args.cache import cache_args
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.ops import rows
 from fastattn._args.options import require_options
+from fastattn._args.types import Array, ArrayLike, DTypeLike, Rounding, Unpack
 from fastattn._args.values import flag, integer, iterated
 from fastattn._args.words import not_an_argument
 from fastattn._engine.tape import PLAIN
@@ -35,11 +36,7 @@ from fastattn.layers._transformer import (
 )
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, DTypeLike
-    from typing_extensions import Unpack
-
     from fastattn._args.options import NoOptions
-    from fastattn._args.types import Array, Rounding
     from fastattn._engine.tape import Plain
 
 

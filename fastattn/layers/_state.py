@@ -11,7 +11,7 @@ fits. After a change to any layer, every layer checks its parts once more before
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -22,17 +22,14 @@ from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, put_name, wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, is_finite
+from fastattn._args.types import Array, DTypeLike, Rounding, Shape
 from fastattn._args.values import MOST_SIZE, as_array, generator, is_float, short
 from fastattn._args.words import not_an_argument
 from fastattn.layers._files import opened, prefixes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
-    from numpy.typing import DTypeLike
     from typing_extensions import Self
 
-    from fastattn._args.types import Array, Rounding, Shape
     from fastattn._engine.values import Gradients
     from fastattn.grad import Pullback
 

@@ -14,7 +14,7 @@ from fastattn._args.errors import named, put_name, wrong_shape
 from fastattn._args.ops import epsilon, integer_activations, rows
 from fastattn._args.options import require_options
 from fastattn._args.packed import WEIGHT_DTYPES
-from fastattn._args.types import FLOAT32
+from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding, Unpack
 from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, short
 from fastattn._args.words import not_an_argument
 from fastattn._engine.program import OUT, Program, Sequences, X, build
@@ -30,11 +30,7 @@ from fastattn.layers._scores import Names, padding_alone
 from fastattn.layers._state import Layer
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
     from fastattn._args.options import NoOptions
-    from fastattn._args.types import Array, Rounding
     from fastattn._engine.tape import Plain
 
 _NOTHING = nullcontext()

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.errors import named
 from fastattn._args.key_ranges import RangeLists, Resolved
+from fastattn._args.types import ArrayLike, Bools, Ints, Shape
 from fastattn._args.values import require_broadcast
 from fastattn.masks._mask import Mask, ScoreShape, bools, runs_of, score_shape, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Bools, Ints, Shape
 
 # `compile` evaluates a predicate on blocks of at most this many scores.
 _BLOCK_SCORES = 2**20

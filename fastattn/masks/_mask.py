@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.errors import named
 from fastattn._args.key_ranges import RangeLists, Resolved
+from fastattn._args.types import ArrayLike, Bools, Ints, Shape
 from fastattn._args.values import MOST_SIZE, as_array, integer, integers, require_broadcast, short
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Bools, Ints, Shape
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.errors import named
 from fastattn._args.key_ranges import RangeLists, Resolved
+from fastattn._args.types import ArrayLike
 from fastattn._args.values import integers
 from fastattn.masks._mask import Mask, ScoreShape, of_groups
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.errors import named
 from fastattn._args.key_ranges import Resolved
+from fastattn._args.types import ArrayLike, Bools
 from fastattn._args.values import MOST_SIZE, generator, integers, require_broadcast
 from fastattn.masks._grid import sizes
 from fastattn.masks._mask import Mask, ScoreShape, bools, runs_of
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Bools
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from fastattn._args.dtypes import float_dtype
 from fastattn._args.errors import named
-from fastattn._args.types import FLOAT64
+from fastattn._args.types import FLOAT64, Array, ArrayLike, DTypeLike, Ints, NDArray
 from fastattn._args.values import MAX_POSITION, MOST_SIZE, flag, float_array, integer, number
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, DTypeLike, NDArray
-
-    from fastattn._args.types import Array, Ints
 
 
 @named("sinusoidal")

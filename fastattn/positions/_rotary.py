@@ -6,22 +6,17 @@ a key then depends only on the distance between them. `_rotary_scaling.py` compu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.dtypes import float_dtype
 from fastattn._args.errors import named
 from fastattn._args.results import result_array
-from fastattn._args.types import RopeArgs, lane_dtype
+from fastattn._args.types import Array, ArrayLike, DTypeLike, NDArray, RopeArgs, lane_dtype
 from fastattn._args.values import as_array, flag, float_array, readable, require_broadcast
 from fastattn._engine import dispatch, settings
 from fastattn.positions._rotary_scaling import RopeFrequencies
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, DTypeLike, NDArray
-
-    from fastattn._args.types import Array
 
 
 @named("rope_tables")

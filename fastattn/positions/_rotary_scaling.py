@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.errors import named
-from fastattn._args.types import FLOAT64
+from fastattn._args.types import FLOAT64, NDArray
 from fastattn._args.values import MOST_SIZE, as_array, flag, integer, number, short
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
     Floats = NDArray[np.float64]
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import named
+from fastattn._args.types import AttentionArgs
 from fastattn._engine import dispatch
 from fastattn.functional import attention_backward
 from fastattn.torch._library import autocast, define, differentiate, differentiate_by, forbid_gradients
 from fastattn.torch._tensors import array_of, heads_inside, num_threads, tensor_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fastattn._args.types import AttentionArgs
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? bias=None, Tensor? sinks=None,"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,19 +13,13 @@ from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.packed import STORED
+from fastattn._args.types import DTypeLike, Rounding
 from fastattn.torch._hugging_face import NAME, register
 from fastattn.torch._linear import TAKEN, FrozenLinear
 from fastattn.torch._measure import gains
 from fastattn.torch._memory import keep_freed
 from fastattn.torch._sdpa import patch_sdpa, said
 from fastattn.torch._undo import Undo
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import DTypeLike
-
-    from fastattn._args.types import Rounding
 
 _OWN = "own"  # each weight keeps its dtype
 _MOST_MEASURED = 1024  # features: a product of 256 rows takes about 2 ms

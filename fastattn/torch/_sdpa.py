@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,6 @@ from fastattn._engine import dispatch, settings
 from fastattn.torch._measure import attention_key, gains, measured, measuring, sample
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
 from fastattn.torch._undo import Undo
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +15,6 @@ from fastattn.functional._scores import sigmoid_attention_backward
 from fastattn.torch._attention import like_result, sides
 from fastattn.torch._library import define, differentiate, forbid_gradients
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 def _variant(
