@@ -45,16 +45,6 @@ def attention(
     k: ArrayLike,
     v: ArrayLike,
     *,
-    return_lse: bool,
-    stats: None = None,
-    **options: Unpack[AttentionOptions],
-) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
-@overload
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
     return_lse: Literal[False] = False,
     stats: Sequence[str],
     **options: Unpack[AttentionOptions],
@@ -65,10 +55,10 @@ def attention(
     k: ArrayLike,
     v: ArrayLike,
     *,
-    return_lse: Literal[True],
-    stats: Sequence[str],
+    return_lse: bool,
+    stats: Sequence[str] | None = None,
     **options: Unpack[AttentionOptions],
-) -> tuple[NDArray[Any], NDArray[Any], Statistics]: ...
+) -> Any: ...
 def attention(
     q: ArrayLike,
     k: ArrayLike,
