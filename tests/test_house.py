@@ -105,12 +105,8 @@ def test_imports_go_down(module):
 
 
 def test_no_circle_of_imports():
-    """Imports within functions and for type checkers count.
-
-    But for one: settings prepare the first compiled call, which then reads the sizes of tasks.
-    """
+    """Imports within functions and for type checkers count."""
     graph = {module: {other for other, _ in imports(module)} for module in MODULES}
-    graph["fastattn._engine.settings"].remove("fastattn._engine.tuning")
     list(TopologicalSorter(graph).static_order())  # raises a CycleError that names the circle
 
 

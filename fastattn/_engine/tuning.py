@@ -180,3 +180,6 @@ def forced(**sizes: int) -> Iterator[None]:
         _held = held
         settings.core.set_sizes(before)
         settings.core.before_next_plan(load)
+
+
+settings.load_sizes_by(load)
