@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from fastattn._args.backward import OF_OPTIONS, gradient_names
-from fastattn._args.errors import put_name, wrong_dtype, wrong_shape
+from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import like
 from fastattn._args.recurrent import pair
 from fastattn._args.types import Array, lane_dtype
@@ -104,6 +104,8 @@ def vjp_of(
 
         def check(dout: Any, dmore: Any = None, *, need: Any = None) -> tuple[Request]:
             names = gradient_names(first if need is None else need, given, diagonals=own_bias)
+            if isinstance(dout, tuple) and second is not None:
+                raise wrong_type("dout", dout, "an array (dmore takes the gradient of the second result)")
             if dmore is not None and second is None:
                 raise ValueError("(): dmore is given; expected None, since there is one result")
             if dmore is not None:

@@ -13,7 +13,7 @@ from fastattn._args.types import Array, ArrayLike, lane_dtype
 from fastattn._args.values import MOST_SIZE, as_array, float_array, integer, integers
 from fastattn._engine import dispatch
 from fastattn._engine.settings import threads
-from fastattn.positions import apply_rope
+from fastattn.positions._rotary import rotated
 
 
 @named("embedding")
@@ -68,6 +68,7 @@ def embedding(dout: ArrayLike, ids: ArrayLike, num_rows: int, *, add_to: Array |
     return table
 
 
+@named("rope")
 def rope(
     dout: ArrayLike, cos: ArrayLike, sin: ArrayLike, *, interleaved: bool = False, out: Array | None = None
 ) -> Array:
@@ -83,7 +84,7 @@ def rope(
         Array for the result; it may be `dout` itself.
     """
     table = float_array("sin", sin)
-    return apply_rope(dout, cos, np.negative(table), interleaved=interleaved, out=out)
+    return rotated("dout", dout, cos, np.negative(table), interleaved, out)
 
 
 @named("dropout")

@@ -10,11 +10,12 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.errors import named, put_name
-from fastattn._args.ops import epsilon, rows
+from fastattn._args.ops import epsilon, linear_args, rows
 from fastattn._args.types import ACTIVATIONS as PLAIN_ACTIVATIONS
 from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._args.words import not_an_argument
+from fastattn._engine import dispatch
 from fastattn._engine.tape import PLAIN
 from fastattn.layers import _computation
 from fastattn.layers._block import Norm, Projection
@@ -81,15 +82,15 @@ class Linear(Layer):
         out: Array | None = None,
     ) -> Array:
         """``activation(x @ weight.T + bias) + residual``: x is (..., in_features)."""
-        return ops.linear(
-            x,
-            self.packed_weight,
-            self.bias_vector,
-            activation=activation,
-            residual=residual,
-            activations=self.activations,
-            out=out,
-        )
+        weight, bias, rounding = self._projection()
+        others = activation, residual, rounding, False, out, None, None
+        try:
+            args, result = linear_args(x, weight, bias, *others)
+        except Exception as error:
+            put_name(type(self).__name__, error)
+            raise
+        dispatch.run(args)
+        return result
 
     def _computation(
         self, x: ArrayLike, *, activation: ops.Activation | None = None, **others: Any

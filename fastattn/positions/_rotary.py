@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fastattn._args.dtypes import float_dtype
-from fastattn._args.errors import named
+from fastattn._args.errors import named, put_name
 from fastattn._args.results import result_array
 from fastattn._args.types import Array, ArrayLike, DTypeLike, NDArray, RopeArgs, lane_dtype
 from fastattn._args.values import as_array, flag, float_array, readable, require_broadcast
@@ -73,7 +73,6 @@ def rope_tables(
     return cos, sin
 
 
-@named("apply_rope")
 def apply_rope(
     x: ArrayLike, cos: ArrayLike, sin: ArrayLike, *, interleaved: bool = False, out: Array | None = None
 ) -> NDArray[Any]:
@@ -111,8 +110,19 @@ def apply_rope(
     .. [1] J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
        arXiv:2104.09864, section 3.4.2.
     """
-    array = float_array("x", x, least_dims=2)
-    cos, sin = (float_array(name, t) for name, t in (("cos", cos), ("sin", sin)))
+    try:
+        return rotated("x", x, cos, sin, interleaved, out)
+    except Exception as error:
+        put_name("apply_rope", error)
+        raise
+
+
+def rotated(
+    name: str, x: ArrayLike, cos: ArrayLike, sin: ArrayLike, interleaved: bool, out: Array | None
+) -> Array:
+    """`apply_rope` of `x`, which messages call `name`."""
+    array = float_array(name, x, least_dims=2)
+    cos, sin = (float_array(n, t) for n, t in (("cos", cos), ("sin", sin)))
     if cos.ndim < 2:
         raise ValueError(f"(): cos has shape {cos.shape}; expected (..., length, rotary_dim / 2)")
     if cos.shape != sin.shape:
@@ -121,12 +131,12 @@ def apply_rope(
     if cos.shape[-2] != length:
         found, expected = (
             f"{cos.shape}, length {cos.shape[-2]}",
-            f"length {length} as in x, shape {array.shape}",
+            f"length {length} as in {name}, shape {array.shape}",
         )
         raise ValueError(f"(): cos has shape {found}; expected {expected}")
     if 2 * cos.shape[-1] > head_dim:
         found = f"{cos.shape}, which rotates {2 * cos.shape[-1]} dimensions"
-        expected = f"at most the {head_dim} of x, shape {array.shape}"
+        expected = f"at most the {head_dim} of {name}, shape {array.shape}"
         raise ValueError(f"(): cos has shape {found}; expected {expected}")
     rows = (*array.shape[:-3], *cos.shape[-2:])
     require_broadcast("cos", cos.shape, rows, "(..., length, rotary_dim / 2)")
@@ -138,13 +148,13 @@ def apply_rope(
         inputs = [("cos", cos, cos), ("sin", sin, sin)]
         in_place = isinstance(out, np.ndarray) and out.__array_interface__ == array.__array_interface__
         if not in_place:
-            inputs.append(("x", array, array))
-        result_array(out, array.shape, dtype, "x", inputs)
+            inputs.append((name, array, array))
+        result_array(out, array.shape, dtype, name, inputs)
     if out.size == 0:
         return out
     lane = lane_dtype(dtype)
     cos, sin = (np.require(t, lane, ("C", "ALIGNED"))[..., None, :, :] for t in (cos, sin))  # for all heads
-    source, result = readable(array, "x", [], "the head dimension"), out
+    source, result = readable(array, name, [], "the head dimension"), out
     if array.ndim == 2:
         source, result = source[None], result[None]
     args = RopeArgs(source, result, cos, sin, interleaved, settings.get_num_threads())
