@@ -15,10 +15,8 @@ from fastattn.functional import attention_backward
 from fastattn.torch._library import autocast, define, differentiate, differentiate_by, forbid_gradients
 from fastattn.torch._tensors import array_of, heads_inside, num_threads, tensor_of
 
-_TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? bias=None, Tensor? sinks=None,"
-    " Tensor? alibi_slopes=None, Tensor? kv_lengths=None"
-)
+_OPTIONAL = ("mask", "bias", "sinks", "alibi_slopes", "kv_lengths")
+_TENSORS = ", ".join(["Tensor q, Tensor k, Tensor v", *(f"Tensor? {name}=None" for name in _OPTIONAL)])
 _OPTIONS = """*, bool causal=False, SymInt[]? window=None, float? scale=None, float? softcap=None,
     SymInt? q_offset=None"""
 # Of which tensors there are gradients, by their places.
@@ -36,42 +34,18 @@ def sides(window: Sequence[int] | None) -> tuple[int | None, int | None] | None:
     return left, right
 
 
+def _named(tensors: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options of attention, of which `tensors` come first."""
+    options |= zip(_OPTIONAL, tensors, strict=False)
+    found = {name: array_of(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    return found | {"window": sides(options.get("window")), "num_threads": num_threads()}
+
+
 @named("attention")
-def _computed(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any = None,
-    bias: Any = None,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
-    kv_lengths: Any = None,
-    causal: bool = False,
-    window: Sequence[int] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    q_offset: int | None = None,
-    return_lse: bool = False,
-) -> AttentionArgs:
+def _computed(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> AttentionArgs:
     """The arguments of a call that has been run, with its result."""
-    args = attention_args(
-        array_of(q),
-        array_of(k),
-        array_of(v),
-        None if mask is None else array_of(mask),
-        None if bias is None else array_of(bias),
-        causal,
-        sides(window),
-        scale,
-        softcap,
-        None if alibi_slopes is None else array_of(alibi_slopes),
-        None if sinks is None else array_of(sinks),
-        None if kv_lengths is None else array_of(kv_lengths),
-        q_offset,
-        return_lse=return_lse,
-        num_threads=num_threads(),
-        scales="k_scale and v_scale",
-    )
+    given = _named(tensors, options)
+    args = attention_args(array_of(q), array_of(k), array_of(v), scales="k_scale and v_scale", **given)
     args.out = heads_inside(args.out.shape, args.out.dtype)
     dispatch.run(args)
     return args
@@ -117,23 +91,12 @@ def _backward(
     q: Any,
     k: Any,
     v: Any,
-    mask: Any = None,
-    bias: Any = None,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
-    kv_lengths: Any = None,
-    *,
+    *tensors: Any,
     need: Sequence[str],
-    window: Sequence[int] | None = None,
     **options: Any,
 ) -> list[Any]:
     inputs = {"dq": array_of(q), "dk": array_of(k), "dv": array_of(v)}
-    options |= {
-        "mask": mask, "bias": bias, "sinks": sinks, "alibi_slopes": alibi_slopes, "kv_lengths": kv_lengths,
-        "dlse": dlse,
-    }  # fmt: skip
-    options = {name: array_of(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    options |= {"window": sides(window), "num_threads": num_threads(), "need": tuple(need)}
+    options = _named(tensors, {**options, "dlse": dlse, "need": tuple(need)})
     options["into"] = [heads_inside(inputs[n].shape, inputs[n].dtype) if n in inputs else None for n in need]
     arrays = array_of(dout), *inputs.values(), array_of(out), array_of(lse)
     return [tensor_of(x) for x in attention_backward(*arrays, **options)]
