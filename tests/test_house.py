@@ -251,6 +251,25 @@ def test_public_signatures_are_typed():
             assert decided or signature.return_annotation not in (signature.empty, "Any"), name
 
 
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "x", [None, "x", -1, np.ones((1, 2, 4, 8), np.float32)], ids=lambda x: type(x).__name__
+)
+def test_no_error_of_a_check_lacks_the_function_s_name(module, x):
+    """Who calls a check puts it there: `errors.named`."""
+    for function in (getattr(module, name) for name in module.__all__):
+        if not inspect.isfunction(function) or module is models:  # whose load reads folders
+            continue
+        parameters = inspect.signature(function).parameters.values()
+        needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        message = ""
+        try:
+            function(*(x for _ in needed))
+        except Exception as error:
+            message = str(error)
+        assert not message.startswith("():"), function
+
+
 # Options of attention that a function does not take, besides return_lse and stats.
 NONE = frozenset()
 NO_PLACES = {"mask", "causal", "window", "kv_lengths", "q_offset", "row_ranges", "bias", "alibi_slopes"}
