@@ -103,13 +103,7 @@ def mask(
     Returns
     -------
     Axes
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
-    TypeError, ValueError
-        If an argument does not fit.
+        Errors are as in `attention_map`.
 
     Notes
     -----
@@ -152,14 +146,7 @@ def entropy(entropies: ArrayLike, ax: Any = None) -> Any:
     Returns
     -------
     Axes
-        A colour bar is beside it.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
-    TypeError, ValueError
-        If an argument does not fit.
+        A colour bar is beside it. Errors are as in `attention_map`.
     """
     array = _numbers("entropies", entropies, (2,), "(layers, heads)")
     ax = _axes(ax, 1)[0]

@@ -51,10 +51,8 @@ def linear(
         gated weight, it is computed again.
     need : sequence of {"dx", "dweight", "dbias"}
         Which gradients. Weights in int8 and in 4 bits are frozen: they have no dweight.
-    into : sequence of (ndarray or None), optional
-        Arrays for them, in the order of `need`; None is a new one. They share no memory with an input.
-    num_threads, backend : optional
-        As in `fastattn.ops.linear`.
+    into, num_threads, backend : optional
+        As in `layer_norm`, like the errors.
 
     Returns
     -------
@@ -62,11 +60,6 @@ def linear(
         In the order of `need`. dx (..., in_features) in x's dtype. dweight (out_features, in_features), gated
         (2, out_features, in_features), gate first, as `PackedLinear.unpack` has it; dbias (out_features,),
         gated (2, out_features): float32, for x in float64 in float64.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----

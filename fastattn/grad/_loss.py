@@ -68,10 +68,8 @@ def cross_entropy(
         The gradient of the loss: a number; with "none" it may have an element for each row.
     need : sequence of {"dx", "dweight", "dbias"}, optional
         Which gradients; by default dx, and what is there of dweight and dbias. ``()``: the loss alone.
-    into : sequence of (ndarray or None), optional
-        Arrays for them, in the order of `need`; None is a new one. They share no memory with an input.
-    num_threads, backend : optional
-        As in `fastattn.ops.linear`.
+    into, num_threads, backend : optional
+        As in `layer_norm`, like the errors.
 
     Returns
     -------
@@ -80,11 +78,6 @@ def cross_entropy(
     *gradients : ndarray
         In the order of `need`: dx in x's shape and dtype; dweight (num_classes, in_features) and dbias
         (num_classes,) in float32, for x in float64 in float64.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----
