@@ -31,7 +31,7 @@ def ours(dtype: str, threads: int) -> dict[str, Any]:
     from fastattn._args.grad_types import OuterArgs
     from fastattn._engine import dispatch
 
-    kind, options = float_dtype("gradients", dtype), {"num_threads": threads}
+    kind, options = float_dtype(dtype), {"num_threads": threads}
     calls = {}
     for k, n in PRODUCTS:
         x, dout = normal(TOKENS, k).astype(kind), normal(TOKENS, n).astype(kind)

@@ -152,7 +152,7 @@ def pack(dtype: str) -> None:
     for k, n in ((2048, 8192), (8192, 2048)):
         rows = normal((n, k), dtype)
         for kind in WEIGHT_DTYPES:
-            args = pack_args("pack", rows, None, kind, 1, None)
+            args = pack_args(rows, None, kind, 1, None)
             dispatch.run(args)
             packed = args.packed()
             args.out.flags.writeable = True

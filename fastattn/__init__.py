@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fastattn import functional, grad, layers, masks, ops, plot, positions
+from fastattn._engine.config import show_config
 from fastattn._engine.settings import (
     FallbackWarning,
     available_isas,
     get_num_threads,
     set_num_threads,
     set_threading,
-    show_config,
 )
 from fastattn._version import __version__
 from fastattn.functional._attention import attention, attention_weights, explain, merge_states

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BEGUN = ".begun"  # ends the name of a file that is not whole
 _OWNER = stat.S_IRUSR | stat.S_IWUSR

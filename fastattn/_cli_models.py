@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from fastattn._args.errors import naming
+from fastattn._args.errors import named, naming
 from fastattn._args.types import lane_dtype
 from fastattn._atomic import destination
 from fastattn._cli_files import Unfinished, digest_of_model, files_of, require_writable, write_json_lines
@@ -65,6 +65,7 @@ def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Name
 
 
 @_said
+@named("embed")
 def embed(options: argparse.Namespace) -> None:
     """Turn texts into vectors with an encoder, and go on where an interrupted run ended."""
     from fastattn.models import Encoder
@@ -81,7 +82,7 @@ def embed(options: argparse.Namespace) -> None:
         came = f"{options.model} holds a {kind} ({model.model_type})"
         raise ValueError(f"{came}; expected an Encoder. {_INSTEAD[kind]}")
     how = {name: getattr(options, name) for name in _ENCODED}
-    call = model._checked("embed", cast("EncodeOptions", how))
+    call = model._checked(cast("EncodeOptions", how))
     total, digest = texts.survey() if texts.again else (None, "")
     lines = texts.surveyed(digest) if texts.again else iter(texts)
     if output is None:
@@ -125,6 +126,7 @@ def rerank(options: argparse.Namespace) -> None:
 
 
 @_said
+@named("predict")
 def predict(options: argparse.Namespace) -> None:
     """Score texts, or pairs of them, with a cross-encoder or classifier: one JSON line each."""
     firsts = Texts(options.file, options.column)

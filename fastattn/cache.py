@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from fastattn._args.cache import append_args, cache_args
-from fastattn._args.types import lane_dtype
+from fastattn._args.errors import named, put_name
+from fastattn._args.types import Array, ArrayLike, DTypeLike, Ints, Shape, lane_dtype
 from fastattn._args.values import integer, integers
 from fastattn._engine.slots import Slots
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from numpy.typing import ArrayLike, DTypeLike
-
-    from fastattn._args.types import Array, Ints, Shape
 
 __all__ = ["Cached", "Caches", "DecoderCache", "KVCache"]
 
@@ -115,8 +110,9 @@ class KVCache:
     float64 has to fit scales in float32.
     """
 
+    @named("KVCache")
     def __init__(self, capacity: int = 0, dtype: DTypeLike | None = None):
-        self._capacity, self._dtype = cache_args("KVCache", capacity, dtype)
+        self._capacity, self._dtype = cache_args(capacity, dtype)
         self._length = 0
         self._lengths: Ints | None = None  # None where all sequences have self._length tokens
         self._held: tuple[Array, ...] = ()  # keys and values, and their scales; empty before the first append
@@ -180,7 +176,11 @@ class KVCache:
         TypeError, ValueError
             If k and v do not fit those in the cache, or their numbers its scales; nothing was changed.
         """
-        new_k, new_v, counts = append_args(k, v, lengths, self._held, self._dtype)
+        try:
+            new_k, new_v, counts = append_args(k, v, lengths, self._held, self._dtype)
+        except Exception as error:
+            put_name("KVCache.append", error)
+            raise
         with restored_on_error((self,)):  # rounding to int8 may be interrupted
             slots = self._extend(new_k.shape, new_v.shape, new_k.dtype, counts)
             held_k, held_v, *scales = slots.put(new_k, new_v)
@@ -215,31 +215,33 @@ class KVCache:
         self._length = int(ends.max(initial=0))
         self._lengths = None if (ends == self._length).all() else ends
 
+    @named("KVCache.truncate")
     def truncate(self, length: int) -> None:
         """Forget all tokens from position `length` on, such as tokens that a model only guessed."""
-        length = integer("KVCache.truncate", "length", length, 0, self._length)
+        length = integer("length", length, 0, self._length)
         if self._lengths is None:
             self._length = length
         else:
             self._end_at(np.minimum(self._lengths, length))
 
+    @named("KVCache.select")
     def select(self, sequences: ArrayLike) -> None:
         """Keep the sequences of these indices, in this order: to drop finished ones, or to follow beams.
 
         An index may occur several times. All keys and values are copied.
         """
-        index = self._index("KVCache.select", sequences)
+        index = self._index(sequences)
         self._held = tuple(x[index] for x in self._held)
         if self._lengths is not None:
             self._end_at(self._lengths[index])
 
-    def _index(self, func: str, sequences: ArrayLike) -> Ints:
+    def _index(self, sequences: ArrayLike) -> Ints:
         """Check `sequences`; raise if the cache is empty."""
         if not self._held:
-            raise ValueError(f"{func}(): the cache is empty; expected one that has been filled")
-        index = integers(func, "sequences", sequences, low=0, high=len(self._held[0]) - 1)
+            raise ValueError("(): the cache is empty; expected one that has been filled")
+        index = integers("sequences", sequences, low=0, high=len(self._held[0]) - 1)
         if index.ndim != 1:
-            raise ValueError(f"{func}(): sequences has shape {index.shape}; expected (n,)")
+            raise ValueError(f"(): sequences has shape {index.shape}; expected (n,)")
         return index
 
     def _grow(self, shape_k: Shape, shape_v: Shape, dtype: np.dtype[Any], room: int) -> None:
@@ -283,12 +285,13 @@ class DecoderCache:
         """Forget all tokens from position `length` on; the memory stays."""
         self.tokens.truncate(length)
 
+    @named("DecoderCache.select")
     def select(self, sequences: ArrayLike) -> None:
         """Keep these sequences, as `KVCache.select` does, with their part of the memory and its mask.
 
         Later calls must leave out the memory and its mask: the caller's arrays have the old order.
         """
-        index = self.tokens._index("DecoderCache.select", sequences)
+        index = self.tokens._index(sequences)
         with restored_on_error((self,)):
             if self.keys_values is not None:
                 k, v = self.keys_values

@@ -8,26 +8,20 @@ if no single stride reaches all its rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
 from fastattn._args.blocks import blocks, copied
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import named, put_name, wrong_shape
 from fastattn._args.ops import linear_args, rows_args
 from fastattn._args.options import Backend, ComputeOptions, OutOption
 from fastattn._args.pack import pack_args
 from fastattn._args.packed import PackedLinear
 from fastattn._args.results import result_array
-from fastattn._args.types import Activation, Rounding
+from fastattn._args.types import Activation, Array, ArrayLike, DTypeLike, Rounding, Unpack
 from fastattn._args.values import as_array, float_array, integers
 from fastattn._engine import dispatch
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, DTypeLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array
 
 __all__ = [
     "Activation",
@@ -53,6 +47,7 @@ class _NormOptions(OutOption, ComputeOptions, total=False):
     residual: ArrayLike | None
 
 
+@named("pack")
 def pack(
     weight: ArrayLike,
     *,
@@ -87,7 +82,7 @@ def pack(
     TypeError, ValueError
         If an argument does not fit, or has values that are not finite in `dtype`.
     """
-    args = pack_args("pack", weight, gate, dtype, num_threads, backend)
+    args = pack_args(weight, gate, dtype, num_threads, backend)
     dispatch.run(args, backend)
     return args.packed()
 
@@ -172,20 +167,23 @@ def linear(
     The middle of the row's grid is multiplied by the sum of the weights, and added: both parts round like
     products of ``max(abs(row))``, and overflow like them.
     """
-    args, result = linear_args(
-        "linear",
-        x,
-        weight,
-        bias,
-        activation,
-        residual,
-        activations,
-        transposed,
-        out,
-        num_threads,
-        backend,
-        pre,
-    )
+    try:
+        args, result = linear_args(
+            x,
+            weight,
+            bias,
+            activation,
+            residual,
+            activations,
+            transposed,
+            out,
+            num_threads,
+            backend,
+            pre,
+        )
+    except Exception as error:
+        put_name("linear", error)
+        raise
     dispatch.run(args, backend)
     return result
 
@@ -347,16 +345,20 @@ def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> 
     TypeError, ValueError
         If an argument does not fit, or an id is not in ``[0, n_rows)``.
     """
-    rows = float_array("embedding", "table", table)
-    if rows.ndim != 2:
-        raise wrong_shape("embedding", "table", rows, "(n_rows, features)")
-    given = as_array("embedding", "ids", ids)
-    if not given.size:
-        given = np.zeros(given.shape, np.int64)  # NumPy makes floats of an empty list
-    index = integers("embedding", "ids", given, low=0, high=len(rows) - 1)
-    shape, dtype = (*index.shape, rows.shape[1]), rows.dtype.newbyteorder("=")
-    inputs = [("table", table, rows), ("ids", ids, given)]
-    out = result_array("embedding", out, shape, dtype, "table", inputs)
+    try:
+        rows = float_array("table", table)
+        if rows.ndim != 2:
+            raise wrong_shape("table", rows, "(n_rows, features)")
+        given = as_array("ids", ids)
+        if not given.size:
+            given = np.zeros(given.shape, np.int64)  # NumPy makes floats of an empty list
+        index = integers("ids", given, low=0, high=len(rows) - 1)
+        shape, dtype = (*index.shape, rows.shape[1]), rows.dtype.newbyteorder("=")
+        inputs = [("table", table, rows), ("ids", ids, given)]
+        out = result_array(out, shape, dtype, "table", inputs)
+    except Exception as error:
+        put_name("embedding", error)
+        raise
     found = out if rows.dtype.isnative else np.empty(shape, rows.dtype)
     for block in blocks(index.shape, rows.shape[1]):
         np.take(rows, index[block], axis=0, out=found[block], mode="clip")  # mode "raise" would copy twice

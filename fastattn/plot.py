@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from fastattn._args.errors import named
+from fastattn._args.types import Array, ArrayLike
 from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, short
 from fastattn.masks import Mask
 from fastattn.masks._mask import dense_array, score_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array
 
 __all__ = ["attention_map", "entropy", "mask"]
 
@@ -28,6 +24,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
+@named("attention_map")
 def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: Any = None) -> Any:
     """Draw the weights of attention: queries downwards, keys to the right; larger weights are darker.
 
@@ -57,16 +54,15 @@ def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: A
     >>> x = np.random.default_rng(0).standard_normal((4, 9, 16))
     >>> axes = fastattn.plot.attention_map(fastattn.attention_weights(x, x))
     """
-    func = "attention_map"
-    array = _numbers(func, "weights", weights, (2, 3), "(len_q, len_k) or (heads, len_q, len_k)")
+    array = _numbers("weights", weights, (2, 3), "(len_q, len_k) or (heads, len_q, len_k)")
     len_q, len_k = array.shape[-2:]
     labels = None
     if tokens is not None:
-        labels = [str(token) for token in iterated(func, "tokens", tokens, f"{len_k} strings, one a key")]
+        labels = [str(token) for token in iterated("tokens", tokens, f"{len_k} strings, one a key")]
         if len(labels) != len_k:
-            raise ValueError(f"{func}(): tokens has length {len(labels)}; expected {len_k}, one a key")
+            raise ValueError(f"(): tokens has length {len(labels)}; expected {len_k}, one a key")
     maps = array if array.ndim == 3 else array[None]
-    axes = _axes(func, ax, len(maps))
+    axes = _axes(ax, len(maps))
     for head, (this, of_head) in enumerate(zip(axes, maps, strict=True)):
         _image(this, of_head, "Greys")
         if array.ndim == 3:
@@ -78,6 +74,7 @@ def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: A
     return axes if array.ndim == 3 else axes[0]
 
 
+@named("mask")
 def mask(
     mask: Mask | ArrayLike,
     len_q: int,
@@ -106,35 +103,28 @@ def mask(
     Returns
     -------
     Axes
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
-    TypeError, ValueError
-        If an argument does not fit.
+        Errors are as in `attention_map`.
 
     Notes
     -----
     O(len_q * len_k) time, and one byte of memory for each pair.
     """
-    func = "mask"
-    len_q = integer(func, "len_q", len_q, 1, MOST_SIZE)
-    len_k = len_q if len_k is None else integer(func, "len_k", len_k, 1, MOST_SIZE)
+    len_q = integer("len_q", len_q, 1, MOST_SIZE)
+    len_k = len_q if len_k is None else integer("len_k", len_k, 1, MOST_SIZE)
     if isinstance(mask, Mask):
-        attend: Array = dense_array(mask, score_shape(func, (1, len_q, len_k), q_offset))[0]
+        attend: Array = dense_array(mask, score_shape((1, len_q, len_k), q_offset))[0]
     else:
         if mask is None or callable(mask):
             called = getattr(mask, "__name__", mask)
-            raise TypeError(f"{func}(): mask is {called}; expected bool or a mask, such as masks.causal()")
-        attend = as_array(func, "mask", mask)
+            raise TypeError(f"(): mask is {called}; expected bool or a mask, such as masks.causal()")
+        attend = as_array("mask", mask)
         if attend.dtype != np.bool_:
-            raise TypeError(f"{func}(): mask has dtype {attend.dtype}; expected bool or a mask")
+            raise TypeError(f"(): mask has dtype {attend.dtype}; expected bool or a mask")
         if attend.shape != (len_q, len_k):
             expected = f"(len_q, len_k) = {(len_q, len_k)}"
-            raise ValueError(f"{func}(): mask has shape {attend.shape}; expected {expected}")
-    size = -(-max(len_q, len_k) // _BLOCKS) if block is None else integer(func, "block", block, 1, MOST_SIZE)
-    ax = _axes(func, ax, 1)[0]
+            raise ValueError(f"(): mask has shape {attend.shape}; expected {expected}")
+    size = -(-max(len_q, len_k) // _BLOCKS) if block is None else integer("block", block, 1, MOST_SIZE)
+    ax = _axes(ax, 1)[0]
     # The last blocks are drawn as large as the others, and cut off at the last query and key.
     extent = (0, -(-len_k // size) * size, -(-len_q // size) * size, 0)
     _image(ax, _shares(attend, size), "Blues", vmin=0, vmax=1, extent=extent)
@@ -142,6 +132,7 @@ def mask(
     return ax
 
 
+@named("entropy")
 def entropy(entropies: ArrayLike, ax: Any = None) -> Any:
     """Draw the entropy of attention of each layer and head: layers downwards, heads to the right.
 
@@ -155,31 +146,23 @@ def entropy(entropies: ArrayLike, ax: Any = None) -> Any:
     Returns
     -------
     Axes
-        A colour bar is beside it.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
-    TypeError, ValueError
-        If an argument does not fit.
+        A colour bar is beside it. Errors are as in `attention_map`.
     """
-    func = "entropy"
-    array = _numbers(func, "entropies", entropies, (2,), "(layers, heads)")
-    ax = _axes(func, ax, 1)[0]
+    array = _numbers("entropies", entropies, (2,), "(layers, heads)")
+    ax = _axes(ax, 1)[0]
     image = _image(ax, array, "viridis")
     ax.set(xlabel="head", ylabel="layer")
     ax.figure.colorbar(image, ax=ax, label="entropy")
     return ax
 
 
-def _numbers(func: str, name: str, x: ArrayLike, n_dims: tuple[int, ...], dims: str) -> Array:
+def _numbers(name: str, x: ArrayLike, n_dims: tuple[int, ...], dims: str) -> Array:
     """`x` as real numbers; the number of its axes is one of `n_dims`, and none of them is empty."""
-    array = as_array(func, name, x)
+    array = as_array(name, x)
     if array.dtype.name != "bfloat16" and array.dtype.kind not in "fiu":
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected real numbers")
+        raise TypeError(f"(): {name} has dtype {array.dtype}; expected real numbers")
     if array.ndim not in n_dims or not array.size:
-        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected {dims}")
+        raise ValueError(f"(): {name} has shape {array.shape}; expected {dims}")
     return array.astype(np.float64)
 
 
@@ -192,17 +175,17 @@ def _shares(attend: Array, block: int) -> Array:
     return shares
 
 
-def _axes(func: str, ax: Any, n: int) -> Array:
+def _axes(ax: Any, n: int) -> Array:
     """`ax`, or n new Axes in a grid, as an array (n,)."""
     try:
         from matplotlib import pyplot
     except ImportError as missing:
-        needs = f"fastattn.plot.{func}() needs matplotlib: pip install matplotlib"
+        needs = "(): drawing needs matplotlib: pip install matplotlib"
         raise ImportError(needs) from missing
     if ax is not None:
         axes = np.ravel(np.asarray(ax, object))
         if len(axes) != n or not all(hasattr(each, "imshow") for each in axes):
-            raise ValueError(f"{func}(): ax is {short(ax)}; expected {'an Axes' if n == 1 else f'{n} Axes'}")
+            raise ValueError(f"(): ax is {short(ax)}; expected {'an Axes' if n == 1 else f'{n} Axes'}")
         return axes
     columns = math.ceil(math.sqrt(n))
     _, grid = pyplot.subplots(-(-n // columns), columns, squeeze=False, layout="constrained")

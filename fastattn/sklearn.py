@@ -5,10 +5,11 @@ It is imported only when asked for. docs/frameworks.md shows it in a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import named, wrong_type
+from fastattn._args.types import Array, DTypeLike, Rounding
 from fastattn._args.values import short
 from fastattn.models import load
 from fastattn.models._encoder import Encoder
@@ -21,11 +22,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
 
-    from numpy.typing import DTypeLike
-
-    from fastattn._args.types import Array, Rounding
 
 __all__ = ["SentenceVectorizer"]
 
@@ -98,6 +95,7 @@ class SentenceVectorizer(
         self.weights_dtype = weights_dtype
         self.activations = activations
 
+    @named("fit")
     def fit(self, X: Iterable[str], y: Any = None) -> SentenceVectorizer:
         """Load the model, anew in every call, as its files may have changed; the texts are not encoded.
 
@@ -119,11 +117,12 @@ class SentenceVectorizer(
         TypeError, ValueError
             If a parameter does not fit, the model makes no vectors of texts, or X holds no texts.
         """
-        self._checked("fit", X)
+        self._checked(X)
         self.__dict__.pop("_kept", None)
-        self._model("fit").encode([], **self._options())
+        self._model().encode([], **self._options())
         return self
 
+    @named("transform")
     def transform(self, X: Iterable[str]) -> Array:
         """The vectors of the texts.
 
@@ -141,27 +140,28 @@ class SentenceVectorizer(
         ModelError, TypeError, ValueError
             As `fit`.
         """
-        texts = list(self._checked("transform", X))
-        return self._model("transform").encode(texts, **self._options())
+        texts = list(self._checked(X))
+        return self._model().encode(texts, **self._options())
 
     @property
+    @named("get_feature_names_out")
     def _n_features_out(self) -> int:
         """Number of names that `get_feature_names_out` makes."""
-        return int(self._model("get_feature_names_out").encode([], **self._options()).shape[1])
+        return int(self._model().encode([], **self._options()).shape[1])
 
-    def _checked(self, func: str, X: Any) -> Iterable[str]:
+    def _checked(self, X: Any) -> Iterable[str]:
         """The texts of X, which is no table and no text."""
         dims = getattr(X, "ndim", 1)
         if isinstance(X, str) or dims != 1:
             what = f"has {dims} dimensions" if dims != 1 else f"is {short(X)}"
-            raise ValueError(f"{func}(): X {what}; expected several texts, such as a list or a column")
-        texts = strings(func, "X", X)
+            raise ValueError(f"(): X {what}; expected several texts, such as a list or a column")
+        texts = strings("X", X)
         return texts if isinstance(X, Iterator) else list(texts)
 
     def _options(self) -> dict[str, Any]:
         return {name: x for name, x in self.get_params(deep=False).items() if name not in _LOADED}
 
-    def _model(self, func: str) -> Encoder:
+    def _model(self) -> Encoder:
         """The model, loaded when it is first used and when a parameter has changed."""
         key = tuple(getattr(self, name) for name in _LOADED)
         kept: tuple[Any, Encoder] | None = vars(self).get("_kept")
@@ -169,7 +169,7 @@ class SentenceVectorizer(
             folder, dtype, weights_dtype, activations = key
             model: Any = load(folder, dtype=dtype, weights_dtype=weights_dtype, activations=activations)
             if not isinstance(model, Encoder):
-                raise wrong_type(func, "the model of folder", model, "one that makes a vector of a text")
+                raise wrong_type("the model of folder", model, "one that makes a vector of a text")
             self._kept = kept = key, model
         return kept[1]
 

@@ -13,7 +13,6 @@ import pytest
 
 import fastattn
 from fastattn import functional, grad, layers, masks, models, ops, plot, positions, train
-from fastattn._args.values import TAKE_INT8
 from fastattn._args.words import OTHER_NAMES
 from fastattn.layers._attention_parameters import CallOptions
 from fastattn.layers._transformer import DecoderOptions
@@ -107,12 +106,8 @@ def test_imports_go_down(module):
 
 
 def test_no_circle_of_imports():
-    """Imports within functions and for type checkers count.
-
-    But for one: settings prepare the first compiled call, which then reads the sizes of tasks.
-    """
+    """Imports within functions and for type checkers count."""
     graph = {module: {other for other, _ in imports(module)} for module in MODULES}
-    graph["fastattn._engine.settings"].remove("fastattn._engine.tuning")
     list(TopologicalSorter(graph).static_order())  # raises a CycleError that names the circle
 
 
@@ -223,12 +218,24 @@ def test_options_are_those_of_attention():
     seen = inspect.signature(fastattn.attention).parameters
     options = set(fastattn._args.options.AttentionOptions.__annotations__)
     assert set(seen) == {"q", "k", "v", "return_lse", "stats", "others", *options}
-    assert set(checked) == {"func", "names", *seen} - {"others"}
+    assert set(checked) == {"names", "scales", *seen} - {"others"}
     for name in (*options, "return_lse", "stats"):
         assert seen[name].default == checked[name].default
     types = fastattn._args.options.AttentionOptions.__annotations__
     plain = {name: getattr(types[name], "__forward_arg__", types[name]) for name in options}
     assert {name: seen[name].annotation.replace("NDArray[Any]", "Array") for name in options} == plain
+
+
+def test_cython_has_the_axes_of_the_table():
+    """Of each array of an attention call."""
+    text = (PACKAGE / "_engine/core/_core.pyx").read_text(encoding="utf-8")
+    set_up = re.findall(
+        r"tables\.set(_rows)?\(&[\w.]+, \"(\w+)\", (?:args|tables)\.\w+, (.*)\)$", text, re.MULTILINE
+    )
+    found = {
+        name: tuple(re.findall(r"a\.(heads_\w+|len_\w+|head_dim\w*)", sizes)) for _, name, sizes in set_up
+    }
+    assert found == fastattn._args.types.AXES
 
 
 def test_public_signatures_are_typed():
@@ -247,6 +254,25 @@ def test_public_signatures_are_typed():
             overloaded = f"@overload\ndef {name}(" in source(function.__module__).read_text(encoding="utf-8")
             decided = overloaded or "return_lse" in signature.parameters
             assert decided or signature.return_annotation not in (signature.empty, "Any"), name
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "x", [None, "x", -1, np.ones((1, 2, 4, 8), np.float32)], ids=lambda x: type(x).__name__
+)
+def test_no_error_of_a_check_lacks_the_function_s_name(module, x):
+    """Who calls a check puts it there: `errors.named`."""
+    for function in (getattr(module, name) for name in module.__all__):
+        if not inspect.isfunction(function) or module is models:  # whose load reads folders
+            continue
+        parameters = inspect.signature(function).parameters.values()
+        needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        message = ""
+        try:
+            function(*(x for _ in needed))
+        except Exception as error:
+            message = str(error)
+        assert not message.startswith("():"), function
 
 
 # Options of attention that a function does not take, besides return_lse and stats.
@@ -299,9 +325,14 @@ INT8 = {"k_scale", "v_scale"}
 TAKES_INT8 = {"attention_weights": {"k_scale"}, "explain": INT8, "sigmoid_attention": INT8}
 
 
-def test_messages_know_who_takes_int8():
-    named = {name: set(re.findall(r"\w_scale", text)) for name, text in TAKE_INT8.items()}
-    assert named == TAKES_INT8 | {"attention": INT8}
+@pytest.mark.parametrize(("name", "scales"), (TAKES_INT8 | {"attention": INT8}).items())
+def test_messages_know_who_takes_int8(name, scales):
+    function = getattr(fastattn, name, None) or getattr(functional, name)
+    x = np.ones((1, 2, 4, 8), np.float32)
+    wrong = {n: x > 0 for n in ("k", "v") if n in inspect.signature(function).parameters}
+    with pytest.raises(TypeError) as caught:
+        function(x, **wrong)
+    assert set(re.findall(r"\w_scale", str(caught.value))) == scales
 
 
 @pytest.mark.parametrize("name", REFUSED)

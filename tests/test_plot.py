@@ -101,7 +101,5 @@ def test_errors(call, error, message):
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(
-        ImportError, match=r"fastattn\.plot\.entropy\(\) needs matplotlib: pip install matplotlib"
-    ):
+    with pytest.raises(ImportError, match=r"entropy\(\): drawing needs matplotlib: pip install matplotlib"):
         plot.entropy(np.ones((2, 2)))

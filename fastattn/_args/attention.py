@@ -6,7 +6,8 @@ of it happens before anything is computed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from fastattn._args import key_ranges
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.results import result_array
 from fastattn._args.statistics import statistics_args
-from fastattn._args.types import FLOAT32, FLOAT64, AttentionArgs, lane_dtype
+from fastattn._args.types import FLOAT32, FLOAT64, Array, ArrayLike, AttentionArgs, Shape, lane_dtype
 from fastattn._args.values import (
     MAX_POSITION,
     as_array,
@@ -37,19 +38,11 @@ from fastattn._engine.settings import require_backend, threads
 from fastattn.masks import Mask
 from fastattn.masks._mask import ScoreShape
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array, Shape
-
 _BATCH = "the batch dimensions"
 _ROWS = "(..., heads_q, len_q)"
 
 
 def attention_args(
-    func: str,
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
@@ -70,33 +63,36 @@ def attention_args(
     backend: str | None = None,
     stats: Sequence[str] | None = None,
     names: tuple[str, str, str] = ("q", "k", "v"),
+    scales: str = "",
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> AttentionArgs:
-    """Check and normalise the arguments of `func`; see `fastattn.attention`.
+    """Check and normalise the arguments of `attention`, or of what computes with it.
 
-    Messages call q, k and v by `names`, as `func` does: two of them are equal if they are one argument.
+    Messages call q, k and v by `names`: two of them are equal if they are one argument. They say that int8
+    goes with the arguments `scales`, where the function takes some.
     On tiny arrays this is most of a call: an option that is not given costs one comparison.
     """
     args = AttentionArgs()
     copies: list[str] = []
-    args.q = q_array = operand(func, names[0], q, copies)
+    args.q = q_array = operand(names[0], q, copies)
     dtype = q_array.dtype
     lane = lane_dtype(dtype)
-    args.k_scale = args.v_scale = None
     if k_scale is None and v_scale is None:
-        args.k = k_array = operand(func, names[1], k, copies)
-        args.v = v_array = operand(func, names[2], v, copies)
+        hint = scales and f", or int8 with {scales}"
+        args.k = k_array = operand(names[1], k, copies, hint)
+        args.v = v_array = operand(names[2], v, copies, hint)
         if not (k_array.dtype is dtype and v_array.dtype is dtype):
-            require_dtypes(func, **dict(zip(names, (q_array, k_array, v_array), strict=True)))
+            arrays = dict(zip(names, (q_array, k_array, v_array), strict=True))
+            require_dtypes(arrays, scales and f", or int8 for all others with {scales}")
     else:
-        _require_both(func, k_scale, v_scale)
-        args.k = k_array = int8_operand(func, names[1], "k_scale", k, copies)
-        args.v = v_array = int8_operand(func, names[2], "v_scale", v, copies)
-        args.k_scale = real_values(func, "k_scale", k_scale, lane, copies)
-        args.v_scale = real_values(func, "v_scale", v_scale, lane, copies)
+        _require_both(k_scale, v_scale)
+        args.k = k_array = int8_operand(names[1], "k_scale", k, copies)
+        args.v = v_array = int8_operand(names[2], "v_scale", v, copies)
+        args.k_scale = real_values("k_scale", k_scale, lane, copies)
+        args.v_scale = real_values("v_scale", v_scale, lane, copies)
 
     q_shape, k_shape, v_shape = q_array.shape, k_array.shape, v_array.shape
     one_head = False
@@ -108,49 +104,45 @@ def attention_args(
     heads_kv, len_k, k_head_dim = k_shape[-3:]
     v_heads, v_len, head_dim_v = v_shape[-3:]
     if k_head_dim != head_dim or v_heads != heads_kv or v_len != len_k:
-        raise_shapes(func, names, (q_shape, k_shape, v_shape))
+        raise_shapes(names, (q_shape, k_shape, v_shape))
     if not (heads_q and heads_kv and head_dim and head_dim_v) or heads_q % heads_kv:
-        raise_shapes(func, names, (q_shape, k_shape, v_shape))
+        raise_shapes(names, (q_shape, k_shape, v_shape))
     batch_shape = q_shape[:-3]
     if k_shape[:-3] != batch_shape or v_shape[:-3] != batch_shape:
         shapes = (batch_shape, k_shape[:-3], v_shape[:-3])
-        batch_shape = broadcast_batch(func, **dict(zip(names, shapes, strict=True)))
+        batch_shape = broadcast_batch(**dict(zip(names, shapes, strict=True)))
     args.batch_shape, args.heads_q, args.heads_kv = batch_shape, heads_q, heads_kv
     args.len_q, args.len_k, args.head_dim, args.head_dim_v = len_q, len_k, head_dim, head_dim_v
     if args.k_scale is not None and args.v_scale is not None:
-        args.k_scale = _for_keys(args, func, "k_scale", args.k_scale, one_head)
-        args.v_scale = _for_keys(args, func, "v_scale", args.v_scale, one_head)
+        args.k_scale = _for_keys(args, "k_scale", args.k_scale, one_head)
+        args.v_scale = _for_keys(args, "v_scale", args.v_scale, one_head)
 
-    args.scale = head_dim**-0.5 if scale is None else number(func, "scale", scale, lane)
-    args.softcap = 0.0 if softcap is None else number(func, "softcap", softcap, lane, positive=True)
-    args.mask = args.bias = args.alibi_slopes = args.sinks = None
+    args.scale = head_dim**-0.5 if scale is None else number("scale", scale, lane)
+    if softcap is not None:
+        args.softcap = number("softcap", softcap, lane, positive=True)
     structure = None
     if isinstance(mask, Mask):
         structure, mask = mask, None
     if not (mask is None and bias is None and alibi_slopes is None and sinks is None):
         if mask is not None:
-            add_mask(args, func, "mask", mask)
+            add_mask(args, "mask", mask)
         if bias is not None:
-            add_bias(args, func, "bias", bias, copies, " (a bool array goes to mask=)")
+            add_bias(args, "bias", bias, copies, " (a bool array goes to mask=)")
         if alibi_slopes is not None:
             args.alibi_slopes = head_values(
-                func, "alibi_slopes", alibi_slopes, (*batch_shape, heads_q), lane, copies
+                "alibi_slopes", alibi_slopes, (*batch_shape, heads_q), lane, copies
             )
         if sinks is not None:
-            args.sinks = head_values(func, "sinks", sinks, (*batch_shape, heads_q), lane, copies)
-    args.row_begin = args.row_end = args.q_position = None
-    args.ranges = args.range_first = args.range_last = None
-    args.sigmoid_bias = args.statistics = args.begins = None
-    args.dropout, args.seed, args.first = 0.0, 0, 0
+            args.sinks = head_values("sinks", sinks, (*batch_shape, heads_q), lane, copies)
     if type(dropout) is not float or dropout != 0 or seed is not None:
-        args.dropout, args.seed = dropout_of(func, dropout, seed)
+        args.dropout, args.seed = dropout_of(dropout, seed)
     ranges_given = not (window is None and kv_lengths is None and q_offset is None and row_ranges is None)
     if causal is not False or ranges_given or alibi_slopes is not None or structure is not None:
-        _add_ranges(args, func, causal, window, kv_lengths, q_offset, row_ranges, structure)
-    args.num_threads = threads(func, num_threads)
+        _add_ranges(args, causal, window, kv_lengths, q_offset, row_ranges, structure)
+    args.num_threads = threads(num_threads)
     if backend is not None:
-        require_backend(func, backend)
-    with_lse = return_lse is not False and flag(func, "return_lse", return_lse)
+        require_backend(backend)
+    with_lse = return_lse is not False and flag("return_lse", return_lse)
 
     rows = (len_q,) if one_head else (*batch_shape, heads_q, len_q)
     if out is None:
@@ -163,32 +155,32 @@ def attention_args(
         inputs += [("k_scale", k_scale, args.k_scale), ("v_scale", v_scale, args.v_scale)]
         inputs += [("kv_lengths", kv_lengths, None), ("q_offset", q_offset, None)]
         inputs += [("row_ranges", x, None) for x in row_ranges or ()]
-        result_array(func, out, (*rows, head_dim_v), dtype, names[0], inputs)
-    args.out, args.lse, args.result = out[None] if one_head else out, None, out
+        result_array(out, (*rows, head_dim_v), dtype, names[0], inputs)
+    args.out, args.result = out[None] if one_head else out, out
     if with_lse:
         lse = np.empty(rows, lane)
         args.lse, args.result = lse[None] if one_head else lse, (out, lse)
     if stats is not None:
         heads = (*batch_shape, heads_q)
-        args.statistics, found = statistics_args(func, stats, heads, len_q, len_k, lane, one_head)
+        args.statistics, found = statistics_args(stats, heads, len_q, len_k, lane, one_head)
         args.result = (*args.result, found) if with_lse else (out, found)
     args.copies = tuple(copies)
     return args
 
 
-def dropout_of(func: str, dropout: Any, seed: Any, name: str = "dropout") -> tuple[float, int]:
+def dropout_of(dropout: Any, seed: Any, name: str = "dropout") -> tuple[float, int]:
     """The share that is dropped, the argument `name`, and the seed: 0 where none is needed or given."""
-    share = number(func, name, dropout, FLOAT64)
+    share = number(name, dropout, FLOAT64)
     if not 0 <= share < 1:
-        raise ValueError(f"{func}(): {name} is {share}; expected at least 0 and less than 1")
+        raise ValueError(f"(): {name} is {share}; expected at least 0 and less than 1")
     if seed is None and share > 0:
         expected = f"0 to {2**64 - 1}, as {name} is {share}"
-        raise ValueError(f"{func}(): seed is None; expected an integer, {expected}")
-    return share, 0 if seed is None else integer(func, "seed", seed, 0, 2**64 - 1)
+        raise ValueError(f"(): seed is None; expected an integer, {expected}")
+    return share, 0 if seed is None else integer("seed", seed, 0, 2**64 - 1)
 
 
 def raise_shapes(
-    func: str, names: tuple[str, str, str], shapes: tuple[Shape, Shape, Shape], heads_axis: int = -3
+    names: tuple[str, str, str], shapes: tuple[Shape, Shape, Shape], heads_axis: int = -3
 ) -> NoReturn:
     """Say which of the last three axes do not fit: (heads, length, head_dim), or the first two exchanged."""
     length_axis = -5 - heads_axis
@@ -197,7 +189,7 @@ def raise_shapes(
     for name, shape in named:
         for axis, what in ((heads_axis, heads), (-1, head_dim)):
             if shape[axis] < 1:
-                raise ValueError(f"{func}(): {name} has {what.format(0)}, shape {shape}; expected at least 1")
+                raise ValueError(f"(): {name} has {what.format(0)}, shape {shape}; expected at least 1")
     for (name, shape), axis, what, (other, wanted) in (
         (k, -1, head_dim, q),
         (v, heads_axis, heads, k),
@@ -205,56 +197,52 @@ def raise_shapes(
     ):
         if shape[axis] != wanted[axis]:
             expected = f"{what.format(wanted[axis])}, as {other} has, shape {wanted}"
-            raise ValueError(
-                f"{func}(): {name} has {what.format(shape[axis])}, shape {shape}; expected {expected}"
-            )
+            raise ValueError(f"(): {name} has {what.format(shape[axis])}, shape {shape}; expected {expected}")
     (name, shape), (other, wanted) = q, k
     expected = f"a multiple of {other}'s {wanted[heads_axis]} heads, shape {wanted}"
-    raise ValueError(f"{func}(): {name} has {shape[heads_axis]} heads, shape {shape}; expected {expected}")
+    raise ValueError(f"(): {name} has {shape[heads_axis]} heads, shape {shape}; expected {expected}")
 
 
-def _require_both(func: str, k_scale: Any, v_scale: Any) -> None:
+def _require_both(k_scale: Any, v_scale: Any) -> None:
     if k_scale is None or v_scale is None:
         given, missing = ("v_scale", "k_scale") if k_scale is None else ("k_scale", "v_scale")
-        raise ValueError(f"{func}(): {given} is given without {missing}; expected both, or neither")
+        raise ValueError(f"(): {given} is given without {missing}; expected both, or neither")
 
 
-def _for_keys(args: AttentionArgs, func: str, name: str, scale: Array, one_head: bool) -> Array:
+def _for_keys(args: AttentionArgs, name: str, scale: Array, one_head: bool) -> Array:
     """`scale`, which has to broadcast to the keys, with at least their axes (heads_kv, len_k)."""
     shape = (args.len_k,) if one_head else (*args.batch_shape, args.heads_kv, args.len_k)
-    require_broadcast(func, name, scale.shape, shape, "(..., heads_kv, len_k)")
+    require_broadcast(name, scale.shape, shape, "(..., heads_kv, len_k)")
     return scale if scale.ndim >= 2 else scale[(None,) * (2 - scale.ndim)]
 
 
-def add_mask(args: AttentionArgs, func: str, name: str, mask: ArrayLike) -> None:
+def add_mask(args: AttentionArgs, name: str, mask: ArrayLike) -> None:
     """Check `mask`, the argument `name`, and add it to `args`."""
     if isinstance(mask, type):
         expected = "a bool array or a mask, such as masks.causal()"
-        raise TypeError(f"{func}(): {name} is {mask.__name__}, not called; expected {expected}")
+        raise TypeError(f"(): {name} is {mask.__name__}, not called; expected {expected}")
     if callable(mask):
         expected = "a bool array or a mask, as masks.compile(f, shape) makes of f(b, h, i, j)"
-        raise TypeError(f"{func}(): {name} is a function; expected {expected}")
-    array = as_array(func, name, mask)
+        raise TypeError(f"(): {name} is a function; expected {expected}")
+    array = as_array(name, mask)
     if array.dtype != np.bool_:
         expected = "bool, True where a query attends (numbers to add to the scores go to bias=)"
-        raise wrong_dtype(func, name, array, expected)
-    args.mask = _for_scores(args, func, name, array)
+        raise wrong_dtype(name, array, expected)
+    args.mask = _for_scores(args, name, array)
 
 
-def add_bias(
-    args: AttentionArgs, func: str, name: str, bias: ArrayLike, copies: list[str], or_bool: str
-) -> None:
+def add_bias(args: AttentionArgs, name: str, bias: ArrayLike, copies: list[str], or_bool: str) -> None:
     """Likewise `bias`; the message to one who passes bools or integers ends with `or_bool`."""
-    array = as_array(func, name, bias)
+    array = as_array(name, bias)
     native = array.dtype.newbyteorder("=") if array.dtype.kind == "f" else array.dtype
     if native not in (FLOAT32, args.q.dtype):
         expected = " or ".join(dict.fromkeys((str(FLOAT32), str(args.q.dtype))))
         hint = or_bool if array.dtype.kind in "biu" else ""
-        raise wrong_dtype(func, name, array, expected + hint)
-    args.bias = readable(_for_scores(args, func, name, array), name, copies)
+        raise wrong_dtype(name, array, expected + hint)
+    args.bias = readable(_for_scores(args, name, array), name, copies)
 
 
-def _for_scores(args: AttentionArgs, func: str, name: str, array: Array) -> Array:
+def _for_scores(args: AttentionArgs, name: str, array: Array) -> Array:
     """`array`, which has to broadcast to the scores, with at least their last three axes."""
     batch_shape, len_q, len_k = args.batch_shape, args.len_q, args.len_k
     hint, batch_axes = "", ":, " * len(batch_shape)
@@ -263,13 +251,12 @@ def _for_scores(args: AttentionArgs, func: str, name: str, array: Array) -> Arra
     elif array.shape == (*batch_shape, len_q, len_k):
         hint = f" (the same for all heads: {name}[{batch_axes}None, :, :])"
     shape = (*batch_shape, args.heads_q, len_q, len_k)
-    require_broadcast(func, name, array.shape, shape, "(..., heads_q, len_q, len_k)", hint)
+    require_broadcast(name, array.shape, shape, "(..., heads_q, len_q, len_k)", hint)
     return array if array.ndim >= 3 else array[(None,) * (3 - array.ndim)]
 
 
 def _add_ranges(
     args: AttentionArgs,
-    func: str,
     causal: bool,
     window: tuple[int | None, int | None] | None,
     kv_lengths: ArrayLike | None,
@@ -279,23 +266,23 @@ def _add_ranges(
 ) -> None:
     """Check what selects keys by their place, and make ranges of it; O(rows), or of a mask, O(its ranges)."""
     len_q, len_k, batch_shape = args.len_q, args.len_k, args.batch_shape
-    causal = flag(func, "causal", causal)
-    left, right = window_sides(func, window)
+    causal = flag("causal", causal)
+    left, right = window_sides(window)
     windowed = left is not None or right is not None
     ranges: list[key_ranges.Range] = []
 
     length = np.array(len_k)
     if kv_lengths is not None:
-        length = integers(func, "kv_lengths", kv_lengths, batch_shape, _BATCH, 0, len_k)
+        length = integers("kv_lengths", kv_lengths, batch_shape, _BATCH, 0, len_k)
         ranges.append(key_ranges.lengths(length))
     if q_offset is not None:
-        offset = integers(func, "q_offset", q_offset, batch_shape, _BATCH, -MAX_POSITION, MAX_POSITION)
+        offset = integers("q_offset", q_offset, batch_shape, _BATCH, -MAX_POSITION, MAX_POSITION)
     else:
         offset = np.asarray(length - len_q)
         positional = causal or windowed or args.alibi_slopes is not None or structure is not None
         if kv_lengths is not None and positional and (offset < 0).any():
             raise ValueError(
-                f"{func}(): kv_lengths has {length.min()} for {len_q} queries, and without q_offset the last"
+                f"(): kv_lengths has {length.min()} for {len_q} queries, and without q_offset the last"
                 f" query is at the last key, the first at {offset.min()}; expected q_offset=0 (padded"
                 f" self-attention: query i is at key i) or another q_offset"
             )
@@ -306,9 +293,9 @@ def _add_ranges(
         if windowed:
             ranges.append(key_ranges.window(position, left, right))
     if row_ranges is not None:
-        ranges.append(_both_ends(func, row_ranges, (*batch_shape, args.heads_q, len_q)))
+        ranges.append(_both_ends(row_ranges, (*batch_shape, args.heads_q, len_q)))
     if structure is not None:
-        shape = ScoreShape(func, batch_shape, args.heads_q, len_q, len_k, offset)
+        shape = ScoreShape(batch_shape, args.heads_q, len_q, len_k, offset)
         begin, end, lists = structure.resolve(shape)
         ranges.append((begin, end))
         if lists is not None:
@@ -318,7 +305,7 @@ def _add_ranges(
         args.q_position = offset
 
 
-def window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
+def window_sides(window: Any) -> tuple[int | None, int | None]:
     """The sides of the argument `window`."""
     if window is None:
         return None, None
@@ -326,44 +313,42 @@ def window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
         expected = "a pair (left, right) of integers or None"
         if type(window) is int and window > 0:  # Hugging Face's sliding_window, which counts the query's key
             expected += f", as ({window - 1}, 0) for the last {window} keys"
-        raise TypeError(f"{func}(): window is {short(window)}; expected {expected}")
+        raise TypeError(f"(): window is {short(window)}; expected {expected}")
     try:
-        left, right = (
-            None if n is None else integer(func, f"window[{i}]", n, 0) for i, n in enumerate(window)
-        )
+        left, right = (None if n is None else integer(f"window[{i}]", n, 0) for i, n in enumerate(window))
     except ValueError as error:
         also = ", where flash-attn has -1" if "is -1;" in str(error) else ""
         raise ValueError(f"{error}, or None for no bound{also}") from None
     return left, right
 
 
-def _both_ends(func: str, row_ranges: Any, shape: Shape) -> key_ranges.Range:
+def _both_ends(row_ranges: Any, shape: Shape) -> key_ranges.Range:
     if not isinstance(row_ranges, (tuple, list)):
-        raise wrong_type(func, "row_ranges", row_ranges, "(begin, end)")
+        raise wrong_type("row_ranges", row_ranges, "(begin, end)")
     if len(row_ranges) != 2:
-        raise TypeError(f"{func}(): row_ranges has length {len(row_ranges)}; expected 2, (begin, end)")
-    begin, end = (integers(func, f"row_ranges[{i}]", x, shape, _ROWS) for i, x in enumerate(row_ranges))
+        raise TypeError(f"(): row_ranges has length {len(row_ranges)}; expected 2, (begin, end)")
+    begin, end = (integers(f"row_ranges[{i}]", x, shape, _ROWS) for i, x in enumerate(row_ranges))
     return begin, end
 
 
-def partial_states(func: str, outs: Any, lses: Any) -> tuple[list[Array], list[Array], Array, Array]:
+def partial_states(outs: Any, lses: Any) -> tuple[list[Array], list[Array], Array, Array]:
     """Partial results and their lses, all of one shape and dtype, and where the merged ones go."""
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (tuple, list)) and not (isinstance(parts, np.ndarray) and parts.ndim):
-            raise wrong_type(func, name, parts, "a list of arrays")
+            raise wrong_type(name, parts, "a list of arrays")
     if len(outs) != len(lses) or len(outs) == 0:
         came = f"outs has length {len(outs)} and lses {len(lses)}"
-        raise ValueError(f"{func}(): {came}; expected the same, and at least 1")
+        raise ValueError(f"(): {came}; expected the same, and at least 1")
     copies: list[str] = []
-    out_parts = [operand(func, f"outs[{i}]", x, copies) for i, x in enumerate(outs)]
+    out_parts = [operand(f"outs[{i}]", x, copies) for i, x in enumerate(outs)]
     dtype, shape = out_parts[0].dtype, out_parts[0].shape
     lane = lane_dtype(dtype)
-    lse_parts = [float_array(func, f"lses[{i}]", x).astype(lane) for i, x in enumerate(lses)]
+    lse_parts = [float_array(f"lses[{i}]", x).astype(lane) for i, x in enumerate(lses)]
     for i, (out, lse) in enumerate(zip(out_parts, lse_parts, strict=True)):
         if out.dtype != dtype:
-            raise wrong_dtype(func, f"outs[{i}]", out, f"{dtype}, as outs[0] has")
+            raise wrong_dtype(f"outs[{i}]", out, f"{dtype}, as outs[0] has")
         if out.shape != shape:
-            raise wrong_shape(func, f"outs[{i}]", out, f"{shape}, as outs[0] has")
+            raise wrong_shape(f"outs[{i}]", out, f"{shape}, as outs[0] has")
         if lse.shape != shape[:-1]:
-            raise wrong_shape(func, f"lses[{i}]", lse, f"{shape[:-1]}, one a row")
+            raise wrong_shape(f"lses[{i}]", lse, f"{shape[:-1]}, one a row")
     return out_parts, lse_parts, np.empty(shape, dtype), np.empty(shape[:-1], lane)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.results import require_apart, result_array
-from fastattn._args.types import FLOAT64, BackwardArgs, lane_dtype
+from fastattn._args.types import FLOAT64, Array, AttentionArgs, BackwardArgs, Shape, lane_dtype
 from fastattn._args.values import (
     as_array,
     is_float,
@@ -22,11 +23,9 @@ from fastattn._args.values import (
     short,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from fastattn._args.types import Array, AttentionArgs, Shape
-
+# Options of attention that have gradients; those of `OF_HEADS` are a sum for each head.
+OF_HEADS = ("sinks", "alibi_slopes", "softcap")
+OF_OPTIONS = ("bias", *OF_HEADS, "scale")
 # Arguments that have no gradient of their own.
 _SAVED = ("dout", "out", "lse", "dlse")
 _FLOATS = ("dscale", "dsoftcap")  # gradients of Python's floats
@@ -92,7 +91,6 @@ def summed_to(shape: Shape, x: Array) -> Array:
 
 
 def backward_args(
-    func: str,
     args: AttentionArgs,
     given: Mapping[str, Any],
     need: Sequence[str],
@@ -104,47 +102,46 @@ def backward_args(
     `given` holds by name what the caller passed: dout, out, lse, dlse, and what there are gradients of. Of a
     ragged call, its arrays are (tokens, heads, head_dim). `options` are the others.
     """
-    names = gradient_names(func, need, given)
-    dout, dlse = saved(func, args, given)
+    names = gradient_names(need, given)
+    dout, dlse = saved(args, given)
     backward = BackwardArgs(args, dout, dlse, dq_factor=1.0 if "dscale" in names else args.scale)
-    return gradients(func, backward, names, given, into, options)
+    return gradients(backward, names, given, into, options)
 
 
-def saved(func: str, args: AttentionArgs, given: Mapping[str, Any]) -> tuple[Array, Array | None]:
+def saved(args: AttentionArgs, given: Mapping[str, Any]) -> tuple[Array, Array | None]:
     """Check dout, out, lse and dlse; `args`, of a call with return_lse=True, gets out and lse."""
     copies: list[str] = []
     lane = lane_dtype(args.q.dtype)
     shape = np.shape(args.result[0])
-    dout, args.out = (like_result(func, name, given[name], args, shape, copies) for name in ("dout", "out"))
+    dout, args.out = (like_result(name, given[name], args, shape, copies) for name in ("dout", "out"))
     if given["lse"] is None:
-        raise TypeError(f"{func}(): lse is None; expected an array, as return_lse=True gives it")
-    lse = real_array(func, "lse", given["lse"])
+        raise TypeError("(): lse is None; expected an array, as return_lse=True gives it")
+    lse = real_array("lse", given["lse"])
     row_shape = args.result[1].shape
     if lse.dtype.newbyteorder("=") != lane:
-        raise wrong_dtype(func, "lse", lse, f"{lane}, as return_lse=True gives it")
+        raise wrong_dtype("lse", lse, f"{lane}, as return_lse=True gives it")
     if lse.shape != row_shape:
-        raise wrong_shape(func, "lse", lse, f"{row_shape}, as return_lse=True gives it")
+        raise wrong_shape("lse", lse, f"{row_shape}, as return_lse=True gives it")
     args.lse = readable(lse, "lse", copies).reshape(args.out.shape[:-1])
     args.copies = (*args.copies, *copies)
     if given["dlse"] is None:
         return dout, None
-    dlse = real_values(func, "dlse", given["dlse"], lane, copies)
-    require_broadcast(func, "dlse", dlse.shape, row_shape, "lse's shape")
+    dlse = real_values("dlse", given["dlse"], lane, copies)
+    require_broadcast("dlse", dlse.shape, row_shape, "lse's shape")
     return dout, np.broadcast_to(dlse, row_shape).reshape(args.out.shape[:-1])
 
 
-def like_result(func: str, name: str, x: Any, args: AttentionArgs, shape: Shape, copies: list[str]) -> Array:
+def like_result(name: str, x: Any, args: AttentionArgs, shape: Shape, copies: list[str]) -> Array:
     """`x`, of the `shape` that the caller got as the result of the forward pass, as the kernels have it."""
-    array = operand(func, name, x, copies)
+    array = operand(name, x, copies)
     if array.shape != shape:
-        raise wrong_shape(func, name, array, f"{shape}, as the result of the forward pass")
+        raise wrong_shape(name, array, f"{shape}, as the result of the forward pass")
     if array.dtype != args.q.dtype:
-        raise wrong_dtype(func, name, array, f"{args.q.dtype}, as q has")
+        raise wrong_dtype(name, array, f"{args.q.dtype}, as q has")
     return heads_first(args, array).reshape(args.out.shape)
 
 
 def gradients(
-    func: str,
     backward: BackwardArgs,
     names: list[str],
     given: Mapping[str, Any],
@@ -153,13 +150,13 @@ def gradients(
 ) -> Gradients:
     """Room for the gradients `names` of what is `given`, set in `backward`."""
     args, lane = backward.attention, lane_dtype(backward.attention.q.dtype)
-    places = _places(func, names, into)
+    places = _places(names, into)
     inputs = [] if into is None else _inputs(backward, {**(options or {}), **given})
     results = [
-        _result(func, args, name, given[source_of(name)], place, inputs, f"into[{i}]")
+        _result(args, name, given[source_of(name)], place, inputs, f"into[{i}]")
         for i, (name, place) in enumerate(zip(names, places, strict=True))
     ]
-    require_apart(func, [(f"into[{i}]", x) for i, x in enumerate(results) if x is not None])
+    require_apart([(f"into[{i}]", x) for i, x in enumerate(results) if x is not None])
     found = [_room(backward, name, result) for name, result in zip(names, results, strict=True)]
     if "dscale" in names and backward.dq is None:
         backward.dq = np.empty((*args.out.shape[:-1], args.head_dim), lane)
@@ -176,31 +173,31 @@ def source_of(name: str) -> str:
     return "bias" if name == "dbias_diagonals" else name[1:]
 
 
-def gradient_names(func: str, need: Any, given: Mapping[str, Any], diagonals: bool = True) -> list[str]:
+def gradient_names(need: Any, given: Mapping[str, Any], diagonals: bool = True) -> list[str]:
     """`need`, checked: names of gradients of what is in `given`."""
     if not isinstance(need, (tuple, list)):
-        raise TypeError(f'{func}(): need is {short(need)}; expected a tuple of names, such as ("dq", "dv")')
+        raise TypeError(f'(): need is {short(need)}; expected a tuple of names, such as ("dq", "dv")')
     allowed = [f"d{source}" for source in given if source not in _SAVED]
     if "bias" in given and diagonals:
         allowed.insert(allowed.index("dbias") + 1, "dbias_diagonals")
     for name in need:
         if not isinstance(name, str) or name not in allowed:
-            raise ValueError(f"{func}(): need has {short(name)}; expected {', '.join(allowed)}")
+            raise ValueError(f"(): need has {short(name)}; expected {', '.join(allowed)}")
         source = source_of(name)
         if given[source] is None and source not in _UNGIVEN:
-            raise ValueError(f"{func}(): need has {name}, but {source} is not given")
+            raise ValueError(f"(): need has {name}, but {source} is not given")
     if len(set(need)) != len(need):
-        raise ValueError(f"{func}(): need is {tuple(need)}; expected each name once")
+        raise ValueError(f"(): need is {tuple(need)}; expected each name once")
     return list(need)
 
 
-def _places(func: str, names: list[str], into: Any) -> Sequence[Array | None]:
+def _places(names: list[str], into: Any) -> Sequence[Array | None]:
     if into is None:
         return [None] * len(names)
     if not isinstance(into, (tuple, list)):
-        raise wrong_type(func, "into", into, "a tuple of arrays, or None, one for each name in need")
+        raise wrong_type("into", into, "a tuple of arrays, or None, one for each name in need")
     if len(into) != len(names):
-        raise ValueError(f"{func}(): into has length {len(into)}; expected {len(names)}, as need has")
+        raise ValueError(f"(): into has length {len(into)}; expected {len(names)}, as need has")
     return into
 
 
@@ -216,20 +213,20 @@ def _inputs(backward: BackwardArgs, passed: Mapping[str, Any]) -> list[tuple[str
 
 
 def _result(
-    func: str, args: AttentionArgs, name: str, source: Any, place: Any, inputs: Any, called: str
+    args: AttentionArgs, name: str, source: Any, place: Any, inputs: Any, called: str
 ) -> Array | None:
     """Return the array of a gradient: `place`, checked, or a new one; None for a float."""
     if name in _FLOATS:
         if place is not None:
-            raise TypeError(f"{func}(): {called} is for {name}, a float; expected None")
+            raise TypeError(f"(): {called} is for {name}, a float; expected None")
         return None
-    array, dtype = as_array(func, source_of(name), source), lane_dtype(args.q.dtype)
+    array, dtype = as_array(source_of(name), source), lane_dtype(args.q.dtype)
     if name == "dbias_diagonals":
         shape = (*array.shape[:-2], max(0, args.len_q + args.len_k - 1))
     else:
         shape = array.shape
         dtype = array.dtype.newbyteorder("=") if is_float(array.dtype) else dtype
-    return result_array(func, place, shape, dtype, source_of(name), inputs, called)
+    return result_array(place, shape, dtype, source_of(name), inputs, called)
 
 
 def _room(backward: BackwardArgs, name: str, result: Any) -> _Wanted:
@@ -238,7 +235,7 @@ def _room(backward: BackwardArgs, name: str, result: Any) -> _Wanted:
     heads = (*args.batch_shape, args.heads_q)
     if name == "dscale":
         return _Wanted(name, None, None, None)
-    if name in ("dsinks", "dalibi_slopes", "dsoftcap"):
+    if source_of(name) in OF_HEADS:
         place, shape, dtype = result, heads, FLOAT64
     elif name in ("dweight", "dpre", "dpost"):
         place, shape, dtype = result, (*heads, args.head_dim if name == "dweight" else args.heads_q), FLOAT64

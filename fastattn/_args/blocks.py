@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastattn._args.types import Array, Shape
+from fastattn._args.types import Array, Shape
 
 # Elements of a block: NumPy takes milliseconds for it, thousands of times the overhead of a call.
 BLOCK = 1 << 20

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.dtypes import float_dtype
-from fastattn._args.types import FLOAT32, FLOAT64
+from fastattn._args.types import FLOAT32, FLOAT64, Array, Ints
 from fastattn._args.values import MOST_SIZE, float_array, integer, integers, is_ready
 
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, Ints
-
-_APPEND = "KVCache.append"
+_ROUNDS = " (KVCache rounds to int8)"
 
 
-def cache_args(func: str, capacity: Any, dtype: Any) -> tuple[int, np.dtype[Any] | None]:
-    """Check the arguments of `KVCache`; messages begin with `func`."""
-    room = integer(func, "capacity", capacity, 0, MOST_SIZE)
-    return room, None if dtype is None else float_dtype(func, dtype, or_int8=True)
+def cache_args(capacity: Any, dtype: Any) -> tuple[int, np.dtype[Any] | None]:
+    """Check the arguments of `KVCache`."""
+    room = integer("capacity", capacity, 0, MOST_SIZE)
+    return room, None if dtype is None else float_dtype(dtype, or_int8=True)
 
 
 def append_args(
@@ -30,23 +27,23 @@ def append_args(
     The cache holds keys and values `held`, and in int8 their scales; it may be empty. If `kept_as` is None,
     it keeps the type of the first keys.
     """
-    k = k if is_ready(k, 4) else float_array(_APPEND, "k", k)
-    v = v if is_ready(v, 4) else float_array(_APPEND, "v", v)
+    k = k if is_ready(k, 4) else float_array("k", k, hint=_ROUNDS)
+    v = v if is_ready(v, 4) else float_array("v", v, hint=_ROUNDS)
     if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
         expected = "(batch, heads_kv, tokens, head_dim) for both"
-        raise ValueError(f"{_APPEND}(): k and v have shapes {k.shape} and {v.shape}; expected {expected}")
+        raise ValueError(f"(): k and v have shapes {k.shape} and {v.shape}; expected {expected}")
     if k.dtype.newbyteorder("=") != v.dtype.newbyteorder("="):
-        raise TypeError(f"{_APPEND}(): v has dtype {v.dtype}; expected k's, {k.dtype}")
+        raise TypeError(f"(): v has dtype {v.dtype}; expected k's, {k.dtype}")
     for name, x, there in zip("kv", (k, v), held, strict=False):
         if x.shape[:2] != there.shape[:2] or x.shape[3] != there.shape[3]:
             expected = f"({there.shape[0]}, {there.shape[1]}, tokens, {there.shape[3]})"
-            raise ValueError(f"{_APPEND}(): {name} has shape {x.shape}; expected {expected} as before")
+            raise ValueError(f"(): {name} has shape {x.shape}; expected {expected} as before")
         if kept_as is None and x.dtype.newbyteorder("=") != there.dtype:
-            raise TypeError(f"{_APPEND}(): {name} has dtype {x.dtype}; expected {there.dtype} as before")
+            raise TypeError(f"(): {name} has dtype {x.dtype}; expected {there.dtype} as before")
     counts = None
     if lengths is not None:
         batch, _, tokens, _ = k.shape
-        counts = integers(_APPEND, "lengths", lengths, (batch,), "(batch,)", 0, tokens)
+        counts = integers("lengths", lengths, (batch,), "(batch,)", 0, tokens)
         counts = np.broadcast_to(counts, (batch,))
     if kept_as == np.int8 and held and k.dtype.newbyteorder("=") == FLOAT64 and held[2].dtype == FLOAT32:
         for name, x in (("k", k), ("v", v)):
@@ -65,4 +62,4 @@ def _require_float32(name: str, x: Array, counts: Ints | None) -> None:
         lost &= (np.arange(x.shape[2]) < counts[:, None])[:, None, :, None]
     if lost.any():
         expected = "numbers that are finite in float32, as the scales of this cache are"
-        raise ValueError(f"{_APPEND}(): {name} has {x[lost][0]}; expected {expected}")
+        raise ValueError(f"(): {name} has {x[lost][0]}; expected {expected}")

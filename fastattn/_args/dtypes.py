@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.values import is_float, one_of, short
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
-
-def float_dtype(func: str, dtype: Any, or_int8: bool = False) -> np.dtype[Any]:
+def float_dtype(dtype: Any, or_int8: bool = False) -> np.dtype[Any]:
     """`dtype` as one of the four floating types, in native byte order, or as int8 if that is taken, too."""
     if isinstance(dtype, str) and dtype == "bfloat16":
         try:
             import ml_dtypes  # noqa: F401 - registers the name with NumPy
         except ImportError as missing:
             raise ImportError(
-                f"{func}(): dtype 'bfloat16' needs the ml_dtypes package: pip install ml_dtypes"
+                "(): dtype 'bfloat16' needs the ml_dtypes package: pip install ml_dtypes"
             ) from missing
     found = _dtype(dtype)
     if found is None or not (is_float(found) or (or_int8 and found == np.int8)):
         expected = f"float32, float64, float16{', bfloat16 or int8' if or_int8 else ' or bfloat16'}"
-        raise TypeError(f"{func}(): dtype is {short(dtype)}; expected {expected}")
+        raise TypeError(f"(): dtype is {short(dtype)}; expected {expected}")
     return found.newbyteorder("=")
 
 
-def dtype_choice(func: str, name: str, dtype: Any, options: Collection[str], where: str = "") -> str:
+def dtype_choice(name: str, dtype: Any, options: Collection[str], where: str = "") -> str:
     """The name of `dtype`, one of `options`: some of these NumPy does not know, such as "int4".
 
     The message ends with `where`.
@@ -37,7 +35,7 @@ def dtype_choice(func: str, name: str, dtype: Any, options: Collection[str], whe
         return dtype
     found = _dtype(dtype)
     if found is None or found.name not in options:
-        raise ValueError(f"{func}(): {name} is {short(dtype)}; expected {one_of(options)}{where}")
+        raise ValueError(f"(): {name} is {short(dtype)}; expected {one_of(options)}{where}")
     return found.name
 
 

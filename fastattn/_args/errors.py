@@ -1,34 +1,70 @@
-"""The errors that checks raise most often: the caller raises what these functions return."""
+"""The errors of checks: their texts begin with "(): ", before which a public function puts its name.
+
+So nothing but the public function knows its name, and calls without an error pay nothing for it.
+"""
 
 from __future__ import annotations
 
 import errno
+import functools
 import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, ParamSpec, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from fastattn._args.types import Array
 
-    from fastattn._args.types import Array
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # What writing fails with that could be opened: the disk, a quota, a limit of size, or the device.
 FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EIO)
 
 
-def wrong_shape(func: str, name: str, x: Array, expected: object) -> ValueError:
-    """The argument `name` of `func` became the array `x`, whose shape is not `expected`."""
-    return ValueError(f"{func}(): {name} has shape {x.shape}; expected {expected}")
+def put_name(func: str, error: Exception) -> None:
+    """Let the text of `error` begin with the name `func`, if checks raised it and it has no name yet."""
+    text = error.args[0] if error.args else None
+    if isinstance(text, str) and text.startswith("():"):
+        error.args = (func + text, *error.args[1:])
+        if isinstance(error, ImportError):
+            error.msg = func + text
 
 
-def wrong_dtype(func: str, name: str, x: Array, expected: str) -> TypeError:
+def named(func: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a public function: the errors of its checks get its name.
+
+    In `func`, {cls} is the class of the first argument, and {self} that argument. Functions that take a few
+    microseconds call `put_name` themselves: a decorator costs some tenths of one.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                first = args[0] if args else None
+                put_name(func.format(cls=type(first).__name__, self=first), error)
+                raise
+
+        return checked
+
+    return decorate
+
+
+def wrong_shape(name: str, x: Array, expected: object) -> ValueError:
+    """The argument `name` became the array `x`, whose shape is not `expected`."""
+    return ValueError(f"(): {name} has shape {x.shape}; expected {expected}")
+
+
+def wrong_dtype(name: str, x: Array, expected: str) -> TypeError:
     """The dtype of the array `x` is not `expected`."""
-    return TypeError(f"{func}(): {name} has dtype {x.dtype}; expected {expected}")
+    return TypeError(f"(): {name} has dtype {x.dtype}; expected {expected}")
 
 
-def wrong_type(func: str, name: str, x: Any, expected: str) -> TypeError:
+def wrong_type(name: str, x: Any, expected: str) -> TypeError:
     """The type of `x` is not `expected`."""
-    return TypeError(f"{func}(): {name} is of type {type(x).__name__}; expected {expected}")
+    return TypeError(f"(): {name} is of type {type(x).__name__}; expected {expected}")
 
 
 @contextmanager

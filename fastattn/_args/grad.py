@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.errors import put_name, wrong_shape, wrong_type
 from fastattn._args.grad_types import DropoutArgs, RowsGradArgs
 from fastattn._args.ops import data, epsilon, like, result, rows, vector
-from fastattn._args.types import ACTIVATIONS, FLOAT64, lane_dtype
+from fastattn._args.types import ACTIVATIONS, FLOAT64, Activation, Array, Shape, lane_dtype
 from fastattn._args.values import choice, integer, number, short
 from fastattn._engine.settings import require_backend, threads
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
 
-    from fastattn._args.types import Activation, Array, Shape
-
-
-def needed(func: str, need: Any, known: Collection[str]) -> tuple[str, ...]:
+def needed(need: Any, known: Collection[str]) -> tuple[str, ...]:
     """`need`, names of gradients, each of them once."""
     if isinstance(need, str) or not isinstance(need, (tuple, list)):
-        raise TypeError(f"{func}(): need is {short(need)}; expected a tuple of names")
+        raise TypeError(f"(): need is {short(need)}; expected a tuple of names")
     for name in need:
-        choice(func, "need", name, known)
+        choice("need", name, known)
     if len(set(need)) < len(need):
-        raise ValueError(f"{func}(): need is {short(need)}; expected each name once")
+        raise ValueError(f"(): need is {short(need)}; expected each name once")
     return tuple(need)
 
 
 class Results:
     """Arrays for the gradients that are needed: those of `into`, or new ones."""
 
-    def __init__(
-        self, func: str, need: tuple[str, ...], into: Sequence[Array | None] | None, inputs: dict[str, Any]
-    ):
+    def __init__(self, need: tuple[str, ...], into: Sequence[Array | None] | None, inputs: dict[str, Any]):
         if into is None:
             into = [None] * len(need)
         elif not isinstance(into, (tuple, list)):
-            raise wrong_type(func, "into", into, "a tuple of arrays, or of None")
+            raise wrong_type("into", into, "a tuple of arrays, or of None")
         if len(into) != len(need):
-            raise ValueError(f"{func}(): into has {len(into)} items; expected {len(need)}, as need has")
-        self._func, self._need = func, need
+            raise ValueError(f"(): into has {len(into)} items; expected {len(need)}, as need has")
+        self._need = need
         self._given = dict(zip(need, into, strict=True))
         self._inputs = [(name, x, x) for name, x in inputs.items()]
         self._made: dict[str, Array] = {}
@@ -52,7 +46,7 @@ class Results:
         if name not in self._given:
             return None
         called = f"into, for {name},"
-        found = result(self._func, self._given[name], shape, dtype, self._inputs, like, called)
+        found = result(self._given[name], shape, dtype, self._inputs, like, called)
         self._made[name] = found
         self._inputs.append((f"{name}'s", found, found))
         return found
@@ -66,7 +60,7 @@ def _rows_of(x: Array | None) -> Array | None:
 
 
 def rows_grad_args(
-    func: str,
+    kernel: str,
     dout: Any,
     x: Any,
     need: Any,
@@ -84,63 +78,65 @@ def rows_grad_args(
     activation: Activation | None = None,
 ) -> tuple[RowsGradArgs, Results]:
     """Check the arguments of the gradients of norms, `softmax` and `activate`; x is `called` so."""
-    if backend is not None:
-        require_backend(func, backend)
-    array = data(func, called, x)
-    shape, dtype, lane = array.shape, array.dtype, lane_dtype(array.dtype)
-    others = {
-        name: like(func, name, given, shape, dtype, called)
-        for name, given in (("dout", dout), ("residual", residual), ("dsum", dsum), ("up", up))
-    }
-    if others["dout"] is None:
-        raise wrong_type(func, "dout", dout, "an array")
-    weight_array = vector(func, "weight", weight, shape[-1:], lane)
-    if func == "activate":
-        choice(func, "activation", activation, ACTIVATIONS)
-    elif func != "softmax":
-        eps = epsilon(func, "eps", eps, lane)
-    names = needed(func, need, known)
-    if "dup" in names and up is None:
-        raise ValueError(f"{func}(): need has 'dup', but up is None; expected an array up")
-    results = Results(func, names, into, {called: array, **others, "weight": weight_array})
-    args = RowsGradArgs(
-        func,
-        rows(others["dout"]),
-        rows(array),
-        threads(func, num_threads),
-        _rows_of(results.array("dx", shape, dtype, called)),
-        _rows_of(others["residual"]),
-        _rows_of(others["dsum"]),
-        _rows_of(others["up"]),
-        _rows_of(results.array("dup", shape, dtype, called)),
-        weight_array,
-        results.array("dweight", shape[-1:], lane, "sums of"),
-        results.array("dbias", shape[-1:], lane, "sums of"),
-        eps,
-        activation,
-    )
-    return args, results
+    try:
+        if backend is not None:
+            require_backend(backend)
+        array = data(called, x)
+        shape, dtype, lane = array.shape, array.dtype, lane_dtype(array.dtype)
+        others = {
+            name: like(name, given, shape, dtype, called)
+            for name, given in (("dout", dout), ("residual", residual), ("dsum", dsum), ("up", up))
+        }
+        if others["dout"] is None:
+            raise wrong_type("dout", dout, "an array")
+        weight_array = vector("weight", weight, shape[-1:], lane)
+        if kernel == "activate":
+            choice("activation", activation, ACTIVATIONS)
+        elif kernel != "softmax":
+            eps = epsilon("eps", eps, lane)
+        names = needed(need, known)
+        if "dup" in names and up is None:
+            raise ValueError("(): need has 'dup', but up is None; expected an array up")
+        results = Results(names, into, {called: array, **others, "weight": weight_array})
+        args = RowsGradArgs(
+            kernel,
+            rows(others["dout"]),
+            rows(array),
+            threads(num_threads),
+            _rows_of(results.array("dx", shape, dtype, called)),
+            _rows_of(others["residual"]),
+            _rows_of(others["dsum"]),
+            _rows_of(others["up"]),
+            _rows_of(results.array("dup", shape, dtype, called)),
+            weight_array,
+            results.array("dweight", shape[-1:], lane, "sums of"),
+            results.array("dbias", shape[-1:], lane, "sums of"),
+            eps,
+            activation,
+        )
+        return args, results
+    except Exception as error:
+        put_name(kernel, error)
+        raise
 
 
 MOST_SEED = 2**64 - 1
 
 
 def dropout_args(
-    func: str, x: Any, called: str, rate: float, seed: int, stream: int, out: Any, num_threads: int | None
+    x: Any, called: str, rate: float, seed: int, stream: int, out: Any, num_threads: int | None
 ) -> tuple[DropoutArgs, Array]:
     """Check the arguments of `dropout`; also returns the result in x's shape."""
-    array = data(func, called, x)
-    value = number(func, "rate", rate, FLOAT64)
+    array = data(called, x)
+    value = number("rate", rate, FLOAT64)
     if not 0 <= value < 1:
-        raise ValueError(f"{func}(): rate is {rate}; expected at least 0 and less than 1")
-    seed = integer(func, "seed", seed, 0, MOST_SEED)
-    stream = integer(func, "stream", stream, 0, 2**32 - 1)
+        raise ValueError(f"(): rate is {rate}; expected at least 0 and less than 1")
+    seed = integer("seed", seed, 0, MOST_SEED)
+    stream = integer("stream", stream, 0, 2**32 - 1)
     if rows(array).shape[0] > 2**32:
-        raise wrong_shape(func, called, array, f"at most {2**32} rows")
+        raise wrong_shape(called, array, f"at most {2**32} rows")
     in_place = isinstance(out, np.ndarray) and out.__array_interface__ == array.__array_interface__
     inputs = [] if in_place else [(called, x, array)]
-    full = result(func, out, array.shape, array.dtype, inputs, called)
-    args = DropoutArgs(
-        rows(array), rows(full), value, 1 / (1 - value), seed, stream, threads(func, num_threads)
-    )
+    full = result(out, array.shape, array.dtype, inputs, called)
+    args = DropoutArgs(rows(array), rows(full), value, 1 / (1 - value), seed, stream, threads(num_threads))
     return args, full

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    from fastattn._args.types import Activation, Array, Ints
+from fastattn._args.types import Activation, Array, Ints
 
 
 @dataclass(slots=True, eq=False)

@@ -8,16 +8,15 @@ sorting them. The kernels read ranges and lists tile by tile, as their twin `_re
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from fastattn._args.types import Array, Bools, Ints, Shape
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from fastattn._args.types import Array, Bools, Ints, Shape
-
     Range = tuple[Ints | None, Ints | None]
 
 # Larger than any sequence, and small enough that adding a position, which is below 2**53, fits in int64.

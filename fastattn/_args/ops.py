@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.packed import TABLES, LinearArgs, PackedLinear
 from fastattn._args.results import result_array
-from fastattn._args.types import ACTIVATIONS, FLOAT64, ROUNDINGS, RowsArgs, lane_dtype
+from fastattn._args.types import (
+    ACTIVATIONS,
+    FLOAT64,
+    ROUNDINGS,
+    Activation,
+    Array,
+    Rounding,
+    RowsArgs,
+    Shape,
+    lane_dtype,
+)
 from fastattn._args.values import choice, flag, float_array, is_ready, number, readable
 from fastattn._engine.settings import require_backend, threads
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
-    from fastattn._args.types import Activation, Array, Rounding, Shape
-
-
-def data(func: str, name: str, x: Any) -> Array:
+def data(name: str, x: Any) -> Array:
     """`x` as a floating array of at least one dimension that the kernels can read."""
     if is_ready(x, 1):
         return x
-    array = float_array(func, name, x)
+    array = float_array(name, x)
     if array.ndim == 0:
-        raise wrong_shape(func, name, array, "(..., features)")
+        raise wrong_shape(name, array, "(..., features)")
     return readable(array, name, [], "the last axis")
 
 
@@ -35,41 +41,40 @@ def rows(array: Array) -> Array:
     return array if array.ndim == 2 else array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
-def like(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any], of: str = "") -> Array | None:
+def like(name: str, x: Any, shape: Shape, dtype: np.dtype[Any], of: str = "") -> Array | None:
     """`x` as an array of `shape` and `dtype`, which may be those of an argument `of`; None stays None."""
     if x is None:
         return None
-    result = data(func, name, x)
+    result = data(name, x)
     whose = f"{of}'s, " if of else ""
     if result.dtype != dtype:
-        raise wrong_dtype(func, name, result, f"{whose}{dtype}")
+        raise wrong_dtype(name, result, f"{whose}{dtype}")
     if result.shape != shape:
-        raise wrong_shape(func, name, result, f"{whose}{shape}")
+        raise wrong_shape(name, result, f"{whose}{shape}")
     return result
 
 
-def vector(func: str, name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array | None:
+def vector(name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array | None:
     """`x`, parameters of exactly `shape`, as `lane`, a lane type; None stays None."""
     if x is None:
         return None
     if is_ready(x, 1) and x.dtype is lane and x.shape == shape and x.flags.c_contiguous:
         return x
-    array = float_array(func, name, x)
+    array = float_array(name, x)
     if array.shape != shape:
-        raise wrong_shape(func, name, array, shape)
+        raise wrong_shape(name, array, shape)
     return np.require(array, lane, ("C", "ALIGNED"))
 
 
-def epsilon(func: str, name: str, x: Any, lane: np.dtype[Any]) -> float:
+def epsilon(name: str, x: Any, lane: np.dtype[Any]) -> float:
     """`x`, what is added to a mean of squares: finite in a lane type, 0 or more."""
-    value = number(func, name, x, lane)
+    value = number(name, x, lane)
     if value < 0:
-        raise ValueError(f"{func}(): {name} is {x}; expected 0 or more")
+        raise ValueError(f"(): {name} is {x}; expected 0 or more")
     return value
 
 
 def result(
-    func: str,
     out: Any,
     shape: Shape,
     dtype: np.dtype[Any],
@@ -78,14 +83,13 @@ def result(
     called: str = "out",
 ) -> Array:
     """A new array for the result, of the dtype of the argument `of`, or `out` if it will do."""
-    array = result_array(func, out, shape, dtype, of, inputs, called)
+    array = result_array(out, shape, dtype, of, inputs, called)
     if array.ndim > 2 and not array.flags.c_contiguous and not np.may_share_memory(rows(array), array):
-        raise ValueError(f"{func}(): {called} has strides {array.strides}; expected rows at one distance")
+        raise ValueError(f"(): {called} has strides {array.strides}; expected rows at one distance")
     return array
 
 
 def linear_args(
-    func: str,
     x: Any,
     weight: Any,
     bias: Any,
@@ -100,43 +104,41 @@ def linear_args(
 ) -> tuple[LinearArgs, Array]:
     """Check the arguments of `ops.linear`; also returns the result in the caller's shape."""
     if backend is not None:
-        require_backend(func, backend)
+        require_backend(backend)
     if not isinstance(weight, PackedLinear):
-        raise wrong_type(func, "weight", weight, "what pack() returns")
-    array = data(func, "x", x)
+        raise wrong_type("weight", weight, "what pack() returns")
+    array = data("x", x)
     dtype = array.dtype
     lane = lane_dtype(dtype)
     if (weight.dtype == "float64") != (lane is FLOAT64):
         expected = "float64" if weight.dtype == "float64" else "float32, float16 or bfloat16"
-        raise wrong_dtype(func, "x", array, f"{expected} for a weight in {weight.dtype}")
+        raise wrong_dtype("x", array, f"{expected} for a weight in {weight.dtype}")
     k, n, gated = weight.in_features, weight.out_features, weight.gated
     width: Shape = (k,)
-    if flag(func, "transposed", transposed):
+    if flag("transposed", transposed):
         width, n, gated = (2, n) if gated else (n,), k, False
         if activations is not None:
-            raise ValueError(
-                f"{func}(): activations is {activations!r}; expected None for a transposed product"
-            )
+            raise ValueError(f"(): activations is {activations!r}; expected None for a transposed product")
     if array.shape[array.ndim - len(width) :] != width:
         expected = ", ".join(("...", *map(str, width)))
-        raise wrong_shape(func, "x", array, f"({expected}) for this weight")
+        raise wrong_shape("x", array, f"({expected}) for this weight")
     if activation is not None:
-        choice(func, "activation", activation, ACTIVATIONS)
+        choice("activation", activation, ACTIVATIONS)
     if activations is not None:
-        integer_activations(func, activations, weight.dtype, weight.in_features)
+        integer_activations(activations, weight.dtype, weight.in_features)
     leading = array.shape[: array.ndim - len(width)]
     shape = (*leading, n)
-    bias_array = vector(func, "bias", bias, (2, n) if gated else (n,), lane)
-    residual_array = like(func, "residual", residual, shape, dtype, "the result")
+    bias_array = vector("bias", bias, (2, n) if gated else (n,), lane)
+    residual_array = like("residual", residual, shape, dtype, "the result")
     inputs = [("x", x, array), ("bias", bias, bias_array)]
     if residual is not out:  # in place is allowed: it is read, then written
         inputs.append(("residual", residual, residual_array))
-    full = result(func, out, shape, dtype, inputs)
+    full = result(out, shape, dtype, inputs)
     if pre is not None:
         shape = (*leading, 2, n) if gated else shape
-        pre = result_array(func, pre, shape, dtype, "x", [*inputs, ("out", full, full)], "pre")
+        pre = result_array(pre, shape, dtype, "x", [*inputs, ("out", full, full)], "pre")
         if not pre.flags.c_contiguous:
-            raise ValueError(f"{func}(): pre has strides {pre.strides}; expected a C-contiguous array")
+            raise ValueError(f"(): pre has strides {pre.strides}; expected a C-contiguous array")
         pre = pre.reshape(math.prod(leading), math.prod(shape[len(leading) :]))
     args = LinearArgs(
         rows(array if len(width) == 1 else array.reshape(*leading, math.prod(width))),
@@ -145,7 +147,7 @@ def linear_args(
         activation,
         None if residual_array is None else rows(residual_array),
         rows(full),
-        threads(func, num_threads),
+        threads(num_threads),
         activations,
         transposed,
         pre,
@@ -157,26 +159,24 @@ def linear_args(
 _MOST_BYTES = (2**31 - 1) // (127 * 128)
 
 
-def integer_activations(func: str, activations: str | None, weights_dtype: str, in_features: int = 0) -> None:
+def integer_activations(activations: str | None, weights_dtype: str, in_features: int = 0) -> None:
     """Raise unless products with weights in `weights_dtype` can round their inputs to `activations`."""
     if activations is None:
         return
-    choice(func, "activations", activations, ROUNDINGS)
+    choice("activations", activations, ROUNDINGS)
     kinds = ("int8", *TABLES)
     if weights_dtype not in kinds:
         expected = f"weights in {', '.join(kinds)}, or activations None"
-        raise ValueError(
-            f"{func}(): activations is 'int8' for weights in {weights_dtype}; expected {expected}"
-        )
+        raise ValueError(f"(): activations is 'int8' for weights in {weights_dtype}; expected {expected}")
     if weights_dtype == "int8" and in_features > _MOST_BYTES:
         raise ValueError(
-            f"{func}(): the weight has {in_features} input features; expected at most {_MOST_BYTES} for"
+            f"(): the weight has {in_features} input features; expected at most {_MOST_BYTES} for"
             " weights and activations in int8, whose sums have 32 bits"
         )
 
 
 def rows_args(
-    func: str,
+    kernel: str,
     x: Any,
     out: Any,
     num_threads: int | None,
@@ -190,33 +190,37 @@ def rows_args(
     activation: Activation | None = None,
 ) -> tuple[RowsArgs, Array, Array | None]:
     """Check the arguments of the norms, `softmax` and `activate`; also returns the results in x's shape."""
-    if backend is not None:
-        require_backend(func, backend)
-    array = data(func, "x", x)
-    shape, dtype, lane = array.shape, array.dtype, lane_dtype(array.dtype)
-    if func == "activate":
-        choice(func, "activation", activation, ACTIVATIONS)
-    residual_array = None if residual is None else like(func, "residual", residual, shape, dtype, "x")
-    up_array = None if up is None else like(func, "up", up, shape, dtype, "x")
-    weight_array = vector(func, "weight", weight, shape[-1:], lane)
-    bias_array = vector(func, "bias", bias, shape[-1:], lane)
-    if func in ("layer_norm", "rms_norm"):
-        eps = epsilon(func, "eps", eps, lane)
-    inputs = [("x", x, array), ("residual", residual, residual_array), ("up", up, up_array)]
-    inputs += [("weight", weight, weight_array), ("bias", bias, bias_array)]
-    full = result(func, out, shape, dtype, inputs)
-    total = np.empty(shape, dtype) if flag(func, "return_sum", return_sum) else None
-    args = RowsArgs(
-        func,
-        rows(array),
-        rows(full),
-        threads(func, num_threads),
-        None if residual_array is None else rows(residual_array),
-        None if total is None else rows(total),
-        None if up_array is None else rows(up_array),
-        weight_array,
-        bias_array,
-        eps,
-        activation,
-    )
-    return args, full, total
+    try:
+        if backend is not None:
+            require_backend(backend)
+        array = data("x", x)
+        shape, dtype, lane = array.shape, array.dtype, lane_dtype(array.dtype)
+        if kernel == "activate":
+            choice("activation", activation, ACTIVATIONS)
+        residual_array = None if residual is None else like("residual", residual, shape, dtype, "x")
+        up_array = None if up is None else like("up", up, shape, dtype, "x")
+        weight_array = vector("weight", weight, shape[-1:], lane)
+        bias_array = vector("bias", bias, shape[-1:], lane)
+        if kernel in ("layer_norm", "rms_norm"):
+            eps = epsilon("eps", eps, lane)
+        inputs = [("x", x, array), ("residual", residual, residual_array), ("up", up, up_array)]
+        inputs += [("weight", weight, weight_array), ("bias", bias, bias_array)]
+        full = result(out, shape, dtype, inputs)
+        total = np.empty(shape, dtype) if flag("return_sum", return_sum) else None
+        args = RowsArgs(
+            kernel,
+            rows(array),
+            rows(full),
+            threads(num_threads),
+            None if residual_array is None else rows(residual_array),
+            None if total is None else rows(total),
+            None if up_array is None else rows(up_array),
+            weight_array,
+            bias_array,
+            eps,
+            activation,
+        )
+        return args, full, total
+    except Exception as error:
+        put_name(kernel, error)
+        raise

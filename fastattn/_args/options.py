@@ -6,16 +6,13 @@ time `require_options` refuses every other name. Defaults are those of `attentio
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from fastattn._args.types import Array, ArrayLike
 from fastattn._args.words import not_an_argument
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array
     from fastattn.masks import Mask
 
 Backend = Literal["compiled", "numpy"]
@@ -48,70 +45,52 @@ class PlaceOptions(TypedDict, total=False):
     row_ranges: tuple[ArrayLike, ArrayLike] | None
 
 
-class KeyOptions(PlaceOptions, total=False):
-    """Options of places, and the bias."""
-
+class _Keys(PlaceOptions, total=False):
     bias: ArrayLike | None
 
 
-class CausalOption(TypedDict, total=False):
-    """Whether attention is causal; see `attention`, as for all that follow."""
-
+class _Causal(TypedDict, total=False):
     causal: bool
 
 
-class ScaleOption(TypedDict, total=False):
-    """The factor of the products."""
-
+class _Scale(TypedDict, total=False):
     scale: float | None
 
 
-class SoftcapOption(TypedDict, total=False):
-    """The bound of the scores."""
-
+class _Softcap(TypedDict, total=False):
     softcap: float | None
 
 
-class AlibiOption(TypedDict, total=False):
-    """The slopes of the distances."""
-
+class _Alibi(TypedDict, total=False):
     alibi_slopes: ArrayLike | None
 
 
-class SinksOption(TypedDict, total=False):
-    """Logits of sinks, which enter the softmax's denominator alone."""
-
+class _Sinks(TypedDict, total=False):
     sinks: ArrayLike | None
 
 
-class ScoreOptions(KeyOptions, CausalOption, ScaleOption, SoftcapOption, AlibiOption):
+class _Scores(_Keys, _Causal, _Scale, _Softcap, _Alibi):
     """Options that make scores."""
 
 
-class KeyScaleOption(TypedDict, total=False):
-    """Factors of int8 keys."""
-
+class _KeyScale(TypedDict, total=False):
     k_scale: ArrayLike | None
 
 
-class ValueScaleOption(TypedDict, total=False):
-    """Factors of int8 values."""
-
+class _ValueScale(TypedDict, total=False):
     v_scale: ArrayLike | None
 
 
-class DropoutOptions(TypedDict, total=False):
-    """Probabilities that become 0."""
-
+class _Dropout(TypedDict, total=False):
     dropout: float
     seed: int | None
 
 
-class ProbOptions(ScoreOptions, SinksOption):
+class _Probs(_Scores, _Sinks):
     """Options that make probabilities of keys that are not int8."""
 
 
-class InnerOptions(ProbOptions, ComputeOptions):
+class InnerOptions(_Probs, ComputeOptions):
     """Options of an attention inside another function, which returns something else."""
 
 
@@ -119,25 +98,25 @@ class VariantOptions(InnerOptions, OutOption):
     """Options of functions that make other q, k, v and then call attention."""
 
 
-class WeightsOptions(ProbOptions, KeyScaleOption, DropoutOptions):
+class WeightsOptions(_Probs, _KeyScale, _Dropout):
     """Options of `attention_weights`."""
 
 
-class AttentionOptions(VariantOptions, KeyScaleOption, ValueScaleOption, DropoutOptions):
+class AttentionOptions(VariantOptions, _KeyScale, _ValueScale, _Dropout):
     """Options of `attention`, but for `return_lse` and `stats`, on which the type of its result depends."""
 
 
-class BackwardOptions(InnerOptions, DropoutOptions):
+class BackwardOptions(InnerOptions, _Dropout):
     """Options that `attention_backward` shares with `attention`."""
 
 
 class VarlenBackwardOptions(
-    CausalOption,
-    ScaleOption,
-    SoftcapOption,
-    AlibiOption,
-    SinksOption,
-    DropoutOptions,
+    _Causal,
+    _Scale,
+    _Softcap,
+    _Alibi,
+    _Sinks,
+    _Dropout,
     ComputeOptions,
     total=False,
 ):
@@ -147,14 +126,14 @@ class VarlenBackwardOptions(
 
 
 class VarlenOptions(
-    CausalOption,
-    ScaleOption,
-    SoftcapOption,
-    AlibiOption,
-    SinksOption,
-    KeyScaleOption,
-    ValueScaleOption,
-    DropoutOptions,
+    _Causal,
+    _Scale,
+    _Softcap,
+    _Alibi,
+    _Sinks,
+    _KeyScale,
+    _ValueScale,
+    _Dropout,
     OutOption,
     ComputeOptions,
     total=False,
@@ -164,9 +143,7 @@ class VarlenOptions(
     window: tuple[int | None, int | None] | None
 
 
-class BlockOptions(
-    CausalOption, ScaleOption, SoftcapOption, AlibiOption, SinksOption, ComputeOptions, total=False
-):
+class BlockOptions(_Causal, _Scale, _Softcap, _Alibi, _Sinks, ComputeOptions, total=False):
     """Options of `fastattn.dask.attention`, which computes blocks of rows and keys apart."""
 
     window: tuple[int | None, int | None] | None
@@ -174,25 +151,23 @@ class BlockOptions(
     q_offset: ArrayLike | None
 
 
-class NoSoftmaxOptions(ScoreOptions, OutOption, ComputeOptions):
+class NoSoftmaxOptions(_Scores, OutOption, ComputeOptions):
     """Options of attention without softmax, which has no sinks and one result."""
 
 
-class SigmoidOptions(NoSoftmaxOptions, KeyScaleOption, ValueScaleOption):
+class SigmoidOptions(NoSoftmaxOptions, _KeyScale, _ValueScale):
     """Options of `sigmoid_attention`, which the kernels of `attention` run."""
 
 
-class CosineOptions(
-    KeyOptions, CausalOption, SoftcapOption, AlibiOption, SinksOption, OutOption, ComputeOptions
-):
+class CosineOptions(_Keys, _Causal, _Softcap, _Alibi, _Sinks, OutOption, ComputeOptions):
     """Options of `cosine_attention`, whose scale is its own."""
 
 
-class ForgettingOptions(KeyOptions, ScaleOption, SoftcapOption, AlibiOption, OutOption, ComputeOptions):
+class ForgettingOptions(_Keys, _Scale, _Softcap, _Alibi, OutOption, ComputeOptions):
     """Options of `forgetting_attention`, which is causal."""
 
 
-class PlacedOptions(KeyOptions, CausalOption, ScaleOption, SinksOption, ComputeOptions):
+class PlacedOptions(_Keys, _Causal, _Scale, _Sinks, ComputeOptions):
     """Options of relative positions, which have no soft cap."""
 
 
@@ -200,11 +175,11 @@ class ShawOptions(PlacedOptions, OutOption):
     """Options of `shaw_attention`, which takes keys apart by their distance."""
 
 
-class RelativeOptions(PlacedOptions, AlibiOption, OutOption):
+class RelativeOptions(PlacedOptions, _Alibi, OutOption):
     """Options of relative positions that are a bias."""
 
 
-class ScaledOptions(ScaleOption, ComputeOptions):
+class ScaledOptions(_Scale, ComputeOptions):
     """Options of approximations, which return something else than the attention inside them."""
 
 
@@ -212,19 +187,19 @@ class LinformerOptions(ScaledOptions, OutOption):
     """Options of `linformer_attention`."""
 
 
-class NeighborhoodOptions(ScaledOptions, SoftcapOption, SinksOption):
+class NeighborhoodOptions(ScaledOptions, _Softcap, _Sinks):
     """Options of `neighborhood_attention`, whose results are made a strip of the grid at a time."""
 
 
-class StridedOptions(ScaleOption, SoftcapOption, SinksOption, OutOption, ComputeOptions):
+class StridedOptions(_Scale, _Softcap, _Sinks, OutOption, ComputeOptions):
     """Options of patterns that know no positions."""
 
 
-class LocationOptions(PlaceOptions, CausalOption, OutOption, ComputeOptions):
+class LocationOptions(PlaceOptions, _Causal, OutOption, ComputeOptions):
     """Options of `location_attention`, whose scores are given."""
 
 
-class DeltaOptions(ScaleOption, OutOption, ComputeOptions, total=False):
+class DeltaOptions(_Scale, OutOption, ComputeOptions, total=False):
     """Options of `linear_attention` that the named delta rules take."""
 
     state: Array | None
@@ -232,7 +207,7 @@ class DeltaOptions(ScaleOption, OutOption, ComputeOptions, total=False):
     out_state: Array | None
 
 
-class DecayOptions(ScaleOption, OutOption, ComputeOptions, total=False):
+class DecayOptions(_Scale, OutOption, ComputeOptions, total=False):
     """Options of `linear_attention` that named rules with normalisation take: then states are pairs."""
 
     normalize: bool
@@ -242,8 +217,8 @@ class DecayOptions(ScaleOption, OutOption, ComputeOptions, total=False):
     out_state: Array | tuple[Array, Array] | None
 
 
-def require_options(func: str, options: Mapping[str, Any], taken: type) -> None:
+def require_options(options: Mapping[str, Any], taken: type) -> None:
     """Raise unless `taken`, one of the classes above, has all `options`."""
     for name in options:
         if name not in taken.__annotations__:
-            raise not_an_argument(func, options, taken)
+            raise not_an_argument(options, taken)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,35 +11,29 @@ from fastattn._args.blocks import copied
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.packed import WEIGHT_DTYPES, PackArgs, RowBlock
+from fastattn._args.types import Array
 from fastattn._args.values import float_array
 from fastattn._engine.settings import require_backend, threads
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-    from fastattn._args.types import Array
-
-
-def pack_args(
-    func: str, weight: Any, gate: Any, dtype: Any, num_threads: int | None, backend: str | None
-) -> PackArgs:
+def pack_args(weight: Any, gate: Any, dtype: Any, num_threads: int | None, backend: str | None) -> PackArgs:
     """Check the arguments of `ops.pack`."""
     if backend is not None:
-        require_backend(func, backend)
-    array = _weight(func, "weight", weight)
+        require_backend(backend)
+    array = _weight("weight", weight)
     maps = {"weight": array}
     if gate is not None:
-        maps["gate"] = other = _weight(func, "gate", gate)
+        maps["gate"] = other = _weight("gate", gate)
         if other.shape != array.shape:
-            raise wrong_shape(func, "gate", other, f"weight's, {array.shape}")
+            raise wrong_shape("gate", other, f"weight's, {array.shape}")
         if dtype is None and other.dtype != array.dtype:
             expected = f"weight's, {array.dtype}, or dtype= given, which says how both are stored"
-            raise wrong_dtype(func, "gate", other, expected)
+            raise wrong_dtype("gate", other, expected)
     if dtype is None:
         dtype = {"float64": "float64", "bfloat16": "bfloat16"}.get(array.dtype.name, "float32")
-    stored = dtype_choice(func, "dtype", dtype, WEIGHT_DTYPES)
+    stored = dtype_choice("dtype", dtype, WEIGHT_DTYPES)
     named = [[(name, x)] for name, x in maps.items()]
-    return blocks_args(named, stored, threads(func, num_threads))
+    return blocks_args(named, stored, threads(num_threads))
 
 
 def blocks_args(
@@ -59,11 +54,11 @@ def blocks_args(
     return PackArgs(blocks, maps[0][0][1].shape[1], end, len(maps), dtype, num_threads)
 
 
-def _weight(func: str, name: str, x: Any) -> Array:
+def _weight(name: str, x: Any) -> Array:
     """`x` as a 2-D floating array."""
-    array = float_array(func, name, x)
+    array = float_array(name, x)
     if array.ndim != 2:
-        raise wrong_shape(func, name, array, "(out_features, in_features)")
+        raise wrong_shape(name, array, "(out_features, in_features)")
     return array
 
 

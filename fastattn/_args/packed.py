@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from fastattn._args.blocks import aligned_empty, copied
 from fastattn._args.dtypes import dtype_choice
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import named, wrong_type
+from fastattn._args.types import Activation, Array
 from fastattn._args.values import flag, integer
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Activation, Array
 
 PANEL_BYTES = 128
 _ALL = slice(None)
@@ -117,6 +115,7 @@ class PackedLinear:
     scales: Array | None
     sums: Array | None
 
+    @named("PackedLinear")
     def __init__(
         self,
         in_features: int,
@@ -128,10 +127,9 @@ class PackedLinear:
         sums: Array | None = None,
     ):
         # The kernels do not check these sizes again.
-        func = "PackedLinear"
-        dtype = dtype_choice(func, "dtype", dtype, WEIGHT_DTYPES)
-        k, n = integer(func, "in_features", in_features, 0), integer(func, "out_features", out_features, 0)
-        n_maps, width = 1 + flag(func, "gated", gated), columns(dtype)
+        dtype = dtype_choice("dtype", dtype, WEIGHT_DTYPES)
+        k, n = integer("in_features", in_features, 0), integer("out_features", out_features, 0)
+        n_maps, width = 1 + flag("gated", gated), columns(dtype)
         count = n_maps * -(-n // width)
         stored = (count, steps(k, dtype), width, *STORED[dtype].shape)
         expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, STORED[dtype].dtype)]
@@ -143,14 +141,14 @@ class PackedLinear:
             expected.append(("sums", sums, (count, width), np.float32))
         elif scales is not None or sums is not None:
             name = "sums" if scales is None else "scales"
-            raise ValueError(f"{func}(): {name} are given; expected None for {dtype}, which has none")
+            raise ValueError(f"(): {name} are given; expected None for {dtype}, which has none")
         for name, array, shape, kind in expected:
             if type(array) is not np.ndarray:
-                raise wrong_type(func, name, array, "an array")
+                raise wrong_type(name, array, "an array")
             flags = array.flags
             if array.shape != shape or array.dtype != kind or not (flags.c_contiguous and flags.aligned):
                 raise ValueError(
-                    f"{func}(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
+                    f"(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
                     f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
                 )
         fields = (dtype, bool(gated), int(in_features), int(out_features), panels, scales, sums)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.ops import epsilon, like
 from fastattn._args.results import result_array
-from fastattn._args.types import RecurrentArgs, lane_dtype
+from fastattn._args.types import Array, RecurrentArgs, Shape, lane_dtype
 from fastattn._args.values import (
     broadcast_batch,
     choice,
@@ -23,9 +23,6 @@ from fastattn._args.values import (
     require_dtypes,
 )
 from fastattn._engine.settings import require_backend, threads
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, Shape
 
 
 class Rule(NamedTuple):
@@ -46,7 +43,6 @@ RULES = {
 
 
 def recurrent_args(
-    func: str,
     q: Any,
     k: Any,
     v: Any,
@@ -64,79 +60,79 @@ def recurrent_args(
     num_threads: int | None = None,
     backend: str | None = None,
 ) -> RecurrentArgs:
-    """Check the arguments of `func`, for its messages; see `fastattn.functional.linear_attention`."""
-    decay, delta = RULES[choice(func, "rule", rule, RULES)]
+    """Check the arguments of `fastattn.functional.linear_attention`."""
+    decay, delta = RULES[choice("rule", rule, RULES)]
     copies: list[str] = []
-    arrays = [operand(func, name, x, copies) for name, x in (("q", q), ("k", k), ("v", v))]
+    arrays = [operand(name, x, copies) for name, x in (("q", q), ("k", k), ("v", v))]
     for name, x in zip("qkv", arrays, strict=True):
         if x.ndim < 3 or 0 in (x.shape[-3], x.shape[-1]):
             expected = "(..., heads, length, head_dim), at least one head and one dimension"
-            raise wrong_shape(func, name, x, expected)
+            raise wrong_shape(name, x, expected)
     q_array, k_array, v_array = arrays
     dtype, lane = q_array.dtype, lane_dtype(q_array.dtype)
     if not (k_array.dtype is dtype and v_array.dtype is dtype):
-        require_dtypes(func, q=q_array, k=k_array, v=v_array)
+        require_dtypes({"q": q_array, "k": k_array, "v": v_array})
     heads_q, len_q, head_dim = q_array.shape[-3:]
     heads_k, len_k, _ = k_array.shape[-3:]
     heads_v, len_v, head_dim_v = v_array.shape[-3:]
-    causal, normalize = flag(func, "causal", causal), flag(func, "normalize", normalize)
+    causal, normalize = flag("causal", causal), flag("normalize", normalize)
     if k_array.shape[-1] != head_dim:
-        raise ValueError(f"{func}(): k has head_dim {k_array.shape[-1]}; expected q's, {head_dim}")
+        raise ValueError(f"(): k has head_dim {k_array.shape[-1]}; expected q's, {head_dim}")
     if len_v != len_k:
-        raise ValueError(f"{func}(): v has a length of {len_v}; expected k's, {len_k}")
+        raise ValueError(f"(): v has a length of {len_v}; expected k's, {len_k}")
     if causal and len_q != len_k:
-        raise ValueError(f"{func}(): q has a length of {len_q}; expected k's, {len_k}, if causal")
+        raise ValueError(f"(): q has a length of {len_q}; expected k's, {len_k}, if causal")
     heads = max(heads_k, heads_v)
     if heads % heads_k or heads % heads_v or (heads_q % heads and heads % heads_q):
         raise ValueError(
-            f"{func}(): q, k and v have {heads_q}, {heads_k} and {heads_v} heads; expected those of k and v"
+            f"(): q, k and v have {heads_q}, {heads_k} and {heads_v} heads; expected those of k and v"
             f" to divide the larger of both, and those of q to be a multiple of it or divide it, too"
         )
     batch_shape = q_array.shape[:-3]
     if not (batch_shape == k_array.shape[:-3] == v_array.shape[:-3]):
-        batch_shape = broadcast_batch(func, q=batch_shape, k=k_array.shape[:-3], v=v_array.shape[:-3])
+        batch_shape = broadcast_batch(q=batch_shape, k=k_array.shape[:-3], v=v_array.shape[:-3])
     if not causal and rule != "linear":
-        raise ValueError(f"{func}(): causal is False; expected True with rule {rule!r}")
+        raise ValueError(f"(): causal is False; expected True with rule {rule!r}")
     if normalize and delta:
-        raise ValueError(f"{func}(): normalize is True; expected False with rule {rule!r}")
+        raise ValueError(f"(): normalize is True; expected False with rule {rule!r}")
     token_shape = (*batch_shape, heads, len_k)
     if (log_decay is None) != (not decay):
         expected = "None" if not decay else "an array"
         given = "None" if log_decay is None else "given"
-        raise ValueError(f"{func}(): log_decay is {given}; expected {expected} with rule {rule!r}")
+        raise ValueError(f"(): log_decay is {given}; expected {expected} with rule {rule!r}")
     if beta is not None and not delta:
-        raise ValueError(f"{func}(): beta is given; expected None with rule {rule!r}")
-    decays = _decays(func, log_decay, token_shape, head_dim if decay == "vector" else 0, lane)
+        raise ValueError(f"(): beta is given; expected None with rule {rule!r}")
+    decays = _decays(log_decay, token_shape, head_dim if decay == "vector" else 0, lane)
     strengths = None
     if delta:
-        strengths = np.ones((1, 1), lane) if beta is None else _tokens(func, "beta", beta, token_shape, lane)
+        strengths = np.ones((1, 1), lane) if beta is None else _tokens("beta", beta, token_shape, lane)
     default = 1.0 if normalize else head_dim**-0.5
-    factor = default if scale is None else number(func, "scale", scale, lane)
-    eps = epsilon(func, "eps", eps, lane)
-    require_backend(func, backend)
-    n_threads = threads(func, num_threads)
-    with_state = flag(func, "return_state", return_state) or out_state is not None
+    factor = default if scale is None else number("scale", scale, lane)
+    eps = epsilon("eps", eps, lane)
+    require_backend(backend)
+    n_threads = threads(num_threads)
+    with_state = flag("return_state", return_state) or out_state is not None
 
     shape = (*batch_shape, heads, head_dim, head_dim_v)
-    states = pair(func, "state", state, normalize)
-    before = like(func, "state", states[0], shape, lane)
-    norm = like(func, "state[1]", states[1], shape[:-1], lane)
+    states = pair("state", state, normalize)
+    before = like("state", states[0], shape, lane)
+    norm = like("state[1]", states[1], shape[:-1], lane)
     inputs: list[tuple[str, Any, Any]] = list(zip("qkv", (q, k, v), arrays, strict=True))
     inputs += [("log_decay", log_decay, decays), ("beta", beta, strengths)]
     out_shape = (*batch_shape, max(heads_q, heads), len_q, head_dim_v)
     others = [*inputs, ("state", states[0], before), ("state[1]", states[1], norm)]
-    out = result_array(func, out, out_shape, dtype, "q", others)
+    out = result_array(out, out_shape, dtype, "q", others)
     inputs.append(("out", out, out))
-    after, after_norm = pair(func, "out_state", out_state, normalize)
+    after, after_norm = pair("out_state", out_state, normalize)
     others = [*inputs, ("state[1]", states[1], norm)]
     if not _same(after, before):
         others.append(("state", states[0], before))
-    after = result_array(func, after, shape, lane, "the state", others, "out_state")
+    after = result_array(after, shape, lane, "the state", others, "out_state")
     if normalize:
         others = [*inputs, ("state", states[0], before), ("out_state[0]", after, after)]
         if after_norm is not None and norm is not None:
             norm = norm.copy()  # it may be after_norm, which one task writes
-        after_norm = result_array(func, after_norm, shape[:-1], lane, "the state", others, "out_state[1]")
+        after_norm = result_array(after_norm, shape[:-1], lane, "the state", others, "out_state[1]")
     new = (after, after_norm) if normalize else after
     return RecurrentArgs(
         batch_shape, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v, q_array, k_array,
@@ -145,44 +141,44 @@ def recurrent_args(
     )  # fmt: skip
 
 
-def _tokens(func: str, name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array:
+def _tokens(name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array:
     """`x`, numbers for every token, as `lane`; broadcasts to `shape`, (..., heads, length)."""
     if is_ready(x, 2) and x.dtype is lane and x.shape == shape:  # the usual case, in a tenth of the time
         return x
-    array = real_array(func, name, x)
+    array = real_array(name, x)
     if array.ndim < 2:
-        raise wrong_shape(func, name, array, "(..., heads, length)")
-    require_broadcast(func, name, array.shape, shape, "(..., heads, length)")
+        raise wrong_shape(name, array, "(..., heads, length)")
+    require_broadcast(name, array.shape, shape, "(..., heads, length)")
     return readable(np.asarray(array, lane), name, [])
 
 
-def _decays(func: str, x: Any, shape: Shape, head_dim: int, lane: np.dtype[Any]) -> Array | None:
+def _decays(x: Any, shape: Shape, head_dim: int, lane: np.dtype[Any]) -> Array | None:
     """`x` as logarithms of decays for `shape`, (..., heads, length), or with `head_dim`, one more axis."""
     if x is None:
         return None
-    array = x if type(x) is np.ndarray and x.dtype is lane else real_array(func, "log_decay", x)
+    array = x if type(x) is np.ndarray and x.dtype is lane else real_array("log_decay", x)
     dims = "(..., heads, length, head_dim)"
     if head_dim:
         if array.ndim < 3 or array.shape[-1] != head_dim:
-            raise wrong_shape(func, "log_decay", array, f"{dims}, as {(*shape[-2:], head_dim)}")
-        require_broadcast(func, "log_decay", array.shape, (*shape, head_dim), dims)
+            raise wrong_shape("log_decay", array, f"{dims}, as {(*shape[-2:], head_dim)}")
+        require_broadcast("log_decay", array.shape, (*shape, head_dim), dims)
     elif array.ndim == 1:
-        require_broadcast(func, "log_decay", array.shape, shape[-2:-1], "(heads,) or (..., heads, length)")
+        require_broadcast("log_decay", array.shape, shape[-2:-1], "(heads,) or (..., heads, length)")
         array = array[:, None]
     else:
-        array = _tokens(func, "log_decay", array, shape, lane)
+        array = _tokens("log_decay", array, shape, lane)
     array = readable(np.asarray(array, lane), "log_decay", [], "the last axis" if head_dim else "")
     if array.size and not array.max() <= 0:  # NaN is not
-        raise ValueError(f"{func}(): log_decay has {array.max()}; expected 0 or less, -inf for a reset")
+        raise ValueError(f"(): log_decay has {array.max()}; expected 0 or less, -inf for a reset")
     return array
 
 
-def pair(func: str, name: str, x: Any, normalize: bool) -> tuple[Any, Any]:
+def pair(name: str, x: Any, normalize: bool) -> tuple[Any, Any]:
     """`x` as (state, sum of keys), the latter only with `normalize`; None is (None, None)."""
     if x is None or not normalize:
         return x, None
     if not isinstance(x, tuple) or len(x) != 2:
-        raise wrong_type(func, name, x, "a pair (state, sum of keys), as normalize is True")
+        raise wrong_type(name, x, "a pair (state, sum of keys), as normalize is True")
     return x
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -10,36 +10,33 @@ from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.grad import needed
 from fastattn._args.ops import like
 from fastattn._args.recurrent import pair, recurrent_args
-from fastattn._args.types import RecurrentBackwardArgs, lane_dtype
+from fastattn._args.types import Array, RecurrentBackwardArgs, lane_dtype
 from fastattn._args.values import operand
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array
 
 # Gradients that can be asked for.
 GRADIENTS = ("dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dscale")
 
 
 def recurrent_backward_args(
-    func: str, dout: Any, q: Any, k: Any, v: Any, need: Any, dstate_out: Any, **forward: Any
+    dout: Any, q: Any, k: Any, v: Any, need: Any, dstate_out: Any, **forward: Any
 ) -> RecurrentBackwardArgs:
     """Check the arguments of a gradient; `forward` are those of `recurrent_args` without results."""
-    args = recurrent_args(func, q, k, v, **forward)
+    args = recurrent_args(q, k, v, **forward)
     normalize = forward.get("normalize", False)
-    wanted = needed(func, need, GRADIENTS)
+    wanted = needed(need, GRADIENTS)
     for name in ("dlog_decay", "dbeta"):
         if name in wanted and forward.get(name[1:]) is None:
-            raise ValueError(f"{func}(): need has {name}, but {name[1:]} is not given")
+            raise ValueError(f"(): need has {name}, but {name[1:]} is not given")
     lane, dtype = lane_dtype(args.q.dtype), args.out.dtype
-    cotangent = operand(func, "dout", dout, [])
+    cotangent = operand("dout", dout, [])
     if cotangent.dtype != dtype:
-        raise wrong_dtype(func, "dout", cotangent, f"{dtype}, that of the result")
+        raise wrong_dtype("dout", cotangent, f"{dtype}, that of the result")
     if cotangent.shape != args.out.shape:
-        raise wrong_shape(func, "dout", cotangent, args.out.shape)
-    states = pair(func, "dmore", dstate_out, normalize)
+        raise wrong_shape("dout", cotangent, args.out.shape)
+    states = pair("dmore", dstate_out, normalize)
     shape = args.state_out.shape
-    dstate = like(func, "dmore", states[0], shape, lane)
-    dnorm = like(func, "dmore[1]", states[1], shape[:-1], lane)
+    dstate = like("dmore", states[0], shape, lane)
+    dnorm = like("dmore[1]", states[1], shape[:-1], lane)
 
     scaled = "dscale" not in wanted
 

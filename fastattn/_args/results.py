@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.types import Array, Shape
 from fastattn._args.values import ALIGNED, CONTIGUOUS, OWNS_DATA, WRITEABLE, is_masked
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from fastattn._args.types import Array, Shape
 
 _WRITABLE = CONTIGUOUS | ALIGNED | WRITEABLE
 # Limit of np.shares_memory: so many candidates are tried for an element that two interleaved views share.
@@ -21,7 +18,6 @@ _OVERLAP_WORK: Any = 10_000
 
 
 def result_array(
-    func: str,
     out: Array | None,
     shape: Shape,
     dtype: np.dtype[Any],
@@ -39,7 +35,7 @@ def result_array(
         return np.empty(shape, dtype)
     flags = out.flags.num if type(out) is np.ndarray else 0
     if flags & _WRITABLE != _WRITABLE or out.dtype != dtype or out.shape != shape:
-        _require_writable(func, out, shape, dtype, like, called)
+        _require_writable(out, shape, dtype, like, called)
     owns = flags & OWNS_DATA
     for name, given, array in inputs:
         memory = given if isinstance(given, np.ndarray) else array
@@ -48,29 +44,27 @@ def result_array(
             continue
         if _share_memory(out, memory):
             expected = "it apart from all inputs"
-            raise ValueError(f"{func}(): {called} shares memory with {name}; expected {expected}")
+            raise ValueError(f"(): {called} shares memory with {name}; expected {expected}")
     return out
 
 
-def require_apart(func: str, results: list[tuple[str, Array]]) -> None:
+def require_apart(results: list[tuple[str, Array]]) -> None:
     """Raise if two of the named results share memory."""
     for i, (name, x) in enumerate(results):
         for other, y in results[:i]:
             if _share_memory(x, y):
-                raise ValueError(f"{func}(): {name} shares memory with {other}; expected them apart")
+                raise ValueError(f"(): {name} shares memory with {other}; expected them apart")
 
 
-def _require_writable(
-    func: str, out: Any, shape: Shape, dtype: np.dtype[Any], like: str, called: str
-) -> None:
+def _require_writable(out: Any, shape: Shape, dtype: np.dtype[Any], like: str, called: str) -> None:
     """Raise unless `out` is a writable array of `shape` and `dtype` whose elements do not overlap."""
     if not isinstance(out, np.ndarray) or is_masked(out):
-        raise wrong_type(func, called, out, "an ndarray")
+        raise wrong_type(called, out, "an ndarray")
     if out.dtype != dtype:
         order = "" if out.dtype.isnative else " in native byte order"
-        raise wrong_dtype(func, called, out, f"{like}'s, {dtype}{order}")
+        raise wrong_dtype(called, out, f"{like}'s, {dtype}{order}")
     if out.shape != shape:
-        raise wrong_shape(func, called, out, shape)
+        raise wrong_shape(called, out, shape)
     fault = ""
     if not out.flags.writeable:
         fault = "is read-only; expected a writable array"
@@ -81,7 +75,7 @@ def _require_writable(
     elif out.size and _overlaps_itself(out):
         fault = f"has strides {out.strides} for shape {shape}; expected no two elements to overlap"
     if fault:
-        raise ValueError(f"{func}(): {called} {fault}")
+        raise ValueError(f"(): {called} {fault}")
 
 
 def _overlaps_itself(array: Array) -> bool:

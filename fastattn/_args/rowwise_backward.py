@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.backward import gradient_names, gradients, like_result
-from fastattn._args.types import RowwiseBackwardArgs, lane_dtype
+from fastattn._args.types import RowwiseArgs, RowwiseBackwardArgs, lane_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from fastattn._args.backward import Gradients
-    from fastattn._args.types import RowwiseArgs
 
 
 def rowwise_backward_args(
-    func: str, args: RowwiseArgs, dout: Any, given: Mapping[str, Any], need: Sequence[str]
+    args: RowwiseArgs, dout: Any, given: Mapping[str, Any], need: Sequence[str]
 ) -> Gradients:
     """Check dout and need; `given` holds by name what the caller passed, of all that can have a gradient."""
-    names = gradient_names(func, need, given)
+    names = gradient_names(need, given)
     forward = args.attention
     shape = np.shape(forward.result)
-    cotangent = like_result(func, "dout", dout, forward, shape, [])
+    cotangent = like_result("dout", dout, forward, shape, [])
     scale = 1.0 if "dscale" in names else forward.scale
     backward = RowwiseBackwardArgs(forward, cotangent, dq_factor=scale, rowwise=args)
-    found = gradients(func, backward, names, given)
+    found = gradients(backward, names, given)
     lane = lane_dtype(forward.q.dtype)
     for each in found.wanted:
         if each.name in ("dk", "dv"):

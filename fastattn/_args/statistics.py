@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from fastattn._args.types import StatisticsArgs
+from fastattn._args.types import NDArray, Shape, StatisticsArgs
 from fastattn._args.values import short
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from fastattn._args.types import Shape
 
 NAMES = ("row_max", "entropy", "top_k:k", "key_sums", "mean_weights")
 
@@ -36,22 +31,22 @@ class Statistics(TypedDict, total=False):
 
 
 def statistics_args(
-    func: str, stats: Any, heads: Shape, len_q: int, len_k: int, lane: np.dtype[Any], one_head: bool
+    stats: Any, heads: Shape, len_q: int, len_k: int, lane: np.dtype[Any], one_head: bool
 ) -> tuple[StatisticsArgs, Statistics]:
     """Check the names in `stats`, and make the arrays: for the kernels, and as the caller sees them.
 
     `heads` is (*batch_shape, heads_q).
     """
     if isinstance(stats, str) or not isinstance(stats, Sequence):
-        raise TypeError(f"{func}(): stats is {short(stats)}; expected a tuple of {', '.join(NAMES)}")
+        raise TypeError(f"(): stats is {short(stats)}; expected a tuple of {', '.join(NAMES)}")
     args, result = StatisticsArgs(), Statistics()
 
     seen: Any = 0 if one_head else ...
     shapes = {"row_max": (*heads, len_q), "entropy": (*heads, len_q), "key_sums": (*heads, len_k)}
     for text in stats:
-        name, k = _name(func, text)
+        name, k = _name(text)
         if name in result:
-            raise ValueError(f"{func}(): stats has {name} twice, in {tuple(stats)!r}; expected it once")
+            raise ValueError(f"(): stats has {name} twice, in {tuple(stats)!r}; expected it once")
         if name == "top_k":
             weights, keys = np.zeros((*heads, len_q, k), lane), np.full((*heads, len_q, k), -1, np.int64)
             args.top_weights, args.top_keys = weights[..., :len_k], keys[..., :len_k]
@@ -68,16 +63,16 @@ def statistics_args(
     return args, result
 
 
-def _name(func: str, text: Any) -> tuple[str, int]:
+def _name(text: Any) -> tuple[str, int]:
     """Check one entry of `stats`; return its name, and k for "top_k:k"."""
     if not isinstance(text, str):
-        raise TypeError(f"{func}(): an entry of stats is {short(text)}; expected one of {', '.join(NAMES)}")
+        raise TypeError(f"(): an entry of stats is {short(text)}; expected one of {', '.join(NAMES)}")
     name, colon, number = text.partition(":")
     if name == "top_k" and number.isdecimal() and len(number) < 10 and int(number) > 0:
         return name, int(number)
     if name == "top_k":
         expected = "top_k:k with k from 1 to 999999999, as top_k:8"
-        raise ValueError(f"{func}(): an entry of stats is {short(text)}; expected {expected}")
+        raise ValueError(f"(): an entry of stats is {short(text)}; expected {expected}")
     if colon or name not in NAMES:
-        raise ValueError(f"{func}(): an entry of stats is {short(text)}; expected one of {', '.join(NAMES)}")
+        raise ValueError(f"(): an entry of stats is {short(text)}; expected one of {', '.join(NAMES)}")
     return name, 0

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike as ArrayLike
+    from numpy.typing import DTypeLike as DTypeLike
+    from numpy.typing import NDArray as NDArray
+    from typing_extensions import Unpack as Unpack
 
     Array = NDArray[Any]
     Bools = NDArray[np.bool_]
     Ints = NDArray[np.int64]
-    Shape = tuple[int, ...]
+else:  # names in annotations, which nothing evaluates: importing what they are of takes milliseconds
+    ArrayLike = DTypeLike = NDArray = Unpack = Array = Bools = Ints = Any
+Shape = tuple[int, ...]
 
 FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
+
+_ALL = slice(None)
 
 # The formulas are in src/activations.inc, their NumPy twins in _reference/ops.py.
 Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu", "sigmoid", "quick_gelu"]
@@ -45,12 +53,27 @@ class StatisticsArgs:
         return self.key_sums is not None or self.mean_weights is not None
 
 
-@dataclass(slots=True, init=False, eq=False)
+# The arrays of an attention call, and their axes after the batch dimensions. Inputs broadcast: such an axis
+# may have the length 1, batch dimensions may be missing. Cython's list, in _core.pyx, says the same.
+AXES = {
+    "q": ("heads_q", "len_q", "head_dim"),
+    "k": ("heads_kv", "len_k", "head_dim"),
+    "v": ("heads_kv", "len_k", "head_dim_v"),
+    "out": ("heads_q", "len_q", "head_dim_v"),
+    **dict.fromkeys(("k_scale", "v_scale"), ("heads_kv", "len_k")),
+    **dict.fromkeys(("mask", "bias"), ("heads_q", "len_q", "len_k")),
+    **dict.fromkeys(("lse", "row_begin", "row_end", "range_first", "range_last"), ("heads_q", "len_q")),
+    **dict.fromkeys(("alibi_slopes", "sinks"), ("heads_q",)),
+    "q_position": (),
+}
+
+
+@dataclass(init=False, eq=False)
 class AttentionArgs:
     """One attention call, checked and normalised: all that the compiled layer and its NumPy twin read.
 
-    What is None or 0.0 is an option that is off. Values of the lane dtype are in the accumulator's: float64
-    for float64, else float32.
+    Defaults are options that are off; as the class holds them, a call sets only what it has. `AXES` has the
+    shapes. Values of the lane dtype are in the accumulator's: float64 for float64, else float32.
     """
 
     kernel: ClassVar[str] = "attention"
@@ -62,50 +85,58 @@ class AttentionArgs:
     len_k: int
     head_dim: int
     head_dim_v: int
-    # Native byte order, aligned, last axis contiguous, ndim >= 3; own batch dimensions broadcast to
-    # batch_shape.
+    # Native byte order, aligned, last axis contiguous.
     q: Array
     k: Array
     v: Array
-    # Both or neither: then k and v are int8 and stand for k * k_scale[..., None] and v * v_scale[..., None].
-    # These broadcast to (*batch_shape, heads_kv, len_k), with ndim >= 2, in the lane dtype.
-    k_scale: Array | None
-    v_scale: Array | None
-    out: Array  # (*batch_shape, heads_q, len_q, head_dim_v), q's dtype
-    lse: Array | None  # (*batch_shape, heads_q, len_q), lane dtype
+    out: Array  # q's dtype
+    num_threads: int
+    result: Any  # what the caller gets: out[, lse][, stats]; without the heads axis where there was none
     scale: float
-    softcap: float
-    # These broadcast to (*batch_shape, heads_q, len_q, len_k), with ndim >= 3.
-    mask: Bools | None
-    bias: Array | None  # float32 or q's dtype
-    # These broadcast to (*batch_shape, heads_q), with ndim >= 1, in the lane dtype.
-    alibi_slopes: Array | None
-    sinks: Array | None
-    # Row i attends keys row_begin[i] <= j < row_end[i]; values in [0, len_k]; None is an open side. These
-    # broadcast to (*batch_shape, heads_q, len_q), with ndim >= 2.
-    row_begin: Ints | None
-    row_end: Ints | None
+    # Both or neither: then k and v are int8 and stand for k * k_scale[..., None] and v * v_scale[..., None].
+    k_scale: Array | None = None  # lane dtype
+    v_scale: Array | None = None
+    lse: Array | None = None  # lane dtype
+    softcap: float = 0.0
+    mask: Bools | None = None
+    bias: Array | None = None  # float32 or q's dtype
+    alibi_slopes: Array | None = None  # lane dtype
+    sinks: Array | None = None  # lane dtype
+    # Row i attends keys row_begin[i] <= j < row_end[i]; values in [0, len_k]; None is an open side.
+    row_begin: Ints | None = None
+    row_end: Ints | None = None
     # And of those, the keys in ranges[range_first[i] : range_last[i]]: pairs (begin, end) in [0, len_k], of a
-    # row not empty, sorted, none touching the next. Shapes as above, and (n, 2), C-contiguous.
-    ranges: Ints | None
-    range_first: Ints | None
-    range_last: Ints | None
-    q_position: Ints | None  # of query row 0, where ALiBi needs it; broadcasts to batch_shape
+    # row not empty, sorted, none touching the next. They are (n, 2), C-contiguous.
+    ranges: Ints | None = None
+    range_first: Ints | None = None
+    range_last: Ints | None = None
+    q_position: Ints | None = None  # of query row 0, where ALiBi needs it
     # sigmoid(score + that) in place of the softmax: no lse, sinks, statistics, dropout.
-    sigmoid_bias: float | None
-    statistics: StatisticsArgs | None  # of the probabilities before dropout
-    dropout: float  # in [0, 1): this share of the probabilities becomes 0; see _reference/philox.py
-    seed: int  # in [0, 2**64)
+    sigmoid_bias: float | None = None
+    statistics: StatisticsArgs | None = None  # of the probabilities before dropout
+    dropout: float = 0.0  # in [0, 1): this share of the probabilities becomes 0; see _reference/philox.py
+    seed: int = 0  # in [0, 2**64)
     # The number of the first batch item, from which dropout counts heads.
-    first: int
+    first: int = 0
     # Of a ragged call, where each sequence's queries and keys begin, and the end: (sequences + 1,). Then
     # batch_shape is (sequences,), axes of length len_q and len_k hold the tokens of all sequences, and ranges
     # count from a sequence's first key. A bias is that of any of them, as it depends on distances alone. No
     # mask, lists of ranges or statistics are there.
-    begins: tuple[Ints, Ints] | None
-    num_threads: int
-    copies: tuple[str, ...]  # what was copied, and why
-    result: Any  # what the caller gets: out[, lse][, stats]; without the heads axis where there was none
+    begins: tuple[Ints, Ints] | None = None
+    copies: tuple[str, ...] = ()  # what was copied, and why
+
+    def cut(self, **slices: slice) -> AttentionArgs:
+        """The call over slices of the axes "len_q" and "len_k"; its arrays are views of these."""
+        part = copy(self)
+        for name, axes in AXES.items():
+            x = getattr(self, name)
+            if x is not None and not slices.keys().isdisjoint(axes):
+                sizes = zip(axes, x.shape[x.ndim - len(axes) :], strict=True)
+                index = [slices.get(a, _ALL) if n == getattr(self, a) else _ALL for a, n in sizes]
+                setattr(part, name, x[(..., *index)])
+        for axis, chosen in slices.items():
+            setattr(part, axis, chosen.stop - chosen.start)
+        return part
 
 
 def plain_args(q: Array, k: Array, v: Array, out: Array, num_threads: int) -> AttentionArgs:
@@ -115,14 +146,7 @@ def plain_args(q: Array, k: Array, v: Array, out: Array, num_threads: int) -> At
     _, args.heads_kv, args.len_k, args.head_dim_v = v.shape
     args.batch_shape = (batch,)
     args.q, args.k, args.v, args.out, args.result = q, k, v, out, out
-    args.k_scale = args.v_scale = None
-    args.scale, args.softcap = args.head_dim**-0.5, 0.0
-    args.lse = args.mask = args.bias = args.alibi_slopes = args.sinks = None
-    args.row_begin = args.row_end = args.q_position = None
-    args.ranges = args.range_first = args.range_last = None
-    args.sigmoid_bias = args.statistics = args.begins = None
-    args.dropout, args.seed, args.first = 0.0, 0, 0
-    args.num_threads, args.copies = num_threads, ()
+    args.scale, args.num_threads = args.head_dim**-0.5, num_threads
     return args
 
 

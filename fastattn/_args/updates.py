@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from fastattn._args.types import Array
+from fastattn._args.types import Array
 
 UPDATE_BLOCK = 4096  # elements whose squares are summed together: FA_UPDATE_BLOCK of fastattn.h
 

@@ -1,25 +1,21 @@
 """Checks of single values: each function returns a value in the form that the kernels take, or raises.
 
-The first two arguments, `func` and `name`, are the public function and its argument, for error messages. How
-values fit together is checked in `attention.py`.
+The first argument, `name`, is that of the public function's argument, for error messages. How values fit
+together is checked in `attention.py`.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from fastattn._args.blocks import copied
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.types import FLOAT32, FLOAT64
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
-
-    from fastattn._args.types import Array, Ints, Shape
+from fastattn._args.types import FLOAT32, FLOAT64, Array, Ints, Shape
 
 # Bits of ndarray.flags.num: reading it once takes a tenth of the time of reading the flags one by one.
 CONTIGUOUS, OWNS_DATA, ALIGNED, WRITEABLE = 0x1, 0x4, 0x100, 0x400
@@ -31,11 +27,7 @@ MOST_SIZE = 2**48  # no memory holds more; NumPy would reject a larger size with
 # Types that float() accepts although they are not numbers.
 _NO_NUMBERS = (bool, np.bool_, str, bytes)
 
-# Who takes int8 keys and values, and with which scales; and what functions call keys and values.
-TAKE_INT8 = {
-    **dict.fromkeys(("attention", "explain", "sigmoid_attention"), "k_scale and v_scale"),
-    "attention_weights": "k_scale",
-}
+# What functions call keys and values.
 KEYS_VALUES = ("k", "v", "key", "value")
 
 # What DLPack calls memory that the CPU reads: its own, and what CUDA and ROCm have pinned or manage.
@@ -57,11 +49,11 @@ def is_float(dtype: np.dtype[Any]) -> bool:
     )
 
 
-def as_array(func: str, name: str, x: Any) -> Array:
+def as_array(name: str, x: Any) -> Array:
     """`x` as a plain ndarray of any dtype but object."""
     if is_masked(x):
         expected = "a plain one (mask= says which keys count)"
-        raise TypeError(f"{func}(): {name} is a masked array; expected {expected}")
+        raise TypeError(f"(): {name} is a masked array; expected {expected}")
     try:
         array = shared(x)
     except MemoryError:
@@ -69,30 +61,28 @@ def as_array(func: str, name: str, x: Any) -> Array:
     except Exception as error:  # an object's own __array__ may raise anything
         kind = type(x).__name__
         hint = "; .float() makes it one" if "BFloat16" in str(error) else ""  # a tensor of torch
-        raise TypeError(f"{func}(): {name} is of type {kind}; expected an array ({error}{hint})") from error
+        raise TypeError(f"(): {name} is of type {kind}; expected an array ({error}{hint})") from error
     if isinstance(x, (list, tuple)) and _holds_masked(x, array.ndim - 1):
         kind = type(x).__name__
-        raise TypeError(f"{func}(): {name} is a {kind} that holds masked arrays; expected plain ones")
+        raise TypeError(f"(): {name} is a {kind} that holds masked arrays; expected plain ones")
     if array.dtype == np.object_:
         if array.size and all(type(element) is int for element in array.flat):
             largest = max(array.flat, key=abs)
             if not -(2**63) <= largest < 2**63:
-                raise ValueError(
-                    f"{func}(): {name} has {short(largest)}; expected integers of at most 64 bits"
-                )
+                raise ValueError(f"(): {name} has {short(largest)}; expected integers of at most 64 bits")
         held = ", ".join(sorted({type(element).__name__ for element in array.flat}))
         what = f"of type {type(x).__name__} and holds {held}" if array.ndim else short(x)
-        raise TypeError(f"{func}(): {name} is {what}; expected an array of one numeric type")
+        raise TypeError(f"(): {name} is {what}; expected an array of one numeric type")
     return array
 
 
-def mask_array(func: str, name: str, x: Any) -> Array:
+def mask_array(name: str, x: Any) -> Array:
     """`x`, a mask as torch's, as an array: no function, and none of `fastattn.masks`."""
     function = callable(x) and not hasattr(x, "__array__")
     if function or hasattr(x, "to_array"):
         what = "a function" if function else short(x)
-        raise TypeError(f"{func}(): {name} is {what}; expected an array (masks.Mask.to_array makes one)")
-    return as_array(func, name, x)
+        raise TypeError(f"(): {name} is {what}; expected an array (masks.Mask.to_array makes one)")
+    return as_array(name, x)
 
 
 def shared(x: Any) -> Array:
@@ -123,42 +113,34 @@ def _holds_masked(x: list[Any] | tuple[Any, ...], depth: int) -> bool:
     return False
 
 
-def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
-    """`x` as an array of one of the four floating types, in any strides and byte order."""
-    array = as_array(func, name, x)
+def float_array(name: str, x: Any, least_dims: int = 0, hint: str = "") -> Array:
+    """`x` as an array of one of the four floating types, in any strides and byte order.
+
+    The message to one who passes another type ends with `hint`.
+    """
+    array = as_array(name, x)
     if not is_float(array.dtype):
-        expected = f"float32, float64, float16 or bfloat16{_or_int8(func, name, array)}"
-        raise wrong_dtype(func, name, array, expected)
+        if name in KEYS_VALUES and array.dtype == np.int8:
+            hint = hint or " (attention takes int8 with k_scale and v_scale)"
+        raise wrong_dtype(name, array, f"float32, float64, float16 or bfloat16{hint}")
     if array.dtype.isnative:
         _native.add(array.dtype)
-    return require_dims(func, name, array, least_dims)
+    return require_dims(name, array, least_dims)
 
 
-def _or_int8(func: str, name: str, array: Array) -> str:
-    """Hint of messages at int8 keys and values, after the other types."""
-    if name not in KEYS_VALUES:
-        return ""
-    if func in TAKE_INT8:
-        return f", or int8 with {TAKE_INT8[func]}"
-    if array.dtype != np.int8:
-        return ""
-    rounds = func.startswith("KVCache")
-    return f" ({'KVCache rounds to int8' if rounds else 'attention takes int8 with k_scale and v_scale'})"
-
-
-def require_dims(func: str, name: str, array: Array, least_dims: int) -> Array:
+def require_dims(name: str, array: Array, least_dims: int) -> Array:
     """Raise unless `array`, an operand of attention, has so many dimensions."""
     if array.ndim < least_dims:
         expected = "(..., heads, length, head_dim), or (length, head_dim) for one head"
-        raise wrong_shape(func, name, array, expected)
+        raise wrong_shape(name, array, expected)
     return array
 
 
-def real_array(func: str, name: str, x: Any) -> Array:
+def real_array(name: str, x: Any) -> Array:
     """`x` as an array of real numbers, which the caller converts: floats or integers, but no bools."""
-    array = as_array(func, name, x)
+    array = as_array(name, x)
     if array.dtype.kind not in "iu" and not is_float(array.dtype):
-        raise wrong_dtype(func, name, array, "float32, float64, float16, bfloat16 or integers")
+        raise wrong_dtype(name, array, "float32, float64, float16, bfloat16 or integers")
     return array
 
 
@@ -191,24 +173,24 @@ def is_ready(x: Any, least_dims: int) -> TypeGuard[Array]:
     return flags == _READABLE or (flags == ALIGNED and x.strides[-1] == x.itemsize)
 
 
-def operand(func: str, name: str, x: Any, copies: list[str]) -> Array:
+def operand(name: str, x: Any, copies: list[str], hint: str = "") -> Array:
     """`x` as q, k or v: a floating array that is native, aligned, and contiguous along the head dimension."""
     if is_ready(x, 2):
         return x
-    return readable(float_array(func, name, x, least_dims=2), name, copies, "the head dimension")
+    return readable(float_array(name, x, 2, hint), name, copies, "the head dimension")
 
 
-def int8_operand(func: str, name: str, scale: str, x: Any, copies: list[str]) -> Array:
+def int8_operand(name: str, scale: str, x: Any, copies: list[str]) -> Array:
     """`x` as k or v beside the argument `scale`: int8, contiguous along the head dimension."""
-    array = as_array(func, name, x)
+    array = as_array(name, x)
     if array.dtype != np.int8:
-        raise wrong_dtype(func, name, array, f"int8, as {scale} is given")
-    return readable(require_dims(func, name, array, 2), name, copies, "the head dimension")
+        raise wrong_dtype(name, array, f"int8, as {scale} is given")
+    return readable(require_dims(name, array, 2), name, copies, "the head dimension")
 
 
-def real_values(func: str, name: str, x: Any, dtype: np.dtype[Any], copies: list[str]) -> Array:
+def real_values(name: str, x: Any, dtype: np.dtype[Any], copies: list[str]) -> Array:
     """`x`, numbers, as `dtype`."""
-    array = real_array(func, name, x)
+    array = real_array(name, x)
     if array.dtype.newbyteorder("=") == dtype:
         return readable(array, name, copies)
     copies.append(f"{name} converted: {array.dtype} to {dtype}")
@@ -216,10 +198,10 @@ def real_values(func: str, name: str, x: Any, dtype: np.dtype[Any], copies: list
         return array.astype(dtype)
 
 
-def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any], copies: list[str]) -> Array:
+def head_values(name: str, x: Any, shape: Shape, dtype: np.dtype[Any], copies: list[str]) -> Array:
     """`x`, one number for each query head, as `dtype`; it broadcasts to `shape`, (*batch, heads_q)."""
-    array = real_array(func, name, x)
-    require_broadcast(func, name, array.shape, shape, "(..., heads_q)")
+    array = real_array(name, x)
+    require_broadcast(name, array.shape, shape, "(..., heads_q)")
     if array.dtype != dtype:
         copies.append(f"{name} converted: {array.dtype} to {dtype}")
     with np.errstate(over="ignore"):  # a float64 too large for float32 becomes infinite
@@ -227,43 +209,37 @@ def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any]
 
 
 def integers(
-    func: str,
-    name: str,
-    x: Any,
-    shape: Shape | None = None,
-    dims: str = "",
-    low: int = -(2**62),
-    high: int = 2**62,
+    name: str, x: Any, shape: Shape | None = None, dims: str = "", low: int = -(2**62), high: int = 2**62
 ) -> Ints:
     """`x`, integers from `low` to `high`, as int64; it broadcasts to `shape`, if given, called `dims`."""
     if type(x) is int and low <= x <= high:  # the usual case: this takes a tenth of the time
         return np.array(x, np.int64)
-    array = as_array(func, name, x)
+    array = as_array(name, x)
     if array.dtype.kind not in "iu":
-        raise wrong_dtype(func, name, array, "integers")
+        raise wrong_dtype(name, array, "integers")
     if shape is not None:
-        require_broadcast(func, name, array.shape, shape, dims)
+        require_broadcast(name, array.shape, shape, dims)
     if array.size and not (low <= (least := array.min()) and (most := array.max()) <= high):
-        raise ValueError(f"{func}(): {name} has {most if low <= least else least}; expected {low} to {high}")
+        raise ValueError(f"(): {name} has {most if low <= least else least}; expected {low} to {high}")
     return np.array(array, np.int64)
 
 
-def integer(func: str, name: str, x: Any, low: int, high: int | None = None) -> int:
+def integer(name: str, x: Any, low: int, high: int | None = None) -> int:
     """`x` as an int from `low` to `high`; a bool is not accepted."""
     try:
         if isinstance(x, (bool, np.bool_)):
             raise TypeError
         value = operator.index(x)
     except TypeError:
-        raise TypeError(f"{func}(): {name} is {short(x)}; expected an integer") from None
+        raise TypeError(f"(): {name} is {short(x)}; expected an integer") from None
     if value < low or (high is not None and value > high):
         no_limit = high is None or (value < low and high >= MOST_SIZE)
         expected = f"at least {low}" if no_limit else f"{low} to {high}"
-        raise ValueError(f"{func}(): {name} is {short(value)}; expected {expected}")
+        raise ValueError(f"(): {name} is {short(value)}; expected {expected}")
     return value
 
 
-def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = False) -> float:
+def number(name: str, x: Any, dtype: np.dtype[Any], positive: bool = False) -> float:
     """`x` as a float that is finite in `dtype`, and if `positive`, above 0 in `dtype`."""
     try:
         if type(x) is not float and (isinstance(x, _NO_NUMBERS) or is_masked(x) or np.ndim(x)):
@@ -272,19 +248,19 @@ def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = 
     except MemoryError:
         raise
     except Exception:  # an object's own __array__ and __float__ may raise anything
-        raise TypeError(f"{func}(): {name} is {short(x)}; expected a real number") from None
+        raise TypeError(f"(): {name} is {short(x)}; expected a real number") from None
     least, most = _LIMITS[dtype]
     if not abs(value) <= most:  # NaN fails this test
-        raise ValueError(f"{func}(): {name} is {value}; expected a number that is finite in {dtype}")
+        raise ValueError(f"(): {name} is {value}; expected a number that is finite in {dtype}")
     if positive and value < least:
-        raise ValueError(f"{func}(): {name} is {value}; expected a number above 0")
+        raise ValueError(f"(): {name} is {value}; expected a number above 0")
     return value
 
 
-def flag(func: str, name: str, x: Any) -> bool:
+def flag(name: str, x: Any) -> bool:
     """`x` as a bool; other types are not accepted, so that a mask never counts as True."""
     if not isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"{func}(): {name} is {short(x)}; expected True or False")
+        raise TypeError(f"(): {name} is {short(x)}; expected True or False")
     return bool(x)
 
 
@@ -293,59 +269,58 @@ def one_of(options: Collection[str]) -> str:
     return f"{'one of ' if len(options) > 1 else ''}{', '.join(options)}"
 
 
-def choice(func: str, name: str, x: Any, options: Collection[str]) -> str:
+def choice(name: str, x: Any, options: Collection[str]) -> str:
     """`x`, one of the strings in `options`."""
     if not isinstance(x, str) or x not in options:
-        raise ValueError(f"{func}(): {name} is {short(x)}; expected {one_of(options)}")
+        raise ValueError(f"(): {name} is {short(x)}; expected {one_of(options)}")
     return x
 
 
-def generator(func: str, name: str, x: Any) -> np.random.Generator:
+def generator(name: str, x: Any) -> np.random.Generator:
     """`x` as a generator: itself, a new one of the seed `x`, or of an unpredictable seed where it is None."""
     if x is not None and not isinstance(x, np.random.Generator):
         try:
-            x = integer(func, name, x, 0)
+            x = integer(name, x, 0)
         except TypeError:
             expected = "a numpy.random.Generator, an integer or None"
-            raise TypeError(f"{func}(): {name} is {short(x)}; expected {expected}") from None
+            raise TypeError(f"(): {name} is {short(x)}; expected {expected}") from None
     return np.random.default_rng(x)
 
 
-def iterated(func: str, name: str, x: Any, expected: str) -> Iterator[Any]:
+def iterated(name: str, x: Any, expected: str) -> Iterator[Any]:
     """An iterator over `x`; `expected` describes `x` in messages."""
     try:  # isinstance(x, Iterable) would accept an array of no dimensions
         return iter(x)
     except TypeError:
-        raise wrong_type(func, name, x, expected) from None
+        raise wrong_type(name, x, expected) from None
 
 
-def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: str, hint: str = "") -> None:
+def require_broadcast(name: str, shape: Shape, target: Shape, dims: str, hint: str = "") -> None:
     """Raise unless an array of `shape` broadcasts to `target`, which messages call `dims`."""
     if len(shape) > len(target) or any(
         n not in (1, m) for n, m in zip(reversed(shape), reversed(target), strict=False)
     ):
         expected = f"one that fits {dims} = {target}{hint}"
-        raise ValueError(f"{func}(): {name} has shape {shape}; expected {expected}")
+        raise ValueError(f"(): {name} has shape {shape}; expected {expected}")
 
 
-def require_dtypes(func: str, **arrays: Array) -> None:
+def require_dtypes(arrays: dict[str, Array], hint: str = "") -> None:
     """Raise unless all have one dtype, or the first is float32 and the others are all of one 16-bit type."""
     first, *others = (x.dtype for x in arrays.values())
     cached = first == FLOAT32 and others[0].itemsize == 2
     if any(dtype != others[0] for dtype in others) or not (first == others[0] or cached):
         came = f"{_listed(arrays)} have dtypes {_listed([first, *others])}"
         cache = f"float32 for {next(iter(arrays))} with float16 or bfloat16 for all others"
-        int8 = f", or int8 for all others with {TAKE_INT8[func]}" if func in TAKE_INT8 else ""
-        raise TypeError(f"{func}(): {came}; expected the same for all, or {cache}{int8}")
+        raise TypeError(f"(): {came}; expected the same for all, or {cache}{hint}")
 
 
-def broadcast_batch(func: str, **shapes: Shape) -> Shape:
+def broadcast_batch(**shapes: Shape) -> Shape:
     """The batch dimensions that those of the named arrays broadcast to."""
     try:
         return np.broadcast_shapes(*shapes.values())
     except ValueError:
         came = f"{_listed(shapes)} have batch dimensions {_listed(shapes.values())}"
-        raise ValueError(f"{func}(): {came}; expected ones that broadcast to each other") from None
+        raise ValueError(f"(): {came}; expected ones that broadcast to each other") from None
 
 
 def _listed(items: Iterable[Any]) -> str:

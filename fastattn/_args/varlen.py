@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -10,17 +10,11 @@ from fastattn._args import key_ranges
 from fastattn._args.attention import attention_args, raise_shapes, window_sides
 from fastattn._args.errors import wrong_shape
 from fastattn._args.results import result_array
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, lane_dtype
 from fastattn._args.values import as_array, flag, head_values, integers, require_broadcast
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array, AttentionArgs, Ints
 
 
 def varlen_args(
-    func: str,
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
@@ -37,30 +31,30 @@ def varlen_args(
     return_lse: bool = False,
     **options: Any,
 ) -> AttentionArgs:
-    """Check and normalise the arguments of `func`; see `fastattn.varlen_attention`."""
+    """Check and normalise the arguments of `fastattn.varlen_attention`."""
     given = {"q": q, "k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-    arrays = {name: as_array(func, name, x) for name, x in given.items() if x is not None}
+    arrays = {name: as_array(name, x) for name, x in given.items() if x is not None}
     for name, array in arrays.items():
         dims = "(tokens, heads)" if name.endswith("scale") else "(tokens, heads, head_dim)"
         if array.ndim != dims.count(",") + 1:
-            raise wrong_shape(func, name, array, dims)
-    begins_q = _begins(func, "cu_seqlens_q", cu_seqlens_q, "q", len(arrays["q"]))
-    begins_k = _begins(func, "cu_seqlens_k", cu_seqlens_k, "k", len(arrays["k"]))
+            raise wrong_shape(name, array, dims)
+    begins_q = _begins("cu_seqlens_q", cu_seqlens_q, "q", len(arrays["q"]))
+    begins_k = _begins("cu_seqlens_k", cu_seqlens_k, "k", len(arrays["k"]))
     if len(begins_q) != len(begins_k):
         came = f"cu_seqlens_q is of {len(begins_q) - 1} sequences and cu_seqlens_k of {len(begins_k) - 1}"
-        raise ValueError(f"{func}(): {came}; expected the same number")
-    _require_shapes(func, arrays)
-    causal = flag(func, "causal", causal)
-    left, right = window_sides(func, window)
+        raise ValueError(f"(): {came}; expected the same number")
+    _require_shapes(arrays)
+    causal = flag("causal", causal)
+    left, right = window_sides(window)
     by_head: dict[str, Any] = {
         name: x.swapaxes(0, 1) for name, x in arrays.items()
     }  # (heads, tokens, head_dim)
-    args = attention_args(func, return_lse=return_lse, **by_head, **options)
+    args = attention_args(return_lse=return_lse, **by_head, **options)
 
     if out is not None:
         shape = (args.len_q, args.heads_q, args.head_dim_v)
         inputs = [(name, given[name], array) for name, array in arrays.items()]
-        args.out = result_array(func, out, shape, args.q.dtype, "q", inputs).swapaxes(0, 1)
+        args.out = result_array(out, shape, args.q.dtype, "q", inputs).swapaxes(0, 1)
     else:
         out = np.empty((args.len_q, args.heads_q, args.head_dim_v), args.q.dtype)
         args.out = out.swapaxes(0, 1)
@@ -71,10 +65,10 @@ def varlen_args(
     offset = np.diff(begins_k) - np.diff(begins_q)  # the last query stands at the last key
     heads = (n_sequences, args.heads_q)
     if alibi_slopes is not None:
-        args.alibi_slopes = head_values(func, "alibi_slopes", alibi_slopes, heads, lane, copies)
+        args.alibi_slopes = head_values("alibi_slopes", alibi_slopes, heads, lane, copies)
         args.q_position = offset
     if sinks is not None:
-        args.sinks = head_values(func, "sinks", sinks, heads, lane, copies)
+        args.sinks = head_values("sinks", sinks, heads, lane, copies)
     args.copies = tuple(copies)
     if causal or left is not None or right is not None:
         sequence = np.repeat(np.arange(n_sequences), np.diff(begins_q))  # of each query
@@ -86,29 +80,29 @@ def varlen_args(
     return args
 
 
-def _require_shapes(func: str, arrays: dict[str, Array]) -> None:
+def _require_shapes(arrays: dict[str, Array]) -> None:
     """Raise if shapes do not fit, as the caller has them: the attention below has heads before tokens."""
     q, k, v = (arrays[name].shape for name in "qkv")
     (_, heads_q, head_dim), (tokens, heads, k_dim) = q, k
     odd = 0 in (heads_q, heads, head_dim, v[2]) or heads_q % heads
     if odd or (k_dim, *v[:2]) != (head_dim, tokens, heads):
-        raise_shapes(func, ("q", "k", "v"), (q, k, v), heads_axis=-2)
+        raise_shapes(("q", "k", "v"), (q, k, v), heads_axis=-2)
     for name in ("k_scale", "v_scale"):
         if name in arrays:
-            require_broadcast(func, name, arrays[name].shape, (tokens, heads), "(tokens_k, heads_kv)")
+            require_broadcast(name, arrays[name].shape, (tokens, heads), "(tokens_k, heads_kv)")
 
 
-def _begins(func: str, name: str, x: Any, of: str, tokens: int) -> Ints:
+def _begins(name: str, x: Any, of: str, tokens: int) -> Ints:
     """`x` as the begin of each sequence among the `tokens` of the argument `of`, and their end."""
-    given = as_array(func, name, x)
-    begins = integers(func, name, given) if given.size else np.zeros(given.shape, np.int64)
+    given = as_array(name, x)
+    begins = integers(name, given) if given.size else np.zeros(given.shape, np.int64)
     if begins.ndim != 1 or not begins.size:
-        raise wrong_shape(func, name, begins, "(sequences + 1,)")
+        raise wrong_shape(name, begins, "(sequences + 1,)")
     if begins[0] != 0 or begins[-1] != tokens:
         came = f"{name} goes from {begins[0]} to {begins[-1]}"
-        raise ValueError(f"{func}(): {came}; expected 0 to {tokens}, the tokens of {of}")
+        raise ValueError(f"(): {came}; expected 0 to {tokens}, the tokens of {of}")
     if (begins[1:] < begins[:-1]).any():
         i = int(np.argmax(begins[1:] < begins[:-1]))
         came = f"{name} falls from {begins[i]} to {begins[i + 1]} at index {i + 1}"
-        raise ValueError(f"{func}(): {came}; expected it not to fall: the begin of each sequence, in order")
+        raise ValueError(f"(): {came}; expected it not to fall: the begin of each sequence, in order")
     return begins

@@ -5,10 +5,8 @@ They are of torch, flash-attn, xFormers, JAX, Keras, Hugging Face and sentence-t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import Any
 
 # Other names of each argument. Where a word is of several arguments, all that a function takes are named.
 OTHER_NAMES = {
@@ -129,12 +127,12 @@ _INSTEAD = {
 }
 
 
-def not_an_argument(func: str, given: Mapping[str, Any], taken: Any) -> TypeError:
+def not_an_argument(given: Mapping[str, Any], taken: Any) -> TypeError:
     """The error for the first of `given` that is no annotated argument of `taken`, a function or a class."""
     names = [name for name in taken.__annotations__ if name not in ("return", "others")]
     word = next(name for name in given if name not in names)
     instead = _instead(word, names) or f"; expected one of {', '.join(names)}"
-    return TypeError(f"{func}(): {word} is not an argument{instead}")
+    return TypeError(f"(): {word} is not an argument{instead}")
 
 
 def _instead(word: str, names: list[str]) -> str:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import (
+    AttentionArgs,
+    BackwardArgs,
+    RecurrentArgs,
+    RecurrentBackwardArgs,
+    RopeArgs,
+    RowsArgs,
+    RowwiseArgs,
+    RowwiseBackwardArgs,
+    lane_dtype,
+)
 from fastattn._engine import settings
 from fastattn._reference import attention as reference
 from fastattn._reference import (
@@ -20,20 +31,8 @@ from fastattn._reference import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from fastattn._args.grad_types import DropoutArgs, LogitsArgs, OuterArgs, RowsGradArgs, ScatterArgs
     from fastattn._args.packed import LinearArgs, PackArgs
-    from fastattn._args.types import (
-        AttentionArgs,
-        BackwardArgs,
-        RecurrentArgs,
-        RecurrentBackwardArgs,
-        RopeArgs,
-        RowsArgs,
-        RowwiseArgs,
-        RowwiseBackwardArgs,
-    )
     from fastattn._args.updates import UpdateArgs
 
     AnyArgs = (

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _OWN = Path(__file__).resolve().parents[1]  # this package
 

@@ -12,6 +12,7 @@ docs/architecture.md has the recipe.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
@@ -19,17 +20,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fastattn._args.types import plain_args
+from fastattn._args.types import Activation, Array, AttentionArgs, Ints, Rounding, plain_args
 from fastattn._engine import settings
 from fastattn._engine.scratch import keep, scratch
 from fastattn._engine.tape import PLAIN, Tape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from fastattn._args.key_ranges import Range
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Activation, Array, AttentionArgs, Ints, Rounding
     from fastattn._engine.slots import Slots
     from fastattn._engine.tape import Plain
 

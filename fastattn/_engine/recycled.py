@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.blocks import aligned_empty
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, Shape
+from fastattn._args.types import Array, Shape
 
 # New memory is cleared by the system, page by page: 5% of a training step, and sometimes much more. NumPy's
 # allocator keeps small arrays itself.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.blocks import aligned_empty
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array
+from fastattn._args.types import Array
 
 # Kept memory, by its use. Without it, the system hands out new pages in each call, which costs an encoder
 # layer 5% of its time at (32, 128) tokens. `scratch` takes memory out, so that two threads never share it.

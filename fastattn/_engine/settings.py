@@ -11,21 +11,17 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
+from fastattn._args.errors import named, put_name
 from fastattn._args.values import integer, short
 from fastattn._engine.beside_torch import shares_openmp
-from fastattn._version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # The CPUs that this process may use.
 _ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -79,8 +75,11 @@ class _Settings:
 
     @property
     def threads_from(self) -> str:
-        limited = min(self.wanted_threads, _MOST_USEFUL) > _most_used
-        return "OMP_THREAD_LIMIT" if limited else self.wanted_from
+        if self.wanted_threads <= _most_used:
+            return self.wanted_from
+        if _most_used < _MOST_USEFUL:
+            return "OMP_THREAD_LIMIT"
+        return f"{self.wanted_from}: {self.wanted_threads}, of which {_most_used} are used"
 
 
 def _cgroup_quota(root: str = "/") -> int | None:
@@ -198,18 +197,20 @@ def get_num_threads() -> int:
     return current.num_threads
 
 
+@named("set_num_threads")
 def set_num_threads(num_threads: int) -> None:
     """Set the number of threads of calls without ``num_threads=``, for the whole process.
 
-    Larger numbers than the machine has CPUs, or than 64 if it has fewer, or than OMP_THREAD_LIMIT, silently
-    count as that limit. There are fewer where the system refuses to create a thread (``ulimit -u``).
+    Larger numbers than the machine has CPUs, or than 64 if it has fewer, or than OMP_THREAD_LIMIT, count as
+    that limit, as `show_config` says. There are fewer where the system refuses to create a thread (``ulimit
+    -u``).
 
     Raises
     ------
     TypeError, ValueError
         If `num_threads` is not an integer from 1 to 4096.
     """
-    current.wanted_threads = integer("set_num_threads", "num_threads", num_threads, 1, MAX_THREADS)
+    current.wanted_threads = integer("num_threads", num_threads, 1, MAX_THREADS)
     current.wanted_from = "set_num_threads()"
     _choose_sizes()
 
@@ -237,13 +238,13 @@ def set_threading(threading: str) -> None:
         core.watch_for_torch(False)
 
 
-def threads(func: str, num_threads: int | None) -> int:
+def threads(num_threads: int | None) -> int:
     """`num_threads`, checked, up to the limit of `set_num_threads`; None is the default."""
-    return current.num_threads if num_threads is None else _usable(func, num_threads)
+    return current.num_threads if num_threads is None else _usable(num_threads)
 
 
-def _usable(func: str, num_threads: int) -> int:
-    return min(integer(func, "num_threads", num_threads, 1, MAX_THREADS), _most_used)
+def _usable(num_threads: int) -> int:
+    return min(integer("num_threads", num_threads, 1, MAX_THREADS), _most_used)
 
 
 def default_backend() -> str:
@@ -251,15 +252,15 @@ def default_backend() -> str:
     return current.backend
 
 
-def require_backend(func: str, backend: str | None) -> None:
+def require_backend(backend: str | None) -> None:
     """Raise unless `backend` is available or None: an explicit request never falls back."""
     if backend is None:
         return
     if not isinstance(backend, str) or backend not in BACKENDS:
         expected = f"one of {', '.join(BACKENDS)}, or None"
-        raise ValueError(f"{func}(): backend is {short(backend)}; expected {expected}")
+        raise ValueError(f"(): backend is {short(backend)}; expected {expected}")
     if backend == "compiled" and core is None:
-        raise ValueError(f"{func}(): backend is 'compiled', but there are no kernels: {_missing().why}")
+        raise ValueError(f"(): backend is 'compiled', but there are no kernels: {_missing().why}")
 
 
 @contextmanager
@@ -269,12 +270,16 @@ def forced(
     """Force settings inside a ``with`` block, for tests and benchmarks; every thread sees them."""
     global current
     before, isa_before = current, core and core.get_isa()
-    settings = replace(current)
-    if backend is not None:
-        require_backend("forced", backend)
-        settings.backend, settings.asked_by = backend, "forced()"
-    if num_threads is not None:
-        settings.wanted_threads, settings.wanted_from = _usable("forced", num_threads), "forced()"
+    try:
+        settings = replace(current)
+        if backend is not None:
+            require_backend(backend)
+            settings.backend, settings.asked_by = backend, "forced()"
+        if num_threads is not None:
+            settings.wanted_threads, settings.wanted_from = _usable(num_threads), "forced()"
+    except Exception as error:
+        put_name("forced", error)
+        raise
     if isa is not None:
         _use_isa("forced(): isa", isa)
     try:
@@ -314,15 +319,17 @@ def _missing() -> Any:
     return import_module("fastattn._engine.missing").missing(_IMPORT_ERROR)
 
 
-def _tuning() -> Any:
-    """The module of sizes, imported when they are first needed."""
-    return import_module("fastattn._engine.tuning")
+def load_sizes_by(load: Callable[[], None]) -> None:
+    """Let `load` choose sizes of tasks, before the next compiled call and after each change of settings."""
+    global _load_sizes
+    _load_sizes = load
+    _choose_sizes()
 
 
 def _choose_sizes() -> None:
     """Have the next compiled call look whether the file of sizes is of these settings."""
     if core is not None:
-        core.before_next_plan(lambda: _tuning().load())
+        core.before_next_plan(_load_sizes)
 
 
 def why_numpy(backend: str | None = None) -> str | None:
@@ -336,40 +343,8 @@ def why_numpy(backend: str | None = None) -> str | None:
     return f"there are no compiled kernels: {_missing().why}"
 
 
-def show_config() -> Report:
-    """Report what is installed and what a call would use.
-
-    Returns
-    -------
-    Report
-        A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
-        if it is compiled), ``isa`` in use (None on NumPy), ``isas_available`` on this CPU, ``isas_compiled``,
-        ``num_threads`` and ``num_threads_from`` (which variable or limit sets it), ``threading``: whose
-        threads compute ("openmp"; "team", our own; "borrowed", torch's, while `fastattn.torch` is imported;
-        None on NumPy), and ``threading_available`` in this build,
-        ``level2_cache`` (bytes of a core's, if the system says), ``tuning`` (sizes of tasks that are not the
-        defaults, and the file that says so), ``compiler``, and the versions of NumPy and Python.
-    """
-    return Report(
-        version=__version__,
-        backend=current.backend,
-        why_numpy=why_numpy(),
-        isa=core.get_isa() if current.backend == "compiled" else None,
-        isas_available=available_isas(),
-        isas_compiled=core.COMPILED_ISAS if core else (),
-        num_threads=get_num_threads(),
-        num_threads_from=current.threads_from,
-        threading=core.whose_threads() if current.backend == "compiled" else None,
-        threading_available=available_threadings(),
-        level2_cache=core.LEVEL2_CACHE or None if core else None,
-        tuning=_tuning().said() if current.backend == "compiled" else None,
-        compiler=core.COMPILER if core else None,
-        numpy=np.__version__,
-        python=sys.version.split()[0],
-    )
-
-
 _warned = False
+_load_sizes: Callable[[], None] | None = None  # of tuning.py
 _threading_lock = threading.Lock()
 _most_used = _MOST_USEFUL  # or fewer, where OpenMP has a limit
 try:
@@ -380,4 +355,3 @@ except (ImportError, ValueError) as error:
         print(f"fastattn: {error}", file=sys.stderr)
         sys.exit(2)
     raise
-_choose_sizes()

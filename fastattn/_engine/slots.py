@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fastattn._args.types import RopeArgs, lane_dtype
+from fastattn._args.types import Array, Ints, RopeArgs, lane_dtype
 from fastattn._args.values import readable
 from fastattn._engine import dispatch, settings
 
 if TYPE_CHECKING:
     from typing import Any
-
-    from fastattn._args.types import Array, Ints
 
 
 class Slots(NamedTuple):

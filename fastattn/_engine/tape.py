@@ -11,6 +11,7 @@ Arrays are rows (m, n) with a contiguous last axis. A note is dropped, with what
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,17 @@ import numpy as np
 
 from fastattn._args.grad_types import DropoutArgs, OuterArgs, RowsGradArgs
 from fastattn._args.packed import LinearArgs, PackedLinear
-from fastattn._args.types import FLOAT64, BackwardArgs, RopeArgs, RowsArgs, lane_dtype
+from fastattn._args.types import (
+    FLOAT64,
+    Activation,
+    Array,
+    AttentionArgs,
+    BackwardArgs,
+    RopeArgs,
+    Rounding,
+    RowsArgs,
+    lane_dtype,
+)
 from fastattn._engine import dispatch
 from fastattn._engine.recycled import recycled_empty
 from fastattn._engine.scratch import keep, scratch
@@ -26,10 +37,6 @@ from fastattn._engine.settings import get_num_threads
 from fastattn._engine.values import Gradients, Part, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from fastattn._args.types import Activation, Array, AttentionArgs, Rounding
-
     Views = Callable[[Array], Sequence[Array]]
     # One attention of an operation: its arguments, and the values of its queries, keys and values.
     Call = tuple[AttentionArgs, Any, Any, Any]

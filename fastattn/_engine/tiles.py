@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.key_ranges import closed, places, sweep
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fastattn._args.types import Array, AttentionArgs, Bools, Ints, Shape
+from fastattn._args.types import Array, AttentionArgs, Bools, Ints, Shape
 
 
 class TileCount(NamedTuple):

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fastattn._atomic import replaced
 from fastattn._engine import settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 VARIABLE = "FASTATTN_TUNING"
 FORMAT = 1
@@ -182,3 +180,6 @@ def forced(**sizes: int) -> Iterator[None]:
         _held = held
         settings.core.set_sizes(before)
         settings.core.before_next_plan(load)
+
+
+settings.load_sizes_by(load)

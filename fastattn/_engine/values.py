@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastattn._args.types import Array
 from fastattn._engine.recycled import recycled_empty
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array
 
     Parameter = Array | PackedLinear
 

@@ -9,22 +9,18 @@ attend all keys, or False where no row attends any key.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fastattn._args.blocks import BLOCK, blocks
 from fastattn._args.key_ranges import closed, places
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, AttentionArgs, lane_dtype
 from fastattn._args.values import float_array, require_broadcast
 from fastattn._reference import philox
 from fastattn._reference.sequences import sequences
 from fastattn._reference.statistics import collect
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from fastattn._args.types import Array, AttentionArgs
 
 # Scores of a tile: 1 MB in float32, which stays in the second-level cache between the passes over it.
 TILE_SCORES = 2**18
@@ -113,7 +109,6 @@ class Call:
         score_mod_backward: Callable[..., Array] | None = None,
     ) -> None:
         self.args, self.score_mod, self.score_mod_backward = args, score_mod, score_mod_backward
-        self.func = "flex_attention" if score_mod_backward is None else "flex_attention_backward"
         self.group, self.dtype = args.heads_q // args.heads_kv, lane_dtype(args.q.dtype)
         self.ranged = args.row_begin is not None or args.row_end is not None
         rows = args.heads_q, args.len_q
@@ -258,9 +253,9 @@ class Task:
         h = self.h_kv * call.group + np.arange(call.group)[:, None, None]
         found = function(*arrays, b, h, self.position, np.arange(keys.start, keys.stop))
         mod = "score_mod" if len(arrays) == 1 else "score_mod_backward"
-        func, name = call.func, f"what {mod} returns"
-        found = float_array(func, name, found)
-        require_broadcast(func, name, found.shape, arrays[0].shape, "(group, rows, keys)")
+        name = f"what {mod} returns"
+        found = float_array(name, found)
+        require_broadcast(name, found.shape, arrays[0].shape, "(group, rows, keys)")
         return np.array(np.broadcast_to(found, arrays[0].shape), call.dtype)
 
     def attend(self, block_k: int) -> tuple[Array, Array, Array]:

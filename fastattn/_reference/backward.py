@@ -6,17 +6,14 @@ lse; ``dprobs = dout v^T``; ``dscores = probs (dprobs - delta)`` with ``delta = 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from fastattn._args.types import Array, BackwardArgs
 from fastattn._reference.attention import Call, Task, block_sizes
 from fastattn._reference.sequences import backward_sequences
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fastattn._args.types import Array, BackwardArgs
 
 # Up to so many queries, probabilities are normalised again: few_queries() of the kernels.
 _FEW = 8

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastattn._args.blocks import blocks
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Activation, Array, lane_dtype
 from fastattn._reference.ops import _erf, _sigmoid, activate
 from fastattn._reference.philox import kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fastattn._args.grad_types import DropoutArgs, LogitsArgs, OuterArgs, RowsGradArgs, ScatterArgs
-    from fastattn._args.types import Activation, Array
 
 
 def _gelu(x: Array) -> Array:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastattn._args.blocks import blocks
 from fastattn._args.packed import BLOCK_4BIT, TABLES, columns, features_apart
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Activation, Array, RopeArgs, RowsArgs, lane_dtype
 from fastattn._reference.attention import exp_below
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fastattn._args.packed import LinearArgs, PackedLinear
-    from fastattn._args.types import Activation, Array, RopeArgs, RowsArgs
 
 # `linear` computes blocks of this many rows and panels, 4 MB of float32 results. A block has fewer panels
 # where it would take more multiplications than this, so that Ctrl-C never waits long.

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.packed import BLOCK_4BIT, STORED, TABLES, columns, to_bfloat16_bits
+from fastattn._args.types import Array
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fastattn._args.packed import PackArgs
-    from fastattn._args.types import Array
 
 # Blocks of this many numbers stay in the second-level cache. They have at most so many, whole blocks of
 # 32, of each output feature.

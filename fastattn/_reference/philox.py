@@ -6,12 +6,11 @@ Easy as 1, 2, 3", 2011. So a mask does not depend on the order in which it is ma
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, Bools
+from fastattn._args.types import Array, Bools
 
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85

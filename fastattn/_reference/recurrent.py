@@ -8,15 +8,12 @@ the result.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.blocks import blocks
-from fastattn._args.types import lane_dtype
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, RecurrentArgs
+from fastattn._args.types import Array, RecurrentArgs, lane_dtype
 
 _CHUNK = 32
 _GATED_CHUNK = 16

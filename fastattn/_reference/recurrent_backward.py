@@ -22,12 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._args.blocks import blocks
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, RecurrentArgs, RecurrentBackwardArgs, lane_dtype
 from fastattn._reference.recurrent import at_tokens, chunk_of, decays, of_heads, only, queries, scores_of
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Array, RecurrentArgs, RecurrentBackwardArgs
-
     State = tuple[Array, Array]  # S (..., head_dim, head_dim_v) and the sum of the keys (..., head_dim)
 
 _RESULTS = ("dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dnorm")

@@ -5,16 +5,13 @@ A task has all keys of its query rows at once, as sparsemax, entmax and the k la
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
+from fastattn._args.types import Array, RowwiseArgs
 from fastattn._reference.attention import TILE_SCORES, Call, Task, attending, exp_below, normalised, tasks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastattn._args.types import Array, RowwiseArgs
 
 # Additive scores are summed over blocks of this many dimensions, as in the kernel, to keep the error small:
 # some BLAS libraries sum one dimension after another.

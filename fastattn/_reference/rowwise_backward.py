@@ -10,16 +10,14 @@ A weight of exactly 0 hides whatever it would be multiplied by, as a mask does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from fastattn._args.types import Array, RowwiseArgs, RowwiseBackwardArgs
 from fastattn._reference.attention import TILE_SCORES, Call, Task, exp_below, tasks
 from fastattn._reference.backward import BackwardTask
 from fastattn._reference.rowwise import Additive, Mixed, entmax, largest, mix
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, RowwiseArgs, RowwiseBackwardArgs
 
 
 @np.errstate(all="ignore")

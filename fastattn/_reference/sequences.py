@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastattn._args.types import AttentionArgs, BackwardArgs
+from fastattn._args.types import AttentionArgs, BackwardArgs
 
 
 def sequences(args: AttentionArgs) -> Iterator[AttentionArgs]:
     """A call of its own for each sequence of a ragged one."""
     assert args.begins is not None
-    bounds = zip(*(pairwise(begins) for begins in args.begins), strict=True)
+    bounds = zip(*(pairwise(begins.tolist()) for begins in args.begins), strict=True)
     for i, ((q0, q1), (k0, k1)) in enumerate(bounds):
-        part = copy(args)
-        part.first = args.first + i
-        part.begins, part.batch_shape, part.len_q, part.len_k = None, (), int(q1 - q0), int(k1 - k0)
-        part.q, part.out = args.q[:, q0:q1], args.out[:, q0:q1]
-        part.k, part.v = args.k[:, k0:k1], args.v[:, k0:k1]
-        part.k_scale = None if args.k_scale is None else args.k_scale[:, k0:k1]
-        part.v_scale = None if args.v_scale is None else args.v_scale[:, k0:k1]
+        part = args.cut(len_q=slice(q0, q1), len_k=slice(k0, k1))
+        part.first, part.begins, part.batch_shape = args.first + i, None, ()
         part.bias = None if args.bias is None else args.bias[:, : part.len_q, : part.len_k]
-        part.lse = None if args.lse is None else args.lse[:, q0:q1]
-        part.row_begin = None if args.row_begin is None else args.row_begin[:, q0:q1]
-        part.row_end = None if args.row_end is None else args.row_end[:, q0:q1]
         part.sinks = args.sinks[i] if args.sinks is not None and args.sinks.ndim == 2 else args.sinks
         if args.alibi_slopes is not None and args.alibi_slopes.ndim == 2:
             part.alibi_slopes = args.alibi_slopes[i if len(args.alibi_slopes) > 1 else 0]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastattn._args.types import Array, AttentionArgs
+from fastattn._args.types import Array, AttentionArgs
 
 
 def collect(

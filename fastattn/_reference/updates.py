@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastattn._args.types import Array
 from fastattn._args.updates import UPDATE_BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastattn._args.types import Array
     from fastattn._args.updates import UpdateArgs
 
     Block = tuple[Array, Array | None, Array | None, Array | None]

@@ -7,20 +7,17 @@ it has run, on disk once more if memory ends. Each task reads it instead: it car
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask
 import dask.array as da
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.types import Array, Shape
 from fastattn._args.values import is_float, is_masked
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fastattn._args.types import Array, Shape
 
 # What the graph of an array on disk calls: it reads and cuts, and computes nothing. By these names dask has
 # called such functions so far; of others, blocks are held, which is right, too.
@@ -30,22 +27,22 @@ _READS = {
 }  # fmt: skip
 
 
-def operand(func: str, name: str, x: Any, block: int) -> Any:
+def operand(name: str, x: Any, block: int) -> Any:
     """`x` as an array of Dask, of a floating type and known sizes; what is none is cut along its length."""
     if is_masked(x) or not _is_array(x):
-        raise wrong_type(func, name, x, "an array of Dask, or an array that lies on disk or in memory")
+        raise wrong_type(name, x, "an array of Dask, or an array that lies on disk or in memory")
     if not is_float(x.dtype):
-        raise wrong_dtype(func, name, x, "float32, float64, float16 or bfloat16")
+        raise wrong_dtype(name, x, "float32, float64, float16 or bfloat16")
     if x.ndim < 2:
         expected = "(..., heads, length, head_dim), or (length, head_dim) for one head"
-        raise wrong_shape(func, name, x, expected)
+        raise wrong_shape(name, x, expected)
     if not isinstance(x, da.Array):
         if isinstance(x, np.memmap):  # what is written to one of mode "c" never reaches its file
-            x = Mapped.of(func, name, x) if x.filename is not None and x.mode != "c" else np.asarray(x)
+            x = Mapped.of(name, x) if x.filename is not None and x.mode != "c" else np.asarray(x)
         return da.from_array(x, chunks=(*x.shape[:-2], block, x.shape[-1]))
     if np.isnan(x.shape).any():
         raise ValueError(
-            f"{func}(): {name} has shape {x.shape}; expected known sizes ({name}.compute_chunk_sizes())"
+            f"(): {name} has shape {x.shape}; expected known sizes ({name}.compute_chunk_sizes())"
         )
     return x
 
@@ -97,7 +94,7 @@ class Blocks:
         self.read = self.readings is not None
         if reread and not self.read:
             raise ValueError(
-                f"attention(): reread is True, and {name} is not on disk; expected a memmap as it is, an"
+                f"(): reread is True, and {name} is not on disk; expected a memmap as it is, an"
                 " array of zarr or h5py, one of from_zarr or from_npy_stack, or reread=None"
             )
 
@@ -148,7 +145,7 @@ class Mapped:
     dtype: np.dtype[Any]
 
     @classmethod
-    def of(cls, func: str, name: str, x: np.memmap[Any, Any]) -> Mapped:
+    def of(cls, name: str, x: np.memmap[Any, Any]) -> Mapped:
         """`x`, the argument `name`: a map of a file or a view of one."""
         whole: Any = x
         while isinstance(whole.base, np.memmap):
@@ -158,7 +155,7 @@ class Mapped:
             changed = os.stat(whole.filename).st_mtime_ns
         except FileNotFoundError:
             came = f"{name} is a memmap of {whole.filename}, which is gone"
-            raise ValueError(f"{func}(): {came}; expected a file that workers can read") from None
+            raise ValueError(f"(): {came}; expected a file that workers can read") from None
         return cls(str(whole.filename), changed, offset, x.shape, x.strides, x.dtype)
 
     @property

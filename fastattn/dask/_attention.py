@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, product
 from operator import getitem
@@ -12,7 +13,8 @@ import numpy as np
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from fastattn._args.types import lane_dtype
+from fastattn._args.errors import named
+from fastattn._args.types import Array, Shape, Unpack, lane_dtype
 from fastattn._args.values import choice, flag
 from fastattn.dask._arrays import Blocks, Reading, aligned, operand
 from fastattn.dask._problem import chunk_sizes, problem
@@ -20,12 +22,7 @@ from fastattn.functional._attention import attention as attend
 from fastattn.functional._attention import merge_states
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from typing_extensions import Unpack
-
     from fastattn._args.options import BlockOptions
-    from fastattn._args.types import Array, Shape
     from fastattn.dask._problem import Problem
 
     State = tuple[Array, Array]
@@ -57,6 +54,7 @@ def attention(
     return_lse: Literal[True],
     **options: Unpack[BlockOptions],
 ) -> tuple[da.Array, da.Array]: ...
+@named("attention")
 def attention(
     q: Any,
     k: Any,
@@ -126,13 +124,12 @@ def attention(
     >>> fastattn.dask.attention(q, k, v, chunks=(250, 500), causal=True).compute().shape
     (8, 1000, 64)
     """
-    func = "attention"
     rows, keys = chunk_sizes(chunks)
-    choice(func, "strategy", strategy, ("tree",))
-    with_lse = flag(func, "return_lse", return_lse)
+    choice("strategy", strategy, ("tree",))
+    with_lse = flag("return_lse", return_lse)
     if reread is not None:
-        reread = flag(func, "reread", reread)
-    arrays = [operand(func, name, x, n) for name, x, n in (("q", q, rows), ("k", k, keys), ("v", v, keys))]
+        reread = flag("reread", reread)
+    arrays = [operand(name, x, n) for name, x, n in (("q", q, rows), ("k", k, keys), ("v", v, keys))]
     one_head = all(x.ndim == 2 for x in arrays)
     arrays = [x if x.ndim > 2 else x[None] for x in arrays]
     checked = problem((arrays[0], arrays[1], arrays[2]), options)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask
 import dask.array as da
@@ -17,7 +18,8 @@ import numpy as np
 from dask.bag import Bag
 from dask.base import get_scheduler, is_dask_collection
 
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import named, wrong_type
+from fastattn._args.types import Array, DTypeLike, Rounding, Unpack
 from fastattn._args.values import flag, integer
 from fastattn._atomic import BEGUN, irregular, replaced
 from fastattn._engine.settings import set_num_threads
@@ -29,20 +31,12 @@ from fastattn.models._parameters import Precision
 from fastattn.models._text import strings
 from fastattn.models._vectors import RANGED
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import DTypeLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, Rounding
-
-_FUNC = "embed"
 _LOADING = Lock()
 _MADE_BY = b"fastattn.dask.embed"  # in a file's metadata: `Embed.made_by` as JSON
 _READ = (".json", ".safetensors", ".txt")  # how names end of files that decide what vectors are
 
 
+@named("embed")
 def embed(
     texts: Any,
     folder: str | os.PathLike[str],
@@ -101,19 +95,19 @@ def embed(
     parts = _partitions(texts)
     if options.get("precision", "float32") in RANGED:
         precision = options.get("precision")
-        raise ValueError(f"{_FUNC}(): precision is {precision!r}; expected float32, binary or ubinary")
+        raise ValueError(f"(): precision is {precision!r}; expected float32, binary or ubinary")
     if "show_progress_bar" in options:
-        raise TypeError(f"{_FUNC}(): show_progress_bar is not an argument; expected progress")
-    progress = flag(_FUNC, "progress", progress)
+        raise TypeError("(): show_progress_bar is not an argument; expected progress")
+    progress = flag("progress", progress)
     if num_threads is not None:
-        num_threads = integer(_FUNC, "num_threads", num_threads, 1)
+        num_threads = integer("num_threads", num_threads, 1)
     model: tuple[Any, ...] = str(_path("folder", folder)), dtype, weights_dtype, activations
-    kept = Precision.of(_FUNC, *model[1:])
+    kept = Precision.of(*model[1:])
     state = _state(model[0])
     with _LOADING:
         encoder = _loaded(state, *model)
-    example = encoder._encode(_FUNC, [], options)  # this checks all of them
-    call = encoder._checked(_FUNC, options)
+    example = encoder._encode([], options)  # this checks all of them
+    call = encoder._checked(options)
     made_by = {
         "folder": state,
         "dtype": kept.dtype.name,
@@ -142,17 +136,17 @@ def _partitions(texts: Any) -> list[Any]:
     """The partitions of `texts`, lazy."""
     series = is_dask_collection(texts) and not isinstance(texts, da.Array) and getattr(texts, "ndim", 0) == 1
     if not (isinstance(texts, Bag) or series):
-        raise wrong_type(_FUNC, "texts", texts, "a dask.bag.Bag or a dask.dataframe.Series of strings")
+        raise wrong_type("texts", texts, "a dask.bag.Bag or a dask.dataframe.Series of strings")
     parts = list(texts.to_delayed())
     if not parts:
-        raise ValueError(f"{_FUNC}(): texts has no partitions; expected at least one")
+        raise ValueError("(): texts has no partitions; expected at least one")
     return parts
 
 
 def _path(name: str, x: Any) -> Path:
     """The argument `name`, absolute: workers may have other working directories."""
     if not isinstance(x, (str, os.PathLike)):
-        raise wrong_type(_FUNC, name, x, "a path")
+        raise wrong_type(name, x, "a path")
     return Path(x).absolute()
 
 
@@ -161,7 +155,7 @@ def _paths(output: str | os.PathLike[str], n: int, task: Embed) -> list[Path]:
     folder = _path("output", output)
     paths = [folder / f"part.{i:05}.parquet" for i in range(n)]
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{_FUNC}(): output is {str(output)!r}, which is no folder; expected a new one")
+        raise ValueError(f"(): output is {str(output)!r}, which is no folder; expected a new one")
     expected = set(paths)
     for found in folder.iterdir() if folder.exists() else ():
         if found in expected:
@@ -192,7 +186,7 @@ def _finish(tasks: Sequence[Any], progress: bool) -> None:
 
 def _foreign(path: Path, run: str) -> ValueError:
     came = f"output is {str(path.parent)!r}, which has {path.name}, of {run}"
-    return ValueError(f"{_FUNC}(): {came}; expected a new folder, or that of a run with these arguments")
+    return ValueError(f"(): {came}; expected a new folder, or that of a run with these arguments")
 
 
 def _state(folder: str) -> str:
@@ -223,7 +217,7 @@ def _loaded(state: str, folder: str, dtype: Any, weights_dtype: Any, activations
         kind = type(model).__name__
         raise ModelError(f"{folder} has a {kind}; expected a model that makes a vector of a text")
     if _state(folder) != state:  # asked after loading, as the files may change meanwhile
-        raise ModelError(f"{folder} has another model than when {_FUNC} was called; expected the same files")
+        raise ModelError(f"{folder} has another model than when embed was called; expected the same files")
     return model
 
 
@@ -248,21 +242,22 @@ class Embed:
         if others := [name for name, value in self.made_by.items() if said.get(name) != value]:
             raise _foreign(path, f"a run with another {', '.join(others)}")
 
+    @named("embed")
     def __call__(self, texts: Any, number: int, path: str | None = None) -> Any:
         texts = list(texts)
         for i, text in enumerate(texts):
-            strings(_FUNC, f"texts, in partition {number} at {i},", [text])
+            strings(f"texts, in partition {number} at {i},", [text])
         if path is not None and Path(path).exists():  # by a worker that died, or a run before this one
             self.check(Path(path))
             if require("pyarrow.parquet").read_table(path, columns=["text"])["text"].to_pylist() == texts:
                 return path
             came = f"partition {number} of texts has other texts than {path}"
-            raise ValueError(f"{_FUNC}(): {came}; expected the same, or a new folder for output")
+            raise ValueError(f"(): {came}; expected the same, or a new folder for output")
         if self.num_threads is not None:
             set_num_threads(self.num_threads)
         with _LOADING:  # by one thread, the others wait for it
             model = _loaded(self.state, *self.model)
-        vectors = model._encode(_FUNC, texts, self.options)
+        vectors = model._encode(texts, self.options)
         return vectors if path is None else _write(path, texts, vectors, json.dumps(self.made_by).encode())
 
 
@@ -272,6 +267,6 @@ def _write(path: str, texts: list[str], vectors: Array, made_by: bytes) -> str:
     flat = arrow.array(np.ascontiguousarray(vectors).reshape(-1))
     column = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
     table = arrow.table({"text": arrow.array(texts, arrow.string()), "vector": column})
-    with replaced(Path(path), f"{_FUNC}(): ") as begun:
+    with replaced(Path(path), "(): ") as begun:
         parquet.write_table(table.replace_schema_metadata({_MADE_BY: made_by}), begun)
     return path

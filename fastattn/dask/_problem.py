@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.attention import raise_shapes, window_sides
 from fastattn._args.options import BlockOptions, require_options
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, Ints, Shape, lane_dtype
 from fastattn._args.values import (
     MAX_POSITION,
     broadcast_batch,
@@ -23,12 +24,6 @@ from fastattn._args.values import (
 )
 from fastattn._engine.settings import require_backend
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fastattn._args.types import Array, Ints, Shape
-
-_FUNC = "attention"
 _BATCH = "the batch dimensions"
 _NAMES = ("q", "k", "v")
 
@@ -82,30 +77,30 @@ class Problem:
 
 def problem(arrays: tuple[Any, Any, Any], options: Mapping[str, Any]) -> Problem:
     """Check how q, k and v, arrays of three dimensions or more, fit together, and all options."""
-    require_options(_FUNC, options, BlockOptions)
-    require_dtypes(_FUNC, **dict(zip(_NAMES, arrays, strict=True)))
+    require_options(options, BlockOptions)
+    require_dtypes(dict(zip(_NAMES, arrays, strict=True)))
     q, k, v = (x.shape for x in arrays)
     fits = k[-1] == q[-1] and v[-3:-1] == k[-3:-1]
     if not fits or 0 in (q[-3], k[-3], q[-1], v[-1]) or q[-3] % k[-3]:
-        raise_shapes(_FUNC, _NAMES, (q, k, v))
-    batch_shape = broadcast_batch(_FUNC, q=q[:-3], k=k[:-3], v=v[:-3])
+        raise_shapes(_NAMES, (q, k, v))
+    batch_shape = broadcast_batch(q=q[:-3], k=k[:-3], v=v[:-3])
     (heads_q, len_q, _), (heads_kv, len_k, _) = q[-3:], k[-3:]
     dtype, lane = arrays[0].dtype, lane_dtype(arrays[0].dtype)
 
-    causal = flag(_FUNC, "causal", options.get("causal", False))
-    left, right = window_sides(_FUNC, options.get("window"))
+    causal = flag("causal", options.get("causal", False))
+    left, right = window_sides(options.get("window"))
     plain: dict[str, Any] = {"num_threads": 1}
     if options.get("num_threads") is not None:
-        plain["num_threads"] = integer(_FUNC, "num_threads", options["num_threads"], 1)
+        plain["num_threads"] = integer("num_threads", options["num_threads"], 1)
     for name in ("scale", "softcap"):
         if options.get(name) is not None:
-            plain[name] = number(_FUNC, name, options[name], lane, positive=name == "softcap")
+            plain[name] = number(name, options[name], lane, positive=name == "softcap")
     if options.get("backend") is not None:
-        require_backend(_FUNC, options["backend"])
+        require_backend(options["backend"])
         plain["backend"] = options["backend"]
     of_heads = {
         name: np.broadcast_to(
-            head_values(_FUNC, name, options[name], (*batch_shape, heads_q), lane, []),
+            head_values(name, options[name], (*batch_shape, heads_q), lane, []),
             (*batch_shape, heads_q),
         )
         for name in ("sinks", "alibi_slopes")
@@ -113,17 +108,15 @@ def problem(arrays: tuple[Any, Any, Any], options: Mapping[str, Any]) -> Problem
     }
     lengths = offset = None
     if options.get("kv_lengths") is not None:
-        lengths = integers(_FUNC, "kv_lengths", options["kv_lengths"], batch_shape, _BATCH, 0, len_k)
+        lengths = integers("kv_lengths", options["kv_lengths"], batch_shape, _BATCH, 0, len_k)
     if options.get("q_offset") is not None:
-        offset = integers(
-            _FUNC, "q_offset", options["q_offset"], batch_shape, _BATCH, -MAX_POSITION, MAX_POSITION
-        )
+        offset = integers("q_offset", options["q_offset"], batch_shape, _BATCH, -MAX_POSITION, MAX_POSITION)
     else:
         offset = np.asarray((len_k if lengths is None else lengths) - len_q)
         positional = causal or left is not None or right is not None or "alibi_slopes" in of_heads
         if lengths is not None and positional and (offset < 0).any():
             raise ValueError(
-                f"{_FUNC}(): kv_lengths has {lengths.min()} for {len_q} queries, and without q_offset the"
+                f"(): kv_lengths has {lengths.min()} for {len_q} queries, and without q_offset the"
                 f" last query is at the last key; expected q_offset=0 (query i is at key i), or another"
             )
     return Problem(
@@ -148,6 +141,6 @@ def chunk_sizes(chunks: Any) -> tuple[int, int]:
     """Rows and keys of a block."""
     if not isinstance(chunks, (tuple, list)) or len(chunks) != 2:
         expected = "a pair (rows, keys) of integers"
-        raise TypeError(f"{_FUNC}(): chunks is {short(chunks)}; expected {expected}")
-    rows, keys = (integer(_FUNC, f"chunks[{i}]", n, 1) for i, n in enumerate(chunks))
+        raise TypeError(f"(): chunks is {short(chunks)}; expected {expected}")
+    rows, keys = (integer(f"chunks[{i}]", n, 1) for i, n in enumerate(chunks))
     return rows, keys

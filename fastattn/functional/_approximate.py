@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from fastattn._args.attention import attention_args
 from fastattn._args.backward import summed_to
 from fastattn._args.errors import wrong_shape
 from fastattn._args.options import LinformerOptions, ScaledOptions, require_options
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, Unpack, lane_dtype
 from fastattn._args.values import float_array, integer, require_broadcast
 from fastattn._args.variants import how
 from fastattn._engine import dispatch
@@ -19,14 +20,6 @@ from fastattn.functional._attention import attention_weights
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._hashed import EPS, lsh_args
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, AttentionArgs, Ints
 
 
 @differentiable("q", "k", "v", "key_projection", "value_projection", options=ScaledOptions)
@@ -62,12 +55,11 @@ def linformer_attention(
     Source: S. Wang, B. Z. Li, M. Khabsa, H. Fang and H. Ma, "Linformer: Self-Attention with Linear
     Complexity", 2020, arXiv:2006.04768.
     """
-    func = "linformer_attention"
     arrays = (q, k, v, key_projection, value_projection)
-    projections = _projections(func, *arrays, options)
+    projections = _projections(*arrays, options)
     with np.errstate(all="ignore"):  # as in the kernels
         keys, values = (_projected(*each) for each in projections)
-    args = attention_args(func, q, keys, values, return_lse=True, **options)
+    args = attention_args(q, keys, values, return_lse=True, **options)
     dispatch.run(args, options.get("backend"))
     request = yield args.result[0]
 
@@ -85,37 +77,31 @@ def linformer_attention(
 
 
 def _projections(
-    func: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    key_projection: Any,
-    value_projection: Any,
-    options: LinformerOptions,
+    q: Any, k: Any, v: Any, key_projection: Any, value_projection: Any, options: LinformerOptions
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Check the arguments of Linformer's attention: E and k, then F and v."""
-    require_options(func, options, LinformerOptions)
-    attention_args(func, q, k, v, **options)
-    keys, values = float_array(func, "k", k), float_array(func, "v", v)
-    first = second = _projection(func, "key_projection", key_projection, "k", keys)
+    require_options(options, LinformerOptions)
+    attention_args(q, k, v, **options)
+    keys, values = float_array("k", k), float_array("v", v)
+    first = second = _projection("key_projection", key_projection, "k", keys)
     if value_projection is None:
-        _projection(func, "key_projection", first, "v", values)
+        _projection("key_projection", first, "v", values)
     else:
-        second = _projection(func, "value_projection", value_projection, "v", values)
+        second = _projection("value_projection", value_projection, "v", values)
     if first.shape[-2] != second.shape[-2]:
         expected = f"(..., n, len_k) with key_projection's n = {first.shape[-2]}"
-        raise wrong_shape(func, "value_projection", second, expected)
+        raise wrong_shape("value_projection", second, expected)
     return (first, keys), (second, values)
 
 
-def _projection(func: str, name: str, x: Any, of: str, other: Array) -> Array:
+def _projection(name: str, x: Any, of: str, other: Array) -> Array:
     """`x` as a matrix (n, length) for each head of `other`, which is called `of`."""
-    matrix, length = float_array(func, name, x), other.shape[-2]
+    matrix, length = float_array(name, x), other.shape[-2]
     if matrix.ndim < 2 or matrix.shape[-1] != length or matrix.shape[-2] < 1:
         expected = f"(..., n, {length}), as many columns as {of} has rows, shape {other.shape}"
-        raise wrong_shape(func, name, matrix, expected)
+        raise wrong_shape(name, matrix, expected)
     dims = f"(..., n, {length}) with {of}'s leading axes"
-    require_broadcast(func, name, matrix.shape, (*other.shape[:-2], *matrix.shape[-2:]), dims)
+    require_broadcast(name, matrix.shape, (*other.shape[:-2], *matrix.shape[-2:]), dims)
     return matrix
 
 
@@ -164,15 +150,14 @@ def nystrom_attention(
     The depthwise convolution of the values, which the model adds, is not in it. Source: Y. Xiong et al.,
     "Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention", 2021, arXiv:2102.03902.
     """
-    func = "nystrom_attention"
-    require_options(func, options, ScaledOptions)
-    args = attention_args(func, q, k, v, return_lse=True, **options)
+    require_options(options, ScaledOptions)
+    args = attention_args(q, k, v, return_lse=True, **options)
     if args.heads_q != args.heads_kv:
         came = f"q has {args.heads_q} heads and k {args.heads_kv}"
-        raise ValueError(f"{func}(): {came}; expected the same number of both")
-    integer(func, "num_iterations", num_iterations, 0)
+        raise ValueError(f"(): {came}; expected the same number of both")
+    integer("num_iterations", num_iterations, 0)
     given: dict[str, Any] = {"q": q, "k": k, "v": v}
-    n = integer(func, "num_landmarks", num_landmarks, 1)
+    n = integer("num_landmarks", num_landmarks, 1)
     if n >= min(args.len_q, args.len_k):
         dispatch.run(args, options.get("backend"))
         request = yield args.result[0]
@@ -182,12 +167,12 @@ def nystrom_attention(
 
     def call_of(q: Array, k: Array, v: Array) -> AttentionArgs:
         wide: Any = dict(zip("qkv", (x.astype(lane, copy=False) for x in (q, k, v)), strict=True))
-        call = attention_args(func, **wide, scale=args.scale, return_lse=True, **how(options))
+        call = attention_args(**wide, scale=args.scale, return_lse=True, **how(options))
         dispatch.run(call, options.get("backend"))
         return call
 
     with np.errstate(all="ignore"):  # as in the kernels
-        queries, keys, vectors = (float_array(func, name, x) for name, x in given.items())
+        queries, keys, vectors = (float_array(name, x) for name, x in given.items())
         q_mean, k_mean = _segment_means(queries, n), _segment_means(keys, n)
         lane = q_mean.dtype
         weights = attention_weights(q_mean, k_mean, scale=args.scale)
@@ -341,9 +326,8 @@ def lsh_attention(
     several rounds counts in each. Source: N. Kitaev, Ł. Kaiser and A. Levskaya, "Reformer: The Efficient
     Transformer", 2020, arXiv:2001.04451.
     """
-    func = "lsh_attention"
     with np.errstate(all="ignore"):  # as in the kernels
-        x = lsh_args(func, qk, v, num_buckets, chunk, num_rounds, rng, rotations, causal, options)
+        x = lsh_args(qk, v, num_buckets, chunk, num_rounds, rng, rotations, causal, options)
         out = x.args.out
         if out.size:
             calls = x.attended(options)

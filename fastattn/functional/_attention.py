@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fastattn._args.attention import attention_args, partial_states
+from fastattn._args.errors import named, put_name
 from fastattn._args.options import AttentionOptions, Backend, NoOptions, WeightsOptions, require_options
+from fastattn._args.types import ArrayLike, NDArray, Unpack
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch, settings
 from fastattn._engine.tiles import count_tiles
 from fastattn._reference import attention as reference
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike, NDArray
-    from typing_extensions import Unpack
-
     from fastattn._args.statistics import Statistics
     from fastattn.masks import Mask
 
@@ -47,16 +45,6 @@ def attention(
     k: ArrayLike,
     v: ArrayLike,
     *,
-    return_lse: bool,
-    stats: None = None,
-    **options: Unpack[AttentionOptions],
-) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
-@overload
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
     return_lse: Literal[False] = False,
     stats: Sequence[str],
     **options: Unpack[AttentionOptions],
@@ -67,10 +55,10 @@ def attention(
     k: ArrayLike,
     v: ArrayLike,
     *,
-    return_lse: Literal[True],
-    stats: Sequence[str],
+    return_lse: bool,
+    stats: Sequence[str] | None = None,
     **options: Unpack[AttentionOptions],
-) -> tuple[NDArray[Any], NDArray[Any], Statistics]: ...
+) -> Any: ...
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -238,22 +226,23 @@ def attention(
     >>> fastattn.attention(q, k, v, causal=True).shape
     (1, 8, 2, 64)
     """
-    if others:
-        raise not_an_argument("attention", others, attention)
-    args = attention_args(
-        "attention", q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, kv_lengths,
-        q_offset, row_ranges, out, return_lse, num_threads, backend, stats, k_scale=k_scale, v_scale=v_scale,
-        dropout=dropout, seed=seed,
-    )  # fmt: skip
+    try:
+        if others:
+            raise not_an_argument(others, attention)
+        args = attention_args(
+            q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, kv_lengths,
+            q_offset, row_ranges, out, return_lse, num_threads, backend, stats, ("q", "k", "v"),
+            "k_scale and v_scale", k_scale, v_scale, dropout, seed,
+        )  # fmt: skip
+    except Exception as error:
+        put_name("attention", error)
+        raise
     dispatch.run(args, backend)
     return args.result
 
 
-def attention_weights(
-    q: ArrayLike,
-    k: ArrayLike,
-    **options: Unpack[WeightsOptions],
-) -> NDArray[Any]:
+@named("attention_weights")
+def attention_weights(q: ArrayLike, k: ArrayLike, **options: Unpack[WeightsOptions]) -> NDArray[Any]:
     """Compute the probabilities that `attention` averages the values with, for looking at them.
 
     The parameters and errors are those of `attention`. The result takes O(len_q * len_k) memory a head, which
@@ -265,13 +254,14 @@ def attention_weights(
         In q's dtype. Rows sum to 1; with a sink to less, and to 0 where a query may attend nothing. 2-D if q
         and k are.
     """
-    require_options("attention_weights", options, WeightsOptions)
+    require_options(options, WeightsOptions)
     names, scale = ("q", "k", "k"), options.get("k_scale")
-    args = attention_args("attention_weights", q, k, k, names=names, v_scale=scale, **options)
+    args = attention_args(q, k, k, names=names, scales="k_scale", v_scale=scale, **options)
     probs = reference.weights(args)
     return probs[0] if args.result.ndim == 2 else probs
 
 
+@named("merge_states")
 def merge_states(
     outs: Sequence[ArrayLike] | NDArray[Any], lses: Sequence[ArrayLike] | NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -309,11 +299,12 @@ def merge_states(
     >>> np.allclose(out, fastattn.attention(q, k, v))
     True
     """
-    out_parts, lse_parts, out, lse = partial_states("merge_states", outs, lses)
+    out_parts, lse_parts, out, lse = partial_states(outs, lses)
     reference.merge_states(out_parts, lse_parts, out, lse)
     return out, lse
 
 
+@named("explain")
 def explain(
     q: ArrayLike,
     k: ArrayLike,
@@ -343,8 +334,10 @@ def explain(
     Tiles are counted from row ranges, the mask and the -inf of the bias, in one pass over the numbers that
     these two hold in memory: without them, any number of keys takes no time.
     """
-    require_options("explain", options, AttentionOptions)
-    args = attention_args("explain", q, k, v, return_lse=return_lse, stats=stats, **options)
+    require_options(options, AttentionOptions)
+    args = attention_args(
+        q, k, v, return_lse=return_lse, stats=stats, scales="k_scale and v_scale", **options
+    )
     backend = options.get("backend")
     plan = dispatch.plan(args, backend)
     conversions = plan.pop("conversions")

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fastattn._args.attention import attention_args
-from fastattn._args.backward import backward_args
+from fastattn._args.backward import OF_OPTIONS, Gradients, backward_args
+from fastattn._args.errors import named
 from fastattn._args.options import BackwardOptions, VarlenBackwardOptions, require_options
+from fastattn._args.types import ArrayLike, NDArray, Unpack
 from fastattn._args.varlen import varlen_args
 from fastattn._engine import dispatch
 from fastattn.functional._attention import attention
 from fastattn.functional._differentiable import Steps, vjp_of
 from fastattn.functional._varlen import varlen_attention
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike, NDArray
-    from typing_extensions import Unpack
-
 _NEED = ("dq", "dk", "dv")
 _QKV = ("q", "k", "v")  # have gradients, beside options
 
 
+@named("attention_backward")
 def attention_backward(
     dout: ArrayLike,
     q: ArrayLike,
@@ -106,36 +104,14 @@ def attention_backward(
     >>> dk.shape
     (1, 2, 5, 64)
     """
-    return _gradients("attention_backward", dout, q, k, v, out, lse, dlse, need, into, options)
-
-
-def _gradients(
-    func: str,
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dlse: Any,
-    need: Any,
-    into: Any,
-    options: Any,
-) -> tuple[Any, ...]:
-    """Check the arguments of `attention_backward` for `func`, and compute."""
-    require_options(func, options, BackwardOptions)
-    args = attention_args(func, q, k, v, return_lse=True, **options)
+    require_options(options, BackwardOptions)
+    args = attention_args(q, k, v, return_lse=True, **options)
     given: dict[str, Any] = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-    for name in ("bias", "sinks", "alibi_slopes", "scale", "softcap"):
-        given[name] = options.get(name)
-    found = backward_args(func, args, given, need, into, options)
-    if args.out.size:
-        dispatch.run(found.args, options.get("backend"))
-    else:
-        found.clear()
-    return found.results()
+    given |= {name: options.get(name) for name in OF_OPTIONS}
+    return _run(backward_args(args, given, need, into, options), options)
 
 
+@named("varlen_attention_backward")
 def varlen_attention_backward(
     dout: ArrayLike,
     q: ArrayLike,
@@ -182,15 +158,16 @@ def varlen_attention_backward(
     --------
     attention_backward : one length for all, more options.
     """
-    func = "varlen_attention_backward"
-    require_options(func, options, VarlenBackwardOptions)
-    args = varlen_args(func, q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **options)
+    require_options(options, VarlenBackwardOptions)
+    args = varlen_args(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **options)
     begins = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     given: dict[str, Any] = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-    for name in ("sinks", "alibi_slopes", "scale", "softcap"):
-        given[name] = options.get(name)
-    found = backward_args(func, args, given, need, into, {**options, **begins})
-    if args.out.size:
+    given |= {name: options.get(name) for name in OF_OPTIONS if name != "bias"}
+    return _run(backward_args(args, given, need, into, {**options, **begins}), options)
+
+
+def _run(found: Gradients, options: Mapping[str, Any]) -> tuple[Any, ...]:
+    if found.args.out.size:
         dispatch.run(found.args, options.get("backend"))
     else:
         found.clear()
@@ -203,13 +180,13 @@ def _attention(
     """Run `attention` and, in the second half, `attention_backward`."""
     for name in ("k_scale", "v_scale"):
         if options.pop(name, None) is not None:
-            raise ValueError(f"attention(): {name} is given; expected none: int8 has no gradients")
-    require_options("attention", options, BackwardOptions)
+            raise ValueError(f"(): {name} is given; expected none: int8 has no gradients")
+    require_options(options, BackwardOptions)
     options["mask"] = mask
     out, lse = attention(q, k, v, return_lse=True, **options)
     request = yield out, lse
-    found = (request.dout, q, k, v, out, lse, request.dmore, request.need)
-    return _gradients(request.func, *found, None, options)
+    more: Any = {"dlse": request.dmore, "need": request.need}
+    return attention_backward(request.dout, q, k, v, out, lse, **more, **options)
 
 
 def _varlen_attention(
@@ -223,7 +200,7 @@ def _varlen_attention(
     **options: Any,
 ) -> Steps[Any]:
     """Run `varlen_attention` and, in the second half, `varlen_attention_backward`."""
-    require_options("varlen_attention", options, VarlenBackwardOptions)
+    require_options(options, VarlenBackwardOptions)
     out, lse = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **options)
     request = yield out, lse
     more: Any = {"dlse": request.dmore, "need": request.need}

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.backward import source_of, summed_to
-from fastattn._args.types import BackwardArgs, lane_dtype
+from fastattn._args.backward import OF_HEADS, source_of, summed_to
+from fastattn._args.types import Array, AttentionArgs, BackwardArgs, Shape, lane_dtype
 from fastattn._args.values import is_float, shared
 from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from fastattn._args.types import Array, AttentionArgs, Shape
     from fastattn.functional._differentiable import Request
 
 NEED = ("dq", "dk", "dv")
@@ -67,9 +65,9 @@ class ComposedGradients:
             wanted = self.wants(*uses.get(name, (name,))) or (of_scale and name == "dq")
             if wanted and shape is not None:
                 setattr(call, name, np.zeros(shape, lane))
-        of_heads = {"dsinks": args.sinks, "dalibi_slopes": args.alibi_slopes, "dsoftcap": args.softcap}
-        for name, option in of_heads.items():
-            if self.wants(name) and option is not None:
+        of_heads = [f"d{option}" for option in OF_HEADS]
+        for name in of_heads:
+            if self.wants(name) and getattr(args, name[1:]) is not None:
                 setattr(call, name, np.zeros(heads))
         if args.bias is not None and self.wants("dbias_diagonals"):
             shape = (*args.bias.shape[:-2], max(0, args.len_q + args.len_k - 1))

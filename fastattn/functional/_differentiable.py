@@ -6,33 +6,25 @@ import functools
 import inspect
 from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from fastattn._args.backward import gradient_names
-from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.backward import OF_OPTIONS, gradient_names
+from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import like
 from fastattn._args.recurrent import pair
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, lane_dtype
 from fastattn._args.values import flag, float_array, readable, real_values, require_broadcast
 from fastattn.grad import Pullback
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# Options of attention that have gradients.
-_OF_OPTIONS = ("bias", "sinks", "alibi_slopes", "softcap", "scale")
-
-
 class Request(NamedTuple):
     """The arguments of a pullback, checked, and those of the function that have gradients."""
 
-    func: str  # for messages
     dout: Array  # of the shape and dtype of the result
     dmore: Any  # the gradient of the second result, or None; that of lse has its shape
     need: tuple[str, ...]
@@ -64,7 +56,11 @@ def differentiable(
     def decorate(steps: Callable[..., Any]) -> Any:
         @functools.wraps(steps)
         def function(*args: Any, **kwargs: Any) -> Any:
-            return next(steps(*args, **kwargs))
+            try:
+                return next(steps(*args, **kwargs))
+            except Exception as error:
+                put_name(steps.__name__, error)
+                raise
 
         signature = _of_result(steps)
         function.__signature__ = signature  # type: ignore[attr-defined]
@@ -91,11 +87,11 @@ def vjp_of(
     steps.__qualname__ = name  # for Python's own errors
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     taken = {*parameters, *(() if options is None else options.__annotations__)} - {*gradients, *without}
-    sources = (*gradients, *(option for option in _OF_OPTIONS if option in taken))
+    sources = (*gradients, *(option for option in OF_OPTIONS if option in taken))
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
 
     def record(*arrays: Any, **chosen: Any) -> tuple[Any, Pullback]:
-        shown = flag(name, "return_lse", chosen.get("return_lse", False))
+        shown = flag("return_lse", chosen.get("return_lse", False))
         running = steps(*arrays, **{**chosen, "return_lse": True} if with_lse else chosen)
         result = next(running)
         several = isinstance(result, tuple)
@@ -105,17 +101,18 @@ def vjp_of(
         values = {**defaults, **passed, **chosen}
         given = {source: values.get(source) for source in sources}
         first = tuple(f"d{n}" for n, x in passed.items() if n in given and x is not None)
-        func = f"pullback of {name}"
 
         def check(dout: Any, dmore: Any = None, *, need: Any = None) -> tuple[Request]:
-            names = gradient_names(func, first if need is None else need, given, diagonals=own_bias)
+            names = gradient_names(first if need is None else need, given, diagonals=own_bias)
+            if isinstance(dout, tuple) and second is not None:
+                raise wrong_type("dout", dout, "an array (dmore takes the gradient of the second result)")
             if dmore is not None and second is None:
-                raise ValueError(f"{func}(): dmore is given; expected None, since there is one result")
+                raise ValueError("(): dmore is given; expected None, since there is one result")
             if dmore is not None:
                 like_second: Any = _like_lse if "return_lse" in parameters else _like_state
-                dmore = like_second(func, dmore, second)
+                dmore = like_second(dmore, second)
             own = own_bias, "scale" not in gradients
-            return (Request(func, _like(func, dout, out), dmore, tuple(names), given, *own),)
+            return (Request(_like(dout, out), dmore, tuple(names), given, *own),)
 
         def back(request: Request) -> tuple[Any, ...]:
             try:
@@ -126,8 +123,7 @@ def vjp_of(
                 return found
             raise AssertionError(f"{name} yields more than its result")
 
-        check.__qualname__ = func
-        return (result if shown or not with_lse else out), Pullback(func, check, back)
+        return (result if shown or not with_lse else out), Pullback(check, back)
 
     return record
 
@@ -139,28 +135,28 @@ def _of_result(steps: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(return_annotation=annotation)
 
 
-def _like(func: str, dout: Any, out: Array) -> Array:
-    array = float_array(func, "dout", dout)
+def _like(dout: Any, out: Array) -> Array:
+    array = float_array("dout", dout)
     if array.shape != out.shape:
-        raise wrong_shape(func, "dout", array, f"{out.shape}, as the result of the forward pass")
+        raise wrong_shape("dout", array, f"{out.shape}, as the result of the forward pass")
     array = readable(array, "dout", [], "the head dimension" if array.ndim else "")
     if array.dtype != out.dtype:
-        raise wrong_dtype(func, "dout", array, f"{out.dtype}, as the result of the forward pass")
+        raise wrong_dtype("dout", array, f"{out.dtype}, as the result of the forward pass")
     return array
 
 
-def _like_lse(func: str, dlse: Any, lse: Array) -> Array:
-    array = real_values(func, "dmore", dlse, lane_dtype(lse.dtype), [])
-    require_broadcast(func, "dmore", array.shape, lse.shape, "lse's shape")
+def _like_lse(dlse: Any, lse: Array) -> Array:
+    array = real_values("dmore", dlse, lane_dtype(lse.dtype), [])
+    require_broadcast("dmore", array.shape, lse.shape, "lse's shape")
     return np.broadcast_to(array, lse.shape)
 
 
-def _like_state(func: str, dstate: Any, state: Any) -> Any:
+def _like_state(dstate: Any, state: Any) -> Any:
     """The gradient of a state, or of a pair of states, where they are normalised."""
     states = state if isinstance(state, tuple) else (state,)
-    given = pair(func, "dmore", dstate, len(states) == 2)
+    given = pair("dmore", dstate, len(states) == 2)
     found = tuple(
-        like(func, f"dmore[{i}]" if i else "dmore", x, of.shape, of.dtype)
+        like(f"dmore[{i}]" if i else "dmore", x, of.shape, of.dtype)
         for i, (x, of) in enumerate(zip(given, states, strict=False))
     )
     return found if len(states) == 2 else found[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from fastattn import ops
 from fastattn._args.backward import summed_to
 from fastattn._args.errors import wrong_dtype
 from fastattn._args.options import ForgettingOptions, VariantOptions
-from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.types import FLOAT64, Array, ArrayLike, AttentionArgs, Ints, Unpack, lane_dtype
 from fastattn._args.values import float_array, real_array, require_broadcast
 from fastattn._args.variants import how, offsets, variant_args, with_shape
 from fastattn._engine import dispatch
@@ -19,13 +20,7 @@ from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._split_calls import add_bias, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
     from fastattn._args.options import ComputeOptions, PlaceOptions
-    from fastattn._args.types import Array, AttentionArgs, Ints
 
 # Query rows that share a point of reference for the sums of `forgetting_attention`.
 _ROWS = 512
@@ -57,9 +52,8 @@ def gated_attention(
     `attention`, and one pass over the result. `layers.MultiHeadAttention` has it as ``output_gate=True``.
     Source: Z. Qiu et al., "Gated Attention for Large Language Models", 2025, arXiv:2505.06708.
     """
-    func = "gated_attention"
-    args = variant_args(func, q, k, v, options, VariantOptions, return_lse)
-    share = _shares(func, args, gate, options)
+    args = variant_args(q, k, v, options, VariantOptions, return_lse)
+    share = _shares(args, gate, options)
     dispatch.run(args, options.get("backend"))
     np.multiply(args.out, share, out=args.out)
     request = yield args.result
@@ -78,13 +72,13 @@ def gated_attention(
     return found.results()
 
 
-def _shares(func: str, args: AttentionArgs, gate: Any, options: ComputeOptions) -> Array:
+def _shares(args: AttentionArgs, gate: Any, options: ComputeOptions) -> Array:
     """Sigmoids of the gates, which broadcast to the result."""
-    logits = float_array(func, "gate", gate)
+    logits = float_array("gate", gate)
     if logits.dtype.newbyteorder("=") != args.q.dtype:
-        raise wrong_dtype(func, "gate", logits, f"q's, {args.q.dtype}")
+        raise wrong_dtype("gate", logits, f"q's, {args.q.dtype}")
     dims = "(..., heads_q, len_q, head_dim_v), or 1 for the last,"
-    require_broadcast(func, "gate", logits.shape, args.out.shape, dims)
+    require_broadcast("gate", logits.shape, args.out.shape, dims)
     return ops.activate(np.atleast_1d(logits), "sigmoid", **how(options))
 
 
@@ -123,9 +117,8 @@ def forgetting_attention(
     score that counts is about ``256 * max(-log_forget)`` times 6e-8, whatever the length. Source: Z. Lin et
     al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025, arXiv:2503.02130.
     """
-    func = "forgetting_attention"
-    args = variant_args(func, q, k, v, options, ForgettingOptions, return_lse, causal=True)
-    sums, position = _sums_of_gates(func, args, log_forget, options)
+    args = variant_args(q, k, v, options, ForgettingOptions, return_lse, causal=True)
+    sums, position = _sums_of_gates(args, log_forget, options)
     for part in _parts(args, sums, position):
         dispatch.run(part.args, options.get("backend"))
         if part.args.lse is not None:
@@ -175,15 +168,13 @@ class _Part(NamedTuple):
     position: Ints  # the same shape: the keys that rows stand at
 
 
-def _sums_of_gates(
-    func: str, args: AttentionArgs, log_forget: Any, options: PlaceOptions
-) -> tuple[Array, Ints]:
+def _sums_of_gates(args: AttentionArgs, log_forget: Any, options: PlaceOptions) -> tuple[Array, Ints]:
     """Sums of gates up to each key (..., heads_q, len_k); the key at each query (..., heads_q, len_q)."""
     shape = (*args.batch_shape, args.heads_q, args.len_k)
-    given = real_array(func, "log_forget", log_forget).astype(FLOAT64)
-    given = with_shape(func, "log_forget", given, shape, "(..., heads_q, len_k)", 1, FLOAT64)
+    given = real_array("log_forget", log_forget).astype(FLOAT64)
+    given = with_shape("log_forget", given, shape, "(..., heads_q, len_k)", 1, FLOAT64)
     if given.size and not (given.max() <= 0 and np.isfinite(given).all()):
-        raise ValueError(f"{func}(): log_forget is above 0 or not finite; expected finite numbers, 0 or less")
+        raise ValueError("(): log_forget is above 0 or not finite; expected finite numbers, 0 or less")
     sums = np.broadcast_to(np.cumsum(given, axis=-1), shape)
     position = offsets(args, options)[..., None, None] + np.arange(args.len_q)
     position = np.clip(position, 0, max(args.len_k - 1, 0))  # queries beyond attend all keys or none

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.options import ScaledOptions, require_options
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, AttentionArgs, Bools, Ints, lane_dtype
 from fastattn._args.values import MOST_SIZE, flag, float_array, generator, integer
 from fastattn._engine import dispatch
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, AttentionArgs, Bools, Ints
 
 EPS = 1e-6  # of the norm that makes queries keys
 _ITSELF = 1e5  # is taken from a token's score of itself, so that it has weight where there is nothing else
@@ -32,7 +29,6 @@ class Chunks(NamedTuple):
 class Hashed:
     """Arguments of `lsh_attention`, and the order of the tokens in each round."""
 
-    func: str
     args: AttentionArgs  # of plain attention: its shapes, scale and result
     q: Array  # (..., heads, length, head_dim), lane dtype, as v
     v: Array
@@ -66,9 +62,7 @@ class Hashed:
             for x in (self.q, self.keys(), self.v)
         )
         how: Any = {**options, "scale": self.args.scale, "bias": bias.astype(q.dtype)}
-        args = attention_args(
-            self.func, q, self.with_previous(k), self.with_previous(v), return_lse=True, **how
-        )
+        args = attention_args(q, self.with_previous(k), self.with_previous(v), return_lse=True, **how)
         dispatch.run(args, options.get("backend"))
         return Chunks(args, alone.reshape(self.order.shape))
 
@@ -110,7 +104,6 @@ class Hashed:
 
 
 def lsh_args(
-    func: str,
     qk: Any,
     v: Any,
     num_buckets: int,
@@ -122,34 +115,34 @@ def lsh_args(
     options: ScaledOptions,
 ) -> Hashed:
     """Check the arguments of the Reformer's attention, and hash."""
-    require_options(func, options, ScaledOptions)
-    queries, values = float_array(func, "qk", qk, least_dims=3), float_array(func, "v", v, least_dims=3)
+    require_options(options, ScaledOptions)
+    queries, values = float_array("qk", qk, least_dims=3), float_array("v", v, least_dims=3)
     if queries.shape[:-1] != values.shape[:-1]:
         came = f"qk has shape {queries.shape} and v {values.shape}"
-        raise ValueError(f"{func}(): {came}; expected the same but for the last axis")
+        raise ValueError(f"(): {came}; expected the same but for the last axis")
     if queries.dtype != values.dtype:
-        raise wrong_dtype(func, "v", values, f"qk's, {queries.dtype}")
+        raise wrong_dtype("v", values, f"qk's, {queries.dtype}")
     names = ("qk", "qk", "v")
-    args = attention_args(func, queries, queries, values, names=names, return_lse=True, **options)
-    n = integer(func, "num_buckets", num_buckets, 2, MOST_SIZE)
+    args = attention_args(queries, queries, values, names=names, return_lse=True, **options)
+    n = integer("num_buckets", num_buckets, 2, MOST_SIZE)
     if n % 2:
-        raise ValueError(f"{func}(): num_buckets is {n}; expected an even number")
-    num_rounds = integer(func, "num_rounds", num_rounds, 1, MOST_SIZE)
+        raise ValueError(f"(): num_buckets is {n}; expected an even number")
+    num_rounds = integer("num_rounds", num_rounds, 1, MOST_SIZE)
     lane, length = lane_dtype(queries.dtype), queries.shape[-2]
     shape = (args.heads_q, num_rounds, args.head_dim, n // 2)
     if rotations is None:
-        r = generator(func, "rng", rng).standard_normal(shape).astype(lane)
+        r = generator("rng", rng).standard_normal(shape).astype(lane)
     else:
-        r = float_array(func, "rotations", rotations).astype(lane)
+        r = float_array("rotations", rotations).astype(lane)
         if r.shape != shape:
             dims = "(heads, num_rounds, head_dim, num_buckets // 2)"
-            raise wrong_shape(func, "rotations", r, f"{shape}, {dims}")
-    chunk = min(integer(func, "chunk", chunk, 1), max(1, length))  # a longer one would only be padded
-    causal = flag(func, "causal", causal)
+            raise wrong_shape("rotations", r, f"{shape}, {dims}")
+    chunk = min(integer("chunk", chunk, 1), max(1, length))  # a longer one would only be padded
+    causal = flag("causal", causal)
     q = queries.astype(lane)
     orders = [_hash_order(q, r[:, i], chunk) for i in range(num_rounds)] if args.out.size else []
     order = np.stack(orders, axis=-2) if orders else np.zeros(0, np.int64)
-    return Hashed(func, args, q, values.astype(lane), r, chunk, causal, order)
+    return Hashed(args, q, values.astype(lane), r, chunk, causal, order)
 
 
 def _hash_order(x: Array, rotations: Array, chunk: int) -> Ints:

@@ -12,7 +12,7 @@ from fastattn._args.backward import summed_to
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import epsilon, vector
 from fastattn._args.options import CosineOptions, InnerOptions, VariantOptions, require_options
-from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.types import FLOAT64, Array, ArrayLike, AttentionArgs, Unpack, lane_dtype
 from fastattn._args.values import choice, float_array, number, operand
 from fastattn._args.variants import how, per_head, variant_args
 from fastattn._engine import dispatch
@@ -20,11 +20,7 @@ from fastattn.functional._composed_gradients import ComposedGradients, cotangent
 from fastattn.functional._differentiable import Steps, differentiable
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
     from fastattn._args.options import ComputeOptions
-    from fastattn._args.types import Array, AttentionArgs
 
 # The norms of queries and keys: functions of `ops`, with gradients in `grad`.
 Norm = Literal["rms_norm", "layer_norm"]
@@ -60,11 +56,10 @@ def cosine_attention(
     Transformer V2", 2022, arXiv:2111.09883; A. Henry et al., "Query-Key Normalization for Transformers",
     2020, arXiv:2010.04245.
     """
-    func = "cosine_attention"
-    args = variant_args(func, q, k, v, options, CosineOptions, return_lse)
+    args = variant_args(q, k, v, options, CosineOptions, return_lse)
     queries, keys = args.q, args.k
     with np.errstate(all="ignore"):  # as in the kernels
-        factor, small = _cosines(func, args, scale, eps, options)
+        factor, small = _cosines(args, scale, eps, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.result
 
@@ -85,17 +80,15 @@ def cosine_attention(
     return found.results()
 
 
-def _cosines(
-    func: str, args: AttentionArgs, scale: Any, eps: Any, options: ComputeOptions
-) -> tuple[Array, float]:
+def _cosines(args: AttentionArgs, scale: Any, eps: Any, options: ComputeOptions) -> tuple[Array, float]:
     """Normalise the queries and keys of `args`, and set its scale.
 
     Returns the factor of products of normalised queries and keys, (..., heads_q), and the eps of the norm.
     """
-    factor = per_head(func, "scale", scale, args)
-    small = number(func, "eps", eps, FLOAT64, positive=True) ** 2 / args.head_dim
+    factor = per_head("scale", scale, args)
+    small = number("eps", eps, FLOAT64, positive=True) ** 2 / args.head_dim
     if small > float(np.finfo(lane_dtype(args.q.dtype)).max):
-        raise ValueError(f"{func}(): eps is {eps}; expected a number whose square is finite")
+        raise ValueError(f"(): eps is {eps}; expected a number whose square is finite")
     # rms_norm leaves a length of sqrt(head_dim): the two of them are divided out of the scale.
     args.q, args.k = (ops.rms_norm(x, eps=small, **how(options)) for x in (args.q, args.k))
     factor = factor / args.head_dim
@@ -140,14 +133,13 @@ def qk_norm_attention(
     `attention`, and one pass over q and k. Source: M. Dehghani et al., "Scaling Vision Transformers to 22
     Billion Parameters", 2023, arXiv:2302.05442.
     """
-    func = "qk_norm_attention"
-    args = variant_args(func, q, k, v, options, VariantOptions, return_lse)
+    args = variant_args(q, k, v, options, VariantOptions, return_lse)
     queries, keys = args.q, args.k
-    choice(func, "norm", norm, get_args(Norm))
+    choice("norm", norm, get_args(Norm))
     lane = lane_dtype(args.q.dtype)
-    of_queries = vector(func, "q_weight", q_weight, (args.head_dim,), lane)
-    of_keys = vector(func, "k_weight", k_weight, (args.head_dim,), lane)
-    small = epsilon(func, "eps", eps, lane)
+    of_queries = vector("q_weight", q_weight, (args.head_dim,), lane)
+    of_keys = vector("k_weight", k_weight, (args.head_dim,), lane)
+    small = epsilon("eps", eps, lane)
     normalise: Any = getattr(ops, norm)
     args.q = normalise(queries, of_queries, eps=small, **how(options))
     args.k = normalise(keys, of_keys, eps=small, **how(options))
@@ -196,22 +188,21 @@ def general_attention(
     additive attention, and his "location" has no keys. Source: M.-T. Luong, H. Pham, C. D. Manning,
     "Effective Approaches to Attention-based Neural Machine Translation", 2015, arXiv:1508.04025.
     """
-    func = "general_attention"
-    require_options(func, options, VariantOptions)
-    queries, keys = operand(func, "q", q, []), operand(func, "k", k, [])
-    matrix = float_array(func, "weight", weight)
+    require_options(options, VariantOptions)
+    queries, keys = operand("q", q, []), operand("k", k, [])
+    matrix = float_array("weight", weight)
     heads = queries.shape[-3] if queries.ndim > 2 else 1
     shape = (queries.shape[-1], keys.shape[-1])
     if matrix.shape not in (shape, (heads, *shape)):
         expected = f"(query_dim, head_dim) = {shape}, or one of those a head, {(heads, *shape)}"
-        raise wrong_shape(func, "weight", matrix, expected)
+        raise wrong_shape("weight", matrix, expected)
     lane = lane_dtype(queries.dtype)
     if queries.ndim == 2:
         matrix = matrix.reshape(shape)
     matrix, projected = _projected(queries, matrix, lane)
     if options.get("scale") is None:
         options["scale"] = 1.0
-    args = attention_args(func, projected, keys, v, return_lse=return_lse, **options)
+    args = attention_args(projected, keys, v, return_lse=return_lse, **options)
     dispatch.run(args, options.get("backend"))
     request = yield args.result
 
@@ -281,8 +272,7 @@ def differential_attention(
     rounded before they are subtracted.
     Source: T. Ye et al., "Differential Transformer", 2024, arXiv:2410.05258.
     """
-    func = "differential_attention"
-    args = _differential_args(func, q, k, v, lambda_, lambda_init, norm_weight, eps, options)
+    args = _differential_args(q, k, v, lambda_, lambda_init, norm_weight, eps, options)
     first, second = args.calls
     for call in args.calls:
         dispatch.run(call, options.get("backend"))
@@ -324,38 +314,30 @@ class _Differential(NamedTuple):
 
 
 def _differential_args(
-    func: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    lambda_: Any,
-    lambda_init: Any,
-    norm_weight: Any,
-    eps: Any,
-    options: InnerOptions,
+    q: Any, k: Any, v: Any, lambda_: Any, lambda_init: Any, norm_weight: Any, eps: Any, options: InnerOptions
 ) -> _Differential:
     """Check the arguments of differential attention."""
-    require_options(func, options, InnerOptions)
-    queries, keys = operand(func, "q", q, []), operand(func, "k", k, [])
-    values = float_array(func, "v", v, least_dims=2)
+    require_options(options, InnerOptions)
+    queries, keys = operand("q", q, []), operand("k", k, [])
+    values = float_array("v", v, least_dims=2)
     for name, x in (("q", queries), ("k", keys)):
         if x.ndim < 3 or x.shape[-3] % 2:
-            raise wrong_shape(func, name, x, "(..., 2 * heads, length, head_dim)")
+            raise wrong_shape(name, x, "(..., 2 * heads, length, head_dim)")
     heads = keys.shape[-3] // 2
     if (values.shape[-3] if values.ndim > 2 else 1) != heads:
-        raise wrong_shape(func, "v", values, f"{heads} heads, half as many as k has, shape {keys.shape}")
+        raise wrong_shape("v", values, f"{heads} heads, half as many as k has, shape {keys.shape}")
     first, second = (
-        attention_args(func, queries[..., n::2, :, :], keys[..., n::2, :, :], v, return_lse=True, **options)
+        attention_args(queries[..., n::2, :, :], keys[..., n::2, :, :], v, return_lse=True, **options)
         for n in (0, 1)
     )
-    factor = per_head(func, "lambda_", lambda_, first)[..., None, None]
+    factor = per_head("lambda_", lambda_, first)[..., None, None]
     lane, share = lane_dtype(first.q.dtype), None
     if lambda_init is not None:
-        share = lane.type(1 - number(func, "lambda_init", lambda_init, lane))
-        norm_weight = vector(func, "norm_weight", norm_weight, (first.head_dim_v,), lane)
-        eps = epsilon(func, "eps", eps, lane)
+        share = lane.type(1 - number("lambda_init", lambda_init, lane))
+        norm_weight = vector("norm_weight", norm_weight, (first.head_dim_v,), lane)
+        eps = epsilon("eps", eps, lane)
     elif norm_weight is not None:
-        raise ValueError(f"{func}(): norm_weight is given without lambda_init; expected both or neither")
+        raise ValueError("(): norm_weight is given without lambda_init; expected both or neither")
     return _Differential((first, second), factor, share, norm_weight, eps)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.options import InnerOptions, VariantOptions, require_options
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Unpack, lane_dtype
 from fastattn._args.values import (
     broadcast_batch,
     flag,
@@ -20,21 +20,9 @@ from fastattn._args.values import (
 )
 from fastattn._args.variants import per_head, variant_args
 from fastattn._engine import dispatch
-from fastattn.functional._composed_gradients import (
-    NEED,
-    ComposedGradients,
-    cotangents,
-    product_sums,
-    shown,
-)
+from fastattn.functional._composed_gradients import NEED, ComposedGradients, cotangents, product_sums, shown
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._split_calls import apart, join
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, AttentionArgs
 
 
 @differentiable("q", "k", "v", "memory_k", "memory_v", "gate", options=VariantOptions, keeps_lse=True)
@@ -76,11 +64,10 @@ def memory_attention(
     Sukhbaatar et al., "Augmenting Self-attention with Persistent Memory", 2019, arXiv:1907.01470; Y. Wu et
     al., "Memorizing Transformers", 2022, arXiv:2203.08913.
     """
-    func = "memory_attention"
-    if flag(func, "return_lse", return_lse) and gate is not None:
-        raise ValueError(f"{func}(): return_lse is True; expected False with gate: there are two softmaxes")
-    args = variant_args(func, q, k, v, options, VariantOptions, gate is None)
-    local, memory, weight = _memory_parts(func, args, memory_k, memory_v, gate, options)
+    if flag("return_lse", return_lse) and gate is not None:
+        raise ValueError("(): return_lse is True; expected False with gate: there are two softmaxes")
+    args = variant_args(q, k, v, options, VariantOptions, gate is None)
+    local, memory, weight = _memory_parts(args, memory_k, memory_v, gate, options)
     for part in (local, memory):
         dispatch.run(part, options.get("backend"))
     if weight is None:
@@ -108,27 +95,27 @@ def memory_attention(
 
 
 def _memory_parts(
-    func: str, args: AttentionArgs, memory_k: Any, memory_v: Any, gate: Any, options: InnerOptions
+    args: AttentionArgs, memory_k: Any, memory_v: Any, gate: Any, options: InnerOptions
 ) -> tuple[AttentionArgs, AttentionArgs, Array | None]:
     """The calls to the sequence's keys and to the memory's, and with a gate the share of the latter."""
     shared = ("scale", "softcap", "num_threads", "backend")
     there: Any = {name: x for name, x in options.items() if name in shared}
-    keys, values = operand(func, "memory_k", memory_k, []), operand(func, "memory_v", memory_v, [])
-    require_dtypes(func, q=args.q, memory_k=keys, memory_v=values)
+    keys, values = operand("memory_k", memory_k, []), operand("memory_v", memory_v, [])
+    require_dtypes({"q": args.q, "memory_k": keys, "memory_v": values})
     of_heads, dims = (args.heads_kv, keys.shape[-2]), "(..., heads_kv, len_m, head_dim)"
     for name, x, dim in (("memory_k", keys, args.head_dim), ("memory_v", values, args.head_dim_v)):
         expected = (*args.batch_shape, *of_heads, dim)
-        require_broadcast(func, name, x.shape, expected, dims)
+        require_broadcast(name, x.shape, expected, dims)
         if (x.shape if x.ndim > 2 else (1, *x.shape))[-3:] != expected[-3:]:
-            raise wrong_shape(func, name, x, f"{dims} = {expected}")
+            raise wrong_shape(name, x, f"{dims} = {expected}")
     keys, values = (x.reshape((1,) * (3 - x.ndim) + x.shape) for x in (keys, values))
     queries = np.broadcast_to(args.q, (*args.batch_shape, *args.q.shape[-3:]))
     weight = None
     if gate is not None:
-        logits = per_head(func, "gate", gate, args).astype(np.float64)[..., None, None]
+        logits = per_head("gate", gate, args).astype(np.float64)[..., None, None]
         with np.errstate(over="ignore"):
             weight = (1 / (1 + np.exp(-logits))).astype(lane_dtype(args.q.dtype))
-    return apart(args), apart(attention_args(func, queries, keys, values, **there)), weight
+    return apart(args), apart(attention_args(queries, keys, values, **there)), weight
 
 
 @differentiable("q", "cache", "key_weight", "value_weight", options=InnerOptions)
@@ -187,18 +174,17 @@ def latent_attention(
     Source: DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model",
     2024, arXiv:2405.04434, section 2.1.
     """
-    func = "latent_attention"
-    x = _latent_args(func, q, cache, key_weight, value_weight, absorbed, options)
+    x = _latent_args(q, cache, key_weight, value_weight, absorbed, options)
     if x.absorbed:
-        out, lse = x.absorbed_attention(func, options, return_lse)
+        out, lse = x.absorbed_attention(options, return_lse)
     else:
-        args = x.expanded_args(func, options, return_lse)
+        args = x.expanded_args(options, return_lse)
         dispatch.run(args, options.get("backend"))
         out, lse = args.out, args.lse
     request = yield out if lse is None else (out, lse)
 
     found = ComposedGradients(request, options)
-    args = x.expanded_args(func, options, True)
+    args = x.expanded_args(options, True)
     args.out, args.lse = out, lse
     uses = {"dk": ("dcache", "dkey_weight"), "dv": ("dcache", "dvalue_weight")}
     call = found.attend(args, *cotangents(args, request), uses=uses)
@@ -226,9 +212,7 @@ class _Latent(NamedTuple):
     absorbed: bool
 
     @np.errstate(all="ignore")  # as in the kernels
-    def absorbed_attention(
-        self, func: str, options: InnerOptions, return_lse: bool
-    ) -> tuple[Array, Array | None]:
+    def absorbed_attention(self, options: InnerOptions, return_lse: bool) -> tuple[Array, Array | None]:
         """Out and lse, by attention of all heads to the cache itself."""
         _, nope_dim, rank = self.of_keys.shape
         dtype, lane = self.queries.dtype, self.of_keys.dtype
@@ -236,13 +220,13 @@ class _Latent(NamedTuple):
         longer = np.empty((*self.queries.shape[:-1], self.tokens.shape[-1]), dtype)
         longer[..., :rank] = self.queries[..., :nope_dim].astype(lane, copy=False) @ self.of_keys
         longer[..., rank:] = self.queries[..., nope_dim:]
-        args = attention_args(func, longer, shared, shared[..., :rank], return_lse=return_lse, **options)
+        args = attention_args(longer, shared, shared[..., :rank], return_lse=return_lse, **options)
         dispatch.run(args, options.get("backend"))
         out = args.out.astype(lane, copy=False) @ self.of_values.swapaxes(-1, -2)
         return out.astype(dtype, copy=False), args.lse
 
     @np.errstate(all="ignore")
-    def expanded_args(self, func: str, options: InnerOptions, return_lse: bool) -> AttentionArgs:
+    def expanded_args(self, options: InnerOptions, return_lse: bool) -> AttentionArgs:
         """The call of attention to keys and values of all heads, which are made here."""
         _, nope_dim, rank = self.of_keys.shape
         heads, _, dim = self.queries.shape[-3:]
@@ -252,35 +236,35 @@ class _Latent(NamedTuple):
         k[..., nope_dim:] = shared[..., rank:]
         k[..., :nope_dim] = latent @ self.of_keys.swapaxes(-1, -2)
         v = (latent @ self.of_values.swapaxes(-1, -2)).astype(tokens.dtype, copy=False)
-        return attention_args(func, self.queries, k, v, return_lse=return_lse, **options)
+        return attention_args(self.queries, k, v, return_lse=return_lse, **options)
 
 
 def _latent_args(
-    func: str, q: Any, cache: Any, key_weight: Any, value_weight: Any, absorbed: Any, options: InnerOptions
+    q: Any, cache: Any, key_weight: Any, value_weight: Any, absorbed: Any, options: InnerOptions
 ) -> _Latent:
     """Check the arguments of latent attention, and set the scale."""
-    require_options(func, options, InnerOptions)
-    queries = operand(func, "q", q, [])
-    tokens = operand(func, "cache", cache, [])
-    require_dtypes(func, q=queries, cache=tokens)
-    of_keys = float_array(func, "key_weight", key_weight)
-    of_values = float_array(func, "value_weight", value_weight)
+    require_options(options, InnerOptions)
+    queries = operand("q", q, [])
+    tokens = operand("cache", cache, [])
+    require_dtypes({"q": queries, "cache": tokens})
+    of_keys = float_array("key_weight", key_weight)
+    of_values = float_array("value_weight", value_weight)
     if queries.ndim < 3:
-        raise wrong_shape(func, "q", queries, "(..., heads, len_q, nope_dim + rope_dim)")
+        raise wrong_shape("q", queries, "(..., heads, len_q, nope_dim + rope_dim)")
     heads, len_q, dim = queries.shape[-3:]
     for name, x in (("key_weight", of_keys), ("value_weight", of_values)):
         if x.ndim != 3 or x.shape[0] != heads or x.shape[-1] != of_keys.shape[-1]:
             expected = f"(heads, dim, rank), q's {heads} heads and one rank for both"
-            raise wrong_shape(func, name, x, expected)
+            raise wrong_shape(name, x, expected)
     _, nope_dim, rank = of_keys.shape
     value_dim, rope_dim = of_values.shape[1], dim - nope_dim
     if rope_dim < 0 or tokens.shape[-1] != rank + rope_dim:
         expected = f"(..., len_k, rank + rope_dim), {rank} and {rope_dim} of weights and q"
-        raise wrong_shape(func, "cache", tokens, expected)
-    broadcast_batch(func, q=queries.shape[:-3], cache=tokens.shape[:-2])
+        raise wrong_shape("cache", tokens, expected)
+    broadcast_batch(q=queries.shape[:-3], cache=tokens.shape[:-2])
     if absorbed is None:
         absorbed = len_q * (2 * rank - nope_dim - value_dim) <= rank * (nope_dim + value_dim)
-    absorbed = flag(func, "absorbed", absorbed)
+    absorbed = flag("absorbed", absorbed)
     if options.get("scale") is None:
         options["scale"] = dim**-0.5
     lane = lane_dtype(queries.dtype)

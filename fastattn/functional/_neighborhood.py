@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.key_ranges import Resolved
 from fastattn._args.options import NeighborhoodOptions, require_options
+from fastattn._args.types import Array, ArrayLike, Shape, Unpack
 from fastattn._args.values import operand
 from fastattn._engine import dispatch
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents
@@ -19,14 +21,6 @@ from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.masks import Mask, neighborhood
 from fastattn.masks._grid import neighborhood_sizes
 from fastattn.masks._mask import ScoreShape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, Shape
 
 # Rows of the grid whose queries make up a tile: with 4, the 32 queries of a tile lie in 4 rows and 8 columns,
 # and what they attend together is least. Of 2, 4, 6 and 8 the fastest: docs/notes/masks.md.
@@ -88,15 +82,14 @@ def neighborhood_attention(
     al., "Neighborhood Attention Transformer", 2023, arXiv:2204.07143; A. Hassani, H. Shi, "Dilated
     Neighborhood Attention Transformer", 2022, arXiv:2209.15001.
     """
-    func = "neighborhood_attention"
-    require_options(func, options, NeighborhoodOptions)
-    arrays, grid = _grid_of(func, q, k, v, kernel)
+    require_options(options, NeighborhoodOptions)
+    arrays, grid = _grid_of(q, k, v, kernel)
     n = len(grid)
-    mask = neighborhood(*neighborhood_sizes(func, grid, kernel, dilation, causal))
+    mask = neighborhood(*neighborhood_sizes(grid, kernel, dilation, causal))
     # How the rest fits together can be seen from one row of the grid.
     row: Any = (..., *(0,) * (n - 1), slice(None), slice(None))
     q_row, k_row, v_row = (x[row] for x in arrays)
-    args = attention_args(func, q_row, k_row, v_row, return_lse=return_lse, **options)
+    args = attention_args(q_row, k_row, v_row, return_lse=return_lse, **options)
     heads = (*args.batch_shape, args.heads_q)
     out = np.empty((*heads, *grid, args.head_dim_v), arrays[0].dtype)
     lse: Any = None if args.lse is None else np.empty((*heads, *grid), args.lse.dtype)
@@ -109,7 +102,7 @@ def neighborhood_attention(
         q_part, out_part = (part.queries(x, groups, 1) for x in (arrays[0], out))
         k_part, v_part = (part.keys(x) for x in arrays[1:])
         args = attention_args(
-            func, q_part, k_part, v_part, part, out=out_part, return_lse=lse is not None, **of_parts
+            q_part, k_part, v_part, part, out=out_part, return_lse=lse is not None, **of_parts
         )
         dispatch.run(args, options.get("backend"))
         if lse is not None:
@@ -119,7 +112,7 @@ def neighborhood_attention(
     # Unlike in the forward pass, the queries of a tile lie along the last axis of the grid.
     found = ComposedGradients(request, options)
     q_flat, k_flat, v_flat = (x.reshape(*x.shape[: -n - 1], -1, x.shape[-1]) for x in arrays)
-    args = attention_args(func, q_flat, k_flat, v_flat, mask, return_lse=True, **options)
+    args = attention_args(q_flat, k_flat, v_flat, mask, return_lse=True, **options)
     args.out, args.lse = out.reshape(args.out.shape), lse.reshape(args.out.shape[:-1])
     call = found.attend(args, *cotangents(args, request))
     for name, dx in (("dq", call.dq), ("dk", call.dk), ("dv", call.dv)):
@@ -128,22 +121,22 @@ def neighborhood_attention(
     return found.results()
 
 
-def _grid_of(func: str, q: Any, k: Any, v: Any, kernel: Any) -> tuple[list[Array], Shape]:
+def _grid_of(q: Any, k: Any, v: Any, kernel: Any) -> tuple[list[Array], Shape]:
     """Queries, keys and values as arrays, and the grid that all of them have."""
     n = len(kernel) if isinstance(kernel, (tuple, list)) else 1
     if not n:
-        raise ValueError(f"{func}(): kernel is {kernel}; expected an integer, or one for each spatial axis")
+        raise ValueError(f"(): kernel is {kernel}; expected an integer, or one for each spatial axis")
     copies: list[str] = []
-    arrays = [operand(func, name, x, copies) for name, x in (("q", q), ("k", k), ("v", v))]
+    arrays = [operand(name, x, copies) for name, x in (("q", q), ("k", k), ("v", v))]
     grid = arrays[0].shape[-1 - n : -1]
     for name, x in zip("qkv", arrays, strict=True):
         if x.ndim < n + 2 or x.shape[-1 - n : -1] != grid:
             dims = "(..., heads, *spatial, head_dim)"
             expected = f"{dims} with {n} spatial axes, as kernel has, and q's grid, {grid}"
-            raise wrong_shape(func, name, x, expected)
+            raise wrong_shape(name, x, expected)
     if 0 in grid:
         shape = arrays[0].shape
-        raise ValueError(f"{func}(): q has shape {shape}, of a grid {grid}; expected at least one place")
+        raise ValueError(f"(): q has shape {shape}, of a grid {grid}; expected at least one place")
     return arrays, grid
 
 
@@ -204,7 +197,7 @@ def _parts(mask: neighborhood) -> Iterator[_Part]:
         grid = tuple(len(range(n)[part]) for n, part in zip(mask.shape, remainder, strict=True))
         if grid not in resolved:
             places = int(np.prod(grid))
-            shape = ScoreShape("neighborhood_attention", (), 1, places, places, np.array(0))
+            shape = ScoreShape((), 1, places, places, np.array(0))
             resolved[grid] = neighborhood(grid, mask.kernel, 1, mask.causal).resolve(shape)
         n_rows = grid[-2] if len(grid) > 1 else 1
         whole = n_rows - n_rows % _STRIP

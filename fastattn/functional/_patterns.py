@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.options import StridedOptions
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Unpack, lane_dtype
 from fastattn._args.values import integer
 from fastattn._args.variants import variant_args
 from fastattn._engine import dispatch
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._split_calls import apart, join
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, AttentionArgs
 
 
 @differentiable("q", "k", "v", options=StridedOptions)
@@ -61,10 +54,9 @@ def dilated_window_attention(
     has no gaps: as many calls of `attention` on views, O(len_q * window * head_dim) a head together. Source:
     I. Beltagy, M. E. Peters, A. Cohan, "Longformer: The Long-Document Transformer", 2020, arXiv:2004.05150.
     """
-    func = "dilated_window_attention"
-    args = _self_args(func, q, k, v, options, return_lse)
-    width, step = integer(func, "window", window, 0), integer(func, "dilation", dilation, 1)
-    parts = _Interleaved(func, args, step, options, {"causal": causal, "window": (width, width)})
+    args = _self_args(q, k, v, options, return_lse)
+    width, step = integer("window", window, 0), integer("dilation", dilation, 1)
+    parts = _Interleaved(args, step, options, {"causal": causal, "window": (width, width)})
     parts.attend()
     request = yield args.result
 
@@ -100,15 +92,12 @@ def strided_attention(
     joined by their lse. O(len_q * (stride + len_k / stride) * head_dim) a head.
     Source: R. Child et al., "Generating Long Sequences with Sparse Transformers", 2019, arXiv:1904.10509.
     """
-    func = "strided_attention"
-    args = _self_args(func, q, k, v, options, return_lse)
-    step = integer(func, "stride", stride, 1)
-    near = apart(attention_args(func, q, k, v, **options, window=(step, 0)))
+    args = _self_args(q, k, v, options, return_lse)
+    step = integer("stride", stride, 1)
+    near = apart(attention_args(q, k, v, **options, window=(step, 0)))
     dispatch.run(near, options.get("backend"))
     row = np.arange(-(-args.len_q // step))  # the window has the row itself and the one before
-    far = _Interleaved(
-        func, apart(args), step, {**options, "sinks": None}, {"row_ranges": (row * 0, row - 1)}
-    )
+    far = _Interleaved(apart(args), step, {**options, "sinks": None}, {"row_ranges": (row * 0, row - 1)})
     far.attend()
     join((near, far.args), args)
     request = yield args.result
@@ -120,11 +109,11 @@ def strided_attention(
     return found.results()
 
 
-def _self_args(func: str, q: Any, k: Any, v: Any, options: StridedOptions, return_lse: bool) -> AttentionArgs:
+def _self_args(q: Any, k: Any, v: Any, options: StridedOptions, return_lse: bool) -> AttentionArgs:
     """The arguments of attention of a sequence to itself."""
-    args = variant_args(func, q, k, v, options, StridedOptions, return_lse)
+    args = variant_args(q, k, v, options, StridedOptions, return_lse)
     if args.len_q != args.len_k:
-        raise ValueError(f"{func}(): k has a length of {args.len_k}; expected q's, {args.len_q}")
+        raise ValueError(f"(): k has a length of {args.len_k}; expected q's, {args.len_q}")
     return args
 
 
@@ -132,7 +121,6 @@ def _self_args(func: str, q: Any, k: Any, v: Any, options: StridedOptions, retur
 class _Interleaved:
     """Attention within each of the `step` sequences of every step-th token: calls on views of `args`."""
 
-    func: str
     args: AttentionArgs  # the whole, whose results the calls fill
     step: int
     options: Any
@@ -175,4 +163,4 @@ class _Interleaved:
             if "row_ranges" in more:
                 more["row_ranges"] = tuple(x[: q.shape[-2]] for x in self.places["row_ranges"])
             with_lse = args.lse is not None
-            yield tokens, attention_args(self.func, q, k, v, out=out, return_lse=with_lse, **rest, **more)
+            yield tokens, attention_args(q, k, v, out=out, return_lse=with_lse, **rest, **more)

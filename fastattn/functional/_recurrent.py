@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import named, wrong_shape
 from fastattn._args.options import (
     Backend,
     ComputeOptions,
@@ -17,6 +17,7 @@ from fastattn._args.options import (
 )
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.recurrent_backward import recurrent_backward_args
+from fastattn._args.types import Array, ArrayLike, RecurrentBackwardArgs, Shape, Unpack
 from fastattn._args.values import flag, float_array, is_float, real_array, shared, short
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
@@ -26,11 +27,6 @@ from fastattn.functional.feature_maps import unit
 from fastattn.grad import vjp
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, RecurrentBackwardArgs, Shape
-
     Rule = Literal["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
     State = Array | tuple[Array, Array]
     Result = Array | tuple[Array, State]  # the state where it is asked for
@@ -160,9 +156,9 @@ def linear_attention(
     ((2, 1, 64), (2, 64, 64))
     """
     if others:
-        raise not_an_argument("linear_attention", others, linear_attention)
+        raise not_an_argument(others, linear_attention)
     args = recurrent_args(
-        "linear_attention", q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state,
+        q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state,
         return_state, out_state, out, num_threads, backend,
     )  # fmt: skip
     dispatch.run(args, backend)
@@ -175,17 +171,18 @@ def linear_attention(
     return _gradients(request, q, k, v, forward)
 
 
+@named("linear_attention_backward")
 def linear_attention_backward(
     dout: Any, q: Any, k: Any, v: Any, need: tuple[str, ...], **forward: Any
 ) -> tuple[Any, ...]:
     """Gradients of `linear_attention`, without its forward pass, of which they need nothing."""
-    return _gradients(Request("linear_attention_backward", dout, None, need), q, k, v, forward)
+    return _gradients(Request(dout, None, need), q, k, v, forward)
 
 
 def _gradients(request: Request, q: Any, k: Any, v: Any, forward: dict[str, Any]) -> tuple[Any, ...]:
     """Gradients of `linear_attention` with the arguments `forward`; results among them do not count."""
     given = {name: x for name, x in forward.items() if name not in ("return_state", "out_state", "out")}
-    args = recurrent_backward_args(request.func, request.dout, q, k, v, request.need, request.dmore, **given)
+    args = recurrent_backward_args(request.dout, q, k, v, request.need, request.dmore, **given)
     dispatch.run(args, forward.get("backend"))
     return _results(args, request.need, forward.get("log_decay"), forward.get("beta"))
 
@@ -206,10 +203,10 @@ def retention(
         scale, normalize, eps, state, return_state, out_state, out, num_threads, backend: as in
         `linear_attention`, as what is returned and raised.
     """
-    k, v = float_array("retention", "k", k), float_array("retention", "v", v)
-    decays, log_decay = _retention_decays("retention", k, v, gamma)
+    k, v = float_array("k", k), float_array("v", v)
+    decays, log_decay = _retention_decays(k, v, gamma)
     fixed: Any = {"rule": "decay", "log_decay": log_decay}
-    request = yield _run("retention", q, k, v, options, DecayOptions, fixed)
+    request = yield _run(q, k, v, options, DecayOptions, fixed)
 
     inner = tuple("dlog_decay" if name == "dgamma" else name for name in request.need)
     results = list(_gradients(request._replace(need=inner), q, k, v, fixed | options))
@@ -220,17 +217,17 @@ def retention(
     return tuple(results)
 
 
-def _retention_decays(func: str, k: Array, v: Array, gamma: Any) -> tuple[Array, Array]:
+def _retention_decays(k: Array, v: Array, gamma: Any) -> tuple[Array, Array]:
     """`gamma` in float64, the paper's if it is None, and its logarithms, (heads,) or one for all heads."""
     heads = max(k.shape[-3:-2] + v.shape[-3:-2], default=1)
     if gamma is None:
         less = 2.0 ** (-5 - np.arange(heads))
         return 1 - less, np.log1p(-less)
-    decays = real_array(func, "gamma", gamma).astype(np.float64)
+    decays = real_array("gamma", gamma).astype(np.float64)
     if not ((decays > 0) & (decays <= 1)).all():  # NaN is neither
-        raise ValueError(f"{func}(): gamma is {short(gamma)}; expected numbers above 0 and at most 1")
+        raise ValueError(f"(): gamma is {short(gamma)}; expected numbers above 0 and at most 1")
     if decays.shape not in ((), (1,), (heads,)):
-        raise wrong_shape(func, "gamma", decays, f"(heads,) = {(heads,)}")
+        raise wrong_shape("gamma", decays, f"(heads,) = {(heads,)}")
     return decays, np.log(decays).reshape(-1)
 
 
@@ -250,7 +247,7 @@ def gated_linear_attention(
         As in `retention`.
     """
     fixed: Any = {"rule": "gated", "log_decay": log_decay}
-    request = yield _run("gated_linear_attention", q, k, v, options, DecayOptions, fixed)
+    request = yield _run(q, k, v, options, DecayOptions, fixed)
     return _gradients(request, q, k, v, fixed | options)
 
 
@@ -277,7 +274,7 @@ def delta_net(
         As in `retention`, but normalize and eps.
     """
     fixed = {"rule": "delta", "beta": beta}
-    return (yield from _delta_rule("delta_net", q, k, v, unit_keys, options, fixed))
+    return (yield from _delta_rule(q, k, v, unit_keys, options, fixed))
 
 
 @differentiable("q", "k", "v", "log_decay", "beta", "state", options=DeltaOptions)
@@ -302,19 +299,19 @@ def gated_delta_net(
         As in `delta_net`.
     """
     fixed = {"rule": "gated_delta", "log_decay": log_decay, "beta": beta}
-    return (yield from _delta_rule("gated_delta_net", q, k, v, unit_keys, options, fixed))
+    return (yield from _delta_rule(q, k, v, unit_keys, options, fixed))
 
 
 def _delta_rule(
-    func: str, q: Any, k: Any, v: Any, unit_keys: bool, options: DeltaOptions, fixed: dict[str, Any]
+    q: Any, k: Any, v: Any, unit_keys: bool, options: DeltaOptions, fixed: dict[str, Any]
 ) -> Steps[Result]:
     """Run a delta rule on queries and keys, of length 1 if `unit_keys`."""
-    if not flag(func, "unit_keys", unit_keys):
-        request = yield _run(func, q, k, v, options, DeltaOptions, fixed)
+    if not flag("unit_keys", unit_keys):
+        request = yield _run(q, k, v, options, DeltaOptions, fixed)
         return _gradients(request, q, k, v, fixed | options)
-    q, k = float_array(func, "q", q, 1), float_array(func, "k", k, 1)
+    q, k = float_array("q", q, 1), float_array("k", k, 1)
     unit_q, unit_k = unit(q), unit(k)
-    request = yield _run(func, unit_q, unit_k, v, options, DeltaOptions, fixed)
+    request = yield _run(unit_q, unit_k, v, options, DeltaOptions, fixed)
 
     results = list(_gradients(request, unit_q, unit_k, v, fixed | options))
     for i, name in enumerate(request.need):
@@ -324,12 +321,10 @@ def _delta_rule(
     return tuple(results)
 
 
-def _run(
-    func: str, q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, fixed: dict[str, Any]
-) -> Result:
-    """Run `linear_attention` with `fixed` arguments, as `func`, which takes the options `taken`."""
-    require_options(func, options, taken)
-    result: Result = run(recurrent_args(func, q, k, v, **fixed, **options), options)
+def _run(q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, fixed: dict[str, Any]) -> Result:
+    """Run `linear_attention` with `fixed` arguments for a function that takes the options `taken`."""
+    require_options(options, taken)
+    result: Result = run(recurrent_args(q, k, v, **fixed, **options), options)
     return result
 
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.options import RelativeOptions
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, Unpack, lane_dtype
 from fastattn._args.values import float_array, integer
 from fastattn._args.variants import relative_args, with_shape
 from fastattn._reference.backward import add_to
 from fastattn.functional._composed_gradients import ComposedGradients, add_up, cotangents, shown
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._split_calls import attend_by_rows, by_distance, parts_by_rows, sum_in
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, AttentionArgs, Ints
 
 
 @differentiable(
@@ -70,7 +63,7 @@ def transformer_xl_attention(
     Language Models beyond a Fixed-Length Context", 2019, arXiv:1901.02860.
     """
     arrays = (q, k, v, relative_keys, content_bias, position_bias)
-    x = _transformer_xl_args("transformer_xl_attention", *arrays, options, return_lse)
+    x = _transformer_xl_args(*arrays, options, return_lse)
     attend_by_rows(x.args, options.get("backend"), x.bias_of)
     request = yield x.args.result
 
@@ -142,7 +135,6 @@ class _TransformerXL:
 
 
 def _transformer_xl_args(
-    func: str,
     q: Any,
     k: Any,
     v: Any,
@@ -153,18 +145,18 @@ def _transformer_xl_args(
     return_lse: bool,
 ) -> _TransformerXL:
     """Check the arguments of Transformer-XL's attention; queries get the bias of the content."""
-    args, lane, offset = relative_args(func, q, k, v, options, RelativeOptions, return_lse)
-    n = float_array(func, "relative_keys", relative_keys, least_dims=2).shape[-2]
+    args, lane, offset = relative_args(q, k, v, options, RelativeOptions, return_lse)
+    n = float_array("relative_keys", relative_keys, least_dims=2).shape[-2]
     shape = (*args.batch_shape, args.heads_q, n, args.head_dim)
-    relative = with_shape(func, "relative_keys", relative_keys, shape, "(..., heads_q, n, head_dim)", 2, lane)
+    relative = with_shape("relative_keys", relative_keys, shape, "(..., heads_q, n, head_dim)", 2, lane)
     needed = args.len_q + args.len_k - 1
     if options.get("causal"):  # distances below 0 are of no key that is attended
         needed = min(needed, args.len_q + offset)
     if n < needed and args.len_q and args.len_k:
-        raise ValueError(f"{func}(): relative_keys has {n} rows; expected {needed}, one a distance")
+        raise ValueError(f"(): relative_keys has {n} rows; expected {needed}, one a distance")
     none = np.zeros((args.heads_q, args.head_dim), lane)
     u, w = (
-        with_shape(func, name, none if x is None else x, none.shape, "(heads_q, head_dim)", 2, lane)[:, None]
+        with_shape(name, none if x is None else x, none.shape, "(heads_q, head_dim)", 2, lane)[:, None]
         for name, x in (("content_bias", content_bias), ("position_bias", position_bias))
     )
     relative = np.broadcast_to(relative, shape)
@@ -219,7 +211,7 @@ def disentangled_attention(
     Disentangled Attention", 2020, arXiv:2006.03654.
     """
     arrays = (q, k, v, position_keys, position_queries)
-    x = _disentangled_args("disentangled_attention", *arrays, max_distance, options, return_lse)
+    x = _disentangled_args(*arrays, max_distance, options, return_lse)
     attend_by_rows(x.args, options.get("backend"), x.bias_of)
     request = yield x.args.result
 
@@ -315,7 +307,6 @@ class _Disentangled:
 
 
 def _disentangled_args(
-    func: str,
     q: Any,
     k: Any,
     v: Any,
@@ -326,20 +317,20 @@ def _disentangled_args(
     return_lse: bool,
 ) -> _Disentangled:
     """Check the arguments of DeBERTa's attention."""
-    args, lane, offset = relative_args(func, q, k, v, options, RelativeOptions, return_lse)
+    args, lane, offset = relative_args(q, k, v, options, RelativeOptions, return_lse)
     tables = {"position_keys": position_keys, "position_queries": position_queries}
-    given = {name: float_array(func, name, x, 2) for name, x in tables.items() if x is not None}
+    given = {name: float_array(name, x, 2) for name, x in tables.items() if x is not None}
     if not given:
-        raise ValueError(f"{func}(): position_keys and position_queries are None; expected at least one")
+        raise ValueError("(): position_keys and position_queries are None; expected at least one")
     name, n = next((name, x.shape[-2]) for name, x in given.items())
     if n < 2 or n % 2:
-        raise ValueError(f"{func}(): {name} has {n} rows; expected 2 * span, 2 or more")
+        raise ValueError(f"(): {name} has {n} rows; expected 2 * span, 2 or more")
     shape, dims = (args.heads_q, n, args.head_dim), "(heads_q, 2 span, head_dim)"
-    found = {name: with_shape(func, name, x, shape, dims, 3, lane) for name, x in given.items()}
+    found = {name: with_shape(name, x, shape, dims, 3, lane) for name, x in given.items()}
     if max_distance is not None:
         if n < 4:
-            raise ValueError(f"{func}(): max_distance is given, and {name} has {n} rows; expected 4 or more")
-        max_distance = integer(func, "max_distance", max_distance, n // 4 + 2, 2**53)
+            raise ValueError(f"(): max_distance is given, and {name} has {n} rows; expected 4 or more")
+        max_distance = integer("max_distance", max_distance, n // 4 + 2, 2**53)
     if options.get("scale") is None:
         args.scale = (args.head_dim * (1 + len(found))) ** -0.5
     # Distances in falling order: first that of the last query and key 0.

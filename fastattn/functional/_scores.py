@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.backward import gradients
-from fastattn._args.errors import wrong_dtype
+from fastattn._args.errors import named, wrong_dtype
 from fastattn._args.options import LocationOptions, NoSoftmaxOptions, SigmoidOptions
 from fastattn._args.rowwise_backward import rowwise_backward_args
-from fastattn._args.types import BackwardArgs, lane_dtype
+from fastattn._args.types import (
+    Array,
+    ArrayLike,
+    AttentionArgs,
+    BackwardArgs,
+    RowwiseArgs,
+    Unpack,
+    lane_dtype,
+)
 from fastattn._args.values import broadcast_batch, float_array, number, operand
 from fastattn._args.variants import additive_args, rowwise_args, talking_heads_args, top_k_args, variant_args
 from fastattn._engine import dispatch
@@ -19,20 +27,12 @@ from fastattn.functional._composed_gradients import ComposedGradients, cotangent
 from fastattn.functional._differentiable import Request, Steps, differentiable
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
     from fastattn._args.backward import Gradients
-    from fastattn._args.types import Array, AttentionArgs, RowwiseArgs
 
 
 @differentiable("q", "k", "v", "weight", options=NoSoftmaxOptions, without=("scale",))
 def additive_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    weight: ArrayLike,
-    **options: Unpack[NoSoftmaxOptions],
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, weight: ArrayLike, **options: Unpack[NoSoftmaxOptions]
 ) -> Steps[Array]:
     """``softmax(scores) @ v`` with ``scores[i, j] = weight @ tanh(q[i] + k[j])``, Bahdanau's attention.
 
@@ -54,7 +54,7 @@ def additive_attention(
     for scores. Masked as in `attention`. Source: D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine
     Translation by Jointly Learning to Align and Translate", 2015, arXiv:1409.0473.
     """
-    args = additive_args("additive_attention", q, k, v, weight, options)
+    args = additive_args(q, k, v, weight, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.attention.result
     return _gradients(args, request, options)
@@ -62,11 +62,7 @@ def additive_attention(
 
 @differentiable("logits", "v", options=LocationOptions, own_bias=False)
 def location_attention(
-    logits: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: bool = False,
-    **options: Unpack[LocationOptions],
+    logits: ArrayLike, v: ArrayLike, *, return_lse: bool = False, **options: Unpack[LocationOptions]
 ) -> Steps[Any]:
     """``softmax(logits) @ v``: attention whose scores are given, as in Luong's location form.
 
@@ -109,7 +105,7 @@ def location_attention(
     >>> fastattn.functional.location_attention(np.zeros((1, 2)), np.array([[1.0], [3.0]]))
     array([[2.]])
     """
-    args = _location_args("location_attention", logits, v, options, return_lse)
+    args = _location_args(logits, v, options, return_lse)
     dispatch.run(args, options.get("backend"))
     request = yield args.result
 
@@ -120,30 +116,28 @@ def location_attention(
     return found.results()
 
 
-def _location_args(
-    func: str, logits: Any, v: Any, options: LocationOptions, return_lse: bool
-) -> AttentionArgs:
+def _location_args(logits: Any, v: Any, options: LocationOptions, return_lse: bool) -> AttentionArgs:
     """The call of attention that location attention is: logits are its bias."""
-    scores = float_array(func, "logits", logits, least_dims=2)
-    values = float_array(func, "v", v, least_dims=2)
+    scores = float_array("logits", logits, least_dims=2)
+    values = float_array("v", v, least_dims=2)
     if scores.shape[-1] != values.shape[-2]:
         came = f"logits has shape {scores.shape} and v {values.shape}"
         expected = "(..., heads, len_q, len_k) and (..., heads, len_k, head_dim_v)"
-        raise ValueError(f"{func}(): {came}; expected {expected}")
+        raise ValueError(f"(): {came}; expected {expected}")
     dtype, given = (x.dtype.newbyteorder("=") for x in (values, scores))
     if given not in (np.float32, dtype):
-        raise wrong_dtype(func, "logits", scores, f"float32 or v's, {dtype}")
+        raise wrong_dtype("logits", scores, f"float32 or v's, {dtype}")
     if scores.ndim == 2 and values.ndim > 2:
         scores = np.broadcast_to(scores, (values.shape[-3], *scores.shape))
     heads, heads_kv = (x.shape[-3] if x.ndim > 2 else 1 for x in (scores, values))
     if not heads or not heads_kv or heads % heads_kv:
         expected = f"a multiple of v's {heads_kv}, shape {values.shape}"
-        raise ValueError(f"{func}(): logits has {heads} heads, shape {scores.shape}; expected {expected}")
-    broadcast_batch(func, logits=scores.shape[:-3], v=values.shape[:-3])
+        raise ValueError(f"(): logits has {heads} heads, shape {scores.shape}; expected {expected}")
+    broadcast_batch(logits=scores.shape[:-3], v=values.shape[:-3])
     q = np.zeros((*scores.shape[:-1], 1), dtype)
     k = np.broadcast_to(np.zeros(1, dtype), (*values.shape[:-1], 1))
     fixed: Any = {"bias": scores, "scale": 1.0}
-    return variant_args(func, q, k, values, options, LocationOptions, return_lse, **fixed)
+    return variant_args(q, k, values, options, LocationOptions, return_lse, **fixed)
 
 
 @differentiable("q", "k", "v", "pre", "post", options=NoSoftmaxOptions)
@@ -178,7 +172,7 @@ def talking_heads_attention(
     head mixes. A query that may attend nothing in a head gets no share from it. Source: N. Shazeer, Z. Lan,
     Y. Cheng, N. Ding and L. Hou, "Talking-Heads Attention", 2020, arXiv:2003.02436.
     """
-    args = talking_heads_args("talking_heads_attention", q, k, v, pre, post, options)
+    args = talking_heads_args(q, k, v, pre, post, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.attention.result
     return _gradients(args, request, options)
@@ -186,10 +180,7 @@ def talking_heads_attention(
 
 @differentiable("q", "k", "v", options=NoSoftmaxOptions)
 def sparsemax_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    **options: Unpack[NoSoftmaxOptions],
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[NoSoftmaxOptions]
 ) -> Steps[Array]:
     """``sparsemax(scale * q @ k.T) @ v``: each row of scores projected onto the probabilities.
 
@@ -219,7 +210,7 @@ def sparsemax_attention(
     >>> fastattn.functional.sparsemax_attention(q, k, np.eye(3), scale=1.0)
     array([[0.25, 0.75, 0.  ]])
     """
-    args = rowwise_args("sparsemax_attention", "sparsemax", q, k, v, options)
+    args = rowwise_args("sparsemax", q, k, v, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.attention.result
     return _gradients(args, request, options)
@@ -227,10 +218,7 @@ def sparsemax_attention(
 
 @differentiable("q", "k", "v", options=NoSoftmaxOptions)
 def entmax15_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    **options: Unpack[NoSoftmaxOptions],
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[NoSoftmaxOptions]
 ) -> Steps[Array]:
     """``entmax15(scale * q @ k.T) @ v``: between softmax (alpha = 1) and sparsemax (alpha = 2).
 
@@ -246,7 +234,7 @@ def entmax15_attention(
     As `sparsemax_attention`; keys 2 or more below the largest score have probability 0. Source: B. Peters, V.
     Niculae and A. F. T. Martins, "Sparse Sequence-to-Sequence Models", 2019, arXiv:1905.05702.
     """
-    args = rowwise_args("entmax15_attention", "entmax15", q, k, v, options)
+    args = rowwise_args("entmax15", q, k, v, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.attention.result
     return _gradients(args, request, options)
@@ -254,12 +242,7 @@ def entmax15_attention(
 
 @differentiable("q", "k", "v", options=NoSoftmaxOptions)
 def top_k_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    top_k: int,
-    **options: Unpack[NoSoftmaxOptions],
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, top_k: int, **options: Unpack[NoSoftmaxOptions]
 ) -> Steps[Array]:
     """Softmax over the `top_k` largest scores of each query, ``softmax(top_k(scale * q @ k.T)) @ v``.
 
@@ -286,7 +269,7 @@ def top_k_attention(
     >>> fastattn.functional.top_k_attention(q, k, np.eye(4), top_k=2)
     array([[0. , 0.5, 0.5, 0. ]])
     """
-    args = top_k_args("top_k_attention", q, k, v, top_k, options)
+    args = top_k_args(q, k, v, top_k, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.attention.result
     return _gradients(args, request, options)
@@ -332,12 +315,13 @@ def sigmoid_attention(
     >>> fastattn.functional.sigmoid_attention(x, x, x + 1)[0, 0, 0]  # four weights of 1 / (1 + 4)
     array([0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8])
     """
-    args = _sigmoid_args("sigmoid_attention", q, k, v, sigmoid_bias, options)
+    args = _sigmoid_args(q, k, v, sigmoid_bias, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.result
     return _sigmoid_gradients(args, request, options)
 
 
+@named("sigmoid_attention_backward")
 def sigmoid_attention_backward(
     dout: Any,
     q: Any,
@@ -348,21 +332,18 @@ def sigmoid_attention_backward(
     **options: Any,
 ) -> tuple[Any, ...]:
     """Gradients of `sigmoid_attention`, without its forward pass, of which they need nothing."""
-    func = "sigmoid_attention_backward"
-    args = _sigmoid_args(func, q, k, v, sigmoid_bias, options)
+    args = _sigmoid_args(q, k, v, sigmoid_bias, options)
     given = {"q": q, "k": k, "v": v, **options}
-    request = Request(func, operand(func, "dout", dout, []), None, need, given)
+    request = Request(operand("dout", dout, []), None, need, given)
     return _sigmoid_gradients(args, request, options)
 
 
-def _sigmoid_args(
-    func: str, q: Any, k: Any, v: Any, sigmoid_bias: float | None, options: Any
-) -> AttentionArgs:
-    args = variant_args(func, q, k, v, options, SigmoidOptions)
+def _sigmoid_args(q: Any, k: Any, v: Any, sigmoid_bias: float | None, options: Any) -> AttentionArgs:
+    args = variant_args(q, k, v, options, SigmoidOptions, scales="k_scale and v_scale")
     if sigmoid_bias is None:
         args.sigmoid_bias = -log(max(1, args.len_k))
     else:
-        args.sigmoid_bias = number(func, "sigmoid_bias", sigmoid_bias, lane_dtype(args.q.dtype))
+        args.sigmoid_bias = number("sigmoid_bias", sigmoid_bias, lane_dtype(args.q.dtype))
     return args
 
 
@@ -371,12 +352,12 @@ def _sigmoid_gradients(args: AttentionArgs, request: Request, options: Any) -> t
     names = list(request.need)
     dout = request.dout.reshape(args.out.shape)
     backward = BackwardArgs(args, dout, dq_factor=1.0 if "dscale" in names else args.scale)
-    return _run(gradients(request.func, backward, names, request.given), options)
+    return _run(gradients(backward, names, request.given), options)
 
 
 def _gradients(args: RowwiseArgs, request: Request, options: NoSoftmaxOptions) -> tuple[Any, ...]:
     """Gradients by kernels that compute scores again."""
-    found = rowwise_backward_args(request.func, args, request.dout, request.given, request.need)
+    found = rowwise_backward_args(args, request.dout, request.given, request.need)
     return _run(found, options)
 
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.backward import summed_to
 from fastattn._args.options import ShawOptions
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, Shape, Unpack
 from fastattn._args.values import float_array
 from fastattn._args.variants import relative_args, with_shape
-from fastattn.functional._composed_gradients import (
-    ComposedGradients,
-    add_up,
-    cotangents,
-    product_sums,
-    shown,
-)
+from fastattn.functional._composed_gradients import ComposedGradients, add_up, cotangents, product_sums, shown
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._split_calls import (
     add_bias,
@@ -31,14 +27,6 @@ from fastattn.functional._split_calls import (
     run,
     sum_in,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, AttentionArgs, Ints, Shape
 
 # Query rows whose near keys Shaw's attention takes at a time.
 _NEAR_ROWS = 128
@@ -76,7 +64,7 @@ def shaw_attention(
     for either side, and no array of len_q x len_k. Source: P. Shaw, J. Uszkoreit, A. Vaswani, "Self-Attention
     with Relative Position Representations", 2018, arXiv:1803.02155.
     """
-    x = _shaw_args("shaw_attention", q, k, v, key_table, value_table, options, return_lse)
+    x = _shaw_args(q, k, v, key_table, value_table, options, return_lse)
     x.attend(options)
     request = yield x.args.result
 
@@ -176,25 +164,18 @@ class _Piece:
 
 
 def _shaw_args(
-    func: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    key_table: Any,
-    value_table: Any,
-    options: ShawOptions,
-    return_lse: bool,
+    q: Any, k: Any, v: Any, key_table: Any, value_table: Any, options: ShawOptions, return_lse: bool
 ) -> _Shaw:
     """Check the arguments of Shaw's attention."""
-    args, lane, offset = relative_args(func, q, k, v, options, ShawOptions, return_lse)
-    n = len(float_array(func, "key_table", key_table, least_dims=1))
+    args, lane, offset = relative_args(q, k, v, options, ShawOptions, return_lse)
+    n = len(float_array("key_table", key_table, least_dims=1))
     if n < 3 or n % 2 == 0:
-        raise ValueError(f"{func}(): key_table has {n} rows; expected an odd number, 3 or more")
-    of_keys = with_shape(func, "key_table", key_table, (n, args.head_dim), "(2 clip + 1, head_dim)", 2, lane)
+        raise ValueError(f"(): key_table has {n} rows; expected an odd number, 3 or more")
+    of_keys = with_shape("key_table", key_table, (n, args.head_dim), "(2 clip + 1, head_dim)", 2, lane)
     of_values = None
     if value_table is not None:
         shape = (n, args.head_dim_v)
-        of_values = with_shape(func, "value_table", value_table, shape, "(2 clip + 1, head_dim_v)", 2, lane)
+        of_values = with_shape("value_table", value_table, shape, "(2 clip + 1, head_dim_v)", 2, lane)
     return _Shaw(args, offset, of_keys, of_values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -9,27 +10,16 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from fastattn._args import key_ranges
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import AXES, Array, AttentionArgs, Ints, RecurrentArgs, lane_dtype
 from fastattn._engine import dispatch
 from fastattn._reference import attention as reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from fastattn._args.options import ComputeOptions
-    from fastattn._args.types import Array, AttentionArgs, Ints, RecurrentArgs
 
 # The pieces of `attend_by_rows`: this many scores of one head, and at least this many query rows. Only
 # lengths decide, so that a row's bits do not depend on the batch.
 _PIECE_SCORES, _LEAST_ROWS = 2**18, 32
-
-# Axes behind the batch dimensions.
-_TRAILING = {
-    **dict.fromkeys(("q", "k", "v", "out", "mask", "bias"), 3),
-    **dict.fromkeys(("lse", "row_begin", "row_end", "range_first", "range_last"), 2),
-    **dict.fromkeys(("alibi_slopes", "sinks"), 1),
-    "q_position": 0,
-}
 
 
 def run(args: AttentionArgs | RecurrentArgs, options: ComputeOptions) -> Any:
@@ -40,12 +30,7 @@ def run(args: AttentionArgs | RecurrentArgs, options: ComputeOptions) -> Any:
 
 def rows_of(args: AttentionArgs, rows: slice) -> AttentionArgs:
     """The call of some query rows; its results are views of the whole one's."""
-    part = copy(args)
-    part.len_q = rows.stop - rows.start
-    for name, n in _TRAILING.items():
-        x = getattr(args, name)
-        if name not in ("k", "v") and n > 1 and x is not None and x.shape[1 - n] > 1:
-            setattr(part, name, x[..., rows, :] if n == 3 else x[..., rows])
+    part = args.cut(len_q=rows)
     if args.q_position is not None:
         part.q_position = args.q_position + rows.start
     return part
@@ -53,12 +38,7 @@ def rows_of(args: AttentionArgs, rows: slice) -> AttentionArgs:
 
 def keys_of(args: AttentionArgs, keys: slice) -> AttentionArgs:
     """The call over some of the keys, counted from 0. Not for ALiBi: q_position stays as it is."""
-    part = copy(args)
-    part.k, part.v, part.len_k = args.k[..., keys, :], args.v[..., keys, :], keys.stop - keys.start
-    for name in ("mask", "bias"):
-        x = getattr(args, name)
-        if x is not None and x.shape[-1] > 1:
-            setattr(part, name, x[..., keys])
+    part = args.cut(len_k=keys)
     for name in ("row_begin", "row_end"):
         x = getattr(args, name)
         if x is not None:
@@ -72,8 +52,8 @@ def item_of(args: AttentionArgs, b: tuple[int, ...]) -> AttentionArgs:
     """The call of one batch item."""
     part = copy(args)
     part.batch_shape = ()
-    for name, n in _TRAILING.items():
-        x = getattr(args, name)
+    for name, axes in AXES.items():
+        x, n = getattr(args, name), len(axes)
         if x is None or x.ndim == n:
             continue
         if name in ("out", "lse"):  # to be written

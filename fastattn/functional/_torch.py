@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.attention import add_bias, add_mask, attention_args, dropout_of
 from fastattn._args.backward import backward_args
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import put_name, wrong_type
+from fastattn._args.types import Array, ArrayLike, Ints, NDArray, Unpack
 from fastattn._args.values import flag, float_array, mask_array
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
@@ -17,13 +19,7 @@ from fastattn._reference import backward
 from fastattn.functional._differentiable import Steps, differentiable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import ArrayLike, NDArray
-    from typing_extensions import Unpack
-
     from fastattn._args.options import NoOptions
-    from fastattn._args.types import Array, Ints
     from fastattn.masks import Mask
 
 
@@ -78,34 +74,37 @@ def scaled_dot_product_attention(
     attend nothing gets 0 and not NaN; NaN and Inf in masked keys and values have no effect; of a float mask,
     -inf masks.
     """
-    func = "scaled_dot_product_attention"
-    if others:
-        raise not_an_argument(func, others, scaled_dot_product_attention)
-    if flag(func, "is_causal", is_causal) and attn_mask is not None:
-        raise ValueError(f"{func}(): attn_mask is given and is_causal is True; expected one of the two")
-    names = ("query", "key", "value")
-    given = zip(names, (query, key, value), strict=True)
-    q, k, v = (float_array(func, name, x, least_dims=2) for name, x in given)
-    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
-    # One key head serves all query heads as one group: nothing is copied.
-    if not flag(func, "enable_gqa", enable_gqa) and not heads[1] == heads[2] in (1, heads[0]):
-        if any(n not in (1, max(heads)) for n in heads):
-            raise ValueError(
-                f"{func}(): query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads; expected"
-                f" as many of each, or enable_gqa=True for groups of query heads that share a key head"
-            )
-        q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
-    q_offset = 0 if is_causal else None
-    args = attention_args(func, q, k, v, causal=is_causal, q_offset=q_offset, scale=scale, names=names)
-    args.dropout, args.seed = dropout_of(func, dropout_p, seed, "dropout_p")
-    if attn_mask is not None:
-        array = mask_array(func, "attn_mask", attn_mask)
-        if array.dtype == np.bool_:
-            add_mask(args, func, "attn_mask", array)
-        else:
-            add_bias(args, func, "attn_mask", array, [], " or bool")
-    dispatch.run(args, None)
-    return args.result  # type: ignore[no-any-return]
+    try:
+        if others:
+            raise not_an_argument(others, scaled_dot_product_attention)
+        if flag("is_causal", is_causal) and attn_mask is not None:
+            raise ValueError("(): attn_mask is given and is_causal is True; expected one of the two")
+        names = ("query", "key", "value")
+        given = zip(names, (query, key, value), strict=True)
+        q, k, v = (float_array(name, x, least_dims=2) for name, x in given)
+        heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
+        # One key head serves all query heads as one group: nothing is copied.
+        if not flag("enable_gqa", enable_gqa) and not heads[1] == heads[2] in (1, heads[0]):
+            if any(n not in (1, max(heads)) for n in heads):
+                raise ValueError(
+                    f"(): query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads; expected"
+                    f" as many of each, or enable_gqa=True for groups of query heads that share a key head"
+                )
+            q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
+        q_offset = 0 if is_causal else None
+        args = attention_args(q, k, v, causal=is_causal, q_offset=q_offset, scale=scale, names=names)
+        args.dropout, args.seed = dropout_of(dropout_p, seed, "dropout_p")
+        if attn_mask is not None:
+            array = mask_array("attn_mask", attn_mask)
+            if array.dtype == np.bool_:
+                add_mask(args, "attn_mask", array)
+            else:
+                add_bias(args, "attn_mask", array, [], " or bool")
+        dispatch.run(args, None)
+        return args.result  # type: ignore[no-any-return]
+    except Exception as error:
+        put_name("scaled_dot_product_attention", error)
+        raise
 
 
 @differentiable("q", "k", "v")
@@ -163,15 +162,14 @@ def flex_attention(
     >>> fastattn.functional.flex_attention(x, x, x, score_mod=near).shape
     (1, 2, 5, 8)
     """
-    func = "flex_attention"
     if others:
-        raise not_an_argument(func, others, flex_attention)
+        raise not_an_argument(others, flex_attention)
     for name, function in (("score_mod", score_mod), ("score_mod_backward", score_mod_backward)):
         if function is not None and not callable(function):
-            raise wrong_type(func, name, function, "a function")
+            raise wrong_type(name, function, "a function")
     if score_mod is None and score_mod_backward is not None:
-        raise ValueError(f"{func}(): score_mod_backward is given, but score_mod is None; expected both")
-    args = attention_args(func, q, k, v, mask, scale=scale, q_offset=q_offset, return_lse=return_lse)
+        raise ValueError("(): score_mod_backward is given, but score_mod is None; expected both")
+    args = attention_args(q, k, v, mask, scale=scale, q_offset=q_offset, return_lse=return_lse)
     if score_mod is None:
         dispatch.run(args, None)
     elif args.out.size:
@@ -181,12 +179,10 @@ def flex_attention(
 
     if score_mod is not None and score_mod_backward is None:
         expected = "f(dscores, scores, b, h, i, j) -> dscores, as score_mod has no derivative to be seen"
-        raise ValueError(
-            f"{request.func}(): score_mod_backward is None, but score_mod is given; expected {expected}"
-        )
+        raise ValueError(f"(): score_mod_backward is None, but score_mod is given; expected {expected}")
     given = {"dout": request.dout, "q": q, "k": k, "v": v, "scale": scale}
     given |= {"out": args.out.reshape(request.dout.shape), "lse": args.result[1], "dlse": request.dmore}
-    found = backward_args(request.func, args, given, request.need, None, {})
+    found = backward_args(args, given, request.need, None, {})
     if not args.out.size:
         found.clear()
     elif score_mod is None:

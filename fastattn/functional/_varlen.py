@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
+from fastattn._args.errors import put_name
 from fastattn._args.options import VarlenOptions, require_options
+from fastattn._args.types import ArrayLike, NDArray, Unpack
 from fastattn._args.varlen import varlen_args
 from fastattn._engine import dispatch
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
-    from typing_extensions import Unpack
 
 
 @overload
@@ -115,8 +113,11 @@ def varlen_attention(
     >>> fastattn.varlen_attention(q, k, v, [0, 3, 7], [0, 3, 7], causal=True).shape
     (7, 8, 64)
     """
-    func = "varlen_attention"
-    require_options(func, options, VarlenOptions)
-    args = varlen_args(func, q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **options)
+    try:
+        require_options(options, VarlenOptions)
+        args = varlen_args(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **options)
+    except Exception as error:
+        put_name("varlen_attention", error)
+        raise
     dispatch.run(args, options.get("backend"))
     return args.result

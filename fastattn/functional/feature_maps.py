@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.errors import named, wrong_dtype, wrong_shape
 from fastattn._args.ops import epsilon
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, lane_dtype
 from fastattn._args.values import float_array, generator, integer, real_array, require_broadcast, shared
 from fastattn.functional._differentiable import Steps, differentiable
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array
 
 __all__ = ["Favor", "elu", "favor", "unit"]
 
@@ -38,7 +33,7 @@ def elu(x: ArrayLike) -> Steps[Array]:
     TypeError
         If x is no array of float32, float64, float16 or bfloat16.
     """
-    array = float_array("elu", "x", x)
+    array = float_array("x", x)
     wide = array.astype(lane_dtype(array.dtype), copy=False)
     result = np.where(wide > 0, wide + 1, np.exp(np.minimum(wide, 0)))
     request = yield np.asarray(result, array.dtype.newbyteorder("="))
@@ -59,9 +54,9 @@ def unit(x: ArrayLike, *, eps: float = 1e-6) -> Steps[Array]:
     TypeError, ValueError
         If x is no array of float32, float64, float16 or bfloat16, or eps is no number of 0 or more.
     """
-    array = float_array("unit", "x", x, least_dims=1)
+    array = float_array("x", x, least_dims=1)
     lane, dim = lane_dtype(array.dtype), max(1, array.shape[-1])
-    eps = epsilon("unit", "eps", eps, lane)
+    eps = epsilon("eps", eps, lane)
     request = yield ops.rms_norm(array, np.full(array.shape[-1], dim**-0.5, lane), eps=eps / dim)
 
     if not request.need:
@@ -85,20 +80,23 @@ class Favor:
     projection: Array  # (num_features, head_dim), float64
 
     @np.errstate(all="ignore")
+    @named("queries")
     def queries(self, q: ArrayLike) -> Array:
         """Features (..., length, num_features) of q (..., length, head_dim), in its dtype.
 
         Each query's features are divided by the largest of them, which `normalize` takes out again.
         """
-        exponents, dtype = self._exponents("queries", "q", q)
+        exponents, dtype = self._exponents("q", q)
         return self._features(exponents - exponents.max(axis=-1, keepdims=True), dtype)
 
     @np.errstate(all="ignore")
+    @named("shift")
     def shift(self, k: ArrayLike) -> Array:
         """The largest exponent of the keys of each head, (..., 1, 1), for k (..., length, head_dim)."""
-        return np.asarray(self._exponents("shift", "k", k)[0].max((-1, -2), keepdims=True, initial=-np.inf))
+        return np.asarray(self._exponents("k", k)[0].max((-1, -2), keepdims=True, initial=-np.inf))
 
     @np.errstate(all="ignore")
+    @named("keys")
     def keys(self, k: ArrayLike, shift: ArrayLike | None = None) -> Array:
         """Features (..., length, num_features) of k (..., length, head_dim), in its dtype.
 
@@ -107,41 +105,43 @@ class Favor:
         several calls, with a state carried on, need one `shift` for all of them: that of the first call, or
         0 where no exponent gets near 88, the largest of float32.
         """
-        exponents, dtype = self._exponents("keys", "k", k)
+        exponents, dtype = self._exponents("k", k)
         if shift is None:
             down = exponents.max(axis=(-1, -2), keepdims=True, initial=-np.inf)
         else:
-            down = real_array("keys", "shift", shift)
+            down = real_array("shift", shift)
             one_each = (*exponents.shape[:-1], 1)
-            require_broadcast("keys", "shift", down.shape, one_each, "(..., length, 1)")
+            require_broadcast("shift", down.shape, one_each, "(..., length, 1)")
         return self._features(exponents - down.astype(np.float64), dtype)
 
     @np.errstate(all="ignore")
+    @named("queries_backward")
     def queries_backward(self, dout: ArrayLike, q: ArrayLike) -> Array:
         """The gradient of q, from that of ``queries(q)``; q's shape and dtype, which dout's features have."""
-        return self._backward("queries_backward", "q", dout, q, (-1,))
+        return self._backward("q", dout, q, (-1,))
 
     @np.errstate(all="ignore")
+    @named("keys_backward")
     def keys_backward(self, dout: ArrayLike, k: ArrayLike, shift: ArrayLike | None = None) -> Array:
         """The gradient of k, from that of ``keys(k, shift)``; a given shift is a constant."""
-        func, axes = "keys_backward", (-1, -2)
+        axes = (-1, -2)
         if shift is None:
-            return self._backward(func, "k", dout, k, axes)
-        exponents, _ = self._exponents(func, "k", k)
-        down = real_array(func, "shift", shift)
-        require_broadcast(func, "shift", down.shape, (*exponents.shape[:-1], 1), "(..., length, 1)")
-        return self._backward(func, "k", dout, k, axes, down.astype(np.float64))
+            return self._backward("k", dout, k, axes)
+        exponents, _ = self._exponents("k", k)
+        down = real_array("shift", shift)
+        require_broadcast("shift", down.shape, (*exponents.shape[:-1], 1), "(..., length, 1)")
+        return self._backward("k", dout, k, axes, down.astype(np.float64))
 
     def _backward(
-        self, func: str, name: str, dout: ArrayLike, x: ArrayLike, axes: tuple[int, ...], down: Any = None
+        self, name: str, dout: ArrayLike, x: ArrayLike, axes: tuple[int, ...], down: Any = None
     ) -> Array:
         """The gradient of x through features that are divided by exp(down), or the largest of `axes`."""
-        exponents, dtype = self._exponents(func, name, x)
-        given, array = float_array(func, "dout", dout, least_dims=2), float_array(func, name, x)
+        exponents, dtype = self._exponents(name, x)
+        given, array = float_array("dout", dout, least_dims=2), float_array(name, x)
         if given.shape != exponents.shape:
-            raise wrong_shape(func, "dout", given, exponents.shape)
+            raise wrong_shape("dout", given, exponents.shape)
         if given.dtype.newbyteorder("=") != dtype:
-            raise wrong_dtype(func, "dout", given, f"{name}'s, {dtype}")
+            raise wrong_dtype("dout", given, f"{name}'s, {dtype}")
         lane = lane_dtype(dtype)
         largest = exponents.max(axes, keepdims=True, initial=-np.inf)
         moved = exponents - (largest if down is None else down)
@@ -156,12 +156,12 @@ class Favor:
         )
         return np.asarray(dy * factor, dtype)
 
-    def _exponents(self, func: str, name: str, x: ArrayLike) -> tuple[Array, np.dtype[Any]]:
+    def _exponents(self, name: str, x: ArrayLike) -> tuple[Array, np.dtype[Any]]:
         """w . y - |y|^2 / 2 for each feature w, y = x / head_dim^(1/4), in the accumulator's dtype."""
-        array = float_array(func, name, x, least_dims=2)
+        array = float_array(name, x, least_dims=2)
         head_dim = self.projection.shape[1]
         if array.shape[-1] != head_dim:
-            raise wrong_shape(func, name, array, f"(..., length, {head_dim})")
+            raise wrong_shape(name, array, f"(..., length, {head_dim})")
         lane = lane_dtype(array.dtype)
         y = array.astype(lane) * lane.type(array.shape[-1] ** -0.25)
         exponents: Array = y @ self.projection.T.astype(lane) - 0.5 * np.square(y).sum(-1, keepdims=True)
@@ -172,6 +172,7 @@ class Favor:
         return np.asarray(np.exp(exponents) / math.sqrt(len(self.projection)), dtype)
 
 
+@named("favor")
 def favor(head_dim: int, num_features: int, rng: np.random.Generator | int | None = None) -> Favor:
     """Performer's positive orthogonal random features, FAVOR+.
 
@@ -202,9 +203,9 @@ def favor(head_dim: int, num_features: int, rng: np.random.Generator | int | Non
     ``2 * len * head_dim * num_features`` FLOP, by NumPy.
     Source: K. Choromanski et al., "Rethinking Attention with Performers", 2021, arXiv:2009.14794.
     """
-    head_dim = integer("favor", "head_dim", head_dim, 1, _MOST_FEATURES)
-    num_features = integer("favor", "num_features", num_features, 1, _MOST_FEATURES)
-    rng = generator("favor", "rng", rng)
+    head_dim = integer("head_dim", head_dim, 1, _MOST_FEATURES)
+    num_features = integer("num_features", num_features, 1, _MOST_FEATURES)
+    rng = generator("rng", rng)
     blocks = []
     for _ in range(math.ceil(num_features / head_dim)):
         directions, signs = np.linalg.qr(rng.standard_normal((head_dim, head_dim)))

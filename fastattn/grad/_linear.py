@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.grad import Results, needed
 from fastattn._args.grad_types import OuterArgs, RowsGradArgs
 from fastattn._args.ops import data, like, rows, vector
 from fastattn._args.packed import PackedLinear
-from fastattn._args.types import ACTIVATIONS, FLOAT64, lane_dtype
+from fastattn._args.types import ACTIVATIONS, FLOAT64, Activation, Array, ArrayLike, lane_dtype
 from fastattn._args.values import choice
 from fastattn._engine import dispatch
 from fastattn._engine.settings import require_backend, threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-
     from fastattn._args.options import Backend
-    from fastattn._args.types import Activation, Array
 
 TRAINED = ("float32", "float64", "bfloat16")  # types of weights that have gradients
 
 
+@named("linear")
 def linear(
     dout: ArrayLike,
     x: ArrayLike,
@@ -54,10 +51,8 @@ def linear(
         gated weight, it is computed again.
     need : sequence of {"dx", "dweight", "dbias"}
         Which gradients. Weights in int8 and in 4 bits are frozen: they have no dweight.
-    into : sequence of (ndarray or None), optional
-        Arrays for them, in the order of `need`; None is a new one. They share no memory with an input.
-    num_threads, backend : optional
-        As in `fastattn.ops.linear`.
+    into, num_threads, backend : optional
+        As in `layer_norm`, like the errors.
 
     Returns
     -------
@@ -66,50 +61,44 @@ def linear(
         (2, out_features, in_features), gate first, as `PackedLinear.unpack` has it; dbias (out_features,),
         gated (2, out_features): float32, for x in float64 in float64.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
-
     Notes
     -----
     ``dx = dpre @ weight``, ``dweight = dpre.T @ x``, ``dbias = sum(dpre)`` with ``dpre = dout *
     activation'(pre)``: ``4 * rows * in_features * out_features`` FLOP, twice that if gated.
     """
-    func = "linear"
     if backend is not None:
-        require_backend(func, backend)
+        require_backend(backend)
     if not isinstance(weight, PackedLinear):
-        raise wrong_type(func, "weight", weight, "what ops.pack() returns")
+        raise wrong_type("weight", weight, "what ops.pack() returns")
     k, n, maps = weight.in_features, weight.out_features, 1 + weight.gated
-    array = data(func, "x", x)
+    array = data("x", x)
     dtype, lane = array.dtype, lane_dtype(array.dtype)
     if array.shape[-1] != k:
-        raise wrong_shape(func, "x", array, f"(..., {k}) for this weight")
+        raise wrong_shape("x", array, f"(..., {k}) for this weight")
     if (weight.dtype == "float64") != (lane is FLOAT64):
         expected = "float64" if weight.dtype == "float64" else "float32, float16 or bfloat16"
-        raise TypeError(f"{func}(): x has dtype {dtype}; expected {expected} for a weight in {weight.dtype}")
+        raise TypeError(f"(): x has dtype {dtype}; expected {expected} for a weight in {weight.dtype}")
     leading = array.shape[:-1]
-    gradient = like(func, "dout", dout, (*leading, n), dtype, "the result")
+    gradient = like("dout", dout, (*leading, n), dtype, "the result")
     if gradient is None:
-        raise wrong_type(func, "dout", dout, "an array")
+        raise wrong_type("dout", dout, "an array")
     inner = (2, n) if weight.gated else (n,)
-    before = like(func, "pre", pre, (*leading, *inner), dtype, "the map")
-    bias_array = vector(func, "bias", bias, inner, lane)
+    before = like("pre", pre, (*leading, *inner), dtype, "the map")
+    bias_array = vector("bias", bias, inner, lane)
     if activation is not None:
-        choice(func, "activation", activation, ACTIVATIONS)
-    names = needed(func, need, ("dx", "dweight", "dbias"))
+        choice("activation", activation, ACTIVATIONS)
+    names = needed(need, ("dx", "dweight", "dbias"))
     if "dweight" in names and weight.dtype not in TRAINED:
         raise ValueError(
-            f"{func}(): need has 'dweight' for a weight in {weight.dtype}; expected one of"
+            f"(): need has 'dweight' for a weight in {weight.dtype}; expected one of"
             f" {', '.join(TRAINED)}, or need without it"
         )
     given = {"dout": gradient, "x": array, "pre": before, "bias": bias_array}
-    results = Results(func, names, into, given)
+    results = Results(names, into, given)
     dx = results.array("dx", array.shape, dtype)
     dweight = results.array("dweight", (*inner, k), lane, "sums of")
     dbias = results.array("dbias", inner, lane, "sums of")
-    count = threads(func, num_threads)
+    count = threads(num_threads)
     if activation is not None or weight.gated:
         if before is None:
             before = np.empty((*leading, *inner), dtype)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.errors import named, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.grad import Results, needed
 from fastattn._args.grad_types import LogitsArgs, OuterArgs
 from fastattn._args.ops import data, rows, vector
 from fastattn._args.packed import PackedLinear
-from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.types import FLOAT64, Array, ArrayLike, Ints, lane_dtype
 from fastattn._args.values import as_array, choice, integers, number, real_values, require_broadcast
 from fastattn._engine import dispatch
 from fastattn._engine.settings import require_backend, threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-
     from fastattn._args.options import Backend
-    from fastattn._args.types import Array, Ints
 
 _REDUCTIONS = ("mean", "sum", "none")
 # Logits that are held at a time: 128 MB in float32. Of a vocabulary of 50,000 these are 640 rows, so that
@@ -31,6 +27,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 _LOGITS = 1 << 25
 
 
+@named("cross_entropy")
 def cross_entropy(
     x: ArrayLike,
     weight: PackedLinear | None,
@@ -71,10 +68,8 @@ def cross_entropy(
         The gradient of the loss: a number; with "none" it may have an element for each row.
     need : sequence of {"dx", "dweight", "dbias"}, optional
         Which gradients; by default dx, and what is there of dweight and dbias. ``()``: the loss alone.
-    into : sequence of (ndarray or None), optional
-        Arrays for them, in the order of `need`; None is a new one. They share no memory with an input.
-    num_threads, backend : optional
-        As in `fastattn.ops.linear`.
+    into, num_threads, backend : optional
+        As in `layer_norm`, like the errors.
 
     Returns
     -------
@@ -84,38 +79,30 @@ def cross_entropy(
         In the order of `need`: dx in x's shape and dtype; dweight (num_classes, in_features) and dbias
         (num_classes,) in float32, for x in float64 in float64.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
-
     Notes
     -----
     ``6 * rows * in_features * num_classes`` FLOP. Logits are float32 (float64) for x in 16 bits, too.
     """
-    func = "cross_entropy"
     if backend is not None:
-        require_backend(func, backend)
-    array = data(func, "x", x)
+        require_backend(backend)
+    array = data("x", x)
     lane = lane_dtype(array.dtype)
-    classes = array.shape[-1] if weight is None else _classes(func, weight, array)
-    index, counted, smoothing = targets_of(
-        func, targets, array.shape[:-1], classes, ignore_index, label_smoothing
-    )
-    bias_array = vector(func, "bias", bias, (classes,), lane)
-    choice(func, "reduction", reduction, _REDUCTIONS)
-    factor = _factors(func, dloss, array.shape[:-1], reduction, lane)
+    classes = array.shape[-1] if weight is None else _classes(weight, array)
+    index, counted, smoothing = targets_of(targets, array.shape[:-1], classes, ignore_index, label_smoothing)
+    bias_array = vector("bias", bias, (classes,), lane)
+    choice("reduction", reduction, _REDUCTIONS)
+    factor = _factors(dloss, array.shape[:-1], reduction, lane)
     known = ["dx"]
     if isinstance(weight, PackedLinear) and weight.dtype in ("float32", "float64", "bfloat16"):
         known.append("dweight")
     if bias is not None:
         known.append("dbias")
-    names = needed(func, known if need is None else need, known)
-    results = Results(func, names, into, {"x": array, "bias": bias_array})
+    names = needed(known if need is None else need, known)
+    results = Results(names, into, {"x": array, "bias": bias_array})
     dx = results.array("dx", array.shape, array.dtype)
     dweight = results.array("dweight", (classes, array.shape[-1]), lane, "sums of")
     dbias = results.array("dbias", (classes,), lane, "sums of")
-    count = threads(func, num_threads)
+    count = threads(num_threads)
     if reduction == "mean":
         factor = factor / lane.type(max(1, len(counted)))
     whole, losses = len(counted) == len(index), np.zeros(index.shape, lane)
@@ -157,22 +144,21 @@ def cross_entropy(
     return (total / max(1, len(counted)) if reduction == "mean" else total), *results()
 
 
-def _classes(func: str, weight: Any, x: Array) -> int:
+def _classes(weight: Any, x: Array) -> int:
     """The classes of a checked weight."""
     if not isinstance(weight, PackedLinear):
-        raise wrong_type(func, "weight", weight, "what ops.pack() returns, or None")
+        raise wrong_type("weight", weight, "what ops.pack() returns, or None")
     if weight.gated:
-        raise ValueError(f"{func}(): weight is a gated pair; expected one map")
+        raise ValueError("(): weight is a gated pair; expected one map")
     if x.shape[-1] != weight.in_features:
-        raise wrong_shape(func, "x", x, f"(..., {weight.in_features}) for this weight")
+        raise wrong_shape("x", x, f"(..., {weight.in_features}) for this weight")
     if (weight.dtype == "float64") != (x.dtype == FLOAT64):
         expected = "float64" if weight.dtype == "float64" else "float32, float16 or bfloat16"
-        raise wrong_dtype(func, "x", x, f"{expected} for a weight in {weight.dtype}")
+        raise wrong_dtype("x", x, f"{expected} for a weight in {weight.dtype}")
     return weight.out_features
 
 
 def targets_of(
-    func: str,
     targets: Any,
     shape: tuple[int, ...],
     classes: int,
@@ -181,27 +167,27 @@ def targets_of(
     like: str = "x without its last axis",
 ) -> tuple[Ints, Ints, float]:
     """Checked targets (rows,), the rows that are not ignored, and the smoothing; `like` has their shape."""
-    smoothing = number(func, "label_smoothing", label_smoothing, FLOAT64)
+    smoothing = number("label_smoothing", label_smoothing, FLOAT64)
     if not 0 <= smoothing <= 1:
-        raise ValueError(f"{func}(): label_smoothing is {label_smoothing}; expected 0 to 1")
-    ignored = int(integers(func, "ignore_index", ignore_index, (), "one number"))
-    given = as_array(func, "targets", targets)
-    index = integers(func, "targets", given if given.size else np.zeros(given.shape, np.int64))
+        raise ValueError(f"(): label_smoothing is {label_smoothing}; expected 0 to 1")
+    ignored = int(integers("ignore_index", ignore_index, (), "one number"))
+    given = as_array("targets", targets)
+    index = integers("targets", given if given.size else np.zeros(given.shape, np.int64))
     if index.shape != shape:
-        raise wrong_shape(func, "targets", index, f"{shape}, as {like}")
+        raise wrong_shape("targets", index, f"{shape}, as {like}")
     index = index.ravel()
     counted = np.flatnonzero(index != ignored)
     used = index[counted]
     if used.size and not ((least := used.min()) >= 0 and (most := used.max()) < classes):
         bad = least if least < 0 else most
         raise ValueError(
-            f"{func}(): targets has {bad}; expected 0 to {classes - 1}, or {ignored}, which is ignored"
+            f"(): targets has {bad}; expected 0 to {classes - 1}, or {ignored}, which is ignored"
         )
     return index, counted, smoothing
 
 
-def _factors(func: str, dloss: Any, shape: tuple[int, ...], reduction: str, lane: np.dtype[Any]) -> Array:
+def _factors(dloss: Any, shape: tuple[int, ...], reduction: str, lane: np.dtype[Any]) -> Array:
     """`dloss` of each row."""
-    array = real_values(func, "dloss", dloss, lane, [])
-    require_broadcast(func, "dloss", array.shape, shape if reduction == "none" else (), "the loss")
+    array = real_values("dloss", dloss, lane, [])
+    require_broadcast("dloss", array.shape, shape if reduction == "none" else (), "the loss")
     return np.broadcast_to(array, shape).ravel()

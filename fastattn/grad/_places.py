@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import named, wrong_shape
 from fastattn._args.grad import dropout_args
 from fastattn._args.grad_types import ScatterArgs
 from fastattn._args.ops import data, rows
 from fastattn._args.results import result_array
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, lane_dtype
 from fastattn._args.values import MOST_SIZE, as_array, float_array, integer, integers
 from fastattn._engine import dispatch
 from fastattn._engine.settings import threads
-from fastattn.positions import apply_rope
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array
+from fastattn.positions._rotary import rotated
 
 
+@named("embedding")
 def embedding(dout: ArrayLike, ids: ArrayLike, num_rows: int, *, add_to: Array | None = None) -> Array:
     """Gradient of the table of `fastattn.ops.embedding`: row i is the sum of `dout` where ``ids == i``.
 
@@ -52,32 +46,29 @@ def embedding(dout: ArrayLike, ids: ArrayLike, num_rows: int, *, add_to: Array |
     -----
     Rows are added in the order of `ids`, so the bits are the same in every run.
     """
-    array = data("embedding", "dout", dout)
-    num_rows = integer("embedding", "num_rows", num_rows, 0, MOST_SIZE)
-    given = as_array("embedding", "ids", ids)
+    array = data("dout", dout)
+    num_rows = integer("num_rows", num_rows, 0, MOST_SIZE)
+    given = as_array("ids", ids)
     if not given.size:
         given = np.zeros(given.shape, np.int64)  # NumPy makes floats of an empty list
-    index = integers("embedding", "ids", given, low=0, high=num_rows - 1)
+    index = integers("ids", given, low=0, high=num_rows - 1)
     if array.shape[:-1] != index.shape:
-        raise wrong_shape(
-            "embedding", "dout", array, f"({', '.join(map(str, index.shape))}, features), as ids"
-        )
+        raise wrong_shape("dout", array, f"({', '.join(map(str, index.shape))}, features), as ids")
     lane = lane_dtype(array.dtype)
     shape = num_rows, array.shape[-1]
     if add_to is None:
         table = np.zeros(shape, lane)
     else:
-        table = result_array(
-            "embedding", add_to, shape, lane, "sums of dout", [("dout", dout, array)], "add_to"
-        )
+        table = result_array(add_to, shape, lane, "sums of dout", [("dout", dout, array)], "add_to")
     flat = index.ravel()
     order = np.argsort(flat, kind="stable")
     places, firsts = np.unique(flat[order], return_index=True)
     firsts = np.append(firsts, len(flat)).astype(np.int64, copy=False)
-    dispatch.run_grad(ScatterArgs(rows(array), order, firsts, places, table, threads("embedding", None)))
+    dispatch.run_grad(ScatterArgs(rows(array), order, firsts, places, table, threads(None)))
     return table
 
 
+@named("rope")
 def rope(
     dout: ArrayLike, cos: ArrayLike, sin: ArrayLike, *, interleaved: bool = False, out: Array | None = None
 ) -> Array:
@@ -92,10 +83,11 @@ def rope(
     out : ndarray, optional
         Array for the result; it may be `dout` itself.
     """
-    table = float_array("rope", "sin", sin)
-    return apply_rope(dout, cos, np.negative(table), interleaved=interleaved, out=out)
+    table = float_array("sin", sin)
+    return rotated("dout", dout, cos, np.negative(table), interleaved, out)
 
 
+@named("dropout")
 def dropout(
     x: ArrayLike,
     rate: float,
@@ -140,6 +132,6 @@ def dropout(
     axes flattened, is ``(i, j // 64 * 16 + j % 16, stream, 0)``. Word ``j // 16 % 4`` decides: the element is
     kept where it is at least ``int(rate * 2**32)``.
     """
-    args, result = dropout_args("dropout", x, "x", rate, seed, stream, out, num_threads)
+    args, result = dropout_args(x, "x", rate, seed, stream, out, num_threads)
     dispatch.run_grad(args)
     return result

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from fastattn._args.grad import rows_grad_args
+from fastattn._args.types import Activation, Array, ArrayLike
 from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-
     from fastattn._args.options import Backend
-    from fastattn._args.types import Activation, Array
 
 
 def layer_norm(
@@ -58,22 +55,8 @@ def layer_norm(
     TypeError, ValueError
         If an argument does not fit; nothing was computed.
     """
-    args, results = rows_grad_args(
-        "layer_norm",
-        dout,
-        x,
-        need,
-        ("dx", "dweight", "dbias"),
-        into,
-        num_threads,
-        backend,
-        weight=weight,
-        eps=eps,
-        residual=residual,
-        dsum=dsum,
-    )
-    dispatch.run_grad(args, backend)
-    return results()
+    norm = {"weight": weight, "eps": eps, "residual": residual, "dsum": dsum}
+    return _run("layer_norm", dout, x, need, ("dx", "dweight", "dbias"), into, num_threads, backend, **norm)
 
 
 def rms_norm(
@@ -93,22 +76,8 @@ def rms_norm(
 
     Parameters, results and errors as in `layer_norm`.
     """
-    args, results = rows_grad_args(
-        "rms_norm",
-        dout,
-        x,
-        need,
-        ("dx", "dweight"),
-        into,
-        num_threads,
-        backend,
-        weight=weight,
-        eps=eps,
-        residual=residual,
-        dsum=dsum,
-    )
-    dispatch.run_grad(args, backend)
-    return results()
+    norm = {"weight": weight, "eps": eps, "residual": residual, "dsum": dsum}
+    return _run("rms_norm", dout, x, need, ("dx", "dweight"), into, num_threads, backend, **norm)
 
 
 def softmax(
@@ -132,11 +101,8 @@ def softmax(
     num_threads, backend : optional
         As in `layer_norm`, like the errors.
     """
-    args, results = rows_grad_args(
-        "softmax", dout, out, ("dx",), ("dx",), (into,), num_threads, backend, called="out"
-    )
-    dispatch.run_grad(args, backend)
-    return results()[0]
+    known = ("dx",)
+    return _run("softmax", dout, out, known, known, (into,), num_threads, backend, called="out")[0]
 
 
 def activate(
@@ -170,8 +136,22 @@ def activate(
     """
     if need is None:
         need = ("dx",) if up is None else ("dx", "dup")
-    args, results = rows_grad_args(
-        "activate", dout, x, need, ("dx", "dup"), into, num_threads, backend, up=up, activation=activation
-    )
+    known, more = ("dx", "dup"), {"up": up, "activation": activation}
+    return _run("activate", dout, x, need, known, into, num_threads, backend, **more)
+
+
+def _run(
+    kernel: str,
+    dout: Any,
+    x: Any,
+    need: Any,
+    known: Any,
+    into: Any,
+    num_threads: Any,
+    backend: Any,
+    **more: Any,
+) -> tuple[Array, ...]:
+    """Check the arguments, of which `more` are the kernel's own, and compute."""
+    args, results = rows_grad_args(kernel, dout, x, need, known, into, num_threads, backend, **more)
     dispatch.run_grad(args, backend)
     return results()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import ArrayLike
-
+from fastattn._args.errors import put_name
+from fastattn._args.types import ArrayLike
 
 _EXPECTED = (
     "attention, varlen_attention, a variant of fastattn.functional, a feature map, a layer, a function of"
@@ -24,24 +22,35 @@ class Pullback:
     stays usable where an argument was refused. Inputs and the result are not copied: leave them as they are.
     """
 
-    def __init__(self, func: str, check: Callable[..., tuple[Any, ...]], back: Callable[..., Any]):
-        self._func = func
+    def __init__(self, check: Callable[..., tuple[Any, ...]], back: Callable[..., Any]):
         self._kept: list[tuple[Callable[..., Any], Callable[..., Any]]] = [(check, back)]
+        self._name = "pullback"
+
+    def of(self, name: str) -> Pullback:
+        """Let messages say that it is the pullback of the function `name`."""
+        self._name = f"pullback of {name}"
+        for check, _ in self._kept:
+            check.__qualname__ = self._name  # for Python's own errors
+        return self
 
     def __repr__(self) -> str:
-        return f"<{self._func}{'' if self._kept else ', called'}>"
+        return f"<{self._name}{'' if self._kept else ', called'}>"
 
     def __call__(self, dout: ArrayLike, *more: Any, **options: Any) -> Any:
         """Return the gradients."""
         given: tuple[Any, ...] = ()
-        for check, _ in tuple(self._kept):
-            given = check(dout, *more, **options)
         try:
-            _, back = self._kept.pop()  # one of several threads gets it
-        except IndexError:
-            again = "it was called before; each call of vjp gives one pullback"
-            raise RuntimeError(f"{self._func}(): {again}") from None
-        return back(*given)
+            for check, _ in tuple(self._kept):
+                given = check(dout, *more, **options)
+            try:
+                _, back = self._kept.pop()  # one of several threads gets it
+            except IndexError:
+                again = "it was called before; each call of vjp gives one pullback"
+                raise RuntimeError(f"(): {again}") from None
+            return back(*given)
+        except Exception as error:
+            put_name(self._name, error)
+            raise
 
 
 def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[Any, Pullback]:
@@ -106,8 +115,15 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
     if record is None:
         what = getattr(function, "__name__", f"of type {type(function).__name__}")
         raise TypeError(f"vjp(): function is {what}; expected {_EXPECTED}")
-    for name in ("out", "out_state", "stats"):
-        if options.pop(name, None) is not None:
-            raise ValueError(f"vjp(): {name} is given; expected None: the pullback reads inputs and results")
-    found: tuple[Any, Pullback] = record(*arrays, **options)
-    return found
+    for option in ("out", "out_state", "stats"):
+        if options.pop(option, None) is not None:
+            raise ValueError(
+                f"vjp(): {option} is given; expected None: the pullback reads inputs and results"
+            )
+    name: str = getattr(function, "__name__", getattr(function, "model_type", type(function).__name__))
+    try:
+        result, pullback = record(*arrays, **options)
+    except Exception as error:
+        put_name(name, error)
+        raise
+    return result, pullback.of(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -9,32 +10,26 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn._args.attention import attention_args
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import named, put_name, wrong_shape
 from fastattn._args.ops import like, rows
 from fastattn._args.options import require_options
-from fastattn._args.types import plain_args
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, Unpack, plain_args
 from fastattn._args.values import flag
 from fastattn._engine import settings
 from fastattn._engine.tape import PLAIN
 from fastattn.cache import KVCache, restored_on_error
 from fastattn.functional._attention import attention_weights
 from fastattn.layers import _computation
-from fastattn.layers._attention_parameters import FUNC, AttentionParameters, CallOptions
+from fastattn.layers._attention_parameters import AttentionParameters, CallOptions
 from fastattn.layers._computation import Computation
 from fastattn.layers._scores import Names, add_extra_keys, add_masks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, AttentionArgs, Ints
     from fastattn._engine.tape import Plain
     from fastattn.layers._attention_parameters import KeysValues, StackedMaps
 
 _NOTHING = nullcontext()
-_NAMES = Names(FUNC, "query", "attn_mask", "key_padding_mask")
+_NAMES = Names("query", "attn_mask", "key_padding_mask")
 
 
 @dataclass(eq=False)
@@ -162,20 +157,24 @@ class MultiHeadAttention(AttentionParameters):
         weights : ndarray, (B, L, S) or (B, num_heads, L, S)
             With `need_weights`. The keys of add_bias_kv and add_zero_attn come last.
         """
-        require_options(FUNC, options, CallOptions)
-        need_weights = flag(FUNC, "need_weights", need_weights)
-        average = flag(FUNC, "average_attn_weights", options.pop("average_attn_weights", True))
-        residual = options.pop("residual", None)
-        x, batched, k, v = self._checked(query, key, value, options)
-        residual = like(FUNC, "residual", residual, x.shape, x.dtype, "query")
-        batch, length, _ = batched.shape
-        key_length = length
-        if k is not None or v is not None:
-            key_length = (v if k is None else k).shape[1]
-            k, v = (None if array is None else rows(array) for array in (k, v))
-        residual = None if residual is None else rows(residual)
-        more = need_weights, key_length
-        out, weights = self._attend(PLAIN, rows(x), (batch, length), k, v, residual, *more, **options)
+        try:
+            require_options(options, CallOptions)
+            need_weights = flag("need_weights", need_weights)
+            average = flag("average_attn_weights", options.pop("average_attn_weights", True))
+            residual = options.pop("residual", None)
+            x, batched, k, v = self._checked(query, key, value, options)
+            residual = like("residual", residual, x.shape, x.dtype, "query")
+            batch, length, _ = batched.shape
+            key_length = length
+            if k is not None or v is not None:
+                key_length = (v if k is None else k).shape[1]
+                k, v = (None if array is None else rows(array) for array in (k, v))
+            residual = None if residual is None else rows(residual)
+            more = need_weights, key_length
+            out, weights = self._attend(PLAIN, rows(x), (batch, length), k, v, residual, *more, **options)
+        except Exception as error:
+            put_name(type(self).__name__, error)
+            raise
         out = out.reshape(x.shape)
         if not need_weights:
             return out
@@ -185,10 +184,10 @@ class MultiHeadAttention(AttentionParameters):
     def _computation(
         self, query: ArrayLike, key: ArrayLike | None = None, value: ArrayLike | None = None, **options: Any
     ) -> Computation:
-        require_options(FUNC, options, CallOptions)
+        require_options(options, CallOptions)
         if "average_attn_weights" in options:
             expected = "none: weights are not returned"
-            raise TypeError(f"{FUNC}(): average_attn_weights is given; expected {expected}")
+            raise TypeError(f"(): average_attn_weights is given; expected {expected}")
         x, batched, *memory = self._checked(query, key, value, options)
         batch, length, _ = batched.shape
         inputs = {"query": x}
@@ -201,7 +200,7 @@ class MultiHeadAttention(AttentionParameters):
             given = dict(zip(names, others, strict=True))
             return self._attend(tape, x, (batch, length), **given, **options)[0]
 
-        return Computation(FUNC, [self], inputs, run, x.shape)
+        return Computation([self], inputs, run, x.shape)
 
     def _checked(
         self, query: ArrayLike, key: Any, value: Any, options: dict[str, Any]
@@ -211,33 +210,31 @@ class MultiHeadAttention(AttentionParameters):
         Changes `options` to match.
         """
         self._require_parts()
-        x = _computation.checked(FUNC, "query", query, self.embed_dim, self.weights_dtype)
+        x = _computation.checked("query", query, self.embed_dim, self.weights_dtype)
         if value is key or (key is None and value is query):
             value = None
         if key is query:
             key = None
-        batched = _computation.batch_first(FUNC, "query", x)
+        batched = _computation.batch_first("query", x)
         if batched is not x:
-            key, value = (
-                _computation.one_batch(FUNC, "key", key),
-                _computation.one_batch(FUNC, "value", value),
-            )
+            key, value = (_computation.one_batch("key", key), _computation.one_batch("value", value))
             name = "key_padding_mask"
-            options[name] = _computation.one_batch(FUNC, name, options.get(name))
+            options[name] = _computation.one_batch(name, options.get(name))
         if "is_causal" in options:
-            options["is_causal"] = flag(FUNC, "is_causal", options["is_causal"])
+            options["is_causal"] = flag("is_causal", options["is_causal"])
         if (given := options.get("keys_values")) is not None:
             if not (key is None and value is None and options.get("cache") is None):
                 came = "keys_values is given with key, value or cache"
-                raise ValueError(f"{FUNC}(): {came}; expected it alone")
+                raise ValueError(f"(): {came}; expected it alone")
             heads_kv, head_dim = self._heads_kv, self._head_dim
-            given = _computation.keys_values(FUNC, given, len(batched), heads_kv, head_dim, x.dtype)
+            given = _computation.keys_values(given, len(batched), heads_kv, head_dim, x.dtype)
             options["keys_values"] = given
         elif key is not None or value is not None or self.all_maps is None:
             k, v = self._memory(batched if key is None else key, value, len(batched))
             key, value = None if key is None else k, None if value is None else v
         return x, batched, key, value
 
+    @named("{cls}")
     def project_keys_values(self, key: ArrayLike, value: ArrayLike | None = None) -> KeysValues:
         """Keys and values of a memory, (B, heads_kv, S, head_dim), once for many calls: see `keys_values`."""
         keys, values = self._memory(key, None if value is key else value, None)
@@ -273,14 +270,14 @@ class MultiHeadAttention(AttentionParameters):
         """
         if lengths is not None and cache is None:
             expected = "both, or a key_padding_mask"
-            raise ValueError(f"{names.func}(): lengths is given without cache; expected {expected}")
+            raise ValueError(f"(): lengths is given without cache; expected {expected}")
         (batch, length), dtype = sizes, tape.array(x).dtype
         if cache is not None:
-            _computation.require(names.func, "cache", cache, KVCache, "a KVCache")
+            _computation.require("cache", cache, KVCache, "a KVCache")
             if cache.batch not in (None, batch):
                 expected = f"({cache.batch}, length, {self.embed_dim}), the batch in the cache"
                 query = tape.array(x).reshape(*sizes, self.embed_dim)
-                raise wrong_shape(names.func, names.query, query, expected)
+                raise wrong_shape(names.query, query, expected)
             q_offset = cache.offset
         options = self._options.copy()
         if self.sink_logits is not None:
@@ -330,7 +327,7 @@ class MultiHeadAttention(AttentionParameters):
                 return [heads.transpose(0, 2, 1, 3)]
 
             arrays = tape.array(q), tape.array(k), tape.array(v), by_head(mixed)[0]
-            args = _attention_call(FUNC, *arrays, options, keys_values is None)
+            args = _attention_call(*arrays, options, keys_values is None)
             attended = tape.attend([(args, q, k, v)], mixed, by_head, self.sink_logits)
         gated = attended if gate is None else tape.gate(gate, attended)
         last = self.out_proj
@@ -364,15 +361,15 @@ class MultiHeadAttention(AttentionParameters):
         keys = self._input("key", key, self.kdim, batch)
         values = self._input("value", keys if value is None else value, self.vdim, len(keys))
         if values.shape[1] != keys.shape[1]:
-            raise wrong_shape(FUNC, "value", values, f"a length of {keys.shape[1]}, as key has")
+            raise wrong_shape("value", values, f"a length of {keys.shape[1]}, as key has")
         return keys, values
 
     def _input(self, name: str, x: Any, features: int | None, batch: int | None) -> Array:
         """`x`, key or value, checked."""
-        array = _computation.checked(FUNC, name, x, features or self.embed_dim, self.weights_dtype)
+        array = _computation.checked(name, x, features or self.embed_dim, self.weights_dtype)
         if array.ndim != 3 or batch not in (None, len(array)):
             expected = f"({'batch' if batch is None else batch}, length, {array.shape[-1]})"
-            raise wrong_shape(FUNC, name, array, expected)
+            raise wrong_shape(name, array, expected)
         return array
 
     def _heads(
@@ -434,16 +431,16 @@ def _widened(x: Array, scale: Array | None, dtype: np.dtype[Any]) -> Array:
 
 
 def _attention_call(
-    func: str, q: Array, k: Array, v: Array, out: Array, options: dict[str, Any], made_here: bool
+    q: Array, k: Array, v: Array, out: Array, options: dict[str, Any], made_here: bool
 ) -> AttentionArgs:
     """The arguments of `fastattn.attention` into `out`, of the result's shape and dtype, with any strides.
 
     q, k and v have four axes. `made_here`: they are a layer's own projections, not a caller's arrays.
     """
     if options or not made_here or not k.dtype == v.dtype == q.dtype or v.shape[2] != k.shape[2]:
-        args = attention_args(func, q, k, v, names=("query", "key", "value"), **options)
+        args = attention_args(q, k, v, names=("query", "key", "value"), **options)
         if args.out.shape != out.shape:
-            raise ValueError(f"{func}(): attention gives shape {args.out.shape}; expected {out.shape}")
+            raise ValueError(f"(): attention gives shape {args.out.shape}; expected {out.shape}")
         args.out = out
         return args
     # There is nothing to check, which saves a third of a small layer's Python.

@@ -14,10 +14,11 @@ import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.dtypes import dtype_choice
+from fastattn._args.errors import named
 from fastattn._args.ops import epsilon, integer_activations
 from fastattn._args.pack import blocks_args
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, columns
-from fastattn._args.types import FLOAT32
+from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding
 from fastattn._args.values import MOST_SIZE, flag, integer
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
@@ -27,9 +28,6 @@ from fastattn.layers._rotary import Rope
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, normal, xavier_uniform
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array, Rounding
     from fastattn._engine.values import Gradients
     from fastattn.cache import KVCache
     from fastattn.layers._state import Fields, Taken
@@ -190,36 +188,37 @@ class AttentionParameters(Layer):
         widths = self.embed_dim, self.kdim or self.embed_dim, self.vdim or self.embed_dim
         return "a MultiHeadAttention of queries, keys and values of {}, {} and {} features".format(*widths)
 
+    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim"):
             value = getattr(self, name)
             if value is not None or name in ("embed_dim", "num_heads"):
-                setattr(self, name, integer(FUNC, name, value, 1, MOST_SIZE))
+                setattr(self, name, integer(name, value, 1, MOST_SIZE))
         for name in ("bias", "add_bias_kv", "add_zero_attn", "qk_norm", "output_gate", "sinks"):
-            flag(FUNC, name, getattr(self, name))
-        epsilon(FUNC, "qk_norm_eps", self.qk_norm_eps, FLOAT32)
-        self.weights_dtype = dtype_choice(FUNC, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
-        integer_activations(FUNC, self.activations, self.weights_dtype)
+            flag(name, getattr(self, name))
+        epsilon("qk_norm_eps", self.qk_norm_eps, FLOAT32)
+        self.weights_dtype = dtype_choice("weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
+        integer_activations(self.activations, self.weights_dtype)
         heads, heads_kv = self.num_heads, self.num_kv_heads or self.num_heads
         if heads % heads_kv:
             expected = f"a multiple of num_kv_heads, {heads_kv}"
-            raise ValueError(f"{FUNC}(): num_heads is {heads}; expected {expected}")
+            raise ValueError(f"(): num_heads is {heads}; expected {expected}")
         if self.head_dim is None and self.embed_dim % heads:
             expected = f"a multiple of num_heads, {heads}, or head_dim="
-            raise ValueError(f"{FUNC}(): embed_dim is {self.embed_dim}; expected {expected}")
+            raise ValueError(f"(): embed_dim is {self.embed_dim}; expected {expected}")
         self._heads_kv, self._head_dim = heads_kv, self.head_dim or self.embed_dim // heads
         self._width, self._width_kv = heads * self._head_dim, heads_kv * self._head_dim
         self._stacked = (self.kdim or self.embed_dim) == (self.vdim or self.embed_dim) == self.embed_dim
         names = ("window", "softcap", "scale", "alibi_slopes")
         self._options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         nothing = np.empty((1, heads, 0, self._head_dim), lane_of(self.weights_dtype))
-        attention_args(FUNC, nothing, nothing, nothing, **self._options)
+        attention_args(nothing, nothing, nothing, **self._options)
         if self.rope is not None:
-            _computation.require(FUNC, "rope", self.rope, Rope, "a Rope, Rope(frequencies)")
+            _computation.require("rope", self.rope, Rope, "a Rope, Rope(frequencies)")
             rotated = 2 * len(self.rope.frequencies.inv_freq)
             if rotated > self._head_dim:
                 expected = f"at most head_dim, {self._head_dim}"
-                raise ValueError(f"{FUNC}(): rope rotates {rotated} dimensions; expected {expected}")
+                raise ValueError(f"(): rope rotates {rotated} dimensions; expected {expected}")
         self._extra = self.add_bias_kv or self.add_zero_attn
         self._positional = self.window is not None or self.alibi_slopes is not None
         how: Any = {"weights_dtype": self.weights_dtype, "activations": self.activations}
@@ -304,10 +303,7 @@ class AttentionParameters(Layer):
     def _settle(self, gradients: Gradients) -> None:
         wholes = (
             (self.all_maps, (self.query_maps, self.key_map, self.value_map)),
-            (
-                self.key_value_maps,
-                (self.key_map, self.value_map),
-            ),
+            (self.key_value_maps, (self.key_map, self.value_map)),
         )
         for whole, parts in wholes:
             if whole is not None:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.ops import epsilon, rows
+from fastattn._args.errors import named, put_name
+from fastattn._args.ops import epsilon, linear_args, rows
 from fastattn._args.types import ACTIVATIONS as PLAIN_ACTIVATIONS
-from fastattn._args.types import FLOAT32
+from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._args.words import not_an_argument
+from fastattn._engine import dispatch
 from fastattn._engine.tape import PLAIN
 from fastattn.layers import _computation
 from fastattn.layers._block import Norm, Projection
@@ -21,9 +23,6 @@ from fastattn.layers._computation import Computation
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array, Rounding
     from fastattn._engine.tape import Plain
     from fastattn.layers._state import Fields, Taken
 
@@ -67,10 +66,11 @@ class Linear(Layer):
     def _place(self) -> str:
         return f"a Linear({self.in_features}, {self.out_features})"
 
+    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         for name in ("in_features", "out_features"):
-            setattr(self, name, integer("Linear", name, getattr(self, name), 1, MOST_SIZE))
-        flag("Linear", "bias", self.bias)
+            setattr(self, name, integer(name, getattr(self, name), 1, MOST_SIZE))
+        flag("bias", self.bias)
         self._set_up(rng)
 
     def __call__(
@@ -82,29 +82,29 @@ class Linear(Layer):
         out: Array | None = None,
     ) -> Array:
         """``activation(x @ weight.T + bias) + residual``: x is (..., in_features)."""
-        return ops.linear(
-            x,
-            self.packed_weight,
-            self.bias_vector,
-            activation=activation,
-            residual=residual,
-            activations=self.activations,
-            out=out,
-        )
+        weight, bias, rounding = self._projection()
+        others = activation, residual, rounding, False, out, None, None
+        try:
+            args, result = linear_args(x, weight, bias, *others)
+        except Exception as error:
+            put_name(type(self).__name__, error)
+            raise
+        dispatch.run(args)
+        return result
 
     def _computation(
         self, x: ArrayLike, *, activation: ops.Activation | None = None, **others: Any
     ) -> Computation:
         if others:
-            raise not_an_argument("Linear", others, Linear.__call__)
-        array = _computation.checked("Linear", "x", x, self.in_features, self.weights_dtype)
+            raise not_an_argument(others, Linear.__call__)
+        array = _computation.checked("x", x, self.in_features, self.weights_dtype)
         if activation is not None:
-            choice("Linear", "activation", activation, PLAIN_ACTIVATIONS)
+            choice("activation", activation, PLAIN_ACTIVATIONS)
 
         def run(tape: Plain, x: Any) -> Any:
             return tape.linear(x, *self._projection(), activation=activation)
 
-        return Computation("Linear", [self], {"x": array}, run, array.shape)
+        return Computation([self], {"x": array}, run, array.shape)
 
     def _projection(self) -> Projection:
         return Projection(self.packed_weight, self.bias_vector, self.activations)
@@ -144,11 +144,11 @@ class NormLayer(Layer):
     def _place(self) -> str:
         return f"a norm of {self.features} features"
 
+    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
-        func = type(self).__name__
-        flag(func, "bias", self.bias)
-        self.features = integer(func, "features", self.features, 1, MOST_SIZE)
-        epsilon(func, "eps", self.eps, FLOAT32)
+        flag("bias", self.bias)
+        self.features = integer("features", self.features, 1, MOST_SIZE)
+        epsilon("eps", self.eps, FLOAT32)
         self._set_up(np.random.default_rng(0))  # the parameters are ones and zeros: nothing is drawn
 
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
@@ -159,11 +159,10 @@ class NormLayer(Layer):
         return ops.layer_norm(x, weight, bias, eps=self.eps, residual=residual, out=out)
 
     def _computation(self, x: ArrayLike, **others: Any) -> Computation:
-        func = type(self).__name__
         if others:
-            raise not_an_argument(func, others, NormLayer.__call__)
-        array = _computation.checked(func, "x", x, self.features, self.weights_dtype)
-        return Computation(func, [self], {"x": array}, self._forward, array.shape)
+            raise not_an_argument(others, NormLayer.__call__)
+        array = _computation.checked("x", x, self.features, self.weights_dtype)
+        return Computation([self], {"x": array}, self._forward, array.shape)
 
     def _forward(self, tape: Plain, x: Any, over: bool = False) -> Any:
         """The norm of rows; with `over`, it may be written over them."""
@@ -251,11 +250,12 @@ class FeedForward(Layer):
     def _place(self) -> str:
         return f"a FeedForward with d_model {self.d_model}"
 
+    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         for name in ("d_model", "dim_feedforward"):
-            setattr(self, name, integer("FeedForward", name, getattr(self, name), 1, MOST_SIZE))
-        choice("FeedForward", "activation", self.activation, ACTIVATIONS)
-        flag("FeedForward", "bias", self.bias)
+            setattr(self, name, integer(name, getattr(self, name), 1, MOST_SIZE))
+        choice("activation", self.activation, ACTIVATIONS)
+        flag("bias", self.bias)
         self._function, self._gated = ACTIVATIONS[self.activation]
         # The maps in `weight1` and `bias1`: the gate comes first.
         self._inner = ("linear_gate", "linear1") if self._gated else ("linear1",)
@@ -263,19 +263,27 @@ class FeedForward(Layer):
 
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
         """The feed-forward of x, (..., d_model), plus `residual`, which may be `out` itself."""
-        array = _computation.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
-        if residual is None and out is None:
-            result: Array = self._forward(PLAIN, rows(array)).reshape(array.shape)
-            return result
-        rounded = self.activations
-        hidden = ops.linear(array, self.weight1, self.bias1, activation=self._function, activations=rounded)
-        return ops.linear(hidden, self.weight2, self.bias2, residual=residual, activations=rounded, out=out)
+        try:
+            array = _computation.checked("x", x, self.d_model, self.weights_dtype)
+            if residual is None and out is None:
+                result: Array = self._forward(PLAIN, rows(array)).reshape(array.shape)
+                return result
+            rounded = self.activations
+            hidden = ops.linear(
+                array, self.weight1, self.bias1, activation=self._function, activations=rounded
+            )
+            return ops.linear(
+                hidden, self.weight2, self.bias2, residual=residual, activations=rounded, out=out
+            )
+        except Exception as error:
+            put_name(type(self).__name__, error)
+            raise
 
     def _computation(self, x: ArrayLike, **others: Any) -> Computation:
         if others:
-            raise not_an_argument("FeedForward", others, FeedForward.__call__)
-        array = _computation.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
-        return Computation("FeedForward", [self], {"x": array}, self._forward, array.shape)
+            raise not_an_argument(others, FeedForward.__call__)
+        array = _computation.checked("x", x, self.d_model, self.weights_dtype)
+        return Computation([self], {"x": array}, self._forward, array.shape)
 
     def _forward(self, tape: Plain, x: Any, residual: Any = None, over: bool = False) -> Any:
         """The feed-forward of rows, plus `residual`; with `over`, it may be written over that."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from fastattn._args.types import Activation, Array, Rounding
 from fastattn._engine.program import OUT, AddStep, AttendStep, LinearStep, NormStep, Program, X, build
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Activation, Array, Rounding
     from fastattn._engine.program import Step
 
     Window = tuple[int, int] | None

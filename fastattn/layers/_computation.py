@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from fastattn._args.attention import dropout_of
-from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import data, like, rows
-from fastattn._args.types import FLOAT32, FLOAT64
+from fastattn._args.types import FLOAT32, FLOAT64, Array, ArrayLike, Shape
 from fastattn._args.values import as_array, flag, float_array
 from fastattn._engine.tape import PLAIN, Drops, Tape
 from fastattn._engine.values import Value
@@ -18,9 +18,7 @@ from fastattn.grad import Pullback
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array, Shape
     from fastattn.layers._state import Layer
 
 P = ParamSpec("P")
@@ -29,7 +27,6 @@ P = ParamSpec("P")
 class Computation(NamedTuple):
     """One call, checked; `run` computes it on the operations of a tape."""
 
-    func: str  # for messages, in which `inputs` have their names
     layers: Sequence[Layer]
     inputs: Mapping[str, Array]  # (..., features)
     run: Callable[..., Any]  # from a tape and the inputs' values, which are rows, to the value of the result
@@ -43,28 +40,28 @@ class Computation(NamedTuple):
 
     def with_pullback(self, checkpoint: bool, dropout: float, seed: int | None) -> tuple[Array, Pullback]:
         """The result and its pullback, as `fastattn.grad.vjp` returns them."""
-        func, inputs, layers = self.func, self.inputs, self.layers
-        checkpoint = flag(func, "checkpoint", checkpoint)
-        tape = Tape(drops=Drops(*dropout_of(func, dropout, seed)), by_block=checkpoint)
+        inputs, layers = self.inputs, self.layers
+        checkpoint = flag("checkpoint", checkpoint)
+        tape = Tape(drops=Drops(*dropout_of(dropout, seed)), by_block=checkpoint)
         (first, x), *others = inputs.items()
         for other, y in others:
             if y.dtype != x.dtype:
-                raise TypeError(f"{func}(): {other} has dtype {y.dtype}; expected {x.dtype}, as {first} has")
+                raise TypeError(f"(): {other} has dtype {y.dtype}; expected {x.dtype}, as {first} has")
         for layer in layers:
             layer._require_parts()
         versions = [layer._versions() for layer in layers]
         values = [Value(rows(x)) for x in inputs.values()]
         out = self.run(tape, *values) if self.by_block else tape.block(self.run, *values)
         result = out.array.reshape(*self.shape[:-1], out.array.shape[-1])
-        shape, dtype, name = result.shape, result.dtype, f"pullback of {func}"
+        shape, dtype = result.shape, result.dtype
 
         def check(dout: ArrayLike) -> tuple[Array]:
             if [layer._versions() for layer in layers] != versions:
                 again = "call vjp again for their gradients"
-                raise RuntimeError(f"{name}(): the weights have changed since; {again}")
-            array = like(name, "dout", dout, shape, dtype, "the result")
+                raise RuntimeError(f"(): the weights have changed since; {again}")
+            array = like("dout", dout, shape, dtype, "the result")
             if array is None:
-                raise TypeError(f"{name}(): dout is None; expected an array")
+                raise TypeError("(): dout is None; expected an array")
             return (array,)
 
         def back(dout: Array) -> tuple[Any, ...]:
@@ -72,8 +69,7 @@ class Computation(NamedTuple):
             found = (value.found().reshape(x.shape) for value, x in zip(values, inputs.values(), strict=True))
             return *found, *(_by_name(layer, tape) for layer in layers)
 
-        check.__qualname__ = name  # for Python's own errors
-        return result, Pullback(name, check, back)
+        return result, Pullback(check, back)
 
 
 def _by_name(layer: Layer, tape: Tape) -> dict[str, Array]:
@@ -88,7 +84,11 @@ def differentiable(computation: Callable[P, Computation]) -> Callable[P, Array]:
 
     @functools.wraps(computation)
     def function(*args: P.args, **kwargs: P.kwargs) -> Array:
-        return computation(*args, **kwargs).result()
+        try:
+            return computation(*args, **kwargs).result()
+        except Exception as error:
+            put_name(computation.__name__, error)
+            raise
 
     def record(
         *args: Any, checkpoint: bool = False, dropout: float = 0.0, seed: int | None = None, **options: Any
@@ -102,46 +102,46 @@ def differentiable(computation: Callable[P, Computation]) -> Callable[P, Array]:
     return function
 
 
-def checked(func: str, name: str, x: Any, features: int, weights_dtype: str) -> Array:
+def checked(name: str, x: Any, features: int, weights_dtype: str) -> Array:
     """`x` as an array (..., features), for kernels whose weights are stored as `weights_dtype`."""
-    array = data(func, name, x)
+    array = data(name, x)
     if array.shape[-1] != features:
-        raise wrong_shape(func, name, array, f"(..., {features})")
+        raise wrong_shape(name, array, f"(..., {features})")
     if (array.dtype == FLOAT64) != (weights_dtype == "float64"):
         expected = "float64" if weights_dtype == "float64" else "float32, float16 or bfloat16"
-        raise wrong_dtype(func, name, array, f"{expected}, for weights in {weights_dtype}")
+        raise wrong_dtype(name, array, f"{expected}, for weights in {weights_dtype}")
     return array
 
 
-def require(func: str, name: str, x: Any, kind: Any, expected: str) -> None:
+def require(name: str, x: Any, kind: Any, expected: str) -> None:
     """Raise unless `x`, the argument `name`, is of `kind`, a type or several; messages say `expected`."""
     if not isinstance(x, kind):
-        raise wrong_type(func, name, x, expected)
+        raise wrong_type(name, x, expected)
 
 
-def keys_values(func: str, given: Any, batch: int, heads_kv: int, head_dim: int, q: np.dtype[Any]) -> Any:
+def keys_values(given: Any, batch: int, heads_kv: int, head_dim: int, q: np.dtype[Any]) -> Any:
     """A caller's keys and values, checked: (batch, heads_kv, length, head_dim), for queries of dtype q."""
     if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise wrong_type(func, "keys_values", given, "a pair (k, v) of arrays")
-    k, v = (float_array(func, f"keys_values[{i}]", x) for i, x in enumerate(given))
+        raise wrong_type("keys_values", given, "a pair (k, v) of arrays")
+    k, v = (float_array(f"keys_values[{i}]", x) for i, x in enumerate(given))
     shape = (batch, heads_kv, k.shape[2] if k.ndim == 4 else -1, head_dim)
     if not k.shape == v.shape == shape:
         expected = f"({batch}, {heads_kv}, length, {head_dim}) for both"
-        raise ValueError(f"{func}(): keys_values have shapes {k.shape} and {v.shape}; expected {expected}")
+        raise ValueError(f"(): keys_values have shapes {k.shape} and {v.shape}; expected {expected}")
     if k.dtype != v.dtype or (k.dtype != q and not (q == FLOAT32 and k.dtype.itemsize == 2)):
-        raise TypeError(f"{func}(): keys_values have dtypes {k.dtype} and {v.dtype}; expected {q}, query's")
+        raise TypeError(f"(): keys_values have dtypes {k.dtype} and {v.dtype}; expected {q}, query's")
     return k, v
 
 
-def batch_first(func: str, name: str, x: Array) -> Array:
+def batch_first(name: str, x: Array) -> Array:
     """`x` (batch, length, features), or (length, features) as a batch of one."""
     if x.ndim == 3:
         return x
     if x.ndim == 2:
         return x[None]
-    raise wrong_shape(func, name, x, f"(batch, length, {x.shape[-1]})")
+    raise wrong_shape(name, x, f"(batch, length, {x.shape[-1]})")
 
 
-def one_batch(func: str, name: str, x: Any) -> Any:
+def one_batch(name: str, x: Any) -> Any:
     """`x`, an array of one sequence, as a batch of it; None stays None."""
-    return None if x is None else as_array(func, name, x)[None]
+    return None if x is None else as_array(name, x)[None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from fastattn import grad, ops
 from fastattn._args.attention import dropout_of
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import named, wrong_shape
+from fastattn._args.types import Array, ArrayLike, Ints
 from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, integers, short
 from fastattn.cache import KVCache
 from fastattn.grad._linear import TRAINED
@@ -23,15 +24,9 @@ from fastattn.layers._transformer import TransformerEncoderLayer, require_head_o
 from fastattn.positions import rope_frequencies
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array, Ints
     from fastattn.layers._attention_parameters import HeadOptions
     from fastattn.layers._state import Fields, Taken
 
-_FUNC = "LanguageModel"
 POSITIONS = ("learned", "rope")
 _DEVIATION = 0.02  # of GPT-2's weights
 
@@ -91,25 +86,26 @@ class LanguageModel(Layer):
     _vjp = None  # type: ignore[assignment]  # its input has no gradient: `loss_and_gradients`
     _vectors = (("position_embedding.weight", "position_table"),)
 
+    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         for name in ("vocab_size", "max_length", "d_model", "num_heads", "num_layers"):
-            setattr(self, name, integer(_FUNC, name, getattr(self, name), 1, MOST_SIZE))
+            setattr(self, name, integer(name, getattr(self, name), 1, MOST_SIZE))
         if self.dim_feedforward is None:
             self.dim_feedforward = 4 * self.d_model
-        self.dim_feedforward = integer(_FUNC, "dim_feedforward", self.dim_feedforward, 1, MOST_SIZE)
-        choice(_FUNC, "positions", self.positions, POSITIONS)
-        flag(_FUNC, "tie_word_embeddings", self.tie_word_embeddings)
-        require_head_options(_FUNC, "attention", self.attention)
+        self.dim_feedforward = integer("dim_feedforward", self.dim_feedforward, 1, MOST_SIZE)
+        choice("positions", self.positions, POSITIONS)
+        flag("tie_word_embeddings", self.tie_word_embeddings)
+        require_head_options("attention", self.attention)
         attention: HeadOptions = {**(self.attention or {})}
         if self.positions == "rope":
             if attention.get("rope") is None:
                 given = attention.get("head_dim")
                 head_dim = max(1, self.d_model // self.num_heads) if given is None else given
-                if integer(_FUNC, "head_dim", head_dim, 1, MOST_SIZE) % 2:
-                    raise ValueError(f"{_FUNC}(): head_dim is {head_dim}; expected an even one for rope")
+                if integer("head_dim", head_dim, 1, MOST_SIZE) % 2:
+                    raise ValueError(f"(): head_dim is {head_dim}; expected an even one for rope")
                 attention["rope"] = Rope(rope_frequencies(head_dim))
         elif attention.get("rope") is not None:
-            raise ValueError(f"{_FUNC}(): attention has rope; expected positions='rope' with it")
+            raise ValueError("(): attention has rope; expected positions='rope' with it")
         layers = [
             TransformerEncoderLayer(
                 self.d_model,
@@ -129,7 +125,7 @@ class LanguageModel(Layer):
         self._set_up(None)
         source = self._source(rng)
         if source is not None:
-            drawn = {name: p.drawn(_FUNC, name, source) for name, p in self._gpt2_draws().items()}
+            drawn = {name: p.drawn(name, source) for name, p in self._gpt2_draws().items()}
             self.load_state_dict(drawn)
 
     def _gpt2_draws(self) -> dict[str, Parameter]:
@@ -170,12 +166,13 @@ class LanguageModel(Layer):
             arrays["head.weight"] = head
         return arrays
 
+    @named("{cls}")
     def __call__(self, ids: ArrayLike, *, cache: Sequence[KVCache] | None = None) -> Array:
         """Logits (..., length, vocab_size) of what follows each of `ids`, (length,) or (batch, length).
 
         With a cache of `new_cache`, `ids` follow those of earlier calls.
         """
-        tokens = self._tokens(_FUNC, "ids", ids, cache)
+        tokens = self._tokens("ids", ids, cache)
         return self._logits(self.encoder(self._embedded(tokens, cache), is_causal=True, cache=cache))
 
     def new_cache(self, capacity: int = 0) -> Any:
@@ -185,18 +182,18 @@ class LanguageModel(Layer):
     def _logits(self, hidden: Array) -> Array:
         return ops.linear(hidden, self.head)
 
-    def _tokens(self, func: str, name: str, ids: Any, cache: Sequence[KVCache] | None = None) -> Ints:
+    def _tokens(self, name: str, ids: Any, cache: Sequence[KVCache] | None = None) -> Ints:
         """`ids`, checked, of sequences that are short enough."""
-        given = as_array(func, name, ids)
+        given = as_array(name, ids)
         tokens = integers(
-            func, name, given if given.size else given.astype(np.int64), low=0, high=self.vocab_size - 1
+            name, given if given.size else given.astype(np.int64), low=0, high=self.vocab_size - 1
         )
         if tokens.ndim not in (1, 2):
-            raise wrong_shape(func, name, tokens, "(length,) or (batch, length)")
+            raise wrong_shape(name, tokens, "(length,) or (batch, length)")
         before = _length(cache)
         if before + tokens.shape[-1] > self.max_length:
             came = f"{tokens.shape[-1]} tokens" + (f" behind {before} in the cache" if before else "")
-            raise ValueError(f"{func}(): {name} has {came}; expected at most {self.max_length} in all")
+            raise ValueError(f"(): {name} has {came}; expected at most {self.max_length} in all")
         return tokens
 
     def _embedded(self, tokens: Ints, cache: Sequence[KVCache] | None = None) -> Array:
@@ -206,18 +203,19 @@ class LanguageModel(Layer):
             x += self.position_table[before : before + tokens.shape[-1]]
         return x
 
+    @named("{cls}.loss")
     def loss(
         self, ids: ArrayLike, targets: ArrayLike, *, ignore_index: int = -100, label_smoothing: float = 0.0
     ) -> float:
         """The mean of ``-log(probability of target)``: see `loss_and_gradients`."""
-        func = f"{_FUNC}.loss"
-        tokens = self._tokens(func, "ids", ids)
-        targets_of(func, targets, tokens.shape, self.vocab_size, ignore_index, label_smoothing, "ids")
+        tokens = self._tokens("ids", ids)
+        targets_of(targets, tokens.shape, self.vocab_size, ignore_index, label_smoothing, "ids")
         hidden = self.encoder(self._embedded(tokens), is_causal=True)
         how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
         found: Any = grad.cross_entropy(hidden, self.head, targets, need=(), **how)
         return float(found[0])
 
+    @named("{cls}.loss_and_gradients")
     def loss_and_gradients(
         self,
         ids: ArrayLike,
@@ -256,14 +254,13 @@ class LanguageModel(Layer):
         TypeError, ValueError
             If an argument does not fit, or the weights are in a type without gradients.
         """
-        func = f"{_FUNC}.loss_and_gradients"
-        tokens = self._tokens(func, "ids", ids)
-        targets_of(func, targets, tokens.shape, self.vocab_size, ignore_index, label_smoothing, "ids")
+        tokens = self._tokens("ids", ids)
+        targets_of(targets, tokens.shape, self.vocab_size, ignore_index, label_smoothing, "ids")
         if self.weights_dtype not in TRAINED:
             came = f"the weights are kept in {self.weights_dtype}, which has no gradients"
-            raise ValueError(f"{func}(): {came}; expected {', '.join(TRAINED)}")
-        flag(func, "checkpoint", checkpoint)
-        dropout_of(func, dropout, seed)
+            raise ValueError(f"(): {came}; expected {', '.join(TRAINED)}")
+        flag("checkpoint", checkpoint)
+        dropout_of(dropout, seed)
         x = self._embedded(tokens)
         training: Any = {"checkpoint": checkpoint, "dropout": dropout, "seed": seed}
         hidden, pullback = grad.vjp(self.encoder, x, is_causal=True, **training)
@@ -284,6 +281,7 @@ class LanguageModel(Layer):
             grads["position_embedding.weight"] = table
         return float(loss), {name: grads[name] for name in self.parameters() if name in grads}
 
+    @named("{cls}.generate")
     def generate(
         self,
         ids: ArrayLike,
@@ -309,16 +307,15 @@ class LanguageModel(Layer):
         ------
         int, or ndarray of int64, (batch,)
         """
-        func = f"{_FUNC}.generate"
-        tokens = self._tokens(func, "ids", ids)
-        num_new = integer(func, "max_new_tokens", max_new_tokens, 0)
+        tokens = self._tokens("ids", ids)
+        num_new = integer("max_new_tokens", max_new_tokens, 0)
         if tokens.shape[-1] == 0:
-            raise ValueError(f"{func}(): ids has no tokens; expected at least one")
+            raise ValueError("(): ids has no tokens; expected at least one")
         if tokens.shape[-1] + num_new > self.max_length:
             asked = f"max_new_tokens is {short(num_new)} behind {tokens.shape[-1]} tokens"
-            raise ValueError(f"{func}(): {asked}; expected at most {self.max_length} together")
+            raise ValueError(f"(): {asked}; expected at most {self.max_length} together")
         batch = tokens[None] if tokens.ndim == 1 else tokens
-        sampler = Sampler(func, len(batch), temperature, top_k, top_p, rng)
+        sampler = Sampler(len(batch), temperature, top_k, top_p, rng)
         steps = self._steps(batch, num_new, sampler)
         return (int(each[0]) for each in steps) if tokens.ndim == 1 else steps
 

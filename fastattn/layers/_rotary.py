@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.types import lane_dtype
+from fastattn._args.errors import named
+from fastattn._args.types import Array, Ints, lane_dtype
 from fastattn._args.values import flag
 from fastattn.layers import _computation
 from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Array, Ints
     from fastattn._engine.tape import Plain
 
 _LEAST_POSITIONS = 64
@@ -29,10 +29,11 @@ class Rope:
         Which dimensions form a pair: see `fastattn.positions.apply_rope`.
     """
 
+    @named("Rope")
     def __init__(self, frequencies: RopeFrequencies, interleaved: bool = False):
         expected = "what rope_frequencies(head_dim) returns"
-        _computation.require("Rope", "frequencies", frequencies, RopeFrequencies, expected)
-        self.frequencies, self.interleaved = frequencies, flag("Rope", "interleaved", interleaved)
+        _computation.require("frequencies", frequencies, RopeFrequencies, expected)
+        self.frequencies, self.interleaved = frequencies, flag("interleaved", interleaved)
         # By lane type, for positions 0, 1, ...; their length doubles when it is too small.
         self._tables: dict[np.dtype[Any], tuple[Array, Array]] = {}
 

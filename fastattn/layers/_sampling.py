@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from fastattn._args.types import lane_dtype
+from fastattn._args.errors import named
+from fastattn._args.types import Array, Ints, lane_dtype
 from fastattn._args.values import generator, integer, number, short
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, Ints
 
 
 class Sampler:
@@ -22,7 +18,6 @@ class Sampler:
 
     def __init__(
         self,
-        func: str,
         batch: int,
         temperature: float,
         top_k: int | None,
@@ -30,31 +25,31 @@ class Sampler:
         rng: np.random.Generator | int | None,
     ):
         float64 = np.dtype(np.float64)
-        self.temperature = number(func, "temperature", temperature, float64)
+        self.temperature = number("temperature", temperature, float64)
         if self.temperature < 0:
-            raise ValueError(f"{func}(): temperature is {temperature}; expected 0 or more")
-        self.top_k = None if top_k is None else integer(func, "top_k", top_k, 1)
-        self.top_p = 1.0 if top_p is None else number(func, "top_p", top_p, float64)
+            raise ValueError(f"(): temperature is {temperature}; expected 0 or more")
+        self.top_k = None if top_k is None else integer("top_k", top_k, 1)
+        self.top_p = 1.0 if top_p is None else number("top_p", top_p, float64)
         if not 0 <= self.top_p <= 1:
-            raise ValueError(f"{func}(): top_p is {top_p}; expected 0 to 1")
-        source = generator(func, "rng", rng)
+            raise ValueError(f"(): top_p is {top_p}; expected 0 to 1")
+        source = generator("rng", rng)
         if self.temperature == 0:
             for name, value in (("top_k", top_k), ("top_p", top_p), ("rng", rng)):
                 if value is not None:
                     came = f"{name} is {short(value)} and temperature 0, which draws nothing"
-                    raise ValueError(f"{func}(): {came}; expected a temperature above 0")
-        self.func = func
+                    raise ValueError(f"(): {came}; expected a temperature above 0")
         self.generators = source.spawn(batch)
 
+    @named("generate")
     def __call__(self, logits: Array) -> Ints:
         """The next tokens (batch,) for logits (batch, vocab_size)."""
         logits = logits.astype(lane_dtype(logits.dtype), copy=False)
         best: Ints = np.argmax(logits, axis=1)  # NaN if there is one
         best_logits = logits[np.arange(len(best)), best]
         if np.isnan(best_logits).any():
-            raise ValueError(f"{self.func}(): the model's logits have NaN; expected numbers")
+            raise ValueError("(): the model's logits have NaN; expected numbers")
         if (best_logits == -np.inf).any():
-            raise ValueError(f"{self.func}(): the model's logits are all -inf; expected a token to choose")
+            raise ValueError("(): the model's logits are all -inf; expected a token to choose")
         if self.temperature == 0:
             return best
         return np.array([self._drawn(*row) for row in zip(logits, self.generators, strict=True)], np.int64)

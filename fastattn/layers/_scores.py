@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape
-from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.types import FLOAT64, Array, Bools, Shape, lane_dtype
 from fastattn._args.values import is_float, mask_array
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Array, Bools, Shape
-
     Options = dict[str, Any]
 
 MASK_DTYPES = "bool (True hides) or floats to add"
@@ -22,7 +20,6 @@ MASK_DTYPES = "bool (True hides) or floats to add"
 class Names(NamedTuple):
     """Names, in messages, of a layer and of the arguments that it passes on to `MultiHeadAttention`."""
 
-    func: str
     query: str
     attn_mask: str
     key_padding_mask: str
@@ -35,20 +32,19 @@ def add_masks(
 
     `shape` is (B, H, L, S). Floats of any type are converted to the lane type of `dtype`.
     """
-    func = names.func
     hidden: list[Array] = []
     added: list[Array] = []
     masks = ((names.attn_mask, attn_mask, _mask_4d), (names.key_padding_mask, key_padding_mask, _padding_4d))
     for name, x, with_four_axes in masks:
         if x is None:
             continue
-        array = with_four_axes(func, name, mask_array(func, name, x), shape)
+        array = with_four_axes(name, mask_array(name, x), shape)
         if array.dtype == np.bool_:
             hidden.append(array)
         elif is_float(array.dtype):
             added.append(array)
         else:
-            raise wrong_dtype(func, name, array, MASK_DTYPES)
+            raise wrong_dtype(name, array, MASK_DTYPES)
     if hidden:
         options["mask"] = ~reduce(np.logical_or, hidden)
     if added:
@@ -63,7 +59,7 @@ def padding_alone(names: Names, key_padding_mask: Any, shape: Shape) -> tuple[bo
     """
     if key_padding_mask is None:
         return True, None
-    array = mask_array(names.func, names.key_padding_mask, key_padding_mask)
+    array = mask_array(names.key_padding_mask, key_padding_mask)
     found = array if array.dtype == np.bool_ and array.shape == shape else None
     return found is not None, found
 
@@ -76,7 +72,7 @@ def _as_lane(x: Array, lane: np.dtype[Any]) -> Array:
     return np.where(np.isinf(x), x, np.clip(x, -most, most)).astype(lane)
 
 
-def _mask_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
+def _mask_4d(name: str, mask: Array, shape: Shape) -> Array:
     """A mask (L, S), (B * H, L, S), or one that broadcasts to (B, H, L, S), with four axes."""
     batch, heads, len_q, len_k = shape
     if mask.ndim == 2 and mask.shape == (len_q, len_k):
@@ -87,13 +83,13 @@ def _mask_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
         return mask
     stacked = f"(batch * heads, len_q, len_k) = {(batch * heads, len_q, len_k)}"
     expected = f"(len_q, len_k) = {shape[2:]}, {stacked}, or four axes that broadcast to {shape}"
-    raise wrong_shape(func, name, mask, expected)
+    raise wrong_shape(name, mask, expected)
 
 
-def _padding_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
+def _padding_4d(name: str, mask: Array, shape: Shape) -> Array:
     """A mask (B, S) with four axes."""
     if mask.shape != (shape[0], shape[3]):
-        raise wrong_shape(func, name, mask, f"(batch, len_k) = {(shape[0], shape[3])}")
+        raise wrong_shape(name, mask, f"(batch, len_k) = {(shape[0], shape[3])}")
     return mask[:, None, None, :]
 
 

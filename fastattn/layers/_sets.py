@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.types import ArrayLike, Bools
 from fastattn._args.values import as_array, broadcast_batch, float_array, is_float
 from fastattn.layers import _computation
 from fastattn.layers._basic import FeedForward
@@ -17,9 +18,6 @@ from fastattn.layers._stacks import TransformerEncoder
 from fastattn.layers._transformer import TransformerEncoderLayer
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Bools
     from fastattn._engine.tape import Plain
 
 _LAYER = "a TransformerEncoderLayer"
@@ -56,7 +54,7 @@ def set_attention(
     .. [1] J. Lee et al., "Set Transformer: A Framework for Attention-based Permutation-Invariant Neural
        Networks", 2019, arXiv:1810.00825.
     """
-    sets = _Sets("set_attention", layer, x, y, key_padding_mask, ("layer", "x", "y"))
+    sets = _Sets(layer, x, y, key_padding_mask, ("layer", "x", "y"))
 
     def run(tape: Plain, ours: Any, theirs: Any) -> Any:
         ours, theirs = sets.spread(tape, ours, theirs)
@@ -87,9 +85,8 @@ def induced_set_attention(
     key_padding_mask : array_like of bool, (batch, n), optional
         True hides an element of x from the others. The result still has a vector for it.
     """
-    func = "induced_set_attention"
-    _computation.require(func, "second", second, TransformerEncoderLayer, _LAYER)
-    sets = _Sets(func, first, inducing, x, key_padding_mask, ("first", "inducing", "x"))
+    _computation.require("second", second, TransformerEncoderLayer, _LAYER)
+    sets = _Sets(first, inducing, x, key_padding_mask, ("first", "inducing", "x"))
     sets.require_fit("second", second, first)
 
     def run(tape: Plain, points: Any, ours: Any) -> Any:
@@ -120,10 +117,10 @@ def pooling_by_attention(
     feed_forward : FeedForward, optional
         The paper's rFF; the authors' code has none.
     """
-    func, layers = "pooling_by_attention", [layer] if feed_forward is None else [layer, feed_forward]
+    layers = [layer] if feed_forward is None else [layer, feed_forward]
     if feed_forward is not None:
-        _computation.require(func, "feed_forward", feed_forward, FeedForward, "a FeedForward")
-    sets = _Sets(func, layer, seeds, x, key_padding_mask, ("layer", "seeds", "x"))
+        _computation.require("feed_forward", feed_forward, FeedForward, "a FeedForward")
+    sets = _Sets(layer, seeds, x, key_padding_mask, ("layer", "seeds", "x"))
     if feed_forward is not None:
         sets.require_fit("feed_forward", feed_forward, layer)
 
@@ -169,9 +166,8 @@ def perceiver(
     ----------
     .. [1] A. Jaegle et al., "Perceiver: General Perception with Iterative Attention", 2021, arXiv:2103.03206.
     """
-    func = "perceiver"
-    _computation.require(func, "latent", latent, _LATENT, _LATENTS)
-    sets = _Sets(func, cross, latents, x, key_padding_mask, ("cross", "latents", "x"))
+    _computation.require("latent", latent, _LATENT, _LATENTS)
+    sets = _Sets(cross, latents, x, key_padding_mask, ("cross", "latents", "x"))
     if latent is not None:
         inner = latent.layers[0] if isinstance(latent, TransformerEncoder) else latent
         sets.require_fit("latent", inner, cross)
@@ -185,40 +181,40 @@ def perceiver(
 
 
 class _Sets:
-    """Two sets, checked; messages of `func` call the layer and them by `names`."""
+    """Two sets, checked; messages call the layer and them by `names`."""
 
-    def __init__(self, func: str, layer: Any, x: Any, y: Any, mask: Any, names: tuple[str, str, str]):
-        _computation.require(func, names[0], layer, TransformerEncoderLayer, _LAYER)
-        ours, theirs = float_array(func, names[1], x), float_array(func, names[2], y)
+    def __init__(self, layer: Any, x: Any, y: Any, mask: Any, names: tuple[str, str, str]):
+        _computation.require(names[0], layer, TransformerEncoderLayer, _LAYER)
+        ours, theirs = float_array(names[1], x), float_array(names[2], y)
         width = layer.d_model
         for name, array in zip(names[1:], (ours, theirs), strict=True):
             if array.ndim not in (2, 3) or array.shape[-1] != width:
-                raise wrong_shape(func, name, array, f"(n, {width}) or (batch, n, {width})")
+                raise wrong_shape(name, array, f"(n, {width}) or (batch, n, {width})")
         batch = ours.shape[:-2]
         if batch != theirs.shape[:-2]:  # the same inducing points, seeds or latents for all sets
-            batch = broadcast_batch(func, **{names[1]: batch, names[2]: theirs.shape[:-2]})
+            batch = broadcast_batch(**{names[1]: batch, names[2]: theirs.shape[:-2]})
         self._hidden: Bools | None = None  # rows of y that nobody attends
         if mask is not None:  # checked here: the layer would name itself in its messages
-            mask, shape = as_array(func, "key_padding_mask", mask), (*batch, theirs.shape[-2])
+            mask, shape = as_array("key_padding_mask", mask), (*batch, theirs.shape[-2])
             if mask.shape != shape:
                 name = "(batch, length)" if len(shape) > 1 else "(length,)"
-                raise wrong_shape(func, "key_padding_mask", mask, f"{name} = {shape}")
+                raise wrong_shape("key_padding_mask", mask, f"{name} = {shape}")
             if mask.dtype != np.bool_ and not is_float(mask.dtype):
-                raise wrong_dtype(func, "key_padding_mask", mask, MASK_DTYPES)
+                raise wrong_dtype("key_padding_mask", mask, MASK_DTYPES)
             self._hidden = (mask if mask.dtype == np.bool_ else mask == -np.inf).ravel()
-        self._func, self._batch, self.size = func, batch, prod(batch)
+        self._batch, self.size = batch, prod(batch)
         self._arrays = {
-            name: _computation.checked(func, name, array, width, layer.weights_dtype)
+            name: _computation.checked(name, array, width, layer.weights_dtype)
             for name, array in zip(names[1:], (ours, theirs), strict=True)
         }
-        self._names = Names(func, names[1], "attn_mask", "key_padding_mask")
+        self._names = Names(names[1], "attn_mask", "key_padding_mask")
 
     def require_fit(self, name: str, layer: Any, first: TransformerEncoderLayer) -> None:
         """Raise unless `layer` takes the result of the first one."""
         for field in ("d_model", "weights_dtype"):
             ours, theirs = getattr(layer, field), getattr(first, field)
             if ours != theirs and (field == "d_model" or "float64" in (ours, theirs)):
-                raise ValueError(f"{self._func}(): {name} has {field} {ours!r}; expected {theirs!r}")
+                raise ValueError(f"(): {name} has {field} {ours!r}; expected {theirs!r}")
 
     def spread(self, tape: Plain, *sets: Any) -> list[Any]:
         """Rows of both sets for each sequence of the batch."""
@@ -237,7 +233,7 @@ class _Sets:
     def attend(self, tape: Plain, layer: TransformerEncoderLayer, x: Any, y: Any, mask: Any) -> Any:
         """`set_attention` of rows."""
         if mask is not None and not self._batch:
-            mask = _computation.one_batch(self._func, "key_padding_mask", mask)
+            mask = _computation.one_batch("key_padding_mask", mask)
         sizes = self.sizes(tape, x)
         how: Any = {"key": y, "key_padding_mask": mask, "names": self._names}
         total = layer._add_attention(tape, layer.norm1, x, layer.self_attn, sizes, **how)
@@ -248,4 +244,4 @@ class _Sets:
         for layer in layers:
             layer._require_parts()
         shape = (*self._batch, *list(self._arrays.values())[result].shape[-2:])
-        return Computation(self._func, layers, self._arrays, run, shape)
+        return Computation(layers, self._arrays, run, shape)

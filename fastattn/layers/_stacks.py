@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fastattn._args.cache import cache_args
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import named, wrong_type
 from fastattn._args.ops import rows
 from fastattn._args.options import require_options
+from fastattn._args.types import Array, ArrayLike, DTypeLike, Rounding, Unpack
 from fastattn._args.values import flag, integer, iterated
 from fastattn._args.words import not_an_argument
 from fastattn._engine.tape import PLAIN
@@ -35,11 +36,7 @@ from fastattn.layers._transformer import (
 )
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, DTypeLike
-    from typing_extensions import Unpack
-
     from fastattn._args.options import NoOptions
-    from fastattn._args.types import Array, Rounding
     from fastattn._engine.tape import Plain
 
 
@@ -57,11 +54,13 @@ class LayerStack(Layer):
     def _place(self) -> str:
         return f"a {type(self).__name__} of layers with d_model {self.layers[0].d_model}"
 
+    @named("{cls}")
     def __post_init__(self) -> None:
         self._require_layers()
         self.weights_dtype = self.layers[0].weights_dtype
         self._set_up(None)
 
+    @named("{cls}")
     def _replace(self, name: str, value: Any) -> None:
         """Set the layers or the norm, which may be None, unlike the parts of other layers."""
         if name not in ("layers", "norm"):
@@ -77,22 +76,22 @@ class LayerStack(Layer):
 
     def _require_layers(self) -> None:
         """Raise unless layers and norm fit together. The caller may have changed the list of layers."""
-        func, kind = type(self).__name__, self._kind.__name__
+        kind = self._kind.__name__
         if not isinstance(self.layers, list):
             expected = f"a sequence of layers, each its own: [{kind}(...) for _ in range(6)]"
-            self._change({"layers": list(iterated(func, "layers", self.layers, expected))})
+            self._change({"layers": list(iterated("layers", self.layers, expected))})
         if not self.layers:
-            raise ValueError(f"{func}(): layers is empty; expected at least one layer")
+            raise ValueError("(): layers is empty; expected at least one layer")
         for i, layer in enumerate(self.layers):
-            _computation.require(func, f"layers[{i}]", layer, self._kind, kind)
+            _computation.require(f"layers[{i}]", layer, self._kind, kind)
         widths = {f"layers[{i}].d_model": layer.d_model for i, layer in enumerate(self.layers)}
         if self.norm is not None:
-            _computation.require(func, "norm", self.norm, NormLayer, "a LayerNorm, an RMSNorm or None")
+            _computation.require("norm", self.norm, NormLayer, "a LayerNorm, an RMSNorm or None")
             widths["norm.features"] = self.norm.features
         width = self.layers[0].d_model
         for name, other in widths.items():
             if other != width:
-                raise ValueError(f"{func}(): {name} is {other}; expected {width}, as layers[0] has")
+                raise ValueError(f"(): {name} is {other}; expected {width}, as layers[0] has")
 
     def _children(self) -> dict[str, Layer]:
         parts = {f"layers.{i}.": layer for i, layer in enumerate(self.layers)}
@@ -114,12 +113,12 @@ class LayerStack(Layer):
         """`cache`, one for each layer."""
         if cache is None:
             return [None] * len(self.layers)
-        func, n, kind = type(self).__name__, len(self.layers), self._cache_kind.__name__
+        n, kind = len(self.layers), self._cache_kind.__name__
         if not isinstance(cache, (list, tuple)) or not all(isinstance(x, self._cache_kind) for x in cache):
-            raise wrong_type(func, "cache", cache, f"a list of {kind}, of new_cache()")
+            raise wrong_type("cache", cache, f"a list of {kind}, of new_cache()")
         if len(cache) != n:
             expected = f"{n}, as new_cache() makes it"
-            raise ValueError(f"{func}(): cache is for {len(cache)} layers; expected {expected}")
+            raise ValueError(f"(): cache is for {len(cache)} layers; expected {expected}")
         return cache
 
 
@@ -141,6 +140,7 @@ class TransformerEncoder(LayerStack):
     norm: NormLayer | None = None
     _kind, _cache_kind = TransformerEncoderLayer, KVCache
 
+    @named("{cls}")
     def __call__(
         self,
         src: ArrayLike,
@@ -175,16 +175,15 @@ class TransformerEncoder(LayerStack):
         def run(tape: Plain, x: Any) -> Any:
             return self._forward(tape, x, sizes, mask, padding, is_causal)
 
-        return Computation("TransformerEncoder", [self], {"src": array}, run, array.shape, by_block=True)
+        return Computation([self], {"src": array}, run, array.shape, by_block=True)
 
     def _checked(self, src: ArrayLike, padding: Any, others: Any) -> tuple[Array, tuple[int, int], Any]:
         """The input of a call, its batch and length, and its padding mask as a batch."""
-        func = "TransformerEncoder"
         if others:
-            raise not_an_argument(func, others, TransformerEncoder.__call__)
+            raise not_an_argument(others, TransformerEncoder.__call__)
         self._require_layers()
         self._require_parts()
-        return self.layers[0]._checked(src, padding, None, func)
+        return self.layers[0]._checked(src, padding, None)
 
     def _forward(
         self,
@@ -198,7 +197,7 @@ class TransformerEncoder(LayerStack):
         lengths: Any = None,
     ) -> Any:
         """A call's result, of rows x and in rows."""
-        is_causal = flag("TransformerEncoder", "is_causal", is_causal)
+        is_causal = flag("is_causal", is_causal)
         masks = src_mask, src_key_padding_mask, is_causal
 
         def forward(layer: TransformerEncoderLayer, cache: KVCache | None, tape: Plain, x: Any) -> Any:
@@ -211,9 +210,10 @@ class TransformerEncoder(LayerStack):
         _, padding = padding_alone(_SRC, src_key_padding_mask, sizes)
         return out if padding is None else tape.cleared(out, padding.ravel(), over=True)
 
+    @named("{cls}.new_cache")
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[KVCache]:
         """Empty caches, one a layer: see `KVCache`."""
-        room, kept = cache_args(f"{type(self).__name__}.new_cache", capacity, dtype)
+        room, kept = cache_args(capacity, dtype)
         return Caches(KVCache(room, kept) for _ in self.layers)
 
 
@@ -231,6 +231,7 @@ class TransformerDecoder(LayerStack):
     norm: NormLayer | None = None
     _kind, _cache_kind = TransformerDecoderLayer, DecoderCache
 
+    @named("{cls}")
     def __call__(
         self,
         tgt: ArrayLike,
@@ -255,13 +256,13 @@ class TransformerDecoder(LayerStack):
             return self._forward(tape, x, over, sizes, options)
 
         inputs = {"tgt": array, "memory": self.layers[0]._memory(memory, sizes[0])}
-        return Computation("TransformerDecoder", [self], inputs, run, array.shape, by_block=True)
+        return Computation([self], inputs, run, array.shape, by_block=True)
 
     def _checked(self, tgt: ArrayLike, options: Any) -> tuple[Array, tuple[int, int], dict[str, Any]]:
         """The input of a call, its batch and length, and its options."""
         self._require_layers()
         self._require_parts()
-        return self.layers[0]._checked("TransformerDecoder", tgt, None, options)
+        return self.layers[0]._checked(tgt, None, options)
 
     def _forward(
         self,
@@ -280,9 +281,10 @@ class TransformerDecoder(LayerStack):
 
         return self._one_by_one(tape, x, self._one_each(cache), forward, over)
 
+    @named("{cls}.new_cache")
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[DecoderCache]:
         """Empty caches, one a layer: see `KVCache` and `DecoderCache`."""
-        room, kept = cache_args(f"{type(self).__name__}.new_cache", capacity, dtype)
+        room, kept = cache_args(capacity, dtype)
         return Caches(DecoderCache(KVCache(room, kept)) for _ in self.layers)
 
 
@@ -329,10 +331,11 @@ class Transformer(Layer):
 
     _parts = ("encoder", "decoder")
 
+    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         require_fields(self)
         for name in ("num_encoder_layers", "num_decoder_layers"):
-            setattr(self, name, integer("Transformer", name, getattr(self, name), 1))
+            setattr(self, name, integer(name, getattr(self, name), 1))
         shared: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
         encoder = [TransformerEncoderLayer(**shared) for _ in range(self.num_encoder_layers)]
         shared["cross_attention"] = self.cross_attention
@@ -346,6 +349,7 @@ class Transformer(Layer):
             draws = {name: xavier_uniform if len(p.shape) == 2 else p.draw for name, p in parameters}
             self.load_state_dict({name: draws[name](source, p.shape) for name, p in parameters})
 
+    @named("{cls}")
     def __call__(
         self,
         src: ArrayLike,
@@ -375,8 +379,7 @@ class Transformer(Layer):
         src_is_causal: bool = False,
         **options: Any,
     ) -> Computation:
-        func = "Transformer"
-        require_options(func, options, OverMemoryOptions)
+        require_options(options, OverMemoryOptions)
         self._require_parts()
         masks: dict[str, Any] = {"mask": src_mask, "src_key_padding_mask": src_key_padding_mask}
         source = self.encoder._computation(src, is_causal=src_is_causal, **masks)
@@ -386,4 +389,4 @@ class Transformer(Layer):
             return target.run(tape, y, source.run(tape, x))
 
         inputs = {"src": source.inputs["src"], "tgt": target.inputs["tgt"]}
-        return Computation(func, [self], inputs, run, target.shape, by_block=True)
+        return Computation([self], inputs, run, target.shape, by_block=True)

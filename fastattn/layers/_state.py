@@ -11,7 +11,7 @@ fits. After a change to any layer, every layer checks its parts once more before
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -19,20 +19,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from fastattn._args.dtypes import dtype_choice
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import named, put_name, wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, is_finite
+from fastattn._args.types import Array, DTypeLike, Rounding, Shape
 from fastattn._args.values import MOST_SIZE, as_array, generator, is_float, short
 from fastattn._args.words import not_an_argument
 from fastattn.layers._files import opened, prefixes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
-    from numpy.typing import DTypeLike
     from typing_extensions import Self
 
-    from fastattn._args.types import Array, Rounding, Shape
     from fastattn._engine.values import Gradients
     from fastattn.grad import Pullback
 
@@ -58,10 +55,10 @@ class Parameter(NamedTuple):
     draw: Draw  # its random initialisation
     or_none: bool = False  # it may hold -inf, which means "none"; all others are finite
 
-    def drawn(self, func: str, name: str, rng: np.random.Generator) -> Array:
-        """The random initialisation; `name` is what messages of `func` call it."""
+    def drawn(self, name: str, rng: np.random.Generator) -> Array:
+        """The random initialisation; `name` is what messages call it."""
         if prod(self.shape) > MOST_SIZE:
-            raise ValueError(f"{func}(): {name} would have shape {self.shape}; expected a smaller one")
+            raise ValueError(f"(): {name} would have shape {self.shape}; expected a smaller one")
         return self.draw(rng, self.shape)
 
 
@@ -122,7 +119,9 @@ class Layer:
         """Raise if an argument has a name that only another library knows; else as usual."""
         fields = vars(cls).get("__dataclass_fields__")
         if fields and not fields.keys() >= named.keys():
-            raise not_an_argument(cls.__name__, named, cls.__init__)
+            error = not_an_argument(named, cls.__init__)
+            put_name(cls.__name__, error)
+            raise error
         return super().__new__(cls)
 
     def _parameters(self) -> dict[str, Parameter]:
@@ -160,7 +159,7 @@ class Layer:
         for name, given in options.items():
             if given is not None and name in _WITHOUT_GRADIENTS:
                 expected = _WITHOUT_GRADIENTS[name]
-                raise ValueError(f"{type(self).__name__}(): {name} is given; expected {expected}")
+                raise ValueError(f"(): {name} is given; expected {expected}")
         options = {name: x for name, x in options.items() if name not in _WITHOUT_GRADIENTS}
         computation = self._computation(*inputs, **options)
         found: tuple[Any, Pullback] = computation.with_pullback(checkpoint, dropout, seed)
@@ -222,30 +221,27 @@ class Layer:
             if lane_of(part.weights_dtype) != lane:
                 came = f"its part {prefix}{type(part).__name__} has weights in {part.weights_dtype}"
                 expected = f"ones that compute in {lane}, as the layer's own in {self.weights_dtype} do"
-                raise TypeError(f"{type(self).__name__}(): {came}; expected {expected}")
+                raise TypeError(f"(): {came}; expected {expected}")
         self.__dict__["_checked_at"] = change
 
     def _set_up(self, rng: np.random.Generator | int | None) -> None:
         """Draw the parameters, or leave them out without `rng`. This is the last step of construction."""
-        func = type(self).__name__
-        self.__dict__["weights_dtype"] = dtype_choice(
-            func, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES
-        )
+        self.__dict__["weights_dtype"] = dtype_choice("weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
         self.__dict__["_built"] = True
-        self._require_rounding(func, self.weights_dtype)
+        self._require_rounding(self.weights_dtype)
         source = self._source(rng)
         if source is not None:
-            arrays = {key: p.drawn(func, key, source) for key, p in self._parameters().items()}
+            arrays = {key: p.drawn(key, source) for key, p in self._parameters().items()}
             self._change(self._pack(arrays, self.weights_dtype))
 
-    def _require_rounding(self, func: str, weights_dtype: str) -> None:
+    def _require_rounding(self, weights_dtype: str) -> None:
         """Raise unless `activations` fits weights that are stored as `weights_dtype`."""
         widest = max((p.shape[1] for p in self._parameters().values() if len(p.shape) == 2), default=0)
-        integer_activations(func, self.activations, weights_dtype, widest)
+        integer_activations(self.activations, weights_dtype, widest)
 
     def _source(self, rng: np.random.Generator | int | None) -> np.random.Generator | None:
         """Generator of parameters: `rng`, or one of this seed, made once for all parts."""
-        return None if rng is None else generator(type(self).__name__, "rng", rng)
+        return None if rng is None else generator("rng", rng)
 
     def _versions(self) -> dict[str, tuple[Layer, int]]:
         """The layer and all below it, and how often each has changed: the same as long as its weights are."""
@@ -288,6 +284,7 @@ class Layer:
         }
         return {name: found[name] for name in self.parameters() if name in found}
 
+    @named("{cls}.load_state_dict")
     def load_state_dict(
         self,
         state_dict: Mapping[str, Any] | str | os.PathLike[str],
@@ -321,32 +318,31 @@ class Layer:
         NaN and infinities are refused, and so are numbers that are infinite in the type they are stored in.
         Only ``sinks``, which are logits, may hold -inf: no sink for that head.
         """
-        func = f"{type(self).__name__}.load_state_dict"
         if weights_dtype is not None:
-            weights_dtype = dtype_choice(func, "weights_dtype", weights_dtype, WEIGHT_DTYPES)
+            weights_dtype = dtype_choice("weights_dtype", weights_dtype, WEIGHT_DTYPES)
         if not isinstance(prefix, str):
-            raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
+            raise TypeError(f"(): prefix is {short(prefix)}; expected a string")
         with ExitStack() as stack:
             names: Collection[str]
             read: Callable[[str], Any]
             if isinstance(state_dict, (str, os.PathLike)):
-                file = opened(func, os.fsdecode(state_dict), stack)
+                file = opened(os.fsdecode(state_dict), stack)
                 names, read = file.names, file.get_tensor
             elif not isinstance(state_dict, Mapping):
                 expected = "a mapping of names to arrays, or the path of a safetensors file"
-                raise wrong_type(func, "state_dict", state_dict, expected)
+                raise wrong_type("state_dict", state_dict, expected)
             else:
                 names, read = state_dict.keys(), state_dict.__getitem__
             # Walk once: another thread may replace a part meanwhile.
             walked = [(path, layer, weights_dtype or layer.weights_dtype) for path, layer in self._walk()]
             for _, layer, dtype in walked:
-                layer._require_rounding(func, dtype)
+                layer._require_rounding(dtype)
             known = {
                 path + name: (parameter, dtype)
                 for path, layer, dtype in walked
                 for name, parameter in layer._parameters().items()
             }
-            arrays = _checked(func, known, names, read, prefix)
+            arrays = _checked(known, names, read, prefix)
             packed = []
             for path, layer, dtype in walked:
                 own = {name: arrays[path + name] for name in layer._parameters()}
@@ -354,12 +350,13 @@ class Layer:
         for layer, fields in packed:
             layer._change(fields)
 
+    @named("{cls}")
     def _repack(self, arrays: Mapping[str, Array], changed: Collection[str]) -> None:
         """Take over those of `arrays`, in the lane type, whose names are `changed`; all or none.
 
         Only the parts that hold them are packed again. `arrays` has the other parameters of these, too.
         """
-        func, packed = type(self).__name__, []
+        packed = []
         for path, layer in self._walk():
             own = {name: arrays[path + name] for name in layer._parameters()}
             if not any(path + name in changed for name in own):
@@ -367,7 +364,7 @@ class Layer:
             for name, array in own.items():
                 if array.ndim < 2 and not is_finite(array, array.dtype.name, or_none=True):
                     raise ValueError(
-                        f"{func}(): {path + name} has values that are not finite; expected finite ones"
+                        f"(): {path + name} has values that are not finite; expected finite ones"
                     )
             packed.append((layer, layer._pack(own, layer.weights_dtype)))
         for layer, fields in packed:
@@ -382,7 +379,6 @@ def _copied(parameter: Array | PackedLinear | None) -> Array | None:
 
 
 def _checked(
-    func: str,
     known: Mapping[str, tuple[Parameter, str]],
     names: Collection[Any],
     read: Callable[[str], Any],
@@ -393,12 +389,12 @@ def _checked(
     `known` has each parameter and the dtype of its layer's weights. `read` has the array of a name.
     """
     if wrong := [name for name in names if not isinstance(name, str)]:
-        raise TypeError(f"{func}(): state_dict has the key {wrong[0]!r}; expected names of parameters")
+        raise TypeError(f"(): state_dict has the key {wrong[0]!r}; expected names of parameters")
     given = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
     hint = prefixes(known, names) if given.keys().isdisjoint(known) else []
     if 0 < len(hint) < 4:  # of more, as those of one Linear in a whole model, all names say more
         expected = " or ".join(map(repr, hint))
-        raise ValueError(f"{func}(): prefix is {prefix!r}, and no name fits; expected {expected}")
+        raise ValueError(f"(): prefix is {prefix!r}, and no name fits; expected {expected}")
     missing = (name for name in known if name not in given)
     problems = [f"missing: {prefix}{name} {known[name][0].shape}" for name in missing]
     problems += [f"not known: {full}" for name, full in given.items() if name not in known]
@@ -410,9 +406,9 @@ def _checked(
         # Matrices are stored as the layer's weights are, everything else as the kernels' lanes.
         stored = weights_dtype if len(parameter.shape) == 2 else lane_of(weights_dtype).name
         try:
-            array = as_array(func, full, read(full))
+            array = as_array(full, read(full))
         except (TypeError, ValueError) as error:
-            problems.append(str(error).removeprefix(f"{func}(): "))
+            problems.append(str(error).removeprefix("(): "))
             continue
         if not is_float(array.dtype):
             problems.append(f"{full}: dtype {array.dtype}, expected a floating type")
@@ -423,5 +419,5 @@ def _checked(
         else:
             arrays[name] = array
     if problems:
-        raise ValueError("\n  ".join([f"{func}(): nothing was loaded:", *problems]))
+        raise ValueError("\n  ".join(["(): nothing was loaded:", *problems]))
     return arrays

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from fastattn._args.dtypes import dtype_choice
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import named, put_name, wrong_shape
 from fastattn._args.ops import epsilon, integer_activations, rows
 from fastattn._args.options import require_options
 from fastattn._args.packed import WEIGHT_DTYPES
-from fastattn._args.types import FLOAT32
+from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding, Unpack
 from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, short
 from fastattn._args.words import not_an_argument
 from fastattn._engine.program import OUT, Program, Sequences, X, build
@@ -30,26 +30,22 @@ from fastattn.layers._scores import Names, padding_alone
 from fastattn.layers._state import Layer
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-    from typing_extensions import Unpack
-
     from fastattn._args.options import NoOptions
-    from fastattn._args.types import Array, Rounding
     from fastattn._engine.tape import Plain
 
 _NOTHING = nullcontext()
-_SRC = Names("TransformerEncoderLayer", "src", "src_mask", "src_key_padding_mask")
-_TGT = Names("TransformerDecoderLayer", "tgt", "tgt_mask", "tgt_key_padding_mask")
-_MEMORY = Names("TransformerDecoderLayer", "tgt", "memory_mask", "memory_key_padding_mask")
+_SRC = Names("src", "src_mask", "src_key_padding_mask")
+_TGT = Names("tgt", "tgt_mask", "tgt_key_padding_mask")
+_MEMORY = Names("tgt", "memory_mask", "memory_key_padding_mask")
 
 
-def require_head_options(func: str, name: str, given: Any) -> None:
+def require_head_options(name: str, given: Any) -> None:
     """Raise unless `given` is None or has options of `MultiHeadAttention`, by their names alone."""
     known = HeadOptions.__annotations__
     if given is not None and not isinstance(given, Mapping):
-        raise TypeError(f"{func}(): {name} is {short(given)}; expected a dict of {', '.join(known)}")
+        raise TypeError(f"(): {name} is {short(given)}; expected a dict of {', '.join(known)}")
     if unknown := [key for key in given or () if key not in known]:
-        raise TypeError(f"{func}(): {name} has {short(unknown[0])}; expected {', '.join(known)}")
+        raise TypeError(f"(): {name} has {short(unknown[0])}; expected {', '.join(known)}")
 
 
 def require_fields(layer: Any) -> None:
@@ -57,24 +53,23 @@ def require_fields(layer: Any) -> None:
 
     Its parts check them once more, but their messages would call them by other names.
     """
-    func = type(layer).__name__
     for name in ("d_model", "num_heads", "dim_feedforward"):
-        setattr(layer, name, integer(func, name, getattr(layer, name), 1, MOST_SIZE))
+        setattr(layer, name, integer(name, getattr(layer, name), 1, MOST_SIZE))
     for name in ("norm_first", "bias"):
-        flag(func, name, getattr(layer, name))
-    choice(func, "activation", layer.activation, ACTIVATIONS)
-    choice(func, "norm", layer.norm, ("layer_norm", "rms_norm"))
-    layer.weights_dtype = dtype_choice(func, "weights_dtype", layer.weights_dtype, WEIGHT_DTYPES)
-    integer_activations(func, layer.activations, layer.weights_dtype)
-    epsilon(func, "layer_norm_eps", layer.layer_norm_eps, FLOAT32)
+        flag(name, getattr(layer, name))
+    choice("activation", layer.activation, ACTIVATIONS)
+    choice("norm", layer.norm, ("layer_norm", "rms_norm"))
+    layer.weights_dtype = dtype_choice("weights_dtype", layer.weights_dtype, WEIGHT_DTYPES)
+    integer_activations(layer.activations, layer.weights_dtype)
+    epsilon("layer_norm_eps", layer.layer_norm_eps, FLOAT32)
     for name in ("attention", "cross_attention"):
         if not hasattr(layer, name):
             continue  # an encoder layer
-        require_head_options(func, name, getattr(layer, name))
+        require_head_options(name, getattr(layer, name))
         options = getattr(layer, name) or {}
         if options.get("head_dim") is None and layer.d_model % layer.num_heads:
             expected = f"a multiple of num_heads, {layer.num_heads}, or head_dim in {name}"
-            raise ValueError(f"{func}(): d_model is {layer.d_model}; expected {expected}")
+            raise ValueError(f"(): d_model is {layer.d_model}; expected {expected}")
 
 
 @dataclass(eq=False)
@@ -99,6 +94,7 @@ class TransformerLayer(Layer):
     norm1: NormLayer = field(init=False, repr=False)
     norm2: NormLayer = field(init=False, repr=False)
 
+    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         require_fields(self)
         source = self._source(rng)
@@ -125,12 +121,11 @@ class TransformerLayer(Layer):
 
     def _input(self, name: str, x: ArrayLike, cache: Any, kind: type) -> tuple[Array, Array]:
         """`x`, the argument `name`, as it is, and (batch, length, d_model); `cache` is None or of `kind`."""
-        func = type(self).__name__
         if cache is not None:
-            _computation.require(func, "cache", cache, kind, f"a {kind.__name__}")
+            _computation.require("cache", cache, kind, f"a {kind.__name__}")
         self._require_parts()
-        array = _computation.checked(func, name, x, self.d_model, self.weights_dtype)
-        return array, _computation.batch_first(func, name, array)
+        array = _computation.checked(name, x, self.d_model, self.weights_dtype)
+        return array, _computation.batch_first(name, array)
 
     def _add_attention(
         self, tape: Plain, norm: NormLayer, x: Any, attention: MultiHeadAttention, sizes: Any, **options: Any
@@ -219,10 +214,16 @@ class TransformerEncoderLayer(TransformerLayer):
         other mask, `is_causal` or `cache` is given; what stands in them, NaN included, reaches nothing. With
         `is_causal` and a `cache` this is the layer of a decoder-only model.
         """
-        if others:
-            raise not_an_argument(_SRC.func, others, TransformerEncoderLayer.__call__)
-        array, sizes, padding = self._checked(src, src_key_padding_mask, cache)
-        out: Array = self._forward(PLAIN, rows(array), sizes, src_mask, padding, is_causal, cache, lengths)
+        try:
+            if others:
+                raise not_an_argument(others, TransformerEncoderLayer.__call__)
+            array, sizes, padding = self._checked(src, src_key_padding_mask, cache)
+            out: Array = self._forward(
+                PLAIN, rows(array), sizes, src_mask, padding, is_causal, cache, lengths
+            )
+        except Exception as error:
+            put_name(type(self).__name__, error)
+            raise
         return out.reshape(array.shape)
 
     def _computation(
@@ -235,21 +236,21 @@ class TransformerEncoderLayer(TransformerLayer):
         **others: Any,
     ) -> Computation:
         if others:
-            raise not_an_argument(_SRC.func, others, TransformerEncoderLayer.__call__)
+            raise not_an_argument(others, TransformerEncoderLayer.__call__)
         array, sizes, padding = self._checked(src, src_key_padding_mask)
 
         def run(tape: Plain, x: Any) -> Any:
             return self._forward(tape, x, sizes, src_mask, padding, is_causal)
 
-        return Computation(_SRC.func, [self], {"src": array}, run, array.shape)
+        return Computation([self], {"src": array}, run, array.shape)
 
     def _checked(
-        self, src: ArrayLike, padding: Any, cache: KVCache | None = None, func: str = _SRC.func
+        self, src: ArrayLike, padding: Any, cache: KVCache | None = None
     ) -> tuple[Array, tuple[int, int], Any]:
         """The input of a call, its batch and length, and its padding mask as a batch."""
         array, batched = self._input("src", src, cache, KVCache)
         if batched is not array:
-            padding = _computation.one_batch(func, _SRC.key_padding_mask, padding)
+            padding = _computation.one_batch(_SRC.key_padding_mask, padding)
         batch, length, _ = batched.shape
         return array, (batch, length), padding
 
@@ -266,7 +267,7 @@ class TransformerEncoderLayer(TransformerLayer):
     ) -> Any:
         """A call's result, of rows x and in rows."""
         if is_causal is not False:
-            is_causal = flag(_SRC.func, "is_causal", is_causal)
+            is_causal = flag("is_causal", is_causal)
         plain, padding = False, None
         if not is_causal and src_mask is None and cache is None and lengths is None:
             plain, padding = padding_alone(_SRC, src_key_padding_mask, sizes)
@@ -377,30 +378,33 @@ class TransformerDecoderLayer(TransformerLayer):
         lengths : array_like of int, (B,), optional
             With `cache`: how many of these tokens count in each sequence.
         """
-        array, sizes, masks = self._checked(type(self).__name__, tgt, cache, options)
-        over = None if cache is not None else rows(self._memory(memory, sizes[0]))
-        out: Array = self._forward(PLAIN, rows(array), over, sizes, memory, cache, **masks)
+        try:
+            array, sizes, masks = self._checked(tgt, cache, options)
+            over = None if cache is not None else rows(self._memory(memory, sizes[0]))
+            out: Array = self._forward(PLAIN, rows(array), over, sizes, memory, cache, **masks)
+        except Exception as error:
+            put_name(type(self).__name__, error)
+            raise
         return out.reshape(array.shape)
 
     def _computation(self, tgt: ArrayLike, memory: ArrayLike | None = None, **options: Any) -> Computation:
-        func = type(self).__name__
-        array, sizes, options = self._checked(func, tgt, None, options)
+        array, sizes, options = self._checked(tgt, None, options)
 
         def run(tape: Plain, x: Any, over: Any) -> Any:
             return self._forward(tape, x, over, sizes, **options)
 
         inputs = {"tgt": array, "memory": self._memory(memory, sizes[0])}
-        return Computation(func, [self], inputs, run, array.shape)
+        return Computation([self], inputs, run, array.shape)
 
     def _checked(
-        self, func: str, tgt: ArrayLike, cache: DecoderCache | None, options: Any
+        self, tgt: ArrayLike, cache: DecoderCache | None, options: Any
     ) -> tuple[Array, tuple[int, int], dict[str, Any]]:
         """The input of a call, its batch and length, and its options."""
-        require_options(func, options, DecoderOptions)
+        require_options(options, DecoderOptions)
         array, batched = self._input("tgt", tgt, cache, DecoderCache)
         if batched is not array:
             for name in (_TGT.key_padding_mask, _MEMORY.key_padding_mask):
-                options[name] = _computation.one_batch(func, name, options.get(name))
+                options[name] = _computation.one_batch(name, options.get(name))
         batch, length, _ = batched.shape
         return array, (batch, length), options
 
@@ -425,8 +429,8 @@ class TransformerDecoderLayer(TransformerLayer):
         keys_values = None
         is_causal = cache is not None
         if tgt_is_causal is not None:
-            is_causal = flag(_TGT.func, "tgt_is_causal", tgt_is_causal)
-        memory_is_causal = flag(_MEMORY.func, "memory_is_causal", memory_is_causal)
+            is_causal = flag("tgt_is_causal", tgt_is_causal)
+        memory_is_causal = flag("memory_is_causal", memory_is_causal)
         with _NOTHING if cache is None else restored_on_error((cache,)):
             if cache is not None:
                 self._keep(memory, memory_key_padding_mask, sizes[0], cache)
@@ -463,32 +467,30 @@ class TransformerDecoderLayer(TransformerLayer):
 
     def _memory(self, memory: ArrayLike | None, batch: int) -> Array:
         """`memory`, (batch, S, width), checked; that of one sequence may lack the batch axis."""
-        func = type(self).__name__
         if memory is None:
-            raise ValueError(f"{func}(): memory is None; expected an array, or a cache that holds one")
+            raise ValueError("(): memory is None; expected an array, or a cache that holds one")
         width = self.multihead_attn.kdim or self.d_model
-        array = _computation.checked(func, "memory", memory, width, self.weights_dtype)
-        if len(batched := _computation.batch_first(func, "memory", array)) != batch:
-            raise wrong_shape(func, "memory", batched, f"({batch}, length, {width}), tgt's batch")
+        array = _computation.checked("memory", memory, width, self.weights_dtype)
+        if len(batched := _computation.batch_first("memory", array)) != batch:
+            raise wrong_shape("memory", batched, f"({batch}, length, {width}), tgt's batch")
         return array
 
     def _keep(self, memory: ArrayLike | None, padding: Any, batch: int, cache: DecoderCache) -> None:
         """Put the memory's keys, values and mask into `cache`, or check that they are those in it."""
-        func = type(self).__name__
-        padding = None if padding is None else as_array(func, "memory_key_padding_mask", padding)
+        padding = None if padding is None else as_array("memory_key_padding_mask", padding)
         if cache.keys_values is None:
-            array = _computation.batch_first(func, "memory", self._memory(memory, batch))
+            array = _computation.batch_first("memory", self._memory(memory, batch))
             cache.keys_values, cache.memory = self.multihead_attn.project_keys_values(array), memory
             cache.key_padding_mask = None if padding is None else padding.copy()
             return
         kept = "that of the first call with this cache; expected that one, or None (after select() None)"
         if memory is not None and memory is not cache.memory:
-            raise ValueError(f"{func}(): memory is not {kept}")
+            raise ValueError(f"(): memory is not {kept}")
         if padding is not None:
             there = cache.key_padding_mask
             if there is None or not np.array_equal(padding, there):
-                raise ValueError(f"{func}(): memory_key_padding_mask is not {kept}")
+                raise ValueError(f"(): memory_key_padding_mask is not {kept}")
         in_cache = len(cache.keys_values[0])
         if in_cache != batch:
             expected = f"{in_cache}, that of the memory in the cache (DecoderCache.select() selects in both)"
-            raise ValueError(f"{func}(): tgt has a batch of {batch}; expected {expected}")
+            raise ValueError(f"(): tgt has a batch of {batch}; expected {expected}")

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args import key_ranges
+from fastattn._args.errors import named
 from fastattn._args.key_ranges import RangeLists, Resolved
+from fastattn._args.types import ArrayLike, Bools, Ints, Shape
 from fastattn._args.values import require_broadcast
 from fastattn.masks._mask import Mask, ScoreShape, bools, runs_of, score_shape, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Bools, Ints, Shape
 
 # `compile` evaluates a predicate on blocks of at most this many scores.
 _BLOCK_SCORES = 2**20
@@ -35,17 +31,18 @@ class _Compiled(Mask):
     def resolve(self, shape: ScoreShape) -> Resolved:
         if self.shape.scores != shape.scores:
             raise ValueError(
-                f"{shape.func}(): mask was compiled for {self.shape.scores}, (..., heads_q, len_q, len_k);"
+                f"(): mask was compiled for {self.shape.scores}, (..., heads_q, len_q, len_k);"
                 f" expected one for {shape.scores}"
             )
         if (self.shape.offset != shape.offset).any():
-            raise ValueError(f"{shape.func}(): mask was compiled for another q_offset; expected one for this")
+            raise ValueError("(): mask was compiled for another q_offset; expected one for this")
         return self.resolved
 
     def __repr__(self) -> str:
         return f"compile({shown(self.source)}, {self.shape.scores})"
 
 
+@named("compile")
 def compile(
     mask: Mask | Callable[[Ints, Ints, Ints, Ints], ArrayLike],
     shape: Shape,
@@ -87,11 +84,11 @@ def compile(
     >>> from fastattn import masks
     >>> mask = masks.compile(lambda b, h, i, j: (i >= j) & (i - j < 4), (1, 8, 64, 64))
     """
-    scores = score_shape("compile", shape, q_offset)
+    scores = score_shape(shape, q_offset)
     if isinstance(mask, Mask):
         return _Compiled(mask, scores, mask.resolve(scores))
     if not callable(mask):
-        raise TypeError(f"compile(): mask is of type {type(mask).__name__}; expected a mask or a function")
+        raise TypeError(f"(): mask is of type {type(mask).__name__}; expected a mask or a function")
     return _Compiled(mask, scores, key_ranges.simplified(_of_predicate(mask, scores)))
 
 
@@ -102,9 +99,9 @@ def _of_predicate(function: Callable[..., ArrayLike], shape: ScoreShape) -> Rang
     i, j = shape.position[..., None], np.arange(shape.len_k)
 
     def called(i: Ints) -> Bools:
-        found = bools("compile", "what mask returns", function(b, h, i, j))
+        found = bools("what mask returns", function(b, h, i, j))
         target = (*shape.batch_shape, shape.heads, i.shape[-2], shape.len_k)
-        require_broadcast("compile", "what mask returns", found.shape, target, "(..., heads_q, len_q, len_k)")
+        require_broadcast("what mask returns", found.shape, target, "(..., heads_q, len_q, len_k)")
         return found if found.ndim > 2 else found[(None,) * (3 - found.ndim)]
 
     # An axis has length 1 here where the predicate does not depend on the sequence, or on the head.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args import key_ranges
+from fastattn._args.errors import named
 from fastattn._args.key_ranges import Resolved
+from fastattn._args.types import Bools, Ints, Shape
 from fastattn._args.values import MOST_SIZE, flag, integer, short
 from fastattn.masks._mask import Mask, ScoreShape, of_groups
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Bools, Ints, Shape
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -33,10 +32,11 @@ class axial(Mask):
     shape: Shape
     axis: int | tuple[int, ...]
 
+    @named("axial")
     def __post_init__(self) -> None:
-        shape = sizes("axial", "shape", self.shape)
+        shape = sizes("shape", self.shape)
         axes, n = self.axis if isinstance(self.axis, (tuple, list)) else (self.axis,), len(shape)
-        self._set(shape=shape, axis=tuple(integer("axial", "axis", axis, -n, n - 1) % n for axis in axes))
+        self._set(shape=shape, axis=tuple(integer("axis", axis, -n, n - 1) % n for axis in axes))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         shape.keys_are("shape of axial()", self.shape)
@@ -67,12 +67,13 @@ class swin(Mask):
     window: int | Shape
     shift: int | Shape = 0
 
+    @named("swin")
     def __post_init__(self) -> None:
-        shape = sizes("swin", "shape", self.shape)
-        window = sizes("swin", "window", self.window, len(shape))
-        shift = sizes("swin", "shift", self.shift, len(shape), low=0)
+        shape = sizes("shape", self.shape)
+        window = sizes("window", self.window, len(shape))
+        shift = sizes("shift", self.shift, len(shape), low=0)
         if any(s >= w for s, w in zip(shift, window, strict=True)):
-            raise ValueError(f"swin(): shift is {shift}; expected less than the window, {window}")
+            raise ValueError(f"(): shift is {shift}; expected less than the window, {window}")
         self._set(shape=shape, window=window, shift=shift)
 
     def resolve(self, shape: ScoreShape) -> Resolved:
@@ -112,8 +113,9 @@ class neighborhood(Mask):
     dilation: int | Shape = 1
     causal: bool | tuple[bool, ...] = False
 
+    @named("neighborhood")
     def __post_init__(self) -> None:
-        values = neighborhood_sizes("neighborhood", self.shape, self.kernel, self.dilation, self.causal)
+        values = neighborhood_sizes(self.shape, self.kernel, self.dilation, self.causal)
         self._set(**dict(zip(("shape", "kernel", "dilation", "causal"), values, strict=True)))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
@@ -142,20 +144,20 @@ class neighborhood(Mask):
 
 
 def neighborhood_sizes(
-    func: str, shape: Any, kernel: Any, dilation: Any, causal: Any
+    shape: Any, kernel: Any, dilation: Any, causal: Any
 ) -> tuple[Shape, Shape, Shape, tuple[bool, ...]]:
-    """The fields of `neighborhood`, checked, with a value for each axis; error messages name `func`."""
-    shape = sizes(func, "shape", shape)
+    """The fields of `neighborhood`, checked, with a value for each axis."""
+    shape = sizes("shape", shape)
     n = len(shape)
-    kernel, dilation = sizes(func, "kernel", kernel, n), sizes(func, "dilation", dilation, n)
+    kernel, dilation = sizes("kernel", kernel, n), sizes("dilation", dilation, n)
     axes = causal if isinstance(causal, (tuple, list)) else (causal,) * n
     if len(axes) != n:
-        raise ValueError(f"{func}(): causal is {short(causal)}; expected {n}, one an axis")
+        raise ValueError(f"(): causal is {short(causal)}; expected {n}, one an axis")
     if any(size * step > places for places, size, step in zip(shape, kernel, dilation, strict=True)):
         given = f"kernel {kernel} with dilation {dilation}"
         expected = f"their product to be at most {shape} along each axis"
-        raise ValueError(f"{func}(): {given} exceeds the grid; expected {expected}")
-    return shape, kernel, dilation, tuple(flag(func, "causal", x) for x in axes)
+        raise ValueError(f"(): {given} exceeds the grid; expected {expected}")
+    return shape, kernel, dilation, tuple(flag("causal", x) for x in axes)
 
 
 def _nearest(size: int, kernel: int, step: int, causal: bool) -> tuple[Ints, Bools]:
@@ -175,14 +177,12 @@ def _groups(shape: ScoreShape, groups: Ints) -> Resolved:
     return key_ranges.simplified(of_groups(query, key, shape.len_k))
 
 
-def sizes(
-    func: str, name: str, x: Any, n: int | None = None, low: int = 1, high: int | None = MOST_SIZE
-) -> Shape:
+def sizes(name: str, x: Any, n: int | None = None, low: int = 1, high: int | None = MOST_SIZE) -> Shape:
     """`x` as `n` integers of at least `low`; a single integer stands for all axes."""
     if isinstance(x, (tuple, list)):
-        found = tuple(integer(func, f"{name}[{axis}]", size, low, high) for axis, size in enumerate(x))
+        found = tuple(integer(f"{name}[{axis}]", size, low, high) for axis, size in enumerate(x))
     else:
-        found = (integer(func, name, x, low, high),) * (n or 1)
+        found = (integer(name, x, low, high),) * (n or 1)
     if not found or len(found) != (n or len(found)):
-        raise ValueError(f"{func}(): {name} is {short(x)}; expected {n or 'some'} integers, one an axis")
+        raise ValueError(f"(): {name} is {short(x)}; expected {n or 'some'} integers, one an axis")
     return found

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from fastattn._args import key_ranges
+from fastattn._args.errors import named
 from fastattn._args.key_ranges import RangeLists, Resolved
+from fastattn._args.types import ArrayLike, Bools, Ints, Shape
 from fastattn._args.values import MOST_SIZE, as_array, integer, integers, require_broadcast, short
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Bools, Ints, Shape
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreShape:
-    """The shape of the scores that a mask is resolved for; error messages name the function `func`."""
+    """The shape of the scores that a mask is resolved for."""
 
-    func: str
     batch_shape: Shape
     heads: int
     len_q: int
@@ -46,14 +42,14 @@ class ScoreShape:
     def per_item(self, name: str, x: Ints, n: int) -> None:
         """Raise unless `x` is (n,) or (*batch, n)."""
         if x.shape[-1:] != (n,):
-            raise ValueError(f"{self.func}(): {name} has shape {x.shape}; expected {n} along its last axis")
-        require_broadcast(self.func, name, x.shape, (*self.batch_shape, n), f"(..., {n})")
+            raise ValueError(f"(): {name} has shape {x.shape}; expected {n} along its last axis")
+        require_broadcast(name, x.shape, (*self.batch_shape, n), f"(..., {n})")
 
     def keys_are(self, name: str, grid: Shape) -> None:
         """Raise unless the number of keys is the number of places of `grid`."""
         if (places := math.prod(grid)) != self.len_k:
             expected = f"{self.len_k}, one a key"
-            raise ValueError(f"{self.func}(): {name} has {places} places, {grid}; expected {expected}")
+            raise ValueError(f"(): {name} has {places} places, {grid}; expected {expected}")
 
     def lists(self, mask: Mask) -> RangeLists:
         """The keys that `mask` allows, as lists alone."""
@@ -85,10 +81,11 @@ class Mask:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    @named("{cls}")
     def _set_integers(self, high: int | None = None, **low: int) -> None:
         """Check that the named fields are integers, each of at least the number given for it."""
         for name, least in low.items():
-            self._set(**{name: integer(type(self).__name__, name, getattr(self, name), least, high)})
+            self._set(**{name: integer(name, getattr(self, name), least, high)})
 
     def __and__(self, other: Mask) -> Mask:
         return _Both(self, _mask("&", other))
@@ -112,6 +109,7 @@ class Mask:
         values = ", ".join(shown(getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
         return f"{type(self).__name__}({values})"
 
+    @named("to_array")
     def to_array(
         self,
         len_q: int,
@@ -144,14 +142,13 @@ class Mask:
         TypeError, ValueError
             If an argument does not fit, or the mask does not fit the shape.
         """
-        func = "to_array"
-        len_q = integer(func, "len_q", len_q, 0, MOST_SIZE)
-        len_k = len_q if len_k is None else integer(func, "len_k", len_k, 0, MOST_SIZE)
+        len_q = integer("len_q", len_q, 0, MOST_SIZE)
+        len_k = len_q if len_k is None else integer("len_k", len_k, 0, MOST_SIZE)
         if not isinstance(batch_shape, (tuple, list)):
-            raise TypeError(f"{func}(): batch_shape is {short(batch_shape)}; expected a tuple of integers")
-        batch = (integer(func, f"batch_shape[{n}]", x, 0, MOST_SIZE) for n, x in enumerate(batch_shape))
-        heads = 1 if num_heads is None else integer(func, "num_heads", num_heads, 1, MOST_SIZE)
-        array = dense_array(self, score_shape(func, (*batch, heads, len_q, len_k), q_offset))
+            raise TypeError(f"(): batch_shape is {short(batch_shape)}; expected a tuple of integers")
+        batch = (integer(f"batch_shape[{n}]", x, 0, MOST_SIZE) for n, x in enumerate(batch_shape))
+        heads = 1 if num_heads is None else integer("num_heads", num_heads, 1, MOST_SIZE)
+        array = dense_array(self, score_shape((*batch, heads, len_q, len_k), q_offset))
         return array[..., 0, :, :] if num_heads is None else array
 
 
@@ -219,21 +216,21 @@ class _Not(Mask):
         return f"~{self.mask!r}"
 
 
-def score_shape(func: str, shape: Shape, q_offset: ArrayLike | None) -> ScoreShape:
-    """Check `shape`, (..., heads, len_q, len_k), and `q_offset`, for error messages of `func`."""
+def score_shape(shape: Shape, q_offset: ArrayLike | None) -> ScoreShape:
+    """Check `shape`, (..., heads, len_q, len_k), and `q_offset`."""
     if not isinstance(shape, (tuple, list)) or len(shape) < 3:
-        raise TypeError(f"{func}(): shape is {short(shape)}; expected integers, (..., heads_q, len_q, len_k)")
-    *batch, heads, len_q, len_k = (integer(func, f"shape[{n}]", x, 0, MOST_SIZE) for n, x in enumerate(shape))
+        raise TypeError(f"(): shape is {short(shape)}; expected integers, (..., heads_q, len_q, len_k)")
+    *batch, heads, len_q, len_k = (integer(f"shape[{n}]", x, 0, MOST_SIZE) for n, x in enumerate(shape))
     offset: Any = len_k - len_q if q_offset is None else q_offset
-    offset = integers(func, "q_offset", offset, tuple(batch), "the batch dimensions")
-    return ScoreShape(func, tuple(batch), heads, len_q, len_k, offset)
+    offset = integers("q_offset", offset, tuple(batch), "the batch dimensions")
+    return ScoreShape(tuple(batch), heads, len_q, len_k, offset)
 
 
-def bools(func: str, name: str, x: ArrayLike) -> Bools:
+def bools(name: str, x: ArrayLike) -> Bools:
     """`x` as an array of bool."""
-    array: Bools = as_array(func, name, x)
+    array: Bools = as_array(name, x)
     if array.dtype != np.bool_:
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected bool")
+        raise TypeError(f"(): {name} has dtype {array.dtype}; expected bool")
     return array
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args import key_ranges
+from fastattn._args.errors import named
 from fastattn._args.key_ranges import RangeLists, Resolved
+from fastattn._args.types import ArrayLike
 from fastattn._args.values import integers
 from fastattn.masks._mask import Mask, ScoreShape, of_groups
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -73,11 +72,12 @@ class first_keys(Mask):
 
     n: ArrayLike
 
+    @named("first_keys")
     def __post_init__(self) -> None:
-        self._set(n=integers("first_keys", "n", self.n, low=0))
+        self._set(n=integers("n", self.n, low=0))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        n = integers(shape.func, "n of first_keys()", self.n, shape.batch_shape, "the batch dimensions")
+        n = integers("n of first_keys()", self.n, shape.batch_shape, "the batch dimensions")
         return Resolved(*key_ranges.lengths(n))
 
 
@@ -113,12 +113,13 @@ class documents(Mask):
     ids: ArrayLike
     query_ids: ArrayLike | None = None
 
+    @named("documents")
     def __post_init__(self) -> None:
         given = ("ids",) if self.query_ids is None else ("ids", "query_ids")
         for name in given:
-            array = integers("documents", name, getattr(self, name))
+            array = integers(name, getattr(self, name))
             if array.ndim == 0:
-                raise ValueError(f"documents(): {name} has shape (); expected (..., length)")
+                raise ValueError(f"(): {name} has shape (); expected (..., length)")
             self._set(**{name: array})
 
     def resolve(self, shape: ScoreShape) -> Resolved:
@@ -242,13 +243,14 @@ class tree(Mask):
 
     parents: ArrayLike
 
+    @named("tree")
     def __post_init__(self) -> None:
-        parents = integers("tree", "parents", self.parents, low=-1)
+        parents = integers("parents", self.parents, low=-1)
         if parents.ndim == 0 or parents.shape[-1] == 0:
-            raise ValueError(f"tree(): parents has shape {parents.shape}; expected (..., nodes)")
+            raise ValueError(f"(): parents has shape {parents.shape}; expected (..., nodes)")
         if (parents >= np.arange(parents.shape[-1])).any():
             expected = "an earlier node, or -1"
-            raise ValueError(f"tree(): parents has a node whose parent comes after it; expected {expected}")
+            raise ValueError(f"(): parents has a node whose parent comes after it; expected {expected}")
         self._set(parents=parents)
 
     def resolve(self, shape: ScoreShape) -> Resolved:
@@ -256,7 +258,7 @@ class tree(Mask):
         nodes = parents.shape[-1]
         if nodes > shape.len_k:
             expected = f"at most len_k, {shape.len_k}"
-            raise ValueError(f"{shape.func}(): parents of tree() has {nodes} nodes; expected {expected}")
+            raise ValueError(f"(): parents of tree() has {nodes} nodes; expected {expected}")
         shape.per_item("parents of tree()", parents, nodes)
         flat = parents.reshape(-1, nodes)
         trees, start = np.arange(len(flat))[:, None], shape.len_k - nodes

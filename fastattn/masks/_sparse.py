@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args import key_ranges
+from fastattn._args.errors import named
 from fastattn._args.key_ranges import Resolved
+from fastattn._args.types import ArrayLike, Bools
 from fastattn._args.values import MOST_SIZE, generator, integers, require_broadcast
 from fastattn.masks._grid import sizes
 from fastattn.masks._mask import Mask, ScoreShape, bools, runs_of
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Bools
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -29,13 +26,14 @@ class dense(Mask):
 
     array: ArrayLike
 
+    @named("dense")
     def __post_init__(self) -> None:
-        self._set(array=bools("dense", "array", self.array).copy())  # the caller may write to his own
+        self._set(array=bools("array", self.array).copy())  # the caller may write to his own
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         array: Any = self.array
         dims = "(..., heads_q, len_q, len_k)"
-        require_broadcast(shape.func, "array of dense()", array.shape, shape.scores, dims)
+        require_broadcast("array of dense()", array.shape, shape.scores, dims)
         array = array.reshape((1,) * (3 - array.ndim) + array.shape)
         rows = array.shape[:-1]
         runs = runs_of(np.broadcast_to(array, (*rows, shape.len_k)))
@@ -59,12 +57,13 @@ class block_sparse(Mask):
     bitmap: ArrayLike
     block: int | tuple[int, int]
 
+    @named("block_sparse")
     def __post_init__(self) -> None:
-        bitmap = bools("block_sparse", "bitmap", self.bitmap).copy()
+        bitmap = bools("bitmap", self.bitmap).copy()
         if bitmap.ndim < 2:
             expected = "(..., blocks_q, blocks_k)"
-            raise ValueError(f"block_sparse(): bitmap has shape {bitmap.shape}; expected {expected}")
-        self._set(bitmap=bitmap, block=sizes("block_sparse", "block", self.block, 2, high=None))
+            raise ValueError(f"(): bitmap has shape {bitmap.shape}; expected {expected}")
+        self._set(bitmap=bitmap, block=sizes("block", self.block, 2, high=None))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         bitmap: Any = self.bitmap
@@ -72,7 +71,7 @@ class block_sparse(Mask):
         *lead, blocks_q, blocks_k = bitmap.shape
         target = (*shape.batch_shape, shape.heads, blocks_q, blocks_k)
         dims = "(..., heads_q, blocks_q, blocks_k)"
-        require_broadcast(shape.func, "bitmap of block_sparse()", bitmap.shape, target, dims)
+        require_broadcast("bitmap of block_sparse()", bitmap.shape, target, dims)
         owner, begin, end = runs_of(bitmap)
         block = shape.position // min(block_q, key_ranges.UNBOUNDED)
         block_k = min(block_k, max(1, shape.len_k))
@@ -92,8 +91,9 @@ class global_tokens(Mask):
 
     index: ArrayLike
 
+    @named("global_tokens")
     def __post_init__(self) -> None:
-        self._set(index=integers("global_tokens", "index", self.index, low=0).ravel())
+        self._set(index=integers("index", self.index, low=0).ravel())
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         chosen: Any = self.index
@@ -130,11 +130,12 @@ class bigbird(Mask):
     random: int = 3
     rng: np.random.Generator | int | None = 0
 
+    @named("bigbird")
     def __post_init__(self) -> None:
         self._set_integers(MOST_SIZE, block=1, window=1, global_blocks=0, random=0)
         if self.window % 2 == 0:
-            raise ValueError(f"bigbird(): window is {self.window}; expected an odd number")
-        drawing: Any = generator("bigbird", "rng", self.rng)
+            raise ValueError(f"(): window is {self.window}; expected an odd number")
+        drawing: Any = generator("rng", self.rng)
         has_seed = self.rng is not None and self.rng is not drawing
         self._set(rng=int(self.rng if has_seed else drawing.integers(2**63)))  # type: ignore[arg-type]
 

@@ -175,7 +175,7 @@ class Blocks:
     ) -> list[Block]:
         """The blocks, each with its scale of scores, by default ``head_dim**-0.5``, window and rotation."""
         precision, widest = self.source.precision, max(self.hidden, self.inner, self.heads * self.head_dim)
-        integer_activations("load", precision.activations, precision.weights, widest)
+        integer_activations(precision.activations, precision.weights, widest)
         scales = scales or [self.head_dim**-0.5] * self.num_layers
         windows = windows or [None] * self.num_layers
         rotations = rotations or [None] * self.num_layers

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
+from fastattn._args.errors import named
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag, integer, iterated, short
 from fastattn._args.words import not_an_argument
@@ -50,6 +51,7 @@ class Classifier(EncoderWithHead):
     def __repr__(self) -> str:
         return self._described(self.num_labels)
 
+    @named("{self.model_type}")
     def __call__(
         self,
         input_ids: ArrayLike,
@@ -64,8 +66,8 @@ class Classifier(EncoderWithHead):
             float32, or float64 for a model in float64. 0 where a token does not count.
         """
         states = self.encoder(input_ids, attention_mask, token_type_ids)
-        tokens = _model.token_ids(self.model_type, input_ids, self.encoder.vocab_size)
-        mask = _model.attended(self.model_type, attention_mask, tokens)
+        tokens = _model.token_ids(input_ids, self.encoder.vocab_size)
+        mask = _model.attended(attention_mask, tokens)
         return self._logits(states, np.ones(tokens.shape, np.bool_) if mask is None else mask)
 
     def _logits(self, states: Array, mask: Array) -> Array:
@@ -98,6 +100,7 @@ class CrossEncoder(Classifier):
     def _logits(self, states: Array, mask: Array) -> Array:
         return self._scored(self.pooling(states[mask], np.append(0, np.cumsum(mask.sum(axis=1)))))
 
+    @named("predict")
     def predict(
         self,
         inputs: str | Iterable[Any],
@@ -146,23 +149,23 @@ class CrossEncoder(Classifier):
             If the folder has no tokenizer.json, or one that does not fit the model.
         """
         if others:
-            raise not_an_argument("predict", others, CrossEncoder.predict)
+            raise not_an_argument(others, CrossEncoder.predict)
         options = given(TextOptions, prompt_name, prompt, batch_size, show_progress_bar)
-        return self._predict("predict", inputs, options, activation_fn, apply_softmax)
+        return self._predict(inputs, options, activation_fn, apply_softmax)
 
     def _predict(
-        self, func: str, inputs: Any, options: TextOptions, activation_fn: Any, apply_softmax: bool = False
+        self, inputs: Any, options: TextOptions, activation_fn: Any, apply_softmax: bool = False
     ) -> Array:
-        """`predict`, for messages of `func`."""
-        one, pairs = _pairs(func, "inputs", inputs)
-        call = Call.of(func, options, TextOptions, self.encoder.sentences, ())
-        softmax = flag(func, "apply_softmax", apply_softmax)
+        """Scores of pairs, as `predict` returns them."""
+        one, pairs = _pairs("inputs", inputs)
+        call = Call.of(options, TextOptions, self.encoder.sentences, ())
+        softmax = flag("apply_softmax", apply_softmax)
         if activation_fn is not None and not callable(activation_fn):
-            raise TypeError(f"{func}(): activation_fn is {short(activation_fn)}; expected a function")
+            raise TypeError(f"(): activation_fn is {short(activation_fn)}; expected a function")
         chunks = self._chunks(call.prompt, pairs, call.batch_size)
         empty = np.empty((0, self.num_labels), lane_dtype(self.encoder.dtype))
         scores = np.concatenate([empty, *watched(chunks, call.progress, pairs)])
-        scores = self._activated(func, scores, activation_fn)
+        scores = self._activated(scores, activation_fn)
         if self.num_labels == 1:
             scores = scores[:, 0]
         elif softmax:
@@ -170,6 +173,7 @@ class CrossEncoder(Classifier):
         result: Array = scores[0] if one else scores
         return result
 
+    @named("rank")
     def rank(
         self,
         query: str,
@@ -208,22 +212,21 @@ class CrossEncoder(Classifier):
         TypeError, ValueError
             If an argument does not fit; if the model has several labels.
         """
-        func = "rank"
         if others:
-            raise not_an_argument(func, others, CrossEncoder.rank)
+            raise not_an_argument(others, CrossEncoder.rank)
         if self.num_labels != 1:
             raise ValueError(
-                f"{func}(): the model has {self.num_labels} labels; expected one, or predict for these"
+                f"(): the model has {self.num_labels} labels; expected one, or predict for these"
             )
         if not isinstance(query, str):
-            raise TypeError(f"{func}(): query is {short(query)}; expected a string")
-        (query,) = strings(func, "query", [query])
-        texts = list(strings(func, "documents", documents))
-        top_k = None if top_k is None else integer(func, "top_k", top_k, 1)
-        with_text = flag(func, "return_documents", return_documents)
+            raise TypeError(f"(): query is {short(query)}; expected a string")
+        (query,) = strings("query", [query])
+        texts = list(strings("documents", documents))
+        top_k = None if top_k is None else integer("top_k", top_k, 1)
+        with_text = flag("return_documents", return_documents)
         pairs = [(query, text) for text in texts]
         options = given(TextOptions, prompt_name, prompt, batch_size, show_progress_bar)
-        scores = self._predict(func, pairs, options, activation_fn)
+        scores = self._predict(pairs, options, activation_fn)
         found: list[dict[str, Any]] = [{"corpus_id": i, "score": x} for i, x in enumerate(scores.tolist())]
         found = sorted(found, key=lambda each: each["score"], reverse=True)[:top_k]
         return [{**each, "text": texts[each["corpus_id"]]} for each in found] if with_text else found
@@ -255,18 +258,16 @@ class CrossEncoder(Classifier):
         batch_size: int | None = None,
     ) -> Iterator[Array]:
         """Scores as of `predict`, an array (n, num_labels) at a time; pairs are read when they are needed."""
-        prompt = self.encoder.sentences.prompt("predict", prompt_name, prompt)
+        prompt = self.encoder.sentences.prompt(prompt_name, prompt)
         chunks = self._chunks(prompt, pairs, batch_size)
-        return (self._activated("predict", logits, None) for logits in chunks)
+        return (self._activated(logits, None) for logits in chunks)
 
-    def _activated(
-        self, func: str, logits: Array, activation_fn: Callable[[Array], ArrayLike] | None
-    ) -> Array:
+    def _activated(self, logits: Array, activation_fn: Callable[[Array], ArrayLike] | None) -> Array:
         if activation_fn is not None:
             scores = np.asarray(activation_fn(logits))
             if scores.shape != logits.shape or scores.dtype.kind != "f":
                 came = f"activation_fn returned {scores.dtype} of shape {scores.shape}"
-                raise ValueError(f"{func}(): {came}; expected floats of shape {logits.shape}")
+                raise ValueError(f"(): {came}; expected floats of shape {logits.shape}")
             return scores
         kind = ACTIVATIONS[self.activation]
         if kind is not None:
@@ -274,21 +275,21 @@ class CrossEncoder(Classifier):
         return np.tanh(logits) if self.activation == "Tanh" else logits
 
 
-def _pairs(func: str, name: str, inputs: Any) -> tuple[bool, Iterable[Texts]]:
+def _pairs(name: str, inputs: Any) -> tuple[bool, Iterable[Texts]]:
     """Return whether `inputs`, the argument `name`, are one pair; and the pairs, checked as by `strings`."""
     if isinstance(inputs, np.ndarray):
         inputs = inputs.tolist()
     if isinstance(inputs, str):
         inputs = (inputs,)
     if isinstance(inputs, Sequence) and len(inputs) > 0 and isinstance(inputs[0], str):
-        return True, [_pair(func, name, inputs)]
-    checked = (_pair(func, name, pair) for pair in iterated(func, name, inputs, _PAIRS))
+        return True, [_pair(name, inputs)]
+    checked = (_pair(name, pair) for pair in iterated(name, inputs, _PAIRS))
     return False, list(checked) if isinstance(inputs, Sequence) else checked
 
 
-def _pair(func: str, name: str, pair: Any) -> Texts:
+def _pair(name: str, pair: Any) -> Texts:
     if not isinstance(pair, (list, tuple)):
-        raise TypeError(f"{func}(): {name} has one of type {type(pair).__name__}; expected {_PAIRS}")
+        raise TypeError(f"(): {name} has one of type {type(pair).__name__}; expected {_PAIRS}")
     if len(pair) not in (1, 2):
-        raise ValueError(f"{func}(): {name} has one of {len(pair)} texts; expected {_PAIRS}")
-    return tuple(strings(func, name, pair))
+        raise ValueError(f"(): {name} has one of {len(pair)} texts; expected {_PAIRS}")
+    return tuple(strings(name, pair))

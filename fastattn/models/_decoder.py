@@ -10,7 +10,7 @@ import numpy as np
 from fastattn._args import key_ranges
 from fastattn._args.attention import dropout_of
 from fastattn._args.dtypes import dtype_choice
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import named, wrong_shape
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, flag, integer, integers, short
 from fastattn._args.words import not_an_argument
@@ -59,6 +59,7 @@ class Decoder(_model.Model):
     logits: Program
     stop: tuple[int, ...]  # ids that end a text
 
+    @named("{self.model_type}")
     def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
         """Logits of the token after each token.
 
@@ -91,13 +92,14 @@ class Decoder(_model.Model):
         tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
         counted = tokens if mask is None else tokens[mask]
         recorded = self._record(counted, lengths, checkpoint, dropout, seed)
-        if flag(self.model_type, "logits", logits):
+        if flag("logits", logits):
             output: Any = self.logits.steps[-1]
             recorded.out = recorded.tape.linear(recorded.out, output.weight, output.bias, output.activations)
         shape = (*tokens.shape, recorded.out.array.shape[1])
-        pullback = pullback_of(self.model_type, recorded, mask, shape)
+        pullback = pullback_of(recorded, mask, shape)
         return _model.unpacked(recorded.out.array, mask, shape), pullback
 
+    @named("loss_and_gradients")
     def loss_and_gradients(
         self,
         ids: ArrayLike,
@@ -130,20 +132,19 @@ class Decoder(_model.Model):
         gradients : dict of str to ndarray
             Gradients of the tensors, by name.
         """
-        func = "loss_and_gradients"
         tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
-        ignored = int(integers(func, "ignore_index", ignore_index, (), "one number"))
+        ignored = int(integers("ignore_index", ignore_index, (), "one number"))
         flat = (tokens if mask is None else tokens[mask]).reshape(-1)
         if targets is None:
             expected = np.append(flat[1:], ignored)[: len(flat)]
             expected[np.cumsum(lengths)[lengths > 0] - 1] = ignored
         else:
-            given = as_array(func, "targets", targets)
-            given = np.atleast_2d(integers(func, "targets", given if given.size else given.astype(np.int64)))
+            given = as_array("targets", targets)
+            given = np.atleast_2d(integers("targets", given if given.size else given.astype(np.int64)))
             if given.shape != tokens.shape:
-                raise wrong_shape(func, "targets", given, f"ids', {tokens.shape}")
+                raise wrong_shape("targets", given, f"ids', {tokens.shape}")
             expected = (given if mask is None else given[mask]).reshape(-1)
-        targets_of(func, expected, flat.shape, self.vocab_size, ignore_index, label_smoothing)
+        targets_of(expected, flat.shape, self.vocab_size, ignore_index, label_smoothing)
         recorded = self._record(flat, lengths, checkpoint, dropout, seed)
         output: Any = self.logits.steps[-1]
         how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
@@ -157,11 +158,10 @@ class Decoder(_model.Model):
         self, tokens: Ints, lengths: Ints, checkpoint: bool, dropout: float, seed: int | None
     ) -> Recorded:
         """Hidden states after the last norm, on a tape, of sequences end to end."""
-        func = self.model_type
-        origin, checkpoint = required(func, self.origin), flag(func, "checkpoint", checkpoint)
+        origin, checkpoint = required(self.origin), flag("checkpoint", checkpoint)
         flat = tokens.reshape(-1)
         array, call, positions = self._inputs(flat, lengths, int(lengths.max(initial=0)))
-        tape, x = Tape(drops=Drops(*dropout_of(func, dropout, seed))), Value(array)
+        tape, x = Tape(drops=Drops(*dropout_of(dropout, seed))), Value(array)
         norm: Any = self.logits.steps[0]
         out = self.program.on(tape, x, call, checkpoint)
         out = tape.norm(out, norm.kind, norm.weight, norm.bias, norm.eps)
@@ -235,6 +235,7 @@ class Decoder(_model.Model):
         sliding = ([key_ranges.window(positions, *w)] if w is not None else [] for w in self.windows)
         return tuple(key_ranges.intersect(shared + window, len_k) for window in sliding)
 
+    @named("generate")
     def generate(
         self,
         ids: ArrayLike | Sequence[Sequence[int]],
@@ -297,19 +298,19 @@ class Decoder(_model.Model):
         the longest has. At first there is room for 256 new tokens; the room doubles when it is full.
         """
         if others:
-            raise not_an_argument("generate", others, Decoder.generate)
+            raise not_an_argument(others, Decoder.generate)
         single, prompts = self._prompts(ids, attention_mask)
         if cache_dtype is not None:
-            cache_dtype = dtype_choice("generate", "cache_dtype", cache_dtype, ("int8",))
-        n_new = integer("generate", "max_new_tokens", max_new_tokens, 0)
+            cache_dtype = dtype_choice("cache_dtype", cache_dtype, ("int8",))
+        n_new = integer("max_new_tokens", max_new_tokens, 0)
         longest = max(map(len, prompts), default=0)
         if self.max_length is not None and longest + n_new > self.max_length:
             asked = f"max_new_tokens is {short(n_new)} after a prompt of {longest} tokens"
             raise ValueError(f"generate(): {asked}; expected at most {self.max_length} together")
-        sampler = Sampler("generate", len(prompts), temperature, top_k, top_p, rng)
-        ends = np.atleast_1d(self.stop if stop is None else as_array("generate", "stop", stop))
+        sampler = Sampler(len(prompts), temperature, top_k, top_p, rng)
+        ends = np.atleast_1d(self.stop if stop is None else as_array("stop", stop))
         ends = ends if ends.size else np.zeros(0, np.int64)
-        ends = integers("generate", "stop", ends, (ends.size,), "(n,)")
+        ends = integers("stop", ends, (ends.size,), "(n,)")
         steps = self._steps(prompts, n_new, sampler, ends, cache_dtype)
         return (int(tokens[0]) for tokens in steps) if single else steps
 
@@ -317,11 +318,11 @@ class Decoder(_model.Model):
         """Return whether `ids` is one sequence, and the sequences without tokens that do not count."""
         rows = ids if isinstance(ids, (list, tuple)) and attention_mask is None else ()
         if rows and all(_is_row(row) for row in rows):
-            prompts = [_model.token_ids("generate", row, self.vocab_size)[0] for row in rows]
+            prompts = [_model.token_ids(row, self.vocab_size)[0] for row in rows]
             single = False
         else:
-            tokens = _model.token_ids("generate", ids, self.vocab_size)
-            mask = _model.attended("generate", attention_mask, tokens)
+            tokens = _model.token_ids(ids, self.vocab_size)
+            mask = _model.attended(attention_mask, tokens)
             prompts = list(tokens) if mask is None else [row[m] for row, m in zip(tokens, mask, strict=True)]
             single = np.ndim(ids) == 1
         if any(len(prompt) == 0 for prompt in prompts):

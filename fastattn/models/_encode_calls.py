@@ -61,15 +61,15 @@ class Call(NamedTuple):
     features: int = 0  # of a vector, before it is packed
 
     @classmethod
-    def of(cls, func: str, options: Any, kind: type[Any], settings: Sentences, names: Names) -> Call:
+    def of(cls, options: Any, kind: type[Any], settings: Sentences, names: Names) -> Call:
         """Check the options of a `kind` that every `encode` has; `names` are those of prompts."""
-        require_options(func, options, kind)
+        require_options(options, kind)
         size, shows = options.get("batch_size"), options.get("show_progress_bar")
         return cls(
-            settings.prompt(func, options.get("prompt_name"), options.get("prompt"), names),
-            None if size is None else integer(func, "batch_size", size, 1),
-            shows is not None and flag(func, "show_progress_bar", shows),
-            flag(func, "normalize_embeddings", options.get("normalize_embeddings", False)),
+            settings.prompt(options.get("prompt_name"), options.get("prompt"), names),
+            None if size is None else integer("batch_size", size, 1),
+            shows is not None and flag("show_progress_bar", shows),
+            flag("normalize_embeddings", options.get("normalize_embeddings", False)),
         )
 
     def packed(self, vectors: Array) -> Array:
@@ -81,11 +81,11 @@ class Call(NamedTuple):
         return np.ascontiguousarray(vectors)
 
 
-def one_or_several(func: str, sentences: Any) -> tuple[bool, Iterable[str]]:
+def one_or_several(sentences: Any) -> tuple[bool, Iterable[str]]:
     """Return whether `sentences` is one text, and the checked texts."""
     one = isinstance(sentences, str)
     texts = [sentences] if one else sentences
-    return one, strings(func, "sentences", texts, "a string, or several, as [text]")
+    return one, strings("sentences", texts, "a string, or several, as [text]")
 
 
 def watched(chunks: Iterator[Any], progress: bool, texts: Iterable[Any]) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fastattn._args.attention import dropout_of
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import named, wrong_shape
 from fastattn._args.options import NoOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag, integer
@@ -55,6 +55,7 @@ class Encoder(_model.Model):
     embeddings: Embeddings
     sequence_rules: SequenceRules
 
+    @named("{self.model_type}")
     def __call__(
         self,
         input_ids: ArrayLike,
@@ -93,20 +94,19 @@ class Encoder(_model.Model):
     ) -> tuple[Array, Pullback]:
         """Hidden states, as from a call, and their pullback: see `fastattn.grad.vjp`."""
         tokens, lengths, mask, types = self._arguments(input_ids, attention_mask, token_type_ids)
-        drops = Drops(*dropout_of(self.model_type, dropout, seed))
+        drops = Drops(*dropout_of(dropout, seed))
         recorded = self._record(tokens[_counted(mask)].reshape(-1), lengths, types, checkpoint, drops)
         shape = (*tokens.shape, self.hidden_size)
-        pullback = pullback_of(self.model_type, recorded, mask, shape)
+        pullback = pullback_of(recorded, mask, shape)
         return _model.unpacked(recorded.out.array, mask, shape), pullback
 
     def _record(
         self, tokens: Ints, lengths: Ints, types: Ints | None, checkpoint: bool, drops: Drops
     ) -> Recorded:
         """`_rows` on a tape."""
-        func = self.model_type
         if not self.program.has_gradients:
-            raise NotImplementedError(f"{func}(): models of type {self.model_type} have no gradients yet")
-        origin, checkpoint = required(func, self.origin), flag(func, "checkpoint", checkpoint)
+            raise NotImplementedError(f"(): models of type {self.model_type} have no gradients yet")
+        origin, checkpoint = required(self.origin), flag("checkpoint", checkpoint)
         sequences, positions = self.sequence_rules(lengths, self.dtype, None)
         tape, x = Tape(drops=drops), Value(self.embeddings(tokens, positions, types, self.dtype))
         out = self.program.on(tape, x, sequences, checkpoint)
@@ -121,13 +121,13 @@ class Encoder(_model.Model):
         self, input_ids: ArrayLike, attention_mask: ArrayLike | None, token_type_ids: ArrayLike | None
     ) -> tuple[Ints, Ints, Bools | None, Ints | None]:
         """Tokens, lengths and mask of a call, and the types of the tokens that count, end to end."""
-        name, types = self.model_type, None
+        types = None
         tokens, lengths, mask = self._tokens(input_ids, attention_mask, self.max_length, "input_ids")
         if token_type_ids is not None:
             n_types = 1 if self.embeddings.types is None else len(self.embeddings.types)
-            types = _model.token_ids(name, token_type_ids, n_types, "token_type_ids")
+            types = _model.token_ids(token_type_ids, n_types, "token_type_ids")
             if types.shape != tokens.shape:
-                raise wrong_shape(name, "token_type_ids", types, tokens.shape)
+                raise wrong_shape("token_type_ids", types, tokens.shape)
         return tokens, lengths, mask, None if types is None else types[_counted(mask)].reshape(-1)
 
     def hidden(
@@ -191,14 +191,16 @@ class Encoder(_model.Model):
         return self.text.limit
 
     @max_seq_length.setter
+    @named("{cls}")
     def max_seq_length(self, tokens: int) -> None:
-        object.__setattr__(self, "text", self.text.shortened(type(self).__name__, tokens))
+        object.__setattr__(self, "text", self.text.shortened(tokens))
 
     def get_sentence_embedding_dimension(self) -> int:
         """Features of a vector that `encode` makes."""
         sentences = self.sentences
         return min(sentences.features, sentences.truncate_dim or sentences.features)
 
+    @named("tokenize")
     def tokenize(self, texts: Iterable[str]) -> dict[str, Array]:
         """Ids of several texts, padded on the right, and which of them count: what a call of the model takes.
 
@@ -207,9 +209,10 @@ class Encoder(_model.Model):
         dict of ndarray
             "input_ids" of int64 and "attention_mask" of bool, both (n, length).
         """
-        ids, mask = _model.pad(list(self._encoded(strings("tokenize", "texts", texts))))
+        ids, mask = _model.pad(list(self._encoded(strings("texts", texts))))
         return {"input_ids": ids, "attention_mask": mask}
 
+    @named("encode")
     def encode(
         self,
         sentences: str | Iterable[str],
@@ -263,39 +266,43 @@ class Encoder(_model.Model):
         """
         values = prompt_name, prompt, batch_size, show_progress_bar
         own = precision, normalize_embeddings, truncate_dim
-        return self._encode("encode", sentences, given(EncodeOptions, *values, *own, **others))
+        return self._encode(sentences, given(EncodeOptions, *values, *own, **others))
 
+    @named("encode_query")
     def encode_query(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
         """`encode` for what is searched with: without another prompt, with that of the name "query"."""
-        return self._encode("encode_query", sentences, options, QUERY)
+        return self._encode(sentences, options, QUERY)
 
+    @named("encode_document")
     def encode_document(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
         """`encode` for what is searched: without another prompt, with that of "document".
 
         Where `prompts` does not have that name, "passage" counts, and then "corpus".
         """
-        return self._encode("encode_document", sentences, options, DOCUMENT)
+        return self._encode(sentences, options, DOCUMENT)
 
+    @named("similarity")
     def similarity(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:
         """Similarity of each vector of (n, features) to each of (m, features): (n, m).
 
         The folder says which, `similarity_fn_name`; "euclidean" and "manhattan" are negative distances.
         A single vector (features,) counts as one of (1, features).
         """
-        return similarities("similarity", self.similarity_fn_name, embeddings1, embeddings2, pairwise=False)
+        return similarities(self.similarity_fn_name, embeddings1, embeddings2, pairwise=False)
 
+    @named("similarity_pairwise")
     def similarity_pairwise(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:
         """Similarity of each vector of (n, features) to the one in the same place: (n,)."""
         kind = self.similarity_fn_name
-        return similarities("similarity_pairwise", kind, embeddings1, embeddings2, pairwise=True)
+        return similarities(kind, embeddings1, embeddings2, pairwise=True)
 
-    def _encode(self, func: str, sentences: Any, options: EncodeOptions, names: Names = ()) -> Array:
-        """`encode`, for messages of `func`; `names` are those of prompts that come before the default one."""
-        one, lines = self._inputs(func, sentences)
-        call = self._checked(func, options, names)
+    def _encode(self, sentences: Any, options: EncodeOptions, names: Names = ()) -> Array:
+        """`encode`; `names` are those of prompts that come before the default one."""
+        one, lines = self._inputs(sentences)
+        call = self._checked(options, names)
         ranged = call.precision in RANGED
         if one and ranged:
-            raise single_vector(func, "sentences", call.precision)
+            raise single_vector("sentences", call.precision)
         chunks = deque(watched(self._vectors(lines, call), call.progress, lines))
         if not chunks:
             chunks.append(call.packed(np.empty((0, call.features), lane_dtype(self.dtype))))
@@ -307,13 +314,13 @@ class Encoder(_model.Model):
             done += len(chunk)
         if ranged:
             if len(vectors) == 1:
-                raise single_vector(func, "sentences", call.precision)
+                raise single_vector("sentences", call.precision)
             vectors = quantize_embeddings(vectors, call.precision)
         return vectors[0] if one else vectors
 
-    def _inputs(self, func: str, sentences: Any) -> tuple[bool, Iterable[Any]]:
+    def _inputs(self, sentences: Any) -> tuple[bool, Iterable[Any]]:
         """Return whether `sentences` is one text, and the checked texts."""
-        return one_or_several(func, sentences)
+        return one_or_several(sentences)
 
     def _encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """The ids of each text; texts are read when they are needed."""
@@ -329,12 +336,12 @@ class Encoder(_model.Model):
             rows, cu_seqlens = self.hidden(sequences)
             yield call.packed(self.sentences.vectors(rows, cu_seqlens, call.prompt_length))
 
-    def _checked(self, func: str, options: EncodeOptions, names: Names = ()) -> Call:
-        """The options of a call of `func`."""
-        call, most = Call.of(func, options, EncodeOptions, self.sentences, names), self.sentences.features
+    def _checked(self, options: EncodeOptions, names: Names = ()) -> Call:
+        """The options of a call."""
+        call, most = Call.of(options, EncodeOptions, self.sentences, names), self.sentences.features
         dim = options.get("truncate_dim")
-        dim = self.sentences.truncate_dim if dim is None else integer(func, "truncate_dim", dim, 1)
-        precision = choice(func, "precision", options.get("precision", "float32"), PRECISIONS)
+        dim = self.sentences.truncate_dim if dim is None else integer("truncate_dim", dim, 1)
+        precision = choice("precision", options.get("precision", "float32"), PRECISIONS)
         call = call._replace(precision=precision, features=min(most, dim or most))
         if call.prompt and not self.sentences.pooling.include_prompt:
             return call._replace(prompt_length=self.text.prompt_length(call.prompt))
@@ -364,8 +371,9 @@ class EncoderWithHead(_model.Fixed):
         return self.text.limit
 
     @max_seq_length.setter
+    @named("{cls}")
     def max_seq_length(self, tokens: int) -> None:
-        self._replace_text(self.text.shortened(type(self).__name__, tokens, self._pairs))
+        self._replace_text(self.text.shortened(tokens, self._pairs))
 
     def _replace_text(self, text: Text) -> None:
         object.__setattr__(self.encoder, "text", text)
@@ -374,10 +382,10 @@ class EncoderWithHead(_model.Fixed):
         """The tensors of encoder and head; see `Encoder.state_dict`."""
         return self.encoder.state_dict()
 
+    @named("with_state_dict")
     def with_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> Self:
         """A model with other tensors; see `Encoder.with_state_dict`."""
-        func = "with_state_dict"
-        found: Self = required(func, self.encoder.origin).changed(func, self, state_dict)
+        found: Self = required(self.encoder.origin).changed(self, state_dict)
         return found
 
     def _described(self, size: int) -> str:

@@ -131,34 +131,34 @@ def is_pillow(x: Any) -> bool:
     return module is not None and isinstance(x, module.Image)
 
 
-def checked(func: str, name: str, image: Any) -> Any:
+def checked(name: str, image: Any) -> Any:
     """`image`, or an error that names it the argument `name`: an image of Pillow, or an array."""
     if is_pillow(image):
-        _require_fitting(func, name, image.size[::-1])
+        _require_fitting(name, image.size[::-1])
         return image
     if not hasattr(image, "__array__"):  # lists of numbers are texts that somebody has mistaken
-        raise wrong_type(func, name, image, f"a string, {EXPECTED}, or several of them, as a list")
-    image = as_array(func, name, image)
+        raise wrong_type(name, image, f"a string, {EXPECTED}, or several of them, as a list")
+    image = as_array(name, image)
     if image.ndim != 3 or image.shape[2] != _CHANNELS:
-        raise wrong_shape(func, name, image, f"(height, width, {_CHANNELS})")
+        raise wrong_shape(name, image, f"(height, width, {_CHANNELS})")
     if image.dtype != np.uint8 and not is_float(image.dtype):
-        raise wrong_dtype(func, name, image, "uint8, from 0 to 255, or floats from 0 to 1")
-    _require_fitting(func, name, image.shape[:2])
+        raise wrong_dtype(name, image, "uint8, from 0 to 255, or floats from 0 to 1")
+    _require_fitting(name, image.shape[:2])
     if image.dtype != np.uint8:
         image = image.astype(np.float64)
         if not (image.min() >= 0 and image.max() <= 1):
             came = f"values from {image.min():.6g} to {image.max():.6g}"
             expected = "0 to 1 in floats, 0 to 255 in uint8"
-            raise ValueError(f"{func}(): {name} has an image with {came}; expected {expected}")
+            raise ValueError(f"(): {name} has an image with {came}; expected {expected}")
     return image
 
 
-def _require_fitting(func: str, name: str, size: Shape) -> None:
+def _require_fitting(name: str, size: Shape) -> None:
     """Raise unless an image of this height and width has pixels, and not too many."""
     if 0 in size:
-        raise ValueError(f"{func}(): {name} has an image without pixels; expected at least one")
+        raise ValueError(f"(): {name} has an image without pixels; expected at least one")
     if max(size) > _MOST_SIDE or math.prod(size) > _MOST_PIXELS:
-        raise ValueError(f"{func}(): {name} has an image of {size[0]} by {size[1]}; expected {_FITTING}")
+        raise ValueError(f"(): {name} has an image of {size[0]} by {size[1]}; expected {_FITTING}")
 
 
 def _pillow() -> Any:

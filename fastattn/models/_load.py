@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import named, wrong_type
 from fastattn._args.words import not_an_argument
 from fastattn.models._decoder import Decoder
 from fastattn.models._families import bert, clip, deberta, gpt2, llama, rotary, t5
@@ -51,6 +51,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
 MODEL_TYPES = tuple(_BUILDERS)
 
 
+@named("load")
 def load(
     folder: str | os.PathLike[str],
     *,
@@ -102,10 +103,10 @@ def load(
     True
     """
     if others:
-        raise not_an_argument("load", others, load)
-    precision = Precision.of("load", dtype, weights_dtype, activations)
+        raise not_an_argument(others, load)
+    precision = Precision.of(dtype, weights_dtype, activations)
     if not isinstance(folder, (str, os.PathLike)):
-        raise wrong_type("load", "folder", folder, "a path")
+        raise wrong_type("folder", folder, "a path")
     path = Path(folder)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"

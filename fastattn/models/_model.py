@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import named, wrong_shape
 from fastattn._args.ops import like, rows
 from fastattn._args.values import as_array, integers
 from fastattn.grad import Pullback
@@ -82,13 +82,15 @@ class Model(Fixed):
     def __repr__(self) -> str:
         return f"<{self.model_type}: {self.num_layers} layers of {self.hidden_size}, {self.precision}>"
 
+    @named("state_dict")
     def state_dict(self) -> dict[str, Array]:
         """The tensors that the model consists of: copies, in float32 or float64, by the names in its files.
 
         They are what was read, not rounded to `weights_dtype`.
         """
-        return required("state_dict", self.origin).state_dict()
+        return required(self.origin).state_dict()
 
+    @named("with_state_dict")
     def with_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> Self:
         """Make a model with other tensors: after a step of an optimizer, for instance.
 
@@ -102,8 +104,7 @@ class Model(Fixed):
         TypeError, ValueError
             If names are missing or not known, or arrays do not fit.
         """
-        func = "with_state_dict"
-        model: Self = required(func, self.origin).changed(func, self, state_dict)
+        model: Self = required(self.origin).changed(self, state_dict)
         return model
 
     def _tokens(
@@ -111,8 +112,8 @@ class Model(Fixed):
     ) -> tuple[Ints, Ints, Bools | None]:
         """The ids (batch, length) of a call, how many of each sequence count, and if not all do, which."""
         name = self.model_type
-        tokens = token_ids(name, ids, self.vocab_size, argument)
-        mask = attended(name, attention_mask, tokens)
+        tokens = token_ids(ids, self.vocab_size, argument)
+        mask = attended(attention_mask, tokens)
         lengths: Ints = np.full(len(tokens), tokens.shape[1]) if mask is None else mask.sum(axis=1)
         most = lengths.max(initial=0)
         if longest is not None and most > longest:
@@ -136,24 +137,23 @@ class Recorded:
         return self.origin.parameters.gradients(self.tape.gradients)
 
 
-def pullback_of(func: str, recorded: Recorded, mask: Bools | None, shape: Shape) -> Pullback:
+def pullback_of(recorded: Recorded, mask: Bools | None, shape: Shape) -> Pullback:
     """Map from the gradient of a result of `shape` to those of a model's tensors, by their names.
 
     It does not read its argument where a token does not count.
     """
-    name, dtype = f"pullback of {func}", recorded.out.array.dtype
+    dtype = recorded.out.array.dtype
 
     def check(dout: ArrayLike) -> tuple[Array]:
-        array = like(name, "dout", dout, shape, dtype, "the result")
+        array = like("dout", dout, shape, dtype, "the result")
         if array is None:
-            raise TypeError(f"{name}(): dout is None; expected an array")
+            raise TypeError("(): dout is None; expected an array")
         return (array,)
 
     def back(dout: Array) -> dict[str, Array]:
         return recorded.gradients(rows(dout) if mask is None else dout[mask])
 
-    check.__qualname__ = name  # for Python's own errors
-    return Pullback(name, check, back)
+    return Pullback(check, back)
 
 
 def unpacked(counted: Array, mask: Bools | None, shape: Shape) -> Array:
@@ -165,44 +165,42 @@ def unpacked(counted: Array, mask: Bools | None, shape: Shape) -> Array:
     return out
 
 
-def token_ids(func: str, ids: ArrayLike, vocab_size: int, name: str = "ids") -> Ints:
+def token_ids(ids: ArrayLike, vocab_size: int, name: str = "ids") -> Ints:
     """`ids`, the argument `name`, as (batch, length); a single sequence is a batch of one."""
-    array = _rectangular(func, name, ids)
+    array = _rectangular(name, ids)
     if array.dtype.kind in "US":
-        raise TypeError(f"{func}(): {name} is text; expected ids, as model.text.encode([text]) makes them")
+        raise TypeError(f"(): {name} is text; expected ids, as model.text.encode([text]) makes them")
     if array.size == 0:
         array = np.zeros(array.shape, np.int64)
     if array.ndim not in (1, 2):
-        raise wrong_shape(func, name, array, "(batch, length) or (length,)")
-    return np.atleast_2d(integers(func, name, array, low=0, high=vocab_size - 1))
+        raise wrong_shape(name, array, "(batch, length) or (length,)")
+    return np.atleast_2d(integers(name, array, low=0, high=vocab_size - 1))
 
 
-def attended(func: str, mask: ArrayLike | None, ids: Ints) -> Bools | None:
+def attended(mask: ArrayLike | None, ids: Ints) -> Bools | None:
     """`mask`, 1 or True for each token that counts, as (batch, length) of bool; None if all do."""
     if mask is None:
         return None
-    array = _rectangular(func, "attention_mask", mask)
+    array = _rectangular("attention_mask", mask)
     if array.dtype.kind not in "biu" or (array.dtype.kind != "b" and not ((array == 0) | (array == 1)).all()):
-        raise TypeError(
-            f"{func}(): attention_mask has dtype {array.dtype}; expected bool, or integers 0 and 1"
-        )
+        raise TypeError(f"(): attention_mask has dtype {array.dtype}; expected bool, or integers 0 and 1")
     bools: Bools = np.atleast_2d(array).astype(np.bool_, copy=False)
     if bools.shape != ids.shape:
-        raise wrong_shape(func, "attention_mask", bools, f"ids', {ids.shape}")
+        raise wrong_shape("attention_mask", bools, f"ids', {ids.shape}")
     return None if bools.all() else bools
 
 
-def _rectangular(func: str, name: str, x: Any) -> Array:
+def _rectangular(name: str, x: Any) -> Array:
     """`x` as an array; NumPy cannot make one of lists of different lengths."""
     try:
-        return as_array(func, name, x)
+        return as_array(name, x)
     except TypeError:
         rows = x if isinstance(x, (list, tuple)) else ()
         if len({_length(row) for row in rows}) < 2:
             raise
         came = f"{name} has sequences of different lengths"
         expected = "one length: pad them, and pass an attention_mask that is 0 at the padding"
-        raise ValueError(f"{func}(): {came}; expected {expected}") from None
+        raise ValueError(f"(): {came}; expected {expected}") from None
 
 
 def _length(row: Any) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fastattn._args.errors import named
 from fastattn._args.options import NoOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, short
@@ -91,6 +92,7 @@ class MultiVectorEncoder(EncoderWithHead):
         """Features of a vector."""
         return self.features
 
+    @named("encode")
     def encode(
         self,
         sentences: str | Iterable[str],
@@ -133,17 +135,20 @@ class MultiVectorEncoder(EncoderWithHead):
         """
         values = prompt_name, prompt, batch_size, show_progress_bar, normalize_embeddings
         options = given(MultiVectorOptions, *values, **others)
-        task = None if task is None else choice("encode", "task", task, TASKS)
-        return self._encode("encode", sentences, options, task)
+        task = None if task is None else choice("task", task, TASKS)
+        return self._encode(sentences, options, task)
 
+    @named("encode_query")
     def encode_query(self, sentences: str | Iterable[str], **options: Unpack[MultiVectorOptions]) -> Any:
         """`encode` for what is searched with: the task "query", and by default the prompt of that name."""
-        return self._encode("encode_query", sentences, options, "query", QUERY)
+        return self._encode(sentences, options, "query", QUERY)
 
+    @named("encode_document")
     def encode_document(self, sentences: str | Iterable[str], **options: Unpack[MultiVectorOptions]) -> Any:
         """`encode` for what is searched: the task "document", a prompt as in `Encoder.encode_document`."""
-        return self._encode("encode_document", sentences, options, "document", DOCUMENT)
+        return self._encode(sentences, options, "document", DOCUMENT)
 
+    @named("similarity")
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Array:
         """The score of each query with each document, (n, m).
 
@@ -152,19 +157,20 @@ class MultiVectorEncoder(EncoderWithHead):
         or an array (n, tokens, features) that is padded with zeros. A document without tokens has -1e9.
         """
         mean = self.similarity_fn_name == "meanmaxsim"
-        return maxsim("similarity", embeddings1, embeddings2, mean)
+        return maxsim(embeddings1, embeddings2, mean)
 
+    @named("similarity_pairwise")
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Array:
         """The score of each query with the document in the same place, (n,); see `similarity`."""
         mean = self.similarity_fn_name == "meanmaxsim"
-        return maxsim_pairs("similarity_pairwise", embeddings1, embeddings2, mean)
+        return maxsim_pairs(embeddings1, embeddings2, mean)
 
     def _encode(
-        self, func: str, sentences: Any, options: MultiVectorOptions, task: str | None, names: Names = ()
+        self, sentences: Any, options: MultiVectorOptions, task: str | None, names: Names = ()
     ) -> Any:
-        """`encode`, for messages of `func`; `names` are those of prompts that come before the default one."""
-        one, lines = one_or_several(func, sentences)
-        call = Call.of(func, options, MultiVectorOptions, self.encoder.sentences, names)
+        """`encode`; `names` are those of prompts that come before the default one."""
+        one, lines = one_or_several(sentences)
+        call = Call.of(options, MultiVectorOptions, self.encoder.sentences, names)
         tokens = calls(self._tokens((call.prompt + line for line in lines), task), call.batch_size)
         chunks: Iterator[Any] = (self._vectors(each, task, call.normalize) for each in tokens)
         vectors = [each for chunk in watched(chunks, call.progress, lines) for each in chunk]

@@ -48,14 +48,14 @@ class Precision:
     activations: Rounding | None = None
 
     @classmethod
-    def of(cls, func: str, dtype: Any, weights_dtype: Any, activations: Any) -> Precision:
+    def of(cls, dtype: Any, weights_dtype: Any, activations: Any) -> Precision:
         """Check the names or types that a caller gives."""
-        name = dtype_choice(func, "dtype", dtype, DTYPES)
+        name = dtype_choice("dtype", dtype, DTYPES)
         fitting = ("float64",) if name == "float64" else WEIGHT_DTYPES
         weights = name if weights_dtype is None else weights_dtype
         hint = "" if name == "float64" else "; float64 comes with dtype='float64'"
-        weights = dtype_choice(func, "weights_dtype", weights, fitting, f" for dtype {name}{hint}")
-        integer_activations(func, activations, weights)
+        weights = dtype_choice("weights_dtype", weights, fitting, f" for dtype {name}{hint}")
+        integer_activations(activations, weights)
         kind = np.dtype(require("ml_dtypes").bfloat16 if name == "bfloat16" else name)
         return cls(kind, weights, activations)
 
@@ -238,9 +238,9 @@ class Origin(NamedTuple):
             tensors = Tensors.of_folder(self.folder, lane.name, stack)
             return {name: tensors.whole(name).astype(lane, copy=False) for name in names}
 
-    def changed(self, func: str, model: _Model, state_dict: Mapping[str, ArrayLike]) -> _Model:
-        """`model`, whose origin this is, with other tensors: `with_state_dict`, for messages of `func`."""
-        state = self._checked(func, state_dict)
+    def changed(self, model: _Model, state_dict: Mapping[str, ArrayLike]) -> _Model:
+        """`model`, whose origin this is, with other tensors: `with_state_dict`."""
+        state = self._checked(state_dict)
         new = self.parameters.again(Tensors.of_state(state, self.precision.weights), state)
         return self.with_parameters(model, new, state)
 
@@ -253,13 +253,13 @@ class Origin(NamedTuple):
         found: _Model = _substituted(model, {id(self): origin, **held})
         return found
 
-    def _checked(self, func: str, state: Mapping[str, ArrayLike]) -> dict[str, Array]:
+    def _checked(self, state: Mapping[str, ArrayLike]) -> dict[str, Array]:
         """`state` as arrays of their own, or one error with all that does not fit."""
         if not isinstance(state, Mapping):
             expected = "a mapping of names to arrays, as safetensors.numpy.load_file(path) returns"
-            raise wrong_type(func, "state_dict", state, expected)
+            raise wrong_type("state_dict", state, expected)
         shapes = self.parameters.shapes()
-        arrays = {name: as_array(func, name, x) for name, x in state.items()}
+        arrays = {name: as_array(name, x) for name, x in state.items()}
         problems = [f"missing: {name} {shape}" for name, shape in shapes.items() if name not in arrays]
         for name, array in arrays.items():
             if name not in shapes:
@@ -269,7 +269,7 @@ class Origin(NamedTuple):
             elif not is_float(array.dtype):
                 problems.append(f"{name}: dtype {array.dtype}, expected a floating type")
         if problems:
-            raise ValueError("\n  ".join([f"{func}():", *problems]))
+            raise ValueError("\n  ".join(["():", *problems]))
         return {name: np.array(array, order="C") for name, array in arrays.items()}
 
 
@@ -311,10 +311,10 @@ class TunedModel:
         return self.current
 
 
-def required(func: str, origin: Origin | None) -> Origin:
+def required(origin: Origin | None) -> Origin:
     """`origin`, which models have that `load` made."""
     if origin is None:
-        raise ValueError(f"{func}(): the model has no files; expected one that load() made")
+        raise ValueError("(): the model has no files; expected one that load() made")
     return origin
 
 

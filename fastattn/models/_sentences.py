@@ -300,15 +300,15 @@ class Sentences:
         truncate_dim = config.optional_size("truncate_dim")
         return cls(pooling, tuple(modules), features, prompts, default, similarity, truncate_dim)
 
-    def prompt(self, func: str, name: Any, prompt: Any, names: tuple[str, ...] = ()) -> str:
-        """Prompt that a call of `func` puts before a text; `names` come before the default one."""
+    def prompt(self, name: Any, prompt: Any, names: tuple[str, ...] = ()) -> str:
+        """Prompt that a call puts before a text; `names` come before the default one."""
         if prompt is None:
             if name is None:
                 name = next((name for name in names if name in self.prompts), self.default_prompt_name)
-            return "" if name is None else self.prompts[choice(func, "prompt_name", name, self.prompts)]
+            return "" if name is None else self.prompts[choice("prompt_name", name, self.prompts)]
         if not isinstance(prompt, str):
-            raise TypeError(f"{func}(): prompt is {short(prompt)}; expected a string")
-        (prompt,) = strings(func, "prompt", [prompt])
+            raise TypeError(f"(): prompt is {short(prompt)}; expected a string")
+        (prompt,) = strings("prompt", [prompt])
         return str(prompt)
 
     def vectors(self, rows: Array, cu_seqlens: Ints, prompt_length: int) -> Array:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.options import NoOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integer
@@ -108,6 +108,7 @@ class SparseEncoder(EncoderWithHead):
         """Features of a vector: the size of the vocabulary."""
         return self.head[-1].weight.out_features
 
+    @named("encode")
     def encode(
         self,
         sentences: str | Iterable[str],
@@ -144,35 +145,39 @@ class SparseEncoder(EncoderWithHead):
             If there is no scipy.
         """
         values = prompt_name, prompt, batch_size, show_progress_bar, max_active_dims
-        return self._encode("encode", sentences, given(SparseOptions, *values, **others))
+        return self._encode(sentences, given(SparseOptions, *values, **others))
 
+    @named("encode_query")
     def encode_query(self, sentences: str | Iterable[str], **options: Unpack[SparseOptions]) -> Any:
         """`encode` for what is searched with; see `Encoder.encode_query`."""
-        return self._encode("encode_query", sentences, options, QUERY)
+        return self._encode(sentences, options, QUERY)
 
+    @named("encode_document")
     def encode_document(self, sentences: str | Iterable[str], **options: Unpack[SparseOptions]) -> Any:
         """`encode` for what is searched; see `Encoder.encode_document`."""
-        return self._encode("encode_document", sentences, options, DOCUMENT)
+        return self._encode(sentences, options, DOCUMENT)
 
+    @named("similarity")
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Array:
         """Similarity of each sparse vector of (n, vocab_size) to each of (m, vocab_size): (n, m)."""
-        func, kind = "similarity", self.similarity_fn_name
+        kind = self.similarity_fn_name
         x, y = (
-            self._vectors(func, "embeddings1", embeddings1),
-            self._vectors(func, "embeddings2", embeddings2),
+            self._vectors("embeddings1", embeddings1),
+            self._vectors("embeddings2", embeddings2),
         )
         if kind == "dot":
             products: Array = (x @ y.T).toarray()
             return products
-        return similarities(func, kind, x.toarray(), y.toarray(), pairwise=False)
+        return similarities(kind, x.toarray(), y.toarray(), pairwise=False)
 
+    @named("decode")
     def decode(self, embeddings: Any, top_k: int | None = None) -> list[list[tuple[str, float]]]:
         """The tokens of each sparse vector of (n, vocab_size) and their weights, the largest first.
 
         `top_k` is how many; by default all that have a weight.
         """
-        vectors = self._vectors("decode", "embeddings", embeddings)
-        top_k = None if top_k is None else integer("decode", "top_k", top_k, 1)
+        vectors = self._vectors("embeddings", embeddings)
+        top_k = None if top_k is None else integer("top_k", top_k, 1)
         token, found = self.text.tokenizer.id_to_token, []
         for begin, end in pairwise(vectors.indptr.tolist()):
             ids, weights = vectors.indices[begin:end], vectors.data[begin:end]
@@ -180,23 +185,23 @@ class SparseEncoder(EncoderWithHead):
             found.append([(token(int(ids[i])), float(weights[i])) for i in order])
         return found
 
-    def _vectors(self, func: str, name: str, x: Any) -> Any:
+    def _vectors(self, name: str, x: Any) -> Any:
         """`x`, the argument `name`, as a csr_array."""
         sparse = require("scipy.sparse")
         if not sparse.issparse(x):
-            raise wrong_type(func, name, x, "a sparse array, as encode makes it")
+            raise wrong_type(name, x, "a sparse array, as encode makes it")
         if x.ndim != 2 or x.shape[1] != self.get_sentence_embedding_dimension():
-            raise wrong_shape(func, name, x, f"(n, {self.get_sentence_embedding_dimension()})")
+            raise wrong_shape(name, x, f"(n, {self.get_sentence_embedding_dimension()})")
         return sparse.csr_array(x)
 
-    def _encode(self, func: str, sentences: Any, options: SparseOptions, names: Names = ()) -> Any:
-        """`encode`, for messages of `func`; `names` are those of prompts that come before the default one."""
+    def _encode(self, sentences: Any, options: SparseOptions, names: Names = ()) -> Any:
+        """`encode`; `names` are those of prompts that come before the default one."""
         sparse, pooling = require("scipy.sparse"), self.pooling
-        _, lines = one_or_several(func, sentences)
-        call = Call.of(func, options, SparseOptions, self.encoder.sentences, names)
+        _, lines = one_or_several(sentences)
+        call = Call.of(options, SparseOptions, self.encoder.sentences, names)
         most = options.get("max_active_dims")
         if most is not None:
-            pooling = replace(pooling, most=integer(func, "max_active_dims", most, 1))
+            pooling = replace(pooling, most=integer("max_active_dims", most, 1))
         encoded = calls(self.text.encoded(call.prompt + text for text in lines), call.batch_size)
         chunks: Iterator[Any] = (
             list(pooling.rows(self.head, *self.encoder.hidden(each))) for each in encoded

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import named, put_name, wrong_type
 from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, short
 from fastattn.models._files import Config, ModelError, lfs_hint, require, tokenizer_config
 
@@ -96,13 +96,13 @@ class Text:
         """The most tokens of a text, within the model's limit."""
         return self._limit[0]
 
-    def shortened(self, func: str, tokens: int, pairs: bool = False) -> Text:
-        """Return a tokenizer that cuts texts, or pairs, at `tokens`: the `max_seq_length` of `func`."""
+    def shortened(self, tokens: int, pairs: bool = False) -> Text:
+        """Return a tokenizer that cuts texts, or pairs, at `tokens`: the `max_seq_length`."""
         name, most = "max_seq_length", MOST_SIZE if self.max_length is None else self.max_length
-        asked = integer(func, name, tokens, -MOST_SIZE)
+        asked = integer(name, tokens, -MOST_SIZE)
         text = replace(self, asked=min(max(1, asked), most))
         least = text.tokenizer.num_special_tokens_to_add(pairs) + 1  # and a token of the text itself
-        integer(func, name, asked, least, most)
+        integer(name, asked, least, most)
         return text
 
     def prompt_length(self, prompt: str) -> int:
@@ -111,9 +111,10 @@ class Text:
         added = self.tokenizer.get_added_tokens_decoder()
         return len(ids) - (bool(ids) and ids[-1] in added and added[ids[-1]].special)
 
+    @named("encode")
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
         """Ids of each text, special tokens included, cut to `limit`."""
-        return list(self.encoded(strings("encode", "texts", texts)))
+        return list(self.encoded(strings("texts", texts)))
 
     def encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Ids of each text, as `encode` has them; `texts` are read when they are needed, a batch ahead."""
@@ -166,13 +167,14 @@ class Text:
             raise ModelError(f"{came}; expected less than 'vocab_size' of config.json, {self.vocab_size}")
         return encoding
 
+    @named("decode")
     def decode(self, sequences: Iterable[Sequence[int] | Ints]) -> list[str]:
         """The text of each sequence of ids, without special tokens and the -1 that `generate` ends with."""
-        func, name, rows = "decode", "sequences", []
-        for ids in iterated(func, name, sequences, "sequences of ids, as [ids]"):
-            if as_array(func, name, ids).ndim != 1:
-                raise TypeError(f"{func}(): {name} is no list of sequences of ids; expected one, as [ids]")
-            rows.append(list(_ids(func, name, ids)))
+        name, rows = "sequences", []
+        for ids in iterated(name, sequences, "sequences of ids, as [ids]"):
+            if as_array(name, ids).ndim != 1:
+                raise TypeError(f"(): {name} is no list of sequences of ids; expected one, as [ids]")
+            rows.append(list(_ids(name, ids)))
         decoded: list[str] = self.tokenizer.decode_batch(rows, skip_special_tokens=True)
         return decoded
 
@@ -188,46 +190,54 @@ class Text:
 
         # Whether a token begins with a space can depend on the token before. So a piece is what its tokens
         # add to the text of the piece before.
-        tokens = list(_ids("stream", "prompt", prompt))
-        first, done = max(0, len(tokens) - _CONTEXT), len(tokens)
-        for token in _ids("stream", "ids", ids):
-            tokens.append(token)
-            before, whole, end = text(first, done), text(first), len(tokens)
-            if whole.endswith(_NO_CHARACTER):  # bytes that are not a character yet, or never will be
-                if end - done < _MOST_BYTES:
-                    continue
-                # A character that is not whole yet begins in the last tokens. Cut where the text before them
-                # stays the same with something after it: that will not change any more.
-                cuts = ((cut, text(first, cut)) for cut in range(end - 1, end - _MOST_BYTES, -1))
-                end, whole = next(
-                    ((cut, part) for cut, part in cuts if len(part) < len(whole) and whole.startswith(part)),
-                    (end, before),
-                )
-            if len(whole) > len(before):
-                yield whole[len(before) :]
-                first, done = done, end
-        if rest := text(first)[len(text(first, done)) :]:
-            yield rest
+        try:
+            tokens = list(_ids("prompt", prompt))
+            first, done = max(0, len(tokens) - _CONTEXT), len(tokens)
+            for token in _ids("ids", ids):
+                tokens.append(token)
+                before, whole, end = text(first, done), text(first), len(tokens)
+                if whole.endswith(_NO_CHARACTER):  # bytes that are not a character yet, or never will be
+                    if end - done < _MOST_BYTES:
+                        continue
+                    # A character that is not whole yet begins in the last tokens. Cut where the text before
+                    # them stays the same with something after it: that will not change any more.
+                    cuts = ((cut, text(first, cut)) for cut in range(end - 1, end - _MOST_BYTES, -1))
+                    end, whole = next(
+                        (
+                            (cut, part)
+                            for cut, part in cuts
+                            if len(part) < len(whole) and whole.startswith(part)
+                        ),
+                        (end, before),
+                    )
+                if len(whole) > len(before):
+                    yield whole[len(before) :]
+                    first, done = done, end
+            if rest := text(first)[len(text(first, done)) :]:
+                yield rest
+        except Exception as error:
+            put_name("stream", error)
+            raise
 
 
-def strings(func: str, name: str, texts: Any, expected: str = "several, as [text]") -> Iterable[str]:
+def strings(name: str, texts: Any, expected: str = "several, as [text]") -> Iterable[str]:
     """`texts`, the argument `name`: an iterable of strings that is not a string itself.
 
     A sequence is checked now; another iterable, which can be read only once, text by text.
     """
     if isinstance(texts, (str, bytes)):
-        raise wrong_type(func, name, texts, expected)
-    given = iterated(func, name, texts, expected)
+        raise wrong_type(name, texts, expected)
+    given = iterated(name, texts, expected)
 
     def checked() -> Iterator[str]:
         for text in given:
             if not isinstance(text, str):
-                raise TypeError(f"{func}(): {name} has one of type {type(text).__name__}; expected strings")
+                raise TypeError(f"(): {name} has one of type {type(text).__name__}; expected strings")
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 what = f"{text[error.start : error.end]!r}, half of a surrogate pair"
-                raise ValueError(f"{func}(): {name} has one with {what}; expected whole characters") from None
+                raise ValueError(f"(): {name} has one with {what}; expected whole characters") from None
             yield text
 
     return list(checked()) if isinstance(texts, Sequence) else checked()
@@ -271,13 +281,13 @@ def _interruptible(function: Callable[..., Any], *args: Any) -> Any:
     return outcome.result()
 
 
-def _ids(func: str, name: str, ids: Iterable[int] | Ints) -> Iterator[int]:
+def _ids(name: str, ids: Iterable[int] | Ints) -> Iterator[int]:
     """The ids of one sequence, each as soon as it is there, without `NO_TOKEN`."""
-    for token in iterated(func, name, ids, "ids of one sequence"):
+    for token in iterated(name, ids, "ids of one sequence"):
         if isinstance(token, (list, tuple)) or getattr(token, "ndim", 0) != 0:
             expected = "ids of one sequence (`decode` takes a batch's)"
-            raise TypeError(f"{func}(): {name} has {short(token)}; expected {expected}")
-        token = integer(func, name, token, NO_TOKEN, 2**32 - 1)
+            raise TypeError(f"(): {name} has {short(token)}; expected {expected}")
+        token = integer(name, token, NO_TOKEN, 2**32 - 1)
         if token != NO_TOKEN:
             yield token
 

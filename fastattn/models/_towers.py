@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import iterated, real_array
 from fastattn.functional._attention import attention
@@ -165,6 +165,7 @@ class TwoTowers(Encoder):
         """The number that `logits` adds."""
         return 0.0 if self.shift is None else float(self.shift.item())
 
+    @named("{self.model_type}")
     def text_features(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
         """The vectors of texts that are given as ids, as `get_text_features` of transformers.
 
@@ -184,6 +185,7 @@ class TwoTowers(Encoder):
         kept = tokens if mask is None else (ids[counts] for ids, counts in zip(tokens, mask, strict=True))
         return self._of_ids(list(kept))
 
+    @named("{self.model_type}")
     def image_features(self, pixels: ArrayLike) -> Array:
         """The vectors of images that are given as pixels, as `get_image_features` of transformers.
 
@@ -197,15 +199,16 @@ class TwoTowers(Encoder):
         ndarray, (batch, features)
             float32, or float64 for a model in float64; not scaled.
         """
-        func, size = self.model_type, self.vision.image_size
-        array = real_array(func, "pixels", pixels)
+        size = self.vision.image_size
+        array = real_array("pixels", pixels)
         if array.ndim not in (3, 4) or array.shape[-3:] != (3, size, size):
-            raise wrong_shape(func, "pixels", array, f"(batch, 3, {size}, {size})")
+            raise wrong_shape("pixels", array, f"(batch, 3, {size}, {size})")
         array = array.reshape(-1, 3, size, size)
         count = at_once(self.vision.length)
         parts = [self.vision(array[i : i + count], self.dtype) for i in range(0, len(array), count)]
         return np.concatenate([np.empty((0, self._features), lane_dtype(self.dtype)), *parts])
 
+    @named("logits")
     def logits(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:
         """``exp(logit_scale) * cosine + logit_bias`` of each of (n, features) with each of (m, features).
 
@@ -213,11 +216,12 @@ class TwoTowers(Encoder):
         ``logits_per_image`` of transformers. CLIP's probabilities are its softmax over the texts, those of
         SigLIP its sigmoid.
         """
-        cosine = similarities("logits", "cosine", embeddings1, embeddings2, pairwise=False)
+        cosine = similarities("cosine", embeddings1, embeddings2, pairwise=False)
         with np.errstate(over="ignore", invalid="ignore"):
             scale = np.exp(cosine.dtype.type(self.logit_scale))
             return np.asarray(cosine * scale + cosine.dtype.type(self.logit_bias))
 
+    @named("encode")
     def encode(
         self,
         sentences: Any,
@@ -261,7 +265,7 @@ class TwoTowers(Encoder):
         """
         values = prompt_name, prompt, batch_size, show_progress_bar
         own = precision, normalize_embeddings, truncate_dim
-        return self._encode("encode", sentences, given(EncodeOptions, *values, *own, **others))
+        return self._encode(sentences, given(EncodeOptions, *values, *own, **others))
 
     @property
     def _features(self) -> int:
@@ -271,27 +275,27 @@ class TwoTowers(Encoder):
     def _of_ids(self, sequences: Sequence[Ints]) -> Array:
         return self.text_head(*self.hidden(sequences), sequences)
 
-    def _inputs(self, func: str, sentences: Any) -> tuple[bool, Iterable[Any]]:
+    def _inputs(self, sentences: Any) -> tuple[bool, Iterable[Any]]:
         """Return whether `sentences` is one text or image, and the checked ones."""
 
         def each(x: Any) -> Any:
             if not isinstance(x, str):
-                return self._image(func, x)
-            (text,) = strings(func, "sentences", [x])
+                return self._image(x)
+            (text,) = strings("sentences", [x])
             return text
 
         if isinstance(sentences, str) or is_pillow(sentences) or getattr(sentences, "ndim", 0) == 3:
             return True, [each(sentences)]
         expected = f"a string, {EXPECTED}, or several of them, as a list"
         if isinstance(sentences, bytes):  # whose elements are integers
-            raise wrong_type(func, "sentences", sentences, expected)
-        given = iterated(func, "sentences", sentences, expected)
+            raise wrong_type("sentences", sentences, expected)
+        given = iterated("sentences", sentences, expected)
         several = isinstance(sentences, (Sequence, np.ndarray))
         return False, list(map(each, given)) if several else map(each, given)
 
-    def _image(self, func: str, image: Any) -> Any:
+    def _image(self, image: Any) -> Any:
         """`image`, checked."""
-        image = checked(func, "sentences", image)
+        image = checked("sentences", image)
         if self.images is None:
             there = f"{self.text.folder} has no preprocessor_config.json and no processor_config.json"
             raise ModelError(f"{there}; expected one that says how images become pixels")

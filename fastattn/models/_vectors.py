@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import named, wrong_shape
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, float_array, iterated, real_array
 
@@ -36,6 +36,7 @@ def unit(vectors: Array) -> Array:
     return scaled
 
 
+@named("quantize_embeddings")
 def quantize_embeddings(
     embeddings: ArrayLike,
     precision: str,
@@ -66,13 +67,12 @@ def quantize_embeddings(
     TypeError, ValueError
         If an argument does not fit.
     """
-    func = "quantize_embeddings"
-    vectors = float_array(func, "embeddings", embeddings)
+    vectors = float_array("embeddings", embeddings)
     if vectors.ndim not in (1, 2):
-        raise wrong_shape(func, "embeddings", vectors, "(n, features) or (features,)")
+        raise wrong_shape("embeddings", vectors, "(n, features) or (features,)")
     vectors = vectors.astype(lane_dtype(vectors.dtype), copy=False)
-    precision = choice(func, "precision", precision, PRECISIONS)
-    limits = _limits(func, vectors, precision, ranges, calibration_embeddings)
+    precision = choice("precision", precision, PRECISIONS)
+    limits = _limits(vectors, precision, ranges, calibration_embeddings)
     if precision == "float32":
         return vectors.astype(np.float32)
     if limits is None:
@@ -85,58 +85,58 @@ def quantize_embeddings(
     return coded
 
 
-def _limits(func: str, vectors: Array, precision: str, ranges: Any, calibration: Any) -> Array | None:
+def _limits(vectors: Array, precision: str, ranges: Any, calibration: Any) -> Array | None:
     """Least and largest value (2, features) of each feature, in float32; None for other precisions."""
     features = vectors.shape[-1:]
     given = {"ranges": ranges, "calibration_embeddings": calibration}
     names = [name for name, x in given.items() if x is not None]
     if precision not in RANGED:
         if names:
-            raise ValueError(f"{func}(): {names[0]} is given for {precision}; expected int8 or uint8 with it")
+            raise ValueError(f"(): {names[0]} is given for {precision}; expected int8 or uint8 with it")
         return None
     for name, x in (("embeddings", vectors), *given.items()):
-        if x is not None and not np.isfinite(float_array(func, name, x)).all():
-            raise ValueError(f"{func}(): {name} has numbers that are not finite; expected finite ones")
+        if x is not None and not np.isfinite(float_array(name, x)).all():
+            raise ValueError(f"(): {name} has numbers that are not finite; expected finite ones")
     if len(names) == 2:
-        raise ValueError(f"{func}(): ranges and calibration_embeddings are given; expected one of them")
+        raise ValueError("(): ranges and calibration_embeddings are given; expected one of them")
     if ranges is not None:
-        limits = float_array(func, "ranges", ranges).astype(np.float32)
+        limits = float_array("ranges", ranges).astype(np.float32)
         if limits.shape != (2, *features):
-            raise wrong_shape(func, "ranges", limits, (2, *features))
+            raise wrong_shape("ranges", limits, (2, *features))
         if not (limits[0] <= limits[1]).all():
-            raise ValueError(f"{func}(): ranges has a least value above the largest; expected none")
+            raise ValueError("(): ranges has a least value above the largest; expected none")
         return limits
     name, sample = "embeddings", vectors
     if calibration is not None:
-        name, sample = "calibration_embeddings", float_array(func, "calibration_embeddings", calibration)
+        name, sample = "calibration_embeddings", float_array("calibration_embeddings", calibration)
         if sample.ndim != 2 or sample.shape[1:] != features:
-            raise wrong_shape(func, name, sample, f"(m, {features[0]})")
+            raise wrong_shape(name, sample, f"(m, {features[0]})")
     if sample.ndim == 2 and not len(vectors):
         return np.zeros((2, *features), np.float32)
     if sample.ndim == 1 or len(sample) < 2:
-        raise single_vector(func, name, precision)
+        raise single_vector(name, precision)
     return np.stack([sample.min(axis=0), sample.max(axis=0)]).astype(np.float32)
 
 
-def single_vector(func: str, name: str, precision: str) -> ValueError:
+def single_vector(name: str, precision: str) -> ValueError:
     """The error of one vector where ranges of several are wanted."""
     expected = "several, or quantize_embeddings with ranges of others"
-    return ValueError(f"{func}(): {name} is one for precision {precision!r}; expected {expected}")
+    return ValueError(f"(): {name} is one for precision {precision!r}; expected {expected}")
 
 
-def similarities(func: str, kind: str, a: ArrayLike, b: ArrayLike, pairwise: bool) -> Array:
+def similarities(kind: str, a: ArrayLike, b: ArrayLike, pairwise: bool) -> Array:
     """Similarity `kind` of each vector of a with each of b, (n, m); `pairwise` of a[i] with b[i], (n,)."""
-    x, y = (_vectors(func, name, z) for name, z in (("embeddings1", a), ("embeddings2", b)))
+    x, y = (_vectors(name, z) for name, z in (("embeddings1", a), ("embeddings2", b)))
     dtype = np.result_type(x, y)
     x, y = x.astype(dtype, copy=False), y.astype(dtype, copy=False)
     if pairwise:
         if x.shape != y.shape:
-            raise wrong_shape(func, "embeddings2", y, f"embeddings1's, {x.shape}")
+            raise wrong_shape("embeddings2", y, f"embeddings1's, {x.shape}")
         with np.errstate(**_QUIET):
             return np.asarray(_PAIRS[kind](x, y))
     x, y = np.atleast_2d(x), np.atleast_2d(y)
     if x.shape[1] != y.shape[1]:
-        raise wrong_shape(func, "embeddings2", y, f"(m, {x.shape[1]}), as many features as embeddings1")
+        raise wrong_shape("embeddings2", y, f"(m, {x.shape[1]}), as many features as embeddings1")
     if kind == "cosine":
         return _products(unit(x), unit(y))
     if kind == "dot":
@@ -171,11 +171,11 @@ _PAIRS: dict[str, Callable[[Array, Array], Any]] = {
 SIMILARITIES = tuple(_PAIRS)
 
 
-def _vectors(func: str, name: str, x: ArrayLike) -> Array:
+def _vectors(name: str, x: ArrayLike) -> Array:
     """`x` as (n, features) or (features,) of float32, or of float64 if it is that."""
-    array = real_array(func, name, x)
+    array = real_array(name, x)
     if array.ndim not in (1, 2):
-        raise wrong_shape(func, name, array, "(n, features) or (features,)")
+        raise wrong_shape(name, array, "(n, features) or (features,)")
     return array.astype(np.float64 if array.dtype == np.float64 else np.float32, copy=False)
 
 
@@ -185,31 +185,31 @@ _QUERY_TOKENS, _DOCUMENT_TOKENS, _PRODUCTS = 1 << 11, 1 << 13, 1 << 20
 NO_TOKEN = -1e9  # the score of a document that has no token, as in sentence-transformers
 
 
-def maxsim(func: str, a: Any, b: Any, mean: bool) -> Array:
+def maxsim(a: Any, b: Any, mean: bool) -> Array:
     """Scores of each query with each document, (n, m): see `MultiVectorEncoder.similarity`."""
-    queries, documents = _both(func, a, b)
+    queries, documents = _both(a, b)
     out = np.empty((len(queries), len(documents)), _dtype(queries, documents))
     for first, last in _blocks(queries, _QUERY_TOKENS):
         tokens = sum(map(len, queries[first:last]))
         most = min(_DOCUMENT_TOKENS, _PRODUCTS // max(1, tokens))
         for begin, end in _blocks(documents, most):
-            out[first:last, begin:end] = _scores(func, queries[first:last], documents[begin:end], mean)
+            out[first:last, begin:end] = _scores(queries[first:last], documents[begin:end], mean)
     return out
 
 
-def maxsim_pairs(func: str, a: Any, b: Any, mean: bool) -> Array:
+def maxsim_pairs(a: Any, b: Any, mean: bool) -> Array:
     """Score of each query with the document in the same place, (n,)."""
-    queries, documents = _both(func, a, b)
+    queries, documents = _both(a, b)
     if len(queries) != len(documents):
         came = f"embeddings2 is of {len(documents)} texts"
-        raise ValueError(f"{func}(): {came}; expected {len(queries)}, as many as embeddings1")
+        raise ValueError(f"(): {came}; expected {len(queries)}, as many as embeddings1")
     out = np.empty(len(queries), _dtype(queries, documents))
     for i, (query, document) in enumerate(zip(queries, documents, strict=True)):
-        out[i] = _scores(func, [query], [document], mean)[0, 0]
+        out[i] = _scores([query], [document], mean)[0, 0]
     return out
 
 
-def _scores(func: str, queries: list[Array], documents: list[Array], mean: bool) -> Array:
+def _scores(queries: list[Array], documents: list[Array], mean: bool) -> Array:
     """Scores (queries, documents). The products are our kernel's: a row's bits depend on no other row."""
     lengths = np.array([len(query) for query in queries])
     sizes = np.array([len(document) for document in documents])
@@ -217,7 +217,7 @@ def _scores(func: str, queries: list[Array], documents: list[Array], mean: bool)
     some, full = np.flatnonzero(lengths), np.flatnonzero(sizes)
     if some.size and full.size:
         x, y = np.concatenate(queries), np.concatenate(documents)
-        products = ops.linear(x, _packed(func, y))  # (tokens of queries, tokens of documents)
+        products = ops.linear(x, _packed(y))  # (tokens of queries, tokens of documents)
         best = np.maximum.reduceat(products, _begins(sizes[full]), axis=1)
         out[np.ix_(some, full)] = np.add.reduceat(best, _begins(lengths[some]), axis=0)
     out[:, sizes == 0] = NO_TOKEN
@@ -226,15 +226,15 @@ def _scores(func: str, queries: list[Array], documents: list[Array], mean: bool)
     return out
 
 
-def _packed(func: str, y: Array) -> PackedLinear:
+def _packed(y: Array) -> PackedLinear:
     try:
         return ops.pack(y)
     except ValueError:  # which calls them a weight
-        raise _not_finite(func, "embeddings2") from None
+        raise _not_finite("embeddings2") from None
 
 
-def _not_finite(func: str, name: str) -> ValueError:
-    return ValueError(f"{func}(): {name} has numbers that are not finite; expected finite ones")
+def _not_finite(name: str) -> ValueError:
+    return ValueError(f"(): {name} has numbers that are not finite; expected finite ones")
 
 
 def _begins(lengths: Array) -> Array:
@@ -259,30 +259,30 @@ def _dtype(*sides: list[Array]) -> type[np.floating[Any]]:
     return np.float64 if double else np.float32
 
 
-def _both(func: str, a: Any, b: Any) -> tuple[list[Array], list[Array]]:
+def _both(a: Any, b: Any) -> tuple[list[Array], list[Array]]:
     """The vectors (tokens, features) of the texts of both, in one type."""
-    queries, documents = (_texts(func, name, x) for name, x in (("embeddings1", a), ("embeddings2", b)))
+    queries, documents = (_texts(name, x) for name, x in (("embeddings1", a), ("embeddings2", b)))
     features = next((text.shape[1] for text in (*queries, *documents)), 0)
     for name, texts in (("embeddings1", queries), ("embeddings2", documents)):
         for text in texts:
             if text.shape[1] != features:
-                raise wrong_shape(func, name, text, f"(tokens, {features}), as others")
+                raise wrong_shape(name, text, f"(tokens, {features}), as others")
     if not all(np.isfinite(query).all() for query in queries):
-        raise _not_finite(func, "embeddings1")
+        raise _not_finite("embeddings1")
     dtype = _dtype(queries, documents)
     first, second = ([text.astype(dtype, copy=False) for text in texts] for texts in (queries, documents))
     return first, second
 
 
-def _texts(func: str, name: str, x: Any) -> list[Array]:
+def _texts(name: str, x: Any) -> list[Array]:
     if isinstance(x, np.ndarray) and x.ndim == 3:  # padded with zeros
-        return [text[text.any(axis=1)] for text in _texts(func, name, list(x))]
+        return [text[text.any(axis=1)] for text in _texts(name, list(x))]
     several = not (isinstance(x, np.ndarray) and x.ndim == 2)
-    texts = iterated(func, name, x, "vectors of tokens, as encode makes them") if several else [x]
-    arrays = [real_array(func, name, text) for text in texts]
+    texts = iterated(name, x, "vectors of tokens, as encode makes them") if several else [x]
+    arrays = [real_array(name, text) for text in texts]
     for array in arrays:
         if array.ndim != 2:
-            raise wrong_shape(func, name, array, "(tokens, features) of each text")
+            raise wrong_shape(name, array, "(tokens, features) of each text")
     return [_lane(array) for array in arrays]
 
 

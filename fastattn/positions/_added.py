@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from fastattn._args.dtypes import float_dtype
-from fastattn._args.types import FLOAT64
+from fastattn._args.errors import named
+from fastattn._args.types import FLOAT64, Array, ArrayLike, DTypeLike, Ints, NDArray
 from fastattn._args.values import MAX_POSITION, MOST_SIZE, flag, float_array, integer, number
 
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-    from fastattn._args.types import Array, Ints
-
-
+@named("sinusoidal")
 def sinusoidal(
     length: int, d_model: int, *, offset: int = 0, dtype: DTypeLike = np.float32, base: float = 10000.0
 ) -> NDArray[Any]:
@@ -50,11 +47,11 @@ def sinusoidal(
     ----------
     .. [1] A. Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762, section 3.5.
     """
-    length = integer("sinusoidal", "length", length, 0, MOST_SIZE)
-    d_model = integer("sinusoidal", "d_model", d_model, 1, MOST_SIZE)
-    offset = integer("sinusoidal", "offset", offset, -MAX_POSITION, MAX_POSITION)
-    dtype = float_dtype("sinusoidal", dtype)
-    base = number("sinusoidal", "base", base, FLOAT64, positive=True)
+    length = integer("length", length, 0, MOST_SIZE)
+    d_model = integer("d_model", d_model, 1, MOST_SIZE)
+    offset = integer("offset", offset, -MAX_POSITION, MAX_POSITION)
+    dtype = float_dtype(dtype)
+    base = number("base", base, FLOAT64, positive=True)
     angles = np.arange(offset, offset + length)[:, None] * base ** -(np.arange(0, d_model, 2) / d_model)
     vectors = np.empty((length, d_model), dtype)
     vectors[:, 0::2] = np.sin(angles)
@@ -62,6 +59,7 @@ def sinusoidal(
     return vectors
 
 
+@named("alibi_slopes")
 def alibi_slopes(num_heads: int) -> NDArray[np.float32]:
     """Slopes of ALiBi for ``attention(alibi_slopes=...)``: one a head, from steep to flat.
 
@@ -87,13 +85,14 @@ def alibi_slopes(num_heads: int) -> NDArray[np.float32]:
     .. [1] O. Press, N. A. Smith, M. Lewis, "Train Short, Test Long: Attention with Linear Biases Enables
        Input Length Extrapolation", 2022, arXiv:2108.12409, section 3.
     """
-    num_heads = integer("alibi_slopes", "num_heads", num_heads, 1, MOST_SIZE)
+    num_heads = integer("num_heads", num_heads, 1, MOST_SIZE)
     n = 1 << (num_heads.bit_length() - 1)
     exponents = np.concatenate([np.arange(1, n + 1) / n, np.arange(1, 2 * (num_heads - n), 2) / (2 * n)])
     slopes: NDArray[np.float32] = np.exp2(-8 * exponents).astype(np.float32)
     return slopes
 
 
+@named("t5_buckets")
 def t5_buckets(
     len_q: int,
     len_k: int,
@@ -142,13 +141,12 @@ def t5_buckets(
     .. [1] C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
        Transformer", 2020, arXiv:1910.10683, section 2.1.
     """
-    num_buckets = integer("t5_buckets", "num_buckets", num_buckets, 1, MOST_SIZE)
-    diagonals, len_q, len_k = _t5_diagonals(
-        "t5_buckets", len_q, len_k, num_buckets, max_distance, bidirectional, q_offset
-    )
+    num_buckets = integer("num_buckets", num_buckets, 1, MOST_SIZE)
+    diagonals, len_q, len_k = _t5_diagonals(len_q, len_k, num_buckets, max_distance, bidirectional, q_offset)
     return _toeplitz(diagonals, len_q, len_k)
 
 
+@named("t5_bias")
 def t5_bias(
     table: ArrayLike,
     len_q: int,
@@ -183,32 +181,30 @@ def t5_bias(
     T5 does not scale its scores: ``attention(q, k, v, bias=bias, scale=1.0)``. Its cross-attention has no
     bias.
     """
-    rows = float_array("t5_bias", "table", table)
+    rows = float_array("table", table)
     if rows.ndim != 2:
-        raise ValueError(f"t5_bias(): table has shape {rows.shape}; expected (num_buckets, heads)")
-    diagonals, len_q, len_k = _t5_diagonals(
-        "t5_bias", len_q, len_k, len(rows), max_distance, bidirectional, q_offset
-    )
+        raise ValueError(f"(): table has shape {rows.shape}; expected (num_buckets, heads)")
+    diagonals, len_q, len_k = _t5_diagonals(len_q, len_k, len(rows), max_distance, bidirectional, q_offset)
     # Convert to native byte order here, where it is O(length): `attention` would copy the whole view.
     return _toeplitz(np.array(rows[diagonals].T, rows.dtype.newbyteorder("="), order="C"), len_q, len_k)
 
 
 def _t5_diagonals(
-    func: str, len_q: Any, len_k: Any, num_buckets: int, max_distance: Any, bidirectional: Any, q_offset: Any
+    len_q: Any, len_k: Any, num_buckets: int, max_distance: Any, bidirectional: Any, q_offset: Any
 ) -> tuple[Ints, int, int]:
     """Bucket of each diagonal, from (last query, first key) to (first query, last key); checked lengths."""
-    len_q = integer(func, "len_q", len_q, 0, MOST_SIZE)
-    len_k = integer(func, "len_k", len_k, 0, MOST_SIZE)
-    both = flag(func, "bidirectional", bidirectional)
+    len_q = integer("len_q", len_q, 0, MOST_SIZE)
+    len_k = integer("len_k", len_k, 0, MOST_SIZE)
+    both = flag("bidirectional", bidirectional)
     if num_buckets < (least := 4 if both else 2):
         expected = f"at least {least} with bidirectional={both}"
-        raise ValueError(f"{func}(): num_buckets is {num_buckets}; expected {expected}")
+        raise ValueError(f"(): num_buckets is {num_buckets}; expected {expected}")
     n = num_buckets // 2 if both else num_buckets
     exact = n // 2
-    max_distance = integer(func, "max_distance", max_distance, exact + 1, MAX_POSITION)
+    max_distance = integer("max_distance", max_distance, exact + 1, MAX_POSITION)
     first = len_k - len_q
     if q_offset is not None:
-        first = integer(func, "q_offset", q_offset, -MAX_POSITION, MAX_POSITION)
+        first = integer("q_offset", q_offset, -MAX_POSITION, MAX_POSITION)
     behind = np.arange(first + max(len_q, 1) - 1, first - len_k, -1)  # query - key
     distance = np.abs(behind) if both else np.maximum(behind, 0)
     steps = np.log(np.maximum(distance, exact) / exact) / math.log(max_distance / exact)

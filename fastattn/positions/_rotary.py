@@ -6,23 +6,20 @@ a key then depends only on the distance between them. `_rotary_scaling.py` compu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.dtypes import float_dtype
+from fastattn._args.errors import named, put_name
 from fastattn._args.results import result_array
-from fastattn._args.types import RopeArgs, lane_dtype
+from fastattn._args.types import Array, ArrayLike, DTypeLike, NDArray, RopeArgs, lane_dtype
 from fastattn._args.values import as_array, flag, float_array, readable, require_broadcast
 from fastattn._engine import dispatch, settings
 from fastattn.positions._rotary_scaling import RopeFrequencies
 
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-    from fastattn._args.types import Array
-
-
+@named("rope_tables")
 def rope_tables(
     positions: ArrayLike, frequencies: RopeFrequencies, dtype: DTypeLike = np.float32
 ) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -61,15 +58,15 @@ def rope_tables(
     >>> apply_rope(np.ones((1, 8, 5, 64), np.float32), cos, sin).shape
     (1, 8, 5, 64)
     """
-    array = as_array("rope_tables", "positions", positions)
+    array = as_array("positions", positions)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"rope_tables(): positions has dtype {array.dtype}; expected integers")
+        raise TypeError(f"(): positions has dtype {array.dtype}; expected integers")
     if array.ndim == 0:
-        raise ValueError("rope_tables(): positions has shape (); expected (length,) or (..., length)")
+        raise ValueError("(): positions has shape (); expected (length,) or (..., length)")
     if not isinstance(frequencies, RopeFrequencies):
         kind = type(frequencies).__name__
-        raise TypeError(f"rope_tables(): frequencies is of type {kind}; expected RopeFrequencies")
-    dtype = float_dtype("rope_tables", dtype)
+        raise TypeError(f"(): frequencies is of type {kind}; expected RopeFrequencies")
+    dtype = float_dtype(dtype)
     inv_freq, attention_factor = frequencies
     angles = array[..., None].astype(np.float64) * inv_freq
     cos, sin = ((attention_factor * f(angles)).astype(dtype) for f in (np.cos, np.sin))
@@ -113,26 +110,37 @@ def apply_rope(
     .. [1] J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
        arXiv:2104.09864, section 3.4.2.
     """
-    array = float_array("apply_rope", "x", x, least_dims=2)
-    cos, sin = (float_array("apply_rope", name, t) for name, t in (("cos", cos), ("sin", sin)))
+    try:
+        return rotated("x", x, cos, sin, interleaved, out)
+    except Exception as error:
+        put_name("apply_rope", error)
+        raise
+
+
+def rotated(
+    name: str, x: ArrayLike, cos: ArrayLike, sin: ArrayLike, interleaved: bool, out: Array | None
+) -> Array:
+    """`apply_rope` of `x`, which messages call `name`."""
+    array = float_array(name, x, least_dims=2)
+    cos, sin = (float_array(n, t) for n, t in (("cos", cos), ("sin", sin)))
     if cos.ndim < 2:
-        raise ValueError(f"apply_rope(): cos has shape {cos.shape}; expected (..., length, rotary_dim / 2)")
+        raise ValueError(f"(): cos has shape {cos.shape}; expected (..., length, rotary_dim / 2)")
     if cos.shape != sin.shape:
-        raise ValueError(f"apply_rope(): sin has shape {sin.shape}; expected {cos.shape} as cos")
+        raise ValueError(f"(): sin has shape {sin.shape}; expected {cos.shape} as cos")
     length, head_dim = array.shape[-2:]
     if cos.shape[-2] != length:
         found, expected = (
             f"{cos.shape}, length {cos.shape[-2]}",
-            f"length {length} as in x, shape {array.shape}",
+            f"length {length} as in {name}, shape {array.shape}",
         )
-        raise ValueError(f"apply_rope(): cos has shape {found}; expected {expected}")
+        raise ValueError(f"(): cos has shape {found}; expected {expected}")
     if 2 * cos.shape[-1] > head_dim:
         found = f"{cos.shape}, which rotates {2 * cos.shape[-1]} dimensions"
-        expected = f"at most the {head_dim} of x, shape {array.shape}"
-        raise ValueError(f"apply_rope(): cos has shape {found}; expected {expected}")
+        expected = f"at most the {head_dim} of {name}, shape {array.shape}"
+        raise ValueError(f"(): cos has shape {found}; expected {expected}")
     rows = (*array.shape[:-3], *cos.shape[-2:])
-    require_broadcast("apply_rope", "cos", cos.shape, rows, "(..., length, rotary_dim / 2)")
-    interleaved = flag("apply_rope", "interleaved", interleaved)
+    require_broadcast("cos", cos.shape, rows, "(..., length, rotary_dim / 2)")
+    interleaved = flag("interleaved", interleaved)
     dtype = array.dtype.newbyteorder("=")
     if out is None:
         out = np.empty(array.shape, dtype)
@@ -140,13 +148,13 @@ def apply_rope(
         inputs = [("cos", cos, cos), ("sin", sin, sin)]
         in_place = isinstance(out, np.ndarray) and out.__array_interface__ == array.__array_interface__
         if not in_place:
-            inputs.append(("x", array, array))
-        result_array("apply_rope", out, array.shape, dtype, "x", inputs)
+            inputs.append((name, array, array))
+        result_array(out, array.shape, dtype, name, inputs)
     if out.size == 0:
         return out
     lane = lane_dtype(dtype)
     cos, sin = (np.require(t, lane, ("C", "ALIGNED"))[..., None, :, :] for t in (cos, sin))  # for all heads
-    source, result = readable(array, "x", [], "the head dimension"), out
+    source, result = readable(array, name, [], "the head dimension"), out
     if array.ndim == 2:
         source, result = source[None], result[None]
     args = RopeArgs(source, result, cos, sin, interleaved, settings.get_num_threads())

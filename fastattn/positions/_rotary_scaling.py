@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._args.types import FLOAT64
+from fastattn._args.errors import named
+from fastattn._args.types import FLOAT64, NDArray
 from fastattn._args.values import MOST_SIZE, as_array, flag, integer, number, short
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
     Floats = NDArray[np.float64]
-
-_FUNC = "rope_frequencies"  # for messages
 
 
 class RopeFrequencies(NamedTuple):
@@ -46,7 +41,7 @@ class _Rope(NamedTuple):
         value: int | None = getattr(self, name)
         if value is None:
             expected = f"an integer, on which type {scaling} depends"
-            raise ValueError(f"{_FUNC}(): {name} is None; expected {expected}")
+            raise ValueError(f"(): {name} is None; expected {expected}")
         return value
 
     def stretch(self, original: int, scaling: str) -> float:
@@ -54,6 +49,7 @@ class _Rope(NamedTuple):
         return self.needed("max_position_embeddings", f"{scaling} without factor") / original
 
 
+@named("rope_frequencies")
 def rope_frequencies(
     rotary_dim: int,
     *,
@@ -137,25 +133,23 @@ def rope_frequencies(
     >>> rope_frequencies(4, base=10000.0, scaling={"rope_type": "linear", "factor": 2.0}).inv_freq
     array([0.5  , 0.005])
     """
-    rotary_dim = integer(_FUNC, "rotary_dim", rotary_dim, 2, MOST_SIZE)
+    rotary_dim = integer("rotary_dim", rotary_dim, 2, MOST_SIZE)
     if rotary_dim % 2:
-        raise ValueError(f"{_FUNC}(): rotary_dim is {rotary_dim}; expected an even number")
+        raise ValueError(f"(): rotary_dim is {rotary_dim}; expected an even number")
     if scaling is not None and not isinstance(scaling, Mapping):
-        raise TypeError(f"{_FUNC}(): scaling is of type {type(scaling).__name__}; expected a dict or None")
+        raise TypeError(f"(): scaling is of type {type(scaling).__name__}; expected a dict or None")
     given = {key: x for key, x in (scaling or {}).items() if x is not None}
     old_name = given.pop("type", "default")
     name = given.pop("rope_type", old_name)
     if not isinstance(name, str) or name not in _SCALINGS:
-        raise ValueError(
-            f"{_FUNC}(): the type of scaling is {short(name)}; expected one of {', '.join(_SCALINGS)}"
-        )
+        raise ValueError(f"(): the type of scaling is {short(name)}; expected one of {', '.join(_SCALINGS)}")
     rope_theta = given.pop("rope_theta", None)
     value = _base(base, rope_theta, scaled=bool(scaling))
     options = _options(name, given, rotary_dim // 2)
     if max_position_embeddings is not None:
-        max_position_embeddings = integer(_FUNC, "max_position_embeddings", max_position_embeddings, 1)
+        max_position_embeddings = integer("max_position_embeddings", max_position_embeddings, 1)
     if seq_len is not None:
-        seq_len = integer(_FUNC, "seq_len", seq_len, 0)
+        seq_len = integer("seq_len", seq_len, 0)
     inv_freq = value ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
     return _SCALINGS[name](_Rope(inv_freq, value, max_position_embeddings, seq_len), **options)
 
@@ -163,15 +157,15 @@ def rope_frequencies(
 def _base(base: Any, rope_theta: Any, scaled: bool) -> float:
     """The base that the caller or the config gives; without a scaling, the paper's by default."""
     named = {"base": base, "scaling['rope_theta']": rope_theta}
-    given = {key: number(_FUNC, key, x, FLOAT64, positive=True) for key, x in named.items() if x is not None}
+    given = {key: number(key, x, FLOAT64, positive=True) for key, x in named.items() if x is not None}
     for key, value in given.items():
         if value <= 1:
-            raise ValueError(f"{_FUNC}(): {key} is {value}; expected a number above 1")
+            raise ValueError(f"(): {key} is {value}; expected a number above 1")
     if len(set(given.values())) > 1:
-        raise ValueError(f"{_FUNC}(): base is {base} and scaling['rope_theta'] {rope_theta}; expected one")
+        raise ValueError(f"(): base is {base} and scaling['rope_theta'] {rope_theta}; expected one")
     if scaled and not given:
         expected = "one of them: base=config['rope_theta'], or 10000.0 for a config that has none"
-        raise ValueError(f"{_FUNC}(): base is None and scaling has no rope_theta; expected {expected}")
+        raise ValueError(f"(): base is None and scaling has no rope_theta; expected {expected}")
     return next(iter(given.values()), 10000.0)
 
 
@@ -180,7 +174,7 @@ def _options(name: str, given: dict[str, Any], half: int) -> dict[str, Any]:
     _, *parameters = inspect.signature(_SCALINGS[name]).parameters.values()
     known = [p.name for p in parameters]
     needed = [p.name for p in parameters if p.default is p.empty]
-    has = f"{_FUNC}(): scaling of type {name} has"
+    has = f"(): scaling of type {name} has"
     if missing := [key for key in needed if key not in given]:
         raise ValueError(f"{has} no {', '.join(missing)}; expected {', '.join(needed)}")
     if unknown := [str(key) for key in given if key not in (*known, "partial_rotary_factor")]:
@@ -193,19 +187,19 @@ def _value(key: str, x: Any, half: int) -> Any:
     """Check the value `x` of `key`."""
     name = f"scaling[{key!r}]"
     if key == "truncate":
-        return flag(_FUNC, name, x)
+        return flag(name, x)
     if key == "original_max_position_embeddings":
-        return integer(_FUNC, name, x, 2)
+        return integer(name, x, 2)
     if key not in ("short_factor", "long_factor"):
         # mscale and mscale_all_dim may be 0, which means that they are not given.
-        return number(_FUNC, name, x, FLOAT64, positive=not key.startswith("mscale"))
-    factors = as_array(_FUNC, name, x)
+        return number(name, x, FLOAT64, positive=not key.startswith("mscale"))
+    factors = as_array(name, x)
     if factors.dtype.kind not in "iuf":
-        raise TypeError(f"{_FUNC}(): {name} has dtype {factors.dtype}; expected numbers")
+        raise TypeError(f"(): {name} has dtype {factors.dtype}; expected numbers")
     if factors.shape != (half,):
-        raise ValueError(f"{_FUNC}(): {name} has shape {factors.shape}; expected ({half},), rotary_dim / 2")
+        raise ValueError(f"(): {name} has shape {factors.shape}; expected ({half},), rotary_dim / 2")
     if (wrong := factors[~((factors > 0) & (factors < np.inf))]).size:
-        raise ValueError(f"{_FUNC}(): {name} has {wrong[0]}; expected finite numbers above 0")
+        raise ValueError(f"(): {name} has {wrong[0]}; expected finite numbers above 0")
     return factors
 
 
@@ -308,7 +302,7 @@ def _longrope(
 def _require_above(name: str, value: float, low_name: str, low: float) -> None:
     if not value > low:
         expected = f"more than {low}, scaling[{low_name!r}]"
-        raise ValueError(f"{_FUNC}(): scaling[{name!r}] is {value}; expected {expected}")
+        raise ValueError(f"(): scaling[{name!r}] is {value}; expected {expected}")
 
 
 _SCALINGS: dict[str, Callable[..., RopeFrequencies]] = {

@@ -2,77 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import named
+from fastattn._args.types import AttentionArgs
 from fastattn._engine import dispatch
 from fastattn.functional import attention_backward
 from fastattn.torch._library import autocast, define, differentiate, differentiate_by, forbid_gradients
 from fastattn.torch._tensors import array_of, heads_inside, num_threads, tensor_of
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fastattn._args.types import AttentionArgs
-
-_TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? bias=None, Tensor? sinks=None,"
-    " Tensor? alibi_slopes=None, Tensor? kv_lengths=None"
-)
+_OPTIONAL = ("mask", "bias", "sinks", "alibi_slopes", "kv_lengths")
+_TENSORS = ", ".join(["Tensor q, Tensor k, Tensor v", *(f"Tensor? {name}=None" for name in _OPTIONAL)])
 _OPTIONS = """*, bool causal=False, SymInt[]? window=None, float? scale=None, float? softcap=None,
     SymInt? q_offset=None"""
 # Of which tensors there are gradients, by their places.
 _GRADIENTS = {0: "dq", 1: "dk", 2: "dv", 4: "dbias", 5: "dsinks", 6: "dalibi_slopes"}
 
 
-def sides(func: str, window: Sequence[int] | None) -> tuple[int | None, int | None] | None:
+def sides(window: Sequence[int] | None) -> tuple[int | None, int | None] | None:
     """The option `window` of attention: schemas know no None in a list, so that -1 is no bound."""
     if window is None:
         return None
     if len(window) != 2 or min(window) < -1:
         expected = "[left, right], each at least 0, or -1 for no bound"
-        raise ValueError(f"{func}(): window is {list(window)}; expected {expected}")
+        raise ValueError(f"(): window is {list(window)}; expected {expected}")
     left, right = (None if n == -1 else n for n in window)
     return left, right
 
 
-def _computed(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any = None,
-    bias: Any = None,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
-    kv_lengths: Any = None,
-    causal: bool = False,
-    window: Sequence[int] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    q_offset: int | None = None,
-    return_lse: bool = False,
-) -> AttentionArgs:
+def _named(tensors: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options of attention, of which `tensors` come first."""
+    options |= zip(_OPTIONAL, tensors, strict=False)
+    found = {name: array_of(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    return found | {"window": sides(options.get("window")), "num_threads": num_threads()}
+
+
+@named("attention")
+def _computed(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> AttentionArgs:
     """The arguments of a call that has been run, with its result."""
-    args = attention_args(
-        "attention",
-        array_of(q),
-        array_of(k),
-        array_of(v),
-        None if mask is None else array_of(mask),
-        None if bias is None else array_of(bias),
-        causal,
-        sides("attention", window),
-        scale,
-        softcap,
-        None if alibi_slopes is None else array_of(alibi_slopes),
-        None if sinks is None else array_of(sinks),
-        None if kv_lengths is None else array_of(kv_lengths),
-        q_offset,
-        return_lse=return_lse,
-        num_threads=num_threads(),
-    )
+    given = _named(tensors, options)
+    args = attention_args(array_of(q), array_of(k), array_of(v), scales="k_scale and v_scale", **given)
     args.out = heads_inside(args.out.shape, args.out.dtype)
     dispatch.run(args)
     return args
@@ -109,6 +82,7 @@ def _fake_with_lse(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any
     return out, q.new_empty(out.shape[:-1], dtype=dtype)
 
 
+@named("attention")
 def _backward(
     dout: Any,
     dlse: Any,
@@ -117,23 +91,12 @@ def _backward(
     q: Any,
     k: Any,
     v: Any,
-    mask: Any = None,
-    bias: Any = None,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
-    kv_lengths: Any = None,
-    *,
+    *tensors: Any,
     need: Sequence[str],
-    window: Sequence[int] | None = None,
     **options: Any,
 ) -> list[Any]:
     inputs = {"dq": array_of(q), "dk": array_of(k), "dv": array_of(v)}
-    options |= {
-        "mask": mask, "bias": bias, "sinks": sinks, "alibi_slopes": alibi_slopes, "kv_lengths": kv_lengths,
-        "dlse": dlse,
-    }  # fmt: skip
-    options = {name: array_of(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    options |= {"window": sides("attention", window), "num_threads": num_threads(), "need": tuple(need)}
+    options = _named(tensors, {**options, "dlse": dlse, "need": tuple(need)})
     options["into"] = [heads_inside(inputs[n].shape, inputs[n].dtype) if n in inputs else None for n in need]
     arrays = array_of(dout), *inputs.values(), array_of(out), array_of(lse)
     return [tensor_of(x) for x in attention_backward(*arrays, **options)]

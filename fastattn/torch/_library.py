@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import _C
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Fragments of one namespace; the object keeps its operators alive.
 LIBRARY = torch.library.Library("fastattn", "DEF")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -12,11 +12,9 @@ from torch.autograd import forward_ad
 from torch.nn.functional import linear as torch_linear
 
 from fastattn import ops
+from fastattn._args.types import Rounding
 from fastattn.torch._library import define
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Rounding
 
 TAKEN = (torch.float32, torch.float16, torch.bfloat16)
 

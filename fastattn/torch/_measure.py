@@ -9,6 +9,7 @@ import heapq
 import math
 import threading
 import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,6 @@ from fastattn._engine import settings
 from fastattn._engine.settings import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     Pair = tuple[Callable[[], Any], Callable[[], Any]]  # the same, by torch and by us
 
 # Ours takes the place of torch's from this gain on, the geometric mean over sizes, and if no size loses more

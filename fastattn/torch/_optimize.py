@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fastattn._args.dtypes import dtype_choice
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import named, wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.packed import STORED
+from fastattn._args.types import DTypeLike, Rounding
 from fastattn.torch._hugging_face import NAME, register
 from fastattn.torch._linear import TAKEN, FrozenLinear
 from fastattn.torch._measure import gains
@@ -19,19 +21,13 @@ from fastattn.torch._memory import keep_freed
 from fastattn.torch._sdpa import patch_sdpa, said
 from fastattn.torch._undo import Undo
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import DTypeLike
-
-    from fastattn._args.types import Rounding
-
 _OWN = "own"  # each weight keeps its dtype
 _MOST_MEASURED = 1024  # features: a product of 256 rows takes about 2 ms
 # In evaluation mode they may compute without calling the modules within them.
 _FAST = torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer
 
 
+@named("optimize")
 def optimize(
     model: Any,
     weights_dtype: DTypeLike | None = None,
@@ -81,15 +77,14 @@ def optimize(
     derivative is wanted, under autocast, in float64 and on other devices, a module computes as before.
     Weights are frozen: ``requires_grad`` is False until `undo`.
     """
-    func = "optimize"
     if not isinstance(model, torch.nn.Module):
-        raise wrong_type(func, "model", model, "a torch.nn.Module")
+        raise wrong_type("model", model, "a torch.nn.Module")
     dtype = None
     if weights_dtype is not None:
         allowed = [name for name in STORED if name != "float64"]
-        dtype = dtype_choice(func, "weights_dtype", weights_dtype, allowed)
+        dtype = dtype_choice("weights_dtype", weights_dtype, allowed)
     if activations is not None:
-        integer_activations(func, activations, dtype or _OWN)
+        integer_activations(activations, dtype or _OWN)
     patch = patch_sdpa(measure=measure)
     steps: list[Callable[[], None]] = [patch.undo]
     lines = []

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import named
 from fastattn._engine import dispatch, settings
 from fastattn.torch._measure import attention_key, gains, measured, measuring, sample
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
 from fastattn.torch._undo import Undo
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -138,6 +137,7 @@ def _covered(q: Any, k: Any, v: Any, mask: Any) -> bool:
     return mask is None or mask.dtype in (torch.bool, torch.float32, dtype)
 
 
+@named("scaled_dot_product_attention")
 def _attention(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> tuple[Any, Any]:
     """Result and lse, in the memory layouts that torch's compiler expects of them."""
     out = torch.empty_like(q)
@@ -148,7 +148,7 @@ def _attention(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | N
         array = array_of(mask)
         mask, bias = (array, None) if array.dtype == np.bool_ else (None, array)
     args = attention_args(
-        "scaled_dot_product_attention", array_of(q), array_of(k), array_of(v), mask, bias, causal,
+        array_of(q), array_of(k), array_of(v), mask, bias, causal,
         scale=scale, q_offset=0 if causal else None, return_lse=True, num_threads=num_threads(),
     )  # fmt: skip
     batch, heads, length = args.out.shape[:-1]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from fastattn._args.types import Array, Shape
 from fastattn._engine import settings
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, Shape
 
 try:
     import ml_dtypes

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from fastattn import functional
+from fastattn._args.errors import named
 from fastattn.functional._recurrent import linear_attention_backward
 from fastattn.functional._scores import sigmoid_attention_backward
 from fastattn.torch._attention import like_result, sides
 from fastattn.torch._library import define, differentiate, forbid_gradients
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 def _variant(
@@ -38,11 +37,13 @@ def _variant(
         given = zip(tensors, values, strict=False)
         return {n: None if x is None else array_of(x) for n, x in given} | {"num_threads": num_threads()}
 
+    @named(name)
     def kernel(*values: Any, **given: Any) -> Any:
-        return tensor_of(np.ascontiguousarray(forward(**arrays(values), **_options(name, given))))
+        return tensor_of(np.ascontiguousarray(forward(**arrays(values), **_options(given))))
 
+    @named(name)
     def backward_kernel(dout: Any, *values: Any, need: Sequence[str], **given: Any) -> list[Any]:
-        found = backward(array_of(dout), **arrays(values), need=tuple(need), **_options(name, given))
+        found = backward(array_of(dout), **arrays(values), need=tuple(need), **_options(given))
         return [tensor_of(np.ascontiguousarray(x)) for x in found]
 
     def fake_backward(dout: Any, *values: Any, need: Sequence[str], **given: Any) -> list[Any]:
@@ -68,8 +69,8 @@ def _variant(
     forbid_gradients(backward_op, name)
 
 
-def _options(func: str, given: dict[str, Any]) -> dict[str, Any]:
-    return given | {"window": sides(func, given["window"])} if "window" in given else given
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    return given | {"window": sides(given["window"])} if "window" in given else given
 
 
 def _fake_linear(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import named, wrong_type
 from fastattn._args.values import as_array, flag, generator, integer
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Batches(Iterable[Any]):
         Draws the orders.
     """
 
+    @named("Batches")
     def __init__(
         self,
         *arrays: ArrayLike,
@@ -42,20 +43,19 @@ class Batches(Iterable[Any]):
         shuffle: bool = True,
         rng: np.random.Generator | int | None = None,
     ):
-        func = "Batches"
         if not arrays:
-            raise TypeError(f"{func}(): there is no array; expected one, or several")
-        self._arrays = [as_array(func, f"arrays[{i}]", x) for i, x in enumerate(arrays)]
+            raise TypeError("(): there is no array; expected one, or several")
+        self._arrays = [as_array(f"arrays[{i}]", x) for i, x in enumerate(arrays)]
         rows = {x.shape[:1] for x in self._arrays}
         if rows == {()} or len(rows) > 1:
             shapes = ", ".join(str(x.shape) for x in self._arrays)
-            raise ValueError(f"{func}(): arrays have shapes {shapes}; expected one number of rows")
+            raise ValueError(f"(): arrays have shapes {shapes}; expected one number of rows")
         self._num_rows = len(self._arrays[0])
-        self.batch_size = integer(func, "batch_size", batch_size, 1, max(1, self._num_rows))
+        self.batch_size = integer("batch_size", batch_size, 1, max(1, self._num_rows))
         if self._num_rows == 0:
-            raise ValueError(f"{func}(): arrays have no rows; expected at least one")
-        self.shuffle = flag(func, "shuffle", shuffle)
-        self.rng = generator(func, "rng", rng)
+            raise ValueError("(): arrays have no rows; expected at least one")
+        self.shuffle = flag("shuffle", shuffle)
+        self.rng = generator("rng", rng)
         self._loaded = False  # and nothing was taken since
         self._begin()
 
@@ -106,27 +106,27 @@ class Batches(Iterable[Any]):
             "shuffle": self.shuffle,
         }
 
+    @named("Batches.load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to where the `state_dict` was taken, of batches of the same arrays."""
-        func = "Batches.load_state_dict"
         if not isinstance(state_dict, Mapping):
-            raise wrong_type(func, "state_dict", state_dict, "what state_dict() returned")
+            raise wrong_type("state_dict", state_dict, "what state_dict() returned")
         own = self.state_dict()
         if missing := own.keys() - state_dict.keys():
             raise ValueError(
-                f"{func}(): state_dict lacks {sorted(missing)[0]!r}; expected what state_dict() returned"
+                f"(): state_dict lacks {sorted(missing)[0]!r}; expected what state_dict() returned"
             )
         for name in ("rows", "batch_size", "shuffle"):
             if state_dict[name] != own[name]:
-                raise ValueError(f"{func}(): {name} is {state_dict[name]!r}; expected {own[name]!r}")
-        done = integer(func, "done", state_dict["done"], 0, len(self))
+                raise ValueError(f"(): {name} is {state_dict[name]!r}; expected {own[name]!r}")
+        done = integer("done", state_dict["done"], 0, len(self))
         if done != self._done or state_dict != own:  # else it stands there already: nothing is drawn
             for name in ("drawn_at", "rng"):
-                require_rng_state(func, self.rng, state_dict[name])
-            set_rng_state(func, self.rng, state_dict["drawn_at"])
+                require_rng_state(self.rng, state_dict[name])
+            set_rng_state(self.rng, state_dict["drawn_at"])
             self._begin()
             self._done = done
-            set_rng_state(func, self.rng, state_dict["rng"])
+            set_rng_state(self.rng, state_dict["rng"])
         self._loaded = True
 
 
@@ -148,22 +148,22 @@ def rng_state(state: Any) -> Any:
     return state.tolist() if isinstance(state, (np.ndarray, np.generic)) else state
 
 
-def require_rng_state(func: str, rng: np.random.Generator, state: Any) -> None:
+def require_rng_state(rng: np.random.Generator, state: Any) -> None:
     """Raise unless `state` is one of `rng_state`, of the same kind of generator as `rng`."""
     kind, came = type(rng.bit_generator), None
     if isinstance(state, Mapping):
         came = state.get("bit_generator")
     if came != kind.__name__:
         raise ValueError(
-            f"{func}(): the state is of the generator {came}; expected one of {kind.__name__}, which rng is"
+            f"(): the state is of the generator {came}; expected one of {kind.__name__}, which rng is"
         )
     try:
         kind().state = dict(state)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{func}(): the generator's state is not one that state_dict() returned") from error
+        raise ValueError("(): the generator's state is not one that state_dict() returned") from error
 
 
-def set_rng_state(func: str, rng: np.random.Generator, state: Any) -> None:
+def set_rng_state(rng: np.random.Generator, state: Any) -> None:
     """Set the state of `rng` to one of `rng_state`, of the same kind of generator."""
-    require_rng_state(func, rng, state)
+    require_rng_state(rng, state)
     rng.bit_generator.state = dict(state)

@@ -21,47 +21,45 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array
 
 
-def rate(func: str, name: str, x: Any) -> float:
+def rate(name: str, x: Any) -> float:
     """`x`, a number of at least 0."""
-    value = number(func, name, x, FLOAT32)
+    value = number(name, x, FLOAT32)
     if value < 0:
-        raise ValueError(f"{func}(): {name} is {value}; expected a number of at least 0")
+        raise ValueError(f"(): {name} is {value}; expected a number of at least 0")
     return value
 
 
-def fraction(func: str, name: str, x: Any) -> float:
+def fraction(name: str, x: Any) -> float:
     """`x`, a number from 0 up to but not 1."""
-    value = number(func, name, x, FLOAT32)
+    value = number(name, x, FLOAT32)
     if not 0 <= value < 1:
-        raise ValueError(f"{func}(): {name} is {value}; expected a number from 0 up, below 1")
+        raise ValueError(f"(): {name} is {value}; expected a number from 0 up, below 1")
     return value
 
 
-def plain(func: str, parameters: Any) -> dict[str, Array]:
+def plain(parameters: Any) -> dict[str, Array]:
     """`parameters`, arrays that can be changed in place, by their names."""
     if not isinstance(parameters, Mapping):
         expected = "a layer, a mapping of names to layers and arrays, or for a model of files "
         expected += "ContrastiveTuning(model), ClassifierTuning(model, num_labels) or NextTokenTuning(model)"
-        raise wrong_type(func, "parameters", parameters, expected)
+        raise wrong_type("parameters", parameters, expected)
     for name, array in parameters.items():
         if not isinstance(name, str):
-            raise TypeError(f"{func}(): parameters has the key {name!r}; expected names of parameters")
+            raise TypeError(f"(): parameters has the key {name!r}; expected names of parameters")
         if not isinstance(array, np.ndarray) or array.dtype not in (FLOAT32, FLOAT64):
             came = short(array) if isinstance(array, np.ndarray) else f"of type {type(array).__name__}"
             expected = "a layer, or an ndarray in float32 or float64"
-            raise TypeError(f"{func}(): parameters[{name!r}] is {came}; expected {expected}")
+            raise TypeError(f"(): parameters[{name!r}] is {came}; expected {expected}")
         if not array.flags.carray:
             fault = "read-only" if not array.flags.writeable else "not C-contiguous"
-            raise ValueError(
-                f"{func}(): parameters[{name!r}] is {fault}; expected a writable, contiguous array"
-            )
+            raise ValueError(f"(): parameters[{name!r}] is {fault}; expected a writable, contiguous array")
     if not parameters:
-        raise ValueError(f"{func}(): parameters is empty; expected at least one array")
-    require_apart(func, "parameters", parameters)
+        raise ValueError("(): parameters is empty; expected at least one array")
+    require_apart("parameters", parameters)
     return dict(parameters)
 
 
-def require_apart(func: str, argument: str, arrays: Mapping[str, Array]) -> None:
+def require_apart(argument: str, arrays: Mapping[str, Array]) -> None:
     """Raise if two of `arrays`, which are the `argument`, share memory."""
     extents = ((*_bounds(x), name) for name, x in arrays.items() if x.size)
     earlier: list[tuple[int, str]] = []  # where they end
@@ -70,7 +68,7 @@ def require_apart(func: str, argument: str, arrays: Mapping[str, Array]) -> None
         for _, other in earlier:
             if np.shares_memory(arrays[other], arrays[name]):  # or the one stands in gaps of the other
                 both = f"{argument}[{other!r}] and {argument}[{name!r}]"
-                raise ValueError(f"{func}(): {both} share memory; expected one of them")
+                raise ValueError(f"(): {both} share memory; expected one of them")
         earlier.append((end, name))
 
 
@@ -81,21 +79,19 @@ def _bounds(x: Array) -> tuple[int, int]:
     return begin, begin + sum(map(abs, steps)) + x.itemsize
 
 
-def own_options(func: str, groups: Any, params: Collection[str]) -> dict[str, dict[str, float]]:
+def own_options(groups: Any, params: Collection[str]) -> dict[str, dict[str, float]]:
     """Options of each name in `groups`; the first group that has a name counts."""
     if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
-        raise TypeError(f"{func}(): groups is {short(groups)}; expected a sequence of dicts")
+        raise TypeError(f"(): groups is {short(groups)}; expected a sequence of dicts")
     options: dict[str, dict[str, float]] = {}
     for i, group in enumerate(groups):
         where = f"groups[{i}]"
         unknown = group.keys() - {"params", "lr", "weight_decay"}
         if unknown or "params" not in group:
             came = f"has {sorted(unknown, key=str)[0]!r}" if unknown else "lacks 'params'"
-            raise ValueError(f"{func}(): {where} {came}; expected params, and lr or weight_decay")
-        rates = {
-            key: rate(func, f"{where}[{key!r}]", group[key]) for key in ("lr", "weight_decay") if key in group
-        }
-        for name in matching(func, f"{where}['params']", group["params"], params):
+            raise ValueError(f"(): {where} {came}; expected params, and lr or weight_decay")
+        rates = {key: rate(f"{where}[{key!r}]", group[key]) for key in ("lr", "weight_decay") if key in group}
+        for name in matching(f"{where}['params']", group["params"], params):
             options.setdefault(name, rates)
     return options
 
@@ -113,21 +109,21 @@ def _faults(grads: Mapping[str, Array]) -> Iterator[str]:
             yield f"the gradient of {name} has {counts}; expected finite ones"
 
 
-def patterns(func: str, name: str, x: Any) -> list[str]:
+def patterns(name: str, x: Any) -> list[str]:
     given = [x] if isinstance(x, str) else x
     if not isinstance(given, Sequence) or not all(isinstance(pattern, str) for pattern in given):
-        raise TypeError(f"{func}(): {name} is {short(x)}; expected a pattern of names, or several")
+        raise TypeError(f"(): {name} is {short(x)}; expected a pattern of names, or several")
     return list(given)
 
 
-def matching(func: str, name: str, x: Any, params: Collection[str]) -> set[str]:
+def matching(name: str, x: Any, params: Collection[str]) -> set[str]:
     """The names in `params` that a pattern of `x` has. Each pattern has one, or it is misspelt."""
     found: set[str] = set()
-    for pattern in patterns(func, name, x):
+    for pattern in patterns(name, x):
         names = {param for param in params if fnmatchcase(param, pattern)}
         if not names:
             expected = f"a pattern of whole names: {near(pattern, params)}"
-            raise ValueError(f"{func}(): {name} has {pattern!r}, which fits no name; expected {expected}")
+            raise ValueError(f"(): {name} has {pattern!r}, which fits no name; expected {expected}")
         found |= names
     return found
 

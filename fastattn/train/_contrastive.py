@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.errors import named
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import flag, integer, number, short
 from fastattn.grad import cross_entropy
@@ -34,6 +35,7 @@ class ContrastiveTuning(EncoderTuning):
         Keep only the input of each block, and compute the rest again.
     """
 
+    @named("{cls}")
     def __init__(
         self,
         model: Any,
@@ -44,27 +46,26 @@ class ContrastiveTuning(EncoderTuning):
         checkpoint: bool = False,
         **options: Any,
     ):
-        func = type(self).__name__
         super().__init__(model, **options)
-        self.temperature = number(func, "temperature", temperature, FLOAT32, positive=True)
-        self.symmetric = flag(func, "symmetric", symmetric)
-        self.chunk_size = integer(func, "chunk_size", chunk_size, 1)
-        self.checkpoint = flag(func, "checkpoint", checkpoint)
+        self.temperature = number("temperature", temperature, FLOAT32, positive=True)
+        self.symmetric = flag("symmetric", symmetric)
+        self.chunk_size = integer("chunk_size", chunk_size, 1)
+        self.checkpoint = flag("checkpoint", checkpoint)
 
+    @named("{cls}.loss")
     def loss(self, batch: Any) -> tuple[float, dict[str, Array]]:
         """The loss of ``(anchors, positives)`` or ``(anchors, positives, negatives)``, and its gradients.
 
         Each is a list of texts. ``positives[i]`` belongs to ``anchors[i]``; all other positives, and all
         negatives, do not.
         """
-        func = f"{type(self).__name__}.loss"
         if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
-            raise TypeError(f"{func}(): batch is {short(batch)}; expected (anchors, positives[, negatives])")
-        parts = [self._encoded(func, f"batch[{i}]", texts) for i, texts in enumerate(batch)]
+            raise TypeError(f"(): batch is {short(batch)}; expected (anchors, positives[, negatives])")
+        parts = [self._encoded(f"batch[{i}]", texts) for i, texts in enumerate(batch)]
         n = len(parts[0])
         if len(parts[1]) != n:
             raise ValueError(
-                f"{func}(): batch has {n} anchors and {len(parts[1])} positives; expected the same number"
+                f"(): batch has {n} anchors and {len(parts[1])} positives; expected the same number"
             )
         sequences = [ids for part in parts for ids in part]
         self._run.tokens += sum(map(len, sequences))

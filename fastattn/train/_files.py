@@ -31,50 +31,50 @@ _VALUES: dict[str, tuple[Any, str]] = {
 _KEY = "fastattn.train"  # of the JSON in the header
 
 
-def write(func: str, path: str | os.PathLike[str], arrays: Mapping[str, Array], values: Any) -> None:
+def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], values: Any) -> None:
     """Write both to `path`. Whoever reads meanwhile, or after a crash, finds the old file or the new one."""
     try:
         from safetensors.numpy import save_file
     except ImportError as error:
         needed = "the safetensors package: pip install safetensors"
-        raise ImportError(f"{func}(): writing {os.fsdecode(path)} needs {needed}") from error
+        raise ImportError(f"(): writing {os.fsdecode(path)} needs {needed}") from error
     if not isinstance(path, (str, os.PathLike)):
-        raise wrong_type(func, "path", path, "the path of a file")
-    with replaced(Path(os.fsdecode(path)), f"{func}(): ") as file:
+        raise wrong_type("path", path, "the path of a file")
+    with replaced(Path(os.fsdecode(path)), "(): ") as file:
         save_file(dict(arrays), file, {_KEY: json.dumps(values, allow_nan=False)})
 
 
-def read(func: str, path: str | os.PathLike[str]) -> tuple[dict[str, Array], Any]:
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], Any]:
     """Read the arrays and values that `write` wrote."""
     where = os.fsdecode(path)
     with ExitStack() as stack:
-        file = opened(func, where, stack)
-        values = header(func, path, file)
+        file = opened(where, stack)
+        values = header(path, file)
         if values is None:
-            raise ValueError(f"{func}(): {where} holds no training run; expected a file that save() wrote")
+            raise ValueError(f"(): {where} holds no training run; expected a file that save() wrote")
         return {name: file.get_tensor(name) for name in file.names}, values
 
 
-def header(func: str, path: str | os.PathLike[str], file: TensorFile) -> Any:
+def header(path: str | os.PathLike[str], file: TensorFile) -> Any:
     """The values in `file`, open; None if it holds no run."""
     text = file.metadata.get(_KEY)
     try:
         return None if text is None else json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{func}(): the header of {os.fsdecode(path)} is not JSON: {error}") from error
+        raise ValueError(f"(): the header of {os.fsdecode(path)} is not JSON: {error}") from error
 
 
-def require_fit(func: str, path: str | os.PathLike[str], values: Any, optimizer: str) -> None:
+def require_fit(path: str | os.PathLike[str], values: Any, optimizer: str) -> None:
     """Raise unless `values` are those of a run with this optimizer."""
     where = os.fsdecode(path)
     came = values.get("format") if isinstance(values, dict) else None
     if came != FORMAT:
-        raise ValueError(f"{func}(): the format of the run in {where} is {short(came)}; expected {FORMAT}")
+        raise ValueError(f"(): the format of the run in {where} is {short(came)}; expected {FORMAT}")
     for name, (kind, expected) in _VALUES.items():
         x = values.get(name)
         if name not in values or not isinstance(x, kind) or (isinstance(x, int) and (x is True or x < 0)):
             came = f"is {short(x)}" if name in values else "is missing"
-            raise ValueError(f"{func}(): {name!r} in the header of {where} {came}; expected {expected}")
+            raise ValueError(f"(): {name!r} in the header of {where} {came}; expected {expected}")
     if values["optimizer"] != optimizer:
         came = f"of the optimizer {values['optimizer']}"
-        raise ValueError(f"{func}(): {where} is {came}; expected {optimizer}")
+        raise ValueError(f"(): {where} is {came}; expected {optimizer}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.types import FLOAT32
 from fastattn._args.updates import Update, UpdateArgs
 from fastattn._args.values import float_array, number
@@ -22,40 +22,38 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array
 
 
-def mapping(func: str, name: str, x: Any) -> Mapping[str, Any]:
+def mapping(name: str, x: Any) -> Mapping[str, Any]:
     """`x`, a mapping of names."""
     if not isinstance(x, Mapping):
-        raise wrong_type(func, name, x, "a mapping of names to arrays")
+        raise wrong_type(name, x, "a mapping of names to arrays")
     return x
 
 
-def gradients(func: str, grads: Any, params: Mapping[str, Array]) -> dict[str, Array]:
+def gradients(grads: Any, params: Mapping[str, Array]) -> dict[str, Array]:
     """Check `grads`: one for each of `params`, in its shape and dtype, as the kernels read them.
 
     Names of no parameter in `params` are left to the caller.
     """
-    given = mapping(func, "grads", grads)
+    given = mapping("grads", grads)
     missing = [name for name in params if name not in given]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         expected = "one for every parameter that is not frozen"
-        raise ValueError(f"{func}(): grads lacks {missing[0]}{more}; expected {expected}")
-    return {name: _gradient(func, name, given[name], param) for name, param in params.items()}
+        raise ValueError(f"(): grads lacks {missing[0]}{more}; expected {expected}")
+    return {name: _gradient(name, given[name], param) for name, param in params.items()}
 
 
-def require_known(func: str, grads: Any, params: Mapping[str, Array]) -> None:
+def require_known(grads: Any, params: Mapping[str, Array]) -> None:
     """Raise if `grads` has a name of no parameter."""
-    unknown = mapping(func, "grads", grads).keys() - params.keys()
+    unknown = mapping("grads", grads).keys() - params.keys()
     if unknown:
-        raise ValueError(
-            f"{func}(): grads has {sorted(unknown, key=str)[0]!r}, which is the name of no parameter"
-        )
+        raise ValueError(f"(): grads has {sorted(unknown, key=str)[0]!r}, which is the name of no parameter")
 
 
-def _gradient(func: str, name: str, x: Any, param: Array) -> Array:
-    array = float_array(func, f"the gradient of {name}", x)
+def _gradient(name: str, x: Any, param: Array) -> Array:
+    array = float_array(f"the gradient of {name}", x)
     if array.shape != param.shape:
-        raise wrong_shape(func, f"the gradient of {name}", array, f"the parameter's, {param.shape}")
+        raise wrong_shape(f"the gradient of {name}", array, f"the parameter's, {param.shape}")
     with np.errstate(over="ignore"):  # a float64 too large for float32 becomes infinite, which is seen
         return np.require(array, param.dtype, ("C", "ALIGNED"))
 
@@ -90,6 +88,7 @@ def sum_of(numbers: Array) -> float:
     return math.fsum(numbers.tolist()) if np.isfinite(numbers).all() else math.nan
 
 
+@named("grad_norm")
 def grad_norm(
     grads: Mapping[str, Array], *, num_threads: int | None = None, backend: str | None = None
 ) -> float:
@@ -107,12 +106,12 @@ def grad_norm(
     float
         NaN if an element is NaN, infinity if one is infinite. Its bits do not depend on `num_threads`.
     """
-    func = "grad_norm"
     if backend is not None:
-        require_backend(func, backend)
-    return norm_of(_lanes(func, grads).values(), threads(func, num_threads), backend)
+        require_backend(backend)
+    return norm_of(_lanes(grads).values(), threads(num_threads), backend)
 
 
+@named("clip_grad_norm")
 def clip_grad_norm(grads: Mapping[str, Array], max_norm: float) -> float:
     """Scale all gradients in place so that their common norm is at most `max_norm`; returns what it was.
 
@@ -126,15 +125,12 @@ def clip_grad_norm(grads: Mapping[str, Array], max_norm: float) -> float:
     max_norm : float
         The factor is ``max_norm / (norm + 1e-6)``, as torch's, if that is below 1.
     """
-    func = "clip_grad_norm"
-    most = number(func, "max_norm", max_norm, FLOAT32, positive=True)
-    for name, array in mapping(func, "grads", grads).items():
+    most = number("max_norm", max_norm, FLOAT32, positive=True)
+    for name, array in mapping("grads", grads).items():
         if not isinstance(array, np.ndarray) or not array.flags.writeable:
-            raise ValueError(
-                f"{func}(): the gradient of {name} cannot be changed; expected a writable ndarray"
-            )
-    require_apart(func, "grads", grads)
-    norm = norm_of(_lanes(func, grads).values(), get_num_threads())
+            raise ValueError(f"(): the gradient of {name} cannot be changed; expected a writable ndarray")
+    require_apart("grads", grads)
+    norm = norm_of(_lanes(grads).values(), get_num_threads())
     factor = clip_factor(norm, most)
     if factor < 1:
         for array in grads.values():
@@ -149,11 +145,11 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     return min(1.0, max_norm / (norm + 1e-6))
 
 
-def _lanes(func: str, grads: Any) -> dict[str, Array]:
+def _lanes(grads: Any) -> dict[str, Array]:
     """`grads` as the kernels read them, float32 or float64."""
     arrays = {}
-    for name, x in mapping(func, "grads", grads).items():
-        array = float_array(func, f"the gradient of {name}", x)
+    for name, x in mapping("grads", grads).items():
+        array = float_array(f"the gradient of {name}", x)
         lane = np.float64 if array.dtype.itemsize == 8 else np.float32
         arrays[name] = np.require(array, lane, ("C", "ALIGNED"))
     return arrays
@@ -165,9 +161,9 @@ class Sum:
     def __init__(self) -> None:
         self.total: dict[str, Array] = {}
 
-    def add(self, func: str, grads: Any, params: Mapping[str, Array], first: bool) -> None:
+    def add(self, grads: Any, params: Mapping[str, Array], first: bool) -> None:
         """Add `grads`, or begin with them."""
-        arrays = gradients(func, grads, params)
+        arrays = gradients(grads, params)
         if first:
             for name, array in arrays.items():
                 if name not in self.total:

@@ -25,7 +25,7 @@ class Layers(Layer):
         return {f"{name}.": layer for name, layer in self._layers.items()}
 
 
-def held_by(func: str, parameters: Any) -> tuple[Layer | Tuning | None, dict[str, Array]]:
+def held_by(parameters: Any) -> tuple[Layer | Tuning | None, dict[str, Array]]:
     """Return what is packed again after a step, if anything is, and all arrays that a step changes."""
     if isinstance(parameters, Tuning):
         return parameters, parameters._run.parameters
@@ -34,21 +34,21 @@ def held_by(func: str, parameters: Any) -> tuple[Layer | Tuning | None, dict[str
     given = parameters if isinstance(parameters, Mapping) else {}
     layers = {name: x for name, x in given.items() if isinstance(x, Layer)}
     if not layers:
-        return None, plain(func, parameters)
+        return None, plain(parameters)
     others = {name: x for name, x in given.items() if name not in layers}
-    arrays = plain(func, others) if others else {}
+    arrays = plain(others) if others else {}
     seen: dict[int, str] = {}
     for name, layer in layers.items():
         if not isinstance(name, str):
-            raise TypeError(f"{func}(): parameters has the key {name!r}; expected names of layers and arrays")
+            raise TypeError(f"(): parameters has the key {name!r}; expected names of layers and arrays")
         for part in {id(part) for _, part in layer._walk()}:
             if part in seen:
                 came = f"parameters[{seen[part]!r}] and parameters[{name!r}] share a layer"
-                raise ValueError(f"{func}(): {came}; expected one of them")
+                raise ValueError(f"(): {came}; expected one of them")
             seen[part] = name
         for inner, array in layer.state_dict().items():
             if f"{name}.{inner}" in arrays:
                 came = f"parameters has {name + '.' + inner!r} twice"
-                raise ValueError(f"{func}(): {came}; expected layers and arrays of other names")
+                raise ValueError(f"(): {came}; expected layers and arrays of other names")
             arrays[f"{name}.{inner}"] = array
     return Layers(layers), arrays

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 import numpy as np
 
+from fastattn._args.errors import named
 from fastattn._args.types import FLOAT64
 from fastattn._args.updates import Update, UpdateArgs
 from fastattn._args.values import choice, flag, integer, number, short
@@ -58,6 +59,7 @@ class Optimizer:
     _moments: ClassVar[tuple[str, ...]] = ()
     _kind: ClassVar[Any] = ""
 
+    @named("{cls}")
     def __init__(
         self,
         parameters: Layer | Tuning | Mapping[str, Array | Layer],
@@ -67,19 +69,18 @@ class Optimizer:
         frozen: str | Sequence[str],
         decay_vectors: bool,
     ):
-        func = type(self).__name__
-        self.layer, self.parameters = held_by(func, parameters)
+        self.layer, self.parameters = held_by(parameters)
         self.steps = 0
         self._quantised = self._without_gradients()
-        hidden = self._quantised | matching(func, "frozen", frozen, self.parameters)
+        hidden = self._quantised | matching("frozen", frozen, self.parameters)
         self.trained = {name: array for name, array in self.parameters.items() if name not in hidden}
         if not self.trained:
             also = " beside weights in int8, int4 and nf4, which are frozen, too" if self._quantised else ""
             came = f"frozen is {short(frozen)}; expected one that leaves a parameter"
-            raise ValueError(f"{func}(): {came}{also}")
-        own = own_options(func, groups, self.parameters)
-        usual = {"lr": rate(func, "lr", lr), "weight_decay": rate(func, "weight_decay", weight_decay)}
-        flag(func, "decay_vectors", decay_vectors)
+            raise ValueError(f"(): {came}{also}")
+        own = own_options(groups, self.parameters)
+        usual = {"lr": rate("lr", lr), "weight_decay": rate("weight_decay", weight_decay)}
+        flag("decay_vectors", decay_vectors)
         self._groups: dict[Rates, list[str]] = {}
         for name, array in self.trained.items():
             options = {**usual, **own.get(name, {})}
@@ -105,7 +106,7 @@ class Optimizer:
             if len(parameter.shape) == 2
         }
 
-    def _take_over(self, func: str) -> None:
+    def _take_over(self) -> None:
         """Read again what has been loaded into the layer since this optimizer wrote to it."""
         for prefix, (part, changes) in self._parts().items():
             held, before = self._seen[prefix]
@@ -114,12 +115,12 @@ class Optimizer:
             if self._without_gradients() != self._quantised:
                 whose = f"the layer's part {prefix[:-1]}" if prefix else "the layer"
                 came = f"the weights of {whose} are in {part.weights_dtype} now"
-                raise TypeError(f"{func}(): {came}; expected a new optimizer, since others are frozen")
+                raise TypeError(f"(): {came}; expected a new optimizer, since others are frozen")
             for name, array in part._own_state().items():
                 own = self.parameters[prefix + name]
                 if array.dtype != own.dtype:
                     came = f"the layer's {prefix}{name} is {array.dtype} now"
-                    raise TypeError(f"{func}(): {came}; expected {own.dtype}, as when the optimizer was made")
+                    raise TypeError(f"(): {came}; expected {own.dtype}, as when the optimizer was made")
                 own[...] = array
         self._seen = self._parts()
 
@@ -131,6 +132,7 @@ class Optimizer:
         """Upper bound of all numbers after a step, from the norms of weights, first moments and gradients."""
         raise NotImplementedError
 
+    @named("{cls}.step")
     def step(
         self,
         grads: Mapping[str, Array],
@@ -173,27 +175,26 @@ class Optimizer:
         -----
         What has been loaded into the layer meanwhile counts: the step begins at these weights. Moments stay.
         """
-        func = f"{type(self).__name__}.step"
-        factor = rate(func, "factor", factor)
-        most = None if max_norm is None else number(func, "max_norm", max_norm, FLOAT64, positive=True)
-        by = number(func, "scale", scale, FLOAT64)
-        choice(func, "nonfinite", nonfinite, NONFINITE)
-        require_known(func, grads, self.parameters)
-        arrays = gradients(func, grads, self.trained)
+        factor = rate("factor", factor)
+        most = None if max_norm is None else number("max_norm", max_norm, FLOAT64, positive=True)
+        by = number("scale", scale, FLOAT64)
+        choice("nonfinite", nonfinite, NONFINITE)
+        require_known(grads, self.parameters)
+        arrays = gradients(grads, self.trained)
         norm = norm_of(arrays.values(), get_num_threads()) * abs(by)
         if not math.isfinite(norm):
             if nonfinite == "raise":
-                raise FloatingPointError(f"{func}(): {fault_of(arrays)}; at step {self.steps + 1}, not done")
+                raise FloatingPointError(f"(): {fault_of(arrays)}; at step {self.steps + 1}, not done")
             return norm
         clipped = clip_factor(norm, most)
         with interrupts_wait():
-            self._take_over(func)
+            self._take_over()
             try:
                 with self._undone(self._is_safe(norm * clipped, factor)) as require_finite:
                     self.steps += 1
                     self._update(arrays, factor, by * clipped)
                     require_finite()
-                    self._repack(func, self.trained)
+                    self._repack(self.trained)
             except FloatingPointError:
                 if nonfinite == "raise":
                     raise
@@ -259,16 +260,17 @@ class Optimizer:
             )
             dispatch.run(args)
 
-    def _repack(self, func: str, changed: Iterable[str]) -> None:
+    def _repack(self, changed: Iterable[str]) -> None:
         if self.layer is None:
             return
         try:
             self.layer._repack(self.parameters, set(changed))
         except ValueError as error:
             what = f"the weights of step {self.steps} cannot be stored: {error}"
-            raise FloatingPointError(f"{func}(): {what}; nothing was changed") from error
+            raise FloatingPointError(f"(): {what}; nothing was changed") from error
         self._seen = self._parts()
 
+    @named("{cls}.state_dict")
     def state_dict(self) -> dict[str, Any]:
         """Weights and moments, "params.<name>", "first.<name>" and so on, not copied; and "steps".
 
@@ -279,7 +281,7 @@ class Optimizer:
         TypeError
             If the layer stores its weights in another type now.
         """
-        self._take_over(f"{type(self).__name__}.state_dict")
+        self._take_over()
         return self._state()
 
     def _state(self) -> dict[str, Any]:
@@ -290,6 +292,7 @@ class Optimizer:
         }
         return {**state, "steps": self.steps}
 
+    @named("{cls}.load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, of an optimizer with the same parameters, those frozen included.
 
@@ -298,25 +301,24 @@ class Optimizer:
         TypeError, ValueError
             If names, shapes or dtypes do not fit. Nothing was changed then.
         """
-        func = f"{type(self).__name__}.load_state_dict"
-        given, own = mapping(func, "state_dict", state_dict), self._state()
+        given, own = mapping("state_dict", state_dict), self._state()
         for name in sorted(own.keys() ^ given.keys(), key=str):
             here = "lacks" if name in own else "has"
             other = "which this optimizer has" if name in own else "which this optimizer does not have"
             if here == "lacks" and name == "steps":
                 other += "; a file that Trainer.save wrote is one for Trainer.load"
-            raise ValueError(f"{func}(): state_dict {here} {name!r}, {other}")
-        steps = integer(func, "steps", given["steps"], 0)
+            raise ValueError(f"(): state_dict {here} {name!r}, {other}")
+        steps = integer("steps", given["steps"], 0)
         for name, array in own.items():
             x = given[name]
             if name != "steps" and (
                 not isinstance(x, np.ndarray) or x.shape != array.shape or x.dtype != array.dtype
             ):
-                raise ValueError(f"{func}(): {name} is {short(x)}; expected {short(array)}")
+                raise ValueError(f"(): {name} is {short(x)}; expected {short(array)}")
         with interrupts_wait(), self._undone(safe=False) as require_finite:
             for name, array in own.items():
                 if name != "steps":
                     array[...] = given[name]
             self.steps = steps
             require_finite()
-            self._repack(func, self.parameters)
+            self._repack(self.parameters)

@@ -37,10 +37,10 @@ def show(steps: list[Step], last: int) -> None:
     print(f"step {steps[-1].step} of {last}: loss {loss:.4f}, {speed:,.0f} tokens/s{end}")
 
 
-def bar(func: str, total: int, done: int) -> Any:
+def bar(total: int, done: int) -> Any:
     """A progress bar of tqdm."""
     try:
         from tqdm import tqdm
     except ImportError as error:
-        raise ImportError(f"{func}(): a progress bar needs the tqdm package: pip install tqdm") from error
+        raise ImportError("(): a progress bar needs the tqdm package: pip install tqdm") from error
     return tqdm(total=total, initial=done, unit=" steps")

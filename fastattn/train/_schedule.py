@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fastattn._args.errors import named
 from fastattn._args.values import choice, integer
 from fastattn.train._checks import rate
 
@@ -32,15 +33,15 @@ class Schedule:
     warmup: int = 0
     final: float = 0.0
 
+    @named("Schedule")
     def __post_init__(self) -> None:
-        func = "Schedule"
-        choice(func, "kind", self.kind, KINDS)
-        warmup, num_steps = integer(func, "warmup", self.warmup, 0), self.num_steps
+        choice("kind", self.kind, KINDS)
+        warmup, num_steps = integer("warmup", self.warmup, 0), self.num_steps
         if num_steps is not None or self.kind != "constant":
-            num_steps = integer(func, "num_steps", num_steps, warmup + 1)
-        final = rate(func, "final", self.final)
+            num_steps = integer("num_steps", num_steps, warmup + 1)
+        final = rate("final", self.final)
         if final and self.kind == "constant":
-            raise ValueError(f"{func}(): final is {final} for kind 'constant', which stays 1; expected none")
+            raise ValueError(f"(): final is {final} for kind 'constant', which stays 1; expected none")
         for name, value in (("warmup", warmup), ("num_steps", num_steps), ("final", final)):
             object.__setattr__(self, name, value)  # Python's numbers, whose names a run's file compares
 

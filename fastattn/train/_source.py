@@ -56,7 +56,7 @@ class Source:
             return {self.kind: {"taken": self._taken, "length": len(self.batches)}}
         return {}
 
-    def go(self, func: str, place: Mapping[str, Any]) -> None:
+    def go(self, place: Mapping[str, Any]) -> None:
         """Go to where `place` was taken, of batches of the same kind."""
         if self.kind == "batches":
             self.batches.load_state_dict(place[self.kind])
@@ -68,9 +68,9 @@ class Source:
             )
             if begun != length:
                 raise ValueError(
-                    f"{func}(): batches has length {length}; expected {short(begun)}, as the run's had"
+                    f"(): batches has length {length}; expected {short(begun)}, as the run's had"
                 )
-            self._taken = integer(func, "taken", taken, 0, length)
+            self._taken = integer("taken", taken, 0, length)
 
     def anew(self) -> None:
         """Ask the batches for a new iterator. One that is an iterator itself goes on."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fastattn._args.errors import named
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import flag, short
 from fastattn.layers._state import Layer
@@ -57,6 +58,7 @@ class AdamW(Optimizer):
 
     _moments, _kind = ("first", "second"), "adamw"
 
+    @named("{cls}")
     def __init__(
         self,
         parameters: Layer | Tuning | Mapping[str, Array | Layer],
@@ -71,8 +73,8 @@ class AdamW(Optimizer):
     ):
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise ValueError(f"AdamW(): betas is {short(betas)}; expected a pair of numbers")
-        self.betas = fraction("AdamW", "betas[0]", betas[0]), fraction("AdamW", "betas[1]", betas[1])
-        self.eps = rate("AdamW", "eps", eps)
+        self.betas = fraction("betas[0]", betas[0]), fraction("betas[1]", betas[1])
+        self.eps = rate("eps", eps)
         super().__init__(parameters, lr, weight_decay, groups, frozen, decay_vectors)
         dtypes = {rates.dtype for rates in self._groups}
         if not all(dtype.type(self.eps) > 0 for dtype in dtypes):
@@ -105,6 +107,7 @@ class SGD(Optimizer):
         Nesterov's momentum.
     """
 
+    @named("{cls}")
     def __init__(
         self,
         parameters: Layer | Tuning | Mapping[str, Array | Layer],
@@ -117,8 +120,8 @@ class SGD(Optimizer):
         frozen: str | Sequence[str] = (),
         decay_vectors: bool = False,
     ):
-        self.momentum = fraction("SGD", "momentum", momentum)
-        self.nesterov = flag("SGD", "nesterov", nesterov)
+        self.momentum = fraction("momentum", momentum)
+        self.nesterov = flag("nesterov", nesterov)
         if nesterov and not self.momentum:
             raise ValueError("SGD(): nesterov is True with a momentum of 0; expected one above 0")
         self._moments = ("first",) if self.momentum else ()  # type: ignore[misc]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import named, wrong_type
 from fastattn._args.types import FLOAT64
 from fastattn._args.values import choice, flag, integer, number, short
 from fastattn._engine.settings import warn
@@ -67,6 +67,7 @@ class Trainer:
         How many steps there have been. Skipped ones count here, and not in ``optimizer.steps``.
     """
 
+    @named("Trainer")
     def __init__(
         self,
         loss: Loss,
@@ -80,23 +81,20 @@ class Trainer:
         rng: np.random.Generator | None = None,
         tokens: Callable[[Any], int] | None = None,
     ):
-        func = "Trainer"
         for name, function in (("loss", loss), ("schedule", schedule), ("tokens", tokens)):
             if not callable(function) and (function is not None or name == "loss"):
-                raise wrong_type(func, name, function, "a function")
+                raise wrong_type(name, function, "a function")
         if not isinstance(optimizer, Optimizer):
-            raise wrong_type(func, "optimizer", optimizer, "an AdamW or an SGD")
+            raise wrong_type("optimizer", optimizer, "an AdamW or an SGD")
         if not isinstance(batches, Iterable):
-            raise wrong_type(func, "batches", batches, "an iterable of batches")
+            raise wrong_type("batches", batches, "an iterable of batches")
         if rng is not None and not isinstance(rng, np.random.Generator):
-            raise wrong_type(func, "rng", rng, "a numpy.random.Generator")
+            raise wrong_type("rng", rng, "a numpy.random.Generator")
         self.loss, self.optimizer, self._source = loss, optimizer, Source(batches)
         self.schedule = Schedule() if schedule is None else schedule
-        self.accumulate = integer(func, "accumulate", accumulate, 1)
-        self.max_norm = (
-            None if max_norm is None else number(func, "max_norm", max_norm, FLOAT64, positive=True)
-        )
-        self.nonfinite = choice(func, "nonfinite", nonfinite, NONFINITE)
+        self.accumulate = integer("accumulate", accumulate, 1)
+        self.max_norm = None if max_norm is None else number("max_norm", max_norm, FLOAT64, positive=True)
+        self.nonfinite = choice("nonfinite", nonfinite, NONFINITE)
         self.rng = rng
         self.steps = 0
         layer = optimizer.layer
@@ -111,6 +109,7 @@ class Trainer:
         batches: Iterable[Any] = self._source.batches
         return batches
 
+    @named("Trainer.fit")
     def fit(
         self,
         num_steps: int,
@@ -152,21 +151,20 @@ class Trainer:
             After Ctrl-C. The weights are those after some whole step, as are the place in `batches`, if it
             is known, and the state of `rng`: ``fit`` or ``save`` may follow.
         """
-        func = "Trainer.fit"
-        last = integer(func, "num_steps", num_steps, 0)
-        every = None if log_every is None else integer(func, "log_every", log_every, 1)
+        last = integer("num_steps", num_steps, 0)
+        every = None if log_every is None else integer("log_every", log_every, 1)
         if callback is not None and not callable(callback):
-            raise wrong_type(func, "callback", callback, "a function")
-        progress = show_progress_bar is not None and flag(func, "show_progress_bar", show_progress_bar)
+            raise wrong_type("callback", callback, "a function")
+        progress = show_progress_bar is not None and flag("show_progress_bar", show_progress_bar)
         done: list[Step] = []
         skipped = 0
         with ExitStack() as stack:
-            drawn = stack.enter_context(bar(func, last, self.steps)) if progress else None
+            drawn = stack.enter_context(bar(last, self.steps)) if progress else None
             while self.steps < last:
                 with self._whole():
-                    step = self._step(func)
+                    step = self._step()
                 if isinstance(step, int):
-                    self._require_begun(func, last, len(done), step)
+                    self._require_begun(last, len(done), step)
                     break
                 done.append(step)
                 skipped += step.skipped
@@ -180,13 +178,13 @@ class Trainer:
                     break
         return done
 
-    def _require_begun(self, func: str, last: int, done: int, left: int) -> None:
+    def _require_begun(self, last: int, done: int, left: int) -> None:
         """Warn that the batches have ended, `left` of them after the last step; raise if there was none."""
         if not done and not left:
             came = f"of type {type(self.batches).__name__} and has none for step {self.steps + 1}"
-            raise ValueError(f"{func}(): batches is {came}; expected at least one")
+            raise ValueError(f"(): batches is {came}; expected at least one")
         unused = f", {left} left over, fewer than accumulate={self.accumulate}" if left else ""
-        warn(f"{func}(): batches ended after step {self.steps} of {last}{unused}", UserWarning)
+        warn(f"Trainer.fit(): batches ended after step {self.steps} of {last}{unused}", UserWarning)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -196,7 +194,7 @@ class Trainer:
             yield
         except BaseException:
             if self.steps == before:
-                self._go("Trainer.fit", self._place)
+                self._go(self._place)
             raise
 
     def _where(self) -> dict[str, Any]:
@@ -206,15 +204,15 @@ class Trainer:
             place["rng"] = rng_state(self.rng.bit_generator.state)
         return {**place, **self._source.place()}
 
-    def _go(self, func: str, place: Mapping[str, Any]) -> None:
-        self._source.go(func, place)
+    def _go(self, place: Mapping[str, Any]) -> None:
+        self._source.go(place)
         if "rng" in place and self.rng is not None:  # last: they may share it
-            set_rng_state(func, self.rng, place["rng"])
+            set_rng_state(self.rng, place["rng"])
 
-    def _step(self, func: str) -> Step | int:
+    def _step(self) -> Step | int:
         """A step; where the batches end before it, how many they still were."""
         begin, losses, tokens = time.perf_counter(), [], 0
-        factor, norm = rate(func, f"schedule({self.steps})", self.schedule(self.steps)), math.nan
+        factor, norm = rate(f"schedule({self.steps})", self.schedule(self.steps)), math.nan
         grads: Mapping[str, Array] = {}
         if self._run is not None:
             self._run.take_tokens()
@@ -224,25 +222,21 @@ class Trainer:
                 return i
             returned = self.loss(batch)
             if not isinstance(returned, tuple) or len(returned) != 2:
-                raise TypeError(
-                    f"{func}(): loss returned {short(returned)}; expected a loss and its gradients"
-                )
-            losses.append(_number(func, returned[0]))
+                raise TypeError(f"(): loss returned {short(returned)}; expected a loss and its gradients")
+            losses.append(_number(returned[0]))
             if not isinstance(returned[1], Mapping):
                 came = short(returned[1])
-                raise TypeError(f"{func}(): loss returned {came} as gradients; expected a mapping of names")
+                raise TypeError(f"(): loss returned {came} as gradients; expected a mapping of names")
             tokens += self._tokens(batch)
             grads = returned[1]
             if self.accumulate > 1:
-                require_known(func, grads, self.optimizer.parameters)
-                self._sum.add(func, grads, self.optimizer.trained, first=i == 0)
+                require_known(grads, self.optimizer.parameters)
+                self._sum.add(grads, self.optimizer.trained, first=i == 0)
                 grads = self._sum.total
         loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
         if not math.isfinite(loss) and self.nonfinite == "raise":
             came = next(x for x in losses if not math.isfinite(x))
-            raise FloatingPointError(
-                f"{func}(): the loss is {came} at step {self.steps + 1}; expected a number"
-            )
+            raise FloatingPointError(f"(): the loss is {came} at step {self.steps + 1}; expected a number")
         with interrupts_wait():  # weights, place and count belong together
             if math.isfinite(loss):
                 norm = self.optimizer.step(
@@ -259,6 +253,7 @@ class Trainer:
     def _default_tokens(self, batch: Any) -> int:
         return (0 if self._run is None else self._run.take_tokens()) or _tokens(batch)
 
+    @named("Trainer.save")
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the run to a safetensors file: weights, moments, step, place in the data, generators.
 
@@ -282,8 +277,9 @@ class Trainer:
             "place": self._place,
             "tuning": None if self._run is None else self._run.values(),
         }
-        _files.write("Trainer.save", path, state, values)
+        _files.write(path, state, values)
 
+    @named("Trainer.load")
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from where `save` wrote `path`.
 
@@ -304,39 +300,43 @@ class Trainer:
         FileNotFoundError
             If no file is there.
         """
-        func = "Trainer.load"
-        arrays, values = _files.read(func, path)
-        _files.require_fit(func, path, values, type(self.optimizer).__name__)
+        arrays, values = _files.read(path)
+        _files.require_fit(path, values, type(self.optimizer).__name__)
         if self._run is not None:
-            self._run.require_same(func, path, values.get("tuning"))
+            self._run.require_same(path, values.get("tuning"))
         place = values["place"]
         wanted, given = self._where().keys(), place.keys() - (set() if self._source.kind else KINDS)
         if wanted != given:
             came = ", ".join(sorted(given)) or "nothing"
             expected = ", ".join(sorted(wanted)) or "nothing"
-            raise ValueError(f"{func}(): {os.fsdecode(path)} has the place of {came}; expected {expected}")
+            raise ValueError(f"(): {os.fsdecode(path)} has the place of {came}; expected {expected}")
         with interrupts_wait():
             before = self._where()
             try:
-                self._go(func, place)
-                self._warn(func, path, values["schedule"])
+                self._go(place)
+                self._warn(path, values["schedule"])
                 self.optimizer.load_state_dict({**arrays, "steps": values["optimizer_steps"]})
             except BaseException:
-                self._go(func, before)
+                self._go(before)
                 raise
             self._source.anew()
             self.steps, self._place = values["steps"], self._where()
 
-    def _warn(self, func: str, path: str | os.PathLike[str], begun: str | None) -> None:
+    def _warn(self, path: str | os.PathLike[str], begun: str | None) -> None:
         """Warn of what makes other steps than the run in `path` would have had. `begun`: its schedule."""
         if begun != (own := self._named_schedule()):
             then, now = (name or "a function" for name in (begun, own))
             came = f"{os.fsdecode(path)} has the schedule {then}"
-            warn(f"{func}(): {came}; it goes on with the trainer's, {now}, so not to the bit", UserWarning)
+            warn(
+                f"Trainer.load(): {came}; it goes on with the trainer's, {now}, so not to the bit",
+                UserWarning,
+            )
         if self._source.kind is None:
             came = f"batches is of type {type(self.batches).__name__}, whose place is not known"
             expected = "a sequence, or batches with state_dict and load_state_dict"
-            warn(f"{func}(): {came}: it begins anew, so not to the bit; expected {expected}", UserWarning)
+            warn(
+                f"Trainer.load(): {came}: it begins anew, so not to the bit; expected {expected}", UserWarning
+            )
 
     def _named_schedule(self) -> str | None:
         return repr(self.schedule) if isinstance(self.schedule, Schedule) else None
@@ -349,11 +349,11 @@ def _tokens(batch: Any) -> int:
     return int(np.size(batch))
 
 
-def _number(func: str, loss: Any) -> float:
+def _number(loss: Any) -> float:
     """`loss` as a float, which may be NaN or infinite."""
     try:
         if isinstance(loss, (bool, str)) or np.ndim(loss):
             raise TypeError
         return float(loss)
     except (TypeError, ValueError):
-        raise TypeError(f"{func}(): loss returned {short(loss)} as the loss; expected a number") from None
+        raise TypeError(f"(): loss returned {short(loss)} as the loss; expected a number") from None

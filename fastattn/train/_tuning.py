@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.grad_types import OuterArgs
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import as_array, generator, integer, integers, iterated, number, short
@@ -73,20 +73,18 @@ class Run:
         """Values that a run must share with one that goes on with it, beside the parameters: for JSON."""
         return {"rank": self._rank, "alpha": self._alpha, "checksum": self._checksum}
 
-    def require_same(self, func: str, path: str | os.PathLike[str], given: Any) -> None:
+    def require_same(self, path: str | os.PathLike[str], given: Any) -> None:
         """Raise unless `given` are the `values` of a run like this one."""
         where, own = os.fsdecode(path), self.values()
         if not isinstance(given, dict) or given.keys() != own.keys():
-            raise ValueError(f"{func}(): {where} holds no fine-tuning; expected one of {self._kind}")
+            raise ValueError(f"(): {where} holds no fine-tuning; expected one of {self._kind}")
         for name in ("rank", "alpha"):
             if given[name] != own[name]:
-                raise ValueError(
-                    f"{func}(): the {name} in {where} is {short(given[name])}; expected {own[name]}"
-                )
+                raise ValueError(f"(): the {name} in {where} is {short(given[name])}; expected {own[name]}")
         if given["checksum"] != own["checksum"]:
             came = f"is of a model whose frozen tensors' checksum is {short(given['checksum'])}"
             expected = f"{own['checksum']!r}, that of the model given to {self._kind}"
-            raise ValueError(f"{func}(): {where} {came}; expected {expected}")
+            raise ValueError(f"(): {where} {came}; expected {expected}")
 
 
 class Tuning:
@@ -114,6 +112,7 @@ class Tuning:
     of the whole matrices, projected: a step costs what training all would, its moments are small.
     """
 
+    @named("{cls}")
     def __init__(
         self,
         model: Any,
@@ -124,59 +123,54 @@ class Tuning:
         rng: np.random.Generator | int = 0,
         **unknown: Any,
     ):
-        func = type(self).__name__
         if unknown:
             known = (signature(kind).parameters.values() for kind in (type(self), Tuning))
             names = dict.fromkeys(x.name for each in known for x in each if x.kind is x.KEYWORD_ONLY)
-            raise TypeError(f"{func}(): {next(iter(unknown))} is not known; expected {', '.join(names)}")
-        self._require(func, model)
+            raise TypeError(f"(): {next(iter(unknown))} is not known; expected {', '.join(names)}")
+        self._require(model)
         if model.weights_dtype not in TRAINED:
             came = f"model keeps its weights in {model.weights_dtype}, which has no gradients"
-            raise ValueError(f"{func}(): {came}; expected {', '.join(TRAINED)}")
+            raise ValueError(f"(): {came}; expected {', '.join(TRAINED)}")
         if not model.program.has_gradients:
             expected = "one of another type, as docs/training.md says"
-            raise ValueError(
-                f"{func}(): model is {model.model_type}, which has no gradients; expected {expected}"
-            )
+            raise ValueError(f"(): model is {model.model_type}, which has no gradients; expected {expected}")
         self._weights = TunedModel(model)
         self._base = dict(self._weights.tensors)
-        chosen = matching(func, "targets", targets, self._base)
-        self.rank = None if rank is None else integer(func, "rank", rank, 1)
+        chosen = matching("targets", targets, self._base)
+        self.rank = None if rank is None else integer("rank", rank, 1)
         self._parameters: dict[str, Array] = {}
         self._adapted: list[str] = []
         self.alpha: float | None = None
         self._factor = 1.0
         if self.rank is None:
             if alpha is not None:
-                raise ValueError(f"{func}(): alpha is {short(alpha)}, and rank is None; expected a rank")
+                raise ValueError(f"(): alpha is {short(alpha)}, and rank is None; expected a rank")
             self._parameters = {name: x for name, x in self._base.items() if name in chosen}
         else:
-            self.alpha = (
-                2.0 * self.rank if alpha is None else number(func, "alpha", alpha, FLOAT32, positive=True)
-            )
-            self._factor, source = self.alpha / self.rank, generator(func, "rng", rng)
+            self.alpha = 2.0 * self.rank if alpha is None else number("alpha", alpha, FLOAT32, positive=True)
+            self._factor, source = self.alpha / self.rank, generator("rng", rng)
             maps = self._weights.maps()
             self._adapted = [name for name in self._base if name in chosen and name in maps]
             if not self._adapted:
                 expected = "one that fits the weight of a linear map"
-                raise ValueError(f"{func}(): targets is {short(targets)}; expected {expected}")
+                raise ValueError(f"(): targets is {short(targets)}; expected {expected}")
             for name in self._adapted:
                 rows, columns = self._base[name].shape
                 if self.rank > min(rows, columns):
                     expected = f"at most {min(rows, columns)}, as {name} is ({rows}, {columns})"
-                    raise ValueError(f"{func}(): rank is {self.rank}; expected {expected}")
+                    raise ValueError(f"(): rank is {self.rank}; expected {expected}")
                 down = source.standard_normal((self.rank, columns)) / columns**0.5
                 self._parameters[name + _DOWN] = down.astype(self._base[name].dtype)
                 self._parameters[name + _UP] = np.zeros((rows, self.rank), self._base[name].dtype)
         frozen = {name: x for name, x in self._base.items() if name not in self._parameters}
-        self._run = Run(func, self.rank, self.alpha, frozen, self._parameters)
+        self._run = Run(type(self).__name__, self.rank, self.alpha, frozen, self._parameters)
 
     @staticmethod
-    def _require(func: str, model: Any) -> None:
+    def _require(model: Any) -> None:
         """Raise unless `model` can be trained so."""
         if not isinstance(model, (Encoder, Decoder)):
             expected = "an Encoder or a Decoder of models.load()"
-            raise TypeError(f"{func}(): model is of type {type(model).__name__}; expected {expected}")
+            raise TypeError(f"(): model is of type {type(model).__name__}; expected {expected}")
 
     @property
     def model(self) -> Any:
@@ -196,6 +190,7 @@ class Tuning:
         """Copies of what is trained, by name: tensors or adapters, and the parameters of a head."""
         return {name: x.copy() for name, x in self._parameters.items()}
 
+    @named("{cls}.load_state_dict")
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | str | os.PathLike[str], *, prefix: str = ""
     ) -> None:
@@ -224,28 +219,27 @@ class Tuning:
         Mappings, and files that ``Trainer.save`` did not write, say neither `alpha` nor of which model they
         are: both must be the same.
         """
-        func = f"{type(self).__name__}.load_state_dict"
         if not isinstance(prefix, str):
-            raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
+            raise TypeError(f"(): prefix is {short(prefix)}; expected a string")
         with ExitStack() as stack:
             names: Collection[str]
             read: Callable[[str], Any]
             if isinstance(state_dict, (str, os.PathLike)):
-                file = opened(func, os.fsdecode(state_dict), stack)
-                values = _files.header(func, state_dict, file)
+                file = opened(os.fsdecode(state_dict), stack)
+                values = _files.header(state_dict, file)
                 if isinstance(values, dict):
-                    self._run.require_same(func, state_dict, values.get("tuning"))
+                    self._run.require_same(state_dict, values.get("tuning"))
                 names, read = file.names, file.get_tensor
             elif isinstance(state_dict, Mapping):
                 names, read = state_dict.keys(), state_dict.__getitem__
             else:
                 expected = "a mapping of names to arrays, or the path of a safetensors file"
-                raise wrong_type(func, "state_dict", state_dict, expected)
+                raise wrong_type("state_dict", state_dict, expected)
             known = {
                 name: (Parameter(x.shape, constant(0.0)), x.dtype.name)
                 for name, x in self._parameters.items()
             }
-            arrays = _checked(func, known, names, read, prefix)
+            arrays = _checked(known, names, read, prefix)
         with interrupts_wait(), np.errstate(all="ignore"):  # what is not finite is refused
             before = self.state_dict()
             try:
@@ -287,27 +281,28 @@ class NextTokenTuning(Tuning):
     Parameters are those of `Tuning`; the model is a `Decoder`.
     """
 
+    @named("{cls}.loss")
     def loss(self, texts: Iterable[Any]) -> tuple[float, dict[str, Array]]:
         """The loss of texts, or of sequences of ids, and its gradients: for `Trainer`."""
-        func, expected = f"{type(self).__name__}.loss", "texts, or sequences of ids, at least one"
-        given = [] if isinstance(texts, str) else list(iterated(func, "texts", texts, expected))
+        expected = "texts, or sequences of ids, at least one"
+        given = [] if isinstance(texts, str) else list(iterated("texts", texts, expected))
         if not given:
-            raise TypeError(f"{func}(): texts is {short(texts)}; expected {expected}")
+            raise TypeError(f"(): texts is {short(texts)}; expected {expected}")
         strings = [x for x in given if isinstance(x, str)]
         if strings and len(strings) != len(given):
-            raise TypeError(f"{func}(): texts holds strings and ids; expected one of both")
+            raise TypeError("(): texts holds strings and ids; expected one of both")
         if not strings:
             most = self._model.vocab_size - 1
-            given = [_ids(func, f"texts[{i}]", x, most) for i, x in enumerate(given)]
+            given = [_ids(f"texts[{i}]", x, most) for i, x in enumerate(given)]
         ids, mask = pad(self._model.text.encode(strings) if strings else given)
         self._run.tokens += int(mask.sum())
         loss, grads = self._model.loss_and_gradients(ids, mask)
         return loss, self._own(grads)
 
     @staticmethod
-    def _require(func: str, model: Any) -> None:
+    def _require(model: Any) -> None:
         if not isinstance(model, Decoder):
-            raise TypeError(f"{func}(): model is of type {type(model).__name__}; expected a Decoder")
+            raise TypeError(f"(): model is of type {type(model).__name__}; expected a Decoder")
 
 
 def product(a: Array, b: Array, added: Array | None = None, out: Array | None = None) -> Array:
@@ -324,9 +319,9 @@ def outer(a: Array, b: Array) -> Array:
     return out
 
 
-def _ids(func: str, name: str, x: Any, most: int) -> Ints:
+def _ids(name: str, x: Any, most: int) -> Ints:
     """`x`, the ids of one text."""
-    array = as_array(func, name, x)
+    array = as_array(name, x)
     if array.ndim != 1:
-        raise wrong_shape(func, name, array, "(length,)")
-    return integers(func, name, array if array.size else array.astype(np.int64), low=0, high=most)
+        raise wrong_shape(name, array, "(length,)")
+    return integers(name, array if array.size else array.astype(np.int64), low=0, high=most)

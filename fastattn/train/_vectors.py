@@ -22,18 +22,18 @@ class EncoderTuning(Tuning):
     """Base of tunings whose loss is of an encoder's vectors."""
 
     @staticmethod
-    def _require(func: str, model: Any) -> None:
+    def _require(model: Any) -> None:
         if not isinstance(model, Encoder):
-            raise TypeError(f"{func}(): model is of type {type(model).__name__}; expected an Encoder")
+            raise TypeError(f"(): model is of type {type(model).__name__}; expected an Encoder")
         odd = [type(x).__name__ for x in model.sentences.modules if type(x).__name__ != "Normalize"]
         if odd:
             expected = "pooling, and Normalize at most, after the Transformer"
-            raise ValueError(f"{func}(): the model has a {odd[0]} module; expected {expected}")
+            raise ValueError(f"(): the model has a {odd[0]} module; expected {expected}")
 
-    def _encoded(self, func: str, name: str, texts: Any) -> list[list[int]]:
-        given = [] if isinstance(texts, str) else list(iterated(func, name, texts, "texts"))
+    def _encoded(self, name: str, texts: Any) -> list[list[int]]:
+        given = [] if isinstance(texts, str) else list(iterated(name, texts, "texts"))
         if not given or not all(isinstance(text, str) for text in given):
-            raise TypeError(f"{func}(): {name} is {short(texts)}; expected texts, at least one")
+            raise TypeError(f"(): {name} is {short(texts)}; expected texts, at least one")
         return list(self._model.text.encode(given))
 
     def _vectors(self, sequences: Sequence[Sequence[int]]) -> Array:

@@ -69,6 +69,15 @@ def test_show_config_follows_what_is_forced(implementation):
         assert (config["backend"], config["isa"]) == ("compiled", implementation)
 
 
+def test_show_config_says_where_threads_are_too_many(python):
+    code = (
+        "import fastattn; c = fastattn.show_config(); print(c['num_threads'], c['num_threads_from'], sep='|')"
+    )
+    run = python(code, FASTATTN_NUM_THREADS=4096, FASTATTN_THREADING="team")
+    used, said = run.stdout.strip().split("|")
+    assert said == f"FASTATTN_NUM_THREADS: 4096, of which {used} are used"
+
+
 def test_explain(implementation):
     report = fastattn.explain(Q, K, V)
     if implementation == "numpy":

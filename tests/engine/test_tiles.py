@@ -96,7 +96,7 @@ def calls(draw):
         )
         options["bias"] = bias
     q, k = (np.zeros((batch, h, n, 4), np.float32) for h, n in ((heads, len_q), (kv, len_k)))
-    args = attention_args("explain", q, k, k, **options)
+    args = attention_args(q, k, k, **options)
     return args, draw(st.integers(1, 8)), draw(st.integers(1, 9))
 
 

@@ -116,7 +116,7 @@ def test_settings_change_meanwhile():
         elif n % 4 == 2:
             settings.core.before_next_plan(tuning.load)
         else:
-            settings.show_config()
+            fastattn.show_config()
 
     try:
         check_calls(change)

@@ -397,3 +397,16 @@ def test_names_of_gradients(need, function):
         name, arguments = f"pullback of {name}", {"dout": out}
     with pytest.raises((TypeError, ValueError), match=rf"^{name}\(\): need (is|has) .*; expected "):
         function(**arguments, need=need)
+
+
+def test_a_pair_of_gradients_is_two_arguments():
+    (out, lse), pullback = vjp(fastattn.attention, Q, Q, Q, return_lse=True)
+    expected = r"^pullback of attention\(\): dout is of type tuple; expected an array \(dmore takes "
+    with pytest.raises(TypeError, match=expected):
+        pullback((out, lse))
+    assert pullback(out, lse)[0].shape == Q.shape
+
+
+def test_the_gradient_of_rope_has_its_own_name():
+    with pytest.raises(ValueError, match=r"^rope\(\): cos has shape .* as in dout, "):
+        grad.rope(Q, np.ones((3, 4)), np.ones((3, 4)))

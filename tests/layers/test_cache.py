@@ -209,7 +209,7 @@ def test_a_token_without_its_length(options):
     stack = randomized(
         layers.TransformerEncoder([layers.TransformerEncoderLayer(WIDTH, HEADS, 96, attention=options)])
     )
-    with pytest.raises(ValueError, match=r"TransformerEncoderLayer\(\): src has shape \(1, 3, 64\)"):
+    with pytest.raises(ValueError, match=r"TransformerEncoder\(\): src has shape \(1, 3, 64\)"):
         stack(X[:, 0], cache=Caches([cache]))
 
 

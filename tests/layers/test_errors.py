@@ -217,3 +217,8 @@ def test_values_of_another_type_than_keys(implementation):
     assert layer(x, x, value).shape == (1, 3, 8)
     with pytest.raises(TypeError, match=r"MultiHeadAttention\(\): .*bfloat16"):
         layer(x, x, value.astype(ml_dtypes.bfloat16))
+
+
+def test_a_linear_map_says_its_own_name():
+    with pytest.raises(ValueError, match=r"^Linear\(\): x has shape \(3, 5\); expected \(\.\.\., 4\)"):
+        Linear(4, 8, rng=0)(np.ones((3, 5), np.float32))

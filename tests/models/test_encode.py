@@ -241,9 +241,7 @@ def test_texts_are_read_as_they_are_needed(folder, monkeypatch):
     model = models.load(folder)
     texts, taken = [f"{TEXTS[n % 5]} {TEXTS[n % 3]}" for n in range(100)], []
     seen, ahead = 0, 0
-    for vectors in model._vectors(
-        (taken.append(text) or text for text in texts), model._checked("encode", {})
-    ):
+    for vectors in model._vectors((taken.append(text) or text for text in texts), model._checked({})):
         seen += len(vectors)
         ahead = max(ahead, len(taken) - seen)
     assert taken == texts

@@ -350,7 +350,7 @@ def test_draws_have_the_probabilities():
 
     def shares(**options):
         options = {"temperature": 1.0, "top_k": None, "top_p": None, "rng": 3, **options}
-        drawn = Sampler("generate", 5_000, **options)(np.tile(logits, (5_000, 1)))
+        drawn = Sampler(5_000, **options)(np.tile(logits, (5_000, 1)))
         return np.bincount(drawn, minlength=6) / 5_000
 
     within = 4 * np.sqrt(0.25 / 5_000)  # four standard deviations
@@ -367,7 +367,7 @@ def test_draws_have_the_probabilities():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_no_numbers_are_an_error(temperature):
-    sampler = Sampler("generate", 1, temperature, None, None, None)
+    sampler = Sampler(1, temperature, None, None, None)
     with pytest.raises(ValueError, match=r"generate\(\): the model's logits have NaN"):
         sampler(np.array([[0.0, np.nan]], np.float32))
     with pytest.raises(ValueError, match=r"generate\(\): the model's logits are all -inf"):
@@ -378,7 +378,7 @@ def test_logits_that_are_no_numbers_are_an_error(temperature):
 def test_infinite_logits_are_drawn(options):
     options = {"top_k": None, "top_p": None, **options}
     logits = np.tile(np.array([0.0, np.inf, -np.inf, np.inf, 5.0], np.float32), (200, 1))
-    drawn = Sampler("generate", 200, 1.0, rng=0, **options)(logits)
+    drawn = Sampler(200, 1.0, rng=0, **options)(logits)
     assert set(drawn.tolist()) == {1, 3}
 
 

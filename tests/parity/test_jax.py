@@ -113,7 +113,7 @@ def test_errors_are_those_of_attention():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_memory_of_an_array_is_shared(dtype):
     x = operands(dtype)[0]
-    array = as_array("attention", "q", x)
+    array = as_array("q", x)
     assert array.__array_interface__["data"][0] == x.unsafe_buffer_pointer()
     assert np.array_equal(fastattn.attention(x, x, x), fastattn.attention(array, array, array))
 

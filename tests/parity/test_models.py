@@ -473,7 +473,7 @@ def test_what_may_be_drawn(temperature, top_k, top_p):
     for warper in warpers:
         warped = warper(None, warped)
     expected = warped.softmax(-1).numpy()
-    sampler = Sampler("generate", 4, temperature, top_k, top_p, 0)
+    sampler = Sampler(4, temperature, top_k, top_p, 0)
     for row, wanted in zip(scores.numpy(), expected, strict=True):
         tokens, probs = sampler.candidates(row)
         got = np.zeros(VOCAB)

@@ -193,7 +193,7 @@ def _vision(blocks: Blocks, config: Config, is_clip: bool) -> Vision:
     """The tower of images, whose tensors are there."""
     source, patch = blocks.source, config.size("patch_size")
     precision = source.precision
-    integer_activations("load", precision.activations, precision.weights, 3 * patch * patch)
+    integer_activations(precision.activations, precision.weights, 3 * patch * patch)
     norm = blocks.norm(_LAST_NORM)
     if is_clip:
         program, windows = model_program(blocks.read(), blocks.norm(_FIRST_NORM))

@@ -1,0 +1,44 @@
+"""Report of what is installed, and of what a call would use."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from fastattn._engine import settings, tuning
+from fastattn._engine.settings import Report
+from fastattn._version import __version__
+
+
+def show_config() -> Report:
+    """Report what is installed and what a call would use.
+
+    Returns
+    -------
+    Report
+        A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
+        if it is compiled), ``isa`` in use (None on NumPy), ``isas_available`` on this CPU, ``isas_compiled``,
+        ``num_threads`` and ``num_threads_from`` (which variable or limit sets it), ``threading``: whose
+        threads compute ("openmp"; "team", our own; "borrowed", torch's, while `fastattn.torch` is imported;
+        None on NumPy), and ``threading_available`` in this build,
+        ``level2_cache`` (bytes of a core's, if the system says), ``tuning`` (sizes of tasks that are not the
+        defaults, and the file that says so), ``compiler``, and the versions of NumPy and Python.
+    """
+    return Report(
+        version=__version__,
+        backend=settings.current.backend,
+        why_numpy=settings.why_numpy(),
+        isa=settings.core.get_isa() if settings.current.backend == "compiled" else None,
+        isas_available=settings.available_isas(),
+        isas_compiled=settings.core.COMPILED_ISAS if settings.core else (),
+        num_threads=settings.get_num_threads(),
+        num_threads_from=settings.current.threads_from,
+        threading=settings.core.whose_threads() if settings.current.backend == "compiled" else None,
+        threading_available=settings.available_threadings(),
+        level2_cache=settings.core.LEVEL2_CACHE or None if settings.core else None,
+        tuning=tuning.said() if settings.current.backend == "compiled" else None,
+        compiler=settings.core.COMPILER if settings.core else None,
+        numpy=np.__version__,
+        python=sys.version.split()[0],
+    )
