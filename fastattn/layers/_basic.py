@@ -82,10 +82,11 @@ class Linear(Layer):
         out: Array | None = None,
     ) -> Array:
         """``activation(x @ weight.T + bias) + residual``: x is (..., in_features)."""
-        weight, bias, rounding = self._projection()
-        others = activation, residual, rounding, False, out, None, None
+        weight, bias = self.packed_weight, self.bias_vector
         try:
-            args, result = linear_args(x, weight, bias, *others)
+            args, result = linear_args(
+                x, weight, bias, activation, residual, self.activations, False, out, None, None
+            )
         except Exception as error:
             put_name(type(self).__name__, error)
             raise
