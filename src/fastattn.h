@@ -461,6 +461,7 @@ void fa_tune_for(int64_t level2); /* fa_tuned = the defaults for so many bytes o
  * take longer than converting and multiplying with float32. */
 int64_t fa_level2_cache(void);
 int fa_cpu_slow_pairs(void);
+int fa_cpu_ask_tiles(void); /* asks the system for what `amx` needs; whether it is granted */
 
 /* dispatch.c. The ISAs that were compiled in, best first, index 0 .. fa_isa_count() - 1. */
 int fa_isa_count(void);

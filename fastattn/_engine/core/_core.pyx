@@ -66,6 +66,21 @@ def set_isa(name):
     if name not in AVAILABLE_ISAS:
         raise ValueError(f"isa {name!r} is not available; available here: {', '.join(AVAILABLE_ISAS)}")
     _isa = COMPILED_ISAS.index(name)
+    fa_set_flag(&_tiles_due, name == "amx")
+
+
+cdef int _tiles_due = COMPILED_ISAS[_isa] == "amx"  # atomic: whether to ask for tiles before the next plan
+isa_refused = ""  # an instruction set that the system refused, and why
+
+
+cdef int _ask_for_tiles() except -1:
+    """Ask the system for tiles; refused, the next instruction set is used. Not asked at import: others may want none."""
+    global _isa, isa_refused
+    fa_set_flag(&_tiles_due, False)
+    if not fa_cpu_ask_tiles():
+        isa_refused = "amx: the system refuses this process tiles; a thread may have a signal stack below 12 KB"
+        _isa = COMPILED_ISAS.index(next(name for name in AVAILABLE_ISAS if name != "amx"))
+    return 0
 
 
 include "tuning.pxi"
