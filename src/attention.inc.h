@@ -25,7 +25,7 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
 {
     key_block *block = &scratch->block;
     bad_rows *bad = &block->bad;
-    const int64_t width = a->head_dim_v, bytes = width * (int64_t)sizeof(lane);
+    const int64_t width = a->head_dim_v, bytes = (dot ? padded_v(width) : width) * (int64_t)sizeof(lane);
     if (block->checked) return;
     block->checked = 1;
     if (dot) find_bad_rows(FA_BF16, at_key(&a->v, rows, block->first), a->v.row, block->n, width, bad);
@@ -35,10 +35,11 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
         copy_good_rows(bad, block->v, block->v_row, block->n, bytes, (char *)scratch->clean);
         return;
     }
-    memcpy(scratch->clean, block->v, ceil_div(block->n, 2) * bytes);
+    memcpy(scratch->clean, block->v, round_up(block->n, key_step(1)) / 2 * bytes);
     for (int64_t i = 0; i < bad->n; i++) { /* one half of every pair */
-        char *pairs = (char *)scratch->clean + bad->row[i] / 2 * bytes + bad->row[i] % 2 * 2;
-        for (int64_t d = 0; d < width; d++) memset(pairs + d * (int64_t)sizeof(lane), 0, 2);
+        const int64_t step = V_TILES ? TILE_KEYS : 2, key = bad->row[i];
+        char *pairs = (char *)scratch->clean + key / step * step / 2 * bytes + key % step * 2;
+        for (int64_t d = 0; d < width; d++) memset(pairs + d * step * 2, 0, 2);
     }
 }
 
@@ -71,9 +72,12 @@ NOINLINE void weigh_tile(const fa_attention_args *a, int nv, const tile_state *t
     if (a->stats.mean_weights.data) add_rows_to_mean(a, &tile->rows, by_row, j0, n);
 }
 
-/* Probabilities (n, nv) as pairs of bfloat16, those of keys 2j and 2j + 1. */
+/* Probabilities (n, nv) as pairs of bfloat16, those of keys 2j and 2j + 1; up to a whole step 0. */
 INLINE void pair_probs(int nv, const lane *probs, int64_t n, lane *pairs)
 {
+    const int64_t whole = round_up(n, key_step(1));
+    for (int64_t j = round_up(n, 2); j < whole; j += 2)
+        UNROLL_FOR(int u = 0; u < nv; u++) v_store(pairs + j / 2 * BLOCK_Q + u * LANES, v_splat(0));
     for (int64_t j = 0; j < n; j += 2)
         UNROLL_FOR(int u = 0; u < nv; u++) {
             const v_t p0 = v_load(probs + j * BLOCK_Q + u * LANES);
@@ -91,6 +95,50 @@ static int64_t keys_of_low(const row_block *rows, int64_t j0, int64_t n, int dot
     return smaller(n, dot ? round_up(end - j0, 2) : end - j0);
 }
 
+/* Around products of pairs. */
+INLINE void tiles_begin(void)
+{
+#if V_TILES
+    tile_shapes(TILE_ROWS, TILE_ROWS);
+#endif
+}
+
+INLINE void tiles_end(void)
+{
+#if V_TILES
+    TILES_END();
+#endif
+}
+
+/* S^T, by tiles where there are any. */
+INLINE void block_scores(int nv, int dot, int64_t n, const outer_product *p, const bias_ahead *bias)
+{
+#if V_TILES
+    if (dot) {
+        amx_scores(nv, n, p->depth * 2, p->x, p->x_row, p->y, p->out);
+        for (int64_t j = 0; p->factor != 1 && j < n; j++)
+            UNROLL_FOR(int u = 0; u < nv; u++) {
+                lane *s = p->out + j * BLOCK_Q + u * LANES;
+                v_store(s, v_load(s) * v_splat(p->factor));
+            }
+        return;
+    }
+#endif
+    block_outer(nv, dot, n, p, bias);
+}
+
+/* O^T, likewise. */
+INLINE void sum_values(int nv, int dot, const value_product *p)
+{
+#if V_TILES
+    if (dot) {
+        amx_values(nv, p);
+        return;
+    }
+#endif
+    block_values(nv, dot, p);
+}
+
 /* One tile against a run of keys of the block. */
 INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv, int dot, tile_state *tile,
                        key_run run, tile_scratch *scratch)
@@ -104,9 +152,10 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     if (!block->k) load_block(a, rows, dot, scratch);
     outer_product product = {.y = tile->qt, .pitch = BLOCK_Q, .factor = mods->q_factor, .out = scratch->s};
     product.x = block->k + skip * block->k_row, product.x_row = block->k_row;
-    product.depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
-    const int64_t n_low = nv == NV && NV_LOW > 0 && kind & BLOCK_EDGE ? keys_of_low(rows, j0, n, dot) : n;
-    block_outer(nv, dot, n_low, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
+    product.depth = dot ? padded_k(a->head_dim) / 2 : a->head_dim;
+    const int cut = nv == NV && NV_LOW > 0 && kind & BLOCK_EDGE && !(V_TILES && dot);
+    const int64_t n_low = cut ? keys_of_low(rows, j0, n, dot) : n;
+    block_scores(nv, dot, n_low, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
     if (nv == NV && n_low < n) { /* modify_tile hides the other scores */
         product.x += n_low * product.x_row, product.y += NV_LOW * LANES;
         product.out += n_low * BLOCK_Q + NV_LOW * LANES;
@@ -135,12 +184,12 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     if (a->dropout > 0) drop_tile(nv, &scratch->drop, tile->counters, j0, n, scratch->s);
     if (dot) pair_probs(nv, scratch->s, n, scratch->pairs);
     value_product values = {.alpha = scratch->alpha, .out = tile->ot, .head_dim_v = a->head_dim_v, .pitch = BLOCK_Q};
-    values.v_row = bad ? a->head_dim_v * (int64_t)sizeof(lane) : block->v_row;
+    values.v_row = bad ? (dot ? padded_v(a->head_dim_v) : a->head_dim_v) * (int64_t)sizeof(lane) : block->v_row;
     values.v = (bad ? (const char *)scratch->clean : block->v) + (dot ? skip / 2 : skip) * values.v_row;
     values.n = dot ? ceil_div(n, 2) : n, values.n_low = dot ? ceil_div(n_low, 2) : n_low;
     values.probs = dot ? scratch->pairs : scratch->s;
     values.mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
-    block_values(nv, dot, &values);
+    sum_values(nv, dot, &values);
     tile->fresh = 0;
     for (int64_t i = 0; bad && i < block->bad.n; i++) {
         const int64_t key = block->first + block->bad.row[i], row = (key - j0) * BLOCK_Q;
@@ -252,10 +301,11 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
         tile_begin(a, &mods, dot, key_begin, key_end, scratch->tiles + i);
         if (a->dropout > 0) count_rows(a, rows, &scratch->drop, scratch->tiles[i].counters);
     }
-    key_walk walk = walk_begin(&scratch->tiles->rows, tiles, sizeof(tile_state), a->masks.ranges != NULL, dot, key_end);
+    key_walk walk = walk_begin(&scratch->tiles->rows, tiles, sizeof(tile_state), a->masks.ranges != NULL, key_step(dot), key_end);
     for (int64_t part = walk.first / PART_K; walk_next(&walk); part = walk.grid / PART_K) {
         if (walk.grid / PART_K != part) {
             if (given_up(a->watch)) return;
+            if (dot) tiles_begin(); /* whoever was asked may have used them */
             for (int i = 0; i < tiles; i++)
                 if (!scratch->tiles[i].fresh) tile_end_part(a, scratch, scratch->tiles + i);
         }
@@ -265,7 +315,7 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
         for (int i = 0; i < tiles; i++) {
             tile_state *tile = scratch->tiles + i;
             const int64_t j0 = larger(tile->rows.first, walk.begin), end = smaller(tile->rows.last, walk.end);
-            const key_run run = masked_run(a, &tile->rows, dot ? 2 : 1, j0, end - j0);
+            const key_run run = masked_run(a, &tile->rows, key_step(dot), j0, end - j0);
             if (run.mask == BLOCK_EMPTY) continue;
             if (walk.next < walk.last) prefetch_block(a, all, &scratch->copy, walk.next, walk.last, i, tiles);
             else if (scratch->later.n) prefetch_task(a, &scratch->later, i, tiles);
@@ -280,6 +330,11 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
 static void tile_attend(const fa_attention_args *a, const row_block *rows, int64_t key_begin, int64_t key_end,
                         tile_scratch *scratch)
 {
-    if (dots_pairs(a)) tile_attend_as(a, 1, rows, key_begin, key_end, scratch);
-    else tile_attend_as(a, 0, rows, key_begin, key_end, scratch);
+    if (!dots_pairs(a)) {
+        tile_attend_as(a, 0, rows, key_begin, key_end, scratch);
+        return;
+    }
+    tiles_begin();
+    tile_attend_as(a, 1, rows, key_begin, key_end, scratch);
+    tiles_end();
 }

@@ -7,6 +7,9 @@
  *           pair_values, is_dense, rows_as_lanes, prefetch_block, prefetch_task. */
 #pragma once
 #include "modifiers.inc.h"
+#if V_TILES
+#include "tile_amx.inc.h"
+#endif
 #include "partial.inc.h"
 #include "nonfinite.inc.h"
 #include "philox.inc.h"
@@ -68,8 +71,8 @@ typedef struct {
 static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
 {
     row_lanes *lanes = &tile->lanes;
-    CUT(from, tile->qt, a->head_dim * BLOCK_Q);
-    CUT(from, tile->ot, a->head_dim_v * BLOCK_Q);
+    CUT(from, tile->qt, padded_k(a->head_dim) * BLOCK_Q);
+    CUT(from, tile->ot, padded_v(a->head_dim_v) * BLOCK_Q);
     CUT_LANES(from, BLOCK_Q, &tile->row_max, &tile->row_sum, &lanes->slope, &lanes->position, &lanes->begin,
               &lanes->end);
     tile->row_log = NULL;
@@ -159,6 +162,9 @@ static void load_queries(const fa_attention_args *a, const row_block *rows, int 
     char *first = at_row(&a->q, rows, first_row(rows));
     EACH_ROW(rows, r, id) q_row[r] = at_nth_row(&a->q, rows, first, r, id);
     transpose_rows(a->q.dtype, dot, q_row, BLOCK_Q, a->head_dim, factor, BLOCK_Q, qt);
+    if (!dot) return;
+    const int64_t depth = ceil_div(a->head_dim, 2);
+    memset(qt + depth * BLOCK_Q, 0, (padded_k(a->head_dim) / 2 - depth) * BLOCK_Q * sizeof(lane));
 }
 
 /* Whether the additive tile is the bias alone, whose rows lie in memory as lanes do. */
@@ -291,19 +297,26 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
         return;
     }
     block->k = at_key(&a->k, rows, first), block->k_row = a->k.row;
-    if (width % 2 || !is_dense(&a->k, width)) { /* with an odd head_dim, the last pair must not be read past its row */
+    const int64_t padded = padded_k(width), whole = V_TILES ? round_up(n, TILE_KEYS) : n;
+    if (padded > width || whole > n || !is_dense(&a->k, width)) { /* nothing may be read past a row, or past the last */
         const char *from = block->k;
-        block->k = (const char *)k, block->k_row = round_up(width, 2) * 2;
+        block->k = (const char *)k, block->k_row = padded * 2;
         for (int64_t j = 0; !there && j < n; j++) {
             char *row = (char *)k + j * block->k_row;
-            memset(row + block->k_row - 2, 0, 2);
             memcpy(row, from + j * a->k.row, width * 2);
+            memset(row + width * 2, 0, (padded - width) * 2);
         }
+        if (!there) memset((char *)k + n * block->k_row, 0, (whole - n) * block->k_row);
     }
     block->k += skip * block->k_row;
     if (a->stats.second_pass) return;
-    block->v_row = width_v * (int64_t)sizeof(lane), block->v = (const char *)v + skip / 2 * block->v_row;
-    if (!there) pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, width_v, v);
+    block->v_row = padded_v(width_v) * (int64_t)sizeof(lane), block->v = (const char *)v + skip / 2 * block->v_row;
+    if (there) return;
+#if V_TILES
+    transpose_values(at_key(&a->v, rows, first), a->v.row, n, width_v, v);
+#else
+    pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, width_v, v);
+#endif
 }
 
 /* Asks for part `i` of `parts` of what a task of `rows` reads first. Many sequences are each too short for the hardware's
