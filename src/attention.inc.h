@@ -110,32 +110,63 @@ INLINE void tiles_end(void)
 #endif
 }
 
+/* Whether scores wait for their factor until softmax, which then costs nothing. */
+INLINE int unscaled(const fa_attention_args *a, int dot)
+{
+    const int plain = a->mods.softcap == 0 && !a->mods.bias.data && !a->mods.alibi_slopes.data && a->mods.scale > 0;
+    return V_TILES && dot && plain && !a->sigmoid && !a->stats.second_pass;
+}
+
+/* softmax_update of scores times `factor`. By tiles probabilities go into pairs, and stay in s with `keep` alone. */
+INLINE int tile_softmax(int nv, int dot, int keep, int64_t n, lane factor, const tile_state *tile,
+                        const tile_scratch *scratch)
+{
+    lane *s = scratch->s, *log = tile->row_log;
+#if V_TILES
+    if (dot) {
+        const amx_scores_done p = {s, n, factor, tile->row_max, tile->row_sum, log, scratch->alpha, scratch->pairs};
+        return log ? amx_softmax(nv, keep, 1, &p) : amx_softmax(nv, keep, 0, &p);
+    }
+#endif
+    (void)keep, (void)factor;
+    if (log) return softmax_update(nv, dot, s, n, tile->row_max, tile->row_sum, log, scratch->alpha);
+    return softmax_update(nv, dot, s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
+}
+
 /* S^T, by tiles where there are any. */
 INLINE void block_scores(int nv, int dot, int64_t n, const outer_product *p, const bias_ahead *bias)
 {
 #if V_TILES
     if (dot) {
-        amx_scores(nv, n, p->depth * 2, p->x, p->x_row, p->y, p->out);
-        for (int64_t j = 0; p->factor != 1 && j < n; j++)
-            UNROLL_FOR(int u = 0; u < nv; u++) {
-                lane *s = p->out + j * BLOCK_Q + u * LANES;
-                v_store(s, v_load(s) * v_splat(p->factor));
-            }
+        amx_scores(nv, n, p);
         return;
     }
 #endif
     block_outer(nv, dot, n, p, bias);
 }
 
-/* O^T, likewise. */
-INLINE void sum_values(int nv, int dot, const value_product *p)
+/* O^T of the tile that waits for it, if one does. */
+INLINE void sum_waiting(tile_scratch *scratch)
+{
+#if V_TILES
+    if (scratch->waiting_nv == 1) amx_values(1, &scratch->waiting);
+    else if (scratch->waiting_nv) amx_values(NV, &scratch->waiting);
+#endif
+    scratch->waiting_nv = 0;
+}
+
+/* O^T. By tiles, the product waits until the next tile has its scores: what was just stored can not be loaded into a tile
+ * before the store has reached the cache. */
+INLINE void sum_values(int nv, int dot, const value_product *p, tile_scratch *scratch)
 {
 #if V_TILES
     if (dot) {
-        amx_values(nv, p);
+        if (p->mode == ACC_SCALE) amx_scale(nv, p->head_dim_v, p->alpha, p->out); /* now, for the same reason */
+        scratch->waiting = *p, scratch->waiting_nv = nv;
         return;
     }
 #endif
+    (void)scratch;
     block_values(nv, dot, p);
 }
 
@@ -151,6 +182,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     if (kind & BLOCK_EMPTY) return;
     if (!block->k) load_block(a, rows, dot, scratch);
     outer_product product = {.y = tile->qt, .pitch = BLOCK_Q, .factor = mods->q_factor, .out = scratch->s};
+    if (unscaled(a, dot)) product.factor = 1;
     product.x = block->k + skip * block->k_row, product.x_row = block->k_row;
     product.depth = dot ? padded_k(a->head_dim) / 2 : a->head_dim;
     const int cut = nv == NV && NV_LOW > 0 && kind & BLOCK_EDGE && !(V_TILES && dot);
@@ -161,6 +193,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
         product.out += n_low * BLOCK_Q + NV_LOW * LANES;
         block_outer(NV - NV_LOW, dot, n - n_low, &product, NULL);
     }
+    sum_waiting(scratch);
     modify_tile(a, nv, mods, &scores);
     if (a->stats.second_pass) {
         weigh_tile(a, nv, tile, &scores, scratch->by_row);
@@ -176,21 +209,23 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
                         tile->top_key);
     }
     int moved = 0;
+    const lane factor = unscaled(a, dot) ? mods->q_factor : 1;
+    const int drops = a->dropout > 0, keep = bad || drops;
     if (a->sigmoid) sigmoid_update(nv, scratch->s, n, (lane)a->sigmoid_bias);
-    else if (tile->row_log)
-        moved = softmax_update(nv, dot, scratch->s, n, tile->row_max, tile->row_sum, tile->row_log, scratch->alpha);
-    else moved = softmax_update(nv, dot, scratch->s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
+    else if (keep) moved = tile_softmax(nv, dot, 1, n, factor, tile, scratch);
+    else moved = tile_softmax(nv, dot, 0, n, factor, tile, scratch);
     mark_rows(nv, &scores, bad, tile->row_max);
-    if (a->dropout > 0) drop_tile(nv, &scratch->drop, tile->counters, j0, n, scratch->s);
-    if (dot) pair_probs(nv, scratch->s, n, scratch->pairs);
+    if (drops) drop_tile(nv, &scratch->drop, tile->counters, j0, n, scratch->s);
+    if (dot && (!V_TILES || a->sigmoid || drops)) pair_probs(nv, scratch->s, n, scratch->pairs);
     value_product values = {.alpha = scratch->alpha, .out = tile->ot, .head_dim_v = a->head_dim_v, .pitch = BLOCK_Q};
     values.v_row = bad ? (dot ? padded_v(a->head_dim_v) : a->head_dim_v) * (int64_t)sizeof(lane) : block->v_row;
     values.v = (bad ? (const char *)scratch->clean : block->v) + (dot ? skip / 2 : skip) * values.v_row;
     values.n = dot ? ceil_div(n, 2) : n, values.n_low = dot ? ceil_div(n_low, 2) : n_low;
     values.probs = dot ? scratch->pairs : scratch->s;
     values.mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
-    sum_values(nv, dot, &values);
+    sum_values(nv, dot, &values, scratch);
     tile->fresh = 0;
+    if (bad) sum_waiting(scratch);
     for (int64_t i = 0; bad && i < block->bad.n; i++) {
         const int64_t key = block->first + block->bad.row[i], row = (key - j0) * BLOCK_Q;
         if (j0 <= key && key < j0 + n)
@@ -224,7 +259,7 @@ static void tile_end_part(const fa_attention_args *a, const tile_scratch *scratc
     for (int64_t i = 0; i < a->stats.n_top; i++)
         for (int64_t r = 0; r < n_rows; r++) {
             const top_list top = row_top(a, part, r);
-            top.score[i] = tile->top_score[i * BLOCK_Q + r];
+            top.score[i] = tile->top_score[i * BLOCK_Q + r] * tile->top_factor;
             top.key[i] = tile->top_first + tile->top_key[i * BLOCK_Q + r];
         }
     if (tile->parts == 1) partial_begin_merging(&tile->total);
@@ -271,6 +306,7 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int do
     for (int64_t r = rows->n; a->mods.bias.data && r < BLOCK_Q; r++)
         tile->bias[r] = tile->bias[rows->n - 1]; /* a lane without a row hides what the last row hides */
     tile->parts = 0;
+    tile->top_factor = unscaled(a, dot) ? mods->q_factor : 1;
     tile_reset(a, tile);
     if (!a->stats.second_pass) return;
     memset(tile->row_sum, 0, BLOCK_Q * sizeof(lane));
@@ -301,17 +337,20 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
         tile_begin(a, &mods, dot, key_begin, key_end, scratch->tiles + i);
         if (a->dropout > 0) count_rows(a, rows, &scratch->drop, scratch->tiles[i].counters);
     }
+    scratch->waiting_nv = 0;
     key_walk walk = walk_begin(&scratch->tiles->rows, tiles, sizeof(tile_state), a->masks.ranges != NULL, key_step(dot), key_end);
     for (int64_t part = walk.first / PART_K; walk_next(&walk); part = walk.grid / PART_K) {
         if (walk.grid / PART_K != part) {
             if (given_up(a->watch)) return;
             if (dot) tiles_begin(); /* whoever was asked may have used them */
+            sum_waiting(scratch);
             for (int i = 0; i < tiles; i++)
                 if (!scratch->tiles[i].fresh) tile_end_part(a, scratch, scratch->tiles + i);
         }
         key_block *block = &scratch->block;
         block->first = walk.begin, block->n = walk.end - walk.begin;
         block->k = NULL, block->checked = 0;
+        scratch->odd = !scratch->odd;
         for (int i = 0; i < tiles; i++) {
             tile_state *tile = scratch->tiles + i;
             const int64_t j0 = larger(tile->rows.first, walk.begin), end = smaller(tile->rows.last, walk.end);
@@ -325,6 +364,7 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
             else tile_block(a, &mods, NV, dot, tile, run, scratch);
         }
     }
+    sum_waiting(scratch);
 }
 
 static void tile_attend(const fa_attention_args *a, const row_block *rows, int64_t key_begin, int64_t key_end,

@@ -30,6 +30,7 @@ typedef struct {
     lane *top_score;         /* (n_top, BLOCK_Q) */
     ilane *top_key;          /* (n_top, BLOCK_Q), counted from top_first, the first key of the part */
     int64_t top_first;
+    lane top_factor; /* of these scores */
     philox_row *counters; /* (NV, PHILOX_PARTS), with dropout */
     int fresh;            /* no block yet: ot holds nothing */
     partial total;        /* the parts that are done, merged */
@@ -62,6 +63,10 @@ typedef struct {
     lane *pairs;         /* (BLOCK_K / 2, BLOCK_Q): probabilities as pairs of bfloat16 */
     lane *by_row;        /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
     lane *k, *v, *clean; /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
+    lane *v_odd;         /* by tiles, the values of every other block: those of the last one may be read yet */
+    int odd;
+    value_product waiting; /* by tiles, the last product of probabilities with values, not yet computed ... */
+    int waiting_nv;        /* ... and its `nv`; 0: none */
     lane *alpha;         /* (BLOCK_Q) */
     row_block later;     /* rows of the task that this thread may take next, or none */
     partial part;        /* of a tile, until it is merged into `total`; the first one is made in `total` */
@@ -90,9 +95,10 @@ static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int til
     CUT_LANES(from, BLOCK_K / 2 * BLOCK_Q, &scratch->pairs);
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim, LANES), &scratch->k);
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim_v, LANES), &scratch->v, &scratch->clean);
+    CUT(from, scratch->v_odd, V_TILES ? BLOCK_K * round_up(a->head_dim_v, LANES) : 0);
     CUT_LANES(from, BLOCK_Q, &scratch->alpha);
     scratch->copy.head = NULL;
-    scratch->later.n = 0;
+    scratch->later.n = scratch->odd = 0;
     for (int i = 0; i < tiles; i++) cut_tile(from, a, scratch->tiles + i);
     return from->used;
 }
@@ -279,7 +285,7 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
     key_block *block = &scratch->block;
     const int64_t width = a->head_dim, width_v = a->head_dim_v;
     int64_t first = block->first, n = block->n;
-    lane *k = scratch->k, *v = scratch->v;
+    lane *k = scratch->k, *v = V_TILES && dot && scratch->odd ? scratch->v_odd : scratch->v;
     int there = 0;
     if (scratch->copy.head) {
         uint8_t *copied = scratch->copy.blocks + first / BLOCK_K;

@@ -10,24 +10,26 @@
  * do not depend on where others begin: ranges.inc.h.
  *
  * Literals  nv: 1, NV. hi: 0, 1.
- * Exports   amx_scores, amx_values, transpose_values. */
+ * Exports   amx_scores, amx_softmax, amx_scale, amx_values, transpose_values. */
 #pragma once
-#include "tile.inc.h"
+#include "softmax.inc.h"
 
 _Static_assert(BLOCK_Q == 2 * TILE_ROWS && BLOCK_K % TILE_KEYS == 0, "tiles fill a block");
 
-/* s (n, nv) = k (n, head_dim) qt (head_dim / 2, nv), for n rounded up to TILE_KEYS. */
-INLINE void amx_scores(int nv, int64_t n, int64_t head_dim, const char *k, int64_t k_row, const lane *qt, lane *s)
+/* block_outer, for n rounded up to TILE_KEYS. */
+INLINE void amx_scores(int nv, int64_t n, const outer_product *p)
 {
-    const int64_t pitch = BLOCK_Q * sizeof(lane), high = TILE_ROWS * k_row;
+    const int64_t pitch = BLOCK_Q * sizeof(lane), k_row = p->x_row, high = TILE_ROWS * k_row;
+    const char *k = p->x;
+    lane *s = p->out;
     for (int64_t j = 0; j < n; j += TILE_KEYS, k += TILE_KEYS * k_row, s += TILE_KEYS * BLOCK_Q) {
         TILE_ZERO(0);
         TILE_ZERO(2);
         if (nv > 1) TILE_ZERO(1);
         if (nv > 1) TILE_ZERO(3);
-        for (int64_t d = 0; d < head_dim; d += TILE_KEYS) {
-            const char *x = k + d * 2;
-            const lane *y = qt + d / 2 * BLOCK_Q;
+        for (int64_t d = 0; d < p->depth; d += TILE_KEYS / 2) {
+            const char *x = k + d * (int64_t)sizeof(lane);
+            const lane *y = p->y + d * BLOCK_Q;
             TILE_LOAD(4, x, k_row);
             TILE_LOAD(6, y, pitch);
             TILE_DOT_BF16(0, 4, 6);
@@ -44,6 +46,107 @@ INLINE void amx_scores(int nv, int64_t n, int64_t head_dim, const char *k, int64
         TILE_STORE(1, s + LANES, pitch);
         TILE_STORE(3, s + TILE_ROWS * BLOCK_Q + LANES, pitch);
     }
+    for (int64_t j = 0; p->factor != 1 && j < n; j++)
+        UNROLL_FOR(int u = 0; u < nv; u++) {
+            lane *to = p->out + j * BLOCK_Q + u * LANES;
+            v_store(to, v_load(to) * v_splat(p->factor));
+        }
+}
+
+/* power = 2^y of `count` vectors up to a little above 0: 1 at 0, exactly 0 below 2^-126, NaN at NaN. y = whole + f with 0 <= f < 1. The relative
+ * error is 2.9e-6 (tools/polynomials.py), less than a thousandth of what rounding to bfloat16 errs by. A result that is
+ * not normal would take 125 ns: so it is not computed. */
+INLINE void v_exp2_short(int count, const v_t *y, v_t *power)
+{
+    v_t f[2 * NV];
+    UNROLL_FOR(int i = 0; i < count; i++) f[i] = _mm512_reduce_ps(y[i], _MM_FROUND_TO_NEG_INF);
+    UNROLL_FOR(int i = 0; i < count; i++)
+        power[i] = v_fma(f[i], v_splat(0.013425154611468315f), v_splat(0.0522453747689724f));
+    UNROLL_FOR(int i = 0; i < count; i++) power[i] = v_fma(power[i], f[i], v_splat(0.24127855896949768f));
+    UNROLL_FOR(int i = 0; i < count; i++) power[i] = v_fma(power[i], f[i], v_splat(0.6930451393127441f));
+    UNROLL_FOR(int i = 0; i < count; i++) power[i] = v_fma(power[i], f[i], v_splat(1));
+    UNROLL_FOR(int i = 0; i < count; i++)
+        power[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(y[i], v_splat(-126), _CMP_NLT_UQ), power[i], y[i]);
+}
+
+/* Pairs of bfloat16, rounded to nearest, ties away from 0: integers add beside tiles at full speed, multipliers do not. */
+INLINE v_t v_pair_up(v_t low, v_t high)
+{
+    const vw_t half = (vw_t){0} + 0x8000, upper = (vw_t){0} + 0xffff0000u;
+    return (v_t)((((vw_t)low + half) >> 16) | (((vw_t)high + half) & upper));
+}
+
+/* What softmax_update takes, and pairs (BLOCK_K / 2, BLOCK_Q). */
+typedef struct {
+    lane *s;
+    int64_t n;
+    lane factor;
+    lane *row_max, *row_sum, *row_log, *alpha, *pairs;
+} amx_scores_done;
+
+/* softmax_update of scores times `factor`, which enters by a multiply-add. Probabilities become pairs, up to a whole step
+ * 0; with `keep` they take the place of the scores, too. */
+INLINE int amx_softmax(int nv, int keep, int logs, const amx_scores_done *p)
+{
+    lane *const s = p->s, *const pairs = p->pairs;
+    const int64_t n = p->n;
+    const lane factor = p->factor;
+    const v_t per_score = v_splat(factor * (lane)LOG2_E), none = v_splat(-INFINITY);
+    v_t base[NV], sum[NV][2], log[NV];
+    vi_t moved = {0};
+    UNROLL_FOR(int u = 0; u < nv; u++) {
+        const lane *from = s + u * LANES;
+        v_t max[4] = {none, none, none, none}; /* one chain would wait for each */
+        int64_t j = 0;
+        for (; j + 4 <= n; j += 4, from += 4 * BLOCK_Q)
+            UNROLL_FOR(int i = 0; i < 4; i++) max[i] = v_max(max[i], v_load(from + i * BLOCK_Q));
+        for (; j < n; j++, from += BLOCK_Q) max[0] = v_max(max[0], v_load(from));
+        const v_t before = v_load(p->row_max + u * LANES), all = v_max(v_max(max[0], max[1]), v_max(max[2], max[3]));
+        const v_t now = v_max(before, all * v_splat(factor)), scale = v_exp_prob(before - v_base(now));
+        base[u] = v_base(now) * v_splat((lane)-LOG2_E);
+        if (logs) {
+            const v_t old = v_load(p->row_log + u * LANES), step = v_log_weight(before - v_base(now));
+            v_store(p->row_log + u * LANES, scale * v_fma(v_load(p->row_sum + u * LANES), step, old));
+        }
+        moved |= scale != v_splat(1);
+        v_store(p->alpha + u * LANES, scale);
+        v_store(p->row_max + u * LANES, now);
+        log[u] = sum[u][0] = sum[u][1] = v_splat(0);
+    }
+    int64_t j = 0;
+    for (; j + 2 <= n; j += 2) {
+        v_t y[2 * NV], prob[2 * NV];
+        UNROLL_FOR(int i = 0; i < 2 * nv; i++)
+            y[i] = v_fma(v_load(s + (j + i % 2) * BLOCK_Q + i / 2 * LANES), per_score, base[i / 2]);
+        v_exp2_short(2 * nv, y, prob);
+        UNROLL_FOR(int i = 0; i < 2 * nv; i++) {
+            sum[i / 2][i % 2] += prob[i];
+            if (logs) log[i / 2] = v_fma(prob[i], v_log_weight(y[i] * v_splat((lane)LN_2)), log[i / 2]);
+            if (keep) v_store(s + (j + i % 2) * BLOCK_Q + i / 2 * LANES, prob[i]);
+        }
+        UNROLL_FOR(int u = 0; u < nv; u++)
+            v_store(pairs + j / 2 * BLOCK_Q + u * LANES, v_pair_up(prob[2 * u], prob[2 * u + 1]));
+    }
+    if (j < n) {
+        v_t y[NV], prob[NV];
+        UNROLL_FOR(int u = 0; u < nv; u++) y[u] = v_fma(v_load(s + j * BLOCK_Q + u * LANES), per_score, base[u]);
+        v_exp2_short(nv, y, prob);
+        UNROLL_FOR(int u = 0; u < nv; u++) {
+            sum[u][0] += prob[u];
+            if (logs) log[u] = v_fma(prob[u], v_log_weight(y[u] * v_splat((lane)LN_2)), log[u]);
+            if (keep) v_store(s + j * BLOCK_Q + u * LANES, prob[u]);
+            v_store(pairs + j / 2 * BLOCK_Q + u * LANES, v_pair_up(prob[u], v_splat(0)));
+        }
+        j += 2;
+    }
+    for (; j < round_up(n, TILE_KEYS); j += 2)
+        UNROLL_FOR(int u = 0; u < nv; u++) v_store(pairs + j / 2 * BLOCK_Q + u * LANES, v_splat(0));
+    UNROLL_FOR(int u = 0; u < nv; u++) {
+        const v_t all = sum[u][0] + sum[u][1];
+        v_store(p->row_sum + u * LANES, v_fma(v_load(p->row_sum + u * LANES), v_load(p->alpha + u * LANES), all));
+        if (logs) v_store(p->row_log + u * LANES, v_load(p->row_log + u * LANES) + log[u]);
+    }
+    return v_any(moved);
 }
 
 /* Rows [d, d + 16 or, with `hi`, 32) of out. */
@@ -81,15 +184,20 @@ INLINE void amx_value_tiles(int nv, int hi, int64_t d, const value_product *p)
     if (hi && nv > 1) TILE_STORE(3, out + TILE_ROWS * BLOCK_Q + LANES, pitch);
 }
 
+/* out (width, nv) *= alpha (nv), as ACC_SCALE. */
+INLINE void amx_scale(int nv, int64_t width, const lane *alpha, lane *out)
+{
+    for (int64_t d = 0; d < width; d++)
+        UNROLL_FOR(int u = 0; u < nv; u++) {
+            lane *to = out + d * BLOCK_Q + u * LANES;
+            v_store(to, v_load(to) * v_load(alpha + u * LANES));
+        }
+}
+
 /* block_values: v is V^T as transpose_values makes it, v_row the bytes of a pair of keys. */
 INLINE void amx_values(int nv, const value_product *p)
 {
     const int64_t width = padded_v(p->head_dim_v);
-    for (int64_t d = 0; p->mode == ACC_SCALE && d < width; d++)
-        UNROLL_FOR(int u = 0; u < nv; u++) {
-            lane *out = p->out + d * BLOCK_Q + u * LANES;
-            v_store(out, v_load(out) * v_load(p->alpha + u * LANES));
-        }
     for (int64_t d = 0; d < width; d += 2 * TILE_ROWS) {
         if (d + TILE_ROWS < width) amx_value_tiles(nv, 1, d, p);
         else amx_value_tiles(nv, 0, d, p);
