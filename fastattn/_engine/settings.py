@@ -186,6 +186,8 @@ def _use_isa(what: str, isa: str) -> None:
         available = ", ".join(available_isas()) or f"none ({_missing().why})"
         raise ValueError(f"{what} is {isa!r}; available here: {available}")
     core.set_isa(isa)
+    if core.get_isa() != isa:
+        raise ValueError(f"{what} is {isa!r}; {core.isa_refused}")
 
 
 def available_isas() -> tuple[str, ...]:
@@ -343,7 +345,8 @@ def show_config() -> Report:
     -------
     Report
         A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
-        if it is compiled), ``isa`` in use (None on NumPy), ``isas_available`` on this CPU, ``isas_compiled``,
+        if it is compiled), ``isa`` in use (None on NumPy), ``isa_refused`` (why the system does not let a
+        better one run, or None), ``isas_available`` on this CPU, ``isas_compiled``,
         ``num_threads`` and ``num_threads_from`` (which variable or limit sets it), ``threading``: whose
         threads compute ("openmp"; "team", our own; "borrowed", torch's, while `fastattn.torch` is imported;
         None on NumPy), and ``threading_available`` in this build,
@@ -355,6 +358,7 @@ def show_config() -> Report:
         backend=current.backend,
         why_numpy=why_numpy(),
         isa=core.get_isa() if current.backend == "compiled" else None,
+        isa_refused=core.isa_refused if core else None,
         isas_available=available_isas(),
         isas_compiled=core.COMPILED_ISAS if core else (),
         num_threads=get_num_threads(),
