@@ -117,18 +117,17 @@ INLINE int unscaled(const fa_attention_args *a, int dot)
     return V_TILES && dot && plain && !a->sigmoid && !a->stats.second_pass;
 }
 
-/* softmax_update of scores times `factor`. By tiles probabilities go into pairs, and stay in s with `keep` alone. */
-INLINE int tile_softmax(int nv, int dot, int keep, int64_t n, lane factor, const tile_state *tile,
-                        const tile_scratch *scratch)
+/* softmax_update. By tiles probabilities go into pairs, and stay in s with `keep` alone. */
+INLINE int tile_softmax(int nv, int dot, int keep, int64_t n, const tile_state *tile, const tile_scratch *scratch)
 {
     lane *s = scratch->s, *log = tile->row_log;
 #if V_TILES
     if (dot) {
-        const amx_scores_done p = {s, n, factor, tile->row_max, tile->row_sum, log, scratch->alpha, scratch->pairs};
+        const amx_scores_done p = {s, n, tile->factor, tile->row_max, tile->row_sum, log, scratch->alpha, scratch->pairs};
         return log ? amx_softmax(nv, keep, 1, &p) : amx_softmax(nv, keep, 0, &p);
     }
 #endif
-    (void)keep, (void)factor;
+    (void)keep;
     if (log) return softmax_update(nv, dot, s, n, tile->row_max, tile->row_sum, log, scratch->alpha);
     return softmax_update(nv, dot, s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
 }
@@ -209,11 +208,10 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
                         tile->top_key);
     }
     int moved = 0;
-    const lane factor = unscaled(a, dot) ? mods->q_factor : 1;
     const int drops = a->dropout > 0, keep = bad || drops;
     if (a->sigmoid) sigmoid_update(nv, scratch->s, n, (lane)a->sigmoid_bias);
-    else if (keep) moved = tile_softmax(nv, dot, 1, n, factor, tile, scratch);
-    else moved = tile_softmax(nv, dot, 0, n, factor, tile, scratch);
+    else if (keep) moved = tile_softmax(nv, dot, 1, n, tile, scratch);
+    else moved = tile_softmax(nv, dot, 0, n, tile, scratch);
     mark_rows(nv, &scores, bad, tile->row_max);
     if (drops) drop_tile(nv, &scratch->drop, tile->counters, j0, n, scratch->s);
     if (dot && (!V_TILES || a->sigmoid || drops)) pair_probs(nv, scratch->s, n, scratch->pairs);
@@ -244,6 +242,15 @@ INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
     tile->fresh = 1;
 }
 
+/* Row maxima times the factor that scores wait for. */
+INLINE void scale_maxima(tile_state *tile)
+{
+    for (int64_t r = 0; tile->factor != 1 && r < BLOCK_Q; r += LANES) {
+        const v_t max = v_load(tile->row_max + r), mark = v_splat(-LANE_MAX); /* of mark_rows */
+        v_store(tile->row_max + r, v_select(max == mark, mark, max * v_splat(tile->factor)));
+    }
+}
+
 /* Makes a part of what the tile has met since the last one, and merges it into `total`. A part of no keys is left out,
  * unless it is the first: `total` must hold something. */
 static void tile_end_part(const fa_attention_args *a, const tile_scratch *scratch, tile_state *tile)
@@ -251,6 +258,7 @@ static void tile_end_part(const fa_attention_args *a, const tile_scratch *scratc
     const partial *part = tile->parts ? &scratch->part : &tile->total;
     const int64_t n_rows = tile->rows.n;
     if (tile->fresh && tile->parts) return;
+    scale_maxima(tile);
     if (tile->fresh) memset(part->acc, 0, n_rows * part->acc_row * sizeof(lane));
     else transpose(tile->ot, BLOCK_Q, a->head_dim_v, n_rows, part->acc, part->acc_row);
     memcpy(part->row_max, tile->row_max, n_rows * sizeof(lane));
@@ -259,7 +267,7 @@ static void tile_end_part(const fa_attention_args *a, const tile_scratch *scratc
     for (int64_t i = 0; i < a->stats.n_top; i++)
         for (int64_t r = 0; r < n_rows; r++) {
             const top_list top = row_top(a, part, r);
-            top.score[i] = tile->top_score[i * BLOCK_Q + r] * tile->top_factor;
+            top.score[i] = tile->top_score[i * BLOCK_Q + r] * tile->factor;
             top.key[i] = tile->top_first + tile->top_key[i * BLOCK_Q + r];
         }
     if (tile->parts == 1) partial_begin_merging(&tile->total);
@@ -284,6 +292,7 @@ static void tile_finish(const fa_attention_args *a, const tile_scratch *scratch,
         partial_finish(a, &tile->rows, &tile->total);
         return;
     }
+    scale_maxima(tile);
     const partial sums = {.row_max = tile->row_max, .row_sum = tile->row_sum, .row_log = tile->row_log};
     if (tile->fresh) memset(tile->ot, 0, a->head_dim_v * BLOCK_Q * sizeof(lane));
     transposed_finish(a, &tile->rows, &sums, tile->ot);
@@ -306,7 +315,7 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int do
     for (int64_t r = rows->n; a->mods.bias.data && r < BLOCK_Q; r++)
         tile->bias[r] = tile->bias[rows->n - 1]; /* a lane without a row hides what the last row hides */
     tile->parts = 0;
-    tile->top_factor = unscaled(a, dot) ? mods->q_factor : 1;
+    tile->factor = unscaled(a, dot) ? mods->q_factor : 1;
     tile_reset(a, tile);
     if (!a->stats.second_pass) return;
     memset(tile->row_sum, 0, BLOCK_Q * sizeof(lane));

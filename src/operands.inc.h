@@ -25,12 +25,12 @@ typedef struct {
     row_lanes lanes;
     lane *qt, *ot;           /* Q^T (head_dim, BLOCK_Q), O^T (head_dim_v, BLOCK_Q) */
     lane *row_max, *row_sum; /* (BLOCK_Q); in the second pass the rows' norm stands there */
+    lane factor;             /* that row_max and top_score are to be multiplied by, as all scores until then */
     lane *row_log;           /* (BLOCK_Q), or NULL */
     const char **bias;       /* (BLOCK_Q): where the bias of each row begins */
     lane *top_score;         /* (n_top, BLOCK_Q) */
     ilane *top_key;          /* (n_top, BLOCK_Q), counted from top_first, the first key of the part */
     int64_t top_first;
-    lane top_factor; /* of these scores */
     philox_row *counters; /* (NV, PHILOX_PARTS), with dropout */
     int fresh;            /* no block yet: ot holds nothing */
     partial total;        /* the parts that are done, merged */

@@ -84,14 +84,13 @@ typedef struct {
     lane *row_max, *row_sum, *row_log, *alpha, *pairs;
 } amx_scores_done;
 
-/* softmax_update of scores times `factor`, which enters by a multiply-add. Probabilities become pairs, up to a whole step
+/* softmax_update of scores times `factor`: row_max is as they are. Probabilities become pairs, up to a whole step
  * 0; with `keep` they take the place of the scores, too. */
 INLINE int amx_softmax(int nv, int keep, int logs, const amx_scores_done *p)
 {
     lane *const s = p->s, *const pairs = p->pairs;
     const int64_t n = p->n;
-    const lane factor = p->factor;
-    const v_t per_score = v_splat(factor * (lane)LOG2_E), none = v_splat(-INFINITY);
+    const v_t per_score = v_splat(p->factor * (lane)LOG2_E), none = v_splat(-INFINITY);
     v_t base[NV], sum[NV][2], log[NV];
     vi_t moved = {0};
     UNROLL_FOR(int u = 0; u < nv; u++) {
@@ -102,10 +101,11 @@ INLINE int amx_softmax(int nv, int keep, int logs, const amx_scores_done *p)
             UNROLL_FOR(int i = 0; i < 4; i++) max[i] = v_max(max[i], v_load(from + i * BLOCK_Q));
         for (; j < n; j++, from += BLOCK_Q) max[0] = v_max(max[0], v_load(from));
         const v_t before = v_load(p->row_max + u * LANES), all = v_max(v_max(max[0], max[1]), v_max(max[2], max[3]));
-        const v_t now = v_max(before, all * v_splat(factor)), scale = v_exp_prob(before - v_base(now));
-        base[u] = v_base(now) * v_splat((lane)-LOG2_E);
+        const v_t now = v_max(before, all), change = (before - v_base(now)) * v_splat(p->factor);
+        const v_t scale = v_exp_prob(change);
+        base[u] = v_base(now);
         if (logs) {
-            const v_t old = v_load(p->row_log + u * LANES), step = v_log_weight(before - v_base(now));
+            const v_t old = v_load(p->row_log + u * LANES), step = v_log_weight(change);
             v_store(p->row_log + u * LANES, scale * v_fma(v_load(p->row_sum + u * LANES), step, old));
         }
         moved |= scale != v_splat(1);
@@ -117,7 +117,7 @@ INLINE int amx_softmax(int nv, int keep, int logs, const amx_scores_done *p)
     for (; j + 2 <= n; j += 2) {
         v_t y[2 * NV], prob[2 * NV];
         UNROLL_FOR(int i = 0; i < 2 * nv; i++)
-            y[i] = v_fma(v_load(s + (j + i % 2) * BLOCK_Q + i / 2 * LANES), per_score, base[i / 2]);
+            y[i] = (v_load(s + (j + i % 2) * BLOCK_Q + i / 2 * LANES) - base[i / 2]) * per_score;
         v_exp2_short(2 * nv, y, prob);
         UNROLL_FOR(int i = 0; i < 2 * nv; i++) {
             sum[i / 2][i % 2] += prob[i];
@@ -129,7 +129,7 @@ INLINE int amx_softmax(int nv, int keep, int logs, const amx_scores_done *p)
     }
     if (j < n) {
         v_t y[NV], prob[NV];
-        UNROLL_FOR(int u = 0; u < nv; u++) y[u] = v_fma(v_load(s + j * BLOCK_Q + u * LANES), per_score, base[u]);
+        UNROLL_FOR(int u = 0; u < nv; u++) y[u] = (v_load(s + j * BLOCK_Q + u * LANES) - base[u]) * per_score;
         v_exp2_short(nv, y, prob);
         UNROLL_FOR(int u = 0; u < nv; u++) {
             sum[u][0] += prob[u];
