@@ -1,133 +1,151 @@
-"""The tiles that `explain` counts, against a count one by one; any number of keys takes no memory."""
+"""The instruction set `amx`: tiles of threads, children and signal handlers, and systems that refuse them."""
 
-import tracemalloc
+import os
+import signal
+import threading
 
+import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from oracle import assert_same_bits
 
 import fastattn
-from fastattn import masks
-from fastattn._args.attention import attention_args
-from fastattn._engine.tiles import count_tiles
+from fastattn import ops
+from fastattn._engine import settings
 
-STRUCTURES = {
-    "dilated": masks.dilated(2, 3),
-    "strided": masks.strided(4),
-    "window and first": masks.causal() & (masks.window(2) | masks.first_keys(2)),
-    "global": masks.window(1, 1) | masks.global_tokens([3]),
-}
+tiles = pytest.mark.skipif("amx" not in fastattn.available_isas(), reason="no tiles: of an Intel Xeon, or emulated")
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+timers = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timers")
+
+BFLOAT16 = ml_dtypes.bfloat16
 
 
-def counted(args, block_q, block_k):
-    """All tiles, and of these those that are skipped, full and neither, one after the other."""
-    heads, len_q, len_k = args.heads_q, args.len_q, args.len_k
-    group, rows_shape = heads // args.heads_kv, (*args.batch_shape, heads, len_q)
-    begin = np.broadcast_to(0 if args.row_begin is None else args.row_begin, rows_shape)
-    end = np.broadcast_to(len_k if args.row_end is None else args.row_end, rows_shape)
-    found = {"total": 0, "skipped": 0, "full": 0, "edge": 0}
-    dense = [np.broadcast_to(x, (*rows_shape, len_k)) for x in (args.mask,) if x is not None]
-    dense += [np.broadcast_to(x != -np.inf, (*rows_shape, len_k)) for x in (args.bias,) if x is not None]
-    if args.ranges is not None:
-        first, last = (np.broadcast_to(x, rows_shape) for x in (args.range_first, args.range_last))
-        listed = np.zeros((*rows_shape, len_k), bool)
-        for row in np.ndindex(rows_shape):
-            for low, high in args.ranges[first[row] : last[row]]:
-                listed[row][max(low, begin[row]) : min(high, end[row])] = True
-        dense.append(listed)
-    for b in np.ndindex(args.batch_shape):
-        for h in range(args.heads_kv):
-            pairs = [(*b, h * group + g, i) for i in range(len_q) for g in range(group)]
-            for r in range(0, len(pairs), block_q):
-                rows = pairs[r : r + block_q]
-                some = [(begin[row], end[row]) for row in rows if begin[row] < end[row]]
-                for start in range(0, len_k, block_k):
-                    stop = min(start + block_k, len_k)
-                    touched = bool(some) and min(some)[0] < stop and max(e for _, e in some) > start
-                    full = all(begin[row] <= start and stop <= end[row] for row in rows)
-                    for x in dense:
-                        tile = np.array([x[row][start:stop] for row in rows])
-                        touched, full = touched and tile.any(), full and tile.all()
-                    found["total"] += 1
-                    found["full" if touched and full else "edge" if touched else "skipped"] += 1
-    return tuple(found.values())
+def draw(*shape):
+    """Normal numbers in bfloat16."""
+    return np.random.default_rng(0).standard_normal(shape, np.float32).astype(BFLOAT16)
 
 
-@st.composite
-def calls(draw):
-    """A call with any masks, each of its own shape, and the sizes of blocks."""
-    batch, kv, group = (draw(st.integers(1, 3)) for _ in range(3))
-    len_q, len_k, heads = draw(st.integers(0, 9)), draw(st.integers(0, 25)), kv * group
-    rng = np.random.default_rng(draw(st.integers(0, 1000)))
-
-    def shape(*full):
-        """One that broadcasts to `full`, by a view of it or not."""
-        own = tuple(n if draw(st.booleans()) else 1 for n in full)
-        return own, draw(st.booleans())
-
-    def array(make, *full):
-        own, view = shape(*full)
-        x = make(own)
-        return np.broadcast_to(x, full) if view else x
-
-    options = {}
-    if draw(st.booleans()):
-        begin = array(lambda own: rng.integers(0, len_k + 1, own), batch, heads, len_q)
-        width = array(lambda own: rng.integers(0, len_k + 1, own), batch, heads, len_q)
-        options["row_ranges"] = (begin, begin + width)
-    if draw(st.booleans()):
-        options |= {"kv_lengths": rng.integers(0, len_k + 1, batch), "q_offset": 0}
-    if draw(st.booleans()):
-        options |= {"causal": True, "q_offset": 0}
-    kind = draw(st.sampled_from(["none", "dense", *STRUCTURES]))
-    if kind == "dense":
-        share = draw(st.sampled_from([0.1, 0.5, 0.95]))
-        options["mask"] = array(lambda own: rng.random(own) < share, batch, heads, len_q, len_k)
-    elif kind != "none":
-        options["mask"] = STRUCTURES[kind]
-    if draw(st.booleans()):
-        bias = array(
-            lambda own: np.where(rng.random(own) < 0.3, np.float32(-np.inf), np.float32(0)),
-            batch,
-            heads,
-            len_q,
-            len_k,
-        )
-        options["bias"] = bias
-    q, k = (np.zeros((batch, h, n, 4), np.float32) for h, n in ((heads, len_q), (kv, len_k)))
-    args = attention_args("explain", q, k, k, **options)
-    return args, draw(st.integers(1, 8)), draw(st.integers(1, 9))
+def results(rows=70, keys=9000):
+    """Results of each kernel that has tiles, long enough that calls of several threads meet."""
+    q, k, x, weight = draw(1, 2, rows, 64), draw(1, 2, keys, 64), draw(rows, 600), draw(100, 600)
+    wide = weight.astype(np.float32)
+    return (
+        fastattn.attention(q, k, k),
+        ops.linear(x, ops.pack(weight)),
+        ops.linear(x.astype(np.float32), ops.pack(wide, dtype="int8"), activations="int8"),
+    )
 
 
-@given(calls())
-def test_tiles_are_those_that_one_finds_one_by_one(call):
-    assert tuple(count_tiles(*call)) == counted(*call)
+@pytest.fixture(autouse=True)
+def _use_amx():
+    with settings.forced(isa="amx" if "amx" in fastattn.available_isas() else None):
+        yield
 
 
-N = 2**36
-LONG = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window": {"window": (1000, 3)},
-    "kv_lengths": {"kv_lengths": [N // 3]},
-    "row_ranges": {"row_ranges": (5, np.arange(N, N - 8, -1))},
-    "documents": {"mask": masks.causal() & masks.chunked(N // 8)},
-    "lists": {"mask": masks.window(10**6) | masks.first_keys(10**6)},
-    "mask": {"mask": np.broadcast_to(np.array([[True]] * 7 + [[False]]), (8, N))},
-    "bias": {"bias": np.broadcast_to(np.float32(0), (1, 1, 8, N))},
-}
+def assert_same_results(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert_same_bits(one, other)
 
 
-@pytest.mark.parametrize("options", LONG.values(), ids=LONG)
-def test_any_number_of_keys_takes_no_memory(options, implementation):
-    q, k = (np.broadcast_to(np.zeros(64, np.float32), (1, 2, n, 64)) for n in (8, N))
-    tracemalloc.start()
+@tiles
+def test_threads_have_tiles_of_their_own():
+    expected, got = results(), []
+    threads = [threading.Thread(target=lambda: got.append(results())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == len(threads)
+    for each in got:
+        assert_same_results(each, expected)
+
+
+@tiles
+@forks
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_children_have_tiles():
+    expected = results()
+    child = os.fork()
+    if not child:
+        same = all((one == other).all() for one, other in zip(results(), expected, strict=True))
+        os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@tiles
+@timers
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
+def test_a_signal_handler_may_use_tiles_in_the_middle_of_a_call():
+    """Handlers run between products; when they return, the call has lost its tiles and must take new ones."""
+    expected, small = results(200, 60000), results(5, 100)
+    again = []
+    before = signal.signal(signal.SIGALRM, lambda *_: again.append(results(5, 100)))
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
     try:
-        report = fastattn.explain(q, k, k, **options)
-        most = tracemalloc.get_traced_memory()[1]
+        for _ in range(5):
+            assert_same_results(results(200, 60000), expected)
     finally:
-        tracemalloc.stop()
-    assert most < 1e6  # a byte for each tile would be 2e9
-    assert report["tiles"] == 2 * -(-8 // report["block_q"]) * N // report["block_k"]
-    assert report["tiles"] == report["tiles_skipped"] + report["tiles_full"] + report["tiles_edge"]
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert again
+    for each in again:
+        assert_same_results(each, small)
+
+
+SMALL_STACK = """
+import ctypes, numpy as np, ml_dtypes, fastattn
+
+class Stack(ctypes.Structure):
+    _fields_ = [("pointer", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+memory = ctypes.create_string_buffer(8192)
+stack = Stack(ctypes.cast(memory, ctypes.c_void_p), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+q = np.ones((1, 1, 8, 8), ml_dtypes.bfloat16)
+assert (fastattn.attention(q, q, q) == 1).all()
+config = fastattn.show_config()
+print(config["isa"], config["isa_refused"], sep=": ")
+"""
+
+
+@tiles
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="only Linux refuses tiles")
+def test_a_system_that_refuses_tiles(python):
+    """The next instruction set computes, and `show_config` says why."""
+    run = python(SMALL_STACK, FASTATTN_ISA=None, FASTATTN_BACKEND=None)
+    isa, why = run.stdout.strip().split(": ", 1)
+    assert (isa, why) == ("amx", "None") or (isa != "amx" and "12 KB" in why), run.stderr
+    if os.access("/proc/cpuinfo", os.R_OK) and " amx_tile " in open("/proc/cpuinfo").read():
+        asked = python(SMALL_STACK.replace("import", "import os; os.environ['FASTATTN_ISA'] = 'avx2'; import", 1))
+        assert asked.stdout.strip() == "avx2: None", asked.stderr
+
+
+@tiles
+@pytest.mark.parametrize("features", [1, 31, 32, 33, 64, 513, 1100])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_rows_are_the_same_in_every_number_of_them(dtype, features):
+    """Tiles of one row, of 16 and of 32, and pieces of the features, give a row the same bits."""
+    x, weight = draw(77, features).astype(np.float32), draw(70, features).astype(np.float32)
+    packed, rounding = ops.pack(weight, dtype=dtype), "int8" if dtype == "int8" else None
+    expected = ops.linear(x, packed, activations=rounding)
+    for begin, end in [(0, 1), (3, 19), (0, 33), (60, 77)]:
+        assert_same_bits(ops.linear(x[begin:end], packed, activations=rounding), expected[begin:end])
+
+
+@tiles
+def test_sums_of_bytes_are_those_of_other_instruction_sets():
+    x, weight = draw(40, 700).astype(np.float32), draw(70, 700).astype(np.float32)
+    packed = ops.pack(weight, dtype="int8")
+    expected = ops.linear(x, packed, activations="int8")
+    with settings.forced(isa="avx512"):
+        assert_same_bits(ops.linear(x, packed, activations="int8"), expected)
+
+
+@tiles
+def test_rows_do_not_depend_on_where_others_begin():
+    """Keys are taken in steps of the sequence: a window's first key may lie in the middle of one."""
+    q, k, v = draw(1, 2, 130, 40), draw(1, 2, 130, 40), draw(1, 2, 130, 24)
+    whole = fastattn.attention(q, k, v, window=(45, 0))
+    for row in (50, 77, 129):
+        alone = fastattn.attention(q[..., row - 16 : row + 1, :], k[..., : row + 1, :], v[..., : row + 1, :], window=(45, 0))
+        assert_same_bits(alone[..., -1, :], whole[..., row, :])
