@@ -23,7 +23,7 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline, unused))
-#define NOINLINE static __attribute__((noinline)) /* large, and called from several places */
+#define NOINLINE static __attribute__((noinline, unused)) /* large, and called from several places */
 
 #include "isa_constants.h"
 
