@@ -7,6 +7,7 @@ FASTATTN_REQUIRE_EXT=1        fail instead
 FASTATTN_WERROR=1             warnings in src/ are errors
 FASTATTN_EMULATE_BF16_DOT=1   for tests: dot products of bfloat16 pairs on every instruction set, spelled out
                               where there is no instruction for them
+FASTATTN_EMULATE_TILES=1      for tests: the instruction set `amx` for every CPU with AVX-512, its tiles spelled out
 FASTATTN_ISAS=avx2,avx512      compile no other instruction sets but these, and generic
 FASTATTN_OPENMP=0             leave OpenMP out, as where the compiler has none: threads are our own
 FASTATTN_TRACE=1              note which thread runs which task when, for tools/threads.py
@@ -39,6 +40,8 @@ FLAGS = ["-std=gnu11", "-O3", "-g0", "-fwrapv", "-ffp-contract=off", "-fno-math-
 FLAGS += ["-Wall", "-Wextra"]
 if os.environ.get("FASTATTN_EMULATE_BF16_DOT") == "1":
     FLAGS.append("-DFA_EMULATE_BF16_DOT")
+EMULATES_TILES = os.environ.get("FASTATTN_EMULATE_TILES") == "1"
+TILES_FLAGS = ["-DFA_EMULATE_TILES"] if EMULATES_TILES else []  # of `amx`, and of what asks for its CPUs
 SANITIZE = os.environ.get("FASTATTN_SANITIZE", "")
 SANITIZED = ["-O1", "-g", f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all"] if SANITIZE else []
 TRACE = [("FA_TRACE", "1")] if os.environ.get("FASTATTN_TRACE") == "1" else []
@@ -82,9 +85,11 @@ def instruction_sets():
     machine = platform.machine().lower().replace("arm64", "aarch64").replace("amd64", "x86_64")
     line = r'^FA_ISA\((\w+), (\w+), "(.*)", (\w+), "(.*)"\)$'
     lines = re.findall(line, (SRC / "isa.inc").read_text(), re.MULTILINE)
+    flags_of = {name: flags.split() for name, _, flags, _, _ in lines}
+    flags_of["amx"] = [*flags_of["avx512"], *TILES_FLAGS] if EMULATES_TILES else flags_of["amx"]
     return [
-        InstructionSet(name, tuple(flags.split()), base, tuple(FAMILIES if own == "all" else own.split()))
-        for name, arch, flags, base, own in lines
+        InstructionSet(name, tuple(flags_of[name]), base, tuple(FAMILIES if own == "all" else own.split()))
+        for name, arch, _, base, own in lines
         if arch in (machine, "any")
     ]
 
@@ -125,7 +130,10 @@ class BuildExt(build_ext):
         folder = self.get_ext_filename("layer")  # each Python's own
         jobs = [partial(self.compile, layer, folder, layer_flags, ext.define_macros)]
         jobs += [partial(kernels, *table) for table in sorted(tables, key=lambda t: t[2] not in LONGEST)]
-        jobs += [partial(self.compile, SRC / name, "common", self.gnu(flags), compiled) for name in COMMON]
+        jobs += [
+            partial(self.compile, SRC / name, "common", self.gnu([*flags, *TILES_FLAGS]), compiled)
+            for name in COMMON
+        ]
         for path in SRC.rglob("*.*"):
             digest(str(path))  # before anything is compiled
         with ThreadPoolExecutor(os.cpu_count()) as pool:

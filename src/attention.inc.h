@@ -25,7 +25,7 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
 {
     key_block *block = &scratch->block;
     bad_rows *bad = &block->bad;
-    const int64_t width = a->head_dim_v, bytes = width * (int64_t)sizeof(lane);
+    const int64_t width = a->head_dim_v, bytes = (dot ? padded_v(width) : width) * (int64_t)sizeof(lane);
     if (block->checked) return;
     block->checked = 1;
     if (dot) find_bad_rows(FA_BF16, at_key(&a->v, rows, block->first), a->v.row, block->n, width, bad);
@@ -35,10 +35,11 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
         copy_good_rows(bad, block->v, block->v_row, block->n, bytes, (char *)scratch->clean);
         return;
     }
-    memcpy(scratch->clean, block->v, ceil_div(block->n, 2) * bytes);
+    memcpy(scratch->clean, block->v, round_up(block->n, key_step(1)) / 2 * bytes);
     for (int64_t i = 0; i < bad->n; i++) { /* one half of every pair */
-        char *pairs = (char *)scratch->clean + bad->row[i] / 2 * bytes + bad->row[i] % 2 * 2;
-        for (int64_t d = 0; d < width; d++) memset(pairs + d * (int64_t)sizeof(lane), 0, 2);
+        const int64_t step = V_TILES ? TILE_KEYS : 2, key = bad->row[i];
+        char *pairs = (char *)scratch->clean + key / step * step / 2 * bytes + key % step * 2;
+        for (int64_t d = 0; d < width; d++) memset(pairs + d * step * 2, 0, 2);
     }
 }
 
@@ -71,9 +72,12 @@ NOINLINE void weigh_tile(const fa_attention_args *a, int nv, const tile_state *t
     if (a->stats.mean_weights.data) add_rows_to_mean(a, &tile->rows, by_row, j0, n);
 }
 
-/* Probabilities (n, nv) as pairs of bfloat16, those of keys 2j and 2j + 1. */
+/* Probabilities (n, nv) as pairs of bfloat16, those of keys 2j and 2j + 1; up to a whole step 0. */
 INLINE void pair_probs(int nv, const lane *probs, int64_t n, lane *pairs)
 {
+    const int64_t whole = round_up(n, key_step(1));
+    for (int64_t j = round_up(n, 2); j < whole; j += 2)
+        UNROLL_FOR(int u = 0; u < nv; u++) v_store(pairs + j / 2 * BLOCK_Q + u * LANES, v_splat(0));
     for (int64_t j = 0; j < n; j += 2)
         UNROLL_FOR(int u = 0; u < nv; u++) {
             const v_t p0 = v_load(probs + j * BLOCK_Q + u * LANES);
@@ -91,6 +95,81 @@ static int64_t keys_of_low(const row_block *rows, int64_t j0, int64_t n, int dot
     return smaller(n, dot ? round_up(end - j0, 2) : end - j0);
 }
 
+/* Around products of pairs. */
+INLINE void tiles_begin(void)
+{
+#if V_TILES
+    tile_shapes(TILE_ROWS, TILE_ROWS);
+#endif
+}
+
+INLINE void tiles_end(void)
+{
+#if V_TILES
+    TILES_END();
+#endif
+}
+
+/* Whether scores wait for their factor until softmax, which then costs nothing. */
+INLINE int unscaled(const fa_attention_args *a, int dot)
+{
+    const int plain = a->mods.softcap == 0 && !a->mods.bias.data && !a->mods.alibi_slopes.data && a->mods.scale > 0;
+    return V_TILES && dot && plain && !a->sigmoid && !a->stats.second_pass;
+}
+
+/* softmax_update. By tiles probabilities go into pairs, and stay in s with `keep` alone. */
+INLINE int tile_softmax(int nv, int dot, int keep, int64_t n, const tile_state *tile, const tile_scratch *scratch)
+{
+    lane *s = scratch->s, *log = tile->row_log;
+#if V_TILES
+    if (dot) {
+        const amx_scores_done p = {
+            s, n, tile->factor, tile->row_max, tile->row_sum, log, scratch->alpha, scratch->pairs};
+        return log ? amx_softmax(nv, keep, 1, &p) : amx_softmax(nv, keep, 0, &p);
+    }
+#endif
+    (void)keep;
+    if (log) return softmax_update(nv, dot, s, n, tile->row_max, tile->row_sum, log, scratch->alpha);
+    return softmax_update(nv, dot, s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
+}
+
+/* S^T, by tiles where there are any. */
+INLINE void block_scores(int nv, int dot, int64_t n, const outer_product *p, const bias_ahead *bias)
+{
+#if V_TILES
+    if (dot) {
+        amx_scores(nv, n, p);
+        return;
+    }
+#endif
+    block_outer(nv, dot, n, p, bias);
+}
+
+/* O^T of the tile that waits for it, if one does. */
+INLINE void sum_waiting(tile_scratch *scratch)
+{
+#if V_TILES
+    if (scratch->waiting_nv == 1) amx_values(1, &scratch->waiting);
+    else if (scratch->waiting_nv) amx_values(NV, &scratch->waiting);
+#endif
+    scratch->waiting_nv = 0;
+}
+
+/* O^T. By tiles, the product waits until the next tile has its scores: what was just stored can not be loaded into a tile
+ * before the store has reached the cache. */
+INLINE void sum_values(int nv, int dot, const value_product *p, tile_scratch *scratch)
+{
+#if V_TILES
+    if (dot) {
+        if (p->mode == ACC_SCALE) amx_scale(nv, p->head_dim_v, p->alpha, p->out); /* now, for the same reason */
+        scratch->waiting = *p, scratch->waiting_nv = nv;
+        return;
+    }
+#endif
+    (void)scratch;
+    block_values(nv, dot, p);
+}
+
 /* One tile against a run of keys of the block. */
 INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv, int dot, tile_state *tile,
                        key_run run, tile_scratch *scratch)
@@ -103,15 +182,18 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     if (kind & BLOCK_EMPTY) return;
     if (!block->k) load_block(a, rows, dot, scratch);
     outer_product product = {.y = tile->qt, .pitch = BLOCK_Q, .factor = mods->q_factor, .out = scratch->s};
+    if (unscaled(a, dot)) product.factor = 1;
     product.x = block->k + skip * block->k_row, product.x_row = block->k_row;
-    product.depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
-    const int64_t n_low = nv == NV && NV_LOW > 0 && kind & BLOCK_EDGE ? keys_of_low(rows, j0, n, dot) : n;
-    block_outer(nv, dot, n_low, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
+    product.depth = dot ? padded_k(a->head_dim) / 2 : a->head_dim;
+    const int cut = nv == NV && NV_LOW > 0 && kind & BLOCK_EDGE && !(V_TILES && dot);
+    const int64_t n_low = cut ? keys_of_low(rows, j0, n, dot) : n;
+    block_scores(nv, dot, n_low, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
     if (nv == NV && n_low < n) { /* modify_tile hides the other scores */
         product.x += n_low * product.x_row, product.y += NV_LOW * LANES;
         product.out += n_low * BLOCK_Q + NV_LOW * LANES;
         block_outer(NV - NV_LOW, dot, n - n_low, &product, NULL);
     }
+    sum_waiting(scratch);
     modify_tile(a, nv, mods, &scores);
     if (a->stats.second_pass) {
         weigh_tile(a, nv, tile, &scores, scratch->by_row);
@@ -127,21 +209,22 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
                         tile->top_key);
     }
     int moved = 0;
+    const int drops = a->dropout > 0, keep = bad || drops;
     if (a->sigmoid) sigmoid_update(nv, scratch->s, n, (lane)a->sigmoid_bias);
-    else if (tile->row_log)
-        moved = softmax_update(nv, dot, scratch->s, n, tile->row_max, tile->row_sum, tile->row_log, scratch->alpha);
-    else moved = softmax_update(nv, dot, scratch->s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
+    else if (keep) moved = tile_softmax(nv, dot, 1, n, tile, scratch);
+    else moved = tile_softmax(nv, dot, 0, n, tile, scratch);
     mark_rows(nv, &scores, bad, tile->row_max);
-    if (a->dropout > 0) drop_tile(nv, &scratch->drop, tile->counters, j0, n, scratch->s);
-    if (dot) pair_probs(nv, scratch->s, n, scratch->pairs);
+    if (drops) drop_tile(nv, &scratch->drop, tile->counters, j0, n, scratch->s);
+    if (dot && (!V_TILES || a->sigmoid || drops)) pair_probs(nv, scratch->s, n, scratch->pairs);
     value_product values = {.alpha = scratch->alpha, .out = tile->ot, .head_dim_v = a->head_dim_v, .pitch = BLOCK_Q};
-    values.v_row = bad ? a->head_dim_v * (int64_t)sizeof(lane) : block->v_row;
+    values.v_row = bad ? (dot ? padded_v(a->head_dim_v) : a->head_dim_v) * (int64_t)sizeof(lane) : block->v_row;
     values.v = (bad ? (const char *)scratch->clean : block->v) + (dot ? skip / 2 : skip) * values.v_row;
     values.n = dot ? ceil_div(n, 2) : n, values.n_low = dot ? ceil_div(n_low, 2) : n_low;
     values.probs = dot ? scratch->pairs : scratch->s;
     values.mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
-    block_values(nv, dot, &values);
+    sum_values(nv, dot, &values, scratch);
     tile->fresh = 0;
+    if (bad) sum_waiting(scratch);
     for (int64_t i = 0; bad && i < block->bad.n; i++) {
         const int64_t key = block->first + block->bad.row[i], row = (key - j0) * BLOCK_Q;
         if (j0 <= key && key < j0 + n)
@@ -160,6 +243,15 @@ INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
     tile->fresh = 1;
 }
 
+/* Row maxima times the factor that scores wait for. */
+INLINE void scale_maxima(tile_state *tile)
+{
+    for (int64_t r = 0; tile->factor != 1 && r < BLOCK_Q; r += LANES) {
+        const v_t max = v_load(tile->row_max + r), mark = v_splat(-LANE_MAX); /* of mark_rows */
+        v_store(tile->row_max + r, v_select(max == mark, mark, max * v_splat(tile->factor)));
+    }
+}
+
 /* Makes a part of what the tile has met since the last one, and merges it into `total`. A part of no keys is left out,
  * unless it is the first: `total` must hold something. */
 static void tile_end_part(const fa_attention_args *a, const tile_scratch *scratch, tile_state *tile)
@@ -167,6 +259,7 @@ static void tile_end_part(const fa_attention_args *a, const tile_scratch *scratc
     const partial *part = tile->parts ? &scratch->part : &tile->total;
     const int64_t n_rows = tile->rows.n;
     if (tile->fresh && tile->parts) return;
+    scale_maxima(tile);
     if (tile->fresh) memset(part->acc, 0, n_rows * part->acc_row * sizeof(lane));
     else transpose(tile->ot, BLOCK_Q, a->head_dim_v, n_rows, part->acc, part->acc_row);
     memcpy(part->row_max, tile->row_max, n_rows * sizeof(lane));
@@ -175,7 +268,7 @@ static void tile_end_part(const fa_attention_args *a, const tile_scratch *scratc
     for (int64_t i = 0; i < a->stats.n_top; i++)
         for (int64_t r = 0; r < n_rows; r++) {
             const top_list top = row_top(a, part, r);
-            top.score[i] = tile->top_score[i * BLOCK_Q + r];
+            top.score[i] = tile->top_score[i * BLOCK_Q + r] * tile->factor;
             top.key[i] = tile->top_first + tile->top_key[i * BLOCK_Q + r];
         }
     if (tile->parts == 1) partial_begin_merging(&tile->total);
@@ -200,6 +293,7 @@ static void tile_finish(const fa_attention_args *a, const tile_scratch *scratch,
         partial_finish(a, &tile->rows, &tile->total);
         return;
     }
+    scale_maxima(tile);
     const partial sums = {.row_max = tile->row_max, .row_sum = tile->row_sum, .row_log = tile->row_log};
     if (tile->fresh) memset(tile->ot, 0, a->head_dim_v * BLOCK_Q * sizeof(lane));
     transposed_finish(a, &tile->rows, &sums, tile->ot);
@@ -222,6 +316,7 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int do
     for (int64_t r = rows->n; a->mods.bias.data && r < BLOCK_Q; r++)
         tile->bias[r] = tile->bias[rows->n - 1]; /* a lane without a row hides what the last row hides */
     tile->parts = 0;
+    tile->factor = unscaled(a, dot) ? mods->q_factor : 1;
     tile_reset(a, tile);
     if (!a->stats.second_pass) return;
     memset(tile->row_sum, 0, BLOCK_Q * sizeof(lane));
@@ -252,20 +347,25 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
         tile_begin(a, &mods, dot, key_begin, key_end, scratch->tiles + i);
         if (a->dropout > 0) count_rows(a, rows, &scratch->drop, scratch->tiles[i].counters);
     }
-    key_walk walk = walk_begin(&scratch->tiles->rows, tiles, sizeof(tile_state), a->masks.ranges != NULL, dot, key_end);
+    scratch->waiting_nv = 0;
+    key_walk walk = walk_begin(&scratch->tiles->rows, tiles, sizeof(tile_state), a->masks.ranges != NULL, key_step(dot),
+                               key_end);
     for (int64_t part = walk.first / PART_K; walk_next(&walk); part = walk.grid / PART_K) {
         if (walk.grid / PART_K != part) {
             if (given_up(a->watch)) return;
+            if (dot) tiles_begin(); /* whoever was asked may have used them */
+            sum_waiting(scratch);
             for (int i = 0; i < tiles; i++)
                 if (!scratch->tiles[i].fresh) tile_end_part(a, scratch, scratch->tiles + i);
         }
         key_block *block = &scratch->block;
         block->first = walk.begin, block->n = walk.end - walk.begin;
         block->k = NULL, block->checked = 0;
+        scratch->odd = !scratch->odd;
         for (int i = 0; i < tiles; i++) {
             tile_state *tile = scratch->tiles + i;
             const int64_t j0 = larger(tile->rows.first, walk.begin), end = smaller(tile->rows.last, walk.end);
-            const key_run run = masked_run(a, &tile->rows, dot ? 2 : 1, j0, end - j0);
+            const key_run run = masked_run(a, &tile->rows, key_step(dot), j0, end - j0);
             if (run.mask == BLOCK_EMPTY) continue;
             if (walk.next < walk.last) prefetch_block(a, all, &scratch->copy, walk.next, walk.last, i, tiles);
             else if (scratch->later.n) prefetch_task(a, &scratch->later, i, tiles);
@@ -275,11 +375,17 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
             else tile_block(a, &mods, NV, dot, tile, run, scratch);
         }
     }
+    sum_waiting(scratch);
 }
 
 static void tile_attend(const fa_attention_args *a, const row_block *rows, int64_t key_begin, int64_t key_end,
                         tile_scratch *scratch)
 {
-    if (dots_pairs(a)) tile_attend_as(a, 1, rows, key_begin, key_end, scratch);
-    else tile_attend_as(a, 0, rows, key_begin, key_end, scratch);
+    if (!dots_pairs(a)) {
+        tile_attend_as(a, 0, rows, key_begin, key_end, scratch);
+        return;
+    }
+    tiles_begin();
+    tile_attend_as(a, 1, rows, key_begin, key_end, scratch);
+    tiles_end();
 }

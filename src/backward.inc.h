@@ -34,7 +34,7 @@ static int attends_key(const fa_attention_args *a, int64_t b, int64_t h, int64_t
     row_block *rows = &scratch->queries.rows;
     head_rows(b, h, i, 1, rows);
     ranges_begin(a, rows, 0, a->len_k);
-    key_walk walk = walk_begin(rows, 1, 0, a->masks.ranges != NULL, 0, a->len_k);
+    key_walk walk = walk_begin(rows, 1, 0, a->masks.ranges != NULL, 1, a->len_k);
     while (walk_next(&walk)) {
         const key_run run = masked_run(a, rows, 1, walk.begin, walk.end - walk.begin);
         if (run.mask == BLOCK_EMPTY) continue;

@@ -1,6 +1,12 @@
 /* What this CPU runs: one fa_cpu_has_<isa>() for every line of isa.inc; what of it is slow; its second-level cache. */
 #include "fastattn.h"
 
+#ifdef FA_EMULATE_TILES
+#define FA_EMULATED_TILES 1
+#else
+#define FA_EMULATED_TILES 0
+#endif
+
 #if defined __APPLE__
 #include <sys/sysctl.h>
 
@@ -91,6 +97,15 @@ int fa_cpu_has_avx512vnni(void) { return fa_cpu_has_avx512() && has(cpuid(7, 0).
 
 int fa_cpu_has_avx512bf16(void) { return fa_cpu_has_avx512vnni() && has(cpuid(7, 1).a, 1u << 5); }
 
+int fa_cpu_has_amx(void)
+{
+#ifdef FA_EMULATE_TILES
+    return fa_cpu_has_avx512();
+#else /* BF16, TILE, INT8; the system saves tiles and their configuration */
+    return fa_cpu_has_avx512bf16() && has(cpuid(7, 0).d, 1u << 22 | 1u << 24 | 1u << 25) && saves(3u << 17);
+#endif
+}
+
 int fa_cpu_has_avxvnni(void) { return fa_cpu_has_avx2() && has(cpuid(7, 1).a, 1u << 4); }
 
 /* Intel's begin a vdpbf16ps every other cycle, but two multiply-adds in each: a Granite Rapids has 115 GFLOP/s of the
@@ -102,6 +117,18 @@ int fa_cpu_slow_pairs(void)
 }
 #else
 int fa_cpu_slow_pairs(void) { return 0; }
+#endif
+
+#if defined __x86_64__ && defined __linux__ && !defined FA_EMULATE_TILES
+#include <sys/syscall.h>
+
+enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+
+/* The process has them from then on. Refused where a thread's sigaltstack has less than 12 KB, which the frame of a signal
+ * takes with tiles; granted, the system refuses such a sigaltstack. */
+int fa_cpu_ask_tiles(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0; }
+#else
+int fa_cpu_ask_tiles(void) { return FA_EMULATED_TILES; }
 #endif
 
 #if defined __aarch64__

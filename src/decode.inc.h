@@ -341,7 +341,7 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
         for (int64_t i = 0; i < a->stats.n_top; i++) row_top(a, part, r).score[i] = -INFINITY;
         for (int64_t d = 0; d < part->acc_row; d++) part->acc[r * part->acc_row + d] = 0;
     }
-    for (key_walk walk = walk_begin(rows, 1, 0, a->masks.ranges != NULL, 0, key_end); walk_next(&walk);) {
+    for (key_walk walk = walk_begin(rows, 1, 0, a->masks.ranges != NULL, 1, key_end); walk_next(&walk);) {
         const key_run run = masked_run(a, rows, 1, walk.begin, walk.end - walk.begin);
         if (run.mask != BLOCK_EMPTY) dot_block(a, dtype, &mods, rows, run, scratch, part);
     }

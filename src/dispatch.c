@@ -55,11 +55,12 @@ __attribute__((constructor)) static void join_families(void)
 
 const char *fa_isa_name(int isa) { return isas[isa].name; }
 int fa_isa_available(int isa) { return isas[isa].available(); }
-int fa_isa_default(int slow_pairs)
+int fa_isa_default(int slow_pairs, int tiles)
 {
-    int isa = 0;
-    while (!isas[isa].available() || (slow_pairs && !strcmp(isas[isa].name, "avx512bf16"))) isa++;
-    return isa; /* generic is always there */
+    for (int isa = 0;; isa++) { /* generic is always there */
+        if (!isas[isa].available() || (slow_pairs && !strcmp(isas[isa].name, "avx512bf16"))) continue;
+        if (tiles || strcmp(isas[isa].name, "amx") != 0) return isa;
+    }
 }
 
 const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane) { return &isas[isa].lanes[lane == FA_F64].kernels; }

@@ -461,12 +461,13 @@ void fa_tune_for(int64_t level2); /* fa_tuned = the defaults for so many bytes o
  * take longer than converting and multiplying with float32. */
 int64_t fa_level2_cache(void);
 int fa_cpu_slow_pairs(void);
+int fa_cpu_ask_tiles(void); /* asks the system for what `amx` needs; whether it is granted */
 
 /* dispatch.c. The ISAs that were compiled in, best first, index 0 .. fa_isa_count() - 1. */
 int fa_isa_count(void);
 const char *fa_isa_name(int isa);
 int fa_isa_available(int isa);                                  /* this CPU (and system) runs it */
-int fa_isa_default(int slow_pairs);                             /* the first one that is available, and not slow */
+int fa_isa_default(int slow_pairs, int tiles);                  /* the first one available, not slow; amx with tiles */
 const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane);       /* FA_F32 or FA_F64 lanes */
 extern const char *const fa_activation_names[FA_N_ACTIVATIONS]; /* that of FA_NONE is NULL */
 

@@ -11,11 +11,11 @@
  * The lanes are output features; x is broadcast. A row's bits depend on that row alone. Transposed, a part of the panel
  * that w^T would have is made of the same panels first, as one is widened.
  *
- * Literals  activation.
+ * Where there are tiles, linear_tiles.inc.h multiplies in another order.
+ *
  * Exports   linear_plan, linear_run. */
 #pragma once
-#include "linear_input.inc.h"
-#include "activation.inc.h"
+#include "linear_tiles.inc.h"
 
 /* Steps of a block: of a panel 128 KB, and of x for 128 rows 512 KB, which the second-level cache holds together. */
 #define LINEAR_STEPS 1024
@@ -23,30 +23,33 @@
 /* Where panels are too few for that, a task has fewer rows, but not fewer than two passes: a panel is read anew for
  * each task. At (128, 384, 384), which has 12 panels, 8 cores would end 33% late (tools/threads_model.py). */
 #define LINEAR_LEAST_ROWS (2 * LINEAR_ROWS)
-#define LINEAR_ASKS (1 << 20) /* products of each column between two calls of given_up(): a fraction of a millisecond */
 
-/* Rows of a task at most: fewer where their copies would take more than linear_copy_bytes. */
+/* Rows of a task at most: fewer where their copies would take more than linear_copy_bytes. By tiles, four times as many:
+ * a panel then comes less often from memory. */
 INLINE int64_t task_rows(const fa_linear_args *a)
 {
-    if (x_in_place(a)) return fa_tuned.linear_rows;
-    return larger(LINEAR_ROWS, smaller(fa_tuned.linear_rows, fa_tuned.linear_copy_bytes / copied_row(a)));
+    const int64_t rows = fa_tuned.linear_rows * (by_tiles(a) ? 4 : 1);
+    return x_in_place(a) ? rows : larger(LINEAR_ROWS, smaller(rows, fa_tuned.linear_copy_bytes / copied_row(a)));
 }
 
 static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *plan)
 {
-    const int maps = 1 + a->gated;
-    const int64_t panels = maps * ceil_div(a->n, PANEL), most_blocks = a->m / LINEAR_LEAST_ROWS;
+    const int maps = 1 + a->gated, tiles = by_tiles(a);
+    const int64_t panels = maps * ceil_div(a->n, PANEL), least_rows = tiles ? 2 * TILES_ROWS : LINEAR_LEAST_ROWS;
+    const int64_t most_blocks = a->m / least_rows, most_panels = tiles ? tiles_panels(a) : fa_tuned.linear_panels;
     const int64_t least_tasks = threads * fa_tuned.linear_tasks;
     const int64_t wanted = threads > 1 ? ceil_div(least_tasks * maps, larger(1, panels)) : 1;
     const int64_t row_blocks = larger(larger(1, ceil_div(a->m, task_rows(a))), smaller(wanted, most_blocks));
     const int64_t share = panels * row_blocks / least_tasks;
-    const int64_t most = larger(maps, smaller(share, fa_tuned.linear_panels) / maps * maps);
-    plan->rows = (int)ceil_div(a->m, row_blocks);
+    const int64_t most = larger(maps, smaller(share, most_panels) / maps * maps);
+    plan->rows = (int)round_up(ceil_div(a->m, row_blocks), tiles ? TILES_ROWS : 1);
     plan->panel_tasks = ceil_div(panels, most);
     plan->panels = plan->panel_tasks ? (int)round_up(ceil_div(panels, plan->panel_tasks), maps) : maps;
     plan->n_tasks = plan->rows ? ceil_div(a->m, plan->rows) * plan->panel_tasks : 0;
     plan->widen = a->transposed || (multiplication_of(a) == BY_WIDENING && plan->rows > fa_tuned.narrow_rows);
-    const int64_t most_features = plan->widen ? LINEAR_WIDE : LINEAR_STEPS * features_per_step(a->weight);
+    const int64_t steps = tiles ? LINEAR_STEPS / 4
+                                : LINEAR_STEPS; /* by tiles, x's are to stay in the first-level cache */
+    const int64_t most_features = plan->widen ? LINEAR_WIDE : steps * features_per_step(a->weight);
     const int64_t sources = larger(1, a->transposed), k = a->k / sources;
     plan->blocks = sources * larger(1, ceil_div(k, most_features));
     plan->features = round_up(ceil_div(k, plan->blocks / sources), LINEAR_SUM);
@@ -171,83 +174,6 @@ static void multiply_packed(int64_t rows, const packed_product *whole, const lan
     } while (d < whole->features);
 }
 
-/* Where a row's results of one panel come from. */
-typedef struct {
-    const lane *acc, *up; /* of a gated pair, acc is the gate's */
-    row_grid x;           /* of int8 x */
-} panel_sums;
-
-/* The product's vector at column c of a panel, scaled and with its bias. `sums` are those of the weights. */
-INLINE v_t v_scaled(const fa_linear_args *a, const lane *acc, row_grid x, const lane *scale, const lane *sums,
-                    const lane *bias, int64_t n)
-{
-    v_t y = v_load(acc);
-#if LANE_BITS == 32
-    if (multiplication_of(a) == BY_BYTES) y = __builtin_convertvector((vi_t)y, v_t);
-#endif
-    if (scale) y = y * v_load(scale);
-    /* The scale of x last: of large x, the sum times it could overflow. */
-    if (a->x_int8) y = v_fma(v_load(sums), v_splat(x.middle), y * v_splat(x.scale));
-    return bias ? y + v_load_part(bias, n) : y;
-}
-
-/* out = activation(acc scale + bias) [(up scale + bias)] + residual: one row of n output features of one panel. */
-INLINE void finish_panel_as(fa_dtype dtype, int64_t n, const fa_linear_args *a, fa_activation activation, int64_t row,
-                            int64_t panel, panel_sums sums)
-{
-    const int64_t first = panel / (1 + a->gated) * PANEL, size = dtype_size(dtype);
-    const lane *scale = a->weight == FA_I8 && !a->transposed ? (const lane *)a->scales + panel * PANEL : NULL;
-    const lane *weights = a->x_int8 ? (const lane *)a->sums + panel * PANEL : NULL;
-    const lane *bias = a->bias ? (const lane *)a->bias + first : NULL;
-    const char *residual = a->residual ? a->residual + row * a->residual_row + first * size : NULL;
-    char *out = a->out + row * a->out_row + first * size,
-         *pre = a->pre ? a->pre + row * a->pre_row + first * size : NULL;
-    UNROLL_FOR(int64_t c = 0; c < PANEL; c += LANES) {
-        if (c >= n) break;
-        v_t y = v_scaled(a, sums.acc + c, sums.x, scale ? scale + c : NULL, weights ? weights + c : NULL,
-                         bias ? bias + c : NULL, n - c);
-        if (pre) v_store_as_part(dtype, pre + c * size, y, n - c);
-        y = v_activate(activation, y);
-        if (a->gated) {
-            const v_t up = v_scaled(a, sums.up + c, sums.x, scale ? scale + PANEL + c : NULL,
-                                    weights ? weights + PANEL + c : NULL, bias ? bias + a->n + c : NULL, n - c);
-            if (pre) v_store_as_part(dtype, pre + (a->n + c) * size, up, n - c);
-            y = y * up;
-        }
-        if (residual) y = y + v_load_as_part(dtype, residual + c * size, n - c);
-        v_store_as_part(dtype, out + c * size, y, n - c);
-    }
-}
-
-/* The same; whole panels of the common types have both as literals. */
-INLINE void finish_panel(const fa_linear_args *a, fa_activation activation, int64_t row, int64_t panel, panel_sums sums)
-{
-    const int64_t n = smaller(a->n - panel / (1 + a->gated) * PANEL, PANEL);
-    if (n == PANEL && a->dtype == LANE_DTYPE) finish_panel_as(LANE_DTYPE, PANEL, a, activation, row, panel, sums);
-    else if (n == PANEL && a->dtype == FA_BF16) finish_panel_as(FA_BF16, PANEL, a, activation, row, panel, sums);
-    else finish_panel_as(a->dtype, n, a, activation, row, panel, sums);
-}
-
-/* Rows of one panel, or of a gated pair: acc and up are (rows, PANEL). */
-INLINE void finish_rows(const fa_linear_args *a, fa_activation activation, int64_t row, int64_t rows, int64_t panel,
-                        const lane *acc, const lane *up, const row_grid *grid)
-{
-    for (int64_t r = 0; r < rows; r++)
-        finish_panel(a, activation, row + r, panel,
-                     (panel_sums){acc + r * PANEL, up + r * PANEL, a->x_int8 ? grid[r] : (row_grid){1, 0}});
-}
-
-static void finish_panels(const fa_linear_args *a, int64_t row, int64_t rows, int64_t panel, const lane *acc,
-                          const lane *up, const row_grid *grid)
-{
-    switch (a->activation) {
-#define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
-    case constant: finish_rows(a, constant, row, rows, panel, acc, up, grid); break;
-#include "activations.inc"
-    default: finish_rows(a, FA_NONE, row, rows, panel, acc, up, grid);
-    }
-}
-
 /* Points p to a part of panel number `panel`, from a feature on that begins a block. */
 static void find_part(packed_product *p, int64_t panel, int64_t feature)
 {
@@ -267,6 +193,10 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
     const int64_t sources = larger(1, a->transposed), features = features_padded(a) / sources;
     const int64_t end = smaller(maps * ceil_div(a->n, PANEL), panel + plan->panels);
     const linear_input x = ready_input(a, block, row, rows, &scratch);
+    if (by_tiles(a)) {
+        linear_tiles(a, plan, row, rows, panel, end, x, &scratch);
+        return;
+    }
     int64_t done = 0; /* products of each column, since it last asked */
     for (int64_t b = 0; b < plan->blocks; b++) {
         const int64_t of_each = plan->blocks / sources, source = b / of_each, d = b % of_each * plan->features;

@@ -5,14 +5,18 @@
  * scale their distance / 254. So each element errs by scale / 2 at most. Of a row x times weights w, the middle makes
  * middle * sum(w), whose sums lie ready. A row that holds Inf or NaN has a scale of NaN, and so has its result.
  *
- * Exports   LINEAR_WIDE, row_grid, linear_scratch, take_linear_scratch; linear_input, ready_input, x_in_place, copied_row;
- *           panel_features, features_padded, pass_rows, sums_of_row, x_size. */
+ * Exports   LINEAR_WIDE, TILES_ROWS, TILES_STEPS; row_grid, linear_scratch, take_linear_scratch; linear_input, ready_input,
+ *           x_in_place, copied_row; by_tiles, panel_features, features_padded, features_read, pass_rows, sums_of_row,
+ *           x_size. */
 #pragma once
 #include "linear_pass.inc.h"
 
-#define WIDE_ROW (1 << 16)   /* features of a row whose copying takes long enough to ask before each */
-#define LINEAR_WIDE 1024     /* features of a part of a panel that is widened to memory: 128 KB */
-#define LEAST_HALF 0x1p-100f /* of a row's range: below it, 127 / half could overflow */
+#define LINEAR_ASKS (1 << 20) /* products of each column between two calls of given_up(): a fraction of a millisecond */
+#define WIDE_ROW (1 << 16)    /* features of a row whose copying takes long enough to ask before each */
+#define LINEAR_WIDE 1024      /* features of a part of a panel that is widened to memory: 128 KB */
+#define TILES_ROWS 32         /* rows of a product by tiles: two tiles of x and two of a panel are four of acc */
+#define TILES_STEPS 16        /* steps of a panel that make a tile */
+#define LEAST_HALF 0x1p-100f  /* of a row's range: below it, 127 / half could overflow */
 
 /* An int8 row of x: its elements are scale times the integers, plus the middle. Of 4 bits, the scale times a->unit. */
 typedef struct {
@@ -25,8 +29,9 @@ typedef struct {
     char *x;        /* (rows, features) as linear_input says */
     row_grid *grid; /* (rows): of int8 x */
     int32_t *sums;  /* (rows, blocks): of int8 x, times V_I8_OFFSET */
-    lane *wide;     /* (LINEAR_WIDE, PANEL): a part of a panel, widened */
-    lane *acc;      /* (panels, rows, PANEL) of a task; of a panel or pair, if all features are one block */
+    lane *wide;     /* (LINEAR_WIDE, PANEL): a part of a panel, widened; or its last tiles, filled up */
+    lane *acc;      /* (panels, rows, PANEL) of a task; of a panel or pair, if all features are one block. By tiles,
+                       (panels, TILES_ROWS, PANEL); then two panels or pairs, if all features are one block */
 } linear_scratch;
 
 typedef struct {
@@ -40,15 +45,28 @@ INLINE int64_t panel_features(const fa_linear_args *a, int64_t k)
     return round_up(k, a->weight == FA_I4 ? BLOCK_4BIT : features_per_step(a->weight));
 }
 
-/* Features of x that the product reads. */
+/* Features of x that have weights. */
 INLINE int64_t features_padded(const fa_linear_args *a) { return a->transposed ? a->k : panel_features(a, a->k); }
+
+/* Whether tiles multiply: docs/architecture.md says where there are any. */
+INLINE int by_tiles(const fa_linear_args *a)
+{
+    return V_TILES && (multiplication_of(a) == BY_PAIRS || multiplication_of(a) == BY_BYTES);
+}
+
+/* Features of x that the product reads. */
+INLINE int64_t features_read(const fa_linear_args *a)
+{
+    const int64_t features = features_padded(a);
+    return by_tiles(a) ? round_up(features, TILES_STEPS * features_per_step(a->weight)) : features;
+}
 
 /* Whether x is read where it is: if it is what the product takes, and its rows do not meet in one set of the first-level
  * cache. Weights may be of more features than x has. Copying costs 2 to 13% of the time, with few rows up to 40%. */
 INLINE int x_in_place(const fa_linear_args *a)
 {
     const int pairs = multiplication_of(a) == BY_PAIRS;
-    return !a->x_int8 && a->dtype == (pairs ? FA_BF16 : LANE_DTYPE) && a->x_row % 4096 && a->k == features_padded(a);
+    return !a->x_int8 && a->dtype == (pairs ? FA_BF16 : LANE_DTYPE) && a->x_row % 4096 && a->k == features_read(a);
 }
 
 /* Bytes of a feature of x, as the product reads it. */
@@ -60,7 +78,7 @@ INLINE int64_t x_size(const fa_linear_args *a)
 /* Bytes from row to row of x's copy. Rows a multiple of 4 KB apart would meet in the same sets of the first-level cache. */
 INLINE int64_t copied_row(const fa_linear_args *a)
 {
-    const int64_t row = round_up(features_padded(a) * x_size(a), 64);
+    const int64_t row = round_up(features_read(a) * x_size(a), 64);
     return row % 4096 ? row : row + 64;
 }
 
@@ -75,13 +93,15 @@ INLINE int64_t sums_of_row(const fa_linear_args *a) { return a->weight == FA_I4 
 static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const fa_linear_plan *plan,
                                    linear_scratch *scratch)
 {
-    const int64_t kept = plan->blocks == 1 ? 1 + a->gated : plan->panels;
+    const int64_t pair = 1 + a->gated, two = by_tiles(a) ? 2 : 1; /* one is finished while another is summed */
+    const int64_t kept = plan->blocks == 1 ? two * pair : plan->panels;
+    const int64_t kept_rows = by_tiles(a) ? TILES_ROWS : plan->rows;
     CUT(from, scratch->block, 1);
     CUT(from, scratch->x, x_in_place(a) ? 0 : plan->rows * copied_row(a));
     CUT(from, scratch->grid, a->x_int8 ? plan->rows : 0);
     CUT(from, scratch->sums, a->x_int8 ? plan->rows * sums_of_row(a) : 0);
-    CUT(from, scratch->wide, plan->widen ? LINEAR_WIDE * PANEL : 0);
-    CUT(from, scratch->acc, kept * plan->rows * PANEL);
+    CUT(from, scratch->wide, plan->widen ? LINEAR_WIDE * PANEL : by_tiles(a) ? TILES_STEPS * PANEL : 0);
+    CUT(from, scratch->acc, kept * kept_rows * PANEL);
     return from->used;
 }
 
@@ -138,7 +158,7 @@ INLINE row_grid quantise_row_as(fa_dtype dtype, const fa_linear_args *a, const c
         v_store_i8_part(to + d, (vi_t)((x - v_splat(middle)) * factor + magic), a->k - d);
     }
     memset(to + a->k, 0, round_up(a->k, 64) - a->k);
-    if (V_I8_OFFSET) sum_bytes(a, to, features_padded(a), sums);
+    if (V_I8_OFFSET && !by_tiles(a)) sum_bytes(a, to, features_padded(a), sums);
     return (row_grid){finite ? half / 127 * (lane)a->unit : NAN, middle};
 }
 
@@ -173,6 +193,7 @@ static linear_input ready_input(const fa_linear_args *a, int64_t block, int64_t 
             scratch->grid[r] = quantise_row(a, from, to, scratch->sums + r * sums_of_row(a));
         } else if (multiplication_of(a) == BY_PAIRS) {
             round_row(a->dtype, from, a->k, to);
+            if (by_tiles(a)) memset(to + a->k * 2, 0, (features_read(a) - a->k) * 2);
         } else {
             load_row(a->dtype, from, a->k, 1, (lane *)to);
             for (int64_t d = a->k; d < features; d++) ((lane *)to)[d] = 0;

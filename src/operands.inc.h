@@ -7,6 +7,9 @@
  *           pair_values, is_dense, rows_as_lanes, prefetch_block, prefetch_task. */
 #pragma once
 #include "modifiers.inc.h"
+#if V_TILES
+#include "tile_amx.inc.h"
+#endif
 #include "partial.inc.h"
 #include "nonfinite.inc.h"
 #include "philox.inc.h"
@@ -22,6 +25,7 @@ typedef struct {
     row_lanes lanes;
     lane *qt, *ot;           /* Q^T (head_dim, BLOCK_Q), O^T (head_dim_v, BLOCK_Q) */
     lane *row_max, *row_sum; /* (BLOCK_Q); in the second pass the rows' norm stands there */
+    lane factor;             /* that row_max and top_score are to be multiplied by, as all scores until then */
     lane *row_log;           /* (BLOCK_Q), or NULL */
     const char **bias;       /* (BLOCK_Q): where the bias of each row begins */
     lane *top_score;         /* (n_top, BLOCK_Q) */
@@ -59,17 +63,21 @@ typedef struct {
     lane *pairs;         /* (BLOCK_K / 2, BLOCK_Q): probabilities as pairs of bfloat16 */
     lane *by_row;        /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
     lane *k, *v, *clean; /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
-    lane *alpha;         /* (BLOCK_Q) */
-    row_block later;     /* rows of the task that this thread may take next, or none */
-    partial part;        /* of a tile, until it is merged into `total`; the first one is made in `total` */
+    lane *v_odd;         /* by tiles, the values of every other block: those of the last one may be read yet */
+    int odd;
+    value_product waiting; /* by tiles, the last product of probabilities with values, not yet computed ... */
+    int waiting_nv;        /* ... and its `nv`; 0: none */
+    lane *alpha;           /* (BLOCK_Q) */
+    row_block later;       /* rows of the task that this thread may take next, or none */
+    partial part;          /* of a tile, until it is merged into `total`; the first one is made in `total` */
     philox_key drop;
 } tile_scratch;
 
 static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
 {
     row_lanes *lanes = &tile->lanes;
-    CUT(from, tile->qt, a->head_dim * BLOCK_Q);
-    CUT(from, tile->ot, a->head_dim_v * BLOCK_Q);
+    CUT(from, tile->qt, padded_k(a->head_dim) * BLOCK_Q);
+    CUT(from, tile->ot, padded_v(a->head_dim_v) * BLOCK_Q);
     CUT_LANES(from, BLOCK_Q, &tile->row_max, &tile->row_sum, &lanes->slope, &lanes->position, &lanes->begin,
               &lanes->end);
     tile->row_log = NULL;
@@ -87,9 +95,10 @@ static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int til
     CUT_LANES(from, BLOCK_K / 2 * BLOCK_Q, &scratch->pairs);
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim, LANES), &scratch->k);
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim_v, LANES), &scratch->v, &scratch->clean);
+    CUT(from, scratch->v_odd, V_TILES ? BLOCK_K * round_up(a->head_dim_v, LANES) : 0);
     CUT_LANES(from, BLOCK_Q, &scratch->alpha);
     scratch->copy.head = NULL;
-    scratch->later.n = 0;
+    scratch->later.n = scratch->odd = 0;
     for (int i = 0; i < tiles; i++) cut_tile(from, a, scratch->tiles + i);
     return from->used;
 }
@@ -159,6 +168,9 @@ static void load_queries(const fa_attention_args *a, const row_block *rows, int 
     char *first = at_row(&a->q, rows, first_row(rows));
     EACH_ROW(rows, r, id) q_row[r] = at_nth_row(&a->q, rows, first, r, id);
     transpose_rows(a->q.dtype, dot, q_row, BLOCK_Q, a->head_dim, factor, BLOCK_Q, qt);
+    if (!dot) return;
+    const int64_t depth = ceil_div(a->head_dim, 2);
+    memset(qt + depth * BLOCK_Q, 0, (padded_k(a->head_dim) / 2 - depth) * BLOCK_Q * sizeof(lane));
 }
 
 /* Whether the additive tile is the bias alone, whose rows lie in memory as lanes do. */
@@ -273,7 +285,7 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
     key_block *block = &scratch->block;
     const int64_t width = a->head_dim, width_v = a->head_dim_v;
     int64_t first = block->first, n = block->n;
-    lane *k = scratch->k, *v = scratch->v;
+    lane *k = scratch->k, *v = V_TILES && dot && scratch->odd ? scratch->v_odd : scratch->v;
     int there = 0;
     if (scratch->copy.head) {
         uint8_t *copied = scratch->copy.blocks + first / BLOCK_K;
@@ -291,19 +303,26 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
         return;
     }
     block->k = at_key(&a->k, rows, first), block->k_row = a->k.row;
-    if (width % 2 || !is_dense(&a->k, width)) { /* with an odd head_dim, the last pair must not be read past its row */
+    const int64_t padded = padded_k(width), whole = V_TILES ? round_up(n, TILE_KEYS) : n;
+    if (padded > width || whole > n || !is_dense(&a->k, width)) { /* nothing may be read past a row, or past the last */
         const char *from = block->k;
-        block->k = (const char *)k, block->k_row = round_up(width, 2) * 2;
+        block->k = (const char *)k, block->k_row = padded * 2;
         for (int64_t j = 0; !there && j < n; j++) {
             char *row = (char *)k + j * block->k_row;
-            memset(row + block->k_row - 2, 0, 2);
             memcpy(row, from + j * a->k.row, width * 2);
+            memset(row + width * 2, 0, (padded - width) * 2);
         }
+        if (!there) memset((char *)k + n * block->k_row, 0, (whole - n) * block->k_row);
     }
     block->k += skip * block->k_row;
     if (a->stats.second_pass) return;
-    block->v_row = width_v * (int64_t)sizeof(lane), block->v = (const char *)v + skip / 2 * block->v_row;
-    if (!there) pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, width_v, v);
+    block->v_row = padded_v(width_v) * (int64_t)sizeof(lane), block->v = (const char *)v + skip / 2 * block->v_row;
+    if (there) return;
+#if V_TILES
+    transpose_values(at_key(&a->v, rows, first), a->v.row, n, width_v, v);
+#else
+    pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, width_v, v);
+#endif
 }
 
 /* Asks for part `i` of `parts` of what a task of `rows` reads first. Many sequences are each too short for the hardware's

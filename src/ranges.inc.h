@@ -229,7 +229,7 @@ INLINE block_kind range_kind(const row_block *rows, int64_t j0, int64_t n)
 typedef struct {
     row_block *rows; /* the first, and the others `stride` bytes apart */
     int64_t n_blocks, stride;
-    int lists, pairs;
+    int lists, step;
     int64_t key_end, first, last; /* of all row blocks */
     int64_t grid, next;           /* first keys of this block of the grid and of the next one */
     int64_t begin, end;
@@ -240,23 +240,21 @@ INLINE row_block *walk_rows(const key_walk *walk, int64_t i)
     return (row_block *)((char *)walk->rows + i * walk->stride);
 }
 
-/* With `pairs`, ranges begin and, but for the last key of all, end at even places. A key too many is masked. */
+/* Ranges begin and, but for the last key of all, end at multiples of `step`. A key too many is masked. */
 INLINE void walk_unite(key_walk *walk, int64_t *first, int64_t *last)
 {
     for (int64_t i = 0; i < walk->n_blocks; i++) {
         row_block *rows = walk_rows(walk, i);
-        if (walk->pairs) {
-            rows->first -= rows->first % 2;
-            rows->last += rows->last % 2 && rows->last < walk->key_end;
-        }
+        rows->first -= rows->first % walk->step;
+        rows->last = larger(rows->last, smaller(round_up(rows->last, walk->step), walk->key_end));
         *first = smaller(*first, rows->first);
         *last = larger(*last, rows->last);
     }
 }
 
-INLINE key_walk walk_begin(row_block *rows, int64_t n_blocks, int64_t stride, int lists, int pairs, int64_t key_end)
+INLINE key_walk walk_begin(row_block *rows, int64_t n_blocks, int64_t stride, int lists, int step, int64_t key_end)
 {
-    key_walk walk = {.rows = rows, .n_blocks = n_blocks, .stride = stride, .lists = lists, .pairs = pairs};
+    key_walk walk = {.rows = rows, .n_blocks = n_blocks, .stride = stride, .lists = lists, .step = step};
     walk.first = walk.key_end = key_end;
     walk_unite(&walk, &walk.first, &walk.last);
     walk.next = walk.first / BLOCK_K * BLOCK_K;

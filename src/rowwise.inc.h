@@ -92,7 +92,7 @@ NOINLINE int find_support(const fa_rowwise_args *call, int nv, const modifiers *
 {
     const fa_attention_args *a = &call->attention;
     tile_state *tile = scratch->tile.tiles;
-    key_walk walk = walk_begin(&tile->rows, 1, 0, a->masks.ranges != NULL, 0, a->len_k);
+    key_walk walk = walk_begin(&tile->rows, 1, 0, a->masks.ranges != NULL, 1, a->len_k);
     while (walk_next(&walk)) {
         const key_run run = masked_run(a, &tile->rows, 1, walk.begin, walk.end - walk.begin);
         score_run(call, nv, mods, run, scratch);

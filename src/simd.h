@@ -1,4 +1,5 @@
-/* The vector type and its operations. Intrinsics are here and in simd_narrow.h alone, which this includes.
+/* The vector type and its operations. Intrinsics are here, in simd_narrow.h and in simd_tile.h alone, which
+ * this includes.
  *
  * One lane type a compilation: FA_LANE_F64 makes it double, else float. v_t is a native register of LANES lanes, vi_t
  * the signed integers of the same width; + - * / < & work on both (GNU vector extensions). A comparison gives a vi_t
@@ -22,7 +23,7 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline, unused))
-#define NOINLINE static __attribute__((noinline)) /* large, and called from several places */
+#define NOINLINE static __attribute__((noinline, unused)) /* large, and called from several places */
 
 #include "isa_constants.h"
 
@@ -56,7 +57,12 @@ typedef uint32_t wlane;
 #define LANE_NAME f32
 #endif
 
-#if LANE_BITS == 32 && (defined __AVX512BF16__ || defined FA_EMULATE_BF16_DOT)
+#if LANE_BITS == 32 && (defined __AMX_TILE__ || defined FA_EMULATE_TILES)
+#define V_TILES 1
+#else
+#define V_TILES 0
+#endif
+#if LANE_BITS == 32 && (V_TILES || defined __AVX512BF16__ || defined FA_EMULATE_BF16_DOT)
 #define V_BF16_DOT 1
 #else
 #define V_BF16_DOT 0
@@ -340,5 +346,8 @@ INLINE v_t v_max_each(v_t r[LANES])
 }
 
 #include "simd_narrow.h"
+#if V_TILES
+#include "simd_tile.h"
+#endif
 
 #endif

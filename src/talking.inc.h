@@ -163,7 +163,7 @@ static void talking_block(const fa_rowwise_args *call, int nv, const modifiers *
     const int64_t heads = a->heads_q;
     for (int pass = 0; pass < 2; pass++) {
         for (int64_t h = 0; h < heads; h++) ranges_begin(a, &scratch->heads[h].rows, 0, a->len_k);
-        key_walk walk = walk_begin(&scratch->heads->rows, heads, sizeof(tile_state), a->masks.ranges != NULL, 0,
+        key_walk walk = walk_begin(&scratch->heads->rows, heads, sizeof(tile_state), a->masks.ranges != NULL, 1,
                                    a->len_k);
         while (walk_next(&walk)) {
             const int64_t j0 = walk.begin, n = walk.end - walk.begin;

@@ -243,7 +243,7 @@ static int talking_pass(const fa_rowwise_backward_args *call, int nv, const modi
     const int by_block = pass == 2 && !one_turn(call);
     int64_t next = 0;
     for (int64_t h = 0; h < heads; h++) ranges_begin(a, &talking->heads[h].rows, 0, a->len_k);
-    key_walk walk = walk_begin(&talking->heads->rows, heads, sizeof(tile_state), a->masks.ranges != NULL, 0, a->len_k);
+    key_walk walk = walk_begin(&talking->heads->rows, heads, sizeof(tile_state), a->masks.ranges != NULL, 1, a->len_k);
     if (pass == 2 && !by_block && !take_turn(call, first_turn, before)) return 0;
     while (walk_next(&walk)) {
         const int64_t j0 = walk.begin, n = walk.end - walk.begin;

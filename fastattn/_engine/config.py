@@ -18,7 +18,8 @@ def show_config() -> Report:
     -------
     Report
         A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
-        if it is compiled), ``isa`` in use (None on NumPy), ``isas_available`` on this CPU, ``isas_compiled``,
+        if it is compiled), ``isa`` in use (None on NumPy), ``isa_refused`` (why the system does not let a
+        better one run, or None), ``isas_available`` on this CPU, ``isas_compiled``,
         ``num_threads`` and ``num_threads_from`` (which variable or limit sets it), ``threading``: whose
         threads compute ("openmp"; "team", our own; "borrowed", torch's, while `fastattn.torch` is imported;
         None on NumPy), and ``threading_available`` in this build,
@@ -30,6 +31,7 @@ def show_config() -> Report:
         backend=settings.current.backend,
         why_numpy=settings.why_numpy(),
         isa=settings.core.get_isa() if settings.current.backend == "compiled" else None,
+        isa_refused=settings.core.isa_refused if settings.core else None,
         isas_available=settings.available_isas(),
         isas_compiled=settings.core.COMPILED_ISAS if settings.core else (),
         num_threads=settings.get_num_threads(),

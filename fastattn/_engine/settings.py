@@ -185,6 +185,8 @@ def _use_isa(what: str, isa: str) -> None:
         available = ", ".join(available_isas()) or f"none ({_missing().why})"
         raise ValueError(f"{what} is {isa!r}; available here: {available}")
     core.set_isa(isa)
+    if core.get_isa() != isa:
+        raise ValueError(f"{what} is {isa!r}; {core.isa_refused}")
 
 
 def available_isas() -> tuple[str, ...]:

@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 
+from fastattn._engine.settings import available_isas
 from fastattn.torch._attention import attention_op, with_lse_op
 from fastattn.torch._measure import attention_key, gains, sample
 
 NAME = "fastattn"
 _measures = True
-# Compiled models cannot measure. With AMX, 16 bits are known to be faster in torch (docs/notes/intel.md).
-_AMX = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
+# Compiled models cannot measure. With AMX, 16 bits are known to be faster in torch (docs/notes/intel.md), except
+# bfloat16 where kernels with tiles are compiled in here.
+_LEFT: tuple[torch.dtype, ...] = ()
+if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
+    _LEFT = (torch.float16,) if "amx" in available_isas() else (torch.bfloat16, torch.float16)
 # Keywords that reach attention functions and change nothing there: masks and positions are applied already.
 HARMLESS = frozenset((
     "cache_params", "cache_position", "decoder_attention_mask", "decoder_input_ids",
@@ -171,7 +175,7 @@ def _left_to_torch(
     if not _measures or not query.numel() or not key.numel():
         return False
     if torch.compiler.is_compiling():
-        return _AMX and query.dtype in (torch.bfloat16, torch.float16)
+        return query.dtype in _LEFT
     if type(query) is not torch.Tensor or torch._C._are_functorch_transforms_active():
         return False  # a fake tensor's time says nothing
 

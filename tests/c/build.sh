@@ -14,7 +14,8 @@ instruction_sets() { # instruction_sets ARCHITECTURE: lines "name|base|families 
 
 # build NAME ARCHITECTURE CC FLAGS...: $out/NAME/driver, with every instruction set that the compiler takes.
 #   LEAVE_OUT  names of instruction sets to do without
-#   EMULATE    names of those to have once more as <name>_emulated, where the bfloat16 dot product is spelled out
+#   EMULATE    names of those to have once more as <name>_emulated, where the bfloat16 dot product is spelled out, and
+#              the tiles of amx are, for any CPU with AVX-512
 build() {
     local name=$1 arch=$2 cc=$3 flags=("${@:4}") isa base own isa_flags jobs=() list="" defines="" there="" family of floats doubles
     local -x folder=$out/$name
@@ -31,6 +32,18 @@ build() {
         instruction_sets "$arch" | sed -n "s/^$1|.*|//p"
     }
     while IFS="|" read -r isa base own isa_flags; do
+        if [ "$isa" = amx ] && [[ " ${EMULATE-} ${LEAVE_OUT-} " == *" amx "* ]] && [[ " ${LEAVE_OUT-} " != *" avx512 "* ]]; then
+            floats="" doubles=""
+            for family in $families; do
+                of=$base
+                [[ " $own " != *" $family "* ]] || of=amx_emulated
+                kernels "$of" f32 "$family" "$(flags_of "$base")" "$([ "$of" = "$base" ] || echo -DFA_EMULATE_TILES)"
+                kernels "$base" f64 "$family" "$(flags_of "$base")"
+                floats+="FAMILY(${of}_f32_$family) " doubles+="FAMILY(${base}_f64_$family) "
+            done
+            list+=" ISA(amx_emulated,$floats,$doubles)"
+            defines+=" -Dfa_cpu_has_amx_emulated=fa_cpu_has_avx512"
+        fi
         [[ " ${LEAVE_OUT-} " != *" $isa "* ]] || continue
         # shellcheck disable=SC2086  # flags are words
         if ! echo 'int main(void) { return 0; }' | $cc $isa_flags -Werror -x c -c - -o "$folder/probe" 2>/dev/null; then
@@ -46,7 +59,7 @@ build() {
             floats+="FAMILY(${of}_f32_$family) " doubles+="FAMILY(${base}_f64_$family) "
         done
         list+=" ISA($isa,$floats,$doubles)"
-        if [[ " ${EMULATE-} " == *" $isa "* ]]; then
+        if [[ " ${EMULATE-} " == *" $isa "* ]] && [ "$isa" != amx ]; then
             floats=""
             for family in $families; do
                 kernels "${isa}_emulated" f32 "$family" "$isa_flags" -DFA_EMULATE_BF16_DOT

@@ -33,6 +33,7 @@ int main(int argc, char **argv)
     const int only_case = argc > 3 && !sampled ? atoi(argv[3]) : -1;
     int all[2] = {0};
     setvbuf(stdout, NULL, _IOLBF, 0);
+    fa_cpu_ask_tiles();
     signal(SIGSEGV, crashed);
     signal(SIGBUS, crashed);
     signal(SIGILL, crashed);

@@ -6,7 +6,7 @@ cc=${CC:-cc}
 sanitizers=${SANITIZERS:-address,undefined}
 arch=$(uname -m)
 arch=${arch/arm64/aarch64}
-EMULATE="avx512 generic"
+EMULATE="amx avx512 generic"
 
 build plain "$arch" "$cc"
 "$out/plain/driver" | tee "$out/log"

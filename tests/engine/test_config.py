@@ -21,7 +21,7 @@ from fastattn._engine import missing, settings
 SHAPE = Shape("config", batch=2, heads_q=8, heads_kv=2, len_q=200, len_k=500, head_dim=32)
 Q, K, V = make_inputs(SHAPE, "float32", np.random.default_rng(0))
 
-CONFIG_KEYS = ["version", "backend", "why_numpy", "isa", "isas_available", "isas_compiled",
+CONFIG_KEYS = ["version", "backend", "why_numpy", "isa", "isa_refused", "isas_available", "isas_compiled",
                "num_threads", "num_threads_from", "threading", "threading_available", "level2_cache",
                "tuning", "compiler", "numpy", "python"]  # fmt: skip
 
@@ -194,6 +194,7 @@ def test_copies_are_said():
 
 def test_available_isas_come_best_first():
     order = [
+        "amx",
         "avx512bf16",
         "avx512vnni",
         "avx512",
@@ -205,8 +206,8 @@ def test_available_isas_come_best_first():
         "generic",
     ]
     isas = fastattn.available_isas()
-    assert list(isas) == sorted(isas, key=lambda isa: (isa != isas[0], order.index(isa)))
-    assert isas == () or isas[0] in ("avx512vnni", min(isas, key=order.index))
+    first = [isa for isa in isas[:2] if isa == "avx512vnni"]  # where dot products of pairs are slow
+    assert list(isas) == sorted(isas, key=lambda isa: (isa != "amx", isa not in first, order.index(isa)))
     assert all(isa in fastattn.show_config()["isas_compiled"] for isa in isas)
 
 
@@ -214,11 +215,13 @@ def test_available_isas_come_best_first():
 def test_slow_dot_products_of_pairs_are_not_the_default():
     available = settings.core.AVAILABLE_ISAS
     best = [isa for isa in settings.core.COMPILED_ISAS if isa in available]
-    assert settings.core.default_isa(False) == best[0]
-    assert settings.core.default_isa(True) == next(isa for isa in best if isa != "avx512bf16")
+    without = [isa for isa in best if isa != "amx"]
+    assert settings.core.default_isa(False, True) == best[0]
+    assert settings.core.default_isa(False, False) == without[0]
+    assert settings.core.default_isa(True, False) == next(isa for isa in without if isa != "avx512bf16")
     cpu = Path("/proc/cpuinfo")
     if cpu.exists() and platform.machine() == "x86_64":
-        assert available[0] == settings.core.default_isa("GenuineIntel" in cpu.read_text())
+        assert available[0] == settings.core.default_isa("GenuineIntel" in cpu.read_text(), True)
 
 
 @each_isa

@@ -127,11 +127,11 @@ def test_measurements_compare_with_torch_s_own_kernel(ran, monkeypatch):
     assert list(measured().values()) == ["2.00, fastattn"]
 
 
-@pytest.mark.parametrize(("amx", "dtype", "ours"), [
-    (False, torch.bfloat16, 2), (True, torch.bfloat16, 0), (True, torch.float32, 2),
+@pytest.mark.parametrize(("left", "dtype", "ours"), [
+    ((), torch.bfloat16, 2), ((torch.bfloat16,), torch.bfloat16, 0), ((torch.bfloat16,), torch.float32, 2),
 ])  # fmt: skip
-def test_compiled_models_leave_16_bits_to_amx(amx, dtype, ours, ran, monkeypatch):
-    monkeypatch.setattr(fastattn.torch._hugging_face, "_AMX", amx)
+def test_compiled_models_leave_16_bits_to_amx(left, dtype, ours, ran, monkeypatch):
+    monkeypatch.setattr(fastattn.torch._hugging_face, "_LEFT", left)
     register()
     torch.compiler.reset()
     q = torch.randn(1, 4, 30, 16).to(dtype)

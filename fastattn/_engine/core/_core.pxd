@@ -282,7 +282,8 @@ cdef extern from "fastattn.h" nogil:
     int fa_isa_count()
     const char *fa_isa_name(int)
     int fa_isa_available(int)
-    int fa_isa_default(int slow_pairs)
+    int fa_isa_default(int slow_pairs, int tiles)
     int fa_cpu_slow_pairs()
+    int fa_cpu_ask_tiles()
     const fa_kernels *fa_isa_kernels(int, fa_dtype)
     const char *fa_activation_names[]

@@ -43,20 +43,28 @@ cdef extern from *:
 COMPILED_ISAS = tuple([fa_isa_name(i).decode() for i in range(fa_isa_count())])  # best first
 COMPILER = FA_COMPILER.decode()  # its name and version
 
-cdef int _isa = fa_isa_default(fa_cpu_slow_pairs())
-# Best first: the default, and then as they were compiled.
+cdef int _slow_pairs = fa_cpu_slow_pairs()
+cdef int _isa = fa_isa_default(_slow_pairs, True)
+cdef int _isa_without_tiles = fa_isa_default(_slow_pairs, False)
+# Best first: the defaults, and then as they were compiled.
 AVAILABLE_ISAS = tuple([
-    COMPILED_ISAS[i] for i in sorted(range(fa_isa_count()), key=_isa.__ne__) if fa_isa_available(i)
+    COMPILED_ISAS[i]
+    for i in sorted(range(fa_isa_count()), key=lambda i: (i != _isa, i != _isa_without_tiles))
+    if fa_isa_available(i)
 ])
+isa_refused = None  # why an instruction set that this CPU has is not used, if so
+cdef int _tiles_due = COMPILED_ISAS[_isa] == "amx"  # atomic: whether the system was not asked for tiles yet
 
 
-def default_isa(bint slow_pairs):
-    """The instruction set that is used at first where dot products of bfloat16 pairs are slow, or are not."""
-    return COMPILED_ISAS[fa_isa_default(slow_pairs)]
+def default_isa(bint slow_pairs, bint tiles):
+    """The instruction set used at first where dot products of bfloat16 pairs are slow or not, with tiles or not."""
+    return COMPILED_ISAS[fa_isa_default(slow_pairs, tiles)]
 
 
 def get_isa():
     """The instruction set in use."""
+    if fa_flag(&_tiles_due):
+        _ask_for_tiles()
     return COMPILED_ISAS[_isa]
 
 
@@ -66,6 +74,20 @@ def set_isa(name):
     if name not in AVAILABLE_ISAS:
         raise ValueError(f"isa {name!r} is not available; available here: {', '.join(AVAILABLE_ISAS)}")
     _isa = COMPILED_ISAS.index(name)
+    fa_set_flag(&_tiles_due, name == "amx")
+
+
+cdef int _ask_for_tiles() except -1:
+    """Ask the system for tiles; refused, the next best set is used. It is not asked at import: signal stacks must have
+    12 KB from then on, in all the process.
+    """
+    global _isa, isa_refused
+    fa_set_flag(&_tiles_due, False)
+    isa_refused = None
+    if not fa_cpu_ask_tiles():
+        isa_refused = "the system refuses amx its tiles; signal stacks of threads (sigaltstack) need 12 KB"
+        _isa = _isa_without_tiles
+    return 0
 
 
 include "tuning.pxi"

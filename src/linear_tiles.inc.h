@@ -1,0 +1,145 @@
+/* The layers' product by the tiles of AMX, four tiles being 32 rows of x times a panel:
+ *
+ *   for each 32 rows of the task
+ *     for each piece of the input features           of x it stays in the first-level cache
+ *       for each panel of the task                     panels come from the second-level cache
+ *         acc (32, PANEL) = or += x (32, piece) panel (piece, PANEL)
+ *         meanwhile, rows of the last panel that has all its features are finished: linear_finish.inc.h
+ *
+ * The panels are those of all other instruction sets: 16 steps of 16 columns are a tile. A row's bits depend on that row
+ * alone: tiles of one row or of 16 do the same for each. docs/notes/amx.md has what was measured.
+ *
+ * Literals  bytes: 1 for int8, 0 for pairs of bfloat16. hi: 1 where there are more than 16 rows.
+ * Exports   TILES_ROWS, tiles_steps, tiles_panels, linear_tiles. */
+#pragma once
+#include "linear_finish.inc.h"
+
+/* Panels of a task: 1 MB, half of the second-level cache of the CPUs that have tiles. */
+INLINE int64_t tiles_panels(const fa_linear_args *a)
+{
+    return larger(1, (1 << 20) / larger(1, features_padded(a) / features_per_step(a->weight) * FA_PANEL_BYTES));
+}
+
+#if V_TILES
+/* Rows of a panel, or of a gated pair, that wait to be finished. */
+typedef struct {
+    const fa_linear_args *a;
+    int64_t row, rows, panel;
+    const lane *acc, *up;
+    const row_grid *grid;
+} waiting_rows;
+
+/* Finishes n more of them. */
+NOINLINE void finish_some(waiting_rows *w, int64_t n)
+{
+    finish_panels(w->a, w->row, n, w->panel, w->acc, w->up, w->grid);
+    w->row += n, w->rows -= n, w->acc += n * PANEL, w->up += n * PANEL, w->grid += w->grid ? n : 0;
+}
+
+/* acc (rows, PANEL) = or += x times a piece of a panel. */
+typedef struct {
+    const char *x; /* (rows, features), 0 up to whole tiles */
+    int64_t x_row;
+    const char *part, *last; /* the panel's piece; its last tile, 0 where there are no features */
+    int64_t steps;           /* tiles of the piece */
+    int more;                /* += */
+    lane *acc;
+    waiting_rows *waiting;
+} tiles_product;
+
+INLINE void tiles_multiply(int bytes, int hi, const tiles_product *p)
+{
+    const int64_t acc_row = PANEL * sizeof(lane), share = ceil_div(p->waiting->rows, larger(1, p->steps));
+    const char *x = p->x, *part = p->part;
+    if (p->more) {
+        TILE_LOAD(0, p->acc, acc_row);
+        TILE_LOAD(1, p->acc + LANES, acc_row);
+        if (hi) TILE_LOAD(2, p->acc + TILE_ROWS * PANEL, acc_row);
+        if (hi) TILE_LOAD(3, p->acc + TILE_ROWS * PANEL + LANES, acc_row);
+    } else {
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        if (hi) TILE_ZERO(2);
+        if (hi) TILE_ZERO(3);
+    }
+    for (int64_t t = 1; t <= p->steps; t++, x += TILE_BYTES, part += TILE_ROWS * FA_PANEL_BYTES) {
+        const char *y = t == p->steps ? p->last : part;
+        TILE_LOAD(6, y, FA_PANEL_BYTES);
+        TILE_LOAD(4, x, p->x_row);
+        if (bytes) TILE_DOT_I8(0, 4, 6);
+        else TILE_DOT_BF16(0, 4, 6);
+        TILE_LOAD(7, y + TILE_BYTES, FA_PANEL_BYTES);
+        if (bytes) TILE_DOT_I8(1, 4, 7);
+        else TILE_DOT_BF16(1, 4, 7);
+        if (hi) {
+            TILE_LOAD(5, x + TILE_ROWS * p->x_row, p->x_row);
+            if (bytes) TILE_DOT_I8(2, 5, 6);
+            else TILE_DOT_BF16(2, 5, 6);
+            if (bytes) TILE_DOT_I8(3, 5, 7);
+            else TILE_DOT_BF16(3, 5, 7);
+        }
+        if (p->waiting->rows) finish_some(p->waiting, smaller(share, p->waiting->rows));
+    }
+    TILE_STORE(0, p->acc, acc_row);
+    TILE_STORE(1, p->acc + LANES, acc_row);
+    if (hi) TILE_STORE(2, p->acc + TILE_ROWS * PANEL, acc_row);
+    if (hi) TILE_STORE(3, p->acc + TILE_ROWS * PANEL + LANES, acc_row);
+}
+
+/* to = the last tiles of a panel, of which `features` are left. */
+INLINE const char *last_tile(fa_dtype weight, const char *part, int64_t features, lane *to)
+{
+    const int64_t steps = ceil_div(features, features_per_step(weight));
+    if (steps >= TILE_ROWS) return part;
+    memcpy(to, part, steps * FA_PANEL_BYTES);
+    memset((char *)to + steps * FA_PANEL_BYTES, 0, (TILE_ROWS - steps) * FA_PANEL_BYTES);
+    return (const char *)to;
+}
+
+/* The results of `rows` rows of x from `row` on, of panels [panel, end). */
+static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, int64_t row, int64_t rows, int64_t panel,
+                         int64_t end, linear_input x, const linear_scratch *scratch)
+{
+    const int64_t maps = 1 + a->gated, each = features_per_step(a->weight), features = features_padded(a);
+    const int64_t panel_bytes = features / each * FA_PANEL_BYTES, of_tile = TILE_ROWS * each,
+                  square = TILES_ROWS * PANEL;
+    const int bytes = a->x_int8;
+    int64_t done = 0, shaped = 0; /* products of each column, since it last asked; rows that tiles have */
+    waiting_rows waiting = {.a = a};
+    for (int64_t r = 0; r < rows; r += TILES_ROWS) {
+        const int64_t n = smaller(rows - r, TILES_ROWS);
+        if (n != shaped) tile_shapes(smaller(n, TILE_ROWS), n - smaller(n, TILE_ROWS));
+        shaped = n;
+        for (int64_t d = 0; d == 0 || d < features; d += plan->features) {
+            const int64_t here = smaller(features - d, plan->features);
+            tiles_product p = {.x_row = x.x_row, .steps = ceil_div(here, of_tile), .more = d > 0, .waiting = &waiting};
+            p.x = x.x + r * x.x_row + d * x_size(a);
+            for (int64_t i = panel; i < end; i++) {
+                const int64_t last = (p.steps - 1) * of_tile, map = (i - panel) % maps;
+                p.acc = scratch->acc + (plan->blocks > 1 ? i - panel : (i - panel) % (2 * maps)) * square;
+                p.part = a->panels + i * panel_bytes + d / each * FA_PANEL_BYTES;
+                p.last = last_tile(a->weight, p.part + last / each * FA_PANEL_BYTES, here - last, scratch->wide);
+                if (bytes && n > TILE_ROWS) tiles_multiply(1, 1, &p);
+                else if (bytes) tiles_multiply(1, 0, &p);
+                else if (n > TILE_ROWS) tiles_multiply(0, 1, &p);
+                else tiles_multiply(0, 0, &p);
+                if (map + 1 < maps || d + plan->features < features) continue;
+                const lane *acc = p.acc - map * square;
+                waiting = (waiting_rows){a, row + r, n, i - map, acc, acc + square, bytes ? scratch->grid + r : NULL};
+            }
+            if ((done += n * here * (end - panel)) > LINEAR_ASKS) {
+                if (given_up(a->watch)) rows = 0;
+                done = 0;
+            }
+        }
+    }
+    finish_some(&waiting, waiting.rows);
+    TILES_END();
+}
+#else
+static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, int64_t row, int64_t rows, int64_t panel,
+                         int64_t end, linear_input x, const linear_scratch *scratch)
+{
+    (void)a, (void)plan, (void)row, (void)rows, (void)panel, (void)end, (void)x, (void)scratch;
+}
+#endif

@@ -1,0 +1,125 @@
+/* The tiles of Intel's AMX: eight registers of up to 16 rows of 64 bytes. A part of simd.h, which includes it where
+ * V_TILES is 1. With FA_EMULATE_TILES the operations are spelled out, to the bit (docs/notes/amx.md).
+ *
+ *   tile_shapes(lo, hi)      starts the use of tiles, all 0. 0, 1, 4 have lo rows; 2, 3, 5 hi; 6, 7 sixteen
+ *   TILES_END()              ends it: a task that begins does end; between them no other code has tiles
+ *   TILE_LOAD(t, p, row)     rows from memory, `row` bytes apart         TILE_STORE(t, p, row)
+ *   TILE_ZERO(t)
+ *   TILE_DOT_BF16(c, a, b)   c (rows, 16 floats) += a (rows, 16 pairs) b (16, 16 pairs), pairs of bfloat16. Denormal
+ *                            numbers are 0. The sums of first and of second halves begin at 0, are fused multiply-adds
+ *                            in order, and are added; then c is
+ *   TILE_DOT_I8(c, a, b)     the same of four int8, in integers that wrap
+ *
+ * Tiles are numbered by literals. Why not the compiler's intrinsics: gcc 12's loads do not say that they read memory,
+ * and its configuration says that it reads 8 of 64 bytes. */
+typedef struct {
+    uint8_t palette, start, none[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} tile_config;
+_Static_assert(sizeof(tile_config) == 64, "as the instruction reads it");
+
+#define TILE_ROWS 16
+#define TILE_BYTES 64 /* of a row */
+
+#ifndef FA_EMULATE_TILES
+#define TILES_BEGIN(config) __asm__ volatile("ldtilecfg %0" ::"m"(*(config)) : "memory")
+#define TILES_END() __asm__ volatile("tilerelease" ::: "memory")
+#define TILE_LOAD(t, p, row)                                                                                           \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void *)(p)), "r"((int64_t)(row)) : "memory")
+#define TILE_STORE(t, p, row)                                                                                          \
+    __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void *)(p)), "r"((int64_t)(row)) : "memory")
+#define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
+#define TILE_DOT_BF16(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#define TILE_DOT_I8(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#else
+typedef struct {
+    uint8_t row[TILE_ROWS][TILE_BYTES];
+} tile_data;
+static __thread tile_config tile_shape;
+static __thread tile_data tile_of[8];
+
+NOINLINE void emulated_begin(const tile_config *config)
+{
+    tile_shape = *config;
+    memset(tile_of, 0, sizeof tile_of);
+}
+
+NOINLINE void emulated_load(int t, const char *p, int64_t row)
+{
+    memset(&tile_of[t], 0, sizeof tile_of[t]);
+    for (int r = 0; r < tile_shape.rows[t]; r++) memcpy(tile_of[t].row[r], p + r * row, tile_shape.row_bytes[t]);
+}
+
+NOINLINE void emulated_store(int t, char *p, int64_t row)
+{
+    for (int r = 0; r < tile_shape.rows[t]; r++) memcpy(p + r * row, tile_of[t].row[r], tile_shape.row_bytes[t]);
+}
+
+/* As volatile assembly: under another MXCSR, nothing may move. */
+INLINE v_t emulated_fma(v_t a, v_t b, v_t c)
+{
+    __asm__ volatile("vfmadd231ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+    return c;
+}
+
+INLINE v_t emulated_add(v_t a, v_t b)
+{
+    v_t sum;
+    __asm__ volatile("vaddps %2, %1, %0" : "=v"(sum) : "v"(a), "v"(b));
+    return sum;
+}
+
+NOINLINE void emulated_dot_bf16(int c, int a, int b)
+{
+    const unsigned before = _mm_getcsr();
+    tile_data out = tile_of[c];
+    _mm_setcsr(0x9fc0); /* denormals are 0, in and out; nearest even; no exceptions */
+    for (int m = 0; m < tile_shape.rows[c]; m++)
+        for (int64_t n = 0; n < tile_shape.row_bytes[c]; n += V_BYTES) {
+            v_t first = v_splat(0), second = first, sum = v_load(out.row[m] + n);
+            for (int k = 0; k < tile_shape.row_bytes[a] / 4; k++) {
+                uint32_t pair;
+                memcpy(&pair, tile_of[a].row[m] + 4 * k, sizeof pair);
+                const vw_t w = (vw_t)v_load(tile_of[b].row[k] + n), low = w << 16, high = w & 0xffff0000u;
+                first = emulated_fma((v_t)((vw_t){0} + (pair << 16)), (v_t)low, first);
+                second = emulated_fma((v_t)((vw_t){0} + (pair & 0xffff0000u)), (v_t)high, second);
+            }
+            v_store(out.row[m] + n, emulated_add(sum, emulated_add(first, second)));
+        }
+    __asm__ volatile("" ::: "memory");
+    _mm_setcsr(before);
+    tile_of[c] = out;
+}
+
+NOINLINE void emulated_dot_i8(int c, int a, int b)
+{
+    tile_data out = tile_of[c];
+    for (int m = 0; m < tile_shape.rows[c]; m++)
+        for (int n = 0; n < tile_shape.row_bytes[c]; n += 4) {
+            uint32_t sum;
+            memcpy(&sum, out.row[m] + n, sizeof sum);
+            for (int k = 0; k < tile_shape.row_bytes[a]; k++)
+                sum += (uint32_t)((int8_t)tile_of[a].row[m][k] * (int8_t)tile_of[b].row[k / 4][n + k % 4]);
+            memcpy(out.row[m] + n, &sum, sizeof sum);
+        }
+    tile_of[c] = out;
+}
+
+#define TILES_BEGIN(config) emulated_begin(config)
+#define TILES_END() ((void)0)
+#define TILE_LOAD(t, p, row) emulated_load(t, (const char *)(p), row)
+#define TILE_STORE(t, p, row) emulated_store(t, (char *)(p), row)
+#define TILE_ZERO(t) memset(&tile_of[t], 0, sizeof tile_of[t])
+#define TILE_DOT_BF16(c, a, b) emulated_dot_bf16(c, a, b)
+#define TILE_DOT_I8(c, a, b) emulated_dot_i8(c, a, b)
+#endif
+
+INLINE void tile_shapes(int64_t lo, int64_t hi)
+{
+    tile_config config = {.palette = 1};
+    for (int t = 0; t < 8; t++) config.rows[t] = TILE_ROWS, config.row_bytes[t] = TILE_BYTES;
+    config.rows[0] = config.rows[1] = config.rows[4] = (uint8_t)lo;
+    config.rows[2] = config.rows[3] = config.rows[5] = (uint8_t)(hi ? hi : 1);
+    TILES_BEGIN(&config);
+}

@@ -1,0 +1,225 @@
+/* The two products of attention by the tiles of AMX, in bfloat16; only if V_TILES. As in tile.inc.h lanes are queries: so everything
+ * between the products is as it is without tiles.
+ *
+ *     tile            A                                  B                                  C
+ *     S^T = K Q^T     16 keys x 32 dimensions of K       16 pairs of dimensions x queries   16 keys x 16 queries
+ *     O^T += V^T P^T  16 dimensions x 32 keys of V^T     16 pairs of keys x queries         16 dimensions x 16 queries
+ *
+ * Four accumulators are 32 keys, or dimensions, x BLOCK_Q queries. K is read in place if its rows are whole tiles; V^T
+ * is made of a block once (transpose_values). Keys are taken in steps of TILE_KEYS of the sequence, so that a row's bits
+ * do not depend on where others begin: ranges.inc.h.
+ *
+ * Literals  nv: 1, NV. hi: 0, 1.
+ * Exports   amx_scores, amx_softmax, amx_scale, amx_values, transpose_values. */
+#pragma once
+#include "softmax.inc.h"
+
+_Static_assert(BLOCK_Q == 2 * TILE_ROWS && BLOCK_K % TILE_KEYS == 0, "tiles fill a block");
+
+/* block_outer, for n rounded up to TILE_KEYS. */
+INLINE void amx_scores(int nv, int64_t n, const outer_product *p)
+{
+    const int64_t pitch = BLOCK_Q * sizeof(lane), k_row = p->x_row, high = TILE_ROWS * k_row;
+    const char *k = p->x;
+    lane *s = p->out;
+    for (int64_t j = 0; j < n; j += TILE_KEYS, k += TILE_KEYS * k_row, s += TILE_KEYS * BLOCK_Q) {
+        TILE_ZERO(0);
+        TILE_ZERO(2);
+        if (nv > 1) TILE_ZERO(1);
+        if (nv > 1) TILE_ZERO(3);
+        for (int64_t d = 0; d < p->depth; d += TILE_KEYS / 2) {
+            const char *x = k + d * (int64_t)sizeof(lane);
+            const lane *y = p->y + d * BLOCK_Q;
+            TILE_LOAD(4, x, k_row);
+            TILE_LOAD(6, y, pitch);
+            TILE_DOT_BF16(0, 4, 6);
+            TILE_LOAD(5, x + high, k_row);
+            TILE_DOT_BF16(2, 5, 6);
+            if (nv == 1) continue;
+            TILE_LOAD(7, y + LANES, pitch);
+            TILE_DOT_BF16(1, 4, 7);
+            TILE_DOT_BF16(3, 5, 7);
+        }
+        TILE_STORE(0, s, pitch);
+        TILE_STORE(2, s + TILE_ROWS * BLOCK_Q, pitch);
+        if (nv == 1) continue;
+        TILE_STORE(1, s + LANES, pitch);
+        TILE_STORE(3, s + TILE_ROWS * BLOCK_Q + LANES, pitch);
+    }
+    for (int64_t j = 0; p->factor != 1 && j < n; j++)
+        UNROLL_FOR(int u = 0; u < nv; u++) {
+            lane *to = p->out + j * BLOCK_Q + u * LANES;
+            v_store(to, v_load(to) * v_splat(p->factor));
+        }
+}
+
+/* power = 2^y of `count` vectors up to a little above 0: 1 at 0, exactly 0 below 2^-126, NaN at NaN. y = whole + f with 0 <= f < 1. The relative
+ * error is 2.9e-6 (tools/polynomials.py), less than a thousandth of what rounding to bfloat16 errs by. A result that is
+ * not normal would take 125 ns: so it is not computed. */
+INLINE void v_exp2_short(int count, const v_t *y, v_t *power)
+{
+    v_t f[2 * NV];
+    UNROLL_FOR(int i = 0; i < count; i++) f[i] = _mm512_reduce_ps(y[i], _MM_FROUND_TO_NEG_INF);
+    UNROLL_FOR(int i = 0; i < count; i++)
+        power[i] = v_fma(f[i], v_splat(0.013425154611468315f), v_splat(0.0522453747689724f));
+    UNROLL_FOR(int i = 0; i < count; i++) power[i] = v_fma(power[i], f[i], v_splat(0.24127855896949768f));
+    UNROLL_FOR(int i = 0; i < count; i++) power[i] = v_fma(power[i], f[i], v_splat(0.6930451393127441f));
+    UNROLL_FOR(int i = 0; i < count; i++) power[i] = v_fma(power[i], f[i], v_splat(1));
+    UNROLL_FOR(int i = 0; i < count; i++)
+        power[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(y[i], v_splat(-126), _CMP_NLT_UQ), power[i], y[i]);
+}
+
+/* Pairs of bfloat16, rounded to nearest, ties away from 0: integers add beside tiles at full speed, multipliers do not. */
+INLINE v_t v_pair_up(v_t low, v_t high)
+{
+    const vw_t half = (vw_t){0} + 0x8000, upper = (vw_t){0} + 0xffff0000u;
+    return (v_t)((((vw_t)low + half) >> 16) | (((vw_t)high + half) & upper));
+}
+
+/* What softmax_update takes, and pairs (BLOCK_K / 2, BLOCK_Q). */
+typedef struct {
+    lane *s;
+    int64_t n;
+    lane factor;
+    lane *row_max, *row_sum, *row_log, *alpha, *pairs;
+} amx_scores_done;
+
+/* softmax_update of scores times `factor`: row_max is as they are. Probabilities become pairs, up to a whole step
+ * 0; with `keep` they take the place of the scores, too. */
+INLINE int amx_softmax(int nv, int keep, int logs, const amx_scores_done *p)
+{
+    lane *const s = p->s, *const pairs = p->pairs;
+    const int64_t n = p->n;
+    const v_t per_score = v_splat(p->factor * (lane)LOG2_E), none = v_splat(-INFINITY);
+    v_t base[NV], sum[NV][2], log[NV];
+    vi_t moved = {0};
+    UNROLL_FOR(int u = 0; u < nv; u++) {
+        const lane *from = s + u * LANES;
+        v_t max[4] = {none, none, none, none}; /* one chain would wait for each */
+        int64_t j = 0;
+        for (; j + 4 <= n; j += 4, from += 4 * BLOCK_Q)
+            UNROLL_FOR(int i = 0; i < 4; i++) max[i] = v_max(max[i], v_load(from + i * BLOCK_Q));
+        for (; j < n; j++, from += BLOCK_Q) max[0] = v_max(max[0], v_load(from));
+        const v_t before = v_load(p->row_max + u * LANES), all = v_max(v_max(max[0], max[1]), v_max(max[2], max[3]));
+        const v_t now = v_max(before, all), change = (before - v_base(now)) * v_splat(p->factor);
+        const v_t scale = v_exp_prob(change);
+        base[u] = v_base(now);
+        if (logs) {
+            const v_t old = v_load(p->row_log + u * LANES), step = v_log_weight(change);
+            v_store(p->row_log + u * LANES, scale * v_fma(v_load(p->row_sum + u * LANES), step, old));
+        }
+        moved |= scale != v_splat(1);
+        v_store(p->alpha + u * LANES, scale);
+        v_store(p->row_max + u * LANES, now);
+        log[u] = sum[u][0] = sum[u][1] = v_splat(0);
+    }
+    int64_t j = 0;
+    for (; j + 2 <= n; j += 2) {
+        v_t y[2 * NV], prob[2 * NV];
+        UNROLL_FOR(int i = 0; i < 2 * nv; i++)
+            y[i] = (v_load(s + (j + i % 2) * BLOCK_Q + i / 2 * LANES) - base[i / 2]) * per_score;
+        v_exp2_short(2 * nv, y, prob);
+        UNROLL_FOR(int i = 0; i < 2 * nv; i++) {
+            sum[i / 2][i % 2] += prob[i];
+            if (logs) log[i / 2] = v_fma(prob[i], v_log_weight(y[i] * v_splat((lane)LN_2)), log[i / 2]);
+            if (keep) v_store(s + (j + i % 2) * BLOCK_Q + i / 2 * LANES, prob[i]);
+        }
+        UNROLL_FOR(int u = 0; u < nv; u++)
+            v_store(pairs + j / 2 * BLOCK_Q + u * LANES, v_pair_up(prob[2 * u], prob[2 * u + 1]));
+    }
+    if (j < n) {
+        v_t y[NV], prob[NV];
+        UNROLL_FOR(int u = 0; u < nv; u++) y[u] = (v_load(s + j * BLOCK_Q + u * LANES) - base[u]) * per_score;
+        v_exp2_short(nv, y, prob);
+        UNROLL_FOR(int u = 0; u < nv; u++) {
+            sum[u][0] += prob[u];
+            if (logs) log[u] = v_fma(prob[u], v_log_weight(y[u] * v_splat((lane)LN_2)), log[u]);
+            if (keep) v_store(s + j * BLOCK_Q + u * LANES, prob[u]);
+            v_store(pairs + j / 2 * BLOCK_Q + u * LANES, v_pair_up(prob[u], v_splat(0)));
+        }
+        j += 2;
+    }
+    for (; j < round_up(n, TILE_KEYS); j += 2)
+        UNROLL_FOR(int u = 0; u < nv; u++) v_store(pairs + j / 2 * BLOCK_Q + u * LANES, v_splat(0));
+    UNROLL_FOR(int u = 0; u < nv; u++) {
+        const v_t all = sum[u][0] + sum[u][1];
+        v_store(p->row_sum + u * LANES, v_fma(v_load(p->row_sum + u * LANES), v_load(p->alpha + u * LANES), all));
+        if (logs) v_store(p->row_log + u * LANES, v_load(p->row_log + u * LANES) + log[u]);
+    }
+    return v_any(moved);
+}
+
+/* Rows [d, d + 16 or, with `hi`, 32) of out. */
+INLINE void amx_value_tiles(int nv, int hi, int64_t d, const value_product *p)
+{
+    const int64_t pitch = BLOCK_Q * sizeof(lane), square = TILE_ROWS * TILE_BYTES;
+    lane *out = p->out + d * BLOCK_Q;
+    const char *v = p->v + d * TILE_BYTES;
+    if (p->mode == ACC_ZERO) {
+        TILE_ZERO(0);
+        if (nv > 1) TILE_ZERO(1);
+        if (hi) TILE_ZERO(2);
+        if (hi && nv > 1) TILE_ZERO(3);
+    } else {
+        TILE_LOAD(0, out, pitch);
+        if (nv > 1) TILE_LOAD(1, out + LANES, pitch);
+        if (hi) TILE_LOAD(2, out + TILE_ROWS * BLOCK_Q, pitch);
+        if (hi && nv > 1) TILE_LOAD(3, out + TILE_ROWS * BLOCK_Q + LANES, pitch);
+    }
+    for (int64_t j = 0; j < p->n; j += TILE_KEYS / 2, v += TILE_KEYS / 2 * p->v_row) {
+        const lane *probs = p->probs + j * BLOCK_Q;
+        TILE_LOAD(4, v, TILE_BYTES);
+        TILE_LOAD(6, probs, pitch);
+        TILE_DOT_BF16(0, 4, 6);
+        if (hi) TILE_LOAD(5, v + square, TILE_BYTES);
+        if (hi) TILE_DOT_BF16(2, 5, 6);
+        if (nv == 1) continue;
+        TILE_LOAD(7, probs + LANES, pitch);
+        TILE_DOT_BF16(1, 4, 7);
+        if (hi) TILE_DOT_BF16(3, 5, 7);
+    }
+    TILE_STORE(0, out, pitch);
+    if (nv > 1) TILE_STORE(1, out + LANES, pitch);
+    if (hi) TILE_STORE(2, out + TILE_ROWS * BLOCK_Q, pitch);
+    if (hi && nv > 1) TILE_STORE(3, out + TILE_ROWS * BLOCK_Q + LANES, pitch);
+}
+
+/* out (width, nv) *= alpha (nv), as ACC_SCALE. */
+INLINE void amx_scale(int nv, int64_t width, const lane *alpha, lane *out)
+{
+    for (int64_t d = 0; d < width; d++)
+        UNROLL_FOR(int u = 0; u < nv; u++) {
+            lane *to = out + d * BLOCK_Q + u * LANES;
+            v_store(to, v_load(to) * v_load(alpha + u * LANES));
+        }
+}
+
+/* block_values: v is V^T as transpose_values makes it, v_row the bytes of a pair of keys. */
+INLINE void amx_values(int nv, const value_product *p)
+{
+    const int64_t width = padded_v(p->head_dim_v);
+    for (int64_t d = 0; d < width; d += 2 * TILE_ROWS) {
+        if (d + TILE_ROWS < width) amx_value_tiles(nv, 1, d, p);
+        else amx_value_tiles(nv, 0, d, p);
+    }
+}
+
+/* to = V^T of n keys: of each TILE_KEYS, tiles of 16 dimensions x keys, 0 where there are none. */
+static void transpose_values(const char *v, int64_t v_row, int64_t n, int64_t width, lane *to)
+{
+    static const uint16_t zeros[LANES];
+    for (int64_t j = 0; j < n; j += TILE_KEYS, v += TILE_KEYS * v_row)
+        for (int64_t d = 0; d < width; d += LANES, to += TILE_ROWS * LANES) {
+            v_t pairs[LANES];
+            UNROLL_FOR(int i = 0; i < LANES; i++) {
+                const char *row0 = v + 2 * i * v_row + d * 2, *row1 = row0 + v_row;
+                const int64_t left = n - j - 2 * i, some = smaller(width - d, LANES) * 2;
+                uint16_t part[2][LANES] = {{0}};
+                if (some < 2 * LANES && left > 0) row0 = memcpy(part[0], row0, some);
+                if (some < 2 * LANES && left > 1) row1 = memcpy(part[1], row1, some);
+                pairs[i] = v_pair_bf16(left > 0 ? row0 : (const char *)zeros, left > 1 ? row1 : (const char *)zeros);
+            }
+            v_transpose(pairs);
+            UNROLL_FOR(int i = 0; i < LANES; i++) v_store(to + i * LANES, pairs[i]);
+        }
+}

@@ -1,0 +1,164 @@
+"""The instruction set `amx`: tiles of threads, children and signal handlers, and systems that refuse them."""
+
+import os
+import signal
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from oracle import assert_same_bits
+
+import fastattn
+from fastattn import ops
+from fastattn._engine import settings
+
+tiles = pytest.mark.skipif(
+    "amx" not in fastattn.available_isas(), reason="no tiles: of an Intel Xeon, or emulated"
+)
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+timers = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timers")
+
+BFLOAT16 = ml_dtypes.bfloat16
+
+
+def draw(*shape):
+    """Normal numbers in bfloat16."""
+    return np.random.default_rng(0).standard_normal(shape, np.float32).astype(BFLOAT16)
+
+
+def results(rows=70, keys=9000):
+    """Results of each kernel that has tiles, long enough that calls of several threads meet."""
+    q, k, x, weight = draw(1, 2, rows, 64), draw(1, 2, keys, 64), draw(rows, 600), draw(100, 600)
+    wide = weight.astype(np.float32)
+    return (
+        fastattn.attention(q, k, k),
+        ops.linear(x, ops.pack(weight)),
+        ops.linear(x.astype(np.float32), ops.pack(wide, dtype="int8"), activations="int8"),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _use_amx():
+    with settings.forced(isa="amx" if "amx" in fastattn.available_isas() else None):
+        yield
+
+
+def assert_same_results(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+@tiles
+def test_threads_have_tiles_of_their_own():
+    expected, got = results(), []
+    threads = [threading.Thread(target=lambda: got.append(results())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == len(threads)
+    for each in got:
+        assert_same_results(each, expected)
+
+
+@tiles
+@forks
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_children_have_tiles():
+    expected = results()
+    child = os.fork()
+    if not child:
+        same = all((one == other).all() for one, other in zip(results(), expected, strict=True))
+        os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@tiles
+@timers
+@pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread"
+)
+def test_a_signal_handler_may_use_tiles_in_the_middle_of_a_call():
+    """Handlers run between products; when they return, the call has lost its tiles and must take new ones."""
+    expected, small = results(200, 60000), results(5, 100)
+    again = []
+
+    def interrupt(*_):
+        again.append(results(5, 100))
+        signal.setitimer(signal.ITIMER_REAL, 0.001)  # once more, and not in the middle of this
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+    try:
+        for _ in range(5):
+            assert_same_results(results(200, 60000), expected)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert again
+    for each in again:
+        assert_same_results(each, small)
+
+
+SMALL_STACK = """
+import ctypes
+
+class Stack(ctypes.Structure):
+    _fields_ = [("pointer", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+memory = ctypes.create_string_buffer(8192)
+stack = Stack(ctypes.cast(memory, ctypes.c_void_p), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+"""
+COMPUTE = """
+import numpy as np, ml_dtypes, fastattn
+q = np.ones((1, 1, 8, 8), ml_dtypes.bfloat16)
+assert (fastattn.attention(q, q, q) == 1).all()
+config = fastattn.show_config()
+print(config["isa"], config["isa_refused"], sep=": ")
+"""
+
+
+@tiles
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="only Linux refuses tiles")
+def test_a_system_that_refuses_tiles(python):
+    """The next instruction set computes, and `show_config` says why."""
+    run = python(SMALL_STACK + COMPUTE, FASTATTN_ISA=None, FASTATTN_BACKEND=None)
+    isa, why = run.stdout.strip().split(": ", 1)
+    assert (isa, why) == ("amx", "None") or (isa != "amx" and "12 KB" in why), run.stderr
+    forced = python(SMALL_STACK + COMPUTE, FASTATTN_ISA="amx", FASTATTN_BACKEND=None)
+    assert forced.stdout == "amx: None\n" or "FASTATTN_ISA is 'amx'; the system refuses" in forced.stderr
+
+
+@tiles
+@pytest.mark.parametrize("features", [1, 31, 32, 33, 64, 513, 1100])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_rows_are_the_same_in_every_number_of_them(dtype, features):
+    """Tiles of one row, of 16 and of 32, and pieces of the features, give a row the same bits."""
+    x, weight = draw(77, features).astype(np.float32), draw(70, features).astype(np.float32)
+    packed, rounding = ops.pack(weight, dtype=dtype), "int8" if dtype == "int8" else None
+    expected = ops.linear(x, packed, activations=rounding)
+    for begin, end in [(0, 1), (3, 19), (0, 33), (60, 77)]:
+        assert_same_bits(ops.linear(x[begin:end], packed, activations=rounding), expected[begin:end])
+
+
+@tiles
+def test_sums_of_bytes_are_those_of_other_instruction_sets():
+    x, weight = draw(40, 700).astype(np.float32), draw(70, 700).astype(np.float32)
+    packed = ops.pack(weight, dtype="int8")
+    expected = ops.linear(x, packed, activations="int8")
+    with settings.forced(isa="avx512"):
+        assert_same_bits(ops.linear(x, packed, activations="int8"), expected)
+
+
+@tiles
+def test_rows_do_not_depend_on_where_others_begin():
+    """Keys are taken in steps of the sequence: a window's first key may lie in the middle of one."""
+    q, k, v = draw(1, 2, 130, 40), draw(1, 2, 130, 40), draw(1, 2, 130, 24)
+    whole = fastattn.attention(q, k, v, window=(45, 0))
+    for row in (50, 77, 129):
+        alone = fastattn.attention(
+            q[..., row - 16 : row + 1, :], k[..., : row + 1, :], v[..., : row + 1, :], window=(45, 0)
+        )
+        assert_same_bits(alone[..., -1, :], whole[..., row, :])
