@@ -7,7 +7,8 @@ FASTATTN_REQUIRE_EXT=1        fail instead
 FASTATTN_WERROR=1             warnings in src/ are errors
 FASTATTN_EMULATE_BF16_DOT=1   for tests: dot products of bfloat16 pairs on every instruction set, spelled out
                               where there is no instruction for them
-FASTATTN_EMULATE_TILES=1      for tests: the instruction set `amx` for every CPU with AVX-512, its tiles spelled out
+FASTATTN_EMULATE_TILES=1      for tests: the instruction set `amx` for every CPU with AVX-512, its tiles
+                              spelled out
 FASTATTN_ISAS=avx2,avx512      compile no other instruction sets but these, and generic
 FASTATTN_OPENMP=0             leave OpenMP out, as where the compiler has none: threads are our own
 FASTATTN_TRACE=1              note which thread runs which task when, for tools/threads.py
