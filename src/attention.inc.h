@@ -111,7 +111,7 @@ INLINE void tiles_end(void)
 }
 
 /* Whether scores wait for their factor until softmax, which then costs nothing. */
-INLINE int unscaled(const fa_attention_args *a, int dot)
+INLINE int scaled_later(const fa_attention_args *a, int dot)
 {
     const int plain = a->mods.softcap == 0 && !a->mods.bias.data && !a->mods.alibi_slopes.data && a->mods.scale > 0;
     return V_TILES && dot && plain && !a->sigmoid && !a->stats.second_pass;
@@ -123,7 +123,7 @@ INLINE int tile_softmax(int nv, int dot, int keep, int64_t n, const tile_state *
     lane *s = scratch->s, *log = tile->row_log;
 #if V_TILES
     if (dot) {
-        const amx_scores_done p = {
+        const amx_softmax_args p = {
             s, n, tile->factor, tile->row_max, tile->row_sum, log, scratch->alpha, scratch->pairs};
         return log ? amx_softmax(nv, keep, 1, &p) : amx_softmax(nv, keep, 0, &p);
     }
@@ -182,7 +182,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     if (kind & BLOCK_EMPTY) return;
     if (!block->k) load_block(a, rows, dot, scratch);
     outer_product product = {.y = tile->qt, .pitch = BLOCK_Q, .factor = mods->q_factor, .out = scratch->s};
-    if (unscaled(a, dot)) product.factor = 1;
+    if (scaled_later(a, dot)) product.factor = 1;
     product.x = block->k + skip * block->k_row, product.x_row = block->k_row;
     product.depth = dot ? padded_k(a->head_dim) / 2 : a->head_dim;
     const int cut = nv == NV && NV_LOW > 0 && kind & BLOCK_EDGE && !(V_TILES && dot);
@@ -316,7 +316,7 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int do
     for (int64_t r = rows->n; a->mods.bias.data && r < BLOCK_Q; r++)
         tile->bias[r] = tile->bias[rows->n - 1]; /* a lane without a row hides what the last row hides */
     tile->parts = 0;
-    tile->factor = unscaled(a, dot) ? mods->q_factor : 1;
+    tile->factor = scaled_later(a, dot) ? mods->q_factor : 1;
     tile_reset(a, tile);
     if (!a->stats.second_pass) return;
     memset(tile->row_sum, 0, BLOCK_Q * sizeof(lane));

@@ -5,8 +5,8 @@
  * scale their distance / 254. So each element errs by scale / 2 at most. Of a row x times weights w, the middle makes
  * middle * sum(w), whose sums lie ready. A row that holds Inf or NaN has a scale of NaN, and so has its result.
  *
- * Exports   LINEAR_WIDE, TILES_ROWS, TILES_STEPS; row_grid, linear_scratch, take_linear_scratch; linear_input, ready_input,
- *           x_in_place, copied_row; by_tiles, panel_features, features_padded, features_read, pass_rows, sums_of_row,
+ * Exports   LINEAR_ASKS, LINEAR_WIDE, TILES_ROWS; row_grid, linear_scratch, take_linear_scratch; linear_input,
+ *           ready_input, x_in_place, copied_row; by_tiles, panel_features, features_padded, pass_rows, sums_of_row,
  *           x_size. */
 #pragma once
 #include "linear_pass.inc.h"
@@ -48,7 +48,7 @@ INLINE int64_t panel_features(const fa_linear_args *a, int64_t k)
 /* Features of x that have weights. */
 INLINE int64_t features_padded(const fa_linear_args *a) { return a->transposed ? a->k : panel_features(a, a->k); }
 
-/* Whether tiles multiply: docs/architecture.md says where there are any. */
+/* Whether tiles multiply. */
 INLINE int by_tiles(const fa_linear_args *a)
 {
     return V_TILES && (multiplication_of(a) == BY_PAIRS || multiplication_of(a) == BY_BYTES);

@@ -7,10 +7,10 @@
  *         meanwhile, rows of the last panel that has all its features are finished: linear_finish.inc.h
  *
  * The panels are those of all other instruction sets: 16 steps of 16 columns are a tile. A row's bits depend on that row
- * alone: tiles of one row or of 16 do the same for each. docs/notes/amx.md has what was measured.
+ * alone: tiles of one row or of 16 do the same for each. docs/notes/intel.md has what was measured.
  *
  * Literals  bytes: 1 for int8, 0 for pairs of bfloat16. hi: 1 where there are more than 16 rows.
- * Exports   TILES_ROWS, tiles_steps, tiles_panels, linear_tiles. */
+ * Exports   tiles_panels, linear_tiles. */
 #pragma once
 #include "linear_finish.inc.h"
 
@@ -107,8 +107,8 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
     int64_t done = 0, shaped = 0; /* products of each column, since it last asked; rows that tiles have */
     waiting_rows waiting = {.a = a};
     for (int64_t r = 0; r < rows; r += TILES_ROWS) {
-        const int64_t n = smaller(rows - r, TILES_ROWS);
-        if (n != shaped) tile_shapes(smaller(n, TILE_ROWS), n - smaller(n, TILE_ROWS));
+        const int64_t n = smaller(rows - r, TILES_ROWS), low = smaller(n, TILE_ROWS);
+        if (n != shaped) tile_shapes(low, n - low);
         shaped = n;
         for (int64_t d = 0; d == 0 || d < features; d += plan->features) {
             const int64_t here = smaller(features - d, plan->features);
@@ -129,6 +129,7 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
             }
             if ((done += n * here * (end - panel)) > LINEAR_ASKS) {
                 if (given_up(a->watch)) rows = 0;
+                tile_shapes(low, n - low); /* whoever was asked may have used them */
                 done = 0;
             }
         }

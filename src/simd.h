@@ -1,5 +1,5 @@
-/* The vector type and its operations. Intrinsics are here, in simd_narrow.h and in simd_tile.h alone, which
- * this includes.
+/* The vector type and its operations. Intrinsics are here, in simd_narrow.h and in simd_tile.h, which this includes, and
+ * in tile_amx.inc.h, for one instruction set.
  *
  * One lane type a compilation: FA_LANE_F64 makes it double, else float. v_t is a native register of LANES lanes, vi_t
  * the signed integers of the same width; + - * / < & work on both (GNU vector extensions). A comparison gives a vi_t

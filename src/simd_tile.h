@@ -1,5 +1,5 @@
 /* The tiles of Intel's AMX: eight registers of up to 16 rows of 64 bytes. A part of simd.h, which includes it where
- * V_TILES is 1. With FA_EMULATE_TILES the operations are spelled out, to the bit (docs/notes/amx.md).
+ * V_TILES is 1. With FA_EMULATE_TILES the operations are spelled out, to the bit (docs/notes/intel.md).
  *
  *   tile_shapes(lo, hi)      starts the use of tiles, all 0. 0, 1, 4 have lo rows; 2, 3, 5 hi; 6, 7 sixteen
  *   TILES_END()              ends it: a task that begins does end; between them no other code has tiles

@@ -1,5 +1,5 @@
-/* The two products of attention by the tiles of AMX, in bfloat16; only if V_TILES. As in tile.inc.h lanes are queries: so everything
- * between the products is as it is without tiles.
+/* The two products of attention by the tiles of AMX, in bfloat16, and the softmax between them; only if V_TILES. As in
+ * tile.inc.h lanes are queries: so masks, modifiers and results are as they are without tiles.
  *
  *     tile            A                                  B                                  C
  *     S^T = K Q^T     16 keys x 32 dimensions of K       16 pairs of dimensions x queries   16 keys x 16 queries
@@ -10,7 +10,7 @@
  * do not depend on where others begin: ranges.inc.h.
  *
  * Literals  nv: 1, NV. hi: 0, 1.
- * Exports   amx_scores, amx_softmax, amx_scale, amx_values, transpose_values. */
+ * Exports   amx_scores; amx_softmax_args, amx_softmax; amx_scale, amx_values, transpose_values. */
 #pragma once
 #include "softmax.inc.h"
 
@@ -53,18 +53,16 @@ INLINE void amx_scores(int nv, int64_t n, const outer_product *p)
         }
 }
 
-/* power = 2^y of `count` vectors up to a little above 0: 1 at 0, exactly 0 below 2^-126, NaN at NaN. y = whole + f with 0 <= f < 1. The relative
- * error is 2.9e-6 (tools/polynomials.py), less than a thousandth of what rounding to bfloat16 errs by. A result that is
- * not normal would take 125 ns: so it is not computed. */
-INLINE void v_exp2_short(int count, const v_t *y, v_t *power)
+/* power = 2^y of `count` vectors up to a little above 0: 1 at 0, exactly 0 below 2^-126, NaN at NaN. y = whole + f with
+ * 0 <= f < 1. The relative error is 3.8e-6 (tools/polynomials.py), less than a thousandth of what rounding to bfloat16
+ * errs by. A result that is not normal would take 125 ns: so it is not computed. */
+static const lane exp2_tiles_poly[] = {1, 0.69302325715539314115f, 0.2414167864723411582f, 0.052000131789380227653f,
+                                       0.013555418097987854618f};
+INLINE void v_exp2_tiles(int count, const v_t *y, v_t *power)
 {
     v_t f[2 * NV];
     UNROLL_FOR(int i = 0; i < count; i++) f[i] = _mm512_reduce_ps(y[i], _MM_FROUND_TO_NEG_INF);
-    UNROLL_FOR(int i = 0; i < count; i++)
-        power[i] = v_fma(f[i], v_splat(0.013425154611468315f), v_splat(0.0522453747689724f));
-    UNROLL_FOR(int i = 0; i < count; i++) power[i] = v_fma(power[i], f[i], v_splat(0.24127855896949768f));
-    UNROLL_FOR(int i = 0; i < count; i++) power[i] = v_fma(power[i], f[i], v_splat(0.6930451393127441f));
-    UNROLL_FOR(int i = 0; i < count; i++) power[i] = v_fma(power[i], f[i], v_splat(1));
+    UNROLL_FOR(int i = 0; i < count; i++) power[i] = v_horner(exp2_tiles_poly, COUNT(exp2_tiles_poly), f[i]);
     UNROLL_FOR(int i = 0; i < count; i++)
         power[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(y[i], v_splat(-126), _CMP_NLT_UQ), power[i], y[i]);
 }
@@ -82,11 +80,11 @@ typedef struct {
     int64_t n;
     lane factor;
     lane *row_max, *row_sum, *row_log, *alpha, *pairs;
-} amx_scores_done;
+} amx_softmax_args;
 
 /* softmax_update of scores times `factor`: row_max is as they are. Probabilities become pairs, up to a whole step
  * 0; with `keep` they take the place of the scores, too. */
-INLINE int amx_softmax(int nv, int keep, int logs, const amx_scores_done *p)
+INLINE int amx_softmax(int nv, int keep, int logs, const amx_softmax_args *p)
 {
     lane *const s = p->s, *const pairs = p->pairs;
     const int64_t n = p->n;
@@ -118,7 +116,7 @@ INLINE int amx_softmax(int nv, int keep, int logs, const amx_scores_done *p)
         v_t y[2 * NV], prob[2 * NV];
         UNROLL_FOR(int i = 0; i < 2 * nv; i++)
             y[i] = (v_load(s + (j + i % 2) * BLOCK_Q + i / 2 * LANES) - base[i / 2]) * per_score;
-        v_exp2_short(2 * nv, y, prob);
+        v_exp2_tiles(2 * nv, y, prob);
         UNROLL_FOR(int i = 0; i < 2 * nv; i++) {
             sum[i / 2][i % 2] += prob[i];
             if (logs) log[i / 2] = v_fma(prob[i], v_log_weight(y[i] * v_splat((lane)LN_2)), log[i / 2]);
@@ -130,7 +128,7 @@ INLINE int amx_softmax(int nv, int keep, int logs, const amx_scores_done *p)
     if (j < n) {
         v_t y[NV], prob[NV];
         UNROLL_FOR(int u = 0; u < nv; u++) y[u] = (v_load(s + j * BLOCK_Q + u * LANES) - base[u]) * per_score;
-        v_exp2_short(nv, y, prob);
+        v_exp2_tiles(nv, y, prob);
         UNROLL_FOR(int u = 0; u < nv; u++) {
             sum[u][0] += prob[u];
             if (logs) log[u] = v_fma(prob[u], v_log_weight(y[u] * v_splat((lane)LN_2)), log[u]);

@@ -1,4 +1,4 @@
-"""Derive the coefficients in src/softmax.inc.h and src/activation.inc.h; print them with their errors.
+"""Derive the coefficients of exp2, tanh and erf in src/; print them with their errors.
 
     python tools/polynomials.py
 
@@ -16,11 +16,17 @@ def interpolate(function, low, high, degree):
     """Coefficients, lowest first, of the polynomial through `function` at the degree + 1 Chebyshev nodes."""
     n = degree + 1
     nodes = [(low + high) / 2 + (high - low) / 2 * mp.cos(mp.pi * (2 * i + 1) / (2 * n)) for i in range(n)]
+    return through([(x, function(x)) for x in nodes])
+
+
+def through(points):
+    """Coefficients, lowest first, of the polynomial through some points."""
+    n = len(points)
     matrix = mp.matrix(n, n)
-    for i, x in enumerate(nodes):
+    for i, (x, _) in enumerate(points):
         for j in range(n):
             matrix[i, j] = x**j
-    return list(mp.lu_solve(matrix, mp.matrix([function(x) for x in nodes])))
+    return list(mp.lu_solve(matrix, mp.matrix([y for _, y in points])))
 
 
 def worst(function, polynomial, low, high, samples=2000):
@@ -87,6 +93,15 @@ def main():
     error = worst(sixteenth, lambda f, g=g: 1 + f * mp.polyval(g[::-1], f), -half, half)
     show("exp2 of a sixteenth", g, error)
     print("    " + ", ".join(f"{int(mp.nint((sixteenth(i) - 1) * 2**23)):#08x}" for i in range(16)))
+    # The same beside tiles, of f from 0 to 1: rounding to the integer below is one instruction there. As 1 is
+    # exact, 0 is the first of five Chebyshev nodes, of an interval that begins a little below it.
+    edge = mp.cos(mp.pi / 10)
+    nodes = [(edge + mp.cos(mp.pi * (2 * i + 1) / 10)) / (1 + edge) for i in range(4)]
+    g = through([(f, (mp.power(2, f) - 1) / f) for f in nodes])
+    error = worst(
+        lambda f: mp.power(2, f), lambda f, g=g: 1 + f * mp.polyval(g[::-1], f), mp.mpf(0), 2 * half
+    )
+    show("exp2 beside tiles", g, error)
     bound = mp.mpf(5) / 8  # as in Cephes tanhf: beyond it, (1 - e) / (1 + e) loses no digits
     for name, degree in (("tanh float", 5), ("tanh double", 13)):
         h = interpolate(rest_of_tanh, mp.mpf(0), bound**2, degree - 1)

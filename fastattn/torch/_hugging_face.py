@@ -14,8 +14,8 @@ from fastattn.torch._measure import attention_key, gains, sample
 
 NAME = "fastattn"
 _measures = True
-# Compiled models cannot measure. With AMX, 16 bits are known to be faster in torch (docs/notes/intel.md), except
-# bfloat16 where kernels with tiles are compiled in here.
+# Compiled models cannot measure. With AMX, 16 bits are known to be faster in torch (docs/notes/intel.md),
+# except bfloat16 where kernels with tiles are compiled in here.
 _LEFT: tuple[torch.dtype, ...] = ()
 if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
     _LEFT = (torch.float16,) if "amx" in available_isas() else (torch.bfloat16, torch.float16)
