@@ -98,9 +98,8 @@ def main():
     edge = mp.cos(mp.pi / 10)
     nodes = [(edge + mp.cos(mp.pi * (2 * i + 1) / 10)) / (1 + edge) for i in range(4)]
     g = through([(f, (mp.power(2, f) - 1) / f) for f in nodes])
-    error = worst(
-        lambda f: mp.power(2, f), lambda f, g=g: 1 + f * mp.polyval(g[::-1], f), mp.mpf(0), 2 * half
-    )
+    power = lambda f: mp.power(2, f)  # noqa: E731
+    error = worst(power, lambda f, g=g: 1 + f * mp.polyval(g[::-1], f), mp.mpf(0), mp.mpf(1))
     show("exp2 beside tiles", g, error)
     bound = mp.mpf(5) / 8  # as in Cephes tanhf: beyond it, (1 - e) / (1 + e) loses no digits
     for name, degree in (("tanh float", 5), ("tanh double", 13)):
