@@ -80,6 +80,7 @@ INLINE void tiles_multiply(int bytes, int hi, const tiles_product *p)
         }
         if (p->waiting->rows) finish_some(p->waiting, smaller(share, p->waiting->rows));
     }
+    if (p->waiting->rows) finish_some(p->waiting, p->waiting->rows); /* without features there was no step */
     TILE_STORE(0, p->acc, acc_row);
     TILE_STORE(1, p->acc + LANES, acc_row);
     if (hi) TILE_STORE(2, p->acc + TILE_ROWS * PANEL, acc_row);
@@ -110,9 +111,9 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
         const int64_t n = smaller(rows - r, TILES_ROWS), low = smaller(n, TILE_ROWS);
         if (n != shaped) tile_shapes(low, n - low);
         shaped = n;
-        for (int64_t d = 0; d == 0 || d < features; d += plan->features) {
-            const int64_t here = smaller(features - d, plan->features);
-            tiles_product p = {.x_row = x.x_row, .steps = ceil_div(here, of_tile), .more = d > 0, .waiting = &waiting};
+        for (int64_t b = 0; b < plan->blocks; b++) { /* one without features, too: out becomes its bias */
+            const int64_t d = b * plan->features, here = smaller(features - d, plan->features);
+            tiles_product p = {.x_row = x.x_row, .steps = ceil_div(here, of_tile), .more = b > 0, .waiting = &waiting};
             p.x = x.x + r * x.x_row + d * x_size(a);
             for (int64_t i = panel; i < end; i++) {
                 const int64_t last = (p.steps - 1) * of_tile, map = (i - panel) % maps;
@@ -123,7 +124,7 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
                 else if (bytes) tiles_multiply(1, 0, &p);
                 else if (n > TILE_ROWS) tiles_multiply(0, 1, &p);
                 else tiles_multiply(0, 0, &p);
-                if (map + 1 < maps || d + plan->features < features) continue;
+                if (map + 1 < maps || b + 1 < plan->blocks) continue;
                 const lane *acc = p.acc - map * square;
                 waiting = (waiting_rows){a, row + r, n, i - map, acc, acc + square, bytes ? scratch->grid + r : NULL};
             }

@@ -32,7 +32,7 @@ build() {
         instruction_sets "$arch" | sed -n "s/^$1|.*|//p"
     }
     while IFS="|" read -r isa base own isa_flags; do
-        if [ "$isa" = amx ] && [[ " ${EMULATE-} ${LEAVE_OUT-} " == *" amx "* ]] && [[ " ${LEAVE_OUT-} " != *" avx512 "* ]]; then
+        if [ "$isa" = amx ] && [[ " ${EMULATE-} " == *" amx "* && " ${LEAVE_OUT-} " != *" avx512 "* ]]; then
             floats="" doubles=""
             for family in $families; do
                 of=$base

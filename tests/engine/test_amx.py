@@ -144,6 +144,15 @@ def test_rows_are_the_same_in_every_number_of_them(dtype, features):
 
 
 @tiles
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_maps_without_features(dtype):
+    packed, bias = ops.pack(np.zeros((200, 0), np.float32), dtype=dtype), np.arange(200, dtype=np.float32)
+    rounding = "int8" if dtype == "int8" else None
+    out = ops.linear(np.zeros((70, 0), np.float32), packed, bias, activations=rounding)
+    np.testing.assert_array_equal(out, np.broadcast_to(bias, (70, 200)))
+
+
+@tiles
 def test_sums_of_bytes_are_those_of_other_instruction_sets():
     x, weight = draw(40, 700).astype(np.float32), draw(70, 700).astype(np.float32)
     packed = ops.pack(weight, dtype="int8")
