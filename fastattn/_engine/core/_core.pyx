@@ -90,6 +90,13 @@ cdef int _ask_for_tiles() except -1:
     return 0
 
 
+cdef const fa_kernels *_permitted_kernels(fa_dtype dtype) except NULL:
+    """The kernels in use for numbers of `dtype`, as `_kernels`, for what makes no plan."""
+    if fa_flag(&_tiles_due):
+        _ask_for_tiles()
+    return fa_isa_kernels(_isa, dtype)
+
+
 include "tuning.pxi"
 
 

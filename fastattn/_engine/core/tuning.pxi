@@ -49,6 +49,4 @@ cdef const fa_kernels *_kernels(fa_dtype dtype) except NULL:
     """The kernels in use for numbers of `dtype`. Every plan begins here."""
     if fa_flag(&_sizes_due):
         _choose_sizes()
-    if fa_flag(&_tiles_due):
-        _ask_for_tiles()
-    return fa_isa_kernels(_isa, dtype)
+    return _permitted_kernels(dtype)
