@@ -113,8 +113,9 @@ INLINE void tiles_end(void)
 /* Whether scores wait for their factor until softmax, which then costs nothing. */
 INLINE int scaled_later(const fa_attention_args *a, int dot)
 {
-    const int plain = a->mods.softcap == 0 && !a->mods.bias.data && !a->mods.alibi_slopes.data && a->mods.scale > 0;
-    return V_TILES && dot && plain && !a->sigmoid && !a->stats.second_pass;
+    const int plain = a->mods.softcap == 0 && !a->mods.bias.data && !a->mods.alibi_slopes.data;
+    const int normal = LANE_MIN <= a->mods.scale && a->mods.scale <= LANE_MAX / 2; /* times log2(e), too */
+    return V_TILES && dot && plain && normal && !a->sigmoid && !a->stats.second_pass;
 }
 
 /* softmax_update. By tiles probabilities go into pairs, and stay in s with `keep` alone. */
@@ -361,7 +362,6 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
         key_block *block = &scratch->block;
         block->first = walk.begin, block->n = walk.end - walk.begin;
         block->k = NULL, block->checked = 0;
-        scratch->odd = !scratch->odd;
         for (int i = 0; i < tiles; i++) {
             tile_state *tile = scratch->tiles + i;
             const int64_t j0 = larger(tile->rows.first, walk.begin), end = smaller(tile->rows.last, walk.end);

@@ -285,6 +285,7 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
     key_block *block = &scratch->block;
     const int64_t width = a->head_dim, width_v = a->head_dim_v;
     int64_t first = block->first, n = block->n;
+    scratch->odd = !scratch->odd; /* here: no product waits for a block that nobody loads */
     lane *k = scratch->k, *v = V_TILES && dot && scratch->odd ? scratch->v_odd : scratch->v;
     int there = 0;
     if (scratch->copy.head) {

@@ -184,8 +184,10 @@ def _use_isa(what: str, isa: str) -> None:
     if isa not in available_isas():
         available = ", ".join(available_isas()) or f"none ({_missing().why})"
         raise ValueError(f"{what} is {isa!r}; available here: {available}")
+    before = core.get_isa()
     core.set_isa(isa)
     if core.get_isa() != isa:
+        core.set_isa(before)
         raise ValueError(f"{what} is {isa!r}; {core.isa_refused}")
 
 

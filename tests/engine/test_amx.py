@@ -161,6 +161,43 @@ def test_sums_of_bytes_are_those_of_other_instruction_sets():
         assert_same_bits(ops.linear(x, packed, activations="int8"), expected)
 
 
+HIDDEN = [(64, 128), (64, 192), (64, 256), (0, 64)]
+
+
+@tiles
+@pytest.mark.parametrize("by", ["mask", "bias", "ranges"])
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("rows", [32, 64])
+def test_blocks_between_others_that_nobody_attends(rows, hidden, by):
+    """Values of one block wait to be multiplied while the next one's are copied: whichever block that is."""
+    q, k, v = draw(1, 1, rows, 64), draw(1, 1, 400, 64), draw(1, 1, 400, 64)
+    begin, end = hidden
+    mask = np.ones((rows, 400), bool)
+    mask[:, begin:end] = False
+    if by == "mask":
+        options = {"mask": mask}
+    elif by == "bias":
+        options = {"bias": np.where(mask, 0, -np.inf).astype(np.float32)}
+    else:  # of the first rows and of the last ones
+        first = np.arange(rows) < 32
+        mask = np.where(first[:, None], np.arange(400) < begin, np.arange(400) >= end)
+        options = {"row_ranges": np.stack([np.where(first, 0, end), np.where(first, begin, 400)], axis=-1)}
+    got = fastattn.attention(q, k, v, **options).astype(np.float32)
+    expected = fastattn.attention(q, k, v, mask=mask, backend="numpy").astype(np.float32)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=0.02)
+
+
+@tiles
+@pytest.mark.parametrize("scale", [1e-46, 1e-40, 2e38, 3e38])
+def test_scales_at_the_ends_of_the_range(scale):
+    q = np.zeros((1, 1, 40, 32), BFLOAT16)
+    v = draw(1, 1, 70, 32)
+    got = fastattn.attention(q, v, v, scale=scale).astype(np.float32)
+    np.testing.assert_allclose(
+        got, np.broadcast_to(v.astype(np.float32).mean(2, keepdims=True), got.shape), atol=0.02
+    )
+
+
 @tiles
 def test_rows_do_not_depend_on_where_others_begin():
     """Keys are taken in steps of the sequence: a window's first key may lie in the middle of one."""

@@ -73,8 +73,8 @@ def set_isa(name):
     global _isa
     if name not in AVAILABLE_ISAS:
         raise ValueError(f"isa {name!r} is not available; available here: {', '.join(AVAILABLE_ISAS)}")
+    fa_set_flag(&_tiles_due, name == "amx")  # first: no other thread may use tiles unasked
     _isa = COMPILED_ISAS.index(name)
-    fa_set_flag(&_tiles_due, name == "amx")
 
 
 cdef int _ask_for_tiles() except -1:
@@ -82,11 +82,11 @@ cdef int _ask_for_tiles() except -1:
     12 KB from then on, in all the process.
     """
     global _isa, isa_refused
-    fa_set_flag(&_tiles_due, False)
     isa_refused = None
     if not fa_cpu_ask_tiles():
         isa_refused = "the system refuses amx its tiles; signal stacks of threads (sigaltstack) need 12 KB"
         _isa = _isa_without_tiles
+    fa_set_flag(&_tiles_due, False)
     return 0
 
 
