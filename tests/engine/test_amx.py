@@ -181,7 +181,7 @@ def test_blocks_between_others_that_nobody_attends(rows, hidden, by):
     else:  # of the first rows and of the last ones
         first = np.arange(rows) < 32
         mask = np.where(first[:, None], np.arange(400) < begin, np.arange(400) >= end)
-        options = {"row_ranges": np.stack([np.where(first, 0, end), np.where(first, begin, 400)], axis=-1)}
+        options = {"row_ranges": (np.where(first, 0, end), np.where(first, begin, 400))}
     got = fastattn.attention(q, k, v, **options).astype(np.float32)
     expected = fastattn.attention(q, k, v, mask=mask, backend="numpy").astype(np.float32)
     np.testing.assert_allclose(got, expected, rtol=0, atol=0.02)
