@@ -9,7 +9,7 @@
  * is made of a block once (transpose_values). Keys are taken in steps of TILE_KEYS of the sequence, so that a row's bits
  * do not depend on where others begin: ranges.inc.h.
  *
- * Literals  nv: 1, NV. hi: 0, 1.
+ * Literals  nv: 1, NV. hi, keep, logs: 0, 1. count: nv, 2 * nv.
  * Exports   amx_scores; amx_softmax_args, amx_softmax; amx_scale, amx_values, transpose_values. */
 #pragma once
 #include "softmax.inc.h"
