@@ -227,7 +227,7 @@ def test_options_are_those_of_attention():
 
 
 def test_cython_has_the_axes_of_the_table():
-    """List of the arrays of an attention call, with what is checked of each."""
+    """Cython checks each array of an attention call against the axes that the table names."""
     text = (PACKAGE / "_engine/core/_core.pyx").read_text(encoding="utf-8")
     set_up = re.findall(
         r"tables\.set(_rows)?\(&[\w.]+, \"(\w+)\", (?:args|tables)\.\w+, (.*)\)$", text, re.MULTILINE
