@@ -99,7 +99,7 @@ static int64_t keys_of_low(const row_block *rows, int64_t j0, int64_t n, int dot
 INLINE void tiles_begin(void)
 {
 #if V_TILES
-    tile_shapes(TILE_ROWS, TILE_ROWS);
+    tile_shapes(TILE_ROWS, TILE_ROWS, TILE_BYTES);
 #endif
 }
 

@@ -95,11 +95,10 @@ static void cap_rows(const modifiers *mods, int64_t n_rows, int64_t n, const bac
 {
     for (int64_t r = 0; r < n_rows; r++)
         for (int64_t j = r * BLOCK_K; j < r * BLOCK_K + n; j += LANES) {
-            const v_t x = v_load(tile->s + j) * v_splat(mods->s_factor), capped = v_softcap(x, v_splat(mods->softcap));
-            const v_t tanh = capped / v_splat(mods->softcap), slope = 1 - tanh * tanh;
-            v_store(tile->s + j, capped);
-            v_store(tile->slope + j, slope);
-            v_store(tile->of_cap + j, v_fma(-x, slope, tanh));
+            const capped_score capped = v_softcap_slopes(mods, v_load(tile->s + j));
+            v_store(tile->s + j, capped.value);
+            v_store(tile->slope + j, capped.by_score);
+            v_store(tile->of_cap + j, capped.by_cap);
         }
 }
 

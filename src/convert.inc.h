@@ -1,7 +1,7 @@
 /* Rows of any dtype to and from lanes.
  *
  * Literals  dtype, in INLINE functions alone: the lane type, FA_I8 or, with float lanes, FA_F16 or FA_BF16.
- * Exports   dtype_size; v_load_part, v_store_part, v_load_as, v_load_as_n, v_load_as_part, v_store_as_part;
+ * Exports   dtype_size; v_load_part, v_store_part, v_load_as, v_load_as_n, v_load_as_part, v_store_as_part, v_store_two_as_part;
  *           load_element, load_row, add_row, store_row, round_row, round_row_as, row_finite,
  *           prefetch_rows. */
 #pragma once
@@ -65,6 +65,19 @@ INLINE void v_store_as_part(fa_dtype dtype, void *to, v_t x, int64_t n)
 #endif
     (void)dtype;
     v_store_part(to, x, n);
+}
+
+/* The next two vectors of a row that has n elements left. */
+INLINE void v_store_two_as_part(fa_dtype dtype, void *to, v_t x, v_t next, int64_t n)
+{
+#if LANE_BITS == 32
+    if (dtype == FA_BF16 && n >= 2 * LANES) {
+        v_store_two_bf16(to, x, next);
+        return;
+    }
+#endif
+    v_store_as_part(dtype, to, x, n);
+    if (n > LANES) v_store_as_part(dtype, (char *)to + LANES * dtype_size(dtype), next, n - LANES);
 }
 
 /* dst (n) = factor * src (n), both contiguous. */

@@ -151,12 +151,13 @@ INLINE void multiply_narrow(multiplication how, int64_t rows, const packed_produ
 }
 
 /* out (rows, PANEL) = or += the product; of a part widened to memory, if `wide` is not NULL. Pieces of LINEAR_SUM steps,
- * 32 KB, stay in the first-level cache for all passes. */
-static void multiply_packed(int64_t rows, const packed_product *whole, const lane *wide)
+ * 32 KB, stay in the first-level cache for all passes; so do those that are unpacked to `codes`, if that is not NULL. */
+static void multiply_packed(int64_t rows, const packed_product *whole, const lane *wide, char *codes)
 {
     const fa_dtype weight = wide ? FA_F32 : whole->a->weight;
     const multiplication how = wide ? BY_LANES : multiplication_of(whole->a);
-    const int64_t each = features_per_step(weight), most = LINEAR_SUM * (how == BY_WIDENING ? 1 : each);
+    const int64_t each = features_per_step(weight);
+    const int64_t most = codes ? CODES_FEATURES : LINEAR_SUM * (how == BY_WIDENING ? 1 : each);
     packed_product p = *whole;
     int64_t d = 0;
     do { /* without features, out becomes 0 */
@@ -169,6 +170,7 @@ static void multiply_packed(int64_t rows, const packed_product *whole, const lan
         p.more = whole->more || d;
         if (how == BY_LANES) multiply_plain(0, rows, &p);
         else if (how == BY_PAIRS) multiply_plain(V_BF16_DOT, rows, &p);
+        else if (codes && rows >= CODES_LEAST_ROWS) blocks_by_tiles(rows, &p, codes);
         else multiply_narrow(how, rows, &p);
         d += p.runs * most;
     } while (d < whole->features);
@@ -214,9 +216,11 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
                 if (!a->transposed) find_part(&p, i + map, d);
                 if (a->transposed) turn_part(a, i, (int)source, d, p.features, scratch.wide);
                 else if (plan->widen) widen_part(&p, scratch.wide);
-                multiply_packed(rows, &p, plan->widen ? scratch.wide : NULL);
+                multiply_packed(rows, &p, plan->widen ? scratch.wide : NULL, scratch.codes);
             }
-            if (b + 1 == plan->blocks) finish_panels(a, row, rows, i, acc, up, scratch.grid);
+            if (b + 1 < plan->blocks) continue;
+            panel_rows summed = rows_of_panel(a, row, rows, i, acc, up, scratch.grid);
+            finish_rows(&summed, rows);
         }
     }
 }

@@ -1,84 +1,119 @@
 /* What becomes of a linear map's sums: out = activation(acc scale + bias) [up] + residual, while they are in the caches.
  *
  * Literals  activation, dtype.
- * Exports   finish_panels. */
+ * Exports   panel_rows, rows_of_panel, finish_rows. */
 #pragma once
 #include "activation.inc.h"
 #include "linear_input.inc.h"
+_Static_assert(PANEL % (2 * LANES) == 0, "a row's vectors are stored by two");
 
-/* Where a row's results of one panel come from. */
+/* Rows of a panel, or of a gated pair, that wait to be finished. The pointers are at the first of them. */
 typedef struct {
-    const lane *acc, *up; /* of a gated pair, acc is the gate's */
-    row_grid x;           /* of int8 x */
-} panel_sums;
+    const fa_linear_args *a;
+    int gated, bytes;
+    int64_t outputs;                 /* of a map */
+    int64_t rows, n;                 /* output features of the panel */
+    const lane *acc, *up;            /* (rows, PANEL): of a gated pair, acc is the gate's */
+    const row_grid *grid;            /* (rows): of int8 x */
+    const lane *scale, *sums, *bias; /* of the panel, or NULL: of the weights, and their sums */
+    const char *residual;            /* or NULL */
+    char *out, *pre;                 /* pre may be NULL */
+} panel_rows;
 
-/* The product's vector at column c of a panel, scaled and with its bias. `sums` are those of the weights. */
-INLINE v_t v_scaled(const fa_linear_args *a, const lane *acc, row_grid x, const lane *scale, const lane *sums,
-                    const lane *bias, int64_t n)
+static panel_rows rows_of_panel(const fa_linear_args *a, int64_t row, int64_t rows, int64_t panel, const lane *acc,
+                                const lane *up, const row_grid *grid)
 {
-    v_t y = v_load(acc);
-#if LANE_BITS == 32
-    if (multiplication_of(a) == BY_BYTES) y = __builtin_convertvector((vi_t)y, v_t);
-#endif
-    if (scale) y = y * v_load(scale);
-    /* The scale of x last: of large x, the sum times it could overflow. */
-    if (a->x_int8) y = v_fma(v_load(sums), v_splat(x.middle), y * v_splat(x.scale));
-    return bias ? y + v_load_part(bias, n) : y;
+    const int64_t first = panel / (1 + a->gated) * PANEL, size = dtype_size(a->dtype);
+    return (panel_rows){
+        .a = a,
+        .gated = a->gated,
+        .bytes = multiplication_of(a) == BY_BYTES,
+        .outputs = a->n,
+        .rows = rows,
+        .n = smaller(a->n - first, PANEL),
+        .acc = acc,
+        .up = up,
+        .grid = grid,
+        .scale = a->weight == FA_I8 && !a->transposed ? (const lane *)a->scales + panel * PANEL : NULL,
+        .sums = a->x_int8 ? (const lane *)a->sums + panel * PANEL : NULL,
+        .bias = a->bias ? (const lane *)a->bias + first : NULL,
+        .residual = a->residual ? a->residual + row * a->residual_row + first * size : NULL,
+        .out = a->out + row * a->out_row + first * size,
+        .pre = a->pre ? a->pre + row * a->pre_row + first * size : NULL,
+    };
 }
 
-/* out = activation(acc scale + bias) [(up scale + bias)] + residual: one row of n output features of one panel. */
-INLINE void finish_panel_as(fa_dtype dtype, int64_t n, const fa_linear_args *a, fa_activation activation, int64_t row,
-                            int64_t panel, panel_sums sums)
+/* The product's vector at column c of a panel, n columns before its end, scaled and with its bias; `up`: of a pair's
+ * second panel. */
+INLINE v_t v_scaled(const panel_rows *p, int up, const lane *acc, row_grid x, int64_t c, int64_t n)
 {
-    const int64_t first = panel / (1 + a->gated) * PANEL, size = dtype_size(dtype);
-    const lane *scale = a->weight == FA_I8 && !a->transposed ? (const lane *)a->scales + panel * PANEL : NULL;
-    const lane *weights = a->x_int8 ? (const lane *)a->sums + panel * PANEL : NULL;
-    const lane *bias = a->bias ? (const lane *)a->bias + first : NULL;
-    const char *residual = a->residual ? a->residual + row * a->residual_row + first * size : NULL;
-    char *out = a->out + row * a->out_row + first * size,
-         *pre = a->pre ? a->pre + row * a->pre_row + first * size : NULL;
-    UNROLL_FOR(int64_t c = 0; c < PANEL; c += LANES) {
-        if (c >= n) break;
-        v_t y = v_scaled(a, sums.acc + c, sums.x, scale ? scale + c : NULL, weights ? weights + c : NULL,
-                         bias ? bias + c : NULL, n - c);
-        if (pre) v_store_as_part(dtype, pre + c * size, y, n - c);
-        y = v_activate(activation, y);
-        if (a->gated) {
-            const v_t up = v_scaled(a, sums.up + c, sums.x, scale ? scale + PANEL + c : NULL,
-                                    weights ? weights + PANEL + c : NULL, bias ? bias + a->n + c : NULL, n - c);
-            if (pre) v_store_as_part(dtype, pre + (a->n + c) * size, up, n - c);
-            y = y * up;
+    const int64_t at = c + up * PANEL;
+    v_t y = v_load(acc + c);
+#if LANE_BITS == 32
+    if (p->bytes) y = __builtin_convertvector((vi_t)y, v_t);
+#endif
+    if (p->scale) y = y * v_load(p->scale + at);
+    /* The scale of x last: of large x, the sum times it could overflow. */
+    if (p->sums) y = v_fma(v_load(p->sums + at), v_splat(x.middle), y * v_splat(x.scale));
+    return p->bias ? y + v_load_part(p->bias + c + up * p->outputs, n) : y;
+}
+
+/* The results of one row at column c of the panel, but for their dtype. */
+INLINE v_t v_finished(fa_dtype dtype, fa_activation activation, const panel_rows *p, int64_t c, int64_t n)
+{
+    const int64_t size = dtype_size(dtype);
+    const row_grid x = p->sums ? *p->grid : (row_grid){1, 0};
+    v_t y = v_scaled(p, 0, p->acc, x, c, n);
+    if (p->pre) v_store_as_part(dtype, p->pre + c * size, y, n);
+    y = v_activate(activation, y);
+    if (p->gated) {
+        const v_t up = v_scaled(p, 1, p->up, x, c, n);
+        if (p->pre) v_store_as_part(dtype, p->pre + (p->outputs + c) * size, up, n);
+        y = y * up;
+    }
+    return p->residual ? y + v_load_as_part(dtype, p->residual + c * size, n) : y;
+}
+
+/* Finishes `rows` of them. p is the caller's copy, which no store can change: it stays in registers. */
+INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, panel_rows p, int64_t rows)
+{
+    const int64_t size = dtype_size(dtype), out_row = p.a->out_row, residual_row = p.a->residual_row;
+    const int64_t pre_row = p.a->pre_row;
+    for (; rows > 0; rows--) {
+        UNROLL_FOR(int64_t c = 0; c < PANEL; c += 2 * LANES) {
+            if (c >= n) break;
+            const int two = c + LANES < n;
+            const v_t y = v_finished(dtype, activation, &p, c, n - c);
+            const v_t next = two ? v_finished(dtype, activation, &p, c + LANES, n - c - LANES) : y;
+            v_store_two_as_part(dtype, p.out + c * size, y, next, n - c);
         }
-        if (residual) y = y + v_load_as_part(dtype, residual + c * size, n - c);
-        v_store_as_part(dtype, out + c * size, y, n - c);
+        p.acc += PANEL, p.up += PANEL, p.grid += p.sums != NULL, p.out += out_row;
+        if (p.residual) p.residual += residual_row;
+        if (p.pre) p.pre += pre_row;
     }
 }
 
 /* The same; whole panels of the common types have both as literals. */
-INLINE void finish_panel(const fa_linear_args *a, fa_activation activation, int64_t row, int64_t panel, panel_sums sums)
+INLINE void finish_rows_by(fa_activation activation, const panel_rows *p, int64_t rows)
 {
-    const int64_t n = smaller(a->n - panel / (1 + a->gated) * PANEL, PANEL);
-    if (n == PANEL && a->dtype == LANE_DTYPE) finish_panel_as(LANE_DTYPE, PANEL, a, activation, row, panel, sums);
-    else if (n == PANEL && a->dtype == FA_BF16) finish_panel_as(FA_BF16, PANEL, a, activation, row, panel, sums);
-    else finish_panel_as(a->dtype, n, a, activation, row, panel, sums);
+    const fa_dtype dtype = p->a->dtype;
+    if (p->n == PANEL && dtype == LANE_DTYPE) finish_rows_as(LANE_DTYPE, PANEL, activation, *p, rows);
+    else if (p->n == PANEL && dtype == FA_BF16) finish_rows_as(FA_BF16, PANEL, activation, *p, rows);
+    else finish_rows_as(dtype, p->n, activation, *p, rows);
 }
 
-/* Rows of one panel, or of a gated pair: acc and up are (rows, PANEL). */
-INLINE void finish_rows(const fa_linear_args *a, fa_activation activation, int64_t row, int64_t rows, int64_t panel,
-                        const lane *acc, const lane *up, const row_grid *grid)
+/* Finishes `rows` of those that wait, and moves p to the others. */
+NOINLINE void finish_rows(panel_rows *p, int64_t rows)
 {
-    for (int64_t r = 0; r < rows; r++)
-        finish_panel(a, activation, row + r, panel,
-                     (panel_sums){acc + r * PANEL, up + r * PANEL, a->x_int8 ? grid[r] : (row_grid){1, 0}});
-}
-
-static void finish_panels(const fa_linear_args *a, int64_t row, int64_t rows, int64_t panel, const lane *acc,
-                          const lane *up, const row_grid *grid)
-{
+    const fa_linear_args *a = p->a;
     switch (a->activation) {
 #define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
-    case constant: finish_rows(a, constant, row, rows, panel, acc, up, grid); break;
+    case constant: finish_rows_by(constant, p, rows); break;
 #include "activations.inc"
-    default: finish_rows(a, FA_NONE, row, rows, panel, acc, up, grid);
+    default: finish_rows_by(FA_NONE, p, rows);
     }
+    p->rows -= rows, p->acc += rows * PANEL, p->up += rows * PANEL, p->out += rows * a->out_row;
+    if (p->sums) p->grid += rows;
+    if (p->residual) p->residual += rows * a->residual_row;
+    if (p->pre) p->pre += rows * a->pre_row;
 }

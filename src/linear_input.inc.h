@@ -16,6 +16,7 @@
 #define LINEAR_WIDE 1024      /* features of a part of a panel that is widened to memory: 128 KB */
 #define TILES_ROWS 32         /* rows of a product by tiles: two tiles of x and two of a panel are four of acc */
 #define TILES_STEPS 16        /* steps of a panel that make a tile */
+#define CODES_FEATURES 1024   /* features of a panel of 4 bits that are unpacked for tiles: 32 KB */
 #define LEAST_HALF 0x1p-100f  /* of a row's range: below it, 127 / half could overflow */
 
 /* An int8 row of x: its elements are scale times the integers, plus the middle. Of 4 bits, the scale times a->unit. */
@@ -30,6 +31,7 @@ typedef struct {
     row_grid *grid; /* (rows): of int8 x */
     int32_t *sums;  /* (rows, blocks): of int8 x, times V_I8_OFFSET */
     lane *wide;     /* (LINEAR_WIDE, PANEL): a part of a panel, widened; or its last tiles, filled up */
+    char *codes;    /* (CODES_FEATURES, PANEL): of 4 bits by int8, where tiles multiply them; else NULL */
     lane *acc;      /* (panels, rows, PANEL) of a task; of a panel or pair, if all features are one block. By tiles,
                        (panels, TILES_ROWS, PANEL); then two panels or pairs, if all features are one block */
 } linear_scratch;
@@ -102,6 +104,8 @@ static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const f
     CUT(from, scratch->sums, a->x_int8 ? plan->rows * sums_of_row(a) : 0);
     CUT(from, scratch->wide, plan->widen ? LINEAR_WIDE * PANEL : by_tiles(a) ? TILES_STEPS * PANEL : 0);
     CUT(from, scratch->acc, kept * kept_rows * PANEL);
+    scratch->codes = NULL;
+    if (V_TILES && multiplication_of(a) == BY_BLOCKS) CUT(from, scratch->codes, CODES_FEATURES * PANEL);
     return from->used;
 }
 

@@ -10,7 +10,7 @@
  * alone: tiles of one row or of 16 do the same for each. docs/notes/intel.md has what was measured.
  *
  * Literals  bytes: 1 for int8, 0 for pairs of bfloat16. hi: 1 where there are more than 16 rows.
- * Exports   tiles_panels, linear_tiles. */
+ * Exports   tiles_panels, linear_tiles; CODES_LEAST_ROWS, blocks_by_tiles: 4 bits by int8, in place of blocks_pass. */
 #pragma once
 #include "linear_finish.inc.h"
 
@@ -20,22 +20,10 @@ INLINE int64_t tiles_panels(const fa_linear_args *a)
     return larger(1, (1 << 20) / larger(1, features_padded(a) / features_per_step(a->weight) * FA_PANEL_BYTES));
 }
 
+#define CODES_LEAST_ROWS 12 /* fewer are faster in blocks_pass: a tile takes as long for one row as for 16 */
+#define CODES_BEHIND 2      /* blocks between a product and the use of its sums */
+
 #if V_TILES
-/* Rows of a panel, or of a gated pair, that wait to be finished. */
-typedef struct {
-    const fa_linear_args *a;
-    int64_t row, rows, panel;
-    const lane *acc, *up;
-    const row_grid *grid;
-} waiting_rows;
-
-/* Finishes n more of them. */
-NOINLINE void finish_some(waiting_rows *w, int64_t n)
-{
-    finish_panels(w->a, w->row, n, w->panel, w->acc, w->up, w->grid);
-    w->row += n, w->rows -= n, w->acc += n * PANEL, w->up += n * PANEL, w->grid += w->grid ? n : 0;
-}
-
 /* acc (rows, PANEL) = or += x times a piece of a panel. */
 typedef struct {
     const char *x; /* (rows, features), 0 up to whole tiles */
@@ -44,7 +32,7 @@ typedef struct {
     int64_t steps;           /* tiles of the piece */
     int more;                /* += */
     lane *acc;
-    waiting_rows *waiting;
+    panel_rows *waiting;
 } tiles_product;
 
 INLINE void tiles_multiply(int bytes, int hi, const tiles_product *p)
@@ -78,9 +66,9 @@ INLINE void tiles_multiply(int bytes, int hi, const tiles_product *p)
             if (bytes) TILE_DOT_I8(3, 5, 7);
             else TILE_DOT_BF16(3, 5, 7);
         }
-        if (p->waiting->rows) finish_some(p->waiting, smaller(share, p->waiting->rows));
+        if (p->waiting->rows) finish_rows(p->waiting, smaller(share, p->waiting->rows));
     }
-    if (p->waiting->rows) finish_some(p->waiting, p->waiting->rows); /* without features there was no step */
+    if (p->waiting->rows) finish_rows(p->waiting, p->waiting->rows); /* without features there was no step */
     TILE_STORE(0, p->acc, acc_row);
     TILE_STORE(1, p->acc + LANES, acc_row);
     if (hi) TILE_STORE(2, p->acc + TILE_ROWS * PANEL, acc_row);
@@ -106,10 +94,10 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
                   square = TILES_ROWS * PANEL;
     const int bytes = a->x_int8;
     int64_t done = 0, shaped = 0; /* products of each column, since it last asked; rows that tiles have */
-    waiting_rows waiting = {.a = a};
+    panel_rows waiting = {.a = a};
     for (int64_t r = 0; r < rows; r += TILES_ROWS) {
         const int64_t n = smaller(rows - r, TILES_ROWS), low = smaller(n, TILE_ROWS);
-        if (n != shaped) tile_shapes(low, n - low);
+        if (n != shaped) tile_shapes(low, n - low, TILE_BYTES);
         shaped = n;
         for (int64_t b = 0; b < plan->blocks; b++) { /* one without features, too: out becomes its bias */
             const int64_t d = b * plan->features, here = smaller(features - d, plan->features);
@@ -126,16 +114,69 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
                 else tiles_multiply(0, 0, &p);
                 if (map + 1 < maps || b + 1 < plan->blocks) continue;
                 const lane *acc = p.acc - map * square;
-                waiting = (waiting_rows){a, row + r, n, i - map, acc, acc + square, bytes ? scratch->grid + r : NULL};
+                waiting = rows_of_panel(a, row + r, n, i - map, acc, acc + square, scratch->grid + r);
             }
             if ((done += n * here * (end - panel)) > LINEAR_ASKS) {
                 if (given_up(a->watch)) rows = 0;
-                tile_shapes(low, n - low); /* whoever was asked may have used them */
+                tile_shapes(low, n - low, TILE_BYTES); /* whoever was asked may have used them */
                 done = 0;
             }
         }
     }
-    finish_some(&waiting, waiting.rows);
+    if (waiting.rows) finish_rows(&waiting, waiting.rows);
+    TILES_END();
+}
+
+/* to (features / 4, PANEL) of four int8 = the codes of a part of a panel of 4 bits. */
+static void unpack_codes(const packed_product *p, char *to)
+{
+    const vi_t nibbles = (vi_t){0} + 0x0f0f0f0f, table = v_table_i8(p->a->codes);
+    for (int64_t s = 0; s < p->features / 8; s++, to += 2 * FA_PANEL_BYTES)
+        UNROLL_FOR(int64_t c = 0; c < FA_PANEL_BYTES; c += V_BYTES) {
+            const char *step = p->part + s * FA_PANEL_BYTES + c;
+            const vi_t bits = (vi_t)v_load(step);
+            __builtin_prefetch(step + PART_AHEAD, 0, 2);
+            v_store(to + c, (v_t)v_lookup_i8(table, bits & nibbles));
+            v_store(to + FA_PANEL_BYTES + c, (v_t)v_lookup_i8(table, bits >> 4 & nibbles));
+        }
+}
+
+/* What blocks_pass does, to the bit, for all rows. A tile holds a block's sums of 16 rows and 16 columns, which are scaled
+ * and added while the next blocks are multiplied. */
+static void blocks_by_tiles(int64_t rows, const packed_product *p, char *codes)
+{
+    const int64_t blocks = p->features / BLOCK_4BIT, block_bytes = BLOCK_4BIT / 4 * FA_PANEL_BYTES;
+    lane sums[4][TILE_ROWS * LANES] __attribute__((aligned(64))) = {0};
+    unpack_codes(p, codes);
+    for (int64_t r = 0, shaped = 0; r < rows; r += TILE_ROWS) {
+        const int64_t n = smaller(rows - r, TILE_ROWS);
+        if (n != shaped) tile_shapes(n, 0, BLOCK_4BIT);
+        shaped = n;
+        for (int64_t c = 0; c < PANEL; c += LANES) {
+            lane *out = p->out + r * PANEL + c;
+            v_t total[TILE_ROWS];
+            UNROLL_FOR(int i = 0; i < TILE_ROWS; i++)
+                total[i] = p->more && i < n ? v_load(out + i * PANEL) : v_splat(0);
+            for (int64_t b = 0; b < blocks + CODES_BEHIND; b++) {
+                if (b < blocks) {
+                    TILE_ZERO(0);
+                    TILE_LOAD(4, p->x + r * p->x_row + b * BLOCK_4BIT, p->x_row);
+                    TILE_LOAD(6, codes + b * block_bytes + c * (int64_t)sizeof(lane), FA_PANEL_BYTES);
+                    TILE_DOT_I8(0, 4, 6);
+                    TILE_STORE(0, sums[b % 4], TILE_BYTES);
+                }
+                const int64_t done = b - CODES_BEHIND;
+                if (done < 0) continue;
+                const v_t scale = v_load_f16(p->scales + (done * PANEL + c) * 2);
+                UNROLL_FOR(int i = 0; i < TILE_ROWS; i++) {
+                    const vi_t sum = (vi_t)v_load(sums[done % 4] + i * LANES);
+                    total[i] = v_fma(__builtin_convertvector(sum, v_t), scale, total[i]);
+                }
+            }
+            UNROLL_FOR(int i = 0; i < TILE_ROWS; i++)
+                if (i < n) v_store(out + i * PANEL, total[i]);
+        }
+    }
     TILES_END();
 }
 #else
@@ -144,4 +185,6 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
 {
     (void)a, (void)plan, (void)row, (void)rows, (void)panel, (void)end, (void)x, (void)scratch;
 }
+
+static void blocks_by_tiles(int64_t rows, const packed_product *p, char *codes) { (void)rows, (void)p, (void)codes; }
 #endif

@@ -1,8 +1,8 @@
 /* Parts of the gradients of attention by rows: rows of queries and of dO, their sums into dK and dV, those of dS into
  * the gradients of modifiers, and the order in which tasks may add.
  *
- * Exports   row_copy, copy_rows, add_weighted_rows, add_score_gradients, v_tanh_slope, through_softcap,
- *           add_product_gradients, store_query_gradients, turn_of, take_turn, pass_turn. */
+ * Exports   row_copy, copy_rows, add_weighted_rows, add_score_gradients, through_softcap, add_product_gradients,
+ *           store_query_gradients, turn_of, take_turn, pass_turn. */
 #pragma once
 #include "any_nv.inc.h"
 #include "backward.inc.h"
@@ -77,14 +77,6 @@ static void add_score_gradients(const fa_rowwise_backward_args *call, const row_
     }
 }
 
-/* tanh(x) and its slope, 1 - tanh(x)^2: as 4 e / (1 + e)^2 with e = exp(-2 |x|) it keeps its digits where it is small. */
-INLINE v_t v_tanh_slope(v_t x, v_t *slope)
-{
-    const v_t e = v_exp(v_abs(x) * -2), inverse = 1 / (1 + e), large = (1 - e) * inverse;
-    *slope = 4 * e * inverse * inverse;
-    return v_select(v_abs(x) > TANH_SMALL, v_select(x < 0, -large, large), v_tanh_small(x));
-}
-
 /* scaled = ds times the slopes of the softcap, of which s (n, nv) holds the products before; dsoftcap (nv) += .. */
 static void through_softcap(int nv, const modifiers *mods, int64_t n, const lane *s, const lane *ds, lane *dsoftcap,
                             lane *scaled)
@@ -93,11 +85,10 @@ static void through_softcap(int nv, const modifiers *mods, int64_t n, const lane
         v_t sum = v_load(dsoftcap + u * LANES);
         for (int64_t j = 0; j < n; j++) {
             const int64_t i = j * BLOCK_Q + u * LANES;
-            v_t slope;
-            const v_t x = v_load(s + i) * v_splat(mods->s_factor), t = v_tanh_slope(x, &slope), g = v_load(ds + i);
-            const vi_t none = g == v_splat(0);
-            sum += v_select(none, v_splat(0), g * (t - x * slope));
-            v_store(scaled + i, v_select(none, v_splat(0), g * slope));
+            const capped_score capped = v_softcap_slopes(mods, v_load(s + i));
+            const v_t g = v_load(ds + i);
+            sum += v_select(g == 0, v_splat(0), g * capped.by_cap);
+            v_store(scaled + i, v_select(g == 0, v_splat(0), g * capped.by_score));
         }
         v_store(dsoftcap + u * LANES, sum);
     }

@@ -5,7 +5,8 @@
  *   v_dot_bf16(a, b, c)     c + a.lo * b.lo + a.hi * b.hi, lanes of a, b being pairs of bfloat16
  *   v_pack_bf16(lo, hi)     such pairs, rounded      v_pair_bf16(p, q)    such pairs, of two rows in memory
  *   v_store_paired_bf16     2 LANES such pairs of two rows in memory, stored
- *   v_store_pairs_bf16      2 LANES numbers, rounded, in order; a denormal number may become 0
+ *   v_store_two_bf16        2 LANES numbers, rounded, in order
+ *   v_store_pairs_bf16      the same; a denormal number may become 0
  *   v_dot_i8(a, b, c)       c + the products of four signed bytes in each lane of a and b + V_I8_OFFSET times those of
  *                           b: some instructions take a as unsigned
  *   v_square_i8(a, b, c)    c + the products of rows a0, a1 with b0, b1, eight signed bytes each: lanes a0 b0, a0 b1,
@@ -143,14 +144,28 @@ INLINE vi_t v_zipped(int upper, vi_t a, vi_t b) { return upper ? vzip2q_s32(a, b
 
 INLINE v_t v_load_bf16(const void *p) { return (v_t)(__builtin_convertvector(*(const vhu_t *)p, vw_t) << 16); }
 
-/* The upper 16 bits after rounding to nearest even; NaN stays NaN, made quiet. */
-INLINE vw_t v_round_bf16(v_t a)
+/* Rounded to nearest even, in the upper 16 bits; NaN stays NaN, made quiet. */
+INLINE vw_t v_upper_bf16(v_t a)
 {
-    vw_t u = (vw_t)a, rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
-    return (vw_t)v_select(a != a, (v_t)(u >> 16 | 0x40), (v_t)rounded);
+    vw_t u = (vw_t)a, rounded = u + 0x7fff + (u >> 16 & 1);
+    return (vw_t)v_select(a != a, (v_t)(u | 0x400000), (v_t)rounded);
 }
 
+INLINE vw_t v_round_bf16(v_t a) { return v_upper_bf16(a) >> 16; }
+
 INLINE void v_store_bf16(void *p, v_t a) { *(vhu_t *)p = __builtin_convertvector(v_round_bf16(a), vh_t); }
+
+INLINE void v_store_two_bf16(void *p, v_t a, v_t b)
+{
+#if V_BYTES == 64
+    const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
+                                           25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    _mm512_storeu_si512(p, _mm512_permutex2var_epi16((__m512i)v_upper_bf16(a), upper, (__m512i)v_upper_bf16(b)));
+#else
+    v_store_bf16(p, a);
+    v_store_bf16((char *)p + V_BYTES / 2, b);
+#endif
+}
 
 INLINE v_t v_load_f16(const void *p)
 {
@@ -219,8 +234,7 @@ INLINE void v_store_pairs_bf16(void *to, v_t a, v_t b)
 #if defined __AVX512BF16__
     _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(b, a));
 #else
-    v_store_bf16(to, a);
-    v_store_bf16((char *)to + V_BYTES / 2, b);
+    v_store_two_bf16(to, a, b);
 #endif
 }
 

@@ -1,7 +1,8 @@
 /* The tiles of Intel's AMX: eight registers of up to 16 rows of 64 bytes. A part of simd.h, which includes it where
  * V_TILES is 1. With FA_EMULATE_TILES the operations are spelled out, to the bit (docs/notes/intel.md).
  *
- *   tile_shapes(lo, hi)      starts the use of tiles, all 0. 0, 1, 4 have lo rows; 2, 3, 5 hi; 6, 7 sixteen
+ *   tile_shapes(lo, hi, bytes)  starts the use of tiles, all 0, for products of rows of so many bytes, up to TILE_BYTES.
+ *                            0, 1, 4 have lo rows; 2, 3, 5 hi; 4 and 5 of `bytes`; 6, 7 have bytes / 4
  *   TILES_END()              ends it: a task that begins does end; between them no other code has tiles
  *   TILE_LOAD(t, p, row)     rows from memory, `row` bytes apart         TILE_STORE(t, p, row)
  *   TILE_ZERO(t)
@@ -115,11 +116,13 @@ NOINLINE void emulated_dot_i8(int c, int a, int b)
 #define TILE_DOT_I8(c, a, b) emulated_dot_i8(c, a, b)
 #endif
 
-INLINE void tile_shapes(int64_t lo, int64_t hi)
+INLINE void tile_shapes(int64_t lo, int64_t hi, int bytes)
 {
     tile_config config = {.palette = 1};
-    for (int t = 0; t < 8; t++) config.rows[t] = TILE_ROWS, config.row_bytes[t] = TILE_BYTES;
+    for (int t = 0; t < 8; t++) config.row_bytes[t] = TILE_BYTES;
+    config.row_bytes[4] = config.row_bytes[5] = (uint16_t)bytes;
     config.rows[0] = config.rows[1] = config.rows[4] = (uint8_t)lo;
     config.rows[2] = config.rows[3] = config.rows[5] = (uint8_t)(hi ? hi : 1);
+    config.rows[6] = config.rows[7] = (uint8_t)(bytes / 4);
     TILES_BEGIN(&config);
 }

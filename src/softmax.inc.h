@@ -1,8 +1,8 @@
 /* exp and tanh on vectors, and the online softmax down the keys of a tile.
  *
  * Literals  row_log: NULL or not. dot.
- * Exports   LOG2_E, LN_2; v_exp, v_exp_prob, v_exp_short, lane_exp; v_abs, v_tanh, v_tanh_small, TANH_SMALL, v_softcap;
- *           v_horner, COUNT; v_base, v_log_weight, softmax_update. */
+ * Exports   LOG2_E, LN_2; v_exp, v_exp_prob, v_exp_short, lane_exp; v_abs, v_tanh, v_tanh_small, TANH_SMALL,
+ *           v_tanh_slope, v_softcap; v_horner, COUNT; v_base, v_log_weight, softmax_update. */
 #pragma once
 #include "tile.inc.h"
 
@@ -116,6 +116,14 @@ INLINE v_t v_tanh_small(v_t x)
 INLINE v_t v_tanh(v_t x)
 {
     v_t e = v_exp(v_abs(x) * -2), large = (1 - e) / (1 + e);
+    return v_select(v_abs(x) > TANH_SMALL, v_select(x < 0, -large, large), v_tanh_small(x));
+}
+
+/* tanh(x) and its slope, 1 - tanh(x)^2: as 4 e / (1 + e)^2 with e = exp(-2 |x|) it keeps its digits where it is small. */
+INLINE v_t v_tanh_slope(v_t x, v_t *slope)
+{
+    const v_t e = v_exp(v_abs(x) * -2), inverse = 1 / (1 + e), large = (1 - e) * inverse;
+    *slope = 4 * e * inverse * inverse;
     return v_select(v_abs(x) > TANH_SMALL, v_select(x < 0, -large, large), v_tanh_small(x));
 }
 

@@ -136,29 +136,32 @@ def test_a_system_that_refuses_tiles(python):
 
 @tiles
 @pytest.mark.parametrize("features", [1, 31, 32, 33, 64, 513, 1100])
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 def test_rows_are_the_same_in_every_number_of_them(dtype, features):
     """Tiles of one row, of 16 and of 32, and pieces of the features, give a row the same bits."""
     x, weight = draw(77, features).astype(np.float32), draw(70, features).astype(np.float32)
-    packed, rounding = ops.pack(weight, dtype=dtype), "int8" if dtype == "int8" else None
+    packed, rounding = ops.pack(weight, dtype=dtype), None if dtype == "bfloat16" else "int8"
     expected = ops.linear(x, packed, activations=rounding)
     for begin, end in [(0, 1), (3, 19), (0, 33), (60, 77)]:
         assert_same_bits(ops.linear(x[begin:end], packed, activations=rounding), expected[begin:end])
 
 
 @tiles
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 def test_maps_without_features(dtype):
     packed, bias = ops.pack(np.zeros((200, 0), np.float32), dtype=dtype), np.arange(200, dtype=np.float32)
-    rounding = "int8" if dtype == "int8" else None
+    rounding = None if dtype == "bfloat16" else "int8"
     out = ops.linear(np.zeros((70, 0), np.float32), packed, bias, activations=rounding)
     np.testing.assert_array_equal(out, np.broadcast_to(bias, (70, 200)))
 
 
 @tiles
-def test_sums_of_bytes_are_those_of_other_instruction_sets():
-    x, weight = draw(40, 700).astype(np.float32), draw(70, 700).astype(np.float32)
-    packed = ops.pack(weight, dtype="int8")
+@pytest.mark.parametrize("features", [32, 700, 2500])
+@pytest.mark.parametrize("rows", [12, 16, 40])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_sums_of_bytes_are_those_of_other_instruction_sets(dtype, rows, features):
+    x, weight = draw(rows, features).astype(np.float32), draw(70, features).astype(np.float32)
+    packed = ops.pack(weight, dtype=dtype)
     expected = ops.linear(x, packed, activations="int8")
     with settings.forced(isa="avx512"):
         assert_same_bits(ops.linear(x, packed, activations="int8"), expected)
