@@ -36,9 +36,11 @@ static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *pl
 {
     const int maps = 1 + a->gated, tiles = by_tiles(a);
     const int64_t panels = maps * ceil_div(a->n, PANEL), least_rows = tiles ? 2 * TILES_ROWS : LINEAR_LEAST_ROWS;
-    const int64_t most_blocks = a->m / least_rows, most_panels = tiles ? tiles_panels(a) : fa_tuned.linear_panels;
-    const int64_t least_tasks = threads * fa_tuned.linear_tasks;
-    const int64_t wanted = threads > 1 ? ceil_div(least_tasks * maps, larger(1, panels)) : 1;
+    const int64_t most_blocks = a->m / least_rows, least_tasks = threads * fa_tuned.linear_tasks;
+    const int64_t most_panels = larger(maps, (tiles ? tiles_panels(a) : fa_tuned.linear_panels) / maps * maps);
+    /* Tasks have fewer panels before they have fewer rows; by tiles the other way round, as x is read for each of them. */
+    const int64_t panel_tasks = larger(1, ceil_div(panels, tiles ? most_panels : maps));
+    const int64_t wanted = threads > 1 ? ceil_div(least_tasks, panel_tasks) : 1;
     const int64_t row_blocks = larger(larger(1, ceil_div(a->m, task_rows(a))), smaller(wanted, most_blocks));
     const int64_t share = panels * row_blocks / least_tasks;
     const int64_t most = larger(maps, smaller(share, most_panels) / maps * maps);

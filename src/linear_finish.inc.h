@@ -74,7 +74,8 @@ INLINE v_t v_finished(fa_dtype dtype, fa_activation activation, const panel_rows
     return p->residual ? y + v_load_as_part(dtype, p->residual + c * size, n) : y;
 }
 
-/* Finishes `rows` of them. p is the caller's copy, which no store can change: it stays in registers. */
+/* Finishes `rows` of them. p is the caller's copy, which no store can change: it stays in registers. By tiles, asks for
+ * what the next panel will read and write. */
 INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, panel_rows p, int64_t rows)
 {
     const int64_t size = dtype_size(dtype), out_row = p.a->out_row, residual_row = p.a->residual_row;
@@ -82,6 +83,8 @@ INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, 
     for (; rows > 0; rows--) {
         UNROLL_FOR(int64_t c = 0; c < PANEL; c += 2 * LANES) {
             if (c >= n) break;
+            if (V_TILES) __builtin_prefetch(p.out + (PANEL + c) * size, 1, 3);
+            if (V_TILES && p.residual) __builtin_prefetch(p.residual + (PANEL + c) * size, 0, 3);
             const int two = c + LANES < n;
             const v_t y = v_finished(dtype, activation, &p, c, n - c);
             const v_t next = two ? v_finished(dtype, activation, &p, c + LANES, n - c - LANES) : y;
@@ -93,14 +96,26 @@ INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, 
     }
 }
 
-/* The same; whole panels of the common types have both as literals. */
+/* The same; whole panels of the common types have both as literals, and those of sums and a bias alone what they lack. */
 INLINE void finish_rows_by(fa_activation activation, const panel_rows *p, int64_t rows)
 {
     const fa_dtype dtype = p->a->dtype;
-    if (p->n == PANEL && dtype == LANE_DTYPE) finish_rows_as(LANE_DTYPE, PANEL, activation, *p, rows);
-    else if (p->n == PANEL && dtype == FA_BF16) finish_rows_as(FA_BF16, PANEL, activation, *p, rows);
-    else finish_rows_as(dtype, p->n, activation, *p, rows);
+    panel_rows simple = *p;
+    simple.gated = simple.bytes = 0;
+    simple.scale = simple.sums = NULL, simple.pre = NULL;
+    if (p->n < PANEL || (dtype != LANE_DTYPE && dtype != FA_BF16)) finish_rows_as(dtype, p->n, activation, *p, rows);
+    else if (p->scale || p->sums || p->gated || p->pre) {
+        if (dtype == LANE_DTYPE) finish_rows_as(LANE_DTYPE, PANEL, activation, *p, rows);
+        else finish_rows_as(FA_BF16, PANEL, activation, *p, rows);
+    } else if (dtype == LANE_DTYPE) finish_rows_as(LANE_DTYPE, PANEL, activation, simple, rows);
+    else finish_rows_as(FA_BF16, PANEL, activation, simple, rows);
 }
+
+/* One function for each activation: in one for all, every call would load what any of them needs. */
+#define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
+    NOINLINE void finish_##constant(const panel_rows *p, int64_t rows) { finish_rows_by(constant, p, rows); }
+#include "activations.inc"
+NOINLINE void finish_FA_NONE(const panel_rows *p, int64_t rows) { finish_rows_by(FA_NONE, p, rows); }
 
 /* Finishes `rows` of those that wait, and moves p to the others. */
 NOINLINE void finish_rows(panel_rows *p, int64_t rows)
@@ -108,9 +123,9 @@ NOINLINE void finish_rows(panel_rows *p, int64_t rows)
     const fa_linear_args *a = p->a;
     switch (a->activation) {
 #define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
-    case constant: finish_rows_by(constant, p, rows); break;
+    case constant: finish_##constant(p, rows); break;
 #include "activations.inc"
-    default: finish_rows_by(FA_NONE, p, rows);
+    default: finish_FA_NONE(p, rows);
     }
     p->rows -= rows, p->acc += rows * PANEL, p->up += rows * PANEL, p->out += rows * a->out_row;
     if (p->sums) p->grid += rows;

@@ -5,9 +5,9 @@
  * scale their distance / 254. So each element errs by scale / 2 at most. Of a row x times weights w, the middle makes
  * middle * sum(w), whose sums lie ready. A row that holds Inf or NaN has a scale of NaN, and so has its result.
  *
- * Exports   LINEAR_ASKS, LINEAR_WIDE, TILES_ROWS; row_grid, linear_scratch, take_linear_scratch; linear_input,
- *           ready_input, x_in_place, copied_row; by_tiles, panel_features, features_padded, pass_rows, sums_of_row,
- *           x_size. */
+ * Exports   LINEAR_ASKS, LINEAR_WIDE, TILES_ROWS, CODES_FEATURES; row_grid, linear_scratch, take_linear_scratch;
+ *           linear_input, ready_input, x_in_place, x_copied_late, copied_row; by_tiles, panel_features,
+ *           features_padded, pass_rows, sums_of_row, x_size. */
 #pragma once
 #include "linear_pass.inc.h"
 
@@ -27,7 +27,7 @@ typedef struct {
 /* A thread's memory. It outlives a task: the next one, if it has the same rows, finds x ready. */
 typedef struct {
     int64_t *block; /* the block of rows that x holds, counted from 1: 0 is none */
-    char *x;        /* (rows, features) as linear_input says */
+    char *x;        /* (rows, features) as linear_input says, or two times TILES_ROWS of them: x_copied_late */
     row_grid *grid; /* (rows): of int8 x */
     int32_t *sums;  /* (rows, blocks): of int8 x, times V_I8_OFFSET */
     lane *wide;     /* (LINEAR_WIDE, PANEL): a part of a panel, widened; or its last tiles, filled up */
@@ -68,7 +68,16 @@ INLINE int64_t features_read(const fa_linear_args *a)
 INLINE int x_in_place(const fa_linear_args *a)
 {
     const int pairs = multiplication_of(a) == BY_PAIRS;
+#if V_TILES
+    if (by_tiles(a) && !tiles_fit(a->x, a->x_row)) return 0;
+#endif
     return !a->x_int8 && a->dtype == (pairs ? FA_BF16 : LANE_DTYPE) && a->x_row % 4096 && a->k == features_read(a);
+}
+
+/* Whether 32 rows of x at a time are copied as they are, while tiles multiply the rows before. */
+INLINE int x_copied_late(const fa_linear_args *a)
+{
+    return by_tiles(a) && !x_in_place(a) && !a->x_int8 && a->dtype == FA_BF16 && a->k == features_read(a);
 }
 
 /* Bytes of a feature of x, as the product reads it. */
@@ -99,7 +108,7 @@ static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const f
     const int64_t kept = plan->blocks == 1 ? two * pair : plan->panels;
     const int64_t kept_rows = by_tiles(a) ? TILES_ROWS : plan->rows;
     CUT(from, scratch->block, 1);
-    CUT(from, scratch->x, x_in_place(a) ? 0 : plan->rows * copied_row(a));
+    CUT(from, scratch->x, x_in_place(a) ? 0 : (x_copied_late(a) ? 2 * TILES_ROWS : plan->rows) * copied_row(a));
     CUT(from, scratch->grid, a->x_int8 ? plan->rows : 0);
     CUT(from, scratch->sums, a->x_int8 ? plan->rows * sums_of_row(a) : 0);
     CUT(from, scratch->wide, plan->widen ? LINEAR_WIDE * PANEL : by_tiles(a) ? TILES_STEPS * PANEL : 0);
@@ -186,7 +195,7 @@ static linear_input ready_input(const fa_linear_args *a, int64_t block, int64_t 
                                 const linear_scratch *scratch)
 {
     const char *from = a->x + row * a->x_row;
-    if (x_in_place(a)) return (linear_input){from, a->x_row};
+    if (x_in_place(a) || x_copied_late(a)) return (linear_input){from, a->x_row};
     const linear_input ready = {scratch->x, copied_row(a)};
     const int64_t size = ready.x_row, features = features_padded(a);
     if (*scratch->block == block + 1) return ready;

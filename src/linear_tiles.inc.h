@@ -4,13 +4,17 @@
  *     for each piece of the input features           of x it stays in the first-level cache
  *       for each panel of the task                     panels come from the second-level cache
  *         acc (32, PANEL) = or += x (32, piece) panel (piece, PANEL)
- *         meanwhile, rows of the last panel that has all its features are finished: linear_finish.inc.h
+ *         meanwhile, step by step: rows of the panel before are finished (linear_finish.inc.h); of x, 64 bytes of some
+ *         of the next rows are copied to where tiles load them fast, or asked for
+ *
+ * All of these overlap best in small portions: three rows of a panel at each step took 742 ns a panel of 384 features,
+ * 11 rows at each fourth step 850. 4 bits by int8 are products of single tiles: blocks_by_tiles.
  *
  * The panels are those of all other instruction sets: 16 steps of 16 columns are a tile. A row's bits depend on that row
  * alone: tiles of one row or of 16 do the same for each. docs/notes/intel.md has what was measured.
  *
  * Literals  bytes: 1 for int8, 0 for pairs of bfloat16. hi: 1 where there are more than 16 rows.
- * Exports   tiles_panels, linear_tiles; CODES_LEAST_ROWS, blocks_by_tiles: 4 bits by int8, in place of blocks_pass. */
+ * Exports   tiles_panels, linear_tiles, CODES_LEAST_ROWS, blocks_by_tiles. */
 #pragma once
 #include "linear_finish.inc.h"
 
@@ -24,6 +28,29 @@ INLINE int64_t tiles_panels(const fa_linear_args *a)
 #define CODES_BEHIND 2      /* blocks between a product and the use of its sums */
 
 #if V_TILES
+/* Rows of x that are multiplied next, beside the features of a product. */
+typedef struct {
+    int64_t rows;
+    const char *from;
+    int64_t from_row;
+    char *to; /* where they are copied, or NULL: then they are asked for */
+    int64_t to_row;
+} rows_to_come;
+
+/* Copies TILE_BYTES of each from byte `at` on, or asks for them; of copied rows, asks for as many of those behind them. */
+NOINLINE void bring_rows(const rows_to_come *p, int64_t at)
+{
+    const int64_t row = p->from_row, to_row = p->to_row, ahead = p->to ? p->rows * row : 0;
+    const char *from = p->from + at;
+    char *to = p->to ? p->to + at : NULL;
+    for (int64_t r = p->rows; r; r--, from += row) {
+        __builtin_prefetch(from + ahead, 0, 2);
+        if (!to) continue;
+        v_store(to, v_load(from));
+        to += to_row;
+    }
+}
+
 /* acc (rows, PANEL) = or += x times a piece of a panel. */
 typedef struct {
     const char *x; /* (rows, features), 0 up to whole tiles */
@@ -33,11 +60,13 @@ typedef struct {
     int more;                /* += */
     lane *acc;
     panel_rows *waiting;
+    rows_to_come next;
 } tiles_product;
 
 INLINE void tiles_multiply(int bytes, int hi, const tiles_product *p)
 {
-    const int64_t acc_row = PANEL * sizeof(lane), share = ceil_div(p->waiting->rows, larger(1, p->steps));
+    const int64_t acc_row = PANEL * sizeof(lane), x_row = p->x_row, steps = p->steps;
+    const int64_t share = ceil_div(p->waiting->rows, larger(1, steps));
     const char *x = p->x, *part = p->part;
     if (p->more) {
         TILE_LOAD(0, p->acc, acc_row);
@@ -50,22 +79,23 @@ INLINE void tiles_multiply(int bytes, int hi, const tiles_product *p)
         if (hi) TILE_ZERO(2);
         if (hi) TILE_ZERO(3);
     }
-    for (int64_t t = 1; t <= p->steps; t++, x += TILE_BYTES, part += TILE_ROWS * FA_PANEL_BYTES) {
-        const char *y = t == p->steps ? p->last : part;
+    for (int64_t t = 1; t <= steps; t++, x += TILE_BYTES, part += TILE_ROWS * FA_PANEL_BYTES) {
+        const char *y = t == steps ? p->last : part;
         TILE_LOAD(6, y, FA_PANEL_BYTES);
-        TILE_LOAD(4, x, p->x_row);
+        TILE_LOAD(4, x, x_row);
         if (bytes) TILE_DOT_I8(0, 4, 6);
         else TILE_DOT_BF16(0, 4, 6);
         TILE_LOAD(7, y + TILE_BYTES, FA_PANEL_BYTES);
         if (bytes) TILE_DOT_I8(1, 4, 7);
         else TILE_DOT_BF16(1, 4, 7);
         if (hi) {
-            TILE_LOAD(5, x + TILE_ROWS * p->x_row, p->x_row);
+            TILE_LOAD(5, x + TILE_ROWS * x_row, x_row);
             if (bytes) TILE_DOT_I8(2, 5, 6);
             else TILE_DOT_BF16(2, 5, 6);
             if (bytes) TILE_DOT_I8(3, 5, 7);
             else TILE_DOT_BF16(3, 5, 7);
         }
+        if (p->next.rows) bring_rows(&p->next, (t - 1) * TILE_BYTES);
         if (p->waiting->rows) finish_rows(p->waiting, smaller(share, p->waiting->rows));
     }
     if (p->waiting->rows) finish_rows(p->waiting, p->waiting->rows); /* without features there was no step */
@@ -94,17 +124,27 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
                   square = TILES_ROWS * PANEL;
     const int bytes = a->x_int8;
     int64_t done = 0, shaped = 0; /* products of each column, since it last asked; rows that tiles have */
+    const int late = x_copied_late(a);
+    const int64_t x_row = late ? copied_row(a) : x.x_row;
     panel_rows waiting = {.a = a};
+    for (int64_t r = 0; late && r < smaller(rows, TILES_ROWS); r++)
+        memcpy(scratch->x + r * x_row, x.x + r * x.x_row, features * 2);
     for (int64_t r = 0; r < rows; r += TILES_ROWS) {
         const int64_t n = smaller(rows - r, TILES_ROWS), low = smaller(n, TILE_ROWS);
         if (n != shaped) tile_shapes(low, n - low, TILE_BYTES);
         shaped = n;
         for (int64_t b = 0; b < plan->blocks; b++) { /* one without features, too: out becomes its bias */
             const int64_t d = b * plan->features, here = smaller(features - d, plan->features);
-            tiles_product p = {.x_row = x.x_row, .steps = ceil_div(here, of_tile), .more = b > 0, .waiting = &waiting};
-            p.x = x.x + r * x.x_row + d * x_size(a);
+            const int64_t next = late || x_in_place(a) ? smaller(larger(0, rows - r - TILES_ROWS), TILES_ROWS) : 0;
+            char *const copy[2] = {scratch->x + d * 2, scratch->x + TILES_ROWS * x_row + d * 2};
+            const int odd = r / TILES_ROWS % 2;
+            tiles_product p = {.x_row = x_row, .steps = ceil_div(here, of_tile), .more = b > 0, .waiting = &waiting};
+            p.x = late ? copy[odd] : x.x + r * x.x_row + d * x_size(a);
             for (int64_t i = panel; i < end; i++) {
                 const int64_t last = (p.steps - 1) * of_tile, map = (i - panel) % maps;
+                const int64_t row0 = (i - panel) * next / (end - panel), row1 = (i + 1 - panel) * next / (end - panel);
+                p.next = (rows_to_come){row1 - row0, x.x + (r + TILES_ROWS + row0) * x.x_row + d * x_size(a), x.x_row,
+                                        late ? copy[!odd] + row0 * x_row : NULL, x_row};
                 p.acc = scratch->acc + (plan->blocks > 1 ? i - panel : (i - panel) % (2 * maps)) * square;
                 p.part = a->panels + i * panel_bytes + d / each * FA_PANEL_BYTES;
                 p.last = last_tile(a->weight, p.part + last / each * FA_PANEL_BYTES, here - last, scratch->wide);

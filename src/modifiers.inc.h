@@ -4,7 +4,7 @@
  *
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *
- * Exports   modifiers, modifiers_of, score_tile, row_lanes; v_softcap_slopes; modify_tile, mark_attending, mark_rows
+ * Exports   modifiers, modifiers_of, score_tile, row_lanes; capped_score, v_softcap_slopes; modify_tile, mark_attending, mark_rows
  *           (queries on the lanes, for tile kernels); modify_rows, row_attends (keys on the lanes, for the dot kernel). */
 #pragma once
 #include "masks.inc.h"

@@ -305,7 +305,12 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
     }
     block->k = at_key(&a->k, rows, first), block->k_row = a->k.row;
     const int64_t padded = padded_k(width), whole = V_TILES ? round_up(n, TILE_KEYS) : n;
-    if (padded > width || whole > n || !is_dense(&a->k, width)) { /* nothing may be read past a row, or past the last */
+    int copies = padded > width || whole > n ||
+                 !is_dense(&a->k, width); /* nothing may be read past a row, or the last */
+#if V_TILES
+    copies |= !tiles_fit(block->k, a->k.row);
+#endif
+    if (copies) {
         const char *from = block->k;
         block->k = (const char *)k, block->k_row = padded * 2;
         for (int64_t j = 0; !there && j < n; j++) {

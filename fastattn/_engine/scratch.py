@@ -17,15 +17,13 @@ _kept: dict[str, Array] = {}
 
 
 def scratch(use: str, rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
-    """An uninitialised array (rows, columns), which the caller may give back to `keep`."""
-    n_bytes = rows * columns * dtype.itemsize
-    if not _LEAST_KEPT <= n_bytes <= _MOST_KEPT:
-        return np.empty((rows, columns), dtype)
-    memory = _kept.pop(use, None)
-    return aligned_empty((rows, columns), dtype, memory)
+    """An uninitialised array (rows, columns) from a cache line on, which the caller may give back to `keep`."""
+    kept = _LEAST_KEPT <= rows * columns * dtype.itemsize <= _MOST_KEPT
+    return aligned_empty((rows, columns), dtype, _kept.pop(use, None) if kept else None)
 
 
 def keep(use: str, array: Array) -> None:
     """Keep the memory of `array`, which came from `scratch`, for the next call; nobody reads it any more."""
-    if array.base is not None:
+    if _LEAST_KEPT <= array.nbytes <= _MOST_KEPT:
+        assert array.base is not None
         _kept[use] = array.base
