@@ -335,7 +335,7 @@ def explain(
     Tiles are counted from row ranges, the mask and the -inf of the bias, in one pass over the numbers that
     these two hold in memory: without them, any number of keys takes no time.
     """
-    require_options(options, AttentionOptions)
+    require_options(options, AttentionOptions, "return_lse", "stats")
     args = attention_args(
         q, k, v, return_lse=return_lse, stats=stats, scales="k_scale and v_scale", **options
     )
