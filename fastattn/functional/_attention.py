@@ -212,9 +212,9 @@ def attention(
     of -1; a query that attends nothing has row_max -inf and entropy 0, one whose lse is NaN has NaN.
 
     The same input gives the same bits on one instruction set: run after run, and whatever else is in the
-    batch. Up to 8 query rows of a key head have a kernel of their own. Two paddings may change the last bits
-    of such rows: one of the queries to more than 8 rows, and one of the keys that only a mask hides.
-    Self-attention never is affected.
+    batch. Up to 8 query rows of a key head have a kernel of their own. Padding may change the last
+    bits of such rows in two ways: if it makes more than 8 rows of them, or if it adds keys that only a mask
+    hides. Self-attention never is affected.
 
     Sources: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867;
     T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Ré, "FlashAttention: Fast and Memory-Efficient Exact Attention
