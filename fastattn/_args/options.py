@@ -217,8 +217,8 @@ class DecayOptions(_Scale, OutOption, ComputeOptions, total=False):
     out_state: Array | tuple[Array, Array] | None
 
 
-def require_options(options: Mapping[str, Any], taken: type) -> None:
-    """Raise unless `taken`, one of the classes above, has all `options`."""
+def require_options(options: Mapping[str, Any], taken: type, *named: str) -> None:
+    """Raise unless `taken`, one of the classes above, has all `options`; messages list those `named`, too."""
     for name in options:
         if name not in taken.__annotations__:
-            raise not_an_argument(options, taken)
+            raise not_an_argument(options, taken, *named)

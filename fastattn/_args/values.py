@@ -7,7 +7,7 @@ together is checked in `attention.py`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, TypeGuard
 
@@ -71,7 +71,8 @@ def as_array(name: str, x: Any) -> Array:
             if not -(2**63) <= largest < 2**63:
                 raise ValueError(f"(): {name} has {short(largest)}; expected integers of at most 64 bits")
         held = ", ".join(sorted({type(element).__name__ for element in array.flat}))
-        what = f"of type {type(x).__name__} and holds {held}" if array.ndim else short(x)
+        kind = "dtype object" if x is array else f"type {type(x).__name__}"
+        what = f"of {kind} and holds {held}" if array.ndim else short(x)
         raise TypeError(f"(): {name} is {what}; expected an array of one numeric type")
     return array
 
@@ -312,6 +313,12 @@ def require_dtypes(arrays: dict[str, Array], hint: str = "") -> None:
         came = f"{_listed(arrays)} have dtypes {_listed([first, *others])}"
         cache = f"float32 for {next(iter(arrays))} with float16 or bfloat16 for all others"
         raise TypeError(f"(): {came}; expected the same for all, or {cache}{hint}")
+
+
+def of_lists(given: Mapping[str, Any]) -> str:
+    """Hint of a message on dtypes, where one of the arguments `given` is a list."""
+    found = (n for n, x in given.items() if isinstance(x, (list, tuple)) and np.asarray(x).dtype == FLOAT64)
+    return next((f" (NumPy makes float64 of a list: np.array({name}, np.float32))" for name in found), "")
 
 
 def broadcast_batch(**shapes: Shape) -> Shape:

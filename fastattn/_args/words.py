@@ -127,9 +127,12 @@ _INSTEAD = {
 }
 
 
-def not_an_argument(given: Mapping[str, Any], taken: Any) -> TypeError:
-    """The error for the first of `given` that is no annotated argument of `taken`, a function or a class."""
-    names = [name for name in taken.__annotations__ if name not in ("return", "others")]
+def not_an_argument(given: Mapping[str, Any], taken: Any, *named: str) -> TypeError:
+    """The error for the first of `given` that is no annotated argument of `taken`, a function or a class.
+
+    Beside these, the message lists the arguments `named`.
+    """
+    names = [name for name in (*taken.__annotations__, *named) if name not in ("return", "others")]
     word = next(name for name in given if name not in names)
     instead = _instead(word, names) or f"; expected one of {', '.join(names)}"
     return TypeError(f"(): {word} is not an argument{instead}")

@@ -168,7 +168,7 @@ def _from_environment() -> _Settings:
     if backend and backend not in BACKENDS:
         raise ValueError(f"FASTATTN_BACKEND is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if backend == "compiled" and core is None:
-        raise ImportError(f"FASTATTN_BACKEND is 'compiled', but there are no kernels: {_missing().why}")
+        raise ImportError(f"FASTATTN_BACKEND is 'compiled', but {_no_kernels()}")
     if isa and (backend != "numpy" or core is not None):  # also with "numpy": a call may ask for "compiled"
         _use_isa("FASTATTN_ISA", isa)
     if core is not None:
@@ -264,7 +264,7 @@ def require_backend(backend: str | None) -> None:
         expected = f"one of {', '.join(BACKENDS)}, or None"
         raise ValueError(f"(): backend is {short(backend)}; expected {expected}")
     if backend == "compiled" and core is None:
-        raise ValueError(f"(): backend is 'compiled', but there are no kernels: {_missing().why}")
+        raise ValueError(f"(): backend is 'compiled', but {_no_kernels()}")
 
 
 @contextmanager
@@ -321,6 +321,11 @@ def warn(message: str, category: type[Warning]) -> None:
 def _missing() -> Any:
     """Why there are no kernels, and what to do."""
     return import_module("fastattn._engine.missing").missing(_IMPORT_ERROR)
+
+
+def _no_kernels() -> str:
+    """The end of a message to one who asked for the kernels."""
+    return f"there are no kernels: {_missing().why}. {_missing().remedy}"
 
 
 def load_sizes_by(load: Callable[[], None]) -> None:

@@ -130,8 +130,8 @@ def attention(
         How many keys of each sequence count, from the first; over the batch dimensions.
     q_offset : int or array_like of int, optional
         Position of the first query, from which causal, window and ALiBi count; over the batch dimensions. By
-        default the last query stands at the last key, as with a KV cache: ``kv_lengths - len_q``, or
-        ``len_k - len_q``. ``q_offset=0`` lets query i stand at key i.
+        default the last query has that of the last key, as with a KV cache: ``kv_lengths - len_q``, or
+        ``len_k - len_q``. ``q_offset=0`` gives query i the position of key i.
     row_ranges : (array_like of int, array_like of int), optional
         ``(begin, end)``: query i attends keys ``begin[i] <= j < end[i]``. Both broadcast to
         ``(..., heads_q, len_q)`` and are clipped to ``[0, len_k]``; where end <= begin, the range is empty.
@@ -212,8 +212,9 @@ def attention(
     of -1; a query that attends nothing has row_max -inf and entropy 0, one whose lse is NaN has NaN.
 
     The same input gives the same bits on one instruction set: run after run, and whatever else is in the
-    batch. Two paddings may change the last bits: one that brings up to 8 query rows a key head to more than
-    8, and one of the keys of so few rows that only a mask hides. Self-attention never is affected.
+    batch. Up to 8 query rows of a key head have a kernel of their own. Padding may change the last
+    bits of such rows in two ways: if it makes more than 8 rows of them, or if it adds keys that only a mask
+    hides. Self-attention never is affected.
 
     Sources: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867;
     T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Ré, "FlashAttention: Fast and Memory-Efficient Exact Attention
@@ -334,7 +335,7 @@ def explain(
     Tiles are counted from row ranges, the mask and the -inf of the bias, in one pass over the numbers that
     these two hold in memory: without them, any number of keys takes no time.
     """
-    require_options(options, AttentionOptions)
+    require_options(options, AttentionOptions, "return_lse", "stats")
     args = attention_args(
         q, k, v, return_lse=return_lse, stats=stats, scales="k_scale and v_scale", **options
     )

@@ -84,8 +84,8 @@ def attention_backward(
     first.
 
     Of up to 8 queries in float32 or float64, probabilities are divided by their sum, as the rounding of lse
-    shows in them. Where that sum differs from 1 by more than ``4 * eps * max(1, abs(lse))``, these keys are a
-    part of those that lse is of, and it is taken as it is.
+    shows in them. A sum that differs from 1 by more than ``4 * eps * max(1, abs(lse))`` is no rounding: lse
+    then counts more keys than these, as for merged results, and nothing is divided.
 
     A query that may attend nothing gives 0, and so does a key that no query attends. Whatever stands in keys,
     values, queries and rows of dout that masks keep from a gradient, NaN included, never reaches it. The same

@@ -99,7 +99,7 @@ def scaled_dot_product_attention(
             if array.dtype == np.bool_:
                 add_mask(args, "attn_mask", array)
             else:
-                add_bias(args, "attn_mask", array, [], " or bool")
+                add_bias(args, "attn_mask", array, [], " or bool (attn_mask != 0, where 1 attends)")
         dispatch.run(args, None)
         return args.result  # type: ignore[no-any-return]
     except Exception as error:

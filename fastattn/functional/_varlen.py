@@ -114,7 +114,7 @@ def varlen_attention(
     (7, 8, 64)
     """
     try:
-        require_options(options, VarlenOptions)
+        require_options(options, VarlenOptions, "return_lse")
         args = varlen_args(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **options)
     except Exception as error:
         put_name("varlen_attention", error)

@@ -11,7 +11,7 @@ from fastattn._args.attention import dropout_of
 from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import data, like, rows
 from fastattn._args.types import FLOAT32, FLOAT64, Array, ArrayLike, Shape
-from fastattn._args.values import as_array, flag, float_array
+from fastattn._args.values import as_array, flag, float_array, of_lists
 from fastattn._engine.tape import PLAIN, Drops, Tape
 from fastattn._engine.values import Value
 from fastattn.grad import Pullback
@@ -109,7 +109,7 @@ def checked(name: str, x: Any, features: int, weights_dtype: str) -> Array:
         raise wrong_shape(name, array, f"(..., {features})")
     if (array.dtype == FLOAT64) != (weights_dtype == "float64"):
         expected = "float64" if weights_dtype == "float64" else "float32, float16 or bfloat16"
-        raise wrong_dtype(name, array, f"{expected}, for weights in {weights_dtype}")
+        raise wrong_dtype(name, array, f"{expected}, for weights in {weights_dtype}{of_lists({name: x})}")
     return array
 
 

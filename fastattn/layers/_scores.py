@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fastattn._args.attention import window_sides
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.types import FLOAT64, Array, Bools, Shape, lane_dtype
 from fastattn._args.values import is_float, mask_array
@@ -14,7 +15,10 @@ from fastattn._args.values import is_float, mask_array
 if TYPE_CHECKING:
     Options = dict[str, Any]
 
-MASK_DTYPES = "bool (True hides) or floats to add"
+
+def wrong_mask(name: str, mask: Array) -> TypeError:
+    """The dtype of `mask`, the argument `name`, is neither bool nor a float."""
+    return wrong_dtype(name, mask, f"bool (True hides; {name} == 0, where 1 attends) or floats to add")
 
 
 class Names(NamedTuple):
@@ -44,7 +48,7 @@ def add_masks(
         elif is_float(array.dtype):
             added.append(array)
         else:
-            raise wrong_dtype(name, array, MASK_DTYPES)
+            raise wrong_mask(name, array)
     if hidden:
         options["mask"] = ~reduce(np.logical_or, hidden)
     if added:
@@ -110,7 +114,7 @@ def add_extra_keys(
     key_index = np.arange(len_k)
     offset = np.reshape(options.pop("q_offset", 0), (-1, 1, 1, 1))
     position = offset + np.arange(len_q)[:, None]
-    left, right = options.pop("window", None) or (None, None)
+    left, right = window_sides(options.pop("window", None))
     masks = [options.pop("mask")] if "mask" in options else []
     if options.pop("causal", False):
         masks.append(key_index <= position)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.errors import wrong_shape
 from fastattn._args.types import ArrayLike, Bools
 from fastattn._args.values import as_array, broadcast_batch, float_array, is_float
 from fastattn.layers import _computation
 from fastattn.layers._basic import FeedForward
 from fastattn.layers._computation import Computation, differentiable
-from fastattn.layers._scores import MASK_DTYPES, Names
+from fastattn.layers._scores import Names, wrong_mask
 from fastattn.layers._stacks import TransformerEncoder
 from fastattn.layers._transformer import TransformerEncoderLayer
 
@@ -200,7 +200,7 @@ class _Sets:
                 name = "(batch, length)" if len(shape) > 1 else "(length,)"
                 raise wrong_shape("key_padding_mask", mask, f"{name} = {shape}")
             if mask.dtype != np.bool_ and not is_float(mask.dtype):
-                raise wrong_dtype("key_padding_mask", mask, MASK_DTYPES)
+                raise wrong_mask("key_padding_mask", mask)
             self._hidden = (mask if mask.dtype == np.bool_ else mask == -np.inf).ravel()
         self._batch, self.size = batch, prod(batch)
         self._arrays = {

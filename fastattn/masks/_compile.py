@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,6 +93,23 @@ def compile(
     return _Compiled(mask, scores, key_ranges.simplified(_of_predicate(mask, scores)))
 
 
+def _explain(error: Exception, function: Callable[..., Any]) -> None:
+    """Say more of an `error` where the predicate takes its arguments for numbers, or takes other ones."""
+    if str(error).startswith("The truth value of an array"):
+        came = "mask is a function that asks whether an array is true"
+        expected = "&, | and np.where in the place of and, or and if: its arguments are arrays"
+        raise ValueError(f"(): {came}; expected {expected}") from error
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C
+        return
+    try:
+        signature.bind(*"bhij")
+    except TypeError:
+        expected = "f(b, h, i, j): batch item, head, position of the query, key"
+        raise TypeError(f"(): mask is a function of {signature}; expected {expected}") from error
+
+
 def _of_predicate(function: Callable[..., ArrayLike], shape: ScoreShape) -> RangeLists:
     """Lists of the keys for which `function` returns True."""
     b = np.arange(math.prod(shape.batch_shape)).reshape(*shape.batch_shape, 1, 1, 1)
@@ -99,7 +117,11 @@ def _of_predicate(function: Callable[..., ArrayLike], shape: ScoreShape) -> Rang
     i, j = shape.position[..., None], np.arange(shape.len_k)
 
     def called(i: Ints) -> Bools:
-        found = bools("what mask returns", function(b, h, i, j))
+        try:
+            found = bools("what mask returns", function(b, h, i, j))
+        except (TypeError, ValueError) as error:
+            _explain(error, function)
+            raise
         target = (*shape.batch_shape, shape.heads, i.shape[-2], shape.len_k)
         require_broadcast("what mask returns", found.shape, target, "(..., heads_q, len_q, len_k)")
         return found if found.ndim > 2 else found[(None,) * (3 - found.ndim)]

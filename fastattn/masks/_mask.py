@@ -219,7 +219,8 @@ class _Not(Mask):
 def score_shape(shape: Shape, q_offset: ArrayLike | None) -> ScoreShape:
     """Check `shape`, (..., heads, len_q, len_k), and `q_offset`."""
     if not isinstance(shape, (tuple, list)) or len(shape) < 3:
-        raise TypeError(f"(): shape is {short(shape)}; expected integers, (..., heads_q, len_q, len_k)")
+        expected = "at least three integers, (..., heads_q, len_q, len_k), with heads_q 1 for 2-D arrays"
+        raise TypeError(f"(): shape is {short(shape)}; expected {expected}")
     *batch, heads, len_q, len_k = (integer(f"shape[{n}]", x, 0, MOST_SIZE) for n, x in enumerate(shape))
     offset: Any = len_k - len_q if q_offset is None else q_offset
     offset = integers("q_offset", offset, tuple(batch), "the batch dimensions")

@@ -93,6 +93,11 @@ class Optimizer:
         }
         self._seen = self._parts()
 
+    def __repr__(self) -> str:
+        numbers = sum(array.size for array in self.trained.values())
+        lr = " and ".join(f"{each:g}" for each in dict.fromkeys(rates.lr for rates in self._groups))
+        return f"<{type(self).__name__}: {numbers} numbers, lr {lr}, step {self.steps}>"
+
     def _parts(self) -> dict[str, tuple[Layer, int]]:
         """The parts of the layer, by their prefixes, and how often each has changed."""
         return self.layer._versions() if isinstance(self.layer, Layer) else {}

@@ -400,6 +400,7 @@ try:
     fastattn.attention(q, q, q, backend="compiled")
 except ValueError as error:
     assert "backend is 'compiled'" in str(error) and "_core" in str(error), error
+    assert ". Install it again where there is a C compiler" in str(error), error
 else:
     raise AssertionError("an explicit backend fell back")
 with warnings.catch_warnings(record=True) as caught:
@@ -414,6 +415,7 @@ print("good")
     run = python(NOT_COMPILED + "import fastattn", **{**DEFAULT, "FASTATTN_BACKEND": "compiled"})
     assert run.returncode == 1
     assert "FASTATTN_BACKEND is 'compiled'" in run.stderr
+    assert ". Install it again where there is a C compiler" in run.stderr
     run = python(NOT_COMPILED + "import fastattn", **{**DEFAULT, "FASTATTN_ISA": "avx2"})
     assert run.returncode == 1
     assert "FASTATTN_ISA is 'avx2'; available here: none" in run.stderr

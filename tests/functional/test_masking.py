@@ -252,6 +252,7 @@ def test_causal_and_window_are_row_ranges(offset, implementation):
     near = (np.arange(200) >= start[..., None] - 40) & (np.arange(200) <= start[..., None] + 7)
     expected = expect(q, k, v, mask=near)
     check(attention(q, k, v, window=(40, 7), q_offset=offset), expected)
+    check(attention(q, k, v, window=np.array([40, 7]), q_offset=offset), expected)
     check(attention(q, k, v, row_ranges=(start - 40, start + 8)), expected)
 
 

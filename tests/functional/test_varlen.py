@@ -154,7 +154,7 @@ Q = np.ones((5, 4, 8), np.float32)
         ({"cu_seqlens_q": []}, r"cu_seqlens_q has shape \(0,\); expected \(sequences \+ 1,\)"),
         (
             {"cu_seqlens_q": np.array([0, 5], object)},
-            "cu_seqlens_q is of type ndarray and holds int; expected an array of one numeric type",
+            "cu_seqlens_q is of dtype object and holds int; expected an array of one numeric type",
         ),
         ({"cu_seqlens_q": 5}, r"cu_seqlens_q has shape \(\); expected \(sequences \+ 1,\)"),
         ({"cu_seqlens_k": [0.0, 5.0]}, "cu_seqlens_k has dtype float64; expected integers"),

@@ -44,6 +44,13 @@ def test_values_as_long_as_keys(options, implementation):
             call()
 
 
+@pytest.mark.parametrize("options", [{}, {"add_zero_attn": True}], ids=str)
+def test_a_window_may_be_an_array(options):
+    layers = (attention_layer({**options, "window": window}) for window in ((2, 1), np.array([2, 1])))
+    expected, got = (layer(X) for layer in layers)
+    np.testing.assert_array_equal(got, expected)
+
+
 def test_a_finite_mask_stays_finite():
     """If all keys have the smallest number, all are attended alike. With -inf they would be hidden."""
     layer = attention_layer({})
@@ -63,7 +70,21 @@ def test_a_finite_mask_stays_finite():
             ValueError,
             r"TransformerEncoderLayer\(\): src_mask has shape",
         ),
-        (lambda e, d: e(X, src_mask=MASK.astype(int)), TypeError, "src_mask has dtype int64; expected bool"),
+        (
+            lambda e, d: e(X, src_mask=MASK.astype(int)),
+            TypeError,
+            r"src_mask has dtype int64; expected bool \(True hides; src_mask == 0, where 1 attends\) or",
+        ),
+        (
+            lambda e, d: e(X.tolist()),
+            TypeError,
+            r"src has dtype float64; .*, for weights in float32 \(.* list: np.array\(src, np.float32\)\)$",
+        ),
+        (
+            lambda e, d: e(X.astype(float)),
+            TypeError,
+            "src has dtype float64; expected float32, .* for weights in float32$",
+        ),
         (lambda e, d: e(X, src_key_padding_mask=MASK), ValueError, "src_key_padding_mask has shape"),
         (lambda e, d: e(X, is_causal=1), TypeError, r"TransformerEncoderLayer\(\): is_causal is 1"),
         (

@@ -345,7 +345,23 @@ def test_repr_shows_construction():
         (lambda: masks.neighborhood((4, 4), 5), ValueError, r"neighborhood\(\): kernel \(5, 5\)"),
         (lambda: masks.neighborhood((4, 4), 2, 1, 1), TypeError, r"neighborhood\(\): causal is 1"),
         (lambda: masks.compile(3, (1, 2, 2)), TypeError, r"compile\(\): mask is of type int"),
-        (lambda: masks.compile(masks.causal(), (2, 2)), TypeError, r"compile\(\): shape is \(2, 2\)"),
+        (
+            lambda: masks.compile(masks.causal(), (2, 2)),
+            TypeError,
+            r"compile\(\): shape is \(2, 2\); expected at least three integers, \(..., heads_q, len_q,",
+        ),
+        (
+            lambda: masks.compile(lambda i, j: i >= j, (1, 2, 2)),
+            TypeError,
+            r"^compile\(\): mask is a function of \(i, j\); expected f\(b, h, i, j\): batch item, head, ",
+        ),
+        (
+            lambda: masks.compile(lambda b, h, i, j: i >= j and j > 0, (1, 2, 2)),
+            ValueError,
+            r"^compile\(\): mask is a function that asks whether an array is true; expected &, \|",
+        ),
+        (lambda: masks.compile(lambda b, h, i, j: int + j, (1, 2, 2)), TypeError, "^unsupported operand"),
+        (lambda: masks.compile(lambda b, h, i, j: int("x"), (1, 2, 2)), ValueError, "^invalid literal"),
         (lambda: masks.compile(lambda b, h, i, j: i - j, (1, 2, 2)), TypeError, "what mask returns"),
         (
             lambda: masks.compile(lambda b, h, i, j: np.ma.masked_array(i >= j), (1, 2, 2)),

