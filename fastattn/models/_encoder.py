@@ -248,8 +248,7 @@ class Encoder(_model.Model):
         normalize_embeddings : bool, default False
             Whether to scale vectors to length 1; if the folder says so, they have it already.
         truncate_dim : int, optional
-            Keep the first so many features, at most all, before vectors are scaled; by default as the folder
-            says, or all.
+            Keep the first so many features, before vectors are scaled; by default as the folder says, or all.
         **others
             None: an error says what an argument of another library is called here.
 
@@ -341,7 +340,7 @@ class Encoder(_model.Model):
         """The options of a call."""
         call, most = Call.of(options, EncodeOptions, self.sentences, names), self.sentences.features
         dim = options.get("truncate_dim")
-        dim = self.sentences.truncate_dim if dim is None else integer("truncate_dim", dim, 1, most)
+        dim = self.sentences.truncate_dim if dim is None else integer("truncate_dim", dim, 1)
         precision = choice("precision", options.get("precision", "float32"), PRECISIONS)
         call = call._replace(precision=precision, features=min(most, dim or most))
         if call.prompt and not self.sentences.pooling.include_prompt:

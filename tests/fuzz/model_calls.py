@@ -92,7 +92,7 @@ def encode(d):
         batch_size=lambda: d.size(),
         prompt=lambda: d.choose("", "the "),
         normalize_embeddings=lambda: True,
-        truncate_dim=lambda: min(d.size(), it.get_sentence_embedding_dimension()),
+        truncate_dim=lambda: d.size(),
     )
     call = d.choose(it.encode, it.encode_query, it.encode_document)
     return Call(call, {"sentences": d.choose(texts, "a dog"), **more}, tolerance=30.0)

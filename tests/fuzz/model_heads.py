@@ -200,12 +200,7 @@ def towers(d):
     if kind == "encode":
         image = d.rng.integers(0, 256, (size, size, 3), np.uint8)
         several = d.choose([words(d), image], [image], image, image[None], [words(d)], words(d), [])
-        more = d.some(
-            0.3,
-            batch_size=d.size,
-            normalize_embeddings=lambda: True,
-            truncate_dim=lambda: min(d.size(), it.get_sentence_embedding_dimension()),
-        )
+        more = d.some(0.3, batch_size=d.size, normalize_embeddings=lambda: True, truncate_dim=d.size)
         return Call(it.encode, {"sentences": several, **more}, None, ("encode",), far)
     a, b = (d.rng.standard_normal((d.size(1, 4), 8)).astype(np.float32) for _ in range(2))
     return Call(it.logits, {"embeddings1": a, "embeddings2": b}, None, ("logits",), 30.0)
