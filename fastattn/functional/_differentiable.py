@@ -89,8 +89,12 @@ def vjp_of(
     taken = {*parameters, *(() if options is None else options.__annotations__)} - {*gradients, *without}
     sources = (*gradients, *(option for option in OF_OPTIONS if option in taken))
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+    scales = [name for name in ("k_scale", "v_scale") if name in taken]
 
     def record(*arrays: Any, **chosen: Any) -> tuple[Any, Pullback]:
+        for scale in scales:
+            if chosen.pop(scale, None) is not None:
+                raise ValueError(f"(): {scale} is given; expected none: int8 has no gradients")
         shown = flag("return_lse", chosen.get("return_lse", False))
         running = steps(*arrays, **{**chosen, "return_lse": True} if with_lse else chosen)
         result = next(running)
