@@ -107,6 +107,12 @@ def _parts(maps: StackedMaps) -> Fields:
     return {name: maps.part(*run) for name, run in zip(_PARTS, runs, strict=True)}
 
 
+def _norms(head_norms: Array, num_heads: int) -> Fields:
+    """The fields of both norms, which cannot be written: a change of one head's would be lost in others."""
+    head_norms.flags.writeable = False
+    return {"head_norms": head_norms, "q_norm": head_norms[0], "k_norm": head_norms[num_heads]}
+
+
 class HeadOptions(TypedDict, total=False):
     """Fields of `MultiHeadAttention` that Transformer layers pass on to it."""
 
@@ -246,6 +252,8 @@ class AttentionParameters(Layer):
         self.__dict__.update(state)
         if self.all_maps is not None:
             self.__dict__.update(_parts(self.all_maps))
+        if self.head_norms is not None:
+            self.__dict__.update(_norms(self.head_norms, self.num_heads))
 
     def _parameters(self) -> dict[str, Parameter]:
         width, width_kv, head_dim = self._width, self._width_kv, self._head_dim
@@ -294,11 +302,12 @@ class AttentionParameters(Layer):
         for name in ("bias_k", "bias_v"):
             bias = arrays.get(name)
             fields[name] = None if bias is None else bias.astype(lane).reshape(self._heads_kv, -1)
+        fields |= super()._pack(arrays, weights_dtype)
         if self.qk_norm:
-            norms = zip("qk", (self.num_heads, self._heads_kv), strict=True)
-            each = [np.tile(arrays[f"{x}_norm.weight"].astype(lane), (n, 1)) for x, n in norms]
-            fields["head_norms"] = np.concatenate(each)
-        return {**fields, **super()._pack(arrays, weights_dtype)}
+            counts = self.num_heads, self._heads_kv
+            each = [np.tile(fields[f"{x}_norm"], (n, 1)) for x, n in zip("qk", counts, strict=True)]
+            fields |= _norms(np.concatenate(each), self.num_heads)
+        return fields
 
     def _settle(self, gradients: Gradients) -> None:
         wholes = (
