@@ -287,6 +287,20 @@ def test_broadcast_views(call, axes, dtype, implementation):
         np.testing.assert_allclose(got[name], x, rtol=bound, atol=bound * scale, err_msg=name)
 
 
+@every_call
+def test_foreign_byte_order_changes_no_bit(call):
+    """Float64 of any byte order is computed in float64, beside arrays in the native one, too."""
+    results = forward(call, call.arrays, call.fixed)
+    cotangents = cotangents_of(results)
+    expected = backward(call, call.arrays, call.fixed, cotangents, results)
+    for foreign in (call.arrays, *([name] for name in call.arrays)):
+        arrays = {n: x.astype(">f8") if n in foreign else x for n, x in call.arrays.items()}
+        assert_same_bits(forward(call, arrays, call.fixed), results)
+        theirs = [x.astype(">f8") for x in cotangents]
+        found = backward(call, arrays, call.fixed, theirs, results)
+        assert_same_bits(found.values(), expected.values())
+
+
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "bias" in call.taken])
 def test_what_masks_hide_never_shows(name, implementation):
     """NaN in keys that nobody attends, and in the rows of q and dout that attend nothing."""
