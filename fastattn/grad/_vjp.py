@@ -124,6 +124,6 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
     try:
         result, pullback = record(*arrays, **options)
     except Exception as error:
-        put_name(name, error)
+        put_name(name, error, record.__qualname__)
         raise
     return result, pullback.of(name)

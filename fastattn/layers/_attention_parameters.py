@@ -14,7 +14,6 @@ import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.dtypes import dtype_choice
-from fastattn._args.errors import named
 from fastattn._args.ops import epsilon, integer_activations
 from fastattn._args.pack import blocks_args
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, columns
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from fastattn.layers._state import Fields, Taken
 
     KeysValues = tuple[Array, Array]
-
-FUNC = "MultiHeadAttention"  # as messages call it
 
 
 class StackedMaps(NamedTuple):
@@ -194,7 +191,6 @@ class AttentionParameters(Layer):
         widths = self.embed_dim, self.kdim or self.embed_dim, self.vdim or self.embed_dim
         return "a MultiHeadAttention of queries, keys and values of {}, {} and {} features".format(*widths)
 
-    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim"):
             value = getattr(self, name)

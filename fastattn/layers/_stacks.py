@@ -54,7 +54,6 @@ class LayerStack(Layer):
     def _place(self) -> str:
         return f"a {type(self).__name__} of layers with d_model {self.layers[0].d_model}"
 
-    @named("{cls}")
     def __post_init__(self) -> None:
         self._require_layers()
         self.weights_dtype = self.layers[0].weights_dtype
@@ -331,7 +330,6 @@ class Transformer(Layer):
 
     _parts = ("encoder", "decoder")
 
-    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         require_fields(self)
         for name in ("num_encoder_layers", "num_decoder_layers"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from implementations import COMPILED, forced
 from layer_oracle import HEADS, WIDTH, every_feature, randomized
+from oracle import assert_same_bits
 
 from fastattn import layers
 from fastattn.grad import vjp
@@ -83,6 +84,22 @@ def test_linear(bias, activation, implementation):
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 def test_norms(kind, implementation):
     assert_gradients(randomized(kind(WIDTH, weights_dtype="float64")), normal(2, 3, WIDTH))
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_norms_of_another_type_than_their_parameters(kind, implementation):
+    """As in a plain call: the input decides in which type they are computed."""
+    for weights_dtype, dtype in (("float32", np.float64), ("float64", np.float32)):
+        layer, same = kind(16, weights_dtype=weights_dtype), kind(16, weights_dtype=np.dtype(dtype).name)
+        for norm in (layer, same):
+            norm.load_state_dict({name: normal(16, seed=2).astype("f4") for name in norm.state_dict()})
+        x, dout = normal(5, 16).astype(dtype), normal(5, 16, seed=1).astype(dtype)
+        (out, pullback), (_, expected) = vjp(layer, x), vjp(same, x)
+        np.testing.assert_array_equal(out, layer(x))
+        (dx, grads), (same_dx, same_grads) = pullback(dout), expected(dout)
+        assert_same_bits([dx], [same_dx])
+        for name, gradient in grads.items():
+            assert_same_bits([gradient], [same_grads[name].astype(weights_dtype)])
 
 
 @pytest.mark.parametrize("inner", [32, 33])  # with panels that are full, and not
