@@ -180,12 +180,9 @@ def _run(found: Gradients, options: Mapping[str, Any]) -> tuple[Any, ...]:
     return found.results()
 
 
-def _attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: Any = None, *, return_lse: bool, **options: Any
-) -> Steps[Any]:
+def _attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: bool, **options: Any) -> Steps[Any]:
     """Run `attention` and, in the second half, `attention_backward`."""
     require_options(options, BackwardOptions)
-    options["mask"] = mask
     out, lse = attention(q, k, v, return_lse=True, **options)
     request = yield out, lse
     more: Any = {"dlse": request.dmore, "need": request.need}

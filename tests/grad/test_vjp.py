@@ -71,6 +71,12 @@ def test_arguments_are_checked_as_in_a_plain_call():
                 vjp(function, *arrays, return_lse=wrong)
     with pytest.raises(TypeError, match=r"^attention\(\) missing 1 required positional argument: 'v'"):
         vjp(fastattn.attention, Q, K)
+    with pytest.raises(TypeError, match=r"^attention\(\) takes 3 positional arguments but 4"):
+        vjp(fastattn.attention, Q, K, V, np.ones((5, 5), bool))
+    out, pullback = vjp(fastattn.attention, q=Q, k=K, v=V)
+    with pytest.raises(ValueError, match=r"^pullback of attention\(\): need is None; expected need="):
+        pullback(out)
+    assert len(pullback(out, need=("dq", "dv"))) == 2
     _, pullback = vjp(fastattn.attention, Q, K, V, out=None, stats=None)
     with pytest.raises(ValueError, match=r"^pullback of attention\(\): need has 'dz'; expected dq, dk, dv"):
         pullback(Q, need=("dz",))
