@@ -130,13 +130,18 @@ class HeadOptions(TypedDict, total=False):
     add_zero_attn: bool
 
 
-class CallOptions(TypedDict, total=False):
-    """Keyword arguments of a `MultiHeadAttention`'s call, but for `need_weights`."""
+class MaskOptions(TypedDict, total=False):
+    """Keyword arguments of a `MultiHeadAttention`'s call that gradients have, too."""
 
     key_padding_mask: ArrayLike | None
     attn_mask: ArrayLike | None
-    average_attn_weights: bool
     is_causal: bool
+
+
+class CallOptions(MaskOptions, total=False):
+    """Keyword arguments of a `MultiHeadAttention`'s call, but for `need_weights`."""
+
+    average_attn_weights: bool
     residual: ArrayLike | None
     cache: KVCache | None
     lengths: ArrayLike | None

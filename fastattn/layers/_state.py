@@ -46,7 +46,7 @@ _WITHOUT_GRADIENTS = {  # options of calls, and what is expected where there are
     **dict.fromkeys(("cache", "lengths", "keys_values"), _EARLIER),
     "out": "None: the pullback reads the result",
     "residual": "None: add it outside of the layer, where it has the gradient of the sum",
-    "need_weights": "none: weights have no gradients",
+    **dict.fromkeys(("need_weights", "average_attn_weights"), "none: weights have no gradients"),
 }
 
 

@@ -387,6 +387,7 @@ class TransformerDecoderLayer(TransformerLayer):
         return out.reshape(array.shape)
 
     def _computation(self, tgt: ArrayLike, memory: ArrayLike | None = None, **options: Any) -> Computation:
+        require_options(options, OverMemoryOptions)
         array, sizes, options = self._checked(tgt, None, options)
 
         def run(tape: Plain, x: Any, over: Any) -> Any:
