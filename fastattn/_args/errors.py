@@ -21,13 +21,17 @@ R = TypeVar("R")
 FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EIO)
 
 
-def put_name(func: str, error: Exception) -> None:
-    """Let the text of `error` begin with the name `func`, if checks raised it and it has no name yet."""
+def put_name(func: str, error: Exception, inner: str = "") -> None:
+    """Let the text of `error` begin with the name `func`, if checks raised it and it has no name yet.
+
+    It may have the name `inner`: of a function that `func` consists of, which callers do not know.
+    """
     text = error.args[0] if error.args else None
-    if isinstance(text, str) and text.startswith("():"):
-        error.args = (func + text, *error.args[1:])
+    if isinstance(text, str) and text.startswith(("():", f"{inner}()")):
+        text = func + text[text.index("()") :]
+        error.args = (text, *error.args[1:])
         if isinstance(error, ImportError):
-            error.msg = func + text
+            error.msg = text
 
 
 def named(func: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

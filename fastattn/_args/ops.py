@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,17 @@ def like(name: str, x: Any, shape: Shape, dtype: np.dtype[Any], of: str = "") ->
     if result.shape != shape:
         raise wrong_shape(name, result, f"{whose}{shape}")
     return result
+
+
+def cotangent(dout: Any, others: Collection[str], shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """`dout` of a layer's or a model's pullback, which takes no `others`."""
+    if others:
+        expected = "dout alone: all gradients are returned"
+        raise TypeError(f"(): {min(others)} is not an argument; expected {expected}")
+    array = like("dout", dout, shape, dtype, "the result")
+    if array is None:
+        raise TypeError("(): dout is None; expected an array")
+    return array
 
 
 def vector(name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array | None:

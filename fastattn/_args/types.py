@@ -334,5 +334,5 @@ class RopeArgs:
 
 
 def lane_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Type in which results of `dtype` are accumulated."""
-    return FLOAT64 if dtype == FLOAT64 else FLOAT32
+    """Type in which results of `dtype`, in any byte order, are accumulated."""
+    return FLOAT64 if dtype.type is np.float64 else FLOAT32

@@ -33,7 +33,7 @@ def varlen_args(
 ) -> AttentionArgs:
     """Check and normalise the arguments of `fastattn.varlen_attention`."""
     given = {"q": q, "k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-    arrays = {name: as_array(name, x) for name, x in given.items() if x is not None}
+    arrays = {name: as_array(name, x) for name, x in given.items() if x is not None or name in "qkv"}
     for name, array in arrays.items():
         dims = "(tokens, heads)" if name.endswith("scale") else "(tokens, heads, head_dim)"
         if array.ndim != dims.count(",") + 1:

@@ -229,14 +229,18 @@ def main(seconds: float, seed: int | None, write: Path | None, reset: bool) -> i
         if write == Path() and tuning.path() is None:
             return _refuse(f"{tuning.VARIABLE} is off, so that no file is read: unset it, or name a file")
         if write is not None:
+            missing = [folder for folder in file.absolute().parents if not folder.exists()]
             file.parent.mkdir(parents=True, exist_ok=True)
             file = destination(file)
+            writable = os.access(file.parent, os.W_OK)
+            for folder in missing:  # it was an attempt: whatever is not written leaves none
+                folder.rmdir()
+            if not writable:
+                return _refuse(f"cannot write {file}: its folder is read-only")
     except OSError as error:
         return _refuse(f"cannot {doing} {file}: {error.strerror or error}")
     except ValueError as error:
         return _refuse(f"cannot write: {error}")
-    if write is not None and not os.access(file.parent, os.W_OK):
-        return _refuse(f"cannot write {file}: its folder is read-only")
     changes, trusted = _propose(seconds, secrets.randbelow(10**6) if seed is None else seed)
     if write is None:
         if trusted:

@@ -123,7 +123,7 @@ def available_threadings() -> tuple[str, ...]:
 def _use_threading(what: str, threading: str) -> None:
     """Use the threads for which `what` asks."""
     global _most_used
-    if threading not in available_threadings():
+    if not isinstance(threading, str) or threading not in available_threadings():
         available = ", ".join(available_threadings()) or f"none ({_missing().why})"
         raise ValueError(f"{what} is {short(threading)}; available in this build: {available}")
     core.use_openmp(threading == "openmp")

@@ -389,22 +389,22 @@ class Tape(Plain):
     ) -> Value:
         """`ops.layer_norm` or `ops.rms_norm`."""
         threads, array = get_num_threads(), x.array
-        out = recycled_empty(array.shape, array.dtype)
-        dispatch.run(RowsArgs(kind, array, out, threads, weight=weight, bias=bias, eps=eps))
+        out, lane = recycled_empty(array.shape, array.dtype), lane_dtype(array.dtype)
+        scale, shift = (None if p is None else p.astype(lane, copy=False) for p in (weight, bias))
+        dispatch.run(RowsArgs(kind, array, out, threads, weight=scale, bias=shift, eps=eps))
 
         def back(dout: Array, owned: bool) -> None:
             there, there_owned = x.take()
             dx = dout if owned else there if there_owned else None
             if dx is None:
                 dx = recycled_empty(array.shape, array.dtype)
-            dweight = np.empty_like(weight)
-            dbias = None if bias is None else np.empty_like(bias)
+            sums = dweight, dbias = np.empty_like(scale), None if shift is None else np.empty_like(shift)
             args = RowsGradArgs(kind, dout, array, threads, dx, None, there, eps=eps)
-            args.weight, args.dweight, args.dbias = weight, dweight, dbias
+            args.weight, args.dweight, args.dbias = scale, dweight, dbias
             dispatch.run_grad(args)
-            self.gradients.add(weight, dweight)
-            if bias is not None and dbias is not None:
-                self.gradients.add(bias, dbias)
+            for parameter, dparameter in zip((weight, bias), sums, strict=True):
+                if parameter is not None and dparameter is not None:
+                    self.gradients.add(parameter, dparameter.astype(parameter.dtype, copy=False))
             x.put(dx, owned=True)
 
         return self.note(out, back)

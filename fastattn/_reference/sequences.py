@@ -6,20 +6,26 @@ from collections.abc import Iterator
 from copy import copy
 from itertools import pairwise
 
+import numpy as np
+
 from fastattn._args.types import AttentionArgs, BackwardArgs
 
 
 def sequences(args: AttentionArgs) -> Iterator[AttentionArgs]:
     """A call of its own for each sequence of a ragged one."""
     assert args.begins is not None
-    bounds = zip(*(pairwise(begins.tolist()) for begins in args.begins), strict=True)
+    bounds = list(zip(*(pairwise(begins.tolist()) for begins in args.begins), strict=True))
+    of_heads = {
+        name: np.broadcast_to(x, (len(bounds), x.shape[-1]))
+        for name in ("sinks", "alibi_slopes")
+        if (x := getattr(args, name)) is not None
+    }
     for i, ((q0, q1), (k0, k1)) in enumerate(bounds):
         part = args.cut(len_q=slice(q0, q1), len_k=slice(k0, k1))
         part.first, part.begins, part.batch_shape = args.first + i, None, ()
         part.bias = None if args.bias is None else args.bias[:, : part.len_q, : part.len_k]
-        part.sinks = args.sinks[i] if args.sinks is not None and args.sinks.ndim == 2 else args.sinks
-        if args.alibi_slopes is not None and args.alibi_slopes.ndim == 2:
-            part.alibi_slopes = args.alibi_slopes[i if len(args.alibi_slopes) > 1 else 0]
+        for name, x in of_heads.items():
+            setattr(part, name, x[i])
         part.q_position = None if args.q_position is None else args.q_position[i]
         yield part
 

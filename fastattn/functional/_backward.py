@@ -8,7 +8,13 @@ from typing import Any
 from fastattn._args.attention import attention_args
 from fastattn._args.backward import OF_OPTIONS, Gradients, backward_args
 from fastattn._args.errors import named
-from fastattn._args.options import BackwardOptions, VarlenBackwardOptions, require_options
+from fastattn._args.options import (
+    AttentionOptions,
+    BackwardOptions,
+    VarlenBackwardOptions,
+    VarlenOptions,
+    require_options,
+)
 from fastattn._args.types import ArrayLike, NDArray, Unpack
 from fastattn._args.varlen import varlen_args
 from fastattn._engine import dispatch
@@ -174,15 +180,9 @@ def _run(found: Gradients, options: Mapping[str, Any]) -> tuple[Any, ...]:
     return found.results()
 
 
-def _attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: Any = None, *, return_lse: bool, **options: Any
-) -> Steps[Any]:
+def _attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: bool, **options: Any) -> Steps[Any]:
     """Run `attention` and, in the second half, `attention_backward`."""
-    for name in ("k_scale", "v_scale"):
-        if options.pop(name, None) is not None:
-            raise ValueError(f"(): {name} is given; expected none: int8 has no gradients")
     require_options(options, BackwardOptions)
-    options["mask"] = mask
     out, lse = attention(q, k, v, return_lse=True, **options)
     request = yield out, lse
     more: Any = {"dlse": request.dmore, "need": request.need}
@@ -209,5 +209,5 @@ def _varlen_attention(
     )
 
 
-attention._vjp = vjp_of(_attention, _QKV, BackwardOptions)  # type: ignore[attr-defined]
-varlen_attention._vjp = vjp_of(_varlen_attention, _QKV, VarlenBackwardOptions)  # type: ignore[attr-defined]
+attention._vjp = vjp_of(_attention, _QKV, AttentionOptions)  # type: ignore[attr-defined]
+varlen_attention._vjp = vjp_of(_varlen_attention, _QKV, VarlenOptions)  # type: ignore[attr-defined]

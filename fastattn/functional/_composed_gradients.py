@@ -12,6 +12,7 @@ from fastattn._args.backward import OF_HEADS, source_of, summed_to
 from fastattn._args.types import Array, AttentionArgs, BackwardArgs, Shape, lane_dtype
 from fastattn._args.values import is_float, shared
 from fastattn._engine import dispatch
+from fastattn.functional._split_calls import rows_in
 
 if TYPE_CHECKING:
     from fastattn.functional._differentiable import Request
@@ -52,7 +53,10 @@ class ComposedGradients:
         lane = lane_dtype(args.q.dtype)
         rows, heads = args.out.shape[:-1], (*args.batch_shape, args.heads_q)
         keys = (*args.batch_shape, args.heads_kv, args.len_k)
-        call = BackwardArgs(args, np.asarray(dout, args.q.dtype), dlse)
+        args.q, args.k, args.v, args.out, dout = (
+            rows_in(args.q.dtype, x) for x in (args.q, args.k, args.v, args.out, dout)
+        )
+        call = BackwardArgs(args, dout, dlse)
         of_scale = self.of_scale and self.wants("dscale")
         call.dq_factor = 1.0 if of_scale else args.scale
         shapes = {

@@ -43,6 +43,7 @@ def differentiable(
     without: tuple[str, ...] = (),
     own_bias: bool = True,
     keeps_lse: bool = False,
+    require: Callable[..., None] | None = None,
 ) -> Callable[[Callable[P, Steps[R]]], Callable[P, R]]:
     """Decorate steps: make the function of their first half, whose `_vjp` goes on with the second.
 
@@ -51,6 +52,7 @@ def differentiable(
     anyway. The second half runs without NumPy's warnings, as kernels do.
 
     `gradients` names the arguments that have some, beside those of `options`, but for the ones `without`.
+    `require`, of the keyword arguments, raises where a plain call is possible and gradients are not.
     """
 
     def decorate(steps: Callable[..., Any]) -> Any:
@@ -66,7 +68,7 @@ def differentiable(
         function.__signature__ = signature  # type: ignore[attr-defined]
         function.__annotations__ = {**steps.__annotations__, "return": signature.return_annotation}
         function._vjp = vjp_of(  # type: ignore[attr-defined]
-            steps, gradients, options, without, own_bias, keeps_lse
+            steps, gradients, options, without, own_bias, keeps_lse, require
         )
         return function
 
@@ -80,6 +82,7 @@ def vjp_of(
     without: tuple[str, ...] = (),
     own_bias: bool = True,
     keeps_lse: bool = False,
+    require: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
     """Make the function of `steps` that `grad.vjp` calls; the others are as in `differentiable`."""
     parameters = inspect.signature(steps).parameters
@@ -89,8 +92,14 @@ def vjp_of(
     taken = {*parameters, *(() if options is None else options.__annotations__)} - {*gradients, *without}
     sources = (*gradients, *(option for option in OF_OPTIONS if option in taken))
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+    scales = [name for name in ("k_scale", "v_scale") if name in taken]
 
     def record(*arrays: Any, **chosen: Any) -> tuple[Any, Pullback]:
+        for scale in scales:
+            if chosen.pop(scale, None) is not None:
+                raise ValueError(f"(): {scale} is given; expected none: int8 has no gradients")
+        if require is not None:
+            require(**chosen)
         shown = flag("return_lse", chosen.get("return_lse", False))
         running = steps(*arrays, **{**chosen, "return_lse": True} if with_lse else chosen)
         result = next(running)
@@ -112,7 +121,11 @@ def vjp_of(
                 like_second: Any = _like_lse if "return_lse" in parameters else _like_state
                 dmore = like_second(dmore, second)
             own = own_bias, "scale" not in gradients
-            return (Request(_like(dout, out), dmore, tuple(names), given, *own),)
+            request = Request(_like(dout, out), dmore, tuple(names), given, *own)
+            if need is None and not first:
+                expected = f'need=("d{sources[0]}", ...), as no array was passed by position'
+                raise ValueError(f"(): need is None; expected {expected}")
+            return (request,)
 
         def back(request: Request) -> tuple[Any, ...]:
             try:

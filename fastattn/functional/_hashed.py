@@ -120,7 +120,7 @@ def lsh_args(
     if queries.shape[:-1] != values.shape[:-1]:
         came = f"qk has shape {queries.shape} and v {values.shape}"
         raise ValueError(f"(): {came}; expected the same but for the last axis")
-    if queries.dtype != values.dtype:
+    if queries.dtype.newbyteorder("=") != values.dtype.newbyteorder("="):
         raise wrong_dtype("v", values, f"qk's, {queries.dtype}")
     names = ("qk", "qk", "v")
     args = attention_args(queries, queries, values, names=names, return_lse=True, **options)

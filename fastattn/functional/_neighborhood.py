@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ def neighborhood_attention(
 
     # Unlike in the forward pass, the queries of a tile lie along the last axis of the grid.
     found = ComposedGradients(request, options)
-    q_flat, k_flat, v_flat = (x.reshape(*x.shape[: -n - 1], -1, x.shape[-1]) for x in arrays)
+    q_flat, k_flat, v_flat = (x.reshape(*x.shape[: -n - 1], prod(grid), x.shape[-1]) for x in arrays)
     args = attention_args(q_flat, k_flat, v_flat, mask, return_lse=True, **options)
     args.out, args.lse = out.reshape(args.out.shape), lse.reshape(args.out.shape[:-1])
     call = found.attend(args, *cotangents(args, request))

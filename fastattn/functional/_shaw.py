@@ -23,6 +23,7 @@ from fastattn.functional._split_calls import (
     join,
     keys_of,
     narrowed,
+    rows_in,
     rows_of,
     run,
     sum_in,
@@ -216,7 +217,7 @@ class _Gradients:
 
     def _add_near(self, piece: _Piece, options: ShawOptions) -> None:
         part, width, lane = piece.args, piece.args.head_dim_v, self.lane
-        part.q, part.k, part.v, part.out = (x.astype(lane) for x in (part.q, part.k, part.v, part.out))
+        part.q, part.k, part.v, part.out = (rows_in(lane, x) for x in (part.q, part.k, part.v, part.out))
         dout = self.dout[..., piece.rows, :].astype(lane)
         uses: Any = {"dbias": ("dbias", "dq", "dkey_table", "dscale")}
         dlse = None if self.dlse is None else self.dlse[..., piece.rows]

@@ -11,6 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from fastattn._args import key_ranges
 from fastattn._args.types import AXES, Array, AttentionArgs, Ints, RecurrentArgs, lane_dtype
+from fastattn._args.values import operand
 from fastattn._engine import dispatch
 from fastattn._reference import attention as reference
 
@@ -157,6 +158,14 @@ def band_of(x: Array, n: int) -> Array:
     return as_strided(x, (*x.shape[:-1], n), (*lead, row + column, column))
 
 
+def rows_in(dtype: np.dtype[Any], x: Array) -> Array:
+    """`x` as `dtype`, its rows contiguous, as kernels read them.
+
+    What NumPy computes or casts has the memory order of its inputs: that of broadcast ones has strided rows.
+    """
+    return operand("x", np.asarray(x, dtype), [])
+
+
 @np.errstate(all="ignore")
 def sum_in(dtype: np.dtype[Any], *terms: Array) -> Array:
     """The sum of all terms, taken in the lane type of `dtype`, as `dtype`."""
@@ -164,5 +173,4 @@ def sum_in(dtype: np.dtype[Any], *terms: Array) -> Array:
     total = terms[0].astype(lane, copy=False)
     for term in terms[1:]:
         total = total + term.astype(lane, copy=False)
-    # A sum of NumPy's has the memory order of its terms; kernels need contiguous rows.
-    return np.ascontiguousarray(total, dtype)
+    return rows_in(dtype, total)

@@ -107,7 +107,13 @@ def scaled_dot_product_attention(
         raise
 
 
-@differentiable("q", "k", "v")
+def _require_slope(score_mod: Any = None, score_mod_backward: Any = None, **others: Any) -> None:
+    if score_mod is not None and score_mod_backward is None:
+        expected = "f(dscores, scores, b, h, i, j) -> dscores, as score_mod has no derivative to be seen"
+        raise ValueError(f"(): score_mod_backward is None, but score_mod is given; expected {expected}")
+
+
+@differentiable("q", "k", "v", require=_require_slope)
 def flex_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -177,9 +183,6 @@ def flex_attention(
         reference.attention(args, score_mod)
     request = yield args.result
 
-    if score_mod is not None and score_mod_backward is None:
-        expected = "f(dscores, scores, b, h, i, j) -> dscores, as score_mod has no derivative to be seen"
-        raise ValueError(f"(): score_mod_backward is None, but score_mod is given; expected {expected}")
     given = {"dout": request.dout, "q": q, "k": k, "v": v, "scale": scale}
     given |= {"out": args.out.reshape(request.dout.shape), "lse": args.result[1], "dlse": request.dmore}
     found = backward_args(args, given, request.need, None, {})

@@ -12,7 +12,7 @@ from fastattn import ops
 from fastattn._args.errors import named, wrong_dtype, wrong_shape
 from fastattn._args.ops import epsilon
 from fastattn._args.types import Array, ArrayLike, lane_dtype
-from fastattn._args.values import float_array, generator, integer, real_array, require_broadcast, shared
+from fastattn._args.values import float_array, generator, integer, real_array, require_broadcast
 from fastattn.functional._differentiable import Steps, differentiable
 
 __all__ = ["Favor", "elu", "favor", "unit"]
@@ -66,11 +66,6 @@ def unit(x: ArrayLike, *, eps: float = 1e-6) -> Steps[Array]:
     y = wide / length
     dx = (dout - y * (y * dout).sum(-1, keepdims=True)) / length
     return (np.asarray(dx, request.dout.dtype),)
-
-
-def _native_dtype(x: ArrayLike) -> np.dtype[Any]:
-    """The dtype of `x` in native byte order."""
-    return shared(x).dtype.newbyteorder("=")
 
 
 @dataclass(frozen=True, eq=False)

@@ -78,11 +78,13 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
         For functions, ``pullback(dout, dmore=None, *, need=None)`` returns a tuple with the gradient of each
         of `arrays` that is not None. With ``return_lse=True`` or ``return_state=True``, `dmore` is the
         gradient of the second result; 0 by default. `need` names others, and arrays that were passed by
-        keyword: a tuple such as ``("dq", "dbias", "dscale")``, of arguments that have gradients.
+        keyword: a tuple such as ``("dq", "dbias", "dscale")``, of arguments that have gradients. Where no
+        array was passed by position, it has to be there.
 
-        For layers and models, ``pullback(dout)`` returns the gradient of each input that is an array of
+        For layers, ``pullback(dout)`` returns a tuple: the gradient of each input that is an array of
         floating numbers, and then a dict of the gradients of the parameters, by their names in `state_dict`;
-        of several layers, such a dict for each.
+        of several layers, such a dict for each. An array that is several inputs of an attention, as in
+        ``vjp(layer, x, x, x)``, has one gradient. For models, whose inputs have none, it returns the dict.
 
     Raises
     ------
@@ -124,6 +126,6 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
     try:
         result, pullback = record(*arrays, **options)
     except Exception as error:
-        put_name(name, error)
+        put_name(name, error, record.__qualname__)
         raise
     return result, pullback.of(name)

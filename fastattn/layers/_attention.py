@@ -20,7 +20,7 @@ from fastattn._engine.tape import PLAIN
 from fastattn.cache import KVCache, restored_on_error
 from fastattn.functional._attention import attention_weights
 from fastattn.layers import _computation
-from fastattn.layers._attention_parameters import AttentionParameters, CallOptions
+from fastattn.layers._attention_parameters import AttentionParameters, CallOptions, MaskOptions
 from fastattn.layers._computation import Computation
 from fastattn.layers._scores import Names, add_extra_keys, add_masks
 
@@ -184,10 +184,7 @@ class MultiHeadAttention(AttentionParameters):
     def _computation(
         self, query: ArrayLike, key: ArrayLike | None = None, value: ArrayLike | None = None, **options: Any
     ) -> Computation:
-        require_options(options, CallOptions)
-        if "average_attn_weights" in options:
-            expected = "none: weights are not returned"
-            raise TypeError(f"(): average_attn_weights is given; expected {expected}")
+        require_options(options, MaskOptions)
         x, batched, *memory = self._checked(query, key, value, options)
         batch, length, _ = batched.shape
         inputs = {"query": x}

@@ -14,7 +14,6 @@ import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.dtypes import dtype_choice
-from fastattn._args.errors import named
 from fastattn._args.ops import epsilon, integer_activations
 from fastattn._args.pack import blocks_args
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, columns
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from fastattn.layers._state import Fields, Taken
 
     KeysValues = tuple[Array, Array]
-
-FUNC = "MultiHeadAttention"  # as messages call it
 
 
 class StackedMaps(NamedTuple):
@@ -107,6 +104,12 @@ def _parts(maps: StackedMaps) -> Fields:
     return {name: maps.part(*run) for name, run in zip(_PARTS, runs, strict=True)}
 
 
+def _norms(head_norms: Array, num_heads: int) -> Fields:
+    """The fields of both norms, which cannot be written: a change of one head's would be lost in others."""
+    head_norms.flags.writeable = False
+    return {"head_norms": head_norms, "q_norm": head_norms[0], "k_norm": head_norms[num_heads]}
+
+
 class HeadOptions(TypedDict, total=False):
     """Fields of `MultiHeadAttention` that Transformer layers pass on to it."""
 
@@ -127,13 +130,18 @@ class HeadOptions(TypedDict, total=False):
     add_zero_attn: bool
 
 
-class CallOptions(TypedDict, total=False):
-    """Keyword arguments of a `MultiHeadAttention`'s call, but for `need_weights`."""
+class MaskOptions(TypedDict, total=False):
+    """Keyword arguments of a `MultiHeadAttention`'s call that gradients have, too."""
 
     key_padding_mask: ArrayLike | None
     attn_mask: ArrayLike | None
-    average_attn_weights: bool
     is_causal: bool
+
+
+class CallOptions(MaskOptions, total=False):
+    """Keyword arguments of a `MultiHeadAttention`'s call, but for `need_weights`."""
+
+    average_attn_weights: bool
     residual: ArrayLike | None
     cache: KVCache | None
     lengths: ArrayLike | None
@@ -188,7 +196,6 @@ class AttentionParameters(Layer):
         widths = self.embed_dim, self.kdim or self.embed_dim, self.vdim or self.embed_dim
         return "a MultiHeadAttention of queries, keys and values of {}, {} and {} features".format(*widths)
 
-    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim"):
             value = getattr(self, name)
@@ -246,6 +253,8 @@ class AttentionParameters(Layer):
         self.__dict__.update(state)
         if self.all_maps is not None:
             self.__dict__.update(_parts(self.all_maps))
+        if self.head_norms is not None:
+            self.__dict__.update(_norms(self.head_norms, self.num_heads))
 
     def _parameters(self) -> dict[str, Parameter]:
         width, width_kv, head_dim = self._width, self._width_kv, self._head_dim
@@ -294,11 +303,12 @@ class AttentionParameters(Layer):
         for name in ("bias_k", "bias_v"):
             bias = arrays.get(name)
             fields[name] = None if bias is None else bias.astype(lane).reshape(self._heads_kv, -1)
+        fields |= super()._pack(arrays, weights_dtype)
         if self.qk_norm:
-            norms = zip("qk", (self.num_heads, self._heads_kv), strict=True)
-            each = [np.tile(arrays[f"{x}_norm.weight"].astype(lane), (n, 1)) for x, n in norms]
-            fields["head_norms"] = np.concatenate(each)
-        return {**fields, **super()._pack(arrays, weights_dtype)}
+            counts = self.num_heads, self._heads_kv
+            each = [np.tile(fields[f"{x}_norm"], (n, 1)) for x, n in zip("qk", counts, strict=True)]
+            fields |= _norms(np.concatenate(each), self.num_heads)
+        return fields
 
     def _settle(self, gradients: Gradients) -> None:
         wholes = (

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.errors import named, put_name
-from fastattn._args.ops import epsilon, linear_args, rows
+from fastattn._args.errors import put_name, wrong_shape
+from fastattn._args.ops import data, epsilon, linear_args, rows, rows_args
 from fastattn._args.types import ACTIVATIONS as PLAIN_ACTIVATIONS
 from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
@@ -66,7 +66,6 @@ class Linear(Layer):
     def _place(self) -> str:
         return f"a Linear({self.in_features}, {self.out_features})"
 
-    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         for name in ("in_features", "out_features"):
             setattr(self, name, integer(name, getattr(self, name), 1, MOST_SIZE))
@@ -97,7 +96,7 @@ class Linear(Layer):
         self, x: ArrayLike, *, activation: ops.Activation | None = None, **others: Any
     ) -> Computation:
         if others:
-            raise not_an_argument(others, Linear.__call__)
+            raise not_an_argument(others, Linear._computation)
         array = _computation.checked("x", x, self.in_features, self.weights_dtype)
         if activation is not None:
             choice("activation", activation, PLAIN_ACTIVATIONS)
@@ -145,7 +144,6 @@ class NormLayer(Layer):
     def _place(self) -> str:
         return f"a norm of {self.features} features"
 
-    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         flag("bias", self.bias)
         self.features = integer("features", self.features, 1, MOST_SIZE)
@@ -154,16 +152,35 @@ class NormLayer(Layer):
 
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
         """The normalised ``x + residual``: x is (..., features)."""
-        if self._kind == "rms_norm":
-            return ops.rms_norm(x, self.weight_vector, eps=self.eps, residual=residual, out=out)
-        weight, bias = self.weight_vector, self.bias_vector
-        return ops.layer_norm(x, weight, bias, eps=self.eps, residual=residual, out=out)
+        try:
+            weight, bias = self.weight_vector, self.bias_vector
+            args, result, _ = rows_args(self._kind, x, out, None, None, weight, bias, self.eps, residual)
+        except Exception as error:
+            raise self._error(x, error) from error.__cause__
+        dispatch.run(args)
+        return result
+
+    def _error(self, x: ArrayLike, error: Exception) -> Exception:
+        """`error` of a call with `x`, or what is wrong with x alone: the kernel knows no `features`."""
+        try:
+            self._input(x)
+        except Exception as of_input:
+            error = of_input
+        put_name(type(self).__name__, error, self._kind)
+        return error
 
     def _computation(self, x: ArrayLike, **others: Any) -> Computation:
         if others:
-            raise not_an_argument(others, NormLayer.__call__)
-        array = _computation.checked("x", x, self.features, self.weights_dtype)
+            raise not_an_argument(others, NormLayer._computation)
+        array = self._input(x)
         return Computation([self], {"x": array}, self._forward, array.shape)
+
+    def _input(self, x: ArrayLike) -> Array:
+        """`x`, checked: of any of the four types, in which the parameters then are."""
+        array = data("x", x)
+        if array.shape[-1] != self.features:
+            raise wrong_shape("x", array, f"(..., {self.features})")
+        return array
 
     def _forward(self, tape: Plain, x: Any, over: bool = False) -> Any:
         """The norm of rows; with `over`, it may be written over them."""
@@ -251,7 +268,6 @@ class FeedForward(Layer):
     def _place(self) -> str:
         return f"a FeedForward with d_model {self.d_model}"
 
-    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         for name in ("d_model", "dim_feedforward"):
             setattr(self, name, integer(name, getattr(self, name), 1, MOST_SIZE))
@@ -282,7 +298,7 @@ class FeedForward(Layer):
 
     def _computation(self, x: ArrayLike, **others: Any) -> Computation:
         if others:
-            raise not_an_argument(others, FeedForward.__call__)
+            raise not_an_argument(others, FeedForward._computation)
         array = _computation.checked("x", x, self.d_model, self.weights_dtype)
         return Computation([self], {"x": array}, self._forward, array.shape)
 

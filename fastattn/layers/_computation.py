@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from fastattn._args.attention import dropout_of
 from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.ops import data, like, rows
+from fastattn._args.ops import cotangent, data, rows
 from fastattn._args.types import FLOAT32, FLOAT64, Array, ArrayLike, Shape
 from fastattn._args.values import as_array, flag, float_array, of_lists
 from fastattn._engine.tape import PLAIN, Drops, Tape
@@ -55,14 +55,11 @@ class Computation(NamedTuple):
         result = out.array.reshape(*self.shape[:-1], out.array.shape[-1])
         shape, dtype = result.shape, result.dtype
 
-        def check(dout: ArrayLike) -> tuple[Array]:
+        def check(dout: ArrayLike, **others: Any) -> tuple[Array]:
             if [layer._versions() for layer in layers] != versions:
                 again = "call vjp again for their gradients"
                 raise RuntimeError(f"(): the weights have changed since; {again}")
-            array = like("dout", dout, shape, dtype, "the result")
-            if array is None:
-                raise TypeError("(): dout is None; expected an array")
-            return (array,)
+            return (cotangent(dout, others, shape, dtype),)
 
         def back(dout: Array) -> tuple[Any, ...]:
             tape.pull(out, rows(dout))

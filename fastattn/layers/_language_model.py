@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn import grad, ops
 from fastattn._args.attention import dropout_of
-from fastattn._args.errors import named, wrong_shape
+from fastattn._args.errors import named, put_name, wrong_shape
 from fastattn._args.types import Array, ArrayLike, Ints
 from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, integers, short
 from fastattn.cache import KVCache
@@ -86,7 +86,6 @@ class LanguageModel(Layer):
     _vjp = None  # type: ignore[assignment]  # its input has no gradient: `loss_and_gradients`
     _vectors = (("position_embedding.weight", "position_table"),)
 
-    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         for name in ("vocab_size", "max_length", "d_model", "num_heads", "num_layers"):
             setattr(self, name, integer(name, getattr(self, name), 1, MOST_SIZE))
@@ -323,7 +322,11 @@ class LanguageModel(Layer):
         cache = self.new_cache(tokens.shape[1] + count)
         for _ in range(count):
             x = self.encoder(self._embedded(tokens, cache), is_causal=True, cache=cache)
-            best = sampler(self._logits(x[:, -1]))
+            try:
+                best = sampler(self._logits(x[:, -1]))
+            except Exception as error:
+                put_name(f"{type(self).__name__}.generate", error, "generate")
+                raise
             yield best
             tokens = best[:, None]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn._args.errors import named
 from fastattn._args.types import Array, Ints, lane_dtype
-from fastattn._args.values import flag
+from fastattn._args.values import flag, short
 from fastattn.layers import _computation
 from fastattn.positions import RopeFrequencies, rope_tables
 
@@ -42,6 +42,11 @@ class Rope:
 
     def tables(self, offset: Ints | int, length: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
         """Cos and sin at `length` positions from `offset` on: (length, pairs), or (batch, length, pairs)."""
+        if not (isinstance(offset, (int, np.ndarray)) and isinstance(length, int)):
+            came = f"offset is {short(offset)} and length {short(length)}"
+            raise TypeError(f"Rope.tables(): {came}; expected integers, or an array (batch,) of offsets")
+        if not isinstance(dtype, np.dtype):
+            raise TypeError(f"Rope.tables(): dtype is {short(dtype)}; expected a numpy.dtype")
         lane = lane_dtype(dtype)
         end = (offset if isinstance(offset, int) else int(offset.max(initial=0))) + length
         tables = self._tables.get(lane)

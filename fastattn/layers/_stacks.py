@@ -54,7 +54,6 @@ class LayerStack(Layer):
     def _place(self) -> str:
         return f"a {type(self).__name__} of layers with d_model {self.layers[0].d_model}"
 
-    @named("{cls}")
     def __post_init__(self) -> None:
         self._require_layers()
         self.weights_dtype = self.layers[0].weights_dtype
@@ -157,7 +156,9 @@ class TransformerEncoder(LayerStack):
         Arguments are those of `TransformerEncoderLayer`, `mask` its src_mask: True hides in a bool mask.
         `cache` is of `new_cache`.
         """
-        array, sizes, padding = self._checked(src, src_key_padding_mask, others)
+        if others:
+            raise not_an_argument(others, TransformerEncoder.__call__)
+        array, sizes, padding = self._checked(src, src_key_padding_mask)
         out: Array = self._forward(PLAIN, rows(array), sizes, mask, padding, is_causal, cache, lengths)
         return out.reshape(array.shape)
 
@@ -170,17 +171,17 @@ class TransformerEncoder(LayerStack):
         is_causal: bool = False,
         **others: Any,
     ) -> Computation:
-        array, sizes, padding = self._checked(src, src_key_padding_mask, others)
+        if others:
+            raise not_an_argument(others, TransformerEncoder._computation)
+        array, sizes, padding = self._checked(src, src_key_padding_mask)
 
         def run(tape: Plain, x: Any) -> Any:
             return self._forward(tape, x, sizes, mask, padding, is_causal)
 
         return Computation([self], {"src": array}, run, array.shape, by_block=True)
 
-    def _checked(self, src: ArrayLike, padding: Any, others: Any) -> tuple[Array, tuple[int, int], Any]:
+    def _checked(self, src: ArrayLike, padding: Any) -> tuple[Array, tuple[int, int], Any]:
         """The input of a call, its batch and length, and its padding mask as a batch."""
-        if others:
-            raise not_an_argument(others, TransformerEncoder.__call__)
         self._require_layers()
         self._require_parts()
         return self.layers[0]._checked(src, padding, None)
@@ -250,6 +251,7 @@ class TransformerDecoder(LayerStack):
         return out.reshape(array.shape)
 
     def _computation(self, tgt: ArrayLike, memory: ArrayLike | None = None, **options: Any) -> Computation:
+        require_options(options, OverMemoryOptions)
         array, sizes, options = self._checked(tgt, options)
 
         def run(tape: Plain, x: Any, over: Any) -> Any:
@@ -331,7 +333,6 @@ class Transformer(Layer):
 
     _parts = ("encoder", "decoder")
 
-    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         require_fields(self)
         for name in ("num_encoder_layers", "num_decoder_layers"):

@@ -10,10 +10,12 @@ fits. After a change to any layer, every layer checks its parts once more before
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from math import prod
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -43,8 +45,8 @@ _EARLIER = "none: keys and values of earlier calls have no gradients"
 _WITHOUT_GRADIENTS = {  # options of calls, and what is expected where there are gradients
     **dict.fromkeys(("cache", "lengths", "keys_values"), _EARLIER),
     "out": "None: the pullback reads the result",
-    "residual": "None: add it to the result, whose gradient is the residual's, too",
-    "need_weights": "none: weights have no gradients",
+    "residual": "None: add it outside of the layer, where it has the gradient of the sum",
+    **dict.fromkeys(("need_weights", "average_attn_weights"), "none: weights have no gradients"),
 }
 
 
@@ -96,6 +98,31 @@ class ParametersMissing(AttributeError, ValueError):
     """A layer is used before it has parameters; for `hasattr`, an attribute that is not there."""
 
 
+def _shown_as(shown: str, name: str, function: FunctionType) -> FunctionType:
+    """Copy a method, which a subclass may share: Python's own errors call it `shown`."""
+    own = FunctionType(
+        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+    )
+    functools.update_wrapper(own, function)
+    own.__kwdefaults__, own.__qualname__ = function.__kwdefaults__, shown
+    return own
+
+
+def _building(post_init: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a `__post_init__`: its errors get the name of the outermost layer that is being made."""
+
+    @functools.wraps(post_init)
+    def checked(self: Layer, *args: Any) -> None:
+        try:
+            post_init(self, *args)
+        except Exception as error:
+            put_name(type(self).__name__, error, error.__dict__.get("layer", ""))
+            error.__dict__["layer"] = type(self).__name__
+            raise
+
+    return checked
+
+
 class Layer:
     """A layer with named parameters, those of torch's modules.
 
@@ -112,8 +139,12 @@ class Layer:
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
-        if "_computation" in vars(cls):
-            cls._computation.__qualname__ = cls.__name__  # for Python's own errors
+        for name, shown in (("_computation", cls.__name__), ("__call__", f"{cls.__name__}.__call__")):
+            method = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
+            if isinstance(method, FunctionType):
+                setattr(cls, name, _shown_as(shown, name, method))
+        if "__post_init__" in vars(cls):
+            cls.__post_init__ = _building(vars(cls)["__post_init__"])  # type: ignore[attr-defined]
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
         """Raise if an argument has a name that only another library knows; else as usual."""
@@ -156,6 +187,8 @@ class Layer:
         **options: Any,
     ) -> tuple[Any, Pullback]:
         """The result of a call, and its pullback: see `fastattn.grad.vjp`."""
+        if options.get("need_weights") is False:
+            del options["need_weights"]
         for name, given in options.items():
             if given is not None and name in _WITHOUT_GRADIENTS:
                 expected = _WITHOUT_GRADIENTS[name]
@@ -215,9 +248,10 @@ class Layer:
             return
         lane = lane_of(self.weights_dtype)
         for prefix, part in self._walk():
-            for name in vars(type(part)).get("__dataclass_fields__", ()):
-                if name not in ("_", "rng"):  # not fields
-                    getattr(part, name)  # raises if the part waits for it
+            with self._naming(prefix, part):
+                for name in vars(type(part)).get("__dataclass_fields__", ()):
+                    if name not in ("_", "rng"):  # not fields
+                        getattr(part, name)  # raises if the part waits for it
             if lane_of(part.weights_dtype) != lane:
                 came = f"its part {prefix}{type(part).__name__} has weights in {part.weights_dtype}"
                 expected = f"ones that compute in {lane}, as the layer's own in {self.weights_dtype} do"
@@ -277,12 +311,21 @@ class Layer:
 
     def _all_named(self, plain: Taken) -> dict[str, Array]:
         """Results of `plain` for all parameters, by name, in torch's order."""
-        found = {
-            prefix + name: array
-            for prefix, layer in self._walk()
-            for name, array in layer._named(plain).items()
-        }
+        found: dict[str, Array] = {}
+        for prefix, part in self._walk():
+            with self._naming(prefix, part):
+                found |= {prefix + name: array for name, array in part._named(plain).items()}
         return {name: found[name] for name in self.parameters() if name in found}
+
+    @contextmanager
+    def _naming(self, prefix: str, part: Layer) -> Iterator[None]:
+        """Let the error of a part without parameters say whose part it is."""
+        try:
+            yield
+        except ParametersMissing as missing:
+            if part is self:
+                raise
+            raise ParametersMissing(f"{type(self).__name__}'s part {prefix}{missing}") from None
 
     @named("{cls}.load_state_dict")
     def load_state_dict(

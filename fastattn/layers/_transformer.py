@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from fastattn._args.dtypes import dtype_choice
-from fastattn._args.errors import named, put_name, wrong_shape
+from fastattn._args.errors import put_name, wrong_shape
 from fastattn._args.ops import epsilon, integer_activations, rows
 from fastattn._args.options import require_options
 from fastattn._args.packed import WEIGHT_DTYPES
@@ -94,7 +94,6 @@ class TransformerLayer(Layer):
     norm1: NormLayer = field(init=False, repr=False)
     norm2: NormLayer = field(init=False, repr=False)
 
-    @named("{cls}")
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         require_fields(self)
         source = self._source(rng)
@@ -236,7 +235,7 @@ class TransformerEncoderLayer(TransformerLayer):
         **others: Any,
     ) -> Computation:
         if others:
-            raise not_an_argument(others, TransformerEncoderLayer.__call__)
+            raise not_an_argument(others, TransformerEncoderLayer._computation)
         array, sizes, padding = self._checked(src, src_key_padding_mask)
 
         def run(tape: Plain, x: Any) -> Any:
@@ -388,6 +387,7 @@ class TransformerDecoderLayer(TransformerLayer):
         return out.reshape(array.shape)
 
     def _computation(self, tgt: ArrayLike, memory: ArrayLike | None = None, **options: Any) -> Computation:
+        require_options(options, OverMemoryOptions)
         array, sizes, options = self._checked(tgt, None, options)
 
         def run(tape: Plain, x: Any, over: Any) -> Any:

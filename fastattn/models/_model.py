@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.errors import named, wrong_shape
-from fastattn._args.ops import like, rows
+from fastattn._args.ops import cotangent, rows
 from fastattn._args.values import as_array, integers
 from fastattn.grad import Pullback
 from fastattn.models._parameters import required
@@ -144,11 +144,8 @@ def pullback_of(recorded: Recorded, mask: Bools | None, shape: Shape) -> Pullbac
     """
     dtype = recorded.out.array.dtype
 
-    def check(dout: ArrayLike) -> tuple[Array]:
-        array = like("dout", dout, shape, dtype, "the result")
-        if array is None:
-            raise TypeError("(): dout is None; expected an array")
-        return (array,)
+    def check(dout: ArrayLike, **others: Any) -> tuple[Array]:
+        return (cotangent(dout, others, shape, dtype),)
 
     def back(dout: Array) -> dict[str, Array]:
         return recorded.gradients(rows(dout) if mask is None else dout[mask])

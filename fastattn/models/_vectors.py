@@ -176,7 +176,7 @@ def _vectors(name: str, x: ArrayLike) -> Array:
     array = real_array(name, x)
     if array.ndim not in (1, 2):
         raise wrong_shape(name, array, "(n, features) or (features,)")
-    return array.astype(np.float64 if array.dtype == np.float64 else np.float32, copy=False)
+    return array.astype(lane_dtype(array.dtype), copy=False)
 
 
 # MaxSim (Khattab and Zaharia 2020): similarities of texts that have a vector for each token.
@@ -288,4 +288,4 @@ def _texts(name: str, x: Any) -> list[Array]:
 
 def _lane(x: Array) -> Array:
     """`x` in float32, or in float64 if it is that."""
-    return x.astype(np.float64 if x.dtype == np.float64 else np.float32, copy=False)
+    return x.astype(lane_dtype(x.dtype), copy=False)

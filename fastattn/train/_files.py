@@ -37,22 +37,26 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], values: Any
         from safetensors.numpy import save_file
     except ImportError as error:
         needed = "the safetensors package: pip install safetensors"
-        raise ImportError(f"(): writing {os.fsdecode(path)} needs {needed}") from error
-    if not isinstance(path, (str, os.PathLike)):
-        raise wrong_type("path", path, "the path of a file")
-    with replaced(Path(os.fsdecode(path)), "(): ") as file:
+        raise ImportError(f"(): writing {_decoded(path)} needs {needed}") from error
+    with replaced(Path(_decoded(path)), "(): ") as file:
         save_file(dict(arrays), file, {_KEY: json.dumps(values, allow_nan=False)})
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], Any]:
     """Read the arrays and values that `write` wrote."""
-    where = os.fsdecode(path)
+    where = _decoded(path)
     with ExitStack() as stack:
         file = opened(where, stack)
         values = header(path, file)
         if values is None:
             raise ValueError(f"(): {where} holds no training run; expected a file that save() wrote")
         return {name: file.get_tensor(name) for name in file.names}, values
+
+
+def _decoded(path: str | os.PathLike[str]) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise wrong_type("path", path, "the path of a file")
+    return os.fsdecode(path)
 
 
 def header(path: str | os.PathLike[str], file: TensorFile) -> Any:

@@ -45,8 +45,10 @@ class Schedule:
         for name, value in (("warmup", warmup), ("num_steps", num_steps), ("final", final)):
             object.__setattr__(self, name, value)  # Python's numbers, whose names a run's file compares
 
+    @named("Schedule")
     def __call__(self, step: int) -> float:
         """The factor of the step that comes after `step` steps."""
+        step = integer("step", step, 0)
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.kind == "constant" or self.num_steps is None:

@@ -110,6 +110,8 @@ def test_threads_that_do_not_exist():
         fastattn.set_threading("tbb")
     with pytest.raises(ValueError, match=r"threading is 3; available"):
         fastattn.set_threading(3)
+    with pytest.raises(ValueError, match=r"^set_threading\(\): threading is an array"):
+        fastattn.set_threading(np.zeros(2))
 
 
 @compiled

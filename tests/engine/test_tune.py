@@ -61,12 +61,12 @@ def tune_here(monkeypatch, capsys):
 
 @needs_kernels
 def test_a_busy_machine_is_said_and_nothing_is_written(tmp_path, tune_here):
-    path = tmp_path / "tuning.json"
+    path = tmp_path / "new" / "folder" / "tuning.json"
     for write, code, refusal in ((None, 0, ""), (path, 2, f"Nothing was written to {path}\n")):
         found, out, err = tune_here(0.7, write)
         assert (found, err) == (code, refusal)
         assert "\nBUSY MACHINE: threads that computed without a pause got 70% of the CPU time.\n" in out
-        assert not path.exists()
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_the_share_of_the_cpu_time_is_one_of_all_threads():

@@ -261,6 +261,46 @@ def test_dtypes(call, dtype, implementation):
         assert worst < bound, (name, worst)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("axes", [(-1,), (-2,), (-2, -3), (-2, -3, -4)], ids=str)
+@every_call
+def test_broadcast_views(call, axes, dtype, implementation):
+    """Views that have strides of 0 where others have some: NumPy's casts and products keep their order."""
+
+    def broadcast(x):
+        of_x = [axis for axis in axes if x.ndim >= -axis]
+        once = x[tuple(slice(0, 1) if axis - x.ndim in of_x else slice(None) for axis in range(x.ndim))]
+        return np.broadcast_to(once, x.shape)
+
+    narrow = {"q", "k", "v", "qk", "cache", "memory_k", "memory_v", "logits"}
+    narrow |= set() if call.function == "memory" else {"gate"}
+    arrays = {n: broadcast(x.astype(dtype if n in narrow else "f4")) for n, x in call.arrays.items()}
+    whole = {name: np.array(x, order="C") for name, x in arrays.items()}
+    results = forward(call, whole, call.fixed)
+    again = forward(call, arrays, call.fixed)
+    cotangents = [broadcast(x) for x in cotangents_of(results)]
+    expected = backward(call, whole, call.fixed, [x.copy(order="C") for x in cotangents], results)
+    got = backward(call, arrays, call.fixed, cotangents, again)
+    bound = {"float32": 1e-4, "float16": 2e-2}[dtype]
+    for name, x in expected.items():
+        scale = 1 + abs(x.astype(float)).max()
+        np.testing.assert_allclose(got[name], x, rtol=bound, atol=bound * scale, err_msg=name)
+
+
+@every_call
+def test_foreign_byte_order_changes_no_bit(call):
+    """Float64 of any byte order is computed in float64, beside arrays in the native one, too."""
+    results = forward(call, call.arrays, call.fixed)
+    cotangents = cotangents_of(results)
+    expected = backward(call, call.arrays, call.fixed, cotangents, results)
+    for foreign in (call.arrays, *([name] for name in call.arrays)):
+        arrays = {n: x.astype(">f8") if n in foreign else x for n, x in call.arrays.items()}
+        assert_same_bits(forward(call, arrays, call.fixed), results)
+        theirs = [x.astype(">f8") for x in cotangents]
+        found = backward(call, arrays, call.fixed, theirs, results)
+        assert_same_bits(found.values(), expected.values())
+
+
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "bias" in call.taken])
 def test_what_masks_hide_never_shows(name, implementation):
     """NaN in keys that nobody attends, and in the rows of q and dout that attend nothing."""

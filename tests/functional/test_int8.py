@@ -1,5 +1,8 @@
 """int8 keys and values: attention of k * k_scale and v * v_scale, and how far from what was rounded."""
 
+import inspect
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,8 +11,10 @@ from oracle import assert_close, assert_same_bits, assert_telling, check, expect
 
 import fastattn
 from fastattn import functional
+from fastattn._args import options
 from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape, combine
 from fastattn.cache import KVCache
+from fastattn.grad import vjp
 
 # Both kernels, several blocks, splits and tasks; sizes that are no multiples of anything.
 SHAPES = [
@@ -334,3 +339,38 @@ def test_other_functions_say_who_takes_int8():
         functional.sigmoid_attention(Q, INT8["k"], INT8["v"])
     with pytest.raises(TypeError, match=r"k has dtype int8; .* \(KVCache rounds to int8\)$"):
         KVCache(dtype="int8").append(INT8["k"], INT8["v"])
+
+
+def takes_scales(function):
+    """Whether a public function has the argument k_scale."""
+    parameters = inspect.signature(function).parameters
+    unpacked = [re.findall(r"^Unpack\[(\w+)\]$", str(p.annotation)) for p in parameters.values()]
+    named = [getattr(options, name).__annotations__ for names in unpacked for name in names]
+    return any("k_scale" in names for names in [parameters, *named])
+
+
+ALL = [fastattn.attention, fastattn.varlen_attention, *(getattr(functional, n) for n in functional.__all__)]
+DIFFERENTIABLE = [function for function in ALL if hasattr(function, "_vjp") and takes_scales(function)]
+
+
+@pytest.mark.parametrize("function", DIFFERENTIABLE, ids=lambda x: x.__name__)
+def test_int8_has_no_gradients(function):
+    begins = ([0, 2, 3], [0, 2, 5]) if function is fastattn.varlen_attention else ()
+    q, k, v, *scales = Q, INT8["k"], INT8["v"], INT8["k_scale"], INT8["v_scale"]
+    if begins:
+        q, k, v = (x[0].swapaxes(0, 1) for x in (q, k, v))
+        scales = [x[0].swapaxes(0, 1) for x in scales]
+    given = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+    function(q, k, v, *begins, **given)
+    for name in given:
+        for chosen in (given, {name: given[name]}):
+            message = r": [kv]_scale is given; expected none: int8 has no gradients$"
+            with pytest.raises(ValueError, match=rf"^{function.__name__}\(\){message}"):
+                vjp(function, q, k, v, *begins, **chosen)
+    none = dict.fromkeys(given)
+    floats = (q, k.astype(np.float32), v.astype(np.float32), *begins)
+    assert len(vjp(function, *floats, **none)[1](function(*floats))) == 3
+
+
+def test_the_functions_that_take_int8_are_found():
+    assert {x.__name__ for x in DIFFERENTIABLE} >= {"attention", "varlen_attention", "sigmoid_attention"}

@@ -6,6 +6,7 @@ from oracle import check, eps, expect
 
 from fastattn import functional, masks
 from fastattn._bench.cases import DTYPES, as_dtype
+from fastattn.grad import vjp
 
 # grid, kernel, dilation, causal: rows that do and do not fill strips, one axis to four.
 CASES = [
@@ -136,3 +137,5 @@ def test_empty_batch(shape, implementation):
     )
     assert out.shape == shape
     assert lse.shape == shape[:-1]
+    out, pullback = vjp(functional.neighborhood_attention, x, x, x, kernel=(3,) * (len(shape) // 2 - 1))
+    assert [dx.shape for dx in pullback(out)] == [shape] * 3

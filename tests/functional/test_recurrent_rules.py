@@ -29,9 +29,11 @@ def test_elu(implementation):
         np.testing.assert_allclose(y, expected.astype(dtype), rtol=2 * np.finfo(dtype).eps, atol=1e-30)
     phi = feature_maps.favor(16, 4, rng=0)
     for function in (feature_maps.elu, feature_maps.unit, phi.queries, phi.keys):
-        got = function(Q.astype(">f4"))  # as all other results, in native byte order
-        assert got.dtype.isnative
-        np.testing.assert_array_equal(got, function(Q))
+        for dtype in (np.float32, np.float64):
+            x = Q.astype(dtype)
+            got = function(x.astype(x.dtype.newbyteorder()))  # as all other results, in native byte order
+            assert got.dtype.isnative
+            np.testing.assert_array_equal(got, function(x))
 
 
 def test_softmax_free_attention_is_a_matrix_product(implementation):

@@ -101,6 +101,9 @@ def test_slopes_and_sinks_of_each_sequence(implementation):
         options = {"alibi_slopes": numbers, "sinks": numbers[::-1]}
         got = fastattn.varlen_attention(*call, return_lse=True, **options)
         require_equal(got, one_by_one(*call, **options))
+        once = {name: x[:1] for name, x in options.items()}  # one row for all
+        got = fastattn.varlen_attention(*call, return_lse=True, **once)
+        require_equal(got, one_by_one(*call, **{name: x[0] for name, x in once.items()}))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -137,6 +140,9 @@ Q = np.ones((5, 4, 8), np.float32)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"q": None}, "q is None; expected an array of one numeric type"),
+        ({"k": None}, "k is None; expected an array of one numeric type"),
+        ({"v": None}, "v is None; expected an array of one numeric type"),
         ({"q": Q[0]}, r"q has shape \(4, 8\); expected \(tokens, heads, head_dim\)"),
         ({"v": Q[None]}, r"v has shape \(1, 5, 4, 8\); expected \(tokens, heads, head_dim\)"),
         ({"q": Q.astype(int)}, "q has dtype int64"),

@@ -9,7 +9,14 @@ import pytest
 import fastattn
 from fastattn import functional, ops
 from fastattn.grad import vjp
-from fastattn.layers import LanguageModel, MultiHeadAttention, TransformerEncoderLayer
+from fastattn.layers import (
+    FeedForward,
+    LanguageModel,
+    LayerNorm,
+    MultiHeadAttention,
+    RMSNorm,
+    TransformerEncoderLayer,
+)
 
 Q, K, V, GATE = np.random.default_rng(0).standard_normal((4, 2, 5, 8)).astype(np.float32)
 MAPS = functional.feature_maps
@@ -64,6 +71,12 @@ def test_arguments_are_checked_as_in_a_plain_call():
                 vjp(function, *arrays, return_lse=wrong)
     with pytest.raises(TypeError, match=r"^attention\(\) missing 1 required positional argument: 'v'"):
         vjp(fastattn.attention, Q, K)
+    with pytest.raises(TypeError, match=r"^attention\(\) takes 3 positional arguments but 4"):
+        vjp(fastattn.attention, Q, K, V, np.ones((5, 5), bool))
+    out, pullback = vjp(fastattn.attention, q=Q, k=K, v=V)
+    with pytest.raises(ValueError, match=r"^pullback of attention\(\): need is None; expected need="):
+        pullback(out)
+    assert len(pullback(out, need=("dq", "dv"))) == 2
     _, pullback = vjp(fastattn.attention, Q, K, V, out=None, stats=None)
     with pytest.raises(ValueError, match=r"^pullback of attention\(\): need has 'dz'; expected dq, dk, dv"):
         pullback(Q, need=("dz",))
@@ -90,14 +103,22 @@ def test_errors_of_layers_name_the_layer():
         vjp(layer)
     out, pullback = vjp(layer, Q)
     with pytest.raises(
-        TypeError, match=r"^pullback of TransformerEncoderLayer\(\) got an unexpected .* 'need'"
+        TypeError, match=r"^pullback of TransformerEncoderLayer\(\): need is not an argument; expected dout"
     ):
         pullback(out, need=("dx",))
     assert repr(pullback) == "<pullback of TransformerEncoderLayer>"
     assert len(pullback(out)) == 2
     assert repr(pullback) == "<pullback of TransformerEncoderLayer, called>"
+    heads = MultiHeadAttention(8, 2, rng=np.random.default_rng(0))
     with pytest.raises(ValueError, match=r"^MultiHeadAttention\(\): need_weights is given; expected none"):
-        vjp(MultiHeadAttention(8, 2, rng=np.random.default_rng(0)), Q, need_weights=True)
+        vjp(heads, Q, need_weights=True)
+    np.testing.assert_array_equal(vjp(heads, Q, need_weights=False)[0], heads(Q))
+    with pytest.raises(TypeError, match=r"^LayerNorm\(\) missing 1 required positional argument: 'x'"):
+        vjp(LayerNorm(8))
+    with pytest.raises(TypeError, match=r"^FeedForward\(\): bogus is not an argument; expected one of x$"):
+        vjp(FeedForward(8, 16, rng=0), Q, bogus=1)
+    with pytest.raises(ValueError, match=r"^RMSNorm\(\): residual is given; expected None: add it outside"):
+        vjp(RMSNorm(8), Q, residual=Q)
     keys, scale = K.astype(np.int8), np.ones((2, 5), np.float32)
     with pytest.raises(ValueError, match=r"^attention\(\): k_scale is given; expected none: int8"):
         vjp(fastattn.attention, Q, keys, keys, k_scale=scale, v_scale=scale)

@@ -9,16 +9,22 @@ import pytest
 from layer_oracle import BATCH, FEATURES, HEADS, LENGTH, MASK, WIDTH, X, attention_layer, draw, randomized
 
 from fastattn import positions
+from fastattn.grad import vjp
 from fastattn.layers import (
     FeedForward,
+    LanguageModel,
+    LayerNorm,
     Linear,
     MultiHeadAttention,
+    RMSNorm,
+    Rope,
     Transformer,
     TransformerDecoderLayer,
     TransformerEncoder,
     TransformerEncoderLayer,
 )
 
+ROPE = Rope(positions.rope_frequencies(8))
 TRIANGLE = np.triu(np.full((LENGTH, LENGTH), -np.inf), 1)
 
 
@@ -131,6 +137,50 @@ def test_a_layer_without_parameters_lacks_their_attributes():
     with pytest.raises(ValueError, match="Linear has no parameters yet"):
         _ = layer.packed_weight
     assert hasattr(Linear(2, 3, rng=np.random.default_rng(0)), "packed_weight")
+
+
+def test_a_part_without_parameters_is_that_of_the_layer():
+    heads = r"self_attn.MultiHeadAttention has no parameters yet"
+    layer, x = TransformerEncoderLayer(8, 2), np.ones((1, 3, 8), np.float32)
+    for call in (lambda: layer(x), lambda: vjp(layer, x), layer.state_dict):
+        with pytest.raises(ValueError, match=f"^TransformerEncoderLayer's part {heads}"):
+            call()
+    with pytest.raises(ValueError, match=rf"^TransformerEncoder's part layers.0.{heads}"):
+        TransformerEncoder([layer])(x)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: LayerNorm(16)(X[..., :15]), r"LayerNorm\(\): x has shape .*15\); expected \(\.\.\., 16\)"),
+        (lambda: RMSNorm(16)(X[..., :15]), r"RMSNorm\(\): x has shape .*15\); expected \(\.\.\., 16\)"),
+        (lambda: RMSNorm(16)("x"), r"RMSNorm\(\): x has dtype"),
+        (lambda: LayerNorm(WIDTH)(X, residual=X[:1]), r"LayerNorm\(\): residual has shape"),
+        (lambda: RMSNorm(WIDTH)(X, out=X), r"RMSNorm\(\): out shares memory with x"),
+        (lambda: LayerNorm(16)(X, bogus=1), r"LayerNorm.__call__\(\) got an unexpected .* 'bogus'"),
+        (lambda: RMSNorm(16)(), r"RMSNorm.__call__\(\) missing 1 required .*: 'x'"),
+        (lambda: LanguageModel(11, 12, 16, 3), r"LanguageModel\(\): d_model is 16; expected a multiple"),
+        (lambda: LanguageModel(11, 12, 16, 2, activation="x"), r"LanguageModel\(\): activation is 'x'"),
+        (
+            lambda: TransformerEncoderLayer(16, 2, attention={"softcap": -1}),
+            r"TransformerEncoderLayer\(\): softcap is -1",
+        ),
+        (
+            lambda: Transformer(16, 2, cross_attention={"window": 3}),
+            r"Transformer\(\): window is 3",
+        ),
+        (lambda: ROPE.tables("x", 3, X.dtype), r"Rope.tables\(\): offset is 'x' and length 3; expected"),
+        (lambda: ROPE.tables(0, None, X.dtype), r"Rope.tables\(\): offset is 0 and length None; expected"),
+        (
+            lambda: ROPE.tables(0, 3, "float32"),
+            r"Rope.tables\(\): dtype is 'float32'; expected a",
+        ),
+    ],
+)
+def test_errors_name_what_was_called(call, message):
+    """No part of it, and no base class."""
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        call()
 
 
 @pytest.mark.parametrize(

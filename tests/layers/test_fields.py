@@ -160,6 +160,19 @@ def test_a_layer_of_a_stack_and_its_norm(implementation):
         stack(x)
 
 
+def test_norms_of_heads_cannot_be_changed_in_place():
+    """Programs have them once for each head: a change would reach some calls only."""
+    layer = MultiHeadAttention(64, 4, num_kv_heads=2, qk_norm=True, rng=rng())
+    state = {name: rng().standard_normal(x.shape) for name, x in layer.state_dict().items()}
+    layer.load_state_dict(state)
+    for subject in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        for norm, name in ((subject.q_norm, "q_norm.weight"), (subject.k_norm, "k_norm.weight")):
+            with pytest.raises(ValueError, match="read-only"):
+                norm *= 3
+            np.testing.assert_array_equal(norm, state[name].astype(np.float32))
+            assert np.shares_memory(norm, subject.head_norms)
+
+
 @each_isa
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize(

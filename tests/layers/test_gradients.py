@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from implementations import COMPILED, forced
 from layer_oracle import HEADS, WIDTH, every_feature, randomized
+from oracle import assert_same_bits
 
 from fastattn import layers
 from fastattn.grad import vjp
@@ -83,6 +84,22 @@ def test_linear(bias, activation, implementation):
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 def test_norms(kind, implementation):
     assert_gradients(randomized(kind(WIDTH, weights_dtype="float64")), normal(2, 3, WIDTH))
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_norms_of_another_type_than_their_parameters(kind, implementation):
+    """As in a plain call: the input decides in which type they are computed."""
+    for weights_dtype, dtype in (("float32", np.float64), ("float64", np.float32)):
+        layer, same = kind(16, weights_dtype=weights_dtype), kind(16, weights_dtype=np.dtype(dtype).name)
+        for norm in (layer, same):
+            norm.load_state_dict({name: normal(16, seed=2).astype("f4") for name in norm.state_dict()})
+        x, dout = normal(5, 16).astype(dtype), normal(5, 16, seed=1).astype(dtype)
+        (out, pullback), (_, expected) = vjp(layer, x), vjp(same, x)
+        np.testing.assert_array_equal(out, layer(x))
+        (dx, grads), (same_dx, same_grads) = pullback(dout), expected(dout)
+        assert_same_bits([dx], [same_dx])
+        for name, gradient in grads.items():
+            assert_same_bits([gradient], [same_grads[name].astype(weights_dtype)])
 
 
 @pytest.mark.parametrize("inner", [32, 33])  # with panels that are full, and not
@@ -443,7 +460,7 @@ def test_errors():
     attention = layer.self_attn
     with pytest.raises(ValueError, match="cache is given"):
         vjp(attention, x, cache=KVCache())
-    with pytest.raises(TypeError, match="average_attn_weights is given; expected none"):
+    with pytest.raises(ValueError, match="average_attn_weights is given; expected none"):
         vjp(MultiHeadAttention(16, 2, rng=0), np.zeros((1, 3, 16), "f"), average_attn_weights=True)
     for kind, name in (
         (layer, "cache"),
@@ -467,6 +484,32 @@ def test_errors():
         vjp(decoder, x, x, lengths=np.ones(6, int))
     with pytest.raises(ValueError, match="tgt's batch"):
         vjp(decoder, x, x[:2])
+
+
+LAYERS = {
+    "linear": Linear(8, 8, rng=0),
+    "norm": LayerNorm(8),
+    "feed_forward": FeedForward(8, 16, rng=0),
+    "attention": MultiHeadAttention(8, 2, rng=0),
+    "encoder_layer": TransformerEncoderLayer(8, 2, 16, rng=0),
+    "decoder_layer": TransformerDecoderLayer(8, 2, 16, rng=0),
+    "encoder": TransformerEncoder([TransformerEncoderLayer(8, 2, 16, rng=0)]),
+    "decoder": TransformerDecoder([TransformerDecoderLayer(8, 2, 16, rng=0)]),
+    "transformer": Transformer(8, 2, 1, 1, 16, rng=0),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_what_is_expected_is_taken(layer):
+    """The error for an argument that there is none of names only those that gradients have, too."""
+    x = np.ones((1, 3, 8), np.float32)
+    inputs = (x, x) if isinstance(layer, (TransformerDecoderLayer, TransformerDecoder, Transformer)) else (x,)
+    with pytest.raises(TypeError, match=rf"^{type(layer).__name__}\(\): bogus is not an argument") as error:
+        vjp(layer, *inputs, bogus=1)
+    expected = str(error.value).rpartition("expected one of ")[2].split(", ")
+    positional = ("x", "query", "key", "value", "src", "tgt", "memory")
+    for name in set(expected) - set(positional):
+        vjp(layer, *inputs, **{name: False if name.endswith("causal") else None})
 
 
 def test_every_layer_has_it():

@@ -192,6 +192,13 @@ ERRORS = {
 }
 
 
+def test_errors_of_steps_name_the_method():
+    model = LanguageModel(11, 8, 16, 2, 1, rng=0)
+    model.embedding[...] = np.nan
+    with pytest.raises(ValueError, match=r"^LanguageModel.generate\(\): the model's logits have NaN"):
+        next(model.generate([1], 2))
+
+
 @pytest.mark.parametrize("match", ERRORS)
 def test_errors_say_what_is_wrong(match, monkeypatch):
     for name in ("__call__", "_vjp"):  # nothing is computed before

@@ -213,11 +213,15 @@ def test_errors(tmp_path):
         pullback(hidden[0])
     with pytest.raises(TypeError, match="dout"):
         pullback(hidden.astype(np.float64))
+    with pytest.raises(TypeError, match=r"^pullback of bert\(\): need is not an argument; expected dout"):
+        pullback(hidden, need=("dx",))
     pullback(hidden)
     with pytest.raises(RuntimeError, match="called before"):
         pullback(hidden)
     with pytest.raises(TypeError, match="checkpoint"):
         vjp(model, np.ones((1, 3), int), checkpoint="yes")
+    with pytest.raises(TypeError, match=r"^bert\(\) got an unexpected keyword argument 'bogus'"):
+        vjp(model, np.ones((1, 3), int), bogus=1)
 
 
 def test_what_has_no_gradients(tmp_path):

@@ -76,6 +76,7 @@ def test_similarities(kind, folder, implementation):
     np.testing.assert_allclose(model.similarity(a[0], b), expected[:1], rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(model.similarity_pairwise(a[:3], b), np.diag(expected), rtol=1e-10, atol=1e-12)
     assert model.similarity_pairwise(a[0], b[0]) == pytest.approx(expected[0, 0])
+    np.testing.assert_array_equal(model.similarity(a.astype(">f8"), b), model.similarity(a, b))
     assert model.similarity(a.astype(np.float32), b.astype(np.float16)).dtype == np.float32
     assert model.similarity(a[:0], b).shape == (0, 3)
     codes = quantize_embeddings(a, "int8")

@@ -196,6 +196,9 @@ def test_files_that_do_not_fit_change_nothing(tmp_path):
         run.trainer.load(weights)
     with pytest.raises(ValueError, match="is a folder"):
         run.trainer.save(tmp_path)
+    for call in (run.trainer.load, run.trainer.save):
+        with pytest.raises(TypeError, match=rf"^Trainer.{call.__name__}\(\): path is of type int; expected"):
+            call(3)
     with pytest.raises(FileNotFoundError, match=r"the folder .* is missing"):
         run.trainer.save(tmp_path / "there" / "x.safetensors")
 
@@ -475,6 +478,9 @@ def test_schedules():
     linear = train.Schedule("linear", 15, warmup=5)
     assert [linear(i) for i in at] == pytest.approx([0.2, 0.4, 1, 1, 0.5, 0, 0])
     assert [train.Schedule(warmup=2)(i) for i in at] == [0.5, 1, 1, 1, 1, 1, 1]
+    for step in ("x", -1, 0.5):
+        with pytest.raises((TypeError, ValueError), match=rf"^Schedule\(\): step is {step!r}; expected"):
+            linear(step)
 
 
 def loss(batch):
