@@ -24,7 +24,7 @@ INLINE int64_t tiles_panels(const fa_linear_args *a)
     return larger(1, (1 << 20) / larger(1, features_padded(a) / features_per_step(a->weight) * FA_PANEL_BYTES));
 }
 
-#define CODES_LEAST_ROWS 12 /* fewer are faster in blocks_pass: a tile takes as long for one row as for 16 */
+#define CODES_LEAST_ROWS 14 /* fewer are faster in blocks_pass: a tile takes as long for one row as for 16 */
 #define CODES_BEHIND 2      /* blocks between a product and the use of its sums */
 
 #if V_TILES
@@ -136,13 +136,15 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
         for (int64_t b = 0; b < plan->blocks; b++) { /* one without features, too: out becomes its bias */
             const int64_t d = b * plan->features, here = smaller(features - d, plan->features);
             const int64_t next = late || x_in_place(a) ? smaller(larger(0, rows - r - TILES_ROWS), TILES_ROWS) : 0;
+            const int64_t slots = smaller(end - panel, 8); /* at the last panels: rows copied sooner push others out */
             char *const copy[2] = {scratch->x + d * 2, scratch->x + TILES_ROWS * x_row + d * 2};
             const int odd = r / TILES_ROWS % 2;
             tiles_product p = {.x_row = x_row, .steps = ceil_div(here, of_tile), .more = b > 0, .waiting = &waiting};
             p.x = late ? copy[odd] : x.x + r * x.x_row + d * x_size(a);
             for (int64_t i = panel; i < end; i++) {
                 const int64_t last = (p.steps - 1) * of_tile, map = (i - panel) % maps;
-                const int64_t row0 = (i - panel) * next / (end - panel), row1 = (i + 1 - panel) * next / (end - panel);
+                const int64_t slot = i - end + slots, row0 = larger(0, slot) * next / slots;
+                const int64_t row1 = larger(0, slot + 1) * next / slots;
                 p.next = (rows_to_come){row1 - row0, x.x + (r + TILES_ROWS + row0) * x.x_row + d * x_size(a), x.x_row,
                                         late ? copy[!odd] + row0 * x_row : NULL, x_row};
                 p.acc = scratch->acc + (plan->blocks > 1 ? i - panel : (i - panel) % (2 * maps)) * square;

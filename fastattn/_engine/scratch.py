@@ -17,7 +17,7 @@ _kept: dict[str, Array] = {}
 
 
 def scratch(use: str, rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
-    """An uninitialised array (rows, columns) from a cache line on, which the caller may give back to `keep`."""
+    """An uninitialised array (rows, columns), from a cache line on; the caller may give it back to `keep`."""
     kept = _LEAST_KEPT <= rows * columns * dtype.itemsize <= _MOST_KEPT
     return aligned_empty((rows, columns), dtype, _kept.pop(use, None) if kept else None)
 

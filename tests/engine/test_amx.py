@@ -147,6 +147,26 @@ def test_rows_are_the_same_in_every_number_of_them(dtype, features):
 
 
 @tiles
+@pytest.mark.parametrize("panels", [1, 2, 17])
+@pytest.mark.parametrize("features", [32, 64, 512, 1088])
+@pytest.mark.parametrize("skipped", [1, 8, 24, 31])
+def test_rows_may_begin_anywhere(skipped, features, panels):
+    """Rows beside cache lines are copied while those before are multiplied; others are read in place."""
+    x = draw(100, features).astype(ml_dtypes.bfloat16)
+    packed = ops.pack(draw(32 * panels, features).astype(np.float32), dtype="bfloat16")
+    memory = np.empty(100 * (features + 32) + 64, ml_dtypes.bfloat16)
+    line = -memory.ctypes.data % 64 // 2
+    results = []
+    for begin, row in [(line, features + 32), (line + skipped, features), (line, features + skipped)]:
+        rows = np.lib.stride_tricks.as_strided(memory[begin:], x.shape, (2 * row, 2))
+        rows[...] = x
+        results.append(ops.linear(rows, packed))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+    assert_same_bits(results[0][99:], ops.linear(x[99:], packed))
+
+
+@tiles
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 def test_maps_without_features(dtype):
     packed, bias = ops.pack(np.zeros((200, 0), np.float32), dtype=dtype), np.arange(200, dtype=np.float32)
@@ -157,7 +177,7 @@ def test_maps_without_features(dtype):
 
 @tiles
 @pytest.mark.parametrize("features", [32, 700, 2500])
-@pytest.mark.parametrize("rows", [12, 16, 40])
+@pytest.mark.parametrize("rows", [14, 16, 40])
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_sums_of_bytes_are_those_of_other_instruction_sets(dtype, rows, features):
     x, weight = draw(rows, features).astype(np.float32), draw(70, features).astype(np.float32)
