@@ -21,6 +21,7 @@ NEEDS = {
     "test_onnx.py": "onnx",
     "test_sklearn.py": "sklearn",
     "test_sparse.py": "sentence_transformers",
+    "test_tiles.py": "onnxruntime",
 }
 collect_ignore_glob = ["*"] if missing("torch", "transformers") else []
 collect_ignore = [file for file, package in NEEDS.items() if missing(package)]
