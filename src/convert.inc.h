@@ -1,8 +1,8 @@
 /* Rows of any dtype to and from lanes.
  *
  * Literals  dtype, in INLINE functions alone: the lane type, FA_I8 or, with float lanes, FA_F16 or FA_BF16.
- * Exports   dtype_size; v_load_part, v_store_part, v_load_as, v_load_as_n, v_load_as_part, v_store_as_part, v_store_two_as_part;
- *           load_element, load_row, add_row, store_row, round_row, round_row_as, row_finite,
+ * Exports   dtype_size; v_load_part, v_store_part, v_load_as, v_load_as_n, v_load_as_part, v_store_as_part,
+ *           v_store_two_as_part; load_element, load_row, add_row, store_row, round_row, round_row_as, row_finite,
  *           prefetch_rows. */
 #pragma once
 #include "basics.inc.h"

@@ -84,6 +84,7 @@ INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, 
         UNROLL_FOR(int64_t c = 0; c < PANEL; c += 2 * LANES) {
             if (c >= n) break;
             if (V_TILES) __builtin_prefetch(p.out + (PANEL + c) * size, 1, 3);
+            if (V_TILES && size > 2) __builtin_prefetch(p.out + (PANEL + c) * size + 64, 1, 3);
             if (V_TILES && p.residual) __builtin_prefetch(p.residual + (PANEL + c) * size, 0, 3);
             const int two = c + LANES < n;
             const v_t y = v_finished(dtype, activation, &p, c, n - c);

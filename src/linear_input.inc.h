@@ -17,6 +17,7 @@
 #define TILES_ROWS 32         /* rows of a product by tiles: two tiles of x and two of a panel are four of acc */
 #define TILES_STEPS 16        /* steps of a panel that make a tile */
 #define CODES_FEATURES 1024   /* features of a panel of 4 bits that are unpacked for tiles: 32 KB */
+#define COPIED_LATE (5 << 10) /* bytes of a row: 2 TILES_ROWS of them are 320 KB */
 #define LEAST_HALF 0x1p-100f  /* of a row's range: below it, 127 / half could overflow */
 
 /* An int8 row of x: its elements are scale times the integers, plus the middle. Of 4 bits, the scale times a->unit. */
@@ -63,8 +64,9 @@ INLINE int64_t features_read(const fa_linear_args *a)
     return by_tiles(a) ? round_up(features, TILES_STEPS * features_per_step(a->weight)) : features;
 }
 
-/* Whether x is read where it is: if it is what the product takes, and its rows do not meet in one set of the first-level
- * cache. Weights may be of more features than x has. Copying costs 2 to 13% of the time, with few rows up to 40%. */
+/* Whether x is read where it is: if it is what the product takes, its rows do not meet in one set of the first-level
+ * cache, and tiles load them fast. Weights may be of more features than x has. Copying costs 2 to 13% of the time, with
+ * few rows up to 40%. */
 INLINE int x_in_place(const fa_linear_args *a)
 {
     const int pairs = multiplication_of(a) == BY_PAIRS;
@@ -72,12 +74,6 @@ INLINE int x_in_place(const fa_linear_args *a)
     if (by_tiles(a) && !tiles_fit(a->x, a->x_row)) return 0;
 #endif
     return !a->x_int8 && a->dtype == (pairs ? FA_BF16 : LANE_DTYPE) && a->x_row % 4096 && a->k == features_read(a);
-}
-
-/* Whether 32 rows of x at a time are copied as they are, while tiles multiply the rows before. */
-INLINE int x_copied_late(const fa_linear_args *a)
-{
-    return by_tiles(a) && !x_in_place(a) && !a->x_int8 && a->dtype == FA_BF16 && a->k == features_read(a);
 }
 
 /* Bytes of a feature of x, as the product reads it. */
@@ -91,6 +87,14 @@ INLINE int64_t copied_row(const fa_linear_args *a)
 {
     const int64_t row = round_up(features_read(a) * x_size(a), 64);
     return row % 4096 ? row : row + 64;
+}
+
+/* Whether 32 rows of x at a time are copied as they are, while tiles multiply the rows before. Only short ones: of 14336
+ * features two copies fill the second-level cache, and every task of few panels makes them again, in 4 times the time. */
+INLINE int x_copied_late(const fa_linear_args *a)
+{
+    const int as_it_is = !a->x_int8 && a->dtype == FA_BF16 && a->k == features_read(a);
+    return by_tiles(a) && as_it_is && !x_in_place(a) && copied_row(a) <= COPIED_LATE;
 }
 
 /* Rows of a pass at most. */
@@ -108,7 +112,8 @@ static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const f
     const int64_t kept = plan->blocks == 1 ? two * pair : plan->panels;
     const int64_t kept_rows = by_tiles(a) ? TILES_ROWS : plan->rows;
     CUT(from, scratch->block, 1);
-    CUT(from, scratch->x, x_in_place(a) ? 0 : (x_copied_late(a) ? 2 * TILES_ROWS : plan->rows) * copied_row(a));
+    const int64_t rows = x_copied_late(a) ? smaller(2 * TILES_ROWS, plan->rows) : plan->rows;
+    CUT(from, scratch->x, x_in_place(a) ? 0 : rows * copied_row(a));
     CUT(from, scratch->grid, a->x_int8 ? plan->rows : 0);
     CUT(from, scratch->sums, a->x_int8 ? plan->rows * sums_of_row(a) : 0);
     CUT(from, scratch->wide, plan->widen ? LINEAR_WIDE * PANEL : by_tiles(a) ? TILES_STEPS * PANEL : 0);

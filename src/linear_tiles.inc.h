@@ -26,6 +26,8 @@ INLINE int64_t tiles_panels(const fa_linear_args *a)
 
 #define CODES_LEAST_ROWS 14 /* fewer are faster in blocks_pass: a tile takes as long for one row as for 16 */
 #define CODES_BEHIND 2      /* blocks between a product and the use of its sums */
+#define CODES_SUMS 4        /* blocks whose sums have memory */
+_Static_assert(CODES_BEHIND < CODES_SUMS, "sums are used before others take their memory");
 
 #if V_TILES
 /* Rows of x that are multiplied next, beside the features of a product. */
@@ -188,7 +190,7 @@ static void unpack_codes(const packed_product *p, char *to)
 static void blocks_by_tiles(int64_t rows, const packed_product *p, char *codes)
 {
     const int64_t blocks = p->features / BLOCK_4BIT, block_bytes = BLOCK_4BIT / 4 * FA_PANEL_BYTES;
-    lane sums[4][TILE_ROWS * LANES] __attribute__((aligned(64))) = {0};
+    lane sums[CODES_SUMS][TILE_ROWS * LANES] __attribute__((aligned(64))) = {0};
     unpack_codes(p, codes);
     for (int64_t r = 0, shaped = 0; r < rows; r += TILE_ROWS) {
         const int64_t n = smaller(rows - r, TILE_ROWS);
@@ -205,13 +207,13 @@ static void blocks_by_tiles(int64_t rows, const packed_product *p, char *codes)
                     TILE_LOAD(4, p->x + r * p->x_row + b * BLOCK_4BIT, p->x_row);
                     TILE_LOAD(6, codes + b * block_bytes + c * (int64_t)sizeof(lane), FA_PANEL_BYTES);
                     TILE_DOT_I8(0, 4, 6);
-                    TILE_STORE(0, sums[b % 4], TILE_BYTES);
+                    TILE_STORE(0, sums[b % CODES_SUMS], TILE_BYTES);
                 }
                 const int64_t done = b - CODES_BEHIND;
                 if (done < 0) continue;
                 const v_t scale = v_load_f16(p->scales + (done * PANEL + c) * 2);
                 UNROLL_FOR(int i = 0; i < TILE_ROWS; i++) {
-                    const vi_t sum = (vi_t)v_load(sums[done % 4] + i * LANES);
+                    const vi_t sum = (vi_t)v_load(sums[done % CODES_SUMS] + i * LANES);
                     total[i] = v_fma(__builtin_convertvector(sum, v_t), scale, total[i]);
                 }
             }

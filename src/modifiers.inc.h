@@ -4,8 +4,9 @@
  *
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *
- * Exports   modifiers, modifiers_of, score_tile, row_lanes; capped_score, v_softcap_slopes; modify_tile, mark_attending, mark_rows
- *           (queries on the lanes, for tile kernels); modify_rows, row_attends (keys on the lanes, for the dot kernel). */
+ * Exports   modifiers, modifiers_of, score_tile, row_lanes; capped_score, v_softcap_slopes; modify_tile, mark_attending,
+ *           mark_rows (queries on the lanes, for tile kernels); modify_rows, row_attends (keys on the lanes, for the dot
+ *           kernel). */
 #pragma once
 #include "masks.inc.h"
 #include "softmax.inc.h"
@@ -76,14 +77,14 @@ INLINE v_t v_modify(const modifiers *mods, block_kind kind, v_t s, v_t add, v_t 
 }
 
 /* A score after the softcap, as v_modify makes it, and its derivatives by the score before it and by the cap: with
- * t = tanh(x) these are 1 - t^2 and t - x (1 - t^2). Beyond 64 the slope is 0, and Inf must not make NaN of it. */
+ * t = tanh(x) these are 1 - t^2 and t - x (1 - t^2). From 400 on v_exp has made the slope 0, and Inf must not make NaN. */
 typedef struct {
     v_t value, by_score, by_cap;
 } capped_score;
 
 INLINE capped_score v_softcap_slopes(const modifiers *mods, v_t s)
 {
-    const v_t most = v_splat(64), x = v_min(most, v_max(-most, s * v_splat(mods->s_factor)));
+    const v_t most = v_splat(400), x = v_min(most, v_max(-most, s * v_splat(mods->s_factor)));
     v_t slope;
     const v_t t = v_tanh_slope(x, &slope);
     return (capped_score){v_softcap(x, v_splat(mods->softcap)), slope, v_fma(-x, slope, t)};

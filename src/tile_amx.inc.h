@@ -5,9 +5,9 @@
  *     S^T = K Q^T     16 keys x 32 dimensions of K       16 pairs of dimensions x queries   16 keys x 16 queries
  *     O^T += V^T P^T  16 dimensions x 32 keys of V^T     16 pairs of keys x queries         16 dimensions x 16 queries
  *
- * Four accumulators are 32 keys, or dimensions, x BLOCK_Q queries. K is read in place if its rows are whole tiles; V^T
- * is made of a block once (transpose_values). Keys are taken in steps of TILE_KEYS of the sequence, so that a row's bits
- * do not depend on where others begin: ranges.inc.h.
+ * Four accumulators are 32 keys, or dimensions, x BLOCK_Q queries. K is read in place if its rows are whole tiles and
+ * begin at cache lines; V^T is made of a block once (transpose_values). Keys are taken in steps of TILE_KEYS of the
+ * sequence, so that a row's bits do not depend on where others begin: ranges.inc.h.
  *
  * Literals  nv: 1, NV. hi, keep, logs: 0, 1. count: nv, 2 * nv.
  * Exports   amx_scores; amx_softmax_args, amx_softmax; amx_scale, amx_values, transpose_values. */

@@ -235,12 +235,15 @@ class Task:
         return scores
 
     def softcap_slopes(self, keys: slice) -> tuple[Array, Array]:
-        """Derivatives of ``softcap * tanh(x / softcap)`` by x and by the cap, (group, rows, keys)."""
+        """Derivatives of ``softcap * tanh(x / softcap)`` by x and by the cap, (group, rows, keys).
+
+        The first is ``1 - tanh**2`` with all its digits. From 400 on it is 0, and infinity would make NaN.
+        """
         a = self.call.args
-        scaled = self.products(keys) * self.call.dtype.type(a.scale / a.softcap)
-        tanh = np.tanh(scaled)
-        slope: Array = 1 - tanh**2
-        return slope, tanh - scaled * slope
+        scaled = np.clip(self.products(keys) * self.call.dtype.type(a.scale / a.softcap), -400, 400)
+        e = np.exp(-2 * abs(scaled))
+        slope: Array = 4 * e / (1 + e) ** 2
+        return slope, np.tanh(scaled) - scaled * slope
 
     def modified(self, scores: Array, keys: slice) -> Array:
         """Return what `score_mod` makes of scores (group, rows, keys)."""

@@ -148,7 +148,7 @@ def test_rows_are_the_same_in_every_number_of_them(dtype, features):
 
 @tiles
 @pytest.mark.parametrize("panels", [1, 2, 17])
-@pytest.mark.parametrize("features", [32, 64, 512, 1088])
+@pytest.mark.parametrize("features", [32, 64, 512, 1088, 3072])
 @pytest.mark.parametrize("skipped", [1, 8, 24, 31])
 def test_rows_may_begin_anywhere(skipped, features, panels):
     """Rows beside cache lines are copied while those before are multiplied; others are read in place."""

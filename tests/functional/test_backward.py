@@ -8,8 +8,10 @@ from backward_oracle import OPTIONAL, check, cotangents, needed, run
 from oracle import assert_same_bits, case, poison
 
 import fastattn
+from fastattn import functional
 from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape, pairs
 from fastattn.functional import attention_backward, varlen_attention_backward
+from fastattn.grad import vjp
 
 CROSS = Shape("cross", batch=2, heads_q=4, heads_kv=2, len_q=37, len_k=200, head_dim=24, head_dim_v=20)
 SQUARE = Shape("square", batch=2, heads_q=3, heads_kv=3, len_q=67, len_k=67, head_dim=16)
@@ -308,6 +310,22 @@ def test_nothing_to_attend(len_q, len_k, implementation):
     arguments = {"sinks": np.float32([1, 2, 3, 4]), "softcap": 2.0, "bias": bias}
     got = run(q, k, v, dout, dlse, arguments)
     check(got, q, k, v, dout, dlse, arguments, telling=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "function", [fastattn.attention, functional.sparsemax_attention, functional.talking_heads_attention]
+)
+def test_softcap_has_slopes_down_to_0(function, dtype, implementation):
+    """The slope 1 - tanh(x)^2 has all its digits where it is small, and is 0 where scores are large."""
+    q, v = np.ones((1, 1, 1), dtype), np.array([[[0.0], [1.0]]], dtype)
+    for large, slope in [(6.0, 4 * np.exp(-24) / (1 + np.exp(-24)) ** 2), (1e30, 0)]:
+        k = np.array([[[large], [-0.5]]], dtype)
+        out, pullback = vjp(function, q, k, v, scale=1.0, softcap=0.5)
+        dq, dk, dsoftcap = pullback(np.ones_like(out), need=("dq", "dk", "dsoftcap"))
+        np.testing.assert_allclose(dk[0, 0, 0] / -dk[0, 1, 0] / np.cosh(1) ** 2, slope, rtol=1e-5)
+        assert np.isfinite(dq).all()
+        assert np.isfinite(dsoftcap)
 
 
 def test_scale_of_0_has_a_gradient(implementation):
