@@ -27,7 +27,6 @@ from fastattn._args.values import (
     integer,
     integers,
     number,
-    of_lists,
     operand,
     readable,
     real_values,
@@ -87,8 +86,7 @@ def attention_args(
         args.v = v_array = operand(names[2], v, copies, hint)
         if not (k_array.dtype is dtype and v_array.dtype is dtype):
             arrays = dict(zip(names, (q_array, k_array, v_array), strict=True))
-            hint = scales and f", or int8 for all others with {scales}"
-            require_dtypes(arrays, hint + of_lists(dict(zip(names, (q, k, v), strict=True))))
+            require_dtypes(arrays, scales and f", or int8 for all others with {scales}", (q, k, v))
     else:
         _require_both(k_scale, v_scale)
         args.k = k_array = int8_operand(names[1], "k_scale", k, copies)

@@ -27,7 +27,7 @@ def put_name(func: str, error: Exception, inner: str = "") -> None:
     It may have the name `inner`: of a function that `func` consists of, which callers do not know.
     """
     text = error.args[0] if error.args else None
-    if isinstance(text, str) and text.startswith(("():", f"{inner}()")):
+    if isinstance(text, str) and (text.startswith("():") or (inner and text.startswith(f"{inner}()"))):
         text = func + text[text.index("()") :]
         error.args = (text, *error.args[1:])
         if isinstance(error, ImportError):

@@ -305,13 +305,17 @@ def require_broadcast(name: str, shape: Shape, target: Shape, dims: str, hint: s
         raise ValueError(f"(): {name} has shape {shape}; expected {expected}")
 
 
-def require_dtypes(arrays: dict[str, Array], hint: str = "") -> None:
-    """Raise unless all have one dtype, or the first is float32 and the others are all of one 16-bit type."""
+def require_dtypes(arrays: dict[str, Array], hint: str = "", given: Iterable[Any] = ()) -> None:
+    """Raise unless all have one dtype, or the first is float32 and the others are all of one 16-bit type.
+
+    The arrays were made of what was `given`.
+    """
     first, *others = (x.dtype for x in arrays.values())
     cached = first == FLOAT32 and others[0].itemsize == 2
     if any(dtype != others[0] for dtype in others) or not (first == others[0] or cached):
         came = f"{_listed(arrays)} have dtypes {_listed([first, *others])}"
         cache = f"float32 for {next(iter(arrays))} with float16 or bfloat16 for all others"
+        hint += of_lists(dict(zip(arrays, given, strict=False)))
         raise TypeError(f"(): {came}; expected the same for all, or {cache}{hint}")
 
 
