@@ -172,7 +172,7 @@ static void multiply_packed(int64_t rows, const packed_product *whole, const lan
         p.more = whole->more || d;
         if (how == BY_LANES) multiply_plain(0, rows, &p);
         else if (how == BY_PAIRS) multiply_plain(V_BF16_DOT, rows, &p);
-        else if (codes && rows >= CODES_LEAST_ROWS) blocks_by_tiles(rows, &p, codes);
+        else if (codes) blocks_by_tiles(rows, &p, codes);
         else multiply_narrow(how, rows, &p);
         d += p.runs * most;
     } while (d < whole->features);
@@ -201,6 +201,7 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
         linear_tiles(a, plan, row, rows, panel, end, x, &scratch);
         return;
     }
+    char *codes = rows < CODES_LEAST_ROWS ? NULL : scratch.codes;
     int64_t done = 0; /* products of each column, since it last asked */
     for (int64_t b = 0; b < plan->blocks; b++) {
         const int64_t of_each = plan->blocks / sources, source = b / of_each, d = b % of_each * plan->features;
@@ -218,7 +219,7 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
                 if (!a->transposed) find_part(&p, i + map, d);
                 if (a->transposed) turn_part(a, i, (int)source, d, p.features, scratch.wide);
                 else if (plan->widen) widen_part(&p, scratch.wide);
-                multiply_packed(rows, &p, plan->widen ? scratch.wide : NULL, scratch.codes);
+                multiply_packed(rows, &p, plan->widen ? scratch.wide : NULL, codes);
             }
             if (b + 1 < plan->blocks) continue;
             panel_rows summed = rows_of_panel(a, row, rows, i, acc, up, scratch.grid);

@@ -10,8 +10,8 @@ _Static_assert(PANEL % (2 * LANES) == 0, "a row's vectors are stored by two");
 /* Rows of a panel, or of a gated pair, that wait to be finished. The pointers are at the first of them. */
 typedef struct {
     const fa_linear_args *a;
-    int gated, bytes;
-    int64_t outputs;                 /* of a map */
+    int gated, bytes;                /* of a, which is read once a panel: a store may change it, for all gcc knows */
+    int64_t outputs;                 /* of a map, also */
     int64_t rows, n;                 /* output features of the panel */
     const lane *acc, *up;            /* (rows, PANEL): of a gated pair, acc is the gate's */
     const row_grid *grid;            /* (rows): of int8 x */
@@ -83,9 +83,10 @@ INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, 
     for (; rows > 0; rows--) {
         UNROLL_FOR(int64_t c = 0; c < PANEL; c += 2 * LANES) {
             if (c >= n) break;
-            if (V_TILES) __builtin_prefetch(p.out + (PANEL + c) * size, 1, 3);
-            if (V_TILES && size > 2) __builtin_prefetch(p.out + (PANEL + c) * size + 64, 1, 3);
-            if (V_TILES && p.residual) __builtin_prefetch(p.residual + (PANEL + c) * size, 0, 3);
+            UNROLL_FOR(int64_t b = (PANEL + c) * size; V_TILES && b < (PANEL + c + 2 * LANES) * size; b += 64) {
+                __builtin_prefetch(p.out + b, 1, 3);
+                if (p.residual) __builtin_prefetch(p.residual + b, 0, 3);
+            }
             const int two = c + LANES < n;
             const v_t y = v_finished(dtype, activation, &p, c, n - c);
             const v_t next = two ? v_finished(dtype, activation, &p, c + LANES, n - c - LANES) : y;

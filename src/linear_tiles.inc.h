@@ -7,8 +7,8 @@
  *         meanwhile, step by step: rows of the panel before are finished (linear_finish.inc.h); of x, 64 bytes of some
  *         of the next rows are copied to where tiles load them fast, or asked for
  *
- * All of these overlap best in small portions: three rows of a panel at each step took 742 ns a panel of 384 features,
- * 11 rows at each fourth step 850. 4 bits by int8 are products of single tiles: blocks_by_tiles.
+ * All of these overlap best in small portions at every step. 4 bits by int8 are products of single tiles:
+ * blocks_by_tiles.
  *
  * The panels are those of all other instruction sets: 16 steps of 16 columns are a tile. A row's bits depend on that row
  * alone: tiles of one row or of 16 do the same for each. docs/notes/intel.md has what was measured.
@@ -51,6 +51,17 @@ NOINLINE void bring_rows(const rows_to_come *p, int64_t at)
         v_store(to, v_load(from));
         to += to_row;
     }
+}
+
+/* Those of part number `part` of `parts`: none before the first. */
+INLINE rows_to_come some_to_come(const rows_to_come *all, int64_t part, int64_t parts)
+{
+    rows_to_come some = *all;
+    const int64_t first = larger(0, part) * all->rows / parts;
+    some.rows = larger(0, part + 1) * all->rows / parts - first;
+    some.from += first * all->from_row;
+    if (some.to) some.to += first * all->to_row;
+    return some;
 }
 
 /* acc (rows, PANEL) = or += x times a piece of a panel. */
@@ -137,18 +148,17 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
         shaped = n;
         for (int64_t b = 0; b < plan->blocks; b++) { /* one without features, too: out becomes its bias */
             const int64_t d = b * plan->features, here = smaller(features - d, plan->features);
-            const int64_t next = late || x_in_place(a) ? smaller(larger(0, rows - r - TILES_ROWS), TILES_ROWS) : 0;
-            const int64_t slots = smaller(end - panel, 8); /* at the last panels: rows copied sooner push others out */
+            const int64_t parts = smaller(end - panel, 8); /* at the last panels: rows copied sooner push others out */
             char *const copy[2] = {scratch->x + d * 2, scratch->x + TILES_ROWS * x_row + d * 2};
             const int odd = r / TILES_ROWS % 2;
+            rows_to_come next = {.from = x.x + (r + TILES_ROWS) * x.x_row + d * x_size(a), .from_row = x.x_row};
+            if (late) next.to = copy[!odd], next.to_row = x_row;
+            if (late || x_in_place(a)) next.rows = smaller(larger(0, rows - r - TILES_ROWS), TILES_ROWS);
             tiles_product p = {.x_row = x_row, .steps = ceil_div(here, of_tile), .more = b > 0, .waiting = &waiting};
             p.x = late ? copy[odd] : x.x + r * x.x_row + d * x_size(a);
             for (int64_t i = panel; i < end; i++) {
                 const int64_t last = (p.steps - 1) * of_tile, map = (i - panel) % maps;
-                const int64_t slot = i - end + slots, row0 = larger(0, slot) * next / slots;
-                const int64_t row1 = larger(0, slot + 1) * next / slots;
-                p.next = (rows_to_come){row1 - row0, x.x + (r + TILES_ROWS + row0) * x.x_row + d * x_size(a), x.x_row,
-                                        late ? copy[!odd] + row0 * x_row : NULL, x_row};
+                p.next = some_to_come(&next, i - end + parts, parts);
                 p.acc = scratch->acc + (plan->blocks > 1 ? i - panel : (i - panel) % (2 * maps)) * square;
                 p.part = a->panels + i * panel_bytes + d / each * FA_PANEL_BYTES;
                 p.last = last_tile(a->weight, p.part + last / each * FA_PANEL_BYTES, here - last, scratch->wide);

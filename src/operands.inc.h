@@ -305,8 +305,8 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
     }
     block->k = at_key(&a->k, rows, first), block->k_row = a->k.row;
     const int64_t padded = padded_k(width), whole = V_TILES ? round_up(n, TILE_KEYS) : n;
-    int copies = padded > width || whole > n ||
-                 !is_dense(&a->k, width); /* nothing may be read past a row, or the last */
+    /* Nothing may be read past a row, or past the last. */
+    int copies = padded > width || whole > n || !is_dense(&a->k, width);
 #if V_TILES
     copies |= !tiles_fit(block->k, a->k.row);
 #endif

@@ -11,8 +11,8 @@
  *                            in order, and are added; then c is
  *   TILE_DOT_I8(c, a, b)     the same of four int8, in integers that wrap
  *
- * A row that lies in two cache lines takes six times as long to load: 4 loads 14 ns, and 90 from 16 bytes beside a line,
- * where NumPy's large arrays begin. So operands are copied unless tiles_fit.
+ * Rows that lie in two cache lines take several times as long to load, and NumPy's large arrays begin 16 bytes beside
+ * one. So operands are copied unless tiles_fit.
  *
  * Tiles are numbered by literals. Why not the compiler's intrinsics: gcc 12's loads do not say that they read memory,
  * and its configuration says that it reads 8 of 64 bytes. */
