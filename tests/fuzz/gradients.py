@@ -107,8 +107,8 @@ RECIPES += [gradients] * 7
 
 
 def like(a):
-    """Each gradient is like the argument that it is the gradient of."""
-    sources = [a.get(name[1:]) for name in a["need"]]
+    """Each gradient is like the argument that it is the gradient of; none is asked for where `need` is None."""
+    sources = [a.get(name[1:]) for name in a["need"] or ()]
     if not sources or not all(isinstance(x, (np.ndarray, memoryview)) for x in sources):
         return None
     return [Like(np.shape(x), native(x), finite=False) for x in sources]

@@ -213,7 +213,8 @@ def abuse(d, layer):
     if not held:
         return ""
     name = d.choose(*held)
-    tamper(d, d.choose(*arrays_in(held[name])))
+    array = d.choose(*arrays_in(held[name]))
+    tamper(d, array, viewed=any(x.base is array for x in arrays_in(layer)))
     return f"{type(part).__name__}.{name} is now {described(held[name])}"
 
 

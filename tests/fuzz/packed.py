@@ -26,11 +26,14 @@ def tampered(d, weight):
     return weight
 
 
-def tamper(d, x):
-    """Change an array in place: its memory, type, shape or numbers. What NumPy refuses stays as it was."""
+def tamper(d, x, viewed=False):
+    """Change an array in place: its memory, type, shape or numbers. What NumPy refuses stays as it was.
+
+    The memory of one with views (`viewed`) stays: NumPy would free it under them.
+    """
     with suppress(TypeError, ValueError, AttributeError):
         x.flags.writeable = True
-        how = d.rng.integers(5)
+        how = d.rng.integers(1 if viewed else 0, 5)
         if how == 0:
             x.resize(d.choose(0, 1, x.size // 2, 2 * x.size), refcheck=False)
         elif how == 1:
