@@ -95,21 +95,6 @@ static int64_t keys_of_low(const row_block *rows, int64_t j0, int64_t n, int dot
     return smaller(n, dot ? round_up(end - j0, 2) : end - j0);
 }
 
-/* Around products of pairs. */
-INLINE void tiles_begin(void)
-{
-#if V_TILES
-    tile_shapes(TILE_ROWS, TILE_ROWS, TILE_BYTES);
-#endif
-}
-
-INLINE void tiles_end(void)
-{
-#if V_TILES
-    TILES_END();
-#endif
-}
-
 /* Whether scores wait for their factor until softmax, which then costs nothing. */
 INLINE int scaled_later(const fa_attention_args *a, int dot)
 {
@@ -139,7 +124,7 @@ INLINE void block_scores(int nv, int dot, int64_t n, const outer_product *p, con
 {
 #if V_TILES
     if (dot) {
-        amx_scores(nv, n, p);
+        amx_outer(nv, n, p);
         return;
     }
 #endif
@@ -168,6 +153,18 @@ INLINE void sum_values(int nv, int dot, const value_product *p, tile_scratch *sc
     }
 #endif
     (void)scratch;
+    block_values(nv, dot, p);
+}
+
+/* The same, at once. */
+INLINE void sum_now(int nv, int dot, const value_product *p)
+{
+#if V_TILES
+    if (dot) {
+        amx_values(nv, p);
+        return;
+    }
+#endif
     block_values(nv, dot, p);
 }
 

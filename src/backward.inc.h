@@ -162,11 +162,13 @@ INLINE void rows_gradients(const fa_backward_args *call, const modifiers *mods, 
     const int64_t row = head * a->len_q + rows->row0;
     load_back_rows(call, mods, dot, state, shared->delta + row, few_queries(a) ? shared->norm + row : NULL, scratch);
     memset(scratch->tile.dq, 0, rows->n * scratch->tile.width * sizeof(lane));
+    if (dot) tiles_begin();
     for (int64_t sub = 0; sub < subs && j0 + sub * BLOCK_K < j1; sub++) {
         back_keys *keys = scratch->keys + sub;
         if (a->masks.ranges) ranges_enter(rows, keys->first, keys->first + keys->n);
         some |= tile_gradients(call, mods, dot, &scratch->queries, keys, &scratch->tile);
     }
+    if (dot) tiles_end();
     if (a->masks.ranges) state->next = rows->next;
     if (some && call->dq.data) add_dq(call, shared, rows, head, &scratch->tile);
 }

@@ -97,6 +97,14 @@ static void name_back_keys(const fa_attention_args *a, const row_block *rows, in
     keys->first = first, keys->n = smaller(BLOCK_K, a->len_k - first), keys->source = at_key(&a->k, rows, first);
 }
 
+/* to (width, BLOCK_K) = x^T; with dot in pairs, which are 0 up to a whole step. */
+static void transpose_keys(fa_dtype dtype, int dot, const char *const *x, int64_t width, lane *to)
+{
+    const int64_t rows = dot ? ceil_div(width, 2) : width, whole = dot ? padded_k(width) / 2 : width;
+    transpose_rows(dtype, dot, x, BLOCK_K, width, 1, BLOCK_K, to);
+    memset(to + rows * BLOCK_K, 0, (whole - rows) * BLOCK_K * sizeof(lane));
+}
+
 /* The same, as products read it. */
 static void load_back_keys(const fa_attention_args *a, int dot, const row_block *rows, int64_t first,
                            back_scratch *scratch, back_keys *keys)
@@ -107,8 +115,8 @@ static void load_back_keys(const fa_attention_args *a, int dot, const row_block 
     const char *k[BLOCK_K] = {NULL}, *v[BLOCK_K] = {NULL};
     keys->fresh = 1, keys->summed = 0;
     for (int64_t j = 0; j < n; j++) k[j] = at_key(&a->k, rows, first + j), v[j] = at_key(&a->v, rows, first + j);
-    if (!few_queries(a)) transpose_rows(a->k.dtype, dot, k, BLOCK_K, a->head_dim, 1, BLOCK_K, keys->kt);
-    transpose_rows(a->v.dtype, dot, v, BLOCK_K, a->head_dim_v, 1, BLOCK_K, keys->vt);
+    if (!few_queries(a)) transpose_keys(a->k.dtype, dot, k, a->head_dim, keys->kt);
+    transpose_keys(a->v.dtype, dot, v, a->head_dim_v, keys->vt);
     char *copy = (char *)(dot ? scratch->copy : keys->k);
     for (int64_t j = 0; j < n; j++) {
         char *row = copy + j * width * size;
@@ -119,7 +127,10 @@ static void load_back_keys(const fa_attention_args *a, int dot, const row_block 
     bad_rows bad;
     find_bad_rows_of(a->k.dtype, k[0], a->k.row, n, a->head_dim, &bad);
     for (int64_t i = 0; i < bad.n; i++) memset(copy + bad.row[i] * width * size, 0, width * size);
-    if (dot) pair_values(copy, width * 2, n, width, width, keys->k);
+    if (!dot) return;
+    pair_values(copy, width * 2, n, width, width, keys->k);
+    for (int64_t j = round_up(n, 2); j < round_up(n, key_step(dot)); j += 2)
+        memset(keys->k + j / 2 * width, 0, width * sizeof(lane));
 }
 
 /* Adds what the block's gradients are so far to those of the queries before. */
@@ -161,15 +172,28 @@ INLINE const char *rows_of_products(int dot, const fa_array *x, const row_block 
 {
     if (!dot) return rows_as_lanes(x, &(fa_array){0}, rows, rows->row0, rows->n, width, 0, copy, row_bytes);
     const char *from = at_key(x, rows, rows->row0);
+    const int64_t padded = padded_k(width), n = V_TILES ? round_up(rows->n, TILE_KEYS) : rows->n;
+    int copies = padded > width || n > rows->n || !is_dense(x, width);
+#if V_TILES
+    copies |= !tiles_fit(from, x->row);
+#endif
     *row_bytes = x->row;
-    if (width % 2 == 0 && is_dense(x, width)) return from;
-    *row_bytes = round_up(width, 2) * 2;
-    for (int64_t r = 0; r < rows->n; r++) { /* an odd last one is paired with 0 */
+    if (!copies) return from;
+    *row_bytes = padded * 2;
+    for (int64_t r = 0; r < rows->n; r++) {
         char *row = (char *)copy + r * *row_bytes;
-        memset(row + *row_bytes - 2, 0, 2);
         memcpy(row, from + r * x->row, width * 2);
+        memset(row + width * 2, 0, (padded - width) * 2);
     }
+    memset((char *)copy + rows->n * *row_bytes, 0, (n - rows->n) * *row_bytes);
     return (const char *)copy;
+}
+
+/* Where pair `i` of rows has dimension d, in lanes. */
+INLINE int64_t pair_of_sums(int64_t i, int64_t d, int64_t width)
+{
+    if (!V_TILES) return i * width + d;
+    return i / LANES * LANES * width + d * LANES + i % LANES; /* tiles of dimensions x pairs: transpose_values */
 }
 
 /* The same rows as sums over them read them: those in place, unless some are not finite or pairs are to be made. */
@@ -185,11 +209,17 @@ INLINE const char *rows_of_sums(int dot, const fa_array *x, const row_block *row
         copy_good_rows(bad, made, made_row, rows->n, *row_bytes, (char *)copy);
         return (const char *)copy;
     }
+    *row_bytes = padded_v(width) * (int64_t)sizeof(lane);
+#if V_TILES
+    transpose_values(made, made_row, rows->n, width, copy);
+#else
     pair_values(made, made_row, rows->n, width, width, copy);
-    for (int64_t i = 0; i < bad->n; i++) { /* one half of every pair */
-        char *pairs = (char *)copy + bad->row[i] / 2 * *row_bytes + bad->row[i] % 2 * 2;
-        for (int64_t d = 0; d < width; d++) memset(pairs + d * (int64_t)sizeof(lane), 0, 2);
-    }
+#endif
+    for (int64_t i = 0; i < bad->n; i++) /* one half of every pair */
+        for (int64_t d = 0; d < width; d++) {
+            char *pair = (char *)(copy + pair_of_sums(bad->row[i] / 2, d, padded_v(width)));
+            memset(pair + bad->row[i] % 2 * 2, 0, 2);
+        }
     return (const char *)copy;
 }
 

@@ -20,8 +20,8 @@ INLINE void outer_columns_as(int dot, int64_t n_rows, int64_t vectors, const out
     outer_product p = *whole;
     int64_t u = 0;
     for (; u + BACK_NV <= vectors; u += BACK_NV, p.y += BACK_KEYS, p.out += BACK_KEYS)
-        block_outer(BACK_NV, dot, n_rows, &p, NULL);
-    for (; u < vectors; u++, p.y += LANES, p.out += LANES) block_outer(1, dot, n_rows, &p, NULL);
+        block_scores(BACK_NV, dot, n_rows, &p, NULL);
+    for (; u < vectors; u++, p.y += LANES, p.out += LANES) block_scores(1, dot, n_rows, &p, NULL);
 }
 
 NOINLINE void outer_columns(int dot, int64_t n_rows, int64_t vectors, const outer_product *whole)
@@ -31,28 +31,30 @@ NOINLINE void outer_columns(int dot, int64_t n_rows, int64_t vectors, const oute
 }
 
 /* out (width, vectors) += x (n, width)^T weights (n, vectors), pitch BLOCK_K; or = where there is nothing yet. */
-NOINLINE void sum_columns(int dot, int64_t vectors, const value_product *whole)
+INLINE void sum_columns_as(int dot, int64_t vectors, const value_product *whole)
 {
     value_product p = *whole;
     int64_t u = 0;
     p.pitch = BLOCK_K;
-    for (; u + BACK_NV <= vectors; u += BACK_NV, p.probs += BACK_KEYS, p.out += BACK_KEYS) {
-        if (dot) block_values(BACK_NV, V_BF16_DOT, &p);
-        else block_values(BACK_NV, 0, &p);
-    }
-    for (; u < vectors; u++, p.probs += LANES, p.out += LANES) {
-        if (dot) block_values(1, V_BF16_DOT, &p);
-        else block_values(1, 0, &p);
-    }
+    for (; u + BACK_NV <= vectors; u += BACK_NV, p.probs += BACK_KEYS, p.out += BACK_KEYS)
+        sum_now(BACK_NV, dot, &p);
+    for (; u < vectors; u++, p.probs += LANES, p.out += LANES) sum_now(1, dot, &p);
 }
 
-/* Pairs of bfloat16: of rows 2r and 2r + 1 from row0 on; an odd last row is paired with 0. */
+NOINLINE void sum_columns(int dot, int64_t vectors, const value_product *whole)
+{
+    if (dot) sum_columns_as(V_BF16_DOT, vectors, whole);
+    else sum_columns_as(0, vectors, whole);
+}
+
+/* Pairs of bfloat16: of rows 2r and 2r + 1 from row0 on. Rows that are not there, up to a whole step, are 0. */
 INLINE void pair_tile_rows(const lane *from, const column_group *group, lane *pairs)
 {
-    for (int64_t r = group->row0; r < group->row1; r += 2)
+    for (int64_t r = group->row0; r < round_up(group->row1, key_step(1)); r += 2)
         for (int64_t j = group->first; j < group->first + group->vectors * LANES; j += LANES) {
-            const v_t next = r + 1 < group->row1 ? v_load(from + (r + 1) * BLOCK_K + j) : v_splat(0);
-            v_store(pairs + r / 2 * BLOCK_K + j, v_pack_bf16(v_load(from + r * BLOCK_K + j), next));
+            const v_t row0 = r < group->row1 ? v_load(from + r * BLOCK_K + j) : v_splat(0);
+            const v_t row1 = r + 1 < group->row1 ? v_load(from + (r + 1) * BLOCK_K + j) : v_splat(0);
+            v_store(pairs + r / 2 * BLOCK_K + j, v_pack_bf16(row0, row1));
         }
 }
 
@@ -115,9 +117,11 @@ INLINE void add_query_gradients(int dot, const column_group *group, const back_k
         char *pairs = (char *)tile->pairs;
         p.x = pairs, p.x_row = BLOCK_K * 2, p.depth = ceil_div(n, 2);
         p.y = keys->k + (skip + group->first) / 2 * tile->width;
-        for (int64_t r = 0; r < n_rows; r++)
-            round_row_as(LANE_DTYPE, (const char *)(tile->ds + (row0 + r) * BLOCK_K + group->first), n,
-                         pairs + r * p.x_row);
+        for (int64_t r = 0; r < n_rows; r++) {
+            char *row = pairs + r * p.x_row;
+            memset(row + n * 2, 0, (round_up(n, key_step(dot)) - n) * 2);
+            round_row_as(LANE_DTYPE, (const char *)(tile->ds + (row0 + r) * BLOCK_K + group->first), n, row);
+        }
     }
     outer_columns(dot, n_rows, tile->width / LANES, &p);
 }
@@ -148,13 +152,13 @@ static void few_scores(const fa_attention_args *a, const back_rows *queries, con
 }
 
 /* Keys of the block that some query attends, what they are to the tile, and what is added to its scores. */
-INLINE block_kind load_run(const fa_attention_args *a, const back_rows *queries, const back_keys *keys,
+INLINE block_kind load_run(const fa_attention_args *a, int dot, const back_rows *queries, const back_keys *keys,
                            const back_tile *tile, key_run *found)
 {
     const row_block *rows = &queries->rows;
     const int64_t first = larger(keys->first, rows->first), stop = smaller(keys->first + keys->n, rows->last);
-    const int64_t aligned = first - (first - keys->first) % LANES;
-    const key_run run = masked_run(a, rows, LANES, aligned, first < stop ? stop - aligned : 0);
+    const int64_t step = larger(LANES, key_step(dot)), aligned = first - (first - keys->first) % step;
+    const key_run run = masked_run(a, rows, (int)step, aligned, first < stop ? stop - aligned : 0);
     *found = run;
     if (run.mask == BLOCK_EMPTY) return BLOCK_EMPTY;
     const fa_array *bias = &a->mods.bias;
@@ -185,7 +189,7 @@ static void tile_sums(const fa_attention_args *a, const modifiers *mods, const b
                       const back_keys *keys, const back_tile *tile, double *sums)
 {
     key_run run;
-    const block_kind kind = load_run(a, queries, keys, tile, &run);
+    const block_kind kind = load_run(a, 0, queries, keys, tile, &run);
     if (kind == BLOCK_EMPTY) return;
     few_scores(a, queries, keys, run, tile);
     modify_scores(a, mods, &queries->rows, run, kind, tile);
@@ -199,15 +203,15 @@ INLINE int tile_gradients(const fa_backward_args *call, const modifiers *mods, i
     const fa_attention_args *a = &call->attention;
     const row_block *rows = &queries->rows;
     key_run run;
-    const block_kind kind = load_run(a, queries, keys, tile, &run);
+    const block_kind kind = load_run(a, dot, queries, keys, tile, &run);
     if (kind == BLOCK_EMPTY) return 0;
     const int64_t skip = run.j0 - keys->first;
     column_group groups[BACK_GROUPS];
     const int64_t n_groups = column_groups(rows, run, kind, dot, groups);
     outer_product p = {.pitch = BLOCK_K, .factor = mods->q_factor};
     if (keys->fresh) { /* not all columns may be touched */
-        memset(keys->dkt, 0, a->head_dim * BLOCK_K * sizeof(lane));
-        memset(keys->dvt, 0, a->head_dim_v * BLOCK_K * sizeof(lane));
+        memset(keys->dkt, 0, padded_v(a->head_dim) * BLOCK_K * sizeof(lane));
+        memset(keys->dvt, 0, padded_v(a->head_dim_v) * BLOCK_K * sizeof(lane));
         keys->fresh = 0;
     }
     if (queries->norm) few_scores(a, queries, keys, run, tile);

@@ -84,7 +84,8 @@ static int64_t column_groups(const row_block *rows, key_run run, block_kind kind
         while (row0 < row1 && (rows->begin[row0] >= j1 || rows->end[row0] <= j0)) row0++;
         while (row0 < row1 && (rows->begin[row1 - 1] >= j1 || rows->end[row1 - 1] <= j0)) row1--;
         if (row0 == row1) continue;
-        if (dot) row0 -= row0 % 2; /* pairs of rows */
+        row0 -= row0 % key_step(dot);
+        row1 = smaller(round_up(row1, key_step(dot)), rows->n);
         groups[n++] = (column_group){u * LANES, smaller(BACK_NV, vectors - u), row0, row1};
     }
     return n;

@@ -15,12 +15,22 @@
  * Exports   outer_plan, outer_run. */
 #pragma once
 #include "linear_pass.inc.h"
+#if V_TILES
+#include "tile_amx.inc.h"
+#endif
 
 /* Columns of b that a task has at most: a piece of them takes 400 KB, and those that come next as much. */
 #define OUTER_B (12 * PANEL)
 #define OUTER_TASKS 3        /* a thread at least: the more there are, the more often a and b are copied */
 #define OUTER_ASKS (1 << 20) /* products of each row between two calls of given_up(): a fraction of a millisecond */
 #define STRIP_VECTORS ((LINEAR_ROWS + LANES - 1) / LANES)
+
+/* Of a strip that tiles take: its columns, and the bytes between two, a cache line more than a piece of rows has. */
+#define TILES_STRIP 32
+#define TILES_STRIP_ROW (4 * MAX_DEPTH + 64)
+
+/* Columns of a strip. */
+INLINE int64_t strip_columns(int dot) { return V_TILES && dot ? TILES_STRIP : LINEAR_ROWS; }
 
 /* Rows that are prefetched, one a step, with `dot` two. */
 typedef struct {
@@ -100,15 +110,45 @@ INLINE void copy_strip(int dot, fa_dtype dtype, const fa_outer_args *a, int64_t 
     UNROLL_FOR(int i = 0; i < STRIP_VECTORS; i++) v_store(sums + i * LANES, sum[i]);
 }
 
-/* Of b, panel by panel: (panels, MAX_DEPTH, PANEL). Behind the last column stand zeros. */
+#if V_TILES
+/* to (nx, rows) = those columns of `rows` rows of a, in pairs, as tiles load them: up to a whole step of rows 0. */
+INLINE void turn_strip(fa_dtype dtype, const fa_outer_args *a, int64_t row, int64_t rows, int64_t column, int64_t nx,
+                       lane *to, lane *sums)
+{
+    const int64_t size = dtype_size(dtype);
+    const char *from = a->a + row * a->a_row + column * size;
+    for (int64_t c = 0; c < nx; c += LANES, from += LANES * size, sums += LANES) {
+        const int64_t left = a->n - column - c;
+        v_t sum = v_splat(0);
+        for (int64_t r = 0; r < rows; r += 2 * LANES) {
+            v_t pairs[LANES];
+            UNROLL_FOR(int i = 0; i < LANES; i++) {
+                const char *x = from + (r + 2 * i) * a->a_row;
+                v_t first = v_splat(0), second = first;
+                if (r + 2 * i < rows) first = v_load_as_part(dtype, x, left);
+                if (r + 2 * i + 1 < rows) second = v_load_as_part(dtype, x + a->a_row, left);
+                sum = sum + first + second;
+                pairs[i] = v_pack_bf16(first, second);
+            }
+            v_transpose(pairs);
+            char *step = (char *)to + c * TILES_STRIP_ROW + r * 2;
+            UNROLL_FOR(int i = 0; i < LANES; i++) v_store(step + i * TILES_STRIP_ROW, pairs[i]);
+        }
+        v_store(sums, sum);
+    }
+}
+
+#endif
+
+/* Of b, panel by panel: (panels, MAX_DEPTH, PANEL). Behind the last column, and up to a whole step of rows, stand zeros. */
 INLINE void copy_panels(int dot, fa_dtype dtype, const fa_outer_args *a, int64_t row, int64_t rows, int64_t column,
                         int64_t columns, lane *to)
 {
-    const int64_t size = dtype_size(dtype);
+    const int64_t size = dtype_size(dtype), whole = round_up(rows, key_step(dot));
     const char *from = a->b + row * a->b_row + column * size;
-    for (int64_t r = 0; r < rows; r += 1 + dot, from += (1 + dot) * a->b_row, to += PANEL)
+    for (int64_t r = 0; r < whole; r += 1 + dot, from += (1 + dot) * a->b_row, to += PANEL)
         for (int64_t c = 0; c < round_up(columns, PANEL); c += LANES) {
-            const int64_t left = a->k - column - c;
+            const int64_t left = r < rows ? a->k - column - c : 0;
             v_t y = v_splat(0), next = y;
             if (left > 0) y = v_load_as_part(dtype, from + c * size, left);
             if (dot && left > 0 && r + 1 < rows) next = v_load_as_part(dtype, from + a->b_row + c * size, left);
@@ -117,14 +157,16 @@ INLINE void copy_panels(int dot, fa_dtype dtype, const fa_outer_args *a, int64_t
 }
 
 typedef struct {
-    lane *strip, *panels, *sums;
+    lane *strip, *panels, *sums, *acc;
 } outer_scratch;
 
 static int64_t take_outer_scratch(arena *from, const fa_outer_plan *plan, outer_scratch *scratch)
 {
-    CUT(from, scratch->strip, LINEAR_ROWS * MAX_DEPTH + LANES);
+    const int64_t of_tiles = V_TILES ? TILES_STRIP * TILES_STRIP_ROW / (int64_t)sizeof(lane) : 0;
+    CUT(from, scratch->strip, larger(of_tiles, LINEAR_ROWS * MAX_DEPTH + LANES));
     CUT(from, scratch->panels, plan->b_columns * MAX_DEPTH);
-    CUT(from, scratch->sums, STRIP_VECTORS * LANES);
+    CUT(from, scratch->sums, larger(STRIP_VECTORS * LANES, V_TILES ? TILES_STRIP : 0));
+    CUT(from, scratch->acc, V_TILES ? TILES_STRIP * PANEL : 0);
     return from->used;
 }
 
@@ -132,7 +174,8 @@ static int64_t take_outer_scratch(arena *from, const fa_outer_plan *plan, outer_
  * the other way round. */
 static void outer_plan(const fa_outer_args *a, int threads, fa_outer_plan *plan)
 {
-    const int64_t wanted = threads > 1 ? OUTER_TASKS * threads : 1, strips = larger(1, ceil_div(a->n, LINEAR_ROWS));
+    const int64_t wanted = threads > 1 ? OUTER_TASKS * threads : 1, each = strip_columns(a->pairs);
+    const int64_t strips = larger(1, ceil_div(a->n, each));
     const int64_t panels = larger(1, ceil_div(a->k, PANEL)), least = ceil_div(panels, OUTER_B / PANEL);
     int64_t a_tasks = 1, least_copies = INT64_MAX;
     for (int64_t b = least; b <= larger(least, smaller(panels, wanted)); b++) {
@@ -140,7 +183,7 @@ static void outer_plan(const fa_outer_args *a, int threads, fa_outer_plan *plan)
         if (with * b < smaller(wanted, strips * panels) && b < panels) continue;
         if (copies < least_copies) least_copies = copies, plan->b_tasks = b, a_tasks = with;
     }
-    plan->a_columns = ceil_div(strips, a_tasks) * LINEAR_ROWS;
+    plan->a_columns = ceil_div(strips, a_tasks) * each;
     plan->b_columns = ceil_div(panels, plan->b_tasks) * PANEL;
     plan->b_tasks = larger(1, ceil_div(a->k, plan->b_columns));
     plan->n_tasks = ceil_div(a->n, plan->a_columns) * plan->b_tasks;
@@ -154,12 +197,47 @@ typedef struct {
     int64_t row, rows;
 } outer_place;
 
+#if V_TILES
+/* outer_strip by tiles: sums of a panel come by way of scratch->acc, and the next strip is asked for meanwhile. */
+static void tiles_strip(const fa_outer_args *a, const outer_place *at, int64_t column, int64_t nx,
+                        const outer_scratch *scratch)
+{
+    const int64_t size = dtype_size(a->a_dtype), next = column + nx;
+    const int64_t panels = ceil_div(at->columns_b, PANEL), share = ceil_div(at->rows, larger(1, panels));
+    const int more = a->more || at->row;
+    outer_product p = {.x = (const char *)scratch->strip, .x_row = TILES_STRIP_ROW, .pitch = PANEL, .factor = 1};
+    p.depth = ceil_div(at->rows, 2), p.out = scratch->acc;
+    tiles_begin();
+    for (int64_t i = 0; i < panels; i++) {
+        const int64_t left = at->columns_b - i * PANEL, first = i * share;
+        p.y = scratch->panels + i * (MAX_DEPTH * PANEL);
+        amx_outer(2, nx, &p);
+        if (next < at->end_a)
+            prefetch_rows(a->a + (at->row + first) * a->a_row + next * size, a->a_row, smaller(share, at->rows - first),
+                          smaller(TILES_STRIP, at->end_a - next) * size);
+        for (int64_t j = 0; j < nx; j++)
+            for (int64_t c = 0; c < smaller(left, PANEL); c += LANES) {
+                lane *to = (lane *)(a->out + (column + j) * a->out_row) + at->first_b + i * PANEL + c;
+                const v_t sum = v_load(scratch->acc + j * PANEL + c);
+                v_store_part(to, more ? sum + v_load_part(to, left - c) : sum, left - c);
+            }
+    }
+    tiles_end();
+}
+#endif
+
 /* out of one strip, nx columns of a from `column` on. Its first panel's product prefetches the next strip, those of the
  * others for a line each of the next rows of b. */
 INLINE void outer_strip(int dot, const fa_outer_args *a, const outer_place *at, int64_t column, int64_t nx,
                         int64_t *line, const outer_scratch *scratch)
 {
     const int64_t a_size = dtype_size(a->a_dtype), b_size = dtype_size(a->b_dtype), next = at->row + at->rows;
+#if V_TILES
+    if (dot) {
+        tiles_strip(a, at, column, nx, scratch);
+        return;
+    }
+#endif
     for (int64_t c = 0; c < at->columns_b; c += GROUP) {
         outer_sum p = {
             .x = scratch->strip,
@@ -182,6 +260,19 @@ INLINE void outer_strip(int dot, const fa_outer_args *a, const outer_place *at, 
     }
 }
 
+/* Copies the strip, as products take it. */
+INLINE void load_strip(int dot, fa_dtype dtype, const fa_outer_args *a, const outer_place *at, int64_t column,
+                       int64_t nx, const outer_scratch *scratch)
+{
+#if V_TILES
+    if (dot) {
+        turn_strip(dtype, a, at->row, at->rows, column, nx, scratch->strip, scratch->sums);
+        return;
+    }
+#endif
+    copy_strip(dot, dtype, a, at->row, at->rows, column, nx, scratch->strip, scratch->sums);
+}
+
 INLINE void outer_rows(int dot, const fa_outer_args *a, const fa_outer_plan *plan, int64_t task, void *memory)
 {
     outer_scratch scratch;
@@ -202,9 +293,8 @@ INLINE void outer_rows(int dot, const fa_outer_args *a, const fa_outer_plan *pla
                 if (given_up(a->watch)) return;
                 done = 0;
             }
-            nx = ceil_div(at.end_a - c, ceil_div(at.end_a - c, LINEAR_ROWS));
-            WITH_DTYPE(a->a_dtype, dtype,
-                       copy_strip(dot, dtype, a, at.row, at.rows, c, nx, scratch.strip, scratch.sums));
+            nx = ceil_div(at.end_a - c, ceil_div(at.end_a - c, strip_columns(dot)));
+            WITH_DTYPE(a->a_dtype, dtype, load_strip(dot, dtype, a, &at, c, nx, &scratch));
             for (int64_t i = 0; a->sums && !at.first_b && i < nx; i++) {
                 lane *sum = (lane *)a->sums + c + i;
                 *sum = a->more || at.row ? *sum + scratch.sums[i] : scratch.sums[i];

@@ -3,7 +3,7 @@
  *
  * Literals  nv: 1, NV; in layers LINEAR_NV. nx, rows at a time: 1 .. TILE_MAX. nd, the same of values: 1 .. TILE.
  *           fetch, the cache lines that a step prefetches: 0 .. 2.
- * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, TILE_MAX; TILE_KEYS, key_step, padded_k, padded_v; v_madd;
+ * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, TILE_MAX; TILE_KEYS, key_step, padded_k, padded_v; tiles_begin, tiles_end; v_madd;
  *           outer_product, tile_outer, bias_ahead, block_outer; value_product, ACC_ZERO, ACC_KEEP, ACC_SCALE,
  *           block_values; transpose. */
 #pragma once
@@ -27,6 +27,21 @@ INLINE int key_step(int dot) { return !dot ? 1 : V_TILES ? TILE_KEYS : 2; }
 /* Dimensions of a row of K, and of V, as products of pairs read them. */
 INLINE int64_t padded_k(int64_t head_dim) { return round_up(head_dim, V_TILES ? TILE_KEYS : 2); }
 INLINE int64_t padded_v(int64_t head_dim_v) { return round_up(head_dim_v, V_TILES ? LANES : 1); }
+
+/* Around products of pairs. */
+INLINE void tiles_begin(void)
+{
+#if V_TILES
+    tile_shapes(TILE_ROWS, TILE_ROWS, TILE_BYTES);
+#endif
+}
+
+INLINE void tiles_end(void)
+{
+#if V_TILES
+    TILES_END();
+#endif
+}
 
 /* c + a b, on lanes or on pairs of bfloat16. */
 INLINE v_t v_madd(int dot, v_t a, v_t b, v_t c) { return dot ? v_dot_bf16(a, b, c) : v_fma(a, b, c); }

@@ -10,26 +10,51 @@
  * sequence, so that a row's bits do not depend on where others begin: ranges.inc.h.
  *
  * Literals  nv: 1, NV. hi, keep, logs: 0, 1. count: nv, 2 * nv.
- * Exports   amx_scores; amx_softmax_args, amx_softmax; amx_scale, amx_values, transpose_values. */
+ * Exports   amx_outer; amx_softmax_args, amx_softmax; amx_scale, amx_values, transpose_values. */
 #pragma once
 #include "softmax.inc.h"
 
 _Static_assert(BLOCK_Q == 2 * TILE_ROWS && BLOCK_K % TILE_KEYS == 0, "tiles fill a block");
 
-/* block_outer, for n rounded up to TILE_KEYS. */
-INLINE void amx_scores(int nv, int64_t n, const outer_product *p)
+/* out (32 or, without `hi`, 16 rows; 32 or 16 columns): accumulators as they begin, and as they end. */
+INLINE void tiles_of(int nv, int hi, acc_mode mode, const lane *out, int64_t pitch)
 {
-    const int64_t pitch = BLOCK_Q * sizeof(lane), k_row = p->x_row, high = TILE_ROWS * k_row;
+    const lane *high = out + TILE_ROWS * pitch;
+    const int64_t row = pitch * (int64_t)sizeof(lane);
+    if (mode == ACC_ZERO) {
+        TILE_ZERO(0);
+        if (nv > 1) TILE_ZERO(1);
+        if (hi) TILE_ZERO(2);
+        if (hi && nv > 1) TILE_ZERO(3);
+        return;
+    }
+    TILE_LOAD(0, out, row);
+    if (nv > 1) TILE_LOAD(1, out + LANES, row);
+    if (hi) TILE_LOAD(2, high, row);
+    if (hi && nv > 1) TILE_LOAD(3, high + LANES, row);
+}
+
+INLINE void store_tiles(int nv, int hi, lane *out, int64_t pitch)
+{
+    lane *high = out + TILE_ROWS * pitch;
+    const int64_t row = pitch * (int64_t)sizeof(lane);
+    TILE_STORE(0, out, row);
+    if (hi) TILE_STORE(2, high, row);
+    if (nv > 1) TILE_STORE(1, out + LANES, row);
+    if (hi && nv > 1) TILE_STORE(3, high + LANES, row);
+}
+
+/* block_outer, for n and depth rounded up to whole steps. */
+INLINE void amx_outer(int nv, int64_t n, const outer_product *p)
+{
+    const int64_t pitch = p->pitch * sizeof(lane), k_row = p->x_row, high = TILE_ROWS * k_row;
     const char *k = p->x;
     lane *s = p->out;
-    for (int64_t j = 0; j < n; j += TILE_KEYS, k += TILE_KEYS * k_row, s += TILE_KEYS * BLOCK_Q) {
-        TILE_ZERO(0);
-        TILE_ZERO(2);
-        if (nv > 1) TILE_ZERO(1);
-        if (nv > 1) TILE_ZERO(3);
+    for (int64_t j = 0; j < n; j += TILE_KEYS, k += TILE_KEYS * k_row, s += TILE_KEYS * p->pitch) {
+        tiles_of(nv, 1, p->more ? ACC_KEEP : ACC_ZERO, s, p->pitch);
         for (int64_t d = 0; d < p->depth; d += TILE_KEYS / 2) {
             const char *x = k + d * (int64_t)sizeof(lane);
-            const lane *y = p->y + d * BLOCK_Q;
+            const lane *y = p->y + d * p->pitch;
             TILE_LOAD(4, x, k_row);
             TILE_LOAD(6, y, pitch);
             TILE_DOT_BF16(0, 4, 6);
@@ -40,15 +65,11 @@ INLINE void amx_scores(int nv, int64_t n, const outer_product *p)
             TILE_DOT_BF16(1, 4, 7);
             TILE_DOT_BF16(3, 5, 7);
         }
-        TILE_STORE(0, s, pitch);
-        TILE_STORE(2, s + TILE_ROWS * BLOCK_Q, pitch);
-        if (nv == 1) continue;
-        TILE_STORE(1, s + LANES, pitch);
-        TILE_STORE(3, s + TILE_ROWS * BLOCK_Q + LANES, pitch);
+        store_tiles(nv, 1, s, p->pitch);
     }
     for (int64_t j = 0; p->factor != 1 && j < n; j++)
         UNROLL_FOR(int u = 0; u < nv; u++) {
-            lane *to = p->out + j * BLOCK_Q + u * LANES;
+            lane *to = p->out + j * p->pitch + u * LANES;
             v_store(to, v_load(to) * v_splat(p->factor));
         }
 }
@@ -150,22 +171,12 @@ INLINE int amx_softmax(int nv, int keep, int logs, const amx_softmax_args *p)
 /* Rows [d, d + 16 or, with `hi`, 32) of out. */
 INLINE void amx_value_tiles(int nv, int hi, int64_t d, const value_product *p)
 {
-    const int64_t pitch = BLOCK_Q * sizeof(lane), square = TILE_ROWS * TILE_BYTES;
-    lane *out = p->out + d * BLOCK_Q;
+    const int64_t pitch = p->pitch * sizeof(lane), square = TILE_ROWS * TILE_BYTES;
+    lane *out = p->out + d * p->pitch;
     const char *v = p->v + d * TILE_BYTES;
-    if (p->mode == ACC_ZERO) {
-        TILE_ZERO(0);
-        if (nv > 1) TILE_ZERO(1);
-        if (hi) TILE_ZERO(2);
-        if (hi && nv > 1) TILE_ZERO(3);
-    } else {
-        TILE_LOAD(0, out, pitch);
-        if (nv > 1) TILE_LOAD(1, out + LANES, pitch);
-        if (hi) TILE_LOAD(2, out + TILE_ROWS * BLOCK_Q, pitch);
-        if (hi && nv > 1) TILE_LOAD(3, out + TILE_ROWS * BLOCK_Q + LANES, pitch);
-    }
+    tiles_of(nv, hi, p->mode, out, p->pitch);
     for (int64_t j = 0; j < p->n; j += TILE_KEYS / 2, v += TILE_KEYS / 2 * p->v_row) {
-        const lane *probs = p->probs + j * BLOCK_Q;
+        const lane *probs = p->probs + j * p->pitch;
         TILE_LOAD(4, v, TILE_BYTES);
         TILE_LOAD(6, probs, pitch);
         TILE_DOT_BF16(0, 4, 6);
@@ -176,10 +187,7 @@ INLINE void amx_value_tiles(int nv, int hi, int64_t d, const value_product *p)
         TILE_DOT_BF16(1, 4, 7);
         if (hi) TILE_DOT_BF16(3, 5, 7);
     }
-    TILE_STORE(0, out, pitch);
-    if (nv > 1) TILE_STORE(1, out + LANES, pitch);
-    if (hi) TILE_STORE(2, out + TILE_ROWS * BLOCK_Q, pitch);
-    if (hi && nv > 1) TILE_STORE(3, out + TILE_ROWS * BLOCK_Q + LANES, pitch);
+    store_tiles(nv, hi, out, p->pitch);
 }
 
 /* out (width, nv) *= alpha (nv), as ACC_SCALE. */
