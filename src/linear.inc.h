@@ -9,7 +9,7 @@
  *       after the last block: out = activation(acc scale + bias) [up] + residual, while acc is in the caches
  *
  * The lanes are output features; x is broadcast. A row's bits depend on that row alone. Transposed, a part of the panel
- * that w^T would have is made of the same panels first, as one is widened.
+ * that w^T would have is made of the same panels first, as one is widened; where there are tiles, all panels of a task.
  *
  * Where there are tiles, linear_tiles.inc.h multiplies in another order.
  *
@@ -48,11 +48,11 @@ static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *pl
     plan->panel_tasks = ceil_div(panels, most);
     plan->panels = plan->panel_tasks ? (int)round_up(ceil_div(panels, plan->panel_tasks), maps) : maps;
     plan->n_tasks = plan->rows ? ceil_div(a->m, plan->rows) * plan->panel_tasks : 0;
-    plan->widen = a->transposed || (multiplication_of(a) == BY_WIDENING && plan->rows > fa_tuned.narrow_rows);
+    plan->widen = (a->transposed && !tiles) || (multiplication_of(a) == BY_WIDENING && plan->rows > fa_tuned.narrow_rows);
     const int64_t steps = tiles ? LINEAR_STEPS / 4
                                 : LINEAR_STEPS; /* by tiles, x's are to stay in the first-level cache */
     const int64_t most_features = plan->widen ? LINEAR_WIDE : steps * features_per_step(a->weight);
-    const int64_t sources = larger(1, a->transposed), k = a->k / sources;
+    const int64_t sources = tiles ? 1 : larger(1, a->transposed), k = a->k / sources;
     plan->blocks = sources * larger(1, ceil_div(k, most_features));
     plan->features = round_up(ceil_div(k, plan->blocks / sources), LINEAR_SUM);
     plan->scratch_bytes = take_linear_scratch(&(arena){0}, a, plan, &(linear_scratch){0});

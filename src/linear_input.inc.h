@@ -35,6 +35,7 @@ typedef struct {
     char *codes;    /* (CODES_FEATURES, PANEL): of 4 bits by int8, where tiles multiply them; else NULL */
     lane *acc;      /* (panels, rows, PANEL) of a task; of a panel or pair, if all features are one block. By tiles,
                        (panels, TILES_ROWS, PANEL); then two panels or pairs, if all features are one block */
+    char *turned;   /* the task's panels of w^T, where tiles multiply them; else NULL */
 } linear_scratch;
 
 typedef struct {
@@ -49,7 +50,10 @@ INLINE int64_t panel_features(const fa_linear_args *a, int64_t k)
 }
 
 /* Features of x that have weights. */
-INLINE int64_t features_padded(const fa_linear_args *a) { return a->transposed ? a->k : panel_features(a, a->k); }
+INLINE int64_t features_padded(const fa_linear_args *a)
+{
+    return a->transposed && !turns_pairs(a) ? a->k : panel_features(a, a->k);
+}
 
 /* Whether tiles multiply. */
 INLINE int by_tiles(const fa_linear_args *a)
@@ -118,7 +122,9 @@ static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const f
     CUT(from, scratch->sums, a->x_int8 ? plan->rows * sums_of_row(a) : 0);
     CUT(from, scratch->wide, plan->widen ? LINEAR_WIDE * PANEL : by_tiles(a) ? TILES_STEPS * PANEL : 0);
     CUT(from, scratch->acc, kept * kept_rows * PANEL);
-    scratch->codes = NULL;
+    scratch->codes = NULL, scratch->turned = NULL;
+    if (a->transposed && by_tiles(a))
+        CUT(from, scratch->turned, plan->panels * features_padded(a) / features_per_step(a->weight) * FA_PANEL_BYTES);
     if (V_TILES && multiplication_of(a) == BY_BLOCKS) CUT(from, scratch->codes, CODES_FEATURES * PANEL);
     return from->used;
 }

@@ -310,10 +310,16 @@ INLINE void blocks_pass(int rows, int64_t c, const packed_product *p)
 /* How a call multiplies. */
 typedef enum { BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS } multiplication;
 
+/* Whether transposed weights become pairs that tiles take. Not where a pair would be of two maps. */
+INLINE int turns_pairs(const fa_linear_args *a)
+{
+    return V_TILES && a->weight == FA_BF16 && a->dtype == FA_BF16 && (a->transposed == 1 || a->k % 4 == 0);
+}
+
 INLINE multiplication multiplication_of(const fa_linear_args *a)
 {
     if (a->x_int8) return a->weight == FA_I4 ? BY_BLOCKS : BY_BYTES;
-    if (a->transposed) return BY_WIDENING;
+    if (a->transposed) return turns_pairs(a) ? BY_PAIRS : BY_WIDENING;
     if (LANE_BITS == 64 || a->weight == FA_F32) return BY_LANES;
     return V_BF16_DOT && a->weight == FA_BF16 ? BY_PAIRS : BY_WIDENING;
 }

@@ -128,6 +128,26 @@ INLINE const char *last_tile(fa_dtype weight, const char *part, int64_t features
     return (const char *)to;
 }
 
+/* to (pairs, PANEL) = panel number `panel` of w^T in pairs of its input features: output features of w, map after map. */
+static void turn_panel(const fa_linear_args *a, int64_t panel, char *to)
+{
+    const int64_t maps = a->transposed, n = a->k / maps, steps = panel_features(a, a->n) / 2, first = panel * LANES;
+    for (int64_t c = 0; c < maps * n; c += smaller(LANES, n - c % n)) {
+        const int64_t map = c / n, column = c % n, left = n - column;
+        const char *from = a->panels + (column / PANEL * maps + map) * steps * FA_PANEL_BYTES +
+                           column % PANEL * (int64_t)sizeof(lane);
+        v_t square[LANES + 1]; /* an odd last row is paired with 0 */
+        UNROLL_FOR(int i = 0; i < LANES; i++) {
+            const char *step = from + (first + i) * FA_PANEL_BYTES;
+            square[i] = first + i < steps ? v_load(step) : v_splat(0);
+        }
+        v_transpose(square);
+        for (int64_t i = left; i <= LANES; i++) square[i] = v_splat(0);
+        for (int64_t i = 0; i < smaller(LANES, left); i += 2, to += FA_PANEL_BYTES)
+            v_store_paired_bf16(to, square + i, square + i + 1);
+    }
+}
+
 /* The results of `rows` rows of x from `row` on, of panels [panel, end). */
 static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, int64_t row, int64_t rows, int64_t panel,
                          int64_t end, linear_input x, const linear_scratch *scratch)
@@ -139,7 +159,11 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
     int64_t done = 0, shaped = 0; /* products of each column, since it last asked; rows that tiles have */
     const int late = x_copied_late(a);
     const int64_t x_row = late ? copied_row(a) : x.x_row;
+    const char *panels = a->panels + panel * panel_bytes;
     panel_rows waiting = {.a = a};
+    for (int64_t i = panel; a->transposed && i < end; i++)
+        turn_panel(a, i, scratch->turned + (i - panel) * panel_bytes);
+    if (a->transposed) panels = scratch->turned;
     for (int64_t r = 0; late && r < smaller(rows, TILES_ROWS); r++)
         memcpy(scratch->x + r * x_row, x.x + r * x.x_row, features * 2);
     for (int64_t r = 0; r < rows; r += TILES_ROWS) {
@@ -160,7 +184,7 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
                 const int64_t last = (p.steps - 1) * of_tile, map = (i - panel) % maps;
                 p.next = some_to_come(&next, i - end + parts, parts);
                 p.acc = scratch->acc + (plan->blocks > 1 ? i - panel : (i - panel) % (2 * maps)) * square;
-                p.part = a->panels + i * panel_bytes + d / each * FA_PANEL_BYTES;
+                p.part = panels + (i - panel) * panel_bytes + d / each * FA_PANEL_BYTES;
                 p.last = last_tile(a->weight, p.part + last / each * FA_PANEL_BYTES, here - last, scratch->wide);
                 if (bytes && n > TILE_ROWS) tiles_multiply(1, 1, &p);
                 else if (bytes) tiles_multiply(1, 0, &p);

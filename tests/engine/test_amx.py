@@ -10,8 +10,9 @@ import pytest
 from oracle import assert_same_bits
 
 import fastattn
-from fastattn import ops
+from fastattn import grad, ops
 from fastattn._engine import settings
+from fastattn.functional import attention_backward
 
 tiles = pytest.mark.skipif(
     "amx" not in fastattn.available_isas(), reason="no tiles: of an Intel Xeon, or emulated"
@@ -31,9 +32,13 @@ def results(rows=70, keys=9000):
     """Results of each kernel that has tiles, long enough that calls of several threads meet."""
     q, k, x, weight = draw(1, 2, rows, 64), draw(1, 2, keys, 64), draw(rows, 600), draw(100, 600)
     wide = weight.astype(np.float32)
+    out, lse = fastattn.attention(q, k, k, return_lse=True)
+    packed = ops.pack(weight)
     return (
-        fastattn.attention(q, k, k),
-        ops.linear(x, ops.pack(weight)),
+        out,
+        *attention_backward(q, q, k, k, out, lse),
+        ops.linear(x, packed),
+        *grad.linear(x[:, :100], x, packed),
         ops.linear(x.astype(np.float32), ops.pack(wide, dtype="int8"), activations="int8"),
     )
 
@@ -234,3 +239,31 @@ def test_rows_do_not_depend_on_where_others_begin():
             q[..., row - 16 : row + 1, :], k[..., : row + 1, :], v[..., : row + 1, :], window=(45, 0)
         )
         assert_same_bits(alone[..., -1, :], whole[..., row, :])
+
+
+@tiles
+@pytest.mark.parametrize("rows", [1, 31, 96, 130])
+@pytest.mark.parametrize("first", [0, 64])
+def test_gradients_of_rows_do_not_depend_on_other_rows(first, rows):
+    """Queries are multiplied in blocks of 64, filled up with 0."""
+    q, k, v, dout = draw(1, 2, 200, 40), draw(1, 2, 100, 40), draw(1, 2, 100, 24), draw(1, 2, 200, 24)
+    out, lse = fastattn.attention(q, k, v, return_lse=True)
+    (whole,) = attention_backward(dout, q, k, v, out, lse, need=("dq",))
+    some = np.s_[..., first : first + rows, :]
+    alone = (x[some] for x in (dout, q)), (out[some], lse[..., first : first + rows])
+    (got,) = attention_backward(*alone[0], k, v, *alone[1], need=("dq",))
+    assert_same_bits(got, whole[some])
+
+
+@tiles
+@pytest.mark.parametrize("features", [1, 33, 512, 1100])
+@pytest.mark.parametrize("maps", [(1, 15), (1, 70), (2, 15), (2, 16), (2, 70)])
+def test_gradients_of_linear_maps(maps, features):
+    """Pairs of two maps, and of an odd last feature, take other ways."""
+    x, dout, weight = draw(40, features), draw(40, maps[1]), draw(*maps, features)
+    packed = ops.pack(weight[-1], gate=weight[0] if maps[0] == 2 else None)
+    got = grad.linear(dout, x, packed)
+    expected = grad.linear(dout, x, packed, backend="numpy")
+    for one, other in zip(got, expected, strict=True):
+        one, other = one.astype(np.float32), other.astype(np.float32)
+        np.testing.assert_allclose(one, other, rtol=0.01, atol=0.01 * np.abs(other).max())
