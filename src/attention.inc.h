@@ -15,7 +15,7 @@
  * gathered, since their strides fall on the same cache sets (docs/notes/attention-kernel.md). The copies may serve
  * several tasks of a KV head: keeps_copy in tasks.inc.h says when.
  *
- * Exports   tile_begin, tile_attend, tile_end, tile_finish. */
+ * Exports   block_scores, sum_now; tile_begin, tile_attend, tile_end, tile_finish. */
 #pragma once
 #include "operands.inc.h"
 #include "sigmoid.inc.h"

@@ -98,7 +98,7 @@ static void name_back_keys(const fa_attention_args *a, const row_block *rows, in
 }
 
 /* to (width, BLOCK_K) = x^T; with dot in pairs, which are 0 up to a whole step. */
-static void transpose_keys(fa_dtype dtype, int dot, const char *const *x, int64_t width, lane *to)
+static void keys_to_lanes(fa_dtype dtype, int dot, const char *const *x, int64_t width, lane *to)
 {
     const int64_t rows = dot ? ceil_div(width, 2) : width, whole = dot ? padded_k(width) / 2 : width;
     transpose_rows(dtype, dot, x, BLOCK_K, width, 1, BLOCK_K, to);
@@ -115,8 +115,8 @@ static void load_back_keys(const fa_attention_args *a, int dot, const row_block 
     const char *k[BLOCK_K] = {NULL}, *v[BLOCK_K] = {NULL};
     keys->fresh = 1, keys->summed = 0;
     for (int64_t j = 0; j < n; j++) k[j] = at_key(&a->k, rows, first + j), v[j] = at_key(&a->v, rows, first + j);
-    if (!few_queries(a)) transpose_keys(a->k.dtype, dot, k, a->head_dim, keys->kt);
-    transpose_keys(a->v.dtype, dot, v, a->head_dim_v, keys->vt);
+    if (!few_queries(a)) keys_to_lanes(a->k.dtype, dot, k, a->head_dim, keys->kt);
+    keys_to_lanes(a->v.dtype, dot, v, a->head_dim_v, keys->vt);
     char *copy = (char *)(dot ? scratch->copy : keys->k);
     for (int64_t j = 0; j < n; j++) {
         char *row = copy + j * width * size;

@@ -36,8 +36,7 @@ INLINE void sum_columns_as(int dot, int64_t vectors, const value_product *whole)
     value_product p = *whole;
     int64_t u = 0;
     p.pitch = BLOCK_K;
-    for (; u + BACK_NV <= vectors; u += BACK_NV, p.probs += BACK_KEYS, p.out += BACK_KEYS)
-        sum_now(BACK_NV, dot, &p);
+    for (; u + BACK_NV <= vectors; u += BACK_NV, p.probs += BACK_KEYS, p.out += BACK_KEYS) sum_now(BACK_NV, dot, &p);
     for (; u < vectors; u++, p.probs += LANES, p.out += LANES) sum_now(1, dot, &p);
 }
 

@@ -48,7 +48,8 @@ static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *pl
     plan->panel_tasks = ceil_div(panels, most);
     plan->panels = plan->panel_tasks ? (int)round_up(ceil_div(panels, plan->panel_tasks), maps) : maps;
     plan->n_tasks = plan->rows ? ceil_div(a->m, plan->rows) * plan->panel_tasks : 0;
-    plan->widen = (a->transposed && !tiles) || (multiplication_of(a) == BY_WIDENING && plan->rows > fa_tuned.narrow_rows);
+    plan->widen = (a->transposed && !tiles) ||
+                  (multiplication_of(a) == BY_WIDENING && plan->rows > fa_tuned.narrow_rows);
     const int64_t steps = tiles ? LINEAR_STEPS / 4
                                 : LINEAR_STEPS; /* by tiles, x's are to stay in the first-level cache */
     const int64_t most_features = plan->widen ? LINEAR_WIDE : steps * features_per_step(a->weight);

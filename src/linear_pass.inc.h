@@ -16,8 +16,8 @@
  *           FA_BF16, FA_I8, FA_I4. rows: 1 .. LINEAR_ROWS, of blocks_pass BLOCK_ROWS. runs: 1, 2 with two rows at most,
  *           WIDE_RUNS with one.
  * Exports   PANEL, GROUP, WITH_ROWS, multiply (linear attention has such products, too); BLOCK_4BIT, BLOCK_ROWS,
- *           LINEAR_SUM, PART_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS, multiplication,
- *           multiplication_of; features_per_step, packed_product, narrow_pass, wide_runs, v_widen. */
+ *           LINEAR_SUM, PART_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS, turns_pairs,
+ *           multiplication, multiplication_of; features_per_step, packed_product, narrow_pass, wide_runs, v_widen. */
 #pragma once
 #include "tile.inc.h"
 

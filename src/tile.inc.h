@@ -3,9 +3,9 @@
  *
  * Literals  nv: 1, NV; in layers LINEAR_NV. nx, rows at a time: 1 .. TILE_MAX. nd, the same of values: 1 .. TILE.
  *           fetch, the cache lines that a step prefetches: 0 .. 2.
- * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, TILE_MAX; TILE_KEYS, key_step, padded_k, padded_v; tiles_begin, tiles_end; v_madd;
- *           outer_product, tile_outer, bias_ahead, block_outer; value_product, ACC_ZERO, ACC_KEEP, ACC_SCALE,
- *           block_values; transpose. */
+ * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, TILE_MAX; TILE_KEYS, key_step, padded_k, padded_v;
+ *           tiles_begin, tiles_end; v_madd; outer_product, tile_outer, bias_ahead, block_outer; acc_mode,
+ *           value_product, ACC_ZERO, ACC_KEEP, ACC_SCALE, block_values; transpose. */
 #pragma once
 #include "convert.inc.h"
 

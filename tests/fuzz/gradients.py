@@ -107,7 +107,7 @@ RECIPES += [gradients] * 7
 
 
 def like(a):
-    """Each gradient is like the argument that it is the gradient of; none is asked for where `need` is None."""
+    """Each gradient is like the argument that it is the gradient of. `need` of None asks for none."""
     sources = [a.get(name[1:]) for name in a["need"] or ()]
     if not sources or not all(isinstance(x, (np.ndarray, memoryview)) for x in sources):
         return None

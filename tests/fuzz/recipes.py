@@ -71,7 +71,7 @@ def draw(d, files=()):
         same_bits=call.same_bits is None or call.same_bits(arguments),
         check=None if spoilt else call.check,
     )
-    # An object that was changed unseen must not crash; it need be neither explained nor right, and NumPy may warn.
+    # An object that was changed unseen must not crash; it need be neither explained nor right.
     return case._replace(expected=None, twice=False, clean=any_message) if call.abused else case
 
 
@@ -83,6 +83,7 @@ def kept(arguments, inside):
 
 
 def any_message(error):
+    """Whether it is what Python or NumPy say of a value, warnings among them."""
     known = TypeError, ValueError, LookupError, AttributeError, OverflowError, RuntimeWarning
     return isinstance(error, known)
 
