@@ -136,15 +136,18 @@ int fa_cpu_ask_tiles(void) { return FA_EMULATED_TILES; }
 #include <sys/auxv.h>
 int fa_cpu_has_neondot(void) { return (getauxval(AT_HWCAP) & 1 << 20) != 0; } /* HWCAP_ASIMDDP */
 
-/* HWCAP2_I8MM */
+/* HWCAP2_I8MM, HWCAP2_BF16 */
 int fa_cpu_has_neoni8mm(void) { return fa_cpu_has_neondot() && (getauxval(AT_HWCAP2) & 1 << 13) != 0; }
+int fa_cpu_has_neonbf16(void) { return fa_cpu_has_neoni8mm() && (getauxval(AT_HWCAP2) & 1 << 14) != 0; }
 #elif defined __APPLE__
 int fa_cpu_has_neondot(void) { return 1; } /* since the first of Apple's own */
 
-int fa_cpu_has_neoni8mm(void) { return number("hw.optional.arm.FEAT_I8MM") != 0; } /* since the M2 */
+int fa_cpu_has_neoni8mm(void) { return number("hw.optional.arm.FEAT_I8MM") != 0; } /* since the M2, also: */
+int fa_cpu_has_neonbf16(void) { return fa_cpu_has_neoni8mm() && number("hw.optional.arm.FEAT_BF16") != 0; }
 #else
 int fa_cpu_has_neondot(void) { return 0; }
 int fa_cpu_has_neoni8mm(void) { return 0; }
+int fa_cpu_has_neonbf16(void) { return 0; }
 #endif
 
 int fa_cpu_has_neon(void) { return 1; /* part of the base architecture */ }

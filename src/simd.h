@@ -33,6 +33,9 @@
 #elif defined __aarch64__ && !defined FA_GENERIC
 #include <arm_neon.h>
 #define V_NEON 1
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#define V_NEON_BF16 1
+#endif
 #endif
 
 #ifdef FA_LANE_F64
@@ -62,7 +65,7 @@ typedef uint32_t wlane;
 #else
 #define V_TILES 0
 #endif
-#if LANE_BITS == 32 && (V_TILES || defined __AVX512BF16__ || defined FA_EMULATE_BF16_DOT)
+#if LANE_BITS == 32 && (V_TILES || defined __AVX512BF16__ || defined V_NEON_BF16 || defined FA_EMULATE_BF16_DOT)
 #define V_BF16_DOT 1
 #else
 #define V_BF16_DOT 0

@@ -211,6 +211,8 @@ INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c)
 {
 #if defined __AVX512BF16__
     return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+#elif defined V_NEON_BF16
+    return vbfdotq_f32(c, vreinterpretq_bf16_f32(a), vreinterpretq_bf16_f32(b));
 #else
     const vw_t high = (vw_t){0} + 0xffff0000u;
     c = v_fma((v_t)((vw_t)a << 16), (v_t)((vw_t)b << 16), c);

@@ -6,8 +6,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/build.sh"
 
 build aarch64 aarch64 "${CC_AARCH64:-aarch64-linux-gnu-gcc}" -static
 jobs=()
-# At the same time: emulated, each takes minutes. Only products of bytes have instructions of their own beside NEON's.
-for what in "neon all" "generic all" "neoni8mm linear" "neondot linear"; do
+# At the same time: emulated, each takes minutes. Products of bytes and of bfloat16 have instructions beside NEON's.
+for what in "neon all" "generic all" "neonbf16 all" "neoni8mm linear" "neondot linear"; do
     if [[ " ${LEAVE_OUT-} " != *" ${what%% *} "* ]]; then
         # shellcheck disable=SC2086  # the set, the family and the cases
         "${QEMU_AARCH64:-qemu-aarch64}" "$out/aarch64/driver" $what ${CASES-} &

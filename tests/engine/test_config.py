@@ -200,6 +200,7 @@ def test_available_isas_come_best_first():
         "avx512",
         "avxvnni",
         "avx2",
+        "neonbf16",
         "neoni8mm",
         "neondot",
         "neon",
