@@ -13,6 +13,7 @@ from fastattn._bench.cases import Shape, as_dtype
 
 PREFILL = Shape("prefill", batch=1, heads_q=4, heads_kv=2, len_q=35, len_k=300, head_dim=32)
 DECODE = Shape("decode", batch=1, heads_q=3, heads_kv=3, len_q=1, len_k=1500, head_dim=32)
+DOTS_PAIRS = ("amx", "avx512bf16", "neonbf16")  # instruction sets whose products of bfloat16 flush denormals
 every_shape, every_case = by_shape(PREFILL, DECODE), by_case(PREFILL, DECODE)
 
 
