@@ -142,6 +142,32 @@ def tiles():
     return d
 
 
+def amx():
+    """Four tiles of sums, from two of rows and two of columns."""
+    d = Drawing(720, 330)
+    d.text(40, 20, "a tile: 16 rows of 64 bytes, which are 32 numbers of 16 bits or 64 of 8", "small")
+    for i in range(2):
+        y = 130 + 92 * i
+        d.box(40, y, 160, 84, "a", f"rows {16 * i} to {16 * i + 15}")
+        d.text(120, y + 64, f"of x: tile {4 + i}", "middle small")
+    for j in range(2):
+        x = 236 + 172 * j
+        d.box(x, 40, 164, 76, "c", f"columns {16 * j} to {16 * j + 15}")
+        d.text(x + 82, 102, f"of a panel: tile {6 + j}", "middle small")
+    for i in range(2):
+        for j in range(2):
+            x, y = 236 + 172 * j, 130 + 92 * i
+            d.box(x, y, 164, 84, "b", f"tile {2 * i + j}")
+            d.text(x + 82, y + 64, "16 x 16 sums, float32", "middle small")
+    d.arrow(204, 172, 232, 172)
+    d.arrow(204, 264, 232, 264)
+    d.text(588, 150, "four loads,", "small")
+    d.text(588, 168, "four instructions:", "small")
+    d.text(588, 186, "32,768 products", "small")
+    d.text(588, 204, "of 16 bits", "small")
+    return d
+
+
 def splits():
     """Long caches are cut along the keys, and merged in a fixed order."""
     d = Drawing(720, 240)
@@ -158,7 +184,7 @@ def splits():
 
 
 def main(folder):
-    for draw in (memory, online, lanes, tiles, splits):
+    for draw in (memory, online, lanes, tiles, amx, splits):
         Path(folder, f"{draw.__name__}.svg").write_text(draw().svg(), encoding="utf-8")
 
 
