@@ -156,7 +156,7 @@ INLINE void sum_values(int nv, int dot, const value_product *p, tile_scratch *sc
     block_values(nv, dot, p);
 }
 
-/* The same, at once. */
+/* The same at once, of a product without ACC_SCALE. */
 INLINE void sum_now(int nv, int dot, const value_product *p)
 {
 #if V_TILES

@@ -1,8 +1,8 @@
 /* The gradients of one tile: queries of a head against a block of keys, keys on the lanes.
  *
- *     S  = modifiers of Q K^T                 Q broadcast; modifiers.inc.h, as the dot kernel has it
+ *     S  = modifiers of Q K^T                 Q broadcast, or by tiles; modifiers.inc.h, as the dot kernel has it
  *     P  = exp(S - lse)                       of few queries, P / sum(P)
- *     dS = P (dO V^T - delta)                 dO broadcast in place
+ *     dS = P (dO V^T - delta)                 dO broadcast in place, or by tiles
  *     dV^T += dO^T P,  dK^T += Q^T dS         the forward pass's product of values, roles exchanged
  *     dQ   += dS K
  *
@@ -192,7 +192,7 @@ static void tile_sums(const fa_attention_args *a, const modifiers *mods, const b
     if (kind == BLOCK_EMPTY) return;
     few_scores(a, queries, keys, run, tile);
     modify_scores(a, mods, &queries->rows, run, kind, tile);
-    add_sums(queries, run.j0, run.n, tile, sums);
+    add_sums(kind, queries, run.j0, run.n, tile, sums);
 }
 
 /* Adds to the gradients what comes of the queries and a block of keys of the grid; whether there was anything. */
@@ -231,7 +231,7 @@ INLINE int tile_gradients(const fa_backward_args *call, const modifiers *mods, i
         const column_group *group = groups + g;
         const int64_t n = smaller(run.n - group->first, group->vectors * LANES);
         if (a->dropout > 0) drop_group(group, tile, tile->ds);
-        weigh_group(hides(kind), dot, a, queries, group, run.j0 + group->first, tile);
+        weigh_group(kind, dot, a, queries, group, run.j0 + group->first, tile);
         if (queries->norm) normalise_group(queries, group, tile);
         clear_tail(group, n, tile);
         if (a->dropout > 0) drop_group(group, tile, tile->s);

@@ -25,7 +25,7 @@ typedef struct {
     const char *source;      /* its first key, where it was given */
     lane *kt, *vt;           /* (head_dim, BLOCK_K), (head_dim_v, BLOCK_K); with dot in pairs of dimensions */
     lane *k;                 /* (BLOCK_K, width), 0 where a row is not finite; with dot in pairs of keys */
-    lane *dkt, *dvt;         /* (head_dim, BLOCK_K), (head_dim_v, BLOCK_K) */
+    lane *dkt, *dvt;         /* (head_dim, BLOCK_K), (head_dim_v, BLOCK_K); by tiles, whole vectors of dimensions */
     lane *dkt_sum, *dvt_sum; /* the same: of the queries up to the last time these were added up */
     int fresh, summed;       /* dkt and dvt hold nothing; the sums hold something */
 } back_keys;
@@ -84,6 +84,8 @@ static int64_t column_groups(const row_block *rows, key_run run, block_kind kind
         while (row0 < row1 && (rows->begin[row0] >= j1 || rows->end[row0] <= j0)) row0++;
         while (row0 < row1 && (rows->begin[row1 - 1] >= j1 || rows->end[row1 - 1] <= j0)) row1--;
         if (row0 == row1) continue;
+        /* Products and sums take whole steps of rows, and store what comes of all: so those beside the group's belong to
+         * it, hidden, or lie behind the last, where nobody reads. */
         row0 -= row0 % key_step(dot);
         row1 = smaller(round_up(row1, key_step(dot)), rows->n);
         groups[n++] = (column_group){u * LANES, smaller(BACK_NV, vectors - u), row0, row1};
@@ -103,10 +105,12 @@ static void cap_rows(const modifiers *mods, int64_t n_rows, int64_t n, const bac
         }
 }
 
-/* P and dS of the group, whose first key is j0. Range's ends are compared with here, and not by modify_rows. */
-INLINE void weigh_group_as(int hidden, int sigmoid, int dot, const fa_attention_args *a, const back_rows *queries,
-                           const column_group *group, int64_t j0, const back_tile *tile)
+/* P and dS of the group, whose first key is j0. Range's ends are compared with here, and not by modify_rows. What a mask
+ * hides, the additive tile says, if there is one: the score of an attended key may be -Inf, too. */
+INLINE void weigh_group_as(int hidden, int sigmoid, int dot, const fa_attention_args *a, block_kind kind,
+                           const back_rows *queries, const column_group *group, int64_t j0, const back_tile *tile)
 {
+    const lane *add = kind & BLOCK_ADDS ? tile->add + group->first : NULL;
     v_t index;
     for (int i = 0; i < LANES; i++) index[i] = i;
     for (int64_t r = group->row0; r < group->row1; r++) {
@@ -128,7 +132,8 @@ INLINE void weigh_group_as(int hidden, int sigmoid, int dot, const fa_attention_
             }
             if (hidden) {
                 const v_t key = index + v_splat((lane)j);
-                const vi_t none = (score == v_splat(-INFINITY)) | (key < begin) | (key >= end);
+                vi_t none = (key < begin) | (key >= end);
+                if (add) none |= v_load(add + r * BLOCK_K + j) == v_splat(-INFINITY);
                 p = v_select(none, v_splat(0), p), slope = v_select(none, v_splat(0), slope);
             }
             v_store(s + j, p);
@@ -137,14 +142,15 @@ INLINE void weigh_group_as(int hidden, int sigmoid, int dot, const fa_attention_
     }
 }
 
-NOINLINE void weigh_group(int hidden, int dot, const fa_attention_args *a, const back_rows *queries,
+NOINLINE void weigh_group(block_kind kind, int dot, const fa_attention_args *a, const back_rows *queries,
                           const column_group *group, int64_t j0, const back_tile *tile)
 {
-    if (a->sigmoid) weigh_group_as(1, 1, 0, a, queries, group, j0, tile);
-    else if (hidden && dot) weigh_group_as(1, 0, 1, a, queries, group, j0, tile);
-    else if (hidden) weigh_group_as(1, 0, 0, a, queries, group, j0, tile);
-    else if (dot) weigh_group_as(0, 0, 1, a, queries, group, j0, tile);
-    else weigh_group_as(0, 0, 0, a, queries, group, j0, tile);
+    const int hidden = hides(kind);
+    if (a->sigmoid) weigh_group_as(1, 1, 0, a, kind, queries, group, j0, tile);
+    else if (hidden && dot) weigh_group_as(1, 0, 1, a, kind, queries, group, j0, tile);
+    else if (hidden) weigh_group_as(1, 0, 0, a, kind, queries, group, j0, tile);
+    else if (dot) weigh_group_as(0, 0, 1, a, kind, queries, group, j0, tile);
+    else weigh_group_as(0, 0, 0, a, kind, queries, group, j0, tile);
 }
 
 /* P and dS of the group, normalised again. */
@@ -160,8 +166,10 @@ static void normalise_group(const back_rows *queries, const column_group *group,
 }
 
 /* sums (rows) += those of P over n keys from j0 on, whose scores tile->s holds; as weigh_group makes it. */
-static void add_sums(const back_rows *queries, int64_t j0, int64_t n, const back_tile *tile, double *sums)
+static void add_sums(block_kind kind, const back_rows *queries, int64_t j0, int64_t n, const back_tile *tile,
+                     double *sums)
 {
+    const lane *add = kind & BLOCK_ADDS ? tile->add : NULL;
     v_t index;
     for (int i = 0; i < LANES; i++) index[i] = i;
     for (int64_t r = 0; r < queries->rows.n; r++) {
@@ -170,7 +178,8 @@ static void add_sums(const back_rows *queries, int64_t j0, int64_t n, const back
         v_t sum = v_splat(0);
         for (int64_t j = 0; j < n; j += LANES) {
             const v_t score = v_load(tile->s + r * BLOCK_K + j), key = index + v_splat((lane)j);
-            const vi_t none = (score == v_splat(-INFINITY)) | (key < begin) | (key >= end);
+            vi_t none = (key < begin) | (key >= end);
+            if (add) none |= v_load(add + r * BLOCK_K + j) == v_splat(-INFINITY);
             sum += v_select(none, v_splat(0), v_exp_prob(score - v_splat(queries->base[r])));
         }
         sums[r] += (double)v_sum(sum);

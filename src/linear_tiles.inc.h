@@ -17,6 +17,9 @@
  * Exports   tiles_panels, linear_tiles, CODES_LEAST_ROWS, blocks_by_tiles. */
 #pragma once
 #include "linear_finish.inc.h"
+#if V_TILES
+#include "tile_amx.inc.h"
+#endif
 
 /* Panels of a task: 1 MB, half of the second-level cache of the CPUs that have tiles. */
 INLINE int64_t tiles_panels(const fa_linear_args *a)
@@ -78,20 +81,10 @@ typedef struct {
 
 INLINE void tiles_multiply(int bytes, int hi, const tiles_product *p)
 {
-    const int64_t acc_row = PANEL * sizeof(lane), x_row = p->x_row, steps = p->steps;
+    const int64_t x_row = p->x_row, steps = p->steps;
     const int64_t share = ceil_div(p->waiting->rows, larger(1, steps));
     const char *x = p->x, *part = p->part;
-    if (p->more) {
-        TILE_LOAD(0, p->acc, acc_row);
-        TILE_LOAD(1, p->acc + LANES, acc_row);
-        if (hi) TILE_LOAD(2, p->acc + TILE_ROWS * PANEL, acc_row);
-        if (hi) TILE_LOAD(3, p->acc + TILE_ROWS * PANEL + LANES, acc_row);
-    } else {
-        TILE_ZERO(0);
-        TILE_ZERO(1);
-        if (hi) TILE_ZERO(2);
-        if (hi) TILE_ZERO(3);
-    }
+    load_tiles(2, hi, p->more ? ACC_KEEP : ACC_ZERO, p->acc, PANEL);
     for (int64_t t = 1; t <= steps; t++, x += TILE_BYTES, part += TILE_ROWS * FA_PANEL_BYTES) {
         const char *y = t == steps ? p->last : part;
         TILE_LOAD(6, y, FA_PANEL_BYTES);
@@ -112,10 +105,7 @@ INLINE void tiles_multiply(int bytes, int hi, const tiles_product *p)
         if (p->waiting->rows) finish_rows(p->waiting, smaller(share, p->waiting->rows));
     }
     if (p->waiting->rows) finish_rows(p->waiting, p->waiting->rows); /* without features there was no step */
-    TILE_STORE(0, p->acc, acc_row);
-    TILE_STORE(1, p->acc + LANES, acc_row);
-    if (hi) TILE_STORE(2, p->acc + TILE_ROWS * PANEL, acc_row);
-    if (hi) TILE_STORE(3, p->acc + TILE_ROWS * PANEL + LANES, acc_row);
+    store_tiles(2, hi, p->acc, PANEL);
 }
 
 /* to = the last tiles of a panel, of which `features` are left. */

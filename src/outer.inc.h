@@ -7,6 +7,8 @@
  *       for each panel
  *         out (strip, PANEL) += strip^T panel               in registers
  *
+ * By tiles a strip has TILES_STRIP columns and is transposed, a piece has 2 MAX_DEPTH rows, and sums come by way of memory.
+ *
  * The lanes are columns of b; a is broadcast. A task is some columns of each. It goes through all rows in order, so that
  * the bits depend neither on the tasks nor on who runs them. What is copied next, lines far apart, is prefetched while
  * products are computed: without that, copies took a quarter of the time.

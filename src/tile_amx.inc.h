@@ -1,5 +1,6 @@
 /* The two products of attention by the tiles of AMX, in bfloat16, and the softmax between them; only if V_TILES. As in
- * tile.inc.h lanes are queries: so masks, modifiers and results are as they are without tiles.
+ * tile.inc.h lanes are queries: so masks, modifiers and results are as they are without tiles. Products of gradients are
+ * the same two, of other operands.
  *
  *     tile            A                                  B                                  C
  *     S^T = K Q^T     16 keys x 32 dimensions of K       16 pairs of dimensions x queries   16 keys x 16 queries
@@ -10,14 +11,14 @@
  * sequence, so that a row's bits do not depend on where others begin: ranges.inc.h.
  *
  * Literals  nv: 1, NV. hi, keep, logs: 0, 1. count: nv, 2 * nv.
- * Exports   amx_outer; amx_softmax_args, amx_softmax; amx_scale, amx_values, transpose_values. */
+ * Exports   load_tiles, store_tiles, amx_outer; amx_softmax_args, amx_softmax; amx_scale, amx_values, transpose_values. */
 #pragma once
 #include "softmax.inc.h"
 
 _Static_assert(BLOCK_Q == 2 * TILE_ROWS && BLOCK_K % TILE_KEYS == 0, "tiles fill a block");
 
-/* out (32 or, without `hi`, 16 rows; 32 or 16 columns): accumulators as they begin, and as they end. */
-INLINE void tiles_of(int nv, int hi, acc_mode mode, const lane *out, int64_t pitch)
+/* out (32 or, without `hi`, 16 rows; 32 or 16 columns): accumulators as they begin, 0 or out, and as they end. */
+INLINE void load_tiles(int nv, int hi, acc_mode mode, const lane *out, int64_t pitch)
 {
     const lane *high = out + TILE_ROWS * pitch;
     const int64_t row = pitch * (int64_t)sizeof(lane);
@@ -44,14 +45,15 @@ INLINE void store_tiles(int nv, int hi, lane *out, int64_t pitch)
     if (hi && nv > 1) TILE_STORE(3, high + LANES, row);
 }
 
-/* block_outer, for n and depth rounded up to whole steps. */
+/* block_outer, for n and depth rounded up to whole steps: of x and of out there are as many rows. With `more`, the factor
+ * is 1. */
 INLINE void amx_outer(int nv, int64_t n, const outer_product *p)
 {
     const int64_t pitch = p->pitch * sizeof(lane), k_row = p->x_row, high = TILE_ROWS * k_row;
     const char *k = p->x;
     lane *s = p->out;
     for (int64_t j = 0; j < n; j += TILE_KEYS, k += TILE_KEYS * k_row, s += TILE_KEYS * p->pitch) {
-        tiles_of(nv, 1, p->more ? ACC_KEEP : ACC_ZERO, s, p->pitch);
+        load_tiles(nv, 1, p->more ? ACC_KEEP : ACC_ZERO, s, p->pitch);
         for (int64_t d = 0; d < p->depth; d += TILE_KEYS / 2) {
             const char *x = k + d * (int64_t)sizeof(lane);
             const lane *y = p->y + d * p->pitch;
@@ -174,7 +176,7 @@ INLINE void amx_value_tiles(int nv, int hi, int64_t d, const value_product *p)
     const int64_t pitch = p->pitch * sizeof(lane), square = TILE_ROWS * TILE_BYTES;
     lane *out = p->out + d * p->pitch;
     const char *v = p->v + d * TILE_BYTES;
-    tiles_of(nv, hi, p->mode, out, p->pitch);
+    load_tiles(nv, hi, p->mode, out, p->pitch);
     for (int64_t j = 0; j < p->n; j += TILE_KEYS / 2, v += TILE_KEYS / 2 * p->v_row) {
         const lane *probs = p->probs + j * p->pitch;
         TILE_LOAD(4, v, TILE_BYTES);

@@ -104,6 +104,14 @@ def test_empty(implementation, shape, gated):
     np.testing.assert_array_equal(ops.linear(x, packed, transposed=True), expected)
 
 
+def test_one_feature_of_each_map(implementation):
+    """Both may lie apart, as a view of more features has them."""
+    packed = ops.pack(np.ones((1, 4), np.float32), gate=np.full((1, 4), 2, np.float32))
+    x = np.arange(30, dtype=np.float32).reshape(5, 2, 3)[:, :, :1]
+    expected = 2 * x[:, 0] + x[:, 1]
+    np.testing.assert_array_equal(ops.linear(x, packed, transposed=True), np.broadcast_to(expected, (5, 4)))
+
+
 def test_errors():
     packed = ops.pack(np.ones((3, 4), np.float32))
     pair = ops.pack(np.ones((3, 4)), gate=np.ones((3, 4)), dtype="int8")

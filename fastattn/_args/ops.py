@@ -151,8 +151,10 @@ def linear_args(
         if not pre.flags.c_contiguous:
             raise ValueError(f"(): pre has strides {pre.strides}; expected a C-contiguous array")
         pre = pre.reshape(math.prod(leading), math.prod(shape[len(leading) :]))
+    if len(width) > 1:  # where a map has one feature, those of both may lie apart
+        array = readable(array.reshape(*leading, math.prod(width)), "x", [], "the last axis")
     args = LinearArgs(
-        rows(array if len(width) == 1 else array.reshape(*leading, math.prod(width))),
+        rows(array),
         weight,
         bias_array,
         activation,

@@ -141,7 +141,7 @@ def logits(args: LogitsArgs) -> None:
         probs /= row_sum[:, None]
         probs -= smoothing / n
         probs[target] -= 1 - smoothing
-        args.logits[rows] = probs * args.factor[rows, None]
+        args.logits[rows] = probs * args.factor[rows][:, None]
 
 
 # Rows that are gathered at a time.

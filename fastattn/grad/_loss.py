@@ -115,7 +115,9 @@ def cross_entropy(
     memory = np.empty((min(step, len(counted)), classes), lane)
     for first in range(0, len(counted), step):
         which: Any = slice(first, first + step) if whole else counted[first : first + step]
-        inputs = flat[which].astype(lane, copy=False)
+        inputs = flat[which]
+        if inputs.dtype != lane:  # in C's order, also of rows that are all the same memory
+            inputs = inputs.astype(lane, order="C")
         logits = memory[: len(inputs)]
         if isinstance(weight, PackedLinear):
             ops.linear(inputs, weight, bias_array, out=logits, num_threads=count, backend=backend)

@@ -9,7 +9,7 @@ from oracle import assert_same_bits, case, poison
 
 import fastattn
 from fastattn import functional
-from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape, pairs
+from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape, as_dtype, pairs
 from fastattn.functional import attention_backward, varlen_attention_backward
 from fastattn.grad import vjp
 
@@ -146,6 +146,23 @@ def test_nan_reaches_the_gradients_of_those_who_attend_it(implementation):
         else:
             assert np.isnan(got["dk"][..., :151, :]).all(), name
             assert np.isfinite(got["dk"][..., 151:, :]).all(), name
+
+
+@pytest.mark.parametrize("rows", [1, 3, 19])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_key_whose_score_is_minus_infinity_is_attended(implementation, dtype, rows):
+    """It has no gradients that are numbers, whether or not a mask hides something of other rows."""
+    q, k, v, dout = (
+        np.full((1, n, 4), x, as_dtype(dtype)) for n, x in ((20, -1), (1, np.inf), (1, 1), (20, 1))
+    )
+    mask = np.arange(20)[:, None] < 19  # the last row attends nothing
+    out, lse = fastattn.attention(q, k, v, mask=mask, return_lse=True)
+    (whole,) = attention_backward(dout, q, k, v, out, lse, mask=mask, need=("dq",))
+    some = np.s_[:, :rows]
+    (alone,) = attention_backward(dout[some], q[some], k, v, out[some], lse[some], need=("dq",))
+    assert np.isnan(alone.astype(float)).all()
+    assert np.isnan(whole[:, :19].astype(float)).all()
+    assert not whole[:, 19].any()
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,23 @@ def test_chunks_of_rows(implementation, weight_dtype, monkeypatch):
     np.testing.assert_allclose(dbias, gradient.sum(axis=0), atol=error)
 
 
+@each_dtype
+def test_rows_that_are_the_same_memory(implementation, dtype):
+    weight = ops.pack(normal(5, 33), dtype="float64" if dtype == np.float64 else "float32")
+    x = np.broadcast_to(normal(33).astype(dtype), (2, 33))
+    got, expected = (grad.cross_entropy(each, weight, [0, 1]) for each in (x, x.copy()))
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_more_logits_than_a_block_holds(implementation):
+    x, targets = normal(600, 2500, dtype=np.float32), RNG.integers(0, 2500, 600)
+    loss, dx = grad.cross_entropy(x, None, targets)
+    losses, gradient = plain_loss(x.astype(float), targets, 0)
+    assert loss == pytest.approx(losses.mean(), rel=1e-5)
+    np.testing.assert_allclose(dx, gradient / 600, atol=1e-6)
+
+
 def test_nothing_counts(implementation):
     weight = ops.pack(normal(5, 4))
     loss, *gradients = grad.cross_entropy(normal(3, 4), weight, [-100] * 3)
