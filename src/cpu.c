@@ -142,7 +142,8 @@ int fa_cpu_has_neonbf16(void) { return fa_cpu_has_neoni8mm() && (getauxval(AT_HW
 #elif defined __APPLE__
 int fa_cpu_has_neondot(void) { return 1; } /* since the first of Apple's own */
 
-int fa_cpu_has_neoni8mm(void) { return number("hw.optional.arm.FEAT_I8MM") != 0; } /* since the M2, also: */
+/* Both since the M2. */
+int fa_cpu_has_neoni8mm(void) { return number("hw.optional.arm.FEAT_I8MM") != 0; }
 int fa_cpu_has_neonbf16(void) { return fa_cpu_has_neoni8mm() && number("hw.optional.arm.FEAT_BF16") != 0; }
 #else
 int fa_cpu_has_neondot(void) { return 0; }

@@ -139,7 +139,6 @@ INLINE void turn_strip(fa_dtype dtype, const fa_outer_args *a, int64_t row, int6
         v_store(sums, sum);
     }
 }
-
 #endif
 
 /* Of b, panel by panel: (panels, MAX_DEPTH, PANEL). Behind the last column, and up to a whole step of rows, stand zeros. */
