@@ -89,7 +89,7 @@ class Tensors:
     @classmethod
     def of_state(cls, state: Mapping[str, Array], stored: str) -> Tensors:
         """Tensors in memory."""
-        return cls("with_state_dict()", stored, dict.fromkeys(state, _Memory(state)))
+        return cls("()", stored, dict.fromkeys(state, _Memory(state)))
 
     @property
     def names(self) -> list[str]:

@@ -108,7 +108,7 @@ def test_a_folder_with_what_was_trained_is_loaded(kind, tmp_path):
 def test_adapters_that_do_not_fit_when_merged_change_nothing(tmp_path):
     tuning = ContrastiveTuning(loaded(tmp_path), rank=2)
     before, vectors = tuning.state_dict(), tuning.model.encode(TEXTS)
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match=r"ContrastiveTuning.load_state_dict\(\): .* not finite"):
         tuning.load_state_dict({name: np.full(x.shape, 3e38) for name, x in before.items()})
     for name, x in tuning.state_dict().items():
         np.testing.assert_array_equal(x, before[name])
