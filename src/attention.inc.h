@@ -36,11 +36,7 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
         return;
     }
     memcpy(scratch->clean, block->v, round_up(block->n, key_step(1)) / 2 * bytes);
-    for (int64_t i = 0; i < bad->n; i++) { /* one half of every pair */
-        const int64_t step = V_TILES ? TILE_KEYS : 2, key = bad->row[i];
-        char *pairs = (char *)scratch->clean + key / step * step / 2 * bytes + key % step * 2;
-        for (int64_t d = 0; d < width; d++) memset(pairs + d * step * 2, 0, 2);
-    }
+    for (int64_t i = 0; i < bad->n; i++) clear_paired_row(bad->row[i], width, scratch->clean);
 }
 
 /* Second pass: scores become probabilities, which are added up. Where a row's factor is NaN, so are the probabilities

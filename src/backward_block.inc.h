@@ -171,29 +171,7 @@ INLINE const char *rows_of_products(int dot, const fa_array *x, const row_block 
                                     int64_t *row_bytes)
 {
     if (!dot) return rows_as_lanes(x, &(fa_array){0}, rows, rows->row0, rows->n, width, 0, copy, row_bytes);
-    const char *from = at_key(x, rows, rows->row0);
-    const int64_t padded = padded_k(width), n = V_TILES ? round_up(rows->n, TILE_KEYS) : rows->n;
-    int copies = padded > width || n > rows->n || !is_dense(x, width);
-#if V_TILES
-    copies |= !tiles_fit(from, x->row);
-#endif
-    *row_bytes = x->row;
-    if (!copies) return from;
-    *row_bytes = padded * 2;
-    for (int64_t r = 0; r < rows->n; r++) {
-        char *row = (char *)copy + r * *row_bytes;
-        memcpy(row, from + r * x->row, width * 2);
-        memset(row + width * 2, 0, (padded - width) * 2);
-    }
-    memset((char *)copy + rows->n * *row_bytes, 0, (n - rows->n) * *row_bytes);
-    return (const char *)copy;
-}
-
-/* Where pair `i` of rows has dimension d, in lanes. */
-INLINE int64_t pair_of_sums(int64_t i, int64_t d, int64_t width)
-{
-    if (!V_TILES) return i * width + d;
-    return i / LANES * LANES * width + d * LANES + i % LANES; /* tiles of dimensions x pairs: transpose_values */
+    return rows_as_pairs(x, at_key(x, rows, rows->row0), rows->n, width, 0, copy, row_bytes);
 }
 
 /* The same rows as sums over them read them: those in place, unless some are not finite or pairs are to be made. */
@@ -210,16 +188,8 @@ INLINE const char *rows_of_sums(int dot, const fa_array *x, const row_block *row
         return (const char *)copy;
     }
     *row_bytes = padded_v(width) * (int64_t)sizeof(lane);
-#if V_TILES
-    transpose_values(made, made_row, rows->n, width, copy);
-#else
-    pair_values(made, made_row, rows->n, width, width, copy);
-#endif
-    for (int64_t i = 0; i < bad->n; i++) /* one half of every pair */
-        for (int64_t d = 0; d < width; d++) {
-            char *pair = (char *)(copy + pair_of_sums(bad->row[i] / 2, d, padded_v(width)));
-            memset(pair + bad->row[i] % 2 * 2, 0, 2);
-        }
+    pair_rows(made, made_row, rows->n, width, copy);
+    for (int64_t i = 0; i < bad->n; i++) clear_paired_row(bad->row[i], width, copy);
     return (const char *)copy;
 }
 

@@ -4,7 +4,8 @@
  * Literals  dtype: of q.
  * Exports   TILES, PART_K; tile_state, cut_tile; head_copy, cut_head_copy, begin_head; key_block, tile_scratch,
  *           cut_tile_scratch; transpose_rows, load_queries; load_additive, bias_in_place; dots_pairs; load_block,
- *           pair_values, is_dense, rows_as_lanes, prefetch_block, prefetch_task. */
+ *           is_dense, rows_as_lanes, pair_values, rows_as_pairs, pair_rows, clear_paired_row, prefetch_block,
+ *           prefetch_task. */
 #pragma once
 #include "modifiers.inc.h"
 #if V_TILES
@@ -279,6 +280,46 @@ INLINE void pair_values(const char *v, int64_t v_row, int64_t n, int64_t width, 
     }
 }
 
+/* n rows of bfloat16 as products of pairs read them: in place; or copied, unless they are `there`, and filled up with 0 to
+ * whole steps, where something would be read past a row or past the last, or tiles would load them slowly. */
+INLINE const char *rows_as_pairs(const fa_array *x, const char *from, int64_t n, int64_t width, int there, lane *copy,
+                                 int64_t *row_bytes)
+{
+    const int64_t padded = padded_k(width), whole = V_TILES ? round_up(n, TILE_KEYS) : n;
+    int copies = padded > width || whole > n || !is_dense(x, width);
+#if V_TILES
+    copies |= !tiles_fit(from, x->row);
+#endif
+    *row_bytes = copies ? padded * 2 : x->row;
+    if (!copies) return from;
+    for (int64_t r = 0; !there && r < n; r++) {
+        char *row = (char *)copy + r * *row_bytes;
+        memcpy(row, from + r * x->row, width * 2);
+        memset(row + width * 2, 0, (padded - width) * 2);
+    }
+    if (!there) memset((char *)copy + n * *row_bytes, 0, (whole - n) * *row_bytes);
+    return (const char *)copy;
+}
+
+/* Pairs of n rows of bfloat16 as sums over rows read them, padded_v(width) lanes each: by tiles transposed, of each
+ * TILE_KEYS rows. */
+INLINE void pair_rows(const char *x, int64_t x_row, int64_t n, int64_t width, lane *to)
+{
+#if V_TILES
+    transpose_values(x, x_row, n, width, to);
+#else
+    pair_values(x, x_row, n, width, width, to);
+#endif
+}
+
+/* A row of them becomes 0: one half of every pair. */
+INLINE void clear_paired_row(int64_t row, int64_t width, lane *pairs)
+{
+    const int64_t step = key_step(1);
+    char *half = (char *)(pairs + row / step * step / 2 * padded_v(width)) + row % step * 2;
+    for (int64_t d = 0; d < width; d++) memset(half + d * step * 2, 0, 2);
+}
+
 /* The block's keys and values, copied where that is needed: a part of the head's copy is a whole block of the grid. */
 INLINE void load_block(const fa_attention_args *a, const row_block *rows, int dot, tile_scratch *scratch)
 {
@@ -303,32 +344,11 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
         block->v += skip * block->v_row;
         return;
     }
-    block->k = at_key(&a->k, rows, first), block->k_row = a->k.row;
-    const int64_t padded = padded_k(width), whole = V_TILES ? round_up(n, TILE_KEYS) : n;
-    /* Nothing may be read past a row, or past the last. */
-    int copies = padded > width || whole > n || !is_dense(&a->k, width);
-#if V_TILES
-    copies |= !tiles_fit(block->k, a->k.row);
-#endif
-    if (copies) {
-        const char *from = block->k;
-        block->k = (const char *)k, block->k_row = padded * 2;
-        for (int64_t j = 0; !there && j < n; j++) {
-            char *row = (char *)k + j * block->k_row;
-            memcpy(row, from + j * a->k.row, width * 2);
-            memset(row + width * 2, 0, (padded - width) * 2);
-        }
-        if (!there) memset((char *)k + n * block->k_row, 0, (whole - n) * block->k_row);
-    }
+    block->k = rows_as_pairs(&a->k, at_key(&a->k, rows, first), n, width, there, k, &block->k_row);
     block->k += skip * block->k_row;
     if (a->stats.second_pass) return;
     block->v_row = padded_v(width_v) * (int64_t)sizeof(lane), block->v = (const char *)v + skip / 2 * block->v_row;
-    if (there) return;
-#if V_TILES
-    transpose_values(at_key(&a->v, rows, first), a->v.row, n, width_v, v);
-#else
-    pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, width_v, v);
-#endif
+    if (!there) pair_rows(at_key(&a->v, rows, first), a->v.row, n, width_v, v);
 }
 
 /* Asks for part `i` of `parts` of what a task of `rows` reads first. Many sequences are each too short for the hardware's
