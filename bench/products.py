@@ -26,17 +26,18 @@ MANY = (
     (4096, 384, 1536), (4096, 1536, 384), (128, 384, 384), (128, 1536, 384),
 )  # fmt: skip
 FEW = tuple((rows, 2048, 8192) for rows in (1, 4, 8, 16, 64))
-# Name: types of weights and inputs, how the latter are rounded, and multiply-adds of an instruction relative
-# to float32's: a dot product of bytes does four times as many, and that of bfloat16 has a peak of its own.
+# Name: types of weights and inputs, how the latter are rounded, and whose multiply-adds are the limit.
 KINDS = {
-    "float32": ("float32", "float32", None, 1),
-    "bfloat16": ("bfloat16", "float32", None, 1),
-    "bfloat16, inputs too": ("bfloat16", "bfloat16", None, 1),
-    "int8": ("int8", "float32", None, 1),
-    "int8 by int8": ("int8", "float32", "int8", 4),
-    "int4": ("int4", "float32", None, 1),
-    "int4 by int8": ("int4", "float32", "int8", 4),
+    "float32": ("float32", "float32", None, "float32"),
+    "bfloat16": ("bfloat16", "float32", None, "bfloat16"),
+    "bfloat16, inputs too": ("bfloat16", "bfloat16", None, "bfloat16"),
+    "int8": ("int8", "float32", None, "float32"),
+    "int8 by int8": ("int8", "float32", "int8", "int8"),
+    "int4": ("int4", "float32", None, "float32"),
+    "int4 by int8": ("int4", "float32", "int8", "int8"),
 }
+# Where the instruction set has no dot product of such: relative to float32's. Without one, bfloat16 is widened.
+WITHOUT = {"float32": 1, "bfloat16": 1, "int8": 4}
 
 
 def best(call: Call, limit: Callable[[], float], during: float = 0.4) -> tuple[float, float]:
@@ -52,7 +53,9 @@ def measure(
     kind: str, shape: tuple[int, int, int], threads: int, far: bool, transposed: bool
 ) -> tuple[float, int, float]:
     """Seconds, bytes of weights, and the limit: of multiply-adds or, with weights from memory, of reading."""
-    stored, dtype, activations, per_instruction = KINDS[kind]
+    stored, dtype, activations, by = KINDS[kind]
+    if transposed and not (dtype == "bfloat16" and fastattn.show_config()["isa"] == "amx"):
+        by = "float32"  # widened
     rows, k, n = shape
     rng = np.random.default_rng(0)
     x = normal((rows, n if transposed else k), dtype)
@@ -72,12 +75,7 @@ def measure(
     def limit() -> float:
         if far:
             return float(_core.read_bandwidth(threads))
-        return (
-            float(
-                _core.fma_peak("bfloat16" if stored == "bfloat16" and not transposed else "float32", threads)
-            )
-            * per_instruction
-        )
+        return float(_core.fma_peak(by, threads) or WITHOUT[by] * _core.fma_peak("float32", threads))
 
     call()
     took, most = best(call, limit)
