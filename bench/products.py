@@ -36,7 +36,7 @@ KINDS = {
     "int4": ("int4", "float32", None, "float32"),
     "int4 by int8": ("int4", "float32", "int8", "int8"),
 }
-# Where the instruction set has no dot product of such: relative to float32's. Without one, bfloat16 is widened.
+# The limit relative to float32's where the instruction set has no such dot product: bfloat16 is widened.
 WITHOUT = {"float32": 1, "bfloat16": 1, "int8": 4}
 
 
