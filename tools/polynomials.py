@@ -94,9 +94,9 @@ def main():
     show("exp2 of a sixteenth", g, error)
     print("    " + ", ".join(f"{int(mp.nint((sixteenth(i) - 1) * 2**23)):#08x}" for i in range(16)))
     # The same beside tiles, of f from 0 to 1: rounding to the integer below is one instruction there. As 1 is
-    # exact, 0 is the first of five Chebyshev nodes, of an interval that begins a little below it.
-    edge = mp.cos(mp.pi / 10)
-    nodes = [(edge + mp.cos(mp.pi * (2 * i + 1) / 10)) / (1 + edge) for i in range(4)]
+    # exact, 0 is the first of six Chebyshev nodes, of an interval that begins a little below it.
+    edge = mp.cos(mp.pi / 12)
+    nodes = [(edge + mp.cos(mp.pi * (2 * i + 1) / 12)) / (1 + edge) for i in range(5)]
     g = through([(f, (mp.power(2, f) - 1) / f) for f in nodes])
     power = lambda f: mp.power(2, f)  # noqa: E731
     error = worst(power, lambda f, g=g: 1 + f * mp.polyval(g[::-1], f), mp.mpf(0), mp.mpf(1))
