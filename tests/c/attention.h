@@ -130,12 +130,9 @@ static int report_attention(const char *only_isa)
     FOR(isa, fa_isa_count())
     {
         const char *name = fa_isa_name((int)isa);
-        printf("%s: ", name);
-        if (!fa_isa_available((int)isa)) puts("not on this CPU");
-        else if (only_isa && strcmp(only_isa, name) != 0) puts("not asked for");
-        else
-            printf("tile kernel %d (several tiles a task %d, bfloat16 dot %d), dot kernel %d, several splits %d\n",
-                   counts[isa].tile, counts[isa].tiles, counts[isa].bf16_dot, counts[isa].dot, counts[isa].splits);
+        if (!fa_isa_available((int)isa) || (only_isa && strcmp(only_isa, name) != 0)) continue;
+        printf("%s: tile kernel %d (several tiles a task %d, bfloat16 dot %d), dot kernel %d, several splits %d\n",
+               name, counts[isa].tile, counts[isa].tiles, counts[isa].bf16_dot, counts[isa].dot, counts[isa].splits);
         if (2 * counts[isa].numbers >= counts[isa].elements) continue;
         puts("FAILED: most elements are 0 or NaN, so that the comparison says little");
         told = 0;

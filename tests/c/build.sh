@@ -12,7 +12,8 @@ instruction_sets() { # instruction_sets ARCHITECTURE: lines "name|base|families 
     sed -nE "s/^FA_ISA\((\w+), ($1|any), \"(.*)\", (\w+), \"(.*)\"\)$/\1|\4|\5|\3/p" src/isa.inc
 }
 
-# build NAME ARCHITECTURE CC FLAGS...: $out/NAME/driver, with every instruction set that the compiler takes.
+# build NAME ARCHITECTURE CC FLAGS...: $out/NAME/driver, with every instruction set that the compiler takes, and
+# $out/NAME/own, patterns of those lines of `driver list` whose kernels are not those of another line.
 #   LEAVE_OUT  names of instruction sets to do without
 #   EMULATE    names of those to have once more as <name>_emulated, where the bfloat16 dot product is spelled out, and
 #              the tiles of amx are, for any CPU with AVX-512
@@ -42,6 +43,7 @@ build() {
                 floats+="FAMILY(${of}_f32_$family) " doubles+="FAMILY(${base}_f64_$family) "
             done
             list+=" ISA(amx_emulated,$floats,$doubles)"
+            echo "^amx_emulated (${own// /|})$" >>"$folder/own"
             defines+=" -Dfa_cpu_has_amx_emulated=fa_cpu_has_avx512"
         fi
         [[ " ${LEAVE_OUT-} " != *" $isa "* ]] || continue
@@ -59,6 +61,7 @@ build() {
             floats+="FAMILY(${of}_f32_$family) " doubles+="FAMILY(${base}_f64_$family) "
         done
         list+=" ISA($isa,$floats,$doubles)"
+        if [ "$own" = all ]; then echo "^${isa}(_emulated)? "; else echo "^$isa (${own// /|})$"; fi >>"$folder/own"
         if [[ " ${EMULATE-} " == *" $isa "* ]] && [ "$isa" != amx ]; then
             floats=""
             for family in $families; do
@@ -75,4 +78,11 @@ build() {
     printf '%s\n' "${jobs[@]}" | xargs -d '\n' -P "$(nproc)" -I{} sh -c '{}'
     # shellcheck disable=SC2086
     $cc "${flags[@]}" "$folder"/*.o -lm -o "$folder/driver"
+}
+
+# run_driver NAME COMMAND...: all that $out/NAME/driver can run, by the command, as many processes at once as there are
+# CPUs. CASES=/10 runs one case of ten.
+run_driver() {
+    local driver=("${@:2}" "$out/$1/driver")
+    "${driver[@]}" list | grep -E -f "$out/$1/own" | sed "s,$,${CASES:+ $CASES}," | xargs -P "$(nproc)" -L 1 "${driver[@]}"
 }

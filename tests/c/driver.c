@@ -2,7 +2,8 @@
  * definition in double precision.
  *
  *     driver [isa [family [case]]]      all, or some; `all` is every instruction set or family, and /N one case of
- *                                       N, drawn; the exit status tells whether all passed */
+ *                                       N, drawn; the exit status tells whether all passed
+ *     driver list                       lines "isa family" of what there is for this CPU */
 #include "attention.h"
 #include "backward.h"
 #include "gradients.h"
@@ -25,6 +26,14 @@ static const family *const families[] = {&attention_family, &backward_family,
                                          &rows_grad_family, &logits_family,
                                          &dropout_family,   &scatter_family};
 
+static int list(void)
+{
+    FOR(f, COUNT(families))
+    FOR(isa, fa_isa_count())
+    if (fa_isa_available((int)isa)) printf("%s %s\n", fa_isa_name((int)isa), families[f]->name);
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     const char *only_isa = argc > 1 && strcmp(argv[1], "all") != 0 ? argv[1] : NULL;
@@ -34,6 +43,7 @@ int main(int argc, char **argv)
     int all[2] = {0};
     setvbuf(stdout, NULL, _IOLBF, 0);
     fa_cpu_ask_tiles();
+    if (argc == 2 && strcmp(argv[1], "list") == 0) return list();
     signal(SIGSEGV, crashed);
     signal(SIGBUS, crashed);
     signal(SIGILL, crashed);
@@ -42,10 +52,10 @@ int main(int argc, char **argv)
         int count[2] = {0};
         if (only && strcmp(only, families[i]->name) != 0) continue;
         run_family(families[i], only_isa, only_case, one_of, count);
-        printf("%s: %d passed, %d failed\n", families[i]->name, count[0], count[1]);
+        printf("%s %s: %d passed, %d failed\n", only_isa ? only_isa : "all", families[i]->name, count[0], count[1]);
         FOR(wrong, 2) all[wrong] += count[wrong];
     }
-    if (!only && !report_attention(only_isa)) all[1]++;
+    if ((!only || strcmp(only, "attention") == 0) && !report_attention(only_isa)) all[1]++;
     printf("%d passed, %d failed\n", all[0], all[1]);
     return all[1] > 0 || all[0] == 0;
 }
