@@ -14,5 +14,5 @@ run_driver plain
 # Undefined behaviour ends in an illegal instruction: the code for messages, too, takes minutes to compile.
 here=$("$out/plain/driver" list | cut -d " " -f 1 | sort -u)
 LEAVE_OUT=$(instruction_sets "$arch" | cut -d "|" -f 1 | grep -vxF "$here" | tr '\n' ' ' || true)
-build sanitized "$arch" "$cc" -O1 -g "-fsanitize=$sanitizers" -fsanitize-undefined-trap-on-error
+build sanitized "$arch" "$cc" -O1 -g1 "-fsanitize=$sanitizers" -fsanitize-undefined-trap-on-error
 ASAN_OPTIONS=detect_leaks=0 run_driver sanitized
