@@ -46,7 +46,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
+        raise ModelError(f"{path.absolute()} is missing") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
