@@ -1,7 +1,7 @@
 /* Activations on vectors. NaN stays NaN.
  *
  * Literals  activation: any fa_activation. With a literal in a loop, one formula is left of all.
- * Exports   v_activate, v_slope; v_erf, v_sigmoid, v_sigmoid_slope, v_gelu_tanh_slope (of the formulas). */
+ * Exports   v_activate, v_slope; v_erf, v_sigmoid, v_sigmoid_slope, v_gelu_tanh, v_gelu_tanh_slope (of the formulas). */
 #pragma once
 #include "softmax.inc.h"
 
@@ -41,6 +41,11 @@ INLINE v_t v_sigmoid(v_t x)
     return v_select(x < 0, e, v_splat(1)) / (1 + e);
 }
 
+/* gelu_tanh is x sigmoid(y) with y = 2 sqrt(2 / pi) (x + 0.044715 x^3). In 1 + tanh(y / 2), negative x would lose digits. */
+#define GELU_ROOT ((lane)1.59576912160573071176)
+#define GELU_CUBIC ((lane)0.07135481627260025)
+INLINE v_t v_gelu_tanh(v_t x) { return x * v_sigmoid(x * v_fma(x * x, v_splat(GELU_CUBIC), v_splat(GELU_ROOT))); }
+
 INLINE v_t v_activate(fa_activation activation, v_t x)
 {
     switch (activation) {
@@ -58,12 +63,11 @@ INLINE v_t v_sigmoid_slope(v_t x)
     return e / ((1 + e) * (1 + e));
 }
 
-/* gelu_tanh is x sigmoid(y) with y = 2 sqrt(2 / pi) (x + 0.044715 x^3). Beyond 30 its slope is 0 or 1, and x^2 might
- * overflow. */
+/* The derivative of gelu_tanh. Beyond 30 it is 0 or 1, and x^2 might overflow. */
 INLINE v_t v_gelu_tanh_slope(v_t x)
 {
     const v_t bounded = v_min(v_splat(30), v_max(v_splat(-30), x)), square = bounded * bounded;
-    const v_t root = v_splat((lane)1.59576912160573071176), cubic = v_splat((lane)0.07135481627260025);
+    const v_t root = v_splat(GELU_ROOT), cubic = v_splat(GELU_CUBIC);
     const v_t y = bounded * v_fma(square, cubic, root), slope = v_fma(square, 3 * cubic, root);
     return v_fma(bounded * slope, v_sigmoid_slope(y), v_sigmoid(y));
 }

@@ -5,7 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from implementations import forced
+from implementations import each_isa, forced
 
 from fastattn import ops
 from fastattn._args.packed import WEIGHT_DTYPES
@@ -121,6 +121,18 @@ def test_activate(implementation, activation, dtype):
     close(ops.activate(x, activation), expected, bound, dtype)
     up = x[::-1]
     close(ops.activate(x, activation, up=up), expected * up.astype(float), 10 * bound, dtype)
+
+
+@each_isa
+def test_results_of_sigmoid_keep_their_digits(isa):
+    """In 1 + tanh(y / 2), negative y would lose them."""
+    x = np.linspace(-5, -1, 101).astype(np.float32)
+    wide = x.astype(float)
+    inner = {"silu": wide, "quick_gelu": 1.702 * wide}
+    inner["gelu_tanh"] = 2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+    with forced(isa):
+        for name, y in inner.items():
+            np.testing.assert_allclose(ops.activate(x, name), wide / (1 + np.exp(-y)), rtol=5e-6)
 
 
 def test_activations_of_what_is_not_finite(implementation):
