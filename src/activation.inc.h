@@ -41,7 +41,8 @@ INLINE v_t v_sigmoid(v_t x)
     return v_select(x < 0, e, v_splat(1)) / (1 + e);
 }
 
-/* gelu_tanh is x sigmoid(y) with y = 2 sqrt(2 / pi) (x + 0.044715 x^3). In 1 + tanh(y / 2), negative x would lose digits. */
+/* gelu_tanh is x sigmoid(y) with y = 2 sqrt(2 / pi) (x + 0.044715 x^3): 1 + tanh(y / 2) would lose the digits of
+ * negative y. */
 #define GELU_ROOT ((lane)1.59576912160573071176)
 #define GELU_CUBIC ((lane)0.07135481627260025)
 INLINE v_t v_gelu_tanh(v_t x) { return x * v_sigmoid(x * v_fma(x * x, v_splat(GELU_CUBIC), v_splat(GELU_ROOT))); }

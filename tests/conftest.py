@@ -53,13 +53,17 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is not in the sample, unless --full is given or the command names tests with ::."""
-    if config.getoption("full") or any("::" in argument for argument in config.args):
+    """Leave out what is not in the sample, but for --full and for tests that the command names with ::."""
+    if config.getoption("full"):
         return
-    cases = {}
+    named = [argument.partition("::") for argument in config.args if "::" in argument]
+    named = [(Path(config.invocation_params.dir, path), name) for path, _, name in named]
+    cases, kept = {}, set()
     for item in items:
+        if any(item.path == path and item.nodeid.partition("::")[2].startswith(name) for path, name in named):
+            kept.add(item)
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {item for name, of_test in cases.items() for item in sample(name, of_test)}
+    kept |= {item for name, of_test in cases.items() for item in sample(name, of_test)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -253,13 +253,11 @@ def test_recurrent(measured):
     check(measured("recurrent", sections), sections)
 
 
-def test_training(measured):
-    variants = [f"backward {name}" for name in ("plain", "causal", *MASKED, *MODIFIED)]
-    grouped, more = SMALL._replace(heads_q=4), ["backward causal", "both plain", "both causal"]
-    sections = {
-        **Request(seed=3).section(GradientProblem, "small", [SMALL], "float32", variants),
-        **Request(seed=3).section(GradientProblem, "grouped", [grouped], "float32", more),
-    }
+@pytest.mark.parametrize("kind", ["backward", "both"])
+@pytest.mark.parametrize("shape", [SMALL, SMALL._replace(heads_q=4)], ids=["small", "grouped"])
+def test_training(shape, kind, measured):
+    variants = [f"{kind} {name}" for name in ("plain", "causal", *MASKED, *MODIFIED)]
+    sections = Request(seed=3).section(GradientProblem, "problems", [shape], "float32", variants)
     check(measured("training", sections), sections)
 
 

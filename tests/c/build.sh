@@ -1,4 +1,4 @@
-# For run.sh and run_aarch64.sh: builds the driver with the kernels, compiled as setup.py compiles them.
+# For run.sh and run_aarch64.sh: builds the driver with the kernels, by the flags of setup.py and those that are given.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=$(mktemp -d)
@@ -84,5 +84,5 @@ build() {
 # CPUs. CASES=/10 runs one case of ten.
 run_driver() {
     local driver=("${@:2}" "$out/$1/driver")
-    "${driver[@]}" list | grep -E -f "$out/$1/own" | sed "s,$,${CASES:+ $CASES}," | xargs -P "$(nproc)" -L 1 "${driver[@]}"
+    "${driver[@]}" list | grep -E -f "$out/$1/own" | sed "s,$,${CASES:+ $CASES}," | xargs -r -P "$(nproc)" -L 1 "${driver[@]}"
 }
