@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The NEON kernels against plain C: cross-compiled, and run under emulation. CC_AARCH64 is the compiler, for instance
 # "python -m ziglang cc -target aarch64-linux-musl", QEMU_AARCH64 the emulator; empty, nothing is run.
-# LEAVE_OUT=generic runs NEON alone, and CASES=/10 one case of ten. Arguments are further flags of the compiler.
+# LEAVE_OUT=generic runs NEON alone, and CASES=/10 one case of ten.
 source "$(dirname "${BASH_SOURCE[0]}")/build.sh"
 
-build aarch64 aarch64 "${CC_AARCH64:-aarch64-linux-gnu-gcc}" -static "$@"
+build aarch64 aarch64 "${CC_AARCH64:-aarch64-linux-gnu-gcc}" -static
 if [ -n "${QEMU_AARCH64=qemu-aarch64}" ]; then
     run_driver aarch64 "$QEMU_AARCH64"
 fi
