@@ -139,7 +139,7 @@ INLINE int amx_softmax(int nv, int keep, int logs, const amx_softmax_args *p)
     }
     int64_t j = 0;
     const unsigned before = _mm_getcsr();
-    _mm_setcsr(before | 0x8000); /* results that are not normal become 0 */
+    _mm_setcsr(before | _MM_FLUSH_ZERO_ON); /* results that are not normal become 0 */
     for (; j + 2 <= n; j += 2) {
         v_t y[2 * NV], prob[2 * NV];
         UNROLL_FOR(int i = 0; i < 2 * nv; i++)

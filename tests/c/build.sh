@@ -84,5 +84,6 @@ build() {
 # CPUs. CASES=/10 runs one case of ten.
 run_driver() {
     local driver=("${@:2}" "$out/$1/driver")
-    "${driver[@]}" list | grep -E -f "$out/$1/own" | sed "s,$,${CASES:+ $CASES}," | xargs -r -P "$(nproc)" -L 1 "${driver[@]}"
+    "${driver[@]}" list | grep -E -f "$out/$1/own" | sed "s,$,${CASES:+ $CASES}," |
+        xargs -r -P "$(nproc)" -L 1 "${driver[@]}"
 }
