@@ -7,8 +7,8 @@ FASTATTN_REQUIRE_EXT=1        fail instead
 FASTATTN_WERROR=1             warnings in src/ are errors
 FASTATTN_EMULATE_BF16_DOT=1   for tests: dot products of bfloat16 pairs on every instruction set, spelled out
                               where there is no instruction for them
-FASTATTN_EMULATE_TILES=1      for tests: the instruction set `amx` for every CPU with AVX-512, its tiles
-                              spelled out
+FASTATTN_EMULATE_TILES=avx512 for tests: the instruction set `amx` for every CPU with AVX-512, its tiles
+                              spelled out; or avx2, its vectors too
 FASTATTN_ISAS=avx2,avx512      compile no other instruction sets but these, and generic
 FASTATTN_OPENMP=0             leave OpenMP out, as where the compiler has none: threads are our own
 FASTATTN_TRACE=1              note which thread runs which task when, for tools/threads.py
@@ -41,8 +41,11 @@ FLAGS = ["-std=gnu11", "-O3", "-g0", "-fwrapv", "-ffp-contract=off", "-fno-math-
 FLAGS += ["-Wall", "-Wextra"]
 if os.environ.get("FASTATTN_EMULATE_BF16_DOT") == "1":
     FLAGS.append("-DFA_EMULATE_BF16_DOT")
-EMULATES_TILES = os.environ.get("FASTATTN_EMULATE_TILES") == "1"
-TILES_FLAGS = ["-DFA_EMULATE_TILES"] if EMULATES_TILES else []  # of `amx`, and of what asks for its CPUs
+TILES_ON = os.environ.get("FASTATTN_EMULATE_TILES", "")
+# Of `amx`, and of what asks for its CPUs:
+TILES_FLAGS = [f"-DFA_EMULATE_TILES=fa_cpu_has_{TILES_ON}"] if TILES_ON else []
+if TILES_ON == "avx2":  # gcc 12 takes over ten minutes for linear.c with -O3; no vector leaves a file
+    TILES_FLAGS += ["-O1", "-Wno-psabi"]
 SANITIZE = os.environ.get("FASTATTN_SANITIZE", "")
 SANITIZED = ["-O1", "-g", f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all"] if SANITIZE else []
 TRACE = [("FA_TRACE", "1")] if os.environ.get("FASTATTN_TRACE") == "1" else []
@@ -87,10 +90,14 @@ def instruction_sets():
     line = r'^FA_ISA\((\w+), (\w+), "(.*)", (\w+), "(.*)"\)$'
     lines = re.findall(line, (SRC / "isa.inc").read_text(), re.MULTILINE)
     flags_of = {name: flags.split() for name, _, flags, _, _ in lines}
-    flags_of["amx"] = [*flags_of["avx512"], *TILES_FLAGS] if EMULATES_TILES else flags_of["amx"]
+    base_of = {name: base for name, _, _, base, _ in lines}
+    if TILES_ON:
+        flags_of["amx"], base_of["amx"] = [*flags_of[TILES_ON], *TILES_FLAGS], TILES_ON
     return [
-        InstructionSet(name, tuple(flags_of[name]), base, tuple(FAMILIES if own == "all" else own.split()))
-        for name, arch, _, base, own in lines
+        InstructionSet(
+            name, tuple(flags_of[name]), base_of[name], tuple(FAMILIES if own == "all" else own.split())
+        )
+        for name, arch, _, _, own in lines
         if arch in (machine, "any")
     ]
 

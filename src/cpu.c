@@ -100,7 +100,7 @@ int fa_cpu_has_avx512bf16(void) { return fa_cpu_has_avx512vnni() && has(cpuid(7,
 int fa_cpu_has_amx(void)
 {
 #ifdef FA_EMULATE_TILES
-    return fa_cpu_has_avx512();
+    return FA_EMULATE_TILES();
 #else /* BF16, TILE, INT8; the system saves tiles and their configuration */
     return fa_cpu_has_avx512bf16() && has(cpuid(7, 0).d, 1u << 22 | 1u << 24 | 1u << 25) && saves(3u << 17);
 #endif

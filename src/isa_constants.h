@@ -18,7 +18,7 @@
 #define NV 2
 #define LINEAR_ROWS 6
 #define LINEAR_NV 2
-#elif defined __AVX512F__
+#elif defined __AVX512F__ || defined FA_EMULATE_TILES /* whose vectors are as wide on every CPU */
 #define V_BYTES 64
 #define V_REGISTERS 32
 #define TILE 8

@@ -27,7 +27,10 @@
 
 #include "isa_constants.h"
 
-#if V_BYTES >= 32
+#if defined __AVX512F__ && !defined FA_GENERIC
+#define V_AVX512 1
+#endif
+#if defined V_AVX512 || V_BYTES == 32
 #include <immintrin.h>
 #define V_X86 1
 #elif defined __aarch64__ && !defined FA_GENERIC
@@ -80,9 +83,9 @@ typedef v_t vu_t __attribute__((aligned(1), may_alias));
 typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere in memory */
 
 /* The intrinsic of this width and lane type: MM(fmadd) is _mm512_fmadd_ps with AVX-512 and float lanes. */
-#if V_BYTES == 64 && LANE_BITS == 64
+#if defined V_AVX512 && LANE_BITS == 64
 #define MM(op) _mm512_##op##_pd
-#elif V_BYTES == 64
+#elif defined V_AVX512
 #define MM(op) _mm512_##op##_ps
 #elif LANE_BITS == 64
 #define MM(op) _mm256_##op##_pd
@@ -130,7 +133,7 @@ INLINE void v_store(void *p, v_t a) { *(vu_t *)p = a; }
 
 INLINE v_t v_load_n(const void *p, int64_t n)
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     return MM(maskz_loadu)(MM_MASK(n), p);
 #else
     v_t a = {0};
@@ -141,7 +144,7 @@ INLINE v_t v_load_n(const void *p, int64_t n)
 
 INLINE void v_store_n(void *p, v_t a, int64_t n)
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     MM(mask_storeu)(p, MM_MASK(n), a);
 #else
     memcpy(p, &a, n * sizeof(lane));
@@ -151,7 +154,7 @@ INLINE void v_store_n(void *p, v_t a, int64_t n)
 /* Past the caches where a vector is a whole line: a line is not read before it is written. */
 INLINE void v_stream(void *p, v_t a)
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     MM(stream)(p, a);
 #else
     v_store(p, a);
@@ -160,7 +163,7 @@ INLINE void v_stream(void *p, v_t a)
 
 INLINE void v_stream_end(void)
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     _mm_sfence();
 #endif
 }
@@ -175,6 +178,9 @@ INLINE v_t v_fma(v_t a, v_t b, v_t c)
     return vfmaq_f64(c, a, b);
 #elif defined V_NEON
     return vfmaq_f32(c, a, b);
+#elif V_TILES
+    UNROLL_FOR(int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
 #else
     return a * b + c;
 #endif
@@ -217,7 +223,7 @@ INLINE v_t v_min(v_t bound, v_t x)
 /* An estimate of 14 bits and a Newton step where a division takes sixteen multiplications: 512 bits on Intel. */
 INLINE v_t v_recip(v_t x)
 {
-#if V_BYTES == 64 && LANE_BITS == 32
+#if defined V_AVX512 && LANE_BITS == 32
     const v_t r = _mm512_rcp14_ps(x);
     return v_fma(v_fma(-x, r, v_splat(1)), r, r);
 #else
@@ -227,16 +233,17 @@ INLINE v_t v_recip(v_t x)
 
 INLINE int v_any(vi_t mask)
 {
-#if V_BYTES == 64 && LANE_BITS == 64
+#if defined V_AVX512 && LANE_BITS == 64
     return _mm512_movepi64_mask((__m512i)mask) != 0;
-#elif V_BYTES == 64
+#elif defined V_AVX512
     return _mm512_movepi32_mask((__m512i)mask) != 0;
 #elif defined V_X86
     return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
 #else
-    uint64_t half[2];
-    memcpy(half, &mask, sizeof half);
-    return (half[0] | half[1]) != 0;
+    uint64_t words[V_BYTES / 8], any = 0;
+    memcpy(words, &mask, sizeof words);
+    UNROLL_FOR(int i = 0; i < V_BYTES / 8; i++) any |= words[i];
+    return any != 0;
 #endif
 }
 
@@ -245,7 +252,7 @@ INLINE int v_any(vi_t mask)
 INLINE void v_transpose(v_t r[LANES])
 {
     v_t zipped[LANES];
-#if LANES == 16
+#if defined V_AVX512 && LANE_BITS == 32
     UNROLL_FOR(int i = 0; i < LANES; i += 2) {
         zipped[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
         zipped[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
@@ -304,7 +311,7 @@ INLINE lane v_max_lanes(v_t a)
 
 INLINE vi_t v_max_i(vi_t a, vi_t b)
 {
-#if V_BYTES == 64 && LANE_BITS == 32
+#if defined V_AVX512 && LANE_BITS == 32
     return (vi_t)_mm512_max_epi32((__m512i)a, (__m512i)b);
 #elif defined V_X86 && LANE_BITS == 32
     return (vi_t)_mm256_max_epi32((__m256i)a, (__m256i)b);
@@ -315,7 +322,7 @@ INLINE vi_t v_max_i(vi_t a, vi_t b)
 
 INLINE vq_t v_mul_wide(vq_t a, vq_t b)
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     return (vq_t)_mm512_mul_epu32((__m512i)a, (__m512i)b);
 #elif defined V_X86
     return (vq_t)_mm256_mul_epu32((__m256i)a, (__m256i)b);
@@ -329,7 +336,7 @@ INLINE vq_t v_mul_wide(vq_t a, vq_t b)
 /* A shuffle takes one cycle on any port, a shift two on two ports. */
 INLINE vq_t v_upper(vq_t a)
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     return (vq_t)_mm512_shuffle_epi32((__m512i)a, 0xf5);
 #elif defined V_X86
     return (vq_t)_mm256_shuffle_epi32((__m256i)a, 0xf5);

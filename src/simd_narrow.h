@@ -21,7 +21,7 @@ typedef vb_t vbu_t __attribute__((aligned(1), may_alias));
 
 INLINE v_t v_load_i8(const void *p)
 {
-#if V_BYTES == 64 && LANE_BITS == 32
+#if defined V_AVX512 && LANE_BITS == 32
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
 #elif defined V_X86 && LANE_BITS == 32
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)));
@@ -40,7 +40,7 @@ typedef vh_t vhu_t __attribute__((aligned(1), may_alias));
 
 INLINE void v_store_i8(void *to, vi_t a)
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     _mm_storeu_si128(to, _mm512_cvtepi32_epi8((__m512i)a));
 #elif defined V_X86
     const __m256i lowest = _mm256_set1_epi32(0x0c080400), four = _mm256_shuffle_epi8((__m256i)a, lowest);
@@ -60,7 +60,7 @@ INLINE void v_store_i8_part(void *to, vi_t a, int64_t n)
 
 INLINE v_t v_lookup(const lane table[16], vi_t index)
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     return _mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
 #elif defined V_X86
     const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
@@ -75,18 +75,20 @@ INLINE v_t v_lookup(const lane table[16], vi_t index)
 
 INLINE vi_t v_table_i8(const int8_t table[16])
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     return (vi_t)_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table));
 #elif defined V_X86
     return (vi_t)_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table));
 #else
-    return (vi_t)v_load(table);
+    vi_t first = {0};
+    memcpy(&first, table, 16);
+    return first;
 #endif
 }
 
 INLINE vi_t v_lookup_i8(vi_t table, vi_t index)
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     return (vi_t)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
 #elif defined V_X86
     return (vi_t)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
@@ -105,7 +107,7 @@ INLINE vi_t v_dot_i8(vi_t a, vi_t b, vi_t c)
 {
 #if defined __AVX512VNNI__
     return (vi_t)_mm512_dpbusd_epi32((__m512i)c, (__m512i)(a ^ (ilane)0x80808080), (__m512i)b);
-#elif V_BYTES == 64 /* |a| b with a's signs: two such products fit 16 bits, as long as no b is -128 */
+#elif defined V_AVX512 /* |a| b with a's signs: two such products fit 16 bits, as long as no b is -128 */
     const __m512i signed_b = _mm512_mask_sub_epi8((__m512i)b, _mm512_movepi8_mask((__m512i)a), _mm512_setzero_si512(),
                                                   (__m512i)b);
     const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)a), signed_b);
@@ -157,7 +159,7 @@ INLINE void v_store_bf16(void *p, v_t a) { *(vhu_t *)p = __builtin_convertvector
 
 INLINE void v_store_two_bf16(void *p, v_t a, v_t b)
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
                                            25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     _mm512_storeu_si512(p, _mm512_permutex2var_epi16((__m512i)v_upper_bf16(a), upper, (__m512i)v_upper_bf16(b)));
@@ -169,7 +171,7 @@ INLINE void v_store_two_bf16(void *p, v_t a, v_t b)
 
 INLINE v_t v_load_f16(const void *p)
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     return _mm512_cvtph_ps(_mm256_loadu_si256(p));
 #elif defined V_X86
     return _mm256_cvtph_ps(_mm_loadu_si128(p));
@@ -187,7 +189,7 @@ INLINE v_t v_load_f16(const void *p)
 
 INLINE void v_store_f16(void *p, v_t a)
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     _mm256_storeu_si256(p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined V_X86
     _mm_storeu_si128(p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -250,7 +252,7 @@ INLINE v_t v_pair_bf16(const void *p, const void *q)
 /* The same of 2 LANES elements of each row, stored one after the other. */
 INLINE void v_store_paired_bf16(void *to, const void *p, const void *q)
 {
-#if V_BYTES == 64
+#if defined V_AVX512
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i x = _mm512_loadu_si512(p), y = _mm512_loadu_si512(q);

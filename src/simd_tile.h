@@ -1,5 +1,6 @@
 /* The tiles of Intel's AMX: eight registers of up to 16 rows of 64 bytes. A part of simd.h, which includes it where
- * V_TILES is 1. With FA_EMULATE_TILES the operations are spelled out, to the bit (docs/notes/intel.md).
+ * V_TILES is 1. With FA_EMULATE_TILES the operations are spelled out, to the bit, and without AVX-512 so
+ * are those of vectors (docs/notes/intel.md).
  *
  *   tile_shapes(lo, hi, bytes)  starts the use of tiles, all 0, for products of rows of so many bytes, up to TILE_BYTES.
  *                            0, 1, 4 have lo rows; 2, 3, 5 hi; 4 and 5 of `bytes`; 6, 7 have bytes / 4
@@ -37,6 +38,7 @@ _Static_assert(sizeof(tile_config) == 64, "as the instruction reads it");
 #define TILE_DOT_BF16(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 #define TILE_DOT_I8(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 #else
+#include <xmmintrin.h>
 typedef struct {
     uint8_t row[TILE_ROWS][TILE_BYTES];
 } tile_data;
@@ -60,19 +62,15 @@ NOINLINE void emulated_store(int t, char *p, int64_t row)
     for (int r = 0; r < tile_shape.rows[t]; r++) memcpy(p + r * row, tile_of[t].row[r], tile_shape.row_bytes[t]);
 }
 
-/* As volatile assembly: under another MXCSR, nothing may move. */
-INLINE v_t emulated_fma(v_t a, v_t b, v_t c)
+typedef uint32_t eight __attribute__((vector_size(32), aligned(1), may_alias)); /* floats, by their bits */
+
+/* c += a b. As volatile assembly: under another MXCSR, nothing may move. */
+INLINE void emulated_fma(eight a, eight b, eight *c)
 {
-    __asm__ volatile("vfmadd231ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
-    return c;
+    __asm__ volatile("vfmadd231ps %2, %1, %0" : "+x"(*c) : "x"(a), "x"(b));
 }
 
-INLINE v_t emulated_add(v_t a, v_t b)
-{
-    v_t sum;
-    __asm__ volatile("vaddps %2, %1, %0" : "=v"(sum) : "v"(a), "v"(b));
-    return sum;
-}
+INLINE void emulated_add(eight a, eight *c) { __asm__ volatile("vaddps %1, %0, %0" : "+x"(*c) : "x"(a)); }
 
 NOINLINE void emulated_dot_bf16(int c, int a, int b)
 {
@@ -80,16 +78,17 @@ NOINLINE void emulated_dot_bf16(int c, int a, int b)
     tile_data out = tile_of[c];
     _mm_setcsr(0x9fc0); /* denormals are 0, in and out; nearest even; no exceptions */
     for (int m = 0; m < tile_shape.rows[c]; m++)
-        for (int64_t n = 0; n < tile_shape.row_bytes[c]; n += V_BYTES) {
-            v_t first = v_splat(0), second = first, sum = v_load(out.row[m] + n);
+        for (int64_t n = 0; n < tile_shape.row_bytes[c]; n += sizeof(eight)) {
+            eight first = {0}, second = {0}, *const sum = (eight *)(out.row[m] + n);
             for (int k = 0; k < tile_shape.row_bytes[a] / 4; k++) {
                 uint32_t pair;
                 memcpy(&pair, tile_of[a].row[m] + 4 * k, sizeof pair);
-                const vw_t w = (vw_t)v_load(tile_of[b].row[k] + n), low = w << 16, high = w & 0xffff0000u;
-                first = emulated_fma((v_t)((vw_t){0} + (pair << 16)), (v_t)low, first);
-                second = emulated_fma((v_t)((vw_t){0} + (pair & 0xffff0000u)), (v_t)high, second);
+                const eight w = *(const eight *)(tile_of[b].row[k] + n);
+                emulated_fma((eight){0} + (pair << 16), w << 16, &first);
+                emulated_fma((eight){0} + (pair & 0xffff0000u), w & 0xffff0000u, &second);
             }
-            v_store(out.row[m] + n, emulated_add(sum, emulated_add(first, second)));
+            emulated_add(second, &first);
+            emulated_add(first, sum);
         }
     __asm__ volatile("" ::: "memory");
     _mm_setcsr(before);
@@ -118,6 +117,28 @@ NOINLINE void emulated_dot_i8(int c, int a, int b)
 #define TILE_DOT_BF16(c, a, b) emulated_dot_bf16(c, a, b)
 #define TILE_DOT_I8(c, a, b) emulated_dot_i8(c, a, b)
 #endif
+
+/* What softmax takes beside tiles. y - floor(y), of -infinity 0. */
+INLINE v_t v_above_whole(v_t y)
+{
+#if defined V_AVX512
+    return _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF);
+#else
+    UNROLL_FOR(int i = 0; i < LANES; i++) y[i] = y[i] < -LANE_MAX ? 0 : y[i] - floorf(y[i]);
+    return y;
+#endif
+}
+
+/* x 2^floor(y), where x is 1 to 2 and y at most a little above 0; 0 where that is not normal. */
+INLINE v_t v_times_power(v_t x, v_t y)
+{
+#if defined V_AVX512 /* beside _MM_FLUSH_ZERO_ON */
+    return _mm512_scalef_ps(x, y);
+#else
+    UNROLL_FOR(int i = 0; i < LANES; i++) x[i] *= y[i] >= -126 ? ldexpf(1, (int)floorf(y[i])) : 0;
+    return x;
+#endif
+}
 
 /* Whether rows lie as tiles load them fast. */
 INLINE int tiles_fit(const void *x, int64_t row) { return ((intptr_t)x | row) % TILE_BYTES == 0; }

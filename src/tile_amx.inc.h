@@ -88,9 +88,9 @@ static const lane exp2_tiles_poly[] = {1,
 INLINE void v_exp2_tiles(int count, const v_t *y, v_t *power)
 {
     v_t f[2 * NV];
-    UNROLL_FOR(int i = 0; i < count; i++) f[i] = _mm512_reduce_ps(y[i], _MM_FROUND_TO_NEG_INF);
+    UNROLL_FOR(int i = 0; i < count; i++) f[i] = v_above_whole(y[i]);
     UNROLL_FOR(int i = 0; i < count; i++) power[i] = v_horner(exp2_tiles_poly, COUNT(exp2_tiles_poly), f[i]);
-    UNROLL_FOR(int i = 0; i < count; i++) power[i] = _mm512_scalef_ps(power[i], y[i]);
+    UNROLL_FOR(int i = 0; i < count; i++) power[i] = v_times_power(power[i], y[i]);
 }
 
 /* Pairs of bfloat16, rounded to nearest, ties away from 0: integers add beside tiles at full speed, multipliers do not. */

@@ -15,10 +15,10 @@ instruction_sets() { # instruction_sets ARCHITECTURE: lines "name|base|families 
 # build NAME ARCHITECTURE CC FLAGS...: $out/NAME/driver, with every instruction set that the compiler takes, and
 # $out/NAME/own, patterns of those lines of `driver list` whose kernels are not those of another line.
 #   LEAVE_OUT  names of instruction sets to do without
-#   EMULATE    names of those to have once more as <name>_emulated, where the bfloat16 dot product is spelled out, and
-#              the tiles of amx are, for any CPU with AVX-512
+#   EMULATE    names of those to have once more as <name>_emulated, where the bfloat16 dot product is spelled out, or
+#              the tiles of amx are, for any CPU with AVX-512: amx_on_avx512; or with AVX2: amx_on_avx2
 build() {
-    local name=$1 arch=$2 cc=$3 flags=("${@:4}") isa base own isa_flags jobs=() list="" defines="" there="" family of floats doubles
+    local name=$1 arch=$2 cc=$3 flags=("${@:4}") isa base own isa_flags on tiles jobs=() list="" defines="" there="" family of floats doubles
     local -x folder=$out/$name
     mkdir "$folder"
     compile() { # compile OBJECT SOURCE FLAGS...: once
@@ -33,19 +33,21 @@ build() {
         instruction_sets "$arch" | sed -n "s/^$1|.*|//p"
     }
     while IFS="|" read -r isa base own isa_flags; do
-        if [ "$isa" = amx ] && [[ " ${EMULATE-} " == *" amx "* && " ${LEAVE_OUT-} " != *" avx512 "* ]]; then
-            floats="" doubles=""
+        for on in avx512 avx2; do
+            [[ "$isa" = amx && " ${EMULATE-} " == *" amx_on_$on "* && " ${LEAVE_OUT-} " != *" $on "* ]] || continue
+            floats="" doubles="" tiles=-DFA_EMULATE_TILES
+            [ "$on" = avx512 ] || tiles+=" -O1 -Wno-psabi" # as in setup.py
             for family in $families; do
-                of=$base
-                [[ " $own " != *" $family "* ]] || of=amx_emulated
-                kernels "$of" f32 "$family" "$(flags_of "$base")" "$([ "$of" = "$base" ] || echo -DFA_EMULATE_TILES)"
-                kernels "$base" f64 "$family" "$(flags_of "$base")"
-                floats+="FAMILY(${of}_f32_$family) " doubles+="FAMILY(${base}_f64_$family) "
+                of=$on
+                [[ " $own " != *" $family "* ]] || of=amx_on_$on
+                kernels "$of" f32 "$family" "$(flags_of "$on")" "$([ "$of" = "$on" ] || echo "$tiles")"
+                kernels "$on" f64 "$family" "$(flags_of "$on")"
+                floats+="FAMILY(${of}_f32_$family) " doubles+="FAMILY(${on}_f64_$family) "
             done
-            list+=" ISA(amx_emulated,$floats,$doubles)"
-            echo "^amx_emulated (${own// /|})$" >>"$folder/own"
-            defines+=" -Dfa_cpu_has_amx_emulated=fa_cpu_has_avx512"
-        fi
+            list+=" ISA(amx_on_$on,$floats,$doubles)"
+            echo "^amx_on_$on (${own// /|})$" >>"$folder/own"
+            defines+=" -Dfa_cpu_has_amx_on_$on=fa_cpu_has_$on"
+        done
         [[ " ${LEAVE_OUT-} " != *" $isa "* ]] || continue
         # shellcheck disable=SC2086  # flags are words
         if ! echo 'int main(void) { return 0; }' | $cc $isa_flags -Werror -x c -c - -o "$folder/probe" 2>/dev/null; then
@@ -62,7 +64,7 @@ build() {
         done
         list+=" ISA($isa,$floats,$doubles)"
         if [ "$own" = all ]; then echo "^${isa}(_emulated)? "; else echo "^$isa (${own// /|})$"; fi >>"$folder/own"
-        if [[ " ${EMULATE-} " == *" $isa "* ]] && [ "$isa" != amx ]; then
+        if [[ " ${EMULATE-} " == *" $isa "* ]]; then
             floats=""
             for family in $families; do
                 kernels "${isa}_emulated" f32 "$family" "$isa_flags" -DFA_EMULATE_BF16_DOT

@@ -6,7 +6,7 @@ cc=${CC:-cc}
 sanitizers=${SANITIZERS:-address,undefined}
 arch=$(uname -m)
 arch=${arch/arm64/aarch64}
-EMULATE="amx avx512 generic"
+EMULATE="amx_on_avx512 amx_on_avx2 avx512 generic"
 
 build plain "$arch" "$cc"
 run_driver plain
