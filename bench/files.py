@@ -125,6 +125,22 @@ def llama_shapes(config: Json) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def with_words(folder: Path, words: list[str]) -> Path:
+    """A folder beside it that has the same model and a tokenizer of these words, as CTranslate2 asks for."""
+    tokenizers, made = import_module("tokenizers"), folder.with_name(f"{folder.name}-words")
+    made.mkdir(exist_ok=True)
+    for path in folder.iterdir():
+        if not Path(made, path.name).exists():
+            Path(made, path.name).symlink_to(path.resolve())
+    vocabulary = {word: i for i, word in enumerate(words)}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token=words[0])
+    tokenizers.Tokenizer(model).save(str(Path(made, "tokenizer.json")))
+    names = {f"{name}_token": words[0] for name in ("unk", "bos", "eos")}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    Path(made, "tokenizer_config.json").write_text(json.dumps(settings))
+    return made
+
+
 def read_config(folder: Path) -> Json:
     config: Json = json.loads((folder / "config.json").read_text())
     return config

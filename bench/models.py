@@ -44,13 +44,14 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-1, "int8": 5e-1}
 INT8_BFLOAT16 = "int8 inputs, rest in bfloat16"  # of the other rows with int8 inputs, the rest is in float32
 ROUNDED_TOLERANCE = 1.0  # of inputs in int8; their cosines say more
 PROMPT = 16  # tokens at a decoder's step, all but the last of them cached
+PREFILL = "prefill"  # the other kind of a decoder's call: the first logits behind a prompt
 
 
 class ModelShape(NamedTuple):
     """ids is (batch, length)."""
 
     name: str
-    kind: str  # "minilm", or "llama"
+    kind: str  # "minilm", "llama" for one step, or PREFILL
     batch: int
     length: int
     makes: str  # a call makes `batch` of these
@@ -60,7 +61,7 @@ class ModelShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelProblem(WeightProblem):
-    """Hidden states of MiniLM, or the logits of one step of a decoder over a cache."""
+    """Hidden states of MiniLM, or logits of a decoder: of one step over a cache, or behind a whole prompt."""
 
     shape: ModelShape
     scratch: str = ""  # folder for the files that the bench writes
@@ -111,7 +112,7 @@ class ModelProblem(WeightProblem):
 
     @property
     def unit(self) -> str:
-        return "flops" if self.shape.kind == "minilm" else "bytes"
+        return "bytes" if self.shape.kind == "llama" else "flops"
 
     @property
     def work(self) -> float:
@@ -120,7 +121,10 @@ class ModelProblem(WeightProblem):
             return float(self.weights * WEIGHT_BYTES[self.dtype])
         tokens, config = self.shape.batch * self.shape.length, self.config()
         scores: float = 4.0 * self.shape.length * config["hidden_size"] * config["num_hidden_layers"]
-        return tokens * (2.0 * self.weights + scores)
+        if self.shape.kind == "minilm":
+            return tokens * (2.0 * self.weights + scores)
+        output = config["vocab_size"] * config["hidden_size"]  # of the last token; others attend half of them
+        return tokens * (2.0 * (self.weights - output) + scores / 2) + 2.0 * output
 
 
 @cache
@@ -142,8 +146,14 @@ def llama(layers: int, vocab: int) -> ModelShape:
     return ModelShape(name, "llama", 1, PROMPT, "tokens", layers, vocab)
 
 
+def prefill(length: int, layers: int, vocab: int) -> ModelShape:
+    name = f"Llama, {layers} layer{'s' * (layers > 1)}, {length} tokens"
+    return ModelShape(name, PREFILL, 1, length, "prompts", layers, vocab)
+
+
 ENCODERS = (minilm(1, 16), minilm(1, 128), minilm(32, 32), minilm(32, 128), minilm(8, 256))
 DECODER = llama(16, 128256)
+PROMPTS = (prefill(512, 16, 128256),)
 SMALL_DECODER = llama(1, 8000)  # 77 million weights, which is still more than caches hold
 
 
@@ -152,7 +162,7 @@ def plan(request: Request) -> Sections:
     sections: Sections = {}
 
     def section(title: str, shapes: Any, dtype: str) -> None:
-        rounded = title == hidden and dtype == "int8"
+        rounded = title != "one step" and dtype == "int8"
         variants = (INT8_INPUTS, INT8_BFLOAT16) if rounded else ("plain",)
         made = partial(ModelProblem, scratch=str(request.folder))
         sections.update(request.section(made, title, shapes, dtype, variants))
@@ -167,6 +177,7 @@ def plan(request: Request) -> Sections:
     for dtype in dtypes:
         section(hidden, ENCODERS, dtype)
         section("one step", [DECODER], dtype)
+        section(PREFILL, PROMPTS, dtype)
     return sections
 
 
@@ -184,6 +195,9 @@ def torch_eager(problem: ModelProblem, threads: int) -> Way:
 
     if problem.shape.kind == "minilm":
         return Way(lambda: model(input_ids=ids).last_hidden_state, runtimes.read_tensor)
+    if problem.shape.kind == PREFILL:
+        call = partial(model, input_ids=ids, use_cache=True, logits_to_keep=1)
+        return Way(lambda: call().logits[:, -1], runtimes.read_tensor)
     cache = model(input_ids=ids, use_cache=True).past_key_values
     last = ids[:, -1:].contiguous()
 
@@ -295,6 +309,33 @@ def onnx_int8(model: str, path: Path) -> None:
     )
 
 
+def ctranslate2(problem: ModelProblem, threads: int) -> Way:
+    """Its generator, which makes one token behind the prompt."""
+    if problem.shape.kind != PREFILL:
+        raise Unsupported("is measured in whole texts, and behind whole prompts")
+    library = import_module("ctranslate2")
+    computed = "int8_bfloat16" if problem.variant == INT8_BFLOAT16 else problem.dtype
+    if computed not in library.get_supported_compute_types("cpu"):
+        raise Unsupported(f"has no {computed} on this CPU")
+    words = [f"<{i}>" for i in range(problem.config()["vocab_size"])]
+    folder = Path(problem.scratch, f"ctranslate2-{problem.dtype}")
+    if not folder.exists():
+        converters: Any = import_module("ctranslate2.converters")
+        named = files.with_words(problem.folder(), words)
+        converters.TransformersConverter(str(named)).convert(str(folder), quantization=problem.dtype)
+    generator = library.Generator(
+        str(folder), device="cpu", compute_type=computed, inter_threads=1, intra_threads=threads
+    )
+    prompt = [words[i] for i in problem.ids()[0]]
+
+    def first(**options: Any) -> Any:
+        return generator.generate_batch(
+            [prompt], max_length=1, include_prompt_in_result=False, end_token=[], **options
+        )
+
+    return Way(first, lambda _: np.array(first(return_logits_vocab=True)[0].logits[0][0])[None])
+
+
 def openvino(problem: ModelProblem, threads: int) -> Way:
     """The exported graph, reshaped to the inputs; in int8 with the ranges that a text of its own gives."""
     model = _exported(problem, masked=False)
@@ -324,7 +365,7 @@ FALLBACK_BYTES = 1e9  # of weights: with more, the fallback would take the memor
 
 
 def _own(problem: ModelProblem, backend: str) -> Way:
-    """The model as a user loads it."""
+    """The model as a user loads it; in bfloat16 all of it, as the peers have it."""
     size = problem.weights * WEIGHT_BYTES[problem.dtype]
     if backend == "numpy" and size > FALLBACK_BYTES:
         raise Unsupported("would take the memory that the peers need")
@@ -333,10 +374,14 @@ def _own(problem: ModelProblem, backend: str) -> Way:
         INT8_INPUTS: {"activations": "int8"},
         INT8_BFLOAT16: {"activations": "int8", "dtype": "bfloat16"},
     }.get(problem.variant, {})
+    if problem.dtype == "bfloat16":
+        options["dtype"] = "bfloat16"
     model: Any = models.load(problem.folder(), weights_dtype=problem.dtype, **options)
     ids = problem.ids()
     if problem.shape.kind == "minilm":
         return Way(lambda: model(ids))
+    if problem.shape.kind == PREFILL:
+        return Way(lambda: next(iter(model.generate(ids[0], 1, stop=()))), lambda _: model(ids)[:, -1])
     return Way(_generating(model, ids[0]), lambda _: model(ids)[:, -1])
 
 
@@ -354,6 +399,8 @@ def _numpy(problem: ModelProblem, threads: int) -> Way:
     """Model by its definition, in float32."""
     if problem.shape.kind == "llama":
         raise Unsupported("is written without a cache of keys and values")
+    if problem.shape.kind == PREFILL:
+        raise Unsupported("would take minutes")
     ids, config = problem.ids(), problem.config()
     weights = dict(files.Tensors(problem.folder()))
     return Way(lambda: plain.bert(ids, weights, config))
@@ -370,6 +417,7 @@ ENGINES = {
         ("onnxruntime", "onnx", *_TORCH), onnxruntime_bert, "the same after its BERT optimiser"
     ),
     "openvino": Engine(("openvino", "onnx", *_TORCH), openvino, "OpenVINO, the exported graph"),
+    "ct2": Engine(("ctranslate2", *_TORCH), ctranslate2, "CTranslate2's generator"),
 }
 
 
