@@ -122,9 +122,11 @@ def unit_norm(name: str, width: int) -> dict[str, Array]:
 
 
 def own_step(problem: StepProblem) -> Way:
-    """`layers.LanguageModel` and `train.AdamW`."""
+    """`layers.LanguageModel` and `train.AdamW`, which keeps float32 weights beside narrower ones."""
     (n_layers, vocabulary), shape = problem.model, problem.shape
-    model = layers.LanguageModel(vocabulary, shape.len_q, problem.width, shape.heads_q, n_layers)
+    model = layers.LanguageModel(
+        vocabulary, shape.len_q, problem.width, shape.heads_q, n_layers, weights_dtype=problem.dtype
+    )
     model.load_state_dict(problem.weights())
     optimizer = train.AdamW(model, lr=RATE)
     ids, targets = problem.tokens()
@@ -138,7 +140,10 @@ def own_step(problem: StepProblem) -> Way:
 
 
 def torch_step(problem: StepProblem, threads: int) -> dict[str, Way]:
-    """The step in torch's eager mode, as a Transformer is written by hand: one call an operation."""
+    """The step in torch's eager mode, as a Transformer is written by hand: one call an operation.
+
+    In bfloat16 under autocast, whose weights are float32.
+    """
     import torch
 
     torch.set_num_threads(threads)
@@ -162,8 +167,7 @@ def torch_step(problem: StepProblem, threads: int) -> dict[str, Way]:
             context = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             return linear(context.transpose(1, 2).reshape(x.shape), f"{name}.out_proj")
 
-        def step() -> float:
-            optimizer.zero_grad()
+        def loss_of() -> Any:
             table = weights["token_embedding.weight"]
             x = functional.embedding(ids, table) + weights["position_embedding.weight"]
             for i in range(n_layers):
@@ -172,7 +176,12 @@ def torch_step(problem: StepProblem, threads: int) -> dict[str, Way]:
                 inner = functional.gelu(linear(norm(x, f"{layer}.norm2"), f"{layer}.linear1"))
                 x = x + linear(inner, f"{layer}.linear2")
             logits = norm(x, "encoder.norm") @ table.T
-            loss = functional.cross_entropy(logits.view(-1, len(table)), targets.view(-1))
+            return functional.cross_entropy(logits.view(-1, len(table)), targets.view(-1))
+
+        def step() -> float:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=problem.dtype == "bfloat16"):
+                loss = loss_of()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(weights.values(), MAX_NORM)
             optimizer.step()
@@ -269,6 +278,7 @@ def joined(gradients: Any) -> Array:
 
 MASKED = ("sliding_window", "packed_documents", "block_sparse")
 MODIFIED = ("bias_heads", "softcap", "alibi")
+PAIRS = ("amx", "avx512bf16", "neonbf16")  # instruction sets that multiply bfloat16
 LONG = shape_of(1, 8, 2048, 2048, 64)
 STRUCTURED = shape_of(1, 4, 4096, 4096, 64)
 CHARACTERS, GPT2 = shape_of(16, 6, 256, 256, 64), shape_of(4, 12, 256, 256, 64)
@@ -282,14 +292,14 @@ def plan(request: Request) -> Sections:
         return request.section(GradientProblem, title, shapes, dtype, variants)
 
     def steps(*models: tuple[Shape, str]) -> Sections:
-        problems = [StepProblem(shape, f"{STEP} {name}", "float32", request.seed) for shape, name in models]
-        return {"steps, float32": problems} if main == "float32" else {}
+        problems = [StepProblem(shape, f"{STEP} {name}", main, request.seed) for shape, name in models]
+        return {f"steps, {main}": problems} if main in ("float32", "bfloat16") else {}
 
     def both(variant: str) -> tuple[str, str]:
         return f"{BACKWARD} {variant}", f"{BOTH} {variant}"
 
     if not request.full:
-        narrow = request.dtype is None and "bf16" in (fastattn.show_config()["isa"] or "") and has_bfloat16()
+        narrow = request.dtype is None and (fastattn.show_config()["isa"] or "") in PAIRS and has_bfloat16()
         return {
             **section("no mask", [PREFILL[0], PREFILL[2], LONG], *both("plain")),
             **section("causal", [LONG], *both("causal")),
