@@ -123,7 +123,8 @@ class ModelProblem(WeightProblem):
         scores: float = 4.0 * self.shape.length * config["hidden_size"] * config["num_hidden_layers"]
         if self.shape.kind == "minilm":
             return tokens * (2.0 * self.weights + scores)
-        output = config["vocab_size"] * config["hidden_size"]  # of the last token; others attend half of them
+        # Of the output layer the last token alone, of the scores half:
+        output: float = config["vocab_size"] * config["hidden_size"]
         return tokens * (2.0 * (self.weights - output) + scores / 2) + 2.0 * output
 
 

@@ -132,9 +132,9 @@ def linear(
         map's input. x is (..., out_features); bias, residual and result have in_features. With a gated weight
         x is (..., 2, out_features), and the product ``x[..., 0, :] @ gate + x[..., 1, :] @ weight``. The
         weight is widened exactly, whatever its dtype, and x is not rounded. So many rows take about the time
-        of float32. Few rows wait until the weight has been turned: one row takes 1.5 times as long as a plain
-        product in float32, and 3 to 5 times as long in the narrower types. Where single rows come often,
-        `pack` the transpose, too.
+        of float32. Tiles (AMX) alone multiply a bfloat16 weight as it is, and round x to it. Few rows wait
+        until the weight has been turned: one row takes 1.5 times as long as a plain product in float32, and 3
+        to 5 times as long in the narrower types. Where single rows come often, `pack` the transpose, too.
     pre : ndarray, (..., out_features) or, gated, (..., 2, out_features), optional
         A C-contiguous array in x's dtype that receives what the activation is applied to, of a gated pair the
         gate's and the other's: `fastattn.grad.linear` reads it.

@@ -313,7 +313,7 @@ typedef enum { BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS } multiplica
 /* Whether transposed weights become pairs that tiles take. Not where a pair would be of two maps. */
 INLINE int turns_pairs(const fa_linear_args *a)
 {
-    return V_TILES && a->weight == FA_BF16 && a->dtype == FA_BF16 && (a->transposed == 1 || a->k % 4 == 0);
+    return V_TILES && a->weight == FA_BF16 && (a->transposed == 1 || a->k % 4 == 0);
 }
 
 INLINE multiplication multiplication_of(const fa_linear_args *a)

@@ -38,7 +38,10 @@ def test_by_definition(implementation, shape, weight_dtype, gated):
     assert result.shape == expected.shape
     assert result.dtype == x.dtype
     unit = ROUNDING[x.dtype]  # one accumulator sums 256 products, whose roundings are a random walk
-    assert (np.abs(result - expected) <= unit * (2 + math.sqrt(256)) * terms).all()
+    bound = unit * (2 + math.sqrt(256)) * terms
+    if weight_dtype == "bfloat16":  # x rounds to bfloat16 where tiles multiply it
+        bound += ROUNDING[BF16] * terms
+    assert (np.abs(result - expected) <= bound).all()
 
 
 @pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16", "int4"])

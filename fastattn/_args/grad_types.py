@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
+
+from fastattn._args.packed import PackedLinear
 from fastattn._args.types import Activation, Array, Ints
 
 
@@ -38,6 +41,11 @@ class RowsGradArgs:
         return not self.x.size
 
 
+def rounds(dtype: np.dtype[Any], weight: PackedLinear) -> bool:
+    """Whether x, of this dtype, and dout may be rounded to bfloat16 for the gradient of the weight."""
+    return "bfloat16" in (dtype.name, weight.dtype)
+
+
 @dataclass(slots=True, eq=False)
 class OuterArgs:
     """out (n, k) = a^T b: the sum over rows of outer products. sums (n) = the sum of the rows of a.
@@ -53,7 +61,7 @@ class OuterArgs:
     sums: Array | None  # (n), lane dtype
     num_threads: int
     more: bool = False  # out and sums are added to
-    pairs: bool = False  # a and b may be rounded to bfloat16
+    pairs: bool = False  # a and b may be rounded to bfloat16, as `rounds` says of a map's gradient
 
     @property
     def empty(self) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._args.grad_types import DropoutArgs, OuterArgs, RowsGradArgs
+from fastattn._args.grad_types import DropoutArgs, OuterArgs, RowsGradArgs, rounds
 from fastattn._args.packed import LinearArgs, PackedLinear
 from fastattn._args.types import (
     FLOAT64,
@@ -364,7 +364,7 @@ class Tape(Plain):
         dweight = np.empty((n, weight.in_features), lane) if weight.dtype in TRAINED else None
         dbias = None if bias is None else np.empty(n, lane)
         if dweight is not None or dbias is not None:
-            pairs = dpre.dtype.name == "bfloat16"
+            pairs = rounds(dpre.dtype, weight)
             dispatch.run_grad(OuterArgs(dpre, x.array, dweight, dbias, threads, pairs=pairs))
         if dweight is not None:
             shape = (2, n // 2, weight.in_features) if weight.gated else dweight.shape

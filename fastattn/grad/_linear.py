@@ -10,7 +10,7 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.grad import Results, needed
-from fastattn._args.grad_types import OuterArgs, RowsGradArgs
+from fastattn._args.grad_types import OuterArgs, RowsGradArgs, rounds
 from fastattn._args.ops import data, like, rows, vector
 from fastattn._args.packed import PackedLinear
 from fastattn._args.types import ACTIVATIONS, FLOAT64, Activation, Array, ArrayLike, lane_dtype
@@ -64,7 +64,9 @@ def linear(
     Notes
     -----
     ``dx = dpre @ weight``, ``dweight = dpre.T @ x``, ``dbias = sum(dpre)`` with ``dpre = dout *
-    activation'(pre)``: ``4 * rows * in_features * out_features`` FLOP, twice that if gated.
+    activation'(pre)``: ``4 * rows * in_features * out_features`` FLOP, twice that if gated. Where x or
+    the weight is in bfloat16, dweight is of x and dpre rounded to it, if the CPU has a dot product of its
+    pairs. For dx of such a weight dpre is rounded by tiles (AMX) alone.
     """
     if backend is not None:
         require_backend(backend)
@@ -110,9 +112,8 @@ def linear(
         flat = gradient.reshape(*leading, maps * n) if weight.gated else gradient
         out = None if dweight is None else dweight.reshape(maps * n, k)
         sums = None if dbias is None else dbias.reshape(maps * n)
-        dispatch.run_grad(
-            OuterArgs(rows(flat), rows(array), out, sums, count, pairs=dtype.name == "bfloat16"), backend
-        )
+        args = OuterArgs(rows(flat), rows(array), out, sums, count, pairs=rounds(dtype, weight))
+        dispatch.run_grad(args, backend)
     return results()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.errors import named, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.grad import Results, needed
-from fastattn._args.grad_types import LogitsArgs, OuterArgs
+from fastattn._args.grad_types import LogitsArgs, OuterArgs, rounds
 from fastattn._args.ops import data, rows, vector
 from fastattn._args.packed import PackedLinear
 from fastattn._args.types import FLOAT64, Array, ArrayLike, Ints, lane_dtype
@@ -110,7 +110,7 @@ def cross_entropy(
         if result is not None:
             result[...] = 0
     flat, flat_dx = rows(array), None if dx is None else rows(dx)
-    pairs = isinstance(weight, PackedLinear) and weight.dtype == "bfloat16"
+    pairs = isinstance(weight, PackedLinear) and rounds(lane, weight)
     step = max(1, _LOGITS // max(1, classes))
     memory = np.empty((min(step, len(counted)), classes), lane)
     for first in range(0, len(counted), step):

@@ -241,7 +241,8 @@ static int has_dot(int isa)
 static const char *check_linear(int isa, const fa_kernels *kernels)
 {
     fa_linear_args a = linear_now.args;
-    const int dot = a.weight == FA_BF16 && !a.transposed && has_dot(isa);
+    const int tiles = !strncmp(fa_isa_name(isa), "amx", 3), of_one_map = a.transposed == 1 || a.k % 4 == 0;
+    const int dot = a.weight == FA_BF16 && (a.transposed ? tiles && of_one_map : has_dot(isa));
     const int64_t width = (1 + a.gated) * a.n;
     fa_array out[2], pre[2];
     int aligned = 1;

@@ -192,6 +192,23 @@ def test_sums_of_bytes_are_those_of_other_instruction_sets(dtype, rows, features
         assert_same_bits(ops.linear(x, packed, activations="int8"), expected)
 
 
+@tiles
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_gradients_of_bfloat16_weights_are_of_rounded_rows(dtype, gated):
+    """By tiles; other kernels would not round dx's."""
+    x, dout = draw(70, 100).astype(dtype), draw(*((70, 2, 60) if gated else (70, 60))).astype(dtype)
+    packed = ops.pack(draw(60, 100), gate=-draw(60, 100) if gated else None)
+    more = np.asarray(1 + 2.0**-10, dtype)  # which rounding takes away
+    assert_same_bits(
+        ops.linear(dout * more, packed, transposed=True), ops.linear(dout, packed, transposed=True)
+    )
+    if not gated:  # whose gradient is that of its activation first
+        for need in ("dx", "dweight"):
+            got, expected = (grad.linear(dout * m, x * m, packed, need=(need,)) for m in (more, dtype(1)))
+            assert_same_bits(got[0], expected[0])
+
+
 HIDDEN = [(64, 128), (64, 192), (64, 256), (0, 64)]
 
 
