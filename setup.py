@@ -42,6 +42,8 @@ FLAGS += ["-Wall", "-Wextra"]
 if os.environ.get("FASTATTN_EMULATE_BF16_DOT") == "1":
     FLAGS.append("-DFA_EMULATE_BF16_DOT")
 TILES_ON = os.environ.get("FASTATTN_EMULATE_TILES", "")
+if TILES_ON not in ("", "avx512", "avx2"):
+    raise SystemExit(f"FASTATTN_EMULATE_TILES is {TILES_ON!r}; expected avx512 or avx2")
 # Of `amx`, and of what asks for its CPUs:
 TILES_FLAGS = [f"-DFA_EMULATE_TILES=fa_cpu_has_{TILES_ON}"] if TILES_ON else []
 if TILES_ON == "avx2":  # gcc 12 takes over ten minutes for linear.c with -O3; no vector leaves a file

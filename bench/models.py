@@ -382,8 +382,16 @@ def _own(problem: ModelProblem, backend: str) -> Way:
     if problem.shape.kind == "minilm":
         return Way(lambda: model(ids))
     if problem.shape.kind == PREFILL:
-        return Way(lambda: next(iter(model.generate(ids[0], 1, stop=()))), lambda _: model(ids)[:, -1])
+        return Way(lambda: next(iter(model.generate(ids[0], 1, stop=()))), partial(_behind, model, ids))
     return Way(_generating(model, ids[0]), lambda _: model(ids)[:, -1])
+
+
+def _behind(model: Any, ids: Array, token: int) -> Array:
+    """The logits that the first token behind a prompt is the largest of."""
+    logits: Array = model(ids)[:, -1]
+    if logits[0, token] < logits.max() - 1e-2:  # nearly equal ones may change places
+        raise ArithmeticError(f"token {token} is not the most likely one")
+    return logits
 
 
 def _generating(model: Any, prompt: Array) -> Any:

@@ -1,6 +1,6 @@
 /* The tiles of Intel's AMX: eight registers of up to 16 rows of 64 bytes. A part of simd.h, which includes it where
  * V_TILES is 1. With FA_EMULATE_TILES the operations are spelled out, to the bit, and without AVX-512 so
- * are those of vectors (docs/notes/intel.md).
+ * are those of vectors, but for the last bit of softmax (docs/notes/intel.md).
  *
  *   tile_shapes(lo, hi, bytes)  starts the use of tiles, all 0, for products of rows of so many bytes, up to TILE_BYTES.
  *                            0, 1, 4 have lo rows; 2, 3, 5 hi; 4 and 5 of `bytes`; 6, 7 have bytes / 4
@@ -118,14 +118,14 @@ NOINLINE void emulated_dot_i8(int c, int a, int b)
 #define TILE_DOT_I8(c, a, b) emulated_dot_i8(c, a, b)
 #endif
 
-/* What softmax takes beside tiles. y - floor(y), of -infinity 0. */
+/* What softmax takes beside tiles. y - floor(y), below 1; of -infinity 0. */
 INLINE v_t v_above_whole(v_t y)
 {
 #if defined V_AVX512
     return _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF);
 #else
     UNROLL_FOR(int i = 0; i < LANES; i++) y[i] = y[i] < -LANE_MAX ? 0 : y[i] - floorf(y[i]);
-    return y;
+    return v_min(v_splat(0x1.fffffep-1f), y);
 #endif
 }
 

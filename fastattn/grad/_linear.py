@@ -65,8 +65,8 @@ def linear(
     -----
     ``dx = dpre @ weight``, ``dweight = dpre.T @ x``, ``dbias = sum(dpre)`` with ``dpre = dout *
     activation'(pre)``: ``4 * rows * in_features * out_features`` FLOP, twice that if gated. Where x or
-    the weight is in bfloat16, dweight is of x and dpre rounded to it, if the CPU has a dot product of its
-    pairs. For dx of such a weight dpre is rounded by tiles (AMX) alone.
+    the weight is in bfloat16, dweight is of x and dpre rounded to it, if the instruction set has a dot
+    product of its pairs. For dx of such a weight dpre is rounded on `amx` alone.
     """
     if backend is not None:
         require_backend(backend)

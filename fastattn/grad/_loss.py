@@ -82,6 +82,7 @@ def cross_entropy(
     Notes
     -----
     ``6 * rows * in_features * num_classes`` FLOP. Logits are float32 (float64) for x in 16 bits, too.
+    Their gradients are rounded to bfloat16 for dweight and dx as in `linear`, if the weight is in it.
     """
     if backend is not None:
         require_backend(backend)

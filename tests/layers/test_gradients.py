@@ -2,9 +2,10 @@
 
 import inspect
 
+import ml_dtypes
 import numpy as np
 import pytest
-from implementations import COMPILED, forced
+from implementations import COMPILED, forced, has_pairs
 from layer_oracle import HEADS, WIDTH, every_feature, randomized
 from oracle import assert_same_bits
 
@@ -72,6 +73,15 @@ def assert_gradients(layer, *inputs, call=None, **options):
     for name, got, expected in slopes:
         assert abs(got - expected) <= BOUND * max(1, most), name
     assert most > 0
+
+
+def test_gradients_of_bfloat16_weights_round_where_there_are_pairs(implementation):
+    layer = Linear(40, 50, weights_dtype="bfloat16", rng=3)
+    x, dout = (normal(70, n).astype(ml_dtypes.bfloat16).astype(np.float32) for n in (40, 50))
+    more = np.float32(1 + 2.0**-10)  # which rounding takes away
+    (dx, grads), (other, others) = (vjp(layer, x * m)[1](dout * m) for m in (np.float32(1), more))
+    assert np.array_equal(grads["weight"], others["weight"]) == has_pairs(implementation)
+    assert np.array_equal(dx, other) == (implementation == "amx")
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -22,6 +23,13 @@ def forced(implementation, **more):
     if implementation == "numpy":
         return settings.forced(backend="numpy", **more)
     return settings.forced(isa=implementation, backend="compiled", **more)
+
+
+def has_pairs(implementation):
+    """Whether it has a dot product of bfloat16 pairs."""
+    q = np.zeros((1, 1, 64, 16), ml_dtypes.bfloat16)
+    with forced(implementation):
+        return implementation != "numpy" and fastattn.explain(q, q, q)["bf16_dot"]
 
 
 def child_environment(**changes):
