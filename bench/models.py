@@ -156,6 +156,7 @@ ENCODERS = (minilm(1, 16), minilm(1, 128), minilm(32, 32), minilm(32, 128), mini
 DECODER = llama(16, 128256)
 PROMPTS = (prefill(512, 16, 128256),)
 SMALL_DECODER = llama(1, 8000)  # 77 million weights, which is still more than caches hold
+SMALL = {DECODER: SMALL_DECODER, **{shape: prefill(shape.length, 1, 8000) for shape in PROMPTS}}
 
 
 def plan(request: Request) -> Sections:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from bench import SUITES
 from bench.attention import MaskedProblem
-from bench.models import DECODER, SMALL_DECODER
+from bench.models import SMALL
 from bench.suite import SHAPES, Request
 
 
@@ -26,7 +26,7 @@ def problems(suite, dtype):
         return
     for of_section in SUITES[suite].plan(Request(dtype, folder=folder())).values():
         for problem in of_section:
-            yield replace(problem, shape=SMALL_DECODER) if problem.shape == DECODER else problem
+            yield replace(problem, shape=SMALL.get(problem.shape, problem.shape))
     if suite == "attention":
         yield from (MaskedProblem(shape, "kv_lengths", dtype) for shape in SHAPES)
 
