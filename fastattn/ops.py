@@ -13,20 +13,22 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from fastattn._args.blocks import blocks, copied
+from fastattn._args.channels import conv_args, next_inputs
 from fastattn._args.errors import named, put_name, wrong_shape
 from fastattn._args.ops import linear_args, rows_args
 from fastattn._args.options import Backend, ComputeOptions, OutOption
 from fastattn._args.pack import pack_args
 from fastattn._args.packed import PackedLinear
 from fastattn._args.results import result_array
-from fastattn._args.types import Activation, Array, ArrayLike, DTypeLike, Rounding, Unpack
-from fastattn._args.values import as_array, float_array, integers
+from fastattn._args.types import Activation, Array, ArrayLike, ConvArgs, DTypeLike, Rounding, Unpack
+from fastattn._args.values import as_array, flag, float_array, integers
 from fastattn._engine import dispatch
 
 __all__ = [
     "Activation",
     "PackedLinear",
     "activate",
+    "causal_conv1d",
     "embedding",
     "layer_norm",
     "linear",
@@ -45,6 +47,14 @@ class _NormOptions(OutOption, ComputeOptions, total=False):
 
     eps: float
     residual: ArrayLike | None
+
+
+class _ConvOptions(OutOption, ComputeOptions, total=False):
+    """Keyword arguments of `causal_conv1d`, except those of its state after the last token."""
+
+    activation: Activation | None
+    state: ArrayLike | None
+    begins: ArrayLike | None
 
 
 @named("pack")
@@ -333,6 +343,124 @@ def activate(
     args, result, _ = rows_args("activate", x, out, num_threads, backend, up=up, activation=activation)
     dispatch.run(args, backend)
     return result
+
+
+@overload
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    return_state: Literal[False] = False,
+    out_state: None = None,
+    **options: Unpack[_ConvOptions],
+) -> Array: ...
+@overload
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    return_state: bool = ...,
+    out_state: Array | None = None,
+    **options: Unpack[_ConvOptions],
+) -> tuple[Array, Array]: ...
+@named("causal_conv1d")
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Activation | None = None,
+    state: ArrayLike | None = None,
+    begins: ArrayLike | None = None,
+    return_state: bool = False,
+    out_state: Array | None = None,
+    out: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> Any:
+    """Causal depthwise convolution: ``activation(bias + sum of weight[:, w] * x[t - width + 1 + w])``.
+
+    The short convolution of hybrid models (Mamba, gated DeltaNet, Kimi Linear, LFM2), whose layers keep the
+    last ``width - 1`` inputs from token to token.
+
+    Parameters
+    ----------
+    x : array_like, (..., length, channels) or, with `begins`, (tokens, channels)
+        float32, float64, float16 or bfloat16.
+    weight : array_like, (channels, width)
+        1 to 8 wide, the last column for the token itself; as torch's ``Conv1d.weight[:, 0]``.
+    bias : array_like, (channels,), optional
+    activation : str, optional
+        A name that `Activation` lists, mostly "silu".
+    state : array_like, (..., width - 1, channels) or, with `begins`, (sequences, width - 1, channels), optional
+        The inputs before the first token, in x's dtype; 0 if left out.
+    begins : array_like of int, (sequences + 1,), optional
+        Sequences of different lengths lie end to end: tokens ``begins[s]`` to ``begins[s + 1]`` of x are
+        those of sequence s. It begins with 0 and ends with the number of tokens.
+    return_state : bool, default False
+        Return ``(out, state)``: with it, a later call goes on where this one ended.
+    out_state : ndarray, optional
+        Where that state goes; it may be `state` itself, and implies `return_state`.
+    out : ndarray, optional
+        Array for the result, in x's shape and dtype; it shares no memory with an input.
+    num_threads, backend : optional
+        As in `linear`.
+
+    Returns
+    -------
+    out : ndarray
+        In x's shape and dtype.
+    state : ndarray, of the shape of `state`
+        Only with `return_state` or `out_state`: the last inputs of each sequence.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    ``2 * width`` FLOP an element, whose sum is one accumulator; memory is the limit, and x is read once. An
+    output does not depend on the other sequences, nor on where a sequence was split, to the bit. A channel
+    that is not finite reaches no other one, and no earlier token.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastattn import ops
+    >>> x, weight = np.ones((2, 5, 3), np.float32), np.full((3, 4), 0.25, np.float32)
+    >>> first, state = ops.causal_conv1d(x[:, :3], weight, return_state=True)
+    >>> rest = ops.causal_conv1d(x[:, 3:], weight, state=state)
+    >>> rest[0, :, 0]
+    array([1., 1.], dtype=float32)
+    """
+    args = conv_args(x, weight, bias, activation, state, begins, out, num_threads, backend)
+    with_state = flag("return_state", return_state) or out_state is not None
+    after = next_inputs(args, out_state, state) if with_state else None
+    dispatch.run(args, backend)
+    if after is None:
+        return args.out
+    _keep_inputs(args, after)
+    return args.out, after
+
+
+def _keep_inputs(args: ConvArgs, after: Array) -> None:
+    """Write the last inputs of each sequence to `after` (..., width - 1, channels), which may be the state."""
+    many = after.shape[-2]
+    pairs = [(args.x, after, args.state)]
+    if args.ragged:
+        ranges = zip(args.begins[:-1], args.begins[1:], strict=True)
+        states = after if args.state is None else args.state
+        pairs = [
+            (args.x[i:j], after[s], None if args.state is None else states[s]) for s, (i, j) in enumerate(ranges)
+        ]
+    for x, to, state in pairs:
+        new = min(many, x.shape[-2])
+        kept = 0 if state is None else state[..., new:, :].copy()
+        to[..., : many - new, :] = kept
+        to[..., many - new :, :] = x[..., x.shape[-2] - new :, :]
 
 
 def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> Array:

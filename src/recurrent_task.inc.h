@@ -11,7 +11,7 @@
  * the bits of a column do not depend on which.
  *
  * Exports   RECURRENT_ASKS, recurrent_task, recurrent_task_of, query_group, panel_width; load_state, store_state, load_norm,
- *           store_norm; v_flush, decay_at. */
+ *           store_norm; decay_at. */
 #pragma once
 #include "softmax.inc.h"
 #include "linear_pass.inc.h"
@@ -80,10 +80,6 @@ static void store_norm(const fa_recurrent_args *a, const recurrent_task *task, c
     if (a->norm_out.data && task->column == 0)
         memcpy(at(&a->norm_out, task->b, task->h, 0, 0), norm, a->head_dim * sizeof(lane));
 }
-
-/* 0 for numbers below the normal range. Arithmetic on them takes a hundred times as long, and a state that decays would
- * stay among them for ever. NaN stays NaN. */
-INLINE v_t v_flush(v_t x) { return v_select(v_abs(x) < v_splat(LANE_MIN), v_splat(0), x); }
 
 /* A token's decays of dimensions d, d + 1, ..., from its row of log_decay. A scalar decay is that of all of them. */
 INLINE v_t decay_at(const fa_recurrent_args *a, const char *log_decay, int64_t d)

@@ -1,4 +1,4 @@
-"""Derive the coefficients of exp2, tanh and erf in src/; print them with their errors.
+"""Derive the coefficients of exp2, tanh, erf and log1p in src/; print them with their errors.
 
     python tools/polynomials.py
 
@@ -60,16 +60,21 @@ def tanh_over_x(z):
     return mp.tanh(mp.sqrt(z)) / mp.sqrt(z) if z else mp.mpf(1)
 
 
+def log1p_over_x(x):
+    """Return log(1 + x) / x."""
+    return mp.log1p(x) / x if x else mp.mpf(1)
+
+
 def erf_over_x(z):
     """Return erf(x) / x, z = x^2."""
     x = mp.sqrt(z)
     return mp.erf(x) / x if z else 2 / mp.sqrt(mp.pi)
 
 
-def rational(function, high, p_degree, q_degree):
-    """p and q, q[0] = 1, with p(x^2) / q(x^2) through `function` at Chebyshev nodes x in [0, high]."""
+def rational(function, high, p_degree, q_degree, power=2):
+    """p and q, q[0] = 1, with p(z) / q(z) through `function`, z = x^power, at Chebyshev nodes x in [0, high]."""
     n = p_degree + q_degree + 1
-    nodes = [(high / 2 * (1 + mp.cos(mp.pi * (2 * i + 1) / (2 * n)))) ** 2 for i in range(n)]
+    nodes = [(high / 2 * (1 + mp.cos(mp.pi * (2 * i + 1) / (2 * n)))) ** power for i in range(n)]
     matrix = mp.matrix(n, n)
     for i, z in enumerate(nodes):
         for j in range(p_degree + 1):
@@ -112,6 +117,11 @@ def main():
     bound = mp.mpf(392) / 100  # 1 - erf(3.92) is 3e-8: from there on erf is 1 in float32
     p, q = rational(erf_over_x, bound, 6, 5)
     show_rational("erf float", p, q, mp.erf, bound)
+    p, q = rational(log1p_over_x, mp.mpf(1), 3, 3, power=1)  # of e^-|x|, for softplus
+    ratio = lambda x: mp.polyval(p[::-1], x) / mp.polyval(q[::-1], x)  # noqa: E731
+    error = worst(log1p_over_x, ratio, mp.mpf(0), mp.mpf(1))
+    show("log1p float, numerator", p, error)
+    show("log1p float, denominator", q, error)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fastattn._args.packed import PackedLinear
-from fastattn._args.types import Activation, Array, Ints
+from fastattn._args.types import Activation, Array, ConvArgs, Ints, ScanArgs
 
 
 @dataclass(slots=True, eq=False)
@@ -125,3 +125,46 @@ class ScatterArgs:
     def empty(self) -> bool:
         """Whether there is nothing to add."""
         return not self.x.size
+
+
+@dataclass(slots=True, eq=False)
+class ConvGradArgs:
+    """The gradient of a ConvArgs, whose result is neither read nor written. None is not wanted."""
+
+    kernel: ClassVar[str] = "conv_grad"
+
+    forward: ConvArgs
+    dout: Array  # of forward.out: its shape and dtype
+    dx: Array | None  # x's shape and dtype
+    dstate: Array | None  # as forward.state, whether that is None or not; 0 before
+    sums: Array | None  # (width + 1, channels), lane dtype, written: dweight transposed, and dbias
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to sum."""
+        return not self.forward.x.size
+
+
+@dataclass(slots=True, eq=False)
+class ScanGradArgs:
+    """The gradient of a ScanArgs, whose results are neither read nor written. None is not wanted."""
+
+    kernel: ClassVar[str] = "scan_grad"
+
+    forward: ScanArgs
+    dout: Array  # of forward.out: its shape and dtype
+    dstate_out: Array | None  # of forward.state_out; None is 0
+    dx: Array | None  # x's shape and dtype, as ddt
+    ddt: Array | None
+    # Lane dtype, of the shapes of b, c, rates, skip, dt_bias and state_out.
+    db: Array | None
+    dc: Array | None
+    drates: Array | None
+    dskip: Array | None
+    dbias: Array | None
+    dstate: Array | None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no token: a state's gradient passes, and the others are 0."""
+        return not self.forward.x.size

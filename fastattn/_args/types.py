@@ -297,6 +297,54 @@ class RecurrentBackwardArgs:
 
 
 @dataclass(slots=True, eq=False)
+class ConvArgs:
+    """A causal depthwise convolution along the tokens of some sequences.
+
+    Arrays of tokens are (*batch_shape, length, channels), with one sequence for each item of the batch; or
+    (tokens, channels) if `ragged`, with the sequences end to end and batch_shape (sequences,). Last axes are
+    contiguous.
+    """
+
+    kernel: ClassVar[str] = "conv"
+
+    batch_shape: Shape
+    begins: Ints  # (sequences + 1): of the tokens of all sequences, in order, the first of each; and the end
+    ragged: bool
+    x: Array
+    out: Array  # x's shape and dtype
+    weight: Array  # (channels, width), lane dtype
+    bias: Array | None  # (channels), lane dtype
+    state: Array | None  # (*batch_shape, width - 1, channels), x's dtype: the inputs before the first; None: 0
+    activation: Activation | None
+    num_threads: int
+
+
+@dataclass(slots=True, eq=False)
+class ScanArgs:
+    """A selective scan along the tokens of some sequences, whose arrays are those of a `ConvArgs`."""
+
+    kernel: ClassVar[str] = "scan"
+
+    batch_shape: Shape
+    begins: Ints
+    ragged: bool
+    x: Array
+    dt: Array  # x's shape and dtype, as out
+    out: Array
+    b: Array  # (*batch_shape, length, states) or (tokens, states), x's dtype, as c
+    c: Array
+    # Lane dtype: (channels, states), at most 0; (channels); and states (*batch_shape, channels, states).
+    rates: Array
+    skip: Array | None
+    dt_bias: Array | None
+    state: Array | None
+    state_out: Array  # may be `state` itself
+    softplus: bool
+    num_threads: int
+    result: Any  # what the caller gets
+
+
+@dataclass(slots=True, eq=False)
 class RowsArgs:
     """One pass over the rows of x (m, n): `kind` says which; the rest is None where it takes no part."""
 

@@ -225,6 +225,22 @@ def integers(
     return np.array(array, np.int64)
 
 
+def sequence_begins(name: str, x: Any, of: str, tokens: int) -> Ints:
+    """`x` as the begin of each sequence among the `tokens` of the argument `of`, and their end."""
+    given = as_array(name, x)
+    begins = integers(name, given) if given.size else np.zeros(given.shape, np.int64)
+    if begins.ndim != 1 or not begins.size:
+        raise wrong_shape(name, begins, "(sequences + 1,)")
+    if begins[0] != 0 or begins[-1] != tokens:
+        came = f"{name} goes from {begins[0]} to {begins[-1]}"
+        raise ValueError(f"(): {came}; expected 0 to {tokens}, the tokens of {of}")
+    if (begins[1:] < begins[:-1]).any():
+        i = int(np.argmax(begins[1:] < begins[:-1]))
+        came = f"{name} falls from {begins[i]} to {begins[i + 1]} at index {i + 1}"
+        raise ValueError(f"(): {came}; expected it not to fall: the begin of each sequence, in order")
+    return begins
+
+
 def integer(name: str, x: Any, low: int, high: int | None = None) -> int:
     """`x` as an int from `low` to `high`; a bool is not accepted."""
     try:

@@ -10,8 +10,8 @@ from fastattn._args import key_ranges
 from fastattn._args.attention import attention_args, raise_shapes, window_sides
 from fastattn._args.errors import wrong_shape
 from fastattn._args.results import result_array
-from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, lane_dtype
-from fastattn._args.values import as_array, flag, head_values, integers, require_broadcast
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, lane_dtype
+from fastattn._args.values import as_array, flag, head_values, require_broadcast, sequence_begins
 
 
 def varlen_args(
@@ -38,8 +38,8 @@ def varlen_args(
         dims = "(tokens, heads)" if name.endswith("scale") else "(tokens, heads, head_dim)"
         if array.ndim != dims.count(",") + 1:
             raise wrong_shape(name, array, dims)
-    begins_q = _begins("cu_seqlens_q", cu_seqlens_q, "q", len(arrays["q"]))
-    begins_k = _begins("cu_seqlens_k", cu_seqlens_k, "k", len(arrays["k"]))
+    begins_q = sequence_begins("cu_seqlens_q", cu_seqlens_q, "q", len(arrays["q"]))
+    begins_k = sequence_begins("cu_seqlens_k", cu_seqlens_k, "k", len(arrays["k"]))
     if len(begins_q) != len(begins_k):
         came = f"cu_seqlens_q is of {len(begins_q) - 1} sequences and cu_seqlens_k of {len(begins_k) - 1}"
         raise ValueError(f"(): {came}; expected the same number")
@@ -90,19 +90,3 @@ def _require_shapes(arrays: dict[str, Array]) -> None:
     for name in ("k_scale", "v_scale"):
         if name in arrays:
             require_broadcast(name, arrays[name].shape, (tokens, heads), "(tokens_k, heads_kv)")
-
-
-def _begins(name: str, x: Any, of: str, tokens: int) -> Ints:
-    """`x` as the begin of each sequence among the `tokens` of the argument `of`, and their end."""
-    given = as_array(name, x)
-    begins = integers(name, given) if given.size else np.zeros(given.shape, np.int64)
-    if begins.ndim != 1 or not begins.size:
-        raise wrong_shape(name, begins, "(sequences + 1,)")
-    if begins[0] != 0 or begins[-1] != tokens:
-        came = f"{name} goes from {begins[0]} to {begins[-1]}"
-        raise ValueError(f"(): {came}; expected 0 to {tokens}, the tokens of {of}")
-    if (begins[1:] < begins[:-1]).any():
-        i = int(np.argmax(begins[1:] < begins[:-1]))
-        came = f"{name} falls from {begins[i]} to {begins[i + 1]} at index {i + 1}"
-        raise ValueError(f"(): {came}; expected it not to fall: the begin of each sequence, in order")
-    return begins

@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any
 from fastattn._args.types import (
     AttentionArgs,
     BackwardArgs,
+    ConvArgs,
     RecurrentArgs,
     RecurrentBackwardArgs,
     RopeArgs,
     RowsArgs,
     RowwiseArgs,
     RowwiseBackwardArgs,
+    ScanArgs,
     lane_dtype,
 )
 from fastattn._engine import settings
 from fastattn._reference import attention as reference
 from fastattn._reference import (
     backward,
+    channels,
     grad,
     ops,
     pack,
@@ -31,13 +34,22 @@ from fastattn._reference import (
 )
 
 if TYPE_CHECKING:
-    from fastattn._args.grad_types import DropoutArgs, LogitsArgs, OuterArgs, RowsGradArgs, ScatterArgs
+    from fastattn._args.grad_types import (
+        ConvGradArgs,
+        DropoutArgs,
+        LogitsArgs,
+        OuterArgs,
+        RowsGradArgs,
+        ScanGradArgs,
+        ScatterArgs,
+    )
     from fastattn._args.packed import LinearArgs, PackArgs
     from fastattn._args.updates import UpdateArgs
 
     AnyArgs = (
         AttentionArgs
         | BackwardArgs
+        | ConvArgs
         | LinearArgs
         | PackArgs
         | RecurrentArgs
@@ -46,14 +58,19 @@ if TYPE_CHECKING:
         | RowsArgs
         | RowwiseArgs
         | RowwiseBackwardArgs
+        | ScanArgs
         | UpdateArgs
     )
-    AnyGradArgs = DropoutArgs | LogitsArgs | OuterArgs | RowsGradArgs | ScatterArgs
+    AnyGradArgs = (
+        ConvGradArgs | DropoutArgs | LogitsArgs | OuterArgs | RowsGradArgs | ScanGradArgs | ScatterArgs
+    )
 
 # The name of a kernel, which its arguments have as `kernel`, is the same in both implementations.
 _TWINS: dict[str, Callable[[Any], None]] = {
     "attention": reference.attention,
     "attention_backward": backward.attention_backward,
+    "conv": channels.conv,
+    "conv_grad": channels.conv_grad,
     "dropout": grad.dropout,
     "linear": ops.linear,
     "logits": grad.logits,
@@ -66,6 +83,8 @@ _TWINS: dict[str, Callable[[Any], None]] = {
     "rows_grad": grad.rows_grad,
     "rowwise": rowwise.rowwise,
     "rowwise_backward": rowwise_backward.rowwise_backward,
+    "scan": channels.scan,
+    "scan_grad": channels.scan_grad,
     "scatter": grad.scatter,
     "update": updates.update,
 }
@@ -76,7 +95,7 @@ def run(args: AnyArgs, backend: str | None = None) -> None:
     """Compute `args` on `backend`, a checked name, or on the default one."""
     # An empty result may still have more batch items than a loop could visit. A recurrence has to write its
     # state even so.
-    if not args.out.size and not args.kernel.startswith("recurrent"):
+    if not args.out.size and not args.kernel.startswith(("recurrent", "scan")):
         return
     _run(args, backend)
 

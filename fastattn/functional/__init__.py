@@ -35,6 +35,7 @@ from fastattn.functional._scores import (
     top_k_attention,
 )
 from fastattn.functional._shaw import shaw_attention
+from fastattn.functional._state_space import selective_scan
 from fastattn.functional._torch import flex_attention
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "nystrom_attention",
     "qk_norm_attention",
     "retention",
+    "selective_scan",
     "shaw_attention",
     "sigmoid_attention",
     "sparsemax_attention",

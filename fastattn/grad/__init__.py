@@ -7,6 +7,7 @@ float64 where x is. Their bits do not depend on the number of threads. Options a
 function; with others, gradients are wrong, without an error.
 """
 
+from fastattn.grad._channels import causal_conv1d
 from fastattn.grad._linear import linear
 from fastattn.grad._loss import cross_entropy
 from fastattn.grad._places import dropout, embedding, rope
@@ -16,6 +17,7 @@ from fastattn.grad._vjp import Pullback, vjp
 __all__ = [
     "Pullback",
     "activate",
+    "causal_conv1d",
     "cross_entropy",
     "dropout",
     "embedding",

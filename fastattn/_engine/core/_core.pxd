@@ -172,6 +172,34 @@ cdef extern from "fastattn.h" nogil:
         int64_t n_parameters
         double scale, lr, weight_decay, momentum, beta2, eps, first_correction, second_correction
         int nesterov
+    enum:
+        FA_MOST_WIDTH
+    ctypedef struct fa_conv_args:
+        fa_array x, out, state
+        const void *weight
+        const void *bias
+        const int64_t *begins
+        int64_t sequences, channels
+        int width
+        fa_activation activation
+        const fa_watch *watch
+    ctypedef struct fa_conv_grad_args:
+        fa_conv_args forward
+        fa_array dout, dx, dstate
+    ctypedef struct fa_scan_args:
+        fa_array x, dt, out, b, c, state, state_out
+        const void *rates
+        const void *skip
+        const void *dt_bias
+        const int64_t *begins
+        int64_t sequences, channels, states, longest
+        int softplus
+        const fa_watch *watch
+    ctypedef struct fa_scan_grad_args:
+        fa_scan_args forward
+        fa_array dout, dx, ddt, dstate_out, dstate, drates, dskip, dbias
+        void *db
+        void *dc
     ctypedef struct fa_recurrent_args:
         fa_array q, k, v, out, log_decay, beta, state, state_out, norm, norm_out
         int64_t batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v
@@ -247,6 +275,15 @@ cdef extern from "fastattn.h" nogil:
         void (*scatter_run)(const fa_scatter_args *, int64_t, int64_t, void *) noexcept nogil
         void (*rope_run)(const fa_rope_args *, int64_t, int64_t, void *) noexcept nogil
         void (*update_run)(const fa_update_args *, int64_t, int64_t) noexcept nogil
+        int64_t (*conv_scratch_bytes)(const fa_conv_args *) noexcept nogil
+        void (*conv_run)(const fa_conv_args *, int64_t, int64_t, void *) noexcept nogil
+        int64_t (*conv_grad_scratch_bytes)(const fa_conv_grad_args *) noexcept nogil
+        void (*conv_grad_run)(const fa_conv_grad_args *, int64_t, int64_t, void *, void *) noexcept nogil
+        int64_t (*scan_tasks)(const fa_scan_args *) noexcept nogil
+        int64_t (*scan_scratch_bytes)(const fa_scan_args *) noexcept nogil
+        void (*scan_run)(const fa_scan_args *, int64_t, void *) noexcept nogil
+        int64_t (*scan_grad_scratch_bytes)(const fa_scan_grad_args *) noexcept nogil
+        void (*scan_grad_run)(const fa_scan_grad_args *, int64_t, void *) noexcept nogil
         void (*recurrent_plan)(const fa_recurrent_args *, int, fa_recurrent_plan *) noexcept nogil
         void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t, void *) noexcept nogil
         void (*recurrent_backward_plan)(const fa_recurrent_backward_args *,

@@ -19,8 +19,13 @@ cdef fa_dtype _dtype(cnp.ndarray array) except *:
     return FA_BF16
 
 
+cdef fa_dtype _lane(fa_dtype dtype) noexcept:
+    """The lane type: what numbers of `dtype` are accumulated in, and their parameters are of."""
+    return FA_F64 if dtype == FA_F64 else FA_F32
+
+
 cdef int _lane_type(fa_dtype dtype) noexcept:
-    """NumPy's number of the lane type: what numbers of `dtype` are accumulated in, and their parameters are of."""
+    """NumPy's number of the lane type."""
     return cnp.NPY_DOUBLE if dtype == FA_F64 else cnp.NPY_FLOAT
 
 

@@ -1,0 +1,187 @@
+"""The arguments of what goes along the tokens channel by channel: checked and normalised."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.grad import needed
+from fastattn._args.grad_types import ConvGradArgs, ScanGradArgs
+from fastattn._args.ops import data, like, vector
+from fastattn._args.results import result_array
+from fastattn._args.types import ACTIVATIONS, Activation, Array, ConvArgs, Ints, ScanArgs, Shape, lane_dtype
+from fastattn._args.values import choice, flag, sequence_begins
+from fastattn._engine.settings import require_backend, threads
+
+MOST_WIDTH = 8  # FA_MOST_WIDTH of src/fastattn.h
+
+
+def _tokens(name: str, x: Any) -> Array:
+    """`x` as rows of channels, which are tokens."""
+    array = data(name, x)
+    if array.ndim < 2:
+        raise wrong_shape(name, array, "(..., length, channels)")
+    return array
+
+
+def _sequences(x: Array, begins: Any) -> tuple[Shape, Ints]:
+    """The batch, and where its sequences begin among all tokens of x (..., length, channels)."""
+    if begins is None:
+        batch, length = x.shape[:-2], x.shape[-2]
+        return batch, np.arange(math.prod(batch) + 1, dtype=np.int64) * length
+    if x.ndim != 2:
+        raise wrong_shape("x", x, "(tokens, channels), as begins is given")
+    found = sequence_begins("begins", begins, "x", len(x))
+    return (len(found) - 1,), found
+
+
+def conv_args(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    activation: Activation | None = None,
+    state: Any = None,
+    begins: Any = None,
+    out: Any = None,
+    num_threads: int | None = None,
+    backend: str | None = None,
+) -> ConvArgs:
+    """Check the arguments of `ops.causal_conv1d`."""
+    require_backend(backend)
+    array = _tokens("x", x)
+    dtype, lane, channels = array.dtype, lane_dtype(array.dtype), array.shape[-1]
+    taps = data("weight", weight)
+    if taps.ndim != 2 or len(taps) != channels or not 1 <= taps.shape[1] <= MOST_WIDTH:
+        expected = f"(channels, width) = ({channels}, 1 to {MOST_WIDTH})"
+        raise wrong_shape("weight", taps, expected)
+    width = taps.shape[1]
+    taps = np.require(taps, lane, ("C", "ALIGNED"))
+    bias_array = vector("bias", bias, (channels,), lane)
+    if activation is not None:
+        choice("activation", activation, ACTIVATIONS)
+    batch, starts = _sequences(array, begins)
+    before = like("state", state, (*batch, width - 1, channels), dtype)
+    inputs = [("x", x, array), ("weight", weight, taps), ("bias", bias, bias_array)]
+    inputs.append(("state", state, before))
+    result = result_array(out, array.shape, dtype, "x", inputs)
+    return ConvArgs(
+        batch, starts, begins is not None, array, result, taps, bias_array, before, activation,
+        threads(num_threads),
+    )  # fmt: skip
+
+
+def next_inputs(args: ConvArgs, out_state: Any, given: Any) -> Array:
+    """Array for the inputs that a later call begins after: `out_state`, or a new one.
+
+    It may be the state that was `given`.
+    """
+    shape = (*args.batch_shape, args.weight.shape[1] - 1, args.x.shape[-1])
+    inputs = [("x", args.x, args.x), ("out", args.out, args.out)]
+    if out_state is not given:
+        inputs.append(("state", given, args.state))
+    return result_array(out_state, shape, args.x.dtype, "x", inputs, "out_state")
+
+
+def conv_grad_args(
+    dout: Any, need: Any, dstate_out: Any, forward: dict[str, Any]
+) -> tuple[ConvGradArgs, Array | None]:
+    """Check the arguments of `grad.causal_conv1d`; also returns the gradient of the state after the last."""
+    args = conv_args(**forward)
+    names = needed(need, ("dx", "dweight", "dbias", "dstate"))
+    cotangent = like("dout", dout, args.x.shape, args.x.dtype, "x")
+    if cotangent is None:
+        raise TypeError("(): dout is None; expected an array")
+    width, channels = args.weight.shape[1], args.x.shape[-1]
+    state = (*args.batch_shape, width - 1, channels)
+    after = like("dstate_out", dstate_out, state, args.x.dtype)
+    sums = {"dweight", "dbias"} & set(names)
+    return ConvGradArgs(
+        args,
+        cotangent,
+        np.empty(args.x.shape, args.x.dtype) if "dx" in names else None,
+        np.zeros(state, args.x.dtype) if "dstate" in names else None,
+        np.empty((width + 1, channels), args.weight.dtype) if sums else None,
+    ), after
+
+
+def scan_args(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    state: Any = None,
+    begins: Any = None,
+    return_state: bool = False,
+    out_state: Any = None,
+    out: Any = None,
+    num_threads: int | None = None,
+    backend: str | None = None,
+) -> ScanArgs:
+    """Check the arguments of `functional.selective_scan`, but for its gate."""
+    require_backend(backend)
+    array = _tokens("x", x)
+    dtype, lane, channels = array.dtype, lane_dtype(array.dtype), array.shape[-1]
+    steps = like("dt", dt, array.shape, dtype, "x")
+    rates = data("A", A)
+    if rates.ndim != 2 or len(rates) != channels or not rates.shape[1]:
+        raise wrong_shape("A", rates, f"(channels, states) = ({channels}, at least 1)")
+    rates = np.require(rates, lane, ("C", "ALIGNED"))
+    if rates.size and not rates.max() <= 0:  # NaN is not
+        raise ValueError(f"(): A has {rates.max()}; expected 0 or less")
+    states = rates.shape[1]
+    b, c = (like(name, given, (*array.shape[:-1], states), dtype) for name, given in (("B", B), ("C", C)))
+    for name, found in (("dt", steps), ("B", b), ("C", c)):
+        if found is None:
+            raise TypeError(f"(): {name} is None; expected an array")
+    skip, bias = vector("D", D, (channels,), lane), vector("dt_bias", dt_bias, (channels,), lane)
+    softplus = flag("dt_softplus", dt_softplus)
+    if not softplus and array.size:
+        _require_steps(steps, bias)
+    batch, starts = _sequences(array, begins)
+    shape = (*batch, channels, states)
+    before = like("state", state, shape, lane)
+    inputs = [("x", x, array), ("dt", dt, steps), ("A", A, rates), ("B", B, b), ("C", C, c)]
+    inputs += [("D", D, skip), ("dt_bias", dt_bias, bias)]
+    result = result_array(out, array.shape, dtype, "x", [*inputs, ("state", state, before)])
+    others = [*inputs, ("out", result, result)]
+    if out_state is not state:
+        others.append(("state", state, before))
+    after = result_array(out_state, shape, lane, "the state", others, "out_state")
+    with_state = flag("return_state", return_state) or out_state is not None
+    return ScanArgs(
+        batch, starts, begins is not None, array, steps, result, b, c, rates, skip, bias, before, after,
+        softplus, threads(num_threads), (result, after) if with_state else result,
+    )  # fmt: skip
+
+
+def _require_steps(dt: Any, bias: Array | None) -> None:
+    """Raise if a step is negative: states would grow, without a bound. NaN is none."""
+    least = np.nanmin(dt.astype(np.float32) if dt.itemsize == 2 else dt, axis=tuple(range(dt.ndim - 1)))
+    least = least if bias is None else least + bias
+    if (least < 0).any():
+        expected = "0 or more, or dt_softplus=True"
+        raise ValueError(f"(): dt{'' if bias is None else ' + dt_bias'} has {least.min()}; expected {expected}")
+
+
+def scan_grad_args(dout: Any, need: Any, dstate_out: Any, forward: dict[str, Any]) -> ScanGradArgs:
+    """Check the arguments of the gradient of a selective scan."""
+    args = scan_args(**forward)
+    lane = args.rates.dtype
+
+    def room(name: str, shape: Shape, dtype: Any = lane) -> Array | None:
+        return np.empty(shape, dtype) if name in need else None
+
+    x, state = args.x, args.state_out.shape
+    return ScanGradArgs(
+        args, dout, dstate_out,
+        room("dx", x.shape, x.dtype), room("ddt", x.shape, x.dtype), room("dB", args.b.shape),
+        room("dC", args.c.shape), room("dA", args.rates.shape), room("dD", x.shape[-1:]),
+        room("ddt_bias", x.shape[-1:]), room("dstate", state),
+    )  # fmt: skip

@@ -1,0 +1,192 @@
+# What goes along the tokens channel by channel: a part of _core.pyx, which includes it.
+
+cdef class _Channels:
+    """The batch tables of one call on some sequences, and where their tokens begin."""
+
+    cdef _Tables tables
+    cdef const int64_t *begins
+    cdef int64_t sequences, tokens, length, longest
+    cdef bint ragged
+
+    def __cinit__(self, args, int n_arrays):
+        cdef int64_t s, size
+        cdef cnp.ndarray begins = args.begins
+        self.tables = _Tables(args.batch_shape, n_arrays)
+        self.sequences, self.ragged = self.tables.batch, args.ragged
+        self.begins = <const int64_t *>_data("begins", begins, self.sequences + 1, cnp.NPY_INT64)
+        self.tokens, self.length = self.begins[self.sequences], args.x.shape[args.x.ndim - 2]
+        if self.begins[0] != 0 or self.tokens != self.length * (1 if self.ragged else self.sequences):
+            raise _misfit("begins", begins, "the tokens of x")
+        for s in range(self.sequences):
+            size = self.begins[s + 1] - self.begins[s]
+            if size < 0 or (size != self.length and not self.ragged):
+                raise _misfit("begins", begins, "the begins of the sequences of x, in order")
+            self.longest = max(self.longest, size)
+
+    cdef void set(self, fa_array *x, name, array, fa_dtype dtype, int64_t rows, int64_t width) except *:
+        """Point `x` at (*batch, rows, width), its rows contiguous; None stays NULL."""
+        if array is None:
+            return
+        self.tables.set_rows(x, name, array[..., None, :, :], 1, rows, width)
+        if x.dtype != dtype:
+            raise _misfit(name, array, "another type")
+
+    cdef void set_tokens(self, fa_array *x, name, array, fa_dtype dtype, int64_t width) except *:
+        """Point `x` at (*batch, length, width), or at (tokens, width) if ragged; None stays NULL."""
+        cdef int64_t s
+        self.set(x, name, array, dtype, self.length, width)
+        for s in range(self.sequences if self.ragged and array is not None else 0):
+            (<int64_t *>x.batch)[s] = self.begins[s] * x.row
+
+
+cdef _Channels _set_conv(fa_conv_args *a, args, int n_arrays):
+    """Fill `a`, but for its result."""
+    cdef _Channels channels = _Channels(args, n_arrays)
+    cdef fa_dtype dtype = _dtype(args.x)
+    memset(a, 0, sizeof(fa_conv_args))
+    a.sequences, a.begins = channels.sequences, channels.begins
+    a.channels, a.width = args.x.shape[args.x.ndim - 1], args.weight.shape[1]
+    if not 1 <= a.width <= FA_MOST_WIDTH:
+        raise _misfit("weight", args.weight, f"a width of 1 to {FA_MOST_WIDTH}")
+    a.activation = _ACTIVATIONS[args.activation]
+    channels.set_tokens(&a.x, "x", args.x, dtype, a.channels)
+    channels.set(&a.state, "state", args.state, dtype, a.width - 1, a.channels)
+    a.weight = _data("weight", args.weight, a.channels * a.width, _lane_type(dtype))
+    a.bias = _data("bias", args.bias, a.channels, _lane_type(dtype))
+    return channels
+
+
+cdef void _conv_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    cdef int64_t begin = task * loop.step
+    loop.kernels.conv_run(<const fa_conv_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
+
+
+def conv(args):
+    """Compute `args.out`, of a ConvArgs."""
+    cdef fa_conv_args a
+    cdef Loop loop
+    cdef _Channels channels = _set_conv(&a, args, 3)
+    channels.set_tokens(&a.out, "out", args.out, a.x.dtype, a.channels)
+    a.watch = &loop.watch
+    loop.kernels, loop.args = _kernels(a.x.dtype), &a
+    _run_rows_of(&loop, _conv_task, channels.tokens, a.channels, args.num_threads,
+                 loop.kernels.conv_scratch_bytes(&a))
+
+
+cdef void _conv_grad_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    cdef const fa_conv_grad_args *a = <const fa_conv_grad_args *>loop.args
+    cdef int64_t begin = task * loop.step, size = 8 if a.forward.x.dtype == FA_F64 else 4
+    cdef int64_t sums = (a.forward.width + 1) * a.forward.channels * size
+    loop.kernels.conv_grad_run(a, begin, min(loop.n, begin + loop.step),
+                               loop.shared + task * sums if loop.plan != NULL else NULL, scratch)
+
+
+def conv_grad(args):
+    """Compute `args.dx`, `args.dstate` and `args.sums`, those that are there, of a ConvGradArgs."""
+    cdef fa_conv_grad_args a
+    cdef fa_conv_args *f = &a.forward
+    cdef Loop loop
+    cdef int64_t n_tasks, n, size
+    cdef void *sums
+    memset(&a, 0, sizeof(a))
+    cdef _Channels channels = _set_conv(f, args.forward, 5)
+    channels.set_tokens(&a.dout, "dout", args.dout, f.x.dtype, f.channels)
+    channels.set_tokens(&a.dx, "dx", args.dx, f.x.dtype, f.channels)
+    channels.set(&a.dstate, "dstate", args.dstate, f.x.dtype, f.width - 1, f.channels)
+    n, size = (f.width + 1) * f.channels, 8 if f.x.dtype == FA_F64 else 4
+    sums = _data("sums", args.sums, n, _lane_type(f.x.dtype))
+    f.watch = &loop.watch
+    loop.kernels, loop.args, loop.plan = _kernels(f.x.dtype), &a, sums
+    loop.n, loop.step = channels.tokens, max(LEAST_ROWS_SUMMED, (channels.tokens + MOST_PARTIALS - 1) // MOST_PARTIALS)
+    n_tasks = (loop.n + loop.step - 1) // loop.step
+    _start(&loop, _conv_grad_task, n_tasks,
+           args.forward.num_threads if loop.n * f.channels >= fa_tuned.parallel_elements else 1,
+           loop.kernels.conv_grad_scratch_bytes(&a), n_tasks * n * size if sums != NULL else 0)
+    with nogil:
+        _tasks(&loop, n_tasks)
+        if sums != NULL:
+            loop.kernels.rows_grad_add(loop.shared, n_tasks, n, n, sums)
+    _end(&loop)
+
+
+cdef _Channels _set_scan(fa_scan_args *a, args, int n_arrays):
+    """Fill `a`, but for its results."""
+    cdef _Channels channels = _Channels(args, n_arrays)
+    cdef fa_dtype dtype = _dtype(args.x)
+    cdef int lane = _lane_type(dtype)
+    memset(a, 0, sizeof(fa_scan_args))
+    a.sequences, a.begins, a.longest = channels.sequences, channels.begins, channels.longest
+    a.channels, a.states, a.softplus = args.x.shape[args.x.ndim - 1], args.rates.shape[1], args.softplus
+    channels.set_tokens(&a.x, "x", args.x, dtype, a.channels)
+    channels.set_tokens(&a.dt, "dt", args.dt, dtype, a.channels)
+    channels.set_tokens(&a.b, "B", args.b, dtype, a.states)
+    channels.set_tokens(&a.c, "C", args.c, dtype, a.states)
+    channels.set(&a.state, "state", args.state, _lane(dtype), a.channels, a.states)
+    a.rates = _data("A", args.rates, a.channels * a.states, lane)
+    a.skip, a.dt_bias = _data("D", args.skip, a.channels, lane), _data("dt_bias", args.dt_bias, a.channels, lane)
+    return channels
+
+
+cdef int _scan_threads(_Channels channels, const fa_scan_args *a, int threads):
+    """Threads for a call: a number of a state takes about as long as 16 FLOP."""
+    return threads if 16 * channels.tokens * a.channels * a.states >= fa_tuned.parallel_flops else 1
+
+
+cdef void _scan_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    loop.kernels.scan_run(<const fa_scan_args *>loop.args, task, scratch)
+
+
+def scan(args):
+    """Compute `args.out` and `args.state_out`, of a ScanArgs."""
+    cdef fa_scan_args a
+    cdef Loop loop
+    cdef _Channels channels = _set_scan(&a, args, 7)
+    channels.set_tokens(&a.out, "out", args.out, a.x.dtype, a.channels)
+    channels.set(&a.state_out, "state_out", args.state_out, _lane(a.x.dtype), a.channels, a.states)
+    a.watch = &loop.watch
+    loop.kernels, loop.args = _kernels(a.x.dtype), &a
+    _run(&loop, _scan_task, loop.kernels.scan_tasks(&a), _scan_threads(channels, &a, args.num_threads),
+         loop.kernels.scan_scratch_bytes(&a))
+
+
+cdef void _scan_grad_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    loop.kernels.scan_grad_run(<const fa_scan_grad_args *>loop.args, task, scratch)
+
+
+def scan_grad(args):
+    """Compute those gradients of a ScanGradArgs that are there."""
+    cdef fa_scan_grad_args a
+    cdef fa_scan_args *f = &a.forward
+    cdef Loop loop
+    cdef int64_t n_tasks
+    cdef object batch = args.forward.batch_shape, real = args.forward.rates.dtype
+    memset(&a, 0, sizeof(a))
+    cdef _Channels channels = _set_scan(f, args.forward, 13)
+    cdef fa_dtype lane = _lane(f.x.dtype)
+    channels.set_tokens(&a.dout, "dout", args.dout, f.x.dtype, f.channels)
+    channels.set_tokens(&a.dx, "dx", args.dx, f.x.dtype, f.channels)
+    channels.set_tokens(&a.ddt, "ddt", args.ddt, f.x.dtype, f.channels)
+    channels.set(&a.dstate_out, "dstate_out", args.dstate_out, lane, f.channels, f.states)
+    channels.set(&a.dstate, "dstate", args.dstate, lane, f.channels, f.states)
+    f.watch = &loop.watch
+    loop.kernels, loop.args = _kernels(f.x.dtype), &a
+    n_tasks = loop.kernels.scan_tasks(f)
+    parts = {}  # sums of a task; they are added in order
+    for name, shape in (("drates", (*batch, f.channels, f.states)), ("dskip", (*batch, 1, f.channels)),
+                        ("dbias", (*batch, 1, f.channels))):
+        parts[name] = None if getattr(args, name) is None else np.empty(shape, real)
+    for name in ("db", "dc"):
+        shape = (n_tasks // max(1, channels.sequences), channels.tokens, f.states)
+        parts[name] = None if getattr(args, name) is None else np.empty(shape, real)
+    channels.set(&a.drates, "drates", parts["drates"], lane, f.channels, f.states)
+    channels.set(&a.dskip, "dskip", parts["dskip"], lane, 1, f.channels)
+    channels.set(&a.dbias, "dbias", parts["dbias"], lane, 1, f.channels)
+    a.db = NULL if parts["db"] is None else cnp.PyArray_DATA(parts["db"])
+    a.dc = NULL if parts["dc"] is None else cnp.PyArray_DATA(parts["dc"])
+    _run(&loop, _scan_grad_task, n_tasks, _scan_threads(channels, f, args.forward.num_threads),
+         loop.kernels.scan_grad_scratch_bytes(&a))
+    for name, part in parts.items():
+        if part is not None:
+            to = getattr(args, name)
+            np.sum(part.reshape(-1, *((to.size,) if name in ("db", "dc") else to.shape)), axis=0,
+                   out=to.reshape(-1) if name in ("db", "dc") else to)

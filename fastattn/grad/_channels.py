@@ -1,0 +1,81 @@
+"""Gradients of the causal convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.channels import conv_grad_args
+from fastattn._args.errors import named
+from fastattn._args.grad_types import ConvGradArgs
+from fastattn._args.types import Activation, Array, ArrayLike
+from fastattn._engine import dispatch
+
+if TYPE_CHECKING:
+    from fastattn._args.options import Backend
+
+
+@named("causal_conv1d")
+def causal_conv1d(
+    dout: ArrayLike,
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Activation | None = None,
+    state: ArrayLike | None = None,
+    begins: ArrayLike | None = None,
+    dstate_out: ArrayLike | None = None,
+    need: Sequence[str] = ("dx", "dweight", "dbias"),
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> tuple[Array, ...]:
+    """Gradients of `fastattn.ops.causal_conv1d`.
+
+    Parameters
+    ----------
+    dout : array_like
+        The gradient of the result; in x's shape and dtype.
+    x, weight, bias, activation, state, begins
+        As the forward function had them. What the activation is applied to is computed again.
+    dstate_out : array_like, of the shape of `state`, optional
+        The gradient of the state that ``return_state=True`` returned, in x's dtype; 0 if left out.
+    need : sequence of {"dx", "dweight", "dbias", "dstate"}
+        Which gradients.
+    num_threads, backend : optional
+        As in `layer_norm`, like the errors.
+
+    Returns
+    -------
+    tuple of ndarray
+        In the order of `need`: dx and dstate in x's dtype; dweight (channels, width) and dbias (channels,) in
+        float32, for x in float64 in float64. dstate is there whether there was a state or not.
+    """
+    forward = {
+        "x": x, "weight": weight, "bias": bias, "activation": activation, "state": state, "begins": begins,
+        "num_threads": num_threads, "backend": backend,
+    }  # fmt: skip
+    args, after = conv_grad_args(dout, need, dstate_out, forward)
+    dispatch.run_grad(args, backend)
+    if after is not None:
+        _add_kept_inputs(args, after)
+    found: dict[str, Any] = {"dx": args.dx, "dstate": args.dstate}
+    if args.sums is not None:
+        found |= {"dweight": np.ascontiguousarray(args.sums[:-1].T), "dbias": args.sums[-1].copy()}
+    return tuple(found[name] for name in need)
+
+
+def _add_kept_inputs(args: ConvGradArgs, after: Array) -> None:
+    """Add the gradient of the last inputs of each sequence, which the state after it is."""
+    a, many = args.forward, after.shape[-2]
+    ranges = zip(a.begins[:-1], a.begins[1:], strict=True)
+    places: list[tuple[Any, Any]] = [(slice(i, j), s) for s, (i, j) in enumerate(ranges)] if a.ragged else [(..., ...)]
+    for tokens, s in places:
+        length = a.x[tokens].shape[-2]
+        new = min(many, length)
+        if args.dx is not None:
+            args.dx[tokens][..., length - new :, :] += after[s][..., many - new :, :]
+        if args.dstate is not None:
+            args.dstate[s][..., new:, :] += after[s][..., : many - new, :]

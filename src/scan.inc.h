@@ -1,0 +1,193 @@
+/* The selective scan of a state space model (Mamba, Gu & Dao 2023), channel by channel with `states` numbers each:
+ *
+ *     step_t = dt_t + dt_bias, or softplus of it
+ *     h_t = exp(step_t a) h_{t-1} + step_t x_t b_t          h, a (channels, states); b_t (states)
+ *     out_t = h_t . c_t + skip x_t
+ *
+ * The lanes are channels, which share b and c and nothing else. A task is some channels of one sequence. Tokens come in
+ * blocks, so that b and c are widened once for all vectors of channels.
+ *
+ * Exports   SCAN_CHANNELS, SCAN_TOKENS; scan_task, scan_task_of, scan_scratch, take_scan_scratch; v_softplus, scan_step;
+ *           load_scan_rows, load_scan_rates, turn_states_in, turn_states_out; scan_scratch_bytes, scan_tasks, scan_run. */
+#pragma once
+#include "activation.inc.h"
+
+#define SCAN_CHANNELS 64 /* of a task: whole lines of memory in every dtype but bfloat16, where they are pairs of lines */
+#define SCAN_TOKENS 32   /* of a block: 32 KB of states in the gradient, beside as many decays */
+#define SCAN_ASKS (1 << 20) /* exponentials of lanes between two calls of given_up() */
+_Static_assert(SCAN_CHANNELS % LANES == 0, "a task has whole vectors");
+
+#ifdef FA_LANE_F64
+INLINE v_t v_log1p(v_t x)
+{
+    UNROLL_FOR(int i = 0; i < LANES; i++) x[i] = log1p(x[i]); /* libm's, as erf */
+    return x;
+}
+#else
+/* log(1 + x) = x p(x) / q(x) for 0 <= x <= 1; tools/polynomials.py derives the coefficients. Their relative error is
+ * 2.8e-9, a twentieth of a unit in the last place. */
+static const lane log1p_p[] = {0.99999999700627251299f, 1.0536157278881839004f, 0.23098594932963623969f,
+                               0.0032073298419550646354f};
+static const lane log1p_q[] = {1.f, 1.5536154283341461909f, 0.67446563757134197419f, 0.072529637841568042302f};
+INLINE v_t v_log1p(v_t x)
+{
+    return x * v_horner(log1p_p, COUNT(log1p_p), x) / v_horner(log1p_q, COUNT(log1p_q), x);
+}
+#endif
+
+/* log(1 + e^x), from e^-|x|, which cannot overflow. NaN stays NaN. */
+INLINE v_t v_softplus(v_t x) { return v_max(v_splat(0), x) + v_log1p(v_exp(-v_abs(x))); }
+
+/* Channels [channel, channel + n) of a sequence, whose `length` tokens are numbered from 0; `first` is the number of
+ * its first token among those of all sequences. */
+typedef struct {
+    int64_t sequence, channel, n, first, length, block;
+} scan_task;
+
+static scan_task scan_task_of(const fa_scan_args *a, int64_t number)
+{
+    const int64_t blocks = ceil_div(a->channels, SCAN_CHANNELS), s = number / blocks, block = number % blocks;
+    const int64_t channel = block * SCAN_CHANNELS;
+    return (scan_task){s, channel, smaller(a->channels - channel, SCAN_CHANNELS), a->begins[s],
+                       a->begins[s + 1] - a->begins[s], block};
+}
+
+typedef struct {
+    lane *rates;        /* (vectors, states, LANES): a */
+    lane *h;            /* the same: the state */
+    lane *b, *c;        /* (SCAN_TOKENS, states) */
+    lane *skip, *bias;  /* (SCAN_CHANNELS) */
+} scan_scratch;
+
+static int64_t take_scan_scratch(arena *from, const fa_scan_args *a, scan_scratch *s)
+{
+    CUT_LANES(from, SCAN_CHANNELS * a->states, &s->rates, &s->h);
+    CUT_LANES(from, SCAN_TOKENS * a->states, &s->b, &s->c);
+    CUT_LANES(from, SCAN_CHANNELS, &s->skip, &s->bias);
+    return from->used;
+}
+
+static int64_t scan_scratch_bytes(const fa_scan_args *a) { return take_scan_scratch(&(arena){0}, a, &(scan_scratch){0}); }
+static int64_t scan_tasks(const fa_scan_args *a) { return a->sequences * ceil_div(a->channels, SCAN_CHANNELS); }
+
+/* to (states, LANES) = rows (n, states) of channels, `row` bytes apart. Lanes without a channel are 0. */
+static void turn_states_in(const char *rows, int64_t row, int64_t n, int64_t states, lane *to)
+{
+    v_t part[LANES];
+    for (int64_t d = 0; d < states; d += LANES) {
+        for (int i = 0; i < LANES; i++)
+            part[i] = i < n ? v_load_part(rows + i * row + d * (int64_t)sizeof(lane), states - d) : v_splat(0);
+        v_transpose(part);
+        for (int64_t i = 0; i < smaller(LANES, states - d); i++) v_store(to + (d + i) * LANES, part[i]);
+    }
+}
+
+/* And back. */
+static void turn_states_out(const lane *from, int64_t n, int64_t states, char *rows, int64_t row)
+{
+    v_t part[LANES];
+    for (int64_t d = 0; d < states; d += LANES) {
+        for (int64_t i = 0; i < LANES; i++) part[i] = d + i < states ? v_load(from + (d + i) * LANES) : v_splat(0);
+        v_transpose(part);
+        for (int64_t i = 0; i < n; i++)
+            v_store_part(rows + i * row + d * (int64_t)sizeof(lane), part[i], states - d);
+    }
+}
+
+/* The task's channels of states to scratch; 0 where there are none. */
+static void load_states(const fa_scan_args *a, const scan_task *task, const fa_array *states, lane *to)
+{
+    for (int64_t v = 0; v * LANES < task->n; v++, to += a->states * LANES) {
+        const int64_t channel = task->channel + v * LANES, n = smaller(LANES, task->n - v * LANES);
+        if (states->data) turn_states_in(at(states, task->sequence, 0, channel, 0), states->row, n, a->states, to);
+        else memset(to, 0, a->states * LANES * sizeof(lane));
+    }
+}
+
+static void store_states(const fa_scan_args *a, const scan_task *task, const fa_array *states, const lane *from)
+{
+    for (int64_t v = 0; v * LANES < task->n; v++, from += a->states * LANES)
+        turn_states_out(from, smaller(LANES, task->n - v * LANES), a->states,
+                        at(states, task->sequence, 0, task->channel + v * LANES, 0), states->row);
+}
+
+/* What all tokens share. */
+static void load_scan_rates(const fa_scan_args *a, const scan_task *task, scan_scratch *s)
+{
+    const int64_t row = a->states * (int64_t)sizeof(lane);
+    memset(s->skip, 0, SCAN_CHANNELS * sizeof(lane)), memset(s->bias, 0, SCAN_CHANNELS * sizeof(lane));
+    if (a->skip) memcpy(s->skip, (const lane *)a->skip + task->channel, task->n * sizeof(lane));
+    if (a->dt_bias) memcpy(s->bias, (const lane *)a->dt_bias + task->channel, task->n * sizeof(lane));
+    for (int64_t v = 0; v * LANES < task->n; v++)
+        turn_states_in((const char *)a->rates + (task->channel + v * LANES) * row, row,
+                       smaller(LANES, task->n - v * LANES), a->states, s->rates + v * a->states * LANES);
+}
+
+/* b and c of n tokens from `token` on. */
+static void load_scan_rows(const fa_scan_args *a, const scan_task *task, int64_t token, int64_t n, scan_scratch *s)
+{
+    for (int64_t i = 0; i < n; i++) {
+        load_row(a->x.dtype, at(&a->b, task->sequence, 0, token + i, 0), a->states, 1, s->b + i * a->states);
+        load_row(a->x.dtype, at(&a->c, task->sequence, 0, token + i, 0), a->states, 1, s->c + i * a->states);
+    }
+}
+
+/* step of the channels that `dt` begins with, n of them; *raw is what softplus is applied to. */
+INLINE v_t scan_step(const fa_scan_args *a, const char *dt, int64_t n, v_t bias, v_t *raw)
+{
+    *raw = bias;
+    WITH_DTYPE(a->x.dtype, dtype, *raw = v_load_as_part(dtype, dt, n) + bias);
+    return a->softplus ? v_softplus(*raw) : *raw;
+}
+
+INLINE v_t scan_load(const fa_scan_args *a, const char *from, int64_t n)
+{
+    v_t x = v_splat(0);
+    WITH_DTYPE(a->x.dtype, dtype, x = v_load_as_part(dtype, from, n));
+    return x;
+}
+
+/* The task's vector v of channels over n tokens from `token` on. */
+static void scan_block(const fa_scan_args *a, const scan_task *task, int64_t token, int64_t n, int64_t v,
+                       const scan_scratch *s)
+{
+    const int64_t channel = task->channel + v * LANES, left = task->n - v * LANES, states = a->states;
+    const int64_t offset = channel * dtype_size(a->x.dtype);
+    const lane *rates = s->rates + v * states * LANES;
+    lane *h = s->h + v * states * LANES;
+    const v_t bias = v_load(s->bias + v * LANES), skip = v_load(s->skip + v * LANES);
+    for (int64_t i = 0; i < n; i++) {
+        v_t raw;
+        const v_t x = scan_load(a, at(&a->x, task->sequence, 0, token + i, 0) + offset, left);
+        const v_t step = scan_step(a, at(&a->dt, task->sequence, 0, token + i, 0) + offset, left, bias, &raw);
+        const v_t written = step * x;
+        v_t sum = skip * x;
+        const lane *b = s->b + i * states, *c = s->c + i * states;
+        for (int64_t d = 0; d < states; d++) {
+            const v_t decay = v_exp(step * v_load(rates + d * LANES));
+            const v_t state = v_fma(decay, v_load(h + d * LANES), written * v_splat(b[d]));
+            v_store(h + d * LANES, state);
+            sum = v_fma(state, v_splat(c[d]), sum);
+        }
+        WITH_DTYPE(a->x.dtype, dtype,
+                   v_store_as_part(dtype, at(&a->out, task->sequence, 0, token + i, 0) + offset, sum, left));
+    }
+    for (int64_t d = 0; d < states; d++) v_store(h + d * LANES, v_flush(v_load(h + d * LANES)));
+}
+
+static void scan_run(const fa_scan_args *a, int64_t number, void *scratch)
+{
+    const scan_task task = scan_task_of(a, number);
+    scan_scratch s;
+    take_scan_scratch(&(arena){.memory = scratch}, a, &s);
+    load_scan_rates(a, &task, &s);
+    load_states(a, &task, &a->state, s.h);
+    const int64_t between_asks = larger(1, SCAN_ASKS / (SCAN_TOKENS * SCAN_CHANNELS * a->states)) * SCAN_TOKENS;
+    for (int64_t token = 0; token < task.length; token += SCAN_TOKENS) {
+        if (token && token % between_asks == 0 && given_up(a->watch)) return;
+        const int64_t n = smaller(SCAN_TOKENS, task.length - token);
+        load_scan_rows(a, &task, token, n, &s);
+        for (int64_t v = 0; v * LANES < task.n; v++) scan_block(a, &task, token, n, v, &s);
+    }
+    store_states(a, &task, &a->state_out, s.h);
+}
