@@ -79,15 +79,22 @@ static int64_t take_conv_scratch(arena *from, const fa_conv_args *a, int gradien
     return from->used;
 }
 
-/* Taps and bias of n channels from `channel` on. */
+/* taps (width, CONV_PIECE) = the weights (n, width), transposed. */
+INLINE void turn_taps(int width, const lane *weight, int64_t n, lane *taps)
+{
+    for (int64_t j = 0; j < n; j++)
+        for (int w = 0; w < width; w++) taps[w * CONV_PIECE + j] = weight[j * width + w];
+}
+
+/* Taps and bias of n channels from `channel` on, and zeros where there are none. */
 static void load_taps(const fa_conv_args *a, int64_t channel, int64_t n, conv_scratch *s)
 {
     const lane *weight = (const lane *)a->weight + channel * a->width, *bias = (const lane *)a->bias;
-    memset(s->zeros, 0, CONV_PIECE * sizeof(lane)), memset(s->bias, 0, CONV_PIECE * sizeof(lane));
-    memset(s->taps, 0, a->width * CONV_PIECE * sizeof(lane));
-    for (int64_t j = 0; j < n; j++)
-        for (int w = 0; w < a->width; w++) s->taps[w * CONV_PIECE + j] = weight[j * a->width + w];
+    if (n < CONV_PIECE) memset(s->taps, 0, a->width * CONV_PIECE * sizeof(lane));
+    memset(s->bias, 0, CONV_PIECE * sizeof(lane));
     if (bias) memcpy(s->bias, bias + channel, n * sizeof(lane));
+    if (a->width == 4) turn_taps(4, weight, n, s->taps); /* the usual one, which compilers do in vectors */
+    else turn_taps(a->width, weight, n, s->taps);
 }
 
 /* sums = pre of `rows` tokens from `token` on, n channels from `channel` on. */
@@ -117,6 +124,13 @@ static void conv_activate(const fa_conv_args *a, lane *sums, int64_t n)
     }
 }
 
+/* Cut from memory, with zeros for inputs that are not there. */
+static void ready_conv_scratch(void *memory, const fa_conv_args *a, int gradient, conv_scratch *s)
+{
+    take_conv_scratch(&(arena){.memory = memory}, a, gradient, s);
+    memset(s->zeros, 0, CONV_PIECE * sizeof(lane));
+}
+
 static int64_t conv_scratch_bytes(const fa_conv_args *a)
 {
     return take_conv_scratch(&(arena){0}, a, 0, &(conv_scratch){0});
@@ -126,7 +140,7 @@ static int64_t conv_scratch_bytes(const fa_conv_args *a)
 static void conv_run(const fa_conv_args *a, int64_t begin, int64_t end, void *scratch)
 {
     conv_scratch s;
-    take_conv_scratch(&(arena){.memory = scratch}, a, 0, &s);
+    ready_conv_scratch(scratch, a, 0, &s);
     const int64_t between_asks = larger(1, ROW_ASKS / CONV_PIECE / a->width / CONV_ROWS);
     int64_t groups = 0;
     for (int64_t channel = 0; channel < a->channels; channel += CONV_PIECE) {
@@ -214,7 +228,7 @@ static void conv_grad_run(const fa_conv_grad_args *g, int64_t begin, int64_t end
 {
     const fa_conv_args *a = &g->forward;
     conv_scratch s;
-    take_conv_scratch(&(arena){.memory = scratch}, a, 1, &s);
+    ready_conv_scratch(scratch, a, 1, &s);
     if (sums) memset(sums, 0, (a->width + 1) * a->channels * sizeof(lane));
     for (int64_t channel = 0; channel < a->channels; channel += CONV_PIECE) {
         const int64_t n = smaller(a->channels - channel, CONV_PIECE), offset = channel * dtype_size(a->x.dtype);

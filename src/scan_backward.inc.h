@@ -38,19 +38,15 @@ static int64_t scan_grad_scratch_bytes(const fa_scan_grad_args *x)
     return take_scan_grad_scratch(&(arena){0}, &x->forward, &(scan_grad_scratch){0});
 }
 
-/* The states of vector v of channels after each of n tokens from `token` on, and their decays, from the state h. */
-static void scan_states(const fa_scan_args *a, const scan_task *task, int64_t token, int64_t n, int64_t v,
-                        const lane *h, const scan_grad_scratch *g)
+/* The states of vector v of channels after each of n tokens of the block at hand, and their decays, from the state h. */
+static void scan_states(const fa_scan_args *a, int64_t n, int64_t v, const lane *h, const scan_grad_scratch *g)
 {
-    const int64_t states = a->states, row = states * LANES, left = task->n - v * LANES;
-    const int64_t offset = (task->channel + v * LANES) * dtype_size(a->x.dtype);
+    const int64_t states = a->states, row = states * LANES;
     const lane *rates = g->s.rates + v * row;
-    const v_t bias = v_load(g->s.bias + v * LANES);
     memcpy(g->states, h, row * sizeof(lane));
     for (int64_t i = 0; i < n; i++) {
-        v_t raw;
-        const v_t step = scan_step(a, at(&a->dt, task->sequence, 0, token + i, 0) + offset, left, bias, &raw);
-        const v_t written = step * scan_load(a, at(&a->x, task->sequence, 0, token + i, 0) + offset, left);
+        const int64_t place = i * SCAN_CHANNELS + v * LANES;
+        const v_t step = v_load(g->s.step + place), written = step * v_load(g->s.x + place);
         lane *state = g->states + i * row;
         for (int64_t d = 0; d < states; d++) {
             const v_t decay = v_exp(step * v_load(rates + d * LANES));
@@ -63,24 +59,21 @@ static void scan_states(const fa_scan_args *a, const scan_task *task, int64_t to
     for (int64_t d = 0; d < states; d++) v_store(last + d * LANES, v_flush(v_load(last + d * LANES)));
 }
 
-/* The gradients of vector v of channels over n tokens from `token` on. g->db and g->dc are added to. */
-static void scan_block_back(const fa_scan_grad_args *x, const scan_task *task, int64_t token, int64_t n, int64_t v,
-                            const scan_grad_scratch *g)
+/* The gradients of vector v of channels over n tokens of the block at hand: dx in place of x, ddt of step. g->db and g->dc
+ * are added to. */
+static void scan_block_back(const fa_scan_args *a, int64_t n, int64_t v, const scan_grad_scratch *g)
 {
-    const fa_scan_args *a = &x->forward;
-    const int64_t states = a->states, row = states * LANES, left = task->n - v * LANES;
-    const int64_t offset = (task->channel + v * LANES) * dtype_size(a->x.dtype), s = task->sequence;
+    const int64_t states = a->states, row = states * LANES;
     const lane *rates = g->s.rates + v * row;
     lane *dh = g->dh + v * row, *drates = g->drates + v * row;
-    const v_t bias = v_load(g->s.bias + v * LANES), skip = v_load(g->s.skip + v * LANES);
+    const v_t skip = v_load(g->s.skip + v * LANES);
     v_t dskip = v_load(g->dskip + v * LANES), dbias = v_load(g->dbias + v * LANES);
     for (int64_t i = n - 1; i >= 0; i--) {
-        v_t raw, of_written = v_splat(0), of_decays = v_splat(0);
-        const v_t value = scan_load(a, at(&a->x, s, 0, token + i, 0) + offset, left);
-        const v_t dout = scan_load(a, at(&x->dout, s, 0, token + i, 0) + offset, left);
-        const v_t step = scan_step(a, at(&a->dt, s, 0, token + i, 0) + offset, left, bias, &raw);
-        const v_t written = step * value;
+        const int64_t place = i * SCAN_CHANNELS + v * LANES;
+        const v_t x = v_load(g->s.x + place), step = v_load(g->s.step + place), dout = v_load(g->s.out + place);
+        const v_t written = step * x;
         const lane *b = g->s.b + i * states, *c = g->s.c + i * states, *state = g->states + i * row;
+        v_t of_written = v_splat(0), of_decays = v_splat(0);
         for (int64_t d = 0; d < states; d++) {
             lane *db = g->db + i * row + d * LANES, *dc = g->dc + i * row + d * LANES;
             const v_t decay = v_load(g->decays + i * row + d * LANES);
@@ -93,14 +86,11 @@ static void scan_block_back(const fa_scan_grad_args *x, const scan_task *task, i
             v_store(drates + d * LANES, v_fma(of_decay, step, v_load(drates + d * LANES)));
             v_store(dh + d * LANES, before);
         }
-        v_t ddt = v_fma(value, of_written, of_decays);
-        if (a->softplus) ddt = ddt * v_sigmoid(raw);
-        dbias += ddt, dskip = v_fma(dout, value, dskip);
-        const v_t dx = v_fma(step, of_written, skip * dout);
-        if (x->dx.data)
-            WITH_DTYPE(a->x.dtype, dtype, v_store_as_part(dtype, at(&x->dx, s, 0, token + i, 0) + offset, dx, left));
-        if (x->ddt.data)
-            WITH_DTYPE(a->x.dtype, dtype, v_store_as_part(dtype, at(&x->ddt, s, 0, token + i, 0) + offset, ddt, left));
+        v_t ddt = v_fma(x, of_written, of_decays);
+        if (a->softplus) ddt = ddt * v_sigmoid(v_load(g->s.raw + place));
+        dbias += ddt, dskip = v_fma(dout, x, dskip);
+        v_store(g->s.x + place, v_fma(step, of_written, skip * dout));
+        v_store(g->s.step + place, ddt);
     }
     for (int64_t d = 0; d < states; d++) v_store(dh + d * LANES, v_flush(v_load(dh + d * LANES)));
     v_store(g->dskip + v * LANES, dskip), v_store(g->dbias + v * LANES, dbias);
@@ -127,6 +117,7 @@ static void scan_grad_run(const fa_scan_grad_args *x, int64_t number, void *scra
     load_scan_rates(a, &task, &g.s);
     load_states(a, &task, &a->state, g.s.h);
     load_states(a, &task, &x->dstate_out, g.dh);
+    memset(g.s.out, 0, SCAN_TOKENS * SCAN_CHANNELS * sizeof(lane));
     memset(g.drates, 0, whole * sizeof(lane));
     memset(g.dskip, 0, SCAN_CHANNELS * sizeof(lane)), memset(g.dbias, 0, SCAN_CHANNELS * sizeof(lane));
     const int64_t blocks = ceil_div(task.length, SCAN_TOKENS);
@@ -138,20 +129,23 @@ static void scan_grad_run(const fa_scan_grad_args *x, int64_t number, void *scra
             memcpy(g.kept + block * whole, g.s.h, whole * sizeof(lane));
             continue;
         }
-        load_scan_rows(a, &task, token, n, &g.s);
+        load_scan_block(a, &task, token, n, &g.s);
         if (i < blocks) {
             memcpy(g.kept + block * whole, g.s.h, whole * sizeof(lane));
             for (int64_t v = 0; v * LANES < task.n; v++) {
-                scan_states(a, &task, token, n, v, g.s.h + v * row, &g);
+                scan_states(a, n, v, g.s.h + v * row, &g);
                 memcpy(g.s.h + v * row, g.states + n * row, row * sizeof(lane));
             }
             continue;
         }
+        load_channels(a, &task, &x->dout, token, n, g.s.out);
         memset(g.db, 0, n * row * sizeof(lane)), memset(g.dc, 0, n * row * sizeof(lane));
         for (int64_t v = 0; v * LANES < task.n; v++) {
-            scan_states(a, &task, token, n, v, g.kept + block * whole + v * row, &g);
-            scan_block_back(x, &task, token, n, v, &g);
+            scan_states(a, n, v, g.kept + block * whole + v * row, &g);
+            scan_block_back(a, n, v, &g);
         }
+        if (x->dx.data) store_channels(a, &task, &x->dx, token, n, g.s.x);
+        if (x->ddt.data) store_channels(a, &task, &x->ddt, token, n, g.s.step);
         const int64_t to = (task.block * tokens + task.first + token) * states;
         if (x->db) add_lanes(g.db, n * states, (lane *)x->db + to);
         if (x->dc) add_lanes(g.dc, n * states, (lane *)x->dc + to);

@@ -35,7 +35,7 @@ from fastattn.functional._scores import (
     top_k_attention,
 )
 from fastattn.functional._shaw import shaw_attention
-from fastattn.functional._state_space import selective_scan
+from fastattn.functional._state_space import mamba2_scan, selective_scan
 from fastattn.functional._torch import flex_attention
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "linformer_attention",
     "location_attention",
     "lsh_attention",
+    "mamba2_scan",
     "memory_attention",
     "neighborhood_attention",
     "nystrom_attention",

@@ -168,7 +168,7 @@ def linear_attention(
         "rule": rule, "log_decay": log_decay, "beta": beta, "causal": causal, "scale": scale,
         "normalize": normalize, "eps": eps, "state": state, "num_threads": num_threads, "backend": backend,
     }  # fmt: skip
-    return _gradients(request, q, k, v, forward)
+    return gradients_of(request, q, k, v, forward)
 
 
 @named("linear_attention_backward")
@@ -176,10 +176,10 @@ def linear_attention_backward(
     dout: Any, q: Any, k: Any, v: Any, need: tuple[str, ...], **forward: Any
 ) -> tuple[Any, ...]:
     """Gradients of `linear_attention`, without its forward pass, of which they need nothing."""
-    return _gradients(Request(dout, None, need), q, k, v, forward)
+    return gradients_of(Request(dout, None, need), q, k, v, forward)
 
 
-def _gradients(request: Request, q: Any, k: Any, v: Any, forward: dict[str, Any]) -> tuple[Any, ...]:
+def gradients_of(request: Request, q: Any, k: Any, v: Any, forward: dict[str, Any]) -> tuple[Any, ...]:
     """Gradients of `linear_attention` with the arguments `forward`; results among them do not count."""
     given = {name: x for name, x in forward.items() if name not in ("return_state", "out_state", "out")}
     args = recurrent_backward_args(request.dout, q, k, v, request.need, request.dmore, **given)
@@ -209,7 +209,7 @@ def retention(
     request = yield _run(q, k, v, options, DecayOptions, fixed)
 
     inner = tuple("dlog_decay" if name == "dgamma" else name for name in request.need)
-    results = list(_gradients(request._replace(need=inner), q, k, v, fixed | options))
+    results = list(gradients_of(request._replace(need=inner), q, k, v, fixed | options))
     for i, name in enumerate(request.need):
         if name == "dgamma":
             dgamma = results[i] / decays.reshape(-1)
@@ -248,7 +248,7 @@ def gated_linear_attention(
     """
     fixed: Any = {"rule": "gated", "log_decay": log_decay}
     request = yield _run(q, k, v, options, DecayOptions, fixed)
-    return _gradients(request, q, k, v, fixed | options)
+    return gradients_of(request, q, k, v, fixed | options)
 
 
 @differentiable("q", "k", "v", "beta", "state", options=DeltaOptions)
@@ -308,12 +308,12 @@ def _delta_rule(
     """Run a delta rule on queries and keys, of length 1 if `unit_keys`."""
     if not flag("unit_keys", unit_keys):
         request = yield _run(q, k, v, options, DeltaOptions, fixed)
-        return _gradients(request, q, k, v, fixed | options)
+        return gradients_of(request, q, k, v, fixed | options)
     q, k = float_array("q", q, 1), float_array("k", k, 1)
     unit_q, unit_k = unit(q), unit(k)
     request = yield _run(unit_q, unit_k, v, options, DeltaOptions, fixed)
 
-    results = list(_gradients(request, unit_q, unit_k, v, fixed | options))
+    results = list(gradients_of(request, unit_q, unit_k, v, fixed | options))
     for i, name in enumerate(request.need):
         if name in ("dq", "dk"):
             _, pullback = vjp(unit, q if name == "dq" else k)

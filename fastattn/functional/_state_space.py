@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fastattn import grad, ops
 from fastattn._args.channels import scan_args, scan_grad_args
-from fastattn._args.ops import like, rows_args
+from fastattn._args.errors import wrong_shape
+from fastattn._args.ops import like, rows_args, vector
 from fastattn._args.options import Backend, NoOptions
-from fastattn._args.types import Array, ArrayLike, Unpack
+from fastattn._args.recurrent import recurrent_args
+from fastattn._args.types import Array, ArrayLike, Unpack, lane_dtype
+from fastattn._args.values import flag, operand, real_array, short
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
-from fastattn.functional._differentiable import Steps, differentiable
+from fastattn.functional._differentiable import Request, Steps, differentiable
+from fastattn.functional._recurrent import gradients_of
 
 if TYPE_CHECKING:
     Result = Array | tuple[Array, Array]  # the state where it is asked for
@@ -132,6 +136,189 @@ def selective_scan(
     }  # fmt: skip
     given: Any = {name: np.asarray(x).dtype for name, x in request.given.items() if x is not None}
     return tuple(_as(found[name], given.get(name[1:])) for name in request.need)
+
+
+@differentiable("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "state")
+def mamba2_scan(
+    x: ArrayLike,
+    dt: ArrayLike,
+    A: ArrayLike,
+    B: ArrayLike,
+    C: ArrayLike,
+    D: ArrayLike | None = None,
+    *,
+    z: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    dt_softplus: bool = False,
+    dt_limits: tuple[float, float] = (0.0, np.inf),
+    state: ArrayLike | None = None,
+    return_state: bool = False,
+    out_state: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+    **others: Unpack[NoOptions],
+) -> Steps[Result]:
+    r"""Scan of Mamba-2: ``S_t = exp(s_t A) S_{t-1} + B_t (s_t x_t)^T``, ``out_t = S_t^T C_t + D x_t``.
+
+    A head has one decay and a matrix for its state; s_t is its step: ``dt_t + dt_bias``, or softplus of it, cut
+    to `dt_limits`. This is `linear_attention` with rule "decay", queries C, keys B and values s_t x_t.
+
+    Parameters
+    ----------
+    x : array_like, (..., heads, length, head_dim)
+        float32, float64, float16 or bfloat16.
+    dt : array_like, (..., heads, length)
+    A : array_like, (heads,)
+        0 or less: in the paper ``-exp(A_log)``.
+    B, C : array_like, (..., groups, length, states)
+        In x's dtype. Head h reads group ``h // (heads // groups)``.
+    D : array_like, (heads,), optional
+    z : array_like, as x, optional
+        Gates: the result is times ``silu(z)``.
+    dt_bias : array_like, (heads,), optional
+    dt_softplus : bool, default False
+    dt_limits : (float, float), default (0, inf)
+    state : array_like, (..., heads, states, head_dim), optional
+        What stood before the first token; 0 if left out. float32, float64 for float64 x. Other libraries have
+        it as (..., heads, head_dim, states).
+    return_state : bool, default False
+        Return ``(out, state)``: with it, a later call goes on where this one ended.
+    out_state : ndarray, optional
+        Where that state goes; it may be `state` itself, and implies `return_state`.
+    num_threads, backend
+        As in `attention`.
+    **others
+        None: an error says what an argument of another library is called here.
+
+    Returns
+    -------
+    out : ndarray, as x
+    state : ndarray, of the shape of `state`
+        Only with `return_state` or `out_state`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    The cost is that of `linear_attention`, and that of a pass over x for its steps, for D and for z each. In 16
+    bits s_t x_t is rounded, as x was. To keep packed sequences apart, call it for each of them. Source: T. Dao
+    and A. Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastattn.functional import mamba2_scan
+    >>> x, B = np.ones((4, 10, 8), np.float32), np.ones((1, 10, 16), np.float32)
+    >>> out, state = mamba2_scan(x, x[..., 0], -np.ones(4, np.float32), B, B, return_state=True)
+    >>> out.shape, state.shape
+    ((4, 10, 8), (4, 16, 8))
+    """
+    if others:
+        raise not_an_argument(others, mamba2_scan)
+    h = _heads(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limits)
+    compute: Any = {"num_threads": num_threads, "backend": backend}
+    values = (h.x * h.step[..., None]).astype(h.x.dtype, copy=False)
+    fixed: Any = {
+        "rule": "decay", "log_decay": h.step * h.rates[:, None], "scale": 1.0, "state": state, **compute
+    }  # fmt: skip
+    args = recurrent_args(h.c, h.b, values, **fixed, return_state=return_state, out_state=out_state)
+    dispatch.run(args, backend)
+    whole = args.out
+    if h.skip is not None:
+        np.add(whole, h.skip[:, None, None] * h.x, out=whole, casting="unsafe")
+    scanned = whole
+    if h.gate is not None:
+        whole = ops.activate(h.gate, "silu", up=scanned, **compute)
+    request = yield (whole, args.result[1]) if isinstance(args.result, tuple) else whole
+
+    dout, found = request.dout, {}
+    if h.gate is not None:
+        found["dz"], dout = grad.activate(dout, h.gate, "silu", up=scanned, **compute)
+    need = tuple(n for n, of in _OF_RECURRENCE.items() if {*of} & {*request.need})
+    inner = Request(dout, request.dmore, need)
+    parts = dict(zip(need, gradients_of(inner, h.c, h.b, values, fixed), strict=True))
+    found |= {"dB": parts.get("dk"), "dC": parts.get("dq"), "dstate": parts.get("dstate")}
+    lane = h.step.dtype
+    if "dv" in parts:
+        dv, wide = parts["dv"].astype(lane), dout.astype(lane)
+        found["dx"] = dv * h.step[..., None]
+        if h.skip is not None:
+            found["dx"] += h.skip[:, None, None] * wide
+            found["dD"] = _sum_to_heads((wide * h.x).sum(-1))
+        dstep = (dv * h.x).sum(-1)
+        if "dlog_decay" in parts:
+            found["dA"] = _sum_to_heads(parts["dlog_decay"] * h.step)
+            dstep = dstep + parts["dlog_decay"] * h.rates[:, None]
+        found["ddt"] = dstep * h.slope
+        found["ddt_bias"] = _sum_to_heads(found["ddt"])
+    given: Any = {name: np.asarray(x).dtype for name, x in request.given.items() if x is not None}
+    return tuple(_as(found[name], given.get(name[1:])) for name in request.need)
+
+
+# Which gradients of the recurrence those of `mamba2_scan` are made of.
+_OF_RECURRENCE = {
+    "dq": ("dC",),
+    "dk": ("dB",),
+    "dv": ("dx", "ddt", "dA", "dD", "ddt_bias"),
+    "dlog_decay": ("ddt", "dA", "ddt_bias"),
+    "dstate": ("dstate",),
+}
+
+
+class _Heads(NamedTuple):
+    """The arguments of `mamba2_scan`, checked; numbers of heads and tokens in lanes."""
+
+    x: Array
+    b: Array
+    c: Array
+    step: Array  # (..., heads, length)
+    slope: Array  # the same: the derivative of a step by its dt
+    rates: Array  # (heads,)
+    skip: Array | None
+    gate: Array | None
+
+
+def _heads(
+    x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, dt_softplus: Any, dt_limits: Any
+) -> _Heads:
+    """Check the arguments of `mamba2_scan`, but for those that `linear_attention` checks."""
+    values = operand("x", x, [])
+    if values.ndim < 3:
+        raise wrong_shape("x", values, "(..., heads, length, head_dim)")
+    lane, heads = lane_dtype(values.dtype), values.shape[-3]
+    given = real_array("dt", dt)
+    if given.shape != values.shape[:-1]:
+        raise wrong_shape("dt", given, f"(..., heads, length) = {values.shape[:-1]}")
+    rates = vector("A", A, (heads,), lane)
+    if rates is None or not rates.max(initial=0) <= 0:
+        raise ValueError(f"(): A has {None if rates is None else rates.max()}; expected 0 or less")
+    skip, bias = vector("D", D, (heads,), lane), vector("dt_bias", dt_bias, (heads,), lane)
+    gate = like("z", z, values.shape, values.dtype, "x")
+    if not isinstance(dt_limits, tuple) or len(dt_limits) != 2 or not 0 <= dt_limits[0] <= dt_limits[1]:
+        raise ValueError(f"(): dt_limits is {short(dt_limits)}; expected a pair of numbers, 0 <= first <= second")
+    b, c = operand("B", B, []), operand("C", C, [])
+    for name, array in (("B", b), ("C", c)):
+        if array.ndim < 3 or array.shape[-2] != values.shape[-2] or not array.shape[-3] or heads % array.shape[-3]:
+            raise wrong_shape(name, array, f"(..., groups, length, states), groups a divisor of {heads}")
+    raw = given.astype(lane)
+    if bias is not None:
+        raw = raw + bias[:, None]
+    with np.errstate(all="ignore"):
+        step = np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw))) if flag("dt_softplus", dt_softplus) else raw
+        slope = 0.5 + 0.5 * np.tanh(0.5 * raw) if dt_softplus else np.ones_like(raw)
+        low, high = dt_limits
+        inside = (step >= low) & (step <= high)
+        step = np.clip(step, lane.type(low), lane.type(high))
+    return _Heads(values, b, c, step, slope * inside, rates, skip, gate)
+
+
+def _sum_to_heads(x: Array) -> Array:
+    """The sums (heads,) over tokens and the batch of x (..., heads, length)."""
+    total: Array = x.sum((*range(x.ndim - 2), -1))
+    return total
 
 
 def _as(x: Array, dtype: Any) -> Array:

@@ -46,3 +46,21 @@ def scan(x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state=
     if D is not None:
         out += np.asarray(D, np.float64) * x
     return (out if z is None else out * silu(np.asarray(z, np.float64))), h
+
+
+def mamba2(x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limits=(0, np.inf), state=None):
+    """Results (..., heads, length, head_dim) and the state (..., heads, states, head_dim) after the last token."""
+    x, dt, A, B, C = (np.asarray(y, np.float64) for y in (x, dt, A, B, C))
+    B, C = (np.repeat(y, x.shape[-3] // y.shape[-3], axis=-3) for y in (B, C))
+    shape = (*x.shape[:-2], B.shape[-1], x.shape[-1])
+    h = np.zeros(shape) if state is None else np.array(state, np.float64)
+    step = dt if dt_bias is None else dt + np.asarray(dt_bias, np.float64)[:, None]
+    step = np.clip(softplus(step) if dt_softplus else step, *dt_limits)
+    out = np.zeros(x.shape)
+    for t in range(x.shape[-2]):
+        s = step[..., t, None, None]
+        h = np.exp(s * A[:, None, None]) * h + B[..., t, :, None] * (s * x[..., t, None, :])
+        out[..., t, :] = (h * C[..., t, :, None]).sum(-2)
+    if D is not None:
+        out += np.asarray(D, np.float64)[:, None, None] * x
+    return (out if z is None else out * silu(np.asarray(z, np.float64))), h

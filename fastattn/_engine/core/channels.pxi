@@ -56,6 +56,11 @@ cdef _Channels _set_conv(fa_conv_args *a, args, int n_arrays):
     return channels
 
 
+cdef enum:
+    LEAST_CONV_TOKENS = 8  # of a task: so many are computed at once
+    MOST_CONV_TOKENS = 64  # a task transposes the weights first, which takes as long as two tokens
+
+
 cdef void _conv_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef int64_t begin = task * loop.step
     loop.kernels.conv_run(<const fa_conv_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
@@ -65,12 +70,16 @@ def conv(args):
     """Compute `args.out`, of a ConvArgs."""
     cdef fa_conv_args a
     cdef Loop loop
+    cdef int threads = args.num_threads
     cdef _Channels channels = _set_conv(&a, args, 3)
     channels.set_tokens(&a.out, "out", args.out, a.x.dtype, a.channels)
     a.watch = &loop.watch
     loop.kernels, loop.args = _kernels(a.x.dtype), &a
-    _run_rows_of(&loop, _conv_task, channels.tokens, a.channels, args.num_threads,
-                 loop.kernels.conv_scratch_bytes(&a))
+    if channels.tokens * a.channels < fa_tuned.parallel_elements:
+        threads = 1
+    loop.n = channels.tokens
+    loop.step = max(LEAST_CONV_TOKENS, min(MOST_CONV_TOKENS, loop.n // (4 * threads)))
+    _run(&loop, _conv_task, (loop.n + loop.step - 1) // loop.step, threads, loop.kernels.conv_scratch_bytes(&a))
 
 
 cdef void _conv_grad_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:

@@ -1,0 +1,117 @@
+"""The scan of Mamba-2 and its gradient against its definition in float64, on every implementation."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from channels import mamba2
+from differences import assert_gradient
+
+from fastattn.functional import mamba2_scan
+from fastattn.grad import vjp
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
+EPS = {np.dtype(np.float32): 2**-23, np.dtype(np.float64): 2**-52, np.dtype(np.float16): 2**-10, BF16: 2**-7}
+
+
+def problem(heads, groups, length, head_dim, states, dtype=np.float32, batch=(2,)):
+    rng = np.random.default_rng(length)
+    lane = np.float64 if dtype == np.float64 else np.float32
+    normal = rng.standard_normal
+    arrays = {"x": normal((*batch, heads, length, head_dim)).astype(dtype)}
+    arrays |= {"dt": normal((*batch, heads, length)).astype(lane), "A": -np.exp(normal(heads)).astype(lane)}
+    arrays |= {name: normal((*batch, groups, length, states)).astype(dtype) for name in "BC"}
+    more = {"D": normal(heads).astype(lane), "dt_bias": normal(heads).astype(lane)}
+    more["z"] = normal(arrays["x"].shape).astype(dtype)
+    more["state"] = normal((*batch, heads, states, head_dim)).astype(lane)
+    return arrays, more
+
+
+def close(got, expected, dtype, factor=64):
+    assert got.dtype == dtype
+    assert got.shape == expected.shape
+    most = np.abs(expected).max(initial=1)
+    unit = EPS[np.dtype(dtype)] / 16 if np.dtype(dtype).itemsize == 2 else EPS[np.dtype(dtype)]
+    assert np.abs(got.astype(np.float64) - expected).max(initial=0) <= factor * unit * most
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [0, 1, 4, 5, 33, 100])
+@pytest.mark.parametrize("heads", [(4, 1), (6, 2), (3, 3)], ids=str)
+def test_results(implementation, heads, length, dtype):
+    arrays, more = problem(*heads, length, 24, 20, dtype)
+    out, state = mamba2_scan(**arrays, **more, dt_softplus=True, return_state=True)
+    expected, after = mamba2(**arrays, **more, dt_softplus=True)
+    close(out, expected, dtype)
+    if dtype.itemsize > 2:
+        close(state, after, state.dtype)
+    limits = {"dt_softplus": True, "dt_limits": (0.3, 1.5)}
+    close(mamba2_scan(**arrays, **limits), mamba2(**arrays, **limits)[0], dtype)
+    close(mamba2_scan(**arrays), mamba2(**arrays)[0], dtype)
+
+
+def test_a_state_handed_on_gives_the_result_of_the_whole(implementation):
+    arrays, more = problem(4, 2, 70, 16, 8)
+    state, rates = more.pop("state"), arrays.pop("A")
+    tokens = arrays | {"z": more.pop("z")}
+    whole, last = mamba2_scan(**tokens, A=rates, **more, state=state, dt_softplus=True, return_state=True)
+    for cuts in ([0, 1, 2, 70], [0, 32, 64, 70], [0, 45, 45, 70]):
+        kept, parts = state.copy(), []
+        for i, j in zip(cuts[:-1], cuts[1:], strict=True):
+            part = {name: x[..., i:j] if name == "dt" else x[..., i:j, :] for name, x in tokens.items()}
+            options = {"state": kept, "out_state": kept, "dt_softplus": True}
+            parts.append(mamba2_scan(**part, A=rates, **more, **options)[0])
+        close(np.concatenate(parts, axis=-2), whole, np.float32)
+        close(kept, last, np.float32)
+
+
+@pytest.mark.parametrize("limits", [(0.0, np.inf), (0.5, 1.2)], ids=str)
+def test_gradients_against_differences(implementation, limits):
+    arrays, more = problem(4, 2, 5, 3, 2, np.float64)
+    given = arrays | more
+    options = {"dt_softplus": True, "dt_limits": limits, "return_state": True}
+    (out, state), pullback = vjp(mamba2_scan, **given, **options)
+    rng = np.random.default_rng(5)
+    dout, dstate = rng.standard_normal(out.shape), rng.standard_normal(state.shape)
+    found = pullback(dout, dstate, need=tuple(f"d{name}" for name in given))
+
+    def both(**changed):
+        return np.concatenate([x.ravel() for x in mamba2_scan(**given | changed, **options)])
+
+    cotangents = np.concatenate([dout.ravel(), dstate.ravel()])
+    for name, got in zip(given, found, strict=True):
+        assert got.dtype == given[name].dtype
+        assert_gradient(got, lambda y, name=name: both(**{name: y}), given[name], cotangents, 1e-6)
+
+
+def test_some_gradients_are_those_of_all(implementation):
+    arrays, more = problem(4, 2, 40, 16, 8)
+    given = arrays | more
+    out, pullback = vjp(mamba2_scan, **given, dt_softplus=True)
+    names = [f"d{name}" for name in given]
+    whole = dict(zip(names, pullback(out, need=tuple(names)), strict=True))
+    for name in names:
+        _, pullback = vjp(mamba2_scan, **given, dt_softplus=True)
+        np.testing.assert_array_equal(pullback(out, need=(name,))[0], whole[name])
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"dt": np.ones((2, 5, 4), np.float32)}, ValueError, r"dt has shape .*; expected .* = \(2, 4, 5\)"),
+        ({"A": np.ones(4, np.float32)}, ValueError, "A has 1.0; expected 0 or less"),
+        ({"A": np.ones(3, np.float32)}, ValueError, r"A has shape \(3,\); expected \(4,\)"),
+        ({"B": np.ones((2, 3, 5, 8), np.float32)}, ValueError, "B has shape .* groups a divisor of 4"),
+        ({"C": np.ones((2, 2, 6, 8), np.float32)}, ValueError, "C has shape"),
+        ({"D": np.ones(5, np.float32)}, ValueError, r"D has shape \(5,\); expected \(4,\)"),
+        ({"z": np.ones((2, 4, 5, 7))}, TypeError, "z has dtype float64"),
+        ({"dt_limits": (1.0, 0.5)}, ValueError, r"dt_limits is \(1.0, 0.5\); expected a pair"),
+        ({"state": np.ones((2, 4, 6, 8), np.float32)}, ValueError, r"state has shape .*; expected \(2, 4, 8, 6\)"),
+        ({"chunk_size": 1}, TypeError, "chunk_size"),
+    ],
+)
+def test_errors_come_before_anything_is_computed(implementation, changed, error, message):
+    given = {"x": np.ones((2, 4, 5, 6), np.float32), "dt": np.ones((2, 4, 5), np.float32)}
+    given |= {"A": -np.ones(4, np.float32)} | {name: np.ones((2, 2, 5, 8), np.float32) for name in "BC"}
+    with pytest.raises(error, match=r"^mamba2_scan\(\): .*" + message):
+        mamba2_scan(**given | changed)
