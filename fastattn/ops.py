@@ -394,8 +394,9 @@ def causal_conv1d(
     bias : array_like, (channels,), optional
     activation : str, optional
         A name that `Activation` lists, mostly "silu".
-    state : array_like, (..., width - 1, channels) or, with `begins`, (sequences, width - 1, channels), optional
-        The inputs before the first token, in x's dtype; 0 if left out.
+    state : array_like, (..., width - 1, channels), optional
+        The inputs before the first token, in x's dtype; 0 if left out. With `begins`, (sequences, width - 1,
+        channels).
     begins : array_like of int, (sequences + 1,), optional
         Sequences of different lengths lie end to end: tokens ``begins[s]`` to ``begins[s + 1]`` of x are
         those of sequence s. It begins with 0 and ends with the number of tokens.
@@ -447,14 +448,15 @@ def causal_conv1d(
 
 
 def _keep_inputs(args: ConvArgs, after: Array) -> None:
-    """Write the last inputs of each sequence to `after` (..., width - 1, channels), which may be the state."""
+    """Write the last inputs of sequences to `after` (..., width - 1, channels), which may be the state."""
     many = after.shape[-2]
     pairs = [(args.x, after, args.state)]
     if args.ragged:
         ranges = zip(args.begins[:-1], args.begins[1:], strict=True)
         states = after if args.state is None else args.state
         pairs = [
-            (args.x[i:j], after[s], None if args.state is None else states[s]) for s, (i, j) in enumerate(ranges)
+            (args.x[i:j], after[s], None if args.state is None else states[s])
+            for s, (i, j) in enumerate(ranges)
         ]
     for x, to, state in pairs:
         new = min(many, x.shape[-2])

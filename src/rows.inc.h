@@ -2,7 +2,7 @@
  * first-level cache for the passes over it, and is written once.
  *
  * Literals  squares: 0, 1. activation: any fa_activation.
- * Exports   ROW_ASKS, EACH_BLOCK, row_sum_of; rows_scratch_bytes, rows_run. */
+ * Exports   ROW_ASKS, EACH_BLOCK, row_sum_of, activate_row; rows_scratch_bytes, rows_run. */
 #pragma once
 #include "activation.inc.h"
 

@@ -9,7 +9,7 @@
  * Sums over rows are those of the rows of a task, and whoever runs the tasks adds them in order.
  *
  * Literals  activation: any fa_activation.
- * Exports   rows_grad_scratch_bytes, rows_grad_run, rows_grad_add. */
+ * Exports   SLOPE_PIECE, slope_row_of; rows_grad_scratch_bytes, rows_grad_run, rows_grad_add. */
 #pragma once
 #include "rows.inc.h"
 

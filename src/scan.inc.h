@@ -7,8 +7,7 @@
  * The lanes are channels, which share b and c and nothing else. A task is some channels of one sequence. Tokens come in
  * blocks, so that b and c are widened once for all vectors of channels.
  *
- * Exports   SCAN_CHANNELS, SCAN_TOKENS, SCAN_ASKS; scan_task, scan_task_of, scan_scratch, take_scan_scratch; scan_ahead,
- *           look_ahead, ask_ahead; load_states, store_states, load_scan_rates, load_channels, store_channels, load_scan_block; scan_scratch_bytes, scan_tasks,
+ * Exports   SCAN_CHANNELS, SCAN_TOKENS, SCAN_ASKS; scan_task, scan_task_of, scan_scratch, take_scan_scratch; load_states, store_states, load_scan_rates, load_channels, store_channels, load_scan_block; scan_scratch_bytes, scan_tasks,
  *           scan_run. */
 #pragma once
 #include "activation.inc.h"

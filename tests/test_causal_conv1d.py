@@ -1,5 +1,7 @@
 """The causal convolution and its gradient against their definition in float64, on every implementation."""
 
+from itertools import pairwise
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -60,7 +62,7 @@ def test_a_state_handed_on_gives_the_bits_of_the_whole(implementation):
     whole = ops.causal_conv1d(x, weight, bias, state=state, **options)
     for cuts in ([0, 1, 2, 3, 45], [0, 8, 30, 45], [0, 0, 44, 45]):
         kept, parts = state.copy(), []
-        for i, j in zip(cuts[:-1], cuts[1:], strict=True):
+        for i, j in pairwise(cuts):
             part, after = ops.causal_conv1d(x[:, i:j], weight, bias, state=kept, out_state=kept, **options)
             assert after is kept
             parts.append(part)
@@ -88,7 +90,9 @@ def test_strides_and_threads_do_not_matter(implementation):
     wide = np.zeros((2, 300, 130), np.float32)
     wide[..., 7:107] = x
     for other in (turned, columns, wide[..., 7:107]):
-        np.testing.assert_array_equal(ops.causal_conv1d(other, weight, bias, state=state, num_threads=3), expected)
+        np.testing.assert_array_equal(
+            ops.causal_conv1d(other, weight, bias, state=state, num_threads=3), expected
+        )
     out = np.empty((2, 600, 100), np.float32)[:, ::2]
     assert ops.causal_conv1d(x, weight, bias, state=state, out=out) is out
     np.testing.assert_array_equal(out, expected)
@@ -124,7 +128,9 @@ def test_gradients_against_differences(implementation, activation, ragged, width
 
     cotangents = np.concatenate([dout.ravel(), dstate_out.ravel()])
     names = [name for name, y in given.items() if y.size]
-    found = grad.causal_conv1d(dout, **given, **options, dstate_out=dstate_out, need=tuple(f"d{n}" for n in names))
+    found = grad.causal_conv1d(
+        dout, **given, **options, dstate_out=dstate_out, need=tuple(f"d{n}" for n in names)
+    )
     for name, got in zip(names, found, strict=True):
         assert_gradient(got, lambda y, name=name: both(**{name: y}), given[name], cotangents, 1e-6)
 
@@ -156,15 +162,31 @@ def test_gradients_do_not_depend_on_threads(implementation):
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"x": np.ones(4, np.float32)}, ValueError, r"x has shape \(4,\); expected \(..., length, channels\)"),
-        ({"weight": np.ones((3, 4), np.float32)}, ValueError, r"weight has shape \(3, 4\); expected .*\(6, 1 to 8\)"),
+        (
+            {"x": np.ones(4, np.float32)},
+            ValueError,
+            r"x has shape \(4,\); expected \(..., length, channels\)",
+        ),
+        (
+            {"weight": np.ones((3, 4), np.float32)},
+            ValueError,
+            r"weight has shape \(3, 4\); expected .*\(6, 1 to 8\)",
+        ),
         ({"weight": np.ones((6, 9), np.float32)}, ValueError, r"weight has shape \(6, 9\)"),
         ({"bias": np.ones(5, np.float32)}, ValueError, r"bias has shape \(5,\); expected \(6,\)"),
         ({"activation": "swish"}, ValueError, "activation is 'swish'; expected one of relu"),
         ({"state": np.ones((2, 4, 6), np.float32)}, ValueError, r"state has shape .*; expected \(2, 3, 6\)"),
         ({"state": np.ones((2, 3, 6))}, TypeError, "state has dtype float64; expected float32"),
-        ({"begins": [0, 5]}, ValueError, r"x has shape \(2, 5, 6\); expected \(tokens, channels\), as begins"),
-        ({"x": np.ones((5, 6), np.float32), "begins": [0, 4]}, ValueError, "begins goes from 0 to 4; expected 0 to 5"),
+        (
+            {"begins": [0, 5]},
+            ValueError,
+            r"x has shape \(2, 5, 6\); expected \(tokens, channels\), as begins",
+        ),
+        (
+            {"x": np.ones((5, 6), np.float32), "begins": [0, 4]},
+            ValueError,
+            "begins goes from 0 to 4; expected 0 to 5",
+        ),
         ({"x": np.ones((5, 6), np.float32), "begins": [0, 4, 2, 5]}, ValueError, "begins falls from 4 to 2"),
         ({"return_state": 1}, TypeError, "return_state is 1; expected True or False"),
         ({"out": np.ones((2, 5, 7), np.float32)}, ValueError, "out has shape"),

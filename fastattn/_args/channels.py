@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.errors import wrong_shape
 from fastattn._args.grad import needed
 from fastattn._args.grad_types import ConvGradArgs, ScanGradArgs
 from fastattn._args.ops import data, like, vector
@@ -38,6 +38,14 @@ def _sequences(x: Array, begins: Any) -> tuple[Shape, Ints]:
     return (len(found) - 1,), found
 
 
+def _given(name: str, x: Any, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """`x` as an array of `shape` and `dtype`, those of the argument x."""
+    array = like(name, x, shape, dtype, "x")
+    if array is None:
+        raise TypeError(f"(): {name} is None; expected an array")
+    return array
+
+
 def conv_args(
     x: Any,
     weight: Any,
@@ -64,7 +72,7 @@ def conv_args(
         choice("activation", activation, ACTIVATIONS)
     batch, starts = _sequences(array, begins)
     before = like("state", state, (*batch, width - 1, channels), dtype)
-    inputs = [("x", x, array), ("weight", weight, taps), ("bias", bias, bias_array)]
+    inputs: list[Any] = [("x", x, array), ("weight", weight, taps), ("bias", bias, bias_array)]
     inputs.append(("state", state, before))
     result = result_array(out, array.shape, dtype, "x", inputs)
     return ConvArgs(
@@ -79,7 +87,7 @@ def next_inputs(args: ConvArgs, out_state: Any, given: Any) -> Array:
     It may be the state that was `given`.
     """
     shape = (*args.batch_shape, args.weight.shape[1] - 1, args.x.shape[-1])
-    inputs = [("x", args.x, args.x), ("out", args.out, args.out)]
+    inputs: list[Any] = [("x", args.x, args.x), ("out", args.out, args.out)]
     if out_state is not given:
         inputs.append(("state", given, args.state))
     return result_array(out_state, shape, args.x.dtype, "x", inputs, "out_state")
@@ -91,9 +99,7 @@ def conv_grad_args(
     """Check the arguments of `grad.causal_conv1d`; also returns the gradient of the state after the last."""
     args = conv_args(**forward)
     names = needed(need, ("dx", "dweight", "dbias", "dstate"))
-    cotangent = like("dout", dout, args.x.shape, args.x.dtype, "x")
-    if cotangent is None:
-        raise TypeError("(): dout is None; expected an array")
+    cotangent = _given("dout", dout, args.x.shape, args.x.dtype)
     width, channels = args.weight.shape[1], args.x.shape[-1]
     state = (*args.batch_shape, width - 1, channels)
     after = like("dstate_out", dstate_out, state, args.x.dtype)
@@ -128,7 +134,7 @@ def scan_args(
     require_backend(backend)
     array = _tokens("x", x)
     dtype, lane, channels = array.dtype, lane_dtype(array.dtype), array.shape[-1]
-    steps = like("dt", dt, array.shape, dtype, "x")
+    steps = _given("dt", dt, array.shape, dtype)
     rates = data("A", A)
     if rates.ndim != 2 or len(rates) != channels or not rates.shape[1]:
         raise wrong_shape("A", rates, f"(channels, states) = ({channels}, at least 1)")
@@ -136,10 +142,7 @@ def scan_args(
     if rates.size and not rates.max() <= 0:  # NaN is not
         raise ValueError(f"(): A has {rates.max()}; expected 0 or less")
     states = rates.shape[1]
-    b, c = (like(name, given, (*array.shape[:-1], states), dtype) for name, given in (("B", B), ("C", C)))
-    for name, found in (("dt", steps), ("B", b), ("C", c)):
-        if found is None:
-            raise TypeError(f"(): {name} is None; expected an array")
+    b, c = (_given(name, given, (*array.shape[:-1], states), dtype) for name, given in (("B", B), ("C", C)))
     skip, bias = vector("D", D, (channels,), lane), vector("dt_bias", dt_bias, (channels,), lane)
     softplus = flag("dt_softplus", dt_softplus)
     if not softplus and array.size:
@@ -147,7 +150,7 @@ def scan_args(
     batch, starts = _sequences(array, begins)
     shape = (*batch, channels, states)
     before = like("state", state, shape, lane)
-    inputs = [("x", x, array), ("dt", dt, steps), ("A", A, rates), ("B", B, b), ("C", C, c)]
+    inputs: list[Any] = [("x", x, array), ("dt", dt, steps), ("A", A, rates), ("B", B, b), ("C", C, c)]
     inputs += [("D", D, skip), ("dt_bias", dt_bias, bias)]
     result = result_array(out, array.shape, dtype, "x", [*inputs, ("state", state, before)])
     others = [*inputs, ("out", result, result)]
@@ -167,7 +170,9 @@ def _require_steps(dt: Any, bias: Array | None) -> None:
     least = least if bias is None else least + bias
     if (least < 0).any():
         expected = "0 or more, or dt_softplus=True"
-        raise ValueError(f"(): dt{'' if bias is None else ' + dt_bias'} has {least.min()}; expected {expected}")
+        raise ValueError(
+            f"(): dt{'' if bias is None else ' + dt_bias'} has {least.min()}; expected {expected}"
+        )
 
 
 def scan_grad_args(dout: Any, need: Any, dstate_out: Any, forward: dict[str, Any]) -> ScanGradArgs:

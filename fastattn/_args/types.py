@@ -314,7 +314,9 @@ class ConvArgs:
     out: Array  # x's shape and dtype
     weight: Array  # (channels, width), lane dtype
     bias: Array | None  # (channels), lane dtype
-    state: Array | None  # (*batch_shape, width - 1, channels), x's dtype: the inputs before the first; None: 0
+    state: (
+        Array | None
+    )  # (*batch_shape, width - 1, channels), x's dtype: the inputs before the first; None: 0
     activation: Activation | None
     num_threads: int
 

@@ -15,7 +15,7 @@ from fastattn._reference.ops import activate
 
 
 def _sequences(args: ConvArgs | ScanArgs) -> Iterator[tuple[Any, Any]]:
-    """Indices of arrays of tokens, and of arrays of sequences: of the whole batch, or of one after the other."""
+    """Indices of arrays of tokens and of arrays of sequences: of the batch at once, or of each if ragged."""
     if not args.ragged:
         yield ..., ...
         return
@@ -45,7 +45,7 @@ def _inputs(x: Array, state: Array | None, begin: int, end: int, before: int, la
 
 
 def _pre(args: ConvArgs, x: Array, state: Array | None, begin: int, end: int) -> Array:
-    """What the activation is applied to, of tokens [begin, end)."""
+    """Sums of tokens [begin, end), before the activation."""
     lane, width = args.weight.dtype, args.weight.shape[1]
     inputs = _inputs(x, state, begin, end, width - 1, lane)
     total = np.zeros((*x.shape[:-2], end - begin, x.shape[-1]), lane)
@@ -93,7 +93,9 @@ def conv_grad(args: ConvGradArgs) -> None:
             if args.dstate is not None and not begin:
                 args.dstate[s] = dx[..., : width - 1, :]
             if args.sums is not None:
-                _add_parameters(args.sums, dpre[..., : end - begin, :], _inputs(x, state, begin, end, width - 1, lane))
+                _add_parameters(
+                    args.sums, dpre[..., : end - begin, :], _inputs(x, state, begin, end, width - 1, lane)
+                )
 
 
 def _add_parameters(sums: Array, dpre: Array, inputs: Array) -> None:

@@ -46,7 +46,8 @@ def selective_scan(
 ) -> Steps[Result]:
     r"""Selective scan of Mamba: ``h_t = exp(s_t A) h_{t-1} + s_t x_t B_t``, ``out_t = h_t . C_t + D x_t``.
 
-    Each channel has a state of its own, of a few numbers; s_t is its step, ``dt_t + dt_bias``, or softplus of it.
+    Each channel has a state of its own, of a few numbers. s_t is its step: ``dt_t + dt_bias``, or softplus of
+    it.
 
     Parameters
     ----------
@@ -93,8 +94,8 @@ def selective_scan(
     -----
     An exponential and three multiply-adds for each token, channel and number of a state. A result does not
     depend on the other sequences, to the bit. Gradients compute the states again, and keep one for every 32
-    tokens. Source: A. Gu and T. Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023,
-    arXiv:2312.00752.
+    tokens. Source: A. Gu and T. Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces",
+    2023, arXiv:2312.00752.
 
     Examples
     --------
@@ -109,7 +110,7 @@ def selective_scan(
     if others:
         raise not_an_argument(others, selective_scan)
     gated = z is not None
-    forward = {
+    forward: dict[str, Any] = {
         "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus,
         "state": state, "begins": begins, "num_threads": num_threads, "backend": backend,
     }  # fmt: skip
@@ -125,7 +126,8 @@ def selective_scan(
         result = (whole, args.state_out) if isinstance(result, tuple) else whole
     request = yield result
 
-    dout, found = request.dout, {}
+    dout = request.dout
+    found: dict[str, Any] = {}
     if gate is not None:
         found["dz"], dout = grad.activate(dout, gate, "silu", up=scanned, **compute)
     back = scan_grad_args(dout, request.need, request.dmore, forward)
@@ -160,7 +162,7 @@ def mamba2_scan(
 ) -> Steps[Result]:
     r"""Scan of Mamba-2: ``S_t = exp(s_t A) S_{t-1} + B_t (s_t x_t)^T``, ``out_t = S_t^T C_t + D x_t``.
 
-    A head has one decay and a matrix for its state; s_t is its step: ``dt_t + dt_bias``, or softplus of it, cut
+    A head has one decay and a matrix for its state. s_t is its step: ``dt_t + dt_bias``, or softplus of it, cut
     to `dt_limits`. This is `linear_attention` with rule "decay", queries C, keys B and values s_t x_t.
 
     Parameters
@@ -203,9 +205,9 @@ def mamba2_scan(
 
     Notes
     -----
-    The cost is that of `linear_attention`, and that of a pass over x for its steps, for D and for z each. In 16
-    bits s_t x_t is rounded, as x was. To keep packed sequences apart, call it for each of them. Source: T. Dao
-    and A. Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
+    The cost is that of `linear_attention`, and a pass over x each for steps, D and z. In 16 bits s_t x_t is
+    rounded, as x was. To keep packed sequences apart, call it for each of them. Source: T. Dao and A. Gu,
+    "Transformers are SSMs", 2024, arXiv:2405.21060.
 
     Examples
     --------
@@ -234,7 +236,8 @@ def mamba2_scan(
         whole = ops.activate(h.gate, "silu", up=scanned, **compute)
     request = yield (whole, args.result[1]) if isinstance(args.result, tuple) else whole
 
-    dout, found = request.dout, {}
+    dout = request.dout
+    found: dict[str, Any] = {}
     if h.gate is not None:
         found["dz"], dout = grad.activate(dout, h.gate, "silu", up=scanned, **compute)
     need = tuple(n for n, of in _OF_RECURRENCE.items() if {*of} & {*request.need})
@@ -298,16 +301,25 @@ def _heads(
     skip, bias = vector("D", D, (heads,), lane), vector("dt_bias", dt_bias, (heads,), lane)
     gate = like("z", z, values.shape, values.dtype, "x")
     if not isinstance(dt_limits, tuple) or len(dt_limits) != 2 or not 0 <= dt_limits[0] <= dt_limits[1]:
-        raise ValueError(f"(): dt_limits is {short(dt_limits)}; expected a pair of numbers, 0 <= first <= second")
+        raise ValueError(
+            f"(): dt_limits is {short(dt_limits)}; expected a pair of numbers, 0 <= first <= second"
+        )
     b, c = operand("B", B, []), operand("C", C, [])
     for name, array in (("B", b), ("C", c)):
-        if array.ndim < 3 or array.shape[-2] != values.shape[-2] or not array.shape[-3] or heads % array.shape[-3]:
+        if (
+            array.ndim < 3
+            or array.shape[-2] != values.shape[-2]
+            or not array.shape[-3]
+            or heads % array.shape[-3]
+        ):
             raise wrong_shape(name, array, f"(..., groups, length, states), groups a divisor of {heads}")
     raw = given.astype(lane)
     if bias is not None:
         raw = raw + bias[:, None]
     with np.errstate(all="ignore"):
-        step = np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw))) if flag("dt_softplus", dt_softplus) else raw
+        step = (
+            np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw))) if flag("dt_softplus", dt_softplus) else raw
+        )
         slope = 0.5 + 0.5 * np.tanh(0.5 * raw) if dt_softplus else np.ones_like(raw)
         low, high = dt_limits
         inside = (step >= low) & (step <= high)

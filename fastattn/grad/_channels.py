@@ -71,7 +71,9 @@ def _add_kept_inputs(args: ConvGradArgs, after: Array) -> None:
     """Add the gradient of the last inputs of each sequence, which the state after it is."""
     a, many = args.forward, after.shape[-2]
     ranges = zip(a.begins[:-1], a.begins[1:], strict=True)
-    places: list[tuple[Any, Any]] = [(slice(i, j), s) for s, (i, j) in enumerate(ranges)] if a.ragged else [(..., ...)]
+    places: list[tuple[Any, Any]] = (
+        [(slice(i, j), s) for s, (i, j) in enumerate(ranges)] if a.ragged else [(..., ...)]
+    )
     for tokens, s in places:
         length = a.x[tokens].shape[-2]
         new = min(many, length)

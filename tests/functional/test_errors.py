@@ -388,6 +388,14 @@ OTHERS = {
     "location_attention": {"logits": floats(2, 4, 5, 5)},
     "varlen_attention_backward": dict.fromkeys(("q", "k", "v", "dout", "out"), Q[0]) | {"lse": LSE[0].T},
     "linear": {"dout": LSE[0], "x": LSE[0]},
+    "causal_conv1d": {"weight": floats(8, 4)},
+    "selective_scan": {
+        "dt": abs(Q),
+        "A": -abs(floats(8, 3)),
+        "B": floats(2, 4, 5, 3),
+        "C": floats(2, 4, 5, 3),
+    },
+    "mamba2_scan": {"dt": floats(2, 4, 5), "A": -abs(floats(4))},
     "cross_entropy": {"x": LSE[0]},
 }
 

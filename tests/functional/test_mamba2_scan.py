@@ -1,5 +1,7 @@
 """The scan of Mamba-2 and its gradient against its definition in float64, on every implementation."""
 
+from itertools import pairwise
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -57,7 +59,7 @@ def test_a_state_handed_on_gives_the_result_of_the_whole(implementation):
     whole, last = mamba2_scan(**tokens, A=rates, **more, state=state, dt_softplus=True, return_state=True)
     for cuts in ([0, 1, 2, 70], [0, 32, 64, 70], [0, 45, 45, 70]):
         kept, parts = state.copy(), []
-        for i, j in zip(cuts[:-1], cuts[1:], strict=True):
+        for i, j in pairwise(cuts):
             part = {name: x[..., i:j] if name == "dt" else x[..., i:j, :] for name, x in tokens.items()}
             options = {"state": kept, "out_state": kept, "dt_softplus": True}
             parts.append(mamba2_scan(**part, A=rates, **more, **options)[0])
@@ -106,7 +108,11 @@ def test_some_gradients_are_those_of_all(implementation):
         ({"D": np.ones(5, np.float32)}, ValueError, r"D has shape \(5,\); expected \(4,\)"),
         ({"z": np.ones((2, 4, 5, 7))}, TypeError, "z has dtype float64"),
         ({"dt_limits": (1.0, 0.5)}, ValueError, r"dt_limits is \(1.0, 0.5\); expected a pair"),
-        ({"state": np.ones((2, 4, 6, 8), np.float32)}, ValueError, r"state has shape .*; expected \(2, 4, 8, 6\)"),
+        (
+            {"state": np.ones((2, 4, 6, 8), np.float32)},
+            ValueError,
+            r"state has shape .*; expected \(2, 4, 8, 6\)",
+        ),
         ({"chunk_size": 1}, TypeError, "chunk_size"),
     ],
 )

@@ -1,5 +1,7 @@
 """The selective scan and its gradient against their definition in float64, on every implementation."""
 
+from itertools import pairwise
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -70,9 +72,11 @@ def test_a_state_handed_on_gives_the_result_of_the_whole(implementation):
     whole = selective_scan(**tokens, **arrays, **more, state=state, dt_softplus=True)
     for cuts in ([0, 1, 2, 90], [0, 32, 64, 90], [0, 45, 45, 90]):
         kept, parts = state.copy(), []
-        for i, j in zip(cuts[:-1], cuts[1:], strict=True):
+        for i, j in pairwise(cuts):
             part = {name: x[:, i:j] for name, x in tokens.items()}
-            out, after = selective_scan(**part, **arrays, **more, state=kept, out_state=kept, dt_softplus=True)
+            out, after = selective_scan(
+                **part, **arrays, **more, state=kept, out_state=kept, dt_softplus=True
+            )
             assert after is kept
             parts.append(out)
         np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
@@ -94,7 +98,7 @@ def test_sequences_end_to_end(implementation, lengths):
 
 def test_threads_and_company_change_no_bit(implementation):
     arrays, more = problem((3, 70, 300), 16)
-    out, state = selective_scan(**arrays, **more, dt_softplus=True, return_state=True, num_threads=1)
+    out = selective_scan(**arrays, **more, dt_softplus=True, num_threads=1)
     again = selective_scan(**arrays, **more, dt_softplus=True, num_threads=3)
     np.testing.assert_array_equal(again, out)
     one = {name: x[1] if x.ndim == 3 else x for name, x in (arrays | more).items()}
@@ -150,7 +154,9 @@ def test_gradients_against_those_of_float64(implementation, shape, states, dtype
     _, pullback = vjp(selective_scan, **given, dt_softplus=True)
     found = pullback(dout, need=names)
     with forced("numpy"):
-        _, pullback = vjp(selective_scan, **{n: x.astype(np.float64) for n, x in given.items()}, dt_softplus=True)
+        _, pullback = vjp(
+            selective_scan, **{n: x.astype(np.float64) for n, x in given.items()}, dt_softplus=True
+        )
         expected = pullback(dout.astype(np.float64), need=names)
     for name, got, want in zip(given, found, expected, strict=True):
         # What the gate gives back is rounded to x's dtype, and is in every gradient.
@@ -166,16 +172,28 @@ def test_gradients_against_those_of_float64(implementation, shape, states, dtype
     [
         ({"dt": np.ones((2, 5, 7), np.float32)}, ValueError, r"dt has shape .*; expected x's, \(2, 5, 6\)"),
         ({"A": np.ones((6, 4), np.float32)}, ValueError, "A has 1.0; expected 0 or less"),
-        ({"A": np.ones((5, 4), np.float32)}, ValueError, r"A has shape .*; expected \(channels, states\) = \(6,"),
+        (
+            {"A": np.ones((5, 4), np.float32)},
+            ValueError,
+            r"A has shape .*; expected \(channels, states\) = \(6,",
+        ),
         ({"B": np.ones((2, 5, 3), np.float32)}, ValueError, r"B has shape .*; expected \(2, 5, 4\)"),
         ({"C": np.ones((2, 5, 4))}, TypeError, "C has dtype float64; expected float32"),
         ({"C": None}, TypeError, "C is None; expected an array"),
         ({"D": np.ones(5, np.float32)}, ValueError, r"D has shape \(5,\); expected \(6,\)"),
         ({"z": np.ones((2, 5, 7), np.float32)}, ValueError, "z has shape"),
-        ({"dt": -np.ones((2, 5, 6), np.float32)}, ValueError, "dt has -1.0; expected 0 or more, or dt_softplus"),
+        (
+            {"dt": -np.ones((2, 5, 6), np.float32)},
+            ValueError,
+            "dt has -1.0; expected 0 or more, or dt_softplus",
+        ),
         ({"dt_bias": np.full(6, -2, np.float32)}, ValueError, r"dt \+ dt_bias has -1.0; expected 0 or more"),
         ({"state": np.ones((2, 4, 6), np.float32)}, ValueError, r"state has shape .*; expected \(2, 6, 4\)"),
-        ({"begins": [0, 5]}, ValueError, r"x has shape \(2, 5, 6\); expected \(tokens, channels\), as begins"),
+        (
+            {"begins": [0, 5]},
+            ValueError,
+            r"x has shape \(2, 5, 6\); expected \(tokens, channels\), as begins",
+        ),
         ({"delta": 1}, TypeError, "delta"),
     ],
 )

@@ -1,5 +1,7 @@
 """Causal convolution and the selective scan by their definitions, token by token in float64."""
 
+from itertools import pairwise
+
 import numpy as np
 
 
@@ -13,7 +15,7 @@ def silu(x):
 
 def split(begins, *arrays):
     """The arrays of each sequence; of tokens, whose sequences lie end to end."""
-    for i, j in zip(begins[:-1], begins[1:], strict=True):
+    for i, j in pairwise(begins):
         yield tuple(x[i:j] for x in arrays)
 
 
@@ -21,7 +23,9 @@ def conv(x, weight, bias=None, activation=None, state=None):
     """Results (..., length, channels) and the last width - 1 inputs."""
     x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
     channels, width = weight.shape
-    before = np.zeros((*x.shape[:-2], width - 1, channels)) if state is None else np.asarray(state, np.float64)
+    before = (
+        np.zeros((*x.shape[:-2], width - 1, channels)) if state is None else np.asarray(state, np.float64)
+    )
     whole = np.concatenate([before, x], axis=-2)
     out = np.zeros(x.shape)
     for t in range(x.shape[-2]):
@@ -48,8 +52,10 @@ def scan(x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state=
     return (out if z is None else out * silu(np.asarray(z, np.float64))), h
 
 
-def mamba2(x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limits=(0, np.inf), state=None):
-    """Results (..., heads, length, head_dim) and the state (..., heads, states, head_dim) after the last token."""
+def mamba2(
+    x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limits=(0, np.inf), state=None
+):
+    """Results (..., heads, length, head_dim) and the last state (..., heads, states, head_dim)."""
     x, dt, A, B, C = (np.asarray(y, np.float64) for y in (x, dt, A, B, C))
     B, C = (np.repeat(y, x.shape[-3] // y.shape[-3], axis=-3) for y in (B, C))
     shape = (*x.shape[:-2], B.shape[-1], x.shape[-1])
