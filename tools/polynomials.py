@@ -72,7 +72,7 @@ def erf_over_x(z):
 
 
 def rational(function, high, p_degree, q_degree, power=2):
-    """p and q, q[0] = 1, with p(z) / q(z) through `function`; z = x^power of Chebyshev nodes x in [0, high]."""
+    """p and q, q[0] = 1, with p(z) / q(z) through `function`; z = x^power, x Chebyshev nodes of [0, high]."""
     n = p_degree + q_degree + 1
     nodes = [(high / 2 * (1 + mp.cos(mp.pi * (2 * i + 1) / (2 * n)))) ** power for i in range(n)]
     matrix = mp.matrix(n, n)
