@@ -6,7 +6,7 @@ import pytest
 from differences import assert_gradient
 from formulas import doubles, sigmoid, softmax
 
-from fastattn import attention, ops, positions
+from fastattn import attention, grad, ops, positions
 from fastattn import functional as F
 from fastattn.grad import vjp
 
@@ -111,6 +111,7 @@ def test_gated_slot_attention(implementation, dtype):
     log_decay = (-np.logaddexp(0, -logits) / 8).astype(dtype)
     write = -np.expm1(log_decay)
     out = compositions.gated_slots(q, k, v, write, log_decay)
+    by_heads = compositions.gated_slots(q, k, v, write, log_decay, compositions.slot_scores_by_heads)
     q, k, v, write, decay = doubles(q, k, v, write, np.exp(log_decay.astype(np.float64)))
     expected = []
     pairs = zip(states(write, k, decay), states(write, v, decay), strict=True)
@@ -118,6 +119,7 @@ def test_gated_slot_attention(implementation, dtype):
         p = softmax(np.einsum("bhmd,bhd->bhm", keys, q[:, :, t]))
         expected.append(np.einsum("bhmv,bhm->bhv", values, p))
     close(out, np.stack(expected, axis=-2), dtype)
+    close(by_heads, np.stack(expected, axis=-2), dtype)
 
 
 @each_dtype
@@ -230,7 +232,7 @@ def test_tensor_product_attention(implementation, dtype):
 @pytest.mark.parametrize("absorbed", [False, True])
 def test_grouped_latent_attention(implementation, dtype, absorbed):
     groups, of_group, rank, rope, value = 2, 3, 20, 8, 12
-    (q,) = drawn(dtype, (B, groups * of_group, N, D + rope))
+    (q,) = drawn(dtype, (B, groups, of_group, N, D + rope))
     shared, *own = drawn(dtype, (B, N, rope), *[(B, N, rank)] * groups, seed=1)
     caches = [np.concatenate([x, shared], axis=-1) for x in own]  # all share the rotated key
     keys, values = drawn(dtype, (groups, of_group, D, rank), (groups, of_group, value, rank), seed=2)
@@ -241,13 +243,29 @@ def test_grouped_latent_attention(implementation, dtype, absorbed):
         g, i = divmod(h, of_group)
         latents, w, u, rotated = doubles(own[g], keys[g, i], values[g, i], shared)
         k = np.concatenate([latents @ w.T, rotated], axis=-1)
-        s = q[:, h].astype(np.float64) @ k.swapaxes(-1, -2) / np.sqrt(D + rope)
+        s = q[:, g, i].astype(np.float64) @ k.swapaxes(-1, -2) / np.sqrt(D + rope)
         expected[:, h] = means(np.exp(s), latents @ u.T)
     close(out, expected, dtype)
 
 
+@each_dtype
+def test_grouped_tied_attention(implementation, dtype):
+    groups, of_group = 2, 3
+    (q,) = drawn(dtype, (B, groups * of_group, N, D))
+    tied, rotated = drawn(dtype, (B, groups, N, D), (B, 1, N, D // 2), seed=1)
+    k = np.concatenate([tied[..., : D // 2], np.repeat(rotated, groups, axis=1)], axis=-1)
+    out = attention(q, k, tied, causal=True)
+    expected = np.empty(out.shape)
+    for h in range(groups * of_group):
+        kv, shared = doubles(tied[:, h // of_group], rotated[:, 0])
+        left, right = np.split(q[:, h].astype(np.float64), 2, axis=-1)
+        s = left @ kv[..., : D // 2].swapaxes(-1, -2) + right @ shared.swapaxes(-1, -2)
+        expected[:, h] = means(np.exp(s / np.sqrt(D)), kv)
+    close(out, expected, dtype)
+
+
 def test_gradient_of_based():
-    """Chained: the features, and linear attention on them."""
+    """Pullbacks chained: of the features, and of linear attention on them."""
     q, k, v = drawn(np.float64, *[(2, 5, 3)] * 3)
     options = {"rule": "linear", "normalize": True, "eps": 0.0}
     phi = F.feature_maps.taylor
@@ -261,6 +279,38 @@ def test_gradient_of_based():
     dphi_q, dphi_k, dv = back(dout)
     for name, x, got in (("q", q, back_q(dphi_q)[0]), ("k", k, back_k(dphi_k)[0]), ("v", v, dv)):
         assert_gradient(got, lambda x, name=name: based(**{name: x}), x, dout)
+
+
+def test_gradient_of_gated_slot_attention():
+    """Pullbacks chained: of the second pass, of the softmax, and of the first pass by heads."""
+    heads, length, slots, dim = 2, 5, 3, 4
+    q, k, v, logits = drawn(np.float64, *[(heads, length, n) for n in (dim, dim, dim, slots)])
+    log_decay = -np.logaddexp(0, -logits)
+
+    def per_slot(x):
+        return x.swapaxes(-1, -2).reshape(heads * slots, length)
+
+    def back_to_slots(x):
+        return x.reshape(heads, slots, length).swapaxes(-1, -2)
+
+    def whole(q=q, k=k, v=v, log_decay=log_decay):
+        by_heads = compositions.slot_scores_by_heads
+        return compositions.gated_slots(q, k, v, -np.expm1(log_decay), log_decay, by_heads)
+
+    write = -np.expm1(log_decay)
+    options = {"rule": "decay", "log_decay": per_slot(log_decay), "scale": 1.0}
+    s, first = vjp(F.linear_attention, q, k, per_slot(write)[..., None], **options)
+    p = ops.softmax(back_to_slots(s))
+    out, second = vjp(F.gated_linear_attention, p, write, v, log_decay, scale=1.0)
+    np.testing.assert_array_equal(out, whole())
+    (dout,) = drawn(np.float64, out.shape, seed=1)
+    dp, dwrite, dv, ddecay = second(dout)
+    ds = per_slot(grad.softmax(dp, p))[..., None]
+    dq, dk, dvalues, dfirst = first(ds, need=("dq", "dk", "dv", "dlog_decay"))
+    dwrite = dwrite + back_to_slots(dvalues)
+    ddecay = ddecay + back_to_slots(dfirst) - np.exp(log_decay) * dwrite
+    for name, x, got in (("q", q, dq), ("k", k, dk), ("v", v, dv), ("log_decay", log_decay, ddecay)):
+        assert_gradient(got, lambda x, name=name: whole(**{name: x}), x, dout)
 
 
 def test_gradient_of_attention_free_transformer():

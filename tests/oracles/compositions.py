@@ -4,6 +4,7 @@ import numpy as np
 
 from fastattn import attention, ops
 from fastattn import functional as F
+from fastattn.grad import vjp
 
 
 def rebased_features(x, gamma, beta):
@@ -11,19 +12,27 @@ def rebased_features(x, gamma, beta):
     return F.feature_maps.taylor(ops.layer_norm(x, gamma, beta))[..., 1 + x.shape[-1] :]
 
 
-def gated_slots(q, k, v, write, log_decay):
-    """Gated slot attention; `write` and `log_decay` are (..., heads, len, slots).
+def slot_scores(q, k, write, log_decay):
+    """Products of q with each slot's key: the state times q, as a gradient of q is the state times dout."""
+    _, pullback = vjp(F.gated_linear_attention, write, write, k, log_decay, scale=1.0)  # of any queries
+    return pullback(q, need=("dq",))[0]
 
-    The first pass has a head for each slot, whose values are its writes: slots decay there, and keys do not.
-    """
+
+def slot_scores_by_heads(q, k, write, log_decay):
+    """Products as in `slot_scores`, but with gradients: each slot is a head, whose values are its writes."""
 
     def each_slot(x):  # (..., heads * slots, len)
         return x.swapaxes(-1, -2).reshape(*x.shape[:-3], -1, x.shape[-2])
 
-    decay, strength = each_slot(log_decay), each_slot(write)[..., None]
-    scores = F.linear_attention(q, k, strength, rule="decay", log_decay=decay, scale=1.0)
-    scores = scores.reshape(*write.shape[:-2], write.shape[-1], write.shape[-2]).swapaxes(-1, -2)
-    return F.gated_linear_attention(ops.softmax(scores), write, v, log_decay, scale=1.0)
+    decay, values = each_slot(log_decay), each_slot(write)[..., None]
+    out = F.linear_attention(q, k, values, rule="decay", log_decay=decay, scale=1.0)
+    return out.reshape(*write.shape[:-2], write.shape[-1], write.shape[-2]).swapaxes(-1, -2)
+
+
+def gated_slots(q, k, v, write, log_decay, scores=slot_scores):
+    """Gated slot attention; `write` and `log_decay` are (..., heads, len, slots)."""
+    p = ops.softmax(scores(q, k, write, log_decay))
+    return F.gated_linear_attention(p, write, v, log_decay, scale=1.0)
 
 
 def bounded_memory(q, k, v, control):
@@ -76,7 +85,6 @@ def hopfield(state, stored, beta, steps):
 
 
 def grouped_latent(q, caches, key_weights, value_weights, **options):
-    """Grouped latent attention: every group of heads has a cache of its own."""
-    groups = np.split(q, len(caches), axis=-3)
-    parts = zip(groups, caches, key_weights, value_weights, strict=True)
-    return np.concatenate([F.latent_attention(*part, **options) for part in parts], axis=-3)
+    """Grouped latent attention: every group of q (batch, groups, heads, len, d) has a cache of its own."""
+    parts = zip(q.swapaxes(0, 1), caches, key_weights, value_weights, strict=True)
+    return np.concatenate([F.latent_attention(*part, **options) for part in parts], axis=1)
