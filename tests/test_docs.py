@@ -14,6 +14,8 @@ from implementations import COMPILED
 from PIL import Image
 from tiny_tokenizers import write_byte_tokenizer, write_tokenizer
 
+from fastattn import functional, layers, masks, ops, positions
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -117,6 +119,17 @@ def test_every_page_with_examples_is_there():
     others = ("howto/chat", "howto/embed", "howto/mask", "how-it-works", "variants")
     pages = [f"docs/{page}.md" for page in (*subjects, *others)]
     assert {name.split(":")[0] for name in EXAMPLES} == {"README.md", *pages}
+
+
+def test_the_page_of_variants_names_what_there_is():
+    """Its index has all functions of `fastattn.functional` but those of gradients."""
+    page = (ROOT / "docs/variants.md").read_text(encoding="utf-8")
+    modules = {"F": functional, "M": masks, "layers": layers, "positions": positions, "ops": ops}
+    for module, name in re.findall(r"\b(F|M|layers|positions|ops)\.(\w+)", page):
+        assert hasattr(modules[module], name), name
+    index = page.split("\n## Find a variant by its name\n")[1].split("\n## ")[0]
+    functions = {name for name in functional.__all__ if not name.endswith("_backward")}
+    assert functions - set(re.findall(r"`F\.(\w+)", index)) == set()
 
 
 def test_steps_with_prompts_of_different_lengths_are_the_full_pass():

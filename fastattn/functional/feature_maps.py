@@ -15,7 +15,7 @@ from fastattn._args.types import Array, ArrayLike, lane_dtype
 from fastattn._args.values import float_array, generator, integer, real_array, require_broadcast
 from fastattn.functional._differentiable import Steps, differentiable
 
-__all__ = ["Favor", "elu", "favor", "unit"]
+__all__ = ["Favor", "elu", "favor", "taylor", "unit"]
 
 _MOST_FEATURES = 1 << 24  # the square of which NumPy can still count
 
@@ -66,6 +66,56 @@ def unit(x: ArrayLike, *, eps: float = 1e-6) -> Steps[Array]:
     y = wide / length
     dx = (dout - y * (y * dout).sum(-1, keepdims=True)) / length
     return (np.asarray(dx, request.dout.dtype),)
+
+
+@differentiable("x")
+def taylor(x: ArrayLike) -> Steps[Array]:
+    """Features whose products are ``1 + s + s**2 / 2``, near exp(s), with ``s = q . k / sqrt(head_dim)``.
+
+    Parameters
+    ----------
+    x : array_like, (..., head_dim)
+        Queries or keys; float32, float64, float16 or bfloat16.
+
+    Returns
+    -------
+    ndarray, (..., 1 + head_dim + head_dim * (head_dim + 1) / 2)
+        1, ``y = x / head_dim^(1/4)``, and ``y_i y_j`` of all pairs i <= j, with i = j divided by ``sqrt(2)``;
+        in x's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If x is no array of these dtypes, or a number.
+
+    Notes
+    -----
+    The polynomial is at least 1/2: ``linear_attention(taylor(q), taylor(k), v, rule="linear", normalize=True,
+    eps=0)`` never divides by 0. Its state has about head_dim^2 / 2 rows; Based takes a head_dim of 16.
+    Source: S. Arora et al., "Simple Linear Attention Language Models Balance the Recall-Throughput Tradeoff",
+    2024, arXiv:2402.18668.
+    """
+    array = float_array("x", x, least_dims=1)
+    lane, dim = lane_dtype(array.dtype), array.shape[-1]
+    first, second = np.triu_indices(dim)
+    factors = np.where(first == second, 0.5**0.5, 1).astype(lane)
+    root = lane.type(max(1, dim) ** -0.25)
+    y = array.astype(lane) * root
+    result = np.empty((*array.shape[:-1], 1 + dim + len(first)), array.dtype.newbyteorder("="))
+    result[..., 0] = 1
+    with np.errstate(all="ignore"):
+        result[..., 1 : 1 + dim] = y
+        result[..., 1 + dim :] = y[..., first] * y[..., second] * factors
+    request = yield result
+
+    if not request.need:
+        return ()
+    dout = request.dout.astype(lane)
+    dproducts = np.zeros((*y.shape, dim), lane)  # of y_i y_j, at (i, j) and (j, i)
+    dproducts[..., first, second] = dout[..., 1 + dim :] * factors
+    dproducts += dproducts.swapaxes(-1, -2).copy()
+    dy = dout[..., 1 : 1 + dim] + (dproducts * y[..., None, :]).sum(-1)
+    return (np.asarray(dy * root, request.dout.dtype),)
 
 
 @dataclass(frozen=True, eq=False)

@@ -420,10 +420,19 @@ def test_feature_maps(dtype):
     dx = gradients(feature_maps.unit, dout, x)[0]
     assert dx.dtype == dtype
     np.testing.assert_allclose(dx.astype(float), expected, atol=tolerance)
+    features = rng.standard_normal((3, 5, 1 + 8 + 36)).astype(dtype)
+    dtaylor = gradients(feature_maps.taylor, features, x)[0]
+    assert dtaylor.dtype == dtype
+    whole = gradients(feature_maps.taylor, features.astype(np.float64), y)[0]
+    np.testing.assert_allclose(dtaylor.astype(float), whole, atol=4 * tolerance)
     if dtype == np.float64:
         direction = rng.standard_normal(x.shape)
-        slope = slopes(lambda x: (feature_maps.unit(x) * dout).sum(), x, direction)
-        np.testing.assert_allclose((dx * direction).sum(), slope, rtol=1e-7)
+        for function, got, weights in (
+            (feature_maps.unit, dx, dout),
+            (feature_maps.taylor, dtaylor, features),
+        ):
+            slope = slopes(lambda x, f=function, w=weights: (f(x) * w).sum(), x, direction)
+            np.testing.assert_allclose((got * direction).sum(), slope, rtol=1e-7)
 
 
 def test_random_features():

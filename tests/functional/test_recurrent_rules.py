@@ -28,7 +28,7 @@ def test_elu(implementation):
         assert y.dtype == dtype
         np.testing.assert_allclose(y, expected.astype(dtype), rtol=2 * np.finfo(dtype).eps, atol=1e-30)
     phi = feature_maps.favor(16, 4, rng=0)
-    for function in (feature_maps.elu, feature_maps.unit, phi.queries, phi.keys):
+    for function in (feature_maps.elu, feature_maps.unit, feature_maps.taylor, phi.queries, phi.keys):
         for dtype in (np.float32, np.float64):
             x = Q.astype(dtype)
             got = function(x.astype(x.dtype.newbyteorder()))  # as all other results, in native byte order
@@ -99,6 +99,22 @@ def test_unit(implementation):
     np.testing.assert_allclose(feature_maps.unit(K), expected, rtol=1e-5, atol=1e-7)
 
 
+def test_taylor(implementation):
+    """The products of features are the polynomial of the products of what they are features of."""
+    q, k = Q[..., :7].astype(np.float64), K[..., :7].astype(np.float64)
+    s = (q * k).sum(-1) / np.sqrt(7)
+    for dtype in (np.float64, np.float32, np.float16):
+        phi_q, phi_k = (feature_maps.taylor(x.astype(dtype)) for x in (q, k))
+        assert phi_q.dtype == dtype
+        assert phi_q.shape == (*Q.shape[:-1], 1 + 7 + 28)
+        products = np.abs(phi_q.astype(float) * phi_k).sum(-1)
+        error = np.abs((phi_q.astype(float) * phi_k).sum(-1) - (1 + s + s * s / 2))
+        assert (error <= 4 * np.finfo(dtype).eps * products).all()
+    assert feature_maps.taylor(Q[0, 0, 0]).shape == (1 + 16 + 136,)
+    np.testing.assert_array_equal(feature_maps.taylor(Q[..., :0]), np.ones((*Q.shape[:-1], 1)))
+    assert feature_maps.taylor(np.float32([np.inf, 0]))[3:].tolist()[:1] == [np.inf]  # and no warning
+
+
 def test_retention(implementation):
     gamma = 1 - 2.0 ** (-5 - np.arange(4))
     i, j = np.mgrid[:80, :80]
@@ -135,6 +151,8 @@ def test_names_are_rules(implementation):
     ("call", "error", "message"),
     [
         (lambda: feature_maps.elu([1, 2]), TypeError, r"^elu\(\): x has dtype int64"),
+        (lambda: feature_maps.taylor([[1, 2]]), TypeError, r"^taylor\(\): x has dtype int64"),
+        (lambda: feature_maps.taylor(np.float32(1)), ValueError, r"^taylor\(\): x has shape \(\)"),
         (lambda: feature_maps.favor(0, 4), ValueError, r"^favor\(\): head_dim is 0; expected 1 to"),
         (lambda: feature_maps.favor(4, 1.5), TypeError, r"^favor\(\): num_features is 1.5"),
         (

@@ -97,6 +97,7 @@ def feature_map(d):
     return d.choose(
         Call(feature_maps.elu, {"x": x}, same("x")),
         Call(feature_maps.unit, {"x": x, **d.some(0.3, eps=lambda: 1e-3)}, same("x")),
+        Call(feature_maps.taylor, {"x": x}),
         Call(phi.queries, {"q": x}),
         Call(phi.keys, {"k": x, **shift}),
         Call(phi.shift, {"k": x}),

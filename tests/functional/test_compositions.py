@@ -1,0 +1,328 @@
+"""Variants of attention that are compositions, against their papers' formulas in float64."""
+
+import compositions
+import numpy as np
+import pytest
+from differences import assert_gradient
+from formulas import doubles, sigmoid, softmax
+
+from fastattn import attention, grad, ops, positions
+from fastattn import functional as F
+from fastattn.grad import vjp
+
+B, H, N, D, V = 2, 3, 70, 16, 24  # more than two chunks of 32 tokens, and a part of one
+DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def drawn(dtype, *shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def tokens(dtype, *dims, heads=H, length=N):
+    return drawn(dtype, *((B, heads, length, dim) for dim in dims))
+
+
+def close(got, expected, dtype, factor=64):
+    """`got` may be off by `factor` roundings of the largest number of its row, or by 1/16 of it of all."""
+    assert got.dtype == dtype
+    assert got.shape == expected.shape
+    assert np.isfinite(expected).all()
+    most = np.abs(expected).max(axis=-1, keepdims=True)
+    bound = factor * np.finfo(dtype).eps * (most + np.abs(expected).max() / 16)
+    error = np.abs(got - expected)
+    assert (error <= bound).all(), f"{(error / bound).max():.3g} of the bound"
+
+
+def logarithms(dtype, size):
+    """A factor for weights that were logarithms of this size: they are float64, so float32 loses nothing."""
+    return 64 * max(1, size / 8) if dtype == np.float64 else 64
+
+
+def means(weights, v):
+    """Means of values by weights (..., len, len) of the tokens up to each one."""
+    weights = np.tril(weights)
+    return weights / weights.sum(-1, keepdims=True) @ v
+
+
+def states(k, v, decay):
+    """Yield ``S = diag(decay) S + k v^T`` (..., dim_k, dim_v) after each token."""
+    s = np.zeros((*k.shape[:-2], k.shape[-1], v.shape[-1]))
+    for t in range(k.shape[-2]):
+        s = decay[..., t, :, None] * s + k[..., t, :, None] * v[..., t, None, :]
+        yield s
+
+
+@each_dtype
+def test_lightning_attention(implementation, dtype):
+    q, k, v = tokens(dtype, D, D, V)
+    slopes = positions.alibi_slopes(H)
+    out = F.linear_attention(q, k, v, rule="decay", log_decay=-slopes, scale=1.0)
+    q, k, v, rates = doubles(q, k, v, slopes)
+    behind = np.arange(N)[:, None] - np.arange(N)
+    decay = np.tril(np.exp(-rates[:, None, None] * np.maximum(behind, 0)))
+    close(out, (q @ k.swapaxes(-1, -2) * decay) @ v, dtype)
+
+
+@each_dtype
+def test_hgrn2(implementation, dtype):
+    """Keys are tied to the gates, as in gated linear attention with ``k = 1 - a``."""
+    q, gates, v = tokens(dtype, D, D, V)
+    f = 0.3 + 0.7 * sigmoid(gates)  # never below the bound of its layer
+    out = F.gated_linear_attention(q, 1 - f, v, np.log(f), scale=1.0)
+    q, f, v = doubles(q, f, v)
+    expected = [np.einsum("bhk,bhkv->bhv", q[:, :, t], s) for t, s in enumerate(states(1 - f, v, f))]
+    close(out, np.stack(expected, axis=-2), dtype)
+
+
+@each_dtype
+def test_based(implementation, dtype):
+    q, k, v = tokens(dtype, D, D, V)
+    phi = F.feature_maps.taylor
+    out = F.linear_attention(phi(q), phi(k), v, rule="linear", normalize=True, eps=0.0)
+    q, k, v = doubles(q, k, v)
+    s = q @ k.swapaxes(-1, -2) / np.sqrt(D)
+    close(out, means(1 + s + s * s / 2, v), dtype)
+
+
+@each_dtype
+def test_rebased(implementation, dtype):
+    q, k, v = tokens(dtype, D, D, V)
+    gamma_q, beta_q, gamma_k, beta_k = drawn(dtype, D, D, D, D, seed=1)
+    features = compositions.rebased_features
+    phi_q, phi_k = features(q, gamma_q, beta_q), features(k, gamma_k, beta_k)
+    out = F.linear_attention(phi_q, phi_k, v, rule="linear", normalize=True, eps=0.0)
+    squares = [ops.layer_norm(x, *w) ** 2 for x, w in ((q, (gamma_q, beta_q)), (k, (gamma_k, beta_k)))]
+    own = F.linear_attention(*squares, v, rule="linear", normalize=True, eps=0.0)
+
+    q, k, v, *weights = doubles(q, k, v, gamma_q, beta_q, gamma_k, beta_k)
+    normal = [(x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) for x in (q, k)]
+    q, k = normal[0] * weights[0] + weights[1], normal[1] * weights[2] + weights[3]
+    s = q @ k.swapaxes(-1, -2)
+    close(out, means(s * s, v), dtype)
+    close(own, means(q**2 @ (k**2).swapaxes(-1, -2), v), dtype)
+
+
+@each_dtype
+def test_gated_slot_attention(implementation, dtype):
+    slots = 8
+    q, k, v, logits = tokens(dtype, D, D, V, slots)
+    log_decay = (-np.logaddexp(0, -logits) / 8).astype(dtype)
+    write = -np.expm1(log_decay)
+    out = compositions.gated_slots(q, k, v, write, log_decay)
+    by_heads = compositions.gated_slots(q, k, v, write, log_decay, compositions.slot_scores_by_heads)
+    q, k, v, write, decay = doubles(q, k, v, write, np.exp(log_decay.astype(np.float64)))
+    expected = []
+    pairs = zip(states(write, k, decay), states(write, v, decay), strict=True)
+    for t, (keys, values) in enumerate(pairs):
+        p = softmax(np.einsum("bhmd,bhd->bhm", keys, q[:, :, t]))
+        expected.append(np.einsum("bhmv,bhm->bhv", values, p))
+    close(out, np.stack(expected, axis=-2), dtype)
+    close(by_heads, np.stack(expected, axis=-2), dtype)
+
+
+@each_dtype
+def test_bounded_memory_control(implementation, dtype):
+    slots = 8
+    q, k, v, control = tokens(dtype, D, D, V, slots)
+    for shift in (0, 400):  # float32 does not have the exponential of 400
+        moved = control + dtype.type(shift)
+        out = compositions.bounded_memory(q, k, v, moved)
+        expected = bounded_memory_by_softmax(*doubles(q, k, v, moved))
+        close(out, expected, dtype, factor=logarithms(dtype, shift))
+
+
+def bounded_memory_by_softmax(q, k, v, control):
+    expected = np.empty((*q.shape[:-1], v.shape[-1]))
+    for t in range(q.shape[-2]):
+        weights = softmax(control[..., : t + 1, :].swapaxes(-1, -2))  # (..., slots, t + 1)
+        keys, values = weights @ k[..., : t + 1, :], weights @ v[..., : t + 1, :]
+        p = softmax(np.einsum("bhmd,bhd->bhm", keys, q[..., t, :]))
+        expected[..., t, :] = np.einsum("bhm,bhmv->bhv", p, values)
+    return expected
+
+
+@each_dtype
+@pytest.mark.parametrize("size", [1.0, 200.0])
+def test_rwkv4(implementation, dtype, size):
+    """Keys of a size of 200 are logarithms of weights that float32 does not have."""
+    channels = 12
+    k, v = drawn(dtype, (B, N, channels), (B, N, channels))
+    w, u = drawn(dtype, channels, channels, seed=1)
+    k, w = k * dtype.type(size), np.exp(w)
+    out = compositions.rwkv4(k, v, w, u)
+    k, v, w, u = doubles(k, v, w, u)
+    expected = np.empty(v.shape)
+    for t in range(N):
+        logits = k[:, : t + 1] - (t - 1 - np.arange(t + 1))[:, None] * w
+        logits[:, t] = u + k[:, t]
+        weights = softmax(logits.swapaxes(-1, -2))
+        expected[:, t] = np.einsum("bct,btc->bc", weights, v[:, : t + 1])
+    close(out, expected, dtype, factor=logarithms(dtype, size))
+
+
+@each_dtype
+@pytest.mark.parametrize("fixed", [False, True], ids=["rwkv6", "rwkv5"])
+def test_rwkv6(implementation, dtype, fixed):
+    r, k, v, decays = tokens(dtype, D, D, V, D)
+    (u,) = drawn(dtype, (H, D), seed=1)
+    log_w = -np.exp(decays[0, :, :1] if fixed else decays)
+    out = compositions.rwkv6(r, k, v, log_w, u)
+    r, k, v, log_w, u = doubles(r, k, v, log_w, u)
+    w = np.broadcast_to(np.exp(log_w), k.shape)
+    before, expected = np.zeros((B, H, D, V)), []
+    for t, s in enumerate(states(k, v, w)):
+        own = k[:, :, t, :, None] * v[:, :, t, None, :]
+        expected.append(np.einsum("bhk,bhkv->bhv", r[:, :, t], before + u[..., None] * own))
+        before = s
+    close(out, np.stack(expected, axis=-2), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("full", [False, True], ids=["simple", "full"])
+def test_attention_free_transformer(implementation, dtype, full, causal):
+    """Each channel is a head with a head_dim of 1, and the pairs' biases are those of attention."""
+    channels = 12
+    q, k, v = drawn(dtype, *[(B, channels, N, 1)] * 3)
+    (bias,) = drawn(dtype, (N, N), seed=1) if full else (None,)
+    out = F.gated_attention(np.ones_like(k), k, v, q, bias=bias, scale=1.0, causal=causal)
+    q, k, v = (x[..., 0].swapaxes(-1, -2) for x in doubles(q, k, v))  # (B, N, channels)
+    expected = np.empty(v.shape)
+    for t in range(N):
+        last = t + 1 if causal else N
+        weights = np.exp(k[:, :last] + (0 if bias is None else bias.astype(np.float64)[t, :last, None]))
+        expected[:, t] = sigmoid(q[:, t]) * (weights * v[:, :last]).sum(1) / weights.sum(1)
+    close(out[..., 0].swapaxes(-1, -2), expected, dtype)
+
+
+@each_dtype
+def test_modern_hopfield_network(implementation, dtype):
+    stored, noise = tokens(dtype, 32, 32, heads=1, length=20)
+    beta = 2.0
+    state = stored + noise / 4
+    out = compositions.hopfield(state, stored, beta, 3)
+    x, expected = doubles(stored, state)
+    for _ in range(3):
+        expected = softmax(beta * expected @ x.swapaxes(-1, -2)) @ x
+    close(out, expected, dtype)
+    np.testing.assert_allclose(out, stored, atol=1e-3)  # each pattern is found again
+    np.testing.assert_allclose(compositions.hopfield(out, stored, beta, 1), out, atol=1e-5)
+
+
+@each_dtype
+def test_tensor_product_attention(implementation, dtype):
+    ranks = {"q": 6, "k": 2, "v": 2}
+    factors = {name: drawn(dtype, (B, N, r, H), (B, N, r, D), seed=r) for name, r in ranks.items()}
+    q, k, v = (np.einsum("btrh,btrd->bhtd", *factors[name]) / dtype.type(r) for name, r in ranks.items())
+    out = attention(q, k, v, causal=True)
+    made = []
+    for name, rank in ranks.items():
+        a, b = doubles(*factors[name])
+        sums = np.zeros((B, N, H, D))
+        for r in range(rank):
+            sums += a[:, :, r, :, None] * b[:, :, r, None, :]  # an outer product a token
+        made.append(sums.swapaxes(1, 2) / rank)
+    q, k, v = made
+    close(out, means(np.exp(q @ k.swapaxes(-1, -2) / np.sqrt(D)), v), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_grouped_latent_attention(implementation, dtype, absorbed):
+    groups, of_group, rank, rope, value = 2, 3, 20, 8, 12
+    (q,) = drawn(dtype, (B, groups, of_group, N, D + rope))
+    shared, *own = drawn(dtype, (B, N, rope), *[(B, N, rank)] * groups, seed=1)
+    caches = [np.concatenate([x, shared], axis=-1) for x in own]  # all share the rotated key
+    keys, values = drawn(dtype, (groups, of_group, D, rank), (groups, of_group, value, rank), seed=2)
+    keys, values = keys / dtype.type(rank**0.5), values / dtype.type(rank**0.5)
+    out = compositions.grouped_latent(q, caches, keys, values, causal=True, absorbed=absorbed)
+    expected = np.empty(out.shape)
+    for h in range(groups * of_group):
+        g, i = divmod(h, of_group)
+        latents, w, u, rotated = doubles(own[g], keys[g, i], values[g, i], shared)
+        k = np.concatenate([latents @ w.T, rotated], axis=-1)
+        s = q[:, g, i].astype(np.float64) @ k.swapaxes(-1, -2) / np.sqrt(D + rope)
+        expected[:, h] = means(np.exp(s), latents @ u.T)
+    close(out, expected, dtype)
+
+
+@each_dtype
+def test_grouped_tied_attention(implementation, dtype):
+    groups, of_group = 2, 3
+    (q,) = drawn(dtype, (B, groups * of_group, N, D))
+    tied, rotated = drawn(dtype, (B, groups, N, D), (B, 1, N, D // 2), seed=1)
+    k = np.concatenate([tied[..., : D // 2], np.repeat(rotated, groups, axis=1)], axis=-1)
+    out = attention(q, k, tied, causal=True)
+    expected = np.empty(out.shape)
+    for h in range(groups * of_group):
+        kv, shared = doubles(tied[:, h // of_group], rotated[:, 0])
+        left, right = np.split(q[:, h].astype(np.float64), 2, axis=-1)
+        s = left @ kv[..., : D // 2].swapaxes(-1, -2) + right @ shared.swapaxes(-1, -2)
+        expected[:, h] = means(np.exp(s / np.sqrt(D)), kv)
+    close(out, expected, dtype)
+
+
+def test_gradient_of_based():
+    """Pullbacks chained: of the features, and of linear attention on them."""
+    q, k, v = drawn(np.float64, *[(2, 5, 3)] * 3)
+    options = {"rule": "linear", "normalize": True, "eps": 0.0}
+    phi = F.feature_maps.taylor
+
+    def based(q=q, k=k, v=v):
+        return F.linear_attention(phi(q), phi(k), v, **options)
+
+    (phi_q, back_q), (phi_k, back_k) = vjp(phi, q), vjp(phi, k)
+    out, back = vjp(F.linear_attention, phi_q, phi_k, v, **options)
+    (dout,) = drawn(np.float64, out.shape, seed=1)
+    dphi_q, dphi_k, dv = back(dout)
+    for name, x, got in (("q", q, back_q(dphi_q)[0]), ("k", k, back_k(dphi_k)[0]), ("v", v, dv)):
+        assert_gradient(got, lambda x, name=name: based(**{name: x}), x, dout)
+
+
+def test_gradient_of_gated_slot_attention():
+    """Pullbacks chained: of the second pass, of the softmax, and of the first pass by heads."""
+    heads, length, slots, dim = 2, 5, 3, 4
+    q, k, v, logits = drawn(np.float64, *[(heads, length, n) for n in (dim, dim, dim, slots)])
+    log_decay = -np.logaddexp(0, -logits)
+
+    def per_slot(x):
+        return x.swapaxes(-1, -2).reshape(heads * slots, length)
+
+    def back_to_slots(x):
+        return x.reshape(heads, slots, length).swapaxes(-1, -2)
+
+    def whole(q=q, k=k, v=v, log_decay=log_decay):
+        by_heads = compositions.slot_scores_by_heads
+        return compositions.gated_slots(q, k, v, -np.expm1(log_decay), log_decay, by_heads)
+
+    write = -np.expm1(log_decay)
+    options = {"rule": "decay", "log_decay": per_slot(log_decay), "scale": 1.0}
+    s, first = vjp(F.linear_attention, q, k, per_slot(write)[..., None], **options)
+    p = ops.softmax(back_to_slots(s))
+    out, second = vjp(F.gated_linear_attention, p, write, v, log_decay, scale=1.0)
+    np.testing.assert_array_equal(out, whole())
+    (dout,) = drawn(np.float64, out.shape, seed=1)
+    dp, dwrite, dv, ddecay = second(dout)
+    ds = per_slot(grad.softmax(dp, p))[..., None]
+    dq, dk, dvalues, dfirst = first(ds, need=("dq", "dk", "dv", "dlog_decay"))
+    dwrite = dwrite + back_to_slots(dvalues)
+    ddecay = ddecay + back_to_slots(dfirst) - np.exp(log_decay) * dwrite
+    for name, x, got in (("q", q, dq), ("k", k, dk), ("v", v, dv), ("log_decay", log_decay, ddecay)):
+        assert_gradient(got, lambda x, name=name: whole(**{name: x}), x, dout)
+
+
+def test_gradient_of_attention_free_transformer():
+    q, k, v = drawn(np.float64, *[(1, 3, 5, 1)] * 3)
+    (bias,) = drawn(np.float64, (5, 5), seed=1)
+
+    def whole(**changed):
+        x = {"q": q, "k": k, "v": v, "bias": bias, **changed}
+        return F.gated_attention(np.ones_like(x["k"]), x["k"], x["v"], x["q"], bias=x["bias"], scale=1.0)
+
+    out, pullback = vjp(F.gated_attention, np.ones_like(k), k, v, q, bias=bias, scale=1.0)
+    (dout,) = drawn(np.float64, out.shape, seed=2)
+    found = pullback(dout, need=("dk", "dv", "dgate", "dbias"))
+    for (name, x), got in zip((("k", k), ("v", v), ("q", q), ("bias", bias)), found, strict=True):
+        assert_gradient(got, lambda x, name=name: whole(**{name: x}), x, dout)
