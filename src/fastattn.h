@@ -295,7 +295,8 @@ typedef struct {
 /* Causal depthwise convolution: conv.inc.h. */
 #define FA_MOST_WIDTH 8
 typedef struct {
-    fa_array x, out, state; /* rows of channels: of tokens; state, optional: the width - 1 inputs before the first */
+    fa_array x;          /* rows of channels, of tokens; or its tokens lie side by side, and its channels apart */
+    fa_array out, state; /* such rows; state, optional: the width - 1 inputs before the first */
     const void *weight;     /* lanes, (channels, width) */
     const void *bias;       /* lanes, (channels); optional */
     const int64_t *begins;  /* (sequences + 1), from 0 */

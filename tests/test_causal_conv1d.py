@@ -82,6 +82,25 @@ def test_sequences_end_to_end(implementation, lengths):
         np.testing.assert_array_equal(after[s], last)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 45, 40), (1, 70, 300), (3, 1, 17), (2, 31, 1)], ids=str)
+def test_tokens_may_lie_side_by_side(implementation, shape, dtype):
+    x, weight, bias, state = problem(shape, 4, dtype)
+    turned = np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+    dout = np.random.default_rng(1).standard_normal(shape).astype(dtype)
+    for before in (None, state):
+        options = {"activation": "silu", "state": before}
+        expected = ops.causal_conv1d(x, weight, bias, **options)
+        np.testing.assert_array_equal(ops.causal_conv1d(turned, weight, bias, **options), expected)
+        need = ("dx", "dweight", "dbias", "dstate")
+        found, same = (grad.causal_conv1d(dout, y, weight, bias, **options, need=need) for y in (turned, x))
+        for a, b in zip(found, same, strict=True):
+            np.testing.assert_array_equal(a, b)
+    begins = [0, 0, shape[1] // 2, shape[1]]
+    expected = ops.causal_conv1d(x[0], weight, bias, begins=begins)
+    np.testing.assert_array_equal(ops.causal_conv1d(turned[0], weight, bias, begins=begins), expected)
+
+
 def test_strides_and_threads_do_not_matter(implementation):
     x, weight, bias, state = problem((2, 300, 100), 3)
     expected = ops.causal_conv1d(x, weight, bias, state=state, num_threads=1)

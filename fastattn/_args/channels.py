@@ -13,18 +13,19 @@ from fastattn._args.grad_types import ConvGradArgs, ScanGradArgs
 from fastattn._args.ops import data, like, vector
 from fastattn._args.results import result_array
 from fastattn._args.types import ACTIVATIONS, Activation, Array, ConvArgs, Ints, ScanArgs, Shape, lane_dtype
-from fastattn._args.values import choice, flag, sequence_begins
+from fastattn._args.values import choice, flag, float_array, readable, sequence_begins
 from fastattn._engine.settings import require_backend, threads
 
 MOST_WIDTH = 8  # FA_MOST_WIDTH of src/fastattn.h
 
 
-def _tokens(name: str, x: Any) -> Array:
-    """`x` as rows of channels, which are tokens."""
-    array = data(name, x)
+def _tokens(name: str, x: Any, turned: bool = False) -> Array:
+    """`x` as rows of channels, which are tokens; if `turned`, its columns may be contiguous instead."""
+    array = float_array(name, x)
     if array.ndim < 2:
         raise wrong_shape(name, array, "(..., length, channels)")
-    return array
+    by_channels = turned and array.strides[-2] == array.itemsize
+    return readable(array, name, [], "" if by_channels else "the last axis")
 
 
 def _sequences(x: Array, begins: Any) -> tuple[Shape, Ints]:
@@ -59,7 +60,7 @@ def conv_args(
 ) -> ConvArgs:
     """Check the arguments of `ops.causal_conv1d`."""
     require_backend(backend)
-    array = _tokens("x", x)
+    array = _tokens("x", x, turned=True)
     dtype, lane, channels = array.dtype, lane_dtype(array.dtype), array.shape[-1]
     taps = data("weight", weight)
     if taps.ndim != 2 or len(taps) != channels or not 1 <= taps.shape[1] <= MOST_WIDTH:

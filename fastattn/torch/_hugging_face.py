@@ -11,6 +11,8 @@ import torch
 from fastattn._engine.settings import available_isas
 from fastattn.torch._attention import attention_op, with_lse_op
 from fastattn.torch._measure import attention_key, gains, sample
+from fastattn.torch._modules import replace_functions
+from fastattn.torch._undo import Undo
 
 NAME = "fastattn"
 _measures = True
@@ -30,12 +32,13 @@ HARMLESS = frozenset((
 ))  # fmt: skip
 
 
-def register(*, measure: bool = True) -> None:
+def register(*, measure: bool = True) -> Undo:
     """Let models of transformers and sentence-transformers have ``attn_implementation="fastattn"``.
 
-    It holds for `from_pretrained`, for `model.set_attn_implementation` of a loaded model, and in
+    Hybrid models get their convolutions, delta rules and scans of state spaces from here at once, whatever
+    their attention is. The attention implementation holds for `from_pretrained`, for `model.set_attn_implementation` of a loaded model, and in
     ``SentenceTransformer(..., model_kwargs={"attn_implementation": "fastattn"})``. Calling it again changes
-    nothing but `measure`.
+    nothing but `measure`. All of it is global: it holds for every model of the process.
 
     Parameters
     ----------
@@ -43,7 +46,14 @@ def register(*, measure: bool = True) -> None:
         Time transformers' "sdpa" beside ours at the first call of each kind that both compute, see
         `patch_sdpa`, and leave to it what would not gain 5%; `measured` says what. With softcaps,
         sinks or position biases nothing is measured, nor in compiled models, which leave 16 bits to torch
-        where the CPU has AMX. False: every call is computed here.
+        where the CPU has AMX. Functions of hybrid models are timed likewise, beside transformers' own. False:
+        every call is computed here.
+
+    Returns
+    -------
+    Undo
+        ``undo()``, or the end of a ``with`` block, gives hybrid models transformers' functions back. The name of
+        the attention implementation stays, since models may have it.
 
     Raises
     ------
@@ -58,6 +68,11 @@ def register(*, measure: bool = True) -> None:
     nested tensors or with a paged cache go to transformers' own "sdpa" function. A call raises
     NotImplementedError where weights are wanted (``output_attentions=True``), or where a model passes a
     keyword that is not known here.
+
+    The functions of hybrid models (qwen3_next, kimi_linear, mamba2, lfm2 and others) are replaced by the names
+    that transformers 5.20 and later give them, in modules that were imported before, too. Gradients flow
+    through them. Packed sequences, compiled models, float64 and tensors on other devices are left to
+    transformers, and so is one token where gradients are wanted.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -65,6 +80,13 @@ def register(*, measure: bool = True) -> None:
     _measures = measure
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
+    return Undo([replace_functions(measure)], lambda: _SAID)
+
+
+_SAID = (
+    'attn_implementation="fastattn" is there, in all of this process; it stays\n'
+    "convolutions, delta rules and scans of hybrid models: computed here, in all of this process"
+)
 
 
 def make_mask(*args: Any, config: Any = None, **options: Any) -> Any:

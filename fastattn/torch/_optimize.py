@@ -110,8 +110,7 @@ def _replace_attention(model: Any, measure: bool, steps: list[Callable[[], None]
         before = [(config, config._attn_implementation) for config in _configs(module)]
         was = module.config._attn_implementation
         if any(implementation != NAME for _, implementation in before):
-            register(measure=measure)
-            steps.append(partial(_set_back, before))
+            steps += [register(measure=measure).undo, partial(_set_back, before)]
             module.set_attn_implementation(NAME)
         now = module.config._attn_implementation
         change = f"{was} -> {now}" if now != was else f"{now}, as before"

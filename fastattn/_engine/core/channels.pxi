@@ -23,18 +23,23 @@ cdef class _Channels:
                 raise _misfit("begins", begins, "the begins of the sequences of x, in order")
             self.longest = max(self.longest, size)
 
-    cdef void set(self, fa_array *x, name, array, fa_dtype dtype, int64_t rows, int64_t width) except *:
-        """Point `x` at (*batch, rows, width), its rows contiguous; None stays NULL."""
+    cdef void set(self, fa_array *x, name, array, fa_dtype dtype, int64_t rows, int64_t width,
+                  bint turned=False) except *:
+        """Point `x` at (*batch, rows, width), its rows contiguous, or if `turned` its columns; None stays NULL."""
         if array is None:
             return
-        self.tables.set_rows(x, name, array[..., None, :, :], 1, rows, width)
+        if turned and rows > 1 and array.strides[array.ndim - 2] == array.itemsize:
+            x.dtype = _dtype(array)
+            self.tables.set(x, name, array[..., None, :, :], cnp.PyArray_TYPE(array), 3, 1, rows, width)
+        else:
+            self.tables.set_rows(x, name, array[..., None, :, :], 1, rows, width)
         if x.dtype != dtype:
             raise _misfit(name, array, "another type")
 
-    cdef void set_tokens(self, fa_array *x, name, array, fa_dtype dtype, int64_t width) except *:
+    cdef void set_tokens(self, fa_array *x, name, array, fa_dtype dtype, int64_t width, bint turned=False) except *:
         """Point `x` at (*batch, length, width), or at (tokens, width) if ragged; None stays NULL."""
         cdef int64_t s
-        self.set(x, name, array, dtype, self.length, width)
+        self.set(x, name, array, dtype, self.length, width, turned)
         for s in range(self.sequences if self.ragged and array is not None else 0):
             (<int64_t *>x.batch)[s] = self.begins[s] * x.row
 
@@ -49,7 +54,7 @@ cdef _Channels _set_conv(fa_conv_args *a, args, int n_arrays):
     if not 1 <= a.width <= FA_MOST_WIDTH:
         raise _misfit("weight", args.weight, f"a width of 1 to {FA_MOST_WIDTH}")
     a.activation = _ACTIVATIONS[args.activation]
-    channels.set_tokens(&a.x, "x", args.x, dtype, a.channels)
+    channels.set_tokens(&a.x, "x", args.x, dtype, a.channels, True)
     channels.set(&a.state, "state", args.state, dtype, a.width - 1, a.channels)
     a.weight = _data("weight", args.weight, a.channels * a.width, _lane_type(dtype))
     a.bias = _data("bias", args.bias, a.channels, _lane_type(dtype))

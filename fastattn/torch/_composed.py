@@ -1,0 +1,87 @@
+"""Functions of arrays as functions of tensors, with the gradients that they have here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+from fastattn import grad, ops
+from fastattn.torch._tensors import array_of, num_threads, tensor_of
+
+# From arrays, by name, and options: results, and what maps their gradients to those of named arrays.
+Recorded = Callable[..., tuple[tuple[Any, ...], Callable[..., tuple[Any, ...]]]]
+
+
+def recorded(function: Callable[..., Any]) -> Recorded:
+    """Make what `composed` calls of a function that `grad.vjp` knows, which returns its state, too."""
+
+    def record(given: dict[str, Any], options: dict[str, Any]) -> Any:
+        results, pullback = grad.vjp(function, **given, **options, return_state=True)
+
+        def back(need: tuple[str, ...], dout: Any, dstate: Any) -> tuple[Any, ...]:
+            found: tuple[Any, ...] = pullback(dout, dstate, need=need)
+            return found
+
+        return results, back
+
+    return record
+
+
+def record_conv(given: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Do the same for `ops.causal_conv1d`, without its state."""
+    out = ops.causal_conv1d(**given, **options)
+
+    def back(need: tuple[str, ...], dout: Any) -> tuple[Any, ...]:
+        return grad.causal_conv1d(dout, **given, **options, need=need)
+
+    return (out,), back
+
+
+class _Composed(torch.autograd.Function):
+    """A recorded function; its second call of `backward` records it anew."""
+
+    @staticmethod
+    def forward(ctx: Any, record: Recorded, names: tuple[str, ...], options: Any, *tensors: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.record, ctx.names, ctx.options = record, names, options
+        results, ctx.back = record(_arrays(names, tensors), options)
+        ctx.save_for_backward(*tensors)
+        ctx.like = [(x.shape, x.dtype) for x in results]
+        return tuple(tensor_of(x) for x in results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        tensors, back = ctx.saved_tensors, ctx.back
+        if back is None:
+            _, back = ctx.record(_arrays(ctx.names, tensors), ctx.options)
+        ctx.back = None
+        wanted = ctx.needs_input_grad[3:]
+        need = tuple(f"d{name}" for name, yes in zip(ctx.names, wanted, strict=True) if yes)
+        dout, *more = (None if g is None else array_of(g.contiguous()) for g in grads)
+        if dout is None:
+            dout = np.zeros(*ctx.like[0])
+        found = dict(zip(need, back(need, dout, *more), strict=True))
+        results = (found.get(f"d{name}") for name in ctx.names)
+        return (
+            None,
+            None,
+            None,
+            *(None if x is None else tensor_of(np.ascontiguousarray(x)) for x in results),
+        )
+
+
+def composed(record: Recorded, tensors: Mapping[str, Any], **options: Any) -> tuple[Any, ...]:
+    """Return the results of a recorded function of tensors by name, None left out; differentiable."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    options["num_threads"] = num_threads()
+    result: tuple[Any, ...] = _Composed.apply(record, tuple(given), options, *given.values())
+    return result
+
+
+def _arrays(names: tuple[str, ...], tensors: tuple[Any, ...]) -> dict[str, Any]:
+    return {name: array_of(x.detach()) for name, x in zip(names, tensors, strict=True)}

@@ -1,0 +1,292 @@
+"""What models of transformers call between their attentions: convolutions, delta rules, scans of state spaces.
+
+Each function has the arguments and results of transformers' own of that name, which is much slower on CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastattn import functional, ops
+from fastattn.torch._composed import composed, record_conv, recorded
+from fastattn.torch._tensors import array_of, num_threads, tensor_of
+
+_ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
+_rule = recorded(functional.linear_attention)
+_scan = recorded(functional.selective_scan)
+_heads_scan = recorded(functional.mamba2_scan)
+
+
+class NotTaken(Exception):
+    """Raised where transformers' own function is to compute a call."""
+
+
+def causal_conv1d_fn(
+    hidden_states: Any, weight: Any, bias: Any = None, activation: str | None = None, **kwargs: Any
+) -> Any:
+    """Convolve (batch, channels, length) with (channels, width)."""
+    if activation not in _ACTIVATIONS:
+        raise NotTaken
+    x = hidden_states.transpose(1, 2)
+    if 1 not in x.stride()[1:]:
+        x = x.contiguous()
+    (out,) = composed(
+        record_conv, {"x": x, "weight": weight, "bias": bias}, activation=_ACTIVATIONS[activation]
+    )
+    return out.transpose(1, 2)
+
+
+def causal_conv1d_update(
+    hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: str | None = None
+) -> Any:
+    """Convolve new tokens (batch, channels, length) after those of `conv_state`, which it shifts in place."""
+    if activation not in _ACTIVATIONS or _wants_gradients(hidden_states, conv_state, weight, bias):
+        raise NotTaken
+    kept, new = conv_state.shape[-1], hidden_states.shape[-1]
+    width = weight.shape[-1]
+    if kept < width - 1 or conv_state.dtype is not hidden_states.dtype:
+        raise NotTaken
+    before = conv_state[..., kept - (width - 1) :].transpose(1, 2).contiguous()
+    out = ops.causal_conv1d(
+        array_of(hidden_states.transpose(1, 2).detach().contiguous()),
+        array_of(weight.detach()),
+        None if bias is None else array_of(bias.detach()),
+        activation=_ACTIVATIONS[activation],
+        state=array_of(before.detach()),
+        num_threads=num_threads(),
+    )
+    if new < kept:
+        conv_state.copy_(torch.cat([conv_state[..., new:], hidden_states], dim=-1))
+    else:
+        conv_state.copy_(hidden_states[..., new - kept :])
+    return tensor_of(out).transpose(1, 2)
+
+
+def gated_delta_rule(
+    query: Any,
+    key: Any,
+    value: Any,
+    g: Any,
+    beta: Any,
+    chunk_size: int = 64,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Run the gated delta rule on (batch, length, heads, head_dim), chunked or not: the same function here."""
+    decays = g.float().transpose(1, 2)
+    return _delta(
+        "gated_delta", query, key, value, decays, beta, initial_state, output_final_state,
+        _unit_by_rsqrt if use_qk_l2norm_in_kernel else None,
+    )  # fmt: skip
+
+
+def kimi_delta_rule(
+    query: Any,
+    key: Any,
+    value: Any,
+    g: Any,
+    beta: Any,
+    chunk_size: int = 64,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Run Kimi's delta rule, whose decays g are (batch, length, heads, head_dim)."""
+    decays = _rows(g.float().transpose(1, 2))
+    return _delta(
+        "kimi_delta", query, key, value, decays, beta, initial_state, output_final_state,
+        _unit_by_sqrt if use_qk_l2norm_in_kernel else None,
+    )  # fmt: skip
+
+
+def _delta(
+    rule: str,
+    query: Any,
+    key: Any,
+    value: Any,
+    decays: Any,
+    beta: Any,
+    state: Any,
+    with_state: bool,
+    unit: Callable[[Any], Any] | None,
+) -> Any:
+    """Run a delta rule on tensors (batch, length, heads, head_dim)."""
+    dtype = query.dtype
+    if unit is not None:
+        query, key = unit(query), unit(key)
+    if not (query.dtype is key.dtype is value.dtype):
+        query, key, value = query.float(), key.float(), value.float()
+    tensors = {"q": query, "k": key, "v": value}
+    tensors = {name: _rows(x.transpose(1, 2)) for name, x in tensors.items()}
+    lane = torch.float64 if value.dtype is torch.float64 else torch.float32
+    more = {"log_decay": decays.to(lane), "beta": beta.transpose(1, 2).to(lane)}
+    more["state"] = None if state is None else state.to(lane).contiguous()
+    out, after = composed(_rule, {**tensors, **more}, rule=rule)
+    return out.transpose(1, 2).to(dtype), after if with_state else None
+
+
+def _unit_by_rsqrt(x: Any) -> Any:
+    x = x.float()
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def _unit_by_sqrt(x: Any) -> Any:
+    x = x.float()
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def mamba2_chunk_scan(
+    hidden_states: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    chunk_size: int,
+    D: Any = None,
+    dt_bias: Any = None,
+    initial_states: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Scan (batch, length, heads, head_dim), in float32 as transformers does, to states (..., head_dim, states)."""
+    if D is not None and D.ndim != 1:
+        raise NotTaken
+    tensors = {"x": hidden_states, "B": B, "C": C}
+    tensors = {name: _rows(x.float().transpose(1, 2)) for name, x in tensors.items()}
+    tensors |= {"dt": dt.float().transpose(1, 2), "A": A.float()}
+    more = {name: None if x is None else x.float() for name, x in (("D", D), ("dt_bias", dt_bias))}
+    more["state"] = None if initial_states is None else initial_states.float().transpose(-1, -2).contiguous()
+    limits = tuple(map(float, dt_limit))
+    out, after = composed(_heads_scan, {**tensors, **more}, dt_softplus=dt_softplus, dt_limits=limits)
+    out = out.transpose(1, 2).contiguous()
+    return (out, after.transpose(-1, -2)) if return_final_states else out
+
+
+def mamba_selective_scan(
+    hidden_states: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any = None,
+    z: Any = None,
+    delta_bias: Any = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Scan (batch, channels, length), with B and C (batch, states, length)."""
+    tensors = {"x": hidden_states, "dt": dt, "B": B, "C": C, "z": z}
+    tensors = {name: None if x is None else x.transpose(1, 2) for name, x in tensors.items()}
+    dtype = hidden_states.dtype
+    tensors = {name: None if x is None else _rows(x.to(dtype)) for name, x in tensors.items()}
+    lane = torch.float64 if dtype is torch.float64 else torch.float32
+    more = {"A": A, "D": D, "dt_bias": delta_bias}
+    more = {name: None if x is None else x.to(lane) for name, x in more.items()}
+    out, after = composed(_scan, {**tensors, **more}, dt_softplus=delta_softplus)
+    out = out.transpose(1, 2)
+    return (out, after) if return_last_state else out
+
+
+def mamba_selective_state_update(
+    state: Any,
+    hidden_states: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    z: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Scan one token (batch, channels), and change `state` (batch, channels, states) in place."""
+    if _wants_gradients(state, hidden_states, dt, A, B, C, D, dt_bias, z):
+        raise NotTaken
+    out = _token(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus)
+    return out if z is None else (out * torch.nn.functional.silu(z)).to(out.dtype)
+
+
+def mamba2_selective_state_update(
+    state: Any,
+    hidden_states: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    z: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Scan one token (batch, heads, head_dim), and change `state` (batch, heads, head_dim, states) in place.
+
+    A head's numbers come expanded to its channels. So a head is channels with equal rates, and a group of heads,
+    which shares B and C, is a call.
+    """
+    heads, groups = hidden_states.shape[1], B.shape[1]
+    if _wants_gradients(state, hidden_states, dt, A, B, C, D, dt_bias, z):
+        raise NotTaken
+    if dt.ndim != 3 or A.ndim != 3 or not state.is_contiguous() or heads % groups:
+        raise NotTaken
+    out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+    for i in range(groups):
+        part = slice(i * heads // groups, (i + 1) * heads // groups)
+        channels = [x[:, part].flatten(1, 2) for x in (state, hidden_states, dt)]
+        numbers = [None if x is None else x[part].flatten() for x in (D, dt_bias)]
+        rates = A[part].flatten(0, 1)
+        result = _token(*channels, rates, B[:, i], C[:, i], *numbers, dt_softplus)
+        out[:, part] = result.unflatten(1, (-1, hidden_states.shape[2]))
+    return out if z is None else (out * torch.nn.functional.silu(z)).to(out.dtype)
+
+
+def _token(
+    state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any, dt_softplus: bool
+) -> Any:
+    """Scan one token (batch, channels), and write the new state to `state`."""
+    dtype = x.dtype
+    kept = state if state.dtype is torch.float32 and state.stride(-1) == 1 else state.float().contiguous()
+    tokens = [array_of(_rows(y.detach().to(dtype))[:, None]) for y in (x, dt, B, C)]
+    lanes = [None if y is None else array_of(y.detach().float()) for y in (A, D, dt_bias)]
+    own = array_of(kept.detach())
+    out, _ = functional.selective_scan(
+        tokens[0], tokens[1], lanes[0], tokens[2], tokens[3], lanes[1],
+        dt_bias=lanes[2], dt_softplus=dt_softplus, state=own, out_state=own, num_threads=num_threads(),
+    )  # fmt: skip
+    if kept is not state:
+        state.copy_(kept)
+    return tensor_of(out)[:, 0]
+
+
+def _rows(x: Any) -> Any:
+    """`x`, its last axis contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _wants_gradients(*tensors: Any) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+# By the names that modules of transformers have for them.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "causal_conv1d_update": causal_conv1d_update,
+    "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": kimi_delta_rule,
+    "recurrent_kimi_delta_attention": kimi_delta_rule,
+    "mamba2_chunk_scan": mamba2_chunk_scan,
+    "mamba2_selective_state_update": mamba2_selective_state_update,
+    "mamba_selective_scan": mamba_selective_scan,
+    "mamba_selective_state_update": mamba_selective_state_update,
+}

@@ -1,0 +1,152 @@
+"""Put our functions where modules of transformers look for theirs, in those imported already and later."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fastattn.torch._hybrids import FUNCTIONS, NotTaken
+from fastattn.torch._measure import gains, measuring
+
+_FACTORY = "use_kernel_func_from_hub_with_fallback"  # the decorator of transformers' own functions
+_TAKEN = (torch.float32, torch.bfloat16, torch.float16)
+_states = {"in_use": 0, "measures": True}
+_replaced: list[tuple[Any, str, Any]] = []  # where a function of transformers was
+
+
+def replace_functions(measure: bool) -> Callable[[], None]:
+    """Let modules of transformers call our functions; returns what undoes it, once."""
+    _states["measures"] = measure
+    _states["in_use"] += 1
+    if _states["in_use"] == 1:
+        _put_into(_places())
+    undone = []
+
+    def undo() -> None:
+        if undone:
+            return
+        undone.append(True)
+        _states["in_use"] -= 1
+        if not _states["in_use"]:
+            while _replaced:
+                module, name, function = _replaced.pop()
+                setattr(module, name, function)
+
+    return undo
+
+
+def _places() -> Iterator[tuple[Any, str, Any]]:
+    """Find where new functions go: modules with such functions, and where later modules get their decorator."""
+    from transformers import integrations
+    from transformers.integrations import hub_kernels
+
+    factory = getattr(hub_kernels, _FACTORY, None)
+    if factory is not None:  # from transformers 5.20 on
+        for module in (integrations, hub_kernels):
+            yield module, _FACTORY, _decorating(factory)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.models.") and ".modeling_" in name:
+            for function in FUNCTIONS:
+                own = vars(module).get(function)
+                if own is not None:
+                    yield module, function, _replacement(function, own)
+
+
+def _put_into(places: Iterator[tuple[Any, str, Any]]) -> None:
+    for module, name, function in places:
+        _replaced.append((module, name, getattr(module, name)))
+        setattr(module, name, function)
+
+
+def _decorating(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Make transformers' decorator one whose functions are ours while they are in use."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        decorate = factory(*args, **kwargs)
+
+        def decorated(function: Callable[..., Any]) -> Any:
+            own = decorate(function)
+            return _replacement(function.__name__, own) if function.__name__ in FUNCTIONS else own
+
+        return decorated
+
+    return make
+
+
+def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the function `name` of transformers one that is ours on CPUs."""
+    ours, signature = FUNCTIONS[name], inspect.signature(own)
+
+    @functools.wraps(own)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if not _states["in_use"] or _left(args, kwargs) or measuring():
+            return own(*args, **kwargs)
+        if _states["measures"] and not _gains(name, own, ours, signature, args, kwargs):
+            return own(*args, **kwargs)
+        try:
+            return ours(*args, **kwargs)
+        except NotTaken:
+            return own(*args, **kwargs)
+
+    return function
+
+
+def _left(args: Any, kwargs: Any) -> bool:
+    """Whether a call is transformers': compiled or exported, packed, on other devices, of other types."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    if kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None:
+        return True  # which raises, or has a library that keeps sequences apart
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return any(type(x) not in plain or not x.is_cpu or x.dtype not in _TAKEN for x in tensors)
+
+
+# Of a call that is timed, so many tokens: along these axes of its arguments.
+_TOKENS = 256
+_BY_HEADS = dict.fromkeys(("query", "key", "value", "g", "beta"), 1)
+_AXES: dict[str, dict[str, int]] = {
+    "causal_conv1d_fn": {"hidden_states": 2},
+    "torch_chunk_gated_delta_rule": _BY_HEADS,
+    "torch_recurrent_gated_delta_rule": _BY_HEADS,
+    "chunk_kimi_delta_attention": _BY_HEADS,
+    "recurrent_kimi_delta_attention": _BY_HEADS,
+    "mamba2_chunk_scan": dict.fromkeys(("hidden_states", "dt", "B", "C"), 1),
+    "mamba_selective_scan": dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2),
+}
+
+
+def _gains(
+    name: str, own: Callable[..., Any], ours: Callable[..., Any], signature: Any, args: Any, kwargs: Any
+) -> bool:
+    """Whether ours gains for such calls, which are timed at the first of a kind."""
+    given = signature.bind(*args, **kwargs)
+    tensors = [x for x in given.arguments.values() if isinstance(x, torch.Tensor)]
+    sizes = " and ".join("x".join(str(2 ** int(n).bit_length()) for n in x.shape) for x in tensors[:2])
+    key = (name, str(tensors[0].dtype).removeprefix("torch."), f"less than {sizes}")
+
+    def sample() -> Any:
+        """The arguments, cut to some tokens; updates write to copies of their states."""
+        part = signature.bind(*args, **kwargs)
+        for argument, x in part.arguments.items():
+            axis = _AXES.get(name, {}).get(argument)
+            if axis is not None and x is not None:
+                part.arguments[argument] = x.detach().narrow(axis, 0, min(_TOKENS, x.shape[axis]))
+            elif isinstance(x, torch.Tensor):
+                part.arguments[argument] = x.detach().clone()
+        return part
+
+    def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
+        first, second = sample(), sample()
+        yield lambda: own(*first.args, **first.kwargs), lambda: ours(*second.args, **second.kwargs)
+
+    try:
+        return gains(key, pairs)
+    except NotTaken:
+        return False
