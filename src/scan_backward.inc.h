@@ -96,6 +96,12 @@ static void scan_block_back(const fa_scan_args *a, int64_t n, int64_t v, const s
     v_store(g->dskip + v * LANES, dskip), v_store(g->dbias + v * LANES, dbias);
 }
 
+/* Makes lanes from n on of x (count, LANES) 0. */
+static void clear_lanes(lane *x, int64_t count, int64_t n)
+{
+    for (int64_t i = 0; i < count; i++, x += LANES) v_store(x, v_load_n(x, n));
+}
+
 /* to (count) = the sums over lanes of (count, LANES). */
 static void add_lanes(const lane *from, int64_t count, lane *to)
 {
@@ -140,9 +146,11 @@ static void scan_grad_run(const fa_scan_grad_args *x, int64_t number, void *scra
         }
         load_channels(a, &task, &x->dout, token, n, g.s.out);
         memset(g.db, 0, n * row * sizeof(lane)), memset(g.dc, 0, n * row * sizeof(lane));
-        for (int64_t v = 0; v * LANES < task.n; v++) {
+        for (int64_t v = ceil_div(task.n, LANES) - 1; v >= 0; v--) {
             scan_states(a, n, v, g.kept + block * whole + v * row, &g);
             scan_block_back(a, n, v, &g);
+            const int64_t left = task.n - v * LANES; /* lanes without a channel: 0 times b and c, which may be NaN */
+            if (left < LANES) clear_lanes(g.db, n * states, left), clear_lanes(g.dc, n * states, left);
         }
         if (x->dx.data) store_channels(a, &task, &x->dx, token, n, g.s.x);
         if (x->ddt.data) store_channels(a, &task, &x->ddt, token, n, g.s.step);

@@ -6,6 +6,7 @@
  *     driver list                       lines "isa family" of what there is for this CPU */
 #include "attention.h"
 #include "backward.h"
+#include "channels.h"
 #include "gradients.h"
 #include "outer.h"
 #include "pack.h"
@@ -24,7 +25,9 @@ static const family *const families[] = {&attention_family, &backward_family,
                                          &rows_family,      &rope_family,
                                          &update_family,    &outer_family,
                                          &rows_grad_family, &logits_family,
-                                         &dropout_family,   &scatter_family};
+                                         &dropout_family,   &scatter_family,
+                                         &conv_family,      &conv_grad_family,
+                                         &scan_family,      &scan_grad_family};
 
 static int list(void)
 {
