@@ -117,7 +117,8 @@ static void scan_grad_run(const fa_scan_grad_args *x, int64_t number, void *scra
     const fa_scan_args *a = &x->forward;
     const scan_task task = scan_task_of(a, number);
     const int64_t states = a->states, row = states * LANES, whole = SCAN_CHANNELS * states;
-    const int64_t between_asks = larger(1, SCAN_ASKS / (SCAN_TOKENS * SCAN_CHANNELS * states)), tokens = a->begins[a->sequences];
+    const int64_t between_asks = larger(1, SCAN_ASKS / (SCAN_TOKENS * SCAN_CHANNELS * states));
+    const int64_t tokens = a->begins[a->sequences];
     scan_grad_scratch g;
     take_scan_grad_scratch(&(arena){.memory = scratch}, a, &g);
     load_scan_rates(a, &task, &g.s);

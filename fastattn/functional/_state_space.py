@@ -162,8 +162,8 @@ def mamba2_scan(
 ) -> Steps[Result]:
     r"""Scan of Mamba-2: ``S_t = exp(s_t A) S_{t-1} + B_t (s_t x_t)^T``, ``out_t = S_t^T C_t + D x_t``.
 
-    A head has one decay, and its state is a matrix. s_t is its step: ``dt_t + dt_bias``, or softplus of it, cut
-    to `dt_limits`. This is `linear_attention` with rule "decay", queries C, keys B and values s_t x_t.
+    A head has one decay, and its state is a matrix. s_t is its step: ``dt_t + dt_bias``, or softplus of it,
+    cut to `dt_limits`. This is `linear_attention` with rule "decay", queries C, keys B and values s_t x_t.
 
     Parameters
     ----------

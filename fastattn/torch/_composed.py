@@ -41,7 +41,7 @@ def record_conv(given: dict[str, Any], options: dict[str, Any]) -> Any:
     return (out,), back
 
 
-class _Composed(torch.autograd.Function):
+class _Composed(torch.autograd.Function):  # type: ignore[misc]
     """A recorded function; its second call of `backward` records it anew."""
 
     @staticmethod
@@ -54,7 +54,7 @@ class _Composed(torch.autograd.Function):
         return tuple(tensor_of(x) for x in results)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         tensors, back = ctx.saved_tensors, ctx.back
         if back is None:

@@ -35,10 +35,10 @@ HARMLESS = frozenset((
 def register(*, measure: bool = True) -> Undo:
     """Let models of transformers and sentence-transformers have ``attn_implementation="fastattn"``.
 
-    Hybrid models get their convolutions, delta rules and scans of state spaces from here at once, whatever
-    their attention is. The attention implementation holds for `from_pretrained`, for `model.set_attn_implementation` of a loaded model, and in
-    ``SentenceTransformer(..., model_kwargs={"attn_implementation": "fastattn"})``. Calling it again changes
-    nothing but `measure`. All of it is global: it holds for every model of the process.
+    It holds for `from_pretrained`, for `model.set_attn_implementation` of a loaded model, and in
+    ``SentenceTransformer(..., model_kwargs={"attn_implementation": "fastattn"})``. Hybrid models get their
+    convolutions, delta rules and scans of state spaces from here at once, whatever their attention is. Both
+    hold for every model of the process. Calling it again changes nothing but `measure`.
 
     Parameters
     ----------
@@ -52,8 +52,8 @@ def register(*, measure: bool = True) -> Undo:
     Returns
     -------
     Undo
-        ``undo()``, or the end of a ``with`` block, gives hybrid models transformers' functions back. The name of
-        the attention implementation stays, since models may have it.
+        ``undo()``, or the end of a ``with`` block, gives hybrid models transformers' functions back. The name
+        of the attention implementation stays, since models may have it.
 
     Raises
     ------
@@ -69,10 +69,10 @@ def register(*, measure: bool = True) -> Undo:
     NotImplementedError where weights are wanted (``output_attentions=True``), or where a model passes a
     keyword that is not known here.
 
-    The functions of hybrid models (qwen3_next, kimi_linear, mamba2, lfm2 and others) are replaced by the names
-    that transformers 5.20 and later give them, in modules that were imported before, too. Gradients flow
-    through them. Packed sequences, compiled models, float64 and tensors on other devices are left to
-    transformers, and so is one token where gradients are wanted.
+    The functions of hybrid models (qwen3_next, kimi_linear, mamba2, lfm2 and others) are replaced by the
+    names that transformers 5.24 has for them, in modules imported before and later. Gradients flow through
+    them. Packed sequences, compiled models, float64 and tensors on other devices are left to transformers,
+    and so is one token where gradients are wanted.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

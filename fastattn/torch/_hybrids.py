@@ -1,6 +1,6 @@
-"""What models of transformers call between their attentions: convolutions, delta rules, scans of state spaces.
+"""Convolutions, delta rules and scans of state spaces, as hybrid models of transformers call them.
 
-Each function has the arguments and results of transformers' own of that name, which is much slower on CPUs.
+Each function has the arguments and results of transformers' own, which is much slower on CPUs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fastattn import functional, ops
 from fastattn.torch._composed import composed, record_conv, recorded
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
 
-_ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
+_ACTIVATIONS: dict[str | None, Any] = {None: None, "silu": "silu", "swish": "silu"}
 _rule = recorded(functional.linear_attention)
 _scan = recorded(functional.selective_scan)
 _heads_scan = recorded(functional.mamba2_scan)
@@ -77,7 +77,7 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Run the gated delta rule on (batch, length, heads, head_dim), chunked or not: the same function here."""
+    """Run the gated delta rule on (batch, length, heads, head_dim), in chunks or not: one function here."""
     decays = g.float().transpose(1, 2)
     return _delta(
         "gated_delta", query, key, value, decays, beta, initial_state, output_final_state,
@@ -124,9 +124,8 @@ def _delta(
         query, key, value = query.float(), key.float(), value.float()
     tensors = {"q": query, "k": key, "v": value}
     tensors = {name: _rows(x.transpose(1, 2)) for name, x in tensors.items()}
-    lane = torch.float64 if value.dtype is torch.float64 else torch.float32
-    more = {"log_decay": decays.to(lane), "beta": beta.transpose(1, 2).to(lane)}
-    more["state"] = None if state is None else state.to(lane).contiguous()
+    more = {"log_decay": decays, "beta": beta.transpose(1, 2).float()}
+    more["state"] = None if state is None else state.float().contiguous()
     out, after = composed(_rule, {**tensors, **more}, rule=rule)
     return out.transpose(1, 2).to(dtype), after if with_state else None
 
@@ -156,7 +155,7 @@ def mamba2_chunk_scan(
     return_final_states: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Scan (batch, length, heads, head_dim), in float32 as transformers does, to states (..., head_dim, states)."""
+    """Scan (batch, length, heads, head_dim) in float32; states are (batch, heads, head_dim, states)."""
     if D is not None and D.ndim != 1:
         raise NotTaken
     tensors = {"x": hidden_states, "B": B, "C": C}
@@ -188,9 +187,8 @@ def mamba_selective_scan(
     tensors = {name: None if x is None else x.transpose(1, 2) for name, x in tensors.items()}
     dtype = hidden_states.dtype
     tensors = {name: None if x is None else _rows(x.to(dtype)) for name, x in tensors.items()}
-    lane = torch.float64 if dtype is torch.float64 else torch.float32
     more = {"A": A, "D": D, "dt_bias": delta_bias}
-    more = {name: None if x is None else x.to(lane) for name, x in more.items()}
+    more = {name: None if x is None else x.float() for name, x in more.items()}
     out, after = composed(_scan, {**tensors, **more}, dt_softplus=delta_softplus)
     out = out.transpose(1, 2)
     return (out, after) if return_last_state else out
@@ -212,8 +210,21 @@ def mamba_selective_state_update(
     """Scan one token (batch, channels), and change `state` (batch, channels, states) in place."""
     if _wants_gradients(state, hidden_states, dt, A, B, C, D, dt_bias, z):
         raise NotTaken
-    out = _token(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus)
-    return out if z is None else (out * torch.nn.functional.silu(z)).to(out.dtype)
+    kept = state if state.dtype is torch.float32 and state.stride(-1) == 1 else state.float().contiguous()
+    tensors = {"x": hidden_states, "dt": dt, "B": B, "C": C, "z": z}
+    arrays: dict[str, Any] = {
+        name: None if x is None else array_of(_rows(x.detach().to(hidden_states.dtype))[:, None])
+        for name, x in tensors.items()
+    }
+    numbers = {"A": A, "D": D, "dt_bias": dt_bias}
+    arrays |= {name: None if x is None else array_of(x.detach().float()) for name, x in numbers.items()}
+    own = array_of(kept.detach())
+    out, _ = functional.selective_scan(
+        **arrays, dt_softplus=dt_softplus, state=own, out_state=own, num_threads=num_threads()
+    )
+    if kept is not state:
+        state.copy_(kept)
+    return tensor_of(out)[:, 0]
 
 
 def mamba2_selective_state_update(
@@ -229,43 +240,30 @@ def mamba2_selective_state_update(
     z: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Scan one token (batch, heads, head_dim), and change `state` (batch, heads, head_dim, states) in place.
+    """Scan one token (batch, heads, head_dim), and change `state` (..., head_dim, states) in place.
 
-    A head's numbers come expanded to its channels. So a head is channels with equal rates, and a group of heads,
-    which shares B and C, is a call.
+    A head's numbers come expanded to its channels. A state that `mamba2_chunk_scan` has returned lies in
+    memory as the kernel has it, and stays there; another one is copied.
     """
-    heads, groups = hidden_states.shape[1], B.shape[1]
-    if _wants_gradients(state, hidden_states, dt, A, B, C, D, dt_bias, z):
+    numbers = dt, A, *(x for x in (D, dt_bias) if x is not None)
+    if _wants_gradients(state, hidden_states, B, C, z, *numbers) or any(x.stride(-1) for x in numbers):
         raise NotTaken
-    if dt.ndim != 3 or A.ndim != 3 or not state.is_contiguous() or heads % groups:
-        raise NotTaken
-    out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-    for i in range(groups):
-        part = slice(i * heads // groups, (i + 1) * heads // groups)
-        channels = [x[:, part].flatten(1, 2) for x in (state, hidden_states, dt)]
-        numbers = [None if x is None else x[part].flatten() for x in (D, dt_bias)]
-        rates = A[part].flatten(0, 1)
-        result = _token(*channels, rates, B[:, i], C[:, i], *numbers, dt_softplus)
-        out[:, part] = result.unflatten(1, (-1, hidden_states.shape[2]))
-    return out if z is None else (out * torch.nn.functional.silu(z)).to(out.dtype)
-
-
-def _token(
-    state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any, dt_softplus: bool
-) -> Any:
-    """Scan one token (batch, channels), and write the new state to `state`."""
-    dtype = x.dtype
-    kept = state if state.dtype is torch.float32 and state.stride(-1) == 1 else state.float().contiguous()
-    tokens = [array_of(_rows(y.detach().to(dtype))[:, None]) for y in (x, dt, B, C)]
-    lanes = [None if y is None else array_of(y.detach().float()) for y in (A, D, dt_bias)]
-    own = array_of(kept.detach())
-    out, _ = functional.selective_scan(
-        tokens[0], tokens[1], lanes[0], tokens[2], tokens[3], lanes[1],
-        dt_bias=lanes[2], dt_softplus=dt_softplus, state=own, out_state=own, num_threads=num_threads(),
+    turned = state.transpose(-1, -2)
+    kept = turned if turned.is_contiguous() and state.dtype is torch.float32 else turned.float().contiguous()
+    own: Any = array_of(kept.detach())
+    tokens = [array_of(x.detach().float()[:, :, None].contiguous()) for x in (hidden_states, B, C)]
+    lanes = [None if x is None else array_of(x.detach().float()) for x in (D, dt_bias)]
+    skip, bias = (None if x is None else x[:, 0] for x in lanes)
+    out, _ = functional.mamba2_scan(
+        tokens[0], array_of(dt.detach().float())[..., :1], array_of(A.detach().float())[:, 0, 0], tokens[1],
+        tokens[2], skip, dt_bias=bias, dt_softplus=dt_softplus, state=own, out_state=own,
+        num_threads=num_threads(),
     )  # fmt: skip
-    if kept is not state:
-        state.copy_(kept)
-    return tensor_of(out)[:, 0]
+    if kept is not turned:
+        state.copy_(kept.transpose(-1, -2))
+    result = tensor_of(out)[:, :, 0]
+    result = result if z is None else result * torch.nn.functional.silu(z)
+    return result.to(hidden_states.dtype)
 
 
 def _rows(x: Any) -> Any:

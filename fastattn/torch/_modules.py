@@ -25,7 +25,7 @@ def replace_functions(measure: bool) -> Callable[[], None]:
     _states["in_use"] += 1
     if _states["in_use"] == 1:
         _put_into(_places())
-    undone = []
+    undone: list[bool] = []
 
     def undo() -> None:
         if undone:
@@ -41,12 +41,12 @@ def replace_functions(measure: bool) -> Callable[[], None]:
 
 
 def _places() -> Iterator[tuple[Any, str, Any]]:
-    """Find where new functions go: modules with such functions, and where later modules get their decorator."""
+    """Find where new functions go: modules that have them, and where later ones get their decorator."""
     from transformers import integrations
     from transformers.integrations import hub_kernels
 
     factory = getattr(hub_kernels, _FACTORY, None)
-    if factory is not None:  # from transformers 5.20 on
+    if factory is not None:  # else transformers is older, and has these functions by other names
         for module in (integrations, hub_kernels):
             yield module, _FACTORY, _decorating(factory)
     for name, module in list(sys.modules.items()):
@@ -81,12 +81,13 @@ def _decorating(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     """Make the function `name` of transformers one that is ours on CPUs."""
-    ours, signature = FUNCTIONS[name], inspect.signature(own)
+    signature = inspect.signature(own)
 
     @functools.wraps(own)
     def function(*args: Any, **kwargs: Any) -> Any:
         if not _states["in_use"] or _left(args, kwargs) or measuring():
             return own(*args, **kwargs)
+        ours = FUNCTIONS[name]
         if _states["measures"] and not _gains(name, own, ours, signature, args, kwargs):
             return own(*args, **kwargs)
         try:

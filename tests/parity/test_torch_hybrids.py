@@ -1,18 +1,23 @@
 """Hybrid models of transformers with our functions beside their own: results, gradients, generated tokens."""
 
 import importlib
+import subprocess
+import sys
+from collections import Counter
 
 import pytest
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import fastattn.torch as ft
+from fastattn.torch import _measure
 from fastattn.torch._hybrids import FUNCTIONS
 
 SMALL = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 DELTA = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
@@ -24,22 +29,17 @@ LATENT = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }  # fmt: skip
-MAMBA2 = {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "expand": 2, "chunk_size": 16}
-MAMBA_N = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 2,
-    "mamba_chunk_size": 16,
-}
+MAMBA2 = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16
+}  # fmt: skip
 MODELS = {
-    "mamba": {"state_size": 8, "conv_kernel": 4},
-    "falcon_mamba": {"state_size": 8, "conv_kernel": 4},
-    "mamba2": MAMBA2,
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16},
     "jamba": {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
-    "bamba": {**MAMBA_N, "attn_layer_indices": [1, 3]},
-    "falcon_h1": {**MAMBA_N, "mamba_d_ssm": 64},
-    "granitemoehybrid": {**MAMBA_N, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 2},
+    "bamba": {**MAMBA2, "attn_layer_indices": [1, 3]},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},
+    "granitemoehybrid": {**MAMBA2, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 2},
     "zamba": {
         "mamba_d_state": 8, "n_mamba_heads": 2, "num_hidden_layers": 6,
         "layers_block_type": ["mamba", "mamba", "hybrid"] * 2,
@@ -53,51 +53,146 @@ MODELS = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "num_experts": 4},
+    "lfm3": {"conv_L_cache": 3},
     "qwen3_next": DELTA,
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": DELTA,
-    "olmo_hybrid": {**DELTA, "num_key_value_heads": 4},
-    "lara_mini": {**DELTA, "layer_types": ["linear_attention", "full_attention"] * 2},
-    "kimi_linear": {**LATENT, "linear_num_heads": 4, "linear_head_dim": 8},
-    "bailing_hybrid": {**LATENT, "layer_group_size": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "qwen4_exp_text": {
         **DELTA, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 64,
         "indexer_compress_ratio": 4,
     },
-    "lfm3": {"conv_L_cache": 3},
+    "olmo_hybrid": {**DELTA, "num_key_value_heads": 4},
+    "lara_mini": {**DELTA, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "kimi_linear": {**LATENT, "linear_num_heads": 4, "linear_head_dim": 8},
+    "bailing_hybrid": {
+        **LATENT, "layer_group_size": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    },
 }  # fmt: skip
 
 
-def tiny(name, **more):
-    config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[name]
-    options = {**SMALL, **MODELS[name], **more}
-    config = config_class(**options)
+def tiny(name, dtype=torch.float32):
+    """Make a random model; skips where transformers is too old to have it."""
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+    config = CONFIG_MAPPING[name](**{**SMALL, **MODELS[name]})
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+def counted(model, monkeypatch):
+    """Count calls of our functions from here on, by the names that the model's module has for them."""
+    calls = Counter()
+    for name, function in FUNCTIONS.items():
+
+        def call(*args, _function=function, _name=name, **kwargs):
+            result = _function(*args, **kwargs)
+            calls[_name] += 1
+            return result
+
+        monkeypatch.setitem(FUNCTIONS, name, call)
+    return calls
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models(name):
+def test_results_gradients_and_texts_are_those_of_transformers(name, monkeypatch):
     model = tiny(name)
     ids = torch.randint(3, 97, (2, 37))
-    called = []
     expected = model(ids).logits
     expected.square().mean().backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     text = model.generate(ids[:1, :9], max_new_tokens=12, do_sample=False)
+    calls = counted(model, monkeypatch)
     with ft.register(measure=False):
-        module = importlib.import_module(type(model).__module__)
-        for function in FUNCTIONS:
-            if hasattr(module, function):
-                called.append(function)
         got = model(ids).logits
         got.square().mean().backward()
+        forward = set(calls)
         again = model.generate(ids[:1, :9], max_new_tokens=12, do_sample=False)
-    assert called
+    assert "causal_conv1d_fn" in forward
+    assert "causal_conv1d_update" in calls
+    module = importlib.import_module(type(model).__module__)
+    assert {n for n in FUNCTIONS if hasattr(module, n)} == set(calls)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     torch.testing.assert_close(again, text, rtol=0, atol=0)
     for n, p in model.named_parameters():
         if n in gradients:
             most = gradients[n].abs().max().item()
             torch.testing.assert_close(p.grad, gradients[n], rtol=0, atol=2e-5 * most + 1e-9, msg=n)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "kimi_linear", "lfm2"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_own(name):
+    model, ids = tiny(name, torch.bfloat16), torch.randint(3, 97, (2, 37))
+    with torch.inference_mode():
+        theirs = model(ids).logits.float()
+        with ft.register(measure=False):
+            ours = model(ids).logits.float()
+        exact = model.float()(ids).logits
+    assert (ours - exact).abs().max() <= 1.5 * (theirs - exact).abs().max() + 1e-3
+
+
+def test_undone_all_is_as_before():
+    from transformers.integrations import hub_kernels
+    from transformers.models.mamba2 import modeling_mamba2 as module
+
+    before = module.causal_conv1d_fn, module.mamba2_chunk_scan, hub_kernels.__dict__.copy()
+    first, second = ft.register(measure=False), ft.register(measure=False)
+    assert "computed here" in repr(first)
+    assert module.causal_conv1d_fn is not before[0]
+    first.undo(), first.undo()
+    assert module.causal_conv1d_fn is not before[0]  # the second one still wants it
+    second.undo()
+    assert (module.causal_conv1d_fn, module.mamba2_chunk_scan, hub_kernels.__dict__) == before
+
+
+LATER = """
+import torch, transformers
+import fastattn.torch as ft
+change = ft.register(measure=False)
+from fastattn.torch._hybrids import FUNCTIONS
+from transformers.models.mamba2 import modeling_mamba2 as module
+x, weight = torch.randn(1, 8, 20), torch.randn(8, 4)
+out = module.causal_conv1d_fn(x, weight)
+change.undo()
+assert torch.allclose(out, module.causal_conv1d_fn(x, weight), atol=1e-5)
+assert out.stride() == (160, 1, 8), out.stride()  # as ours lies
+print("fine")
+"""
+
+
+def test_modules_that_are_imported_later_have_them_too():
+    run = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, check=False)
+    assert run.stdout == "fine\n", run.stderr
+
+
+def test_packed_sequences_are_refused():
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    with ft.register(measure=False), pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        module.causal_conv1d_fn(torch.randn(1, 8, 20), torch.randn(8, 4), seq_idx=torch.zeros(1, 20))
+
+
+def test_updates_write_to_their_state():
+    from transformers.models.mamba2 import modeling_mamba2 as module
+
+    torch.manual_seed(0)
+    x, weight, state = torch.randn(2, 8, 1), torch.randn(8, 4), torch.randn(2, 8, 4)
+    kept = state.clone()
+    expected = module.causal_conv1d_update(x, kept, weight, None, "silu")
+    with ft.register(measure=False):
+        got = module.causal_conv1d_update(x, state, weight, None, "silu")
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(state, kept, rtol=0, atol=0)
+
+
+def test_what_does_not_gain_stays_transformers(monkeypatch):
+    from transformers.models.mamba2 import modeling_mamba2 as module
+
+    x, weight = torch.randn(2, 8, 5), torch.randn(8, 4)
+    for ratio in (0.9, 1.2):
+        monkeypatch.setattr(_measure, "_measure", lambda pairs, ratio=ratio: ratio)
+        monkeypatch.setattr(_measure, "_ratios", {})
+        with torch.inference_mode(), ft.register():
+            out = module.causal_conv1d_fn(x, weight)
+        assert (out.stride(-1) == 1) is (ratio < 1)
+        assert any("causal_conv1d_fn" in key for key in ft.measured())
