@@ -1,6 +1,17 @@
 """The suites of the bench, by name: ``python -m bench`` and ``pytest bench/`` run them from a checkout."""
 
-from bench import attention, embeddings, layers, models, normalisers, optimize, recurrent, training, variants
+from bench import (
+    attention,
+    embeddings,
+    hybrids,
+    layers,
+    models,
+    normalisers,
+    optimize,
+    recurrent,
+    training,
+    variants,
+)
 
 SUITES = {
     "attention": attention.SUITE,
@@ -8,6 +19,7 @@ SUITES = {
     "models": models.SUITE,
     "embeddings": embeddings.SUITE,
     "recurrent": recurrent.SUITE,
+    "hybrids": hybrids.SUITE,
     "normalisers": normalisers.SUITE,
     "variants": variants.SUITE,
     "training": training.SUITE,

@@ -16,6 +16,8 @@ from bench import files, texts
 from bench import models as models_suite
 from bench.attention import SIGMOID, MaskedProblem
 from bench.embeddings import TextProblem
+from bench.hybrids import VARIANTS as HYBRIDS
+from bench.hybrids import HybridProblem
 from bench.layers import LayerProblem, LayerShape
 from bench.models import ModelProblem
 from bench.normalisers import VARIANTS as NORMALISERS
@@ -251,6 +253,15 @@ def test_recurrent(measured):
         **Request(seed=3).section(RecurrentProblem, "step", [step], "float32", ["linear", "gated_delta"]),
     }
     check(measured("recurrent", sections), sections)
+
+
+def test_hybrids(measured):
+    step = SMALL._replace(batch=1, len_q=1, len_k=1)
+    sections = {
+        **Request(seed=3).section(HybridProblem, "text", [SMALL._replace(batch=1)], "float32", HYBRIDS),
+        **Request(seed=3).section(HybridProblem, "step", [step], "float32", HYBRIDS),
+    }
+    check(measured("hybrids", sections), sections)
 
 
 @pytest.mark.parametrize("kind", ["backward", "both"])
