@@ -45,11 +45,12 @@ class HybridProblem(AttentionProblem):
         tokens, channels = (s.batch, s.len_q), s.heads_q * s.head_dim
         rates = {"mamba": (channels, STATES), "mamba2": (s.heads_q,)}.get(self.variant, ())
         heads: dict[str, Any] = dict.fromkeys("qkv", (s.heads_q, s.head_dim))
-        sizes: dict[str, Any] = {
+        known: dict[str, dict[str, Any]] = {
             "conv": {"x": (channels,)},
             "mamba": {"x": (channels,), "dt": (channels,), "B": (STATES,), "C": (STATES,)},
             "mamba2": {"x": s[2:3] + s[6:7], "dt": s[2:3], "B": (1, HEAD_STATES), "C": (1, HEAD_STATES)},
-        }.get(self.variant, heads)
+        }
+        sizes = known.get(self.variant, heads)
         arrays = {name: normal((*tokens, *size)).astype(as_dtype(self.dtype)) for name, size in sizes.items()}
         more: dict[str, Array] = {}
         if "delta" in self.variant:

@@ -471,7 +471,7 @@ typedef struct {
     void (*conv_run)(const fa_conv_args *, int64_t begin, int64_t end, void *scratch); /* tokens of all sequences */
     int64_t (*conv_grad_scratch_bytes)(const fa_conv_grad_args *);
     void (*conv_grad_run)(const fa_conv_grad_args *, int64_t begin, int64_t end, void *sums, void *scratch);
-    int64_t (*scan_tasks)(const fa_scan_args *);
+    int64_t (*scan_tasks)(const fa_scan_args *); /* scan_run's scratch begins with 8 bytes of 0, as linear_run's */
     int64_t (*scan_scratch_bytes)(const fa_scan_args *);
     void (*scan_run)(const fa_scan_args *, int64_t task, void *scratch);
     int64_t (*scan_grad_scratch_bytes)(const fa_scan_grad_args *);

@@ -44,15 +44,17 @@ typedef struct {
     int64_t sequence, channel, n, first, length, block;
 } scan_task;
 
+/* Tasks that follow one another are of the same channels, whose rates a thread then has already. */
 static scan_task scan_task_of(const fa_scan_args *a, int64_t number)
 {
-    const int64_t blocks = ceil_div(a->channels, SCAN_CHANNELS), s = number / blocks, block = number % blocks;
+    const int64_t s = number % a->sequences, block = number / a->sequences;
     const int64_t channel = block * SCAN_CHANNELS;
     return (scan_task){s, channel, smaller(a->channels - channel, SCAN_CHANNELS), a->begins[s],
                        a->begins[s + 1] - a->begins[s], block};
 }
 
 typedef struct {
+    int64_t *ready;              /* the block of channels whose rates it has, and 1; 0: none */
     lane *rates, *h;             /* (vectors, states, LANES): a, the state */
     lane *b, *c;                 /* (SCAN_TOKENS, states) */
     lane *x, *raw, *step, *out;  /* (SCAN_TOKENS, SCAN_CHANNELS); raw: what softplus is applied to */
@@ -61,6 +63,7 @@ typedef struct {
 
 static int64_t take_scan_scratch(arena *from, const fa_scan_args *a, scan_scratch *s)
 {
+    CUT(from, s->ready, 1);
     CUT_LANES(from, SCAN_CHANNELS * a->states, &s->rates, &s->h);
     CUT_LANES(from, SCAN_TOKENS * a->states, &s->b, &s->c);
     CUT_LANES(from, SCAN_TOKENS * SCAN_CHANNELS, &s->x, &s->raw, &s->step, &s->out);
@@ -215,7 +218,8 @@ static void scan_run(const fa_scan_args *a, int64_t number, void *scratch)
     const scan_task task = scan_task_of(a, number);
     scan_scratch s;
     take_scan_scratch(&(arena){.memory = scratch}, a, &s);
-    load_scan_rates(a, &task, &s);
+    if (*s.ready != task.block + 1) load_scan_rates(a, &task, &s);
+    *s.ready = task.block + 1;
     load_states(a, &task, &a->state, s.h);
     const int64_t between_asks = larger(1, SCAN_ASKS / (SCAN_TOKENS * SCAN_CHANNELS * a->states)) * SCAN_TOKENS;
     for (int64_t token = 0; token < task.length; token += SCAN_TOKENS) {

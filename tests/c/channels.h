@@ -472,7 +472,11 @@ static const char *check_scan(int isa, const fa_kernels *kernels)
         a.out = out[again] = new_rows(a.x.dtype, n, again ? sequences_now.layout : GAP);
         a.state_out = state[again] = new_floats(lane, a.sequences, 1, n, a.states, again ? sequences_now.layout : GAP);
         if (again && a.state.data) copy(&a.state, &a.state_out, a.sequences, 1, n, a.states), a.state = a.state_out;
-        FOR(task, tasks) kernels->scan_run(&a, again ? tasks - 1 - task : task, memset(scratch, 0x55, size));
+        FOR(task, tasks)
+        { /* the first 8 bytes are 0 before a thread's first task, or once more */
+            if (again || !task) memset(memset(scratch, 0x55, size), 0, 8);
+            kernels->scan_run(&a, again ? tasks - 1 - task : task, scratch);
+        }
     }
     const char *wrong = wrong_rows("out", out, n, scan_now.want[OUT]);
     return wrong ? wrong : wrong_states("state_out", state, n, a.states, scan_now.want[STATE_OUT]);
