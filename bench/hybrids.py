@@ -163,6 +163,8 @@ def _by_heads(x: Array) -> Array:
 
 
 def _own(problem: HybridProblem, backend: str) -> Way:
+    if backend == "numpy" and problem.shape.len_q > 1024:
+        raise Unsupported("takes too long")
     x: dict[str, Any] = problem.inputs()
     state = problem.state() if problem.decode else None
     options: dict[str, Any] = {} if state is None else {"state": state}
