@@ -317,7 +317,7 @@ typedef struct {
     fa_array x, dt, out;       /* rows of channels, of tokens */
     fa_array b, c;             /* rows of `states` numbers, of tokens, x's dtype */
     fa_array state, state_out; /* lanes, rows of `states`, of channels; state optional, may be state_out */
-    const void *rates;         /* lanes, (channels, states), at most 0 */
+    const void *rates;         /* lanes, (channels, states) */
     const void *skip, *dt_bias; /* lanes, (channels); optional */
     const int64_t *begins;      /* (sequences + 1), from 0 */
     int64_t sequences, channels, states, longest; /* longest: tokens of a sequence */

@@ -7,7 +7,7 @@
  * The lanes are channels, which share b and c and nothing else. A task is some channels of one sequence. Tokens come in
  * blocks, so that b and c are widened once for all vectors of channels.
  *
- * Exports   SCAN_CHANNELS, SCAN_TOKENS, SCAN_ASKS; scan_task, scan_task_of, scan_scratch, take_scan_scratch; load_states, store_states, load_scan_rates, load_channels, store_channels, load_scan_block; scan_scratch_bytes, scan_tasks,
+ * Exports   SCAN_CHANNELS, SCAN_TOKENS, SCAN_ASKS; v_decay; scan_task, scan_task_of, scan_scratch, take_scan_scratch; load_states, store_states, load_scan_rates, load_channels, store_channels, load_scan_block; scan_scratch_bytes, scan_tasks,
  *           scan_run. */
 #pragma once
 #include "activation.inc.h"
@@ -37,6 +37,9 @@ INLINE v_t v_log1p(v_t x)
 
 /* log(1 + e^x), from e^-|x|, which cannot overflow. NaN stays NaN. */
 INLINE v_t v_softplus(v_t x) { return v_max(v_splat(0), x) + v_log1p(v_exp(-v_abs(x))); }
+
+/* e^x, infinite where it is too large: v_exp would wrap around far beyond that. */
+INLINE v_t v_decay(v_t x) { return v_exp(v_min(v_splat((lane)((EXP_BIAS + 1.4) * LN_2)), x)); }
 
 /* Channels [channel, channel + n) of a sequence, whose `length` tokens are numbered from 0; `first` is the number of
  * its first token among those of all sequences. */
@@ -203,7 +206,7 @@ static void scan_block(const fa_scan_args *a, int64_t n, int64_t v, const scan_a
         v_t sum = skip * x;
         ask_ahead(ahead, i, v * LANES * dtype_size(a->x.dtype));
         for (int64_t d = 0; d < states; d++) {
-            const v_t decay = v_exp(step * v_load(rates + d * LANES));
+            const v_t decay = v_decay(step * v_load(rates + d * LANES));
             const v_t state = v_fma(decay, v_load(h + d * LANES), written * v_splat(b[d]));
             v_store(h + d * LANES, state);
             sum = v_fma(state, v_splat(c[d]), sum);

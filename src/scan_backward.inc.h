@@ -49,7 +49,7 @@ static void scan_states(const fa_scan_args *a, int64_t n, int64_t v, const lane 
         const v_t step = v_load(g->s.step + place), written = step * v_load(g->s.x + place);
         lane *state = g->states + i * row;
         for (int64_t d = 0; d < states; d++) {
-            const v_t decay = v_exp(step * v_load(rates + d * LANES));
+            const v_t decay = v_decay(step * v_load(rates + d * LANES));
             v_store(g->decays + i * row + d * LANES, decay);
             v_store(state + row + d * LANES,
                     v_fma(decay, v_load(state + d * LANES), written * v_splat(g->s.b[i * states + d])));

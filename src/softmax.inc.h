@@ -1,7 +1,7 @@
 /* exp and tanh on vectors, and the online softmax down the keys of a tile.
  *
  * Literals  row_log: NULL or not. dot.
- * Exports   LOG2_E, LN_2; v_exp, v_exp_prob, v_exp_short, lane_exp; v_abs, v_flush, v_tanh, v_tanh_small, TANH_SMALL,
+ * Exports   LOG2_E, LN_2, EXP_BIAS; v_exp, v_exp_prob, v_exp_short, lane_exp; v_abs, v_flush, v_tanh, v_tanh_small, TANH_SMALL,
  *           v_tanh_slope, v_softcap; v_horner, COUNT; v_base, v_log_weight, softmax_update. */
 #pragma once
 #include "tile.inc.h"

@@ -13,7 +13,7 @@ from fastattn._args.grad_types import ConvGradArgs, ScanGradArgs
 from fastattn._args.ops import data, like, vector
 from fastattn._args.results import result_array
 from fastattn._args.types import ACTIVATIONS, Activation, Array, ConvArgs, Ints, ScanArgs, Shape, lane_dtype
-from fastattn._args.values import choice, flag, float_array, readable, sequence_begins
+from fastattn._args.values import choice, flag, float_array, is_ready, readable, sequence_begins
 from fastattn._engine.settings import require_backend, threads
 
 MOST_WIDTH = 8  # FA_MOST_WIDTH of src/fastattn.h
@@ -21,6 +21,8 @@ MOST_WIDTH = 8  # FA_MOST_WIDTH of src/fastattn.h
 
 def _tokens(name: str, x: Any, turned: bool = False) -> Array:
     """`x` as rows of channels, which are tokens; if `turned`, its columns may be contiguous instead."""
+    if is_ready(x, 2):
+        return x
     array = float_array(name, x)
     if array.ndim < 2:
         raise wrong_shape(name, array, "(..., length, channels)")
@@ -47,6 +49,11 @@ def _given(name: str, x: Any, shape: Shape, dtype: np.dtype[Any]) -> Array:
     return array
 
 
+def _lanes(x: Array, lane: np.dtype[Any]) -> Array:
+    """`x`, parameters, side by side as `lane`, a lane type."""
+    return x if x.dtype is lane and x.flags.c_contiguous else np.require(x, lane, ("C", "ALIGNED"))
+
+
 def conv_args(
     x: Any,
     weight: Any,
@@ -67,7 +74,7 @@ def conv_args(
         expected = f"(channels, width) = ({channels}, 1 to {MOST_WIDTH})"
         raise wrong_shape("weight", taps, expected)
     width = taps.shape[1]
-    taps = np.require(taps, lane, ("C", "ALIGNED"))
+    taps = _lanes(taps, lane)
     bias_array = vector("bias", bias, (channels,), lane)
     if activation is not None:
         choice("activation", activation, ACTIVATIONS)
@@ -139,15 +146,11 @@ def scan_args(
     rates = data("A", A)
     if rates.ndim != 2 or len(rates) != channels or not rates.shape[1]:
         raise wrong_shape("A", rates, f"(channels, states) = ({channels}, at least 1)")
-    rates = np.require(rates, lane, ("C", "ALIGNED"))
-    if rates.size and not rates.max() <= 0:  # NaN is not
-        raise ValueError(f"(): A has {rates.max()}; expected 0 or less")
+    rates = _lanes(rates, lane)
     states = rates.shape[1]
     b, c = (_given(name, given, (*array.shape[:-1], states), dtype) for name, given in (("B", B), ("C", C)))
     skip, bias = vector("D", D, (channels,), lane), vector("dt_bias", dt_bias, (channels,), lane)
     softplus = flag("dt_softplus", dt_softplus)
-    if not softplus and array.size:
-        _require_steps(steps, bias)
     batch, starts = _sequences(array, begins)
     shape = (*batch, channels, states)
     before = like("state", state, shape, lane)
@@ -163,17 +166,6 @@ def scan_args(
         batch, starts, begins is not None, array, steps, result, b, c, rates, skip, bias, before, after,
         softplus, threads(num_threads), (result, after) if with_state else result,
     )  # fmt: skip
-
-
-def _require_steps(dt: Any, bias: Array | None) -> None:
-    """Raise if a step is negative: states would grow, without a bound. NaN is none."""
-    least = np.nanmin(dt.astype(np.float32) if dt.itemsize == 2 else dt, axis=tuple(range(dt.ndim - 1)))
-    least = least if bias is None else least + bias
-    if (least < 0).any():
-        expected = "0 or more, or dt_softplus=True"
-        raise ValueError(
-            f"(): dt{'' if bias is None else ' + dt_bias'} has {least.min()}; expected {expected}"
-        )
 
 
 def scan_grad_args(dout: Any, need: Any, dstate_out: Any, forward: dict[str, Any]) -> ScanGradArgs:

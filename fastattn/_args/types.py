@@ -335,7 +335,7 @@ class ScanArgs:
     out: Array
     b: Array  # (*batch_shape, length, states) or (tokens, states), x's dtype, as c
     c: Array
-    # Lane dtype: (channels, states), at most 0; (channels); and states (*batch_shape, channels, states).
+    # Lane dtype: (channels, states); (channels); and states (*batch_shape, channels, states).
     rates: Array
     skip: Array | None
     dt_bias: Array | None

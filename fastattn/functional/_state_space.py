@@ -55,7 +55,7 @@ def selective_scan(
         float32, float64, float16 or bfloat16.
     dt : array_like, as x
     A : array_like, (channels, states)
-        0 or less: in the paper ``-exp(A_log)``.
+        In the paper ``-exp(A_log)``; above 0, states grow without a bound.
     B, C : array_like, (..., length, states) or, with `begins`, (tokens, states)
         In x's dtype.
     D : array_like, (channels,), optional
@@ -63,7 +63,6 @@ def selective_scan(
         Gates: the result is times ``silu(z)``.
     dt_bias : array_like, (channels,), optional
     dt_softplus : bool, default False
-        Without it, steps have to be 0 or more.
     state : array_like, (..., channels, states) or, with `begins`, (sequences, channels, states), optional
         What stood before the first token; 0 if left out. float32, float64 for float64 x.
     begins : array_like of int, (sequences + 1,), optional

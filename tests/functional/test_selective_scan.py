@@ -105,6 +105,19 @@ def test_threads_and_company_change_no_bit(implementation):
     np.testing.assert_array_equal(selective_scan(**one, dt_softplus=True), out[1])
 
 
+def test_states_may_grow_and_overflow(implementation):
+    arrays, _ = problem((40, 20), 4)
+    arrays["A"] = np.abs(arrays["A"])
+    arrays["dt"] = np.where(np.arange(20) < 10, 0.1, 30).astype(np.float32) * np.ones((40, 1), np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = scan(**arrays)[0]
+        got = selective_scan(**arrays)
+    close(got[:, :10], expected[:, :10], np.float32)
+    large = np.abs(expected[:, 10:]) > 1e40
+    assert large.any()
+    assert not np.isfinite(got[:, 10:][large]).any()
+
+
 def test_small_decays_do_not_leave_denormal_numbers(implementation):
     arrays, _ = problem((100, 16), 4)
     arrays["x"][5:] = 0
@@ -171,7 +184,6 @@ def test_gradients_against_those_of_float64(implementation, shape, states, dtype
     ("changed", "error", "message"),
     [
         ({"dt": np.ones((2, 5, 7), np.float32)}, ValueError, r"dt has shape .*; expected x's, \(2, 5, 6\)"),
-        ({"A": np.ones((6, 4), np.float32)}, ValueError, "A has 1.0; expected 0 or less"),
         (
             {"A": np.ones((5, 4), np.float32)},
             ValueError,
@@ -182,12 +194,6 @@ def test_gradients_against_those_of_float64(implementation, shape, states, dtype
         ({"C": None}, TypeError, "C is None; expected an array"),
         ({"D": np.ones(5, np.float32)}, ValueError, r"D has shape \(5,\); expected \(6,\)"),
         ({"z": np.ones((2, 5, 7), np.float32)}, ValueError, "z has shape"),
-        (
-            {"dt": -np.ones((2, 5, 6), np.float32)},
-            ValueError,
-            "dt has -1.0; expected 0 or more, or dt_softplus",
-        ),
-        ({"dt_bias": np.full(6, -2, np.float32)}, ValueError, r"dt \+ dt_bias has -1.0; expected 0 or more"),
         ({"state": np.ones((2, 4, 6), np.float32)}, ValueError, r"state has shape .*; expected \(2, 6, 4\)"),
         (
             {"begins": [0, 5]},
