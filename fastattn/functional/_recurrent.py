@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Result = Array | tuple[Array, State]  # the state where it is asked for
 
 
-@differentiable("q", "k", "v", "log_decay", "beta", "state")
+@differentiable("q", "k", "v", "log_decay", "beta", "erase", "state")
 def linear_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -41,6 +41,7 @@ def linear_attention(
     rule: Rule,
     log_decay: ArrayLike | None = None,
     beta: ArrayLike | None = None,
+    erase: ArrayLike | None = None,
     causal: bool = True,
     scale: float | None = None,
     normalize: bool = False,
@@ -67,7 +68,8 @@ def linear_attention(
     "kimi_delta"  ``diag(a) S + b k (v - (diag(a) S)^T k)^T``                        Kimi Linear [7]_
     ============= ================================================================== =====================
 
-    with S of the token before, ``a = exp(log_decay)`` and ``b = beta``.
+    with S of the token before, ``a = exp(log_decay)`` and ``b = beta``. With `erase`, the delta rules have
+    ``S^T erase`` for ``S^T k``.
 
     Parameters
     ----------
@@ -87,6 +89,9 @@ def linear_attention(
         Logarithms of decays, 0 or less; -inf forgets all that was. A length of 1 is the same for all tokens.
     beta : array_like, (..., heads, len), optional
         Write strength of the delta rules, 1 if left out. It may exceed 1.
+    erase : array_like, (..., heads_k, len, head_dim), optional
+        In k's dtype: keys that the delta rules read the state by, to find what to replace; k if left out. Far
+        from k, they may let the state grow.
     causal : bool, default True
         If False, which only "linear" knows, every query reads the state after the last key, and the length
         of q may be another than that of k.
@@ -158,15 +163,16 @@ def linear_attention(
     if others:
         raise not_an_argument(others, linear_attention)
     args = recurrent_args(
-        q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state,
+        q, k, v, rule, log_decay, beta, erase, causal, scale, normalize, eps, state,
         return_state, out_state, out, num_threads, backend,
     )  # fmt: skip
     dispatch.run(args, backend)
     request = yield args.result
 
     forward = {
-        "rule": rule, "log_decay": log_decay, "beta": beta, "causal": causal, "scale": scale,
-        "normalize": normalize, "eps": eps, "state": state, "num_threads": num_threads, "backend": backend,
+        "rule": rule, "log_decay": log_decay, "beta": beta, "erase": erase, "causal": causal,
+        "scale": scale, "normalize": normalize, "eps": eps, "state": state, "num_threads": num_threads,
+        "backend": backend,
     }  # fmt: skip
     return gradients_of(request, q, k, v, forward)
 
