@@ -39,6 +39,7 @@ def linear_attention(d):
         arguments["log_decay"] = gates["vector"]
     if not plain:
         arguments |= d.some(0.7, beta=lambda: gates["beta"])
+        arguments |= d.some(0.4, erase=lambda: d.floats(*np.shape(arguments["k"])))
     lane, state = lane_dtype(d.dtype), (*s.batch, s.heads_q, s.head_dim, s.head_dim_v)
     more = d.some(
         0.15, scale=lambda: 0.3, normalize=lambda: plain, return_state=lambda: True, eps=lambda: 1e-3,
@@ -75,13 +76,31 @@ def attended(a, finite):
 def by_its_paper(d):
     """Rules of linear attention by the names of their papers."""
     _, arguments, gates = tokens(d)
-    name = d.choose("retention", "gated_linear_attention", "delta_net", "gated_delta_net")
-    if name == "gated_linear_attention":
+    name = d.choose(
+        "retention",
+        "gated_linear_attention",
+        "delta_net",
+        "gated_delta_net",
+        "gated_delta_net2",
+        "comba",
+        "rwkv7",
+    )
+    if name in ("gated_linear_attention", "gated_delta_net2", "rwkv7"):
         arguments["log_decay"] = gates["vector"]
-    if name == "gated_delta_net":
+    if name in ("gated_delta_net", "comba"):
         arguments["log_decay"] = gates["scalar"]
-    if "delta" in name:
-        arguments |= {"beta": gates["beta"], **d.some(0.2, unit_keys=lambda: False)}
+    if name == "gated_delta_net2":
+        unit = abs(np.asarray(arguments["k"], np.float64))
+        arguments |= {"erase_gate": unit / (1 + unit), "write_gate": 0.5}
+    if name == "comba":
+        arguments |= {"erase_strength": gates["beta"], **d.some(0.5, correction=lambda: gates["beta"])}
+    if name == "rwkv7":
+        zero = np.zeros(np.shape(arguments["k"]), d.dtype)
+        arguments = {"r": arguments.pop("q"), **arguments, "read_by": zero, "write_by": arguments["k"]}
+    if name in ("delta_net", "gated_delta_net", "comba"):
+        arguments["beta"] = gates["beta"]
+    if "delta" in name or name == "comba":
+        arguments |= d.some(0.2, unit_keys=lambda: False)
     finite = arguments.get("unit_keys", True)
     tolerance = 1.0 if finite else np.inf
     return Call(getattr(functional, name), arguments, lambda a: attended(a, finite), (), tolerance)
