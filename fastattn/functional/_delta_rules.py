@@ -169,7 +169,7 @@ def comba(
     Parameters
     ----------
     q, k, v : array_like
-        As in `linear_attention`, but with as many heads each, and the same batch.
+        As in `linear_attention`, but of one dtype, one batch and one number of heads.
     log_decay : array_like, (heads,) or (..., heads, len)
         log a_t, at least -10.
     beta, erase_strength : array_like, (..., heads, len)
@@ -190,7 +190,8 @@ def comba(
     queries, keys = _units(q, k, unit_keys)
     lane, shape = lane_dtype(k.dtype), k.shape[:-1]
     decays = _bounded(log_decays(log_decay, shape, 0, lane))
-    strengths = per_token("erase_strength", erase_strength, shape, lane) / np.exp(decays)
+    rates = np.exp(-decays)
+    strengths = _scaled(per_token("erase_strength", erase_strength, shape, lane), rates)
     writes = per_token("beta", beta, shape, lane)[..., None]
     factor = np.zeros((1, 1, 1), lane)
     if correction is not None:
@@ -203,7 +204,7 @@ def comba(
 
     found = _parts(request, corrected, keys, values, fixed | options)
     by_key = (_wide(found["derase"]) * _wide(keys)).sum(-1)
-    found["derase_strength"] = summed_like(erase_strength, by_key / np.exp(decays))
+    found["derase_strength"] = summed_like(erase_strength, by_key * rates)
     if "dlog_decay" in found:
         found["dlog_decay"] = found["dlog_decay"] - summed_like(log_decay, by_key * strengths)
     if correction is not None:
@@ -360,7 +361,8 @@ def _gate(name: str, given: Any, x: Array, dims: str) -> Array:
     """The gate `given` of x, `dims`, in lanes."""
     array = real_array(name, given)
     require_broadcast(name, array.shape, x.shape, dims)
-    return np.asarray(array, lane_dtype(x.dtype))
+    with np.errstate(over="ignore"):  # a float64 too large for float32 becomes infinite
+        return np.asarray(array, lane_dtype(x.dtype))
 
 
 @np.errstate(all="ignore")

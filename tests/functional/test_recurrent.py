@@ -454,6 +454,8 @@ def test_out_state_shares_no_memory_but_with_the_state_itself():
     memory = np.zeros((3, 4, 4), np.float32)
     with pytest.raises(ValueError, match="out_state shares memory with state"):
         linear_attention(X, X, X, rule="linear", state=memory[:2], out_state=memory[1:])
+    with pytest.raises(ValueError, match="out_state shares memory with erase"):
+        linear_attention(X[:, :4], X[:, :4], X[:, :4], rule="delta", erase=memory[1:], out_state=memory[1:])
     with pytest.raises(ValueError, match="out_state shares memory with v"):
         linear_attention(X[:, :4], X[:, :4], memory[:2], rule="linear", out_state=memory[:2])
 
