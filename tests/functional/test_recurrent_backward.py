@@ -218,6 +218,21 @@ def test_heads_segments_and_resets_of_keys_to_erase_by(implementation, rule, hea
         check(Problem(rule, 300, (130, 200), (1, 1, 1), erase=True), factor=256)
 
 
+def test_16_bit_keys_to_erase_by(implementation):
+    """They have the type of the keys, whose queries are wider; one batch item of them serves all."""
+    problem = Problem("kimi_delta", 70, (16, 24), (4, 2, 2), states=False, erase=True)
+    dout, q, k, v = problem.arrays
+    problem.arrays = [dout, q, k.astype(np.float16), v.astype(np.float16)]
+    problem.options["erase"] = erase = problem.options["erase"].astype(np.float16)
+    check(problem)
+    found = problem.gradients()["derase"]
+    assert found.dtype == np.float16
+    problem.arrays = [np.stack([x, x]) for x in problem.arrays]
+    twice = problem.gradients(erase=erase)["derase"]
+    close(twice, 2 * found.astype(float))
+    assert problem.gradients(erase=erase[None])["derase"].shape == (1, *erase.shape)
+
+
 @pytest.mark.parametrize("rule", DELTA_RULES)
 def test_the_two_uses_of_a_key(implementation, rule):
     """Where keys to erase by are the keys, both gradients together are that of the keys."""
