@@ -340,6 +340,7 @@ typedef struct {
     fa_array q, k, v, out;     /* (batch, heads of each, length, head_dim); out has those of q, at least `heads` */
     fa_array log_decay;        /* lanes, at most 0: (batch, heads, length), gated (..., head_dim); optional */
     fa_array beta;             /* lanes, (batch, heads, length): the delta rule; optional */
+    fa_array erase;            /* as k: what the delta rule reads the state by; optional, k without it */
     fa_array state, state_out; /* lanes, (batch, heads, head_dim, head_dim_v); state optional, may be state_out */
     fa_array norm, norm_out;   /* lanes, (batch, heads, head_dim), apart; norm_out: divide by q . norm + eps */
     int64_t batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v;
@@ -363,6 +364,7 @@ typedef struct {
     fa_array dstate_out, dnorm_out; /* lanes, as state_out and norm_out; optional */
     fa_array dq, dk, dv;            /* (batch, heads, length, head_dim); dq with heads_q, if those are more; optional */
     fa_array dlog_decay, dbeta;     /* lanes, as log_decay and beta with nothing broadcast; optional */
+    fa_array derase;                /* as dk, which then lacks what reading gives; optional, of calls with erase */
     fa_array dstate, dnorm;         /* lanes, as state_out and norm_out; optional */
     double dq_factor;               /* of dq: the scale, or 1 for the gradients of queries times the scale */
 } fa_recurrent_backward_args;

@@ -55,12 +55,12 @@ static void queries_back(const fa_recurrent_backward_args *x, const recurrent_ta
     }
 }
 
-/* The delta rule reads the chunk: dk collects both uses of its keys, as readers and as writers. */
+/* The delta rule reads the chunk, by keys of its own: derase; or by those that write: then dk collects both uses. */
 static void delta_back(const fa_recurrent_backward_args *x, const recurrent_task *task, int64_t first, int64_t n,
                        gradient_scratch *g)
 {
     const fa_recurrent_args *a = &x->forward;
-    const chunk_reader reader = {g->c.keys, g->c.writes, 0, 0, g->dk, g->dx};
+    const chunk_reader reader = {g->c.erase, g->c.writes, 0, 0, g->dk, g->dx};
     solve_back(task, n, g);
     for (int64_t i = 0; x->dbeta.data && i < n; i++) {
         v_t sum = v_splat(0);
@@ -70,7 +70,8 @@ static void delta_back(const fa_recurrent_backward_args *x, const recurrent_task
         *(lane_u *)at(&x->dbeta, task->b, task->h, first + i, 0) = v_sum(sum);
     }
     read_back(a, task, &reader, n, g);
-    for (int64_t i = 0; i < n; i++)
+    store_gradient(&x->derase, task->b, task->h, first, n, a->head_dim, g->dx, 1);
+    for (int64_t i = 0; !a->erase.data && i < n; i++)
         for (int64_t d = 0; d < a->head_dim; d += LANES) {
             const int64_t place = element_at(i, d);
             v_store(g->dk + place, v_load(g->dk + place) + v_load(g->dx + place));
@@ -115,12 +116,15 @@ static void behind_back(const fa_recurrent_args *a, const recurrent_task *task, 
     }
 }
 
-/* Asks for n tokens of k and v: the arrays are read from the last chunk to the first, as no processor foresees. */
+/* Asks for n tokens of k, v and erase: the arrays are read from the last chunk to the first, as no processor foresees. */
 static void ask_for_keys(const fa_recurrent_args *a, const recurrent_task *task, int64_t first, int64_t n)
 {
     if (n <= 0) return;
     prefetch_rows(at(&a->k, task->b, task->head_k, first, 0), a->k.row, n, a->head_dim * dtype_size(a->k.dtype));
     prefetch_rows(at(&a->v, task->b, task->head_v, first, 0), a->v.row, n, a->head_dim_v * dtype_size(a->v.dtype));
+    if (a->erase.data)
+        prefetch_rows(at(&a->erase, task->b, task->head_k, first, 0), a->erase.row, n,
+                      a->head_dim * dtype_size(a->erase.dtype));
 }
 
 /* The gradients of n tokens from `first` on that write to the state g->state. */

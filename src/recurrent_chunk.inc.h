@@ -1,7 +1,7 @@
 /* Linear attention, chunk by chunk of tokens. With carry, between and scores of recurrent_decay.inc.h, for each chunk:
  *
- *     writes = -b (scores of x = k)                 strictly lower triangular; of the delta rule
- *     u = v, or (1 - writes)^-1 b (v - carry k S)   delta rule: forward substitution, no inverse
+ *     writes = -b (scores of x = e)                 strictly lower triangular; of the delta rule
+ *     u = v, or (1 - writes)^-1 b (v - carry e S)   delta rule: forward substitution, no inverse
  *     out = (scores of x = q) u + carry q S         scores on the diagonal, too
  *     S = carry (last) S + (k between (last))^T u
  *
@@ -48,13 +48,13 @@ static void solve(const lane *writes, int64_t n, lane *u)
     }
 }
 
-/* u holds v, and becomes what the delta rule writes: (1 - writes)^-1 b (v - carry k S). */
+/* u holds v, and becomes what the delta rule writes: (1 - writes)^-1 b (v - carry e S). */
 static void apply_delta_rule(const fa_recurrent_args *a, const recurrent_task *task, int64_t first, int64_t n,
                              chunk_scratch *scratch)
 {
     for (int64_t i = 0; i < n; i++) scratch->beta[i] = -*(const lane_u *)at(&a->beta, task->b, task->h, first + i, 0);
-    decayed_scores(a, scratch, scratch->keys, n, scratch->beta, 0, scratch->writes);
-    const lane *keys = carry_rows(a, scratch, scratch->keys, n, scratch->carried_keys);
+    decayed_scores(a, scratch, scratch->erase, n, scratch->beta, 0, scratch->writes);
+    const lane *keys = carry_rows(a, scratch, scratch->erase, n, scratch->carried_keys);
     for (int64_t panel = 0; panel < task->panels; panel++) {
         lane *u = scratch->u + panel * CHUNK * PANEL;
         deep_product(0, keys, n, scratch->state + panel * a->head_dim * PANEL, a->head_dim, scratch->out);
@@ -85,6 +85,8 @@ static void load_tokens(const fa_recurrent_args *a, const recurrent_task *task, 
                         chunk_scratch *scratch)
 {
     load_rows(&a->k, at(&a->k, task->b, task->head_k, first, 0), n, a->head_dim, 1, scratch->keys);
+    if (a->erase.data)
+        load_rows(&a->erase, at(&a->erase, task->b, task->head_k, first, 0), n, a->head_dim, 1, scratch->erase);
     if (!a->gated) transpose_keys(scratch->keys, n, a->head_dim, scratch->keys_t); /* else vector_scores() does */
     if (a->log_decay.data) load_decays(a, task, first, n, scratch);
     load_panels(a, task, &a->v, at(&a->v, task->b, task->head_v, first, task->column), n, scratch->u);

@@ -32,7 +32,8 @@ _Static_assert(CHUNK % GROUP == 0 && GATED_CHUNK % LANES == 0 && PANEL % GROUP =
 
 typedef struct {
     lane *q, *keys;     /* (blocks of dimensions, CHUNK, CHUNK_LANES); read_chunk() multiplies q by carry */
-    lane *carried_keys; /* the same, keys times carry: for the delta rule with decays */
+    lane *erase;        /* the same: what the delta rule reads by, the keys themselves if the call has no others */
+    lane *carried_keys; /* the same, erase times carry: for the delta rule with decays */
     lane *keys_t; /* (head_dim, CHUNK_LANES): keys transposed; update_state() needs them faded to the chunk's end */
     lane *gate, *carry;  /* (CHUNK, decay_row): a_i and carry (i); that of dimension d stands at d * decay_step */
     lane *between;       /* (CHUNK, CHUNK_LANES): of scalar decays */
@@ -51,6 +52,8 @@ static int64_t take_chunk_scratch(arena *from, const fa_recurrent_args *a, int64
     scratch->decay_row = a->gated ? dims : LANES;
     scratch->decay_step = a->gated ? 1 : 0;
     CUT_LANES(from, rows, &scratch->q, &scratch->keys);
+    scratch->erase = scratch->keys;
+    if (a->erase.data) CUT(from, scratch->erase, rows);
     CUT(from, scratch->carried_keys, a->beta.data && a->log_decay.data ? rows : 0);
     CUT(from, scratch->keys_t, dims * CHUNK_LANES);
     CUT_LANES(from, CHUNK * scratch->decay_row, &scratch->gate, &scratch->carry);

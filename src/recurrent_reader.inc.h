@@ -6,8 +6,8 @@
  *                                            dx = carry S dout + dscores' keys; dk += dscores'^T x
  *                                            du += scores^T dout; dS += (carry x)^T dout
  *     the delta rule
- *     r = v - carry k S - (scores of k) u    it reads, too: below the diagonal alone, with x = k and dout = -y,
- *                                            where y = b (du - (scores of k)^T y), and then du = y
+ *     r = v - carry e S - (scores of e) u    it reads, too: below the diagonal alone, with x = e and dout = -y,
+ *                                            where y = b (du - (scores of e)^T y), and then du = y
  *
  * Results that were divided by q norm + eps have one column more, in which every u is 1: its gradient is the divisor's.
  *
@@ -21,7 +21,7 @@ typedef struct {
     const lane *state, *norm; /* S before the chunk, (panels, head_dim, PANEL), and the sum of the keys (head_dim) */
     lane *kept, *states;      /* states, each with its sum of keys: before segments, before chunks of a segment */
     lane *fade, *faded;       /* (CHUNK, decay_row): what is left of a key at the chunk's end; keys times that */
-    lane *carried;            /* x or keys times carry */
+    lane *carried;            /* x or erase times carry */
     lane *x_t, *dx_t;         /* (head_dim, CHUNK_LANES) */
     lane *dx, *dk;            /* rows as those of keys */
     lane *u_t, *dout_t;       /* (panels, PANEL, CHUNK_LANES) */
@@ -74,7 +74,7 @@ static const lane *load_faded(const fa_recurrent_args *a, int64_t n, gradient_sc
     return g->faded;
 }
 
-/* r = (1 - turned)^-1 (v - carry k S), v being u */
+/* r = (1 - turned)^-1 (v - carry e S), v being u */
 static void solve_missing(const fa_recurrent_args *a, const recurrent_task *task, int64_t n, gradient_scratch *g)
 {
     chunk_scratch *c = &g->c;
@@ -83,7 +83,7 @@ static void solve_missing(const fa_recurrent_args *a, const recurrent_task *task
             const int64_t place = i * CHUNK_LANES + j;
             v_store(g->turned + place, v_load(c->writes + place) * v_load(c->beta + j));
         }
-    const lane *keys = carry_rows(a, c, c->keys, n, g->carried);
+    const lane *keys = carry_rows(a, c, c->erase, n, g->carried);
     for (int64_t panel = 0; panel < task->panels; panel++) {
         lane *u = c->u + panel * CHUNK * PANEL, *r = g->r + panel * CHUNK * PANEL;
         deep_product(0, keys, n, g->state + panel * a->head_dim * PANEL, a->head_dim, c->out);
@@ -103,7 +103,7 @@ static const lane *write_tokens(const fa_recurrent_args *a, const recurrent_task
     if (!a->beta.data) return faded;
     memset(c->beta, 0, CHUNK * sizeof(lane));
     for (int64_t i = 0; i < n; i++) c->beta[i] = -*(const lane_u *)at(&a->beta, task->b, task->h, first + i, 0);
-    decayed_scores(a, c, c->keys, n, NULL, 0, c->writes);
+    decayed_scores(a, c, c->erase, n, NULL, 0, c->writes);
     if (!known) solve_missing(a, task, n, g);
     for (int64_t panel = 0; panel < task->panels; panel++)
         for (int64_t i = panel * CHUNK * PANEL, row = 0; row < n; row++)
@@ -265,7 +265,7 @@ static void read_back(const fa_recurrent_args *a, const recurrent_task *task, co
                         g->turned, reader->dx, reader->dk, &g->sums);
 }
 
-/* du becomes du - (scores of k)^T y, dout = -y = -b du; both from the last token to the first. */
+/* du becomes du - (scores of e)^T y, dout = -y = -b du; both from the last token to the first. */
 static void solve_back(const recurrent_task *task, int64_t n, gradient_scratch *g)
 {
     transpose(g->c.writes, CHUNK_LANES, n, n, g->turned, CHUNK_LANES);

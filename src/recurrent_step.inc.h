@@ -1,6 +1,6 @@
 /* Linear attention, a token at a time: decoding reads and writes the state and does little else. For each token
  *
- *     u = v, or b (v - (A S)^T k)              delta rule: S is read once more, from the cache
+ *     u = v, or b (v - (A S)^T e)              delta rule: S is read once more, from the cache; e = k without erase
  *     S = A S + k u^T, out = S^T q             for more heads of q, S is read again, from the cache
  *
  * in place in state_out, a few vectors of columns after the other.
@@ -14,8 +14,9 @@
 
 typedef struct {
     lane *gate, *k, *q, *norm; /* (head_dim): decays, key, query, the sum of the keys */
-    lane *faded_k;             /* (head_dim): gate k */
+    lane *faded;               /* (head_dim): gate e */
     lane *v, *out;             /* the task's columns, in whole panels */
+    lane of_nothing;           /* what e reads where there is no state: 0, or NaN if e is not finite */
     const char *from;          /* the task's columns of the state before the token; NULL: it is 0 */
     char *to;                  /* and after it */
     int64_t from_row, to_row, head_dim;
@@ -25,7 +26,7 @@ typedef struct {
 static int64_t take_step_scratch(arena *from, const fa_recurrent_args *a, int64_t panels, step_scratch *step)
 {
     const int64_t dims = round_up(a->head_dim, LANES);
-    CUT_LANES(from, dims, &step->gate, &step->k, &step->q, &step->norm, &step->faded_k);
+    CUT_LANES(from, dims, &step->gate, &step->k, &step->q, &step->norm, &step->faded);
     CUT_LANES(from, panels * PANEL, &step->v, &step->out);
     return from->used;
 }
@@ -64,8 +65,8 @@ INLINE void step_columns(const step_scratch *step, int nv, int64_t n, int64_t co
     if (write) {
         UNROLL_FOR(int c = 0; c < nv; c++) u[c] = v_load(step->v + column + c * LANES);
         if (step->beta) {
-            UNROLL_FOR(int c = 0; c < nv; c++) sum[c] = v_splat(0);
-            if (step->from) step_read(nv, n, step->from + offset, step->from_row, step->faded_k, step->head_dim, sum);
+            UNROLL_FOR(int c = 0; c < nv; c++) sum[c] = v_splat(step->of_nothing);
+            if (step->from) step_read(nv, n, step->from + offset, step->from_row, step->faded, step->head_dim, sum);
             UNROLL_FOR(int c = 0; c < nv; c++) u[c] = v_splat(*step->beta) * (u[c] - sum[c]);
         }
         step_write(step, nv, n, offset, u, sum);
@@ -87,7 +88,12 @@ static void recurrent_steps(const fa_recurrent_args *a, const recurrent_task *ta
             v_store(step->gate + d, log_decay ? decay_at(a, log_decay, d) : v_splat(1));
         load_row(a->k.dtype, at(&a->k, task->b, task->head_k, i, 0), head_dim, 1, step->k);
         load_row(a->v.dtype, at(&a->v, task->b, task->head_v, i, task->column), columns, 1, step->v);
-        for (int64_t d = 0; d < head_dim; d++) step->faded_k[d] = step->gate[d] * step->k[d];
+        const lane *erase = a->erase.data ? step->faded : step->k;
+        if (a->erase.data)
+            load_row(a->erase.dtype, at(&a->erase, task->b, task->head_k, i, 0), head_dim, 1, step->faded);
+        for (int64_t d = 0; d < head_dim; d++) step->faded[d] = step->gate[d] * erase[d];
+        step->of_nothing = 0; /* k, if it is not finite, shows where it writes */
+        for (int64_t d = 0; a->erase.data && !step->from && d < head_dim; d++) step->of_nothing += 0 * erase[d];
         for (int64_t d = 0; a->norm_out.data && d < head_dim; d++)
             step->norm[d] = step->gate[d] * step->norm[d] + step->k[d];
         step->beta = a->beta.data ? (const lane_u *)at(&a->beta, task->b, task->h, i, 0) : NULL;

@@ -5,7 +5,8 @@
  *     S_t = A_t S_{t-1} + k_t u_t^T,   out_t = scale S_t^T q_t
  *     A_t = 1, a_t or diag(a_t)                        log_decay: none; scalar: one number a token; vector (`gated`):
  *                                                      one for every dimension
- *     u_t = v_t, or b_t (v_t - (A_t S_{t-1})^T k_t)    beta: none, or the delta rule
+ *     u_t = v_t, or b_t (v_t - (A_t S_{t-1})^T e_t)    beta: none, or the delta rule
+ *     e_t = k_t, or a key of its own                   erase: none, or what the delta rule reads by
  *
  * The lanes are columns of S, which do not depend on one another. A task is one state, or some panels of its columns;
  * the bits of a column do not depend on which.

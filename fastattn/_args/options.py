@@ -199,12 +199,16 @@ class LocationOptions(PlaceOptions, _Causal, OutOption, ComputeOptions):
     """Options of `location_attention`, whose scores are given."""
 
 
-class DeltaOptions(_Scale, OutOption, ComputeOptions, total=False):
-    """Options of `linear_attention` that the named delta rules take."""
+class StepOptions(_Scale, ComputeOptions, total=False):
+    """Options of delta rules with several steps a token, whose results are made for all steps."""
 
     state: Array | None
     return_state: bool
     out_state: Array | None
+
+
+class DeltaOptions(StepOptions, OutOption):
+    """Options of `linear_attention` that the named delta rules take."""
 
 
 class DecayOptions(_Scale, OutOption, ComputeOptions, total=False):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import epsilon, like
 from fastattn._args.results import result_array
 from fastattn._args.types import Array, RecurrentArgs, Shape, lane_dtype
@@ -49,6 +49,7 @@ def recurrent_args(
     rule: str,
     log_decay: Any = None,
     beta: Any = None,
+    erase: Any = None,
     causal: bool = True,
     scale: float | None = None,
     normalize: bool = False,
@@ -102,10 +103,11 @@ def recurrent_args(
         raise ValueError(f"(): log_decay is {given}; expected {expected} with rule {rule!r}")
     if beta is not None and not delta:
         raise ValueError(f"(): beta is given; expected None with rule {rule!r}")
-    decays = _decays(log_decay, token_shape, head_dim if decay == "vector" else 0, lane)
+    decays = log_decays(log_decay, token_shape, head_dim if decay == "vector" else 0, lane)
     strengths = None
     if delta:
-        strengths = np.ones((1, 1), lane) if beta is None else _tokens("beta", beta, token_shape, lane)
+        strengths = np.ones((1, 1), lane) if beta is None else per_token("beta", beta, token_shape, lane)
+    erased = None if erase is None else _erase_keys(erase, rule, k_array, batch_shape)
     default = 1.0 if normalize else head_dim**-0.5
     factor = default if scale is None else number("scale", scale, lane)
     eps = epsilon("eps", eps, lane)
@@ -118,7 +120,7 @@ def recurrent_args(
     before = like("state", states[0], shape, lane)
     norm = like("state[1]", states[1], shape[:-1], lane)
     inputs: list[tuple[str, Any, Any]] = list(zip("qkv", (q, k, v), arrays, strict=True))
-    inputs += [("log_decay", log_decay, decays), ("beta", beta, strengths)]
+    inputs += [("log_decay", log_decay, decays), ("beta", beta, strengths), ("erase", erase, erased)]
     out_shape = (*batch_shape, max(heads_q, heads), len_q, head_dim_v)
     others = [*inputs, ("state", states[0], before), ("state[1]", states[1], norm)]
     out = result_array(out, out_shape, dtype, "q", others)
@@ -136,12 +138,12 @@ def recurrent_args(
     new = (after, after_norm) if normalize else after
     return RecurrentArgs(
         batch_shape, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v, q_array, k_array,
-        v_array, out, decays, strengths, before, after, norm, after_norm, decay == "vector", causal, factor,
-        eps, n_threads, (out, new) if with_state else out,
+        v_array, out, decays, strengths, erased, before, after, norm, after_norm, decay == "vector", causal,
+        factor, eps, n_threads, (out, new) if with_state else out,
     )  # fmt: skip
 
 
-def _tokens(name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array:
+def per_token(name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array:
     """`x`, numbers for every token, as `lane`; broadcasts to `shape`, (..., heads, length)."""
     if is_ready(x, 2) and x.dtype is lane and x.shape == shape:  # the usual case, in a tenth of the time
         return x
@@ -152,7 +154,20 @@ def _tokens(name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array:
     return readable(np.asarray(array, lane), name, [])
 
 
-def _decays(x: Any, shape: Shape, head_dim: int, lane: np.dtype[Any]) -> Array | None:
+def _erase_keys(erase: Any, rule: str, k: Array, batch_shape: Shape) -> Array:
+    """`erase`, one key for each of k's."""
+    if not RULES[rule].delta:
+        raise ValueError(f"(): erase is given; expected None with rule {rule!r}")
+    array = operand("erase", erase, [])
+    if array.shape[-3:] != k.shape[-3:]:
+        raise wrong_shape("erase", array, f"(..., heads_k, length, head_dim) = {(..., *k.shape[-3:])}, as k")
+    require_broadcast("erase", array.shape, (*batch_shape, *k.shape[-3:]), "(..., heads_k, length, head_dim)")
+    if array.dtype != k.dtype:
+        raise wrong_dtype("erase", array, f"{k.dtype}, as k")
+    return array
+
+
+def log_decays(x: Any, shape: Shape, head_dim: int, lane: np.dtype[Any]) -> Array | None:
     """`x` as logarithms of decays for `shape`, (..., heads, length), or with `head_dim`, one more axis."""
     if x is None:
         return None
@@ -166,7 +181,7 @@ def _decays(x: Any, shape: Shape, head_dim: int, lane: np.dtype[Any]) -> Array |
         require_broadcast("log_decay", array.shape, shape[-2:-1], "(heads,) or (..., heads, length)")
         array = array[:, None]
     else:
-        array = _tokens("log_decay", array, shape, lane)
+        array = per_token("log_decay", array, shape, lane)
     array = readable(np.asarray(array, lane), "log_decay", [], "the last axis" if head_dim else "")
     if array.size and not array.max() <= 0:  # NaN is not
         raise ValueError(f"(): log_decay has {array.max()}; expected 0 or less, -inf for a reset")

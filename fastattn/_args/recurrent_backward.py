@@ -14,7 +14,7 @@ from fastattn._args.types import Array, RecurrentBackwardArgs, lane_dtype
 from fastattn._args.values import operand
 
 # Gradients that can be asked for.
-GRADIENTS = ("dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dscale")
+GRADIENTS = ("dq", "dk", "dv", "dlog_decay", "dbeta", "derase", "dstate", "dscale")
 
 
 def recurrent_backward_args(
@@ -24,7 +24,7 @@ def recurrent_backward_args(
     args = recurrent_args(q, k, v, **forward)
     normalize = forward.get("normalize", False)
     wanted = needed(need, GRADIENTS)
-    for name in ("dlog_decay", "dbeta"):
+    for name in ("dlog_decay", "dbeta", "derase"):
         if name in wanted and forward.get(name[1:]) is None:
             raise ValueError(f"(): need has {name}, but {name[1:]} is not given")
     lane, dtype = lane_dtype(args.q.dtype), args.out.dtype
@@ -55,6 +55,7 @@ def recurrent_backward_args(
         room("dv", args.v, heads, len_k, args.head_dim_v),
         room("dlog_decay", None, heads, len_k, *((args.head_dim,) if args.gated else ())),
         room("dbeta", None, heads, len_k),
+        room("derase", args.erase, heads, len_k, args.head_dim),
         room("dstate", None, heads, args.head_dim, args.head_dim_v),
         room("dstate", None, heads, args.head_dim) if normalize else None,
         args.scale if scaled else 1.0,

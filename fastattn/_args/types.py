@@ -245,6 +245,7 @@ class RecurrentArgs:
     # Lane dtype; these broadcast to (*batch_shape, heads, len_k), and with `gated` to (..., len_k, head_dim).
     log_decay: Array | None
     beta: Array | None  # not None: the delta rule
+    erase: Array | None  # as k: what the delta rule reads the state by; None is k
     # Lane dtype, exactly (*batch_shape, heads, head_dim, head_dim_v).
     state: Array | None  # None is 0
     state_out: Array  # may be `state` itself
@@ -281,6 +282,7 @@ class RecurrentBackwardArgs:
     # Lane dtype: (*batch_shape, heads, len_k), with `gated` (..., len_k, head_dim).
     dlog_decay: Array | None
     dbeta: Array | None
+    derase: Array | None  # as dk
     dstate: Array | None  # as forward.state, whether that is None or not
     dnorm: Array | None
     dq_factor: float  # what dq is multiplied by: the scale, or 1 to find dscale

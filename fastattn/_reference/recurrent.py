@@ -42,7 +42,16 @@ def only(items: Any, args: RecurrentArgs) -> RecurrentArgs:
     results = {"out": args.out[items], "state_out": args.state_out[items]}
     if args.norm_out is not None:
         results["norm_out"] = args.norm_out[items]
-    cores = {"q": 3, "k": 3, "v": 3, "log_decay": 2 + args.gated, "beta": 2, "state": 3, "norm": 2}
+    cores = {
+        "q": 3,
+        "k": 3,
+        "v": 3,
+        "log_decay": 2 + args.gated,
+        "beta": 2,
+        "erase": 3,
+        "state": 3,
+        "norm": 2,
+    }
     inputs = {name: some(getattr(args, name), core) for name, core in cores.items()}
     return replace(args, batch_shape=results["out"].shape[:-3], **inputs, **results)
 
@@ -66,8 +75,9 @@ def _chunks(args: RecurrentArgs, step: int) -> None:
         decayed, carry = decays(args, tokens, k.shape[-2], lane)
         if args.beta is not None:
             beta = at_tokens(args.beta[..., None], tokens)
-            writes = -beta * np.tril(scores_of(k, k, decayed), -1)
-            u = beta * (u - (carry * k) @ state)
+            e = erase_keys(args, k, tokens, lane)
+            writes = -beta * np.tril(scores_of(e, k, decayed), -1)
+            u = beta * (u - (carry * e) @ state)
             for row in range(1, k.shape[-2]):
                 u[..., row, :] += np.einsum("...j,...jv->...v", writes[..., row, :row], u[..., :row, :])
         if args.causal:
@@ -98,6 +108,11 @@ def _chunks(args: RecurrentArgs, step: int) -> None:
 def of_heads(x: Array, heads: int, tokens: slice, lane: np.dtype[np.float64]) -> Array:
     """Tokens of x as (..., heads, n, dim): each head is repeated for the states that share it."""
     return np.repeat(x[..., tokens, :].astype(lane, copy=False), heads // x.shape[-3], axis=-3)
+
+
+def erase_keys(args: RecurrentArgs, k: Array, tokens: slice, lane: np.dtype[np.float64]) -> Array:
+    """Keys that the delta rule reads the state by: `k`, by which it writes, or others."""
+    return k if args.erase is None else of_heads(args.erase, args.heads, tokens, lane)
 
 
 def queries(args: RecurrentArgs, tokens: slice, lane: np.dtype[np.float64]) -> Array:

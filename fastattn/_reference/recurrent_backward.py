@@ -7,11 +7,12 @@ to the first, with the gradient of the state carried back. Within a chunk, with 
     scores = q k^T decayed, j <= i        dscores = dout u^T, j <= i
     out = scores u + carry q S            du = scores^T dout + fade k dS
     S = end S + (fade k)^T u              dS = end dS + (carry q)^T dout
-    lower = k k^T decayed, j < i          dlower = -y u^T, j < i
-    r = v - carry k S - lower u           y = b (du - lower^T y), dv = y, dS -= (carry k)^T y
+    lower = e k^T decayed, j < i          dlower = -y u^T, j < i
+    r = v - carry e S - lower u           y = b (du - lower^T y), dv = y, dS -= (carry e)^T y
     u = b r                               db = r (du - lower^T y)
 
-So the delta rule reads the state once more: with k for q and -y for dout. Without it u = v and dv = du.
+So the delta rule reads the state once more: with e for q and -y for dout. Without it u = v and dv = du. Where
+the call has no keys to erase by, e is k, and dk has the gradients of both.
 """
 
 from __future__ import annotations
@@ -23,12 +24,21 @@ import numpy as np
 
 from fastattn._args.blocks import blocks
 from fastattn._args.types import Array, RecurrentArgs, RecurrentBackwardArgs, lane_dtype
-from fastattn._reference.recurrent import at_tokens, chunk_of, decays, of_heads, only, queries, scores_of
+from fastattn._reference.recurrent import (
+    at_tokens,
+    chunk_of,
+    decays,
+    erase_keys,
+    of_heads,
+    only,
+    queries,
+    scores_of,
+)
 
 if TYPE_CHECKING:
     State = tuple[Array, Array]  # S (..., head_dim, head_dim_v) and the sum of the keys (..., head_dim)
 
-_RESULTS = ("dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dnorm")
+_RESULTS = ("dq", "dk", "dv", "dlog_decay", "dbeta", "derase", "dstate", "dnorm")
 
 
 class _Chunk(NamedTuple):
@@ -37,8 +47,9 @@ class _Chunk(NamedTuple):
     tokens: slice
     k: Array
     u: Array
-    r: Array  # of the delta rule, as the next two
+    r: Array  # of the delta rule, as the next three
     beta: Array
+    e: Array
     lower: Array  # (..., n, n)
     decayed: Array  # (..., i, j, 1 or head_dim): what is left at token i of key j
     carry: Array  # (..., n, 1 or head_dim): and of the state before
@@ -99,15 +110,16 @@ def _chunk(a: RecurrentArgs, tokens: slice, state: State, lane: np.dtype[Any]) -
     k, u = of_heads(a.k, a.heads, tokens, lane), of_heads(a.v, a.heads, tokens, lane)
     n = k.shape[-2]
     decayed, carry = decays(a, tokens, n, lane)
-    r = beta = lower = u
+    r = beta = e = lower = u
     if a.beta is not None:
         beta = np.broadcast_to(at_tokens(a.beta[..., None], tokens), (*a.batch_shape, a.heads, n, 1))
-        lower = np.tril(scores_of(k, k, decayed), -1)
-        r = u - (carry * k) @ state[0]
+        e = erase_keys(a, k, tokens, lane)
+        lower = np.tril(scores_of(e, k, decayed), -1)
+        r = u - (carry * e) @ state[0]
         for i in range(1, n):
             r[..., i, :] -= np.einsum("...j,...jv->...v", lower[..., i, :i], (beta * r)[..., :i, :])
         u = beta * r
-    return _Chunk(tokens, k, u, r, beta, lower, decayed, carry, decayed[..., -1, :, :])
+    return _Chunk(tokens, k, u, r, beta, e, lower, decayed, carry, decayed[..., -1, :, :])
 
 
 def _after(x: _Chunk, state: State) -> State:
@@ -176,11 +188,15 @@ def _chunk_gradients(
             y[..., i, :] = x.beta[..., i, :] * dr[..., i, :]
             dr[..., :i, :] -= x.lower[..., i, :i, None] * y[..., i, None, :]
         read = -x.carry * (y @ s.swapaxes(-1, -2))
-        earlier = earlier + _summed(x.k * read, scalar)
-        ds = ds - (x.carry * x.k).swapaxes(-1, -2) @ y
+        earlier = earlier + _summed(x.e * read, scalar)
+        ds = ds - (x.carry * x.e).swapaxes(-1, -2) @ y
         dlower = np.where(_ones(x.lower, -1), -y @ x.u.swapaxes(-1, -2), 0)
-        as_query, as_key, more = _of_scores(x.k, x.k, x.decayed, dlower, -1)
-        dk, between, du = dk + read + as_query + as_key, between + more, y
+        as_query, as_key, more = _of_scores(x.e, x.k, x.decayed, dlower, -1)
+        if a.erase is None:
+            dk = dk + read + as_query
+        elif args.derase is not None:
+            args.derase[..., x.tokens, :] = read + as_query
+        dk, between, du = dk + as_key, between + more, y
         if args.dbeta is not None:
             args.dbeta[..., x.tokens] = (x.r * dr).sum(-1)
     if args.dk is not None:

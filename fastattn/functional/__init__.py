@@ -7,6 +7,14 @@ function here. docs/variants.md is the table of all variants; `fastattn.grad.vjp
 from fastattn.functional import feature_maps
 from fastattn.functional._approximate import linformer_attention, lsh_attention, nystrom_attention
 from fastattn.functional._backward import attention_backward, varlen_attention_backward
+from fastattn.functional._delta_rules import (
+    comba,
+    delta_net,
+    delta_product,
+    gated_delta_net,
+    gated_delta_net2,
+    rwkv7,
+)
 from fastattn.functional._gates import forgetting_attention, gated_attention
 from fastattn.functional._head_variants import (
     cosine_attention,
@@ -17,13 +25,7 @@ from fastattn.functional._head_variants import (
 from fastattn.functional._memory import latent_attention, memory_attention
 from fastattn.functional._neighborhood import neighborhood_attention
 from fastattn.functional._patterns import dilated_window_attention, strided_attention
-from fastattn.functional._recurrent import (
-    delta_net,
-    gated_delta_net,
-    gated_linear_attention,
-    linear_attention,
-    retention,
-)
+from fastattn.functional._recurrent import gated_linear_attention, linear_attention, retention
 from fastattn.functional._relative import disentangled_attention, transformer_xl_attention
 from fastattn.functional._scores import (
     additive_attention,
@@ -41,8 +43,10 @@ from fastattn.functional._torch import flex_attention
 __all__ = [
     "additive_attention",
     "attention_backward",
+    "comba",
     "cosine_attention",
     "delta_net",
+    "delta_product",
     "differential_attention",
     "dilated_window_attention",
     "disentangled_attention",
@@ -52,6 +56,7 @@ __all__ = [
     "forgetting_attention",
     "gated_attention",
     "gated_delta_net",
+    "gated_delta_net2",
     "gated_linear_attention",
     "general_attention",
     "latent_attention",
@@ -65,6 +70,7 @@ __all__ = [
     "nystrom_attention",
     "qk_norm_attention",
     "retention",
+    "rwkv7",
     "selective_scan",
     "shaw_attention",
     "sigmoid_attention",

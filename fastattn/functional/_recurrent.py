@@ -11,20 +11,17 @@ from fastattn._args.options import (
     Backend,
     ComputeOptions,
     DecayOptions,
-    DeltaOptions,
     NoOptions,
     require_options,
 )
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.recurrent_backward import recurrent_backward_args
 from fastattn._args.types import Array, ArrayLike, RecurrentBackwardArgs, Shape, Unpack
-from fastattn._args.values import flag, float_array, is_float, real_array, shared, short
+from fastattn._args.values import float_array, is_float, real_array, shared, short
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn.functional._differentiable import Request, Steps, differentiable
 from fastattn.functional._split_calls import run
-from fastattn.functional.feature_maps import unit
-from fastattn.grad import vjp
 
 if TYPE_CHECKING:
     Rule = Literal["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
     Result = Array | tuple[Array, State]  # the state where it is asked for
 
 
-@differentiable("q", "k", "v", "log_decay", "beta", "state")
+@differentiable("q", "k", "v", "log_decay", "beta", "erase", "state")
 def linear_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -41,6 +38,7 @@ def linear_attention(
     rule: Rule,
     log_decay: ArrayLike | None = None,
     beta: ArrayLike | None = None,
+    erase: ArrayLike | None = None,
     causal: bool = True,
     scale: float | None = None,
     normalize: bool = False,
@@ -67,7 +65,8 @@ def linear_attention(
     "kimi_delta"  ``diag(a) S + b k (v - (diag(a) S)^T k)^T``                        Kimi Linear [7]_
     ============= ================================================================== =====================
 
-    with S of the token before, ``a = exp(log_decay)`` and ``b = beta``.
+    with S of the token before, ``a = exp(log_decay)`` and ``b = beta``. With `erase`, the delta rules have
+    ``S^T erase`` for ``S^T k``.
 
     Parameters
     ----------
@@ -87,6 +86,9 @@ def linear_attention(
         Logarithms of decays, 0 or less; -inf forgets all that was. A length of 1 is the same for all tokens.
     beta : array_like, (..., heads, len), optional
         Write strength of the delta rules, 1 if left out. It may exceed 1.
+    erase : array_like, (..., heads_k, len, head_dim), optional
+        In k's dtype: keys that the delta rules read the state by, to find what to replace; k if left out. Far
+        from k, they may let the state grow.
     causal : bool, default True
         If False, which only "linear" knows, every query reads the state after the last key, and the length
         of q may be another than that of k.
@@ -158,15 +160,16 @@ def linear_attention(
     if others:
         raise not_an_argument(others, linear_attention)
     args = recurrent_args(
-        q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state,
+        q, k, v, rule, log_decay, beta, erase, causal, scale, normalize, eps, state,
         return_state, out_state, out, num_threads, backend,
     )  # fmt: skip
     dispatch.run(args, backend)
     request = yield args.result
 
     forward = {
-        "rule": rule, "log_decay": log_decay, "beta": beta, "causal": causal, "scale": scale,
-        "normalize": normalize, "eps": eps, "state": state, "num_threads": num_threads, "backend": backend,
+        "rule": rule, "log_decay": log_decay, "beta": beta, "erase": erase, "causal": causal,
+        "scale": scale, "normalize": normalize, "eps": eps, "state": state, "num_threads": num_threads,
+        "backend": backend,
     }  # fmt: skip
     return gradients_of(request, q, k, v, forward)
 
@@ -184,7 +187,7 @@ def gradients_of(request: Request, q: Any, k: Any, v: Any, forward: dict[str, An
     given = {name: x for name, x in forward.items() if name not in ("return_state", "out_state", "out")}
     args = recurrent_backward_args(request.dout, q, k, v, request.need, request.dmore, **given)
     dispatch.run(args, forward.get("backend"))
-    return _results(args, request.need, forward.get("log_decay"), forward.get("beta"))
+    return _results(args, request.need, forward)
 
 
 @differentiable("q", "k", "v", "gamma", "state", options=DecayOptions)
@@ -206,7 +209,7 @@ def retention(
     k, v = float_array("k", k), float_array("v", v)
     decays, log_decay = _retention_decays(k, v, gamma)
     fixed: Any = {"rule": "decay", "log_decay": log_decay}
-    request = yield _run(q, k, v, options, DecayOptions, fixed)
+    request = yield run_rule(q, k, v, options, DecayOptions, fixed)
 
     inner = tuple("dlog_decay" if name == "dgamma" else name for name in request.need)
     results = list(gradients_of(request._replace(need=inner), q, k, v, fixed | options))
@@ -247,90 +250,18 @@ def gated_linear_attention(
         As in `retention`.
     """
     fixed: Any = {"rule": "gated", "log_decay": log_decay}
-    request = yield _run(q, k, v, options, DecayOptions, fixed)
+    request = yield run_rule(q, k, v, options, DecayOptions, fixed)
     return gradients_of(request, q, k, v, fixed | options)
 
 
-@differentiable("q", "k", "v", "beta", "state", options=DeltaOptions)
-def delta_net(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    beta: ArrayLike,
-    *,
-    unit_keys: bool = True,
-    **options: Unpack[DeltaOptions],
-) -> Steps[Result]:
-    """DeltaNet (Yang et al. 2024, arXiv:2406.06484): ``S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T``.
-
-    Parameters
-    ----------
-    q, k, v : array_like
-        As in `linear_attention`.
-    beta : array_like, (..., heads, len)
-    unit_keys : bool, default True
-        Divide each query and key by its length first, as the paper does: `feature_maps.unit`.
-    **options
-        As in `retention`, but normalize and eps.
-    """
-    fixed = {"rule": "delta", "beta": beta}
-    return (yield from _delta_rule(q, k, v, unit_keys, options, fixed))
-
-
-@differentiable("q", "k", "v", "log_decay", "beta", "state", options=DeltaOptions)
-def gated_delta_net(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    log_decay: ArrayLike,
-    beta: ArrayLike,
-    *,
-    unit_keys: bool = True,
-    **options: Unpack[DeltaOptions],
-) -> Steps[Result]:
-    """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next: the delta rule on a_t S_{t-1}.
-
-    Parameters
-    ----------
-    q, k, v : array_like
-        As in `linear_attention`.
-    log_decay, beta : array_like, (..., heads, len)
-    unit_keys, **options
-        As in `delta_net`.
-    """
-    fixed = {"rule": "gated_delta", "log_decay": log_decay, "beta": beta}
-    return (yield from _delta_rule(q, k, v, unit_keys, options, fixed))
-
-
-def _delta_rule(
-    q: Any, k: Any, v: Any, unit_keys: bool, options: DeltaOptions, fixed: dict[str, Any]
-) -> Steps[Result]:
-    """Run a delta rule on queries and keys, of length 1 if `unit_keys`."""
-    if not flag("unit_keys", unit_keys):
-        request = yield _run(q, k, v, options, DeltaOptions, fixed)
-        return gradients_of(request, q, k, v, fixed | options)
-    q, k = float_array("q", q, 1), float_array("k", k, 1)
-    unit_q, unit_k = unit(q), unit(k)
-    request = yield _run(unit_q, unit_k, v, options, DeltaOptions, fixed)
-
-    results = list(gradients_of(request, unit_q, unit_k, v, fixed | options))
-    for i, name in enumerate(request.need):
-        if name in ("dq", "dk"):
-            _, pullback = vjp(unit, q if name == "dq" else k)
-            (results[i],) = pullback(results[i])
-    return tuple(results)
-
-
-def _run(q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, fixed: dict[str, Any]) -> Result:
+def run_rule(q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, fixed: dict[str, Any]) -> Result:
     """Run `linear_attention` with `fixed` arguments for a function that takes the options `taken`."""
     require_options(options, taken)
     result: Result = run(recurrent_args(q, k, v, **fixed, **options), options)
     return result
 
 
-def _results(
-    args: RecurrentBackwardArgs, need: tuple[str, ...], log_decay: Any, beta: Any
-) -> tuple[Any, ...]:
+def _results(args: RecurrentBackwardArgs, need: tuple[str, ...], given: dict[str, Any]) -> tuple[Any, ...]:
     """The gradients `need`, summed over axes that were broadcast and heads that were shared."""
     a = args.forward
     results: list[Any] = []
@@ -342,17 +273,20 @@ def _results(
         if name == "dstate":
             results.append(x if args.dnorm is None else (x, args.dnorm))
         elif name in ("dlog_decay", "dbeta"):
-            given = log_decay if name == "dlog_decay" else beta
-            shape = shared(given).shape
-            tokens = (*shape, 1) if name == "dlog_decay" and not a.gated and len(shape) == 1 else shape
-            total = _added(x, tokens, 2 if a.gated and name == "dlog_decay" else 1)
-            results.append(total.reshape(shape).astype(_dtype_of(given, x.dtype), copy=False))
+            results.append(summed_like(given[name[1:]], x, 2 if a.gated and name == "dlog_decay" else 1))
         else:
             like = getattr(a, name[1:])
             if name == "dq" and args.dq_factor != a.scale:
                 x = x * x.dtype.type(a.scale)
             results.append(_added(x, like.shape, 2).astype(like.dtype, copy=False))
     return tuple(results)
+
+
+def summed_like(given: Any, x: Array, token_axis: int = 1) -> Array:
+    """`x` in the shape and dtype of `given`: (heads,), or what broadcasts to x. See `_added`."""
+    shape = shared(given).shape
+    whole = (*shape, 1) if token_axis == 1 and len(shape) == 1 else shape
+    return _added(x, whole, token_axis).reshape(shape).astype(_dtype_of(given, x.dtype), copy=False)
 
 
 def _dscale(args: RecurrentBackwardArgs) -> float:

@@ -19,8 +19,9 @@ typedef struct {
 /* A state in double precision. Its errors are in proportion to its mass, the sum of the absolute values of all that was
  * added to it. */
 typedef struct {
-    double *s, *mass;                             /* (head_dim, head_dim_v) */
-    double z[MOST_DIM], k[MOST_DIM], q[MOST_DIM]; /* the sum of the keys; the token's key and query */
+    double *s, *mass; /* (head_dim, head_dim_v) */
+    /* The sum of the keys; the token's key, what it erases by, and its query. */
+    double z[MOST_DIM], k[MOST_DIM], e[MOST_DIM], q[MOST_DIM];
 } recurrence;
 
 static int64_t out_heads(const fa_recurrent_args *a) { return larger(a->heads, a->heads_q); }
@@ -43,13 +44,14 @@ static void one_token(const fa_recurrent_args *a, int64_t b, int64_t h, int64_t 
     {
         const double decay = a->log_decay.data ? exp(get(&a->log_decay, b, h, t, a->gated ? d : 0)) : 1;
         r->k[d] = get(&a->k, b, h / (a->heads / a->heads_k), t, d);
+        r->e[d] = a->erase.data ? get(&a->erase, b, h / (a->heads / a->heads_k), t, d) : r->k[d];
         r->z[d] = r->z[d] * decay + r->k[d];
         FOR(c, width) r->s[d * width + c] *= decay, r->mass[d * width + c] *= decay;
     }
     FOR(c, width)
     {
         double u = get(&a->v, b, h / (a->heads / a->heads_v), t, c);
-        FOR(d, a->beta.data ? depth : 0) u -= r->k[d] * r->s[d * width + c];
+        FOR(d, a->beta.data ? depth : 0) u -= r->e[d] * r->s[d * width + c];
         if (a->beta.data) u *= beta;
         FOR(d, depth)
         {
@@ -108,7 +110,7 @@ static void expect_state(const recurrent_case *x, int64_t b, int64_t h)
     const int64_t depth = a->head_dim, width = a->head_dim_v, row = (b * a->heads + h) * depth;
     const double rounding = rounding_of(a, a->len_k);
     const size_t size = (size_t)(depth * width);
-    recurrence r = {calloc(size, sizeof(double)), calloc(size, sizeof(double)), {0}, {0}, {0}};
+    recurrence r = {calloc(size, sizeof(double)), calloc(size, sizeof(double)), {0}, {0}, {0}, {0}};
     FOR(d, depth)
     {
         if (a->norm.data) r.z[d] = get(&a->norm, b, h, d, 0);
@@ -127,7 +129,8 @@ static void expect_state(const recurrent_case *x, int64_t b, int64_t h)
     FOR(c, width)
     {
         double squares = 0;
-        FOR(d, depth) squares += r.mass[d * width + c] * r.mass[d * width + c];
+        FOR(d, depth) /* NaN in a key spoils its row alone, where the token erases by another key */
+        if (!isnan(r.mass[d * width + c])) squares += r.mass[d * width + c] * r.mass[d * width + c];
         FOR(d, depth)
         {
             const double mass = a->beta.data ? sqrt(squares) : r.mass[d * width + c];

@@ -56,12 +56,21 @@ static void shorten_keys(fa_recurrent_args *a)
     }
 }
 
+/* Keys to erase by, in some calls: those to write by, with a gate from 0 to 1 for each dimension. */
+static void new_erase(fa_recurrent_args *a)
+{
+    if (below(2)) return;
+    a->erase = new_tokens(a->k.dtype, a->heads_k, a->len_k, a->head_dim, 0, (int)below(8));
+    EACH(a->heads_k, a->len_k, a->head_dim)
+    set(&a->erase, b, h, i, j, get(&a->erase, b, h, i, j) * get(&a->k, b, h, i, j));
+}
+
 /* Puts NaN in one place. It must show from its token on, and nowhere before. A decay is never NaN. */
 static void spoil_tokens(fa_recurrent_args *a)
 {
-    const int64_t what = below(a->beta.data ? 4 : 3), length = what ? a->len_k : a->len_q;
-    const fa_array *x[] = {&a->q, &a->k, &a->v, &a->beta};
-    const int64_t cols[] = {a->head_dim, a->head_dim, a->head_dim_v, 1};
+    const int64_t what = below(a->erase.data ? 5 : a->beta.data ? 4 : 3), length = what ? a->len_k : a->len_q;
+    const fa_array *x[] = {&a->q, &a->k, &a->v, &a->beta, &a->erase};
+    const int64_t cols[] = {a->head_dim, a->head_dim, a->head_dim_v, 1, a->head_dim};
     if (length && a->batch) set(x[what], a->batch - 1, 0, below(length), below(cols[what]), NAN);
 }
 
@@ -92,7 +101,7 @@ static void make_recurrent(int number)
     a->k = new_tokens(kv, a->heads_k, a->len_k, a->head_dim, (double)low, (int)below(8));
     a->v = new_tokens(kv, a->heads_v, a->len_k, a->head_dim_v, -1, (int)below(8));
     if (decay) new_decays(a);
-    if (delta) shorten_keys(a);
+    if (delta) shorten_keys(a), new_erase(a);
     if (delta) a->beta = new_tokens(lane, a->heads, a->len_k, 1, 0, (below(4) ? 0 : ONE_HEAD) | (number % 3 ? 0 : ODD));
     if (below(2)) a->state = new_tokens(lane, a->heads, a->head_dim, a->head_dim_v, -1, recurrent_layout);
     if (a->state.data && recurrent_now.normalised) a->norm = new_tokens(lane, a->heads, a->head_dim, 1, 0, 0);
@@ -116,7 +125,7 @@ static int run_recurrent(const fa_kernels *kernels, fa_recurrent_args a, int64_t
 {
     const int mark = n_mappings;
     fa_recurrent_plan p;
-    fa_array *tokens[] = {&a.q, &a.k, &a.v, &a.out, &a.log_decay, &a.beta};
+    fa_array *tokens[] = {&a.q, &a.k, &a.v, &a.out, &a.log_decay, &a.beta, &a.erase};
     FOR(i, COUNT(tokens))
     if (tokens[i]->data) tokens[i]->data += begin * tokens[i]->row;
     if (a.causal) a.len_q = a.len_k = end - begin;
@@ -191,10 +200,10 @@ static void describe_recurrent(void)
     const char *decay = a->gated ? ", gated" : a->log_decay.data ? ", decay" : "";
     printf("dtypes %d, %d, batch %d, states %d, heads %d, %d, %d, ", a->q.dtype, a->k.dtype, (int)a->batch,
            (int)a->heads, (int)a->heads_q, (int)a->heads_k, (int)a->heads_v);
-    printf("len %d x %d, head_dim %d, %d%s%s%s%s%s%s", (int)a->len_q, (int)a->len_k, (int)a->head_dim,
-           (int)a->head_dim_v, decay, a->beta.data ? ", delta" : "", a->causal ? "" : ", not causal",
-           a->state.data ? ", state" : "", recurrent_now.normalised ? ", normalised" : "",
-           recurrent_spoiled ? ", NaN" : "");
+    printf("len %d x %d, head_dim %d, %d%s%s%s%s%s%s%s", (int)a->len_q, (int)a->len_k, (int)a->head_dim,
+           (int)a->head_dim_v, decay, a->beta.data ? ", delta" : "", a->erase.data ? ", erase" : "",
+           a->causal ? "" : ", not causal", a->state.data ? ", state" : "",
+           recurrent_now.normalised ? ", normalised" : "", recurrent_spoiled ? ", NaN" : "");
 }
 
 static void drop_recurrent(void) { free(recurrent_now.out), free(recurrent_now.state), free(recurrent_now.norm); }

@@ -4,9 +4,9 @@
 
 #include "recurrent.h"
 
-enum { N_GRADIENTS = 7 };
+enum { N_GRADIENTS = 8 };
 
-/* The gradients: dq, dk, dv, dlog_decay, dbeta, dstate, dnorm. */
+/* The gradients: dq, dk, dv, dlog_decay, dbeta, dstate, dnorm, derase. */
 typedef struct {
     fa_array dout, dstate, dnorm; /* those of the results */
     int64_t heads[N_GRADIENTS], rows[N_GRADIENTS], cols[N_GRADIENTS];
@@ -15,7 +15,7 @@ typedef struct {
 } gradient_case;
 
 static gradient_case gradients_now;
-static const char *const gradient_names[] = {"dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dnorm"};
+static const char *const gradient_names[] = {"dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dnorm", "derase"};
 
 /* One state's gradients on their way from the last token to the first. */
 typedef struct {
@@ -34,12 +34,17 @@ static double key_of(const fa_recurrent_args *a, int64_t b, int64_t h, int64_t t
     return get(&a->k, b, h / (a->heads / a->heads_k), t, d);
 }
 
+static double erase_of(const fa_recurrent_args *a, int64_t b, int64_t h, int64_t t, int64_t d)
+{
+    return a->erase.data ? get(&a->erase, b, h / (a->heads / a->heads_k), t, d) : key_of(a, b, h, t, d);
+}
+
 /* The part of its value in column c that token t finds missing in the decayed state before it. */
 static double missing(const fa_recurrent_args *a, const backwards *x, int64_t b, int64_t h, int64_t t, int64_t c)
 {
     double r = get(&a->v, b, h / (a->heads / a->heads_v), t, c);
     FOR(d, a->beta.data ? a->head_dim : 0)
-    r -= key_of(a, b, h, t, d) * decay_of(a, b, h, t, d) * x->s[(t * a->head_dim + d) * a->head_dim_v + c];
+    r -= erase_of(a, b, h, t, d) * decay_of(a, b, h, t, d) * x->s[(t * a->head_dim + d) * a->head_dim_v + c];
     return r;
 }
 
@@ -95,8 +100,9 @@ static void token_back(const fa_recurrent_args *a, backwards *x, int64_t b, int6
         FOR(d, depth)
         {
             const double faded = decay_of(a, b, h, t, d) * x->s[(t * depth + d) * width + c];
-            wanted(1, b, h, t, d)->value += x->ds[d * width + c] * beta * r - (a->beta.data ? faded * beta * du : 0);
-            if (a->beta.data) x->ds[d * width + c] -= key_of(a, b, h, t, d) * beta * du;
+            wanted(1, b, h, t, d)->value += x->ds[d * width + c] * beta * r;
+            if (a->beta.data) wanted(a->erase.data ? 7 : 1, b, h, t, d)->value -= faded * beta * du;
+            if (a->beta.data) x->ds[d * width + c] -= erase_of(a, b, h, t, d) * beta * du;
             wanted(3, b, h, t, a->gated ? d : 0)->value += x->ds[d * width + c] * faded;
         }
     }
@@ -176,9 +182,9 @@ static void make_recurrent_backward(int number)
     g->dout = new_tokens(a->q.dtype, out_heads(a), a->len_q, a->head_dim_v, -1, (int)below(8));
     g->dstate = new_tokens(lane, a->heads, a->head_dim, a->head_dim_v, -1, g->layout);
     g->dnorm = new_tokens(lane, a->heads, a->head_dim, 1, -1, 0);
-    const int64_t rows[] = {a->len_q, a->len_k, a->len_k, a->len_k, a->len_k, a->head_dim, a->head_dim};
+    const int64_t rows[] = {a->len_q, a->len_k, a->len_k, a->len_k, a->len_k, a->head_dim, a->head_dim, a->len_k};
     const int64_t gates = a->gated ? a->head_dim : 1;
-    const int64_t cols[] = {a->head_dim, a->head_dim, a->head_dim_v, gates, 1, a->head_dim_v, 1};
+    const int64_t cols[] = {a->head_dim, a->head_dim, a->head_dim_v, gates, 1, a->head_dim_v, 1, a->head_dim};
     FOR(i, N_GRADIENTS)
     {
         g->heads[i] = i == 0 ? out_heads(a) : a->heads, g->rows[i] = rows[i], g->cols[i] = cols[i];
@@ -190,7 +196,7 @@ static void make_recurrent_backward(int number)
 
 static fa_array *gradient_of(fa_recurrent_backward_args *x, int gradient)
 {
-    fa_array *each[] = {&x->dq, &x->dk, &x->dv, &x->dlog_decay, &x->dbeta, &x->dstate, &x->dnorm};
+    fa_array *each[] = {&x->dq, &x->dk, &x->dv, &x->dlog_decay, &x->dbeta, &x->dstate, &x->dnorm, &x->derase};
     return each[gradient];
 }
 
@@ -200,7 +206,7 @@ static const char *check_recurrent_backward(int isa, const fa_kernels *kernels)
     const gradient_case *g = &gradients_now;
     const fa_recurrent_args *a = &recurrent_now.args;
     const fa_dtype lane = lane_of(a->q.dtype), of_keys = a->k.dtype == FA_I8 ? lane : a->k.dtype;
-    const fa_dtype types[] = {a->q.dtype, of_keys, of_keys, lane, lane, lane, lane};
+    const fa_dtype types[] = {a->q.dtype, of_keys, of_keys, lane, lane, lane, lane, of_keys};
     fa_recurrent_backward_args calls[2];
     static char flag;
     (void)isa;
@@ -216,8 +222,9 @@ static const char *check_recurrent_backward(int isa, const fa_kernels *kernels)
             const int there = i < 3 || i == 5 ||
                               (i == 3   ? !!a->log_decay.data
                                : i == 4 ? !!a->beta.data
+                               : i == 7 ? !!a->erase.data
                                         : recurrent_now.normalised);
-            const int rows = i < 3 || i == 5 ? g->layout : 0;
+            const int rows = i < 3 || i == 5 || i == 7 ? g->layout : 0;
             if (there)
                 *gradient_of(x, (int)i) = new_floats(types[i], a->batch, g->heads[i], g->rows[i], g->cols[i], rows);
         }

@@ -12,6 +12,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
 RULES = ["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
 # Around the kernel's steps (4), gated chunks (16), chunks (32), passes (12 rows, 32 columns) and depth (128).
+DELTA_RULES = RULES[3:]
 LENGTHS = [0, 1, 2, 4, 5, 15, 16, 17, 31, 32, 33, 64, 65, 200]
 DIMS = [(1, 1), (3, 5), (16, 32), (33, 31), (64, 64), (65, 97), (130, 40), (300, 17)]
 
@@ -22,7 +23,8 @@ def recurrence(*arguments, **options):
     return call.out, call.s[-1], call.z[-1]
 
 
-def problem(rule, heads, n, head_dim, head_dim_v, dtype=np.float32, seed=0, strong=False):
+def problem(rule, heads, n, head_dim, head_dim_v, dtype=np.float32, seed=0, strong=False,
+            erase=False):  # fmt: skip
     """q, k, v and what else the rule needs. Keys have length 1 where the delta rule needs it to be stable."""
     rng = np.random.default_rng(seed)
     heads_q, heads_k, heads_v = heads if isinstance(heads, tuple) else (heads,) * 3
@@ -40,6 +42,8 @@ def problem(rule, heads, n, head_dim, head_dim_v, dtype=np.float32, seed=0, stro
             more["log_decay"] = rng.choice([-np.inf, -20.0, -1e-3, 0.0, -3.0], shape).astype(lane)
     if "delta" in rule:
         more["beta"] = rng.uniform(0, 1, (states, n)).astype(lane)
+    if erase:  # keys between 0 and those to write by: the state does not grow
+        more["erase"] = (k * rng.uniform(0, 1, k.shape)).astype(dtype)
     return q.astype(dtype), k.astype(dtype), v.astype(dtype), more
 
 
@@ -287,6 +291,88 @@ def test_constant_decay_and_default_beta(implementation):
     )
 
 
+@pytest.mark.parametrize("rule", DELTA_RULES)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_keys_to_erase_by(implementation, rule, n):
+    q, k, v, more = problem(rule, (2, 1, 2), n, 24, 40, erase=True)
+    before = np.random.default_rng(1).standard_normal((2, 24, 40)).astype(np.float32)
+    for state in (None, before):
+        out, after = linear_attention(q, k, v, rule=rule, state=state, return_state=True, **more)
+        pair = None if state is None else (state, 0 * state[..., 0])
+        expected, s, _ = recurrence(q, k, v, rule, scale=24**-0.5, state=pair, **more)
+        close(out, expected, np.float32)
+        close(after, s, np.float32)
+
+
+@pytest.mark.parametrize("rule", DELTA_RULES)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_dims_of_keys_to_erase_by(implementation, rule, dims):
+    for n in (3, 70):
+        q, k, v, more = problem(rule, 2, n, *dims, erase=True)
+        out, state = linear_attention(q, k, v, rule=rule, scale=0.5, return_state=True, **more)
+        expected, s, _ = recurrence(q, k, v, rule, scale=0.5, **more)
+        close(out, expected, np.float32, factor=128)
+        close(state, s, np.float32, factor=128)
+
+
+@pytest.mark.parametrize("rule", DELTA_RULES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_and_memory_of_keys_to_erase_by(implementation, rule, dtype):
+    for n in (3, 90):
+        q, k, v, more = problem(rule, (6, 1, 3), n, 36, 44, dtype, erase=True)
+        out = linear_attention(q, k, v, rule=rule, **more)
+        close(out, recurrence(q, k, v, rule, scale=36**-0.5, **more)[0], dtype)
+        erase = more.pop("erase")
+        for other in (
+            np.asfortranarray(erase),
+            np.repeat(erase, 2, axis=-1)[..., ::2],
+            erase[:, ::-1][:, ::-1],
+        ):
+            np.testing.assert_array_equal(linear_attention(q, k, v, rule=rule, erase=other, **more), out)
+        both = (
+            linear_attention(q, k, v, rule=rule, erase=k, **more),
+            linear_attention(q, k, v, rule=rule, **more),
+        )
+        if implementation == "numpy":  # whose BLAS has another product for a matrix and itself
+            close(both[0], both[1].astype(float), dtype)
+        else:
+            np.testing.assert_array_equal(*both)
+
+
+@pytest.mark.parametrize("rule", DELTA_RULES)
+def test_pieces_resets_and_threads_of_keys_to_erase_by(implementation, rule):
+    q, k, v, more = problem(rule, 2, 150, 40, 70, strong=rule != "delta", erase=True)
+    whole, last = linear_attention(q, k, v, rule=rule, return_state=True, num_threads=1, **more)
+    close(whole, recurrence(q, k, v, rule, scale=40**-0.5, **more)[0], np.float32)
+    again = linear_attention(q, k, v, rule=rule, num_threads=5, **more)
+    np.testing.assert_array_equal(again, whole)
+    both = {name: np.stack([x, x]) for name, x in more.items() if name != "erase"}
+    twice = linear_attention(np.stack([q, q]), k, v, rule=rule, erase=more["erase"], **both)
+    close(twice[1], whole.astype(float), np.float32)
+    state, parts, begin = np.zeros_like(last), [], 0
+    for end in (1, 4, 70, 71, 71, 150):
+        tokens = slice(begin, end)
+        piece = {name: x[:, tokens] for name, x in more.items()}
+        inputs = q[:, tokens], k[:, tokens], v[:, tokens]
+        parts.append(linear_attention(*inputs, rule=rule, state=state, out_state=state, **piece)[0])
+        begin = end
+    close(np.concatenate(parts, axis=1), whole.astype(float), np.float32)
+    close(state, last.astype(float), np.float32)
+
+
+@pytest.mark.parametrize("rule", DELTA_RULES)
+def test_a_key_to_erase_by_that_is_not_finite_reaches_no_earlier_token(implementation, rule):
+    for at in (0, 3, 37):
+        for n in (4, 60):
+            q, k, v, more = problem(rule, 2, n, 20, 24, erase=True)
+            clean = linear_attention(q, k, v, rule=rule, **more)
+            more["erase"][0, min(at, n - 1), 5] = np.nan
+            out = linear_attention(q, k, v, rule=rule, **more)
+            close(out[0, : min(at, n - 1)], clean[0, : min(at, n - 1)].astype(float), np.float32)
+            close(out[1], clean[1].astype(float), np.float32)
+            assert np.isnan(out[0, min(at, n - 1) :]).all()
+
+
 @pytest.mark.skipif(not COMPILED, reason="compares the kernels with NumPy, and there are none")
 @pytest.mark.parametrize("n", [3, 300])
 def test_implementations_agree(n):
@@ -309,6 +395,24 @@ S = np.zeros((2, 4, 4), np.float32)
         ({"rule": "decay"}, ValueError, "log_decay is None; expected an array with rule 'decay'"),
         ({"log_decay": GATE}, ValueError, "log_decay is given; expected None with rule 'linear'"),
         ({"beta": GATE}, ValueError, "beta is given; expected None with rule 'linear'"),
+        ({"erase": X}, ValueError, "erase is given; expected None with rule 'linear'"),
+        (
+            {"rule": "delta", "erase": X[:, :3]},
+            ValueError,
+            r"erase has shape \(2, 3, 4\); expected \(..., heads_k",
+        ),
+        ({"rule": "delta", "erase": X[:1]}, ValueError, r"erase has shape \(1, 5, 4\); expected"),
+        (
+            {"rule": "delta", "erase": X[None, :].repeat(2, 0)},
+            ValueError,
+            r"erase has shape \(2, 2, 5, 4\); expected",
+        ),
+        (
+            {"rule": "delta", "erase": X.astype(float)},
+            TypeError,
+            "erase has dtype float64; expected float32, as k",
+        ),
+        ({"rule": "delta", "erase": "x"}, TypeError, "erase has dtype"),
         ({"rule": "decay", "log_decay": -GATE}, ValueError, "log_decay has 1.0; expected 0 or less"),
         ({"rule": "decay", "log_decay": GATE * np.nan}, ValueError, "log_decay has nan; expected 0 or less"),
         ({"rule": "decay", "log_decay": GATE[:, :3]}, ValueError, r"log_decay has shape \(2, 3\); expected"),
@@ -350,6 +454,8 @@ def test_out_state_shares_no_memory_but_with_the_state_itself():
     memory = np.zeros((3, 4, 4), np.float32)
     with pytest.raises(ValueError, match="out_state shares memory with state"):
         linear_attention(X, X, X, rule="linear", state=memory[:2], out_state=memory[1:])
+    with pytest.raises(ValueError, match="out_state shares memory with erase"):
+        linear_attention(X[:, :4], X[:, :4], X[:, :4], rule="delta", erase=memory[1:], out_state=memory[1:])
     with pytest.raises(ValueError, match="out_state shares memory with v"):
         linear_attention(X[:, :4], X[:, :4], memory[:2], rule="linear", out_state=memory[:2])
 

@@ -20,6 +20,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
 RULES = ["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
 # Around the ends of chunks (16, 32), of the parts that are solved (8), and of passes (12).
+DELTA_RULES = RULES[3:]
 LENGTHS = [0, 1, 2, 7, 12, 13, 16, 17, 31, 32, 33, 64, 65, 150]
 DIMS = [(1, 1), (3, 5), (16, 32), (33, 31), (64, 64), (65, 97), (130, 40), (300, 17)]
 HEADS = [(2, 2, 2), (4, 2, 2), (2, 2, 6), (6, 1, 3), (1, 4, 2), (8, 2, 4)]
@@ -29,7 +30,8 @@ class Problem:
     """The inputs of a call, and the gradients of its results."""
 
     def __init__(self, rule, n=70, dims=(24, 40), heads=(2, 2, 2), dtype=np.float32, normalize=False,
-                 causal=True, strong=False, states=True, len_q=None, seed=0):  # fmt: skip
+                 causal=True, strong=False, states=True, len_q=None, seed=0,
+                 erase=False):  # fmt: skip
         rng, (head_dim, head_dim_v), (heads_q, heads_k, heads_v) = np.random.default_rng(seed), dims, heads
         h, len_q = max(heads_k, heads_v), n if len_q is None else len_q
         lane = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -52,6 +54,8 @@ class Problem:
             self.options["log_decay"] = decays.astype(lane)
         if "delta" in rule:
             self.options["beta"] = rng.uniform(0, 1, (h, n)).astype(lane)
+        if erase:
+            self.options["erase"] = (k * rng.uniform(0, 1, k.shape)).astype(dtype)
         self.state = self.dstate = None
         if states:
             state, dstate = (rng.standard_normal((h, head_dim, head_dim_v)).astype(lane) for _ in range(2))
@@ -60,7 +64,7 @@ class Problem:
                 rng.standard_normal((h, head_dim)).astype(lane),
             )
             self.state, self.dstate = ((state, z), (dstate, dz)) if normalize else (state, dstate)
-        given = [name for name in ("log_decay", "beta") if name in self.options]
+        given = [name for name in ("log_decay", "beta", "erase") if name in self.options]
         self.need = ("dk", "dq", "dv", "dstate", "dscale", *(f"d{name}" for name in given))
 
     def gradients(self, **more):
@@ -126,21 +130,22 @@ def check(problem, factor=64):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("normalize", [False, True])
-def test_the_recurrence_by_finite_differences(rule, normalize):
-    """The oracle itself: one direction at random in each input."""
-    normalize = normalize and "delta" not in rule
-    problem = Problem(rule, 9, (3, 4), (4, 2, 2), np.float64, normalize)
+@pytest.mark.parametrize("more", [False, True])
+def test_the_recurrence_by_finite_differences(rule, more):
+    """The oracle itself: one direction at random in each input. More: sums of keys, or keys to erase by."""
+    normalize, erase = more and "delta" not in rule, more and "delta" in rule
+    problem = Problem(rule, 9, (3, 4), (4, 2, 2), np.float64, normalize, erase=erase)
     dout, *arrays = problem.arrays
     rng, small = np.random.default_rng(5), 1e-6
     state = problem.state if normalize else (problem.state, 0 * problem.state[..., 0])
     dstate = problem.dstate if normalize else (problem.dstate, 0 * problem.state[..., 0])
     inputs = dict(zip(("q", "k", "v", "state", "norm"), (*arrays, *state), strict=True))
-    inputs |= {name: problem.options[name] for name in ("log_decay", "beta") if name in problem.options}
+    optional = ("log_decay", "beta", "erase")
+    inputs |= {name: problem.options[name] for name in optional if name in problem.options}
 
     def loss(**moved):
         x = inputs | moved
-        options = problem.options | {name: x[name] for name in ("log_decay", "beta") if name in x}
+        options = problem.options | {name: x[name] for name in optional if name in x}
         call = Recurrence(x["q"], x["k"], x["v"], state=(x["state"], x["norm"]), **options)
         return (call.out * dout).sum() + (call.s[-1] * dstate[0]).sum() + (call.z[-1] * dstate[1]).sum()
 
@@ -185,6 +190,61 @@ def test_strong_decays_and_resets(implementation, rule):
 def test_grouped_heads(implementation, rule, heads):
     for n in (2, 70):
         check(Problem(rule, n, (16, 24), heads))
+
+
+@pytest.mark.parametrize("rule", DELTA_RULES)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_keys_to_erase_by(implementation, rule, n):
+    check(Problem(rule, n, erase=True))
+
+
+@pytest.mark.parametrize("rule", DELTA_RULES)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_dims_of_keys_to_erase_by(implementation, rule, dims):
+    check(Problem(rule, 70, dims, erase=True), factor=128)
+
+
+@pytest.mark.parametrize("rule", DELTA_RULES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_of_keys_to_erase_by(implementation, rule, dtype):
+    check(Problem(rule, 90, (36, 44), dtype=dtype, erase=True), factor=128)
+
+
+@pytest.mark.parametrize("rule", DELTA_RULES)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_heads_segments_and_resets_of_keys_to_erase_by(implementation, rule, heads):
+    check(Problem(rule, 70, (16, 24), heads, erase=True, strong=rule != "delta"))
+    if heads == HEADS[0]:
+        check(Problem(rule, 300, (130, 200), (1, 1, 1), erase=True), factor=256)
+
+
+def test_16_bit_keys_to_erase_by(implementation):
+    """They have the type of the keys, whose queries are wider; one batch item of them serves all."""
+    problem = Problem("kimi_delta", 70, (16, 24), (4, 2, 2), states=False, erase=True)
+    dout, q, k, v = problem.arrays
+    problem.arrays = [dout, q, k.astype(np.float16), v.astype(np.float16)]
+    problem.options["erase"] = erase = problem.options["erase"].astype(np.float16)
+    check(problem)
+    found = problem.gradients()["derase"]
+    assert found.dtype == np.float16
+    problem.arrays = [np.stack([x, x]) for x in problem.arrays]
+    twice = problem.gradients(erase=erase)["derase"]
+    close(twice, 2 * found.astype(float))
+    assert problem.gradients(erase=erase[None])["derase"].shape == (1, *erase.shape)
+
+
+@pytest.mark.parametrize("rule", DELTA_RULES)
+def test_the_two_uses_of_a_key(implementation, rule):
+    """Where keys to erase by are the keys, both gradients together are that of the keys."""
+    problem = Problem(rule, 70, (20, 30), (4, 2, 2), np.float64)
+    whole, k = problem.gradients(), problem.arrays[2]
+    problem.need = (*problem.need, "derase")
+    apart = problem.gradients(erase=k)
+    close(apart["dk"] + apart["derase"], whole["dk"])
+    for name in set(whole) - {"dk", "dscale"}:
+        close(apart[name], whole[name])
+    problem.need = ("dv",)
+    np.testing.assert_array_equal(problem.gradients(erase=k)["dv"], whole["dv"])
 
 
 @pytest.mark.parametrize("rule", ["linear", "decay", "gated"])
@@ -470,6 +530,7 @@ S = np.zeros((2, 4, 4), np.float32)
         ({"need": ("dq", "dq")}, ValueError, "need is .*; expected each name once"),
         ({"need": ("dlog_decay",)}, ValueError, "need has dlog_decay, but log_decay is not given"),
         ({"rule": "delta", "need": ("dbeta",)}, ValueError, "need has dbeta, but beta is not given"),
+        ({"rule": "delta", "need": ("derase",)}, ValueError, "need has derase, but erase is not given"),
         ({"dmore": S[:1]}, ValueError, r"dmore has shape \(1, 4, 4\); expected \(2, 4, 4\)"),
         ({"dmore": S.astype(float)}, TypeError, "dmore has dtype float64; expected float32"),
         ({"normalize": True, "dmore": S}, TypeError, "dmore is of type ndarray; expected a pair"),

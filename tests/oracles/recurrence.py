@@ -24,10 +24,11 @@ class Recurrence:
     """One call's out, all states s and all sums of keys z, with those before the first token."""
 
     def __init__(self, q, k, v, rule, log_decay=None, beta=None, causal=True, scale=1.0, normalize=False,
-                 eps=1e-6, state=None):  # fmt: skip
+                 eps=1e-6, state=None, erase=None):  # fmt: skip
         self.shapes, self.heads = [x.shape for x in (q, k, v)], max(len(k), len(v))
         self.q = wide(q, max(self.heads, len(q)))
         self.k, self.v = wide(k, self.heads), wide(v, self.heads)
+        self.own_erase, self.e = erase is not None, wide(k if erase is None else erase, self.heads)
         self.delta, self.causal, self.scale, self.normalize, self.eps = (
             "delta" in rule,
             causal,
@@ -51,7 +52,7 @@ class Recurrence:
 
     def missing(self, t, s):
         """Return what token t writes, but for its strength, to the decayed state s."""
-        return self.v[:, t] - np.einsum("hdv,hd->hv", s, self.k[:, t]) if self.delta else self.v[:, t]
+        return self.v[:, t] - np.einsum("hdv,hd->hv", s, self.e[:, t]) if self.delta else self.v[:, t]
 
     def answer(self, t):
         """The result of token t, its divisor, and the state and the sum that each query head reads."""
@@ -65,10 +66,10 @@ class Recurrence:
     def gradients(self, dout, ds=0.0, dz=0.0):
         """All gradients by name, from those of out, of the last state and of the last sum of keys.
 
-        Those of q, k and v have their heads; "dlog_decay" is (heads, n, head_dim), "dbeta" (heads, n).
+        Those of q, k, v and erase have their heads; "dlog_decay" is (heads, n, head_dim), "dbeta" (heads, n).
         """
         dout, n = np.asarray(dout, np.float64), self.k.shape[1]
-        dq, dk, dv, da, db = (np.zeros(x.shape) for x in (self.q, self.k, self.v, self.a, self.b))
+        dq, dk, dv, da, db, de = (np.zeros(x.shape) for x in (self.q, self.k, self.v, self.a, self.b, self.e))
         ds, dz = ds + np.zeros(self.s[0].shape), dz + np.zeros(self.z[0].shape)
 
         def read(t, ds, dz):
@@ -93,13 +94,14 @@ class Recurrence:
             db[:, t] = (du * r).sum(-1)
             dv[:, t] = self.b[:, t, None] * du
             if self.delta:
-                dk[:, t] -= np.einsum("hdv,hv->hd", faded, dv[:, t])
-                ds = ds - np.einsum("hd,hv->hdv", self.k[:, t], dv[:, t])
+                de[:, t] = -np.einsum("hdv,hv->hd", faded, dv[:, t])
+                dk[:, t] += 0 if self.own_erase else de[:, t]
+                ds = ds - np.einsum("hd,hv->hdv", self.e[:, t], dv[:, t])
             da[:, t] = (ds * faded).sum(-1) + dz * self.a[:, t] * self.z[t]
             ds, dz = self.a[:, t, :, None] * ds, self.a[:, t] * dz
         own = [
             x.reshape(len_, len(x) // len_, *x.shape[1:]).sum(1)
-            for x, (len_, *_) in zip((dq, dk, dv), self.shapes, strict=True)
+            for x, (len_, *_) in zip((dq, dk, dv, de), (*self.shapes, self.shapes[1]), strict=True)
         ]
-        names = ("dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dnorm")
+        names = ("dq", "dk", "dv", "derase", "dlog_decay", "dbeta", "dstate", "dnorm")
         return dict(zip(names, (*own, da, db, ds, dz), strict=True))

@@ -201,7 +201,7 @@ cdef extern from "fastattn.h" nogil:
         void *db
         void *dc
     ctypedef struct fa_recurrent_args:
-        fa_array q, k, v, out, log_decay, beta, state, state_out, norm, norm_out
+        fa_array q, k, v, out, log_decay, beta, erase, state, state_out, norm, norm_out
         int64_t batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v
         int gated, causal
         double scale, eps
@@ -212,7 +212,7 @@ cdef extern from "fastattn.h" nogil:
         double flops
     ctypedef struct fa_recurrent_backward_args:
         fa_recurrent_args forward
-        fa_array dout, dstate_out, dnorm_out, dq, dk, dv, dlog_decay, dbeta, dstate, dnorm
+        fa_array dout, dstate_out, dnorm_out, dq, dk, dv, dlog_decay, dbeta, derase, dstate, dnorm
         double dq_factor
     ctypedef struct fa_recurrent_backward_plan:
         int64_t n_tasks, scratch_bytes

@@ -23,6 +23,8 @@ cdef int _set_recurrent(fa_recurrent_args *a, args, _Tables tables) except -1:
     tables.set(&a.state, "state", args.state, lane, 3, a.heads, a.head_dim, a.head_dim_v, True)
     _set_decays(&a.log_decay, "log_decay", args.log_decay, lane, a, tables)
     tables.set(&a.beta, "beta", args.beta, lane, 2, a.heads, a.len_k)
+    if args.erase is not None:
+        tables.set_rows(&a.erase, "erase", args.erase, a.heads_k, a.len_k, a.head_dim)
     tables.set(&a.norm_out, "norm_out", args.norm_out, lane, 2, a.heads, a.head_dim, 1, True)
     tables.set(&a.norm, "norm", args.norm, lane, 2, a.heads, a.head_dim, 1, True)
     return lane
@@ -43,7 +45,7 @@ def recurrent(args):
     cdef fa_recurrent_plan plan
     cdef Loop loop
     cdef int threads = args.num_threads
-    cdef _Tables tables = _Tables(args.batch_shape, 10)
+    cdef _Tables tables = _Tables(args.batch_shape, 11)
     memset(&a, 0, sizeof(a))
     _set_recurrent(&a, args, tables)
     a.watch = &loop.watch
@@ -66,7 +68,7 @@ def recurrent_backward(args):
     cdef fa_recurrent_backward_plan plan
     cdef Loop loop
     cdef int threads = args.num_threads, lane
-    cdef _Tables tables = _Tables(args.forward.batch_shape, 20)
+    cdef _Tables tables = _Tables(args.forward.batch_shape, 22)
     memset(&a, 0, sizeof(a))
     lane = _set_recurrent(f, args.forward, tables)
     tables.set_rows(&a.dout, "dout", args.dout, max(f.heads_q, f.heads), f.len_q, f.head_dim_v)
@@ -80,6 +82,8 @@ def recurrent_backward(args):
         tables.set_rows(&a.dv, "dv", args.dv, f.heads, f.len_k, f.head_dim_v)
     _set_decays(&a.dlog_decay, "dlog_decay", args.dlog_decay, lane, f, tables)
     tables.set(&a.dbeta, "dbeta", args.dbeta, lane, 2, f.heads, f.len_k)
+    if args.derase is not None:
+        tables.set_rows(&a.derase, "derase", args.derase, f.heads, f.len_k, f.head_dim)
     tables.set(&a.dstate, "dstate", args.dstate, lane, 3, f.heads, f.head_dim, f.head_dim_v, True)
     tables.set(&a.dnorm, "dnorm", args.dnorm, lane, 2, f.heads, f.head_dim, 1, True)
     a.dq_factor = args.dq_factor
