@@ -18,8 +18,8 @@ GRID, TILE = (4, 6), 4  # tiles of 4 tokens each
 
 def training_blocks(n):
     """Blocks of the noised half attend themselves, and clean blocks before; clean ones are block-causal."""
-    noised, clean = np.eye(n, dtype=bool), np.tri(n, dtype=bool)
-    return np.block([[noised, clean & ~noised], [np.zeros_like(noised), clean]])
+    eye, clean = np.eye(n, dtype=bool), np.tri(n, dtype=bool)
+    return np.block([[eye, clean & ~eye], [eye & ~eye, clean]])
 
 
 def in_training(i, j):
