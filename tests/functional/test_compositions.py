@@ -3,6 +3,7 @@
 import compositions
 import numpy as np
 import pytest
+from composition_checks import B, D, H, N, V, close, drawn, each_dtype, means, tokens
 from differences import assert_gradient
 from formulas import doubles, sigmoid, softmax
 
@@ -10,40 +11,10 @@ from fastattn import attention, grad, ops, positions
 from fastattn import functional as F
 from fastattn.grad import vjp
 
-B, H, N, D, V = 2, 3, 70, 16, 24  # more than two chunks of 32 tokens, and a part of one
-DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def drawn(dtype, *shapes, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-
-def tokens(dtype, *dims, heads=H, length=N):
-    return drawn(dtype, *((B, heads, length, dim) for dim in dims))
-
-
-def close(got, expected, dtype, factor=64):
-    """`got` may be off by `factor` roundings of the largest number of its row, or by 1/16 of it of all."""
-    assert got.dtype == dtype
-    assert got.shape == expected.shape
-    assert np.isfinite(expected).all()
-    most = np.abs(expected).max(axis=-1, keepdims=True)
-    bound = factor * np.finfo(dtype).eps * (most + np.abs(expected).max() / 16)
-    error = np.abs(got - expected)
-    assert (error <= bound).all(), f"{(error / bound).max():.3g} of the bound"
-
 
 def logarithms(dtype, size):
     """A factor for weights that were logarithms of this size: they are float64, so float32 loses nothing."""
     return 64 * max(1, size / 8) if dtype == np.float64 else 64
-
-
-def means(weights, v):
-    """Means of values by weights (..., len, len) of the tokens up to each one."""
-    weights = np.tril(weights)
-    return weights / weights.sum(-1, keepdims=True) @ v
 
 
 def states(k, v, decay):
@@ -102,6 +73,42 @@ def test_rebased(implementation, dtype):
     s = q @ k.swapaxes(-1, -2)
     close(out, means(s * s, v), dtype)
     close(own, means(q**2 @ (k**2).swapaxes(-1, -2), v), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("causal", [False, True])
+def test_cosformer(implementation, dtype, causal):
+    q, k, v = tokens(dtype, D, D, V)
+    phi_q, phi_k = compositions.turned(q, 2 * N), compositions.turned(k, 2 * N)
+    options = {"rule": "linear", "normalize": True, "eps": 0.0, "causal": causal}
+    out = F.linear_attention(phi_q, phi_k, v, **options)
+    q, k, v = doubles(q, k, v)
+    behind = np.arange(N)[:, None] - np.arange(N)
+    s = np.maximum(q, 0) @ np.maximum(k, 0).swapaxes(-1, -2) * np.cos(np.pi / 2 * behind / (2 * N))
+    close(out, means(s, v) if causal else s / s.sum(-1, keepdims=True) @ v, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("length", [1, 64, N])
+def test_log_linear_attention(implementation, dtype, length):
+    """Buckets by the paper's rule: each begins where the lowest bit of the one after it is cleared."""
+    levels = (length - 1).bit_length() + 1
+    q, k, v, gates, shares = tokens(dtype, D, D, V, 1, levels, length=length)
+    log_decay, shares = -np.logaddexp(0, gates[..., 0]) / 8, np.logaddexp(0, shares)
+    out = compositions.log_linear(q, k, v, log_decay, shares)
+    q, k, v, log_decay, shares = doubles(q, k, v, log_decay, shares)
+    weights = np.zeros((B, H, length, length))
+    sums = np.cumsum(log_decay, axis=-1)
+    for t in range(length):
+        weights[..., t, t] = shares[..., t, 0]
+        end = t
+        while end > 0:
+            lowest = end & -end
+            bucket = slice(end - lowest, end)
+            decay = np.exp(sums[..., t, None] - sums[..., bucket])
+            weights[..., t, bucket] = shares[..., t, lowest.bit_length(), None] * decay
+            end -= lowest
+    close(out, (q @ k.swapaxes(-1, -2) / np.sqrt(D) * weights) @ v, dtype)
 
 
 @each_dtype

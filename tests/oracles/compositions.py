@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from fastattn import attention, ops
+from fastattn import attention, merge_states, ops
 from fastattn import functional as F
+from fastattn import masks as M
 from fastattn.grad import vjp
 
 
@@ -88,3 +89,163 @@ def grouped_latent(q, caches, key_weights, value_weights, **options):
     """Grouped latent attention: every group of q (batch, groups, heads, len, d) has a cache of its own."""
     parts = zip(q.swapaxes(0, 1), caches, key_weights, value_weights, strict=True)
     return np.concatenate([F.latent_attention(*part, **options) for part in parts], axis=1)
+
+
+def turned(x, most):
+    """cosFormer's features of x (..., len, d): relu(x), turned by a right angle over `most` positions."""
+    angle = np.pi / 2 / most * np.arange(x.shape[-2])[:, None]
+    parts = [np.maximum(x, 0) * factor for factor in (np.cos(angle), np.sin(angle))]
+    return np.concatenate(parts, axis=-1).astype(x.dtype)
+
+
+def log_linear(q, k, v, log_decay, shares):
+    """Log-linear attention with Mamba-2's decay, for arrays (batch, heads, len, ...).
+
+    `shares` (batch, heads, len, levels) are of the token itself, then of runs of 1, 2, 4, ... tokens before.
+    """
+    length = q.shape[-2]
+    levels = (length - 1).bit_length() + 1
+    arrays = q, k, v, log_decay[..., None], shares
+    more = [(0, 0), (0, 0), (0, 2 ** (levels - 1) - length), (0, 0)]
+    q, k, v, log_decay, shares = (np.pad(x, more) for x in arrays)  # to a power of 2
+    out = shares[..., :1] * (q * k).sum(-1, keepdims=True) * v * q.shape[-1] ** -0.5
+
+    def halves(x):  # (batch, heads, runs, 2, half, ...): the first half of a run is the second one's past
+        return x.reshape(*x.shape[:2], -1, 2, half, x.shape[-1])
+
+    for level in range(1, levels):
+        half = 2 ** (level - 1)
+        (q1, k1, v1, decay1), (q2, k2, v2, decay2) = (
+            [halves(x)[..., i, :, :] for x in (q, k, v, log_decay)] for i in (0, 1)
+        )
+        options = {"rule": "decay", "log_decay": decay1[..., 0]}
+        _, state = F.linear_attention(q1, k1, v1, return_state=True, **options)
+        options = {"rule": "decay", "log_decay": decay2[..., 0], "state": state}
+        past = F.linear_attention(q2, np.zeros_like(k2), np.zeros_like(v2), **options)
+        halves(out)[..., 1, :, :] += halves(shares)[..., 1, :, level, None] * past
+    return out[..., :length, :]
+
+
+def contextual_positions(q, k, v, table, rows=256):
+    """CoPE, causal: the position of a key is the sum of gates from it to the query.
+
+    `table` (positions, head_dim) has the embeddings of whole positions. The bias is made by rows.
+    """
+    out, length, most = [], q.shape[-2], len(table) - 1
+    for first in range(0, length, rows):
+        last = min(first + rows, length)
+        queries, keys = q[..., first:last, :], k[..., :last, :]
+        scores = queries @ keys.swapaxes(-1, -2) * q.shape[-1] ** -0.5
+        gates = np.tril(ops.activate(scores, "sigmoid"), first)
+        sums = np.cumsum(gates[..., ::-1], axis=-1, dtype=np.float64)[..., ::-1]
+        place = np.minimum(sums, most)
+        whole, logits = place.astype(int), queries @ table.T
+        below = np.take_along_axis(logits, whole, axis=-1)
+        above = np.take_along_axis(logits, np.minimum(whole + 1, most), axis=-1)
+        bias = (below + (place - whole) * (above - below)).astype(q.dtype)
+        out.append(attention(queries, keys, v[..., :last, :], bias=bias, causal=True))
+    return np.concatenate(out, axis=-2)
+
+
+def selective(q, k, v, rows=256):
+    """Selective attention, causal: what head 0 scores above 0 hides that key from all later queries."""
+    out, length = [], q.shape[-2]
+    hidden = np.zeros((*q.shape[:-3], 1, 1, length))
+    for first in range(0, length, rows):
+        last = min(first + rows, length)
+        queries, keys = q[..., first:last, :], k[..., :last, :]
+        scores = queries[..., :1, :, :] @ keys[..., :1, :, :].swapaxes(-1, -2) * q.shape[-1] ** -0.5
+        hides = np.tril(np.maximum(scores, 0), first - 1)  # no query hides its own key ...
+        hides[..., 0] = 0  # ... or the first one
+        sums = hidden[..., :last] + np.cumsum(hides, axis=-2, dtype=np.float64)
+        hidden[..., :last] = sums[..., -1:, :]
+        bias = (hides - sums).astype(q.dtype)
+        out.append(attention(queries, keys, v[..., :last, :], bias=bias, causal=True))
+    return np.concatenate(out, axis=-2)
+
+
+def path(q, k, v, w, beta, **options):
+    """PaTH: between a key and a query lie reflections ``I - beta w w^T``, with w (..., heads, len, head_dim).
+
+    They take from a score the result of a delta rule, whose values are products with all keys.
+    """
+    products = np.tril(w @ k.swapaxes(-1, -2), -1)
+    taken = F.linear_attention(q, w, products, rule="delta", beta=beta)
+    return attention(q, k, v, bias=-taken, causal=True, **options)
+
+
+def multi_token(q, k, v, kernel):
+    """Multi-token attention's convolution of scores, causal; `kernel` is (heads, queries, keys)."""
+    scores = np.tril(q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5)
+    c_q, c_k = kernel.shape[-2:]
+    more = [(0, 0)] * (q.ndim - 2) + [(c_q - 1, 0), ((c_k - 1) // 2, c_k // 2)]
+    near = np.lib.stride_tricks.sliding_window_view(np.pad(scores, more), (c_q, c_k), axis=(-2, -1))
+    logits = np.einsum("...hijab,hab->...hij", near, kernel[:, ::-1, ::-1])
+    return F.location_attention(logits, v, causal=True)
+
+
+def laser(q, k, v, **options):
+    """LASER: the logarithm of attention to exp(v), less each feature's largest value."""
+    most = v.max(axis=-2, keepdims=True)
+    return most + np.log(attention(q, k, np.exp(v - most), **options))
+
+
+def inverted(q, k, v):
+    """Attention whose softmax is over the queries: sums of values by it, and their means (slot attention)."""
+    _, of_key = attention(k, q, q, return_lse=True)
+    mean, of_query = attention(q, k, v, bias=-of_key[..., None, :], return_lse=True)
+    return mean * np.exp(of_query)[..., None], mean
+
+
+def sinkhorn(q, k, v, logits, iterations):
+    """Sinkhorn attention: each block of queries attends its own block of keys, and a sorted one.
+
+    `logits` (..., heads, blocks, blocks) are the sorting network's, of blocks of queries and of keys.
+    """
+    for axis in (-1, -2) * iterations:
+        logits = logits - np.logaddexp.reduce(logits, axis=axis, keepdims=True)
+    blocks = logits.shape[-1]
+    of_blocks = [x.reshape(*x.shape[:-2], blocks, -1, x.shape[-1]) for x in (q, k, v)]
+    keys, values = (
+        np.concatenate([np.einsum("...rs,...snd->...rnd", np.exp(logits), x), x], axis=-2)
+        for x in of_blocks[1:]
+    )
+    return attention(of_blocks[0], keys, values).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def routing(x, v, centroids):
+    """Routing attention, causal: x (..., heads, len, d), both queries and keys, attends its own cluster.
+
+    `centroids` is (heads, clusters, d).
+    """
+    cluster = np.argmax(x @ centroids.swapaxes(-1, -2), axis=-1)
+    order = np.argsort(cluster, axis=-1, kind="stable")
+    mask = M.causal() & M.documents(np.take_along_axis(cluster, order, axis=-1))
+    x, v = (np.take_along_axis(y, order[..., None], axis=-2)[..., None, :, :] for y in (x, v))
+    out = attention(x, x, v, mask=mask)[..., 0, :, :]  # heads are batch dimensions: each has its clusters
+    return np.take_along_axis(out, np.argsort(order, axis=-1)[..., None], axis=-2)
+
+
+def hyper(q, k, v, rotations, block, sample):
+    """HyperAttention: blocks of queries and keys in the order of hashes, and a sample of the other keys.
+
+    `rotations` is (head_dim, bits), `sample` (samples,) places in that order, drawn from all.
+    """
+
+    def order_of(x):  # neighbouring hashes differ by one bit: bits count as a Gray code
+        bits = np.cumsum(x @ rotations > 0, axis=-1) % 2
+        return np.argsort(bits @ (2 ** np.arange(bits.shape[-1])[::-1]), axis=-1, kind="stable")
+
+    def blocks(x):
+        return x.reshape(*x.shape[:-2], -1, block, x.shape[-1])
+
+    by_query, by_key = order_of(q)[..., None], order_of(k)[..., None]
+    q = np.take_along_axis(q, by_query, axis=-2)
+    k, v = (np.take_along_axis(x, by_key, axis=-2) for x in (k, v))
+    near, of_near = attention(*(blocks(x) for x in (q, k, v)), return_lse=True)
+    near, of_near = near.reshape(*q.shape[:-1], -1), of_near.reshape(q.shape[:-1])
+    mask = np.arange(q.shape[-2])[:, None] // block != sample // block
+    far, of_far = attention(q, k[..., sample, :], v[..., sample, :], mask=mask, return_lse=True)
+    weight = of_far.dtype.type(np.log(k.shape[-2] / len(sample)))
+    out, _ = merge_states((near, far), (of_near, of_far + weight))
+    return np.take_along_axis(out, np.argsort(by_query, axis=-2), axis=-2)

@@ -1,0 +1,86 @@
+"""Variants that choose by content who attends whom, as compositions, against formulas in float64."""
+
+import compositions
+import numpy as np
+import pytest
+from composition_checks import B, D, H, V, close, drawn, each_dtype, tokens
+from formulas import doubles, softmax
+
+from fastattn import functional as F
+
+
+@each_dtype
+def test_sinkhorn_attention(implementation, dtype):
+    blocks, size, iterations = 6, 11, 5
+    q, k, v = tokens(dtype, D, D, V, length=blocks * size)
+    (logits,) = drawn(dtype, (B, H, blocks, blocks), seed=1)
+    out = compositions.sinkhorn(q, k, v, logits, iterations)
+    q, k, v, logits = doubles(q, k, v, logits)
+    r = np.exp(logits)
+    for _ in range(iterations):
+        r /= r.sum(-1, keepdims=True)
+        r /= r.sum(-2, keepdims=True)
+    expected = np.empty(out.shape)
+    for i in range(blocks * size):
+        block = i // size
+        own = slice(block * size, (block + 1) * size)
+        pairs = []
+        for x in (k, v):
+            mixed = sum(
+                r[:, :, block, b, None, None] * x[:, :, b * size : (b + 1) * size] for b in range(blocks)
+            )
+            pairs.append(np.concatenate([x[:, :, own], mixed], axis=-2))
+        p = softmax(np.einsum("bhd,bhjd->bhj", q[:, :, i], pairs[0]) / np.sqrt(D))
+        expected[:, :, i] = np.einsum("bhj,bhjv->bhv", p, pairs[1])
+    close(out, expected, dtype)
+
+
+@each_dtype
+def test_routing_attention(implementation, dtype):
+    clusters = 5
+    x, v = tokens(dtype, D, V)
+    (centroids,) = drawn(dtype, (H, clusters, D), seed=1)
+    x, centroids = F.feature_maps.unit(x), F.feature_maps.unit(centroids)
+    out = compositions.routing(x, v, centroids)
+    x, v, centroids = doubles(x, v, centroids)
+    nearest = np.argmin(((x[..., None, :] - centroids[:, None]) ** 2).sum(-1), axis=-1)
+    same = nearest[..., :, None] == nearest[..., None, :]
+    assert 0.1 < same.mean() < 0.9
+    s = x @ x.swapaxes(-1, -2) / np.sqrt(D)
+    close(out, softmax(np.where(np.tril(same), s, -np.inf)) @ v, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("bits", [1, 7])
+def test_hyper_attention(implementation, dtype, bits):
+    """Keys of the query's own block once, and drawn ones of other blocks as often as drawn, times n / m."""
+    block, length, m = 8, 64, 12
+    q, k, v = tokens(dtype, D, D, V, length=length)
+    (rotations,) = drawn(dtype, (D, bits), seed=1)
+    sample = np.random.default_rng(2).integers(0, length, m)
+    out = compositions.hyper(q, k, v, rotations, block, sample)
+    q, k, v, rotations = doubles(q, k, v, rotations)
+    codes = gray_codes(bits)
+    for b, h in np.ndindex(B, H):
+        ranks = [[codes.index(tuple(row @ rotations > 0)) for row in x[b, h]] for x in (q, k)]
+        by_query, by_key = (np.argsort(rank, kind="stable") for rank in ranks)
+        s = q[b, h] @ k[b, h].T / np.sqrt(D)
+        expected = np.empty((length, V))
+        for place, i in enumerate(by_query):
+            first = place // block * block
+            times = np.zeros(length)
+            times[by_key[first : first + block]] = 1
+            for drawn_place in sample:
+                if not first <= drawn_place < first + block:
+                    times[by_key[drawn_place]] += length / m
+            weights = times * np.exp(s[i])
+            expected[i] = weights @ v[b, h] / weights.sum()
+        close(out[b, h], expected, dtype)
+
+
+def gray_codes(bits):
+    """All rows of bits, in an order in which neighbours differ by one bit."""
+    codes = [()]
+    for _ in range(bits):
+        codes = [(False, *code) for code in codes] + [(True, *code) for code in reversed(codes)]
+    return codes
