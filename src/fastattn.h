@@ -340,6 +340,8 @@ typedef struct {
     fa_array q, k, v, out;     /* (batch, heads of each, length, head_dim); out has those of q, at least `heads` */
     fa_array log_decay;        /* lanes, at most 0: (batch, heads, length), gated (..., head_dim); optional */
     fa_array beta;             /* lanes, (batch, heads, length): the delta rule; optional */
+    fa_array strength;         /* lanes, (batch, heads, length): what v is times as it is written; optional, without beta */
+    const void *skip;          /* lanes, (heads): out += skip v; optional. As strength of the forward pass alone */
     fa_array erase;            /* as k: what the delta rule reads the state by; optional, k without it */
     fa_array state, state_out; /* lanes, (batch, heads, head_dim, head_dim_v); state optional, may be state_out */
     fa_array norm, norm_out;   /* lanes, (batch, heads, head_dim), apart; norm_out: divide by q . norm + eps */

@@ -90,6 +90,12 @@ static void load_tokens(const fa_recurrent_args *a, const recurrent_task *task, 
     if (!a->gated) transpose_keys(scratch->keys, n, a->head_dim, scratch->keys_t); /* else vector_scores() does */
     if (a->log_decay.data) load_decays(a, task, first, n, scratch);
     load_panels(a, task, &a->v, at(&a->v, task->b, task->head_v, first, task->column), n, scratch->u);
+    for (int64_t panel = 0; a->strength.data && panel < task->panels; panel++)
+        for (int64_t i = 0; i < n; i++) {
+            lane *u = scratch->u + (panel * CHUNK + i) * PANEL;
+            const v_t strength = v_splat(strength_of(a, task, first + i));
+            for (int64_t c = 0; c < PANEL; c += LANES) v_store(u + c, v_load(u + c) * strength);
+        }
 }
 
 /* What n tokens from `first` on write: keys, decays and u. */
@@ -133,6 +139,8 @@ static void read_chunk(const fa_recurrent_args *a, const recurrent_task *task, i
                 panel_product(0, 1, scratch->scores + i * CHUNK_LANES, rows, u, i, scratch->out + i * PANEL);
             deep_product(a->causal, scratch->q, n, scratch->state + panel * a->head_dim * PANEL, a->head_dim,
                          scratch->out);
+            for (int64_t i = 0; a->skip && i < n; i++)
+                add_skipped(a, task, first + i, column, panel_width(a, column), scratch->out + i * PANEL);
             for (int64_t i = 0; i < n; i++, out += a->out.row)
                 store_row(a->out.dtype, scratch->out + i * PANEL, panel_width(a, column),
                           a->norm_out.data ? 1 / scratch->divisor[i] : 1, out);

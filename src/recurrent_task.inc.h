@@ -11,7 +11,7 @@
  * The lanes are columns of S, which do not depend on one another. A task is one state, or some panels of its columns;
  * the bits of a column do not depend on which.
  *
- * Exports   RECURRENT_ASKS, recurrent_task, recurrent_task_of, query_group, panel_width; load_state, store_state, load_norm,
+ * Exports   RECURRENT_ASKS, recurrent_task, recurrent_task_of, query_group, panel_width, add_skipped, strength_of; load_state, store_state, load_norm,
  *           store_norm; decay_at. */
 #pragma once
 #include "softmax.inc.h"
@@ -43,6 +43,24 @@ static recurrent_task recurrent_task_of(const fa_recurrent_args *a, const fa_rec
         .head_q = a->heads_q > a->heads ? h * query_group(a) : h / (a->heads / a->heads_q),
         .group = query_group(a),
     };
+}
+
+/* out (n) += skip v, columns from `column` on of token i. */
+static void add_skipped(const fa_recurrent_args *a, const recurrent_task *task, int64_t i, int64_t column, int64_t n,
+                        lane *out)
+{
+    const char *v = at(&a->v, task->b, task->head_v, i, column);
+    const v_t skip = v_splat(((const lane *)a->skip)[task->h]);
+    for (int64_t j = 0; j < n; j += LANES) {
+        const v_t x = v_load_as_part(a->v.dtype, v + j * dtype_size(a->v.dtype), n - j);
+        v_store_part(out + j, v_fma(skip, x, v_load_part(out + j, n - j)), n - j);
+    }
+}
+
+/* What v is times as token i writes it. */
+INLINE lane strength_of(const fa_recurrent_args *a, const recurrent_task *task, int64_t i)
+{
+    return a->strength.data ? *(const lane_u *)at(&a->strength, task->b, task->h, i, 0) : 1;
 }
 
 /* Columns from `column` on that are in one panel: of a state's last panel, some may be missing. */

@@ -259,6 +259,10 @@ class RecurrentArgs:
     eps: float
     num_threads: int
     result: Any  # what the caller gets
+    # Lane dtype, of a forward pass without beta: v is written times this, (*batch_shape, heads, len_k); out
+    # has v times `skip`, (heads,), added.
+    strength: Array | None = None
+    skip: Array | None = None
 
 
 @dataclass(slots=True, eq=False)

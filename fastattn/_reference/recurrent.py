@@ -49,6 +49,7 @@ def only(items: Any, args: RecurrentArgs) -> RecurrentArgs:
         "log_decay": 2 + args.gated,
         "beta": 2,
         "erase": 3,
+        "strength": 2,
         "state": 3,
         "norm": 2,
     }
@@ -69,7 +70,9 @@ def _chunks(args: RecurrentArgs, step: int) -> None:
     for i in range(0, args.len_k, step):
         tokens = slice(i, i + step)
         k = of_heads(args.k, args.heads, tokens, lane)
-        u = of_heads(args.v, args.heads, tokens, lane)
+        u = v = of_heads(args.v, args.heads, tokens, lane)
+        if args.strength is not None:
+            u = v * at_tokens(args.strength[..., None], tokens)
         # With a_t the decay of token t: decayed (..., i, j, 1 or head_dim) is a_{j+1} ... a_i, and carry
         # (..., i, 1 or head_dim) is a_0 ... a_i.
         decayed, carry = decays(args, tokens, k.shape[-2], lane)
@@ -88,6 +91,8 @@ def _chunks(args: RecurrentArgs, step: int) -> None:
             if args.norm_out is not None:
                 sums = scores.sum(-1, keepdims=True) + reached @ norm[..., None, :, :]
                 out = out / (sums + lane.type(args.eps))
+            if args.skip is not None:
+                out = out + args.skip[:, None, None, None] * v[..., None, :, :]
             _store(args, tokens, out)
         to_end = (decayed[..., -1, :, :] * k).swapaxes(-1, -2)
         end = carry[..., -1, :, None]

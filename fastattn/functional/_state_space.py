@@ -204,9 +204,8 @@ def mamba2_scan(
 
     Notes
     -----
-    The cost is that of `linear_attention`, and a pass over x each for steps, D and z. In 16 bits s_t x_t is
-    rounded, as x was. To keep packed sequences apart, call it for each of them. Source: T. Dao and A. Gu,
-    "Transformers are SSMs", 2024, arXiv:2405.21060.
+    The cost is that of `linear_attention`, and of z a pass over x. To keep packed sequences apart, call it for
+    each of them. Source: T. Dao and A. Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
 
     Examples
     --------
@@ -221,16 +220,12 @@ def mamba2_scan(
         raise not_an_argument(others, mamba2_scan)
     h = _heads(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limits)
     compute: Any = {"num_threads": num_threads, "backend": backend}
-    values = (h.x * h.step[..., None]).astype(h.x.dtype, copy=False)
-    fixed: Any = {
-        "rule": "decay", "log_decay": h.step * h.rates[:, None], "scale": 1.0, "state": state, **compute
-    }  # fmt: skip
-    args = recurrent_args(h.c, h.b, values, **fixed, return_state=return_state, out_state=out_state)
+    log_decay = h.step * h.rates[:, None]
+    fixed: Any = {"rule": "decay", "log_decay": log_decay, "scale": 1.0, "state": state, **compute}
+    args = recurrent_args(h.c, h.b, h.x, **fixed, return_state=return_state, out_state=out_state)
+    args.strength, args.skip = h.step, h.skip
     dispatch.run(args, backend)
-    whole = args.out
-    if h.skip is not None:
-        np.add(whole, h.skip[:, None, None] * h.x, out=whole, casting="unsafe")
-    scanned = whole
+    whole = scanned = args.out
     if h.gate is not None:
         whole = ops.activate(h.gate, "silu", up=scanned, **compute)
     request = yield (whole, args.result[1]) if isinstance(args.result, tuple) else whole
@@ -241,6 +236,7 @@ def mamba2_scan(
         found["dz"], dout = grad.activate(dout, h.gate, "silu", up=scanned, **compute)
     need = tuple(n for n, of in _OF_RECURRENCE.items() if {*of} & {*request.need})
     inner = Request(dout, request.dmore, need)
+    values = (h.x * h.step[..., None]).astype(h.x.dtype, copy=False)
     parts = dict(zip(need, gradients_of(inner, h.c, h.b, values, fixed), strict=True))
     found |= {"dB": parts.get("dk"), "dC": parts.get("dq"), "dstate": parts.get("dstate")}
     lane = h.step.dtype
@@ -254,7 +250,7 @@ def mamba2_scan(
         if "dlog_decay" in parts:
             found["dA"] = _sum_to_heads(parts["dlog_decay"] * h.step)
             dstep = dstep + parts["dlog_decay"] * h.rates[:, None]
-        found["ddt"] = dstep * h.slope
+        found["ddt"] = dstep * _slopes(h, dt_softplus, dt_limits)
         found["ddt_bias"] = _sum_to_heads(found["ddt"])
     given: Any = {name: np.asarray(x).dtype for name, x in request.given.items() if x is not None}
     return tuple(_as(found[name], given.get(name[1:])) for name in request.need)
@@ -276,8 +272,8 @@ class _Heads(NamedTuple):
     x: Array
     b: Array
     c: Array
-    step: Array  # (..., heads, length)
-    slope: Array  # the same: the derivative of a step by its dt
+    raw: Array  # (..., heads, length): what softplus is applied to
+    step: Array  # the same
     rates: Array  # (heads,)
     skip: Array | None
     gate: Array | None
@@ -312,18 +308,24 @@ def _heads(
             or heads % array.shape[-3]
         ):
             raise wrong_shape(name, array, f"(..., groups, length, states), groups a divisor of {heads}")
-    raw = given.astype(lane)
+    raw = given.astype(lane, copy=False)
     if bias is not None:
         raw = raw + bias[:, None]
+    step = np.clip(_softplus(raw) if flag("dt_softplus", dt_softplus) else raw, *map(lane.type, dt_limits))
+    return _Heads(values, b, c, raw, step, rates, skip, gate)
+
+
+def _softplus(x: Array) -> Array:
     with np.errstate(all="ignore"):
-        step = (
-            np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw))) if flag("dt_softplus", dt_softplus) else raw
-        )
-        slope = 0.5 + 0.5 * np.tanh(0.5 * raw) if dt_softplus else np.ones_like(raw)
-        low, high = dt_limits
-        inside = (step >= low) & (step <= high)
-        step = np.clip(step, lane.type(low), lane.type(high))
-    return _Heads(values, b, c, step, slope * inside, rates, skip, gate)
+        result: Array = np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+    return result
+
+
+def _slopes(h: _Heads, softplus: bool, limits: tuple[float, float]) -> Array:
+    """The derivative of each step by its dt: 0 where the step was cut."""
+    given = _softplus(h.raw) if softplus else h.raw
+    slopes: Array = 0.5 + 0.5 * np.tanh(0.5 * h.raw) if softplus else np.ones_like(h.raw)
+    return slopes * ((given >= limits[0]) & (given <= limits[1]))
 
 
 def _sum_to_heads(x: Array) -> Array:

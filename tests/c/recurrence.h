@@ -10,6 +10,7 @@ enum { MOST_DIM = 129 };
 /* The inputs of a call, and what its results must be. */
 typedef struct {
     fa_recurrent_args args;
+    fa_array skip; /* (1, heads), lanes: what args.skip points to */
     int normalised;
     near *out;   /* (batch, out heads, len_q, head_dim_v) */
     near *state; /* (batch, heads, head_dim, head_dim_v) */
@@ -51,6 +52,7 @@ static void one_token(const fa_recurrent_args *a, int64_t b, int64_t h, int64_t 
     FOR(c, width)
     {
         double u = get(&a->v, b, h / (a->heads / a->heads_v), t, c);
+        if (a->strength.data) u *= get(&a->strength, b, h, t, 0);
         FOR(d, a->beta.data ? depth : 0) u -= r->e[d] * r->s[d * width + c];
         if (a->beta.data) u *= beta;
         FOR(d, depth)
@@ -88,6 +90,11 @@ static void one_answer(const recurrent_case *x, int64_t b, int64_t from, int64_t
             masses += mass * mass;
         }
         if (a->beta.data) sum.error += rounding * sqrt(squares * masses);
+        if (a->skip) { /* of state `to / group` */
+            const int64_t h = to / larger(1, a->heads_q / a->heads);
+            const double skipped = get(&x->skip, 0, 0, 0, h) * get(&a->v, b, h / (a->heads / a->heads_v), t, c);
+            sum.value += skipped, sum.error += eps_of(lane_of(a->q.dtype)) * fabs(skipped);
+        }
         if (x->normalised) {
             sum.value /= divisor.value;
             sum.error = (sum.error + fabs(sum.value) * divisor.error) / fabs(divisor.value);

@@ -103,6 +103,11 @@ static void make_recurrent(int number)
     if (decay) new_decays(a);
     if (delta) shorten_keys(a), new_erase(a);
     if (delta) a->beta = new_tokens(lane, a->heads, a->len_k, 1, 0, (below(4) ? 0 : ONE_HEAD) | (number % 3 ? 0 : ODD));
+    if (!delta && a->causal && !recurrent_now.normalised && below(2)) {
+        a->strength = new_tokens(lane, a->heads, a->len_k, 1, -1, (int)below(8));
+        recurrent_now.skip = random_floats(lane, 1, a->heads, -1, 1);
+        a->skip = recurrent_now.skip.data;
+    }
     if (below(2)) a->state = new_tokens(lane, a->heads, a->head_dim, a->head_dim_v, -1, recurrent_layout);
     if (a->state.data && recurrent_now.normalised) a->norm = new_tokens(lane, a->heads, a->head_dim, 1, 0, 0);
     recurrent_spoiled = below(6) == 0;
@@ -125,7 +130,7 @@ static int run_recurrent(const fa_kernels *kernels, fa_recurrent_args a, int64_t
 {
     const int mark = n_mappings;
     fa_recurrent_plan p;
-    fa_array *tokens[] = {&a.q, &a.k, &a.v, &a.out, &a.log_decay, &a.beta, &a.erase};
+    fa_array *tokens[] = {&a.q, &a.k, &a.v, &a.out, &a.log_decay, &a.beta, &a.erase, &a.strength};
     FOR(i, COUNT(tokens))
     if (tokens[i]->data) tokens[i]->data += begin * tokens[i]->row;
     if (a.causal) a.len_q = a.len_k = end - begin;

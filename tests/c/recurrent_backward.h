@@ -175,6 +175,7 @@ static void bound_gradients(const fa_recurrent_args *a)
 static void make_recurrent_backward(int number)
 {
     make_recurrent(number);
+    recurrent_now.args.strength = (fa_array){0}, recurrent_now.args.skip = NULL; /* of the forward pass alone */
     const fa_recurrent_args *a = &recurrent_now.args;
     gradient_case *g = &gradients_now;
     const fa_dtype lane = lane_of(a->q.dtype);

@@ -45,9 +45,12 @@ def recurrent(args):
     cdef fa_recurrent_plan plan
     cdef Loop loop
     cdef int threads = args.num_threads
-    cdef _Tables tables = _Tables(args.batch_shape, 11)
+    cdef _Tables tables = _Tables(args.batch_shape, 12)
+    cdef int lane
     memset(&a, 0, sizeof(a))
-    _set_recurrent(&a, args, tables)
+    lane = _set_recurrent(&a, args, tables)
+    tables.set(&a.strength, "strength", args.strength, lane, 2, a.heads, a.len_k)
+    a.skip = _data("skip", args.skip, a.heads, lane)
     a.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), &a, &plan
     loop.kernels.recurrent_plan(&a, threads, &plan)
