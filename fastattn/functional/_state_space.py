@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn import grad, ops
-from fastattn._args.channels import scan_args, scan_grad_args
+from fastattn._args.channels import scan_args, scan_grad_args, step_limits
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import like, rows_args, vector
 from fastattn._args.options import Backend, NoOptions
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.types import Array, ArrayLike, Unpack, lane_dtype
-from fastattn._args.values import flag, operand, real_array, short
+from fastattn._args.values import flag, operand, real_array
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn.functional._differentiable import Request, Steps, differentiable
@@ -300,10 +300,7 @@ def _heads(
         raise ValueError(f"(): A has {None if rates is None else rates.max()}; expected 0 or less")
     skip, bias = vector("D", D, (heads,), lane), vector("dt_bias", dt_bias, (heads,), lane)
     gate = like("z", z, values.shape, values.dtype, "x")
-    if not isinstance(dt_limits, tuple) or len(dt_limits) != 2 or not 0 <= dt_limits[0] <= dt_limits[1]:
-        raise ValueError(
-            f"(): dt_limits is {short(dt_limits)}; expected a pair of numbers, 0 <= first <= second"
-        )
+    low, high = step_limits(dt_limits)
     b, c = operand("B", B, []), operand("C", C, [])
     for name, array in (("B", b), ("C", c)):
         if (
@@ -321,7 +318,6 @@ def _heads(
             np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw))) if flag("dt_softplus", dt_softplus) else raw
         )
         slope = 0.5 + 0.5 * np.tanh(0.5 * raw) if dt_softplus else np.ones_like(raw)
-        low, high = dt_limits
         inside = (step >= low) & (step <= high)
         step = np.clip(step, lane.type(low), lane.type(high))
     return _Heads(values, b, c, step, slope * inside, rates, skip, gate)
