@@ -222,15 +222,16 @@ def mamba2_scan(
         raise not_an_argument(others, mamba2_scan)
     h = _heads(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limits)
     compute: Any = {"num_threads": num_threads, "backend": backend}
-    values = (h.x * h.step[..., None]).astype(h.x.dtype, copy=False)
-    fixed: Any = {
-        "rule": "decay", "log_decay": h.step * h.rates[:, None], "scale": 1.0, "state": state, **compute
-    }  # fmt: skip
+    with np.errstate(all="ignore"):
+        values = (h.x * h.step[..., None]).astype(h.x.dtype, copy=False)
+        decays = without_nan(h.step * h.rates[:, None])
+    fixed: Any = {"rule": "decay", "log_decay": decays, "scale": 1.0, "state": state, **compute}
     args = recurrent_args(h.c, h.b, values, **fixed, return_state=return_state, out_state=out_state)
     dispatch.run(args, backend)
     whole = args.out
     if h.skip is not None:
-        np.add(whole, h.skip[:, None, None] * h.x, out=whole, casting="unsafe")
+        with np.errstate(all="ignore"):
+            np.add(whole, h.skip[:, None, None] * h.x, out=whole, casting="unsafe")
     scanned = whole
     if h.gate is not None:
         whole = ops.activate(h.gate, "silu", up=scanned, **compute)
@@ -321,6 +322,12 @@ def _heads(
         inside = (step >= low) & (step <= high)
         step = np.clip(step, lane.type(low), lane.type(high))
     return _Heads(values, b, c, step, slope * inside, rates, skip, gate)
+
+
+def without_nan(log_decay: Array) -> Array:
+    """`log_decay` with 0 for NaN, which the values of the same token carry on."""
+    found: Array = np.where(np.isnan(log_decay), log_decay.dtype.type(0), log_decay)
+    return found
 
 
 def _sum_to_heads(x: Array) -> Array:
