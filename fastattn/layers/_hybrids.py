@@ -16,7 +16,7 @@ from fastattn._args.ops import epsilon
 from fastattn._args.types import FLOAT32, Array
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._recurrent import gated_delta_net, linear_attention
-from fastattn.functional._state_space import mamba2_scan, selective_scan
+from fastattn.functional._state_space import mamba2_scan, selective_scan, without_nan
 from fastattn.functional.feature_maps import unit
 from fastattn.layers._recurrent import RecurrentLayer, linear, log_uniform, logarithms, step_bias
 from fastattn.layers._state import Parameter, constant
@@ -36,7 +36,7 @@ def _decays(x: Array, dt_bias: Array, A_log: Array) -> Steps[Array]:
     with np.errstate(all="ignore"):
         rate = -np.exp(A_log).reshape(-1, *(1,) * (x.ndim - 2))
         raw = x.astype(A_log.dtype, "C") + dt_bias.reshape(x.shape[1], 1, *x.shape[3:])
-        decays = rate * (np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw))))
+        decays = without_nan(rate * (np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw)))))
     request = yield decays
 
     dx = request.dout * rate * (0.5 + 0.5 * np.tanh(0.5 * raw))

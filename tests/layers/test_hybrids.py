@@ -202,6 +202,19 @@ def test_batch_neighbours_change_no_bit(name, isa):
 
 
 @every_layer
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_reaches_later_tokens_alone(name, odd, implementation):
+    layer, x = randomized(made(name)), draw(2, LENGTH, WIDTH)
+    expected = layer(x)
+    x[0, 20, 3] = odd
+    out, reached = layer(x), np.zeros((2, LENGTH), bool)
+    reached[0, 20 : 20 + layer.kernel_size if isinstance(layer, ShortConvolution) else None] = True
+    assert not np.isfinite(out[reached]).any()
+    bound = 3e-6 * abs(expected).max() if implementation == "numpy" else 0  # whose sums have another order
+    np.testing.assert_allclose(out[~reached], expected[~reached], rtol=0, atol=bound)
+
+
+@every_layer
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
 def test_nothing_gives_nothing(name, shape, implementation):
     layer, x, state = made(name, rng=0), np.zeros((*shape, WIDTH), np.float32), RecurrentState()
