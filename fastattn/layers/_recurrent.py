@@ -63,8 +63,9 @@ class RecurrentState:
         if self._held and [(x.shape, x.dtype) for x in self._held] != kinds:
             expected = " and ".join(f"{shape} in {dtype}" for shape, dtype in kinds)
             raise ValueError(f"(): state is {self!r}; expected {expected}, or an empty one")
-        self._spare = self._spare or [np.empty(shape, dtype) for shape, dtype in kinds]
         before: Sequence[Array | None] = self._held or [None] * len(kinds)
+        if not (self._held and self._spare):
+            self._spare = [np.empty(shape, dtype) for shape, dtype in kinds]
         return [{"state": x, "out_state": y} for x, y in zip(before, self._spare, strict=True)]
 
     def _keep(self) -> None:
@@ -119,7 +120,8 @@ class RecurrentLayer(Layer):
             if getattr(self, name) is not None or getattr(type(self), name, 0) is not None:
                 setattr(self, name, integer(name, getattr(self, name), 1, MOST_SIZE))
         self.kernel_size = integer("kernel_size", self.kernel_size, 1, MOST_WIDTH)
-        flag("bias", self.bias), flag("conv_bias", self.conv_bias)
+        for name in ("bias", "conv_bias"):
+            flag(name, getattr(self, name))
         self._inner = self._channels = 0  # features of the map out, and those that are convolved
         self._rows: dict[str, int] = {}
         self._order: Any = slice(None)
