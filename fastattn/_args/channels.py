@@ -13,7 +13,15 @@ from fastattn._args.grad_types import ConvGradArgs, ScanGradArgs
 from fastattn._args.ops import data, like, vector
 from fastattn._args.results import result_array
 from fastattn._args.types import ACTIVATIONS, Activation, Array, ConvArgs, Ints, ScanArgs, Shape, lane_dtype
-from fastattn._args.values import choice, flag, float_array, is_ready, readable, sequence_begins
+from fastattn._args.values import (
+    choice,
+    flag,
+    float_array,
+    is_ready,
+    readable,
+    sequence_begins,
+    short,
+)
 from fastattn._engine.settings import require_backend, threads
 
 MOST_WIDTH = 8  # FA_MOST_WIDTH of src/fastattn.h
@@ -166,6 +174,15 @@ def scan_args(
         batch, starts, begins is not None, array, steps, result, b, c, rates, skip, bias, before, after,
         softplus, threads(num_threads), (result, after) if with_state else result,
     )  # fmt: skip
+
+
+def step_limits(dt_limits: Any) -> tuple[float, float]:
+    """`dt_limits`, what the steps of a scan are cut to."""
+    if not isinstance(dt_limits, tuple) or len(dt_limits) != 2 or not 0 <= dt_limits[0] <= dt_limits[1]:
+        raise ValueError(
+            f"(): dt_limits is {short(dt_limits)}; expected a pair of numbers, 0 <= first <= second"
+        )
+    return dt_limits
 
 
 def scan_grad_args(dout: Any, need: Any, dstate_out: Any, forward: dict[str, Any]) -> ScanGradArgs:

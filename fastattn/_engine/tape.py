@@ -11,7 +11,7 @@ Arrays are rows (m, n) with a contiguous last axis. A note is dropped, with what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -123,11 +123,16 @@ class Plain:
         dispatch.run(RowsArgs("activate", x, out, get_num_threads(), residual))
         return out
 
-    def gate(self, x: Any, up: Any) -> Any:
-        """``sigmoid(x) * up``."""
+    def gate(self, x: Any, up: Any, activation: Activation | None = "sigmoid") -> Any:
+        """``activation(x) * up``."""
         out = np.empty(x.shape, x.dtype)
-        dispatch.run(RowsArgs("activate", x, out, get_num_threads(), up=up, activation="sigmoid"))
+        dispatch.run(RowsArgs("activate", x, out, get_num_threads(), up=up, activation=activation))
         return out
+
+    def call(self, function: Callable[..., Any], inputs: Mapping[str, Any], **options: Any) -> Any:
+        """The first result of a function that `grad.vjp` takes: `inputs` are values, parameters or None."""
+        found = function(**inputs, **options)
+        return found[0] if isinstance(found, tuple) else found
 
     def dropped(self, x: Any) -> Any:
         """x: a plain call drops nothing."""
@@ -433,17 +438,33 @@ class Tape(Plain):
         """The array of x to work in, which may not be the caller's."""
         return x.array if x.made else x.array.copy()
 
-    def gate(self, x: Value, up: Value) -> Value:
-        """``sigmoid(x) * up``."""
-        out = super().gate(x.array, up.array)
+    def gate(self, x: Value, up: Value, activation: Activation | None = "sigmoid") -> Value:
+        """``activation(x) * up``."""
+        out = super().gate(x.array, up.array, activation)
 
         def back(dout: Array, owned: bool) -> None:
             dx, dup = x.room(), up.room()
             args = RowsGradArgs("activate", dout, x.array, get_num_threads(), dx, None, None, up.array, dup)
-            args.activation = "sigmoid"
+            args.activation = activation
             dispatch.run_grad(args)
             x.put(dx, owned=True)
             up.put(dup, owned=True)
+
+        return self.note(out, back)
+
+    def call(self, function: Callable[..., Any], inputs: Mapping[str, Any], **options: Any) -> Value:
+        """The result of a function that `grad.vjp` takes; its pullback keeps what gradients need."""
+        arrays = {name: x.array if isinstance(x, Value) else x for name, x in inputs.items()}
+        given = {name: x for name, x in inputs.items() if x is not None}
+        out, pullback = function._vjp(**arrays, **options)  # type: ignore[attr-defined]
+
+        def back(dout: Array, owned: bool) -> None:
+            found = pullback(dout, need=tuple(f"d{name}" for name in given))
+            for x, gradient in zip(given.values(), found, strict=True):
+                if isinstance(x, Value):
+                    x.put(gradient, owned=True)
+                else:
+                    self.gradients.add(x, gradient)
 
         return self.note(out, back)
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn import grad, ops
-from fastattn._args.channels import scan_args, scan_grad_args
+from fastattn._args.channels import scan_args, scan_grad_args, step_limits
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import like, rows_args, vector
 from fastattn._args.options import Backend, NoOptions
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.types import Array, ArrayLike, Unpack, lane_dtype
-from fastattn._args.values import flag, operand, real_array, short
+from fastattn._args.values import flag, operand, real_array
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn.functional._differentiable import Request, Steps, differentiable
@@ -204,8 +204,8 @@ def mamba2_scan(
 
     Notes
     -----
-    The cost is that of `linear_attention`, and of z a pass over x. To keep packed sequences apart, call it for
-    each of them. Source: T. Dao and A. Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
+    The cost is that of `linear_attention`, and of z a pass over x. To keep packed sequences apart, call it
+    for each of them. Source: T. Dao and A. Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
 
     Examples
     --------
@@ -220,8 +220,9 @@ def mamba2_scan(
         raise not_an_argument(others, mamba2_scan)
     h = _heads(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limits)
     compute: Any = {"num_threads": num_threads, "backend": backend}
-    log_decay = h.step * h.rates[:, None]
-    fixed: Any = {"rule": "decay", "log_decay": log_decay, "scale": 1.0, "state": state, **compute}
+    with np.errstate(all="ignore"):
+        decays = without_nan(h.step * h.rates[:, None])
+    fixed: Any = {"rule": "decay", "log_decay": decays, "scale": 1.0, "state": state, **compute}
     args = recurrent_args(h.c, h.b, h.x, **fixed, return_state=return_state, out_state=out_state)
     args.strength, args.skip = h.step, h.skip
     dispatch.run(args, backend)
@@ -295,10 +296,7 @@ def _heads(
         raise ValueError(f"(): A has {None if rates is None else rates.max()}; expected 0 or less")
     skip, bias = vector("D", D, (heads,), lane), vector("dt_bias", dt_bias, (heads,), lane)
     gate = like("z", z, values.shape, values.dtype, "x")
-    if not isinstance(dt_limits, tuple) or len(dt_limits) != 2 or not 0 <= dt_limits[0] <= dt_limits[1]:
-        raise ValueError(
-            f"(): dt_limits is {short(dt_limits)}; expected a pair of numbers, 0 <= first <= second"
-        )
+    limits = step_limits(dt_limits)
     b, c = operand("B", B, []), operand("C", C, [])
     for name, array in (("B", b), ("C", c)):
         if (
@@ -311,7 +309,7 @@ def _heads(
     raw = given.astype(lane, copy=False)
     if bias is not None:
         raw = raw + bias[:, None]
-    step = np.clip(_softplus(raw) if flag("dt_softplus", dt_softplus) else raw, *map(lane.type, dt_limits))
+    step = np.clip(_softplus(raw) if flag("dt_softplus", dt_softplus) else raw, *map(lane.type, limits))
     return _Heads(values, b, c, raw, step, rates, skip, gate)
 
 
@@ -326,6 +324,12 @@ def _slopes(h: _Heads, softplus: bool, limits: tuple[float, float]) -> Array:
     given = _softplus(h.raw) if softplus else h.raw
     slopes: Array = 0.5 + 0.5 * np.tanh(0.5 * h.raw) if softplus else np.ones_like(h.raw)
     return slopes * ((given >= limits[0]) & (given <= limits[1]))
+
+
+def without_nan(log_decay: Array) -> Array:
+    """`log_decay` with 0 for NaN, which the values of the same token carry on."""
+    found: Array = np.where(np.isnan(log_decay), log_decay.dtype.type(0), log_decay)
+    return found
 
 
 def _sum_to_heads(x: Array) -> Array:

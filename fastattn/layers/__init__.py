@@ -7,7 +7,9 @@ what came and what was expected; without parameters, it says how to load some.
 from fastattn.cache import Caches, DecoderCache, KVCache
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import FeedForward, LayerNorm, Linear, RMSNorm
+from fastattn.layers._hybrids import GatedDeltaNet, KimiDeltaAttention, Mamba, Mamba2, ShortConvolution
 from fastattn.layers._language_model import LanguageModel
+from fastattn.layers._recurrent import RecurrentState
 from fastattn.layers._rotary import Rope
 from fastattn.layers._sets import induced_set_attention, perceiver, pooling_by_attention, set_attention
 from fastattn.layers._stacks import Transformer, TransformerDecoder, TransformerEncoder
@@ -18,14 +20,20 @@ __all__ = [
     "Caches",
     "DecoderCache",
     "FeedForward",
+    "GatedDeltaNet",
     "KVCache",
+    "KimiDeltaAttention",
     "LanguageModel",
     "Layer",
     "LayerNorm",
     "Linear",
+    "Mamba",
+    "Mamba2",
     "MultiHeadAttention",
     "RMSNorm",
+    "RecurrentState",
     "Rope",
+    "ShortConvolution",
     "Transformer",
     "TransformerDecoder",
     "TransformerDecoderLayer",

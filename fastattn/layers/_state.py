@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _EARLIER = "none: keys and values of earlier calls have no gradients"
 _WITHOUT_GRADIENTS = {  # options of calls, and what is expected where there are gradients
     **dict.fromkeys(("cache", "lengths", "keys_values"), _EARLIER),
+    "state": "none: tokens of earlier calls have no gradients",
     "out": "None: the pullback reads the result",
     "residual": "None: add it outside of the layer, where it has the gradient of the sum",
     **dict.fromkeys(("need_weights", "average_attn_weights"), "none: weights have no gradients"),

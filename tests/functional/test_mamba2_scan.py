@@ -121,3 +121,15 @@ def test_errors_come_before_anything_is_computed(implementation, changed, error,
     given |= {"A": -np.ones(4, np.float32)} | {name: np.ones((2, 2, 5, 8), np.float32) for name in "BC"}
     with pytest.raises(error, match=r"^mamba2_scan\(\): .*" + message):
         mamba2_scan(**given | changed)
+
+
+@pytest.mark.parametrize("name", ["x", "dt"])
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_what_is_not_finite_reaches_later_tokens_of_its_head_alone(name, odd, implementation):
+    arrays, _ = problem(4, 2, 50, 16, 8)
+    expected = mamba2_scan(**arrays, dt_softplus=True)
+    arrays[name][1, 2, 20] = odd
+    out, reached = mamba2_scan(**arrays, dt_softplus=True), np.zeros(expected.shape, bool)
+    reached[1, 2, 20:] = True
+    assert not np.isfinite(out[reached]).any()
+    close(out[~reached], expected[~reached], np.dtype(np.float32))

@@ -91,7 +91,41 @@ def transformer(d):
     return layers.Transformer, {**fields, "num_encoder_layers": 1, "num_decoder_layers": d.choose(1, 2)}
 
 
+def delta_net(d):
+    """A GatedDeltaNet, of one or several heads of values for each of keys."""
+    groups = d.choose(1, 2, 3)
+    sizes = {
+        "head_dim": d.size(),
+        "head_dim_v": d.size(),
+        **d.some(0.3, kernel_size=lambda: d.choose(1, 2, 3, 8)),
+    }
+    heads = {"num_heads": groups * d.choose(1, 2, 3), "num_key_heads": groups}
+    return layers.GatedDeltaNet, {"d_model": d.size(), **heads, **sizes}
+
+
+def mamba2(d):
+    """A Mamba2, of one or several heads in a group."""
+    groups = d.choose(1, 2, 3)
+    sizes = {"num_heads": groups * d.choose(1, 2, 3), "head_dim": d.size(), "state_size": d.size()}
+    more = d.some(
+        0.3, bias=lambda: True, conv_bias=lambda: False, kernel_size=lambda: d.choose(1, 2, 3, 8),
+        dt_limits=lambda: (0.1, 0.9), eps=lambda: 1e-3
+    )  # fmt: skip
+    return layers.Mamba2, {"d_model": d.size(), **sizes, "num_groups": groups, **more}
+
+
+HYBRIDS = {
+    "GatedDeltaNet": delta_net,
+    "Mamba2": mamba2,
+    "KimiDeltaAttention": lambda d: (layers.KimiDeltaAttention, {
+        "d_model": d.size(), "num_heads": d.choose(1, 2, 3), "head_dim": d.size()}),
+    "Mamba": lambda d: (layers.Mamba, {"d_model": d.size(), **d.some(
+        0.3, d_inner=d.size, state_size=d.size, dt_rank=d.size, bias=lambda: True, conv_bias=lambda: False)}),
+    "ShortConvolution": lambda d: (layers.ShortConvolution, {"d_model": d.size(), **d.some(
+        0.3, bias=lambda: True, kernel_size=lambda: d.choose(1, 2, 3, 8))}),
+}  # fmt: skip
 MAKERS = {
+    **HYBRIDS,
     "Linear": lambda d: (layers.Linear, {"in_features": d.size(), "out_features": d.size(), **d.some(
         0.3, bias=lambda: False)}),
     "LayerNorm": lambda d: (layers.LayerNorm, {"features": d.size(), **d.some(
@@ -145,6 +179,8 @@ def inputs(d, layer):
     )
     causal = lambda: True  # noqa: E731
     p = d.choose(0.0, 0.3)
+    if kind in HYBRIDS:
+        return {"x": x}
     if kind in ("Linear", "LayerNorm", "RMSNorm", "FeedForward"):
         residual = {"residual": lambda: d.floats(*np.shape(x))} if kind != "Linear" else {}
         return {"x": x, **d.some(p, **residual)}
@@ -316,6 +352,18 @@ def with_cache(d):
     changes, abused = changed(d, it, 0.2)
     if isinstance(cache, list) and d.chance(0.1):
         cache[0], changes = d.wrong(cache[0]), [*changes, "another cache"]
+    return Call(it, arguments, lambda a: result(it, a), (kind, *NAMES), TOLERANCE, (it, changes), abused)
+
+
+@recipe
+def with_state(d):
+    """Give a layer of hybrid models token after token. The last call may be wrong."""
+    kind = d.choose(*HYBRIDS)
+    it, batch, state = make(d, kind), d.size(1, 3), layers.RecurrentState()
+    for _ in range(d.size(0, 3)):
+        it(d.floats(batch, d.size(1, 4), width(it)), state=state)
+    arguments = {"x": d.floats(batch, d.choose(0, 1, 2, 5), width(it)), "state": state}
+    changes, abused = changed(d, it, 0.2)
     return Call(it, arguments, lambda a: result(it, a), (kind, *NAMES), TOLERANCE, (it, changes), abused)
 
 

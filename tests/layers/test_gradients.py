@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from implementations import COMPILED, forced, has_pairs
-from layer_oracle import HEADS, WIDTH, every_feature, randomized
+from layer_oracle import HEADS, WIDTH, assert_gradients, every_feature, randomized
 from oracle import assert_same_bits
 
 from fastattn import layers
@@ -27,52 +27,9 @@ from fastattn.layers import (
 )
 from fastattn.positions import rope_frequencies
 
-STEP, BOUND = 1e-5, 2e-7
-
 
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape)
-
-
-def assert_gradients(layer, *inputs, call=None, **options):
-    """Compare each gradient of an input or parameter, along a direction, with the difference quotient."""
-    call = call or (lambda *inputs: layer(*inputs, **options))
-    rng = np.random.default_rng(7)
-    out, pullback = vjp(layer, *inputs, **options)
-    np.testing.assert_array_equal(out, call(*inputs))
-    dout = rng.standard_normal(out.shape)
-    before = [x.copy() for x in (*inputs, dout)]
-    *found, grads = pullback(dout)
-    for x, y in zip((*inputs, dout), before, strict=True):
-        np.testing.assert_array_equal(x, y)
-    assert [x.shape for x in found] == [x.shape for x in inputs]
-    state = layer.state_dict()
-    assert list(grads) == list(state)
-
-    def slope(change, shape):
-        direction = rng.standard_normal(shape)
-        above, below = (np.sum(change(sign * STEP * direction) * dout) for sign in (1, -1))
-        return direction, (above - below) / (2 * STEP)
-
-    slopes = []
-    for i, (x, gradient) in enumerate(zip(inputs, found, strict=True)):
-        direction, expected = slope(lambda d, i=i, x=x: call(*inputs[:i], x + d, *inputs[i + 1 :]), x.shape)
-        slopes.append((f"input {i}", np.sum(gradient * direction), expected))
-    for name, gradient in grads.items():
-        assert gradient.shape == state[name].shape
-        assert gradient.dtype == state[name].dtype
-
-        def changed(d, name=name):
-            layer.load_state_dict({**state, name: state[name] + d})
-            return call(*inputs)
-
-        direction, expected = slope(changed, gradient.shape)
-        slopes.append((name, np.sum(gradient * direction), expected))
-    layer.load_state_dict(state)
-    most = max(abs(expected) for *_, expected in slopes)
-    for name, got, expected in slopes:
-        assert abs(got - expected) <= BOUND * max(1, most), name
-    assert most > 0
 
 
 def test_gradients_of_bfloat16_weights_round_where_there_are_pairs(implementation):

@@ -1,0 +1,478 @@
+"""The layers of hybrid models that carry a state, with the parameters of transformers' modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import grad, ops
+from fastattn._args.channels import step_limits
+from fastattn._args.ops import epsilon
+from fastattn._args.types import FLOAT32, Array
+from fastattn.functional._delta_rules import gated_delta_net
+from fastattn.functional._differentiable import Steps, differentiable
+from fastattn.functional._recurrent import linear_attention
+from fastattn.functional._state_space import mamba2_scan, selective_scan, without_nan
+from fastattn.functional.feature_maps import unit
+from fastattn.layers._recurrent import RecurrentLayer, linear, log_uniform, logarithms, step_bias
+from fastattn.layers._state import Parameter, constant
+
+if TYPE_CHECKING:
+    from fastattn._engine.tape import Plain
+    from fastattn.layers._recurrent import Carried, Sizes
+    from fastattn.layers._state import Fields, Taken
+
+
+_ONES = constant(1.0)
+
+
+@differentiable("x", "dt_bias", "A_log")
+def _decays(x: Array, dt_bias: Array, A_log: Array) -> Steps[Array]:
+    """Logarithms of decays, ``-exp(A_log) * softplus(x + dt_bias)``, of x (batch, heads, length, ...)."""
+    with np.errstate(all="ignore"):
+        rate = -np.exp(A_log).reshape(-1, *(1,) * (x.ndim - 2))
+        raw = x.astype(A_log.dtype, "C") + dt_bias.reshape(x.shape[1], 1, *x.shape[3:])
+        decays = without_nan(rate * (np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw)))))
+    request = yield decays
+
+    dx = request.dout * rate * (0.5 + 0.5 * np.tanh(0.5 * raw))
+    dlog = (request.dout * decays).sum((0, *range(2, x.ndim)))
+    return dx.astype(x.dtype, copy=False), dx.sum((0, 2)).reshape(dt_bias.shape), dlog.reshape(A_log.shape)
+
+
+@differentiable("x")
+def _sigmoid(x: Array) -> Steps[Array]:
+    request = yield ops.activate(x, "sigmoid")
+    return grad.activate(request.dout, x, "sigmoid")
+
+
+@differentiable("A_log")
+def _rates(A_log: Array) -> Steps[Array]:
+    """``-exp(A_log)``."""
+    with np.errstate(all="ignore"):
+        rates = -np.exp(A_log)
+    request = yield rates
+    return (request.dout * rates,)
+
+
+def _split(tape: Plain, x: Any, sizes: Sizes, parts: Sequence[Any]) -> Sequence[Any]:
+    """The columns of x, which lie side by side, as `parts` say.
+
+    An integer n means n columns as rows; (n,) means (batch, length, n), (heads, n) means (batch, heads,
+    length, n), and (heads, None) the same without the last axis.
+    """
+    widths = [part if isinstance(part, int) else math.prod(n or 1 for n in part) for part in parts]
+
+    def views(array: Array) -> list[Array]:
+        rows, found = array.reshape(-1, sum(widths)), []
+        for part, width, end in zip(parts, widths, accumulate(widths), strict=True):
+            view = rows[:, end - width : end]
+            if not isinstance(part, int):
+                view = view.reshape(*sizes, *(n for n in part if n is not None))
+                view = view.swapaxes(1, 2) if len(part) == 2 else view
+            found.append(view)
+        return found
+
+    return tape.views(x, views)
+
+
+@dataclass(eq=False)
+class ShortConvolution(RecurrentLayer):
+    r"""LFM2's gated convolution: ``out_proj(C * conv(B * x))`` with ``B, C, x = in_proj(input)``.
+
+    conv is causal and goes along the tokens channel by channel: `fastattn.ops.causal_conv1d`.
+
+    Parameters
+    ----------
+    d_model : int
+        Features of a token.
+    bias : bool, default False
+        Whether both maps and the convolution have one.
+    kernel_size : int, default 3
+        Tokens that the convolution reads, 1 to 8.
+    weights_dtype, activations, rng
+        As in `MultiHeadAttention`.
+
+    Notes
+    -----
+    The parameters are those of transformers' ``Lfm2ShortConv``: ``conv.weight`` (d_model, 1, kernel_size),
+    ``in_proj.weight`` (3 * d_model, d_model), ``out_proj.weight`` (d_model, d_model), and their biases. Its
+    state holds the last ``kernel_size - 1`` products B x of each channel. Source: Liquid AI, "LFM2 Technical
+    Report", 2025, arXiv:2511.23404.
+    """
+
+    bias: bool = False
+    _: KW_ONLY
+    kernel_size: int = 3
+
+    _names = ("conv", "out_proj")
+
+    def _derive(self) -> None:
+        self.conv_bias = self.bias
+        self._inner = self._channels = self.d_model
+        self._rows = {"in_proj": 3 * self.d_model}
+
+    def _parameters(self) -> dict[str, Parameter]:
+        return self._arranged({})
+
+    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+        d = self.d_model
+        first, second, x = _split(tape, product, sizes, [d, d, d])
+        (tokens,) = _split(tape, tape.gate(first, x, None), sizes, [(d,)])
+        (mixed,) = _split(tape, self._convolved(tape, tokens, carried, None), sizes, [d])
+        return tape.gate(second, mixed, None)
+
+
+@dataclass(eq=False)
+class GatedDeltaNet(RecurrentLayer):
+    r"""Gated DeltaNet, as in Qwen3-Next: the delta rule after a convolution, normed and gated.
+
+    .. math::
+        S_t = e^{g_t} S_{t-1} + \beta_t k_t (v_t - e^{g_t} S_{t-1}^T k_t)^T,\quad
+        o_t = S_t^T q_t / \sqrt{head\_dim},\quad
+        out_t = W\,(norm(o_t) \cdot silu(z_t))
+
+    q, k and v are ``silu(conv(...))`` of one map of the token, q and k then of length 1; z is of that map,
+    too. ``g = -exp(A_log) * softplus(a + dt_bias)`` and ``beta = sigmoid(b)``, with a and b of another map.
+
+    Parameters
+    ----------
+    d_model : int
+        Features of a token.
+    num_heads : int
+        Heads of values, each with a state.
+    num_key_heads : int
+        Heads of queries and keys, a divisor of num_heads.
+    head_dim, head_dim_v : int
+        Features of a query or key, and of a value.
+    kernel_size : int, default 4
+        Tokens that the convolution reads, 1 to 8.
+    eps : float, default 1e-6
+        Of the norm over a head's results.
+    weights_dtype, activations, rng
+        As in `MultiHeadAttention`.
+
+    Notes
+    -----
+    The parameters are those of transformers' ``Qwen3NextGatedDeltaNet``: ``dt_bias``, ``A_log``,
+    ``conv1d.weight``, ``in_proj_qkvz.weight``, ``in_proj_ba.weight``, ``norm.weight``, ``out_proj.weight``.
+    Both maps in are one `linear` here. A state is (batch, num_heads, head_dim, head_dim_v). Source: S. Yang,
+    J. Kautz and A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
+    arXiv:2412.06464.
+    """
+
+    num_heads: int
+    num_key_heads: int
+    head_dim: int
+    head_dim_v: int
+    _: KW_ONLY
+    eps: float = 1e-6
+    dt_bias: Array = field(init=False, repr=False)
+    A_log: Array = field(init=False, repr=False)
+    norm_weight: Array = field(init=False, repr=False)
+
+    _sizes = ("num_heads", "num_key_heads", "head_dim", "head_dim_v")
+    _vectors = (("dt_bias", "dt_bias"), ("A_log", "A_log"), ("norm.weight", "norm_weight"))
+
+    def _derive(self) -> None:
+        self.eps = epsilon("eps", self.eps, FLOAT32)
+        groups, each = self.num_key_heads, self.num_heads // self.num_key_heads
+        if self.num_heads % groups:
+            expected = f"a multiple of num_key_heads, {groups}"
+            raise ValueError(f"(): num_heads is {self.num_heads}; expected {expected}")
+        self._inner = self.num_heads * self.head_dim_v
+        self._channels = 2 * groups * self.head_dim + self._inner
+        self._rows = {"in_proj_qkvz": self._channels + self._inner, "in_proj_ba": 2 * self.num_heads}
+        # A key head's rows lie together in the parameters. Here all queries come first, then keys, ...
+        first, second = self._rows.values()
+        values = each * self.head_dim_v
+        qkvz = np.arange(first).reshape(groups, -1)
+        ba = np.arange(first, first + second).reshape(groups, -1)
+        ends = np.cumsum([self.head_dim, self.head_dim, values])
+        parts = [*np.split(qkvz, ends, axis=1), *np.split(ba, 2, axis=1)]
+        self._order = np.concatenate([part.ravel() for part in parts])
+        self._recurrences = ((self.num_heads, self.head_dim, self.head_dim_v),)
+
+    def _parameters(self) -> dict[str, Parameter]:
+        heads = (self.num_heads,)
+        numbers = {"dt_bias": Parameter(heads, _ONES), "A_log": Parameter(heads, log_uniform(0.01, 16))}
+        return self._arranged(numbers, {"norm.weight": Parameter((self.head_dim_v,), _ONES)})
+
+    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+        heads, groups, dim, inner = self.num_heads, self.num_key_heads, self.head_dim, self._inner
+        parts = [(self._channels,), inner, (heads, None), (heads, None)]
+        tokens, gate, b, a = _split(tape, product, sizes, parts)
+        mixed = self._convolved(tape, tokens, carried, "silu")
+        q, k, v = _split(tape, mixed, sizes, [(groups, dim), (groups, dim), (heads, self.head_dim_v)])
+        decays = tape.call(_decays, {"x": a, "dt_bias": self.dt_bias, "A_log": self.A_log})
+        given = {"q": q, "k": k, "v": v, "log_decay": decays, "beta": tape.call(_sigmoid, {"x": b})}
+        read = tape.call(gated_delta_net, given, **carried[1])
+        normed = tape.norm(tape.by_row(read), "rms_norm", self.norm_weight, None, self.eps)
+        (normed,) = _split(tape, normed, sizes, [inner])
+        return tape.gate(gate, normed, "silu")
+
+
+@dataclass(eq=False)
+class Mamba2(RecurrentLayer):
+    r"""Mamba-2's mixer: the scan of a state space after a convolution, gated and normed.
+
+    .. math::
+        S_t = e^{s_t A} S_{t-1} + B_t (s_t x_t)^T,\quad y_t = S_t^T C_t + D x_t,\quad
+        out_t = W\,norm(y_t \cdot silu(z_t))
+
+    One map of the token gives z, what ``silu(conv(...))`` makes x, B and C of, and dt. Steps are ``s =
+    softplus(dt + dt_bias)``, and ``A = -exp(A_log)``.
+
+    Parameters
+    ----------
+    d_model, num_heads, head_dim : int
+        Heads, each with a state, and their features; in models ``num_heads * head_dim`` is 2 d_model.
+    state_size : int, default 128
+        Rows of a head's state.
+    num_groups : int, default 1
+        Heads of a group share B and C, and are normed together; a divisor of num_heads.
+    bias : bool, default False
+        Whether both maps have one.
+    conv_bias : bool, default True
+    dt_limits : (float, float), default (0, inf)
+        What steps are cut to.
+    eps : float, default 1e-5
+    kernel_size, weights_dtype, activations, rng
+        As in `GatedDeltaNet`.
+
+    Notes
+    -----
+    The parameters are those of transformers' ``Mamba2Mixer``: ``dt_bias``, ``A_log``, ``D``,
+    ``conv1d.weight``, ``conv1d.bias``, ``in_proj.weight``, ``norm.weight``, ``out_proj.weight``. Bamba and
+    Granite have the same. A state is (batch, num_heads, state_size, head_dim). Source: T. Dao and A. Gu,
+    "Transformers are SSMs", 2024, arXiv:2405.21060.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int = 128
+    num_groups: int = 1
+    bias: bool = False
+    _: KW_ONLY
+    conv_bias: bool = True
+    dt_limits: tuple[float, float] = (0.0, np.inf)
+    eps: float = 1e-5
+    dt_bias: Array = field(init=False, repr=False)
+    A_log: Array = field(init=False, repr=False)
+    D: Array = field(init=False, repr=False)
+    norm_weights: Array = field(init=False, repr=False)  # (num_groups, features)
+
+    _sizes = ("num_heads", "head_dim", "state_size", "num_groups")
+    _vectors = (("dt_bias", "dt_bias"), ("A_log", "A_log"), ("D", "D"), ("norm.weight", "norm_weights"))
+
+    def _derive(self) -> None:
+        self.eps = epsilon("eps", self.eps, FLOAT32)
+        if self.num_heads % self.num_groups:
+            expected = f"a multiple of num_groups, {self.num_groups}"
+            raise ValueError(f"(): num_heads is {self.num_heads}; expected {expected}")
+        self.dt_limits = step_limits(self.dt_limits)
+        self._inner = self.num_heads * self.head_dim
+        self._channels = self._inner + 2 * self.num_groups * self.state_size
+        self._rows = {"in_proj": self._inner + self._channels + self.num_heads}
+        self._recurrences = ((self.num_heads, self.state_size, self.head_dim),)
+
+    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
+        grouped = arrays["norm.weight"].reshape(self.num_groups, -1)
+        return super()._pack({**arrays, "norm.weight": grouped}, weights_dtype)
+
+    def _named(self, plain: Taken) -> dict[str, Array]:
+        arrays = super()._named(plain)
+        return arrays | {name: x.reshape(-1) for name, x in arrays.items() if name == "norm.weight"}
+
+    def _parameters(self) -> dict[str, Parameter]:
+        heads = (self.num_heads,)
+        numbers = {
+            "dt_bias": Parameter(heads, step_bias),
+            "A_log": Parameter(heads, logarithms),
+            "D": Parameter(heads, _ONES),
+        }
+        return self._arranged(numbers, {"norm.weight": Parameter((self._inner,), _ONES)})
+
+    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+        heads, groups, inner = self.num_heads, (self.num_groups, self.state_size), self._inner
+        gate, tokens, dt = _split(tape, product, sizes, [inner, (self._channels,), (heads, None)])
+        mixed = self._convolved(tape, tokens, carried, "silu")
+        x, keys, queries = _split(tape, mixed, sizes, [(heads, self.head_dim), groups, groups])
+        given = {"x": x, "dt": dt, "A": tape.call(_rates, {"A_log": self.A_log}), "B": keys, "C": queries}
+        given |= {"D": self.D, "dt_bias": self.dt_bias}
+        options = {"dt_softplus": True, "dt_limits": self.dt_limits, **carried[1]}
+        scanned = tape.call(mamba2_scan, given, **options)
+        (rows,) = _split(tape, tape.by_row(scanned), sizes, [inner])
+        return tape.head_norm(tape.gate(gate, rows, "silu"), "rms_norm", self.norm_weights, self.eps)
+
+
+@dataclass(eq=False)
+class Mamba(RecurrentLayer):
+    r"""Mamba's mixer: the selective scan after a convolution, gated.
+
+    .. math::
+        h_t = e^{s_t A} h_{t-1} + s_t x_t B_t,\quad y_t = h_t \cdot C_t + D x_t,\quad
+        out_t = W\,(y_t \cdot silu(z_t))
+
+    One map of the token gives what ``x = silu(conv(...))`` is made of, and z. A map of x gives B, C and
+    dt_rank numbers, of which dt_proj makes steps: ``s = softplus(dt_proj(...))``. ``A = -exp(A_log)``.
+
+    Parameters
+    ----------
+    d_model : int
+        Features of a token.
+    d_inner : int, optional
+        Channels, each with a state of its own; default 2 d_model.
+    state_size : int, default 16
+        Numbers of a channel's state.
+    dt_rank : int, optional
+        Default ``ceil(d_model / 16)``.
+    bias : bool, default False
+        Whether the maps in and out have one.
+    conv_bias : bool, default True
+    kernel_size, weights_dtype, activations, rng
+        As in `GatedDeltaNet`.
+
+    Notes
+    -----
+    The parameters are those of transformers' ``MambaMixer``: ``A_log``, ``D``, ``conv1d.weight``,
+    ``conv1d.bias``, ``in_proj.weight``, ``x_proj.weight``, ``dt_proj.weight``, ``dt_proj.bias``,
+    ``out_proj.weight``. A state is (batch, d_inner, state_size). Source: A. Gu and T. Dao, "Mamba:
+    Linear-Time Sequence Modeling with Selective State Spaces", 2023, arXiv:2312.00752.
+    """
+
+    d_inner: int | None = None
+    state_size: int = 16
+    dt_rank: int | None = None
+    bias: bool = False
+    _: KW_ONLY
+    conv_bias: bool = True
+    A_log: Array = field(init=False, repr=False)
+    D: Array = field(init=False, repr=False)
+    x_map: ops.PackedLinear = field(init=False, repr=False)
+    dt_map: ops.PackedLinear = field(init=False, repr=False)
+    dt_bias: Array = field(init=False, repr=False)
+
+    _sizes = ("d_inner", "state_size", "dt_rank")
+    _vectors = (("A_log", "A_log"), ("D", "D"), ("dt_proj.bias", "dt_bias"))
+    _matrices = (("x_proj.weight", "x_map"), ("dt_proj.weight", "dt_map"))
+
+    def _derive(self) -> None:
+        self._inner = self._channels = self.d_inner or 2 * self.d_model
+        self._rank = self.dt_rank or -(-self.d_model // 16)
+        self._rows = {"in_proj": 2 * self._inner}
+        self._recurrences = ((self._inner, self.state_size),)
+
+    def _parameters(self) -> dict[str, Parameter]:
+        inner, states, rank = self._inner, self.state_size, self._rank
+        numbers = {"A_log": Parameter((inner, states), logarithms), "D": Parameter((inner,), _ONES)}
+        bias = {"dt_proj.bias": Parameter((inner,), step_bias)}
+        maps = linear("x_proj", rank + 2 * states, inner) | linear("dt_proj", inner, rank) | bias
+        return self._arranged(numbers, maps)
+
+    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+        inner, states, rank = (self._inner,), (self.state_size,), self._rank
+        tokens, gate = _split(tape, product, sizes, [inner, inner])
+        x = self._convolved(tape, tokens, carried, "silu")
+        (rows,) = _split(tape, x, sizes, [self._inner])
+        selected = tape.linear(rows, self.x_map, None, self.activations)
+        low, b, c = _split(tape, selected, sizes, [rank, states, states])
+        (dt,) = _split(tape, tape.linear(low, self.dt_map, None, self.activations), sizes, [inner])
+        given = {"x": x, "dt": dt, "A": tape.call(_rates, {"A_log": self.A_log}), "B": b, "C": c, "D": self.D}
+        given |= {"z": gate, "dt_bias": self.dt_bias}
+        scanned = tape.call(selective_scan, given, dt_softplus=True, **carried[1])
+        return _split(tape, scanned, sizes, [self._inner])[0]
+
+
+_KIMI_NAMES = (
+    "q_proj.weight", "k_proj.weight", "v_proj.weight", "conv1d.weight", "forget_gate.dt_bias",
+    "forget_gate.A_log", "forget_gate.f_a_proj.weight", "forget_gate.f_b_proj.weight", "b_proj.weight",
+    "g_a_proj.weight", "g_b_proj.weight", "o_norm.weight", "o_proj.weight",
+)  # fmt: skip
+
+
+@dataclass(eq=False)
+class KimiDeltaAttention(RecurrentLayer):
+    r"""Kimi Delta Attention, of Kimi Linear: a delta rule whose decay every feature has of its own.
+
+    .. math::
+        S_t = diag(e^{g_t}) S_{t-1} + \beta_t k_t (v_t - (diag(e^{g_t}) S_{t-1})^T k_t)^T,\quad
+        o_t = S_t^T q_t / \sqrt{head\_dim},\quad
+        out_t = W\,(norm(o_t) \cdot sigmoid(z_t))
+
+    q, k and v are ``silu(conv(...))`` of maps of the token, q and k then of length 1. ``g = -exp(A_log) *
+    softplus(f + dt_bias)``, where f and z come from head_dim numbers each, and ``beta = sigmoid(b)``.
+
+    Parameters
+    ----------
+    d_model, num_heads, head_dim : int
+        Heads, each with a state, and features of queries, keys and values.
+    eps : float, default 1e-5
+        Of the norm over a head's results.
+    kernel_size, weights_dtype, activations, rng
+        As in `GatedDeltaNet`.
+
+    Notes
+    -----
+    The parameters are those of transformers' ``KimiLinearDeltaAttention``: ``q_proj.weight``,
+    ``k_proj.weight``, ``v_proj.weight``, ``conv1d.weight``, ``forget_gate.dt_bias``, ``forget_gate.A_log``,
+    ``forget_gate.f_a_proj.weight``, ``forget_gate.f_b_proj.weight``, ``b_proj.weight``, ``g_a_proj.weight``,
+    ``g_b_proj.weight``, ``o_norm.weight``, ``o_proj.weight``. The six maps of a token are one `linear` here.
+    A state is (batch, num_heads, head_dim, head_dim). Source: Kimi Team, "Kimi Linear: An Expressive,
+    Efficient Attention Architecture", 2025, arXiv:2510.26692.
+    """
+
+    num_heads: int
+    head_dim: int
+    _: KW_ONLY
+    eps: float = 1e-5
+    dt_bias: Array = field(init=False, repr=False)
+    A_log: Array = field(init=False, repr=False)
+    norm_weight: Array = field(init=False, repr=False)
+    forget_map: ops.PackedLinear = field(init=False, repr=False)
+    gate_map: ops.PackedLinear = field(init=False, repr=False)
+
+    _names = ("conv1d", "o_proj")
+    _sizes = ("num_heads", "head_dim")
+    _vectors = (
+        ("forget_gate.dt_bias", "dt_bias"), ("forget_gate.A_log", "A_log"), ("o_norm.weight", "norm_weight")
+    )  # fmt: skip
+    _matrices = (("forget_gate.f_b_proj.weight", "forget_map"), ("g_b_proj.weight", "gate_map"))
+
+    def _derive(self) -> None:
+        self.eps = epsilon("eps", self.eps, FLOAT32)
+        heads, dim = self.num_heads, self.head_dim
+        self._inner, self._channels = heads * dim, 3 * heads * dim
+        self._rows = {f"{name}_proj": self._inner for name in "qkv"}
+        self._rows |= {"forget_gate.f_a_proj": dim, "b_proj": heads, "g_a_proj": dim}
+        self._recurrences = ((heads, dim, dim),)
+
+    def _parameters(self) -> dict[str, Parameter]:
+        heads, dim, inner = self.num_heads, self.head_dim, self._inner
+        numbers = {
+            "forget_gate.dt_bias": Parameter((inner,), step_bias),
+            "forget_gate.A_log": Parameter((1, 1, heads, 1), log_uniform(1, 16)),
+        }
+        maps = linear("forget_gate.f_b_proj", inner, dim) | linear("g_b_proj", inner, dim)
+        found = self._arranged(numbers, maps | {"o_norm.weight": Parameter((dim,), _ONES)})
+        return {name: found[name] for name in _KIMI_NAMES}
+
+    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+        heads, dim, inner = self.num_heads, self.head_dim, self._inner
+        tokens, low, b, low_gate = _split(tape, product, sizes, [(self._channels,), dim, (heads, None), dim])
+        q, k, v = _split(tape, self._convolved(tape, tokens, carried, "silu"), sizes, [(heads, dim)] * 3)
+        forgets = tape.linear(low, self.forget_map, None, self.activations)
+        (x,) = _split(tape, forgets, sizes, [(heads, dim)])
+        decays = tape.call(_decays, {"x": x, "dt_bias": self.dt_bias, "A_log": self.A_log})
+        given = {"q": tape.call(unit, {"x": q}), "k": tape.call(unit, {"x": k}), "v": v, "log_decay": decays}
+        given["beta"] = tape.call(_sigmoid, {"x": b})
+        read = tape.call(linear_attention, given, rule="kimi_delta", **carried[1])
+        normed = tape.norm(tape.by_row(read), "rms_norm", self.norm_weight, None, self.eps)
+        gate = tape.linear(low_gate, self.gate_map, None, self.activations)
+        (normed,) = _split(tape, normed, sizes, [inner])
+        return tape.gate(gate, normed)

@@ -1,0 +1,269 @@
+"""The base of layers that carry a state from token to token, and that state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from fastattn import grad, ops
+from fastattn._args.channels import MOST_WIDTH
+from fastattn._args.errors import put_name
+from fastattn._args.ops import rows
+from fastattn._args.types import Activation, Array, ArrayLike, Rounding, Shape, lane_dtype
+from fastattn._args.values import MOST_SIZE, flag, integer
+from fastattn._args.words import not_an_argument
+from fastattn._engine.tape import PLAIN
+from fastattn.functional._differentiable import Steps, differentiable
+from fastattn.layers import _computation
+from fastattn.layers._computation import Computation
+from fastattn.layers._state import Layer, Parameter, lane_of, uniform
+
+if TYPE_CHECKING:
+    from fastattn._engine.tape import Plain
+    from fastattn.layers._state import Fields, Taken
+
+    Sizes = tuple[int, int]  # batch and length of a call
+    Carried = list[dict[str, Any]]  # arguments for states, of the convolution and of the recurrence
+
+
+class RecurrentState:
+    """The memory of a recurrent layer: its size does not grow with the number of tokens before.
+
+    Pass it empty to a layer's first call, and again to the later ones, which go on where the one before
+    ended. A call that raises leaves it as it was. ``copy.deepcopy`` makes a branch.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastattn.layers import Mamba2, RecurrentState
+    >>> layer, x, state = Mamba2(64, 4, 32, rng=0), np.ones((1, 9, 64), np.float32), RecurrentState()
+    >>> steps = [layer(x[:, t : t + 1], state=state) for t in range(9)]  # token by token
+    >>> bool(np.allclose(np.concatenate(steps, axis=1), layer(x), atol=1e-5))
+    True
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Array] = []
+        self._spare: list[Array] = []  # of the same shapes: the next call writes there
+
+    def __repr__(self) -> str:
+        shapes = " and ".join(f"{x.shape} in {x.dtype}" for x in self._held)
+        return f"<RecurrentState: {shapes or 'empty'}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of the arrays."""
+        return sum(x.nbytes for x in (*self._held, *self._spare))
+
+    def _turn(self, kinds: Sequence[tuple[Shape, np.dtype[Any]]]) -> Carried:
+        """Arguments of a call whose states are of `kinds`; it writes to other arrays than it reads."""
+        if self._held and [(x.shape, x.dtype) for x in self._held] != kinds:
+            expected = " and ".join(f"{shape} in {dtype}" for shape, dtype in kinds)
+            raise ValueError(f"(): state is {self!r}; expected {expected}, or an empty one")
+        before: Sequence[Array | None] = self._held or [None] * len(kinds)
+        if not (self._held and self._spare):
+            self._spare = [np.empty(shape, dtype) for shape, dtype in kinds]
+        return [{"state": x, "out_state": y} for x, y in zip(before, self._spare, strict=True)]
+
+    def _keep(self) -> None:
+        """Hold what the call has written."""
+        self._held, self._spare = self._spare, self._held
+
+
+@differentiable("x", "weight", "bias")
+def _convolved(
+    x: Array, weight: Array, bias: Array | None, *, activation: Activation | None, **states: Any
+) -> Steps[Any]:
+    """`ops.causal_conv1d` with a weight (channels, 1, width), as torch has it."""
+    request = yield ops.causal_conv1d(x, weight[:, 0], bias, activation=activation, **states)
+    dx, dweight, *dbias = grad.causal_conv1d(
+        request.dout, x, weight[:, 0], bias, activation=activation, need=request.need
+    )
+    return dx, dweight[:, None], *dbias
+
+
+@dataclass(eq=False)
+class RecurrentLayer(Layer):
+    """A layer of one map in, a convolution, perhaps a recurrence, and one map out.
+
+    A subclass sets its sizes in `_derive`, and says by `_mixed` what lies between the maps. Maps of the
+    same input are one, `in_map`: its rows are those of the parameters `_rows`, in the order `_order`.
+    """
+
+    d_model: int
+    _: KW_ONLY
+    kernel_size: int = 4
+    weights_dtype: str = "float32"
+    activations: Rounding | None = None
+    rng: InitVar[np.random.Generator | int | None] = None
+    in_map: ops.PackedLinear = field(init=False, repr=False)
+    in_bias: Array | None = field(init=False, default=None, repr=False)
+    conv_weight: Array = field(init=False, repr=False)
+    conv_bias_vector: Array | None = field(init=False, default=None, repr=False)
+    out_map: ops.PackedLinear = field(init=False, repr=False)
+    out_bias: Array | None = field(init=False, default=None, repr=False)
+
+    bias = False
+    conv_bias = False
+    _sizes: ClassVar[tuple[str, ...]] = ()  # fields that are sizes
+    _names: ClassVar[tuple[str, str]] = ("conv1d", "out_proj")  # in the state dict
+    _matrices: ClassVar[tuple[tuple[str, str], ...]] = ()  # maps of other inputs, as `_vectors`
+
+    def _place(self) -> str:
+        return f"a {type(self).__name__} with d_model {self.d_model}"
+
+    def __post_init__(self, rng: np.random.Generator | int | None) -> None:
+        for name in ("d_model", *self._sizes):
+            if getattr(self, name) is not None or getattr(type(self), name, 0) is not None:
+                setattr(self, name, integer(name, getattr(self, name), 1, MOST_SIZE))
+        self.kernel_size = integer("kernel_size", self.kernel_size, 1, MOST_WIDTH)
+        for name in ("bias", "conv_bias"):
+            flag(name, getattr(self, name))
+        self._inner = self._channels = 0  # features of the map out, and those that are convolved
+        self._rows: dict[str, int] = {}
+        self._order: Any = slice(None)
+        self._recurrences: tuple[Shape, ...] = ()  # shapes of a sequence's state, one or none
+        self._derive()
+        self._set_up(rng)
+
+    def _derive(self) -> None:
+        """Check the sizes together, and set what follows from them."""
+        raise NotImplementedError
+
+    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+        """From the rows of `in_map` to those of the map out."""
+        raise NotImplementedError
+
+    def __call__(self, x: ArrayLike, *, state: RecurrentState | None = None) -> Array:
+        """Mix tokens along a sequence: each reads itself and those before.
+
+        Parameters
+        ----------
+        x : array_like, (batch, length, d_model)
+            Or (length, d_model), one sequence.
+        state : RecurrentState, optional
+            Goes on after the tokens of the calls before, and then has these, too.
+
+        Returns
+        -------
+        ndarray, as x
+        """
+        try:
+            array, sizes = self._checked(x)
+            carried: Carried = [{}, {}]
+            if state is not None:
+                _computation.require("state", state, RecurrentState, "a RecurrentState")
+                inputs, lane = (self.kernel_size - 1, self._channels), lane_dtype(array.dtype)
+                kinds = zip((inputs, *self._recurrences), (array.dtype, lane), strict=False)
+                carried = state._turn([((sizes[0], *shape), dtype) for shape, dtype in kinds])
+            out = self._forward(PLAIN, rows(array), sizes, carried)
+        except Exception as error:
+            put_name(type(self).__name__, error)
+            raise
+        if state is not None:
+            state._keep()
+        result: Array = out.reshape(array.shape)
+        return result
+
+    def _computation(self, x: ArrayLike, **others: Any) -> Computation:
+        if others:
+            raise not_an_argument(others, RecurrentLayer._computation)
+        array, sizes = self._checked(x)
+
+        def run(tape: Plain, x: Any) -> Any:
+            return self._forward(tape, x, sizes, [{}, {}])
+
+        return Computation([self], {"x": array}, run, array.shape)
+
+    def _checked(self, x: Any) -> tuple[Array, Sizes]:
+        """`x`, and its batch and length."""
+        self._require_parts()
+        array = _computation.checked("x", x, self.d_model, self.weights_dtype)
+        batch, length, _ = _computation.batch_first("x", array).shape
+        return array, (batch, length)
+
+    def _forward(self, tape: Plain, x: Any, sizes: Sizes, carried: Carried) -> Any:
+        product = tape.linear(x, self.in_map, self.in_bias, self.activations, use="product")
+        mixed = self._mixed(tape, product, sizes, carried)
+        out = tape.linear(mixed, self.out_map, self.out_bias, self.activations)
+        tape.done("product", product)
+        return out
+
+    def _convolved(self, tape: Plain, x: Any, carried: Carried, activation: Activation | None) -> Any:
+        """The convolution of x (batch, length, channels)."""
+        given = {"x": x, "weight": self.conv_weight, "bias": self.conv_bias_vector}
+        return tape.call(_convolved, given, activation=activation, **carried[0])
+
+    def _arranged(
+        self, first: dict[str, Parameter], between: dict[str, Parameter] | None = None
+    ) -> dict[str, Parameter]:
+        """All parameters in torch's order: `first`, convolution, maps in, those `between`, the map out."""
+        taps, (conv, out) = uniform(self.kernel_size**-0.5), self._names
+        found = {**first, f"{conv}.weight": Parameter((self._channels, 1, self.kernel_size), taps)}
+        if self.conv_bias:
+            found[f"{conv}.bias"] = Parameter((self._channels,), taps)
+        for name, many in self._rows.items():
+            found |= linear(name, many, self.d_model, self.bias)
+        return found | (between or {}) | linear(out, self.d_model, self._inner, self.bias)
+
+    def _held(self) -> list[tuple[str, str, bool]]:
+        """Names of parameters, but for `in_map`'s, the fields of them, and whether these are packed."""
+        conv, out = self._names
+        vectors = [*self._vectors, (f"{conv}.weight", "conv_weight"), (f"{conv}.bias", "conv_bias_vector")]
+        vectors.append((f"{out}.bias", "out_bias"))
+        maps = (*self._matrices, (f"{out}.weight", "out_map"))
+        return [(*pair, False) for pair in vectors] + [(*pair, True) for pair in maps]
+
+    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
+        lane, fields = lane_of(weights_dtype), dict[str, Any]()
+        for name, held, packed in self._held():
+            array = arrays.get(name)
+            if packed:
+                fields[held] = ops.pack(arrays[name], dtype=weights_dtype)
+            else:
+                fields[held] = None if array is None else array.astype(lane)
+        weights = np.concatenate([arrays[f"{name}.weight"] for name in self._rows])
+        fields["in_map"] = ops.pack(weights[self._order], dtype=weights_dtype)
+        if self.bias:
+            biases = np.concatenate([arrays[f"{name}.bias"] for name in self._rows])
+            fields["in_bias"] = biases[self._order].astype(lane)
+        return fields
+
+    def _named(self, plain: Taken) -> dict[str, Array]:
+        taken = ((name, plain(getattr(self, held))) for name, held, _ in self._held())
+        arrays = {name: array for name, array in taken if array is not None}
+        ends = np.cumsum([*self._rows.values()])[:-1]
+        for kind, whole in (("weight", plain(self.in_map)), ("bias", plain(self.in_bias))):
+            if whole is not None:
+                lying = np.empty_like(whole)
+                lying[self._order] = whole
+                parts = zip(self._rows, np.split(lying, ends), strict=True)
+                arrays |= {f"{name}.{kind}": part for name, part in parts}
+        return arrays
+
+
+def linear(name: str, out_features: int, in_features: int, bias: bool = False) -> dict[str, Parameter]:
+    """The parameters of a linear map."""
+    draw = uniform(in_features**-0.5)
+    more = {f"{name}.bias": Parameter((out_features,), draw)} if bias else {}
+    return {f"{name}.weight": Parameter((out_features, in_features), draw), **more}
+
+
+def logarithms(rng: np.random.Generator, shape: Shape) -> Array:
+    """Logarithms of 1, 2, ... along the last axis, as in Mamba."""
+    return np.broadcast_to(np.log(np.arange(1.0, 1 + shape[-1])), shape)
+
+
+def log_uniform(low: float, high: float) -> Any:
+    """Logarithms of numbers that are uniform in [low, high)."""
+    return lambda rng, shape: np.log(rng.uniform(low, high, shape))
+
+
+def step_bias(rng: np.random.Generator, shape: Shape) -> Array:
+    """Biases whose softplus, the step of a token, is log-uniform from 0.001 to 0.1, as in Mamba."""
+    step = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), shape))
+    found: Array = step + np.log(-np.expm1(-step))  # the inverse of softplus
+    return found

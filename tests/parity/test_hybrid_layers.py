@@ -1,0 +1,109 @@
+"""Layers of hybrid models against transformers' modules, whose state dicts they take."""
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch_layers import draw, load, randomized
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from fastattn import layers
+from fastattn.grad import vjp
+
+pytestmark = pytest.mark.usefixtures("quiet_torch")
+
+WIDTH, LENGTH = 32, 70  # more tokens than a chunk of transformers has
+SMALL = {"hidden_size": WIDTH, "num_hidden_layers": 1}
+DELTA = {
+    "linear_num_value_heads": 6, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention"],
+}  # fmt: skip
+MAMBA2 = {"num_heads": 8, "head_dim": 8, "state_size": 16, "chunk_size": 16}
+MODULES = {
+    "Lfm2ShortConv": (
+        {"layer_types": ["conv"]},
+        lambda c: layers.ShortConvolution(WIDTH, c.conv_bias, kernel_size=c.conv_L_cache),
+    ),
+    "Lfm2ShortConv, bias": (
+        {"layer_types": ["conv"], "conv_bias": True, "conv_L_cache": 4},
+        lambda c: layers.ShortConvolution(WIDTH, c.conv_bias, kernel_size=c.conv_L_cache),
+    ),
+    "Qwen3NextGatedDeltaNet": (
+        DELTA, lambda c: layers.GatedDeltaNet(WIDTH, 6, 2, 16, 8, eps=c.rms_norm_eps)
+    ),
+    "Qwen3NextGatedDeltaNet, narrow": (
+        {**DELTA, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2},
+        lambda c: layers.GatedDeltaNet(WIDTH, 2, 2, 16, 8, eps=c.rms_norm_eps, kernel_size=2),
+    ),
+    "Mamba2Mixer": ({**MAMBA2, "n_groups": 2}, lambda c: layers.Mamba2(WIDTH, 8, 8, 16, 2)),
+    "Mamba2Mixer, bias": (
+        {**MAMBA2, "n_groups": 1, "use_bias": True, "use_conv_bias": False, "time_step_limit": (0.2, 0.7)},
+        lambda c: layers.Mamba2(WIDTH, 8, 8, 16, 1, True, conv_bias=False, dt_limits=(0.2, 0.7)),
+    ),
+    "MambaMixer": ({"state_size": 8}, lambda c: layers.Mamba(WIDTH, state_size=8)),
+    "MambaMixer, bias": (
+        {"use_bias": True, "use_conv_bias": False, "expand": 3, "time_step_rank": 5, "conv_kernel": 3},
+        lambda c: layers.Mamba(WIDTH, 96, 16, 5, True, conv_bias=False, kernel_size=3),
+    ),
+    "KimiLinearDeltaAttention": (
+        {"linear_num_heads": 3, "linear_head_dim": 8, "layer_types": ["linear_attention"]},
+        lambda c: layers.KimiDeltaAttention(WIDTH, 3, 8, eps=c.rms_norm_eps),
+    ),
+}  # fmt: skip
+FAMILIES = {
+    "Lfm2": "lfm2", "Qwen": "qwen3_next", "Mamba2": "mamba2", "MambaM": "mamba", "Kimi": "kimi_linear"
+}  # fmt: skip
+every_module = pytest.mark.parametrize("name", MODULES)
+
+
+def pair(name):
+    """Our layer, transformers' module with the same random parameters, and its config; skips without one."""
+    family = next(family for begin, family in FAMILIES.items() if name.startswith(begin))
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    options, make = MODULES[name]
+    config = CONFIG_MAPPING[family](**{**SMALL, **options})
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    theirs = randomized(getattr(module, name.partition(",")[0])(config, 0), "float32")
+    return load(make(config), theirs), theirs, config
+
+
+@every_module
+def test_state_dicts_and_results(name, implementation):
+    ours, theirs, _ = pair(name)
+    x = draw(np.random.default_rng(0), 2, LENGTH, WIDTH)
+    with torch.inference_mode():
+        expected = theirs(torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(ours(x), expected, rtol=0, atol=1e-5 * abs(expected).max())
+
+
+@every_module
+def test_gradients(name):
+    ours, theirs, _ = pair(name)
+    rng = np.random.default_rng(0)
+    x, dout = (draw(rng, 2, 37, WIDTH) for _ in range(2))
+    tensor = torch.from_numpy(x).requires_grad_()
+    theirs(tensor).backward(torch.from_numpy(dout))
+    _, pullback = vjp(ours, x)
+    dx, grads = pullback(dout)
+    expected = {n: p.grad.numpy() for n, p in theirs.named_parameters()}
+    assert grads.keys() == expected.keys()
+    for n, gradient in (("x", dx), *grads.items()):
+        right = tensor.grad.numpy() if n == "x" else expected[n]
+        np.testing.assert_allclose(gradient, right, rtol=0, atol=2e-5 * abs(right).max(), err_msg=n)
+
+
+@every_module
+def test_token_by_token(name):
+    """Both go on after a prompt, from the states that each has kept."""
+    ours, theirs, config = pair(name)
+    x = draw(np.random.default_rng(0), 2, 12, WIDTH)
+    cache, state = transformers.DynamicCache(config=config), layers.RecurrentState()
+    for part in np.split(x, [9, 10, 11], axis=1):
+        with torch.inference_mode():
+            expected = theirs(torch.from_numpy(part), cache).numpy()
+        found = ours(part, state=state)
+        if part.shape[1] > 1 or "time_step_limit" not in MODULES[name][0]:  # which tokens alone do not heed
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * abs(expected).max())
