@@ -54,12 +54,12 @@ INLINE void conv_sums(fa_dtype dtype, int rows, const char *const *inputs, int w
 }
 
 typedef struct {
-    lane *taps, *bias;  /* of a piece of channels: (width, CONV_PIECE), (CONV_PIECE) */
-    lane *zeros;        /* (CONV_PIECE), the inputs before the first */
-    lane *sums;         /* (CONV_ROWS, CONV_PIECE) */
-    lane *block;        /* (CONV_INPUTS, CONV_PIECE), of inputs whose tokens lie side by side */
-    lane *dpre, *row;   /* of the gradient: (CONV_TOKENS + width - 1, CONV_PIECE), (CONV_PIECE) */
-    int by_channels;    /* tokens of x lie side by side, and not channels */
+    lane *taps, *bias;               /* of a piece of channels: (width, CONV_PIECE), (CONV_PIECE) */
+    lane *zeros;                     /* (CONV_PIECE), the inputs before the first */
+    lane *sums;                      /* (CONV_ROWS, CONV_PIECE) */
+    lane *block;                     /* (CONV_INPUTS, CONV_PIECE), of inputs whose tokens lie side by side */
+    lane *dpre, *row;                /* of the gradient: (CONV_TOKENS + width - 1, CONV_PIECE), (CONV_PIECE) */
+    int by_channels;                 /* tokens of x lie side by side, and not channels */
     const char *inputs[CONV_INPUTS]; /* rows of a block's inputs, in x's dtype, or in lanes if by_channels */
 } conv_scratch;
 
@@ -112,8 +112,8 @@ INLINE void turn_inputs(fa_dtype dtype, const fa_conv_args *a, int64_t sequence,
 
 /* s->inputs = rows of the inputs of `count` tokens from `token` on, n channels from `channel` on: width - 1 more, which
  * before the first token are those of the state, or 0. */
-static void find_inputs(const fa_conv_args *a, int64_t sequence, int64_t token, int64_t count, int64_t channel, int64_t n,
-                        conv_scratch *s)
+static void find_inputs(const fa_conv_args *a, int64_t sequence, int64_t token, int64_t count, int64_t channel,
+                        int64_t n, conv_scratch *s)
 {
     const int64_t before = a->width - 1, offset = channel * dtype_size(a->x.dtype);
     for (int64_t i = 0; i < count + before; i++) {

@@ -295,11 +295,11 @@ typedef struct {
 /* Causal depthwise convolution: conv.inc.h. */
 #define FA_MOST_WIDTH 8
 typedef struct {
-    fa_array x;          /* rows of channels, of tokens; or its tokens lie side by side, and its channels apart */
-    fa_array out, state; /* such rows; state, optional: the width - 1 inputs before the first */
-    const void *weight;     /* lanes, (channels, width) */
-    const void *bias;       /* lanes, (channels); optional */
-    const int64_t *begins;  /* (sequences + 1), from 0 */
+    fa_array x;            /* rows of channels, of tokens; or its tokens lie side by side, and its channels apart */
+    fa_array out, state;   /* such rows; state, optional: the width - 1 inputs before the first */
+    const void *weight;    /* lanes, (channels, width) */
+    const void *bias;      /* lanes, (channels); optional */
+    const int64_t *begins; /* (sequences + 1), from 0 */
     int64_t sequences, channels;
     int width; /* 1 to FA_MOST_WIDTH */
     fa_activation activation;
@@ -314,10 +314,10 @@ typedef struct {
 
 /* The selective scan: scan.inc.h. */
 typedef struct {
-    fa_array x, dt, out;       /* rows of channels, of tokens */
-    fa_array b, c;             /* rows of `states` numbers, of tokens, x's dtype */
-    fa_array state, state_out; /* lanes, rows of `states`, of channels; state optional, may be state_out */
-    const void *rates;         /* lanes, (channels, states) */
+    fa_array x, dt, out;        /* rows of channels, of tokens */
+    fa_array b, c;              /* rows of `states` numbers, of tokens, x's dtype */
+    fa_array state, state_out;  /* lanes, rows of `states`, of channels; state optional, may be state_out */
+    const void *rates;          /* lanes, (channels, states) */
     const void *skip, *dt_bias; /* lanes, (channels); optional */
     const int64_t *begins;      /* (sequences + 1), from 0 */
     int64_t sequences, channels, states, longest; /* longest: tokens of a sequence */
@@ -326,7 +326,7 @@ typedef struct {
 } fa_scan_args;
 
 typedef struct {
-    fa_scan_args forward; /* `out` and `state_out` play no part */
+    fa_scan_args forward;        /* `out` and `state_out` play no part */
     fa_array dout, dx, ddt;      /* as out; dx and ddt optional, as all that follow */
     fa_array dstate_out, dstate; /* as state_out */
     fa_array drates;             /* the same, of each sequence: whoever runs the tasks adds them */
@@ -337,12 +337,12 @@ typedef struct {
 /* Linear attention, as recurrent_task.inc.h says. There are `heads` states; heads_k and heads_v divide them; heads_q
  * does, or is a multiple. Not causal, without decay and beta: every q reads the last state, and lengths may differ. */
 typedef struct {
-    fa_array q, k, v, out;     /* (batch, heads of each, length, head_dim); out has those of q, at least `heads` */
-    fa_array log_decay;        /* lanes, at most 0: (batch, heads, length), gated (..., head_dim); optional */
-    fa_array beta;             /* lanes, (batch, heads, length): the delta rule; optional */
-    fa_array strength;         /* lanes, (batch, heads, length): what v is times as it is written; optional, without beta */
-    const void *skip;          /* lanes, (heads): out += skip v; optional. As strength of the forward pass alone */
-    fa_array erase;            /* as k: what the delta rule reads the state by; optional, k without it */
+    fa_array q, k, v, out; /* (batch, heads of each, length, head_dim); out has those of q, at least `heads` */
+    fa_array log_decay;    /* lanes, at most 0: (batch, heads, length), gated (..., head_dim); optional */
+    fa_array beta;         /* lanes, (batch, heads, length): the delta rule; optional */
+    fa_array strength;     /* lanes, (batch, heads, length): what v is times as it is written; optional, without beta */
+    const void *skip;      /* lanes, (heads): out += skip v; optional. As strength of the forward pass alone */
+    fa_array erase;        /* as k: what the delta rule reads the state by; optional, k without it */
     fa_array state, state_out; /* lanes, (batch, heads, head_dim, head_dim_v); state optional, may be state_out */
     fa_array norm, norm_out;   /* lanes, (batch, heads, head_dim), apart; norm_out: divide by q . norm + eps */
     int64_t batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v;

@@ -87,7 +87,8 @@ static void recurrent_steps(const fa_recurrent_args *a, const recurrent_task *ta
         for (int64_t d = 0; d < head_dim; d += LANES)
             v_store(step->gate + d, log_decay ? decay_at(a, log_decay, d) : v_splat(1));
         load_row(a->k.dtype, at(&a->k, task->b, task->head_k, i, 0), head_dim, 1, step->k);
-        load_row(a->v.dtype, at(&a->v, task->b, task->head_v, i, task->column), columns, strength_of(a, task, i), step->v);
+        load_row(a->v.dtype, at(&a->v, task->b, task->head_v, i, task->column), columns, strength_of(a, task, i),
+                 step->v);
         const lane *erase = a->erase.data ? step->faded : step->k;
         if (a->erase.data)
             load_row(a->erase.dtype, at(&a->erase, task->b, task->head_k, i, 0), head_dim, 1, step->faded);

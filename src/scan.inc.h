@@ -29,10 +29,7 @@ INLINE v_t v_log1p(v_t x)
 static const lane log1p_p[] = {0.99999999700627251299f, 1.0536157278881839004f, 0.23098594932963623969f,
                                0.0032073298419550646354f};
 static const lane log1p_q[] = {1.f, 1.5536154283341461909f, 0.67446563757134197419f, 0.072529637841568042302f};
-INLINE v_t v_log1p(v_t x)
-{
-    return x * v_horner(log1p_p, COUNT(log1p_p), x) / v_horner(log1p_q, COUNT(log1p_q), x);
-}
+INLINE v_t v_log1p(v_t x) { return x * v_horner(log1p_p, COUNT(log1p_p), x) / v_horner(log1p_q, COUNT(log1p_q), x); }
 #endif
 
 /* log(1 + e^x), from e^-|x|, which cannot overflow. NaN stays NaN. */
@@ -52,16 +49,17 @@ static scan_task scan_task_of(const fa_scan_args *a, int64_t number)
 {
     const int64_t s = number % a->sequences, block = number / a->sequences;
     const int64_t channel = block * SCAN_CHANNELS;
-    return (scan_task){s, channel, smaller(a->channels - channel, SCAN_CHANNELS), a->begins[s],
-                       a->begins[s + 1] - a->begins[s], block};
+    return (scan_task){
+        s,    channel, smaller(a->channels - channel, SCAN_CHANNELS), a->begins[s], a->begins[s + 1] - a->begins[s],
+        block};
 }
 
 typedef struct {
-    int64_t *ready;              /* the block of channels whose rates it has, and 1; 0: none */
-    lane *rates, *h;             /* (vectors, states, LANES): a, the state */
-    lane *b, *c;                 /* (SCAN_TOKENS, states) */
-    lane *x, *raw, *step, *out;  /* (SCAN_TOKENS, SCAN_CHANNELS); raw: what softplus is applied to */
-    lane *skip, *bias;           /* (SCAN_CHANNELS) */
+    int64_t *ready;             /* the block of channels whose rates it has, and 1; 0: none */
+    lane *rates, *h;            /* (vectors, states, LANES): a, the state */
+    lane *b, *c;                /* (SCAN_TOKENS, states) */
+    lane *x, *raw, *step, *out; /* (SCAN_TOKENS, SCAN_CHANNELS); raw: what softplus is applied to */
+    lane *skip, *bias;          /* (SCAN_CHANNELS) */
 } scan_scratch;
 
 static int64_t take_scan_scratch(arena *from, const fa_scan_args *a, scan_scratch *s)
@@ -74,7 +72,10 @@ static int64_t take_scan_scratch(arena *from, const fa_scan_args *a, scan_scratc
     return from->used;
 }
 
-static int64_t scan_scratch_bytes(const fa_scan_args *a) { return take_scan_scratch(&(arena){0}, a, &(scan_scratch){0}); }
+static int64_t scan_scratch_bytes(const fa_scan_args *a)
+{
+    return take_scan_scratch(&(arena){0}, a, &(scan_scratch){0});
+}
 static int64_t scan_tasks(const fa_scan_args *a) { return a->sequences * ceil_div(a->channels, SCAN_CHANNELS); }
 
 /* to (states, LANES) = rows (n, states) of channels, `row` bytes apart. Lanes without a channel are 0. */
@@ -96,8 +97,7 @@ static void turn_states_out(const lane *from, int64_t n, int64_t states, char *r
     for (int64_t d = 0; d < states; d += LANES) {
         for (int64_t i = 0; i < LANES; i++) part[i] = d + i < states ? v_load(from + (d + i) * LANES) : v_splat(0);
         v_transpose(part);
-        for (int64_t i = 0; i < n; i++)
-            v_store_part(rows + i * row + d * (int64_t)sizeof(lane), part[i], states - d);
+        for (int64_t i = 0; i < n; i++) v_store_part(rows + i * row + d * (int64_t)sizeof(lane), part[i], states - d);
     }
 }
 
@@ -142,13 +142,13 @@ typedef struct {
     int count;
 } scan_ahead;
 
-static void look_ahead(const fa_scan_args *a, const scan_task *task, const fa_array *x, int64_t token, scan_ahead *ahead)
+static void look_ahead(const fa_scan_args *a, const scan_task *task, const fa_array *x, int64_t token,
+                       scan_ahead *ahead)
 {
     ahead->tokens = token < 0 ? 0 : smaller(SCAN_TOKENS, task->length - token);
     if (!x->data || ahead->tokens <= 0) return;
     ahead->row[ahead->count] = x->row;
-    ahead->rows[ahead->count++] =
-        at(x, task->sequence, 0, token, 0) + task->channel * dtype_size(a->x.dtype);
+    ahead->rows[ahead->count++] = at(x, task->sequence, 0, token, 0) + task->channel * dtype_size(a->x.dtype);
 }
 
 INLINE void ask_ahead(const scan_ahead *ahead, int64_t token, int64_t offset)

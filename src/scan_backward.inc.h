@@ -14,11 +14,11 @@
 
 typedef struct {
     scan_scratch s;
-    lane *kept;             /* (blocks, vectors, states, LANES): the states before them */
-    lane *states, *decays;  /* of a block, one vector of channels: (SCAN_TOKENS + 1, states, LANES), without + 1 */
-    lane *dh, *drates;      /* (vectors, states, LANES) */
-    lane *db, *dc;          /* (SCAN_TOKENS, states, LANES): lanes not yet added up */
-    lane *dskip, *dbias;    /* (SCAN_CHANNELS) */
+    lane *kept;            /* (blocks, vectors, states, LANES): the states before them */
+    lane *states, *decays; /* of a block, one vector of channels: (SCAN_TOKENS + 1, states, LANES), without + 1 */
+    lane *dh, *drates;     /* (vectors, states, LANES) */
+    lane *db, *dc;         /* (SCAN_TOKENS, states, LANES): lanes not yet added up */
+    lane *dskip, *dbias;   /* (SCAN_CHANNELS) */
 } scan_grad_scratch;
 
 static int64_t take_scan_grad_scratch(arena *from, const fa_scan_args *a, scan_grad_scratch *g)
