@@ -177,7 +177,7 @@ def scan_args(
 
 
 def step_limits(dt_limits: Any) -> tuple[float, float]:
-    """`dt_limits`, what the steps of a scan are cut to."""
+    """`dt_limits`, the range that steps of a scan are cut to."""
     if not isinstance(dt_limits, tuple) or len(dt_limits) != 2 or not 0 <= dt_limits[0] <= dt_limits[1]:
         raise ValueError(
             f"(): dt_limits is {short(dt_limits)}; expected a pair of numbers, 0 <= first <= second"

@@ -240,7 +240,7 @@ class Mamba2(RecurrentLayer):
         Whether both maps have one.
     conv_bias : bool, default True
     dt_limits : (float, float), default (0, inf)
-        What steps are cut to.
+        Range that steps are cut to.
     eps : float, default 1e-5
     kernel_size, weights_dtype, activations, rng
         As in `GatedDeltaNet`.
