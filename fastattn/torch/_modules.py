@@ -40,6 +40,12 @@ def replace_functions(measure: bool) -> Callable[[], None]:
     return undo
 
 
+def hybrid_functions(model: Any) -> list[str]:
+    """Name the functions of transformers that modules of a model call, and that are ours while in use."""
+    modules = {sys.modules.get(type(part).__module__) for part in model.modules()}
+    return [name for name in FUNCTIONS if any(name in vars(module) for module in modules if module)]
+
+
 def _places() -> Iterator[tuple[Any, str, Any]]:
     """Find where new functions go: modules that have them, and where later ones get their decorator."""
     from transformers import integrations

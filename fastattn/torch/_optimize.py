@@ -18,6 +18,7 @@ from fastattn.torch._hugging_face import NAME, register
 from fastattn.torch._linear import TAKEN, FrozenLinear
 from fastattn.torch._measure import gains
 from fastattn.torch._memory import keep_freed
+from fastattn.torch._modules import hybrid_functions
 from fastattn.torch._sdpa import patch_sdpa, said
 from fastattn.torch._undo import Undo
 
@@ -38,9 +39,10 @@ def optimize(
     """Make a model of torch faster for inference on CPUs, where it stands.
 
     Models of transformers, and those inside of others, such as a SentenceTransformer's, get the attention
-    implementation "fastattn"; other calls of ``scaled_dot_product_attention`` are computed here, see
-    `patch_sdpa`. The weights of every ``nn.Linear`` are frozen and packed. glibc's allocator keeps what is
-    freed, up to 2 GB, where it would give large blocks back to the system after each layer.
+    implementation "fastattn", and what hybrid ones compute between attentions is computed here, see
+    `register`; so are other calls of ``scaled_dot_product_attention``, see `patch_sdpa`. The weights of every
+    ``nn.Linear`` are frozen and packed. glibc's allocator keeps what is freed, up to 2 GB, where it would
+    give large blocks back to the system after each layer.
 
     Parameters
     ----------
@@ -107,14 +109,17 @@ def _replace_attention(model: Any, measure: bool, steps: list[Callable[[], None]
         if module in inside or not hasattr(module, "set_attn_implementation"):
             continue
         inside.update(module.modules())
+        steps.append(register(measure=measure).undo)
         before = [(config, config._attn_implementation) for config in _configs(module)]
         was = module.config._attn_implementation
         if any(implementation != NAME for _, implementation in before):
-            steps += [register(measure=measure).undo, partial(_set_back, before)]
+            steps.append(partial(_set_back, before))
             module.set_attn_implementation(NAME)
         now = module.config._attn_implementation
         change = f"{was} -> {now}" if now != was else f"{now}, as before"
         lines.append(f"attention of {_called(name, module)}: {change}")
+        if functions := hybrid_functions(module):
+            lines.append(f"{', '.join(functions)} of transformers: computed here, in all of this process")
     return lines
 
 

@@ -145,6 +145,24 @@ def test_undone_all_is_as_before():
     assert (module.causal_conv1d_fn, module.mamba2_chunk_scan, hub_kernels.__dict__) == before
 
 
+def test_optimize_says_that_it_holds_for_the_process_and_undoes_it():
+    from transformers.models.mamba2 import modeling_mamba2 as module
+
+    before = module.causal_conv1d_fn
+    model, ids = tiny("mamba2"), torch.randint(3, 97, (1, 9))
+    with torch.inference_mode():
+        expected = model(ids).logits
+        change, again = ft.optimize(model, measure=False), ft.optimize(model, measure=False)
+        assert "causal_conv1d_fn, causal_conv1d_update, mamba2_chunk_scan" in repr(change)
+        assert "in all of this process" in repr(change)
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+        change.undo()
+        assert module.causal_conv1d_fn is not before
+        again.undo()
+        assert module.causal_conv1d_fn is before
+        torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=0)
+
+
 LATER = """
 import torch, transformers
 import fastattn.torch as ft
