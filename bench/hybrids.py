@@ -65,6 +65,9 @@ class HybridProblem(AttentionProblem):
             more = {"weight": normal((channels, WIDTH)), "bias": normal(channels)}
         else:
             more = {"A": -uniform(0.1, 2, rates), "D": normal(rates[0]), "dt_bias": normal(rates[0])}
+            arrays["C"] = (arrays["C"].astype(np.float32) / arrays["C"].shape[-1] ** 0.5).astype(
+                arrays["C"].dtype
+            )
             if self.decode:
                 arrays["dt"][:] = -200
         return arrays | {name: np.ascontiguousarray(x, np.float32) for name, x in more.items()}

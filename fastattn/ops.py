@@ -423,7 +423,7 @@ def causal_conv1d(
 
     Notes
     -----
-    ``2 * width`` FLOP an element, whose sum is one accumulator; memory is the limit, and x is read once. An
+    ``2 * width`` FLOP an element, summed in one accumulator. Memory is the limit, and x is read once. An
     output does not depend on the other sequences, nor on where a sequence was split, to the bit. A channel
     that is not finite reaches no other one, and no earlier token.
 

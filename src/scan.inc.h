@@ -35,7 +35,7 @@ INLINE v_t v_log1p(v_t x) { return x * v_horner(log1p_p, COUNT(log1p_p), x) / v_
 /* log(1 + e^x), from e^-|x|, which cannot overflow. NaN stays NaN. */
 INLINE v_t v_softplus(v_t x) { return v_max(v_splat(0), x) + v_log1p(v_exp(-v_abs(x))); }
 
-/* e^x, infinite where it is too large: v_exp would wrap around far beyond that. */
+/* e^x, infinite from x = 88.4 on with float lanes: v_exp would wrap around far beyond that. */
 INLINE v_t v_decay(v_t x) { return v_exp(v_min(v_splat((lane)((EXP_BIAS + 1.4) * LN_2)), x)); }
 
 /* Channels [channel, channel + n) of a sequence, whose `length` tokens are numbered from 0; `first` is the number of

@@ -101,6 +101,14 @@ def test_tokens_may_lie_side_by_side(implementation, shape, dtype):
     np.testing.assert_array_equal(ops.causal_conv1d(turned[0], weight, bias, begins=begins), expected)
 
 
+def test_one_token_of_many_that_lie_side_by_side(implementation):
+    x, weight, _, _ = problem((9, 5), 4)
+    turned = np.ascontiguousarray(x.T).T
+    np.testing.assert_array_equal(ops.causal_conv1d(turned[3:4], weight), ops.causal_conv1d(x[3:4], weight))
+    (found,), (same,) = (grad.causal_conv1d(y[3:4], y[3:4], weight, need=("dx",)) for y in (turned, x))
+    np.testing.assert_array_equal(found, same)
+
+
 def test_strides_and_threads_do_not_matter(implementation):
     x, weight, bias, state = problem((2, 300, 100), 3)
     expected = ops.causal_conv1d(x, weight, bias, state=state, num_threads=1)
@@ -225,3 +233,6 @@ def test_a_result_may_not_lie_where_an_input_is(implementation):
     state = np.ones((2, 3, 6), np.float32)
     with pytest.raises(ValueError, match="out_state shares memory with state"):
         ops.causal_conv1d(x, np.ones((6, 4), np.float32), state=state, out_state=state[::-1])
+    weight = np.ones(36, np.float32)
+    with pytest.raises(ValueError, match="out_state shares memory with weight"):
+        ops.causal_conv1d(x, weight[:24].reshape(6, 4), out_state=weight.reshape(2, 3, 6))

@@ -10,7 +10,7 @@ import numpy as np
 from fastattn._args.errors import wrong_shape
 from fastattn._args.grad import needed
 from fastattn._args.grad_types import ConvGradArgs, ScanGradArgs
-from fastattn._args.ops import data, like, vector
+from fastattn._args.ops import data, like, result, vector
 from fastattn._args.results import result_array
 from fastattn._args.types import ACTIVATIONS, Activation, Array, ConvArgs, Ints, ScanArgs, Shape, lane_dtype
 from fastattn._args.values import (
@@ -28,13 +28,13 @@ MOST_WIDTH = 8  # FA_MOST_WIDTH of src/fastattn.h
 
 
 def _tokens(name: str, x: Any, turned: bool = False) -> Array:
-    """`x` as rows of channels, which are tokens; if `turned`, its columns may be contiguous instead."""
+    """`x` (..., length, channels), rows contiguous; if `turned`, its columns may be so instead."""
     if is_ready(x, 2):
         return x
     array = float_array(name, x)
     if array.ndim < 2:
         raise wrong_shape(name, array, "(..., length, channels)")
-    by_channels = turned and array.strides[-2] == array.itemsize
+    by_channels = turned and array.shape[-2] > 1 and array.strides[-2] == array.itemsize
     return readable(array, name, [], "" if by_channels else "the last axis")
 
 
@@ -90,9 +90,9 @@ def conv_args(
     before = like("state", state, (*batch, width - 1, channels), dtype)
     inputs: list[Any] = [("x", x, array), ("weight", weight, taps), ("bias", bias, bias_array)]
     inputs.append(("state", state, before))
-    result = result_array(out, array.shape, dtype, "x", inputs)
+    whole = result_array(out, array.shape, dtype, "x", inputs)
     return ConvArgs(
-        batch, starts, begins is not None, array, result, taps, bias_array, before, activation,
+        batch, starts, begins is not None, array, whole, taps, bias_array, before, activation,
         threads(num_threads),
     )  # fmt: skip
 
@@ -103,7 +103,9 @@ def next_inputs(args: ConvArgs, out_state: Any, given: Any) -> Array:
     It may be the state that was `given`.
     """
     shape = (*args.batch_shape, args.weight.shape[1] - 1, args.x.shape[-1])
-    inputs: list[Any] = [("x", args.x, args.x), ("out", args.out, args.out)]
+    inputs: list[Any] = [
+        (name, x, x) for name in ("x", "weight", "bias", "out") for x in (getattr(args, name),)
+    ]
     if out_state is not given:
         inputs.append(("state", given, args.state))
     return result_array(out_state, shape, args.x.dtype, "x", inputs, "out_state")
@@ -136,6 +138,7 @@ def scan_args(
     B: Any,
     C: Any,
     D: Any = None,
+    z: Any = None,
     dt_bias: Any = None,
     dt_softplus: bool = False,
     state: Any = None,
@@ -145,8 +148,11 @@ def scan_args(
     out: Any = None,
     num_threads: int | None = None,
     backend: str | None = None,
-) -> ScanArgs:
-    """Check the arguments of `functional.selective_scan`, but for its gate."""
+) -> tuple[ScanArgs, Array | None]:
+    """Check the arguments of `functional.selective_scan`; also returns the gate.
+
+    With one, the scan's own result is not what the caller gets, but what the gate is multiplied with.
+    """
     require_backend(backend)
     array = _tokens("x", x)
     dtype, lane, channels = array.dtype, lane_dtype(array.dtype), array.shape[-1]
@@ -163,31 +169,35 @@ def scan_args(
     shape = (*batch, channels, states)
     before = like("state", state, shape, lane)
     inputs: list[Any] = [("x", x, array), ("dt", dt, steps), ("A", A, rates), ("B", B, b), ("C", C, c)]
-    inputs += [("D", D, skip), ("dt_bias", dt_bias, bias)]
-    result = result_array(out, array.shape, dtype, "x", [*inputs, ("state", state, before)])
-    others = [*inputs, ("out", result, result)]
+    gate = like("z", z, array.shape, dtype, "x")
+    inputs += [("D", D, skip), ("dt_bias", dt_bias, bias), ("z", z, gate)]
+    whole = result(out, array.shape, dtype, [*inputs, ("state", state, before)])
+    others = [*inputs, ("out", whole, whole)]
     if out_state is not state:
         others.append(("state", state, before))
     after = result_array(out_state, shape, lane, "the state", others, "out_state")
     with_state = flag("return_state", return_state) or out_state is not None
+    scanned = whole if gate is None else np.empty(array.shape, dtype)
     return ScanArgs(
-        batch, starts, begins is not None, array, steps, result, b, c, rates, skip, bias, before, after,
-        softplus, threads(num_threads), (result, after) if with_state else result,
-    )  # fmt: skip
+        batch, starts, begins is not None, array, steps, scanned, b, c, rates, skip, bias, before, after,
+        softplus, threads(num_threads), (whole, after) if with_state else whole,
+    ), gate  # fmt: skip
 
 
 def step_limits(dt_limits: Any) -> tuple[float, float]:
     """`dt_limits`, the range that steps of a scan are cut to."""
-    if not isinstance(dt_limits, tuple) or len(dt_limits) != 2 or not 0 <= dt_limits[0] <= dt_limits[1]:
-        raise ValueError(
-            f"(): dt_limits is {short(dt_limits)}; expected a pair of numbers, 0 <= first <= second"
-        )
+    expected = "a pair of numbers, 0 <= first <= second"
+    if not isinstance(dt_limits, tuple) or len(dt_limits) != 2:
+        raise ValueError(f"(): dt_limits is {short(dt_limits)}; expected {expected}")
+    numbers = all(isinstance(x, (int, float, np.floating)) and not isinstance(x, bool) for x in dt_limits)
+    if not numbers or not 0 <= dt_limits[0] <= dt_limits[1]:
+        raise ValueError(f"(): dt_limits is {short(dt_limits)}; expected {expected}")
     return dt_limits
 
 
 def scan_grad_args(dout: Any, need: Any, dstate_out: Any, forward: dict[str, Any]) -> ScanGradArgs:
     """Check the arguments of the gradient of a selective scan."""
-    args = scan_args(**forward)
+    args, _ = scan_args(**forward)
     lane = args.rates.dtype
 
     def room(name: str, shape: Shape, dtype: Any = lane) -> Array | None:

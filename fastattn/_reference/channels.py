@@ -114,7 +114,8 @@ class _Steps(NamedTuple):
     step: Array
 
 
-def _softplus(x: Array) -> Array:
+def softplus(x: Array) -> Array:
+    """log(1 + e^x), without its overflow."""
     result: Array = np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
     return result
 
@@ -124,7 +125,7 @@ def _steps(a: ScanArgs, tokens: Any, begin: int, end: int) -> _Steps:
     x, raw = (y[tokens][..., begin:end, :].astype(lane) for y in (a.x, a.dt))
     if a.dt_bias is not None:
         raw = raw + a.dt_bias
-    return _Steps(x, raw, _softplus(raw) if a.softplus else raw)
+    return _Steps(x, raw, softplus(raw) if a.softplus else raw)
 
 
 def _flush(h: Array) -> Array:

@@ -106,7 +106,7 @@ def gated_delta_net2(
     unit_keys: bool = True,
     **options: Unpack[DeltaOptions],
 ) -> Steps[Result]:
-    """Gated DeltaNet-2 (Hatamizadeh et al. 2026, arXiv:2605.22791): what is erased and written has gates.
+    """Gated DeltaNet-2 (Hatamizadeh et al. 2026, arXiv:2605.22791): gates for what it erases and writes.
 
     ``S_t = D_t + k_t (w_t * v_t - D_t^T (b_t * k_t))^T`` with ``D_t = diag(a_t) S_{t-1}``. Gates that are the
     same beta_t for every dimension make it rule "kimi_delta" of `linear_attention`.

@@ -8,14 +8,16 @@ import numpy as np
 
 from fastattn import grad, ops
 from fastattn._args.channels import scan_args, scan_grad_args, step_limits
-from fastattn._args.errors import wrong_shape
-from fastattn._args.ops import like, rows_args, vector
+from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.ops import like, vector
 from fastattn._args.options import Backend, NoOptions
 from fastattn._args.recurrent import recurrent_args
+from fastattn._args.results import result_array
 from fastattn._args.types import Array, ArrayLike, Unpack, lane_dtype
 from fastattn._args.values import flag, operand, real_array
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
+from fastattn._reference.channels import softplus
 from fastattn.functional._differentiable import Request, Steps, differentiable
 from fastattn.functional._recurrent import gradients_of
 
@@ -108,22 +110,18 @@ def selective_scan(
     """
     if others:
         raise not_an_argument(others, selective_scan)
-    gated = z is not None
     forward: dict[str, Any] = {
         "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus,
         "state": state, "begins": begins, "num_threads": num_threads, "backend": backend,
     }  # fmt: skip
-    args = scan_args(**forward, return_state=return_state, out_state=out_state, out=None if gated else out)
+    args, gate = scan_args(**forward, z=z, return_state=return_state, out_state=out_state, out=out)
     compute: Any = {"num_threads": num_threads, "backend": backend}
-    gate = like("z", z, args.x.shape, args.x.dtype, "x")
-    if gated and out is not None:
-        rows_args("activate", gate, out, num_threads, backend, up=args.x, activation="silu")  # checks it
     dispatch.run(args, backend)
-    result, scanned = args.result, args.out
+    scanned = args.out
     if gate is not None:
-        whole = ops.activate(gate, "silu", up=scanned, out=out, **compute)
-        result = (whole, args.state_out) if isinstance(result, tuple) else whole
-    request = yield result
+        whole = args.result[0] if isinstance(args.result, tuple) else args.result
+        ops.activate(gate, "silu", up=scanned, out=whole, **compute)
+    request = yield args.result
 
     dout = request.dout
     found: dict[str, Any] = {}
@@ -223,6 +221,16 @@ def mamba2_scan(
     with np.errstate(all="ignore"):
         decays = without_nan(h.step * h.rates[:, None])
     fixed: Any = {"rule": "decay", "log_decay": decays, "scale": 1.0, "state": state, **compute}
+    if isinstance(out_state, np.ndarray):
+        inputs: list[Any] = [
+            ("x", x, h.x),
+            ("dt", dt, h.raw),
+            ("A", A, h.rates),
+            ("B", B, h.b),
+            ("C", C, h.c),
+        ]
+        inputs += [("D", D, h.skip), ("z", z, h.gate), ("dt_bias", dt_bias, None)]
+        result_array(out_state, out_state.shape, out_state.dtype, "the state", inputs, "out_state")
     args = recurrent_args(h.c, h.b, h.x, **fixed, return_state=return_state, out_state=out_state)
     args.strength, args.skip = h.step, h.skip
     dispatch.run(args, backend)
@@ -292,37 +300,37 @@ def _heads(
     if given.shape != values.shape[:-1]:
         raise wrong_shape("dt", given, f"(..., heads, length) = {values.shape[:-1]}")
     rates = vector("A", A, (heads,), lane)
-    if rates is None or not rates.max(initial=0) <= 0:
-        raise ValueError(f"(): A has {None if rates is None else rates.max()}; expected 0 or less")
+    if rates is None:
+        raise TypeError("(): A is None; expected an array")
+    if not rates.max(initial=0) <= 0:
+        raise ValueError(f"(): A has {rates.max()}; expected 0 or less")
     skip, bias = vector("D", D, (heads,), lane), vector("dt_bias", dt_bias, (heads,), lane)
     gate = like("z", z, values.shape, values.dtype, "x")
     limits = step_limits(dt_limits)
     b, c = operand("B", B, []), operand("C", C, [])
+    groups = b.shape[-3] if b.ndim > 2 else 0
+    if b.ndim != values.ndim or b.shape[:-3] != values.shape[:-3] or b.shape[-2] != values.shape[-2]:
+        raise wrong_shape("B", b, f"(..., groups, length, states), as x, {values.shape}, has them")
+    if not groups or heads % groups:
+        raise wrong_shape("B", b, f"(..., groups, length, states), groups a divisor of {heads}")
+    if c.shape != b.shape:
+        raise wrong_shape("C", c, f"B's, {b.shape}")
     for name, array in (("B", b), ("C", c)):
-        if (
-            array.ndim < 3
-            or array.shape[-2] != values.shape[-2]
-            or not array.shape[-3]
-            or heads % array.shape[-3]
-        ):
-            raise wrong_shape(name, array, f"(..., groups, length, states), groups a divisor of {heads}")
+        if array.dtype != values.dtype:
+            raise wrong_dtype(name, array, f"x's, {values.dtype}")
     raw = given.astype(lane, copy=False)
     if bias is not None:
         raw = raw + bias[:, None]
-    step = np.clip(_softplus(raw) if flag("dt_softplus", dt_softplus) else raw, *map(lane.type, limits))
+    with np.errstate(all="ignore"):  # a limit may be beyond float32
+        step = softplus(raw) if flag("dt_softplus", dt_softplus) else raw
+        step = np.clip(step, *map(lane.type, limits))
     return _Heads(values, b, c, raw, step, rates, skip, gate)
 
 
-def _softplus(x: Array) -> Array:
-    with np.errstate(all="ignore"):
-        result: Array = np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
-    return result
-
-
-def _slopes(h: _Heads, softplus: bool, limits: tuple[float, float]) -> Array:
+def _slopes(h: _Heads, by_softplus: bool, limits: tuple[float, float]) -> Array:
     """The derivative of each step by its dt: 0 where the step was cut."""
-    given = _softplus(h.raw) if softplus else h.raw
-    slopes: Array = 0.5 + 0.5 * np.tanh(0.5 * h.raw) if softplus else np.ones_like(h.raw)
+    given = softplus(h.raw) if by_softplus else h.raw
+    slopes: Array = 0.5 + 0.5 * np.tanh(0.5 * h.raw) if by_softplus else np.ones_like(h.raw)
     return slopes * ((given >= limits[0]) & (given <= limits[1]))
 
 

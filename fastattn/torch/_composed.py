@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 
 from fastattn import grad, ops
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
@@ -54,7 +53,6 @@ class _Composed(torch.autograd.Function):  # type: ignore[misc]
         return tuple(tensor_of(x) for x in results)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         tensors, back = ctx.saved_tensors, ctx.back
         if back is None:
@@ -62,17 +60,27 @@ class _Composed(torch.autograd.Function):  # type: ignore[misc]
         ctx.back = None
         wanted = ctx.needs_input_grad[3:]
         need = tuple(f"d{name}" for name, yes in zip(ctx.names, wanted, strict=True) if yes)
-        dout, *more = (None if g is None else array_of(g.contiguous()) for g in grads)
+        dout, *more = (None if g is None else array_of(g.detach().contiguous()) for g in grads)
         if dout is None:
             dout = np.zeros(*ctx.like[0])
-        found = dict(zip(need, back(need, dout, *more), strict=True))
-        results = (found.get(f"d{name}") for name in ctx.names)
-        return (
-            None,
-            None,
-            None,
-            *(None if x is None else tensor_of(np.ascontiguousarray(x)) for x in results),
-        )
+        results = [tensor_of(np.ascontiguousarray(x)) for x in back(need, dout, *more)]
+        if torch.is_grad_enabled():  # create_graph=True
+            known = (*tensors, *(g for g in grads if g is not None))
+            results = _First.apply(len(results), *results, *known)
+        found = dict(zip(need, results, strict=True))
+        return (None, None, None, *(found.get(f"d{name}") for name in ctx.names))
+
+
+class _First(torch.autograd.Function):  # type: ignore[misc]
+    """First derivatives: whoever wants one of them gets an error."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Any) -> Any:
+        return tuple(x.clone() for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError("fastattn: functions of hybrid models have a first derivative, no second")
 
 
 def composed(record: Recorded, tensors: Mapping[str, Any], **options: Any) -> tuple[Any, ...]:

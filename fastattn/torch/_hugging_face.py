@@ -11,11 +11,10 @@ import torch
 from fastattn._engine.settings import available_isas
 from fastattn.torch._attention import attention_op, with_lse_op
 from fastattn.torch._measure import attention_key, gains, sample
-from fastattn.torch._modules import replace_functions
+from fastattn.torch._modules import measures, replace_functions
 from fastattn.torch._undo import Undo
 
 NAME = "fastattn"
-_measures = True
 # Compiled models cannot measure. With AMX, 16 bits are known to be faster in torch (docs/notes/intel.md),
 # except bfloat16 where kernels with tiles are compiled in here.
 _LEFT: tuple[torch.dtype, ...] = ()
@@ -38,7 +37,7 @@ def register(*, measure: bool = True) -> Undo:
     It holds for `from_pretrained`, for `model.set_attn_implementation` of a loaded model, and in
     ``SentenceTransformer(..., model_kwargs={"attn_implementation": "fastattn"})``. Hybrid models get their
     convolutions, delta rules and scans of state spaces from here at once, whatever their attention is. Both
-    hold for every model of the process. Calling it again changes nothing but `measure`.
+    hold for every model of the process. Calling it again changes nothing but `measure`, until it is undone.
 
     Parameters
     ----------
@@ -71,13 +70,12 @@ def register(*, measure: bool = True) -> Undo:
 
     The functions of hybrid models (qwen3_next, kimi_linear, mamba2, lfm2 and others) are replaced by the
     names that transformers 5.24 has for them, in modules imported before and later. Gradients flow through
-    them. Packed sequences, compiled models, float64 and tensors on other devices are left to transformers,
-    and so is one token where gradients are wanted.
+    them, first derivatives. transformers computes itself what is compiled, in float64, on other devices, or
+    refused here; updates of states by one token where gradients are wanted; and packed sequences, which it
+    refuses.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    global _measures
-    _measures = measure
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
     return Undo([replace_functions(measure)], lambda: _SAID)
@@ -194,7 +192,7 @@ def _left_to_torch(
     module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None, causal: bool
 ) -> bool:
     """Whether transformers' "sdpa" is as fast or faster for such calls."""
-    if not _measures or not query.numel() or not key.numel():
+    if not measures() or not query.numel() or not key.numel():
         return False
     if torch.compiler.is_compiling():
         return query.dtype in _LEFT

@@ -24,6 +24,11 @@ class NotTaken(Exception):
     """Raised where transformers' own function is to compute a call."""
 
 
+# Calls that end so, before anything is computed, are transformers': it takes widths above 8 and decays above
+# 0, and callers of its functions expect its own errors.
+REFUSED = (NotTaken, TypeError, ValueError)
+
+
 def causal_conv1d_fn(
     hidden_states: Any, weight: Any, bias: Any = None, activation: str | None = None, **kwargs: Any
 ) -> Any:
@@ -191,6 +196,8 @@ def mamba_selective_scan(
     more = {name: None if x is None else x.float() for name, x in more.items()}
     out, after = composed(_scan, {**tensors, **more}, dt_softplus=delta_softplus)
     out = out.transpose(1, 2)
+    if D is not None:  # as where it is added by torch
+        out = out.to(torch.promote_types(dtype, D.dtype))
     return (out, after) if return_last_state else out
 
 
@@ -208,7 +215,7 @@ def mamba_selective_state_update(
     **kwargs: Any,
 ) -> Any:
     """Scan one token (batch, channels), and change `state` (batch, channels, states) in place."""
-    if _wants_gradients(state, hidden_states, dt, A, B, C, D, dt_bias, z):
+    if _wants_gradients(state, hidden_states, dt, A, B, C, D, dt_bias, z) or not _writable(state):
         raise NotTaken
     kept = state if state.dtype is torch.float32 and state.stride(-1) == 1 else state.float().contiguous()
     tensors = {"x": hidden_states, "dt": dt, "B": B, "C": C, "z": z}
@@ -222,7 +229,9 @@ def mamba_selective_state_update(
     out, _ = functional.selective_scan(
         **arrays, dt_softplus=dt_softplus, state=own, out_state=own, num_threads=num_threads()
     )
-    if kept is not state:
+    if kept is state:
+        torch.autograd.graph.increment_version(state)
+    else:
         state.copy_(kept)
     return tensor_of(out)[:, 0]
 
@@ -242,11 +251,13 @@ def mamba2_selective_state_update(
 ) -> Any:
     """Scan one token (batch, heads, head_dim), and change `state` (..., head_dim, states) in place.
 
-    A head's numbers come expanded to its channels. A state that `mamba2_chunk_scan` has returned lies in
-    memory as the kernel has it, and stays there; another one is copied.
+    A head's numbers come expanded to its channels. The kernel writes to a state of `mamba2_chunk_scan` where
+    it is; of another one it gets a transposed copy, which is copied back.
     """
     numbers = dt, A, *(x for x in (D, dt_bias) if x is not None)
-    if _wants_gradients(state, hidden_states, B, C, z, *numbers) or any(x.stride(-1) for x in numbers):
+    if _wants_gradients(state, hidden_states, B, C, z, *numbers) or not _writable(state):
+        raise NotTaken
+    if any(x.stride(-1) for x in numbers) or A.stride(-2):
         raise NotTaken
     turned = state.transpose(-1, -2)
     kept = turned if turned.is_contiguous() and state.dtype is torch.float32 else turned.float().contiguous()
@@ -259,7 +270,9 @@ def mamba2_selective_state_update(
         tokens[2], skip, dt_bias=bias, dt_softplus=dt_softplus, state=own, out_state=own,
         num_threads=num_threads(),
     )  # fmt: skip
-    if kept is not turned:
+    if kept is turned:
+        torch.autograd.graph.increment_version(state)
+    else:
         state.copy_(kept.transpose(-1, -2))
     result = tensor_of(out)[:, :, 0]
     result = result if z is None else result * torch.nn.functional.silu(z)
@@ -269,6 +282,11 @@ def mamba2_selective_state_update(
 def _rows(x: Any) -> Any:
     """`x`, its last axis contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _writable(state: Any) -> bool:
+    """Whether torch would let a function write to `state`."""
+    return not state.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _wants_gradients(*tensors: Any) -> bool:

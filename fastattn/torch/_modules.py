@@ -10,34 +10,58 @@ from typing import Any
 
 import torch
 
-from fastattn.torch._hybrids import FUNCTIONS, NotTaken
+from fastattn.torch._hybrids import FUNCTIONS, REFUSED
 from fastattn.torch._measure import gains, measuring
 
 _FACTORY = "use_kernel_func_from_hub_with_fallback"  # the decorator of transformers' own functions
 _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
-_states = {"in_use": 0, "measures": True}
-_replaced: list[tuple[Any, str, Any]] = []  # where a function of transformers was
+
+
+class _Entry:
+    """A change of functions that is not undone yet."""
+
+    def __init__(self, measure: bool):
+        self.measure = measure
+
+
+_OURS = "_of_fastattn"  # what our replacements have as an attribute
+_in_use: list[_Entry] = []  # one of each register() that is not undone
+_replaced: list[tuple[Any, str, Any, Any]] = []  # module, name, transformers' function there, and ours
+
+
+def measures() -> bool:
+    """Whether calls are timed beside torch's first: as the last `register` says that is not undone."""
+    return _in_use[-1].measure if _in_use else True
 
 
 def replace_functions(measure: bool) -> Callable[[], None]:
     """Let modules of transformers call our functions; returns what undoes it, once."""
-    _states["measures"] = measure
-    _states["in_use"] += 1
-    if _states["in_use"] == 1:
-        _put_into(_places())
-    undone: list[bool] = []
+    if not _in_use:
+        try:
+            for module, name, function in list(_places()):
+                _replaced.append((module, name, getattr(module, name), function))
+                setattr(module, name, function)
+        except BaseException:
+            _put_back()
+            raise
+    entry = _Entry(measure)
+    _in_use.append(entry)
 
     def undo() -> None:
-        if undone:
-            return
-        undone.append(True)
-        _states["in_use"] -= 1
-        if not _states["in_use"]:
-            while _replaced:
-                module, name, function = _replaced.pop()
-                setattr(module, name, function)
+        if any(each is entry for each in _in_use):
+            _in_use[:] = [each for each in _in_use if each is not entry]
+            if not _in_use:
+                _put_back()
 
     return undo
+
+
+def _put_back() -> None:
+    """Give modules their functions back, but for those that somebody else has replaced since."""
+    while _replaced:
+        module, name, theirs, ours = _replaced.pop()
+        if getattr(module, name, None) is ours:
+            setattr(module, name, theirs)
 
 
 def hybrid_functions(model: Any) -> list[str]:
@@ -59,14 +83,8 @@ def _places() -> Iterator[tuple[Any, str, Any]]:
         if name.startswith("transformers.models.") and ".modeling_" in name:
             for function in FUNCTIONS:
                 own = vars(module).get(function)
-                if own is not None:
+                if own is not None and not hasattr(own, _OURS):
                     yield module, function, _replacement(function, own)
-
-
-def _put_into(places: Iterator[tuple[Any, str, Any]]) -> None:
-    for module, name, function in places:
-        _replaced.append((module, name, getattr(module, name)))
-        setattr(module, name, function)
 
 
 def _decorating(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,16 +109,17 @@ def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if not _states["in_use"] or _left(args, kwargs) or measuring():
+        if not _in_use or _left(args, kwargs) or measuring():
             return own(*args, **kwargs)
         ours = FUNCTIONS[name]
-        if _states["measures"] and not _gains(name, own, ours, signature, args, kwargs):
-            return own(*args, **kwargs)
         try:
-            return ours(*args, **kwargs)
-        except NotTaken:
-            return own(*args, **kwargs)
+            if not measures() or _gains(name, own, ours, signature, args, kwargs):
+                return ours(*args, **kwargs)
+        except REFUSED:  # before anything was computed
+            pass
+        return own(*args, **kwargs)
 
+    setattr(function, _OURS, True)
     return function
 
 
@@ -153,7 +172,4 @@ def _gains(
         first, second = sample(), sample()
         yield lambda: own(*first.args, **first.kwargs), lambda: ours(*second.args, **second.kwargs)
 
-    try:
-        return gains(key, pairs)
-    except NotTaken:
-        return False
+    return gains(key, pairs)

@@ -105,6 +105,19 @@ def test_some_gradients_are_those_of_all(implementation):
         ({"A": np.ones(3, np.float32)}, ValueError, r"A has shape \(3,\); expected \(4,\)"),
         ({"B": np.ones((2, 3, 5, 8), np.float32)}, ValueError, "B has shape .* groups a divisor of 4"),
         ({"C": np.ones((2, 2, 6, 8), np.float32)}, ValueError, "C has shape"),
+        (
+            {"C": np.ones((2, 2, 5, 9), np.float32)},
+            ValueError,
+            r"C has shape .*; expected B's, \(2, 2, 5, 8\)",
+        ),
+        ({"B": np.ones((2, 2, 5, 8), np.float16)}, TypeError, "B has dtype float16; expected x's, float32"),
+        (
+            {"B": np.ones((3, 2, 5, 8), np.float32)},
+            ValueError,
+            r"B has shape .* as x, \(2, 4, 5, 6\), has them",
+        ),
+        ({"A": None}, TypeError, "A is None; expected an array"),
+        ({"dt_limits": ("a", "b")}, ValueError, r"dt_limits is \('a', 'b'\); expected a pair"),
         ({"D": np.ones(5, np.float32)}, ValueError, r"D has shape \(5,\); expected \(4,\)"),
         ({"z": np.ones((2, 4, 5, 7))}, TypeError, "z has dtype float64"),
         ({"dt_limits": (1.0, 0.5)}, ValueError, r"dt_limits is \(1.0, 0.5\); expected a pair"),
@@ -133,3 +146,13 @@ def test_what_is_not_finite_reaches_later_tokens_of_its_head_alone(name, odd, im
     reached[1, 2, 20:] = True
     assert not np.isfinite(out[reached]).any()
     close(out[~reached], expected[~reached], np.dtype(np.float32))
+
+
+def test_a_state_lies_apart_from_all_inputs(implementation):
+    arrays, _ = problem(2, 1, 4, 8, 4, batch=(1,))
+    memory = np.ones((1, 2, 4, 8), np.float32)
+    for name in ("z", "x"):
+        with pytest.raises(ValueError, match=rf"^mamba2_scan\(\): out_state shares memory with {name}"):
+            mamba2_scan(**arrays | {name: memory}, dt_softplus=True, out_state=memory)
+    with pytest.raises(ValueError, match=r"^mamba2_scan\(\): out_state shares memory with D"):
+        mamba2_scan(**arrays, D=memory.ravel()[:2], dt_softplus=True, out_state=memory)

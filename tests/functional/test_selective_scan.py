@@ -209,3 +209,18 @@ def test_errors_come_before_anything_is_computed(implementation, changed, error,
     given |= {name: np.ones((2, 5, 4), np.float32) for name in "BC"}
     with pytest.raises(error, match=r"^selective_scan\(\): .*" + message):
         selective_scan(**given | changed)
+
+
+def test_results_lie_apart_from_all_inputs(implementation):
+    arrays, more = problem((2, 5, 6), 5)
+    memory = np.ones(60, np.float32)
+    shared = {"z": memory.reshape(2, 5, 6)}
+    with pytest.raises(ValueError, match=r"^selective_scan\(\): out_state shares memory with z"):
+        selective_scan(**arrays, **shared, dt_softplus=True, out_state=memory.reshape(2, 6, 5))
+    options = {"out": memory.reshape(2, 5, 6), "out_state": memory.reshape(2, 6, 5)}
+    with pytest.raises(ValueError, match=r"^selective_scan\(\): out_state shares memory with out"):
+        selective_scan(**arrays, z=more["z"], dt_softplus=True, **options)
+    for name in ("z", "dt", "x"):
+        given = arrays | {"z": more["z"]}
+        with pytest.raises(ValueError, match=rf"^selective_scan\(\): out shares memory with {name}"):
+            selective_scan(**given, dt_softplus=True, out=given[name])

@@ -214,3 +214,73 @@ def test_what_does_not_gain_stays_transformers(monkeypatch):
             out = module.causal_conv1d_fn(x, weight)
         assert (out.stride(-1) == 1) is (ratio < 1)
         assert any("causal_conv1d_fn" in key for key in ft.measured())
+
+
+def test_second_derivatives_are_an_error_and_not_a_part_of_them():
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 6, 2, 4, requires_grad=True) for _ in range(3))
+    g, beta = -torch.rand(1, 6, 2), torch.rand(1, 6, 2)
+    with ft.register(measure=False):
+        out, _ = module.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)
+        (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="a first derivative, no second"):
+        first.pow(2).sum().backward()
+
+
+def test_autograd_sees_that_updates_write_to_their_state():
+    from transformers.models.mamba import modeling_mamba as module
+
+    state, weight = torch.randn(2, 6, 5), torch.ones(2, 6, 5, requires_grad=True)
+    loss = (state * weight).sum()
+    x, rates, b = torch.randn(2, 6), -torch.rand(6, 5), torch.randn(2, 5)
+    with ft.register(measure=False), torch.no_grad():
+        module.mamba_selective_state_update(state, x, x, rates, b, b)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_what_is_refused_here_is_transformers():
+    from transformers.models.mamba2 import modeling_mamba2 as mamba2
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    torch.manual_seed(0)
+    x, wide = torch.randn(2, 6, 20), torch.randn(6, 9)
+    q, g, beta = torch.randn(1, 5, 2, 4), torch.rand(1, 5, 2), torch.rand(1, 5, 2)  # decays above 1
+    rates = -torch.rand(4, 8)[..., None].expand(4, 8, 3)  # not the same in a head
+    numbers = torch.randn(2, 4, 8), torch.rand(2, 4, 1).expand(2, 4, 8), rates
+    calls = [
+        lambda: module.causal_conv1d_fn(x, wide),
+        lambda: module.causal_conv1d_fn(x[..., 2:3], wide[:, :4]),
+        lambda: module.torch_chunk_gated_delta_rule(q, q, q, g=g, beta=beta)[0],
+        lambda: mamba2.mamba2_selective_state_update(
+            torch.ones(2, 4, 8, 3), *numbers, *torch.ones(2, 2, 1, 3)
+        ),
+    ]
+    expected = [call() for call in calls]
+    for measure in (False, True):
+        with torch.no_grad(), ft.register(measure=measure):
+            for call, want in zip(calls, expected, strict=True):
+                torch.testing.assert_close(call(), want)
+
+
+def test_measuring_is_that_of_the_last_change_not_undone():
+    from fastattn.torch._modules import measures
+
+    with ft.register(measure=True):
+        with ft.register(measure=False):
+            assert not measures()
+        assert measures()
+
+
+def test_undo_leaves_what_somebody_else_has_put_there(monkeypatch):
+    from transformers.models.mamba2 import modeling_mamba2 as module
+
+    own = module.causal_conv1d_fn
+    change = ft.register(measure=False)
+    mine = lambda *args, **kwargs: None  # noqa: E731
+    monkeypatch.setattr(module, "causal_conv1d_fn", mine)
+    change.undo()
+    assert module.causal_conv1d_fn is mine
+    module.causal_conv1d_fn = own
