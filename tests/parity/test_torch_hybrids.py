@@ -11,7 +11,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import fastattn.torch as ft
-from fastattn.torch import _measure
+from fastattn.torch import _measure, _modules
 from fastattn.torch._hybrids import FUNCTIONS
 
 SMALL = {
@@ -68,6 +68,21 @@ MODELS = {
         **LATENT, "layer_group_size": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     },
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_functions(monkeypatch):
+    """Let transformers have its own functions: other tests register and do not undo it."""
+    _modules._put_back()
+    monkeypatch.setattr(_modules, "_in_use", [])
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.models.") and ".modeling_" in name:
+            for function in FUNCTIONS:
+                own = vars(module).get(function)
+                while hasattr(own, _modules._OURS):  # of a module imported after a change
+                    own = own.__wrapped__
+                if own is not None:
+                    setattr(module, function, own)
 
 
 def tiny(name, dtype=torch.float32):
