@@ -20,7 +20,16 @@ from fastattn._args.options import Backend, ComputeOptions, OutOption
 from fastattn._args.pack import pack_args
 from fastattn._args.packed import PackedLinear
 from fastattn._args.results import result_array
-from fastattn._args.types import Activation, Array, ArrayLike, ConvArgs, DTypeLike, Rounding, Unpack
+from fastattn._args.types import (
+    Activation,
+    Array,
+    ArrayLike,
+    ConvArgs,
+    DTypeLike,
+    Rounding,
+    Unpack,
+    each_sequence,
+)
 from fastattn._args.values import as_array, flag, float_array, integers
 from fastattn._engine import dispatch
 
@@ -450,17 +459,10 @@ def causal_conv1d(
 def _keep_inputs(args: ConvArgs, after: Array) -> None:
     """Write the last inputs of sequences to `after` (..., width - 1, channels), which may be the state."""
     many = after.shape[-2]
-    pairs = [(args.x, after, args.state)]
-    if args.ragged:
-        ranges = zip(args.begins[:-1], args.begins[1:], strict=True)
-        states = after if args.state is None else args.state
-        pairs = [
-            (args.x[i:j], after[s], None if args.state is None else states[s])
-            for s, (i, j) in enumerate(ranges)
-        ]
-    for x, to, state in pairs:
+    for tokens, s in each_sequence(args):
+        x, to = args.x[tokens], after[s]
         new = min(many, x.shape[-2])
-        kept = 0 if state is None else state[..., new:, :].copy()
+        kept = 0 if args.state is None else args.state[s][..., new:, :].copy()
         to[..., : many - new, :] = kept
         to[..., many - new :, :] = x[..., x.shape[-2] - new :, :]
 

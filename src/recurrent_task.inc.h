@@ -11,8 +11,8 @@
  * The lanes are columns of S, which do not depend on one another. A task is one state, or some panels of its columns;
  * the bits of a column do not depend on which.
  *
- * Exports   RECURRENT_ASKS, recurrent_task, recurrent_task_of, query_group, panel_width, add_skipped, strength_of; load_state, store_state, load_norm,
- *           store_norm; decay_at. */
+ * Exports   RECURRENT_ASKS, recurrent_task, recurrent_task_of, query_group, panel_width, add_skipped, strength_of;
+ *           load_state, store_state, load_norm, store_norm; decay_at. */
 #pragma once
 #include "softmax.inc.h"
 #include "linear_pass.inc.h"

@@ -7,8 +7,9 @@
  * The lanes are channels, which share b and c and nothing else. A task is some channels of one sequence. Tokens come in
  * blocks, so that b and c are widened once for all vectors of channels.
  *
- * Exports   SCAN_CHANNELS, SCAN_TOKENS, SCAN_ASKS; v_decay; scan_task, scan_task_of, scan_scratch, take_scan_scratch; load_states, store_states, load_scan_rates, load_channels, store_channels, load_scan_block; scan_scratch_bytes, scan_tasks,
- *           scan_run. */
+ * Exports   SCAN_CHANNELS, SCAN_TOKENS, SCAN_ASKS; v_decay; scan_task, scan_task_of, scan_scratch, take_scan_scratch;
+ *           load_states, store_states, load_scan_rates, load_channels, store_channels, load_scan_block;
+ *           scan_scratch_bytes, scan_tasks, scan_run. */
 #pragma once
 #include "activation.inc.h"
 
@@ -145,7 +146,7 @@ typedef struct {
 static void look_ahead(const fa_scan_args *a, const scan_task *task, const fa_array *x, int64_t token,
                        scan_ahead *ahead)
 {
-    ahead->tokens = token < 0 ? 0 : smaller(SCAN_TOKENS, task->length - token);
+    ahead->tokens = smaller(SCAN_TOKENS, task->length - token);
     if (!x->data || ahead->tokens <= 0) return;
     ahead->row[ahead->count] = x->row;
     ahead->rows[ahead->count++] = at(x, task->sequence, 0, token, 0) + task->channel * dtype_size(a->x.dtype);

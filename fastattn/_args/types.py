@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
@@ -350,6 +351,15 @@ class ScanArgs:
     softplus: bool
     num_threads: int
     result: Any  # what the caller gets
+
+
+def each_sequence(args: ConvArgs | ScanArgs) -> Iterator[tuple[Any, Any]]:
+    """Indices of arrays of tokens and of arrays of sequences: of the batch at once, or of each if ragged."""
+    if not args.ragged:
+        yield ..., ...
+        return
+    for s, (begin, end) in enumerate(zip(args.begins[:-1], args.begins[1:], strict=True)):
+        yield slice(begin, end), s
 
 
 @dataclass(slots=True, eq=False)

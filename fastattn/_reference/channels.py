@@ -9,18 +9,9 @@ import numpy as np
 
 from fastattn._args.blocks import BLOCK
 from fastattn._args.grad_types import ConvGradArgs, ScanGradArgs
-from fastattn._args.types import Array, ConvArgs, ScanArgs
+from fastattn._args.types import Array, ConvArgs, ScanArgs, each_sequence
 from fastattn._reference.grad import DERIVATIVES
 from fastattn._reference.ops import activate
-
-
-def _sequences(args: ConvArgs | ScanArgs) -> Iterator[tuple[Any, Any]]:
-    """Indices of arrays of tokens and of arrays of sequences: of the batch at once, or of each if ragged."""
-    if not args.ragged:
-        yield ..., ...
-        return
-    for s, (begin, end) in enumerate(zip(args.begins[:-1], args.begins[1:], strict=True)):
-        yield slice(begin, end), s
 
 
 def _blocks(x: Array, width: int = 1) -> Iterator[tuple[int, int]]:
@@ -59,7 +50,7 @@ def _pre(args: ConvArgs, x: Array, state: Array | None, begin: int, end: int) ->
 @np.errstate(all="ignore")
 def conv(args: ConvArgs) -> None:
     """Fill args.out."""
-    for tokens, s in _sequences(args):
+    for tokens, s in each_sequence(args):
         x, state = args.x[tokens], None if args.state is None else args.state[s]
         for begin, end in _blocks(x):
             args.out[tokens][..., begin:end, :] = activate(_pre(args, x, state, begin, end), args.activation)
@@ -72,7 +63,7 @@ def conv_grad(args: ConvGradArgs) -> None:
     lane, width = a.weight.dtype, a.weight.shape[1]
     if args.sums is not None:
         args.sums[...] = 0
-    for tokens, s in _sequences(a):
+    for tokens, s in each_sequence(a):
         x, state, length = a.x[tokens], None if a.state is None else a.state[s], a.x[tokens].shape[-2]
         for begin, end in _blocks(x):
             last = min(length, end + width - 1)  # dx needs dpre of later tokens
@@ -138,7 +129,7 @@ def _flush(h: Array) -> Array:
 def scan(a: ScanArgs) -> None:
     """Fill args.out and args.state_out."""
     lane = a.rates.dtype
-    for tokens, s in _sequences(a):
+    for tokens, s in each_sequence(a):
         out, b, c = a.out[tokens], a.b[tokens], a.c[tokens]
         h = np.zeros(a.state_out[s].shape, lane) if a.state is None else a.state[s].copy()
         for begin, end in _blocks(a.x[tokens], a.rates.shape[1]):
@@ -159,7 +150,7 @@ def scan_grad(args: ScanGradArgs) -> None:
     for x in (args.drates, args.dskip, args.dbias):
         if x is not None:
             x[...] = 0
-    for tokens, s in _sequences(a):
+    for tokens, s in each_sequence(a):
         h = np.zeros(a.state_out[s].shape, lane) if a.state is None else a.state[s].copy()
         dh = np.zeros_like(h) if args.dstate_out is None else args.dstate_out[s].copy()
         before, ranges = [], list(_blocks(a.x[tokens], 2 * a.rates.shape[1]))

@@ -10,7 +10,7 @@ import numpy as np
 from fastattn._args.channels import conv_grad_args
 from fastattn._args.errors import named
 from fastattn._args.grad_types import ConvGradArgs
-from fastattn._args.types import Activation, Array, ArrayLike
+from fastattn._args.types import Activation, Array, ArrayLike, each_sequence
 from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
@@ -70,11 +70,7 @@ def causal_conv1d(
 def _add_kept_inputs(args: ConvGradArgs, after: Array) -> None:
     """Add the gradient of the last inputs of each sequence, which the state after it is."""
     a, many = args.forward, after.shape[-2]
-    ranges = zip(a.begins[:-1], a.begins[1:], strict=True)
-    places: list[tuple[Any, Any]] = (
-        [(slice(i, j), s) for s, (i, j) in enumerate(ranges)] if a.ragged else [(..., ...)]
-    )
-    for tokens, s in places:
+    for tokens, s in each_sequence(a):
         length = a.x[tokens].shape[-2]
         new = min(many, length)
         if args.dx is not None:
