@@ -56,7 +56,7 @@ REQUIRED = os.environ.get("FASTATTN_REQUIRE_EXT") == "1"
 
 FAMILIES = sorted(path.stem for path in Path(SRC, "families").glob("*.c"))
 LONGEST = ("attention", "linear")  # to compile
-COMMON = ("cpu.c", "dispatch.c")
+COMMON = ("cpu.c", "dispatch.c", "lists.c")
 LANES = ("f32", "f64")
 OBJECTS = Path("build/objects")  # in the checkout: `pip install -e .` has a new build_temp each time
 

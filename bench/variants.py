@@ -112,6 +112,14 @@ def _linformer(x: Inputs) -> Call:
     return lambda: functional.linformer_attention(x.q, x.k, x.v, e, f)
 
 
+def _selected(x: Inputs) -> Call:
+    """Blocks of 16 keys: each query of the first ones, of its own and of every fourth one before."""
+    own = np.arange(x.shape.len_q)[:, None] // 16
+    blocks = own - 4 * np.arange(max(1, x.shape.len_k // 64))
+    lists = np.where(blocks < 0, 0, blocks)[None]
+    return lambda: functional.selected_attention(x.q, x.k, x.v, lists, block_size=16, causal=True)
+
+
 def _nystrom(x: Inputs) -> Call:
     k, v = _each_head(x)
     return lambda: functional.nystrom_attention(x.q, k, v)
@@ -173,6 +181,7 @@ CALLS: dict[str, Make] = {
     "location": _location,
     "linformer": _linformer,
     "nystrom": _nystrom,
+    "selected": _selected,
     "reformer": _reformer,
     "all_statistics": _statistics,
     "dropout": _dropout,

@@ -28,7 +28,9 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
     const int64_t width = a->head_dim_v, bytes = (dot ? padded_v(width) : width) * (int64_t)sizeof(lane);
     if (block->checked) return;
     block->checked = 1;
-    if (dot) find_bad_rows(FA_BF16, at_key(&a->v, rows, block->first), a->v.row, block->n, width, bad);
+    if (dot && !in_a_row(&a->v, block->first, block->n)) /* load_block has copied them */
+        find_bad_rows(FA_BF16, (const char *)scratch->listed, width * 2, block->n, width, bad);
+    else if (dot) find_bad_rows(FA_BF16, at_key(&a->v, rows, block->first), a->v.row, block->n, width, bad);
     else find_bad_rows(LANE_DTYPE, block->v, block->v_row, block->n, width, bad);
     if (!bad->n) return;
     if (!dot) {

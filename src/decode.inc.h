@@ -21,11 +21,12 @@
 #define DOT_CHUNK 4 /* 4 rows x 4 vectors of accumulators fit 32 registers */
 
 typedef struct {
-    lane *q;             /* (DOT_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
-    lane *s, *add;       /* (DOT_ROWS, BLOCK_K) */
-    lane *v;             /* (BLOCK_K, head_dim_v): values without those that are not finite, in V's dtype */
-    lane *base, *factor; /* (DOT_ROWS): the rows' norm, in the second pass */
-    lane *scale;         /* (BLOCK_K): of int8 keys, then of their values */
+    lane *q;                   /* (DOT_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
+    lane *s, *add;             /* (DOT_ROWS, BLOCK_K) */
+    lane *v;                   /* (BLOCK_K, head_dim_v): values without those that are not finite, in V's dtype */
+    lane *base, *factor;       /* (DOT_ROWS): the rows' norm, in the second pass */
+    lane *scale;               /* (BLOCK_K): of int8 keys, then of their values */
+    char *listed_k, *listed_v; /* (BLOCK_K, head_dim), (BLOCK_K, head_dim_v), in their dtype: rows that blocks name */
     int64_t depth;
     philox_key drop;
 } dot_scratch;
@@ -38,6 +39,8 @@ static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scra
     CUT_LANES(from, BLOCK_K * a->head_dim_v, &scratch->v);
     CUT_LANES(from, DOT_ROWS, &scratch->base, &scratch->factor);
     CUT_LANES(from, BLOCK_K, &scratch->scale);
+    CUT(from, scratch->listed_k, a->k.blocks ? BLOCK_K * a->head_dim * dtype_size(a->k.dtype) : 0);
+    CUT(from, scratch->listed_v, a->v.blocks ? BLOCK_K * a->head_dim_v * dtype_size(a->v.dtype) : 0);
     cut_rows(from, DOT_ROWS, rows);
     return from->used;
 }
@@ -265,15 +268,17 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
                       key_run run, const dot_scratch *scratch, const partial *part)
 {
     const int64_t j0 = run.j0, n = run.n, width = a->head_dim_v, size = dtype_size(dtype);
-    const char *v = at_key(&a->v, rows, j0);
     block_kind kind = range_kind(rows, j0, n);
     if (adds(a, rows, run.mask)) kind |= BLOCK_ADDS | additive_rows(a, rows, j0, n, scratch->add);
     if (kind & BLOCK_EMPTY) return;
     const score_tile scores = {rows, NULL, j0, n, kind, scratch->s, scratch->add};
 
-    dot_product product = {.k = at_key(&a->k, rows, j0), .k_row = a->k.row, .n = n, .q = scratch->q};
+    const int listed = a->k.blocks != NULL;
+    if (listed) prefetch_keys(&a->v, rows, j0, n, width);
+    dot_product product = {.n = n, .q = scratch->q};
+    product.k = key_rows(&a->k, rows, j0, n, a->head_dim, scratch->listed_k, &product.k_row);
     product.head_dim = a->head_dim, product.depth = scratch->depth, product.s = scratch->s;
-    product.next = (fetch_ahead){a->stats.second_pass ? NULL : v, a->v.row, width * size};
+    if (!listed && !a->stats.second_pass) product.next = (fetch_ahead){at_key(&a->v, rows, j0), a->v.row, width * size};
 #define SCORES(nr) dot_scores(dtype, nr, &product, r)
     EACH_ROWS(rows, r, SCORES);
 #undef SCORES
@@ -283,13 +288,15 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
         weigh_rows(a, &scores, scratch);
         return;
     }
+    int64_t v_row;
+    const char *v = key_rows(&a->v, rows, j0, n, width, scratch->listed_v, &v_row);
     bad_rows bad;
     bad.n = 0; /* an initialiser would clear all of it, which shows in the time of a block */
     uint8_t attends[BLOCK_K][DOT_ROWS];
     if (dtype == FA_I8) find_odd_scales(a, rows, j0, n, scratch, &bad); /* the integers themselves are finite */
-    else if (hides(kind)) find_bad_rows(dtype, v, a->v.row, n, width, &bad);
+    else if (hides(kind)) find_bad_rows(dtype, v, v_row, n, width, &bad);
     const int copied = dtype != FA_I8 && bad.n;
-    if (copied) copy_good_rows(&bad, v, a->v.row, n, width * size, (char *)scratch->v);
+    if (copied) copy_good_rows(&bad, v, v_row, n, width * size, (char *)scratch->v);
     for (int64_t i = 0; i < bad.n; i++)
         for (int64_t r = 0; r < rows->n; r++) attends[i][r] = row_attends(&scores, r, bad.row[i]);
 
@@ -304,12 +311,13 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
             if (row_attends(&scores, r, j)) part->row_max[r] = -LANE_MAX; /* as in mark_rows */
     }
     if (a->dropout > 0) drop_rows(a, rows, &scratch->drop, j0, n, scratch->s);
-    const char *next = j0 + 2 * n <= a->len_k ? at_key(&a->k, rows, j0 + n) : NULL;
-    dot_weighting values = {.v = copied ? (const char *)scratch->v : v, .v_row = copied ? width * size : a->v.row};
+    dot_weighting values = {.v = copied ? (const char *)scratch->v : v, .v_row = copied ? width * size : v_row};
     values.n = n, values.head_dim_v = width, values.probs = scratch->s, values.alpha = alpha;
     if (dtype == FA_I8) values.probs = scaled_probs(rows, n, scratch, scratch->add); /* which is free by now */
     values.acc = part->acc, values.acc_row = part->acc_row;
-    values.next = (fetch_ahead){next, a->k.row, a->head_dim * size};
+    if (listed) prefetch_keys(&a->k, rows, j0 + n, smaller(n, a->len_k - j0 - n), a->head_dim);
+    else if (j0 + 2 * n <= a->len_k)
+        values.next = (fetch_ahead){at_key(&a->k, rows, j0 + n), a->k.row, a->head_dim * size};
 #define VALUES(nr) dot_accumulate(dtype, nr, &values, r)
     EACH_ROWS(rows, r, VALUES);
 #undef VALUES
@@ -317,7 +325,7 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
         for (int64_t r = 0; r < rows->n; r++)
             for (int64_t d = 0; d < width && attends[i][r]; d++)
                 part->acc[r * part->acc_row + d] += scratch->s[r * BLOCK_K + bad.row[i]] *
-                                                    (load_element(dtype, v + bad.row[i] * a->v.row + d * size) *
+                                                    (load_element(dtype, v + bad.row[i] * v_row + d * size) *
                                                      scale_of(&a->v_scale, rows, j0 + bad.row[i]));
 }
 

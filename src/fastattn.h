@@ -29,6 +29,10 @@ typedef struct {
     const int64_t *batch; /* byte offset of every batch item */
     int64_t head, row, col;
     fa_dtype dtype; /* of q, k, v, out, bias; the others have the one type said below; FA_I8: of k and v alone */
+    /* Of k, v and their scales, optional: key j of the call is row blocks[j / size] * size + j % size, size being
+     * block_size. The array then has one KV head. */
+    const int32_t *blocks;
+    int64_t block_size;
 } fa_array;
 
 /* Which keys a row attends: those that all of these allow. Arrays are (batch, heads_q, len_q), int64, and optional. */

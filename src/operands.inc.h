@@ -64,6 +64,7 @@ typedef struct {
     lane *pairs;         /* (BLOCK_K / 2, BLOCK_Q): probabilities as pairs of bfloat16 */
     lane *by_row;        /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
     lane *k, *v, *clean; /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
+    lane *listed;        /* (BLOCK_K, head_dim_v), in V's dtype: values that blocks name, for products of pairs */
     lane *v_odd;         /* by tiles, the values of every other block: those of the last one may be read yet */
     int odd;
     value_product waiting; /* by tiles, the last product of probabilities with values, not yet computed ... */
@@ -96,6 +97,7 @@ static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int til
     CUT_LANES(from, BLOCK_K / 2 * BLOCK_Q, &scratch->pairs);
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim, LANES), &scratch->k);
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim_v, LANES), &scratch->v, &scratch->clean);
+    CUT(from, scratch->listed, a->v.blocks ? BLOCK_K * a->head_dim_v : 0);
     CUT(from, scratch->v_odd, V_TILES ? BLOCK_K * round_up(a->head_dim_v, LANES) : 0);
     CUT_LANES(from, BLOCK_Q, &scratch->alpha);
     scratch->copy.head = NULL;
@@ -251,12 +253,12 @@ INLINE int is_dense(const fa_array *x, int64_t width) { return x->row == width *
 INLINE const char *rows_as_lanes(const fa_array *x, const fa_array *scale, const row_block *rows, int64_t first,
                                  int64_t n, int64_t width, int there, lane *copy, int64_t *row_bytes)
 {
-    const char *from = at_key(x, rows, first);
     *row_bytes = x->row;
-    if (dtype_size(x->dtype) == sizeof(lane) && is_dense(x, width)) return from;
+    const int in_place = is_dense(x, width) && in_a_row(x, first, n);
+    if (dtype_size(x->dtype) == sizeof(lane) && in_place) return at_key(x, rows, first);
     *row_bytes = width * (int64_t)sizeof(lane);
     for (int64_t j = 0; !there && j < n; j++)
-        load_row(x->dtype, from + j * x->row, width, scale_of(scale, rows, first + j), copy + j * width);
+        load_row(x->dtype, at_key(x, rows, first + j), width, scale_of(scale, rows, first + j), copy + j * width);
     return (const char *)copy;
 }
 
@@ -280,13 +282,14 @@ INLINE void pair_values(const char *v, int64_t v_row, int64_t n, int64_t width, 
     }
 }
 
-/* n rows of bfloat16 as products of pairs read them: in place; or copied, unless they are `there`, and filled up with 0 to
+/* Rows [first, first + n) of bfloat16 as products of pairs read them: in place; or copied, unless they are `there`, and filled up with 0 to
  * whole steps, where something would be read past a row or past the last, or tiles would load them slowly. */
-INLINE const char *rows_as_pairs(const fa_array *x, const char *from, int64_t n, int64_t width, int there, lane *copy,
-                                 int64_t *row_bytes)
+INLINE const char *rows_as_pairs(const fa_array *x, const row_block *rows, int64_t first, int64_t n, int64_t width,
+                                 int there, lane *copy, int64_t *row_bytes)
 {
+    const char *from = at_key(x, rows, first);
     const int64_t padded = padded_k(width), whole = V_TILES ? round_up(n, TILE_KEYS) : n;
-    int copies = padded > width || whole > n || !is_dense(x, width);
+    int copies = padded > width || whole > n || !is_dense(x, width) || !in_a_row(x, first, n);
 #if V_TILES
     copies |= !tiles_fit(from, x->row);
 #endif
@@ -294,7 +297,7 @@ INLINE const char *rows_as_pairs(const fa_array *x, const char *from, int64_t n,
     if (!copies) return from;
     for (int64_t r = 0; !there && r < n; r++) {
         char *row = (char *)copy + r * *row_bytes;
-        memcpy(row, from + r * x->row, width * 2);
+        memcpy(row, at_key(x, rows, first + r), width * 2);
         memset(row + width * 2, 0, (padded - width) * 2);
     }
     if (!there) memset((char *)copy + n * *row_bytes, 0, (whole - n) * *row_bytes);
@@ -344,11 +347,14 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
         block->v += skip * block->v_row;
         return;
     }
-    block->k = rows_as_pairs(&a->k, at_key(&a->k, rows, first), n, width, there, k, &block->k_row);
+    block->k = rows_as_pairs(&a->k, rows, first, n, width, there, k, &block->k_row);
     block->k += skip * block->k_row;
     if (a->stats.second_pass) return;
     block->v_row = padded_v(width_v) * (int64_t)sizeof(lane), block->v = (const char *)v + skip / 2 * block->v_row;
-    if (!there) pair_rows(at_key(&a->v, rows, first), a->v.row, n, width_v, v);
+    if (there) return;
+    int64_t v_row;
+    const char *values = key_rows(&a->v, rows, first, n, width_v, scratch->listed, &v_row);
+    pair_rows(values, v_row, n, width_v, v);
 }
 
 /* Asks for part `i` of `parts` of what a task of `rows` reads first. Many sequences are each too short for the hardware's
@@ -357,8 +363,8 @@ INLINE void prefetch_task(const fa_attention_args *a, const row_block *rows, int
 {
     row_block part = *rows;
     const int64_t keys = smaller(a->len_k, BLOCK_K), j0 = i * keys / parts, n = (i + 1) * keys / parts - j0;
-    prefetch_rows(at_key(&a->k, rows, j0), a->k.row, n, a->head_dim * dtype_size(a->k.dtype));
-    prefetch_rows(at_key(&a->v, rows, j0), a->v.row, n, a->head_dim_v * dtype_size(a->v.dtype));
+    prefetch_keys(&a->k, rows, j0, n, a->head_dim);
+    prefetch_keys(&a->v, rows, j0, n, a->head_dim_v);
     part.row0 += i * BLOCK_Q, part.n = smaller(part.n - i * BLOCK_Q, BLOCK_Q);
     EACH_ROW(&part, r, id) prefetch_rows(at_row(&a->q, &part, id), 0, 1, a->head_dim * dtype_size(a->q.dtype));
 }
@@ -371,8 +377,7 @@ INLINE void prefetch_block(const fa_attention_args *a, const row_block *rows, co
     if (first >= last || (copy->head && copy->blocks[first / BLOCK_K])) return;
     const int64_t j0 = first + i * BLOCK_K / parts, n = smaller(first + (i + 1) * BLOCK_K / parts, last) - j0;
     if (n <= 0) return;
-    if (!is_dense(&a->k, a->head_dim))
-        prefetch_rows(at_key(&a->k, rows, j0), a->k.row, n, a->head_dim * dtype_size(a->k.dtype));
-    if (!is_dense(&a->v, a->head_dim_v) && !a->stats.second_pass)
-        prefetch_rows(at_key(&a->v, rows, j0), a->v.row, n, a->head_dim_v * dtype_size(a->v.dtype));
+    if (!is_dense(&a->k, a->head_dim) || a->k.blocks) prefetch_keys(&a->k, rows, j0, n, a->head_dim);
+    if ((!is_dense(&a->v, a->head_dim_v) || a->k.blocks) && !a->stats.second_pass)
+        prefetch_keys(&a->v, rows, j0, n, a->head_dim_v);
 }

@@ -1,7 +1,7 @@
 /* Which keys the rows of a task attend, as far as ranges say it: one half-open range of keys for each row, or a list of
  * such ranges. Every structural mask (causal, window, padding, documents ...) arrives in this form.
  *
- * Exports   row_block, row_id, range_list, EACH_ROW, first_row, next_row, cut_rows; at_row, at_nth_row, at_key;
+ * Exports   row_block, row_id, range_list, EACH_ROW, first_row, next_row, cut_rows; at_row, at_nth_row, at_key, in_a_row, key_rows, prefetch_keys;
  *           ranges_begin, ranges_enter, row_range, attends_some, rows_share; block_kind, BLOCK_FULL, BLOCK_EDGE, BLOCK_MASKED,
  *           BLOCK_ADDS, BLOCK_EMPTY, hides, range_kind; key_walk, walk_begin, walk_next.
  *
@@ -47,14 +47,45 @@ INLINE row_id next_row(const row_block *rows, row_id id)
     return last_of_group ? (row_id){id.query + 1, rows->h_kv * rows->group} : (row_id){id.query, id.head + 1};
 }
 
-/* Where row `id` of x, (batch, heads_q, len_q, ...), is; where row `key` of k or v is. */
+/* Where row `id` of x, (batch, heads_q, len_q, ...), is; where the row of key `key` is in k, v or a scale of theirs. */
 INLINE char *at_row(const fa_array *x, const row_block *rows, row_id id)
 {
     return at(x, rows->b, id.head, id.query, 0);
 }
 INLINE char *at_key(const fa_array *x, const row_block *rows, int64_t key)
 {
+    if (x->blocks) {
+        const int64_t size = x->block_size, block = size == 1 ? key : key / size;
+        key += (x->blocks[block] - block) * size;
+    }
     return at(x, rows->b, rows->h_kv, key, 0);
+}
+
+/* Whether rows [first, first + n) of k or v are at one distance: in one block, if blocks name them. */
+INLINE int in_a_row(const fa_array *x, int64_t first, int64_t n)
+{
+    return !x->blocks || (x->block_size > 1 && first / x->block_size == (first + n - 1) / x->block_size);
+}
+
+/* These rows, `row_bytes` apart: where they are if that is in a row, or else copied. */
+INLINE const char *key_rows(const fa_array *x, const row_block *rows, int64_t first, int64_t n, int64_t width,
+                            void *copy, int64_t *row_bytes)
+{
+    *row_bytes = x->row;
+    if (in_a_row(x, first, n)) return at_key(x, rows, first);
+    *row_bytes = width * dtype_size(x->dtype);
+    for (int64_t j = 0; j < n; j++)
+        memcpy((char *)copy + j * *row_bytes, at_key(x, rows, first + j), (size_t)*row_bytes);
+    return copy;
+}
+
+/* Asks for these rows. */
+INLINE void prefetch_keys(const fa_array *x, const row_block *rows, int64_t first, int64_t n, int64_t width)
+{
+    const int64_t bytes = width * dtype_size(x->dtype);
+    if (!x->blocks) prefetch_rows(at_key(x, rows, first), x->row, n, bytes);
+    else
+        for (int64_t j = first; j < first + n; j++) prefetch_rows(at_key(x, rows, j), 0, 1, bytes);
 }
 
 /* The same for row r of a block, if `first` is where row 0 is: rows of one head lie equally far apart. */

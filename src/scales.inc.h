@@ -30,13 +30,15 @@ INLINE int load_scales(const fa_array *scale, const row_block *rows, int64_t j0,
     vi_t odd = {0};
     for (int64_t j = 0; j < n; j += LANES) {
         v_t x = v_splat(0);
-        if (scale->row == sizeof(lane)) x = v_load_part(from + j * (int64_t)sizeof(lane), n - j);
+        if (scale->blocks)
+            for (int64_t i = 0; i < smaller(LANES, n - j); i++) x[i] = scale_of(scale, rows, j0 + j + i);
+        else if (scale->row == sizeof(lane)) x = v_load_part(from + j * (int64_t)sizeof(lane), n - j);
         else
             for (int64_t i = 0; i < smaller(LANES, n - j); i++) x[i] = *(const lane_u *)(from + (j + i) * scale->row);
         const v_t size = v_select(x < v_splat(0), -x, x);
         odd |= ~((size >= v_splat(least)) & (size <= v_splat(LANE_MAX / WIDEST_I8))) & (x != v_splat(0));
         v_store(to + j, x * v_splat(factor));
     }
-    prefetch_rows(from + n * scale->row, scale->row * LANES, ceil_div(BLOCK_K, LANES), 64);
+    if (!scale->blocks) prefetch_rows(from + n * scale->row, scale->row * LANES, ceil_div(BLOCK_K, LANES), 64);
     return !v_any(odd);
 }

@@ -309,6 +309,7 @@ REFUSED = {
     "qk_norm_attention": NONE,
     "retention": RULE,
     "rwkv7": RULE | {"out"},
+    "selected_attention": {"mask", "bias", "alibi_slopes", "row_ranges"},
     "shaw_attention": {"softcap", "alibi_slopes"},
     "sigmoid_attention": {"sinks"},
     "sparsemax_attention": {"sinks"},
@@ -326,14 +327,19 @@ TAKE_DROPOUT = {"attention_backward", "attention_weights", "explain", "varlen_at
 
 # The few that take int8 keys and values.
 INT8 = {"k_scale", "v_scale"}
-TAKES_INT8 = {"attention_weights": {"k_scale"}, "explain": INT8, "sigmoid_attention": INT8}
+TAKES_INT8 = {
+    "attention_weights": {"k_scale"},
+    "explain": INT8,
+    "selected_attention": INT8,
+    "sigmoid_attention": INT8,
+}
 
 
 @pytest.mark.parametrize(("name", "scales"), (TAKES_INT8 | {"attention": INT8}).items())
 def test_messages_know_who_takes_int8(name, scales):
     function = getattr(fastattn, name, None) or getattr(functional, name)
     x = np.ones((1, 2, 4, 8), np.float32)
-    wrong = {n: x > 0 for n in ("k", "v") if n in inspect.signature(function).parameters}
+    wrong = {n: x > 0 for n in ("k", "v", "selected") if n in inspect.signature(function).parameters}
     with pytest.raises(TypeError) as caught:
         function(x, **wrong)
     assert set(re.findall(r"\w_scale", str(caught.value))) == scales

@@ -151,6 +151,24 @@ class BlockOptions(_Causal, _Scale, _Softcap, _Alibi, _Sinks, ComputeOptions, to
     q_offset: ArrayLike | None
 
 
+class SelectedOptions(
+    _Causal,
+    _Scale,
+    _Softcap,
+    _Sinks,
+    _KeyScale,
+    _ValueScale,
+    OutOption,
+    ComputeOptions,
+    total=False,
+):
+    """Options of `selected_attention`, but for `return_lse`."""
+
+    window: tuple[int | None, int | None] | None
+    kv_lengths: ArrayLike | None
+    q_offset: ArrayLike | None
+
+
 class NoSoftmaxOptions(_Scores, OutOption, ComputeOptions):
     """Options of attention without softmax, which has no sinks and one result."""
 

@@ -152,6 +152,41 @@ def plain_args(q: Array, k: Array, v: Array, out: Array, num_threads: int) -> At
 
 
 @dataclass(slots=True, eq=False)
+class SelectedArgs:
+    """Attention of each query to blocks of keys that are listed for it.
+
+    The call has neither mask, ranges of its own, bias, ALiBi, dropout nor statistics.
+    """
+
+    kernel: ClassVar[str] = "selected"
+
+    attention: AttentionArgs
+    selected: Ints  # broadcasts to (*batch_shape, heads_kv, len_q, any number); -1: none
+    block_size: int
+
+    @property
+    def out(self) -> Array:
+        """Array for the result."""
+        return self.attention.out
+
+    def by_key_head(self) -> AttentionArgs:
+        """The call with key heads as the last axis of the batch, one head each; its arrays are views."""
+        a = self.attention
+        part, group = copy(a), a.heads_q // a.heads_kv
+        part.batch_shape, part.heads_q, part.heads_kv = (*a.batch_shape, a.heads_kv), group, 1
+        for name, axes in AXES.items():
+            x = getattr(a, name)
+            if x is None or not axes:
+                continue
+            at = x.ndim - len(axes)
+            split = (a.heads_kv, group) if x.shape[at] == a.heads_q else (1, 1)
+            if axes[0] == "heads_kv":
+                split = (x.shape[at], 1)
+            setattr(part, name, x.reshape(*x.shape[:at], *split, *x.shape[at + 1 :]))
+        return part
+
+
+@dataclass(slots=True, eq=False)
 class BackwardArgs:
     """The gradients of one attention call; a gradient that is None is not asked for.
 

@@ -16,6 +16,7 @@ from fastattn._args.types import (
     RowwiseArgs,
     RowwiseBackwardArgs,
     ScanArgs,
+    SelectedArgs,
     lane_dtype,
 )
 from fastattn._engine import settings
@@ -30,6 +31,7 @@ from fastattn._reference import (
     recurrent_backward,
     rowwise,
     rowwise_backward,
+    selected,
     updates,
 )
 
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
         | RowwiseArgs
         | RowwiseBackwardArgs
         | ScanArgs
+        | SelectedArgs
         | UpdateArgs
     )
     AnyGradArgs = (
@@ -86,6 +89,7 @@ _TWINS: dict[str, Callable[[Any], None]] = {
     "scan": channels.scan,
     "scan_grad": channels.scan_grad,
     "scatter": grad.scatter,
+    "selected": selected.selected,
     "update": updates.update,
 }
 _COMPILED = {name: getattr(settings.core, name) for name in _TWINS} if settings.core else {}

@@ -36,6 +36,7 @@ from fastattn.functional._scores import (
     talking_heads_attention,
     top_k_attention,
 )
+from fastattn.functional._selected import selected_attention
 from fastattn.functional._shaw import shaw_attention
 from fastattn.functional._state_space import mamba2_scan, selective_scan
 from fastattn.functional._torch import flex_attention
@@ -71,6 +72,7 @@ __all__ = [
     "qk_norm_attention",
     "retention",
     "rwkv7",
+    "selected_attention",
     "selective_scan",
     "shaw_attention",
     "sigmoid_attention",

@@ -86,7 +86,7 @@ class ComposedGradients:
             x = getattr(call, name)
             if item is not None and x is not None:
                 whole = np.zeros((*item[1], args.heads_q))
-                whole[item[0]] = x
+                whole[item[0]] = summed_to(whole[item[0]].shape, x)
                 x = whole
             self.add(name, x)
         for name in ("dbias", "dbias_diagonals") if self.bias else ():

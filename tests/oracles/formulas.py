@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import naive
 import numpy as np
+import selected
 
 from bench.variants import OPTIONS
 from fastattn._bench.cases import VARIANTS
@@ -244,6 +245,13 @@ def _reformer(x):
     return out
 
 
+def _selected(x):
+    """Blocks of 16 keys: those of a query, and every fourth one before, as many as the bench lists."""
+    blocks = np.arange(x.shape.len_q)[:, None] // 16 - 4 * np.arange(max(1, x.shape.len_k // 64))
+    lists = np.maximum(blocks, 0)[None]
+    return selected.selected_attention(x.q, x.k, x.v, lists, 16, causal=True)[0]
+
+
 def _pattern(attends):
     """Each query attends the keys at which `attends(distance)` holds."""
     return lambda x: naive.attention(x.q, x.k, x.v, mask=attends(behind(x.shape.len_q, x.shape.len_k)))[0]
@@ -282,6 +290,7 @@ FORMULAS = {
     "induced_set": _induced,
     "location": lambda x: softmax(_scores(x)) @ repeated(x.v, x.q),
     "linformer": lambda x: linformer(x.q, x.k, x.v, *(x.draw(64, x.shape.len_k) / 32 for _ in range(2))),
+    "selected": _selected,
     "nystrom": lambda x: nystrom(
         x.q, repeated(x.k, x.q), repeated(x.v, x.q), 64, 6, x.shape.head_dim**-0.5
     ),

@@ -1,6 +1,6 @@
 """The C interface, src/fastattn.h."""
 
-from libc.stdint cimport int8_t, int64_t, uint64_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint64_t
 
 cdef extern from "fastattn.h" nogil:
     enum:
@@ -18,6 +18,8 @@ cdef extern from "fastattn.h" nogil:
         const int64_t *batch
         int64_t head, row, col
         fa_dtype dtype
+        const int32_t *blocks
+        int64_t block_size
     ctypedef struct fa_masks:
         fa_array mask, row_begin, row_end, range_first, range_last
         const int64_t *ranges
@@ -325,3 +327,22 @@ cdef extern from "fastattn.h" nogil:
     int fa_cpu_ask_tiles()
     const fa_kernels *fa_isa_kernels(int, fa_dtype)
     const char *fa_activation_names[]
+
+cdef extern from "lists.h" nogil:
+    enum:
+        FA_LIST_ROWS
+    ctypedef struct fa_lists_args:
+        fa_array selected, row_begin, row_end
+        int64_t len_k, n, block_size, group, first_item, first_query, queries
+        int64_t *units
+        int64_t *keys
+        int64_t *begin
+        int64_t *end
+        int64_t *range_first
+        int64_t *range_last
+        int64_t *ranges
+        int32_t *blocks
+        const fa_watch *watch
+    int64_t fa_lists_step(const fa_lists_args *)
+    int64_t fa_lists_scratch_bytes(const fa_lists_args *)
+    void fa_lists_run(const fa_lists_args *, int64_t task, void *scratch)

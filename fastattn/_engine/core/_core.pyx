@@ -7,7 +7,7 @@ decided here.
 
 cimport numpy as cnp
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
-from libc.stdint cimport INT64_MAX, int8_t, int64_t, uintptr_t
+from libc.stdint cimport INT64_MAX, int8_t, int32_t, int64_t, uintptr_t
 from libc.string cimport memset
 
 import math
@@ -202,6 +202,7 @@ def plan(args):
 include "tables.pxi"
 include "tasks.pxi"
 include "sequences.pxi"
+include "selected.pxi"
 include "ops.pxi"
 include "updates.pxi"
 include "program.pxi"

@@ -7,7 +7,8 @@
 cdef int64_t WAVE = 8
 
 cdef struct Job:
-    int64_t item, len_q, len_k  # of a sequence: its number and its lengths
+    int64_t item, len_q, len_k  # of a sequence: its number and its lengths; of queries with a list, those of the list
+    int64_t place  # of these: where the results of `lists` begin
     int64_t first  # how many tasks there are in the jobs before
     fa_plan plan
 
@@ -20,6 +21,7 @@ cdef struct Jobs:
     Job *jobs
     int64_t n
     bint ragged
+    const fa_lists_args *lists  # of calls in which keys are listed: then a job is a unit; else NULL
     char *state  # of the KV head whose splits are being merged
     char *partials
     int64_t partial_bytes
@@ -84,6 +86,8 @@ cdef const fa_attention_args *_job_args(Loop *loop, const Job *job, fa_attention
         return all
     own[0] = all[0]
     own.first, own.batch, own.len_q, own.len_k = job.item, 1, job.len_q, job.len_k
+    if (<const Jobs *>loop.plan).lists != NULL:
+        _list_keys(own, (<const Jobs *>loop.plan).lists, job)
     return own
 
 
@@ -167,19 +171,25 @@ cdef void _run_splits(Loop *loop, Jobs *w, int64_t most) noexcept nogil:
 
 
 cdef int _run_attention(fa_attention_args *a, int threads, _Sequences sequences=None) except -1:
-    """Run all tasks of one pass."""
-    cdef Loop loop
+    """Run all tasks of one pass: of one job, or of sequences."""
     cdef Job whole
     cdef Jobs w
+    w.jobs, w.n, w.ragged, w.lists = &whole, 1, False, NULL
+    if sequences is not None:
+        w.jobs, w.n, w.ragged = sequences.jobs, sequences.n, True
+    return _run_jobs(a, threads, w)
+
+
+cdef int _run_jobs(fa_attention_args *a, int threads, Jobs w) except -1:
+    """Plan all jobs, and run their tasks."""
+    cdef Loop loop
     cdef fa_plan *plan
     cdef fa_attention_args own
     cdef int64_t i, n_tasks = 0, n_items = 0, scratch_bytes = 0, most = 0
     cdef double pays = 0  # for threads, from 1 on
     a.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), a, &w
-    w.jobs, w.n, w.ragged, w.partial_bytes = &whole, 1, False, 0
-    if sequences is not None:
-        w.jobs, w.n, w.ragged = sequences.jobs, sequences.n, True
+    w.partial_bytes = 0
     for i in range(w.n):
         plan = &w.jobs[i].plan
         loop.kernels.plan(_job_args(&loop, &w.jobs[i], &own), threads, plan)
