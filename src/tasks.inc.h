@@ -95,7 +95,7 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     plan->n_splits = plan->split_k && a->len_k ? ceil_div(a->len_k, SPLIT_K) : 1;
     const int64_t tiles = ceil_div(n_rows, plan->block_q), wanted = threads * fa_tuned.attention_tasks;
     plan->tiles = tiles <= 1 ? 1 : (int)larger(1, smaller(heads * tiles / wanted, most_tiles()));
-    if (a->k.blocks) plan->tiles = (int)smaller(tiles, most_tiles()); /* they share copies of the rows */
+    if (a->k.blocks) plan->tiles = (int)larger(1, smaller(tiles, most_tiles())); /* they share copies of the rows */
     const int64_t row_bytes = a->head_dim * dtype_size(a->k.dtype) + a->head_dim_v * dtype_size(a->v.dtype);
     plan->ahead = heads * a->len_k * row_bytes > fa_tuned.far_bytes ? threads : 0;
     plan->n_tasks = heads * ceil_div(tiles, plan->tiles);

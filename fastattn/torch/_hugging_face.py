@@ -13,6 +13,7 @@ from fastattn.torch._attention import attention_op, with_lse_op
 from fastattn.torch._measure import attention_key, gains, sample
 from fastattn.torch._modules import measures, replace_functions
 from fastattn.torch._undo import Undo
+from fastattn.torch._variants import selected_op
 
 NAME = "fastattn"
 # Compiled models cannot measure. With AMX, 16 bits are known to be faster in torch (docs/notes/intel.md),
@@ -147,11 +148,20 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True)
     # As in transformers' own function: a mask says all, and one query attends every key.
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
+    why = _left_to_sdpa(query, dropout, cache)
     if indices is not None or block_indices is not None:
-        selected = _selected(module, query, key, indices, block_indices)
-        attention_mask = _masked(selected.tril() if causal else selected, attention_mask)
+        lists, size = (indices[:, None], 1) if indices is not None else (block_indices, module.indexer.block_size)
+        if lists.shape[1] not in (1, key.shape[1]):  # groups of heads that were repeated
+            lists = lists.repeat_interleave(key.shape[1] // lists.shape[1], 1)
+        if not why and position_bias is None and sinks is None:
+            out = _attend_lists(
+                module, query, key, value, attention_mask, lists, size, s_aux, causal, scaling, softcap
+            )
+            if out is not None:
+                return out.transpose(1, 2), None
+        attention_mask = _masked(query, key, lists, size, causal, attention_mask)
         causal = False
-    if why := _left_to_sdpa(query, dropout, cache):
+    if why:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         given = {"softcap": softcap, "position_bias": position_bias, "cache": cache}
@@ -237,28 +247,79 @@ def _check_keywords(output_attentions: bool | None, others: dict[str, Any]) -> N
             )
 
 
-def _selected(module: Any, query: Any, key: Any, indices: Any, block_indices: Any) -> Any:
-    """Bools (batch, 1 or heads, length, keys): which keys an indexer has selected for each query."""
-    length = key.shape[2]
-    if indices is not None:
-        indices, size = indices[:, None], 1
-    else:
-        indices, size = block_indices, module.indexer.block_size
-    count = -(-length // size)
+def _attend_lists(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    lists: Any,
+    size: int,
+    sinks: Any,
+    causal: bool,
+    scaling: float | None,
+    softcap: float | None,
+) -> Any:
+    """Attention to the keys in `lists`, or to blocks of `size` keys; None where it does not gain.
+
+    A mask that adds anything but 0 and what hides gives None, too.
+    """
+    if mask is not None:
+        if mask.ndim != 4 or mask.shape[1] != 1:
+            return None
+        lists, size = _without_masked(lists, size, mask, key.shape[2]), 1
+        if lists is None:
+            return None
+    options = {"causal": causal, "scale": scaling, "softcap": softcap, "q_offset": 0 if causal else None}
+
+    def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        q, k, v = (x[:1].detach() for x in (query[:, :, -_SAMPLE:], key, value))
+        rows = lists[:1, :, -_SAMPLE:]
+        later = options | {"causal": False, "q_offset": None}
+        yield (
+            lambda: sdpa_attention_forward(module, q, k, v, _masked(q, k, rows, size, False, None), 0.0, scaling),
+            lambda: selected_op(q, k, v, rows, None, block_size=size, **later),
+        )
+
+    if measures() and query.numel() and sinks is None and softcap is None:
+        number = lists.shape[3] * size
+        kind = attention_key("transformers", query, key, value, None, causal)
+        if not gains((*kind, f"selected < {2 ** number.bit_length()}"), pairs):
+            return None
+    return selected_op(query, key, value, lists, sinks, block_size=size, **options)
+
+
+_SAMPLE = 64  # queries of a measurement, the last ones
+
+
+def _without_masked(lists: Any, size: int, mask: Any, length: int) -> Any:
+    """Lists of keys without those that a mask (batch, 1, len_q, len_k) hides; None if it adds numbers."""
+    keys = lists.long()[..., None] * size + torch.arange(size)
+    keys = keys.masked_fill((keys < 0) | (keys >= length), -1).flatten(-2)
+    whole = mask.expand(keys.shape[0], keys.shape[1], keys.shape[2], mask.shape[3])
+    of_keys = whole.gather(-1, keys.clamp(min=0))
+    hidden = ~of_keys if mask.dtype is torch.bool else of_keys <= torch.finfo(mask.dtype).min
+    if mask.dtype is not torch.bool and not (hidden | (of_keys == 0)).all():
+        return None
+    return keys.masked_fill(hidden, -1)
+
+
+def _masked(query: Any, key: Any, lists: Any, size: int, causal: bool, mask: Any) -> Any:
+    """A mask, of bools or to be added, that hides what is not in `lists`, too, and later keys if `causal`."""
+    count = -(-key.shape[2] // size)
     # -1 goes into a column that is cut off.
-    found = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)
-    found = found.scatter(-1, indices.long().masked_fill(indices < 0, count), True)[..., :count]
+    found = lists.new_zeros((*lists.shape[:-1], count + 1), dtype=torch.bool)
+    found = found.scatter(-1, lists.long().masked_fill(lists < 0, count), True)[..., :count]
     if size > 1:
-        found = found.repeat_interleave(size, -1)[..., :length]
+        found = found.repeat_interleave(size, -1)[..., : key.shape[2]]
     groups = found.shape[1]
-    return found if groups == 1 else found.repeat_interleave(query.shape[1] // groups, 1)
-
-
-def _masked(selected: Any, mask: Any) -> Any:
-    """A mask, of bools or to be added, that hides what is not selected, too."""
+    found = found if groups == 1 else found.repeat_interleave(query.shape[1] // groups, 1)
+    found = found.tril() if causal else found
     if mask is None:
-        return selected
-    return mask & selected if mask.dtype is torch.bool else mask.masked_fill(~selected, -torch.inf)
+        return found
+    return mask & found if mask.dtype is torch.bool else mask.masked_fill(~found, -torch.inf)
 
 
 def _left_to_sdpa(query: Any, dropout: float, cache: Any) -> str:

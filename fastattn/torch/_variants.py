@@ -1,4 +1,4 @@
-"""Operators of attention without softmax, with their gradients."""
+"""Operators of variants of attention, with their gradients."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastattn import functional
+from fastattn import functional, grad
 from fastattn._args.errors import named
 from fastattn.functional._recurrent import linear_attention_backward
 from fastattn.functional._scores import sigmoid_attention_backward
 from fastattn.torch._attention import like_result, sides
 from fastattn.torch._library import define, differentiate, forbid_gradients
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
+
+
+_REQUIRED = ("q", "k", "v", "selected")
 
 
 def _variant(
@@ -24,14 +27,14 @@ def _variant(
     options: str,
     fake: Callable[..., Any],
     gradients: tuple[str, ...],
-) -> None:
+) -> Any:
     """Define the operator of `functional`'s `name` and its gradients, with respect to its first tensors.
 
-    q, k and v are the first of `tensors`, the others are optional, and of all there is a gradient whose name
-    is in `gradients`.
+    Those of `tensors` that are not `_REQUIRED` are optional, and of all there is a gradient whose name is in
+    `gradients`. Returns the operator.
     """
     forward = getattr(functional, name)
-    schema = ", ".join(f"Tensor {x}" if x in ("q", "k", "v") else f"Tensor? {x}=None" for x in tensors)
+    schema = ", ".join(f"Tensor {x}" if x in _REQUIRED else f"Tensor? {x}=None" for x in tensors)
 
     def arrays(values: Sequence[Any]) -> dict[str, Any]:
         given = zip(tensors, values, strict=False)
@@ -67,6 +70,14 @@ def _variant(
 
     differentiate(op, gradient, keep, name)
     forbid_gradients(backward_op, name)
+    return op
+
+
+def _selected_backward(dout: Any, *, need: tuple[str, ...], **given: Any) -> tuple[Any, ...]:
+    """Gradients of `selected_attention`, by its forward pass once more."""
+    _, pullback = grad.vjp(functional.selected_attention, **given)
+    found: tuple[Any, ...] = pullback(dout, need=need)
+    return found
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +90,7 @@ def _fake_linear(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any:
     return q.new_empty((*batch, heads, q.shape[-2], v.shape[-1]))
 
 
-def _fake_sigmoid(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any:
+def _fake_softmax(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any:
     return torch.empty_like(like_result(q, k, v), memory_format=torch.contiguous_format)
 
 
@@ -97,6 +108,15 @@ _variant(
     ("q", "k", "v", "mask", "bias", "alibi_slopes", "kv_lengths"),
     "float? sigmoid_bias=None, bool causal=False, SymInt[]? window=None, float? scale=None,"
     " float? softcap=None, SymInt? q_offset=None",
-    _fake_sigmoid,
+    _fake_softmax,
     ("dq", "dk", "dv", "dbias", "dalibi_slopes"),
+)
+selected_op = _variant(
+    "selected_attention",
+    _selected_backward,
+    ("q", "k", "v", "selected", "sinks", "kv_lengths"),
+    "int block_size=1, bool causal=False, SymInt[]? window=None, float? scale=None, float? softcap=None,"
+    " SymInt? q_offset=None",
+    _fake_softmax,
+    ("dq", "dk", "dv", "dsinks"),
 )

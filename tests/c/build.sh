@@ -75,6 +75,7 @@ build() {
         fi
     done < <(instruction_sets "$arch")
     compile cpu src/cpu.c
+    compile lists src/lists.c
     compile dispatch src/dispatch.c "$defines" "'-DFA_COMPILED=$list'"
     compile driver tests/c/driver.c -fno-tree-vectorize # for AArch64, gcc 12 breaks down in it at a fmin()
     printf '%s\n' "${jobs[@]}" | xargs -d '\n' -P "$(nproc)" -I{} sh -c '{}'

@@ -123,3 +123,33 @@ def test_errors():
     (grad,) = torch.autograd.grad(linear(q, k, v, rule="linear").sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"^linear_attention\(\): it has a first derivative, no"):
         torch.autograd.grad(grad.square().sum(), k)
+
+
+selected = torch.ops.fastattn.selected_attention
+
+
+def listed(dtype=torch.float64, block_size=3):
+    """q, k, v, lists and sinks."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 6, generator=generator, dtype=dtype) for h, n in ((4, 5), (2, 20), (2, 20)))
+    lists = torch.randint(-1, 20 // block_size + 1, (2, 2, 5, 4), generator=generator)
+    sinks = torch.randn(4, generator=generator, dtype=dtype)
+    return *(x.requires_grad_() for x in (q, k, v)), lists, sinks.requires_grad_()
+
+
+def test_selected_gradcheck():
+    options = {"block_size": 3, "causal": True, "scale": 0.5, "softcap": 2.0, "q_offset": 12, "window": [9, -1]}
+    assert torch.autograd.gradcheck(lambda *x: selected(*x, **options), listed())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selected_has_the_bits_of_numpy(dtype):
+    tensors = [x.detach() for x in listed(dtype)]
+    q, k, v, lists, sinks = map(fastattn.torch._tensors.array_of, tensors)
+    expected = functional.selected_attention(q, k, v, lists, block_size=3, sinks=sinks)
+    found = selected(*tensors, block_size=3)
+    assert np.array_equal(fastattn.torch._tensors.array_of(found), expected)
+
+
+def test_selected_opcheck():
+    torch.library.opcheck(selected, listed(torch.float32), {"block_size": 3})
