@@ -21,7 +21,7 @@ _heads_scan = recorded(functional.mamba2_scan)
 
 
 class NotTaken(Exception):
-    """Raised where transformers' own function is to compute a call."""
+    """Raised where transformers' own function is to compute a call; says why."""
 
 
 # Calls that end so, before anything is computed, are transformers': it takes widths above 8 and decays above
@@ -33,8 +33,7 @@ def causal_conv1d_fn(
     hidden_states: Any, weight: Any, bias: Any = None, activation: str | None = None, **kwargs: Any
 ) -> Any:
     """Convolve (batch, channels, length) with (channels, width)."""
-    if activation not in _ACTIVATIONS:
-        raise NotTaken
+    _require_activation(activation)
     x = hidden_states.transpose(1, 2)
     if 1 not in x.stride()[1:]:
         x = x.contiguous()
@@ -48,12 +47,14 @@ def causal_conv1d_update(
     hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: str | None = None
 ) -> Any:
     """Convolve new tokens (batch, channels, length) after those of `conv_state`, which it shifts in place."""
-    if activation not in _ACTIVATIONS or _wants_gradients(hidden_states, conv_state, weight, bias):
-        raise NotTaken
+    _require_activation(activation)
+    _require_constant(hidden_states, conv_state, weight, bias)
     kept, new = conv_state.shape[-1], hidden_states.shape[-1]
     width = weight.shape[-1]
     if kept < width - 1 or conv_state.dtype is not hidden_states.dtype:
-        raise NotTaken
+        raise NotTaken(
+            f"conv_state has {kept} tokens of {conv_state.dtype}, hidden_states are {hidden_states.dtype}"
+        )
     before = conv_state[..., kept - (width - 1) :].transpose(1, 2).contiguous()
     out = ops.causal_conv1d(
         array_of(hidden_states.transpose(1, 2).detach().contiguous()),
@@ -162,7 +163,7 @@ def mamba2_chunk_scan(
 ) -> Any:
     """Scan (batch, length, heads, head_dim) in float32; states are (batch, heads, head_dim, states)."""
     if D is not None and D.ndim != 1:
-        raise NotTaken
+        raise NotTaken(f"D has {D.ndim} axes, not one")
     tensors = {"x": hidden_states, "B": B, "C": C}
     tensors = {name: _rows(x.float().transpose(1, 2)) for name, x in tensors.items()}
     tensors |= {"dt": dt.float().transpose(1, 2), "A": A.float()}
@@ -215,8 +216,8 @@ def mamba_selective_state_update(
     **kwargs: Any,
 ) -> Any:
     """Scan one token (batch, channels), and change `state` (batch, channels, states) in place."""
-    if _wants_gradients(state, hidden_states, dt, A, B, C, D, dt_bias, z) or not _writable(state):
-        raise NotTaken
+    _require_constant(state, hidden_states, dt, A, B, C, D, dt_bias, z)
+    _require_writable(state)
     kept = state if state.dtype is torch.float32 and state.stride(-1) == 1 else state.float().contiguous()
     tensors = {"x": hidden_states, "dt": dt, "B": B, "C": C, "z": z}
     arrays: dict[str, Any] = {
@@ -255,10 +256,10 @@ def mamba2_selective_state_update(
     it is; of another one it gets a transposed copy, which is copied back.
     """
     numbers = dt, A, *(x for x in (D, dt_bias) if x is not None)
-    if _wants_gradients(state, hidden_states, B, C, z, *numbers) or not _writable(state):
-        raise NotTaken
+    _require_constant(state, hidden_states, B, C, z, *numbers)
+    _require_writable(state)
     if any(x.stride(-1) for x in numbers) or A.stride(-2):
-        raise NotTaken
+        raise NotTaken("dt, A, D or dt_bias may differ within a head")
     turned = state.transpose(-1, -2)
     kept = turned if turned.is_contiguous() and state.dtype is torch.float32 else turned.float().contiguous()
     own: Any = array_of(kept.detach())
@@ -284,13 +285,21 @@ def _rows(x: Any) -> Any:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _writable(state: Any) -> bool:
-    """Whether torch would let a function write to `state`."""
-    return not state.is_inference() or torch.is_inference_mode_enabled()
+def _require_activation(activation: Any) -> None:
+    if activation not in _ACTIVATIONS:
+        raise NotTaken(f"activation is {activation!r}")
 
 
-def _wants_gradients(*tensors: Any) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+def _require_writable(state: Any) -> None:
+    """Refuse a state that torch would not let a function write to."""
+    if state.is_inference() and not torch.is_inference_mode_enabled():
+        raise NotTaken("state is one of inference mode")
+
+
+def _require_constant(*tensors: Any) -> None:
+    """Refuse tensors of which gradients are wanted."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise NotTaken("gradients of an update are wanted")
 
 
 # By the names that modules of transformers have for them.

@@ -29,6 +29,7 @@ _SECONDS, _LONG = 0.1, 0.01
 _here = threading.local()
 _lock = threading.Lock()
 _ratios: dict[tuple[Any, ...], float] = {}
+_refused: dict[tuple[str, str], list[Any]] = {}  # calls and the first reason, by function and kind of reason
 
 
 def measured() -> Report:
@@ -38,11 +39,22 @@ def measured() -> Report:
     -------
     Report
         A dict that prints as a table. Its keys say what was measured: operation, dtype, sizes as powers of 2
-        that they are less than, number of threads, instruction set.
+        that they are less than, number of threads, instruction set. At the end come the functions of hybrid
+        models of which transformers computed calls that are refused here: how many, and why the first one.
+        Reasons that differ in their numbers alone are one.
     """
-    return Report(
-        {" ".join(map(str, key)): f"{ratio:.2f}, {_winner(ratio)}" for key, ratio in list(_ratios.items())}
-    )
+    found = {
+        " ".join(map(str, key)): f"{ratio:.2f}, {_winner(ratio)}" for key, ratio in list(_ratios.items())
+    }
+    for (name, _), (calls, why) in list(_refused.items()):
+        found[f"{name} refused: {why}"] = f"{calls} call{'s' * (calls > 1)}, torch"
+    return Report(found)
+
+
+def refused(name: str, why: str) -> None:
+    """Count a call of the function `name` that torch has computed, because `why`."""
+    with _lock:
+        _refused.setdefault((name, "".join(x for x in why if not x.isdigit())), [0, why])[0] += 1
 
 
 def gains(key: tuple[Any, ...], pairs: Callable[[], Iterable[Pair]]) -> bool:

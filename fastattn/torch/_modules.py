@@ -10,28 +10,21 @@ from typing import Any
 
 import torch
 
-from fastattn.torch._hybrids import FUNCTIONS, REFUSED
-from fastattn.torch._measure import gains, measuring
+from fastattn.torch._hybrids import FUNCTIONS, REFUSED, NotTaken
+from fastattn.torch._measure import gains, measuring, refused
 
 _FACTORY = "use_kernel_func_from_hub_with_fallback"  # the decorator of transformers' own functions
 _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class _Entry:
-    """A change of functions that is not undone yet."""
-
-    def __init__(self, measure: bool):
-        self.measure = measure
-
-
 _OURS = "_of_fastattn"  # what our replacements have as an attribute
-_in_use: list[_Entry] = []  # one of each register() that is not undone
+_in_use: dict[object, bool] = {}  # of each register() that is not undone: whether it measures
 _replaced: list[tuple[Any, str, Any, Any]] = []  # module, name, transformers' function there, and ours
 
 
 def measures() -> bool:
     """Whether calls are timed beside torch's first: as the last `register` says that is not undone."""
-    return _in_use[-1].measure if _in_use else True
+    return next(reversed(_in_use.values()), True)
 
 
 def replace_functions(measure: bool) -> Callable[[], None]:
@@ -44,14 +37,12 @@ def replace_functions(measure: bool) -> Callable[[], None]:
         except BaseException:
             _put_back()
             raise
-    entry = _Entry(measure)
-    _in_use.append(entry)
+    key = object()
+    _in_use[key] = measure
 
     def undo() -> None:
-        if any(each is entry for each in _in_use):
-            _in_use[:] = [each for each in _in_use if each is not entry]
-            if not _in_use:
-                _put_back()
+        if _in_use.pop(key, None) is not None and not _in_use:
+            _put_back()
 
     return undo
 
@@ -109,29 +100,39 @@ def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if not _in_use or _left(args, kwargs) or measuring():
+        if not _in_use or _traced() or measuring():
             return own(*args, **kwargs)
-        ours = FUNCTIONS[name]
+        ours, why = FUNCTIONS[name], ""
         try:
+            _require_taken(args, kwargs)
             if not measures() or _gains(name, own, ours, signature, args, kwargs):
                 return ours(*args, **kwargs)
-        except REFUSED:  # before anything was computed
-            pass
-        return own(*args, **kwargs)
+        except REFUSED as error:  # before anything was computed
+            why = str(error)
+        result = own(*args, **kwargs)
+        if why:
+            refused(name, why)
+        return result
 
     setattr(function, _OURS, True)
     return function
 
 
-def _left(args: Any, kwargs: Any) -> bool:
-    """Whether a call is transformers': compiled or exported, packed, on other devices, of other types."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return True
-    if kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None:
-        return True  # which raises, or has a library that keeps sequences apart
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+def _traced() -> bool:
+    """Whether a call is compiled or exported, or one of torch.func: then it is transformers'."""
+    return torch.compiler.is_compiling() or bool(torch._C._are_functorch_transforms_active())
+
+
+def _require_taken(args: Any, kwargs: Any) -> None:
+    """Refuse packed sequences, tensors of other devices and of other types."""
+    for name in ("cu_seqlens", "seq_idx"):
+        if kwargs.get(name) is not None:
+            raise NotTaken(f"{name} is given")  # transformers' raises, or keeps sequences apart
     plain = (torch.Tensor, torch.nn.Parameter)
-    return any(type(x) not in plain or not x.is_cpu or x.dtype not in _TAKEN for x in tensors)
+    for x in (*args, *kwargs.values()):
+        taken = type(x) in plain and x.is_cpu and x.dtype in _TAKEN
+        if isinstance(x, torch.Tensor) and not taken:
+            raise NotTaken(f"a tensor is a {type(x).__name__} in {x.dtype} on {x.device}")
 
 
 # Of a call that is timed, so many tokens: along these axes of its arguments.

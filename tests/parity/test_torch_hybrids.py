@@ -74,7 +74,8 @@ MODELS = {
 def own_functions(monkeypatch):
     """Let transformers have its own functions: other tests register and do not undo it."""
     _modules._put_back()
-    monkeypatch.setattr(_modules, "_in_use", [])
+    monkeypatch.setattr(_modules, "_in_use", {})
+    monkeypatch.setattr(_measure, "_refused", {})
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.models.") and ".modeling_" in name:
             for function in FUNCTIONS:
@@ -278,6 +279,30 @@ def test_what_is_refused_here_is_transformers():
         with torch.no_grad(), ft.register(measure=measure):
             for call, want in zip(calls, expected, strict=True):
                 torch.testing.assert_close(call(), want)
+
+
+def test_what_is_refused_here_is_reported():
+    from transformers.models.mamba2 import modeling_mamba2 as module
+
+    x, weight = torch.randn(2, 6, 20), torch.randn(6, 9)
+    with ft.register(measure=False):
+        before = dict(ft.measured())
+        module.causal_conv1d_fn(x, weight[:, :4])
+        assert dict(ft.measured()) == before
+        module.causal_conv1d_fn(x, weight)
+        module.causal_conv1d_fn(x[:, :5], weight[:5])  # for the same reason
+        module.causal_conv1d_fn(x.double(), weight.double())
+        with pytest.raises(AttributeError):  # theirs: nothing was computed
+            module.causal_conv1d_fn(x, None)
+    module.causal_conv1d_fn(x, weight)  # nobody asked for ours
+    shape = "(): weight has shape (6, 9); expected (channels, width) = (6, 1 to 8)"
+    expected = {
+        f"causal_conv1d_fn refused: causal_conv1d{shape}": "2 calls, torch",
+        "causal_conv1d_fn refused: a tensor is a Tensor in torch.float64 on cpu": "1 call, torch",
+    }
+    found = {key: value for key, value in ft.measured().items() if "refused" in key}
+    assert found == expected
+    assert "2 calls, torch" in repr(ft.measured())
 
 
 def test_measuring_is_that_of_the_last_change_not_undone():
