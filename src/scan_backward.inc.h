@@ -128,23 +128,20 @@ static void scan_grad_run(const fa_scan_grad_args *x, int64_t number, void *scra
     memset(g.drates, 0, whole * sizeof(lane));
     memset(g.dskip, 0, SCAN_CHANNELS * sizeof(lane)), memset(g.dbias, 0, SCAN_CHANNELS * sizeof(lane));
     const int64_t blocks = ceil_div(task.length, SCAN_TOKENS);
-    for (int64_t i = 0; i < 2 * blocks; i++) { /* all forth, to keep states; then all back */
-        const int64_t block = i < blocks ? i : 2 * blocks - 1 - i, token = block * SCAN_TOKENS;
-        const int64_t n = smaller(SCAN_TOKENS, task.length - token);
-        if (i % between_asks == between_asks - 1 && given_up(a->watch)) return;
-        if (i == blocks - 1) { /* nobody needs the state after the last block */
-            memcpy(g.kept + block * whole, g.s.h, whole * sizeof(lane));
-            continue;
+    for (int64_t block = 0; block < blocks; block++) { /* forth, to keep the state before each */
+        memcpy(g.kept + block * whole, g.s.h, whole * sizeof(lane));
+        if (block == blocks - 1) break; /* nobody needs the state after the last one */
+        if (block % between_asks == between_asks - 1 && given_up(a->watch)) return;
+        load_scan_block(a, &task, block * SCAN_TOKENS, SCAN_TOKENS, &g.s);
+        for (int64_t v = 0; v * LANES < task.n; v++) {
+            scan_states(a, SCAN_TOKENS, v, g.s.h + v * row, &g);
+            memcpy(g.s.h + v * row, g.states + SCAN_TOKENS * row, row * sizeof(lane));
         }
+    }
+    for (int64_t block = blocks - 1; block >= 0; block--) { /* and back */
+        const int64_t token = block * SCAN_TOKENS, n = smaller(SCAN_TOKENS, task.length - token);
+        if (block % between_asks == between_asks - 1 && given_up(a->watch)) return;
         load_scan_block(a, &task, token, n, &g.s);
-        if (i < blocks) {
-            memcpy(g.kept + block * whole, g.s.h, whole * sizeof(lane));
-            for (int64_t v = 0; v * LANES < task.n; v++) {
-                scan_states(a, n, v, g.s.h + v * row, &g);
-                memcpy(g.s.h + v * row, g.states + n * row, row * sizeof(lane));
-            }
-            continue;
-        }
         load_channels(a, &task, &x->dout, token, n, g.s.out);
         memset(g.db, 0, n * row * sizeof(lane)), memset(g.dc, 0, n * row * sizeof(lane));
         for (int64_t v = ceil_div(task.n, LANES) - 1; v >= 0; v--) {
