@@ -1,6 +1,7 @@
 """Convolutions, delta rules and scans of state spaces, as hybrid models of transformers call them.
 
-Each function has the arguments and results of transformers' own, which is much slower on CPUs.
+Each function has the results of transformers' own, which is much slower on CPUs, and takes its arguments by
+name.
 """
 
 from __future__ import annotations
@@ -71,69 +72,36 @@ def causal_conv1d_update(
     return tensor_of(out).transpose(1, 2)
 
 
-def gated_delta_rule(
-    query: Any,
-    key: Any,
-    value: Any,
-    g: Any,
-    beta: Any,
-    chunk_size: int = 64,
-    initial_state: Any = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """Run the gated delta rule on (batch, length, heads, head_dim), in chunks or not: one function here."""
-    decays = g.float().transpose(1, 2)
-    return _delta(
-        "gated_delta", query, key, value, decays, beta, initial_state, output_final_state,
-        _unit_by_rsqrt if use_qk_l2norm_in_kernel else None,
-    )  # fmt: skip
+def _delta_rule(rule: str, unit: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Make the function of a delta rule: in chunks or token by token, which is one function here."""
 
+    def compute(
+        query: Any,
+        key: Any,
+        value: Any,
+        g: Any,
+        beta: Any,
+        initial_state: Any = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run it on (batch, length, heads, head_dim), with decays g as it or without its last axis."""
+        dtype, state = query.dtype, initial_state
+        if use_qk_l2norm_in_kernel:
+            query, key = unit(query), unit(key)
+        if not (query.dtype is key.dtype is value.dtype):
+            query, key, value = query.float(), key.float(), value.float()
+        tensors = {"q": query, "k": key, "v": value}
+        tensors = {name: _rows(x.transpose(1, 2)) for name, x in tensors.items()}
+        decays = g.float().transpose(1, 2)
+        more = {"log_decay": decays if g.ndim == 3 else _rows(decays)}
+        more["beta"] = beta.transpose(1, 2).float()
+        more["state"] = None if state is None else state.float().contiguous()
+        out, after = composed(_rule, {**tensors, **more}, rule=rule)
+        return out.transpose(1, 2).to(dtype), after if output_final_state else None
 
-def kimi_delta_rule(
-    query: Any,
-    key: Any,
-    value: Any,
-    g: Any,
-    beta: Any,
-    chunk_size: int = 64,
-    initial_state: Any = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """Run Kimi's delta rule, whose decays g are (batch, length, heads, head_dim)."""
-    decays = _rows(g.float().transpose(1, 2))
-    return _delta(
-        "kimi_delta", query, key, value, decays, beta, initial_state, output_final_state,
-        _unit_by_sqrt if use_qk_l2norm_in_kernel else None,
-    )  # fmt: skip
-
-
-def _delta(
-    rule: str,
-    query: Any,
-    key: Any,
-    value: Any,
-    decays: Any,
-    beta: Any,
-    state: Any,
-    with_state: bool,
-    unit: Callable[[Any], Any] | None,
-) -> Any:
-    """Run a delta rule on tensors (batch, length, heads, head_dim)."""
-    dtype = query.dtype
-    if unit is not None:
-        query, key = unit(query), unit(key)
-    if not (query.dtype is key.dtype is value.dtype):
-        query, key, value = query.float(), key.float(), value.float()
-    tensors = {"q": query, "k": key, "v": value}
-    tensors = {name: _rows(x.transpose(1, 2)) for name, x in tensors.items()}
-    more = {"log_decay": decays, "beta": beta.transpose(1, 2).float()}
-    more["state"] = None if state is None else state.float().contiguous()
-    out, after = composed(_rule, {**tensors, **more}, rule=rule)
-    return out.transpose(1, 2).to(dtype), after if with_state else None
+    return compute
 
 
 def _unit_by_rsqrt(x: Any) -> Any:
@@ -144,6 +112,10 @@ def _unit_by_rsqrt(x: Any) -> Any:
 def _unit_by_sqrt(x: Any) -> Any:
     x = x.float()
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+gated_delta_rule = _delta_rule("gated_delta", _unit_by_rsqrt)
+kimi_delta_rule = _delta_rule("kimi_delta", _unit_by_sqrt)
 
 
 def mamba2_chunk_scan(

@@ -96,7 +96,7 @@ def _decorating(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     """Make the function `name` of transformers one that is ours on CPUs."""
-    signature = inspect.signature(own)
+    names = list(inspect.signature(own).parameters)
 
     @functools.wraps(own)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -104,9 +104,12 @@ def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             return own(*args, **kwargs)
         ours, why = FUNCTIONS[name], ""
         try:
-            _require_taken(args, kwargs)
-            if not measures() or _gains(name, own, ours, signature, args, kwargs):
-                return ours(*args, **kwargs)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            if len(given) < len(args) + len(kwargs):
+                raise NotTaken("an argument is given twice, or one too many")
+            _require_taken(given)
+            if not measures() or _gains(name, own, ours, given):
+                return ours(**given)
         except REFUSED as error:  # before anything was computed
             why = str(error)
         result = own(*args, **kwargs)
@@ -123,13 +126,13 @@ def _traced() -> bool:
     return torch.compiler.is_compiling() or bool(torch._C._are_functorch_transforms_active())
 
 
-def _require_taken(args: Any, kwargs: Any) -> None:
+def _require_taken(given: dict[str, Any]) -> None:
     """Refuse packed sequences, tensors of other devices and of other types."""
     for name in ("cu_seqlens", "seq_idx"):
-        if kwargs.get(name) is not None:
+        if given.get(name) is not None:
             raise NotTaken(f"{name} is given")  # transformers' raises, or keeps sequences apart
     plain = (torch.Tensor, torch.nn.Parameter)
-    for x in (*args, *kwargs.values()):
+    for x in given.values():
         taken = type(x) in plain and x.is_cpu and x.dtype in _TAKEN
         if isinstance(x, torch.Tensor) and not taken:
             raise NotTaken(f"a tensor is a {type(x).__name__} in {x.dtype} on {x.device}")
@@ -149,28 +152,25 @@ _AXES: dict[str, dict[str, int]] = {
 }
 
 
-def _gains(
-    name: str, own: Callable[..., Any], ours: Callable[..., Any], signature: Any, args: Any, kwargs: Any
-) -> bool:
+def _gains(name: str, own: Callable[..., Any], ours: Callable[..., Any], given: dict[str, Any]) -> bool:
     """Whether ours gains for such calls, which are timed at the first of a kind."""
-    given = signature.bind(*args, **kwargs)
-    tensors = [x for x in given.arguments.values() if isinstance(x, torch.Tensor)]
+    tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
     sizes = " and ".join("x".join(str(2 ** int(n).bit_length()) for n in x.shape) for x in tensors[:2])
     key = (name, str(tensors[0].dtype).removeprefix("torch."), f"less than {sizes}")
 
-    def sample() -> Any:
+    def sample() -> dict[str, Any]:
         """The arguments, cut to some tokens; updates write to copies of their states."""
-        part = signature.bind(*args, **kwargs)
-        for argument, x in part.arguments.items():
+        part = dict(given)
+        for argument, x in given.items():
             axis = _AXES.get(name, {}).get(argument)
             if axis is not None and x is not None:
-                part.arguments[argument] = x.detach().narrow(axis, 0, min(_TOKENS, x.shape[axis]))
+                part[argument] = x.detach().narrow(axis, 0, min(_TOKENS, x.shape[axis]))
             elif isinstance(x, torch.Tensor):
-                part.arguments[argument] = x.detach().clone()
+                part[argument] = x.detach().clone()
         return part
 
     def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
         first, second = sample(), sample()
-        yield lambda: own(*first.args, **first.kwargs), lambda: ours(*second.args, **second.kwargs)
+        yield lambda: own(**first), lambda: ours(**second)
 
     return gains(key, pairs)

@@ -281,6 +281,21 @@ def test_what_is_refused_here_is_transformers():
                 torch.testing.assert_close(call(), want)
 
 
+@pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
+def test_arguments_by_position_are_where_transformers_has_them(name):
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    torch.manual_seed(0)
+    q, k, v = torch.nn.functional.normalize(torch.randn(3, 1, 6, 2, 4), dim=-1)
+    g, beta, state = -torch.rand(1, 6, 2), torch.rand(1, 6, 2), torch.randn(1, 2, 4, 4)
+    more = (64, state, True) if "chunk" in name else (state, True)
+    expected = getattr(module, name)(q, k, v, g, beta, *more)
+    with ft.register(measure=False):
+        torch.testing.assert_close(getattr(module, name)(q, k, v, g, beta, *more), expected)
+        with pytest.raises(TypeError, match="multiple values"):
+            getattr(module, name)(q, k, v, g, beta, *more, beta=beta)
+
+
 def test_what_is_refused_here_is_reported():
     from transformers.models.mamba2 import modeling_mamba2 as module
 
