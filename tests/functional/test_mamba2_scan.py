@@ -67,6 +67,67 @@ def test_a_state_handed_on_gives_the_result_of_the_whole(implementation):
         close(kept, last, np.float32)
 
 
+def ragged(begins, head_dim, states, dtype):
+    """Sequences end to end."""
+    arrays, more = problem(4, 2, begins[-1], head_dim, states, dtype, batch=())
+    more["state"] = (
+        np.random.default_rng(2).standard_normal((len(begins) - 1, 4, states, head_dim)).astype(dtype)
+    )
+    return arrays | more
+
+
+def sequence(given, i, j, s):
+    """The arguments of one of them."""
+    part = {name: x[..., i:j, :] if name in "xBCz" else x for name, x in given.items()}
+    return part | {"dt": given["dt"][..., i:j], "state": given["state"][s]}
+
+
+def test_sequences_end_to_end_are_apart_to_the_bit(implementation):
+    begins = [0, 1, 1, 40, 73]
+    given = ragged(begins, 16, 8, np.float32)
+    options = {"dt_softplus": True, "return_state": True}
+    out, after = mamba2_scan(**given, begins=begins, **options)
+    for s, (i, j) in enumerate(pairwise(begins)):
+        alone, state = mamba2_scan(**sequence(given, i, j, s), **options)
+        np.testing.assert_array_equal(out[:, i:j], alone)
+        np.testing.assert_array_equal(after[s], state)
+    spoiled = given | {"x": given["x"].copy()}
+    spoiled["x"][:, 1:40] = np.nan
+    odd = mamba2_scan(**spoiled, begins=begins, **options)[0]
+    np.testing.assert_array_equal(odd[:, [0, *range(40, 73)]], out[:, [0, *range(40, 73)]])
+    kept = given["state"].copy()
+    mamba2_scan(**given | {"state": kept}, begins=begins, dt_softplus=True, out_state=kept)
+    np.testing.assert_array_equal(kept, after)
+    empty = {name: x[:0] if name == "state" else x[..., :0, :] for name, x in given.items() if name in "xBCz"}
+    out, after = mamba2_scan(**empty, dt=given["dt"][:, :0], A=given["A"], begins=[0], return_state=True)
+    assert out.shape == (4, 0, 16)
+    assert after.shape == (0, 4, 8, 16)
+
+
+def test_gradients_of_sequences_end_to_end(implementation):
+    begins = [0, 1, 1, 4, 6]
+    given = ragged(begins, 3, 2, np.float64)
+    options = {"dt_softplus": True, "return_state": True}
+    (out, after), pullback = vjp(mamba2_scan, **given, begins=begins, **options)
+    rng = np.random.default_rng(5)
+    dout, dafter = rng.standard_normal(out.shape), rng.standard_normal(after.shape)
+    found = dict(zip(given, pullback(dout, dafter, need=tuple(f"d{name}" for name in given)), strict=True))
+
+    def loss(**changed):
+        total = 0.0
+        for s, (i, j) in enumerate(pairwise(begins)):
+            y, last = mamba2(**sequence(given | changed, i, j, s), dt_softplus=True)
+            total += (y * dout[:, i:j]).sum() + (last * dafter[s]).sum()
+        return np.array([total])
+
+    for name, got in found.items():
+        assert_gradient(got, lambda y, name=name: loss(**{name: y}), given[name], np.ones(1), 1e-6)
+    none = ragged([0], 3, 2, np.float64)
+    out, pullback = vjp(mamba2_scan, **none, begins=[0])
+    for name, got in zip(none, pullback(out, need=tuple(f"d{name}" for name in none)), strict=True):
+        np.testing.assert_array_equal(got, np.zeros(none[name].shape))
+
+
 @pytest.mark.parametrize("limits", [(0.0, np.inf), (0.5, 1.2)], ids=str)
 def test_gradients_against_differences(implementation, limits):
     arrays, more = problem(4, 2, 5, 3, 2, np.float64)
@@ -127,6 +188,7 @@ def test_some_gradients_are_those_of_all(implementation):
             r"state has shape .*; expected \(2, 4, 8, 6\)",
         ),
         ({"chunk_size": 1}, TypeError, "chunk_size"),
+        ({"begins": [0, 5]}, ValueError, r"x has shape .*; expected \(heads, tokens, head_dim\), as begins"),
     ],
 )
 def test_errors_come_before_anything_is_computed(implementation, changed, error, message):
