@@ -58,6 +58,12 @@ class _NormOptions(OutOption, ComputeOptions, total=False):
     residual: ArrayLike | None
 
 
+class _GateOptions(_NormOptions, total=False):
+    gate: ArrayLike | None
+    activation: Activation
+    gate_first: bool
+
+
 class _ConvOptions(OutOption, ComputeOptions, total=False):
     """Keyword arguments of `causal_conv1d`, except those of its state after the last token."""
 
@@ -278,7 +284,7 @@ def rms_norm(
     weight: ArrayLike | None = None,
     *,
     return_sum: Literal[False] = False,
-    **options: Unpack[_NormOptions],
+    **options: Unpack[_GateOptions],
 ) -> Array: ...
 @overload
 def rms_norm(
@@ -286,13 +292,16 @@ def rms_norm(
     weight: ArrayLike | None = None,
     *,
     return_sum: Literal[True],
-    **options: Unpack[_NormOptions],
+    **options: Unpack[_GateOptions],
 ) -> tuple[Array, Array]: ...
 def rms_norm(
     x: ArrayLike,
     weight: ArrayLike | None = None,
     *,
     eps: float = 1e-6,
+    gate: ArrayLike | None = None,
+    activation: Activation = "silu",
+    gate_first: bool = False,
     residual: ArrayLike | None = None,
     return_sum: bool = False,
     out: Array | None = None,
@@ -301,11 +310,22 @@ def rms_norm(
 ) -> Any:
     """``z / sqrt(mean(z**2) + eps) * weight`` with ``z = x + residual`` (Zhang & Sennrich 2019).
 
-    Parameters, results and errors as in `layer_norm`.
+    Parameters
+    ----------
+    x, weight, eps, residual, return_sum, out, num_threads, backend
+        As in `layer_norm`, like the results and the errors.
+    gate : array_like, (..., features), optional
+        The result is times ``activation(gate)``, in the same pass; in x's shape and dtype. Not with
+        `residual` and `return_sum`.
+    activation : str, default "silu"
+        As in `activate`: "silu" in Qwen3-Next, "sigmoid" in Kimi Linear.
+    gate_first : bool, default False
+        The norm is of ``x * activation(gate)`` instead, as in Mamba-2.
     """
     args, result, total = rows_args(
-        "rms_norm", x, out, num_threads, backend, weight, None, eps, residual, return_sum
-    )
+        "rms_norm", x, out, num_threads, backend, weight, None, eps, residual, return_sum, gate, activation,
+        gate_first,
+    )  # fmt: skip
     dispatch.run(args, backend)
     return result if total is None else (result, total)
 

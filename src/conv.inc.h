@@ -147,16 +147,6 @@ static void conv_rows(const fa_conv_args *a, int64_t token, int rows, int64_t n,
                        conv_sums(dtype, 1, inputs + r, a->width, s->taps, s->bias, n, sums + r * CONV_PIECE));
 }
 
-static void conv_activate(const fa_conv_args *a, lane *sums, int64_t n)
-{
-    switch (a->activation) {
-#define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
-    case constant: activate_row(NULL, constant, sums, n); break;
-#include "activations.inc"
-    default: break;
-    }
-}
-
 /* Cut from memory, with zeros for inputs that are not there. */
 static void ready_conv_scratch(void *memory, const fa_conv_args *a, int gradient, conv_scratch *s)
 {
@@ -188,7 +178,7 @@ static void conv_run(const fa_conv_args *a, int64_t begin, int64_t end, void *sc
                 const int rows = (int)smaller(CONV_ROWS, tokens - i);
                 conv_rows(a, i, rows, n, &s, s.sums);
                 for (int r = 0; r < rows; r++) {
-                    conv_activate(a, s.sums + r * CONV_PIECE, round_up(n, LANES));
+                    activate_row_of(NULL, a->activation, s.sums + r * CONV_PIECE, round_up(n, LANES));
                     store_row(a->x.dtype, s.sums + r * CONV_PIECE, n, 1,
                               at(&a->out, p.sequence, 0, p.begin + i + r, 0) + offset);
                 }

@@ -207,11 +207,14 @@ typedef struct {
     fa_rows_kind kind;
     fa_dtype dtype; /* of x, residual, up, total, out */
     fa_activation activation;
-    const char *x, *residual, *up; /* the latter optional; up multiplies what FA_ACTIVATE gives */
+    const char *x, *residual, *up; /* the latter optional; up multiplies what FA_ACTIVATE gives, and FA_RMS_NORM's
+                                      input (gate_first) or result is multiplied by activation(up) */
     char *total, *out;             /* total, optional, receives x + residual */
     const void *weight, *bias;     /* lanes, (n), optional: of the norms */
     int64_t x_row, residual_row, up_row, total_row, out_row, m, n;
+    int64_t up_each; /* so many rows of up lie side by side, and up_row is the distance of the next ones */
     double eps;
+    int gate_first;
     const fa_watch *watch; /* optional */
 } fa_rows_args;
 
@@ -225,7 +228,9 @@ typedef struct {
     char *dx, *dup;
     const void *weight; /* lanes, (n), optional: of the norms */
     int64_t dout_row, x_row, residual_row, dsum_row, up_row, dx_row, dup_row, m, n;
+    int64_t up_each; /* of up and dup, as fa_rows_args has it; norms with up have no residual and no dsum */
     double eps;
+    int gate_first;
     const fa_watch *watch; /* optional */
 } fa_rows_grad_args;
 

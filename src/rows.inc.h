@@ -2,7 +2,7 @@
  * first-level cache for the passes over it, and is written once.
  *
  * Literals  squares: 0, 1. activation: any fa_activation.
- * Exports   ROW_ASKS, EACH_BLOCK, row_sum_of, activate_row; rows_scratch_bytes, rows_run. */
+ * Exports   ROW_ASKS, EACH_BLOCK, row_sum_of, activate_row_of, times_row, up_offset; rows_scratch_bytes, rows_run. */
 #pragma once
 #include "activation.inc.h"
 
@@ -78,13 +78,49 @@ INLINE void activate_row(const fa_watch *watch, fa_activation activation, lane *
         for (int64_t j = begin; j < end; j += LANES) v_store(x + j, v_activate(activation, v_load(x + j)));
 }
 
+/* x = activation(x), whole vectors. */
+static void activate_row_of(const fa_watch *watch, fa_activation activation, lane *x, int64_t n)
+{
+    switch (activation) {
+#define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
+    case constant: activate_row(watch, constant, x, n); break;
+#include "activations.inc"
+    default: break;
+    }
+}
+
+/* x *= y, whole vectors. */
+INLINE void times_row(const fa_watch *watch, lane *x, const lane *y, int64_t n)
+{
+    EACH_BLOCK(watch, n, begin, end)
+        for (int64_t j = begin; j < end; j += LANES) v_store(x + j, v_load(x + j) * v_load(y + j));
+}
+
+/* Where row r of `width` bytes begins, if `each` rows lie side by side and the next ones `row` bytes away. */
+INLINE int64_t up_offset(int64_t r, int64_t each, int64_t row, int64_t width)
+{
+    return r / each * row + r % each * width;
+}
+
+/* x *= row r of up, which is activated or not. */
+static void times_up(const fa_rows_args *a, int64_t r, int activated, lane *x)
+{
+    const int64_t padded = round_up(a->n, LANES), size = dtype_size(a->dtype);
+    const char *from = a->up + up_offset(r, a->up_each, a->up_row, a->n * size);
+    lane *up = x + padded;
+    v_store(up + padded - LANES, v_splat(0));
+    EACH_BLOCK(a->watch, a->n, j, stop) load_row(a->dtype, from + j * size, stop - j, 1, up + j);
+    if (activated) activate_row_of(a->watch, a->activation, up, padded);
+    times_row(a->watch, x, up, padded);
+}
+
 /* Bytes of scratch for rows of n elements: two rows of lanes, each filled up to whole vectors. */
 static int64_t rows_scratch_bytes(int64_t n) { return 2 * (round_up(n, LANES) * (int64_t)sizeof(lane)); }
 
 static void rows_run(const fa_rows_args *a, int64_t begin, int64_t end, void *scratch)
 {
     const int64_t n = a->n, padded = round_up(n, LANES), size = dtype_size(a->dtype);
-    lane *x = scratch, *up = x + padded;
+    lane *x = scratch;
     if (!n) return;
     for (int64_t r = begin; r < end; r++) {
         if (padded != n) v_store(x + padded - LANES, v_splat(a->kind == FA_SOFTMAX ? -INFINITY : 0));
@@ -97,19 +133,13 @@ static void rows_run(const fa_rows_args *a, int64_t begin, int64_t end, void *sc
         switch (a->kind) {
         case FA_SOFTMAX: softmax_row(a->watch, x, n); break;
         case FA_ACTIVATE:
-            switch (a->activation) {
-#define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
-    case constant: activate_row(a->watch, constant, x, padded); break;
-#include "activations.inc"
-            default: break;
-            }
-            if (!a->up) break;
-            EACH_BLOCK(a->watch, n, j, stop) {
-                load_row(a->dtype, a->up + r * a->up_row + j * size, stop - j, 1, up + j);
-                for (int64_t i = j; i < stop; i += LANES) v_store(x + i, v_load(x + i) * v_load(up + i));
-            }
+            activate_row_of(a->watch, a->activation, x, padded);
+            if (a->up) times_up(a, r, 0, x);
             break;
-        default: norm_row(a, x);
+        default:
+            if (a->up && a->gate_first) times_up(a, r, 1, x);
+            norm_row(a, x);
+            if (a->up && !a->gate_first) times_up(a, r, 1, x);
         }
         EACH_BLOCK(a->watch, n, j, stop) store_row(a->dtype, x + j, stop - j, 1, a->out + r * a->out_row + j * size);
     }

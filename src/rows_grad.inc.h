@@ -5,6 +5,8 @@
  *   activation   dx = dout slope(x) up, dup = dout activation(x)
  *   norm         y = (x - mean) factor, g = dout weight:  dx = factor (g - mean(g) - y mean(g y)) + dsum
  *                dweight = the sum over rows of dout y, dbias of dout; FA_RMS_NORM has no mean and no mean(g)
+ *   gated norm   of out = norm(x) s, s = activation(up): dx with dout s for dout, dup = dout slope(up) weight y
+ *                of out = norm(x s): with dz the gradient of x s, dx = dz s, dup = dz x slope(up)
  *
  * Sums over rows are those of the rows of a task, and whoever runs the tasks adds them in order.
  *
@@ -99,26 +101,53 @@ _Static_assert(SLOPE_PIECE % LANES == 0 && ROW_ASKS % SLOPE_PIECE == 0,
 INLINE void activate_grad_row(const fa_rows_grad_args *a, int64_t r, lane *memory)
 {
     lane *x = memory, *dout = x + SLOPE_PIECE, *up = dout + SLOPE_PIECE;
-    const int64_t size = dtype_size(a->dtype);
+    const int64_t size = dtype_size(a->dtype), width = a->n * size;
+    const int64_t of_up = up_offset(r, a->up_each, a->up_row, width);
+    const int64_t of_dup = up_offset(r, a->up_each, a->dup_row, width);
     for (int64_t j = 0; j < a->n; j += SLOPE_PIECE) {
         const int64_t n = smaller(a->n - j, SLOPE_PIECE), whole = round_up(n, LANES);
         if (j && j % ROW_ASKS == 0 && given_up(a->watch)) return;
         v_store(x + whole - LANES, v_splat(0)), v_store(dout + whole - LANES, v_splat(0));
         load_row(a->dtype, a->x + r * a->x_row + j * size, n, 1, x);
         load_row(a->dtype, a->dout + r * a->dout_row + j * size, n, 1, dout);
-        if (a->up) load_row(a->dtype, a->up + r * a->up_row + j * size, n, 1, up);
+        if (a->up) load_row(a->dtype, a->up + of_up + j * size, n, 1, up);
         slope_row_of(a->activation, a->dup != NULL, x, dout, whole);
         for (int64_t i = 0; a->up && i < n; i += LANES)
             v_store_part(dout + i, v_load_part(dout + i, n - i) * v_load_part(up + i, n - i), n - i);
-        if (a->dup) store_row(a->dtype, x, n, 1, a->dup + r * a->dup_row + j * size);
+        if (a->dup) store_row(a->dtype, x, n, 1, a->dup + of_dup + j * size);
         if (a->dx) store_row(a->dtype, dout, n, 1, a->dx + r * a->dx_row + j * size);
     }
+}
+
+/* Row r of a gated norm. Behind dout lie two more rows; padded lanes of x and dout are 0. */
+static void gated_grad_row(const fa_rows_grad_args *a, int64_t r, lane *x, lane *dout, lane *sums)
+{
+    const int64_t n = a->n, padded = round_up(n, LANES), size = dtype_size(a->dtype);
+    lane *up = dout + padded, *z = up + padded;
+    v_store(up + padded - LANES, v_splat(0));
+    load_row(a->dtype, a->up + up_offset(r, a->up_each, a->up_row, n * size), n, 1, up);
+    if (a->gate_first) {
+        memcpy(z, up, padded * sizeof(lane));
+        activate_row_of(a->watch, a->activation, z, padded);
+        times_row(a->watch, z, x, padded);
+        norm_grad_row(a, r, z, dout, sums);
+    }
+    EACH_BLOCK(a->watch, n, j, stop) /* dout slope(up), and in place of up dout activation(up) */
+        slope_row_of(a->activation, 1, up + j, dout + j, round_up(stop - j, LANES));
+    if (!a->gate_first) {
+        norm_grad_row(a, r, x, up, sums); /* x becomes the normalised row */
+        for (int64_t j = 0; a->weight && j < n; j += LANES)
+            v_store(x + j, v_load(x + j) * v_load_part((const lane *)a->weight + j, n - j));
+    }
+    times_row(a->watch, dout, x, padded);
+    if (a->dup) store_row(a->dtype, dout, n, 1, a->dup + up_offset(r, a->up_each, a->dup_row, n * size));
+    memcpy(dout, up, n * sizeof(lane));
 }
 
 /* Bytes of scratch for rows of n elements. */
 static int64_t rows_grad_scratch_bytes(int64_t n)
 {
-    return (2 * round_up(n, LANES) + 3 * SLOPE_PIECE) * (int64_t)sizeof(lane);
+    return larger(4 * round_up(n, LANES), 3 * SLOPE_PIECE) * (int64_t)sizeof(lane);
 }
 
 /* Rows [begin, end). sums (2, n), optional: the sums over these rows of dout y, and of dout. */
@@ -133,12 +162,15 @@ static void rows_grad_run(const fa_rows_grad_args *a, int64_t begin, int64_t end
             activate_grad_row(a, r, x);
             continue;
         }
+        const int64_t padded = round_up(n, LANES);
+        if (padded != n) v_store(x + padded - LANES, v_splat(0)), v_store(dout + padded - LANES, v_splat(0));
         EACH_BLOCK(a->watch, n, j, stop) {
             load_row(a->dtype, a->x + r * a->x_row + j * size, stop - j, 1, x + j);
             load_row(a->dtype, a->dout + r * a->dout_row + j * size, stop - j, 1, dout + j);
             if (a->residual) add_row(a->dtype, a->residual + r * a->residual_row + j * size, stop - j, x + j);
         }
         if (a->kind == FA_SOFTMAX) softmax_grad_row(a, x, dout);
+        else if (a->up) gated_grad_row(a, r, x, dout, sums);
         else norm_grad_row(a, r, x, dout, sums);
         if (a->dx) store_row(a->dtype, dout, n, 1, a->dx + r * a->dx_row);
     }

@@ -167,6 +167,27 @@ def test_norms(implementation, n, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("n", [1, 15, 64, 300])
+def test_gated_norms(implementation, n, first, activation, dtype):
+    rng = np.random.default_rng(n)
+    x, gate = normal(rng, 2, 5, n, dtype=dtype), normal(rng, 2, 5, n, dtype=dtype)
+    weight = normal(rng, n, dtype=np.float64).astype(np.float64 if dtype == np.float64 else np.float32)
+    factor = 1 / (1 + np.exp(-gate.astype(float)))
+    factor *= gate.astype(float) if activation == "silu" else 1
+    z = x.astype(float) * (factor if first else 1)
+    expected = z / np.sqrt(np.square(z).mean(-1, keepdims=True) + 1e-3) * weight * (1 if first else factor)
+    unit = EPS[np.dtype(np.float64)] if dtype == np.float64 else EPS[np.dtype(np.float32)]
+    options = {"gate": gate, "activation": activation, "gate_first": first, "eps": 1e-3}
+    out = ops.rms_norm(x, weight, **options)
+    close(out, expected, 30 * unit * (1 + np.abs(gate.astype(float))) * np.abs(expected), dtype)
+    np.testing.assert_array_equal(
+        ops.rms_norm(x[:, 3:], weight, **options | {"gate": gate[:, 3:]}), out[:, 3:]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_softmax(implementation, dtype):
     x = (3 * np.random.default_rng(0).standard_normal((3, 11, 37))).astype(dtype)
     x[0, 0] = -np.inf
@@ -406,6 +427,19 @@ X, W = np.ones((2, 4), np.float32), ops.pack(np.ones((3, 4), np.float32))
             TypeError,
             "residual has dtype float64; expected x's",
         ),
+        (lambda: ops.rms_norm(X, gate=X[:1]), ValueError, "gate has shape"),
+        (
+            lambda: ops.rms_norm(X, gate=X, residual=X),
+            ValueError,
+            "residual is given; expected none with a gate",
+        ),
+        (lambda: ops.rms_norm(X, gate=X, return_sum=True), ValueError, "return_sum is given; expected none"),
+        (
+            lambda: ops.rms_norm(X, gate=X, activation=None),
+            ValueError,
+            "activation is None; expected one of relu",
+        ),
+        (lambda: ops.rms_norm(X, gate_first=True), ValueError, "gate_first is True, but gate is None"),
         (lambda: ops.activate(X, "tanh"), ValueError, "activation is 'tanh'; expected one of relu"),
         (lambda: ops.softmax(X, out=X), ValueError, "out shares memory with x"),
         (lambda: ops.embedding([4], X), ValueError, "ids has 4; expected 0 to 1"),

@@ -9,9 +9,9 @@ import numpy as np
 
 from fastattn._args.errors import put_name, wrong_shape, wrong_type
 from fastattn._args.grad_types import DropoutArgs, RowsGradArgs
-from fastattn._args.ops import data, epsilon, like, result, rows, vector
+from fastattn._args.ops import data, epsilon, like, require_gate_alone, result, rows, vector
 from fastattn._args.types import ACTIVATIONS, FLOAT64, Activation, Array, Shape, lane_dtype
-from fastattn._args.values import choice, integer, number, short
+from fastattn._args.values import choice, flag, integer, number, short
 from fastattn._engine.settings import require_backend, threads
 
 
@@ -76,6 +76,8 @@ def rows_grad_args(
     dsum: Any = None,
     up: Any = None,
     activation: Activation | None = None,
+    gate: Any = None,
+    gate_first: bool = False,
 ) -> tuple[RowsGradArgs, Results]:
     """Check the arguments of the gradients of norms, `softmax` and `activate`; x is `called` so."""
     try:
@@ -83,20 +85,21 @@ def rows_grad_args(
             require_backend(backend)
         array = data(called, x)
         shape, dtype, lane = array.shape, array.dtype, lane_dtype(array.dtype)
-        others = {
-            name: like(name, given, shape, dtype, called)
-            for name, given in (("dout", dout), ("residual", residual), ("dsum", dsum), ("up", up))
-        }
+        given = {"dout": dout, "residual": residual, "dsum": dsum, "up": up, "gate": gate}
+        others = {name: like(name, each, shape, dtype, called) for name, each in given.items()}
         if others["dout"] is None:
             raise wrong_type("dout", dout, "an array")
         weight_array = vector("weight", weight, shape[-1:], lane)
-        if kernel == "activate":
+        if kernel == "activate" or activation is not None or gate is not None:
             choice("activation", activation, ACTIVATIONS)
-        elif kernel != "softmax":
+        if kernel == "rms_norm":
+            require_gate_alone(gate, flag("gate_first", gate_first), residual=residual, dsum=dsum)
+        if kernel not in ("activate", "softmax"):
             eps = epsilon("eps", eps, lane)
         names = needed(need, known)
-        if "dup" in names and up is None:
-            raise ValueError("(): need has 'dup', but up is None; expected an array up")
+        for name in ("up", "gate"):
+            if f"d{name}" in names and others[name] is None:
+                raise ValueError(f"(): need has 'd{name}', but {name} is None; expected an array {name}")
         results = Results(names, into, {called: array, **others, "weight": weight_array})
         args = RowsGradArgs(
             kernel,
@@ -106,13 +109,14 @@ def rows_grad_args(
             _rows_of(results.array("dx", shape, dtype, called)),
             _rows_of(others["residual"]),
             _rows_of(others["dsum"]),
-            _rows_of(others["up"]),
-            _rows_of(results.array("dup", shape, dtype, called)),
+            _rows_of(others["up"] if gate is None else others["gate"]),
+            _rows_of(results.array("dup" if gate is None else "dgate", shape, dtype, called)),
             weight_array,
             results.array("dweight", shape[-1:], lane, "sums of"),
             results.array("dbias", shape[-1:], lane, "sums of"),
             eps,
             activation,
+            gate_first,
         )
         return args, results
     except Exception as error:

@@ -27,13 +27,14 @@ class RowsGradArgs:
     dx: Array | None = None  # (m, n), written
     residual: Array | None = None  # (m, n): of the norms, added to x first
     dsum: Array | None = None  # (m, n): of the norms, added to dx
-    up: Array | None = None  # (m, n): of "activate", a factor of its result
-    dup: Array | None = None  # (m, n), written
+    up: Array | None = None  # (m, n), or (m / h, h n): as RowsArgs has it
+    dup: Array | None = None  # likewise, written
     weight: Array | None = None  # (n)
     dweight: Array | None = None  # (n), written
     dbias: Array | None = None  # (n), written
     eps: float = 0.0
     activation: Activation | None = None
+    gate_first: bool = False
 
     @property
     def empty(self) -> bool:

@@ -201,22 +201,29 @@ def rows_args(
     return_sum: bool = False,
     up: Any = None,
     activation: Activation | None = None,
+    gate_first: bool = False,
 ) -> tuple[RowsArgs, Array, Array | None]:
-    """Check the arguments of the norms, `softmax` and `activate`; also returns the results in x's shape."""
+    """Check the arguments of the norms, `softmax` and `activate`; also returns the results in x's shape.
+
+    `up` is what `activate` calls so, or the gate of a norm.
+    """
     try:
         if backend is not None:
             require_backend(backend)
         array = data("x", x)
         shape, dtype, lane = array.shape, array.dtype, lane_dtype(array.dtype)
-        if kernel == "activate":
+        if kernel == "activate" or activation is not None or up is not None:
             choice("activation", activation, ACTIVATIONS)
+        called = "gate" if kernel == "rms_norm" else "up"
+        if kernel == "rms_norm":
+            require_gate_alone(up, flag("gate_first", gate_first), residual=residual, return_sum=return_sum)
         residual_array = None if residual is None else like("residual", residual, shape, dtype, "x")
-        up_array = None if up is None else like("up", up, shape, dtype, "x")
+        up_array = None if up is None else like(called, up, shape, dtype, "x")
         weight_array = vector("weight", weight, shape[-1:], lane)
         bias_array = vector("bias", bias, shape[-1:], lane)
         if kernel in ("layer_norm", "rms_norm"):
             eps = epsilon("eps", eps, lane)
-        inputs = [("x", x, array), ("residual", residual, residual_array), ("up", up, up_array)]
+        inputs = [("x", x, array), ("residual", residual, residual_array), (called, up, up_array)]
         inputs += [("weight", weight, weight_array), ("bias", bias, bias_array)]
         full = result(out, shape, dtype, inputs)
         total = np.empty(shape, dtype) if flag("return_sum", return_sum) else None
@@ -232,8 +239,20 @@ def rows_args(
             bias_array,
             eps,
             activation,
+            gate_first,
         )
         return args, full, total
     except Exception as error:
         put_name(kernel, error)
         raise
+
+
+def require_gate_alone(gate: Any, gate_first: bool, **others: Any) -> None:
+    """Raise where a norm's gate meets one of `others`, or `gate_first` no gate."""
+    if gate is None:
+        if gate_first:
+            raise ValueError("(): gate_first is True, but gate is None; expected an array gate")
+        return
+    for name, given in others.items():
+        if given is not None and given is not False:
+            raise ValueError(f"(): {name} is given; expected none with a gate")

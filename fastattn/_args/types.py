@@ -409,11 +409,14 @@ class RowsArgs:
     num_threads: int
     residual: Array | None = None  # (m, n), x's dtype: added to x first
     total: Array | None = None  # (m, n): receives x + residual
-    up: Array | None = None  # (m, n): multiplies the result of "activate"
+    up: Array | None = (
+        None  # (m, n), or (m / h, h n): a factor of "activate"'s result, the gate of "rms_norm"
+    )
     weight: Array | None = None  # (n), lane dtype
     bias: Array | None = None
     eps: float = 0.0
-    activation: Activation | None = None
+    activation: Activation | None = None  # of x in "activate", of up in a norm
+    gate_first: bool = False  # the norm's input is gated, not its result
 
 
 @dataclass(slots=True, eq=False)

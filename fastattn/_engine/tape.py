@@ -111,6 +111,23 @@ class Plain:
         dispatch.run(RowsArgs(kind, x, out, get_num_threads(), None, None, None, weight, bias, eps))
         return out
 
+    def gated_norm(
+        self, x: Any, gate: Any, weight: Array, eps: float, activation: Activation, gate_first: bool = False
+    ) -> Any:
+        """`ops.rms_norm` with a gate, in which some rows of x may lie side by side.
+
+        weight is (features,), or (parts, features) where a row has several, each with a norm of its own.
+        """
+        out = np.empty(x.shape, x.dtype)
+        for part, own in _by_columns(np.atleast_2d(weight)):
+            up = gate if weight.ndim == 1 else gate[:, part]
+            args = RowsArgs(
+                "rms_norm", x[:, part], out[:, part], get_num_threads(), up=up, weight=own, eps=eps
+            )
+            args.activation, args.gate_first = activation, gate_first
+            dispatch.run(args)
+        return out
+
     def head_norm(self, x: Any, kind: str, weight: Array, eps: float) -> Any:
         """A norm of each of the first heads of a row, in place; weight is (heads, head_dim)."""
         for part, own in _by_columns(weight):
@@ -432,6 +449,36 @@ class Tape(Plain):
             x.put(dx, owned=True)
 
         return self.note(rows, back)
+
+    def gated_norm(
+        self,
+        x: Value,
+        gate: Value,
+        weight: Array,
+        eps: float,
+        activation: Activation,
+        gate_first: bool = False,
+    ) -> Value:
+        """`ops.rms_norm` with a gate, in which some rows of x may lie side by side."""
+        array, up = x.array, gate.array
+        out = super().gated_norm(array, up, weight, eps, activation, gate_first)
+
+        def back(dout: Array, owned: bool) -> None:
+            dx, dup, dweight = x.room(), gate.room(), np.empty_like(weight)
+            for (part, own), result in zip(
+                _by_columns(np.atleast_2d(weight)), np.atleast_2d(dweight), strict=True
+            ):
+                args = RowsGradArgs("rms_norm", dout[:, part], array[:, part], get_num_threads(), dx[:, part])
+                whole = weight.ndim == 1
+                args.up, args.dup = (up, dup) if whole else (up[:, part], dup[:, part])
+                args.weight, args.dweight, args.eps = own, result, eps
+                args.activation, args.gate_first = activation, gate_first
+                dispatch.run_grad(args)
+            self.gradients.add(weight, dweight)
+            x.put(dx, owned=True)
+            gate.put(dup, owned=True)
+
+        return self.note(out, back)
 
     @staticmethod
     def _writable(x: Value) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn._args.blocks import blocks
 from fastattn._args.types import Activation, Array, lane_dtype
-from fastattn._reference.ops import _erf, _sigmoid, activate
+from fastattn._reference.ops import _erf, _sigmoid, activate, side_by_side
 from fastattn._reference.philox import kept
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ DERIVATIVES: dict[Activation, Callable[[Array], Array]] = {
 @np.errstate(all="ignore")
 def rows_grad(args: RowsGradArgs) -> None:
     """Fill args.dx, args.dup, args.dweight and args.dbias, those that are there."""
-    lane = lane_dtype(args.x.dtype)
+    lane, args = lane_dtype(args.x.dtype), side_by_side(args)
     for sums in (args.dweight, args.dbias):
         if sums is not None:
             sums[...] = 0
@@ -60,7 +60,7 @@ def rows_grad(args: RowsGradArgs) -> None:
     def wide(x: Array) -> Array:
         return x.astype(lane, copy=False)
 
-    for block in blocks(args.x.shape[:1], args.x.shape[1]):
+    for block in blocks(args.x.shape[:1], math.prod(args.x.shape[1:])):
         dout, x = wide(args.dout[block]), wide(args.x[block])
         if args.kind == "softmax":
             dx = x * (dout - (dout * x).sum(axis=-1, keepdims=True))
@@ -70,16 +70,27 @@ def rows_grad(args: RowsGradArgs) -> None:
             dx = dout if args.up is None else dout * wide(args.up[block])
             if args.activation is not None:
                 dx = dx * DERIVATIVES[args.activation](x)
+        elif args.up is None:
+            dx, _ = _norm_grad(args, block, dout, x, wide)
         else:
-            dx = _norm_grad(args, block, dout, x, wide)
+            up = wide(args.up[block])
+            gate, slope = activate(up, args.activation), DERIVATIVES[args.activation](up)  # type: ignore[index]
+            if args.gate_first:
+                dz, _ = _norm_grad(args, block, dout, x * gate, wide)
+                dx, dup = dz * gate, dz * x * slope
+            else:
+                dx, normed = _norm_grad(args, block, dout * gate, x, wide)
+                dup = dout * normed * slope
+            if args.dup is not None:
+                args.dup[block] = dup
         if args.dx is not None:
             args.dx[block] = dx
 
 
 def _norm_grad(
     args: RowsGradArgs, block: slice, dout: Array, x: Array, wide: Callable[[Array], Array]
-) -> Array:
-    """The gradient of a norm's input, and those of its parameters added to what is there."""
+) -> tuple[Array, Array]:
+    """The gradient of a norm's input, and its result without bias; adds to those of its parameters."""
     if args.residual is not None:
         x = x + wide(args.residual[block])
     if args.kind == "layer_norm":
@@ -87,7 +98,7 @@ def _norm_grad(
     factor = 1 / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(args.eps))
     normalized = x * factor
     if args.dweight is not None:
-        args.dweight += (dout * normalized).sum(axis=0)
+        args.dweight += (dout * normalized).reshape(-1, x.shape[-1]).sum(axis=0)
     if args.dbias is not None:
         args.dbias += dout.sum(axis=0)
     if args.weight is not None:
@@ -98,7 +109,7 @@ def _norm_grad(
     dx *= factor
     if args.dsum is not None:
         dx += wide(args.dsum[block])
-    return dx
+    return dx, normalized if args.weight is None else normalized * args.weight
 
 
 # Rows that a product sums at a time: Ctrl-C waits for one block only.

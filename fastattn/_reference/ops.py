@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -158,8 +159,8 @@ def _integer_products(x: Array, x_scales: Array, middles: Array, weight: PackedL
 @np.errstate(all="ignore")
 def rows(args: RowsArgs) -> None:
     """Fill args.out, and args.total if it is there."""
-    lane = lane_dtype(args.out.dtype)
-    for block in blocks(args.out.shape[:1], args.out.shape[1]):
+    lane, args = lane_dtype(args.out.dtype), side_by_side(args)
+    for block in blocks(args.out.shape[:1], math.prod(args.out.shape[1:])):
         x = args.x[block].astype(lane, copy=False)
         if args.residual is not None:
             x = x + args.residual[block].astype(lane, copy=False)
@@ -172,12 +173,27 @@ def rows(args: RowsArgs) -> None:
             if args.up is not None:
                 result = result * args.up[block].astype(lane, copy=False)
         else:
+            gate = None if args.up is None else activate(args.up[block].astype(lane), args.activation)
+            if gate is not None and args.gate_first:
+                x = x * gate
             result = _normalized(x, args.eps, center=args.kind == "layer_norm")
             if args.weight is not None:
                 result = result * args.weight
             if args.bias is not None:
                 result = result + args.bias
+            if gate is not None and not args.gate_first:
+                result = result * gate
         args.out[block] = result
+
+
+def side_by_side(args: Any) -> Any:
+    """The arguments as they are or, where h rows of `up` lie side by side, with arrays (m / h, h, n)."""
+    if args.up is None or args.up.shape == args.x.shape:
+        return args
+    n = args.x.shape[1]
+    shape = len(args.up), args.up.shape[1] // n, n
+    names = [x.name for x in fields(args) if getattr(getattr(args, x.name), "ndim", 0) == 2]
+    return replace(args, **{name: getattr(args, name).reshape(shape) for name in names})
 
 
 def _normalized(x: Array, eps: float, center: bool) -> Array:

@@ -65,6 +65,9 @@ def rms_norm(
     weight: ArrayLike | None = None,
     *,
     eps: float = 1e-6,
+    gate: ArrayLike | None = None,
+    activation: Activation = "silu",
+    gate_first: bool = False,
     residual: ArrayLike | None = None,
     dsum: ArrayLike | None = None,
     need: Sequence[str] = ("dx", "dweight"),
@@ -72,12 +75,14 @@ def rms_norm(
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> tuple[Array, ...]:
-    """Gradients of `fastattn.ops.rms_norm`: "dx" and "dweight".
+    """Gradients of `fastattn.ops.rms_norm`: "dx", "dweight" and, where there is a gate, "dgate".
 
-    Parameters, results and errors as in `layer_norm`.
+    Parameters, results and errors as in `layer_norm`; `gate`, `activation` and `gate_first` as the forward
+    function had them. `dsum` is not for gated norms.
     """
     norm = {"weight": weight, "eps": eps, "residual": residual, "dsum": dsum}
-    return _run("rms_norm", dout, x, need, ("dx", "dweight"), into, num_threads, backend, **norm)
+    norm |= {"gate": gate, "activation": activation, "gate_first": gate_first}
+    return _run("rms_norm", dout, x, need, ("dx", "dweight", "dgate"), into, num_threads, backend, **norm)
 
 
 def softmax(

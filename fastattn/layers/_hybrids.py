@@ -212,9 +212,8 @@ class GatedDeltaNet(RecurrentLayer):
         decays = tape.call(_decays, {"x": a, "dt_bias": self.dt_bias, "A_log": self.A_log})
         given = {"q": q, "k": k, "v": v, "log_decay": decays, "beta": tape.call(_sigmoid, {"x": b})}
         read = tape.call(gated_delta_net, given, **carried[1])
-        normed = tape.norm(tape.by_row(read), "rms_norm", self.norm_weight, None, self.eps)
-        (normed,) = _split(tape, normed, sizes, [inner])
-        return tape.gate(gate, normed, "silu")
+        normed = tape.gated_norm(tape.by_row(read), gate, self.norm_weight, self.eps, "silu")
+        return _split(tape, normed, sizes, [inner])[0]
 
 
 @dataclass(eq=False)
@@ -308,7 +307,7 @@ class Mamba2(RecurrentLayer):
         options = {"dt_softplus": True, "dt_limits": self.dt_limits, **carried[1]}
         scanned = tape.call(mamba2_scan, given, **options)
         (rows,) = _split(tape, tape.by_row(scanned), sizes, [inner])
-        return tape.head_norm(tape.gate(gate, rows, "silu"), "rms_norm", self.norm_weights, self.eps)
+        return tape.gated_norm(rows, gate, self.norm_weights, self.eps, "silu", gate_first=True)
 
 
 @dataclass(eq=False)
@@ -472,7 +471,6 @@ class KimiDeltaAttention(RecurrentLayer):
         given = {"q": tape.call(unit, {"x": q}), "k": tape.call(unit, {"x": k}), "v": v, "log_decay": decays}
         given["beta"] = tape.call(_sigmoid, {"x": b})
         read = tape.call(linear_attention, given, rule="kimi_delta", **carried[1])
-        normed = tape.norm(tape.by_row(read), "rms_norm", self.norm_weight, None, self.eps)
         gate = tape.linear(low_gate, self.gate_map, None, self.activations)
-        (normed,) = _split(tape, normed, sizes, [inner])
-        return tape.gate(gate, normed)
+        normed = tape.gated_norm(tape.by_row(read), gate, self.norm_weight, self.eps, "sigmoid")
+        return _split(tape, normed, sizes, [inner])[0]

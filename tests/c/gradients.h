@@ -38,10 +38,11 @@ static void make_rows_grad(int number)
     c.dout = optional(1, a->dtype, a->m, a->n, &a->dout, &a->dout_row);
     c.x = random_floats(a->dtype, a->m, a->n, a->kind == FA_SOFTMAX ? 0 : -2, a->kind == FA_SOFTMAX ? 0.01 : 3);
     a->x = c.x.data, a->x_row = c.x.row;
-    const int norm = a->kind <= FA_RMS_NORM;
-    c.residual = optional(norm && below(2), a->dtype, a->m, a->n, &a->residual, &a->residual_row);
-    c.dsum = optional(norm && below(2), a->dtype, a->m, a->n, &a->dsum, &a->dsum_row);
-    c.up = optional(a->kind == FA_ACTIVATE && below(2), a->dtype, a->m, a->n, &a->up, &a->up_row);
+    const int norm = a->kind <= FA_RMS_NORM, up = a->kind >= FA_RMS_NORM && a->kind != FA_SOFTMAX && below(2);
+    a->up_each = below(2) ? 1 : a->m, a->gate_first = up && a->kind == FA_RMS_NORM && below(2);
+    c.residual = optional(norm && !up && below(2), a->dtype, a->m, a->n, &a->residual, &a->residual_row);
+    c.dsum = optional(norm && !up && below(2), a->dtype, a->m, a->n, &a->dsum, &a->dsum_row);
+    c.up = optional(up, a->dtype, a->m / a->up_each, a->n * a->up_each, &a->up, &a->up_row);
     c.weight = optional(norm && below(4), lane_of(a->dtype), 1, a->n, (const char **)&a->weight, &row);
     rows_grad_now = c;
 }
@@ -62,8 +63,12 @@ static void expect_rows_grad(const rows_grad_case *c, int64_t i, near *dx, near 
     const int64_t n = a->n;
     const double eps = eps_of(lane_of(a->dtype)), steps = 8 + sqrt((double)n);
     double x[300], g[300], mean = 0, squares = 0, means[2] = {0}, most = 0;
+    double ups[300], inputs[300];
+    near gates[300];
     FOR(j, n)
     {
+        ups[j] = a->up ? up_at(&c->up, a->up_each, n, i, j) : 1;
+        gates[j] = a->up ? activated(a->activation, (near){ups[j], 0}, eps) : (near){1, 0};
         x[j] = get(&c->x, 0, 0, i, j) + (a->residual ? get(&c->residual, 0, 0, i, j) : 0);
         g[j] = get(&c->dout, 0, 0, i, j);
         if (a->kind == FA_LAYER_NORM) mean += x[j] / (double)n;
@@ -76,32 +81,41 @@ static void expect_rows_grad(const rows_grad_case *c, int64_t i, near *dx, near 
     if (a->kind == FA_ACTIVATE) {
         FOR(j, n)
         {
-            const double up = a->up ? get(&c->up, 0, 0, i, j) : 1;
             const near y = activated(a->activation, (near){x[j], 0}, eps);
-            dx[j] = (near){g[j] * up * slope_of(a->activation, x[j]),
-                           fabs(g[j] * up) * (16 * eps * (1 + fabs(x[j])) + 1e-9)};
+            dx[j] = (near){g[j] * ups[j] * slope_of(a->activation, x[j]),
+                           fabs(g[j] * ups[j]) * (16 * eps * (1 + fabs(x[j])) + 1e-9)};
             dup[j] = (near){g[j] * y.value, fabs(g[j]) * (y.error + 4 * eps * fabs(y.value))};
         }
         return;
     }
+    FOR(j, n) inputs[j] = x[j], x[j] *= a->gate_first ? gates[j].value : 1;
     FOR(j, n) squares += (x[j] - mean) * (x[j] - mean);
     const double factor = 1 / sqrt(squares / (double)n + a->eps);
     FOR(j, n)
     {
+        const double dout = g[j];
         x[j] = (x[j] - mean) * factor;
+        if (a->up && !a->gate_first) g[j] *= gates[j].value;
         dweight[j].value += g[j] * x[j], dbias[j].value += g[j];
-        dweight[j].error += eps * steps * fabs(g[j]) * (1 + fabs(x[j]) + 4 * factor),
-            dbias[j].error += 8 * eps * fabs(g[j]);
+        dweight[j].error += eps * steps * (fabs(g[j]) + (a->up ? 4 * fabs(dout) : 0)) * (1 + fabs(x[j]) + 4 * factor),
+            dbias[j].error += 8 * eps * (fabs(g[j]) + (a->up ? 4 * fabs(dout) : 0));
         if (a->weight) g[j] *= get(&c->weight, 0, 0, 0, j);
         if (a->kind == FA_LAYER_NORM) means[0] += g[j] / (double)n;
         means[1] += g[j] * x[j] / (double)n;
-        most = fmax(most, fabs(g[j]) * (1 + fabs(x[j])));
+        most = fmax(most, (fabs(g[j]) + (a->up ? fabs(dout) : 0)) * (1 + fabs(x[j])));
     }
     FOR(j, n)
     {
         const double value = factor * (g[j] - means[0] - x[j] * means[1]);
         dx[j] = (near){value, eps * steps * 4 * factor * (1 + factor) * most * (1 + fabs(x[j]))};
         if (a->dsum) dx[j].value += get(&c->dsum, 0, 0, i, j), dx[j].error += eps * fabs(dx[j].value);
+        if (!a->up) continue;
+        const double slope = slope_of(a->activation, ups[j]), weight = a->weight ? get(&c->weight, 0, 0, 0, j) : 1;
+        const near slopes = {slope, 16 * eps * (1 + fabs(ups[j])) + 1e-9};
+        const near normed = {weight * x[j], eps * steps * fabs(weight) * (1 + factor) * (1 + fabs(x[j]))};
+        const near dz = dx[j], by = a->gate_first ? dz : (near){get(&c->dout, 0, 0, i, j), 0};
+        dup[j] = product(product(by, slopes, eps), a->gate_first ? (near){inputs[j], 0} : normed, eps);
+        if (a->gate_first) dx[j] = product(dz, gates[j], eps);
     }
 }
 
@@ -119,13 +133,13 @@ static const char *check_rows_grad(int isa, const fa_kernels *kernels)
     FOR(again, 2)
     {
         out[again] = new_floats(a.dtype, 1, 1, a.m, n, again ? GAP : REVERSED);
-        ups[again] = new_floats(a.dtype, 1, 1, a.m, n, again ? REVERSED : GAP);
+        ups[again] = new_floats(a.dtype, 1, 1, a.m / a.up_each, n * a.up_each, again ? REVERSED : GAP);
         if (again) {
             FOR(i, a.m) FOR(j, n) set(&out[1], 0, 0, i, j, get(&rows_grad_now.dout, 0, 0, i, j));
             a.dout = out[1].data, a.dout_row = out[1].row;
         }
         a.dx = out[again].data, a.dx_row = out[again].row;
-        if (a.kind == FA_ACTIVATE) a.dup = ups[again].data, a.dup_row = ups[again].row;
+        if (a.kind == FA_ACTIVATE || a.up) a.dup = ups[again].data, a.dup_row = ups[again].row;
         kernels->rows_grad_run(&a, split, a.m, other, scratch);
         kernels->rows_grad_run(&a, 0, split, none, scratch);
     }
@@ -136,7 +150,9 @@ static const char *check_rows_grad(int isa, const fa_kernels *kernels)
         FOR(j, n)
         {
             const char *wrong = differs("dx", out, out + 1, 0, 0, i, j, stored(dx[j], a.dtype));
-            if (!wrong && a.dup) wrong = differs("dup", ups, ups + 1, 0, 0, i, j, stored(dup[j], a.dtype));
+            if (!wrong && a.dup)
+                wrong = differs("dup", ups, ups + 1, 0, 0, i / a.up_each, i % a.up_each * n + j,
+                                stored(dup[j], a.dtype));
             if (wrong) return wrong;
         }
     }
@@ -154,8 +170,9 @@ static fa_dtype rows_grad_dtype(void) { return rows_grad_now.args.dtype; }
 static void describe_rows_grad(void)
 {
     const fa_rows_grad_args *a = &rows_grad_now.args;
-    printf("kind %d, dtype %d, n %d, activation %d%s%s%s", a->kind, a->dtype, (int)a->n, a->activation,
-           a->residual ? ", residual" : "", a->dsum ? ", dsum" : "", a->up ? ", up" : "");
+    printf("kind %d, dtype %d, n %d, activation %d%s%s%s%s", a->kind, a->dtype, (int)a->n, a->activation,
+           a->residual ? ", residual" : "", a->dsum ? ", dsum" : "", a->up ? ", up" : "",
+           a->gate_first ? " first" : "");
 }
 
 static const family rows_grad_family = {

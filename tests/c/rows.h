@@ -35,8 +35,9 @@ static rows_case rows_case_of(int number)
         c.residual = random_floats(a->dtype, a->m, a->n, -1, 1);
         a->residual = c.residual.data, a->residual_row = c.residual.row;
     }
-    if (a->kind == FA_ACTIVATE && below(2)) {
-        c.up = random_floats(a->dtype, a->m, a->n, -2, 2);
+    if ((a->kind == FA_ACTIVATE || a->kind == FA_RMS_NORM) && below(2)) {
+        a->up_each = below(2) ? 1 : a->m, a->gate_first = a->kind == FA_RMS_NORM && below(2);
+        c.up = random_floats(a->dtype, a->m / a->up_each, a->n * a->up_each, -2, 2);
         a->up = c.up.data, a->up_row = c.up.row;
     }
     if (a->kind <= FA_RMS_NORM && below(4)) {
@@ -50,38 +51,51 @@ static rows_case rows_case_of(int number)
     return c;
 }
 
+/* Element j of row i of up, of which `each` rows of n lie side by side. */
+static double up_at(const fa_array *up, int64_t each, int64_t n, int64_t i, int64_t j)
+{
+    return get(up, 0, 0, i / each, i % each * n + j);
+}
+
 /* Row i of total (n) and of out (n), as they must be. */
 static void expect_rows(const rows_case *c, int64_t i, near *total, near *out)
 {
     const fa_rows_args *a = &c->args;
     const int64_t n = a->n;
     const double eps = eps_of(lane_of(a->dtype)), steps = 4 + sqrt((double)n);
-    double max = -INFINITY, largest = 0, mean = 0, squares = 0, sum = 0;
+    double max = -INFINITY, largest = 0, mean = 0, squares = 0, sum = 0, off = 0;
+    near z[300], gate[300];
     FOR(j, n)
     {
-        const double z = get(&c->x, 0, 0, i, j) + (a->residual ? get(&c->residual, 0, 0, i, j) : 0);
-        total[j] = (near){z, a->residual ? eps / 2 * fabs(z) : 0};
-        max = fmax(max, z);
-        if (isfinite(z)) largest = fmax(largest, fabs(z));
-        if (a->kind == FA_LAYER_NORM) mean += z / (double)n;
+        const double x = get(&c->x, 0, 0, i, j) + (a->residual ? get(&c->residual, 0, 0, i, j) : 0);
+        z[j] = total[j] = (near){x, a->residual ? eps / 2 * fabs(x) : 0};
+        if (a->up && a->kind == FA_RMS_NORM) {
+            gate[j] = activated(a->activation, (near){up_at(&c->up, a->up_each, n, i, j), 0}, eps);
+            if (a->gate_first) z[j] = product(z[j], gate[j], eps), off = fmax(off, z[j].error);
+        }
+        max = fmax(max, x);
+        if (isfinite(x)) largest = fmax(largest, fabs(z[j].value));
+        if (a->kind == FA_LAYER_NORM) mean += x / (double)n;
     }
-    FOR(j, n) squares += (total[j].value - mean) * (total[j].value - mean);
+    FOR(j, n) squares += (z[j].value - mean) * (z[j].value - mean);
     FOR(j, n) sum += max == -INFINITY ? 0 : exp(total[j].value - max);
     const double factor = 1 / sqrt(squares / (double)n + a->eps);
     FOR(j, n)
     {
-        near y = total[j];
+        near y = z[j];
         if (a->kind == FA_SOFTMAX) {
             y.value = sum == 0 ? 0 : exp(y.value - max) / sum;
             y.error = eps * (steps + 4 * largest) * y.value;
         } else if (a->kind == FA_ACTIVATE) {
             y = activated(a->activation, y, eps);
-            if (a->up) y = product(y, (near){get(&c->up, 0, 0, i, j), 0}, eps);
+            if (a->up) y = product(y, (near){up_at(&c->up, a->up_each, n, i, j), 0}, eps);
         } else { /* the mean errs by some units in the last place of the largest, and so do the variance's terms */
             y.value = (y.value - mean) * factor;
             y.error = n == 1 && a->kind == FA_LAYER_NORM ? 0 : eps * steps * (largest * factor + fabs(y.value));
+            y.error += factor * off * (1 + fabs(y.value)); /* the input's */
             if (a->weight) y = product(y, (near){get(&c->weight, 0, 0, 0, j), 0}, eps);
             if (a->bias) y.value += get(&c->bias, 0, 0, 0, j), y.error += eps * fabs(y.value);
+            if (a->up && !a->gate_first) y = product(y, gate[j], eps);
         }
         out[j] = stored(y, a->dtype);
         total[j] = stored(total[j], a->dtype);
@@ -129,8 +143,8 @@ static fa_dtype rows_dtype(void) { return rows_now.args.dtype; }
 static void describe_rows(void)
 {
     const fa_rows_args *a = &rows_now.args;
-    printf("kind %d, dtype %d, n %d, activation %d%s%s", a->kind, a->dtype, (int)a->n, a->activation,
-           a->residual ? ", residual" : "", a->up ? ", up" : "");
+    printf("kind %d, dtype %d, n %d, activation %d%s%s%s", a->kind, a->dtype, (int)a->n, a->activation,
+           a->residual ? ", residual" : "", a->up ? ", up" : "", a->gate_first ? " first" : "");
 }
 
 static void drop_nothing(void) {}

@@ -96,6 +96,11 @@ def norm(d):
     )  # fmt: skip
     if function is ops.rms_norm:
         more.pop("bias", None)
+        if not {"residual", "return_sum"} & {*more}:
+            more |= d.some(
+                0.5, gate=lambda: d.floats(*shape), activation=lambda: d.choose(*ACTIVATIONS)
+            )  # fmt: skip
+            more |= d.some(0.5, gate_first=lambda: True) if "gate" in more else {}
 
     def result(a):  # a row of equal numbers has a deviation of 0, and without eps nothing is added to it
         like = Like(np.shape(a["x"]), native(a["x"]), a.get("eps") != 0)

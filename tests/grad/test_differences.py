@@ -52,6 +52,17 @@ def test_norms(implementation, name):
         )
 
 
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_norm(implementation, activation, first):
+    given = {"x": normal(2, 3, 7), "weight": normal(7), "gate": normal(2, 3, 7)}
+    options, dout = {"activation": activation, "gate_first": first, "eps": 0.1}, normal(2, 3, 7)
+    got = grad.rms_norm(dout, **given, **options, need=("dx", "dweight", "dgate"))
+    for gradient, name in zip(got, given, strict=True):
+        forward = lambda v, name=name: ops.rms_norm(**given | {name: v}, **options)  # noqa: E731
+        assert_gradient(gradient, forward, given[name], dout)
+
+
 @pytest.mark.parametrize("with_up", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activate(implementation, activation, with_up):

@@ -38,6 +38,8 @@ WRONG = [
     (lambda: grad.layer_norm(DOUT, X), ValueError, "dout has shape"),
     (lambda: grad.rms_norm(X, X, need=("dbias",)), ValueError, "rms_norm.*need is 'dbias'"),
     (lambda: grad.rms_norm(X, X, dsum=DOUT), ValueError, "dsum has shape"),
+    (lambda: grad.rms_norm(X, X, need=("dgate",)), ValueError, "need has 'dgate', but gate is None"),
+    (lambda: grad.rms_norm(X, X, gate=X, dsum=X), ValueError, "dsum is given; expected none with a gate"),
     (lambda: grad.activate(X, X, "relu", need=("dup",)), ValueError, "need has 'dup', but up is None"),
     (lambda: grad.activate(X, X, "gelu", up=DOUT), ValueError, "up has shape"),
     (lambda: grad.softmax(DOUT, X), ValueError, "dout has shape"),

@@ -153,6 +153,32 @@ def slope(activation, x):
 
 
 @each_dtype
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (17, 33), (300, 64), (2, 5, 100)], ids=str)
+def test_gated_norms(implementation, shape, first, dtype):
+    x, dout, gate = (normal(*shape, dtype=dtype) for _ in range(3))
+    weight, n = normal(shape[-1]), shape[-1]
+    need, options = ("dgate", "dweight", "dx"), {"gate": gate, "gate_first": first, "eps": 0.01}
+    dgate, dweight, dx = grad.rms_norm(dout, x, weight, **options, need=need)
+    x, dout, u = wide(x, dout, gate)
+    s = u / (1 + np.exp(-u))
+    z, g = (x * s, dout) if first else (x, dout * s)
+    factor = 1 / np.sqrt(np.square(z).mean(axis=-1, keepdims=True) + 0.01)
+    y, h = z * factor, g * weight
+    dz = factor * (h - y * (h * y).mean(axis=-1, keepdims=True))
+    unit, flat = EPS[lane(dtype)], (math.prod(shape[:-1]), n)
+    most = np.abs(dout * weight * (1 if first else 1 + np.abs(u)))
+    error = 40 * unit * factor * (most + (most * (1 + np.abs(y))).max(-1, keepdims=True)) * (1 + np.abs(y))
+    close(dx, dz * (s if first else 1), error * (1 + np.abs(u) if first else 1), dtype)
+    slopes = slope("silu", u)
+    expected = dz * x * slopes if first else dout * y * weight * slopes
+    bound = error * np.abs(x) if first else 40 * unit * np.abs(dout * weight) * (1 + np.abs(y))
+    close(dgate, expected, (1 + np.abs(u)) * bound, dtype)
+    terms = np.abs(dout) * (1 + np.abs(y)) * (1 + np.abs(u))
+    close(dweight, (g * y).reshape(flat).sum(0), 40 * unit * terms.reshape(flat).sum(0), lane(dtype))
+
+
+@each_dtype
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("n", [1, 15, 33, 2100])
 def test_activations(implementation, n, activation, dtype):

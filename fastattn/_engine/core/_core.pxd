@@ -110,8 +110,9 @@ cdef extern from "fastattn.h" nogil:
         char *out
         const void *weight
         const void *bias
-        int64_t x_row, residual_row, up_row, total_row, out_row, m, n
+        int64_t x_row, residual_row, up_row, total_row, out_row, m, n, up_each
         double eps
+        int gate_first
         const fa_watch *watch
     ctypedef struct fa_rows_grad_args:
         fa_rows_kind kind
@@ -125,8 +126,9 @@ cdef extern from "fastattn.h" nogil:
         char *dx
         char *dup
         const void *weight
-        int64_t dout_row, x_row, residual_row, dsum_row, up_row, dx_row, dup_row, m, n
+        int64_t dout_row, x_row, residual_row, dsum_row, up_row, dx_row, dup_row, m, n, up_each
         double eps
+        int gate_first
         const fa_watch *watch
     ctypedef struct fa_logits_args:
         char *logits

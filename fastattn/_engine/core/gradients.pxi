@@ -60,9 +60,10 @@ def rows_grad(args):
     a.x = _rows("x", args.x, a.m, a.n, a.dtype, &a.x_row)
     a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
     a.dsum = _rows("dsum", args.dsum, a.m, a.n, a.dtype, &a.dsum_row)
-    a.up = _rows("up", args.up, a.m, a.n, a.dtype, &a.up_row)
+    a.up_each, a.gate_first = _rows_of_up(args.up, a.m, a.n), args.gate_first
+    a.up = _rows("up", args.up, a.m // a.up_each, a.n * a.up_each, a.dtype, &a.up_row)
     a.dx = _rows("dx", args.dx, a.m, a.n, a.dtype, &a.dx_row)
-    a.dup = _rows("dup", args.dup, a.m, a.n, a.dtype, &a.dup_row)
+    a.dup = _rows("dup", args.dup, a.m // a.up_each, a.n * a.up_each, a.dtype, &a.dup_row)
     lane, size = _lane_type(a.dtype), 8 if a.dtype == FA_F64 else 4
     a.weight = _data("weight", args.weight, a.n, lane)
     dweight, dbias = _data("dweight", args.dweight, a.n, lane), _data("dbias", args.dbias, a.n, lane)

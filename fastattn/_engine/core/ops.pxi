@@ -21,6 +21,16 @@ cdef char *_rows(name, cnp.ndarray array, int64_t m, int64_t n, fa_dtype dtype, 
     return <char *>cnp.PyArray_DATA(array)
 
 
+cdef int64_t _rows_of_up(up, int64_t m, int64_t n) except -1:
+    """How many rows of n elements lie side by side in `up`, so that there are m."""
+    if up is None or not n:
+        return 1
+    cdef int64_t each = up.shape[1] // n
+    if not each or m % each:
+        raise _misfit("up", up, f"{m} rows of {n} elements, some side by side")
+    return each
+
+
 cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, fa_dtype dtype,
                       bint transposed=False) except *:
     """All of `a` but what its rows are."""
@@ -170,7 +180,8 @@ def rows(args):
     a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)
     a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
     a.total = _rows("total", args.total, a.m, a.n, a.dtype, &a.total_row)
-    a.up = _rows("up", args.up, a.m, a.n, a.dtype, &a.up_row)
+    a.up_each, a.gate_first = _rows_of_up(args.up, a.m, a.n), args.gate_first
+    a.up = _rows("up", args.up, a.m // a.up_each, a.n * a.up_each, a.dtype, &a.up_row)
     a.weight = _data("weight", args.weight, a.n, _lane_type(a.dtype))
     a.bias = _data("bias", args.bias, a.n, _lane_type(a.dtype))
     _run_rows(&a, args.num_threads)
