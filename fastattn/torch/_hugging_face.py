@@ -72,8 +72,8 @@ def register(*, measure: bool = True) -> Undo:
     The functions of hybrid models (qwen3_next, kimi_linear, mamba2, lfm2 and others) are replaced by the
     names that transformers 5.24 has for them, in modules imported before and later. Gradients flow through
     them, first derivatives. transformers computes itself what is compiled, in float64, on other devices, or
-    refused here; updates of states by one token where gradients are wanted; and packed sequences, which it
-    refuses.
+    refused here (see `measured`), and updates of states by one token where gradients are wanted. Packed
+    sequences are kept apart; it refuses them.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -7,11 +7,14 @@ name.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastattn import functional, ops
+from fastattn._args.values import sequence_begins
 from fastattn.torch._composed import composed, record_conv, recorded
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
 
@@ -21,7 +24,7 @@ _scan = recorded(functional.selective_scan)
 _heads_scan = recorded(functional.mamba2_scan)
 
 
-class NotTaken(Exception):
+class NotTaken(NotImplementedError):
     """Raised where transformers' own function is to compute a call; says why."""
 
 
@@ -38,10 +41,10 @@ def causal_conv1d_fn(
     x = hidden_states.transpose(1, 2)
     if 1 not in x.stride()[1:]:
         x = x.contiguous()
-    (out,) = composed(
-        record_conv, {"x": x, "weight": weight, "bias": bias}, activation=_ACTIVATIONS[activation]
-    )
-    return out.transpose(1, 2)
+    begins = _begins(x, kwargs)
+    tensors = {"x": _end_to_end(x, begins), "weight": weight, "bias": bias}
+    (out,) = composed(record_conv, tensors, activation=_ACTIVATIONS[activation], begins=begins)
+    return out.reshape(x.shape).transpose(1, 2)
 
 
 def causal_conv1d_update(
@@ -87,6 +90,17 @@ def _delta_rule(rule: str, unit: Callable[[Any], Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         """Run it on (batch, length, heads, head_dim), with decays g as it or without its last axis."""
+        if (begins := _begins(query, kwargs)) is not None:  # as flash-linear-attention: a state for each
+            if initial_state is not None:
+                raise NotTaken("packed sequences have an initial_state")
+            given = [_end_to_end(x, begins)[None] for x in (query, key, value, g, beta)]
+            options = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+            spans = pairwise(begins.tolist())
+            outs, states = zip(
+                *(compute(*(x[:, i:j] for x in given), **options) for i, j in spans), strict=True
+            )
+            whole = torch.cat(outs, 1).reshape(value.shape)
+            return whole, torch.cat(states) if output_final_state else None
         dtype, state = query.dtype, initial_state
         if use_qk_l2norm_in_kernel:
             query, key = unit(query), unit(key)
@@ -136,14 +150,21 @@ def mamba2_chunk_scan(
     """Scan (batch, length, heads, head_dim) in float32; states are (batch, heads, head_dim, states)."""
     if D is not None and D.ndim != 1:
         raise NotTaken(f"D has {D.ndim} axes, not one")
+    begins = _begins(hidden_states, kwargs)
+    if begins is not None and initial_states is not None:
+        raise NotTaken("packed sequences have initial_states")
     tensors = {"x": hidden_states, "B": B, "C": C}
-    tensors = {name: _rows(x.float().transpose(1, 2)) for name, x in tensors.items()}
-    tensors |= {"dt": dt.float().transpose(1, 2), "A": A.float()}
+    tensors = {name: _rows(_end_to_end(x, begins).float().transpose(-3, -2)) for name, x in tensors.items()}
+    tensors |= {"dt": _end_to_end(dt, begins).float().transpose(-2, -1), "A": A.float()}
     more = {name: None if x is None else x.float() for name, x in (("D", D), ("dt_bias", dt_bias))}
     more["state"] = None if initial_states is None else initial_states.float().transpose(-1, -2).contiguous()
     limits = tuple(map(float, dt_limit))
-    out, after = composed(_heads_scan, {**tensors, **more}, dt_softplus=dt_softplus, dt_limits=limits)
-    out = out.transpose(1, 2).contiguous()
+    options = {"dt_softplus": dt_softplus, "dt_limits": limits, "begins": begins}
+    out, after = composed(_heads_scan, {**tensors, **more}, **options)
+    out = out.transpose(-3, -2).reshape(hidden_states.shape).contiguous()
+    if begins is not None:  # states of the last sequence of each row
+        batch, length = hidden_states.shape[:2]
+        after = after[np.searchsorted(begins, length * np.arange(1, batch + 1)) - 1]
     return (out, after.transpose(-1, -2)) if return_final_states else out
 
 
@@ -161,6 +182,8 @@ def mamba_selective_scan(
     **kwargs: Any,
 ) -> Any:
     """Scan (batch, channels, length), with B and C (batch, states, length)."""
+    if _begins(hidden_states.transpose(1, 2), kwargs) is not None:
+        raise NotTaken("sequences are packed")
     tensors = {"x": hidden_states, "dt": dt, "B": B, "C": C, "z": z}
     tensors = {name: None if x is None else x.transpose(1, 2) for name, x in tensors.items()}
     dtype = hidden_states.dtype
@@ -252,6 +275,34 @@ def mamba2_selective_state_update(
     return result.to(hidden_states.dtype)
 
 
+def _begins(x: Any, given: dict[str, Any]) -> Any:
+    """Where packed sequences begin among all tokens of x (batch, length, ...), and the end; or None."""
+    batch, length = x.shape[:2]
+    found = None
+    for name in PACKED:
+        if given.get(name) is None:
+            continue
+        numbers = given[name].detach().cpu().numpy()
+        if name == "seq_idx":
+            if numbers.shape != (batch, length):
+                raise NotTaken(f"seq_idx has shape {numbers.shape}, not {(batch, length)}")
+            others = np.diff(numbers, axis=1, prepend=numbers[:, :1] - 1)
+            begins = np.append(np.flatnonzero(others), batch * length)
+        elif batch != 1:
+            raise NotTaken(f"{name} is given for a batch of {batch}")
+        else:
+            begins = sequence_begins(name, numbers, "the batch", length)
+        if found is not None and not np.array_equal(np.unique(found), np.unique(begins)):
+            raise NotTaken(f"{name} tells of other sequences than {' and '.join(PACKED)}")
+        found = begins if found is None else found
+    return found
+
+
+def _end_to_end(x: Any, begins: Any) -> Any:
+    """`x` (batch, length, ...) as (tokens, ...), where there are `begins`."""
+    return x if begins is None else x.flatten(0, 1)
+
+
 def _rows(x: Any) -> Any:
     """`x`, its last axis contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -273,6 +324,9 @@ def _require_constant(*tensors: Any) -> None:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise NotTaken("gradients of an update are wanted")
 
+
+# Arguments that tell packed sequences apart.
+PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 
 # By the names that modules of transformers have for them.
 FUNCTIONS: dict[str, Callable[..., Any]] = {

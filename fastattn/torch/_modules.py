@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastattn.torch._hybrids import FUNCTIONS, REFUSED, NotTaken
+from fastattn.torch._hybrids import FUNCTIONS, PACKED, REFUSED, NotTaken
 from fastattn.torch._measure import gains, measuring, refused
 
 _FACTORY = "use_kernel_func_from_hub_with_fallback"  # the decorator of transformers' own functions
@@ -108,10 +108,12 @@ def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             if len(given) < len(args) + len(kwargs):
                 raise NotTaken("an argument is given twice, or one too many")
             _require_taken(given)
-            if not measures() or _gains(name, own, ours, given):
+            if not measures() or _packed(given) or _gains(name, own, ours, given):
                 return ours(**given)
         except REFUSED as error:  # before anything was computed
             why = str(error)
+            if _packed(kwargs) == ["cu_seq_lens_q"]:  # theirs does not look at it
+                raise
         result = own(*args, **kwargs)
         if why:
             refused(name, why)
@@ -126,15 +128,17 @@ def _traced() -> bool:
     return torch.compiler.is_compiling() or bool(torch._C._are_functorch_transforms_active())
 
 
+def _packed(given: dict[str, Any]) -> list[str]:
+    """The arguments that tell packed sequences apart: transformers' raises, or has a library that does."""
+    return [name for name in PACKED if given.get(name) is not None]
+
+
 def _require_taken(given: dict[str, Any]) -> None:
-    """Refuse packed sequences, tensors of other devices and of other types."""
-    for name in ("cu_seqlens", "seq_idx"):
-        if given.get(name) is not None:
-            raise NotTaken(f"{name} is given")  # transformers' raises, or keeps sequences apart
+    """Refuse tensors of other devices and of other types, but for integers: nothing is computed of these."""
     plain = (torch.Tensor, torch.nn.Parameter)
     for x in given.values():
         taken = type(x) in plain and x.is_cpu and x.dtype in _TAKEN
-        if isinstance(x, torch.Tensor) and not taken:
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and not taken:
             raise NotTaken(f"a tensor is a {type(x).__name__} in {x.dtype} on {x.device}")
 
 

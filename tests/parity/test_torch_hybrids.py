@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -199,11 +200,98 @@ def test_modules_that_are_imported_later_have_them_too():
     assert run.stdout == "fine\n", run.stderr
 
 
-def test_packed_sequences_are_refused():
-    from transformers.models.qwen3_next import modeling_qwen3_next as module
+BORDERS = [0, 5, 6, 20]
+PACKED = {"seq_idx": torch.tensor([[0] * 5 + [1] + [2] * 14]), "cu": torch.tensor(BORDERS, dtype=torch.int32)}
 
-    with ft.register(measure=False), pytest.raises(ValueError, match="can't keep packed sequences apart"):
-        module.causal_conv1d_fn(torch.randn(1, 8, 20), torch.randn(8, 4), seq_idx=torch.zeros(1, 20))
+
+def packed_calls(of):
+    """A function, its arguments with tokens and their axis, others, and what tells sequences apart."""
+    torch.manual_seed(0)
+    q, k = torch.nn.functional.normalize(torch.randn(2, 1, 20, 2, 4), dim=-1)
+    v, g, beta = torch.randn(1, 20, 2, 3), -torch.rand(1, 20, 2), torch.rand(1, 20, 2)
+    x, b = torch.randn(1, 20, 4, 3), torch.randn(1, 20, 2, 5)
+    scan = {"A": -torch.rand(4), "chunk_size": 8, "D": torch.randn(4), "dt_softplus": True}
+    idx, cu = {"seq_idx": PACKED["seq_idx"]}, {"cu_seqlens": PACKED["cu"]}
+    return {
+        "conv": ("causal_conv1d_fn", 2, {"hidden_states": torch.randn(1, 6, 20)},
+                 {"weight": torch.randn(6, 4), "activation": "silu"}, {**idx, "cu_seq_lens_q": PACKED["cu"]}),
+        "mamba2": ("mamba2_chunk_scan", 1, {"hidden_states": x, "dt": torch.randn(1, 20, 4), "B": b, "C": b},
+                   scan, idx),
+        "gated": ("torch_chunk_gated_delta_rule", 1, {"query": q, "key": k, "value": v, "g": g, "beta": beta},
+                  {"use_qk_l2norm_in_kernel": True}, cu),
+        "kimi": ("chunk_kimi_delta_attention", 1,
+                 {"query": q, "key": k, "value": v, "g": -torch.rand(1, 20, 2, 4), "beta": beta}, {}, cu),
+    }[of]  # fmt: skip
+
+
+@pytest.mark.parametrize("of", ["conv", "mamba2", "gated", "kimi"])
+def test_packed_sequences_are_apart(of):
+    from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+    from transformers.models.mamba2 import modeling_mamba2 as mamba2
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+    name, axis, tokens, others, packed = packed_calls(of)
+    module = next(m for m in (mamba2, qwen3_next, kimi) if hasattr(m, name))
+
+    def run(given, **more):
+        out = getattr(module, name)(**given, **others, **more)
+        return out[0] if isinstance(out, tuple) else out
+
+    wanted = [x.requires_grad_() for x in tokens.values()]
+    parts = []
+    for i, j in pairwise(BORDERS):
+        parts.append(run({n: x.narrow(axis, i, j - i) for n, x in tokens.items()}))
+    expected = torch.cat(parts, axis)
+    dout = torch.randn(expected.shape)
+    gradients = torch.autograd.grad(expected, wanted, dout)
+    with ft.register():  # which transformers cannot compute is not timed
+        with pytest.raises(ValueError, match="packed sequences apart"):
+            run({n: x.double() for n, x in tokens.items()}, **packed)
+        got = run(tokens, **packed)
+        assert not any("less than" in key and name in key for key in ft.measured())
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(torch.autograd.grad(got, wanted, dout), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid"])
+def test_models_keep_packed_sequences_apart(name, monkeypatch):
+    kind = "mamba" if name == "granitemoehybrid" else "linear_attention"
+    monkeypatch.setitem(MODELS, name, MODELS[name] | {"layer_types": [kind] * 4})
+    model, ids = tiny(name), torch.randint(3, 97, (1, 20))
+    more = {"seq_idx": PACKED["seq_idx"], "use_cache": False}
+    more |= {} if kind == "mamba" else {"cu_seq_lens_q": PACKED["cu"]}
+    with torch.no_grad():
+        parts = [model(ids[:, i:j], use_cache=False).logits for i, j in pairwise(BORDERS)]
+        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+            model(ids, **more)
+        with ft.register():
+            got = model(ids, **more).logits
+    torch.testing.assert_close(got, torch.cat(parts, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_packed_sequences_that_are_not_clear_are_refused():
+    from transformers.models.mamba import modeling_mamba as mamba
+    from transformers.models.mamba2 import modeling_mamba2 as module
+
+    x, weight = torch.randn(2, 8, 20), torch.randn(8, 4)
+    short = torch.zeros(2, 19)
+    cu, other = PACKED["cu"], torch.tensor([0, 6, 20])
+    with ft.register(measure=False):
+        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+            module.causal_conv1d_fn(x, weight, seq_idx=short)
+        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+            module.causal_conv1d_fn(x[:1], weight, seq_idx=PACKED["seq_idx"], cu_seq_lens_q=other)
+        with pytest.raises(NotImplementedError, match="cu_seq_lens_q is given for a batch of 2"):
+            module.causal_conv1d_fn(x, weight, cu_seq_lens_q=cu)
+        with pytest.raises(ValueError, match="expected 0 to 18, the tokens"):
+            module.causal_conv1d_fn(x[:1, :, 2:], weight, cu_seq_lens_q=cu)
+        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+            mamba.mamba_selective_scan(
+                x, x, -torch.rand(8, 3), x[:, :3], x[:, :3], seq_idx=torch.zeros(2, 20)
+            )
+        rows = module.causal_conv1d_fn(x, weight, seq_idx=torch.zeros(2, 20))  # one sequence a row
+        torch.testing.assert_close(rows, module.causal_conv1d_fn(x, weight))
 
 
 def test_updates_write_to_their_state():
