@@ -14,6 +14,7 @@ from fastattn import grad, ops
 from fastattn._args.channels import step_limits
 from fastattn._args.ops import epsilon
 from fastattn._args.types import FLOAT32, Array
+from fastattn._args.values import choice, number
 from fastattn.functional._delta_rules import gated_delta_net
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._recurrent import linear_attention
@@ -32,23 +33,37 @@ _ONES = constant(1.0)
 
 
 @differentiable("x", "dt_bias", "A_log")
-def _decays(x: Array, dt_bias: Array, A_log: Array) -> Steps[Array]:
-    """Logarithms of decays, ``-exp(A_log) * softplus(x + dt_bias)``, of x (batch, heads, length, ...)."""
+def _decays(x: Array, dt_bias: Array, A_log: Array, *, lowest: float | None = None) -> Steps[Array]:
+    """Logarithms of decays, of x (batch, heads, length, ...).
+
+    They are ``-exp(A_log) * softplus(x + dt_bias)`` or ``lowest * sigmoid(exp(A_log) * (x + dt_bias))``.
+    """
     with np.errstate(all="ignore"):
-        rate = -np.exp(A_log).reshape(-1, *(1,) * (x.ndim - 2))
+        rate = np.exp(A_log).reshape(-1, *(1,) * (x.ndim - 2))
         raw = x.astype(A_log.dtype, "C") + dt_bias.reshape(x.shape[1], 1, *x.shape[3:])
-        decays = without_nan(rate * (np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw)))))
+        share = 0.5 + 0.5 * np.tanh(0.5 * (raw if lowest is None else rate * raw))
+        if lowest is None:
+            decays = without_nan(-rate * (np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw)))))
+        else:
+            decays = without_nan(lowest * share)
     request = yield decays
 
-    dx = request.dout * rate * (0.5 + 0.5 * np.tanh(0.5 * raw))
-    dlog = (request.dout * decays).sum((0, *range(2, x.ndim)))
+    slope = -share if lowest is None else lowest * share * (1 - share)
+    dx = request.dout * rate * slope
+    dlog = (request.dout * decays if lowest is None else dx * raw).sum((0, *range(2, x.ndim)))
     return dx.astype(x.dtype, copy=False), dx.sum((0, 2)).reshape(dt_bias.shape), dlog.reshape(A_log.shape)
 
 
 @differentiable("x")
-def _sigmoid(x: Array) -> Steps[Array]:
-    request = yield ops.activate(x, "sigmoid")
-    return grad.activate(request.dout, x, "sigmoid")
+def _sigmoid(x: Array, *, times: float = 1.0) -> Steps[Array]:
+    factor = x.dtype.type(times)
+    request = yield ops.activate(x, "sigmoid") * factor
+    return grad.activate(request.dout * factor, x, "sigmoid")
+
+
+def _ordered(found: Mapping[str, Parameter], order: str) -> dict[str, Parameter]:
+    """Parameters in the `order` of words, which leave out ".weight"."""
+    return {name: found[name] for x in order.split() for name in (x, f"{x}.weight") if name in found}
 
 
 @differentiable("A_log")
@@ -128,6 +143,23 @@ class ShortConvolution(RecurrentLayer):
         return tape.gate(second, mixed, None)
 
 
+# By family the parameters in their order, the maps in, and other names than Qwen3-Next's.
+_DELTA_NAMES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "qwen3_next": (
+        "dt_bias A_log conv1d in_proj_qkvz in_proj_ba norm out_proj", "in_proj_qkvz in_proj_ba", {},
+    ),
+    "qwen3_5": (
+        "dt_bias A_log conv1d norm out_proj in_proj_qkv in_proj_z in_proj_b in_proj_a",
+        "in_proj_qkv in_proj_z in_proj_b in_proj_a", {},
+    ),
+    "olmo_hybrid": (
+        "A_log dt_bias q_proj k_proj v_proj a_proj b_proj g_proj o_proj conv1d o_norm",
+        "q_proj k_proj v_proj g_proj b_proj a_proj",
+        {"norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"},
+    ),
+}  # fmt: skip
+
+
 @dataclass(eq=False)
 class GatedDeltaNet(RecurrentLayer):
     r"""Gated DeltaNet, as in Qwen3-Next: the delta rule after a convolution, normed and gated.
@@ -153,17 +185,21 @@ class GatedDeltaNet(RecurrentLayer):
     kernel_size : int, default 4
         Tokens that the convolution reads, 1 to 8.
     eps : float, default 1e-6
-        Of the norm over a head's results.
+        Of the norm over a head's results; 1e-5 in OLMo.
+    beta_scale : float, default 1
+        beta is so much times the sigmoid; 2 in OLMo.
+    names : {"qwen3_next", "qwen3_5", "olmo_hybrid"}
+        The family whose names and maps the parameters have.
     weights_dtype, activations, rng
         As in `MultiHeadAttention`.
 
     Notes
     -----
     The parameters are those of transformers' ``Qwen3NextGatedDeltaNet``: ``dt_bias``, ``A_log``,
-    ``conv1d.weight``, ``in_proj_qkvz.weight``, ``in_proj_ba.weight``, ``norm.weight``, ``out_proj.weight``.
-    Both maps in are one `linear` here. A state is (batch, num_heads, head_dim, head_dim_v). Source: S. Yang,
-    J. Kautz and A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
-    arXiv:2412.06464.
+    ``conv1d.weight``, ``in_proj_qkvz.weight``, ``in_proj_ba.weight``, ``norm.weight``, ``out_proj.weight``;
+    or those of ``Qwen3_5GatedDeltaNet`` or ``OlmoHybridGatedDeltaNet``. All maps in are one `linear` here. A
+    state is (batch, num_heads, head_dim, head_dim_v). Source: S. Yang, J. Kautz and A. Hatamizadeh, "Gated
+    Delta Networks: Improving Mamba2 with Delta Rule", 2024, arXiv:2412.06464.
     """
 
     num_heads: int
@@ -172,6 +208,8 @@ class GatedDeltaNet(RecurrentLayer):
     head_dim_v: int
     _: KW_ONLY
     eps: float = 1e-6
+    beta_scale: float = 1.0
+    names: str = "qwen3_next"
     dt_bias: Array = field(init=False, repr=False)
     A_log: Array = field(init=False, repr=False)
     norm_weight: Array = field(init=False, repr=False)
@@ -185,23 +223,33 @@ class GatedDeltaNet(RecurrentLayer):
         if self.num_heads % groups:
             expected = f"a multiple of num_key_heads, {groups}"
             raise ValueError(f"(): num_heads is {self.num_heads}; expected {expected}")
+        self.beta_scale = number("beta_scale", self.beta_scale, FLOAT32)
         self._inner = self.num_heads * self.head_dim_v
         self._channels = 2 * groups * self.head_dim + self._inner
-        self._rows = {"in_proj_qkvz": self._channels + self._inner, "in_proj_ba": 2 * self.num_heads}
+        self._recurrences = ((self.num_heads, self.head_dim, self.head_dim_v),)
+        _, maps, self._renamed = _DELTA_NAMES[choice("names", self.names, _DELTA_NAMES)]
+        widths = [self._channels + self._inner, 2 * self.num_heads]
+        if self.names != "qwen3_next":
+            keys, heads = groups * self.head_dim, self.num_heads
+            mixed = [keys, keys, self._inner] if self.names == "olmo_hybrid" else [self._channels]
+            widths = [*mixed, self._inner, heads, heads]
+        self._rows = dict(zip(maps.split(), widths, strict=True))
+        if self.names != "qwen3_next":
+            return
         # A key head's rows lie together in the parameters. Here all queries come first, then keys, ...
-        first, second = self._rows.values()
+        first, second = widths
         values = each * self.head_dim_v
         qkvz = np.arange(first).reshape(groups, -1)
         ba = np.arange(first, first + second).reshape(groups, -1)
         ends = np.cumsum([self.head_dim, self.head_dim, values])
         parts = [*np.split(qkvz, ends, axis=1), *np.split(ba, 2, axis=1)]
         self._order = np.concatenate([part.ravel() for part in parts])
-        self._recurrences = ((self.num_heads, self.head_dim, self.head_dim_v),)
 
     def _parameters(self) -> dict[str, Parameter]:
         heads = (self.num_heads,)
         numbers = {"dt_bias": Parameter(heads, _ONES), "A_log": Parameter(heads, log_uniform(0.01, 16))}
-        return self._arranged(numbers, {"norm.weight": Parameter((self.head_dim_v,), _ONES)})
+        found = self._arranged(numbers, {"norm.weight": Parameter((self.head_dim_v,), _ONES)})
+        return _ordered(found, _DELTA_NAMES[self.names][0])
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         heads, groups, dim, inner = self.num_heads, self.num_key_heads, self.head_dim, self._inner
@@ -210,7 +258,8 @@ class GatedDeltaNet(RecurrentLayer):
         mixed = self._convolved(tape, tokens, carried, "silu")
         q, k, v = _split(tape, mixed, sizes, [(groups, dim), (groups, dim), (heads, self.head_dim_v)])
         decays = tape.call(_decays, {"x": a, "dt_bias": self.dt_bias, "A_log": self.A_log})
-        given = {"q": q, "k": k, "v": v, "log_decay": decays, "beta": tape.call(_sigmoid, {"x": b})}
+        given = {"q": q, "k": k, "v": v, "log_decay": decays}
+        given["beta"] = tape.call(_sigmoid, {"x": b}, times=self.beta_scale)
         read = tape.call(gated_delta_net, given, **carried[1])
         normed = tape.gated_norm(tape.by_row(read), gate, self.norm_weight, self.eps, "silu")
         return _split(tape, normed, sizes, [inner])[0]
@@ -247,9 +296,9 @@ class Mamba2(RecurrentLayer):
     Notes
     -----
     The parameters are those of transformers' ``Mamba2Mixer``: ``dt_bias``, ``A_log``, ``D``,
-    ``conv1d.weight``, ``conv1d.bias``, ``in_proj.weight``, ``norm.weight``, ``out_proj.weight``. Bamba and
-    Granite have the same. A state is (batch, num_heads, state_size, head_dim). Source: T. Dao and A. Gu,
-    "Transformers are SSMs", 2024, arXiv:2405.21060.
+    ``conv1d.weight``, ``conv1d.bias``, ``in_proj.weight``, ``norm.weight``, ``out_proj.weight``. Bamba,
+    Granite, Zamba 2 and Nemotron H have the same. A state is (batch, num_heads, state_size, head_dim).
+    Source: T. Dao and A. Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
     """
 
     num_heads: int
@@ -388,11 +437,19 @@ class Mamba(RecurrentLayer):
         return _split(tape, scanned, sizes, [self._inner])[0]
 
 
-_KIMI_NAMES = (
-    "q_proj.weight", "k_proj.weight", "v_proj.weight", "conv1d.weight", "forget_gate.dt_bias",
-    "forget_gate.A_log", "forget_gate.f_a_proj.weight", "forget_gate.f_b_proj.weight", "b_proj.weight",
-    "g_a_proj.weight", "g_b_proj.weight", "o_norm.weight", "o_proj.weight",
-)  # fmt: skip
+# By family the parameters in their order, and the maps of decays and of gates: of head_dim numbers, or one.
+_KIMI_NAMES = {
+    "kimi_linear": (
+        "q_proj k_proj v_proj conv1d forget_gate.dt_bias forget_gate.A_log forget_gate.f_a_proj"
+        " forget_gate.f_b_proj b_proj g_a_proj g_b_proj o_norm o_proj",
+        ("forget_gate.f_a_proj", "forget_gate.f_b_proj"), ("g_a_proj", "g_b_proj"),
+    ),
+    "bailing_hybrid": (
+        "q_proj k_proj v_proj conv1d forget_gate.A_log forget_gate.dt_bias forget_gate.f_proj b_proj o_norm"
+        " o_proj g_proj",
+        ("forget_gate.f_proj",), ("g_proj",),
+    ),
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -413,15 +470,20 @@ class KimiDeltaAttention(RecurrentLayer):
         Heads, each with a state, and features of queries, keys and values.
     eps : float, default 1e-5
         Of the norm over a head's results.
+    lowest_decay : float, optional
+        Below 0: then ``g = lowest_decay * sigmoid(exp(A_log) * (f + dt_bias))``; -5 in Bailing.
+    names : {"kimi_linear", "bailing_hybrid"}
+        The family whose names and maps the parameters have; in the latter, f and z come from one map each.
     kernel_size, weights_dtype, activations, rng
         As in `GatedDeltaNet`.
 
     Notes
     -----
-    The parameters are those of transformers' ``KimiLinearDeltaAttention``: ``q_proj.weight``,
+    The parameters are those of transformers' ``BailingHybridDeltaAttention``, or of its
+    ``KimiLinearDeltaAttention``: ``q_proj.weight``,
     ``k_proj.weight``, ``v_proj.weight``, ``conv1d.weight``, ``forget_gate.dt_bias``, ``forget_gate.A_log``,
     ``forget_gate.f_a_proj.weight``, ``forget_gate.f_b_proj.weight``, ``b_proj.weight``, ``g_a_proj.weight``,
-    ``g_b_proj.weight``, ``o_norm.weight``, ``o_proj.weight``. The six maps of a token are one `linear` here.
+    ``g_b_proj.weight``, ``o_norm.weight``, ``o_proj.weight``. The maps of a token are one `linear` here.
     A state is (batch, num_heads, head_dim, head_dim). Source: Kimi Team, "Kimi Linear: An Expressive,
     Efficient Attention Architecture", 2025, arXiv:2510.26692.
     """
@@ -430,47 +492,63 @@ class KimiDeltaAttention(RecurrentLayer):
     head_dim: int
     _: KW_ONLY
     eps: float = 1e-5
+    lowest_decay: float | None = None
+    names: str = "kimi_linear"
     dt_bias: Array = field(init=False, repr=False)
     A_log: Array = field(init=False, repr=False)
     norm_weight: Array = field(init=False, repr=False)
-    forget_map: ops.PackedLinear = field(init=False, repr=False)
-    gate_map: ops.PackedLinear = field(init=False, repr=False)
+    forget_map: ops.PackedLinear | None = field(init=False, default=None, repr=False)
+    gate_map: ops.PackedLinear | None = field(init=False, default=None, repr=False)
 
     _names = ("conv1d", "o_proj")
     _sizes = ("num_heads", "head_dim")
     _vectors = (
         ("forget_gate.dt_bias", "dt_bias"), ("forget_gate.A_log", "A_log"), ("o_norm.weight", "norm_weight")
     )  # fmt: skip
-    _matrices = (("forget_gate.f_b_proj.weight", "forget_map"), ("g_b_proj.weight", "gate_map"))
 
     def _derive(self) -> None:
         self.eps = epsilon("eps", self.eps, FLOAT32)
         heads, dim = self.num_heads, self.head_dim
         self._inner, self._channels = heads * dim, 3 * heads * dim
-        self._rows = {f"{name}_proj": self._inner for name in "qkv"}
-        self._rows |= {"forget_gate.f_a_proj": dim, "b_proj": heads, "g_a_proj": dim}
+        if self.lowest_decay is not None:
+            self.lowest_decay = number("lowest_decay", self.lowest_decay, FLOAT32)
+            if not self.lowest_decay < 0:
+                raise ValueError(f"(): lowest_decay is {self.lowest_decay}; expected one below 0, or None")
+        _, self._forget, self._gate = _KIMI_NAMES[choice("names", self.names, _KIMI_NAMES)]
+        self._low = self._inner if len(self._gate) == 1 else dim
+        self._rows = dict.fromkeys(("q_proj", "k_proj", "v_proj"), self._inner)
+        self._rows |= {self._forget[0]: self._low, "b_proj": heads, self._gate[0]: self._low}
         self._recurrences = ((heads, dim, dim),)
+
+    def _held(self) -> list[tuple[str, str, bool]]:
+        maps = {"forget_map": self._forget, "gate_map": self._gate}
+        return super()._held() + [(f"{x[1]}.weight", to, True) for to, x in maps.items() if len(x) > 1]
 
     def _parameters(self) -> dict[str, Parameter]:
         heads, dim, inner = self.num_heads, self.head_dim, self._inner
-        numbers = {
-            "forget_gate.dt_bias": Parameter((inner,), step_bias),
-            "forget_gate.A_log": Parameter((1, 1, heads, 1), log_uniform(1, 16)),
-        }
-        maps = linear("forget_gate.f_b_proj", inner, dim) | linear("g_b_proj", inner, dim)
+        two = len(self._gate) > 1
+        rates = Parameter((1, 1, heads, 1) if two else (heads,), log_uniform(1, 16))
+        numbers = {"forget_gate.dt_bias": Parameter((inner,), step_bias), "forget_gate.A_log": rates}
+        maps = linear(self._forget[1], inner, dim) | linear(self._gate[1], inner, dim) if two else {}
         found = self._arranged(numbers, maps | {"o_norm.weight": Parameter((dim,), _ONES)})
-        return {name: found[name] for name in _KIMI_NAMES}
+        return _ordered(found, _KIMI_NAMES[self.names][0])
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         heads, dim, inner = self.num_heads, self.head_dim, self._inner
-        tokens, low, b, low_gate = _split(tape, product, sizes, [(self._channels,), dim, (heads, None), dim])
+        tokens, low, b, gate = _split(
+            tape, product, sizes, [(self._channels,), self._low, (heads, None), self._low]
+        )
         q, k, v = _split(tape, self._convolved(tape, tokens, carried, "silu"), sizes, [(heads, dim)] * 3)
-        forgets = tape.linear(low, self.forget_map, None, self.activations)
-        (x,) = _split(tape, forgets, sizes, [(heads, dim)])
-        decays = tape.call(_decays, {"x": x, "dt_bias": self.dt_bias, "A_log": self.A_log})
+        if self.forget_map is not None:
+            low = tape.linear(low, self.forget_map, None, self.activations)
+        (x,) = _split(tape, low, sizes, [(heads, dim)])
+        decays = tape.call(
+            _decays, {"x": x, "dt_bias": self.dt_bias, "A_log": self.A_log}, lowest=self.lowest_decay
+        )
         given = {"q": tape.call(unit, {"x": q}), "k": tape.call(unit, {"x": k}), "v": v, "log_decay": decays}
         given["beta"] = tape.call(_sigmoid, {"x": b})
         read = tape.call(linear_attention, given, rule="kimi_delta", **carried[1])
-        gate = tape.linear(low_gate, self.gate_map, None, self.activations)
+        if self.gate_map is not None:
+            gate = tape.linear(gate, self.gate_map, None, self.activations)
         normed = tape.gated_norm(tape.by_row(read), gate, self.norm_weight, self.eps, "sigmoid")
         return _split(tape, normed, sizes, [inner])[0]

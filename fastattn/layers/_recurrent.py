@@ -126,6 +126,7 @@ class RecurrentLayer(Layer):
         self._rows: dict[str, int] = {}
         self._order: Any = slice(None)
         self._recurrences: tuple[Shape, ...] = ()  # shapes of a sequence's state, one or none
+        self._renamed: dict[str, str] = {}  # other names than those here
         self._derive()
         self._set_up(rng)
 
@@ -207,7 +208,8 @@ class RecurrentLayer(Layer):
             found[f"{conv}.bias"] = Parameter((self._channels,), taps)
         for name, many in self._rows.items():
             found |= linear(name, many, self.d_model, self.bias)
-        return found | (between or {}) | linear(out, self.d_model, self._inner, self.bias)
+        found |= (between or {}) | linear(out, self.d_model, self._inner, self.bias)
+        return {self._renamed.get(name, name): parameter for name, parameter in found.items()}
 
     def _held(self) -> list[tuple[str, str, bool]]:
         """Names of parameters, but for `in_map`'s, the fields of them, and whether these are packed."""
@@ -215,7 +217,8 @@ class RecurrentLayer(Layer):
         vectors = [*self._vectors, (f"{conv}.weight", "conv_weight"), (f"{conv}.bias", "conv_bias_vector")]
         vectors.append((f"{out}.bias", "out_bias"))
         maps = (*self._matrices, (f"{out}.weight", "out_map"))
-        return [(*pair, False) for pair in vectors] + [(*pair, True) for pair in maps]
+        every = [(*pair, False) for pair in vectors] + [(*pair, True) for pair in maps]
+        return [(self._renamed.get(name, name), held, packed) for name, held, packed in every]
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
         lane, fields = lane_of(weights_dtype), dict[str, Any]()

@@ -27,6 +27,10 @@ LAYERS = {
     "short convolution, bias": (ShortConvolution, (WIDTH, True), {"kernel_size": 2}),
     "gated delta": (GatedDeltaNet, (WIDTH, 6, 2, 8, 5), {}),
     "gated delta, one key head": (GatedDeltaNet, (WIDTH, 2, 1, 5, 8), {"kernel_size": 2, "eps": 1e-3}),
+    "gated delta of qwen3_5": (GatedDeltaNet, (WIDTH, 4, 2, 5, 8), {"names": "qwen3_5"}),
+    "gated delta of olmo_hybrid": (
+        GatedDeltaNet, (WIDTH, 2, 2, 8, 5), {"names": "olmo_hybrid", "beta_scale": 2}
+    ),
     "mamba2": (Mamba2, (WIDTH, 4, 8, 6, 2), {}),
     "mamba2, bias": (
         Mamba2, (WIDTH, 3, 5, 7, 1, True), {"conv_bias": False, "dt_limits": (0.5, 0.9), "kernel_size": 1}
@@ -34,6 +38,9 @@ LAYERS = {
     "mamba": (Mamba, (WIDTH,), {}),
     "mamba, bias": (Mamba, (WIDTH, 10, 3, 5, True), {"conv_bias": False, "kernel_size": 8}),
     "kimi delta": (KimiDeltaAttention, (WIDTH, 3, 8), {}),
+    "kimi delta of bailing": (
+        KimiDeltaAttention, (WIDTH, 3, 8), {"names": "bailing_hybrid", "lowest_decay": -5.0}
+    ),
 }  # fmt: skip
 every_layer = pytest.mark.parametrize("name", LAYERS)
 DTYPES = {"float32": 3e-6, "float64": 1e-13}
@@ -76,6 +83,19 @@ def expected(layer, x):
     if isinstance(layer, ShortConvolution):
         b, c, x = np.split(project("in_proj"), 3, axis=-1)
         return project("out_proj", c * convolved(b * x, "conv", None))
+    if isinstance(layer, GatedDeltaNet) and layer.names != "qwen3_next":
+        heads, groups = layer.num_heads, layer.num_key_heads
+        olmo, shape = layer.names == "olmo_hybrid", (batch, length, heads, -1)
+        maps = "q_proj k_proj v_proj" if olmo else "in_proj_qkv"
+        z, b, a = map(project, ("g_proj b_proj a_proj" if olmo else "in_proj_z in_proj_b in_proj_a").split())
+        mixed = convolved(np.concatenate([project(name) for name in maps.split()], axis=-1))
+        q, k, v = np.split(mixed, [groups * layer.head_dim, 2 * groups * layer.head_dim], axis=-1)
+        q, k, v = (y.reshape(batch, length, n, -1) for y, n in ((q, groups), (k, groups), (v, heads)))
+        decay = np.exp(-np.exp(p["A_log"]) * channels.softplus(a + p["dt_bias"]))
+        out = delta(q, k, v, decay[..., None], layer.beta_scale * sigmoid(b), layer.head_dim)
+        out = rms(out, p["o_norm.weight" if olmo else "norm.weight"], layer.eps)
+        out = (out * channels.silu(z.reshape(shape))).reshape(batch, length, -1)
+        return project("o_proj" if olmo else "out_proj", out)
     if isinstance(layer, GatedDeltaNet):
         heads, groups, dim, dim_v = layer.num_heads, layer.num_key_heads, layer.head_dim, layer.head_dim_v
         each = heads // groups
@@ -119,12 +139,18 @@ def expected(layer, x):
     shape = (batch, length, layer.num_heads, layer.head_dim)
     mixed = convolved(np.concatenate([project(f"{name}_proj") for name in "qkv"], axis=-1))
     q, k, v = (y.reshape(shape) for y in np.split(mixed, 3, axis=-1))
-    forget = project("forget_gate.f_b_proj", project("forget_gate.f_a_proj")) + p["forget_gate.dt_bias"]
-    rates = np.exp(p["forget_gate.A_log"])
-    decay = np.exp(-rates * channels.softplus(forget.reshape(shape)))
+    bailing = layer.names == "bailing_hybrid"
+    if bailing:
+        forget = project("forget_gate.f_proj")
+    else:
+        forget = project("forget_gate.f_b_proj", project("forget_gate.f_a_proj"))
+    forget = (forget + p["forget_gate.dt_bias"]).reshape(shape)
+    rates = np.exp(p["forget_gate.A_log"]).reshape(-1, 1)
+    decay = -rates * channels.softplus(forget)
+    decay = np.exp(layer.lowest_decay * sigmoid(rates * forget) if bailing else decay)
     out = delta(q, k, v, decay, sigmoid(project("b_proj")), layer.head_dim)
     out = rms(out, p["o_norm.weight"], layer.eps)
-    gate = sigmoid(project("g_b_proj", project("g_a_proj")))
+    gate = sigmoid(project("g_proj") if bailing else project("g_b_proj", project("g_a_proj")))
     return project("o_proj", out.reshape(batch, length, -1) * gate)
 
 
@@ -287,6 +313,26 @@ def test_steps_are_those_of_mamba():
         (lambda: Mamba(24, 0), ValueError, "d_inner is 0; expected at least 1"),
         (lambda: Mamba(24, state_size=None), TypeError, "state_size is None; expected an integer"),
         (lambda: Mamba(24, activations="int8"), ValueError, "activations is 'int8'"),
+        (
+            lambda: GatedDeltaNet(24, 4, 2, 8, 8, names="qwen"),
+            ValueError,
+            "names is 'qwen'; expected one",
+        ),
+        (
+            lambda: GatedDeltaNet(24, 4, 2, 8, 8, beta_scale="2"),
+            TypeError,
+            "beta_scale is '2'; expected",
+        ),
+        (
+            lambda: KimiDeltaAttention(24, 4, 8, names="kimi"),
+            ValueError,
+            "names is 'kimi'; expected",
+        ),
+        (
+            lambda: KimiDeltaAttention(24, 4, 8, lowest_decay=5),
+            ValueError,
+            "lowest_decay is 5.0; expected",
+        ),
         (lambda: KimiDeltaAttention(24, 4, "8"), TypeError, "head_dim is '8'; expected an integer"),
         (lambda: ShortConvolution(24, None), TypeError, "bias is None; expected True or False"),
     ],

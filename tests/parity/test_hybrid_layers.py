@@ -20,6 +20,9 @@ DELTA = {
     "linear_num_value_heads": 6, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
     "linear_value_head_dim": 8, "layer_types": ["linear_attention"],
 }  # fmt: skip
+HEADS = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16
+}  # fmt: skip
 MAMBA2 = {"num_heads": 8, "head_dim": 8, "state_size": 16, "chunk_size": 16}
 MODULES = {
     "Lfm2ShortConv": (
@@ -37,6 +40,31 @@ MODULES = {
         {**DELTA, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2},
         lambda c: layers.GatedDeltaNet(WIDTH, 2, 2, 16, 8, eps=c.rms_norm_eps, kernel_size=2),
     ),
+    "Qwen3_5GatedDeltaNet": (
+        DELTA, lambda c: layers.GatedDeltaNet(WIDTH, 6, 2, 16, 8, eps=c.rms_norm_eps, names="qwen3_5")
+    ),
+    "OlmoHybridGatedDeltaNet": (
+        {**DELTA, "linear_num_key_heads": 6, "layer_types": ["linear_attention", "full_attention"],
+         "num_hidden_layers": 2},
+        lambda c: layers.GatedDeltaNet(WIDTH, 6, 6, 16, 8, eps=1e-5, beta_scale=2, names="olmo_hybrid"),
+    ),
+    "BambaMixer": (HEADS, lambda c: layers.Mamba2(WIDTH, 8, 8, 16, 2, eps=c.rms_norm_eps)),
+    "GraniteMoeHybridMambaLayer": (HEADS, lambda c: layers.Mamba2(WIDTH, 8, 8, 16, 2, eps=c.rms_norm_eps)),
+    "Zamba2MambaMixer": (
+        {"mamba_d_state": 16, "n_mamba_heads": 8, "mamba_ngroups": 2, "chunk_size": 16,
+         "layers_block_type": ["mamba"]},
+        lambda c: layers.Mamba2(WIDTH, 8, 8, 16, 2, dt_limits=(0.0, np.inf)),
+    ),
+    "NemotronHMamba2Mixer": (
+        {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16},
+        lambda c: layers.Mamba2(WIDTH, 8, 8, 16, 2, eps=c.layer_norm_epsilon),
+    ),
+    "BailingHybridDeltaAttention": (
+        {"linear_num_heads": 3, "linear_head_dim": 8, "layer_group_size": 2},
+        lambda c: layers.KimiDeltaAttention(
+            WIDTH, 3, 8, eps=c.rms_norm_eps, lowest_decay=-5, names="bailing_hybrid"
+        ),
+    ),
     "Mamba2Mixer": ({**MAMBA2, "n_groups": 2}, lambda c: layers.Mamba2(WIDTH, 8, 8, 16, 2)),
     "Mamba2Mixer, bias": (
         {**MAMBA2, "n_groups": 1, "use_bias": True, "use_conv_bias": False, "time_step_limit": (0.2, 0.7)},
@@ -53,7 +81,9 @@ MODULES = {
     ),
 }  # fmt: skip
 FAMILIES = {
-    "Lfm2": "lfm2", "Qwen": "qwen3_next", "Mamba2": "mamba2", "MambaM": "mamba", "Kimi": "kimi_linear"
+    "Lfm2": "lfm2", "Qwen3N": "qwen3_next", "Qwen3_5": "qwen3_5_text", "Olmo": "olmo_hybrid",
+    "Mamba2": "mamba2", "MambaM": "mamba", "Bamba": "bamba", "Granite": "granitemoehybrid",
+    "Zamba2": "zamba2", "Nemotron": "nemotron_h", "Kimi": "kimi_linear", "Bailing": "bailing_hybrid",
 }  # fmt: skip
 every_module = pytest.mark.parametrize("name", MODULES)
 
@@ -65,7 +95,8 @@ def pair(name):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     options, make = MODULES[name]
     config = CONFIG_MAPPING[family](**{**SMALL, **options})
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    place = family.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{place}.modeling_{place}")
     theirs = randomized(getattr(module, name.partition(",")[0])(config, 0), "float32")
     return load(make(config), theirs), theirs, config
 
