@@ -1,16 +1,17 @@
 """Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
-    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,step,maxsim} [--isa ISA]
-                            [--dtype D]
+    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,step,maxsim,tensors,
+                             scaling,gated_norm} [--isa ISA] [--dtype D]
 
 Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each,
-those of `int8` medians. `maxsim` takes all threads.
+those of `int8` medians. `maxsim`, `tensors` and `scaling` take all threads.
 The limit or the counterpart that it is compared with is measured in the same seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import tempfile
 import time
 import tracemalloc
@@ -25,12 +26,14 @@ import numpy as np
 import fastattn
 from bench import files as model_files
 from bench.clock import Call, normal, shortest
-from fastattn import models, ops
+from fastattn import grad, models, ops
 from fastattn._args.pack import pack_args
 from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._engine import dispatch, settings
 from fastattn._engine.core import _core
 from fastattn.cache import KVCache
+from fastattn.functional import mamba2_scan, selective_scan
+from fastattn.grad import vjp
 from fastattn.layers import TransformerEncoderLayer
 from fastattn.models import _vectors
 
@@ -296,11 +299,149 @@ def maxsim(dtype: str) -> None:
         print(f"{n} queries: {', '.join(f'{min(found):.0f} ms' for found in times)}")
 
 
+def tensors(dtype: str) -> None:
+    """Functions of hybrid models on tensors: transformers' own in turn with those of `register`."""
+    from importlib import import_module
+
+    import torch
+
+    from fastattn.torch._hybrids import FUNCTIONS
+
+    torch.manual_seed(0)
+    torch.set_num_threads(fastattn.get_num_threads())
+
+    def random(*shape: int) -> Any:
+        return torch.randn(shape).to(getattr(torch, dtype))
+
+    for length, training in ((512, True), (1024, False), (8192, False)):
+        heads = (1, length, 32)
+        q, k = (torch.nn.functional.normalize(random(1, length, 16, 128), dim=-1) for _ in "qk")
+        v, beta, decays = random(*heads, 128), torch.rand(heads), -torch.rand(*heads, 128)
+        x, weight, bias = random(1, length, 8192), random(8192, 4), random(8192)
+        wide, dt, group = random(1, length, 80, 64), random(1, length, 80), random(1, length, 1, 128)
+        scan = (-torch.rand(80), group, group)
+        many = [y.repeat_interleave(2, dim=2) for y in (q, k)]
+        calls: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
+            "gated_delta, 16 and 32 heads": (
+                "qwen3_next", "torch_chunk_gated_delta_rule", (q, k, v, decays[..., 0], beta), {},
+            ),
+            "kimi_delta, 32 heads": (
+                "kimi_linear", "chunk_kimi_delta_attention", (*many, v, decays, beta), {},
+            ),
+            "convolution, channels side by side": (
+                "mamba2", "causal_conv1d_fn", (x.transpose(1, 2), weight, bias, "silu"), {},
+            ),
+            "convolution, tokens side by side": (
+                "mamba2", "causal_conv1d_fn", (x.transpose(1, 2).contiguous(), weight, bias, "silu"), {},
+            ),
+            "Mamba-2, 80 heads": (
+                "mamba2", "mamba2_chunk_scan", (wide, dt, *scan, 256),
+                {"D": torch.ones(80), "dt_bias": torch.ones(80), "dt_softplus": True},
+            ),
+        }  # fmt: skip
+        for title, (family, name, given, options) in calls.items():
+            if length > 1024 and title.startswith(("kimi", "Mamba")):
+                continue  # theirs takes 25 GB and more
+            own = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name)
+            parts = inspect.signature(own).parameters
+            taken = dict(zip(parts, given, strict=False)) | options
+
+            def call(function: Any, taken: Any = taken, training: bool = training) -> None:
+                with torch.set_grad_enabled(training):
+                    tensors = {n: y.detach() for n, y in taken.items() if isinstance(y, torch.Tensor)}
+                    wanted = [y.requires_grad_(training) for y in tensors.values()]
+                    out = function(**taken | tensors)
+                    out = out[0] if isinstance(out, tuple) else out
+                    if training:
+                        torch.autograd.grad(out, wanted, torch.ones_like(out))
+
+            theirs, ours = shortest(partial(call, own), partial(call, FUNCTIONS[name]))
+            what = "forth and back" if training else "forth"
+            print(f"{title}, {length} tokens, {what}: {theirs * 1e3:.1f} and {ours * 1e3:.1f} ms,", end=" ")
+            print(f"{theirs / ours:.2f}x")
+
+
+def scaling(dtype: str) -> None:
+    """Convolutions and scans by the number of threads, in turn: ms."""
+    length, rng = 1024, np.random.default_rng(0)
+    x, wide, taps = (normal(shape, dtype) for shape in ((length, 8192), (length, 5120), (8192, 4)))
+    rates, group = -rng.uniform(0.1, 2, (5120, 16)).astype(np.float32), normal((length, 16), dtype)
+    heads, steps = normal((80, length, 64), dtype), normal((80, length))
+    groups, decays = normal((1, length, 128), dtype), -rng.uniform(0.1, 2, 80).astype(np.float32)
+    many, one = normal((64, 1, 5120), dtype), normal((64, 1, 16), dtype)
+    state, turned = np.zeros((64, 5120, 16), np.float32), np.zeros((64, 80, 128, 64), np.float32)
+    step, keys = normal((64, 80, 1, 64), dtype), normal((64, 1, 1, 128), dtype)
+
+    def back(n: int) -> Any:
+        scanned, pullback = vjp(
+            selective_scan, wide, wide, rates, group, group, dt_softplus=True, num_threads=n
+        )
+        return pullback(scanned)
+
+    calls: dict[str, Any] = {
+        "convolution, 1024 x 8192": lambda n: ops.causal_conv1d(x, taps, num_threads=n),
+        "its gradients": lambda n: grad.causal_conv1d(x, x, taps, num_threads=n, need=("dx", "dweight")),
+        "Mamba, 1024 x 5120, 16 states": lambda n: selective_scan(
+            wide, wide, rates, group, group, dt_softplus=True, num_threads=n
+        ),
+        "with its gradients": back,
+        "one token of 64, 42 MB": lambda n: selective_scan(
+            many, many, rates, one, one, dt_softplus=True, state=state, out_state=state, num_threads=n
+        ),
+        "Mamba-2, 1024 tokens, 80 heads": lambda n: mamba2_scan(
+            heads, steps, decays, groups, groups, dt_softplus=True, num_threads=n
+        ),
+        "one token of 64, 336 MB": lambda n: mamba2_scan(
+            step, step[..., 0], decays, keys, keys, dt_softplus=True, state=turned, out_state=turned,
+            num_threads=n
+        ),
+    }  # fmt: skip
+    counts = [n for n in (1, 2, 4, 8, 16) if n <= fastattn.get_num_threads()]
+    print("threads:", *counts)
+    for title, call in calls.items():
+        print(title, *(f"{1e3 * s:.3g}" for s in shortest(*(partial(call, n) for n in counts))))
+
+
+def gated_norm(dtype: str) -> None:
+    """A norm and its gate in one pass, and in two; and their gradients."""
+    one: Any = {"num_threads": 1}
+
+    def two(x: Any, gate: Any, w: Any, first: bool) -> Any:
+        if first:
+            return ops.rms_norm(ops.activate(gate, "silu", up=x, **one), w, **one)
+        return ops.activate(gate, "silu", up=ops.rms_norm(x, w, **one), **one)
+
+    def back(dout: Any, x: Any, gate: Any, w: Any, first: bool) -> Any:
+        if first:
+            z = ops.activate(gate, "silu", up=x, **one)
+            dz, dweight = grad.rms_norm(dout, z, w, **one)
+            return grad.activate(dz, gate, "silu", up=x, **one), dweight
+        dgate, dy = grad.activate(dout, gate, "silu", up=ops.rms_norm(x, w, **one), **one)
+        return dgate, grad.rms_norm(dy, x, w, **one)
+
+    for rows, n in ((1, 128), (32, 128), (1024, 128), (32768, 128), (1024, 5120)):
+        x, gate, dout = (normal((rows, n), dtype, seed) for seed in range(3))
+        w, need = normal((n,)), ("dx", "dweight", "dgate")
+        for first in (False, True):
+            gated: Any = {"gate": gate, "gate_first": first, **one}
+            a, b, c, d = best(
+                partial(two, x, gate, w, first),
+                partial(ops.rms_norm, x, w, **gated),
+                partial(back, dout, x, gate, w, first),
+                partial(grad.rms_norm, dout, x, w, need=need, **gated),
+            )
+            order = "gate, norm" if first else "norm, gate"
+            print((rows, n), f"{order}: one pass {1e6 * b:.1f} us, two take {a / b:.2f} of that;", end=" ")
+            print(f"gradients {1e6 * d:.1f} us, {c / d:.2f}")
+
+
 def main() -> None:
     """Parse the command line and measure."""
-    measures = {
-        f.__name__: f for f in (peak, strided, padding, decode, int8, linear, pack, load, layer, step, maxsim)
-    }
+    functions = (
+        peak, strided, padding, decode, int8, linear, pack, load, layer, step, maxsim, tensors, scaling,
+        gated_norm,
+    )  # fmt: skip
+    measures = {f.__name__: f for f in functions}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=measures)
     parser.add_argument("--isa", choices=fastattn.available_isas())

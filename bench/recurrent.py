@@ -18,7 +18,7 @@ from fastattn._bench.harness import Engine, Sections, Unsupported, Way, own_engi
 from fastattn.functional import linear_attention
 
 DTYPES = ("float32", "float64")
-RULES = ("linear", "decay", "gated", "delta", "gated_delta")
+RULES = ("linear", "decay", "gated", "delta", "gated_delta", "kimi_delta")
 SOFTMAX = "softmax"  # causal attention on the same arrays: the others have to be faster
 
 
@@ -44,8 +44,8 @@ class RecurrentProblem(AttentionProblem):
         rng, s, step = self.rng(1), self.shape, self.decode
         shape = (s.batch, s.heads_q, s.len_q)
         gates = {}
-        if self.variant in ("decay", "gated", "gated_delta"):
-            full = (*shape, s.head_dim) if self.variant == "gated" else shape
+        if self.variant not in ("linear", "delta", SOFTMAX):
+            full = (*shape, s.head_dim) if self.variant in ("gated", "kimi_delta") else shape
             decay = np.exp(rng.standard_normal(full) - 2)
             gates["log_decay"] = (0 * decay if step else -decay).astype(self.dtype)
         if "delta" in self.variant:
