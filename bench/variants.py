@@ -107,6 +107,18 @@ def _location(x: Inputs) -> Call:
     return lambda: functional.location_attention(logits, x.v)
 
 
+def _deformable(x: Inputs) -> Call:
+    """Levels are the halves of a grid of all values, nearly square; a query has 8 points on each."""
+    shape, n = x.shape, x.shape.len_k
+    height = max(i for i in range(1, n + 1) if n % i == 0 and i * i <= n)
+    levels = [(height // 2, n // height), (height - height // 2, n // height)]
+    lane: Any = np.float64 if x.q.dtype == np.float64 else np.float32
+    points = (shape.batch, shape.heads_kv, shape.len_q, 16)
+    locations, weights = (x.draw(*each).astype(lane) for each in ((*points, 2), points))
+    locations, weights = locations * lane(0.25) + lane(0.5), weights * lane(0.25)
+    return lambda: functional.deformable_attention(x.v, levels, locations, weights)
+
+
 def _linformer(x: Inputs) -> Call:
     e, f = (x.draw(64, x.shape.len_k) / 32 for _ in range(2))
     return lambda: functional.linformer_attention(x.q, x.k, x.v, e, f)
@@ -179,6 +191,7 @@ CALLS: dict[str, Make] = {
     "strided": _function("strided_attention", lambda x: (), stride=45),
     "induced_set": _induced,
     "location": _location,
+    "deformable": _deformable,
     "linformer": _linformer,
     "nystrom": _nystrom,
     "selected": _selected,

@@ -343,6 +343,29 @@ typedef struct {
     void *db, *dc;               /* lanes, (blocks of SCAN_CHANNELS channels, tokens, states), likewise */
 } fa_scan_grad_args;
 
+/* Deformable attention: deformable.inc.h. Levels are grids of rows of v, one after the other. */
+typedef struct {
+    int64_t height, width; /* at most 2^24, which lanes hold */
+    int64_t row;           /* the first row of v; row + height * width <= len_v */
+    int64_t end;           /* the number of the first point that is of later levels */
+} fa_level;
+
+typedef struct {
+    fa_array v, out;             /* (batch, heads, len_v or len_q, head_dim), rows contiguous */
+    fa_array locations, weights; /* lanes, rows contiguous, (batch, heads, len_q, 2 * points or points) */
+    const fa_level *levels;      /* (n_levels); the last one's `end` is `points` */
+    int64_t batch, heads, len_q, head_dim, n_levels, points; /* points of a query, level after level */
+    int discrete;
+    const fa_watch *watch; /* optional */
+} fa_deformable_args;
+
+typedef struct {
+    fa_deformable_args forward;    /* `out` plays no part */
+    fa_array dout;                 /* as out */
+    fa_array dv;                   /* as v, lanes; added to. Optional, as those that follow */
+    fa_array dlocations, dweights; /* as locations and weights, written */
+} fa_deformable_grad_args;
+
 /* Linear attention, as recurrent_task.inc.h says. There are `heads` states; heads_k and heads_v divide them; heads_q
  * does, or is a multiple. Not causal, without decay and beta: every q reads the last state, and lengths may differ. */
 typedef struct {
@@ -489,6 +512,11 @@ typedef struct {
     void (*scan_run)(const fa_scan_args *, int64_t task, void *scratch);
     int64_t (*scan_grad_scratch_bytes)(const fa_scan_grad_args *);
     void (*scan_grad_run)(const fa_scan_grad_args *, int64_t task, void *scratch);
+    int64_t (*deformable_scratch_bytes)(const fa_deformable_args *);
+    void (*deformable_run)(const fa_deformable_args *, int64_t begin, int64_t end,
+                           void *scratch); /* queries of heads */
+    int64_t (*deformable_grad_scratch_bytes)(const fa_deformable_grad_args *);
+    void (*deformable_grad_run)(const fa_deformable_grad_args *, int64_t task, void *scratch); /* levels of heads */
     void (*recurrent_plan)(const fa_recurrent_args *, int threads, fa_recurrent_plan *);
     void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t task, void *scratch);
     void (*recurrent_backward_plan)(const fa_recurrent_backward_args *, fa_recurrent_backward_plan *);

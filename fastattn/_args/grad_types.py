@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fastattn._args.packed import PackedLinear
-from fastattn._args.types import Activation, Array, ConvArgs, Ints, ScanArgs
+from fastattn._args.types import Activation, Array, ConvArgs, DeformableArgs, Ints, ScanArgs
 
 
 @dataclass(slots=True, eq=False)
@@ -169,3 +169,25 @@ class ScanGradArgs:
     def empty(self) -> bool:
         """Whether there is no token: a state's gradient passes, and the others are 0."""
         return not self.forward.x.size
+
+
+@dataclass(slots=True, eq=False)
+class DeformableGradArgs:
+    """The gradient of a DeformableArgs, whose result is neither read nor written. None is not wanted.
+
+    Arrays have all items of the batch.
+    """
+
+    kernel: ClassVar[str] = "deformable_grad"
+
+    forward: DeformableArgs
+    dout: Array  # of forward.out: its shape and dtype
+    # Lane dtype, of the shapes of v, locations and weights.
+    dv: Array | None  # added to
+    dlocations: Array | None
+    dweights: Array | None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to sum."""
+        return not self.dout.size

@@ -388,6 +388,23 @@ class ScanArgs:
     result: Any  # what the caller gets
 
 
+@dataclass(slots=True, eq=False)
+class DeformableArgs:
+    """Deformable attention: points on levels, which are grids of the rows of v; last axes are contiguous."""
+
+    kernel: ClassVar[str] = "deformable"
+
+    batch_shape: Shape  # of the result: those of v, locations and weights broadcast
+    levels: Ints  # (levels, 4): height, width, the first row of v, the number of points up to its end
+    heads: int
+    v: Array  # (..., heads, len_v, head_dim)
+    locations: Array  # (..., heads, len_q, 2 * points), lane dtype: x and y in turn
+    weights: Array  # (..., heads, len_q, points), lane dtype
+    out: Array  # (*batch_shape, heads, len_q, head_dim), v's dtype
+    discrete: bool
+    num_threads: int
+
+
 def each_sequence(args: ConvArgs | ScanArgs) -> Iterator[tuple[Any, Any]]:
     """Indices of arrays of tokens and of arrays of sequences: of the batch at once, or of each if ragged."""
     if not args.ragged:

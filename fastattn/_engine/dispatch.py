@@ -9,6 +9,7 @@ from fastattn._args.types import (
     AttentionArgs,
     BackwardArgs,
     ConvArgs,
+    DeformableArgs,
     RecurrentArgs,
     RecurrentBackwardArgs,
     RopeArgs,
@@ -24,6 +25,7 @@ from fastattn._reference import attention as reference
 from fastattn._reference import (
     backward,
     channels,
+    deformable,
     grad,
     ops,
     pack,
@@ -38,6 +40,7 @@ from fastattn._reference import (
 if TYPE_CHECKING:
     from fastattn._args.grad_types import (
         ConvGradArgs,
+        DeformableGradArgs,
         DropoutArgs,
         LogitsArgs,
         OuterArgs,
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
         AttentionArgs
         | BackwardArgs
         | ConvArgs
+        | DeformableArgs
         | LinearArgs
         | PackArgs
         | RecurrentArgs
@@ -65,7 +69,14 @@ if TYPE_CHECKING:
         | UpdateArgs
     )
     AnyGradArgs = (
-        ConvGradArgs | DropoutArgs | LogitsArgs | OuterArgs | RowsGradArgs | ScanGradArgs | ScatterArgs
+        ConvGradArgs
+        | DeformableGradArgs
+        | DropoutArgs
+        | LogitsArgs
+        | OuterArgs
+        | RowsGradArgs
+        | ScanGradArgs
+        | ScatterArgs
     )
 
 # The name of a kernel, which its arguments have as `kernel`, is the same in both implementations.
@@ -74,6 +85,8 @@ _TWINS: dict[str, Callable[[Any], None]] = {
     "attention_backward": backward.attention_backward,
     "conv": channels.conv,
     "conv_grad": channels.conv_grad,
+    "deformable": deformable.deformable,
+    "deformable_grad": deformable.deformable_grad,
     "dropout": grad.dropout,
     "linear": ops.linear,
     "logits": grad.logits,

@@ -7,6 +7,7 @@ function here. docs/variants.md is the table of all variants; `fastattn.grad.vjp
 from fastattn.functional import feature_maps
 from fastattn.functional._approximate import linformer_attention, lsh_attention, nystrom_attention
 from fastattn.functional._backward import attention_backward, varlen_attention_backward
+from fastattn.functional._deformable import deformable_attention
 from fastattn.functional._delta_rules import (
     comba,
     delta_net,
@@ -46,6 +47,7 @@ __all__ = [
     "attention_backward",
     "comba",
     "cosine_attention",
+    "deformable_attention",
     "delta_net",
     "delta_product",
     "differential_attention",

@@ -389,6 +389,11 @@ OTHERS = {
     "varlen_attention_backward": dict.fromkeys(("q", "k", "v", "dout", "out"), Q[0]) | {"lse": LSE[0].T},
     "linear": {"dout": LSE[0], "x": LSE[0]},
     "causal_conv1d": {"weight": floats(8, 4)},
+    "deformable_attention": {
+        "spatial_shapes": [(1, 5)],
+        "locations": floats(2, 4, 3, 2, 2),
+        "weights": floats(2, 4, 3, 2),
+    },
     "selective_scan": {
         "dt": abs(Q),
         "A": -abs(floats(8, 3)),

@@ -5,6 +5,7 @@
 
 from itertools import pairwise
 
+import deformable
 import naive
 import numpy as np
 import selected
@@ -261,6 +262,13 @@ def _scores(x):
     return x.draw(x.shape.batch, x.shape.heads_q, x.shape.len_q, x.shape.len_k)
 
 
+def _deformable(x):
+    """Levels are the halves of the grid (10, 15)."""
+    points = (*x.v.shape[:2], x.shape.len_q, 16)
+    locations = x.draw(*points, 2) / 4 + 0.5
+    return deformable.attention(x.v, [(5, 15), (5, 15)], locations, x.draw(*points) / 4)
+
+
 # Each takes the `Inputs` of a call, in float64.
 FORMULAS = {
     **{name: _option(case) for name, case in OPTIONS.items()},
@@ -289,6 +297,7 @@ FORMULAS = {
     "strided": _pattern(lambda distance: (distance >= 0) & ((distance <= 45) | (distance % 45 == 0))),
     "induced_set": _induced,
     "location": lambda x: softmax(_scores(x)) @ repeated(x.v, x.q),
+    "deformable": _deformable,
     "linformer": lambda x: linformer(x.q, x.k, x.v, *(x.draw(64, x.shape.len_k) / 32 for _ in range(2))),
     "selected": _selected,
     "nystrom": lambda x: nystrom(

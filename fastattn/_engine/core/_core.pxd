@@ -204,6 +204,17 @@ cdef extern from "fastattn.h" nogil:
         fa_array dout, dx, ddt, dstate_out, dstate, drates, dskip, dbias
         void *db
         void *dc
+    ctypedef struct fa_level:
+        int64_t height, width, row, end
+    ctypedef struct fa_deformable_args:
+        fa_array v, out, locations, weights
+        const fa_level *levels
+        int64_t batch, heads, len_q, head_dim, n_levels, points
+        int discrete
+        const fa_watch *watch
+    ctypedef struct fa_deformable_grad_args:
+        fa_deformable_args forward
+        fa_array dout, dv, dlocations, dweights
     ctypedef struct fa_recurrent_args:
         fa_array q, k, v, out, log_decay, beta, strength, erase, state, state_out, norm, norm_out
         const void *skip
@@ -289,6 +300,10 @@ cdef extern from "fastattn.h" nogil:
         void (*scan_run)(const fa_scan_args *, int64_t, void *) noexcept nogil
         int64_t (*scan_grad_scratch_bytes)(const fa_scan_grad_args *) noexcept nogil
         void (*scan_grad_run)(const fa_scan_grad_args *, int64_t, void *) noexcept nogil
+        int64_t (*deformable_scratch_bytes)(const fa_deformable_args *) noexcept nogil
+        void (*deformable_run)(const fa_deformable_args *, int64_t, int64_t, void *) noexcept nogil
+        int64_t (*deformable_grad_scratch_bytes)(const fa_deformable_grad_args *) noexcept nogil
+        void (*deformable_grad_run)(const fa_deformable_grad_args *, int64_t, void *) noexcept nogil
         void (*recurrent_plan)(const fa_recurrent_args *, int, fa_recurrent_plan *) noexcept nogil
         void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t, void *) noexcept nogil
         void (*recurrent_backward_plan)(const fa_recurrent_backward_args *,

@@ -1,0 +1,114 @@
+"""Deformable attention: a query samples a few places of grids, wherever it says."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastattn._args.backward import summed_to
+from fastattn._args.deformable import deformable_args, deformable_grad_args
+from fastattn._args.options import Backend, NoOptions
+from fastattn._args.types import Array, ArrayLike, Unpack
+from fastattn._args.values import is_float, shared
+from fastattn._args.words import not_an_argument
+from fastattn._engine import dispatch
+from fastattn.functional._differentiable import Steps, differentiable
+
+
+@differentiable("v", "locations", "weights")
+def deformable_attention(
+    v: ArrayLike,
+    spatial_shapes: ArrayLike,
+    locations: ArrayLike,
+    weights: ArrayLike,
+    *,
+    num_points: ArrayLike | None = None,
+    mode: Literal["bilinear", "discrete"] = "bilinear",
+    out: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+    **others: Unpack[NoOptions],
+) -> Steps[Array]:
+    """Multi-scale deformable attention: the weighted sum of values sampled at a query's points.
+
+    Values lie on levels, grids of different sizes. There are no keys and no softmax: whoever calls computes
+    locations and weights of the query.
+
+    Parameters
+    ----------
+    v : array_like, (..., heads, len_v, head_dim)
+        Values, level after level, each row by row. float32, float64, float16 or bfloat16. Arrays
+        (..., len_v, heads, head_dim) are read in place as ``v.swapaxes(-3, -2)``, and results then lie in
+        memory likewise.
+    spatial_shapes : array_like of int, (levels, 2)
+        Height and width of each level, at most 2**24. Their products add up to len_v.
+    locations : array_like, (..., heads, len_q, points, 2)
+        (x, y) of each point, the points of the first level first. (0, 0) is the upper left corner of a level,
+        (1, 1) the lower right one: pixel i of n has its centre at (i + 1/2) / n. Computed in float32, float64
+        for float64 v, as weights are.
+    weights : array_like, (..., heads, len_q, points)
+        Usually a softmax over all points.
+    num_points : array_like of int, (levels,), optional
+        Number of points of each level. By default all have the same.
+    mode : {"bilinear", "discrete"}, default "bilinear"
+        "bilinear": between the four pixels around a location, where a pixel outside is 0, as torch's
+        ``grid_sample`` with ``align_corners=False``. "discrete": the pixel x * width + 1/2 and
+        y * height + 1/2, rounded down and cut to the level, as RT-DETRv2 has it: locations have gradients
+        of 0.
+    out : ndarray, (..., heads, len_q, head_dim), optional
+        In v's dtype.
+    num_threads, backend
+        As in `attention`.
+    **others
+        None: an error says what an argument of another library is called here.
+
+    Returns
+    -------
+    ndarray, (..., heads, len_q, head_dim)
+        In v's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    Batch dimensions broadcast. Time is O(len_q * points * head_dim) a head, whatever len_v is, and there is
+    no memory beside the result.
+
+    What has no weight is not read: NaN in v shows in a result only if a pixel has a share of it. A location
+    that is NaN makes its query's result NaN, unless the weight is 0. One that is infinite is outside. Where a
+    location is on a line between pixels, its gradient is that to the right and downwards, as torch's, and
+    reads the pixels there. A weight's gradient is the sample, also where the weight is 0.
+
+    Gradients of v are sums over queries in their order, so that threads change no bit. Source: X. Zhu et al.,
+    "Deformable DETR: Deformable Transformers for End-to-End Object Detection", 2020, arXiv:2010.04159;
+    "discrete": W. Lv et al., "RT-DETRv2", 2024, arXiv:2407.17140.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastattn.functional import deformable_attention
+    >>> v = np.arange(20, dtype=np.float32).reshape(1, 20, 1)  # one head; levels of 4 x 4 and 2 x 2
+    >>> locations = np.full((1, 1, 2, 2), 0.5, np.float32)  # one query, a point in the middle of each level
+    >>> deformable_attention(v, [(4, 4), (2, 2)], locations, np.full((1, 1, 2), 0.5)).item()
+    12.5
+    """
+    if others:
+        raise not_an_argument(others, deformable_attention)
+    args = deformable_args(v, spatial_shapes, locations, weights, num_points, mode, out, num_threads, backend)
+    dispatch.run(args, backend)
+    request = yield args.out
+
+    back = deformable_grad_args(args, request.dout, request.need)
+    dispatch.run_grad(back, backend)
+    results = []
+    for name in request.need:
+        source = shared(request.given[name[1:]])
+        found = getattr(back, name)
+        if name == "dlocations":
+            found = found.reshape(*found.shape[:-1], found.shape[-1] // 2, 2)
+        found = summed_to(source.shape, found)
+        dtype = source.dtype.newbyteorder("=")
+        results.append(found.astype(dtype, copy=False) if is_float(dtype) else found)
+    return tuple(results)
