@@ -11,8 +11,8 @@
  * If `discrete`, the sample is the place at column width location_x + 1/2, rounded down and cut to the grid.
  *
  * A block is so many points of so many queries. First their places and factors, points on the lanes; then the rows,
- * channels on the lanes. The order of sums is that of points and queries. A task of the gradient is a level of a head: the
- * rows that it adds to are its own.
+ * channels on the lanes. The order of sums is that of points and queries. A task of the gradient is a level of some heads:
+ * the rows that it adds to are its own.
  *
  * Literals  dtype. nv: 1, 2 or 4.
  * Exports   deformable_scratch_bytes, deformable_run; deformable_grad_scratch_bytes, deformable_grad_run. */
@@ -26,15 +26,18 @@ _Static_assert(BLOCK_POINTS % LANES == 0, "a block is whole vectors");
 typedef struct {
     int64_t n, rows;                  /* points of each query, and queries; the arrays have n * rows of them */
     int64_t first;                    /* the first point's number */
+    int64_t done;                     /* points times channels since it last asked whether to go on */
+    int64_t *level;                   /* of each point */
     lane *width, *height, *x, *y, *w; /* sizes of their levels; positions on the grid; weights */
     ilane *column, *line;             /* of the first of the four places */
     lane *factor[4];                  /* of what is read there; 0 where nothing is */
     ilane *read[4];                   /* of the gradient: whether it reads the place; it may though the factor is 0 */
-    int64_t *level, *from, *down; /* the level; bytes of v from its first row to that place, and to the line below */
-    lane *nan;                    /* NaN where a weight or, unless that is 0, a location is; else 0 */
-    int any_nan;                  /* maybe */
-    lane *row;                    /* (head_dim), whole vectors: sums, or dout */
-    lane *parts;                  /* of the gradient: a vector for each place, (4, BLOCK_POINTS) */
+    const char **from[4];       /* where a place is read, `zeros` if it is not: no branch, which often goes wrong */
+    char **to[4];               /* where the gradient adds, or `unused` */
+    lane *nan;                  /* NaN where a weight or, unless that is 0, a location is; else 0 */
+    int any_nan;                /* maybe */
+    lane *row, *zeros, *unused; /* (head_dim), whole vectors; row: sums, or dout */
+    lane *parts;                /* of the gradient: a vector for each place, (4, BLOCK_POINTS) */
     lane *dx, *dy, *dw;
 } deformable_scratch;
 
@@ -42,18 +45,29 @@ static int64_t take_deformable_scratch(arena *from, const fa_deformable_args *a,
 {
     CUT_LANES(from, BLOCK_POINTS, &s->width, &s->height, &s->x, &s->y, &s->w, &s->nan);
     CUT_LANES(from, BLOCK_POINTS, &s->factor[0], &s->factor[1], &s->factor[2], &s->factor[3]);
+    CUT_LANES(from, round_up(a->head_dim, LANES), &s->row, &s->zeros);
     CUT(from, s->column, BLOCK_POINTS);
     CUT(from, s->line, BLOCK_POINTS);
     CUT(from, s->level, BLOCK_POINTS);
-    CUT(from, s->from, BLOCK_POINTS);
-    CUT(from, s->down, BLOCK_POINTS);
-    CUT(from, s->row, round_up(a->head_dim, LANES));
+    for (int c = 0; c < 4; c++) {
+        CUT(from, s->from[c], BLOCK_POINTS);
+        if (gradient) CUT(from, s->read[c], BLOCK_POINTS);
+        if (gradient) CUT(from, s->to[c], BLOCK_POINTS);
+    }
     if (gradient) {
-        for (int c = 0; c < 4; c++) CUT(from, s->read[c], BLOCK_POINTS);
         CUT(from, s->parts, 4 * BLOCK_POINTS * LANES);
         CUT_LANES(from, BLOCK_POINTS, &s->dx, &s->dy, &s->dw);
+        CUT(from, s->unused, round_up(a->head_dim, LANES));
     }
     return from->used;
+}
+
+static void ready_deformable_scratch(void *memory, const fa_deformable_args *a, int gradient, deformable_scratch *s)
+{
+    const int64_t bytes = round_up(a->head_dim, LANES) * (int64_t)sizeof(lane);
+    take_deformable_scratch(&(arena){.memory = memory}, a, gradient, s);
+    memset(s->zeros, 0, bytes), memset(s->row, 0, bytes);
+    if (gradient) memset(s->unused, 0, bytes);
 }
 
 /* Of a coordinate of LANES points: the first of the two columns (or lines), and for each whether it is there and its
@@ -83,6 +97,7 @@ INLINE sides sides_of(v_t x, v_t size, int discrete)
 /* The levels of points first .. first + n - 1, for each of so many queries. */
 static void lay_points(const fa_deformable_args *a, int64_t first, int64_t n, int64_t rows, deformable_scratch *s)
 {
+    if (s->first == first && s->n == n && s->rows == rows) return; /* as before */
     s->first = first, s->n = n, s->rows = rows;
     int64_t level = 0;
     for (int64_t p = 0; p < n; p++) {
@@ -94,8 +109,8 @@ static void lay_points(const fa_deformable_args *a, int64_t first, int64_t n, in
     }
 }
 
-/* Places and factors of the block's points, of queries i and later ones. */
-static void place_points(const fa_deformable_args *a, int64_t b, int64_t h, int64_t i, int gradient,
+/* Places and factors of the block's points, of queries i and later ones; dv, of the gradient alone, optional. */
+static void place_points(const fa_deformable_args *a, int64_t b, int64_t h, int64_t i, int gradient, const fa_array *dv,
                          deformable_scratch *s)
 {
     const lane shift = a->discrete ? (lane)0.5 : (lane)-0.5;
@@ -123,49 +138,108 @@ static void place_points(const fa_deformable_args *a, int64_t b, int64_t h, int6
         }
     }
     s->any_nan = v_any(any);
+    const char *v = at(&a->v, b, h, 0, 0);
+    char *to = dv && dv->data ? at(dv, b, h, 0, 0) : NULL;
     for (int64_t e = 0; e < s->n * s->rows; e++) {
         const fa_level *level = a->levels + s->level[e];
-        s->from[e] = (level->row + s->line[e] * level->width + s->column[e]) * a->v.row;
-        s->down[e] = level->width * a->v.row;
+        const int64_t place = level->row + s->line[e] * level->width + s->column[e];
+        UNROLL_FOR(int c = 0; c < 4; c++) {
+            const int64_t row = place + c / 2 * level->width + c % 2;
+            const int used = s->factor[c][e] != 0;
+            s->from[c][e] = (gradient ? s->read[c][e] : used) ? v + row * a->v.row : (const char *)s->zeros;
+            if (to) s->to[c][e] = used ? to + row * dv->row : (char *)s->unused;
+        }
     }
 }
 
-/* sums (nv vectors, or n < LANES numbers) += what is sampled by points e .. end - 1, from column v on. */
-INLINE void add_samples(fa_dtype dtype, int nv, const char *v, int64_t row, const deformable_scratch *s, int64_t e,
-                        int64_t end, int64_t n, lane *sums)
+/* sums (nv vectors, or n < LANES numbers) += samples of points e .. end - 1, `offset` bytes into the rows. */
+INLINE void add_samples(fa_dtype dtype, int nv, const deformable_scratch *s, int64_t e, int64_t end, int64_t offset,
+                        int64_t n, lane *sums)
 {
     v_t acc[2][4]; /* of the left places, and of the right ones */
     UNROLL_FOR(int u = 0; u < nv; u++) acc[0][u] = v_load(sums + u * LANES), acc[1][u] = v_splat(0);
     for (; e < end; e++)
         UNROLL_FOR(int c = 0; c < 4; c++) {
-            const lane factor = s->factor[c][e];
-            if (factor == 0) continue;
-            const char *from = v + s->from[e] + c / 2 * s->down[e] + c % 2 * row;
+            const v_t factor = v_splat(s->factor[c][e]);
+            const char *from = s->from[c][e] + offset;
             UNROLL_FOR(int u = 0; u < nv; u++) {
                 const char *next = from + u * LANES * dtype_size(dtype);
                 const v_t x = nv == 1 ? v_load_as_part(dtype, next, n) : v_load_as(dtype, next);
-                acc[c % 2][u] = v_fma(v_splat(factor), x, acc[c % 2][u]);
+                acc[c % 2][u] = v_fma(factor, x, acc[c % 2][u]);
             }
         }
     UNROLL_FOR(int u = 0; u < nv; u++) v_store(sums + u * LANES, acc[0][u] + acc[1][u]);
 }
 
-/* s->row += what is sampled for query number r of the block. */
-INLINE void add_row_samples(fa_dtype dtype, const fa_deformable_args *a, const char *v, int64_t r,
-                            const deformable_scratch *s)
+/* The parts of points e .. end - 1 (+)= products of s->row with their places: nv vectors from column j on. */
+INLINE void add_dots(fa_dtype dtype, int nv, const deformable_scratch *s, int64_t e, int64_t end, int64_t j, int64_t n)
 {
-    const int64_t e = r * s->n, end = e + s->n, size = dtype_size(dtype), row = a->v.row;
-    int64_t j = 0;
-    for (; j + 4 * LANES <= a->head_dim; j += 4 * LANES)
-        add_samples(dtype, 4, v + j * size, row, s, e, end, LANES, s->row + j);
-    for (; j + 2 * LANES <= a->head_dim; j += 2 * LANES)
-        add_samples(dtype, 2, v + j * size, row, s, e, end, LANES, s->row + j);
-    for (; j < a->head_dim; j += LANES)
-        add_samples(dtype, 1, v + j * size, row, s, e, end, a->head_dim - j, s->row + j);
+    v_t dout[4];
+    UNROLL_FOR(int u = 0; u < nv; u++) dout[u] = v_load(s->row + j + u * LANES);
+    for (; e < end; e++)
+        UNROLL_FOR(int c = 0; c < 4; c++) {
+            lane *part = s->parts + (c * BLOCK_POINTS + e) * LANES;
+            v_t sum = j ? v_load(part) : v_splat(0);
+            UNROLL_FOR(int u = 0; u < nv; u++) {
+                const char *next = s->from[c][e] + (j + u * LANES) * dtype_size(dtype);
+                const v_t x = nv == 1 ? v_load_as_part(dtype, next, n) : v_load_as(dtype, next);
+                sum = v_fma(dout[u], x, sum);
+            }
+            v_store(part, sum);
+        }
+}
+
+/* Where points e .. end - 1 add, += their factors times s->row. */
+INLINE void add_shares(int nv, const deformable_scratch *s, int64_t e, int64_t end, int64_t j, int64_t n)
+{
+    v_t dout[4];
+    UNROLL_FOR(int u = 0; u < nv; u++) dout[u] = v_load(s->row + j + u * LANES);
+    for (; e < end; e++)
+        UNROLL_FOR(int c = 0; c < 4; c++) {
+            const v_t factor = v_splat(s->factor[c][e]);
+            lane *to = (lane *)s->to[c][e] + j;
+            UNROLL_FOR(int u = 0; u < nv; u++) {
+                const v_t sum = nv == 1 ? v_load_part(to, n) : v_load(to + u * LANES);
+                v_store_part(to + u * LANES, v_fma(factor, dout[u], sum), nv == 1 ? n : LANES);
+            }
+        }
+}
+
+/* EACH_PIECE(n, piece): piece with literal nv, at columns j of n: most vectors first. */
+#define EACH_PIECE(n, ...)                                                                                             \
+    for (int64_t j = 0; j < (n);) {                                                                                    \
+        if ((n) - j >= 4 * LANES) WITH_LITERAL(nv, 4, __VA_ARGS__; j += nv * LANES)                                    \
+        else if ((n) - j >= 2 * LANES) WITH_LITERAL(nv, 2, __VA_ARGS__; j += nv * LANES)                               \
+        else WITH_LITERAL(nv, 1, __VA_ARGS__; j += nv * LANES)                                                         \
+    }
+
+/* s->row += what is sampled for query number r of the block. */
+INLINE void add_row_samples(fa_dtype dtype, int64_t n, int64_t r, const deformable_scratch *s)
+{
+    const int64_t e = r * s->n, end = e + s->n;
+    EACH_PIECE(n, add_samples(dtype, nv, s, e, end, j * dtype_size(dtype), n - j, s->row + j));
     if (!s->any_nan) return;
     lane nan = 0;
     for (int64_t p = e; p < end; p++) nan += s->nan[p];
-    for (j = 0; j < a->head_dim; j++) s->row[j] += nan;
+    for (int64_t j = 0; j < n; j++) s->row[j] += nan;
+}
+
+/* Of the points of query number r, whose dout is s->row: the parts, and what they add to dv; one after the other, for a
+ * load waits for a store before it whose address ends in the same 12 bits. */
+INLINE void add_row_gradients(fa_dtype dtype, int64_t n, int64_t r, int products, int shares,
+                              const deformable_scratch *s)
+{
+    const int64_t e = r * s->n, end = e + s->n;
+    if (products) EACH_PIECE(n, add_dots(dtype, nv, s, e, end, j, n - j));
+    if (shares) EACH_PIECE(n, add_shares(nv, s, e, end, j, n - j));
+}
+
+/* Whether the task is to end, asked before so many points; `done` is -1 from then on. */
+INLINE int over(const fa_deformable_args *a, int64_t points, deformable_scratch *s)
+{
+    if ((s->done += points * a->head_dim) < DEFORMABLE_ASKS) return 0;
+    s->done = given_up(a->watch) ? -1 : 0;
+    return s->done < 0;
 }
 
 /* Queries of a block whose n points each are the same for many queries, at least one. */
@@ -176,57 +250,51 @@ static int64_t deformable_scratch_bytes(const fa_deformable_args *a)
     return take_deformable_scratch(&(arena){0}, a, 0, &(deformable_scratch){0});
 }
 
-/* Rows [begin, end) of all queries: (batch, heads, len_q) of them. */
+/* Queries i .. end - 1 of a head. */
+static void sample_queries(const fa_deformable_args *a, int64_t b, int64_t h, int64_t i, int64_t end,
+                           deformable_scratch *s)
+{
+    for (int64_t rows; i < end; i += rows) {
+        rows = smaller(queries_of(a->points), end - i);
+        for (int64_t first = 0; first == 0 || first < a->points; first += BLOCK_POINTS) {
+            const int64_t n = smaller(BLOCK_POINTS, a->points - first);
+            if (over(a, n * rows, s)) return;
+            lay_points(a, first, n, rows, s);
+            place_points(a, b, h, i, 0, NULL, s);
+            for (int64_t r = 0; r < rows; r++) { /* where there are several, they have all points here */
+                if (first == 0) memset(s->row, 0, round_up(a->head_dim, LANES) * sizeof(lane));
+                WITH_DTYPE(a->v.dtype, dtype, add_row_samples(dtype, a->head_dim, r, s));
+                if (first + n == a->points) store_row(a->v.dtype, s->row, a->head_dim, 1, at(&a->out, b, h, i + r, 0));
+            }
+        }
+    }
+}
+
+/* Whether the heads of a row of v lie side by side. Heads of a query often sample much the same rows: whose pages, and
+ * whose sets of a cache, they then share, and so they take turns. Else a head comes after the other. */
+INLINE int heads_take_turns(const fa_deformable_args *a)
+{
+    return larger(a->v.head, -a->v.head) < larger(a->v.row, -a->v.row);
+}
+
+/* Units [begin, end) of (batch, heads, ceil(len_q / FA_DEFORMABLE_QUERIES)), or where heads take turns, heads last. */
 static void deformable_run(const fa_deformable_args *a, int64_t begin, int64_t end, void *scratch)
 {
     deformable_scratch s = {0};
-    take_deformable_scratch(&(arena){.memory = scratch}, a, 0, &s);
-    int64_t done = 0; /* since it last asked */
-    for (int64_t row = begin, rows; row < end; row += rows) {
-        const int64_t i = row % a->len_q, h = row / a->len_q % a->heads, b = row / a->len_q / a->heads;
-        const char *v = at(&a->v, b, h, 0, 0);
-        rows = smaller(queries_of(a->points), smaller(end - row, a->len_q - i));
-        for (int64_t first = 0; first == 0 || first < a->points; first += BLOCK_POINTS) {
-            const int64_t n = smaller(BLOCK_POINTS, a->points - first);
-            if (s.first != first || s.n != n || s.rows != rows) lay_points(a, first, n, rows, &s);
-            place_points(a, b, h, i, 0, &s);
-            for (int64_t r = 0; r < rows; r++) { /* where there are several, they have all points here */
-                if (first == 0) memset(s.row, 0, round_up(a->head_dim, LANES) * sizeof(lane));
-                WITH_DTYPE(a->v.dtype, dtype, add_row_samples(dtype, a, v, r, &s));
-                if (first + n == a->points) store_row(a->v.dtype, s.row, a->head_dim, 1, at(&a->out, b, h, i + r, 0));
-            }
-            if ((done += n * rows * a->head_dim) < DEFORMABLE_ASKS) continue;
-            if (given_up(a->watch)) return;
-            done = 0;
-        }
+    ready_deformable_scratch(scratch, a, 0, &s);
+    const int64_t blocks = ceil_div(a->len_q, FA_DEFORMABLE_QUERIES), each = blocks * a->heads;
+    for (int64_t unit = begin; unit < end; unit++) {
+        const int64_t b = unit / each, rest = unit % each;
+        const int64_t h = heads_take_turns(a) ? rest % a->heads : rest / blocks;
+        const int64_t i = (heads_take_turns(a) ? rest / a->heads : rest % blocks) * FA_DEFORMABLE_QUERIES;
+        sample_queries(a, b, h, i, smaller(a->len_q, i + FA_DEFORMABLE_QUERIES), &s);
+        if (s.done < 0) return;
     }
 }
 
 static int64_t deformable_grad_scratch_bytes(const fa_deformable_grad_args *g)
 {
     return take_deformable_scratch(&(arena){0}, &g->forward, 1, &(deformable_scratch){0});
-}
-
-/* Vectors whose sums are the products of s->row with the places of point e; and dv += factors times s->row. */
-INLINE void touch_places(fa_dtype dtype, const fa_deformable_grad_args *g, const char *v, char *dv, int64_t e,
-                         const deformable_scratch *s)
-{
-    const fa_deformable_args *a = &g->forward;
-    const int64_t n = a->head_dim, size = dtype_size(dtype);
-    const fa_level *level = a->levels + s->level[e];
-    const int64_t place = level->row + s->line[e] * level->width + s->column[e];
-    UNROLL_FOR(int c = 0; c < 4; c++) {
-        v_t sum = v_splat(0);
-        const char *from = v + s->from[e] + c / 2 * s->down[e] + c % 2 * a->v.row;
-        for (int64_t j = 0; v && s->read[c][e] && j < n; j += LANES)
-            sum = v_fma(v_load(s->row + j), v_load_as_part(dtype, from + j * size, n - j), sum);
-        v_store(s->parts + (c * BLOCK_POINTS + e) * LANES, sum);
-        const v_t factor = v_splat(s->factor[c][e]);
-        if (!dv || s->factor[c][e] == 0) continue;
-        lane *to = (lane *)(dv + (place + c / 2 * level->width + c % 2) * g->dv.row);
-        for (int64_t j = 0; j < n; j += LANES)
-            v_store_part(to + j, v_fma(factor, v_load(s->row + j), v_load_part(to + j, n - j)), n - j);
-    }
 }
 
 /* s->dx, dy and dw of the block's points, of the sums of their parts. */
@@ -255,40 +323,47 @@ static void finish_points(const fa_deformable_args *a, const deformable_scratch 
     }
 }
 
-/* Task (batch, heads, levels): the gradients of a level's points, and of its rows of a head of v. */
-static void deformable_grad_run(const fa_deformable_grad_args *g, int64_t task, void *scratch)
+/* Gradients of points begin .. end - 1, those of one level, of queries i .. last - 1 of a head. */
+static void differentiate_queries(const fa_deformable_grad_args *g, int64_t b, int64_t h, int64_t i, int64_t last,
+                                  int64_t begin, int64_t end, deformable_scratch *s)
 {
     const fa_deformable_args *a = &g->forward;
-    const int64_t level = task % a->n_levels, h = task / a->n_levels % a->heads, b = task / a->n_levels / a->heads;
-    const int64_t begin = level ? a->levels[level - 1].end : 0, end = a->levels[level].end;
     const int sums = g->dlocations.data || g->dweights.data;
-    const char *v = sums ? at(&a->v, b, h, 0, 0) : NULL;
-    char *dv = g->dv.data ? at(&g->dv, b, h, 0, 0) : NULL;
-    deformable_scratch s = {0};
-    take_deformable_scratch(&(arena){.memory = scratch}, a, 1, &s);
-    memset(s.row, 0, round_up(a->head_dim, LANES) * sizeof(lane));
-    int64_t done = 0;
-    for (int64_t i = 0, rows; i < a->len_q; i += rows) {
-        rows = smaller(queries_of(end - begin), a->len_q - i);
+    for (int64_t rows; i < last; i += rows) {
+        rows = smaller(queries_of(end - begin), last - i);
         for (int64_t first = begin; first < end; first += BLOCK_POINTS) {
             const int64_t n = smaller(BLOCK_POINTS, end - first);
-            if (s.first != first || s.n != n || s.rows != rows) lay_points(a, first, n, rows, &s);
-            place_points(a, b, h, i, 1, &s);
+            if (over(a, n * rows, s)) return;
+            lay_points(a, first, n, rows, s);
+            place_points(a, b, h, i, 1, &g->dv, s);
             for (int64_t r = 0; r < rows; r++) {
-                load_row(a->v.dtype, at(&g->dout, b, h, i + r, 0), a->head_dim, 1, s.row);
-                for (int64_t e = r * n; e < r * n + n; e++)
-                    WITH_DTYPE(a->v.dtype, dtype, touch_places(dtype, g, v, dv, e, &s));
+                load_row(a->v.dtype, at(&g->dout, b, h, i + r, 0), a->head_dim, 1, s->row);
+                WITH_DTYPE(a->v.dtype, dtype, add_row_gradients(dtype, a->head_dim, r, sums, g->dv.data != NULL, s));
             }
-            if (sums) finish_points(a, &s);
+            if (sums) finish_points(a, s);
             for (int64_t r = 0, e = 0; sums && r < rows; r++, e += n) {
                 lane_u *dxy = g->dlocations.data ? (lane_u *)at(&g->dlocations, b, h, i + r, 0) + 2 * first : NULL;
                 lane_u *dw = g->dweights.data ? (lane_u *)at(&g->dweights, b, h, i + r, 0) + first : NULL;
-                for (int64_t p = 0; dxy && p < n; p++) dxy[2 * p] = s.dx[e + p], dxy[2 * p + 1] = s.dy[e + p];
-                for (int64_t p = 0; dw && p < n; p++) dw[p] = s.dw[e + p];
+                for (int64_t p = 0; dxy && p < n; p++) dxy[2 * p] = s->dx[e + p], dxy[2 * p + 1] = s->dy[e + p];
+                for (int64_t p = 0; dw && p < n; p++) dw[p] = s->dw[e + p];
             }
-            if ((done += n * rows * a->head_dim) < DEFORMABLE_ASKS) continue;
-            if (given_up(a->watch)) return;
-            done = 0;
         }
     }
+}
+
+/* Task (batch, levels): the gradients of a level's points, and of its rows of v, of heads [first, end). */
+static void deformable_grad_run(const fa_deformable_grad_args *g, int64_t task, int64_t first, int64_t end,
+                                void *scratch)
+{
+    const fa_deformable_args *a = &g->forward;
+    const int64_t level = task % a->n_levels, b = task / a->n_levels;
+    const int64_t begin = level ? a->levels[level - 1].end : 0, last = a->levels[level].end;
+    const int64_t each = heads_take_turns(a) ? FA_DEFORMABLE_QUERIES : a->len_q;
+    deformable_scratch s = {0};
+    ready_deformable_scratch(scratch, a, 1, &s);
+    for (int64_t i = 0; i < a->len_q; i += each)
+        for (int64_t h = first; h < end; h++) {
+            differentiate_queries(g, b, h, i, smaller(a->len_q, i + each), begin, last, &s);
+            if (s.done < 0) return;
+        }
 }

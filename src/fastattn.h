@@ -344,6 +344,7 @@ typedef struct {
 } fa_scan_grad_args;
 
 /* Deformable attention: deformable.inc.h. Levels are grids of rows of v, one after the other. */
+#define FA_DEFORMABLE_QUERIES 16 /* of a unit of work: of one head */
 typedef struct {
     int64_t height, width; /* at most 2^24, which lanes hold */
     int64_t row;           /* the first row of v; row + height * width <= len_v */
@@ -513,10 +514,10 @@ typedef struct {
     int64_t (*scan_grad_scratch_bytes)(const fa_scan_grad_args *);
     void (*scan_grad_run)(const fa_scan_grad_args *, int64_t task, void *scratch);
     int64_t (*deformable_scratch_bytes)(const fa_deformable_args *);
-    void (*deformable_run)(const fa_deformable_args *, int64_t begin, int64_t end,
-                           void *scratch); /* queries of heads */
+    void (*deformable_run)(const fa_deformable_args *, int64_t begin, int64_t end, void *scratch); /* units */
     int64_t (*deformable_grad_scratch_bytes)(const fa_deformable_grad_args *);
-    void (*deformable_grad_run)(const fa_deformable_grad_args *, int64_t task, void *scratch); /* levels of heads */
+    void (*deformable_grad_run)(const fa_deformable_grad_args *, int64_t task, int64_t first_head, int64_t end_head,
+                                void *scratch);
     void (*recurrent_plan)(const fa_recurrent_args *, int threads, fa_recurrent_plan *);
     void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t task, void *scratch);
     void (*recurrent_backward_plan)(const fa_recurrent_backward_args *, fa_recurrent_backward_plan *);

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "backward.h"
 #include "channels.h"
+#include "deformable.h"
 #include "gradients.h"
 #include "outer.h"
 #include "pack.h"
@@ -18,16 +19,17 @@
 #include "rowwise_backward.h"
 #include "updates.h"
 
-static const family *const families[] = {&attention_family, &backward_family,
-                                         &rowwise_family,   &rowwise_backward_family,
-                                         &recurrent_family, &recurrent_backward_family,
-                                         &linear_family,    &pack_family,
-                                         &rows_family,      &rope_family,
-                                         &update_family,    &outer_family,
-                                         &rows_grad_family, &logits_family,
-                                         &dropout_family,   &scatter_family,
-                                         &conv_family,      &conv_grad_family,
-                                         &scan_family,      &scan_grad_family};
+static const family *const families[] = {&attention_family,  &backward_family,
+                                         &rowwise_family,    &rowwise_backward_family,
+                                         &recurrent_family,  &recurrent_backward_family,
+                                         &linear_family,     &pack_family,
+                                         &rows_family,       &rope_family,
+                                         &update_family,     &outer_family,
+                                         &rows_grad_family,  &logits_family,
+                                         &dropout_family,    &scatter_family,
+                                         &conv_family,       &conv_grad_family,
+                                         &scan_family,       &scan_grad_family,
+                                         &deformable_family, &deformable_grad_family};
 
 static int list(void)
 {

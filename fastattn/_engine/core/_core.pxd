@@ -204,6 +204,8 @@ cdef extern from "fastattn.h" nogil:
         fa_array dout, dx, ddt, dstate_out, dstate, drates, dskip, dbias
         void *db
         void *dc
+    enum:
+        FA_DEFORMABLE_QUERIES
     ctypedef struct fa_level:
         int64_t height, width, row, end
     ctypedef struct fa_deformable_args:
@@ -303,7 +305,7 @@ cdef extern from "fastattn.h" nogil:
         int64_t (*deformable_scratch_bytes)(const fa_deformable_args *) noexcept nogil
         void (*deformable_run)(const fa_deformable_args *, int64_t, int64_t, void *) noexcept nogil
         int64_t (*deformable_grad_scratch_bytes)(const fa_deformable_grad_args *) noexcept nogil
-        void (*deformable_grad_run)(const fa_deformable_grad_args *, int64_t, void *) noexcept nogil
+        void (*deformable_grad_run)(const fa_deformable_grad_args *, int64_t, int64_t, int64_t, void *) noexcept nogil
         void (*recurrent_plan)(const fa_recurrent_args *, int, fa_recurrent_plan *) noexcept nogil
         void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t, void *) noexcept nogil
         void (*recurrent_backward_plan)(const fa_recurrent_backward_args *,

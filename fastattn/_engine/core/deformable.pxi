@@ -40,18 +40,25 @@ def deformable(args):
     """Compute `args.out`, of a DeformableArgs."""
     cdef fa_deformable_args a
     cdef Loop loop
+    cdef int threads = args.num_threads
     cdef _Tables tables = _set_deformable(&a, args, 4)
     tables.set_rows(&a.out, "out", args.out, a.heads, a.len_q, a.head_dim)
     if a.out.dtype != a.v.dtype:
         raise _misfit("out", args.out, "v's type")
     a.watch = &loop.watch
     loop.kernels, loop.args = _kernels(a.v.dtype), &a
-    _run_rows_of(&loop, _deformable_task, a.batch * a.heads * a.len_q, a.points * a.head_dim, args.num_threads,
-                 loop.kernels.deformable_scratch_bytes(&a))
+    if a.batch * a.heads * a.len_q * a.points * a.head_dim < fa_tuned.parallel_elements:
+        threads = 1
+    loop.n = a.batch * a.heads * ((a.len_q + FA_DEFORMABLE_QUERIES - 1) // FA_DEFORMABLE_QUERIES)
+    loop.step = max(1, min(a.heads, loop.n // (8 * threads)))  # heads that take turns stay with a thread
+    _run(&loop, _deformable_task, (loop.n + loop.step - 1) // loop.step, threads,
+         loop.kernels.deformable_scratch_bytes(&a))
 
 
 cdef void _deformable_grad_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.deformable_grad_run(<const fa_deformable_grad_args *>loop.args, task, scratch)
+    cdef int64_t groups = (loop.n + loop.step - 1) // loop.step, first = task % groups * loop.step
+    loop.kernels.deformable_grad_run(<const fa_deformable_grad_args *>loop.args, task // groups, first,
+                                     min(loop.n, first + loop.step), scratch)
 
 
 def deformable_grad(args):
@@ -74,5 +81,7 @@ def deformable_grad(args):
     loop.kernels, loop.args = _kernels(f.v.dtype), &a
     if f.batch * f.heads * f.len_q * f.points * f.head_dim < fa_tuned.parallel_elements:
         threads = 1
-    _run(&loop, _deformable_grad_task, f.batch * f.heads * f.n_levels, threads,
+    loop.n = f.heads
+    loop.step = max(1, min(f.heads, f.batch * f.heads * f.n_levels // (8 * threads)))
+    _run(&loop, _deformable_grad_task, f.batch * f.n_levels * ((loop.n + loop.step - 1) // loop.step), threads,
          loop.kernels.deformable_grad_scratch_bytes(&a))
