@@ -429,6 +429,27 @@ typedef struct {
     double flops;
 } fa_rowwise_plan;
 
+/* The numbers of the rows of k that have the largest scores: selection.inc.h. Of `attention` q, k, k_scale, their sizes,
+ * masks.row_end and watch: a query may select keys before row_end alone, which is (batch, 1, len_q). */
+typedef struct {
+    fa_attention_args attention;
+    fa_array weights;           /* (batch, heads_q, len_q), lanes; optional */
+    fa_array selected;          /* (batch, heads_kv, len_q, top_k), int64, the last axis contiguous */
+    fa_array scores;            /* (batch, heads_kv, len_q, len_k), lanes, likewise: in place of q and k; optional */
+    int64_t top_k, first, last; /* of top_k, at least 1: the first and the last that a query may select */
+    int relu;
+} fa_selection_args;
+
+/* With `runs`, whoever runs the tasks gives `scores` memory, whose rows are `pitch` lanes; score() first, which has `runs`
+ * tasks for each of run(): scheduling, which alone depends on batch and threads. */
+typedef struct {
+    int by_pairs; /* rows of a tile are (query, head) pairs, and not queries */
+    int64_t queries, tiles;
+    int64_t runs, run_k, pitch;
+    int64_t n_tasks, scratch_bytes;
+    double flops;
+} fa_selection_plan;
+
 /* The gradients of an attention call, of which `attention` has the results: out and lse. What is not given is not asked
  * for. dq, dk and dv are of lanes or of their input's dtype, and written; the others are added to. */
 typedef struct {
@@ -525,6 +546,9 @@ typedef struct {
                                    void *scratch);
     void (*rowwise_plan)(const fa_rowwise_args *, fa_rowwise_plan *);
     void (*rowwise_run)(const fa_rowwise_args *, const fa_rowwise_plan *, int64_t task, void *scratch);
+    void (*selection_plan)(const fa_selection_args *, int threads, fa_selection_plan *);
+    void (*selection_score)(const fa_selection_args *, const fa_selection_plan *, int64_t task, void *scratch);
+    void (*selection_run)(const fa_selection_args *, const fa_selection_plan *, int64_t task, void *scratch);
     void (*backward_plan)(const fa_backward_args *, int threads, fa_backward_plan *);
     void (*backward_sums)(const fa_backward_args *, const fa_backward_plan *, int64_t task, void *shared,
                           void *scratch);

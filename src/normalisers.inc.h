@@ -2,7 +2,7 @@
  * Queries are on the lanes, so every step is taken for all rows of a tile at once, and nothing is sorted.
  *
  * Literals  nv, within this file; squared: 1 for entmax-1.5. above: 0, 1.
- * Exports   kept_scores, keep_near, find_threshold, support_width, normalise, selects, ROWWISE_ASKS. */
+ * Exports   kept_scores, keep_near, find_threshold, support_width, normalise, selects, ordered, ROWWISE_ASKS. */
 #pragma once
 #include "any_nv.inc.h"
 

@@ -12,6 +12,7 @@
  *   v_recip(x)              1 / x within a unit in the last place, x neither tiny nor huge          v_sqrt(x)
  *   v_sum v_max_lanes       over the lanes           v_sum_each(r)        of LANES registers, one a lane
  *   v_max_i                 of integers              v_max_each            the largest of the lanes, as v_sum_each
+ *   v_pack_lanes(p, mask, x)  lanes of integers that mask has, side by side; a vector is written. Their number
  *   v_mul_wide(a, b)        products of the lower halves of 64-bit lanes: whole
  *   v_upper(a)              upper halves of 64-bit lanes, in the lower ones
  *   v_stream                a store, aligned, that leaves the caches alone; v_stream_end() orders it before later ones */
@@ -317,6 +318,23 @@ INLINE vi_t v_max_i(vi_t a, vi_t b)
     return (vi_t)_mm256_max_epi32((__m256i)a, (__m256i)b);
 #else
     return (vi_t)v_select(a > b, (v_t)a, (v_t)b);
+#endif
+}
+
+INLINE int64_t v_pack_lanes(ilane *p, vi_t mask, vi_t x)
+{
+#if defined V_AVX512 && LANE_BITS == 64
+    const __mmask8 set = _mm512_movepi64_mask((__m512i)mask);
+    v_store(p, (v_t)_mm512_maskz_compress_epi64(set, (__m512i)x));
+    return __builtin_popcount(set);
+#elif defined V_AVX512
+    const __mmask16 set = _mm512_movepi32_mask((__m512i)mask);
+    v_store(p, (v_t)_mm512_maskz_compress_epi32(set, (__m512i)x));
+    return __builtin_popcount(set);
+#else
+    int64_t n = 0;
+    UNROLL_FOR(int i = 0; i < LANES; i++) p[n] = x[i], n -= mask[i];
+    return n;
 #endif
 }
 

@@ -17,6 +17,7 @@
 #include "rows.h"
 #include "rowwise.h"
 #include "rowwise_backward.h"
+#include "selection.h"
 #include "updates.h"
 
 static const family *const families[] = {&attention_family,  &backward_family,
@@ -29,7 +30,8 @@ static const family *const families[] = {&attention_family,  &backward_family,
                                          &dropout_family,    &scatter_family,
                                          &conv_family,       &conv_grad_family,
                                          &scan_family,       &scan_grad_family,
-                                         &deformable_family, &deformable_grad_family};
+                                         &deformable_family, &deformable_grad_family,
+                                         &selection_family};
 
 static int list(void)
 {
