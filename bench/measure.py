@@ -1,7 +1,7 @@
 """Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
-    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,step,maxsim,tensors,
-                             scaling,gated_norm} [--isa ISA] [--dtype D]
+    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,step,maxsim,select,
+                             tensors,scaling,gated_norm} [--isa ISA] [--dtype D]
 
 Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each,
 those of `int8` medians. `maxsim`, `tensors` and `scaling` take all threads.
@@ -26,7 +26,7 @@ import numpy as np
 import fastattn
 from bench import files as model_files
 from bench.clock import Call, normal, shortest
-from fastattn import grad, models, ops
+from fastattn import functional, grad, models, ops
 from fastattn._args.pack import pack_args
 from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._engine import dispatch, settings
@@ -299,6 +299,46 @@ def maxsim(dtype: str) -> None:
         print(f"{n} queries: {', '.join(f'{min(found):.0f} ms' for found in times)}")
 
 
+def select(dtype: str) -> None:
+    """`select_keys`: shares of the peak, and of one query the bytes of its keys as one of the bandwidth."""
+    relu = {"activation": "relu", "causal": True}
+    shapes = (
+        ("DeepSeek-V3.2", (64, 1, 1024, 16384, 128), 2048, relu),
+        ("the first 4096", (64, 1, 4096, 4096, 128), 2048, relu),
+        *(
+            (
+                f"MoBA, {n} blocks",
+                (8, 8, 4096, n, 128),
+                8,
+                {"causal": True, "last": 1, "block_size": 4096 // n},
+            )
+            for n in (64, 256, 1024)
+        ),
+        ("one query", (64, 1, 1, 1 << 17, 128), 2048, relu),
+        ("one query and head", (1, 1, 1, 1 << 17, 128), 2048, {}),
+    )
+    for name, (heads, heads_kv, len_q, blocks, d), top_k, options in shapes:
+        q, k = normal((heads, len_q, d), dtype), normal((heads_kv, blocks, d), dtype)
+        if "activation" in options:
+            options = {**options, "weights": normal((heads, len_q))}
+        limits = (
+            max(_core.fma_peak(dtype, 1) for _ in range(10)),
+            max(_core.read_bandwidth(1) for _ in range(2)),
+        )
+        (seconds,) = best(
+            lambda q=q, k=k, n=top_k, o=options: functional.select_keys(q, k, n, num_threads=1, **o)
+        )
+        size = options.get("block_size", 1)
+        allowed = np.full(len_q, blocks)
+        if "causal" in options:
+            allowed = (blocks * size - len_q + np.arange(len_q)) // size + 1
+        speed = 2 * heads * d * allowed[allowed > top_k].sum() / seconds
+        text = f"{speed / limits[0]:.0%} of {limits[0] / 1e9:.0f} GFLOP/s"
+        if len_q == 1:
+            text += f", {k.nbytes / seconds / limits[1]:.0%} of {limits[1] / 1e9:.1f} GB/s"
+        print(f"{name} {q.shape} {k.shape}, {top_k} selected: {1e3 * seconds:.2f} ms, {text}")
+
+
 def tensors(dtype: str) -> None:
     """Functions of hybrid models on tensors: transformers' own in turn with those of `register`."""
     from importlib import import_module
@@ -438,8 +478,8 @@ def gated_norm(dtype: str) -> None:
 def main() -> None:
     """Parse the command line and measure."""
     functions = (
-        peak, strided, padding, decode, int8, linear, pack, load, layer, step, maxsim, tensors, scaling,
-        gated_norm,
+        peak, strided, padding, decode, int8, linear, pack, load, layer, step, maxsim, select, tensors,
+        scaling, gated_norm,
     )  # fmt: skip
     measures = {f.__name__: f for f in functions}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -255,6 +255,29 @@ class RowwiseBackwardArgs(BackwardArgs):
 
 
 @dataclass(slots=True, eq=False)
+class SelectionArgs:
+    """A choice of keys; of `attention`, nothing of values counts, and `row_end` is (*batch, 1, len_q)."""
+
+    kernel: ClassVar[str] = "selection"
+
+    attention: AttentionArgs
+    out: Ints  # (*batch_shape, heads_kv, len_q, top_k)
+    top_k: int  # at least 1
+    first: int  # of top_k, how many are the first and the last that a query may select
+    last: int
+    relu: bool
+    weights: Array | None = None  # lane dtype, (*batch_shape, heads_q, len_q)
+    scores: Array | None = None  # lane dtype, (*batch_shape, heads_kv, len_q, len_k): in place of q and k
+
+    def rows(self, begin: int, end: int, scores: Array) -> SelectionArgs:
+        """The choice of queries `begin` to `end` by their scores."""
+        part = copy(self)
+        part.attention = self.attention.cut(len_q=slice(begin, end))
+        part.out, part.weights, part.scores = self.out[..., begin:end, :], None, scores
+        return part
+
+
+@dataclass(slots=True, eq=False)
 class RecurrentArgs:
     """One call: all that the compiled layer and its NumPy twin read.
 

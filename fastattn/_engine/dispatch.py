@@ -18,6 +18,7 @@ from fastattn._args.types import (
     RowwiseBackwardArgs,
     ScanArgs,
     SelectedArgs,
+    SelectionArgs,
     lane_dtype,
 )
 from fastattn._engine import settings
@@ -34,6 +35,7 @@ from fastattn._reference import (
     rowwise,
     rowwise_backward,
     selected,
+    selection,
     updates,
 )
 
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
         | RowwiseBackwardArgs
         | ScanArgs
         | SelectedArgs
+        | SelectionArgs
         | UpdateArgs
     )
     AnyGradArgs = (
@@ -103,6 +106,7 @@ _TWINS: dict[str, Callable[[Any], None]] = {
     "scan_grad": channels.scan_grad,
     "scatter": grad.scatter,
     "selected": selected.selected,
+    "selection": selection.selection,
     "update": updates.update,
 }
 _COMPILED = {name: getattr(settings.core, name) for name in _TWINS} if settings.core else {}

@@ -38,6 +38,7 @@ from fastattn.functional._scores import (
     top_k_attention,
 )
 from fastattn.functional._selected import selected_attention
+from fastattn.functional._selection import select_keys
 from fastattn.functional._shaw import shaw_attention
 from fastattn.functional._state_space import mamba2_scan, selective_scan
 from fastattn.functional._torch import flex_attention
@@ -75,6 +76,7 @@ __all__ = [
     "retention",
     "rwkv7",
     "selected_attention",
+    "select_keys",
     "selective_scan",
     "shaw_attention",
     "sigmoid_attention",

@@ -65,6 +65,12 @@ def talking():
     return lambda: functional.talking_heads_attention(q, k, k, pre=mix, post=mix)
 
 
+def selection():
+    """With one thread it is one task."""
+    q, k = repeated(1, 512, 1, 128), repeated(1, 1, 1 << 24, 128)
+    return lambda: functional.select_keys(q, k, 3)
+
+
 def recurrent():
     q = repeated(100_000, 4, 256, 64)
     return lambda: functional.linear_attention(q, q, q[..., :1], rule="linear")

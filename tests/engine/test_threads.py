@@ -163,7 +163,12 @@ SOON = 2.0  # seconds, of which 0.1 are what it takes, and the rest for a machin
     [
         *((name, n, "attention") for name in IMPLEMENTATIONS for n in (1, 2)),
         # One text is compiled for each instruction set: the first one stands for all.
-        *((isa, n, name) for isa in COMPILED[:1] for n in (1, 2) for name in ("topk", "recurrent", "linear")),
+        *(
+            (isa, n, name)
+            for isa in COMPILED[:1]
+            for n in (1, 2)
+            for name in ("topk", "recurrent", "selection", "linear")
+        ),
         *((isa, 1, name) for isa in COMPILED[:1] for name in ("program", "decode", "additive", "talking")),
         *(
             (isa, 1, name)

@@ -247,6 +247,14 @@ cdef extern from "fastattn.h" nogil:
     ctypedef struct fa_rowwise_plan:
         int64_t n_tasks, scratch_bytes
         double flops
+    ctypedef struct fa_selection_args:
+        fa_attention_args attention
+        fa_array weights, selected, scores
+        int64_t top_k, first, last
+        int relu
+    ctypedef struct fa_selection_plan:
+        int64_t runs, pitch, n_tasks, scratch_bytes
+        double flops
     ctypedef struct fa_backward_args:
         fa_attention_args attention
         fa_array dout, dlse, dq, dk, dv, dbias, dbias_diagonals, dsinks, dalibi_slopes, dsoftcap
@@ -314,6 +322,9 @@ cdef extern from "fastattn.h" nogil:
                                        void *) noexcept nogil
         void (*rowwise_plan)(const fa_rowwise_args *, fa_rowwise_plan *) noexcept nogil
         void (*rowwise_run)(const fa_rowwise_args *, const fa_rowwise_plan *, int64_t, void *) noexcept nogil
+        void (*selection_plan)(const fa_selection_args *, int, fa_selection_plan *) noexcept nogil
+        void (*selection_score)(const fa_selection_args *, const fa_selection_plan *, int64_t, void *) noexcept nogil
+        void (*selection_run)(const fa_selection_args *, const fa_selection_plan *, int64_t, void *) noexcept nogil
         void (*backward_plan)(const fa_backward_args *, int, fa_backward_plan *) noexcept nogil
         void (*backward_sums)(const fa_backward_args *, const fa_backward_plan *, int64_t, void *,
                               void *) noexcept nogil
