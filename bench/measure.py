@@ -1,6 +1,6 @@
 """Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
-    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,step,maxsim,select,
+    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,step,maxsim,select,selected,
                              tensors,scaling,gated_norm} [--isa ISA] [--dtype D]
 
 Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each,
@@ -339,6 +339,60 @@ def select(dtype: str) -> None:
         print(f"{name} {q.shape} {k.shape}, {top_k} selected: {1e3 * seconds:.2f} ms, {text}")
 
 
+def selected(dtype: str) -> None:
+    """Attention to selected keys, over attention of the same queries to as many keys side by side.
+
+    Lists of neighbouring queries have nothing to do with one another, or 9 keys of 10 in common, or all.
+    """
+    fastattn.set_num_threads(1)
+    rng = np.random.default_rng(0)
+    shapes = (
+        ("latent, as DeepSeek-V3.2", (128, 1, 64, 16384, 576, 512), 2048, 1),
+        ("16 heads a key head", (16, 1, 512, 16384, 128, 128), 2048, 1),
+        ("blocks, as NSA", (64, 4, 256, 16384, 128, 128), 16, 64),
+        ("blocks, as MoBA", (8, 8, 512, 16384, 128, 128), 3, 512),
+        ("a key head each", (8, 8, 256, 16384, 128, 128), 2048, 1),
+        ("one query", (32, 8, 1, 131072, 128, 128), 2048, 1),
+        ("one query, pages, as Quest", (32, 8, 1, 131072, 128, 128), 128, 16),
+    )
+    for name, (heads, heads_kv, len_q, len_k, d, d_v), number, size in shapes:
+        q, k = normal((heads, len_q, d), dtype), normal((heads_kv, len_k, d), dtype)
+        v = k[..., :d_v] if d != d_v else normal((heads_kv, len_k, d_v), dtype)
+        keys, values = (np.ascontiguousarray(x[:, : number * size]) for x in (k, v))
+        draws = rng.permuted(np.tile(np.arange(len_k // size), (heads_kv, len_q, 1)), axis=-1)[..., :number]
+        for alike in (0.0, 0.9, 1.0) if len_q > 1 else (0.0,):
+            common = rng.random(draws.shape) < alike
+            lists = np.where(common, draws[:, :1], draws)
+            ours, dense = best(
+                lambda q=q, k=k, v=v, x=lists, n=size: functional.selected_attention(
+                    q, k, v, x, block_size=n
+                ),
+                lambda q=q, k=keys, v=values: fastattn.attention(q, k, v),
+            )
+            print(f"{name}, {number * size} keys, {alike:.0%} alike: {1e3 * ours:.2f} ms, {ours / dense:.2f}")
+    heads, length, d = 16, 8192, 128
+    q, k, v = (normal((n, length, d), dtype) for n in (heads, 1, 1))
+    index = normal((64, length, d), dtype), normal((length, d), dtype), normal((64, length))
+    latent = normal((heads, length, d + 64), dtype), normal((length, 512 + 64), dtype)
+    weights = [normal((heads, d, 512)) / 16 for _ in range(2)]
+    gates = normal((heads, length, 3))
+    calls = {
+        "moba_attention": lambda: functional.moba_attention(q, k, v),
+        "quest_attention": lambda: functional.quest_attention(q, k, v, top_k=64),
+        "native_sparse_attention": lambda: functional.native_sparse_attention(q, k, v, gates),
+    }
+    (dense,) = best(lambda: fastattn.attention(q, k, v, causal=True))
+    for name, call in calls.items():
+        (seconds,) = best(call)
+        print(f"{name}, {heads} heads, {length} tokens: {1e3 * seconds:.0f} ms, causal {1e3 * dense:.0f}")
+    seconds, dense = best(
+        lambda: functional.deepseek_sparse_attention(*latent, *weights, *index),
+        lambda: functional.latent_attention(*latent, *weights, causal=True, absorbed=False),
+    )
+    name = f"deepseek_sparse_attention, {heads} heads, {length} tokens"
+    print(f"{name}: {1e3 * seconds:.0f} ms, all keys {1e3 * dense:.0f}")
+
+
 def tensors(dtype: str) -> None:
     """Functions of hybrid models on tensors: transformers' own in turn with those of `register`."""
     from importlib import import_module
@@ -478,7 +532,7 @@ def gated_norm(dtype: str) -> None:
 def main() -> None:
     """Parse the command line and measure."""
     functions = (
-        peak, strided, padding, decode, int8, linear, pack, load, layer, step, maxsim, select, tensors,
+        peak, strided, padding, decode, int8, linear, pack, load, layer, step, maxsim, select, selected, tensors,
         scaling, gated_norm,
     )  # fmt: skip
     measures = {f.__name__: f for f in functions}

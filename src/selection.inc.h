@@ -188,11 +188,11 @@ NOINLINE void add_pairs(const fa_selection_args *call, const query_tile *tile, c
 }
 
 /* Asks for part `i` of `parts` of the block of keys from `first` on: all at once would wait for one another. */
-INLINE void prefetch_keys(const fa_attention_args *a, const row_block *keys, int64_t first, int64_t last, int64_t i,
+INLINE void prefetch_part(const fa_attention_args *a, const row_block *keys, int64_t first, int64_t last, int64_t i,
                           int64_t parts)
 {
     const int64_t j0 = first + i * BLOCK_K / parts, n = smaller(first + (i + 1) * BLOCK_K / parts, last) - j0;
-    prefetch_rows(at_key(&a->k, keys, j0), a->k.row, n, a->head_dim * dtype_size(a->k.dtype));
+    if (n > 0) prefetch_keys(&a->k, keys, j0, n, a->head_dim);
 }
 
 /* Rows of scores `to`, `pitch` lanes apart, of keys [begin, end); begin is a multiple of BLOCK_K. 0: given up. */
@@ -208,7 +208,7 @@ INLINE int score_keys_as(const fa_selection_args *call, const fa_selection_plan 
     for (int64_t j0 = begin; j0 < end; j0 += BLOCK_K) {
         const int64_t n = smaller(BLOCK_K, end - j0);
         outer_product product = {.pitch = BLOCK_Q, .factor = 1};
-        product.x = dot ? rows_as_pairs(&a->k, at_key(&a->k, &keys, j0), n, a->head_dim, 0, scratch->k, &product.x_row)
+        product.x = dot ? rows_as_pairs(&a->k, &keys, j0, n, a->head_dim, 0, scratch->k, &product.x_row)
                         : rows_as_lanes(&a->k, &a->k_scale, &keys, j0, n, a->head_dim, 0, scratch->k, &product.x_row);
         product.depth = dot ? padded_k(a->head_dim) / 2 : a->head_dim;
         const int64_t pieces = ceil_div(n, step), all = plan->tiles * pieces;
@@ -217,7 +217,7 @@ INLINE int score_keys_as(const fa_selection_args *call, const fa_selection_plan 
                 const query_tile *tile = scratch->tiles + p / pieces;
                 const int64_t c = p % pieces * step, some = smaller(step, n - c);
                 outer_product part = product;
-                prefetch_keys(a, &keys, j0 + BLOCK_K, end, p, all);
+                prefetch_part(a, &keys, j0 + BLOCK_K, end, p, all);
                 part.x += c * product.x_row, part.y = tile->qt, part.out = scratch->s[p % 2];
                 if (tile->rows.n <= LANES) block_scores(1, dot, some, &part, NULL);
                 else block_scores(NV, dot, some, &part, NULL);

@@ -280,6 +280,7 @@ NONE = frozenset()
 NO_PLACES = {"mask", "causal", "window", "kv_lengths", "q_offset", "row_ranges", "bias", "alibi_slopes"}
 APPROXIMATE = NO_PLACES | {"softcap", "sinks"}
 RULE = NO_PLACES | {"softcap", "sinks"}
+LISTED = NO_PLACES - {"kv_lengths", "q_offset"} | {"softcap", "sinks", "out"}
 REFUSED = {
     "additive_attention": {"sinks"},
     "attention_backward": {"out"},
@@ -289,6 +290,7 @@ REFUSED = {
     "delta_net": RULE,
     "delta_product": RULE | {"out"},
     "differential_attention": {"out"},
+    "deepseek_sparse_attention": LISTED - {"softcap", "sinks"},
     "dilated_window_attention": NO_PLACES,
     "disentangled_attention": {"softcap"},
     "entmax15_attention": {"sinks"},
@@ -304,9 +306,12 @@ REFUSED = {
     "location_attention": {"bias", "scale", "softcap", "alibi_slopes", "sinks"},
     "lsh_attention": APPROXIMATE | {"out"},
     "memory_attention": NONE,
+    "moba_attention": LISTED,
+    "native_sparse_attention": LISTED,
     "neighborhood_attention": NO_PLACES | {"out"},
     "nystrom_attention": APPROXIMATE | {"out"},
     "qk_norm_attention": NONE,
+    "quest_attention": LISTED,
     "retention": RULE,
     "rwkv7": RULE | {"out"},
     "selected_attention": {"mask", "bias", "alibi_slopes", "row_ranges"},

@@ -1,4 +1,4 @@
-"""Attention to selected keys in NumPy: the keys of a query are gathered, and attended as if there were no others."""
+"""Attention to selected keys in NumPy: those of a query are gathered, and attended as if they were all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gathered(args: SelectedArgs) -> Iterator[Gathered]:
 class Gathered:
     """Some queries of a batch item, each with the keys that it attends as if it were an item of its own.
 
-    `keys` (rows, heads_kv, most) are ascending, as many as `lengths` (rows, heads_kv) says; any others follow.
+    `keys` (rows, heads_kv, most) are ascending, so many as `lengths` (rows, heads_kv) says; any follow.
     """
 
     def __init__(self, args: SelectedArgs, batch: Shape, rows: slice) -> None:
@@ -83,7 +83,7 @@ class Gathered:
         return rows
 
     def sums(self, dx: Array, to: Array) -> Iterator[ScatterArgs]:
-        """Sums that add `dx`, (rows, heads_kv, most, width), to rows of keys in `to`, (heads_kv, len_k, width)."""
+        """Sums that add `dx` (rows, heads_kv, most, width) to rows of `to` (heads_kv, len_k, width)."""
         attended = np.arange(self.keys.shape[-1]) < self.lengths[..., None]
         keys = np.where(attended, self.keys, to.shape[1])
         for h, table in enumerate(to):

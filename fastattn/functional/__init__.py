@@ -38,6 +38,12 @@ from fastattn.functional._scores import (
     top_k_attention,
 )
 from fastattn.functional._selected import selected_attention
+from fastattn.functional._selected_models import (
+    deepseek_sparse_attention,
+    moba_attention,
+    native_sparse_attention,
+    quest_attention,
+)
 from fastattn.functional._selection import select_keys
 from fastattn.functional._shaw import shaw_attention
 from fastattn.functional._state_space import mamba2_scan, selective_scan
@@ -48,6 +54,7 @@ __all__ = [
     "attention_backward",
     "comba",
     "cosine_attention",
+    "deepseek_sparse_attention",
     "deformable_attention",
     "delta_net",
     "delta_product",
@@ -70,13 +77,16 @@ __all__ = [
     "lsh_attention",
     "mamba2_scan",
     "memory_attention",
+    "moba_attention",
+    "native_sparse_attention",
     "neighborhood_attention",
     "nystrom_attention",
     "qk_norm_attention",
+    "quest_attention",
     "retention",
     "rwkv7",
-    "selected_attention",
     "select_keys",
+    "selected_attention",
     "selective_scan",
     "shaw_attention",
     "sigmoid_attention",

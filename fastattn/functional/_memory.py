@@ -174,7 +174,8 @@ def latent_attention(
     Source: DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model",
     2024, arXiv:2405.04434, section 2.1.
     """
-    x = _latent_args(q, cache, key_weight, value_weight, absorbed, options)
+    require_options(options, InnerOptions)
+    x = latent_args(q, cache, key_weight, value_weight, absorbed, options)
     if x.absorbed:
         out, lse = x.absorbed_attention(options, return_lse)
     else:
@@ -212,18 +213,29 @@ class _Latent(NamedTuple):
     absorbed: bool
 
     @np.errstate(all="ignore")  # as in the kernels
+    def absorbed_queries(self) -> Array:
+        """Queries of the cache itself, (..., heads, len_q, rank + rope_dim)."""
+        _, nope_dim, rank = self.of_keys.shape
+        longer = np.empty((*self.queries.shape[:-1], self.tokens.shape[-1]), self.queries.dtype)
+        longer[..., :rank] = (
+            self.queries[..., :nope_dim].astype(self.of_keys.dtype, copy=False) @ self.of_keys
+        )
+        longer[..., rank:] = self.queries[..., nope_dim:]
+        return longer
+
+    @np.errstate(all="ignore")
+    def from_latents(self, latents: Array) -> Array:
+        """Results, (..., heads, len_q, value_dim), of averages of latent vectors."""
+        out = latents.astype(self.of_values.dtype, copy=False) @ self.of_values.swapaxes(-1, -2)
+        return np.asarray(out).astype(self.queries.dtype, copy=False)
+
     def absorbed_attention(self, options: InnerOptions, return_lse: bool) -> tuple[Array, Array | None]:
         """Out and lse, by attention of all heads to the cache itself."""
-        _, nope_dim, rank = self.of_keys.shape
-        dtype, lane = self.queries.dtype, self.of_keys.dtype
-        shared = self.tokens[..., None, :, :]
-        longer = np.empty((*self.queries.shape[:-1], self.tokens.shape[-1]), dtype)
-        longer[..., :rank] = self.queries[..., :nope_dim].astype(lane, copy=False) @ self.of_keys
-        longer[..., rank:] = self.queries[..., nope_dim:]
+        shared, rank = self.tokens[..., None, :, :], self.of_keys.shape[-1]
+        longer = self.absorbed_queries()
         args = attention_args(longer, shared, shared[..., :rank], return_lse=return_lse, **options)
         dispatch.run(args, options.get("backend"))
-        out = args.out.astype(lane, copy=False) @ self.of_values.swapaxes(-1, -2)
-        return out.astype(dtype, copy=False), args.lse
+        return self.from_latents(args.out), args.lse
 
     @np.errstate(all="ignore")
     def expanded_args(self, options: InnerOptions, return_lse: bool) -> AttentionArgs:
@@ -239,11 +251,10 @@ class _Latent(NamedTuple):
         return attention_args(self.queries, k, v, return_lse=return_lse, **options)
 
 
-def _latent_args(
-    q: Any, cache: Any, key_weight: Any, value_weight: Any, absorbed: Any, options: InnerOptions
+def latent_args(
+    q: Any, cache: Any, key_weight: Any, value_weight: Any, absorbed: Any, options: Any
 ) -> _Latent:
-    """Check the arguments of latent attention, and set the scale."""
-    require_options(options, InnerOptions)
+    """Check the arguments of latent attention, but for the options' names, and set the scale."""
     queries = operand("q", q, [])
     tokens = operand("cache", cache, [])
     require_dtypes({"q": queries, "cache": tokens})

@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn._args.options import SelectedOptions, require_options
 from fastattn._args.selected import selected_args
-from fastattn._args.types import Array, ArrayLike, Unpack, lane_dtype
+from fastattn._args.types import ArrayLike, Unpack, lane_dtype
 from fastattn._engine import dispatch
 from fastattn._reference.selected import gathered
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents

@@ -150,7 +150,8 @@ def attention_forward(
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
     why = _left_to_sdpa(query, dropout, cache)
     if indices is not None or block_indices is not None:
-        lists, size = (indices[:, None], 1) if indices is not None else (block_indices, module.indexer.block_size)
+        size = module.indexer.block_size if indices is None else 1
+        lists = block_indices if indices is None else indices[:, None]
         if lists.shape[1] not in (1, key.shape[1]):  # groups of heads that were repeated
             lists = lists.repeat_interleave(key.shape[1] // lists.shape[1], 1)
         if not why and position_bias is None and sinks is None:
@@ -279,7 +280,9 @@ def _attend_lists(
         rows = lists[:1, :, -_SAMPLE:]
         later = options | {"causal": False, "q_offset": None}
         yield (
-            lambda: sdpa_attention_forward(module, q, k, v, _masked(q, k, rows, size, False, None), 0.0, scaling),
+            lambda: sdpa_attention_forward(
+                module, q, k, v, _masked(q, k, rows, size, False, None), 0.0, scaling
+            ),
             lambda: selected_op(q, k, v, rows, None, block_size=size, **later),
         )
 

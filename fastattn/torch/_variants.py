@@ -16,7 +16,6 @@ from fastattn.torch._attention import like_result, sides
 from fastattn.torch._library import define, differentiate, forbid_gradients
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
 
-
 _REQUIRED = ("q", "k", "v", "selected")
 
 

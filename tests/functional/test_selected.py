@@ -53,7 +53,9 @@ def check(q, k, v, selected, **options):
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("len_q", [1, 5, 70])
-@pytest.mark.parametrize(("number", "block_size"), [(0, 1), (1, 1), (30, 1), (200, 1), (5, 8), (3, 64), (2, 100)])
+@pytest.mark.parametrize(
+    ("number", "block_size"), [(0, 1), (1, 1), (30, 1), (200, 1), (5, 8), (3, 64), (2, 100)]
+)
 @pytest.mark.parametrize("alike", ALIKE)
 def test_sizes(implementation, heads, len_q, number, block_size, alike):
     check(*problem(heads, len_q, 333, number, block_size, alike), block_size=block_size)
@@ -64,7 +66,10 @@ def test_sizes(implementation, heads, len_q, number, block_size, alike):
 @pytest.mark.parametrize("alike", ALIKE)
 @pytest.mark.parametrize("block_size", [1, 64])
 def test_dtypes(implementation, dtype, heads, alike, block_size):
-    check(*problem(heads, 40, 300, 20 if block_size == 1 else 3, block_size, alike, dtype), block_size=block_size)
+    check(
+        *problem(heads, 40, 300, 20 if block_size == 1 else 3, block_size, alike, dtype),
+        block_size=block_size,
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,7 +260,9 @@ BAD = {
     r"selected has dtype float64; expected integers": {"selected": LISTS + 0.5},
     r"selected has dtype bool": {"selected": LISTS == 0},
     r"selected has shape \(2, 3, 3, 5\)": {"selected": np.zeros((2, 3, 3, 5), int)},
-    r"selected has shape \(3, 5\); expected \(\.\.\., heads_kv, len_q, any number\)": {"selected": LISTS[0, 0]},
+    r"selected has shape \(3, 5\); expected \(\.\.\., heads_kv, len_q, any number\)": {
+        "selected": LISTS[0, 0]
+    },
     r"block_size is 0; expected": {"block_size": 0},
     r"block_size is 1.5; expected an integer": {"block_size": 1.5},
     r"mask": {"mask": np.ones((3, 50), bool)},

@@ -131,14 +131,23 @@ selected = torch.ops.fastattn.selected_attention
 def listed(dtype=torch.float64, block_size=3):
     """q, k, v, lists and sinks."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, h, n, 6, generator=generator, dtype=dtype) for h, n in ((4, 5), (2, 20), (2, 20)))
+    q, k, v = (
+        torch.randn(2, h, n, 6, generator=generator, dtype=dtype) for h, n in ((4, 5), (2, 20), (2, 20))
+    )
     lists = torch.randint(-1, 20 // block_size + 1, (2, 2, 5, 4), generator=generator)
     sinks = torch.randn(4, generator=generator, dtype=dtype)
     return *(x.requires_grad_() for x in (q, k, v)), lists, sinks.requires_grad_()
 
 
 def test_selected_gradcheck():
-    options = {"block_size": 3, "causal": True, "scale": 0.5, "softcap": 2.0, "q_offset": 12, "window": [9, -1]}
+    options = {
+        "block_size": 3,
+        "causal": True,
+        "scale": 0.5,
+        "softcap": 2.0,
+        "q_offset": 12,
+        "window": [9, -1],
+    }
     assert torch.autograd.gradcheck(lambda *x: selected(*x, **options), listed())
 
 

@@ -26,7 +26,8 @@ cdef class _Lists:
         memset(at, 0, items * sizeof(int64_t))
         at += items
         self.lists.units, self.lists.keys, self.lists.begin = at, at + places, at + 2 * places
-        self.lists.end, self.lists.range_first, self.lists.range_last = at + 3 * places, at + 4 * places, at + 5 * places
+        self.lists.end = at + 3 * places
+        self.lists.range_first, self.lists.range_last = at + 4 * places, at + 5 * places
         at += 6 * places
         if joins:
             self.lists.ranges = at
