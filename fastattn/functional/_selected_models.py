@@ -375,9 +375,7 @@ def _means(x: Array, size: int) -> Array:
     return np.asarray(sums / counts[:, None].astype(sums.dtype)).astype(x.dtype, copy=False)
 
 
-def _selected(
-    args: AttentionArgs, q: Array, k: Array, size: int, top_k: int, options: Any
-) -> Ints:
+def _selected(args: AttentionArgs, q: Array, k: Array, size: int, top_k: int, options: Any) -> Ints:
     """Blocks that each query head selects, its own among them, with heads as batch items."""
     group = args.heads_q // args.heads_kv
     queries = q.reshape(*q.shape[:-3], args.heads_kv, group, 1, *q.shape[-2:])

@@ -37,8 +37,9 @@ def register(*, measure: bool = True) -> Undo:
 
     It holds for `from_pretrained`, for `model.set_attn_implementation` of a loaded model, and in
     ``SentenceTransformer(..., model_kwargs={"attn_implementation": "fastattn"})``. Hybrid models get their
-    convolutions, delta rules and scans of state spaces from here at once, whatever their attention is. Both
-    hold for every model of the process. Calling it again changes nothing but `measure`, until it is undone.
+    convolutions, delta rules and scans of state spaces from here at once, whatever their attention is, and
+    models that detect objects their deformable attention. All of it holds for every model of the process.
+    Calling it again changes nothing but `measure`, until it is undone.
 
     Parameters
     ----------
@@ -52,7 +53,7 @@ def register(*, measure: bool = True) -> Undo:
     Returns
     -------
     Undo
-        ``undo()``, or the end of a ``with`` block, gives hybrid models transformers' functions back. The name
+        ``undo()``, or the end of a ``with`` block, gives models transformers' functions back. The name
         of the attention implementation stays, since models may have it.
 
     Raises
@@ -70,10 +71,13 @@ def register(*, measure: bool = True) -> Undo:
     keyword that is not known here.
 
     The functions of hybrid models (qwen3_next, kimi_linear, mamba2, lfm2 and others) are replaced by the
-    names that transformers 5.24 has for them, in modules imported before and later. Gradients flow through
-    them, first derivatives. transformers computes itself what is compiled, in float64, on other devices, or
-    refused here (see `measured`), and updates of states by one token where gradients are wanted. Packed
-    sequences are kept apart; it refuses them.
+    names that transformers 5.24 has for them, in modules imported before and later. So is deformable
+    attention, a function or the `forward` of a class, in models made before and later: deformable_detr,
+    grounding_dino, mm_grounding_dino, lw_detr, rf_detr, omdet_turbo, rt_detr, rt_detr_v2, d_fine, deimv2,
+    pp_doclayout_v2 to v4, mask2former, oneformer. Gradients flow through all of them, first derivatives.
+    transformers computes itself what is compiled, in float64, on other devices, or refused here (see
+    `measured`), and updates of states by one token where gradients are wanted. Packed sequences are kept
+    apart; it refuses them.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -84,7 +88,8 @@ def register(*, measure: bool = True) -> Undo:
 
 _SAID = (
     'attn_implementation="fastattn" is there, in all of this process; it stays\n'
-    "convolutions, delta rules and scans of hybrid models: computed here, in all of this process"
+    "convolutions, delta rules and scans of hybrid models, and deformable attention: computed here, in all of"
+    " this process"
 )
 
 

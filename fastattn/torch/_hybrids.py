@@ -1,4 +1,4 @@
-"""Convolutions, delta rules and scans of state spaces, as hybrid models of transformers call them.
+"""Convolutions, delta rules, scans and deformable attention, as models of transformers call them.
 
 Each function has the results of transformers' own, which is much slower on CPUs, and takes its arguments by
 name.
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastattn import functional, ops
+from fastattn import functional, grad, ops
 from fastattn._args.values import sequence_begins
 from fastattn.torch._composed import composed, record_conv, recorded
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
@@ -303,6 +303,75 @@ def _end_to_end(x: Any, begins: Any) -> Any:
     return x if begins is None else x.flatten(0, 1)
 
 
+def multi_scale_deformable_attention(
+    value: Any, value_spatial_shapes: Any, sampling_locations: Any, attention_weights: Any
+) -> Any:
+    """Sample (batch, len_v, heads, head_dim) at (batch, len_q, heads, levels, points, 2)."""
+    return _sampled(
+        value, value_spatial_shapes, sampling_locations.flatten(3, 4), attention_weights.flatten(3)
+    )
+
+
+def multi_scale_deformable_forward(
+    self: Any,
+    value: Any,
+    value_spatial_shapes: Any,
+    value_spatial_shapes_list: Any,
+    level_start_index: Any,
+    sampling_locations: Any,
+    attention_weights: Any,
+    im2col_step: int,
+) -> Any:
+    """Do the same as the class `MultiScaleDeformableAttention` does."""
+    return multi_scale_deformable_attention(
+        value, value_spatial_shapes_list, sampling_locations, attention_weights
+    )
+
+
+def multi_scale_deformable_attention_v2(
+    value: Any,
+    value_spatial_shapes: Any,
+    sampling_locations: Any,
+    attention_weights: Any,
+    num_points_list: list[int],
+    method: str = "default",
+) -> Any:
+    """Do the same where levels may have other numbers of points: (batch, len_q, heads, points, 2)."""
+    if method not in ("default", "discrete"):
+        raise NotTaken(f"method is {method!r}")
+    mode = "bilinear" if method == "default" else "discrete"
+    if mode == "discrete":  # no gradient flows there
+        sampling_locations = sampling_locations.detach()
+    return _sampled(
+        value,
+        value_spatial_shapes,
+        sampling_locations,
+        attention_weights,
+        num_points=num_points_list,
+        mode=mode,
+    )
+
+
+def _sampled(value: Any, shapes: Any, locations: Any, weights: Any, **options: Any) -> Any:
+    """Run deformable attention on tensors (batch, length, heads, ...)."""
+    if not value.dtype is locations.dtype is weights.dtype:
+        raise NotTaken(f"tensors are of {value.dtype}, {locations.dtype} and {weights.dtype}")
+    sides = shapes.tolist() if isinstance(shapes, torch.Tensor) else shapes
+    given = {"v": value, "locations": locations, "weights": weights}
+    (out,) = composed(_record_samples, given, spatial_shapes=sides, **options)
+    return out.flatten(2)
+
+
+def _record_samples(given: dict[str, Any], options: dict[str, Any]) -> Any:
+    arrays = {name: x.swapaxes(1, 2) for name, x in given.items()}
+    out, pullback = grad.vjp(functional.deformable_attention, **arrays, **options)
+
+    def back(need: tuple[str, ...], dout: Any) -> tuple[Any, ...]:
+        return tuple(x.swapaxes(1, 2) for x in pullback(dout.swapaxes(1, 2), need=need))
+
+    return (out.swapaxes(1, 2),), back
+
+
 def _rows(x: Any) -> Any:
     """`x`, its last axis contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -328,7 +397,7 @@ def _require_constant(*tensors: Any) -> None:
 # Arguments that tell packed sequences apart.
 PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 
-# By the names that modules of transformers have for them.
+# By the names that modules of transformers have for them; of a class it is the method `forward`.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": causal_conv1d_fn,
     "causal_conv1d_update": causal_conv1d_update,
@@ -340,4 +409,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_selective_state_update": mamba2_selective_state_update,
     "mamba_selective_scan": mamba_selective_scan,
     "mamba_selective_state_update": mamba_selective_state_update,
+    "MultiScaleDeformableAttention": multi_scale_deformable_forward,
+    "multi_scale_deformable_attention": multi_scale_deformable_attention,
+    "multi_scale_deformable_attention_v2": multi_scale_deformable_attention_v2,
 }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,13 +15,15 @@ import torch
 from fastattn.torch._hybrids import FUNCTIONS, PACKED, REFUSED, NotTaken
 from fastattn.torch._measure import gains, measuring, refused
 
-_FACTORY = "use_kernel_func_from_hub_with_fallback"  # the decorator of transformers' own functions
+# The attribute by which parts of models keep a function of their module from the start.
+_HELD = {"multi_scale_deformable_attention_v2": "ms_deformable_attn_core"}
 _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 _OURS = "_of_fastattn"  # what our replacements have as an attribute
 _in_use: dict[object, bool] = {}  # of each register() that is not undone: whether it measures
-_replaced: list[tuple[Any, str, Any, Any]] = []  # module, name, transformers' function there, and ours
+# A module or a class, a name, what transformers has there or None, and ours.
+_replaced: list[tuple[Any, str, Any, Any]] = []
 
 
 def measures() -> bool:
@@ -31,9 +35,8 @@ def replace_functions(measure: bool) -> Callable[[], None]:
     """Let modules of transformers call our functions; returns what undoes it, once."""
     if not _in_use:
         try:
-            for module, name, function in list(_places()):
-                _replaced.append((module, name, getattr(module, name), function))
-                setattr(module, name, function)
+            _replace_in([module for name, module in list(sys.modules.items()) if _is_of_models(name)])
+            sys.meta_path.insert(0, _Later)
         except BaseException:
             _put_back()
             raise
@@ -47,12 +50,61 @@ def replace_functions(measure: bool) -> Callable[[], None]:
     return undo
 
 
+def _replace_in(modules: Iterable[ModuleType]) -> None:
+    for place, name, ours in [found for module in modules for found in _places(module)]:
+        _replaced.append((place, name, vars(place).get(name), ours))
+        setattr(place, name, ours)
+
+
 def _put_back() -> None:
     """Give modules their functions back, but for those that somebody else has replaced since."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _Later]
     while _replaced:
-        module, name, theirs, ours = _replaced.pop()
-        if getattr(module, name, None) is ours:
-            setattr(module, name, theirs)
+        place, name, theirs, ours = _replaced.pop()
+        if vars(place).get(name) is not ours:
+            continue
+        if theirs is None:
+            delattr(place, name)
+        else:
+            setattr(place, name, theirs)
+
+
+def _is_of_models(name: str) -> bool:
+    return name.startswith("transformers.models.") and ".modeling_" in name
+
+
+class _Later:
+    """The finder of modules that are imported while ours are in use: they get them at once."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The module's own, whose loader then replaces functions."""
+        spec = PathFinder.find_spec(name, path, target) if _is_of_models(name) else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if _in_use:
+                _replace_in([module])
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+class _Held:
+    """An attribute of parts of models that holds a function: they call ours in its place."""
+
+    def __init__(self, name: str, theirs: Any, ours: Any):
+        self.name, self.theirs, self.ours = name, theirs, ours
+
+    def __get__(self, part: Any, owner: Any = None) -> Any:
+        held = self if part is None else vars(part).get(self.name)
+        return self.ours if held is self.theirs else held
+
+    def __set__(self, part: Any, function: Any) -> None:
+        vars(part)[self.name] = function
 
 
 def hybrid_functions(model: Any) -> list[str]:
@@ -61,42 +113,31 @@ def hybrid_functions(model: Any) -> list[str]:
     return [name for name in FUNCTIONS if any(name in vars(module) for module in modules if module)]
 
 
-def _places() -> Iterator[tuple[Any, str, Any]]:
-    """Find where new functions go: modules that have them, and where later ones get their decorator."""
-    from transformers import integrations
-    from transformers.integrations import hub_kernels
-
-    factory = getattr(hub_kernels, _FACTORY, None)
-    if factory is not None:  # else transformers is older, and has these functions by other names
-        for module in (integrations, hub_kernels):
-            yield module, _FACTORY, _decorating(factory)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.models.") and ".modeling_" in name:
-            for function in FUNCTIONS:
-                own = vars(module).get(function)
-                if own is not None and not hasattr(own, _OURS):
-                    yield module, function, _replacement(function, own)
+def _places(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+    """Find where a module's functions are called: in it, in a class of that name, or held by parts."""
+    for function in FUNCTIONS:
+        own = vars(module).get(function)
+        if isinstance(own, type):
+            if not hasattr(own.forward, _OURS):  # type: ignore[attr-defined]
+                yield own, "forward", _replacement(function, own.forward)  # type: ignore[attr-defined]
+        elif own is not None and not hasattr(own, _OURS):
+            ours, held = _replacement(function, own), _HELD.get(function, "")
+            holders = [x for x in vars(module).values() if isinstance(x, type) and _holds(x, held)]
+            yield from ((x, held, _Held(held, own, ours)) for x in holders)
+            if not holders:  # else models could not be pickled: the function has to be found by its name
+                yield module, function, ours
 
 
-def _decorating(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Make transformers' decorator one whose functions are ours while they are in use."""
-
-    @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        decorate = factory(*args, **kwargs)
-
-        def decorated(function: Callable[..., Any]) -> Any:
-            own = decorate(function)
-            return _replacement(function.__name__, own) if function.__name__ in FUNCTIONS else own
-
-        return decorated
-
-    return make
+def _holds(part: Any, name: str) -> bool:
+    """Whether a class sets an attribute `name` of parts of models as it makes them."""
+    code = getattr(part.__init__, "__code__", None)
+    return issubclass(part, torch.nn.Module) and code is not None and name in code.co_names
 
 
 def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     """Make the function `name` of transformers one that is ours on CPUs."""
-    names = list(inspect.signature(own).parameters)
+    parameters = inspect.signature(own).parameters.values()
+    names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(own)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +199,7 @@ _AXES: dict[str, dict[str, int]] = {
 
 def _gains(name: str, own: Callable[..., Any], ours: Callable[..., Any], given: dict[str, Any]) -> bool:
     """Whether ours gains for such calls, which are timed at the first of a kind."""
-    tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
+    tensors = [x for x in given.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
     sizes = " and ".join("x".join(str(2 ** int(n).bit_length()) for n in x.shape) for x in tensors[:2])
     key = (name, str(tensors[0].dtype).removeprefix("torch."), f"less than {sizes}")
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import sys
+from collections import Counter
 
 import pytest
 
@@ -63,3 +65,38 @@ def _ours_gains(monkeypatch):
         from fastattn.torch import _measure
 
         monkeypatch.setattr(_measure, "_ratios", _Gains())
+
+
+@pytest.fixture
+def own_functions(monkeypatch):
+    """Let transformers have its own functions: other tests register and do not undo it."""
+    from fastattn.torch import _measure, _modules
+
+    _modules._put_back()
+    monkeypatch.setattr(_modules, "_in_use", {})
+    monkeypatch.setattr(_measure, "_refused", {})
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.models.") and ".modeling_" in name:
+            for function in _modules.FUNCTIONS:
+                own = vars(module).get(function)
+                while hasattr(own, _modules._OURS):  # of a module imported after a change
+                    own = own.__wrapped__
+                if own is not None:
+                    setattr(module, function, own)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Count calls of our functions, by the names that modules of transformers have for them."""
+    from fastattn.torch._hybrids import FUNCTIONS
+
+    found = Counter()
+    for name, function in FUNCTIONS.items():
+
+        def call(*args, _function=function, _name=name, **kwargs):
+            result = _function(*args, **kwargs)
+            found[_name] += 1
+            return result
+
+        monkeypatch.setitem(FUNCTIONS, name, call)
+    return found

@@ -3,7 +3,6 @@
 import importlib
 import subprocess
 import sys
-from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -12,7 +11,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import fastattn.torch as ft
-from fastattn.torch import _measure, _modules
+from fastattn.torch import _measure
 from fastattn.torch._hybrids import FUNCTIONS
 
 SMALL = {
@@ -71,20 +70,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def own_functions(monkeypatch):
-    """Let transformers have its own functions: other tests register and do not undo it."""
-    _modules._put_back()
-    monkeypatch.setattr(_modules, "_in_use", {})
-    monkeypatch.setattr(_measure, "_refused", {})
-    for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.models.") and ".modeling_" in name:
-            for function in FUNCTIONS:
-                own = vars(module).get(function)
-                while hasattr(own, _modules._OURS):  # of a module imported after a change
-                    own = own.__wrapped__
-                if own is not None:
-                    setattr(module, function, own)
+pytestmark = pytest.mark.usefixtures("own_functions")
 
 
 def tiny(name, dtype=torch.float32):
@@ -96,22 +82,8 @@ def tiny(name, dtype=torch.float32):
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
-def counted(model, monkeypatch):
-    """Count calls of our functions from here on, by the names that the model's module has for them."""
-    calls = Counter()
-    for name, function in FUNCTIONS.items():
-
-        def call(*args, _function=function, _name=name, **kwargs):
-            result = _function(*args, **kwargs)
-            calls[_name] += 1
-            return result
-
-        monkeypatch.setitem(FUNCTIONS, name, call)
-    return calls
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_results_gradients_and_texts_are_those_of_transformers(name, monkeypatch):
+def test_results_gradients_and_texts_are_those_of_transformers(name, calls):
     model = tiny(name)
     ids = torch.randint(3, 97, (2, 37))
     expected = model(ids).logits
@@ -119,7 +91,6 @@ def test_results_gradients_and_texts_are_those_of_transformers(name, monkeypatch
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     text = model.generate(ids[:1, :9], max_new_tokens=12, do_sample=False)
-    calls = counted(model, monkeypatch)
     with ft.register(measure=False):
         got = model(ids).logits
         got.square().mean().backward()
@@ -382,6 +353,8 @@ def test_arguments_by_position_are_where_transformers_has_them(name):
         torch.testing.assert_close(getattr(module, name)(q, k, v, g, beta, *more), expected)
         with pytest.raises(TypeError, match="multiple values"):
             getattr(module, name)(q, k, v, g, beta, *more, beta=beta)
+        with pytest.raises(TypeError, match="positional arguments but"):
+            getattr(module, name)(q, k, v, g, beta, *more, True, None)
 
 
 def test_what_is_refused_here_is_reported():
