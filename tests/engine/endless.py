@@ -13,6 +13,8 @@ from implementations import forced
 
 import fastattn
 from fastattn import functional, ops
+from fastattn._args.deformable import deformable_args, deformable_grad_args
+from fastattn._engine import dispatch
 from fastattn._engine.program import OUT, LinearStep, Sequences, X, build
 
 
@@ -93,6 +95,15 @@ def last_state():
     """It is one task of queries that are not causal."""
     q, k = repeated(1, 1, 1 << 28, 256), repeated(1, 1, 1, 256)
     return lambda: functional.linear_attention(q, k, k[..., :1], rule="linear", causal=False)
+
+
+def deformable_backward():
+    """It is one task."""
+    n, points = 1 << 20, 4096
+    places = np.broadcast_to(np.full((points, 2), 0.5, np.float32), (1, 1, n, points, 2))
+    args = deformable_args(np.ones((1, 1, 1, 1), np.float32), [(1, 1)], places, repeated(1, 1, n, points))
+    back = deformable_grad_args(args, repeated(1, 1, n, 1), {"dv"})
+    return lambda: dispatch.run_grad(back)
 
 
 def linear():

@@ -173,11 +173,14 @@ SOON = 2.0  # seconds, of which 0.1 are what it takes, and the rest for a machin
         *(
             (isa, 1, name)
             for isa in COMPILED[:1]
-            for name in ("keys", "state", "last_state", "recurrent_backward")
+            for name in ("keys", "state", "last_state", "recurrent_backward", "deformable_backward")
         ),
         *((isa, 2, "unequal") for isa in COMPILED[:1]),
         *((isa, 1, "rows") for isa in COMPILED[-1:]),  # the slowest
-        *(("numpy", 1, name) for name in ("topk", "recurrent", "linear", "program", "rows")),
+        *(
+            ("numpy", 1, name)
+            for name in ("topk", "recurrent", "linear", "program", "rows", "deformable_backward")
+        ),
         *((IMPLEMENTATIONS[0], 1, name) for name in ("pack", "tokenize")),
     ],
 )
