@@ -183,6 +183,8 @@ def _require_taken(given: dict[str, Any]) -> None:
             raise NotTaken(f"a tensor is a {type(x).__name__} in {x.dtype} on {x.device}")
 
 
+# Never timed in 16 bits: torch's `grid_sample` (2.13) then counts elements in 16 bits, and reads elsewhere.
+_SAMPLING = tuple(name for name in FUNCTIONS if "deformable" in name.lower())
 # Of a call that is timed, so many tokens: along these axes of its arguments.
 _TOKENS = 256
 _BY_HEADS = dict.fromkeys(("query", "key", "value", "g", "beta"), 1)
@@ -200,6 +202,8 @@ _AXES: dict[str, dict[str, int]] = {
 def _gains(name: str, own: Callable[..., Any], ours: Callable[..., Any], given: dict[str, Any]) -> bool:
     """Whether ours gains for such calls, which are timed at the first of a kind."""
     tensors = [x for x in given.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    if name in _SAMPLING and tensors[0].itemsize == 2:
+        return True
     sizes = " and ".join("x".join(str(2 ** int(n).bit_length()) for n in x.shape) for x in tensors[:2])
     key = (name, str(tensors[0].dtype).removeprefix("torch."), f"less than {sizes}")
 
