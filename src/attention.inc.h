@@ -118,7 +118,7 @@ INLINE int tile_softmax(int nv, int dot, int keep, int64_t n, const tile_state *
 }
 
 /* S^T, by tiles where there are any. */
-INLINE void block_scores(int nv, int dot, int64_t n, const outer_product *p, const bias_ahead *bias)
+INLINE void block_scores(int nv, int dot, int64_t n, const outer_product *p, const fetched_rows *ahead)
 {
 #if V_TILES
     if (dot) {
@@ -126,7 +126,7 @@ INLINE void block_scores(int nv, int dot, int64_t n, const outer_product *p, con
         return;
     }
 #endif
-    block_outer(nv, dot, n, p, bias);
+    block_outer(nv, dot, n, p, ahead);
 }
 
 /* O^T of the tile that waits for it, if one does. */
@@ -320,11 +320,21 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int do
 }
 
 /* The rows that load_bias reads after tile i, if the bias is read in place: of this block, or of the next one. */
-INLINE bias_ahead bias_after(const tile_scratch *scratch, int i, const key_walk *walk)
+INLINE fetched_rows bias_after(const tile_scratch *scratch, int i, const key_walk *walk)
 {
     const int64_t tiles = walk->n_blocks, first = i + 1 < tiles ? walk->grid : walk->next, lanes = sizeof(lane);
     const tile_state *tile = scratch->tiles + (i + 1) % tiles;
-    return (bias_ahead){tile->bias, tile->rows.n, first * lanes, smaller(first + BLOCK_K, walk->last) * lanes};
+    return (fetched_rows){tile->bias, tile->rows.n, first * lanes, smaller(first + BLOCK_K, walk->last) * lanes};
+}
+
+/* Part `i` of `parts` of the keys and values from `first` on, which blocks name: no hardware finds these rows. */
+INLINE fetched_rows keys_after(const fa_attention_args *a, const row_block *rows, int64_t first, int64_t last, int i,
+                               int parts, const char **row)
+{
+    const int64_t j0 = first + i * BLOCK_K / parts, stop = smaller(first + (i + 1) * BLOCK_K / parts, last);
+    int64_t n = 0;
+    for (int64_t j = j0; j < stop; j++) row[n++] = at_key(&a->k, rows, j), row[n++] = at_key(&a->v, rows, j);
+    return (fetched_rows){row, n, 0, larger(a->head_dim, a->head_dim_v) * dtype_size(a->k.dtype)};
 }
 
 /* The states of the tiles of rows `all` over keys [key_begin, key_end), left in scratch->tiles: for tile_end. */
@@ -362,10 +372,12 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
             const int64_t j0 = larger(tile->rows.first, walk.begin), end = smaller(tile->rows.last, walk.end);
             const key_run run = masked_run(a, &tile->rows, key_step(dot), j0, end - j0);
             if (run.mask == BLOCK_EMPTY) continue;
-            if (walk.next < walk.last) prefetch_block(a, all, &scratch->copy, walk.next, walk.last, i, tiles);
+            const int listed = a->k.blocks && !(V_TILES && dot);
+            if (listed) scratch->ahead = keys_after(a, all, walk.next, walk.last, i, tiles, scratch->next);
+            else if (walk.next < walk.last) prefetch_block(a, all, &scratch->copy, walk.next, walk.last, i, tiles);
             else if (scratch->later.n) prefetch_task(a, &scratch->later, i, tiles);
             const int in_place = bias_in_place(a, &tile->rows, run.mask);
-            scratch->ahead = in_place ? bias_after(scratch, i, &walk) : (bias_ahead){NULL, 0, 0, 0};
+            if (!listed) scratch->ahead = in_place ? bias_after(scratch, i, &walk) : (fetched_rows){NULL, 0, 0, 0};
             if (tile->rows.n <= LANES) tile_block(a, &mods, 1, dot, tile, run, scratch);
             else tile_block(a, &mods, NV, dot, tile, run, scratch);
         }

@@ -1,7 +1,7 @@
 /* Lists of selected blocks of keys. Each query's blocks become a set of bits. Neighbouring queries are joined, two, four
  * and so on, where attention of all of them to the union of their blocks costs less than apart:
  *
- *     cost(queries) = min(keys of the union (GATHER + rows of the queries), cost(first half) + cost(other half))
+ *     cost(queries) = min(keys of the union (GATHER + cost of the rows), cost(first half) + cost(other half))
  *
  * So queries that select the same keys share what is loaded and multiplied, and others do not pay for each other. It is
  * a function of the queries' own lists alone, and so are the bits of their results.
@@ -14,11 +14,11 @@
 #include <string.h>
 
 #define TILE 32   /* rows that are computed at once, by the widest vectors */
-#define GATHER 16 /* the cost of a key and its value from afar, in that of one row's products with them */
+#define GATHER 22 /* the cost of a key and its value from afar, in that of one row's products with them */
 
 typedef struct {
     uint64_t *words, *used; /* used: a bit for each word that is not 0 */
-    int64_t size;           /* how many blocks */
+    int64_t size, least;    /* how many blocks; and those of the query with fewest */
     int64_t cost;           /* of its queries, joined where that is best */
     int joined;
 } set;
@@ -53,11 +53,13 @@ static int64_t of_item(const fa_array *x, int64_t item, int64_t query, int64_t i
         for (uint64_t left = (x)->used[each]; left; left &= left - 1)                                                  \
             for (int64_t w = each * 64 + __builtin_ctzll(left), once = 1; once; once = 0)
 
-/* What attention of `rows` rows to the set costs: up to 8 rows have a kernel of their own, others whole vectors. */
+/* What attention of `rows` rows to the set costs, as measured in float32 with 128 features: up to 8 rows have a kernel of
+ * their own, up to 16 in one vector with AVX-512 take nearly the time of a whole tile, and hiding keys of the union
+ * from some of the rows takes as long as the products. */
 static int64_t cost_of(const fa_lists_args *a, const set *x, int64_t rows)
 {
-    const int64_t whole = rows <= 8 ? rows : rows <= 16 ? 16 : (rows + TILE - 1) / TILE * TILE;
-    return x->size * a->block_size * (GATHER + whole);
+    const int64_t whole = rows <= 8 ? rows : rows <= 16 ? 29 : (rows + TILE - 1) / TILE * TILE;
+    return x->size * a->block_size * (GATHER + (x->size > x->least ? 2 * whole : whole));
 }
 
 static void add_query(const fa_lists_args *a, int64_t item, int64_t query, int64_t place, int64_t words, set *x)
@@ -79,13 +81,13 @@ static void add_query(const fa_lists_args *a, int64_t item, int64_t query, int64
     }
     x->size = 0, x->joined = 1;
     EACH_WORD(x, words, w) x->size += __builtin_popcountll(x->words[w]);
-    x->cost = cost_of(a, x, a->group);
+    x->least = x->size, x->cost = cost_of(a, x, a->group);
 }
 
 /* to = x and y, whose queries have that many rows. */
 static void join(const fa_lists_args *a, const set *x, const set *y, int64_t words, int64_t rows, set *to)
 {
-    to->size = 0;
+    to->size = 0, to->least = x->least < y->least ? x->least : y->least;
     for (int64_t i = 0; i < n_words(words); i++) to->used[i] = x->used[i] | y->used[i];
     EACH_WORD(to, words, w)
     {

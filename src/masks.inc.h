@@ -86,9 +86,13 @@ static block_kind additive_row(const fa_attention_args *a, const row_block *rows
 static block_kind additive_rows(const fa_attention_args *a, const row_block *rows, int64_t j0, int64_t n, lane *add)
 {
     block_kind kind = BLOCK_EMPTY;
+    const int lists_alone = rows->several && !a->mods.bias.data && !a->masks.mask.data;
+    block_kind row = BLOCK_EMPTY;
     EACH_ROW(rows, r, id) {
         const range_list *list = rows->several ? rows->lists + r : NULL;
-        const block_kind row = additive_row(a, rows, id, list, j0, n, add + r * BLOCK_K);
+        lane *to = add + r * BLOCK_K;
+        if (lists_alone && rows->like[r] != r) memcpy(to, to - BLOCK_K, BLOCK_K * sizeof(lane)); /* row - 1's */
+        else row = additive_row(a, rows, id, list, j0, n, to);
         kind = r == 0 || row == kind ? row : BLOCK_MASKED;
     }
     return kind;

@@ -59,7 +59,8 @@ typedef struct {
     tile_state tiles[TILES];
     key_block block;
     head_copy copy;      /* without `head`, each task copies into k and v below anew */
-    bias_ahead ahead;    /* rows of a bias that are fetched meanwhile; NULL: none */
+    fetched_rows ahead;  /* rows of a bias, or of keys and values, that are fetched meanwhile; NULL: none */
+    const char **next;   /* (2 BLOCK_K): rows of keys and values that blocks name */
     lane *s, *add;       /* (BLOCK_K, BLOCK_Q): scores, then probabilities; the additive tile */
     lane *pairs;         /* (BLOCK_K / 2, BLOCK_Q): probabilities as pairs of bfloat16 */
     lane *by_row;        /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
@@ -97,6 +98,7 @@ static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int til
     CUT_LANES(from, BLOCK_K / 2 * BLOCK_Q, &scratch->pairs);
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim, LANES), &scratch->k);
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim_v, LANES), &scratch->v, &scratch->clean);
+    CUT(from, scratch->next, a->k.blocks ? 2 * BLOCK_K : 0);
     CUT(from, scratch->listed, a->v.blocks ? BLOCK_K * a->head_dim_v : 0);
     CUT(from, scratch->v_odd, V_TILES ? BLOCK_K * round_up(a->head_dim_v, LANES) : 0);
     CUT_LANES(from, BLOCK_Q, &scratch->alpha);

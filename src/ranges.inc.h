@@ -31,6 +31,7 @@ typedef struct {
     int64_t full_first, full_last;  /* the intersection */
     range_list *lists;              /* of each row */
     int64_t *pair_begin, *pair_end; /* what a row attends of list.pair; INT64_MAX where there is no further pair */
+    int64_t *like;                  /* the first of the rows up to this one that have its list, one after the other */
     int one_list;                   /* all rows have the same list */
     int several;                    /* some row has several ranges in the block */
     int64_t next;                   /* the next key that some row attends, from the block's end on */
@@ -104,6 +105,7 @@ INLINE void cut_rows(arena *from, int64_t n, row_block *rows)
     CUT(from, rows->begin, n);
     CUT(from, rows->end, n);
     CUT(from, rows->lists, n);
+    CUT(from, rows->like, n);
     CUT(from, rows->pair_begin, n);
     CUT(from, rows->pair_end, n);
 }
@@ -191,7 +193,9 @@ static void ranges_begin(const fa_attention_args *a, row_block *rows, int64_t ke
         rows->lists[r] = row_list(a, rows, id, begin, end);
         read_pair(rows->lists + r, rows->pair_begin + r, rows->pair_end + r);
         rows->next = smaller(rows->next, rows->pair_begin[r]);
-        rows->one_list &= memcmp(rows->lists + r, rows->lists, sizeof(range_list)) == 0;
+        const int as_before = r && memcmp(rows->lists + r, rows->lists + r - 1, sizeof(range_list)) == 0;
+        rows->like[r] = as_before ? rows->like[r - 1] : r;
+        rows->one_list = rows->like[r] == 0;
     }
     if (a->masks.ranges) rows->first = smaller(rows->next, rows->last);
 }
@@ -203,7 +207,7 @@ static void ranges_enter(row_block *rows, int64_t j0, int64_t j1)
     int64_t *restrict begin = rows->begin, *restrict end = rows->end;
     int64_t *restrict pair_begin = rows->pair_begin, *restrict pair_end = rows->pair_end;
     int64_t first = j1, last = j0, full_first = j0, full_last = j1, next = INT64_MAX;
-    const int64_t n_rows = rows->one_list ? 1 : rows->n;
+    const int64_t n_rows = rows->one_list ? 1 : rows->n, *like = rows->like;
     rows->first = j1, rows->last = j0;
     if (rows->next >= j1) return;
     rows->several = 0;
@@ -213,6 +217,11 @@ static void ranges_enter(row_block *rows, int64_t j0, int64_t j1)
     }
     for (int64_t r = 0; r < n_rows; r++) {
         range_list *list = rows->lists + r;
+        if (like[r] != r) { /* as heads of a group */
+            *list = rows->lists[like[r]], begin[r] = begin[like[r]], end[r] = end[like[r]];
+            pair_begin[r] = pair_begin[like[r]], pair_end[r] = pair_end[like[r]];
+            continue;
+        }
         list->shown = list->pair;
         while (pair_end[r] <= j1) {
             list->pair += 2;

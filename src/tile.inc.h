@@ -4,7 +4,7 @@
  * Literals  nv: 1, NV; in layers LINEAR_NV. nx, rows at a time: 1 .. TILE_MAX. nd, the same of values: 1 .. TILE.
  *           fetch, the cache lines that a step prefetches: 0 .. 2.
  * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, TILE_MAX; TILE_KEYS, key_step, padded_k, padded_v;
- *           tiles_begin, tiles_end; v_madd; outer_product, tile_outer, bias_ahead, block_outer; acc_mode,
+ *           tiles_begin, tiles_end; v_madd; outer_product, tile_outer, fetched_rows, block_outer; acc_mode,
  *           value_product, ACC_ZERO, ACC_KEEP, ACC_SCALE, block_values; transpose. */
 #pragma once
 #include "convert.inc.h"
@@ -92,22 +92,23 @@ INLINE void tile_outer(int nx, int nv, int dot, int fetch, const outer_product *
         }
 }
 
-/* Rows of a bias that will be read soon: bytes [begin, end) of each. */
+/* Rows that will be read soon, of a bias or of keys: bytes [begin, end) of each. */
 typedef struct {
     const char *const *rows;
     int64_t n_rows, begin, end;
-} bias_ahead;
+} fetched_rows;
 
 /* Asks for the share of TILE keys among BLOCK_K, `j` being the first: all at once would wait for one another. */
-INLINE void prefetch_bias(const bias_ahead *bias, int64_t j)
+INLINE void prefetch_ahead(const fetched_rows *ahead, int64_t j)
 {
-    const int64_t stop = (j + TILE) * bias->n_rows / BLOCK_K;
-    for (int64_t r = j * bias->n_rows / BLOCK_K; r < stop; r++)
-        for (int64_t byte = bias->begin; byte < bias->end; byte += 64) __builtin_prefetch(bias->rows[r] + byte, 0, 3);
+    const int64_t stop = (j + TILE) * ahead->n_rows / BLOCK_K;
+    for (int64_t r = j * ahead->n_rows / BLOCK_K; r < stop; r++)
+        for (int64_t byte = ahead->begin; byte < ahead->end; byte += 64)
+            __builtin_prefetch(ahead->rows[r] + byte, 0, 3);
 }
 
-/* All n rows of a product. Meanwhile `bias`, if not NULL, is fetched. */
-INLINE void block_outer(int nv, int dot, int64_t n, const outer_product *whole, const bias_ahead *bias)
+/* All n rows of a product. Meanwhile `ahead`, if not NULL, is fetched. */
+INLINE void block_outer(int nv, int dot, int64_t n, const outer_product *whole, const fetched_rows *ahead)
 {
     for (int64_t d = 0; d < whole->depth; d += MAX_DEPTH) {
         outer_product p = *whole;
@@ -116,7 +117,7 @@ INLINE void block_outer(int nv, int dot, int64_t n, const outer_product *whole, 
         p.more = whole->more || d > 0;
         int64_t j = 0;
         for (; j + TILE <= n; j += TILE) {
-            if (bias && !p.more) prefetch_bias(bias, j);
+            if (ahead && !p.more) prefetch_ahead(ahead, j);
             tile_outer(TILE, nv, dot, 0, &p, j);
         }
         switch (n - j) { /* in one piece: each waits for its own sums */
