@@ -78,6 +78,9 @@ def register(*, measure: bool = True) -> Undo:
     transformers computes itself what is compiled, in float64, on other devices, or refused here (see
     `measured`), and updates of states by one token where gradients are wanted. Packed sequences are kept
     apart; it refuses them.
+
+    Indexers that score keys with ReLU and weights of heads (deepseek_v32, glm_moe_dsa, axk2, dots3_note,
+    hy_v4, mistral_large4) select keys here, of equal scores the first, and never make the scores of all keys.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

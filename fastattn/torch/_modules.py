@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fastattn.torch._hybrids import FUNCTIONS, PACKED, REFUSED, NotTaken
+from fastattn.torch._indexers import with_promises
 from fastattn.torch._measure import gains, measuring, refused
 
 # The attribute by which parts of models keep a function of their module from the start.
@@ -115,6 +116,10 @@ def hybrid_functions(model: Any) -> list[str]:
 
 def _places(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     """Find where a module's functions are called: in it, in a class of that name, or held by parts."""
+    for name, part in list(vars(module).items()):
+        forward = getattr(part, "forward", None) if isinstance(part, type) else None
+        if name.endswith("Indexer") and forward is not None and not hasattr(forward, _OURS):
+            yield part, "forward", _indexing(forward)
     for function in FUNCTIONS:
         own = vars(module).get(function)
         if isinstance(own, type):
@@ -162,6 +167,19 @@ def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(function, _OURS, True)
     return function
+
+
+def _indexing(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the `forward` of an indexer one that selects here."""
+    promising = with_promises(own, measures)
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        ours = _in_use and not _traced() and not measuring()
+        return promising(*args, **kwargs) if ours else own(*args, **kwargs)
+
+    setattr(forward, _OURS, True)
+    return forward
 
 
 def _traced() -> bool:

@@ -1,0 +1,190 @@
+"""Indexers of models: their scores are never made, but for those that no kernel here knows.
+
+An indexer multiplies queries with keys, takes the ReLU, weighs heads, masks, and looks for the largest. While
+its `forward` runs, the product is a promise, which remembers these steps. `topk` of it is `select_keys`;
+whatever else is asked of it makes it the tensor that it stands for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fastattn._args.selection import selection_args
+from fastattn._engine import dispatch
+from fastattn.torch._measure import gains
+from fastattn.torch._tensors import array_of, num_threads, tensor_of
+
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+_RELU = (torch.nn.functional.relu, torch.relu, torch.Tensor.relu)
+_LEFT_OUT: dict[str, Any] = {
+    **dict.fromkeys(("k_scale", "q_offset", "kv_lengths", "backend")),
+    **{"causal": False, "block_size": 1, "first": 0, "last": 0},
+}
+_SAMPLE, _ROWS = 64, 1024  # queries of a measurement, the last ones; and of a mask that is looked at
+
+
+def with_promises(own: Callable[..., Any], measures: Callable[[], bool]) -> Callable[..., Any]:
+    """Make `own`, the `forward` of an indexer, one that selects without all scores."""
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Promising(measures()):
+            return own(*args, **kwargs)
+
+    return forward
+
+
+class _Promising(TorchFunctionMode):  # type: ignore[misc]
+    """Products of queries (batch, len_q, heads, dim) with keys (batch, 1, dim, keys) are promises."""
+
+    def __init__(self, measures: bool):
+        super().__init__()
+        self.measures = measures
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS and len(args) == 2 and not kwargs and all(map(_is_plain, args)):
+            q, k = args
+            if q.ndim == k.ndim == 4 and k.shape[:2] == (q.shape[0], 1) and q.numel() and k.numel():
+                return _Scores(self.measures, q, k[:, 0])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_plain(x: Any) -> bool:
+    tracked = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
+    return type(x) is torch.Tensor and x.is_cpu and x.dtype is torch.float32 and not tracked
+
+
+class _Scores:
+    """Scores that nobody has computed: of heads, and with `weights` their sums, (batch, len_q, keys)."""
+
+    def __init__(self, measures: bool, q: Any, k: Any, **steps: Any):
+        self.measures, self.q, self.k, self.steps = measures, q, k, steps
+
+    def _with(self, **step: Any) -> _Scores:
+        return _Scores(self.measures, self.q, self.k, **{**self.steps, **step})
+
+    def _is_weighed(self) -> bool:
+        return self.steps.get("squeezed", False) and "allowed" not in self.steps
+
+    def tensor(self) -> Any:
+        """The scores, computed as the model says."""
+        scores = torch.einsum("bshd,bdt->bsht", self.q, self.k) * self.steps.get("factor", 1.0)
+        scores = scores.relu() if "relu" in self.steps else scores
+        if "weights" in self.steps:
+            scores = torch.einsum("bsoh,bsht->bsot", self.steps["weights"], scores)
+        scores = scores.squeeze(-2) if "squeezed" in self.steps else scores
+        return scores.masked_fill(~self.steps["allowed"], -torch.inf) if "allowed" in self.steps else scores
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _RELU and "weights" not in args[0].steps:
+            return args[0]._with(relu=True)
+        if func in _PRODUCTS and type(args[1]) is cls and "relu" in args[1].steps and _is_plain(args[0]):
+            own, weights = args[1], args[0]
+            if "weights" not in own.steps and weights.shape == (*own.q.shape[:2], 1, own.q.shape[2]):
+                return own._with(weights=weights)
+        return func(*(x.tensor() if type(x) is cls else x for x in args), **(kwargs or {}))
+
+    def __mul__(self, factor: Any) -> Any:
+        if isinstance(factor, float) and factor > 0 and not self.steps:
+            return self._with(factor=factor)
+        return self.tensor() * factor
+
+    def __add__(self, mask: Any) -> Any:
+        if self._is_weighed() and mask.shape == self.shape and mask.is_floating_point():
+            allowed = mask == 0
+            if (allowed | (mask <= torch.finfo(mask.dtype).min)).all():
+                return self._with(allowed=allowed)
+        return self.tensor() + mask
+
+    def masked_fill(self, hidden: Any, value: float) -> Any:
+        """As of a tensor."""
+        if self._is_weighed() and value == -torch.inf and hidden.shape == self.shape:
+            return self._with(allowed=~hidden)
+        return self.tensor().masked_fill(hidden, value)
+
+    def squeeze(self, axis: int) -> Any:
+        """As of a tensor."""
+        if axis == -2 and "weights" in self.steps and "squeezed" not in self.steps:
+            return self._with(squeezed=True)
+        return self.tensor().squeeze(axis)
+
+    @property
+    def shape(self) -> Any:
+        """That of the tensor."""
+        batch, len_q, heads = self.q.shape[:3]
+        heads = () if "squeezed" in self.steps else (1,) if "weights" in self.steps else (heads,)
+        return torch.Size((batch, len_q, *heads, self.k.shape[-1]))
+
+    def topk(self, k: int, dim: int = -1) -> Any:
+        """The numbers of the largest, ascending; where fewer are allowed, that of the first key once more."""
+        ends = self._ends() if self.steps.get("squeezed") and dim == -1 and k > 0 else None
+        if ends is None or not self._gains(k, ends):
+            return self.tensor().topk(k, dim=dim)
+        return SimpleNamespace(indices=tensor_of(self._selected(k, ends)).clamp_(min=0))
+
+    def _ends(self) -> Any:
+        """How many keys each query may select, the first ones, (batch, len_q); None if others are."""
+        batch, len_q, keys = self.shape
+        if "allowed" not in self.steps:
+            return torch.full((batch, len_q), keys)
+        allowed, places = self.steps["allowed"], torch.arange(keys)
+        ends = allowed.sum(-1)
+        for i in range(0, len_q, _ROWS):
+            part = slice(i, i + _ROWS)
+            if not torch.equal(allowed[:, part], places < ends[:, part, None]):
+                return None
+        return ends
+
+    def _selected(self, k: int, ends: Any) -> Any:
+        args = selection_args(
+            array_of(self.q.transpose(1, 2)),
+            np.ascontiguousarray(array_of(self.k.transpose(1, 2)))[:, None],
+            k,
+            weights=array_of(self.steps["weights"][:, :, 0].transpose(1, 2)),
+            activation="relu",
+            num_threads=num_threads(),
+            **_LEFT_OUT,
+        )
+        args.attention.row_end = np.ascontiguousarray(array_of(ends)[:, None])
+        dispatch.run(args)
+        return args.attention.result[:, 0]
+
+    def _gains(self, k: int, ends: Any) -> bool:
+        """Whether selecting gains for such calls, timed at the first of a kind."""
+        if not self.measures:
+            return True
+        queries, keys = (2 ** int(n).bit_length() for n in self.shape[1:])
+        heads, dim = self.q.shape[2:]
+
+        def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
+            rows = slice(max(0, self.shape[1] - _SAMPLE), None)
+            steps = {
+                name: x[:1, rows] if name in ("weights", "allowed") else x for name, x in self.steps.items()
+            }
+            part = _Scores(False, self.q[:1, rows], self.k[:1], **steps)
+            yield lambda: part.tensor().topk(k, dim=-1), lambda: part._selected(k, ends[:1, rows])
+
+        sizes = f"{heads} heads of {dim}", f"queries < {queries}", f"keys < {keys}"
+        return gains(("indexer", *sizes, f"selected < {2 ** k.bit_length()}"), pairs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor(), name)
+
+
+def _of_tensor(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.tensor(), name)(*args)
+
+
+for _name in (
+    "getitem", "len", "iter", "neg", "sub", "rsub", "radd", "rmul", "truediv", "matmul", "rmatmul",
+    "lt", "le", "gt", "ge",
+):  # fmt: skip
+    setattr(_Scores, f"__{_name}__", _of_tensor(f"__{_name}__"))

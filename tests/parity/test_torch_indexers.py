@@ -1,0 +1,142 @@
+"""Models with sparse indexers: the same results as transformers', and no scores of all keys."""
+
+import importlib
+from typing import NamedTuple
+
+import pytest
+import torch
+import transformers
+from tiny_transformers import ready
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastattn.torch as ft
+from fastattn.torch import _indexers
+
+pytestmark = pytest.mark.usefixtures("own_functions")
+FAMILIES = [
+    "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "AXK2ForCausalLM", "MistralLarge4TextModel",
+    "HYV4ForCausalLM",
+]  # fmt: skip
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of a tensor of floats that some operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                self.most = max(self.most, x.numel())
+        return result
+
+
+@pytest.fixture
+def selected(monkeypatch):
+    """How often keys were selected here."""
+    found = []
+    own = _indexers._Scores._selected
+    monkeypatch.setattr(_indexers._Scores, "_selected", lambda *args: found.append(1) or own(*args))
+    return found
+
+
+def model_of(name):
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    cls = getattr(transformers, name)
+    attentions = {x for x in vars(importlib.import_module(cls.__module__)) if x.endswith("Attention")}
+    return ready(cls, attentions)[0]
+
+
+class Chosen(NamedTuple):
+    """A result of topk."""
+
+    values: torch.Tensor
+    indices: torch.Tensor
+
+
+@pytest.fixture(autouse=True)
+def first_of_equal(monkeypatch):
+    """Let torch take the first of equal scores, as ours does: after ReLU many are 0."""
+
+    def topk(x, k, dim=-1, **_):
+        values, indices = x.sort(dim=dim, descending=True, stable=True)
+        return Chosen(values.narrow(dim, 0, k), indices.narrow(dim, 0, k))
+
+    monkeypatch.setattr(torch.Tensor, "topk", topk)
+
+
+def assert_near(got, expected):
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def run(model, implementation, *args, **options):
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        return model(*args, use_cache=False, **options)[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_same_results_without_all_scores(name, selected):
+    model, length = model_of(name), 400
+    ids = torch.randint(5, 90, (1, length), generator=torch.Generator().manual_seed(0))
+    expected = run(model, "eager", ids)
+    with ft.register(), Largest() as largest:
+        got = run(model, "fastattn", ids)
+    assert selected
+    assert_near(got, expected)
+    if name != "HYV4ForCausalLM":  # which transformers gives a mask of floats
+        assert largest.most < length * length
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_and_other_implementations(name, selected):
+    """Right padding leaves the first keys; left padding is computed as the model says."""
+    model = model_of(name)
+    ids = torch.randint(5, 90, (2, 40), generator=torch.Generator().manual_seed(0))
+    for pad in (slice(30, 40), slice(0, 9)):
+        mask = torch.ones(2, 40, dtype=torch.long)
+        mask[1, pad] = 0
+        some = mask.bool()
+        for implementation in ("eager", "fastattn"):
+            expected = run(model, "eager", ids, attention_mask=mask)
+            with ft.register():
+                got = run(model, implementation, ids, attention_mask=mask)
+            assert_near(got[some], expected[some])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.endswith("CausalLM")])
+def test_generation(name, selected):
+    model = model_of(name)
+    ids = torch.randint(5, 90, (2, 17), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    model.set_attn_implementation("eager")
+    expected = model.generate(ids, output_logits=True, **options).logits
+    with ft.register():
+        model.set_attn_implementation("fastattn")
+        got = model.generate(ids, output_logits=True, **options).logits
+    assert selected
+    for x, y in zip(got, expected, strict=True):
+        assert_near(x, y)
+
+
+def test_what_else_is_asked_of_a_promise():
+    """It becomes the tensor that it stands for."""
+    torch.manual_seed(0)
+    q, k, weights = torch.randn(2, 5, 3, 8), torch.randn(2, 1, 8, 7), torch.rand(2, 5, 1, 3)
+    scores = torch.matmul(q, k)
+    with _indexers._Promising(False):
+        made = torch.matmul(q, k)
+        assert type(made) is _indexers._Scores
+        assert made.shape == scores.shape
+        for function in (
+            lambda x: x[:, 1], lambda x: x - 1.0, lambda x: 2 * x, lambda x: x / 2.0, lambda x: -x,
+            lambda x: x > 0, lambda x: x.amax(-1), lambda x: torch.softmax(x, -1), lambda x: x + 1.0,
+            lambda x: x * weights[:, :, 0, :, None], lambda x: (x.relu() * 0.5).sum(2),
+            lambda x: x.transpose(1, 2), lambda x: x.topk(2).values,
+            lambda x: torch.matmul(weights, x).squeeze(-2), lambda x: torch.matmul(weights, torch.relu(x)).topk(1).values,
+        ):  # fmt: skip
+            torch.testing.assert_close(function(made), function(scores))
