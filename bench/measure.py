@@ -370,6 +370,8 @@ def selected(dtype: str) -> None:
                 lambda q=q, k=keys, v=values: fastattn.attention(q, k, v),
             )
             print(f"{name}, {number * size} keys, {alike:.0%} alike: {1e3 * ours:.2f} ms, {ours / dense:.2f}")
+    _beside_masks(rng, dtype, 16, 1, 512, 2048, 1)
+    _beside_masks(rng, dtype, 64, 4, 256, 16, 64)
     heads, length, d = 16, 8192, 128
     q, k, v = (normal((n, length, d), dtype) for n in (heads, 1, 1))
     index = normal((64, length, d), dtype), normal((length, d), dtype), normal((64, length))
@@ -391,6 +393,37 @@ def selected(dtype: str) -> None:
     )
     name = f"deepseek_sparse_attention, {heads} heads, {length} tokens"
     print(f"{name}: {1e3 * seconds:.0f} ms, all keys {1e3 * dense:.0f}")
+
+
+def _beside_masks(
+    rng: Any, dtype: str, heads: int, heads_kv: int, len_q: int, number: int, size: int
+) -> None:
+    """Attention to selected keys beside a dense mask: here, in torch's SDPA, compiled in FlexAttention."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.set_num_threads(1)
+    len_k, group = 16384, heads // heads_kv
+    q, k, v = (normal((1, h, n, 128), dtype) for h, n in ((heads, len_q), *[(heads_kv, len_k)] * 2))
+    draws = rng.permuted(np.tile(np.arange(len_k // size), (1, heads_kv, len_q, 1)), axis=-1)[..., :number]
+    lists = np.where(rng.random(draws.shape) < 0.9, draws[:, :, :1], draws)
+    table = np.zeros((heads_kv, len_q, len_k // size), bool)
+    np.put_along_axis(table, lists[0], True, axis=-1)
+    mask = np.repeat(np.repeat(table, size, axis=-1), group, axis=0)[None]
+    tq, tk, tv, tmask, chosen = (torch.from_numpy(x) for x in (q, k, v, mask, table))
+    blocks = create_block_mask(
+        lambda b, h, i, j: chosen[h // group, i, j // size], 1, heads, len_q, len_k, device="cpu"
+    )
+    flex = torch.compile(flex_attention, dynamic=False)
+    times = best(
+        lambda: functional.selected_attention(q, k, v, lists, block_size=size),
+        lambda: fastattn.attention(q, k, v, mask=mask),
+        lambda: torch.nn.functional.scaled_dot_product_attention(tq, tk, tv, tmask, enable_gqa=True),
+        lambda: flex(tq, tk, tv, block_mask=blocks, enable_gqa=True),
+    )
+    names = "lists", "mask", "torch's SDPA", "FlexAttention"
+    text = ", ".join(f"{name} {1e3 * x:.0f} ms" for name, x in zip(names, times, strict=True))
+    print(f"{heads} heads, {number} of {len_k // size} blocks of {size}, 90% alike: {text}")
 
 
 def tensors(dtype: str) -> None:

@@ -14,7 +14,7 @@ from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, short
 from fastattn.masks import Mask
 from fastattn.masks._mask import dense_array, score_shape
 
-__all__ = ["attention_map", "entropy", "mask"]
+__all__ = ["attention_map", "entropy", "mask", "selected"]
 
 # Blocks along the longer side of a mask's picture, by default.
 _BLOCKS = 128
@@ -128,6 +128,54 @@ def mask(
     # The last blocks are drawn as large as the others, and cut off at the last query and key.
     extent = (0, -(-len_k // size) * size, -(-len_q // size) * size, 0)
     _image(ax, _shares(attend, size), "Blues", vmin=0, vmax=1, extent=extent)
+    ax.set(xlim=(0, len_k), ylim=(len_q, 0))
+    return ax
+
+
+@named("selected")
+def selected(selected: ArrayLike, len_k: int, ax: Any = None, *, block_size: int = 1) -> Any:
+    """Draw which keys queries have selected: queries downwards, keys to the right.
+
+    Parameters
+    ----------
+    selected : array_like of int, (len_q, any number)
+        Numbers of keys, or of blocks of keys, for each query, as `functional.select_keys` returns them for a
+        head; -1 is none.
+    len_k : int
+        Number of keys.
+    ax : Axes, optional
+        Where to draw; default a new figure.
+    block_size : int, default 1
+        Keys of a block.
+
+    Returns
+    -------
+    Axes
+        At most 128 fields on a side, the darker the more is selected. Errors are as in `attention_map`.
+
+    Notes
+    -----
+    The time is that of sorting the lists; no memory is taken for pairs of a query and a key.
+    """
+    array = as_array("selected", selected)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"(): selected has dtype {array.dtype}; expected integers: keys, or blocks of keys")
+    if array.ndim != 2 or not len(array):
+        raise ValueError(f"(): selected has shape {array.shape}; expected (len_q, any number)")
+    len_k, size = integer("len_k", len_k, 1, MOST_SIZE), integer("block_size", block_size, 1, MOST_SIZE)
+    len_q, blocks = len(array), -(-len_k // size)
+    lists = np.sort(array.astype(np.int64), axis=1)
+    if lists.size and not (lists.min() >= -1 and lists.max() < blocks):
+        wrong = lists.min() if lists.min() < -1 else lists.max()
+        raise ValueError(f"(): selected has {wrong}; expected -1 to {blocks - 1}")
+    first = np.diff(lists, axis=1, prepend=-1) > 0  # of those named twice
+    query, at = np.nonzero(first)
+    rows, columns = (-(-n // _BLOCKS) for n in (len_q, blocks))
+    shares = np.zeros((-(-len_q // rows), -(-blocks // columns)))
+    np.add.at(shares, (query // rows, lists[query, at] // columns), 1 / (rows * columns))
+    ax = _axes(ax, 1)[0]
+    extent = (0, shares.shape[1] * columns * size, shares.shape[0] * rows, 0)
+    _image(ax, shares, "Blues", vmin=0, vmax=1, extent=extent)
     ax.set(xlim=(0, len_k), ylim=(len_q, 0))
     return ax
 

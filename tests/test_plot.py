@@ -103,3 +103,19 @@ def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"entropy\(\): drawing needs matplotlib: pip install matplotlib"):
         plot.entropy(np.ones((2, 2)))
+
+
+def test_selected_keys():
+    lists = np.array([[2, 0, -1], [1, 1, 1], [4, 2, -1]])
+    ax = plot.selected(lists, 9, block_size=2)
+    np.testing.assert_allclose(drawn(ax), [[1, 0, 1, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 1]])
+    assert (ax.get_xlim(), ax.get_ylim()) == ((0, 9), (3, 0))
+    many = np.broadcast_to(np.arange(0, 1000, 2), (300, 500))
+    np.testing.assert_allclose(drawn(plot.selected(many, 1000))[:100], 0.5)
+    for bad, message in (
+        (lists + 3, r"selected\(\): selected has 7; expected -1 to 4"),
+        (lists - 1.0, r"selected\(\): selected has dtype float64"),
+        (lists[0], r"selected\(\): selected has shape \(3,\)"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            plot.selected(bad, 9, block_size=2)

@@ -65,10 +65,10 @@ def selected_attention(
     Notes
     -----
     Time is O(n * (head_dim + head_dim_v)) a query and head, n the keys that it attends, beside one bit for
-    4096 blocks of all. No number of keys that are not selected is read. Neighbouring queries, up to 32 of all
-    heads of a group, share what they load where their lists are similar; which do is a function of their own
-    lists. Memory beyond inputs and output is 32 MB, or the lists of 32 queries. The same input gives the same
-    bits for any number of threads, and whatever else is in the batch.
+    4096 blocks of all. No number of keys that are not selected is read. Neighbouring queries, up to 256 rows
+    of all heads of a group, share what they load where their lists are alike; which do is a function of their
+    own lists. Memory beyond inputs and output is 32 MB, or the lists of 256 queries. The same input gives the
+    same bits for any number of threads, and whatever else is in the batch.
 
     Gradients gather the keys of some queries at a time, and compute for each query apart; the selection has
     none. Sources: DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", 2025,

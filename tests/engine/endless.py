@@ -73,6 +73,13 @@ def selection():
     return lambda: functional.select_keys(q, k, 3)
 
 
+def selected():
+    """Many sequences, and for each query 4096 keys."""
+    q, k = repeated(100_000, 4, 256, 64), repeated(1, 1, 4096, 64)
+    lists = np.broadcast_to(np.arange(4096), (1, 1, 256, 4096))
+    return lambda: functional.selected_attention(q, k, k[..., :1], lists)
+
+
 def recurrent():
     q = repeated(100_000, 4, 256, 64)
     return lambda: functional.linear_attention(q, q, q[..., :1], rule="linear")

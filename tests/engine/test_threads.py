@@ -167,7 +167,7 @@ SOON = 2.0  # seconds, of which 0.1 are what it takes, and the rest for a machin
             (isa, n, name)
             for isa in COMPILED[:1]
             for n in (1, 2)
-            for name in ("topk", "recurrent", "selection", "linear")
+            for name in ("topk", "recurrent", "selection", "selected", "linear")
         ),
         *((isa, 1, name) for isa in COMPILED[:1] for name in ("program", "decode", "additive", "talking")),
         *(

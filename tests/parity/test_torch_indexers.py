@@ -137,6 +137,7 @@ def test_what_else_is_asked_of_a_promise():
             lambda x: x > 0, lambda x: x.amax(-1), lambda x: torch.softmax(x, -1), lambda x: x + 1.0,
             lambda x: x * weights[:, :, 0, :, None], lambda x: (x.relu() * 0.5).sum(2),
             lambda x: x.transpose(1, 2), lambda x: x.topk(2).values,
-            lambda x: torch.matmul(weights, x).squeeze(-2), lambda x: torch.matmul(weights, torch.relu(x)).topk(1).values,
+            lambda x: torch.matmul(weights, x).squeeze(-2),
+            lambda x: torch.matmul(weights, torch.relu(x)).topk(1).values,
         ):  # fmt: skip
             torch.testing.assert_close(function(made), function(scores))

@@ -3,7 +3,7 @@
 # Queries that attend the same list of keys are a unit, and a unit is a job. lists.c makes the lists, of so many queries
 # at a time that they stay small.
 
-# Bytes of lists at a time. Fewer cost more calls, more leave the caches: between 2^22 and 2^27 nothing was measured.
+# Bytes of lists at a time, about: enough tasks for many threads, and little beside what is attended.
 cdef int64_t LIST_BYTES = 1 << 25
 
 
