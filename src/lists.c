@@ -16,6 +16,8 @@
 #define TILE 32   /* rows that are computed at once, by the widest vectors */
 #define GATHER 22 /* the cost of a key and its value from afar, in that of one row's products with them */
 
+#define SET_BYTES ((int64_t)4 << 20) /* of a thread's sets, where one query's do not take more: beside its caches */
+
 typedef struct {
     uint64_t *words, *used; /* used: a bit for each word that is not 0 */
     int64_t size, least;    /* how many blocks; and those of the query with fewest */
@@ -26,14 +28,15 @@ typedef struct {
 static int64_t n_words(int64_t bits) { return (bits + 63) / 64; }
 static int64_t n_blocks(const fa_lists_args *a) { return (a->len_k + a->block_size - 1) / a->block_size; }
 
+static int64_t set_words(const fa_lists_args *a) { return n_words(n_blocks(a)) + n_words(n_words(n_blocks(a))); }
+
 int64_t fa_lists_step(const fa_lists_args *a)
 {
+    const int64_t most = SET_BYTES / (2 * set_words(a) * (int64_t)sizeof(uint64_t) + 1);
     int64_t step = 1;
-    while (2 * step * a->group <= FA_LIST_ROWS && step < a->queries) step *= 2;
+    while (2 * step * a->group <= FA_LIST_ROWS && step < a->queries && 2 * step <= most) step *= 2;
     return step;
 }
-
-static int64_t set_words(const fa_lists_args *a) { return n_words(n_blocks(a)) + n_words(n_words(n_blocks(a))); }
 
 int64_t fa_lists_scratch_bytes(const fa_lists_args *a)
 {
@@ -175,6 +178,7 @@ void fa_lists_run(const fa_lists_args *a, int64_t task, void *scratch)
                 continue;
             }
             sets[n].words = memory + n * set_words(a), sets[n].used = sets[n].words + words;
+            if (a->watch && a->watch->gives_up(a->watch->caller)) return;
             join(a, x, x + 1, words, queries * a->group, sets + n++);
         }
     }
@@ -182,6 +186,7 @@ void fa_lists_run(const fa_lists_args *a, int64_t task, void *scratch)
         int64_t l = levels;
         while (i % ((int64_t)1 << l) || !sets[level[l] + (i >> l)].joined) l--;
         const int64_t width = (int64_t)1 << l, queries = count - i < width ? count - i : width;
+        if (a->watch && a->watch->gives_up(a->watch->caller)) return;
         write_unit(a, sets + i, sets + level[l] + (i >> l), words, queries, place + i);
         i += queries;
     }

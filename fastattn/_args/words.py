@@ -101,6 +101,7 @@ _AT_HEADS = {
     "scale",
     "alibi_slopes",
 }
+_OF_TEXTS = "pool", "chunk_size"
 # What there is in the place of arguments that have no counterpart.
 _INSTEAD = {
     "enable_gqa": "k and v may have fewer heads than q",
@@ -118,7 +119,7 @@ _INSTEAD = {
     "convert_to_numpy": "results are NumPy arrays",
     "convert_to_tensor": "results are NumPy arrays; torch.from_numpy makes tensors of them",
     "output_value": "a call of the model, as model(**model.tokenize(texts)), has the vectors of tokens",
-    **dict.fromkeys(("pool", "chunk_size"), "fastattn.dask.embed shares work between processes"),
+    **dict.fromkeys(_OF_TEXTS, "fastattn.dask.embed shares work between processes"),
     **dict.fromkeys(("max_seq_length", "max_length"), "model.max_seq_length = ... sets it"),
     "trust_remote_code": "no code of a folder is run",
     **dict.fromkeys(
@@ -162,4 +163,6 @@ def _instead(word: str, names: list[str]) -> str:
         return f"; expected {' or '.join(expected)}"
     if (makes or hides) and {"dropout", "dropout_p"} & {word, *same}:
         return ": grad.vjp takes dropout=, where gradients are made"
+    if word in _OF_TEXTS and "batch_size" not in names:
+        return ""
     return f": {_INSTEAD[word]}" if word in _INSTEAD else ""

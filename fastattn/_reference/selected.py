@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from copy import copy
 
 import numpy as np
 
 from fastattn._args.grad_types import ScatterArgs
-from fastattn._args.key_ranges import closed
+from fastattn._args.key_ranges import closed, union
 from fastattn._args.types import Array, AttentionArgs, Ints, SelectedArgs, Shape
 from fastattn._reference.attention import attention
 
 _GATHERED = 2**21  # numbers of gathered keys and values at a time: 8 MB in float32
+_RANGE = 16  # keys of a block from which on it is attended as a range, and not gathered
 
 
 def selected(args: SelectedArgs) -> None:
     """Fill args.out, and args.attention.lse if it is there."""
+    if (call := ranged(args)) is not None:
+        attention(call)
+        return
     for part in gathered(args):
         attention(part.call())
+
+
+def ranged(args: SelectedArgs) -> AttentionArgs | None:
+    """The call with lists of ranges of keys; None where blocks are so small that ranges would be many."""
+    if args.block_size < _RANGE:
+        return None
+    part, chosen = copy(args.attention), args.selected
+    number = np.arange(math.prod(chosen.shape[:-1])).reshape(chosen.shape[:-1])
+    some = chosen >= 0
+    begin = chosen[some] * args.block_size
+    owner = np.broadcast_to(number[..., None], chosen.shape)[some]
+    if chosen.shape[-3] > 1:
+        number = np.repeat(number, part.heads_q // part.heads_kv, axis=-2)
+    end = np.minimum(begin + args.block_size, part.len_k)
+    lists = union(number, int(number.max(initial=-1)) + 1, owner, begin, end, part.len_k)
+    part.ranges, part.range_first, part.range_last = lists.ranges, lists.first, lists.last
+    return part
 
 
 def gathered(args: SelectedArgs) -> Iterator[Gathered]:
     """All queries, some of a batch item at a time."""
     a = args.attention
-    most = min(a.len_k, args.selected.shape[-1] * args.block_size)
+    most = args.selected.shape[-1] * args.block_size
     step = max(1, _GATHERED // max(1, a.heads_kv * most * (a.head_dim + a.head_dim_v)))
     for b in np.ndindex(a.batch_shape):
         for begin in range(0, a.len_q, step):

@@ -263,14 +263,17 @@ def latent_args(
     if queries.ndim < 3:
         raise wrong_shape("q", queries, "(..., heads, len_q, nope_dim + rope_dim)")
     heads, len_q, dim = queries.shape[-3:]
-    for name, x in (("key_weight", of_keys), ("value_weight", of_values)):
+    for x in (of_keys, of_values):
         if x.ndim != 3 or x.shape[0] != heads or x.shape[-1] != of_keys.shape[-1]:
+            shapes = f"shapes {of_keys.shape} and {of_values.shape}"
             expected = f"(heads, dim, rank), q's {heads} heads and one rank for both"
-            raise wrong_shape(name, x, expected)
+            raise ValueError(f"(): key_weight and value_weight have {shapes}; expected {expected}")
     _, nope_dim, rank = of_keys.shape
     value_dim, rope_dim = of_values.shape[1], dim - nope_dim
     if rope_dim < 0 or tokens.shape[-1] != rank + rope_dim:
-        expected = f"(..., len_k, rank + rope_dim), {rank} and {rope_dim} of weights and q"
+        expected = (
+            f"(..., len_k, rank + rope_dim), {rank} of key_weight, {of_keys.shape}, and {rope_dim} of q"
+        )
         raise wrong_shape("cache", tokens, expected)
     broadcast_batch(q=queries.shape[:-3], cache=tokens.shape[:-2])
     if absorbed is None:

@@ -10,7 +10,7 @@ from fastattn._args.options import SelectedOptions, require_options
 from fastattn._args.selected import selected_args
 from fastattn._args.types import ArrayLike, Unpack, lane_dtype
 from fastattn._engine import dispatch
-from fastattn._reference.selected import gathered
+from fastattn._reference.selected import gathered, ranged
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents
 from fastattn.functional._differentiable import Steps, differentiable
 
@@ -67,13 +67,16 @@ def selected_attention(
     Time is O(n * (head_dim + head_dim_v)) a query and head, n the keys that it attends, beside one bit for
     4096 blocks of all. No number of keys that are not selected is read. Neighbouring queries, up to 256 rows
     of all heads of a group, share what they load where their lists are alike; which do is a function of their
-    own lists. Memory beyond inputs and output is 32 MB, or the lists of 256 queries. The same input gives the
-    same bits for any number of threads, and whatever else is in the batch.
+    own lists. Memory beyond inputs and output is about 32 MB, or the lists of 256 queries; a thread has 4 MB
+    for its sets of blocks, or two bits a block where those are more; lists that are not int64 are copied. The
+    same input gives the same bits for any number of threads, and whatever else is in the batch.
 
-    Gradients gather the keys of some queries at a time, and compute for each query apart; the selection has
-    none. Sources: DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", 2025,
-    arXiv:2512.02556; J. Yuan et al., "Native Sparse Attention", 2025, arXiv:2502.11089; E. Lu et al., "MoBA:
-    Mixture of Block Attention for Long-Context LLMs", 2025, arXiv:2502.13189.
+    Gradients of blocks of 16 keys or more are those of attention with ranges of keys. Of smaller ones they
+    gather the keys of some queries at a time, and each query is computed apart, which takes many times the
+    forward pass where heads do not share lists. The selection has none. Sources: DeepSeek-AI, "DeepSeek-V3.2:
+    Pushing the Frontier of Open Large Language Models", 2025, arXiv:2512.02556; J. Yuan et al., "Native
+    Sparse Attention", 2025, arXiv:2502.11089; E. Lu et al., "MoBA: Mixture of Block Attention for
+    Long-Context LLMs", 2025, arXiv:2502.13189.
 
     Examples
     --------
@@ -91,6 +94,9 @@ def selected_attention(
     found = ComposedGradients(request, options)
     a, lane = args.attention, lane_dtype(args.attention.q.dtype)
     dout, dlse = cotangents(a, request)
+    if (call := ranged(args)) is not None:
+        found.add_all(found.attend(call, dout, dlse))
+        return found.results()
     sums = {
         "dq": np.zeros((*a.batch_shape, a.heads_q, a.len_q, a.head_dim), lane),
         "dk": np.zeros((*a.batch_shape, a.heads_kv, a.len_k, a.head_dim), lane),

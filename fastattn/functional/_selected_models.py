@@ -16,7 +16,7 @@ from fastattn.functional._composed_gradients import ComposedGradients, shown
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._memory import latent_args
 from fastattn.functional._selected import selected_attention
-from fastattn.functional._selection import select_keys
+from fastattn.functional._selection import SCORES, select_keys
 
 _attention: Any = attention._vjp  # type: ignore[attr-defined]
 _selected_attention: Any = selected_attention._vjp  # type: ignore[attr-defined]
@@ -52,6 +52,7 @@ def moba_attention(
     O(len_q * (len_k / block_size + top_k * block_size) * head_dim) a head. The selection has no gradient.
     Source: E. Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025, arXiv:2502.13189.
     """
+    _require_options(options, ListedOptions, "block_size", "top_k")
     args = variant_args(q, k, v, options, ListedOptions)
     size = integer("block_size", block_size, 1)
     means = _means(args.k, size)
@@ -95,6 +96,7 @@ def quest_attention(
     its bound. Source: J. Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference",
     2024, arXiv:2406.10774.
     """
+    _require_options(options, ListedOptions, "page_size", "top_k", "bounds")
     args = variant_args(q, k, v, options, ListedOptions)
     size = integer("page_size", page_size, 1)
     if bounds is None:
@@ -154,6 +156,7 @@ def native_sparse_attention(
         Blocks of a query, the same for all heads of a group; among them are always the `first` ones, and the
         `last` ones up to its own.
     first, last : int, default 1 and 2
+        How many of the first blocks, and of those up to the query's own, are always selected.
     window : int, default 512
         Keys of the window, the query's own last.
     **options
@@ -167,6 +170,7 @@ def native_sparse_attention(
     in NumPy, a block of queries at a time. Source: J. Yuan et al., "Native Sparse Attention: Hardware-Aligned
     and Natively Trainable Sparse Attention", 2025, arXiv:2502.11089.
     """
+    _require_options(options, ListedOptions, *_NSA)
     args = variant_args(q, k, v, options, ListedOptions)
     lane, size = lane_dtype(args.q.dtype), integer("block_size", block_size, 1)
     stride = integer("compress_stride", compress_stride, 1)
@@ -183,7 +187,8 @@ def native_sparse_attention(
     scale: Any = {"scale": args.scale, **how(options)}
     place = {**scale, **_places(options)}
     position = offsets(args, options)[..., None, None] + np.arange(args.len_q)
-    visible = np.clip((position - width + 1) // stride + 1, 0, short.k.shape[-2])
+    last_key = np.minimum(position, np.asarray(options.get("kv_lengths", args.len_k))[..., None, None] - 1)
+    visible = np.clip((last_key - width + 1) // stride + 1, 0, short.k.shape[-2])
     ranges = (0, visible)
     (seen, lse), of_seen = _attention(args.q, short.k, short.v, row_ranges=ranges, return_lse=True, **scale)
     selected = _select_keys(
@@ -203,13 +208,29 @@ def native_sparse_attention(
     dout = request.dout.reshape(out.shape).astype(lane, copy=False)
     found.add("dgates", np.stack([(dout * shown(x, dout)).sum(axis=-1) for x in branches], axis=-1))
     for i, (x, back) in enumerate(zip(branches, (of_seen, of_chosen, of_near), strict=True)):
-        dq, dk, dv = back((dout * shares[..., i, None]).astype(x.dtype, copy=False))
+        names = ("dq", "dk", "dv", *["dscale"] * found.wants("dscale"))
+        dq, dk, dv, *dscale = back((dout * shares[..., i, None]).astype(x.dtype, copy=False), need=names)
         found.add("dq", dq)
+        for dx in dscale:
+            found.add("dscale", dx)
         if i == 0:
             dk, dv = (short.spread(dx, name, found) for name, dx in (("k", dk), ("v", dv)))
         found.add("dk", dk)
         found.add("dv", dv)
     return found.results()
+
+
+_NSA = (
+    "compressed_k",
+    "compressed_v",
+    "compress_size",
+    "compress_stride",
+    "block_size",
+    "top_k",
+    "first",
+    "last",
+    "window",
+)
 
 
 class _Compressed:
@@ -263,6 +284,11 @@ class _Compressed:
         ends, norms = np.broadcast_to(visible, shape), np.broadcast_to(lse, shape)
 
         def score(rows: Array, begin: int) -> Array:
+            step = max(1, SCORES // max(1, rows.size // rows.shape[-2] // rows.shape[-1] * count))
+            parts = [of_some(rows[..., i : i + step, :], begin + i) for i in range(0, rows.shape[-2], step)]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2)
+
+        def of_some(rows: Array, begin: int) -> Array:
             part = (..., slice(begin, begin + rows.shape[-2]), None)
             with np.errstate(all="ignore"):
                 probs = np.exp(rows.astype(lane, copy=False) @ keys * lane.type(args.scale) - norms[part])
@@ -316,9 +342,9 @@ def deepseek_sparse_attention(
     gradient; DeepSeek trains the indexer apart. Source: DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of
     Open Large Language Models", 2025, arXiv:2512.02556.
     """
-    require_options(options, SelectingOptions)
+    _require_options(options, SelectingOptions, "top_k", "return_lse")
     x = latent_args(q, cache, key_weight, value_weight, True, options)
-    keys = float_array("index_k", index_k, least_dims=2)
+    keys = _require_index(x, index_q, index_k, index_weights)
     selected = _select_keys(
         index_q, keys[..., None, :, :], top_k, weights=index_weights, activation="relu", causal=True,
         **_places(options), **how(options),
@@ -347,6 +373,32 @@ def deepseek_sparse_attention(
     found.add("dq", np.concatenate([dkeys @ x.of_keys.swapaxes(-1, -2), dlonger[..., rank:]], axis=-1))
     found.add("dkey_weight", shown(x.queries[..., :nope_dim], dkeys[..., :1]).swapaxes(-1, -2) @ dkeys)
     return found.results()
+
+
+def _require_options(options: Any, taken: type, *named: str) -> None:
+    """Raise unless `taken` has all `options`; messages list those `named`, too."""
+    if "causal" in options:
+        raise TypeError("(): causal is not an argument: this attention is always causal")
+    require_options(options, taken, *named)
+
+
+def _require_index(x: Any, index_q: Any, index_k: Any, index_weights: Any) -> Array:
+    """Raise unless the arrays of an indexer fit latent attention `x`; return its keys."""
+    queries, keys = (
+        float_array("index_q", index_q, least_dims=3),
+        float_array("index_k", index_k, least_dims=2),
+    )
+    heads, len_q, dim = queries.shape[-3:]
+    batch = np.broadcast_shapes(x.queries.shape[:-3], x.tokens.shape[:-2])
+    for name, array, core, dims in (
+        ("index_q", queries, (heads, x.queries.shape[-2], dim), "(..., index_heads, len_q, index_dim)"),
+        ("index_k", keys, (x.tokens.shape[-2], dim), "(..., len_k, index_dim)"),
+        ("index_weights", np.asarray(index_weights), (heads, len_q), "(..., index_heads, len_q)"),
+    ):
+        require_broadcast(name, array.shape, (*batch, *core), dims)
+        if array.shape[-len(core) :] != core:
+            raise wrong_shape(name, array, f"{dims} = {(*batch, *core)}")
+    return keys
 
 
 def _places(options: Any) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def select_keys(
     q_offset : int or array_like of int, optional
         Position of the first query, one a sequence. By default the last query stands at the last key.
     kv_lengths : int or array_like of int, optional
-        How many keys, not blocks, each sequence has: ``num_blocks * block_size`` if left out. The last block
-        may be a part of one, and those behind it are never selected.
+        How many keys, not blocks, each sequence has: ``num_blocks * block_size`` if left out, so give it
+        where the last block is a part of one. Blocks behind it are never selected.
     block_size : int, default 1
         Keys of a block.
     first, last : int, default 0

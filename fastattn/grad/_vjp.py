@@ -76,8 +76,9 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
         What ``function(*arrays, **options)`` returns.
     pullback : Pullback
         For functions, ``pullback(dout, dmore=None, *, need=None)`` returns a tuple with the gradient of each
-        of `arrays` that is not None. With ``return_lse=True`` or ``return_state=True``, `dmore` is the
-        gradient of the second result; 0 by default. `need` names others, and arrays that were passed by
+        of `arrays` that has one and is not None, in their order: integers, and what only selects, have none.
+        With ``return_lse=True`` or ``return_state=True``, `dmore` is the gradient of the second result; 0 by
+        default. `need` names others, and arrays that were passed by
         keyword: a tuple such as ``("dq", "dbias", "dscale")``, of arguments that have gradients. Where no
         array was passed by position, it has to be there.
 

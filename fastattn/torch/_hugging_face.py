@@ -80,7 +80,8 @@ def register(*, measure: bool = True) -> Undo:
     apart; it refuses them.
 
     Indexers that score keys with ReLU and weights of heads (deepseek_v32, glm_moe_dsa, axk2, dots3_note,
-    hy_v4, mistral_large4) select keys here, of equal scores the first, and never make the scores of all keys.
+    hy_v4, mistral_large4) select keys here, of equal scores the first, and make no scores of all keys, unless
+    a batch is padded on the left, under autocast, or where that gains nothing.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from fastattn._args.selection import selection_args
 from fastattn._engine import dispatch
@@ -27,7 +27,7 @@ _LEFT_OUT: dict[str, Any] = {
     **dict.fromkeys(("k_scale", "q_offset", "kv_lengths", "backend")),
     **{"causal": False, "block_size": 1, "first": 0, "last": 0},
 }
-_SAMPLE, _ROWS = 64, 1024  # queries of a measurement, the last ones; and of a mask that is looked at
+_SAMPLE, _ROWS = 64, 64  # queries of a measurement, the last ones; and of a mask that is looked at
 
 
 def with_promises(own: Callable[..., Any], measures: Callable[[], bool]) -> Callable[..., Any]:
@@ -36,7 +36,8 @@ def with_promises(own: Callable[..., Any], measures: Callable[[], bool]) -> Call
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _Promising(measures()):
-            return own(*args, **kwargs)
+            result = own(*args, **kwargs)
+        return tree_map(lambda x: x.tensor() if type(x) is _Scores else x, result)
 
     return forward
 
@@ -51,14 +52,16 @@ class _Promising(TorchFunctionMode):  # type: ignore[misc]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _PRODUCTS and len(args) == 2 and not kwargs and all(map(_is_plain, args)):
             q, k = args
-            if q.ndim == k.ndim == 4 and k.shape[:2] == (q.shape[0], 1) and q.numel() and k.numel():
+            fits = q.ndim == k.ndim == 4 and k.shape[:3] == (q.shape[0], 1, q.shape[-1])
+            if fits and q.numel() and k.numel():
                 return _Scores(self.measures, q, k[:, 0])
         return func(*args, **(kwargs or {}))
 
 
 def _is_plain(x: Any) -> bool:
     tracked = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
-    return type(x) is torch.Tensor and x.is_cpu and x.dtype is torch.float32 and not tracked
+    plain = type(x) is torch.Tensor and x.is_cpu and x.dtype is torch.float32
+    return plain and not tracked and not torch.is_autocast_enabled("cpu")
 
 
 class _Scores:
@@ -66,15 +69,22 @@ class _Scores:
 
     def __init__(self, measures: bool, q: Any, k: Any, **steps: Any):
         self.measures, self.q, self.k, self.steps = measures, q, k, steps
+        self.made: Any = None  # the tensor, once somebody has asked for it
 
     def _with(self, **step: Any) -> _Scores:
         return _Scores(self.measures, self.q, self.k, **{**self.steps, **step})
 
-    def _is_weighed(self) -> bool:
-        return self.steps.get("squeezed", False) and "allowed" not in self.steps
+    def _has(self, *steps: str) -> bool:
+        """Whether these are the steps so far, and it is no tensor yet."""
+        return self.made is None and set(self.steps) - {"factor"} == set(steps)
 
     def tensor(self) -> Any:
-        """The scores, computed as the model says."""
+        """The scores, computed as the model says; the same tensor ever after."""
+        if self.made is None:
+            self.made = self._computed()
+        return self.made
+
+    def _computed(self) -> Any:
         scores = torch.einsum("bshd,bdt->bsht", self.q, self.k) * self.steps.get("factor", 1.0)
         scores = scores.relu() if "relu" in self.steps else scores
         if "weights" in self.steps:
@@ -84,37 +94,40 @@ class _Scores:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _RELU and "weights" not in args[0].steps:
+        if func in _RELU and len(args) == 1 and args[0]._has() and not (kwargs or {}).get("inplace"):
             return args[0]._with(relu=True)
-        if func in _PRODUCTS and type(args[1]) is cls and "relu" in args[1].steps and _is_plain(args[0]):
-            own, weights = args[1], args[0]
-            if "weights" not in own.steps and weights.shape == (*own.q.shape[:2], 1, own.q.shape[2]):
+        if func in _PRODUCTS and len(args) == 2 and type(args[1]) is cls and args[1]._has("relu"):
+            weights, own = args
+            if _is_plain(weights) and weights.shape == (*own.q.shape[:2], 1, own.q.shape[2]):
                 return own._with(weights=weights)
-        return func(*(x.tensor() if type(x) is cls else x for x in args), **(kwargs or {}))
+        made = tree_map(lambda x: x.tensor() if type(x) is cls else x, (args, kwargs or {}))
+        return func(*made[0], **made[1])
 
     def __mul__(self, factor: Any) -> Any:
-        if isinstance(factor, float) and factor > 0 and not self.steps:
+        if isinstance(factor, float) and factor > 0 and self._has() and not self.steps:
             return self._with(factor=factor)
         return self.tensor() * factor
 
     def __add__(self, mask: Any) -> Any:
-        if self._is_weighed() and mask.shape == self.shape and mask.is_floating_point():
+        fits = isinstance(mask, torch.Tensor) and mask.is_floating_point() and mask.shape == self.shape
+        if fits and self._has("relu", "weights", "squeezed"):
             allowed = mask == 0
             if (allowed | (mask <= torch.finfo(mask.dtype).min)).all():
                 return self._with(allowed=allowed)
         return self.tensor() + mask
 
-    def masked_fill(self, hidden: Any, value: float) -> Any:
+    def masked_fill(self, mask: Any, value: Any) -> Any:
         """As of a tensor."""
-        if self._is_weighed() and value == -torch.inf and hidden.shape == self.shape:
-            return self._with(allowed=~hidden)
-        return self.tensor().masked_fill(hidden, value)
+        fits = value == -torch.inf and mask.shape == self.shape
+        if fits and self._has("relu", "weights", "squeezed"):
+            return self._with(allowed=~mask)
+        return self.tensor().masked_fill(mask, value)
 
-    def squeeze(self, axis: int) -> Any:
+    def squeeze(self, *axes: Any, **named: Any) -> Any:
         """As of a tensor."""
-        if axis == -2 and "weights" in self.steps and "squeezed" not in self.steps:
+        if axes == (-2,) and not named and self._has("relu", "weights"):
             return self._with(squeezed=True)
-        return self.tensor().squeeze(axis)
+        return self.tensor().squeeze(*axes, **named)
 
     @property
     def shape(self) -> Any:
@@ -123,12 +136,14 @@ class _Scores:
         heads = () if "squeezed" in self.steps else (1,) if "weights" in self.steps else (heads,)
         return torch.Size((batch, len_q, *heads, self.k.shape[-1]))
 
-    def topk(self, k: int, dim: int = -1) -> Any:
+    def topk(self, k: int, dim: int = -1, **named: Any) -> Any:
         """The numbers of the largest, ascending; where fewer are allowed, that of the first key once more."""
-        ends = self._ends() if self.steps.get("squeezed") and dim == -1 and k > 0 else None
+        steps = ("relu", "weights", "squeezed")
+        known = self._has(*steps) or self._has(*steps, "allowed")
+        ends = self._ends() if known and dim == -1 and k > 0 and not named else None
         if ends is None or not self._gains(k, ends):
-            return self.tensor().topk(k, dim=dim)
-        return SimpleNamespace(indices=tensor_of(self._selected(k, ends)).clamp_(min=0))
+            return self.tensor().topk(k, dim=dim, **named)
+        return _Chosen(self, tensor_of(self._selected(k, ends)).clamp_(min=0))
 
     def _ends(self) -> Any:
         """How many keys each query may select, the first ones, (batch, len_q); None if others are."""
@@ -136,9 +151,10 @@ class _Scores:
         if "allowed" not in self.steps:
             return torch.full((batch, len_q), keys)
         allowed, places = self.steps["allowed"], torch.arange(keys)
-        ends = allowed.sum(-1)
+        ends = allowed.new_empty((batch, len_q), dtype=torch.int64)
         for i in range(0, len_q, _ROWS):
             part = slice(i, i + _ROWS)
+            ends[:, part] = allowed[:, part].sum(-1)
             if not torch.equal(allowed[:, part], places < ends[:, part, None]):
                 return None
         return ends
@@ -176,7 +192,24 @@ class _Scores:
         return gains(("indexer", *sizes, f"selected < {2 ** k.bit_length()}"), pairs)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self.tensor(), name)
+
+
+class _Chosen:
+    """A result of topk, whose values nobody has asked for."""
+
+    def __init__(self, scores: _Scores, indices: Any):
+        self.scores, self.indices = scores, indices
+
+    @property
+    def values(self) -> Any:
+        """The scores of these keys."""
+        return self.scores.tensor().gather(-1, self.indices)
+
+    def __getitem__(self, i: int) -> Any:
+        return (self.values, self.indices)[i]
 
 
 def _of_tensor(name: str) -> Callable[..., Any]:
@@ -185,6 +218,6 @@ def _of_tensor(name: str) -> Callable[..., Any]:
 
 for _name in (
     "getitem", "len", "iter", "neg", "sub", "rsub", "radd", "rmul", "truediv", "matmul", "rmatmul",
-    "lt", "le", "gt", "ge",
+    "lt", "le", "gt", "ge", "eq", "ne", "setitem", "pow", "bool",
 ):  # fmt: skip
     setattr(_Scores, f"__{_name}__", _of_tensor(f"__{_name}__"))

@@ -21,6 +21,11 @@ _HELD = {"multi_scale_deformable_attention_v2": "ms_deformable_attn_core"}
 _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 
 
+# Classes whose `forward` multiplies, takes the ReLU, weighs, masks and looks for the largest.
+_INDEXERS = tuple(
+    f"{family}Indexer"
+    for family in ("DeepseekV32", "GlmMoeDsa", "AXK2", "Dots3NoteText", "HYV4", "HYV4VL", "MistralLarge4Text")
+)
 _OURS = "_of_fastattn"  # what our replacements have as an attribute
 _in_use: dict[object, bool] = {}  # of each register() that is not undone: whether it measures
 # A module or a class, a name, what transformers has there or None, and ours.
@@ -118,7 +123,7 @@ def _places(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     """Find where a module's functions are called: in it, in a class of that name, or held by parts."""
     for name, part in list(vars(module).items()):
         forward = getattr(part, "forward", None) if isinstance(part, type) else None
-        if name.endswith("Indexer") and forward is not None and not hasattr(forward, _OURS):
+        if name.endswith(_INDEXERS) and forward is not None and not hasattr(forward, _OURS):
             yield part, "forward", _indexing(forward)
     for function in FUNCTIONS:
         own = vars(module).get(function)

@@ -389,6 +389,9 @@ OTHERS = {
     "varlen_attention_backward": dict.fromkeys(("q", "k", "v", "dout", "out"), Q[0]) | {"lse": LSE[0].T},
     "linear": {"dout": LSE[0], "x": LSE[0]},
     "causal_conv1d": {"weight": floats(8, 4)},
+    "selected_attention": {"selected": [[[0, 1]]]},
+    "native_sparse_attention": {"gates": floats(2, 4, 5, 3)},
+    "deepseek_sparse_attention": {"index_k": floats(5, 8), "index_weights": floats(4, 5)},
     "deformable_attention": {
         "spatial_shapes": [(1, 5)],
         "locations": floats(2, 4, 3, 2, 2),

@@ -85,8 +85,16 @@ CACHE, W, U = normal(2, 6, 24), normal(4, 8, 16), normal(4, 12, 16)
             ValueError,
             r"cache has shape \(2, 6, 3\)",
         ),
-        (lambda: functional.latent_attention(Q, CACHE, W[:3], U), ValueError, "key_weight has shape"),
-        (lambda: functional.latent_attention(Q, CACHE, W, U[..., :3]), ValueError, "value_weight has shape"),
+        (
+            lambda: functional.latent_attention(Q, CACHE, W[:3], U),
+            ValueError,
+            "key_weight and value_weight have shapes",
+        ),
+        (
+            lambda: functional.latent_attention(Q, CACHE, W, U[..., :3]),
+            ValueError,
+            "key_weight and value_weight have shapes",
+        ),
         (
             lambda: functional.latent_attention(Q, CACHE, W, U, absorbed=1),
             TypeError,

@@ -221,7 +221,7 @@ def test_any_call(backend, data):
         check(*call, block_size=block_size, **options)
 
 
-@pytest.mark.parametrize("block_size", [1, 5])
+@pytest.mark.parametrize("block_size", [1, 5, 16, 23, 1000])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (16, 1)], ids=str)
 def test_gradients(implementation, heads, block_size):
     """Against those of attention with the mask of what is selected, in float64."""

@@ -93,7 +93,7 @@ def test_gradients(name, implementation):
     elif name == "quest":
         function, options = F.quest_attention, {"page_size": 8, "top_k": 3}
     elif name.startswith("native"):
-        function, options = F.native_sparse_attention, NSA
+        function, options = F.native_sparse_attention, dict(NSA)
         inputs["gates"] = gates
         if name == "native_compressed":
             inputs |= {"compressed_k": short[0], "compressed_v": short[1]}
@@ -101,7 +101,8 @@ def test_gradients(name, implementation):
         call = latent(25, 60)
         function, inputs = F.deepseek_sparse_attention, {n: call.pop(n) for n in list(call)[:4]}
         options = {**call, "top_k": 9, "sinks": RNG.standard_normal(4)}
-    need = tuple(f"d{n}" for n in inputs)
+    scale = options.setdefault("scale", 0.3)
+    need = (*(f"d{n}" for n in inputs), "dscale")
     out, pull = vjp(function, **inputs, **options)
     dout = RNG.standard_normal(out.shape)
     found = pull(dout, need=need)
@@ -111,6 +112,9 @@ def test_gradients(name, implementation):
         high, low = ((end * dout).sum() for end in ends)
         slope = (high - low) / 2e-6
         np.testing.assert_allclose((found[which] * direction).sum(), slope, rtol=1e-6, atol=1e-6)
+    ends = (function(**inputs, **{**options, "scale": scale + step}) for step in (1e-6, -1e-6))
+    high, low = ((end * dout).sum() for end in ends)
+    np.testing.assert_allclose(found[-1], (high - low) / 2e-6, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=str)
@@ -165,3 +169,33 @@ BAD = {
 def test_errors(message, call):
     with pytest.raises((TypeError, ValueError), match="^" + message):
         call(*arrays((4, 2), 20, 40))
+
+
+def test_padding_of_a_batch(implementation):
+    """Queries behind a sequence's length see what is within it, and no NaN that fills it up."""
+    q, k, v = arrays((4, 2), 60, 60, np.float32)
+    gates, lengths = RNG.random((2, 4, 60, 3)).astype(np.float32), np.array([60, 33])
+    k[1, :, 33:] = v[1, :, 33:] = np.nan
+    place = {"kv_lengths": lengths, "q_offset": 0}
+    calls = {
+        F.moba_attention: ({"block_size": 16, "top_k": 2}, ()),
+        F.quest_attention: ({"page_size": 8, "top_k": 3}, ()),
+        F.native_sparse_attention: (NSA, (gates,)),
+    }
+    for function, (options, more) in calls.items():
+        got = function(q, k, v, *more, **options, **place)
+        assert np.isfinite(got).all()
+        expected = function(*(x[1, :, :33] for x in (q, k, v, *more)), **options)
+        np.testing.assert_allclose(got[1, :, :33], expected, rtol=0, atol=2e-6)
+
+
+def test_an_indexer_has_one_key_a_token():
+    call = latent(20, 40)
+    wrong = {
+        "index_k": call["index_k"][:, :20],
+        "index_q": call["index_q"][:, :, :9],
+        "index_weights": call["index_weights"].swapaxes(1, 2),
+    }
+    for name, x in [*wrong.items(), ("index_weights", None)]:
+        with pytest.raises((TypeError, ValueError), match=rf"^deepseek_sparse_attention\(\): {name} has"):
+            F.deepseek_sparse_attention(**{**call, name: x}, top_k=5)

@@ -137,7 +137,33 @@ def test_what_else_is_asked_of_a_promise():
             lambda x: x > 0, lambda x: x.amax(-1), lambda x: torch.softmax(x, -1), lambda x: x + 1.0,
             lambda x: x * weights[:, :, 0, :, None], lambda x: (x.relu() * 0.5).sum(2),
             lambda x: x.transpose(1, 2), lambda x: x.topk(2).values,
-            lambda x: torch.matmul(weights, x).squeeze(-2),
+            lambda x: torch.matmul(weights, x).squeeze(-2), lambda x: x == 0, lambda x: x != 0,
+            lambda x: x**2,
+            lambda x: torch.softmax(input=x, dim=-1), lambda x: torch.cat([x, x], -1), lambda x: x.squeeze(),
+            lambda x: torch.relu(input=x), lambda x: x.topk(1)[1], lambda x: torch.stack((x,)),
+            lambda x: torch.matmul(weights, x.relu()).squeeze(-2) + 1.0,
             lambda x: torch.matmul(weights, torch.relu(x)).topk(1).values,
         ):  # fmt: skip
             torch.testing.assert_close(function(made), function(scores))
+
+
+def test_what_is_written_to_a_promise_stays():
+    torch.manual_seed(0)
+    q, k, weights = torch.randn(1, 6, 2, 8), torch.randn(1, 1, 8, 6), torch.rand(1, 6, 1, 2)
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)[None]
+
+    def forward(leaks=False):
+        scores = torch.matmul(weights, torch.relu(torch.matmul(q, k))).squeeze(-2)
+        if leaks:
+            return scores
+        scores.masked_fill_(hidden, -torch.inf)
+        scores[:, 0, 0] = 9.0
+        return scores.topk(2).values
+
+    ours = _indexers.with_promises(forward, lambda: False)
+    torch.testing.assert_close(ours(), forward())
+    assert type(ours(leaks=True)) is torch.Tensor
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(ours(), forward(), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match=r"shape|size"):
+        _indexers.with_promises(lambda: torch.matmul(q, k[:, :, 1:]), lambda: False)()
