@@ -9,6 +9,7 @@
 #include "channels.h"
 #include "deformable.h"
 #include "gradients.h"
+#include "lists.h"
 #include "outer.h"
 #include "pack.h"
 #include "recurrent.h"
@@ -31,7 +32,7 @@ static const family *const families[] = {&attention_family,  &backward_family,
                                          &conv_family,       &conv_grad_family,
                                          &scan_family,       &scan_grad_family,
                                          &deformable_family, &deformable_grad_family,
-                                         &selection_family};
+                                         &selection_family,  &lists_family};
 
 static int list(void)
 {
