@@ -38,7 +38,6 @@ def selected_args(
     if array.size and not (array.min() >= -1 and array.max() < count):
         wrong = array.min() if array.min() < -1 else array.max()
         what = "keys" if size == 1 else f"blocks of {size} keys"
-        raise ValueError(
-            f"(): selected has {wrong}; expected 0 to {count - 1}, as k has {count} {what}, or -1 for none"
-        )
+        some = f"0 to {count - 1}, as k has {count} {what}, or " if count else ""
+        raise ValueError(f"(): selected has {wrong}; expected {some}-1 for none")
     return SelectedArgs(args, np.asarray(array, np.int64), size)

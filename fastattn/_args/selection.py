@@ -11,6 +11,7 @@ from fastattn._args.attention import attention_args
 from fastattn._args.types import Array, AttentionArgs, SelectionArgs, lane_dtype
 from fastattn._args.values import (
     MAX_POSITION,
+    MOST_SIZE,
     choice,
     flag,
     float_array,
@@ -51,7 +52,7 @@ def selection_args(
         backend=backend,
     )
     one_head = a.result.ndim == 2
-    count = integer("top_k", top_k, 1)
+    count = integer("top_k", top_k, 1, MOST_SIZE)
     first, last = integer("first", first, 0), integer("last", last, 0)
     if first + last > count:
         came = f"first is {first} and last is {last}"
