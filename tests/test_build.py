@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FAMILIES = {path.stem for path in (ROOT / "src/families").glob("*.c")}
 KERNELS = {f"generic_{lane}/{family}" for lane in ("f32", "f64") for family in FAMILIES}
-LAYER, COMMON = {"layer/_core"}, {"common/cpu", "common/dispatch"}
+LAYER, COMMON = {"layer/_core"}, {"common/cpu", "common/dispatch", "common/lists"}
 COMPILER = """#!/bin/sh
 case " $* " in
 *" --version "*) exec cc --version ;;

@@ -355,20 +355,23 @@ DIFFERENTIABLE = [function for function in ALL if hasattr(function, "_vjp") and 
 
 @pytest.mark.parametrize("function", DIFFERENTIABLE, ids=lambda x: x.__name__)
 def test_int8_has_no_gradients(function):
-    begins = ([0, 2, 3], [0, 2, 5]) if function is fastattn.varlen_attention else ()
+    more = {
+        fastattn.varlen_attention: ([0, 2, 3], [0, 2, 5]),
+        functional.selected_attention: ([[[0]]],),
+    }.get(function, ())
     q, k, v, *scales = Q, INT8["k"], INT8["v"], INT8["k_scale"], INT8["v_scale"]
-    if begins:
+    if function is fastattn.varlen_attention:
         q, k, v = (x[0].swapaxes(0, 1) for x in (q, k, v))
         scales = [x[0].swapaxes(0, 1) for x in scales]
     given = dict(zip(("k_scale", "v_scale"), scales, strict=True))
-    function(q, k, v, *begins, **given)
+    function(q, k, v, *more, **given)
     for name in given:
         for chosen in (given, {name: given[name]}):
             message = r": [kv]_scale is given; expected none: int8 has no gradients$"
             with pytest.raises(ValueError, match=rf"^{function.__name__}\(\){message}"):
-                vjp(function, q, k, v, *begins, **chosen)
+                vjp(function, q, k, v, *more, **chosen)
     none = dict.fromkeys(given)
-    floats = (q, k.astype(np.float32), v.astype(np.float32), *begins)
+    floats = (q, k.astype(np.float32), v.astype(np.float32), *more)
     assert len(vjp(function, *floats, **none)[1](function(*floats))) == 3
 
 
