@@ -62,7 +62,9 @@ class Gathered:
     def __init__(self, args: SelectedArgs, batch: Shape, rows: slice) -> None:
         self.args, self.batch, self.rows = args, batch, rows
         a, size = args.attention, args.block_size
-        chosen = np.broadcast_to(args.selected, (*a.batch_shape, a.heads_kv, *args.selected.shape[-2:]))
+        chosen = np.broadcast_to(
+            args.selected, (*a.batch_shape, a.heads_kv, a.len_q, args.selected.shape[-1])
+        )
         blocks = np.sort(chosen[batch][:, rows].swapaxes(0, 1))
         blocks[..., 1:][blocks[..., 1:] == blocks[..., :-1]] = -1
         keys = blocks[..., None] * size + np.arange(size)

@@ -185,6 +185,17 @@ def test_strides_and_broadcasting(implementation):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("block_size", [1, 5, 20])
+def test_one_list_for_all_queries(implementation, block_size):
+    q, k, v, lists = problem((6, 2), 13, 70, 4, block_size)
+    every = np.broadcast_to(lists[:, :, :1], lists.shape)
+    got, pull = vjp(selected_attention, q, k, v, lists[:, :, :1], block_size=block_size)
+    expected, other = vjp(selected_attention, q, k, v, every, block_size=block_size)
+    np.testing.assert_array_equal(got, expected)
+    for x, y in zip(pull(got), other(got), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_one_head_without_its_axis(implementation):
     q, k, v, selected = (x[0, 0] for x in problem((1, 1), 9, 50, 8))
     got, lse = selected_attention(q, k, v, selected, return_lse=True)
