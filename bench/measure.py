@@ -16,6 +16,7 @@ import tempfile
 import time
 import tracemalloc
 from functools import partial
+from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -370,8 +371,9 @@ def selected(dtype: str) -> None:
                 lambda q=q, k=keys, v=values: fastattn.attention(q, k, v),
             )
             print(f"{name}, {number * size} keys, {alike:.0%} alike: {1e3 * ours:.2f} ms, {ours / dense:.2f}")
-    _beside_masks(rng, dtype, 16, 1, 512, 2048, 1)
-    _beside_masks(rng, dtype, 64, 4, 256, 16, 64)
+    if find_spec("torch"):
+        _beside_masks(rng, dtype, 16, 1, 512, 2048, 1)
+        _beside_masks(rng, dtype, 64, 4, 256, 16, 64)
     heads, length, d = 16, 8192, 128
     q, k, v = (normal((n, length, d), dtype) for n in (heads, 1, 1))
     index = normal((64, length, d), dtype), normal((length, d), dtype), normal((64, length))
