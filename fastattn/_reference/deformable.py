@@ -12,6 +12,9 @@ from fastattn._args.blocks import BLOCK
 from fastattn._args.grad_types import DeformableGradArgs
 from fastattn._args.types import Array, DeformableArgs, Ints
 
+# Along an axis: the first place, and of it and the next one the weights, and whether they are there.
+_Side = tuple[Ints, list[Array], list[Array]]
+
 
 class _Block(NamedTuple):
     """The points of one level, of some queries: arrays (*batch, heads, queries, points)."""
@@ -21,9 +24,7 @@ class _Block(NamedTuple):
     size: tuple[int, int]  # width and height
     weights: Array
     nan: Array  # whether a weight or, unless that is 0, a location is NaN
-    sides: list[
-        tuple[Ints, list[Array], list[Array]]
-    ]  # of x and y: the first place, both weights, and if there
+    sides: list[_Side]  # of x and of y
     first: int  # row of v
 
     def corner(self, right: int, below: int) -> tuple[Ints, Array, Array, Array]:
@@ -34,7 +35,7 @@ class _Block(NamedTuple):
         return np.where(there, rows, 0), there, by_x[right], by_y[below]
 
 
-def _side(x: Array, size: int, discrete: bool) -> tuple[Ints, list[Array], list[Array]]:
+def _side(x: Array, size: int, discrete: bool) -> _Side:
     if discrete:
         some = (x == x) & (size > 0)
         cut = np.clip(np.where(some, x, 0), 0, max(0, size - 1))

@@ -78,9 +78,9 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
         For functions, ``pullback(dout, dmore=None, *, need=None)`` returns a tuple with the gradient of each
         of `arrays` that has one and is not None, in their order: integers, and what only selects, have none.
         With ``return_lse=True`` or ``return_state=True``, `dmore` is the gradient of the second result; 0 by
-        default. `need` names others, and arrays that were passed by
-        keyword: a tuple such as ``("dq", "dbias", "dscale")``, of arguments that have gradients. Where no
-        array was passed by position, it has to be there.
+        default. `need` names others, and arrays that were passed by keyword: a tuple such as
+        ``("dq", "dbias", "dscale")``, of arguments that have gradients. Where no array was passed by
+        position, it has to be there.
 
         For layers, ``pullback(dout)`` returns a tuple: the gradient of each input that is an array of
         floating numbers, and then a dict of the gradients of the parameters, by their names in `state_dict`;

@@ -31,7 +31,7 @@ def recorded(function: Callable[..., Any]) -> Recorded:
 
 
 def record_conv(given: dict[str, Any], options: dict[str, Any]) -> Any:
-    """Do the same for `ops.causal_conv1d`, without its state."""
+    """Run `ops.causal_conv1d`, and say how its gradients are found; its state is left out."""
     out = ops.causal_conv1d(**given, **options)
 
     def back(need: tuple[str, ...], dout: Any) -> tuple[Any, ...]:

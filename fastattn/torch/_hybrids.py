@@ -322,7 +322,7 @@ def multi_scale_deformable_forward(
     attention_weights: Any,
     im2col_step: int,
 ) -> Any:
-    """Do the same as the class `MultiScaleDeformableAttention` does."""
+    """Sample as `forward` of the class `MultiScaleDeformableAttention` does."""
     return multi_scale_deformable_attention(
         value, value_spatial_shapes_list, sampling_locations, attention_weights
     )
@@ -336,7 +336,7 @@ def multi_scale_deformable_attention_v2(
     num_points_list: list[int],
     method: str = "default",
 ) -> Any:
-    """Do the same where levels may have other numbers of points: (batch, len_q, heads, points, 2)."""
+    """Sample at (batch, len_q, heads, points, 2): levels may differ in their numbers of points."""
     if method not in ("default", "discrete"):
         raise NotTaken(f"method is {method!r}")
     mode = "bilinear" if method == "default" else "discrete"

@@ -117,21 +117,21 @@ class _Scores:
         return self.tensor() + mask
 
     def masked_fill(self, mask: Any, value: Any) -> Any:
-        """As of a tensor."""
+        """Hide scores, as `Tensor.masked_fill` does."""
         fits = value == -torch.inf and mask.shape == self.shape
         if fits and self._has("relu", "weights", "squeezed"):
             return self._with(allowed=~mask)
         return self.tensor().masked_fill(mask, value)
 
     def squeeze(self, *axes: Any, **named: Any) -> Any:
-        """As of a tensor."""
+        """Drop axes of length 1, as `Tensor.squeeze` does."""
         if axes == (-2,) and not named and self._has("relu", "weights"):
             return self._with(squeezed=True)
         return self.tensor().squeeze(*axes, **named)
 
     @property
     def shape(self) -> Any:
-        """That of the tensor."""
+        """Shape of the tensor that it stands for."""
         batch, len_q, heads = self.q.shape[:3]
         heads = () if "squeezed" in self.steps else (1,) if "weights" in self.steps else (heads,)
         return torch.Size((batch, len_q, *heads, self.k.shape[-1]))

@@ -89,7 +89,7 @@ def _fake_linear(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any:
     return q.new_empty((*batch, heads, q.shape[-2], v.shape[-1]))
 
 
-def _fake_softmax(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any:
+def _fake_result(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any:
     return torch.empty_like(like_result(q, k, v), memory_format=torch.contiguous_format)
 
 
@@ -107,7 +107,7 @@ _variant(
     ("q", "k", "v", "mask", "bias", "alibi_slopes", "kv_lengths"),
     "float? sigmoid_bias=None, bool causal=False, SymInt[]? window=None, float? scale=None,"
     " float? softcap=None, SymInt? q_offset=None",
-    _fake_softmax,
+    _fake_result,
     ("dq", "dk", "dv", "dbias", "dalibi_slopes"),
 )
 selected_op = _variant(
@@ -116,6 +116,6 @@ selected_op = _variant(
     ("q", "k", "v", "selected", "sinks", "kv_lengths"),
     "int block_size=1, bool causal=False, SymInt[]? window=None, float? scale=None, float? softcap=None,"
     " SymInt? q_offset=None",
-    _fake_softmax,
+    _fake_result,
     ("dq", "dk", "dv", "dsinks"),
 )
