@@ -1,9 +1,11 @@
-"""The base of layers that carry a state from token to token, and that state."""
+"""The base of layers that carry a state from token to token, that state, and the simplest such layer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -19,7 +21,7 @@ from fastattn._engine.tape import PLAIN
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.layers import _computation
 from fastattn.layers._computation import Computation
-from fastattn.layers._state import Layer, Parameter, lane_of, uniform
+from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
     from fastattn._engine.tape import Plain
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
     Sizes = tuple[int, int]  # batch and length of a call
     Carried = list[dict[str, Any]]  # arguments for states, of the convolution and of the recurrence
+
+ONES = constant(1.0)
 
 
 class RecurrentState:
@@ -270,3 +274,71 @@ def step_bias(rng: np.random.Generator, shape: Shape) -> Array:
     step = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), shape))
     found: Array = step + np.log(-np.expm1(-step))  # the inverse of softplus
     return found
+
+
+def split(tape: Plain, x: Any, sizes: Sizes, parts: Sequence[Any]) -> Sequence[Any]:
+    """The columns of x, which lie side by side, as `parts` say.
+
+    An integer n means n columns as rows; (n,) means (batch, length, n), (heads, n) means (batch, heads,
+    length, n), and (heads, None) the same without the last axis.
+    """
+    widths = [part if isinstance(part, int) else math.prod(n or 1 for n in part) for part in parts]
+
+    def views(array: Array) -> list[Array]:
+        rows, found = array.reshape(-1, sum(widths)), []
+        for part, width, end in zip(parts, widths, accumulate(widths), strict=True):
+            view = rows[:, end - width : end]
+            if not isinstance(part, int):
+                view = view.reshape(*sizes, *(n for n in part if n is not None))
+                view = view.swapaxes(1, 2) if len(part) == 2 else view
+            found.append(view)
+        return found
+
+    return tape.views(x, views)
+
+
+@dataclass(eq=False)
+class ShortConvolution(RecurrentLayer):
+    r"""LFM2's gated convolution: ``out_proj(C * conv(B * x))`` with ``B, C, x = in_proj(input)``.
+
+    conv is causal and goes along the tokens channel by channel: `fastattn.ops.causal_conv1d`.
+
+    Parameters
+    ----------
+    d_model : int
+        Features of a token.
+    bias : bool, default False
+        Whether both maps and the convolution have one.
+    kernel_size : int, default 3
+        Tokens that the convolution reads, 1 to 8.
+    weights_dtype, activations, rng
+        As in `MultiHeadAttention`.
+
+    Notes
+    -----
+    The parameters are those of transformers' ``Lfm2ShortConv``: ``conv.weight`` (d_model, 1, kernel_size),
+    ``in_proj.weight`` (3 * d_model, d_model), ``out_proj.weight`` (d_model, d_model), and their biases. Its
+    state holds the last ``kernel_size - 1`` products B x of each channel. Source: Liquid AI, "LFM2 Technical
+    Report", 2025, arXiv:2511.23404.
+    """
+
+    bias: bool = False
+    _: KW_ONLY
+    kernel_size: int = 3
+
+    _names = ("conv", "out_proj")
+
+    def _derive(self) -> None:
+        self.conv_bias = self.bias
+        self._inner = self._channels = self.d_model
+        self._rows = {"in_proj": 3 * self.d_model}
+
+    def _parameters(self) -> dict[str, Parameter]:
+        return self._arranged({})
+
+    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+        d = self.d_model
+        first, second, x = split(tape, product, sizes, [d, d, d])
+        (tokens,) = split(tape, tape.gate(first, x, None), sizes, [(d,)])
+        (mixed,) = split(tape, self._convolved(tape, tokens, carried, None), sizes, [d])
+        return tape.gate(second, mixed, None)

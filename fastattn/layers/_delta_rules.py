@@ -1,35 +1,28 @@
-"""The layers of hybrid models that carry a state, with the parameters of transformers' modules."""
+"""Layers of the delta rules, with the parameters of transformers' modules."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn import grad, ops
-from fastattn._args.channels import step_limits
 from fastattn._args.ops import epsilon
 from fastattn._args.types import FLOAT32, Array
 from fastattn._args.values import choice, number
 from fastattn.functional._delta_rules import gated_delta_net
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._recurrent import linear_attention
-from fastattn.functional._state_space import mamba2_scan, selective_scan, without_nan
+from fastattn.functional._state_space import without_nan
 from fastattn.functional.feature_maps import unit
-from fastattn.layers._recurrent import RecurrentLayer, linear, log_uniform, logarithms, step_bias
-from fastattn.layers._state import Parameter, constant
+from fastattn.layers._recurrent import ONES, RecurrentLayer, linear, log_uniform, split, step_bias
+from fastattn.layers._state import Parameter
 
 if TYPE_CHECKING:
     from fastattn._engine.tape import Plain
     from fastattn.layers._recurrent import Carried, Sizes
-    from fastattn.layers._state import Fields, Taken
-
-
-_ONES = constant(1.0)
 
 
 @differentiable("x", "dt_bias", "A_log")
@@ -64,83 +57,6 @@ def _sigmoid(x: Array, *, times: float = 1.0) -> Steps[Array]:
 def _ordered(found: Mapping[str, Parameter], order: str) -> dict[str, Parameter]:
     """Parameters in the `order` of words, which leave out ".weight"."""
     return {name: found[name] for x in order.split() for name in (x, f"{x}.weight") if name in found}
-
-
-@differentiable("A_log")
-def _rates(A_log: Array) -> Steps[Array]:
-    """``-exp(A_log)``."""
-    with np.errstate(all="ignore"):
-        rates = -np.exp(A_log)
-    request = yield rates
-    return (request.dout * rates,)
-
-
-def _split(tape: Plain, x: Any, sizes: Sizes, parts: Sequence[Any]) -> Sequence[Any]:
-    """The columns of x, which lie side by side, as `parts` say.
-
-    An integer n means n columns as rows; (n,) means (batch, length, n), (heads, n) means (batch, heads,
-    length, n), and (heads, None) the same without the last axis.
-    """
-    widths = [part if isinstance(part, int) else math.prod(n or 1 for n in part) for part in parts]
-
-    def views(array: Array) -> list[Array]:
-        rows, found = array.reshape(-1, sum(widths)), []
-        for part, width, end in zip(parts, widths, accumulate(widths), strict=True):
-            view = rows[:, end - width : end]
-            if not isinstance(part, int):
-                view = view.reshape(*sizes, *(n for n in part if n is not None))
-                view = view.swapaxes(1, 2) if len(part) == 2 else view
-            found.append(view)
-        return found
-
-    return tape.views(x, views)
-
-
-@dataclass(eq=False)
-class ShortConvolution(RecurrentLayer):
-    r"""LFM2's gated convolution: ``out_proj(C * conv(B * x))`` with ``B, C, x = in_proj(input)``.
-
-    conv is causal and goes along the tokens channel by channel: `fastattn.ops.causal_conv1d`.
-
-    Parameters
-    ----------
-    d_model : int
-        Features of a token.
-    bias : bool, default False
-        Whether both maps and the convolution have one.
-    kernel_size : int, default 3
-        Tokens that the convolution reads, 1 to 8.
-    weights_dtype, activations, rng
-        As in `MultiHeadAttention`.
-
-    Notes
-    -----
-    The parameters are those of transformers' ``Lfm2ShortConv``: ``conv.weight`` (d_model, 1, kernel_size),
-    ``in_proj.weight`` (3 * d_model, d_model), ``out_proj.weight`` (d_model, d_model), and their biases. Its
-    state holds the last ``kernel_size - 1`` products B x of each channel. Source: Liquid AI, "LFM2 Technical
-    Report", 2025, arXiv:2511.23404.
-    """
-
-    bias: bool = False
-    _: KW_ONLY
-    kernel_size: int = 3
-
-    _names = ("conv", "out_proj")
-
-    def _derive(self) -> None:
-        self.conv_bias = self.bias
-        self._inner = self._channels = self.d_model
-        self._rows = {"in_proj": 3 * self.d_model}
-
-    def _parameters(self) -> dict[str, Parameter]:
-        return self._arranged({})
-
-    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
-        d = self.d_model
-        first, second, x = _split(tape, product, sizes, [d, d, d])
-        (tokens,) = _split(tape, tape.gate(first, x, None), sizes, [(d,)])
-        (mixed,) = _split(tape, self._convolved(tape, tokens, carried, None), sizes, [d])
-        return tape.gate(second, mixed, None)
 
 
 # By family the parameters in their order, the maps in, and other names than Qwen3-Next's.
@@ -247,194 +163,22 @@ class GatedDeltaNet(RecurrentLayer):
 
     def _parameters(self) -> dict[str, Parameter]:
         heads = (self.num_heads,)
-        numbers = {"dt_bias": Parameter(heads, _ONES), "A_log": Parameter(heads, log_uniform(0.01, 16))}
-        found = self._arranged(numbers, {"norm.weight": Parameter((self.head_dim_v,), _ONES)})
+        numbers = {"dt_bias": Parameter(heads, ONES), "A_log": Parameter(heads, log_uniform(0.01, 16))}
+        found = self._arranged(numbers, {"norm.weight": Parameter((self.head_dim_v,), ONES)})
         return _ordered(found, _DELTA_NAMES[self.names][0])
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         heads, groups, dim, inner = self.num_heads, self.num_key_heads, self.head_dim, self._inner
         parts = [(self._channels,), inner, (heads, None), (heads, None)]
-        tokens, gate, b, a = _split(tape, product, sizes, parts)
+        tokens, gate, b, a = split(tape, product, sizes, parts)
         mixed = self._convolved(tape, tokens, carried, "silu")
-        q, k, v = _split(tape, mixed, sizes, [(groups, dim), (groups, dim), (heads, self.head_dim_v)])
+        q, k, v = split(tape, mixed, sizes, [(groups, dim), (groups, dim), (heads, self.head_dim_v)])
         decays = tape.call(_decays, {"x": a, "dt_bias": self.dt_bias, "A_log": self.A_log})
         given = {"q": q, "k": k, "v": v, "log_decay": decays}
         given["beta"] = tape.call(_sigmoid, {"x": b}, times=self.beta_scale)
         read = tape.call(gated_delta_net, given, **carried[1])
         normed = tape.gated_norm(tape.by_row(read), gate, self.norm_weight, self.eps, "silu")
-        return _split(tape, normed, sizes, [inner])[0]
-
-
-@dataclass(eq=False)
-class Mamba2(RecurrentLayer):
-    r"""Mamba-2's mixer: the scan of a state space after a convolution, gated and normed.
-
-    .. math::
-        S_t = e^{s_t A} S_{t-1} + B_t (s_t x_t)^T,\quad y_t = S_t^T C_t + D x_t,\quad
-        out_t = W\,norm(y_t \cdot silu(z_t))
-
-    One map of the token gives z, what ``silu(conv(...))`` makes x, B and C of, and dt. Steps are ``s =
-    softplus(dt + dt_bias)``, and ``A = -exp(A_log)``.
-
-    Parameters
-    ----------
-    d_model, num_heads, head_dim : int
-        Heads, each with a state, and their features; in models ``num_heads * head_dim`` is 2 d_model.
-    state_size : int, default 128
-        Rows of a head's state.
-    num_groups : int, default 1
-        Heads of a group share B and C, and are normed together; a divisor of num_heads.
-    bias : bool, default False
-        Whether both maps have one.
-    conv_bias : bool, default True
-    dt_limits : (float, float), default (0, inf)
-        Range that steps are cut to.
-    eps : float, default 1e-5
-    kernel_size, weights_dtype, activations, rng
-        As in `GatedDeltaNet`.
-
-    Notes
-    -----
-    The parameters are those of transformers' ``Mamba2Mixer``: ``dt_bias``, ``A_log``, ``D``,
-    ``conv1d.weight``, ``conv1d.bias``, ``in_proj.weight``, ``norm.weight``, ``out_proj.weight``. Bamba,
-    Granite, Zamba 2 and Nemotron H have the same. A state is (batch, num_heads, state_size, head_dim).
-    Source: T. Dao and A. Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
-    """
-
-    num_heads: int
-    head_dim: int
-    state_size: int = 128
-    num_groups: int = 1
-    bias: bool = False
-    _: KW_ONLY
-    conv_bias: bool = True
-    dt_limits: tuple[float, float] = (0.0, np.inf)
-    eps: float = 1e-5
-    dt_bias: Array = field(init=False, repr=False)
-    A_log: Array = field(init=False, repr=False)
-    D: Array = field(init=False, repr=False)
-    norm_weights: Array = field(init=False, repr=False)  # (num_groups, features)
-
-    _sizes = ("num_heads", "head_dim", "state_size", "num_groups")
-    _vectors = (("dt_bias", "dt_bias"), ("A_log", "A_log"), ("D", "D"), ("norm.weight", "norm_weights"))
-
-    def _derive(self) -> None:
-        self.eps = epsilon("eps", self.eps, FLOAT32)
-        if self.num_heads % self.num_groups:
-            expected = f"a multiple of num_groups, {self.num_groups}"
-            raise ValueError(f"(): num_heads is {self.num_heads}; expected {expected}")
-        self.dt_limits = step_limits(self.dt_limits)
-        self._inner = self.num_heads * self.head_dim
-        self._channels = self._inner + 2 * self.num_groups * self.state_size
-        self._rows = {"in_proj": self._inner + self._channels + self.num_heads}
-        self._recurrences = ((self.num_heads, self.state_size, self.head_dim),)
-
-    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
-        grouped = arrays["norm.weight"].reshape(self.num_groups, -1)
-        return super()._pack({**arrays, "norm.weight": grouped}, weights_dtype)
-
-    def _named(self, plain: Taken) -> dict[str, Array]:
-        arrays = super()._named(plain)
-        return arrays | {name: x.reshape(-1) for name, x in arrays.items() if name == "norm.weight"}
-
-    def _parameters(self) -> dict[str, Parameter]:
-        heads = (self.num_heads,)
-        numbers = {
-            "dt_bias": Parameter(heads, step_bias),
-            "A_log": Parameter(heads, logarithms),
-            "D": Parameter(heads, _ONES),
-        }
-        return self._arranged(numbers, {"norm.weight": Parameter((self._inner,), _ONES)})
-
-    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
-        heads, groups, inner = self.num_heads, (self.num_groups, self.state_size), self._inner
-        gate, tokens, dt = _split(tape, product, sizes, [inner, (self._channels,), (heads, None)])
-        mixed = self._convolved(tape, tokens, carried, "silu")
-        x, keys, queries = _split(tape, mixed, sizes, [(heads, self.head_dim), groups, groups])
-        given = {"x": x, "dt": dt, "A": tape.call(_rates, {"A_log": self.A_log}), "B": keys, "C": queries}
-        given |= {"D": self.D, "dt_bias": self.dt_bias}
-        options = {"dt_softplus": True, "dt_limits": self.dt_limits, **carried[1]}
-        scanned = tape.call(mamba2_scan, given, **options)
-        (rows,) = _split(tape, tape.by_row(scanned), sizes, [inner])
-        return tape.gated_norm(rows, gate, self.norm_weights, self.eps, "silu", gate_first=True)
-
-
-@dataclass(eq=False)
-class Mamba(RecurrentLayer):
-    r"""Mamba's mixer: the selective scan after a convolution, gated.
-
-    .. math::
-        h_t = e^{s_t A} h_{t-1} + s_t x_t B_t,\quad y_t = h_t \cdot C_t + D x_t,\quad
-        out_t = W\,(y_t \cdot silu(z_t))
-
-    One map of the token gives what ``x = silu(conv(...))`` is made of, and z. A map of x gives B, C and
-    dt_rank numbers, of which dt_proj makes steps: ``s = softplus(dt_proj(...))``. ``A = -exp(A_log)``.
-
-    Parameters
-    ----------
-    d_model : int
-        Features of a token.
-    d_inner : int, optional
-        Channels, each with a state of its own; default 2 d_model.
-    state_size : int, default 16
-        Numbers of a channel's state.
-    dt_rank : int, optional
-        Default ``ceil(d_model / 16)``.
-    bias : bool, default False
-        Whether the maps in and out have one.
-    conv_bias : bool, default True
-    kernel_size, weights_dtype, activations, rng
-        As in `GatedDeltaNet`.
-
-    Notes
-    -----
-    The parameters are those of transformers' ``MambaMixer``: ``A_log``, ``D``, ``conv1d.weight``,
-    ``conv1d.bias``, ``in_proj.weight``, ``x_proj.weight``, ``dt_proj.weight``, ``dt_proj.bias``,
-    ``out_proj.weight``. A state is (batch, d_inner, state_size). Source: A. Gu and T. Dao, "Mamba:
-    Linear-Time Sequence Modeling with Selective State Spaces", 2023, arXiv:2312.00752.
-    """
-
-    d_inner: int | None = None
-    state_size: int = 16
-    dt_rank: int | None = None
-    bias: bool = False
-    _: KW_ONLY
-    conv_bias: bool = True
-    A_log: Array = field(init=False, repr=False)
-    D: Array = field(init=False, repr=False)
-    x_map: ops.PackedLinear = field(init=False, repr=False)
-    dt_map: ops.PackedLinear = field(init=False, repr=False)
-    dt_bias: Array = field(init=False, repr=False)
-
-    _sizes = ("d_inner", "state_size", "dt_rank")
-    _vectors = (("A_log", "A_log"), ("D", "D"), ("dt_proj.bias", "dt_bias"))
-    _matrices = (("x_proj.weight", "x_map"), ("dt_proj.weight", "dt_map"))
-
-    def _derive(self) -> None:
-        self._inner = self._channels = self.d_inner or 2 * self.d_model
-        self._rank = self.dt_rank or -(-self.d_model // 16)
-        self._rows = {"in_proj": 2 * self._inner}
-        self._recurrences = ((self._inner, self.state_size),)
-
-    def _parameters(self) -> dict[str, Parameter]:
-        inner, states, rank = self._inner, self.state_size, self._rank
-        numbers = {"A_log": Parameter((inner, states), logarithms), "D": Parameter((inner,), _ONES)}
-        bias = {"dt_proj.bias": Parameter((inner,), step_bias)}
-        maps = linear("x_proj", rank + 2 * states, inner) | linear("dt_proj", inner, rank) | bias
-        return self._arranged(numbers, maps)
-
-    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
-        inner, states, rank = (self._inner,), (self.state_size,), self._rank
-        tokens, gate = _split(tape, product, sizes, [inner, inner])
-        x = self._convolved(tape, tokens, carried, "silu")
-        (rows,) = _split(tape, x, sizes, [self._inner])
-        selected = tape.linear(rows, self.x_map, None, self.activations)
-        low, b, c = _split(tape, selected, sizes, [rank, states, states])
-        (dt,) = _split(tape, tape.linear(low, self.dt_map, None, self.activations), sizes, [inner])
-        given = {"x": x, "dt": dt, "A": tape.call(_rates, {"A_log": self.A_log}), "B": b, "C": c, "D": self.D}
-        given |= {"z": gate, "dt_bias": self.dt_bias}
-        scanned = tape.call(selective_scan, given, dt_softplus=True, **carried[1])
-        return _split(tape, scanned, sizes, [self._inner])[0]
+        return split(tape, normed, sizes, [inner])[0]
 
 
 # By family the parameters in their order, and the maps of decays and of gates: of head_dim numbers, or one.
@@ -530,18 +274,18 @@ class KimiDeltaAttention(RecurrentLayer):
         rates = Parameter((1, 1, heads, 1) if two else (heads,), log_uniform(1, 16))
         numbers = {"forget_gate.dt_bias": Parameter((inner,), step_bias), "forget_gate.A_log": rates}
         maps = linear(self._forget[1], inner, dim) | linear(self._gate[1], inner, dim) if two else {}
-        found = self._arranged(numbers, maps | {"o_norm.weight": Parameter((dim,), _ONES)})
+        found = self._arranged(numbers, maps | {"o_norm.weight": Parameter((dim,), ONES)})
         return _ordered(found, _KIMI_NAMES[self.names][0])
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         heads, dim, inner = self.num_heads, self.head_dim, self._inner
-        tokens, low, b, gate = _split(
+        tokens, low, b, gate = split(
             tape, product, sizes, [(self._channels,), self._low, (heads, None), self._low]
         )
-        q, k, v = _split(tape, self._convolved(tape, tokens, carried, "silu"), sizes, [(heads, dim)] * 3)
+        q, k, v = split(tape, self._convolved(tape, tokens, carried, "silu"), sizes, [(heads, dim)] * 3)
         if self.forget_map is not None:
             low = tape.linear(low, self.forget_map, None, self.activations)
-        (x,) = _split(tape, low, sizes, [(heads, dim)])
+        (x,) = split(tape, low, sizes, [(heads, dim)])
         decays = tape.call(
             _decays, {"x": x, "dt_bias": self.dt_bias, "A_log": self.A_log}, lowest=self.lowest_decay
         )
@@ -551,4 +295,4 @@ class KimiDeltaAttention(RecurrentLayer):
         if self.gate_map is not None:
             gate = tape.linear(gate, self.gate_map, None, self.activations)
         normed = tape.gated_norm(tape.by_row(read), gate, self.norm_weight, self.eps, "sigmoid")
-        return _split(tape, normed, sizes, [inner])[0]
+        return split(tape, normed, sizes, [inner])[0]
