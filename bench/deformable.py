@@ -19,12 +19,8 @@ import numpy as np
 from bench.clock import rounds_of
 
 LEVELS = [(100, 100), (50, 50), (25, 25), (13, 13)]
-HEADS, HEAD_DIM, POINTS, SPREAD = (
-    8,
-    32,
-    4,
-    0.03,
-)  # SPREAD: of points around their query, as a share of the image
+HEADS, HEAD_DIM, POINTS = 8, 32, 4
+SPREAD = 0.03  # of points around their query, as a share of the image
 
 
 def arguments(queries: int | None) -> tuple[Any, ...]:

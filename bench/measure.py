@@ -395,6 +395,13 @@ def selected(dtype: str) -> None:
     )
     name = f"deepseek_sparse_attention, {heads} heads, {length} tokens"
     print(f"{name}: {1e3 * seconds:.0f} ms, all keys {1e3 * dense:.0f}")
+    few = tuple(x[:4, :4096] for x in (q, k, v))
+    seconds, dense = best(
+        lambda: vjp(functional.moba_attention, *few)[1](few[0]),
+        lambda: vjp(fastattn.attention, *few, causal=True)[1](few[0]),
+    )
+    name = "moba_attention and its gradients, 4 heads, 4096 tokens"
+    print(f"{name}: {1e3 * seconds:.0f} ms, causal {1e3 * dense:.0f}")
 
 
 def _beside_masks(
