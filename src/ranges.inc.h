@@ -2,8 +2,9 @@
  * such ranges. Every structural mask (causal, window, padding, documents ...) arrives in this form.
  *
  * Exports   row_block, row_id, range_list, EACH_ROW, first_row, next_row, cut_rows; at_row, at_nth_row, at_key, in_a_row,
- *           key_rows, prefetch_keys; ranges_begin, ranges_enter, row_range, attends_some, rows_share; block_kind, BLOCK_FULL, BLOCK_EDGE, BLOCK_MASKED,
- *           BLOCK_ADDS, BLOCK_EMPTY, hides, range_kind; key_walk, walk_begin, walk_next.
+ *           key_rows, prefetch_keys; ranges_begin, ranges_enter, row_range, attends_some, rows_share; block_kind,
+ *           BLOCK_FULL, BLOCK_EDGE, BLOCK_MASKED, BLOCK_ADDS, BLOCK_EMPTY, hides, range_kind; key_walk, walk_begin,
+ *           walk_next.
  *
  * Keys are visited in blocks of BLOCK_K, at multiples of BLOCK_K: the grid. A walk visits those blocks only that some
  * row attends. With lists, what lies between two ranges costs nothing; within a block a row has one range again, unless

@@ -12,6 +12,7 @@ from fastattn import grad, ops
 from fastattn._args.ops import epsilon
 from fastattn._args.types import FLOAT32, Array
 from fastattn._args.values import choice, number
+from fastattn._reference.channels import softplus
 from fastattn.functional._delta_rules import gated_delta_net
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._recurrent import linear_attention
@@ -35,10 +36,7 @@ def _decays(x: Array, dt_bias: Array, A_log: Array, *, lowest: float | None = No
         rate = np.exp(A_log).reshape(-1, *(1,) * (x.ndim - 2))
         raw = x.astype(A_log.dtype, "C") + dt_bias.reshape(x.shape[1], 1, *x.shape[3:])
         share = 0.5 + 0.5 * np.tanh(0.5 * (raw if lowest is None else rate * raw))
-        if lowest is None:
-            decays = without_nan(-rate * (np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw)))))
-        else:
-            decays = without_nan(lowest * share)
+        decays = without_nan(-rate * softplus(raw) if lowest is None else lowest * share)
     request = yield decays
 
     slope = -share if lowest is None else lowest * share * (1 - share)
