@@ -378,6 +378,9 @@ typedef struct {
     fa_array erase;        /* as k: what the delta rule reads the state by; optional, k without it */
     fa_array state, state_out; /* lanes, (batch, heads, head_dim, head_dim_v); state optional, may be state_out */
     fa_array norm, norm_out;   /* lanes, (batch, heads, head_dim), apart; norm_out: divide by q . norm + eps */
+    /* (batch + 1): tokens of sequence b are begins[b] to begins[b + 1] of all, len_q = len_k is the longest one's number,
+     * and batch tables lead to the first token of each. NULL: all have len_q and len_k. */
+    const int64_t *begins;
     int64_t batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v;
     int gated, causal;
     double scale, eps;
@@ -386,7 +389,7 @@ typedef struct {
 
 /* A task is a state, or some panels of its columns: a matter of scheduling alone. */
 typedef struct {
-    int panels, steps; /* steps: token by token; len_q and `causal` alone decide it */
+    int panels, steps; /* steps: token by token, all of its sequences; lengths and `causal` alone decide it */
     int64_t n_tasks, scratch_bytes;
     double flops;
 } fa_recurrent_plan;
@@ -406,7 +409,7 @@ typedef struct {
 
 /* A task is a state. Its scratch holds one state for every so many chunks of tokens. */
 typedef struct {
-    int64_t chunks, segments; /* of a segment; of the call */
+    int64_t chunks, segments; /* of a segment; of the longest sequence */
     int64_t n_tasks, scratch_bytes;
     double flops;
 } fa_recurrent_backward_plan;

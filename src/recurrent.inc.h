@@ -5,7 +5,7 @@
 #include "recurrent_chunk.inc.h"
 #include "recurrent_step.inc.h"
 
-/* Tokens [first, first + n), for one chunk of a->k or a->q after the other, until the call is given up. It reads `a`,
+/* Tokens [first, first + n), for one chunk of k or q after the other, until the call is given up. It reads `a`,
  * `chunk` and `between_asks` from where it stands. */
 #define EACH_CHUNK(len, first, n)                                                                                      \
     for (int64_t first = 0, n;                                                                                         \
@@ -16,7 +16,7 @@ static void recurrent_run(const fa_recurrent_args *a, const fa_recurrent_plan *p
 {
     arena from = {.memory = memory};
     const recurrent_task task = recurrent_task_of(a, plan, number);
-    if (plan->steps) {
+    if (by_steps(a, task.len_q)) {
         step_scratch step;
         take_step_scratch(&from, a, plan->panels, &step);
         recurrent_steps(a, &task, &step);
@@ -29,13 +29,13 @@ static void recurrent_run(const fa_recurrent_args *a, const fa_recurrent_plan *p
     const int64_t chunk = a->gated ? GATED_CHUNK : CHUNK;
     const int64_t work = task.group * chunk * a->head_dim * (task.panels * PANEL + chunk);
     const int64_t between_asks = larger(1, RECURRENT_ASKS / larger(1, work)) * chunk;
-    EACH_CHUNK(a->len_k, first, n) {
+    EACH_CHUNK(task.len_k, first, n) {
         write_chunk(a, &task, first, n, &scratch);
         if (a->causal) read_chunk(a, &task, first, n, &scratch);
         update_state(a, &task, n, &scratch);
     }
     if (!a->causal)
-        EACH_CHUNK(a->len_q, first, n) read_chunk(a, &task, first, n, &scratch);
+        EACH_CHUNK(task.len_q, first, n) read_chunk(a, &task, first, n, &scratch);
     store_state(a, &task, scratch.state);
     store_norm(a, &task, scratch.norm);
 }
@@ -58,8 +58,9 @@ static void recurrent_plan(const fa_recurrent_args *a, int threads, fa_recurrent
         plan->panels = (int)n;
         plan->n_tasks = tasks;
     }
-    plan->steps = a->causal && a->len_q && a->len_q <= STEPS;
-    plan->scratch_bytes = plan->steps ? take_step_scratch(&(arena){0}, a, plan->panels, &(step_scratch){0})
-                                      : take_chunk_scratch(&(arena){0}, a, plan->panels, &(chunk_scratch){0});
+    const int64_t of_steps = take_step_scratch(&(arena){0}, a, plan->panels, &(step_scratch){0});
+    const int64_t of_chunks = take_chunk_scratch(&(arena){0}, a, plan->panels, &(chunk_scratch){0});
+    plan->steps = by_steps(a, a->len_q);
+    plan->scratch_bytes = a->begins ? larger(of_steps, of_chunks) : plan->steps ? of_steps : of_chunks;
     plan->flops = 2.0 * (double)states * (double)a->len_k * (of_scores + (double)panels * of_panel);
 }

@@ -177,11 +177,12 @@ typedef struct {
     int64_t chunk, first, count, between_asks;
 } segment;
 
-static segment segment_of(const fa_recurrent_args *a, const fa_recurrent_backward_plan *plan, int64_t number)
+static segment segment_of(const fa_recurrent_args *a, const recurrent_task *task, const fa_recurrent_backward_plan *plan,
+                          int64_t number)
 {
     const int64_t chunk = a->gated ? GATED_CHUNK : CHUNK, first = number * plan->chunks;
     const int64_t work = 4 * query_group(a) * chunk * a->head_dim * round_up(a->head_dim_v, PANEL);
-    return (segment){chunk, first * chunk, smaller(plan->chunks, ceil_div(a->len_k, chunk) - first),
+    return (segment){chunk, first * chunk, smaller(plan->chunks, ceil_div(task->len_k, chunk) - first),
                      larger(1, RECURRENT_ASKS / larger(1, work))};
 }
 
@@ -189,7 +190,7 @@ static segment segment_of(const fa_recurrent_args *a, const fa_recurrent_backwar
 static int fill_segment(const fa_recurrent_args *a, const recurrent_task *task, const segment *s, gradient_scratch *g)
 {
     for (int64_t i = 0; i < s->count; i++) {
-        const int64_t first = s->first + i * s->chunk, n = smaller(s->chunk, a->len_k - first);
+        const int64_t first = s->first + i * s->chunk, n = smaller(s->chunk, task->len_k - first);
         if (i % s->between_asks == 0 && given_up(a->watch)) return 0;
         look_at(a, i, g);
         next_state(a, task, n, write_tokens(a, task, first, n, 0, g), g, g->states + (i + 1) * state_lanes(a));
@@ -206,23 +207,24 @@ static void recurrent_backward_run(const fa_recurrent_backward_args *x, const fa
     const int64_t lanes = state_lanes(a), bytes = lanes * (int64_t)sizeof(lane);
     gradient_scratch g;
     take_gradient_scratch(&(arena){.memory = memory}, a, plan->chunks, plan->segments, &g);
-    segment s = segment_of(a, plan, 0);
+    segment s = segment_of(a, &task, plan, 0);
+    const int64_t segments = plan->chunks ? ceil_div(task.len_k, s.chunk * plan->chunks) : 0;
     load_pair(a, &task, &a->state, &a->norm, g.states, g.states + lanes - round_up(a->head_dim, LANES));
     load_pair(a, &task, &x->dstate_out, &x->dnorm_out, g.c.state, g.c.norm);
-    for (int64_t i = 0; i < plan->segments; i++) {
+    for (int64_t i = 0; i < segments; i++) {
         if (i) memcpy(g.states, g.states + s.count * lanes, bytes);
         memcpy(g.kept + i * lanes, g.states, bytes);
-        s = segment_of(a, plan, i);
+        s = segment_of(a, &task, plan, i);
         if (!fill_segment(a, &task, &s, &g)) return;
     }
     look_at(a, s.count, &g);
-    for (int64_t first = 0; !a->causal && first < a->len_q; first += CHUNK) {
+    for (int64_t first = 0; !a->causal && first < task.len_q; first += CHUNK) {
         if (first / CHUNK % s.between_asks == 0 && given_up(a->watch)) return;
-        queries_back(x, &task, first, smaller(CHUNK, a->len_q - first), &g);
+        queries_back(x, &task, first, smaller(CHUNK, task.len_q - first), &g);
     }
-    for (int64_t i = plan->segments - 1; i >= 0; i--) {
-        s = segment_of(a, plan, i);
-        if (i + 1 < plan->segments) {
+    for (int64_t i = segments - 1; i >= 0; i--) {
+        s = segment_of(a, &task, plan, i);
+        if (i + 1 < segments) {
             memcpy(g.states, g.kept + i * lanes, bytes);
             if (!fill_segment(a, &task, &s, &g)) return;
         }
@@ -230,7 +232,7 @@ static void recurrent_backward_run(const fa_recurrent_backward_args *x, const fa
             const int64_t first = s.first + j * s.chunk;
             if (j % s.between_asks == 0 && given_up(a->watch)) return;
             look_at(a, j, &g);
-            chunk_back(x, &task, first, smaller(s.chunk, a->len_k - first), &g);
+            chunk_back(x, &task, first, smaller(s.chunk, task.len_k - first), &g);
         }
     }
     const fa_recurrent_args results = {

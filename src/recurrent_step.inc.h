@@ -6,11 +6,13 @@
  * in place in state_out, a few vectors of columns after the other.
  *
  * Literals  nv, vectors of columns, held in registers: 1 or STEP_NV. n, columns of each: LANES, or fewer with nv = 1.
- * Exports   STEPS, step_scratch, take_step_scratch, recurrent_steps. */
+ * Exports   by_steps, step_scratch, take_step_scratch, recurrent_steps. */
 #pragma once
 #include "recurrent_task.inc.h"
 
-#define STEPS 4 /* calls of up to so many tokens go this way */
+#define STEPS 4 /* sequences of up to so many tokens go this way */
+
+static int by_steps(const fa_recurrent_args *a, int64_t len_q) { return a->causal && len_q && len_q <= STEPS; }
 
 typedef struct {
     lane *gate, *k, *q, *norm; /* (head_dim): decays, key, query, the sum of the keys */
@@ -82,7 +84,7 @@ static void recurrent_steps(const fa_recurrent_args *a, const recurrent_task *ta
     step->from_row = a->state.row, step->to_row = a->state_out.row;
     step->head_dim = head_dim;
     load_norm(a, task, step->norm);
-    for (int64_t i = 0; i < a->len_q; i++, step->from = step->to, step->from_row = step->to_row) {
+    for (int64_t i = 0; i < task->len_q; i++, step->from = step->to, step->from_row = step->to_row) {
         const char *log_decay = a->log_decay.data ? at(&a->log_decay, task->b, task->h, i, 0) : NULL;
         for (int64_t d = 0; d < head_dim; d += LANES)
             v_store(step->gate + d, log_decay ? decay_at(a, log_decay, d) : v_splat(1));

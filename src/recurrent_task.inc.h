@@ -22,6 +22,7 @@
 /* `panels` panels of columns, from `column` on, of the state of batch item b, head h. */
 typedef struct {
     int64_t b, h, column, panels;
+    int64_t len_q, len_k;
     int64_t head_k, head_v; /* the heads of k and v that write to the state */
     int64_t head_q, group;  /* and of q that read it: head_q is the first of `group` */
 } recurrent_task;
@@ -33,11 +34,14 @@ static recurrent_task recurrent_task_of(const fa_recurrent_args *a, const fa_rec
 {
     const int64_t panels = ceil_div(a->head_dim_v, PANEL), parts = ceil_div(panels, plan->panels);
     const int64_t state = number / parts, h = state % a->heads, first = number % parts * plan->panels;
+    const int64_t b = state / a->heads, *begins = a->begins;
     return (recurrent_task){
-        .b = state / a->heads,
+        .b = b,
         .h = h,
         .column = first * PANEL,
         .panels = smaller(panels - first, plan->panels),
+        .len_q = begins ? begins[b + 1] - begins[b] : a->len_q,
+        .len_k = begins ? begins[b + 1] - begins[b] : a->len_k,
         .head_k = h / (a->heads / a->heads_k),
         .head_v = h / (a->heads / a->heads_v),
         .head_q = a->heads_q > a->heads ? h * query_group(a) : h / (a->heads / a->heads_q),

@@ -232,6 +232,7 @@ class StepOptions(_Scale, ComputeOptions, total=False):
     """Options of delta rules with several steps a token, whose results are made for all steps."""
 
     state: Array | None
+    begins: ArrayLike | None
     return_state: bool
     out_state: Array | None
 
@@ -246,6 +247,7 @@ class DecayOptions(_Scale, OutOption, ComputeOptions, total=False):
     normalize: bool
     eps: float
     state: Array | tuple[Array, Array] | None
+    begins: ArrayLike | None
     return_state: bool
     out_state: Array | tuple[Array, Array] | None
 

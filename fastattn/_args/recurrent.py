@@ -21,6 +21,7 @@ from fastattn._args.values import (
     real_array,
     require_broadcast,
     require_dtypes,
+    sequence_begins,
 )
 from fastattn._engine.settings import require_backend, threads
 
@@ -55,6 +56,7 @@ def recurrent_args(
     normalize: bool = False,
     eps: float = 1e-6,
     state: Any = None,
+    begins: Any = None,
     return_state: bool = False,
     out_state: Any = None,
     out: Array | None = None,
@@ -89,9 +91,17 @@ def recurrent_args(
             f"(): q, k and v have {heads_q}, {heads_k} and {heads_v} heads; expected those of k and v"
             f" to divide the larger of both, and those of q to be a multiple of it or divide it, too"
         )
+    starts = None
     batch_shape = q_array.shape[:-3]
     if not (batch_shape == k_array.shape[:-3] == v_array.shape[:-3]):
         batch_shape = broadcast_batch(q=batch_shape, k=k_array.shape[:-3], v=v_array.shape[:-3])
+    if begins is not None:
+        for name, x in zip("qkv", arrays, strict=True):
+            if x.ndim != 3:
+                raise wrong_shape(name, x, "(heads, tokens, head_dim), as begins is given")
+        if len_q != len_k:
+            raise ValueError(f"(): q has {len_q} tokens; expected k's, {len_k}, as begins is given")
+        starts = sequence_begins("begins", begins, "k", len_k)
     if not causal and rule != "linear":
         raise ValueError(f"(): causal is False; expected True with rule {rule!r}")
     if normalize and delta:
@@ -115,7 +125,8 @@ def recurrent_args(
     n_threads = threads(num_threads)
     with_state = flag("return_state", return_state) or out_state is not None
 
-    shape = (*batch_shape, heads, head_dim, head_dim_v)
+    state_batch = batch_shape if starts is None else (len(starts) - 1,)
+    shape = (*state_batch, heads, head_dim, head_dim_v)
     states = pair("state", state, normalize)
     before = like("state", states[0], shape, lane)
     norm = like("state[1]", states[1], shape[:-1], lane)
@@ -137,9 +148,9 @@ def recurrent_args(
         after_norm = result_array(after_norm, shape[:-1], lane, "the state", others, "out_state[1]")
     new = (after, after_norm) if normalize else after
     return RecurrentArgs(
-        batch_shape, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v, q_array, k_array,
+        state_batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v, q_array, k_array,
         v_array, out, decays, strengths, erased, before, after, norm, after_norm, decay == "vector", causal,
-        factor, eps, n_threads, (out, new) if with_state else out,
+        factor, eps, n_threads, (out, new) if with_state else out, begins=starts,
     )  # fmt: skip
 
 

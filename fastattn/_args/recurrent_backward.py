@@ -42,7 +42,7 @@ def recurrent_backward_args(
 
     def room(name: str, x: Array | None, heads: int, *sizes: int) -> Array | None:
         """Memory for a gradient of each state: in x's dtype if nothing is to be added up, else in lanes."""
-        full = (*args.batch_shape, heads, *sizes)
+        full = (*(args.batch_shape if name == "dstate" else args.out.shape[:-3]), heads, *sizes)
         if name not in wanted and (name != "dq" or scaled):
             return None
         return np.empty(full, x.dtype if x is not None and x.shape == full else lane)

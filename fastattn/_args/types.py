@@ -322,6 +322,9 @@ class RecurrentArgs:
     # has v times `skip`, (heads,), added.
     strength: Array | None = None
     skip: Array | None = None
+    # (sequences + 1): sequences lie end to end. Then batch_shape, of states alone, is (sequences,), all else
+    # has no batch, and len_q = len_k are the tokens of all.
+    begins: Ints | None = None
 
 
 @dataclass(slots=True, eq=False)

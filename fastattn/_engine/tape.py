@@ -160,8 +160,8 @@ class Plain:
         return views(x)
 
     def by_row(self, x: Any) -> Any:
-        """Heads x (batch, heads, length, head_dim) as rows (batch * length * heads, head_dim)."""
-        found: Array = x.transpose(0, 2, 1, 3).reshape(-1, x.shape[3])
+        """Heads x ([batch,] heads, length, head_dim) as rows ([batch *] length * heads, head_dim)."""
+        found: Array = x.swapaxes(-3, -2).reshape(-1, x.shape[-1])
         return found
 
     def rotate(self, x: Any, cos: Array, sin: Array, interleaved: bool = False) -> Any:
@@ -533,11 +533,11 @@ class Tape(Plain):
         return [Part(view, x.made, partial(room, i)) for i, view in enumerate(views(array))]
 
     def by_row(self, x: Value) -> Value:
-        """Heads x (batch, heads, length, head_dim) as rows (batch * length * heads, head_dim)."""
-        batch, heads, length, size = x.array.shape
+        """Heads x ([batch,] heads, length, head_dim) as rows ([batch *] length * heads, head_dim)."""
+        *batch, heads, length, size = x.array.shape
 
         def back(dout: Array, owned: bool) -> None:
-            x.put(dout.reshape(batch, length, heads, size).transpose(0, 2, 1, 3), owned)
+            x.put(dout.reshape(*batch, length, heads, size).swapaxes(-3, -2), owned)
 
         return self.note(super().by_row(x.array), back)
 

@@ -7,7 +7,9 @@ the result.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,10 @@ _GATED_CHUNK = 16
 @np.errstate(all="ignore")
 def recurrent(args: RecurrentArgs) -> None:
     """Fill args.out and args.state_out, and args.norm_out if it is there."""
+    if args.begins is not None:
+        for _, _, part in sequences(args):
+            recurrent(part)
+        return
     step = chunk_of(args)
     row = max(args.head_dim * (step if args.gated else 1), args.head_dim_v)
     for items in blocks(args.batch_shape, max(args.heads, args.heads_q) * step * row):
@@ -31,6 +37,24 @@ def recurrent(args: RecurrentArgs) -> None:
 def chunk_of(args: RecurrentArgs) -> int:
     """Tokens of a chunk."""
     return _GATED_CHUNK if args.gated else _CHUNK
+
+
+def sequences(args: RecurrentArgs) -> Iterator[tuple[int, slice, RecurrentArgs]]:
+    """Sequences that lie end to end: the number of each, its tokens, and the call of it alone."""
+    assert args.begins is not None
+    names = ("q", "k", "v", "out", "erase", "log_decay", "beta", "strength")
+    arrays = {name: getattr(args, name) for name in names}
+    states = {name: getattr(args, name) for name in ("state", "state_out", "norm", "norm_out")}
+    for s, (begin, end) in enumerate(pairwise(args.begins.tolist())):
+        tokens = slice(begin, end)
+        part: dict[str, Any] = {name: None if x is None else x[s] for name, x in states.items()}
+        for name, x in arrays.items():
+            of_rows = name in names[:5] or (name == "log_decay" and args.gated)
+            if x is not None:
+                x = at_tokens(x, tokens) if of_rows else at_tokens(x[..., None], tokens)[..., 0]
+            part[name] = x
+        length = end - begin
+        yield s, tokens, replace(args, batch_shape=(), begins=None, len_q=length, len_k=length, **part)
 
 
 def only(items: Any, args: RecurrentArgs) -> RecurrentArgs:

@@ -33,12 +33,14 @@ from fastattn._reference.recurrent import (
     only,
     queries,
     scores_of,
+    sequences,
 )
 
 if TYPE_CHECKING:
     State = tuple[Array, Array]  # S (..., head_dim, head_dim_v) and the sum of the keys (..., head_dim)
 
 _RESULTS = ("dq", "dk", "dv", "dlog_decay", "dbeta", "derase", "dstate", "dnorm")
+_OF_STATES = ("dstate", "dnorm", "dstate_out", "dnorm_out")
 
 
 class _Chunk(NamedTuple):
@@ -60,12 +62,32 @@ class _Chunk(NamedTuple):
 def recurrent_backward(args: RecurrentBackwardArgs) -> None:
     """Fill those results of `args` that are wanted."""
     a = args.forward
+    if a.begins is not None:
+        for s, tokens, part in sequences(a):
+            recurrent_backward(_of_sequence(args, s, tokens, part))
+        return
     n = chunk_of(a)
     chunks = -(-a.len_k // n)
     state = a.head_dim * a.head_dim_v * (chunks + 1)
     of_chunk = 4 * n * max(a.head_dim * (n if a.gated else 1), a.head_dim_v)
     for items in blocks(a.batch_shape, max(a.heads, a.heads_q) * max(of_chunk, state)):
         _gradients(args if items is ... else _only(items, args), n)
+
+
+def _of_sequence(
+    args: RecurrentBackwardArgs, s: int, tokens: slice, part: RecurrentArgs
+) -> RecurrentBackwardArgs:
+    """The call of sequence s alone."""
+    found: dict[str, Any] = {"forward": part, "dout": args.dout[..., tokens, :]}
+    for name in (*_RESULTS, "dstate_out", "dnorm_out"):
+        x = getattr(args, name)
+        if x is not None and name in _OF_STATES:
+            x = x[s]
+        elif x is not None:
+            by_token = name == "dbeta" or (name == "dlog_decay" and not part.gated)
+            x = x[..., tokens] if by_token else x[..., tokens, :]
+        found[name] = x
+    return replace(args, **found)
 
 
 def _only(items: Any, args: RecurrentBackwardArgs) -> RecurrentBackwardArgs:

@@ -14,7 +14,15 @@ from fastattn._args.errors import wrong_shape
 from fastattn._args.options import DeltaOptions, StepOptions, require_options
 from fastattn._args.recurrent import log_decays, per_token
 from fastattn._args.types import Array, ArrayLike, Shape, Unpack, lane_dtype
-from fastattn._args.values import broadcast_batch, flag, float_array, operand, real_array, require_broadcast
+from fastattn._args.values import (
+    broadcast_batch,
+    flag,
+    float_array,
+    operand,
+    real_array,
+    require_broadcast,
+    sequence_begins,
+)
 from fastattn.functional._differentiable import Request, Steps, differentiable
 from fastattn.functional._recurrent import gradients_of, run_rule, summed_like
 from fastattn.functional.feature_maps import unit
@@ -243,8 +251,8 @@ def delta_product(
     unit_keys : bool, default True
         As in `delta_net`.
     **options
-        scale, state, return_state, out_state, num_threads, backend: as in `linear_attention`, as what is
-        returned and raised.
+        scale, state, begins, return_state, out_state, num_threads, backend: as in `linear_attention`, as what
+        is returned and raised.
 
     Notes
     -----
@@ -274,6 +282,7 @@ def delta_product(
         every = np.zeros((*decays.shape[:-1], length, steps), lane)
         every[..., 0] = decays
         fixed |= {"rule": "gated_delta", "log_decay": every.reshape(*decays.shape[:-1], length * steps)}
+    options = _by_steps(options, q, steps)
     inputs = _at_step(queries, steps, -1), _as_tokens(keys), _as_tokens(v)
     request = yield _at_last_step(run_rule(*inputs, options, StepOptions, fixed), steps)
 
@@ -315,8 +324,8 @@ def rwkv7(
         In the paper's words ``-kappa``, of length 1, and kappa times the learning rate in context; a and b of
         flash-linear-attention.
     **options
-        scale (1 if left out), state, return_state, out_state, num_threads, backend: as in `linear_attention`,
-        as what is returned and raised.
+        scale (1 if left out), state, begins, return_state, out_state, num_threads, backend: as in
+        `linear_attention`, as what is returned and raised.
 
     Notes
     -----
@@ -337,7 +346,7 @@ def rwkv7(
     fixed: Any = {"rule": "kimi_delta", "log_decay": every, "erase": _at_step(erase, 2, 0)}
     if options.get("scale") is None:
         fixed["scale"] = 1.0
-    given: Any = {name: x for name, x in options.items() if name not in fixed}
+    given: Any = {name: x for name, x in _by_steps(options, r, 2).items() if name not in fixed}
     request = yield _at_last_step(run_rule(*inputs, given, StepOptions, fixed), 2)
 
     request = request._replace(dout=_at_step(request.dout, 2, 1))
@@ -400,6 +409,16 @@ def _bounded(decays: Array | None) -> Array:
     if least < _LEAST_LOG_DECAY:
         raise ValueError(f"(): log_decay has {least}; expected {_LEAST_LOG_DECAY} or more")
     return decays
+
+
+def _by_steps(options: StepOptions, tokens: Array, steps: int) -> StepOptions:
+    """The options of a call whose tokens are the steps of `tokens` (heads, len, dim)."""
+    if options.get("begins") is None:
+        return options
+    if tokens.ndim != 3:
+        raise wrong_shape("q", tokens, "(heads, len, head_dim), as begins is given")
+    found = sequence_begins("begins", options["begins"], "q", tokens.shape[1])
+    return {**options, "begins": found * steps}
 
 
 def _as_tokens(x: Array) -> Array:

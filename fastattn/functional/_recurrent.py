@@ -44,6 +44,7 @@ def linear_attention(
     normalize: bool = False,
     eps: float = 1e-6,
     state: State | None = None,
+    begins: ArrayLike | None = None,
     return_state: bool = False,
     out_state: State | None = None,
     out: Array | None = None,
@@ -100,7 +101,10 @@ def linear_attention(
     eps : float, default 1e-6
     state : ndarray, (..., heads, head_dim, head_dim_v), optional
         What stood before the first token; 0 if left out. float32, float64 for float64 q, k and v. With
-        `normalize` a pair of it and z, (..., heads, head_dim).
+        `normalize` a pair of it and z, (..., heads, head_dim). With `begins`, ... is (sequences,).
+    begins : array_like of int, (sequences + 1,), optional
+        Sequences of different lengths lie end to end, in arrays without a batch: tokens ``begins[s]`` to
+        ``begins[s + 1]`` are those of sequence s. It begins with 0 and ends with the number of tokens.
     return_state : bool, default False
         Return ``(out, state)``: with it, a later call goes on where this one ended.
     out_state : ndarray, optional
@@ -128,7 +132,8 @@ def linear_attention(
     are taken 32 at a time (16 with a decay for every dimension), up to 4 of them one by one: decoding reads
     and writes the state once. Decays are multiplied and never divided by, so that nothing overflows. What is
     not finite reaches the results of its token and of those after it, and a decay of 0 does not clear it; it
-    reaches no earlier one. `log_decay` and `beta` are converted to the state's dtype where they have another.
+    reaches no earlier one. A sequence of `begins` has the bits of a call of its own. `log_decay` and `beta`
+    are converted to the state's dtype where they have another.
 
     References
     ----------
@@ -161,15 +166,15 @@ def linear_attention(
         raise not_an_argument(others, linear_attention)
     args = recurrent_args(
         q, k, v, rule, log_decay, beta, erase, causal, scale, normalize, eps, state,
-        return_state, out_state, out, num_threads, backend,
+        begins, return_state, out_state, out, num_threads, backend,
     )  # fmt: skip
     dispatch.run(args, backend)
     request = yield args.result
 
     forward = {
         "rule": rule, "log_decay": log_decay, "beta": beta, "erase": erase, "causal": causal,
-        "scale": scale, "normalize": normalize, "eps": eps, "state": state, "num_threads": num_threads,
-        "backend": backend,
+        "scale": scale, "normalize": normalize, "eps": eps, "state": state, "begins": begins,
+        "num_threads": num_threads, "backend": backend,
     }  # fmt: skip
     return gradients_of(request, q, k, v, forward)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -207,9 +206,8 @@ def mamba2_scan(
 
     Notes
     -----
-    The cost is that of `linear_attention`, and of z a pass over x. With `begins`, sequences are computed one
-    after the other, each with all threads; its result is that of a call of its own, to the bit. Source: T.
-    Dao and A. Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
+    The cost is that of `linear_attention`, and of z a pass over x. Source: T. Dao and A. Gu, "Transformers
+    are SSMs", 2024, arXiv:2405.21060.
 
     Examples
     --------
@@ -226,30 +224,26 @@ def mamba2_scan(
     compute: Any = {"num_threads": num_threads, "backend": backend}
     with np.errstate(all="ignore"):
         decays = without_nan(h.step * h.rates[:, None])
+    with_state = flag("return_state", return_state) or out_state is not None
+    if begins is not None:
+        if h.x.ndim != 3:
+            raise wrong_shape("x", h.x, "(heads, tokens, head_dim), as begins is given")
+        begins = sequence_begins("begins", begins, "x", h.x.shape[1])
+    options: dict[str, Any] = {
+        "rule": "decay", "log_decay": decays, "scale": 1.0, "state": state, "begins": begins, **compute,
+    }  # fmt: skip
     inputs: list[Any] = [
         ("x", x, h.x), ("dt", dt, h.raw), ("A", A, h.rates), ("B", B, h.b), ("C", C, h.c), ("D", D, h.skip),
         ("z", z, h.gate), ("dt_bias", dt_bias, None),
     ]  # fmt: skip
     if isinstance(out_state, np.ndarray):
         result_array(out_state, out_state.shape, out_state.dtype, "the state", inputs, "out_state")
-    spans, before, after = _sequences(h, begins, state, out_state)
-    scanned = np.empty(h.x.shape, h.x.dtype)
-    with_state = flag("return_state", return_state) or out_state is not None
-    forward: list[dict[str, Any]] = []
-    calls = []
-    for span, first, last in zip(spans, before, after, strict=True):
-        options: Any = {"rule": "decay", "log_decay": decays[..., span], "scale": 1.0, "state": first}
-        q, k, v, room = (part[..., span, :] for part in (h.c, h.b, h.x, scanned))
-        args = recurrent_args(q, k, v, **options, out_state=last, out=room, **compute)
-        args.strength, args.skip = h.step[..., span], h.skip
-        forward.append({**options, **compute})
-        calls.append(args)
-    for args in calls:
-        dispatch.run(args, backend)
-    whole, states = scanned, after if begins is not None else calls[0].state_out
-    if h.gate is not None:
-        whole = ops.activate(h.gate, "silu", up=scanned, **compute)
-    request = yield (whole, states) if with_state else whole
+    args = recurrent_args(h.c, h.b, h.x, **options, return_state=True, out_state=out_state)
+    args.strength, args.skip = h.step, h.skip
+    dispatch.run(args, backend)
+    scanned, after = args.result
+    whole = scanned if h.gate is None else ops.activate(h.gate, "silu", up=scanned, **compute)
+    request = yield (whole, after) if with_state else whole
 
     dout = request.dout
     found: dict[str, Any] = {}
@@ -257,7 +251,8 @@ def mamba2_scan(
         found["dz"], dout = grad.activate(dout, h.gate, "silu", up=scanned, **compute)
     need = tuple(n for n, of in _OF_RECURRENCE.items() if {*of} & {*request.need})
     values = (h.x * h.step[..., None]).astype(h.x.dtype, copy=False)
-    parts = _back(dout, request.dmore, need, (h.c, h.b, values), spans, forward, begins is not None)
+    inner = Request(dout, request.dmore, need)
+    parts = dict(zip(need, gradients_of(inner, h.c, h.b, values, options), strict=True))
     found |= {"dB": parts.get("dk"), "dC": parts.get("dq"), "dstate": parts.get("dstate")}
     lane = h.step.dtype
     if "dv" in parts:
@@ -274,45 +269,6 @@ def mamba2_scan(
         found["ddt_bias"] = _sum_to_heads(found["ddt"])
     given: Any = {name: np.asarray(x).dtype for name, x in request.given.items() if x is not None}
     return tuple(_as(found[name], given.get(name[1:])) for name in request.need)
-
-
-def _sequences(h: _Heads, begins: Any, state: Any, out_state: Any) -> tuple[Sequence[slice], Any, Any]:
-    """The tokens of each sequence, the state before them, and where that after them goes."""
-    if begins is None:
-        return [slice(None)], [state], [out_state]
-    if h.x.ndim != 3:
-        raise wrong_shape("x", h.x, "(heads, tokens, head_dim), as begins is given")
-    found = sequence_begins("begins", begins, "x", h.x.shape[1]).tolist()
-    shape = (len(found) - 1, h.x.shape[0], h.b.shape[-1], h.x.shape[-1])
-    before = like("state", state, shape, h.step.dtype)
-    others: list[Any] = [] if out_state is state else [("state", state, before)]
-    after = result_array(out_state, shape, h.step.dtype, "the state", others, "out_state")
-    return list(map(slice, found[:-1], found[1:])), [None] * shape[0] if before is None else before, after
-
-
-def _back(
-    dout: Array,
-    dstate: Any,
-    need: tuple[str, ...],
-    given: tuple[Array, Array, Array],
-    spans: Sequence[slice],
-    forward: list[dict[str, Any]],
-    apart: bool,
-) -> dict[str, Array]:
-    """The gradients `need` of the recurrence, those of tokens side by side where sequences lie `apart`."""
-    if not apart:
-        return dict(zip(need, gradients_of(Request(dout, dstate, need), *given, forward[0]), strict=True))
-    q, k, v = given
-    lane, state = lane_dtype(v.dtype), (len(spans), len(v), q.shape[-1], v.shape[-1])
-    shapes = {"dq": q.shape, "dk": k.shape, "dv": v.shape, "dlog_decay": v.shape[:-1], "dstate": state}
-    found = {name: np.empty(shapes[name], v.dtype if name in ("dq", "dk", "dv") else lane) for name in need}
-    for s, (span, options) in enumerate(zip(spans, forward, strict=True)):
-        request = Request(dout[..., span, :], None if dstate is None else dstate[s], need)
-        parts = gradients_of(request, q[..., span, :], k[..., span, :], v[..., span, :], options)
-        for name, part in zip(need, parts, strict=True):
-            to: Any = {"dstate": s, "dlog_decay": (..., span)}.get(name, (..., span, slice(None)))
-            found[name][to] = part
-    return found
 
 
 # Which gradients of the recurrence those of `mamba2_scan` are made of.

@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 @differentiable("x", "dt_bias", "A_log")
 def _decays(x: Array, dt_bias: Array, A_log: Array, *, lowest: float | None = None) -> Steps[Array]:
-    """Logarithms of decays, of x (batch, heads, length, ...).
+    """Logarithms of decays, of rows x (tokens, heads) or (tokens, heads * features).
 
     They are ``-exp(A_log) * softplus(x + dt_bias)`` or ``lowest * sigmoid(exp(A_log) * (x + dt_bias))``.
     """
     with np.errstate(all="ignore"):
-        rate = np.exp(A_log).reshape(-1, *(1,) * (x.ndim - 2))
-        raw = x.astype(A_log.dtype, "C") + dt_bias.reshape(x.shape[1], 1, *x.shape[3:])
+        rate = np.repeat(np.exp(A_log), x.shape[1] // A_log.size)
+        raw = x.astype(A_log.dtype, "C") + dt_bias
         share = 0.5 + 0.5 * np.tanh(0.5 * (raw if lowest is None else rate * raw))
         decays = without_nan(-rate * softplus(raw) if lowest is None else lowest * share)
     request = yield decays
 
     slope = -share if lowest is None else lowest * share * (1 - share)
     dx = request.dout * rate * slope
-    dlog = (request.dout * decays if lowest is None else dx * raw).sum((0, *range(2, x.ndim)))
-    return dx.astype(x.dtype, copy=False), dx.sum((0, 2)).reshape(dt_bias.shape), dlog.reshape(A_log.shape)
+    dlog = (request.dout * decays if lowest is None else dx * raw).sum(0)
+    return dx.astype(x.dtype, copy=False), dx.sum(0), dlog.reshape(A_log.size, -1).sum(1).reshape(A_log.shape)
 
 
 @differentiable("x")
@@ -167,12 +167,13 @@ class GatedDeltaNet(RecurrentLayer):
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         heads, groups, dim, inner = self.num_heads, self.num_key_heads, self.head_dim, self._inner
-        parts = [(self._channels,), inner, (heads, None), (heads, None)]
+        parts = [(self._channels,), inner, (heads, None), heads]
         tokens, gate, b, a = split(tape, product, sizes, parts)
         mixed = self._convolved(tape, tokens, carried, "silu")
         q, k, v = split(tape, mixed, sizes, [(groups, dim), (groups, dim), (heads, self.head_dim_v)])
         decays = tape.call(_decays, {"x": a, "dt_bias": self.dt_bias, "A_log": self.A_log})
-        given = {"q": q, "k": k, "v": v, "log_decay": decays}
+        given = {"q": q, "k": k, "v": v}
+        (given["log_decay"],) = split(tape, decays, sizes, [(heads, None)])
         given["beta"] = tape.call(_sigmoid, {"x": b}, times=self.beta_scale)
         read = tape.call(gated_delta_net, given, **carried[1])
         normed = tape.gated_norm(tape.by_row(read), gate, self.norm_weight, self.eps, "silu")
@@ -283,11 +284,11 @@ class KimiDeltaAttention(RecurrentLayer):
         q, k, v = split(tape, self._convolved(tape, tokens, carried, "silu"), sizes, [(heads, dim)] * 3)
         if self.forget_map is not None:
             low = tape.linear(low, self.forget_map, None, self.activations)
-        (x,) = split(tape, low, sizes, [(heads, dim)])
         decays = tape.call(
-            _decays, {"x": x, "dt_bias": self.dt_bias, "A_log": self.A_log}, lowest=self.lowest_decay
+            _decays, {"x": low, "dt_bias": self.dt_bias, "A_log": self.A_log}, lowest=self.lowest_decay
         )
-        given = {"q": tape.call(unit, {"x": q}), "k": tape.call(unit, {"x": k}), "v": v, "log_decay": decays}
+        given = {"q": tape.call(unit, {"x": q}), "k": tape.call(unit, {"x": k}), "v": v}
+        (given["log_decay"],) = split(tape, decays, sizes, [(heads, dim)])
         given["beta"] = tape.call(_sigmoid, {"x": b})
         read = tape.call(linear_attention, given, rule="kimi_delta", **carried[1])
         if self.gate_map is not None:

@@ -6,16 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from fastattn import grad, ops
 from fastattn._args.channels import MOST_WIDTH
-from fastattn._args.errors import put_name
+from fastattn._args.errors import put_name, wrong_dtype, wrong_shape
 from fastattn._args.ops import rows
-from fastattn._args.types import Activation, Array, ArrayLike, Rounding, Shape, lane_dtype
-from fastattn._args.values import MOST_SIZE, flag, integer
+from fastattn._args.types import Activation, Array, ArrayLike, Ints, Rounding, Shape, lane_dtype
+from fastattn._args.values import MOST_SIZE, as_array, flag, integer, sequence_begins
 from fastattn._args.words import not_an_argument
 from fastattn._engine.tape import PLAIN
 from fastattn.functional._differentiable import Steps, differentiable
@@ -27,17 +27,27 @@ if TYPE_CHECKING:
     from fastattn._engine.tape import Plain
     from fastattn.layers._state import Fields, Taken
 
-    Sizes = tuple[int, int]  # batch and length of a call
+    Sizes = tuple[int, ...]  # batch and length of a call; or the tokens, of sequences end to end
     Carried = list[dict[str, Any]]  # arguments for states, of the convolution and of the recurrence
 
 ONES = constant(1.0)
+
+
+class _Call(NamedTuple):
+    """The tokens of a call: rows, in sequences that are equally long, or lie end to end."""
+
+    sizes: Sizes
+    sequences: int
+    begins: Ints | None = None  # end to end
+    counted: Array | None = None  # of rows that are more: which ones are tokens
 
 
 class RecurrentState:
     """The memory of a recurrent layer: its size does not grow with the number of tokens before.
 
     Pass it empty to a layer's first call, and again to the later ones, which go on where the one before
-    ended. A call that raises leaves it as it was. ``copy.deepcopy`` makes a branch.
+    ended and have as many sequences. A call that raises leaves it as it was. ``copy.deepcopy`` makes a
+    branch.
 
     Examples
     --------
@@ -79,13 +89,18 @@ class RecurrentState:
 
 @differentiable("x", "weight", "bias")
 def _convolved(
-    x: Array, weight: Array, bias: Array | None, *, activation: Activation | None, **states: Any
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    *,
+    activation: Activation | None,
+    begins: Ints | None = None,
+    **states: Any,
 ) -> Steps[Any]:
-    """`ops.causal_conv1d` with a weight (channels, 1, width), as torch has it."""
-    request = yield ops.causal_conv1d(x, weight[:, 0], bias, activation=activation, **states)
-    dx, dweight, *dbias = grad.causal_conv1d(
-        request.dout, x, weight[:, 0], bias, activation=activation, need=request.need
-    )
+    """`ops.causal_conv1d` with a weight (channels, 1, width), as torch has it; gradients without states."""
+    taps, options = weight[:, 0], dict[str, Any](activation=activation, begins=begins)
+    request = yield ops.causal_conv1d(x, taps, bias, **options, **states)
+    dx, dweight, *dbias = grad.causal_conv1d(request.dout, x, taps, bias, **options, need=request.need)
     return dx, dweight[:, None], *dbias
 
 
@@ -142,7 +157,14 @@ class RecurrentLayer(Layer):
         """From the rows of `in_map` to those of the map out."""
         raise NotImplementedError
 
-    def __call__(self, x: ArrayLike, *, state: RecurrentState | None = None) -> Array:
+    def __call__(
+        self,
+        x: ArrayLike,
+        *,
+        state: RecurrentState | None = None,
+        key_padding_mask: ArrayLike | None = None,
+        begins: ArrayLike | None = None,
+    ) -> Array:
         """Mix tokens along a sequence: each reads itself and those before.
 
         Parameters
@@ -151,20 +173,26 @@ class RecurrentLayer(Layer):
             Or (length, d_model), one sequence.
         state : RecurrentState, optional
             Goes on after the tokens of the calls before, and then has these, too.
+        key_padding_mask : array_like of bool, (batch, length), optional
+            **True hides a token**, wherever it stands: the others are as if it was not there, and its result
+            is 0.
+        begins : array_like of int, (sequences + 1,), optional
+            Sequences lie end to end in x (tokens, d_model): tokens ``begins[s]`` to ``begins[s + 1]`` are
+            those of sequence s. It begins with 0 and ends with the number of tokens.
 
         Returns
         -------
         ndarray, as x
         """
         try:
-            array, sizes = self._checked(x)
+            array, call = self._checked(x, key_padding_mask, begins)
             carried: Carried = [{}, {}]
             if state is not None:
                 _computation.require("state", state, RecurrentState, "a RecurrentState")
                 inputs, lane = (self.kernel_size - 1, self._channels), lane_dtype(array.dtype)
                 kinds = zip((inputs, *self._recurrences), (array.dtype, lane), strict=False)
-                carried = state._turn([((sizes[0], *shape), dtype) for shape, dtype in kinds])
-            out = self._forward(PLAIN, rows(array), sizes, carried)
+                carried = state._turn([((call.sequences, *shape), dtype) for shape, dtype in kinds])
+            out = self._forward(PLAIN, rows(array), call, carried)
         except Exception as error:
             put_name(type(self).__name__, error)
             raise
@@ -173,32 +201,60 @@ class RecurrentLayer(Layer):
         result: Array = out.reshape(array.shape)
         return result
 
-    def _computation(self, x: ArrayLike, **others: Any) -> Computation:
+    def _computation(
+        self,
+        x: ArrayLike,
+        *,
+        key_padding_mask: ArrayLike | None = None,
+        begins: ArrayLike | None = None,
+        **others: Any,
+    ) -> Computation:
         if others:
             raise not_an_argument(others, RecurrentLayer._computation)
-        array, sizes = self._checked(x)
+        array, call = self._checked(x, key_padding_mask, begins)
 
         def run(tape: Plain, x: Any) -> Any:
-            return self._forward(tape, x, sizes, [{}, {}])
+            return self._forward(tape, x, call, [{}, {}])
 
         return Computation([self], {"x": array}, run, array.shape)
 
-    def _checked(self, x: Any) -> tuple[Array, Sizes]:
-        """`x`, and its batch and length."""
+    def _checked(self, x: Any, key_padding_mask: Any, begins: Any) -> tuple[Array, _Call]:
+        """`x`, and how its tokens make sequences."""
         self._require_parts()
         array = _computation.checked("x", x, self.d_model, self.weights_dtype)
+        if begins is not None:
+            if key_padding_mask is not None:
+                raise ValueError("(): key_padding_mask and begins are given; expected one of them at most")
+            if array.ndim != 2:
+                raise wrong_shape("x", array, f"(tokens, {self.d_model}), as begins is given")
+            found = sequence_begins("begins", begins, "x", len(array))
+            return array, _Call((len(array),), len(found) - 1, found)
         batch, length, _ = _computation.batch_first("x", array).shape
-        return array, (batch, length)
+        if key_padding_mask is None:
+            return array, _Call((batch, length), batch)
+        hidden = as_array("key_padding_mask", key_padding_mask)
+        if hidden.dtype != np.bool_:
+            raise wrong_dtype("key_padding_mask", hidden, "bool, True for a token that is hidden")
+        if hidden.shape != array.shape[:-1]:
+            raise wrong_shape("key_padding_mask", hidden, f"{array.shape[:-1]}, as x has tokens")
+        counted = ~hidden.reshape(batch, length)
+        found = np.append(0, np.cumsum(counted.sum(axis=1)))
+        return array, _Call((int(found[-1]),), batch, found, counted.ravel())
 
-    def _forward(self, tape: Plain, x: Any, sizes: Sizes, carried: Carried) -> Any:
+    def _forward(self, tape: Plain, x: Any, call: _Call, carried: Carried) -> Any:
+        sizes = call.sizes
+        if call.begins is not None:
+            carried = [{**given, "begins": call.begins} for given in carried]
+        if call.counted is not None:
+            x = tape.rows(x, call.counted)
         product = tape.linear(x, self.in_map, self.in_bias, self.activations, use="product")
         mixed = self._mixed(tape, product, sizes, carried)
         out = tape.linear(mixed, self.out_map, self.out_bias, self.activations)
         tape.done("product", product)
-        return out
+        return out if call.counted is None else tape.spread(out, call.counted)
 
     def _convolved(self, tape: Plain, x: Any, carried: Carried, activation: Activation | None) -> Any:
-        """The convolution of x (batch, length, channels)."""
+        """The convolution of x (*sizes, channels)."""
         given = {"x": x, "weight": self.conv_weight, "bias": self.conv_bias_vector}
         return tape.call(_convolved, given, activation=activation, **carried[0])
 
@@ -279,8 +335,8 @@ def step_bias(rng: np.random.Generator, shape: Shape) -> Array:
 def split(tape: Plain, x: Any, sizes: Sizes, parts: Sequence[Any]) -> Sequence[Any]:
     """The columns of x, which lie side by side, as `parts` say.
 
-    An integer n means n columns as rows; (n,) means (batch, length, n), (heads, n) means (batch, heads,
-    length, n), and (heads, None) the same without the last axis.
+    An integer n means n columns as rows; (n,) means (*sizes, n), (heads, n) means the same with heads before
+    tokens, ([batch,] heads, tokens, n), and (heads, None) that without the last axis.
     """
     widths = [part if isinstance(part, int) else math.prod(n or 1 for n in part) for part in parts]
 
@@ -290,7 +346,7 @@ def split(tape: Plain, x: Any, sizes: Sizes, parts: Sequence[Any]) -> Sequence[A
             view = rows[:, end - width : end]
             if not isinstance(part, int):
                 view = view.reshape(*sizes, *(n for n in part if n is not None))
-                view = view.swapaxes(1, 2) if len(part) == 2 else view
+                view = view.swapaxes(len(sizes) - 1, len(sizes)) if len(part) == 2 else view
             found.append(view)
         return found
 

@@ -7,7 +7,6 @@ name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -90,30 +89,22 @@ def _delta_rule(rule: str, unit: Callable[[Any], Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         """Run it on (batch, length, heads, head_dim), with decays g as it or without its last axis."""
-        if (begins := _begins(query, kwargs)) is not None:  # as flash-linear-attention: a state for each
-            if initial_state is not None:
-                raise NotTaken("packed sequences have an initial_state")
-            given = [_end_to_end(x, begins)[None] for x in (query, key, value, g, beta)]
-            options = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-            spans = pairwise(begins.tolist())
-            outs, states = zip(
-                *(compute(*(x[:, i:j] for x in given), **options) for i, j in spans), strict=True
-            )
-            whole = torch.cat(outs, 1).reshape(value.shape)
-            return whole, torch.cat(states) if output_final_state else None
-        dtype, state = query.dtype, initial_state
+        begins = _begins(query, kwargs)  # as flash-linear-attention: with a state for each sequence
+        dtype, state, shape = query.dtype, initial_state, value.shape
+        query, key, value, g, beta = (_end_to_end(x, begins) for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             query, key = unit(query), unit(key)
         if not (query.dtype is key.dtype is value.dtype):
             query, key, value = query.float(), key.float(), value.float()
         tensors = {"q": query, "k": key, "v": value}
-        tensors = {name: _rows(x.transpose(1, 2)) for name, x in tensors.items()}
-        decays = g.float().transpose(1, 2)
-        more = {"log_decay": decays if g.ndim == 3 else _rows(decays)}
-        more["beta"] = beta.transpose(1, 2).float()
+        tensors = {name: _rows(x.transpose(-3, -2)) for name, x in tensors.items()}
+        by_head = g.ndim < query.ndim
+        more = {"log_decay": g.float().transpose(-2, -1) if by_head else _rows(g.float().transpose(-3, -2))}
+        more["beta"] = beta.transpose(-2, -1).float()
         more["state"] = None if state is None else state.float().contiguous()
-        out, after = composed(_rule, {**tensors, **more}, rule=rule)
-        return out.transpose(1, 2).to(dtype), after if output_final_state else None
+        out, after = composed(_rule, {**tensors, **more}, rule=rule, begins=begins)
+        out = out.transpose(-3, -2).reshape(shape).to(dtype)
+        return out, after if output_final_state else None
 
     return compute
 

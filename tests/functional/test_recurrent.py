@@ -4,13 +4,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from implementations import COMPILED, forced
-from recurrence import Recurrence
+from recurrence import RULES, Recurrence, problem
 
 from fastattn.functional import linear_attention
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
-RULES = ["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
 # Around the kernel's steps (4), gated chunks (16), chunks (32), passes (12 rows, 32 columns) and depth (128).
 DELTA_RULES = RULES[3:]
 LENGTHS = [0, 1, 2, 4, 5, 15, 16, 17, 31, 32, 33, 64, 65, 200]
@@ -21,30 +20,6 @@ def recurrence(*arguments, **options):
     """Token by token in float64: returns out, S, z."""
     call = Recurrence(*arguments, **options)
     return call.out, call.s[-1], call.z[-1]
-
-
-def problem(rule, heads, n, head_dim, head_dim_v, dtype=np.float32, seed=0, strong=False,
-            erase=False):  # fmt: skip
-    """q, k, v and what else the rule needs. Keys have length 1 where the delta rule needs it to be stable."""
-    rng = np.random.default_rng(seed)
-    heads_q, heads_k, heads_v = heads if isinstance(heads, tuple) else (heads,) * 3
-    states = max(heads_k, heads_v)
-    q, k = rng.standard_normal((heads_q, n, head_dim)), rng.standard_normal((heads_k, n, head_dim))
-    v = rng.standard_normal((heads_v, n, head_dim_v))
-    if "delta" in rule:
-        k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    lane = np.float64 if dtype == np.float64 else np.float32
-    more = {}
-    if rule in ("decay", "gated_delta", "gated", "kimi_delta"):
-        shape = (states, n, head_dim) if rule in ("gated", "kimi_delta") else (states, n)
-        more["log_decay"] = -np.exp(rng.standard_normal(shape) - 2).astype(lane)
-        if strong:
-            more["log_decay"] = rng.choice([-np.inf, -20.0, -1e-3, 0.0, -3.0], shape).astype(lane)
-    if "delta" in rule:
-        more["beta"] = rng.uniform(0, 1, (states, n)).astype(lane)
-    if erase:  # keys between 0 and those to write by: the state does not grow
-        more["erase"] = (k * rng.uniform(0, 1, k.shape)).astype(dtype)
-    return q.astype(dtype), k.astype(dtype), v.astype(dtype), more
 
 
 def close(actual, expected, dtype, factor=64):

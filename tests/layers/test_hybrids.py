@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import pairwise
 
 import channels
 import ml_dtypes
@@ -182,6 +183,55 @@ def test_calls_with_a_state_are_one_call(name, cuts, implementation):
 
 
 @every_layer
+def test_sequences_end_to_end_are_apart(name, implementation):
+    """With states: what each does alone, to the bit but for products of other numbers of rows."""
+    layer, begins = randomized(made(name)), [0, 3, 3, 30, 31]
+    x, more = draw(31, WIDTH), draw(4, WIDTH, seed=1)
+    state = RecurrentState()
+    out, next_out = layer(x, begins=begins, state=state), layer(more, begins=range(5), state=state)
+    spoiled = x.copy()
+    spoiled[3:30] = np.nan
+    np.testing.assert_array_equal(layer(spoiled, begins=begins)[[0, 1, 2, 30]], out[[0, 1, 2, 30]])
+    for s, (i, j) in enumerate(pairwise(begins)):
+        own = RecurrentState()
+        alone = layer(x[None, i:j], state=own)[0], layer(more[None, s : s + 1], state=own)[0]
+        for got, right in zip((out[i:j], next_out[s : s + 1]), alone, strict=True):
+            np.testing.assert_allclose(got, right, rtol=0, atol=3e-6 * abs(out).max())
+
+
+@every_layer
+def test_hidden_tokens_are_not_there(name, implementation):
+    """To the left, to the right, and in between; a state goes on after those that are."""
+    layer, x, hidden = randomized(made(name)), draw(4, 12, WIDTH), np.zeros((4, 12), bool)
+    hidden[0, :5] = hidden[1, 9:] = hidden[2, 3:6] = hidden[3] = True
+    tokens, begins = x[~hidden], np.cumsum([0, *(~hidden).sum(1)])
+    expected = np.zeros_like(x)
+    states = RecurrentState(), RecurrentState()
+    expected[~hidden] = layer(tokens, begins=begins, state=states[0])
+    x[hidden] = np.nan
+    np.testing.assert_array_equal(layer(x, key_padding_mask=hidden, state=states[1]), expected)
+    more = draw(4, 1, WIDTH, seed=1)
+    np.testing.assert_array_equal(*(layer(more, state=state) for state in states))
+    dout = draw(4, 12, WIDTH, seed=2)
+    dx, found = vjp(layer, x, key_padding_mask=hidden)[1](dout)
+    dtokens, right = vjp(layer, tokens, begins=begins)[1](dout[~hidden])
+    np.testing.assert_array_equal(dx[~hidden], dtokens)
+    assert not dx[hidden].any()
+    for parameter, gradient in right.items():
+        np.testing.assert_array_equal(found[parameter], gradient)
+    alone = layer(x[0], key_padding_mask=hidden[0])
+    np.testing.assert_allclose(alone, expected[0], rtol=0, atol=3e-6 * abs(expected).max())
+    none = layer(x[3], key_padding_mask=hidden[3])
+    np.testing.assert_array_equal(none, np.zeros_like(none))
+
+
+@every_layer
+def test_gradients_of_sequences_end_to_end_are_slopes(name, implementation):
+    layer = randomized(made(name, weights_dtype="float64"))
+    assert_gradients(layer, draw(7, WIDTH, dtype=np.float64), step=1e-6, begins=[0, 2, 2, 7])
+
+
+@every_layer
 def test_an_error_leaves_the_state_as_it_was(name, monkeypatch):
     layer, x, states = made(name, rng=0), draw(2, 9, WIDTH), (RecurrentState(), RecurrentState())
     mixed = type(layer)._mixed
@@ -355,6 +405,21 @@ def test_what_is_refused_in_a_call(name):
         layer(x, state={})
     with pytest.raises(ValueError, match=rf"^{kind}\(\): state is given; expected none: tokens of earlier"):
         vjp(layer, x, state=RecurrentState())
+    for wrong, message in (
+        ({"begins": [0, 9]}, r"x has shape \(2, 9, 24\); expected \(tokens, 24\), as begins is given"),
+        (
+            {"key_padding_mask": np.zeros((2, 8), bool)},
+            r"key_padding_mask has shape \(2, 8\); expected \(2, 9\)",
+        ),
+        ({"key_padding_mask": np.zeros((2, 9), bool), "begins": [0, 9]}, "key_padding_mask and begins are"),
+    ):
+        for call in (layer, lambda *x, **more: vjp(layer, *x, **more)):
+            with pytest.raises(ValueError, match=rf"^{kind}\(\): {message}"):
+                call(x, **wrong)
+    with pytest.raises(TypeError, match=rf"^{kind}\(\): key_padding_mask has dtype float32; expected bool"):
+        layer(x, key_padding_mask=np.zeros((2, 9), np.float32))
+    with pytest.raises(ValueError, match=rf"^{kind}\(\): begins goes from 0 to 8; expected 0 to 9"):
+        layer(x[0], begins=[0, 8])
     state = RecurrentState()
     ShortConvolution(5, rng=0)(x[..., :5], state=state)
     with pytest.raises(

@@ -6,6 +6,32 @@ q, k and v are (heads of each, len, dim); a state is (heads, head_dim, head_dim_
 
 import numpy as np
 
+RULES = ["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
+
+
+def problem(rule, heads, n, head_dim, head_dim_v, dtype=np.float32, seed=0, strong=False,
+            erase=False):  # fmt: skip
+    """q, k, v and what else the rule needs. Keys have length 1 where the delta rule needs it to be stable."""
+    rng = np.random.default_rng(seed)
+    heads_q, heads_k, heads_v = heads if isinstance(heads, tuple) else (heads,) * 3
+    states = max(heads_k, heads_v)
+    q, k = rng.standard_normal((heads_q, n, head_dim)), rng.standard_normal((heads_k, n, head_dim))
+    v = rng.standard_normal((heads_v, n, head_dim_v))
+    if "delta" in rule:
+        k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    lane = np.float64 if dtype == np.float64 else np.float32
+    more = {}
+    if rule in ("decay", "gated_delta", "gated", "kimi_delta"):
+        shape = (states, n, head_dim) if rule in ("gated", "kimi_delta") else (states, n)
+        more["log_decay"] = -np.exp(rng.standard_normal(shape) - 2).astype(lane)
+        if strong:
+            more["log_decay"] = rng.choice([-np.inf, -20.0, -1e-3, 0.0, -3.0], shape).astype(lane)
+    if "delta" in rule:
+        more["beta"] = rng.uniform(0, 1, (states, n)).astype(lane)
+    if erase:  # keys between 0 and those to write by: the state does not grow
+        more["erase"] = (k * rng.uniform(0, 1, k.shape)).astype(dtype)
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype), more
+
 
 def gates(heads, n, head_dim, log_decay, beta):
     """Decays (heads, n, head_dim) and strengths (heads, n), of what the call was given."""

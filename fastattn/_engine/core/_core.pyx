@@ -163,16 +163,16 @@ def attention(args):
     cdef fa_array **of_keys = [&a.k, &a.v, &a.k_scale, &a.v_scale]
     cdef _Sequences sequences
     cdef int i
-    cdef _Tables _tables = _set_args(&a, args, True)  # which must outlive the kernels
+    cdef _Tables tables = _set_args(&a, args, True)
     cdef int threads = args.num_threads
     if args.begins is not None:
         sequences = _Sequences(*args.begins, a.len_q, a.len_k)
-        if _tables.batch != sequences.count:
-            raise ValueError(f"fastattn: begins of {sequences.count} sequences for {_tables.batch}")
+        if tables.batch != sequences.count:
+            raise ValueError(f"fastattn: begins of {sequences.count} sequences for {tables.batch}")
         for i in range(5):
-            sequences.begin(of_queries[i], sequences.q)
+            tables.begin(of_queries[i], sequences.q)
         for i in range(4):
-            sequences.begin(of_keys[i], sequences.k)
+            tables.begin(of_keys[i], sequences.k)
         _run_attention(&a, threads, sequences)
         return
     _run_attention(&a, threads)

@@ -157,9 +157,9 @@ def attention_backward(args):
         if tables.batch != sequences.count:
             raise ValueError(f"fastattn: begins of {sequences.count} sequences for {tables.batch}")
         for i in range(8):
-            sequences.begin(of_queries[i], sequences.q)
+            tables.begin(of_queries[i], sequences.q)
         for i in range(4):
-            sequences.begin(of_keys[i], sequences.k)
+            tables.begin(of_keys[i], sequences.k)
         for x in (args.dk, args.dv):
             if x is not None and sequences.n < sequences.count:
                 x[...] = 0  # keys of sequences without queries

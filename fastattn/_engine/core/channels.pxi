@@ -38,10 +38,9 @@ cdef class _Channels:
 
     cdef void set_tokens(self, fa_array *x, name, array, fa_dtype dtype, int64_t width, bint turned=False) except *:
         """Point `x` at (*batch, length, width), or at (tokens, width) if ragged; None stays NULL."""
-        cdef int64_t s
         self.set(x, name, array, dtype, self.length, width, turned)
-        for s in range(self.sequences if self.ragged and array is not None else 0):
-            (<int64_t *>x.batch)[s] = self.begins[s] * x.row
+        if self.ragged:
+            self.tables.begin(x, self.begins)
 
 
 cdef _Channels _set_conv(fa_conv_args *a, args, int n_arrays):

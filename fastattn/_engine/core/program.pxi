@@ -202,8 +202,8 @@ cdef class _AttendStep(_Step):
                 raise ValueError(f"fastattn: bias {self.bias} of {len(call.biases)}")
             self._add_bias(c, &a, call.biases[self.bias], tables)
         if sequences is not None:
-            sequences.begin(&a.masks.row_begin, sequences.q)
-            sequences.begin(&a.masks.row_end, sequences.q)
+            tables.begin(&a.masks.row_begin, sequences.q)
+            tables.begin(&a.masks.row_end, sequences.q)
         _run_attention(&a, c.threads, sequences)
 
     cdef void _add_bias(self, Call *c, fa_attention_args *a, cnp.ndarray bias, _Tables tables) except *:

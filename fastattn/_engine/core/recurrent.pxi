@@ -39,6 +39,23 @@ cdef int _set_decays(fa_array *x, name, array, int lane, const fa_recurrent_args
     return 0
 
 
+cdef int _begin_sequences(fa_recurrent_args *a, cnp.ndarray begins, _Tables tables, fa_array **arrays,
+                          int n_arrays) except -1:
+    """Let sequences end to end begin in `arrays`, which are set, if there are `begins`."""
+    cdef int64_t i, longest = 0
+    if begins is None:
+        return 0
+    a.begins = <const int64_t *>_data("begins", begins, tables.batch + 1, cnp.NPY_INT64)
+    if a.len_q != a.len_k or not _fit(a.begins, tables.batch + 1, a.len_k):
+        raise ValueError(f"fastattn: begins of sequences do not fit {a.len_q} queries and {a.len_k} keys")
+    for i in range(tables.batch):
+        longest = max(longest, a.begins[i + 1] - a.begins[i])
+    a.len_q = a.len_k = longest
+    for i in range(n_arrays):
+        tables.begin(arrays[i], a.begins)
+    return 0
+
+
 def recurrent(args):
     """Compute `args.out` and the states, of a RecurrentArgs."""
     cdef fa_recurrent_args a
@@ -46,11 +63,13 @@ def recurrent(args):
     cdef Loop loop
     cdef int threads = args.num_threads
     cdef _Tables tables = _Tables(args.batch_shape, 12)
+    cdef fa_array **of_tokens = [&a.q, &a.k, &a.v, &a.out, &a.log_decay, &a.beta, &a.erase, &a.strength]
     cdef int lane
     memset(&a, 0, sizeof(a))
     lane = _set_recurrent(&a, args, tables)
     tables.set(&a.strength, "strength", args.strength, lane, 2, a.heads, a.len_k)
     a.skip = _data("skip", args.skip, a.heads, lane)
+    _begin_sequences(&a, args.begins, tables, of_tokens, 8)
     a.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), &a, &plan
     loop.kernels.recurrent_plan(&a, threads, &plan)
@@ -72,6 +91,8 @@ def recurrent_backward(args):
     cdef Loop loop
     cdef int threads = args.num_threads, lane
     cdef _Tables tables = _Tables(args.forward.batch_shape, 22)
+    cdef fa_array **of_tokens = [&f.q, &f.k, &f.v, &f.log_decay, &f.beta, &f.erase, &a.dout, &a.dq, &a.dk, &a.dv,
+                                 &a.dlog_decay, &a.dbeta, &a.derase]
     memset(&a, 0, sizeof(a))
     lane = _set_recurrent(f, args.forward, tables)
     tables.set_rows(&a.dout, "dout", args.dout, max(f.heads_q, f.heads), f.len_q, f.head_dim_v)
@@ -90,6 +111,7 @@ def recurrent_backward(args):
     tables.set(&a.dstate, "dstate", args.dstate, lane, 3, f.heads, f.head_dim, f.head_dim_v, True)
     tables.set(&a.dnorm, "dnorm", args.dnorm, lane, 2, f.heads, f.head_dim, 1, True)
     a.dq_factor = args.dq_factor
+    _begin_sequences(f, args.forward.begins, tables, of_tokens, 13)
     f.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(f.q.dtype), &a, &plan
     loop.kernels.recurrent_backward_plan(&a, &plan)

@@ -62,13 +62,6 @@ cdef class _Sequences:
     def __dealloc__(self):
         PyMem_RawFree(self.jobs)
 
-    cdef void begin(self, fa_array *x, const int64_t *begins) noexcept:
-        """Let each item of the batch begin at its sequence's row of `x`, where that is given."""
-        cdef int64_t i
-        if x.data != NULL:
-            for i in range(self.count):
-                (<int64_t *>x.batch)[i] += begins[i] * x.row
-
 
 cdef bint _fit(const int64_t *begins, int64_t count, int64_t rows) noexcept:
     """Whether begins go from 0 to `rows`."""

@@ -118,6 +118,13 @@ cdef class _Tables:
                 rest //= size
             (<int64_t *>x.batch)[b] = offset
 
+    cdef void begin(self, fa_array *x, const int64_t *begins) noexcept:
+        """Let each item of the batch begin at its sequence's row of `x`, where that is given."""
+        cdef int64_t i
+        if x.data != NULL:
+            for i in range(self.items):
+                (<int64_t *>x.batch)[i] += begins[i] * x.row
+
     cdef void set_rows(self, fa_array *x, name, cnp.ndarray array, int64_t heads, int64_t length,
                        int64_t width, bint scaled=False) except *:
         """Like `set`, for an operand (..., heads, length, width) of any type that kernels read, its rows contiguous.
