@@ -241,6 +241,22 @@ def test_models_keep_packed_sequences_apart(name, monkeypatch):
     torch.testing.assert_close(got, torch.cat(parts, 1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("of", ["gated", "kimi"])
+def test_packed_sequences_go_on_after_states_of_their_own(of):
+    from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+    name, _, tokens, others, packed = packed_calls(of)
+    states, options = torch.randn(3, 2, 4, 3), {**others, "output_final_state": True}
+    with ft.register(measure=False):
+        function = getattr({"gated": qwen3_next, "kimi": kimi}[of], name)
+        out, after = function(**tokens, **options, **packed, initial_state=states)
+        for s, (i, j) in enumerate(pairwise(BORDERS)):
+            part = {name: x[:, i:j] for name, x in tokens.items()}
+            alone = function(**part, **options, initial_state=states[s : s + 1])
+            torch.testing.assert_close((out[:, i:j], after[s : s + 1]), alone, rtol=0, atol=0)
+
+
 def test_packed_sequences_that_are_not_clear_are_refused():
     from transformers.models.mamba import modeling_mamba as mamba
     from transformers.models.mamba2 import modeling_mamba2 as module
