@@ -42,7 +42,8 @@ def rms_norm(x: Array, weights: Weights, name: str, eps: float) -> Array:
 def gelu(x: Array) -> Array:
     """The exact GELU; in float32 by Abramowitz and Stegun 7.1.26, whose error is 1.5e-7."""
     if x.dtype == np.float64:
-        y: Array = x * 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(x * math.sqrt(0.5)))
+        erf = np.fromiter(map(math.erf, (x * math.sqrt(0.5)).ravel().tolist()), float, x.size)
+        y: Array = x * 0.5 * (1 + erf.reshape(x.shape))
         return y
     z = np.abs(x) * np.float32(math.sqrt(0.5))
     t = 1 / (1 + np.float32(0.3275911) * z)
