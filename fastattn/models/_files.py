@@ -79,6 +79,13 @@ class Config:
         self.path: Path | str = path  # as messages say it
         self.values: dict[str, Any] = {} if optional and not path.is_file() else read_json(path)
 
+    @classmethod
+    def of(cls, path: Path, values: dict[str, Any]) -> Config:
+        """Values that another file has, `path`."""
+        config = cls.__new__(cls)
+        config.path, config.values = path, values
+        return config
+
     def wrong(self, name: str, value: Any, expected: str) -> ModelError:
         """The error of a `value` of `name`."""
         return ModelError(f"{self.path}: {name!r} is {short(value)}; expected {expected}")

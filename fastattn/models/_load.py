@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.words import not_an_argument
+from fastattn.models import _gguf
 from fastattn.models._decoder import Decoder
 from fastattn.models._families import bert, clip, deberta, gpt2, llama, rotary, t5
 from fastattn.models._files import Config, ModelError
@@ -60,14 +61,15 @@ def load(
     activations: Rounding | None = None,
     **others: Unpack[NoOptions],
 ) -> Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
-    """Load a model: config.json, and model.safetensors or the parts that its index lists.
+    """Load a model: config.json, and model.safetensors or the parts that its index lists; or a GGUF file.
 
     Parameters
     ----------
     folder : path
         As Hugging Face's save_pretrained writes it and ``hf download NAME --local-dir FOLDER`` brings it,
         with tensors in float32, float16 or bfloat16; nothing is downloaded here. The modules.json of a
-        sentence-transformers folder says how `Encoder.encode` makes vectors.
+        sentence-transformers folder says how `Encoder.encode` makes vectors. Or a GGUF file of a Llama,
+        Mistral, Qwen2 or Qwen3, whose blocks are decoded.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : {"float32", "bfloat16", "int8", "int4", "nf4"}, optional
@@ -108,12 +110,12 @@ def load(
     if not isinstance(folder, (str, os.PathLike)):
         raise wrong_type("folder", folder, "a path")
     path = Path(folder)
+    if path.suffix == _gguf.SUFFIX and path.is_file():
+        return _of_gguf(path, precision)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"
-        came = "is no folder; expected one"
-        if path.suffix.lower() == ".gguf":
-            came = "is a GGUF file, which is not read yet; expected a folder"
-        raise ModelError(f"{path} {came} with config.json and model.safetensors: {hint}")
+        expected = "expected one with config.json and model.safetensors, or a GGUF file"
+        raise ModelError(f"{path} is no folder; {expected}: {hint}")
     outer, path = path, folder_of_towers(path)
     config = Config(path / "config.json")
     model_type = config.get("model_type", str)
@@ -128,3 +130,13 @@ def load(
         source = Source(path, config, precision, stack, outer)
         model = _BUILDERS[model_type](source)
         return model if isinstance(model, (Decoder, TwoTowers)) else with_head(source, model)
+
+
+def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
+    """The model of a GGUF file."""
+    with ExitStack() as stack:
+        config = _gguf.config_of(path, _gguf.opened(path, stack))
+        source = Source(path, config, precision, stack)
+        source.rename(_gguf.renamed)
+        source.tokenizer = _gguf.tokenizer_of
+        return _BUILDERS[config.get("model_type", str)](source)

@@ -8,6 +8,7 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fastattn._formats import FORMATS
 from fastattn.models._files import Config, ModelError, require
 from fastattn.models._parameters import Computed, Origin, Packed, Parameters, Vector, Whole
 from fastattn.models._tensors import SHOWN, Part, Tensors
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _Made = TypeVar("_Made")
 _FLOATS = ("F32", "F16", "BF16")  # as safetensors calls them
+_READ = (*_FLOATS, *FORMATS)  # and as GGUF calls its blocks
 NOTHING = re.compile("(?!)")  # matches no name
 
 
@@ -39,6 +41,7 @@ class Source:
         self.folder, self.config, self.precision = folder, config, precision
         self.outer = outer or folder  # the folder of modules.json, in which `folder` may be
         self.tensors = Tensors.of_folder(folder, precision.weights, stack)
+        self.tokenizer: Callable[[Path], Any] | None = None  # makes one where no tokenizer.json is
         self.parameters = Parameters()
         self._stored = {name: name for name in self.tensors.names}
         self._prefix = ""
@@ -101,7 +104,7 @@ class Source:
             kind = tensors.kind(stored)
             if tensors.shape(stored) != shape:
                 wrong.append(f"{stored!r} has shape {tensors.shape(stored)}; expected {shape}")
-            elif kind not in _FLOATS:
+            elif kind not in _READ:
                 wrong.append(f"{stored!r} has dtype {kind}; expected one of {', '.join(_FLOATS)}")
             elif kind == "BF16":
                 require("ml_dtypes")

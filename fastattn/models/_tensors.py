@@ -13,6 +13,7 @@ from fastattn._args.values import short
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
 from fastattn._safetensors import TensorFile
+from fastattn.models import _gguf
 from fastattn.models._files import ModelError, is_name, lfs_hint, read_json, require
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
+    from fastattn._gguf import GgufFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes that a thread reads at a time and packs at once, while they are in a cache; and threads that do so.
@@ -72,13 +74,18 @@ class Tensors:
 
     _stack: ExitStack | None = None
 
-    def __init__(self, where: str, stored: str, files: Mapping[str, TensorFile | _Memory]):
+    def __init__(self, where: str, stored: str, files: Mapping[str, TensorFile | GgufFile | _Memory]):
         self.where, self.stored, self._files = where, stored, files  # `where` is for messages
         self._pool: ThreadPoolExecutor | None = None
 
     @classmethod
     def of_folder(cls, folder: Path, stored: str, stack: ExitStack) -> Tensors:
-        """Tensors of the folder's safetensors files, which `stack` closes."""
+        """Tensors of the folder's safetensors files, or of a GGUF file, which `stack` closes."""
+        if folder.suffix == _gguf.SUFFIX:
+            file = _gguf.opened(folder, stack)
+            tensors = cls(str(folder), stored, dict.fromkeys(file.names, file))
+            tensors._stack = stack
+            return tensors
         # A single file comes first, as in transformers: an index beside it may be left over.
         is_indexed = not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file()
         path = folder / (INDEX if is_indexed else WEIGHTS)
@@ -133,7 +140,7 @@ class Tensors:
         """
         n, first = args.out_features, parts[0]
         step = n
-        if isinstance(self._files[first.name], TensorFile) and not first.transposed:
+        if not (isinstance(self._files[first.name], _Memory) or first.transposed):
             panel, row = columns(args.dtype), self._read(first, 0, 1).nbytes
             step = panel * max(1, _PIECE // (panel * args.maps * row))
 
@@ -189,7 +196,7 @@ def _single(path: Path, stack: ExitStack) -> dict[str, TensorFile]:
             how = "from_pretrained(), save_pretrained(..., safe_serialization=True)"
             there += f"; transformers converts: {how}"
         if any(name.endswith(".gguf") for name in found):
-            there += "; GGUF is not read yet"
+            there += "; a GGUF file is loaded by its own path"
         raise ModelError(f"{path} is missing, and so is {INDEX}; there is {there}")
     file = _opened(path, stack)
     return dict.fromkeys(file.names, file)

@@ -215,10 +215,11 @@ def test_files_of_weights_that_are_missing(tmp_path):
     (tmp_path / "pytorch_model.bin").unlink()
     refused(tmp_path, "model.safetensors is missing", "no other file of weights")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    refused(tmp_path, "model.safetensors is missing", "there is model.gguf; GGUF is not read yet")
-    said = "is a GGUF file, which is not read yet; expected a folder with config.json and model.safetensors"
-    refused(tmp_path / "model.gguf", f"model.gguf {said}")
-    refused(str(tmp_path / "not-there.GGUF"), f"not-there.GGUF {said}")
+    refused(
+        tmp_path, "model.safetensors is missing", "there is model.gguf; a GGUF file is loaded by its own path"
+    )
+    refused(tmp_path / "model.gguf", "model.gguf is truncated")
+    refused(str(tmp_path / "not-there.gguf"), "not-there.gguf is no folder", "or a GGUF file")
 
 
 def test_a_truncated_file(tmp_path):

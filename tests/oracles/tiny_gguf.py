@@ -1,0 +1,114 @@
+"""GGUF files of tiny models: random blocks of any type, and the same numbers as a folder in safetensors."""
+
+import gguf
+import numpy as np
+import tiny_models as tiny
+
+BLOCK = 256  # the most features of a block
+NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where they lie
+
+
+def byte_tokens():
+    """The tokens of single bytes, as GPT-2 writes them, in the order of bytes."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(i if i in shown else next(others)) for i in range(256)]
+
+
+def typed(x):
+    """A value with its type, for `write`."""
+    kind = gguf.GGUFValueType
+    if isinstance(x, list):
+        return x, kind.ARRAY
+    return x, kind.BOOL if isinstance(x, bool) else kind.STRING if isinstance(x, str) else kind.UINT32
+
+
+def config(kind, vocab=None):
+    """config.json of a model whose rows are whole blocks."""
+    sizes = {"hidden_size": BLOCK, "intermediate_size": 2 * BLOCK, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    more = {} if vocab is None else {"vocab_size": vocab}
+    return {**tiny.CONFIGS[kind], **sizes, **more, "max_position_embeddings": 64, "head_dim": 64}
+
+
+def random_blocks(name, rows, features, seed=0):
+    """Bytes of a matrix, its scales about 0.01."""
+    rng = np.random.default_rng(seed)
+    kind = gguf.GGMLQuantizationType[name]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = rng.integers(0, 256, (rows * features // block, size), dtype=np.uint8)
+    if name == "MXFP4":
+        data[:, 0] = rng.integers(118, 122, len(data))
+    for at in () if name == "MXFP4" else SCALES.get(name, (0, 2) if name in ("Q4_1", "Q5_1") else (0,)):
+        scales = rng.uniform(-0.01, 0.01, len(data)).astype("<f2")
+        data[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return data.reshape(rows, -1)
+
+
+def name_of(name):
+    """A tensor's name in GGUF."""
+    stem, _, last = name.rpartition(".")
+    if stem in TOP:
+        return f"{TOP[stem]}.{last}"
+    _, _, number, part = stem.split(".", 3)
+    return f"blk.{number}.{NAMES[part]}.{last}"
+
+
+def interleaved(x, head_dim):
+    """Rows of each head as the architecture "llama" has them: those of both halves in turn."""
+    return x.reshape(-1, 2, head_dim // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+
+def halves(x, head_dim):
+    """The inverse of `interleaved`."""
+    return x.reshape(-1, head_dim // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+
+def write(path, kind, stored, vocab=None, **metadata):
+    """Write a model whose maps are `stored`; returns its tensors and its config as transformers has them."""
+    settings = config(kind, vocab)
+    architecture = "llama" if kind == "mistral" else kind
+    writer = gguf.GGUFWriter(path, architecture)
+    keys = {
+        "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+        "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+        "attention.value_length": "head_dim", "context_length": "max_position_embeddings",
+        "rope.dimension_count": "head_dim",
+    }  # fmt: skip
+    for key, name in keys.items():
+        writer.add_uint32(f"{architecture}.{key}", settings[name])
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", settings["rms_norm_eps"])
+    writer.add_float32(f"{architecture}.rope.freq_base", settings["rope_theta"])
+    if kind == "mistral":
+        writer.add_uint32("llama.attention.sliding_window", settings["sliding_window"])
+    for key, value in metadata.items():
+        writer.add_key_value(key, *value)
+    tensors = {}
+    for i, (name, x) in enumerate(tiny.tensors(kind, settings).items()):
+        heads = architecture == "llama" and ("q_proj" in name or "k_proj" in name)
+        if x.ndim == 1 or stored == "F32":
+            tensors[name] = x.astype(np.float32)
+            writer.add_tensor(
+                name_of(name), interleaved(x.astype(np.float32), 64) if heads else tensors[name]
+            )
+            continue
+        quantized = gguf.GGMLQuantizationType[stored]
+        if stored in ("F16", "BF16"):
+            data = gguf.quants.quantize(x.astype(np.float32), quantized)
+        else:
+            data = random_blocks(stored, *x.shape, seed=i)
+        numbers = gguf.quants.dequantize(data, quantized)
+        tensors[name] = halves(numbers, 64) if heads else numbers
+        writer.add_tensor(name_of(name), data, raw_dtype=quantized)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors, settings
