@@ -186,7 +186,7 @@ class _Scores:
                 name: x[:1, rows] if name in ("weights", "allowed") else x for name, x in self.steps.items()
             }
             part = _Scores(False, self.q[:1, rows], self.k[:1], **steps)
-            yield lambda: part.tensor().topk(k, dim=-1), lambda: part._selected(k, ends[:1, rows])
+            yield lambda: part._computed().topk(k, dim=-1), lambda: part._selected(k, ends[:1, rows])
 
         sizes = f"{heads} heads of {dim}", f"queries < {queries}", f"keys < {keys}"
         return gains(("indexer", *sizes, f"selected < {2 ** k.bit_length()}"), pairs)

@@ -123,6 +123,26 @@ def test_generation(name, selected):
         assert_near(x, y)
 
 
+def test_what_is_timed_beside_ours_makes_scores_each_time(monkeypatch):
+    made, found = [], []
+    computed = _indexers._Scores._computed
+    monkeypatch.setattr(_indexers._Scores, "_computed", lambda self: made.append(1) or computed(self))
+
+    def gains(key, pairs):
+        for theirs, ours in pairs():
+            before = len(made)
+            theirs(), theirs(), ours()
+            found.append(len(made) - before)
+        return True
+
+    monkeypatch.setattr(_indexers, "gains", gains)
+    model, ids = model_of("DeepseekV32ForCausalLM"), torch.randint(5, 90, (1, 40))
+    with ft.register():
+        run(model, "eager", ids)
+    assert set(found) == {2}
+    assert len(made) == sum(found)
+
+
 def test_what_else_is_asked_of_a_promise():
     """It becomes the tensor that it stands for."""
     torch.manual_seed(0)
