@@ -79,9 +79,11 @@ def register(*, measure: bool = True) -> Undo:
     `measured`), and updates of states by one token where gradients are wanted. Packed sequences are kept
     apart; it refuses them.
 
-    Indexers that score keys with ReLU and weights of heads (deepseek_v32, glm_moe_dsa, axk2, dots3_note,
-    hy_v4, mistral_large4) select keys here, of equal scores the first, and make no scores of all keys, unless
-    a batch is padded on the left, under autocast, or where that gains nothing.
+    Indexers that score keys with ReLU and weights of heads (deepseek_v32, deepseek_v4, glm_moe_dsa,
+    glm5_next, axk2, dots3_note, hy_v4, mistral_large4) select keys here, of equal scores the first, and make
+    no scores of all keys, unless the mask leaves others than the first keys, under autocast, or where that
+    gains nothing. That of minimax_m3_vl makes scores of some queries at a time. That of qwen4_exp pools keys
+    once, not for each query, where each sees the first of the tokens that the last one sees.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

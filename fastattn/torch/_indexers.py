@@ -1,13 +1,15 @@
 """Indexers of models: their scores are never made, but for those that no kernel here knows.
 
 An indexer multiplies queries with keys, takes the ReLU, weighs heads, masks, and looks for the largest. While
-its `forward` runs, the product is a promise, which remembers these steps. `topk` of it is `select_keys`;
-whatever else is asked of it makes it the tensor that it stands for.
+its `forward` runs, the product is a promise, which remembers these steps. `topk` of it is `select_keys`. The
+largest scores of blocks of keys (`amax`) are made of some queries at a time. Whatever else is asked of it
+makes it the tensor that it stands for. An indexer that loops over queries is written anew.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,11 +37,70 @@ def with_promises(own: Callable[..., Any], measures: Callable[[], bool]) -> Call
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _Promising(measures()):
+        with torch.no_grad(), _Promising(measures()):  # numbers of keys have no gradient
             result = own(*args, **kwargs)
         return tree_map(lambda x: x.tensor() if type(x) is _Scores else x, result)
 
     return forward
+
+
+def without_loops(own: Callable[..., Any], measures: Callable[[], bool]) -> Callable[..., Any]:
+    """Make `own`, the `forward` of an indexer that pools blocks of keys for each query, pool them once.
+
+    It returns a mask (batch, 1, len_q, keys) of the tokens in the best blocks and of those behind the last
+    whole block. `own` computes where a query sees others than the first of the tokens that the last one sees.
+    """
+
+    @functools.wraps(own)
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def forward(
+        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any
+    ) -> Any:
+        visible = (attention_mask if attention_mask.dtype is torch.bool else attention_mask == 0)[:, 0]
+        counts, seen = visible.sum(-1), visible[:, -1]
+        places = seen.cumsum(-1) - 1
+        first = seen[:, None] & (places[:, None] < counts[..., None])
+        if not visible.is_cpu or not torch.equal(visible, first):
+            return own(self, hidden_states, position_embeddings, attention_mask, cache)
+        turned = inspect.unwrap(own).__globals__["apply_rotary_pos_emb"]
+        size, dim, (cos, sin) = self.compress_ratio, self.index_head_dim, position_embeddings
+        now = slice(-hidden_states.shape[1], None)
+        q, k = self.index_qk_proj(hidden_states).split([self.index_n_heads * dim, dim], -1)
+        q = self.q_layernorm(q.unflatten(-1, (-1, dim)))
+        q = turned(q, cos=cos[:, now], sin=sin[:, now], unsqueeze_dim=2).float()
+        k = k if cache is None else cache.update_indexer(k, self.layer_idx)
+        ends, blocks, result = counts // size, places.clamp(min=0) // size, torch.empty_like(visible)
+        for b in range(len(visible)):
+            tokens = seen[b].nonzero()[:, 0]
+            number = len(tokens) // size
+            tokens = tokens[: number * size].view(number, size)
+            chosen = visible.new_zeros((visible.shape[1], number + 1))
+            if number:
+                pooled = self.k_layernorm(k[b, tokens].float().mean(1).to(k.dtype))[:, None]
+                pooled = turned(pooled, cos=cos[b, tokens[:, 0]], sin=sin[b, tokens[:, 0]])[:, 0].float()
+                count = min(self.block_topk, number)
+                found = _select(q[b : b + 1], pooled.T[None], count, None, ends[b : b + 1])[0]
+                chosen.scatter_(-1, found.masked_fill(found < 0, number), True)
+            result[b] = chosen[:, blocks[b]] | (blocks[b] >= ends[b, :, None])
+        return (result & visible)[:, None]
+
+    return forward
+
+
+def _select(q: Any, k: Any, top_k: int, weights: Any, ends: Any) -> Any:
+    """Numbers (batch, len_q, top_k) of the first `ends` keys; q, k and weights are those of `_Scores`."""
+    args = selection_args(
+        array_of(q.transpose(1, 2)),
+        np.ascontiguousarray(array_of(k.transpose(1, 2)))[:, None],
+        top_k,
+        weights=None if weights is None else array_of(weights[:, :, 0].transpose(1, 2)),
+        activation="relu",
+        num_threads=num_threads(),
+        **_LEFT_OUT,
+    )
+    args.attention.row_end = np.ascontiguousarray(array_of(ends)[:, None])
+    dispatch.run(args)
+    return tensor_of(args.attention.result[:, 0])
 
 
 class _Promising(TorchFunctionMode):  # type: ignore[misc]
@@ -76,7 +137,7 @@ class _Scores:
 
     def _has(self, *steps: str) -> bool:
         """Whether these are the steps so far, and it is no tensor yet."""
-        return self.made is None and set(self.steps) - {"factor"} == set(steps)
+        return self.made is None and set(self.steps) - {"factor", "hidden"} == set(steps)
 
     def tensor(self) -> Any:
         """The scores, computed as the model says; the same tensor ever after."""
@@ -89,8 +150,17 @@ class _Scores:
         scores = scores.relu() if "relu" in self.steps else scores
         if "weights" in self.steps:
             scores = torch.einsum("bsoh,bsht->bsot", self.steps["weights"], scores)
+        scores = scores * self.steps["weighed"] if "weighed" in self.steps else scores
         scores = scores.squeeze(-2) if "squeezed" in self.steps else scores
-        return scores.masked_fill(~self.steps["allowed"], -torch.inf) if "allowed" in self.steps else scores
+        if "allowed" in self.steps:
+            scores = scores.masked_fill(~self.steps["allowed"], self.steps.get("hidden", -torch.inf))
+        for later in self.steps.get("later", ()):
+            scores = later(scores, slice(None))
+        return scores
+
+    def _later(self, step: Callable[[Any, slice], Any]) -> _Scores:
+        """Add a step of scores and of their rows, where q is (batch, heads, len_q, dim)."""
+        return self._with(later=(*self.steps.get("later", ()), step))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,13 +170,27 @@ class _Scores:
             weights, own = args
             if _is_plain(weights) and weights.shape == (*own.q.shape[:2], 1, own.q.shape[2]):
                 return own._with(weights=weights)
+        pads = func is torch.nn.functional.pad and len(args) > 1 and len(args[1]) == 2  # the last axis
+        if pads and type(args[0]) is cls and args[0]._has("later"):
+            return args[0]._later(lambda x, _: func(x, *args[1:], **(kwargs or {})))
         made = tree_map(lambda x: x.tensor() if type(x) is cls else x, (args, kwargs or {}))
         return func(*made[0], **made[1])
 
     def __mul__(self, factor: Any) -> Any:
-        if isinstance(factor, float) and factor > 0 and self._has() and not self.steps:
+        early = self._has() or self._has("relu")
+        if isinstance(factor, float) and factor > 0 and early and "factor" not in self.steps:
             return self._with(factor=factor)
+        if self._has("relu") and _is_plain(factor) and factor.shape == (*self.q.shape[:3], 1):
+            return self._with(weighed=factor)
         return self.tensor() * factor
+
+    def sum(self, *axes: Any, **named: Any) -> Any:
+        """Add up, as `Tensor.sum` does."""
+        if not axes and named == {"dim": 2} and self._has("relu", "weighed"):
+            steps = {name: x for name, x in self.steps.items() if name != "weighed"}
+            steps |= {"weights": self.steps["weighed"].mT, "squeezed": True}
+            return _Scores(self.measures, self.q, self.k, **steps)
+        return self.tensor().sum(*axes, **named)
 
     def __add__(self, mask: Any) -> Any:
         fits = isinstance(mask, torch.Tensor) and mask.is_floating_point() and mask.shape == self.shape
@@ -118,10 +202,41 @@ class _Scores:
 
     def masked_fill(self, mask: Any, value: Any) -> Any:
         """Hide scores, as `Tensor.masked_fill` does."""
-        fits = value == -torch.inf and mask.shape == self.shape
-        if fits and self._has("relu", "weights", "squeezed"):
-            return self._with(allowed=~mask)
+        fits = isinstance(value, float) and value <= torch.finfo(self.dtype).min and mask.ndim == 3
+        if fits and mask.shape[1:] == self.shape[1:] and self._has("relu", "weights", "squeezed"):
+            return self._with(allowed=(~mask).expand(self.shape), hidden=value)
+        if self._has() and mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[2] == self.shape[2]:
+            return self._later(lambda x, rows: x.masked_fill(mask[:, :, rows], value))
         return self.tensor().masked_fill(mask, value)
+
+    def view(self, *shape: Any) -> Any:
+        """Split keys into blocks, or do as `Tensor.view` does."""
+        if len(shape) == 5 and shape[:3] == self.q.shape[:3] and self._has("later"):
+            return self._later(lambda x, _: x.unflatten(-1, shape[3:]))
+        return self.tensor().view(*shape)
+
+    def amax(self, *axes: Any, **named: Any) -> Any:
+        """Find the largest, as `Tensor.amax` does; of some queries at a time."""
+        if not self._has("later") or axes or named != {"dim": -1}:
+            return self.tensor().amax(*axes, **named)
+        found = []
+        for i in range(0, self.q.shape[2], _ROWS):
+            rows = slice(i, i + _ROWS)
+            scores = _Scores(False, self.q[:, :, rows], self.k, factor=self.steps.get("factor", 1.0)).tensor()
+            for later in self.steps["later"]:
+                scores = later(scores, rows)
+            found.append(scores.amax(-1))
+        return torch.cat(found, 2)
+
+    @property
+    def dtype(self) -> Any:
+        """Type of the tensor that it stands for."""
+        return self.q.dtype
+
+    @property
+    def device(self) -> Any:
+        """Device of the tensor that it stands for."""
+        return self.q.device
 
     def squeeze(self, *axes: Any, **named: Any) -> Any:
         """Drop axes of length 1, as `Tensor.squeeze` does."""
@@ -132,6 +247,8 @@ class _Scores:
     @property
     def shape(self) -> Any:
         """Shape of the tensor that it stands for."""
+        if "later" in self.steps:
+            return self.tensor().shape
         batch, len_q, heads = self.q.shape[:3]
         heads = () if "squeezed" in self.steps else (1,) if "weights" in self.steps else (heads,)
         return torch.Size((batch, len_q, *heads, self.k.shape[-1]))
@@ -143,7 +260,7 @@ class _Scores:
         ends = self._ends() if known and dim == -1 and k > 0 and not named else None
         if ends is None or not self._gains(k, ends):
             return self.tensor().topk(k, dim=dim, **named)
-        return _Chosen(self, tensor_of(self._selected(k, ends)).clamp_(min=0))
+        return _Chosen(self, self._selected(k, ends).clamp_(min=0))
 
     def _ends(self) -> Any:
         """How many keys each query may select, the first ones, (batch, len_q); None if others are."""
@@ -160,18 +277,7 @@ class _Scores:
         return ends
 
     def _selected(self, k: int, ends: Any) -> Any:
-        args = selection_args(
-            array_of(self.q.transpose(1, 2)),
-            np.ascontiguousarray(array_of(self.k.transpose(1, 2)))[:, None],
-            k,
-            weights=array_of(self.steps["weights"][:, :, 0].transpose(1, 2)),
-            activation="relu",
-            num_threads=num_threads(),
-            **_LEFT_OUT,
-        )
-        args.attention.row_end = np.ascontiguousarray(array_of(ends)[:, None])
-        dispatch.run(args)
-        return args.attention.result[:, 0]
+        return _select(self.q, self.k, k, self.steps["weights"], ends)
 
     def _gains(self, k: int, ends: Any) -> bool:
         """Whether selecting gains for such calls, timed at the first of a kind."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastattn.torch._hybrids import FUNCTIONS, PACKED, REFUSED, NotTaken
-from fastattn.torch._indexers import with_promises
+from fastattn.torch._indexers import with_promises, without_loops
 from fastattn.torch._measure import gains, measuring, refused
 
 # The attribute by which parts of models keep a function of their module from the start.
@@ -21,11 +21,13 @@ _HELD = {"multi_scale_deformable_attention_v2": "ms_deformable_attn_core"}
 _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 
 
-# Classes whose `forward` multiplies, takes the ReLU, weighs, masks and looks for the largest.
-_INDEXERS = tuple(
-    f"{family}Indexer"
-    for family in ("DeepseekV32", "GlmMoeDsa", "AXK2", "Dots3NoteText", "HYV4", "HYV4VL", "MistralLarge4Text")
-)
+# Classes of indexers, but for the end of their names, whose `forward` is computed by promises.
+_PROMISING = (
+    "DeepseekV32", "DeepseekV4", "GlmMoeDsa", "Glm5NextText", "AXK2", "Dots3NoteText", "HYV4", "HYV4VL",
+    "MiniMaxM3VL", "MistralLarge4Text",
+)  # fmt: skip
+_INDEXERS = {f"{family}Indexer": with_promises for family in _PROMISING}
+_INDEXERS["Qwen4ExpTextQSAIndexer"] = without_loops
 _OURS = "_of_fastattn"  # what our replacements have as an attribute
 _in_use: dict[object, bool] = {}  # of each register() that is not undone: whether it measures
 # A module or a class, a name, what transformers has there or None, and ours.
@@ -123,8 +125,8 @@ def _places(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     """Find where a module's functions are called: in it, in a class of that name, or held by parts."""
     for name, part in list(vars(module).items()):
         forward = getattr(part, "forward", None) if isinstance(part, type) else None
-        if name.endswith(_INDEXERS) and forward is not None and not hasattr(forward, _OURS):
-            yield part, "forward", _indexing(forward)
+        if name in _INDEXERS and forward is not None and not hasattr(forward, _OURS):
+            yield part, "forward", _indexing(forward, _INDEXERS[name])
     for function in FUNCTIONS:
         own = vars(module).get(function)
         if isinstance(own, type):
@@ -174,14 +176,14 @@ def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _indexing(own: Callable[..., Any]) -> Callable[..., Any]:
+def _indexing(own: Callable[..., Any], make: Callable[..., Any]) -> Callable[..., Any]:
     """Make the `forward` of an indexer one that selects here."""
-    promising = with_promises(own, measures)
+    selecting = make(own, measures)
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         ours = _in_use and not _traced() and not measuring()
-        return promising(*args, **kwargs) if ours else own(*args, **kwargs)
+        return selecting(*args, **kwargs) if ours else own(*args, **kwargs)
 
     setattr(forward, _OURS, True)
     return forward

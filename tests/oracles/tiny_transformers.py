@@ -25,13 +25,19 @@ SIZES = {
     r"\w*window(_size)?": 5,
     r"index_block_size": 4,
 }
+# Without delta rules, which transformers computes in float32 with errors of 4e-5 of the largest number.
+INDEXED = {"layer_types": ["indexed_attention"] * 2}
 BY_TYPE = {
     "esm": {"pad_token_id": 1, "mask_token_id": 2},
+    "glm5_next_text": INDEXED | {"index_kpool": 4, "index_topk": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"], "index_n_heads": 2},
     "qwen2_5_vl_text": {
         "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 1, 1]}
     },
+    "qwen4_exp_text": INDEXED
+    | {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+    | {"indexer_budget": 8, "indexer_compress_ratio": 4},
     "recurrent_gemma": {"block_types": ["attention", "recurrent"]},
 }
 # Where it is None.

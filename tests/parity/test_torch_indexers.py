@@ -1,5 +1,7 @@
 """Models with sparse indexers: the same results as transformers', and no scores of all keys."""
 
+import contextlib
+import functools
 import importlib
 from typing import NamedTuple
 
@@ -15,8 +17,11 @@ from fastattn.torch import _indexers
 pytestmark = pytest.mark.usefixtures("own_functions")
 FAMILIES = [
     "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "AXK2ForCausalLM", "MistralLarge4TextModel",
-    "HYV4ForCausalLM",
+    "HYV4ForCausalLM", "DeepseekV4ForCausalLM", "Glm5NextTextModel", "MiniMaxM3VLForCausalLM",
+    "Qwen4ExpForCausalLM",
 ]  # fmt: skip
+# Families to whose attention transformers gives a mask of floats: of these, only indexers are watched.
+MASKS = ("HYV4ForCausalLM", "DeepseekV4ForCausalLM", "Glm5NextTextModel")
 
 
 class Largest(TorchDispatchMode):
@@ -36,10 +41,11 @@ class Largest(TorchDispatchMode):
 
 @pytest.fixture
 def selected(monkeypatch):
-    """How often keys were selected here."""
+    """How often keys were selected here, or scores of blocks made."""
     found = []
-    own = _indexers._Scores._selected
-    monkeypatch.setattr(_indexers._Scores, "_selected", lambda *args: found.append(1) or own(*args))
+    select, amax = _indexers._select, _indexers._Scores.amax
+    monkeypatch.setattr(_indexers, "_select", lambda *args: found.append(1) or select(*args))
+    monkeypatch.setattr(_indexers._Scores, "amax", lambda *args, **on: found.append(1) or amax(*args, **on))
     return found
 
 
@@ -84,12 +90,16 @@ def test_same_results_without_all_scores(name, selected):
     model, length = model_of(name), 400
     ids = torch.randint(5, 90, (1, length), generator=torch.Generator().manual_seed(0))
     expected = run(model, "eager", ids)
-    with ft.register(), Largest() as largest:
+    largest = Largest()
+    indexers = [x for x in model.modules() if type(x).__name__.endswith("Indexer")]
+    for part in indexers if name in MASKS else [model]:
+        part.register_forward_pre_hook(lambda *_: largest.__enter__() and None)
+        part.register_forward_hook(lambda *_: largest.__exit__(None, None, None))
+    with ft.register():
         got = run(model, "fastattn", ids)
     assert selected
     assert_near(got, expected)
-    if name != "HYV4ForCausalLM":  # which transformers gives a mask of floats
-        assert largest.most < length * length
+    assert 0 < largest.most < length * length
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -106,6 +116,25 @@ def test_padding_and_other_implementations(name, selected):
             with ft.register():
                 got = run(model, implementation, ids, attention_mask=mask)
             assert_near(got[some], expected[some])
+    assert selected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients(name, selected):
+    model = model_of(name)
+    model.set_attn_implementation("eager")
+    wanted, found = [x for x in model.parameters() if x.ndim > 1], []
+    ids = torch.randint(5, 90, (2, 40), generator=torch.Generator().manual_seed(0))
+    for use in (contextlib.nullcontext, ft.register):
+        with use():
+            loss = model(ids, use_cache=False)[0].square().mean()
+        found.append(torch.autograd.grad(loss, wanted, allow_unused=True))
+    assert selected
+    for theirs, ours in zip(*found, strict=True):
+        if theirs is None:
+            assert ours is None
+        else:
+            assert_near(ours, theirs)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.endswith("CausalLM")])
@@ -148,6 +177,8 @@ def test_what_else_is_asked_of_a_promise():
     torch.manual_seed(0)
     q, k, weights = torch.randn(2, 5, 3, 8), torch.randn(2, 1, 8, 7), torch.rand(2, 5, 1, 3)
     scores = torch.matmul(q, k)
+    early, late = torch.ones(1, 5, 7, dtype=torch.bool).triu(2), torch.rand(2, 1, 3, 7) < 0.3
+    pad = functools.partial(torch.nn.functional.pad, value=-torch.inf)
     with _indexers._Promising(False):
         made = torch.matmul(q, k)
         assert type(made) is _indexers._Scores
@@ -163,6 +194,15 @@ def test_what_else_is_asked_of_a_promise():
             lambda x: torch.relu(input=x), lambda x: x.topk(1)[1], lambda x: torch.stack((x,)),
             lambda x: torch.matmul(weights, x.relu()).squeeze(-2) + 1.0,
             lambda x: torch.matmul(weights, torch.relu(x)).topk(1).values,
+            lambda x: x.relu() * 0.5 * weights.mT, lambda x: (x * 0.5 * 0.5).relu(),
+            lambda x: (x.relu() * 0.5 * weights.mT).sum(dim=2) + 1.0, lambda x: x.relu().sum(2),
+            lambda x: (x.relu() * weights.mT).sum(dim=2).masked_fill(early, torch.finfo(x.dtype).min) + 0.0,
+            lambda x: (x.relu() * weights.mT).sum(dim=2).masked_fill(early, 0.5).topk(2).values,
+            lambda x: pad(x.masked_fill(late, -torch.inf), (0, 1)).view(2, 5, 3, 4, 2).amax(dim=-1),
+            lambda x: pad(x.masked_fill(late, 0.5), (0, 0, 0, 1)).amax(dim=-1),
+            lambda x: (x * 0.5).masked_fill(late, 0.5).amax(dim=-1), lambda x: x.view(2, 5, 21),
+            lambda x: torch.tensor(pad(x.masked_fill(late, 0.5), (0, 1)).shape),
+            lambda x: x.masked_fill(late, 0.5).amax(2),
         ):  # fmt: skip
             torch.testing.assert_close(function(made), function(scores))
 
