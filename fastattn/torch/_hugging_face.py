@@ -83,7 +83,7 @@ def register(*, measure: bool = True) -> Undo:
     glm5_next, axk2, dots3_note, hy_v4, mistral_large4) select keys here, of equal scores the first, and make
     no scores of all keys, unless the mask leaves others than the first keys, under autocast, or where that
     gains nothing. That of minimax_m3_vl makes scores of some queries at a time. That of qwen4_exp pools keys
-    once, not for each query, where each sees the first of the tokens that the last one sees.
+    once, not for each of several queries, where each sees the first of the tokens that the last one sees.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
