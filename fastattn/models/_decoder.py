@@ -54,10 +54,11 @@ class Decoder(_model.Model):
     max_length: int | None  # tokens of a sequence; None without a table of positions
     tokens: Array | PackedLinear  # (vocab_size, hidden_size); the output layer itself, if the two are tied
     positions: Array | None  # (max_length, hidden_size)
-    frequencies: Frequencies | None
+    frequencies: tuple[Frequencies, ...]  # of which each attention may have one
     windows: tuple[Window, ...]  # of which each attention has one: see `model_program`
     logits: Program
     stop: tuple[int, ...]  # ids that end a text
+    token_scale: float = 1.0  # what the tokens' vectors are multiplied by
 
     @named("{self.model_type}")
     def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
@@ -168,7 +169,8 @@ class Decoder(_model.Model):
 
         def finish() -> None:
             dx, gradients = x.found(), tape.gradients
-            gradients.add(self.tokens, embedding(dx, flat, self.vocab_size))
+            scale = dx.dtype.type(self.token_scale)
+            gradients.add(self.tokens, embedding(dx if scale == 1 else dx * scale, flat, self.vocab_size))
             if self.positions is not None:
                 rows = positions
                 if rows.size != len(flat):  # those of each sequence
@@ -200,15 +202,17 @@ class Decoder(_model.Model):
         else:  # (length,), or (batch, length) where sequences begin at different positions
             positions = np.asarray(starts)[..., None] + np.arange(length)
         x = token_rows(self.tokens, tokens.reshape(-1), self.dtype)
+        if self.token_scale != 1:
+            x *= x.dtype.type(self.token_scale)
         if self.positions is not None:
             rows = x if ragged else x.reshape(batch, length, self.hidden_size)
             rows += self.positions[positions]
-        rotations: tuple[tuple[Array, Array], ...] = ()
-        if (frequencies := self.frequencies) is not None:
+        rotations = []
+        for frequencies in self.frequencies:
             if not isinstance(frequencies, RopeFrequencies):
                 frequencies = frequencies(seq_len=longest)
-            cos, sin = rope_tables(positions, frequencies, lane_dtype(self.dtype))
-            rotations = ((cos[..., None, :, :], sin[..., None, :, :]),)
+            tables = rope_tables(positions, frequencies, lane_dtype(self.dtype))
+            rotations.append((tables[0][..., None, :, :], tables[1][..., None, :, :]))
         slots, ends, len_k = None, None, length
         if cache is not None and self.num_layers:
             keys = (batch, self.num_layers * self.num_kv_heads, length, self.head_dim)
@@ -218,7 +222,7 @@ class Decoder(_model.Model):
             ranges = self._ranges(positions, True, None, np.repeat(lengths + starts, lengths))
         else:
             ranges = self._ranges(positions[..., None, :], length > 1, ends, len_k)
-        call = Sequences(batch, ranges, rotations, slots, begins if ragged else None)
+        call = Sequences(batch, ranges, tuple(rotations), slots, begins if ragged else None)
         return x, call, positions
 
     def _ranges(

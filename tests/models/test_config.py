@@ -10,7 +10,8 @@ from fastattn.models._families import shared
 
 def test_folders_that_are_none(tmp_path):
     refused(
-        tmp_path / "nowhere", "nowhere is no folder; expected one with config.json and model.safetensors: `hf"
+        tmp_path / "nowhere",
+        "nowhere is no folder; expected one with config.json and model.safetensors, or a GGUF file: `hf",
     )
     refused(tmp_path / ("e" * 5000), "is no folder; expected one with config.json")
     refused(None, "load(): folder is of type NoneType; expected a path", error=TypeError)
@@ -122,7 +123,17 @@ WRONG_VALUES = [
     ("llama", {"max_position_embeddings": HUGE}, "'max_position_embeddings' is above 2**62; expected a size"),
     ("llama", {"rope_parameters": {"rope_theta": HUGE}}, "rotary positions: "),
     ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": HUGE}}, "rotary positions: "),
-    ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5; only 1.0 is supported"),
+    (
+        "llama",
+        {"partial_rotary_factor": 1.5},
+        "'partial_rotary_factor' is 1.5; expected a number above 0 and",
+    ),
+    (
+        "smollm3",
+        {"no_rope_layers": [1, 2, 1]},
+        "'no_rope_layers' is [1, 2, 1]; expected a list of 3 of 0 and 1",
+    ),
+    ("gemma3-causal", {"final_logit_softcapping": 30.0}, "is 30.0; only None is supported"),
     ("llama", {"head_dim": 7}, "rotary_dim is 7; expected an even number"),
     ("mistral", {"sliding_window": 0}, "'sliding_window' is 0; expected an integer of at least 1"),
     ("qwen2", {"layer_types": ["full_attention"]}, "expected a list of 2 of full_attention, sliding"),

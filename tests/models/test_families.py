@@ -89,9 +89,9 @@ def test_the_feed_forward_of_t5(tmp_path):
     refused(tmp_path, "'encoder.block.0.layer.1.DenseReluDense.wi.weight' is missing")
 
 
-def test_gemma_that_is_causal_makes_vectors_only_where_modules_say_so(tmp_path):
+def test_gemma_that_is_causal_makes_vectors_where_modules_say_so(tmp_path):
     tiny.write(tmp_path, "gemma3_text", use_bidirectional_attention=False)
-    refused(tmp_path, f"{tmp_path / 'modules.json'} is missing", "generates no text")
+    assert isinstance(models.load(tmp_path), models.Decoder)
     tiny.write_modules(tmp_path, "mean")
     model = models.load(tmp_path)
     np.testing.assert_allclose(model(IDS)[:, :5], model(IDS[0][:5]), rtol=1e-5, atol=1e-5)

@@ -5,14 +5,16 @@ import math
 import numpy as np
 
 VOCAB = 60
-CONFIGS = {
-    "gemma3_text": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "sliding_window": 5,
-        "sliding_window_pattern": 2, "query_pre_attn_scalar": 12, "rope_theta": 500.0,
-        "rope_local_base_freq": 50.0, "use_bidirectional_attention": True,
-    },
+_SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "sliding_window": 5,
+    "sliding_window_pattern": 2, "query_pre_attn_scalar": 12, "rope_theta": 500.0,
+    "rope_local_base_freq": 50.0,
 }  # fmt: skip
+CONFIGS = {
+    "gemma3_text": {**_SIZES, "use_bidirectional_attention": True},
+    "gemma3-causal": {**_SIZES, "model_type": "gemma3_text"},
+}
 NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
 
@@ -20,8 +22,9 @@ def shapes(kind, c):
     """Shape of every tensor by its name."""
     h, inner, head_dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim
-    found = {"embed_tokens.weight": (VOCAB, h), "norm.weight": (h,)}
-    for layer in (f"layers.{i}." for i in range(c["num_hidden_layers"])):
+    prefix = "model." if kind == "gemma3-causal" else ""
+    found = {f"{prefix}embed_tokens.weight": (c["vocab_size"], h), f"{prefix}norm.weight": (h,)}
+    for layer in (f"{prefix}layers.{i}." for i in range(c["num_hidden_layers"])):
         found |= {f"{layer}self_attn.q_proj.weight": (q, h), f"{layer}self_attn.o_proj.weight": (h, q)}
         found |= {f"{layer}self_attn.{part}_proj.weight": (kv, h) for part in "kv"}
         found |= {f"{layer}self_attn.{part}_norm.weight": (head_dim,) for part in "qk"}
@@ -32,9 +35,11 @@ def shapes(kind, c):
 
 
 def result(kind, c, t, ids):
-    """Hidden states (L, hidden); ids is (L,)."""
+    """Hidden states (L, hidden), or logits; ids is (L,)."""
+    causal, t = kind == "gemma3-causal", {name.removeprefix("model."): x for name, x in t.items()}
     n, head_dim, groups = len(ids), c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
-    away = np.abs(np.arange(n)[:, None] - np.arange(n))
+    back = np.arange(n)[:, None] - np.arange(n)
+    near = (back >= 0) & (back < c["sliding_window"]) if causal else abs(back) <= c["sliding_window"] // 2
 
     def norm(x, name):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * (1 + t[f"{name}.weight"])
@@ -58,7 +63,7 @@ def result(kind, c, t, ids):
         q, k = rotated(norm(q, f"{own}q_norm"), theta), rotated(norm(k, f"{own}k_norm"), theta)
         k, v = (np.repeat(part, groups, axis=1) for part in (k, v))
         scores = np.einsum("ihd,jhd->hij", q, k) / math.sqrt(c["query_pre_attn_scalar"])
-        probs = np.exp(scores) * (away <= (c["sliding_window"] // 2 if slides else n))
+        probs = np.exp(scores) * (near if slides else back >= 0 if causal else np.ones((n, n)))
         y = np.einsum("hij,jhd->ihd", probs / probs.sum(-1, keepdims=True), v).reshape(n, -1)
         x = x + norm(linear(y, f"{own}o"), f"{layer}post_attention_layernorm")
         y = norm(x, f"{layer}pre_feedforward_layernorm")
@@ -66,4 +71,5 @@ def result(kind, c, t, ids):
         gate *= 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
         y = linear(gate * linear(y, f"{layer}mlp.up"), f"{layer}mlp.down")
         x = x + norm(y, f"{layer}post_feedforward_layernorm")
-    return norm(x, "norm")
+    x = norm(x, "norm")
+    return x @ t["embed_tokens.weight"].T if causal else x

@@ -40,6 +40,21 @@ CONFIGS = {
         "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
     },
+    "ministral": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "phi3": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+    },
+    "smollm3": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "no_rope_layer_interval": 2,
+        "tie_word_embeddings": True, "rope_theta": 100.0,
+    },
     "qwen3-embedding": {
         "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -53,10 +68,12 @@ CONFIGS = {
     **tiny_t5.CONFIGS,
     **tiny_gemma.CONFIGS,
 }  # fmt: skip
-DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+DECODERS = (
+    "gpt2", "gemma3-causal", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3", "smollm3"
+)  # fmt: skip
 FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
 _ELSEWHERE = {kind: module for module in (tiny_encoders, tiny_t5, tiny_gemma) for kind in module.CONFIGS}
-ENCODERS = ("bert", "roberta", *FROM_DECODERS, *_ELSEWHERE)
+ENCODERS = ("bert", "roberta", *FROM_DECODERS, *(kind for kind in _ELSEWHERE if kind not in DECODERS))
 
 
 def shapes(kind, config):
@@ -97,11 +114,13 @@ def shapes(kind, config):
     if prefix and not c.get("tie_word_embeddings"):
         found["lm_head.weight"] = (c["vocab_size"], h)
     for layer in (f"{prefix}layers.{i}." for i in layers):
-        for name, n_in, n_out in (
+        maps = (
             ("self_attn.q_proj", h, q), ("self_attn.k_proj", h, kv), ("self_attn.v_proj", h, kv),
-            ("self_attn.o_proj", q, h), ("mlp.gate_proj", h, inner), ("mlp.up_proj", h, inner),
-            ("mlp.down_proj", inner, h),
-        ):  # fmt: skip
+            ("mlp.gate_proj", h, inner), ("mlp.up_proj", h, inner),
+        )  # fmt: skip
+        if kind == "phi3":
+            maps = ("self_attn.qkv_proj", h, q + 2 * kv), ("mlp.gate_up_proj", h, 2 * inner)
+        for name, n_in, n_out in (*maps, ("self_attn.o_proj", q, h), ("mlp.down_proj", inner, h)):
             found[f"{layer}{name}.weight"] = (n_out, n_in)
             if kind == "qwen2" and name[:11] in ("self_attn.q", "self_attn.k", "self_attn.v"):
                 found[f"{layer}{name}.bias"] = (n_out,)
@@ -192,6 +211,19 @@ def _gpt2(kind, c, t, ids):
     return layer_norm(x, t, "ln_f") @ t["wte.weight"].T
 
 
+def _parted(t, sizes, inner):
+    """Tensors of Phi-3 under Llama's names."""
+    found = dict(t)
+    for name, x in t.items():
+        layer = name.partition("self_attn.")[0]
+        if name.endswith("qkv_proj.weight"):
+            parts = np.split(x, np.cumsum(sizes)[:2])
+            found |= {f"{layer}self_attn.{part}_proj.weight": y for part, y in zip("qkv", parts, strict=True)}
+        if name.endswith("gate_up_proj.weight"):
+            found |= {name.replace("gate_up", "gate"): x[:inner], name.replace("gate_up", "up"): x[inner:]}
+    return found
+
+
 def _llama(kind, c, t, ids):
     n, eps = len(ids), c.get("rms_norm_eps", 1e-6)
     prefix, kind = _llama_names(kind, c)
@@ -199,10 +231,16 @@ def _llama(kind, c, t, ids):
     head_dim = c.get("head_dim", c["hidden_size"] // q_heads)
     theta = c.get("rope_theta", 10000.0)
     back = np.arange(n)[:, None] - np.arange(n)
-    allowed = (back >= 0) & (back < c.get("sliding_window", n))
+    kinds = c.get("layer_types", ["sliding_attention"] * c["num_hidden_layers"])
+    turned = int(head_dim * c.get("partial_rotary_factor", 1))  # dimensions of a head
+    if kind == "phi3":
+        t = _parted(t, [q_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], c["intermediate_size"])
 
     x = t[f"{prefix}embed_tokens.weight"][ids]
-    for layer in (f"{prefix}layers.{i}." for i in range(c["num_hidden_layers"])):
+    for i, layer in enumerate(f"{prefix}layers.{i}." for i in range(c["num_hidden_layers"])):
+        width = c.get("sliding_window", n) if kinds[i] == "sliding_attention" else n
+        allowed = (back >= 0) & (back < width)
+        has_positions = (i + 1) % c.get("no_rope_layer_interval", n + 2)
         y = rms_norm(x, t[f"{layer}input_layernorm.weight"], eps)
         q, k, v = (
             linear(y, t, f"{layer}self_attn.{part}_proj").reshape(n, heads, head_dim)
@@ -211,9 +249,9 @@ def _llama(kind, c, t, ids):
         if kind == "qwen3":
             q = rms_norm(q, t[f"{layer}self_attn.q_norm.weight"], eps)
             k = rms_norm(k, t[f"{layer}self_attn.k_norm.weight"], eps)
-        x = x + linear(
-            attend(rotated(q, theta), rotated(k, theta), v, allowed), t, f"{layer}self_attn.o_proj"
-        )
+        if has_positions:
+            q, k = (np.concatenate([rotated(y[..., :turned], theta), y[..., turned:]], -1) for y in (q, k))
+        x = x + linear(attend(q, k, v, allowed), t, f"{layer}self_attn.o_proj")
         y = rms_norm(x, t[f"{layer}post_attention_layernorm.weight"], eps)
         gate = silu(linear(y, t, f"{layer}mlp.gate_proj"))
         x = x + linear(gate * linear(y, t, f"{layer}mlp.up_proj"), t, f"{layer}mlp.down_proj")

@@ -106,17 +106,32 @@ def qwen3(**changes):
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED, **NO_EOS, **changes))
 
 
+def ministral(**changes):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes = {**GROUPED, "layer_types": kinds, "head_dim": 8, "sliding_window": 5}
+    config = transformers.MinistralConfig(**{**sizes, **NO_EOS, **changes})
+    return transformers.MinistralForCausalLM(config)
+
+
+def phi3(**changes):
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**{**GROUPED, **NO_EOS, **changes}))
+
+
+def smollm3(**changes):
+    return transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**{**GROUPED, **NO_EOS, **changes}))
+
+
 def t5(name="T5", **changes):
     sizes = {"vocab_size": VOCAB, "d_model": 48, "d_kv": 10, "d_ff": 80, "num_layers": 3, "num_heads": 6}
     config = getattr(transformers, f"{name}Config")(**{**sizes, **changes})
     return getattr(transformers, f"{name}EncoderModel")(config)
 
 
-def gemma3(**changes):
+def gemma3(kind="Gemma3TextModel", **changes):
     """Three layers: two with windows, then one without. Norms multiply by 1 + weight."""
     sizes = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "head_dim": 10}
     config = transformers.Gemma3TextConfig(**{**GROUPED, "sliding_window": 6, **sizes, **NO_EOS, **changes})
-    return transformers.Gemma3TextModel(config)
+    return getattr(transformers, kind)(config)
 
 
 FROM_DECODERS = (
@@ -199,6 +214,7 @@ DECODERS = {
         scale_attn_by_inverse_layer_idx=True, n_inner=50, activation_function="gelu"
     ),
     "gpt2-untied-unscaled": lambda: gpt2(tie_word_embeddings=False, scale_attn_weights=False),
+    "gemma3": lambda: gemma3("Gemma3ForCausalLM", tie_word_embeddings=False),
     "llama": llama,
     "llama-grouped": lambda: llama(GROUPED),
     "llama-one-key-head-tied-biased": lambda: llama(
@@ -207,14 +223,23 @@ DECODERS = {
         attention_bias=True,
         mlp_bias=True,
     ),
+    "ministral": ministral,
     "mistral-window": lambda: mistral(sliding_window=5),
     "mistral-no-window": lambda: mistral(sliding_window=None, head_dim=16),
+    "phi3": phi3,
+    "phi3-window-partly-rotated": lambda: phi3(
+        head_dim=16, sliding_window=5, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    ),
     "qwen2": qwen2,
     "qwen2-window-in-upper-layers": lambda: qwen2(
         use_sliding_window=True, sliding_window=4, max_window_layers=1, tie_word_embeddings=True
     ),
     "qwen3": lambda: qwen3(head_dim=16),
     "qwen3-window": lambda: qwen3(head_dim=8, use_sliding_window=True, sliding_window=3, max_window_layers=2),
+    "smollm3": lambda: smollm3(num_hidden_layers=5),
+    "smollm3-biased-untied": lambda: smollm3(
+        no_rope_layers=[0, 1, 0], attention_bias=True, mlp_bias=True, tie_word_embeddings=False
+    ),
 }
 TRAINED = {"original_max_position_embeddings": 16}
 SCALINGS = {
@@ -251,7 +276,7 @@ def randomised(model, seed=0):
         for name, parameter in model.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator) * 0.15
             is_norm = "norm" in name.lower() or ".ln_" in name
-            is_weight = name.endswith("weight") and not isinstance(model, transformers.Gemma3TextModel)
+            is_weight = name.endswith("weight") and not type(model).__name__.startswith("Gemma3")
             parameter.copy_(drawn + 1 if is_norm and is_weight else drawn)  # Gemma adds 1 itself
     return model.eval()
 

@@ -1,20 +1,20 @@
-"""Llama, Mistral, Qwen2, Qwen3 and Gemma 3: the names of their tensors, and the keys of config.json.
+"""Llama and its family: the names of their tensors, and the keys of config.json.
 
-They differ in which maps have biases (Llama as configured; Qwen2 those of queries, keys and values), in a
-norm of each query and key head (Qwen3, Gemma 3), and in which layers attend to a sliding window only. A
-folder with modules.json is an encoder (Qwen3-Embedding, Qwen3-Reranker, E5-Mistral), so is one with a head
-that scores texts, and any other is a decoder.
+They differ in which maps have biases (Llama and SmolLM3 as configured; Qwen2 those of queries, keys and
+values) or share a tensor (Phi-3), in a norm of each query and key head (Qwen3, Gemma 3), in which layers have
+no rotary positions (SmolLM3), and in which attend to a sliding window only. A folder with modules.json is an
+encoder (Qwen3-Embedding, Qwen3-Reranker, E5-Mistral, EmbeddingGemma), so is one with a head that scores
+texts, and any other is a decoder.
 
-Gemma 3's text model is an encoder (EmbeddingGemma). Norms stand before and after attention and feed-forward,
-and multiply by 1 + weight. Layers with a window have rotary positions of their own. Vectors of tokens are
-scaled.
+In Gemma 3, norms stand before and after attention and feed-forward, and multiply by 1 + weight. Layers with a
+window have rotary positions of their own. Vectors of tokens are scaled.
 """
 
 from __future__ import annotations
 
 import re
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._families.shared import (
@@ -26,7 +26,6 @@ from fastattn.models._families.shared import (
     read_decoder,
     read_encoder,
 )
-from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:
     from fastattn.layers._block import Window
@@ -52,6 +51,11 @@ _LLAMA = DecoderNames(
     norm="norm",
     ignored=re.compile(r"\.rotary_emb\.inv_freq$"),  # config.json gives them; old files hold them
 )
+_PHI3 = _LLAMA._replace(
+    block=_LLAMA.block._replace(
+        qkv=("self_attn.qkv_proj",), inner="mlp.gate_up_proj", gate="mlp.gate_up_proj"
+    )
+)
 _QWEN3 = _LLAMA._replace(block=_LLAMA.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
 
 
@@ -66,27 +70,26 @@ def _as_encoder(names: DecoderNames) -> EncoderNames:
     )
 
 
-_GEMMA3 = _as_encoder(
-    _QWEN3._replace(
-        block=_QWEN3.block._replace(
-            inner_norm="pre_feedforward_layernorm",
-            post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-            norm_offset=1.0,
-        )
+_GEMMA3 = _QWEN3._replace(
+    block=_QWEN3.block._replace(
+        inner_norm="pre_feedforward_layernorm",
+        post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        norm_offset=1.0,
     )
 )
 _KEYS = Keys(eps="rms_norm_eps")
+_HEADS_KV = {"mistral": 8, "ministral": 8, "smollm3": 4}  # where config.json does not say
 _ALL, _NEAR = "full_attention", "sliding_attention"  # kinds of layers
 # The older name of the base of rotary positions of each kind in Gemma 3, and its default.
 _THETAS = {_ALL: ("rope_theta", 1e6), _NEAR: ("rope_local_base_freq", 1e4)}
 
 
 def llama(source: Source) -> Decoder | Encoder:
-    """Build Llama, Mistral, Qwen2 or Qwen3."""
+    """Build Llama, Mistral, Ministral, Phi-3, Qwen2, Qwen3 or SmolLM3."""
     config = source.config
     model_type = config.get("model_type", str)
-    names = _QWEN3 if model_type == "qwen3" else _LLAMA
-    heads, heads_kv = head_counts(config, 8 if model_type == "mistral" else None)
+    names = {"qwen3": _QWEN3, "phi3": _PHI3}.get(model_type, _LLAMA)
+    heads, heads_kv = head_counts(config, _HEADS_KV.get(model_type))
     head_dim = config.optional_size("head_dim") or (
         128 if model_type == "qwen3" else config.divided("hidden_size", "num_attention_heads")
     )
@@ -95,14 +98,14 @@ def llama(source: Source) -> Decoder | Encoder:
         source,
         names.block,
         _KEYS,
-        eps=1e-6,
+        eps=1e-5 if model_type == "phi3" else 1e-6,
         activation="silu",
         heads=heads,
         heads_kv=heads_kv,
         head_dim=head_dim,
         biased=biased,
     )
-    rotary = partial(frequencies, config, head_dim)
+    rotary = partial(frequencies, config, head_dim, 2e6 if model_type == "smollm3" else 1e4)
     said = config.values.get("architectures")
     scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
     if scores or (source.folder / "modules.json").is_file():
@@ -121,9 +124,21 @@ def llama(source: Source) -> Decoder | Encoder:
         names,
         blocks,
         windows=_windows(config, model_type, blocks.num_layers),
-        frequencies=rotary,
-        tied=config.get("tie_word_embeddings", bool, False),
+        rotations=_rotations(config, blocks.num_layers) if model_type == "smollm3" else None,
+        frequencies=lambda: (rotary(),),
+        tied=config.get("tie_word_embeddings", bool, model_type == "smollm3"),
     )
+
+
+def _rotations(config: Config, num_layers: int) -> list[int | None]:
+    """Rotary positions of each layer of SmolLM3: all but every fourth one has the first ones."""
+    interval = config.size("no_rope_layer_interval", 4)
+    has: Any = config.values.get("no_rope_layers")  # 1 where there are rotary positions, whatever its name
+    if has is None:
+        has = [(i + 1) % interval != 0 for i in range(num_layers)]
+    if not isinstance(has, list) or len(has) < num_layers or not {*has} <= {0, 1}:
+        raise config.wrong("no_rope_layers", has, f"a list of {num_layers} of 0 and 1")
+    return [0 if rotated else None for rotated in has[:num_layers]]
 
 
 def _biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str]:
@@ -131,9 +146,9 @@ def _biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str
     if model_type == "qwen2":
         return frozenset(names.qkv)
     biased: list[str | None] = []
-    if model_type in ("llama", "qwen3") and config.get("attention_bias", bool, False):
+    if model_type in ("llama", "qwen3", "smollm3") and config.get("attention_bias", bool, False):
         biased += [*names.qkv, names.attended]
-    if model_type == "llama" and config.get("mlp_bias", bool, False):
+    if model_type in ("llama", "smollm3") and config.get("mlp_bias", bool, False):
         biased += [names.gate, names.inner, names.outer]
     return frozenset(name for name in biased if name is not None)
 
@@ -145,9 +160,12 @@ def _windows(config: Config, model_type: str, num_layers: int, causal: bool = Tr
     """
     if model_type == "llama":
         return [None] * num_layers
-    width = config.optional_size("sliding_window", 4096)
-    if model_type == "mistral":
+    width = config.optional_size("sliding_window", None if model_type == "phi3" else 4096)
+    if model_type in ("mistral", "phi3"):
         slides = [True] * num_layers
+    elif model_type == "ministral":
+        said = config.words("layer_types", (_ALL, _NEAR), num_layers)
+        slides = [kind == _NEAR for kind in said or [_NEAR] * num_layers]
     else:
         if not config.get("use_sliding_window", bool, False):
             width = None
@@ -163,15 +181,12 @@ def _windows(config: Config, model_type: str, num_layers: int, causal: bool = Tr
     return [window if sliding else None for sliding in slides]
 
 
-def gemma3(source: Source) -> Encoder:
+def gemma3(source: Source) -> Decoder | Encoder:
     """Build Gemma 3's text model."""
     config, names = source.config, _GEMMA3.block
     causal = not config.get("use_bidirectional_attention", bool, False)
-    modules = source.folder / "modules.json"
-    if causal and not modules.is_file():
-        what = "Gemma 3 makes vectors here, and generates no text"
-        raise ModelError(f"{modules} is missing, and the model is causal; {what}")
-    config.refuse(attn_logit_softcapping=None, is_causal=True)  # `use_bidirectional_attention` says otherwise
+    # `use_bidirectional_attention` says otherwise than `is_causal`.
+    config.refuse(attn_logit_softcapping=None, final_logit_softcapping=None, is_causal=True)
     heads, heads_kv = head_counts(config, 4)
     biased = (*names.qkv, names.attended) if config.get("attention_bias", bool, False) else ()
     blocks = Blocks.of(
@@ -193,14 +208,13 @@ def gemma3(source: Source) -> Encoder:
     if width is not None:  # half of it to either side, if keys may be after a query
         window = (width - 1, 0) if causal else (width // 2, width // 2)
     longest = config.optional_size("max_position_embeddings")
-    return read_encoder(
-        _GEMMA3,
-        blocks,
-        longest=longest,
-        scales=[config.number("query_pre_attn_scalar", 256) ** -0.5] * blocks.num_layers,
-        windows=[window if kind == _NEAR else None for kind in kinds],
-        rotations=[list(_THETAS).index(kind) for kind in kinds],
-        causal=causal,
-        token_scale=blocks.hidden**0.5,
-        frequencies=lambda: frequencies_by_kind(config, _THETAS, blocks.head_dim, longest, (_ALL,)),
-    )
+    each: Any = {
+        "scales": [config.number("query_pre_attn_scalar", 256) ** -0.5] * blocks.num_layers,
+        "windows": [window if kind == _NEAR else None for kind in kinds],
+        "rotations": [list(_THETAS).index(kind) for kind in kinds],
+        "token_scale": blocks.hidden**0.5,
+        "frequencies": lambda: frequencies_by_kind(config, _THETAS, blocks.head_dim, longest, (_ALL,)),
+    }
+    if causal and not (source.folder / "modules.json").is_file():
+        return read_decoder(_GEMMA3, blocks, **each, tied=config.get("tie_word_embeddings", bool, True))
+    return read_encoder(_as_encoder(_GEMMA3), blocks, longest=longest, causal=causal, **each)

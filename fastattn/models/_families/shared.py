@@ -158,14 +158,16 @@ def read_decoder(
     *,
     scales: Sequence[float] | None = None,
     windows: Sequence[Window] | None = None,
+    rotations: Sequence[int | None] | None = None,
     max_length: int | None = None,
-    frequencies: Callable[[], Frequencies] | None = None,
+    token_scale: float = 1.0,
+    frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
     tied: bool,
 ) -> Decoder:
-    """The decoder of `blocks`; `scales` and `windows` are those of `Blocks.read`.
+    """The decoder of `blocks`; `scales`, `windows` and `rotations` are those of `Blocks.read`.
 
-    Positions are a table of `max_length`, or rotary with what `frequencies` returns. In a tied model the
-    tokens' vectors are the weight of the output layer, too.
+    Positions are a table of `max_length`, or rotary with what `frequencies` returns, by default the first of
+    it. Tokens' vectors are times `token_scale`; in a tied model they are the weight of the output layer, too.
     """
     source = blocks.source
     config, precision = source.config, source.precision
@@ -184,9 +186,9 @@ def read_decoder(
         own=(names.block.prefix.partition("{")[0], *(f"{name}." for name in own)),
         ignored=names.ignored,
     )
-    rotary = None if frequencies is None else frequencies()  # of a size that tensors confirm
-
-    rotations = None if rotary is None else [0] * blocks.num_layers
+    rotary = () if frequencies is None else frequencies()  # of a size that tensors confirm
+    if rotary and rotations is None:
+        rotations = [0] * blocks.num_layers
     program, all_windows = model_program(blocks.read(scales, windows, rotations))
     weight = source.pack([tokens if tied else output])
     norm = NormStep(X, "normed", *blocks.norm(names.norm))
@@ -210,6 +212,7 @@ def read_decoder(
         windows=all_windows,
         logits=logits,
         stop=stop_ids(config, source.folder),
+        token_scale=token_scale,
         origin=source.origin(),
     )
 
@@ -217,6 +220,7 @@ def read_decoder(
 def frequencies(config: Config, head_dim: int, theta: float = 10000.0) -> Frequencies:
     """The frequencies of rotary positions, or a function from a sequence's length to them.
 
+    A `partial_rotary_factor` of each head's dimensions is rotated, the first ones.
     `rope_parameters` describes them; older files have `rope_theta`, by default `theta`, and, if there is one,
     `rope_scaling`.
     """
@@ -229,10 +233,11 @@ def frequencies(config: Config, head_dim: int, theta: float = 10000.0) -> Freque
             scaling["original_max_position_embeddings"] = trained
         elif longest is not None:
             scaling.setdefault("original_max_position_embeddings", longest)
-    for factor in (config.values.get("partial_rotary_factor"), scaling.get("partial_rotary_factor")):
-        if factor not in (None, 1.0):
-            raise ModelError(f"{config.path}: 'partial_rotary_factor' is {factor!r}; only 1.0 is supported")
-    return scaled(config, head_dim, scaling, config.optional_size("max_position_embeddings"))
+    said = [config.values.get("partial_rotary_factor"), scaling.pop("partial_rotary_factor", None)]
+    factor = next((x for x in said if x is not None), 1.0)
+    if not (isinstance(factor, (int, float)) and 0 < factor <= 1):
+        raise config.wrong("partial_rotary_factor", factor, "a number above 0 and at most 1")
+    return scaled(config, int(head_dim * factor), scaling, config.optional_size("max_position_embeddings"))
 
 
 def kind(scaling: dict[str, Any]) -> Any:
