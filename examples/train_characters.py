@@ -59,7 +59,7 @@ def written(model, letters, begin, count, rng):
     while len(ids) < count:
         seen = ids[-(model.max_length // 2) :]
         room = min(model.max_length - len(seen), count - len(ids))
-        ids += model.generate(seen, room, temperature=0.8, rng=rng)
+        ids += model.generate(seen, room, temperature=0.8, seed=int(rng.integers(2**63)))
     return "".join(letters[i] for i in ids)
 
 

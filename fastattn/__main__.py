@@ -148,7 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     needs = "(needs --temperature)"
     option("--top-k", type=positive, metavar="K", help=f"draw from the K best tokens {needs}")
     option("--top-p", type=float, metavar="P", help=f"draw from the best that have probability P {needs}")
-    option("--seed", type=natural, metavar="N", help=f"of the draws, else a new one {needs}")
+    option("--min-p", type=float, metavar="P", help=f"and at least P times the best one's {needs}")
+    option("--typical-p", type=float, metavar="P", help=f"draw from the typical that have P {needs}")
+    option("--repetition-penalty", type=float, default=1.0, metavar="R", help="of tokens that were there (1)")
+    option("--presence-penalty", type=float, default=0.0, metavar="R", help="taken from their logits (0)")
+    option("--frequency-penalty", type=float, default=0.0, metavar="R", help="as often as they were (0)")
+    option("--seed", type=natural, metavar="N", help="of the draws, else a new one")
     option("--cache-dtype", choices=("int8",), help="how keys and values are kept (as --dtype)")
     return parser
 

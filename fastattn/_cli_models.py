@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from fastattn._args.errors import named, naming
+from fastattn._args.options import SamplingOptions
 from fastattn._args.types import lane_dtype
 from fastattn._atomic import destination
 from fastattn._cli_files import Unfinished, digest_of_model, files_of, require_writable, write_json_lines
@@ -156,11 +157,10 @@ def generate(options: argparse.Namespace) -> None:
     tokens = model.generate(
         prompt,
         options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        rng=options.seed,
         cache_dtype=options.cache_dtype,
+        **{
+            name: getattr(options, name) for name in SamplingOptions.__annotations__ if hasattr(options, name)
+        },
     )
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model writes characters that a terminal may not show

@@ -223,7 +223,7 @@ def test_words_of_sentence_transformers_and_transformers(folders):
             "max_length": "; expected max_new_tokens$",
             "do_sample": r"; expected temperature \(above 0\)$",
             "eos_token_id": "; expected stop$",
-            "seed": "; expected rng$",
+            "rng": "; expected seed$",
         }),
     ):  # fmt: skip
         for word, text in said.items():

@@ -6,13 +6,15 @@ time `require_options` refuses every other name. Defaults are those of `attentio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from fastattn._args.types import Array, ArrayLike
 from fastattn._args.words import not_an_argument
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastattn.masks import Mask
 
 Backend = Literal["compiled", "numpy"]
@@ -239,6 +241,22 @@ class StepOptions(_Scale, ComputeOptions, total=False):
 
 class DeltaOptions(StepOptions, OutOption):
     """Options of `linear_attention` that the named delta rules take."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Options of the choice of next tokens."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    logits_processor: Callable[[Array, Array], Array] | None
+    seed: int | np.random.SeedSequence | None
 
 
 class DecayOptions(_Scale, OutOption, ComputeOptions, total=False):

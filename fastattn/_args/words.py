@@ -58,6 +58,8 @@ OTHER_NAMES = {
         "eps": "epsilon",
         "out": "output",
         "rng": "random_state generator seed",
+        "seed": "rng random_state generator",
+        "logits_processor": "logits_processors logits_warper",
         "state_dict": "state_dicts params",
         "num_threads": "threads n_jobs num_workers",
         "backend": "implementation attn_implementation",

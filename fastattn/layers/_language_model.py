@@ -17,13 +17,16 @@ from fastattn.cache import KVCache
 from fastattn.grad._linear import TRAINED
 from fastattn.grad._loss import targets_of
 from fastattn.layers._rotary import Rope
-from fastattn.layers._sampling import Sampler
+from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.layers._stacks import TransformerEncoder
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, normal
 from fastattn.layers._transformer import TransformerEncoderLayer, require_head_options
 from fastattn.positions import rope_frequencies
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fastattn._args.options import SamplingOptions
     from fastattn.layers._attention_parameters import HeadOptions
     from fastattn.layers._state import Fields, Taken
 
@@ -285,11 +288,7 @@ class LanguageModel(Layer):
         self,
         ids: ArrayLike,
         max_new_tokens: int = 128,
-        *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        rng: np.random.Generator | int | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Any]:
         """Continue sequences, a token at a time, and yield each token as soon as it is known.
 
@@ -299,13 +298,15 @@ class LanguageModel(Layer):
             At least one token.
         max_new_tokens : int, default 128
             At most so many that all fit into `max_length`.
-        temperature, top_k, top_p, rng
-            As in `fastattn.models.Decoder.generate`: at a temperature of 0 the best token is taken.
+        **sampling
+            temperature, top_k, top_p, min_p, typical_p, repetition_penalty, presence_penalty,
+            frequency_penalty, logit_bias, logits_processor, seed: as in `fastattn.models.Decoder.generate`.
 
         Yields
         ------
         int, or ndarray of int64, (batch,)
         """
+        options = Sampling(sampling, "ids", "max_new_tokens")
         tokens = self._tokens("ids", ids)
         num_new = integer("max_new_tokens", max_new_tokens, 0)
         if tokens.shape[-1] == 0:
@@ -314,7 +315,7 @@ class LanguageModel(Layer):
             asked = f"max_new_tokens is {short(num_new)} behind {tokens.shape[-1]} tokens"
             raise ValueError(f"(): {asked}; expected at most {self.max_length} together")
         batch = tokens[None] if tokens.ndim == 1 else tokens
-        sampler = Sampler(len(batch), temperature, top_k, top_p, rng)
+        sampler = Sampler(list(batch), self.vocab_size, options, tokens.ndim == 1)
         steps = self._steps(batch, num_new, sampler)
         return (int(each[0]) for each in steps) if tokens.ndim == 1 else steps
 

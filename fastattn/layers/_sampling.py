@@ -1,73 +1,67 @@
-"""The choice of the next token from its logits."""
+"""The choice of the next token from its logits: what changes them, what may be drawn, and the draw.
+
+The order is that of transformers: `logit_bias`, penalties, `logits_processor`; then, with a temperature above
+0, this, `top_k`, `top_p`, `min_p`, `typical_p`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
-from fastattn._args.errors import named
-from fastattn._args.types import Array, Ints, lane_dtype
-from fastattn._args.values import generator, integer, number, short
+from fastattn._args.errors import named, wrong_type
+from fastattn._args.options import SamplingOptions, require_options
+from fastattn._args.types import FLOAT64, Array, Ints, lane_dtype
+from fastattn._args.values import integer, is_float, number, short
+
+# Options that choose what may be drawn: the least, the most, and the value of one that is off.
+_SHARES = {"top_p": (0.0, 1.0, 1.0), "min_p": (0.0, 1.0, 0.0), "typical_p": (0.0, 1.0, 1.0)}
 
 
-class Sampler:
-    """Chooses a token for each sequence; every sequence draws from a random generator of its own.
+class Sampling:
+    """The options of a choice, checked; `named` are the other arguments of the function that has them."""
 
-    It divides the logits by `temperature`, keeps the `top_k` best tokens and those that equal the last of
-    them, and of these the fewest whose probabilities reach `top_p`. A temperature of 0 takes the best token.
-    """
-
-    def __init__(
-        self,
-        batch: int,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        rng: np.random.Generator | int | None,
-    ):
-        float64 = np.dtype(np.float64)
-        self.temperature = number("temperature", temperature, float64)
+    def __init__(self, options: SamplingOptions, *named: str):
+        require_options(options, SamplingOptions, *named)
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        self.temperature = number("temperature", given.get("temperature", 0.0), FLOAT64)
         if self.temperature < 0:
-            raise ValueError(f"(): temperature is {temperature}; expected 0 or more")
-        self.top_k = None if top_k is None else integer("top_k", top_k, 1)
-        self.top_p = 1.0 if top_p is None else number("top_p", top_p, float64)
-        if not 0 <= self.top_p <= 1:
-            raise ValueError(f"(): top_p is {top_p}; expected 0 to 1")
-        source = generator("rng", rng)
+            raise ValueError(f"(): temperature is {self.temperature}; expected 0 or more")
+        self.top_k = integer("top_k", given.get("top_k", 0), 0)
+        self.shares: dict[str, float] = {}
+        for name, (low, high, off) in _SHARES.items():
+            share = number(name, given.get(name, off), FLOAT64)
+            if not low <= share <= high:
+                raise ValueError(f"(): {name} is {share}; expected {low:g} to {high:g}")
+            if share != off:
+                self.shares[name] = share
         if self.temperature == 0:
-            for name, value in (("top_k", top_k), ("top_p", top_p), ("rng", rng)):
-                if value is not None:
-                    came = f"{name} is {short(value)} and temperature 0, which draws nothing"
+            for name in ("top_k", *_SHARES):
+                if name in self.shares or (name == "top_k" and self.top_k):
+                    came = f"{name} is {short(given[name])} and temperature 0, which draws nothing"
                     raise ValueError(f"(): {came}; expected a temperature above 0")
-        self.generators = source.spawn(batch)
+        self.repetition = number("repetition_penalty", given.get("repetition_penalty", 1.0), FLOAT64)
+        if not self.repetition > 0:
+            raise ValueError(f"(): repetition_penalty is {self.repetition}; expected a number above 0")
+        self.presence = number("presence_penalty", given.get("presence_penalty", 0.0), FLOAT64)
+        self.frequency = number("frequency_penalty", given.get("frequency_penalty", 0.0), FLOAT64)
+        self.bias = _bias(given.get("logit_bias", {}))
+        self.processor: Callable[[Ints, Array], Any] | None = given.get("logits_processor")
+        if self.processor is not None and not callable(self.processor):
+            raise wrong_type("logits_processor", self.processor, "a function of ids and logits")
+        self.seed = _seed(given.get("seed"))
 
-    @named("generate")
-    def __call__(self, logits: Array) -> Ints:
-        """The next tokens (batch,) for logits (batch, vocab_size)."""
-        logits = logits.astype(lane_dtype(logits.dtype), copy=False)
-        best: Ints = np.argmax(logits, axis=1)  # NaN if there is one
-        best_logits = logits[np.arange(len(best)), best]
-        if np.isnan(best_logits).any():
-            raise ValueError("(): the model's logits have NaN; expected numbers")
-        if (best_logits == -np.inf).any():
-            raise ValueError("(): the model's logits are all -inf; expected a token to choose")
-        if self.temperature == 0:
-            return best
-        return np.array([self._drawn(*row) for row in zip(logits, self.generators, strict=True)], np.int64)
-
-    def select(self, sequences: Ints) -> None:
-        """Keep only these sequences, in this order."""
-        self.generators = [self.generators[i] for i in sequences]
-
-    def _drawn(self, logits: Array, generator: np.random.Generator) -> int:
-        tokens, probs = self.candidates(logits)
-        sums = np.cumsum(probs)
-        chosen = np.searchsorted(sums, generator.random() * sums[-1], side="right")
-        return int(tokens[min(int(chosen), len(tokens) - 1)])
+    @property
+    def counts(self) -> bool:
+        """Tell whether tokens that were there count."""
+        return self.repetition != 1 or self.presence != 0 or self.frequency != 0
 
     def candidates(self, logits: Array) -> tuple[Ints, Array]:
         """The tokens that may be drawn for logits (vocab_size,), and their probabilities."""
         tokens = np.arange(len(logits))
-        if self.top_k is not None and self.top_k < len(logits):
+        if 0 < self.top_k < len(logits):
             tokens = np.flatnonzero(logits >= np.partition(logits, -self.top_k)[-self.top_k])
         scores = logits[tokens].astype(np.float64)
         best = scores.max()
@@ -77,12 +71,127 @@ class Sampler:
             with np.errstate(over="ignore"):  # a tiny temperature
                 probs = np.exp((scores - best) / self.temperature)
         probs /= probs.sum()
-        if self.top_p < 1:
-            order = np.argsort(-probs, kind="stable")
-            tokens, probs = tokens[order], probs[order]
-            # A token stays if those before it do not reach top_p; the first always does.
-            before = np.concatenate(([0.0], np.cumsum(probs)[:-1]))
-            stay = before < self.top_p
-            stay[0] = True
-            tokens, probs = tokens[stay], probs[stay] / probs[stay].sum()
+        for name, keeps in (("top_p", _fewest), ("min_p", _likely), ("typical_p", _typical)):
+            if name in self.shares:
+                stay = keeps(probs, self.shares[name])
+                tokens, probs = tokens[stay], probs[stay] / probs[stay].sum()
         return tokens, probs
+
+
+class Sampler:
+    """Chooses a token for each of the `prompts`; every one draws from a random generator of its own.
+
+    One that is `single` draws from the seed, of several number i from its i-th child.
+    """
+
+    def __init__(self, prompts: Sequence[Ints], vocab_size: int, sampling: Sampling, single: bool = False):
+        self.sampling = sampling
+        if sampling.bias[0].size and sampling.bias[0].max() >= vocab_size:
+            came = f"logit_bias has the token {sampling.bias[0].max()}"
+            raise ValueError(f"(): {came}; expected ids below the number of tokens, {vocab_size}")
+        key = sampling.seed.spawn_key
+        keys = [key] if single else [(*key, i) for i in range(len(prompts))]
+        entropy: Any = sampling.seed.entropy
+        self.generators = [
+            np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=key)) for key in keys
+        ]
+        self.counts: Any = None
+        if sampling.counts:
+            self.counts = np.stack([np.bincount(prompt, minlength=vocab_size) for prompt in prompts])
+        self.tokens = [prompt.tolist() for prompt in prompts] if sampling.processor is not None else []
+
+    @named("generate")
+    def __call__(self, logits: Array) -> Ints:
+        """The next tokens (batch,) for logits (batch, vocab_size)."""
+        logits = self._processed(logits.astype(lane_dtype(logits.dtype), copy=False))
+        chosen: Ints = np.argmax(logits, axis=1)  # NaN if there is one
+        best = logits[np.arange(len(chosen)), chosen]
+        if np.isnan(best).any():
+            raise ValueError("(): the model's logits have NaN; expected numbers")
+        if (best == -np.inf).any():
+            raise ValueError("(): the model's logits are all -inf; expected a token to choose")
+        if self.sampling.temperature > 0:
+            rows = zip(logits, self.generators, strict=True)
+            chosen = np.array([self._drawn(*row) for row in rows], np.int64)
+        if self.counts is not None:
+            self.counts[np.arange(len(chosen)), chosen] += 1
+        for tokens, token in zip(self.tokens, chosen.tolist(), strict=bool(self.tokens)):
+            tokens.append(token)
+        return chosen
+
+    def select(self, sequences: Ints) -> None:
+        """Keep only these sequences, in this order."""
+        self.generators = [self.generators[i] for i in sequences]
+        self.tokens = [self.tokens[i] for i in sequences] if self.tokens else []
+        if self.counts is not None:
+            self.counts = self.counts[sequences]
+
+    def _processed(self, logits: Array) -> Array:
+        """The logits with biases and penalties, as the function of the caller leaves them."""
+        s = self.sampling
+        if self.counts is None and not s.bias[0].size and s.processor is None:
+            return logits
+        logits = logits.copy()
+        logits[:, s.bias[0]] += s.bias[1].astype(logits.dtype)
+        if self.counts is not None:
+            seen = self.counts > 0
+            with np.errstate(invalid="ignore", over="ignore"):
+                weaker = np.where(logits > 0, logits / s.repetition, logits * s.repetition)
+                taken = s.presence * seen + s.frequency * self.counts
+                logits = np.where(seen, weaker, logits) - taken.astype(logits.dtype)
+        if s.processor is None:
+            return logits
+        rows = []
+        for tokens, row in zip(self.tokens, logits, strict=True):
+            found = np.asarray(s.processor(np.array(tokens, np.int64), row))
+            if found.shape != row.shape or not is_float(found.dtype):
+                came = f"logits_processor returns {found.dtype} of shape {found.shape}"
+                raise ValueError(f"(): {came}; expected logits of shape {row.shape}")
+            rows.append(found)
+        return np.stack(rows)
+
+    def _drawn(self, logits: Array, generator: np.random.Generator) -> int:
+        tokens, probs = self.sampling.candidates(logits)
+        sums = np.cumsum(probs)
+        chosen = np.searchsorted(sums, generator.random() * sums[-1], side="right")
+        return int(tokens[min(int(chosen), len(tokens) - 1)])
+
+
+def _fewest(probs: Array, share: float) -> Ints:
+    """The most probable ones, the fewest that reach a share; the first always stays."""
+    order = np.argsort(-probs, kind="stable")
+    before = np.concatenate(([0.0], np.cumsum(probs[order])[:-1]))
+    found: Ints = order[: max(1, int((before < share).sum()))]
+    return found
+
+
+def _likely(probs: Array, share: float) -> Ints:
+    """Those at least so probable, of the most probable one's probability."""
+    return np.flatnonzero(probs >= share * probs.max())
+
+
+def _typical(probs: Array, share: float) -> Ints:
+    """Those whose surprise is nearest to its mean, the fewest that reach a share (arXiv:2202.00666)."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        surprise = -np.log(probs)
+        away = np.abs(surprise - np.where(probs > 0, probs * surprise, 0).sum())
+    order = np.argsort(away, kind="stable")
+    last = min(int((np.cumsum(probs[order]) < share).sum()), len(order) - 1)
+    return np.flatnonzero(away <= away[order[last]])
+
+
+def _bias(given: Any) -> tuple[Ints, Array]:
+    """The ids of `logit_bias`, and what is added to their logits."""
+    if not isinstance(given, Mapping):
+        raise wrong_type("logit_bias", given, "a mapping of ids to numbers")
+    ids = [integer("logit_bias", i, 0) for i in given]
+    values = np.array(
+        [float(x) if x == -np.inf else number("logit_bias", x, FLOAT64) for x in given.values()]
+    )
+    return np.array(ids, np.int64), values
+
+
+def _seed(given: Any) -> np.random.SeedSequence:
+    if isinstance(given, np.random.SeedSequence):
+        return given
+    return np.random.SeedSequence(None if given is None else integer("seed", given, 0))

@@ -13,14 +13,13 @@ from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, flag, integer, integers, short
-from fastattn._args.words import not_an_argument
 from fastattn._engine.program import Program, Sequences
 from fastattn._engine.tape import Drops, Tape
 from fastattn._engine.values import Value
 from fastattn.cache import KVCache
 from fastattn.grad import cross_entropy, embedding
 from fastattn.grad._loss import targets_of
-from fastattn.layers._sampling import Sampler
+from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _model
 from fastattn.models._embeddings import token_rows
 from fastattn.models._model import Recorded, pullback_of
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import NoOptions
+    from fastattn._args.options import SamplingOptions
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints
     from fastattn.grad import Pullback
@@ -246,13 +245,9 @@ class Decoder(_model.Model):
         max_new_tokens: int = 128,
         *,
         attention_mask: ArrayLike | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        rng: np.random.Generator | int | None = None,
         stop: int | Sequence[int] | None = None,
         cache_dtype: DTypeLike | None = None,
-        **others: Unpack[NoOptions],
+        **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Any]:
         """Continue sequences, a token at a time, and yield each token as soon as it is known.
 
@@ -265,23 +260,35 @@ class Decoder(_model.Model):
             longest prompt and these must fit into it.
         attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
             True or 1: which tokens of an array `ids` count. The others are left out, wherever they are.
-        temperature : float, default 0.0
-            What logits are divided by before a token is drawn. At 0 the best token is taken.
-        top_k : int, optional
-            Draw from the `top_k` best tokens only, and those that equal the last of them. This, `top_p` and
-            `rng` need a temperature above 0.
-        top_p : float, optional
-            After `top_k`, draw only from the fewest best tokens whose probabilities reach `top_p`.
-        rng : numpy.random.Generator or int, optional
-            What draws, or its seed, for the same tokens in every run. Each sequence has a generator of its
-            own, whatever other sequences there are.
         stop : int or sequence of int, optional
             Ids that end a sequence; by default the `eos_token_id` of the model's folder, none with ``()``.
         cache_dtype : {"int8"}, optional
             Keep keys and values in int8, as `KVCache` does, instead of the model's dtype: a quarter of the
             memory of float32 that a step reads, half of bfloat16's. Prompts attend what is kept, too.
-        **others
-            None: an error says what an argument of another library is called here.
+        temperature : float, default 0.0
+            What logits are divided by before a token is drawn. At 0 the best token is taken, and options that
+            choose what may be drawn are an error.
+        top_k : int, optional
+            Draw from the `top_k` best tokens only, and those that equal the last of them; 0 is all.
+        top_p : float, optional
+            Of these, draw only from the fewest best tokens whose probabilities reach `top_p`; 1 is all.
+        min_p : float, optional
+            Then only from those that have at least `min_p` times the best one's probability; 0 is all.
+        typical_p : float, optional
+            Then only from those whose surprise is nearest to its mean, the fewest that reach this share [1]_.
+        repetition_penalty : float, default 1.0
+            What the logits of tokens that are in the prompt or were generated are divided by where they are
+            above 0, and multiplied by elsewhere [2]_.
+        presence_penalty, frequency_penalty : float, default 0.0
+            Taken from the logit of each such token, and of the latter as often as it was there.
+        logit_bias : mapping of int to float, optional
+            Added to the logits of these ids, before all else; -inf forbids one.
+        logits_processor : callable, optional
+            ``logits_processor(ids, logits)`` gives the logits (vocab_size,) of a sequence that has the tokens
+            `ids` (n,), its prompt included, after penalties and before the temperature.
+        seed : int or numpy.random.SeedSequence, optional
+            For the same tokens in every run. A prompt (length,) draws from it, number i of several from its
+            i-th child, ``SeedSequence(seed).spawn(n)[i]``, whatever other sequences there are.
 
         Yields
         ------
@@ -300,9 +307,14 @@ class Decoder(_model.Model):
         A step reads the weights and the keys so far once, for the sequences that have not ended. Keys and
         values take ``2 * num_layers * num_kv_heads * head_dim`` numbers a token, as many tokens a sequence as
         the longest has. At first there is room for 256 new tokens; the room doubles when it is full.
+
+        References
+        ----------
+        .. [1] C. Meister et al., "Locally Typical Sampling", 2022, arXiv:2202.00666.
+        .. [2] N. S. Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable
+           Generation", 2019, arXiv:1909.05858.
         """
-        if others:
-            raise not_an_argument(others, Decoder.generate)
+        options = Sampling(sampling, "ids", "max_new_tokens", "attention_mask", "stop", "cache_dtype")
         single, prompts = self._prompts(ids, attention_mask)
         if cache_dtype is not None:
             cache_dtype = dtype_choice("cache_dtype", cache_dtype, ("int8",))
@@ -311,7 +323,7 @@ class Decoder(_model.Model):
         if self.max_length is not None and longest + n_new > self.max_length:
             asked = f"max_new_tokens is {short(n_new)} after a prompt of {longest} tokens"
             raise ValueError(f"generate(): {asked}; expected at most {self.max_length} together")
-        sampler = Sampler(len(prompts), temperature, top_k, top_p, rng)
+        sampler = Sampler(prompts, self.vocab_size, options, single)
         ends = np.atleast_1d(self.stop if stop is None else as_array("stop", stop))
         ends = ends if ends.size else np.zeros(0, np.int64)
         ends = integers("stop", ends, (ends.size,), "(n,)")

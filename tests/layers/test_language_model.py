@@ -106,7 +106,7 @@ def test_generation_takes_the_best_of_the_full_pass(kind, implementation):
         np.testing.assert_array_equal(found[:, i], best)
         text = np.concatenate((text, best[:, None]), axis=1)
     assert list(model.generate(prompts[0], 6)) == found[0].tolist()
-    drawn = [list(model.generate(prompts[0], 6, temperature=1.0, top_k=3, rng=seed)) for seed in (1, 1, 2)]
+    drawn = [list(model.generate(prompts[0], 6, temperature=1.0, top_k=3, seed=seed)) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     cache = model.new_cache()
     parts = [model(text[:, :3], cache=cache), model(text[:, 3:], cache=cache)]

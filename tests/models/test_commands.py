@@ -327,7 +327,7 @@ def test_the_command_generate(writer):
     model = models.load(writer)
     prompt = model.text.encode(["Once, a café"])[0]
     assert len(prompt) == 13  # bytes
-    options = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "rng": 3}
+    options = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 3}
     tokens = list(model.generate(prompt, 40, **options))
     expected = "".join(model.text.stream(prompt, tokens))
     printed = run("generate", "--model", writer, "Once, a café", "--max-new-tokens", 40, "--temperature", 0.9,

@@ -11,7 +11,7 @@ from tiny_models import CONFIGS, DECODERS, ENCODERS, VOCAB
 
 from fastattn import models, ops
 from fastattn._engine import scratch
-from fastattn.layers._sampling import Sampler
+from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _decoder as decoder
 from fastattn.models import _embeddings as embeddings
 
@@ -289,7 +289,7 @@ def test_sequences_end_at_stop_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "rng": 3}])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}])
 def test_sequences_that_have_ended_are_computed_no_more(kind, options, tmp_path, monkeypatch):
     """The other sequences go on as before, also where frequencies depend on the longest one."""
     monkeypatch.setattr(decoder, "Sampler", Recorded)
@@ -336,7 +336,7 @@ def test_draws_follow_the_seed(options, tmp_path):
     prompts = [[1, 2, 3], [4], [5, 6]]
 
     def run(seed, prompts=prompts):
-        return np.stack(list(model.generate(prompts, 12, rng=seed, stop=(), **options)), axis=1)
+        return np.stack(list(model.generate(prompts, 12, seed=seed, stop=(), **options)), axis=1)
 
     np.testing.assert_array_equal(run(7), run(7))
     assert (run(7) != run(8)).any()
@@ -345,12 +345,18 @@ def test_draws_follow_the_seed(options, tmp_path):
     assert (same[0] != same[1]).any(), "sequences draw from generators of their own"
 
 
+def sampler_of(batch, vocab, prompts=None, **options):
+    prompts = [np.zeros(1, np.int64)] * batch if prompts is None else prompts
+    return Sampler(prompts, vocab, Sampling(options))
+
+
 def test_draws_have_the_probabilities():
     logits = np.log([0.5, 0.2, 0.15, 0.1, 0.04, 0.01]).astype(np.float32)
 
     def shares(**options):
-        options = {"temperature": 1.0, "top_k": None, "top_p": None, "rng": 3, **options}
-        drawn = Sampler(5_000, **options)(np.tile(logits, (5_000, 1)))
+        drawn = sampler_of(5_000, 6, **{"temperature": 1.0, "seed": 3, **options})(
+            np.tile(logits, (5_000, 1))
+        )
         return np.bincount(drawn, minlength=6) / 5_000
 
     within = 4 * np.sqrt(0.25 / 5_000)  # four standard deviations
@@ -362,12 +368,15 @@ def test_draws_have_the_probabilities():
     np.testing.assert_allclose(shares(temperature=1e-300), [1, 0, 0, 0, 0, 0])
     squares = np.exp(2 * logits) / np.exp(2 * logits).sum()
     np.testing.assert_allclose(shares(temperature=0.5), squares, atol=within)
-    np.testing.assert_allclose(shares(temperature=0.0, rng=None), [1, 0, 0, 0, 0, 0])
+    np.testing.assert_allclose(shares(temperature=0.0), [1, 0, 0, 0, 0, 0])
+    np.testing.assert_allclose(shares(min_p=0.25), [50 / 85, 20 / 85, 15 / 85, 0, 0, 0], atol=within)
+    bias = {0: -np.inf, 1: np.log(0.25)}
+    np.testing.assert_allclose(shares(logit_bias=bias, top_k=2), [0, 0, 0.6, 0.4, 0, 0], atol=within)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_no_numbers_are_an_error(temperature):
-    sampler = Sampler(1, temperature, None, None, None)
+    sampler = sampler_of(1, 3, temperature=temperature)
     with pytest.raises(ValueError, match=r"generate\(\): the model's logits have NaN"):
         sampler(np.array([[0.0, np.nan]], np.float32))
     with pytest.raises(ValueError, match=r"generate\(\): the model's logits are all -inf"):
@@ -376,10 +385,50 @@ def test_logits_that_are_no_numbers_are_an_error(temperature):
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.6}])
 def test_infinite_logits_are_drawn(options):
-    options = {"top_k": None, "top_p": None, **options}
     logits = np.tile(np.array([0.0, np.inf, -np.inf, np.inf, 5.0], np.float32), (200, 1))
-    drawn = Sampler(200, 1.0, rng=0, **options)(logits)
+    drawn = sampler_of(200, 5, temperature=1.0, seed=0, **options)(logits)
     assert set(drawn.tolist()) == {1, 3}
+
+
+def test_a_prompt_draws_from_its_own_seed(tmp_path):
+    """Number i of several from the i-th child of the seed, as alone with that child."""
+    model, prompts = loaded(tmp_path, "qwen2"), [[1, 2, 3], [4], [5, 6]]
+    how = {"temperature": 1.5, "stop": ()}
+    together = np.stack(list(model.generate(prompts, 12, seed=5, **how)), axis=1)
+    seed = np.random.SeedSequence(5)
+    for prompt, child, tokens in zip(prompts, np.random.SeedSequence(5).spawn(3), together, strict=True):
+        assert list(model.generate(prompt, 12, seed=child, **how)) == tokens.tolist()
+    assert list(model.generate([1], 9, seed=5, **how)) == list(model.generate([1], 9, seed=seed, **how))
+    assert seed.n_children_spawned == 0
+
+
+def test_penalties_count_prompt_and_answer(tmp_path):
+    """By their formulas, in the order that is documented; each sequence its own tokens."""
+    model, prompts, seen = loaded(tmp_path, "llama"), [[1, 2, 2, 3], [4]], []
+    options = {"repetition_penalty": 1.7, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+    options["logit_bias"] = {2: 1.5, 7: -np.inf}
+
+    def processor(ids, logits):
+        seen.append((ids.tolist(), logits.copy()))
+        return logits
+
+    tokens = np.stack(list(model.generate(prompts, 6, stop=(), logits_processor=processor, **options)), 1)
+    for i, (ids, logits) in enumerate(seen):
+        b, step = i % 2, i // 2
+        assert ids == prompts[b] + tokens[b, :step].tolist()
+        expected = model(ids)[0, -1].astype(np.float64)
+        expected[2] += 1.5
+        expected[7] = -np.inf
+        counts = np.bincount(ids, minlength=VOCAB)
+        there = counts > 0
+        penalised = np.where(expected > 0, expected / 1.7, expected * 1.7)
+        expected = np.where(there, penalised, expected) - 0.3 * there - 0.2 * counts
+        np.testing.assert_allclose(logits, expected, atol=1e-4)
+        assert tokens[b, step] == np.argmax(logits)
+    first = next(
+        model.generate([1], 1, logits_processor=lambda ids, logits: -abs(np.arange(VOCAB) - 9.0 - ids))
+    )
+    assert first == 10
 
 
 WRONG_CALLS = [
@@ -402,10 +451,19 @@ WRONG_CALLS = [
     ({"temperature": "hot"}, TypeError, r"temperature is 'hot'"),
     ({"top_k": 5}, ValueError, r"top_k is 5 and temperature 0.*expected a temperature above 0"),
     ({"top_p": 0.9, "temperature": 0}, ValueError, r"top_p is 0.9 and temperature 0"),
-    ({"rng": 1}, ValueError, r"rng is 1 and temperature 0"),
-    ({"top_k": 0}, ValueError, r"top_k is 0; expected at least 1"),
+    ({"min_p": 0.1}, ValueError, r"min_p is 0.1 and temperature 0"),
+    ({"top_k": -1}, ValueError, r"top_k is -1; expected at least 0"),
+    ({"typical_p": -0.1}, ValueError, r"typical_p is -0.1; expected 0 to 1"),
+    ({"repetition_penalty": 0}, ValueError, r"repetition_penalty is 0.0; expected a number above 0"),
+    ({"presence_penalty": np.nan}, ValueError, r"presence_penalty is nan"),
+    ({"logit_bias": {60: 1.0}}, ValueError, r"logit_bias has the token 60; expected ids below .* 60"),
+    ({"logit_bias": {1: np.inf}}, ValueError, r"logit_bias is inf"),
+    ({"logit_bias": [1]}, TypeError, r"logit_bias is of type list; expected a mapping"),
+    ({"logits_processor": 5}, TypeError, r"logits_processor is of type int; expected a function"),
     ({"top_p": 1.5}, ValueError, r"top_p is 1.5; expected 0 to 1"),
-    ({"rng": -3}, ValueError, r"rng is -3; expected at least 0"),
+    ({"seed": -3}, ValueError, r"seed is -3; expected at least 0"),
+    ({"seed": 0.5}, TypeError, r"seed is 0.5; expected an integer"),
+    ({"rng": 3}, TypeError, r"rng is not an argument; expected seed"),
     ({"stop": 1.5}, TypeError, r"stop has dtype float64; expected integers"),
     ({"stop": [[3, 4]]}, ValueError, r"stop has shape \(1, 2\); expected one that fits \(n,\)"),
 ]

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from fastattn import models
-from fastattn.layers._sampling import Sampler
+from fastattn.layers._sampling import Sampler, Sampling
 
 TOLERANCE = 1e-5
 VOCAB = 97
@@ -485,7 +485,8 @@ def test_generation_ends_where_transformers_ends(tmp_path):
     [(1.0, None, None), (0.7, 10, None), (1.3, None, 0.8), (0.9, 20, 0.5), (1.0, 1, None), (1.0, None, 0.0),
      (1.0, 500, 1.0)],
 )  # fmt: skip
-def test_what_may_be_drawn(temperature, top_k, top_p):
+@pytest.mark.parametrize("more", [{}, {"min_p": 0.05}, {"typical_p": 0.7}, {"min_p": 0.02, "typical_p": 0.9}])
+def test_what_may_be_drawn(temperature, top_k, top_p, more):
     """The distribution after each restriction is that of transformers."""
     scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
     scores[:, 5] = scores[:, 9]  # a tie
@@ -494,16 +495,28 @@ def test_what_may_be_drawn(temperature, top_k, top_p):
         warpers.append(transformers.TopKLogitsWarper(min(top_k, VOCAB)))
     if top_p is not None:
         warpers.append(transformers.TopPLogitsWarper(top_p))
+    if "min_p" in more:
+        warpers.append(transformers.MinPLogitsWarper(more["min_p"]))
+    if "typical_p" in more:
+        warpers.append(transformers.TypicalLogitsWarper(more["typical_p"]))
     warped = scores
     for warper in warpers:
         warped = warper(None, warped)
     expected = warped.softmax(-1).numpy()
-    sampler = Sampler(4, temperature, top_k, top_p, 0)
+    sampling = Sampling({"temperature": temperature, "top_k": top_k, "top_p": top_p, **more})
     for row, wanted in zip(scores.numpy(), expected, strict=True):
-        tokens, probs = sampler.candidates(row)
+        tokens, probs = sampling.candidates(row)
         got = np.zeros(VOCAB)
         got[tokens] = probs
         np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+def test_repetition_penalty():
+    scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([[1, 2, 2, 9], [5, 4, 3, 3]])
+    expected = transformers.RepetitionPenaltyLogitsProcessor(1.3)(ids, scores)
+    sampler = Sampler(list(ids.numpy()), VOCAB, Sampling({"repetition_penalty": 1.3}))
+    np.testing.assert_allclose(sampler._processed(scores.numpy()), expected.numpy(), rtol=1e-6)
 
 
 def test_minilm_hidden_states(minilm_folder, implementation):
