@@ -99,7 +99,11 @@ def _parser() -> argparse.ArgumentParser:
 
     def model_options(option: Callable[..., argparse.Action]) -> None:
         option(
-            "--model", type=Path, required=True, metavar="FOLDER", help="of config.json and model.safetensors"
+            "--model",
+            type=Path,
+            required=True,
+            metavar="MODEL",
+            help="a folder of config.json and model.safetensors",
         )
         option("--dtype", choices=MODEL_DTYPES, default="float32", help="what is computed in (float32)")
         option("--weights-dtype", choices=WEIGHT_DTYPES, help="how weights are kept in memory (as --dtype)")
@@ -140,21 +144,28 @@ def _parser() -> argparse.ArgumentParser:
     scored_options(option)
     option("--pair", metavar="NAME", help="of the column with the second text of each pair")
 
+    def writing_options(option: Callable[..., argparse.Action], most: int) -> None:
+        model_options(option)
+        option("--max-new-tokens", type=natural, default=most, metavar="N", help=f"where to end ({most})")
+        option("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token (0)")
+        needs = "(needs --temperature)"
+        option("--top-k", type=positive, metavar="K", help=f"draw from the K best tokens {needs}")
+        option("--top-p", type=float, metavar="P", help=f"draw from the best that have probability P {needs}")
+        option("--min-p", type=float, metavar="P", help=f"and at least P times the best one's {needs}")
+        option("--typical-p", type=float, metavar="P", help=f"draw from the typical that have P {needs}")
+        option(
+            "--repetition-penalty", type=float, default=1.0, metavar="R", help="of tokens that were there (1)"
+        )
+        option("--presence-penalty", type=float, default=0.0, metavar="R", help="taken from their logits (0)")
+        option("--frequency-penalty", type=float, default=0.0, metavar="R", help="as often as they were (0)")
+        option("--seed", type=natural, metavar="N", help="of the draws, else a new one")
+        option("--cache-dtype", choices=("int8",), help="how keys and values are kept (as --dtype)")
+
     option = command(_cli_models.generate)
-    model_options(option)
+    writing_options(option, 128)
     option("prompt", metavar="PROMPT", help="the text to continue")
-    option("--max-new-tokens", type=natural, default=128, metavar="N", help="where to end at last (128)")
-    option("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token (0)")
-    needs = "(needs --temperature)"
-    option("--top-k", type=positive, metavar="K", help=f"draw from the K best tokens {needs}")
-    option("--top-p", type=float, metavar="P", help=f"draw from the best that have probability P {needs}")
-    option("--min-p", type=float, metavar="P", help=f"and at least P times the best one's {needs}")
-    option("--typical-p", type=float, metavar="P", help=f"draw from the typical that have P {needs}")
-    option("--repetition-penalty", type=float, default=1.0, metavar="R", help="of tokens that were there (1)")
-    option("--presence-penalty", type=float, default=0.0, metavar="R", help="taken from their logits (0)")
-    option("--frequency-penalty", type=float, default=0.0, metavar="R", help="as often as they were (0)")
-    option("--seed", type=natural, metavar="N", help="of the draws, else a new one")
-    option("--cache-dtype", choices=("int8",), help="how keys and values are kept (as --dtype)")
+
+    writing_options(command(_cli_models.chat), 1024)
     return parser
 
 

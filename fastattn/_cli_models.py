@@ -1,20 +1,21 @@
-"""``python -m fastattn embed``, ``rerank``, ``predict`` and ``generate``: what models do with texts."""
+"""``python -m fastattn embed``, ``rerank``, ``predict``, ``generate``, ``chat``: models and texts."""
 
 from __future__ import annotations
 
 import json
 import sys
-from functools import wraps
+from functools import partial, wraps
 from io import TextIOWrapper
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from fastattn._args.errors import named, naming
 from fastattn._args.options import SamplingOptions
 from fastattn._args.types import lane_dtype
-from fastattn._atomic import destination
+from fastattn._atomic import destination, replaced
 from fastattn._cli_files import Unfinished, digest_of_model, files_of, require_writable, write_json_lines
 from fastattn._cli_texts import Changed, Texts
 from fastattn._version import __version__
@@ -23,7 +24,6 @@ from fastattn.models._encode_calls import with_bar
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable
-    from pathlib import Path
 
     from fastattn.models import (
         CrossEncoder,
@@ -145,28 +145,63 @@ def predict(options: argparse.Namespace) -> None:
 
 @_said
 def generate(options: argparse.Namespace) -> None:
-    """Continue a text with a decoder (GPT-2, Llama, Mistral, Qwen2, Qwen3)."""
+    """Continue a text with a language model (GPT-2, Llama and its family, GGUF files)."""
+    model = _decoder(options)
+    if not model.text.encode([options.prompt])[0]:
+        raise ValueError("PROMPT has no token; expected a text to continue")
+    for piece in model.generate(options.prompt, options.max_new_tokens, **_sampling(options)):
+        print(piece.text, end="", flush=True)
+    print()
+
+
+@_said
+def chat(options: argparse.Namespace) -> None:
+    """Talk with a language model: /reset forgets, /save FILE writes what was said, Ctrl-C ends an answer."""
+    model = _decoder(options)
+    given = _sampling(options)
+    messages: list[dict[str, str]] = []
+    for line in iter(partial(_line, "> "), None):
+        if line.startswith("/reset"):
+            messages.clear()
+        elif line.startswith("/save "):
+            path = Path(line.removeprefix("/save ").strip())
+            with naming(path), replaced(path) as file:
+                file.write_text(json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        elif line:
+            messages.append({"role": "user", "content": line})
+            answer = ""
+            try:
+                for piece in model.generate(messages, options.max_new_tokens, **given):
+                    print(piece.text, end="", flush=True)
+                    answer += piece.text
+            except KeyboardInterrupt:  # what was said stays
+                pass
+            print()
+            messages.append({"role": "assistant", "content": answer})
+
+
+def _line(prompt: str) -> str | None:
+    """The next line of standard input; None at its end."""
+    try:
+        return input(prompt if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    found = {name: x for name, x in vars(options).items() if name in SamplingOptions.__annotations__}
+    return {"cache_dtype": options.cache_dtype, **found}
+
+
+def _decoder(options: argparse.Namespace) -> Decoder:
     from fastattn.models import Decoder
 
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model writes characters that a terminal may not show
     model = _loaded(options)
     if not isinstance(model, Decoder):
         raise ValueError(f"{options.model} holds a {model.model_type}; expected a decoder, as gpt2 or llama")
-    (prompt,) = model.text.encode([options.prompt])
-    if not prompt:
-        raise ValueError("PROMPT has no token; expected a text to continue")
-    tokens = model.generate(
-        prompt,
-        options.max_new_tokens,
-        cache_dtype=options.cache_dtype,
-        **{
-            name: getattr(options, name) for name in SamplingOptions.__annotations__ if hasattr(options, name)
-        },
-    )
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model writes characters that a terminal may not show
-    for piece in model.text.stream(prompt, tokens):
-        print(piece, end="", flush=True)
-    print()
+    return model
 
 
 def _cross_encoder(options: argparse.Namespace) -> CrossEncoder:

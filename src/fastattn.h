@@ -381,6 +381,7 @@ typedef struct {
     /* (batch + 1): tokens of sequence b are begins[b] to begins[b + 1] of all, len_q = len_k is the longest one's number,
      * and batch tables lead to the first token of each. NULL: all have len_q and len_k. */
     const int64_t *begins;
+    const int64_t *order; /* (batch): with begins, the numbers of the sequences, those of most tokens first */
     int64_t batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v;
     int gated, causal;
     double scale, eps;

@@ -40,8 +40,9 @@ static void recurrent_run(const fa_recurrent_args *a, const fa_recurrent_plan *p
     store_norm(a, &task, scratch.norm);
 }
 
-/* A task has as many panels of a state's columns as make the slowest thread end earliest. Fewer panels make more tasks,
- * which fill the threads better; but every task computes the scores again. */
+/* A task has as many panels of a state's columns as make the slowest thread end earliest: of sequences of different
+ * lengths, no earlier than the longest one's task. Fewer panels make more tasks, which fill the threads better; but every
+ * task computes the scores again. */
 static void recurrent_plan(const fa_recurrent_args *a, int threads, fa_recurrent_plan *plan)
 {
     const int64_t panels = ceil_div(a->head_dim_v, PANEL), states = a->batch * a->heads;
@@ -52,7 +53,9 @@ static void recurrent_plan(const fa_recurrent_args *a, int threads, fa_recurrent
     double least = 0;
     for (int64_t n = panels; n; n--) {
         const int64_t tasks = states * ceil_div(panels, n);
-        const double time = (double)ceil_div(tasks, threads) * (of_scores + (double)n * of_panel);
+        const double share = (double)(tokens_of(a) * a->heads * ceil_div(panels, n)) / threads;
+        const double rounds = a->begins ? fmax(share, (double)a->len_k) : (double)ceil_div(tasks, threads);
+        const double time = rounds * (of_scores + (double)n * of_panel);
         if (n < panels && time >= least) continue;
         least = time;
         plan->panels = (int)n;
@@ -62,5 +65,5 @@ static void recurrent_plan(const fa_recurrent_args *a, int threads, fa_recurrent
     const int64_t of_chunks = take_chunk_scratch(&(arena){0}, a, plan->panels, &(chunk_scratch){0});
     plan->steps = by_steps(a, a->len_q);
     plan->scratch_bytes = a->begins ? larger(of_steps, of_chunks) : plan->steps ? of_steps : of_chunks;
-    plan->flops = 2.0 * (double)states * (double)a->len_k * (of_scores + (double)panels * of_panel);
+    plan->flops = 2.0 * (double)(tokens_of(a) * a->heads) * (of_scores + (double)panels * of_panel);
 }

@@ -177,8 +177,8 @@ typedef struct {
     int64_t chunk, first, count, between_asks;
 } segment;
 
-static segment segment_of(const fa_recurrent_args *a, const recurrent_task *task, const fa_recurrent_backward_plan *plan,
-                          int64_t number)
+static segment segment_of(const fa_recurrent_args *a, const recurrent_task *task,
+                          const fa_recurrent_backward_plan *plan, int64_t number)
 {
     const int64_t chunk = a->gated ? GATED_CHUNK : CHUNK, first = number * plan->chunks;
     const int64_t work = 4 * query_group(a) * chunk * a->head_dim * round_up(a->head_dim_v, PANEL);
@@ -252,6 +252,6 @@ static void recurrent_backward_plan(const fa_recurrent_backward_args *x, fa_recu
     plan->segments = plan->chunks ? ceil_div(n_chunks, plan->chunks) : 0;
     plan->n_tasks = a->batch * a->heads;
     plan->scratch_bytes = take_gradient_scratch(&(arena){0}, a, plan->chunks, plan->segments, &(gradient_scratch){0});
-    plan->flops = 2 * products * (double)plan->n_tasks * (double)a->len_k * (double)a->head_dim *
+    plan->flops = 2 * products * (double)(tokens_of(a) * a->heads) * (double)a->head_dim *
                   (double)(a->head_dim_v + CHUNK);
 }

@@ -11,7 +11,7 @@
  * The lanes are columns of S, which do not depend on one another. A task is one state, or some panels of its columns;
  * the bits of a column do not depend on which.
  *
- * Exports   RECURRENT_ASKS, recurrent_task, recurrent_task_of, query_group, panel_width, add_skipped, strength_of;
+ * Exports   RECURRENT_ASKS, recurrent_task, recurrent_task_of, tokens_of, query_group, panel_width, add_skipped, strength_of;
  *           load_state, store_state, load_norm, store_norm; decay_at. */
 #pragma once
 #include "softmax.inc.h"
@@ -27,6 +27,9 @@ typedef struct {
     int64_t head_q, group;  /* and of q that read it: head_q is the first of `group` */
 } recurrent_task;
 
+/* Tokens of all sequences together. */
+INLINE int64_t tokens_of(const fa_recurrent_args *a) { return a->begins ? a->begins[a->batch] : a->batch * a->len_k; }
+
 /* Heads of q that read one state. Where states are more than heads of q, several of them share one. */
 INLINE int64_t query_group(const fa_recurrent_args *a) { return a->heads_q > a->heads ? a->heads_q / a->heads : 1; }
 
@@ -34,7 +37,7 @@ static recurrent_task recurrent_task_of(const fa_recurrent_args *a, const fa_rec
 {
     const int64_t panels = ceil_div(a->head_dim_v, PANEL), parts = ceil_div(panels, plan->panels);
     const int64_t state = number / parts, h = state % a->heads, first = number % parts * plan->panels;
-    const int64_t b = state / a->heads, *begins = a->begins;
+    const int64_t item = state / a->heads, b = a->order ? a->order[item] : item, *begins = a->begins;
     return (recurrent_task){
         .b = b,
         .h = h,

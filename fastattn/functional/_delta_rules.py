@@ -269,6 +269,8 @@ def delta_product(
         raise wrong_shape("v", v, f"(..., heads_v, len, steps, head_dim_v), {length} and {steps} as k")
     if q.ndim < 3 or q.shape[-2] != length:
         raise wrong_shape("q", q, f"(..., heads_q, len, head_dim), {length} as k")
+    _by_steps(options, "k", k, 1, "(heads, len, steps, head_dim)")
+    options = _by_steps(options, "q", q, steps, "(heads, len, head_dim)")
     batch = broadcast_batch(q=q.shape[:-3], k=k.shape[:-4], v=v.shape[:-4])
     shape, lane = (*batch, max(k.shape[-4], v.shape[-4]), length), lane_dtype(k.dtype)
     strengths = real_array("beta", beta)
@@ -282,7 +284,6 @@ def delta_product(
         every = np.zeros((*decays.shape[:-1], length, steps), lane)
         every[..., 0] = decays
         fixed |= {"rule": "gated_delta", "log_decay": every.reshape(*decays.shape[:-1], length * steps)}
-    options = _by_steps(options, q, steps)
     inputs = _at_step(queries, steps, -1), _as_tokens(keys), _as_tokens(v)
     request = yield _at_last_step(run_rule(*inputs, options, StepOptions, fixed), steps)
 
@@ -337,6 +338,7 @@ def rwkv7(
     r, k, v, read_by, write_by = _tokens_alike(
         {"r": r, "k": k, "v": v, "read_by": read_by, "write_by": write_by}, "k", "v"
     )
+    stepped: Any = _by_steps(options, "r", r, 2, "(heads, len, head_dim)")
     lane = lane_dtype(k.dtype)
     decays = _bounded(log_decays(log_decay, k.shape[:-1], k.shape[-1], lane))
     rates = np.exp(-decays)
@@ -346,7 +348,7 @@ def rwkv7(
     fixed: Any = {"rule": "kimi_delta", "log_decay": every, "erase": _at_step(erase, 2, 0)}
     if options.get("scale") is None:
         fixed["scale"] = 1.0
-    given: Any = {name: x for name, x in _by_steps(options, r, 2).items() if name not in fixed}
+    given: Any = {name: x for name, x in stepped.items() if name not in fixed}
     request = yield _at_last_step(run_rule(*inputs, given, StepOptions, fixed), 2)
 
     request = request._replace(dout=_at_step(request.dout, 2, 1))
@@ -411,13 +413,13 @@ def _bounded(decays: Array | None) -> Array:
     return decays
 
 
-def _by_steps(options: StepOptions, tokens: Array, steps: int) -> StepOptions:
-    """The options of a call whose tokens are the steps of `tokens` (heads, len, dim)."""
+def _by_steps(options: StepOptions, name: str, tokens: Array, steps: int, dims: str) -> StepOptions:
+    """The options of a call whose tokens are the steps of the argument `name`, `dims`."""
     if options.get("begins") is None:
         return options
-    if tokens.ndim != 3:
-        raise wrong_shape("q", tokens, "(heads, len, head_dim), as begins is given")
-    found = sequence_begins("begins", options["begins"], "q", tokens.shape[1])
+    if tokens.ndim != dims.count(",") + 1:
+        raise wrong_shape(name, tokens, f"{dims}, as begins is given")
+    found = sequence_begins("begins", options["begins"], name, tokens.shape[1])
     return {**options, "begins": found * steps}
 
 

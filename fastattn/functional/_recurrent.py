@@ -208,7 +208,7 @@ def retention(
     gamma : array_like, (heads,), optional
         Each head's decay, above 0 and at most 1; the paper's ``1 - 2**(-5 - h)`` if left out.
     **options
-        scale, normalize, eps, state, return_state, out_state, out, num_threads, backend: as in
+        scale, normalize, eps, state, begins, return_state, out_state, out, num_threads, backend: as in
         `linear_attention`, as what is returned and raised.
     """
     k, v = float_array("k", k), float_array("v", v)

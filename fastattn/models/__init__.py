@@ -1,12 +1,14 @@
-"""Models in NumPy on fastattn's kernels: the BERT family, GPT-2, Llama, Mistral, Qwen2, Qwen3, CLIP.
+"""Models in NumPy on fastattn's kernels: the BERT family, GPT-2, the Llama family, CLIP.
 
-`load` reads a folder; see docs/models.md. A TypeError or a ValueError names the argument that does not fit.
+`load` reads a folder, or a GGUF file; see docs/models.md. A TypeError or a ValueError names the argument that
+does not fit.
 """
 
 from fastattn.models._classify import CrossEncoder, TokenClassifier
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
+from fastattn.models._generation import Piece
 from fastattn.models._load import MODEL_TYPES, load
 from fastattn.models._multi_vector import MultiVectorEncoder
 from fastattn.models._sparse import SparseEncoder
@@ -20,6 +22,7 @@ __all__ = [
     "Encoder",
     "ModelError",
     "MultiVectorEncoder",
+    "Piece",
     "SparseEncoder",
     "TokenClassifier",
     "TwoTowers",

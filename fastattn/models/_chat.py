@@ -1,4 +1,4 @@
-"""Pairs of texts as a conversation, which a folder's chat template writes as one text, by Jinja."""
+"""Conversations, and pairs of texts as one, which a chat template writes as one text, by Jinja."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from itertools import takewhile, tee
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import short
+from fastattn.models import _gguf
 from fastattn.models._files import Config, ModelError, tokenizer_config
 from fastattn.models._text import transformer_settings
 
@@ -88,11 +89,7 @@ class ChatTemplate:
         messages = [{"role": role, "content": self._part(text)} for role, text in named]
         given = {"tools": None, "documents": None, "add_generation_prompt": False, **self.values}
         template = _compiled(self.path, self.source)
-        try:
-            rendered: str = template.render(messages=messages, **given)
-        except Exception as error:  # whatever the template does
-            raise _failed(self.path, error) from error
-        return rendered
+        return _rendered(self.path, template, messages, given, "one for query and document")
 
     def _part(self, text: str) -> Any:
         return [{"type": "text", "text": text}] if self.structured else text
@@ -119,6 +116,29 @@ class ChatTemplate:
         pairs = zip(reversed(first), reversed(second), strict=False)
         same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         return first[len(first) - same :] if 0 < same < min(len(first), len(second)) else []
+
+
+def conversation(folder: Path, messages: list[dict[str, Any]], values: dict[str, Any]) -> str:
+    """A conversation as the model's chat template writes it, up to where the next answer begins."""
+    if folder.suffix == _gguf.SUFFIX:
+        config = _gguf.tokenizer_config(folder)
+        source = config.get("chat_template", str)
+        path = folder
+    else:
+        config = tokenizer_config(folder)
+        path, source, _ = _source(folder, config)
+    special = {name: token for name in _SPECIAL if (token := config.token(name)) is not None}
+    given = {"tools": None, "documents": None, "add_generation_prompt": True, **special, **values}
+    template = _compiled(path, source)
+    return _rendered(path, template, messages, given, "one for these messages")
+
+
+def _rendered(path: Path, template: Any, messages: Any, given: dict[str, Any], expected: str) -> str:
+    try:
+        rendered: str = template.render(messages=messages, **given)
+    except Exception as error:  # whatever the template does
+        raise _failed(path, error, expected) from error
+    return rendered
 
 
 def _uncut(text: Text, encoding: Any) -> list[int]:
@@ -178,7 +198,7 @@ def _compiled(path: Path, source: str) -> Any:
     try:
         return Sandbox(functions, {"tojson": tojson}).template(source)
     except Exception as error:  # recursion, too
-        raise _failed(path, error) from error
+        raise _failed(path, error, "one that Jinja reads") from error
 
 
 def _jinja2() -> Any:
@@ -194,6 +214,6 @@ def _jinja2() -> Any:
     return jinja2
 
 
-def _failed(path: Path, error: Exception) -> ModelError:
+def _failed(path: Path, error: Exception, expected: str) -> ModelError:
     what = " ".join(f"{type(error).__name__}: {str(error)[:1000]}".split())
-    return ModelError(f"{path}: the chat template fails, {what}; expected one for query and document")
+    return ModelError(f"{path}: the chat template fails, {what}; expected {expected}")

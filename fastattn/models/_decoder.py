@@ -21,14 +21,16 @@ from fastattn.grad import cross_entropy, embedding
 from fastattn.grad._loss import targets_of
 from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _model
+from fastattn.models._chat import conversation
 from fastattn.models._embeddings import token_rows
+from fastattn.models._generation import checked, is_conversation, parted, pieces, template_values
 from fastattn.models._model import Recorded, pullback_of
 from fastattn.models._parameters import required
 from fastattn.models._text import NO_TOKEN
 from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import ArrayLike, DTypeLike
     from typing_extensions import Unpack
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from fastattn.grad import Pullback
     from fastattn.layers._block import Window
     from fastattn.models._embeddings import Frequencies
+    from fastattn.models._generation import Messages, Piece
 
 # The cache has room for so many new tokens at first; it doubles when it is full.
 _ROOM = 256
@@ -241,12 +244,13 @@ class Decoder(_model.Model):
     @named("generate")
     def generate(
         self,
-        ids: ArrayLike | Sequence[Sequence[int]],
+        ids: ArrayLike | Sequence[Sequence[int]] | str | Messages,
         max_new_tokens: int = 128,
         *,
         attention_mask: ArrayLike | None = None,
-        stop: int | Sequence[int] | None = None,
+        stop: int | str | Sequence[int | str] | None = None,
         cache_dtype: DTypeLike | None = None,
+        template_values: Mapping[str, Any] | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Any]:
         """Continue sequences, a token at a time, and yield each token as soon as it is known.
@@ -254,17 +258,23 @@ class Decoder(_model.Model):
         Parameters
         ----------
         ids : array_like of int, (length,) or (batch, length), or a list of lists of different lengths
-            The prompts: at least one token in each.
+            The prompts: at least one token in each. Or a text; or messages, ``[{"role": "user", "content":
+            "a question"}]``, which the model's chat template writes: then `Piece` by `Piece` of the answer
+            comes.
         max_new_tokens : int, default 128
             Where every sequence ends, if it has not before. In a model with a table of positions (GPT-2), the
             longest prompt and these must fit into it.
         attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
             True or 1: which tokens of an array `ids` count. The others are left out, wherever they are.
-        stop : int or sequence of int, optional
+        stop : int, str or sequence of these, optional
             Ids that end a sequence; by default the `eos_token_id` of the model's folder, none with ``()``.
+            After a text or messages also texts, which end the answer before they begin, in any tokens.
         cache_dtype : {"int8"}, optional
             Keep keys and values in int8, as `KVCache` does, instead of the model's dtype: a quarter of the
             memory of float32 that a step reads, half of bfloat16's. Prompts attend what is kept, too.
+        template_values : mapping of str, optional
+            What the chat template sees beside the messages: ``{"tools": [...]}``, and what models have their
+            own names for.
         temperature : float, default 0.0
             What logits are divided by before a token is drawn. At 0 the best token is taken, and options that
             choose what may be drawn are an error.
@@ -292,10 +302,11 @@ class Decoder(_model.Model):
 
         Yields
         ------
-        int, or ndarray of int64, (batch,)
+        int, ndarray of int64, (batch,), or Piece
             The next token of a single prompt (length,), or of each prompt. An id of `stop` is still yielded;
             after it, -1 stands for its sequence until the others have ended, too. ``text.stream`` turns the
-            former into text, ``text.decode`` what has been collected of the latter.
+            former into text, ``text.decode`` what has been collected of the latter. After a text or messages,
+            the next piece of text; the last one says why the text ends.
 
         Raises
         ------
@@ -314,7 +325,14 @@ class Decoder(_model.Model):
         .. [2] N. S. Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable
            Generation", 2019, arXiv:1909.05858.
         """
-        options = Sampling(sampling, "ids", "max_new_tokens", "attention_mask", "stop", "cache_dtype")
+        if isinstance(ids, str) or is_conversation(ids):
+            return self._written(ids, attention_mask, stop, template_values, {
+                "max_new_tokens": max_new_tokens, "cache_dtype": cache_dtype, **sampling
+            })  # fmt: skip
+        if template_values is not None:
+            raise ValueError("generate(): template_values are given with ids; expected messages, or None")
+        named = "ids", "max_new_tokens", "attention_mask", "stop", "cache_dtype", "template_values"
+        options = Sampling(sampling, *named)
         single, prompts = self._prompts(ids, attention_mask)
         if cache_dtype is not None:
             cache_dtype = dtype_choice("cache_dtype", cache_dtype, ("int8",))
@@ -329,6 +347,26 @@ class Decoder(_model.Model):
         ends = integers("stop", ends, (ends.size,), "(n,)")
         steps = self._steps(prompts, n_new, sampler, ends, cache_dtype)
         return (int(tokens[0]) for tokens in steps) if single else steps
+
+    def _written(
+        self, prompt: str | Messages, attention_mask: Any, stop: Any, values: Any, options: dict[str, Any]
+    ) -> Iterator[Piece]:
+        """Pieces of what follows a text, or of the answer to messages."""
+        if attention_mask is not None:
+            raise ValueError("generate(): attention_mask is given with a text; expected None")
+        if isinstance(prompt, str):
+            if values is not None:
+                raise ValueError(
+                    "generate(): template_values are given with a text; expected messages, or None"
+                )
+            (encoding,) = self.text.encodings([prompt])
+        else:
+            said = conversation(self.text.folder, checked(prompt), template_values(values))
+            (encoding,) = self.text.encodings([said], special=False)
+        found, texts = parted(stop)
+        tokens = self.generate(encoding.ids, stop=found, **options)
+        ends = self.stop if found is None else found
+        return pieces(self.text, encoding.ids, tokens, ends, texts)
 
     def _prompts(self, ids: Any, attention_mask: Any) -> tuple[bool, list[Ints]]:
         """Return whether `ids` is one sequence, and the sequences without tokens that do not count."""

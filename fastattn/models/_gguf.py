@@ -185,15 +185,29 @@ _WORDS = {
 }
 
 
+def tokenizer_config(path: Path) -> Config:
+    """What tokenizer_config.json would say: the chat template, and special tokens."""
+    config = _tokenizer(path)
+    tokens = _list(config, "tokens", str)
+    values: dict[str, Any] = {"chat_template": config.values.get("chat_template")}
+    for name, token in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
+        i = config.values.get(f"{name}_token_id")
+        if type(i) is int and 0 <= i < len(tokens):
+            values[f"{token}_token"] = tokens[i]
+    return Config.of(path, values)
+
+
+def _tokenizer(path: Path) -> Config:
+    """The keys of the tokenizer, without the prefix "tokenizer.ggml."."""
+    with GgufFile(path, ModelError) as file:
+        keys = [(name.removeprefix("tokenizer."), x) for name, x in file.metadata.items()]
+    return Config.of(path, {name.removeprefix("ggml."): x for name, x in keys})
+
+
 def tokenizer_of(path: Path) -> Any:
     """The file's tokenizer, a `tokenizers.Tokenizer`."""
-    with GgufFile(path, ModelError) as file:
-        metadata = {
-            name.removeprefix("tokenizer.ggml."): value
-            for name, value in file.metadata.items()
-            if name.startswith("tokenizer.ggml.")
-        }
-    config = Config.of(path, metadata)
+    config = _tokenizer(path)
+    metadata = config.values
     tokens = _list(config, "tokens", str)
     kinds = metadata.get("token_type", np.ones(len(tokens), np.int32))
     if len(kinds) != len(tokens):

@@ -273,6 +273,8 @@ def _begins(x: Any, given: dict[str, Any]) -> Any:
     for name in PACKED:
         if given.get(name) is None:
             continue
+        if not isinstance(given[name], torch.Tensor):
+            raise NotTaken(f"{name} is of type {type(given[name]).__name__}, not a tensor")
         numbers = given[name].detach().cpu().numpy()
         if name == "seq_idx":
             if numbers.shape != (batch, length):

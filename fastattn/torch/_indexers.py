@@ -55,10 +55,16 @@ def without_loops(own: Callable[..., Any], measures: Callable[[], bool]) -> Call
     @functools.wraps(own)
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def forward(
-        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any
+        self: Any,
+        hidden_states: Any,
+        position_embeddings: Any,
+        attention_mask: Any,
+        cache: Any = None,
+        **others: Any,
     ) -> Any:
-        if attention_mask.shape[2] == 1:
-            return own(self, hidden_states, position_embeddings, attention_mask, cache)
+        if others or attention_mask.shape[2] == 1 or torch.is_autocast_enabled("cpu"):
+            given = others or {"cache": cache}
+            return own(self, hidden_states, position_embeddings, attention_mask, **given)
         visible = (attention_mask if attention_mask.dtype is torch.bool else attention_mask == 0)[:, 0]
         counts, seen = visible.sum(-1), visible[:, -1]
         places = seen.cumsum(-1) - 1

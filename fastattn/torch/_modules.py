@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fastattn._args.errors import put_name
 from fastattn.torch._hybrids import FUNCTIONS, PACKED, REFUSED, NotTaken
 from fastattn.torch._indexers import with_promises, without_loops
 from fastattn.torch._measure import gains, measuring, refused
@@ -155,7 +156,7 @@ def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         if not _in_use or _traced() or measuring():
             return own(*args, **kwargs)
-        ours, why = FUNCTIONS[name], ""
+        ours, reason = FUNCTIONS[name], None
         try:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             if len(given) < len(args) + len(kwargs):
@@ -164,12 +165,16 @@ def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             if not measures() or _packed(given) or _gains(name, own, ours, given):
                 return ours(**given)
         except REFUSED as error:  # before anything was computed
-            why = str(error)
+            put_name(name, error)
             if _packed(kwargs) == ["cu_seq_lens_q"]:  # theirs does not look at it
                 raise
-        result = own(*args, **kwargs)
-        if why:
-            refused(name, why)
+            reason = error
+        try:
+            result = own(*args, **kwargs)
+        except Exception as error:
+            raise error from reason
+        if reason is not None:
+            refused(name, str(reason))
         return result
 
     setattr(function, _OURS, True)

@@ -176,7 +176,13 @@ def test_errors(changed, message):
     with pytest.raises((ValueError, TypeError), match=message):
         functional.linear_attention(**{**given("linear"), "rule": "linear", "begins": BEGINS, **changed})
     steps = {"k": np.zeros((2, 5, 3, 4)), "v": np.zeros((2, 5, 3, 4)), "beta": np.zeros((2, 5, 3))}
-    with pytest.raises(ValueError, match="begins goes from 0 to 15; expected 0 to 5, the tokens of q"):
+    with pytest.raises(ValueError, match="begins goes from 0 to 15; expected 0 to 5, the tokens of k"):
         functional.delta_product(np.zeros((2, 5, 4)), **steps, begins=[0, 15])
     with pytest.raises(ValueError, match=r"q has shape \(1, 2, 5, 4\); expected \(heads, len, head_dim\)"):
         functional.delta_product(np.zeros((1, 2, 5, 4)), **steps, begins=[0, 5])
+    tokens = {name: np.zeros((1, 2, 5, 4)) for name in ("r", "log_decay", "k", "v", "read_by", "write_by")}
+    with pytest.raises(ValueError, match=r"r has shape \(1, 2, 5, 4\); expected \(heads, len, head_dim\)"):
+        functional.rwkv7(**tokens, begins=[0, 5])
+    for name in ("cu_seqlens", "seq_idx"):
+        with pytest.raises(TypeError, match=f"{name} is not an argument; expected begins"):
+            functional.gated_linear_attention(**given("gated"), **{name: BEGINS})

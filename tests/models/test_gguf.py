@@ -269,3 +269,9 @@ def test_a_model_that_people_use(smollm):
     assert ids == [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
     answer = "".join(smollm.text.stream(ids, smollm.generate(ids, 20)))
     assert answer == "The capital of France is Paris."
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    pieces = list(smollm.generate(messages, 20, template_values={"messages_of": "none"}))
+    assert pieces[-1].finish_reason == "stop"
+    assert "Paris" in "".join(map(str, pieces))
+    cut = list(smollm.generate(messages, 20, stop=["Paris", "Rome"]))
+    assert "".join(map(str, cut)) == "".join(map(str, pieces)).partition("Paris")[0]

@@ -137,6 +137,18 @@ def test_gradients(name, selected):
             assert_near(ours, theirs)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_autocast_is_transformers(name, selected):
+    model = model_of(name)
+    ids = torch.randint(5, 90, (1, 60), generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(model, "eager", ids)
+        with ft.register():
+            got = run(model, "eager", ids)
+    assert not selected
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.endswith("CausalLM")])
 def test_generation(name, selected):
     model = model_of(name)

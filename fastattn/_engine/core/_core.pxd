@@ -221,6 +221,7 @@ cdef extern from "fastattn.h" nogil:
         fa_array q, k, v, out, log_decay, beta, strength, erase, state, state_out, norm, norm_out
         const void *skip
         const int64_t *begins
+        const int64_t *order
         int64_t batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v
         int gated, causal
         double scale, eps

@@ -51,6 +51,8 @@ cdef int _begin_sequences(fa_recurrent_args *a, cnp.ndarray begins, _Tables tabl
     for i in range(tables.batch):
         longest = max(longest, a.begins[i + 1] - a.begins[i])
     a.len_q = a.len_k = longest
+    tables.kept = np.argsort(-np.diff(begins), kind="stable")
+    a.order = <const int64_t *>_data("order", tables.kept, tables.batch, cnp.NPY_INT64)
     for i in range(n_arrays):
         tables.begin(arrays[i], a.begins)
     return 0
