@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from fastattn._args.values import short
 from fastattn._formats import FORMATS, Format
 from fastattn._open_file import OpenFile
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Shape
 
-_MAGIC = b"GGUF"
+MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9  # types of values; the others are numbers
 _NUMBERS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
@@ -75,7 +76,7 @@ class GgufFile(OpenFile):
         self.metadata: dict[str, Any] = {}
         self.interleaved: dict[str, int] = {}
         self._tensors: dict[str, _Tensor] = {}
-        if self._take(4) != _MAGIC:
+        if self._take(4) != MAGIC:
             self._wrong("does not begin with 'GGUF'; expected a GGUF file")
         version = self._integer("<u4")
         if version not in (2, 3):
@@ -85,23 +86,24 @@ class GgufFile(OpenFile):
         for _ in range(n_keys):
             name = self._string("the name of a key")
             if name in self.metadata:
-                self._wrong(f"has the key {name!r} twice")
+                self._wrong(f"has the key {short(name)} twice")
             self.metadata[name] = self._value(name, self._integer("<u4"))
         infos = [self._info() for _ in range(n_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not (type(alignment) is int and 0 < alignment <= 1 << 20 and not alignment & (alignment - 1)):
-            self._wrong(f"has 'general.alignment' {str(alignment)[:20]}; expected a power of two up to 2**20")
+            came = alignment if isinstance(alignment, (int, float, str)) else type(alignment).__name__
+            self._wrong(f"has 'general.alignment' {short(came)}; expected a power of two up to 2**20")
         start = -(-self._at // alignment) * alignment
         end = start
         for name, shape, number, offset in sorted(infos, key=lambda info: info[3]):
             tensor = self._placed(name, shape, number, start + offset)
             if offset % alignment:
-                self._wrong(f"has {name!r} at {offset}; expected a multiple of {alignment}")
+                self._wrong(f"has {short(name)} at {offset}; expected a multiple of {alignment}")
             if tensor.begin < end:
-                self._wrong(f"has {name!r} at {offset}, where the tensor before it has not ended")
+                self._wrong(f"has {short(name)} at {offset}, where the tensor before it has not ended")
             end = tensor.begin + tensor.nbytes
             if end > self._size:
-                self._wrong(f"is truncated: {name!r} ends at byte {end} of {self._size}")
+                self._wrong(f"is truncated: {short(name)} ends at byte {end} of {self._size}")
             self._tensors[name] = tensor
         self.names = [name for name, *_ in infos]
         self._buffer = b""
@@ -118,6 +120,13 @@ class GgufFile(OpenFile):
         """An uninitialised array for a tensor's numbers, float32 where they are blocks."""
         tensor = self._tensors[name]
         return np.empty(shape, np.float32 if tensor.block else _type_of(tensor.kind))
+
+    def unit(self, name: str) -> int:
+        """Elements of a tensor that are read together: those of a block, or of an interleaved head."""
+        tensor = self._tensors[name]
+        if (head := self.interleaved.get(name)) is not None:
+            return head * math.prod(tensor.shape[1:])
+        return 1 if tensor.block is None else tensor.block.features
 
     def get_tensor(self, name: str) -> Array:
         """A whole tensor."""
@@ -158,18 +167,16 @@ class GgufFile(OpenFile):
         name = self._string("the name of a tensor")
         axes = self._integer("<u4")
         if not (name and name.isprintable() and len(name) < _MOST_NAME):
-            self._wrong(
-                f"has a tensor {name[:_MOST_NAME]!r}; expected a name of 1 to {_MOST_NAME - 1} characters"
-            )
+            self._wrong(f"has a tensor {short(name)}; expected a name of 1 to {_MOST_NAME - 1} characters")
         if not 1 <= axes <= _MOST_AXES:
-            self._wrong(f"has {name!r} with {axes} axes; expected 1 to {_MOST_AXES}")
+            self._wrong(f"has {short(name)} with {axes} axes; expected 1 to {_MOST_AXES}")
         shape = tuple(self._integer("<u8") for _ in range(axes))[::-1]
         return name, shape, self._integer("<u4"), self._integer("<u8")
 
     def _placed(self, name: str, shape: Shape, number: int, begin: int) -> _Tensor:
         """The tensor, whose numbers make whole blocks."""
         if name in self._tensors:
-            self._wrong(f"has the tensor {name!r} twice")
+            self._wrong(f"has the tensor {short(name)} twice")
         size = math.prod(shape)
         if number in _PLAIN:
             kind, nbytes = _PLAIN[number][0], size * (2 if number in (1, 30) else 8 if number == 28 else 4)
@@ -178,10 +185,10 @@ class GgufFile(OpenFile):
         if block is None:
             called = _OTHERS.get(number, f"number {number}")
             expected = ", ".join([kind for kind, _ in _PLAIN.values()] + list(FORMATS))
-            self._wrong(f"has {name!r} of type {called}; expected one of {expected}")
+            self._wrong(f"has {short(name)} of type {called}; expected one of {expected}")
         if shape[-1] % block.features:
             self._wrong(
-                f"has {name!r} with rows of {shape[-1]} in {block.name};"
+                f"has {short(name)} with rows of {shape[-1]} in {block.name};"
                 f" expected multiples of {block.features}"
             )
         return _Tensor(shape, block.name, block, begin, size // block.features * block.nbytes)
@@ -191,16 +198,16 @@ class GgufFile(OpenFile):
         if kind in _NUMBERS:
             return np.frombuffer(self._take(np.dtype(_NUMBERS[kind]).itemsize), _NUMBERS[kind])[0].item()
         if kind == _STRING:
-            return self._string(repr(name))
+            return self._string(short(name))
         if kind != _ARRAY:
-            self._wrong(f"has {name!r} of type {kind}; expected a number, a string or an array")
+            self._wrong(f"has {short(name)} of type {kind}; expected a number, a string or an array")
         kind = self._integer("<u4")
         if kind in _NUMBERS:
             size = np.dtype(_NUMBERS[kind]).itemsize
-            return np.frombuffer(self._take(self._count(repr(name), size) * size), _NUMBERS[kind])
+            return np.frombuffer(self._take(self._count(short(name), size) * size), _NUMBERS[kind])
         if kind != _STRING:
-            self._wrong(f"has {name!r}, an array of type {kind}; expected one of numbers or strings")
-        return self._strings(self._count(repr(name), 8))
+            self._wrong(f"has {short(name)}, an array of type {kind}; expected one of numbers or strings")
+        return self._strings(self._count(short(name), 8))
 
     def _count(self, what: str, least: int) -> int:
         """A number of things, each of at least so many bytes: so no more than the file can hold."""

@@ -51,6 +51,10 @@ class TensorFile(OpenFile):
                 f"{self._path}: {name!r} is of type {self.kind(name)}; expected {expected}"
             ) from None
 
+    def unit(self, name: str) -> int:
+        """Elements of a tensor that are read together."""
+        return 1
+
     def get_tensor(self, name: str) -> Array:
         """A whole tensor."""
         array = self.empty(name, self.shape(name))

@@ -79,6 +79,8 @@ def folder(tmp_path, monkeypatch):
     config = {**tiny.CONFIGS["qwen3"], "vocab_size": 256}
     tiny.write(tmp_path / "Qwen3-0.6B", "qwen3", tiny.tensors("qwen3", config), vocab_size=256)
     write_byte_tokenizer(tmp_path / "Qwen3-0.6B")
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    (tmp_path / "Qwen3-0.6B" / "chat_template.jinja").write_text(template)
     tiny_towers.write(tmp_path / "clip-vit-base-patch32", "clip")
     write_tokenizer(tmp_path / "clip-vit-base-patch32")
     for name in ("cat.jpg", "dog.jpg"):

@@ -13,6 +13,7 @@ import pytest
 
 import fastattn
 from fastattn import functional, grad, layers, masks, models, ops, plot, positions, train
+from fastattn._args.options import SamplingOptions
 from fastattn._args.words import OTHER_NAMES
 from fastattn.layers._attention_parameters import CallOptions
 from fastattn.layers._transformer import DecoderOptions
@@ -204,7 +205,7 @@ def test_errors_know_the_names_that_are_never_used():
             assert any(word in OTHER_NAMES.get(name, ()) for name in row), word
     assert set(OTHER_NAMES) <= {name for _, name in signatures()} | set(CallOptions.__annotations__) | set(
         DecoderOptions.__annotations__
-    )
+    ) | set(SamplingOptions.__annotations__)
 
 
 def test_the_glossary_names_what_there_is():

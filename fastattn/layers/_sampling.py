@@ -158,7 +158,7 @@ class Sampler:
 
 
 def _fewest(probs: Array, share: float) -> Ints:
-    """The most probable ones, the fewest that reach a share; the first always stays."""
+    """The most probable tokens, the fewest that reach a share; the first always stays."""
     order = np.argsort(-probs, kind="stable")
     before = np.concatenate(([0.0], np.cumsum(probs[order])[:-1]))
     found: Ints = order[: max(1, int((before < share).sum()))]
@@ -166,12 +166,12 @@ def _fewest(probs: Array, share: float) -> Ints:
 
 
 def _likely(probs: Array, share: float) -> Ints:
-    """Those at least so probable, of the most probable one's probability."""
+    """Tokens that have at least a share of the most probable one's probability."""
     return np.flatnonzero(probs >= share * probs.max())
 
 
 def _typical(probs: Array, share: float) -> Ints:
-    """Those whose surprise is nearest to its mean, the fewest that reach a share (arXiv:2202.00666)."""
+    """Tokens whose surprise is nearest to its mean, the fewest that reach a share (arXiv:2202.00666)."""
     with np.errstate(divide="ignore", invalid="ignore"):
         surprise = -np.log(probs)
         away = np.abs(surprise - np.where(probs > 0, probs * surprise, 0).sum())

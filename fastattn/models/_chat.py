@@ -120,7 +120,7 @@ class ChatTemplate:
 
 def conversation(folder: Path, messages: list[dict[str, Any]], values: dict[str, Any]) -> str:
     """A conversation as the model's chat template writes it, up to where the next answer begins."""
-    if folder.suffix == _gguf.SUFFIX:
+    if _gguf.is_file(folder):
         config = _gguf.tokenizer_config(folder)
         source = config.get("chat_template", str)
         path = folder

@@ -61,7 +61,7 @@ def parted(stop: Any) -> tuple[Any, list[str]]:
 def pieces(
     text: Text, prompt: Sequence[int], tokens: Iterator[int], ends: Iterable[int], stop: Sequence[str]
 ) -> Iterator[Piece]:
-    """What `tokens` write after `prompt`, up to one of `ends`, or to the first text of `stop`.
+    """Pieces of what `tokens` write after `prompt`, up to one of `ends`, or to the first text of `stop`.
 
     Characters with which a text of `stop` may begin wait until it is clear.
     """
@@ -109,7 +109,7 @@ def checked(messages: Messages) -> list[dict[str, Any]]:
 
 
 def template_values(given: Any) -> dict[str, Any]:
-    """What a chat template sees beside the messages."""
+    """Values that a chat template sees beside the messages, checked."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):

@@ -110,12 +110,16 @@ def load(
     if not isinstance(folder, (str, os.PathLike)):
         raise wrong_type("folder", folder, "a path")
     path = Path(folder)
-    if path.suffix == _gguf.SUFFIX and path.is_file():
+    if _gguf.is_file(path):
         return _of_gguf(path, precision)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"
         expected = "expected one with config.json and model.safetensors, or a GGUF file"
         raise ModelError(f"{path} is no folder; {expected}: {hint}")
+    if not (path / "config.json").exists() and (found := sorted(x.name for x in path.glob("*.gguf"))):
+        raise ModelError(
+            f"{path} has no config.json; expected one, or the path of a GGUF file, as {found[0]}"
+        )
     outer, path = path, folder_of_towers(path)
     config = Config(path / "config.json")
     model_type = config.get("model_type", str)

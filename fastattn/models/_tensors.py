@@ -81,7 +81,7 @@ class Tensors:
     @classmethod
     def of_folder(cls, folder: Path, stored: str, stack: ExitStack) -> Tensors:
         """Tensors of the folder's safetensors files, or of a GGUF file, which `stack` closes."""
-        if folder.suffix == _gguf.SUFFIX:
+        if _gguf.is_file(folder):
             file = _gguf.opened(folder, stack)
             tensors = cls(str(folder), stored, dict.fromkeys(file.names, file))
             tensors._stack = stack
@@ -119,7 +119,8 @@ class Tensors:
             array[...] = file.get_tensor(name)
         else:
             array = file.empty(name, file.shape(name))
-            flat, step, of = array.reshape(-1), _PIECE // array.itemsize, file
+            flat, of, unit = array.reshape(-1), file, file.unit(name)
+            step = max(1, _PIECE // array.itemsize // unit) * unit
             self._each(lambda at: of.fill(flat[at : at + step], name, at), range(0, flat.size, step))
         if not is_finite(array, self.stored):
             raise self._not_finite(name, self.stored)

@@ -123,11 +123,9 @@ WRONG_VALUES = [
     ("llama", {"max_position_embeddings": HUGE}, "'max_position_embeddings' is above 2**62; expected a size"),
     ("llama", {"rope_parameters": {"rope_theta": HUGE}}, "rotary positions: "),
     ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": HUGE}}, "rotary positions: "),
-    (
-        "llama",
-        {"partial_rotary_factor": 1.5},
-        "'partial_rotary_factor' is 1.5; expected a number above 0 and",
-    ),
+    ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5; expected 1.0, which alone"),
+    ("phi3", {"partial_rotary_factor": 1.5}, "'partial_rotary_factor' is 1.5; expected a number above 0"),
+    ("smollm3", {"no_rope_layers": [[1], [1], [0]]}, "expected a list of 3"),
     (
         "smollm3",
         {"no_rope_layers": [1, 2, 1]},

@@ -15,7 +15,8 @@ import tiny_models as tiny
 from fastattn import models
 from fastattn._formats import FORMATS
 from fastattn._gguf import GgufFile
-from fastattn.models import ModelError
+from fastattn.models import ModelError, _tensors
+from fastattn.positions import rope_frequencies
 
 TYPES = ("F32", "F16", "BF16", *FORMATS)
 IDS = np.arange(40).reshape(2, 20) % 29
@@ -81,6 +82,52 @@ def test_scaling_of_positions(tmp_path):
     folder.mkdir()
     tiny.write(folder, "llama", tensors, **config, rope_scaling={"rope_type": "linear", "factor": 2.0})
     np.testing.assert_array_equal(models.load(path)(IDS), models.load(folder)(IDS))
+    llama3 = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    scaled = rope_frequencies(64, base=config["rope_theta"], scaling=llama3)
+    factors = scaled.inv_freq
+    factors = (rope_frequencies(64, base=config["rope_theta"]).inv_freq / factors).astype(np.float32)
+    tiny_gguf.write(path, "llama", "F32", more={"rope_freqs.weight": factors})
+    tiny.write(folder, "llama", tensors, **config, rope_scaling=llama3)
+    np.testing.assert_allclose(models.load(path)(IDS), models.load(folder)(IDS), rtol=0, atol=1e-4)
+    tiny_gguf.write(path, "llama", "F32", more={"rope_freqs.weight": factors[:-1]})
+    with pytest.raises(ModelError, match=r"'rope_freqs.weight': there are others; expected float32 numbers"):
+        models.load(path)
+
+
+def test_states_of_heads_larger_than_a_piece(tmp_path, monkeypatch):
+    """A piece that is read at once ends with a head, so that its rows can be put in order."""
+    tensors, _ = tiny_gguf.write(tmp_path / "model.gguf", "llama", "Q6_K")
+    model = models.load(tmp_path / "model.gguf")
+    monkeypatch.setattr(_tensors, "_PIECE", 100_000)
+    state = model.state_dict()
+    expected = tensors["model.layers.0.self_attn.q_proj.weight"]
+    np.testing.assert_array_equal(state["blk.0.attn_q.weight"], expected)
+    again = model.with_state_dict(state)
+    np.testing.assert_array_equal(again(IDS), model(IDS))
+
+
+def test_paths(tmp_path):
+    """A file of any name that begins as GGUF; a folder stays a folder, whatever its name."""
+    tiny_gguf.write(tmp_path / "model.gguf", "llama", "F32")
+    expected = models.load(tmp_path / "model.gguf")(IDS)
+    for name in ("model.GGUF", "sha256-0123"):
+        (tmp_path / name).write_bytes((tmp_path / "model.gguf").read_bytes())
+        np.testing.assert_array_equal(models.load(tmp_path / name)(IDS), expected)
+    with pytest.raises(
+        ModelError, match=r"has no config.json; expected one, or the path of a GGUF file, as model"
+    ):
+        models.load(tmp_path)
+    tiny.write(tmp_path / "folder.gguf", "llama")
+    assert isinstance(models.load(tmp_path / "folder.gguf"), models.Decoder)
+    with pytest.raises(ModelError, match="is no folder"):
+        models.load("a" * 300 + ".gguf")
+    model = models.load(tmp_path / "model.gguf")
+    (tmp_path / "model.gguf").unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        model.text.encode(["a"])
 
 
 BYTES = tiny_gguf.byte_tokens()
@@ -115,6 +162,11 @@ def test_a_tokenizer_of_bytes(tmp_path):
         assert with_tokenizer(path, **changes).text.encode(["the"]) == [[*marks, 257]]
     both = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     assert with_tokenizer(path, **both).text.encode(["the"]) == [[258, 257, 259]]
+    odd = {**both, "tokenizer.ggml.tokens": [*BYTES, "th", "the", "$A", "$B:1"]}
+    assert with_tokenizer(path, **odd).text.encode(["the"]) == [[258, 257, 259]]
+    qwen = with_tokenizer(path, **{"tokenizer.ggml.pre": "qwen2"})
+    assert qwen.text.encode(["e\u0301"]) == qwen.text.encode(["\u00e9"])
+    assert with_tokenizer(path, **{"tokenizer.ggml.pre": "falcon3"}).text.encode(["the"]) == [[258, 257]]
     digits = with_tokenizer(path, **{"tokenizer.ggml.pre": "smollm"})
     assert len(digits.text.encode(["12"])[0]) == 2
 
@@ -154,10 +206,15 @@ def test_a_tokenizer_of_scores(tmp_path):
     ("changes", "message"),
     [
         ({"tokenizer.ggml.model": "rwkv"}, r"'model' is 'rwkv'; expected one of gpt2, llama"),
-        ({"tokenizer.ggml.pre": "unheard"}, r"'pre' is 'unheard'; expected one of default, gpt-2"),
+        ({"tokenizer.ggml.pre": "unheard"}, r"'pre' is 'unheard'; expected one of gpt-2"),
         ({"tokenizer.ggml.merges": ["t x y"]}, r"merges' has 't x y'; expected two tokens"),
-        ({"tokenizer.ggml.token_type": [1]}, r"token_type' has 1 numbers for 260 tokens"),
+        ({"tokenizer.ggml.token_type": [1]}, r"token_type' has 1 numbers in int32 for 260 tokens"),
         ({"tokenizer.ggml.tokens": 5}, r"tokens' is 5; expected an array of strings"),
+        ({"tokenizer.ggml.token_type": 1}, "token_type' is 1; expected an array of numbers"),
+        (
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1] * 260},
+            "scores' has 260 numbers in int32",
+        ),
         ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 999}, "'bos_token_id' is 999"),
     ],
 )
@@ -171,9 +228,18 @@ def test_models_that_are_refused(tmp_path):
     for metadata, message in (
         ({"llama.expert_count": (8, number)}, "'llama.expert_count' is 8; only models without experts"),
         ({"llama.rope.scaling.type": ("odd", gguf.GGUFValueType.STRING)}, "rotary positions"),
+        ({"llama.rope.scaling.attn_factor": (2.0, gguf.GGUFValueType.FLOAT32)}, "attn_factor' is not known"),
+        ({"llama.attention.causal": (False, gguf.GGUFValueType.BOOL)}, "causal' is False; expected True"),
+        ({"split.count": (3, number)}, "'split.count' is 3; expected a model in one file"),
+        ({"general.architecture": ([1], gguf.GGUFValueType.ARRAY)}, "'general.architecture' is"),
+        ({"llama.expert_count": ([1, 2], gguf.GGUFValueType.ARRAY)}, "'llama.expert_count' is"),
     ):
         tiny_gguf.write(path, "llama", "F32", **metadata)
         with pytest.raises(ModelError, match=message):
+            models.load(path)
+    for name in ("output.bias", "blk.0.attn_q.scale", "token_embd_norm.weight"):
+        tiny_gguf.write(path, "llama", "F32", more={name: np.ones(3, np.float32)})
+        with pytest.raises(ModelError, match=f"the tensor '{name}' is not known"):
             models.load(path)
     writer = gguf.GGUFWriter(path, "mamba")
     writer.write_header_to_file()

@@ -70,7 +70,7 @@ def halves(x, head_dim):
     return x.reshape(-1, head_dim // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
-def write(path, kind, stored, vocab=None, **metadata):
+def write(path, kind, stored, vocab=None, more=None, **metadata):
     """Write a model whose maps are `stored`; returns its tensors and its config as transformers has them."""
     settings = config(kind, vocab)
     architecture = "llama" if kind == "mistral" else kind
@@ -89,6 +89,7 @@ def write(path, kind, stored, vocab=None, **metadata):
     if kind == "mistral":
         writer.add_uint32("llama.attention.sliding_window", settings["sliding_window"])
     for key, value in metadata.items():
+        writer.kv_data[0].pop(key, None)
         writer.add_key_value(key, *value)
     tensors = {}
     for i, (name, x) in enumerate(tiny.tensors(kind, settings).items()):
@@ -107,6 +108,8 @@ def write(path, kind, stored, vocab=None, **metadata):
         numbers = gguf.quants.dequantize(data, quantized)
         tensors[name] = halves(numbers, 64) if heads else numbers
         writer.add_tensor(name_of(name), data, raw_dtype=quantized)
+    for name, x in (more or {}).items():
+        writer.add_tensor(name, x)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

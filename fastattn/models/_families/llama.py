@@ -105,7 +105,8 @@ def llama(source: Source) -> Decoder | Encoder:
         head_dim=head_dim,
         biased=biased,
     )
-    rotary = partial(frequencies, config, head_dim, 2e6 if model_type == "smollm3" else 1e4)
+    theta = 2e6 if model_type == "smollm3" else 1e4
+    rotary = partial(frequencies, config, head_dim, theta, model_type == "phi3")
     said = config.values.get("architectures")
     scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
     if scores or (source.folder / "modules.json").is_file():
@@ -136,7 +137,7 @@ def _rotations(config: Config, num_layers: int) -> list[int | None]:
     has: Any = config.values.get("no_rope_layers")  # 1 where there are rotary positions, whatever its name
     if has is None:
         has = [(i + 1) % interval != 0 for i in range(num_layers)]
-    if not isinstance(has, list) or len(has) < num_layers or not {*has} <= {0, 1}:
+    if not isinstance(has, list) or len(has) < num_layers or any(x not in (0, 1) for x in has):
         raise config.wrong("no_rope_layers", has, f"a list of {num_layers} of 0 and 1")
     return [0 if rotated else None for rotated in has[:num_layers]]
 
@@ -160,7 +161,7 @@ def _windows(config: Config, model_type: str, num_layers: int, causal: bool = Tr
     """
     if model_type == "llama":
         return [None] * num_layers
-    width = config.optional_size("sliding_window", None if model_type == "phi3" else 4096)
+    width = config.optional_size("sliding_window", None if model_type in ("phi3", "smollm3") else 4096)
     if model_type in ("mistral", "phi3"):
         slides = [True] * num_layers
     elif model_type == "ministral":
@@ -170,7 +171,9 @@ def _windows(config: Config, model_type: str, num_layers: int, causal: bool = Tr
         if not config.get("use_sliding_window", bool, False):
             width = None
         kinds = config.words("layer_types", (_ALL, _NEAR), num_layers)
-        if kinds is None:
+        if kinds is None and model_type == "smollm3":
+            slides = [rotated is None for rotated in _rotations(config, num_layers)]
+        elif kinds is None:
             first = config.size("max_window_layers", 28, low=0)
             slides = [i >= first for i in range(num_layers)]
         else:

@@ -217,10 +217,10 @@ def read_decoder(
     )
 
 
-def frequencies(config: Config, head_dim: int, theta: float = 10000.0) -> Frequencies:
+def frequencies(config: Config, head_dim: int, theta: float = 10000.0, in_part: bool = False) -> Frequencies:
     """The frequencies of rotary positions, or a function from a sequence's length to them.
 
-    A `partial_rotary_factor` of each head's dimensions is rotated, the first ones.
+    Where a part of each head may be rotated, `partial_rotary_factor` says how much: the first dimensions.
     `rope_parameters` describes them; older files have `rope_theta`, by default `theta`, and, if there is one,
     `rope_scaling`.
     """
@@ -235,8 +235,9 @@ def frequencies(config: Config, head_dim: int, theta: float = 10000.0) -> Freque
             scaling.setdefault("original_max_position_embeddings", longest)
     said = [config.values.get("partial_rotary_factor"), scaling.pop("partial_rotary_factor", None)]
     factor = next((x for x in said if x is not None), 1.0)
-    if not (isinstance(factor, (int, float)) and 0 < factor <= 1):
-        raise config.wrong("partial_rotary_factor", factor, "a number above 0 and at most 1")
+    if not (isinstance(factor, (int, float)) and 0 < factor <= 1 and (in_part or factor == 1)):
+        expected = "a number above 0 and at most 1" if in_part else "1.0, which alone is supported"
+        raise config.wrong("partial_rotary_factor", factor, expected)
     return scaled(config, int(head_dim * factor), scaling, config.optional_size("max_position_embeddings"))
 
 
