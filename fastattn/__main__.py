@@ -23,9 +23,11 @@ _SIGNALLED = 128  # a shell adds it to the number of the signal that ended a com
 
 
 def _info(options: argparse.Namespace) -> int:
-    """Print the configuration: instruction set, threads, compiler, backend."""
-    print(fastattn.show_config())
-    return 0
+    """Print the configuration: instruction set, threads, compiler, backend; or what is in a GGUF file."""
+    if options.model is None:
+        print(fastattn.show_config())
+        return 0
+    return _cli_models.info(options)
 
 
 def _selftest(options: argparse.Namespace) -> int:
@@ -78,7 +80,10 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=function, parser=sub)
         return sub.add_argument
 
-    command(_info)
+    option = command(_info)
+    option(
+        "model", type=Path, nargs="?", metavar="MODEL.gguf", help="a file, of which it prints what it says"
+    )
 
     option = command(_selftest)
     option("--cases", type=positive, default=300, metavar="N", help="how many random calls (300)")

@@ -144,6 +144,14 @@ def predict(options: argparse.Namespace) -> None:
 
 
 @_said
+def info(options: argparse.Namespace) -> None:
+    """Print what a GGUF file says of itself."""
+    from fastattn.models._gguf import described
+
+    print(described(options.model))
+
+
+@_said
 def generate(options: argparse.Namespace) -> None:
     """Continue a text with a language model (GPT-2, Llama and its family, GGUF files)."""
     model = _decoder(options)

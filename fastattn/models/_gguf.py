@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections import Counter
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,6 +98,27 @@ def _open(path: Path) -> GgufFile:
         raise ModelError(f"{path} cannot be read: {error}") from error
     except ModelError as error:
         raise ModelError(lfs_hint(path) or str(error)) from None
+
+
+def described(path: Path) -> str:
+    """The keys of a file, arrays by their sizes, and its tensors by type, as lines of text."""
+    with _open(path) as file:
+        named = ((name if name.isprintable() else short(name), x) for name, x in file.metadata.items())
+        lines = [f"{name:40} {_shown(value)}" for name, value in named]
+        kinds = Counter(file.kind(name) for name in file.names)
+        sizes = dict.fromkeys(kinds, 0)
+        for name in file.names:
+            sizes[file.kind(name)] += math.prod(file.shape(name))
+        lines += [f"{kind:40} {kinds[kind]} tensors, {sizes[kind]:,} numbers" for kind in kinds]
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Strings):
+        return f"{value.number:,} strings"
+    if isinstance(value, np.ndarray):
+        return f"{value.size:,} numbers in {value.dtype}"
+    return short(value)
 
 
 def config_of(path: Path, file: GgufFile) -> Config:

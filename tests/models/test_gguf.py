@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import struct
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ import tiny_gguf
 import tiny_models as tiny
 
 from fastattn import models
+from fastattn.__main__ import main
 from fastattn._formats import FORMATS
 from fastattn._gguf import GgufFile
 from fastattn.models import ModelError, _tensors
@@ -316,6 +318,23 @@ def test_any_byte_changed_or_cut(tmp_path):
         path.write_bytes(data)
         with contextlib.suppress(ModelError):
             models.load(path)
+
+
+def test_what_a_file_says_is_printed(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "model.gguf"
+    with_tokenizer(path)
+    monkeypatch.setattr("sys.argv", ["fastattn", "info", str(path)])
+    assert main() == 0
+    printed = capsys.readouterr().out
+    for line in (
+        r"general.architecture +'llama'", r"tokenizer.ggml.tokens +260 strings",
+        r"tokenizer.ggml.token_type +260 numbers in int32", r"llama.rope.freq_base +10000.0",
+        r"F32 +\d+ tensors, [\d,]+ numbers",
+    ):  # fmt: skip
+        assert re.search(f"^{line}$", printed, re.MULTILINE), line
+    path.write_bytes(b"GGUG")
+    assert main() == 1
+    assert "does not begin with 'GGUF'" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
