@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
             type=Path,
             required=True,
             metavar="MODEL",
-            help="a folder of config.json and model.safetensors",
+            help="a folder of config.json and model.safetensors, or a GGUF file",
         )
         option("--dtype", choices=MODEL_DTYPES, default="float32", help="what is computed in (float32)")
         option("--weights-dtype", choices=WEIGHT_DTYPES, help="how weights are kept in memory (as --dtype)")
@@ -164,13 +164,16 @@ def _parser() -> argparse.ArgumentParser:
         option("--presence-penalty", type=float, default=0.0, metavar="R", help="taken from their logits (0)")
         option("--frequency-penalty", type=float, default=0.0, metavar="R", help="as often as they were (0)")
         option("--seed", type=natural, metavar="N", help="of the draws, else a new one")
+        option("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
         option("--cache-dtype", choices=("int8",), help="how keys and values are kept (as --dtype)")
 
     option = command(_cli_models.generate)
     writing_options(option, 128)
     option("prompt", metavar="PROMPT", help="the text to continue")
 
-    writing_options(command(_cli_models.chat), 1024)
+    option = command(_cli_models.chat)
+    writing_options(option, 1024)
+    option("--system", metavar="TEXT", help="what the model is told first")
     return parser
 
 

@@ -164,17 +164,28 @@ def generate(options: argparse.Namespace) -> None:
 
 @_said
 def chat(options: argparse.Namespace) -> None:
-    """Talk with a language model: /reset forgets, /save FILE writes what was said, Ctrl-C ends an answer."""
+    """Talk with a language model: /reset, /save FILE and /quit are commands, Ctrl-C ends an answer."""
     model = _decoder(options)
     given = _sampling(options)
-    messages: list[dict[str, str]] = []
+    first = [] if options.system is None else [{"role": "system", "content": options.system}]
+    messages = list(first)
     for line in iter(partial(_line, "> "), None):
-        if line.startswith("/reset"):
-            messages.clear()
-        elif line.startswith("/save "):
-            path = Path(line.removeprefix("/save ").strip())
-            with naming(path), replaced(path) as file:
-                file.write_text(json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        if line == "/quit":
+            return
+        if line == "/reset":
+            messages = list(first)
+        elif line.startswith("/"):
+            command, _, name = line.partition(" ")
+            if command != "/save" or not name.strip():
+                print("expected /reset, /save FILE or /quit", file=sys.stderr)
+                continue
+            try:
+                with naming(Path(name.strip())), replaced(Path(name.strip())) as file:
+                    file.write_text(
+                        json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+                    )
+            except (OSError, ValueError) as error:  # what was said is not lost
+                print(f"error: {error}", file=sys.stderr)
         elif line:
             messages.append({"role": "user", "content": line})
             answer = ""
@@ -198,7 +209,7 @@ def _line(prompt: str) -> str | None:
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     found = {name: x for name, x in vars(options).items() if name in SamplingOptions.__annotations__}
-    return {"cache_dtype": options.cache_dtype, **found}
+    return {"cache_dtype": options.cache_dtype, "stop": options.stop, **found}
 
 
 def _decoder(options: argparse.Namespace) -> Decoder:

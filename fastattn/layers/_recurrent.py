@@ -24,6 +24,9 @@ from fastattn.layers._computation import Computation
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fastattn._args.options import NoOptions
     from fastattn._engine.tape import Plain
     from fastattn.layers._state import Fields, Taken
 
@@ -164,6 +167,7 @@ class RecurrentLayer(Layer):
         state: RecurrentState | None = None,
         key_padding_mask: ArrayLike | None = None,
         begins: ArrayLike | None = None,
+        **others: Unpack[NoOptions],
     ) -> Array:
         """Mix tokens along a sequence: each reads itself and those before.
 
@@ -185,6 +189,8 @@ class RecurrentLayer(Layer):
         ndarray, as x
         """
         try:
+            if others:
+                raise not_an_argument(others, RecurrentLayer.__call__)
             array, call = self._checked(x, key_padding_mask, begins)
             carried: Carried = [{}, {}]
             if state is not None:

@@ -107,9 +107,9 @@ class Sampler:
         chosen: Ints = np.argmax(logits, axis=1)  # NaN if there is one
         best = logits[np.arange(len(chosen)), chosen]
         if np.isnan(best).any():
-            raise ValueError("(): the model's logits have NaN; expected numbers")
+            raise ValueError("(): the logits have NaN; expected numbers")
         if (best == -np.inf).any():
-            raise ValueError("(): the model's logits are all -inf; expected a token to choose")
+            raise ValueError("(): the logits are all -inf; expected a token to choose")
         if self.sampling.temperature > 0:
             rows = zip(logits, self.generators, strict=True)
             chosen = np.array([self._drawn(*row) for row in rows], np.int64)
@@ -145,7 +145,8 @@ class Sampler:
         for tokens, row in zip(self.tokens, logits, strict=True):
             found = np.asarray(s.processor(np.array(tokens, np.int64), row))
             if found.shape != row.shape or not is_float(found.dtype):
-                came = f"logits_processor returns {found.dtype} of shape {found.shape}"
+                what = "None" if found.dtype == object else f"{found.dtype} of shape {found.shape}"
+                came = f"logits_processor returns {what}"
                 raise ValueError(f"(): {came}; expected logits of shape {row.shape}")
             rows.append(found)
         return np.stack(rows)

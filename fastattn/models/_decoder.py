@@ -10,7 +10,7 @@ import numpy as np
 from fastattn._args import key_ranges
 from fastattn._args.attention import dropout_of
 from fastattn._args.dtypes import dtype_choice
-from fastattn._args.errors import named, wrong_shape
+from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, flag, integer, integers, short
 from fastattn._engine.program import Program, Sequences
@@ -23,7 +23,7 @@ from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _model
 from fastattn.models._chat import conversation
 from fastattn.models._embeddings import token_rows
-from fastattn.models._generation import checked, is_conversation, parted, pieces, template_values
+from fastattn.models._generation import checked, is_conversation, parted, pieces, require_one, values_of
 from fastattn.models._model import Recorded, pullback_of
 from fastattn.models._parameters import required
 from fastattn.models._text import NO_TOKEN
@@ -268,7 +268,9 @@ class Decoder(_model.Model):
             True or 1: which tokens of an array `ids` count. The others are left out, wherever they are.
         stop : int, str or sequence of these, optional
             Ids that end a sequence; by default the `eos_token_id` of the model's folder, none with ``()``.
-            After a text or messages also texts, which end the answer before they begin, in any tokens.
+            Ids replace that default. After a text or messages also texts, which end the answer before they
+            begin, in any tokens, and beside the default where there are no ids; `ids` of the last piece
+            include theirs.
         cache_dtype : {"int8"}, optional
             Keep keys and values in int8, as `KVCache` does, instead of the model's dtype: a quarter of the
             memory of float32 that a step reads, half of bfloat16's. Prompts attend what is kept, too.
@@ -294,8 +296,9 @@ class Decoder(_model.Model):
         logit_bias : mapping of int to float, optional
             Added to the logits of these ids, before all else; -inf forbids one.
         logits_processor : callable, optional
-            ``logits_processor(ids, logits)`` gives the logits (vocab_size,) of a sequence that has the tokens
-            `ids` (n,), its prompt included, after penalties and before the temperature.
+            ``logits_processor(ids, logits)`` returns the logits (vocab_size,) of a sequence that has tokens
+            `ids` (n,), its prompt included: after penalties and before the temperature, for each sequence by
+            itself. It may write to `logits`.
         seed : int or numpy.random.SeedSequence, optional
             For the same tokens in every run. A prompt (length,) draws from it, number i of several from its
             i-th child, ``SeedSequence(seed).spawn(n)[i]``, whatever other sequences there are.
@@ -325,6 +328,7 @@ class Decoder(_model.Model):
         .. [2] N. S. Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable
            Generation", 2019, arXiv:1909.05858.
         """
+        require_one(ids)
         if isinstance(ids, str) or is_conversation(ids):
             return self._written(ids, attention_mask, stop, template_values, {
                 "max_new_tokens": max_new_tokens, "cache_dtype": cache_dtype, **sampling
@@ -356,17 +360,39 @@ class Decoder(_model.Model):
             raise ValueError("generate(): attention_mask is given with a text; expected None")
         if isinstance(prompt, str):
             if values is not None:
-                raise ValueError(
-                    "generate(): template_values are given with a text; expected messages, or None"
-                )
-            (encoding,) = self.text.encodings([prompt])
+                came = "template_values are given with a text"
+                raise ValueError(f"generate(): {came}; expected messages, or None")
+            (ids,) = self.text.encode([prompt])
         else:
-            said = conversation(self.text.folder, checked(prompt), template_values(values))
-            (encoding,) = self.text.encodings([said], special=False)
+            ids = self.conversation_ids(prompt, values)
         found, texts = parted(stop)
-        tokens = self.generate(encoding.ids, stop=found, **options)
-        ends = self.stop if found is None else found
-        return pieces(self.text, encoding.ids, tokens, ends, texts)
+        tokens = self.generate(ids, stop=found, **options)
+        return pieces(self.text, ids, tokens, self.stop if found is None else found, texts)
+
+    @named("conversation_ids")
+    def conversation_ids(
+        self, messages: Messages, template_values: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Ids of a conversation as the model's chat template writes it, up to where its answer begins.
+
+        Parameters
+        ----------
+        messages : list of mappings
+            Each with a `role` and what the template reads, mostly `content`.
+        template_values : mapping of str, optional
+            As of `generate`, which takes these ids, and those of several conversations as a list of lists.
+
+        Returns
+        -------
+        list of int
+        """
+        if not is_conversation(messages):
+            expected = "a list of messages, as [{'role': 'user', 'content': 'a question'}]"
+            raise wrong_type("messages", messages, expected)
+        said = conversation(self.text.folder, checked(messages), values_of(template_values))
+        (encoding,) = self.text.encodings([said], special=False)
+        ids: list[int] = encoding.ids
+        return ids
 
     def _prompts(self, ids: Any, attention_mask: Any) -> tuple[bool, list[Ints]]:
         """Return whether `ids` is one sequence, and the sequences without tokens that do not count."""

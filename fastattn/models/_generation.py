@@ -108,7 +108,19 @@ def checked(messages: Messages) -> list[dict[str, Any]]:
     return [dict(message) for message in messages]
 
 
-def template_values(given: Any) -> dict[str, Any]:
+def require_one(prompt: Any) -> None:
+    """Raise for several texts or conversations, and for a message without a list."""
+    several = isinstance(prompt, (list, tuple)) and any(
+        isinstance(x, str) or is_conversation(x) for x in prompt
+    )
+    if several:
+        how = "ids of several, as model.text.encode(texts) or model.conversation_ids(messages) makes them"
+        raise TypeError(f"(): ids has several texts or conversations; expected one, or {how}")
+    if isinstance(prompt, Mapping):
+        raise TypeError("(): ids is one message; expected a list of messages")
+
+
+def values_of(given: Any) -> dict[str, Any]:
     """Values that a chat template sees beside the messages, checked."""
     if given is None:
         return {}

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections import Counter
+from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -264,6 +265,15 @@ _WORDS = {
 
 def tokenizer_config(path: Path) -> Config:
     """Values of tokenizer_config.json: the chat template, and special tokens."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return _tokenizer_config(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=8)
+def _tokenizer_config(path: Path, *version: int) -> Config:
     config = _tokenizer(path)
     tokens = _list(config, "tokens", str)
     values: dict[str, Any] = {"chat_template": config.values.get("chat_template")}

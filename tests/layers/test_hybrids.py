@@ -416,6 +416,8 @@ def test_what_is_refused_in_a_call(name):
         for call in (layer, lambda *x, **more: vjp(layer, *x, **more)):
             with pytest.raises(ValueError, match=rf"^{kind}\(\): {message}"):
                 call(x, **wrong)
+    with pytest.raises(TypeError, match=rf"^{kind}\(\): attention_mask is not an argument; expected key"):
+        layer(x, attention_mask=np.ones((2, 9), bool))
     with pytest.raises(TypeError, match=rf"^{kind}\(\): key_padding_mask has dtype float32; expected bool"):
         layer(x, key_padding_mask=np.zeros((2, 9), np.float32))
     with pytest.raises(ValueError, match=rf"^{kind}\(\): begins goes from 0 to 8; expected 0 to 9"):

@@ -195,7 +195,7 @@ ERRORS = {
 def test_errors_of_steps_name_the_method():
     model = LanguageModel(11, 8, 16, 2, 1, rng=0)
     model.embedding[...] = np.nan
-    with pytest.raises(ValueError, match=r"^LanguageModel.generate\(\): the model's logits have NaN"):
+    with pytest.raises(ValueError, match=r"^LanguageModel.generate\(\): the logits have NaN"):
         next(model.generate([1], 2))
 
 

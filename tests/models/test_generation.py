@@ -69,6 +69,9 @@ def test_a_conversation_is_what_the_template_writes(writer, tmp_path):
         got = list(model.generate(messages, 9, template_values=values))
         (prompt,) = model.text.encode([text])
         assert [i for piece in got for i in piece.ids] == list(model.generate(prompt, 9))
+        assert model.conversation_ids(messages, values) == prompt
+    with pytest.raises(TypeError, match=r"conversation_ids\(\): messages is of type str; expected a list"):
+        model.conversation_ids("What?")
     (tmp_path / "chat_template.jinja").unlink()
     config = {"chat_template": "{{ bos_token }}{{ messages[0].content }}", "bos_token": "^"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

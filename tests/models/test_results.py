@@ -377,9 +377,9 @@ def test_draws_have_the_probabilities():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_no_numbers_are_an_error(temperature):
     sampler = sampler_of(1, 3, temperature=temperature)
-    with pytest.raises(ValueError, match=r"generate\(\): the model's logits have NaN"):
+    with pytest.raises(ValueError, match=r"generate\(\): the logits have NaN"):
         sampler(np.array([[0.0, np.nan]], np.float32))
-    with pytest.raises(ValueError, match=r"generate\(\): the model's logits are all -inf"):
+    with pytest.raises(ValueError, match=r"generate\(\): the logits are all -inf"):
         sampler(np.full((1, 3), -np.inf, np.float32))
 
 
@@ -443,7 +443,13 @@ WRONG_CALLS = [
     ({"ids": [[1, 2]], "attention_mask": [[1]]}, ValueError, r"attention_mask has shape \(1, 1\)"),
     ({"ids": [1] * 20, "max_new_tokens": 13}, ValueError, r"max_new_tokens is 13 after a prompt of 20"),
     ({"ids": b"once"}, TypeError, r"ids is text; expected ids"),
-    ({"ids": ["once", "upon"]}, TypeError, r"ids is text; expected ids, as model\.text\.encode\(\[text\]\)"),
+    ({"ids": ["once", "upon"]}, TypeError, r"ids has several texts or conversations; expected one"),
+    (
+        {"ids": [[{"role": "user"}]]},
+        TypeError,
+        r"ids has several texts or conversations; expected one",
+    ),
+    ({"ids": {"role": "user"}}, TypeError, r"ids is one message; expected a list of messages"),
     ({"max_new_tokens": -1}, ValueError, r"max_new_tokens is -1; expected at least 0"),
     ({"max_new_tokens": 2.0}, TypeError, r"max_new_tokens is 2.0; expected an integer"),
     ({"temperature": -0.5}, ValueError, r"temperature is -0.5; expected 0 or more"),
