@@ -89,6 +89,18 @@ def test_the_feed_forward_of_t5(tmp_path):
     refused(tmp_path, "'encoder.block.0.layer.1.DenseReluDense.wi.weight' is missing")
 
 
+def test_layers_of_ministral_slide_as_they_say(tmp_path):
+    weights, results = tiny.write(tmp_path, "ministral"), []
+    for kinds in (["sliding"] * 2, ["full"] * 2, ["full", "sliding"]):
+        tiny.write(tmp_path, "ministral", weights, layer_types=[f"{kind}_attention" for kind in kinds])
+        results.append(models.load(tmp_path)(IDS))
+    tiny.write(tmp_path, "ministral", weights)
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), results[0])
+    tiny.write(tmp_path, "ministral", weights, sliding_window=None)
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), results[1])
+    assert all(np.abs(results[2] - other).max() > 0.01 for other in results[:2])
+
+
 def test_gemma_that_is_causal_makes_vectors_where_modules_say_so(tmp_path):
     tiny.write(tmp_path, "gemma3_text", use_bidirectional_attention=False)
     assert isinstance(models.load(tmp_path), models.Decoder)

@@ -43,7 +43,6 @@ CONFIGS = {
     "ministral": {
         "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4,
-        "layer_types": ["full_attention", "sliding_attention"],
     },
     "phi3": {
         "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
