@@ -11,7 +11,7 @@ from itertools import takewhile, tee
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import short
-from fastattn.models import _gguf
+from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._files import Config, ModelError, tokenizer_config
 from fastattn.models._text import transformer_settings
 
@@ -121,7 +121,7 @@ class ChatTemplate:
 def conversation(folder: Path, messages: list[dict[str, Any]], values: dict[str, Any]) -> str:
     """A conversation as the model's chat template writes it, up to where the next answer begins."""
     if _gguf.is_file(folder):
-        config = _gguf.tokenizer_config(folder)
+        config = _gguf_tokenizer.tokenizer_config(folder)
         source = config.get("chat_template", str)
         path = folder
     else:

@@ -1,4 +1,4 @@
-"""Models in GGUF files: values of config.json, names of tensors and tokenizers, made of what a file says."""
+"""Models in GGUF files: values of config.json and names of tensors, made of what a file says."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import math
 import os
 import re
 from collections import Counter
-from functools import lru_cache
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.values import short
 from fastattn._gguf import MAGIC, GgufFile, Strings
-from fastattn.models._files import Config, ModelError, lfs_hint, require
+from fastattn.models._files import Config, ModelError, lfs_hint
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
     from pathlib import Path
-
-    from fastattn._args.types import Array
 
 SUFFIX = ".gguf"
 _MOST_PAIRS = 1 << 16  # of dimensions of a head
@@ -64,7 +60,6 @@ _SCALING = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens
 
 
 def is_file(path: Path) -> bool:
@@ -82,7 +77,7 @@ def is_file(path: Path) -> bool:
 
 def opened(path: Path, stack: ExitStack) -> GgufFile:
     """The file, which `stack` closes."""
-    file = stack.enter_context(_open(path))
+    file = stack.enter_context(opened_alone(path))
     _, interleaved = _architecture(path, file.metadata)
     if interleaved:
         for name in file.names:
@@ -92,7 +87,8 @@ def opened(path: Path, stack: ExitStack) -> GgufFile:
     return file
 
 
-def _open(path: Path) -> GgufFile:
+def opened_alone(path: Path) -> GgufFile:
+    """The file, which the caller closes; its tensors are as they lie there."""
     try:
         return GgufFile(path, ModelError)
     except OSError as error:
@@ -103,7 +99,7 @@ def _open(path: Path) -> GgufFile:
 
 def described(path: Path) -> str:
     """The keys of a file, arrays by their sizes, and its tensors by type, as lines of text."""
-    with _open(path) as file:
+    with opened_alone(path) as file:
         named = ((name if name.isprintable() else short(name), x) for name, x in file.metadata.items())
         lines = [f"{name:40} {_shown(value)}" for name, value in named]
         kinds = Counter(file.kind(name) for name in file.names)
@@ -226,203 +222,3 @@ def _factors(file: GgufFile) -> list[float] | None:
         return None
     factors = file.get_tensor(_FACTORS)
     return factors.tolist() if np.isfinite(factors).all() and (factors > 0).all() else None
-
-
-# What texts are cut into before pairs are merged, by `tokenizer.ggml.pre`: the models' own expressions.
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_BY_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _ENDS
-_LLAMA3, _QWEN2 = (_CONTRACTIONS + _BY_WORDS % digits for digits in (r"\p{N}{1,3}", r"\p{N}"))
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_BY_CASE = r"[^\r\n\p{L}\p{N}]?%s*%s+%s|[^\r\n\p{L}\p{N}]?%s+%s*%s|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _ENDS
-
-
-def _by_case(digits: str, after: str) -> str:
-    return _BY_CASE % (_UPPER, _LOWER, after, _UPPER, _LOWER, after, digits)
-
-
-class _Words(NamedTuple):
-    """Rule by which texts become words."""
-
-    pattern: str | None = None  # None: GPT-2's
-    digits: bool = False  # each digit is a word, before the pattern
-    whole: bool = False  # a word that is a token is not made of merges
-    begun: bool = False  # texts begin with a mark, if the file does not say
-    composed: bool = False  # characters are composed first, by NFC
-
-
-_WORDS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jina-v2-code", "gpt-neox"), _Words()),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Words(digits=True)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _Words(_LLAMA3, whole=True, begun=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Words(_LLAMA3)),
-    "qwen2": _Words(_QWEN2, composed=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), _Words(_QWEN2)),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Words(_by_case(r"\p{N}{1,3}", _CONTRACTIONS + "?"))),
-    "tekken": _Words(_by_case(r"\p{N}", ""), whole=True, begun=True),
-}
-
-
-def tokenizer_config(path: Path) -> Config:
-    """Values of tokenizer_config.json: the chat template, and special tokens."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    return _tokenizer_config(path, found.st_mtime_ns, found.st_size)
-
-
-@lru_cache(maxsize=8)
-def _tokenizer_config(path: Path, *version: int) -> Config:
-    config = _tokenizer(path)
-    tokens = _list(config, "tokens", str)
-    values: dict[str, Any] = {"chat_template": config.values.get("chat_template")}
-    for name, token in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
-        i = config.values.get(f"{name}_token_id")
-        if type(i) is int and 0 <= i < len(tokens):
-            values[f"{token}_token"] = tokens[i]
-    return Config.of(path, values)
-
-
-def _tokenizer(path: Path) -> Config:
-    """The keys of the tokenizer, without the prefix "tokenizer.ggml."."""
-    with _open(path) as file:
-        keys = [(name.removeprefix("tokenizer."), x) for name, x in file.metadata.items()]
-    return Config.of(path, {name.removeprefix("ggml."): x for name, x in keys})
-
-
-def tokenizer_of(path: Path) -> Any:
-    """The file's tokenizer, a `tokenizers.Tokenizer`."""
-    config = _tokenizer(path)
-    try:
-        return _made(config)
-    except (ModelError, ImportError):
-        raise
-    except BaseException as error:  # a panic of the library is no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ModelError(f"{path}: its tokenizer cannot be made: {error}") from error
-
-
-def _made(config: Config) -> Any:
-    library, tokens = require("tokenizers"), _list(config, "tokens", str)
-    kinds = _numbers(config, "token_type", "iu", len(tokens), np.ones(len(tokens), np.int32))
-    makers: dict[str, Any] = {"gpt2": _bytewise, "llama": _by_scores}
-    tokenizer, begun = config.choice("model", makers)(config, tokens, kinds)
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        found = [
-            library.AddedToken(tokens[i], normalized=False, special=special)
-            for i in np.flatnonzero(kinds == kind)
-        ]
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(found)
-    marks = {"begin": _mark(config, tokens, "bos", begun), "end": _mark(config, tokens, "eos", False)}
-    if any(marks.values()):
-        begin, end = ([name] if marks[name] else [] for name in marks)
-        pair = [f"{name}:1" for name in begin], [f"{name}:1" for name in end]
-        template = library.processors.TemplateProcessing(
-            [*begin, "$A", *end], [*begin, "$A", *end, *pair[0], "$B:1", *pair[1]],
-            [{"id": name, "ids": [mark[1]], "tokens": [mark[0]]} for name, mark in marks.items() if mark],
-        )  # fmt: skip
-        before = tokenizer.post_processor
-        steps = [template] if before is None else [before, template]
-        tokenizer.post_processor = library.processors.Sequence(steps)
-    return tokenizer
-
-
-def _list(config: Config, name: str, kind: type) -> Any:
-    """A list of the tokenizer's, of strings or numbers."""
-    found = config.values.get(name)
-    expected = "strings" if kind is str else "numbers"
-    if not isinstance(found, Strings if kind is str else np.ndarray):
-        raise ModelError(
-            f"{config.path}: 'tokenizer.ggml.{name}' is {short(found)}; expected an array of {expected}"
-        )
-    try:
-        return found.decoded() if isinstance(found, Strings) else found
-    except UnicodeDecodeError as error:
-        raise ModelError(
-            f"{config.path}: 'tokenizer.ggml.{name}' has one that is no UTF-8: {error}"
-        ) from error
-
-
-def _numbers(config: Config, name: str, kinds: str, count: int, default: Any = None) -> Any:
-    """An array of the tokenizer's, with a number for each token, of one of NumPy's `kinds`."""
-    found = config.values.get(name)
-    if found is None and default is not None:
-        return default
-    found = _list(config, name, float)
-    if found.dtype.kind not in kinds or len(found) != count:
-        came = f"has {len(found)} numbers in {found.dtype} for {count} tokens"
-        what = "floats" if kinds == "f" else "integers"
-        raise ModelError(f"{config.path}: 'tokenizer.ggml.{name}' {came}; expected {what}, one for each")
-    return found
-
-
-def _mark(config: Config, tokens: list[str], name: str, usual: bool) -> tuple[str, int] | None:
-    """The token that stands before or after texts, if one does, and its id."""
-    if not config.get(f"add_{name}_token", bool, usual):
-        return None
-    i = _token_id(config, tokens, f"{name}_token_id")
-    return tokens[i], i
-
-
-def _token_id(config: Config, tokens: list[str], name: str, default: int | None = None) -> int:
-    i = config.size(name, low=0) if default is None else config.size(name, default, low=0)
-    if i >= len(tokens):
-        raise config.wrong(name, i, f"less than the number of tokens, {len(tokens)}")
-    return i
-
-
-def _bytewise(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, bool]:
-    """A tokenizer that merges pairs of bytes, as GPT-2's; and whether texts begin with a mark."""
-    library = require("tokenizers")
-    words = config.choice("pre", _WORDS)
-    pairs = [tuple(pair.split(" ", 1)) for pair in _list(config, "merges", str)]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    for pair in pairs:
-        if len(pair) != 2 or not all(part in vocabulary for part in (*pair, "".join(pair))):
-            raise ModelError(
-                f"{config.path}: 'tokenizer.ggml.merges' has {short(' '.join(pair))}; expected two tokens"
-            )
-    tokenizer = library.Tokenizer(library.models.BPE(vocabulary, pairs, ignore_merges=words.whole))
-    before = library.pre_tokenizers
-    steps = [before.Digits(individual_digits=True)] if words.digits else []
-    if words.pattern is not None:
-        steps.append(before.Split(library.Regex(words.pattern), "isolated"))
-    steps.append(before.ByteLevel(add_prefix_space=False, use_regex=words.pattern is None))
-    tokenizer.pre_tokenizer = before.Sequence(steps)
-    tokenizer.decoder = library.decoders.ByteLevel()
-    if words.composed:
-        tokenizer.normalizer = library.normalizers.NFC()
-    return tokenizer, words.begun
-
-
-def _by_scores(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, bool]:
-    """A tokenizer of SentencePiece, which merges by scores; and that its texts begin with a mark."""
-    library = require("tokenizers")
-    scores = _numbers(config, "scores", "f", len(tokens))
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    lengths = sorted({len(token) for token in tokens})
-    cuts = (
-        (-scores[i], vocabulary[token[:at]], vocabulary[token[at:]])
-        for i, token in enumerate(tokens)
-        if kinds[i] not in (_CONTROL, _BYTE, _UNKNOWN)
-        for at in takewhile(len(token).__gt__, lengths)
-        if at and token[:at] in vocabulary and token[at:] in vocabulary
-    )
-    merges = [(tokens[left], tokens[right]) for _, left, right in sorted(cuts)]
-    unknown = tokens[_token_id(config, tokens, "unknown_token_id", 0)]
-    model = library.models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    tokenizer = library.Tokenizer(model)
-    prefix, normalizers, decoders = (
-        config.get("add_space_prefix", bool, True),
-        library.normalizers,
-        library.decoders,
-    )
-    steps = [normalizers.Prepend("▁")] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    ends = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
-    )
-    return tokenizer, True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.words import not_an_argument
-from fastattn.models import _gguf
+from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._decoder import Decoder
 from fastattn.models._families import bert, clip, deberta, gpt2, llama, rotary, t5
 from fastattn.models._files import Config, ModelError
@@ -142,5 +142,5 @@ def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
         config = _gguf.config_of(path, _gguf.opened(path, stack))
         source = Source(path, config, precision, stack)
         source.rename(_gguf.renamed)
-        source.tokenizer = _gguf.tokenizer_of
+        source.tokenizer = _gguf_tokenizer.tokenizer_of
         return _BUILDERS[config.get("model_type", str)](source)
