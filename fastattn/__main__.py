@@ -81,9 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub.add_argument
 
     option = command(_info)
-    option(
-        "model", type=Path, nargs="?", metavar="MODEL.gguf", help="a file, of which it prints what it says"
-    )
+    option("model", type=Path, nargs="?", metavar="MODEL.gguf", help="print what this file says of itself")
 
     option = command(_selftest)
     option("--cases", type=positive, default=300, metavar="N", help="how many random calls (300)")
