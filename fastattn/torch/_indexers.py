@@ -62,15 +62,17 @@ def without_loops(own: Callable[..., Any], measures: Callable[[], bool]) -> Call
         cache: Any = None,
         **others: Any,
     ) -> Any:
-        if others or attention_mask.shape[2] == 1 or torch.is_autocast_enabled("cpu"):
-            given = others or {"cache": cache}
-            return own(self, hidden_states, position_embeddings, attention_mask, **given)
+        given = (self, hidden_states, position_embeddings, attention_mask)
+        if others:  # a cache by a name: they differ between versions
+            return own(*given, **others)
+        if attention_mask.shape[2] == 1 or torch.is_autocast_enabled("cpu"):
+            return own(*given, cache)
         visible = (attention_mask if attention_mask.dtype is torch.bool else attention_mask == 0)[:, 0]
         counts, seen = visible.sum(-1), visible[:, -1]
         places = seen.cumsum(-1) - 1
         first = seen[:, None] & (places[:, None] < counts[..., None])
         if not visible.is_cpu or not torch.equal(visible, first):
-            return own(self, hidden_states, position_embeddings, attention_mask, cache)
+            return own(*given, cache)
         turned = inspect.unwrap(own).__globals__["apply_rotary_pos_emb"]
         size, dim, (cos, sin) = self.compress_ratio, self.index_head_dim, position_embeddings
         now = slice(-hidden_states.shape[1], None)

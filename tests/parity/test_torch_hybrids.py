@@ -1,6 +1,7 @@
 """Hybrid models of transformers with our functions beside their own: results, gradients, generated tokens."""
 
 import importlib
+import inspect
 import subprocess
 import sys
 from itertools import pairwise
@@ -92,10 +93,12 @@ def continued(model, ids):
     """Tokens that a model generates; of one without a head, what it makes of a token after cached ones."""
     if model.can_generate():
         return model.generate(ids, max_new_tokens=12, do_sample=False)
-    cache = transformers.DynamicCache(config=model.config)
+    names = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in names else "past_key_values"  # from transformers 5.24 on, and before
+    cache = {name: transformers.DynamicCache(config=model.config)}
     with torch.no_grad():
-        model(ids[:, :-1], cache=cache)
-        return model(ids[:, -1:], cache=cache)[0]
+        model(ids[:, :-1], **cache)
+        return model(ids[:, -1:], **cache)[0]
 
 
 @pytest.mark.parametrize("name", MODELS)

