@@ -7,13 +7,13 @@
  * where x_t with t < 0 is a row of the state. The lanes are channels. A task is some tokens of all sequences end to end,
  * a piece at a time: the tokens of one sequence among them. Rows of x are read `width` times, from the caches.
  *
- * Literals  dtype. rows: CONV_ROWS or 1.
+ * Literals  dtype. rows: CONV_ROWS or 1. width: 4, the usual one, or not.
  * Exports   conv_scratch_bytes, conv_run; conv_grad_scratch_bytes, conv_grad_run. */
 #pragma once
 #include "rows_grad.inc.h"
 
 #define CONV_ROWS 8    /* accumulators: 4 cycles of latency, 2 multiply-adds a cycle */
-#define CONV_PIECE 256 /* channels: CONV_ROWS rows of lanes take 8 KB of the first-level cache */
+#define CONV_PIECE 64  /* channels: with 256, rows of x 4 KB apart drive each other out of the second-level cache */
 #define CONV_TOKENS 32 /* of a block, whose inputs are up to FA_MOST_WIDTH - 1 more */
 #define CONV_INPUTS (CONV_TOKENS + 2 * (FA_MOST_WIDTH - 1)) /* the gradient's blocks have width - 1 more tokens, too */
 _Static_assert(CONV_PIECE % LANES == 0 && SLOPE_PIECE % CONV_PIECE == 0, "pieces are whole vectors");
@@ -58,9 +58,12 @@ typedef struct {
     lane *zeros;                     /* (CONV_PIECE), the inputs before the first */
     lane *sums;                      /* (CONV_ROWS, CONV_PIECE) */
     lane *block;                     /* (CONV_INPUTS, CONV_PIECE), of inputs whose tokens lie side by side */
-    lane *dpre, *row;                /* of the gradient: (CONV_TOKENS + width - 1, CONV_PIECE), (CONV_PIECE) */
+    lane *dpre, *reversed;           /* of the gradient: (CONV_TOKENS + width - 1, CONV_PIECE); taps, the last first */
+    conv_piece kept;                 /* the inputs in `block` */
+    int64_t kept_channel;            /* and their first channel */
     int by_channels;                 /* tokens of x lie side by side, and not channels */
-    const char *inputs[CONV_INPUTS]; /* rows of a block's inputs, in x's dtype, or in lanes if by_channels */
+    fa_dtype of_inputs;              /* x's dtype, or lanes if by_channels */
+    const char *inputs[CONV_INPUTS]; /* rows of a block's inputs */
 } conv_scratch;
 
 static int64_t take_conv_scratch(arena *from, const fa_conv_args *a, int gradient, conv_scratch *s)
@@ -69,10 +72,11 @@ static int64_t take_conv_scratch(arena *from, const fa_conv_args *a, int gradien
     CUT(from, s->taps, a->width * CONV_PIECE);
     CUT(from, s->sums, CONV_ROWS * CONV_PIECE);
     s->by_channels = a->x.col != dtype_size(a->x.dtype) && a->channels > 1;
+    s->of_inputs = s->by_channels ? LANE_DTYPE : a->x.dtype;
     if (s->by_channels) CUT(from, s->block, CONV_INPUTS * CONV_PIECE);
     if (gradient) {
         CUT(from, s->dpre, (CONV_TOKENS + a->width - 1) * CONV_PIECE);
-        CUT(from, s->row, CONV_PIECE);
+        CUT(from, s->reversed, a->width * CONV_PIECE);
     }
     return from->used;
 }
@@ -95,19 +99,34 @@ static void load_taps(const fa_conv_args *a, int64_t channel, int64_t n, conv_sc
     else turn_taps(a->width, weight, n, s->taps);
 }
 
-/* Rows of s->block from `row` on = inputs of n tokens from `token` on, transposed. */
+/* Rows (n, CONV_PIECE) of up to LANES tokens = those of up to LANES channels, `col` bytes apart, transposed. */
+INLINE void turn_channels(fa_dtype dtype, const char *from, int64_t col, int64_t channels, int64_t n, lane *row)
+{
+    v_t part[LANES];
+    UNROLL_FOR(int i = 0; i < LANES; i++)
+        part[i] = i < channels ? v_load_as_part(dtype, from + i * col, n) : v_splat(0);
+    v_transpose(part);
+    UNROLL_FOR(int i = 0; i < LANES; i++)
+        if (i < n) v_store(row + i * CONV_PIECE, part[i]);
+}
+
+/* Rows of s->block from `row` on = inputs of n tokens from `token` on, transposed. Prefetches those of the next
+ * block: a few from the row of each channel, which the processor does not predict. */
 INLINE void turn_inputs(fa_dtype dtype, const fa_conv_args *a, int64_t sequence, int64_t token, int64_t n,
                         int64_t channel, int64_t channels, lane *row)
 {
     const char *from = at(&a->x, sequence, 0, token, channel);
-    v_t part[LANES];
-    for (int64_t t = 0; t < n; t += LANES, row += LANES * CONV_PIECE, from += LANES * a->x.row)
-        for (int64_t j = 0; j < channels; j += LANES) {
-            for (int64_t i = 0; i < LANES; i++)
-                part[i] = j + i < channels ? v_load_as_part(dtype, from + (j + i) * a->x.col, n - t) : v_splat(0);
-            v_transpose(part);
-            for (int64_t i = 0; i < smaller(LANES, n - t); i++) v_store(row + i * CONV_PIECE + j, part[i]);
-        }
+    const int64_t col = a->x.col, step = LANES * a->x.row;
+    for (int64_t j = 0; j < channels; j += LANES, from += LANES * col) {
+        for (int64_t i = 0; i < LANES; i++)
+            for (int64_t l = 0; l < CONV_TOKENS * dtype_size(dtype); l += 64)
+                __builtin_prefetch(from + i * col + n * a->x.row + l, 0, 2);
+        int64_t t = 0;
+        for (; t + LANES <= n && j + LANES <= channels; t += LANES)
+            turn_channels(dtype, from + t / LANES * step, col, LANES, LANES, row + t * CONV_PIECE + j);
+        for (; t < n; t += LANES)
+            turn_channels(dtype, from + t / LANES * step, col, channels - j, n - t, row + t * CONV_PIECE + j);
+    }
 }
 
 /* s->inputs = rows of the inputs of `count` tokens from `token` on, n channels from `channel` on: width - 1 more, which
@@ -124,33 +143,40 @@ static void find_inputs(const fa_conv_args *a, int64_t sequence, int64_t token, 
     }
     if (!s->by_channels) return;
     const int64_t first = larger(0, before - token); /* of the inputs that x has */
+    int64_t known = 0;                               /* rows that the block before has */
+    if (s->kept.sequence == sequence && s->kept_channel == channel && s->kept.begin <= token - before) {
+        known = larger(0, s->kept.end - (token - before));
+        memmove(s->block, s->block + (token - before - s->kept.begin) * CONV_PIECE, known * CONV_PIECE * sizeof(lane));
+    }
+    s->kept = (conv_piece){sequence, token - before, token + count, 0};
+    s->kept_channel = channel;
     for (int64_t i = 0; i < count + before; i++) {
         lane *row = s->block + i * CONV_PIECE;
         if (i < first && a->state.data) load_row(a->x.dtype, s->inputs[i], n, 1, row);
         if (i >= first || a->state.data) s->inputs[i] = (const char *)row;
     }
+    const int64_t next = larger(first, known);
     WITH_DTYPE(a->x.dtype, dtype,
-               turn_inputs(dtype, a, sequence, token - before + first, count + before - first, channel, n,
-                           s->block + first * CONV_PIECE));
+               turn_inputs(dtype, a, sequence, token - before + next, count + before - next, channel, n,
+                           s->block + next * CONV_PIECE));
 }
 
-/* sums = pre of `rows` tokens, number `token` of the block and later ones. */
-static void conv_rows(const fa_conv_args *a, int64_t token, int rows, int64_t n, const conv_scratch *s, lane *sums)
+/* sums (rows, CONV_PIECE), up to CONV_ROWS of them, as in conv_sums. */
+static void conv_rows(fa_dtype of_inputs, int64_t rows, const char *const *inputs, int width, const lane *taps,
+                      const lane *bias, int64_t n, lane *sums)
 {
-    const fa_dtype of_rows = s->by_channels ? LANE_DTYPE : a->x.dtype;
-    const char *const *inputs = s->inputs + token;
-    if (rows == CONV_ROWS)
-        WITH_DTYPE(of_rows, dtype, conv_sums(dtype, CONV_ROWS, inputs, a->width, s->taps, s->bias, n, sums));
+    if (rows >= CONV_ROWS)
+        WITH_DTYPE(of_inputs, dtype, conv_sums(dtype, CONV_ROWS, inputs, width, taps, bias, n, sums));
     else
-        for (int r = 0; r < rows; r++)
-            WITH_DTYPE(of_rows, dtype,
-                       conv_sums(dtype, 1, inputs + r, a->width, s->taps, s->bias, n, sums + r * CONV_PIECE));
+        for (int64_t r = 0; r < rows; r++)
+            WITH_DTYPE(of_inputs, dtype, conv_sums(dtype, 1, inputs + r, width, taps, bias, n, sums + r * CONV_PIECE));
 }
 
 /* Cut from memory, with zeros for inputs that are not there. */
 static void ready_conv_scratch(void *memory, const fa_conv_args *a, int gradient, conv_scratch *s)
 {
     take_conv_scratch(&(arena){.memory = memory}, a, gradient, s);
+    s->kept.sequence = -1;
     memset(s->zeros, 0, CONV_PIECE * sizeof(lane));
 }
 
@@ -175,9 +201,8 @@ static void conv_run(const fa_conv_args *a, int64_t begin, int64_t end, void *sc
             if (++blocks % between_asks == 0 && given_up(a->watch)) return;
             find_inputs(a, p.sequence, p.begin, tokens, channel, n, &s);
             for (int64_t i = 0; i < tokens; i += CONV_ROWS) {
-                const int rows = (int)smaller(CONV_ROWS, tokens - i);
-                conv_rows(a, i, rows, n, &s, s.sums);
-                for (int r = 0; r < rows; r++) {
+                conv_rows(s.of_inputs, tokens - i, s.inputs + i, a->width, s.taps, s.bias, n, s.sums);
+                for (int64_t r = 0; r < smaller(CONV_ROWS, tokens - i); r++) {
                     activate_row_of(NULL, a->activation, s.sums + r * CONV_PIECE, round_up(n, LANES));
                     store_row(a->x.dtype, s.sums + r * CONV_PIECE, n, 1,
                               at(&a->out, p.sequence, 0, p.begin + i + r, 0) + offset);
@@ -200,9 +225,9 @@ static void conv_dpre(const fa_conv_grad_args *g, int64_t sequence, int64_t begi
     const fa_conv_args *a = &g->forward;
     const int64_t offset = channel * dtype_size(a->x.dtype), whole = round_up(n, LANES);
     for (int64_t t = begin; t < end; t += CONV_ROWS) {
-        const int rows = (int)smaller(CONV_ROWS, end - t);
-        if (a->activation != FA_NONE) conv_rows(a, t - begin, rows, n, s, s->sums);
-        for (int r = 0; r < rows; r++) {
+        if (a->activation != FA_NONE)
+            conv_rows(s->of_inputs, end - t, s->inputs + t - begin, a->width, s->taps, s->bias, n, s->sums);
+        for (int64_t r = 0; r < smaller(CONV_ROWS, end - t); r++) {
             lane *dpre = s->dpre + (t + r - begin) * CONV_PIECE;
             v_store(dpre + whole - LANES, v_splat(0));
             load_row(a->x.dtype, at(&g->dout, sequence, 0, t + r, 0) + offset, n, 1, dpre);
@@ -211,42 +236,34 @@ static void conv_dpre(const fa_conv_grad_args *g, int64_t sequence, int64_t begi
     }
 }
 
-/* Row `token` of dx, one before the first of dstate; the first row of s->dpre is that of token `begin`, before `end`. */
-static void conv_dx(const fa_conv_grad_args *g, int64_t token, int64_t begin, int64_t end, int64_t n,
-                    const conv_scratch *s, char *to)
+/* `count` rows of dx or dstate = those of dpre, convolved with the reversed taps. */
+static void conv_dx(const fa_conv_grad_args *g, int64_t count, const char *const *dpre, int64_t n,
+                    const conv_scratch *s, char *to, int64_t row)
 {
-    const fa_conv_args *a = &g->forward;
-    for (int64_t j = 0; j < n; j += LANES) {
-        v_t sum = v_splat(0);
-        for (int w = 0; w < a->width; w++) {
-            const int64_t of = token + a->width - 1 - w;
-            if (of < begin || of >= end) continue;
-            sum = v_fma(v_load(s->taps + w * CONV_PIECE + j), v_load(s->dpre + (of - begin) * CONV_PIECE + j), sum);
-        }
-        v_store(s->row + j, sum);
+    for (int64_t i = 0; i < count; i += CONV_ROWS) {
+        conv_rows(LANE_DTYPE, count - i, dpre + i, g->forward.width, s->reversed, s->zeros, n, s->sums);
+        for (int64_t r = 0; r < smaller(CONV_ROWS, count - i); r++)
+            store_row(g->forward.x.dtype, s->sums + r * CONV_PIECE, n, 1, to + (i + r) * row);
     }
-    store_row(a->x.dtype, s->row, n, 1, to);
 }
 
-/* sums (width + 1, channels) += dweight and dbias of the block's first `tokens`. */
-static void conv_parameters(const fa_conv_args *a, int64_t tokens, int64_t channel, int64_t n, const conv_scratch *s,
-                            lane *sums)
+/* sums (width + 1, channels) += dweight and dbias of the block's first `tokens`. Tokens before the first add nothing. */
+INLINE void conv_parameters(fa_dtype dtype, int width, const fa_conv_args *a, int64_t tokens, int64_t channel,
+                            int64_t n, const conv_scratch *s, lane *sums)
 {
-    const fa_dtype of_rows = s->by_channels ? LANE_DTYPE : a->x.dtype;
-    sums += channel;
-    for (int64_t t = 0; t < tokens; t++) {
-        const lane *dpre = s->dpre + t * CONV_PIECE;
-        for (int w = 0; w < a->width; w++) {
-            const char *input = s->inputs[t + w];
-            if (input == (const char *)s->zeros) continue;
-            load_row(of_rows, input, n, 1, s->row);
-            lane *to = sums + w * a->channels;
-            for (int64_t j = 0; j < n; j += LANES)
-                v_store_part(to + j, v_fma(v_load(dpre + j), v_load(s->row + j), v_load_part(to + j, n - j)), n - j);
+    const int64_t size = dtype_size(dtype);
+    for (int64_t j = 0; j < n; j += LANES) {
+        v_t sum[FA_MOST_WIDTH + 1];
+        for (int w = 0; w <= width; w++) sum[w] = v_splat(0);
+        for (int64_t t = 0; t < tokens; t++) {
+            const v_t dpre = v_load(s->dpre + t * CONV_PIECE + j);
+            UNROLL_FOR(int w = 0; w < width; w++)
+                if (s->inputs[t + w] != (const char *)s->zeros)
+                    sum[w] = v_fma(dpre, v_load_as_part(dtype, s->inputs[t + w] + j * size, n - j), sum[w]);
+            sum[width] += dpre;
         }
-        lane *to = sums + a->width * a->channels;
-        for (int64_t j = 0; j < n; j += LANES)
-            v_store_part(to + j, v_load(dpre + j) + v_load_part(to + j, n - j), n - j);
+        lane *to = sums + channel + j;
+        for (int w = 0; w <= width; w++, to += a->channels) v_store_part(to, v_load_part(to, n - j) + sum[w], n - j);
     }
 }
 
@@ -256,22 +273,33 @@ static void conv_grad_run(const fa_conv_grad_args *g, int64_t begin, int64_t end
     const fa_conv_args *a = &g->forward;
     conv_scratch s;
     ready_conv_scratch(scratch, a, 1, &s);
+    const int64_t before = a->width - 1;
+    const char *dpre[CONV_INPUTS];
     if (sums) memset(sums, 0, (a->width + 1) * a->channels * sizeof(lane));
     for (int64_t channel = 0; channel < a->channels; channel += CONV_PIECE) {
         const int64_t n = smaller(a->channels - channel, CONV_PIECE), offset = channel * dtype_size(a->x.dtype);
         load_taps(a, channel, n, &s);
+        for (int64_t w = 0; w < a->width; w++)
+            memcpy(s.reversed + w * CONV_PIECE, s.taps + (before - w) * CONV_PIECE, CONV_PIECE * sizeof(lane));
         for (int64_t t = begin; t < end;) {
             const conv_piece p = conv_piece_of(a, t, smaller(end, t + CONV_TOKENS));
             /* dx needs dpre of width - 1 later tokens. */
-            const int64_t last = smaller(p.length, p.end + a->width - 1), tokens = p.end - p.begin;
+            const int64_t last = smaller(p.length, p.end + before), tokens = p.end - p.begin;
             if (given_up(a->watch)) return;
             find_inputs(a, p.sequence, p.begin, last - p.begin, channel, n, &s);
             conv_dpre(g, p.sequence, p.begin, last, channel, n, &s);
-            for (int64_t i = p.begin; g->dx.data && i < p.end; i++)
-                conv_dx(g, i, p.begin, last, n, &s, at(&g->dx, p.sequence, 0, i, 0) + offset);
-            for (int64_t i = 0; g->dstate.data && p.begin == 0 && i < a->width - 1; i++)
-                conv_dx(g, i - (a->width - 1), 0, last, n, &s, at(&g->dstate, p.sequence, 0, i, 0) + offset);
-            if (sums) conv_parameters(a, tokens, channel, n, &s, sums);
+            for (int64_t i = 0; i < tokens + 2 * before; i++) { /* from `before` tokens before the block on */
+                const int64_t of = i - before;
+                dpre[i] = (const char *)(of >= 0 && p.begin + of < last ? s.dpre + of * CONV_PIECE : s.zeros);
+            }
+            if (g->dx.data)
+                conv_dx(g, tokens, dpre + before, n, &s, at(&g->dx, p.sequence, 0, p.begin, 0) + offset, g->dx.row);
+            if (g->dstate.data && p.begin == 0)
+                conv_dx(g, before, dpre, n, &s, at(&g->dstate, p.sequence, 0, 0, 0) + offset, g->dstate.row);
+            if (sums && a->width == 4)
+                WITH_DTYPE(s.of_inputs, dtype, conv_parameters(dtype, 4, a, tokens, channel, n, &s, sums));
+            else if (sums)
+                WITH_DTYPE(s.of_inputs, dtype, conv_parameters(dtype, a->width, a, tokens, channel, n, &s, sums));
             t += tokens;
         }
     }

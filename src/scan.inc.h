@@ -7,8 +7,9 @@
  * The lanes are channels, which share b and c and nothing else. A task is some channels of one sequence. Tokens come in
  * blocks, so that b and c are widened once for all vectors of channels.
  *
+ * Literals  states: 16, or not.
  * Exports   SCAN_CHANNELS, SCAN_TOKENS, SCAN_ASKS; v_decay; scan_task, scan_task_of, scan_scratch, take_scan_scratch;
- *           load_states, store_states, load_scan_rates, load_channels, store_channels, load_scan_block;
+ *           load_states, store_states, load_scan_terms, load_scan_rates, load_channels, store_channels, load_scan_block;
  *           scan_scratch_bytes, scan_tasks, scan_run. */
 #pragma once
 #include "activation.inc.h"
@@ -119,10 +120,9 @@ static void store_states(const fa_scan_args *a, const scan_task *task, const fa_
                         at(states, task->sequence, 0, task->channel + v * LANES, 0), states->row);
 }
 
-/* What all tokens share, and zeros where there are no channels. */
-static void load_scan_rates(const fa_scan_args *a, const scan_task *task, scan_scratch *s)
+/* The numbers of a channel that all tokens share but its rates, and zeros where there are no channels. */
+static void load_scan_terms(const fa_scan_args *a, const scan_task *task, scan_scratch *s)
 {
-    const int64_t row = a->states * (int64_t)sizeof(lane);
     memset(s->skip, 0, SCAN_CHANNELS * sizeof(lane)), memset(s->bias, 0, SCAN_CHANNELS * sizeof(lane));
     if (task->n < SCAN_CHANNELS) {
         memset(s->x, 0, SCAN_TOKENS * SCAN_CHANNELS * sizeof(lane));
@@ -130,6 +130,11 @@ static void load_scan_rates(const fa_scan_args *a, const scan_task *task, scan_s
     }
     if (a->skip) memcpy(s->skip, (const lane *)a->skip + task->channel, task->n * sizeof(lane));
     if (a->dt_bias) memcpy(s->bias, (const lane *)a->dt_bias + task->channel, task->n * sizeof(lane));
+}
+
+static void load_scan_rates(const fa_scan_args *a, const scan_task *task, scan_scratch *s)
+{
+    const int64_t row = a->states * (int64_t)sizeof(lane);
     for (int64_t v = 0; v * LANES < task->n; v++)
         turn_states_in((const char *)a->rates + (task->channel + v * LANES) * row, row,
                        smaller(LANES, task->n - v * LANES), a->states, s->rates + v * a->states * LANES);
@@ -217,11 +222,53 @@ static void scan_block(const fa_scan_args *a, int64_t n, int64_t v, const scan_a
     for (int64_t d = 0; d < states; d++) v_store(h + d * LANES, v_flush(v_load(h + d * LANES)));
 }
 
+/* Numbers (n) of a channel's state after one token, beside those before it or NULL; returns their products with c. */
+INLINE v_t advance_state(int64_t n, v_t step, v_t written, const lane *rates, const lane *before, const lane *b,
+                         const lane *c, lane *after)
+{
+    const v_t h = before ? v_load_part(before, n) : v_splat(0);
+    const v_t state = v_fma(v_decay(step * v_load_part(rates, n)), h, written * v_load_part(b, n));
+    v_store_part(after, v_flush(state), n);
+    return state * v_load_part(c, n);
+}
+
+/* The same of a sequence of one token. Its lanes are the numbers of a channel's state, which lie side by side: nothing is
+ * transposed, which would take as long as half of the exponentials. */
+INLINE void scan_token(const fa_scan_args *a, int64_t states, const scan_task *task, const scan_scratch *s)
+{
+    const lane *rates = (const lane *)a->rates + task->channel * states;
+    const lane *before = a->state.data ? (const lane *)at(&a->state, task->sequence, 0, task->channel, 0) : NULL;
+    lane *after = (lane *)at(&a->state_out, task->sequence, 0, task->channel, 0);
+    const int64_t row = a->state.row / (int64_t)sizeof(lane), row_out = a->state_out.row / (int64_t)sizeof(lane);
+    for (int64_t v = 0; v < task->n; v += LANES) {
+        v_t sums[LANES];
+        for (int i = 0; i < LANES; i++) {
+            sums[i] = v_splat(0);
+            if (v + i >= task->n) continue;
+            const v_t step = v_splat(s->step[v + i]), written = step * v_splat(s->x[v + i]);
+            for (int64_t d = 0; d < states; d += LANES)
+                sums[i] += advance_state(states - d, step, written, rates + d, before ? before + d : NULL, s->b + d,
+                                         s->c + d, after + d);
+            rates += states, after += row_out;
+            if (before) before += row;
+        }
+        v_store(s->out + v, v_fma(v_load(s->skip + v), v_load(s->x + v), v_sum_each(sums)));
+    }
+}
+
 static void scan_run(const fa_scan_args *a, int64_t number, void *scratch)
 {
     const scan_task task = scan_task_of(a, number);
     scan_scratch s;
     take_scan_scratch(&(arena){.memory = scratch}, a, &s);
+    load_scan_terms(a, &task, &s);
+    if (task.length == 1) {
+        load_scan_block(a, &task, 0, 1, &s);
+        if (a->states == 16) scan_token(a, 16, &task, &s);
+        else scan_token(a, a->states, &task, &s);
+        store_channels(a, &task, &a->out, 0, 1, s.out);
+        return;
+    }
     if (*s.ready != task.block + 1) load_scan_rates(a, &task, &s);
     *s.ready = task.block + 1;
     load_states(a, &task, &a->state, s.h);

@@ -121,6 +121,7 @@ static void scan_grad_run(const fa_scan_grad_args *x, int64_t number, void *scra
     const int64_t tokens = a->begins[a->sequences];
     scan_grad_scratch g;
     take_scan_grad_scratch(&(arena){.memory = scratch}, a, &g);
+    load_scan_terms(a, &task, &g.s);
     load_scan_rates(a, &task, &g.s);
     load_states(a, &task, &a->state, g.s.h);
     load_states(a, &task, &x->dstate_out, g.dh);

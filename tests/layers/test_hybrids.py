@@ -172,7 +172,10 @@ def test_calls_with_a_state_are_one_call(name, cuts, implementation):
     whole = layer(x)
     parts = np.concatenate([layer(part, state=state) for part in np.split(x, cuts, axis=1)], 1)
     np.testing.assert_allclose(parts, whole, rtol=0, atol=3e-6 * abs(whole).max())
-    if implementation != "numpy" and isinstance(layer, (ShortConvolution, Mamba)):
+    single = 1 in np.diff([0, *cuts, LENGTH])  # a token alone, of which Mamba adds states in another order
+    if implementation != "numpy" and isinstance(
+        layer, ShortConvolution if single else (ShortConvolution, Mamba)
+    ):
         np.testing.assert_array_equal(parts, whole)
     branch, more = copy.deepcopy(state), draw(2, 3, WIDTH, seed=1)
     first = layer(more, state=state)
