@@ -9,6 +9,7 @@ and resolves a mask once for many calls; ``to_array`` shows a mask.
 from fastattn.masks._compile import compile
 from fastattn.masks._grid import axial, neighborhood, swin
 from fastattn.masks._mask import Mask
+from fastattn.masks._named import block_diffusion, shared_prefix, sliding_tiles
 from fastattn.masks._sequence import (
     all_keys,
     causal,
@@ -28,6 +29,7 @@ __all__ = [
     "all_keys",
     "axial",
     "bigbird",
+    "block_diffusion",
     "block_sparse",
     "causal",
     "chunked",
@@ -39,6 +41,8 @@ __all__ = [
     "fixed",
     "global_tokens",
     "neighborhood",
+    "shared_prefix",
+    "sliding_tiles",
     "strided",
     "swin",
     "tree",

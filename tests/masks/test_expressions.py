@@ -16,13 +16,8 @@ IDS = np.repeat([0, 1, 2, 3], [PREFIX, 30, 24, 23])
 GRID, TILE = (4, 6), 4  # tiles of 4 tokens each
 
 
-def training_blocks(n):
-    """Blocks of the noised half attend themselves, and clean blocks before; clean ones are block-causal."""
-    eye, clean = np.eye(n, dtype=bool), np.tri(n, dtype=bool)
-    return np.block([[eye, clean & ~eye], [eye & ~eye, clean]])
-
-
 def in_training(i, j):
+    """Blocks of the noised half attend themselves, and clean blocks before; clean ones are block-causal."""
     half, n = LENGTH // 2, 8
     block_i, block_j = i % half // n, j % half // n
     own = (block_i == block_j) & ((i >= half) == (j >= half))
@@ -41,13 +36,13 @@ def near_tiles(i, j):
 
 
 CASES = {
-    "block diffusion": (M.causal() | M.chunked(10), lambda i, j: j // 10 <= i // 10),
-    "block diffusion, training": (M.block_sparse(training_blocks(6), 8), in_training),
+    "block diffusion": (M.block_diffusion(10), lambda i, j: j // 10 <= i // 10),
+    "block diffusion, training": (M.block_diffusion(8, LENGTH // 2), in_training),
     "shared prefix": (
-        M.causal() & (M.first_keys(PREFIX) | M.documents(IDS)),
+        M.shared_prefix(PREFIX, IDS),
         lambda i, j: (j <= i) & ((j < PREFIX) | (IDS[i] == IDS[j])),
     ),
-    "sliding tiles": (M.block_sparse(M.neighborhood(GRID, 3).to_array(24), TILE), near_tiles),
+    "sliding tiles": (M.sliding_tiles(GRID, 3, TILE), near_tiles),
     "criss-cross": (
         M.axial((8, 12), 0) | M.axial((8, 12), 1),
         lambda i, j: (i // 12 == j // 12) | (i % 12 == j % 12),
@@ -61,6 +56,24 @@ def test_definition(name):
     want = attends(*np.ogrid[:LENGTH, :LENGTH])
     assert 0 < want.mean() < 1
     np.testing.assert_array_equal(mask.to_array(LENGTH), want)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: M.block_diffusion(0), r"block_diffusion\(\): size is 0; expected at least 1"),
+        (
+            lambda: M.block_diffusion(8, 20),
+            r"block_diffusion\(\): length is 20; expected a multiple of size, 8",
+        ),
+        (lambda: M.sliding_tiles((4, 6), 5, 4), r"neighborhood\(\): kernel \(5, 5\) .* exceeds the grid"),
+        (lambda: M.sliding_tiles((4, 6), 3, 0), r"sliding_tiles\(\): size is 0; expected at least 1"),
+        (lambda: M.shared_prefix(-1, IDS), r"first_keys\(\): n has -1; expected 0 to"),
+    ],
+)
+def test_what_is_refused(make, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        make()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
