@@ -236,13 +236,25 @@ static void conv_dpre(const fa_conv_grad_args *g, int64_t sequence, int64_t begi
     }
 }
 
-/* `count` rows of dx or dstate = those of dpre, convolved with the reversed taps. */
+/* `count` rows of dx or dstate = those of dpre, convolved with the reversed taps. Where dpre has no rows, at both ends, taps
+ * take no part, as they may be infinite. */
 static void conv_dx(const fa_conv_grad_args *g, int64_t count, const char *const *dpre, int64_t n,
                     const conv_scratch *s, char *to, int64_t row)
 {
+    const int width = g->forward.width;
+    const char *none = (const char *)s->zeros;
     for (int64_t i = 0; i < count; i += CONV_ROWS) {
-        conv_rows(LANE_DTYPE, count - i, dpre + i, g->forward.width, s->reversed, s->zeros, n, s->sums);
-        for (int64_t r = 0; r < smaller(CONV_ROWS, count - i); r++)
+        const int64_t last = smaller(CONV_ROWS, count - i) - 1;
+        const int whole = dpre[i] != none && dpre[i + last + width - 1] != none;
+        if (whole) conv_rows(LANE_DTYPE, last + 1, dpre + i, width, s->reversed, s->zeros, n, s->sums);
+        for (int64_t r = 0; !whole && r <= last; r++) {
+            int low = 0, high = width;
+            while (low < high && dpre[i + r + low] == none) low++;
+            while (high > low && dpre[i + r + high - 1] == none) high--;
+            conv_rows(LANE_DTYPE, 1, dpre + i + r + low, high - low, s->reversed + low * CONV_PIECE, s->zeros, n,
+                      s->sums + r * CONV_PIECE);
+        }
+        for (int64_t r = 0; r <= last; r++)
             store_row(g->forward.x.dtype, s->sums + r * CONV_PIECE, n, 1, to + (i + r) * row);
     }
 }

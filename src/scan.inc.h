@@ -4,8 +4,8 @@
  *     h_t = exp(step_t a) h_{t-1} + step_t x_t b_t          h, a (channels, states); b_t (states)
  *     out_t = h_t . c_t + skip x_t
  *
- * The lanes are channels, which share b and c and nothing else. A task is some channels of one sequence. Tokens come in
- * blocks, so that b and c are widened once for all vectors of channels.
+ * The lanes are channels, which share b and c and nothing else; of a sequence of one token, the numbers of a channel. A
+ * task is some channels of one sequence. Tokens come in blocks, so that b and c are widened once for all of them.
  *
  * Literals  states: 16, or not.
  * Exports   SCAN_CHANNELS, SCAN_TOKENS, SCAN_ASKS; v_decay; scan_task, scan_task_of, scan_scratch, take_scan_scratch;
@@ -229,7 +229,7 @@ INLINE v_t advance_state(int64_t n, v_t step, v_t written, const lane *rates, co
     const v_t h = before ? v_load_part(before, n) : v_splat(0);
     const v_t state = v_fma(v_decay(step * v_load_part(rates, n)), h, written * v_load_part(b, n));
     v_store_part(after, v_flush(state), n);
-    return state * v_load_part(c, n);
+    return (n < LANES ? v_load_n(after, n) : state) * v_load_part(c, n); /* lanes without a number may be inf 0 */
 }
 
 /* The same of a sequence of one token. Its lanes are the numbers of a channel's state, which lie side by side: nothing is

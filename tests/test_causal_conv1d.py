@@ -177,6 +177,19 @@ def test_gradients_against_those_of_float64(implementation, shape, dtype):
         close(got, want, lane if name in ("dweight", "dbias") else np.dtype(dtype), factor=64)
 
 
+@pytest.mark.parametrize("length", [1, 2, 9, 40])
+def test_a_tap_without_a_token_has_no_part_in_gradients(implementation, length):
+    weight, x = np.ones((2, 4), np.float32), np.zeros((length, 2), np.float32)
+    weight[0, 0] = np.inf  # of the token three before
+    dx, dstate = grad.causal_conv1d(
+        x + 1, x, weight, state=np.zeros((3, 2), np.float32), need=("dx", "dstate")
+    )
+    expected = np.minimum(4, length - np.arange(length))
+    np.testing.assert_array_equal(dx[:, 1], expected)
+    np.testing.assert_array_equal(dx[:, 0], np.where(expected < 4, expected, np.inf))
+    assert (dstate[:, 0] == np.inf).sum() == min(3, length)
+
+
 def test_gradients_do_not_depend_on_threads(implementation):
     x, weight, bias, state = problem((2, 900, 64), 4)
     need = ("dx", "dweight", "dbias", "dstate")

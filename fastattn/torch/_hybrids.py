@@ -6,6 +6,7 @@ name.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -175,14 +176,13 @@ def mamba_selective_scan(
     """Scan (batch, channels, length), with B and C (batch, states, length)."""
     if _begins(hidden_states.transpose(1, 2), kwargs) is not None:
         raise NotTaken("sequences are packed")
-    tensors = {"x": hidden_states, "dt": dt, "B": B, "C": C, "z": z}
-    tensors = {name: None if x is None else x.transpose(1, 2) for name, x in tensors.items()}
+    tensors = _of_one_dtype({"x": hidden_states, "dt": dt, "B": B, "C": C, "z": z})
     dtype = hidden_states.dtype
-    tensors = {name: None if x is None else _rows(x.to(dtype)) for name, x in tensors.items()}
+    tensors = {name: _rows(x.transpose(1, 2)) for name, x in tensors.items()}
     more = {"A": A, "D": D, "dt_bias": delta_bias}
     more = {name: None if x is None else x.float() for name, x in more.items()}
     out, after = composed(_scan, {**tensors, **more}, dt_softplus=delta_softplus)
-    out = out.transpose(1, 2)
+    out = out.transpose(1, 2).to(dtype)
     if D is not None:  # as where it is added by torch
         out = out.to(torch.promote_types(dtype, D.dtype))
     return (out, after) if return_last_state else out
@@ -205,11 +205,8 @@ def mamba_selective_state_update(
     _require_constant(state, hidden_states, dt, A, B, C, D, dt_bias, z)
     _require_writable(state)
     kept = state if state.dtype is torch.float32 and state.stride(-1) == 1 else state.float().contiguous()
-    tensors = {"x": hidden_states, "dt": dt, "B": B, "C": C, "z": z}
-    arrays: dict[str, Any] = {
-        name: None if x is None else array_of(_rows(x.detach().to(hidden_states.dtype))[:, None])
-        for name, x in tensors.items()
-    }
+    tensors = _of_one_dtype({"x": hidden_states, "dt": dt, "B": B, "C": C, "z": z})
+    arrays: dict[str, Any] = {name: array_of(_rows(x.detach())[:, None]) for name, x in tensors.items()}
     numbers = {"A": A, "D": D, "dt_bias": dt_bias}
     arrays |= {name: None if x is None else array_of(x.detach().float()) for name, x in numbers.items()}
     own = array_of(kept.detach())
@@ -220,7 +217,7 @@ def mamba_selective_state_update(
         torch.autograd.graph.increment_version(state)
     else:
         state.copy_(kept)
-    return tensor_of(out)[:, 0]
+    return tensor_of(out)[:, 0].to(hidden_states.dtype)
 
 
 def mamba2_selective_state_update(
@@ -363,6 +360,13 @@ def _record_samples(given: dict[str, Any], options: dict[str, Any]) -> Any:
         return tuple(x.swapaxes(1, 2) for x in pullback(dout.swapaxes(1, 2), need=need))
 
     return (out.swapaxes(1, 2),), back
+
+
+def _of_one_dtype(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors that are there, in the narrowest type that holds all of theirs."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in given.values()))
+    return {name: x.to(dtype) for name, x in given.items()}
 
 
 def _rows(x: Any) -> Any:

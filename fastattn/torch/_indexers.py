@@ -86,10 +86,9 @@ def without_loops(own: Callable[..., Any], measures: Callable[[], bool]) -> Call
             number = len(tokens) // size
             tokens = tokens[: number * size].view(number, size)
             chosen = visible.new_zeros((visible.shape[1], number + 1))
-            if number:
+            if count := min(self.block_topk, number):
                 pooled = self.k_layernorm(k[b, tokens].float().mean(1).to(k.dtype))[:, None]
                 pooled = turned(pooled, cos=cos[b, tokens[:, 0]], sin=sin[b, tokens[:, 0]])[:, 0].float()
-                count = min(self.block_topk, number)
                 found = _select(q[b : b + 1], pooled.T[None], count, None, ends[b : b + 1])[0]
                 chosen.scatter_(-1, found.masked_fill(found < 0, number), True)
             result[b] = chosen[:, blocks[b]] | (blocks[b] >= ends[b, :, None])

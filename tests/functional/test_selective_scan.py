@@ -141,6 +141,17 @@ def test_what_is_not_finite_stays_in_its_channel_and_after_its_token(implementat
     np.testing.assert_array_equal(out[~touched], clean[~touched])
 
 
+@pytest.mark.parametrize("states", [1, 5, 8, 16, 20, 33])
+def test_an_infinite_token_alone_is_as_among_others(implementation, states):
+    """Lanes that no number of the state fills have no part in the sum."""
+    x, dt = np.array([[3e38] * 3, [1] * 3], np.float32), np.array([[2] * 3, [1] * 3], np.float32)
+    A, B = -np.ones((3, states), np.float32), np.ones((2, states), np.float32)
+    with np.errstate(over="ignore"):
+        alone, among = selective_scan(x[:1], dt[:1], A, B[:1], B[:1]), selective_scan(x, dt, A, B, B)
+    np.testing.assert_array_equal(alone, np.full((1, 3), np.inf, np.float32))
+    np.testing.assert_array_equal(alone, among[:1])
+
+
 @pytest.mark.parametrize("ragged", [False, True])
 def test_gradients_against_differences(implementation, ragged):
     begins = [0, 4, 4, 5] if ragged else None

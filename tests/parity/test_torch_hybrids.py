@@ -313,6 +313,34 @@ def test_updates_write_to_their_state():
     torch.testing.assert_close(state, kept, rtol=0, atol=0)
 
 
+def test_updates_of_several_types_keep_the_wider(calls):
+    from transformers.models.mamba import modeling_mamba as module
+
+    torch.manual_seed(0)
+    x, dt, b = torch.randn(1, 6, dtype=torch.bfloat16), torch.rand(1, 6), torch.randn(1, 4)
+    rates, state = -torch.rand(6, 4), torch.randn(1, 6, 4)
+    own = state.clone()
+    module.mamba_selective_state_update(own, x, dt, rates, b, b)
+    with ft.register(measure=False):
+        module.mamba_selective_state_update(state, x, dt, rates, b, b)
+    assert set(calls) == {"mamba_selective_state_update"}
+    torch.testing.assert_close(state, own)
+
+
+def test_measured_calls_are_as_the_model_makes_them(monkeypatch):
+    """Numbers of Mamba-2's heads stay expanded: its updates take no others."""
+    timed = []
+    monkeypatch.setattr(_measure, "_ratios", {})
+    monkeypatch.setattr(
+        _measure, "_measure", lambda pairs: timed.extend(call() for pair in pairs() for call in pair) or 2.0
+    )
+    with ft.register():
+        tiny("mamba2").generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False)
+    counted = {key: value for key, value in ft.measured().items() if "mamba2_selective_state_update" in key}
+    assert timed
+    assert list(counted.values()) == ["2.00, fastattn"]
+
+
 def test_what_does_not_gain_stays_transformers(monkeypatch):
     from transformers.models.mamba2 import modeling_mamba2 as module
 
