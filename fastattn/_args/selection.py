@@ -52,6 +52,10 @@ def selection_args(
         backend=backend,
     )
     one_head = a.result.ndim == 2
+    shapes = [np.shape(x) for x in (q, k)]
+    if len(shapes[1]) < len(shapes[0]) and a.heads_kv > 1:  # more likely a batch than heads
+        expected = f"as many axes as q, {shapes[0]}, where it has several heads"
+        raise ValueError(f"(): k has shape {shapes[1]}; expected {expected}")
     count = integer("top_k", top_k, 1, MOST_SIZE)
     first, last = integer("first", first, 0), integer("last", last, 0)
     if first + last > count:

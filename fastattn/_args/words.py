@@ -5,7 +5,7 @@ They are of torch, flash-attn, xFormers, JAX, Keras, Hugging Face and sentence-t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # Other names of each argument. Where a word is of several arguments, all that a function takes are named.
@@ -90,7 +90,7 @@ _MEANINGS = {
     "bias": "added to the scores",
     "dropout": "with a seed",
     "dropout_p": "with a seed",
-    "weights_dtype": '"int8", "int4" or "nf4"',
+    "weights_dtype": '"int8", "int4", "uint4" or "nf4"',
     "temperature": "above 0",
 }
 _COMPILED = "masks.compile makes one of a function"
@@ -140,12 +140,15 @@ def not_an_argument(given: Mapping[str, Any], taken: Any, *named: str) -> TypeEr
     """
     names = [name for name in (*taken.__annotations__, *named) if name not in ("return", "others")]
     word = next(name for name in given if name not in names)
-    instead = _instead(word, names) or f"; expected one of {', '.join(names)}"
+    instead = _instead(word, names, named) or f"; expected one of {', '.join(names)}"
     return TypeError(f"(): {word} is not an argument{instead}")
 
 
-def _instead(word: str, names: list[str]) -> str:
-    """Return what stands in the place of `word` in a function with the arguments `names`."""
+def _instead(word: str, names: list[str], own: Collection[str]) -> str:
+    """Return what stands in the place of `word` in a function with the arguments `names`.
+
+    The meaning of its `own` names may be another than the usual one.
+    """
     makes = {"rng", "weights_dtype"} <= set(names)  # a layer
     hides = any(name.endswith("key_padding_mask") for name in names)  # a call of one
     same = _WORDS.get(word, [])
@@ -155,7 +158,7 @@ def _instead(word: str, names: list[str]) -> str:
         return f": attention={{{min(found)!r}: ...}} takes it"
     expected = []
     for name in same:
-        meaning = _MEANINGS.get(name)
+        meaning = None if name in own else _MEANINGS.get(name)
         if name.endswith("mask"):
             floats = "" if name == "mask" and not hides else ", floats are added"
             meaning = f"True {'hides' if hides else 'attends'}{floats}"

@@ -275,6 +275,10 @@ def latent_args(
             f"(..., len_k, rank + rope_dim), {rank} of key_weight, {of_keys.shape}, and {rope_dim} of q"
         )
         raise wrong_shape("cache", tokens, expected)
+    if tokens.ndim >= queries.ndim:
+        raise wrong_shape(
+            "cache", tokens, f"(..., len_k, rank + rope_dim), without heads, for q {queries.shape}"
+        )
     broadcast_batch(q=queries.shape[:-3], cache=tokens.shape[:-2])
     if absorbed is None:
         absorbed = len_q * (2 * rank - nope_dim - value_dim) <= rank * (nope_dim + value_dim)

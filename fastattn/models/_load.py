@@ -72,12 +72,12 @@ def load(
         Mistral, Qwen2 or Qwen3, whose blocks are decoded.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
-    weights_dtype : {"float32", "bfloat16", "int8", "int4", "nf4"}, optional
+    weights_dtype : {"float32", "bfloat16", "int8", "int4", "uint4", "nf4"}, optional
         How the weights of linear maps are kept, as `fastattn.ops.pack` does; by default in `dtype`, and in
         float64 only with that one. Generation reads all weights for each token: where memory is the limit,
         half or a quarter of the bytes is two or four times the speed.
     activations : {"int8"}, optional
-        Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8, int4 or nf4,
+        Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8 or of 4 bits,
         faster where many tokens are computed at once. By default they are not rounded.
     **others
         None: an error says what an argument of another library is called here.
@@ -115,7 +115,8 @@ def load(
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"
         expected = "expected one with config.json and model.safetensors, or a GGUF file"
-        raise ModelError(f"{path} is no folder; {expected}: {hint}")
+        what = "does not exist" if path.suffix == _gguf.SUFFIX else "is no folder"
+        raise ModelError(f"{path} {what}; {expected}: {hint}")
     if not (path / "config.json").exists() and (found := sorted(x.name for x in path.glob("*.gguf"))):
         raise ModelError(
             f"{path} has no config.json; expected one, or the path of a GGUF file, as {found[0]}"

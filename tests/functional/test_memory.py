@@ -106,6 +106,11 @@ CACHE, W, U = normal(2, 6, 24), normal(4, 8, 16), normal(4, 12, 16)
             r"^latent_attention\(\): q and cache have batch dimensions .*; expected ones that broadcast",
         ),
         (lambda: functional.latent_attention(Q[0, 0], CACHE, W, U), ValueError, r"q has shape \(6, 16\)"),
+        (
+            lambda: functional.latent_attention(Q, CACHE[:, None], W, U),
+            ValueError,
+            "cache has shape .*without heads",
+        ),
         (lambda: functional.memory_attention(Q, K, V, K[..., :3], V), ValueError, "memory_k has shape"),
         (lambda: functional.memory_attention(Q, K, V, K, V[..., :3]), ValueError, "memory_v has shape"),
         (lambda: functional.memory_attention(Q, K, V, K, V, gate=[1.0] * 3), ValueError, "gate has shape"),

@@ -356,6 +356,7 @@ Q, K = np.ones((2, 4, 6, 8), np.float32), np.ones((2, 2, 10, 8), np.float32)
         ({"k": K[:, :0]}, "k has 0 heads"),
         ({"q": Q[:, :3]}, "q has 3 heads, shape .*; expected a multiple of k's 2 heads"),
         ({"k": np.ones((3, 2, 10, 8), np.float32)}, "q, k and k have batch dimensions|batch dimensions"),
+        ({"k": K[0]}, r"k has shape \(2, 10, 8\); expected as many axes as q, .* where it has several heads"),
         ({"top_k": 0}, "top_k is 0; expected at least 1"),
         ({"first": -1}, "first is -1; expected at least 0"),
         ({"last": -1}, "last is -1; expected at least 0"),

@@ -219,7 +219,7 @@ def test_files_of_weights_that_are_missing(tmp_path):
         tmp_path, "model.safetensors is missing", "there is model.gguf; a GGUF file is loaded by its own path"
     )
     refused(tmp_path / "model.gguf", "model.gguf is truncated")
-    refused(str(tmp_path / "not-there.gguf"), "not-there.gguf is no folder", "or a GGUF file")
+    refused(str(tmp_path / "not-there.gguf"), "not-there.gguf does not exist", "or a GGUF file")
 
 
 def test_a_truncated_file(tmp_path):
@@ -362,7 +362,7 @@ def test_types_that_are_not_known(tmp_path):
     refused(tmp_path, "load(): dtype is 'float8'; expected one of float32", error=ValueError, dtype="float8")
     refused(tmp_path, "weights_dtype is 'int3'; expected", error=ValueError, weights_dtype="int3")
     refused(tmp_path, "activations is 'int4'; expected int8", error=ValueError, activations="int4")
-    exact = "activations is 'int8' for weights in float32; expected weights in int8, int4, nf4"
+    exact = "activations is 'int8' for weights in float32; expected weights in int8, int4, uint4, nf4"
     refused(tmp_path, exact, error=ValueError, activations="int8")
     refused(tmp_path, "dtype is None; expected one of float32", error=ValueError, dtype=None)
     refused(tmp_path, "dtype is <class 'numpy.int8'>; expected", error=ValueError, dtype=np.int8)

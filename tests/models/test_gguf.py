@@ -124,7 +124,7 @@ def test_paths(tmp_path):
         models.load(tmp_path)
     tiny.write(tmp_path / "folder.gguf", "llama")
     assert isinstance(models.load(tmp_path / "folder.gguf"), models.Decoder)
-    with pytest.raises(ModelError, match="is no folder"):
+    with pytest.raises(ModelError, match="does not exist"):
         models.load("a" * 300 + ".gguf")
     model = models.load(tmp_path / "model.gguf")
     (tmp_path / "model.gguf").unlink()
