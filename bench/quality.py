@@ -39,6 +39,8 @@ CHOICES = (
     ("float32", "int8", "int8"),
     ("float32", "int4", None),
     ("float32", "int4", "int8"),
+    ("float32", "uint4", None),
+    ("float32", "uint4", "int8"),
     ("float32", "nf4", None),
     ("float32", "nf4", "int8"),
 )

@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         option("--dtype", choices=MODEL_DTYPES, default="float32", help="what is computed in (float32)")
         option("--weights-dtype", choices=WEIGHT_DTYPES, help="how weights are kept in memory (as --dtype)")
-        text = "round the inputs of linear maps, for weights in int8, int4 or nf4 (they are not rounded)"
+        text = "round the inputs of linear maps, for weights in int8 or of 4 bits (they are not rounded)"
         option("--activations", choices=ROUNDINGS, help=text)
 
     option = command(_cli_models.embed)

@@ -89,7 +89,7 @@ def pack(
         As torch's ``Linear.weight``: float32, float64, float16 or bfloat16.
     gate : array_like, (out_features, in_features), optional
         Makes a gated pair: `linear` computes ``activation(x @ gate.T) * (x @ weight.T)`` in one pass.
-    dtype : {"float32", "float64", "bfloat16", "int8", "int4", "nf4"}, optional
+    dtype : {"float32", "float64", "bfloat16", "int8", "int4", "uint4", "nf4"}, optional
         How the weight is stored, by name or as a NumPy type; default its own dtype (float32 for float16).
         bfloat16 is rounded to nearest even; int8 is symmetric, with one scale for each output feature,
         ``max(abs(row)) / 127``. The types of 4 bits have a scale, float16, for every 32 input features of an

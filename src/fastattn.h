@@ -131,7 +131,8 @@ typedef struct {
     char *out;
     const char *panels;  /* n_panels x k x columns, as _args/packed.py says; gated: gate, up, gate, ... */
     const void *scales;  /* int8: lanes, (n_panels, columns); 4 bits: float16, (n_panels, blocks, columns) */
-    const void *table;   /* 16 lanes: what a weight of 4 bits means; times its scale it is the weight */
+    const void *minima;  /* 4 bits: as scales, optional */
+    const void *table;   /* 16 lanes: values of 4 bits; a weight is its value times the scale, plus the minimum */
     const int8_t *codes; /* the same as int8, times `unit` */
     const void *sums;    /* lanes, (n_panels, columns): of w's rows, as int8 multiplies them; read with x_int8 alone */
     double unit;
@@ -186,9 +187,9 @@ typedef struct {
 /* Weights of one map or two, k input features each, into panels, as _args/packed.py says. Rows in no block are 0. */
 typedef struct {
     const fa_pack_rows *blocks;
-    unsigned char *bad;  /* (n_blocks), 0: those that have a magnitude of `beyond` or more, or NaN, become 1 */
-    char *panels;        /* at a cache line */
-    void *scales, *sums; /* all as fa_linear_args has them; without features they are not written */
+    unsigned char *bad;           /* (n_blocks), 0: those that have a magnitude of `beyond` or more, or NaN, become 1 */
+    char *panels;                 /* at a cache line */
+    void *scales, *minima, *sums; /* all as fa_linear_args has them; without features they are not written */
     const void *middles; /* 4 bits: sixteen lanes, the middles of the values of neighbouring codes, the last unused */
     const void *codes;   /* 4 bits: sixteen lanes, the integers that fa_linear_args has */
     double unit;         /* of these integers, as there; of int8 1 */

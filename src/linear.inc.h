@@ -68,9 +68,11 @@ static void widen_part(const packed_product *p, lane *to)
     for (int64_t d = 0; d < p->features; d += each)
         for (int64_t c = 0; c < PANEL; c += LANES) {
             const v_t step = v_load(p->part + d / each * FA_PANEL_BYTES + c * (int64_t)sizeof(lane));
-            const v_t scale = weight == FA_I4 ? v_load_f16(p->scales + (d / BLOCK_4BIT * PANEL + c) * 2) : v_splat(0);
+            const int64_t offset = (d / BLOCK_4BIT * PANEL + c) * 2;
+            const v_t scale = weight == FA_I4 ? v_load_f16(p->scales + offset) : v_splat(0);
+            const v_t minimum = p->minima ? v_load_f16(p->minima + offset) : v_splat(0);
             for (int f = 0; f < each; f++) {
-                const v_t wide = v_widen(weight, f, step, p->a->table, scale);
+                const v_t wide = v_widen(weight, f, step, p->a->table, scale, minimum);
                 v_store(to + (d + f) * PANEL + c, wide);
             }
         }
@@ -81,11 +83,12 @@ INLINE void turn_square(fa_dtype weight, const fa_linear_args *a, int64_t panel,
 {
     const int64_t each = features_per_step(weight), features = panel_features(a, a->n);
     const char *part = a->panels + (panel * features + first) / each * FA_PANEL_BYTES;
-    const char *scales = (const char *)a->scales + (panel * features + first) / BLOCK_4BIT * PANEL * 2;
+    const int64_t of_block = (panel * features + first) / BLOCK_4BIT * PANEL * 2;
     const int64_t next = a->transposed * features / each * FA_PANEL_BYTES;
     for (int64_t c = 0; c < PANEL; c += LANES) {
-        v_t scale = v_splat(0);
-        if (weight == FA_I4) scale = v_load_f16(scales + c * 2);
+        v_t scale = v_splat(0), minimum = v_splat(0);
+        if (weight == FA_I4) scale = v_load_f16((const char *)a->scales + of_block + c * 2);
+        if (a->minima) minimum = v_load_f16((const char *)a->minima + of_block + c * 2);
         if (weight == FA_I8) scale = v_load((const lane *)a->scales + panel * PANEL + c);
         for (int64_t d = 0; d < PANEL; d += LANES) {
             v_t square[LANES];
@@ -94,7 +97,7 @@ INLINE void turn_square(fa_dtype weight, const fa_linear_args *a, int64_t panel,
                 square[i] = v_splat(0);
                 if ((d + i) % each == 0) __builtin_prefetch(step + next, 0, 2);
                 if (first + d + i >= features) continue;
-                square[i] = v_widen(weight, (int)((d + i) % each), v_load(step), a->table, scale);
+                square[i] = v_widen(weight, (int)((d + i) % each), v_load(step), a->table, scale, minimum);
                 if (weight == FA_I8) square[i] = square[i] * scale;
             }
             v_transpose(square);
@@ -170,6 +173,7 @@ static void multiply_packed(int64_t rows, const packed_product *whole, const lan
         p.x = whole->x + d * x_size(p.a), p.sums = whole->sums + d / BLOCK_4BIT;
         p.part = wide ? (const char *)(wide + d * PANEL) : whole->part + d / each * FA_PANEL_BYTES;
         if (weight == FA_I4) p.scales = whole->scales + d / BLOCK_4BIT * PANEL * 2;
+        if (whole->minima) p.minima = whole->minima + d / BLOCK_4BIT * PANEL * 2;
         p.more = whole->more || d;
         if (how == BY_LANES) multiply_plain(0, rows, &p);
         else if (how == BY_PAIRS) multiply_plain(V_BF16_DOT, rows, &p);
@@ -184,8 +188,9 @@ static void find_part(packed_product *p, int64_t panel, int64_t feature)
 {
     const int64_t each = features_per_step(p->a->weight), features = features_padded(p->a);
     p->part = p->a->panels + (panel * features + feature) / each * FA_PANEL_BYTES;
-    if (p->a->weight == FA_I4)
-        p->scales = (const char *)p->a->scales + (panel * features + feature) / BLOCK_4BIT * PANEL * 2;
+    const int64_t of_block = (panel * features + feature) / BLOCK_4BIT * PANEL * 2;
+    if (p->a->weight == FA_I4) p->scales = (const char *)p->a->scales + of_block;
+    if (p->a->minima) p->minima = (const char *)p->a->minima + of_block;
 }
 
 static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int64_t task, void *memory)

@@ -30,7 +30,7 @@ typedef struct {
     int64_t *block; /* the block of rows that x holds, counted from 1: 0 is none */
     char *x;        /* (rows, features) as linear_input says, or two times TILES_ROWS of them: x_copied_late */
     row_grid *grid; /* (rows): of int8 x */
-    int32_t *sums;  /* (rows, blocks): of int8 x, times V_I8_OFFSET */
+    int32_t *sums;  /* (rows, blocks): of int8 x */
     lane *wide;     /* (LINEAR_WIDE, PANEL): a part of a panel, widened; or its last tiles, filled up */
     char *codes;    /* (CODES_FEATURES, PANEL): of 4 bits by int8, where tiles multiply them; else NULL */
     lane *acc;      /* (panels, rows, PANEL) of a task; of a panel or pair, if all features are one block. By tiles,
@@ -130,24 +130,20 @@ static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const f
 }
 
 #if LANE_BITS == 32
-/* sums = V_I8_OFFSET times the sum of bytes (padded, up to whole vectors 0): of all, or of every block. */
-INLINE void sum_bytes(const fa_linear_args *a, const char *bytes, int64_t padded, int32_t *sums)
+/* sums = the sum of n bytes, up to whole vectors 0, or of every block of them. */
+INLINE void sum_bytes(int blocks, const char *bytes, int64_t n, int32_t *sums)
 {
-    vi_t all = {0};
-    for (int64_t d = 0; d < padded; d += V_BYTES) {
-        const vi_t here = (vi_t)v_load(bytes + d);
-        if (a->weight != FA_I4) {
-            all = v_dot_i8((vi_t){0}, here, all);
-            continue;
-        }
-        const vi_t fours = v_dot_i8((vi_t){0}, here, (vi_t){0});
-        for (int64_t b = 0; b < smaller(padded - d, V_BYTES) / BLOCK_4BIT; b++) {
-            int32_t sum = 0;
-            UNROLL_FOR(int i = 0; i < BLOCK_4BIT / 4; i++) sum += fours[b * (BLOCK_4BIT / 4) + i];
-            *sums++ = sum;
-        }
+    const vi_t none = {0}, ones = none + 0x01010101; /* v_dot_i8 may add V_I8_OFFSET times the bytes */
+    vi_t all = none;
+    for (int64_t b = 0; blocks && b < n / BLOCK_4BIT; b++) {
+        sums[b] = 0;
+        for (int i = 0; i < BLOCK_4BIT; i++) sums[b] += ((const int8_t *)bytes)[b * BLOCK_4BIT + i];
     }
-    if (a->weight == FA_I4) return;
+    if (blocks) return;
+    for (int64_t d = 0; d < n; d += V_BYTES) {
+        const vi_t here = (vi_t)v_load(bytes + d);
+        all += v_dot_i8(ones, here, none) - v_dot_i8(none, here, none);
+    }
     *sums = 0;
     UNROLL_FOR(int i = 0; i < LANES; i++) *sums += all[i];
 }
@@ -182,7 +178,7 @@ INLINE row_grid quantise_row_as(fa_dtype dtype, const fa_linear_args *a, const c
         v_store_i8_part(to + d, (vi_t)((x - v_splat(middle)) * factor + magic), a->k - d);
     }
     memset(to + a->k, 0, round_up(a->k, 64) - a->k);
-    if (V_I8_OFFSET && !by_tiles(a)) sum_bytes(a, to, features_padded(a), sums);
+    if ((V_I8_OFFSET && !by_tiles(a)) || a->minima) sum_bytes(a->weight == FA_I4, to, features_padded(a), sums);
     return (row_grid){finite ? half / 127 * (lane)a->unit : NAN, middle};
 }
 

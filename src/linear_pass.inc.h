@@ -104,9 +104,10 @@ typedef struct {
     const fa_linear_args *a;
     const char *x;       /* lanes, pairs of bfloat16 or int8, 0 up to a whole step; of 4 bits, to a whole block */
     int64_t x_row;       /* bytes */
-    const int32_t *sums; /* of int8 x, times V_I8_OFFSET: of each row and, of 4 bits, of each of its blocks */
+    const int32_t *sums; /* of int8 x, if V_I8_OFFSET or minima: of each row and, of 4 bits, of each of its blocks */
     int64_t sums_row;
     const char *part, *scales; /* scales: float16, (blocks, PANEL); 4 bits only */
+    const char *minima;        /* as scales, or NULL */
     int64_t features;
     int runs;      /* of so many features, one behind the other: more than 1 only in wide_pass */
     int more;      /* out += the product */
@@ -127,17 +128,18 @@ INLINE void fetch_step(const packed_product *p, int64_t c, int64_t step)
 #define LINEAR_SUM MAX_DEPTH /* steps, or features widened, that one accumulator sums at most */
 #define WIDE_RUNS 4          /* runs of LINEAR_SUM features that one row is multiplied with at once */
 
-/* Feature f of each step, widened; of 4 bits, scaled. A byte of 4 bits each holds one of features 0 .. 3 and, above, one
+/* Feature f of each step, widened; of 4 bits, scaled, plus the minimum. A byte of 4 bits each holds one of features 0 .. 3 and, above, one
  * of 4 .. 7: so that both halves are four bytes for the integer dot product. */
-INLINE v_t v_widen(fa_dtype weight, int f, v_t step, const lane *table, v_t scale)
+INLINE v_t v_widen(fa_dtype weight, int f, v_t step, const lane *table, v_t scale, v_t minimum)
 {
 #if LANE_BITS == 32
     const vi_t bits = (vi_t)step;
     if (weight == FA_BF16) return (v_t)(f ? bits & (ilane)0xffff0000 : bits << 16);
     if (weight == FA_I8) return __builtin_convertvector(bits << (24 - 8 * f) >> 24, v_t);
-    if (weight == FA_I4) return v_lookup(table, (vi_t)((vw_t)bits >> (f < 4 ? 8 * f : 8 * f - 28))) * scale;
+    if (weight == FA_I4)
+        return v_fma(v_lookup(table, (vi_t)((vw_t)bits >> (f < 4 ? 8 * f : 8 * f - 28))), scale, minimum);
 #endif
-    (void)weight, (void)f, (void)table, (void)scale;
+    (void)weight, (void)f, (void)table, (void)scale, (void)minimum;
     return step;
 }
 
@@ -150,26 +152,33 @@ INLINE void wide_pass(int rows, int runs, fa_dtype weight, int64_t c, const pack
 {
     const int64_t each = features_per_step(weight), run_bytes = LINEAR_SUM / each * FA_PANEL_BYTES;
     const char *part = p->part + c * (int64_t)sizeof(lane);
-    v_t sum[TILE_MAX][LINEAR_NV], scale[WIDE_RUNS][LINEAR_NV], wide[LINEAR_NV];
+    v_t sum[TILE_MAX][LINEAR_NV], scale[WIDE_RUNS][LINEAR_NV], minimum[WIDE_RUNS][LINEAR_NV], wide[LINEAR_NV];
     UNROLL_FOR(int r = 0; r < rows * runs; r++)
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_splat(0);
     UNROLL_FOR(int run = 0; run < runs; run++)
-        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) scale[run][u] = v_splat(0);
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) scale[run][u] = minimum[run][u] = v_splat(0);
     for (int64_t d = 0; d < p->features; d += each, part += FA_PANEL_BYTES)
         UNROLL_FOR(int run = 0; run < runs; run++) {
             const char *step = part + run * run_bytes;
             const int64_t feature = run * LINEAR_SUM + d;
             fetch_step(p, c, feature / each);
             if (weight == FA_I4 && d % BLOCK_4BIT == 0) {
-                const char *scales = p->scales + (feature / BLOCK_4BIT * PANEL + c) * 2;
-                if (p->lines) __builtin_prefetch(scales + SCALES_AHEAD, 0, 2);
-                UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) scale[run][u] = v_load_f16(scales + u * LANES * 2);
+                const int64_t offset = (feature / BLOCK_4BIT * PANEL + c) * 2;
+                if (p->lines) __builtin_prefetch(p->scales + offset + SCALES_AHEAD, 0, 2);
+                UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
+                    scale[run][u] = v_load_f16(p->scales + offset + u * LANES * 2);
+                if (p->minima) {
+                    if (p->lines) __builtin_prefetch(p->minima + offset + SCALES_AHEAD, 0, 2);
+                    UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
+                        minimum[run][u] = v_load_f16(p->minima + offset + u * LANES * 2);
+                }
             }
             UNROLL_FOR(int f = 0; f < each; f++) {
                 const char *x = p->x + (feature + f) * (int64_t)sizeof(lane);
                 HIDE(x);
                 UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
-                    wide[u] = v_widen(weight, f, v_load(step + u * V_BYTES), p->a->table, scale[run][u]);
+                    wide[u] = v_widen(weight, f, v_load(step + u * V_BYTES), p->a->table, scale[run][u],
+                                      minimum[run][u]);
                 UNROLL_FOR(int r = 0; r < rows; r++) {
                     const v_t element = v_splat(*(const lane_u *)(x + r * p->x_row));
                     UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
@@ -202,7 +211,7 @@ typedef int32_t four_u __attribute__((aligned(1), may_alias)); /* four int8 anyw
 /* Where the integer sums of a row begin: see v_dot_i8. */
 INLINE vi_t first_sum(const packed_product *p, int r, int64_t block)
 {
-    return (vi_t){0} - (V_I8_OFFSET ? p->sums[r * p->sums_row + block] : 0);
+    return (vi_t){0} - (V_I8_OFFSET ? V_I8_OFFSET * p->sums[r * p->sums_row + block] : 0);
 }
 
 /* One pass of int8 by int8, in integers. */
@@ -300,6 +309,10 @@ INLINE void blocks_pass(int rows, int64_t c, const packed_product *p)
             const v_t scale = v_load_f16(scales + u * LANES * 2);
             UNROLL_FOR(int r = 0; r < rows; r++)
                 total[r][u] = v_fma(__builtin_convertvector(sum[r][u], v_t), scale, total[r][u]);
+            if (!p->minima) continue;
+            const v_t minimum = v_load_f16(p->minima + (block * PANEL + c + u * LANES) * 2);
+            UNROLL_FOR(int r = 0; r < rows; r++)
+                total[r][u] = v_fma(minimum, v_splat((lane)p->sums[r * p->sums_row + block]), total[r][u]);
         }
     }
     UNROLL_FOR(int r = 0; r < rows; r++)

@@ -240,6 +240,11 @@ static void blocks_by_tiles(int64_t rows, const packed_product *p, char *codes)
                     const vi_t sum = (vi_t)v_load(sums[done % CODES_SUMS] + i * LANES);
                     total[i] = v_fma(__builtin_convertvector(sum, v_t), scale, total[i]);
                 }
+                if (!p->minima) continue;
+                const v_t minimum = v_load_f16(p->minima + (done * PANEL + c) * 2);
+                UNROLL_FOR(int i = 0; i < TILE_ROWS; i++)
+                    if (i < n)
+                        total[i] = v_fma(minimum, v_splat((lane)p->sums[(r + i) * p->sums_row + done]), total[i]);
             }
             UNROLL_FOR(int i = 0; i < TILE_ROWS; i++)
                 if (i < n) v_store(out + i * PANEL, total[i]);

@@ -26,6 +26,7 @@ typedef struct {
     lane *gathered;   /* (PANEL, k): rows whose features do not lie side by side */
     lane *divisors;   /* of 4 bits: of LANES blocks of x */
     uint16_t *scales; /* of 4 bits: of each block of x, as they are stored */
+    uint16_t *minima; /* the same */
     uint8_t *codes;   /* of 4 bits: of each feature of x */
     double *sums;     /* (PANEL): of int8 and 4 bits, what a->sums has of the rows, so far */
 } pack_scratch;
@@ -55,6 +56,7 @@ static int64_t take_pack_scratch(arena *from, const fa_pack_args *a, pack_scratc
     CUT(from, scratch->gathered, gathers * PANEL * a->k);
     CUT(from, scratch->divisors, coded * LANES);
     CUT(from, scratch->scales, coded * (most / BLOCK_4BIT));
+    CUT(from, scratch->minima, coded * (most / BLOCK_4BIT));
     CUT(from, scratch->codes, coded * most);
     CUT(from, scratch->sums, PANEL);
     return from->used;
@@ -184,6 +186,22 @@ INLINE v_t v_block_scales(const fa_pack_args *a, const lane *x)
     return largest / v_splat((lane)a->extreme);
 }
 
+/* The minima of LANES blocks of x, from which they are subtracted, as float16. */
+INLINE v_t v_block_minima(lane *x, uint16_t *minima)
+{
+    v_t most[LANES]; /* of -x */
+    for (int b = 0; b < LANES; b++) {
+        most[b] = -v_load(x + b * BLOCK_4BIT);
+        UNROLL_FOR(int j = LANES; j < BLOCK_4BIT; j += LANES) most[b] = v_max(most[b], -v_load(x + b * BLOCK_4BIT + j));
+    }
+    v_store_f16(minima, -v_max_each(most));
+    const v_t minimum = v_load_f16(minima);
+    for (int b = 0; b < LANES; b++)
+        UNROLL_FOR(int j = 0; j < BLOCK_4BIT; j += LANES)
+            v_store(x + b * BLOCK_4BIT + j, v_load(x + b * BLOCK_4BIT + j) - v_splat(minimum[b]));
+    return minimum;
+}
+
 /* How many of the fifteen numbers `middles` are less than x. */
 INLINE vi_t v_code(const lane *middles, v_t x)
 {
@@ -192,14 +210,18 @@ INLINE vi_t v_code(const lane *middles, v_t x)
     return code;
 }
 
-/* Codes of n features of x, whole blocks, two a byte, and the scales of their blocks, PANEL apart. Returns the sum of their
- * integers: each block's is exact, and is scaled; these are added in order. */
-static double pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n, uint16_t *scales, char *to)
+/* Codes of n features of x, and of zeros up to a whole block, two a byte; scales and minima of blocks, `block` numbers
+ * after a's first and PANEL apart. Returns the sum of the n weights as integers have them: each block's is exact, and is
+ * scaled; these are added in order. */
+static double pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n, int64_t block, char *to)
 {
     typedef uint64_t eight_u __attribute__((aligned(1), may_alias));
     typedef uint32_t four_u __attribute__((aligned(1), may_alias));
+    const int64_t blocks = ceil_div(n, BLOCK_4BIT);
     double sum = 0;
-    for (int64_t first = 0; first < n / BLOCK_4BIT; first += LANES) {
+    for (int64_t first = 0; first < blocks; first += LANES) {
+        v_t minimum = v_splat(0);
+        if (a->minima) minimum = v_block_minima(s->x + first * BLOCK_4BIT, s->minima + first);
         v_store_f16(s->scales + first, v_block_scales(a, s->x + first * BLOCK_4BIT));
         const v_t scale = v_load_f16(s->scales + first);
         v_t sums[LANES];                                                      /* of each block, exactly */
@@ -207,20 +229,25 @@ static double pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n
         for (int64_t i = 0; i < LANES; i++) {
             const int64_t b = first + i;
             sums[i] = v_splat(0);
-            if (b >= n / BLOCK_4BIT) continue;
+            if (b >= blocks) continue;
             UNROLL_FOR(int64_t j = b * BLOCK_4BIT; j < (b + 1) * BLOCK_4BIT; j += LANES) {
                 const vi_t code = v_code(a->middles, v_load(s->x + j) / v_splat(s->divisors[i]));
                 v_store_i8(s->codes + j, code);
                 sums[i] += v_lookup(a->codes, code);
             }
-            scales[b * PANEL] = s->scales[b];
+            for (int64_t j = n; j < (b + 1) * BLOCK_4BIT; j++) sums[i][0] -= ((const lane *)a->codes)[s->codes[j]];
+            ((uint16_t *)a->scales)[block + b * PANEL] = s->scales[b];
+            if (a->minima) ((uint16_t *)a->minima)[block + b * PANEL] = s->minima[b];
         }
         const v_t whole = v_sum_each(sums);
-        UNROLL_FOR(int i = 0; i < LANES; i++) sum += (double)whole[i] * scale[i];
+        for (int64_t i = 0; i < smaller(LANES, blocks - first); i++) {
+            const int64_t features = smaller(BLOCK_4BIT, n - (first + i) * BLOCK_4BIT);
+            sum += (double)whole[i] * scale[i] + (double)features * minimum[i];
+        }
     }
     const eight_u *restrict eights = (const eight_u *)s->codes;
     four_u *restrict words = (four_u *)to;
-    for (int64_t j = 0; j < n / 8; j++) words[j] = (uint32_t)(eights[j] | eights[j] >> 28);
+    for (int64_t j = 0; j < blocks * BLOCK_4BIT / 8; j++) words[j] = (uint32_t)(eights[j] | eights[j] >> 28);
     return sum;
 }
 #endif
@@ -286,8 +313,7 @@ static const char *row_words(const fa_pack_args *a, const pack_scratch *s, const
     if (a->weight == FA_BF16) pack_pairs(s->x, n, to);
     else {
         const int64_t block = panel * ceil_div(a->k, BLOCK_4BIT) + first / BLOCK_4BIT;
-        uint16_t *scales = (uint16_t *)a->scales + block * PANEL + r;
-        add_sum(a, s, r, panel, first, pack_codes(a, s, round_up(n, BLOCK_4BIT), scales, to));
+        add_sum(a, s, r, panel, first, pack_codes(a, s, n, block * PANEL + r, to));
     }
 #else
     (void)panel;

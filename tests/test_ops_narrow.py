@@ -13,7 +13,7 @@ from fastattn import ops
 from fastattn._args.packed import PackedLinear
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-KINDS = ["int8", "int4", "nf4"]
+KINDS = ["int8", "int4", "uint4", "nf4"]
 # Sizes around the kernels' passes (6, 12, 96), steps (4, 8), blocks (32), panels (32) and depth (1024, 4096).
 SHAPES = [
     (1, 1, 1),
@@ -61,6 +61,15 @@ def stored(weight, kind):
         return values, values, np.broadcast_to(scales / 2, weight.shape).astype(float)
     blocks = np.zeros((n, -(-k // 32), 32), np.float32)
     blocks.reshape(n, blocks.shape[1] * 32)[:, :k] = weight
+    if kind == "uint4":
+        minima = blocks.min(axis=2, keepdims=True).astype(np.float16).astype(np.float32)
+        above = blocks - minima
+        largest = np.take_along_axis(above, np.abs(above).argmax(axis=2)[..., None], axis=2)
+        scales = (largest / np.float32(15)).astype(np.float16).astype(np.float32)
+        codes = np.clip(np.rint(divided(above, scales)), 0, 15)
+        values = codes * scales.astype(float) + minima
+        errors = np.abs(scales) / 2 + np.abs(minima) * 2.0**-11 + np.zeros_like(values)
+        return [x.reshape(n, blocks.shape[1] * 32)[:, :k] for x in (values, values, errors)]
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=2)[..., None], axis=2)
     scales = (-largest / 8 if kind == "int4" else np.abs(largest)).astype(np.float16).astype(np.float32)
     each = divided(blocks, scales)
@@ -96,6 +105,8 @@ def products(x, weight, kind, activations):
     x = x.astype(float)
     sums = multiplied.sum(axis=1)
     roundings = 2.0**-24 * (8 + 2 * math.sqrt(x.shape[1]))
+    if kind == "uint4":  # whose minima and what is above them may be larger than their sums
+        roundings *= 4
     slack = roundings * (np.abs(x) @ np.abs(exact).T)
     if activations is None:
         return x @ exact.T, slack
@@ -179,14 +190,15 @@ def test_what_pack_stores(shape, kind):
             assert (np.abs(exact - given) <= errors * 1.001).all()  # a scale in float16 rounds, too
 
 
-@pytest.mark.parametrize("kind", ["int4", "nf4"])
+@pytest.mark.parametrize("kind", ["int4", "uint4", "nf4"])
 def test_pack_in_4_bits_of_tiny_and_large_numbers(kind):
     for size in (1e-9, 1e-7, 2e-7, 7e-7, 1e-6, 1e-4, 6e4):
         weight = size * np.random.default_rng(3).uniform(-1, 1, (5, 64)).astype(np.float32)
         exact, _, errors = stored(weight, kind)
         back = ops.pack(weight, dtype=kind).unpack()
         np.testing.assert_allclose(back, exact, rtol=2**-23, atol=0)
-        coarse = 2.0 ** (-22 if kind == "int4" else -25)  # a scale that is denormal in float16
+        # A scale that is denormal in float16, times the largest code, and a minimum.
+        coarse = {"int4": 8, "uint4": 15 + 1, "nf4": 1}[kind] * 2.0**-25
         assert (np.abs(back - weight) <= np.abs(errors) * 1.005 + coarse).all()
 
 
@@ -345,12 +357,12 @@ def test_copies(implementation, kind, gated):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory(kind):
-    """4 bits and a scale of 16 bits for 32 numbers; 8 bits and one of 32 bits for an output feature.
+    """4 bits and a scale, in uint4 a minimum, of 16 bits for 32 numbers; 8 bits and 32 for an output feature.
 
     Each has a sum of 32 bits for an output feature, too.
     """
-    packed = ops.pack(np.ones((64, 96), np.float32), dtype=kind)
-    assert packed.nbytes == 64 * 4 + (64 * 96 + 64 * 4 if kind == "int8" else 64 * 96 * 4.5 / 8)
+    packed, bits = ops.pack(np.ones((64, 96), np.float32), dtype=kind), 5 if kind == "uint4" else 4.5
+    assert packed.nbytes == 64 * 4 + (64 * 96 + 64 * 4 if kind == "int8" else 64 * 96 * bits / 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -367,7 +379,7 @@ X = np.ones((2, 4), np.float32)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_activations_need_narrow_weights(kind):
     message = (
-        rf"^linear\(\): activations is 'int8' for weights in {kind}; expected weights in int8, int4, nf4"
+        rf"^linear\(\): activations is 'int8' for weights in {kind}; expected weights in int8, int4, uint4,"
     )
     with pytest.raises(ValueError, match=message):
         ops.linear(X, ops.pack(np.ones((3, 4), np.float32), dtype=kind), activations="int8")
@@ -403,11 +415,11 @@ def test_the_most_features(implementation):
     np.testing.assert_allclose(got, [[-128.0 * most], [128.0 * most]], rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["int4", "nf4"])
+@pytest.mark.parametrize("kind", ["int4", "uint4", "nf4"])
 def test_packed_weights_made_by_hand(kind):
     packed = ops.pack(np.ones((50, 40), np.float32), dtype=kind)
     sizes = {"in_features": 40, "out_features": 50, "gated": False, "dtype": kind}
-    sizes["sums"] = packed.sums
+    sizes |= {"sums": packed.sums, "minima": packed.minima}
     made = PackedLinear(**sizes, panels=packed.panels, scales=packed.scales)
     np.testing.assert_array_equal(made.unpack(), packed.unpack())
     with pytest.raises(ValueError, match=r"panels has shape \(2, 8, 32, 4\).*expected \(2, 12, 32, 4\)"):

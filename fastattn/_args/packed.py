@@ -33,27 +33,29 @@ class Stored(NamedTuple):
     shape: tuple[int, ...] = ()  # of what a step holds of each output feature
 
 
-# int4 is what GGUF calls Q4_0. NF4's numbers are quantiles of the normal distribution (Dettmers et al. 2023,
-# arXiv:2305.14314), such that 0 is one of them.
+# int4 is what GGUF calls Q4_0, and uint4 Q4_1. NF4's numbers are quantiles of the normal distribution
+# (Dettmers et al. 2023, arXiv:2305.14314), such that 0 is one of them.
 STORED = {
     "float32": Stored(np.float32, 1),
     "float64": Stored(np.float64, 1),
     "bfloat16": Stored(np.uint16, 2, (2,)),
     "int8": Stored(np.int8, 4, (4,)),
     "int4": Stored(np.uint8, 8, (4,)),
+    "uint4": Stored(np.uint8, 8, (4,)),
     "nf4": Stored(np.uint8, 8, (4,)),
 }
 WEIGHT_DTYPES = tuple(STORED)
 
 
 class Table(NamedTuple):
-    """Values of the sixteen codes of a 4-bit type, times the scale of their block."""
+    """Values of the sixteen codes of a 4-bit type: times the scale of their block, plus its minimum."""
 
     values: Array  # (16,), float32, ascending
     codes: Array  # (16,), the same as int8 ...
     unit: float  # ... times this
     zero: int  # the code of 0
     extreme: float  # what the element of largest magnitude becomes; 0: that magnitude becomes 1
+    has_minima: bool = False  # which are subtracted first
 
     @property
     def pairs(self) -> Array:
@@ -74,9 +76,11 @@ _NF4 = (
     " -0.18477343022823334 -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725"
     " 0.24611230194568634 0.33791524171829224 0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0"
 )
+_UINT4_VALUES = np.arange(16, dtype=np.float32)
 _INT4_VALUES, _NF4_VALUES = np.arange(-8, 8, dtype=np.float32), np.array(_NF4.split(), np.float32)
 TABLES = {
     "int4": Table(_INT4_VALUES, _INT4_VALUES.astype(np.int8), 1.0, 8, -8.0),
+    "uint4": Table(_UINT4_VALUES, _UINT4_VALUES.astype(np.int8), 1.0, 0, 15.0, has_minima=True),
     "nf4": Table(_NF4_VALUES, np.rint(_NF4_VALUES * 127).astype(np.int8), 1 / 127, 7, 0.0),
 }
 
@@ -101,12 +105,14 @@ class PackedLinear:
     scales : ndarray or None
         For int8 ``(n_panels, columns)``, float32: the factor of each output feature. In 4 bits ``(n_panels,
         ceil(in_features / 32), columns)``, float16: that of 32 input features.
+    minima : ndarray or None
+        For uint4, as `scales`: what is added to the codes times the scale.
     sums : ndarray or None
         For int8 and in 4 bits ``(n_panels, columns)``, float32: of each output feature, the sum of its
         weights. Of NF4 they are those that multiply int8, rounded to multiples of 1 / 127.
     """
 
-    __slots__ = ("dtype", "gated", "in_features", "out_features", "panels", "scales", "sums")
+    __slots__ = ("dtype", "gated", "in_features", "minima", "out_features", "panels", "scales", "sums")
     dtype: str
     gated: bool
     in_features: int
@@ -114,6 +120,7 @@ class PackedLinear:
     panels: Array
     scales: Array | None
     sums: Array | None
+    minima: Array | None
 
     @named("PackedLinear")
     def __init__(
@@ -125,6 +132,7 @@ class PackedLinear:
         panels: Array,
         scales: Array | None,
         sums: Array | None = None,
+        minima: Array | None = None,
     ):
         # The kernels do not check these sizes again.
         dtype = dtype_choice("dtype", dtype, WEIGHT_DTYPES)
@@ -134,14 +142,18 @@ class PackedLinear:
         stored = (count, steps(k, dtype), width, *STORED[dtype].shape)
         expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, STORED[dtype].dtype)]
         if dtype in TABLES:
-            expected.append(("scales", scales, (count, -(-k // BLOCK_4BIT), width), np.float16))
+            blocks = (count, -(-k // BLOCK_4BIT), width)
+            expected.append(("scales", scales, blocks, np.float16))
+            if TABLES[dtype].has_minima:
+                expected.append(("minima", minima, blocks, np.float16))
         elif dtype == "int8":
             expected.append(("scales", scales, (count, width), np.float32))
         if len(expected) > 1:
             expected.append(("sums", sums, (count, width), np.float32))
-        elif scales is not None or sums is not None:
-            name = "sums" if scales is None else "scales"
-            raise ValueError(f"(): {name} are given; expected None for {dtype}, which has none")
+        known = [name for name, *_ in expected]
+        for name, array in (("scales", scales), ("sums", sums), ("minima", minima)):
+            if array is not None and name not in known:
+                raise ValueError(f"(): {name} are given; expected None for {dtype}, which has none")
         for name, array, shape, kind in expected:
             if type(array) is not np.ndarray:
                 raise wrong_type(name, array, "an array")
@@ -151,7 +163,8 @@ class PackedLinear:
                     f"(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
                     f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
                 )
-        fields = (dtype, bool(gated), int(in_features), int(out_features), panels, scales, sums)
+        features = int(in_features), minima, int(out_features)
+        fields = (dtype, bool(gated), *features, panels, scales, sums)
         for name, value in zip(self.__slots__, fields, strict=True):
             object.__setattr__(self, name, value)
         for _, array, _, _ in expected:
@@ -163,7 +176,8 @@ class PackedLinear:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy through `_restored`, which aligns the panels again."""
         features = self.in_features, self.out_features
-        return _restored, (*features, self.gated, self.dtype, self.panels, self.scales, self.sums)
+        arrays = self.panels, self.scales, self.sums, self.minima
+        return _restored, (*features, self.gated, self.dtype, *arrays)
 
     def __repr__(self) -> str:
         kind = "gated " if self.gated else ""
@@ -172,7 +186,8 @@ class PackedLinear:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the weights take."""
-        return sum(0 if array is None else array.nbytes for array in (self.panels, self.scales, self.sums))
+        arrays = self.panels, self.scales, self.sums, self.minima
+        return sum(0 if array is None else array.nbytes for array in arrays)
 
     def floats(self, which: slice = _ALL) -> Array:
         """Panels `which`, (panels, in_features, columns), as floating numbers."""
@@ -180,16 +195,18 @@ class PackedLinear:
 
     def rows_of(self, which: slice) -> Array:
         """Weights row by row: (panels, columns, in_features)."""
-        return self._floats(self.panels[which], None if self.scales is None else self.scales[which])
+        return self._floats(
+            self.panels[which], *[x if x is None else x[which] for x in (self.scales, self.minima)]
+        )
 
     def rows(self, features: Array) -> Array:
         """Weights of output features (n,), (n, in_features), as floating numbers; not of a gated pair."""
         panel, column = np.divmod(features, columns(self.dtype))
-        scales = None if self.scales is None else self.scales[panel, ..., column][..., None]
-        return self._floats(self.panels[panel, :, column][:, :, None], scales)[:, 0]
+        shared = [x if x is None else x[panel, ..., column][..., None] for x in (self.scales, self.minima)]
+        return self._floats(self.panels[panel, :, column][:, :, None], *shared)[:, 0]
 
     @np.errstate(all="ignore")
-    def _floats(self, panels: Array, scales: Array | None) -> Array:
+    def _floats(self, panels: Array, scales: Array | None, minima: Array | None) -> Array:
         """(panels, columns, in_features), row by row, of panels (panels, steps, columns[, stored])."""
         n, n_steps, width, k = *panels.shape[:3], self.in_features
         word = np.uint64 if self.dtype == "float64" else np.uint32  # what a step holds of a column
@@ -207,6 +224,8 @@ class PackedLinear:
         blocks = np.take(TABLES[self.dtype].pairs, codes.view(np.uint16)).view(np.float32)
         blocks = blocks.reshape(n, width, scales.shape[1], BLOCK_4BIT)
         blocks *= scales.astype(np.float32).swapaxes(1, 2)[..., None]
+        if minima is not None:
+            blocks += minima.astype(np.float32).swapaxes(1, 2)[..., None]
         return blocks.reshape(n, width, 8 * n_steps)[..., :k]
 
     def unpack(self) -> Array:
@@ -228,9 +247,9 @@ class PackedLinear:
 
 
 def _restored(*fields: Any) -> PackedLinear:
-    *sizes, panels, scales, sums = fields
+    *sizes, panels, scales, sums, minima = fields
     aligned = copied(panels, aligned_empty(panels.shape, panels.dtype))
-    return PackedLinear(*[*sizes, aligned, scales, sums])
+    return PackedLinear(*[*sizes, aligned, scales, sums, minima])
 
 
 def columns(dtype: str) -> int:
@@ -303,6 +322,7 @@ class PackArgs:
     over: PackedLinear | None = None  # of these sizes and a floating dtype, is written over; None: a new one
     out: Array = field(init=False)
     scales: Array | None = field(init=False)
+    minima: Array | None = field(init=False, default=None)
     sums: Array | None = field(init=False)
     beyond: float = field(init=False)  # the smallest magnitude that is not finite in `dtype`
     bad: Array = field(init=False)  # of each block, whether it has such a magnitude, or NaN
@@ -321,6 +341,7 @@ class PackArgs:
             self.scales = np.zeros((panels, width), np.float32)
         elif self.dtype in TABLES:
             self.scales = np.empty((panels, -(-self.in_features // BLOCK_4BIT), width), np.float16)
+            self.minima = np.empty_like(self.scales) if TABLES[self.dtype].has_minima else None
         if self.scales is not None:
             self.sums = np.zeros((panels, width), np.float32)
         self.beyond, self.bad = _BEYOND.get(self.dtype, np.inf), np.zeros(len(self.blocks), bool)
@@ -331,10 +352,9 @@ class PackArgs:
         panels = slice(begin // width * self.maps, -(-end // width) * self.maps)
         part.blocks, part.bad, part.num_threads = blocks, np.zeros(len(blocks), bool), num_threads
         part.out_features, part.out = end - begin, self.out[panels]
-        if self.scales is not None:
-            part.scales = self.scales[panels]
-        if self.sums is not None:
-            part.sums = self.sums[panels]
+        for name in ("scales", "minima", "sums"):
+            if (array := getattr(self, name)) is not None:
+                setattr(part, name, array[panels])
         return part
 
     def not_finite(self) -> str | None:
@@ -348,12 +368,13 @@ class PackArgs:
             what = f"values that are not finite as {self.dtype}"
             raise ValueError(f"pack(): {name} has {what}; expected finite ones")
         sizes = self.in_features, self.out_features, self.maps == 2
-        return self.over or PackedLinear(*sizes, self.dtype, self.out, self.scales, self.sums)
+        return self.over or PackedLinear(*sizes, self.dtype, self.out, self.scales, self.sums, self.minima)
 
 
 # The smallest number that each type rounds to infinity. int8 is scaled in float32; float64 needs no entry.
 _BEYOND = {"float32": 2.0**128 - 2.0**103, "int8": 2.0**128 - 2.0**103, "bfloat16": 2.0**128 - 2.0**119}
-_BEYOND |= {"int4": 8 * 65520.0, "nf4": 65520.0}  # whose scales are float16
+# Scales and minima of 4 bits are float16.
+_BEYOND |= {"int4": 8 * 65520.0, "uint4": 65520.0, "nf4": 65520.0}
 
 
 def is_finite(x: Array, stored: str, or_none: bool = False) -> bool:

@@ -153,6 +153,10 @@ def _integer_products(x: Array, x_scales: Array, middles: Array, weight: PackedL
         part = slice(block * BLOCK_4BIT, (block + 1) * BLOCK_4BIT)
         sums = np.matmul(x[:, part], table.codes[codes[:, part]].astype(np.float32))
         total += sums * scales[:, block, None]
+        if weight.minima is not None:
+            total += x[:, part].sum(axis=-1, keepdims=True) * weight.minima[which][:, block, None].astype(
+                np.float32
+            )
     return np.asarray(total * (x_scales * np.float32(table.unit)) + weight_sums * middles)
 
 

@@ -24,6 +24,7 @@ def pack(args: PackArgs) -> None:
     stored, width, maps = STORED[args.dtype], columns(args.dtype), args.maps
     by_map = args.out.reshape(-1, maps, *args.out.shape[1:])
     scales: Any = None if args.scales is None else args.scales.reshape(-1, maps, *args.scales.shape[1:])
+    minima: Any = None if args.minima is None else args.minima.reshape(-1, maps, *args.minima.shape[1:])
     for i in range(maps):
         largest = _largest(args, i) if args.dtype == "int8" else None
         sums = np.zeros((len(by_map), width))
@@ -37,7 +38,14 @@ def pack(args: PackArgs) -> None:
                 block = to_bfloat16_bits(block)
             elif args.dtype in TABLES:
                 part = slice(feature // BLOCK_4BIT, (feature + block.shape[-1]) // BLOCK_4BIT)
-                block, scales[here, i, part], products = _coded(block, args.dtype)
+                if minima is not None:
+                    block, minima[here, i, part] = _above_minima(block)
+                block, scales[here, i, part], products = _coded(block, args.dtype, args.in_features - feature)
+                if minima is not None:
+                    counts = np.clip(
+                        args.in_features - feature - BLOCK_4BIT * np.arange(len(products)), 0, BLOCK_4BIT
+                    )
+                    products += counts[:, None, None] * minima[here, i, part].swapaxes(0, 1).astype(float)
                 for each in products:  # one after another, as in C
                     sums[here] += each
             values = block.reshape(len(block), width, -1, *stored.shape).swapaxes(1, 2)
@@ -90,10 +98,18 @@ def _quantised(block: Array, scales: Array) -> Array:
     return np.clip(quotient, -127, 127, out=quotient)
 
 
-def _coded(block: Array, dtype: str) -> tuple[Array, Array, Array]:
+def _above_minima(block: Array) -> tuple[Array, Array]:
+    """Subtract minima (panels, blocks, width) of blocks of 32 from a block (panels, width, features)."""
+    x = block.reshape(*block.shape[:2], -1, BLOCK_4BIT)
+    minima = x.min(axis=-1).astype(np.float16)
+    return (x - minima.astype(np.float32)[..., None]).reshape(block.shape), minima.swapaxes(1, 2)
+
+
+def _coded(block: Array, dtype: str, features: int) -> tuple[Array, Array, Array]:
     """Two codes a byte, and scales (panels, blocks, width), of a block (panels, width, features).
 
-    Behind them (blocks, panels, width): each block's sum of the integers that multiply int8, scaled.
+    After them (blocks, panels, width): each block's sum of the integers that multiply int8, scaled. Only the
+    first `features` are summed; the others are padding.
     """
     table = TABLES[dtype]
     x = block.reshape(*block.shape[:2], -1, BLOCK_4BIT)
@@ -102,6 +118,7 @@ def _coded(block: Array, dtype: str) -> tuple[Array, Array, Array]:
     divisor = scales.astype(np.float32)
     scaled = np.where(divisor == 0, 0, x / np.where(divisor == 0, 1, divisor))
     codes = np.searchsorted(table.middles[:-1], scaled).astype(np.uint8)
-    sums = table.codes[codes].sum(axis=-1, dtype=float) * divisor[..., 0]
+    counted = np.arange(block.shape[-1]).reshape(-1, BLOCK_4BIT) < features
+    sums = (table.codes[codes] * counted).sum(axis=-1, dtype=float) * divisor[..., 0]
     codes = codes.reshape(*block.shape[:2], -1, 8)
     return codes[..., :4] | codes[..., 4:] << 4, scales[..., 0].swapaxes(1, 2), np.moveaxis(sums, -1, 0)

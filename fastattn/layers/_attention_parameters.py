@@ -56,9 +56,9 @@ class StackedMaps(NamedTuple):
         begin, end = self.begins[first], self.begins[last - 1] + self.sizes[last - 1]
         panels = slice(begin // width, -(-end // width))
         weight = self.weight
-        scales, sums = (None if x is None else x[panels] for x in (weight.scales, weight.sums))
+        arrays = (None if x is None else x[panels] for x in (weight.scales, weight.sums, weight.minima))
         features = weight.in_features, end - begin
-        packed = PackedLinear(*features, False, weight.dtype, weight.panels[panels], scales, sums)
+        packed = PackedLinear(*features, False, weight.dtype, weight.panels[panels], *arrays)
         bias = None if self.bias is None else self.bias[begin:end]
         begins = [b - begin for b in self.begins[first:last]]
         return _stacked(packed, bias, begins, self.sizes[first:last], self.head_dim)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fastattn._engine.values import Gradients, Parameter
 
 DTYPES = ("float32", "float64", "bfloat16")
-WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "int4", "nf4")
+WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "int4", "uint4", "nf4")
 _Model = TypeVar("_Model")
 _Made = TypeVar("_Made")
 Made_co = TypeVar("Made_co", covariant=True)

@@ -75,7 +75,7 @@ class Optimizer:
         hidden = self._quantised | matching("frozen", frozen, self.parameters)
         self.trained = {name: array for name, array in self.parameters.items() if name not in hidden}
         if not self.trained:
-            also = " beside weights in int8, int4 and nf4, which are frozen, too" if self._quantised else ""
+            also = " beside weights in int8 and of 4 bits, which are frozen, too" if self._quantised else ""
             came = f"frozen is {short(frozen)}; expected one that leaves a parameter"
             raise ValueError(f"(): {came}{also}")
         own = own_options(groups, self.parameters)

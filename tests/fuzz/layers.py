@@ -32,7 +32,7 @@ TOLERANCE = (
 
 def made_of(d, cls):
     """Draw how a layer's weights are stored and multiplied, and the generator that draws them."""
-    narrow = ("bfloat16", "int8", "int4", "nf4")
+    narrow = ("bfloat16", "int8", "int4", "uint4", "nf4")
     dtype = "float64" if d.dtype == np.float64 else d.choose("float32", "float32", *narrow)
     made = {"weights_dtype": dtype, "rng": np.random.default_rng(5)}
     if dtype in narrow[1:] and "activations" in cls.__dataclass_fields__ and d.chance(0.5):

@@ -33,7 +33,14 @@ def model_of(d, kinds):
     dtype = d.choose("float32", "float32", "float64", "bfloat16")
     choices = [(None, None)]
     if dtype != "float64":
-        choices += [("bfloat16", None), ("int8", None), ("int8", "int8"), ("int4", "int8"), ("nf4", None)]
+        choices += [
+            ("bfloat16", None),
+            ("int8", None),
+            ("int8", "int8"),
+            ("int4", "int8"),
+            ("uint4", "int8"),
+            ("nf4", None),
+        ]
     return loaded(d.choose(*kinds), dtype, *choices[d.rng.integers(len(choices))])
 
 

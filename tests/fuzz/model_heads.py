@@ -93,7 +93,7 @@ def loaded(kind, dtype, weights_dtype):
 
 def model_of(d, *kinds):
     dtype = d.choose("float32", "float32", "float64", "bfloat16")
-    weights = None if dtype == "float64" else d.choose(None, None, "bfloat16", "int8", "int4", "nf4")
+    weights = None if dtype == "float64" else d.choose(None, None, "bfloat16", "int8", "int4", "uint4", "nf4")
     return loaded(d.choose(*kinds), dtype, weights)
 
 

@@ -24,7 +24,9 @@ def rows(d):
 
 @recipe
 def linear(d):
-    dtype = {"float64": "float64"}.get(d.dtype.name) or d.choose("float32", "bfloat16", "int8", "int4", "nf4")
+    dtype = {"float64": "float64"}.get(d.dtype.name) or d.choose(
+        "float32", "bfloat16", "int8", "int4", "uint4", "nf4"
+    )
     k, n, gated = d.size(), d.size(), d.chance(0.3)
     source = np.float64 if dtype == "float64" else d.choose(np.float32, np.float16)
     weight = ops.pack(
@@ -36,7 +38,7 @@ def linear(d):
         activation=lambda: d.choose(*ACTIVATIONS), residual=lambda: d.floats(*shape, n),
         out=lambda: d.laid_out_to_write(np.empty((*shape, n), d.dtype))
     )  # fmt: skip
-    if dtype in ("int8", "int4", "nf4") and d.chance(0.5):
+    if dtype in ("int8", "int4", "uint4", "nf4") and d.chance(0.5):
         more["activations"] = "int8"
     if "residual" in more and d.chance(0.2):
         more["residual"] = more["out"] = np.asarray(more["residual"]).copy().astype(d.dtype)
@@ -71,7 +73,7 @@ def unpacked(d):
     """Unpack a packed weight, perhaps a false one."""
     weight = ops.pack(
         d.floats(d.size(), d.size(), dtype=np.float32),
-        dtype=d.choose("float32", "bfloat16", "int8", "int4", "nf4"),
+        dtype=d.choose("float32", "bfloat16", "int8", "int4", "uint4", "nf4"),
     )
     abused = d.chance(0.2)
     weight = tampered(d, weight) if abused else false(d, weight)

@@ -151,7 +151,7 @@ def step_of_layer(d):
     it = layer_recipes.make(d)
     cls, options = optimizer_options(d)
     state = it.state_dict()
-    narrow = any(part.weights_dtype in ("int8", "int4", "nf4") for _, part in it._walk())
+    narrow = any(part.weights_dtype in ("int8", "int4", "uint4", "nf4") for _, part in it._walk())
     if narrow and not any(x.ndim < 2 for x in state.values()):
         it, narrow = layers.LayerNorm(3), False
         state = it.state_dict()

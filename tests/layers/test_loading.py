@@ -35,7 +35,7 @@ def every_layer(dtype="float32"):
 
 
 # How much a number may change when it is stored, as a share of the largest of its row.
-ROUNDING = {"bfloat16": 2**-8, "int8": 0.5001 / 127, "int4": 1.001 / 8, "nf4": 0.153}
+ROUNDING = {"bfloat16": 2**-8, "int8": 0.5001 / 127, "int4": 1.001 / 8, "uint4": 1.01 / 15, "nf4": 0.153}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", *ROUNDING])

@@ -68,7 +68,8 @@ def test_results_do_not_depend_on_where_they_are_written(kind, tmp_path, impleme
 
 
 @pytest.mark.parametrize(
-    ("weights_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.06), ("int4", 0.5), ("nf4", 0.5)]
+    ("weights_dtype", "bound"),
+    [("bfloat16", 0.02), ("int8", 0.06), ("int4", 0.5), ("uint4", 0.5), ("nf4", 0.5)],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_smaller_weights(kind, weights_dtype, bound, tmp_path, implementation):
@@ -79,7 +80,7 @@ def test_smaller_weights(kind, weights_dtype, bound, tmp_path, implementation):
     assert 1e-4 < np.sqrt(np.square(error).mean() / np.square(exact).mean()) < bound
 
 
-@pytest.mark.parametrize("weights_dtype", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize("weights_dtype", ["int8", "int4", "uint4", "nf4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_int8_activations(kind, weights_dtype, tmp_path, implementation):
     """They change results by about their rounding, in full passes and step by step."""
@@ -178,7 +179,7 @@ def test_one_sequence_is_a_batch_of_one(tmp_path):
 def test_nothing_is_a_batch_too(kind, tmp_path):
     model = loaded(tmp_path, kind)
     width = model.hidden_size if kind in ENCODERS else VOCAB
-    for weights_dtype in ("float32", "bfloat16", "int8", "int4", "nf4"):
+    for weights_dtype in ("float32", "bfloat16", "int8", "int4", "uint4", "nf4"):
         model = models.load(tmp_path, weights_dtype=weights_dtype)
         assert model(np.zeros((0, 5), np.int64)).shape == (0, 5, width)
         assert model(np.zeros((2, 0), complex)).shape == (2, 0, width)

@@ -53,6 +53,7 @@ cdef extern from "fastattn.h" nogil:
         char *out
         const char *panels
         const void *scales
+        const void *minima
         const void *table
         const int8_t *codes
         const void *sums
@@ -89,6 +90,7 @@ cdef extern from "fastattn.h" nogil:
         unsigned char *bad
         char *panels
         void *scales
+        void *minima
         void *sums
         const void *middles
         const void *codes

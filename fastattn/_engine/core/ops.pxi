@@ -4,7 +4,7 @@
 ACTIVATIONS = tuple([fa_activation_names[i].decode() for i in range(1, FA_N_ACTIVATIONS)])
 cdef dict _ACTIVATIONS = {name: i for i, name in enumerate((None, *ACTIVATIONS))}
 cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8, "int4": FA_I4,
-                      "nf4": FA_I4}
+                      "uint4": FA_I4, "nf4": FA_I4}
 cdef dict _KINDS = {"layer_norm": FA_LAYER_NORM, "rms_norm": FA_RMS_NORM, "softmax": FA_SOFTMAX,
                     "activate": FA_ACTIVATE}
 
@@ -58,6 +58,8 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, 
         a.scales = _data("scales", weight.scales, count * width, lane)
     elif a.weight == FA_I4:
         a.scales = _data("scales", weight.scales, count * width * ((a.k + BLOCK_4BIT - 1) // BLOCK_4BIT),
+                         cnp.NPY_FLOAT16)
+        a.minima = _data("minima", weight.minima, count * width * ((a.k + BLOCK_4BIT - 1) // BLOCK_4BIT),
                          cnp.NPY_FLOAT16)
         table = TABLES[weight.dtype]
         a.table = _data("values", table.values, 16, cnp.NPY_FLOAT)
@@ -143,6 +145,8 @@ def pack(args):
         a.scales = _data("scales", args.scales, count * width, cnp.NPY_FLOAT)
     elif a.weight == FA_I4:
         a.scales = _data("scales", args.scales, count * width * ((a.k + BLOCK_4BIT - 1) // BLOCK_4BIT),
+                         cnp.NPY_FLOAT16)
+        a.minima = _data("minima", args.minima, count * width * ((a.k + BLOCK_4BIT - 1) // BLOCK_4BIT),
                          cnp.NPY_FLOAT16)
         table = TABLES[args.dtype]
         middles, codes = table.middles, table.codes.astype(np.float32)  # kept until the end
