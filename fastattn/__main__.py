@@ -109,7 +109,11 @@ def _parser() -> argparse.ArgumentParser:
             help="a folder of config.json and model.safetensors, or a GGUF file",
         )
         option("--dtype", choices=MODEL_DTYPES, default="float32", help="what is computed in (float32)")
-        option("--weights-dtype", choices=WEIGHT_DTYPES, help="how weights are kept in memory (as --dtype)")
+        option(
+            "--weights-dtype",
+            choices=WEIGHT_DTYPES,
+            help="how weights are kept in memory (as --dtype, of a GGUF file as it has them)",
+        )
         text = "round the inputs of linear maps, for weights in int8 or of 4 bits (they are not rounded)"
         option("--activations", choices=ROUNDINGS, help=text)
 

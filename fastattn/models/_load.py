@@ -69,13 +69,14 @@ def load(
         As Hugging Face's save_pretrained writes it and ``hf download NAME --local-dir FOLDER`` brings it,
         with tensors in float32, float16 or bfloat16; nothing is downloaded here. The modules.json of a
         sentence-transformers folder says how `Encoder.encode` makes vectors. Or a GGUF file of a Llama,
-        Mistral, Qwen2 or Qwen3, whose blocks are decoded.
+        Mistral, Qwen2 or Qwen3.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : {"float32", "bfloat16", "int8", "int4", "uint4", "nf4"}, optional
         How the weights of linear maps are kept, as `fastattn.ops.pack` does; by default in `dtype`, and in
-        float64 only with that one. Generation reads all weights for each token: where memory is the limit,
-        half or a quarter of the bytes is two or four times the speed.
+        float64 only with that one. Of a GGUF file by default "file": tensors in Q4_0 and Q4_1 are kept as
+        they are, other blocks in bfloat16, and all else in `dtype`. Generation reads all weights for each
+        token: where memory is the limit, half or a quarter of the bytes is two or four times the speed.
     activations : {"int8"}, optional
         Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8 or of 4 bits,
         faster where many tokens are computed at once. By default they are not rounded.
@@ -106,11 +107,12 @@ def load(
     """
     if others:
         raise not_an_argument(others, load)
-    precision = Precision.of(dtype, weights_dtype, activations)
     if not isinstance(folder, (str, os.PathLike)):
         raise wrong_type("folder", folder, "a path")
     path = Path(folder)
-    if _gguf.is_file(path):
+    is_gguf = _gguf.is_file(path)
+    precision = Precision.of(dtype, weights_dtype, activations, of_file=is_gguf)
+    if is_gguf:
         return _of_gguf(path, precision)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"

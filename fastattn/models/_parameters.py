@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "float64", "bfloat16")
 WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "int4", "uint4", "nf4")
+OF_FILE = "file"  # of each tensor the type that the file has it in, or the nearest one
 _Model = TypeVar("_Model")
 _Made = TypeVar("_Made")
 Made_co = TypeVar("Made_co", covariant=True)
@@ -48,11 +49,12 @@ class Precision:
     activations: Rounding | None = None
 
     @classmethod
-    def of(cls, dtype: Any, weights_dtype: Any, activations: Any) -> Precision:
-        """Check the names or types that a caller gives."""
+    def of(cls, dtype: Any, weights_dtype: Any, activations: Any, of_file: bool = False) -> Precision:
+        """Check the names or types that a caller gives; `of_file`, a file may have types of its own."""
         name = dtype_choice("dtype", dtype, DTYPES)
-        fitting = ("float64",) if name == "float64" else WEIGHT_DTYPES
-        weights = name if weights_dtype is None else weights_dtype
+        fitting = ("float64",) if name == "float64" else WEIGHT_DTYPES + (OF_FILE,) * of_file
+        usual = OF_FILE if OF_FILE in fitting and activations is None else name
+        weights = usual if weights_dtype is None else weights_dtype
         hint = "" if name == "float64" else "; float64 comes with dtype='float64'"
         weights = dtype_choice("weights_dtype", weights, fitting, f" for dtype {name}{hint}")
         integer_activations(activations, weights)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastattn._formats import FORMATS
 from fastattn.models._files import Config, ModelError, require
-from fastattn.models._parameters import Computed, Origin, Packed, Parameters, Vector, Whole
+from fastattn.models._parameters import OF_FILE, Computed, Origin, Packed, Parameters, Vector, Whole
 from fastattn.models._tensors import SHOWN, Part, Tensors
 
 if TYPE_CHECKING:
@@ -178,7 +178,10 @@ class Source:
         shape = parts[0].shape
         n_in = shape[0] if parts[0].transposed else math.prod(shape[1:])
         n_out = sum(part.rows for part in parts) // maps
-        return self._make(Packed(n_in, n_out, maps, stored or self.precision.weights), parts)
+        stored = stored or self.precision.weights
+        if stored == OF_FILE:
+            stored = self.tensors.own_dtype(parts, self.precision.dtype.name)
+        return self._make(Packed(n_in, n_out, maps, stored), parts)
 
     def computed(self, function: Callable[..., Any], *names: str) -> Any:
         """Parameter that ``function(tensors, *stored)`` makes; pickle must find the function."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.pack import native
-from fastattn._args.packed import PackArgs, RowBlock, columns, is_finite
+from fastattn._args.packed import BLOCK_4BIT, TABLES, PackArgs, RowBlock, columns, is_finite
 from fastattn._args.values import short
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
+from fastattn._formats import FORMATS
 from fastattn._safetensors import TensorFile
 from fastattn.models import _gguf
 from fastattn.models._files import ModelError, is_name, lfs_hint, read_json, require
@@ -29,6 +30,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes that a thread reads at a time and packs at once, while they are in a cache; and threads that do so.
 _PIECE, _READERS = 1 << 22, 8
 SHOWN = 6  # names that an error lists
+# Types of GGUF whose codes, scales and minima weights of 4 bits hold as they are.
+_CODED = {"int4": ("Q4_0",), "uint4": ("Q4_0", "Q4_1")}
 
 
 class Part(NamedTuple):
@@ -140,6 +143,7 @@ class Tensors:
         first count as one. Transposed tensors are read whole.
         """
         n, first = args.out_features, parts[0]
+        of_codes = args.dtype in _CODED and all(self._has_codes(part, args.dtype) for part in parts)
         step = n
         if not (isinstance(self._files[first.name], _Memory) or first.transposed):
             panel, row = columns(args.dtype), self._read(first, 0, 1).nbytes
@@ -147,6 +151,9 @@ class Tensors:
 
         def pack(begin: int) -> None:
             end, blocks = min(begin + step, n), []
+            if of_codes:
+                self._copy_codes(parts, args.part([], begin, end, 1), begin, n)
+                return
             for part in parts:
                 gated, at = divmod(part.first, n)
                 here = slice(max(begin - at, 0), min(end - at, part.rows))
@@ -161,6 +168,55 @@ class Tensors:
 
         self._each(pack, range(0, n, step))
         return args.packed()
+
+    def own_dtype(self, parts: Sequence[Part], usual: str) -> str:
+        """The type of weights that loses nothing of what the file has of `parts`, or next to nothing.
+
+        Blocks that no kernel multiplies become bfloat16; numbers in other types, `usual`.
+        """
+        kinds = {self.kind(part.name) for part in parts}
+        for dtype in _CODED:
+            if all(self._has_codes(part, dtype) for part in parts):
+                return dtype
+        return "bfloat16" if kinds <= {*FORMATS, "BF16"} else usual
+
+    def _has_codes(self, part: Part, dtype: str) -> bool:
+        """Tell whether the part's numbers are codes, scales and minima of this type already."""
+        return not part.transposed and self.kind(part.name) in _CODED[dtype] and len(part.shape) == 2
+
+    def _copy_codes(self, parts: Sequence[Part], args: PackArgs, begin: int, n: int) -> None:
+        """Copy codes, scales and minima of parts, whose maps have n rows, into panels from row `begin` on."""
+        panels, count, width = args.scales.shape  # type: ignore[union-attr]
+        rows, table = panels // args.maps * width, TABLES[args.dtype]
+        shape = panels // args.maps, width, count
+        for map_ in range(args.maps):
+            codes = np.full((rows, count * BLOCK_4BIT), table.zero, np.uint8)
+            scales, minima = np.zeros((2, rows, count), np.float16)
+            for part in parts:
+                its_map, at = divmod(part.first, n)
+                here = slice(max(begin - at, 0), min(begin + args.out_features - at, part.rows))
+                if its_map != map_ or here.start >= here.stop:
+                    continue
+                file: Any = self._files[part.name]
+                found = file.parts(part.name, part.begin + here.start, part.begin + here.stop)
+                to = slice(at + here.start - begin, at + here.stop - begin)
+                lowest = 0 if found.minima is not None else -8  # the first code of Q4_1, and of Q4_0
+                codes[to] = found.codes - np.int8(lowest)
+                scales[to] = found.scales
+                with np.errstate(over="ignore"):
+                    minima[to] = found.scales * np.float32(lowest) if found.minima is None else found.minima
+                if not (np.isfinite(scales[to]).all() and np.isfinite(minima[to]).all()):
+                    raise self._not_finite(part.name, args.dtype)
+            if args.minima is None:
+                minima[...] = 0
+            else:
+                args.minima[map_ :: args.maps] = minima.reshape(shape).swapaxes(1, 2)
+            args.scales[map_ :: args.maps] = scales.reshape(shape).swapaxes(1, 2)  # type: ignore[index]
+            pairs = codes.reshape(rows // width, width, -1, 2, 4)
+            args.out[map_ :: args.maps] = (pairs[..., 0, :] | pairs[..., 1, :] << 4).swapaxes(1, 2)
+            integers = table.codes[codes].reshape(rows, count, -1).sum(axis=-1, dtype=np.float64)
+            sums = (integers * scales + BLOCK_4BIT * minima.astype(np.float64)).sum(axis=-1)
+            args.sums[map_ :: args.maps] = sums.reshape(-1, width)  # type: ignore[index]
 
     def _read(self, part: Part, begin: int, end: int) -> Array:
         """Rows `begin` to `end` of a part, as a matrix."""

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import gguf
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny_gguf
@@ -15,6 +16,7 @@ import tiny_models as tiny
 
 from fastattn import models
 from fastattn.__main__ import main
+from fastattn._args.packed import PackedLinear
 from fastattn._formats import FORMATS
 from fastattn._gguf import GgufFile
 from fastattn.models import ModelError, _tensors
@@ -45,11 +47,58 @@ def test_a_model_is_that_of_its_numbers(stored, tmp_path):
     tensors, config = tiny_gguf.write(path, "llama", stored)
     folder.mkdir()
     tiny.write(folder, "llama", tensors, **config)
-    np.testing.assert_array_equal(models.load(path)(IDS), models.load(folder)(IDS))
+    got = models.load(path, weights_dtype="float32")(IDS)
+    np.testing.assert_array_equal(got, models.load(folder)(IDS))
+
+
+def packed(model):
+    return [x.parameter for x in model.origin.parameters if isinstance(x.parameter, PackedLinear)]
+
+
+@pytest.mark.parametrize("stored", TYPES)
+def test_weights_stay_as_the_file_has_them(stored, tmp_path):
+    """To the bit in Q4_0 and Q4_1. Some blocks here have neither their lowest nor their highest code."""
+    path = tmp_path / "model.gguf"
+    tiny_gguf.write(path, "llama", stored)
+    own_type = {"Q4_0": "int4", "Q4_1": "uint4"}.get(stored)
+    own, wide = models.load(path), models.load(path, weights_dtype="float32")
+    assert own.weights_dtype == "file"
+    expected = own_type or ("float32" if stored in ("F32", "F16") else "bfloat16")
+    for narrow, exact in zip(packed(own), packed(wide), strict=True):
+        assert narrow.dtype == expected
+        weight = exact.unpack()
+        if expected == "bfloat16":
+            weight = weight.astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(narrow.unpack(), weight)
+        if own_type:
+            sums = narrow.rows_of(slice(None)).sum(axis=-1, dtype=float)
+            np.testing.assert_allclose(narrow.sums, sums, rtol=1e-5, atol=1e-5)
+    if expected != "bfloat16":
+        np.testing.assert_allclose(own(IDS), wide(IDS), rtol=0, atol=1e-5 * np.abs(wide(IDS)).max())
+
+
+def test_maps_of_two_types_are_kept_in_one(tmp_path, monkeypatch):
+    """Queries in Q4_1 beside keys and values in Q4_0, whose lowest code is -8, make one weight."""
+    path = tmp_path / "model.gguf"
+    tiny_gguf.write(path, "llama", "Q4_0", queries="Q4_1")
+    own, wide = models.load(path), models.load(path, weights_dtype="float32")
+    assert {x.dtype for x in packed(own)} == {"int4", "uint4"}
+    for narrow, exact in zip(packed(own), packed(wide), strict=True):
+        np.testing.assert_array_equal(narrow.unpack(), exact.unpack())
+    monkeypatch.setattr(_tensors, "_PIECE", 10_000)  # several pieces of a weight
+    for narrow, exact in zip(packed(models.load(path)), packed(own), strict=True):
+        for field in ("panels", "scales", "sums", "minima"):
+            np.testing.assert_array_equal(getattr(narrow, field), getattr(exact, field))
+
+
+def test_a_folder_has_no_types_of_its_own(tmp_path):
+    tiny.write(tmp_path, "llama")
+    with pytest.raises(ValueError, match="weights_dtype is 'file'; expected one of float32, bfloat16, int8"):
+        models.load(tmp_path, weights_dtype="file")
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("weights_dtype", [None, "bfloat16", "int8"])
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16", "int8"])
 def test_families(kind, weights_dtype, tmp_path):
     path, folder = tmp_path / "model.gguf", tmp_path / "model"
     tensors, config = tiny_gguf.write(path, kind, "Q8_0")

@@ -70,8 +70,11 @@ def halves(x, head_dim):
     return x.reshape(-1, head_dim // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
-def write(path, kind, stored, vocab=None, more=None, **metadata):
-    """Write a model whose maps are `stored`; returns its tensors and its config as transformers has them."""
+def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
+    """Write a model whose maps are `stored`, those of queries as `queries`.
+
+    Returns its tensors and its config as transformers has them.
+    """
     settings = config(kind, vocab)
     architecture = "llama" if kind == "mistral" else kind
     writer = gguf.GGUFWriter(path, architecture)
@@ -100,11 +103,12 @@ def write(path, kind, stored, vocab=None, more=None, **metadata):
                 name_of(name), interleaved(x.astype(np.float32), 64) if heads else tensors[name]
             )
             continue
-        quantized = gguf.GGMLQuantizationType[stored]
-        if stored in ("F16", "BF16"):
+        its_type = queries if queries and "q_proj" in name else stored
+        quantized = gguf.GGMLQuantizationType[its_type]
+        if its_type in ("F16", "BF16"):
             data = gguf.quants.quantize(x.astype(np.float32), quantized)
         else:
-            data = random_blocks(stored, *x.shape, seed=i)
+            data = random_blocks(its_type, *x.shape, seed=i)
         numbers = gguf.quants.dequantize(data, quantized)
         tensors[name] = halves(numbers, 64) if heads else numbers
         writer.add_tensor(name_of(name), data, raw_dtype=quantized)
