@@ -20,6 +20,7 @@ from fastattn._cli_files import Unfinished, digest_of_model, files_of, require_w
 from fastattn._cli_texts import Changed, Texts
 from fastattn._version import __version__
 from fastattn.models._encode_calls import with_bar
+from fastattn.models._files import require
 
 if TYPE_CHECKING:
     import argparse
@@ -165,6 +166,7 @@ def generate(options: argparse.Namespace) -> None:
 @_said
 def chat(options: argparse.Namespace) -> None:
     """Talk with a language model: /reset, /save FILE and /quit are commands, Ctrl-C ends an answer."""
+    require("jinja2")  # which templates need, before a model is read and a question is asked
     model = _decoder(options)
     given = _sampling(options)
     first = [] if options.system is None else [{"role": "system", "content": options.system}]

@@ -32,6 +32,7 @@ CALLS = {
     "cosine_attention": lambda **named: functional.cosine_attention(Q, Q, Q, **named),
     "flex_attention": lambda **named: functional.flex_attention(Q, Q, Q, **named),
     "linear_attention": lambda **named: functional.linear_attention(Q, Q, Q, rule="linear", **named),
+    "selective_scan": lambda **named: functional.selective_scan(X, X, X[0].T, X, X, **named),
     "attention_backward": lambda **named: functional.attention_backward(Q, Q, Q, Q, Q, Q[..., 0], **named),
     "flex_attention_backward": lambda **named: functional.flex_attention_backward(
         Q, Q, Q, Q, Q, Q[..., 0], **named
@@ -66,6 +67,11 @@ SAID = {
         "no_such_word": "; expected one of q, k, v, mask, .*, stats, num_threads, backend$",
         "others": "; expected one of q,",
         "return": "; expected one of q,",
+    },
+    "selective_scan": {
+        "delta_bias": "; expected dt_bias$",
+        "delta_softplus": "; expected dt_softplus$",
+        "return_last_state": "; expected return_state$",
     },
     "scaled_dot_product_attention": {
         "causal": "; expected is_causal$",
