@@ -357,6 +357,26 @@ class PackArgs:
                 setattr(part, name, array[panels])
         return part
 
+    def put_codes(self, map_: int, codes: Array, scales: Array, minima: Array) -> None:
+        """Make panels of a map of 4 bits: codes (rows, in_features), whole panels and whole blocks of them.
+
+        `scales` and `minima` are those of blocks, (rows, in_features / 32); minima may all be 0.
+        """
+        assert self.scales is not None
+        assert self.sums is not None
+        width, here = columns(self.dtype), slice(map_, None, self.maps)
+        pairs = codes.reshape(-1, width, self.in_features // 8, 2, 4)
+        self.out[here] = (pairs[..., 0, :] | pairs[..., 1, :] << 4).swapaxes(1, 2)
+        self.scales[here] = scales.reshape(-1, width, scales.shape[-1]).swapaxes(1, 2)
+        if self.minima is not None:
+            self.minima[here] = minima.reshape(-1, width, minima.shape[-1]).swapaxes(1, 2)
+        integers = (
+            TABLES[self.dtype].codes[codes].reshape(*scales.shape, BLOCK_4BIT).sum(axis=-1, dtype=float)
+        )
+        self.sums[here] = (
+            (integers * scales + BLOCK_4BIT * minima.astype(float)).sum(axis=-1).reshape(-1, width)
+        )
+
     def not_finite(self) -> str | None:
         """The name of the first block that is not finite in `dtype`, if there is one."""
         return next((block.name for block, bad in zip(self.blocks, self.bad, strict=True) if bad), None)

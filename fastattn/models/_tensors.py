@@ -186,12 +186,10 @@ class Tensors:
 
     def _copy_codes(self, parts: Sequence[Part], args: PackArgs, begin: int, n: int) -> None:
         """Copy codes, scales and minima of parts, whose maps have n rows, into panels from row `begin` on."""
-        panels, count, width = args.scales.shape  # type: ignore[union-attr]
-        rows, table = panels // args.maps * width, TABLES[args.dtype]
-        shape = panels // args.maps, width, count
+        rows, blocks = len(args.out) // args.maps * columns(args.dtype), args.in_features // BLOCK_4BIT
         for map_ in range(args.maps):
-            codes = np.full((rows, count * BLOCK_4BIT), table.zero, np.uint8)
-            scales, minima = np.zeros((2, rows, count), np.float16)
+            codes = np.full((rows, args.in_features), TABLES[args.dtype].zero, np.uint8)
+            scales, minima = np.zeros((2, rows, blocks), np.float16)
             for part in parts:
                 its_map, at = divmod(part.first, n)
                 here = slice(max(begin - at, 0), min(begin + args.out_features - at, part.rows))
@@ -201,22 +199,13 @@ class Tensors:
                 found = file.parts(part.name, part.begin + here.start, part.begin + here.stop)
                 to = slice(at + here.start - begin, at + here.stop - begin)
                 lowest = 0 if found.minima is not None else -8  # the first code of Q4_1, and of Q4_0
-                codes[to] = found.codes - np.int8(lowest)
-                scales[to] = found.scales
-                with np.errstate(over="ignore"):
-                    minima[to] = found.scales * np.float32(lowest) if found.minima is None else found.minima
+                codes[to], scales[to] = found.codes - np.int8(lowest), found.scales
+                if args.minima is not None:
+                    with np.errstate(over="ignore"):
+                        minima[to] = lowest * found.scales if found.minima is None else found.minima
                 if not (np.isfinite(scales[to]).all() and np.isfinite(minima[to]).all()):
                     raise self._not_finite(part.name, args.dtype)
-            if args.minima is None:
-                minima[...] = 0
-            else:
-                args.minima[map_ :: args.maps] = minima.reshape(shape).swapaxes(1, 2)
-            args.scales[map_ :: args.maps] = scales.reshape(shape).swapaxes(1, 2)  # type: ignore[index]
-            pairs = codes.reshape(rows // width, width, -1, 2, 4)
-            args.out[map_ :: args.maps] = (pairs[..., 0, :] | pairs[..., 1, :] << 4).swapaxes(1, 2)
-            integers = table.codes[codes].reshape(rows, count, -1).sum(axis=-1, dtype=np.float64)
-            sums = (integers * scales + BLOCK_4BIT * minima.astype(np.float64)).sum(axis=-1)
-            args.sums[map_ :: args.maps] = sums.reshape(-1, width)  # type: ignore[index]
+            args.put_codes(map_, codes, scales, minima)
 
     def _read(self, part: Part, begin: int, end: int) -> Array:
         """Rows `begin` to `end` of a part, as a matrix."""
