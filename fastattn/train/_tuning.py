@@ -129,7 +129,7 @@ class Tuning:
             raise TypeError(f"(): {next(iter(unknown))} is not known; expected {', '.join(names)}")
         self._require(model)
         if model.weights_dtype not in TRAINED:
-            came = f"model keeps its weights in {model.weights_dtype}, which has no gradients"
+            came = f"model has weights_dtype {model.weights_dtype!r}, which has no gradients"
             raise ValueError(f"(): {came}; expected {', '.join(TRAINED)}")
         if not model.program.has_gradients:
             expected = "one of another type, as docs/training.md says"
