@@ -163,9 +163,9 @@ class PackedLinear:
                     f"(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
                     f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
                 )
-        features = int(in_features), minima, int(out_features)
-        fields = (dtype, bool(gated), *features, panels, scales, sums)
-        for name, value in zip(self.__slots__, fields, strict=True):
+        fields = {"dtype": dtype, "gated": bool(gated), "panels": panels, "scales": scales, "sums": sums}
+        fields |= {"in_features": int(in_features), "out_features": int(out_features), "minima": minima}
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
         for _, array, _, _ in expected:
             array.flags.writeable = False
@@ -262,6 +262,12 @@ def steps(in_features: int, dtype: str) -> int:
     if dtype in TABLES:
         return -(-in_features // BLOCK_4BIT) * (BLOCK_4BIT // STORED[dtype].features)
     return -(-in_features // STORED[dtype].features)
+
+
+def two_a_byte(codes: Array) -> Array:
+    """Codes (..., features) as steps hold them, (..., features / 8, 4): the inverse of `features_apart`."""
+    pairs = codes.reshape(*codes.shape[:-1], -1, 2, 4)
+    return np.asarray(pairs[..., 0, :] | pairs[..., 1, :] << 4)
 
 
 def features_apart(panels: Array, dtype: str) -> Array:
@@ -365,17 +371,13 @@ class PackArgs:
         assert self.scales is not None
         assert self.sums is not None
         width, here = columns(self.dtype), slice(map_, None, self.maps)
-        pairs = codes.reshape(-1, width, self.in_features // 8, 2, 4)
-        self.out[here] = (pairs[..., 0, :] | pairs[..., 1, :] << 4).swapaxes(1, 2)
+        self.out[here] = two_a_byte(codes).reshape(-1, width, self.in_features // 8, 4).swapaxes(1, 2)
         self.scales[here] = scales.reshape(-1, width, scales.shape[-1]).swapaxes(1, 2)
         if self.minima is not None:
             self.minima[here] = minima.reshape(-1, width, minima.shape[-1]).swapaxes(1, 2)
-        integers = (
-            TABLES[self.dtype].codes[codes].reshape(*scales.shape, BLOCK_4BIT).sum(axis=-1, dtype=float)
-        )
-        self.sums[here] = (
-            (integers * scales + BLOCK_4BIT * minima.astype(float)).sum(axis=-1).reshape(-1, width)
-        )
+        integers = TABLES[self.dtype].codes[codes].reshape(*scales.shape, BLOCK_4BIT)
+        sums = integers.sum(axis=-1, dtype=float) * scales + BLOCK_4BIT * minima.astype(float)
+        self.sums[here] = sums.sum(axis=-1).reshape(-1, width)
 
     def not_finite(self) -> str | None:
         """The name of the first block that is not finite in `dtype`, if there is one."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.packed import BLOCK_4BIT, STORED, TABLES, columns, to_bfloat16_bits
+from fastattn._args.packed import BLOCK_4BIT, STORED, TABLES, columns, to_bfloat16_bits, two_a_byte
 from fastattn._args.types import Array
 
 if TYPE_CHECKING:
@@ -120,5 +120,4 @@ def _coded(block: Array, dtype: str, features: int) -> tuple[Array, Array, Array
     codes = np.searchsorted(table.middles[:-1], scaled).astype(np.uint8)
     counted = np.arange(block.shape[-1]).reshape(-1, BLOCK_4BIT) < features
     sums = (table.codes[codes] * counted).sum(axis=-1, dtype=float) * divisor[..., 0]
-    codes = codes.reshape(*block.shape[:2], -1, 8)
-    return codes[..., :4] | codes[..., 4:] << 4, scales[..., 0].swapaxes(1, 2), np.moveaxis(sums, -1, 0)
+    return two_a_byte(codes.reshape(block.shape)), scales[..., 0].swapaxes(1, 2), np.moveaxis(sums, -1, 0)

@@ -347,7 +347,7 @@ class Layer:
             Read only names that begin with it, and drop it: for one layer of a whole model.
         weights_dtype : {"float32", "float64", "bfloat16", "int8", "int4", "uint4", "nf4"}, optional
             Store the weights so from now on; default as the layer does. With ``activations="int8"``, a layer
-            takes the last three only.
+            takes int8 and the types of 4 bits only.
 
         Raises
         ------
