@@ -233,19 +233,10 @@ class KVCache:
 
         An index may occur several times. All keys and values are copied.
         """
-        index = self._index(sequences)
+        index = _index(sequences, self._held)
         self._held = tuple(x[index] for x in self._held)
         if self._lengths is not None:
             self._end_at(self._lengths[index])
-
-    def _index(self, sequences: ArrayLike) -> Ints:
-        """Check `sequences`; raise if the cache is empty."""
-        if not self._held:
-            raise ValueError("(): the cache is empty; expected one that has been filled")
-        index = integers("sequences", sequences, low=0, high=len(self._held[0]) - 1)
-        if index.ndim != 1:
-            raise ValueError(f"(): sequences has shape {index.shape}; expected (n,)")
-        return index
 
     def _grow(self, shape_k: Shape, shape_v: Shape, dtype: np.dtype[Any], room: int) -> None:
         """Make room for at least `room` tokens, and for twice as many as before."""
@@ -263,6 +254,16 @@ class KVCache:
         self._held, self._capacity = arrays, capacity
 
 
+def _index(sequences: ArrayLike, held: Sequence[Array] | None) -> Ints:
+    """Check `sequences` of a cache with the arrays `held`; raise if it is empty."""
+    if not held:
+        raise ValueError("(): the cache is empty; expected one that has been filled")
+    index = integers("sequences", sequences, low=0, high=len(held[0]) - 1)
+    if index.ndim != 1:
+        raise ValueError(f"(): sequences has shape {index.shape}; expected (n,)")
+    return index
+
+
 @dataclass(eq=False, repr=False)
 class DecoderCache:
     """State of a decoder layer between steps: its own tokens, and the memory's keys and values.
@@ -270,7 +271,7 @@ class DecoderCache:
     Select sequences here: selecting in `tokens` alone would pair sequences with the memory of others.
     """
 
-    tokens: KVCache
+    tokens: KVCache  # stays empty in a layer that attends another layer's keys
     memory: Any = None  # the array that `keys_values` were computed from; None after `select`
     keys_values: tuple[Array, Array] | None = None  # (batch, heads_kv, len_memory, head_dim) each
     key_padding_mask: Array | None = None  # of the memory, (batch, len_memory); True hides, as in torch
@@ -286,7 +287,8 @@ class DecoderCache:
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from position `length` on; the memory stays."""
-        self.tokens.truncate(length)
+        if self.tokens._held or self.keys_values is None:
+            self.tokens.truncate(length)
 
     @named("DecoderCache.select")
     def select(self, sequences: ArrayLike) -> None:
@@ -294,14 +296,15 @@ class DecoderCache:
 
         Later calls must leave out the memory and its mask: the caller's arrays have the old order.
         """
-        index = self.tokens._index(sequences)
+        index = _index(sequences, self.tokens._held or self.keys_values)
         with restored_on_error((self,)):
             if self.keys_values is not None:
                 k, v = self.keys_values
                 self.keys_values, self.memory = (k[index], v[index]), None
             if self.key_padding_mask is not None:
                 self.key_padding_mask = self.key_padding_mask[index]
-            self.tokens.select(index)
+            if self.tokens._held:
+                self.tokens.select(index)
 
 
 OneCache = TypeVar("OneCache", KVCache, DecoderCache)

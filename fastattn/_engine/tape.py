@@ -169,6 +169,10 @@ class Plain:
         dispatch.run(RopeArgs(x, x, cos, sin, interleaved, get_num_threads()))
         return x
 
+    def shared(self, x: Any) -> Any:
+        """x, for several operations, in memory of its own."""
+        return x.copy()
+
     def extended(self, x: Any, longer: Array, parameter: Array | None) -> Any:
         """Keys or values `longer`, which begin with x; then comes `parameter`, if there is one."""
         return longer
@@ -285,17 +289,25 @@ class Tape(Plain):
             if gradient is not None:
                 back(gradient, owned)
 
-    def checkpoint(self, compute: Callable[..., Any], *inputs: Value) -> Value:
-        """``compute(tape, *inputs)``, of which nothing is kept: it runs again for its gradients."""
+    def checkpoint(self, compute: Callable[..., Any], *inputs: Value) -> Any:
+        """``compute(tape, *inputs)``, of which nothing is kept: it runs again for its gradients.
+
+        That is a value, or a pair of a value and a tuple of more, which later operations may use, too.
+        """
         drops = self.drops
 
-        def run(tape: Tape) -> tuple[Sequence[Value], Value]:
+        def run(tape: Tape) -> tuple[Sequence[Value], Value, tuple[Value, ...]]:
             fresh = [Value(x.array) for x in inputs]
-            return fresh, compute(tape, *fresh)
+            found = compute(tape, *fresh)
+            return (fresh, *found) if isinstance(found, tuple) else (fresh, found, ())
 
         def back(dout: Array, owned: bool) -> None:
             tape = Tape(self.gradients, drops)
-            fresh, out = run(tape)
+            fresh, out, others = run(tape)
+            for x, later in zip(others, more, strict=True):
+                gradient, mine = later.take()
+                if gradient is not None:
+                    x.put(gradient, mine)
             tape.pull(out, dout)
             for x, again in zip(inputs, fresh, strict=True):
                 gradient, mine = again.take()
@@ -303,9 +315,11 @@ class Tape(Plain):
                     x.put(gradient, mine)
 
         tape = Tape(drops=drops)
-        out = run(tape)[1].array
+        _, out, others = run(tape)
         self.drops = tape.drops
-        return self.note(out, back)
+        more = tuple(Value(x.array) for x in others)
+        noted = self.note(out.array, back)
+        return (noted, more) if more else noted
 
     def stream(self) -> int:
         """The number of an operation that has dropout, from 1 on."""
@@ -551,6 +565,10 @@ class Tape(Plain):
 
         return self.note(super().rotate(self._writable(x), cos, sin, interleaved), back, x.room)
 
+    def shared(self, x: Value) -> Value:
+        """x, whose gradient is the sum over several operations; a `Part` takes one alone."""
+        return self.note(x.array, x.put)
+
     def extended(self, x: Value, longer: Array, parameter: Array | None) -> Value:
         """Keys or values `longer`, which begin with x; then comes `parameter`, if there is one."""
         n = x.array.shape[2]
@@ -610,10 +628,9 @@ class Tape(Plain):
 
         return self.note(super().repeated(array, times), back)
 
-    def block(self, compute: Callable[..., Any], *inputs: Value) -> Value:
+    def block(self, compute: Callable[..., Any], *inputs: Value) -> Any:
         """``compute(tape, *inputs)``; a tape with `by_block` keeps nothing else of it."""
-        found: Value = self.checkpoint(compute, *inputs) if self._by_block else compute(self, *inputs)
-        return found
+        return self.checkpoint(compute, *inputs) if self._by_block else compute(self, *inputs)
 
     def rows(self, x: Value, which: Array) -> Value:
         """Some rows of x, as a bool array says."""

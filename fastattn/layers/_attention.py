@@ -17,7 +17,7 @@ from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, Unpack, 
 from fastattn._args.values import flag
 from fastattn._engine import settings
 from fastattn._engine.tape import PLAIN
-from fastattn.cache import KVCache, restored_on_error
+from fastattn.cache import Cached, KVCache, restored_on_error
 from fastattn.functional._attention import attention_weights
 from fastattn.layers import _computation
 from fastattn.layers._attention_parameters import AttentionParameters, CallOptions, MaskOptions
@@ -27,6 +27,9 @@ from fastattn.layers._scores import Names, add_extra_keys, add_masks
 if TYPE_CHECKING:
     from fastattn._engine.tape import Plain
     from fastattn.layers._attention_parameters import KeysValues, StackedMaps
+
+    # Keys and values, values of a tape, or what a cache returned of them.
+    Attended = tuple[Any, Any] | Cached
 
 _NOTHING = nullcontext()
 _NAMES = Names("query", "attn_mask", "key_padding_mask")
@@ -55,6 +58,9 @@ class MultiHeadAttention(AttentionParameters):
         Key and value heads, each for a group of query heads (Ainslie et al. 2023); default num_heads.
     head_dim : int, optional
         Default ``embed_dim // num_heads``.
+    query_only : bool, default False
+        Project no keys and values: they are those of another layer, of `project_keys_values` or of an earlier
+        layer of a stack, whose number of key and value heads and head_dim this one has.
     rope : Rope, optional
         Rotates queries and keys by their positions: those in a call, after those in its cache.
     qk_norm : bool, default False
@@ -80,7 +86,8 @@ class MultiHeadAttention(AttentionParameters):
     The parameters are as in torch: ``in_proj_weight`` (queries, keys, values, one below the other; with kdim
     or vdim ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight``), ``in_proj_bias``, ``out_proj.weight``,
     ``out_proj.bias``, ``bias_k``, ``bias_v``; and ``q_norm.weight``, ``k_norm.weight``, ``gate_proj.weight``,
-    ``gate_proj.bias`` and ``sinks``. All projections of one input are one `linear`.
+    ``gate_proj.bias`` and ``sinks``. With `query_only`, there are ``q_proj_weight`` and the queries' part of
+    ``in_proj_bias``. All projections of one input are one `linear`.
 
     Examples
     --------
@@ -171,7 +178,7 @@ class MultiHeadAttention(AttentionParameters):
                 k, v = (None if array is None else rows(array) for array in (k, v))
             residual = None if residual is None else rows(residual)
             more = need_weights, key_length
-            out, weights = self._attend(PLAIN, rows(x), (batch, length), k, v, residual, *more, **options)
+            out, weights, _ = self._attend(PLAIN, rows(x), (batch, length), k, v, residual, *more, **options)
         except Exception as error:
             put_name(type(self).__name__, error)
             raise
@@ -226,7 +233,7 @@ class MultiHeadAttention(AttentionParameters):
             heads_kv, head_dim = self._heads_kv, self._head_dim
             given = _computation.keys_values(given, len(batched), heads_kv, head_dim, x.dtype)
             options["keys_values"] = given
-        elif key is not None or value is not None or self.all_maps is None:
+        elif not self.query_only and (key is not None or value is not None or self.all_maps is None):
             k, v = self._memory(batched if key is None else key, value, len(batched))
             key, value = None if key is None else k, None if value is None else v
         return x, batched, key, value
@@ -234,6 +241,8 @@ class MultiHeadAttention(AttentionParameters):
     @named("{cls}")
     def project_keys_values(self, key: ArrayLike, value: ArrayLike | None = None) -> KeysValues:
         """Keys and values of a memory, (B, heads_kv, S, head_dim), once for many calls: see `keys_values`."""
+        if self.query_only:
+            raise ValueError("(): query_only is True; expected a layer that makes keys")
         keys, values = self._memory(key, None if value is key else value, None)
         memory = None if value is None or value is key else rows(values)
         k, v = self._keys_values(PLAIN, rows(keys), memory, keys.shape[:2])
@@ -256,16 +265,22 @@ class MultiHeadAttention(AttentionParameters):
         is_causal: bool = False,
         cache: KVCache | None = None,
         lengths: Any = None,
-        keys_values: KeysValues | None = None,
+        keys_values: Attended | None = None,
         q_offset: Ints | int = 0,
         names: Names = _NAMES,
-    ) -> tuple[Any, Any]:
-        """A call's output, and the weights of each head or None; x, key, value, residual and it are rows.
+        share: bool = False,
+    ) -> tuple[Any, Any, Attended | None]:
+        """A call's output; the weights of each head, or None; with `share`, the keys and values attended.
 
-        `key` is None if it is the query, `value` if it is the key. Without a cache, the first query stands at
-        `q_offset`, and the first of `keys_values` at 0. A recording tape takes no cache and gives no weights.
+        x, key, value, residual and the output are rows. `key` is None if it is the query, `value` if it is
+        the key. Without a cache, the first query stands at `q_offset`, and the first of `keys_values` at 0.
+        A recording tape takes no cache and gives no weights.
         """
-        if lengths is not None and cache is None:
+        if self.query_only and keys_values is None:
+            expected = "keys_values, or a stack in which an earlier layer has keys"
+            raise ValueError(f"(): query_only is True, and there are no keys; expected {expected}")
+        cached = keys_values if isinstance(keys_values, Cached) else None
+        if lengths is not None and cache is None and cached is None:
             expected = "both, or a key_padding_mask"
             raise ValueError(f"(): lengths is given without cache; expected {expected}")
         (batch, length), dtype = sizes, tape.array(x).dtype
@@ -276,6 +291,8 @@ class MultiHeadAttention(AttentionParameters):
                 query = tape.array(x).reshape(*sizes, self.embed_dim)
                 raise wrong_shape(names.query, query, expected)
             q_offset = cache.offset
+        elif cached is not None:
+            q_offset = cached.q_offset
         options = self._options.copy()
         if self.sink_logits is not None:
             options["sinks"] = self.sink_logits
@@ -291,7 +308,7 @@ class MultiHeadAttention(AttentionParameters):
         if maps is self.all_maps:
             k, v = heads[first + 1 :]
         elif keys_values is not None:
-            k, v = keys_values
+            k, v = keys_values[:2]
         else:
             if key_length is None:
                 own = x if key is None and value is None else key if value is None else value
@@ -303,7 +320,12 @@ class MultiHeadAttention(AttentionParameters):
                 k = self._placed(tape, k, self.k_norm, q_offset)
         with _NOTHING if cache is None else restored_on_error((cache,)):
             if cache is not None:
-                k, v, kv_lengths, q_offset = cached = cache.append(k, v, lengths)
+                cached = cache.append(k, v, lengths)
+            elif share:
+                k, v = tape.shared(k), tape.shared(v)
+            attended_keys = (k, v) if cached is None else cached
+            if cached is not None:
+                k, v, kv_lengths, q_offset = cached
                 if cached.k_scale is not None and cached.v_scale is not None:
                     options["k_scale"], options["v_scale"] = cached.k_scale, cached.v_scale
                 if kv_lengths is not None:
@@ -337,7 +359,7 @@ class MultiHeadAttention(AttentionParameters):
             weights = attention_weights(q, k.astype(q.dtype, copy=False), **options)
         tape.done("mixed", attended)
         tape.done("product", product)
-        return result, weights
+        return result, weights, attended_keys if share else None
 
     def _keys_values(self, tape: Plain, key: Any, value: Any, sizes: tuple[int, int]) -> tuple[Any, Any]:
         """Projected key and value, (B, heads_kv, S, head_dim) each; value is None where it is key."""
@@ -349,6 +371,8 @@ class MultiHeadAttention(AttentionParameters):
         if value is None and self.key_value_maps is not None:
             k, v = projected(key, self.key_value_maps)
         else:
+            assert self.key_map is not None
+            assert self.value_map is not None
             (k,) = projected(key, self.key_map)
             (v,) = projected(key if value is None else value, self.value_map)
         return k, v

@@ -126,6 +126,7 @@ class HeadOptions(TypedDict, total=False):
     softcap: float | None
     scale: float | None
     alibi_slopes: ArrayLike | None
+    query_only: bool
     add_bias_kv: bool
     add_zero_attn: bool
 
@@ -162,6 +163,7 @@ class AttentionParameters(Layer):
     vdim: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    query_only: bool = False
     rope: Rope | None = None
     qk_norm: bool = False
     qk_norm_eps: float = 1e-6
@@ -179,8 +181,9 @@ class AttentionParameters(Layer):
     query_maps: StackedMaps = field(init=False, repr=False)
     key_value_maps: StackedMaps | None = field(init=False, default=None, repr=False)
     all_maps: StackedMaps | None = field(init=False, default=None, repr=False)
-    key_map: StackedMaps = field(init=False, repr=False)
-    value_map: StackedMaps = field(init=False, repr=False)
+    # None, as the two before, with `query_only`.
+    key_map: StackedMaps | None = field(init=False, default=None, repr=False)
+    value_map: StackedMaps | None = field(init=False, default=None, repr=False)
     bias_k: Array | None = field(init=False, default=None, repr=False)
     bias_v: Array | None = field(init=False, default=None, repr=False)
     q_norm: Array | None = field(init=False, default=None, repr=False)
@@ -201,8 +204,12 @@ class AttentionParameters(Layer):
             value = getattr(self, name)
             if value is not None or name in ("embed_dim", "num_heads"):
                 setattr(self, name, integer(name, value, 1, MOST_SIZE))
-        for name in ("bias", "add_bias_kv", "add_zero_attn", "qk_norm", "output_gate", "sinks"):
+        flags = ("bias", "add_bias_kv", "add_zero_attn", "query_only", "qk_norm", "output_gate", "sinks")
+        for name in flags:
             flag(name, getattr(self, name))
+        for name in ("kdim", "vdim"):
+            if self.query_only and (width := getattr(self, name)) is not None:
+                raise ValueError(f"(): {name} is {width}; expected None, as query_only makes no keys")
         epsilon("qk_norm_eps", self.qk_norm_eps, FLOAT32)
         self.weights_dtype = dtype_choice("weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
         integer_activations(self.activations, self.weights_dtype)
@@ -215,7 +222,9 @@ class AttentionParameters(Layer):
             raise ValueError(f"(): embed_dim is {self.embed_dim}; expected {expected}")
         self._heads_kv, self._head_dim = heads_kv, self.head_dim or self.embed_dim // heads
         self._width, self._width_kv = heads * self._head_dim, heads_kv * self._head_dim
-        self._stacked = (self.kdim or self.embed_dim) == (self.vdim or self.embed_dim) == self.embed_dim
+        self._projected = "q" if self.query_only else "qkv"
+        widths = self.kdim or self.embed_dim, self.vdim or self.embed_dim
+        self._stacked = not self.query_only and widths == (self.embed_dim, self.embed_dim)
         names = ("window", "softcap", "scale", "alibi_slopes")
         self._options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         nothing = np.empty((1, heads, 0, self._head_dim), lane_of(self.weights_dtype))
@@ -262,15 +271,17 @@ class AttentionParameters(Layer):
         if self._stacked:
             parameters["in_proj_weight"] = Parameter((width + 2 * width_kv, self.embed_dim), xavier_uniform)
         else:
-            parameters["q_proj_weight"] = Parameter((width, self.embed_dim), xavier_uniform)
-            parameters["k_proj_weight"] = Parameter((width_kv, self.kdim or self.embed_dim), xavier_uniform)
-            parameters["v_proj_weight"] = Parameter((width_kv, self.vdim or self.embed_dim), xavier_uniform)
+            inputs = self.embed_dim, self.kdim or self.embed_dim, self.vdim or self.embed_dim
+            for x, rows, columns in zip(self._projected, (width, width_kv, width_kv), inputs, strict=False):
+                parameters[f"{x}_proj_weight"] = Parameter((rows, columns), xavier_uniform)
         if self.bias:
-            parameters["in_proj_bias"] = Parameter((width + 2 * width_kv,), constant(0.0))
+            rows = width if self.query_only else width + 2 * width_kv
+            parameters["in_proj_bias"] = Parameter((rows,), constant(0.0))
         if self.add_bias_kv:
             parameters |= {f"bias_{x}": Parameter((1, 1, width_kv), normal(width_kv**-0.5)) for x in "kv"}
         if self.qk_norm:
-            parameters |= {f"{x}_norm.weight": Parameter((head_dim,), constant(1.0)) for x in "qk"}
+            normed = self._projected[:2]
+            parameters |= {f"{x}_norm.weight": Parameter((head_dim,), constant(1.0)) for x in normed}
         if self.output_gate:
             parameters["gate_proj.weight"] = Parameter((width, self.embed_dim), xavier_uniform)
             if self.bias:
@@ -281,37 +292,37 @@ class AttentionParameters(Layer):
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
         lane = lane_of(weights_dtype)
-        ends = [self._width, self._width + self._width_kv]
+        ends = [] if self.query_only else [self._width, self._width + self._width_kv]
         if self._stacked:
             weights = np.split(arrays["in_proj_weight"], ends)
         else:
-            weights = [arrays[f"{name}_proj_weight"] for name in "qkv"]
+            weights = [arrays[f"{name}_proj_weight"] for name in self._projected]
         biases = np.split(arrays["in_proj_bias"], ends) if self.bias else []
         if self.output_gate:
             weights = [arrays["gate_proj.weight"], *weights]
             biases = [arrays["gate_proj.bias"], *biases] if self.bias else []
-        n = len(weights)
         fields: Fields
         if self._stacked:
             maps = stack(weights, biases, weights_dtype, self._head_dim)
             fields = {"all_maps": maps, **_parts(maps)}
         else:
             fields = {"all_maps": None, "key_value_maps": None}
-            runs = {"query_maps": slice(n - 2), "key_map": slice(n - 2, n - 1), "value_map": slice(n - 1, n)}
-            for name, run in runs.items():
+            n = 1 + self.output_gate  # maps of the query
+            runs = {"query_maps": slice(n), "key_map": slice(n, n + 1), "value_map": slice(n + 1, n + 2)}
+            for name, run in list(runs.items())[: len(self._projected)]:
                 fields[name] = stack(weights[run], biases[run], weights_dtype, self._head_dim)
         for name in ("bias_k", "bias_v"):
             bias = arrays.get(name)
             fields[name] = None if bias is None else bias.astype(lane).reshape(self._heads_kv, -1)
         fields |= super()._pack(arrays, weights_dtype)
-        if self.qk_norm:
+        if self.qk_norm and not self.query_only:
             counts = self.num_heads, self._heads_kv
             each = [np.tile(fields[f"{x}_norm"], (n, 1)) for x, n in zip("qk", counts, strict=True)]
             fields |= _norms(np.concatenate(each), self.num_heads)
         return fields
 
     def _settle(self, gradients: Gradients) -> None:
-        wholes = (
+        wholes: Any = (
             (self.all_maps, (self.query_maps, self.key_map, self.value_map)),
             (self.key_value_maps, (self.key_map, self.value_map)),
         )
@@ -329,7 +340,7 @@ class AttentionParameters(Layer):
             gradients.add(self.k_norm, norms[self.num_heads :].sum(axis=0))
 
     def _named(self, plain: Taken) -> dict[str, Array]:
-        stacks = (self.query_maps, self.key_map, self.value_map)
+        stacks = [maps for maps in (self.query_maps, self.key_map, self.value_map) if maps is not None]
         weights = [weight for maps in stacks for weight in maps.apart(plain(maps.weight))]
         biases = [bias for maps in stacks for bias in maps.apart(plain(maps.bias))]
         arrays: dict[str, Array] = {}
@@ -340,7 +351,7 @@ class AttentionParameters(Layer):
         if weights and self._stacked:
             arrays["in_proj_weight"] = np.concatenate(weights)
         elif weights:
-            arrays |= {f"{name}_proj_weight": w for name, w in zip("qkv", weights, strict=True)}
+            arrays |= {f"{name}_proj_weight": w for name, w in zip(self._projected, weights, strict=True)}
         if biases:
             arrays["in_proj_bias"] = np.concatenate(biases)
         for name, held in (("bias_k", self.bias_k), ("bias_v", self.bias_v)):

@@ -18,7 +18,7 @@ from fastattn.grad._linear import TRAINED
 from fastattn.grad._loss import targets_of
 from fastattn.layers._rotary import Rope
 from fastattn.layers._sampling import Sampler, Sampling
-from fastattn.layers._stacks import TransformerEncoder
+from fastattn.layers._stacks import TransformerEncoder, layer_numbers
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, normal
 from fastattn.layers._transformer import TransformerEncoderLayer, require_head_options
 from fastattn.positions import rope_frequencies
@@ -54,6 +54,8 @@ class LanguageModel(Layer):
         Whether the embedding is also the matrix that makes the logits.
     norm, layer_norm_eps, bias, attention, weights_dtype
         As in `TransformerEncoderLayer`.
+    keys_from : sequence of int, optional
+        As in `TransformerEncoder`; the layers that attend another's keys are built to.
     rng : Generator or int, optional
         Draws the parameters as GPT-2's: normal ones of deviation 0.02, of what is added to the residual
         ``0.02 / sqrt(2 * num_layers)``; biases are 0.
@@ -78,6 +80,7 @@ class LanguageModel(Layer):
     layer_norm_eps: float = 1e-5
     bias: bool = True
     attention: HeadOptions | None = None
+    keys_from: Sequence[int] | None = None
     weights_dtype: str = "float32"
     rng: InitVar[np.random.Generator | int | None] = None
     encoder: TransformerEncoder = field(init=False, repr=False)
@@ -108,6 +111,8 @@ class LanguageModel(Layer):
                 attention["rope"] = Rope(rope_frequencies(head_dim))
         elif attention.get("rope") is not None:
             raise ValueError("(): attention has rope; expected positions='rope' with it")
+        shares, numbers = self.keys_from is not None, range(self.num_layers)
+        sources = layer_numbers("keys_from", self.keys_from, len(numbers)) if shares else numbers
         layers = [
             TransformerEncoderLayer(
                 self.d_model,
@@ -118,12 +123,12 @@ class LanguageModel(Layer):
                 norm=self.norm,
                 layer_norm_eps=self.layer_norm_eps,
                 bias=self.bias,
-                attention=attention,
+                attention={**attention, "query_only": i != source} if shares else attention,
                 weights_dtype=self.weights_dtype,
             )
-            for _ in range(self.num_layers)
+            for i, source in enumerate(sources)
         ]
-        self.encoder = TransformerEncoder(layers, layers[0]._new_norm())
+        self.encoder = TransformerEncoder(layers, layers[0]._new_norm(), self.keys_from)
         self._set_up(None)
         source = self._source(rng)
         if source is not None:

@@ -40,6 +40,17 @@ class Rope:
     def __repr__(self) -> str:
         return f"Rope({len(self.frequencies.inv_freq)} pairs, interleaved={self.interleaved})"
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both rotate alike."""
+        if self is other or not isinstance(other, Rope):
+            return self is other
+        (ours, factor), (theirs, other_factor) = self.frequencies, other.frequencies
+        alike = (factor, self.interleaved) == (other_factor, other.interleaved)
+        return alike and np.array_equal(ours, theirs)
+
+    def __hash__(self) -> int:
+        return hash((len(self.frequencies.inv_freq), self.interleaved))
+
     def tables(self, offset: Ints | int, length: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
         """Cos and sin at `length` positions from `offset` on: (length, pairs), or (batch, length, pairs)."""
         if not (isinstance(offset, (int, np.ndarray)) and isinstance(length, int)):

@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from fastattn._args.cache import cache_args
-from fastattn._args.errors import named, wrong_type
+from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.ops import rows
 from fastattn._args.options import require_options
 from fastattn._args.types import Array, ArrayLike, DTypeLike, Rounding, Unpack
-from fastattn._args.values import flag, integer, iterated
+from fastattn._args.values import flag, integer, integers, iterated
 from fastattn._args.words import not_an_argument
 from fastattn._engine.tape import PLAIN
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
@@ -41,6 +42,20 @@ if TYPE_CHECKING:
 
 
 _NOTHING = nullcontext()
+# What attentions that share keys have in common: fields, and the options that set them.
+_OF_KEYS = {"_heads_kv": "num_kv_heads", "_head_dim": "head_dim", "rope": "rope"}
+
+
+def layer_numbers(name: str, x: Any, count: int) -> list[int]:
+    """`x`, for each of `count` layers its own number or that of one before it."""
+    given = integers(name, x)
+    if given.shape != (count,):
+        raise wrong_shape(name, given, f"({count},), a number for each layer")
+    numbers: list[int] = given.tolist()
+    for i, number in enumerate(numbers):
+        if not 0 <= number <= i:
+            raise ValueError(f"(): {name}[{i}] is {number}; expected {i}, or a layer before it")
+    return numbers
 
 
 class LayerStack(Layer):
@@ -48,6 +63,8 @@ class LayerStack(Layer):
 
     layers: Sequence[Any]
     norm: NormLayer | None
+    keys_from: Sequence[int] | None
+    _borrowed: dict[int, int]  # layers that attend the keys of another, and that one
     _kind: ClassVar[type[Layer]]  # of the layers
     _cache_kind: ClassVar[type]
 
@@ -91,6 +108,32 @@ class LayerStack(Layer):
         for name, other in widths.items():
             if other != width:
                 raise ValueError(f"(): {name} is {other}; expected {width}, as layers[0] has")
+        self.__dict__["_borrowed"] = self._sources()
+
+    def _sources(self) -> dict[int, int]:
+        """The layer whose keys and values each one attends that has none, checked."""
+        attentions = [layer.self_attn for layer in self.layers]
+        if self.keys_from is None:
+            sources = list(accumulate((0 if own.query_only else i for i, own in enumerate(attentions)), max))
+        else:
+            sources = layer_numbers("keys_from", self.keys_from, len(attentions))
+        borrowed: dict[int, int] = {}
+        for i, (own, source) in enumerate(zip(attentions, sources, strict=True)):
+            if own.query_only == (source == i):
+                expected = "False, for keys of its own" if source == i else f"True, for those of {source}"
+                came = f"layers[{i}].self_attn.query_only is {own.query_only}"
+                raise ValueError(f"(): {came}; expected {expected}")
+            if source == i:
+                continue
+            borrowed[i] = source = borrowed.get(source, source)
+            for field_name, option in _OF_KEYS.items():
+                mine, theirs = (getattr(x, field_name) for x in (own, attentions[source]))
+                if mine != theirs:
+                    came = f"layers[{i}].self_attn has {option}={mine}"
+                    raise ValueError(
+                        f"(): {came}; expected {theirs}, that of layers[{source}], whose keys it attends"
+                    )
+        return borrowed
 
     def _children(self) -> dict[str, Layer]:
         parts = {f"layers.{i}.": layer for i, layer in enumerate(self.layers)}
@@ -101,24 +144,36 @@ class LayerStack(Layer):
     ) -> Any:
         """One layer after another, of rows x and the memory's, and the norm.
 
-        `forward` is the layers' `_forward`, called with a layer, the tape, the rows and the layer's cache.
+        `forward` is the layers' `_forward`, called with a layer, the layer's cache, the tape and the rows.
         """
+        givers, shared = set(self._borrowed.values()), dict[int | None, Any]()
         with _NOTHING if caches[0] is None else restored_on_error(caches):
-            for layer, cache in zip(self.layers, caches, strict=True):
-                x = tape.block(partial(forward, layer, cache), x, *memory)
+            for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+                keys_values, share = shared.get(self._borrowed.get(i)), i in givers
+                compute = partial(forward, layer, cache, keys_values=keys_values, share=share)
+                x = tape.block(compute, x, *memory)
+                if share:
+                    x, shared[i] = x
             return x if self.norm is None else self.norm._forward(tape, x)
 
+    def _holders(self) -> Sequence[int]:
+        """The layers that have a cache."""
+        return range(len(self.layers))
+
     def _one_each(self, cache: Sequence[Any] | None) -> Sequence[Any]:
-        """`cache`, one for each layer."""
+        """`cache`, one for each layer, None for those without."""
+        found: list[Any] = [None] * len(self.layers)
         if cache is None:
-            return [None] * len(self.layers)
-        n, kind = len(self.layers), self._cache_kind.__name__
+            return found
+        kind, holders = self._cache_kind.__name__, self._holders()
         if not isinstance(cache, (list, tuple)) or not all(isinstance(x, self._cache_kind) for x in cache):
             raise wrong_type("cache", cache, f"a list of {kind}, of new_cache()")
-        if len(cache) != n:
-            expected = f"{n}, as new_cache() makes it"
+        if len(cache) != len(holders):
+            expected = f"{len(holders)}, as new_cache() makes it"
             raise ValueError(f"(): cache is for {len(cache)} layers; expected {expected}")
-        return cache
+        for i, own in zip(holders, cache, strict=True):
+            found[i] = own
+        return found
 
 
 @dataclass(eq=False)
@@ -133,10 +188,22 @@ class TransformerEncoder(LayerStack):
         Each its own, where torch copies one: ``[TransformerEncoderLayer(...) for _ in range(6)]``.
     norm : LayerNorm or RMSNorm, optional
         Applied to the result; pre-norm layers want one.
+    keys_from : sequence of int, optional
+        For each layer the layer whose keys and values it attends: its own number, or that of one before it.
+        Layers that attend another's are built with ``attention={"query_only": True}``, and with its rope,
+        head_dim and number of key and value heads. Default: the nearest layer before that has keys.
+
+    Notes
+    -----
+    ``keys_from=[0, 0, 2, 2]`` is the cross-layer attention of Brandon et al. 2024 (arXiv:2405.12981) and
+    MLKV (Zuhri et al. 2024, arXiv:2406.09297); ``[0, 1, 2, 2, 2]``, where later layers all share one, is that
+    of YOCO (Sun et al. 2024, arXiv:2405.05254). In models with two kinds of layers (Gemma 3n), it is the last
+    one of the same kind. A cache has no keys for layers that share.
     """
 
     layers: Sequence[TransformerEncoderLayer]
     norm: NormLayer | None = None
+    keys_from: Sequence[int] | None = None
     _kind, _cache_kind = TransformerEncoderLayer, KVCache
 
     @named("{cls}")
@@ -201,8 +268,10 @@ class TransformerEncoder(LayerStack):
         is_causal = flag("is_causal", is_causal)
         masks = src_mask, src_key_padding_mask, is_causal
 
-        def forward(layer: TransformerEncoderLayer, cache: KVCache | None, tape: Plain, x: Any) -> Any:
-            return layer._forward(tape, x, sizes, *masks, cache, lengths)
+        def forward(
+            layer: TransformerEncoderLayer, cache: KVCache | None, tape: Plain, x: Any, **shared: Any
+        ) -> Any:
+            return layer._forward(tape, x, sizes, *masks, cache, lengths, **shared)
 
         out = self._one_by_one(tape, x, self._one_each(cache), forward)
         if self.norm is None or not (src_mask is cache is lengths is None and not is_causal):
@@ -211,11 +280,15 @@ class TransformerEncoder(LayerStack):
         _, padding = padding_alone(_SRC, src_key_padding_mask, sizes)
         return out if padding is None else tape.cleared(out, padding.ravel(), over=True)
 
+    def _holders(self) -> Sequence[int]:
+        return [i for i in range(len(self.layers)) if i not in self._borrowed]
+
     @named("{cls}.new_cache")
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[KVCache]:
-        """Empty caches, one a layer: see `KVCache`."""
+        """Empty caches, one for each layer with keys of its own: see `KVCache`."""
         room, kept = cache_args(capacity, dtype)
-        return Caches(KVCache(room, kept) for _ in self.layers)
+        self._require_layers()
+        return Caches(KVCache(room, kept) for _ in self._holders())
 
 
 @dataclass(eq=False)
@@ -226,10 +299,13 @@ class TransformerDecoder(LayerStack):
     ----------
     layers : sequence of TransformerDecoderLayer
     norm : LayerNorm or RMSNorm, optional
+    keys_from : sequence of int, optional
+        As in `TransformerEncoder`, for the attention to itself. Each layer has its own keys of the memory.
     """
 
     layers: Sequence[TransformerDecoderLayer]
     norm: NormLayer | None = None
+    keys_from: Sequence[int] | None = None
     _kind, _cache_kind = TransformerDecoderLayer, DecoderCache
 
     @named("{cls}")
@@ -278,8 +354,10 @@ class TransformerDecoder(LayerStack):
     ) -> Any:
         """A call's result, of rows x over the memory's rows, or over `memory` in a cache; in rows."""
 
-        def forward(layer: TransformerDecoderLayer, cache: Any, tape: Plain, x: Any, over: Any) -> Any:
-            return layer._forward(tape, x, over, sizes, memory, cache, **options)
+        def forward(
+            layer: TransformerDecoderLayer, cache: Any, tape: Plain, x: Any, over: Any, **shared: Any
+        ) -> Any:
+            return layer._forward(tape, x, over, sizes, memory, cache, **options, **shared)
 
         return self._one_by_one(tape, x, self._one_each(cache), forward, over)
 

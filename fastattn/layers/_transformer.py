@@ -14,12 +14,12 @@ from fastattn._args.errors import put_name, wrong_shape
 from fastattn._args.ops import epsilon, integer_activations, rows
 from fastattn._args.options import require_options
 from fastattn._args.packed import WEIGHT_DTYPES
-from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding, Unpack
+from fastattn._args.types import FLOAT32, Array, ArrayLike, Ints, Rounding, Unpack
 from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, short
 from fastattn._args.words import not_an_argument
 from fastattn._engine.program import OUT, Program, Sequences, X, build
 from fastattn._engine.tape import PLAIN
-from fastattn.cache import DecoderCache, KVCache, restored_on_error
+from fastattn.cache import Cached, DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _computation, _state
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._attention_parameters import HeadOptions
@@ -32,6 +32,7 @@ from fastattn.layers._state import Layer
 if TYPE_CHECKING:
     from fastattn._args.options import NoOptions
     from fastattn._engine.tape import Plain
+    from fastattn.layers._attention import Attended
 
 _NOTHING = nullcontext()
 _SRC = Names("src", "src_mask", "src_key_padding_mask")
@@ -67,6 +68,10 @@ def require_fields(layer: Any) -> None:
             continue  # an encoder layer
         require_head_options(name, getattr(layer, name))
         options = getattr(layer, name) or {}
+        if name == "cross_attention" and options.get("query_only"):
+            raise ValueError(
+                "(): cross_attention has query_only; expected it in attention, which can share keys"
+            )
         if options.get("head_dim") is None and layer.d_model % layer.num_heads:
             expected = f"a multiple of num_heads, {layer.num_heads}, or head_dim in {name}"
             raise ValueError(f"(): d_model is {layer.d_model}; expected {expected}")
@@ -128,12 +133,14 @@ class TransformerLayer(Layer):
 
     def _add_attention(
         self, tape: Plain, norm: NormLayer, x: Any, attention: MultiHeadAttention, sizes: Any, **options: Any
-    ) -> Any:
-        """Rows x plus attention of them, with the norm; `options` are those of `_attend`."""
-        if self.norm_first:
-            return attention._attend(tape, norm._forward(tape, x), sizes, residual=x, **options)[0]
-        total, _ = attention._attend(tape, x, sizes, residual=x, **options)
-        return norm._forward(tape, total, over=True)
+    ) -> tuple[Any, Attended | None]:
+        """Rows x plus attention of them, with the norm; the keys and values that it shares.
+
+        `options` are those of `_attend`.
+        """
+        normed = norm._forward(tape, x) if self.norm_first else x
+        total, _, keys = attention._attend(tape, normed, sizes, residual=x, **options)
+        return total if self.norm_first else norm._forward(tape, total, over=True), keys
 
     def _add_feed_forward(self, tape: Plain, norm: NormLayer, x: Any) -> Any:
         """Rows x plus the feed-forward of them, with the norm. It may overwrite x."""
@@ -263,8 +270,13 @@ class TransformerEncoderLayer(TransformerLayer):
         is_causal: bool = False,
         cache: KVCache | None = None,
         lengths: Any = None,
+        keys_values: Attended | None = None,
+        share: bool = False,
     ) -> Any:
-        """A call's result, of rows x and in rows."""
+        """A call's result, of rows x and in rows; with `share`, also the keys and values that it attended.
+
+        `keys_values` are those that an earlier layer shared.
+        """
         if is_causal is not False:
             is_causal = flag("is_causal", is_causal)
         plain, padding = False, None
@@ -273,7 +285,7 @@ class TransformerEncoderLayer(TransformerLayer):
         heads = self.self_attn
         placed = heads.rope is not None or heads.q_norm is not None
         # Leaving hidden rows out moves the blocks of keys, and with them the last bits.
-        plain = plain and not (placed and padding is not None)
+        plain = plain and not (share or (placed and padding is not None))
         if plain and (program := self._program()) is not None:
             batch, length = sizes
             if padding is None:
@@ -287,7 +299,7 @@ class TransformerEncoderLayer(TransformerLayer):
             return tape.spread(program.on(tape, tape.rows(x, counted), ragged), counted)
         hidden = None if padding is None else padding.ravel()
         x = x if hidden is None else tape.cleared(x, hidden)
-        x = self._add_attention(
+        x, keys = self._add_attention(
             tape,
             self.norm1,
             x,
@@ -298,10 +310,13 @@ class TransformerEncoderLayer(TransformerLayer):
             is_causal=is_causal,
             cache=cache,
             lengths=lengths,
+            keys_values=keys_values,
             names=_SRC,
+            share=share,
         )
         x = self._add_feed_forward(tape, self.norm2, x)
-        return x if hidden is None else tape.cleared(x, hidden, over=True)
+        x = x if hidden is None else tape.cleared(x, hidden, over=True)
+        return (x, keys) if share else x
 
     def _program(self) -> Program | None:
         """The program of calls without masks."""
@@ -424,9 +439,15 @@ class TransformerDecoderLayer(TransformerLayer):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
         lengths: Any = None,
+        keys_values: Attended | None = None,
+        share: bool = False,
     ) -> Any:
-        """A call's result, of rows x over the memory's rows, or over `memory` in a cache; in rows."""
-        keys_values = None
+        """A call's result, of rows x over the memory's rows, or over `memory` in a cache; in rows.
+
+        With `share`, also the keys and values of the attention to itself; `keys_values` are those that an
+        earlier layer shared.
+        """
+        of_memory = None
         is_causal = cache is not None
         if tgt_is_causal is not None:
             is_causal = flag("tgt_is_causal", tgt_is_causal)
@@ -434,9 +455,14 @@ class TransformerDecoderLayer(TransformerLayer):
         with _NOTHING if cache is None else restored_on_error((cache,)):
             if cache is not None:
                 self._keep(memory, memory_key_padding_mask, sizes[0], cache)
-                keys_values, memory_key_padding_mask = cache.keys_values, cache.key_padding_mask
-            position = 0 if cache is None else cache.tokens.offset  # before tgt is appended
-            x = self._add_attention(
+                of_memory, memory_key_padding_mask = cache.keys_values, cache.key_padding_mask
+            tokens: KVCache | None = None
+            position: Ints | int = 0
+            if isinstance(keys_values, Cached):
+                position = keys_values.q_offset
+            elif cache is not None:
+                tokens, position = cache.tokens, cache.tokens.offset  # before tgt is appended
+            x, keys = self._add_attention(
                 tape,
                 self.norm1,
                 x,
@@ -445,11 +471,13 @@ class TransformerDecoderLayer(TransformerLayer):
                 key_padding_mask=tgt_key_padding_mask,
                 attn_mask=tgt_mask,
                 is_causal=is_causal,
-                cache=None if cache is None else cache.tokens,
+                cache=tokens,
                 lengths=lengths,
+                keys_values=keys_values,
                 names=_TGT,
+                share=share,
             )
-            x = self._add_attention(
+            x, _ = self._add_attention(
                 tape,
                 self.norm2,
                 x,
@@ -459,11 +487,12 @@ class TransformerDecoderLayer(TransformerLayer):
                 key_padding_mask=memory_key_padding_mask,
                 attn_mask=memory_mask,
                 is_causal=memory_is_causal,
-                keys_values=keys_values,
+                keys_values=of_memory,
                 q_offset=position,
                 names=_MEMORY,
             )
-            return self._add_feed_forward(tape, self.norm3, x)
+            x = self._add_feed_forward(tape, self.norm3, x)
+            return (x, keys) if share else x
 
     def _memory(self, memory: ArrayLike | None, batch: int) -> Array:
         """`memory`, (batch, S, width), checked; that of one sequence may lack the batch axis."""
