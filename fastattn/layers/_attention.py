@@ -13,7 +13,7 @@ from fastattn._args.attention import attention_args
 from fastattn._args.errors import named, put_name, wrong_shape
 from fastattn._args.ops import like, rows
 from fastattn._args.options import require_options
-from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, Unpack, plain_args
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Bools, Ints, Unpack, plain_args
 from fastattn._args.values import flag
 from fastattn._engine import settings
 from fastattn._engine.tape import PLAIN
@@ -242,7 +242,7 @@ class MultiHeadAttention(AttentionParameters):
     def project_keys_values(self, key: ArrayLike, value: ArrayLike | None = None) -> KeysValues:
         """Keys and values of a memory, (B, heads_kv, S, head_dim), once for many calls: see `keys_values`."""
         if self.query_only:
-            raise ValueError("(): query_only is True; expected a layer that makes keys")
+            raise ValueError("(): query_only is True; expected a layer with keys")
         keys, values = self._memory(key, None if value is key else value, None)
         memory = None if value is None or value is key else rows(values)
         k, v = self._keys_values(PLAIN, rows(keys), memory, keys.shape[:2])
@@ -267,6 +267,7 @@ class MultiHeadAttention(AttentionParameters):
         lengths: Any = None,
         keys_values: Attended | None = None,
         q_offset: Ints | int = 0,
+        counted: Bools | None = None,
         names: Names = _NAMES,
         share: bool = False,
     ) -> tuple[Any, Any, Attended | None]:
@@ -274,7 +275,8 @@ class MultiHeadAttention(AttentionParameters):
 
         x, key, value, residual and the output are rows. `key` is None if it is the query, `value` if it is
         the key. Without a cache, the first query stands at `q_offset`, and the first of `keys_values` at 0.
-        A recording tape takes no cache and gives no weights.
+        Of the rows of `sizes`, x, residual and the output have those that are `counted`; None: all. A
+        recording tape takes no cache and gives no weights.
         """
         if self.query_only and keys_values is None:
             expected = "keys_values, or a stack in which an earlier layer has keys"
@@ -302,7 +304,8 @@ class MultiHeadAttention(AttentionParameters):
         if self.all_maps is not None and key is None and value is None and keys_values is None:
             maps = self.all_maps
         product = tape.linear(x, maps.weight, maps.bias, self.activations, use="product")
-        heads = self._heads(tape, product, sizes, maps, first)
+        all_rows = product if counted is None else tape.spread(product, counted)
+        heads = self._heads(tape, all_rows, sizes, maps, first)
         gate = heads[0] if first else None
         q = heads[first]
         if maps is self.all_maps:
@@ -323,7 +326,7 @@ class MultiHeadAttention(AttentionParameters):
                 cached = cache.append(k, v, lengths)
             elif share:
                 k, v = tape.shared(k), tape.shared(v)
-            attended_keys = (k, v) if cached is None else cached
+            keys = (k, v) if cached is None else cached
             if cached is not None:
                 k, v, kv_lengths, q_offset = cached
                 if cached.k_scale is not None and cached.v_scale is not None:
@@ -349,6 +352,8 @@ class MultiHeadAttention(AttentionParameters):
             args = _attention_call(*arrays, options, keys_values is None)
             attended = tape.attend([(args, q, k, v)], mixed, by_head, self.sink_logits)
         gated = attended if gate is None else tape.gate(gate, attended)
+        if counted is not None:
+            gated = tape.rows(gated, counted)
         last = self.out_proj
         parameters = last.packed_weight, last.bias_vector, last.activations
         result = tape.linear(gated, *parameters, residual=residual)
@@ -359,7 +364,7 @@ class MultiHeadAttention(AttentionParameters):
             weights = attention_weights(q, k.astype(q.dtype, copy=False), **options)
         tape.done("mixed", attended)
         tape.done("product", product)
-        return result, weights, attended_keys if share else None
+        return result, weights, keys if share else None
 
     def _keys_values(self, tape: Plain, key: Any, value: Any, sizes: tuple[int, int]) -> tuple[Any, Any]:
         """Projected key and value, (B, heads_kv, S, head_dim) each; value is None where it is key."""

@@ -236,7 +236,7 @@ class _Sets:
             mask = _computation.one_batch("key_padding_mask", mask)
         sizes = self.sizes(tape, x)
         how: Any = {"key": y, "key_padding_mask": mask, "names": self._names}
-        total = layer._add_attention(tape, layer.norm1, x, layer.self_attn, sizes, **how)
+        total, _ = layer._add_attention(tape, layer.norm1, x, layer.self_attn, sizes, **how)
         return layer._add_feed_forward(tape, layer.norm2, total)
 
     def computation(self, layers: list[Any], run: Any, result: int = 0) -> Computation:

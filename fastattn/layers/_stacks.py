@@ -120,7 +120,9 @@ class LayerStack(Layer):
         borrowed: dict[int, int] = {}
         for i, (own, source) in enumerate(zip(attentions, sources, strict=True)):
             if own.query_only == (source == i):
-                expected = "False, for keys of its own" if source == i else f"True, for those of {source}"
+                expected = (
+                    "False, for keys of its own" if source == i else f"True, for those of layers[{source}]"
+                )
                 came = f"layers[{i}].self_attn.query_only is {own.query_only}"
                 raise ValueError(f"(): {came}; expected {expected}")
             if source == i:

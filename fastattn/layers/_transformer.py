@@ -284,21 +284,20 @@ class TransformerEncoderLayer(TransformerLayer):
             plain, padding = padding_alone(_SRC, src_key_padding_mask, sizes)
         heads = self.self_attn
         placed = heads.rope is not None or heads.q_norm is not None
+        counted = None if padding is None else ~padding.ravel()
         # Leaving hidden rows out moves the blocks of keys, and with them the last bits.
         plain = plain and not (share or (placed and padding is not None))
         if plain and (program := self._program()) is not None:
             batch, length = sizes
-            if padding is None:
+            if counted is None or padding is None:
                 rotations: tuple[Any, ...] = ()
                 if heads.rope is not None:
                     cos, sin = heads.rope.tables(0, length, tape.array(x).dtype)
                     rotations = ((cos[None], sin[None]),)
                 return program.on(tape, x, Sequences(batch, rotations=rotations))
-            counted = ~padding.ravel()
             ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
             return tape.spread(program.on(tape, tape.rows(x, counted), ragged), counted)
-        hidden = None if padding is None else padding.ravel()
-        x = x if hidden is None else tape.cleared(x, hidden)
+        x = x if counted is None else tape.rows(x, counted)
         x, keys = self._add_attention(
             tape,
             self.norm1,
@@ -311,11 +310,12 @@ class TransformerEncoderLayer(TransformerLayer):
             cache=cache,
             lengths=lengths,
             keys_values=keys_values,
+            counted=counted,
             names=_SRC,
             share=share,
         )
         x = self._add_feed_forward(tape, self.norm2, x)
-        x = x if hidden is None else tape.cleared(x, hidden, over=True)
+        x = x if counted is None else tape.spread(x, counted)
         return (x, keys) if share else x
 
     def _program(self) -> Program | None:

@@ -17,6 +17,7 @@ KINDS = {
         "positions": "rope", "tie_word_embeddings": False, "norm": "rms_norm", "bias": False,
         "activation": "swiglu", "dim_feedforward": 24, "attention": {"num_kv_heads": 1},
     },
+    "shared keys": {"positions": "rope", "keys_from": [0, 0]},
 }  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

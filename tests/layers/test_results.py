@@ -340,7 +340,9 @@ def test_padding_of_layers_that_place_their_heads(heads, side, implementation):
     out = layer(x, src_key_padding_mask=hidden)
     mask = np.broadcast_to(hidden[:, None, None], (2, 1, length, length))
     expected = layer(x, src_mask=mask)
-    np.testing.assert_array_equal(out[~hidden], expected[~hidden])
+    np.testing.assert_allclose(out[~hidden], expected[~hidden], atol=1e-5)
+    if implementation != "numpy":  # where BLAS rounds a row by how many there are
+        np.testing.assert_array_equal(out[~hidden], expected[~hidden])
     assert (out[hidden] == 0).all()
 
 
