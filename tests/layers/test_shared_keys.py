@@ -290,7 +290,7 @@ ERRORS = {
     "first": (lambda: TransformerEncoder([borrowing]), first + "; expected False, for keys of its own"),
     "unused": (
         lambda: TransformerEncoder([own, own], keys_from=[0, 0]),
-        r"TransformerEncoder\(\): layers\[1\].self_attn.query_only is False; expected True, for those of layers",
+        r"TransformerEncoder\(\): layers\[1\].self_attn.query_only is False; expected True, for those of",
     ),
     "later": (lambda: pair(keys_from=[0, 2]), r"keys_from\[1\] is 2; expected 1, or a layer before it"),
     "negative": (lambda: pair(keys_from=[0, -1]), r"keys_from\[1\] is -1"),
