@@ -1,17 +1,26 @@
-"""Safetensors files: tensors by name, read as they are asked for."""
+"""Safetensors files: tensors by name, read as they are asked for, and values beside them as JSON."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.errors import wrong_type
+from fastattn._atomic import replaced
 from fastattn._open_file import OpenFile
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fastattn._args.types import Array, Shape
+
+    AnyPath = str | os.PathLike[str]
 
 # As the format calls types, and NumPy; the last ones with ml_dtypes.
 _TYPES = {
@@ -71,3 +80,78 @@ class TensorFile(OpenFile):
         """Read a contiguous `array` from a tensor, from its element `begin` on."""
         first = self._start + self._header[name]["data_offsets"][0] + begin * array.itemsize
         self._read(array.reshape(-1).view(np.uint8).data, first)
+
+
+# Other files of parameters, and what makes a mapping of them.
+_READERS = {".npz": "np.load({!r})"}
+_READERS |= dict.fromkeys((".pt", ".pth", ".bin"), "torch.load({!r}, weights_only=True)")
+
+
+def opened(file: str, stack: ExitStack) -> TensorFile:
+    """The safetensors file `file`, open, which `stack` closes. It reads a tensor when asked for it."""
+    reader = _READERS.get(os.path.splitext(file)[1])
+    or_read = f", or what {reader.format(file)} returns" if reader else ""
+    try:
+        file.encode()
+    except UnicodeEncodeError:  # the library takes no bytes of other encodings
+        raise ValueError(f"(): state_dict is the path {file!r}; expected one in UTF-8") from None
+    if os.path.isdir(file):
+        raise ValueError(f"(): {file} is a folder; expected a safetensors file")
+    if not os.path.exists(file):
+        raise FileNotFoundError(f"(): {file} is missing; expected a safetensors file{or_read}")
+    if reader:
+        raise ValueError(f"(): {file} is not a safetensors file; expected one{or_read}")
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        needed = "the safetensors package: pip install safetensors"
+        raise ImportError(f"(): reading {file} needs {needed}") from error
+    with suppress(ImportError):  # gives NumPy bfloat16, which files may hold
+        import ml_dtypes  # noqa: F401
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"(): {file} is not a sound safetensors file: {error}") from error
+    return stack.enter_context(TensorFile(file, lambda message: ValueError(f"(): {message}")))
+
+
+def write(path: AnyPath, arrays: Mapping[str, Array], values: Any, key: str) -> None:
+    """Write arrays, and values for the header's `key`.
+
+    Whoever reads meanwhile, or after a crash, finds the old file or the new one.
+    """
+    where = _decoded(path)
+    try:
+        from safetensors.numpy import save_file
+    except ImportError as error:
+        needed = "the safetensors package: pip install safetensors"
+        raise ImportError(f"(): writing {where} needs {needed}") from error
+    with replaced(Path(where), "(): ") as file:
+        save_file(dict(arrays), file, {key: json.dumps(values, allow_nan=False)})
+
+
+def read(path: AnyPath, key: str, kind: str) -> tuple[dict[str, Array], Any]:
+    """Read what `write` wrote; messages call it `kind`."""
+    where = _decoded(path)
+    with ExitStack() as stack:
+        file = opened(where, stack)
+        values = header(path, file, key)
+        if values is None:
+            raise ValueError(f"(): {where} holds no {kind}; expected a file that save() wrote")
+        return {name: file.get_tensor(name) for name in file.names}, values
+
+
+def header(path: AnyPath, file: TensorFile, key: str) -> Any:
+    """The values in `file`, open; None if it has none for `key`."""
+    text = file.metadata.get(key)
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"(): the header of {os.fsdecode(path)} is not JSON: {error}") from error
+
+
+def _decoded(path: AnyPath) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise wrong_type("path", path, "the path of a file")
+    return os.fsdecode(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,15 +10,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from fastattn import _safetensors
 from fastattn._args.cache import append_args, cache_args
 from fastattn._args.errors import named, put_name
 from fastattn._args.types import Array, ArrayLike, DTypeLike, Ints, Shape, lane_dtype
-from fastattn._args.values import integer, integers
+from fastattn._args.values import integer, integers, is_float, short
 from fastattn._engine.slots import Slots
 
 __all__ = ["Cached", "Caches", "DecoderCache", "KVCache"]
 
 _LEAST_CAPACITY = 16
+_FORMAT, _KEY = 1, "fastattn.cache"  # of files
+_NAMES = ("k", "v", "k_scale", "v_scale")  # of the arrays that a cache holds
 
 
 def __dir__() -> list[str]:
@@ -237,6 +241,72 @@ class KVCache:
         self._held = tuple(x[index] for x in self._held)
         if self._lengths is not None:
             self._end_at(self._lengths[index])
+
+    @named("KVCache.save")
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what the cache holds to a safetensors file.
+
+        Raises
+        ------
+        ValueError
+            If the cache is empty.
+        ImportError
+            Without the safetensors package.
+        """
+        _safetensors.write(path, self._arrays(), _FORMAT, _KEY)
+
+    @classmethod
+    @named("KVCache.load")
+    def load(cls, path: str | os.PathLike[str]) -> KVCache:
+        """Read a cache that `save` wrote.
+
+        Raises
+        ------
+        FileNotFoundError, ValueError
+            If no file is there, or it does not hold a cache.
+        """
+        arrays, values = _safetensors.read(path, _KEY, "cache")
+        where = os.fsdecode(path)
+        if values != _FORMAT:
+            came = f"the format of the cache in {where} is {short(values)}"
+            raise ValueError(f"(): {came}; expected {_FORMAT}")
+        return cls._of(arrays, where)
+
+    def _arrays(self) -> dict[str, Array]:
+        """Keys, values, scales and lengths, by name: copies."""
+        if not self._held:
+            raise ValueError("(): the cache is empty; expected one that has been filled")
+        lengths = self.lengths
+        held = {name: x[:, :, : self._length].copy() for name, x in zip(_NAMES, self._held, strict=False)}
+        for x in held.values():  # where nothing was written stands any memory of the process
+            x.swapaxes(1, 2)[np.arange(self._length) >= lengths[:, None]] = 0
+        return {**held, "lengths": lengths}
+
+    @classmethod
+    def _of(cls, arrays: dict[str, Array], where: str) -> KVCache:
+        """The cache with these `_arrays`, of the file `where`."""
+        names = _NAMES[: 4 if "k_scale" in arrays else 2]
+        if arrays.keys() != {*names, "lengths"}:
+            came = f"{where} has the arrays {', '.join(arrays)}"
+            raise ValueError(f"(): {came}; expected {', '.join(_NAMES)} and lengths, or k, v and lengths")
+        held, lengths = tuple(arrays[name] for name in names), arrays["lengths"]
+        k, v, *scales = held
+        fit = k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and k.dtype == v.dtype
+        typed = k.dtype == np.int8 if scales else is_float(k.dtype)
+        scaled = all(
+            x.shape == k.shape[:3] and x.dtype == scales[0].dtype == lane_dtype(x.dtype) for x in scales
+        )
+        counted = lengths.dtype == np.int64 and lengths.shape == k.shape[:1]
+        if not (fit and typed and scaled and counted):
+            came = ", ".join(f"{name} {x.shape} in {x.dtype}" for name, x in arrays.items())
+            raise ValueError(f"(): {where} has {came}; expected what a cache holds")
+        if lengths.size and not (lengths.min() >= 0 and lengths.max() == k.shape[2]):
+            came = f"lengths from {lengths.min()} to {lengths.max()}"
+            raise ValueError(f"(): {where} has {came}; expected the longest to be {k.shape[2]}, as k")
+        cache = cls(k.shape[2], k.dtype)
+        cache._held = held
+        cache._end_at(lengths)
+        return cache
 
     def _grow(self, shape_k: Shape, shape_v: Shape, dtype: np.dtype[Any], room: int) -> None:
         """Make room for at least `room` tokens, and for twice as many as before."""

@@ -6,6 +6,7 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import fastattn
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
@@ -390,3 +391,43 @@ def test_errors_change_nothing(what, error, message):
         what(cache)
     np.testing.assert_array_equal(cache.append(*tokens(0)).k, before)
     assert "5 of 16 tokens" in repr(cache)
+
+
+@pytest.mark.parametrize("dtype", [None, np.float64, np.float16, ml_dtypes.bfloat16, np.int8])
+@pytest.mark.parametrize("lengths", [None, [4, 2]])
+def test_a_file_holds_a_cache(dtype, lengths, tmp_path):
+    cache = KVCache(capacity=30, dtype=dtype)
+    cache.append(*tokens(4), lengths=lengths)
+    cache.save(tmp_path / "cache")
+    read, step = KVCache.load(tmp_path / "cache"), tokens(1)
+    np.testing.assert_array_equal(read.lengths, cache.lengths)
+    got, expected = read.append(*step)._asdict(), cache.append(*step)._asdict()
+    assert got.keys() == expected.keys()
+    np.testing.assert_array_equal(got.pop("q_offset"), expected.pop("q_offset"))
+    np.testing.assert_array_equal(got.pop("kv_lengths", 0), expected.pop("kv_lengths", 0))
+    for name, x in expected.items():
+        assert got[name].dtype == x.dtype
+        for b, length in enumerate(read.lengths):
+            np.testing.assert_array_equal(got[name][b, :, :length], x[b, :, :length])
+
+
+def test_files_that_hold_no_cache(tmp_path):
+    file = tmp_path / "cache"
+    with pytest.raises(ValueError, match=r"^KVCache.save\(\): the cache is empty"):
+        KVCache().save(file)
+    with pytest.raises(FileNotFoundError, match=r"^KVCache.load\(\): .* is missing"):
+        KVCache.load(file)
+    with pytest.raises(TypeError, match=r"^KVCache.load\(\): path is of type int"):
+        KVCache.load(3)
+    file.write_bytes(b"no file of tensors")
+    with pytest.raises(ValueError, match="is not a sound safetensors file"):
+        KVCache.load(file)
+    save_file({"k": np.ones((1, 2, 3, 4), np.float32)}, file)
+    with pytest.raises(ValueError, match="holds no cache; expected a file that save"):
+        KVCache.load(file)
+    save_file({"k": np.ones((1, 2, 3, 4), np.float32)}, file, {"fastattn.cache": "1"})
+    with pytest.raises(ValueError, match="has the arrays k; expected"):
+        KVCache.load(file)
+    save_file({"k": np.ones((1, 2, 3, 4), np.float32)}, file, {"fastattn.cache": "2"})
+    with pytest.raises(ValueError, match=r"the format of the cache in .* is 2; expected 1"):
+        KVCache.load(file)

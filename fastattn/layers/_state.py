@@ -27,7 +27,7 @@ from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, is_finite
 from fastattn._args.types import Array, DTypeLike, Rounding, Shape
 from fastattn._args.values import MOST_SIZE, as_array, generator, is_float, short
 from fastattn._args.words import not_an_argument
-from fastattn.layers._files import opened, prefixes
+from fastattn._safetensors import opened
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -435,7 +435,7 @@ def _checked(
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise TypeError(f"(): state_dict has the key {wrong[0]!r}; expected names of parameters")
     given = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-    hint = prefixes(known, names) if given.keys().isdisjoint(known) else []
+    hint = _prefixes(known, names) if given.keys().isdisjoint(known) else []
     if 0 < len(hint) < 4:  # of more, as those of one Linear in a whole model, all names say more
         expected = " or ".join(map(repr, hint))
         raise ValueError(f"(): prefix is {prefix!r}, and no name fits; expected {expected}")
@@ -465,3 +465,11 @@ def _checked(
     if problems:
         raise ValueError("\n  ".join(["(): nothing was loaded:", *problems]))
     return arrays
+
+
+def _prefixes(known: Collection[str], names: Collection[str]) -> list[str]:
+    """Prefixes before all of `known` in `names`; in a file of a `Trainer`, those of the weights."""
+    there, first = set(names), next(iter(known), "")
+    found = [name.removesuffix(first) for name in names if first and name.endswith(f".{first}")]
+    found = [prefix for prefix in found if all(prefix + name in there for name in known)]
+    return [prefix for prefix in found if prefix.startswith("params.")] or found

@@ -20,16 +20,18 @@ from fastattn.cache import KVCache
 from fastattn.grad import cross_entropy, embedding
 from fastattn.grad._loss import targets_of
 from fastattn.layers._sampling import Sampler, Sampling
-from fastattn.models import _model
+from fastattn.models import _model, _session
 from fastattn.models._chat import conversation
 from fastattn.models._embeddings import token_rows
 from fastattn.models._generation import checked, is_conversation, parted, pieces, require_one, values_of
 from fastattn.models._model import Recorded, pullback_of
 from fastattn.models._parameters import required
+from fastattn.models._session import Session
 from fastattn.models._text import NO_TOKEN
 from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import ArrayLike, DTypeLike
@@ -249,6 +251,7 @@ class Decoder(_model.Model):
         *,
         attention_mask: ArrayLike | None = None,
         stop: int | str | Sequence[int | str] | None = None,
+        cache: Session | None = None,
         cache_dtype: DTypeLike | None = None,
         template_values: Mapping[str, Any] | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -271,6 +274,11 @@ class Decoder(_model.Model):
             Ids replace that default. After a text or messages also texts, which end the answer before they
             begin, in any tokens, and beside the default where there are no ids; `ids` of the last piece
             include theirs.
+        cache : Session, optional
+            Of one prompt: what `session` made. Its tokens with which the prompt begins are not computed
+            again, and the new ones stay in it. The answer is that without it, but for rounding: the tokens of
+            a prompt are computed with fewer others. A session whose keys were rotated for another length,
+            by a scaling that depends on it, begins anew.
         cache_dtype : {"int8"}, optional
             Keep keys and values in int8, as `KVCache` does, instead of the model's dtype: a quarter of the
             memory of float32 that a step reads, half of bfloat16's. Prompts attend what is kept, too.
@@ -328,16 +336,23 @@ class Decoder(_model.Model):
         .. [2] N. S. Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable
            Generation", 2019, arXiv:1909.05858.
         """
+        if cache is not None:
+            if not isinstance(cache, Session):
+                raise wrong_type("cache", cache, "what session() makes")
+            if cache_dtype is not None:
+                raise ValueError("(): cache_dtype is given with a cache; expected it in session()")
         require_one(ids)
         if isinstance(ids, str) or is_conversation(ids):
             return self._written(ids, attention_mask, stop, template_values, {
-                "max_new_tokens": max_new_tokens, "cache_dtype": cache_dtype, **sampling
+                "max_new_tokens": max_new_tokens, "cache": cache, "cache_dtype": cache_dtype, **sampling
             })  # fmt: skip
         if template_values is not None:
             raise ValueError("generate(): template_values are given with ids; expected messages, or None")
-        named = "ids", "max_new_tokens", "attention_mask", "stop", "cache_dtype", "template_values"
+        named = "ids", "max_new_tokens", "attention_mask", "stop", "cache", "cache_dtype", "template_values"
         options = Sampling(sampling, *named)
         single, prompts = self._prompts(ids, attention_mask)
+        if cache is not None:
+            cache.require_fit(self, len(prompts))
         if cache_dtype is not None:
             cache_dtype = dtype_choice("cache_dtype", cache_dtype, ("int8",))
         n_new = integer("max_new_tokens", max_new_tokens, 0)
@@ -349,7 +364,7 @@ class Decoder(_model.Model):
         ends = np.atleast_1d(self.stop if stop is None else as_array("stop", stop))
         ends = ends if ends.size else np.zeros(0, np.int64)
         ends = integers("stop", ends, (ends.size,), "(n,)")
-        steps = self._steps(prompts, n_new, sampler, ends, cache_dtype)
+        steps = self._steps(prompts, n_new, sampler, ends, cache_dtype, cache)
         return (int(tokens[0]) for tokens in steps) if single else steps
 
     def _written(
@@ -368,6 +383,24 @@ class Decoder(_model.Model):
         found, texts = parted(stop)
         tokens = self.generate(ids, stop=found, **options)
         return pieces(self.text, ids, tokens, self.stop if found is None else found, texts)
+
+    @named("session")
+    def session(self, cache_dtype: DTypeLike | None = None) -> Session:
+        """Make an empty session, for ``generate(cache=)``, whose `cache_dtype` is as there."""
+        if cache_dtype is not None:
+            cache_dtype = dtype_choice("cache_dtype", cache_dtype, ("int8",))
+        return Session(self, self.frequencies, KVCache(dtype=cache_dtype))
+
+    @named("load_session")
+    def load_session(self, path: str | os.PathLike[str]) -> Session:
+        """Read a session that `Session.save` wrote.
+
+        Raises
+        ------
+        FileNotFoundError, ValueError
+            If no file is there, or it holds no session of this model with these weights in these types.
+        """
+        return _session.load(path, self, self.frequencies, self.num_layers * self.num_kv_heads, self.head_dim)
 
     @named("conversation_ids")
     def conversation_ids(
@@ -416,15 +449,23 @@ class Decoder(_model.Model):
         sampler: Sampler,
         stop: Ints,
         cache_dtype: DTypeLike | None,
+        session: Session | None,
     ) -> Iterator[Ints]:
         if not prompts or max_new_tokens == 0:
             return
         lengths = np.array([len(prompt) for prompt in prompts])
         batch, longest = len(prompts), int(lengths.max())
-        cache = KVCache(longest + min(max_new_tokens - 1, _ROOM), cache_dtype)
-        hidden = self._hidden(np.concatenate(prompts), lengths, longest, cache)[np.cumsum(lengths) - 1]
+        new, turn = np.concatenate(prompts), None
+        if session is None:
+            cache = KVCache(longest + min(max_new_tokens - 1, _ROOM), cache_dtype)
+        else:
+            cache, (known, turn) = session._cache, session.begin(new, longest)
+            new, lengths = new[known:], lengths - known
+        hidden = self._hidden(new, lengths, longest, cache)[np.cumsum(lengths) - 1]
         running = np.arange(batch)  # sequences that have not ended; the others are computed no more
         for step in range(1, max_new_tokens + 1):
+            if session is not None:
+                session.add(new, turn)
             tokens = sampler(self.logits.run(hidden, Sequences(len(hidden))))
             yielded = np.full(batch, NO_TOKEN)
             yielded[running] = tokens
@@ -437,6 +478,9 @@ class Decoder(_model.Model):
                 sampler.select(kept)
                 if self.num_layers:  # without layers, nothing is in the cache
                     cache.select(kept)
+            if session is not None:
+                session.require(turn)
+            new = tokens
             hidden = self._hidden(tokens, np.ones(len(tokens), np.int64), longest + step, cache)
 
 

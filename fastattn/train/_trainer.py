@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn import _safetensors
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.types import FLOAT64
 from fastattn._args.values import choice, flag, integer, number, short
@@ -277,7 +278,7 @@ class Trainer:
             "place": self._place,
             "tuning": None if self._run is None else self._run.values(),
         }
-        _files.write(path, state, values)
+        _safetensors.write(path, state, values, _files.KEY)
 
     @named("Trainer.load")
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -300,7 +301,7 @@ class Trainer:
         FileNotFoundError
             If no file is there.
         """
-        arrays, values = _files.read(path)
+        arrays, values = _safetensors.read(path, _files.KEY, "training run")
         _files.require_fit(path, values, type(self.optimizer).__name__)
         if self._run is not None:
             self._run.require_same(path, values.get("tuning"))

@@ -19,8 +19,8 @@ from fastattn._args.types import FLOAT32
 from fastattn._args.values import as_array, generator, integer, integers, iterated, number, short
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
+from fastattn._safetensors import header, opened
 from fastattn.grad._linear import TRAINED
-from fastattn.layers._files import opened
 from fastattn.layers._state import Parameter, _checked, constant
 from fastattn.models import Decoder, Encoder
 from fastattn.models._model import pad
@@ -226,7 +226,7 @@ class Tuning:
             read: Callable[[str], Any]
             if isinstance(state_dict, (str, os.PathLike)):
                 file = opened(os.fsdecode(state_dict), stack)
-                values = _files.header(state_dict, file)
+                values = header(state_dict, file, _files.KEY)
                 if isinstance(values, dict):
                     self._run.require_same(state_dict, values.get("tuning"))
                 names, read = file.names, file.get_tensor

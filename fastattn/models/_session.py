@@ -1,0 +1,180 @@
+"""A sequence that a language model keeps between calls: its tokens, and their keys and values."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import _safetensors
+from fastattn._args.errors import named
+from fastattn._args.packed import PackedLinear
+from fastattn._args.values import integers, short
+from fastattn.cache import KVCache
+from fastattn.positions import RopeFrequencies
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastattn._args.types import Ints
+    from fastattn.models._embeddings import Frequencies
+    from fastattn.models._model import Model
+
+_FORMAT = 1
+_KEY = "fastattn.session"  # of the values in a file's header
+_NOT_OF_KEYS = ("text", "origin", "stop")  # fields of a model on which keys do not depend
+_LONG = 2**24  # tokens
+
+
+class Session:
+    """The tokens of one sequence with their keys and values, for ``generate(cache=)``.
+
+    `Decoder.session` makes it, and `Decoder.load_session` reads it from a file. A call of `generate` computes
+    the tokens of its prompt from where they differ from those that are here, which it forgets from there on.
+    The answer is kept, too: the next turn of a conversation costs its own tokens alone.
+    """
+
+    def __init__(
+        self, model: Model, frequencies: Sequence[Frequencies], cache: KVCache, ids: Sequence[int] = ()
+    ):
+        self._model, self._frequencies, self._cache, self._ids = model, frequencies, cache, list(ids)
+        self._turn: object = None  # of the call of `generate` that may add tokens
+        self._rotated: str | None = None  # a hash of the frequencies by which keys are rotated
+
+    def __repr__(self) -> str:
+        return f"<Session of {self._model.model_type}: {len(self._ids)} tokens, {self.nbytes} bytes>"
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens whose keys and values are here."""
+        return self._ids.copy()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of keys and values."""
+        return self._cache.nbytes
+
+    @named("Session.save")
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the session to a safetensors file, which `Decoder.load_session` reads.
+
+        The file also says which model it belongs to: a hash of its weights, which takes about the time of
+        reading them.
+
+        Raises
+        ------
+        ValueError
+            If the session is empty.
+        ImportError
+            Without the safetensors package.
+        """
+        self._settle()
+        arrays = {"ids": np.array(self._ids, np.int64), **self._cache._arrays()}
+        values = {"format": _FORMAT, "model": digest(self._model), "rotated": self._rotated}
+        _safetensors.write(path, arrays, values, _KEY)
+
+    def require_fit(self, model: Model, prompts: int) -> None:
+        """Raise unless a call for so many prompts of `model` may use the session."""
+        if model is not self._model:
+            came = f"cache is a session of another {self._model.model_type}"
+            raise ValueError(f"(): {came}; expected one that this model's session() made")
+        if prompts != 1:
+            raise ValueError(f"(): cache is given with {prompts} prompts; expected one")
+
+    def begin(self, prompt: Ints, longest: int) -> tuple[int, object]:
+        """Keep what `prompt` begins with; return the number of these tokens, and a turn for `add`.
+
+        Scalings of rotary positions may depend on `longest`, the number of tokens.
+        """
+        self._settle()
+        count = min(len(self._ids), len(prompt) - 1)  # logits are needed of the last token
+        differs = np.flatnonzero(np.array(self._ids[:count], np.int64) != prompt[:count])
+        count = int(differs[0]) if differs.size else count
+        rotated = _digest([_given(x, longest) for x in self._frequencies])
+        if self._rotated not in (None, rotated):
+            count = 0
+        self._rotated, self._turn = rotated, object()
+        self._ids = self._ids[:count]
+        self._settle()
+        return count, self._turn
+
+    def require(self, turn: object) -> None:
+        """Raise if another call has begun since `turn`."""
+        if turn is not self._turn:
+            came = "cache has been given to another call meanwhile"
+            raise RuntimeError(f"generate(): {came}; expected one answer at a time")
+
+    def add(self, tokens: Ints, turn: object) -> None:
+        """Count tokens whose keys and values are in the cache."""
+        self.require(turn)
+        self._ids += tokens.tolist()
+
+    def _settle(self) -> None:
+        """Forget keys of other tokens: after them, or of a step that was interrupted."""
+        if self._cache.batch is not None:
+            self._cache.truncate(len(self._ids))
+
+
+def load(
+    path: str | os.PathLike[str], model: Model, frequencies: Sequence[Frequencies], heads: int, head_dim: int
+) -> Session:
+    """Read what `Session.save` wrote, of the same model, whose layers have so many key heads together."""
+    arrays, values = _safetensors.read(path, _KEY, "session")
+    where = os.fsdecode(path)
+    came = values.get("format") if isinstance(values, dict) else values
+    if came != _FORMAT:
+        raise ValueError(f"(): the format of the session in {where} is {short(came)}; expected {_FORMAT}")
+    if values.get("model") != digest(model):
+        raise ValueError(
+            f"(): {where} is a session of another model, or of other weights; expected {model!r}"
+        )
+    ids, cache = arrays.pop("ids", np.zeros(0)), KVCache._of(arrays, where)
+    if ids.dtype != np.int64 or cache.lengths.tolist() != [ids.size]:
+        came = f"ids {ids.shape} in {ids.dtype} and keys of {cache.lengths.tolist()} tokens"
+        raise ValueError(f"(): {where} has {came}; expected as many of one sequence, in int64")
+    k, v = cache._held[:2]
+    shape = 1, heads, ids.size, head_dim
+    if not k.shape == v.shape == shape or k.dtype not in (model.dtype, np.int8):
+        came = f"keys and values {k.shape} and {v.shape} in {k.dtype}"
+        raise ValueError(f"(): {where} has {came}; expected {shape} in {model.dtype} or int8")
+    integers(f"{where}'s ids", ids, low=0, high=model.vocab_size - 1)
+    session = Session(model, frequencies, cache, ids.tolist())
+    session._rotated = values.get("rotated")
+    return session
+
+
+def digest(model: Model) -> str:
+    """A hash of all that keys and values depend on: sizes, types and packed weights."""
+    return _digest([getattr(model, each.name) for each in fields(model) if each.name not in _NOT_OF_KEYS])
+
+
+def _given(frequencies: Frequencies, length: int) -> RopeFrequencies:
+    """Frequencies for a text of `length` tokens."""
+    return frequencies if isinstance(frequencies, RopeFrequencies) else frequencies(seq_len=length)
+
+
+def _digest(x: Any) -> str:
+    """SHA-256 of arrays, packed weights, dataclasses and lists of them."""
+    found = hashlib.sha256()
+
+    def add(x: Any) -> None:
+        if isinstance(x, np.ndarray):
+            found.update(f"{x.dtype}{x.shape}".encode())
+            found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+        elif isinstance(x, PackedLinear):
+            add([getattr(x, name) for name in sorted(PackedLinear.__slots__)])
+        elif is_dataclass(x):
+            add([getattr(x, field.name) for field in fields(x) if not field.name.startswith("_")])
+        elif isinstance(x, (list, tuple)):
+            for part in x:
+                add(part)
+        elif callable(x):  # frequencies that depend on the length
+            add([_given(x, length) for length in (1, _LONG)])
+        else:
+            found.update(f"{type(x).__name__} {x!r};".encode())
+
+    add(x)
+    return found.hexdigest()

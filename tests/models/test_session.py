@@ -1,0 +1,220 @@
+"""Sessions: what a language model keeps between calls, and what a file of it may hold."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from safetensors.numpy import load_file, save_file
+from tiny_models import DECODERS, VOCAB
+
+from fastattn import models
+from fastattn.models._session import digest
+
+RNG = np.random.default_rng(5)
+FIRST = RNG.integers(VOCAB, size=9).tolist()
+NEXT = RNG.integers(VOCAB, size=4).tolist()
+SCALED = {"max_position_embeddings": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+
+
+def load(folder, kind="llama", changes=None, **options):
+    tiny.write(folder, kind, **(changes or {}))
+    return models.load(folder, **{"dtype": "float64", **options})
+
+
+def answer(model, prompt, count=6, **options):
+    return list(model.generate(prompt, count, stop=(), **options))
+
+
+def computed(monkeypatch, model):
+    """The numbers of tokens that each pass computes from now on."""
+    counts, hidden = [], type(model)._hidden
+
+    def counted(self, tokens, *others):
+        counts.append(len(tokens))
+        return hidden(self, tokens, *others)
+
+    monkeypatch.setattr(type(model), "_hidden", counted)
+    return counts
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_the_next_turn_computes_its_own_tokens_alone(kind, tmp_path, implementation, monkeypatch):
+    model = load(tmp_path, kind)
+    session = model.session()
+    first = answer(model, FIRST, cache=session)
+    assert first == answer(model, FIRST)
+    assert session.ids == (FIRST + first)[:-1]  # nothing was computed of the last token
+    again = FIRST + first + NEXT
+    expected = answer(model, again)
+    counts = computed(monkeypatch, model)
+    assert answer(model, again, cache=session) == expected
+    assert counts == [1 + len(NEXT), *[1] * 5]
+    assert "15 tokens" not in repr(session)
+    assert session.nbytes > 0
+
+
+def test_a_prompt_that_differs_is_computed_from_there(tmp_path, monkeypatch):
+    model = load(tmp_path)
+    session = model.session()
+    answer(model, FIRST, cache=session)
+    other = [*FIRST[:5], (FIRST[5] + 1) % VOCAB, *NEXT]
+    prompts = {
+        "other": (other, 5),
+        "the same": (other, 1),
+        "its begin": (other[:4], 1),
+        "new": ([*other[::-1]], None),
+    }
+    for prompt, count in prompts.values():
+        expected = answer(model, prompt)
+        with monkeypatch.context() as patch:
+            counts = computed(patch, model)
+            assert answer(model, prompt, cache=session) == expected
+        assert count is None or counts[0] == count
+        assert session.ids[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_a_file_holds_a_session(cache_dtype, tmp_path):
+    model = load(tmp_path / "model", dtype="float32")
+    session = model.session(cache_dtype)
+    first = answer(model, FIRST, cache=session)
+    session.save(tmp_path / "session")
+    again = FIRST + first + NEXT
+    expected = answer(model, again, cache=session)
+    read = models.load(tmp_path / "model", dtype="float32").load_session(tmp_path / "session")
+    assert read.ids == (FIRST + first)[:-1]
+    assert answer(read._model, again, cache=read) == expected
+
+
+def test_scaled_positions_begin_anew(tmp_path, monkeypatch):
+    """Their frequencies depend on the length, and so do all keys."""
+    model = load(tmp_path, changes=SCALED)
+    session = model.session()
+    first = answer(model, FIRST, cache=session)
+    again = FIRST + first + NEXT
+    expected = answer(model, again)
+    counts = computed(monkeypatch, model)
+    assert answer(model, again, cache=session) == expected
+    assert counts[0] == len(again)
+    short = model.session()
+    assert answer(model, FIRST[:3], 1, cache=short) == answer(model, FIRST[:3], 1)
+    counts.clear()
+    answer(model, FIRST[:6], 1, cache=short)
+    assert counts == [3]
+
+
+def test_penalties_and_draws_are_those_without_a_session(tmp_path):
+    model = load(tmp_path)
+    session, how = model.session(), {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.3}
+    answer(model, FIRST, cache=session)
+    again = FIRST + NEXT
+    assert answer(model, again, cache=session, **how) == answer(model, again, **how)
+
+
+def test_an_interrupted_step_leaves_what_was_complete(tmp_path, monkeypatch):
+    model = load(tmp_path)
+    expected, session = answer(model, FIRST), model.session()
+    steps = model.generate(FIRST, 6, stop=(), cache=session)
+    assert [next(steps), next(steps)] == expected[:2]
+    run, kind = type(model.program).run, type(model.program)
+
+    def stopped(self, x, call, *others):
+        if self.use == "model":
+            raise KeyboardInterrupt
+        return run(self, x, call, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "run", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            next(steps)
+    assert session.ids == FIRST + expected[:1]
+    assert answer(model, FIRST, cache=session) == expected
+    session.save(tmp_path / "session")
+
+
+def test_one_answer_at_a_time(tmp_path):
+    model = load(tmp_path)
+    session = model.session()
+    one, other = (model.generate(FIRST, 6, stop=(), cache=session) for _ in range(2))
+    next(one)
+    next(other)
+    with pytest.raises(RuntimeError, match=r"^generate\(\): cache has been given to another call meanwhile"):
+        next(one)
+    assert len(list(other)) == 5
+
+
+def test_texts_and_conversations(writer):
+    model = models.load(writer)
+    session = model.session()
+    text = "Once, a café"
+    first = "".join(map(str, model.generate(text, 9, cache=session)))
+    assert first == "".join(map(str, model.generate(text, 9)))
+    assert len(session.ids) == len(text.encode()) + 8
+
+
+def test_what_is_refused(tmp_path):
+    model, other = load(tmp_path / "one"), load(tmp_path / "other")
+    session = model.session()
+    cases = [
+        (TypeError, r"cache is of type dict; expected what session\(\) makes", {"cache": {}}),
+        (ValueError, "cache_dtype is given with a cache", {"cache": session, "cache_dtype": "int8"}),
+        (ValueError, "cache is a session of another llama", {"cache": other.session()}),
+    ]
+    for error, message, options in cases:
+        with pytest.raises(error, match=rf"^generate\(\): {message}"):
+            model.generate(FIRST, **options)
+    with pytest.raises(ValueError, match=r"^generate\(\): cache is given with 2 prompts; expected one"):
+        model.generate([FIRST, NEXT], cache=session)
+    with pytest.raises(ValueError, match=r"^session\(\): cache_dtype is 'int4'; expected int8"):
+        model.session("int4")
+    with pytest.raises(ValueError, match=r"^Session.save\(\): the cache is empty"):
+        session.save(tmp_path / "session")
+
+
+def test_files_that_are_no_session_of_the_model(tmp_path):
+    model = load(tmp_path / "model", dtype="float32")
+    session, file = model.session(), tmp_path / "session"
+    answer(model, FIRST, cache=session)
+    session.save(file)
+    good, header = load_file(file), {"format": 1, "model": digest(model), "rotated": None}
+
+    def refused(message, arrays=good, key="fastattn.session", model=model, **changes):
+        save_file(arrays, file, {key: json.dumps({**header, **changes})})
+        with pytest.raises(ValueError, match=rf"^load_session\(\): .*{message}"):
+            model.load_session(file)
+
+    refused("holds no session", key="fastattn.train")
+    refused("the format of the session in .* is 2; expected 1", format=2)
+    weights = tiny.write(tmp_path / "model", "llama")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-3
+    tiny.write(tmp_path / "model", "llama", weights)
+    refused("is a session of another model, or of other weights", model=models.load(tmp_path / "model"))
+    for changes, message in (
+        ({"ids": good["ids"][:-1]}, r"has ids \(13,\) in int64 and keys of \[14\] tokens"),
+        ({"ids": good["ids"].astype(float)}, "in float64 and keys"),
+        ({"k": good["k"][:, :1]}, r"k \(1, 1, 14, 6\) in float32"),
+        ({"v": good["v"].astype(np.int32)}, "expected what a cache holds"),
+        ({"lengths": good["lengths"] + 1}, "lengths from 15 to 15; expected the longest to be 14"),
+        ({"more": good["k"]}, "has the arrays"),
+        (
+            {"k": good["k"].repeat(2, 1), "v": good["v"].repeat(2, 1)},
+            r"keys and values \(1, 8, 14, 6\) and .*; expected \(1, 4, 14, 6\)",
+        ),
+        ({"ids": good["ids"] + 10**6}, "'s ids has"),
+    ):
+        refused(message, {**good, **changes})
+    with pytest.raises(FileNotFoundError, match="is missing"):
+        model.load_session(tmp_path / "nowhere")
+
+
+def test_the_digest_is_of_weights_and_types(tmp_path):
+    same = [load(tmp_path), load(tmp_path)]
+    others = [load(tmp_path, dtype="float32"), load(tmp_path, dtype="float32", weights_dtype="int8")]
+    others += [
+        load(tmp_path, changes={"rope_theta": 500.0}),
+        load(tmp_path, "mistral"),
+        load(tmp_path, changes=SCALED),
+    ]
+    assert len({digest(model) for model in same}) == 1
+    assert len({digest(model) for model in same + others}) == 1 + len(others)
