@@ -8,9 +8,10 @@ from fastattn.models._classify import CrossEncoder, TokenClassifier
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
-from fastattn.models._generation import Piece
+from fastattn.models._generation import Piece, Score
 from fastattn.models._load import MODEL_TYPES, load
 from fastattn.models._multi_vector import MultiVectorEncoder
+from fastattn.models._session import Session
 from fastattn.models._sparse import SparseEncoder
 from fastattn.models._towers import TwoTowers
 from fastattn.models._vectors import quantize_embeddings
@@ -23,6 +24,8 @@ __all__ = [
     "ModelError",
     "MultiVectorEncoder",
     "Piece",
+    "Score",
+    "Session",
     "SparseEncoder",
     "TokenClassifier",
     "TwoTowers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from fastattn._args.attention import dropout_of
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import as_array, flag, integer, integers, short
+from fastattn._args.values import as_array, flag, integer, integers, iterated, short
 from fastattn._engine.program import Program, Sequences
 from fastattn._engine.tape import Drops, Tape
 from fastattn._engine.values import Value
@@ -23,11 +24,22 @@ from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _model, _session
 from fastattn.models._chat import conversation
 from fastattn.models._embeddings import token_rows
-from fastattn.models._generation import checked, is_conversation, parted, pieces, require_one, values_of
-from fastattn.models._model import Recorded, pullback_of
+from fastattn.models._generation import (
+    Score,
+    Step,
+    Writer,
+    checked,
+    is_conversation,
+    parted,
+    pieces,
+    prompts_of,
+    score_of,
+    values_of,
+)
+from fastattn.models._model import Recorded, one_sequence, pullback_of
 from fastattn.models._parameters import required
 from fastattn.models._session import Session
-from fastattn.models._text import NO_TOKEN
+from fastattn.models._text import NO_TOKEN, Said, strings
 from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
@@ -39,14 +51,16 @@ if TYPE_CHECKING:
 
     from fastattn._args.options import SamplingOptions
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Ints
+    from fastattn._args.types import Array, Bools, Ints
     from fastattn.grad import Pullback
     from fastattn.layers._block import Window
     from fastattn.models._embeddings import Frequencies
-    from fastattn.models._generation import Messages, Piece
+    from fastattn.models._generation import Messages
 
 # The cache has room for so many new tokens at first; it doubles when it is full.
 _ROOM = 256
+# Continuations that `score` computes together: each has a copy of the prompt's keys.
+_SCORED_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -254,6 +268,7 @@ class Decoder(_model.Model):
         cache: Session | None = None,
         cache_dtype: DTypeLike | None = None,
         template_values: Mapping[str, Any] | None = None,
+        logprobs: int | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Any]:
         """Continue sequences, a token at a time, and yield each token as soon as it is known.
@@ -262,8 +277,8 @@ class Decoder(_model.Model):
         ----------
         ids : array_like of int, (length,) or (batch, length), or a list of lists of different lengths
             The prompts: at least one token in each. Or a text; or messages, ``[{"role": "user", "content":
-            "a question"}]``, which the model's chat template writes: then `Piece` by `Piece` of the answer
-            comes.
+            "a question"}]``, which the model's chat template writes; or a list of these: then `Piece` by
+            `Piece` of the answers comes, and `index` says of which.
         max_new_tokens : int, default 128
             Where every sequence ends, if it has not before. In a model with a table of positions (GPT-2), the
             longest prompt and these must fit into it.
@@ -285,6 +300,8 @@ class Decoder(_model.Model):
         template_values : mapping of str, optional
             What the chat template sees beside the messages: ``{"tools": [...]}``, and what models have their
             own names for.
+        logprobs : int, optional
+            Put the logarithms of probabilities into each `Piece`: of its tokens, and of so many best ones.
         temperature : float, default 0.0
             What logits are divided by before a token is drawn. At 0 the best token is taken, and options that
             choose what may be drawn are an error.
@@ -336,53 +353,136 @@ class Decoder(_model.Model):
         .. [2] N. S. Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable
            Generation", 2019, arXiv:1909.05858.
         """
-        if cache is not None:
-            if not isinstance(cache, Session):
-                raise wrong_type("cache", cache, "what session() makes")
-            if cache_dtype is not None:
-                raise ValueError("(): cache_dtype is given with a cache; expected it in session()")
-        require_one(ids)
-        if isinstance(ids, str) or is_conversation(ids):
-            return self._written(ids, attention_mask, stop, template_values, {
-                "max_new_tokens": max_new_tokens, "cache": cache, "cache_dtype": cache_dtype, **sampling
-            })  # fmt: skip
-        if template_values is not None:
-            raise ValueError("generate(): template_values are given with ids; expected messages, or None")
         named = "ids", "max_new_tokens", "attention_mask", "stop", "cache", "cache_dtype", "template_values"
-        options = Sampling(sampling, *named)
-        single, prompts = self._prompts(ids, attention_mask)
+        options = Sampling(sampling, *named, "logprobs")
+        texts: list[str] = []
+        written = prompts_of(ids)
+        if written is None:
+            if template_values is not None or logprobs is not None:
+                came = "logprobs is" if template_values is None else "template_values are"
+                raise ValueError(f"(): {came} given with ids; expected a text or messages, or None")
+            single, prompts = self._prompts(ids, attention_mask)
+        else:
+            if attention_mask is not None:
+                raise ValueError("(): attention_mask is given with a text; expected None")
+            single, prompts = self._encoded(*written, template_values)
+            stop, texts = parted(stop)
         if cache is not None:
-            cache.require_fit(self, len(prompts))
+            _session.require_fit(cache, self, len(prompts), cache_dtype)
         if cache_dtype is not None:
             cache_dtype = dtype_choice("cache_dtype", cache_dtype, ("int8",))
         n_new = integer("max_new_tokens", max_new_tokens, 0)
         longest = max(map(len, prompts), default=0)
         if self.max_length is not None and longest + n_new > self.max_length:
             asked = f"max_new_tokens is {short(n_new)} after a prompt of {longest} tokens"
-            raise ValueError(f"generate(): {asked}; expected at most {self.max_length} together")
+            raise ValueError(f"(): {asked}; expected at most {self.max_length} together")
         sampler = Sampler(prompts, self.vocab_size, options, single)
         ends = np.atleast_1d(self.stop if stop is None else as_array("stop", stop))
         ends = ends if ends.size else np.zeros(0, np.int64)
         ends = integers("stop", ends, (ends.size,), "(n,)")
-        steps = self._steps(prompts, n_new, sampler, ends, cache_dtype, cache)
-        return (int(tokens[0]) for tokens in steps) if single else steps
+        ended = np.zeros(len(prompts), np.bool_)
+        steps = self._steps(prompts, n_new, sampler, ends, ended, cache_dtype, cache)
+        if written is None:
+            return _tokens(steps, len(prompts), single)
+        ending = set(ends.tolist())
+        writers = [
+            Writer(Said(self.text, prompt.tolist()), ending, texts, i) for i, prompt in enumerate(prompts)
+        ]
+        best = None if logprobs is None else integer("logprobs", logprobs, 0, self.vocab_size)
+        return pieces(steps, writers, ended, best)
 
-    def _written(
-        self, prompt: str | Messages, attention_mask: Any, stop: Any, values: Any, options: dict[str, Any]
-    ) -> Iterator[Piece]:
-        """Pieces of what follows a text, or of the answer to messages."""
-        if attention_mask is not None:
-            raise ValueError("generate(): attention_mask is given with a text; expected None")
+    def _encoded(self, single: bool, written: list[str | Messages], values: Any) -> tuple[bool, list[Ints]]:
+        """Whether there is one prompt, and the ids of each text and conversation."""
+        if values is not None and all(isinstance(each, str) for each in written):
+            raise ValueError("(): template_values are given with a text; expected messages, or None")
+        found = [
+            self.text.encode([each])[0] if isinstance(each, str) else self.conversation_ids(each, values)
+            for each in written
+        ]
+        _, prompts = self._prompts(found, None)
+        return single, prompts
+
+    @named("score")
+    def score(
+        self, prompt: str | ArrayLike, continuations: Sequence[str] | Sequence[ArrayLike]
+    ) -> list[Score]:
+        """Log-probabilities of what may follow a prompt, as evaluations and multiple choice need them.
+
+        Parameters
+        ----------
+        prompt : str, or array_like of int, (length,)
+            At least one token.
+        continuations : sequence of str, or of array_like of int, (length,)
+            At least one token in each. A text is split into tokens together with the prompt; its own are
+            those after as many as the prompt has alone, as in lm-evaluation-harness.
+
+        Returns
+        -------
+        list of Score
+            One for each continuation.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit.
+
+        Notes
+        -----
+        Tokens with which all begin are computed once, but where a scaling of rotary positions depends on the
+        length. What a continuation gets does not depend on the others.
+        """
+        wholes, begin = self._continued(prompt, continuations)
+        longest = max(map(len, wholes), default=0)
+        if self.max_length is not None and longest > self.max_length:
+            raise ValueError(f"(): {longest} tokens in a sequence; expected at most {self.max_length}")
+        scaled = not all(isinstance(each, RopeFrequencies) for each in self.frequencies)
+        cache, common, size = KVCache(), 0, 1 if scaled else _SCORED_AT_ONCE
+
+        def logits(rows: Array) -> Array:
+            return self.logits.run(rows, Sequences(1))
+
+        if wholes and not scaled:
+            rows = np.stack([whole[: begin - 1] for whole in wholes])
+            common = int((rows == rows[0]).all(axis=0).cumprod().sum())
+            if common:
+                self._hidden(wholes[0][:common], np.array([common]), common, cache)
+        found: list[Score] = []
+        for first in range(0, len(wholes), size):
+            group = wholes[first : first + size]
+            own = copy.copy(cache)
+            if common and self.num_layers:
+                own.select(np.zeros(len(group), np.int64))
+            lengths = np.array([len(whole) - 1 - common for whole in group])
+            new = np.concatenate([whole[common:-1] for whole in group])
+            hidden = self._hidden(new, lengths, int(lengths.max()) + common, own)
+            for whole, end in zip(group, np.cumsum(lengths).tolist(), strict=True):
+                ids = whole[begin:]
+                rows = hidden[end - len(ids) : end]
+                found.append(score_of(ids, rows, logits))
+        return found
+
+    def _continued(self, prompt: Any, continuations: Any) -> tuple[list[Ints], int]:
+        """The ids of the prompt with each continuation, and how many of them are the prompt's."""
         if isinstance(prompt, str):
-            if values is not None:
-                came = "template_values are given with a text"
-                raise ValueError(f"generate(): {came}; expected messages, or None")
-            (ids,) = self.text.encode([prompt])
+            texts = list(strings("continuations", continuations))
+            encodings = list(self.text.encodings([prompt, *(prompt + text for text in texts)]))
+            if any(each.overflowing for each in encodings):
+                came = f"a text has more than {self.text.limit} tokens with its prompt"
+                raise ValueError(f"(): {came}; expected at most so many")
+            start, *found = (np.array(each.ids, np.int64) for each in encodings)
         else:
-            ids = self.conversation_ids(prompt, values)
-        found, texts = parted(stop)
-        tokens = self.generate(ids, stop=found, **options)
-        return pieces(self.text, ids, tokens, self.stop if found is None else found, texts)
+            start = one_sequence("prompt", prompt, self.vocab_size)
+            given = iterated("continuations", continuations, "several, as [ids]")
+            found = [
+                np.append(start, one_sequence(f"continuations[{i}]", ids, self.vocab_size))
+                for i, ids in enumerate(given)
+            ]
+        if not start.size:
+            raise ValueError("(): prompt has no token; expected at least one")
+        for i, whole in enumerate(found):
+            if len(whole) <= start.size:
+                raise ValueError(f"(): continuations[{i}] adds no token to the prompt; expected at least one")
+        return found, start.size
 
     @named("session")
     def session(self, cache_dtype: DTypeLike | None = None) -> Session:
@@ -448,9 +548,11 @@ class Decoder(_model.Model):
         max_new_tokens: int,
         sampler: Sampler,
         stop: Ints,
+        ended: Bools,
         cache_dtype: DTypeLike | None,
         session: Session | None,
-    ) -> Iterator[Ints]:
+    ) -> Iterator[Step]:
+        """Steps until all sequences have reached `stop`, or are `ended` by whoever reads them."""
         if not prompts or max_new_tokens == 0:
             return
         lengths = np.array([len(prompt) for prompt in prompts])
@@ -466,11 +568,11 @@ class Decoder(_model.Model):
         for step in range(1, max_new_tokens + 1):
             if session is not None:
                 session.add(new, turn)
-            tokens = sampler(self.logits.run(hidden, Sequences(len(hidden))))
-            yielded = np.full(batch, NO_TOKEN)
-            yielded[running] = tokens
-            yield yielded
-            kept = np.flatnonzero((tokens[:, None] != stop).all(axis=1))  # np.isin takes three times as long
+            logits = self.logits.run(hidden, Sequences(len(hidden)))
+            tokens = sampler(logits)
+            yield Step(running, tokens, logits)
+            # np.isin takes three times as long.
+            kept = np.flatnonzero((tokens[:, None] != stop).all(axis=1) & ~ended[running])
             if not kept.size or step == max_new_tokens:
                 return
             if kept.size < len(running):
@@ -482,6 +584,17 @@ class Decoder(_model.Model):
                 session.require(turn)
             new = tokens
             hidden = self._hidden(tokens, np.ones(len(tokens), np.int64), longest + step, cache)
+
+
+def _tokens(steps: Iterator[Step], batch: int, single: bool) -> Iterator[Any]:
+    """The tokens of each step: an int of a single prompt, or (batch,), -1 for sequences that have ended."""
+    for running, tokens, _ in steps:
+        if single:
+            yield int(tokens[0])
+        else:
+            yielded = np.full(batch, NO_TOKEN)
+            yielded[running] = tokens
+            yield yielded
 
 
 def _is_row(x: Any) -> bool:

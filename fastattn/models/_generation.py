@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import short
@@ -12,9 +14,13 @@ from fastattn._args.values import short
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-    from fastattn.models._text import Text
+    from fastattn._args.types import Array, Bools, Ints
+    from fastattn.models._text import Said
 
     Messages = Sequence[Mapping[str, Any]]
+
+
+_ROWS = 64  # of logits, which are as long as the vocabulary, at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +34,18 @@ class Piece:
         The tokens that were generated since the piece before.
     finish_reason : {"stop", "length"} or None
         Why the text ends: a token or text of `stop`, or `max_new_tokens`. None, but for the last piece.
+    index : int
+        The number of the prompt, of several.
+    logprobs : tuple of dict, or None
+        With `logprobs`, for each of `ids` the logarithms of probabilities, by token: its own, and the best
+        ones. They are the model's, before a temperature or anything else changes them.
     """
 
     text: str
     ids: tuple[int, ...]
     finish_reason: Literal["stop", "length"] | None = None
+    index: int = 0
+    logprobs: tuple[dict[int, float], ...] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -58,39 +71,119 @@ def parted(stop: Any) -> tuple[Any, list[str]]:
     return given, texts
 
 
-def pieces(
-    text: Text, prompt: Sequence[int], tokens: Iterator[int], ends: Iterable[int], stop: Sequence[str]
-) -> Iterator[Piece]:
-    """Pieces of what `tokens` write after `prompt`, up to one of `ends`, or to the first text of `stop`.
+class Step(NamedTuple):
+    """The next tokens of the sequences that have not ended."""
+
+    running: Ints  # (n,), their numbers
+    tokens: Ints  # (n,)
+    logits: Array  # (n, vocab_size), as the model gives them
+
+
+class Writer:
+    """The text of a sequence, up to one of `ends`, or to the first text of `stop`.
 
     Characters with which a text of `stop` may begin wait until it is clear.
     """
-    fresh: list[int] = []  # since the last piece
-    last = None
 
-    def seen() -> Iterator[int]:
-        nonlocal last
-        for last in tokens:
-            fresh.append(last)
-            yield last
+    def __init__(self, said: Said, ends: Collection[int], stop: Sequence[str], index: int):
+        self._said, self._ends, self._stop, self._index = said, ends, stop, index
+        self._waiting, self.ended = "", False
+        self._ids: list[int] = []  # since the last piece
+        self._logprobs: list[dict[int, float]] = []
 
-    def piece(said: str, reason: Any = None) -> Piece:
-        ids = tuple(fresh)
-        fresh.clear()
-        return Piece(said, ids, reason)
+    def add(self, token: int, logprobs: dict[int, float] | None) -> list[Piece]:
+        """The pieces that are clear with one more token."""
+        self._ids.append(token)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        found = self._clear(self._said.add(token))
+        return found if token not in self._ends else found + self.finish("stop")
 
-    waiting = ""
-    for part in text.stream(prompt, seen()):
-        waiting += part
-        found = min((at for at in map(waiting.find, stop) if at >= 0), default=None)
-        if found is not None:
-            yield piece(waiting[:found], "stop")
-            return
-        kept = max((_overlap(waiting, each) for each in stop), default=0)
-        said, waiting = waiting[: len(waiting) - kept], waiting[len(waiting) - kept :]
-        if said:
-            yield piece(said)
-    yield piece(waiting, "stop" if last in set(ends) else "length")
+    def finish(self, reason: Literal["stop", "length"]) -> list[Piece]:
+        """The last pieces, after the last token."""
+        if self.ended:
+            return []
+        found = self._clear(self._said.rest())
+        return found if self.ended else [*found, self._piece(self._waiting, reason)]
+
+    def _clear(self, part: str) -> list[Piece]:
+        self._waiting += part
+        found = [at for at in map(self._waiting.find, self._stop) if at >= 0]
+        if found:
+            return [self._piece(self._waiting[: min(found)], "stop")]
+        kept = max((_overlap(self._waiting, each) for each in self._stop), default=0)
+        said, self._waiting = (
+            self._waiting[: len(self._waiting) - kept],
+            self._waiting[len(self._waiting) - kept :],
+        )
+        return [self._piece(said)] if said else []
+
+    def _piece(self, said: str, reason: Literal["stop", "length"] | None = None) -> Piece:
+        self.ended = reason is not None
+        ids, logprobs = tuple(self._ids), tuple(self._logprobs) or None
+        self._ids.clear()
+        self._logprobs.clear()
+        return Piece(said, ids, reason, self._index, logprobs)
+
+
+def pieces(
+    steps: Iterable[Step], writers: Sequence[Writer], ended: Bools, logprobs: int | None
+) -> Iterator[Piece]:
+    """Pieces of what `steps` write; they end the sequences that are `ended`."""
+    for running, tokens, logits in steps:
+        chances = [None] * len(tokens) if logprobs is None else chances_of(logits, tokens, logprobs)
+        for i, token, each in zip(running.tolist(), tokens.tolist(), chances, strict=True):
+            yield from writers[i].add(token, each)
+            ended[i] = writers[i].ended
+    for writer in writers:
+        yield from writer.finish("length")
+
+
+def chances_of(logits: Array, tokens: Ints, best: int) -> list[dict[int, float]]:
+    """Logarithms of probabilities, by token: of each of `tokens`, and of the `best` ones of its row."""
+    found = []
+    for row, token in zip(logits.astype(np.float64), tokens.tolist(), strict=True):
+        row -= row.max()
+        row -= np.log(np.exp(row).sum())
+        order: Ints = np.zeros(0, np.int64)
+        if best:
+            likely = np.flatnonzero(row >= np.partition(row, -best)[-best])
+            order = likely[np.argsort(-row[likely], kind="stable")][:best]
+        found.append({i: float(row[i]) for i in (token, *order.tolist())})
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Log-probabilities of a text that may follow a prompt.
+
+    Attributes
+    ----------
+    logprob : float
+        Of the whole text: the sum of `logprobs`.
+    ids : tuple of int
+        Its tokens.
+    logprobs : tuple of float
+        Of each token, after those before it.
+    is_greedy : bool
+        Whether each token is the best one, as greedy generation would choose it.
+    """
+
+    logprob: float
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    is_greedy: bool
+
+
+def score_of(ids: Ints, rows: Array, logits: Callable[[Array], Array]) -> Score:
+    """The score of `ids`, whose logits `logits` makes of hidden states `rows`."""
+    found = []
+    for first in range(0, len(ids), _ROWS):
+        part = slice(first, first + _ROWS)
+        found += chances_of(logits(rows[part]), ids[part], 1)
+    tokens, best = tuple(ids.tolist()), all(len(each) == 1 for each in found)
+    logprobs = tuple(each[token] for each, token in zip(found, tokens, strict=True))
+    return Score(sum(logprobs), tokens, logprobs, best)
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -108,16 +201,19 @@ def checked(messages: Messages) -> list[dict[str, Any]]:
     return [dict(message) for message in messages]
 
 
-def require_one(prompt: Any) -> None:
-    """Raise for several texts or conversations, and for a message without a list."""
-    several = isinstance(prompt, (list, tuple)) and any(
-        isinstance(x, str) or is_conversation(x) for x in prompt
-    )
-    if several:
-        how = "ids of several, as model.text.encode(texts) or model.conversation_ids(messages) makes them"
-        raise TypeError(f"(): ids has several texts or conversations; expected one, or {how}")
-    if isinstance(prompt, Mapping):
+def prompts_of(given: Any) -> tuple[bool, list[str | Messages]] | None:
+    """Whether `given` is one text or conversation, and all; None if it has ids."""
+    if isinstance(given, str) or is_conversation(given):
+        return True, [given]
+    if isinstance(given, Mapping):
         raise TypeError("(): ids is one message; expected a list of messages")
+    if not isinstance(given, (list, tuple)):
+        return None
+    written = [isinstance(each, str) or is_conversation(each) for each in given]
+    if any(written) and not all(written):
+        other = short(given[written.index(False)])
+        raise TypeError(f"(): ids has texts or conversations, and {other}; expected texts and conversations")
+    return (False, list(given)) if any(written) else None
 
 
 def values_of(given: Any) -> dict[str, Any]:

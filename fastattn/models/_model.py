@@ -174,6 +174,15 @@ def token_ids(ids: ArrayLike, vocab_size: int, name: str = "ids") -> Ints:
     return np.atleast_2d(integers(name, array, low=0, high=vocab_size - 1))
 
 
+def one_sequence(name: str, ids: ArrayLike, vocab_size: int) -> Ints:
+    """`ids`, the argument `name`, as (length,)."""
+    found = token_ids(ids, vocab_size, name)
+    if np.ndim(ids) != 1:
+        raise wrong_shape(name, found, "(length,)")
+    row: Ints = found[0]
+    return row
+
+
 def attended(mask: ArrayLike | None, ids: Ints) -> Bools | None:
     """`mask`, 1 or True for each token that counts, as (batch, length) of bool; None if all do."""
     if mask is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _safetensors
-from fastattn._args.errors import named
+from fastattn._args.errors import named, wrong_type
 from fastattn._args.packed import PackedLinear
 from fastattn._args.values import integers, short
 from fastattn.cache import KVCache
@@ -76,14 +76,6 @@ class Session:
         values = {"format": _FORMAT, "model": digest(self._model), "rotated": self._rotated}
         _safetensors.write(path, arrays, values, _KEY)
 
-    def require_fit(self, model: Model, prompts: int) -> None:
-        """Raise unless a call for so many prompts of `model` may use the session."""
-        if model is not self._model:
-            came = f"cache is a session of another {self._model.model_type}"
-            raise ValueError(f"(): {came}; expected one that this model's session() made")
-        if prompts != 1:
-            raise ValueError(f"(): cache is given with {prompts} prompts; expected one")
-
     def begin(self, prompt: Ints, longest: int) -> tuple[int, object]:
         """Keep what `prompt` begins with; return the number of these tokens, and a turn for `add`.
 
@@ -116,6 +108,19 @@ class Session:
         """Forget keys of other tokens: after them, or of a step that was interrupted."""
         if self._cache.batch is not None:
             self._cache.truncate(len(self._ids))
+
+
+def require_fit(session: Any, model: Model, prompts: int, cache_dtype: Any) -> None:
+    """Raise unless a call of `model.generate` may use `session`."""
+    if not isinstance(session, Session):
+        raise wrong_type("cache", session, "what session() makes")
+    if cache_dtype is not None:
+        raise ValueError("(): cache_dtype is given with a cache; expected it in session()")
+    if session._model is not model:
+        came = f"cache is a session of another {session._model.model_type}"
+        raise ValueError(f"(): {came}; expected one that this model's session() made")
+    if prompts != 1:
+        raise ValueError(f"(): cache is given with {prompts} prompts; expected one")
 
 
 def load(

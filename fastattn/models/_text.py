@@ -183,41 +183,53 @@ class Text:
 
         It leaves out -1, which `generate` yields for a sequence of a batch that has ended.
         """
-
-        def text(first: int, last: int | None = None) -> str:
-            decoded: str = self.tokenizer.decode(tokens[first:last], skip_special_tokens=True)
-            return decoded
-
-        # Whether a token begins with a space can depend on the token before. So a piece is what its tokens
-        # add to the text of the piece before.
         try:
-            tokens = list(_ids("prompt", prompt))
-            first, done = max(0, len(tokens) - _CONTEXT), len(tokens)
+            said = Said(self, _ids("prompt", prompt))
             for token in _ids("ids", ids):
-                tokens.append(token)
-                before, whole, end = text(first, done), text(first), len(tokens)
-                if whole.endswith(_NO_CHARACTER):  # bytes that are not a character yet, or never will be
-                    if end - done < _MOST_BYTES:
-                        continue
-                    # A character that is not whole yet begins in the last tokens. Cut where the text before
-                    # them stays the same with something after it: that will not change any more.
-                    cuts = ((cut, text(first, cut)) for cut in range(end - 1, end - _MOST_BYTES, -1))
-                    end, whole = next(
-                        (
-                            (cut, part)
-                            for cut, part in cuts
-                            if len(part) < len(whole) and whole.startswith(part)
-                        ),
-                        (end, before),
-                    )
-                if len(whole) > len(before):
-                    yield whole[len(before) :]
-                    first, done = done, end
-            if rest := text(first)[len(text(first, done)) :]:
+                if part := said.add(token):
+                    yield part
+            if rest := said.rest():
                 yield rest
         except Exception as error:
             put_name("stream", error)
             raise
+
+
+class Said:
+    """The text of tokens that come one by one after a prompt."""
+
+    def __init__(self, text: Text, prompt: Iterable[int]):
+        self._decode, self._tokens = text.tokenizer.decode, list(prompt)
+        # Whether a token begins with a space can depend on the token before. So a part is what its tokens
+        # add to the text of the part before.
+        self._first, self._done = max(0, len(self._tokens) - _CONTEXT), len(self._tokens)
+
+    def _text(self, first: int, last: int | None = None) -> str:
+        decoded: str = self._decode(self._tokens[first:last], skip_special_tokens=True)
+        return decoded
+
+    def add(self, token: int) -> str:
+        """The characters that are whole with one more token; often none."""
+        self._tokens.append(token)
+        before, whole, end = self._text(self._first, self._done), self._text(self._first), len(self._tokens)
+        if whole.endswith(_NO_CHARACTER):  # bytes that are not a character yet, or never will be
+            if end - self._done < _MOST_BYTES:
+                return ""
+            # A character that is not whole yet begins in the last tokens. Cut where the text before them
+            # stays the same with something after it: that will not change any more.
+            cuts = ((cut, self._text(self._first, cut)) for cut in range(end - 1, end - _MOST_BYTES, -1))
+            end, whole = next(
+                ((cut, part) for cut, part in cuts if len(part) < len(whole) and whole.startswith(part)),
+                (end, before),
+            )
+        if len(whole) <= len(before):
+            return ""
+        self._first, self._done = self._done, end
+        return whole[len(before) :]
+
+    def rest(self) -> str:
+        """Characters of the last tokens, whole or not."""
+        return self._text(self._first)[len(self._text(self._first, self._done)) :]
 
 
 def strings(name: str, texts: Any, expected: str = "several, as [text]") -> Iterable[str]:

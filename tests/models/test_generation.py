@@ -1,8 +1,12 @@
 """Texts and conversations that models continue: the pieces, where they end, and templates."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import tiny_models as tiny
+from tiny_models import DECODERS
 
 from fastattn import models
 from fastattn.models import ModelError, Piece
@@ -85,6 +89,125 @@ def test_a_conversation_is_what_the_template_writes(writer, tmp_path):
         models.load(tmp_path).generate(messages)
 
 
+def test_several_texts_are_each_as_it_is_alone(writer):
+    """In tokens, where they end, and in draws: number i has the seed's i-th child."""
+    model, texts = models.load(writer), ["Once, a café", "On", "a time, and"]
+    children = np.random.SeedSequence(3).spawn(len(texts))
+    alone = [
+        list(model.generate(text, 40, temperature=0.9, seed=child))
+        for text, child in zip(texts, children, strict=True)
+    ]
+    said = ["".join(map(str, each)) for each in alone]
+    for stop in (None, said[0][9:11], said[1][4], [said[0][20], said[2][7]]):
+        expected = [
+            list(model.generate(text, 40, stop=stop, temperature=0.9, seed=child))
+            for text, child in zip(texts, children, strict=True)
+        ]
+        got: list = [[], [], []]
+        for piece in model.generate(texts, 40, stop=stop, **HOW):
+            got[piece.index].append(replace(piece, index=0))
+        assert got == expected
+    assert [piece.index for piece in model.generate(["Once"], 2)] == [0] * 3
+    assert list(model.generate(("Once",), 2)) == list(model.generate("Once", 2))
+
+
+def test_what_ended_is_computed_no_more(writer, monkeypatch):
+    """A text of `stop` ends a sequence, as a token does."""
+    model, counts = models.load(writer), []
+    hidden = type(model)._hidden
+    monkeypatch.setattr(
+        type(model),
+        "_hidden",
+        lambda self, tokens, *more: counts.append(len(tokens)) or hidden(self, tokens, *more),
+    )
+    first = next(model.generate("Once", 9)).text
+    counts.clear()
+    assert [str(piece) for piece in model.generate("Once", 9, stop=first)] == [""]
+    assert counts == [4]
+
+
+def test_several_conversations(writer, tmp_path):
+    for path in writer.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    model = models.load(tmp_path)
+    talks = [[{"role": "user", "content": text}] for text in ("What?", "Why not?")]
+    got = ["", "", ""]
+    for piece in model.generate([*talks, "Once"], 9, template_values={"extra": "!"}):
+        got[piece.index] += piece.text
+    expected = [model.generate(talk, 9, template_values={"extra": "!"}) for talk in talks]
+    assert got == ["".join(map(str, each)) for each in (*expected, model.generate("Once", 9))]
+
+
+@pytest.mark.parametrize("best", [0, 1, 3])
+def test_logprobs_are_the_models(writer, best):
+    """Whatever changes the draw; of each token that was drawn, and of the best ones."""
+    model = models.load(writer)
+    pieces = list(model.generate("Once", 12, logprobs=best, logit_bias={97: 3.0}, temperature=2.0, seed=1))
+    ids = [i for piece in pieces for i in piece.ids]
+    found = [each for piece in pieces for each in piece.logprobs or ()]
+    (prompt,) = model.text.encode(["Once"])
+    logits = np.asarray(model(prompt + ids)[0], float)[len(prompt) - 1 : -1]
+    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert len(found) == len(ids) == 12
+    for token, each, row in zip(ids, found, expected, strict=True):
+        assert list(each) == list(dict.fromkeys([token, *np.argsort(-row)[:best].tolist()]))
+        np.testing.assert_allclose(list(each.values()), row[list(each)], atol=1e-5)
+    assert all(piece.logprobs is None for piece in model.generate("Once", 3))
+
+
+def expected_score(model, whole, begin):
+    """The log-probability of each token from `begin` on, and whether it is the best, by the full pass."""
+    logits = np.asarray(model(whole[:-1])[0], float)[begin - 1 :]
+    chances = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    own = np.array(whole[begin:])
+    return chances[np.arange(len(own)), own], (logits.argmax(axis=1) == own).all()
+
+
+@pytest.mark.parametrize("kind", [*DECODERS, "scaled"])
+def test_scores_are_those_of_the_full_pass(kind, tmp_path, implementation):
+    changes = {}
+    if kind == "scaled":
+        scaling = {"rope_type": "dynamic", "factor": 2.0}
+        kind, changes = "llama", {"max_position_embeddings": 8, "rope_scaling": scaling}
+    tiny.write(tmp_path, kind, **changes)
+    model, rng = models.load(tmp_path, dtype="float64"), np.random.default_rng(2)
+    prompt = rng.integers(tiny.VOCAB, size=7).tolist()
+    continuations = [rng.integers(tiny.VOCAB, size=n).tolist() for n in (3, 1, 5, 2, 1, 4, 2, 3, 9, 1)]
+    continuations[4] = list(model.generate(prompt, 3, stop=()))
+    found = model.score(prompt, continuations)
+    for got, ids in zip(found, continuations, strict=True):
+        logprobs, greedy = expected_score(model, prompt + ids, len(prompt))
+        np.testing.assert_allclose(got.logprobs, logprobs, atol=1e-10)
+        assert got.logprob == pytest.approx(logprobs.sum())
+        assert (got.ids, got.is_greedy) == (tuple(ids), greedy)
+    assert found[4].is_greedy
+    assert model.score(prompt[:1], [[3]])[0].ids == (3,)
+    assert model.score(prompt, []) == []
+
+
+def test_scores_of_texts(writer):
+    model = models.load(writer)
+    (got, other) = model.score("Once, a", [" café", "!"])
+    (whole,) = model.text.encode(["Once, a café"])
+    logprobs, _ = expected_score(model, whole, 7)
+    np.testing.assert_allclose(got.logprobs, logprobs, atol=1e-5)
+    assert list(got.ids) == model.text.encode([" café"])[0]
+    assert len(other.ids) == 1
+    for arguments, error, message in (
+        (("", ["a"]), ValueError, "prompt has no token"),
+        (("a", "b"), TypeError, "continuations is of type str"),
+        (("a", ["b", ""]), ValueError, r"continuations\[1\] adds no token to the prompt"),
+        (("a", [3]), TypeError, "continuations has one of type int"),
+        (([[1]], [[2]]), ValueError, r"prompt has shape \(1, 1\); expected \(length,\)"),
+        (([1], [[2], [999]]), ValueError, r"continuations\[1\] has 999; expected 0 to 255"),
+        (("a", ["b" * 64]), ValueError, "a text has more than 64 tokens with its prompt; expected at most"),
+        (([1], [[2] * 64]), ValueError, "65 tokens in a sequence; expected at most 64"),
+    ):
+        with pytest.raises(error, match=rf"^score\(\): {message}"):
+            model.score(*arguments)
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
@@ -96,6 +219,11 @@ def test_a_conversation_is_what_the_template_writes(writer, tmp_path):
         ({"template_values": {}}, ValueError, "template_values are given with a text"),
         ({"ids": [1], "template_values": {}}, ValueError, "template_values are given with ids"),
         ({"ids": [{"role": "user", "content": ""}], "template_values": 3}, TypeError, "expected a mapping"),
+        ({"ids": [1], "logprobs": 2}, ValueError, "logprobs is given with ids; expected a text or messages"),
+        ({"logprobs": -1}, ValueError, "logprobs is -1; expected 0 to 256"),
+        ({"ids": ["Once", 3]}, TypeError, "ids has texts or conversations, and 3; expected texts"),
+        ({"ids": ["Once", ""]}, ValueError, "a prompt without a token"),
+        ({"ids": ["Once"], "template_values": {}}, ValueError, "template_values are given with a text"),
         ({"ids": [1], "stop": "a"}, TypeError, "stop has dtype <U1; expected integers"),
         ({"top_k": 3}, ValueError, "top_k is 3 and temperature 0"),
     ],
