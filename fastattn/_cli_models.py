@@ -169,6 +169,7 @@ def chat(options: argparse.Namespace) -> None:
     require("jinja2")  # which templates need, before a model is read and a question is asked
     model = _decoder(options)
     given = _sampling(options)
+    session = model.session(given.pop("cache_dtype"))
     first = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(first)
     for line in iter(partial(_line, "> "), None):
@@ -192,7 +193,7 @@ def chat(options: argparse.Namespace) -> None:
             messages.append({"role": "user", "content": line})
             answer = ""
             try:
-                for piece in model.generate(messages, options.max_new_tokens, **given):
+                for piece in model.generate(messages, options.max_new_tokens, cache=session, **given):
                     print(piece.text, end="", flush=True)
                     answer += piece.text
             except KeyboardInterrupt:  # what was said stays
