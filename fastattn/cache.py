@@ -355,10 +355,13 @@ class DecoderCache:
         keys = "no memory" if self.keys_values is None else f"memory {self.keys_values[0].shape}"
         return f"<DecoderCache: {self.tokens!r}, {keys}>"
 
+    @named("DecoderCache.truncate")
     def truncate(self, length: int) -> None:
         """Forget all tokens from position `length` on; the memory stays."""
         if self.tokens._held or self.keys_values is None:
             self.tokens.truncate(length)
+        else:
+            integer("length", length, 0)
 
     @named("DecoderCache.select")
     def select(self, sequences: ArrayLike) -> None:

@@ -161,6 +161,8 @@ def scan_args(
     if rates.ndim != 2 or len(rates) != channels or not rates.shape[1]:
         raise wrong_shape("A", rates, f"(channels, states) = ({channels}, at least 1)")
     rates = _lanes(rates, lane)
+    if np.isnan(rates).any():
+        raise ValueError("(): A has NaN; expected numbers")
     states = rates.shape[1]
     b, c = (_given(name, given, (*array.shape[:-1], states), dtype) for name, given in (("B", B), ("C", C)))
     skip, bias = vector("D", D, (channels,), lane), vector("dt_bias", dt_bias, (channels,), lane)

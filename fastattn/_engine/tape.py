@@ -317,7 +317,7 @@ class Tape(Plain):
         tape = Tape(drops=drops)
         _, out, others = run(tape)
         self.drops = tape.drops
-        more = tuple(Value(x.array) for x in others)
+        more = tuple(Value(x.array.copy()) for x in others)  # a view would keep the whole product alive
         noted = self.note(out.array, back)
         return (noted, more) if more else noted
 
@@ -375,12 +375,12 @@ class Tape(Plain):
         if weight.gated or not (activation is None or (activation == "relu" and residual is None)):
             args.pre = pre = recycled_empty((len(array), n * (1 + weight.gated)), array.dtype)
         dispatch.run(args)
+        # The derivative of relu can be read off its result; without an activation, that is not kept.
+        before = out if pre is None and activation is not None else pre
 
         def back(dout: Array, owned: bool) -> None:
             dpre = dout
-            if activation is not None or weight.gated:
-                # The derivative of relu can be read off its result.
-                before = out if pre is None else pre
+            if before is not None:
                 free = owned and residual is None and not weight.gated
                 dpre = dout if free else recycled_empty(before.shape, before.dtype)
                 grad = RowsGradArgs("activate", dout, before[:, :n], threads, dpre[:, :n])
@@ -643,8 +643,10 @@ class Tape(Plain):
         return self.note(x.array[which], back)
 
     def spread(self, x: Value, which: Array) -> Value:
-        """Rows of x where a bool array is True, 0 elsewhere."""
-        return self.note(super().spread(x.array, which), lambda dout, owned: x.put(dout[which], owned=True))
+        """Rows of x, which nobody else reads, where a bool array is True, 0 elsewhere."""
+        out = super().spread(x.array, which)
+        x.forget()
+        return self.note(out, lambda dout, owned: x.put(dout[which], owned=True))
 
     def cleared(self, x: Value, which: Array, over: bool = False) -> Value:
         """x with 0 in the rows where a bool array is True, and so in its gradient."""

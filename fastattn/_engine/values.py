@@ -32,6 +32,10 @@ class Value:
         """An array where an operation may write the gradient, which it then has to `put`."""
         return recycled_empty(self.array.shape, self.array.dtype) if self._room is None else self._room()
 
+    def forget(self) -> None:
+        """Let go of the numbers, which no operation needs any more; the gradient has their shape."""
+        self.array = np.broadcast_to(self.array.dtype.type(0), self.array.shape)
+
     def take(self) -> tuple[Array | None, bool]:
         """The gradient, and whether the taker may overwrite it; it is None then."""
         gradient, self._gradient = self._gradient, None

@@ -84,9 +84,10 @@ def linear_attention(
         keys have fewer heads than values).
     rule : {"linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"}
     log_decay : array_like, (heads,), (..., heads, len) or, gated and kimi_delta, (..., heads, len, head_dim)
-        Logarithms of decays, 0 or less; -inf forgets all that was. A length of 1 is the same for all tokens.
+        Logarithms of decays, 0 or less; -inf forgets all that was, but for NaN and infinities, which `begins`
+        keeps out of the next document. A length of 1 is the same for all tokens.
     beta : array_like, (..., heads, len), optional
-        Write strength of the delta rules, 1 if left out. It may exceed 1.
+        Write strength of the delta rules, 1 if left out. It may exceed 1; NaN reaches what comes after it.
     erase : array_like, (..., heads_k, len, head_dim), optional
         In k's dtype: keys that the delta rules read the state by, to find what to replace; k if left out. Far
         from k, they may let the state grow.

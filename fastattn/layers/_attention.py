@@ -280,7 +280,8 @@ class MultiHeadAttention(AttentionParameters):
         """
         if self.query_only and keys_values is None:
             expected = "keys_values, or a stack in which an earlier layer has keys"
-            raise ValueError(f"(): query_only is True, and there are no keys; expected {expected}")
+            came = "query_only is True, and there are no projected keys"
+            raise ValueError(f"(): {came}; expected {expected}")
         cached = keys_values if isinstance(keys_values, Cached) else None
         if lengths is not None and cache is None and cached is None:
             expected = "both, or a key_padding_mask"

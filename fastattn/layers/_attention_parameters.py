@@ -196,6 +196,8 @@ class AttentionParameters(Layer):
     _vectors = (("q_norm.weight", "q_norm"), ("k_norm.weight", "k_norm"), ("sinks", "sink_logits"))
 
     def _place(self) -> str:
+        if self.query_only:
+            return f"a MultiHeadAttention of queries of {self.embed_dim} features"
         widths = self.embed_dim, self.kdim or self.embed_dim, self.vdim or self.embed_dim
         return "a MultiHeadAttention of queries, keys and values of {}, {} and {} features".format(*widths)
 

@@ -111,6 +111,8 @@ class LanguageModel(Layer):
                 attention["rope"] = Rope(rope_frequencies(head_dim))
         elif attention.get("rope") is not None:
             raise ValueError("(): attention has rope; expected positions='rope' with it")
+        if attention.get("query_only"):
+            raise ValueError("(): attention has query_only; expected keys_from, which says of which layers")
         shares, numbers = self.keys_from is not None, range(self.num_layers)
         sources = layer_numbers("keys_from", self.keys_from, len(numbers)) if shares else numbers
         layers = [
@@ -183,7 +185,7 @@ class LanguageModel(Layer):
         return self._logits(self.encoder(self._embedded(tokens, cache), is_causal=True, cache=cache))
 
     def new_cache(self, capacity: int = 0) -> Any:
-        """Empty caches, one a layer: see `KVCache`."""
+        """Empty caches, one for each layer with keys of its own: see `KVCache`."""
         return self.encoder.new_cache(capacity)
 
     def _logits(self, hidden: Array) -> Array:
@@ -246,7 +248,8 @@ class LanguageModel(Layer):
         label_smoothing : float, default 0
             As in `fastattn.grad.cross_entropy`.
         checkpoint : bool, default False
-            Keep only the input of each layer, and compute the rest again: less memory, a third more time.
+            Keep only the input of each layer, and keys that layers share, and compute the rest again: less
+            memory, a third more time.
         dropout, seed
             As in `fastattn.grad.vjp`; a seed of its own for each step.
 

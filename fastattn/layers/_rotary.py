@@ -38,7 +38,10 @@ class Rope:
         self._tables: dict[np.dtype[Any], tuple[Array, Array]] = {}
 
     def __repr__(self) -> str:
-        return f"Rope({len(self.frequencies.inv_freq)} pairs, interleaved={self.interleaved})"
+        each, factor = self.frequencies
+        slowest = f" down to {each[-1]:.3g} radians" if len(each) else ""
+        times = "" if factor == 1 else f" times {factor:.3g}"
+        return f"Rope({len(each)} pairs{slowest}{times}, interleaved={self.interleaved})"
 
     def __eq__(self, other: object) -> bool:
         """Whether both rotate alike."""

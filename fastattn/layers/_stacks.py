@@ -24,10 +24,9 @@ from fastattn.layers import _computation
 from fastattn.layers._attention_parameters import HeadOptions
 from fastattn.layers._basic import NormLayer
 from fastattn.layers._computation import Computation
-from fastattn.layers._scores import padding_alone
+from fastattn.layers._scores import Names, padding_alone
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
-    _SRC,
     DecoderOptions,
     OverMemoryOptions,
     TransformerDecoderLayer,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
 
 _NOTHING = nullcontext()
+_NAMES = Names("src", "mask", "src_key_padding_mask")  # of an encoder's arguments
 # What attentions that share keys have in common: fields, and the options that set them.
 _OF_KEYS = {"_heads_kv": "num_kv_heads", "_head_dim": "head_dim", "rope": "rope"}
 
@@ -78,8 +78,8 @@ class LayerStack(Layer):
 
     @named("{cls}")
     def _replace(self, name: str, value: Any) -> None:
-        """Set the layers or the norm, which may be None, unlike the parts of other layers."""
-        if name not in ("layers", "norm"):
+        """Set the layers, whose keys they attend, or the norm, which may be None, unlike parts of others."""
+        if name not in ("layers", "norm", "keys_from"):
             super()._replace(name, value)
             return
         before = getattr(self, name)
@@ -273,13 +273,13 @@ class TransformerEncoder(LayerStack):
         def forward(
             layer: TransformerEncoderLayer, cache: KVCache | None, tape: Plain, x: Any, **shared: Any
         ) -> Any:
-            return layer._forward(tape, x, sizes, *masks, cache, lengths, **shared)
+            return layer._forward(tape, x, sizes, *masks, cache, lengths, **shared, names=_NAMES)
 
         out = self._one_by_one(tape, x, self._one_each(cache), forward)
         if self.norm is None or not (src_mask is cache is lengths is None and not is_causal):
             return out
         # The norm makes its bias of rows that are 0.
-        _, padding = padding_alone(_SRC, src_key_padding_mask, sizes)
+        _, padding = padding_alone(_NAMES, src_key_padding_mask, sizes)
         return out if padding is None else tape.cleared(out, padding.ravel(), over=True)
 
     def _holders(self) -> Sequence[int]:

@@ -272,6 +272,7 @@ class TransformerEncoderLayer(TransformerLayer):
         lengths: Any = None,
         keys_values: Attended | None = None,
         share: bool = False,
+        names: Names = _SRC,
     ) -> Any:
         """A call's result, of rows x and in rows; with `share`, also the keys and values that it attended.
 
@@ -281,7 +282,7 @@ class TransformerEncoderLayer(TransformerLayer):
             is_causal = flag("is_causal", is_causal)
         plain, padding = False, None
         if not is_causal and src_mask is None and cache is None and lengths is None:
-            plain, padding = padding_alone(_SRC, src_key_padding_mask, sizes)
+            plain, padding = padding_alone(names, src_key_padding_mask, sizes)
         heads = self.self_attn
         placed = heads.rope is not None or heads.q_norm is not None
         counted = None if padding is None else ~padding.ravel()
@@ -311,7 +312,7 @@ class TransformerEncoderLayer(TransformerLayer):
             lengths=lengths,
             keys_values=keys_values,
             counted=counted,
-            names=_SRC,
+            names=names,
             share=share,
         )
         x = self._add_feed_forward(tape, self.norm2, x)

@@ -262,11 +262,23 @@ def test_layers_that_are_replaced_are_checked_again():
     model.layers.append(stack([0]).layers[0])
     assert model(x).shape == x.shape
     assert len(model.new_cache()) == 2
-    model.layers[2].self_attn = MultiHeadAttention(
+    model.layers[1].self_attn = MultiHeadAttention(
         WIDTH, HEADS, query_only=True, weights_dtype="float64", rng=0
     )
-    with pytest.raises(ValueError, match=r"layers\[2\].self_attn has num_kv_heads=4; expected 2, that of"):
+    with pytest.raises(ValueError, match=r"layers\[1\].self_attn has num_kv_heads=4; expected 2, that of"):
         model(x)
+    model = stack([0, 0], [0, 0])
+    model.keys_from = None
+    model.layers = [*model.layers, *stack([0]).layers]
+    model.keys_from = [0, 0, 2]
+    assert model(x).shape == x.shape
+    with pytest.raises(ValueError, match="keys_from has shape"):
+        model.keys_from = [0]
+    assert model.keys_from == [0, 0, 2]
+    with pytest.raises(
+        ValueError, match="self_attn is set to a MultiHeadAttention of queries of 64 features"
+    ):
+        model.layers[0].self_attn = model.layers[1].self_attn
 
 
 def layer(**options):
@@ -282,7 +294,7 @@ def pair(keys_from=None, **options):
 
 first, alone = (
     r"layers\[0\].self_attn.query_only is True",
-    "query_only is True, and there are no keys; expected ",
+    "query_only is True, and there are no projected keys; expected ",
 )
 single = MultiHeadAttention(WIDTH, HEADS, query_only=True, rng=0)
 x, y = draw(1, 3, WIDTH), draw(1, 4, WIDTH)
@@ -298,7 +310,7 @@ ERRORS = {
     "no integers": (lambda: pair(keys_from=[0, 0.0]), "keys_from has dtype float64; expected integers"),
     "heads": (lambda: pair(num_kv_heads=2), r"self_attn has num_kv_heads=2; expected 4, that of layers\[0\]"),
     "head_dim": (lambda: pair(head_dim=8), "head_dim=8; expected 16"),
-    "rope": (lambda: pair(rope=MODERN["rope"]), r"rope=Rope\(8 pairs, interleaved=False\); expected None"),
+    "rope": (lambda: pair(rope=MODERN["rope"]), r"rope=Rope\(8 pairs down to 0.000316 rad.*; expected None"),
     "kdim": (lambda: layer(query_only=True, kdim=8), "kdim is 8; expected None, as query_only makes no keys"),
     "flag": (lambda: layer(query_only=1), "query_only is 1; expected True or False"),
     "cross": (
@@ -313,6 +325,10 @@ ERRORS = {
     "caches": (
         lambda: randomized(pair())(x, cache=stack([0, 1]).new_cache()),
         "cache is for 2 layers; expected 1, as new_cache",
+    ),
+    "option": (
+        lambda: LanguageModel(11, 8, 16, 2, 2, attention={"query_only": True}),
+        "attention has query_only; expected keys_from",
     ),
     "model": (lambda: LanguageModel(11, 8, 16, 2, 2, keys_from=[0, 3]), r"Model\(\): keys_from\[1\] is 3"),
 }  # fmt: skip
@@ -334,5 +350,7 @@ def test_ropes_are_alike_by_their_frequencies():
     assert hash(one) == hash(same)
     assert one != Rope(rope_frequencies(16), interleaved=True)
     TransformerEncoder([layer(rope=one), layer(query_only=True, rope=same)])
-    with pytest.raises(ValueError, match="rope"):
+    with pytest.raises(
+        ValueError, match=r"8 pairs down to 0.0179 radians.*expected Rope\(8 pairs down to 0.000316 rad"
+    ):
         TransformerEncoder([layer(rope=one), layer(query_only=True, rope=other)])
