@@ -1,7 +1,7 @@
 """Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
-    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,step,maxsim,select,
-                             selected,tensors,scaling,gated_norm} [--isa ISA] [--dtype D]
+    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,shared,step,maxsim,
+                             select,selected,tensors,scaling,gated_norm} [--isa ISA] [--dtype D]
 
 Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each,
 those of `int8` medians. `maxsim`, `tensors` and `scaling` take all threads.
@@ -35,7 +35,7 @@ from fastattn._engine.core import _core
 from fastattn.cache import KVCache
 from fastattn.functional import mamba2_scan, selective_scan
 from fastattn.grad import vjp
-from fastattn.layers import TransformerEncoderLayer
+from fastattn.layers import TransformerEncoder, TransformerEncoderLayer
 from fastattn.models import _vectors
 
 
@@ -226,8 +226,8 @@ def layer(dtype: str) -> None:
         for each in layers:
             each(x)
         for each in layers:  # the compiled call, timed from outside
-            program = each._plain.program
-            program._compiled = timed(program._compiled, inside)
+            _, program = each._plain
+            program._compiled = [timed(part, inside) for part in program._compiled]
         for _ in range(100 if batch * length < 1000 else 5):
             for each in layers:
                 start = time.perf_counter()
@@ -235,9 +235,36 @@ def layer(dtype: str) -> None:
                 whole.append(time.perf_counter() - start)
         outside = np.median(np.subtract(whole, inside))
         for each in layers:
-            each._plain = None
+            each.__dict__["_plain"] = None, None
         micro, share = np.array([np.median(whole), outside]) * 1e6, outside / np.median(whole)
         print((batch, length), "{:.0f} us, {:.0f} of them Python".format(*micro), f"({share:.1%})")
+
+
+def shared(dtype: str) -> None:
+    """Time of four layers of which two attend the keys of another, and of four with keys of their own."""
+
+    def stack(width: int, sources: tuple[int, ...]) -> TransformerEncoder:
+        makes = [{"query_only": i != j} for i, j in enumerate(sources)]
+        kind: Any = partial(TransformerEncoderLayer, width, width // 32, 4 * width, "gelu", rng=0)
+        return TransformerEncoder([kind(attention=options) for options in makes])
+
+    shapes = ((1, 16, 64), (1, 64, 64), (32, 16, 64), (1, 128, 256), (8, 128, 384), (1, 512, 768))
+    for batch, length, width in shapes:
+        x, padding = normal((batch, length, width), dtype), np.zeros((batch, length), bool)
+        padding[:, length // 2 :] = True
+        models = [stack(width, sources) for sources in ((0, 1, 2, 3), (0, 0, 2, 2))]
+        for name, how in (
+            ("plain", {}),
+            ("half hidden", {"src_key_padding_mask": padding}),
+            ("causal", {"is_causal": True}),
+        ):
+            own, other = shortest(*(partial(model, x, **how) for model in models))
+            print(
+                (batch, length, width),
+                name,
+                f"{own * 1e3:.3g} ms, shared {other * 1e3:.3g}",
+                f"{other / own:.2f}",
+            )
 
 
 def step(dtype: str) -> None:
@@ -257,7 +284,7 @@ def step(dtype: str) -> None:
         for model, tokens in zip(loaded, generated, strict=True):
             next(tokens), next(tokens)
             for program in (model.program, model.logits):
-                program._compiled = timed(program._compiled, inside)
+                program._compiled = [timed(part, inside) for part in program._compiled]
         whole = {kind: [] for kind in kinds}
         outside = {kind: [] for kind in kinds}
         end = time.perf_counter() + 5
@@ -574,8 +601,8 @@ def gated_norm(dtype: str) -> None:
 def main() -> None:
     """Parse the command line and measure."""
     functions = (
-        peak, strided, padding, decode, int8, linear, pack, load, layer, step, maxsim, select, selected,
-        tensors, scaling, gated_norm,
+        peak, strided, padding, decode, int8, linear, pack, load, layer, shared, step, maxsim, select,
+        selected, tensors, scaling, gated_norm,
     )  # fmt: skip
     measures = {f.__name__: f for f in functions}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
