@@ -128,6 +128,18 @@ class GgufFile(OpenFile):
             return head * math.prod(tensor.shape[1:])
         return 1 if tensor.block is None else tensor.block.features
 
+    def split(self, name: str) -> None:
+        """Make matrices, `STEM.0.weight` and so on, of the tensor `STEM.weight`, which has three axes."""
+        whole = self._tensors.pop(name)
+        stem, _, kind = name.rpartition(".")
+        count, *shape = whole.shape
+        size = whole.nbytes // max(1, count)
+        parts = [f"{stem}.{i}.{kind}" for i in range(count)]
+        at = self.names.index(name)
+        self.names[at : at + 1] = parts
+        for i, part in enumerate(parts):
+            self._tensors[part] = _Tensor(tuple(shape), whole.kind, whole.block, whole.begin + i * size, size)
+
     def get_tensor(self, name: str) -> Array:
         """A whole tensor."""
         array = self.empty(name, self.shape(name))

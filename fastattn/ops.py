@@ -8,6 +8,7 @@ if no single stride reaches all its rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from fastattn._args.blocks import blocks, copied
 from fastattn._args.channels import conv_args, next_inputs
 from fastattn._args.errors import named, put_name, wrong_shape
-from fastattn._args.ops import linear_args, rows_args
+from fastattn._args.ops import group_args, linear_args, rows_args
 from fastattn._args.options import Backend, ComputeOptions, OutOption
 from fastattn._args.pack import pack_args
 from fastattn._args.packed import PackedLinear
@@ -39,6 +40,7 @@ __all__ = [
     "activate",
     "causal_conv1d",
     "embedding",
+    "grouped_linear",
     "layer_norm",
     "linear",
     "pack",
@@ -210,6 +212,58 @@ def linear(
         put_name("linear", error)
         raise
     dispatch.run(args, backend)
+    return result
+
+
+def grouped_linear(
+    x: ArrayLike,
+    weights: Sequence[PackedLinear],
+    counts: ArrayLike,
+    *,
+    activation: Activation | None = None,
+    activations: Rounding | None = None,
+    out: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> Array:
+    """`linear` of rows in groups, each with a weight of its own: the experts of a mixture.
+
+    Parameters
+    ----------
+    x : array_like, (rows, in_features)
+        The rows of the first group, then those of the second, and so on.
+    weights : sequence of PackedLinear
+        One for each group: of the same features and dtype, gated or not. One without rows is not read.
+    counts : array_like of int, (groups,)
+        The rows of each group.
+    activation, activations, out, num_threads, backend : optional
+        As in `linear`.
+
+    Returns
+    -------
+    out : ndarray, (rows, out_features)
+        In x's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    A row has the bits that `linear` gives it, whatever its group.
+    """
+    try:
+        first, total = group_args(weights, counts)
+        args, result = linear_args(
+            x, first, None, activation, None, activations, False, out, num_threads, backend
+        )
+        if args.x.shape != (total.sum(), first.in_features) or result.ndim != 2:
+            raise wrong_shape("x", np.asarray(x), f"({total.sum()}, {first.in_features}): counts' rows")
+    except Exception as error:
+        put_name("grouped_linear", error)
+        raise
+    dispatch.run_groups(args, weights, total, backend)
     return result
 
 

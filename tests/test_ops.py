@@ -452,6 +452,47 @@ def test_errors(call, error, message):
         call()
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16", "int8", "uint4"])
+@pytest.mark.parametrize("counts", [(3, 0, 1, 9, 0), (0, 0, 0, 0, 0), (0, 0, 0, 0, 40)], ids=str)
+def test_rows_in_groups_are_those_of_each_weight(counts, weight_dtype, gated, implementation):
+    rng = np.random.default_rng(0)
+    x = normal(rng, sum(counts), 70)
+    gates = [normal(rng, 33, 70) for _ in counts] if gated else [None] * len(counts)
+    weights = [ops.pack(normal(rng, 33, 70), gate=gate, dtype=weight_dtype) for gate in gates]
+    got = ops.grouped_linear(x, weights, counts, activation="silu")
+    parts = np.split(x, np.cumsum(counts)[:-1])
+    expected = [ops.linear(part, w, activation="silu") for part, w in zip(parts, weights, strict=True)]
+    np.testing.assert_array_equal(got, np.concatenate(expected))
+    out = np.empty_like(got)
+    assert ops.grouped_linear(x, tuple(weights), np.array(counts), activation="silu", out=out) is out
+    np.testing.assert_array_equal(out, got)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((X, [], []), TypeError, "weights is .*; expected a sequence of what pack"),
+        ((X, W, [2]), TypeError, "weights is .*; expected a sequence of what pack"),
+        ((X, [W, X], [2, 0]), TypeError, r"weights\[1\] is of type ndarray; expected what pack"),
+        (
+            (X, [W, ops.pack(X, dtype="int8")], [2, 0]),
+            ValueError,
+            r"weights\[1\] has \(in_features, out_features, gated, dtype\) \(4, 2, False, 'int8'\); expected",
+        ),
+        ((X, [W, W], [2]), ValueError, r"counts has shape \(1,\); expected \(2,\), the rows of each weight"),
+        ((X, [W, W], [1, -1]), ValueError, "counts has -1"),
+        ((X, [W, W], [0.5, 1]), TypeError, "counts has dtype float64; expected integers"),
+        ((X, [W, W], [1, 2]), ValueError, r"x has shape \(2, 4\); expected \(3, 4\): counts' rows"),
+        ((X[None], [W, W], [1, 1]), ValueError, r"x has shape \(1, 2, 4\); expected \(2, 4\)"),
+        ((X.astype(float), [W], [2]), TypeError, "x has dtype float64; expected float32"),
+    ],
+)
+def test_wrong_groups(arguments, error, message):
+    with pytest.raises(error, match=rf"^grouped_linear\(\): {message}"):
+        ops.grouped_linear(*arguments)
+
+
 def test_layouts_are_one_for_all(implementation):
     packed = ops.pack(np.eye(40, dtype=np.float32))
     x = normal(np.random.default_rng(6), 3, 40)

@@ -17,12 +17,13 @@ from fastattn._args.types import (
     ROUNDINGS,
     Activation,
     Array,
+    Ints,
     Rounding,
     RowsArgs,
     Shape,
     lane_dtype,
 )
-from fastattn._args.values import choice, flag, float_array, is_ready, number, readable
+from fastattn._args.values import as_array, choice, flag, float_array, integers, is_ready, number, readable
 from fastattn._engine.settings import require_backend, threads
 
 
@@ -98,6 +99,27 @@ def result(
     if array.ndim > 2 and not array.flags.c_contiguous and not np.may_share_memory(rows(array), array):
         raise ValueError(f"(): {called} has strides {array.strides}; expected rows at one distance")
     return array
+
+
+def group_args(weights: Any, counts: Any) -> tuple[PackedLinear, Ints]:
+    """Check the groups of `ops.grouped_linear`; return the first weight and the rows of each group."""
+    expected = "a sequence of what pack() returns, at least one"
+    if not isinstance(weights, (list, tuple)) or not weights:
+        raise wrong_type("weights", weights, expected)
+    first = weights[0]
+    for i, weight in enumerate(weights):
+        if not isinstance(weight, PackedLinear):
+            raise wrong_type(f"weights[{i}]", weight, "what pack() returns")
+        found, wanted = ((w.in_features, w.out_features, w.gated, w.dtype) for w in (weight, first))
+        if found != wanted:
+            raise ValueError(
+                f"(): weights[{i}] has (in_features, out_features, gated, dtype) {found}; expected {wanted}"
+            )
+    given = as_array("counts", counts)
+    rows = integers("counts", given if given.size else given.astype(np.int64), low=0)
+    if rows.shape != (len(weights),):
+        raise wrong_shape("counts", rows, f"({len(weights)},), the rows of each weight")
+    return first, rows
 
 
 def linear_args(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fastattn._args.types import (
     AttentionArgs,
@@ -50,7 +53,8 @@ if TYPE_CHECKING:
         ScanGradArgs,
         ScatterArgs,
     )
-    from fastattn._args.packed import LinearArgs, PackArgs
+    from fastattn._args.packed import LinearArgs, PackArgs, PackedLinear
+    from fastattn._args.types import Ints
     from fastattn._args.updates import UpdateArgs
 
     AnyArgs = (
@@ -119,6 +123,14 @@ def run(args: AnyArgs, backend: str | None = None) -> None:
     if not args.out.size and not args.kernel.startswith(("recurrent", "scan")):
         return
     _run(args, backend)
+
+
+def run_groups(args: LinearArgs, weights: Sequence[PackedLinear], counts: Ints, backend: str | None) -> None:
+    """Compute `args`, of whose rows counts[i] in turn are multiplied by weights[i], not by `args.weight`."""
+    end = 0
+    for i in np.flatnonzero(counts).tolist():
+        begin, end = end, end + int(counts[i])
+        run(replace(args, x=args.x[begin:end], weight=weights[i], out=args.out[begin:end]), backend)
 
 
 def run_grad(args: AnyGradArgs, backend: str | None = None) -> None:

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastattn._args.types import Activation, Array, Rounding
-from fastattn._engine.program import OUT, AddStep, AttendStep, LinearStep, NormStep, Program, X, build
+from fastattn._engine.program import (
+    OUT,
+    AddStep,
+    AttendStep,
+    ExpertsStep,
+    LinearStep,
+    NormStep,
+    Program,
+    X,
+    build,
+)
 
 if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
@@ -25,6 +35,16 @@ class Norm(NamedTuple):
     eps: float
 
 
+class Experts(NamedTuple):
+    """The parameters of a mixture of experts, as `ExpertsStep` has them."""
+
+    router: PackedLinear
+    maps: tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]
+    chosen: int
+    normalised: bool
+    activations: Rounding | None = None
+
+
 class Projection(NamedTuple):
     """The parameters of a linear map."""
 
@@ -39,7 +59,8 @@ class Block:
 
     With `norm_first`, ``y = x + attend(norm(x))`` and then ``y + feed_forward(norm(y))``. Without it, as in
     the first paper, ``y = norm(x + attend(x))`` and then ``norm(y + feed_forward(y))``. With `norm_first`
-    there may be two more norms, of what attention and the feed-forward give, before it is added.
+    there may be two more norms, of what attention and the feed-forward give, before it is added; or experts,
+    without these norms, as the feed-forward.
     """
 
     norm_first: bool
@@ -51,9 +72,9 @@ class Block:
     scale: float
     attended: Projection  # what follows attention
     inner_norm: Norm
-    inner: Projection  # a gated pair where the activation multiplies
+    inner: Projection | Experts  # a gated pair where the activation multiplies
     activation: Activation
-    outer: Projection
+    outer: Projection | None  # None with experts
     head_norm: Norm | None = None  # of each query and key head: its weight is (heads + heads_kv, head_dim)
     window: Window = None  # keys before and after a query that it attends; None: all
     rotation: int | None = None  # of queries and keys, as `bias` of scores: see `AttendStep`
@@ -77,14 +98,18 @@ class Block:
         steps.append(AttendStep("qkv", "context", *heads, layer, ranges, self.rotation, self.bias))
         if self.norm_first:
             attention_post, inner_post = self.post_norms or (None, None)
-            return [
-                *steps,
-                *_added("context", self.attended, attention_post, x, out),
-                NormStep(out, "normed", *self.inner_norm),
-                LinearStep("normed", "inner", *self.inner, self.activation),
-                *_added("inner", self.outer, inner_post, out, out),
-            ]
+            steps += _added("context", self.attended, attention_post, x, out)
+            steps.append(NormStep(out, "normed", *self.inner_norm))
+            if isinstance(self.inner, Experts):
+                router, maps, chosen, normalised, rounded = self.inner
+                how = chosen, normalised, self.activation
+                return [*steps, ExpertsStep("normed", out, router, maps, *how, out, rounded)]
+            assert self.outer is not None
+            steps.append(LinearStep("normed", "inner", *self.inner, self.activation))
+            return [*steps, *_added("inner", self.outer, inner_post, out, out)]
         assert self.attention_norm is not None
+        assert isinstance(self.inner, Projection)
+        assert self.outer is not None
         return [
             *steps,
             LinearStep("context", total, *self.attended, residual=x),

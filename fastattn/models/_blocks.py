@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from fastattn._args.ops import integer_activations
 from fastattn._args.types import ACTIVATIONS as OURS
 from fastattn._args.types import Activation
-from fastattn.layers._block import Block, Norm, Projection
+from fastattn.layers._block import Block, Experts, Norm, Projection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +64,8 @@ class BlockNames(NamedTuple):
     norm_first: bool = True
     first_norm: bool = True
     transposed: bool = False  # weights are (in, out), where torch's Linear has (out, in)
+    router: str | None = None  # of experts, which have `inner`, `gate` and `outer` each
+    experts: str = "{}."  # the prefix of an expert's: experts.format(number)
 
     @property
     def maps(self) -> frozenset[str]:
@@ -86,6 +90,9 @@ class Blocks:
     activation: Activation
     biased: frozenset[str]  # the maps that have a bias
     bias: int | None = None  # of all blocks' scores: see `AttendStep`
+    experts: int = 0  # where there is a router: how many, how many for a token, and whether those weigh 1
+    chosen: int = 0
+    normalised: bool = True
 
     @classmethod
     def of(
@@ -128,10 +135,15 @@ class Blocks:
         names, q, kv = self.names, self.heads * self.head_dim, self.heads_kv * self.head_dim
         rows = zip(names.qkv, (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,), strict=True)
         maps = {name: (size, self.hidden) for name, size in rows}
-        for name in (names.gate, names.inner):
-            if name is not None:
-                maps[name] = (self.inner * (2 if names.gate == names.inner else 1), self.hidden)
-        maps |= {names.attended: (self.hidden, q), names.outer: (self.hidden, self.inner)}
+        for prefix in self._feed_forwards():
+            for name in (names.gate, names.inner):
+                if name is not None:
+                    size = self.inner * (2 if names.gate == names.inner else 1)
+                    maps[f"{prefix}{name}"] = (size, self.hidden)
+            maps[f"{prefix}{names.outer}"] = (self.hidden, self.inner)
+        if names.router is not None:
+            maps[names.router] = (self.experts, self.hidden)
+        maps[names.attended] = (self.hidden, q)
         shapes: dict[str, Shape] = {}
         for name, shape in maps.items():
             shapes[f"{name}.weight"] = shape[::-1] if names.transposed else shape
@@ -146,6 +158,11 @@ class Blocks:
             for name in self.norm_shapes(prefixes[0] + names.attention_norm):
                 del every[name]
         return every
+
+    def _feed_forwards(self) -> list[str]:
+        """The prefixes of the names of each feed-forward of a block."""
+        names = self.names
+        return [""] if names.router is None else [names.experts.format(i) for i in range(self.experts)]
 
     def norm_shapes(self, name: str, features: int | None = None) -> dict[str, Shape]:
         """The tensors of the norm `name`, which may stand outside of the blocks, of other `features`."""
@@ -182,8 +199,8 @@ class Blocks:
         return [self._block(i, scales[i], windows[i], rotations[i]) for i in range(self.num_layers)]
 
     def _block(self, i: int, scale: float, window: Window, rotation: int | None) -> Block:
-        names, source = self.names, self.source
-        prefix, rounded = names.prefix.format(i), source.precision.activations
+        names, source, precision = self.names, self.source, self.source.precision
+        prefix, rounded = names.prefix.format(i), precision.activations
 
         def packed(*parts: str, gate: str | None = None) -> PackedLinear:
             maps = [[f"{prefix}{part}.weight" for part in parts]]
@@ -210,6 +227,18 @@ class Blocks:
                 both = source.pair_vector(f"{prefix}{names.inner}.bias", names.gate_first)
             return Projection(pair, both, rounded)
 
+        def experts() -> Experts:
+            assert names.router is not None
+            parts = self._feed_forwards()
+            lane = "float64" if precision.dtype == np.float64 else "float32"
+            router = source.pack([f"{prefix}{names.router}.weight"], stored=lane)
+            gates = [None if names.gate is None else f"{part}{names.gate}" for part in parts]
+            first = tuple(
+                packed(f"{part}{names.inner}", gate=gate) for part, gate in zip(parts, gates, strict=True)
+            )
+            second = tuple(packed(f"{part}{names.outer}") for part in parts)
+            return Experts(router, (first, second), self.chosen, self.normalised, rounded)
+
         def head_norm() -> Norm | None:
             if names.head_norms is None:
                 return None
@@ -235,9 +264,9 @@ class Blocks:
             scale=scale,
             attended=linear(names.attended),
             inner_norm=self.norm(prefix + names.inner_norm),
-            inner=inner(),
+            inner=inner() if names.router is None else experts(),
             activation=self.activation,
-            outer=linear(names.outer),
+            outer=linear(names.outer) if names.router is None else None,
             head_norm=head_norm(),
             window=window,
             rotation=rotation,

@@ -177,6 +177,8 @@ class Decoder(_model.Model):
         self, tokens: Ints, lengths: Ints, checkpoint: bool, dropout: float, seed: int | None
     ) -> Recorded:
         """Hidden states after the last norm, on a tape, of sequences end to end."""
+        if not self.program.has_gradients:
+            raise NotImplementedError(f"(): models of type {self.model_type} have no gradients yet")
         origin, checkpoint = required(self.origin), flag("checkpoint", checkpoint)
         flat = tokens.reshape(-1)
         array, call, positions = self._inputs(flat, lengths, int(lengths.max(initial=0)))

@@ -23,7 +23,12 @@ _MOST_PAIRS = 1 << 16  # of dimensions of a head
 
 # By the file's `general.architecture`, the `model_type` of config.json, and whether the rows of each head of
 # queries and keys are interleaved: there pairs of rotary positions are neighbours.
-_ARCHITECTURES = {"llama": ("llama", True), "qwen2": ("qwen2", False), "qwen3": ("qwen3", False)}
+_ARCHITECTURES = {
+    "llama": ("llama", True),
+    "qwen2": ("qwen2", False),
+    "qwen3": ("qwen3", False),
+    "qwen3moe": ("qwen3_moe", False),
+}
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
@@ -37,8 +42,13 @@ _BLOCK_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-_IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?\.(weight|bias)")
+_MOST_EXPERTS = 1 << 12
 _FACTORS = "rope_freqs.weight"  # what frequencies of rotary positions are divided by
 # Keys under the architecture's name, and config.json's.
 _SIZES = {
@@ -52,7 +62,12 @@ _SIZES = {
     "attention.sliding_window": "sliding_window",
     "context_length": "max_position_embeddings",
     "rope.freq_base": "rope_theta",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
+# What files of experts may say otherwise, and what is supported: a softmax, and no expert for every token.
+_OF_EXPERTS = {"expert_shared_count": 0, "expert_gating_func": 1, "expert_weights_norm": True}
 _SCALING = {
     "type": "rope_type",
     "factor": "factor",
@@ -84,6 +99,12 @@ def opened(path: Path, stack: ExitStack) -> GgufFile:
             found = _IN_BLOCK.fullmatch(name)
             if found and found[2] in ("attn_q", "attn_k"):
                 file.interleaved[name] = _head_dim(path, file)
+    for name in list(file.names):
+        if (_IN_BLOCK.fullmatch(name) or ["", "", ""])[2].endswith("_exps"):
+            if len(file.shape(name)) != 3 or file.shape(name)[0] > _MOST_EXPERTS:
+                expected = f"(experts, out, in), of at most {_MOST_EXPERTS}"
+                raise ModelError(f"{path}: {name!r} has shape {file.shape(name)}; expected {expected}")
+            file.split(name)
     return file
 
 
@@ -129,19 +150,22 @@ def config_of(path: Path, file: GgufFile) -> Config:
     for name in file.names:
         if _known(name) is None and name != _FACTORS:
             raise ModelError(f"{path}: the tensor {short(name)} is not known")
-    experts = said.size(f"{prefix}.expert_count", 0, low=0)
-    if experts:
-        raise ModelError(
-            f"{path}: '{prefix}.expert_count' is {experts}; only models without experts are supported"
-        )
+    if experts := said.size(f"{prefix}.expert_count", 0, low=0):
+        if model_type not in ("llama", "qwen3_moe"):
+            came = f"'{prefix}.expert_count' is {experts}"
+            raise ModelError(f"{path}: {came}; expected none in a {model_type}")
+        said.refuse(**{f"{prefix}.{key}": value for key, value in _OF_EXPERTS.items()})
     if not said.get(f"{prefix}.attention.causal", bool, True):
         raise ModelError(f"{path}: '{prefix}.attention.causal' is False; expected True")
     values: dict[str, Any] = {"model_type": model_type}
     for key, name in _SIZES.items():
         if (value := file.metadata.get(f"{prefix}.{key}")) is not None:
             values[name] = value.tolist() if isinstance(value, np.ndarray) else value
-    if model_type == "llama" and "sliding_window" in values:
+    if model_type == "llama" and experts:
+        values["model_type"] = "mixtral"
+    elif model_type == "llama" and "sliding_window" in values:
         values["model_type"] = "mistral"
+    values["norm_topk_prob"] = True  # llama.cpp always does
     if "token_embd.weight" in file.names:
         values["vocab_size"] = file.shape("token_embd.weight")[0]
     values["tie_word_embeddings"] = "output.weight" not in file.names
@@ -166,8 +190,10 @@ def renamed(name: str) -> str:
 def _known(name: str) -> str | None:
     """The name of a tensor as transformers has it; None for one that no model here has."""
     if found := _IN_BLOCK.fullmatch(name):
-        number, part, kind = found.groups()
-        return f"model.layers.{number}.{_BLOCK_NAMES[part]}.{kind}" if part in _BLOCK_NAMES else None
+        number, part, expert, kind = found.groups()
+        if part not in _BLOCK_NAMES or (expert is None) == part.endswith("_exps"):
+            return None
+        return f"model.layers.{number}.{_BLOCK_NAMES[part].format(expert)}.{kind}"
     stem, _, kind = name.rpartition(".")
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES and kind == "weight" else None
 

@@ -46,7 +46,10 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "modernbert": rotary.modernbert,
     "mpnet": bert.mpnet,
     "nomic_bert": rotary.nomic,
-    **dict.fromkeys(("llama", "ministral", "mistral", "phi3", "qwen2", "qwen3", "smollm3"), llama.llama),
+    **dict.fromkeys(
+        ("llama", "ministral", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+        llama.llama,
+    ),
     **dict.fromkeys(("t5", "mt5"), t5.t5),
 }
 MODEL_TYPES = tuple(_BUILDERS)

@@ -89,7 +89,7 @@ RECIPES += [model_gradients] * 4
 @recipe
 def loss_and_gradients(d):
     """The loss of a decoder's next tokens and its gradients."""
-    it = model_of(d, tiny_models.DECODERS)
+    it = model_of(d, tiny_models.TRAINED_DECODERS)
     forward = tokens(d)
     shape = np.shape(forward["ids"])
     forward |= d.some(

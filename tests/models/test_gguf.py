@@ -97,6 +97,46 @@ def test_a_folder_has_no_types_of_its_own(tmp_path):
         models.load(tmp_path, weights_dtype="file")
 
 
+@pytest.mark.parametrize("stored", ["Q4_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("kind", tiny.EXPERTS)
+def test_experts(kind, stored, tmp_path):
+    """All experts of a layer are one tensor; each becomes a weight of its own."""
+    path, folder = tmp_path / "model.gguf", tmp_path / "model"
+    tensors, config = tiny_gguf.write(path, kind, stored)
+    folder.mkdir()
+    tiny.write(folder, kind, tensors, **config)
+    got, expected = models.load(path, weights_dtype="float32"), models.load(folder)
+    np.testing.assert_array_equal(got(IDS), expected(IDS))
+    own = models.load(path)
+    step = next(step for step in own.program.steps if type(step).__name__ == "ExpertsStep")
+    assert step.router.dtype == "float32"
+    assert {x.dtype for part in step.experts for x in part} == {
+        {"Q4_0": "int4", "Q4_1": "uint4"}.get(stored, "bfloat16")
+    }
+    assert len(list(own.generate([1, 2, 3], 4))) == 4
+
+
+def test_experts_that_are_refused(tmp_path):
+    path, number = tmp_path / "model.gguf", gguf.GGUFValueType.UINT32
+    for key, value, message in (
+        ("expert_gating_func", 2, "'qwen3moe.expert_gating_func' is 2; only 1 is supported"),
+        ("expert_shared_count", 1, "'qwen3moe.expert_shared_count' is 1; only 0 is supported"),
+        ("expert_used_count", 7, "'num_experts_per_tok' is 7; expected at most 'num_local_experts', 6"),
+        ("expert_count", 5, "is not known"),
+    ):
+        tiny_gguf.write(
+            path, "qwen3_moe", "F32" if key == "-" else "Q4_0", **{f"qwen3moe.{key}": (value, number)}
+        )
+        with pytest.raises(ModelError, match=message):
+            models.load(path)
+    more = {"blk.0.ffn_gate_exps.weight": np.zeros((3, 256), np.float32)}
+    tiny_gguf.write(path, "llama", "F32", more=more)
+    with pytest.raises(
+        ModelError, match=r"'blk.0.ffn_gate_exps.weight' has shape \(3, 256\); expected \(experts"
+    ):
+        models.load(path)
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16", "int8"])
 def test_families(kind, weights_dtype, tmp_path):
@@ -277,7 +317,7 @@ def test_tokenizers_that_are_refused(changes, message, tmp_path):
 def test_models_that_are_refused(tmp_path):
     path, number = tmp_path / "model.gguf", gguf.GGUFValueType.UINT32
     for metadata, message in (
-        ({"llama.expert_count": (8, number)}, "'llama.expert_count' is 8; only models without experts"),
+        ({"llama.expert_count": (8, number)}, "experts.0.gate_proj.weight' is missing"),
         ({"llama.rope.scaling.type": ("odd", gguf.GGUFValueType.STRING)}, "rotary positions"),
         ({"llama.rope.scaling.attn_factor": (2.0, gguf.GGUFValueType.FLOAT32)}, "attn_factor' is not known"),
         ({"llama.attention.causal": (False, gguf.GGUFValueType.BOOL)}, "causal' is False; expected True"),

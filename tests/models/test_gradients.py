@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 from implementations import forced
-from tiny_models import DECODERS, ENCODERS, VOCAB
+from tiny_models import ENCODERS, EXPERTS, TRAINED_DECODERS, VOCAB
 
 from fastattn import models
 from fastattn.grad import vjp
@@ -72,7 +72,7 @@ def test_encoders(kind, padded, checkpoint, tmp_path, implementation):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", TRAINED_DECODERS)
 def test_decoders(kind, padded, tmp_path, implementation):
     model, ids, mask, rng = two_sequences(kind, padded, tmp_path)
 
@@ -90,7 +90,7 @@ def test_decoders(kind, padded, tmp_path, implementation):
     assert gradients.keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", TRAINED_DECODERS)
 def test_hidden_states_of_decoders(kind, tmp_path, implementation):
     rng = np.random.default_rng(0)
     model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 4)
@@ -103,7 +103,7 @@ def test_hidden_states_of_decoders(kind, tmp_path, implementation):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", TRAINED_DECODERS)
 def test_logits_of_decoders(kind, padded, tmp_path, implementation):
     model, ids, mask, rng = two_sequences(kind, padded, tmp_path)
     logits, pullback = vjp(model, ids, mask)
@@ -139,7 +139,7 @@ def test_dropout(kind, padded, tmp_path, implementation):
     assert_slopes(model, compute, gradients, rng)
 
 
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", TRAINED_DECODERS)
 def test_dropout_of_decoders(kind, tmp_path, implementation):
     rng, how = np.random.default_rng(0), {"dropout": 0.3, "seed": 5}
     model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
@@ -246,3 +246,13 @@ def test_a_wrong_loss_computes_nothing(match, tmp_path, monkeypatch):
     monkeypatch.setattr(models.Decoder, "_record", None)
     with pytest.raises((TypeError, ValueError), match=rf"^loss_and_gradients\(\): {match}"):
         model.loss_and_gradients([[3, 4]], **WRONG[match])
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_have_none(kind, tmp_path):
+    tiny.write(tmp_path, kind)
+    model = models.load(tmp_path)
+    with pytest.raises(NotImplementedError, match=f"models of type {kind} have no gradients yet"):
+        model.loss_and_gradients([[1, 2, 3]])
+    with pytest.raises(NotImplementedError, match="have no gradients yet"):
+        vjp(model, [[1, 2, 3]])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 from implementations import each_isa, forced
-from tiny_models import CONFIGS, DECODERS, ENCODERS, VOCAB
+from tiny_models import CONFIGS, DECODERS, ENCODERS, EXPERTS, VOCAB
 
 from fastattn import models, ops
 from fastattn._engine import scratch
@@ -67,6 +67,13 @@ def test_results_do_not_depend_on_where_they_are_written(kind, tmp_path, impleme
     np.testing.assert_array_equal(model(ids, mask)[mask], small[1])
 
 
+def relative(error, exact, kind):
+    """The size of an error; where rounding may choose other experts for a token, that of the middle row."""
+    if kind in EXPERTS:
+        return np.median(np.sqrt(np.square(error).mean(axis=-1) / np.square(exact).mean(axis=-1)))
+    return np.sqrt(np.square(error).mean() / np.square(exact).mean())
+
+
 @pytest.mark.parametrize(
     ("weights_dtype", "bound"),
     [("bfloat16", 0.02), ("int8", 0.06), ("int4", 0.5), ("uint4", 0.5), ("nf4", 0.5)],
@@ -77,7 +84,7 @@ def test_smaller_weights(kind, weights_dtype, bound, tmp_path, implementation):
     ids = some_ids(3, 11)
     exact = loaded(tmp_path, kind)(ids)
     error = models.load(tmp_path, weights_dtype=weights_dtype)(ids) - exact
-    assert 1e-4 < np.sqrt(np.square(error).mean() / np.square(exact).mean()) < bound
+    assert 1e-4 < relative(error, exact, kind) < bound
 
 
 @pytest.mark.parametrize("weights_dtype", ["int8", "int4", "uint4", "nf4"])
@@ -90,7 +97,7 @@ def test_int8_activations(kind, weights_dtype, tmp_path, implementation):
         how = {"dtype": dtype, "weights_dtype": weights_dtype, "activations": "int8"}
         model = models.load(tmp_path, **how)
         error = model(ids).astype(np.float32) - exact
-        assert 1e-4 < np.sqrt(np.square(error).mean() / np.square(exact).mean()) < 0.1
+        assert 1e-4 < relative(error, exact, kind) < 0.1
         again = pickle.loads(pickle.dumps(model))
         np.testing.assert_array_equal(again(ids), model(ids))
         if kind in DECODERS:
@@ -107,7 +114,7 @@ def test_computing_in_bfloat16(kind, tmp_path):
     got = models.load(tmp_path, dtype="bfloat16")(ids)
     assert got.dtype == ml_dtypes.bfloat16
     error = got.astype(np.float32) - exact
-    assert np.sqrt(np.square(error).mean() / np.square(exact).mean()) < 0.03
+    assert relative(error, exact, kind) < 0.03
 
 
 @pytest.mark.parametrize("where", ["left", "right", "between"])

@@ -11,6 +11,11 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
+EXPERTS = {
+    "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps",
+}  # fmt: skip
+NAMES |= {"mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp"}
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where they lie
 
@@ -33,6 +38,8 @@ def typed(x):
 def config(kind, vocab=None):
     """config.json of a model whose rows are whole blocks."""
     sizes = {"hidden_size": BLOCK, "intermediate_size": 2 * BLOCK, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    if kind == "qwen3_moe":
+        sizes |= {"moe_intermediate_size": BLOCK, "norm_topk_prob": True}
     more = {} if vocab is None else {"vocab_size": vocab}
     return {**tiny.CONFIGS[kind], **sizes, **more, "max_position_embeddings": 64, "head_dim": 64}
 
@@ -57,6 +64,8 @@ def name_of(name):
     if stem in TOP:
         return f"{TOP[stem]}.{last}"
     _, _, number, part = stem.split(".", 3)
+    if ".experts." in part:
+        return f"blk.{number}.{EXPERTS[part.rpartition('.')[2]]}.{last}"
     return f"blk.{number}.{NAMES[part]}.{last}"
 
 
@@ -76,7 +85,7 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
     Returns its tensors and its config as transformers has them.
     """
     settings = config(kind, vocab)
-    architecture = "llama" if kind == "mistral" else kind
+    architecture = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(kind, kind)
     writer = gguf.GGUFWriter(path, architecture)
     keys = {
         "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
@@ -89,12 +98,19 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         writer.add_uint32(f"{architecture}.{key}", settings[name])
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", settings["rms_norm_eps"])
     writer.add_float32(f"{architecture}.rope.freq_base", settings["rope_theta"])
+    if kind in tiny.EXPERTS:
+        writer.add_uint32(f"{architecture}.expert_used_count", settings["num_experts_per_tok"])
+        count = settings.get("num_experts") or settings["num_local_experts"]
+        writer.add_uint32(f"{architecture}.expert_count", count)
+    if kind == "qwen3_moe":
+        writer.add_uint32("qwen3moe.expert_feed_forward_length", settings["moe_intermediate_size"])
     if kind == "mistral":
         writer.add_uint32("llama.attention.sliding_window", settings["sliding_window"])
     for key, value in metadata.items():
         writer.kv_data[0].pop(key, None)
         writer.add_key_value(key, *value)
-    tensors = {}
+    tensors: dict = {}
+    of_experts: dict = {}  # by name in GGUF: those of all experts of a layer are one tensor
     for i, (name, x) in enumerate(tiny.tensors(kind, settings).items()):
         heads = architecture == "llama" and ("q_proj" in name or "k_proj" in name)
         if x.ndim == 1 or stored == "F32":
@@ -111,7 +127,15 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
             data = random_blocks(its_type, *x.shape, seed=i)
         numbers = gguf.quants.dequantize(data, quantized)
         tensors[name] = halves(numbers, 64) if heads else numbers
-        writer.add_tensor(name_of(name), data, raw_dtype=quantized)
+        if ".experts." in name:
+            of_experts.setdefault(name_of(name), []).append(data)
+        elif ".gate." in name:  # a router stays in float32
+            tensors[name] = x.astype(np.float32)
+            writer.add_tensor(name_of(name), tensors[name])
+        else:
+            writer.add_tensor(name_of(name), data, raw_dtype=quantized)
+    for name, parts in of_experts.items():
+        writer.add_tensor(name, np.stack(parts), raw_dtype=quantized)
     for name, x in (more or {}).items():
         writer.add_tensor(name, x)
     writer.write_header_to_file()

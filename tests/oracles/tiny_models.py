@@ -54,6 +54,16 @@ CONFIGS = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "no_rope_layer_interval": 2,
         "tie_word_embeddings": True, "rope_theta": 100.0,
     },
+    "mixtral": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2,
+        "rope_theta": 100.0, "rms_norm_eps": 1e-5,
+    },
+    "qwen3_moe": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 6,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+    },
     "qwen3-embedding": {
         "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -67,9 +77,11 @@ CONFIGS = {
     **tiny_t5.CONFIGS,
     **tiny_gemma.CONFIGS,
 }  # fmt: skip
+EXPERTS = ("mixtral", "qwen3_moe")  # decoders without gradients
 DECODERS = (
-    "gpt2", "gemma3-causal", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3", "smollm3"
+    "gpt2", "gemma3-causal", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3", "smollm3", *EXPERTS
 )  # fmt: skip
+TRAINED_DECODERS = tuple(kind for kind in DECODERS if kind not in EXPERTS)
 FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
 _ELSEWHERE = {kind: module for module in (tiny_encoders, tiny_t5, tiny_gemma) for kind in module.CONFIGS}
 ENCODERS = ("bert", "roberta", *FROM_DECODERS, *(kind for kind in _ELSEWHERE if kind not in DECODERS))
@@ -119,14 +131,46 @@ def shapes(kind, config):
         )  # fmt: skip
         if kind == "phi3":
             maps = ("self_attn.qkv_proj", h, q + 2 * kv), ("mlp.gate_up_proj", h, 2 * inner)
-        for name, n_in, n_out in (*maps, ("self_attn.o_proj", q, h), ("mlp.down_proj", inner, h)):
+        maps = (*maps, ("self_attn.o_proj", q, h), ("mlp.down_proj", inner, h))
+        if kind in EXPERTS:
+            maps = (*maps[:3], maps[-2], *_expert_maps(kind, c))
+        for name, n_in, n_out in maps:
             found[f"{layer}{name}.weight"] = (n_out, n_in)
             if kind == "qwen2" and name[:11] in ("self_attn.q", "self_attn.k", "self_attn.v"):
                 found[f"{layer}{name}.bias"] = (n_out,)
         found |= {f"{layer}{name}.weight": (h,) for name in ("input_layernorm", "post_attention_layernorm")}
-        if kind == "qwen3":
+        if kind in ("qwen3", "qwen3_moe"):
             found |= {f"{layer}self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     return found
+
+
+def _expert_maps(kind, c):
+    """The router and the maps of each expert: names, inputs and outputs."""
+    h, inner = c["hidden_size"], c.get("moe_intermediate_size", c["intermediate_size"])
+    if kind == "mixtral":
+        prefix, count, names = "block_sparse_moe", c["num_local_experts"], ("w1", "w3", "w2")
+    else:
+        prefix, count, names = "mlp", c["num_experts"], ("gate_proj", "up_proj", "down_proj")
+    yield f"{prefix}.gate", h, count
+    for i in range(count):
+        for name, sizes in zip(names, ((h, inner), (h, inner), (inner, h)), strict=True):
+            yield f"{prefix}.experts.{i}.{name}", *sizes
+
+
+def mixed(kind, c, t, layer, y):
+    """The experts' result for rows y, one row at a time."""
+    router, *maps = (name for name, *_ in _expert_maps(kind, c))
+    logits = linear(y, t, f"{layer}{router}")
+    chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    out = np.zeros_like(y)
+    for row, probs, to in zip(y, chances, out, strict=True):
+        best = np.argsort(-probs)[: c["num_experts_per_tok"]]
+        total = probs[best].sum() if kind == "mixtral" or c.get("norm_topk_prob") else 1.0
+        for i in best:
+            gate, up, down = (f"{layer}{name}" for name in maps[3 * i : 3 * i + 3])
+            inner = silu(linear(row, t, gate)) * linear(row, t, up)
+            to += probs[i] / total * linear(inner, t, down)
+    return out
 
 
 def _llama_names(kind, config):
@@ -245,13 +289,16 @@ def _llama(kind, c, t, ids):
             linear(y, t, f"{layer}self_attn.{part}_proj").reshape(n, heads, head_dim)
             for part, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads))
         )
-        if kind == "qwen3":
+        if kind in ("qwen3", "qwen3_moe"):
             q = rms_norm(q, t[f"{layer}self_attn.q_norm.weight"], eps)
             k = rms_norm(k, t[f"{layer}self_attn.k_norm.weight"], eps)
         if has_positions:
             q, k = (np.concatenate([rotated(y[..., :turned], theta), y[..., turned:]], -1) for y in (q, k))
         x = x + linear(attend(q, k, v, allowed), t, f"{layer}self_attn.o_proj")
         y = rms_norm(x, t[f"{layer}post_attention_layernorm.weight"], eps)
+        if kind in EXPERTS:
+            x = x + mixed(kind, c, t, layer, y)
+            continue
         gate = silu(linear(y, t, f"{layer}mlp.gate_proj"))
         x = x + linear(gate * linear(y, t, f"{layer}mlp.up_proj"), t, f"{layer}mlp.down_proj")
     x = rms_norm(x, t[f"{prefix}norm.weight"], eps)

@@ -106,6 +106,17 @@ def qwen3(**changes):
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED, **NO_EOS, **changes))
 
 
+def qwen3_moe(**changes):
+    experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 8}
+    config = transformers.Qwen3MoeConfig(**{**GROUPED, **NO_EOS, **experts, **changes})
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def mixtral(**changes):
+    config = transformers.MixtralConfig(**{**GROUPED, **NO_EOS, "num_local_experts": 5, **changes})
+    return transformers.MixtralForCausalLM(config)
+
+
 def ministral(**changes):
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     sizes = {**GROUPED, "layer_types": kinds, "head_dim": 8, "sliding_window": 5}
@@ -224,6 +235,8 @@ DECODERS = {
         mlp_bias=True,
     ),
     "ministral": ministral,
+    "mixtral": mixtral,
+    "mixtral-window": lambda: mixtral(sliding_window=5, num_experts_per_tok=3, head_dim=16),
     "mistral-window": lambda: mistral(sliding_window=5),
     "mistral-no-window": lambda: mistral(sliding_window=None, head_dim=16),
     "phi3": phi3,
@@ -235,6 +248,9 @@ DECODERS = {
         use_sliding_window=True, sliding_window=4, max_window_layers=1, tie_word_embeddings=True
     ),
     "qwen3": lambda: qwen3(head_dim=16),
+    "qwen3-moe": qwen3_moe,
+    "qwen3-moe-normalised": lambda: qwen3_moe(norm_topk_prob=True, attention_bias=True),
+    "qwen3-moe-window": lambda: qwen3_moe(use_sliding_window=True, sliding_window=3),
     "qwen3-window": lambda: qwen3(head_dim=8, use_sliding_window=True, sliding_window=3, max_window_layers=2),
     "smollm3": lambda: smollm3(num_hidden_layers=5),
     "smollm3-biased-untied": lambda: smollm3(

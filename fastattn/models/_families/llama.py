@@ -6,6 +6,8 @@ no rotary positions (SmolLM3), and in which attend to a sliding window only. A f
 encoder (Qwen3-Embedding, Qwen3-Reranker, E5-Mistral, EmbeddingGemma), so is one with a head that scores
 texts, and any other is a decoder.
 
+Qwen3-MoE and Mixtral have experts in place of the feed-forward, of which a router chooses a few for a token.
+
 In Gemma 3, norms stand before and after attention and feed-forward, and multiply by 1 + weight. Layers with a
 window have rotary positions of their own. Vectors of tokens are scaled.
 """
@@ -57,6 +59,17 @@ _PHI3 = _LLAMA._replace(
     )
 )
 _QWEN3 = _LLAMA._replace(block=_LLAMA.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
+_MOE: Any = {
+    "router": "mlp.gate",
+    "experts": "mlp.experts.{}.",
+    "gate": "gate_proj",
+    "inner": "up_proj",
+    "outer": "down_proj",
+}
+_QWEN3_MOE = _QWEN3._replace(block=_QWEN3.block._replace(**_MOE))
+_MIXTRAL = _LLAMA._replace(block=_LLAMA.block._replace(**_MOE))
+# Names of Mixtral's files, and others'.
+_OF_MIXTRAL = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def _as_encoder(names: DecoderNames) -> EncoderNames:
@@ -78,17 +91,21 @@ _GEMMA3 = _QWEN3._replace(
     )
 )
 _KEYS = Keys(eps="rms_norm_eps")
-_HEADS_KV = {"mistral": 8, "ministral": 8, "smollm3": 4}  # where config.json does not say
+# Where config.json does not say.
+_HEADS_KV = {"mistral": 8, "ministral": 8, "mixtral": 8, "qwen3_moe": 4, "smollm3": 4}
 _ALL, _NEAR = "full_attention", "sliding_attention"  # kinds of layers
 # The older name of the base of rotary positions of each kind in Gemma 3, and its default.
 _THETAS = {_ALL: ("rope_theta", 1e6), _NEAR: ("rope_local_base_freq", 1e4)}
 
 
 def llama(source: Source) -> Decoder | Encoder:
-    """Build Llama, Mistral, Ministral, Phi-3, Qwen2, Qwen3 or SmolLM3."""
+    """Build Llama, Mistral, Ministral, Mixtral, Phi-3, Qwen2, Qwen3, Qwen3-MoE or SmolLM3."""
     config = source.config
     model_type = config.get("model_type", str)
-    names = {"qwen3": _QWEN3, "phi3": _PHI3}.get(model_type, _LLAMA)
+    each = {"qwen3": _QWEN3, "phi3": _PHI3, "qwen3_moe": _QWEN3_MOE, "mixtral": _MIXTRAL}
+    names = each.get(model_type, _LLAMA)
+    if model_type == "mixtral":
+        source.rename(lambda name: ".".join(_OF_MIXTRAL.get(part, part) for part in name.split(".")))
     heads, heads_kv = head_counts(config, _HEADS_KV.get(model_type))
     head_dim = config.optional_size("head_dim") or (
         128 if model_type == "qwen3" else config.divided("hidden_size", "num_attention_heads")
@@ -98,14 +115,15 @@ def llama(source: Source) -> Decoder | Encoder:
         source,
         names.block,
         _KEYS,
-        eps=1e-5 if model_type == "phi3" else 1e-6,
+        eps=1e-5 if model_type in ("phi3", "mixtral") else 1e-6,
         activation="silu",
         heads=heads,
         heads_kv=heads_kv,
         head_dim=head_dim,
         biased=biased,
+        **({} if names.block.router is None else _experts(source, model_type)),
     )
-    theta = 2e6 if model_type == "smollm3" else 1e4
+    theta = {"smollm3": 2e6, "mixtral": 1e6}.get(model_type, 1e4)
     rotary = partial(frequencies, config, head_dim, theta, model_type == "phi3")
     said = config.values.get("architectures")
     scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
@@ -131,6 +149,28 @@ def llama(source: Source) -> Decoder | Encoder:
     )
 
 
+def _experts(source: Source, model_type: str) -> dict[str, Any]:
+    """The sizes of experts, as `Blocks` has them."""
+    config = source.config
+    if model_type == "mixtral":
+        key = "num_local_experts"
+        found: dict[str, Any] = {"normalised": True, "chosen": config.size("num_experts_per_tok", 2)}
+    else:
+        key = (
+            "num_experts" if "num_experts" in config.values else "num_local_experts"
+        )  # older files, and newer
+        config.refuse(mlp_only_layers=[], decoder_sparse_step=1)
+        found = {
+            "normalised": config.get("norm_topk_prob", bool, False),
+            "chosen": config.size("num_experts_per_tok", 8),
+            "inner": config.size("moe_intermediate_size", 768),
+        }
+    experts = source.depth(key)
+    if found["chosen"] > experts:
+        raise config.wrong("num_experts_per_tok", found["chosen"], f"at most {key!r}, {experts}")
+    return {**found, "experts": experts}
+
+
 def _rotations(config: Config, num_layers: int) -> list[int | None]:
     """Rotary positions of each layer of SmolLM3: all but every fourth one has the first ones."""
     interval = config.size("no_rope_layer_interval", 4)
@@ -147,7 +187,7 @@ def _biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str
     if model_type == "qwen2":
         return frozenset(names.qkv)
     biased: list[str | None] = []
-    if model_type in ("llama", "qwen3", "smollm3") and config.get("attention_bias", bool, False):
+    if model_type in ("llama", "qwen3", "qwen3_moe", "smollm3") and config.get("attention_bias", bool, False):
         biased += [*names.qkv, names.attended]
     if model_type in ("llama", "smollm3") and config.get("mlp_bias", bool, False):
         biased += [names.gate, names.inner, names.outer]
@@ -161,8 +201,9 @@ def _windows(config: Config, model_type: str, num_layers: int, causal: bool = Tr
     """
     if model_type == "llama":
         return [None] * num_layers
-    width = config.optional_size("sliding_window", None if model_type in ("phi3", "smollm3") else 4096)
-    if model_type in ("mistral", "phi3"):
+    no_width = model_type in ("phi3", "mixtral", "smollm3")
+    width = config.optional_size("sliding_window", None if no_width else 4096)
+    if model_type in ("mistral", "mixtral", "phi3"):
         slides = [True] * num_layers
     elif model_type == "ministral":
         said = config.words("layer_types", (_ALL, _NEAR), num_layers)
@@ -170,6 +211,8 @@ def _windows(config: Config, model_type: str, num_layers: int, causal: bool = Tr
     else:
         if not config.get("use_sliding_window", bool, False):
             width = None
+        elif model_type == "qwen3_moe":
+            return [(width - 1, 0) if width else None] * num_layers
         kinds = config.words("layer_types", (_ALL, _NEAR), num_layers)
         if kinds is None and model_type == "smollm3":
             slides = [rotated is None for rotated in _rotations(config, num_layers)]
