@@ -52,6 +52,17 @@ LLAMA = {
     "torch_dtype": "bfloat16",
 }
 
+# Of a model with experts, of which a token passes four in each layer.
+MIXTRAL = {
+    **LLAMA,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 1024,
+    "intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 4,
+}
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I64": np.int64}
 _PERIOD = 1_000_003  # The random numbers repeat after a prime, so that no two rows of a weight are the same.
 _STD = 0.02
@@ -74,6 +85,12 @@ def llama(scratch: Path, layers: int, vocab: int) -> Path:
     """The folder of a model like Llama 3.2 1B, whose 16 layers and 128256 words make 1.24e9 weights."""
     config = {**LLAMA, "num_hidden_layers": layers, "vocab_size": vocab}
     return write(scratch / f"llama-{layers}-{vocab}", config, llama_shapes(config))
+
+
+def mixtral(scratch: Path, layers: int, vocab: int, experts: int) -> Path:
+    """The folder of a Mixtral with small experts; 8 layers of 32 and 32000 words make 4.6e8 weights."""
+    config = {**MIXTRAL, "num_hidden_layers": layers, "vocab_size": vocab, "num_local_experts": experts}
+    return write(scratch / f"mixtral-{layers}-{vocab}-{experts}", config, llama_shapes(config))
 
 
 def bert_shapes(config: Json) -> dict[str, tuple[int, ...]]:
@@ -102,7 +119,7 @@ def bert_shapes(config: Json) -> dict[str, tuple[int, ...]]:
 
 
 def llama_shapes(config: Json) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a Llama whose output layer is its embedding."""
+    """The shape of every tensor of a Llama, or a Mixtral, whose output layer is its embedding."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -116,12 +133,17 @@ def llama_shapes(config: Json) -> dict[str, tuple[int, ...]]:
             f"{layer}.self_attn.k_proj.weight": (kv, hidden),
             f"{layer}.self_attn.v_proj.weight": (kv, hidden),
             f"{layer}.self_attn.o_proj.weight": (hidden, hidden),
-            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
-            f"{layer}.mlp.up_proj.weight": (inner, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, inner),
             f"{layer}.input_layernorm.weight": (hidden,),
             f"{layer}.post_attention_layernorm.weight": (hidden,),
         }
+        if config["model_type"] == "llama":
+            maps = {f"{layer}.mlp.{name}_proj": name == "down" for name in ("gate", "up", "down")}
+        else:
+            mixed, experts = f"{layer}.block_sparse_moe", config["num_local_experts"]
+            shapes[f"{mixed}.gate.weight"] = experts, hidden
+            maps = {f"{mixed}.experts.{e}.w{n}": n == 2 for e in range(experts) for n in (1, 2, 3)}
+        for name, is_last in maps.items():
+            shapes[f"{name}.weight"] = (hidden, inner) if is_last else (inner, hidden)
     return shapes
 
 

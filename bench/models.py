@@ -57,6 +57,7 @@ class ModelShape(NamedTuple):
     makes: str  # a call makes `batch` of these
     layers: int = 6
     vocab: int = 0
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ class ModelProblem(WeightProblem):
         """Folder of config.json and model.safetensors; they are written if they do not exist."""
         if self.shape.kind == "minilm":
             return files.minilm(Path(self.scratch))
-        return files.llama(Path(self.scratch), self.shape.layers, self.shape.vocab)
+        sizes = self.shape.layers, self.shape.vocab
+        if self.shape.experts:
+            return files.mixtral(Path(self.scratch), *sizes, self.shape.experts)
+        return files.llama(Path(self.scratch), *sizes)
 
     def config(self) -> dict[str, Any]:
         return files.read_config(self.folder())
@@ -107,7 +111,8 @@ class ModelProblem(WeightProblem):
         if self.shape.kind == "minilm":
             return int(config["num_hidden_layers"] * (4 * hidden * hidden + 2 * hidden * inner))
         kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-        layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner
+        chosen = config.get("num_experts_per_tok", 1)
+        layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner * chosen
         return int(config["num_hidden_layers"] * layer + config["vocab_size"] * hidden)
 
     @property
@@ -132,7 +137,7 @@ class ModelProblem(WeightProblem):
 def _answer(folder: Path, ids: tuple[int, ...]) -> Array:
     """(length, hidden) or (1, vocab) of one sequence; weights of every type are compared with the same."""
     config, tensors, row = files.read_config(folder), files.Tensors(folder), np.array([ids])
-    if config["model_type"] == "llama":
+    if config["model_type"] != "bert":
         return plain.llama(row, tensors, config, np.float64)
     states: Array = plain.bert(row, plain.Widened(tensors, "", np.float64), config)[0]
     return states
@@ -142,21 +147,29 @@ def minilm(batch: int, length: int) -> ModelShape:
     return ModelShape(f"MiniLM {batch},{length}", "minilm", batch, length, "sentences")
 
 
-def llama(layers: int, vocab: int) -> ModelShape:
-    name = f"Llama, {layers} layer{'s' * (layers > 1)}"
-    return ModelShape(name, "llama", 1, PROMPT, "tokens", layers, vocab)
+def _named(layers: int, experts: int) -> str:
+    return f"{'Mixtral' if experts else 'Llama'}, {layers} layer{'s' * (layers > 1)}"
 
 
-def prefill(length: int, layers: int, vocab: int) -> ModelShape:
-    name = f"Llama, {layers} layer{'s' * (layers > 1)}, {length} tokens"
-    return ModelShape(name, PREFILL, 1, length, "prompts", layers, vocab)
+def llama(layers: int, vocab: int, experts: int = 0) -> ModelShape:
+    return ModelShape(_named(layers, experts), "llama", 1, PROMPT, "tokens", layers, vocab, experts)
+
+
+def prefill(length: int, layers: int, vocab: int, experts: int = 0) -> ModelShape:
+    name = f"{_named(layers, experts)}, {length} tokens"
+    return ModelShape(name, PREFILL, 1, length, "prompts", layers, vocab, experts)
 
 
 ENCODERS = (minilm(1, 16), minilm(1, 128), minilm(32, 32), minilm(32, 128), minilm(8, 256))
 DECODER = llama(16, 128256)
-PROMPTS = (prefill(512, 16, 128256),)
+EXPERTS = llama(8, 32000, 32)
+PROMPTS = (prefill(512, 16, 128256), prefill(512, 8, 32000, 32))
 SMALL_DECODER = llama(1, 8000)  # 77 million weights, which is still more than caches hold
-SMALL = {DECODER: SMALL_DECODER, **{shape: prefill(shape.length, 1, 8000) for shape in PROMPTS}}
+SMALL = {
+    DECODER: SMALL_DECODER,
+    EXPERTS: llama(1, 8000, 5),
+    **{shape: prefill(shape.length, 1, 8000, 5 * (shape.experts > 0)) for shape in PROMPTS},
+}
 
 
 def plan(request: Request) -> Sections:
@@ -178,7 +191,7 @@ def plan(request: Request) -> Sections:
         return sections
     for dtype in dtypes:
         section(hidden, ENCODERS, dtype)
-        section("one step", [DECODER], dtype)
+        section("one step", [DECODER, EXPERTS], dtype)
         section(PREFILL, PROMPTS, dtype)
     return sections
 
@@ -229,7 +242,8 @@ def _transformers(problem: ModelProblem, **options: Any) -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     bert = problem.shape.kind == "minilm"
-    kind = transformers.BertModel if bert else transformers.LlamaForCausalLM
+    decoder = "MixtralForCausalLM" if problem.shape.experts else "LlamaForCausalLM"
+    kind = transformers.BertModel if bert else getattr(transformers, decoder)
     if bert:
         options["add_pooling_layer"] = False
     return kind.from_pretrained(problem.folder(), **options).eval()
