@@ -243,6 +243,7 @@ class AttendStep(Step):
     ranges: int = 0  # index into the call's `ranges`
     rotation: int | None = None  # and into its `rotations`
     bias: int | None = None  # and into its `biases`; not with a cache
+    softcap: float = 0.0  # of scores; 0: none
 
     @property
     def columns(self) -> int:
@@ -304,7 +305,7 @@ class AttendStep(Step):
             args.batch_shape, args.begins = (call.batch,), (call.begins, call.begins)
         if scales:
             args.k_scale, args.v_scale = scales
-        args.scale = self.scale
+        args.scale, args.softcap = self.scale, self.softcap
         args.row_begin, args.row_end = call.ranges[self.ranges]
         if self.bias is not None:
             args.bias = by_distance(call.biases[self.bias], args.len_q)

@@ -80,6 +80,7 @@ class Block:
     rotation: int | None = None  # of queries and keys, as `bias` of scores: see `AttendStep`
     bias: int | None = None
     post_norms: tuple[Norm, Norm] | None = None
+    softcap: float = 0.0  # of scores; 0: none
 
     def steps(self, x: str, out: str, total: str = "total", layer: int = 0, ranges: int = 0) -> list[Step]:
         """Steps from buffer `x` to `out`, which may be the same buffer.
@@ -95,7 +96,8 @@ class Block:
         if self.head_norm is not None:
             steps.append(NormStep("qkv", "qkv", *self.head_norm))
         heads = (self.heads, self.heads_kv, self.head_dim, self.scale)
-        steps.append(AttendStep("qkv", "context", *heads, layer, ranges, self.rotation, self.bias))
+        cap = self.softcap
+        steps.append(AttendStep("qkv", "context", *heads, layer, ranges, self.rotation, self.bias, cap))
         if self.norm_first:
             attention_post, inner_post = self.post_norms or (None, None)
             steps += _added("context", self.attended, attention_post, x, out)

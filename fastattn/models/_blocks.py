@@ -90,6 +90,7 @@ class Blocks:
     activation: Activation
     biased: frozenset[str]  # the maps that have a bias
     bias: int | None = None  # of all blocks' scores: see `AttendStep`
+    softcap: float = 0.0  # of scores; 0: none
     experts: int = 0  # where there is a router: how many, how many for a token, and whether those weigh 1
     chosen: int = 0
     normalised: bool = True
@@ -272,4 +273,5 @@ class Blocks:
             rotation=rotation,
             bias=self.bias,
             post_norms=post_norms(),
+            softcap=self.softcap,
         )

@@ -77,6 +77,12 @@ class Decoder(_model.Model):
     logits: Program
     stop: tuple[int, ...]  # ids that end a text
     token_scale: float = 1.0  # what the tokens' vectors are multiplied by
+    logit_cap: float | None = None  # logits x become ``cap * tanh(x / cap)``
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether `vjp`, and what trains a model, take it."""
+        return self.program.has_gradients and self.logit_cap is None
 
     @named("{self.model_type}")
     def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
@@ -94,8 +100,19 @@ class Decoder(_model.Model):
         """
         tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
         hidden = self._hidden(tokens if mask is None else tokens[mask], lengths, int(lengths.max(initial=0)))
-        logits = self.logits.run(hidden, Sequences(1))
+        logits = self._capped(self.logits.run(hidden, Sequences(1)))
         return _model.unpacked(logits, mask, (*tokens.shape, self.vocab_size))
+
+    def _capped(self, logits: Array) -> Array:
+        """The logits, which it may overwrite, kept within `logit_cap`."""
+        if self.logit_cap is None:
+            return logits
+        cap = lane_dtype(logits.dtype).type(self.logit_cap)
+        wide = logits.astype(cap.dtype, copy=False)
+        np.divide(wide, cap, out=wide)
+        np.tanh(wide, out=wide)
+        np.multiply(wide, cap, out=wide)
+        return wide.astype(logits.dtype, copy=False)
 
     def _vjp(
         self,
@@ -177,7 +194,7 @@ class Decoder(_model.Model):
         self, tokens: Ints, lengths: Ints, checkpoint: bool, dropout: float, seed: int | None
     ) -> Recorded:
         """Hidden states after the last norm, on a tape, of sequences end to end."""
-        if not self.program.has_gradients:
+        if not self.has_gradients:
             raise NotImplementedError(f"(): models of type {self.model_type} have no gradients yet")
         origin, checkpoint = required(self.origin), flag("checkpoint", checkpoint)
         flat = tokens.reshape(-1)
@@ -441,7 +458,7 @@ class Decoder(_model.Model):
         cache, common, size = KVCache(), 0, 1 if scaled else _SCORED_AT_ONCE
 
         def logits(rows: Array) -> Array:
-            return self.logits.run(rows, Sequences(1))
+            return self._capped(self.logits.run(rows, Sequences(1)))
 
         if wholes and not scaled:
             rows = np.stack([whole[: begin - 1] for whole in wholes])
@@ -570,7 +587,7 @@ class Decoder(_model.Model):
         for step in range(1, max_new_tokens + 1):
             if session is not None:
                 session.add(new, turn)
-            logits = self.logits.run(hidden, Sequences(len(hidden)))
+            logits = self._capped(self.logits.run(hidden, Sequences(len(hidden))))
             tokens = sampler(logits)
             yield Step(running, tokens, logits)
             # np.isin takes three times as long.

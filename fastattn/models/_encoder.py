@@ -104,7 +104,7 @@ class Encoder(_model.Model):
         self, tokens: Ints, lengths: Ints, types: Ints | None, checkpoint: bool, drops: Drops
     ) -> Recorded:
         """`_rows` on a tape."""
-        if not self.program.has_gradients:
+        if not self.has_gradients:
             raise NotImplementedError(f"(): models of type {self.model_type} have no gradients yet")
         origin, checkpoint = required(self.origin), flag("checkpoint", checkpoint)
         sequences, positions = self.sequence_rules(lengths, self.dtype, None)

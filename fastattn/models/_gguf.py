@@ -24,6 +24,8 @@ _MOST_PAIRS = 1 << 16  # of dimensions of a head
 # By the file's `general.architecture`, the `model_type` of config.json, and whether the rows of each head of
 # queries and keys are interleaved: there pairs of rotary positions are neighbours.
 _ARCHITECTURES = {
+    "gemma2": ("gemma2", False),
+    "gemma3": ("gemma3_text", False),
     "llama": ("llama", True),
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
@@ -47,6 +49,13 @@ _BLOCK_NAMES = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+# Of Gemma, which has norms after attention and feed-forward.
+_GEMMA_NAMES = {
+    **_BLOCK_NAMES,
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?\.(weight|bias)")
 _MOST_EXPERTS = 1 << 12
 _FACTORS = "rope_freqs.weight"  # what frequencies of rotary positions are divided by
@@ -62,6 +71,9 @@ _SIZES = {
     "attention.sliding_window": "sliding_window",
     "context_length": "max_position_embeddings",
     "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
     "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -148,7 +160,7 @@ def config_of(path: Path, file: GgufFile) -> Config:
     if parts > 1:
         raise ModelError(f"{path}: 'split.count' is {parts}; expected a model in one file")
     for name in file.names:
-        if _known(name) is None and name != _FACTORS:
+        if _known(model_type, name) is None and name != _FACTORS:
             raise ModelError(f"{path}: the tensor {short(name)} is not known")
     if experts := said.size(f"{prefix}.expert_count", 0, low=0):
         if model_type not in ("llama", "qwen3_moe"):
@@ -161,6 +173,10 @@ def config_of(path: Path, file: GgufFile) -> Config:
     for key, name in _SIZES.items():
         if (value := file.metadata.get(f"{prefix}.{key}")) is not None:
             values[name] = value.tolist() if isinstance(value, np.ndarray) else value
+    if model_type.startswith("gemma"):  # of each size, the scale that llama.cpp has
+        largest = values.get("num_hidden_layers") == (46 if model_type == "gemma2" else 62)
+        whole = Config.of(path, values).divided("hidden_size", "num_attention_heads") if largest else 0
+        values["query_pre_attn_scalar"] = whole or _head_dim(path, file)
     if model_type == "llama" and experts:
         values["model_type"] = "mixtral"
     elif model_type == "llama" and "sliding_window" in values:
@@ -182,18 +198,19 @@ def config_of(path: Path, file: GgufFile) -> Config:
     return Config.of(path, values)
 
 
-def renamed(name: str) -> str:
-    """The name of a tensor as transformers has it."""
-    return _known(name) or name
+def renamed(model_type: str, name: str) -> str:
+    """The name of a model's tensor as transformers has it."""
+    return _known(model_type, name) or name
 
 
-def _known(name: str) -> str | None:
+def _known(model_type: str, name: str) -> str | None:
     """The name of a tensor as transformers has it; None for one that no model here has."""
     if found := _IN_BLOCK.fullmatch(name):
         number, part, expert, kind = found.groups()
-        if part not in _BLOCK_NAMES or (expert is None) == part.endswith("_exps"):
+        names = _GEMMA_NAMES if model_type.startswith("gemma") else _BLOCK_NAMES
+        if part not in names or (expert is None) == part.endswith("_exps"):
             return None
-        return f"model.layers.{number}.{_BLOCK_NAMES[part].format(expert)}.{kind}"
+        return f"model.layers.{number}.{names[part].format(expert)}.{kind}"
     stem, _, kind = name.rpartition(".")
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES and kind == "weight" else None
 

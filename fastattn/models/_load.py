@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ _TOWERS = ("clip", "siglip")
 # By the `model_type` of config.json.
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), bert.bert),
-    "gemma3_text": llama.gemma3,
+    **dict.fromkeys(("gemma2", "gemma3_text"), llama.gemma),
     "albert": bert.albert,
     **dict.fromkeys(_TOWERS, clip.clip),
     "deberta-v2": deberta.deberta,
@@ -147,6 +148,6 @@ def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
     with ExitStack() as stack:
         config = _gguf.config_of(path, _gguf.opened(path, stack))
         source = Source(path, config, precision, stack)
-        source.rename(_gguf.renamed)
+        source.rename(partial(_gguf.renamed, config.get("model_type", str)))
         source.tokenizer = _gguf_tokenizer.tokenizer_of
         return _BUILDERS[config.get("model_type", str)](source)

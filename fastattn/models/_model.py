@@ -79,6 +79,11 @@ class Model(Fixed):
         """Type that the inputs of linear maps are rounded to, or None."""
         return self.precision.activations
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether `vjp`, and what trains a model, take it."""
+        return self.program.has_gradients
+
     def __repr__(self) -> str:
         return f"<{self.model_type}: {self.num_layers} layers of {self.hidden_size}, {self.precision}>"
 

@@ -131,7 +131,7 @@ class Tuning:
         if model.weights_dtype not in TRAINED:
             came = f"model has weights_dtype {model.weights_dtype!r}, which has no gradients"
             raise ValueError(f"(): {came}; expected {', '.join(TRAINED)}")
-        if not model.program.has_gradients:
+        if not model.has_gradients:
             expected = "one of another type, as docs/training.md says"
             raise ValueError(f"(): model is {model.model_type}, which has no gradients; expected {expected}")
         self._weights = TunedModel(model)

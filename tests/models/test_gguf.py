@@ -97,6 +97,24 @@ def test_a_folder_has_no_types_of_its_own(tmp_path):
         models.load(tmp_path, weights_dtype="file")
 
 
+@pytest.mark.parametrize("layers", [3, 46, 62])
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3-causal"])
+def test_gemma(kind, layers, tmp_path, monkeypatch):
+    """Norms have 1 added, scores of the largest models another scale, windows the models' pattern."""
+    path, folder = tmp_path / "model.gguf", tmp_path / "model"
+    monkeypatch.setitem(tiny.CONFIGS, kind, {**tiny.CONFIGS[kind], "num_hidden_layers": layers})
+    tensors, config = tiny_gguf.write(path, kind, "Q4_0")
+    largest = layers == {"gemma2": 46, "gemma3-causal": 62}[kind]
+    pattern = {"gemma2": 2, "gemma3-causal": 6}[kind]
+    folder.mkdir()
+    scale = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
+    said = {"sliding_window_pattern": pattern, "query_pre_attn_scalar": scale, "rope_local_base_freq": 1e4}
+    tiny.write(folder, kind, tensors, **{**config, **said})
+    got, expected = models.load(path, weights_dtype="float32"), models.load(folder)
+    bound = 1e-5 * np.abs(expected(IDS)).max()
+    np.testing.assert_allclose(got(IDS), expected(IDS), rtol=0, atol=bound)
+
+
 @pytest.mark.parametrize("stored", ["Q4_0", "Q4_1", "Q6_K"])
 @pytest.mark.parametrize("kind", tiny.EXPERTS)
 def test_experts(kind, stored, tmp_path):
@@ -336,7 +354,9 @@ def test_models_that_are_refused(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"'general.architecture' is 'mamba'; expected one of llama, qwen2"):
+    with pytest.raises(
+        ModelError, match=r"'general.architecture' is 'mamba'; expected one of gemma2, gemma3"
+    ):
         models.load(path)
 
 

@@ -248,8 +248,8 @@ def test_a_wrong_loss_computes_nothing(match, tmp_path, monkeypatch):
         model.loss_and_gradients([[3, 4]], **WRONG[match])
 
 
-@pytest.mark.parametrize("kind", EXPERTS)
-def test_experts_have_none(kind, tmp_path):
+@pytest.mark.parametrize("kind", [*EXPERTS, "gemma2"])
+def test_experts_and_caps_of_logits_have_none(kind, tmp_path):
     tiny.write(tmp_path, kind)
     model = models.load(tmp_path)
     with pytest.raises(NotImplementedError, match=f"models of type {kind} have no gradients yet"):

@@ -1,4 +1,4 @@
-"""Gemma 3's text model for `tiny_models`: config, shapes of tensors, result in plain NumPy."""
+"""Gemma 2, and Gemma 3's text model, for `tiny_models`: config, shapes of tensors, result in plain NumPy."""
 
 import math
 
@@ -14,7 +14,10 @@ _SIZES = {
 CONFIGS = {
     "gemma3_text": {**_SIZES, "use_bidirectional_attention": True},
     "gemma3-causal": {**_SIZES, "model_type": "gemma3_text"},
-}
+    "gemma2": {
+        **_SIZES, "sliding_window_pattern": 2, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.5,
+    },
+}  # fmt: skip
 NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
 
@@ -22,12 +25,13 @@ def shapes(kind, c):
     """Shape of every tensor by its name."""
     h, inner, head_dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim
-    prefix = "model." if kind == "gemma3-causal" else ""
+    prefix = "" if kind == "gemma3_text" else "model."
     found = {f"{prefix}embed_tokens.weight": (c["vocab_size"], h), f"{prefix}norm.weight": (h,)}
     for layer in (f"{prefix}layers.{i}." for i in range(c["num_hidden_layers"])):
         found |= {f"{layer}self_attn.q_proj.weight": (q, h), f"{layer}self_attn.o_proj.weight": (h, q)}
         found |= {f"{layer}self_attn.{part}_proj.weight": (kv, h) for part in "kv"}
-        found |= {f"{layer}self_attn.{part}_norm.weight": (head_dim,) for part in "qk"}
+        if kind != "gemma2":
+            found |= {f"{layer}self_attn.{part}_norm.weight": (head_dim,) for part in "qk"}
         found |= {f"{layer}mlp.{part}_proj.weight": (inner, h) for part in ("gate", "up")}
         found[f"{layer}mlp.down_proj.weight"] = (h, inner)
         found |= {f"{layer}{part}_layernorm.weight": (h,) for part in NORMS}
@@ -36,7 +40,7 @@ def shapes(kind, c):
 
 def result(kind, c, t, ids):
     """Hidden states (L, hidden), or logits; ids is (L,)."""
-    causal, t = kind == "gemma3-causal", {name.removeprefix("model."): x for name, x in t.items()}
+    causal, t = kind != "gemma3_text", {name.removeprefix("model."): x for name, x in t.items()}
     n, head_dim, groups = len(ids), c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
     back = np.arange(n)[:, None] - np.arange(n)
     near = (back >= 0) & (back < c["sliding_window"]) if causal else abs(back) <= c["sliding_window"] // 2
@@ -57,12 +61,15 @@ def result(kind, c, t, ids):
     for i in range(c["num_hidden_layers"]):
         layer, slides = f"layers.{i}.", (i + 1) % c["sliding_window_pattern"]
         own = f"{layer}self_attn."
-        theta = c["rope_local_base_freq" if slides else "rope_theta"]
+        theta = c["rope_local_base_freq" if slides and kind != "gemma2" else "rope_theta"]
         y = norm(x, f"{layer}input_layernorm")
         q, k, v = (linear(y, f"{own}{part}").reshape(n, -1, head_dim) for part in "qkv")
-        q, k = rotated(norm(q, f"{own}q_norm"), theta), rotated(norm(k, f"{own}k_norm"), theta)
+        if kind != "gemma2":
+            q, k = norm(q, f"{own}q_norm"), norm(k, f"{own}k_norm")
+        q, k = rotated(q, theta), rotated(k, theta)
         k, v = (np.repeat(part, groups, axis=1) for part in (k, v))
         scores = np.einsum("ihd,jhd->hij", q, k) / math.sqrt(c["query_pre_attn_scalar"])
+        scores = capped(scores, c.get("attn_logit_softcapping"))
         probs = np.exp(scores) * (near if slides else back >= 0 if causal else np.ones((n, n)))
         y = np.einsum("hij,jhd->ihd", probs / probs.sum(-1, keepdims=True), v).reshape(n, -1)
         x = x + norm(linear(y, f"{own}o"), f"{layer}post_attention_layernorm")
@@ -72,4 +79,8 @@ def result(kind, c, t, ids):
         y = linear(gate * linear(y, f"{layer}mlp.up"), f"{layer}mlp.down")
         x = x + norm(y, f"{layer}post_feedforward_layernorm")
     x = norm(x, "norm")
-    return x @ t["embed_tokens.weight"].T if causal else x
+    return capped(x @ t["embed_tokens.weight"].T, c.get("final_logit_softcapping")) if causal else x
+
+
+def capped(x, cap):
+    return x if cap is None else cap * np.tanh(x / cap)

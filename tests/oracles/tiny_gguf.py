@@ -16,6 +16,10 @@ EXPERTS = {
     "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps",
 }  # fmt: skip
 NAMES |= {"mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp"}
+OF_GEMMA = {
+    "pre_feedforward_layernorm": "ffn_norm", "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where they lie
 
@@ -58,7 +62,7 @@ def random_blocks(name, rows, features, seed=0):
     return data.reshape(rows, -1)
 
 
-def name_of(name):
+def name_of(name, kind="llama"):
     """A tensor's name in GGUF."""
     stem, _, last = name.rpartition(".")
     if stem in TOP:
@@ -66,7 +70,8 @@ def name_of(name):
     _, _, number, part = stem.split(".", 3)
     if ".experts." in part:
         return f"blk.{number}.{EXPERTS[part.rpartition('.')[2]]}.{last}"
-    return f"blk.{number}.{NAMES[part]}.{last}"
+    names = {**NAMES, **OF_GEMMA} if kind.startswith("gemma") else NAMES
+    return f"blk.{number}.{names[part]}.{last}"
 
 
 def interleaved(x, head_dim):
@@ -85,7 +90,13 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
     Returns its tensors and its config as transformers has them.
     """
     settings = config(kind, vocab)
-    architecture = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(kind, kind)
+    others = {
+        "mistral": "llama",
+        "mixtral": "llama",
+        "qwen3_moe": "qwen3moe",
+        "gemma3-causal": "gemma3",
+    }
+    architecture = others.get(kind, kind)
     writer = gguf.GGUFWriter(path, architecture)
     keys = {
         "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
@@ -104,6 +115,11 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         writer.add_uint32(f"{architecture}.expert_count", count)
     if kind == "qwen3_moe":
         writer.add_uint32("qwen3moe.expert_feed_forward_length", settings["moe_intermediate_size"])
+    if kind.startswith("gemma"):
+        writer.add_uint32(f"{architecture}.attention.sliding_window", settings["sliding_window"])
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key in settings:
+            writer.add_float32(f"{architecture}.{key}", settings[key])
     if kind == "mistral":
         writer.add_uint32("llama.attention.sliding_window", settings["sliding_window"])
     for key, value in metadata.items():
@@ -115,9 +131,11 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         heads = architecture == "llama" and ("q_proj" in name or "k_proj" in name)
         if x.ndim == 1 or stored == "F32":
             tensors[name] = x.astype(np.float32)
-            writer.add_tensor(
-                name_of(name), interleaved(x.astype(np.float32), 64) if heads else tensors[name]
-            )
+            written = interleaved(x.astype(np.float32), 64) if heads else tensors[name]
+            if x.ndim == 1 and kind.startswith("gemma"):  # files of Gemma have 1 added to norms
+                written = written + np.float32(1)
+                tensors[name] = written - np.float32(1)  # what is left of it
+            writer.add_tensor(name_of(name, kind), written)
             continue
         its_type = queries if queries and "q_proj" in name else stored
         quantized = gguf.GGMLQuantizationType[its_type]
@@ -133,7 +151,7 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
             tensors[name] = x.astype(np.float32)
             writer.add_tensor(name_of(name), tensors[name])
         else:
-            writer.add_tensor(name_of(name), data, raw_dtype=quantized)
+            writer.add_tensor(name_of(name, kind), data, raw_dtype=quantized)
     for name, parts in of_experts.items():
         writer.add_tensor(name, np.stack(parts), raw_dtype=quantized)
     for name, x in (more or {}).items():

@@ -79,9 +79,10 @@ CONFIGS = {
 }  # fmt: skip
 EXPERTS = ("mixtral", "qwen3_moe")  # decoders without gradients
 DECODERS = (
-    "gpt2", "gemma3-causal", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3", "smollm3", *EXPERTS
+    "gpt2", "gemma2", "gemma3-causal", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3", "smollm3",
+    *EXPERTS,
 )  # fmt: skip
-TRAINED_DECODERS = tuple(kind for kind in DECODERS if kind not in EXPERTS)
+TRAINED_DECODERS = tuple(kind for kind in DECODERS if kind not in (*EXPERTS, "gemma2"))
 FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
 _ELSEWHERE = {kind: module for module in (tiny_encoders, tiny_t5, tiny_gemma) for kind in module.CONFIGS}
 ENCODERS = ("bert", "roberta", *FROM_DECODERS, *(kind for kind in _ELSEWHERE if kind not in DECODERS))

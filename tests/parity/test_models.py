@@ -145,6 +145,15 @@ def gemma3(kind="Gemma3TextModel", **changes):
     return getattr(transformers, kind)(config)
 
 
+def gemma2(**changes):
+    """Caps that scores and logits reach. `eager` is the one implementation that caps scores."""
+    sizes = {"head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 12, "num_hidden_layers": 3}
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0}
+    config = transformers.Gemma2Config(**{**GROUPED, **sizes, **caps, **NO_EOS, **changes})
+    config._attn_implementation = "eager"
+    return transformers.Gemma2ForCausalLM(config)
+
+
 FROM_DECODERS = (
     transformers.Gemma3TextModel,
     transformers.LlamaModel,
@@ -225,6 +234,10 @@ DECODERS = {
         scale_attn_by_inverse_layer_idx=True, n_inner=50, activation_function="gelu"
     ),
     "gpt2-untied-unscaled": lambda: gpt2(tie_word_embeddings=False, scale_attn_weights=False),
+    "gemma2": gemma2,
+    "gemma2-without-caps": lambda: gemma2(
+        attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True
+    ),
     "gemma3": lambda: gemma3("Gemma3ForCausalLM", tie_word_embeddings=False),
     "llama": llama,
     "llama-grouped": lambda: llama(GROUPED),

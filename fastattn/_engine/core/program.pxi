@@ -154,7 +154,8 @@ cdef class _AttendStep(_Step):
     cdef int ranges, rotation, bias  # which of the call's; -1: none
 
     cdef void _set(self, step, buffers) except *:
-        self.args.heads_q, self.args.heads_kv, self.args.mods.scale = step.heads, step.heads_kv, step.scale
+        self.args.heads_q, self.args.heads_kv = step.heads, step.heads_kv
+        self.args.mods.scale, self.args.mods.softcap = step.scale, step.softcap
         self.args.head_dim = self.args.head_dim_v = step.head_dim
         self.first_kv, self.ranges = step.layer * step.heads_kv, step.ranges
         self.rotation = -1 if step.rotation is None else step.rotation

@@ -8,8 +8,9 @@ texts, and any other is a decoder.
 
 Qwen3-MoE and Mixtral have experts in place of the feed-forward, of which a router chooses a few for a token.
 
-In Gemma 3, norms stand before and after attention and feed-forward, and multiply by 1 + weight. Layers with a
-window have rotary positions of their own. Vectors of tokens are scaled.
+In Gemma 2 and 3, norms stand before and after attention and feed-forward, and multiply by 1 + weight. Vectors
+of tokens are scaled. Gemma 2 caps scores and logits; in Gemma 3 layers with a window have rotary positions of
+their own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fastattn.models import _gguf
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._families.shared import (
     DecoderNames,
@@ -83,13 +85,13 @@ def _as_encoder(names: DecoderNames) -> EncoderNames:
     )
 
 
-_GEMMA3 = _QWEN3._replace(
-    block=_QWEN3.block._replace(
-        inner_norm="pre_feedforward_layernorm",
-        post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        norm_offset=1.0,
-    )
-)
+_GEMMA: Any = {
+    "inner_norm": "pre_feedforward_layernorm",
+    "post_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "norm_offset": 1.0,
+}
+_GEMMA2 = _LLAMA._replace(block=_LLAMA.block._replace(**_GEMMA))
+_GEMMA3 = _QWEN3._replace(block=_QWEN3.block._replace(**_GEMMA))
 _KEYS = Keys(eps="rms_norm_eps")
 # Where config.json does not say.
 _HEADS_KV = {"mistral": 8, "ministral": 8, "mixtral": 8, "qwen3_moe": 4, "smollm3": 4}
@@ -227,12 +229,16 @@ def _windows(config: Config, model_type: str, num_layers: int, causal: bool = Tr
     return [window if sliding else None for sliding in slides]
 
 
-def gemma3(source: Source) -> Decoder | Encoder:
-    """Build Gemma 3's text model."""
-    config, names = source.config, _GEMMA3.block
+def gemma(source: Source) -> Decoder | Encoder:
+    """Build Gemma 2, or Gemma 3's text model."""
+    config = source.config
+    second = config.get("model_type", str) == "gemma2"
+    all_names = _GEMMA2 if second else _GEMMA3
+    if _gguf.is_file(source.folder):  # its norms have 1 added
+        all_names = all_names._replace(block=all_names.block._replace(norm_offset=0.0))
+    names = all_names.block
     causal = not config.get("use_bidirectional_attention", bool, False)
-    # `use_bidirectional_attention` says otherwise than `is_causal`.
-    config.refuse(attn_logit_softcapping=None, final_logit_softcapping=None, is_causal=True)
+    config.refuse(is_causal=True)  # `use_bidirectional_attention` says otherwise
     heads, heads_kv = head_counts(config, 4)
     biased = (*names.qkv, names.attended) if config.get("attention_bias", bool, False) else ()
     blocks = Blocks.of(
@@ -245,10 +251,11 @@ def gemma3(source: Source) -> Decoder | Encoder:
         heads_kv=heads_kv,
         head_dim=config.size("head_dim", 256),
         biased=frozenset(biased),
+        softcap=_cap(config, "attn_logit_softcapping", 50.0 if second else None) or 0.0,
     )
     kinds = config.words("layer_types", (_ALL, _NEAR), blocks.num_layers)
     if kinds is None:
-        pattern = config.size("sliding_window_pattern", 6)
+        pattern = config.size("sliding_window_pattern", 2 if second else 6)
         kinds = [_NEAR if (i + 1) % pattern else _ALL for i in range(blocks.num_layers)]
     width, window = config.optional_size("sliding_window", 4096), None
     if width is not None:  # half of it to either side, if keys may be after a query
@@ -257,10 +264,22 @@ def gemma3(source: Source) -> Decoder | Encoder:
     each: Any = {
         "scales": [config.number("query_pre_attn_scalar", 256) ** -0.5] * blocks.num_layers,
         "windows": [window if kind == _NEAR else None for kind in kinds],
-        "rotations": [list(_THETAS).index(kind) for kind in kinds],
+        "rotations": [0 if second else list(_THETAS).index(kind) for kind in kinds],
         "token_scale": blocks.hidden**0.5,
-        "frequencies": lambda: frequencies_by_kind(config, _THETAS, blocks.head_dim, longest, (_ALL,)),
+        "frequencies": lambda: (
+            (frequencies(config, blocks.head_dim),)
+            if second
+            else frequencies_by_kind(config, _THETAS, blocks.head_dim, longest, (_ALL,))
+        ),
     }
     if causal and not (source.folder / "modules.json").is_file():
-        return read_decoder(_GEMMA3, blocks, **each, tied=config.get("tie_word_embeddings", bool, True))
-    return read_encoder(_as_encoder(_GEMMA3), blocks, longest=longest, causal=causal, **each)
+        tied = config.get("tie_word_embeddings", bool, True)
+        cap = _cap(config, "final_logit_softcapping", 30.0 if second else None)
+        return read_decoder(all_names, blocks, **each, tied=tied, logit_cap=cap)
+    return read_encoder(_as_encoder(all_names), blocks, longest=longest, causal=causal, **each)
+
+
+def _cap(config: Config, name: str, default: float | None) -> float | None:
+    """A bound of scores or logits; None without one."""
+    given = config.values.get(name, default)
+    return None if given is None else config.number(name, default or 0.0)
