@@ -182,11 +182,15 @@ def chat(options: argparse.Namespace) -> None:
             if command != "/save" or not name.strip():
                 print("expected /reset, /save FILE or /quit", file=sys.stderr)
                 continue
+            if messages == first:
+                print("nothing has been said; no file is written", file=sys.stderr)
+                continue
             try:
                 with naming(Path(name.strip())), replaced(Path(name.strip())) as file:
                     file.write_text(
                         json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
                     )
+                print(f"{len(messages)} messages are in {name.strip()}", file=sys.stderr)
             except (OSError, ValueError) as error:  # what was said is not lost
                 print(f"error: {error}", file=sys.stderr)
         elif line:
@@ -204,10 +208,16 @@ def chat(options: argparse.Namespace) -> None:
 
 def _line(prompt: str) -> str | None:
     """The next line of standard input; None at its end."""
+    is_terminal = sys.stdin.isatty()
     try:
-        return input(prompt if sys.stdin.isatty() else "").strip()
+        return input(prompt if is_terminal else "").strip()
     except EOFError:
         return None
+    except KeyboardInterrupt:  # one that came after an answer had ended
+        if not is_terminal:
+            raise
+        print()
+        return ""
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
@@ -220,6 +230,8 @@ def _decoder(options: argparse.Namespace) -> Decoder:
 
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model writes characters that a terminal may not show
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     model = _loaded(options)
     if not isinstance(model, Decoder):
         raise ValueError(f"{options.model} holds a {model.model_type}; expected a decoder, as gpt2 or llama")

@@ -472,8 +472,8 @@ def test_rows_in_groups_are_those_of_each_weight(counts, weight_dtype, gated, im
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((X, [], []), TypeError, "weights is .*; expected a sequence of what pack"),
-        ((X, W, [2]), TypeError, "weights is .*; expected a sequence of what pack"),
+        ((X, [], []), ValueError, "weights is empty; expected at least one"),
+        ((X, W, [2]), TypeError, "weights is .*; expected a list of what pack"),
         ((X, [W, X], [2, 0]), TypeError, r"weights\[1\] is of type ndarray; expected what pack"),
         (
             (X, [W, ops.pack(X, dtype="int8")], [2, 0]),
@@ -481,7 +481,7 @@ def test_rows_in_groups_are_those_of_each_weight(counts, weight_dtype, gated, im
             r"weights\[1\] has \(in_features, out_features, gated, dtype\) \(4, 2, False, 'int8'\); expected",
         ),
         ((X, [W, W], [2]), ValueError, r"counts has shape \(1,\); expected \(2,\), the rows of each weight"),
-        ((X, [W, W], [1, -1]), ValueError, "counts has -1"),
+        ((X, [W, W], [1, -1]), ValueError, "counts has -1; expected 0 or more rows"),
         ((X, [W, W], [0.5, 1]), TypeError, "counts has dtype float64; expected integers"),
         ((X, [W, W], [1, 2]), ValueError, r"x has shape \(2, 4\); expected \(3, 4\): counts' rows"),
         ((X[None], [W, W], [1, 1]), ValueError, r"x has shape \(1, 2, 4\); expected \(2, 4\)"),

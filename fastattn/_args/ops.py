@@ -103,9 +103,10 @@ def result(
 
 def group_args(weights: Any, counts: Any) -> tuple[PackedLinear, Ints]:
     """Check the groups of `ops.grouped_linear`; return the first weight and the rows of each group."""
-    expected = "a sequence of what pack() returns, at least one"
-    if not isinstance(weights, (list, tuple)) or not weights:
-        raise wrong_type("weights", weights, expected)
+    if not isinstance(weights, (list, tuple)):
+        raise wrong_type("weights", weights, "a list of what pack() returns")
+    if not weights:
+        raise ValueError("(): weights is empty; expected at least one")
     first = weights[0]
     for i, weight in enumerate(weights):
         if not isinstance(weight, PackedLinear):
@@ -116,9 +117,11 @@ def group_args(weights: Any, counts: Any) -> tuple[PackedLinear, Ints]:
                 f"(): weights[{i}] has (in_features, out_features, gated, dtype) {found}; expected {wanted}"
             )
     given = as_array("counts", counts)
-    rows = integers("counts", given if given.size else given.astype(np.int64), low=0)
+    rows = integers("counts", given if given.size else given.astype(np.int64))
     if rows.shape != (len(weights),):
         raise wrong_shape("counts", rows, f"({len(weights)},), the rows of each weight")
+    if rows.min() < 0:
+        raise ValueError(f"(): counts has {rows.min()}; expected 0 or more rows")
     return first, rows
 
 

@@ -127,7 +127,10 @@ class LayerStack(Layer):
                 raise ValueError(f"(): {came}; expected {expected}")
             if source == i:
                 continue
-            borrowed[i] = source = borrowed.get(source, source)
+            if source in borrowed:
+                came = f"keys_from[{i}] is {source}, which attends the keys of {borrowed[source]}"
+                raise ValueError(f"(): {came}; expected a layer with keys of its own")
+            borrowed[i] = source
             for field_name, option in _OF_KEYS.items():
                 mine, theirs = (getattr(x, field_name) for x in (own, attentions[source]))
                 if mine != theirs:

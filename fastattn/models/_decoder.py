@@ -77,12 +77,12 @@ class Decoder(_model.Model):
     logits: Program
     stop: tuple[int, ...]  # ids that end a text
     token_scale: float = 1.0  # what the tokens' vectors are multiplied by
-    logit_cap: float | None = None  # logits x become ``cap * tanh(x / cap)``
+    softcap: float | None = None  # logits x become ``cap * tanh(x / cap)``
 
     @property
     def has_gradients(self) -> bool:
         """Whether `vjp`, and what trains a model, take it."""
-        return self.program.has_gradients and self.logit_cap is None
+        return self.program.has_gradients and self.softcap is None
 
     @named("{self.model_type}")
     def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
@@ -104,10 +104,10 @@ class Decoder(_model.Model):
         return _model.unpacked(logits, mask, (*tokens.shape, self.vocab_size))
 
     def _capped(self, logits: Array) -> Array:
-        """The logits, which it may overwrite, kept within `logit_cap`."""
-        if self.logit_cap is None:
+        """The logits, which it may overwrite, kept within `softcap`."""
+        if self.softcap is None:
             return logits
-        cap = lane_dtype(logits.dtype).type(self.logit_cap)
+        cap = lane_dtype(logits.dtype).type(self.softcap)
         wide = logits.astype(cap.dtype, copy=False)
         np.divide(wide, cap, out=wide)
         np.tanh(wide, out=wide)
@@ -405,7 +405,8 @@ class Decoder(_model.Model):
             return _tokens(steps, len(prompts), single)
         ending = set(ends.tolist())
         writers = [
-            Writer(Said(self.text, prompt.tolist()), ending, texts, i) for i, prompt in enumerate(prompts)
+            Writer(Said(self.text, prompt.tolist()), ending, texts, i, logprobs is not None)
+            for i, prompt in enumerate(prompts)
         ]
         best = None if logprobs is None else integer("logprobs", logprobs, 0, self.vocab_size)
         return pieces(steps, writers, ended, best)
@@ -433,7 +434,8 @@ class Decoder(_model.Model):
             At least one token.
         continuations : sequence of str, or of array_like of int, (length,)
             At least one token in each. A text is split into tokens together with the prompt; its own are
-            those after as many as the prompt has alone, as in lm-evaluation-harness.
+            those after as many as the prompt has alone. Spaces at the prompt's end count to the texts, as in
+            lm-evaluation-harness.
 
         Returns
         -------
@@ -482,9 +484,14 @@ class Decoder(_model.Model):
 
     def _continued(self, prompt: Any, continuations: Any) -> tuple[list[Ints], int]:
         """The ids of the prompt with each continuation, and how many of them are the prompt's."""
+        if is_conversation(prompt):
+            expected = "a text or ids, as conversation_ids(messages) makes them"
+            raise TypeError(f"(): prompt is a list of messages; expected {expected}")
         if isinstance(prompt, str):
             texts = list(strings("continuations", continuations))
-            encodings = list(self.text.encodings([prompt, *(prompt + text for text in texts)]))
+            said = prompt.rstrip() or prompt  # a space before a word is part of the word's token
+            texts = [prompt[len(said) :] + text for text in texts]
+            encodings = list(self.text.encodings([said, *(said + text for text in texts)]))
             if any(each.overflowing for each in encodings):
                 came = f"a text has more than {self.text.limit} tokens with its prompt"
                 raise ValueError(f"(): {came}; expected at most so many")
@@ -500,7 +507,8 @@ class Decoder(_model.Model):
             raise ValueError("(): prompt has no token; expected at least one")
         for i, whole in enumerate(found):
             if len(whole) <= start.size:
-                raise ValueError(f"(): continuations[{i}] adds no token to the prompt; expected at least one")
+                came = f"continuations[{i}] adds no token to the prompt, with whose end it becomes one"
+                raise ValueError(f"(): {came}; expected at least one, or ids")
         return found, start.size
 
     @named("session")
@@ -580,13 +588,13 @@ class Decoder(_model.Model):
         if session is None:
             cache = KVCache(longest + min(max_new_tokens - 1, _ROOM), cache_dtype)
         else:
-            cache, (known, turn) = session._cache, session.begin(new, longest)
+            cache, (known, turn) = session._cache, session._begin(new, longest)
             new, lengths = new[known:], lengths - known
         hidden = self._hidden(new, lengths, longest, cache)[np.cumsum(lengths) - 1]
         running = np.arange(batch)  # sequences that have not ended; the others are computed no more
         for step in range(1, max_new_tokens + 1):
             if session is not None:
-                session.add(new, turn)
+                session._add(new, turn)
             logits = self._capped(self.logits.run(hidden, Sequences(len(hidden))))
             tokens = sampler(logits)
             yield Step(running, tokens, logits)
@@ -600,7 +608,7 @@ class Decoder(_model.Model):
                 if self.num_layers:  # without layers, nothing is in the cache
                     cache.select(kept)
             if session is not None:
-                session.require(turn)
+                session._require(turn)
             new = tokens
             hidden = self._hidden(tokens, np.ones(len(tokens), np.int64), longest + step, cache)
 

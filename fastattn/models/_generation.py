@@ -85,8 +85,8 @@ class Writer:
     Characters with which a text of `stop` may begin wait until it is clear.
     """
 
-    def __init__(self, said: Said, ends: Collection[int], stop: Sequence[str], index: int):
-        self._said, self._ends, self._stop, self._index = said, ends, stop, index
+    def __init__(self, said: Said, ends: Collection[int], stop: Sequence[str], index: int, chances: bool):
+        self._said, self._ends, self._stop, self._index, self._chances = said, ends, stop, index, chances
         self._waiting, self.ended = "", False
         self._ids: list[int] = []  # since the last piece
         self._logprobs: list[dict[int, float]] = []
@@ -120,7 +120,7 @@ class Writer:
 
     def _piece(self, said: str, reason: Literal["stop", "length"] | None = None) -> Piece:
         self.ended = reason is not None
-        ids, logprobs = tuple(self._ids), tuple(self._logprobs) or None
+        ids, logprobs = tuple(self._ids), tuple(self._logprobs) if self._chances else None
         self._ids.clear()
         self._logprobs.clear()
         return Piece(said, ids, reason, self._index, logprobs)
@@ -198,6 +198,8 @@ def checked(messages: Messages) -> list[dict[str, Any]]:
         if not isinstance(message.get("role"), str):
             expected = "a 'role' in each, as {'role': 'user', 'content': 'a question'}"
             raise ValueError(f"(): ids has the message {short(dict(message))}; expected {expected}")
+        if "content" not in message and message["role"] in ("system", "user"):
+            raise ValueError(f"(): ids has the message {short(dict(message))}; expected a 'content', too")
     return [dict(message) for message in messages]
 
 
@@ -212,7 +214,7 @@ def prompts_of(given: Any) -> tuple[bool, list[str | Messages]] | None:
     written = [isinstance(each, str) or is_conversation(each) for each in given]
     if any(written) and not all(written):
         other = short(given[written.index(False)])
-        raise TypeError(f"(): ids has texts or conversations, and {other}; expected texts and conversations")
+        raise TypeError(f"(): ids has texts or conversations, and {other}; expected no ids among them")
     return (False, list(given)) if any(written) else None
 
 

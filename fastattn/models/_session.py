@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from dataclasses import fields, is_dataclass
@@ -34,7 +35,8 @@ class Session:
 
     `Decoder.session` makes it, and `Decoder.load_session` reads it from a file. A call of `generate` computes
     the tokens of its prompt from where they differ from those that are here, which it forgets from there on.
-    The answer is kept, too: the next turn of a conversation costs its own tokens alone.
+    The answer is kept, too: the next turn of a conversation costs its own tokens alone. One call uses it at a
+    time; a call that is interrupted, or not read to its end, leaves what was complete.
     """
 
     def __init__(
@@ -57,6 +59,21 @@ class Session:
         """Bytes of memory of keys and values."""
         return self._cache.nbytes
 
+    def copy(self) -> Session:
+        """A session that goes on from here by itself, with arrays of its own."""
+        self._settle()
+        session = Session(self._model, self._frequencies, copy.deepcopy(self._cache), self._ids)
+        session._rotated = self._rotated
+        return session
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: Any) -> Session:
+        return self.copy()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Session belongs to its model; save() writes it, and load_session() reads it")
+
     @named("Session.save")
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the session to a safetensors file, which `Decoder.load_session` reads.
@@ -72,11 +89,14 @@ class Session:
             Without the safetensors package.
         """
         self._settle()
+        if not self._ids:
+            raise ValueError("(): the session is empty; expected one that a prompt has been given")
         arrays = {"ids": np.array(self._ids, np.int64), **self._cache._arrays()}
         values = {"format": _FORMAT, "model": digest(self._model), "rotated": self._rotated}
+        values["arrays"] = _digest([arrays[name] for name in sorted(arrays)])
         _safetensors.write(path, arrays, values, _KEY)
 
-    def begin(self, prompt: Ints, longest: int) -> tuple[int, object]:
+    def _begin(self, prompt: Ints, longest: int) -> tuple[int, object]:
         """Keep what `prompt` begins with; return the number of these tokens, and a turn for `add`.
 
         Scalings of rotary positions may depend on `longest`, the number of tokens.
@@ -93,15 +113,15 @@ class Session:
         self._settle()
         return count, self._turn
 
-    def require(self, turn: object) -> None:
+    def _require(self, turn: object) -> None:
         """Raise if another call has begun since `turn`."""
         if turn is not self._turn:
             came = "cache has been given to another call meanwhile"
             raise RuntimeError(f"generate(): {came}; expected one answer at a time")
 
-    def add(self, tokens: Ints, turn: object) -> None:
+    def _add(self, tokens: Ints, turn: object) -> None:
         """Count tokens whose keys and values are in the cache."""
-        self.require(turn)
+        self._require(turn)
         self._ids += tokens.tolist()
 
     def _settle(self) -> None:
@@ -136,6 +156,8 @@ def load(
         raise ValueError(
             f"(): {where} is a session of another model, or of other weights; expected {model!r}"
         )
+    if values.get("arrays") != _digest([arrays[name] for name in sorted(arrays)]):
+        raise ValueError(f"(): {where} is damaged; expected the ids and keys that were written")
     ids, cache = arrays.pop("ids", np.zeros(0)), KVCache._of(arrays, where)
     if ids.dtype != np.int64 or cache.lengths.tolist() != [ids.size]:
         came = f"ids {ids.shape} in {ids.dtype} and keys of {cache.lengths.tolist()} tokens"

@@ -28,7 +28,7 @@ SOURCES = {  # what each layer attends, and `keys_from`, which may be left out
     "pairs": ([0, 0, 2, 2], None),
     "one for the rest": ([0, 1, 1, 1], None),
     "two kinds": ([0, 1, 0, 1, 1], [0, 1, 0, 1, 1]),
-    "of one that shares": ([0, 0, 0], [0, 0, 1]),
+    "none of its neighbour": ([0, 1, 0], [0, 1, 0]),
 }
 every_pattern = pytest.mark.parametrize(("sources", "given"), SOURCES.values(), ids=SOURCES)
 OPTIONS = {name: options for name, options in FEATURES.items() if "bias" not in options}  # of layers
@@ -305,6 +305,10 @@ ERRORS = {
         r"TransformerEncoder\(\): layers\[1\].self_attn.query_only is False; expected True, for those of",
     ),
     "later": (lambda: pair(keys_from=[0, 2]), r"keys_from\[1\] is 2; expected 1, or a layer before it"),
+    "of a borrower": (
+        lambda: LanguageModel(11, 8, 16, 2, 3, keys_from=[0, 0, 1]),
+        r"keys_from\[2\] is 1, which attends the keys of 0; expected a layer with keys of its own",
+    ),
     "negative": (lambda: pair(keys_from=[0, -1]), r"keys_from\[1\] is -1"),
     "too few": (lambda: pair(keys_from=[0]), r"keys_from has shape \(1,\); expected \(2,\)"),
     "no integers": (lambda: pair(keys_from=[0, 0.0]), "keys_from has dtype float64; expected integers"),

@@ -153,6 +153,8 @@ def test_logprobs_are_the_models(writer, best):
     for token, each, row in zip(ids, found, expected, strict=True):
         assert list(each) == list(dict.fromkeys([token, *np.argsort(-row)[:best].tolist()]))
         np.testing.assert_allclose(list(each.values()), row[list(each)], atol=1e-5)
+    assert all(len(piece.ids) == len(piece.logprobs) for piece in pieces)
+    assert pieces[-1].logprobs is not None
     assert all(piece.logprobs is None for piece in model.generate("Once", 3))
 
 
@@ -194,10 +196,15 @@ def test_scores_of_texts(writer):
     np.testing.assert_allclose(got.logprobs, logprobs, atol=1e-5)
     assert list(got.ids) == model.text.encode([" café"])[0]
     assert len(other.ids) == 1
+    for prompt, text in (("Once, a ", "café"), ("Once, a", " café"), ("Once, ", "a café"), (" ", "café")):
+        (spaced,) = model.score(prompt, [text])
+        begin = len(model.text.encode([prompt.rstrip() or prompt])[0])
+        assert list(spaced.ids) == model.text.encode([prompt + text])[0][begin:]
     for arguments, error, message in (
         (("", ["a"]), ValueError, "prompt has no token"),
         (("a", "b"), TypeError, "continuations is of type str"),
-        (("a", ["b", ""]), ValueError, r"continuations\[1\] adds no token to the prompt"),
+        (("a", ["b", ""]), ValueError, r"continuations\[1\] adds no token to the prompt, with whose end"),
+        (([{"role": "user"}], ["a"]), TypeError, r"prompt is a list of messages; expected a text or ids"),
         (("a", [3]), TypeError, "continuations has one of type int"),
         (([[1]], [[2]]), ValueError, r"prompt has shape \(1, 1\); expected \(length,\)"),
         (([1], [[2], [999]]), ValueError, r"continuations\[1\] has 999; expected 0 to 255"),
@@ -221,7 +228,12 @@ def test_scores_of_texts(writer):
         ({"ids": [{"role": "user", "content": ""}], "template_values": 3}, TypeError, "expected a mapping"),
         ({"ids": [1], "logprobs": 2}, ValueError, "logprobs is given with ids; expected a text or messages"),
         ({"logprobs": -1}, ValueError, "logprobs is -1; expected 0 to 256"),
-        ({"ids": ["Once", 3]}, TypeError, "ids has texts or conversations, and 3; expected texts"),
+        ({"ids": ["Once", 3]}, TypeError, "ids has texts or conversations, and 3; expected no ids"),
+        (
+            {"ids": [{"role": "user"}]},
+            ValueError,
+            "the message .*; expected a 'content', too",
+        ),
         ({"ids": ["Once", ""]}, ValueError, "a prompt without a token"),
         ({"ids": ["Once"], "template_values": {}}, ValueError, "template_values are given with a text"),
         ({"ids": [1], "stop": "a"}, TypeError, "stop has dtype <U1; expected integers"),

@@ -451,7 +451,7 @@ WRONG_CALLS = [
     ({"ids": [[1, 2]], "attention_mask": [[1]]}, ValueError, r"attention_mask has shape \(1, 1\)"),
     ({"ids": [1] * 20, "max_new_tokens": 13}, ValueError, r"max_new_tokens is 13 after a prompt of 20"),
     ({"ids": b"once"}, TypeError, r"ids is text; expected ids"),
-    ({"ids": ["once", [1]]}, TypeError, r"ids has texts or conversations, and \[1\]; expected texts and"),
+    ({"ids": ["once", [1]]}, TypeError, r"ids has texts or conversations, and \[1\]; expected no ids"),
     ({"ids": [[{"content": "no"}]]}, ValueError, r"the message .*; expected a 'role' in each"),
     ({"ids": {"role": "user"}}, TypeError, r"ids is one message; expected a list of messages"),
     ({"max_new_tokens": -1}, ValueError, r"max_new_tokens is -1; expected at least 0"),

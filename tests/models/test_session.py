@@ -1,6 +1,8 @@
 """Sessions: what a language model keeps between calls, and what a file of it may hold."""
 
+import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import DECODERS, VOCAB
 
 from fastattn import models
-from fastattn.models._session import digest
+from fastattn.models._session import _digest, digest
 
 RNG = np.random.default_rng(5)
 FIRST = RNG.integers(VOCAB, size=9).tolist()
@@ -144,6 +146,20 @@ def test_one_answer_at_a_time(tmp_path):
     assert len(list(other)) == 5
 
 
+@pytest.mark.parametrize("copied", [models.Session.copy, copy.copy, copy.deepcopy])
+def test_copies_go_on_by_themselves(copied, tmp_path):
+    model = load(tmp_path)
+    session = model.session()
+    first = answer(model, FIRST, cache=session)
+    other, ids = copied(session), session.ids
+    again, elsewhere = FIRST + first + NEXT, FIRST + NEXT
+    assert answer(model, elsewhere, cache=other) == answer(model, elsewhere)
+    assert session.ids == ids
+    assert answer(model, again, cache=session) == answer(model, again)
+    with pytest.raises(TypeError, match="a Session belongs to its model; save"):
+        pickle.dumps(session)
+
+
 def test_texts_and_conversations(writer):
     model = models.load(writer)
     session = model.session()
@@ -168,7 +184,7 @@ def test_what_is_refused(tmp_path):
         model.generate([FIRST, NEXT], cache=session)
     with pytest.raises(ValueError, match=r"^session\(\): cache_dtype is 'int4'; expected int8"):
         model.session("int4")
-    with pytest.raises(ValueError, match=r"^Session.save\(\): the cache is empty"):
+    with pytest.raises(ValueError, match=r"^Session.save\(\): the session is empty"):
         session.save(tmp_path / "session")
 
 
@@ -179,13 +195,15 @@ def test_files_that_are_no_session_of_the_model(tmp_path):
     session.save(file)
     good, header = load_file(file), {"format": 1, "model": digest(model), "rotated": None}
 
-    def refused(message, arrays=good, key="fastattn.session", model=model, **changes):
-        save_file(arrays, file, {key: json.dumps({**header, **changes})})
+    def refused(message, held=good, key="fastattn.session", model=model, **changes):
+        own = {"arrays": _digest([held[name] for name in sorted(held)])}
+        save_file(held, file, {key: json.dumps({**header, **own, **changes})})
         with pytest.raises(ValueError, match=rf"^load_session\(\): .*{message}"):
             model.load_session(file)
 
     refused("holds no session", key="fastattn.train")
     refused("the format of the session in .* is 2; expected 1", format=2)
+    refused("is damaged; expected the ids and keys", {**good, "k": good["k"] + 1}, arrays="0")
     weights = tiny.write(tmp_path / "model", "llama")
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-3
     tiny.write(tmp_path / "model", "llama", weights)

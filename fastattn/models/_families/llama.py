@@ -275,7 +275,7 @@ def gemma(source: Source) -> Decoder | Encoder:
     if causal and not (source.folder / "modules.json").is_file():
         tied = config.get("tie_word_embeddings", bool, True)
         cap = _cap(config, "final_logit_softcapping", 30.0 if second else None)
-        return read_decoder(all_names, blocks, **each, tied=tied, logit_cap=cap)
+        return read_decoder(all_names, blocks, **each, tied=tied, softcap=cap)
     return read_encoder(_as_encoder(all_names), blocks, longest=longest, causal=causal, **each)
 
 

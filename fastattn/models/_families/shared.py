@@ -162,14 +162,14 @@ def read_decoder(
     max_length: int | None = None,
     token_scale: float = 1.0,
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
-    logit_cap: float | None = None,
+    softcap: float | None = None,
     tied: bool,
 ) -> Decoder:
     """The decoder of `blocks`; `scales`, `windows` and `rotations` are those of `Blocks.read`.
 
     Positions are a table of `max_length`, or rotary with what `frequencies` returns, by default the first of
     it. Tokens' vectors are times `token_scale`; in a tied model they are the weight of the output layer, too.
-    Logits are kept within `logit_cap`.
+    Logits are kept within `softcap`.
     """
     source = blocks.source
     config, precision = source.config, source.precision
@@ -215,7 +215,7 @@ def read_decoder(
         logits=logits,
         stop=stop_ids(config, source.folder),
         token_scale=token_scale,
-        logit_cap=logit_cap,
+        softcap=softcap,
         origin=source.origin(),
     )
 
