@@ -73,10 +73,10 @@ def load(
         As Hugging Face's save_pretrained writes it and ``hf download NAME --local-dir FOLDER`` brings it,
         with tensors in float32, float16 or bfloat16; nothing is downloaded here. The modules.json of a
         sentence-transformers folder says how `Encoder.encode` makes vectors. Or a GGUF file of a Llama,
-        Mistral, Qwen2 or Qwen3.
+        Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, or Gemma 2 or 3.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
-    weights_dtype : {"float32", "bfloat16", "int8", "int4", "uint4", "nf4"}, optional
+    weights_dtype : {"float32", "bfloat16", "int8", "int4", "uint4", "nf4", "file"}, optional
         How the weights of linear maps are kept, as `fastattn.ops.pack` does; by default in `dtype`, and in
         float64 only with that one. Of a GGUF file by default "file": tensors in Q4_0 and Q4_1 are kept as
         they are, other blocks in bfloat16, and all else in `dtype`. Generation reads all weights for each

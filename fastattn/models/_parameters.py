@@ -67,7 +67,8 @@ class Precision:
         return lane_dtype(self.dtype)
 
     def __str__(self) -> str:
-        kept = "" if self.weights == self.dtype.name else f", weights in {self.weights}"
+        how = "as in the file" if self.weights == OF_FILE else f"in {self.weights}"
+        kept = "" if self.weights == self.dtype.name else f", weights {how}"
         rounded = "" if self.activations is None else f", activations in {self.activations}"
         return f"{self.dtype}{kept}{rounded}"
 
