@@ -1,7 +1,7 @@
 """Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
-    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,shared,step,maxsim,
-                             select,selected,tensors,scaling,gated_norm} [--isa ISA] [--dtype D]
+    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,shared,session,step,
+                             maxsim,select,selected,tensors,scaling,gated_norm} [--isa ISA] [--dtype D]
 
 Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each,
 those of `int8` medians. `maxsim`, `tensors` and `scaling` take all threads.
@@ -32,6 +32,7 @@ from fastattn._args.pack import pack_args
 from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._engine import dispatch, settings
 from fastattn._engine.core import _core
+from fastattn._engine.program import Sequences
 from fastattn.cache import KVCache
 from fastattn.functional import mamba2_scan, selective_scan
 from fastattn.grad import vjp
@@ -300,6 +301,32 @@ def step(dtype: str) -> None:
             all_of_it, python = (np.median(times[kind]) * 1e6 for times in (whole, outside))
             size = f"{layers} x {config['hidden_size']}, {kind}"
             print(f"{size}: {all_of_it:.0f} us, {python:.0f} of them Python")
+
+
+def session(dtype: str) -> None:
+    """Time to the next turn's first token behind 4,000 tokens, and of its 64 tokens alone."""
+    del dtype
+    with tempfile.TemporaryDirectory() as scratch:
+        model: Any = models.load(model_files.llama(Path(scratch), 2, 8000))
+    ids = np.random.default_rng(0).integers(0, 8000, 4064)
+    kept, bare = model.session(), model.session()
+    for each in (kept, bare):
+        list(model.generate(ids[:4000], 1, stop=(), cache=each))
+
+    def turn() -> int:
+        kept._ids = kept._ids[:4000]  # as after the first turn
+        return next(model.generate(ids, 1, stop=(), cache=kept))
+
+    def alone() -> Any:
+        bare._cache.truncate(4000)
+        hidden = model._hidden(ids[4000:], np.array([64]), 4064, bare._cache)
+        return model.logits.run(hidden[-1:], Sequences(1))
+
+    def whole() -> int:
+        return next(model.generate(ids, 1, stop=()))
+
+    times = shortest(turn, alone, whole)
+    print("next turn {:.1f} ms, its tokens alone {:.1f}, all tokens {:.0f}".format(*np.array(times) * 1e3))
 
 
 def maxsim(dtype: str) -> None:
@@ -601,8 +628,8 @@ def gated_norm(dtype: str) -> None:
 def main() -> None:
     """Parse the command line and measure."""
     functions = (
-        peak, strided, padding, decode, int8, linear, pack, load, layer, shared, step, maxsim, select,
-        selected, tensors, scaling, gated_norm,
+        peak, strided, padding, decode, int8, linear, pack, load, layer, shared, session, step, maxsim,
+        select, selected, tensors, scaling, gated_norm,
     )  # fmt: skip
     measures = {f.__name__: f for f in functions}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

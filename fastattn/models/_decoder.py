@@ -450,7 +450,7 @@ class Decoder(_model.Model):
         Notes
         -----
         Tokens with which all begin are computed once, but where a scaling of rotary positions depends on the
-        length. What a continuation gets does not depend on the others.
+        length. What a continuation gets depends on the others in rounding alone.
         """
         wholes, begin = self._continued(prompt, continuations)
         longest = max(map(len, wholes), default=0)
