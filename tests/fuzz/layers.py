@@ -150,7 +150,13 @@ def make(d, kind=None):
     cls, fields = (encoder_layer if kind == "TransformerEncoder" else decoder_layer)(d)
     how = made_of(d, cls)
     norm = layers.LayerNorm(fields["d_model"], weights_dtype=how["weights_dtype"]) if d.chance(0.5) else None
-    return getattr(layers, kind)([cls(**fields, **how) for _ in range(d.choose(1, 2))], norm)
+    # Some layers attend the keys of another, and have none of their own.
+    sources, options = (
+        d.choose([0], [0, 1], [0, 1], [0, 0], [0, 1, 0], [0, 0, 2]),
+        fields.pop("attention", {}),
+    )
+    own = [cls(**fields, **how, attention={**options, "query_only": i != j}) for i, j in enumerate(sources)]
+    return getattr(layers, kind)(own, norm, keys_from=sources)
 
 
 def width(layer):
