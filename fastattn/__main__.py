@@ -151,30 +151,28 @@ def _parser() -> argparse.ArgumentParser:
     scored_options(option)
     option("--pair", metavar="NAME", help="of the column with the second text of each pair")
 
-    def writing_options(option: Callable[..., argparse.Action], most: int) -> None:
+    def writing_options(option: Callable[..., argparse.Action], most: int, usual: str) -> None:
         model_options(option)
         option("--max-new-tokens", type=natural, default=most, metavar="N", help=f"where to end ({most})")
-        option("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token (0)")
+        option("--temperature", type=float, metavar="T", help=f"0 takes the best token ({usual})")
         needs = "(needs --temperature)"
         option("--top-k", type=positive, metavar="K", help=f"draw from the K best tokens {needs}")
         option("--top-p", type=float, metavar="P", help=f"draw from the best that have probability P {needs}")
         option("--min-p", type=float, metavar="P", help=f"and at least P times the best one's {needs}")
         option("--typical-p", type=float, metavar="P", help=f"draw from the typical that have P {needs}")
-        option(
-            "--repetition-penalty", type=float, default=1.0, metavar="R", help="of tokens that were there (1)"
-        )
-        option("--presence-penalty", type=float, default=0.0, metavar="R", help="taken from their logits (0)")
-        option("--frequency-penalty", type=float, default=0.0, metavar="R", help="as often as they were (0)")
+        option("--repetition-penalty", type=float, metavar="R", help="of tokens that were there (1)")
+        option("--presence-penalty", type=float, metavar="R", help="taken from their logits (0)")
+        option("--frequency-penalty", type=float, metavar="R", help="as often as they were (0)")
         option("--seed", type=natural, metavar="N", help="of the draws, else a new one")
         option("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
         option("--cache-dtype", choices=("int8",), help="how keys and values are kept (as --dtype)")
 
     option = command(_cli_models.generate)
-    writing_options(option, 128)
+    writing_options(option, 128, "0")
     option("prompt", metavar="PROMPT", help="the text to continue")
 
     option = command(_cli_models.chat)
-    writing_options(option, 1024)
+    writing_options(option, 1024, "as the model's files say, and other options")
     option("--system", metavar="TEXT", help="what the model is told first")
     return parser
 

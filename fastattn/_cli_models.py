@@ -170,6 +170,8 @@ def chat(options: argparse.Namespace) -> None:
     model = _decoder(options)
     given = _sampling(options)
     session = model.session(given.pop("cache_dtype"))
+    if options.temperature is None:  # as the model's files recommend, but for what is given
+        given = {**model.usual_sampling(), **{name: x for name, x in given.items() if x is not None}}
     first = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(first)
     for line in iter(partial(_line, "> "), None):

@@ -21,9 +21,10 @@ from fastattn.cache import KVCache
 from fastattn.grad import cross_entropy, embedding
 from fastattn.grad._loss import targets_of
 from fastattn.layers._sampling import Sampler, Sampling
-from fastattn.models import _model, _session
+from fastattn.models import _gguf, _model, _session
 from fastattn.models._chat import conversation
 from fastattn.models._embeddings import token_rows
+from fastattn.models._files import usual_sampling
 from fastattn.models._generation import (
     Score,
     Step,
@@ -510,6 +511,16 @@ class Decoder(_model.Model):
                 came = f"continuations[{i}] adds no token to the prompt, with whose end it becomes one"
                 raise ValueError(f"(): {came}; expected at least one, or ids")
         return found, start.size
+
+    @named("usual_sampling")
+    def usual_sampling(self) -> dict[str, Any]:
+        """Options of `generate` that the model's files recommend: `temperature`, `top_k`, `top_p` and others.
+
+        Those of generation_config.json, of a draw if it says `do_sample`; or of a GGUF file's
+        ``general.sampling``. Empty where they recommend none: the best token.
+        """
+        folder = self.text.folder
+        return _gguf.usual_sampling(folder) if _gguf.is_file(folder) else usual_sampling(folder)
 
     @named("session")
     def session(self, cache_dtype: DTypeLike | None = None) -> Session:

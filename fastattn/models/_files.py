@@ -191,6 +191,22 @@ def sentences_config(folder: Path) -> Config:
     return Config(folder / "config_sentence_transformers.json", optional=True)
 
 
+# Options of a draw in generation_config.json, and what transformers takes where they are missing.
+_DRAWN = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None, "typical_p": None}
+
+
+def usual_sampling(folder: Path) -> dict[str, Any]:
+    """Options of `generate` that generation_config.json has; those of a draw if it says `do_sample`."""
+    config = Config(folder / "generation_config.json", optional=True)
+    names = ("repetition_penalty", *(_DRAWN if config.get("do_sample", bool, False) else ()))
+    given = {**_DRAWN, **{name: x for name, x in config.values.items() if x is not None}}
+    found = {name: given[name] for name in names if given.get(name) is not None}
+    for name, value in found.items():
+        if type(value) not in (int, float):
+            raise config.wrong(name, value, "a number")
+    return found
+
+
 def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
     """Ids that end a text: `eos_token_id` of generation_config.json, or if that has none, of config.json."""
     name, expected = "eos_token_id", "an id or a list of ids"

@@ -198,6 +198,26 @@ def config_of(path: Path, file: GgufFile) -> Config:
     return Config.of(path, values)
 
 
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def usual_sampling(path: Path) -> dict[str, Any]:
+    """Options of `generate` that a file recommends."""
+    with opened_alone(path) as file:
+        said = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    found = {name: value for name, value in said.items() if value is not None}
+    for name, value in found.items():
+        if type(value) not in (int, float):
+            raise ModelError(f"{path}: 'general.sampling' has {name} {short(value)}; expected a number")
+    return found if found.get("temperature") else {}
+
+
 def renamed(model_type: str, name: str) -> str:
     """The name of a model's tensor as transformers has it."""
     return _known(model_type, name) or name

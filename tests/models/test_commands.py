@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -337,6 +338,45 @@ def test_the_command_generate(writer):
     greedy = run("generate", "--model", writer, "Once", "--max-new-tokens", 5)
     assert greedy == run("generate", "--model", writer, "Once", "--max-new-tokens", 5)
     assert run("generate", "--model", writer, "Once", "--max-new-tokens", 0) == "\n"
+
+
+@pytest.fixture
+def talker(writer, tmp_path):
+    """The same with a chat template, and a generation_config.json that recommends a draw."""
+    folder = tmp_path / "talker"
+    shutil.copytree(writer, folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "top_p": 0.9, "temperature": 0.8})
+    )
+    return folder
+
+
+def test_the_command_chat(talker, tmp_path):
+    """Turns of a conversation; the model's files say how tokens are drawn, unless a temperature is given."""
+    model, file = models.load(talker), tmp_path / "talk.json"
+    usual = {"temperature": 0.8, "top_p": 0.9, "top_k": 50}
+    said = f"Hi\n/save {file}\n/nothing\nAnd?\n/reset\n/save {file}\nHi\n/quit\nno more\n"
+    for options, own in (((), usual), (("--temperature", 0), {})):
+        printed = run("chat", "--model", talker, "--max-new-tokens", 5, "--seed", 3, *options, stdin=said)
+        messages, expected = [], []
+        for text in ("Hi", "And?", "Hi"):
+            messages = [*(messages if text == "And?" else []), {"role": "user", "content": text}]
+            answer = "".join(map(str, model.generate(messages, 5, seed=3, **own)))
+            messages.append({"role": "assistant", "content": answer})
+            expected.append(answer)
+        assert printed == "".join(f"{answer}\n" for answer in expected)
+        saved = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": expected[0]}]
+        assert json.loads(file.read_text(encoding="utf-8")) == saved  # an empty one has not replaced it
+
+
+def test_chat_takes_any_bytes(talker):
+    command = [sys.executable, "-m", "fastattn", "chat", "--model", str(talker), "--max-new-tokens", "2"]
+    done = subprocess.run(
+        command, input=b"Hi\xff\nAnd?\n", capture_output=True, env=environment(), check=True
+    )
+    assert done.stdout.count(b"\n") >= 2
+    assert not done.stderr
 
 
 def test_the_command_generate_replaces_what_cannot_be_shown(writer):

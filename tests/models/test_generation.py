@@ -158,6 +158,32 @@ def test_logprobs_are_the_models(writer, best):
     assert all(piece.logprobs is None for piece in model.generate("Once", 3))
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (None, {}),
+        ({"eos_token_id": 3}, {}),
+        ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"do_sample": True}, {"temperature": 1.0, "top_k": 50}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": None, "top_p": 0.95, "min_p": 0.1, "other": 3},
+            {"temperature": 0.6, "top_k": 50, "top_p": 0.95, "min_p": 0.1},
+        ),
+    ],
+)
+def test_what_the_files_recommend(said, expected, writer, tmp_path):
+    for path in writer.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    if said is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    model = models.load(tmp_path)
+    assert model.usual_sampling() == expected
+    list(model.generate("Once", 2, **model.usual_sampling()))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_p": "0.9"}))
+    with pytest.raises(ModelError, match=r"generation_config.json: 'top_p' is '0.9'; expected a number"):
+        model.usual_sampling()
+
+
 def expected_score(model, whole, begin):
     """The log-probability of each token from `begin` on, and whether it is the best, by the full pass."""
     logits = np.asarray(model(whole[:-1])[0], float)[begin - 1 :]

@@ -115,6 +115,20 @@ def test_gemma(kind, layers, tmp_path, monkeypatch):
     np.testing.assert_allclose(got(IDS), expected(IDS), rtol=0, atol=bound)
 
 
+def test_what_a_file_recommends(tmp_path):
+    path, number, whole = tmp_path / "model.gguf", gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.INT32
+    tiny_gguf.write(path, "llama", "Q4_0")
+    assert models.load(path).usual_sampling() == {}
+    said = {"general.sampling.temp": (0.5, number), "general.sampling.top_k": (20, whole)}
+    tiny_gguf.write(path, "llama", "Q4_0", **said)
+    assert models.load(path).usual_sampling() == {"temperature": 0.5, "top_k": 20}
+    tiny_gguf.write(
+        path, "llama", "Q4_0", **{**said, "general.sampling.top_k": ("x", gguf.GGUFValueType.STRING)}
+    )
+    with pytest.raises(ModelError, match=r"'general.sampling' has top_k 'x'; expected a number"):
+        models.load(path).usual_sampling()
+
+
 @pytest.mark.parametrize("stored", ["Q4_0", "Q4_1", "Q6_K"])
 @pytest.mark.parametrize("kind", tiny.EXPERTS)
 def test_experts(kind, stored, tmp_path):
