@@ -84,8 +84,17 @@ class Sampler:
     One that is `single` draws from the seed, of several number i from its i-th child.
     """
 
-    def __init__(self, prompts: Sequence[Ints], vocab_size: int, sampling: Sampling, single: bool = False):
+    def __init__(
+        self,
+        prompts: Sequence[Ints],
+        vocab_size: int,
+        sampling: Sampling,
+        single: bool = False,
+        matchers: Sequence[Any] = (),
+    ):
         self.sampling = sampling
+        # Of each prompt: `allowed()` are the tokens that may follow, and `accept` takes the one that does.
+        self.matchers = list(matchers)
         if sampling.bias[0].size and sampling.bias[0].max() >= vocab_size:
             came = f"logit_bias has the token {sampling.bias[0].max()}"
             raise ValueError(f"(): {came}; expected ids below the number of tokens, {vocab_size}")
@@ -104,6 +113,9 @@ class Sampler:
     def __call__(self, logits: Array) -> Ints:
         """The next tokens (batch,) for logits (batch, vocab_size)."""
         logits = self._processed(logits.astype(lane_dtype(logits.dtype), copy=False))
+        if self.matchers:
+            allowed = np.stack([matcher.allowed() for matcher in self.matchers])
+            logits = np.where(allowed, logits, -np.inf)
         chosen: Ints = np.argmax(logits, axis=1)  # NaN if there is one
         best = logits[np.arange(len(chosen)), chosen]
         if np.isnan(best).any():
@@ -117,12 +129,15 @@ class Sampler:
             self.counts[np.arange(len(chosen)), chosen] += 1
         for tokens, token in zip(self.tokens, chosen.tolist(), strict=bool(self.tokens)):
             tokens.append(token)
+        for matcher, token in zip(self.matchers, chosen.tolist(), strict=bool(self.matchers)):
+            matcher.accept(token)
         return chosen
 
     def select(self, sequences: Ints) -> None:
         """Keep only these sequences, in this order."""
         self.generators = [self.generators[i] for i in sequences]
         self.tokens = [self.tokens[i] for i in sequences] if self.tokens else []
+        self.matchers = [self.matchers[i] for i in sequences] if self.matchers else []
         if self.counts is not None:
             self.counts = self.counts[sequences]
 

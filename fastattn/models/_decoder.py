@@ -37,6 +37,7 @@ from fastattn.models._generation import (
     score_of,
     values_of,
 )
+from fastattn.models._grammar import Matcher, matchers
 from fastattn.models._model import Recorded, one_sequence, pullback_of
 from fastattn.models._parameters import required
 from fastattn.models._session import Session
@@ -289,6 +290,7 @@ class Decoder(_model.Model):
         cache_dtype: DTypeLike | None = None,
         template_values: Mapping[str, Any] | None = None,
         logprobs: int | None = None,
+        grammar: Mapping[str, Any] | str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Any]:
         """Continue sequences, a token at a time, and yield each token as soon as it is known.
@@ -322,6 +324,10 @@ class Decoder(_model.Model):
             own names for.
         logprobs : int, optional
             Put the logarithms of probabilities into each `Piece`: of its tokens, and of so many best ones.
+        grammar : mapping or str, optional
+            A JSON schema, or a grammar in Lark's form, which each answer follows up to its end, an id of
+            `stop`; by the package llguidance, whose documentation has both. Of the tokens that may follow the
+            best is taken, or one is drawn. Where `max_new_tokens` ends it, an answer is not whole.
         temperature : float, default 0.0
             What logits are divided by before a token is drawn. At 0 the best token is taken, and options that
             choose what may be drawn are an error.
@@ -374,7 +380,7 @@ class Decoder(_model.Model):
            Generation", 2019, arXiv:1909.05858.
         """
         named = "ids", "max_new_tokens", "attention_mask", "stop", "cache", "cache_dtype", "template_values"
-        options = Sampling(sampling, *named, "logprobs")
+        options = Sampling(sampling, *named, "logprobs", "grammar")
         texts: list[str] = []
         written = prompts_of(ids)
         if written is None:
@@ -396,10 +402,13 @@ class Decoder(_model.Model):
         if self.max_length is not None and longest + n_new > self.max_length:
             asked = f"max_new_tokens is {short(n_new)} after a prompt of {longest} tokens"
             raise ValueError(f"(): {asked}; expected at most {self.max_length} together")
-        sampler = Sampler(prompts, self.vocab_size, options, single)
         ends = np.atleast_1d(self.stop if stop is None else as_array("stop", stop))
         ends = ends if ends.size else np.zeros(0, np.int64)
         ends = integers("stop", ends, (ends.size,), "(n,)")
+        follow: list[Matcher] = []
+        if grammar is not None:
+            follow = matchers(grammar, self.text, self.vocab_size, ends.tolist(), len(prompts))
+        sampler = Sampler(prompts, self.vocab_size, options, single, follow)
         ended = np.zeros(len(prompts), np.bool_)
         steps = self._steps(prompts, n_new, sampler, ends, ended, cache_dtype, cache)
         if written is None:

@@ -342,7 +342,7 @@ def test_the_command_generate(writer):
 
 @pytest.fixture
 def talker(writer, tmp_path):
-    """The same with a chat template, and a generation_config.json that recommends a draw."""
+    """`writer` with a chat template, and a generation_config.json that recommends a draw."""
     folder = tmp_path / "talker"
     shutil.copytree(writer, folder)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
