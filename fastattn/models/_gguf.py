@@ -56,6 +56,14 @@ _GEMMA_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_MIXTRAL_NAMES = {
+    **_BLOCK_NAMES,
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_OTHER_NAMES = {"gemma2": _GEMMA_NAMES, "gemma3_text": _GEMMA_NAMES, "mixtral": _MIXTRAL_NAMES}
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?\.(weight|bias)")
 _MOST_EXPERTS = 1 << 12
 _FACTORS = "rope_freqs.weight"  # what frequencies of rotary positions are divided by
@@ -227,7 +235,7 @@ def _known(model_type: str, name: str) -> str | None:
     """The name of a tensor as transformers has it; None for one that no model here has."""
     if found := _IN_BLOCK.fullmatch(name):
         number, part, expert, kind = found.groups()
-        names = _GEMMA_NAMES if model_type.startswith("gemma") else _BLOCK_NAMES
+        names = _OTHER_NAMES.get(model_type, _BLOCK_NAMES)
         if part not in names or (expert is None) == part.endswith("_exps"):
             return None
         return f"model.layers.{number}.{names[part].format(expert)}.{kind}"

@@ -349,7 +349,7 @@ def test_tokenizers_that_are_refused(changes, message, tmp_path):
 def test_models_that_are_refused(tmp_path):
     path, number = tmp_path / "model.gguf", gguf.GGUFValueType.UINT32
     for metadata, message in (
-        ({"llama.expert_count": (8, number)}, "experts.0.gate_proj.weight' is missing"),
+        ({"llama.expert_count": (8, number)}, "experts.0.w1.weight' is missing"),
         ({"llama.rope.scaling.type": ("odd", gguf.GGUFValueType.STRING)}, "rotary positions"),
         ({"llama.rope.scaling.attn_factor": (2.0, gguf.GGUFValueType.FLOAT32)}, "attn_factor' is not known"),
         ({"llama.attention.causal": (False, gguf.GGUFValueType.BOOL)}, "causal' is False; expected True"),

@@ -61,17 +61,20 @@ _PHI3 = _LLAMA._replace(
     )
 )
 _QWEN3 = _LLAMA._replace(block=_LLAMA.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
-_MOE: Any = {
-    "router": "mlp.gate",
-    "experts": "mlp.experts.{}.",
-    "gate": "gate_proj",
-    "inner": "up_proj",
-    "outer": "down_proj",
-}
-_QWEN3_MOE = _QWEN3._replace(block=_QWEN3.block._replace(**_MOE))
-_MIXTRAL = _LLAMA._replace(block=_LLAMA.block._replace(**_MOE))
-# Names of Mixtral's files, and others'.
-_OF_MIXTRAL = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_QWEN3_MOE = _QWEN3._replace(
+    block=_QWEN3.block._replace(
+        router="mlp.gate", experts="mlp.experts.{}.", gate="gate_proj", inner="up_proj", outer="down_proj"
+    )
+)
+_MIXTRAL = _LLAMA._replace(
+    block=_LLAMA.block._replace(
+        router="block_sparse_moe.gate",
+        experts="block_sparse_moe.experts.{}.",
+        gate="w1",
+        inner="w3",
+        outer="w2",
+    )
+)
 
 
 def _as_encoder(names: DecoderNames) -> EncoderNames:
@@ -106,8 +109,6 @@ def llama(source: Source) -> Decoder | Encoder:
     model_type = config.get("model_type", str)
     each = {"qwen3": _QWEN3, "phi3": _PHI3, "qwen3_moe": _QWEN3_MOE, "mixtral": _MIXTRAL}
     names = each.get(model_type, _LLAMA)
-    if model_type == "mixtral":
-        source.rename(lambda name: ".".join(_OF_MIXTRAL.get(part, part) for part in name.split(".")))
     heads, heads_kv = head_counts(config, _HEADS_KV.get(model_type))
     head_dim = config.optional_size("head_dim") or (
         128 if model_type == "qwen3" else config.divided("hidden_size", "num_attention_heads")
