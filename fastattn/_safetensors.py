@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.errors import wrong_type
+from fastattn._args.values import short
 from fastattn._atomic import replaced
 from fastattn._open_file import OpenFile
 
@@ -131,14 +132,17 @@ def write(path: AnyPath, arrays: Mapping[str, Array], values: Any, key: str) -> 
         save_file(dict(arrays), file, {key: json.dumps(values, allow_nan=False)})
 
 
-def read(path: AnyPath, key: str, kind: str) -> tuple[dict[str, Array], Any]:
-    """Read what `write` wrote; messages call it `kind`."""
+def read(path: AnyPath, key: str, kind: str, number: int) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Read what `write` wrote, a table whose "format" is `number`; messages call it `kind`."""
     where = _decoded(path)
     with ExitStack() as stack:
         file = opened(where, stack)
         values = header(path, file, key)
         if values is None:
             raise ValueError(f"(): {where} holds no {kind}; expected a file that save() wrote")
+        came = values.get("format") if isinstance(values, dict) else None
+        if came != number:
+            raise ValueError(f"(): the format of the {kind} in {where} is {short(came)}; expected {number}")
         return {name: file.get_tensor(name) for name in file.names}, values
 
 

@@ -14,7 +14,7 @@ from fastattn import _safetensors
 from fastattn._args.cache import append_args, cache_args
 from fastattn._args.errors import named, put_name
 from fastattn._args.types import Array, ArrayLike, DTypeLike, Ints, Shape, lane_dtype
-from fastattn._args.values import integer, integers, is_float, short
+from fastattn._args.values import integer, integers, is_float
 from fastattn._engine.slots import Slots
 
 __all__ = ["Cached", "Caches", "DecoderCache", "KVCache"]
@@ -253,7 +253,7 @@ class KVCache:
         ImportError
             Without the safetensors package.
         """
-        _safetensors.write(path, self._arrays(), _FORMAT, _KEY)
+        _safetensors.write(path, self._arrays(), {"format": _FORMAT}, _KEY)
 
     @classmethod
     @named("KVCache.load")
@@ -265,12 +265,8 @@ class KVCache:
         FileNotFoundError, ValueError
             If no file is there, or it does not hold a cache.
         """
-        arrays, values = _safetensors.read(path, _KEY, "cache")
-        where = os.fsdecode(path)
-        if values != _FORMAT:
-            came = f"the format of the cache in {where} is {short(values)}"
-            raise ValueError(f"(): {came}; expected {_FORMAT}")
-        return cls._of(arrays, where)
+        arrays, _ = _safetensors.read(path, _KEY, "cache", _FORMAT)
+        return cls._of(arrays, os.fsdecode(path))
 
     def _arrays(self) -> dict[str, Array]:
         """Keys, values, scales and lengths, by name: copies."""

@@ -425,9 +425,9 @@ def test_files_that_hold_no_cache(tmp_path):
     save_file({"k": np.ones((1, 2, 3, 4), np.float32)}, file)
     with pytest.raises(ValueError, match="holds no cache; expected a file that save"):
         KVCache.load(file)
-    save_file({"k": np.ones((1, 2, 3, 4), np.float32)}, file, {"fastattn.cache": "1"})
+    save_file({"k": np.ones((1, 2, 3, 4), np.float32)}, file, {"fastattn.cache": '{"format": 1}'})
     with pytest.raises(ValueError, match="has the arrays k; expected"):
         KVCache.load(file)
-    save_file({"k": np.ones((1, 2, 3, 4), np.float32)}, file, {"fastattn.cache": "2"})
+    save_file({"k": np.ones((1, 2, 3, 4), np.float32)}, file, {"fastattn.cache": '{"format": 2}'})
     with pytest.raises(ValueError, match=r"the format of the cache in .* is 2; expected 1"):
         KVCache.load(file)

@@ -23,7 +23,7 @@ from fastattn.grad._loss import targets_of
 from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _gguf, _model, _session
 from fastattn.models._chat import conversation
-from fastattn.models._embeddings import token_rows
+from fastattn.models._embeddings import of_length, token_rows
 from fastattn.models._files import usual_sampling
 from fastattn.models._generation import (
     Score,
@@ -248,9 +248,7 @@ class Decoder(_model.Model):
             rows += self.positions[positions]
         rotations = []
         for frequencies in self.frequencies:
-            if not isinstance(frequencies, RopeFrequencies):
-                frequencies = frequencies(seq_len=longest)
-            tables = rope_tables(positions, frequencies, lane_dtype(self.dtype))
+            tables = rope_tables(positions, of_length(frequencies, longest), lane_dtype(self.dtype))
             rotations.append((tables[0][..., None, :, :], tables[1][..., None, :, :]))
         slots, ends, len_k = None, None, length
         if cache is not None and self.num_layers:

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 Frequencies = RopeFrequencies | Callable[..., RopeFrequencies]
 
 
+def of_length(frequencies: Frequencies, length: int) -> RopeFrequencies:
+    """Frequencies for a sequence of `length` tokens."""
+    return frequencies if isinstance(frequencies, RopeFrequencies) else frequencies(seq_len=length)
+
+
 def token_rows(table: Array | PackedLinear, ids: Ints, dtype: np.dtype[Any]) -> Array:
     """The vectors (n, features), in `dtype`, of tokens `ids` (n,).
 

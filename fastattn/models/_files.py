@@ -80,7 +80,7 @@ class Config:
         self.values: dict[str, Any] = {} if optional and not path.is_file() else read_json(path)
 
     @classmethod
-    def of(cls, path: Path, values: dict[str, Any]) -> Config:
+    def of(cls, path: Path | str, values: dict[str, Any]) -> Config:
         """Values that another file has, `path`."""
         config = cls.__new__(cls)
         config.path, config.values = path, values
@@ -140,6 +140,13 @@ class Config:
             shortened = math.inf if value > 0 else value  # not an integer of hundreds of digits
             raise self.wrong(name, shortened, "a number above 0")
         return float(value)
+
+    def numbers(self) -> dict[str, float]:
+        """All values, which are numbers."""
+        for name, value in self.values.items():
+            if type(value) not in (int, float):
+                raise self.wrong(name, value, "a number")
+        return self.values
 
     def choice(self, name: str, table: Mapping[str, _T], default: str = _REQUIRED) -> _T:
         """Entry of `table` for the value."""
@@ -201,10 +208,7 @@ def usual_sampling(folder: Path) -> dict[str, Any]:
     names = ("repetition_penalty", *(_DRAWN if config.get("do_sample", bool, False) else ()))
     given = {**_DRAWN, **{name: x for name, x in config.values.items() if x is not None}}
     found = {name: given[name] for name in names if given.get(name) is not None}
-    for name, value in found.items():
-        if type(value) not in (int, float):
-            raise config.wrong(name, value, "a number")
-    return found
+    return Config.of(config.path, found).numbers()
 
 
 def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:

@@ -220,9 +220,7 @@ def usual_sampling(path: Path) -> dict[str, Any]:
     with opened_alone(path) as file:
         said = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
     found = {name: value for name, value in said.items() if value is not None}
-    for name, value in found.items():
-        if type(value) not in (int, float):
-            raise ModelError(f"{path}: 'general.sampling' has {name} {short(value)}; expected a number")
+    found = Config.of(path, found).numbers()
     return found if found.get("temperature") else {}
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from fastattn import _safetensors
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.packed import PackedLinear
-from fastattn._args.values import integers, short
+from fastattn._args.values import integers
 from fastattn.cache import KVCache
-from fastattn.positions import RopeFrequencies
+from fastattn.models._embeddings import of_length
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +105,7 @@ class Session:
         count = min(len(self._ids), len(prompt) - 1)  # logits are needed of the last token
         differs = np.flatnonzero(np.array(self._ids[:count], np.int64) != prompt[:count])
         count = int(differs[0]) if differs.size else count
-        rotated = _digest([_given(x, longest) for x in self._frequencies])
+        rotated = _digest([of_length(x, longest) for x in self._frequencies])
         if self._rotated not in (None, rotated):
             count = 0
         self._rotated, self._turn = rotated, object()
@@ -147,11 +147,8 @@ def load(
     path: str | os.PathLike[str], model: Model, frequencies: Sequence[Frequencies], heads: int, head_dim: int
 ) -> Session:
     """Read what `Session.save` wrote, of the same model, whose layers have so many key heads together."""
-    arrays, values = _safetensors.read(path, _KEY, "session")
+    arrays, values = _safetensors.read(path, _KEY, "session", _FORMAT)
     where = os.fsdecode(path)
-    came = values.get("format") if isinstance(values, dict) else values
-    if came != _FORMAT:
-        raise ValueError(f"(): the format of the session in {where} is {short(came)}; expected {_FORMAT}")
     if values.get("model") != digest(model):
         raise ValueError(
             f"(): {where} is a session of another model, or of other weights; expected {model!r}"
@@ -178,11 +175,6 @@ def digest(model: Model) -> str:
     return _digest([getattr(model, each.name) for each in fields(model) if each.name not in _NOT_OF_KEYS])
 
 
-def _given(frequencies: Frequencies, length: int) -> RopeFrequencies:
-    """Frequencies for a text of `length` tokens."""
-    return frequencies if isinstance(frequencies, RopeFrequencies) else frequencies(seq_len=length)
-
-
 def _digest(x: Any) -> str:
     """SHA-256 of arrays, packed weights, dataclasses and lists of them."""
     found = hashlib.sha256()
@@ -199,7 +191,7 @@ def _digest(x: Any) -> str:
             for part in x:
                 add(part)
         elif callable(x):  # frequencies that depend on the length
-            add([_given(x, length) for length in (1, _LONG)])
+            add([of_length(x, length) for length in (1, _LONG)])
         else:
             found.update(f"{type(x).__name__} {x!r};".encode())
 

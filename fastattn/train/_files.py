@@ -22,9 +22,6 @@ KEY = "fastattn.train"  # of the values in the header
 def require_fit(path: str | os.PathLike[str], values: Any, optimizer: str) -> None:
     """Raise unless `values` are those of a run with this optimizer."""
     where = os.fsdecode(path)
-    came = values.get("format") if isinstance(values, dict) else None
-    if came != FORMAT:
-        raise ValueError(f"(): the format of the run in {where} is {short(came)}; expected {FORMAT}")
     for name, (kind, expected) in _VALUES.items():
         x = values.get(name)
         if name not in values or not isinstance(x, kind) or (isinstance(x, int) and (x is True or x < 0)):

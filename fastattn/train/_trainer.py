@@ -301,7 +301,7 @@ class Trainer:
         FileNotFoundError
             If no file is there.
         """
-        arrays, values = _safetensors.read(path, _files.KEY, "training run")
+        arrays, values = _safetensors.read(path, _files.KEY, "training run", _files.FORMAT)
         _files.require_fit(path, values, type(self.optimizer).__name__)
         if self._run is not None:
             self._run.require_same(path, values.get("tuning"))

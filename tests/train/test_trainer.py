@@ -212,7 +212,7 @@ HEADERS = {
     r"'schedule' in the header of .* is \{\}; expected a schedule's name": {**WHOLE, "schedule": {}},
     r"batches has length 2; expected None, as": {**WHOLE, "place": {"sequence": 3}},
     r"taken is 9; expected 0 to 2": {**WHOLE, "place": {"sequence": {"length": 2, "taken": 9}}},
-    r"the format of the run in .* is 1; expected 2": {"format": 1},
+    r"the format of the training run in .* is 1; expected 2": {"format": 1},
 }
 
 
