@@ -1,7 +1,7 @@
 """Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
-    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,shared,session,step,
-                             maxsim,select,selected,tensors,scaling,gated_norm} [--isa ISA] [--dtype D]
+    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,shared,session,experts,
+                             step,maxsim,select,selected,tensors,scaling,gated_norm} [--isa ISA] [--dtype D]
 
 Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each,
 those of `int8` medians. `maxsim`, `tensors` and `scaling` take all threads.
@@ -32,7 +32,8 @@ from fastattn._args.pack import pack_args
 from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._engine import dispatch, settings
 from fastattn._engine.core import _core
-from fastattn._engine.program import Sequences
+from fastattn._engine.program import ExpertsStep, Sequences
+from fastattn._engine.tape import PLAIN
 from fastattn.cache import KVCache
 from fastattn.functional import mamba2_scan, selective_scan
 from fastattn.grad import vjp
@@ -327,6 +328,37 @@ def session(dtype: str) -> None:
 
     times = shortest(turn, alone, whole)
     print("next turn {:.1f} ms, its tokens alone {:.1f}, all tokens {:.0f}".format(*np.array(times) * 1e3))
+
+
+def experts(dtype: str) -> None:
+    """One row by 32 weights of 4 MB and by one of 128 MB; one token of four experts, and its products."""
+    one, many = normal((1, 1024), dtype), [ops.pack(normal((1024, 1024), dtype)) for _ in range(32)]
+    big, first = (
+        ops.pack(normal((32768, 1024), dtype)),
+        [ops.pack(normal((512, 1024), dtype)) for _ in range(32)],
+    )
+    second, router = (
+        [ops.pack(normal((1024, 512), dtype)) for _ in range(32)],
+        ops.pack(normal((32, 1024), dtype)),
+    )
+    step = ExpertsStep("x", "out", router, (tuple(first), tuple(second)), 4, True, "silu", "x")
+    out, counts = np.empty_like(one), np.arange(32) < 4
+    row, inner = np.repeat(one, 4, axis=0), normal((4, 512), dtype)
+
+    def products() -> None:
+        ops.linear(one, router)
+        ops.grouped_linear(row, first, counts.astype(int), activation="silu")
+        ops.grouped_linear(inner, second, counts.astype(int))
+
+    calls = (
+        lambda: [ops.linear(one, weight) for weight in many],
+        lambda: ops.linear(one, big),
+        lambda: step.run(PLAIN, {"x": one}, Sequences(1), out),
+        products,
+    )
+    times = np.array(shortest(*calls))
+    print("{:.1f} and {:.1f} GB/s".format(*(big.nbytes / times[:2] / 1e9)))
+    print("one token of four experts {:.0f} us, its products {:.0f}".format(*times[2:] * 1e6))
 
 
 def maxsim(dtype: str) -> None:
@@ -628,8 +660,8 @@ def gated_norm(dtype: str) -> None:
 def main() -> None:
     """Parse the command line and measure."""
     functions = (
-        peak, strided, padding, decode, int8, linear, pack, load, layer, shared, session, step, maxsim,
-        select, selected, tensors, scaling, gated_norm,
+        peak, strided, padding, decode, int8, linear, pack, load, layer, shared, session, experts, step,
+        maxsim, select, selected, tensors, scaling, gated_norm,
     )  # fmt: skip
     measures = {f.__name__: f for f in functions}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
