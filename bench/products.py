@@ -33,6 +33,11 @@ KINDS = {
     "bfloat16, inputs too": ("bfloat16", "bfloat16", None, "bfloat16"),
     "int8": ("int8", "float32", None, "float32"),
     "int8 by int8": ("int8", "float32", "int8", "int8"),
+    "q8": ("q8", "float32", None, "float32"),
+    "q8 by int8": ("q8", "float32", "int8", "int8"),
+    "uint4": ("uint4", "float32", None, "float32"),
+    "uint4 by int8": ("uint4", "float32", "int8", "int8"),
+    "nf4": ("nf4", "float32", None, "float32"),
     "int4": ("int4", "float32", None, "float32"),
     "int4 by int8": ("int4", "float32", "int8", "int8"),
 }

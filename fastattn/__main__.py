@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
             choices=WEIGHT_DTYPES,
             help="how weights are kept in memory (as --dtype, of a GGUF file as it has them)",
         )
-        text = "round the inputs of linear maps, for weights in int8 or of 4 bits (they are not rounded)"
+        text = "round the inputs of linear maps, for weights in int8 or in blocks (they are not rounded)"
         option("--activations", choices=ROUNDINGS, help=text)
 
     option = command(_cli_models.embed)

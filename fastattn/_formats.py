@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fastattn._args.packed import FP4, IQ4
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastattn._args.types import Array
 
 _FLOAT16, _BYTE, _SIGNED = "<f2", "u1", "i1"
-_NONLINEAR = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
-)  # of IQ4_NL and IQ4_XS
-_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # of MXFP4, doubled
+_E2M1 = np.concatenate((FP4[8:], -FP4[8:]))  # the sign is the highest bit of a code
 
 
 class Parts(NamedTuple):
@@ -36,6 +35,8 @@ class Format(NamedTuple):
     name: str
     number: int  # as files say it
     features: int
+    packed: str  # the type of packed weights that holds its codes
+    block: int  # numbers that share a scale
     fields: np.dtype[Any]  # of a block
     parts: Callable[[Any], Parts]  # of blocks (n,), as `fields` says
 
@@ -43,6 +44,11 @@ class Format(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of a block."""
         return self.fields.itemsize
+
+    @property
+    def has_minima(self) -> bool:
+        """Whether numbers are a minimum and a multiple of the scale."""
+        return self.parts(np.zeros(1, self.fields)).minima is not None
 
     def decoded(self, data: Array) -> Array:
         """Numbers of `data`, bytes of whole blocks end to end, as float32."""
@@ -106,7 +112,7 @@ def _q6_k(b: Any) -> Parts:
 def _iq4_xs(b: Any) -> Parts:
     low = _bits(b["scales_l"], 4, 4)
     high = (b["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3).astype(np.int8)
-    return Parts(_NONLINEAR[_bits(b["qs"], 4, 8)], _float(b["d"]) * ((low | high << 4) - np.int8(32)))
+    return Parts(IQ4[_bits(b["qs"], 4, 8)], _float(b["d"]) * ((low | high << 4) - np.int8(32)))
 
 
 def _mxfp4(b: Any) -> Parts:
@@ -115,67 +121,74 @@ def _mxfp4(b: Any) -> Parts:
 
 
 def _format(
-    name: str, number: int, features: int, parts: Callable[[Any], Parts], **fields: tuple[str, int] | str
+    name: str,
+    number: int,
+    features: int,
+    packed: str,
+    block: int,
+    parts: Callable[[Any], Parts],
+    **fields: tuple[str, int] | str,
 ) -> Format:
     kinds = [(key, kind) if isinstance(kind, str) else (key, *kind) for key, kind in fields.items()]
-    return Format(name, number, features, np.dtype(kinds), parts)
+    return Format(name, number, features, packed, block, np.dtype(kinds), parts)
 
 
 FORMATS = {
     x.name: x
     for x in (
         _format(
-            "Q4_0", 2, 32, lambda b: Parts(_bits(b["qs"], 4) - np.int8(8), _float(b["d"])),
+            "Q4_0", 2, 32, "int4", 32, lambda b: Parts(_bits(b["qs"], 4) - np.int8(8), _float(b["d"])),
             d=_FLOAT16, qs=(_BYTE, 16),
         ),
         _format(
-            "Q4_1", 3, 32, lambda b: Parts(_bits(b["qs"], 4), _float(b["d"]), _float(b["m"])),
+            "Q4_1", 3, 32, "uint4", 32, lambda b: Parts(_bits(b["qs"], 4), _float(b["d"]), _float(b["m"])),
             d=_FLOAT16, m=_FLOAT16, qs=(_BYTE, 16),
         ),
         _format(
-            "Q5_0", 6, 32,
+            "Q5_0", 6, 32, "q8", 32,
             lambda b: Parts((_bits(b["qs"], 4) | _fifth_in_order(b["qh"])) - np.int8(16), _float(b["d"])),
             d=_FLOAT16, qh=(_BYTE, 4), qs=(_BYTE, 16),
         ),
         _format(
-            "Q5_1", 7, 32,
+            "Q5_1", 7, 32, "q8", 32,
             lambda b: Parts(_bits(b["qs"], 4) | _fifth_in_order(b["qh"]), _float(b["d"]), _float(b["m"])),
             d=_FLOAT16, m=_FLOAT16, qh=(_BYTE, 4), qs=(_BYTE, 16),
         ),
         _format(
-            "Q8_0", 8, 32, lambda b: Parts(b["qs"], _float(b["d"])),
+            "Q8_0", 8, 32, "q8", 32, lambda b: Parts(b["qs"], _float(b["d"])),
             d=_FLOAT16, qs=(_SIGNED, 32),
         ),
         _format(
-            "Q2_K", 10, 256,
+            "Q2_K", 10, 256, "uint4", 16,
             lambda b: _with_minima(b, _bits(b["qs"], 2, 2), b["scales"] & 15, b["scales"] >> 4),
             scales=(_BYTE, 16), qs=(_BYTE, 64), d=_FLOAT16, dmin=_FLOAT16,
         ),
         _format(
-            "Q3_K", 11, 256, _q3_k,
+            "Q3_K", 11, 256, "int4", 16, _q3_k,
             hmask=(_BYTE, 32), qs=(_BYTE, 64), scales=(_BYTE, 12), d=_FLOAT16,
         ),
         _format(
-            "Q4_K", 12, 256, lambda b: _with_minima(b, _bits(b["qs"], 4, 4), *_six_bits(b["scales"])),
+            "Q4_K", 12, 256, "uint4", 32,
+            lambda b: _with_minima(b, _bits(b["qs"], 4, 4), *_six_bits(b["scales"])),
             d=_FLOAT16, dmin=_FLOAT16, scales=(_BYTE, 12), qs=(_BYTE, 128),
         ),
         _format(
-            "Q5_K", 13, 256,
+            "Q5_K", 13, 256, "q8", 32,
             lambda b: _with_minima(b, _bits(b["qs"], 4, 4) | _fifth(b["qh"]), *_six_bits(b["scales"])),
             d=_FLOAT16, dmin=_FLOAT16, scales=(_BYTE, 12), qh=(_BYTE, 32), qs=(_BYTE, 128),
         ),
         _format(
-            "Q6_K", 14, 256, _q6_k,
+            "Q6_K", 14, 256, "q8", 16, _q6_k,
             ql=(_BYTE, 128), qh=(_BYTE, 64), scales=(_SIGNED, 16), d=_FLOAT16,
         ),
         _format(
-            "IQ4_NL", 20, 32, lambda b: Parts(_NONLINEAR[_bits(b["qs"], 4)], _float(b["d"])),
+            "IQ4_NL", 20, 32, "iq4", 32, lambda b: Parts(IQ4[_bits(b["qs"], 4)], _float(b["d"])),
             d=_FLOAT16, qs=(_BYTE, 16),
         ),
         _format(
-            "IQ4_XS", 23, 256, _iq4_xs,
+            "IQ4_XS", 23, 256, "iq4", 32, _iq4_xs,
             d=_FLOAT16, scales_h="<u2", scales_l=(_BYTE, 4), qs=(_BYTE, 128),
         ),
-        _format("MXFP4", 39, 32, _mxfp4, e=_BYTE, qs=(_BYTE, 16)),
+        _format("MXFP4", 39, 32, "fp4", 32, _mxfp4, e=_BYTE, qs=(_BYTE, 16)),
     )
 }  # fmt: skip

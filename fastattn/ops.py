@@ -91,16 +91,18 @@ def pack(
         As torch's ``Linear.weight``: float32, float64, float16 or bfloat16.
     gate : array_like, (out_features, in_features), optional
         Makes a gated pair: `linear` computes ``activation(x @ gate.T) * (x @ weight.T)`` in one pass.
-    dtype : {"float32", "float64", "bfloat16", "int8", "int4", "uint4", "nf4"}, optional
+    dtype : {"float32", "float64", "bfloat16", "int8", "q8", "int4", "uint4", "nf4", "iq4", "fp4"}, optional
         How the weight is stored, by name or as a NumPy type; default its own dtype (float32 for float16).
         bfloat16 is rounded to nearest even; int8 is symmetric, with one scale for each output feature,
-        ``max(abs(row)) / 127``. The types of 4 bits have a scale, float16, for every 32 input features of an
-        output feature. int4 divides them by an eighth of the one of largest magnitude, negated, so that they
+        ``max(abs(row)) / 127``. The others have a scale, float16, for every 32 input features of an output
+        feature. q8 is int8 in such blocks (GGUF's Q8_0). int4 divides them by an eighth of the one of largest magnitude, negated, so that they
         become -8 to 7 (GGUF's Q4_0); an element errs by half a scale, and by a whole one at the opposite end.
         NF4 divides them by their largest magnitude and takes the nearest of sixteen quantiles of the normal
-        distribution (Dettmers et al. 2023); it errs by up to 0.152 scales. Where numbers are so small that
-        float16 has few digits of their scale, or none, rounding it adds up to ``2**-22`` in int4 and
-        ``2**-25`` in NF4.
+        distribution (Dettmers et al. 2023); it errs by up to 0.152 scales. uint4 subtracts a minimum, float16,
+        and divides by a fifteenth of what is left (Q4_1). iq4 and fp4 make the one of largest magnitude -127
+        and -12, and take the nearest number of IQ4_NL and of MXFP4. Where numbers are so small that
+        float16 has few digits of their scale, or none, rounding it adds up to ``2**-25`` times the largest
+        code: ``2**-22`` in int4, ``2**-18`` in q8.
     num_threads, backend
         As of `linear`.
 
@@ -140,7 +142,7 @@ def linear(
         float32, float16 or bfloat16; float64 for a weight in float64.
     weight : PackedLinear
         From `pack`. For a bfloat16 weight, x is rounded to bfloat16 if the CPU has a dot product of bfloat16
-        pairs, else the weight is widened. Weights in int8 and in 4 bits are widened to float32, unless
+        pairs, else the weight is widened. Weights in int8 and in blocks are widened to float32, unless
         `activations` says otherwise.
     bias : array_like, (out_features,) or, gated, (2, out_features), optional
     activation : str, optional
@@ -148,7 +150,7 @@ def linear(
     residual : array_like, (..., out_features), optional
         Added last; in x's dtype. It may be `out` itself.
     activations : {"int8"}, optional
-        Round each row of x to int8 and multiply integers: for weights in int8 and 4 bits, several times as
+        Round each row of x to int8 and multiply integers: for weights in int8 and in blocks, several times as
         fast where rows are many. A row has a grid of its own, 255 numbers from its smallest to its largest
         element, so with a step of ``(max(row) - min(row)) / 254``; each of its elements errs by half a step
         at most. One large element costs all others of its row their precision; rows of one value, or of two,
@@ -184,7 +186,7 @@ def linear(
     -----
     ``2 * rows * in_features * out_features`` FLOP, twice that if gated. A row of the result does not depend
     on the other rows, to the bit. One accumulator sums at most 256 products; with the dot product of bfloat16
-    pairs 256 of these; of 4 bits by int8, the exact sums of 64 blocks.
+    pairs 256 of these; of blocks by int8, the exact sums of 64 blocks.
 
     Rounding the weights w changes an element of the product by at most ``sum(abs(x) * e)`` over its k: e is
     the error of each weight, as `pack` states it, ``dw / 2`` in int8 with a scale dw. Int8 `activations` add

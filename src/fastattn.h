@@ -14,7 +14,7 @@ typedef struct {
 } fa_tuning;
 #undef FA_SIZE
 
-typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8, FA_I4 } fa_dtype; /* I4: packed weights only */
+typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8, FA_I4, FA_Q8 } fa_dtype; /* I4, Q8: packed weights only */
 
 /* A task that may last long asks now and then whether to give up. If so, nobody reads the results of the call. */
 typedef struct {
@@ -122,7 +122,8 @@ typedef enum {
     FA_N_ACTIVATIONS
 } fa_activation;
 
-#define FA_PANEL_BYTES 128 /* that a panel holds of each input feature: of two in bfloat16, 4 in int8, 8 in 4 bits */
+#define FA_PANEL_BYTES                                                                                                 \
+    128 /* that a panel holds of each input feature: of two in bfloat16, 4 in int8 and Q8, 8 in 4 bits */
 
 /* out (m, n) = activation(x (m, k) w^T + bias) + residual; gated: activation(gate) * up + residual. Transposed: x w in
  * place of x w^T, so that n counts what w has as input features, and x has the output features of one map or of two. */
@@ -130,8 +131,8 @@ typedef struct {
     const char *x, *residual;
     char *out;
     const char *panels;  /* n_panels x k x columns, as _args/packed.py says; gated: gate, up, gate, ... */
-    const void *scales;  /* int8: lanes, (n_panels, columns); 4 bits: float16, (n_panels, blocks, columns) */
-    const void *minima;  /* 4 bits: as scales, optional */
+    const void *scales;  /* int8: lanes, (n_panels, columns); in blocks: float16, (n_panels, blocks, columns) */
+    const void *minima;  /* in blocks: as scales, optional */
     const void *table;   /* 16 lanes: values of 4 bits; a weight is its value times the scale, plus the minimum */
     const int8_t *codes; /* the same as int8, times `unit` */
     const void *sums;    /* lanes, (n_panels, columns): of w's rows, as int8 multiplies them; read with x_int8 alone */
@@ -140,7 +141,8 @@ typedef struct {
     char *pre;        /* (m, n), gated (m, 2, n), optional: receives what the activation is applied to */
     int64_t x_row, residual_row, out_row, pre_row, m, n, k;
     fa_dtype dtype, weight; /* of x, residual, out, pre; of the panels */
-    int gated, x_int8;      /* x_int8: rows of x are rounded to int8, each on its grid; weights are int8 or of 4 bits */
+    int block;              /* weights in blocks, 4 bits or Q8: features that share a scale, 16 or 32 */
+    int gated, x_int8;      /* x_int8: rows of x are rounded to int8, each on its grid; weights are integers, too */
     int transposed;         /* the maps of w, 1 or 2; 0: not transposed. Then neither gated nor x_int8. */
     fa_activation activation;
     const fa_watch *watch; /* optional */

@@ -68,8 +68,8 @@ static void widen_part(const packed_product *p, lane *to)
     for (int64_t d = 0; d < p->features; d += each)
         for (int64_t c = 0; c < PANEL; c += LANES) {
             const v_t step = v_load(p->part + d / each * FA_PANEL_BYTES + c * (int64_t)sizeof(lane));
-            const int64_t offset = (d / BLOCK_4BIT * PANEL + c) * 2;
-            const v_t scale = weight == FA_I4 ? v_load_f16(p->scales + offset) : v_splat(0);
+            const int64_t offset = scales_at(p->a, d) + c * 2;
+            const v_t scale = in_blocks(weight) ? v_load_f16(p->scales + offset) : v_splat(0);
             const v_t minimum = p->minima ? v_load_f16(p->minima + offset) : v_splat(0);
             for (int f = 0; f < each; f++) {
                 const v_t wide = v_widen(weight, f, step, p->a->table, scale, minimum);
@@ -83,15 +83,15 @@ INLINE void turn_square(fa_dtype weight, const fa_linear_args *a, int64_t panel,
 {
     const int64_t each = features_per_step(weight), features = panel_features(a, a->n);
     const char *part = a->panels + (panel * features + first) / each * FA_PANEL_BYTES;
-    const int64_t of_block = (panel * features + first) / BLOCK_4BIT * PANEL * 2;
     const int64_t next = a->transposed * features / each * FA_PANEL_BYTES;
     for (int64_t c = 0; c < PANEL; c += LANES) {
         v_t scale = v_splat(0), minimum = v_splat(0);
-        if (weight == FA_I4) scale = v_load_f16((const char *)a->scales + of_block + c * 2);
-        if (a->minima) minimum = v_load_f16((const char *)a->minima + of_block + c * 2);
         if (weight == FA_I8) scale = v_load((const lane *)a->scales + panel * PANEL + c);
         for (int64_t d = 0; d < PANEL; d += LANES) {
             v_t square[LANES];
+            const int64_t at = scales_at(a, panel * features + first + d) + c * 2;
+            if (in_blocks(weight) && first + d < features) scale = v_load_f16((const char *)a->scales + at);
+            if (a->minima && first + d < features) minimum = v_load_f16((const char *)a->minima + at);
             UNROLL_FOR(int i = 0; i < LANES; i++) {
                 const char *step = part + (d + i) / each * FA_PANEL_BYTES + c * (int64_t)sizeof(lane);
                 square[i] = v_splat(0);
@@ -116,6 +116,7 @@ static void turn_part(const fa_linear_args *a, int64_t panel, int map, int64_t f
         case FA_BF16: turn_square(FA_BF16, a, from, column, to); break;
         case FA_I8: turn_square(FA_I8, a, from, column, to); break;
         case FA_I4: turn_square(FA_I4, a, from, column, to); break;
+        case FA_Q8: turn_square(FA_Q8, a, from, column, to); break;
         default: turn_square(LANE_DTYPE, a, from, column, to);
         }
     }
@@ -170,10 +171,10 @@ static void multiply_packed(int64_t rows, const packed_product *whole, const lan
         const int runs = wide_runs(rows), together = how == BY_WIDENING && whole->features - d >= runs * most;
         p.runs = together ? runs : 1;
         p.features = smaller(whole->features - d, most);
-        p.x = whole->x + d * x_size(p.a), p.sums = whole->sums + d / BLOCK_4BIT;
+        p.x = whole->x + d * x_size(p.a), p.sums = whole->sums + block_at(p.a, d);
         p.part = wide ? (const char *)(wide + d * PANEL) : whole->part + d / each * FA_PANEL_BYTES;
-        if (weight == FA_I4) p.scales = whole->scales + d / BLOCK_4BIT * PANEL * 2;
-        if (whole->minima) p.minima = whole->minima + d / BLOCK_4BIT * PANEL * 2;
+        if (in_blocks(weight)) p.scales = whole->scales + scales_at(p.a, d);
+        if (whole->minima) p.minima = whole->minima + scales_at(p.a, d);
         p.more = whole->more || d;
         if (how == BY_LANES) multiply_plain(0, rows, &p);
         else if (how == BY_PAIRS) multiply_plain(V_BF16_DOT, rows, &p);
@@ -188,8 +189,8 @@ static void find_part(packed_product *p, int64_t panel, int64_t feature)
 {
     const int64_t each = features_per_step(p->a->weight), features = features_padded(p->a);
     p->part = p->a->panels + (panel * features + feature) / each * FA_PANEL_BYTES;
-    const int64_t of_block = (panel * features + feature) / BLOCK_4BIT * PANEL * 2;
-    if (p->a->weight == FA_I4) p->scales = (const char *)p->a->scales + of_block;
+    const int64_t of_block = scales_at(p->a, panel * features + feature);
+    if (in_blocks(p->a->weight)) p->scales = (const char *)p->a->scales + of_block;
     if (p->a->minima) p->minima = (const char *)p->a->minima + of_block;
 }
 
@@ -212,7 +213,7 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
     for (int64_t b = 0; b < plan->blocks; b++) {
         const int64_t of_each = plan->blocks / sources, source = b / of_each, d = b % of_each * plan->features;
         packed_product p = {.a = a, .x_row = x.x_row, .sums_row = sums_of_row(a), .more = b > 0};
-        p.x = x.x + (source * features + d) * x_size(a), p.sums = scratch.sums + d / BLOCK_4BIT;
+        p.x = x.x + (source * features + d) * x_size(a), p.sums = scratch.sums + block_at(a, d);
         p.features = smaller(features - d, plan->features);
         for (int64_t i = panel; i < end; i += maps) {
             lane *acc = scratch.acc + (plan->blocks > 1 ? (i - panel) * rows * PANEL : 0), *up = acc + rows * PANEL;

@@ -46,7 +46,7 @@ typedef struct {
 /* Input features of a panel, of which w has k. */
 INLINE int64_t panel_features(const fa_linear_args *a, int64_t k)
 {
-    return round_up(k, a->weight == FA_I4 ? BLOCK_4BIT : features_per_step(a->weight));
+    return round_up(k, in_blocks(a->weight) ? PACKED_BLOCK : features_per_step(a->weight));
 }
 
 /* Features of x that have weights. */
@@ -107,7 +107,10 @@ INLINE int64_t pass_rows(const fa_linear_args *a)
     return multiplication_of(a) == BY_BLOCKS ? BLOCK_ROWS : LINEAR_ROWS;
 }
 
-INLINE int64_t sums_of_row(const fa_linear_args *a) { return a->weight == FA_I4 ? features_padded(a) / BLOCK_4BIT : 1; }
+INLINE int64_t sums_of_row(const fa_linear_args *a)
+{
+    return in_blocks(a->weight) ? block_at(a, features_padded(a)) : 1;
+}
 
 static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const fa_linear_plan *plan,
                                    linear_scratch *scratch)
@@ -130,16 +133,16 @@ static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const f
 }
 
 #if LANE_BITS == 32
-/* sums = the sum of n bytes, up to whole vectors 0, or of every block of them. */
-INLINE void sum_bytes(int blocks, const char *bytes, int64_t n, int32_t *sums)
+/* sums = the sum of n bytes, up to whole vectors 0, or of every block of them, if there are blocks. */
+INLINE void sum_bytes(int64_t block, const char *bytes, int64_t n, int32_t *sums)
 {
     const vi_t none = {0}, ones = none + 0x01010101; /* v_dot_i8 may add V_I8_OFFSET times the bytes */
     vi_t all = none;
-    for (int64_t b = 0; blocks && b < n / BLOCK_4BIT; b++) {
+    for (int64_t b = 0; block && b < n / block; b++) {
         sums[b] = 0;
-        for (int i = 0; i < BLOCK_4BIT; i++) sums[b] += ((const int8_t *)bytes)[b * BLOCK_4BIT + i];
+        for (int i = 0; i < block; i++) sums[b] += ((const int8_t *)bytes)[b * block + i];
     }
-    if (blocks) return;
+    if (block) return;
     for (int64_t d = 0; d < n; d += V_BYTES) {
         const vi_t here = (vi_t)v_load(bytes + d);
         all += v_dot_i8(ones, here, none) - v_dot_i8(none, here, none);
@@ -178,7 +181,8 @@ INLINE row_grid quantise_row_as(fa_dtype dtype, const fa_linear_args *a, const c
         v_store_i8_part(to + d, (vi_t)((x - v_splat(middle)) * factor + magic), a->k - d);
     }
     memset(to + a->k, 0, round_up(a->k, 64) - a->k);
-    if ((V_I8_OFFSET && !by_tiles(a)) || a->minima) sum_bytes(a->weight == FA_I4, to, features_padded(a), sums);
+    if ((V_I8_OFFSET && !by_tiles(a)) || a->minima)
+        sum_bytes(in_blocks(a->weight) ? a->block : 0, to, features_padded(a), sums);
     return (row_grid){finite ? half / 127 * (lane)a->unit : NAN, middle};
 }
 

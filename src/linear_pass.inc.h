@@ -1,23 +1,24 @@
 /* The micro-kernels of products with packed weights: rows of x times one panel, whose columns are the lanes.
  *
  * A panel holds FA_PANEL_BYTES of weights for each step: one input feature of PANEL columns or, side by side in a lane,
- * a pair of them in bfloat16, four in int8, eight in 4 bits. x is broadcast, as many features at a time.
+ * a pair of them in bfloat16, four in int8 and Q8, eight in 4 bits. x is broadcast, as many features at a time.
  *
  *   weights          x          product
  *   lanes            lanes      multiply-adds                                           tile_outer
  *   bfloat16         pairs      the dot product of pairs, where there is one            tile_outer
  *   bfloat16, int8,  lanes      multiply-adds; weights are widened in registers         wide_pass
- *   4 bits
+ *   Q8, 4 bits
  *   int8             int8       the dot product of four, in integers                    bytes_pass
  *                               eight of two rows and two columns, where there is one   squares_pass
- *   4 bits           int8       the same; each block of BLOCK_4BIT features is scaled   blocks_pass
+ *   Q8, 4 bits       int8       the same; each block of features is scaled              blocks_pass
  *
  * Literals  columns: a multiple of GROUP. dot: 1 only if V_BF16_DOT. fetch: 0 .. STEP_LINES. triangular: 0, 1. weight:
- *           FA_BF16, FA_I8, FA_I4. rows: 1 .. LINEAR_ROWS, of blocks_pass BLOCK_ROWS. runs: 1, 2 with two rows at most,
- *           WIDE_RUNS with one.
- * Exports   PANEL, GROUP, WITH_ROWS, multiply (linear attention has such products, too); BLOCK_4BIT, BLOCK_ROWS,
- *           LINEAR_SUM, PART_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS, turns_pairs,
- *           multiplication, multiplication_of; features_per_step, packed_product, narrow_pass, wide_runs, v_widen. */
+ *           FA_BF16, FA_I8, FA_I4, FA_Q8; of blocks_pass the last two. rows: 1 .. LINEAR_ROWS, of blocks_pass BLOCK_ROWS.
+ *           runs: 1, 2 with two rows at most, WIDE_RUNS with one. by_bytes: 1 only if FA_I4.
+ * Exports   PANEL, GROUP, WITH_ROWS, multiply (linear attention has such products, too); PACKED_BLOCK, BLOCK_ROWS,
+ *           in_blocks, block_at, scales_at, LINEAR_SUM, PART_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING,
+ *           BY_BYTES, BY_BLOCKS, turns_pairs, multiplication, multiplication_of; features_per_step, packed_product,
+ *           narrow_pass, wide_runs, v_code_bytes, v_widen. */
 #pragma once
 #include "tile.inc.h"
 
@@ -28,13 +29,20 @@
 _Static_assert(LINEAR_ROWS *LINEAR_NV + LINEAR_NV + 1 <= V_REGISTERS, "the tile spills");
 _Static_assert(LINEAR_ROWS <= TILE_MAX && PANEL % GROUP == 0, "passes fill a panel");
 
-#define BLOCK_4BIT 32                /* input features that share a scale, for each column, if weights have 4 bits */
+#define PACKED_BLOCK 32 /* input features that pack gives a scale; panels in blocks are whole ones of these */
 #define BLOCK_ROWS (LINEAR_ROWS / 2) /* rows of blocks_pass, which has two accumulators for each result */
+
+/* Whether each block of input features has scales of its own. */
+INLINE int in_blocks(fa_dtype weight) { return weight == FA_I4 || weight == FA_Q8; }
+
+/* The number of the block that a feature is in, and a feature's place among float16 scales (blocks, PANEL), in bytes. */
+INLINE int64_t block_at(const fa_linear_args *a, int64_t feature) { return feature >> (a->block == 16 ? 4 : 5); }
+INLINE int64_t scales_at(const fa_linear_args *a, int64_t feature) { return block_at(a, feature) * PANEL * 2; }
 
 /* Input features of a panel's step. */
 INLINE int64_t features_per_step(fa_dtype weight)
 {
-    return weight == FA_I4 ? 8 : weight == FA_I8 ? 4 : weight == FA_BF16 ? 2 : 1;
+    return weight == FA_I4 ? 8 : weight == FA_I8 || weight == FA_Q8 ? 4 : weight == FA_BF16 ? 2 : 1;
 }
 
 /* pass(rows, ...) with `rows`, at most `limit`, as a literal. */
@@ -102,11 +110,11 @@ INLINE void multiply(int64_t columns, int dot, int triangular, int64_t rows, con
 /* out (rows, PANEL) = x (rows, features) times a part of a panel. */
 typedef struct {
     const fa_linear_args *a;
-    const char *x;       /* lanes, pairs of bfloat16 or int8, 0 up to a whole step; of 4 bits, to a whole block */
+    const char *x;       /* lanes, pairs of bfloat16 or int8, 0 up to a whole step, or a whole block */
     int64_t x_row;       /* bytes */
-    const int32_t *sums; /* of int8 x, if V_I8_OFFSET or minima: of each row and, of 4 bits, of each of its blocks */
+    const int32_t *sums; /* of int8 x, if V_I8_OFFSET or minima: of each row or, by weights in blocks, of each block */
     int64_t sums_row;
-    const char *part, *scales; /* scales: float16, (blocks, PANEL); 4 bits only */
+    const char *part, *scales; /* scales: float16, (blocks, PANEL); weights in blocks only */
     const char *minima;        /* as scales, or NULL */
     int64_t features;
     int runs;      /* of so many features, one behind the other: more than 1 only in wide_pass */
@@ -116,7 +124,11 @@ typedef struct {
     lane *out;     /* int8 by int8: integers of the same width */
 } packed_product;
 
-#define SCALES_AHEAD (PART_AHEAD / (BLOCK_4BIT / 8 * FA_PANEL_BYTES) * PANEL * 2)
+/* From scales to those that are prefetched with weights PART_AHEAD behind, in bytes. */
+INLINE int64_t scales_ahead(fa_dtype weight, const fa_linear_args *a)
+{
+    return scales_at(a, PART_AHEAD / FA_PANEL_BYTES * features_per_step(weight));
+}
 
 /* Asks for lines at step number `step`, beside the first group of columns. */
 INLINE void fetch_step(const packed_product *p, int64_t c, int64_t step)
@@ -128,14 +140,15 @@ INLINE void fetch_step(const packed_product *p, int64_t c, int64_t step)
 #define LINEAR_SUM MAX_DEPTH /* steps, or features widened, that one accumulator sums at most */
 #define WIDE_RUNS 4          /* runs of LINEAR_SUM features that one row is multiplied with at once */
 
-/* Feature f of each step, widened; of 4 bits, scaled, plus the minimum. A byte of 4 bits each holds one of features 0 .. 3 and, above, one
- * of 4 .. 7: so that both halves are four bytes for the integer dot product. */
+/* Feature f of each step, widened; in blocks, scaled, plus the minimum. A byte of 4 bits each holds one of features
+ * 0 .. 3 and, above, one of 4 .. 7: so that both halves are four bytes for the integer dot product. */
 INLINE v_t v_widen(fa_dtype weight, int f, v_t step, const lane *table, v_t scale, v_t minimum)
 {
 #if LANE_BITS == 32
     const vi_t bits = (vi_t)step;
     if (weight == FA_BF16) return (v_t)(f ? bits & (ilane)0xffff0000 : bits << 16);
     if (weight == FA_I8) return __builtin_convertvector(bits << (24 - 8 * f) >> 24, v_t);
+    if (weight == FA_Q8) return v_fma(__builtin_convertvector(bits << (24 - 8 * f) >> 24, v_t), scale, minimum);
     if (weight == FA_I4)
         return v_fma(v_lookup(table, (vi_t)((vw_t)bits >> (f < 4 ? 8 * f : 8 * f - 28))), scale, minimum);
 #endif
@@ -143,16 +156,31 @@ INLINE v_t v_widen(fa_dtype weight, int f, v_t step, const lane *table, v_t scal
     return step;
 }
 
+/* Runs of features that a pass of so many rows goes through at once, if there are as many. */
+INLINE int wide_runs(int64_t rows) { return rows == 1 ? WIDE_RUNS : rows == 2 ? WIDE_RUNS / 2 : 1; }
+
+#if LANE_BITS == 32
+/* The bytes of features 0 .. 3 (0) or 4 .. 7 (1) of a step of 4 bits, from a table of bytes. */
+INLINE vi_t v_code_bytes(int half, vi_t table, v_t step)
+{
+    const vi_t bits = (vi_t)step;
+    return v_lookup_i8(table, (half ? bits >> 4 : bits) & (ilane)0x0f0f0f0f);
+}
+
 /* One pass of x in lanes: `rows` rows, GROUP columns from c on. Weights are widened in registers, feature by feature;
- * the bits are those of multiply_pass on widened ones.
+ * the bits are those of multiply_pass on widened ones. With `by_bytes`, which needs values of 4 bits that are their
+ * codes, these become bytes first, four by one instruction: v_lookup takes four instructions for one on AVX2.
  *
  * A multiply-add waits for the one before on its accumulator, four cycles. Few rows have too few of them to fill the
  * time. They go through several runs of features at once, LINEAR_SUM each, whose sums are then added in order. */
-INLINE void wide_pass(int rows, int runs, fa_dtype weight, int64_t c, const packed_product *p)
+INLINE void wide_pass(int rows, int runs, fa_dtype weight, int by_bytes, int64_t c, const packed_product *p)
 {
     const int64_t each = features_per_step(weight), run_bytes = LINEAR_SUM / each * FA_PANEL_BYTES;
+    const int64_t ahead = scales_ahead(weight, p->a), in_block = p->a->block - 1;
     const char *part = p->part + c * (int64_t)sizeof(lane);
+    const vi_t codes = by_bytes ? v_table_i8(p->a->codes) : (vi_t){0};
     v_t sum[TILE_MAX][LINEAR_NV], scale[WIDE_RUNS][LINEAR_NV], minimum[WIDE_RUNS][LINEAR_NV], wide[LINEAR_NV];
+    vi_t bytes[LINEAR_NV];
     UNROLL_FOR(int r = 0; r < rows * runs; r++)
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_splat(0);
     UNROLL_FOR(int run = 0; run < runs; run++)
@@ -162,13 +190,13 @@ INLINE void wide_pass(int rows, int runs, fa_dtype weight, int64_t c, const pack
             const char *step = part + run * run_bytes;
             const int64_t feature = run * LINEAR_SUM + d;
             fetch_step(p, c, feature / each);
-            if (weight == FA_I4 && d % BLOCK_4BIT == 0) {
-                const int64_t offset = (feature / BLOCK_4BIT * PANEL + c) * 2;
-                if (p->lines) __builtin_prefetch(p->scales + offset + SCALES_AHEAD, 0, 2);
+            if (in_blocks(weight) && (d & in_block) == 0) {
+                const int64_t offset = scales_at(p->a, feature) + c * 2;
+                if (p->lines) __builtin_prefetch(p->scales + offset + ahead, 0, 2);
                 UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
                     scale[run][u] = v_load_f16(p->scales + offset + u * LANES * 2);
                 if (p->minima) {
-                    if (p->lines) __builtin_prefetch(p->minima + offset + SCALES_AHEAD, 0, 2);
+                    if (p->lines) __builtin_prefetch(p->minima + offset + ahead, 0, 2);
                     UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
                         minimum[run][u] = v_load_f16(p->minima + offset + u * LANES * 2);
                 }
@@ -176,9 +204,12 @@ INLINE void wide_pass(int rows, int runs, fa_dtype weight, int64_t c, const pack
             UNROLL_FOR(int f = 0; f < each; f++) {
                 const char *x = p->x + (feature + f) * (int64_t)sizeof(lane);
                 HIDE(x);
-                UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
-                    wide[u] = v_widen(weight, f, v_load(step + u * V_BYTES), p->a->table, scale[run][u],
-                                      minimum[run][u]);
+                UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
+                    const v_t here = v_load(step + u * V_BYTES);
+                    if (by_bytes && f % 4 == 0) bytes[u] = v_code_bytes(f / 4, codes, here);
+                    wide[u] = v_widen(by_bytes ? FA_Q8 : weight, by_bytes ? f % 4 : f, by_bytes ? (v_t)bytes[u] : here,
+                                      p->a->table, scale[run][u], minimum[run][u]);
+                }
                 UNROLL_FOR(int r = 0; r < rows; r++) {
                     const v_t element = v_splat(*(const lane_u *)(x + r * p->x_row));
                     UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
@@ -195,17 +226,13 @@ INLINE void wide_pass(int rows, int runs, fa_dtype weight, int64_t c, const pack
         }
 }
 
-/* Runs of features that a pass of so many rows goes through at once, if there are as many. */
-INLINE int wide_runs(int64_t rows) { return rows == 1 ? WIDE_RUNS : rows == 2 ? WIDE_RUNS / 2 : 1; }
-
-INLINE void wide_passes(int64_t rows, fa_dtype weight, int64_t c, const packed_product *p)
+INLINE void wide_passes(int64_t rows, fa_dtype weight, int by_bytes, int64_t c, const packed_product *p)
 {
-    if (p->runs == WIDE_RUNS) wide_pass(1, WIDE_RUNS, weight, c, p);
-    else if (p->runs > 1) wide_pass(2, WIDE_RUNS / 2, weight, c, p);
-    else WITH_ROWS(rows, LINEAR_ROWS, wide_pass, 1, weight, c, p);
+    if (p->runs == WIDE_RUNS) wide_pass(1, WIDE_RUNS, weight, by_bytes, c, p);
+    else if (p->runs > 1) wide_pass(2, WIDE_RUNS / 2, weight, by_bytes, c, p);
+    else WITH_ROWS(rows, LINEAR_ROWS, wide_pass, 1, weight, by_bytes, c, p);
 }
 
-#if LANE_BITS == 32
 typedef int32_t four_u __attribute__((aligned(1), may_alias)); /* four int8 anywhere in memory */
 
 /* Where the integer sums of a row begin: see v_dot_i8. */
@@ -273,29 +300,30 @@ INLINE void squares_pass(int rows, int64_t c, const packed_product *p)
 }
 #endif
 
-/* One pass of 4 bits by int8: a block's products are summed in integers, scaled, and added in lanes. */
-INLINE void blocks_pass(int rows, int64_t c, const packed_product *p)
+/* One pass of weights in blocks by int8: a block's products are summed in integers, scaled, and added in lanes. */
+INLINE void blocks_pass(int rows, fa_dtype weight, int64_t c, const packed_product *p)
 {
+    const int64_t each = features_per_step(weight), steps = p->a->block / each, ahead = scales_ahead(weight, p->a);
     const char *part = p->part + c * (int64_t)sizeof(lane), *x = p->x;
-    const vi_t nibbles = (vi_t){0} + 0x0f0f0f0f, table = v_table_i8(p->a->codes);
+    const vi_t table = weight == FA_I4 ? v_table_i8(p->a->codes) : (vi_t){0};
     v_t total[BLOCK_ROWS][LINEAR_NV];
     vi_t sum[BLOCK_ROWS][LINEAR_NV];
     UNROLL_FOR(int r = 0; r < rows; r++)
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
             total[r][u] = p->more ? v_load(p->out + r * PANEL + c + u * LANES) : v_splat(0);
         }
-    for (int64_t block = 0; block < p->features / BLOCK_4BIT; block++) {
+    for (int64_t block = 0; block < block_at(p->a, p->features); block++) {
         UNROLL_FOR(int r = 0; r < rows; r++)
             UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = first_sum(p, r, block);
-        ROLLED_FOR(int s = 0; s < BLOCK_4BIT / 8; s++, part += FA_PANEL_BYTES, x += 8) {
-            fetch_step(p, c, block * (BLOCK_4BIT / 8) + s);
-            UNROLL_FOR(int half = 0; half < 2; half++) {
+        ROLLED_FOR(int64_t s = 0; s < steps; s++, part += FA_PANEL_BYTES, x += each) {
+            fetch_step(p, c, block * steps + s);
+            UNROLL_FOR(int half = 0; half < each / 4; half++) {
                 const char *half_x = x + half * 4;
                 vi_t codes[LINEAR_NV];
                 HIDE(half_x);
                 UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
-                    const vi_t bits = (vi_t)v_load(part + u * V_BYTES);
-                    codes[u] = v_lookup_i8(table, (half ? bits >> 4 : bits) & nibbles);
+                    const v_t here = v_load(part + u * V_BYTES);
+                    codes[u] = weight == FA_I4 ? v_code_bytes(half, table, here) : (vi_t)here;
                 }
                 UNROLL_FOR(int r = 0; r < rows; r++) {
                     const vi_t four = (vi_t){0} + *(const four_u *)(half_x + r * p->x_row);
@@ -304,7 +332,7 @@ INLINE void blocks_pass(int rows, int64_t c, const packed_product *p)
             }
         }
         const char *scales = p->scales + (block * PANEL + c) * 2;
-        if (p->lines) __builtin_prefetch(scales + SCALES_AHEAD, 0, 2);
+        if (p->lines) __builtin_prefetch(scales + ahead, 0, 2);
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
             const v_t scale = v_load_f16(scales + u * LANES * 2);
             UNROLL_FOR(int r = 0; r < rows; r++)
@@ -331,7 +359,7 @@ INLINE int turns_pairs(const fa_linear_args *a)
 
 INLINE multiplication multiplication_of(const fa_linear_args *a)
 {
-    if (a->x_int8) return a->weight == FA_I4 ? BY_BLOCKS : BY_BYTES;
+    if (a->x_int8) return in_blocks(a->weight) ? BY_BLOCKS : BY_BYTES;
     if (a->transposed) return turns_pairs(a) ? BY_PAIRS : BY_WIDENING;
     if (LANE_BITS == 64 || a->weight == FA_F32) return BY_LANES;
     return V_BF16_DOT && a->weight == FA_BF16 ? BY_PAIRS : BY_WIDENING;
@@ -346,10 +374,13 @@ INLINE void narrow_pass(multiplication how, int64_t rows, int64_t c, const packe
 #else
     if (how == BY_BYTES) WITH_ROWS(rows, LINEAR_ROWS, bytes_pass, c, p);
 #endif
-    else if (how == BY_BLOCKS) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, c, p);
-    else if (!V_BF16_DOT && p->a->weight == FA_BF16) wide_passes(rows, FA_BF16, c, p);
-    else if (p->a->weight == FA_I8) wide_passes(rows, FA_I8, c, p);
-    else wide_passes(rows, FA_I4, c, p);
+    else if (how == BY_BLOCKS && p->a->weight == FA_Q8) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, FA_Q8, c, p);
+    else if (how == BY_BLOCKS) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, FA_I4, c, p);
+    else if (!V_BF16_DOT && p->a->weight == FA_BF16) wide_passes(rows, FA_BF16, 0, c, p);
+    else if (p->a->weight == FA_I8) wide_passes(rows, FA_I8, 0, c, p);
+    else if (p->a->weight == FA_Q8) wide_passes(rows, FA_Q8, 0, c, p);
+    else if (!V_LOOKUP_ONCE && p->a->unit == 1) wide_passes(rows, FA_I4, 1, c, p); /* the values are the codes */
+    else wide_passes(rows, FA_I4, 0, c, p);
 }
 #else
 INLINE void narrow_pass(multiplication how, int64_t rows, int64_t c, const packed_product *p)

@@ -7,7 +7,7 @@
  *         meanwhile, step by step: rows of the panel before are finished (linear_finish.inc.h); of x, 64 bytes of some
  *         of the next rows are copied to where tiles load them fast, or asked for
  *
- * All of these overlap best in small portions at every step. 4 bits by int8 are products of single tiles:
+ * All of these overlap best in small portions at every step. Weights in blocks by int8 are products of single tiles:
  * blocks_by_tiles.
  *
  * The panels are those of all other instruction sets: 16 steps of 16 columns are a tile. A row's bits depend on that row
@@ -198,14 +198,13 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
 /* to (features / 4, PANEL) of four int8 = the codes of a part of a panel of 4 bits. */
 static void unpack_codes(const packed_product *p, char *to)
 {
-    const vi_t nibbles = (vi_t){0} + 0x0f0f0f0f, table = v_table_i8(p->a->codes);
+    const vi_t table = v_table_i8(p->a->codes);
     for (int64_t s = 0; s < p->features / 8; s++, to += 2 * FA_PANEL_BYTES)
         UNROLL_FOR(int64_t c = 0; c < FA_PANEL_BYTES; c += V_BYTES) {
             const char *step = p->part + s * FA_PANEL_BYTES + c;
-            const vi_t bits = (vi_t)v_load(step);
             __builtin_prefetch(step + PART_AHEAD, 0, 2);
-            v_store(to + c, (v_t)v_lookup_i8(table, bits & nibbles));
-            v_store(to + FA_PANEL_BYTES + c, (v_t)v_lookup_i8(table, bits >> 4 & nibbles));
+            UNROLL_FOR(int half = 0; half < 2; half++)
+                v_store(to + half * FA_PANEL_BYTES + c, (v_t)v_code_bytes(half, table, v_load(step)));
         }
 }
 
@@ -213,12 +212,13 @@ static void unpack_codes(const packed_product *p, char *to)
  * and added while the next blocks are multiplied. */
 static void blocks_by_tiles(int64_t rows, const packed_product *p, char *codes)
 {
-    const int64_t blocks = p->features / BLOCK_4BIT, block_bytes = BLOCK_4BIT / 4 * FA_PANEL_BYTES;
+    const int64_t block = p->a->block, blocks = block_at(p->a, p->features), block_bytes = block / 4 * FA_PANEL_BYTES;
+    const char *bytes = p->a->weight == FA_Q8 ? p->part : codes;
     lane sums[CODES_SUMS][TILE_ROWS * LANES] __attribute__((aligned(64))) = {0};
-    unpack_codes(p, codes);
+    if (p->a->weight == FA_I4) unpack_codes(p, codes);
     for (int64_t r = 0, shaped = 0; r < rows; r += TILE_ROWS) {
         const int64_t n = smaller(rows - r, TILE_ROWS);
-        if (n != shaped) tile_shapes(n, 0, BLOCK_4BIT);
+        if (n != shaped) tile_shapes(n, 0, (int)block);
         shaped = n;
         for (int64_t c = 0; c < PANEL; c += LANES) {
             lane *out = p->out + r * PANEL + c;
@@ -228,8 +228,8 @@ static void blocks_by_tiles(int64_t rows, const packed_product *p, char *codes)
             for (int64_t b = 0; b < blocks + CODES_BEHIND; b++) {
                 if (b < blocks) {
                     TILE_ZERO(0);
-                    TILE_LOAD(4, p->x + r * p->x_row + b * BLOCK_4BIT, p->x_row);
-                    TILE_LOAD(6, codes + b * block_bytes + c * (int64_t)sizeof(lane), FA_PANEL_BYTES);
+                    TILE_LOAD(4, p->x + r * p->x_row + b * block, p->x_row);
+                    TILE_LOAD(6, bytes + b * block_bytes + c * (int64_t)sizeof(lane), FA_PANEL_BYTES);
                     TILE_DOT_I8(0, 4, 6);
                     TILE_STORE(0, sums[b % CODES_SUMS], TILE_BYTES);
                 }

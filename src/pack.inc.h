@@ -1,7 +1,7 @@
 /* Weights of linear maps, from rows of any floating type into panels, as _args/packed.py says.
  *
  * A step of a panel is one word, as wide as a lane, for each of its PANEL output features: one input feature in float32
- * and float64, two in bfloat16, four in int8, eight in 4 bits. So every type is packed in the same way:
+ * and float64, two in bfloat16, four in int8 and Q8, eight in 4 bits. So every type is packed in the same way:
  *
  *   for each panel, for each PACK_WORDS words of its rows
  *     for each row: its words, side by side               read once from memory; words that lie there already are
@@ -15,20 +15,20 @@
 #pragma once
 #include "linear_pass.inc.h"
 
-#define PACK_WORDS 1024                 /* of each row: PANEL rows of them stay in the second-level cache */
-#define PACK_PITCH (PACK_WORDS + LANES) /* a power of two would put all rows into the same sets of a cache */
-#define PACK_GROUP (LANES * BLOCK_4BIT) /* features whose scales are found together */
+#define PACK_WORDS 1024                   /* of each row: PANEL rows of them stay in the second-level cache */
+#define PACK_PITCH (PACK_WORDS + LANES)   /* a power of two would put all rows into the same sets of a cache */
+#define PACK_GROUP (LANES * PACKED_BLOCK) /* features whose scales are found together */
 
 /* A thread's memory. */
 typedef struct {
     lane *x;          /* the features of PACK_WORDS words, and 0 up to a whole PACK_GROUP */
     lane *words;      /* (PANEL, PACK_PITCH) */
     lane *gathered;   /* (PANEL, k): rows whose features do not lie side by side */
-    lane *divisors;   /* of 4 bits: of LANES blocks of x */
-    uint16_t *scales; /* of 4 bits: of each block of x, as they are stored */
+    lane *divisors;   /* of weights in blocks: of LANES blocks of x */
+    uint16_t *scales; /* the same: of each block of x, as they are stored */
     uint16_t *minima; /* the same */
     uint8_t *codes;   /* of 4 bits: of each feature of x */
-    double *sums;     /* (PANEL): of int8 and 4 bits, what a->sums has of the rows, so far */
+    double *sums;     /* (PANEL): of integers, what a->sums has of the rows, so far */
 } pack_scratch;
 
 /* A row of a panel. */
@@ -48,15 +48,15 @@ INLINE int64_t pack_features(const fa_pack_args *a) { return PACK_WORDS * featur
 
 static int64_t take_pack_scratch(arena *from, const fa_pack_args *a, pack_scratch *scratch)
 {
-    const int64_t most = round_up(smaller(a->k, pack_features(a)), PACK_GROUP), coded = a->weight == FA_I4;
+    const int64_t most = round_up(smaller(a->k, pack_features(a)), PACK_GROUP), coded = in_blocks(a->weight);
     int gathers = 0;
     for (int64_t i = 0; i < a->n_blocks; i++) gathers |= !side_by_side(a, &a->blocks[i]);
     CUT(from, scratch->x, most);
     CUT(from, scratch->words, PANEL * PACK_PITCH);
     CUT(from, scratch->gathered, gathers * PANEL * a->k);
     CUT(from, scratch->divisors, coded * LANES);
-    CUT(from, scratch->scales, coded * (most / BLOCK_4BIT));
-    CUT(from, scratch->minima, coded * (most / BLOCK_4BIT));
+    CUT(from, scratch->scales, coded * (most / PACKED_BLOCK));
+    CUT(from, scratch->minima, coded * (most / PACKED_BLOCK));
     CUT(from, scratch->codes, coded * most);
     CUT(from, scratch->sums, PANEL);
     return from->used;
@@ -147,17 +147,21 @@ static void pack_pairs(const lane *x, int64_t n, char *to)
     for (int64_t j = 0; j < n; j += LANES) v_store_bf16(to + j * 2, v_load(x + j));
 }
 
-/* to (n) = x / scale, rounded to nearest even. Where the scale is denormal, and so coarse, a quotient may exceed 127.
- * Returns the sum, times the scale: exact, as are the sums of all parts of a row. */
+/* to = quotients, rounded to nearest even, which it returns, too. By a scale that is coarse they may exceed 127. */
+INLINE v_t v_rounded_bytes(v_t quotients, char *to)
+{
+    const v_t most = v_splat(127), magic = v_splat(0x1.8p23f); /* adding it rounds, into the lowest bits */
+    const v_t rounded = v_min(most, v_max(-most, quotients)) + magic;
+    v_store_i8(to, (vi_t)rounded);
+    return rounded - magic;
+}
+
+/* to (n) = x / scale, rounded. Returns the sum, times the scale: exact, as are the sums of all parts of a row. */
 static double pack_bytes(const lane *x, int64_t n, lane scale, char *to)
 {
-    const v_t divisor = v_splat(scale == 0 ? 1 : scale), most = v_splat(127), magic = v_splat(0x1.8p23f);
+    const v_t divisor = v_splat(scale == 0 ? 1 : scale);
     v_t sum = v_splat(0);
-    for (int64_t j = 0; j < n; j += LANES) { /* adding `magic` rounds, into the lowest bits */
-        const v_t rounded = v_min(most, v_max(-most, v_load(x + j) / divisor)) + magic;
-        v_store_i8(to + j, (vi_t)rounded);
-        sum += rounded - magic;
-    }
+    for (int64_t j = 0; j < n; j += LANES) sum += v_rounded_bytes(v_load(x + j) / divisor, to + j);
     return (double)v_sum(sum) * scale;
 }
 
@@ -167,20 +171,22 @@ INLINE v_t v_block_scales(const fa_pack_args *a, const lane *x)
 {
     v_t up[LANES], down[LANES]; /* the largest of x and of -x, of each block */
     for (int b = 0; b < LANES; b++) {
-        up[b] = v_load(x + b * BLOCK_4BIT), down[b] = -up[b];
-        UNROLL_FOR(int j = LANES; j < BLOCK_4BIT; j += LANES) {
-            const v_t more = v_load(x + b * BLOCK_4BIT + j);
+        up[b] = v_load(x + b * PACKED_BLOCK), down[b] = -up[b];
+        UNROLL_FOR(int j = LANES; j < PACKED_BLOCK; j += LANES) {
+            const v_t more = v_load(x + b * PACKED_BLOCK + j);
             up[b] = v_max(up[b], more), down[b] = v_max(down[b], -more);
         }
     }
     const v_t high = v_max_each(up), low = v_max_each(down);
-    if (a->extreme == 0) return (v_t)v_magnitude_bits(v_max(high, low));
+    const v_t magnitude = (v_t)v_magnitude_bits(v_max(high, low));
+    if (a->weight == FA_Q8) return magnitude / v_splat(127);
+    if (a->extreme == 0) return magnitude;
     v_t largest = v_select(high > low, high, -low);
     if (v_any(high == low))
         for (int b = 0; b < LANES; b++)
             if (high[b] == low[b]) {
-                const lane *each = x + b * BLOCK_4BIT;
-                while (fabsf(*each) != high[b] && each < x + (b + 1) * BLOCK_4BIT - 1) each++;
+                const lane *each = x + b * PACKED_BLOCK;
+                while (fabsf(*each) != high[b] && each < x + (b + 1) * PACKED_BLOCK - 1) each++;
                 largest[b] = *each;
             }
     return largest / v_splat((lane)a->extreme);
@@ -191,14 +197,15 @@ INLINE v_t v_block_minima(lane *x, uint16_t *minima)
 {
     v_t most[LANES]; /* of -x */
     for (int b = 0; b < LANES; b++) {
-        most[b] = -v_load(x + b * BLOCK_4BIT);
-        UNROLL_FOR(int j = LANES; j < BLOCK_4BIT; j += LANES) most[b] = v_max(most[b], -v_load(x + b * BLOCK_4BIT + j));
+        most[b] = -v_load(x + b * PACKED_BLOCK);
+        UNROLL_FOR(int j = LANES; j < PACKED_BLOCK; j += LANES)
+            most[b] = v_max(most[b], -v_load(x + b * PACKED_BLOCK + j));
     }
     v_store_f16(minima, -v_max_each(most));
     const v_t minimum = v_load_f16(minima);
     for (int b = 0; b < LANES; b++)
-        UNROLL_FOR(int j = 0; j < BLOCK_4BIT; j += LANES)
-            v_store(x + b * BLOCK_4BIT + j, v_load(x + b * BLOCK_4BIT + j) - v_splat(minimum[b]));
+        UNROLL_FOR(int j = 0; j < PACKED_BLOCK; j += LANES)
+            v_store(x + b * PACKED_BLOCK + j, v_load(x + b * PACKED_BLOCK + j) - v_splat(minimum[b]));
     return minimum;
 }
 
@@ -210,19 +217,20 @@ INLINE vi_t v_code(const lane *middles, v_t x)
     return code;
 }
 
-/* Codes of n features of x, and of zeros up to a whole block, two a byte; scales and minima of blocks, `block` numbers
- * after a's first and PANEL apart. Returns the sum of the n weights as integers have them: each block's is exact, and is
- * scaled; these are added in order. */
+/* Codes of n features of x, and of zeros up to a whole block, of 4 bits two a byte; scales and minima of blocks, `block`
+ * numbers after a's first and PANEL apart. Returns the sum of the n weights as integers have them: each block's is exact,
+ * and is scaled; these are added in order. */
 static double pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n, int64_t block, char *to)
 {
     typedef uint64_t eight_u __attribute__((aligned(1), may_alias));
     typedef uint32_t four_u __attribute__((aligned(1), may_alias));
-    const int64_t blocks = ceil_div(n, BLOCK_4BIT);
+    const int64_t blocks = ceil_div(n, PACKED_BLOCK);
+    const int bytes = a->weight == FA_Q8;
     double sum = 0;
     for (int64_t first = 0; first < blocks; first += LANES) {
         v_t minimum = v_splat(0);
-        if (a->minima) minimum = v_block_minima(s->x + first * BLOCK_4BIT, s->minima + first);
-        v_store_f16(s->scales + first, v_block_scales(a, s->x + first * BLOCK_4BIT));
+        if (a->minima) minimum = v_block_minima(s->x + first * PACKED_BLOCK, s->minima + first);
+        v_store_f16(s->scales + first, v_block_scales(a, s->x + first * PACKED_BLOCK));
         const v_t scale = v_load_f16(s->scales + first);
         v_t sums[LANES];                                                      /* of each block, exactly */
         v_store(s->divisors, v_select(scale == 0, v_splat(INFINITY), scale)); /* the codes are then those of 0 */
@@ -230,24 +238,31 @@ static double pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n
             const int64_t b = first + i;
             sums[i] = v_splat(0);
             if (b >= blocks) continue;
-            UNROLL_FOR(int64_t j = b * BLOCK_4BIT; j < (b + 1) * BLOCK_4BIT; j += LANES) {
-                const vi_t code = v_code(a->middles, v_load(s->x + j) / v_splat(s->divisors[i]));
+            UNROLL_FOR(int64_t j = b * PACKED_BLOCK; j < (b + 1) * PACKED_BLOCK; j += LANES) {
+                const v_t scaled = v_load(s->x + j) / v_splat(s->divisors[i]);
+                if (bytes) {
+                    sums[i] += v_rounded_bytes(scaled, to + j);
+                    continue;
+                }
+                const vi_t code = v_code(a->middles, scaled);
                 v_store_i8(s->codes + j, code);
                 sums[i] += v_lookup(a->codes, code);
             }
-            for (int64_t j = n; j < (b + 1) * BLOCK_4BIT; j++) sums[i][0] -= ((const lane *)a->codes)[s->codes[j]];
+            for (int64_t j = n; !bytes && j < (b + 1) * PACKED_BLOCK; j++)
+                sums[i][0] -= ((const lane *)a->codes)[s->codes[j]];
             ((uint16_t *)a->scales)[block + b * PANEL] = s->scales[b];
             if (a->minima) ((uint16_t *)a->minima)[block + b * PANEL] = s->minima[b];
         }
         const v_t whole = v_sum_each(sums);
         for (int64_t i = 0; i < smaller(LANES, blocks - first); i++) {
-            const int64_t features = smaller(BLOCK_4BIT, n - (first + i) * BLOCK_4BIT);
+            const int64_t features = smaller(PACKED_BLOCK, n - (first + i) * PACKED_BLOCK);
             sum += (double)whole[i] * scale[i] + (double)features * minimum[i];
         }
     }
     const eight_u *restrict eights = (const eight_u *)s->codes;
     four_u *restrict words = (four_u *)to;
-    for (int64_t j = 0; j < blocks * BLOCK_4BIT / 8; j++) words[j] = (uint32_t)(eights[j] | eights[j] >> 28);
+    for (int64_t j = 0; !bytes && j < blocks * PACKED_BLOCK / 8; j++)
+        words[j] = (uint32_t)(eights[j] | eights[j] >> 28);
     return sum;
 }
 #endif
@@ -312,7 +327,7 @@ static const char *row_words(const fa_pack_args *a, const pack_scratch *s, const
     judge(a, row, most_of(most_bits(none, (const char *)s->x, n)));
     if (a->weight == FA_BF16) pack_pairs(s->x, n, to);
     else {
-        const int64_t block = panel * ceil_div(a->k, BLOCK_4BIT) + first / BLOCK_4BIT;
+        const int64_t block = panel * ceil_div(a->k, PACKED_BLOCK) + first / PACKED_BLOCK;
         add_sum(a, s, r, panel, first, pack_codes(a, s, n, block * PANEL + r, to));
     }
 #else
@@ -386,7 +401,7 @@ static void pack_run(const fa_pack_args *a, int64_t begin, int64_t end, void *me
 {
     pack_scratch s;
     take_pack_scratch(&(arena){.memory = memory}, a, &s);
-    const int64_t each = features_per_step(a->weight), unit = a->weight == FA_I4 ? BLOCK_4BIT : each;
+    const int64_t each = features_per_step(a->weight), unit = in_blocks(a->weight) ? PACKED_BLOCK : each;
     const int64_t steps = round_up(a->k, unit) / each;
     for (int64_t panel = begin; panel < end; panel++) {
         pack_row rows[PANEL];

@@ -14,7 +14,7 @@
  *   v_halves(i, a, b)       the lower (0) or upper (1) halves of a and b
  *   v_zipped(i, a, b)       the same, a's lanes and b's in turn
  *   v_lookup(table, i)      table[i % 16], lanes     v_lookup_i8          the same of bytes, i < 16,
- *                           in the table that v_table_i8 has loaded
+ *                           in the table that v_table_i8 has loaded; V_LOOKUP_ONCE: v_lookup is one instruction
  *   v_store_i8              the lowest byte of each lane           v_store_i8_part      of the first n lanes */
 typedef int8_t vb_t __attribute__((vector_size(LANES)));
 typedef vb_t vbu_t __attribute__((aligned(1), may_alias));
@@ -57,6 +57,12 @@ INLINE void v_store_i8_part(void *to, vi_t a, int64_t n)
     v_store_i8(n < LANES ? (void *)part : to, a);
     if (n < LANES) memcpy(to, part, n);
 }
+
+#if defined V_AVX512
+#define V_LOOKUP_ONCE 1
+#else
+#define V_LOOKUP_ONCE 0
+#endif
 
 INLINE v_t v_lookup(const lane table[16], vi_t index)
 {

@@ -8,7 +8,7 @@ import pytest
 from implementations import each_isa, forced
 
 from fastattn import ops
-from fastattn._args.packed import WEIGHT_DTYPES
+from fastattn._args.packed import BLOCKED, WEIGHT_DTYPES
 from fastattn._args.types import ACTIVATIONS as NAMES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -336,7 +336,7 @@ def test_packing_loses_nothing_but_what_rounds(shape, dtype):
         assert (np.abs(back - np.stack([gate, weight])) <= scales[..., None] * 0.501).all()
     elif dtype == "bfloat16":
         np.testing.assert_array_equal(back, np.stack([gate, weight]).astype(BF16).astype(np.float32))
-    elif dtype in ("int4", "uint4", "nf4"):
+    elif dtype in BLOCKED:
         assert back.dtype == np.float32  # test_ops_narrow.py has the rule
     else:
         np.testing.assert_array_equal(back, np.stack([gate, weight]))

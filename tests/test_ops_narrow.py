@@ -1,4 +1,4 @@
-"""Products with weights in int8 and in 4 bits, by floats and by int8: against float64, by the definition."""
+"""Products with weights in int8 and in blocks, by floats and by int8: against float64, by the definition."""
 
 import copy
 import math
@@ -10,10 +10,10 @@ import pytest
 from implementations import forced
 
 from fastattn import ops
-from fastattn._args.packed import PackedLinear
+from fastattn._args.packed import PackArgs, PackedLinear
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-KINDS = ["int8", "int4", "uint4", "nf4"]
+KINDS = ["int8", "q8", "int4", "uint4", "nf4", "iq4", "fp4"]
 # Sizes around the kernels' passes (6, 12, 96), steps (4, 8), blocks (32), panels (32) and depth (1024, 4096).
 SHAPES = [
     (1, 1, 1),
@@ -31,7 +31,15 @@ _NF4 = (
     " -0.18477343022833234 -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725"
     " 0.24611230194568634 0.33791524171829224 0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0"
 )
-NF4 = np.array(_NF4.split(), np.float32)
+TABLES = {
+    "nf4": np.array(_NF4.split(), np.float32),
+    "iq4": np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32),
+    "fp4": np.array([-12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12], np.float32),
+}
+# What the number of largest magnitude of a block becomes, and how many scales another is off at most: between
+# two numbers of the table half of their distance, at the other end of iq4 all that lies behind it.
+EXTREMES = {"q8": 127, "int4": -8, "nf4": 1, "iq4": -127, "fp4": -12}
+ERRORS = {"q8": 0.5, "nf4": 0.152 + 0.5 / 127, "iq4": 14.1, "fp4": 2}
 
 
 def normal(rng, *shape, dtype=np.float32):
@@ -71,7 +79,8 @@ def stored(weight, kind):
         errors = np.abs(scales) / 2 + np.abs(minima) * 2.0**-11 + np.zeros_like(values)
         return [x.reshape(n, blocks.shape[1] * 32)[:, :k] for x in (values, values, errors)]
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=2)[..., None], axis=2)
-    scales = (-largest / 8 if kind == "int4" else np.abs(largest)).astype(np.float16).astype(np.float32)
+    largest = np.abs(largest) if EXTREMES[kind] > 0 else largest
+    scales = (largest / np.float32(EXTREMES[kind])).astype(np.float16).astype(np.float32)
     each = divided(blocks, scales)
     if kind == "int4":
         codes = np.clip(np.rint(each), -8, 7)
@@ -79,9 +88,12 @@ def stored(weight, kind):
         errors = np.where(each > 7, 1, 0.5) * np.abs(scales)
         multiplied = codes
     else:
-        codes = NF4[np.abs(each[..., None] - NF4).argmin(axis=-1)].astype(float)
-        errors = np.broadcast_to((0.152 + 0.5 / 127) * scales, blocks.shape)
-        multiplied = np.rint(codes * 127) / 127
+        if kind == "q8":
+            codes = np.clip(np.rint(each), -127, 127)
+        else:
+            codes = TABLES[kind][np.abs(each[..., None] - TABLES[kind]).argmin(axis=-1)].astype(float)
+        errors = np.broadcast_to(ERRORS[kind] * np.abs(scales), blocks.shape)
+        multiplied = np.rint(codes * 127) / 127 if kind == "nf4" else codes
     results = (codes * scales.astype(float), multiplied * scales.astype(float), errors.astype(float))
     return [x.reshape(n, blocks.shape[1] * 32)[:, :k] for x in results]
 
@@ -190,15 +202,15 @@ def test_what_pack_stores(shape, kind):
             assert (np.abs(exact - given) <= errors * 1.001).all()  # a scale in float16 rounds, too
 
 
-@pytest.mark.parametrize("kind", ["int4", "uint4", "nf4"])
-def test_pack_in_4_bits_of_tiny_and_large_numbers(kind):
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_pack_in_blocks_of_tiny_and_large_numbers(kind):
     for size in (1e-9, 1e-7, 2e-7, 7e-7, 1e-6, 1e-4, 6e4):
         weight = size * np.random.default_rng(3).uniform(-1, 1, (5, 64)).astype(np.float32)
         exact, _, errors = stored(weight, kind)
         back = ops.pack(weight, dtype=kind).unpack()
         np.testing.assert_allclose(back, exact, rtol=2**-23, atol=0)
         # A scale that is denormal in float16, times the largest code, and a minimum.
-        coarse = {"int4": 8, "uint4": 15 + 1, "nf4": 1}[kind] * 2.0**-25
+        coarse = (15 + 1 if kind == "uint4" else abs(EXTREMES[kind])) * 2.0**-25
         assert (np.abs(back - weight) <= np.abs(errors) * 1.005 + coarse).all()
 
 
@@ -359,9 +371,9 @@ def test_copies(implementation, kind, gated):
 def test_memory(kind):
     """4 bits and a scale, in uint4 a minimum, of 16 bits for 32 numbers; 8 bits and 32 for an output feature.
 
-    Each has a sum of 32 bits for an output feature, too.
+    Each has a sum of 32 bits for an output feature, too; q8 has 8 bits and the scales of 4.
     """
-    packed, bits = ops.pack(np.ones((64, 96), np.float32), dtype=kind), 5 if kind == "uint4" else 4.5
+    packed, bits = ops.pack(np.ones((64, 96), np.float32), dtype=kind), {"uint4": 5, "q8": 8.5}.get(kind, 4.5)
     assert packed.nbytes == 64 * 4 + (64 * 96 + 64 * 4 if kind == "int8" else 64 * 96 * bits / 8)
 
 
@@ -379,7 +391,7 @@ X = np.ones((2, 4), np.float32)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_activations_need_narrow_weights(kind):
     message = (
-        rf"^linear\(\): activations is 'int8' for weights in {kind}; expected weights in int8, int4, uint4,"
+        rf"^linear\(\): activations is 'int8' for weights in {kind}; expected weights in int8, q8, int4,"
     )
     with pytest.raises(ValueError, match=message):
         ops.linear(X, ops.pack(np.ones((3, 4), np.float32), dtype=kind), activations="int8")
@@ -413,6 +425,54 @@ def test_the_most_features(implementation):
     made = PackedLinear(most, 1, False, "int8", lowest, scales, sums)  # pack() makes no -128
     got = ops.linear(x, made, activations="int8")
     np.testing.assert_allclose(got, [[-128.0 * most], [128.0 * most]], rtol=1e-4)
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("minima", [False, True])
+@pytest.mark.parametrize("kind", ["q8", "int4", "uint4", "iq4"])
+def test_blocks_of_files(implementation, kind, minima, block, activations):
+    """Blocks of 16 that have scales, and minima where the type can have them, as files have them."""
+    rows, k, n, rng = 15, 544, 96, np.random.default_rng(block)
+    has_minima = minima if kind == "q8" else kind == "uint4"
+    args = PackArgs([], k, n // 2, 2, kind, 1)
+    args.set_blocks(block, has_minima)
+    numbers = {"q8": np.arange(-128, 128), "int4": np.arange(-8, 8), "uint4": np.arange(16), **TABLES}[kind]
+    weights = []
+    for map_ in range(2):
+        codes = rng.integers(0, len(numbers), (64, k))
+        scales, lowest = (rng.uniform(-0.1, 0.1, (64, k // block)).astype(np.float16) for _ in range(2))
+        stored_codes = numbers[codes].astype(np.int8) if kind == "q8" else codes.astype(np.uint8)
+        args.put_codes(map_, stored_codes, scales, lowest if has_minima else np.zeros_like(lowest))
+        wide = numbers[codes] * np.repeat(scales, block, axis=1).astype(float)
+        wide += np.repeat(lowest, block, axis=1) if has_minima else 0
+        weights.append(wide[: n // 2])
+    packed, x = args.packed(), normal(rng, rows, k)
+    assert packed.block == block
+    np.testing.assert_allclose(packed.unpack(), weights, rtol=2**-23, atol=2**-22)
+    for weight, sums in zip(weights, packed.sums.reshape(-1, 2, 32).swapaxes(0, 1), strict=True):
+        np.testing.assert_allclose(sums.ravel()[: n // 2], weight.sum(axis=1), rtol=1e-5, atol=1e-5)
+    values = x.astype(float)
+    if activations:
+        by_eights, middles, _, _ = rounded(x)
+        values = by_eights + middles
+    up, gate = values @ weights[1].T, values @ weights[0].T
+    expected, size = gate / (1 + np.exp(-gate)) * up, np.abs(values) @ np.abs(weights).swapaxes(1, 2)
+    got = ops.linear(x, packed, activation="silu", activations=activations)
+    slack = 2.0**-21 * (np.abs(up) * size[0] * 1.1 + (np.abs(gate) + size[0] * 2.0**-21) * size[1])
+    near = rounded(x)[3] * np.abs(values).max() / 60 if activations else np.zeros_like(values)
+    slack += (near @ np.abs(weights[0]).T) * np.abs(up) * 1.1 + (near @ np.abs(weights[1]).T) * np.abs(gate)
+    close(got, expected, slack)
+    for each in (1, 5):
+        same = ops.linear(x[:each], packed, activation="silu", activations=activations)
+        if implementation != "numpy":  # whose products are BLAS's
+            np.testing.assert_array_equal(same, got[:each])
+    dy = normal(rng, rows, 2, n // 2)
+    turned = ops.linear(dy, packed, transposed=True)
+    exact = dy[:, 0] @ weights[0] + dy[:, 1] @ weights[1]
+    close(turned, exact, 2.0**-20 * np.einsum("rmn,mnk->rk", np.abs(dy), np.abs(weights)))
+    again = pickle.loads(pickle.dumps(packed))
+    np.testing.assert_array_equal(again.unpack(), packed.unpack())
 
 
 @pytest.mark.parametrize("kind", ["int4", "uint4", "nf4"])

@@ -113,7 +113,7 @@ def test_types_may_be_those_of_numpy(dtype, implementation):
 def test_what_becomes_infinite_is_refused(dtype, implementation):
     """The first number that does, and the last that does not."""
     beyond = {"float32": 2.0**128, "float64": np.inf, "bfloat16": 2.0**128 - 2.0**119, "int8": 2.0**128}
-    first = beyond.get(dtype, 65520.0 * (8 if dtype == "int4" else 1))
+    first = beyond.get(dtype, 65520.0 * {"int4": 8, "q8": 127, "iq4": 127, "fp4": 12}.get(dtype, 1))
     lane = np.float64 if dtype in ("float32", "float64", "int8") else np.float32
     last = np.nextafter(lane(2.0**128 - 2.0**103 if first == 2.0**128 else first), lane(0))
     for sign in (1, -1):

@@ -1,7 +1,7 @@
 """Weights of a linear map, packed once into the panels that the kernels read.
 
 A panel holds `PANEL_BYTES` of each step through the input features: 32 output features (16 in float64), each
-with one input feature, or with as many as fit four bytes: 2 in bfloat16, 4 in int8, 8 in 4 bits. The
+with one input feature, or with as many as fit four bytes: 2 in bfloat16, 4 in int8 and q8, 8 in 4 bits. The
 micro-kernels of all instruction sets read a panel from front to back, so that they share one layout.
 """
 
@@ -22,7 +22,7 @@ from fastattn._args.values import flag, integer
 PANEL_BYTES = 128
 _ALL = slice(None)
 _UNPACKED = 1 << 18  # numbers that `unpack` takes at a time: they stay in the second-level cache
-BLOCK_4BIT = 32  # input features that share a scale, for each output feature, in the types of 4 bits
+BLOCK = 32  # input features that share a scale, for each output feature, in types of blocks; or half of that
 
 
 class Stored(NamedTuple):
@@ -33,16 +33,19 @@ class Stored(NamedTuple):
     shape: tuple[int, ...] = ()  # of what a step holds of each output feature
 
 
-# int4 is what GGUF calls Q4_0, and uint4 Q4_1. NF4's numbers are quantiles of the normal distribution
-# (Dettmers et al. 2023, arXiv:2305.14314), such that 0 is one of them.
+# int4 is what GGUF calls Q4_0, uint4 Q4_1, q8 Q8_0, iq4 IQ4_NL; fp4's numbers are those of MXFP4. NF4's are
+# quantiles of the normal distribution (Dettmers et al. 2023, arXiv:2305.14314), such that 0 is one of them.
 STORED = {
     "float32": Stored(np.float32, 1),
     "float64": Stored(np.float64, 1),
     "bfloat16": Stored(np.uint16, 2, (2,)),
     "int8": Stored(np.int8, 4, (4,)),
+    "q8": Stored(np.int8, 4, (4,)),
     "int4": Stored(np.uint8, 8, (4,)),
     "uint4": Stored(np.uint8, 8, (4,)),
     "nf4": Stored(np.uint8, 8, (4,)),
+    "iq4": Stored(np.uint8, 8, (4,)),
+    "fp4": Stored(np.uint8, 8, (4,)),
 }
 WEIGHT_DTYPES = tuple(STORED)
 
@@ -52,8 +55,7 @@ class Table(NamedTuple):
 
     values: Array  # (16,), float32, ascending
     codes: Array  # (16,), the same as int8 ...
-    unit: float  # ... times this
-    zero: int  # the code of 0
+    unit: float  # ... times this; 1: they are equal
     extreme: float  # what the element of largest magnitude becomes; 0: that magnitude becomes 1
     has_minima: bool = False  # which are subtracted first
 
@@ -78,11 +80,16 @@ _NF4 = (
 )
 _UINT4_VALUES = np.arange(16, dtype=np.float32)
 _INT4_VALUES, _NF4_VALUES = np.arange(-8, 8, dtype=np.float32), np.array(_NF4.split(), np.float32)
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+FP4 = np.array([-12, -8, -6, -4, -3, -2, -1, 0, 0, 1, 2, 3, 4, 6, 8, 12], np.int8)  # doubled
 TABLES = {
-    "int4": Table(_INT4_VALUES, _INT4_VALUES.astype(np.int8), 1.0, 8, -8.0),
-    "uint4": Table(_UINT4_VALUES, _UINT4_VALUES.astype(np.int8), 1.0, 0, 15.0, has_minima=True),
-    "nf4": Table(_NF4_VALUES, np.rint(_NF4_VALUES * 127).astype(np.int8), 1 / 127, 7, 0.0),
+    "int4": Table(_INT4_VALUES, _INT4_VALUES.astype(np.int8), 1.0, -8.0),
+    "uint4": Table(_UINT4_VALUES, _UINT4_VALUES.astype(np.int8), 1.0, 15.0, has_minima=True),
+    "nf4": Table(_NF4_VALUES, np.rint(_NF4_VALUES * 127).astype(np.int8), 1 / 127, 0.0),
+    "iq4": Table(IQ4.astype(np.float32), IQ4, 1.0, -127.0),
+    "fp4": Table(FP4.astype(np.float32), FP4, 1.0, -12.0),
 }
+BLOCKED = ("q8", *TABLES)  # the types in which every block of features has scales
 
 
 class PackedLinear:
@@ -99,17 +106,18 @@ class PackedLinear:
         Whether there are two maps, ``activation(gate(x)) * up(x)``.
     panels : ndarray
         ``(n_panels, in_features, columns)``; for bfloat16 ``(n_panels, ceil(in_features / 2), columns, 2)``
-        of its bits; for int8 ``(n_panels, ceil(in_features / 4), columns, 4)``; in 4 bits ``(n_panels,
-        4 * ceil(in_features / 32), columns, 4)`` of bytes, each with one of four features in its lower half
-        and one of the next four in its upper half. Panels of a gated pair alternate: gate, up, gate, up.
+        of its bits; for int8 ``(n_panels, ceil(in_features / 4), columns, 4)``, for q8 ``(n_panels,
+        8 * ceil(in_features / 32), columns, 4)``; in 4 bits ``(n_panels, 4 * ceil(in_features / 32),
+        columns, 4)`` of bytes, each with one of four features in its lower half and one of the next four in
+        its upper half. Panels of a gated pair alternate: gate, up, gate, up.
     scales : ndarray or None
-        For int8 ``(n_panels, columns)``, float32: the factor of each output feature. In 4 bits ``(n_panels,
-        ceil(in_features / 32), columns)``, float16: that of 32 input features.
+        For int8 ``(n_panels, columns)``, float32: the factor of each output feature. For q8 and in 4 bits
+        ``(n_panels, blocks, columns)``, float16: that of `block` input features.
     minima : ndarray or None
-        For uint4, as `scales`: what is added to the codes times the scale.
+        For uint4, and q8 that a file has so, as `scales`: what is added to the codes times the scale.
     sums : ndarray or None
-        For int8 and in 4 bits ``(n_panels, columns)``, float32: of each output feature, the sum of its
-        weights. Of NF4 they are those that multiply int8, rounded to multiples of 1 / 127.
+        For integers ``(n_panels, columns)``, float32: of each output feature, the sum of its weights. Of NF4
+        they are those that multiply int8, rounded to multiples of 1 / 127.
     """
 
     __slots__ = ("dtype", "gated", "in_features", "minima", "out_features", "panels", "scales", "sums")
@@ -141,11 +149,13 @@ class PackedLinear:
         count = n_maps * -(-n // width)
         stored = (count, steps(k, dtype), width, *STORED[dtype].shape)
         expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, STORED[dtype].dtype)]
-        if dtype in TABLES:
-            blocks = (count, -(-k // BLOCK_4BIT), width)
-            expected.append(("scales", scales, blocks, np.float16))
-            if TABLES[dtype].has_minima:
-                expected.append(("minima", minima, blocks, np.float16))
+        if dtype in BLOCKED:
+            n_blocks = -(-k // BLOCK)
+            if isinstance(scales, np.ndarray) and scales.shape[1:2] == (2 * n_blocks,):
+                n_blocks *= 2
+            expected.append(("scales", scales, (count, n_blocks, width), np.float16))
+            if has_minima(dtype) or (dtype == "q8" and minima is not None):
+                expected.append(("minima", minima, (count, n_blocks, width), np.float16))
         elif dtype == "int8":
             expected.append(("scales", scales, (count, width), np.float32))
         if len(expected) > 1:
@@ -189,6 +199,12 @@ class PackedLinear:
         arrays = self.panels, self.scales, self.sums, self.minima
         return sum(0 if array is None else array.nbytes for array in arrays)
 
+    @property
+    def block(self) -> int:
+        """Input features that share a scale: 32 or 16, in types of blocks."""
+        n_blocks = self.scales.shape[1] if self.scales is not None and self.dtype in BLOCKED else 0
+        return STORED[self.dtype].features * self.panels.shape[1] // n_blocks if n_blocks else BLOCK
+
     def floats(self, which: slice = _ALL) -> Array:
         """Panels `which`, (panels, in_features, columns), as floating numbers."""
         return self.rows_of(which).swapaxes(1, 2)
@@ -220,13 +236,16 @@ class PackedLinear:
             return values
         if self.dtype == "int8":
             return np.asarray(values[..., :k] * scales[..., None])
-        codes = np.stack((words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F), axis=-1)  # a byte for each feature
-        blocks = np.take(TABLES[self.dtype].pairs, codes.view(np.uint16)).view(np.float32)
-        blocks = blocks.reshape(n, width, scales.shape[1], BLOCK_4BIT)
+        if self.dtype == "q8":
+            blocks = values.astype(np.float32)
+        else:
+            codes = np.stack((words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F), axis=-1)  # a byte each
+            blocks = np.take(TABLES[self.dtype].pairs, codes.view(np.uint16)).view(np.float32)
+        blocks = blocks.reshape(n, width, scales.shape[1], self.block)
         blocks *= scales.astype(np.float32).swapaxes(1, 2)[..., None]
         if minima is not None:
             blocks += minima.astype(np.float32).swapaxes(1, 2)[..., None]
-        return blocks.reshape(n, width, 8 * n_steps)[..., :k]
+        return blocks.reshape(n, width, n_steps * STORED[self.dtype].features)[..., :k]
 
     def unpack(self) -> Array:
         """The weight, (out_features, in_features), or (2, out_features, in_features): gate and up.
@@ -252,6 +271,11 @@ def _restored(*fields: Any) -> PackedLinear:
     return PackedLinear(*[*sizes, aligned, scales, sums, minima])
 
 
+def has_minima(dtype: str) -> bool:
+    """Tell whether every block of this type has a minimum."""
+    return dtype in TABLES and TABLES[dtype].has_minima
+
+
 def columns(dtype: str) -> int:
     """Output features of a panel."""
     return PANEL_BYTES // (8 if dtype == "float64" else 4)
@@ -259,8 +283,8 @@ def columns(dtype: str) -> int:
 
 def steps(in_features: int, dtype: str) -> int:
     """Steps of a panel through that many input features; whole blocks, in 4 bits."""
-    if dtype in TABLES:
-        return -(-in_features // BLOCK_4BIT) * (BLOCK_4BIT // STORED[dtype].features)
+    if dtype in BLOCKED:
+        return -(-in_features // BLOCK) * (BLOCK // STORED[dtype].features)
     return -(-in_features // STORED[dtype].features)
 
 
@@ -326,6 +350,7 @@ class PackArgs:
     dtype: str
     num_threads: int
     over: PackedLinear | None = None  # of these sizes and a floating dtype, is written over; None: a new one
+    block: int = field(init=False, default=BLOCK)  # input features that share a scale, in types of blocks
     out: Array = field(init=False)
     scales: Array | None = field(init=False)
     minima: Array | None = field(init=False, default=None)
@@ -345,12 +370,17 @@ class PackArgs:
             self.out.flags.writeable = True  # as their memory is
         if self.dtype == "int8":
             self.scales = np.zeros((panels, width), np.float32)
-        elif self.dtype in TABLES:
-            self.scales = np.empty((panels, -(-self.in_features // BLOCK_4BIT), width), np.float16)
-            self.minima = np.empty_like(self.scales) if TABLES[self.dtype].has_minima else None
+        elif self.dtype in BLOCKED:
+            self.set_blocks(BLOCK, has_minima(self.dtype))
         if self.scales is not None:
             self.sums = np.zeros((panels, width), np.float32)
         self.beyond, self.bad = _BEYOND.get(self.dtype, np.inf), np.zeros(len(self.blocks), bool)
+
+    def set_blocks(self, block: int, minima: bool) -> None:
+        """Let `block` input features, 32 or 16, share a scale, and a minimum, too, if `minima`."""
+        n_blocks = -(-self.in_features // BLOCK) * (BLOCK // block)
+        self.block, self.scales = block, np.empty((len(self.out), n_blocks, columns(self.dtype)), np.float16)
+        self.minima = np.empty_like(self.scales) if minima else None
 
     def part(self, blocks: list[RowBlock], begin: int, end: int, num_threads: int) -> PackArgs:
         """Other blocks, which are the output features `begin`, where a panel begins, to `end` of these."""
@@ -364,19 +394,21 @@ class PackArgs:
         return part
 
     def put_codes(self, map_: int, codes: Array, scales: Array, minima: Array) -> None:
-        """Make panels of a map of 4 bits: codes (rows, in_features), whole panels and whole blocks of them.
+        """Make panels of a map in blocks: codes (rows, in_features), whole panels and whole blocks of them.
 
-        `scales` and `minima` are those of blocks, (rows, in_features / 32); minima may all be 0.
+        `scales` and `minima` are those of blocks, (rows, in_features / block); minima may all be 0.
         """
         assert self.scales is not None
         assert self.sums is not None
         width, here = columns(self.dtype), slice(map_, None, self.maps)
-        self.out[here] = two_a_byte(codes).reshape(-1, width, self.in_features // 8, 4).swapaxes(1, 2)
+        stored = codes if self.dtype == "q8" else two_a_byte(codes)
+        self.out[here] = stored.reshape(-1, width, self.out.shape[1], 4).swapaxes(1, 2)
         self.scales[here] = scales.reshape(-1, width, scales.shape[-1]).swapaxes(1, 2)
         if self.minima is not None:
             self.minima[here] = minima.reshape(-1, width, minima.shape[-1]).swapaxes(1, 2)
-        integers = TABLES[self.dtype].codes[codes].reshape(*scales.shape, BLOCK_4BIT)
-        sums = integers.sum(axis=-1, dtype=float) * scales + BLOCK_4BIT * minima.astype(float)
+        integers = codes if self.dtype == "q8" else TABLES[self.dtype].codes[codes]
+        integers = integers.reshape(*scales.shape, self.block)
+        sums = integers.sum(axis=-1, dtype=float) * scales + self.block * minima.astype(float)
         self.sums[here] = sums.sum(axis=-1).reshape(-1, width)
 
     def not_finite(self) -> str | None:
@@ -395,8 +427,10 @@ class PackArgs:
 
 # The smallest number that each type rounds to infinity. int8 is scaled in float32; float64 needs no entry.
 _BEYOND = {"float32": 2.0**128 - 2.0**103, "int8": 2.0**128 - 2.0**103, "bfloat16": 2.0**128 - 2.0**119}
-# Scales and minima of 4 bits are float16.
-_BEYOND |= {"int4": 8 * 65520.0, "uint4": 65520.0, "nf4": 65520.0}
+# Scales and minima of blocks are float16.
+_HALF = 65520.0  # the smallest number that float16 rounds to infinity
+_BEYOND |= {"q8": 127 * _HALF, "int4": 8 * _HALF, "uint4": _HALF}
+_BEYOND |= {"nf4": _HALF, "iq4": 127 * _HALF, "fp4": 12 * _HALF}
 
 
 def is_finite(x: Array, stored: str, or_none: bool = False) -> bool:

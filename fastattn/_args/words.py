@@ -94,7 +94,7 @@ _MEANINGS = {
     "bias": "added to the scores",
     "dropout": "with a seed",
     "dropout_p": "with a seed",
-    "weights_dtype": '"int8", "int4", "uint4" or "nf4"',
+    "weights_dtype": '"int8", "q8", "int4" or "uint4"',
     "temperature": "above 0",
 }
 _COMPILED = "masks.compile makes one of a function"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.blocks import blocks
-from fastattn._args.packed import BLOCK_4BIT, TABLES, columns, features_apart
+from fastattn._args.packed import TABLES, columns, features_apart
 from fastattn._args.types import Activation, Array, RopeArgs, RowsArgs, lane_dtype
 from fastattn._reference.attention import exp_below
 
@@ -138,7 +138,7 @@ def quantised_rows(x: Array) -> tuple[Array, Array, Array]:
 
 
 def _integer_products(x: Array, x_scales: Array, middles: Array, weight: PackedLinear, which: slice) -> Array:
-    """Products (panels, m, columns) of integers x with int8 or 4-bit panels."""
+    """Products (panels, m, columns) of integers x with panels of integers."""
     codes = features_apart(weight.panels[which], weight.dtype)[:, : weight.in_features]
     assert weight.scales is not None
     assert weight.sums is not None
@@ -147,17 +147,18 @@ def _integer_products(x: Array, x_scales: Array, middles: Array, weight: PackedL
     if weight.dtype == "int8":  # float64 holds the sums exactly
         sums = np.matmul(x.astype(np.float64), codes.astype(np.float64)).astype(np.float32)
         return np.asarray(sums * scales[:, None] * x_scales + weight_sums * middles)
-    table = TABLES[weight.dtype]
+    table = TABLES.get(weight.dtype)  # q8 has none
     total = np.zeros((len(codes), len(x), codes.shape[-1]), np.float32)
     for block in range(scales.shape[1]):
-        part = slice(block * BLOCK_4BIT, (block + 1) * BLOCK_4BIT)
-        sums = np.matmul(x[:, part], table.codes[codes[:, part]].astype(np.float32))
+        part = slice(block * weight.block, (block + 1) * weight.block)
+        integers = codes[:, part] if table is None else table.codes[codes[:, part]]
+        sums = np.matmul(x[:, part], integers.astype(np.float32))
         total += sums * scales[:, block, None]
         if weight.minima is not None:
             total += x[:, part].sum(axis=-1, keepdims=True) * weight.minima[which][:, block, None].astype(
                 np.float32
             )
-    return np.asarray(total * (x_scales * np.float32(table.unit)) + weight_sums * middles)
+    return np.asarray(total * (x_scales * np.float32(table.unit if table else 1)) + weight_sums * middles)
 
 
 @np.errstate(all="ignore")

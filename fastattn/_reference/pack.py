@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.packed import BLOCK_4BIT, STORED, TABLES, columns, to_bfloat16_bits, two_a_byte
+from fastattn._args.packed import BLOCK, BLOCKED, STORED, TABLES, columns, to_bfloat16_bits, two_a_byte
 from fastattn._args.types import Array
 
 if TYPE_CHECKING:
@@ -36,15 +36,13 @@ def pack(args: PackArgs) -> None:
                 sums[here] += block.sum(axis=-1, dtype=float) * scale  # exact
             elif args.dtype == "bfloat16":
                 block = to_bfloat16_bits(block)
-            elif args.dtype in TABLES:
-                part = slice(feature // BLOCK_4BIT, (feature + block.shape[-1]) // BLOCK_4BIT)
+            elif args.dtype in BLOCKED:
+                part = slice(feature // BLOCK, (feature + block.shape[-1]) // BLOCK)
                 if minima is not None:
                     block, minima[here, i, part] = _above_minima(block)
                 block, scales[here, i, part], products = _coded(block, args.dtype, args.in_features - feature)
                 if minima is not None:
-                    counts = np.clip(
-                        args.in_features - feature - BLOCK_4BIT * np.arange(len(products)), 0, BLOCK_4BIT
-                    )
+                    counts = np.clip(args.in_features - feature - BLOCK * np.arange(len(products)), 0, BLOCK)
                     products += counts[:, None, None] * minima[here, i, part].swapaxes(0, 1).astype(float)
                 for each in products:  # one after another, as in C
                     sums[here] += each
@@ -60,9 +58,9 @@ def _blocks(args: PackArgs, map_: int) -> Iterator[tuple[int, int, Array]]:
     """Cut a map into blocks (panels, width, features) in the lane type, each padded with 0.
 
     Yields the first panel and the first feature of each block with it. The padding completes the last panel,
-    and the last features of a step, in 4 bits of a block. Rows that are not finite are marked.
+    and the last features of a step, or of a block. Rows that are not finite are marked.
     """
-    width, unit = columns(args.dtype), BLOCK_4BIT if args.dtype in TABLES else STORED[args.dtype].features
+    width, unit = columns(args.dtype), BLOCK if args.dtype in BLOCKED else STORED[args.dtype].features
     lane = np.float64 if args.dtype == "float64" else np.float32
     depth = min(_BLOCK_FEATURES, max(unit, args.in_features))
     panels = max(1, _BLOCK // (width * depth))
@@ -92,7 +90,7 @@ def _largest(args: PackArgs, map_: int) -> Array:
 
 
 def _quantised(block: Array, scales: Array) -> Array:
-    """Divide block (panels, width, features) by scales (panels, width), and round to integers."""
+    """Divide block (..., features) by scales (...), and round to integers."""
     # Clip: the scale of a row of denormal numbers is coarse, so that a quotient may exceed 127.
     quotient = np.rint(block / np.where(scales == 0, 1, scales)[..., None])
     return np.clip(quotient, -127, 127, out=quotient)
@@ -100,24 +98,30 @@ def _quantised(block: Array, scales: Array) -> Array:
 
 def _above_minima(block: Array) -> tuple[Array, Array]:
     """Subtract minima (panels, blocks, width) of blocks of 32 from a block (panels, width, features)."""
-    x = block.reshape(*block.shape[:2], -1, BLOCK_4BIT)
+    x = block.reshape(*block.shape[:2], -1, BLOCK)
     minima = x.min(axis=-1).astype(np.float16)
     return (x - minima.astype(np.float32)[..., None]).reshape(block.shape), minima.swapaxes(1, 2)
 
 
 def _coded(block: Array, dtype: str, features: int) -> tuple[Array, Array, Array]:
-    """Two codes a byte, and scales (panels, blocks, width), of a block (panels, width, features).
+    """Codes as they are stored, and scales (panels, blocks, width), of a block (panels, width, features).
 
     After them (blocks, panels, width): each block's sum of the integers that multiply int8, scaled. Only the
     first `features` are summed; the others are padding.
     """
-    table = TABLES[dtype]
-    x = block.reshape(*block.shape[:2], -1, BLOCK_4BIT)
+    x = block.reshape(*block.shape[:2], -1, BLOCK)
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=-1)[..., None], axis=-1)
-    scales = (largest / np.float32(table.extreme) if table.extreme else np.abs(largest)).astype(np.float16)
+    extreme = 127 if dtype == "q8" else TABLES[dtype].extreme
+    most = largest if dtype != "q8" and extreme else np.abs(largest)
+    scales = (most / np.float32(extreme or 1)).astype(np.float16)
     divisor = scales.astype(np.float32)
-    scaled = np.where(divisor == 0, 0, x / np.where(divisor == 0, 1, divisor))
-    codes = np.searchsorted(table.middles[:-1], scaled).astype(np.uint8)
-    counted = np.arange(block.shape[-1]).reshape(-1, BLOCK_4BIT) < features
-    sums = (table.codes[codes] * counted).sum(axis=-1, dtype=float) * divisor[..., 0]
-    return two_a_byte(codes.reshape(block.shape)), scales[..., 0].swapaxes(1, 2), np.moveaxis(sums, -1, 0)
+    if dtype == "q8":
+        codes = integers = _quantised(x, divisor[..., 0]).astype(np.int8)
+    else:
+        scaled = np.where(divisor == 0, 0, x / np.where(divisor == 0, 1, divisor))
+        codes = np.searchsorted(TABLES[dtype].middles[:-1], scaled).astype(np.uint8)
+        integers = TABLES[dtype].codes[codes]
+    counted = np.arange(block.shape[-1]).reshape(-1, BLOCK) < features
+    sums = (integers * counted).sum(axis=-1, dtype=float) * divisor[..., 0]
+    stored = codes.reshape(block.shape) if dtype == "q8" else two_a_byte(codes.reshape(block.shape))
+    return stored, scales[..., 0].swapaxes(1, 2), np.moveaxis(sums, -1, 0)

@@ -50,7 +50,7 @@ def linear(
         What `linear` left in its argument of this name. Where it is None and there is an activation or a
         gated weight, it is computed again.
     need : sequence of {"dx", "dweight", "dbias"}
-        Which gradients. Weights in int8 and in 4 bits are frozen: they have no dweight.
+        Which gradients. Weights in int8 and in blocks are frozen: they have no dweight.
     into, num_threads, backend : optional
         As in `layer_norm`, like the errors.
 

@@ -52,7 +52,7 @@ def cross_entropy(
     x : array_like, (..., in_features) or (..., num_classes)
         The input of the last linear map; the logits themselves if `weight` is None.
     weight : PackedLinear, (num_classes, in_features), or None
-        From `fastattn.ops.pack`, not gated. Weights in int8 and in 4 bits are frozen: they have no dweight.
+        From `fastattn.ops.pack`, not gated. Weights in int8 and in blocks are frozen: they have no dweight.
     targets : array_like of int, (...)
         The right class of each row, or `ignore_index`.
     bias : array_like, (num_classes,), optional

@@ -72,11 +72,11 @@ class MultiHeadAttention(AttentionParameters):
         A logit a query head, a parameter, that enters the softmax's denominator only.
     window, softcap, scale, alibi_slopes : optional
         As in `fastattn.attention`. Query i stands at key i, after the keys of a cache.
-    weights_dtype : {"float32", "float64", "bfloat16", "int8", "int4", "uint4", "nf4"}
-        How the projections' weights are stored, as `fastattn.ops.pack` does; "float64" for float64 input, the
-        others for all others.
+    weights_dtype : str, default "float32"
+        How the projections' weights are stored, a `dtype` of `fastattn.ops.pack`; "float64" for float64
+        input, the others for all others.
     activations : {"int8"}, optional
-        Round the inputs of the projections, as `fastattn.ops.linear` does, for weights in int8 or of 4 bits.
+        Round the inputs of the projections, as `fastattn.ops.linear` does, for weights in int8 or in blocks.
     rng : Generator or int, optional
         Draws the parameters as torch does: a generator, or the seed of a new one, with which layers of one
         shape are alike. Without it, they are missing until `load_state_dict`.

@@ -345,9 +345,9 @@ class Layer:
             safetensors file, which the safetensors package reads.
         prefix : str, default ""
             Read only names that begin with it, and drop it: for one layer of a whole model.
-        weights_dtype : {"float32", "float64", "bfloat16", "int8", "int4", "uint4", "nf4"}, optional
-            Store the weights so from now on; default as the layer does. With ``activations="int8"``, a layer
-            takes int8 and the types of 4 bits only.
+        weights_dtype : str, optional
+            Store the weights so from now on, in a `dtype` of `fastattn.ops.pack`; default as the layer does.
+            With ``activations="int8"``, a layer takes int8 and types of blocks only.
 
         Raises
         ------

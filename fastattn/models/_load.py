@@ -76,13 +76,13 @@ def load(
         Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, or Gemma 2 or 3.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
-    weights_dtype : {"float32", "bfloat16", "int8", "int4", "uint4", "nf4", "file"}, optional
-        How the weights of linear maps are kept, as `fastattn.ops.pack` does; by default in `dtype`, and in
-        float64 only with that one. Of a GGUF file by default "file": tensors in Q4_0 and Q4_1 are kept as
-        they are, other blocks in bfloat16, and all else in `dtype`. Generation reads all weights for each
+    weights_dtype : str, optional
+        How the weights of linear maps are kept, a `dtype` of `fastattn.ops.pack`; by default in `dtype`, and in
+        float64 only with that one. Of a GGUF file by default "file": blocks are kept as they are, numbers in
+        `dtype`. Generation reads all weights for each
         token: where memory is the limit, half or a quarter of the bytes is two or four times the speed.
     activations : {"int8"}, optional
-        Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8 or of 4 bits,
+        Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8 or in blocks,
         faster where many tokens are computed at once. By default they are not rounded.
     **others
         None: an error says what an argument of another library is called here.

@@ -16,7 +16,7 @@ import numpy as np
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_type
 from fastattn._args.ops import integer_activations
-from fastattn._args.packed import PackArgs, PackedLinear
+from fastattn._args.packed import BLOCKED, PackArgs, PackedLinear
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, is_float, short
 from fastattn._engine.settings import get_num_threads
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fastattn._engine.values import Gradients, Parameter
 
 DTYPES = ("float32", "float64", "bfloat16")
-WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "int4", "uint4", "nf4")
+WEIGHT_DTYPES = ("float32", "bfloat16", "int8", *BLOCKED)
 OF_FILE = "file"  # of each tensor the type that the file has it in, or the nearest one
 _Model = TypeVar("_Model")
 _Made = TypeVar("_Made")

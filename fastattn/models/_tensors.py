@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._args.pack import native
-from fastattn._args.packed import BLOCK_4BIT, TABLES, PackArgs, RowBlock, columns, is_finite
+from fastattn._args.packed import BLOCKED, TABLES, PackArgs, RowBlock, columns, has_minima, is_finite
 from fastattn._args.values import short
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
-from fastattn._formats import FORMATS
+from fastattn._formats import FORMATS, Format
 from fastattn._safetensors import TensorFile
 from fastattn.models import _gguf
 from fastattn.models._files import ModelError, is_name, lfs_hint, read_json, require
@@ -30,8 +30,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes that a thread reads at a time and packs at once, while they are in a cache; and threads that do so.
 _PIECE, _READERS = 1 << 22, 8
 SHOWN = 6  # names that an error lists
-# Types of GGUF whose codes, scales and minima weights of 4 bits hold as they are.
-_CODED = {"int4": ("Q4_0",), "uint4": ("Q4_0", "Q4_1")}
 
 
 class Part(NamedTuple):
@@ -143,7 +141,11 @@ class Tensors:
         first count as one. Transposed tensors are read whole.
         """
         n, first = args.out_features, parts[0]
-        of_codes = args.dtype in _CODED and all(self._has_codes(part, args.dtype) for part in parts)
+        formats = self._formats(parts)
+        of_codes = _joined(args.dtype, *(x.packed for x in formats)) == args.dtype if formats else False
+        if of_codes:
+            minima = has_minima(args.dtype) or any(x.has_minima for x in formats)
+            args.set_blocks(min(x.block for x in formats), minima)
         step = n
         if not (isinstance(self._files[first.name], _Memory) or first.transposed):
             panel, row = columns(args.dtype), self._read(first, 0, 1).nbytes
@@ -172,25 +174,27 @@ class Tensors:
     def own_dtype(self, parts: Sequence[Part], usual: str) -> str:
         """The type of weights that loses nothing of what the file has of `parts`, or next to nothing.
 
-        Blocks that no kernel multiplies become bfloat16; numbers in other types, `usual`.
+        Parts in blocks become blocks of the one type that holds them all; numbers of other types, `usual`.
         """
-        kinds = {self.kind(part.name) for part in parts}
-        for dtype in _CODED:
-            if all(self._has_codes(part, dtype) for part in parts):
-                return dtype
-        return "bfloat16" if kinds <= {*FORMATS, "BF16"} else usual
+        formats = self._formats(parts)
+        if formats:
+            return _joined(*(x.packed for x in formats))
+        return "bfloat16" if {self.kind(part.name) for part in parts} <= {*FORMATS, "BF16"} else usual
 
-    def _has_codes(self, part: Part, dtype: str) -> bool:
-        """Tell whether the part's numbers are codes, scales and minima of this type already."""
-        return not part.transposed and self.kind(part.name) in _CODED[dtype] and len(part.shape) == 2
+    def _formats(self, parts: Sequence[Part]) -> list[Format]:
+        """The formats of matrices in blocks, whose codes can be copied; none if a part is no such matrix."""
+        found = [FORMATS.get(self.kind(part.name)) for part in parts]
+        if any(part.transposed or len(part.shape) != 2 for part in parts):
+            return []
+        return [x for x in found if x is not None] if None not in found else []
 
     def _copy_codes(self, parts: Sequence[Part], args: PackArgs, begin: int, n: int) -> None:
         """Copy codes, scales and minima of parts, whose maps have n rows, into panels from row `begin` on."""
-        rows, blocks = len(args.out) // args.maps * columns(args.dtype), args.in_features // BLOCK_4BIT
+        rows, table = len(args.out) // args.maps * columns(args.dtype), TABLES.get(args.dtype)
         for map_ in range(args.maps):
-            codes = np.full((rows, args.in_features), TABLES[args.dtype].zero, np.uint8)
-            scales, minima = np.zeros((2, rows, blocks), np.float16)
-            for part in parts:
+            codes: Array = np.zeros((rows, args.in_features), np.int8)
+            scales, minima = np.zeros((2, rows, args.in_features // args.block), np.float16)
+            for part, format_ in zip(parts, self._formats(parts), strict=True):
                 its_map, at = divmod(part.first, n)
                 here = slice(max(begin - at, 0), min(begin + args.out_features - at, part.rows))
                 if its_map != map_ or here.start >= here.stop:
@@ -198,13 +202,21 @@ class Tensors:
                 file: Any = self._files[part.name]
                 found = file.parts(part.name, part.begin + here.start, part.begin + here.stop)
                 to = slice(at + here.start - begin, at + here.stop - begin)
-                lowest = 0 if found.minima is not None else -8  # the first code of Q4_1, and of Q4_0
-                codes[to], scales[to] = found.codes - np.int8(lowest), found.scales
-                if args.minima is not None:
-                    with np.errstate(over="ignore"):
-                        minima[to] = lowest * found.scales if found.minima is None else found.minima
+                from_int4 = args.dtype == "uint4" and format_.packed == "int4"  # -8 .. 7 become 0 .. 15
+                codes[to] = found.codes + np.int8(8) if from_int4 else found.codes
+                each = format_.block // args.block
+                with np.errstate(over="ignore"):
+                    scales[to] = np.repeat(found.scales, each, axis=1)
+                    if found.minima is not None:
+                        minima[to] = np.repeat(found.minima, each, axis=1)
+                    elif from_int4:
+                        minima[to] = np.float16(-8) * scales[to]
                 if not (np.isfinite(scales[to]).all() and np.isfinite(minima[to]).all()):
                     raise self._not_finite(part.name, args.dtype)
+            if table is not None:
+                numbers = np.zeros(256, np.uint8)
+                numbers[table.codes.view(np.uint8)] = np.arange(16)
+                codes = numbers[codes.view(np.uint8)]
             args.put_codes(map_, codes, scales, minima)
 
     def _read(self, part: Part, begin: int, end: int) -> Array:
@@ -231,6 +243,14 @@ class Tensors:
     def _not_finite(self, name: str, stored: str) -> ModelError:
         what = f"values that are not finite as {stored}"
         return ModelError(f"{self.where}: {name!r} has {what}; expected finite ones")
+
+
+def _joined(*types: str) -> str:
+    """The type of packed weights that holds the codes, scales and minima of all these types of blocks."""
+    found = set(types)
+    if found == {"int4", "uint4"}:
+        return "uint4"
+    return types[0] if len(found) == 1 else "q8" if found <= {*BLOCKED} else ""
 
 
 def _single(path: Path, stack: ExitStack) -> dict[str, TensorFile]:

@@ -48,7 +48,7 @@ def optimize(
     ----------
     model : torch.nn.Module
         On a CPU. It is changed in place, in evaluation mode or not.
-    weights_dtype : {"float32", "bfloat16", "int8", "int4", "uint4", "nf4"}, optional
+    weights_dtype : str, optional
         How weights are packed, see `ops.pack`; default as they are. Narrower ones change results.
     activations : {"int8"}, optional
         See `ops.linear`.

@@ -75,7 +75,7 @@ class Optimizer:
         hidden = self._quantised | matching("frozen", frozen, self.parameters)
         self.trained = {name: array for name, array in self.parameters.items() if name not in hidden}
         if not self.trained:
-            also = " beside weights in int8 and of 4 bits, which are frozen, too" if self._quantised else ""
+            also = " beside weights in int8 and in blocks, which are frozen, too" if self._quantised else ""
             came = f"frozen is {short(frozen)}; expected one that leaves a parameter"
             raise ValueError(f"(): {came}{also}")
         own = own_options(groups, self.parameters)
@@ -103,7 +103,7 @@ class Optimizer:
         return self.layer._versions() if isinstance(self.layer, Layer) else {}
 
     def _without_gradients(self) -> set[str]:
-        """The names of matrices in int8 and 4 bits."""
+        """The names of matrices in int8 and in blocks."""
         return {
             prefix + name
             for prefix, (part, _) in self._parts().items()

@@ -27,7 +27,7 @@ class AdamW(Optimizer):
         A layer: its weights are kept here in full precision, and packed again after every step. Arrays in
         float32 or float64 are changed in place. Several of them have names: parameters of a layer are called
         by its name, a dot and their own. Not ``layer.state_dict()``, which is a copy that the layer never
-        sees. Weights that a layer keeps in int8 or of 4 bits are frozen.
+        sees. Weights that a layer keeps in int8 or in blocks are frozen.
     lr : float, default 1e-3
         The learning rate; `step` multiplies it by its `factor`.
     betas : (float, float), default (0.9, 0.999)

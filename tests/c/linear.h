@@ -8,7 +8,7 @@
 
 static const int64_t linear_m[] = {1, 2, 3, 4, 6, 7, 12, 13, 97}, linear_k[] = {1, 31, 33, 255, 513, 1100};
 static const int64_t linear_n[] = {1, 17, 32, 33, 70};
-static const fa_dtype linear_weights[] = {FA_F32, FA_BF16, FA_I8, FA_I4, FA_F64};
+static const fa_dtype linear_weights[] = {FA_F32, FA_BF16, FA_I8, FA_I4, FA_Q8, FA_F64};
 static const fa_dtype floats[] = {FA_F32, FA_F16, FA_BF16, FA_F64};
 enum { LINEAR_CASES = COUNT(linear_m) * COUNT(linear_k) * COUNT(linear_n) * COUNT(linear_weights) };
 
@@ -50,29 +50,38 @@ typedef struct {
     near *pre[2];  /* of each row: what its activation is applied to, of one map or of two */
 } linear_case;
 
+/* Features of a panel's step, and whether blocks of features have scales of their own. */
+static int64_t features_of_step(fa_dtype weight)
+{
+    return weight == FA_I4 ? 8 : weight == FA_I8 || weight == FA_Q8 ? 4 : weight == FA_BF16 ? 2 : 1;
+}
+static int has_blocks(fa_dtype weight) { return weight == FA_I4 || weight == FA_Q8; }
+
 /* Packs random weights as fastattn/_args/packed.py says. */
 static void new_weights(linear_case *c)
 {
     fa_linear_args *a = &c->args;
     const int maps = 1 + a->gated;
     const int64_t width = a->weight == FA_F64 ? 16 : 32, panels = maps * ((a->n + width - 1) / width);
-    const int64_t each = a->weight == FA_I4 ? 8 : a->weight == FA_I8 ? 4 : a->weight == FA_BF16 ? 2 : 1;
-    const int64_t whole = a->weight == FA_I4 ? 32 : each, depth = (a->k + whole - 1) / whole * whole,
-                  blocks = depth / 32;
+    const int64_t each = features_of_step(a->weight), block = a->block = has_blocks(a->weight) && below(2) ? 16 : 32;
+    const int64_t whole = has_blocks(a->weight) ? 32 : each, depth = (a->k + whole - 1) / whole * whole,
+                  blocks = depth / block;
     const double most = 3 / sqrt((double)a->k);
     char *packed = allocate((size_t)(panels * depth / each * 128));
     float *sums = (float *)allocate((size_t)(panels * width) * sizeof *sums);
     float *scales = a->weight == FA_I8 ? (float *)allocate((size_t)(panels * width) * sizeof *scales) : NULL;
-    const fa_array halves = {.data = a->weight == FA_I4 ? allocate((size_t)(panels * blocks * width * 2)) : NULL,
-                             .batch = (int64_t[]){0},
-                             .col = 2,
-                             .dtype = FA_F16};
+    const int has_minima = has_blocks(a->weight) && below(2);
+    fa_array halves = {.batch = (int64_t[]){0}, .col = 2, .dtype = FA_F16}, minima = halves;
+    if (has_blocks(a->weight)) halves.data = allocate((size_t)(panels * blocks * width * 2));
+    if (has_minima) minima.data = allocate((size_t)(panels * blocks * width * 2));
+    a->minima = minima.data, a->unit = 1;
     double *w = c->w = calloc((size_t)(maps * a->n * a->k), sizeof *w);
     if (a->weight == FA_I4) {
         float *table = (float *)allocate(16 * sizeof *table);
         int8_t *codes = (int8_t *)allocate(16);
-        FOR(i, 16) table[i] = (float)uniform(-1, 1), codes[i] = (int8_t)(below(255) - 127);
-        a->table = table, a->codes = codes, a->unit = 1.0 / 127;
+        a->unit = below(2) ? 1 : 1.0 / 127; /* 1: the values are the codes */
+        FOR(i, 16) codes[i] = (int8_t)(below(255) - 127), table[i] = a->unit == 1 ? codes[i] : (float)uniform(-1, 1);
+        a->table = table, a->codes = codes;
     }
     FOR(map, maps) FOR(j, a->n)
     {
@@ -84,13 +93,21 @@ static void new_weights(linear_case *c)
             char *step = packed + ((panel * depth + d) / each * width + column) * (128 / width);
             fa_array to = {.data = step + d % each * (128 / width / each), .batch = (int64_t[]){0}, .dtype = a->weight};
             double value;
-            if (a->weight == FA_I4) {
-                const int64_t scale = (panel * blocks + d / 32) * width + column;
-                const int code = (int)below(16);
-                if (d % 32 == 0) set(&halves, 0, 0, 0, scale, most * uniform(0.5, 1));
-                step[d % 4] = (char)(d % 8 < 4 ? code : (step[d % 4] & 15) | code << 4);
+            if (has_blocks(a->weight)) {
+                const int64_t scale = (panel * blocks + d / block) * width + column;
+                const double share = a->unit == 1 ? most / 127 : most;
+                if (d % block == 0) set(&halves, 0, 0, 0, scale, share * uniform(0.5, 1));
+                if (has_minima && d % block == 0) set(&minima, 0, 0, 0, scale, most * uniform(-1, 1));
                 value = get(&halves, 0, 0, 0, scale);
-                value *= a->x_int8 ? a->codes[code] * a->unit : (double)((const float *)a->table)[code];
+                if (a->weight == FA_Q8) {
+                    *to.data = (char)(below(256) - 128);
+                    value *= (double)(int8_t)*to.data;
+                } else {
+                    const int code = (int)below(16);
+                    step[d % 4] = (char)(d % 8 < 4 ? code : (step[d % 4] & 15) | code << 4);
+                    value *= a->x_int8 ? a->codes[code] * a->unit : (double)((const float *)a->table)[code];
+                }
+                if (has_minima) value += get(&minima, 0, 0, 0, scale) * (a->x_int8 ? a->unit : 1);
             } else if (a->weight == FA_I8) {
                 *to.data = (char)(below(255) - 127);
                 value = (double)(int8_t)*to.data * scales[panel * width + column];
@@ -120,7 +137,7 @@ static linear_case linear_case_of(int number)
     a->dtype = a->weight == FA_F64 ? FA_F64 : floats[below(3)];
     a->activation = (fa_activation)below(FA_N_ACTIVATIONS);
     a->gated = (int)below(2);
-    a->x_int8 = (a->weight == FA_I8 || a->weight == FA_I4) && below(2);
+    a->x_int8 = (a->weight == FA_I8 || has_blocks(a->weight)) && below(2);
     a->unit = 1;
     new_weights(&c);
     if (!a->x_int8 && below(4) == 0) {
@@ -156,7 +173,8 @@ static near expect_linear(const linear_case *c, const double *x, int64_t map, in
         sum += term;
         terms += fabs(term);
     }
-    return (near){sum, eps_of(lane_of(a->dtype)) * (2 + sqrt((double)smaller(a->k, 256))) * terms};
+    const double parts = a->minima ? 4 : 1; /* a weight's product and minimum may each be larger than it is */
+    return (near){sum, eps_of(lane_of(a->dtype)) * (2 + sqrt((double)smaller(a->k, 256))) * terms * parts};
 }
 
 /* x, rounded to 255 numbers from the smallest to the largest, in the arithmetic of the kernels. */

@@ -19,16 +19,12 @@ static pack_case pack_now;
 
 static int64_t pack_width(void) { return pack_now.args.weight == FA_F64 ? 16 : 32; }
 
-static int64_t pack_each(void)
-{
-    const fa_dtype weight = pack_now.args.weight;
-    return weight == FA_I4 ? 8 : weight == FA_I8 ? 4 : weight == FA_BF16 ? 2 : 1;
-}
+static int64_t pack_each(void) { return features_of_step(pack_now.args.weight); }
 
 /* Steps of a panel. */
 static int64_t pack_steps(void)
 {
-    const int64_t whole = pack_now.args.weight == FA_I4 ? 32 : pack_each();
+    const int64_t whole = has_blocks(pack_now.args.weight) ? 32 : pack_each();
     return (pack_now.args.k + whole - 1) / whole * whole / pack_each();
 }
 
@@ -38,9 +34,9 @@ static int64_t pack_panels(void) { return pack_now.args.maps * ((pack_now.n + pa
 static int64_t pack_scale_bytes(void)
 {
     const int64_t columns = pack_panels() * pack_width();
-    return pack_now.args.weight == FA_I8   ? columns * 4
-           : pack_now.args.weight == FA_I4 ? columns * (pack_steps() / 4) * 2
-                                           : 0;
+    return pack_now.args.weight == FA_I8      ? columns * 4
+           : has_blocks(pack_now.args.weight) ? columns * (pack_steps() * pack_each() / 32) * 2
+                                              : 0;
 }
 
 /* One or two blocks of rows for each map, of any type and strides; some rows may belong to none. Numbers are of all
@@ -119,7 +115,9 @@ static double pack_scale(int64_t map, int64_t feature, int64_t first, int64_t n)
         if (fabsf(x) > fabsf(largest)) largest = x;
     }
     if (pack_now.args.weight == FA_I8) return fabsf(largest) / 127;
-    const float scale = pack_now.args.extreme == 0 ? fabsf(largest) : largest / (float)pack_now.args.extreme;
+    const float scale = pack_now.args.weight == FA_Q8 ? fabsf(largest) / 127
+                        : pack_now.args.extreme == 0  ? fabsf(largest)
+                                                      : largest / (float)pack_now.args.extreme;
     return from_half(half_of(FA_F16), to_half(half_of(FA_F16), scale));
 }
 
@@ -129,6 +127,8 @@ static double pack_wanted(int64_t map, int64_t feature, int64_t d, double scale)
     const double x = pack_source(map, feature, d);
     const half_format bf16 = half_of(FA_BF16);
     if (pack_now.args.weight == FA_BF16) return from_half(bf16, to_half(bf16, x));
+    if (pack_now.args.weight == FA_Q8)
+        return fmaxf(-127, fminf(127, rintf((float)x / (scale == 0 ? 1 : (float)scale))));
     if (pack_now.args.weight == FA_I8) return rintf((float)x / (scale == 0 ? 1 : (float)scale));
     if (pack_now.args.weight != FA_I4) return x;
     int code = 0;
@@ -142,10 +142,10 @@ static const char *check_packed(const fa_pack_args *a, int64_t map, int64_t feat
 {
     static char wrong[120];
     const int64_t width = pack_width(), each = pack_each(), steps = pack_steps(),
-                  per_scale = a->weight == FA_I4 ? 32 : a->k;
+                  per_scale = has_blocks(a->weight) ? 32 : a->k;
     const int64_t panel = feature / width * a->maps + map, column = feature % width, whole = steps * each;
     double scale = 0, stored_scale = 0, sum = 0;
-    float block_sum = 0; /* of 4 bits */
+    float block_sum = 0; /* of weights in blocks */
     if (a->weight == FA_I8) {
         scale = pack_scale(map, feature, 0, a->k), stored_scale = (double)((float *)a->scales)[panel * width + column];
         if (scale != stored_scale) return "a scale of int8 is wrong";
@@ -155,20 +155,22 @@ static const char *check_packed(const fa_pack_args *a, int64_t map, int64_t feat
         const char *step = a->panels + ((panel * steps + d / each) * width + column) * (128 / width);
         fa_array one = {.data = (char *)step + d % each * (128 / width / each), .batch = (int64_t[]){0}};
         one.dtype = a->weight;
-        if (a->weight == FA_I4 && d % per_scale == 0) {
+        if (has_blocks(a->weight) && d % per_scale == 0) {
             scale = pack_scale(map, feature, d, 32);
-            const int64_t at = (panel * (steps / 4) + d / 32) * width + column;
+            const int64_t at = (panel * (whole / 32) + d / 32) * width + column;
             stored_scale = from_half(half_of(FA_F16), ((uint16_t *)a->scales)[at]);
-            if (scale != stored_scale) return "a scale of 4 bits is wrong";
+            if (scale != stored_scale) return "a scale of a block is wrong";
         }
         const double want = pack_wanted(map, feature, d, scale);
         const uint8_t byte = (uint8_t)(a->weight == FA_I4 ? step[d % 4] : *one.data);
-        const double got = a->weight == FA_I4   ? (d % 8 < 4 ? byte & 15 : byte >> 4)
-                           : a->weight == FA_I8 ? (double)(int8_t)byte
-                                                : get(&one, 0, 0, 0, 0);
+        const int bytes = a->weight == FA_I8 || a->weight == FA_Q8;
+        const double got = a->weight == FA_I4 ? (d % 8 < 4 ? byte & 15 : byte >> 4)
+                           : bytes            ? (double)(int8_t)byte
+                                              : get(&one, 0, 0, 0, 0);
         if (a->weight == FA_I8) sum += got * scale;
-        if (a->weight == FA_I4) {
-            block_sum = (d % 32 ? block_sum : 0) + ((const float *)a->codes)[(int)got];
+        if (has_blocks(a->weight)) {
+            if (d % 32 == 0) block_sum = 0;
+            if (d < a->k) block_sum += (float)(bytes ? got : ((const float *)a->codes)[(int)got]);
             if (d % 32 == 31) sum += (double)block_sum * scale;
         }
         if (got == want) continue;
@@ -176,7 +178,7 @@ static const char *check_packed(const fa_pack_args *a, int64_t map, int64_t feat
                  got, want);
         return wrong;
     }
-    if ((a->weight == FA_I8 || a->weight == FA_I4) &&
+    if ((a->weight == FA_I8 || has_blocks(a->weight)) &&
         ((float *)a->sums)[panel * width + column] != (float)(sum * a->unit))
         return "the sum of an output feature's weights is wrong";
     return NULL;

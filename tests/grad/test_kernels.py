@@ -69,7 +69,7 @@ def test_linear(implementation, shape, weight_dtype, dtype):
     close(dbias, dout.sum(axis=0), sum_bound(dout.T, np.ones((m, 1)), unit)[:, 0], lane(dtype))
 
 
-@pytest.mark.parametrize("weight_dtype", ["int8", "int4", "uint4", "nf4"])
+@pytest.mark.parametrize("weight_dtype", ["int8", "q8", "int4", "uint4", "nf4"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_frozen_weights(implementation, weight_dtype, gated):
     x, dout = normal(5, 64, dtype=np.float32), normal(5, 40, dtype=np.float32)

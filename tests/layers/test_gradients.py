@@ -309,7 +309,7 @@ def test_narrow_inputs(dtype, implementation):
 
 
 @pytest.mark.parametrize("activations", [None, "int8"])
-@pytest.mark.parametrize("weights", ["int8", "int4", "uint4", "nf4"])
+@pytest.mark.parametrize("weights", ["int8", "q8", "int4", "uint4", "nf4"])
 def test_frozen_weights(weights, activations, implementation):
     layer, x, dout = single(weights_dtype=weights, activations=activations)
     got = gradients_of(layer, x, dout)

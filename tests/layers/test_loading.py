@@ -36,6 +36,7 @@ def every_layer(dtype="float32"):
 
 # How much a number may change when it is stored, as a share of the largest of its row.
 ROUNDING = {"bfloat16": 2**-8, "int8": 0.5001 / 127, "int4": 1.001 / 8, "uint4": 1.01 / 15, "nf4": 0.153}
+ROUNDING |= {"q8": 0.501 / 127, "iq4": 14.1 / 127, "fp4": 2.01 / 12}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", *ROUNDING])

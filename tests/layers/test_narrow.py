@@ -21,7 +21,7 @@ from fastattn.layers import (
     TransformerEncoderLayer,
 )
 
-KINDS = ["int8", "int4", "uint4", "nf4"]
+KINDS = ["int8", "q8", "int4", "uint4", "nf4"]
 WIDTH, HEADS = 64, 4
 MORE = {"num_kv_heads": 2, "qk_norm": True, "output_gate": True, "sinks": True}
 # Each layer: how it is made with more options, and how it is called.

@@ -7,7 +7,7 @@ import tiny_models as tiny
 from tiny_models import CONFIGS
 
 from fastattn import models, ops
-from fastattn._args.packed import WEIGHT_DTYPES, is_finite
+from fastattn._args.packed import BLOCKED, WEIGHT_DTYPES, is_finite
 from fastattn.layers import MultiHeadAttention, TransformerDecoderLayer
 from fastattn.models import ModelError
 
@@ -35,8 +35,9 @@ NUMBERS = [0.0, 5e-324, 1e-40, 1.0, *LARGE, 1e300, np.inf, np.nan]
 def as_stored(x, stored):
     """Round the numbers x as storing them does, and return them in float64."""
     lane = x.astype(np.float64 if stored == "float64" else np.float32)
-    if stored in ("int4", "uint4", "nf4"):  # by the scale of a block
-        scales = (lane / 8 if stored == "int4" else lane).astype(np.float16)
+    if stored in BLOCKED:  # by the scale of a block
+        most = {"int4": 8, "q8": 127, "iq4": 127, "fp4": 12}.get(stored, 1)
+        scales = (lane / np.float32(most)).astype(np.float16)
         return np.where(np.isfinite(scales), lane, scales).astype(np.float64)
     return (lane.astype(BF16) if stored == "bfloat16" else lane).astype(np.float64)
 

@@ -76,7 +76,7 @@ def relative(error, exact, kind):
 
 @pytest.mark.parametrize(
     ("weights_dtype", "bound"),
-    [("bfloat16", 0.02), ("int8", 0.06), ("int4", 0.5), ("uint4", 0.5), ("nf4", 0.5)],
+    [("bfloat16", 0.02), ("int8", 0.06), ("q8", 0.06), *((x, 0.5) for x in ("int4", "uint4", "nf4", "fp4"))],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_smaller_weights(kind, weights_dtype, bound, tmp_path, implementation):
@@ -87,7 +87,7 @@ def test_smaller_weights(kind, weights_dtype, bound, tmp_path, implementation):
     assert 1e-4 < relative(error, exact, kind) < bound
 
 
-@pytest.mark.parametrize("weights_dtype", ["int8", "int4", "uint4", "nf4"])
+@pytest.mark.parametrize("weights_dtype", ["int8", "q8", "int4", "uint4", "nf4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_int8_activations(kind, weights_dtype, tmp_path, implementation):
     """They change results by about their rounding, in full passes and step by step."""

@@ -157,7 +157,7 @@ def test_what_is_frozen_stays_and_is_not_packed_again():
     assert changed == {"layers.1.self_attn.", "layers.1.self_attn.out_proj.", "layers.1."}
 
 
-@pytest.mark.parametrize("weights_dtype", ["int8", "int4", "uint4", "nf4"])
+@pytest.mark.parametrize("weights_dtype", ["int8", "q8", "int4", "uint4", "nf4"])
 def test_quantised_weights_are_frozen_without_being_named(weights_dtype):
     layer = small_encoder(weights_dtype=weights_dtype)
     optimizer = train.AdamW(layer, 1e-2, frozen="layers.0.*")

@@ -206,7 +206,7 @@ def test_errors(tmp_path):
             call()
 
 
-@pytest.mark.parametrize("weights_dtype", ["int8", "int4", "uint4", "nf4"])
+@pytest.mark.parametrize("weights_dtype", ["int8", "q8", "int4", "uint4", "nf4"])
 @pytest.mark.parametrize(("kind", "tuning"), [("bert", ContrastiveTuning), ("gpt2", NextTokenTuning)])
 def test_frozen_types_are_refused(kind, tuning, weights_dtype, tmp_path):
     model = loaded(tmp_path, kind, dtype="float32", weights_dtype=weights_dtype)

@@ -6,7 +6,7 @@ cdef extern from "fastattn.h" nogil:
     enum:
         FA_PANEL_BYTES
     ctypedef enum fa_dtype:
-        FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8, FA_I4
+        FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8, FA_I4, FA_Q8
     ctypedef enum fa_kernel_kind:
         FA_TILE, FA_DOT
     ctypedef struct fa_watch:
@@ -62,7 +62,7 @@ cdef extern from "fastattn.h" nogil:
         char *pre
         int64_t x_row, residual_row, out_row, pre_row, m, n, k
         fa_dtype dtype, weight
-        int gated, x_int8, transposed
+        int block, gated, x_int8, transposed
         fa_activation activation
         const fa_watch *watch
     ctypedef struct fa_linear_plan:

@@ -16,7 +16,7 @@ import threading
 
 import numpy as np
 
-from fastattn._args.packed import BLOCK_4BIT, STORED, TABLES, steps
+from fastattn._args.packed import BLOCK, STORED, TABLES, steps
 
 cnp.import_array()
 

@@ -3,8 +3,8 @@
 # The names, in the order of src/activations.inc, and their numbers.
 ACTIVATIONS = tuple([fa_activation_names[i].decode() for i in range(1, FA_N_ACTIVATIONS)])
 cdef dict _ACTIVATIONS = {name: i for i, name in enumerate((None, *ACTIVATIONS))}
-cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8, "int4": FA_I4,
-                      "uint4": FA_I4, "nf4": FA_I4}
+cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8, "q8": FA_Q8,
+                      **dict.fromkeys(TABLES, FA_I4)}
 cdef dict _KINDS = {"layer_norm": FA_LAYER_NORM, "rms_norm": FA_RMS_NORM, "softmax": FA_SOFTMAX,
                     "activate": FA_ACTIVATE}
 
@@ -31,6 +31,11 @@ cdef int64_t _rows_of_up(up, int64_t m, int64_t n) except -1:
     return each
 
 
+cdef int64_t _n_scales(int64_t columns, int64_t k, int64_t block):
+    """How many scales weights in blocks have: whole blocks of BLOCK, each of one or two that share a scale."""
+    return columns * ((k + BLOCK - 1) // BLOCK) * (BLOCK // block)
+
+
 cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, fa_dtype dtype,
                       bint transposed=False) except *:
     """All of `a` but what its rows are."""
@@ -46,7 +51,7 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, 
     a.unit = 1
     if (a.weight == FA_F64) != (dtype == FA_F64):
         raise ValueError(f"fastattn: a weight in {weight.dtype} meets rows or a bias of another type")
-    if a.x_int8 and not (a.weight == FA_I8 or a.weight == FA_I4):
+    if a.x_int8 and not (a.weight == FA_I8 or a.weight == FA_I4 or a.weight == FA_Q8):
         raise ValueError(f"fastattn: int8 activations meet a weight in {weight.dtype}")
     width = FA_PANEL_BYTES // (8 if dtype == FA_F64 else 4)
     count = n_maps * ((a.n + width - 1) // width)
@@ -56,16 +61,16 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, 
                                    np.dtype(stored.dtype).num)
     if a.weight == FA_I8:
         a.scales = _data("scales", weight.scales, count * width, lane)
-    elif a.weight == FA_I4:
-        a.scales = _data("scales", weight.scales, count * width * ((a.k + BLOCK_4BIT - 1) // BLOCK_4BIT),
-                         cnp.NPY_FLOAT16)
-        a.minima = _data("minima", weight.minima, count * width * ((a.k + BLOCK_4BIT - 1) // BLOCK_4BIT),
-                         cnp.NPY_FLOAT16)
+    elif a.weight == FA_I4 or a.weight == FA_Q8:
+        a.block = weight.block
+        a.scales = _data("scales", weight.scales, _n_scales(count * width, a.k, a.block), cnp.NPY_FLOAT16)
+        a.minima = _data("minima", weight.minima, _n_scales(count * width, a.k, a.block), cnp.NPY_FLOAT16)
+    if a.weight == FA_I4:
         table = TABLES[weight.dtype]
         a.table = _data("values", table.values, 16, cnp.NPY_FLOAT)
         a.codes = <const int8_t *>_data("codes", table.codes, 16, cnp.NPY_INT8)
         a.unit = table.unit
-    if a.weight == FA_I8 or a.weight == FA_I4:
+    if a.weight == FA_I8 or a.weight == FA_I4 or a.weight == FA_Q8:
         a.sums = _data("sums", weight.sums, count * width, cnp.NPY_FLOAT)
     if transposed:
         if a.x_int8:
@@ -143,16 +148,15 @@ def pack(args):
     a.bad = <unsigned char *>_data("bad", args.bad, a.n_blocks, cnp.NPY_BOOL)
     if a.weight == FA_I8:
         a.scales = _data("scales", args.scales, count * width, cnp.NPY_FLOAT)
-    elif a.weight == FA_I4:
-        a.scales = _data("scales", args.scales, count * width * ((a.k + BLOCK_4BIT - 1) // BLOCK_4BIT),
-                         cnp.NPY_FLOAT16)
-        a.minima = _data("minima", args.minima, count * width * ((a.k + BLOCK_4BIT - 1) // BLOCK_4BIT),
-                         cnp.NPY_FLOAT16)
+    elif a.weight == FA_I4 or a.weight == FA_Q8:
+        a.scales = _data("scales", args.scales, _n_scales(count * width, a.k, BLOCK), cnp.NPY_FLOAT16)
+        a.minima = _data("minima", args.minima, _n_scales(count * width, a.k, BLOCK), cnp.NPY_FLOAT16)
+    if a.weight == FA_I4:
         table = TABLES[args.dtype]
         middles, codes = table.middles, table.codes.astype(np.float32)  # kept until the end
         a.middles, a.extreme, a.unit = _data("middles", middles, 16, cnp.NPY_FLOAT), table.extreme, table.unit
         a.codes = _data("codes", codes, 16, cnp.NPY_FLOAT)
-    if a.weight == FA_I8 or a.weight == FA_I4:
+    if a.weight == FA_I8 or a.weight == FA_I4 or a.weight == FA_Q8:
         a.sums = _data("sums", args.sums, count * width, cnp.NPY_FLOAT)
     a.watch = &loop.watch
     loop.kernels, loop.args = _kernels(lane), &a
