@@ -123,7 +123,7 @@ class LinearStep(Step):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormStep(Step):
-    """`ops.layer_norm` or `ops.rms_norm`, of whole rows or, in place, of each of the first heads of a row."""
+    """`ops.layer_norm` or `ops.rms_norm`, of whole rows or, in place, of each of some heads of a row."""
 
     op = "norm"
 
@@ -131,14 +131,15 @@ class NormStep(Step):
     weight: Array  # (features,), or (heads, head_dim)
     bias: Array | None  # (features,)
     eps: float
+    begin: int = 0  # the first feature of these heads
 
     @property
     def columns(self) -> int:
-        return self.weight.size
+        return self.begin + self.weight.size
 
     def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
         if self.weight.ndim == 2:
-            return tape.head_norm(values[self.x], self.kind, self.weight, self.eps)
+            return tape.head_norm(values[self.x], self.kind, self.weight, self.eps, self.begin)
         return tape.norm(values[self.x], self.kind, self.weight, self.bias, self.eps, out=out)
 
 
@@ -244,6 +245,7 @@ class AttendStep(Step):
     rotation: int | None = None  # and into its `rotations`
     bias: int | None = None  # and into its `biases`; not with a cache
     softcap: float = 0.0  # of scores; 0: none
+    sinks: Array | None = None  # (heads,), lane type: logits that enter the denominator alone
 
     @property
     def columns(self) -> int:
@@ -280,7 +282,8 @@ class AttendStep(Step):
             v = next(found)
             args = self._args(own, tape.array(q), tape.array(k), tape.array(v), result)
             calls.append((args, q, k, v))
-        return tape.attend(calls, out, by_head, table=None if self.bias is None else call.biases[self.bias])
+        table = None if self.bias is None else call.biases[self.bias]
+        return tape.attend(calls, out, by_head, self.sinks, table)
 
     def _parts(self, call: Sequences, n: int) -> list[tuple[slice, Sequences]]:
         """The attentions of n rows that are computed at a time.
@@ -305,7 +308,7 @@ class AttendStep(Step):
             args.batch_shape, args.begins = (call.batch,), (call.begins, call.begins)
         if scales:
             args.k_scale, args.v_scale = scales
-        args.scale, args.softcap = self.scale, self.softcap
+        args.scale, args.softcap, args.sinks = self.scale, self.softcap, self.sinks
         args.row_begin, args.row_end = call.ranges[self.ranges]
         if self.bias is not None:
             args.bias = by_distance(call.biases[self.bias], args.len_q)

@@ -128,9 +128,9 @@ class Plain:
             dispatch.run(args)
         return out
 
-    def head_norm(self, x: Any, kind: str, weight: Array, eps: float) -> Any:
-        """A norm of each of the first heads of a row, in place; weight is (heads, head_dim)."""
-        for part, own in _by_columns(weight):
+    def head_norm(self, x: Any, kind: str, weight: Array, eps: float, begin: int = 0) -> Any:
+        """A norm of each of some heads of a row, in place, from `begin` on; weight is (heads, head_dim)."""
+        for part, own in _by_columns(weight, begin):
             dispatch.run(RowsArgs(kind, x[:, part], x[:, part], get_num_threads(), weight=own, eps=eps))
         return x
 
@@ -222,10 +222,10 @@ class Plain:
 PLAIN = Plain()
 
 
-def _by_columns(weight: Array) -> list[tuple[slice, Array]]:
-    """The columns of each head, and its weight."""
+def _by_columns(weight: Array, begin: int = 0) -> list[tuple[slice, Array]]:
+    """The columns of each head, the first at `begin`, and its weight."""
     size = weight.shape[1]
-    return [(slice(i * size, (i + 1) * size), own) for i, own in enumerate(weight)]
+    return [(slice(begin + i * size, begin + (i + 1) * size), own) for i, own in enumerate(weight)]
 
 
 class Drops(NamedTuple):
@@ -445,19 +445,20 @@ class Tape(Plain):
 
         return self.note(out, back)
 
-    def head_norm(self, x: Value, kind: str, weight: Array, eps: float) -> Value:
-        """A norm of each of the first heads of a row, in place; weight is (heads, head_dim)."""
+    def head_norm(self, x: Value, kind: str, weight: Array, eps: float, begin: int = 0) -> Value:
+        """A norm of each of some heads of a row, in place, from `begin` on; weight is (heads, head_dim)."""
         threads, rows = get_num_threads(), self._writable(x)
-        before = rows[:, : weight.size].copy()
-        for part, own in _by_columns(weight):
-            dispatch.run(RowsArgs(kind, before[:, part], rows[:, part], threads, weight=own, eps=eps))
+        before = rows[:, begin : begin + weight.size].copy()
+        heads = list(zip(_by_columns(weight), _by_columns(weight, begin), strict=True))
+        for (own, scale), (part, _) in heads:
+            dispatch.run(RowsArgs(kind, before[:, own], rows[:, part], threads, weight=scale, eps=eps))
 
         def back(dout: Array, owned: bool) -> None:
             dx = dout if owned else dout.copy()
             dweight = np.empty_like(weight)
-            for (part, own), result in zip(_by_columns(weight), dweight, strict=True):
-                args = RowsGradArgs(kind, dx[:, part], before[:, part], threads, dx[:, part], eps=eps)
-                args.weight, args.dweight = own, result
+            for ((own, scale), (part, _)), result in zip(heads, dweight, strict=True):
+                args = RowsGradArgs(kind, dx[:, part], before[:, own], threads, dx[:, part], eps=eps)
+                args.weight, args.dweight = scale, result
                 dispatch.run_grad(args)
             self.gradients.add(weight, dweight)
             x.put(dx, owned=True)

@@ -59,23 +59,23 @@ class Block:
 
     With `norm_first`, ``y = x + attend(norm(x))`` and then ``y + feed_forward(norm(y))``. Without it, as in
     the first paper, ``y = norm(x + attend(x))`` and then ``norm(y + feed_forward(y))``. With `norm_first`
-    there may be two more norms, of what attention and the feed-forward give, before it is added; or experts,
-    without these norms, as the feed-forward.
+    there may be two more norms, of what attention and the feed-forward give, before it is added, beside the
+    first ones or in their place; or experts, without these norms, as the feed-forward.
     """
 
     norm_first: bool
-    attention_norm: Norm | None  # None, with `norm_first`: x has been normed
+    attention_norm: Norm | None  # None, with `norm_first`: x is attended as it is
     qkv: Projection  # to queries, keys and values, side by side
     heads: int
     heads_kv: int
     head_dim: int
     scale: float
     attended: Projection  # what follows attention
-    inner_norm: Norm
+    inner_norm: Norm | None  # None, likewise
     inner: Projection | Experts  # a gated pair where the activation multiplies
     activation: Activation
     outer: Projection | None  # None with experts
-    head_norm: Norm | None = None  # of each query and key head: its weight is (heads + heads_kv, head_dim)
+    head_norms: tuple[Norm, ...] = ()  # of heads side by side, from the first query's on: see `NormStep`
     window: Window = None  # keys before and after a query that it attends; None: all
     rotation: int | None = None  # of queries and keys, as `bias` of scores: see `AttendStep`
     bias: int | None = None
@@ -93,23 +93,29 @@ class Block:
             attended = "normed"
             steps.append(NormStep(x, attended, *self.attention_norm))
         steps.append(LinearStep(attended, "qkv", *self.qkv))
-        if self.head_norm is not None:
-            steps.append(NormStep("qkv", "qkv", *self.head_norm))
+        begin = 0
+        for norm in self.head_norms:
+            steps.append(NormStep("qkv", "qkv", *norm, begin))
+            begin += norm.weight.size
         heads = (self.heads, self.heads_kv, self.head_dim, self.scale)
         cap = self.softcap
         steps.append(AttendStep("qkv", "context", *heads, layer, ranges, self.rotation, self.bias, cap))
         if self.norm_first:
             attention_post, inner_post = self.post_norms or (None, None)
             steps += _added("context", self.attended, attention_post, x, out)
-            steps.append(NormStep(out, "normed", *self.inner_norm))
+            inner = out
+            if self.inner_norm is not None:
+                inner = "normed"
+                steps.append(NormStep(out, inner, *self.inner_norm))
             if isinstance(self.inner, Experts):
                 router, maps, chosen, normalised, rounded = self.inner
                 how = chosen, normalised, self.activation
-                return [*steps, ExpertsStep("normed", out, router, maps, *how, out, rounded)]
+                return [*steps, ExpertsStep(inner, out, router, maps, *how, out, rounded)]
             assert self.outer is not None
-            steps.append(LinearStep("normed", "inner", *self.inner, self.activation))
+            steps.append(LinearStep(inner, "inner", *self.inner, self.activation))
             return [*steps, *_added("inner", self.outer, inner_post, out, out)]
         assert self.attention_norm is not None
+        assert self.inner_norm is not None
         assert isinstance(self.inner, Projection)
         assert self.outer is not None
         return [

@@ -346,7 +346,7 @@ class TransformerEncoderLayer(TransformerLayer):
             inner=inner,
             activation=forward._function,
             outer=outer,
-            head_norm=None if norms is None else Norm("rms_norm", norms, None, heads.qk_norm_eps),
+            head_norms=() if norms is None else (Norm("rms_norm", norms, None, heads.qk_norm_eps),),
             rotation=None if heads.rope is None else 0,
         )
 

@@ -48,15 +48,16 @@ class BlockNames(NamedTuple):
     """Names of the tensors of one block, without ".weight" and ".bias"; see `Block`."""
 
     prefix: str  # of block i: prefix.format(i)
-    attention_norm: str  # the first block has none where `first_norm` is False
+    attention_norm: str | None  # the first block has none where `first_norm` is False
     qkv: tuple[str, ...]  # one map for all, or one each for queries, keys and values
     attended: str
-    inner_norm: str
+    inner_norm: str | None
     inner: str
     outer: str
     gate: str | None = None  # multiplies `inner`; if that is its name, too, one tensor holds both
     gate_first: bool = True  # in such a tensor
-    head_norms: tuple[str, str] | None = None  # of query heads and of key heads
+    head_norms: tuple[str, str] | None = None  # of each query head and of each key head
+    norms_of_all: bool = False  # these are of all query heads together, and of all key heads
     norm: str = "layer_norm"  # or "rms_norm"
     norm_bias: bool = True  # of a "layer_norm"
     norm_offset: float = 0.0  # added to the weights of norms
@@ -150,12 +151,14 @@ class Blocks:
             shapes[f"{name}.weight"] = shape[::-1] if names.transposed else shape
             if name in self.biased:
                 shapes[f"{name}.bias"] = shape[:1]
-        shapes |= {f"{name}.weight": (self.head_dim,) for name in names.head_norms or ()}
+        normed = (q, kv) if names.norms_of_all else (self.head_dim, self.head_dim)
+        shapes |= {f"{name}.weight": (n,) for name, n in zip(names.head_norms or (), normed, strict=False)}
         for name in (names.attention_norm, names.inner_norm, *(names.post_norms or ())):
-            shapes |= self.norm_shapes(name)
+            if name is not None:
+                shapes |= self.norm_shapes(name)
         prefixes = [names.prefix.format(i) for i in range(self.num_layers)]
         every = {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
-        if prefixes and not names.first_norm:
+        if prefixes and not names.first_norm and names.attention_norm is not None:
             for name in self.norm_shapes(prefixes[0] + names.attention_norm):
                 del every[name]
         return every
@@ -240,14 +243,18 @@ class Blocks:
             second = tuple(packed(f"{part}{names.outer}") for part in parts)
             return Experts(router, (first, second), self.chosen, self.normalised, rounded)
 
-        def head_norm() -> Norm | None:
+        def norm(name: str | None) -> Norm | None:
+            return None if name is None else self.norm(prefix + name)
+
+        def head_norms() -> list[Array]:
             if names.head_norms is None:
-                return None
-            q_norm, k_norm = (f"{prefix}{name}.weight" for name in names.head_norms)
+                return []
+            q_norm, k_norm = each = [f"{prefix}{name}.weight" for name in names.head_norms]
+            if names.norms_of_all:
+                return [source.vector(name, shape=(1, *source.shape(name))) for name in each]
             both = *[q_norm] * self.heads, *[k_norm] * self.heads_kv
             shape = self.heads + self.heads_kv, self.head_dim
-            weight = source.vector(*both, shape=shape, offset=names.norm_offset)
-            return Norm("rms_norm", weight, None, self.eps)
+            return [source.vector(*both, shape=shape, offset=names.norm_offset)]
 
         def post_norms() -> tuple[Norm, Norm] | None:
             if names.post_norms is None:
@@ -257,18 +264,18 @@ class Blocks:
 
         return Block(
             norm_first=names.norm_first,
-            attention_norm=self.norm(prefix + names.attention_norm) if i or names.first_norm else None,
+            attention_norm=norm(names.attention_norm) if i or names.first_norm else None,
             qkv=linear(*names.qkv),
             heads=self.heads,
             heads_kv=self.heads_kv,
             head_dim=self.head_dim,
             scale=scale,
             attended=linear(names.attended),
-            inner_norm=self.norm(prefix + names.inner_norm),
+            inner_norm=norm(names.inner_norm),
             inner=inner() if names.router is None else experts(),
             activation=self.activation,
             outer=linear(names.outer) if names.router is None else None,
-            head_norm=head_norm(),
+            head_norms=tuple(Norm("rms_norm", weight, None, self.eps) for weight in head_norms()),
             window=window,
             rotation=rotation,
             bias=self.bias,

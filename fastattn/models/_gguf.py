@@ -27,6 +27,7 @@ _ARCHITECTURES = {
     "gemma2": ("gemma2", False),
     "gemma3": ("gemma3_text", False),
     "llama": ("llama", True),
+    "olmo2": ("olmo2", False),
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
     "qwen3moe": ("qwen3_moe", False),
@@ -49,13 +50,12 @@ _BLOCK_NAMES = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-# Of Gemma, which has norms after attention and feed-forward.
-_GEMMA_NAMES = {
-    **_BLOCK_NAMES,
-    "ffn_norm": "pre_feedforward_layernorm",
+_POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GEMMA_NAMES = {**_BLOCK_NAMES, "ffn_norm": "pre_feedforward_layernorm", **_POST_NORMS}
+_OLMO_NAMES = {**_BLOCK_NAMES, **_POST_NORMS}
 _MIXTRAL_NAMES = {
     **_BLOCK_NAMES,
     "ffn_gate_inp": "block_sparse_moe.gate",
@@ -63,7 +63,12 @@ _MIXTRAL_NAMES = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
-_OTHER_NAMES = {"gemma2": _GEMMA_NAMES, "gemma3_text": _GEMMA_NAMES, "mixtral": _MIXTRAL_NAMES}
+_OTHER_NAMES = {
+    "gemma2": _GEMMA_NAMES,
+    "gemma3_text": _GEMMA_NAMES,
+    "mixtral": _MIXTRAL_NAMES,
+    **dict.fromkeys(("olmo2", "olmo3"), _OLMO_NAMES),
+}
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?\.(weight|bias)")
 _MOST_EXPERTS = 1 << 12
 _FACTORS = "rope_freqs.weight"  # what frequencies of rotary positions are divided by
@@ -189,6 +194,9 @@ def config_of(path: Path, file: GgufFile) -> Config:
         values["model_type"] = "mixtral"
     elif model_type == "llama" and "sliding_window" in values:
         values["model_type"] = "mistral"
+    elif model_type == "olmo2" and "sliding_window" in values:
+        values["model_type"] = "olmo3"
+        values["layer_types"] = _kinds(said, prefix)
     values["norm_topk_prob"] = True  # llama.cpp always does
     if "token_embd.weight" in file.names:
         values["vocab_size"] = file.shape("token_embd.weight")[0]
@@ -255,6 +263,16 @@ def _head_dim(path: Path, file: GgufFile) -> int:
     if value not in (None, key):
         raise config.wrong(f"{prefix}.attention.value_length", value, f"that of keys, {key}")
     return key
+
+
+def _kinds(said: Config, prefix: str) -> list[str] | None:
+    """The kinds of layers, as config.json would say them; None if the file does not."""
+    slides = said.values.get(key := f"{prefix}.attention.sliding_window_pattern")
+    if slides is None:
+        return None
+    if not (isinstance(slides, np.ndarray) and slides.dtype == np.bool_):
+        raise said.wrong(key, slides, "an array of bool, one for each layer")
+    return [("full_attention", "sliding_attention")[slid] for slid in slides.tolist()]
 
 
 def _scaling(path: Path, file: GgufFile, prefix: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from fastattn._args.errors import named, wrong_type
 from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._decoder import Decoder
-from fastattn.models._families import bert, clip, deberta, gpt2, llama, rotary, t5
+from fastattn.models._families import bert, clip, deberta, gpt2, llama, olmo, rotary, t5
 from fastattn.models._files import Config, ModelError
 from fastattn.models._parameters import Precision
 from fastattn.models._sentences import folder_of_towers
@@ -47,6 +47,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "modernbert": rotary.modernbert,
     "mpnet": bert.mpnet,
     "nomic_bert": rotary.nomic,
+    **dict.fromkeys(("olmo2", "olmo3"), olmo.olmo),
     **dict.fromkeys(
         ("llama", "ministral", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
         llama.llama,
@@ -73,7 +74,7 @@ def load(
         As Hugging Face's save_pretrained writes it and ``hf download NAME --local-dir FOLDER`` brings it,
         with tensors in float32, float16 or bfloat16; nothing is downloaded here. The modules.json of a
         sentence-transformers folder says how `Encoder.encode` makes vectors. Or a GGUF file of a Llama,
-        Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, or Gemma 2 or 3.
+        Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, OLMo 2 or 3, or Gemma 2 or 3.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : str, optional

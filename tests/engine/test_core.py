@@ -73,6 +73,8 @@ def test_a_program_that_fits(core, step):
         ("norm", {"x": "none"}),
         ("head_norm", {"weight": ones(7, 4)}),
         ("head_norm", {"weight": ones(6, 8)[:, ::2]}),
+        ("head_norm", {"begin": 12}),
+        ("head_norm", {"begin": -4}),
         ("head_norm", {"x": "none"}),
         ("head_norm", {"out": "wide"}),
         ("add", {"x": "qkv"}),
@@ -88,6 +90,8 @@ def test_a_program_that_fits(core, step):
         ("attend", {"heads_kv": 0}),
         ("attend", {"head_dim": 0}),
         ("attend", {"layer": -1}),
+        ("attend", {"sinks": ones(3)}),
+        ("attend", {"sinks": ones(2, dtype=np.float64)}),
     ],
 )
 def test_steps_that_do_not_fit(core, name, changes):

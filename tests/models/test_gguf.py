@@ -130,6 +130,19 @@ def test_gemma(kind, layers, tmp_path, monkeypatch):
     np.testing.assert_allclose(got(IDS), expected(IDS), rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("kind", tiny.OLMO)
+def test_other_families(kind, tmp_path):
+    path, folder = tmp_path / "model.gguf", tmp_path / "model"
+    tensors, config = tiny_gguf.write(path, kind, "Q4_0")
+    folder.mkdir()
+    tiny.write(folder, kind, tensors, **config)
+    got, expected = models.load(path, weights_dtype="float32"), models.load(folder)
+    np.testing.assert_array_equal(got(IDS), expected(IDS))
+    own = models.load(path)
+    assert own.model_type == expected.model_type
+    np.testing.assert_allclose(own(IDS), got(IDS), rtol=0, atol=1e-5 * np.abs(got(IDS)).max())
+
+
 def test_what_a_file_recommends(tmp_path):
     path, number, whole = tmp_path / "model.gguf", gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.INT32
     tiny_gguf.write(path, "llama", "Q4_0")

@@ -62,6 +62,9 @@ def random_blocks(name, rows, features, seed=0):
     return data.reshape(rows, -1)
 
 
+OF_OLMO = {key: x for key, x in OF_GEMMA.items() if key.startswith("post")}
+
+
 def name_of(name, kind="llama"):
     """A tensor's name in GGUF."""
     stem, _, last = name.rpartition(".")
@@ -70,7 +73,7 @@ def name_of(name, kind="llama"):
     _, _, number, part = stem.split(".", 3)
     if ".experts." in part:
         return f"blk.{number}.{EXPERTS[part.rpartition('.')[2]]}.{last}"
-    names = {**NAMES, **OF_GEMMA} if kind.startswith("gemma") else NAMES
+    names = {**NAMES, **(OF_GEMMA if kind.startswith("gemma") else OF_OLMO if kind in tiny.OLMO else {})}
     return f"blk.{number}.{names[part]}.{last}"
 
 
@@ -95,6 +98,7 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         "mixtral": "llama",
         "qwen3_moe": "qwen3moe",
         "gemma3-causal": "gemma3",
+        "olmo3": "olmo2",
     }
     architecture = others.get(kind, kind)
     writer = gguf.GGUFWriter(path, architecture)
@@ -115,8 +119,11 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         writer.add_uint32(f"{architecture}.expert_count", count)
     if kind == "qwen3_moe":
         writer.add_uint32("qwen3moe.expert_feed_forward_length", settings["moe_intermediate_size"])
-    if kind.startswith("gemma"):
+    if kind.startswith("gemma") or kind == "olmo3":
         writer.add_uint32(f"{architecture}.attention.sliding_window", settings["sliding_window"])
+    if kind == "olmo3":
+        slides = [each == "sliding_attention" for each in settings["layer_types"]]
+        writer.add_array("olmo2.attention.sliding_window_pattern", slides)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if key in settings:
             writer.add_float32(f"{architecture}.{key}", settings[key])

@@ -64,6 +64,15 @@ CONFIGS = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 6,
         "num_experts_per_tok": 3, "moe_intermediate_size": 16,
     },
+    "olmo2": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 100.0,
+    },
+    "olmo3": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 100.0,
+        "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen3-embedding": {
         "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -77,10 +86,11 @@ CONFIGS = {
     **tiny_t5.CONFIGS,
     **tiny_gemma.CONFIGS,
 }  # fmt: skip
+OLMO = ("olmo2", "olmo3")  # norms after attention and feed-forward alone
 EXPERTS = ("mixtral", "qwen3_moe")  # decoders without gradients
 DECODERS = (
     "gpt2", "gemma2", "gemma3-causal", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3", "smollm3",
-    *EXPERTS,
+    *OLMO, *EXPERTS,
 )  # fmt: skip
 TRAINED_DECODERS = tuple(kind for kind in DECODERS if kind not in (*EXPERTS, "gemma2"))
 FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
@@ -139,7 +149,10 @@ def shapes(kind, config):
             found[f"{layer}{name}.weight"] = (n_out, n_in)
             if kind == "qwen2" and name[:11] in ("self_attn.q", "self_attn.k", "self_attn.v"):
                 found[f"{layer}{name}.bias"] = (n_out,)
-        found |= {f"{layer}{name}.weight": (h,) for name in ("input_layernorm", "post_attention_layernorm")}
+        first = "post_feedforward_layernorm" if kind in OLMO else "input_layernorm"
+        found |= {f"{layer}{name}.weight": (h,) for name in (first, "post_attention_layernorm")}
+        if kind in OLMO:
+            found |= {f"{layer}self_attn.q_norm.weight": (q,), f"{layer}self_attn.k_norm.weight": (kv,)}
         if kind in ("qwen3", "qwen3_moe"):
             found |= {f"{layer}self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     return found
@@ -285,23 +298,29 @@ def _llama(kind, c, t, ids):
         width = c.get("sliding_window", n) if kinds[i] == "sliding_attention" else n
         allowed = (back >= 0) & (back < width)
         has_positions = (i + 1) % c.get("no_rope_layer_interval", n + 2)
-        y = rms_norm(x, t[f"{layer}input_layernorm.weight"], eps)
-        q, k, v = (
-            linear(y, t, f"{layer}self_attn.{part}_proj").reshape(n, heads, head_dim)
-            for part, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads))
-        )
+        y = x if kind in OLMO else rms_norm(x, t[f"{layer}input_layernorm.weight"], eps)
+        q, k, v = (linear(y, t, f"{layer}self_attn.{part}_proj") for part in "qkv")
+        if kind in OLMO:
+            q = rms_norm(q, t[f"{layer}self_attn.q_norm.weight"], eps)
+            k = rms_norm(k, t[f"{layer}self_attn.k_norm.weight"], eps)
+        q, k, v = (x.reshape(n, -1, head_dim) for x in (q, k, v))
         if kind in ("qwen3", "qwen3_moe"):
             q = rms_norm(q, t[f"{layer}self_attn.q_norm.weight"], eps)
             k = rms_norm(k, t[f"{layer}self_attn.k_norm.weight"], eps)
         if has_positions:
             q, k = (np.concatenate([rotated(y[..., :turned], theta), y[..., turned:]], -1) for y in (q, k))
-        x = x + linear(attend(q, k, v, allowed), t, f"{layer}self_attn.o_proj")
-        y = rms_norm(x, t[f"{layer}post_attention_layernorm.weight"], eps)
+        y = linear(attend(q, k, v, allowed), t, f"{layer}self_attn.o_proj")
+        if kind in OLMO:
+            x = y = x + rms_norm(y, t[f"{layer}post_attention_layernorm.weight"], eps)
+        else:
+            x = x + y
+            y = rms_norm(x, t[f"{layer}post_attention_layernorm.weight"], eps)
         if kind in EXPERTS:
             x = x + mixed(kind, c, t, layer, y)
             continue
         gate = silu(linear(y, t, f"{layer}mlp.gate_proj"))
-        x = x + linear(gate * linear(y, t, f"{layer}mlp.up_proj"), t, f"{layer}mlp.down_proj")
+        y = linear(gate * linear(y, t, f"{layer}mlp.up_proj"), t, f"{layer}mlp.down_proj")
+        x = x + (rms_norm(y, t[f"{layer}post_feedforward_layernorm.weight"], eps) if kind in OLMO else y)
     x = rms_norm(x, t[f"{prefix}norm.weight"], eps)
     if not prefix:
         return x

@@ -128,6 +128,17 @@ def phi3(**changes):
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(**{**GROUPED, **NO_EOS, **changes}))
 
 
+def olmo2(**changes):
+    return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**{**GROUPED, **NO_EOS, **changes}))
+
+
+def olmo3(**changes):
+    """Four layers, of which the last has no window."""
+    sizes = {**GROUPED, "num_hidden_layers": 4, "sliding_window": 5}
+    config = transformers.Olmo3Config(**{**sizes, **NO_EOS, **changes})
+    return transformers.Olmo3ForCausalLM(config)
+
+
 def smollm3(**changes):
     return transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**{**GROUPED, **NO_EOS, **changes}))
 
@@ -252,6 +263,16 @@ DECODERS = {
     "mixtral-window": lambda: mixtral(sliding_window=5, num_experts_per_tok=3, head_dim=16),
     "mistral-window": lambda: mistral(sliding_window=5),
     "mistral-no-window": lambda: mistral(sliding_window=None, head_dim=16),
+    "olmo2": olmo2,
+    "olmo2-one-key-head-biased": lambda: olmo2(num_key_value_heads=1, attention_bias=True),
+    "olmo3": olmo3,
+    "olmo3-scaled": lambda: olmo3(
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        rope_parameters={
+            "full_attention": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 500.0, **TRAINED},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     "phi3": phi3,
     "phi3-window-partly-rotated": lambda: phi3(
         head_dim=16, sliding_window=5, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.75}

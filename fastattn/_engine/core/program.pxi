@@ -95,13 +95,13 @@ cdef class _LinearStep(_Step):
 
 cdef class _NormStep(_Step):
     cdef fa_rows_args args
-    cdef int64_t heads  # 0: the norm is of whole rows
+    cdef int64_t heads, begin  # heads 0: the norm is of whole rows
 
     cdef void _set(self, step, buffers) except *:
         cdef int lane
         self.doubles = step.weight.dtype == np.float64
         lane = cnp.NPY_DOUBLE if self.doubles else cnp.NPY_FLOAT
-        self.args.kind, self.args.eps = _KINDS[step.kind], step.eps
+        self.args.kind, self.args.eps, self.begin = _KINDS[step.kind], step.eps, step.begin
         self.args.weight = _data("weight", step.weight, step.weight.size, lane)
         if step.weight.ndim == 2:
             self.heads, self.args.n = step.weight.shape
@@ -116,11 +116,12 @@ cdef class _NormStep(_Step):
         cdef Buffer x = c.buffers[self.x], out = c.buffers[self.out]
         cdef int64_t h, width = max(1, self.heads) * a.n
         self._require_type(c)
-        if out.columns != x.columns or width > x.columns or (self.heads == 0 and width != x.columns):
-            raise ValueError(f"fastattn: step {self.number} is a norm of {width} features; it has {x.columns} and"
-                             f" {out.columns}")
+        if (out.columns != x.columns or self.begin < 0 or self.begin + width > x.columns
+                or (self.heads == 0 and width != x.columns)):
+            raise ValueError(f"fastattn: step {self.number} is a norm of {width} features from {self.begin} on; it"
+                             f" has {x.columns} and {out.columns}")
         a.dtype, a.m = c.dtype, c.m
-        a.x, a.x_row, a.out, a.out_row = x.data, x.row, out.data, out.row
+        a.x, a.x_row, a.out, a.out_row = x.data + self.begin * c.size, x.row, out.data + self.begin * c.size, out.row
         for h in range(max(1, self.heads)):
             _run_rows(&a, c.threads)
             a.x += a.n * c.size
@@ -152,6 +153,7 @@ cdef class _AttendStep(_Step):
     cdef fa_attention_args args
     cdef int64_t first_kv  # the layer's first head in a cache
     cdef int ranges, rotation, bias  # which of the call's; -1: none
+    cdef cnp.ndarray sinks  # (heads,), lane type, or None
 
     cdef void _set(self, step, buffers) except *:
         self.args.heads_q, self.args.heads_kv = step.heads, step.heads_kv
@@ -160,13 +162,14 @@ cdef class _AttendStep(_Step):
         self.first_kv, self.ranges = step.layer * step.heads_kv, step.ranges
         self.rotation = -1 if step.rotation is None else step.rotation
         self.bias = -1 if step.bias is None else step.bias
+        self.sinks = step.sinks
         if step.heads_kv <= 0 or step.heads % step.heads_kv or step.head_dim <= 0 or step.layer < 0:
             raise ValueError(f"fastattn: attention of {step.heads} heads over {step.heads_kv} of {step.head_dim}")
 
     cdef void run(self, Call *c, call) except *:
         cdef fa_attention_args a = self.args
         cdef Buffer x = c.buffers[self.x], out = c.buffers[self.out]
-        cdef _Tables tables = _Tables((c.batch,), 5)  # of x, out, the ranges and the bias
+        cdef _Tables tables = _Tables((c.batch,), 6)  # of x, out, the ranges, the bias and sinks
         cdef int64_t *x_table = tables.next()
         cdef int64_t *out_table = tables.next()
         cdef _Sequences sequences = None if c.sequences == NULL else <_Sequences>c.sequences
@@ -202,6 +205,7 @@ cdef class _AttendStep(_Step):
             if self.bias >= len(call.biases):
                 raise ValueError(f"fastattn: bias {self.bias} of {len(call.biases)}")
             self._add_bias(c, &a, call.biases[self.bias], tables)
+        tables.set(&a.sinks, "sinks", self.sinks, _lane_type(c.dtype), 1, a.heads_q)
         if sequences is not None:
             tables.begin(&a.masks.row_begin, sequences.q)
             tables.begin(&a.masks.row_end, sequences.q)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fastattn.models._files import Config
     from fastattn.models._source import Source
 
-_LLAMA = DecoderNames(
+LLAMA = DecoderNames(
     prefix="model.",
     tokens="embed_tokens",
     block=BlockNames(
@@ -55,19 +55,17 @@ _LLAMA = DecoderNames(
     norm="norm",
     ignored=re.compile(r"\.rotary_emb\.inv_freq$"),  # config.json gives them; old files hold them
 )
-_PHI3 = _LLAMA._replace(
-    block=_LLAMA.block._replace(
-        qkv=("self_attn.qkv_proj",), inner="mlp.gate_up_proj", gate="mlp.gate_up_proj"
-    )
+_PHI3 = LLAMA._replace(
+    block=LLAMA.block._replace(qkv=("self_attn.qkv_proj",), inner="mlp.gate_up_proj", gate="mlp.gate_up_proj")
 )
-_QWEN3 = _LLAMA._replace(block=_LLAMA.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
+_QWEN3 = LLAMA._replace(block=LLAMA.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
 _QWEN3_MOE = _QWEN3._replace(
     block=_QWEN3.block._replace(
         router="mlp.gate", experts="mlp.experts.{}.", gate="gate_proj", inner="up_proj", outer="down_proj"
     )
 )
-_MIXTRAL = _LLAMA._replace(
-    block=_LLAMA.block._replace(
+_MIXTRAL = LLAMA._replace(
+    block=LLAMA.block._replace(
         router="block_sparse_moe.gate",
         experts="block_sparse_moe.experts.{}.",
         gate="w1",
@@ -93,14 +91,14 @@ _GEMMA: Any = {
     "post_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
     "norm_offset": 1.0,
 }
-_GEMMA2 = _LLAMA._replace(block=_LLAMA.block._replace(**_GEMMA))
+_GEMMA2 = LLAMA._replace(block=LLAMA.block._replace(**_GEMMA))
 _GEMMA3 = _QWEN3._replace(block=_QWEN3.block._replace(**_GEMMA))
-_KEYS = Keys(eps="rms_norm_eps")
+KEYS = Keys(eps="rms_norm_eps")
 # Where config.json does not say.
 _HEADS_KV = {"mistral": 8, "ministral": 8, "mixtral": 8, "qwen3_moe": 4, "smollm3": 4}
-_ALL, _NEAR = "full_attention", "sliding_attention"  # kinds of layers
+ALL, NEAR = "full_attention", "sliding_attention"  # kinds of layers
 # The older name of the base of rotary positions of each kind in Gemma 3, and its default.
-_THETAS = {_ALL: ("rope_theta", 1e6), _NEAR: ("rope_local_base_freq", 1e4)}
+_THETAS = {ALL: ("rope_theta", 1e6), NEAR: ("rope_local_base_freq", 1e4)}
 
 
 def llama(source: Source) -> Decoder | Encoder:
@@ -108,7 +106,7 @@ def llama(source: Source) -> Decoder | Encoder:
     config = source.config
     model_type = config.get("model_type", str)
     each = {"qwen3": _QWEN3, "phi3": _PHI3, "qwen3_moe": _QWEN3_MOE, "mixtral": _MIXTRAL}
-    names = each.get(model_type, _LLAMA)
+    names = each.get(model_type, LLAMA)
     heads, heads_kv = head_counts(config, _HEADS_KV.get(model_type))
     head_dim = config.optional_size("head_dim") or (
         128 if model_type == "qwen3" else config.divided("hidden_size", "num_attention_heads")
@@ -117,7 +115,7 @@ def llama(source: Source) -> Decoder | Encoder:
     blocks = Blocks.of(
         source,
         names.block,
-        _KEYS,
+        KEYS,
         eps=1e-5 if model_type in ("phi3", "mixtral") else 1e-6,
         activation="silu",
         heads=heads,
@@ -209,21 +207,21 @@ def _windows(config: Config, model_type: str, num_layers: int, causal: bool = Tr
     if model_type in ("mistral", "mixtral", "phi3"):
         slides = [True] * num_layers
     elif model_type == "ministral":
-        said = config.words("layer_types", (_ALL, _NEAR), num_layers)
-        slides = [kind == _NEAR for kind in said or [_NEAR] * num_layers]
+        said = config.words("layer_types", (ALL, NEAR), num_layers)
+        slides = [kind == NEAR for kind in said or [NEAR] * num_layers]
     else:
         if not config.get("use_sliding_window", bool, False):
             width = None
         elif model_type == "qwen3_moe":
             return [(width - 1, 0) if width else None] * num_layers
-        kinds = config.words("layer_types", (_ALL, _NEAR), num_layers)
+        kinds = config.words("layer_types", (ALL, NEAR), num_layers)
         if kinds is None and model_type == "smollm3":
             slides = [rotated is None for rotated in _rotations(config, num_layers)]
         elif kinds is None:
             first = config.size("max_window_layers", 28, low=0)
             slides = [i >= first for i in range(num_layers)]
         else:
-            slides = [kind == _NEAR for kind in kinds]
+            slides = [kind == NEAR for kind in kinds]
     if width is None:
         return [None] * num_layers
     window = (width - 1, 0) if causal else (width, width)
@@ -245,7 +243,7 @@ def gemma(source: Source) -> Decoder | Encoder:
     blocks = Blocks.of(
         source,
         names,
-        _KEYS._replace(activation="hidden_activation"),
+        KEYS._replace(activation="hidden_activation"),
         eps=1e-6,
         activation="gelu_pytorch_tanh",
         heads=heads,
@@ -254,23 +252,23 @@ def gemma(source: Source) -> Decoder | Encoder:
         biased=frozenset(biased),
         softcap=_cap(config, "attn_logit_softcapping", 50.0 if second else None) or 0.0,
     )
-    kinds = config.words("layer_types", (_ALL, _NEAR), blocks.num_layers)
+    kinds = config.words("layer_types", (ALL, NEAR), blocks.num_layers)
     if kinds is None:
         pattern = config.size("sliding_window_pattern", 2 if second else 6)
-        kinds = [_NEAR if (i + 1) % pattern else _ALL for i in range(blocks.num_layers)]
+        kinds = [NEAR if (i + 1) % pattern else ALL for i in range(blocks.num_layers)]
     width, window = config.optional_size("sliding_window", 4096), None
     if width is not None:  # half of it to either side, if keys may be after a query
         window = (width - 1, 0) if causal else (width // 2, width // 2)
     longest = config.optional_size("max_position_embeddings")
     each: Any = {
         "scales": [config.number("query_pre_attn_scalar", 256) ** -0.5] * blocks.num_layers,
-        "windows": [window if kind == _NEAR else None for kind in kinds],
+        "windows": [window if kind == NEAR else None for kind in kinds],
         "rotations": [0 if second else list(_THETAS).index(kind) for kind in kinds],
         "token_scale": blocks.hidden**0.5,
         "frequencies": lambda: (
             (frequencies(config, blocks.head_dim),)
             if second
-            else frequencies_by_kind(config, _THETAS, blocks.head_dim, longest, (_ALL,))
+            else frequencies_by_kind(config, _THETAS, blocks.head_dim, longest, (ALL,))
         ),
     }
     if causal and not (source.folder / "modules.json").is_file():
