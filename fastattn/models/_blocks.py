@@ -174,10 +174,11 @@ class Blocks:
         parts = ("weight", "bias") if biased else ("weight",)
         return {f"{name}.{part}": (features or self.hidden,) for part in parts}
 
-    def norm(self, name: str) -> Norm:
-        """The norm `name`."""
+    def norm(self, name: str, scale: float = 1.0) -> Norm:
+        """The norm `name`, whose result is times `scale`."""
+        offset = self.names.norm_offset
         weight, *bias = (
-            self.source.vector(part, offset=0.0 if part.endswith(".bias") else self.names.norm_offset)
+            self.source.vector(part, offset=0.0 if part.endswith(".bias") else offset, scale=scale)
             for part in self.norm_shapes(name)
         )
         return Norm(self.names.norm, weight, bias[0] if bias else None, self.eps)

@@ -26,6 +26,7 @@ _MOST_PAIRS = 1 << 16  # of dimensions of a head
 _ARCHITECTURES = {
     "gemma2": ("gemma2", False),
     "gemma3": ("gemma3_text", False),
+    "granite": ("granite", True),
     "llama": ("llama", True),
     "olmo2": ("olmo2", False),
     "qwen2": ("qwen2", False),
@@ -90,6 +91,12 @@ _SIZES = {
     "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+}
+_OF_GRANITE = {
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }
 # What files of experts may say otherwise, and what is supported: a softmax, and no expert for every token.
 _OF_EXPERTS = {"expert_shared_count": 0, "expert_gating_func": 1, "expert_weights_norm": True}
@@ -183,7 +190,12 @@ def config_of(path: Path, file: GgufFile) -> Config:
     if not said.get(f"{prefix}.attention.causal", bool, True):
         raise ModelError(f"{path}: '{prefix}.attention.causal' is False; expected True")
     values: dict[str, Any] = {"model_type": model_type}
-    for key, name in _SIZES.items():
+    sizes = dict(_SIZES)
+    if model_type == "granite":
+        sizes |= _OF_GRANITE
+    elif found := [key for key in _OF_GRANITE if f"{prefix}.{key}" in file.metadata]:
+        raise ModelError(f"{path}: there is a '{prefix}.{found[0]}'; expected none in a {model_type}")
+    for key, name in sizes.items():
         if (value := file.metadata.get(f"{prefix}.{key}")) is not None:
             values[name] = value.tolist() if isinstance(value, np.ndarray) else value
     if model_type.startswith("gemma"):  # of each size, the scale that llama.cpp has

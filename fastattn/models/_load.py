@@ -12,7 +12,7 @@ from fastattn._args.errors import named, wrong_type
 from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._decoder import Decoder
-from fastattn.models._families import bert, clip, deberta, gpt2, llama, olmo, rotary, t5
+from fastattn.models._families import bert, clip, deberta, gpt2, granite, llama, olmo, rotary, t5
 from fastattn.models._files import Config, ModelError
 from fastattn.models._parameters import Precision
 from fastattn.models._sentences import folder_of_towers
@@ -43,6 +43,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "deberta-v2": deberta.deberta,
     "distilbert": bert.distilbert,
     "gpt2": gpt2.gpt2,
+    "granite": granite.granite,
     **dict.fromkeys(("new", "gte"), rotary.gte),
     "modernbert": rotary.modernbert,
     "mpnet": bert.mpnet,
@@ -74,7 +75,7 @@ def load(
         As Hugging Face's save_pretrained writes it and ``hf download NAME --local-dir FOLDER`` brings it,
         with tensors in float32, float16 or bfloat16; nothing is downloaded here. The modules.json of a
         sentence-transformers folder says how `Encoder.encode` makes vectors. Or a GGUF file of a Llama,
-        Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, OLMo 2 or 3, or Gemma 2 or 3.
+        Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, OLMo 2 or 3, Granite, or Gemma 2 or 3.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : str, optional

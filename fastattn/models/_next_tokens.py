@@ -177,7 +177,7 @@ class NextTokens(_model.Model):
 
         def finish() -> None:
             dx, gradients = x.found(), tape.gradients
-            scale = dx.dtype.type(self.token_scale)
+            scale = lane_dtype(dx.dtype).type(self.token_scale)
             gradients.add(self.tokens, embedding(dx if scale == 1 else dx * scale, flat, self.vocab_size))
             if self.positions is not None:
                 rows = positions
@@ -211,7 +211,8 @@ class NextTokens(_model.Model):
             positions = np.asarray(starts)[..., None] + np.arange(length)
         x = token_rows(self.tokens, tokens.reshape(-1), self.dtype)
         if self.token_scale != 1:
-            x *= x.dtype.type(self.token_scale)
+            lane = lane_dtype(self.dtype)
+            x = (x.astype(lane, copy=False) * lane.type(self.token_scale)).astype(self.dtype, copy=False)
         if self.positions is not None:
             rows = x if ragged else x.reshape(batch, length, self.hidden_size)
             rows += self.positions[positions]

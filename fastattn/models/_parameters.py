@@ -89,12 +89,16 @@ class Whole(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """Makes an array of rows end to end; a constant, or the first row of another tensor, is added."""
+    """Makes an array of rows end to end; a constant, or the first row of another tensor, is added.
+
+    The sum is multiplied by `scale`.
+    """
 
     shape: Shape
     dtype: np.dtype[Any]
     offset: float = 0.0
     added: str | None = None
+    scale: float = 1.0
 
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Array:
         """Make it; see `Maker`."""
@@ -108,6 +112,8 @@ class Vector(NamedTuple):
             found += lane.type(self.offset)
         if self.added is not None:
             found += tensors.whole(self.added)[0].astype(lane, copy=False)
+        if self.scale != 1:
+            found *= lane.type(self.scale)
         if over is None:
             return found.reshape(self.shape).astype(self.dtype, copy=False)
         over[...] = found.reshape(self.shape)
@@ -180,8 +186,11 @@ class Parameters:
         found: dict[str, Array] = {}
         for made in self._made:
             gradient = gradients.of(made.parameter)
-            for part in made.parts if gradient is not None else ():
-                assert gradient is not None
+            if gradient is None:
+                continue
+            if (scale := getattr(made.maker, "scale", 1.0)) != 1:
+                gradient = gradient * gradient.dtype.type(scale)
+            for part in made.parts:
                 _add(found, part, gradient)
         return found
 

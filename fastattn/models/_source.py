@@ -133,12 +133,13 @@ class Source:
         begin: int = 0,
         offset: float = 0.0,
         added: str | None = None,
+        scale: float = 1.0,
     ) -> Array:
         """Tensors end to end, each from row `begin` on, by default in the type that the kernels compute in.
 
-        The `offset` is added, and the first row of the tensor `added`.
+        The `offset` is added, and the first row of the tensor `added`; the sum is times `scale`.
         """
-        return self._vector(self._parts(names, begin), shape, dtype, offset, added)
+        return self._vector(self._parts(names, begin), shape, dtype, offset, added, scale)
 
     def pair_vector(self, name: str, gate_first: bool) -> Array:
         """A vector of a gated pair, whose halves belong to the two maps: (2, n), the gate first."""
@@ -151,11 +152,12 @@ class Source:
         dtype: np.dtype[Any] | None = None,
         offset: float = 0.0,
         added: str | None = None,
+        scale: float = 1.0,
     ) -> Array:
         whole = (sum(part.rows for part in parts), *parts[0].shape[1:])
         added = None if added is None else self._stored[added]
         dtype = self.precision.lane if dtype is None else dtype
-        return self._make(Vector(whole if shape is None else shape, dtype, offset, added), parts)
+        return self._make(Vector(whole if shape is None else shape, dtype, offset, added, scale), parts)
 
     def pack(
         self, *maps: Sequence[str], transposed: bool = False, begin: int = 0, stored: str | None = None

@@ -127,6 +127,13 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if key in settings:
             writer.add_float32(f"{architecture}.{key}", settings[key])
+    of_granite = {
+        "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
+        "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+    }  # fmt: skip
+    for key, name in of_granite.items():
+        if name in settings:
+            writer.add_float32(f"granite.{key}", settings[name])
     if kind == "mistral":
         writer.add_uint32("llama.attention.sliding_window", settings["sliding_window"])
     for key, value in metadata.items():
@@ -135,7 +142,7 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
     tensors: dict = {}
     of_experts: dict = {}  # by name in GGUF: those of all experts of a layer are one tensor
     for i, (name, x) in enumerate(tiny.tensors(kind, settings).items()):
-        heads = architecture == "llama" and ("q_proj" in name or "k_proj" in name)
+        heads = architecture in ("granite", "llama") and ("q_proj" in name or "k_proj" in name)
         if x.ndim == 1 or stored == "F32":
             tensors[name] = x.astype(np.float32)
             written = interleaved(x.astype(np.float32), 64) if heads else tensors[name]

@@ -5,6 +5,7 @@ Hugging Face's files. A kind is a `model_type`, unless its config says another.
 """
 
 import json
+import math
 
 import numpy as np
 import tiny_encoders
@@ -64,6 +65,11 @@ CONFIGS = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 6,
         "num_experts_per_tok": 3, "moe_intermediate_size": 16,
     },
+    "granite": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 0.7,
+    },
     "olmo2": {
         "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 100.0,
@@ -89,8 +95,8 @@ CONFIGS = {
 OLMO = ("olmo2", "olmo3")  # norms after attention and feed-forward alone
 EXPERTS = ("mixtral", "qwen3_moe")  # decoders without gradients
 DECODERS = (
-    "gpt2", "gemma2", "gemma3-causal", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3", "smollm3",
-    *OLMO, *EXPERTS,
+    "gpt2", "gemma2", "gemma3-causal", "granite", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3",
+    "smollm3", *OLMO, *EXPERTS,
 )  # fmt: skip
 TRAINED_DECODERS = tuple(kind for kind in DECODERS if kind not in (*EXPERTS, "gemma2"))
 FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
@@ -293,7 +299,8 @@ def _llama(kind, c, t, ids):
     if kind == "phi3":
         t = _parted(t, [q_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], c["intermediate_size"])
 
-    x = t[f"{prefix}embed_tokens.weight"][ids]
+    x = t[f"{prefix}embed_tokens.weight"][ids] * c.get("embedding_multiplier", 1.0)
+    added = c.get("residual_multiplier", 1.0)
     for i, layer in enumerate(f"{prefix}layers.{i}." for i in range(c["num_hidden_layers"])):
         width = c.get("sliding_window", n) if kinds[i] == "sliding_attention" else n
         allowed = (back >= 0) & (back < width)
@@ -309,19 +316,23 @@ def _llama(kind, c, t, ids):
             k = rms_norm(k, t[f"{layer}self_attn.k_norm.weight"], eps)
         if has_positions:
             q, k = (np.concatenate([rotated(y[..., :turned], theta), y[..., turned:]], -1) for y in (q, k))
+        q = (
+            q * c.get("attention_multiplier", head_dim**-0.5) * math.sqrt(head_dim)
+        )  # which `attend` divides by
         y = linear(attend(q, k, v, allowed), t, f"{layer}self_attn.o_proj")
         if kind in OLMO:
             x = y = x + rms_norm(y, t[f"{layer}post_attention_layernorm.weight"], eps)
         else:
-            x = x + y
+            x = x + added * y
             y = rms_norm(x, t[f"{layer}post_attention_layernorm.weight"], eps)
         if kind in EXPERTS:
             x = x + mixed(kind, c, t, layer, y)
             continue
         gate = silu(linear(y, t, f"{layer}mlp.gate_proj"))
         y = linear(gate * linear(y, t, f"{layer}mlp.up_proj"), t, f"{layer}mlp.down_proj")
-        x = x + (rms_norm(y, t[f"{layer}post_feedforward_layernorm.weight"], eps) if kind in OLMO else y)
+        y = rms_norm(y, t[f"{layer}post_feedforward_layernorm.weight"], eps) if kind in OLMO else y
+        x = x + added * y
     x = rms_norm(x, t[f"{prefix}norm.weight"], eps)
     if not prefix:
         return x
-    return x @ t.get("lm_head.weight", t["model.embed_tokens.weight"]).T
+    return x @ t.get("lm_head.weight", t["model.embed_tokens.weight"]).T / c.get("logits_scaling", 1.0)

@@ -128,6 +128,13 @@ def phi3(**changes):
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(**{**GROUPED, **NO_EOS, **changes}))
 
 
+def granite(**changes):
+    """Multipliers as those of Granite 3, with scores that differ from each other."""
+    each = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22}
+    config = transformers.GraniteConfig(**{**GROUPED, **NO_EOS, **each, "logits_scaling": 3.0, **changes})
+    return transformers.GraniteForCausalLM(config)
+
+
 def olmo2(**changes):
     return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**{**GROUPED, **NO_EOS, **changes}))
 
@@ -250,6 +257,16 @@ DECODERS = {
         attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True
     ),
     "gemma3": lambda: gemma3("Gemma3ForCausalLM", tie_word_embeddings=False),
+    "granite": granite,
+    "granite-biased-tied-usual": lambda: granite(
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        embedding_multiplier=1.0,
+        attention_multiplier=0.3,
+        residual_multiplier=1.0,
+        logits_scaling=1.0,
+    ),
     "llama": llama,
     "llama-grouped": lambda: llama(GROUPED),
     "llama-one-key-head-tied-biased": lambda: llama(

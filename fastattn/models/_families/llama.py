@@ -111,7 +111,6 @@ def llama(source: Source) -> Decoder | Encoder:
     head_dim = config.optional_size("head_dim") or (
         128 if model_type == "qwen3" else config.divided("hidden_size", "num_attention_heads")
     )
-    biased = _biased(config, model_type, names.block)
     blocks = Blocks.of(
         source,
         names.block,
@@ -121,7 +120,7 @@ def llama(source: Source) -> Decoder | Encoder:
         heads=heads,
         heads_kv=heads_kv,
         head_dim=head_dim,
-        biased=biased,
+        biased=biased(config, model_type, names.block),
         **({} if names.block.router is None else _experts(source, model_type)),
     )
     theta = {"smollm3": 2e6, "mixtral": 1e6}.get(model_type, 1e4)
@@ -183,16 +182,17 @@ def _rotations(config: Config, num_layers: int) -> list[int | None]:
     return [0 if rotated else None for rotated in has[:num_layers]]
 
 
-def _biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str]:
+def biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str]:
     """The maps that have a bias."""
     if model_type == "qwen2":
         return frozenset(names.qkv)
-    biased: list[str | None] = []
-    if model_type in ("llama", "qwen3", "qwen3_moe", "smollm3") and config.get("attention_bias", bool, False):
-        biased += [*names.qkv, names.attended]
-    if model_type in ("llama", "smollm3") and config.get("mlp_bias", bool, False):
-        biased += [names.gate, names.inner, names.outer]
-    return frozenset(name for name in biased if name is not None)
+    found: list[str | None] = []
+    as_llama = model_type in ("llama", "granite", "smollm3")
+    if (as_llama or model_type in ("qwen3", "qwen3_moe")) and config.get("attention_bias", bool, False):
+        found += [*names.qkv, names.attended]
+    if as_llama and config.get("mlp_bias", bool, False):
+        found += [names.gate, names.inner, names.outer]
+    return frozenset(name for name in found if name is not None)
 
 
 def _windows(config: Config, model_type: str, num_layers: int, causal: bool = True) -> list[Window]:
@@ -264,7 +264,7 @@ def gemma(source: Source) -> Decoder | Encoder:
         "scales": [config.number("query_pre_attn_scalar", 256) ** -0.5] * blocks.num_layers,
         "windows": [window if kind == NEAR else None for kind in kinds],
         "rotations": [0 if second else list(_THETAS).index(kind) for kind in kinds],
-        "token_scale": blocks.hidden**0.5,
+        "token_scale": float(source.precision.dtype.type(blocks.hidden**0.5)),  # as transformers rounds it
         "frequencies": lambda: (
             (frequencies(config, blocks.head_dim),)
             if second

@@ -163,13 +163,14 @@ def read_decoder(
     token_scale: float = 1.0,
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
     softcap: float | None = None,
+    logit_scale: float = 1.0,
     tied: bool,
 ) -> Decoder:
     """The decoder of `blocks`; `scales`, `windows` and `rotations` are those of `Blocks.read`.
 
     Positions are a table of `max_length`, or rotary with what `frequencies` returns, by default the first of
     it. Tokens' vectors are times `token_scale`; in a tied model they are the weight of the output layer, too.
-    Logits are kept within `softcap`.
+    Logits are times `logit_scale`, which the last norm has, and kept within `softcap`.
     """
     source = blocks.source
     config, precision = source.config, source.precision
@@ -193,7 +194,7 @@ def read_decoder(
         rotations = [0] * blocks.num_layers
     program, all_windows = model_program(blocks.read(scales, windows, rotations))
     weight = source.pack([tokens if tied else output])
-    norm = NormStep(X, "normed", *blocks.norm(names.norm))
+    norm = NormStep(X, "normed", *blocks.norm(names.norm, logit_scale))
     logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.activations)])
     table = None if positions is None else source.vector(positions, dtype=precision.dtype)
     return Decoder(

@@ -1,0 +1,46 @@
+"""Granite: Llama with multipliers of tokens, scores, logits and of what is added to the residual."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fastattn.models._blocks import Blocks
+from fastattn.models._families.llama import KEYS, LLAMA, biased
+from fastattn.models._families.shared import frequencies, head_counts, read_decoder
+
+if TYPE_CHECKING:
+    from fastattn.models._decoder import Decoder
+    from fastattn.models._source import Source
+
+
+def granite(source: Source) -> Decoder:
+    """Build Granite.
+
+    Without multiplying what is added: every reader of the residual is an RMS norm, whose result is the same
+    for x / c and an eps of ``eps / c**2``. So the tokens' vectors are divided by that multiplier instead.
+    """
+    config = source.config
+    heads, heads_kv = head_counts(config)
+    blocks = Blocks.of(
+        source,
+        LLAMA.block,
+        KEYS,
+        eps=1e-6,
+        activation="silu",
+        heads=heads,
+        heads_kv=heads_kv,
+        head_dim=config.optional_size("head_dim") or config.divided("hidden_size", "num_attention_heads"),
+        biased=biased(config, "granite", LLAMA.block),
+    )
+    config.refuse(is_causal=True)
+    added = config.number("residual_multiplier", 1.0)
+    return read_decoder(
+        LLAMA,
+        replace(blocks, eps=blocks.eps / added**2),
+        scales=[config.number("attention_multiplier", 1.0)] * blocks.num_layers,
+        frequencies=lambda: (frequencies(config, blocks.head_dim),),
+        token_scale=config.number("embedding_multiplier", 1.0) / added,
+        logit_scale=1 / config.number("logits_scaling", 1.0),
+        tied=config.get("tie_word_embeddings", bool, False),
+    )
