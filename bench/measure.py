@@ -32,7 +32,8 @@ from fastattn._args.pack import pack_args
 from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._engine import dispatch, settings
 from fastattn._engine.core import _core
-from fastattn._engine.program import ExpertsStep, Sequences
+from fastattn._engine.experts import Experts, ExpertsStep
+from fastattn._engine.program import Sequences
 from fastattn._engine.tape import PLAIN
 from fastattn.cache import KVCache
 from fastattn.functional import mamba2_scan, selective_scan
@@ -341,7 +342,7 @@ def experts(dtype: str) -> None:
         [ops.pack(normal((1024, 512), dtype)) for _ in range(32)],
         ops.pack(normal((32, 1024), dtype)),
     )
-    step = ExpertsStep("x", "out", router, (tuple(first), tuple(second)), 4, True, "silu", "x")
+    step = ExpertsStep("x", "out", Experts(router, (tuple(first), tuple(second)), 4, True), "silu", "x")
     out, counts = np.empty_like(one), np.arange(32) < 4
     row, inner = np.repeat(one, 4, axis=0), normal((4, 512), dtype)
 

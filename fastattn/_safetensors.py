@@ -71,6 +71,19 @@ class TensorFile(OpenFile):
         self.fill(array, name, 0)
         return array
 
+    def split(self, name: str) -> list[str]:
+        """Make tensors, `NAME.0` and so on, of the rows of the tensor `NAME`, and return their names."""
+        whole = self._header.pop(name)
+        count, *shape = whole["shape"]
+        begin, end = whole["data_offsets"]
+        size, parts = (end - begin) // max(1, count), [f"{name}.{i}" for i in range(count)]
+        for i, part in enumerate(parts):
+            offsets = [begin + i * size, begin + (i + 1) * size]
+            self._header[part] = {**whole, "shape": shape, "data_offsets": offsets}
+        at = self.names.index(name)
+        self.names[at : at + 1] = parts
+        return parts
+
     def rows(self, name: str, begin: int, end: int) -> Array:
         """Some rows of a tensor that follow one another."""
         array = self.empty(name, (end - begin, *self.shape(name)[1:]))

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         ScatterArgs,
     )
     from fastattn._args.packed import LinearArgs, PackArgs, PackedLinear
-    from fastattn._args.types import Ints
+    from fastattn._args.types import Array, Ints
     from fastattn._args.updates import UpdateArgs
 
     AnyArgs = (
@@ -125,12 +125,23 @@ def run(args: AnyArgs, backend: str | None = None) -> None:
     _run(args, backend)
 
 
-def run_groups(args: LinearArgs, weights: Sequence[PackedLinear], counts: Ints, backend: str | None) -> None:
-    """Compute `args`, of whose rows counts[i] in turn are multiplied by weights[i], not by `args.weight`."""
+def run_groups(
+    args: LinearArgs,
+    weights: Sequence[PackedLinear],
+    counts: Ints,
+    backend: str | None,
+    biases: Sequence[Array | None] | None = None,
+) -> None:
+    """Compute `args`, of whose rows counts[i] in turn are multiplied by weights[i], not by `args.weight`.
+
+    If there are `biases`, biases[i] is added.
+    """
     end = 0
     for i in np.flatnonzero(counts).tolist():
         begin, end = end, end + int(counts[i])
-        run(replace(args, x=args.x[begin:end], weight=weights[i], out=args.out[begin:end]), backend)
+        bias = None if biases is None else biases[i]
+        x, out = args.x[begin:end], args.out[begin:end]
+        run(replace(args, x=x, weight=weights[i], bias=bias, out=out), backend)
 
 
 def run_grad(args: AnyGradArgs, backend: str | None = None) -> None:

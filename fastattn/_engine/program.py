@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fastattn._args.packed import LinearArgs
-from fastattn._args.types import Activation, Array, AttentionArgs, Ints, Rounding, lane_dtype, plain_args
-from fastattn._engine import dispatch, settings
+from fastattn._args.types import Activation, Array, AttentionArgs, Ints, Rounding, plain_args
+from fastattn._engine import settings
 from fastattn._engine.scratch import keep, scratch
 from fastattn._engine.tape import PLAIN, Tape
 
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     # The present value of each buffer: an array for `PLAIN`, a `Value` for a `Tape`.
     Values = Mapping[str, Any]
 
-# Rows of experts that are computed at a time: each has a copy of its input and two results.
-_EXPERT_ROWS = 8192
 # The caller's two buffers: where a program reads its rows, and where it writes its result.
 X, OUT = "x", "out"
 
@@ -162,68 +159,6 @@ class AddStep(Step):
 
     def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
         return tape.add(tape.dropped(values[self.x]), values[self.residual], out=out)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertsStep(Step):
-    """A mixture of experts: a few feed-forwards for each row, chosen by a linear map, in a weighted sum.
-
-    The rows are sorted by expert; each expert that has some computes them together. It runs in Python, and
-    has no gradients.
-    """
-
-    op = None
-
-    router: PackedLinear  # to a logit for each expert; their softmax is the weights
-    experts: tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]  # the first maps, gated; the second
-    chosen: int  # experts for a row
-    normalised: bool  # divide the weights of those that are chosen by their sum
-    activation: Activation
-    residual: str  # a buffer; it may be `out`
-    activations: Rounding | None = None
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.x, self.residual
-
-    @property
-    def columns(self) -> int:
-        return self.experts[1][0].out_features
-
-    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
-        if tape.recording or out is None:
-            raise NotImplementedError("fastattn: experts have no gradients")
-        x, residual = values[self.x], values[self.residual]
-        rows = max(1, _EXPERT_ROWS // self.chosen)
-        for begin in range(0, len(x), rows):
-            part = slice(begin, begin + rows)
-            np.add(residual[part], self._mixed(tape, x[part]), out=out[part], casting="same_kind")
-        return out
-
-    def _mixed(self, tape: Plain, x: Array) -> Array:
-        """The weighted sums of the experts' results for rows x (n, features)."""
-        (inner, outer), k, lane = self.experts, self.chosen, lane_dtype(x.dtype)
-        logits = tape.linear(x, self.router, None).astype(lane, copy=False)
-        chances = np.exp(logits - logits.max(axis=1, keepdims=True))
-        chances /= chances.sum(axis=1, keepdims=True)
-        best = np.argsort(-chances, axis=1, kind="stable")[:, :k]  # of equal ones, those of lower numbers
-        weights = np.take_along_axis(chances, best, axis=1)
-        if self.normalised:
-            weights /= weights.sum(axis=1, keepdims=True)
-        order = np.argsort(best, axis=None, kind="stable")
-        counts = np.bincount(best.ravel(), minlength=len(inner))
-        hidden = np.empty((len(order), inner[0].out_features), x.dtype)
-        result = np.empty((len(order), self.columns), x.dtype)
-        threads, how = settings.get_num_threads(), self.activations
-        first = LinearArgs(x[order // k], inner[0], None, self.activation, None, hidden, threads, how)
-        dispatch.run_groups(first, inner, counts, None)
-        second = LinearArgs(hidden, outer[0], None, None, None, result, threads, how)
-        dispatch.run_groups(second, outer, counts, None)
-        by_row = np.empty(result.shape, lane)
-        by_row[order] = result
-        # A sum in the order of the weights: no row depends on others.
-        mixed: Array = np.einsum("nkd,nk->nd", by_row.reshape(len(x), k, -1), weights)
-        return mixed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastattn._args.types import Activation, Array, Rounding
+from fastattn._engine.experts import Experts, ExpertsStep
 from fastattn._engine.program import (
     OUT,
     AddStep,
     AttendStep,
-    ExpertsStep,
     LinearStep,
     NormStep,
     Program,
@@ -33,16 +33,6 @@ class Norm(NamedTuple):
     weight: Array
     bias: Array | None
     eps: float
-
-
-class Experts(NamedTuple):
-    """The parameters of a mixture of experts, as `ExpertsStep` has them."""
-
-    router: PackedLinear
-    maps: tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]
-    chosen: int
-    normalised: bool
-    activations: Rounding | None = None
 
 
 class Projection(NamedTuple):
@@ -81,6 +71,7 @@ class Block:
     bias: int | None = None
     post_norms: tuple[Norm, Norm] | None = None
     softcap: float = 0.0  # of scores; 0: none
+    sinks: Array | None = None  # (heads,): see `AttendStep`
 
     def steps(self, x: str, out: str, total: str = "total", layer: int = 0, ranges: int = 0) -> list[Step]:
         """Steps from buffer `x` to `out`, which may be the same buffer.
@@ -98,8 +89,8 @@ class Block:
             steps.append(NormStep("qkv", "qkv", *norm, begin))
             begin += norm.weight.size
         heads = (self.heads, self.heads_kv, self.head_dim, self.scale)
-        cap = self.softcap
-        steps.append(AttendStep("qkv", "context", *heads, layer, ranges, self.rotation, self.bias, cap))
+        others = (self.rotation, self.bias, self.softcap, self.sinks)
+        steps.append(AttendStep("qkv", "context", *heads, layer, ranges, *others))
         if self.norm_first:
             attention_post, inner_post = self.post_norms or (None, None)
             steps += _added("context", self.attended, attention_post, x, out)
@@ -108,9 +99,7 @@ class Block:
                 inner = "normed"
                 steps.append(NormStep(out, inner, *self.inner_norm))
             if isinstance(self.inner, Experts):
-                router, maps, chosen, normalised, rounded = self.inner
-                how = chosen, normalised, self.activation
-                return [*steps, ExpertsStep(inner, out, router, maps, *how, out, rounded)]
+                return [*steps, ExpertsStep(inner, out, self.inner, self.activation, out)]
             assert self.outer is not None
             steps.append(LinearStep(inner, "inner", *self.inner, self.activation))
             return [*steps, *_added("inner", self.outer, inner_post, out, out)]

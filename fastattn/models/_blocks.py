@@ -10,7 +10,8 @@ import numpy as np
 from fastattn._args.ops import integer_activations
 from fastattn._args.types import ACTIVATIONS as OURS
 from fastattn._args.types import Activation
-from fastattn.layers._block import Block, Experts, Norm, Projection
+from fastattn._engine.experts import Bounds, Experts
+from fastattn.layers._block import Block, Norm, Projection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -67,6 +68,13 @@ class BlockNames(NamedTuple):
     transposed: bool = False  # weights are (in, out), where torch's Linear has (out, in)
     router: str | None = None  # of experts, which have `inner`, `gate` and `outer` each
     experts: str = "{}."  # the prefix of an expert's: experts.format(number)
+    transposed_experts: bool = False  # those of experts alone
+    sinks: str | None = None  # the whole name of logits that enter the denominator alone, one for each head
+
+    def is_transposed(self, name: str) -> bool:
+        """Tell whether the weight of the map `name` is (in, out)."""
+        of_experts = self.transposed_experts and name.startswith(self.experts.partition("{")[0])
+        return self.transposed or of_experts
 
     @property
     def maps(self) -> frozenset[str]:
@@ -89,12 +97,13 @@ class Blocks:
     head_dim: int
     eps: float
     activation: Activation
-    biased: frozenset[str]  # the maps that have a bias
+    biased: frozenset[str]  # the maps that have a bias, those of experts with their prefix
     bias: int | None = None  # of all blocks' scores: see `AttendStep`
     softcap: float = 0.0  # of scores; 0: none
     experts: int = 0  # where there is a router: how many, how many for a token, and whether those weigh 1
     chosen: int = 0
     normalised: bool = True
+    limit: float | None = None  # of what experts' first maps give: see `Bounds`
 
     @classmethod
     def of(
@@ -148,11 +157,13 @@ class Blocks:
         maps[names.attended] = (self.hidden, q)
         shapes: dict[str, Shape] = {}
         for name, shape in maps.items():
-            shapes[f"{name}.weight"] = shape[::-1] if names.transposed else shape
+            shapes[f"{name}.weight"] = shape[::-1] if names.is_transposed(name) else shape
             if name in self.biased:
                 shapes[f"{name}.bias"] = shape[:1]
         normed = (q, kv) if names.norms_of_all else (self.head_dim, self.head_dim)
         shapes |= {f"{name}.weight": (n,) for name, n in zip(names.head_norms or (), normed, strict=False)}
+        if names.sinks is not None:
+            shapes[names.sinks] = (self.heads,)
         for name in (names.attention_norm, names.inner_norm, *(names.post_norms or ())):
             if name is not None:
                 shapes |= self.norm_shapes(name)
@@ -211,7 +222,7 @@ class Blocks:
             maps = [[f"{prefix}{part}.weight" for part in parts]]
             if gate is not None:
                 maps.append([f"{prefix}{gate}.weight"])
-            return source.pack(*maps, transposed=names.transposed)
+            return source.pack(*maps, transposed=names.is_transposed(parts[0]))
 
         def bias(*parts: str, shape: Shape | None = None) -> Array | None:
             if parts[0] not in self.biased:
@@ -237,12 +248,19 @@ class Blocks:
             parts = self._feed_forwards()
             lane = "float64" if precision.dtype == np.float64 else "float32"
             router = source.pack([f"{prefix}{names.router}.weight"], stored=lane)
-            gates = [None if names.gate is None else f"{part}{names.gate}" for part in parts]
-            first = tuple(
-                packed(f"{part}{names.inner}", gate=gate) for part, gate in zip(parts, gates, strict=True)
-            )
-            second = tuple(packed(f"{part}{names.outer}") for part in parts)
-            return Experts(router, (first, second), self.chosen, self.normalised, rounded)
+            outer = [f"{part}{names.outer}" for part in parts]
+            how = self.chosen, self.normalised, rounded
+            if self.limit is None:
+                first = tuple(packed(f"{part}{names.inner}", gate=f"{part}{names.gate}") for part in parts)
+                return Experts(router, (first, tuple(map(packed, outer))), *how)
+            # A product cannot keep gate and up within bounds: both are one plain map.
+            own = dict.fromkeys(name for name in (names.gate, names.inner) if name is not None)
+            inner = [[f"{part}{name}" for name in own] for part in parts]
+            first = tuple(packed(*each) for each in inner)
+            biases = tuple(bias(*each) for each in inner), tuple(map(bias, outer))
+            bounds = Bounds(self.limit, names.gate == names.inner)
+            maps = first, tuple(map(packed, outer))
+            return Experts(router, maps, *how, bias(names.router), biases, bounds)
 
         def norm(name: str | None) -> Norm | None:
             return None if name is None else self.norm(prefix + name)
@@ -282,4 +300,5 @@ class Blocks:
             bias=self.bias,
             post_norms=post_norms(),
             softcap=self.softcap,
+            sinks=None if names.sinks is None else source.vector(f"{prefix}{names.sinks}"),
         )

@@ -26,6 +26,7 @@ _MOST_PAIRS = 1 << 16  # of dimensions of a head
 _ARCHITECTURES = {
     "gemma2": ("gemma2", False),
     "gemma3": ("gemma3_text", False),
+    "gpt-oss": ("gpt_oss", False),
     "granite": ("granite", True),
     "llama": ("llama", True),
     "olmo2": ("olmo2", False),
@@ -57,6 +58,12 @@ _POST_NORMS = {
 }
 _GEMMA_NAMES = {**_BLOCK_NAMES, "ffn_norm": "pre_feedforward_layernorm", **_POST_NORMS}
 _OLMO_NAMES = {**_BLOCK_NAMES, **_POST_NORMS}
+_GPT_OSS_NAMES = {
+    **_BLOCK_NAMES,
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+}
 _MIXTRAL_NAMES = {
     **_BLOCK_NAMES,
     "ffn_gate_inp": "block_sparse_moe.gate",
@@ -67,6 +74,7 @@ _MIXTRAL_NAMES = {
 _OTHER_NAMES = {
     "gemma2": _GEMMA_NAMES,
     "gemma3_text": _GEMMA_NAMES,
+    "gpt_oss": _GPT_OSS_NAMES,
     "mixtral": _MIXTRAL_NAMES,
     **dict.fromkeys(("olmo2", "olmo3"), _OLMO_NAMES),
 }
@@ -132,9 +140,11 @@ def opened(path: Path, stack: ExitStack) -> GgufFile:
             if found and found[2] in ("attn_q", "attn_k"):
                 file.interleaved[name] = _head_dim(path, file)
     for name in list(file.names):
-        if (_IN_BLOCK.fullmatch(name) or ["", "", ""])[2].endswith("_exps"):
-            if len(file.shape(name)) != 3 or file.shape(name)[0] > _MOST_EXPERTS:
-                expected = f"(experts, out, in), of at most {_MOST_EXPERTS}"
+        found = _IN_BLOCK.fullmatch(name)
+        if found and found[2].endswith("_exps"):
+            axes = "(experts, out, in)" if found[4] == "weight" else "(experts, out)"
+            if len(file.shape(name)) != axes.count(",") + 1 or file.shape(name)[0] > _MOST_EXPERTS:
+                expected = f"{axes}, of at most {_MOST_EXPERTS}"
                 raise ModelError(f"{path}: {name!r} has shape {file.shape(name)}; expected {expected}")
             file.split(name)
     return file
@@ -183,7 +193,7 @@ def config_of(path: Path, file: GgufFile) -> Config:
         if _known(model_type, name) is None and name != _FACTORS:
             raise ModelError(f"{path}: the tensor {short(name)} is not known")
     if experts := said.size(f"{prefix}.expert_count", 0, low=0):
-        if model_type not in ("llama", "qwen3_moe"):
+        if model_type not in ("gpt_oss", "llama", "qwen3_moe"):
             came = f"'{prefix}.expert_count' is {experts}"
             raise ModelError(f"{path}: {came}; expected none in a {model_type}")
         said.refuse(**{f"{prefix}.{key}": value for key, value in _OF_EXPERTS.items()})
@@ -219,7 +229,10 @@ def config_of(path: Path, file: GgufFile) -> Config:
     if rotated != head_dim:
         raise ModelError(f"{path}: '{prefix}.rope.dimension_count' is {rotated}; expected {head_dim}")
     values["head_dim"] = head_dim
-    if scaling := _scaling(path, file, prefix):
+    scaling = _scaling(path, file, prefix)
+    if model_type == "gpt_oss":  # as it was trained, though llama.cpp does truncate
+        scaling = {**scaling, "truncate": False} if scaling else {"rope_type": "default"}
+    if scaling:
         values["rope_scaling"] = scaling
     ends = [said.optional_id(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     values["eos_token_id"] = list(dict.fromkeys(i for i in ends if i is not None)) or None

@@ -12,7 +12,7 @@ from fastattn._args.errors import named, wrong_type
 from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._decoder import Decoder
-from fastattn.models._families import bert, clip, deberta, gpt2, granite, llama, olmo, rotary, t5
+from fastattn.models._families import bert, clip, deberta, gpt2, gpt_oss, granite, llama, olmo, rotary, t5
 from fastattn.models._files import Config, ModelError
 from fastattn.models._parameters import Precision
 from fastattn.models._sentences import folder_of_towers
@@ -43,6 +43,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "deberta-v2": deberta.deberta,
     "distilbert": bert.distilbert,
     "gpt2": gpt2.gpt2,
+    "gpt_oss": gpt_oss.gpt_oss,
     "granite": granite.granite,
     **dict.fromkeys(("new", "gte"), rotary.gte),
     "modernbert": rotary.modernbert,
@@ -75,7 +76,7 @@ def load(
         As Hugging Face's save_pretrained writes it and ``hf download NAME --local-dir FOLDER`` brings it,
         with tensors in float32, float16 or bfloat16; nothing is downloaded here. The modules.json of a
         sentence-transformers folder says how `Encoder.encode` makes vectors. Or a GGUF file of a Llama,
-        Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, OLMo 2 or 3, Granite, or Gemma 2 or 3.
+        Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, OLMo 2 or 3, Granite, GPT-OSS, or Gemma 2 or 3.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : str, optional
@@ -117,9 +118,9 @@ def load(
         raise wrong_type("folder", folder, "a path")
     path = Path(folder)
     is_gguf = _gguf.is_file(path)
-    precision = Precision.of(dtype, weights_dtype, activations, of_file=is_gguf)
+    precise = partial(Precision.of, dtype, weights_dtype, activations)
     if is_gguf:
-        return _of_gguf(path, precision)
+        return _of_gguf(path, precise(of_file=True))
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"
         expected = "expected one with config.json and model.safetensors, or a GGUF file"
@@ -137,10 +138,14 @@ def load(
     if path != outer and model_type not in _TOWERS:
         expected = f"clip or siglip, as {outer / 'modules.json'} has a CLIPModel"
         raise config.wrong("model_type", model_type, expected)
-    if config.values.get("quantization_config") is not None:
+    quantized = config.values.get("quantization_config")
+    blocks = (
+        model_type == "gpt_oss" and isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+    )
+    if quantized is not None and not blocks:
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
     with ExitStack() as stack:
-        source = Source(path, config, precision, stack, outer)
+        source = Source(path, config, precise(of_file=blocks), stack, outer)
         model = _BUILDERS[model_type](source)
         return model if isinstance(model, (Decoder, TwoTowers)) else with_head(source, model)
 

@@ -117,6 +117,10 @@ class Source:
             more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
             raise ModelError(f"{tensors.where} does not fit config.json: {'; '.join(wrong[:SHOWN])}{more}")
 
+    def has_kind(self, kind: str) -> bool:
+        """Tell whether any tensor is of the type `kind`."""
+        return any(self.tensors.kind(stored) == kind for stored in self._stored.values())
+
     def shape(self, name: str) -> Shape:
         """The shape of a tensor."""
         return self.tensors.shape(self._stored[name])

@@ -14,7 +14,7 @@ from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
 from fastattn._formats import FORMATS, Format
 from fastattn._safetensors import TensorFile
-from fastattn.models import _gguf
+from fastattn.models import _gguf, _mxfp4
 from fastattn.models._files import ModelError, is_name, lfs_hint, read_json, require
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
     from fastattn._gguf import GgufFile
+    from fastattn.models._mxfp4 import Mxfp4Expert
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes that a thread reads at a time and packs at once, while they are in a cache; and threads that do so.
@@ -75,7 +76,9 @@ class Tensors:
 
     _stack: ExitStack | None = None
 
-    def __init__(self, where: str, stored: str, files: Mapping[str, TensorFile | GgufFile | _Memory]):
+    def __init__(
+        self, where: str, stored: str, files: Mapping[str, TensorFile | GgufFile | Mxfp4Expert | _Memory]
+    ):
         self.where, self.stored, self._files = where, stored, files  # `where` is for messages
         self._pool: ThreadPoolExecutor | None = None
 
@@ -90,7 +93,8 @@ class Tensors:
         # A single file comes first, as in transformers: an index beside it may be left over.
         is_indexed = not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file()
         path = folder / (INDEX if is_indexed else WEIGHTS)
-        tensors = cls(str(path), stored, (_indexed if is_indexed else _single)(path, stack))
+        files = (_indexed if is_indexed else _single)(path, stack)
+        tensors = cls(str(path), stored, _mxfp4.experts_apart(files))
         tensors._stack = stack
         return tensors
 

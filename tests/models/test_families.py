@@ -149,3 +149,63 @@ def test_old_and_new_ways_to_say_rope_in_gemma(tmp_path):
         results.append(models.load(tmp_path)(IDS))
     np.testing.assert_array_equal(results[0], results[1])
     assert all(np.abs(results[0] - other).max() > 0.01 for other in results[2:])
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def in_mxfp4(weights):
+    """GPT-OSS's tensors with random blocks and scales of experts, and the same with their numbers."""
+    rng, blocks, numbers = np.random.default_rng(1), dict(weights), dict(weights)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, n_in, n_out = weights[name].shape
+        data = rng.integers(0, 256, (count, n_out, n_in // 32, 16), dtype=np.uint8)
+        scales = rng.integers(122, 126, (count, n_out, n_in // 32), dtype=np.uint8)
+        del blocks[name]
+        blocks |= {f"{name}_blocks": data, f"{name}_scales": scales}
+        codes = np.stack((data & 15, data >> 4), axis=-1)  # the lower half of a byte comes first
+        wide = E2M1[codes] * np.exp2(scales.astype(np.float32) - 127)[..., None, None]
+        numbers[name] = np.ascontiguousarray(wide.reshape(count, n_out, n_in).swapaxes(1, 2))
+    return blocks, numbers
+
+
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+
+
+def test_experts_in_mxfp4(tmp_path):
+    """They stay as exact as they are, in bfloat16, and are not transposed, as others are."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32}
+    config = {**tiny.CONFIGS["gpt_oss"], **sizes}
+    blocks, numbers = in_mxfp4(tiny.tensors("gpt_oss", config))
+    tiny.write(tmp_path, "gpt_oss", numbers, **sizes)
+    expected = models.load(tmp_path)(IDS)
+    tiny.write(tmp_path, "gpt_oss", blocks, **sizes, **MXFP4)
+    np.testing.assert_array_equal(models.load(tmp_path, weights_dtype="float32")(IDS), expected)
+    model = models.load(tmp_path)
+    assert model.weights_dtype == "file"
+    np.testing.assert_allclose(model(IDS), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    again = model.with_state_dict(model.state_dict())
+    np.testing.assert_array_equal(again(IDS), model(IDS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scales": None}, "experts.0.gate_up_proj.weight' is missing"),
+        ({"scales": np.zeros((5, 64, 3), np.uint8)}, "experts.0.gate_up_proj.weight' is missing"),
+        ({"blocks": np.zeros((5, 64, 2, 16), np.int8)}, "experts.0.gate_up_proj.weight' is missing"),
+        ({"blocks": np.zeros((4, 64, 2, 16), np.uint8), "scales": np.zeros((4, 64, 2), np.uint8)},
+         "experts.4.gate_up_proj.weight' is missing"),
+        ({"scales": np.full((5, 64, 2), 255, np.uint8)}, "values that are not finite"),
+    ],
+)  # fmt: skip
+def test_blocks_of_experts_that_do_not_fit(changes, message, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 32}
+    blocks, _ = in_mxfp4(tiny.tensors("gpt_oss", {**tiny.CONFIGS["gpt_oss"], **sizes}))
+    for part, x in changes.items():
+        name = f"model.layers.0.mlp.experts.gate_up_proj_{part}"
+        blocks.pop(name)
+        if x is not None:
+            blocks[name] = x
+    tiny.write(tmp_path, "gpt_oss", blocks, **sizes, **MXFP4)
+    refused(tmp_path, message)

@@ -158,7 +158,7 @@ def test_what_a_file_recommends(tmp_path):
         models.load(path).usual_sampling()
 
 
-@pytest.mark.parametrize("stored", ["Q4_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("stored", ["Q4_0", "Q4_1", "Q6_K", "MXFP4"])
 @pytest.mark.parametrize("kind", tiny.EXPERTS)
 def test_experts(kind, stored, tmp_path):
     """All experts of a layer are one tensor; each becomes a weight of its own."""
@@ -170,8 +170,8 @@ def test_experts(kind, stored, tmp_path):
     np.testing.assert_array_equal(got(IDS), expected(IDS))
     own = models.load(path)
     step = next(step for step in own.program.steps if type(step).__name__ == "ExpertsStep")
-    assert step.router.dtype == "float32"
-    assert {x.dtype for part in step.experts for x in part} == {FORMATS[stored].packed}
+    assert step.experts.router.dtype == "float32"
+    assert {x.dtype for part in step.experts.maps for x in part} == {FORMATS[stored].packed}
     assert len(list(own.generate([1, 2, 3], 4))) == 4
 
 

@@ -44,6 +44,8 @@ def config(kind, vocab=None):
     sizes = {"hidden_size": BLOCK, "intermediate_size": 2 * BLOCK, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
     if kind == "qwen3_moe":
         sizes |= {"moe_intermediate_size": BLOCK, "norm_topk_prob": True}
+    if kind == "gpt_oss":
+        sizes["swiglu_limit"] = 7.0  # files do not say it
     more = {} if vocab is None else {"vocab_size": vocab}
     return {**tiny.CONFIGS[kind], **sizes, **more, "max_position_embeddings": 64, "head_dim": 64}
 
@@ -62,18 +64,23 @@ def random_blocks(name, rows, features, seed=0):
     return data.reshape(rows, -1)
 
 
+OF_GPT_OSS = {
+    "post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp",
+    "self_attn.sinks": "attn_sinks",
+}  # fmt: skip
 OF_OLMO = {key: x for key, x in OF_GEMMA.items() if key.startswith("post")}
 
 
 def name_of(name, kind="llama"):
     """A tensor's name in GGUF."""
-    stem, _, last = name.rpartition(".")
+    stem, _, last = (name + ".weight" * name.endswith(".sinks")).rpartition(".")
     if stem in TOP:
         return f"{TOP[stem]}.{last}"
     _, _, number, part = stem.split(".", 3)
     if ".experts." in part:
         return f"blk.{number}.{EXPERTS[part.rpartition('.')[2]]}.{last}"
-    names = {**NAMES, **(OF_GEMMA if kind.startswith("gemma") else OF_OLMO if kind in tiny.OLMO else {})}
+    others = {"gpt_oss": OF_GPT_OSS, **dict.fromkeys(tiny.OLMO, OF_OLMO)}
+    names = {**NAMES, **(OF_GEMMA if kind.startswith("gemma") else others.get(kind, {}))}
     return f"blk.{number}.{names[part]}.{last}"
 
 
@@ -87,6 +94,22 @@ def halves(x, head_dim):
     return x.reshape(-1, head_dim // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
+def write_experts(writer, name, x, stored, seed):
+    """Write experts of GPT-OSS, which have gate and up in turns, and return what transformers has of them."""
+    block, maps = f"blk.{name.split('.')[2]}", ("gate", "up") if "gate_up" in name else ("down",)
+    if name.endswith("_bias"):
+        for i, part in enumerate(maps):
+            writer.add_tensor(f"{block}.ffn_{part}_exps.bias", np.ascontiguousarray(x[:, i :: len(maps)]))
+        return x
+    count, n_in, n_out = x.shape
+    kind = gguf.GGMLQuantizationType[stored]
+    data = random_blocks(stored, count * n_out, n_in, seed).reshape(count, n_out, -1)
+    for i, part in enumerate(maps):
+        rows = np.ascontiguousarray(data[:, i :: len(maps)])
+        writer.add_tensor(f"{block}.ffn_{part}_exps.weight", rows, raw_dtype=kind)
+    return np.ascontiguousarray(gguf.quants.dequantize(data, kind).swapaxes(1, 2))
+
+
 def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
     """Write a model whose maps are `stored`, those of queries as `queries`.
 
@@ -98,6 +121,7 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         "mixtral": "llama",
         "qwen3_moe": "qwen3moe",
         "gemma3-causal": "gemma3",
+        "gpt_oss": "gpt-oss",
         "olmo3": "olmo2",
     }
     architecture = others.get(kind, kind)
@@ -119,7 +143,7 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         writer.add_uint32(f"{architecture}.expert_count", count)
     if kind == "qwen3_moe":
         writer.add_uint32("qwen3moe.expert_feed_forward_length", settings["moe_intermediate_size"])
-    if kind.startswith("gemma") or kind == "olmo3":
+    if kind.startswith("gemma") or kind in ("gpt_oss", "olmo3"):
         writer.add_uint32(f"{architecture}.attention.sliding_window", settings["sliding_window"])
     if kind == "olmo3":
         slides = [each == "sliding_attention" for each in settings["layer_types"]]
@@ -142,6 +166,9 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
     tensors: dict = {}
     of_experts: dict = {}  # by name in GGUF: those of all experts of a layer are one tensor
     for i, (name, x) in enumerate(tiny.tensors(kind, settings).items()):
+        if kind == "gpt_oss" and ".experts." in name:
+            tensors[name] = write_experts(writer, name, x, stored, i)
+            continue
         heads = architecture in ("granite", "llama") and ("q_proj" in name or "k_proj" in name)
         if x.ndim == 1 or stored == "F32":
             tensors[name] = x.astype(np.float32)
@@ -161,9 +188,9 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         tensors[name] = halves(numbers, 64) if heads else numbers
         if ".experts." in name:
             of_experts.setdefault(name_of(name), []).append(data)
-        elif ".gate." in name:  # a router stays in float32
+        elif ".gate." in name or ".router." in name:  # it stays in float32
             tensors[name] = x.astype(np.float32)
-            writer.add_tensor(name_of(name), tensors[name])
+            writer.add_tensor(name_of(name, kind), tensors[name])
         else:
             writer.add_tensor(name_of(name, kind), data, raw_dtype=quantized)
     for name, parts in of_experts.items():

@@ -10,6 +10,7 @@ import math
 import numpy as np
 import tiny_encoders
 import tiny_gemma
+import tiny_gpt_oss
 import tiny_t5
 from safetensors.numpy import save_file
 from tiny_encoders import VOCAB, both
@@ -91,16 +92,19 @@ CONFIGS = {
     **tiny_encoders.CONFIGS,
     **tiny_t5.CONFIGS,
     **tiny_gemma.CONFIGS,
+    **tiny_gpt_oss.CONFIGS,
 }  # fmt: skip
 OLMO = ("olmo2", "olmo3")  # norms after attention and feed-forward alone
-EXPERTS = ("mixtral", "qwen3_moe")  # decoders without gradients
+EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")  # decoders without gradients
 DECODERS = (
     "gpt2", "gemma2", "gemma3-causal", "granite", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3",
     "smollm3", *OLMO, *EXPERTS,
 )  # fmt: skip
 TRAINED_DECODERS = tuple(kind for kind in DECODERS if kind not in (*EXPERTS, "gemma2"))
 FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
-_ELSEWHERE = {kind: module for module in (tiny_encoders, tiny_t5, tiny_gemma) for kind in module.CONFIGS}
+_ELSEWHERE = {
+    kind: module for module in (tiny_encoders, tiny_t5, tiny_gemma, tiny_gpt_oss) for kind in module.CONFIGS
+}
 ENCODERS = ("bert", "roberta", *FROM_DECODERS, *(kind for kind in _ELSEWHERE if kind not in DECODERS))
 
 

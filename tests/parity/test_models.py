@@ -8,6 +8,8 @@ import pytest
 import sentence_similarity as example
 import torch
 import transformers
+from safetensors.torch import save_file
+from transformers.integrations import mxfp4
 
 from fastattn import models
 from fastattn.layers._sampling import Sampler, Sampling
@@ -126,6 +128,13 @@ def ministral(**changes):
 
 def phi3(**changes):
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(**{**GROUPED, **NO_EOS, **changes}))
+
+
+def gpt_oss(**changes):
+    """A small bound, which values reach."""
+    sizes = {"head_dim": 8, "sliding_window": 5, "num_local_experts": 6, "num_experts_per_tok": 3}
+    config = transformers.GptOssConfig(**{**GROUPED, **NO_EOS, **sizes, "swiglu_limit": 0.6, **changes})
+    return transformers.GptOssForCausalLM(config)
 
 
 def granite(**changes):
@@ -257,6 +266,13 @@ DECODERS = {
         attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True
     ),
     "gemma3": lambda: gemma3("Gemma3ForCausalLM", tie_word_embeddings=False),
+    "gpt-oss": gpt_oss,
+    "gpt-oss-unbiased-usual-bound": lambda: gpt_oss(
+        attention_bias=False,
+        swiglu_limit=7.0,
+        layer_types=["full_attention"] * 3,
+        rope_parameters={"rope_theta": 500.0, "rope_type": "default"},
+    ),
     "granite": granite,
     "granite-biased-tied-usual": lambda: granite(
         attention_bias=True,
@@ -414,6 +430,43 @@ def test_distances_past_the_last_bucket(tmp_path):
     model = randomised(mpnet())
     ids = some_ids((1, 190))
     require_close(models.load(saved(model, tmp_path))(ids), theirs(model, ids))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_experts_in_mxfp4(apart, tmp_path):
+    """As real folders have them; blocks and scales may be in different files."""
+    model = randomised(gpt_oss(hidden_size=64, intermediate_size=96))
+    rng, state = np.random.default_rng(0), {}
+    for i, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            parameter = getattr(layer.mlp.experts, name)
+            count, n_in, n_out = parameter.shape
+            blocks = torch.from_numpy(rng.integers(0, 256, (count, n_out, n_in // 32, 16), dtype=np.uint8))
+            scales = torch.from_numpy(rng.integers(121, 125, (count, n_out, n_in // 32), dtype=np.uint8))
+            numbers = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            parameter.data.copy_(numbers)
+            whole = f"model.layers.{i}.mlp.experts.{name}"
+            state |= {f"{whole}_blocks": blocks, f"{whole}_scales": scales}
+    saved(model, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    others = {
+        name: x for name, x in model.state_dict().items() if not name.endswith(("up_proj", "down_proj"))
+    }
+    names = [*state, *others]
+    parts = {
+        "a": [name for name in names if "_scales" in name],
+        "b": [x for x in names if "_scales" not in x],
+    }
+    if apart:
+        files = {name: f"{part}.safetensors" for part, own in parts.items() for name in own}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    for part, own in parts.items() if apart else [("model", names)]:
+        save_file({name: {**state, **others}[name] for name in own}, tmp_path / f"{part}.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ids = some_ids((2, 23))
+    require_close(models.load(tmp_path)(ids), theirs(model, ids))
 
 
 def test_float64(tmp_path):
