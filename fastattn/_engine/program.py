@@ -181,6 +181,7 @@ class AttendStep(Step):
     bias: int | None = None  # and into its `biases`; not with a cache
     softcap: float = 0.0  # of scores; 0: none
     sinks: Array | None = None  # (heads,), lane type: logits that enter the denominator alone
+    query_rotation: int | None = None  # that of queries where keys have another one
 
     @property
     def columns(self) -> int:
@@ -200,8 +201,9 @@ class AttendStep(Step):
         def by_head(array: Array) -> list[Array]:
             return [_by_head(array[rows], own, self.head_dim) for rows, own in parts]
 
-        # Queries and keys together where they are rotated, which is one kernel.
-        cuts = (self.heads, end) if self.rotation is None else (end,)
+        # Queries and keys together where they are rotated alike, which is one kernel.
+        apart = self.rotation is None or self.query_rotation is not None
+        cuts = (self.heads, end) if apart else (end,)
 
         def inputs(array: Array) -> list[Array]:
             return [head for each in by_head(array[:, :used]) for head in _cut(each, *cuts)]
@@ -211,6 +213,9 @@ class AttendStep(Step):
         for (_, own), result in zip(parts, by_head(out), strict=True):
             if self.rotation is None:
                 q, k = next(found), next(found)
+            elif self.query_rotation is not None:
+                q = tape.rotate(next(found), *own.rotations[self.query_rotation])
+                k = tape.rotate(next(found), *own.rotations[self.rotation])
             else:
                 rotated = tape.rotate(next(found), *own.rotations[self.rotation])
                 q, k = tape.views(rotated, lambda array: _cut(array, self.heads))

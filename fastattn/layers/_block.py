@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn._args.types import Activation, Array, Rounding
 from fastattn._engine.experts import Experts, ExpertsStep
@@ -71,7 +71,8 @@ class Block:
     bias: int | None = None
     post_norms: tuple[Norm, Norm] | None = None
     softcap: float = 0.0  # of scores; 0: none
-    sinks: Array | None = None  # (heads,): see `AttendStep`
+    sinks: Array | None = None  # (heads,): see `AttendStep`, as of the next one
+    query_rotation: int | None = None
 
     def steps(self, x: str, out: str, total: str = "total", layer: int = 0, ranges: int = 0) -> list[Step]:
         """Steps from buffer `x` to `out`, which may be the same buffer.
@@ -89,8 +90,9 @@ class Block:
             steps.append(NormStep("qkv", "qkv", *norm, begin))
             begin += norm.weight.size
         heads = (self.heads, self.heads_kv, self.head_dim, self.scale)
-        others = (self.rotation, self.bias, self.softcap, self.sinks)
-        steps.append(AttendStep("qkv", "context", *heads, layer, ranges, *others))
+        which = (layer, ranges, self.rotation, self.bias)
+        others: Any = {"softcap": self.softcap, "sinks": self.sinks, "query_rotation": self.query_rotation}
+        steps.append(AttendStep("qkv", "context", *heads, *which, **others))
         if self.norm_first:
             attention_post, inner_post = self.post_norms or (None, None)
             steps += _added("context", self.attended, attention_post, x, out)

@@ -100,6 +100,7 @@ class Blocks:
     biased: frozenset[str]  # the maps that have a bias, those of experts with their prefix
     bias: int | None = None  # of all blocks' scores: see `AttendStep`
     softcap: float = 0.0  # of scores; 0: none
+    query_rotation: int | None = None  # as `bias`
     experts: int = 0  # where there is a router: how many, how many for a token, and whether those weigh 1
     chosen: int = 0
     normalised: bool = True
@@ -300,5 +301,6 @@ class Blocks:
             bias=self.bias,
             post_norms=post_norms(),
             softcap=self.softcap,
+            query_rotation=self.query_rotation,
             sinks=None if names.sinks is None else source.vector(f"{prefix}{names.sinks}"),
         )

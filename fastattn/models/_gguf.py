@@ -29,10 +29,13 @@ _ARCHITECTURES = {
     "gpt-oss": ("gpt_oss", False),
     "granite": ("granite", True),
     "llama": ("llama", True),
+    "mistral3": ("ministral3", True),
     "olmo2": ("olmo2", False),
+    "phi3": ("phi3", False),
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
     "qwen3moe": ("qwen3_moe", False),
+    "smollm3": ("smollm3", True),
 }
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK_NAMES = {
@@ -71,16 +74,20 @@ _MIXTRAL_NAMES = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+_PHI3_NAMES = {**_BLOCK_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _OTHER_NAMES = {
     "gemma2": _GEMMA_NAMES,
     "gemma3_text": _GEMMA_NAMES,
     "gpt_oss": _GPT_OSS_NAMES,
     "mixtral": _MIXTRAL_NAMES,
     **dict.fromkeys(("olmo2", "olmo3"), _OLMO_NAMES),
+    "phi3": _PHI3_NAMES,
 }
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?\.(weight|bias)")
 _MOST_EXPERTS = 1 << 12
-_FACTORS = "rope_freqs.weight"  # what frequencies of rotary positions are divided by
+# What frequencies of rotary positions are divided by: in all models but Phi-3, and there in two ways.
+_FACTORS = "rope_freqs.weight"
+_PHI3_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 # Keys under the architecture's name, and config.json's.
 _SIZES = {
     "embedding_length": "hidden_size",
@@ -114,6 +121,8 @@ _SCALING = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
+    "yarn_attn_factor": "attention_factor",
+    "yarn_log_multiplier": "mscale_all_dim",
 }
 
 
@@ -190,7 +199,8 @@ def config_of(path: Path, file: GgufFile) -> Config:
     if parts > 1:
         raise ModelError(f"{path}: 'split.count' is {parts}; expected a model in one file")
     for name in file.names:
-        if _known(model_type, name) is None and name != _FACTORS:
+        factors = _PHI3_FACTORS.values() if model_type == "phi3" else (_FACTORS,)
+        if _known(model_type, name) is None and name not in factors:
             raise ModelError(f"{path}: the tensor {short(name)} is not known")
     if experts := said.size(f"{prefix}.expert_count", 0, low=0):
         if model_type not in ("gpt_oss", "llama", "qwen3_moe"):
@@ -206,8 +216,13 @@ def config_of(path: Path, file: GgufFile) -> Config:
     elif found := [key for key in _OF_GRANITE if f"{prefix}.{key}" in file.metadata]:
         raise ModelError(f"{path}: there is a '{prefix}.{found[0]}'; expected none in a {model_type}")
     for key, name in sizes.items():
-        if (value := file.metadata.get(f"{prefix}.{key}")) is not None:
-            values[name] = value.tolist() if isinstance(value, np.ndarray) else value
+        value = file.metadata.get(f"{prefix}.{key}")
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        if value is not None and (key, value) != (
+            "attention.sliding_window",
+            0,
+        ):  # as in Phi-4, which has none
+            values[name] = value
     if model_type.startswith("gemma"):  # of each size, the scale that llama.cpp has
         largest = values.get("num_hidden_layers") == (46 if model_type == "gemma2" else 62)
         whole = Config.of(path, values).divided("hidden_size", "num_attention_heads") if largest else 0
@@ -226,14 +241,19 @@ def config_of(path: Path, file: GgufFile) -> Config:
     values["attention_bias"] = "blk.0.attn_output.bias" in file.names
     head_dim = _head_dim(path, file)
     rotated = said.size(f"{prefix}.rope.dimension_count", head_dim)
-    if rotated != head_dim:
+    if model_type == "phi3" and rotated <= head_dim:
+        values["partial_rotary_factor"] = rotated / head_dim
+    elif rotated != head_dim:
         raise ModelError(f"{path}: '{prefix}.rope.dimension_count' is {rotated}; expected {head_dim}")
     values["head_dim"] = head_dim
-    scaling = _scaling(path, file, prefix)
-    if model_type == "gpt_oss":  # as it was trained, though llama.cpp does truncate
-        scaling = {**scaling, "truncate": False} if scaling else {"rope_type": "default"}
-    if scaling:
-        values["rope_scaling"] = scaling
+    values["rope_scaling"] = _scaling(path, file, prefix)
+    if model_type == "gpt_oss" and values["rope_scaling"]["rope_type"] == "yarn":
+        values["rope_scaling"]["truncate"] = False  # as it was trained, though llama.cpp does truncate
+    growth = said.values.get(f"{prefix}.attention.temperature_scale")
+    if model_type == "ministral3":
+        values["rope_scaling"]["llama_4_scaling_beta"] = growth
+    elif growth is not None:
+        raise ModelError(f"{path}: there is a '{prefix}.attention.temperature_scale'; expected a mistral3")
     ends = [said.optional_id(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     values["eos_token_id"] = list(dict.fromkeys(i for i in ends if i is not None)) or None
     return Config.of(path, values)
@@ -306,31 +326,41 @@ def _scaling(path: Path, file: GgufFile, prefix: str) -> dict[str, Any]:
     begin = f"{prefix}.rope.scaling."
     kind = said.get(f"{begin}type", str, "none")
     given = {key.removeprefix(begin): x for key, x in file.metadata.items() if key.startswith(begin)}
-    if unknown := sorted(given.keys() - {*_SCALING, "finetuned"}):
-        raise ModelError(
-            f"{path}: {begin + unknown[0]!r} is not known; expected one of {', '.join(_SCALING)}"
-        )
+    known = {**_SCALING, "attn_factor": "attention_factor"} if prefix == "phi3" else _SCALING
+    if unknown := sorted(given.keys() - {*known, "finetuned"}):
+        raise ModelError(f"{path}: {begin + unknown[0]!r} is not known; expected one of {', '.join(known)}")
     linear = said.number(f"{prefix}.rope.scale_linear", 1.0)
     if linear != 1:
         raise ModelError(f"{path}: '{prefix}.rope.scale_linear' is {linear}; expected '{begin}type'")
-    if _FACTORS in file.names:
-        factors, expected = _factors(file), f"float32 numbers above 0, as many as {said.path} rotates pairs"
-        if factors is None or kind != "none" or len(factors) != _head_dim(path, file) // 2:
-            came = "there is a scaling, too" if kind != "none" else "there are others"
-            raise ModelError(f"{path}: {_FACTORS!r}: {came}; expected {expected}")
-        each = {"short_factor": factors, "long_factor": factors}
-        return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0,
-                "original_max_position_embeddings": 2, **each}  # fmt: skip
-    return {} if kind == "none" else {_SCALING[key]: x for key, x in given.items() if key in _SCALING}
+    found = {known[key]: x for key, x in given.items() if key in known}
+    names = _PHI3_FACTORS if prefix == "phi3" else dict.fromkeys(("short_factor", "long_factor"), _FACTORS)
+    if any(name in file.names for name in names.values()):
+        if kind != "none" and (prefix, kind) != ("phi3", "longrope"):
+            raise ModelError(
+                f"{path}: there are {', '.join(set(names.values()))}, and a scaling; expected one"
+            )
+        each = {key: _factors(path, file, name) for key, name in names.items()}
+        usual = {"attention_factor": 1.0, "original_max_position_embeddings": 2}
+        return {**usual, **(found if prefix == "phi3" else {}), **each, "rope_type": "longrope"}
+    if "mscale_all_dim" in found:
+        found["mscale"] = 1.0
+    return {"rope_type": "default"} if kind == "none" else found
 
 
-def _factors(file: GgufFile) -> list[float] | None:
-    """Divisors of the frequencies; None if they are not numbers above 0."""
+def _factors(path: Path, file: GgufFile, name: str) -> list[float]:
+    """Divisors of the frequencies."""
+    prefix = file.metadata["general.architecture"]
+    rotated = Config.of(path, file.metadata).size(f"{prefix}.rope.dimension_count", _head_dim(path, file))
+    shape = (rotated // 2,)
     if (
-        file.kind(_FACTORS) != "F32"
-        or len(file.shape(_FACTORS)) != 1
-        or file.shape(_FACTORS)[0] > _MOST_PAIRS
+        name in file.names
+        and file.kind(name) == "F32"
+        and file.shape(name) == shape
+        and shape[0] <= _MOST_PAIRS
     ):
-        return None
-    factors = file.get_tensor(_FACTORS)
-    return factors.tolist() if np.isfinite(factors).all() and (factors > 0).all() else None
+        factors = file.get_tensor(name)
+        if np.isfinite(factors).all() and (factors > 0).all():
+            found: list[float] = factors.tolist()
+            return found
+    expected = f"float32 numbers above 0, as many as {path} rotates pairs"
+    raise ModelError(f"{path}: {name!r}: there are others; expected {expected}")

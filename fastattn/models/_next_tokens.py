@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,18 @@ if TYPE_CHECKING:
     from fastattn.models._embeddings import Frequencies
 
 
+class QueryGrowth(NamedTuple):
+    """Growth of queries with their positions p: they are times ``1 + beta log(1 + floor(p / length))``."""
+
+    beta: float
+    length: int
+
+    def __call__(self, positions: Ints) -> Array:
+        """The factors of queries."""
+        found: Array = 1 + self.beta * np.log1p(positions // self.length)
+        return found
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class NextTokens(_model.Model):
     """A language model; call it for the logits of all tokens."""
@@ -49,6 +61,7 @@ class NextTokens(_model.Model):
     stop: tuple[int, ...]  # ids that end a text
     token_scale: float = 1.0  # what the tokens' vectors are multiplied by
     softcap: float | None = None  # logits x become ``cap * tanh(x / cap)``
+    query_growth: QueryGrowth | None = None  # queries then have a rotation after the `frequencies`' own
 
     @property
     def has_gradients(self) -> bool:
@@ -220,6 +233,10 @@ class NextTokens(_model.Model):
         for frequencies in self.frequencies:
             tables = rope_tables(positions, of_length(frequencies, longest), lane_dtype(self.dtype))
             rotations.append((tables[0][..., None, :, :], tables[1][..., None, :, :]))
+        if self.query_growth is not None:
+            growth = self.query_growth(positions)[..., None, :, None].astype(lane_dtype(self.dtype))
+            cos, sin = rotations[0]
+            rotations.append((cos * growth, sin * growth))
         slots, ends, len_k = None, None, length
         if cache is not None and self.num_layers:
             keys = (batch, self.num_layers * self.num_kv_heads, length, self.head_dim)

@@ -90,6 +90,7 @@ def test_a_program_that_fits(core, step):
         ("attend", {"heads_kv": 0}),
         ("attend", {"head_dim": 0}),
         ("attend", {"layer": -1}),
+        ("attend", {"query_rotation": 0}),
         ("attend", {"sinks": ones(3)}),
         ("attend", {"sinks": ones(2, dtype=np.float64)}),
     ],

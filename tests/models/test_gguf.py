@@ -130,7 +130,7 @@ def test_gemma(kind, layers, tmp_path, monkeypatch):
     np.testing.assert_allclose(got(IDS), expected(IDS), rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("kind", ["granite", *tiny.OLMO])
+@pytest.mark.parametrize("kind", ["granite", "ministral3", "mistral", "phi3", "smollm3", *tiny.OLMO])
 def test_other_families(kind, tmp_path):
     path, folder = tmp_path / "model.gguf", tmp_path / "model"
     tensors, config = tiny_gguf.write(path, kind, "Q4_0")
@@ -244,6 +244,34 @@ def test_scaling_of_positions(tmp_path):
     np.testing.assert_allclose(models.load(path)(IDS), models.load(folder)(IDS), rtol=0, atol=1e-4)
     tiny_gguf.write(path, "llama", "F32", more={"rope_freqs.weight": factors[:-1]})
     with pytest.raises(ModelError, match=r"'rope_freqs.weight': there are others; expected float32 numbers"):
+        models.load(path)
+
+
+def test_scaling_of_positions_in_phi3(tmp_path):
+    """Two tensors of factors, for short and long texts; a window of 0 is none."""
+    path, folder = tmp_path / "model.gguf", tmp_path / "model"
+    number, whole = gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.UINT32
+    factors = {
+        f"{name}_factor": np.linspace(1, last, 16, dtype=np.float32)
+        for name, last in (("short", 2), ("long", 9))
+    }
+    more = {f"rope_factors_{name.removesuffix('_factor')}.weight": x for name, x in factors.items()}
+    keys = {
+        "phi3.rope.scaling.attn_factor": (1.25, number),
+        "phi3.rope.scaling.original_context_length": (12, whole),
+        "phi3.attention.sliding_window": (0, whole),
+    }  # fmt: skip
+    tensors, config = tiny_gguf.write(path, "phi3", "F32", more=more, **keys)
+    folder.mkdir()
+    each = {name: x.tolist() for name, x in factors.items()}
+    scaling = {"rope_type": "longrope", "attention_factor": 1.25, "original_max_position_embeddings": 12}
+    tiny.write(folder, "phi3", tensors, **config, rope_scaling={**scaling, **each})
+    got, expected = models.load(path), models.load(folder)
+    for length in (10, 20):
+        np.testing.assert_array_equal(got(IDS[:, :length]), expected(IDS[:, :length]))
+    del more["rope_factors_long.weight"]
+    tiny_gguf.write(path, "phi3", "F32", more=more, **keys)
+    with pytest.raises(ModelError, match=r"'rope_factors_long.weight': there are others"):
         models.load(path)
 
 
@@ -380,6 +408,7 @@ def test_models_that_are_refused(tmp_path):
         ({"llama.rope.scaling.type": ("odd", gguf.GGUFValueType.STRING)}, "rotary positions"),
         ({"llama.rope.scaling.attn_factor": (2.0, gguf.GGUFValueType.FLOAT32)}, "attn_factor' is not known"),
         ({"llama.logit_scale": (2.0, gguf.GGUFValueType.FLOAT32)}, "there is a 'llama.logit_scale'"),
+        ({"llama.attention.temperature_scale": (0.1, gguf.GGUFValueType.FLOAT32)}, "expected a mistral3"),
         ({"llama.attention.causal": (False, gguf.GGUFValueType.BOOL)}, "causal' is False; expected True"),
         ({"split.count": (3, number)}, "'split.count' is 3; expected a model in one file"),
         ({"general.architecture": ([1], gguf.GGUFValueType.ARRAY)}, "'general.architecture' is"),

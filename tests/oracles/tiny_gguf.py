@@ -8,6 +8,7 @@ BLOCK = 256  # the most features of a block
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
@@ -44,6 +45,8 @@ def config(kind, vocab=None):
     sizes = {"hidden_size": BLOCK, "intermediate_size": 2 * BLOCK, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
     if kind == "qwen3_moe":
         sizes |= {"moe_intermediate_size": BLOCK, "norm_topk_prob": True}
+    if kind == "smollm3":
+        sizes |= {"no_rope_layer_interval": 4, "num_hidden_layers": 4}  # as files of it have it
     if kind == "gpt_oss":
         sizes["swiglu_limit"] = 7.0  # files do not say it
     more = {} if vocab is None else {"vocab_size": vocab}
@@ -122,6 +125,7 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         "qwen3_moe": "qwen3moe",
         "gemma3-causal": "gemma3",
         "gpt_oss": "gpt-oss",
+        "ministral3": "mistral3",
         "olmo3": "olmo2",
     }
     architecture = others.get(kind, kind)
@@ -134,7 +138,8 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         "rope.dimension_count": "head_dim",
     }  # fmt: skip
     for key, name in keys.items():
-        writer.add_uint32(f"{architecture}.{key}", settings[name])
+        share = settings.get("partial_rotary_factor", 1) if key.startswith("rope") else 1
+        writer.add_uint32(f"{architecture}.{key}", int(settings[name] * share))
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", settings["rms_norm_eps"])
     writer.add_float32(f"{architecture}.rope.freq_base", settings["rope_theta"])
     if kind in tiny.EXPERTS:
@@ -158,6 +163,13 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
     for key, name in of_granite.items():
         if name in settings:
             writer.add_float32(f"granite.{key}", settings[name])
+    if kind == "ministral3":
+        rope = settings["rope_parameters"]
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_float32("mistral3.attention.temperature_scale", rope["llama_4_scaling_beta"])
     if kind == "mistral":
         writer.add_uint32("llama.attention.sliding_window", settings["sliding_window"])
     for key, value in metadata.items():
@@ -169,7 +181,9 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         if kind == "gpt_oss" and ".experts." in name:
             tensors[name] = write_experts(writer, name, x, stored, i)
             continue
-        heads = architecture in ("granite", "llama") and ("q_proj" in name or "k_proj" in name)
+        heads = architecture in ("granite", "llama", "mistral3", "smollm3") and (
+            "q_proj" in name or "k_proj" in name
+        )
         if x.ndim == 1 or stored == "F32":
             tensors[name] = x.astype(np.float32)
             written = interleaved(x.astype(np.float32), 64) if heads else tensors[name]

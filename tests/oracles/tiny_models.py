@@ -46,6 +46,14 @@ CONFIGS = {
         "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4,
     },
+    "ministral3": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 100.0, "rope_parameters": {
+            "rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 4, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+        },
+    },
     "phi3": {
         "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
@@ -97,8 +105,8 @@ CONFIGS = {
 OLMO = ("olmo2", "olmo3")  # norms after attention and feed-forward alone
 EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")  # decoders without gradients
 DECODERS = (
-    "gpt2", "gemma2", "gemma3-causal", "granite", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3",
-    "smollm3", *OLMO, *EXPERTS,
+    "gpt2", "gemma2", "gemma3-causal", "granite", "llama", "ministral", "ministral3", "mistral", "phi3",
+    "qwen2", "qwen3", "smollm3", *OLMO, *EXPERTS,
 )  # fmt: skip
 TRAINED_DECODERS = tuple(kind for kind in DECODERS if kind not in (*EXPERTS, "gemma2"))
 FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
@@ -315,6 +323,10 @@ def _llama(kind, c, t, ids):
             q = rms_norm(q, t[f"{layer}self_attn.q_norm.weight"], eps)
             k = rms_norm(k, t[f"{layer}self_attn.k_norm.weight"], eps)
         q, k, v = (x.reshape(n, -1, head_dim) for x in (q, k, v))
+        if kind == "ministral3":
+            rope = c["rope_parameters"]
+            distance = np.arange(n) // rope["original_max_position_embeddings"]
+            q = q * (1 + rope["llama_4_scaling_beta"] * np.log(1 + distance))[:, None, None]
         if kind in ("qwen3", "qwen3_moe"):
             q = rms_norm(q, t[f"{layer}self_attn.q_norm.weight"], eps)
             k = rms_norm(k, t[f"{layer}self_attn.k_norm.weight"], eps)

@@ -8,7 +8,7 @@ import pytest
 import sentence_similarity as example
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations import mxfp4
 
 from fastattn import models
@@ -124,6 +124,24 @@ def ministral(**changes):
     sizes = {**GROUPED, "layer_types": kinds, "head_dim": 8, "sliding_window": 5}
     config = transformers.MinistralConfig(**{**sizes, **NO_EOS, **changes})
     return transformers.MinistralForCausalLM(config)
+
+
+def ministral3(**changes):
+    """Queries that grow within a text: it was trained for few positions."""
+    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 8}
+    rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+    sizes = {**GROUPED, "head_dim": 16, "rope_parameters": rope}
+    config = transformers.Ministral3Config(**{**sizes, **NO_EOS, **changes})
+    return transformers.Ministral3ForCausalLM(config)
+
+
+def mistral3(text=None, **changes):
+    """With a tower for images, which is left out; the model of a text alone."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"head_dim": 8, "image_size": 28, "patch_size": 14}
+    text = {"model_type": "mistral", **GROUPED, "head_dim": 16, "sliding_window": None, **(text or {})}
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision, **{**NO_EOS, **changes})
+    return transformers.Mistral3ForConditionalGeneration(config)
 
 
 def phi3(**changes):
@@ -292,6 +310,10 @@ DECODERS = {
         mlp_bias=True,
     ),
     "ministral": ministral,
+    "ministral3": ministral3,
+    "mistral3-untied": lambda: mistral3(tie_word_embeddings=False),
+    "mistral3-of-ministral3": lambda: mistral3({"model_type": "ministral3", "sliding_window": 5}),
+    "ministral3-usual-window": lambda: ministral3(rope_parameters=None, sliding_window=5),
     "mixtral": mixtral,
     "mixtral-window": lambda: mixtral(sliding_window=5, num_experts_per_tok=3, head_dim=16),
     "mistral-window": lambda: mistral(sliding_window=5),
@@ -430,6 +452,22 @@ def test_distances_past_the_last_bucket(tmp_path):
     model = randomised(mpnet())
     ids = some_ids((1, 190))
     require_close(models.load(saved(model, tmp_path))(ids), theirs(model, ids))
+
+
+def test_mistral3_by_its_older_names(tmp_path):
+    model = randomised(mistral3(tie_word_embeddings=False))
+    saved(model, tmp_path)
+    path = tmp_path / "model.safetensors"
+    before = load_file(path)
+    names = {
+        name: f"language_model.{name.replace('language_model.', '')}"
+        for name in before
+        if "vision" not in name
+    }
+    save_file({names.get(name, name): x for name, x in before.items()}, path)
+    assert any(name.startswith("language_model.model.layers.0.") for name in load_file(path))
+    ids = some_ids((2, 9))
+    require_close(models.load(tmp_path)(ids), theirs(model, ids))
 
 
 @pytest.mark.parametrize("apart", [False, True])

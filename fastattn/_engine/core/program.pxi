@@ -152,7 +152,7 @@ cdef class _AddStep(_Step):
 cdef class _AttendStep(_Step):
     cdef fa_attention_args args
     cdef int64_t first_kv  # the layer's first head in a cache
-    cdef int ranges, rotation, bias  # which of the call's; -1: none
+    cdef int ranges, rotation, query_rotation, bias  # which of the call's; -1: none
     cdef cnp.ndarray sinks  # (heads,), lane type, or None
 
     cdef void _set(self, step, buffers) except *:
@@ -161,6 +161,7 @@ cdef class _AttendStep(_Step):
         self.args.head_dim = self.args.head_dim_v = step.head_dim
         self.first_kv, self.ranges = step.layer * step.heads_kv, step.ranges
         self.rotation = -1 if step.rotation is None else step.rotation
+        self.query_rotation = self.rotation if step.query_rotation is None else step.query_rotation
         self.bias = -1 if step.bias is None else step.bias
         self.sinks = step.sinks
         if step.heads_kv <= 0 or step.heads % step.heads_kv or step.head_dim <= 0 or step.layer < 0:
@@ -173,9 +174,10 @@ cdef class _AttendStep(_Step):
         cdef int64_t *x_table = tables.next()
         cdef int64_t *out_table = tables.next()
         cdef _Sequences sequences = None if c.sequences == NULL else <_Sequences>c.sequences
-        cdef int64_t b, row, pairs = 0 if self.rotation < 0 else c.pairs[self.rotation]
-        if self.rotation >= c.rotations:
-            raise ValueError(f"fastattn: rotation {self.rotation} of {c.rotations}")
+        cdef int64_t b, row, pairs
+        if max(self.rotation, self.query_rotation) >= c.rotations:
+            raise ValueError(f"fastattn: rotation {max(self.rotation, self.query_rotation)} of {c.rotations}")
+        pairs = max(_pairs(c, self.rotation), _pairs(c, self.query_rotation))
         if ((a.heads_q + 2 * a.heads_kv) * a.head_dim > x.columns or a.heads_q * a.head_dim > out.columns
                 or 2 * pairs > a.head_dim):
             raise ValueError(f"fastattn: attention of {a.heads_q} heads over {a.heads_kv} of {a.head_dim} has"
@@ -193,9 +195,9 @@ cdef class _AttendStep(_Step):
         a.v.data = a.k.data + a.heads_kv * a.k.head
         a.out.data, a.out.batch, a.out.row = out.data, out_table, out.row
         if c.k.data != NULL:
-            self._append(c, &a, pairs)
-        elif pairs:
-            self._move(c, &a.q, a.heads_q + a.heads_kv, pairs, &a.q)
+            self._append(c, &a)
+        else:
+            self._turn(c, &a, True)
         begin, end = call.ranges[self.ranges]
         if begin is not None:
             tables.set(&a.masks.row_begin, "row_begin", begin, cnp.NPY_INT64, 2, 1, c.length)
@@ -222,20 +224,28 @@ cdef class _AttendStep(_Step):
         a.mods.bias.data += (n - 1) * size
         a.mods.bias.row, a.mods.bias.col = -size, size
 
-    cdef void _append(self, Call *c, fa_attention_args *a, int64_t pairs) except *:
+    cdef void _turn(self, Call *c, fa_attention_args *a, bint keys) except *:
+        """Rotate queries in place, and `keys`: in one go where both have the same rotation."""
+        if self.rotation == self.query_rotation:
+            if self.rotation >= 0:
+                self._move(c, &a.q, a.heads_q + (a.heads_kv if keys else 0), self.rotation, &a.q)
+            return
+        self._move(c, &a.q, a.heads_q, self.query_rotation, &a.q)
+        if keys:
+            self._move(c, &a.k, a.heads_kv, self.rotation, &a.k)
+
+    cdef void _append(self, Call *c, fa_attention_args *a) except *:
         """Rotate; move new keys and values to the cache; let `a` attend to all that it then holds."""
         cdef fa_array new_k, new_v, new_k_scale, new_v_scale
         cdef bint int8 = c.k.dtype == FA_I8
-        cdef int64_t turned = a.heads_q + (a.heads_kv if int8 else 0)
         if self.first_kv + a.heads_kv > c.heads_held or a.head_dim != c.head_dim_held:
             raise ValueError(f"fastattn: {self.first_kv + a.heads_kv} heads of {a.head_dim}; the cache holds"
                              f" {c.heads_held} of {c.head_dim_held}")
-        if pairs:  # keys that will be int8, too: as KVCache.append does, which rounds keys of the call's type
-            self._move(c, &a.q, turned, pairs, &a.q)
+        self._turn(c, a, int8)  # keys that will be int8: as KVCache.append does, which rounds keys of the call's type
         new_k, new_v = self._own(&c.new_k), self._own(&c.new_v)
         new_k_scale, new_v_scale = self._own(&c.new_k_scale), self._own(&c.new_v_scale)
-        self._move(c, &a.k, a.heads_kv, 0 if int8 else pairs, &new_k, &new_k_scale)
-        self._move(c, &a.v, a.heads_kv, 0, &new_v, &new_v_scale)
+        self._move(c, &a.k, a.heads_kv, -1 if int8 else self.rotation, &new_k, &new_k_scale)
+        self._move(c, &a.v, a.heads_kv, -1, &new_v, &new_v_scale)
         a.len_k, a.k, a.v = c.len_k, self._own(&c.k), self._own(&c.v)
         a.k_scale, a.v_scale = self._own(&c.k_scale), self._own(&c.v_scale)
 
@@ -246,22 +256,22 @@ cdef class _AttendStep(_Step):
             own.data += self.first_kv * own.head
         return own
 
-    cdef void _move(self, Call *c, fa_array *x, int64_t heads, int64_t pairs, fa_array *out,
+    cdef void _move(self, Call *c, fa_array *x, int64_t heads, int rotation, fa_array *out,
                     fa_array *scale=NULL) except *:
-        """Copy new tokens' heads from x to out, which may be x, and rotate their first `pairs` pairs.
+        """Copy new tokens' heads from x to out, which may be x, and rotate them; -1: as they are.
 
         If out is int8, they are rounded, and `scale` receives their scales.
         """
         cdef _Sequences sequences = None if c.sequences == NULL else <_Sequences>c.sequences
         cdef fa_rope_args r
-        cdef int64_t b
+        cdef int64_t b, pairs = _pairs(c, rotation)
         memset(&r, 0, sizeof(r))
         r.x, r.out = x[0], out[0]
         if scale != NULL:
             r.scale = scale[0]
         r.cos = r.sin = x[0]  # nothing is read from them without pairs
         if pairs:
-            r.cos, r.sin = c.cos[self.rotation], c.sin[self.rotation]
+            r.cos, r.sin = c.cos[rotation], c.sin[rotation]
         r.batch = c.batch if sequences is None else 1
         r.length, r.heads, r.head_dim, r.pairs = c.length, heads, self.args.head_dim, pairs
         if sequences is None or out == x:  # if in place, the rows of all are those of one
@@ -274,6 +284,11 @@ cdef class _AttendStep(_Step):
             if pairs:
                 r.cos.data += r.length * r.cos.row
                 r.sin.data += r.length * r.sin.row
+
+
+cdef int64_t _pairs(Call *c, int rotation) noexcept:
+    """Pairs that a rotation of the call turns; none of -1."""
+    return 0 if rotation < 0 else c.pairs[rotation]
 
 
 cdef dict _STEPS = {"linear": _LinearStep, "norm": _NormStep, "add": _AddStep, "attend": _AttendStep}

@@ -30,12 +30,13 @@ from fastattn.models._families.shared import (
     read_decoder,
     read_encoder,
 )
+from fastattn.models._files import Config
+from fastattn.models._next_tokens import QueryGrowth
 
 if TYPE_CHECKING:
     from fastattn.layers._block import Window
     from fastattn.models._decoder import Decoder
     from fastattn.models._encoder import Encoder
-    from fastattn.models._files import Config
     from fastattn.models._source import Source
 
 LLAMA = DecoderNames(
@@ -95,27 +96,31 @@ _GEMMA2 = LLAMA._replace(block=LLAMA.block._replace(**_GEMMA))
 _GEMMA3 = _QWEN3._replace(block=_QWEN3.block._replace(**_GEMMA))
 KEYS = Keys(eps="rms_norm_eps")
 # Where config.json does not say.
-_HEADS_KV = {"mistral": 8, "ministral": 8, "mixtral": 8, "qwen3_moe": 4, "smollm3": 4}
+_HEADS_KV = {"mistral": 8, "ministral": 8, "ministral3": 8, "mixtral": 8, "qwen3_moe": 4, "smollm3": 4}
+_MINISTRAL3 = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 ALL, NEAR = "full_attention", "sliding_attention"  # kinds of layers
 # The older name of the base of rotary positions of each kind in Gemma 3, and its default.
 _THETAS = {ALL: ("rope_theta", 1e6), NEAR: ("rope_local_base_freq", 1e4)}
 
 
 def llama(source: Source) -> Decoder | Encoder:
-    """Build Llama, Mistral, Ministral, Mixtral, Phi-3, Qwen2, Qwen3, Qwen3-MoE or SmolLM3."""
+    """Build Llama, Mistral, Ministral, Ministral 3, Mixtral, Phi-3, Qwen2, Qwen3, Qwen3-MoE or SmolLM3."""
     config = source.config
     model_type = config.get("model_type", str)
     each = {"qwen3": _QWEN3, "phi3": _PHI3, "qwen3_moe": _QWEN3_MOE, "mixtral": _MIXTRAL}
     names = each.get(model_type, LLAMA)
     heads, heads_kv = head_counts(config, _HEADS_KV.get(model_type))
     head_dim = config.optional_size("head_dim") or (
-        128 if model_type == "qwen3" else config.divided("hidden_size", "num_attention_heads")
+        128 if model_type in ("qwen3", "ministral3") else config.divided("hidden_size", "num_attention_heads")
     )
     blocks = Blocks.of(
         source,
         names.block,
         KEYS,
-        eps=1e-5 if model_type in ("phi3", "mixtral") else 1e-6,
+        eps=1e-5 if model_type in ("phi3", "ministral3", "mixtral") else 1e-6,
         activation="silu",
         heads=heads,
         heads_kv=heads_kv,
@@ -124,10 +129,13 @@ def llama(source: Source) -> Decoder | Encoder:
         **({} if names.block.router is None else _experts(source, model_type)),
     )
     theta = {"smollm3": 2e6, "mixtral": 1e6}.get(model_type, 1e4)
+    growth = None
+    if model_type == "ministral3":
+        config, growth = _growing(config)
     rotary = partial(frequencies, config, head_dim, theta, model_type == "phi3")
     said = config.values.get("architectures")
     scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
-    if scores or (source.folder / "modules.json").is_file():
+    if growth is None and (scores or (source.folder / "modules.json").is_file()):
         causal = config.get("is_causal", bool, True)
         return read_encoder(
             _as_encoder(names),
@@ -145,8 +153,42 @@ def llama(source: Source) -> Decoder | Encoder:
         windows=_windows(config, model_type, blocks.num_layers),
         rotations=_rotations(config, blocks.num_layers) if model_type == "smollm3" else None,
         frequencies=lambda: (rotary(),),
+        query_growth=growth,
         tied=config.get("tie_word_embeddings", bool, model_type == "smollm3"),
     )
+
+
+def mistral3(source: Source) -> Decoder | Encoder:
+    """Build the text model of Mistral 3, a Mistral or Ministral 3; its tower for images is left out."""
+    config = source.config
+    values = {"model_type": "mistral", **config.get("text_config", dict)}
+    if values["model_type"] not in ("mistral", "ministral3"):
+        raise config.wrong("model_type", values["model_type"], "mistral or ministral3 in 'text_config'")
+    source = source.with_config(Config.of(f"{config.path}: 'text_config'", values))
+    source.rename(
+        lambda name: re.sub(r"^(model\.)?language_model\.(model\.|(?=lm_head))?", _text_prefix, name)
+    )
+    values["tie_word_embeddings"] = "lm_head.weight" not in source
+    return llama(source)
+
+
+def _text_prefix(found: re.Match[str]) -> str:
+    return "model." if found[1] or found[2] else ""
+
+
+def _growing(config: Config) -> tuple[Config, QueryGrowth | None]:
+    """Ministral 3's config without what its rotary positions say of queries; and that."""
+    given = {**config.get("rope_scaling", dict, {}), **config.get("rope_parameters", dict, {})} or _MINISTRAL3
+    said = Config.of(f"{config.path}: 'rope_parameters'", given)
+    growth = None
+    if given.get("llama_4_scaling_beta"):
+        growth = QueryGrowth(
+            said.number("llama_4_scaling_beta"), said.size("original_max_position_embeddings")
+        )
+    scaling = {
+        key: x for key, x in given.items() if key not in ("llama_4_scaling_beta", "max_position_embeddings")
+    }
+    return Config.of(config.path, {**config.values, "rope_scaling": None, "rope_parameters": scaling}), growth
 
 
 def _experts(source: Source, model_type: str) -> dict[str, Any]:
@@ -202,9 +244,9 @@ def _windows(config: Config, model_type: str, num_layers: int, causal: bool = Tr
     """
     if model_type == "llama":
         return [None] * num_layers
-    no_width = model_type in ("phi3", "mixtral", "smollm3")
+    no_width = model_type in ("phi3", "ministral3", "mixtral", "smollm3")
     width = config.optional_size("sliding_window", None if no_width else 4096)
-    if model_type in ("mistral", "mixtral", "phi3"):
+    if model_type in ("mistral", "ministral3", "mixtral", "phi3"):
         slides = [True] * num_layers
     elif model_type == "ministral":
         said = config.words("layer_types", (ALL, NEAR), num_layers)

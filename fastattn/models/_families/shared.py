@@ -5,6 +5,7 @@ The parts are rotary positions and numbers of heads.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from fastattn.models._blocks import BlockNames, Blocks
     from fastattn.models._embeddings import BucketBiases, Frequencies
     from fastattn.models._files import Config
+    from fastattn.models._next_tokens import QueryGrowth
 
 
 class EncoderNames(NamedTuple):
@@ -164,13 +166,15 @@ def read_decoder(
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    query_growth: QueryGrowth | None = None,
     tied: bool,
 ) -> Decoder:
     """The decoder of `blocks`; `scales`, `windows` and `rotations` are those of `Blocks.read`.
 
     Positions are a table of `max_length`, or rotary with what `frequencies` returns, by default the first of
     it. Tokens' vectors are times `token_scale`; in a tied model they are the weight of the output layer, too.
-    Logits are times `logit_scale`, which the last norm has, and kept within `softcap`.
+    Logits are times `logit_scale`, which the last norm has, and kept within `softcap`. With `query_growth`,
+    queries are rotated by tables of their own.
     """
     source = blocks.source
     config, precision = source.config, source.precision
@@ -192,6 +196,8 @@ def read_decoder(
     rotary = () if frequencies is None else frequencies()  # of a size that tensors confirm
     if rotary and rotations is None:
         rotations = [0] * blocks.num_layers
+    if query_growth is not None:
+        blocks = replace(blocks, query_rotation=len(rotary))
     program, all_windows = model_program(blocks.read(scales, windows, rotations))
     weight = source.pack([tokens if tied else output])
     norm = NormStep(X, "normed", *blocks.norm(names.norm, logit_scale))
@@ -217,6 +223,7 @@ def read_decoder(
         stop=stop_ids(config, source.folder),
         token_scale=token_scale,
         softcap=softcap,
+        query_growth=query_growth,
         origin=source.origin(),
     )
 
@@ -230,6 +237,8 @@ def frequencies(config: Config, head_dim: int, theta: float = 10000.0, in_part: 
     """
     scaling = {**config.get("rope_scaling", dict, {}), **config.get("rope_parameters", dict, {})}
     scaling.setdefault("rope_theta", config.number("rope_theta", theta))
+    if in_part and kind(scaling) in ("su", "yarn"):  # older names in Phi-3
+        scaling |= {"rope_type": "longrope"}
     if kind(scaling) in ("yarn", "llama3", "longrope"):  # the trained length may be beside it, or the same
         trained = config.optional_size("original_max_position_embeddings")
         longest = config.optional_size("max_position_embeddings")
