@@ -1,7 +1,8 @@
 """Formats of GGUF's tensors: blocks of numbers, each ``scale * code``, some plus a minimum.
 
 A format is described once. Its fields say what lies where in a block; `parts` makes codes, scales and minima
-of them, and a number is ``scale * code + minimum`` in float32, in this order, as in ggml.
+of them, and a number is ``scale * code + minimum`` in float32, in this order, as in ggml. A format with a
+writer is made of numbers, too: scales and minima are fitted to them, and they get the nearest codes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._args.packed import FP4, IQ4
+from fastattn._least_squares import nearest
+from fastattn._writers import WRITERS, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array
 
 _FLOAT16, _BYTE, _SIGNED = "<f2", "u1", "i1"
+_PIECE = 1 << 18  # numbers that are encoded at once, by a few hundred calls of NumPy
+_LEAST = 1e-4  # importance of what is never used, beside a mean of 1: its blocks need scales, too
 _E2M1 = np.concatenate((FP4[8:], -FP4[8:]))  # the sign is the highest bit of a code
 
 
@@ -39,6 +44,7 @@ class Format(NamedTuple):
     block: int  # numbers that share a scale
     fields: np.dtype[Any]  # of a block
     parts: Callable[[Any], Parts]  # of blocks (n,), as `fields` says
+    writer: Writer | None = None  # None: such blocks are only read
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +66,51 @@ class Format(NamedTuple):
                 numbers += minima[..., None]
         found: Array = numbers.reshape(-1)
         return found
+
+    def encoded(self, rows: Array, importance: Array | None = None) -> Array:
+        """Blocks (n, m), as `fields` says, of rows (n, m * features), with least squares of errors.
+
+        `importance` (m * features,) weights them, as the mean squares of what the rows are multiplied by. The
+        format has a writer. A ValueError says what is wrong with the numbers, after "has".
+        """
+        width = rows.shape[1]
+        if width % self.features:
+            raise ValueError(f"rows of {width} in {self.name}; expected multiples of {self.features}")
+        weights = np.ones((width // self.features, self.features), np.float32)
+        if importance is not None and importance.any():
+            weights = np.maximum(importance / importance.mean(dtype=float), _LEAST)
+            weights = weights.astype(np.float32).reshape(-1, self.features)
+        blocks, numbers = np.zeros(rows.size // self.features, self.fields), rows.reshape(-1, self.features)
+        step = _PIECE // self.features
+        for begin in range(0, len(blocks), step):
+            x = numbers[begin : begin + step].astype(np.float32)
+            w = weights[np.arange(begin, begin + len(x)) % len(weights)]
+            self.put(x, self.fitted(x, w, blocks[begin : begin + step]))
+        return blocks.reshape(len(rows), width // self.features)
+
+    def fitted(self, x: Array, w: Array, blocks: Array) -> Array:
+        """The `blocks` (n,) with scales and minima for numbers x, with weights w, both (n, features)."""
+        assert self.writer is not None
+        with np.errstate(all="ignore"):  # what is not finite is refused
+            self.writer.fit(x, w, blocks)
+            _, scales, minima = self.parts(blocks)
+        if not (
+            np.isfinite(x).all()
+            and np.isfinite(scales).all()
+            and (minima is None or np.isfinite(minima).all())
+        ):
+            raise ValueError(f"values that are not finite as {self.name}; expected finite ones")
+        return blocks
+
+    def put(self, x: Array, blocks: Array) -> None:
+        """Give numbers x (n, features) the nearest codes of the `blocks` (n,), which have scales."""
+        assert self.writer is not None
+        _, scales, minima = self.parts(blocks)
+        shared = x.reshape(*scales.shape, -1)
+        codes = nearest(
+            shared, scales[..., None], 0.0 if minima is None else minima[..., None], *self.writer.codes
+        )
+        self.writer.put(blocks, codes.reshape(x.shape).astype(np.int8))
 
 
 def _float(x: Any) -> Array:
@@ -130,7 +181,7 @@ def _format(
     **fields: tuple[str, int] | str,
 ) -> Format:
     kinds = [(key, kind) if isinstance(kind, str) else (key, *kind) for key, kind in fields.items()]
-    return Format(name, number, features, packed, block, np.dtype(kinds), parts)
+    return Format(name, number, features, packed, block, np.dtype(kinds), parts, WRITERS.get(name))
 
 
 FORMATS = {
