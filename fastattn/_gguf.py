@@ -18,6 +18,8 @@ from fastattn._formats import FORMATS, Format, Parts
 from fastattn._open_file import OpenFile
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fastattn._args.types import Array, Shape
 
 MAGIC = b"GGUF"
@@ -53,6 +55,12 @@ class Strings(NamedTuple):
     raw: bytes  # each string behind its length
     number: int
 
+    @classmethod
+    def of(cls, strings: Sequence[str]) -> Strings:
+        """Strings of which the lengths are not known yet."""
+        each = (text.encode() for text in strings)
+        return cls(b"".join(len(data).to_bytes(8, "little") + data for data in each), len(strings))
+
     def decoded(self) -> list[str]:
         """The strings; a UnicodeDecodeError if one is no UTF-8."""
         found, at, raw = [], 0, self.raw
@@ -74,6 +82,7 @@ class GgufFile(OpenFile):
         self._size = os.fstat(self._file.fileno()).st_size
         self._at, self._buffer, self._buffered = 0, b"", 0
         self.metadata: dict[str, Any] = {}
+        self._values: dict[str, tuple[int, int]] = {}  # where each lies, with its type, and its size
         self.interleaved: dict[str, int] = {}
         self._tensors: dict[str, _Tensor] = {}
         if self._take(4) != MAGIC:
@@ -87,7 +96,9 @@ class GgufFile(OpenFile):
             name = self._string("the name of a key")
             if name in self.metadata:
                 self._wrong(f"has the key {short(name)} twice")
+            begin = self._at
             self.metadata[name] = self._value(name, self._integer("<u4"))
+            self._values[name] = begin, self._at - begin
         infos = [self._info() for _ in range(n_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not (type(alignment) is int and 0 < alignment <= 1 << 20 and not alignment & (alignment - 1)):
@@ -107,6 +118,10 @@ class GgufFile(OpenFile):
             self._tensors[name] = tensor
         self.names = [name for name, *_ in infos]
         self._buffer = b""
+
+    def encoded(self, name: str) -> bytes:
+        """The value of a key as it lies there, behind its type."""
+        return self._bytes(*self._values[name])
 
     def shape(self, name: str) -> Shape:
         """The shape of a tensor, as NumPy has it."""

@@ -11,6 +11,7 @@ from fastattn.models._files import ModelError
 from fastattn.models._generation import Piece, Score
 from fastattn.models._load import MODEL_TYPES, load
 from fastattn.models._multi_vector import MultiVectorEncoder
+from fastattn.models._save import save
 from fastattn.models._session import Session
 from fastattn.models._sparse import SparseEncoder
 from fastattn.models._towers import TwoTowers
@@ -31,4 +32,5 @@ __all__ = [
     "TwoTowers",
     "load",
     "quantize_embeddings",
+    "save",
 ]

@@ -23,7 +23,7 @@ _MOST_PAIRS = 1 << 16  # of dimensions of a head
 
 # By the file's `general.architecture`, the `model_type` of config.json, and whether the rows of each head of
 # queries and keys are interleaved: there pairs of rotary positions are neighbours.
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "gemma2": ("gemma2", False),
     "gemma3": ("gemma3_text", False),
     "gpt-oss": ("gpt_oss", False),
@@ -86,10 +86,10 @@ _OTHER_NAMES = {
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?\.(weight|bias)")
 _MOST_EXPERTS = 1 << 12
 # What frequencies of rotary positions are divided by: in all models but Phi-3, and there in two ways.
-_FACTORS = "rope_freqs.weight"
+FACTORS = "rope_freqs.weight"
 _PHI3_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 # Keys under the architecture's name, and config.json's.
-_SIZES = {
+SIZES = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
@@ -199,7 +199,7 @@ def config_of(path: Path, file: GgufFile) -> Config:
     if parts > 1:
         raise ModelError(f"{path}: 'split.count' is {parts}; expected a model in one file")
     for name in file.names:
-        factors = _PHI3_FACTORS.values() if model_type == "phi3" else (_FACTORS,)
+        factors = _PHI3_FACTORS.values() if model_type == "phi3" else (FACTORS,)
         if _known(model_type, name) is None and name not in factors:
             raise ModelError(f"{path}: the tensor {short(name)} is not known")
     if experts := said.size(f"{prefix}.expert_count", 0, low=0):
@@ -210,7 +210,7 @@ def config_of(path: Path, file: GgufFile) -> Config:
     if not said.get(f"{prefix}.attention.causal", bool, True):
         raise ModelError(f"{path}: '{prefix}.attention.causal' is False; expected True")
     values: dict[str, Any] = {"model_type": model_type}
-    sizes = dict(_SIZES)
+    sizes = dict(SIZES)
     if model_type == "granite":
         sizes |= _OF_GRANITE
     elif found := [key for key in _OF_GRANITE if f"{prefix}.{key}" in file.metadata]:
@@ -259,7 +259,7 @@ def config_of(path: Path, file: GgufFile) -> Config:
     return Config.of(path, values)
 
 
-_SAMPLING = {
+SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -271,7 +271,7 @@ _SAMPLING = {
 def usual_sampling(path: Path) -> dict[str, Any]:
     """Options of `generate` that a file recommends."""
     with opened_alone(path) as file:
-        said = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+        said = {name: file.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
     found = {name: value for name, value in said.items() if value is not None}
     found = Config.of(path, found).numbers()
     return found if found.get("temperature") else {}
@@ -280,6 +280,17 @@ def usual_sampling(path: Path) -> dict[str, Any]:
 def renamed(model_type: str, name: str) -> str:
     """The name of a model's tensor as transformers has it."""
     return _known(model_type, name) or name
+
+
+def tensor_names(model_type: str, layers: int, experts: int) -> dict[str, str]:
+    """Names of all tensors that a model may have, by those that transformers has for them."""
+    found = {f"{new}.weight": f"{old}.weight" for old, new in _NAMES.items()}
+    for number in range(layers):
+        for part in _OTHER_NAMES.get(model_type, _BLOCK_NAMES):
+            of_experts = [f"{part}.{i}" for i in range(experts)] if part.endswith("_exps") else [part]
+            names = [f"blk.{number}.{each}.{kind}" for each in of_experts for kind in ("weight", "bias")]
+            found |= {renamed(model_type, name): name for name in names}
+    return found
 
 
 def _known(model_type: str, name: str) -> str | None:
@@ -295,7 +306,7 @@ def _known(model_type: str, name: str) -> str | None:
 
 
 def _architecture(path: Path, metadata: dict[str, Any]) -> tuple[str, bool]:
-    return Config.of(path, metadata).choice("general.architecture", _ARCHITECTURES)
+    return Config.of(path, metadata).choice("general.architecture", ARCHITECTURES)
 
 
 def _head_dim(path: Path, file: GgufFile) -> int:
@@ -333,7 +344,7 @@ def _scaling(path: Path, file: GgufFile, prefix: str) -> dict[str, Any]:
     if linear != 1:
         raise ModelError(f"{path}: '{prefix}.rope.scale_linear' is {linear}; expected '{begin}type'")
     found = {known[key]: x for key, x in given.items() if key in known}
-    names = _PHI3_FACTORS if prefix == "phi3" else dict.fromkeys(("short_factor", "long_factor"), _FACTORS)
+    names = _PHI3_FACTORS if prefix == "phi3" else dict.fromkeys(("short_factor", "long_factor"), FACTORS)
     if any(name in file.names for name in names.values()):
         if kind != "none" and (prefix, kind) != ("phi3", "longrope"):
             raise ModelError(

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
 
 # What texts are cut into before pairs are merged, by `tokenizer.ggml.pre`: the models' own expressions.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_BY_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _ENDS
-_LLAMA3, _QWEN2 = (_CONTRACTIONS + _BY_WORDS % digits for digits in (r"\p{N}{1,3}", r"\p{N}"))
+_BYWORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _ENDS
+_LLAMA3, _QWEN2 = (_CONTRACTIONS + _BYWORDS % digits for digits in (r"\p{N}{1,3}", r"\p{N}"))
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BY_CASE = r"[^\r\n\p{L}\p{N}]?%s*%s+%s|[^\r\n\p{L}\p{N}]?%s+%s*%s|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _ENDS
 
@@ -33,7 +33,7 @@ def _by_case(digits: str, after: str) -> str:
     return _BY_CASE % (_UPPER, _LOWER, after, _UPPER, _LOWER, after, digits)
 
 
-class _Words(NamedTuple):
+class Words(NamedTuple):
     """Rule by which texts become words."""
 
     pattern: str | None = None  # None: GPT-2's
@@ -43,15 +43,15 @@ class _Words(NamedTuple):
     composed: bool = False  # characters are composed first, by NFC
 
 
-_WORDS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jina-v2-code", "gpt-neox"), _Words()),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Words(digits=True)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _Words(_LLAMA3, whole=True, begun=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Words(_LLAMA3)),
-    "qwen2": _Words(_QWEN2, composed=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), _Words(_QWEN2)),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Words(_by_case(r"\p{N}{1,3}", _CONTRACTIONS + "?"))),
-    "tekken": _Words(_by_case(r"\p{N}", ""), whole=True, begun=True),
+WORDS = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jina-v2-code", "gpt-neox"), Words()),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Words(digits=True)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Words(_LLAMA3, whole=True, begun=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Words(_LLAMA3)),
+    "qwen2": Words(_QWEN2, composed=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), Words(_QWEN2)),
+    **dict.fromkeys(("gpt-4o", "llama4"), Words(_by_case(r"\p{N}{1,3}", _CONTRACTIONS + "?"))),
+    "tekken": Words(_by_case(r"\p{N}", ""), whole=True, begun=True),
 }
 
 
@@ -87,7 +87,7 @@ def tokenizer_of(path: Path) -> Any:
     """The file's tokenizer, a `tokenizers.Tokenizer`."""
     config = _tokenizer(path)
     try:
-        return _made(config)
+        return made(config)
     except (ModelError, ImportError):
         raise
     except BaseException as error:  # a panic of the library is no Exception
@@ -96,12 +96,13 @@ def tokenizer_of(path: Path) -> Any:
         raise ModelError(f"{path}: its tokenizer cannot be made: {error}") from error
 
 
-def _made(config: Config) -> Any:
+def made(config: Config) -> Any:
+    """The tokenizer that these keys describe, which have no prefix."""
     library, tokens = require("tokenizers"), _list(config, "tokens", str)
     kinds = _numbers(config, "token_type", "iu", len(tokens), np.ones(len(tokens), np.int32))
     makers: dict[str, Any] = {"gpt2": _bytewise, "llama": _by_scores}
     tokenizer, begun = config.choice("model", makers)(config, tokens, kinds)
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
         found = [
             library.AddedToken(tokens[i], normalized=False, special=special)
             for i in np.flatnonzero(kinds == kind)
@@ -168,7 +169,7 @@ def _token_id(config: Config, tokens: list[str], name: str, default: int | None 
 def _bytewise(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, bool]:
     """A tokenizer that merges pairs of bytes, as GPT-2's; and whether texts begin with a mark."""
     library = require("tokenizers")
-    words = config.choice("pre", _WORDS)
+    words = config.choice("pre", WORDS)
     pairs = [tuple(pair.split(" ", 1)) for pair in _list(config, "merges", str)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     for pair in pairs:
@@ -177,6 +178,13 @@ def _bytewise(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, boo
                 f"{config.path}: 'tokenizer.ggml.merges' has {short(' '.join(pair))}; expected two tokens"
             )
     tokenizer = library.Tokenizer(library.models.BPE(vocabulary, pairs, ignore_merges=words.whole))
+    cut_into(tokenizer, words)
+    return tokenizer, words.begun
+
+
+def cut_into(tokenizer: Any, words: Words) -> None:
+    """Have the tokenizer cut texts into words by this rule, and then into bytes."""
+    library = require("tokenizers")
     before = library.pre_tokenizers
     steps = [before.Digits(individual_digits=True)] if words.digits else []
     if words.pattern is not None:
@@ -186,7 +194,6 @@ def _bytewise(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, boo
     tokenizer.decoder = library.decoders.ByteLevel()
     if words.composed:
         tokenizer.normalizer = library.normalizers.NFC()
-    return tokenizer, words.begun
 
 
 def _by_scores(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, bool]:
@@ -198,7 +205,7 @@ def _by_scores(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, bo
     cuts = (
         (-scores[i], vocabulary[token[:at]], vocabulary[token[at:]])
         for i, token in enumerate(tokens)
-        if kinds[i] not in (_CONTROL, _BYTE, _UNKNOWN)
+        if kinds[i] not in (CONTROL, BYTE, UNKNOWN)
         for at in takewhile(len(token).__gt__, lengths)
         if at and token[:at] in vocabulary and token[at:] in vocabulary
     )

@@ -243,12 +243,17 @@ class Origin(NamedTuple):
 
     def state_dict(self) -> dict[str, Array]:
         """Copies of the tensors that the parameters consist of."""
-        names, lane = self.parameters.shapes(), self.precision.lane
-        if self.state is not None:
-            return {name: self.state[name].astype(lane) for name in names}
         with ExitStack() as stack:
-            tensors = Tensors.of_folder(self.folder, lane.name, stack)
-            return {name: tensors.whole(name).astype(lane, copy=False) for name in names}
+            read = self.reader(stack)
+            return {name: read(name) for name in self.parameters.shapes()}
+
+    def reader(self, stack: ExitStack) -> Callable[[str], Array]:
+        """Function that copies a tensor, in the type of the kernels, while `stack` is open."""
+        lane, state = self.precision.lane, self.state
+        if state is not None:
+            return lambda name: state[name].astype(lane)
+        tensors = Tensors.of_folder(self.folder, lane.name, stack)
+        return lambda name: tensors.whole(name).astype(lane, copy=False)
 
     def changed(self, model: _Model, state_dict: Mapping[str, ArrayLike]) -> _Model:
         """`model`, whose origin this is, with other tensors: `with_state_dict`."""

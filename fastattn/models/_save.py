@@ -1,0 +1,152 @@
+"""Saving of models: a folder as transformers has it, or a GGUF file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.dtypes import dtype_choice
+from fastattn._args.errors import named, wrong_type
+from fastattn._atomic import replaced
+from fastattn.models import _gguf, _gguf_tokenizer
+from fastattn.models._decoder import Decoder
+from fastattn.models._encoder import Encoder, EncoderWithHead
+from fastattn.models._files import ModelError, is_name, read_json, require
+from fastattn.models._parameters import required
+from fastattn.models._tensors import WEIGHTS
+from fastattn.models._to_gguf import DTYPES, written
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Array
+    from fastattn.models._parameters import Origin
+
+_OF_FOLDERS = ("float32", "float16", "bfloat16")
+_COPIED = ("*.json", "*.txt", "*.jinja", "*.model", "artifact.metadata")  # files that say what a model is
+_LEFT = ("*.index.json",)
+_MODULES, _INNER = "modules.json", ("additional_chat_templates",)  # folders in it are copied, too
+
+
+@named("save")
+def save(
+    model: Decoder | Encoder | EncoderWithHead, path: str | os.PathLike[str], *, dtype: str = "float32"
+) -> None:
+    """Write a model that `load` reads: a folder, or a GGUF file.
+
+    Parameters
+    ----------
+    model : Encoder, Decoder, CrossEncoder, TokenClassifier, SparseEncoder or MultiVectorEncoder
+        Of `load`, also after `with_state_dict` or a tuning. Its tensors are written as `state_dict` has them,
+        not as they are packed.
+    path : path
+        One that ends with ``.gguf`` is a file, of a decoder of the families that docs/models.md names. Any
+        other is a folder, which is made where it is not there: model.safetensors, and config.json and what
+        the model's own folder has beside it.
+    dtype : str, default "float32"
+        The type of the tensors: ``"float32"``, ``"float16"`` or ``"bfloat16"``; in a GGUF file, that of the
+        weights of linear maps and of tables, also ``"q8_0"``, ``"q6_k"``, ``"q4_k"``, ``"q4_1"`` or
+        ``"q4_0"``, whose scales have the least squared errors.
+
+    Raises
+    ------
+    ModelError
+        A ValueError: a GGUF file cannot say what the model is. The message names what.
+    TypeError, ValueError
+        If an argument does not fit, or weights are not finite in `dtype`. Nothing is written then.
+
+    Notes
+    -----
+    A file is written beside its place, and put there when it is whole.
+    """
+    if not isinstance(model, (Decoder, Encoder, EncoderWithHead)):
+        raise wrong_type("model", model, "a model of load()")
+    if not isinstance(path, (str, os.PathLike)):
+        raise wrong_type("path", path, "a path")
+    origin = required(model.encoder.origin if isinstance(model, EncoderWithHead) else model.origin)
+    target = Path(path)
+    if target.suffix.lower() != _gguf.SUFFIX:
+        _to_folder(origin, model, target, dtype_choice("dtype", dtype, _OF_FOLDERS))
+        return
+    dtype = dtype_choice("dtype", dtype, tuple(DTYPES))
+    if not isinstance(model, Decoder):
+        raise wrong_type("model", model, "a Decoder for a GGUF file")
+    with replaced(target, "(): ") as new:
+        written(model, new, dtype, {})
+
+
+def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
+    """Write model.safetensors, and copy the files beside the model's own, or make them of a GGUF file."""
+    save_file, kind = require("safetensors.numpy").save_file, dtype
+    if dtype == "bfloat16":
+        require("ml_dtypes")
+    of_file = _gguf.is_file(origin.folder)
+    if of_file and model.model_type.startswith("gemma"):
+        came = f"{origin.folder} holds a {model.model_type}, whose norms are not as in a folder"
+        raise ModelError(f"{came}; expected path to end with '.gguf'")
+    tensors: dict[str, Array] = {}
+    with ExitStack() as stack:
+        read = origin.reader(stack)
+        for name in origin.parameters.shapes():
+            new = _gguf.renamed(model.model_type, name) if of_file else name
+            with np.errstate(over="ignore"):
+                tensors[new] = np.ascontiguousarray(read(name).astype(kind, copy=False))
+            if not np.isfinite(tensors[new]).all():
+                raise ValueError(
+                    f"(): {name!r} has values that are not finite as {dtype}; expected finite ones"
+                )
+    target.mkdir(parents=True, exist_ok=True)
+    with replaced(target / WEIGHTS, "(): ") as file:
+        save_file(tensors, file, {"format": "pt"})
+    if of_file:
+        config = _files_of_gguf(origin.folder, target)
+    else:
+        _copied(origin.folder, target)
+        config = read_json(origin.folder / "config.json")
+    _write(
+        target / "config.json",
+        {**config, **{key: dtype for key in ("dtype", "torch_dtype") if key in config}},
+    )
+
+
+def _copied(folder: Path, target: Path) -> None:
+    """Copy what a folder says beside its weights, with the folders of its modules."""
+    modules = read_json(folder / _MODULES, list) if (folder / _MODULES).is_file() else []
+    inner = [each["path"] for each in modules if isinstance(each, dict) and each.get("path")]
+    files = {file for pattern in _COPIED for file in folder.glob(pattern) if file.is_file()}
+    files -= {file for pattern in _LEFT for file in folder.glob(pattern)}
+    for name in filter(is_name, dict.fromkeys([*inner, *_INNER])):
+        files |= {file for file in (folder / name).rglob("*") if file.is_file()}
+    for file in sorted(files):
+        to = target / file.relative_to(folder)
+        if not (to.exists() and to.samefile(file)):
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, to)
+
+
+def _files_of_gguf(path: Path, target: Path) -> dict[str, Any]:
+    """Write the tokenizer of a GGUF file, its template and what it recommends; return its config.json."""
+    with ExitStack() as stack:
+        file = _gguf.opened(path, stack)
+        config = _gguf.config_of(path, file)
+        has_tokens = "tokenizer.ggml.tokens" in file.metadata
+    if has_tokens:
+        _gguf_tokenizer.tokenizer_of(path).save(str(target / "tokenizer.json"))
+        said = _gguf_tokenizer.tokenizer_config(path).values
+        given = {key: value for key, value in said.items() if value is not None}
+        _write(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **given})
+    sampling = _gguf.usual_sampling(path)
+    ends = config.values.get("eos_token_id")
+    _write(
+        target / "generation_config.json",
+        {"do_sample": True, **sampling, "eos_token_id": ends} if sampling else {"eos_token_id": ends},
+    )
+    return config.values
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
