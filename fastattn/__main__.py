@@ -166,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
         option("--seed", type=natural, metavar="N", help="of the draws, else a new one")
         option("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
         option("--cache-dtype", choices=("int8",), help="how keys and values are kept (as --dtype)")
+        text = "several tokens a step where the text repeats itself; the answer stays the same"
+        option("--speculate", choices=("lookup",), help=text)
 
     option = command(_cli_models.generate)
     writing_options(option, 128, "0")

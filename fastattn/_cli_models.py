@@ -224,7 +224,8 @@ def _line(prompt: str) -> str | None:
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     found = {name: x for name, x in vars(options).items() if name in SamplingOptions.__annotations__}
-    return {"cache_dtype": options.cache_dtype, "stop": options.stop, **found}
+    others = {name: getattr(options, name) for name in ("cache_dtype", "stop", "speculate")}
+    return {**others, **found}
 
 
 def _decoder(options: argparse.Namespace) -> Decoder:

@@ -216,6 +216,21 @@ class KVCache:
         held_k, held_v, *scales = self._held
         return Slots(held_k, held_v, before, ends, self._length, *scales)
 
+    def _staggered(self, tokens: int) -> KVCache:
+        """Count so many more tokens of the only sequence; return a cache whose sequence i has i of them.
+
+        Its sequences share this one's memory: each token is computed over those before it, and in a batch
+        all of them at once, with the bits that they have one by one.
+        """
+        before, (k, v, *_) = self._length, self._held
+        shape_k, shape_v = ((*x.shape[:2], tokens, x.shape[3]) for x in (k, v))
+        self._extend(shape_k, shape_v, k.dtype, None)
+        cache = KVCache(self._capacity, self._dtype)
+        strided = np.lib.stride_tricks.as_strided
+        cache._held = tuple(strided(x, (tokens, *x.shape[1:]), (0, *x.strides[1:])) for x in self._held)
+        cache._end_at(before + np.arange(tokens))
+        return cache
+
     def _end_at(self, ends: Ints) -> None:
         """Set the number of tokens of each sequence, (batch,)."""
         ends.flags.writeable = False  # callers see this array

