@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         Decoder,
         Encoder,
         MultiVectorEncoder,
+        Piece,
         SparseEncoder,
         TokenClassifier,
     )
@@ -166,6 +167,8 @@ def generate(options: argparse.Namespace) -> None:
 @_said
 def chat(options: argparse.Namespace) -> None:
     """Talk with a language model: /reset, /save FILE and /quit are commands, Ctrl-C ends an answer."""
+    from fastattn.models import message_of
+
     require("jinja2")  # which templates need, before a model is read and a question is asked
     model = _decoder(options)
     given = _sampling(options)
@@ -197,15 +200,17 @@ def chat(options: argparse.Namespace) -> None:
                 print(f"error: {error}", file=sys.stderr)
         elif line:
             messages.append({"role": "user", "content": line})
-            answer = ""
+            said: list[Piece] = []
             try:
                 for piece in model.generate(messages, options.max_new_tokens, cache=session, **given):
+                    if piece.text and piece.kind != (said[-1].kind if said else "text"):
+                        print(f"\n[{piece.kind}]")
                     print(piece.text, end="", flush=True)
-                    answer += piece.text
+                    said.append(piece)
             except KeyboardInterrupt:  # what was said stays
                 pass
             print()
-            messages.append({"role": "assistant", "content": answer})
+            messages.append(message_of(said))
 
 
 def _line(prompt: str) -> str | None:

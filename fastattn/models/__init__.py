@@ -8,7 +8,7 @@ from fastattn.models._classify import CrossEncoder, TokenClassifier
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
-from fastattn.models._generation import Piece, Score
+from fastattn.models._generation import Piece, Score, message_of
 from fastattn.models._load import MODEL_TYPES, load
 from fastattn.models._multi_vector import MultiVectorEncoder
 from fastattn.models._save import save
@@ -31,6 +31,7 @@ __all__ = [
     "TokenClassifier",
     "TwoTowers",
     "load",
+    "message_of",
     "quantize_embeddings",
     "save",
 ]

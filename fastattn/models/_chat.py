@@ -118,8 +118,8 @@ class ChatTemplate:
         return first[len(first) - same :] if 0 < same < min(len(first), len(second)) else []
 
 
-def conversation(folder: Path, messages: list[dict[str, Any]], values: dict[str, Any]) -> str:
-    """A conversation as the model's chat template writes it, up to where the next answer begins."""
+def conversation(folder: Path, messages: list[dict[str, Any]], values: dict[str, Any]) -> tuple[str, str]:
+    """A conversation up to where the next answer begins, as a chat template writes it; and the template."""
     if _gguf.is_file(folder):
         config = _gguf_tokenizer.tokenizer_config(folder)
         source = config.get("chat_template", str)
@@ -130,7 +130,7 @@ def conversation(folder: Path, messages: list[dict[str, Any]], values: dict[str,
     special = {name: token for name in _SPECIAL if (token := config.token(name)) is not None}
     given = {"tools": None, "documents": None, "add_generation_prompt": True, **special, **values}
     template = _compiled(path, source)
-    return _rendered(path, template, messages, given, "one for these messages")
+    return _rendered(path, template, messages, given, "one for these messages"), source
 
 
 def _rendered(path: Path, template: Any, messages: Any, given: dict[str, Any], expected: str) -> str:

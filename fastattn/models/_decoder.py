@@ -15,6 +15,7 @@ from fastattn._engine.program import Sequences
 from fastattn.cache import KVCache
 from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _gguf, _model, _session
+from fastattn.models._answers import Parts
 from fastattn.models._chat import conversation
 from fastattn.models._embeddings import of_length
 from fastattn.models._files import usual_sampling
@@ -70,6 +71,7 @@ class Decoder(NextTokens):
         cache: Session | None = None,
         cache_dtype: DTypeLike | None = None,
         template_values: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         logprobs: int | None = None,
         grammar: Mapping[str, Any] | str | None = None,
         speculate: Literal["lookup"] | Decoder | None = None,
@@ -102,8 +104,12 @@ class Decoder(NextTokens):
             Keep keys and values in int8, as `KVCache` does, instead of the model's dtype: a quarter of the
             memory of float32 that a step reads, half of bfloat16's. Prompts attend what is kept, too.
         template_values : mapping of str, optional
-            What the chat template sees beside the messages: ``{"tools": [...]}``, and what models have their
-            own names for.
+            What the chat template sees beside the messages: what models have their own names for, such as
+            ``{"enable_thinking": False}``.
+        tools : sequence of mappings, optional
+            Functions that the answer may call, which the chat template writes: JSON schemas, as ``{"type":
+            "function", "function": {"name": ..., "description": ..., "parameters": ...}}``. A call comes as a
+            `Piece` with a `tool_call`.
         logprobs : int, optional
             Put the logarithms of probabilities into each `Piece`: of its tokens, and of so many best ones.
         grammar : mapping or str, optional
@@ -166,18 +172,20 @@ class Decoder(NextTokens):
            Generation", 2019, arXiv:1909.05858.
         """
         named = "ids", "max_new_tokens", "attention_mask", "stop", "cache", "cache_dtype", "template_values"
-        options = Sampling(sampling, *named, "logprobs", "grammar", "speculate")
+        options = Sampling(sampling, *named, "tools", "logprobs", "grammar", "speculate")
         texts: list[str] = []
+        parts: list[Parts | None] = []
         written = prompts_of(ids)
         if written is None:
-            if template_values is not None or logprobs is not None:
-                came = "logprobs is" if template_values is None else "template_values are"
-                raise ValueError(f"(): {came} given with ids; expected a text or messages, or None")
+            for name, x in {"template_values": template_values, "tools": tools, "logprobs": logprobs}.items():
+                if x is not None:
+                    came = f"{name} {'is' if name == 'logprobs' else 'are'} given with ids"
+                    raise ValueError(f"(): {came}; expected a text or messages, or None")
             single, prompts = self._prompts(ids, attention_mask)
         else:
             if attention_mask is not None:
                 raise ValueError("(): attention_mask is given with a text; expected None")
-            single, prompts = self._encoded(*written, template_values)
+            single, prompts, parts = self._encoded(*written, values_of(template_values, tools))
             stop, texts = parted(stop)
         if cache is not None:
             _session.require_fit(cache, self, len(prompts), cache_dtype)
@@ -202,22 +210,37 @@ class Decoder(NextTokens):
             return _tokens(steps, len(prompts), single)
         ending = set(ends.tolist())
         writers = [
-            Writer(Said(self.text, prompt.tolist()), ending, texts, i, logprobs is not None)
-            for i, prompt in enumerate(prompts)
+            Writer(Said(self.text, prompt.tolist()), ending, texts, i, logprobs is not None, own)
+            for i, (prompt, own) in enumerate(zip(prompts, parts, strict=True))
         ]
         best = None if logprobs is None else integer("logprobs", logprobs, 0, self.vocab_size)
         return pieces(steps, writers, ended, best)
 
-    def _encoded(self, single: bool, written: list[str | Messages], values: Any) -> tuple[bool, list[Ints]]:
-        """Whether there is one prompt, and the ids of each text and conversation."""
+    def _encoded(
+        self, single: bool, written: list[str | Messages], values: dict[str, Any] | None
+    ) -> tuple[bool, list[Ints], list[Parts | None]]:
+        """Whether there is one prompt, the ids of each text and conversation, and the parts of its answer."""
         if values is not None and all(isinstance(each, str) for each in written):
-            raise ValueError("(): template_values are given with a text; expected messages, or None")
-        found = [
-            self.text.encode([each])[0] if isinstance(each, str) else self.conversation_ids(each, values)
-            for each in written
-        ]
+            came = "tools" if set(values) == {"tools"} else "template_values"
+            raise ValueError(f"(): {came} are given with a text; expected messages, or None")
+        found: list[list[int]] = []
+        parts: list[Parts | None] = []
+        for each in written:
+            if isinstance(each, str):
+                found.append(self.text.encode([each])[0])
+                parts.append(None)
+            else:
+                ids, said, template = self._conversation(each, values or {})
+                found.append(ids)
+                parts.append(Parts(template, said, bool((values or {}).get("tools"))))
         _, prompts = self._prompts(found, None)
-        return single, prompts
+        return single, prompts, parts
+
+    def _conversation(self, messages: Messages, values: dict[str, Any]) -> tuple[list[int], str, str]:
+        """The ids of a conversation, its text, and the chat template that wrote it."""
+        said, template = conversation(self.text.folder, checked(messages), values)
+        (encoding,) = self.text.encodings([said], special=False)
+        return encoding.ids, said, template
 
     @named("score")
     def score(
@@ -338,7 +361,10 @@ class Decoder(NextTokens):
 
     @named("conversation_ids")
     def conversation_ids(
-        self, messages: Messages, template_values: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        template_values: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Ids of a conversation as the model's chat template writes it, up to where its answer begins.
 
@@ -346,7 +372,7 @@ class Decoder(NextTokens):
         ----------
         messages : list of mappings
             Each with a `role` and what the template reads, mostly `content`.
-        template_values : mapping of str, optional
+        template_values, tools : optional
             As of `generate`, which takes these ids, and those of several conversations as a list of lists.
 
         Returns
@@ -356,10 +382,7 @@ class Decoder(NextTokens):
         if not is_conversation(messages):
             expected = "a list of messages, as [{'role': 'user', 'content': 'a question'}]"
             raise wrong_type("messages", messages, expected)
-        said = conversation(self.text.folder, checked(messages), values_of(template_values))
-        (encoding,) = self.text.encodings([said], special=False)
-        ids: list[int] = encoding.ids
-        return ids
+        return self._conversation(messages, values_of(template_values, tools) or {})[0]
 
     def _prompts(self, ids: Any, attention_mask: Any) -> tuple[bool, list[Ints]]:
         """Return whether `ids` is one sequence, and the sequences without tokens that do not count."""

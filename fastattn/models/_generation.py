@@ -10,11 +10,13 @@ import numpy as np
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import short
+from fastattn.models._answers import Part, overlap
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
     from fastattn._args.types import Array, Bools, Ints
+    from fastattn.models._answers import Kind, Parts
     from fastattn.models._text import Said
 
     Messages = Sequence[Mapping[str, Any]]
@@ -39,6 +41,11 @@ class Piece:
     logprobs : tuple of dict, or None
         With `logprobs`, for each of `ids` the logarithms of probabilities, by token: its own, and the best
         ones. They are the model's, before a temperature or anything else changes them.
+    kind : {"text", "reasoning", "tool_call", "malformed_call"}
+        Which part of an answer to messages it is, by markers that the chat template has. A call of a tool
+        comes whole; one that cannot be read is text as it was written, of the last kind.
+    tool_call : dict or None
+        The call, ``{"name": "a_function", "arguments": {"its": "arguments"}}``.
     """
 
     text: str
@@ -46,6 +53,8 @@ class Piece:
     finish_reason: Literal["stop", "length"] | None = None
     index: int = 0
     logprobs: tuple[dict[int, float], ...] | None = None
+    kind: Kind = "text"
+    tool_call: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -80,13 +89,23 @@ class Step(NamedTuple):
 
 
 class Writer:
-    """The text of a sequence, up to one of `ends`, or to the first text of `stop`.
+    """The text of a sequence, up to one of `ends`, or to the first text of `stop`, in its `parts`.
 
     Characters with which a text of `stop` may begin wait until it is clear.
     """
 
-    def __init__(self, said: Said, ends: Collection[int], stop: Sequence[str], index: int, chances: bool):
+    def __init__(
+        self,
+        said: Said,
+        ends: Collection[int],
+        stop: Sequence[str],
+        index: int,
+        chances: bool,
+        parts: Parts | None = None,
+    ):
         self._said, self._ends, self._stop, self._index, self._chances = said, ends, stop, index, chances
+        self._parts = parts
+        self._shown = {} if parts is None else said.special(parts.markers)
         self._waiting, self.ended = "", False
         self._ids: list[int] = []  # since the last piece
         self._logprobs: list[dict[int, float]] = []
@@ -96,7 +115,7 @@ class Writer:
         self._ids.append(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        found = self._clear(self._said.add(token))
+        found = self._clear(self._said.add(token) + self._shown.get(token, ""))
         return found if token not in self._ends else found + self.finish("stop")
 
     def finish(self, reason: Literal["stop", "length"]) -> list[Piece]:
@@ -104,26 +123,34 @@ class Writer:
         if self.ended:
             return []
         found = self._clear(self._said.rest())
-        return found if self.ended else [*found, self._piece(self._waiting, reason)]
+        return found if self.ended else [*found, *self._pieces(self._waiting, reason)]
 
     def _clear(self, part: str) -> list[Piece]:
         self._waiting += part
         found = [at for at in map(self._waiting.find, self._stop) if at >= 0]
         if found:
-            return [self._piece(self._waiting[: min(found)], "stop")]
-        kept = max((_overlap(self._waiting, each) for each in self._stop), default=0)
+            return self._pieces(self._waiting[: min(found)], "stop")
+        kept = max((overlap(self._waiting, each) for each in self._stop), default=0)
         said, self._waiting = (
             self._waiting[: len(self._waiting) - kept],
             self._waiting[len(self._waiting) - kept :],
         )
-        return [self._piece(said)] if said else []
+        return self._pieces(said) if said else []
 
-    def _piece(self, said: str, reason: Literal["stop", "length"] | None = None) -> Piece:
+    def _pieces(self, said: str, reason: Literal["stop", "length"] | None = None) -> list[Piece]:
+        """The pieces of some text; the first has the ids, and the last one of all has the `reason`."""
         self.ended = reason is not None
-        ids, logprobs = tuple(self._ids), tuple(self._logprobs) if self._chances else None
-        self._ids.clear()
-        self._logprobs.clear()
-        return Piece(said, ids, reason, self._index, logprobs)
+        parts = [Part(said)] if self._parts is None else self._parts.add(said)
+        if self._parts is not None and self.ended:
+            parts = parts + self._parts.rest() or [Part("")]
+        found = []
+        for i, part in enumerate(parts):
+            ids, logprobs = tuple(self._ids), tuple(self._logprobs) if self._chances else None
+            self._ids.clear()
+            self._logprobs.clear()
+            why = reason if i == len(parts) - 1 else None
+            found.append(Piece(part.text, ids, why, self._index, logprobs, part.kind, part.call))
+        return found
 
 
 def pieces(
@@ -186,12 +213,6 @@ def score_of(ids: Ints, rows: Array, logits: Callable[[Array], Array]) -> Score:
     return Score(sum(logprobs), tokens, logprobs, best)
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` with which `stop` begins."""
-    most = min(len(text), len(stop) - 1)
-    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
-
-
 def checked(messages: Messages) -> list[dict[str, Any]]:
     """Messages, each with a role."""
     for message in messages:
@@ -218,10 +239,45 @@ def prompts_of(given: Any) -> tuple[bool, list[str | Messages]] | None:
     return (False, list(given)) if any(written) else None
 
 
-def values_of(given: Any) -> dict[str, Any]:
-    """Values that a chat template sees beside the messages, checked."""
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
+def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
+    """The message of an answer, for the conversation that goes on.
+
+    Parameters
+    ----------
+    pieces : iterable of Piece
+        All pieces of one answer.
+
+    Returns
+    -------
+    dict
+        `role` and `content`, and where there are any, `reasoning_content` and `tool_calls`, as chat templates
+        read them.
+    """
+    said: dict[str, str] = {"text": "", "reasoning": ""}
+    calls: list[Mapping[str, Any]] = []
+    for piece in pieces:
+        if piece.tool_call is not None:
+            calls.append({"type": "function", "function": piece.tool_call})
+        else:
+            said["reasoning" if piece.kind == "reasoning" else "text"] += piece.text
+    message: dict[str, Any] = {"role": "assistant", "content": said["text"]}
+    if said["reasoning"]:
+        message["reasoning_content"] = said["reasoning"]
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def values_of(given: Any, tools: Any) -> dict[str, Any] | None:
+    """Values that a chat template sees beside the messages, `tools` among them, checked; None: none."""
+    if given is not None and not isinstance(given, Mapping):
         raise wrong_type("template_values", given, "a mapping of names to values")
-    return dict(given)
+    if tools is None:
+        return None if given is None else dict(given)
+    if given is not None and "tools" in given:
+        raise ValueError("(): template_values has 'tools', which is given, too; expected one of the two")
+    is_list = isinstance(tools, (list, tuple))
+    if not is_list or not all(isinstance(each, Mapping) for each in tools):
+        wrong = next((each for each in tools if not isinstance(each, Mapping)), None) if is_list else tools
+        raise wrong_type("tools", wrong, "a list of JSON schemas, as {'type': 'function', 'function': {}}")
+    return {**(given or {}), "tools": [dict(each) for each in tools]}

@@ -200,9 +200,15 @@ class Said:
 
     def __init__(self, text: Text, prompt: Iterable[int]):
         self._decode, self._tokens = text.tokenizer.decode, list(prompt)
+        self._added = text.tokenizer.get_added_tokens_decoder
         # Whether a token begins with a space can depend on the token before. So a part is what its tokens
         # add to the text of the part before.
         self._first, self._done = max(0, len(self._tokens) - _CONTEXT), len(self._tokens)
+
+    def special(self, texts: Iterable[str]) -> dict[int, str]:
+        """The special tokens among `texts`, by their ids: they are not in the text."""
+        added = self._added()
+        return {i: token.content for i, token in added.items() if token.special and token.content in texts}
 
     def _text(self, first: int, last: int | None = None) -> str:
         decoded: str = self._decode(self._tokens[first:last], skip_special_tokens=True)
