@@ -95,14 +95,14 @@ def pack(
         How the weight is stored, by name or as a NumPy type; default its own dtype (float32 for float16).
         bfloat16 is rounded to nearest even; int8 is symmetric, with one scale for each output feature,
         ``max(abs(row)) / 127``. The others have a scale, float16, for every 32 input features of an output
-        feature. q8 is int8 in such blocks (GGUF's Q8_0). int4 divides them by an eighth of the one of largest magnitude, negated, so that they
-        become -8 to 7 (GGUF's Q4_0); an element errs by half a scale, and by a whole one at the opposite end.
-        NF4 divides them by their largest magnitude and takes the nearest of sixteen quantiles of the normal
-        distribution (Dettmers et al. 2023); it errs by up to 0.152 scales. uint4 subtracts a minimum, float16,
-        and divides by a fifteenth of what is left (Q4_1). iq4 and fp4 make the one of largest magnitude -127
-        and -12, and take the nearest number of IQ4_NL and of MXFP4. Where numbers are so small that
-        float16 has few digits of their scale, or none, rounding it adds up to ``2**-25`` times the largest
-        code: ``2**-22`` in int4, ``2**-18`` in q8.
+        feature. q8 is int8 in such blocks (GGUF's Q8_0). int4 divides them by an eighth of the one of largest
+        magnitude, negated, so that they become -8 to 7 (Q4_0); an element errs by half a scale, and by a
+        whole one at the opposite end. NF4 divides them by their largest magnitude and takes the nearest of
+        sixteen quantiles of the normal distribution (Dettmers et al. 2023); it errs by up to 0.152 scales.
+        uint4 subtracts a minimum, float16, and divides by a fifteenth of what is left (Q4_1). iq4 and fp4
+        make the one of largest magnitude -127 and -12, and take the nearest number of IQ4_NL and of MXFP4.
+        Where numbers are so small that float16 has few digits of their scale, or none, rounding it adds up to
+        ``2**-25`` times the largest code: ``2**-22`` in int4, ``2**-18`` in q8.
     num_threads, backend
         As of `linear`.
 

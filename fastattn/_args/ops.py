@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.packed import BLOCKED, LinearArgs, PackedLinear
+from fastattn._args.packed import INTEGERS, LinearArgs, PackedLinear
 from fastattn._args.results import result_array
 from fastattn._args.types import (
     ACTIVATIONS,
@@ -202,9 +202,8 @@ def integer_activations(activations: str | None, weights_dtype: str, in_features
     if activations is None:
         return
     choice("activations", activations, ROUNDINGS)
-    kinds = ("int8", *BLOCKED)
-    if weights_dtype not in kinds:
-        expected = f"weights in {', '.join(kinds)}, or activations None"
+    if weights_dtype not in INTEGERS:
+        expected = f"weights in {', '.join(INTEGERS)}, or activations None"
         raise ValueError(f"(): activations is 'int8' for weights in {weights_dtype}; expected {expected}")
     if weights_dtype == "int8" and in_features > _MOST_BYTES:
         raise ValueError(

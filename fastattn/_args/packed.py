@@ -90,6 +90,7 @@ TABLES = {
     "fp4": Table(FP4.astype(np.float32), FP4, 1.0, -12.0),
 }
 BLOCKED = ("q8", *TABLES)  # the types in which every block of features has scales
+INTEGERS = ("int8", *BLOCKED)  # the types that multiply inputs in int8
 
 
 class PackedLinear:

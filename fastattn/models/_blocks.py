@@ -12,12 +12,13 @@ from fastattn._args.types import ACTIVATIONS as OURS
 from fastattn._args.types import Activation
 from fastattn._engine.experts import Bounds, Experts
 from fastattn.layers._block import Block, Norm, Projection
+from fastattn.models._parameters import OF_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Shape
+    from fastattn._args.types import Array, Rounding, Shape
     from fastattn.layers._block import Window
     from fastattn.models._source import Source
 
@@ -199,7 +200,7 @@ class Blocks:
         """The linear map `name`, with a bias, which stands outside of the blocks."""
         source = self.source
         weight = source.pack([f"{name}.weight"], transposed=self.names.transposed)
-        return Projection(weight, source.vector(f"{name}.bias"), source.precision.activations)
+        return Projection(weight, source.vector(f"{name}.bias"), source.precision.rounding(weight))
 
     def read(
         self,
@@ -209,7 +210,8 @@ class Blocks:
     ) -> list[Block]:
         """The blocks, each with its scale of scores, by default ``head_dim**-0.5``, window and rotation."""
         precision, widest = self.source.precision, max(self.hidden, self.inner, self.heads * self.head_dim)
-        integer_activations(precision.activations, precision.weights, widest)
+        if precision.weights != OF_FILE:
+            integer_activations(precision.activations, precision.weights, widest)
         scales = scales or [self.head_dim**-0.5] * self.num_layers
         windows = windows or [None] * self.num_layers
         rotations = rotations or [None] * self.num_layers
@@ -217,7 +219,7 @@ class Blocks:
 
     def _block(self, i: int, scale: float, window: Window, rotation: int | None) -> Block:
         names, source, precision = self.names, self.source, self.source.precision
-        prefix, rounded = names.prefix.format(i), precision.activations
+        prefix = names.prefix.format(i)
 
         def packed(*parts: str, gate: str | None = None) -> PackedLinear:
             maps = [[f"{prefix}{part}.weight" for part in parts]]
@@ -230,19 +232,26 @@ class Blocks:
                 return None
             return source.vector(*(f"{prefix}{part}.bias" for part in parts), shape=shape)
 
+        def projection(weight: PackedLinear, bias: Array | None) -> Projection:
+            return Projection(weight, bias, precision.rounding(weight))
+
         def linear(*parts: str) -> Projection:
-            return Projection(packed(*parts), bias(*parts), rounded)
+            return projection(packed(*parts), bias(*parts))
 
         def inner() -> Projection:
             if names.gate is None:
                 return linear(names.inner)
             if names.gate != names.inner:
                 both = bias(names.gate, names.inner, shape=(2, self.inner))
-                return Projection(packed(names.inner, gate=names.gate), both, rounded)
+                return projection(packed(names.inner, gate=names.gate), both)
             pair, both = source.pack_pair(f"{prefix}{names.inner}.weight", names.gate_first), None
             if names.inner in self.biased:
                 both = source.pair_vector(f"{prefix}{names.inner}.bias", names.gate_first)
-            return Projection(pair, both, rounded)
+            return projection(pair, both)
+
+        def rounding(maps: Sequence[Sequence[PackedLinear]]) -> Rounding | None:
+            found = {precision.rounding(weight) for each in maps for weight in each}
+            return found.pop() if len(found) == 1 else None  # they are computed together
 
         def experts() -> Experts:
             assert names.router is not None
@@ -250,10 +259,10 @@ class Blocks:
             lane = "float64" if precision.dtype == np.float64 else "float32"
             router = source.pack([f"{prefix}{names.router}.weight"], stored=lane)
             outer = [f"{part}{names.outer}" for part in parts]
-            how = self.chosen, self.normalised, rounded
             if self.limit is None:
                 first = tuple(packed(f"{part}{names.inner}", gate=f"{part}{names.gate}") for part in parts)
-                return Experts(router, (first, tuple(map(packed, outer))), *how)
+                maps = first, tuple(map(packed, outer))
+                return Experts(router, maps, self.chosen, self.normalised, rounding(maps))
             # A product cannot keep gate and up within bounds: both are one plain map.
             own = dict.fromkeys(name for name in (names.gate, names.inner) if name is not None)
             inner = [[f"{part}{name}" for name in own] for part in parts]
@@ -261,6 +270,7 @@ class Blocks:
             biases = tuple(bias(*each) for each in inner), tuple(map(bias, outer))
             bounds = Bounds(self.limit, names.gate == names.inner)
             maps = first, tuple(map(packed, outer))
+            how = self.chosen, self.normalised, rounding(maps)
             return Experts(router, maps, *how, bias(names.router), biases, bounds)
 
         def norm(name: str | None) -> Norm | None:

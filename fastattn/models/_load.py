@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastattn._args.errors import named, wrong_type
+from fastattn._args.ops import integer_activations
+from fastattn._args.packed import INTEGERS, PackedLinear
 from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._decoder import Decoder
 from fastattn.models._families import bert, clip, deberta, gpt2, gpt_oss, granite, llama, olmo, rotary, t5
 from fastattn.models._files import Config, ModelError
-from fastattn.models._parameters import Precision
+from fastattn.models._parameters import OF_FILE, Precision
 from fastattn.models._sentences import folder_of_towers
 from fastattn.models._source import Source
 from fastattn.models._task_heads import with_head
@@ -93,13 +95,14 @@ def load(
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : str, optional
-        How the weights of linear maps are kept, a `dtype` of `fastattn.ops.pack`; by default in `dtype`, and in
-        float64 only with that one. Of a GGUF file by default "file": blocks are kept as they are, numbers in
-        `dtype`. Generation reads all weights for each
-        token: where memory is the limit, half or a quarter of the bytes is two or four times the speed.
+        How the weights of linear maps are kept, a `dtype` of `fastattn.ops.pack`; by default in `dtype`, and
+        in float64 only with that one. Of a GGUF file by default "file": blocks are kept as they are, numbers
+        in `dtype`. Generation reads all weights for each token: where memory is the limit, half or a quarter
+        of the bytes is two or four times the speed.
     activations : {"int8"}, optional
         Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8 or in blocks,
-        faster where many tokens are computed at once. By default they are not rounded.
+        faster where many tokens are computed at once, and in 4 bits where few are. Of a GGUF file, other
+        maps keep their inputs. By default they are not rounded.
     **others
         None: an error says what an argument of another library is called here.
 
@@ -170,4 +173,8 @@ def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
         source = Source(path, config, precision, stack)
         source.rename(partial(_gguf.renamed, config.get("model_type", str)))
         source.tokenizer = _gguf_tokenizer.tokenizer_of
-        return _BUILDERS[config.get("model_type", str)](source)
+        model = _BUILDERS[config.get("model_type", str)](source)
+        kinds = {x.parameter.dtype for x in source.parameters if isinstance(x.parameter, PackedLinear)}
+        if kinds.isdisjoint(INTEGERS) and precision.weights == OF_FILE:
+            integer_activations(precision.activations, ", ".join(sorted(kinds)))
+        return model

@@ -16,7 +16,7 @@ import numpy as np
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_type
 from fastattn._args.ops import integer_activations
-from fastattn._args.packed import BLOCKED, PackArgs, PackedLinear
+from fastattn._args.packed import BLOCKED, INTEGERS, PackArgs, PackedLinear
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, is_float, short
 from fastattn._engine.settings import get_num_threads
@@ -53,11 +53,12 @@ class Precision:
         """Check the names or types that a caller gives; `of_file`, a file may have types of its own."""
         name = dtype_choice("dtype", dtype, DTYPES)
         fitting = ("float64",) if name == "float64" else WEIGHT_DTYPES + (OF_FILE,) * of_file
-        usual = OF_FILE if OF_FILE in fitting and activations is None else name
+        usual = OF_FILE if OF_FILE in fitting else name
         weights = usual if weights_dtype is None else weights_dtype
         hint = "" if name == "float64" else "; float64 comes with dtype='float64'"
         weights = dtype_choice("weights_dtype", weights, fitting, f" for dtype {name}{hint}")
-        integer_activations(activations, weights)
+        if weights != OF_FILE:
+            integer_activations(activations, weights)
         kind = np.dtype(require("ml_dtypes").bfloat16 if name == "bfloat16" else name)
         return cls(kind, weights, activations)
 
@@ -65,6 +66,10 @@ class Precision:
     def lane(self) -> np.dtype[Any]:
         """The type that the kernels compute in."""
         return lane_dtype(self.dtype)
+
+    def rounding(self, weight: PackedLinear) -> Rounding | None:
+        """What a map's inputs are rounded to: in a file's own types, only by weights that are integers."""
+        return self.activations if weight.dtype in INTEGERS else None
 
     def __str__(self) -> str:
         how = "as in the file" if self.weights == OF_FILE else f"in {self.weights}"

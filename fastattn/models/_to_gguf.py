@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._engine.program import ExpertsStep
+from fastattn._engine.experts import ExpertsStep
 from fastattn._engine.settings import get_num_threads
 from fastattn._formats import FORMATS
 from fastattn._gguf_writer import Encoded, Entry, write
@@ -195,10 +195,11 @@ def _experts(model: Decoder, config: Config) -> dict[str, int]:
     steps = [step for step in model.program.steps if isinstance(step, ExpertsStep)]
     if not steps:
         return {}
-    inner, outer = steps[0].experts
-    if not steps[0].normalised:
+    experts = steps[0].experts
+    inner, outer = experts.maps
+    if not experts.normalised:
         raise config.wrong("norm_topk_prob", False, "true for a GGUF file")
-    found = {"num_local_experts": len(inner), "num_experts_per_tok": steps[0].chosen}
+    found = {"num_local_experts": len(inner), "num_experts_per_tok": experts.chosen}
     return (
         found if model.model_type == "mixtral" else {**found, "moe_intermediate_size": outer[0].in_features}
     )

@@ -201,7 +201,7 @@ def read_decoder(
     program, all_windows = model_program(blocks.read(scales, windows, rotations))
     weight = source.pack([tokens if tied else output])
     norm = NormStep(X, "normed", *blocks.norm(names.norm, logit_scale))
-    logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.activations)])
+    logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.rounding(weight))])
     table = None if positions is None else source.vector(positions, dtype=precision.dtype)
     return Decoder(
         model_type=config.get("model_type", str),
