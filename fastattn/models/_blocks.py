@@ -281,7 +281,10 @@ class Blocks:
                 return []
             q_norm, k_norm = each = [f"{prefix}{name}.weight" for name in names.head_norms]
             if names.norms_of_all:
-                return [source.vector(name, shape=(1, *source.shape(name))) for name in each]
+                return [
+                    source.vector(name, shape=(1, *source.shape(name)), offset=names.norm_offset)
+                    for name in each
+                ]
             both = *[q_norm] * self.heads, *[k_norm] * self.heads_kv
             shape = self.heads + self.heads_kv, self.head_dim
             return [source.vector(*both, shape=shape, offset=names.norm_offset)]

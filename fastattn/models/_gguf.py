@@ -218,10 +218,8 @@ def config_of(path: Path, file: GgufFile) -> Config:
     for key, name in sizes.items():
         value = file.metadata.get(f"{prefix}.{key}")
         value = value.tolist() if isinstance(value, np.ndarray) else value
-        if value is not None and (key, value) != (
-            "attention.sliding_window",
-            0,
-        ):  # as in Phi-4, which has none
+        no_window = key == "attention.sliding_window" and value == 0  # as Phi-4 says it
+        if value is not None and not no_window:
             values[name] = value
     if model_type.startswith("gemma"):  # of each size, the scale that llama.cpp has
         largest = values.get("num_hidden_layers") == (46 if model_type == "gemma2" else 62)

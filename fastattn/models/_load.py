@@ -96,9 +96,9 @@ def load(
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : str, optional
         How the weights of linear maps are kept, a `dtype` of `fastattn.ops.pack`; by default in `dtype`, and
-        in float64 only with that one. Of a GGUF file by default "file": blocks are kept as they are, numbers
-        in `dtype`. Generation reads all weights for each token: where memory is the limit, half or a quarter
-        of the bytes is two or four times the speed.
+        in float64 only with that one. Of a GGUF file, or a GPT-OSS in MXFP4, by default "file": blocks are
+        kept as they are, numbers in `dtype`. Generation reads all weights for each token: where memory is the
+        limit, half or a quarter of the bytes is two or four times the speed.
     activations : {"int8"}, optional
         Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8 or in blocks,
         faster where many tokens are computed at once, and in 4 bits where few are. Of a GGUF file, other
