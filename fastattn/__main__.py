@@ -111,8 +111,8 @@ def _parser() -> argparse.ArgumentParser:
         option("--dtype", choices=MODEL_DTYPES, default="float32", help="what is computed in (float32)")
         option(
             "--weights-dtype",
-            choices=WEIGHT_DTYPES,
-            help="how weights are kept in memory (as --dtype, of a GGUF file as it has them)",
+            choices=(*WEIGHT_DTYPES, "file"),
+            help="how weights are kept in memory (as --dtype; file: as a GGUF file has them, its default)",
         )
         text = "round the inputs of linear maps, for weights in int8 or in blocks (they are not rounded)"
         option("--activations", choices=ROUNDINGS, help=text)
@@ -165,13 +165,17 @@ def _parser() -> argparse.ArgumentParser:
         option("--frequency-penalty", type=float, metavar="R", help="as often as they were (0)")
         option("--seed", type=natural, metavar="N", help="of the draws, else a new one")
         option("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
-        option("--cache-dtype", choices=("int8",), help="how keys and values are kept (as --dtype)")
+        option(
+            "--cache-dtype",
+            choices=("int8", "bfloat16", "float16"),
+            help="how keys and values are kept (as --dtype)",
+        )
         text = "several tokens a step where the text repeats itself; the answer stays the same"
         option("--speculate", choices=("lookup",), help=text)
 
     option = command(_cli_models.generate)
     writing_options(option, 128, "0")
-    option("prompt", metavar="PROMPT", help="the text to continue")
+    option("prompt", metavar="PROMPT", help="the text to continue; -: the standard input")
 
     option = command(_cli_models.chat)
     writing_options(option, 1024, "as the model's files say, and other options")

@@ -15,12 +15,14 @@ import numpy as np
 from fastattn._args.errors import named, naming
 from fastattn._args.options import SamplingOptions
 from fastattn._args.types import lane_dtype
+from fastattn._args.values import short
 from fastattn._atomic import destination, replaced
 from fastattn._cli_files import Unfinished, digest_of_model, files_of, require_writable, write_json_lines
 from fastattn._cli_texts import Changed, Texts
 from fastattn._version import __version__
 from fastattn.models._encode_calls import with_bar
 from fastattn.models._files import require
+from fastattn.models._generation import checked, is_conversation
 
 if TYPE_CHECKING:
     import argparse
@@ -157,16 +159,17 @@ def info(options: argparse.Namespace) -> None:
 def generate(options: argparse.Namespace) -> None:
     """Continue a text with a language model (GPT-2, Llama and its family, GGUF files)."""
     model = _decoder(options)
-    if not model.text.encode([options.prompt])[0]:
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not model.text.encode([prompt])[0]:
         raise ValueError("PROMPT has no token; expected a text to continue")
-    for piece in model.generate(options.prompt, options.max_new_tokens, **_sampling(options)):
+    for piece in model.generate(prompt, options.max_new_tokens, **_sampling(options)):
         print(piece.text, end="", flush=True)
     print()
 
 
 @_said
 def chat(options: argparse.Namespace) -> None:
-    """Talk with a language model: /reset, /save FILE and /quit are commands, Ctrl-C ends an answer."""
+    """Talk with a language model: /reset, /save FILE, /load FILE, /quit; Ctrl-C ends an answer."""
     from fastattn.models import message_of
 
     require("jinja2")  # which templates need, before a model is read and a question is asked
@@ -184,18 +187,22 @@ def chat(options: argparse.Namespace) -> None:
             messages = list(first)
         elif line.startswith("/"):
             command, _, name = line.partition(" ")
-            if command != "/save" or not name.strip():
-                print("expected /reset, /save FILE or /quit", file=sys.stderr)
-                continue
-            if messages == first:
-                print("nothing has been said; no file is written", file=sys.stderr)
+            if command not in ("/save", "/load") or not name.strip():
+                print("expected /reset, /save FILE, /load FILE or /quit", file=sys.stderr)
                 continue
             try:
-                with naming(Path(name.strip())), replaced(Path(name.strip())) as file:
-                    file.write_text(
-                        json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
-                    )
-                print(f"{len(messages)} messages are in {name.strip()}", file=sys.stderr)
+                if command == "/load":
+                    messages = _conversation(Path(name.strip()))
+                    done = "messages are read from"
+                elif messages == first:
+                    raise ValueError("nothing has been said; no file is written")
+                else:
+                    with naming(Path(name.strip())), replaced(Path(name.strip())) as file:
+                        file.write_text(
+                            json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+                        )
+                    done = "messages are in"
+                print(f"{len(messages)} {done} {name.strip()}", file=sys.stderr)
             except (OSError, ValueError) as error:  # what was said is not lost
                 print(f"error: {error}", file=sys.stderr)
         elif line:
@@ -211,6 +218,17 @@ def chat(options: argparse.Namespace) -> None:
                 pass
             print()
             messages.append(message_of(said))
+
+
+def _conversation(path: Path) -> list[dict[str, Any]]:
+    """The messages that /save wrote to a file."""
+    try:
+        messages = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}; expected what /save wrote") from None
+    if not is_conversation(messages):
+        raise ValueError(f"{path} holds {short(messages)}; expected a list of messages, as /save writes it")
+    return checked(messages)
 
 
 def _line(prompt: str) -> str | None:

@@ -373,6 +373,21 @@ def test_the_command_chat(talker, tmp_path):
         assert json.loads(file.read_text(encoding="utf-8")) == saved  # an empty one has not replaced it
 
 
+def test_chat_goes_on_with_a_file(talker, tmp_path):
+    file, again = tmp_path / "talk.json", tmp_path / "again.json"
+    options = ["--model", talker, "--max-new-tokens", 5, "--temperature", 0]
+    whole = run("chat", *options, stdin=f"Hi\n/save {file}\nAnd?\n/save {again}\n")
+    loaded = run("chat", *options, stdin=f"/load {file}\nAnd?\n/save {file}\n")
+    assert whole.endswith(loaded)
+    assert json.loads(file.read_text(encoding="utf-8")) == json.loads(again.read_text(encoding="utf-8"))
+    said = [json.loads(file.read_text(encoding="utf-8"))]
+    for wrong in ("{", "3", '[{"role": 3, "content": ""}]'):  # what was said stays
+        again.write_text(wrong)
+        run("chat", *options, stdin=f"/load {file}\n/load {again}\n/load {tmp_path}\n/save {file}\n")
+        said.append(json.loads(file.read_text(encoding="utf-8")))
+    assert said == said[:1] * 4
+
+
 def test_chat_takes_any_bytes(talker):
     command = [sys.executable, "-m", "fastattn", "chat", "--model", str(talker), "--max-new-tokens", "2"]
     done = subprocess.run(
