@@ -34,7 +34,7 @@ from fastattn.models._generation import (
 from fastattn.models._grammar import Matcher, matchers
 from fastattn.models._model import one_sequence
 from fastattn.models._next_tokens import NextTokens
-from fastattn.models._session import Session
+from fastattn.models._session import Session, cache_dtypes
 from fastattn.models._speculation import MOST, Speculation, proposals_of
 from fastattn.models._text import NO_TOKEN, Said, strings
 from fastattn.positions import RopeFrequencies
@@ -100,9 +100,10 @@ class Decoder(NextTokens):
             again, and the new ones stay in it. The answer is that without it, but for rounding: the tokens of
             a prompt are computed with fewer others. A session whose keys were rotated for another length,
             by a scaling that depends on it, begins anew.
-        cache_dtype : {"int8"}, optional
-            Keep keys and values in int8, as `KVCache` does, instead of the model's dtype: a quarter of the
-            memory of float32 that a step reads, half of bfloat16's. Prompts attend what is kept, too.
+        cache_dtype : {"int8", "bfloat16", "float16"}, optional
+            Keep keys and values in this type, as `KVCache` does, instead of the model's dtype: int8 is a
+            quarter of the memory of float32 that a step reads, half of bfloat16's. The types of 16 bits are
+            of models in float32. Prompts attend what is kept, too.
         template_values : mapping of str, optional
             What the chat template sees beside the messages: what models have their own names for, such as
             ``{"enable_thinking": False}``.
@@ -189,8 +190,7 @@ class Decoder(NextTokens):
             stop, texts = parted(stop)
         if cache is not None:
             _session.require_fit(cache, self, len(prompts), cache_dtype)
-        if cache_dtype is not None:
-            cache_dtype = dtype_choice("cache_dtype", cache_dtype, ("int8",))
+        cache_dtype = self._kept_as(cache_dtype)
         proposals = proposals_of(speculate, self, prompts)
         n_new = integer("max_new_tokens", max_new_tokens, 0)
         longest = max(map(len, prompts), default=0)
@@ -344,9 +344,15 @@ class Decoder(NextTokens):
     @named("session")
     def session(self, cache_dtype: DTypeLike | None = None) -> Session:
         """Make an empty session, for ``generate(cache=)``, whose `cache_dtype` is as there."""
-        if cache_dtype is not None:
-            cache_dtype = dtype_choice("cache_dtype", cache_dtype, ("int8",))
-        return Session(self, self.frequencies, KVCache(dtype=cache_dtype))
+        return Session(self, self.frequencies, KVCache(dtype=self._kept_as(cache_dtype)))
+
+    def _kept_as(self, given: Any) -> str | None:
+        """The argument `cache_dtype`, checked."""
+        if given is None:
+            return None
+        dtypes = cache_dtypes(self.dtype)
+        why = "" if self.dtype == np.float32 else f" of a model in {self.dtype}"
+        return dtype_choice("cache_dtype", given, dtypes, why)
 
     @named("load_session")
     def load_session(self, path: str | os.PathLike[str]) -> Session:

@@ -13,7 +13,7 @@ import numpy as np
 from fastattn import _safetensors
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.packed import PackedLinear
-from fastattn._args.values import integers
+from fastattn._args.values import integers, one_of
 from fastattn.cache import KVCache
 from fastattn.models._embeddings import of_length
 
@@ -133,6 +133,11 @@ class Session:
         return cache
 
 
+def cache_dtypes(dtype: np.dtype[Any]) -> tuple[str, ...]:
+    """Types in which a model of `dtype` may keep its keys and values, beside its own."""
+    return ("int8", "bfloat16", "float16") if dtype == np.float32 else ("int8",)
+
+
 def require_fit(session: Any, model: Model, prompts: int, cache_dtype: Any) -> None:
     """Raise unless a call of `model.generate` may use `session`."""
     if not isinstance(session, Session):
@@ -164,9 +169,10 @@ def load(
         raise ValueError(f"(): {where} has {came}; expected as many of one sequence, in int64")
     k, v = cache._held[:2]
     shape = 1, heads, ids.size, head_dim
-    if not k.shape == v.shape == shape or k.dtype not in (model.dtype, np.int8):
+    dtypes = [model.dtype.name, *cache_dtypes(model.dtype)]
+    if not k.shape == v.shape == shape or k.dtype.name not in dtypes:
         came = f"keys and values {k.shape} and {v.shape} in {k.dtype}"
-        raise ValueError(f"(): {where} has {came}; expected {shape} in {model.dtype} or int8")
+        raise ValueError(f"(): {where} has {came}; expected {shape} in {one_of(dtypes)}")
     integers(f"{where}'s ids", ids, low=0, high=model.vocab_size - 1)
     session = Session(model, frequencies, cache, ids.tolist())
     session._rotated = values.get("rotated")

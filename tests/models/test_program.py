@@ -136,7 +136,7 @@ def test_bits_of_a_cache_in_int8_depend_on_nothing_else(kind, isa, tmp_path, log
 
 
 @each_isa
-@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+@pytest.mark.parametrize("cache_dtype", [None, "int8", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_prompts_of_different_lengths_are_as_alone(kind, cache_dtype, isa, tmp_path, logits_of):
     """Bit for bit: a batch of prompts is not padded, and what follows is a step of equal lengths."""
@@ -149,11 +149,28 @@ def test_prompts_of_different_lengths_are_as_alone(kind, cache_dtype, isa, tmp_p
             np.testing.assert_array_equal(together[:, b : b + 1], alone)
 
 
+@pytest.mark.parametrize(("cache_dtype", "bound"), [("bfloat16", 2e-2), ("float16", 2e-3)])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_cache_of_16_bits(kind, cache_dtype, bound, tmp_path, implementation, logits_of):
+    """Its logits are near those of keys and values that are not rounded, and are not the same."""
+    model = loaded(tmp_path, kind)
+    prompts = [some_ids(n).tolist() for n in (1, 13, 6)]
+    expected = logits_of(model, prompts, 19)
+    told = expected.argmax(axis=-1)
+    got = logits_of(model, prompts, 19, told=told, cache_dtype=cache_dtype).astype(np.float64)
+    error = np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected.astype(np.float64) ** 2))
+    assert bound / 200 < error < bound
+
+
 def test_no_other_type_of_cache(tmp_path):
     model = loaded(tmp_path, "gpt2")
-    for other in ("float16", "int4", 8):
-        with pytest.raises(ValueError, match=rf"^generate\(\): cache_dtype is {other!r}; expected int8$"):
+    wide = models.load(tmp_path, dtype="float64")
+    for other in ("float64", "int4", 8):
+        message = rf"cache_dtype is {other!r}; expected one of int8, bfloat16, float16$"
+        with pytest.raises(ValueError, match=rf"^generate\(\): {message}"):
             model.generate([1, 2], cache_dtype=other)
+    with pytest.raises(ValueError, match=r"cache_dtype is 'float16'; expected int8 of a model in float64$"):
+        wide.session("float16")
     expected = list(model.generate([1, 2], 4, cache_dtype="int8"))
     for int8 in (np.int8, np.dtype("int8"), "i1"):
         assert list(model.generate([1, 2], 4, cache_dtype=int8)) == expected

@@ -78,7 +78,7 @@ def test_a_prompt_that_differs_is_computed_from_there(tmp_path, monkeypatch):
         assert session.ids[: len(prompt)] == prompt
 
 
-@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+@pytest.mark.parametrize("cache_dtype", [None, "int8", "bfloat16", "float16"])
 def test_a_file_holds_a_session(cache_dtype, tmp_path):
     model = load(tmp_path / "model", dtype="float32")
     session = model.session(cache_dtype)
@@ -184,7 +184,9 @@ def test_what_is_refused(tmp_path):
             model.generate(FIRST, **options)
     with pytest.raises(ValueError, match=r"^generate\(\): cache is given with 2 prompts; expected one"):
         model.generate([FIRST, NEXT], cache=session)
-    with pytest.raises(ValueError, match=r"^session\(\): cache_dtype is 'int4'; expected int8"):
+    with pytest.raises(
+        ValueError, match=r"^session\(\): cache_dtype is 'int4'; expected int8 of a model in float64"
+    ):
         model.session("int4")
     with pytest.raises(ValueError, match=r"^Session.save\(\): the session is empty"):
         session.save(tmp_path / "session")
