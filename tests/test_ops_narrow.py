@@ -442,8 +442,9 @@ def test_blocks_of_files(implementation, kind, minima, block, activations):
     for map_ in range(2):
         codes = rng.integers(0, len(numbers), (64, k))
         scales, lowest = (rng.uniform(-0.1, 0.1, (64, k // block)).astype(np.float16) for _ in range(2))
-        stored_codes = numbers[codes].astype(np.int8) if kind == "q8" else codes.astype(np.uint8)
-        args.put_codes(map_, stored_codes, scales, lowest if has_minima else np.zeros_like(lowest))
+        args.put_codes(
+            map_, numbers[codes].astype(np.int8), scales, lowest if has_minima else np.zeros_like(lowest)
+        )
         wide = numbers[codes] * np.repeat(scales, block, axis=1).astype(float)
         wide += np.repeat(lowest, block, axis=1) if has_minima else 0
         weights.append(wide[: n // 2])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._args.pack import native
-from fastattn._args.packed import BLOCKED, TABLES, PackArgs, RowBlock, columns, has_minima, is_finite
+from fastattn._args.packed import BLOCKED, PackArgs, RowBlock, columns, has_minima, is_finite
 from fastattn._args.values import short
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
@@ -194,7 +194,7 @@ class Tensors:
 
     def _copy_codes(self, parts: Sequence[Part], args: PackArgs, begin: int, n: int) -> None:
         """Copy codes, scales and minima of parts, whose maps have n rows, into panels from row `begin` on."""
-        rows, table = len(args.out) // args.maps * columns(args.dtype), TABLES.get(args.dtype)
+        rows = len(args.out) // args.maps * columns(args.dtype)
         for map_ in range(args.maps):
             codes: Array = np.zeros((rows, args.in_features), np.int8)
             scales, minima = np.zeros((2, rows, args.in_features // args.block), np.float16)
@@ -217,10 +217,6 @@ class Tensors:
                         minima[to] = np.float16(-8) * scales[to]
                 if not (np.isfinite(scales[to]).all() and np.isfinite(minima[to]).all()):
                     raise self._not_finite(part.name, args.dtype)
-            if table is not None:
-                numbers = np.zeros(256, np.uint8)
-                numbers[table.codes.view(np.uint8)] = np.arange(16)
-                codes = numbers[codes.view(np.uint8)]
             args.put_codes(map_, codes, scales, minima)
 
     def _read(self, part: Part, begin: int, end: int) -> Array:
