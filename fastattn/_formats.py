@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _FLOAT16, _BYTE, _SIGNED = "<f2", "u1", "i1"
 _PIECE = 1 << 18  # numbers that are encoded at once, by a few hundred calls of NumPy
+_DAMPING = 0.01
 _LEAST = 1e-4  # importance of what is never used, beside a mean of 1: its blocks need scales, too
 _E2M1 = np.concatenate((FP4[8:], -FP4[8:]))  # the sign is the highest bit of a code
 
@@ -88,6 +89,36 @@ class Format(NamedTuple):
             self.put(x, self.fitted(x, w, blocks[begin : begin + step]))
         return blocks.reshape(len(rows), width // self.features)
 
+    def compensated(self, rows: Array, feedback: Array) -> Array:
+        """Blocks as of `encoded`, in which columns make up for the errors of those before them.
+
+        `feedback` is what `feedback_of` makes of the inputs. The columns after one that errs by e change by
+        ``-e * feedback[j, j + 1 :] / feedback[j, j]``, which leaves the least error of products.
+        """
+        assert self.writer is not None
+        rest, size, features = rows.astype(np.float32), rows.shape[1] // self.features, self.features
+        blocks, own = np.zeros((len(rows), size), self.fields), np.diag(feedback)
+        if not np.isfinite(rest).all():
+            raise ValueError(f"values that are not finite as {self.name}; expected finite ones")
+        for i in range(size):
+            here = slice(i * features, (i + 1) * features)
+            x, b = rest[:, here].copy(), blocks[:, i].copy()
+            _, scales, minima = self.parts(self.fitted(x, np.tile(own[here] ** -2, (len(x), 1)), b))
+            shared = features // scales.shape[1]
+            for j, step in enumerate(feedback[here, here]):
+                scale = scales[:, j // shared, None]
+                minimum = np.zeros_like(scale) if minima is None else minima[:, j // shared, None]
+                column = x[:, j, None].copy()
+                x[:, j, None] = scale * nearest(column, scale, minimum, *self.writer.codes) + minimum
+                column -= x[:, j, None]
+                column /= step[j]
+                x[:, j + 1 :] -= column * step[j + 1 :]
+                rest[:, i * features + j] = column[:, 0]
+            rest[:, here.stop :] -= rest[:, here] @ feedback[here, here.stop :]
+            self.put(x, b)
+            blocks[:, i] = b
+        return blocks
+
     def fitted(self, x: Array, w: Array, blocks: Array) -> Array:
         """The `blocks` (n,) with scales and minima for numbers x, with weights w, both (n, features)."""
         assert self.writer is not None
@@ -111,6 +142,21 @@ class Format(NamedTuple):
             shared, scales[..., None], 0.0 if minima is None else minima[..., None], *self.writer.codes
         )
         self.writer.put(blocks, codes.reshape(x.shape).astype(np.int8))
+
+
+def feedback_of(moments: Array) -> Array:
+    """U (n, n), upper, of sums x x^T of inputs x (n,): their inverse is U^T U (GPTQ, arXiv:2210.17323).
+
+    An error e of a row of weights is one of e^T M e in products, where M are the sums. With some columns of e
+    given, the rest that is best follows from the inverse of M without the rows and columns of those. A
+    hundredth of the mean of M's diagonal is added to it, so that an inverse is there.
+    """
+    wide = moments.astype(float)
+    mean = np.diag(wide).mean()
+    wide /= mean or 1.0
+    wide[np.diag_indices(len(wide))] += _DAMPING
+    found: Array = np.linalg.cholesky(np.linalg.inv(wide)).T.astype(np.float32)
+    return found
 
 
 def _float(x: Any) -> Array:

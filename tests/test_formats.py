@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
-from fastattn._formats import FORMATS
+from fastattn._formats import FORMATS, feedback_of
 
 WRITTEN = {name: x for name, x in FORMATS.items() if x.writer is not None}
 each = pytest.mark.parametrize("name", WRITTEN)
@@ -196,3 +196,43 @@ def test_pieces_do_not_change_blocks(name, monkeypatch):
     np.testing.assert_array_equal(WRITTEN[name].encoded(x, importance), expected)
     wide = np.asfortranarray(x.astype(np.float64))
     np.testing.assert_array_equal(WRITTEN[name].encoded(wide, importance), expected)
+
+
+def correlated(seed=4, n=400):
+    """Inputs (n, 512), in which neighbours are alike and a few features are large."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n, 512)).cumsum(axis=1) * 0.1 + rng.standard_normal((n, 512))
+    return x * np.where(np.arange(512) % 50, 1, 10)
+
+
+def test_feedback_is_a_root_of_the_inverse():
+    x = correlated()
+    moments = x.T @ x
+    u = feedback_of(moments).astype(float)
+    damped = moments / np.diag(moments).mean() + 0.01 * np.eye(512)
+    np.testing.assert_allclose(u.T @ u @ damped, np.eye(512), atol=2e-3)
+    np.testing.assert_array_equal(u, np.triu(u))
+    assert np.isfinite(feedback_of(np.zeros((4, 4)))).all()
+
+
+@each
+def test_columns_make_up_for_the_errors_of_those_before_them(name):
+    """Products with other inputs of the same kind err less, though weights err more."""
+    block, rows, x = WRITTEN[name], numbers()[:, :512], correlated()
+    got = decoded(block, block.compensated(rows, feedback_of(x.T @ x))).astype(float)
+    plainly = again(name, rows).astype(float)
+    for inputs, bound in ((x, 0.5), (correlated(5), 0.6)):
+        errors = [((inputs @ (y - rows).T) ** 2).sum() for y in (got, plainly)]
+        assert errors[0] < bound * errors[1]
+    assert ((got - rows) ** 2).sum() > ((plainly - rows) ** 2).sum()
+    with pytest.raises(ValueError, match="not finite"):
+        block.compensated(np.full((1, 512), np.nan), feedback_of(x.T @ x))
+
+
+@each
+def test_inputs_that_do_not_correlate_need_no_feedback(name):
+    rows = numbers()[:, :512]
+    got = decoded(WRITTEN[name], WRITTEN[name].compensated(rows, feedback_of(np.eye(512))))
+    expected = errors(rows, again(name, rows), 512)
+    np.testing.assert_allclose(errors(rows, got, 512), expected, rtol=0.02)
+    np.testing.assert_allclose(errors(rows, got, 512).sum(), expected.sum(), rtol=1e-3)

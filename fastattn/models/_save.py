@@ -15,14 +15,18 @@ from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
 from fastattn._atomic import replaced
 from fastattn.models import _gguf, _gguf_tokenizer
+from fastattn.models._calibration import moments
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder, EncoderWithHead
 from fastattn.models._files import ModelError, is_name, read_json, require
 from fastattn.models._parameters import required
 from fastattn.models._tensors import WEIGHTS
+from fastattn.models._text import strings
 from fastattn.models._to_gguf import DTYPES, written
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fastattn._args.types import Array
     from fastattn.models._parameters import Origin
 
@@ -34,7 +38,11 @@ _MODULES, _INNER = "modules.json", ("additional_chat_templates",)  # folders in 
 
 @named("save")
 def save(
-    model: Decoder | Encoder | EncoderWithHead, path: str | os.PathLike[str], *, dtype: str = "float32"
+    model: Decoder | Encoder | EncoderWithHead,
+    path: str | os.PathLike[str],
+    *,
+    dtype: str = "float32",
+    calibrate: Iterable[str] | None = None,
 ) -> None:
     """Write a model that `load` reads: a folder, or a GGUF file.
 
@@ -50,7 +58,13 @@ def save(
     dtype : str, default "float32"
         The type of the tensors: ``"float32"``, ``"float16"`` or ``"bfloat16"``; in a GGUF file, that of the
         weights of linear maps and of tables, also ``"q8_0"``, ``"q6_k"``, ``"q4_k"``, ``"q4_1"`` or
-        ``"q4_0"``, whose scales have the least squared errors.
+        ``"q4_0"``, whose scales have the least squared errors. With ``"q4_k"``, the output layer is in
+        ``"q6_k"``.
+    calibrate : iterable of str, optional
+        Of a file in blocks: texts like those that the model will see, some ten thousand tokens. The model
+        reads them, and each column of a weight makes up for the rounding of those before it, so that the
+        products with these inputs err least (GPTQ [1]_). That needs a matrix (in_features, in_features) for
+        each product, and time for its inverse. Maps of experts are rounded as without.
 
     Raises
     ------
@@ -62,6 +76,11 @@ def save(
     Notes
     -----
     A file is written beside its place, and put there when it is whole.
+
+    References
+    ----------
+    .. [1] E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+       Transformers", 2022, arXiv:2210.17323.
     """
     if not isinstance(model, (Decoder, Encoder, EncoderWithHead)):
         raise wrong_type("model", model, "a model of load()")
@@ -70,13 +89,21 @@ def save(
     origin = required(model.encoder.origin if isinstance(model, EncoderWithHead) else model.origin)
     target = Path(path)
     if target.suffix.lower() != _gguf.SUFFIX:
-        _to_folder(origin, model, target, dtype_choice("dtype", dtype, _OF_FOLDERS))
+        dtype = dtype_choice("dtype", dtype, _OF_FOLDERS)
+        if calibrate is not None:
+            raise ValueError(
+                "(): calibrate is given for a folder; expected None, or path to end with '.gguf'"
+            )
+        _to_folder(origin, model, target, dtype)
         return
     dtype = dtype_choice("dtype", dtype, tuple(DTYPES))
+    if calibrate is not None and dtype in _OF_FOLDERS:
+        raise ValueError(f"(): calibrate is given for dtype {dtype!r}; expected None, or a dtype of blocks")
     if not isinstance(model, Decoder):
         raise wrong_type("model", model, "a Decoder for a GGUF file")
+    found = {} if calibrate is None else moments(model, strings("calibrate", calibrate))
     with replaced(target, "(): ") as new:
-        written(model, new, dtype, {})
+        written(model, new, dtype, found)
 
 
 def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:

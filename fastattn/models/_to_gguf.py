@@ -15,7 +15,7 @@ import numpy as np
 
 from fastattn._engine.experts import ExpertsStep
 from fastattn._engine.settings import get_num_threads
-from fastattn._formats import FORMATS
+from fastattn._formats import FORMATS, feedback_of
 from fastattn._gguf_writer import Encoded, Entry, write
 from fastattn.models import _gguf
 from fastattn.models._files import Config, ModelError, require
@@ -52,14 +52,16 @@ class _Kept(NamedTuple):
     factors: Array | None  # of frequencies
 
 
-def written(model: Decoder, path: Path, dtype: str, importance: Mapping[str, Array]) -> None:
-    """Write a file over `path`; errors of weights are weighted by the `importance` of their inputs."""
+def written(model: Decoder, path: Path, dtype: str, moments: Mapping[str, Array]) -> None:
+    """Write a file over `path`; `moments` are those of the inputs of maps, as of `_calibration`."""
     origin = required(model.origin)
     kept = (_of_file if _gguf.is_file(origin.folder) else _of_folder)(model)
     values = {**kept.values, "general.quantization_version": 2}  # of the layouts of blocks
     values["general.file_type"] = _FILE_TYPES[DTYPES[dtype]]
     shapes = origin.parameters.shapes()
     maps = origin.parameters.maps() | {name for name in shapes if kept.names[name] == "token_embd.weight"}
+    last: Any = model.logits.steps[-1]
+    output = {part.name for made in origin.parameters if made.parameter is last.weight for part in made.parts}
     with ExitStack() as stack:
         read = origin.reader(stack)
         pool = stack.enter_context(ThreadPoolExecutor(get_num_threads()))
@@ -67,10 +69,11 @@ def written(model: Decoder, path: Path, dtype: str, importance: Mapping[str, Arr
         for name, shape in shapes.items():
             new, kind = kept.names[name], "F32"
             if name in maps and not new.endswith("ffn_gate_inp.weight"):
-                kind = _kind(DTYPES[dtype], shape[-1])
+                is_output = name in output and dtype == "q4_k"
+                kind = _kind("Q6_K" if is_output else DTYPES[dtype], shape[-1])
             part = new.split(".")[2] if new.startswith("blk.") else ""
             head = model.head_dim if kept.interleaved and part in ("attn_q", "attn_k") else 0
-            parts = partial(_parts, name, kind, read, head, importance.get(name), pool)
+            parts = partial(_parts, name, kind, read, head, moments.get(name), pool)
             entries.append(Entry(new, shape, *_size(kind, shape), parts))
         if kept.factors is not None:
             factors = kept.factors
@@ -99,7 +102,7 @@ def _parts(
     kind: str,
     read: Callable[[str], Array],
     head: int,
-    importance: Array | None,
+    moments: Array | None,
     pool: ThreadPoolExecutor,
 ) -> Iterator[Array]:
     """Yield what a tensor becomes, in pieces."""
@@ -117,8 +120,11 @@ def _parts(
         return
     rows = max(1, _PIECE // x.shape[1])
     pieces = [x[begin : begin + rows] for begin in range(0, len(x), rows)]
+    block, encoded = FORMATS[kind], FORMATS[kind].encoded
+    if moments is not None:
+        encoded = partial(block.compensated, feedback=feedback_of(moments))
     try:
-        yield from pool.map(partial(FORMATS[kind].encoded, importance=importance), pieces)
+        yield from pool.map(encoded, pieces)
     except ValueError as error:
         raise ValueError(f"(): {name!r} has {error}") from error
 

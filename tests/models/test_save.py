@@ -11,7 +11,9 @@ from model_folders import change_config, write_modules, write_parts
 from tiny_tokenizers import write_byte_tokenizer, write_tokenizer
 
 from fastattn import models
+from fastattn.grad import vjp
 from fastattn.models import ModelError
+from fastattn.models._calibration import moments
 
 IDS = np.arange(40).reshape(2, 20) % 29
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -133,7 +135,8 @@ def test_the_package_gguf_reads_the_same_numbers(dtype, kind, tmp_path):
             numbers = tiny_gguf.halves(numbers, 64)
         np.testing.assert_array_equal(state[own], numbers)
         assert np.abs(numbers - x).max() <= (0.3 if "4" in dtype else 0.03) * np.abs(x).max()
-    assert kinds == {"F32", {"float16": "F16", "bfloat16": "BF16"}.get(dtype, dtype.upper())}
+    expected = {"F32", {"float16": "F16", "bfloat16": "BF16"}.get(dtype, dtype.upper())}
+    assert kinds == expected | ({"Q6_K"} if dtype == "q4_k" else set())  # of the output layer
 
 
 def test_rows_that_are_not_whole_blocks(tmp_path):
@@ -141,15 +144,15 @@ def test_rows_that_are_not_whole_blocks(tmp_path):
         tmp_path / "model", hidden_size=96, intermediate_size=256, num_attention_heads=6, head_dim=10
     )
     for dtype, kinds in (
-        ("q4_k", {"F32": "o", "Q4_1": "q", "Q4_K": "down"}),
+        ("q4_k", {"F32": "o", "Q4_1": "q", "Q4_K": "down", "Q8_0": None}),
         ("q6_k", {"F32": "o", "Q8_0": "q", "Q6_K": "down"}),
         ("q8_0", {"F32": "o", "Q8_0": "q"}),
     ):
         models.save(model, tmp_path / "model.gguf", dtype=dtype)
         tensors = {x.name: x.tensor_type.name for x in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
         assert set(tensors.values()) == set(kinds)
-        names = {"o": "attn_output", "q": "attn_q", "down": "ffn_down"}
-        assert all(tensors[f"blk.1.{names[part]}.weight"] == kind for kind, part in kinds.items())
+        names = {"o": "blk.1.attn_output", "q": "blk.1.attn_q", "down": "blk.1.ffn_down", None: "output"}
+        assert all(tensors[f"{names[part]}.weight"] == kind for kind, part in kinds.items())
         state = models.load(tmp_path / "model.gguf", weights_dtype="float32").state_dict()
         for name, x in model.state_dict().items():
             np.testing.assert_allclose(state[tiny_gguf.name_of(name)], x, rtol=0, atol=0.15 * np.abs(x).max())
@@ -270,9 +273,9 @@ SPECIAL = ["<s>", "</s>"]
 TEXTS = ["the thin 123 <s> in</s>é the\n\n the", "", "  12  the"]
 
 
-def with_tokenizer(folder, change=None, vocab=270, **config):
+def with_tokenizer(folder, change=None, vocab=270, kind="llama", **config):
     """A folder whose tokenizer merges bytes; `change` works on the JSON of it."""
-    tiny.write(folder, "llama", vocab_size=vocab, **{"eos_token_id": 262, **config})
+    tiny.write(folder, kind, vocab_size=vocab, **{"eos_token_id": 262, **config})
     tokenizer = write_byte_tokenizer(folder, MERGES)
     tokenizer.add_special_tokens(SPECIAL)
     said = json.loads(tokenizer.to_str())
@@ -425,6 +428,77 @@ def test_tokenizers_that_are_refused(change, message, tmp_path):
     with pytest.raises(ModelError, match="has the id 262; expected less than the model's 'vocab_size', 262"):
         models.save(small, tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
+
+
+CALIBRATE = ["the thin 123 in the", "in the 12 12 the thin", "x" * 700]
+
+
+def calibrated_model(folder, kind="llama", **more):
+    return with_tokenizer(folder, None, kind=kind, **{**wide(kind), **NORMALISED.get(kind, {}), **more})
+
+
+def test_moments_are_those_of_the_inputs_of_maps(tmp_path):
+    """First layer and output, by NumPy; all maps have some, but for those of experts."""
+    model = calibrated_model(tmp_path / "model")
+    found, state = moments(model, CALIBRATE), model.state_dict()
+    assert found.keys() == model.origin.parameters.maps()
+    ids = np.concatenate(model.text.encode(CALIBRATE))
+    x = state["model.embed_tokens.weight"][ids]
+    x = (
+        x
+        / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-5)
+        * state["model.layers.0.input_layernorm.weight"]
+    )
+    for part in "qkv":
+        got = found[f"model.layers.0.self_attn.{part}_proj.weight"]
+        np.testing.assert_allclose(got, x.T @ x, rtol=1e-4, atol=1e-3 * np.abs(got).max())
+    pieces = [each[begin : begin + 512] for each in model.text.encode(CALIBRATE) for begin in (0, 512)]
+    hidden = np.concatenate([vjp(model, each, logits=False)[0][0] for each in pieces if each])
+    got = found["lm_head.weight"]
+    np.testing.assert_allclose(got, hidden.T @ hidden, rtol=1e-4, atol=1e-4 * np.abs(got).max())
+    experts = calibrated_model(tmp_path / "experts", "qwen3_moe")
+    assert {name for name in experts.origin.parameters.maps() if ".experts." not in name} == set(
+        moments(experts, CALIBRATE)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["q4_0", "q4_1", "q4_k"])
+def test_calibration_brings_logits_nearer(dtype, tmp_path):
+    model = calibrated_model(tmp_path / "model", num_hidden_layers=1)
+    ids = model.text.encode([*CALIBRATE[:2], "the thin in 12"])
+    errors = []
+    for calibrate in (None, iter(CALIBRATE)):
+        models.save(model, tmp_path / "model.gguf", dtype=dtype, calibrate=calibrate)
+        read = models.load(tmp_path / "model.gguf", weights_dtype="float32")
+        errors.append(sum(((read(each) - model(each)) ** 2).sum() for each in ids))
+    assert errors[1] < 0.9 * errors[0]
+    kinds = {x.name: x.tensor_type.name for x in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert kinds["output.weight"] == ("Q6_K" if dtype == "q4_k" else dtype.upper())
+    read = models.load(tmp_path / "model.gguf", weights_dtype="float32")
+    models.save(read, tmp_path / "again.gguf", dtype=dtype, calibrate=CALIBRATE)
+
+
+def test_calibrations_that_are_refused(tmp_path):
+    model = calibrated_model(tmp_path / "model", num_hidden_layers=1)
+    for path, given, error, message in (
+        ("x", {"calibrate": ["the"]}, ValueError, "calibrate is given for a folder; expected None"),
+        (
+            "x.gguf",
+            {"calibrate": ["the"]},
+            ValueError,
+            "calibrate is given for dtype 'float32'; expected None",
+        ),
+        ("x.gguf", {"calibrate": [], "dtype": "q4_k"}, ValueError, "calibrate has no text with a token"),
+        (
+            "x.gguf",
+            {"calibrate": "the", "dtype": "q4_k"},
+            TypeError,
+            "calibrate is of type str; expected several",
+        ),
+    ):
+        with pytest.raises(error, match=rf"^save\(\): {message}"):
+            models.save(model, tmp_path / path, **given)
+    assert [x.name for x in tmp_path.iterdir()] == ["model"]
 
 
 def test_weights_in_any_type_are_written_as_they_were_read(tmp_path):
