@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _FLOAT16, _BYTE, _SIGNED = "<f2", "u1", "i1"
 _PIECE = 1 << 18  # numbers that are encoded at once, by a few hundred calls of NumPy
 _DAMPING = 0.01
-_LEAST = 1e-4  # importance of what is never used, beside a mean of 1: its blocks need scales, too
 _E2M1 = np.concatenate((FP4[8:], -FP4[8:]))  # the sign is the highest bit of a code
 
 
@@ -68,25 +67,19 @@ class Format(NamedTuple):
         found: Array = numbers.reshape(-1)
         return found
 
-    def encoded(self, rows: Array, importance: Array | None = None) -> Array:
+    def encoded(self, rows: Array) -> Array:
         """Blocks (n, m), as `fields` says, of rows (n, m * features), with least squares of errors.
 
-        `importance` (m * features,) weights them, as the mean squares of what the rows are multiplied by. The
-        format has a writer. A ValueError says what is wrong with the numbers, after "has".
+        The format has a writer. A ValueError says what is wrong with the numbers, after "has".
         """
         width = rows.shape[1]
         if width % self.features:
             raise ValueError(f"rows of {width} in {self.name}; expected multiples of {self.features}")
-        weights = np.ones((width // self.features, self.features), np.float32)
-        if importance is not None and importance.any():
-            weights = np.maximum(importance / importance.mean(dtype=float), _LEAST)
-            weights = weights.astype(np.float32).reshape(-1, self.features)
         blocks, numbers = np.zeros(rows.size // self.features, self.fields), rows.reshape(-1, self.features)
         step = _PIECE // self.features
         for begin in range(0, len(blocks), step):
             x = numbers[begin : begin + step].astype(np.float32)
-            w = weights[np.arange(begin, begin + len(x)) % len(weights)]
-            self.put(x, self.fitted(x, w, blocks[begin : begin + step]))
+            self.put(x, self.fitted(x, np.ones_like(x), blocks[begin : begin + step]))
         return blocks.reshape(len(rows), width // self.features)
 
     def compensated(self, rows: Array, feedback: Array) -> Array:

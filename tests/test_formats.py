@@ -25,8 +25,17 @@ def decoded(block, blocks):
     return block.decoded(blocks.reshape(-1).view(np.uint8)).reshape(len(blocks), -1)
 
 
-def again(name, x, importance=None):
-    return decoded(WRITTEN[name], WRITTEN[name].encoded(x, importance))
+def again(name, x):
+    return decoded(WRITTEN[name], WRITTEN[name].encoded(x))
+
+
+def weighted(name, x, weights):
+    """The numbers of blocks in which squares of errors have weights."""
+    block = WRITTEN[name]
+    parts, w = (np.ascontiguousarray(each, np.float32).reshape(-1, block.features) for each in (x, weights))
+    blocks = block.fitted(parts, w, np.zeros(len(parts), block.fields))
+    block.put(parts, blocks)
+    return decoded(block, blocks.reshape(len(x), -1))
 
 
 def half(x):
@@ -88,26 +97,13 @@ def test_plain_rounding_is_that_of_gguf(name):
 
 
 @each
-def test_importance_moves_errors_to_what_matters_less(name):
+def test_weights_move_errors_to_what_matters_less(name):
     x, size = numbers(), WRITTEN[name].features
-    importance = np.random.default_rng(1).exponential(size=FEATURES) ** 3
-    weighted, unweighted = (errors(x, again(name, x, i), size, 1.0) for i in (importance, None))
-    assert weighted.sum() > unweighted.sum()
-    tiled = np.tile(importance, (ROWS, 1))
-    weighted, unweighted = (errors(x, again(name, x, i), size, tiled) for i in (importance, None))
-    assert weighted.sum() < (0.999 if name == "Q8_0" else 0.97) * unweighted.sum()
-
-
-@each
-def test_importance_that_says_nothing_changes_nothing(name):
-    x = numbers()
-    for importance in (np.zeros(FEATURES), np.full(FEATURES, 1e-30), np.full(FEATURES, 1e30)):
-        np.testing.assert_array_equal(again(name, x, importance), again(name, x))
-    one = np.zeros(FEATURES)
-    one[5] = 1
-    got = again(name, x, one)
-    assert np.isfinite(got).all()
-    assert (errors(x, got, FEATURES) < 0.05 * errors(x, 0 * x, FEATURES)).all()  # no block is given up
+    weights = np.tile(np.random.default_rng(1).exponential(size=FEATURES) ** 3, (ROWS, 1))
+    with_weights, without = weighted(name, x, weights), again(name, x)
+    assert errors(x, with_weights, size).sum() > errors(x, without, size).sum()
+    got, plainly = (errors(x, y, size, weights).sum() for y in (with_weights, without))
+    assert got < (0.999 if name == "Q8_0" else 0.97) * plainly
 
 
 def representable(name, rng):
@@ -189,13 +185,13 @@ def test_the_package_gguf_reads_the_same(name):
 
 @each
 def test_pieces_do_not_change_blocks(name, monkeypatch):
-    """Nor types and strides of the numbers, whose rows may have any weights."""
-    x, importance = numbers(), np.random.default_rng(2).exponential(size=FEATURES)
-    expected = WRITTEN[name].encoded(x, importance)
+    """Nor types and strides of the numbers."""
+    x = numbers()
+    expected = WRITTEN[name].encoded(x)
     monkeypatch.setattr("fastattn._formats._PIECE", 5 * WRITTEN[name].features)
-    np.testing.assert_array_equal(WRITTEN[name].encoded(x, importance), expected)
+    np.testing.assert_array_equal(WRITTEN[name].encoded(x), expected)
     wide = np.asfortranarray(x.astype(np.float64))
-    np.testing.assert_array_equal(WRITTEN[name].encoded(wide, importance), expected)
+    np.testing.assert_array_equal(WRITTEN[name].encoded(wide), expected)
 
 
 def correlated(seed=4, n=400):
