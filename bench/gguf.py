@@ -1,0 +1,137 @@
+"""Measure language models of GGUF files: a Llama of 3.2 1B's shape, of random blocks, beside llama.cpp.
+
+    python -m bench.gguf [--types Q4_K_M Q8_0] [--layers 16] [--threads 2] [--rounds 3] [--llama-cpp PROGRAM]
+
+Loading, a prompt of 512 tokens, and a token after 16 and after 2000, in milliseconds: medians of rounds in
+which the engines take turns, each in a process of its own. fastattn runs with inputs as they are, and rounded
+to int8 as llama.cpp rounds them; in BF16 and F32 in the file's type. PROGRAM is bench/llama_cpp.cpp, which
+says how it is built. The vocabulary has 32,064 tokens, and the output layer is the table of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastattn._formats import FORMATS
+from fastattn._gguf_writer import Entry, write
+
+HIDDEN, INNER, KEYS, VOCAB, HEAD_DIM = 2048, 8192, 512, 32064, 64
+COLUMNS = "load", "prompt of 512", "token after 16", "after 2000"
+# In an M file some values, what goes out of feed-forwards and the output layer have more bits.
+MIXED = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K")}
+_PLAIN = {"F32": (0, "<f4"), "BF16": (30, "<u2")}
+_SCALES = {"d": 0.003, "m": -0.02, "dmin": 0.0003}
+
+
+def numbers(kind: str, size: int, rng: np.random.Generator) -> Any:
+    """So many numbers of a type, which repeat: their bytes."""
+    if kind in _PLAIN:
+        wide = rng.normal(0, 0.02, 1 << 20).astype("<f4")
+        return np.resize(wide if kind == "F32" else (wide.view("<u4") >> 16).astype("<u2"), size)
+    block = FORMATS[kind]
+    data = rng.integers(0, 256, (4096, block.nbytes), np.uint8).view(block.fields)[:, 0]
+    for name, scale in _SCALES.items():
+        if name in (block.fields.names or ()):
+            share = 1 / 16 if kind == "Q8_0" else 1 / 32 if block.features == 256 and name == "d" else 1
+            data[name] = scale * share * rng.uniform(0.5, 1.5, len(data))
+    return np.resize(data, size // block.features)
+
+
+def write_model(path: Path, kind: str, layers: int) -> None:
+    """Write the model."""
+    rng, (usual, more) = np.random.default_rng(0), MIXED.get(kind, (kind, kind))
+    maps: dict[str, tuple[int, ...]] = {
+        "attn_q": (HIDDEN, HIDDEN), "attn_k": (KEYS, HIDDEN), "attn_v": (KEYS, HIDDEN),
+        "attn_output": (HIDDEN, HIDDEN), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN),
+        "ffn_down": (HIDDEN, INNER),
+    }  # fmt: skip
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {
+        "token_embd": ((VOCAB, HIDDEN), more), "output_norm": ((HIDDEN,), "F32")
+    }  # fmt: skip
+    for i in range(layers):
+        shapes |= {f"blk.{i}.{norm}": ((HIDDEN,), "F32") for norm in ("attn_norm", "ffn_norm")}
+        for name, shape in maps.items():
+            is_more = i % 2 and name in ("attn_v", "ffn_down")
+            shapes[f"blk.{i}.{name}"] = shape, more if is_more else usual
+    entries = []
+    for name, (shape, of) in shapes.items():
+        x = np.ones(shape, "<f4") if len(shape) == 1 else numbers(of, shape[0] * shape[1], rng)
+        number = _PLAIN[of][0] if of in _PLAIN else FORMATS[of].number
+        entries.append(Entry(f"{name}.weight", shape, number, x.nbytes, lambda x=x: [x]))  # type: ignore[misc]
+    sizes = {
+        "vocab_size": VOCAB, "embedding_length": HIDDEN, "block_count": layers, "feed_forward_length": INNER,
+        "attention.head_count": HIDDEN // HEAD_DIM, "attention.head_count_kv": KEYS // HEAD_DIM,
+        "context_length": 4096, "rope.dimension_count": HEAD_DIM, "rope.freq_base": 5e5,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    values = {"general.architecture": "llama", "tokenizer.ggml.model": "none"}
+    write(path, {**values, **{f"llama.{key}": x for key, x in sizes.items()}}, entries)
+
+
+def times(path: str, threads: int, **how: Any) -> list[float]:
+    """What `COLUMNS` say, of fastattn."""
+    import fastattn
+    from fastattn import models
+
+    fastattn.set_num_threads(threads)
+    start = time.perf_counter()
+    model: Any = models.load(path, **how)
+    loaded, ids = time.perf_counter() - start, [i * 7919 % 32000 for i in range(2000)]
+
+    def tokens(behind: int, count: int) -> list[float]:
+        found, last = [], time.perf_counter()
+        for _ in model.generate(ids[:behind], count, stop=()):
+            found.append(time.perf_counter() - last)
+            last += found[-1]
+        return found
+
+    tokens(16, 3)  # warms up
+    prompt = min(tokens(512, 1)[0] for _ in range(2))
+    steps = [float(np.median(tokens(behind, 25)[1:])) for behind in (16, 2000)]
+    return [1e3 * x for x in (loaded, prompt, *steps)]
+
+
+def main() -> None:
+    """Print a line for each type and engine."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gguf", description=__doc__.partition("\n")[0])
+    parser.add_argument("--types", nargs="+", default=["Q4_K_M", "Q8_0", "Q4_0", "BF16"])
+    for name, default in (("layers", 16), ("threads", 2), ("rounds", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--llama-cpp", metavar="PROGRAM")
+    given = parser.parse_args()
+    print(f"{'':28}" + "".join(f"{name:>16}" for name in COLUMNS))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        for kind in given.types:
+            write_model(path, kind, given.layers)
+            plain = "bfloat16" if kind == "BF16" else "float32"
+            engines: dict[str, dict[str, Any]] = {"fastattn": {"dtype": plain}}
+            if kind not in _PLAIN:
+                engines["fastattn, int8 inputs"] = {"dtype": plain, "activations": "int8"}
+            commands = {
+                name: [sys.executable, "-c", f"from bench.gguf import times; print(*times({str(path)!r}, "
+                       f"{given.threads}, **{how}))"]
+                for name, how in engines.items()
+            }  # fmt: skip
+            if given.llama_cpp:
+                commands["llama.cpp"] = [given.llama_cpp, str(path), str(given.threads)]
+            found: dict[str, list[list[float]]] = {name: [] for name in commands}
+            for _ in range(given.rounds):
+                for name, command in commands.items():
+                    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                    found[name].append([float(x) for x in out.split()])
+            for name, rounds in found.items():
+                each = "".join(f"{x:13.2f} ms" for x in np.median(rounds, axis=0))
+                print(f"{kind:8}{name:20}{each}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
