@@ -211,7 +211,7 @@ def test_options_of_attention(options):
         ({"activations": "int4"}, "activations is 'int4'; expected int8"),
         (
             {"activations": "int8"},
-            "activations is 'int8' for weights in float32; expected weights in int8, int4",
+            "activations is 'int8' for weights in float32; expected weights in int8, q8, int4",
         ),
         ({"attention": {"nheads": 3}}, "attention has 'nheads'; expected .*window"),
         ({"attention": 3}, "attention is 3; expected a dict of .*window"),

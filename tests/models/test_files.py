@@ -373,7 +373,7 @@ def test_types_that_are_not_known(tmp_path):
     refused(tmp_path, "load(): dtype is 'float8'; expected one of float32", error=ValueError, dtype="float8")
     refused(tmp_path, "weights_dtype is 'int3'; expected", error=ValueError, weights_dtype="int3")
     refused(tmp_path, "activations is 'int4'; expected int8", error=ValueError, activations="int4")
-    exact = "activations is 'int8' for weights in float32; expected weights in int8, int4, uint4, nf4"
+    exact = "activations is 'int8' for weights in float32; expected weights in int8, q8, int4, uint4, nf4"
     refused(tmp_path, exact, error=ValueError, activations="int8")
     refused(tmp_path, "dtype is None; expected one of float32", error=ValueError, dtype=None)
     refused(tmp_path, "dtype is <class 'numpy.int8'>; expected", error=ValueError, dtype=np.int8)

@@ -1,5 +1,7 @@
 """Weights that are not finite: refused by name wherever they come in, whatever they are stored as."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -134,7 +136,8 @@ def test_models(kind, dtype, tmp_path):
         for options in ({}, {"weights_dtype": "bfloat16"}, {"weights_dtype": "int4"}, {"dtype": "float64"}):
             with pytest.raises(ModelError, match="safetensors: ") as error:
                 models.load(tmp_path, **options)
-            assert f"{name!r} has values that are not finite as" in str(error.value)
+            found = re.sub(r"\.\d+' has", "' has", str(error.value))  # experts are named one by one
+            assert f"{name!r} has values that are not finite as" in found
 
 
 @pytest.mark.parametrize("options", [{}, {"weights_dtype": "int4"}, {"dtype": "float64"}])

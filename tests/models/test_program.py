@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 from implementations import COMPILED, each_isa, forced
-from tiny_models import DECODERS, VOCAB
+from tiny_models import DECODERS, EXPERTS, VOCAB
 
 from fastattn import models
 from fastattn.layers._sampling import Sampler
@@ -104,7 +104,9 @@ def test_a_cache_in_int8(kind, dtype, tmp_path, implementation, logits_of):
     told = expected.argmax(axis=-1)
     expected = expected.astype(np.float64)
     got = logits_of(model, prompts, 19, told=told, cache_dtype="int8").astype(np.float64)
-    error = np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2))
+    rows = np.mean((got - expected) ** 2, axis=-1) / np.mean(expected**2)
+    # Rounding may choose other experts for a token, whose logits are then quite different.
+    error = np.sqrt(np.median(rows) if kind in EXPERTS else np.mean(rows))
     assert 1e-3 < error < 0.04
     again = logits_of(model, prompts, 19, told=told, cache_dtype="int8")
     np.testing.assert_array_equal(got, again.astype(np.float64))

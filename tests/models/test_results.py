@@ -76,7 +76,7 @@ def relative(error, exact, kind):
 
 @pytest.mark.parametrize(
     ("weights_dtype", "bound"),
-    [("bfloat16", 0.02), ("int8", 0.06), ("q8", 0.06), *((x, 0.5) for x in ("int4", "uint4", "nf4", "fp4"))],
+    [("bfloat16", 0.02), ("int8", 0.06), ("q8", 0.06), *((x, 0.5) for x in ("int4", "uint4", "nf4", "iq4"))],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_smaller_weights(kind, weights_dtype, bound, tmp_path, implementation):
