@@ -31,6 +31,14 @@ class Bounds(NamedTuple):
     interleaved: bool  # gate and up in turn, not one after the other
 
 
+class Shared(NamedTuple):
+    """An expert of every row."""
+
+    share: PackedLinear  # to one number, whose sigmoid is its weight
+    inner: PackedLinear  # gated
+    outer: PackedLinear
+
+
 class Experts(NamedTuple):
     """The parameters of a mixture of experts."""
 
@@ -42,6 +50,7 @@ class Experts(NamedTuple):
     router_bias: Array | None = None
     biases: tuple[tuple[Array | None, ...], tuple[Array | None, ...]] | None = None  # as `maps`
     bounds: Bounds | None = None
+    shared: Shared | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +62,7 @@ class ExpertsStep(Step):
     """
 
     op = None
+    has_gradients = False
 
     experts: Experts
     activation: Activation
@@ -78,7 +88,7 @@ class ExpertsStep(Step):
 
     def _mixed(self, tape: Plain, x: Array) -> Array:
         """The weighted sums of the experts' results for rows x (n, features)."""
-        router, (inner, outer), k, normalised, how, bias, biases, bounds = self.experts
+        router, (inner, outer), k, normalised, how, bias, biases, bounds, shared = self.experts
         lane, activation = lane_dtype(x.dtype), self.activation if bounds is None else None
         first_bias, second_bias = (None, None) if biases is None else biases
         logits = tape.linear(x, router, bias).astype(lane, copy=False)
@@ -103,6 +113,11 @@ class ExpertsStep(Step):
         by_row[order] = result
         # A sum in the order of the weights: no row depends on others.
         mixed: Array = np.einsum("nkd,nk->nd", by_row.reshape(len(x), k, -1), weights)
+        if shared is not None:
+            each = tape.linear(x, shared.inner, None, how, activation)
+            each = tape.linear(each, shared.outer, None, how)
+            share = tape.linear(x, shared.share, None).astype(lane, copy=False)
+            mixed += each * (0.5 + 0.5 * np.tanh(0.5 * share))
         return mixed
 
     def _within(self, tape: Plain, x: Array, limit: float, interleaved: bool) -> Array:

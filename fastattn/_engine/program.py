@@ -52,6 +52,8 @@ class Sequences(NamedTuple):
     begins: Ints | None = None  # the first row of each sequence, and the end, (batch + 1,)
     # Added to scores: for query i and key j what is at j - i from the middle of (heads, 2 n - 1), lane type.
     biases: tuple[Array, ...] = ()
+    # Of each layer that carries states: the arguments of its convolution and its recurrence for them.
+    states: Sequence[Sequence[dict[str, Any]]] | None = None
 
     def alone(self) -> Iterator[tuple[slice, Sequences]]:
         """The rows of each sequence of a ragged batch, and the sequence as a batch of its own."""
@@ -73,6 +75,8 @@ class Step:
     """One kernel: it reads buffer `x` and writes buffer `out`."""
 
     op: ClassVar[str | None]  # its name in ``core/program.pxi``; None: it runs in Python only
+    along: ClassVar[bool] = False  # rows read others of their sequence
+    has_gradients: ClassVar[bool] = True  # a tape can record it
 
     x: str
     out: str
@@ -162,6 +166,28 @@ class AddStep(Step):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class GateStep(Step):
+    """``out = x * sigmoid(gate)``, with the last features of the rows of a buffer. It runs in Python."""
+
+    op = None
+
+    gate: str
+    features: int
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.x, self.gate
+
+    @property
+    def columns(self) -> int:
+        return self.features
+
+    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+        (gate,) = tape.views(values[self.gate], lambda array: [array[:, -self.features :]], whole=False)
+        return tape.gate(gate, values[self.x], out=out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttendStep(Step):
     """`attention` of the queries, keys and values that stand side by side in the rows of `x`.
 
@@ -170,6 +196,7 @@ class AttendStep(Step):
     """
 
     op = "attend"
+    along = True
 
     heads: int
     heads_kv: int
@@ -299,8 +326,8 @@ class Program:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a tape can record every step: those that run in Python only have no gradients."""
-        return all(step.op is not None for step in self.steps)
+        """Whether a tape can record every step."""
+        return all(step.has_gradients for step in self.steps)
 
     def on(self, tape: Plain, x: Any, call: Sequences, checkpoint: bool = False) -> Any:
         """The value of OUT; a `Tape` runs step by step, each with an array of its own for its result.
@@ -417,7 +444,7 @@ class _Segment(NamedTuple):
 
 
 def _segments(steps: Sequence[Step]) -> list[_Segment]:
-    """Checkpoint segments: one attention each, cut where one buffer is live."""
+    """Checkpoint segments: one step along the sequences each, cut where one buffer is live."""
     needed, alone = {OUT}, {len(steps): OUT}  # the only buffer that is needed before the step of that number
     for i in range(len(steps) - 1, -1, -1):
         needed = needed.difference((steps[i].out,)).union(steps[i].reads)
@@ -427,8 +454,8 @@ def _segments(steps: Sequence[Step]) -> list[_Segment]:
     for i, step in enumerate(steps):
         if i in alone and i > cuts[-1]:
             last = i
-        if isinstance(step, AttendStep):
-            if last is not None and any(isinstance(s, AttendStep) for s in steps[cuts[-1] : last]):
+        if step.along:
+            if last is not None and any(s.along for s in steps[cuts[-1] : last]):
                 cuts.append(last)
             last = None
     cuts.append(len(steps))

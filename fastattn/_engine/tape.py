@@ -140,9 +140,11 @@ class Plain:
         dispatch.run(RowsArgs("activate", x, out, get_num_threads(), residual))
         return out
 
-    def gate(self, x: Any, up: Any, activation: Activation | None = "sigmoid") -> Any:
-        """``activation(x) * up``."""
-        out = np.empty(x.shape, x.dtype)
+    def gate(
+        self, x: Any, up: Any, activation: Activation | None = "sigmoid", *, out: Array | None = None
+    ) -> Any:
+        """``activation(x) * up``; `out` may be up's array."""
+        out = np.empty(x.shape, x.dtype) if out is None else out
         dispatch.run(RowsArgs("activate", x, out, get_num_threads(), up=up, activation=activation))
         return out
 
@@ -500,7 +502,9 @@ class Tape(Plain):
         """The array of x to work in, which may not be the caller's."""
         return x.array if x.made else x.array.copy()
 
-    def gate(self, x: Value, up: Value, activation: Activation | None = "sigmoid") -> Value:
+    def gate(
+        self, x: Value, up: Value, activation: Activation | None = "sigmoid", *, out: Array | None = None
+    ) -> Value:
         """``activation(x) * up``."""
         out = super().gate(x.array, up.array, activation)
 

@@ -12,16 +12,19 @@ from fastattn._engine.program import (
     OUT,
     AddStep,
     AttendStep,
+    GateStep,
     LinearStep,
     NormStep,
     Program,
     X,
     build,
 )
+from fastattn.layers._mixers import MixStep
 
 if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
     from fastattn._engine.program import Step
+    from fastattn.layers._mixers import Mixer
 
     Window = tuple[int, int] | None
 
@@ -45,12 +48,13 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Attention to itself and a feed-forward, each with a norm and a residual.
+    """Attention to itself, or a mixer, and a feed-forward, each with a norm and a residual.
 
     With `norm_first`, ``y = x + attend(norm(x))`` and then ``y + feed_forward(norm(y))``. Without it, as in
     the first paper, ``y = norm(x + attend(x))`` and then ``norm(y + feed_forward(y))``. With `norm_first`
     there may be two more norms, of what attention and the feed-forward give, before it is added, beside the
-    first ones or in their place; or experts, without these norms, as the feed-forward.
+    first ones or in their place; or experts, without these norms, as the feed-forward. A mixer is between the
+    maps `qkv` and `attended`, in place of attention.
     """
 
     norm_first: bool
@@ -73,29 +77,43 @@ class Block:
     softcap: float = 0.0  # of scores; 0: none
     sinks: Array | None = None  # (heads,): see `AttendStep`, as of the next one
     query_rotation: int | None = None
+    mixer: Mixer | None = None  # only with `norm_first`
+    gated: bool = False  # `qkv` has a gate of each of attention's results, too, after the values
 
     def steps(self, x: str, out: str, total: str = "total", layer: int = 0, ranges: int = 0) -> list[Step]:
         """Steps from buffer `x` to `out`, which may be the same buffer.
 
-        Sums that wait for a norm go to `total`. `layer` and `ranges` are those of `AttendStep`.
+        Sums that wait for a norm go to `total`. `layer` and `ranges` are those of `AttendStep`; `layer` is
+        that of `MixStep`, too.
         """
         steps: list[Step] = []
         attended = x
         if self.norm_first and self.attention_norm is not None:
             attended = "normed"
             steps.append(NormStep(x, attended, *self.attention_norm))
-        steps.append(LinearStep(attended, "qkv", *self.qkv))
+        # Buffers have one width: attention's and those of a mixer differ.
+        product, context = ("qkv", "context") if self.mixer is None else ("product", "mixed")
+        steps.append(LinearStep(attended, product, *self.qkv))
         begin = 0
         for norm in self.head_norms:
-            steps.append(NormStep("qkv", "qkv", *norm, begin))
+            steps.append(NormStep(product, product, *norm, begin))
             begin += norm.weight.size
-        heads = (self.heads, self.heads_kv, self.head_dim, self.scale)
-        which = (layer, ranges, self.rotation, self.bias)
-        others: Any = {"softcap": self.softcap, "sinks": self.sinks, "query_rotation": self.query_rotation}
-        steps.append(AttendStep("qkv", "context", *heads, *which, **others))
+        if self.mixer is None:
+            heads = (self.heads, self.heads_kv, self.head_dim, self.scale)
+            which = (layer, ranges, self.rotation, self.bias)
+            others: Any = {
+                "softcap": self.softcap,
+                "sinks": self.sinks,
+                "query_rotation": self.query_rotation,
+            }
+            steps.append(AttendStep(product, context, *heads, *which, **others))
+            if self.gated:
+                steps.append(GateStep(context, context, product, self.heads * self.head_dim))
+        else:
+            steps.append(MixStep(product, context, self.mixer, layer))
         if self.norm_first:
             attention_post, inner_post = self.post_norms or (None, None)
-            steps += _added("context", self.attended, attention_post, x, out)
+            steps += _added(context, self.attended, attention_post, x, out)
             inner = out
             if self.inner_norm is not None:
                 inner = "normed"
@@ -111,7 +129,7 @@ class Block:
         assert self.outer is not None
         return [
             *steps,
-            LinearStep("context", total, *self.attended, residual=x),
+            LinearStep(context, total, *self.attended, residual=x),
             NormStep(total, out, *self.attention_norm),
             LinearStep(out, "inner", *self.inner, self.activation),
             LinearStep("inner", total, *self.outer, residual=out),
@@ -149,7 +167,8 @@ def model_program(
         steps.append(LinearStep(X, OUT, *widened))
     for i, block in enumerate(blocks):
         x, total = (OUT if steps else X), (X if steps and widened is None else "total")
-        steps += block.steps(x, OUT, total, i, windows.index(block.window))
+        layer = sum((each.mixer is None) == (block.mixer is None) for each in blocks[:i])
+        steps += block.steps(x, OUT, total, layer, windows.index(block.window))
     if last is not None:
         steps.append(NormStep(OUT if steps else X, OUT, *last))
     return build("model", steps), windows

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn import grad, ops
 from fastattn._args.ops import epsilon
-from fastattn._args.types import FLOAT32, Array
+from fastattn._args.types import FLOAT32, Array, Shape
 from fastattn._args.values import choice, number
 from fastattn._reference.channels import softplus
 from fastattn.functional._delta_rules import gated_delta_net
@@ -18,12 +18,13 @@ from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._recurrent import linear_attention
 from fastattn.functional._state_space import without_nan
 from fastattn.functional.feature_maps import unit
-from fastattn.layers._recurrent import ONES, RecurrentLayer, linear, log_uniform, split, step_bias
+from fastattn.layers._mixers import Mixer, convolved, split
+from fastattn.layers._recurrent import ONES, RecurrentLayer, linear, log_uniform, step_bias
 from fastattn.layers._state import Parameter
 
 if TYPE_CHECKING:
     from fastattn._engine.tape import Plain
-    from fastattn.layers._recurrent import Carried, Sizes
+    from fastattn.layers._mixers import Carried, Sizes
 
 
 @differentiable("x", "dt_bias", "A_log")
@@ -50,6 +51,41 @@ def _sigmoid(x: Array, *, times: float = 1.0) -> Steps[Array]:
     factor = x.dtype.type(times)
     request = yield ops.activate(x, "sigmoid") * factor
     return grad.activate(request.dout * factor, x, "sigmoid")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaMixer(Mixer):
+    """`GatedDeltaNet`'s: rows have what is convolved, queries, keys and values; then z, b and a."""
+
+    dt_bias: Array  # (heads,), as A_log
+    A_log: Array
+    norm_weight: Array  # (head_dim_v,)
+    key_heads: int
+    head_dim: int
+    eps: float
+    beta_scale: float = 1.0
+
+    @property
+    def columns(self) -> int:
+        return self.dt_bias.size * self.norm_weight.size
+
+    @property
+    def recurrences(self) -> tuple[Shape, ...]:
+        return ((self.dt_bias.size, self.head_dim, self.norm_weight.size),)
+
+    def mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+        ((heads, dim, dim_v),), groups, inner = self.recurrences, self.key_heads, self.columns
+        parts = [(len(self.conv_weight),), inner, (heads, None), heads]
+        tokens, gate, b, a = split(tape, product, sizes, parts)
+        mixed = convolved(tape, tokens, self.conv_weight, self.conv_bias, carried)
+        q, k, v = split(tape, mixed, sizes, [(groups, dim), (groups, dim), (heads, dim_v)])
+        decays = tape.call(_decays, {"x": a, "dt_bias": self.dt_bias, "A_log": self.A_log})
+        given = {"q": q, "k": k, "v": v}
+        (given["log_decay"],) = split(tape, decays, sizes, [(heads, None)])
+        given["beta"] = tape.call(_sigmoid, {"x": b}, times=self.beta_scale)
+        read = tape.call(gated_delta_net, given, **carried[1])
+        normed = tape.gated_norm(tape.by_row(read), gate, self.norm_weight, self.eps, "silu")
+        return split(tape, normed, sizes, [inner])[0]
 
 
 def _ordered(found: Mapping[str, Parameter], order: str) -> dict[str, Parameter]:
@@ -166,18 +202,9 @@ class GatedDeltaNet(RecurrentLayer):
         return _ordered(found, _DELTA_NAMES[self.names][0])
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
-        heads, groups, dim, inner = self.num_heads, self.num_key_heads, self.head_dim, self._inner
-        parts = [(self._channels,), inner, (heads, None), heads]
-        tokens, gate, b, a = split(tape, product, sizes, parts)
-        mixed = self._convolved(tape, tokens, carried, "silu")
-        q, k, v = split(tape, mixed, sizes, [(groups, dim), (groups, dim), (heads, self.head_dim_v)])
-        decays = tape.call(_decays, {"x": a, "dt_bias": self.dt_bias, "A_log": self.A_log})
-        given = {"q": q, "k": k, "v": v}
-        (given["log_decay"],) = split(tape, decays, sizes, [(heads, None)])
-        given["beta"] = tape.call(_sigmoid, {"x": b}, times=self.beta_scale)
-        read = tape.call(gated_delta_net, given, **carried[1])
-        normed = tape.gated_norm(tape.by_row(read), gate, self.norm_weight, self.eps, "silu")
-        return split(tape, normed, sizes, [inner])[0]
+        parameters = self.conv_weight, self.conv_bias_vector, self.dt_bias, self.A_log, self.norm_weight
+        mixer = DeltaMixer(*parameters, self.num_key_heads, self.head_dim, self.eps, self.beta_scale)
+        return mixer.mixed(tape, product, sizes, carried)
 
 
 # By family the parameters in their order, and the maps of decays and of gates: of head_dim numbers, or one.
@@ -281,7 +308,7 @@ class KimiDeltaAttention(RecurrentLayer):
         tokens, low, b, gate = split(
             tape, product, sizes, [(self._channels,), self._low, (heads, None), self._low]
         )
-        q, k, v = split(tape, self._convolved(tape, tokens, carried, "silu"), sizes, [(heads, dim)] * 3)
+        q, k, v = split(tape, self._convolved(tape, tokens, carried), sizes, [(heads, dim)] * 3)
         if self.forget_map is not None:
             low = tape.linear(low, self.forget_map, None, self.activations)
         decays = tape.call(

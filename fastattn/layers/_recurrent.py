@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fastattn import grad, ops
+from fastattn import ops
 from fastattn._args.channels import MOST_WIDTH
 from fastattn._args.errors import put_name, wrong_dtype, wrong_shape
 from fastattn._args.ops import rows
-from fastattn._args.types import Activation, Array, ArrayLike, Ints, Rounding, Shape, lane_dtype
+from fastattn._args.types import Array, ArrayLike, Ints, Rounding, Shape
 from fastattn._args.values import MOST_SIZE, as_array, flag, integer, sequence_begins
 from fastattn._args.words import not_an_argument
 from fastattn._engine.tape import PLAIN
-from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.layers import _computation
 from fastattn.layers._computation import Computation
+from fastattn.layers._mixers import ConvolutionMixer, convolved, state_kinds
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
@@ -28,10 +26,8 @@ if TYPE_CHECKING:
 
     from fastattn._args.options import NoOptions
     from fastattn._engine.tape import Plain
+    from fastattn.layers._mixers import Carried, Sizes
     from fastattn.layers._state import Fields, Taken
-
-    Sizes = tuple[int, ...]  # batch and length of a call; or the tokens, of sequences end to end
-    Carried = list[dict[str, Any]]  # arguments for states, of the convolution and of the recurrence
 
 ONES = constant(1.0)
 
@@ -88,23 +84,6 @@ class RecurrentState:
     def _keep(self) -> None:
         """Hold what the call has written."""
         self._held, self._spare = self._spare, self._held
-
-
-@differentiable("x", "weight", "bias")
-def _convolved(
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    *,
-    activation: Activation | None,
-    begins: Ints | None = None,
-    **states: Any,
-) -> Steps[Any]:
-    """`ops.causal_conv1d` with a weight (channels, 1, width), as torch has it; gradients without states."""
-    taps, options = weight[:, 0], dict[str, Any](activation=activation, begins=begins)
-    request = yield ops.causal_conv1d(x, taps, bias, **options, **states)
-    dx, dweight, *dbias = grad.causal_conv1d(request.dout, x, taps, bias, **options, need=request.need)
-    return dx, dweight[:, None], *dbias
 
 
 @dataclass(eq=False)
@@ -195,8 +174,7 @@ class RecurrentLayer(Layer):
             carried: Carried = [{}, {}]
             if state is not None:
                 _computation.require("state", state, RecurrentState, "a RecurrentState")
-                inputs, lane = (self.kernel_size - 1, self._channels), lane_dtype(array.dtype)
-                kinds = zip((inputs, *self._recurrences), (array.dtype, lane), strict=False)
+                kinds = state_kinds(array.dtype, self.kernel_size, self._channels, self._recurrences)
                 carried = state._turn([((call.sequences, *shape), dtype) for shape, dtype in kinds])
             out = self._forward(PLAIN, rows(array), call, carried)
         except Exception as error:
@@ -259,10 +237,9 @@ class RecurrentLayer(Layer):
         tape.done("product", product)
         return out if call.counted is None else tape.spread(out, call.counted)
 
-    def _convolved(self, tape: Plain, x: Any, carried: Carried, activation: Activation | None) -> Any:
-        """The convolution of x (*sizes, channels)."""
-        given = {"x": x, "weight": self.conv_weight, "bias": self.conv_bias_vector}
-        return tape.call(_convolved, given, activation=activation, **carried[0])
+    def _convolved(self, tape: Plain, x: Any, carried: Carried) -> Any:
+        """``silu`` of the convolution of x (*sizes, channels)."""
+        return convolved(tape, x, self.conv_weight, self.conv_bias_vector, carried)
 
     def _arranged(
         self, first: dict[str, Parameter], between: dict[str, Parameter] | None = None
@@ -338,27 +315,6 @@ def step_bias(rng: np.random.Generator, shape: Shape) -> Array:
     return found
 
 
-def split(tape: Plain, x: Any, sizes: Sizes, parts: Sequence[Any]) -> Sequence[Any]:
-    """The columns of x, which lie side by side, as `parts` say.
-
-    An integer n means n columns as rows; (n,) means (*sizes, n), (heads, n) means the same with heads before
-    tokens, ([batch,] heads, tokens, n), and (heads, None) that without the last axis.
-    """
-    widths = [part if isinstance(part, int) else math.prod(n or 1 for n in part) for part in parts]
-
-    def views(array: Array) -> list[Array]:
-        rows, found = array.reshape(-1, sum(widths)), []
-        for part, width, end in zip(parts, widths, accumulate(widths), strict=True):
-            view = rows[:, end - width : end]
-            if not isinstance(part, int):
-                view = view.reshape(*sizes, *(n for n in part if n is not None))
-                view = view.swapaxes(len(sizes) - 1, len(sizes)) if len(part) == 2 else view
-            found.append(view)
-        return found
-
-    return tape.views(x, views)
-
-
 @dataclass(eq=False)
 class ShortConvolution(RecurrentLayer):
     r"""LFM2's gated convolution: ``out_proj(C * conv(B * x))`` with ``B, C, x = in_proj(input)``.
@@ -399,8 +355,5 @@ class ShortConvolution(RecurrentLayer):
         return self._arranged({})
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
-        d = self.d_model
-        first, second, x = split(tape, product, sizes, [d, d, d])
-        (tokens,) = split(tape, tape.gate(first, x, None), sizes, [(d,)])
-        (mixed,) = split(tape, self._convolved(tape, tokens, carried, None), sizes, [d])
-        return tape.gate(second, mixed, None)
+        mixer = ConvolutionMixer(self.conv_weight, self.conv_bias_vector)
+        return mixer.mixed(tape, product, sizes, carried)

@@ -11,15 +11,16 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.channels import step_limits
 from fastattn._args.ops import epsilon
-from fastattn._args.types import FLOAT32, Array
+from fastattn._args.types import FLOAT32, Array, Shape
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._state_space import mamba2_scan, selective_scan
-from fastattn.layers._recurrent import ONES, RecurrentLayer, linear, logarithms, split, step_bias
+from fastattn.layers._mixers import Mixer, convolved, split
+from fastattn.layers._recurrent import ONES, RecurrentLayer, linear, logarithms, step_bias
 from fastattn.layers._state import Parameter
 
 if TYPE_CHECKING:
     from fastattn._engine.tape import Plain
-    from fastattn.layers._recurrent import Carried, Sizes
+    from fastattn.layers._mixers import Carried, Sizes
     from fastattn.layers._state import Fields, Taken
 
 
@@ -30,6 +31,40 @@ def _rates(A_log: Array) -> Steps[Array]:
         rates = -np.exp(A_log)
     request = yield rates
     return (request.dout * rates,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mamba2Mixer(Mixer):
+    """`Mamba2`'s: rows have z; x, B and C, which are convolved; then dt."""
+
+    dt_bias: Array  # (heads,), as A_log and D
+    A_log: Array
+    D: Array
+    norm_weights: Array  # (parts, features) of those that are normed together
+    groups: int
+    state_size: int
+    eps: float
+    dt_limits: tuple[float, float] = (0.0, np.inf)
+
+    @property
+    def columns(self) -> int:
+        return self.norm_weights.size
+
+    @property
+    def recurrences(self) -> tuple[Shape, ...]:
+        return ((self.D.size, self.state_size, self.columns // self.D.size),)
+
+    def mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+        ((heads, states, dim),), inner = self.recurrences, self.columns
+        gate, tokens, dt = split(tape, product, sizes, [inner, (len(self.conv_weight),), (heads, None)])
+        mixed = convolved(tape, tokens, self.conv_weight, self.conv_bias, carried)
+        x, keys, queries = split(tape, mixed, sizes, [(heads, dim), *[(self.groups, states)] * 2])
+        given = {"x": x, "dt": dt, "A": tape.call(_rates, {"A_log": self.A_log}), "B": keys, "C": queries}
+        given |= {"D": self.D, "dt_bias": self.dt_bias}
+        options = {"dt_softplus": True, "dt_limits": self.dt_limits, **carried[1]}
+        scanned = tape.call(mamba2_scan, given, **options)
+        (rows,) = split(tape, tape.by_row(scanned), sizes, [inner])
+        return tape.gated_norm(rows, gate, self.norm_weights, self.eps, "silu", gate_first=True)
 
 
 @dataclass(eq=False)
@@ -114,16 +149,10 @@ class Mamba2(RecurrentLayer):
         return self._arranged(numbers, {"norm.weight": Parameter((self._inner,), ONES)})
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
-        heads, groups, inner = self.num_heads, (self.num_groups, self.state_size), self._inner
-        gate, tokens, dt = split(tape, product, sizes, [inner, (self._channels,), (heads, None)])
-        mixed = self._convolved(tape, tokens, carried, "silu")
-        x, keys, queries = split(tape, mixed, sizes, [(heads, self.head_dim), groups, groups])
-        given = {"x": x, "dt": dt, "A": tape.call(_rates, {"A_log": self.A_log}), "B": keys, "C": queries}
-        given |= {"D": self.D, "dt_bias": self.dt_bias}
-        options = {"dt_softplus": True, "dt_limits": self.dt_limits, **carried[1]}
-        scanned = tape.call(mamba2_scan, given, **options)
-        (rows,) = split(tape, tape.by_row(scanned), sizes, [inner])
-        return tape.gated_norm(rows, gate, self.norm_weights, self.eps, "silu", gate_first=True)
+        numbers = self.dt_bias, self.A_log, self.D, self.norm_weights
+        parameters = self.conv_weight, self.conv_bias_vector, *numbers
+        mixer = Mamba2Mixer(*parameters, self.num_groups, self.state_size, self.eps, self.dt_limits)
+        return mixer.mixed(tape, product, sizes, carried)
 
 
 @dataclass(eq=False)
@@ -193,7 +222,7 @@ class Mamba(RecurrentLayer):
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         inner, states, rank = (self._inner,), (self.state_size,), self._rank
         tokens, gate = split(tape, product, sizes, [inner, inner])
-        x = self._convolved(tape, tokens, carried, "silu")
+        x = self._convolved(tape, tokens, carried)
         (rows,) = split(tape, x, sizes, [self._inner])
         selected = tape.linear(rows, self.x_map, None, self.activations)
         low, b, c = split(tape, selected, sizes, [rank, states, states])

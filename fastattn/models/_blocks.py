@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fastattn._args.ops import integer_activations
 from fastattn._args.types import ACTIVATIONS as OURS
 from fastattn._args.types import Activation
-from fastattn._engine.experts import Bounds, Experts
+from fastattn._engine.experts import Bounds, Experts, Shared
 from fastattn.layers._block import Block, Norm, Projection
 from fastattn.models._parameters import OF_FILE
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Rounding, Shape
     from fastattn.layers._block import Window
+    from fastattn.layers._mixers import Mixer
     from fastattn.models._source import Source
 
 # Names of activations in config.json, and in `fastattn.ops`.
@@ -69,6 +70,9 @@ class BlockNames(NamedTuple):
     transposed: bool = False  # weights are (in, out), where torch's Linear has (out, in)
     router: str | None = None  # of experts, which have `inner`, `gate` and `outer` each
     experts: str = "{}."  # the prefix of an expert's: experts.format(number)
+    shared: tuple[str, str] | None = (
+        None  # the map to the weight of every row's expert, and that one's prefix
+    )
     transposed_experts: bool = False  # those of experts alone
     sinks: str | None = None  # the whole name of logits that enter the denominator alone, one for each head
 
@@ -82,6 +86,21 @@ class BlockNames(NamedTuple):
         """Names of all linear maps."""
         maps = (*self.qkv, self.attended, self.inner, self.outer, self.gate)
         return frozenset(name for name in maps if name is not None)
+
+
+def projection(source: Source, weight: PackedLinear, bias: Array | None) -> Projection:
+    """A linear map with parameters of `source`."""
+    return Projection(weight, bias, source.precision.rounding(weight))
+
+
+class Mixing(Protocol):
+    """Sizes and names of a family's mixers."""
+
+    def shapes(self, hidden: int) -> dict[str, Shape]:
+        """The shape of every tensor of a mixer and its maps, by its name in the block."""
+
+    def read(self, source: Source, prefix: str) -> tuple[Projection, Mixer, Projection]:
+        """The map in, the mixer, and the map out, of the block with this prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +125,10 @@ class Blocks:
     chosen: int = 0
     normalised: bool = True
     limit: float | None = None  # of what experts' first maps give: see `Bounds`
+    shared: int = 0  # features within the expert of every row
+    gated: bool = False  # the queries' map has, after each head's, a gate of its results
+    mixing: Mixing | None = None  # in place of attention
+    mixed: frozenset[int] = frozenset()  # the blocks that have it
 
     @classmethod
     def of(
@@ -146,35 +169,50 @@ class Blocks:
     def shapes(self) -> dict[str, Shape]:
         """The shape of every tensor of every block, by its name."""
         names, q, kv = self.names, self.heads * self.head_dim, self.heads_kv * self.head_dim
-        rows = zip(names.qkv, (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,), strict=True)
-        maps = {name: (size, self.hidden) for name, size in rows}
-        for prefix in self._feed_forwards():
-            for name in (names.gate, names.inner):
-                if name is not None:
-                    size = self.inner * (2 if names.gate == names.inner else 1)
-                    maps[f"{prefix}{name}"] = (size, self.hidden)
-            maps[f"{prefix}{names.outer}"] = (self.hidden, self.inner)
+        first = q * (2 if self.gated else 1)
+        rows = zip(names.qkv, (first, kv, kv) if len(names.qkv) == 3 else (first + 2 * kv,), strict=True)
+        attention = self._map_shapes({name: (size, self.hidden) for name, size in rows})
+        attention |= self._map_shapes({names.attended: (self.hidden, q)})
+        normed = (q, kv) if names.norms_of_all else (self.head_dim, self.head_dim)
+        attention |= {f"{name}.weight": (n,) for name, n in zip(names.head_norms or (), normed, strict=False)}
+        if names.sinks is not None:
+            attention[names.sinks] = (self.heads,)
+        mixing = {} if self.mixing is None else self.mixing.shapes(self.hidden)
+        maps: dict[str, tuple[int, int]] = {}
+        inner = dict.fromkeys(self._feed_forwards(), self.inner)
         if names.router is not None:
             maps[names.router] = (self.experts, self.hidden)
-        maps[names.attended] = (self.hidden, q)
-        shapes: dict[str, Shape] = {}
-        for name, shape in maps.items():
-            shapes[f"{name}.weight"] = shape[::-1] if names.is_transposed(name) else shape
-            if name in self.biased:
-                shapes[f"{name}.bias"] = shape[:1]
-        normed = (q, kv) if names.norms_of_all else (self.head_dim, self.head_dim)
-        shapes |= {f"{name}.weight": (n,) for name, n in zip(names.head_norms or (), normed, strict=False)}
-        if names.sinks is not None:
-            shapes[names.sinks] = (self.heads,)
+        if names.shared is not None:
+            share, prefix = names.shared
+            maps[share], inner[prefix] = (1, self.hidden), self.shared
+        for prefix, features in inner.items():
+            for name in (names.gate, names.inner):
+                if name is not None:
+                    size = features * (2 if names.gate == names.inner else 1)
+                    maps[f"{prefix}{name}"] = (size, self.hidden)
+            maps[f"{prefix}{names.outer}"] = (self.hidden, features)
+        shapes = self._map_shapes(maps)
         for name in (names.attention_norm, names.inner_norm, *(names.post_norms or ())):
             if name is not None:
                 shapes |= self.norm_shapes(name)
         prefixes = [names.prefix.format(i) for i in range(self.num_layers)]
-        every = {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
+        every: dict[str, Shape] = {}
+        for i, prefix in enumerate(prefixes):
+            own = mixing if i in self.mixed else attention
+            every |= {prefix + name: shape for name, shape in (own | shapes).items()}
         if prefixes and not names.first_norm and names.attention_norm is not None:
             for name in self.norm_shapes(prefixes[0] + names.attention_norm):
                 del every[name]
         return every
+
+    def _map_shapes(self, maps: Mapping[str, tuple[int, int]]) -> dict[str, Shape]:
+        """The shapes of the tensors of maps of these (out, in) features."""
+        shapes: dict[str, Shape] = {}
+        for name, shape in maps.items():
+            shapes[f"{name}.weight"] = shape[::-1] if self.names.is_transposed(name) else shape
+            if name in self.biased:
+                shapes[f"{name}.bias"] = shape[:1]
+        return shapes
 
     def _feed_forwards(self) -> list[str]:
         """The prefixes of the names of each feed-forward of a block."""
@@ -200,7 +238,7 @@ class Blocks:
         """The linear map `name`, with a bias, which stands outside of the blocks."""
         source = self.source
         weight = source.pack([f"{name}.weight"], transposed=self.names.transposed)
-        return Projection(weight, source.vector(f"{name}.bias"), source.precision.rounding(weight))
+        return projection(source, weight, source.vector(f"{name}.bias"))
 
     def read(
         self,
@@ -210,6 +248,9 @@ class Blocks:
     ) -> list[Block]:
         """The blocks, each with its scale of scores, by default ``head_dim**-0.5``, window and rotation."""
         precision, widest = self.source.precision, max(self.hidden, self.inner, self.heads * self.head_dim)
+        widest = max(widest, self.shared)
+        if self.mixing is not None:
+            widest = max(widest, *(shape[-1] for shape in self.mixing.shapes(self.hidden).values()))
         if precision.weights != OF_FILE:
             integer_activations(precision.activations, precision.weights, widest)
         scales = scales or [self.head_dim**-0.5] * self.num_layers
@@ -232,22 +273,32 @@ class Blocks:
                 return None
             return source.vector(*(f"{prefix}{part}.bias" for part in parts), shape=shape)
 
-        def projection(weight: PackedLinear, bias: Array | None) -> Projection:
-            return Projection(weight, bias, precision.rounding(weight))
-
         def linear(*parts: str) -> Projection:
-            return projection(packed(*parts), bias(*parts))
+            return projection(source, packed(*parts), bias(*parts))
+
+        def gated() -> Projection:
+            first, *others = names.qkv
+            d, end = self.head_dim, 2 * self.heads * self.head_dim
+            parts = [(first, begin, d) for begin in range(0, end, 2 * d)]
+            parts += [(name, 0, self.heads_kv * d) for name in others]
+            parts += [(first, begin, d) for begin in range(d, end, 2 * d)]
+
+            def rows(kind: str) -> list[tuple[str, int, int]]:
+                return [(f"{prefix}{name}.{kind}", begin, n) for name, begin, n in parts]
+
+            bias = source.vector_rows(*rows("bias")) if first in self.biased else None
+            return projection(source, source.pack_rows(*rows("weight")), bias)
 
         def inner() -> Projection:
             if names.gate is None:
                 return linear(names.inner)
             if names.gate != names.inner:
                 both = bias(names.gate, names.inner, shape=(2, self.inner))
-                return projection(packed(names.inner, gate=names.gate), both)
+                return projection(source, packed(names.inner, gate=names.gate), both)
             pair, both = source.pack_pair(f"{prefix}{names.inner}.weight", names.gate_first), None
             if names.inner in self.biased:
                 both = source.pair_vector(f"{prefix}{names.inner}.bias", names.gate_first)
-            return projection(pair, both)
+            return projection(source, pair, both)
 
         def rounding(maps: Sequence[Sequence[PackedLinear]]) -> Rounding | None:
             found = {precision.rounding(weight) for each in maps for weight in each}
@@ -261,8 +312,16 @@ class Blocks:
             outer = [f"{part}{names.outer}" for part in parts]
             if self.limit is None:
                 first = tuple(packed(f"{part}{names.inner}", gate=f"{part}{names.gate}") for part in parts)
-                maps = first, tuple(map(packed, outer))
-                return Experts(router, maps, self.chosen, self.normalised, rounding(maps))
+                maps, shared = (first, tuple(map(packed, outer))), None
+                if names.shared is not None:
+                    share, part = names.shared
+                    shared = Shared(
+                        source.pack([f"{prefix}{share}.weight"], stored=lane),
+                        packed(f"{part}{names.inner}", gate=f"{part}{names.gate}"),
+                        packed(f"{part}{names.outer}"),
+                    )
+                how = self.chosen, self.normalised, rounding([*maps, shared[1:] if shared else ()])
+                return Experts(router, maps, *how, shared=shared)
             # A product cannot keep gate and up within bounds: both are one plain map.
             own = dict.fromkeys(name for name in (names.gate, names.inner) if name is not None)
             inner = [[f"{part}{name}" for name in own] for part in parts]
@@ -295,25 +354,34 @@ class Blocks:
             attention, inner = (self.norm(prefix + name) for name in names.post_norms)
             return attention, inner
 
+        if self.mixing is not None and i in self.mixed:
+            first, mixer, second = self.mixing.read(source, prefix)
+        else:
+            first, mixer = gated() if self.gated else linear(*names.qkv), None
+            second = linear(names.attended)
         return Block(
             norm_first=names.norm_first,
             attention_norm=norm(names.attention_norm) if i or names.first_norm else None,
-            qkv=linear(*names.qkv),
+            qkv=first,
             heads=self.heads,
             heads_kv=self.heads_kv,
             head_dim=self.head_dim,
             scale=scale,
-            attended=linear(names.attended),
+            attended=second,
             inner_norm=norm(names.inner_norm),
             inner=inner() if names.router is None else experts(),
             activation=self.activation,
             outer=linear(names.outer) if names.router is None else None,
-            head_norms=tuple(Norm("rms_norm", weight, None, self.eps) for weight in head_norms()),
+            head_norms=()
+            if mixer
+            else tuple(Norm("rms_norm", each, None, self.eps) for each in head_norms()),
             window=window,
             rotation=rotation,
             bias=self.bias,
             post_norms=post_norms(),
             softcap=self.softcap,
             query_rotation=self.query_rotation,
-            sinks=None if names.sinks is None else source.vector(f"{prefix}{names.sinks}"),
+            sinks=None if mixer or names.sinks is None else source.vector(f"{prefix}{names.sinks}"),
+            mixer=mixer,
+            gated=self.gated,
         )

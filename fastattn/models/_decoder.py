@@ -12,7 +12,6 @@ from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.values import as_array, integer, integers, iterated, short
 from fastattn._engine.program import Sequences
-from fastattn.cache import KVCache
 from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _gguf, _model, _session
 from fastattn.models._answers import Parts
@@ -277,7 +276,7 @@ class Decoder(NextTokens):
         if self.max_length is not None and longest > self.max_length:
             raise ValueError(f"(): {longest} tokens in a sequence; expected at most {self.max_length}")
         scaled = not all(isinstance(each, RopeFrequencies) for each in self.frequencies)
-        cache, common, size = KVCache(), 0, 1 if scaled else _SCORED_AT_ONCE
+        cache, common, size = self._cache(), 0, 1 if scaled else _SCORED_AT_ONCE
 
         def logits(rows: Array) -> Array:
             return self._capped(self.logits.run(rows, Sequences(1)))
@@ -344,7 +343,7 @@ class Decoder(NextTokens):
     @named("session")
     def session(self, cache_dtype: DTypeLike | None = None) -> Session:
         """Make an empty session, for ``generate(cache=)``, whose `cache_dtype` is as there."""
-        return Session(self, self.frequencies, KVCache(dtype=self._kept_as(cache_dtype)))
+        return Session(self, self.frequencies, self._cache(dtype=self._kept_as(cache_dtype)))
 
     def _kept_as(self, given: Any) -> str | None:
         """The argument `cache_dtype`, checked."""
@@ -363,7 +362,8 @@ class Decoder(NextTokens):
         FileNotFoundError, ValueError
             If no file is there, or it holds no session of this model with these weights in these types.
         """
-        return _session.load(path, self, self.frequencies, self.num_layers * self.num_kv_heads, self.head_dim)
+        shape = self.num_attentions * self.num_kv_heads, self.head_dim
+        return _session.load(path, self, self.frequencies, *shape, self.states)
 
     @named("conversation_ids")
     def conversation_ids(
@@ -423,10 +423,14 @@ class Decoder(NextTokens):
         batch, longest = len(prompts), int(lengths.max())
         new, turn = np.concatenate(prompts), None
         if session is None:
-            cache = KVCache(longest + min(max_new_tokens - 1, _ROOM), cache_dtype)
+            cache = self._cache(longest + min(max_new_tokens - 1, _ROOM), cache_dtype)
         else:
             cache, (known, turn) = session._cache, session._begin(new, longest)
-            new, lengths = new[known:], lengths - known
+            *earlier, new = session._parts(new[known:])
+            for part in earlier:
+                self._hidden(part, np.array([len(part)]), longest, cache)
+                session._add(part, turn)
+            lengths = np.array([len(new)])
         hidden = self._hidden(new, lengths, longest, cache)[np.cumsum(lengths) - 1]
         running = np.arange(batch)  # sequences that have not ended; the others are computed no more
         proposed: list[int] = []

@@ -14,7 +14,21 @@ from fastattn._args.packed import INTEGERS, PackedLinear
 from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._decoder import Decoder
-from fastattn.models._families import bert, clip, deberta, gpt2, gpt_oss, granite, llama, olmo, rotary, t5
+from fastattn.models._families import (
+    bert,
+    clip,
+    deberta,
+    gpt2,
+    gpt_oss,
+    granite,
+    granite_hybrid,
+    lfm2,
+    llama,
+    olmo,
+    qwen_next,
+    rotary,
+    t5,
+)
 from fastattn.models._files import Config, ModelError
 from fastattn.models._parameters import OF_FILE, Precision
 from fastattn.models._sentences import folder_of_towers
@@ -47,6 +61,8 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "gpt2": gpt2.gpt2,
     "gpt_oss": gpt_oss.gpt_oss,
     "granite": granite.granite,
+    "granitemoehybrid": granite_hybrid.granite_hybrid,
+    "lfm2": lfm2.lfm2,
     **dict.fromkeys(("new", "gte"), rotary.gte),
     "mistral3": llama.mistral3,
     "modernbert": rotary.modernbert,
@@ -68,6 +84,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
         ),
         llama.llama,
     ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), qwen_next.qwen_next),
     **dict.fromkeys(("t5", "mt5"), t5.t5),
 }
 MODEL_TYPES = tuple(_BUILDERS)

@@ -22,15 +22,17 @@ from fastattn.models import _model
 from fastattn.models._embeddings import of_length, token_rows
 from fastattn.models._model import Recorded, pullback_of
 from fastattn.models._parameters import required
+from fastattn.models._states import StateCache
 from fastattn.positions import rope_tables
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, DTypeLike
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints
     from fastattn.grad import Pullback
     from fastattn.layers._block import Window
+    from fastattn.layers._mixers import Kind
     from fastattn.models._embeddings import Frequencies
 
 
@@ -52,6 +54,8 @@ class NextTokens(_model.Model):
 
     num_kv_heads: int
     head_dim: int
+    num_attentions: int  # layers with keys and values
+    states: tuple[tuple[Kind, ...], ...]  # of a sequence, in each of the layers that carry some
     max_length: int | None  # tokens of a sequence; None without a table of positions
     tokens: Array | PackedLinear  # (vocab_size, hidden_size); the output layer itself, if the two are tied
     positions: Array | None  # (max_length, hidden_size)
@@ -203,12 +207,21 @@ class NextTokens(_model.Model):
     def _hidden(self, tokens: Ints, lengths: Ints, longest: int, cache: KVCache | None = None) -> Array:
         """Hidden states (n, hidden_size) of new tokens (n,), before the last norm.
 
-        Those of sequences are end to end, `lengths` (batch,) of each. A cache holds the heads of all layers,
-        and they follow the tokens in it. `longest` is the length of the longest sequence then: some
-        scalings of rotary positions depend on it.
+        Those of sequences are end to end, `lengths` (batch,) of each. A cache, one of `_cache`, holds the
+        heads and states of all layers, and they follow the tokens in it. `longest` is the length of the
+        longest sequence then: some scalings of rotary positions depend on it.
         """
         x, call, _ = self._inputs(tokens, lengths, longest, cache)
-        return self.program.run(x, call) if self.num_layers else x
+        if not self.num_layers:
+            return x
+        hidden = self.program.run(x, call)
+        if isinstance(cache, StateCache):
+            cache.keep()
+        return hidden
+
+    def _cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> KVCache:
+        """An empty cache for `_hidden`."""
+        return StateCache(self.states, capacity, dtype) if self.states else KVCache(capacity, dtype)
 
     def _inputs(
         self, tokens: Ints, lengths: Ints, longest: int, cache: KVCache | None = None
@@ -239,7 +252,7 @@ class NextTokens(_model.Model):
             rotations.append((cos * growth, sin * growth))
         slots, ends, len_k = None, None, length
         if cache is not None and self.num_layers:
-            keys = (batch, self.num_layers * self.num_kv_heads, length, self.head_dim)
+            keys = (batch, self.num_attentions * self.num_kv_heads, length, self.head_dim)
             slots = cache._extend(keys, keys, self.dtype, lengths if ragged else None)
             ends, len_k = slots.ends, slots.length
         if ragged:  # each sequence has its own keys alone
@@ -247,6 +260,8 @@ class NextTokens(_model.Model):
         else:
             ranges = self._ranges(positions[..., None, :], length > 1, ends, len_k)
         call = Sequences(batch, ranges, tuple(rotations), slots, begins if ragged else None)
+        if isinstance(cache, StateCache):
+            call = call._replace(states=cache.carried(batch))
         return x, call, positions
 
     def _ranges(

@@ -1,4 +1,4 @@
-"""A sequence that a language model keeps between calls: its tokens, and their keys and values."""
+"""A sequence that a language model keeps between calls: its tokens, their keys and values, and states."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from fastattn._args.packed import PackedLinear
 from fastattn._args.values import integers, one_of
 from fastattn.cache import KVCache
 from fastattn.models._embeddings import of_length
+from fastattn.models._states import EVERY, StateCache, reachable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastattn._args.types import Ints
+    from fastattn.layers._mixers import Kind
     from fastattn.models._embeddings import Frequencies
     from fastattn.models._model import Model
 
@@ -37,6 +39,11 @@ class Session:
     the tokens of its prompt from where they differ from those that are here, which it forgets from there on.
     The answer is kept, too: the next turn of a conversation costs its own tokens alone. One call uses it at a
     time; a call that is interrupted, or not read to its end, leaves what was complete.
+
+    States of recurrent layers and convolutions cannot be cut back to any token. A model that has some takes
+    copies of them at the end of each prompt, and after every 256th token. A call whose prompt differs begins
+    after the latest copy before that. Copies are dropped as the text goes on, and never so that more tokens
+    are computed again than are forgotten, or 256.
     """
 
     def __init__(
@@ -44,6 +51,7 @@ class Session:
     ):
         self._model, self._frequencies, self._cache, self._ids = model, frequencies, cache, list(ids)
         self._turn: object = None  # of the call of `generate` that may add tokens
+        self._prompt = 0  # tokens of its prompt
         self._rotated: str | None = None  # a hash of the frequencies by which keys are rotated
 
     def __repr__(self) -> str:
@@ -56,12 +64,13 @@ class Session:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of keys and values."""
+        """Bytes of memory of keys and values, of states and their copies."""
         return self._cache.nbytes
 
     def copy(self) -> Session:
         """A session that goes on from here by itself, with arrays of its own."""
-        session = Session(self._model, self._frequencies, copy.deepcopy(self._settled()), self._ids)
+        cache, ids = self._settled()
+        session = Session(self._model, self._frequencies, copy.deepcopy(cache), ids)
         session._rotated = self._rotated
         return session
 
@@ -87,9 +96,10 @@ class Session:
         ImportError
             Without the safetensors package.
         """
-        if not self._ids:
+        cache, ids = self._settled()
+        if not ids:
             raise ValueError("(): the session is empty; expected one that a prompt has been given")
-        arrays = {"ids": np.array(self._ids, np.int64), **self._settled()._arrays()}
+        arrays = {"ids": np.array(ids, np.int64), **cache._arrays()}
         values = {"format": _FORMAT, "model": digest(self._model), "rotated": self._rotated}
         values["arrays"] = _digest([arrays[name] for name in sorted(arrays)])
         _safetensors.write(path, arrays, values, _KEY)
@@ -99,6 +109,7 @@ class Session:
 
         Scalings of rotary positions may depend on `longest`, the number of tokens.
         """
+        self._prompt = len(prompt)
         count = min(len(self._ids), len(prompt) - 1)  # logits are needed of the last token
         differs = np.flatnonzero(np.array(self._ids[:count], np.int64) != prompt[:count])
         count = int(differs[0]) if differs.size else count
@@ -106,10 +117,18 @@ class Session:
         if self._rotated not in (None, rotated):
             count = 0
         self._rotated, self._turn = rotated, object()
+        count = reachable(self._cache, count)
         self._ids = self._ids[:count]
         if self._cache.batch is not None:
             self._cache.truncate(count)
         return count, self._turn
+
+    def _parts(self, new: Ints) -> list[Ints]:
+        """The tokens `new` of a prompt, which follow those that are here, up to each copy of states."""
+        if not isinstance(self._cache, StateCache):
+            return [new]
+        begin = len(self._ids)
+        return np.split(new, range(EVERY - begin % EVERY, len(new), EVERY))
 
     def _require(self, turn: object) -> None:
         """Raise if another call has begun since `turn`."""
@@ -118,19 +137,23 @@ class Session:
             raise RuntimeError(f"generate(): {came}; expected one answer at a time")
 
     def _add(self, tokens: Ints, turn: object) -> None:
-        """Count tokens whose keys and values are in the cache."""
+        """Count tokens whose keys and values, and states, are in the cache."""
         self._require(turn)
         self._ids += tokens.tolist()
+        length = len(self._ids)
+        if isinstance(self._cache, StateCache) and (length == self._prompt or not length % EVERY):
+            self._cache.take_snapshot()
 
-    def _settled(self) -> KVCache:
+    def _settled(self) -> tuple[KVCache, list[int]]:
         """The cache without keys of other tokens: a call may still come to them, or was interrupted.
 
-        It shares the memory.
+        It shares the memory. With it, the tokens: none after the last states that are here.
         """
+        length = reachable(self._cache, len(self._ids))
         cache = copy.copy(self._cache)
         if cache.batch is not None:
-            cache.truncate(len(self._ids))
-        return cache
+            cache.truncate(length)
+        return cache, self._ids[:length]
 
 
 def cache_dtypes(dtype: np.dtype[Any]) -> tuple[str, ...]:
@@ -152,7 +175,12 @@ def require_fit(session: Any, model: Model, prompts: int, cache_dtype: Any) -> N
 
 
 def load(
-    path: str | os.PathLike[str], model: Model, frequencies: Sequence[Frequencies], heads: int, head_dim: int
+    path: str | os.PathLike[str],
+    model: Model,
+    frequencies: Sequence[Frequencies],
+    heads: int,
+    head_dim: int,
+    states: Sequence[Sequence[Kind]],
 ) -> Session:
     """Read what `Session.save` wrote, of the same model, whose layers have so many key heads together."""
     arrays, values = _safetensors.read(path, _KEY, "session", _FORMAT)
@@ -163,7 +191,8 @@ def load(
         )
     if values.get("arrays") != _digest([arrays[name] for name in sorted(arrays)]):
         raise ValueError(f"(): {where} is damaged; expected the ids and keys that were written")
-    ids, cache = arrays.pop("ids", np.zeros(0)), KVCache._of(arrays, where)
+    ids = arrays.pop("ids", np.zeros(0))
+    cache = StateCache.read(states, arrays, where) if states else KVCache._of(arrays, where)
     if ids.dtype != np.int64 or cache.lengths.tolist() != [ids.size]:
         came = f"ids {ids.shape} in {ids.dtype} and keys of {cache.lengths.tolist()} tokens"
         raise ValueError(f"(): {where} has {came}; expected as many of one sequence, in int64")

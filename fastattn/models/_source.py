@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from copy import copy
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
     from fastattn.models._parameters import Maker, Precision
+
+    Rows = tuple[str, int, int]  # of the tensor of this name, from this row on, so many
 
 _Made = TypeVar("_Made")
 _FLOATS = ("F32", "F16", "BF16")  # as safetensors calls them
@@ -176,6 +179,14 @@ class Source:
             parts += self._parts(names, begin, transposed, sum(part.rows for part in parts))
         return self._packed(parts, len(maps), stored)
 
+    def pack_rows(self, *rows: Rows) -> PackedLinear:
+        """Rows of tensors end to end, packed as `pack` does."""
+        return self._packed(self._ranges(rows), 1)
+
+    def vector_rows(self, *rows: Rows) -> Array:
+        """Elements of vectors end to end."""
+        return self._vector(self._ranges(rows))
+
     def pack_pair(self, name: str, gate_first: bool) -> PackedLinear:
         """The tensor of a gated pair, one map's rows after the other's, packed as `pack` does."""
         return self._packed(self._halves(name, gate_first), 2)
@@ -207,6 +218,14 @@ class Source:
             parts.append(Part(self._stored[name], shape, rows - begin, first, begin, transposed))
             first += rows - begin
         return parts
+
+    def _ranges(self, rows: Sequence[Rows]) -> list[Part]:
+        """The parts that are these rows, which follow one another in a parameter."""
+        firsts = accumulate((n for _, _, n in rows), initial=0)
+        return [
+            Part(self._stored[name], self.shape(name), n, first, begin)
+            for (name, begin, n), first in zip(rows, firsts, strict=False)
+        ]
 
     def _halves(self, name: str, gate_first: bool) -> list[Part]:
         """The parts of a gated pair, gate and up, that are halves of one tensor."""

@@ -166,6 +166,28 @@ WRONG_VALUES = [
         "'num_experts_per_tok' is 7; expected at most 'num_experts', 6",
     ),
     ("mixtral", {"num_local_experts": 10**9}, "'num_local_experts' is 1000000000; expected no more"),
+    ("granitemoehybrid", {"num_local_experts": 2}, "'num_local_experts' is 2; expected 0, as experts"),
+    ("granitemoehybrid", {"num_local_experts": None}, "'num_local_experts' is 8; expected 0, as experts"),
+    ("granitemoehybrid", {"residual_multiplier": 0}, "'residual_multiplier' is 0; expected a number above"),
+    ("granitemoehybrid", {"mamba_n_heads": 7}, "'mamba_n_heads' is 7; expected as many as make 48 features"),
+    ("granitemoehybrid", {"mamba_n_groups": 4}, "'mamba_n_heads' is 6; expected a multiple of 'mamba_n_gro"),
+    ("granitemoehybrid", {"time_step_limit": [1, 0]}, "is [1, 0]; expected two numbers, 0 or more"),
+    ("granitemoehybrid", {"time_step_limit": "all"}, "'time_step_limit' is 'all'; expected two numbers"),
+    ("granitemoehybrid", {"position_embedding_type": "alibi"}, "is 'alibi'; expected rope, nope or null"),
+    ("lfm2", {"conv_L_cache": 9}, "'conv_L_cache' is 9; expected at most 8"),
+    ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, "expected a list of 3 of full_attention, conv"),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": 1}, "'full_attn_idxs' is 1; expected a list of numbers"),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": [0]}, "does not fit"),
+    ("lfm2", {"architectures": ["Lfm2ForSequenceClassification"]}, "expected a language model"),
+    ("lfm2", {"block_ff_dim": 41}, "does not fit"),
+    ("qwen3_5_text", {"linear_conv_kernel_dim": 9}, "'linear_conv_kernel_dim' is 9; expected at most 8"),
+    ("qwen3_5_text", {"linear_num_key_heads": 3}, "is 4; expected a multiple of 'linear_num_key_heads', 3"),
+    ("qwen3_5_text", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; only 'silu' is supported"),
+    ("qwen3_5_text", {"partial_rotary_factor": 2}, "'partial_rotary_factor' is 2; expected a number above 0"),
+    ("qwen3_5_text", {"layer_types": ["full_attention"]}, "expected a list of 2 of full_attention, linear"),
+    ("qwen3_next", {"decoder_sparse_step": 2}, "'decoder_sparse_step' is 2; only 1 is supported"),
+    ("qwen3_next", {"num_experts_per_tok": 6}, "is 6; expected at most 'num_experts', 5"),
+    ("qwen3_next", {"shared_expert_intermediate_size": 21}, "does not fit"),
     ("llama", {"head_dim": 7}, "rotary_dim is 7; expected an even number"),
     ("mistral", {"sliding_window": 0}, "'sliding_window' is 0; expected an integer of at least 1"),
     ("qwen2", {"layer_types": ["full_attention"]}, "expected a list of 2 of full_attention, sliding"),
@@ -203,7 +225,14 @@ def test_wrong_values_in_a_config(kind, changes, message, tmp_path):
     change_config(tmp_path, **changes)
     if kind == "llama" and "head_dim" in changes:  # tensors that fit the wrong value
         tiny.write(tmp_path, kind, **changes)
-    refused(tmp_path, str(tmp_path / "config.json"), message)
+    name = "model.safetensors" if message == "does not fit" else "config.json"
+    refused(tmp_path, str(tmp_path / name), message)
+
+
+def test_a_recurrent_model_is_no_encoder(tmp_path):
+    tiny.write(tmp_path, "lfm2")
+    tiny.write_modules(tmp_path, "mean")
+    refused(tmp_path, "modules.json makes an encoder of it; expected a language model")
 
 
 def test_no_size_is_believed_before_the_tensors_have_it(tmp_path, monkeypatch):

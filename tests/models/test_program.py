@@ -1,7 +1,10 @@
 """Decoders as programs: the same bits for any threads and batch, the same results on both implementations."""
 
+import copy
+
 import numpy as np
 import pytest
+import tiny_hybrid
 import tiny_models as tiny
 from implementations import COMPILED, each_isa, forced
 from tiny_models import DECODERS, EXPERTS, VOCAB
@@ -162,6 +165,21 @@ def test_a_cache_of_16_bits(kind, cache_dtype, bound, tmp_path, implementation, 
     got = logits_of(model, prompts, 19, told=told, cache_dtype=cache_dtype).astype(np.float64)
     error = np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected.astype(np.float64) ** 2))
     assert bound / 200 < error < bound
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", tiny_hybrid.CONFIGS)
+def test_states_go_on_where_a_call_ended(kind, dtype, tmp_path, implementation):
+    """Token by token, and in calls of several lengths, beyond a chunk of the kernels."""
+    model, ids = loaded(tmp_path, kind, dtype=dtype), some_ids(90)
+    expected = model._hidden(ids, np.array([len(ids)]), len(ids))
+    bound = {"float32": TOLERANCE, "float64": 1e-12}[dtype] * np.abs(expected).max()
+    for cuts in (range(1, 90), (1, 2, 7, 40, 41, 80), (5, 6, 88)):
+        cache, got = model._cache(), []
+        for part in np.split(ids, cuts):
+            cache = copy.deepcopy(cache)
+            got.append(model._hidden(part, np.array([len(part)]), len(ids), cache))
+        np.testing.assert_allclose(np.concatenate(got), expected, rtol=0, atol=bound)
 
 
 def test_no_other_type_of_cache(tmp_path):

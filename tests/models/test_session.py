@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import DECODERS, VOCAB
 
 from fastattn import models
+from fastattn.models import _session
 from fastattn.models._session import _digest, digest
 
 RNG = np.random.default_rng(5)
@@ -79,8 +80,9 @@ def test_a_prompt_that_differs_is_computed_from_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8", "bfloat16", "float16"])
-def test_a_file_holds_a_session(cache_dtype, tmp_path):
-    model = load(tmp_path / "model", dtype="float32")
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_a_file_holds_a_session(kind, cache_dtype, tmp_path):
+    model = load(tmp_path / "model", kind, dtype="float32")
     session = model.session(cache_dtype)
     first = answer(model, FIRST, cache=session)
     session.save(tmp_path / "session")
@@ -116,8 +118,9 @@ def test_penalties_and_draws_are_those_without_a_session(tmp_path):
     assert answer(model, again, cache=session, **how) == answer(model, again, **how)
 
 
-def test_an_interrupted_step_leaves_what_was_complete(tmp_path, monkeypatch):
-    model = load(tmp_path)
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_an_interrupted_step_leaves_what_was_complete(kind, tmp_path, monkeypatch):
+    model = load(tmp_path, kind)
     expected, session = answer(model, FIRST), model.session()
     steps = model.generate(FIRST, 6, stop=(), cache=session)
     assert [next(steps), next(steps)] == expected[:2]
@@ -148,9 +151,72 @@ def test_one_answer_at_a_time(tmp_path):
     assert len(list(other)) == 5
 
 
+@pytest.mark.parametrize("convolutions", [2, 3])  # of 3 layers
+def test_states_go_back_to_a_snapshot(convolutions, tmp_path, monkeypatch):
+    """At most as many tokens are computed again as are cut off, or as lie between two snapshots."""
+    monkeypatch.setattr(_session, "EVERY", 16)
+    kinds = ["conv", "full_attention" if convolutions == 2 else "conv", "conv"]
+    weights = tiny.tensors("lfm2", {**tiny.CONFIGS["lfm2"], "layer_types": kinds})
+    tiny.write(tmp_path / "model", "lfm2", weights, layer_types=kinds)
+    model, rng = models.load(tmp_path / "model", dtype="float64"), np.random.default_rng(0)
+    session, text, most = model.session(), [], 0
+    for turn in range(40):
+        there = session.ids
+        if turn % 4 == 3:
+            text = text[: rng.integers(1, len(there))]
+        cut = len(text) if turn % 4 == 3 else len(there)
+        text = text + rng.integers(VOCAB, size=rng.integers(1, 30)).tolist()
+        same = np.cumprod([a == b for a, b in zip(there, text[:-1], strict=False)], dtype=int).sum()
+        expected = answer(model, text, 3)
+        with monkeypatch.context() as patch:
+            counts = computed(patch, model)
+            assert answer(model, text, 3, cache=session) == expected
+        again = sum(counts[:-2]) - (len(text) - same)
+        assert 0 <= again <= (0 if cut == len(there) else max(16, len(there) - same))
+        most = max(most, again)
+        lengths = [each.length for each in session._cache._snapshots]
+        assert lengths[-1] <= len(session.ids)
+        assert len(lengths) <= 2 + 2 * np.log2(1 + len(session.ids) / 16) + 2
+        text += expected
+    assert most > 0
+    session.save(tmp_path / "session")
+    text = text[: len(text) // 2] + NEXT
+    expected = answer(model, text)
+    counts = computed(monkeypatch, model)
+    assert answer(model, text, cache=model.load_session(tmp_path / "session")) == expected
+    read = counts.copy()
+    counts.clear()
+    answer(model, text, cache=session)
+    assert read == counts
+    assert sum(read) < len(text)
+
+
+def test_files_without_the_states_of_the_model(tmp_path):
+    model, file = load(tmp_path / "model", "lfm2", dtype="float32"), tmp_path / "session"
+    session = model.session()
+    answer(model, FIRST, cache=session)
+    session.save(file)
+    good, header = load_file(file), {"format": 1, "model": digest(model), "rotated": None}
+    states = {name: x for name, x in good.items() if name.startswith("states.")}
+    assert sorted(states) == ["states.14.0", "states.14.1", "states.9.0", "states.9.1"]
+    few = {name: x for name, x in good.items() if name not in states}
+    other = {name: x for name, x in good.items() if not name.startswith("states.14")}
+    for held in (
+        few, other, {**few, "states.14.0": states["states.14.0"]}, {**good, "states.9.1": good["k"]},
+        {**good, "states.9.2": states["states.9.1"]}, {**good, "states.x": good["k"]},
+        {**other, "states.15.0": states["states.14.0"], "states.15.1": states["states.14.1"]},
+        {**good, "states.9.0": states["states.9.0"].astype(np.float64)},
+    ):  # fmt: skip
+        own = {"arrays": _digest([held[name] for name in sorted(held)])}
+        save_file(held, file, {"fastattn.session": json.dumps({**header, **own})})
+        with pytest.raises(ValueError, match=r"^load_session\(\): .* has states after .*; expected what"):
+            model.load_session(file)
+
+
 @pytest.mark.parametrize("copied", [models.Session.copy, copy.copy, copy.deepcopy])
-def test_copies_go_on_by_themselves(copied, tmp_path):
-    model = load(tmp_path)
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_copies_go_on_by_themselves(copied, kind, tmp_path):
+    model = load(tmp_path, kind)
     session = model.session()
     first = answer(model, FIRST, cache=session)
     other, ids = copied(session), session.ids

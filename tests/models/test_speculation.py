@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 from implementations import COMPILED
+from tiny_hybrid import CONFIGS as HYBRIDS
 from tiny_models import DECODERS, EXPERTS, VOCAB
 
 from fastattn import models
@@ -47,7 +48,7 @@ def passes(monkeypatch):
 
 
 @pytest.mark.parametrize("how", range(len(HOWS)))
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind not in HYBRIDS])
 def test_the_tokens_are_those_of_plain_decoding(kind, how, tmp_path, implementation):
     model = load(tmp_path, kind, dtype="float64")
     for seed in range(3):
@@ -63,7 +64,9 @@ def test_the_tokens_are_those_of_plain_decoding(kind, how, tmp_path, implementat
     [{}, {"dtype": "bfloat16"}, {"weights_dtype": "int8", "activations": "int8"}, {"weights_dtype": "uint4"}],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "gemma2", *EXPERTS])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "qwen3", "gemma2", *(kind for kind in EXPERTS if kind not in HYBRIDS)]
+)
 def test_the_bits_are_those_of_plain_decoding(kind, options, tmp_path, passes):
     """Logits, and keys in sessions: tokens beside others are computed as alone."""
     if not COMPILED:
@@ -87,10 +90,20 @@ def test_the_bits_are_those_of_plain_decoding(kind, options, tmp_path, passes):
                     assert len(tokens) == len(logits) == 30
                 np.testing.assert_array_equal(*seen)
                 assert speculated.ids == plain.ids
-            one, other = plain._settled()._arrays(), speculated._settled()._arrays()
+            one, other = (session._settled()[0]._arrays() for session in (plain, speculated))
             for name, x in one.items():
                 np.testing.assert_array_equal(x, other[name])
         assert several
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_models_with_states_propose_and_are_not_proposed_to(kind, tmp_path):
+    hybrid, plain = load(tmp_path / "one", kind), load(tmp_path / "other", dtype="float64")
+    for speculate in ("lookup", plain):
+        with pytest.raises(ValueError, match=f"speculate is given to a model of type {kind}; expected None"):
+            hybrid.generate(prompt_of(1), 9, speculate=speculate)
+    expected = list(plain.generate(prompt_of(1), 20, stop=()))
+    assert list(plain.generate(prompt_of(1), 20, stop=(), speculate=hybrid)) == expected
 
 
 def test_text_that_repeats_takes_fewer_steps(tmp_path, passes):

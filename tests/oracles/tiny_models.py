@@ -11,6 +11,7 @@ import numpy as np
 import tiny_encoders
 import tiny_gemma
 import tiny_gpt_oss
+import tiny_hybrid
 import tiny_t5
 from safetensors.numpy import save_file
 from tiny_encoders import VOCAB, both
@@ -101,18 +102,18 @@ CONFIGS = {
     **tiny_t5.CONFIGS,
     **tiny_gemma.CONFIGS,
     **tiny_gpt_oss.CONFIGS,
+    **tiny_hybrid.CONFIGS,
 }  # fmt: skip
 OLMO = ("olmo2", "olmo3")  # norms after attention and feed-forward alone
-EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")  # decoders without gradients
+EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")  # decoders without gradients
 DECODERS = (
-    "gpt2", "gemma2", "gemma3-causal", "granite", "llama", "ministral", "ministral3", "mistral", "phi3",
-    "qwen2", "qwen3", "smollm3", *OLMO, *EXPERTS,
+    "gpt2", "gemma2", "gemma3-causal", "granite", "granitemoehybrid", "lfm2", "llama", "ministral",
+    "ministral3", "mistral", "phi3", "qwen2", "qwen3", "qwen3_5_text", "smollm3", *OLMO, *EXPERTS,
 )  # fmt: skip
 TRAINED_DECODERS = tuple(kind for kind in DECODERS if kind not in (*EXPERTS, "gemma2"))
 FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
-_ELSEWHERE = {
-    kind: module for module in (tiny_encoders, tiny_t5, tiny_gemma, tiny_gpt_oss) for kind in module.CONFIGS
-}
+_MODULES = tiny_encoders, tiny_t5, tiny_gemma, tiny_gpt_oss, tiny_hybrid
+_ELSEWHERE = {kind: module for module in _MODULES for kind in module.CONFIGS}
 ENCODERS = ("bert", "roberta", *FROM_DECODERS, *(kind for kind in _ELSEWHERE if kind not in DECODERS))
 
 
@@ -211,12 +212,15 @@ def _llama_names(kind, config):
 
 
 def tensors(kind, config, seed=0):
-    """Random tensors: weights of norms lie around 1 (in Gemma, which adds 1, around 0), others around 0."""
+    """Random tensors: weights of norms lie around 1 (where a model adds 1, around 0), others around 0."""
     rng = np.random.default_rng(seed)
     drawn = {}
     for name, shape in shapes(kind, config).items():
-        is_norm = name.endswith(".weight") and len(shape) == 1 and kind not in tiny_gemma.CONFIGS
-        scale = 0.1 if name.endswith("SelfAttention.q.weight") else 0.3  # T5 does not scale its scores
+        is_norm = name.endswith(".weight") and len(shape) == 1
+        if kind in tiny_gemma.CONFIGS or (kind in ("qwen3_5_text", "qwen3_next") and "linear" not in name):
+            is_norm = False
+        # T5 does not scale its scores, and convolutions multiply what their map gives.
+        scale = 0.1 if name.endswith(("SelfAttention.q.weight", "conv.in_proj.weight")) else 0.3
         drawn[name] = (is_norm + scale * rng.standard_normal(shape)).astype(np.float32)
     return drawn
 

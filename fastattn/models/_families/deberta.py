@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,7 +49,8 @@ _MAPS = {"c2p": ("key_proj", "pos_key_proj"), "p2c": ("query_proj", "pos_query_p
 class DisentangledStep(Step):
     """`disentangled_attention` in place of an `AttendStep`'s."""
 
-    op: ClassVar[None] = None
+    op = None
+    has_gradients = False
 
     heads: int
     head_dim: int

@@ -198,7 +198,8 @@ def read_decoder(
         rotations = [0] * blocks.num_layers
     if query_growth is not None:
         blocks = replace(blocks, query_rotation=len(rotary))
-    program, all_windows = model_program(blocks.read(scales, windows, rotations))
+    each = blocks.read(scales, windows, rotations)
+    program, all_windows = model_program(each)
     weight = source.pack([tokens if tied else output])
     norm = NormStep(X, "normed", *blocks.norm(names.norm, logit_scale))
     logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.rounding(weight))])
@@ -214,6 +215,10 @@ def read_decoder(
         text=Text(source.folder, max_length, other=source.tokenizer, is_prompt=True),
         num_kv_heads=blocks.heads_kv,
         head_dim=blocks.head_dim,
+        num_attentions=sum(block.mixer is None for block in each),
+        states=tuple(
+            kind for block in each if block.mixer for kind in [tuple(block.mixer.kinds(precision.dtype))]
+        ),
         max_length=max_length,
         tokens=weight if tied else source.table(tokens),
         positions=table,
@@ -228,10 +233,13 @@ def read_decoder(
     )
 
 
-def frequencies(config: Config, head_dim: int, theta: float = 10000.0, in_part: bool = False) -> Frequencies:
+def frequencies(
+    config: Config, head_dim: int, theta: float = 10000.0, in_part: bool = False, usual: float = 1.0
+) -> Frequencies:
     """The frequencies of rotary positions, or a function from a sequence's length to them.
 
-    Where a part of each head may be rotated, `partial_rotary_factor` says how much: the first dimensions.
+    Where a part of each head may be rotated, `partial_rotary_factor` says how much, or it is the `usual`
+    part: the first dimensions.
     `rope_parameters` describes them; older files have `rope_theta`, by default `theta`, and, if there is one,
     `rope_scaling`.
     """
@@ -247,7 +255,7 @@ def frequencies(config: Config, head_dim: int, theta: float = 10000.0, in_part: 
         elif longest is not None:
             scaling.setdefault("original_max_position_embeddings", longest)
     said = [config.values.get("partial_rotary_factor"), scaling.pop("partial_rotary_factor", None)]
-    factor = next((x for x in said if x is not None), 1.0)
+    factor = next((x for x in said if x is not None), usual)
     if not (isinstance(factor, (int, float)) and 0 < factor <= 1 and (in_part or factor == 1)):
         expected = "a number above 0 and at most 1" if in_part else "1.0, which alone is supported"
         raise config.wrong("partial_rotary_factor", factor, expected)

@@ -1,0 +1,146 @@
+"""Granite's hybrids: Mamba 2 in place of attention in most layers."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastattn.layers._state_space import Mamba2Mixer
+from fastattn.models._blocks import BlockNames, Blocks, Keys
+from fastattn.models._families.granite import multiplied
+from fastattn.models._families.hybrid import ATTENTION, convolved_tokens, linear, require_decoder
+from fastattn.models._families.shared import DecoderNames, head_counts
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Shape
+    from fastattn.layers._block import Projection
+    from fastattn.layers._mixers import Mixer
+    from fastattn.models._decoder import Decoder
+    from fastattn.models._files import Config
+    from fastattn.models._source import Source
+
+_NAMES = DecoderNames(
+    prefix="model.",
+    tokens="embed_tokens",
+    block=BlockNames(
+        prefix="layers.{}.",
+        attention_norm="input_layernorm",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        attended="self_attn.o_proj",
+        inner_norm="post_attention_layernorm",
+        inner="shared_mlp.input_linear",
+        gate="shared_mlp.input_linear",
+        outer="shared_mlp.output_linear",
+        norm="rms_norm",
+    ),
+    norm="norm",
+)
+
+
+class _Mambas(NamedTuple):
+    """Mixers' sizes and names; see `Mixing`."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    states: int
+    width: int
+    eps: float
+    conv_biased: bool
+    biased: bool  # both maps
+    limits: tuple[float, float]
+
+    def shapes(self, hidden: int) -> dict[str, Shape]:
+        """The shapes of a mixer's tensors."""
+        inner = self.heads * self.head_dim
+        mixed = inner + 2 * self.groups * self.states
+        rows = {"in_proj": inner + mixed + self.heads, "out_proj": hidden}
+        shapes: dict[str, Shape] = {f"{name}.bias": (n,) for name, n in rows.items() if self.biased}
+        shapes |= {"in_proj.weight": (rows["in_proj"], hidden), "out_proj.weight": (hidden, inner)}
+        shapes |= {"conv1d.weight": (mixed, 1, self.width), "norm.weight": (inner,)}
+        shapes |= {"conv1d.bias": (mixed,)} if self.conv_biased else {}
+        shapes |= dict.fromkeys(("dt_bias", "A_log", "D"), (self.heads,))
+        return {f"mamba.{name}": shape for name, shape in shapes.items()}
+
+    def read(self, source: Source, prefix: str) -> tuple[Projection, Mixer, Projection]:
+        """The map in, the mixer, and the map out."""
+        prefix = f"{prefix}mamba."
+        taps, bias, rates, skip = (
+            source.vector(f"{prefix}{name}") for name in ("conv1d.weight", "dt_bias", "A_log", "D")
+        )
+        shape = self.groups, self.heads * self.head_dim // self.groups
+        norm = source.vector(f"{prefix}norm.weight", shape=shape)
+        own = source.vector(f"{prefix}conv1d.bias") if self.conv_biased else None
+        sizes = self.groups, self.states, self.eps, self.limits
+        mixer = Mamba2Mixer(taps, own, bias, rates, skip, norm, *sizes)
+        first, second = (linear(source, f"{prefix}{name}", self.biased) for name in ("in_proj", "out_proj"))
+        return first, mixer, second
+
+
+def granite_hybrid(source: Source) -> Decoder:
+    """Build Granite's hybrids without experts."""
+    config = source.config
+    require_decoder(source)
+    config.refuse(hidden_act="silu")
+    if experts := config.size("num_local_experts", 8, low=0):
+        raise config.wrong("num_local_experts", experts, "0, as experts are not supported in this family")
+    heads, heads_kv = head_counts(config)
+    layers = source.depth("num_hidden_layers")
+    name = "layers_block_type" if "layers_block_type" in config.values else "layer_types"
+    kinds = config.words(name, (ATTENTION, "attention", "linear_attention", "mamba"), layers)
+    own, hidden = config.size("mamba_n_heads", 128), config.size("hidden_size")
+    inner = config.size("mamba_expand", 2) * hidden
+    head_dim = inner // own
+    if config.values.get("mamba_d_head", "auto") != "auto":
+        head_dim = config.size("mamba_d_head")
+    groups = config.size("mamba_n_groups", 1)
+    if head_dim * own != inner:
+        raise config.wrong("mamba_n_heads", own, f"as many as make {inner} features, of {head_dim} each")
+    if own % groups:
+        raise config.wrong("mamba_n_heads", own, f"a multiple of 'mamba_n_groups', {groups}")
+    mambas = _Mambas(
+        own,
+        head_dim,
+        groups,
+        config.size("mamba_d_state", 256),
+        convolved_tokens(config, "mamba_d_conv", 4),
+        config.number("rms_norm_eps", 1e-6),
+        config.get("mamba_conv_bias", bool, True),
+        config.get("mamba_proj_bias", bool, False),
+        _limits(config),
+    )
+    names = _NAMES.block
+    biased = config.get("attention_bias", bool, False)
+    blocks = Blocks.of(
+        source,
+        names,
+        Keys(eps="rms_norm_eps", activation=None),
+        eps=1e-6,
+        activation="silu",
+        inner=config.size("shared_intermediate_size", 1024),
+        heads=heads,
+        heads_kv=heads_kv,
+        biased=frozenset((*names.qkv, names.attended) if biased else ()),
+        mixing=mambas,
+        mixed=frozenset(
+            i for i in range(layers) if kinds is None or kinds[i] in ("mamba", "linear_attention")
+        ),
+    )
+    kind = config.values.get("position_embedding_type")
+    if kind not in (None, "nope", "rope"):
+        raise config.wrong("position_embedding_type", kind, "rope, nope or null")
+    return multiplied(_NAMES, blocks, rotary=kind == "rope")
+
+
+def _limits(config: Config) -> tuple[float, float]:
+    """The range of Mamba's steps."""
+    said = config.values.get("time_step_limit")
+    found = [0.0, math.inf] if said is None else said
+    if isinstance(found, list):  # transformers writes infinity as a table
+        found = [float(x["__float__"]) if x == {"__float__": "Infinity"} else x for x in found]
+    if not (isinstance(found, list) and len(found) == 2 and all(type(x) in (int, float) for x in found)):
+        raise config.wrong("time_step_limit", said, "two numbers")
+    low, high = map(float, found)
+    if not 0 <= low <= high:
+        raise config.wrong("time_step_limit", said, "two numbers, 0 or more, the larger one last")
+    return low, high

@@ -1,0 +1,173 @@
+"""Qwen3-Next and Qwen3.5: gated DeltaNets in place of attention in most layers.
+
+Their attention has a gate, too, of each result, their norms multiply by 1 + weight, and a part of each head
+is rotated. Qwen3-Next has experts, one of which takes every token.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastattn.layers._delta_rules import DeltaMixer
+from fastattn.models._blocks import BlockNames, Blocks, Keys, projection
+from fastattn.models._families.hybrid import ATTENTION, convolved_tokens, linear, require_decoder
+from fastattn.models._families.shared import DecoderNames, frequencies, head_counts, read_decoder
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Shape
+    from fastattn.layers._block import Projection
+    from fastattn.layers._mixers import Mixer
+    from fastattn.models._decoder import Decoder
+    from fastattn.models._source import Source
+
+_QWEN = DecoderNames(
+    prefix="model.",
+    tokens="embed_tokens",
+    block=BlockNames(
+        prefix="layers.{}.",
+        attention_norm="input_layernorm",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        attended="self_attn.o_proj",
+        inner_norm="post_attention_layernorm",
+        inner="mlp.up_proj",
+        gate="mlp.gate_proj",
+        outer="mlp.down_proj",
+        head_norms=("self_attn.q_norm", "self_attn.k_norm"),
+        norm="rms_norm",
+        norm_offset=1.0,
+    ),
+    norm="norm",
+)
+_QWEN_NEXT = _QWEN._replace(
+    block=_QWEN.block._replace(
+        router="mlp.gate",
+        experts="mlp.experts.{}.",
+        shared=("mlp.shared_expert_gate", "mlp.shared_expert."),
+        gate="gate_proj",
+        inner="up_proj",
+        outer="down_proj",
+    )
+)
+
+
+class _Deltas(NamedTuple):
+    """Gated DeltaNets of Qwen; see `Mixing`."""
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    head_dim_v: int
+    width: int
+    eps: float
+    together: bool  # the rows of a key head and its values lie together, as in Qwen3-Next
+
+    @property
+    def channels(self) -> int:
+        """Features that are convolved."""
+        return 2 * self.key_heads * self.head_dim + self.heads * self.head_dim_v
+
+    def shapes(self, hidden: int) -> dict[str, Shape]:
+        """The shapes of a mixer's tensors."""
+        inner, both = self.heads * self.head_dim_v, self.channels
+        maps = {"qkvz": both + inner, "ba": 2 * self.heads}
+        if not self.together:
+            maps = {"qkv": both, "z": inner, "b": self.heads, "a": self.heads}
+        shapes: dict[str, Shape] = {f"in_proj_{name}.weight": (n, hidden) for name, n in maps.items()}
+        shapes |= {"conv1d.weight": (both, 1, self.width), "out_proj.weight": (hidden, inner)}
+        shapes |= {"norm.weight": (self.head_dim_v,), **dict.fromkeys(("dt_bias", "A_log"), (self.heads,))}
+        return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+
+    def read(self, source: Source, prefix: str) -> tuple[Projection, Mixer, Projection]:
+        """The map in, the mixer, and the map out."""
+        prefix = f"{prefix}linear_attn."
+        rows = [(f"{prefix}in_proj_{name}.weight", begin, n) for name, begin, n in self._rows()]
+        names = "conv1d.weight", "dt_bias", "A_log", "norm.weight"
+        taps, bias, rates, norm = (source.vector(f"{prefix}{name}") for name in names)
+        mixer = DeltaMixer(taps, None, bias, rates, norm, self.key_heads, self.head_dim, self.eps)
+        first = projection(source, source.pack_rows(*rows), None)
+        return first, mixer, linear(source, f"{prefix}out_proj")
+
+    def _rows(self) -> list[tuple[str, int, int]]:
+        """Rows of the maps in: of all queries, keys and values, then of z, b and a."""
+        heads, groups = self.heads, self.key_heads
+        if not self.together:
+            rows = {"qkv": self.channels, "z": heads * self.head_dim_v, "b": heads, "a": heads}
+            return [(name, 0, n) for name, n in rows.items()]
+        each = heads // groups
+        found = []
+        for name, widths in (
+            ("qkvz", [self.head_dim] * 2 + [each * self.head_dim_v] * 2),
+            ("ba", [each] * 2),
+        ):
+            begins = accumulate(widths, initial=0)
+            for begin, n in zip(begins, widths, strict=False):
+                found += [(name, group * sum(widths) + begin, n) for group in range(groups)]
+        return found
+
+
+def qwen_next(source: Source) -> Decoder:
+    """Build Qwen3-Next, or Qwen3.5's text model."""
+    config = source.config
+    require_decoder(source)
+    config.refuse(hidden_act="silu")
+    is_next = config.get("model_type", str) == "qwen3_next"
+    names = _QWEN_NEXT if is_next else _QWEN
+    heads, heads_kv = head_counts(config, 2 if is_next else 4)
+    head_dim = config.size("head_dim", 256)
+    layers = source.depth("num_hidden_layers")
+    kinds = config.words("layer_types", (ATTENTION, "linear_attention"), layers)
+    if kinds is None:
+        interval = config.size("full_attention_interval", 4)
+        kinds = ["linear_attention" if (i + 1) % interval else ATTENTION for i in range(layers)]
+    key_heads, own = config.size("linear_num_key_heads", 16), config.size("linear_num_value_heads", 32)
+    if own % key_heads:
+        expected = f"a multiple of 'linear_num_key_heads', {key_heads}"
+        raise config.wrong("linear_num_value_heads", own, expected)
+    deltas = _Deltas(
+        own,
+        key_heads,
+        config.size("linear_key_head_dim", 128),
+        config.size("linear_value_head_dim", 128),
+        convolved_tokens(config, "linear_conv_kernel_dim", 4),
+        config.number("rms_norm_eps", 1e-6),
+        is_next,
+    )
+    biased = config.get("attention_bias", bool, False)
+    blocks = Blocks.of(
+        source,
+        names.block,
+        Keys(eps="rms_norm_eps", activation=None),
+        eps=1e-6,
+        activation="silu",
+        heads=heads,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        biased=frozenset((*names.block.qkv, names.block.attended) if biased else ()),
+        gated=True,
+        mixing=deltas,
+        mixed=frozenset(i for i, kind in enumerate(kinds) if kind != ATTENTION),
+        **(_experts(source) if is_next else {}),
+    )
+    return read_decoder(
+        names,
+        blocks,
+        frequencies=lambda: (frequencies(config, head_dim, in_part=True, usual=0.25),),
+        tied=config.get("tie_word_embeddings", bool, False),
+    )
+
+
+def _experts(source: Source) -> dict[str, Any]:
+    """The sizes of Qwen3-Next's experts, as `Blocks` has them."""
+    config = source.config
+    config.refuse(mlp_only_layers=[], decoder_sparse_step=1)
+    experts, chosen = source.depth("num_experts"), config.size("num_experts_per_tok", 10)
+    if chosen > experts:
+        raise config.wrong("num_experts_per_tok", chosen, f"at most 'num_experts', {experts}")
+    return {
+        "experts": experts,
+        "chosen": chosen,
+        "normalised": config.get("norm_topk_prob", bool, True),
+        "inner": config.size("moe_intermediate_size", 512),
+        "shared": config.size("shared_expert_intermediate_size", 512),
+    }
