@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "gemma3": ("gemma3_text", False),
     "gpt-oss": ("gpt_oss", False),
     "granite": ("granite", True),
+    "lfm2": ("lfm2", False),
     "llama": ("llama", True),
     "mistral3": ("ministral3", True),
     "olmo2": ("olmo2", False),
@@ -75,15 +76,34 @@ _MIXTRAL_NAMES = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
 _PHI3_NAMES = {**_BLOCK_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+# Its last norm has a name of its own.
+_LFM2_TOP = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
+    "output": "lm_head",
+}
+_LFM2_NAMES = {
+    "attn_norm": "operator_norm",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+}
 _OTHER_NAMES = {
     "gemma2": _GEMMA_NAMES,
     "gemma3_text": _GEMMA_NAMES,
     "gpt_oss": _GPT_OSS_NAMES,
+    "lfm2": _LFM2_NAMES,
     "mixtral": _MIXTRAL_NAMES,
     **dict.fromkeys(("olmo2", "olmo3"), _OLMO_NAMES),
     "phi3": _PHI3_NAMES,
 }
-_IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?\.(weight|bias)")
+_IN_BLOCK = re.compile(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(?:\.(\d+))?\.(weight|bias)")
 _MOST_EXPERTS = 1 << 12
 # What frequencies of rotary positions are divided by: in all models but Phi-3, and there in two ways.
 FACTORS = "rope_freqs.weight"
@@ -225,6 +245,8 @@ def config_of(path: Path, file: GgufFile) -> Config:
         largest = values.get("num_hidden_layers") == (46 if model_type == "gemma2" else 62)
         whole = Config.of(path, values).divided("hidden_size", "num_attention_heads") if largest else 0
         values["query_pre_attn_scalar"] = whole or _head_dim(path, file)
+    if model_type == "lfm2":
+        values |= _of_lfm2(said, prefix, values)
     if model_type == "llama" and experts:
         values["model_type"] = "mixtral"
     elif model_type == "llama" and "sliding_window" in values:
@@ -255,6 +277,22 @@ def config_of(path: Path, file: GgufFile) -> Config:
     ends = [said.optional_id(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     values["eos_token_id"] = list(dict.fromkeys(i for i in ends if i is not None)) or None
     return Config.of(path, values)
+
+
+def _of_lfm2(said: Config, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Values of LFM2 that a file says otherwise: layers without heads of keys are convolutions."""
+    said.refuse(**{f"{prefix}.attention.sliding_window": 0})
+    heads = values.get("num_key_value_heads")
+    if not (isinstance(heads, list) and len({x for x in heads if x}) == 1):
+        name = f"{prefix}.attention.head_count_kv"
+        raise said.wrong(name, heads, "a number for each layer: 0, or the same for all others")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if x else "conv" for x in heads],
+        "conv_L_cache": said.size(f"{prefix}.shortconv.l_cache"),
+        "norm_eps": values.get("rms_norm_eps"),
+        "block_auto_adjust_ff_dim": False,
+    }
 
 
 SAMPLING = {
@@ -300,7 +338,8 @@ def _known(model_type: str, name: str) -> str | None:
             return None
         return f"model.layers.{number}.{names[part].format(expert)}.{kind}"
     stem, _, kind = name.rpartition(".")
-    return f"{_NAMES[stem]}.{kind}" if stem in _NAMES and kind == "weight" else None
+    names = _LFM2_TOP if model_type == "lfm2" else _NAMES
+    return f"{names[stem]}.{kind}" if stem in names and kind == "weight" else None
 
 
 def _architecture(path: Path, metadata: dict[str, Any]) -> tuple[str, bool]:

@@ -46,7 +46,9 @@ class Words(NamedTuple):
 WORDS = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jina-v2-code", "gpt-neox"), Words()),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Words(digits=True)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Words(_LLAMA3, whole=True, begun=True)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), Words(_LLAMA3, whole=True, begun=True)
+    ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), Words(_LLAMA3)),
     "qwen2": Words(_QWEN2, composed=True),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), Words(_QWEN2)),

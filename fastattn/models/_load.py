@@ -107,8 +107,8 @@ def load(
         As Hugging Face's save_pretrained writes it and ``hf download NAME --local-dir FOLDER`` brings it,
         with tensors in float32, float16 or bfloat16; nothing is downloaded here. The modules.json of a
         sentence-transformers folder says how `Encoder.encode` makes vectors. Or a GGUF file of a Llama,
-        Mistral, Ministral 3, Mixtral, Phi-3, SmolLM3, Qwen2, Qwen3, Qwen3-MoE, OLMo 2 or 3, Granite, GPT-OSS,
-        or Gemma 2 or 3.
+        Mistral, Ministral 3, Mixtral, Phi-3, SmolLM3, Qwen2, Qwen3, Qwen3-MoE, OLMo 2 or 3, Granite, LFM2,
+        GPT-OSS, or Gemma 2 or 3.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : str, optional

@@ -112,8 +112,8 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
     if dtype == "bfloat16":
         require("ml_dtypes")
     of_file = _gguf.is_file(origin.folder)
-    if of_file and model.model_type.startswith("gemma"):
-        came = f"{origin.folder} holds a {model.model_type}, whose norms are not as in a folder"
+    if of_file and model.model_type.startswith(("gemma", "lfm2")):
+        came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder"
         raise ModelError(f"{came}; expected path to end with '.gguf'")
     tensors: dict[str, Array] = {}
     with ExitStack() as stack:

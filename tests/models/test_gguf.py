@@ -141,6 +141,25 @@ def test_other_families(kind, tmp_path):
     np.testing.assert_allclose(own(IDS), got(IDS), rtol=0, atol=1e-5 * np.abs(got(IDS)).max())
 
 
+@pytest.mark.parametrize("stored", ["F32", "Q4_0", "Q6_K"])
+def test_convolutions(stored, tmp_path):
+    """Layers without heads of keys have them; their weights have two axes."""
+    path, folder = tmp_path / "model.gguf", tmp_path / "model"
+    tensors, config = tiny_gguf.write(path, "lfm2", stored)
+    tiny.write(folder, "lfm2", tensors, **config)
+    got, expected = models.load(path, weights_dtype="float32"), models.load(folder)
+    np.testing.assert_array_equal(got(IDS), expected(IDS))
+    assert len(list(models.load(path).generate([1, 2, 3], 4))) == 4
+    heads = "lfm2.attention.head_count_kv"
+    for value, message in (([2, 1, 0], "expected a number for each layer"), ([0, 0, 0], "expected a number")):
+        tiny_gguf.write(path, "lfm2", stored, **{heads: tiny_gguf.typed(value)})
+        with pytest.raises(ModelError, match=rf"'{heads}' is .*; {message}"):
+            models.load(path)
+    tiny_gguf.write(path, "lfm2", stored, **{"lfm2.attention.sliding_window": tiny_gguf.typed(4)})
+    with pytest.raises(ModelError, match="sliding_window' is 4; only 0 is supported"):
+        models.load(path)
+
+
 def test_what_a_file_recommends(tmp_path):
     path, number, whole = tmp_path / "model.gguf", gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.INT32
     tiny_gguf.write(path, "llama", "Q4_0")

@@ -21,7 +21,16 @@ OF_GEMMA = {
     "pre_feedforward_layernorm": "ffn_norm", "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+OF_LFM2 = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
+    "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+}  # fmt: skip
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+TOP["model.embedding_norm"] = "token_embd_norm"
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where they lie
 
 
@@ -82,7 +91,7 @@ def name_of(name, kind="llama"):
     _, _, number, part = stem.split(".", 3)
     if ".experts." in part:
         return f"blk.{number}.{EXPERTS[part.rpartition('.')[2]]}.{last}"
-    others = {"gpt_oss": OF_GPT_OSS, **dict.fromkeys(tiny.OLMO, OF_OLMO)}
+    others = {"gpt_oss": OF_GPT_OSS, "lfm2": OF_LFM2, **dict.fromkeys(tiny.OLMO, OF_OLMO)}
     names = {**NAMES, **(OF_GEMMA if kind.startswith("gemma") else others.get(kind, {}))}
     return f"blk.{number}.{names[part]}.{last}"
 
@@ -140,6 +149,12 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
     for key, name in keys.items():
         share = settings.get("partial_rotary_factor", 1) if key.startswith("rope") else 1
         writer.add_uint32(f"{architecture}.{key}", int(settings[name] * share))
+    if kind == "lfm2":
+        writer.kv_data[0].pop("lfm2.attention.head_count_kv")
+        heads = [0 if own == "conv" else settings["num_key_value_heads"] for own in settings["layer_types"]]
+        writer.add_array("lfm2.attention.head_count_kv", heads)
+        writer.add_uint32("lfm2.shortconv.l_cache", 3)
+        settings["norm_eps"] = settings["rms_norm_eps"]
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", settings["rms_norm_eps"])
     writer.add_float32(f"{architecture}.rope.freq_base", settings["rope_theta"])
     if kind in tiny.EXPERTS:
@@ -178,6 +193,10 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
     tensors: dict = {}
     of_experts: dict = {}  # by name in GGUF: those of all experts of a layer are one tensor
     for i, (name, x) in enumerate(tiny.tensors(kind, settings).items()):
+        if x.ndim == 3 and kind == "lfm2":  # of a convolution
+            tensors[name] = x
+            writer.add_tensor(name_of(name, kind), x[:, 0])
+            continue
         if kind == "gpt_oss" and ".experts." in name:
             tensors[name] = write_experts(writer, name, x, stored, i)
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn.layers._mixers import ConvolutionMixer
+from fastattn.models import _gguf
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._families.hybrid import ATTENTION, convolved_tokens, linear, require_decoder
 from fastattn.models._families.shared import DecoderNames, frequencies, head_counts, read_decoder
@@ -41,18 +42,20 @@ class _Convolutions(NamedTuple):
 
     width: int
     biased: bool
+    flat: bool  # the convolution's weight has two axes, as in GGUF
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
         """The shapes of a mixer's tensors."""
         rows = {"conv.conv": hidden, "conv.in_proj": 3 * hidden, "conv.out_proj": hidden}
         shapes: dict[str, Shape] = {f"{name}.weight": (n, hidden) for name, n in rows.items()}
-        shapes["conv.conv.weight"] = (hidden, 1, self.width)
+        shapes["conv.conv.weight"] = (hidden, self.width) if self.flat else (hidden, 1, self.width)
         return shapes | {f"{name}.bias": (n,) for name, n in rows.items() if self.biased}
 
     def read(self, source: Source, prefix: str) -> tuple[Projection, Mixer, Projection]:
         """The map in, the mixer, and the map out."""
         convolution, *maps = (f"{prefix}conv.{name}" for name in ("conv", "in_proj", "out_proj"))
-        taps = source.vector(f"{convolution}.weight")
+        channels = source.shape(f"{convolution}.weight")[0]
+        taps = source.vector(f"{convolution}.weight", shape=(channels, 1, self.width))
         first, second = (linear(source, name, self.biased) for name in maps)
         bias = source.vector(f"{convolution}.bias") if self.biased else None
         return first, ConvolutionMixer(taps, bias), second
@@ -83,7 +86,7 @@ def lfm2(source: Source) -> Decoder:
         heads_kv=heads_kv,
         head_dim=head_dim,
         biased=frozenset(),
-        mixing=_Convolutions(width, config.get("conv_bias", bool, False)),
+        mixing=_Convolutions(width, config.get("conv_bias", bool, False), _gguf.is_file(source.folder)),
         mixed=frozenset(i for i, kind in enumerate(kinds) if kind != ATTENTION),
     )
     tied: Any = config.get("tie_word_embeddings", bool, True)
