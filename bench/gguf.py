@@ -77,7 +77,7 @@ def write_model(path: Path, kind: str, layers: int) -> None:
 
 
 def times(path: str, threads: int, **how: Any) -> list[float]:
-    """What `COLUMNS` say, of fastattn."""
+    """Milliseconds of each of `COLUMNS` with fastattn."""
     import fastattn
     from fastattn import models
 

@@ -68,7 +68,7 @@ class Precision:
         return lane_dtype(self.dtype)
 
     def rounding(self, weight: PackedLinear) -> Rounding | None:
-        """What a map's inputs are rounded to: in a file's own types, only by weights that are integers."""
+        """The rounding of a map's inputs: in a file's own types, only of weights that are integers."""
         return self.activations if weight.dtype in INTEGERS else None
 
     def __str__(self) -> str:
