@@ -203,7 +203,7 @@ def test_words_of_sentence_transformers_and_transformers(folders):
     for func, call, said in (
         ("load", lambda **named: models.load(folders["encoder"], **named), {
             "torch_dtype": "; expected dtype$",
-            "load_in_8bit": r"; expected weights_dtype \(\"int8\", \"int4\", \"uint4\" or \"nf4\"\)$",
+            "load_in_8bit": r"; expected weights_dtype \(\"int8\", \"q8\", \"int4\" or \"uint4\"\)$",
             "device": ": it computes on CPUs$",
             "trust_remote_code": ": no code of a folder is run$",
             "cache_folder": ": nothing is downloaded$",
