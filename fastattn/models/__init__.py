@@ -11,6 +11,7 @@ from fastattn.models._files import ModelError
 from fastattn.models._generation import Piece, Score, message_of
 from fastattn.models._load import MODEL_TYPES, load
 from fastattn.models._multi_vector import MultiVectorEncoder
+from fastattn.models._prompt_cache import PromptCache
 from fastattn.models._save import save
 from fastattn.models._session import Session
 from fastattn.models._sparse import SparseEncoder
@@ -25,6 +26,7 @@ __all__ = [
     "ModelError",
     "MultiVectorEncoder",
     "Piece",
+    "PromptCache",
     "Score",
     "Session",
     "SparseEncoder",

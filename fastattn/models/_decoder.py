@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -33,6 +34,7 @@ from fastattn.models._generation import (
 from fastattn.models._grammar import Matcher, matchers
 from fastattn.models._model import one_sequence
 from fastattn.models._next_tokens import NextTokens
+from fastattn.models._prompt_cache import PromptCache
 from fastattn.models._session import Session, cache_dtypes
 from fastattn.models._speculation import MOST, Speculation, proposals_of
 from fastattn.models._text import NO_TOKEN, Said, strings
@@ -67,7 +69,7 @@ class Decoder(NextTokens):
         *,
         attention_mask: ArrayLike | None = None,
         stop: int | str | Sequence[int | str] | None = None,
-        cache: Session | None = None,
+        cache: Session | PromptCache | None = None,
         cache_dtype: DTypeLike | None = None,
         template_values: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -94,11 +96,12 @@ class Decoder(NextTokens):
             Ids replace that default. After a text or messages also texts, which end the answer before they
             begin, in any tokens, and beside the default where there are no ids; `ids` of the last piece
             include theirs.
-        cache : Session, optional
+        cache : Session or PromptCache, optional
             Of one prompt: what `session` made. Its tokens with which the prompt begins are not computed
             again, and the new ones stay in it. The answer is that without it, but for rounding: the tokens of
             a prompt are computed with fewer others. A session whose keys were rotated for another length,
-            by a scaling that depends on it, begins anew.
+            by a scaling that depends on it, begins anew. What `prompt_cache` made finds such a session for
+            each prompt.
         cache_dtype : {"int8", "bfloat16", "float16"}, optional
             Keep keys and values in this type, as `KVCache` does, instead of the model's dtype: int8 is a
             quarter of the memory of float32 that a step reads, half of bfloat16's. The types of 16 bits are
@@ -188,7 +191,8 @@ class Decoder(NextTokens):
             single, prompts, parts = self._encoded(*written, values_of(template_values, tools))
             stop, texts = parted(stop)
         if cache is not None:
-            _session.require_fit(cache, self, len(prompts), cache_dtype)
+            own = cache.empty if isinstance(cache, PromptCache) else cache
+            _session.require_fit(own, self, len(prompts), cache_dtype)
         cache_dtype = self._kept_as(cache_dtype)
         proposals = proposals_of(speculate, self, prompts)
         n_new = integer("max_new_tokens", max_new_tokens, 0)
@@ -353,6 +357,15 @@ class Decoder(NextTokens):
         why = "" if self.dtype == np.float32 else f" of a model in {self.dtype}"
         return dtype_choice("cache_dtype", given, dtypes, why)
 
+    @named("prompt_cache")
+    def prompt_cache(self, most_bytes: int = 1 << 30, cache_dtype: DTypeLike | None = None) -> PromptCache:
+        """Make an empty cache of sessions, for ``generate(cache=)``, which takes up to `most_bytes`.
+
+        Keys are kept in `cache_dtype`, as in `session`.
+        """
+        kept = self._kept_as(cache_dtype)
+        return PromptCache(partial(self.session, kept), integer("most_bytes", most_bytes, 0))
+
     @named("load_session")
     def load_session(self, path: str | os.PathLike[str]) -> Session:
         """Read a session that `Session.save` wrote.
@@ -413,7 +426,7 @@ class Decoder(NextTokens):
         stop: Ints,
         ended: Bools,
         cache_dtype: DTypeLike | None,
-        session: Session | None,
+        session: Session | PromptCache | None,
         speculation: Speculation | None,
     ) -> Iterator[Step]:
         """Steps until all sequences have reached `stop`, or are `ended` by whoever reads them."""
@@ -422,6 +435,8 @@ class Decoder(NextTokens):
         lengths = np.array([len(prompt) for prompt in prompts])
         batch, longest = len(prompts), int(lengths.max())
         new, turn = np.concatenate(prompts), None
+        if isinstance(session, PromptCache):
+            session = session.taken(new)
         if session is None:
             cache = self._cache(longest + min(max_new_tokens - 1, _ROOM), cache_dtype)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import weakref
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from fastattn.models._embeddings import of_length
 from fastattn.models._states import EVERY, StateCache, reachable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fastattn._args.types import Ints
     from fastattn.layers._mixers import Kind
@@ -30,6 +31,10 @@ _FORMAT = 1
 _KEY = "fastattn.session"  # of the values in a file's header
 _NOT_OF_KEYS = ("text", "origin", "stop")  # fields of a model on which keys do not depend
 _LONG = 2**24  # tokens
+
+
+class _Turn:
+    """The right of a call to add tokens. It is gone when the call has ended."""
 
 
 class Session:
@@ -50,7 +55,8 @@ class Session:
         self, model: Model, frequencies: Sequence[Frequencies], cache: KVCache, ids: Sequence[int] = ()
     ):
         self._model, self._frequencies, self._cache, self._ids = model, frequencies, cache, list(ids)
-        self._turn: object = None  # of the call of `generate` that may add tokens
+        # A weak reference to that of the call of `generate` which may add tokens.
+        self._turn: Callable[[], _Turn | None] = lambda: None
         self._prompt = 0  # tokens of its prompt
         self._rotated: str | None = None  # a hash of the frequencies by which keys are rotated
 
@@ -67,14 +73,26 @@ class Session:
         """Bytes of memory of keys and values, of states and their copies."""
         return self._cache.nbytes
 
-    def copy(self) -> Session:
-        """A session that goes on from here by itself, with arrays of its own."""
-        cache, ids = self._settled()
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is still read that adds tokens."""
+        return self._turn() is not None
+
+    def shared(self, prompt: Ints) -> int:
+        """The number of tokens with which `prompt` begins, but for its last one, that are here."""
+        count = min(len(self._ids), len(prompt) - 1)  # logits are needed of the last token
+        differs = np.flatnonzero(np.array(self._ids[:count], np.int64) != prompt[:count])
+        return reachable(self._cache, int(differs[0]) if differs.size else count)
+
+    def copy(self, length: int | None = None) -> Session:
+        """A session that goes on from here by itself, with arrays of its own; from its token `length`."""
+        cache, ids = self._settled(length)
         session = Session(self._model, self._frequencies, copy.deepcopy(cache), ids)
         session._rotated = self._rotated
         return session
 
-    __copy__ = copy
+    def __copy__(self) -> Session:
+        return self.copy()
 
     def __deepcopy__(self, memo: Any) -> Session:
         return self.copy()
@@ -104,24 +122,20 @@ class Session:
         values["arrays"] = _digest([arrays[name] for name in sorted(arrays)])
         _safetensors.write(path, arrays, values, _KEY)
 
-    def _begin(self, prompt: Ints, longest: int) -> tuple[int, object]:
+    def _begin(self, prompt: Ints, longest: int) -> tuple[int, _Turn]:
         """Keep what `prompt` begins with; return the number of these tokens, and a turn for `add`.
 
         Scalings of rotary positions may depend on `longest`, the number of tokens.
         """
         self._prompt = len(prompt)
-        count = min(len(self._ids), len(prompt) - 1)  # logits are needed of the last token
-        differs = np.flatnonzero(np.array(self._ids[:count], np.int64) != prompt[:count])
-        count = int(differs[0]) if differs.size else count
         rotated = _digest([of_length(x, longest) for x in self._frequencies])
-        if self._rotated not in (None, rotated):
-            count = 0
-        self._rotated, self._turn = rotated, object()
-        count = reachable(self._cache, count)
+        count = self.shared(prompt) if self._rotated in (None, rotated) else 0
+        turn = _Turn()
+        self._rotated, self._turn = rotated, weakref.ref(turn)
         self._ids = self._ids[:count]
         if self._cache.batch is not None:
             self._cache.truncate(count)
-        return count, self._turn
+        return count, turn
 
     def _parts(self, new: Ints) -> list[Ints]:
         """The tokens `new` of a prompt, which follow those that are here, up to each copy of states."""
@@ -130,13 +144,13 @@ class Session:
         begin = len(self._ids)
         return np.split(new, range(EVERY - begin % EVERY, len(new), EVERY))
 
-    def _require(self, turn: object) -> None:
+    def _require(self, turn: _Turn | None) -> None:
         """Raise if another call has begun since `turn`."""
-        if turn is not self._turn:
+        if turn is not self._turn():
             came = "cache has been given to another call meanwhile"
             raise RuntimeError(f"generate(): {came}; expected one answer at a time")
 
-    def _add(self, tokens: Ints, turn: object) -> None:
+    def _add(self, tokens: Ints, turn: _Turn | None) -> None:
         """Count tokens whose keys and values, and states, are in the cache."""
         self._require(turn)
         self._ids += tokens.tolist()
@@ -144,12 +158,12 @@ class Session:
         if isinstance(self._cache, StateCache) and (length == self._prompt or not length % EVERY):
             self._cache.take_snapshot()
 
-    def _settled(self) -> tuple[KVCache, list[int]]:
+    def _settled(self, length: int | None = None) -> tuple[KVCache, list[int]]:
         """The cache without keys of other tokens: a call may still come to them, or was interrupted.
 
-        It shares the memory. With it, the tokens: none after the last states that are here.
+        It shares the memory. With it, the tokens, up to `length`: none after the last states that are here.
         """
-        length = reachable(self._cache, len(self._ids))
+        length = reachable(self._cache, len(self._ids) if length is None else length)
         cache = copy.copy(self._cache)
         if cache.batch is not None:
             cache.truncate(length)
@@ -164,7 +178,7 @@ def cache_dtypes(dtype: np.dtype[Any]) -> tuple[str, ...]:
 def require_fit(session: Any, model: Model, prompts: int, cache_dtype: Any) -> None:
     """Raise unless a call of `model.generate` may use `session`."""
     if not isinstance(session, Session):
-        raise wrong_type("cache", session, "what session() makes")
+        raise wrong_type("cache", session, "what session() or prompt_cache() makes")
     if cache_dtype is not None:
         raise ValueError("(): cache_dtype is given with a cache; expected it in session()")
     if session._model is not model:

@@ -241,7 +241,7 @@ def test_what_is_refused(tmp_path):
     model, other = load(tmp_path / "one"), load(tmp_path / "other")
     session = model.session()
     cases = [
-        (TypeError, r"cache is of type dict; expected what session\(\) makes", {"cache": {}}),
+        (TypeError, r"cache is of type dict; expected what session\(\) or prompt_cache", {"cache": {}}),
         (ValueError, "cache_dtype is given with a cache", {"cache": session, "cache_dtype": "int8"}),
         (ValueError, "cache is a session of another llama", {"cache": other.session()}),
     ]
@@ -306,3 +306,71 @@ def test_the_digest_is_of_weights_and_types(tmp_path):
     ]
     assert len({digest(model) for model in same}) == 1
     assert len({digest(model) for model in same + others}) == 1 + len(others)
+
+
+LONG = RNG.integers(VOCAB, size=20).tolist()
+
+
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_a_prompt_cache_finds_what_a_prompt_goes_on_from(kind, tmp_path, implementation, monkeypatch):
+    """Two conversations after one instruction: each turn computes its new tokens alone."""
+    model = load(tmp_path, kind)
+    cache, talks = model.prompt_cache(), [LONG + FIRST, LONG + NEXT]
+    counts = computed(monkeypatch, model)
+    for turn in range(3):
+        for i, talk in enumerate(talks):
+            begun = len(counts)
+            said = answer(model, talk, 3, cache=cache)
+            alone = answer(model, talk, 3)
+            assert said == alone
+            if turn:
+                assert counts[begun] == 1 + len(NEXT)
+            elif i and kind == "llama":
+                assert counts[begun] == len(NEXT)  # the instruction was there
+            talks[i] = talk + said + NEXT
+    assert len(cache) == 2
+    assert cache.nbytes == sum(session.nbytes for session in cache._sessions)
+    assert repr(cache) == f"<PromptCache: 2 sessions, {cache.nbytes} of {1 << 30} bytes>"
+
+
+def test_a_prompt_cache_forgets_what_was_used_longest_ago(tmp_path):
+    model = load(tmp_path)
+    prompts = [[i, *LONG] for i in range(3)]
+    cache = model.prompt_cache(0)
+    for prompt in prompts:
+        answer(model, prompt, cache=cache)
+        assert len(cache) == 1
+    one = cache.nbytes
+    cache = model.prompt_cache(2 * one)
+    said = [answer(model, prompt, cache=cache) for prompt in prompts]
+    answer(model, prompts[1] + said[1] + NEXT, cache=cache)
+    assert [session.ids[0] for session in cache._sessions] == [2, 1]
+
+
+def test_answers_of_a_prompt_cache_that_are_read_in_turn(tmp_path):
+    """A session is not given to two calls, nor forgotten while its answer is read."""
+    model = load(tmp_path)
+    cache = model.prompt_cache(0)
+    first, second = (model.generate(LONG, 6, stop=(), cache=cache) for _ in range(2))
+    got = [[next(first)], [next(second)]]
+    assert len(cache) == 2
+    for _ in range(5):
+        got[0].append(next(first))
+        got[1].append(next(second))
+    assert got == [answer(model, LONG)] * 2
+    del first, second
+    assert not any(session.busy for session in cache._sessions)
+    answer(model, LONG, cache=cache)
+    assert len(cache) == 1
+
+
+def test_what_a_prompt_cache_refuses(tmp_path):
+    model, other = load(tmp_path / "one"), load(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"^generate\(\): cache is a session of another llama"):
+        other.generate(FIRST, cache=model.prompt_cache())
+    with pytest.raises(ValueError, match="cache is given with 2 prompts; expected one"):
+        model.generate([FIRST, NEXT], cache=model.prompt_cache())
+    with pytest.raises(ValueError, match=r"^prompt_cache\(\): most_bytes is -1; expected"):
+        model.prompt_cache(-1)
+    with pytest.raises(ValueError, match=r"^prompt_cache\(\): cache_dtype is 'int4'; expected"):
+        model.prompt_cache(cache_dtype="int4")

@@ -1,0 +1,60 @@
+"""A cache of prompts: sessions of a language model, found by what a prompt begins with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastattn.models._session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastattn._args.types import Ints
+
+# Tokens that a prompt has to share with a session, for the copy of a part of it to be worth its memory.
+_LEAST = 16
+
+
+class PromptCache:
+    """Sessions of a model, of which each call of ``generate(cache=)`` takes the one that helps most.
+
+    `Decoder.prompt_cache` makes it. A prompt that goes on from all tokens of a session continues it. One that
+    shares a part with a session, as an instruction before all conversations, or whose session is in use, gets
+    a copy cut to that part. Any other prompt begins a session. When a call begins and all take more than
+    `most_bytes`, those that were used longest ago are forgotten, but for sessions of answers that are still
+    read. Finding one takes time in proportion to the tokens in the cache.
+
+    Several answers may be read in turn, in one thread.
+    """
+
+    def __init__(self, make: Callable[[], Session], most_bytes: int):
+        self._make, self._most, self.empty = make, most_bytes, make()
+        self._sessions: list[Session] = []  # the latest comes last
+
+    def __repr__(self) -> str:
+        return f"<PromptCache: {len(self)} sessions, {self.nbytes} of {self._most} bytes>"
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of all sessions."""
+        return sum(session.nbytes for session in self._sessions)
+
+    def taken(self, prompt: Ints) -> Session:
+        """The session for a call with this prompt, which is then the latest."""
+        while self.nbytes > self._most and (idle := [x for x in self._sessions if not x.busy]):
+            self._sessions.remove(idle[0])
+        session, shared = None, 0
+        for each in self._sessions:
+            if (count := each.shared(prompt)) > shared or (count == shared > 0 and not each.busy):
+                session, shared = each, count
+        if session is None or shared < min(_LEAST, len(session.ids)):
+            session = self._make()
+        elif shared < len(session.ids) or session.busy:
+            session = session.copy(shared)
+        else:
+            self._sessions.remove(session)
+        self._sessions.append(session)
+        return session
