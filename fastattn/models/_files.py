@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from fastattn._args.values import short
 
 if TYPE_CHECKING:
@@ -180,7 +182,7 @@ class Config:
         """Raise unless each of these values is missing, null, or the one that is supported."""
         for name, wanted in supported.items():
             value = self.values.get(name)
-            if value is not None and value != wanted:
+            if value is not None and (isinstance(value, np.ndarray) or value != wanted):
                 raise ModelError(f"{self.path}: {name!r} is {short(value)}; only {wanted!r} is supported")
 
     def refuse_others(self, **names: str) -> None:

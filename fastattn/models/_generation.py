@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from fastattn._args.errors import wrong_type
-from fastattn._args.values import short
+from fastattn._args.errors import named, wrong_type
+from fastattn._args.values import iterated, short
 from fastattn.models._answers import Part, overlap
 
 if TYPE_CHECKING:
@@ -239,6 +239,7 @@ def prompts_of(given: Any) -> tuple[bool, list[str | Messages]] | None:
     return (False, list(given)) if any(written) else None
 
 
+@named("message_of")
 def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
     """The message of an answer, for the conversation that goes on.
 
@@ -252,10 +253,17 @@ def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
     dict
         `role` and `content`, and where there are any, `reasoning_content` and `tool_calls`, as chat templates
         read them.
+
+    Raises
+    ------
+    TypeError
+        If there is anything else than pieces.
     """
     said: dict[str, str] = {"text": "", "reasoning": ""}
     calls: list[Mapping[str, Any]] = []
-    for piece in pieces:
+    for piece in iterated("pieces", pieces, "the pieces that generate() gave"):
+        if not isinstance(piece, Piece):
+            raise wrong_type("pieces", piece, "pieces that generate() gave")
         if piece.tool_call is not None:
             calls.append({"type": "function", "function": piece.tool_call})
         else:

@@ -134,7 +134,15 @@ _OF_GRANITE = {
     "logit_scale": "logits_scaling",
 }
 # What files of experts may say otherwise, and what is supported: a softmax, and no expert for every token.
-_OF_EXPERTS = {"expert_shared_count": 0, "expert_gating_func": 1, "expert_weights_norm": True}
+_OF_EXPERTS = {
+    "expert_shared_count": 0,
+    "expert_gating_func": 1,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.0,
+    "leading_dense_block_count": 0,
+}
+# Keys of other models' attention and experts, which change results.
+_OF_OTHERS = ("attention.clamp_kqv", "attention.max_alibi_bias", "swiglu_clamp_exp", "swiglu_clamp_shexp")
 _SCALING = {
     "type": "rope_type",
     "factor": "factor",
@@ -211,7 +219,7 @@ def _shown(value: Any) -> str:
 
 
 def config_of(path: Path, file: GgufFile) -> Config:
-    """The values that config.json would have; what would change results and is not known is refused."""
+    """The values that config.json would have; keys of other models that change results are refused."""
     said = Config.of(path, file.metadata)
     model_type, _ = _architecture(path, file.metadata)
     prefix = file.metadata["general.architecture"]
@@ -227,6 +235,10 @@ def config_of(path: Path, file: GgufFile) -> Config:
             came = f"'{prefix}.expert_count' is {experts}"
             raise ModelError(f"{path}: {came}; expected none in a {model_type}")
         said.refuse(**{f"{prefix}.{key}": value for key, value in _OF_EXPERTS.items()})
+    if found := [key for key in _OF_OTHERS if f"{prefix}.{key}" in file.metadata]:
+        raise ModelError(f"{path}: there is a '{prefix}.{found[0]}'; expected none in a {model_type}")
+    if model_type == "gpt_oss":  # layers in turn have a window
+        said.refuse(**{f"{prefix}.attention.sliding_window_pattern": 2})
     if not said.get(f"{prefix}.attention.causal", bool, True):
         raise ModelError(f"{path}: '{prefix}.attention.causal' is False; expected True")
     values: dict[str, Any] = {"model_type": model_type}
@@ -238,8 +250,9 @@ def config_of(path: Path, file: GgufFile) -> Config:
     for key, name in sizes.items():
         value = file.metadata.get(f"{prefix}.{key}")
         value = value.tolist() if isinstance(value, np.ndarray) else value
-        no_window = key == "attention.sliding_window" and value == 0  # as Phi-4 says it
-        if value is not None and not no_window:
+        if key == "attention.sliding_window" and value == 0:  # as Phi-4 says that there is none
+            value, values[name] = None, None
+        if value is not None:
             values[name] = value
     if model_type.startswith("gemma"):  # of each size, the scale that llama.cpp has
         largest = values.get("num_hidden_layers") == (46 if model_type == "gemma2" else 62)
@@ -249,9 +262,9 @@ def config_of(path: Path, file: GgufFile) -> Config:
         values |= _of_lfm2(said, prefix, values)
     if model_type == "llama" and experts:
         values["model_type"] = "mixtral"
-    elif model_type == "llama" and "sliding_window" in values:
+    elif model_type == "llama" and values.get("sliding_window"):
         values["model_type"] = "mistral"
-    elif model_type == "olmo2" and "sliding_window" in values:
+    elif model_type == "olmo2" and values.get("sliding_window"):
         values["model_type"] = "olmo3"
         values["layer_types"] = _kinds(said, prefix)
     values["norm_topk_prob"] = True  # llama.cpp always does
@@ -259,6 +272,7 @@ def config_of(path: Path, file: GgufFile) -> Config:
         values["vocab_size"] = file.shape("token_embd.weight")[0]
     values["tie_word_embeddings"] = "output.weight" not in file.names
     values["attention_bias"] = "blk.0.attn_output.bias" in file.names
+    values["mlp_bias"] = "blk.0.ffn_down.bias" in file.names
     head_dim = _head_dim(path, file)
     rotated = said.size(f"{prefix}.rope.dimension_count", head_dim)
     if model_type == "phi3" and rotated <= head_dim:

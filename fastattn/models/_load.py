@@ -152,8 +152,9 @@ def load(
     path = Path(folder)
     is_gguf = _gguf.is_file(path)
     precise = partial(Precision.of, dtype, weights_dtype, activations)
+    precision = precise(of_file=True)  # refuses unknown names, whatever is there
     if is_gguf:
-        return _of_gguf(path, precise(of_file=True))
+        return _of_gguf(path, precision)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"
         expected = "expected one with config.json and model.safetensors, or a GGUF file"

@@ -57,8 +57,7 @@ class Precision:
         weights = usual if weights_dtype is None else weights_dtype
         hint = "" if name == "float64" else "; float64 comes with dtype='float64'"
         weights = dtype_choice("weights_dtype", weights, fitting, f" for dtype {name}{hint}")
-        if weights != OF_FILE:
-            integer_activations(activations, weights)
+        integer_activations(activations, "q8" if weights == OF_FILE else weights)  # a file may have blocks
         kind = np.dtype(require("ml_dtypes").bfloat16 if name == "bfloat16" else name)
         return cls(kind, weights, activations)
 

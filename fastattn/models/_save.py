@@ -112,8 +112,9 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
     if dtype == "bfloat16":
         require("ml_dtypes")
     of_file = _gguf.is_file(origin.folder)
-    if of_file and model.model_type.startswith(("gemma", "lfm2")):
-        came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder"
+    blocks = not of_file and read_json(origin.folder / "config.json").get("quantization_config") is not None
+    if blocks or (of_file and model.model_type.startswith(("gemma", "gpt_oss", "lfm2"))):
+        came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder of floats"
         raise ModelError(f"{came}; expected path to end with '.gguf'")
     tensors: dict[str, Array] = {}
     with ExitStack() as stack:

@@ -15,7 +15,7 @@ import numpy as np
 
 from fastattn._engine.experts import ExpertsStep
 from fastattn._engine.settings import get_num_threads
-from fastattn._formats import FORMATS, feedback_of
+from fastattn._formats import FORMATS, Format, feedback_of
 from fastattn._gguf_writer import Encoded, Entry, write
 from fastattn.models import _gguf
 from fastattn.models._files import Config, ModelError, require
@@ -122,11 +122,21 @@ def _parts(
     pieces = [x[begin : begin + rows] for begin in range(0, len(x), rows)]
     block, encoded = FORMATS[kind], FORMATS[kind].encoded
     if moments is not None:
-        encoded = partial(block.compensated, feedback=feedback_of(moments))
+        encoded = partial(_calibrated, block, moments, feedback_of(moments))
     try:
         yield from pool.map(encoded, pieces)
     except ValueError as error:
         raise ValueError(f"(): {name!r} has {error}") from error
+
+
+def _calibrated(block: Format, moments: Array, feedback: Array, rows: Array) -> Array:
+    """Blocks of rows, each calibrated if its products err less then: it may leave the range of its scales."""
+    found, errors = (block.compensated(rows, feedback), block.encoded(rows)), []
+    for blocks in found:
+        numbers = block.decoded(np.ascontiguousarray(blocks).reshape(-1).view(np.uint8))
+        off = numbers.reshape(rows.shape) - rows
+        errors.append(np.einsum("ij,ij->i", off @ moments, off))
+    return np.where((errors[0] < errors[1])[:, None], *found)
 
 
 def _with_experts(entries: list[Entry]) -> Iterator[Entry]:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tiny_gpt_oss
 import tiny_models as tiny
 from model_folders import refused
 from tiny_tokenizers import write_tokenizer
@@ -152,24 +153,6 @@ def test_old_and_new_ways_to_say_rope_in_gemma(tmp_path):
     assert all(np.abs(results[0] - other).max() > 0.01 for other in results[2:])
 
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-
-
-def in_mxfp4(weights):
-    """GPT-OSS's tensors with random blocks and scales of experts, and the same with their numbers."""
-    rng, blocks, numbers = np.random.default_rng(1), dict(weights), dict(weights)
-    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
-        count, n_in, n_out = weights[name].shape
-        data = rng.integers(0, 256, (count, n_out, n_in // 32, 16), dtype=np.uint8)
-        scales = rng.integers(122, 126, (count, n_out, n_in // 32), dtype=np.uint8)
-        del blocks[name]
-        blocks |= {f"{name}_blocks": data, f"{name}_scales": scales}
-        codes = np.stack((data & 15, data >> 4), axis=-1)  # the lower half of a byte comes first
-        wide = E2M1[codes] * np.exp2(scales.astype(np.float32) - 127)[..., None, None]
-        numbers[name] = np.ascontiguousarray(wide.reshape(count, n_out, n_in).swapaxes(1, 2))
-    return blocks, numbers
-
-
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 
 
@@ -177,7 +160,7 @@ def test_experts_in_mxfp4(tmp_path):
     """They stay as they are, and are not transposed, as others are."""
     sizes = {"hidden_size": 64, "intermediate_size": 32}
     config = {**tiny.CONFIGS["gpt_oss"], **sizes}
-    blocks, numbers = in_mxfp4(tiny.tensors("gpt_oss", config))
+    blocks, numbers = tiny_gpt_oss.in_mxfp4(tiny.tensors("gpt_oss", config))
     tiny.write(tmp_path, "gpt_oss", numbers, **sizes)
     expected = models.load(tmp_path)(IDS)
     tiny.write(tmp_path, "gpt_oss", blocks, **sizes, **MXFP4)
@@ -206,7 +189,7 @@ def test_experts_in_mxfp4(tmp_path):
 )  # fmt: skip
 def test_blocks_of_experts_that_do_not_fit(changes, message, tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 32}
-    blocks, _ = in_mxfp4(tiny.tensors("gpt_oss", {**tiny.CONFIGS["gpt_oss"], **sizes}))
+    blocks, _ = tiny_gpt_oss.in_mxfp4(tiny.tensors("gpt_oss", {**tiny.CONFIGS["gpt_oss"], **sizes}))
     for part, x in changes.items():
         name = f"model.layers.0.mlp.experts.gate_up_proj_{part}"
         blocks.pop(name)

@@ -103,6 +103,24 @@ def test_maps_of_two_types_are_kept_in_one(stored, queries, dtypes, tmp_path, mo
             np.testing.assert_array_equal(getattr(narrow, field), getattr(exact, field))
 
 
+@pytest.mark.parametrize("wrong", ["int4", True])
+def test_inputs_are_rounded_where_weights_are_integers(wrong, tmp_path):
+    path = tmp_path / "model.gguf"
+    tiny_gguf.write(path, "llama", "Q4_0")
+    rounded = models.load(path, activations="int8")
+    assert rounded.weights_dtype == "file"
+    alike = models.load(path, weights_dtype="int4", activations="int8")
+    np.testing.assert_array_equal(rounded(IDS), alike(IDS))
+    assert (rounded(IDS) != models.load(path)(IDS)).any()
+    with pytest.raises((TypeError, ValueError), match=r"^load\(\): activations is"):
+        models.load(path, activations=wrong)
+    tiny_gguf.write(path, "llama", "F32")
+    with pytest.raises(
+        ValueError, match=r"^load\(\): activations is 'int8' for weights in float32; expected"
+    ):
+        models.load(path, activations="int8")
+
+
 def test_a_folder_has_no_types_of_its_own(tmp_path):
     tiny.write(tmp_path, "llama")
     with pytest.raises(ValueError, match="weights_dtype is 'file'; expected one of float32, bfloat16, int8"):

@@ -73,3 +73,21 @@ def _mixed(c, t, mlp, row):
         inner = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
         out = out + weight * (inner @ t[f"{mlp}experts.down_proj"][i] + t[f"{mlp}experts.down_proj_bias"][i])
     return out
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def in_mxfp4(weights):
+    """GPT-OSS's tensors with random blocks and scales of experts, and the same with their numbers."""
+    rng, blocks, numbers = np.random.default_rng(1), dict(weights), dict(weights)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, n_in, n_out = weights[name].shape
+        data = rng.integers(0, 256, (count, n_out, n_in // 32, 16), dtype=np.uint8)
+        scales = rng.integers(122, 126, (count, n_out, n_in // 32), dtype=np.uint8)
+        del blocks[name]
+        blocks |= {f"{name}_blocks": data, f"{name}_scales": scales}
+        codes = np.stack((data & 15, data >> 4), axis=-1)  # the lower half of a byte comes first
+        wide = E2M1[codes] * np.exp2(scales.astype(np.float32) - 127)[..., None, None]
+        numbers[name] = np.ascontiguousarray(wide.reshape(count, n_out, n_in).swapaxes(1, 2))
+    return blocks, numbers

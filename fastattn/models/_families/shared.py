@@ -245,8 +245,10 @@ def frequencies(
     """
     scaling = {**config.get("rope_scaling", dict, {}), **config.get("rope_parameters", dict, {})}
     scaling.setdefault("rope_theta", config.number("rope_theta", theta))
-    if in_part and kind(scaling) in ("su", "yarn"):  # older names in Phi-3
+    if config.values.get("model_type") == "phi3" and kind(scaling) in ("su", "yarn"):  # older names there
         scaling |= {"rope_type": "longrope"}
+    for axis in ("mrope_section", "mrope_interleaved"):  # of images: a text has one position a token
+        scaling.pop(axis, None)
     if kind(scaling) in ("yarn", "llama3", "longrope"):  # the trained length may be beside it, or the same
         trained = config.optional_size("original_max_position_embeddings")
         longest = config.optional_size("max_position_embeddings")
@@ -254,7 +256,7 @@ def frequencies(
             scaling["original_max_position_embeddings"] = trained
         elif longest is not None:
             scaling.setdefault("original_max_position_embeddings", longest)
-    said = [config.values.get("partial_rotary_factor"), scaling.pop("partial_rotary_factor", None)]
+    said = [scaling.pop("partial_rotary_factor", None), config.values.get("partial_rotary_factor")]
     factor = next((x for x in said if x is not None), usual)
     if not (isinstance(factor, (int, float)) and 0 < factor <= 1 and (in_part or factor == 1)):
         expected = "a number above 0 and at most 1" if in_part else "1.0, which alone is supported"
