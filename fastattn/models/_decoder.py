@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.values import as_array, integer, integers, iterated, short
 from fastattn._engine.program import Sequences
@@ -17,7 +15,6 @@ from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _gguf, _model, _session
 from fastattn.models._answers import Parts
 from fastattn.models._chat import conversation
-from fastattn.models._embeddings import of_length
 from fastattn.models._files import usual_sampling
 from fastattn.models._generation import (
     Score,
@@ -33,32 +30,29 @@ from fastattn.models._generation import (
 )
 from fastattn.models._grammar import Matcher, matchers
 from fastattn.models._model import one_sequence
-from fastattn.models._next_tokens import NextTokens
 from fastattn.models._prompt_cache import PromptCache
-from fastattn.models._session import Session, cache_dtypes
-from fastattn.models._speculation import MOST, Speculation, proposals_of
+from fastattn.models._session import Session
+from fastattn.models._speculation import proposals_of
+from fastattn.models._steps import Stepping
 from fastattn.models._text import NO_TOKEN, Said, strings
 from fastattn.positions import RopeFrequencies
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import ArrayLike, DTypeLike
     from typing_extensions import Unpack
 
     from fastattn._args.options import SamplingOptions
-    from fastattn._args.types import Array, Bools, Ints
+    from fastattn._args.types import Array, Ints
     from fastattn.models._generation import Messages
 
-# The cache has room for so many new tokens at first; it doubles when it is full.
-_ROOM = 256
 # Continuations that `score` computes together: each has a copy of the prompt's keys.
 _SCORED_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Decoder(NextTokens):
+class Decoder(Stepping):
     """A language model; call it for the logits of all tokens, or `generate` with it."""
 
     @named("generate")
@@ -344,40 +338,6 @@ class Decoder(NextTokens):
         folder = self.text.folder
         return _gguf.usual_sampling(folder) if _gguf.is_file(folder) else usual_sampling(folder)
 
-    @named("session")
-    def session(self, cache_dtype: DTypeLike | None = None) -> Session:
-        """Make an empty session, for ``generate(cache=)``, whose `cache_dtype` is as there."""
-        return Session(self, self.frequencies, self._cache(dtype=self._kept_as(cache_dtype)))
-
-    def _kept_as(self, given: Any) -> str | None:
-        """The argument `cache_dtype`, checked."""
-        if given is None:
-            return None
-        dtypes = cache_dtypes(self.dtype)
-        why = "" if self.dtype == np.float32 else f" of a model in {self.dtype}"
-        return dtype_choice("cache_dtype", given, dtypes, why)
-
-    @named("prompt_cache")
-    def prompt_cache(self, most_bytes: int = 1 << 30, cache_dtype: DTypeLike | None = None) -> PromptCache:
-        """Make an empty cache of sessions, for ``generate(cache=)``, which takes up to `most_bytes`.
-
-        Keys are kept in `cache_dtype`, as in `session`.
-        """
-        kept = self._kept_as(cache_dtype)
-        return PromptCache(partial(self.session, kept), integer("most_bytes", most_bytes, 0))
-
-    @named("load_session")
-    def load_session(self, path: str | os.PathLike[str]) -> Session:
-        """Read a session that `Session.save` wrote.
-
-        Raises
-        ------
-        FileNotFoundError, ValueError
-            If no file is there, or it holds no session of this model with these weights in these types.
-        """
-        shape = self.num_attentions * self.num_kv_heads, self.head_dim
-        return _session.load(path, self, self.frequencies, *shape, self.states)
-
     @named("conversation_ids")
     def conversation_ids(
         self,
@@ -399,7 +359,7 @@ class Decoder(NextTokens):
         list of int
         """
         if not is_conversation(messages):
-            expected = "a list of messages, as [{'role': 'user', 'content': 'a question'}]"
+            expected = "a list of one or more messages, as [{'role': 'user', 'content': 'a question'}]"
             raise wrong_type("messages", messages, expected)
         return self._conversation(messages, values_of(template_values, tools) or {})[0]
 
@@ -417,86 +377,6 @@ class Decoder(NextTokens):
         if any(len(prompt) == 0 for prompt in prompts):
             raise ValueError("generate(): ids has a prompt without a token; expected at least one in each")
         return single, prompts
-
-    def _steps(
-        self,
-        prompts: list[Ints],
-        max_new_tokens: int,
-        sampler: Sampler,
-        stop: Ints,
-        ended: Bools,
-        cache_dtype: DTypeLike | None,
-        session: Session | PromptCache | None,
-        speculation: Speculation | None,
-    ) -> Iterator[Step]:
-        """Steps until all sequences have reached `stop`, or are `ended` by whoever reads them."""
-        if not prompts or max_new_tokens == 0:
-            return
-        lengths = np.array([len(prompt) for prompt in prompts])
-        batch, longest = len(prompts), int(lengths.max())
-        new, turn = np.concatenate(prompts), None
-        if isinstance(session, PromptCache):
-            session = session.taken(new)
-        if session is None:
-            cache = self._cache(longest + min(max_new_tokens - 1, _ROOM), cache_dtype)
-        else:
-            cache, (known, turn) = session._cache, session._begin(new, longest)
-            *earlier, new = session._parts(new[known:])
-            for part in earlier:
-                self._hidden(part, np.array([len(part)]), longest, cache)
-                session._add(part, turn)
-            lengths = np.array([len(new)])
-        hidden = self._hidden(new, lengths, longest, cache)[np.cumsum(lengths) - 1]
-        running = np.arange(batch)  # sequences that have not ended; the others are computed no more
-        proposed: list[int] = []
-        step = 0
-        while True:
-            logits = self._capped(self.logits.run(hidden, Sequences(len(hidden))))
-            accepted: list[int] = []
-            for each in np.split(logits, len(proposed) + 1):
-                if session is not None:
-                    session._add(new, turn)
-                new, step = sampler(each), step + 1
-                yield Step(running, new, each)
-                # np.isin takes three times as long.
-                kept = np.flatnonzero((new[:, None] != stop).all(axis=1) & ~ended[running])
-                if not kept.size or step == max_new_tokens:
-                    return
-                accepted += new.tolist()
-                if accepted != proposed[: len(accepted)]:
-                    break
-            if kept.size < len(running):
-                running, new = running[kept], new[kept]
-                sampler.select(kept)
-                if self.num_layers:  # without layers, nothing is in the cache
-                    cache.select(kept)
-            if session is not None:
-                session._require(turn)
-            if speculation is not None:
-                proposed = self._proposed(speculation, accepted, max_new_tokens - step - 1, longest + step)
-                if self.num_layers:
-                    cache.truncate(longest + step - 1)
-            if proposed:
-                rows = np.append(new, proposed)
-                seen = cache._staggered(len(rows)) if self.num_layers else cache
-                hidden = self._hidden(rows, np.ones(len(rows), np.int64), longest + step, seen)
-            else:
-                hidden = self._hidden(new, np.ones(len(new), np.int64), longest + step, cache)
-
-    def _proposed(self, speculation: Speculation, accepted: list[int], most: int, length: int) -> list[int]:
-        """Proposals of what follows `accepted`, in a text that has `length` tokens with it.
-
-        Keys of all rows are rotated alike. So nothing is proposed where a scaling changes between them.
-        """
-        most = min(most, MOST)
-        for each in self.frequencies:
-            one, other = (of_length(each, n) for n in (length, length + most))
-            if one is not other and not (
-                np.array_equal(one.inv_freq, other.inv_freq)
-                and one.attention_factor == other.attention_factor
-            ):
-                most = 0
-        return speculation.after(accepted, most)
 
 
 def _tokens(steps: Iterator[Step], batch: int, single: bool) -> Iterator[Any]:

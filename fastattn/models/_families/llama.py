@@ -257,6 +257,9 @@ def _windows(config: Config, model_type: str, num_layers: int, causal: bool = Tr
         elif model_type == "qwen3_moe":
             return [(width - 1, 0) if width else None] * num_layers
         kinds = config.words("layer_types", (ALL, NEAR), num_layers)
+        if kinds is not None and NEAR in kinds and width is None and model_type == "smollm3":
+            came = config.values.get("use_sliding_window")
+            raise config.wrong("use_sliding_window", came, f"true, as 'layer_types' has {NEAR}")
         if kinds is None and model_type == "smollm3":
             slides = [rotated is None for rotated in _rotations(config, num_layers)]
         elif kinds is None:
