@@ -70,9 +70,8 @@ class BlockNames(NamedTuple):
     transposed: bool = False  # weights are (in, out), where torch's Linear has (out, in)
     router: str | None = None  # of experts, which have `inner`, `gate` and `outer` each
     experts: str = "{}."  # the prefix of an expert's: experts.format(number)
-    shared: tuple[str, str] | None = (
-        None  # the map to the weight of every row's expert, and that one's prefix
-    )
+    # The map to the weight of the expert that takes every row, and the prefix of that one's maps.
+    shared: tuple[str, str] | None = None
     transposed_experts: bool = False  # those of experts alone
     sinks: str | None = None  # the whole name of logits that enter the denominator alone, one for each head
 

@@ -6,10 +6,11 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastattn.layers._state_space import Mamba2Mixer
-from fastattn.models._blocks import BlockNames, Blocks, Keys
+from fastattn.models._blocks import Blocks, Keys
 from fastattn.models._families.granite import multiplied
 from fastattn.models._families.hybrid import ATTENTION, convolved_tokens, linear, require_decoder
-from fastattn.models._families.shared import DecoderNames, head_counts
+from fastattn.models._families.llama import LLAMA
+from fastattn.models._families.shared import head_counts
 
 if TYPE_CHECKING:
     from fastattn._args.types import Shape
@@ -19,21 +20,10 @@ if TYPE_CHECKING:
     from fastattn.models._files import Config
     from fastattn.models._source import Source
 
-_NAMES = DecoderNames(
-    prefix="model.",
-    tokens="embed_tokens",
-    block=BlockNames(
-        prefix="layers.{}.",
-        attention_norm="input_layernorm",
-        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        attended="self_attn.o_proj",
-        inner_norm="post_attention_layernorm",
-        inner="shared_mlp.input_linear",
-        gate="shared_mlp.input_linear",
-        outer="shared_mlp.output_linear",
-        norm="rms_norm",
-    ),
-    norm="norm",
+_NAMES = LLAMA._replace(
+    block=LLAMA.block._replace(
+        inner="shared_mlp.input_linear", gate="shared_mlp.input_linear", outer="shared_mlp.output_linear"
+    )
 )
 
 

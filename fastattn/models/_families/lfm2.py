@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn.layers._mixers import ConvolutionMixer
 from fastattn.models import _gguf
-from fastattn.models._blocks import BlockNames, Blocks, Keys
+from fastattn.models._blocks import Blocks, Keys
 from fastattn.models._families.hybrid import ATTENTION, convolved_tokens, linear, require_decoder
-from fastattn.models._families.shared import DecoderNames, frequencies, head_counts, read_decoder
+from fastattn.models._families.llama import LLAMA
+from fastattn.models._families.shared import frequencies, head_counts, read_decoder
 
 if TYPE_CHECKING:
     from fastattn._args.types import Shape
@@ -18,20 +19,15 @@ if TYPE_CHECKING:
     from fastattn.models._files import Config
     from fastattn.models._source import Source
 
-_LFM2 = DecoderNames(
-    prefix="model.",
-    tokens="embed_tokens",
-    block=BlockNames(
-        prefix="layers.{}.",
+_LFM2 = LLAMA._replace(
+    block=LLAMA.block._replace(
         attention_norm="operator_norm",
-        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         attended="self_attn.out_proj",
         inner_norm="ffn_norm",
         inner="feed_forward.w3",
         gate="feed_forward.w1",
         outer="feed_forward.w2",
         head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
-        norm="rms_norm",
     ),
     norm="embedding_norm",
 )

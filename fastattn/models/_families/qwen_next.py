@@ -10,9 +10,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn.layers._delta_rules import DeltaMixer
-from fastattn.models._blocks import BlockNames, Blocks, Keys, projection
+from fastattn.models._blocks import Blocks, Keys, projection
 from fastattn.models._families.hybrid import ATTENTION, convolved_tokens, linear, require_decoder
-from fastattn.models._families.shared import DecoderNames, frequencies, head_counts, read_decoder
+from fastattn.models._families.llama import LLAMA
+from fastattn.models._families.shared import frequencies, head_counts, read_decoder
 
 if TYPE_CHECKING:
     from fastattn._args.types import Shape
@@ -21,23 +22,8 @@ if TYPE_CHECKING:
     from fastattn.models._decoder import Decoder
     from fastattn.models._source import Source
 
-_QWEN = DecoderNames(
-    prefix="model.",
-    tokens="embed_tokens",
-    block=BlockNames(
-        prefix="layers.{}.",
-        attention_norm="input_layernorm",
-        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        attended="self_attn.o_proj",
-        inner_norm="post_attention_layernorm",
-        inner="mlp.up_proj",
-        gate="mlp.gate_proj",
-        outer="mlp.down_proj",
-        head_norms=("self_attn.q_norm", "self_attn.k_norm"),
-        norm="rms_norm",
-        norm_offset=1.0,
-    ),
-    norm="norm",
+_QWEN = LLAMA._replace(
+    block=LLAMA.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm"), norm_offset=1.0)
 )
 _QWEN_NEXT = _QWEN._replace(
     block=_QWEN.block._replace(
