@@ -181,7 +181,7 @@ INLINE row_grid quantise_row_as(fa_dtype dtype, const fa_linear_args *a, const c
         v_store_i8_part(to + d, (vi_t)((x - v_splat(middle)) * factor + magic), a->k - d);
     }
     memset(to + a->k, 0, round_up(a->k, 64) - a->k);
-    if ((V_I8_OFFSET && !by_tiles(a)) || a->minima)
+    if ((V_I8_OFFSET && !by_tiles(a)) || in_blocks(a->weight))
         sum_bytes(in_blocks(a->weight) ? a->block : 0, to, features_padded(a), sums);
     return (row_grid){finite ? half / 127 * (lane)a->unit : NAN, middle};
 }

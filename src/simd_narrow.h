@@ -9,6 +9,8 @@
  *   v_store_pairs_bf16      the same; a denormal number may become 0
  *   v_dot_i8(a, b, c)       c + the products of four signed bytes in each lane of a and b + V_I8_OFFSET times those of
  *                           b: some instructions take a as unsigned
+ *   v_dot_u4(a, b, c)       c + the products of four integers from 0 to 15 in each lane of a and signed bytes of b; c is
+ *                           0 at first, and after at most 8 such products v_sums_u4(c) is their sum
  *   v_square_i8(a, b, c)    c + the products of rows a0, a1 with b0, b1, eight signed bytes each: lanes a0 b0, a0 b1,
  *                           a1 b0, a1 b1; only if V_I8_SQUARES, as the two that follow
  *   v_halves(i, a, b)       the lower (0) or upper (1) halves of a and b
@@ -131,6 +133,33 @@ INLINE vi_t v_dot_i8(vi_t a, vi_t b, vi_t c)
     return vaddq_s32(c, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 #else
     UNROLL_FOR(int f = 0; f < 4; f++) c += (a << (24 - 8 * f) >> 24) * (b << (24 - 8 * f) >> 24);
+    return c;
+#endif
+}
+
+/* Without an instruction that adds four products, two sums of 16 bits in a lane: 8 of 2 * 15 * 128 fit. */
+INLINE vi_t v_dot_u4(vi_t a, vi_t b, vi_t c)
+{
+#if defined __AVX512VNNI__
+    return (vi_t)_mm512_dpbusd_epi32((__m512i)c, (__m512i)a, (__m512i)b);
+#elif defined V_AVX512
+    return (vi_t)_mm512_add_epi16((__m512i)c, _mm512_maddubs_epi16((__m512i)a, (__m512i)b));
+#elif defined __AVXVNNI__
+    return (vi_t)_mm256_dpbusd_avx_epi32((__m256i)c, (__m256i)a, (__m256i)b);
+#elif defined V_X86
+    return (vi_t)_mm256_add_epi16((__m256i)c, _mm256_maddubs_epi16((__m256i)a, (__m256i)b));
+#else
+    return v_dot_i8(a, b, c);
+#endif
+}
+
+INLINE vi_t v_sums_u4(vi_t c)
+{
+#if defined V_AVX512 && !defined __AVX512VNNI__
+    return (vi_t)_mm512_madd_epi16((__m512i)c, _mm512_set1_epi16(1));
+#elif defined V_X86 && !defined V_AVX512 && !defined __AVXVNNI__
+    return (vi_t)_mm256_madd_epi16((__m256i)c, _mm256_set1_epi16(1));
+#else
     return c;
 #endif
 }

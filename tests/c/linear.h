@@ -80,7 +80,12 @@ static void new_weights(linear_case *c)
         float *table = (float *)allocate(16 * sizeof *table);
         int8_t *codes = (int8_t *)allocate(16);
         a->unit = below(2) ? 1 : 1.0 / 127; /* 1: the values are the codes */
-        FOR(i, 16) codes[i] = (int8_t)(below(255) - 127), table[i] = a->unit == 1 ? codes[i] : (float)uniform(-1, 1);
+        const int ordered = below(2), first = (int)below(200) - 100;
+        FOR(i, 16)
+        {
+            codes[i] = (int8_t)(ordered ? first + i : (int)below(255) - 127);
+            table[i] = a->unit == 1 ? codes[i] : (float)uniform(-1, 1);
+        }
         a->table = table, a->codes = codes;
     }
     FOR(map, maps) FOR(j, a->n)
