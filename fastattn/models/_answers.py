@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["text", "reasoning", "tool_call", "malformed_call"]
+_State = Literal["text", "reasoning", "tool_call", "header"]
 
 _THINK = "<think>", "</think>"
 # What begins a call, what ends it (None: another one, or the end of the answer), and what a template with
@@ -15,6 +17,11 @@ _CALLS = (
     ("[TOOL_CALLS]", None, "[TOOL_CALLS]"),  # Mistral
     ("<|python_tag|>", None, '{"name": function name, "parameters":'),  # Llama 3, mostly without the marker
 )
+# GPT-OSS (harmony): a header says what follows, as in <|channel|>analysis<|message|>a thought<|end|>, and in
+# <|channel|>commentary to=functions.f<|message|>{"its": "arguments"}<|call|>.
+_MESSAGE = "<|message|>"
+_HEADERS = ("<|channel|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 class Part(NamedTuple):
@@ -32,7 +39,17 @@ class Parts:
     """
 
     def __init__(self, template: str, prompt: str, tools: bool):
-        self._after: dict[str, dict[str, Kind]] = {"text": {}, "reasoning": {}, "tool_call": {}}
+        states: tuple[_State, ...] = ("text", "reasoning", "tool_call", "header")
+        self._after: dict[_State, dict[str, _State]] = {state: {} for state in states}
+        self._opened, self._waiting, self._bare = "", "", False
+        self._header = ""  # of what follows, as far as it was read
+        self._kind: _State = "text"
+        if _MESSAGE in template and _HEADERS[0] in template:
+            for state in states:
+                self._after[state] = dict.fromkeys(_HEADERS, "header")
+            self._after["header"][_MESSAGE] = "text"
+            self._kind = "header"
+            return
         if all(marker in template for marker in _THINK):
             self._after["text"][_THINK[0]], self._after["reasoning"][_THINK[1]] = "reasoning", "text"
         begin, end, _ = next((each for each in _CALLS if tools and each[2] in template), (None, None, ""))
@@ -40,15 +57,13 @@ class Parts:
             self._after["text"][begin] = "tool_call"
             self._after["tool_call"][end or begin] = "text" if end else "tool_call"
         self._bare = begin == "<|python_tag|>"  # whether a whole answer may be a call without a marker
-        self._opened, self._waiting = "", ""
-        self._kind: Kind = "text"
         if self._after["reasoning"] and prompt.rstrip().endswith(_THINK[0]):
             self._kind = "reasoning"
 
     @property
     def markers(self) -> set[str]:
         """All texts that part an answer: those that are special tokens have to be shown."""
-        return {*self._after["text"], *self._after["reasoning"], *self._after["tool_call"]}
+        return {marker for after in self._after.values() for marker in after}
 
     def add(self, text: str) -> list[Part]:
         """The parts that are clear with more text."""
@@ -66,10 +81,11 @@ class Parts:
             )
             if at < 0:
                 break
-            found += self._ended(self._waiting[:at], marker)
-            self._waiting = self._waiting[at + len(marker) :]
-            self._kind, self._opened = after[marker], marker
-        if self._kind == "tool_call":
+            before, self._waiting = self._waiting[:at], self._waiting[at + len(marker) :]
+            found += self._ended(before, marker)
+            self._header = f"{self._header} {before}" if self._kind == "header" else ""
+            self._kind, self._opened = self._said_by_header() if marker == _MESSAGE else after[marker], marker
+        if self._kind in ("tool_call", "header"):
             return found
         kept = max((overlap(self._waiting, each) for each in after), default=0)
         if self._bare:  # spaces
@@ -84,19 +100,34 @@ class Parts:
         found, self._waiting = self._ended(self._waiting, ""), ""
         return found
 
+    def _said_by_header(self) -> _State:
+        """The kind of what follows a header."""
+        if _RECIPIENT.search(self._header):
+            return "tool_call"
+        return "reasoning" if "analysis" in self._header else "text"
+
     def _ended(self, text: str, marker: str) -> list[Part]:
         """The parts of `text`, which `marker` ends."""
+        if self._kind == "header":  # without a marker, it is the end of an answer that was cut
+            return [Part(self._opened + text)] if text and not marker else []
+        if recipient := _RECIPIENT.search(self._header) if self._kind == "tool_call" else None:
+            called = f"{recipient[1]}[ARGS]{text}" if marker == "<|call|>" else ""
+            return _called(called, text, self._opened + text + marker)
         if self._kind != "tool_call":
             return [Part(text, self._kind)] if text else []
         # An end that is missing: the answer was cut.
         whole = (
             marker or None in [end for begin, end, _ in _CALLS if begin == self._opened] or not self._opened
         )
-        calls = _calls_of(text) if whole else []
-        if not calls:
-            closed = "" if marker == self._opened else marker
-            return [Part(self._opened + text + closed, "malformed_call")]
-        return [Part("" if i else text, "tool_call", call) for i, call in enumerate(calls)]
+        return _called(
+            text if whole else "", text, self._opened + text + ("" if marker == self._opened else marker)
+        )
+
+
+def _called(calls: str, text: str, written: str) -> list[Part]:
+    """The parts of `calls`, shown as `text`; as they were written, if they cannot be read."""
+    found = [Part("" if i else text, "tool_call", call) for i, call in enumerate(_calls_of(calls))]
+    return found or [Part(written, "malformed_call")]
 
 
 def overlap(text: str, stop: str) -> int:

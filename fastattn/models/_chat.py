@@ -130,6 +130,11 @@ def conversation(folder: Path, messages: list[dict[str, Any]], values: dict[str,
     special = {name: token for name in _SPECIAL if (token := config.token(name)) is not None}
     given = {"tools": None, "documents": None, "add_generation_prompt": True, **special, **values}
     template = _compiled(path, source)
+    if ".thinking" in source:  # what GPT-OSS calls it
+        messages = [
+            {"thinking" if key == "reasoning_content" else key: value for key, value in message.items()}
+            for message in messages
+        ]
     return _rendered(path, template, messages, given, "one for these messages"), source
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-PACKAGES = ("safetensors", "tokenizers", "ml_dtypes", "tqdm", "jinja2")  # the extra "models" of pyproject.toml
+PACKAGES = ("safetensors", "tokenizers", "ml_dtypes", "tqdm", "jinja2")  # the extra "models"
 _MOST = 2**62  # of an integer in config.json: sums and products with a float still hold it
 _REQUIRED: Any = object()
 _EXPECTED = {bool: "true or false", str: "a string", dict: "a table"}

@@ -14,6 +14,7 @@ from fastattn.models._answers import Part, Parts
 QWEN = "{% if tools %}<tool_call></tool_call>{{ tools | tojson }}{% endif %}<think></think>"
 MISTRAL = "[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS]{{ '[TOOL_CALLS]' }}"
 LLAMA = 'Respond in the format {"name": function name, "parameters": dictionary} <|python_tag|>'
+HARMONY = "<|start|>assistant<|channel|>analysis<|message|><|end|>"
 CALL = '{"name": "f", "arguments": {"x": 1}}'
 READ = {"name": "f", "arguments": {"x": 1}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -70,6 +71,34 @@ CASES = [
     (LLAMA, "", " say {}", [(" say {}", "text", None)]),
     (LLAMA, "", "  ", [("  ", "text", None)]),
     (LLAMA, "", "{x", [("{x", "malformed_call", None)]),
+    (
+        HARMONY,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>why?<|end|><|start|>assistant"
+        "<|channel|>final<|message|>a < b<|return|>",
+        [("why?", "reasoning", None), ("a < b", "text", None)],
+    ),
+    (
+        HARMONY,
+        "",
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>',
+        [('{"x": 1}', "tool_call", READ)],
+    ),
+    (
+        HARMONY,
+        "",
+        "<|channel|>commentary<|message|>first<|end|><|start|>assistant to=functions.f<|channel|>commentary"
+        '<|message|>{"x": 1}<|call|>',
+        [("first", "text", None), ('{"x": 1}', "tool_call", READ)],
+    ),
+    (
+        HARMONY,
+        "",
+        '<|channel|>commentary to=functions.f<|message|>{"x"',
+        [('<|message|>{"x"', "malformed_call", None)],
+    ),
+    (HARMONY, "", "no header", [("no header", "text", None)]),
+    (HARMONY, "", "<|channel|>anal", [("<|channel|>anal", "text", None)]),
     ("<tool_call> alone", "", "<think>", [("<think>", "text", None)]),
 ]
 
@@ -204,3 +233,10 @@ def test_tools_are_what_the_template_sees(folder, tmp_path):
     ):
         with pytest.raises(error, match=rf"^generate\(\): {message}"):
             model.generate(**given)
+
+
+def test_reasoning_goes_by_the_name_that_the_template_has(folder, tmp_path):
+    model, _ = told(folder, tmp_path, " #}{{ messages[-1].thinking }}{# ")
+    answer = {"role": "assistant", "content": "so", "reasoning_content": "why"}
+    (expected,) = model.text.encode(["Hisonullwhy"])
+    assert model.conversation_ids([*MESSAGES, answer], {"tools": None}) == expected
