@@ -224,6 +224,8 @@ def _conversation(path: Path) -> list[dict[str, Any]]:
     """The messages that /save wrote to a file."""
     try:
         messages = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; expected a file that /save wrote") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}; expected what /save wrote") from None
     if not is_conversation(messages):

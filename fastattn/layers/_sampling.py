@@ -200,9 +200,9 @@ def _bias(given: Any) -> tuple[Ints, Array]:
     """The ids of `logit_bias`, and what is added to their logits."""
     if not isinstance(given, Mapping):
         raise wrong_type("logit_bias", given, "a mapping of ids to numbers")
-    ids = [integer("logit_bias", i, 0) for i in given]
+    ids = [integer("an id of logit_bias", i, 0) for i in given]
     values = np.array(
-        [float(x) if x == -np.inf else number("logit_bias", x, FLOAT64) for x in given.values()]
+        [-np.inf if x == -np.inf else number(f"logit_bias[{i}]", x, FLOAT64) for i, x in given.items()]
     )
     return np.array(ids, np.int64), values
 

@@ -196,7 +196,8 @@ class Decoder(Stepping):
             raise ValueError(f"(): {asked}; expected at most {self.max_length} together")
         ends = np.atleast_1d(self.stop if stop is None else as_array("stop", stop))
         ends = ends if ends.size else np.zeros(0, np.int64)
-        ends = integers("stop", ends, (ends.size,), "(n,)")
+        known = {} if stop is None else {"low": 0, "high": self.vocab_size - 1}
+        ends = integers("stop", ends, (ends.size,), "(n,)", **known)
         follow: list[Matcher] = []
         if grammar is not None:
             follow = matchers(grammar, self.text, self.vocab_size, ends.tolist(), len(prompts))
