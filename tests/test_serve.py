@@ -1,10 +1,11 @@
-"""examples/serve.py on the loopback: OpenAI's shape, micro-batches, 429, errors, graceful stops."""
+"""A served model on the loopback: answers, micro-batches, 429, errors, measurements, graceful stops."""
 
 import asyncio
 import base64
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +13,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,12 +24,16 @@ from fastattn import models
 
 if os.environ.get("FASTATTN_REQUIRE_MODEL") != "1":  # the gate claims these tests
     pytest.importorskip("fastapi")
+    pytest.importorskip("prometheus_client")
     pytest.importorskip("uvicorn")
 
-import serve
 import uvicorn
 
-EXAMPLE = Path(serve.__file__)
+from fastattn.serve import Limits, make_app
+from fastattn.serve._app import _Limited, _Measured, app_of
+from fastattn.serve._batcher import Batcher, Job
+from fastattn.serve._service import MOST_ITEMS, Service
+
 SECONDS = 60
 
 
@@ -47,28 +51,28 @@ def model(folder):
 
 
 class Gate:
-    """Stands in for `encode`: remembers its calls, and lets them through when it is open."""
+    """Stands in for `compute`: remembers its calls, and lets them through when it is open."""
 
-    def __init__(self, encode):
-        self.encode, self.calls, self.is_open = encode, [], threading.Event()
+    def __init__(self, compute):
+        self.compute, self.calls, self.is_open = compute, [], threading.Event()
         self.error = None
         self.is_open.set()
 
-    def __call__(self, texts):
+    def __call__(self, texts, prompt=""):
         self.calls.append(texts)
         assert self.is_open.wait(SECONDS)
         if self.error:
             raise self.error
-        return self.encode(texts)
+        return self.compute(texts, prompt)
 
 
 class Running:
     """A server in a thread of this process."""
 
     def __init__(self, model, **options):
-        self.service = serve.Service(model, "tiny", **options)
-        self.gate = self.service.batcher.encode = Gate(self.service.encode)
-        app = serve.make_app(self.service, most_bytes=10_000)
+        self.service = Service(model, "tiny", Limits(**{"body_bytes": 10_000, **options}))
+        self.gate = self.service.batcher.compute = Gate(self.service.compute)
+        app = app_of(self.service)
         config = uvicorn.Config(app, port=0, log_level="critical", lifespan="on")
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run)
@@ -82,7 +86,9 @@ class Running:
         data = body if isinstance(body, bytes) or body is None else json.dumps(body)
         connection.request(method, path, data, {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        result = answer.status, json.loads(answer.read()), answer.headers
+        result = answer.status, answer.read(), answer.headers
+        if answer.headers["Content-Type"] == "application/json":
+            result = result[0], json.loads(result[1]), result[2]
         connection.close()
         return result
 
@@ -183,7 +189,7 @@ WRONG = {
     "long name": ({"input": "a", "b" * 99: 1}, 400, "b" * 80, f"{'b' * 80}: there is no such field"),
     "unknown model": (
         {"input": "a", "model": "ada"}, 404, "model",
-        "model: there is no model 'ada'; expected 'tiny', or what the server's --name says",
+        "model: there is no model 'ada'; expected 'tiny', or what --name says",
     ),
     "too large": ({"input": "a" * 10_001}, 413, None, "a body of more than 10000 bytes"),
 }  # fmt: skip
@@ -223,10 +229,10 @@ def test_texts_that_are_cut_at_their_beginning_keep_their_end(model, monkeypatch
     tokenizer = type(model.text.tokenizer).from_str(model.text.tokenizer.to_str())
     tokenizer.enable_truncation(32, direction="left")
     monkeypatch.setitem(model.text.__dict__, "tokenizer", tokenizer)
-    service = serve.Service(model, "tiny", truncate=True)
-    assert service.bounded(["b" + "a" * 2048 + " "]) == ["a" * 2048]
+    service = Service(model, "tiny", Limits())
+    assert service.bounded(["b" + "a" * 2048 + " "], True, "input") == ["a" * 2048]
     service.dropped = ""  # by a tokenizer that keeps white space
-    assert service.bounded(["a" * 2048 + " "]) == ["a" * 2047 + " "]
+    assert service.bounded(["a" * 2048 + " "], True, "input") == ["a" * 2047 + " "]
     service.batcher.close()
 
 
@@ -235,6 +241,181 @@ def test_health_and_names(server):
     assert (status, said["status"], said["waiting"]) == (200, "ok", 0)
     status, answer, _ = server.ask("GET", "/v1/models")
     assert (status, [model["id"] for model in answer["data"]]) == (200, ["tiny"])
+
+
+def test_features_as_text_embeddings_inference_gives_them(server, model):
+    for path in ("/embed", "/"):
+        for given in (TEXTS, TEXTS[0]):
+            texts = [given] if isinstance(given, str) else given
+            status, vectors, _ = server.ask("POST", path, {"inputs": given})
+            assert status == 200
+            np.testing.assert_array_equal(
+                np.array(vectors, np.float32), model.encode(texts, normalize_embeddings=True)
+            )
+    _, vectors, _ = server.ask("POST", "/embed", {"inputs": TEXTS, "normalize": False, "dimensions": 7})
+    np.testing.assert_array_equal(np.array(vectors, np.float32), model.encode(TEXTS)[:, :7])
+    status, vectors, _ = server.ask("POST", "/embed", {"inputs": LONG, "truncate": True})
+    expected = model.encode([LONG], normalize_embeddings=True)
+    np.testing.assert_array_equal(np.array(vectors, np.float32), expected)
+
+
+def test_prompts_go_by_their_names(folder, tmp_path, start):
+    shutil.copytree(folder, tmp_path / "model")
+    settings = {"prompts": {"query": "the cat ", "document": ""}, "default_prompt_name": "query"}
+    (tmp_path / "model" / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    own = models.load(tmp_path / "model")
+    server = Running(own)
+    try:
+        expected = own.encode(TEXTS, prompt_name="document", normalize_embeddings=True)
+        _, vectors, _ = server.ask("POST", "/embed", {"inputs": TEXTS, "prompt_name": "document"})
+        np.testing.assert_array_equal(np.array(vectors, np.float32), expected)
+        expected = own.encode(TEXTS, normalize_embeddings=True)
+        assert not np.array_equal(vectors, expected)
+        _, answer, _ = server.embed({"input": TEXTS})
+        np.testing.assert_array_equal(
+            np.array([item["embedding"] for item in answer["data"]], np.float32), expected
+        )
+        server.gate.is_open.clear()  # two prompts that wait are two calls of the model
+        with ThreadPoolExecutor(3) as pool:
+            first = pool.submit(server.embed, {"input": "a"})
+            wait_until(lambda: len(server.gate.calls) == 3)
+            asked = [
+                pool.submit(server.ask, "POST", "/embed", {"inputs": "a dog", "prompt_name": name})
+                for name in ("query", "document")
+            ]
+            wait_until(lambda: server.service.waiting == 3)
+            server.gate.is_open.set()
+            rows = [each.result(SECONDS)[1][0] for each in asked]
+            assert first.result(SECONDS)[0] == 200
+        for name, row in zip(("query", "document"), rows, strict=True):
+            expected = own.encode("a dog", prompt_name=name, normalize_embeddings=True)
+            np.testing.assert_array_equal(np.array(row, np.float32), expected)
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def scoring(request, tmp_path_factory):
+    """A server of a tiny cross-encoder with so many labels, and the model."""
+    folder, labels = tmp_path_factory.mktemp("scores"), request.param
+    changes = {
+        "architectures": ["BertForSequenceClassification"],
+        "id2label": {str(i): f"kind {i}" for i in range(labels)},
+    }
+    weights = {f"bert.{name}": x for name, x in tiny.tensors("bert", tiny.CONFIGS["bert"]).items()}
+    rng = np.random.default_rng(5)
+    for name, shape in {"bert.pooler.dense": (24, 24), "classifier": (labels, 24)}.items():
+        weights[f"{name}.weight"] = rng.standard_normal(shape, np.float32)
+        weights[f"{name}.bias"] = rng.standard_normal(shape[0], np.float32)
+    tiny.write(folder, "bert", weights, **changes)
+    write_tokenizer(folder)
+    model = models.load(folder)
+    running = Running(model)
+    yield running, model
+    running.close()
+
+
+def raw(logits):
+    return logits
+
+
+def test_scores_as_text_embeddings_inference_gives_them(scoring):
+    server, model = scoring
+    pairs = [("the cat", text) for text in TEXTS]
+    logits = model.predict(pairs, activation_fn=raw).reshape(3, -1).astype(np.float64)
+    if model.num_labels == 1:
+        probabilities = 1 / (1 + np.exp(-logits))
+        order = np.argsort(-logits[:, 0]).tolist()
+        body = {"query": "the cat", "texts": TEXTS, "return_text": True}
+        status, ranked, _ = server.ask("POST", "/rerank", body)
+        assert (status, [each["index"] for each in ranked]) == (200, order)
+        assert [each["text"] for each in ranked] == [TEXTS[i] for i in order]
+        np.testing.assert_allclose([each["score"] for each in ranked], probabilities[order, 0], rtol=1e-5)
+        _, ranked, _ = server.ask("POST", "/rerank", {"query": "the cat", "texts": TEXTS, "raw_scores": True})
+        assert ranked == [{"index": i, "score": logits[i, 0]} for i in order]
+    else:
+        exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+        probabilities = exponentials / exponentials.sum(axis=1, keepdims=True)
+        status, answer, _ = server.ask("POST", "/rerank", {"query": "the cat", "texts": TEXTS})
+        assert (status, answer["error_type"]) == (404, "Validation")
+        assert answer["error"] == "/rerank: the model has 3 labels; expected one, or POST /predict"
+    _, answers, _ = server.ask("POST", "/predict", {"inputs": [list(pair) for pair in pairs]})
+    for answer, expected in zip(answers, probabilities, strict=True):
+        best = np.argsort(-expected)
+        assert [each["label"] for each in answer] == [f"kind {i}" for i in best]
+        np.testing.assert_allclose([each["score"] for each in answer], expected[best], rtol=1e-5)
+    _, one, _ = server.ask("POST", "/predict", {"inputs": list(pairs[1])})
+    assert one == answers[1]
+    _, single, _ = server.ask("POST", "/predict", {"inputs": TEXTS[0], "raw_scores": True})
+    expected = np.atleast_1d(model.predict((TEXTS[0],), activation_fn=raw))
+    assert {each["label"]: each["score"] for each in single} == {
+        f"kind {i}": x for i, x in enumerate(expected.tolist())
+    }
+    _, mixed, _ = server.ask("POST", "/predict", {"inputs": [[TEXTS[0]], ["a", "dog"]], "raw_scores": True})
+    assert mixed[0] == single
+    assert server.ask("GET", "/info")[1]["max_input_length"] == 32
+
+
+TEI_WRONG = {
+    "no texts": ("/embed", {"inputs": []}, 422, "inputs: got a list of 0; expected a text, or a list"),
+    "token ids": ("/embed", {"inputs": [[3]]}, 422, "inputs: item 0 is list; expected a text (token ids"),
+    "field": ("/embed", {"inputs": "a", "task": 1}, 422, "task: there is no such field; expected truncate"),
+    "side": (
+        "/embed", {"inputs": "a", "truncation_direction": "Left"}, 422,
+        "truncation_direction: got 'Left'; expected 'Right'",
+    ),
+    "dimensions": ("/embed", {"inputs": "a", "dimensions": 25}, 422, "dimensions: got 25; expected 1 to 24"),
+    "prompt": ("/embed", {"inputs": "a", "prompt_name": "no"}, 422, "prompt_name: "),
+    "too long": ("/embed", {"inputs": LONG}, 413, "inputs: item 0 has 42 tokens; expected at most 32"),
+    "too many": ("/embed", {"inputs": ["a"] * 101}, 413, "inputs: 101 texts; expected at most 100"),
+    "too large": ("/embed", {"inputs": "a" * 10_001}, 413, "a body of more than 10000 bytes"),
+    "no scores": ("/rerank", {"query": "a", "texts": ["a"]}, 404, "/rerank: the model makes vectors"),
+    "no labels": ("/predict", {"inputs": "a"}, 404, "/predict: the model makes vectors"),
+    "three": ("/predict", {"inputs": [["a", "b", "c"]]}, 422, "inputs: item 0 is no text and no pair"),
+    "one text": ("/rerank", {"query": "a", "texts": "a"}, 422, "texts: got a text; expected a list of texts"),
+    "no JSON": ("/embed", b"{", 422, "the body: JSON decode error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "message"), TEI_WRONG.values(), ids=TEI_WRONG)
+def test_errors_in_the_shape_of_text_embeddings_inference(server, path, body, status, message):
+    calls = len(server.gate.calls)
+    came, answer, _ = server.ask("POST", path, body)
+    assert (came, set(answer)) == (status, {"error", "error_type"})
+    assert answer["error"].startswith(message)
+    assert (len(server.gate.calls), server.service.waiting) == (calls, 0)
+
+
+def test_measurements(start):
+    server = start()
+    server.embed({"input": TEXTS})
+    server.embed({"input": []})
+    server.ask("GET", "/no/such/address")
+    status, said, headers = server.ask("GET", "/metrics")
+    assert (status, headers["Content-Type"].partition(";")[0]) == (200, "text/plain")
+    lines = said.decode().splitlines()
+    for line in (
+        'fastattn_requests_total{path="/v1/embeddings",status="200"} 1.0',
+        'fastattn_requests_total{path="/v1/embeddings",status="400"} 1.0',
+        'fastattn_requests_total{path="other",status="404"} 1.0',
+        'fastattn_request_seconds_count{path="/v1/embeddings"} 2.0',
+        "fastattn_texts_total 3.0",
+        "fastattn_calls_total 1.0",
+        "fastattn_waiting 0.0",
+    ):
+        assert line in lines
+    (tokens,) = (line for line in lines if line.startswith("fastattn_tokens_total "))
+    assert tokens == f"fastattn_tokens_total {float(sum(map(len, server.service.model.text.encode(TEXTS))))}"
+
+
+def test_other_models_are_refused(tmp_path):
+    tiny.write(tmp_path, "gpt2")
+    write_tokenizer(tmp_path)
+    with pytest.raises(TypeError, match=r"model is .*; expected an Encoder or a CrossEncoder$"):
+        make_app(models.load(tmp_path))
+    for name in ("batch_tokens", "queue_texts", "body_bytes"):
+        with pytest.raises(ValueError, match=rf"{name} is 0; expected an integer of at least 1$"):
+            Limits(**{name: 0})
 
 
 def waiting(server, bodies):
@@ -304,11 +485,9 @@ def test_a_large_request_goes_through_the_model_in_parts(start, model):
 
 
 def test_a_request_of_as_many_texts_as_may_be_fits_the_queue(model):
-    default = serve.arguments(["folder"]).queue_texts
-    service = serve.Service(model, "tiny")
-    assert default == service.queue_texts >= serve.MOST_TEXTS
-    vectors, tokens = asyncio.run(service.vectors(["a"] * serve.MOST_TEXTS))
-    assert (len(vectors), tokens) == (serve.MOST_TEXTS, 3 * serve.MOST_TEXTS)
+    service = Service(model, "tiny", Limits())
+    vectors, tokens = asyncio.run(service.rows(["a"] * MOST_ITEMS, "", None, "input"))
+    assert (len(vectors), tokens) == (MOST_ITEMS, 3 * MOST_ITEMS)
     service.batcher.close()
 
 
@@ -364,25 +543,25 @@ def test_the_rest_of_a_request_that_failed_is_not_computed(start):
 
 def test_texts_that_nobody_waits_for_are_not_tokenized(server):
     given_up = threading.Event()
-    assert len(server.service.count(TEXTS, given_up)) == 3
+    assert len(server.service.count(TEXTS, "", False, "input", given_up)) == 3
     given_up.set()
-    assert server.service.count(TEXTS, given_up) == []
+    assert server.service.count(TEXTS, "", False, "input", given_up) == []
 
 
 def test_what_was_given_up_is_not_computed_and_ends_nothing():
-    gate = Gate(lambda texts: np.zeros((len(texts), 2)))
+    gate = Gate(lambda texts, prompt: np.zeros((len(texts), 2)))
     gate.is_open.clear()
-    batcher = serve.Batcher(gate, 100)
-    jobs = [serve.Job([text], [1]) for text in ("first", "given up", "last")]
+    batcher = Batcher(gate, 100)
+    jobs = [Job([text], [1], "") for text in ("first", "given up", "last")]
     batcher.submit(jobs[0])
     while not gate.calls:
         time.sleep(0.001)
     batcher.submit(jobs[1])
-    assert jobs[1].vectors.cancel()
+    assert jobs[1].rows.cancel()
     gate.is_open.set()
-    jobs[0].vectors.result(SECONDS)
+    jobs[0].rows.result(SECONDS)
     batcher.submit(jobs[2])
-    assert jobs[2].vectors.result(SECONDS).shape == (1, 2)
+    assert jobs[2].rows.result(SECONDS).shape == (1, 2)
     assert gate.calls == [["first"], ["last"]]
     batcher.close()
 
@@ -399,8 +578,8 @@ def test_what_waits_is_answered_before_the_end(start):
     assert not server.service.batcher._thread.is_alive()
 
 
-def run(*args):
-    command = [sys.executable, str(EXAMPLE), *map(str, args)]
+def run(model, *args):
+    command = [sys.executable, "-m", "fastattn", "serve", "--model", *map(str, (model, *args))]
     return subprocess.Popen(
         command, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -446,7 +625,8 @@ def test_a_client_that_reads_nothing_does_not_hinder_the_end():
         await asyncio.Event().wait()
 
     async def ended():
-        task = asyncio.create_task(serve.Limited(forever, 1)({"type": "http"}, None, forever))
+        limited = _Limited(forever, 1, _Measured(None))
+        task = asyncio.create_task(limited({"type": "http"}, None, forever))
         await asyncio.sleep(0)
         task.cancel()  # what uvicorn does after --grace
         return bool((await asyncio.wait([task], timeout=2))[0])
@@ -459,7 +639,7 @@ def test_a_client_that_reads_nothing_does_not_hinder_the_end():
     [
         (["nowhere"], "error: nowhere is no folder"),
         (["{folder}", "--port", "70000"], "error: 127.0.0.1:70000: "),
-        (["{folder}", "--queue-texts", "0"], "--queue-texts is 0; expected at least 1"),
+        (["{folder}", "--queue-texts", "0"], "--queue-texts: expected an integer of at least 1"),
     ],
 )
 def test_what_is_wrong_at_the_start(folder, args, said):

@@ -1,0 +1,65 @@
+"""The command that serves a model until a signal ends it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from fastattn.serve._app import make_app
+
+if TYPE_CHECKING:
+    from fastattn.models import CrossEncoder, Encoder
+    from fastattn.serve._service import Limits
+
+
+def serve(
+    model: Encoder | CrossEncoder,
+    name: str = "model",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    grace: int = 20,
+    limits: Limits | None = None,
+) -> None:
+    """Serve a model until SIGTERM or Ctrl-C, then answer what has come, and end the process.
+
+    Parameters
+    ----------
+    model : Encoder or CrossEncoder
+        What `fastattn.models.load` returns.
+    name : str, default "model"
+        What requests call it.
+    host : str, default "127.0.0.1"
+        The address to listen at: by default for this machine alone.
+    port : int, default 8000
+        0: a free one. The address is printed.
+    grace : int, default 20
+        Seconds that a stop waits for clients which do not end their request, or do not read the answer.
+    limits : Limits, optional
+        Bounds of requests.
+
+    Raises
+    ------
+    TypeError
+        If `model` is another one.
+    ValueError
+        If nothing can listen there.
+    """
+    app = make_app(model, name, limits)
+    try:
+        socket_ = socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"{host}:{port}: {error}") from None
+    # Without it an answer of two packets waits 40 ms for the client's word that the first one came.
+    socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    print(f"http://{host}:{socket_.getsockname()[1]}", flush=True)
+    # A signal ends it: no connection is accepted from then on, and requests that have come are answered. A
+    # client that never ends its request, or reads no answer, is waited for no longer than `grace`. Then
+    # uvicorn raises the signal again, and these handlers make it a good end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: sys.exit(0))
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace)
+    uvicorn.Server(config).run(sockets=[socket_])
