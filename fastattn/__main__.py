@@ -103,11 +103,12 @@ def _parser() -> argparse.ArgumentParser:
     def model_options(option: Callable[..., argparse.Action]) -> None:
         option(
             "--model",
-            type=Path,
             required=True,
             metavar="MODEL",
-            help="a folder of config.json and model.safetensors, or a GGUF file",
+            help="a folder of config.json and model.safetensors, a GGUF file, or a name of the Hub",
         )
+        option("--revision", metavar="NAME", help="branch, tag or commit of a model of the Hub")
+        option("--gguf-file", metavar="NAME", help="a GGUF file in that folder or repository")
         option("--dtype", choices=MODEL_DTYPES, default="float32", help="what is computed in (float32)")
         option(
             "--weights-dtype",

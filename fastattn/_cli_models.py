@@ -23,6 +23,7 @@ from fastattn._version import __version__
 from fastattn.models._encode_calls import with_bar
 from fastattn.models._files import require
 from fastattn.models._generation import checked, is_conversation
+from fastattn.models._hub import place_of
 
 if TYPE_CHECKING:
     import argparse
@@ -300,7 +301,8 @@ def _cross_encoder(options: argparse.Namespace) -> CrossEncoder:
 def _loaded(
     options: argparse.Namespace,
 ) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
-    """The model that the options name, in the types that they name."""
+    """The model that the options name, in the types that they name; `options.model` becomes its place."""
     from fastattn.models import load
 
+    options.model = place_of(options.model, options.revision, options.gguf_file)
     return load(options.model, **{name: getattr(options, name) for name in _LOADED})

@@ -52,8 +52,10 @@ def run(name):
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """Examples run in this folder. The examples of docs/models.md find tiny models in it."""
-    tiny.write(tmp_path / "all-MiniLM-L6-v2", "bert")
-    write_tokenizer(tmp_path / "all-MiniLM-L6-v2")
+    for name in ("all-MiniLM-L6-v2", "sentence-transformers/all-MiniLM-L6-v2"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        tiny.write(tmp_path / name, "bert")
+        write_tokenizer(tmp_path / name)
     scores = {
         "type_vocab_size": 2,
         "architectures": ["BertForSequenceClassification"],

@@ -206,7 +206,7 @@ def test_words_of_sentence_transformers_and_transformers(folders):
             "load_in_8bit": r"; expected weights_dtype \(\"int8\", \"q8\", \"int4\" or \"uint4\"\)$",
             "device": ": it computes on CPUs$",
             "trust_remote_code": ": no code of a folder is run$",
-            "cache_folder": ": nothing is downloaded$",
+            "cache_folder": ": HF_HOME, HF_TOKEN and HF_HUB_OFFLINE say it$",
             "max_seq_length": ": model.max_seq_length = ... sets it$",
         }),
         ("encode", lambda **named: encoder.encode(["a"], **named), {

@@ -132,7 +132,8 @@ _INSTEAD = {
     **dict.fromkeys(("max_seq_length", "max_length"), "model.max_seq_length = ... sets it"),
     "trust_remote_code": "no code of a folder is run",
     **dict.fromkeys(
-        ("cache_folder", "cache_dir", "revision", "token", "local_files_only"), "nothing is downloaded"
+        ("cache_folder", "cache_dir", "token", "local_files_only"),
+        "HF_HOME, HF_TOKEN and HF_HUB_OFFLINE say it",
     ),
 }
 

@@ -30,6 +30,7 @@ from fastattn.models._families import (
     t5,
 )
 from fastattn.models._files import Config, ModelError
+from fastattn.models._hub import place_of
 from fastattn.models._parameters import OF_FILE, Precision
 from fastattn.models._sentences import folder_of_towers
 from fastattn.models._source import Source
@@ -97,6 +98,8 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
     activations: Rounding | None = None,
+    revision: str | None = None,
+    gguf_file: str | None = None,
     **others: Unpack[NoOptions],
 ) -> Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
     """Load a model: config.json, and model.safetensors or the parts that its index lists; or a GGUF file.
@@ -104,11 +107,11 @@ def load(
     Parameters
     ----------
     folder : path
-        As Hugging Face's save_pretrained writes it and ``hf download NAME --local-dir FOLDER`` brings it,
-        with tensors in float32, float16 or bfloat16; nothing is downloaded here. The modules.json of a
-        sentence-transformers folder says how `Encoder.encode` makes vectors. Or a GGUF file of a Llama,
-        Mistral, Ministral 3, Mixtral, Phi-3, SmolLM3, Qwen2, Qwen3, Qwen3-MoE, OLMo 2 or 3, Granite, LFM2,
-        GPT-OSS, or Gemma 2 or 3.
+        As Hugging Face's save_pretrained writes it, with tensors in float32, float16 or bfloat16. The
+        modules.json of a sentence-transformers folder says how `Encoder.encode` makes vectors. Or a GGUF file
+        of a Llama, Mistral, Ministral 3, Mixtral, Phi-3, SmolLM3, Qwen2, Qwen3, Qwen3-MoE, OLMo 2 or 3,
+        Granite, LFM2, GPT-OSS, or Gemma 2 or 3. A str ``"organisation/name"`` that is no folder here is a
+        model of the Hugging Face Hub, which `huggingface_hub` fetches once, and keeps in its cache.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : str, optional
@@ -120,6 +123,10 @@ def load(
         Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8 or in blocks,
         faster where many tokens are computed at once, and in 4 bits where few are. Of a GGUF file, other
         maps keep their inputs. By default they are not rounded.
+    revision : str, optional
+        Branch, tag or commit of a model of the Hub.
+    gguf_file : str, optional
+        Name of a GGUF file in the folder, or in the repository of the Hub, which is then fetched alone.
     **others
         None: an error says what an argument of another library is called here.
 
@@ -149,11 +156,10 @@ def load(
         raise not_an_argument(others, load)
     if not isinstance(folder, (str, os.PathLike)):
         raise wrong_type("folder", folder, "a path")
-    path = Path(folder)
-    is_gguf = _gguf.is_file(path)
     precise = partial(Precision.of, dtype, weights_dtype, activations)
     precision = precise(of_file=True)  # refuses unknown names, whatever is there
-    if is_gguf:
+    path = place_of(folder, revision, gguf_file)
+    if _gguf.is_file(path):
         return _of_gguf(path, precision)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"

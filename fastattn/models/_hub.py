@@ -1,0 +1,121 @@
+"""Models of the Hugging Face Hub by their names: `huggingface_hub` fetches the files that are read.
+
+Cache, offline mode, token and another address are its affair: HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastattn.models import _gguf
+from fastattn.models._files import ModelError, is_name, read_json, require
+from fastattn.models._sentences import folder_of_towers
+from fastattn.models._tensors import INDEX, SHOWN, WEIGHTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_NAME = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w-][\w.-]*")  # organisation/name, and no file
+# What is read of a model's folder, beside the weights; chat templates that have names lie in a folder.
+_SETTINGS = ("*.json", "*.jinja", "merges.txt", "artifact.metadata")
+_TEMPLATES = "additional_chat_templates/*.jinja"
+_FORMATS = (".safetensors", ".gguf", ".bin", ".h5", ".onnx", ".msgpack", ".ckpt", ".pt")  # that errors list
+
+
+def place_of(
+    model: str | os.PathLike[str], revision: str | None = None, gguf_file: str | None = None, **how: Any
+) -> Path:
+    """The folder or the GGUF file of `model`, a path, or a name of the Hub, whose files are fetched.
+
+    A folder that exists is a folder. `how` are arguments of huggingface_hub's functions: `cache_dir`, `token`
+    and `local_files_only`.
+    """
+    for name, value in (("revision", revision), ("gguf_file", gguf_file)):
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"(): {name} is of type {type(value).__name__}; expected a string")
+    path = Path(model)
+    if gguf_file is not None and not gguf_file.endswith(_gguf.SUFFIX):
+        raise ValueError(f"(): gguf_file is {gguf_file!r}; expected a name that ends with {_gguf.SUFFIX}")
+    if not isinstance(model, str) or not _NAME.fullmatch(model) or os.path.isdir(model):
+        if revision is not None:
+            raise ValueError(f"(): revision is given for the path {path}; expected it with organisation/name")
+        return path if gguf_file is None else path / gguf_file
+    try:
+        hub = require("huggingface_hub")
+    except ImportError as error:
+        raise ImportError(f"{model} is no folder here; as a name of the Hub, {error}") from error
+    try:
+        if gguf_file is None:
+            return _folder(hub, model, revision, how)
+        try:
+            return Path(hub.hf_hub_download(model, gguf_file, revision=revision, **how))
+        except hub.errors.EntryNotFoundError as error:
+            raise _lacking(hub, model, revision, how, gguf_file, error) from error
+    except ModelError:
+        raise
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # of the network, the Hub's answers, and names that it does not take
+        said = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{model} is no folder here, and cannot be fetched: {said}") from error
+
+
+def _folder(hub: Any, name: str, revision: str | None, how: dict[str, Any]) -> Path:
+    """The folder in the cache: settings first, which say what else is read."""
+
+    def fetch(allowed: Iterable[str], ignored: str | None = None) -> Path:
+        patterns = {"allow_patterns": list(allowed), "ignore_patterns": ignored}
+        return Path(hub.snapshot_download(name, revision=revision, **patterns, **how))
+
+    folder = fetch(_SETTINGS, "*/*")
+    revision = folder.name  # the commit: what follows is of the same one
+    roots = ["", *(f"{inner}/" for inner in _modules(folder))]
+    inner = [f"{root}{kind}" for root in roots[1:] for kind in _SETTINGS]
+    # huggingface_hub warns where nothing matches: one of these two settings always does.
+    fetch(["config.json", "modules.json", _TEMPLATES, *inner, *(root + WEIGHTS for root in roots)])
+    parts = [root + part for root in roots for part in _parts(folder / root)]
+    if parts:
+        fetch(parts)
+    main = folder_of_towers(folder)
+    for needed in ("config.json", *(_parts(main)[:1] or [WEIGHTS])):
+        if not (main / needed).is_file():
+            raise _lacking(hub, name, revision, how, needed)
+    return folder
+
+
+def _modules(folder: Path) -> list[str]:
+    """Folders that modules.json names."""
+    path = folder / "modules.json"
+    modules = read_json(path, list) if path.is_file() else []
+    found = (module.get("path") for module in modules if isinstance(module, dict))
+    return [inner for inner in found if inner and is_name(inner)]
+
+
+def _parts(folder: Path) -> list[str]:
+    """Files that the index lists, where the weights are not one file."""
+    path = folder / INDEX
+    if (folder / WEIGHTS).is_file() or not path.is_file():
+        return []
+    listed = read_json(path).get("weight_map")
+    return sorted({x for x in listed.values() if is_name(x)}) if isinstance(listed, dict) else []
+
+
+def _lacking(
+    hub: Any, name: str, revision: str | None, how: dict[str, Any], file: str, error: Exception | None = None
+) -> ModelError:
+    """The error of a file that the repository, or offline the cache, lacks; it lists what is there."""
+    try:
+        files = hub.HfApi(token=how.get("token")).list_repo_files(name, revision=revision)
+    except OSError:  # offline
+        return ModelError(
+            f"{name} has no {file}, as far as it was fetched: {error or 'nothing else is known'}"
+        )
+    found = sorted((x for x in files if x.endswith(_FORMATS)), key=lambda x: (not x.endswith(".gguf"), x))
+    there = ", ".join(found[:SHOWN]) or "no file of weights"
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    hint = "; gguf_file= takes a GGUF file" if any(x.endswith(_gguf.SUFFIX) for x in found) else ""
+    return ModelError(f"{name} has no {file}; there is {there}{more}{hint}")
