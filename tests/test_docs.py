@@ -121,6 +121,7 @@ def test_the_tutorial_says_what_its_blocks_print(capsys):
 def test_every_page_with_examples_is_there():
     subjects = ("attention", "frameworks", "layers", "models", "ops", "positions", "torch", "training")
     others = ("howto/chat", "howto/embed", "howto/evaluate", "howto/mask", "how-it-works", "variants")
+    others = (*others, "sentence-transformers")
     pages = [f"docs/{page}.md" for page in (*subjects, *others)]
     assert {name.split(":")[0] for name in EXAMPLES} == {"README.md", *pages}
 

@@ -81,11 +81,11 @@ class Call(NamedTuple):
         return np.ascontiguousarray(vectors)
 
 
-def one_or_several(sentences: Any) -> tuple[bool, Iterable[str]]:
-    """Return whether `sentences` is one text, and the checked texts."""
+def one_or_several(sentences: Any, name: str = "sentences") -> tuple[bool, Iterable[str]]:
+    """Return whether `sentences`, the argument `name`, is one text, and the checked texts."""
     one = isinstance(sentences, str)
     texts = [sentences] if one else sentences
-    return one, strings("sentences", texts, "a string, or several, as [text]")
+    return one, strings(name, texts, "a string, or several, as [text]")
 
 
 def watched(chunks: Iterator[Any], progress: bool, texts: Iterable[Any]) -> Iterator[Any]:

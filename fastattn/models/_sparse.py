@@ -160,15 +160,14 @@ class SparseEncoder(EncoderWithHead):
     @named("similarity")
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Array:
         """Similarity of each sparse vector of (n, vocab_size) to each of (m, vocab_size): (n, m)."""
-        kind = self.similarity_fn_name
-        x, y = (
-            self._vectors("embeddings1", embeddings1),
-            self._vectors("embeddings2", embeddings2),
-        )
-        if kind == "dot":
-            products: Array = (x @ y.T).toarray()
-            return products
-        return similarities(kind, x.toarray(), y.toarray(), pairwise=False)
+        x, y = (self._vectors("embeddings1", embeddings1), self._vectors("embeddings2", embeddings2))
+        return compared(self.similarity_fn_name, x, y, pairwise=False)
+
+    @named("similarity_pairwise")
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Array:
+        """Similarity of each sparse vector of (n, vocab_size) to the one in the same place: (n,)."""
+        x, y = (self._vectors("embeddings1", embeddings1), self._vectors("embeddings2", embeddings2))
+        return compared(self.similarity_fn_name, x, y, pairwise=True)
 
     @named("decode")
     def decode(self, embeddings: Any, top_k: int | None = None) -> list[list[tuple[str, float]]]:
@@ -213,3 +212,13 @@ class SparseEncoder(EncoderWithHead):
         begins = np.append(0, np.cumsum([len(tokens) for tokens, _ in rows], dtype=np.int64))
         shape = (len(rows), self.get_sentence_embedding_dimension())
         return sparse.csr_array((weights, tokens, begins), shape=shape)
+
+
+def compared(kind: str, x: Any, y: Any, pairwise: bool) -> Array:
+    """Similarity `kind` of each row of x, a csr_array, with each of y, (n, m); `pairwise` in turn, (n,)."""
+    if kind != "dot":
+        return similarities(kind, x.toarray(), y.toarray(), pairwise)
+    if pairwise and x.shape != y.shape:
+        raise wrong_shape("embeddings2", y, f"embeddings1's, {x.shape}")
+    found: Array = x.multiply(y).sum(axis=1) if pairwise else (x @ y.T).toarray()
+    return found

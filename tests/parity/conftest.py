@@ -21,6 +21,7 @@ NEEDS = {
     "test_jax.py": "jax",
     "test_multi_vector.py": "sentence_transformers",
     "test_onnx.py": "onnx",
+    "test_sentence_transformers.py": "sentence_transformers",
     "test_sklearn.py": "sklearn",
     "test_sparse.py": "sentence_transformers",
     "test_tiles.py": "onnxruntime",
