@@ -20,8 +20,10 @@ from fastattn.models import ModelError
 from fastattn.models._hub import place_of
 
 pytest.importorskip("huggingface_hub")
-UNREAD = ("pytorch_model.bin", "tf_model.h5", "onnx/model.onnx", "onnx/config.json", "README.md",
-          "vocab.txt", "openvino/model.safetensors", "consolidated.safetensors", "1_Pooling/pytorch_model.bin")  # fmt: skip
+UNREAD = [
+    *("pytorch_model.bin", "tf_model.h5", "onnx/model.onnx", "onnx/config.json", "README.md", "vocab.txt"),
+    *("openvino/model.safetensors", "consolidated.safetensors", "1_Pooling/pytorch_model.bin"),
+]
 
 
 @pytest.fixture

@@ -16,9 +16,11 @@ def missing(*packages):
 
 
 NEEDS = {
+    "test_chroma.py": "chromadb",
     "test_classify.py": "sentence_transformers",
     "test_encode.py": "sentence_transformers",
     "test_jax.py": "jax",
+    "test_langchain.py": "langchain_core",
     "test_multi_vector.py": "sentence_transformers",
     "test_onnx.py": "onnx",
     "test_sentence_transformers.py": "sentence_transformers",
