@@ -154,6 +154,51 @@ def test_encode(name, method, folders):
     require_same(getattr(mine, method)(*given, **options), getattr(theirs, method)(*given, **options))
 
 
+@pytest.fixture(scope="module")
+def loaded(folders):
+    return both(folders / "SentenceTransformer")
+
+
+@pytest.mark.parametrize("precision", [None, "float32", "int8", "uint8", "binary", "ubinary"])
+@pytest.mark.parametrize("inputs", [[], ["the cat", "a dog sat", ""]], ids=["none", "several"])
+def test_types_of_results(inputs, precision, loaded):
+    """Every way to convert, of no texts, too: types, dtypes and shapes."""
+    for to_numpy in (True, False):
+        for to_tensor in (True, False):
+            for more in ({}, {"normalize_embeddings": True, "truncate_dim": 16}):
+                how = {
+                    "precision": precision,
+                    "convert_to_numpy": to_numpy,
+                    "convert_to_tensor": to_tensor,
+                    **more,
+                }
+                expected, got = (each.encode(inputs, **how) for each in loaded)
+                assert type(got) is type(expected)
+                assert len(got) == len(expected)
+                if len(inputs):
+                    assert (got[0].dtype, got[0].shape) == (expected[0].dtype, expected[0].shape)
+
+
+def test_prompts_that_are_set(loaded):
+    """Documents get the first prompt that there is of theirs; a name that is not there is an error."""
+    before = [each.prompts for each in loaded]
+    for prompts in (
+        {"document": "a ", "passage": "the "},
+        {"passage": "the ", "corpus": "dog "},
+        {"corpus": "dog "},
+    ):
+        for each in loaded:
+            each.prompts = prompts
+        theirs, mine = loaded
+        require_same(mine.encode_document(TEXTS), theirs.encode_document(TEXTS))
+        require_same(mine.encode_query(TEXTS), theirs.encode_query(TEXTS))
+        for each in loaded:
+            with pytest.raises(ValueError, match="query"):
+                each.encode(TEXTS, prompt_name="query")
+    for each, prompts in zip(loaded, before, strict=True):
+        each.prompts = prompts
+
+
 @pytest.mark.parametrize("precision", ["int8", "uint8"])
 def test_bytes(precision, folders):
     """One step of 255 more or less only where a value lies at the edge of two, as every largest one does."""
@@ -261,6 +306,7 @@ PREDICTS = {
     "one-list": (list(PAIRS[1]), {}),
     "array": (np.array(PAIRS), {}),
     "one-array": (np.array(PAIRS[0]), {}),
+    "no-array": (np.array([], str), {}),
     "none": ([], {}),
     "softmax": (PAIRS, {"apply_softmax": True}),
     "tensor": (PAIRS, {"convert_to_tensor": True, "batch_size": 2}),
@@ -278,7 +324,10 @@ PREDICTS = {
 def test_predict(name, folder, folders):
     inputs, options = PREDICTS[name]
     theirs, mine = both(folders / folder, "CrossEncoder")
-    require_same(mine.predict(inputs, **options), theirs.predict(inputs, **options))
+    got, expected = (each.predict(inputs, **options) for each in (mine, theirs))
+    require_same(got, expected)
+    if len(inputs) and not isinstance(got, list):
+        assert got.dtype == expected.dtype
 
 
 def test_rank_and_settings_of_cross_encoders(folders):
