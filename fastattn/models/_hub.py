@@ -60,7 +60,7 @@ def place_of(
         OSError,
         ValueError,
     ) as error:  # of the network, the Hub's answers, and names that it does not take
-        said = str(error).strip().partition("\n")[0]
+        said = " ".join(str(error).split())  # in one line
         raise ModelError(f"{model} is no folder here, and cannot be fetched: {said}") from error
 
 
