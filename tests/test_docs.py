@@ -11,6 +11,7 @@ import pytest
 import tiny_models as tiny
 import tiny_towers
 from implementations import COMPILED
+from model_folders import write_reranker
 from PIL import Image
 from tiny_tokenizers import write_byte_tokenizer, write_tokenizer
 
@@ -56,20 +57,7 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         tiny.write(tmp_path / name, "bert")
         write_tokenizer(tmp_path / name)
-    scores = {
-        "type_vocab_size": 2,
-        "architectures": ["BertForSequenceClassification"],
-        "id2label": {"0": "score"},
-    }
-    weights = tiny.tensors("bert", {**tiny.CONFIGS["bert"], **scores})
-    for name, features in (("pooler.dense", 24), ("classifier", 1)):
-        weights |= {
-            f"{name}.weight": np.ones((features, 24), np.float32),
-            f"{name}.bias": np.zeros(features, "f4"),
-        }
-    weights = {name if name.startswith("classifier") else f"bert.{name}": x for name, x in weights.items()}
-    tiny.write(tmp_path / "ms-marco-MiniLM-L6-v2", "bert", weights, **scores)
-    write_tokenizer(tmp_path / "ms-marco-MiniLM-L6-v2")
+    write_reranker(tmp_path / "ms-marco-MiniLM-L6-v2")
     tokens = tmp_path / "GTE-ModernColBERT-v1"
     tiny.write(tokens, "bert")
     write_tokenizer(tokens)

@@ -2,12 +2,27 @@
 
 import json
 
+import numpy as np
 import pytest
 import tiny_models as tiny
 from safetensors.numpy import save_file
+from tiny_tokenizers import write_tokenizer
 
 from fastattn import models
 from fastattn.models import ModelError
+
+
+def write_reranker(folder):
+    """Write the folder of a tiny BERT with a head of one label, and its tokenizer."""
+    scores = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "score"}}
+    config = {**tiny.CONFIGS["bert"], "type_vocab_size": 2}
+    weights = {f"bert.{name}": x for name, x in tiny.tensors("bert", config).items()}
+    rng = np.random.default_rng(0)
+    for name, features in (("bert.pooler.dense", 24), ("classifier", 1)):
+        weights[f"{name}.weight"] = rng.standard_normal((features, 24)).astype(np.float32)
+        weights[f"{name}.bias"] = np.zeros(features, np.float32)
+    tiny.write(folder, "bert", weights, type_vocab_size=2, **scores)
+    write_tokenizer(folder)
 
 
 def write_parts(folder, kind, n_parts=3):

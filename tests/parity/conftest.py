@@ -21,6 +21,7 @@ NEEDS = {
     "test_encode.py": "sentence_transformers",
     "test_jax.py": "jax",
     "test_langchain.py": "langchain_core",
+    "test_llama_index.py": "llama_index",
     "test_multi_vector.py": "sentence_transformers",
     "test_onnx.py": "onnx",
     "test_sentence_transformers.py": "sentence_transformers",

@@ -7,6 +7,7 @@ import pytest
 import tiny_models as tiny
 from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
+from model_folders import write_reranker
 from pydantic import ValidationError
 from tiny_tokenizers import TEXTS, write_tokenizer
 
@@ -35,18 +36,7 @@ def test_embeddings(tmp_path):
 
 
 def test_reranker(tmp_path):
-    config = {**tiny.CONFIGS["bert"], "type_vocab_size": 2}
-    weights = tiny.tensors("bert", config)
-    rng = np.random.default_rng(0)
-    for name, features in (("pooler.dense", 24), ("classifier", 1)):
-        weights |= {
-            f"{name}.weight": rng.standard_normal((features, 24)).astype(np.float32),
-            f"{name}.bias": np.zeros(features, np.float32),
-        }
-    weights = {name if name.startswith("classifier") else f"bert.{name}": x for name, x in weights.items()}
-    scores = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "score"}}
-    tiny.write(tmp_path, "bert", weights, type_vocab_size=2, **scores)
-    write_tokenizer(tmp_path)
+    write_reranker(tmp_path)
     documents = [
         Document(page_content=text, metadata={"place": i}, id=str(i)) for i, text in enumerate(TEXTS)
     ]
