@@ -12,7 +12,7 @@ docs/architecture.md has the recipe.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from fastattn._engine.slots import Slots
     from fastattn._engine.tape import Plain
 
-    # The present value of each buffer: an array for `PLAIN`, a `Value` for a `Tape`.
-    Values = Mapping[str, Any]
+    # The present value of each buffer: an array for `PLAIN`, a `Value` for a `Tape`; and what `AttendStep`s
+    # give to later ones.
+    Values = MutableMapping[str, Any]
 
-# The caller's two buffers: where a program reads its rows, and where it writes its result.
-X, OUT = "x", "out"
+# The caller's buffers: where a program reads its rows, where it writes its result, and `Sequences.inputs`.
+X, OUT, INPUTS = "x", "out", "inputs"
 
 
 class Sequences(NamedTuple):
@@ -48,12 +49,14 @@ class Sequences(NamedTuple):
     # First and last key (exclusive) of each query, broadcast to (batch, 1, length); a step picks one.
     ranges: tuple[Range, ...] = ((None, None),)
     rotations: tuple[tuple[Array, Array], ...] = ()  # cos and sin, ([batch,] 1, length, pairs), lane type
-    slots: Slots | None = None  # where the cache takes new keys and values; older ones are attended, too
+    # Where the cache takes new keys and values, for heads of each size; older ones are attended, too.
+    slots: tuple[Slots, ...] = ()
     begins: Ints | None = None  # the first row of each sequence, and the end, (batch + 1,)
     # Added to scores: for query i and key j what is at j - i from the middle of (heads, 2 n - 1), lane type.
     biases: tuple[Array, ...] = ()
     # Of each layer that carries states: the arguments of its convolution and its recurrence for them.
     states: Sequence[Sequence[dict[str, Any]]] | None = None
+    inputs: Array | None = None  # (rows, features): more of the tokens than x has; steps may write there
 
     def alone(self) -> Iterator[tuple[slice, Sequences]]:
         """The rows of each sequence of a ragged batch, and the sequence as a batch of its own."""
@@ -62,7 +65,7 @@ class Sequences(NamedTuple):
             rows = slice(begin, end)
             ranges = tuple((_of_rows(first, rows), _of_rows(last, rows)) for first, last in self.ranges)
             rotations = tuple((cos[:, rows], sin[:, rows]) for cos, sin in self.rotations)
-            slots = None if self.slots is None else self.slots.of_sequence(i, end - begin)
+            slots = tuple(each.of_sequence(i, end - begin) for each in self.slots)
             yield rows, Sequences(1, ranges, rotations, slots, biases=self.biases)
 
 
@@ -167,12 +170,14 @@ class AddStep(Step):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GateStep(Step):
-    """``out = x * sigmoid(gate)``, with the last features of the rows of a buffer. It runs in Python."""
+    """``out = x * activation(gate)``, with the `features` from `begin` on of the rows of a buffer."""
 
-    op = None
+    op = "gate"
 
     gate: str
+    begin: int
     features: int
+    activation: Activation | None = "sigmoid"
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -183,8 +188,29 @@ class GateStep(Step):
         return self.features
 
     def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
-        (gate,) = tape.views(values[self.gate], lambda array: [array[:, -self.features :]], whole=False)
-        return tape.gate(gate, values[self.x], out=out)
+        part = slice(self.begin, self.begin + self.features)
+        (gate,) = tape.views(values[self.gate], lambda array: [array[:, part]], whole=False)
+        return tape.gate(gate, values[self.x], self.activation, out=out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaleStep(Step):
+    """``out = x * weight``, feature by feature. It has no gradients."""
+
+    op = "scale"
+    has_gradients = False
+
+    weight: Array  # (features,), of the rows' type
+
+    @property
+    def columns(self) -> int:
+        return len(self.weight)
+
+    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+        if tape.recording:
+            raise NotImplementedError("fastattn: scales of rows have no gradients")
+        x = values[self.x]
+        return tape.gate(np.broadcast_to(self.weight, x.shape), x, None, out=out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,7 +218,8 @@ class AttendStep(Step):
     """`attention` of the queries, keys and values that stand side by side in the rows of `x`.
 
     With a rotation, `apply_rope` turns queries and keys first: in place, except for keys that go to a cache,
-    which are turned on their way.
+    which are turned on their way. With `keys`, there are queries alone in x. The keys and values are those
+    that an earlier step `gives`: it has them in that buffer, rotated, or in the same heads of the cache.
     """
 
     op = "attend"
@@ -202,13 +229,21 @@ class AttendStep(Step):
     heads_kv: int
     head_dim: int
     scale: float
-    layer: int = 0  # a cache holds `heads_kv` heads for each layer, in order
+    first_kv: int = 0  # the first of its heads in a cache, which has those of all layers
     ranges: int = 0  # index into the call's `ranges`
     rotation: int | None = None  # and into its `rotations`
     bias: int | None = None  # and into its `biases`; not with a cache
     softcap: float = 0.0  # of scores; 0: none
     sinks: Array | None = None  # (heads,), lane type: logits that enter the denominator alone
     query_rotation: int | None = None  # that of queries where keys have another one
+    size: int = 0  # index into the call's `slots`: that of its size of heads
+    keys: str | None = None  # the `x` of the step whose keys and values it attends; None: its own
+    keys_begin: int = 0  # the first feature of these keys there
+    gives: bool = False  # later steps attend its keys and values
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.x,) if self.keys is None else (self.x, self.keys)
 
     @property
     def columns(self) -> int:
@@ -222,7 +257,7 @@ class AttendStep(Step):
         if out is None:
             out = tape.empty(None, n, self.columns, tape.array(x).dtype)
         end = self.heads + self.heads_kv
-        used = (end + self.heads_kv) * self.head_dim
+        used = (self.heads if self.keys else end + self.heads_kv) * self.head_dim
         parts = self._parts(call, n)
 
         def by_head(array: Array) -> list[Array]:
@@ -230,15 +265,20 @@ class AttendStep(Step):
 
         # Queries and keys together where they are rotated alike, which is one kernel.
         apart = self.rotation is None or self.query_rotation is not None
-        cuts = (self.heads, end) if apart else (end,)
+        cuts = () if self.keys else (self.heads, end) if apart else (end,)
 
         def inputs(array: Array) -> list[Array]:
             return [head for each in by_head(array[:, :used]) for head in _cut(each, *cuts)]
 
         found = iter(tape.views(x, inputs, used == tape.array(x).shape[1]))
+        given = iter(values.get(f"{self.keys} given", [(None, None)] * len(parts)))  # the cache has them
         calls = []
         for (_, own), result in zip(parts, by_head(out), strict=True):
-            if self.rotation is None:
+            if self.keys:
+                q, (k, v) = next(found), next(given)
+                turned = self.rotation if self.query_rotation is None else self.query_rotation
+                q = q if turned is None else tape.rotate(q, *own.rotations[turned])
+            elif self.rotation is None:
                 q, k = next(found), next(found)
             elif self.query_rotation is not None:
                 q = tape.rotate(next(found), *own.rotations[self.query_rotation])
@@ -246,9 +286,13 @@ class AttendStep(Step):
             else:
                 rotated = tape.rotate(next(found), *own.rotations[self.rotation])
                 q, k = tape.views(rotated, lambda array: _cut(array, self.heads))
-            v = next(found)
+            v = v if self.keys else next(found)
+            if self.gives and tape.recording:
+                k, v = tape.shared(k), tape.shared(v)
             args = self._args(own, tape.array(q), tape.array(k), tape.array(v), result)
             calls.append((args, q, k, v))
+        if self.gives:
+            values[f"{self.x} given"] = [(k, v) for _, _, k, v in calls]
         table = None if self.bias is None else call.biases[self.bias]
         return tape.attend(calls, out, by_head, self.sinks, table)
 
@@ -257,15 +301,18 @@ class AttendStep(Step):
 
         A ragged batch with a bias or a cache is computed one by one.
         """
-        if call.begins is not None and not (self.bias is None and call.slots is None):
+        if call.begins is not None and (self.bias is not None or call.slots):
             return [(rows, own) for rows, own in call.alone() if rows.stop > rows.start]
         return [(slice(0, n), call)]
 
     def _args(self, call: Sequences, q: Array, k: Array, v: Array, out: Array) -> AttentionArgs:
         """The arguments of one attention; new keys and values go to the cache, if there is one."""
         scales: list[Array] = []
-        if call.slots is not None:
-            k, v, *scales = call.slots.put(k, v, self.layer * self.heads_kv)
+        if call.slots:
+            slots = call.slots[self.size]
+            if self.keys is None:
+                slots.put(k, v, self.first_kv)
+            k, v, *scales = slots.held(self.first_kv, self.heads_kv)
         threads = settings.get_num_threads()
         if call.begins is None:
             args = plain_args(q, k, v, out, threads)
@@ -337,7 +384,7 @@ class Program:
         if not tape.recording:
             return self.run(x, call)
         assert isinstance(tape, Tape)
-        if call.slots is not None:
+        if call.slots:
             raise ValueError("fastattn: a program with a cache has no gradients")
         if not self.steps:
             return tape.note(x.array, x.put)
@@ -357,18 +404,18 @@ class Program:
         memory = scratch(self.use, n, self._width, x.dtype)
         if settings.current.backend == "compiled":
             # Compiled steps write to a cache in the type of the rows, or in int8.
-            narrow = call.slots is not None and call.slots.k.dtype not in (x.dtype, np.int8)
+            narrow = bool(call.slots) and call.slots[0].k.dtype not in (x.dtype, np.int8)
             if narrow not in self._compiled:
                 self._compiled[narrow] = self._compile(narrow)
-            others = call._replace(slots=None) if narrow else call
+            others = call._replace(slots=()) if narrow else call
             for part in self._compiled[narrow]:
                 if isinstance(part, Step):
-                    buffers = self._buffers(x, out, memory)
+                    buffers = self._buffers(x, out, memory, call)
                     part.run(PLAIN, buffers, call, buffers[part.out])
                 else:
                     part.run(x, out, memory, others, settings.get_num_threads())
         else:
-            buffers = self._buffers(x, out, memory)
+            buffers = self._buffers(x, out, memory, call)
             for step in self.steps:
                 step.run(PLAIN, buffers, call, buffers[step.out])
         keep(self.use, memory)
@@ -386,8 +433,8 @@ class Program:
             parts += some if in_python else [settings.core.Program(some, self.places)]
         return parts
 
-    def _buffers(self, x: Array, out: Array, memory: Array) -> dict[str, Array]:
-        n, flat, buffers = len(x), memory.reshape(-1), {X: x, OUT: out}
+    def _buffers(self, x: Array, out: Array, memory: Array, call: Sequences) -> dict[str, Any]:
+        n, flat, buffers = len(x), memory.reshape(-1), {X: x, OUT: out, INPUTS: call.inputs}
         for name, (begin, width) in self.places.items():
             buffers[name] = flat[n * begin : n * (begin + width)].reshape(n, width)
         return buffers
@@ -400,13 +447,14 @@ def build(use: str, steps: Sequence[Step]) -> Program:
     """A program of `steps`, whose scratch buffers share memory where they are not needed at the same time.
 
     A buffer is as wide as the widest result that a step writes to it. It is needed from a step that writes it
-    to the last step that reads this result. `X` is scratch memory, too, if a step writes it.
+    to the last step that reads this result. `X` and `INPUTS` are scratch memory, too, if a step writes them.
     """
     widths: dict[str, int] = {}
     for step in steps:
         widths[step.out] = max(step.columns, widths.get(step.out, 0))
     columns = widths.pop(OUT, 0)
-    widths.pop(X, None)
+    for name in (X, INPUTS):
+        widths.pop(name, None)
 
     needed = {OUT}  # after the step that is looked at, from the last one to the first
     neighbours: defaultdict[str, set[str]] = defaultdict(set)  # buffers that are needed at the same time
@@ -415,7 +463,7 @@ def build(use: str, steps: Sequence[Step]) -> Program:
         for name in together:
             neighbours[name] |= together
         needed = needed.difference((step.out,)).union(step.reads)
-    if steps and (unwritten := needed - {X}):
+    if steps and (unwritten := needed - {X, INPUTS}):
         raise ValueError(f"fastattn: steps read {', '.join(sorted(unwritten))} before anything is there")
 
     places: dict[str, tuple[int, int]] = {}

@@ -33,27 +33,33 @@ class Slots(NamedTuple):
         return Slots(k, v, start, None, start + tokens, k_scale, v_scale)
 
     @np.errstate(over="ignore")  # a float32 too large for float16 becomes infinite
-    def put(self, k: Array, v: Array, first: int = 0) -> tuple[Array, ...]:
+    def put(self, k: Array, v: Array, first: int = 0) -> None:
         """Write k and v (batch, heads, tokens, head_dim) to the heads from `first` on.
 
-        Returns views of all keys and of all values of these heads, and if they are int8, of their scales.
         Padding is written, too; the next tokens overwrite it.
         """
         batch, heads, tokens, _ = k.shape
-        arrays: tuple[Array, ...] = self.k, self.v
         parts: tuple[Array, ...] = k, v
-        if self.k_scale is not None and self.v_scale is not None:
+        if self.k_scale is not None:
             lane = self.k_scale.dtype
             (k, k_scale), (v, v_scale) = _rounded(k, lane), _rounded(v, lane)
-            arrays, parts = (*arrays, self.k_scale, self.v_scale), (k, v, k_scale, v_scale)
-        held = tuple(x[:, first : first + heads] for x in arrays)
-        for new, there in zip(parts, held, strict=True):
+            parts = k, v, k_scale, v_scale
+        for new, whole in zip(parts, self._arrays(), strict=True):
+            there = whole[:, first : first + heads]
             if isinstance(self.starts, int):
                 there[:, :, self.starts : self.starts + tokens] = new
             else:
                 place = self.starts[:, None] + np.arange(tokens)
                 there[np.arange(batch)[:, None], :, place] = new.swapaxes(1, 2)
-        return tuple(x[:, :, : self.length] for x in held)
+
+    def held(self, first: int, heads: int) -> tuple[Array, ...]:
+        """Views of all keys and of all values of some heads, and if they are int8, of their scales."""
+        return tuple(x[:, first : first + heads, : self.length] for x in self._arrays())
+
+    def _arrays(self) -> tuple[Array, ...]:
+        if self.k_scale is None or self.v_scale is None:
+            return self.k, self.v
+        return self.k, self.v, self.k_scale, self.v_scale
 
 
 def _rounded(x: Array, lane: np.dtype[Any]) -> tuple[Array, Array]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn._args.types import Activation, Array, Rounding
 from fastattn._engine.experts import Experts, ExpertsStep
 from fastattn._engine.program import (
+    INPUTS,
     OUT,
     AddStep,
     AttendStep,
@@ -16,6 +17,7 @@ from fastattn._engine.program import (
     LinearStep,
     NormStep,
     Program,
+    ScaleStep,
     X,
     build,
 )
@@ -44,6 +46,24 @@ class Projection(NamedTuple):
     weight: PackedLinear
     bias: Array | None
     activations: Rounding | None = None  # what its input is rounded to
+
+
+class LayerInput(NamedTuple):
+    """Maps for a part of the inputs: a block adds ``norm(outer(activation(gate(y)) * inputs))`` at its end."""
+
+    gate: Projection
+    outer: Projection
+    norm: Norm
+    begin: int  # the part's first feature in `Sequences.inputs`
+
+
+class KeyPlace(NamedTuple):
+    """Where a block's keys are, among those of a model."""
+
+    first_kv: int = 0  # see `AttendStep`, as of the next one
+    size: int = 0
+    giver: AttendStep | None = None  # the step whose keys it attends
+    gives: str | None = None  # the buffer where later blocks find its keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,36 +99,56 @@ class Block:
     query_rotation: int | None = None
     mixer: Mixer | None = None  # only with `norm_first`
     gated: bool = False  # `qkv` has a gate of each of attention's results, too, after the values
+    # The number of the block whose keys and values it attends: `qkv` maps to queries alone. None: its own.
+    keys_from: int | None = None
+    layer_input: LayerInput | None = None  # only with `norm_first`
+    scale_of_all: Array | None = None  # of its result, (features,): see `ScaleStep`; likewise
 
-    def steps(self, x: str, out: str, total: str = "total", layer: int = 0, ranges: int = 0) -> list[Step]:
+    def steps(
+        self,
+        x: str,
+        out: str,
+        total: str = "total",
+        layer: int = 0,
+        ranges: int = 0,
+        place: KeyPlace = KeyPlace(),  # noqa: B008  # it is immutable
+    ) -> list[Step]:
         """Steps from buffer `x` to `out`, which may be the same buffer.
 
-        Sums that wait for a norm go to `total`. `layer` and `ranges` are those of `AttendStep`; `layer` is
-        that of `MixStep`, too.
+        Sums that wait for a norm go to `total`. `layer` is that of `MixStep`, `ranges` that of `AttendStep`.
         """
         steps: list[Step] = []
         attended = x
         if self.norm_first and self.attention_norm is not None:
             attended = "normed"
             steps.append(NormStep(x, attended, *self.attention_norm))
-        # Buffers have one width: attention's and those of a mixer differ.
-        product, context = ("qkv", "context") if self.mixer is None else ("product", "mixed")
+        # A buffer has one width, and blocks may differ.
+        product = place.gives or f"product {self.qkv.weight.out_features}"
+        features = self.heads * self.head_dim if self.mixer is None else self.mixer.columns
+        context = f"context {features}"
         steps.append(LinearStep(attended, product, *self.qkv))
         begin = 0
         for norm in self.head_norms:
             steps.append(NormStep(product, product, *norm, begin))
             begin += norm.weight.size
         if self.mixer is None:
-            heads = (self.heads, self.heads_kv, self.head_dim, self.scale)
-            which = (layer, ranges, self.rotation, self.bias)
+            giver = place.giver
+            heads_kv = self.heads_kv if giver is None else giver.heads_kv
+            heads = (self.heads, heads_kv, self.head_dim, self.scale)
+            which = (place.first_kv, ranges, self.rotation, self.bias)
             others: Any = {
                 "softcap": self.softcap,
                 "sinks": self.sinks,
                 "query_rotation": self.query_rotation,
+                "size": place.size,
+                "gives": place.gives is not None,
             }
+            if giver is not None:
+                others |= {"keys": giver.x, "keys_begin": giver.heads * giver.head_dim}
             steps.append(AttendStep(product, context, *heads, *which, **others))
             if self.gated:
-                steps.append(GateStep(context, context, product, self.heads * self.head_dim))
+                begin = (self.heads + 2 * self.heads_kv) * self.head_dim
+                steps.append(GateStep(context, context, product, begin, features))
         else:
             steps.append(MixStep(product, context, self.mixer, layer))
         if self.norm_first:
@@ -119,10 +159,13 @@ class Block:
                 inner = "normed"
                 steps.append(NormStep(out, inner, *self.inner_norm))
             if isinstance(self.inner, Experts):
-                return [*steps, ExpertsStep(inner, out, self.inner, self.activation, out)]
-            assert self.outer is not None
-            steps.append(LinearStep(inner, "inner", *self.inner, self.activation))
-            return [*steps, *_added("inner", self.outer, inner_post, out, out)]
+                steps.append(ExpertsStep(inner, out, self.inner, self.activation, out))
+            else:
+                assert self.outer is not None
+                wide = f"inner {self.inner.weight.out_features}"
+                steps.append(LinearStep(inner, wide, *self.inner, self.activation))
+                steps += _added(wide, self.outer, inner_post, out, out)
+            return [*steps, *self._ending(out)]
         assert self.attention_norm is not None
         assert self.inner_norm is not None
         assert isinstance(self.inner, Projection)
@@ -135,6 +178,17 @@ class Block:
             LinearStep("inner", total, *self.outer, residual=out),
             NormStep(total, out, *self.inner_norm),
         ]
+
+    def _ending(self, out: str) -> Iterator[Step]:
+        """Steps that add the layer's input to buffer `out`, and scale all of it."""
+        if self.layer_input is not None:
+            gate, outer, norm, begin = self.layer_input
+            n = gate.weight.out_features
+            yield LinearStep(out, "gate", *gate, self.activation)
+            yield GateStep("gate", "gate", INPUTS, begin, n, None)
+            yield from _added("gate", outer, norm, out, out)
+        if self.scale_of_all is not None:
+            yield ScaleStep(out, out, self.scale_of_all)
 
 
 def _added(x: str, linear: Projection, norm: Norm | None, residual: str, out: str) -> list[Step]:
@@ -153,13 +207,16 @@ def model_program(
     first: Norm | None = None,
     last: Norm | None = None,
     widened: Projection | None = None,
+    before: Sequence[Step] = (),
 ) -> tuple[Program, tuple[Window, ...]]:
     """A model's blocks one after another, between the norms `first` and `last`; and their windows.
 
     The map `widened` follows the first norm. A call gives the ranges of each window, in this order. The
-    program may overwrite its input.
+    program may overwrite its input. Steps `before` all others write to `INPUTS`.
     """
     windows = tuple(dict.fromkeys(block.window for block in blocks))
+    sizes, givers = list(held_heads(blocks)), {block.keys_from for block in blocks}
+    first_kv, attends = dict.fromkeys(sizes, 0), dict[int | None, AttendStep]()
     steps: list[Step] = []
     if first is not None:
         steps.append(NormStep(X, OUT if widened is None else X, *first))
@@ -167,8 +224,27 @@ def model_program(
         steps.append(LinearStep(X, OUT, *widened))
     for i, block in enumerate(blocks):
         x, total = (OUT if steps else X), (X if steps and widened is None else "total")
-        layer = sum((each.mixer is None) == (block.mixer is None) for each in blocks[:i])
-        steps += block.steps(x, OUT, total, layer, windows.index(block.window))
+        layer = sum(each.mixer is not None for each in blocks[:i])
+        place = KeyPlace()
+        if (giver := attends.get(block.keys_from)) is not None:
+            place = KeyPlace(giver.first_kv, giver.size, giver)
+        elif block.mixer is None:
+            size = block.head_dim
+            place = KeyPlace(first_kv[size], sizes.index(size), None, f"keys {i}" if i in givers else None)
+            first_kv[size] += block.heads_kv
+        own = block.steps(x, OUT, total, layer, windows.index(block.window), place)
+        if block.mixer is None:
+            attends[i] = next(step for step in own if isinstance(step, AttendStep))
+        steps += own
     if last is not None:
         steps.append(NormStep(OUT if steps else X, OUT, *last))
-    return build("model", steps), windows
+    return build("model", [*before, *steps]), windows
+
+
+def held_heads(blocks: Sequence[Block]) -> dict[int, int]:
+    """How many heads of keys a cache holds for all blocks, of each size."""
+    found: dict[int, int] = {}
+    for block in blocks:
+        if block.mixer is None and block.keys_from is None:
+            found[block.head_dim] = found.get(block.head_dim, 0) + block.heads_kv
+    return found

@@ -59,7 +59,7 @@ class BlockNames(NamedTuple):
     outer: str
     gate: str | None = None  # multiplies `inner`; if that is its name, too, one tensor holds both
     gate_first: bool = True  # in such a tensor
-    head_norms: tuple[str, str] | None = None  # of each query head and of each key head
+    head_norms: tuple[str, ...] | None = None  # of each query head and, if there are keys, of each key head
     norms_of_all: bool = False  # these are of all query heads together, and of all key heads
     norm: str = "layer_norm"  # or "rms_norm"
     norm_bias: bool = True  # of a "layer_norm"
@@ -337,13 +337,14 @@ class Blocks:
         def head_norms() -> list[Array]:
             if names.head_norms is None:
                 return []
-            q_norm, k_norm = each = [f"{prefix}{name}.weight" for name in names.head_norms]
+            each = [f"{prefix}{name}.weight" for name in names.head_norms]
             if names.norms_of_all:
                 return [
                     source.vector(name, shape=(1, *source.shape(name)), offset=names.norm_offset)
                     for name in each
                 ]
-            both = *[q_norm] * self.heads, *[k_norm] * self.heads_kv
+            counts = zip(each, (self.heads, self.heads_kv), strict=False)
+            both = [name for name, count in counts for _ in range(count)]
             shape = self.heads + self.heads_kv, self.head_dim
             return [source.vector(*both, shape=shape, offset=names.norm_offset)]
 

@@ -160,7 +160,8 @@ class Decoder(Stepping):
         -----
         A step reads the weights and the keys so far once, for the sequences that have not ended. Keys and
         values take ``2 * num_layers * num_kv_heads * head_dim`` numbers a token, as many tokens a sequence as
-        the longest has. At first there is room for 256 new tokens; the room doubles when it is full.
+        the longest has; layers that attend another's keys have none. At first there is room for 256 new
+        tokens; the room doubles when it is full.
 
         References
         ----------

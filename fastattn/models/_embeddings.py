@@ -149,7 +149,7 @@ class SequenceRules:
             ranges.append(key_ranges.intersect(parts + shared, ends))
         rotations = tuple(self._rotation(each, own, lengths, dtype) for each in self.frequencies)
         biases = () if self.biases is None else self.biases(longest)
-        return Sequences(batch, tuple(ranges), rotations, None, begins if ragged else None, biases), positions
+        return Sequences(batch, tuple(ranges), rotations, (), begins if ragged else None, biases), positions
 
     def add_gradients(self, gradients: Gradients, call: Sequences) -> None:
         """Add the gradient of the table of biases, if `gradients` has that of the call's biases."""

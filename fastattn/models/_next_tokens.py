@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints
+    from fastattn._engine.slots import Slots
     from fastattn.grad import Pullback
     from fastattn.layers._block import Window
     from fastattn.layers._mixers import Kind
@@ -54,7 +55,7 @@ class NextTokens(_model.Model):
 
     num_kv_heads: int
     head_dim: int
-    num_attentions: int  # layers with keys and values
+    key_heads: tuple[tuple[int, int], ...]  # of all layers together that have keys: how many, and their size
     states: tuple[tuple[Kind, ...], ...]  # of a sequence, in each of the layers that carry some
     max_length: int | None  # tokens of a sequence; None without a table of positions
     tokens: Array | PackedLinear  # (vocab_size, hidden_size); the output layer itself, if the two are tied
@@ -66,11 +67,13 @@ class NextTokens(_model.Model):
     token_scale: float = 1.0  # what the tokens' vectors are multiplied by
     softcap: float | None = None  # logits x become ``cap * tanh(x / cap)``
     query_growth: QueryGrowth | None = None  # queries then have a rotation after the `frequencies`' own
+    layer_tokens: Array | PackedLinear | None = None  # (vocab_size, n): `Sequences.inputs` of tokens
+    layer_scale: float = 1.0  # what these are multiplied by
 
     @property
     def has_gradients(self) -> bool:
         """Whether `vjp`, and what trains a model, take it."""
-        return self.program.has_gradients and self.softcap is None
+        return self.program.has_gradients and self.softcap is None and self.layer_tokens is None
 
     @named("{self.model_type}")
     def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
@@ -235,10 +238,7 @@ class NextTokens(_model.Model):
             positions = np.arange(begins[-1]) - np.repeat(begins[:-1] - starts, lengths)
         else:  # (length,), or (batch, length) where sequences begin at different positions
             positions = np.asarray(starts)[..., None] + np.arange(length)
-        x = token_rows(self.tokens, tokens.reshape(-1), self.dtype)
-        if self.token_scale != 1:
-            lane = lane_dtype(self.dtype)
-            x = (x.astype(lane, copy=False) * lane.type(self.token_scale)).astype(self.dtype, copy=False)
+        x = self._scaled(self.tokens, tokens.reshape(-1), self.token_scale)
         if self.positions is not None:
             rows = x if ragged else x.reshape(batch, length, self.hidden_size)
             rows += self.positions[positions]
@@ -250,11 +250,12 @@ class NextTokens(_model.Model):
             growth = self.query_growth(positions)[..., None, :, None].astype(lane_dtype(self.dtype))
             cos, sin = rotations[0]
             rotations.append((cos * growth, sin * growth))
-        slots, ends, len_k = None, None, length
+        slots: tuple[Slots, ...] = ()
+        ends, len_k = None, length
         if cache is not None and self.num_layers:
-            keys = (batch, self.num_attentions * self.num_kv_heads, length, self.head_dim)
-            slots = cache._extend(keys, keys, self.dtype, lengths if ragged else None)
-            ends, len_k = slots.ends, slots.length
+            keys = [(batch, heads, length, size) for heads, size in self.key_heads]
+            slots = cache._extend([(own, own) for own in keys], self.dtype, lengths if ragged else None)
+            ends, len_k = slots[0].ends, slots[0].length
         if ragged:  # each sequence has its own keys alone
             ranges = self._ranges(positions, True, None, np.repeat(lengths + starts, lengths))
         else:
@@ -262,7 +263,19 @@ class NextTokens(_model.Model):
         call = Sequences(batch, ranges, tuple(rotations), slots, begins if ragged else None)
         if isinstance(cache, StateCache):
             call = call._replace(states=cache.carried(batch))
+        if self.layer_tokens is not None:
+            inputs = self._scaled(self.layer_tokens, tokens.reshape(-1), self.layer_scale)
+            call = call._replace(inputs=inputs)
         return x, call, positions
+
+    def _scaled(self, table: Array | PackedLinear, ids: Ints, scale: float) -> Array:
+        """The vectors of tokens `ids` (n,), times `scale`, in new memory."""
+        x = token_rows(table, ids, self.dtype)
+        if scale == 1:
+            return x
+        lane = lane_dtype(self.dtype)
+        found: Array = (x.astype(lane, copy=False) * lane.type(scale)).astype(self.dtype, copy=False)
+        return found
 
     def _ranges(
         self, positions: Ints, causal: bool, ends: Ints | None, len_k: int | Ints

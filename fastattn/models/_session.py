@@ -192,11 +192,10 @@ def load(
     path: str | os.PathLike[str],
     model: Model,
     frequencies: Sequence[Frequencies],
-    heads: int,
-    head_dim: int,
+    key_heads: Sequence[tuple[int, int]],
     states: Sequence[Sequence[Kind]],
 ) -> Session:
-    """Read what `Session.save` wrote, of the same model, whose layers have so many key heads together."""
+    """Read what `Session.save` wrote, of the same model, whose layers have these `key_heads` together."""
     arrays, values = _safetensors.read(path, _KEY, "session", _FORMAT)
     where = os.fsdecode(path)
     if values.get("model") != digest(model):
@@ -206,16 +205,19 @@ def load(
     if values.get("arrays") != _digest([arrays[name] for name in sorted(arrays)]):
         raise ValueError(f"(): {where} is damaged; expected the ids and keys that were written")
     ids = arrays.pop("ids", np.zeros(0))
-    cache = StateCache.read(states, arrays, where) if states else KVCache._of(arrays, where)
+    sizes = len(key_heads)
+    cache = StateCache.read(states, arrays, where) if states else KVCache._of(arrays, where, sizes)
     if ids.dtype != np.int64 or cache.lengths.tolist() != [ids.size]:
         came = f"ids {ids.shape} in {ids.dtype} and keys of {cache.lengths.tolist()} tokens"
         raise ValueError(f"(): {where} has {came}; expected as many of one sequence, in int64")
-    k, v = cache._held[:2]
-    shape = 1, heads, ids.size, head_dim
     dtypes = [model.dtype.name, *cache_dtypes(model.dtype)]
-    if not k.shape == v.shape == shape or k.dtype.name not in dtypes:
-        came = f"keys and values {k.shape} and {v.shape} in {k.dtype}"
-        raise ValueError(f"(): {where} has {came}; expected {shape} in {one_of(dtypes)}")
+    keys_values = [x for x in cache._held if x.ndim == 4]
+    for i, (heads, head_dim) in enumerate(key_heads):
+        k, v = keys_values[2 * i : 2 * i + 2]
+        shape = 1, heads, ids.size, head_dim
+        if not k.shape == v.shape == shape or k.dtype.name not in dtypes:
+            came = f"keys and values {k.shape} and {v.shape} in {k.dtype}"
+            raise ValueError(f"(): {where} has {came}; expected {shape} in {one_of(dtypes)}")
     integers(f"{where}'s ids", ids, low=0, high=model.vocab_size - 1)
     session = Session(model, frequencies, cache, ids.tolist())
     session._rotated = values.get("rotated")

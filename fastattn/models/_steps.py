@@ -68,8 +68,7 @@ class Stepping(NextTokens):
         FileNotFoundError, ValueError
             If no file is there, or it holds no session of this model with these weights in these types.
         """
-        shape = self.num_attentions * self.num_kv_heads, self.head_dim
-        return _session.load(path, self, self.frequencies, *shape, self.states)
+        return _session.load(path, self, self.frequencies, self.key_heads, self.states)
 
     def _steps(
         self,

@@ -10,7 +10,19 @@ from fastattn import ops
 from fastattn._args.packed import LinearArgs
 from fastattn._args.types import ACTIVATIONS, RopeArgs, RowsArgs, plain_args
 from fastattn._engine import settings
-from fastattn._engine.program import OUT, AddStep, AttendStep, LinearStep, NormStep, Sequences, X, build
+from fastattn._engine.program import (
+    INPUTS,
+    OUT,
+    AddStep,
+    AttendStep,
+    GateStep,
+    LinearStep,
+    NormStep,
+    ScaleStep,
+    Sequences,
+    X,
+    build,
+)
 from fastattn._reference import ops as twins
 from fastattn.cache import Slots
 
@@ -32,7 +44,10 @@ GOOD = {
     "norm": NormStep(X, OUT, "layer_norm", ones(8), ones(8), 1e-5),
     "head_norm": NormStep("qkv", "qkv", "rms_norm", ones(6, 4), None, 1e-5),
     "add": AddStep(X, OUT, "narrow", 8),
+    "gate": GateStep(X, OUT, "wide", 8, 8),
+    "scale": ScaleStep(X, OUT, ones(8)),
     "attend": AttendStep("qkv", OUT, 2, 2, 4, 0.5),
+    "queries": AttendStep(X, OUT, 2, 2, 4, 0.5, keys="qkv", keys_begin=8),
 }
 
 
@@ -82,6 +97,19 @@ def test_a_program_that_fits(core, step):
         ("add", {"residual": "wide"}),
         ("add", {"residual": "none"}),
         ("add", {"features": 4}),
+        ("gate", {"x": "wide"}),
+        ("gate", {"out": "wide"}),
+        ("gate", {"gate": X}),
+        ("gate", {"gate": "none"}),
+        ("gate", {"gate": INPUTS}),  # the call has none
+        ("gate", {"begin": 9}),
+        ("gate", {"begin": -1}),
+        ("gate", {"features": 7}),
+        ("scale", {"x": "wide"}),
+        ("scale", {"out": "wide"}),
+        ("scale", {"weight": ones(7)}),
+        ("scale", {"weight": ones(8, dtype=np.float64)}),
+        ("scale", {"weight": ones(16)[::2]}),
         ("attend", {"x": "wide"}),
         ("attend", {"out": "none"}),
         ("attend", {"heads": 8, "heads_kv": 4}),
@@ -89,7 +117,13 @@ def test_a_program_that_fits(core, step):
         ("attend", {"heads": 3}),
         ("attend", {"heads_kv": 0}),
         ("attend", {"head_dim": 0}),
-        ("attend", {"layer": -1}),
+        ("attend", {"first_kv": -1}),
+        ("attend", {"size": -1}),
+        ("queries", {"keys": "none"}),
+        ("queries", {"keys": "wide"}),
+        ("queries", {"keys_begin": 9}),
+        ("queries", {"keys_begin": -1}),
+        ("queries", {"x": INPUTS}),
         ("attend", {"query_rotation": 0}),
         ("attend", {"sinks": ones(3)}),
         ("attend", {"sinks": ones(2, dtype=np.float64)}),
@@ -103,7 +137,7 @@ def test_steps_that_do_not_fit(core, name, changes):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"places": {str(i): (0, 8) for i in range(7)}}, "7 places; expected at most 6"),
+        ({"places": {str(i): (0, 8) for i in range(22)}}, "22 places; expected at most 21"),
         ({"places": PLACES | {"narrow": (-8, 8)}}, "a place at"),
         ({"places": PLACES | {"wide": (32, 1 << 40)}}, "bytes of memory are too few"),
         ({"memory": ones(6, 47)}, "bytes of memory are too few"),
@@ -123,7 +157,7 @@ def test_calls_that_do_not_fit(core, options, match):
 
 def slots(heads=2, capacity=8, head_dim=4, dtype=np.float32, **changes):
     cache = ones(2, heads, capacity, head_dim, dtype=dtype)
-    return Slots(cache, cache.copy(), 5, None, 8)._replace(**changes)
+    return (Slots(cache, cache.copy(), 5, None, 8)._replace(**changes),)
 
 
 def test_what_a_step_asks_of_a_call(core):
@@ -150,6 +184,12 @@ def test_what_a_step_asks_of_a_call(core):
             run(core, [step], call=call)
 
 
+def test_a_size_of_heads_that_no_cache_holds(core):
+    for step in (GOOD["attend"], GOOD["queries"]):
+        with pytest.raises(ValueError, match="size 1 of heads; the cache holds 1"):
+            run(core, [dataclasses.replace(step, size=1)], call=Sequences(2, slots=slots()))
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -173,17 +213,26 @@ def test_what_a_step_asks_of_a_call(core):
         Sequences(2, slots=slots(starts=np.array([0, -1]))),
         Sequences(2, slots=slots(starts=np.array([0, 0, 0]))),
         Sequences(2, slots=slots(length=9)),
+        Sequences(2, slots=slots(head_dim=3) + slots()),
+        Sequences(2, slots=slots() + slots(capacity=7)),
+        Sequences(2, slots=slots() * 3),
+        Sequences(2, inputs=ones(5, 8)),
+        Sequences(2, inputs=ones(6, 16)[:, ::2]),
+        Sequences(2, inputs=ones(6, 8, dtype=np.float64)),
         Sequences(2, slots=slots(v=ones(2, 2, 8, 3))),
         Sequences(2, slots=slots(k_scale=ones(2, 2, 8), v_scale=ones(2, 2, 8))),
         Sequences(2, slots=slots(dtype=np.int8, k_scale=ones(2, 2, 8))),
         Sequences(2, slots=slots(dtype=np.int8, k_scale=ones(2, 2, 7), v_scale=ones(2, 2, 8))),
     ],
-    ids=range(24),
+    ids=range(30),
 )
 def test_sequences_that_do_not_fit(core, call):
     run(core, [GOOD["attend"]], call=Sequences(2, slots=slots()))
     scales = {"k_scale": ones(2, 2, 8), "v_scale": ones(2, 2, 8)}
     run(core, [GOOD["attend"]], call=Sequences(2, slots=slots(dtype=np.int8, **scales)))
+    run(
+        core, [dataclasses.replace(GOOD["attend"], size=1)], call=Sequences(2, slots=slots(1, 8, 3) + slots())
+    )
     with pytest.raises(ValueError, match="fastattn: "):
         run(core, [GOOD["attend"]], call=call)
 

@@ -41,6 +41,7 @@ def test_a_config_of_no_known_model(text, message, tmp_path):
     refused(tmp_path, message)
 
 
+NEAR_LAST = ["full_attention", "full_attention", "sliding_attention", "sliding_attention"]
 HUGE = 10**400  # no float holds it
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -214,6 +215,39 @@ WRONG_VALUES = [
     ("gemma3_text", {"rope_parameters": {"full_attention": 1}}, "expected a table for each of full_attent"),
     ("gemma3_text", {"rope_local_base_freq": -1}, "'rope_local_base_freq' is -1; expected a number above 0"),
     ("gemma3_text", {"rope_scaling": {"rope_type": "linear"}}, "scaling of type linear has no factor"),
+    ("gemma4_text", {"enable_moe_block": True}, "'enable_moe_block' is True; only False is supported"),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, "is 'all'; expected null, or 'vision'"),
+    ("gemma4_text", {"vocab_size_per_layer_input": 59}, "is 59; expected at least 'vocab_size', 60"),
+    ("gemma4_text", {"layer_types": ["full_attention"]}, "expected a list of 4 of full_attention, sliding"),
+    ("gemma4_text", {"layer_types": NEAR_LAST}, "expected full_attention for the last layer"),
+    ("gemma4_text", {"num_kv_shared_layers": 3}, "is 3; expected a layer of each kind in 'layer_types'"),
+    ("gemma4_text", {"num_kv_shared_layers": 5}, "is 5; expected a layer of each kind in 'layer_types'"),
+    ("gemma4_text", {"num_kv_shared_layers": 1}, "does not fit"),
+    (
+        "gemma4_text",
+        {"num_global_key_value_heads": 3},
+        "is 3; expected a divisor of 'num_attention_heads', 4",
+    ),
+    ("gemma4_text", {"global_head_dim": 12}, "does not fit"),
+    ("gemma4_text", {"use_double_wide_mlp": False}, "does not fit"),
+    ("gemma4_text", {"hidden_size_per_layer_input": 6}, "does not fit"),
+    ("gemma4_text", {"per_layer_config": [8]}, "is [8]; expected tables of head_dim and num_key_value_heads"),
+    (
+        "gemma4_text",
+        {"per_layer_config": {"1": {"rope": 8}}},
+        "expected tables of head_dim and num_key_value",
+    ),
+    (
+        "gemma4_text",
+        {"per_layer_config": {"1": {"head_dim": 8}}},
+        "the same for all layers of full_attention",
+    ),
+    ("gemma4_text", {"rope_parameters": {"rope_theta": 5.0}}, "expected a table for each of full_attention"),
+    (
+        "gemma4_text",
+        {"sliding_window": None, "final_logit_softcapping": 0},
+        "softcapping' is 0; expected a num",
+    ),
     ("qwen2", {"layer_types": ["full_attention", "none"]}, "expected a list of 2 of full_attention"),
 ]
 

@@ -10,6 +10,7 @@ import math
 import numpy as np
 import tiny_encoders
 import tiny_gemma
+import tiny_gemma4
 import tiny_gpt_oss
 import tiny_hybrid
 import tiny_t5
@@ -101,18 +102,21 @@ CONFIGS = {
     **tiny_encoders.CONFIGS,
     **tiny_t5.CONFIGS,
     **tiny_gemma.CONFIGS,
+    **tiny_gemma4.CONFIGS,
     **tiny_gpt_oss.CONFIGS,
     **tiny_hybrid.CONFIGS,
 }  # fmt: skip
 OLMO = ("olmo2", "olmo3")  # norms after attention and feed-forward alone
 EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")  # decoders without gradients
 DECODERS = (
-    "gpt2", "gemma2", "gemma3-causal", "granite", "granitemoehybrid", "lfm2", "llama", "ministral",
-    "ministral3", "mistral", "phi3", "qwen2", "qwen3", "qwen3_5_text", "smollm3", *OLMO, *EXPERTS,
+    "gpt2", "gemma2", "gemma3-causal", "gemma4_text", "granite", "granitemoehybrid", "lfm2", "llama",
+    "ministral", "ministral3", "mistral", "phi3", "qwen2", "qwen3", "qwen3_5_text", "smollm3", *OLMO,
+    *EXPERTS,
 )  # fmt: skip
-TRAINED_DECODERS = tuple(kind for kind in DECODERS if kind not in (*EXPERTS, "gemma2"))
+UNTRAINED = (*EXPERTS, "gemma2", "gemma4_text")
+TRAINED_DECODERS = tuple(kind for kind in DECODERS if kind not in UNTRAINED)
 FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
-_MODULES = tiny_encoders, tiny_t5, tiny_gemma, tiny_gpt_oss, tiny_hybrid
+_MODULES = tiny_encoders, tiny_t5, tiny_gemma, tiny_gemma4, tiny_gpt_oss, tiny_hybrid
 _ELSEWHERE = {kind: module for module in _MODULES for kind in module.CONFIGS}
 ENCODERS = ("bert", "roberta", *FROM_DECODERS, *(kind for kind in _ELSEWHERE if kind not in DECODERS))
 
@@ -219,7 +223,9 @@ def tensors(kind, config, seed=0):
         is_norm = name.endswith(".weight") and len(shape) == 1
         if kind in tiny_gemma.CONFIGS or (kind in ("qwen3_5_text", "qwen3_next") and "linear" not in name):
             is_norm = False
-        # T5 does not scale its scores, and convolutions multiply what their map gives.
+        if kind in tiny_gemma4.CONFIGS:  # scores are not scaled
+            is_norm = name.endswith("layer_scalar") or (is_norm and not name.endswith("q_norm.weight"))
+        # T5 does not scale its scores, either, and convolutions multiply what their map gives.
         scale = 0.1 if name.endswith(("SelfAttention.q.weight", "conv.in_proj.weight")) else 0.3
         drawn[name] = (is_norm + scale * rng.standard_normal(shape)).astype(np.float32)
     return drawn

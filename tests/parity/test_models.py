@@ -191,6 +191,36 @@ def gemma3(kind="Gemma3TextModel", **changes):
     return getattr(transformers, kind)(config)
 
 
+NEAR, ALL = "sliding_attention", "full_attention"
+
+
+def gemma4(**changes):
+    """Two kinds of layers, with heads of 8 and 16; the last three attend the keys of earlier ones."""
+    sizes = {
+        "layer_types": [NEAR, ALL, NEAR, NEAR, NEAR, ALL], "num_hidden_layers": 6, "num_attention_heads": 4,
+        "head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 3, "sliding_window": 6,
+        "hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": VOCAB + 3,
+        "final_logit_softcapping": 8.0,
+    }  # fmt: skip
+    config = transformers.Gemma4TextConfig(**{**GROUPED, **sizes, **NO_EOS, **changes})
+    model = transformers.Gemma4ForCausalLM(config)
+    for i, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(1.5 - i / 4)
+    return model
+
+
+def with_tower(text, config, **vision):
+    """The model of texts and images whose text model is `text`; its tower is left out."""
+    name = type(text).__name__.replace("ForCausalLM", "")
+    vision |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    whole = getattr(transformers, f"{name}Config")(
+        text_config=text.config.to_dict(), vision_config=vision, **config
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(whole)
+    model.model.language_model.load_state_dict(text.model.state_dict())  # with numbers that nobody draws
+    return model
+
+
 def gemma2(**changes):
     """Caps that scores and logits reach. `eager` is the one implementation that caps scores."""
     sizes = {"head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 12, "num_hidden_layers": 3}
@@ -320,6 +350,33 @@ DECODERS = {
         attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True
     ),
     "gemma3": lambda: gemma3("Gemma3ForCausalLM", tie_word_embeddings=False),
+    "gemma3-with-tower": lambda: with_tower(
+        gemma3("Gemma3ForCausalLM", tie_word_embeddings=False),
+        {"mm_tokens_per_image": 4, "tie_word_embeddings": False},
+        image_size=28,
+        patch_size=14,
+    ),
+    "gemma4": gemma4,
+    "gemma4-with-tower": lambda: with_tower(
+        gemma4(), {}, num_key_value_heads=2, head_dim=8, patch_size=14, position_embedding_size=16
+    ),
+    "gemma4-alike-no-inputs": lambda: gemma4(
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+        final_logit_softcapping=None,
+        tie_word_embeddings=False,
+    ),
+    "gemma4-wide-biased": lambda: gemma4(
+        use_double_wide_mlp=True,
+        attention_bias=True,
+        global_head_dim=8,
+        rope_parameters={
+            ALL: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
+            NEAR: {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
     "gpt-oss": gpt_oss,
     "gpt-oss-unbiased-usual-bound": lambda: gpt_oss(
         attention_bias=False,

@@ -2,14 +2,23 @@
 # `fastattn._engine.program` describes the steps. A new kind is a class here and its line in _STEPS.
 
 cdef enum:
-    MAX_BUFFERS = 8  # x, out and the places in memory
+    MAX_BUFFERS = 24  # x, out, inputs and the places in memory
+    FIRST_PLACE = 3
     MAX_ROTATIONS = 4
-    N_TABLES = 9 + 2 * MAX_ROTATIONS  # of a call's batch: rotations, cache, starts, and where new tokens go
+    MAX_SIZES = 2
+    # Of a call's batch: rotations; and for each size of heads the cache, starts, and where new tokens go.
+    N_TABLES = 9 * MAX_SIZES + 2 * MAX_ROTATIONS
 
 # (batch * length, columns); `row` bytes lie between the beginnings of two rows.
 cdef struct Buffer:
     char *data
     int64_t row, columns
+
+# A cache of heads of one size, and where new tokens go there; without a cache their data is NULL.
+cdef struct Held:
+    fa_array k, v, new_k, new_v
+    fa_array k_scale, v_scale, new_k_scale, new_v_scale  # of a cache in int8
+    int64_t heads, head_dim, len_k
 
 # What the steps of one call share: its buffers, and what a `fastattn._engine.program.Sequences` says of their rows.
 cdef struct Call:
@@ -22,9 +31,8 @@ cdef struct Call:
     fa_array sin[MAX_ROTATIONS]
     int64_t pairs[MAX_ROTATIONS]
     int rotations
-    fa_array k, v, new_k, new_v  # a cache, and where new tokens go there; without a cache their data is NULL
-    fa_array k_scale, v_scale, new_k_scale, new_v_scale  # of a cache in int8
-    int64_t len_k, heads_held, head_dim_held
+    Held held[MAX_SIZES]
+    int sizes
 
 
 cdef class _Step:
@@ -149,55 +157,109 @@ cdef class _AddStep(_Step):
         _run_rows(&a, c.threads)
 
 
+cdef class _GateStep(_Step):
+    cdef int gate
+    cdef int64_t begin, features
+    cdef fa_activation activation
+
+    cdef void _set(self, step, buffers) except *:
+        self.gate, self.begin, self.features = self._buffer(step.gate, buffers), step.begin, step.features
+        self.activation = _ACTIVATIONS[step.activation]
+
+    cdef void run(self, Call *c, call) except *:
+        cdef fa_rows_args a
+        cdef Buffer x = c.buffers[self.x], out = c.buffers[self.out], gate = c.buffers[self.gate]
+        if (x.columns != self.features or out.columns != self.features or self.begin < 0
+                or self.begin + self.features > gate.columns):
+            raise ValueError(f"fastattn: step {self.number} has a gate of {self.features} features from {self.begin}"
+                             f" on; it has {x.columns}, {gate.columns} and {out.columns}")
+        memset(&a, 0, sizeof(a))
+        a.kind, a.dtype, a.m, a.n, a.activation = FA_ACTIVATE, c.dtype, c.m, self.features, self.activation
+        a.x, a.x_row, a.out, a.out_row = gate.data + self.begin * c.size, gate.row, out.data, out.row
+        a.up, a.up_row, a.up_each = x.data, x.row, 1
+        _run_rows(&a, c.threads)
+
+
+cdef class _ScaleStep(_Step):
+    cdef cnp.ndarray weight
+
+    cdef void _set(self, step, buffers) except *:
+        self.weight = step.weight
+        self._keep((step.weight,))
+
+    cdef void run(self, Call *c, call) except *:
+        cdef fa_rows_args a
+        cdef Buffer x = c.buffers[self.x], out = c.buffers[self.out]
+        memset(&a, 0, sizeof(a))
+        a.kind, a.dtype, a.m, a.n = FA_ACTIVATE, c.dtype, c.m, cnp.PyArray_SIZE(self.weight)
+        if x.columns != a.n or out.columns != a.n:
+            raise ValueError(f"fastattn: step {self.number} scales {a.n} features; it has {x.columns} and"
+                             f" {out.columns}")
+        a.x, a.x_row, a.out, a.out_row = x.data, x.row, out.data, out.row
+        a.up = <const char *>_data("weight", self.weight, a.n, cnp.PyArray_TYPE(self.weight))
+        if _dtype(self.weight) != c.dtype:
+            raise ValueError(f"fastattn: step {self.number} has a weight of another type than its rows")
+        a.up_each = 1  # each row's is the same, a distance of 0
+        _run_rows(&a, c.threads)
+
+
 cdef class _AttendStep(_Step):
     cdef fa_attention_args args
-    cdef int64_t first_kv  # the layer's first head in a cache
-    cdef int ranges, rotation, query_rotation, bias  # which of the call's; -1: none
+    cdef int64_t first_kv, keys_begin  # the layer's first head in a cache; or its first feature in `keys`
+    cdef int size, ranges, rotation, query_rotation, bias  # which of the call's; -1: none
+    cdef int keys  # the buffer of another step's keys; -1: its own, which follow the queries in x
     cdef cnp.ndarray sinks  # (heads,), lane type, or None
 
     cdef void _set(self, step, buffers) except *:
         self.args.heads_q, self.args.heads_kv = step.heads, step.heads_kv
         self.args.mods.scale, self.args.mods.softcap = step.scale, step.softcap
         self.args.head_dim = self.args.head_dim_v = step.head_dim
-        self.first_kv, self.ranges = step.layer * step.heads_kv, step.ranges
+        self.first_kv, self.size, self.ranges = step.first_kv, step.size, step.ranges
+        self.keys = -1 if step.keys is None else self._buffer(step.keys, buffers)
+        self.keys_begin = step.heads * step.head_dim if step.keys is None else step.keys_begin
         self.rotation = -1 if step.rotation is None else step.rotation
         self.query_rotation = self.rotation if step.query_rotation is None else step.query_rotation
         self.bias = -1 if step.bias is None else step.bias
         self.sinks = step.sinks
-        if step.heads_kv <= 0 or step.heads % step.heads_kv or step.head_dim <= 0 or step.layer < 0:
+        if (step.heads_kv <= 0 or step.heads % step.heads_kv or step.head_dim <= 0 or step.first_kv < 0
+                or step.size < 0 or self.keys_begin < 0):
             raise ValueError(f"fastattn: attention of {step.heads} heads over {step.heads_kv} of {step.head_dim}")
 
     cdef void run(self, Call *c, call) except *:
         cdef fa_attention_args a = self.args
         cdef Buffer x = c.buffers[self.x], out = c.buffers[self.out]
-        cdef _Tables tables = _Tables((c.batch,), 6)  # of x, out, the ranges, the bias and sinks
+        cdef Buffer keys = c.buffers[self.x if self.keys < 0 else self.keys]
+        cdef _Tables tables = _Tables((c.batch,), 7)  # of x, keys, out, the ranges, the bias and sinks
         cdef int64_t *x_table = tables.next()
+        cdef int64_t *keys_table = tables.next()
         cdef int64_t *out_table = tables.next()
         cdef _Sequences sequences = None if c.sequences == NULL else <_Sequences>c.sequences
         cdef int64_t b, row, pairs
         if max(self.rotation, self.query_rotation) >= c.rotations:
             raise ValueError(f"fastattn: rotation {max(self.rotation, self.query_rotation)} of {c.rotations}")
         pairs = max(_pairs(c, self.rotation), _pairs(c, self.query_rotation))
-        if ((a.heads_q + 2 * a.heads_kv) * a.head_dim > x.columns or a.heads_q * a.head_dim > out.columns
-                or 2 * pairs > a.head_dim):
+        if (a.heads_q * a.head_dim > x.columns or self.keys_begin + 2 * a.heads_kv * a.head_dim > keys.columns
+                or a.heads_q * a.head_dim > out.columns or 2 * pairs > a.head_dim):
             raise ValueError(f"fastattn: attention of {a.heads_q} heads over {a.heads_kv} of {a.head_dim} has"
-                             f" {x.columns} features for queries, keys and values, {out.columns} for the result,"
-                             f" {pairs} pairs to rotate")
+                             f" {x.columns} features for queries, {keys.columns} for keys and values from"
+                             f" {self.keys_begin} on, {out.columns} for the result, {pairs} pairs to rotate")
         for b in range(c.batch):
             row = b * c.length if sequences is None else sequences.q[b]
-            x_table[b], out_table[b] = row * x.row, row * out.row
+            x_table[b], keys_table[b], out_table[b] = row * x.row, row * keys.row, row * out.row
         a.batch, a.len_q, a.len_k = c.batch, c.length, c.length
         # In a row of x, the heads of the queries come first, then those of the keys, then those of the values.
         a.q.dtype, a.q.data, a.q.batch, a.q.row = c.dtype, x.data, x_table, x.row
         a.q.head, a.q.col = a.head_dim * c.size, c.size
         a.k = a.v = a.out = a.q
-        a.k.data = a.q.data + a.heads_q * a.q.head
+        a.k.data = keys.data + self.keys_begin * c.size
         a.v.data = a.k.data + a.heads_kv * a.k.head
+        a.k.batch = a.v.batch = keys_table
+        a.k.row = a.v.row = keys.row
         a.out.data, a.out.batch, a.out.row = out.data, out_table, out.row
-        if c.k.data != NULL:
+        if c.sizes:
             self._append(c, &a)
         else:
-            self._turn(c, &a, True)
+            self._turn(c, &a, self.keys < 0)
         begin, end = call.ranges[self.ranges]
         if begin is not None:
             tables.set(&a.masks.row_begin, "row_begin", begin, cnp.NPY_INT64, 2, 1, c.length)
@@ -237,17 +299,23 @@ cdef class _AttendStep(_Step):
     cdef void _append(self, Call *c, fa_attention_args *a) except *:
         """Rotate; move new keys and values to the cache; let `a` attend to all that it then holds."""
         cdef fa_array new_k, new_v, new_k_scale, new_v_scale
-        cdef bint int8 = c.k.dtype == FA_I8
-        if self.first_kv + a.heads_kv > c.heads_held or a.head_dim != c.head_dim_held:
+        cdef Held *held = &c.held[self.size]
+        cdef bint int8
+        if self.size >= c.sizes:
+            raise ValueError(f"fastattn: size {self.size} of heads; the cache holds {c.sizes}")
+        int8 = held.k.dtype == FA_I8
+        if self.first_kv + a.heads_kv > held.heads or a.head_dim != held.head_dim:
             raise ValueError(f"fastattn: {self.first_kv + a.heads_kv} heads of {a.head_dim}; the cache holds"
-                             f" {c.heads_held} of {c.head_dim_held}")
-        self._turn(c, a, int8)  # keys that will be int8: as KVCache.append does, which rounds keys of the call's type
-        new_k, new_v = self._own(&c.new_k), self._own(&c.new_v)
-        new_k_scale, new_v_scale = self._own(&c.new_k_scale), self._own(&c.new_v_scale)
-        self._move(c, &a.k, a.heads_kv, -1 if int8 else self.rotation, &new_k, &new_k_scale)
-        self._move(c, &a.v, a.heads_kv, -1, &new_v, &new_v_scale)
-        a.len_k, a.k, a.v = c.len_k, self._own(&c.k), self._own(&c.v)
-        a.k_scale, a.v_scale = self._own(&c.k_scale), self._own(&c.v_scale)
+                             f" {held.heads} of {held.head_dim}")
+        # Keys that will be int8: as KVCache.append does, which rounds keys of the call's type.
+        self._turn(c, a, int8 and self.keys < 0)
+        if self.keys < 0:
+            new_k, new_v = self._own(&held.new_k), self._own(&held.new_v)
+            new_k_scale, new_v_scale = self._own(&held.new_k_scale), self._own(&held.new_v_scale)
+            self._move(c, &a.k, a.heads_kv, -1 if int8 else self.rotation, &new_k, &new_k_scale)
+            self._move(c, &a.v, a.heads_kv, -1, &new_v, &new_v_scale)
+        a.len_k, a.k, a.v = held.len_k, self._own(&held.k), self._own(&held.v)
+        a.k_scale, a.v_scale = self._own(&held.k_scale), self._own(&held.v_scale)
 
     cdef fa_array _own(self, const fa_array *held):
         """The layer's heads of an array of the cache."""
@@ -291,7 +359,8 @@ cdef int64_t _pairs(Call *c, int rotation) noexcept:
     return 0 if rotation < 0 else c.pairs[rotation]
 
 
-cdef dict _STEPS = {"linear": _LinearStep, "norm": _NormStep, "add": _AddStep, "attend": _AttendStep}
+cdef dict _STEPS = {"linear": _LinearStep, "norm": _NormStep, "add": _AddStep, "gate": _GateStep,
+                    "scale": _ScaleStep, "attend": _AttendStep}
 
 
 cdef class Program:
@@ -304,13 +373,13 @@ cdef class Program:
 
     def __cinit__(self, steps, places):
         self.n_places = len(places)
-        if self.n_places > MAX_BUFFERS - 2:
-            raise ValueError(f"fastattn: {self.n_places} places; expected at most {MAX_BUFFERS - 2}")
+        if self.n_places > MAX_BUFFERS - FIRST_PLACE:
+            raise ValueError(f"fastattn: {self.n_places} places; expected at most {MAX_BUFFERS - FIRST_PLACE}")
         for i, place in enumerate(places.values()):
             self.begins[i], self.widths[i] = place
             if self.begins[i] < 0 or self.widths[i] < 0:
                 raise ValueError(f"fastattn: a place at {place}")
-        buffers = ["x", "out", *places]
+        buffers = ["x", "out", "inputs", *places]
         self.steps = tuple([_STEPS[step.op](i, step, buffers) for i, step in enumerate(steps)])
 
     def run(self, cnp.ndarray x, cnp.ndarray out, cnp.ndarray memory, call, int num_threads):
@@ -320,6 +389,7 @@ cdef class Program:
         cdef _Step step
         cdef _Tables tables
         cdef _Sequences sequences
+        cdef Buffer *buffer
         memset(&c, 0, sizeof(c))
         for step in self.steps:
             step.require_kept()
@@ -327,8 +397,8 @@ cdef class Program:
         c.batch, c.m = call.batch, len(x)
         if call.begins is not None:
             begins = call.begins
-            if call.slots is not None:  # the keys of each: those in the cache, and the new ones
-                begins = np.append(0, np.cumsum(np.diff(begins) + call.slots.starts))
+            if call.slots:  # the keys of each: those in the cache, and the new ones
+                begins = np.append(0, np.cumsum(np.diff(begins) + call.slots[0].starts))
             sequences = _Sequences(call.begins, begins, c.m, begins.max())
             if sequences.count != c.batch:
                 raise ValueError(f"fastattn: begins of {sequences.count} sequences for {c.batch}")
@@ -340,11 +410,14 @@ cdef class Program:
         c.threads = num_threads
         _set_buffer(&c.buffers[0], "x", x, &c)
         _set_buffer(&c.buffers[1], "out", out, &c)
+        if call.inputs is not None:
+            _set_buffer(&c.buffers[2], "inputs", call.inputs, &c)
         for i in range(self.n_places):
             if c.m * (self.begins[i] + self.widths[i]) * c.size > cnp.PyArray_NBYTES(memory):
                 raise ValueError(f"fastattn: {memory.nbytes} bytes of memory are too few for {c.m} rows")
-            c.buffers[2 + i].data = <char *>cnp.PyArray_DATA(memory) + c.m * self.begins[i] * c.size
-            c.buffers[2 + i].row, c.buffers[2 + i].columns = self.widths[i] * c.size, self.widths[i]
+            buffer = &c.buffers[FIRST_PLACE + i]
+            buffer.data = <char *>cnp.PyArray_DATA(memory) + c.m * self.begins[i] * c.size
+            buffer.row, buffer.columns = self.widths[i] * c.size, self.widths[i]
         tables = _Tables((c.batch,), N_TABLES)
         _set_sequences(&c, call, tables)
         for step in self.steps:
@@ -361,14 +434,7 @@ cdef void _set_buffer(Buffer *buffer, name, cnp.ndarray array, Call *c) except *
 cdef void _set_sequences(Call *c, call, _Tables tables) except *:
     """Fill what `call` says: rotations, and places in the cache."""
     cdef cnp.ndarray cos, sin
-    cdef fa_array start
-    cdef _Sequences sequences = None if c.sequences == NULL else <_Sequences>c.sequences
-    cdef int64_t i, b, at, capacity, length = c.length, lane = _lane_type(c.dtype)
-    cdef int64_t *new_k
-    cdef int64_t *new_v
-    cdef int64_t *new_k_scale
-    cdef int64_t *new_v_scale
-    cdef bint int8
+    cdef int64_t i, lane = _lane_type(c.dtype)
     c.rotations = len(call.rotations)
     if c.rotations > MAX_ROTATIONS:
         raise ValueError(f"fastattn: {c.rotations} rotations; expected at most {MAX_ROTATIONS}")
@@ -377,31 +443,47 @@ cdef void _set_sequences(Call *c, call, _Tables tables) except *:
         c.pairs[i] = cos.shape[cnp.PyArray_NDIM(cos) - 1]
         tables.set(&c.cos[i], "cos", cos, lane, 3, 1, c.length, c.pairs[i], True)
         tables.set(&c.sin[i], "sin", sin, lane, 3, 1, c.length, c.pairs[i], True)
-    if call.slots is not None:
-        scales = call.slots.k_scale, call.slots.v_scale
-        _, c.heads_held, capacity, c.head_dim_held = call.slots.k.shape
-        int8 = scales[0] is not None
-        tables.set_rows(&c.k, "k", call.slots.k, c.heads_held, capacity, c.head_dim_held, int8)
-        tables.set_rows(&c.v, "v", call.slots.v, c.heads_held, capacity, c.head_dim_held, int8)
-        tables.set(&c.k_scale, "k_scale", scales[0], lane, 2, c.heads_held, capacity)
-        tables.set(&c.v_scale, "v_scale", scales[1], lane, 2, c.heads_held, capacity)
-        if (int8 != (scales[1] is not None)) or not (int8 or (c.k.dtype == c.dtype and c.v.dtype == c.dtype)):
-            raise ValueError("fastattn: the cache is of another type than the rows")
-        tables.kept = np.asarray(call.slots.starts)
-        tables.set(&start, "starts", tables.kept, cnp.NPY_INT64, 0)
-        c.len_k = call.slots.length
-        c.new_k, c.new_v, c.new_k_scale, c.new_v_scale = c.k, c.v, c.k_scale, c.v_scale
-        new_k, new_v, new_k_scale, new_v_scale = tables.next(), tables.next(), tables.next(), tables.next()
-        for b in range(c.batch):
-            at = (<int64_t *>(start.data + start.batch[b]))[0]
-            if sequences is not None:
-                length = sequences.q[b + 1] - sequences.q[b]
-            if at < 0 or at + length > capacity or c.len_k > capacity:
-                raise ValueError(f"fastattn: tokens {at} to {at + length} of a cache for {capacity}")
-            new_k[b] = c.k.batch[b] + at * c.k.row
-            new_v[b] = c.v.batch[b] + at * c.v.row
-            if int8:
-                new_k_scale[b] = c.k_scale.batch[b] + at * c.k_scale.row
-                new_v_scale[b] = c.v_scale.batch[b] + at * c.v_scale.row
-        c.new_k.batch, c.new_v.batch = new_k, new_v
-        c.new_k_scale.batch, c.new_v_scale.batch = new_k_scale, new_v_scale
+    c.sizes = len(call.slots)
+    if c.sizes > MAX_SIZES:
+        raise ValueError(f"fastattn: a cache of {c.sizes} sizes of heads; expected at most {MAX_SIZES}")
+    for i in range(c.sizes):
+        _set_slots(c, call.slots[i], &c.held[i], tables)
+
+
+cdef void _set_slots(Call *c, slots, Held *held, _Tables tables) except *:
+    """Fill what the call says of heads of one size."""
+    cdef fa_array start
+    cdef _Sequences sequences = None if c.sequences == NULL else <_Sequences>c.sequences
+    cdef int64_t b, at, capacity, length = c.length, lane = _lane_type(c.dtype)
+    cdef int64_t *new_k
+    cdef int64_t *new_v
+    cdef int64_t *new_k_scale
+    cdef int64_t *new_v_scale
+    cdef bint int8
+    scales = slots.k_scale, slots.v_scale
+    _, held.heads, capacity, held.head_dim = slots.k.shape
+    int8 = scales[0] is not None
+    tables.set_rows(&held.k, "k", slots.k, held.heads, capacity, held.head_dim, int8)
+    tables.set_rows(&held.v, "v", slots.v, held.heads, capacity, held.head_dim, int8)
+    tables.set(&held.k_scale, "k_scale", scales[0], lane, 2, held.heads, capacity)
+    tables.set(&held.v_scale, "v_scale", scales[1], lane, 2, held.heads, capacity)
+    if (int8 != (scales[1] is not None)) or not (int8 or (held.k.dtype == c.dtype and held.v.dtype == c.dtype)):
+        raise ValueError("fastattn: the cache is of another type than the rows")
+    tables.kept = np.asarray(slots.starts)
+    tables.set(&start, "starts", tables.kept, cnp.NPY_INT64, 0)
+    held.len_k = slots.length
+    held.new_k, held.new_v, held.new_k_scale, held.new_v_scale = held.k, held.v, held.k_scale, held.v_scale
+    new_k, new_v, new_k_scale, new_v_scale = tables.next(), tables.next(), tables.next(), tables.next()
+    for b in range(c.batch):
+        at = (<int64_t *>(start.data + start.batch[b]))[0]
+        if sequences is not None:
+            length = sequences.q[b + 1] - sequences.q[b]
+        if at < 0 or at + length > capacity or held.len_k > capacity:
+            raise ValueError(f"fastattn: tokens {at} to {at + length} of a cache for {capacity}")
+        new_k[b] = held.k.batch[b] + at * held.k.row
+        new_v[b] = held.v.batch[b] + at * held.v.row
+        if int8:
+            new_k_scale[b] = held.k_scale.batch[b] + at * held.k_scale.row
+            new_v_scale[b] = held.v_scale.batch[b] + at * held.v_scale.row
+    held.new_k.batch, held.new_v.batch = new_k, new_v
+    held.new_k_scale.batch, held.new_v_scale.batch = new_k_scale, new_v_scale

@@ -137,7 +137,7 @@ class _Relative:
         make = partial(_mapped, step.heads, self._blocks.eps, self._source.precision.lane)
         tables: dict[str, Array] = {
             kind: self._source.computed(make, f"{name}.weight", f"{name}.bias", _RELATIVE, *norm)
-            for kind, name in self._maps(step.layer).items()
+            for kind, name in self._maps(step.first_kv // step.heads_kv).items()
         }
         sizes = step.heads, step.head_dim
         keys, queries = tables.get("c2p"), tables.get("p2c")

@@ -160,16 +160,29 @@ def llama(source: Source) -> Decoder | Encoder:
 
 def mistral3(source: Source) -> Decoder | Encoder:
     """Build the text model of Mistral 3, a Mistral or Ministral 3; its tower for images is left out."""
+    return llama(of_text(source, "mistral", "ministral3"))
+
+
+def gemma3(source: Source) -> Decoder | Encoder:
+    """Build the text model of Gemma 3; its tower for images is left out."""
+    source = of_text(source, "gemma3_text")
+    usual = {"num_attention_heads": 8, "vocab_size": 262208}  # files leave them out
+    return gemma(source.with_config(Config.of(source.config.path, {**usual, **source.config.values})))
+
+
+def of_text(source: Source, *model_types: str) -> Source:
+    """The text model of a source with towers: `text_config`, by default of the first of these types."""
     config = source.config
-    values = {"model_type": "mistral", **config.get("text_config", dict)}
-    if values["model_type"] not in ("mistral", "ministral3"):
-        raise config.wrong("model_type", values["model_type"], "mistral or ministral3 in 'text_config'")
+    values = {"model_type": model_types[0], **config.get("text_config", dict)}
+    if values["model_type"] not in model_types:
+        expected = f"{' or '.join(model_types)} in 'text_config'"
+        raise config.wrong("model_type", values["model_type"], expected)
     source = source.with_config(Config.of(f"{config.path}: 'text_config'", values))
     source.rename(
         lambda name: re.sub(r"^(model\.)?language_model\.(model\.|(?=lm_head))?", _text_prefix, name)
     )
     values["tie_word_embeddings"] = "lm_head.weight" not in source
-    return llama(source)
+    return source
 
 
 def _text_prefix(found: re.Match[str]) -> str:

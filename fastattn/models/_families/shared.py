@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn._engine.program import OUT, LinearStep, NormStep, X, build
-from fastattn.layers._block import model_program
+from fastattn.layers._block import held_heads, model_program
 from fastattn.models._decoder import Decoder
 from fastattn.models._embeddings import Embeddings, SequenceRules
 from fastattn.models._encoder import Encoder
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from fastattn._args.types import Shape
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array, Shape
+    from fastattn._engine.program import Step
     from fastattn.layers._block import Window
     from fastattn.models._blocks import BlockNames, Blocks
     from fastattn.models._embeddings import BucketBiases, Frequencies
@@ -143,6 +145,14 @@ def read_encoder(
     )
 
 
+class LayerInputs(NamedTuple):
+    """Vectors of tokens that blocks read beside the rows that they change: `Sequences.inputs`."""
+
+    tokens: Array | PackedLinear  # (vocab, features)
+    scale: float  # of these
+    steps: list[Step]  # what is done with them before the blocks
+
+
 class DecoderNames(NamedTuple):
     """The names of a decoder's tensors, without ".weight" and ".bias". The output is "lm_head"."""
 
@@ -167,6 +177,7 @@ def read_decoder(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     query_growth: QueryGrowth | None = None,
+    inputs: Callable[[], LayerInputs] | None = None,
     tied: bool,
 ) -> Decoder:
     """The decoder of `blocks`; `scales`, `windows` and `rotations` are those of `Blocks.read`.
@@ -174,7 +185,8 @@ def read_decoder(
     Positions are a table of `max_length`, or rotary with what `frequencies` returns, by default the first of
     it. Tokens' vectors are times `token_scale`; in a tied model they are the weight of the output layer, too.
     Logits are times `logit_scale`, which the last norm has, and kept within `softcap`. With `query_growth`,
-    queries are rotated by tables of their own.
+    queries are rotated by tables of their own. `inputs` makes those of the blocks, of tensors that `blocks`
+    expects.
     """
     source = blocks.source
     config, precision = source.config, source.precision
@@ -199,7 +211,8 @@ def read_decoder(
     if query_growth is not None:
         blocks = replace(blocks, query_rotation=len(rotary))
     each = blocks.read(scales, windows, rotations)
-    program, all_windows = model_program(each)
+    of_layers = None if inputs is None else inputs()
+    program, all_windows = model_program(each, before=() if of_layers is None else of_layers.steps)
     weight = source.pack([tokens if tied else output])
     norm = NormStep(X, "normed", *blocks.norm(names.norm, logit_scale))
     logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.rounding(weight))])
@@ -215,7 +228,7 @@ def read_decoder(
         text=Text(source.folder, max_length, other=source.tokenizer, is_prompt=True),
         num_kv_heads=blocks.heads_kv,
         head_dim=blocks.head_dim,
-        num_attentions=sum(block.mixer is None for block in each),
+        key_heads=tuple((n, size) for size, n in held_heads(each).items()) or ((0, blocks.head_dim),),
         states=tuple(
             kind for block in each if block.mixer for kind in [tuple(block.mixer.kinds(precision.dtype))]
         ),
@@ -229,6 +242,8 @@ def read_decoder(
         token_scale=token_scale,
         softcap=softcap,
         query_growth=query_growth,
+        layer_tokens=None if of_layers is None else of_layers.tokens,
+        layer_scale=1.0 if of_layers is None else of_layers.scale,
         origin=source.origin(),
     )
 

@@ -1,0 +1,237 @@
+"""Gemma 4: the names of its tensors, and the keys of config.json.
+
+Layers with a window and those without have heads of other sizes, and rotary positions of their own. The last
+layers attend the keys and values of the last one of their kind that has some. Values are normed as keys are,
+and may be of the same product. At its end a layer adds a part of what the tokens' second vectors say, and
+multiplies all by a number.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._engine.program import INPUTS, AddStep, LinearStep, NormStep, X
+from fastattn.layers._block import LayerInput, Norm
+from fastattn.models import _gguf
+from fastattn.models._blocks import Blocks
+from fastattn.models._families.hybrid import linear, require_decoder
+from fastattn.models._families.llama import ALL, KEYS, LLAMA, NEAR, of_text
+from fastattn.models._families.shared import LayerInputs, head_counts, read_decoder, scaled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastattn._args.types import Array, Shape
+    from fastattn.layers._block import Block, Window
+    from fastattn.models._decoder import Decoder
+    from fastattn.models._embeddings import Frequencies
+    from fastattn.models._files import Config
+    from fastattn.models._source import Source
+    from fastattn.models._tensors import Tensors
+
+_NAMES = LLAMA.block._replace(
+    inner_norm="pre_feedforward_layernorm",
+    post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    head_norms=("self_attn.q_norm", "self_attn.k_norm"),
+)
+_QUERIES, _KEYS, _VALUES = LLAMA.block.qkv
+_TABLE, _MAP, _NORM = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
+_GATE, _OUTER, _POST = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
+_SCALAR = "layer_scalar"
+_ROPE = {
+    ALL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    NEAR: {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks(Blocks):
+    """Gemma 4's blocks, each with sizes and names of its own."""
+
+    each: tuple[Blocks, ...] = ()
+    givers: tuple[int | None, ...] = ()  # the block whose keys each one attends
+    inputs: int = 0  # features of a block's part of the inputs
+
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of every tensor of every block, by its name, and of those for the inputs."""
+        of_kinds = {id(own): own.shapes() for own in self.each}
+        found: dict[str, Shape] = {}
+        for i, own in enumerate(self.each):
+            prefix, n = self.names.prefix.format(i), self.inputs
+            found |= {name: x for name, x in of_kinds[id(own)].items() if name.startswith(prefix)}
+            found[prefix + _SCALAR] = (1,)
+            if n:
+                found |= {
+                    f"{prefix}{_GATE}.weight": (n, self.hidden),
+                    f"{prefix}{_OUTER}.weight": (self.hidden, n),
+                }
+                found[f"{prefix}{_POST}.weight"] = (self.hidden,)
+        if n := self.inputs:
+            features = self.num_layers * n
+            rows = self.source.config.size("vocab_size_per_layer_input", 262144)
+            found |= {f"{_TABLE}.weight": (rows, features), f"{_MAP}.weight": (features, self.hidden)}
+            found[f"{_NORM}.weight"] = (n,)
+        return found
+
+    def _block(self, i: int, scale: float, window: Window, rotation: int | None) -> Block:
+        own, source, prefix = self.each[i], self.source, self.names.prefix.format(i)
+        block = own._block(i, scale, window, rotation)
+        if self.givers[i] is None:
+            ones = np.ones((own.heads_kv, own.head_dim), source.precision.lane)
+            block = replace(block, head_norms=(*block.head_norms, Norm("rms_norm", ones, None, self.eps)))
+        added = None
+        if self.inputs:
+            gate, outer = (linear(source, prefix + name) for name in (_GATE, _OUTER))
+            added = LayerInput(gate, outer, self.norm(prefix + _POST), i * self.inputs)
+        scalar = source.computed(partial(_filled, self.hidden, source.precision.dtype), prefix + _SCALAR)
+        return replace(block, keys_from=self.givers[i], layer_input=added, scale_of_all=scalar)
+
+    def layer_inputs(self) -> LayerInputs:
+        """The table of the tokens' second vectors, and what is added to it for all blocks."""
+        source, n = self.source, self.inputs
+        shape, half = (self.num_layers, n), 2**-0.5
+        norm = source.vector(*[f"{_NORM}.weight"] * self.num_layers, shape=shape, scale=half)
+        is_file = _gguf.is_file(source.folder)  # whose table may be in blocks
+        table: Any = source.pack([f"{_TABLE}.weight"]) if is_file else source.table(f"{_TABLE}.weight")
+        # The map's result is times hidden**-0.5, which a norm does not see but for its eps.
+        steps = [
+            LinearStep(X, "inputs of layers", *linear(source, _MAP)),
+            NormStep("inputs of layers", "inputs of layers", "rms_norm", norm, None, self.eps * self.hidden),
+            AddStep("inputs of layers", INPUTS, INPUTS, norm.size),
+        ]
+        return LayerInputs(table, float(source.precision.dtype.type(n**0.5)) * half, steps)
+
+
+def _filled(size: int, dtype: np.dtype[Any], tensors: Tensors, name: str) -> Array:
+    """A vector of the one number of a tensor."""
+    return np.full(size, tensors.whole(name).astype(dtype)[0], dtype)
+
+
+def gemma4(source: Source) -> Decoder:
+    """Build Gemma 4's text model; its towers for images and sound are left out."""
+    if source.config.get("model_type", str) == "gemma4":
+        source = of_text(source, "gemma4_text")
+    config = source.config
+    require_decoder(source)
+    config.refuse(enable_moe_block=False)
+    if config.values.get("use_bidirectional_attention") not in (None, "vision"):  # of the tokens of images
+        came = config.values["use_bidirectional_attention"]
+        raise config.wrong("use_bidirectional_attention", came, "null, or 'vision'")
+    heads, _ = head_counts(config, 4)
+    base = Blocks.of(
+        source,
+        _NAMES,
+        KEYS._replace(activation="hidden_activation"),
+        eps=1e-6,
+        activation="gelu_pytorch_tanh",
+        heads=heads,
+        head_dim=config.size("head_dim", 256),
+        biased=frozenset((*_NAMES.qkv, _NAMES.attended))
+        if config.get("attention_bias", bool, False)
+        else frozenset(),
+    )
+    count, kinds = base.num_layers, _kinds(config, base.num_layers)
+    first = count - config.size("num_kv_shared_layers", 0, low=0)
+    givers = _givers(config, kinds, first)
+    wide = config.get("use_double_wide_mlp", bool, False)
+    sizes = {kind: _sizes(config, kinds, kind, heads) for kind in (ALL, NEAR) if kind in kinds}
+    variants: dict[tuple[str, bool], Blocks] = {}
+    for kind, (head_dim, heads_kv) in sizes.items():
+        alike = kind == ALL and config.get("attention_k_eq_v", bool, False)
+        names = _NAMES._replace(qkv=(_QUERIES, _KEYS, _KEYS)) if alike else _NAMES
+        variants[kind, False] = replace(base, names=names, head_dim=head_dim, heads_kv=heads_kv)
+        names = _NAMES._replace(qkv=(_QUERIES,), head_norms=(_NAMES.head_norms or ())[:1])
+        inner = base.inner * 2 if wide else base.inner
+        variants[kind, True] = replace(base, names=names, head_dim=head_dim, heads_kv=0, inner=inner)
+    inputs = config.size("hidden_size_per_layer_input", 256, low=0)
+    vocab, own_vocab = config.size("vocab_size"), config.size("vocab_size_per_layer_input", 262144)
+    if inputs and own_vocab < vocab:
+        raise config.wrong("vocab_size_per_layer_input", own_vocab, f"at least 'vocab_size', {vocab}")
+    widest = max(variants.values(), key=lambda own: own.heads * own.head_dim, default=base)
+    blocks = _Blocks(
+        **{name: getattr(widest, name) for name in Blocks.__dataclass_fields__ if name != "inner"},
+        inner=base.inner * 2 if wide else base.inner,
+        each=tuple(variants[kind, i >= first] for i, kind in enumerate(kinds)),
+        givers=givers,
+        inputs=inputs,
+    )
+    width = config.size("sliding_window", 512)
+    longest = config.optional_size("max_position_embeddings")
+    cap = config.values.get("final_logit_softcapping")
+    unread = "|".join(str(i) for i in range(first, count)) or "(?!)"
+    return read_decoder(
+        LLAMA._replace(
+            block=_NAMES,
+            ignored=re.compile(rf"layers\.({unread})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."),
+        ),
+        blocks,
+        scales=[1.0] * count,
+        windows=[(width - 1, 0) if kind == NEAR else None for kind in kinds],
+        rotations=[list(sizes).index(kind) for kind in kinds],
+        token_scale=float(source.precision.dtype.type(base.hidden**0.5)),  # as transformers rounds it
+        frequencies=lambda: tuple(_frequencies(config, kind, sizes[kind][0], longest) for kind in sizes),
+        softcap=None if cap is None else config.number("final_logit_softcapping"),
+        inputs=blocks.layer_inputs if inputs else None,
+        tied=config.get("tie_word_embeddings", bool, True),
+    )
+
+
+def _kinds(config: Config, count: int) -> list[str]:
+    """The kind of each layer: the last one has no window."""
+    kinds = config.words("layer_types", (ALL, NEAR), count)
+    if kinds is None:
+        kinds = [NEAR if (i + 1) % 6 and i + 1 < count else ALL for i in range(count)]
+    if kinds and kinds[-1] != ALL:
+        raise config.wrong("layer_types", kinds, f"{ALL} for the last layer")
+    return kinds
+
+
+def _givers(config: Config, kinds: Sequence[str], first: int) -> tuple[int | None, ...]:
+    """The layer whose keys each one attends: from the `first` on, the last one of its kind before that."""
+    if first < len(kinds) and not (first > 0 and set(kinds[:first]) == set(kinds)):
+        came, expected = len(kinds) - first, "a layer of each kind in 'layer_types' before those"
+        raise config.wrong("num_kv_shared_layers", came, expected)
+    last = {kind: i for i, kind in enumerate(kinds[:first])}
+    return tuple(None if i < first else last[kind] for i, kind in enumerate(kinds))
+
+
+def _sizes(config: Config, kinds: Sequence[str], kind: str, heads: int) -> tuple[int, int]:
+    """The size and the number of the heads of keys, in layers of a kind."""
+    usual = {
+        "head_dim": config.size("head_dim", 256),
+        "num_key_value_heads": config.size("num_key_value_heads", 4),
+    }
+    of_all = {**usual, "head_dim": config.size("global_head_dim", 512)}
+    if config.get("attention_k_eq_v", bool, False):
+        count = config.optional_size("num_global_key_value_heads")
+        of_all |= {} if count is None else {"num_key_value_heads": count}
+    told = config.values.get("per_layer_config")
+    if told is None:
+        told = {str(i): of_all for i, each in enumerate(kinds) if each == ALL}
+    if not isinstance(told, dict) or not all(
+        isinstance(x, dict) and x.keys() <= usual.keys() for x in told.values()
+    ):
+        raise config.wrong(
+            "per_layer_config", told, f"tables of {' and '.join(usual)}, by the layers' numbers"
+        )
+    found = [{**usual, **told.get(str(i), {})} for i, each in enumerate(kinds) if each == kind]
+    if any(each != found[0] for each in found):
+        raise config.wrong("per_layer_config", told, f"the same for all layers of {kind}")
+    own = config.of(f"{config.path}: 'per_layer_config'", found[0])
+    heads_kv = own.size("num_key_value_heads")
+    if heads % heads_kv:
+        raise own.wrong("num_key_value_heads", heads_kv, f"a divisor of 'num_attention_heads', {heads}")
+    return own.size("head_dim"), heads_kv
+
+
+def _frequencies(config: Config, kind: str, head_dim: int, longest: int | None) -> Frequencies:
+    """The frequencies of rotary positions in layers of a kind."""
+    given = config.get("rope_parameters", dict, {})
+    if not (given.keys() <= _ROPE.keys() and all(isinstance(x, dict | None) for x in given.values())):
+        raise config.wrong("rope_parameters", given, f"a table for each of {', '.join(_ROPE)}")
+    return scaled(config, head_dim, {**(given.get(kind) or _ROPE[kind])}, longest)
