@@ -49,7 +49,7 @@ class Projection(NamedTuple):
 
 
 class LayerInput(NamedTuple):
-    """Maps for a part of the inputs: a block adds ``norm(outer(activation(gate(y)) * inputs))`` at its end."""
+    """Maps of a part of the inputs: a block adds ``norm(outer(activation(gate(y)) * inputs))`` last."""
 
     gate: Projection
     outer: Projection

@@ -26,6 +26,7 @@ _MOST_PAIRS = 1 << 16  # of dimensions of a head
 ARCHITECTURES = {
     "gemma2": ("gemma2", False),
     "gemma3": ("gemma3_text", False),
+    "gemma4": ("gemma4_text", False),
     "gpt-oss": ("gpt_oss", False),
     "granite": ("granite", True),
     "lfm2": ("lfm2", False),
@@ -61,6 +62,19 @@ _POST_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GEMMA_NAMES = {**_BLOCK_NAMES, "ffn_norm": "pre_feedforward_layernorm", **_POST_NORMS}
+_GEMMA4_TOP = {
+    **_NAMES,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+_GEMMA4_NAMES = {
+    **_GEMMA_NAMES,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+}
 _OLMO_NAMES = {**_BLOCK_NAMES, **_POST_NORMS}
 _GPT_OSS_NAMES = {
     **_BLOCK_NAMES,
@@ -97,12 +111,14 @@ _LFM2_NAMES = {
 _OTHER_NAMES = {
     "gemma2": _GEMMA_NAMES,
     "gemma3_text": _GEMMA_NAMES,
+    "gemma4_text": _GEMMA4_NAMES,
     "gpt_oss": _GPT_OSS_NAMES,
     "lfm2": _LFM2_NAMES,
     "mixtral": _MIXTRAL_NAMES,
     **dict.fromkeys(("olmo2", "olmo3"), _OLMO_NAMES),
     "phi3": _PHI3_NAMES,
 }
+_OTHER_TOPS = {"gemma4_text": _GEMMA4_TOP, "lfm2": _LFM2_TOP}
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(?:\.(\d+))?\.(weight|bias)")
 _MOST_EXPERTS = 1 << 12
 # What frequencies of rotary positions are divided by: in all models but Phi-3, and there in two ways.
@@ -254,7 +270,7 @@ def config_of(path: Path, file: GgufFile) -> Config:
             value, values[name] = None, None
         if value is not None:
             values[name] = value
-    if model_type.startswith("gemma"):  # of each size, the scale that llama.cpp has
+    if model_type in ("gemma2", "gemma3_text"):  # of each size, the scale that llama.cpp has
         largest = values.get("num_hidden_layers") == (46 if model_type == "gemma2" else 62)
         whole = Config.of(path, values).divided("hidden_size", "num_attention_heads") if largest else 0
         values["query_pre_attn_scalar"] = whole or _head_dim(path, file)
@@ -288,6 +304,8 @@ def config_of(path: Path, file: GgufFile) -> Config:
         values["rope_scaling"]["llama_4_scaling_beta"] = growth
     elif growth is not None:
         raise ModelError(f"{path}: there is a '{prefix}.attention.temperature_scale'; expected a mistral3")
+    if model_type == "gemma4_text":
+        values |= _of_gemma4(said, prefix, values, file)
     ends = [said.optional_id(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     values["eos_token_id"] = list(dict.fromkeys(i for i in ends if i is not None)) or None
     return Config.of(path, values)
@@ -307,6 +325,71 @@ def _of_lfm2(said: Config, prefix: str, values: dict[str, Any]) -> dict[str, Any
         "norm_eps": values.get("rms_norm_eps"),
         "block_auto_adjust_ff_dim": False,
     }
+
+
+def _of_gemma4(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    """Values of Gemma 4 that a file says otherwise: each layer has its sizes."""
+    count, kinds = said.size(f"{prefix}.block_count"), _kinds(said, prefix)
+    if kinds is None or len(kinds) != count:
+        name = f"{prefix}.attention.sliding_window_pattern"
+        raise said.wrong(name, said.values.get(name), f"{count} of bool")
+    shared = said.size(f"{prefix}.attention.shared_kv_layers", 0, low=0)
+    near = said.size(f"{prefix}.attention.key_length_swa")
+    said.refuse(**{f"{prefix}.{key}_swa": near for key in ("attention.value_length", "rope.dimension_count")})
+    sizes = {"full_attention": values["head_dim"], "sliding_attention": near}
+    heads, inner = values.get("num_key_value_heads"), values.get("intermediate_size")
+    if not isinstance(heads, list):
+        heads = [heads] * count
+    if isinstance(inner, list):
+        wide = [inner[0] * (2 if i >= count - shared else 1) for i in range(count)] if inner else []
+        if inner not in (wide, inner[:1] * count):
+            name = f"{prefix}.feed_forward_length"
+            raise said.wrong(
+                name, inner, "the same for all layers, or twice as many in those with others' keys"
+            )
+        inner, doubled = inner[0], inner == wide != inner[:1] * count
+    else:
+        doubled = False
+    if len(heads) != count:
+        raise said.wrong(f"{prefix}.attention.head_count_kv", heads, f"a number for each of {count} layers")
+    own = [i for i in range(count - shared) if kinds[i] == "full_attention"]
+    given = "per_layer_token_embd.weight" in file.names
+    return {
+        "num_key_value_heads": heads[0],
+        "intermediate_size": inner,
+        "use_double_wide_mlp": doubled,
+        "num_kv_shared_layers": shared,
+        "layer_types": kinds,
+        "per_layer_config": {
+            str(i): {"head_dim": sizes[kind], "num_key_value_heads": heads[i]} for i, kind in enumerate(kinds)
+        },
+        "attention_k_eq_v": not any(f"blk.{i}.attn_v.weight" in file.names for i in own),
+        "hidden_size_per_layer_input": said.size(f"{prefix}.embedding_length_per_layer_input", 0, low=0),
+        "vocab_size_per_layer_input": file.shape("per_layer_token_embd.weight")[0] if given else None,
+        "rope_parameters": {
+            "full_attention": {
+                **_proportional(said, values["rope_scaling"]),
+                "rope_theta": values.get("rope_theta"),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": values.get("rope_local_base_freq", 1e4),
+            },
+        },
+        "rope_scaling": None,
+    }
+
+
+def _proportional(said: Config, scaling: dict[str, Any]) -> dict[str, Any]:
+    """A scaling whose divisors are 1, and beyond all numbers for pairs that are not rotated."""
+    divisors = scaling.get("long_factor")
+    if divisors is None:
+        return scaling
+    rotated = divisors.count(1.0)
+    if divisors[:rotated] != [1.0] * rotated or min(divisors[rotated:], default=1e30) < 1e20:
+        raise said.wrong(FACTORS, divisors, "1 for each pair that is rotated, then 1e30")
+    # A half more: what this becomes is cut to an integer.
+    return {"rope_type": "proportional", "partial_rotary_factor": (rotated + 0.5) / len(divisors)}
 
 
 SAMPLING = {
@@ -352,7 +435,7 @@ def _known(model_type: str, name: str) -> str | None:
             return None
         return f"model.layers.{number}.{names[part].format(expert)}.{kind}"
     stem, _, kind = name.rpartition(".")
-    names = _LFM2_TOP if model_type == "lfm2" else _NAMES
+    names = _OTHER_TOPS.get(model_type, _NAMES)
     return f"{names[stem]}.{kind}" if stem in names and kind == "weight" else None
 
 

@@ -14,6 +14,7 @@ from fastattn.models._files import Config, ModelError, require
 from fastattn.models._gguf import opened_alone
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from fastattn._args.types import Array
@@ -102,7 +103,7 @@ def made(config: Config) -> Any:
     """The tokenizer that these keys describe, which have no prefix."""
     library, tokens = require("tokenizers"), _list(config, "tokens", str)
     kinds = _numbers(config, "token_type", "iu", len(tokens), np.ones(len(tokens), np.int32))
-    makers: dict[str, Any] = {"gpt2": _bytewise, "llama": _by_scores}
+    makers: dict[str, Any] = {"gpt2": _bytewise, "llama": _by_scores, "gemma4": _by_merges}
     tokenizer, begun = config.choice("model", makers)(config, tokens, kinds)
     for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
         found = [
@@ -172,16 +173,22 @@ def _bytewise(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, boo
     """A tokenizer that merges pairs of bytes, as GPT-2's; and whether texts begin with a mark."""
     library = require("tokenizers")
     words = config.choice("pre", WORDS)
-    pairs = [tuple(pair.split(" ", 1)) for pair in _list(config, "merges", str)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
+    pairs = _merges(config, vocabulary)
+    tokenizer = library.Tokenizer(library.models.BPE(vocabulary, pairs, ignore_merges=words.whole))
+    cut_into(tokenizer, words)
+    return tokenizer, words.begun
+
+
+def _merges(config: Config, vocabulary: dict[str, int]) -> list[tuple[str, ...]]:
+    """The pairs of tokens that are merged, the first ones first."""
+    pairs = [tuple(pair.split(" ", 1)) for pair in _list(config, "merges", str)]
     for pair in pairs:
         if len(pair) != 2 or not all(part in vocabulary for part in (*pair, "".join(pair))):
             raise ModelError(
                 f"{config.path}: 'tokenizer.ggml.merges' has {short(' '.join(pair))}; expected two tokens"
             )
-    tokenizer = library.Tokenizer(library.models.BPE(vocabulary, pairs, ignore_merges=words.whole))
-    cut_into(tokenizer, words)
-    return tokenizer, words.begun
+    return pairs
 
 
 def cut_into(tokenizer: Any, words: Words) -> None:
@@ -200,7 +207,6 @@ def cut_into(tokenizer: Any, words: Words) -> None:
 
 def _by_scores(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, bool]:
     """A tokenizer of SentencePiece, which merges by scores; and that its texts begin with a mark."""
-    library = require("tokenizers")
     scores = _numbers(config, "scores", "f", len(tokens))
     vocabulary = {token: i for i, token in enumerate(tokens)}
     lengths = sorted({len(token) for token in tokens})
@@ -212,11 +218,29 @@ def _by_scores(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, bo
         if at and token[:at] in vocabulary and token[at:] in vocabulary
     )
     merges = [(tokens[left], tokens[right]) for _, left, right in sorted(cuts)]
+    return _spaced(config, tokens, vocabulary, merges, True), True
+
+
+def _by_merges(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, bool]:
+    """Gemma 4's tokenizer, SentencePiece's with the order of merges; and that its texts begin with a mark."""
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    return _spaced(config, tokens, vocabulary, _merges(config, vocabulary), False), True
+
+
+def _spaced(
+    config: Config,
+    tokens: list[str],
+    vocabulary: dict[str, int],
+    merges: Sequence[tuple[str, ...]],
+    begun: bool,
+) -> Any:
+    """A tokenizer of characters with marks for spaces, one before texts if the file says so, or `begun`."""
+    library = require("tokenizers")
     unknown = tokens[_token_id(config, tokens, "unknown_token_id", 0)]
     model = library.models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = library.Tokenizer(model)
     prefix, normalizers, decoders = (
-        config.get("add_space_prefix", bool, True),
+        config.get("add_space_prefix", bool, begun),
         library.normalizers,
         library.decoders,
     )
@@ -226,4 +250,4 @@ def _by_scores(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, bo
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
     )
-    return tokenizer, True
+    return tokenizer

@@ -145,6 +145,52 @@ def test_gemma(kind, layers, tmp_path, monkeypatch):
     np.testing.assert_allclose(got(IDS), expected(IDS), rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("stored", ["F32", "Q4_0", "Q6_K"])
+def test_gemma4(stored, tmp_path):
+    """Sizes of each layer, second vectors in blocks, pairs that are not rotated."""
+    path, folder = tmp_path / "model.gguf", tmp_path / "model"
+    tensors, config = tiny_gguf.write(path, "gemma4_text", stored)
+    folder.mkdir()
+    tiny.write(folder, "gemma4_text", tensors, **config)
+    got, expected = models.load(path, weights_dtype="float32"), models.load(folder)
+    np.testing.assert_allclose(got(IDS), expected(IDS), rtol=0, atol=1e-5 * np.abs(expected(IDS)).max())
+    own = models.load(path)
+    assert own.model_type == "gemma4_text"
+    assert own.layer_tokens.dtype == {"F32": "float32", "Q4_0": "int4", "Q6_K": "q8"}[stored]
+    error = np.abs(own(IDS) - got(IDS))
+    assert error.mean() < 1e-3 if stored == "Q6_K" else error.max() < 1e-5  # its scales are rounded
+    assert len(list(own.generate([1, 2, 3], 4))) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention.sliding_window_pattern": [True, False]}, "expected 4 of bool"),
+        ({"attention.value_length_swa": 32}, "value_length_swa' is 32; only 64 is supported"),
+        ({"rope.dimension_count_swa": 32}, "dimension_count_swa' is 32; only 64 is supported"),
+        ({"attention.head_count_kv": [2, 1]}, "expected a number for each of 4 layers"),
+        ({"attention.head_count_kv": [2, 1, 1, 1]}, "expected the same for all layers of sliding_attention"),
+        ({"feed_forward_length": [512, 512, 512, 1024]}, "expected the same for all layers, or twice"),
+        ({"expert_count": 4}, "expert_count' is 4; expected none in a gemma4_text"),
+        ({"attn_logit_softcapping": 5}, "'attn_logit_softcapping' is 5; only None is supported"),
+        (
+            {"attention.shared_kv_layers": 3, "feed_forward_length": 512},
+            "'num_kv_shared_layers' is 3; expected a layer of each kind",
+        ),
+    ],
+)
+def test_sizes_of_gemma4_that_are_refused(changes, message, tmp_path):
+    path = tmp_path / "model.gguf"
+    said = {f"gemma4.{key}": tiny_gguf.typed(value) for key, value in changes.items()}
+    tiny_gguf.write(path, "gemma4_text", "F32", **said)
+    with pytest.raises(ModelError, match=message):
+        models.load(path)
+    factors = np.ones(64, np.float32) * 3
+    tiny_gguf.write(path, "gemma4_text", "F32", more={"rope_freqs.weight": factors})
+    with pytest.raises(ModelError, match="expected 1 for each pair that is rotated, then 1e30"):
+        models.load(path)
+
+
 @pytest.mark.parametrize("kind", ["granite", "ministral3", "mistral", "phi3", "smollm3", *tiny.OLMO])
 def test_other_families(kind, tmp_path):
     path, folder = tmp_path / "model.gguf", tmp_path / "model"
@@ -412,6 +458,34 @@ def test_a_tokenizer_of_scores(tmp_path):
     words = [pieces[i] for i in ids]
     assert words == ["<s>", "▁", "t", "he", "▁", "<0xC3>", "<0xA9>"]  # "he" has the best score
     assert model.text.decode([ids]) == ["the é"]
+
+
+def test_a_tokenizer_of_merges(tmp_path):
+    """Gemma 4's: characters with marks for spaces, merged in the file's order, and bytes of all others."""
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+    pieces += ["▁", "t", "h", "e", "\n", "th", "he", "the", "▁the", "\n\n"]
+    changes = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, *[6] * 256, *[1] * 10],
+        "tokenizer.ggml.merges": ["h e", "t he", "t h", "▁ the", "\n \n"],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+    }
+    text = with_tokenizer(tmp_path / "model.gguf", **changes).text
+
+    def ids(*tokens):
+        return [pieces.index(token) for token in tokens]
+
+    assert text.encode(["the the"]) == [[2, *ids("the", "▁the")]]
+    assert text.encode(["\n\n\nth ee"]) == [[2, *ids("\n\n", "\n", "th", "▁", "e", "e")]]
+    assert text.encode(["tä"]) == [[2, *ids("t", "<0xC3>", "<0xA4>")]]
+    assert text.decode([ids("the", "▁the", "<0xC3>", "<0xA4>")]) == ["the theä"]
+    with pytest.raises(ModelError, match="merges' has 't x'; expected two tokens"):
+        with_tokenizer(tmp_path / "model.gguf", **{**changes, "tokenizer.ggml.merges": ["t x"]}).text.encode(
+            ["t"]
+        )
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_file_has_the_same_logits_to_the_bit(kind, tmp_path):
     assert sorted(x.name for x in tmp_path.iterdir()) == ["again.gguf", "folder", "model", "model.gguf"]
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gemma3-causal", "lfm2"])
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3-causal", "gemma4_text", "lfm2"])
 def test_tensors_that_a_folder_has_otherwise(kind, tmp_path):
     tiny_gguf.write(tmp_path / "model.gguf", kind, "F32")
     model = models.load(tmp_path / "model.gguf")

@@ -21,6 +21,10 @@ OF_GEMMA = {
     "pre_feedforward_layernorm": "ffn_norm", "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+OF_GEMMA4 = {
+    **OF_GEMMA, "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm", "layer_scalar": "layer_output_scale",
+}  # fmt: skip
 OF_LFM2 = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
@@ -31,6 +35,11 @@ OF_LFM2 = {
 }  # fmt: skip
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 TOP["model.embedding_norm"] = "token_embd_norm"
+TOP |= {
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where they lie
 
 
@@ -59,6 +68,8 @@ def config(kind, vocab=None):
     if kind == "gpt_oss":
         sizes["swiglu_limit"] = 7.0  # files do not say it
     more = {} if vocab is None else {"vocab_size": vocab}
+    if kind == "gemma4_text":
+        sizes |= {"global_head_dim": 128, "hidden_size_per_layer_input": BLOCK}
     return {**tiny.CONFIGS[kind], **sizes, **more, "max_position_embeddings": 64, "head_dim": 64}
 
 
@@ -85,14 +96,15 @@ OF_OLMO = {key: x for key, x in OF_GEMMA.items() if key.startswith("post")}
 
 def name_of(name, kind="llama"):
     """A tensor's name in GGUF."""
-    stem, _, last = (name + ".weight" * name.endswith(".sinks")).rpartition(".")
+    stem, _, last = (name + ".weight" * name.endswith((".sinks", ".layer_scalar"))).rpartition(".")
     if stem in TOP:
         return f"{TOP[stem]}.{last}"
     _, _, number, part = stem.split(".", 3)
     if ".experts." in part:
         return f"blk.{number}.{EXPERTS[part.rpartition('.')[2]]}.{last}"
     others = {"gpt_oss": OF_GPT_OSS, "lfm2": OF_LFM2, **dict.fromkeys(tiny.OLMO, OF_OLMO)}
-    names = {**NAMES, **(OF_GEMMA if kind.startswith("gemma") else others.get(kind, {}))}
+    others |= {"gemma2": OF_GEMMA, "gemma3-causal": OF_GEMMA, "gemma4_text": OF_GEMMA4}
+    names = {**NAMES, **others.get(kind, {})}
     return f"blk.{number}.{names[part]}.{last}"
 
 
@@ -122,6 +134,31 @@ def write_experts(writer, name, x, stored, seed):
     return np.ascontiguousarray(gguf.quants.dequantize(data, kind).swapaxes(1, 2))
 
 
+def write_sizes(writer, settings):
+    """The sizes of Gemma 4: those of layers with a window by their own names, others for each layer."""
+    near = [each == "sliding_attention" for each in settings["layer_types"]]
+    shared, inner = settings["num_kv_shared_layers"], settings["intermediate_size"]
+    heads = [settings["num_key_value_heads" if x else "num_global_key_value_heads"] for x in near]
+    wide = [inner * (1 if i < len(near) - shared else 2) for i in range(len(near))]
+    writer.add_array("gemma4.attention.sliding_window_pattern", near)
+    for key, value in {"attention.head_count_kv": heads, "feed_forward_length": wide}.items():
+        writer.kv_data[0].pop(f"gemma4.{key}")
+        writer.add_array(f"gemma4.{key}", value)
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        writer.kv_data[0].pop(f"gemma4.{key}")
+        writer.add_uint32(f"gemma4.{key}", settings["global_head_dim"])
+        writer.add_uint32(f"gemma4.{key}_swa", settings["head_dim"])
+    writer.add_uint32("gemma4.attention.shared_kv_layers", shared)
+    writer.add_uint32("gemma4.embedding_length_per_layer_input", settings["hidden_size_per_layer_input"])
+    writer.add_float32("gemma4.rope.freq_base_swa", 500.0)
+    ropes = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5}}
+    ropes["full_attention"]["rope_theta"] = settings["rope_theta"]
+    settings["rope_parameters"] = {
+        **ropes,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+
+
 def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
     """Write a model whose maps are `stored`, those of queries as `queries`.
 
@@ -133,6 +170,7 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         "mixtral": "llama",
         "qwen3_moe": "qwen3moe",
         "gemma3-causal": "gemma3",
+        "gemma4_text": "gemma4",
         "gpt_oss": "gpt-oss",
         "ministral3": "mistral3",
         "olmo3": "olmo2",
@@ -187,6 +225,13 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         writer.add_float32("mistral3.attention.temperature_scale", rope["llama_4_scaling_beta"])
     if kind == "mistral":
         writer.add_uint32("llama.attention.sliding_window", settings["sliding_window"])
+    if kind == "gemma4_text":
+        write_sizes(writer, settings)
+        pairs = settings["global_head_dim"] // 2
+        more = {
+            "rope_freqs.weight": np.where(np.arange(pairs) < pairs // 2, 1, 1e30).astype(np.float32),
+            **(more or {}),
+        }
     for key, value in metadata.items():
         writer.kv_data[0].pop(key, None)
         writer.add_key_value(key, *value)
@@ -206,7 +251,7 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         if x.ndim == 1 or stored == "F32":
             tensors[name] = x.astype(np.float32)
             written = interleaved(x.astype(np.float32), 64) if heads else tensors[name]
-            if x.ndim == 1 and kind.startswith("gemma"):  # files of Gemma have 1 added to norms
+            if x.ndim == 1 and kind in ("gemma2", "gemma3-causal"):  # files of Gemma have 1 added to norms
                 written = written + np.float32(1)
                 tensors[name] = written - np.float32(1)  # what is left of it
             writer.add_tensor(name_of(name, kind), written)

@@ -118,7 +118,8 @@ def gemma4(source: Source) -> Decoder:
         source = of_text(source, "gemma4_text")
     config = source.config
     require_decoder(source)
-    config.refuse(enable_moe_block=False)
+    config.refuse(enable_moe_block=False, attn_logit_softcapping=None)
+    source.rename(lambda name: re.sub(rf"\.{_SCALAR}\.weight$", f".{_SCALAR}", name))  # as GGUF files have it
     if config.values.get("use_bidirectional_attention") not in (None, "vision"):  # of the tokens of images
         came = config.values["use_bidirectional_attention"]
         raise config.wrong("use_bidirectional_attention", came, "null, or 'vision'")
