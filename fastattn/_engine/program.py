@@ -246,6 +246,11 @@ class AttendStep(Step):
         return (self.x,) if self.keys is None else (self.x, self.keys)
 
     @property
+    def given(self) -> str:
+        """The name of the keys and values that it gives or attends: two values for each part of the rows."""
+        return f"{self.keys or self.x} given"
+
+    @property
     def columns(self) -> int:
         return self.heads * self.head_dim
 
@@ -271,11 +276,11 @@ class AttendStep(Step):
             return [head for each in by_head(array[:, :used]) for head in _cut(each, *cuts)]
 
         found = iter(tape.views(x, inputs, used == tape.array(x).shape[1]))
-        given = iter(values.get(f"{self.keys} given", [(None, None)] * len(parts)))  # the cache has them
+        given = iter(values.get(self.given, [None] * 2 * len(parts)))  # None: the cache has them
         calls = []
         for (_, own), result in zip(parts, by_head(out), strict=True):
             if self.keys:
-                q, (k, v) = next(found), next(given)
+                q, k, v = next(found), next(given), next(given)
                 turned = self.rotation if self.query_rotation is None else self.query_rotation
                 q = q if turned is None else tape.rotate(q, *own.rotations[turned])
             elif self.rotation is None:
@@ -292,7 +297,7 @@ class AttendStep(Step):
             args = self._args(own, tape.array(q), tape.array(k), tape.array(v), result)
             calls.append((args, q, k, v))
         if self.gives:
-            values[f"{self.x} given"] = [(k, v) for _, _, k, v in calls]
+            values[self.given] = [value for _, _, *both in calls for value in both]
         table = None if self.bias is None else call.biases[self.bias]
         return tape.attend(calls, out, by_head, self.sinks, table)
 
@@ -391,8 +396,13 @@ class Program:
         whole = _Segment(X, self.steps, self.steps[-1].out)
         if not checkpoint:
             return whole.run(call, tape, x)
+        given: dict[str, list[Any]] = {}
         for segment in _segments(self.steps):
-            x = tape.checkpoint(partial(segment.run, call), x)
+            taken = [value for name in segment.takes for value in given[name]]
+            x = tape.checkpoint(partial(segment.run, call), x, *taken)
+            if segment.gives:
+                x, values = x
+                given |= _shared_out(segment.gives, values)
         return x
 
     def run(self, x: Array, call: Sequences) -> Array:
@@ -478,24 +488,39 @@ def build(use: str, steps: Sequence[Step]) -> Program:
 
 
 class _Segment(NamedTuple):
-    """Steps that share one buffer with those before them, and one with those after them."""
+    """Steps that share one buffer with those before them, and one with those after them.
+
+    It also takes keys and values of segments before it, and gives some to those after it.
+    """
 
     x: str
     steps: tuple[Step, ...]
     out: str
+    takes: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
 
-    def run(self, call: Sequences, tape: Tape, x: Any) -> Any:
-        values = {self.x: x}
+    def run(self, call: Sequences, tape: Tape, x: Any, *taken: Any) -> Any:
+        values = {self.x: x, **_shared_out(self.takes, taken)}
         for step in self.steps:
             values[step.out] = step.run(tape, values, call)
-        return values[self.out]
+        given = tuple(value for name in self.gives for value in values[name])
+        return (values[self.out], given) if given else values[self.out]
+
+
+def _shared_out(names: Sequence[str], values: Sequence[Any]) -> dict[str, list[Any]]:
+    """As many of the values for each name."""
+    each = len(values) // max(1, len(names))
+    return {name: list(values[i * each : (i + 1) * each]) for i, name in enumerate(names)}
 
 
 def _segments(steps: Sequence[Step]) -> list[_Segment]:
     """Checkpoint segments: one step along the sequences each, cut where one buffer is live."""
     needed, alone = {OUT}, {len(steps): OUT}  # the only buffer that is needed before the step of that number
     for i in range(len(steps) - 1, -1, -1):
-        needed = needed.difference((steps[i].out,)).union(steps[i].reads)
+        # Keys of another step are no buffer here, but values beside it.
+        needed = needed.difference((steps[i].out,)).union(
+            {*steps[i].reads} - {getattr(steps[i], "keys", None)}
+        )
         if len(needed) == 1:
             (alone[i],) = needed
     cuts, last = [0], None
@@ -507,4 +532,14 @@ def _segments(steps: Sequence[Step]) -> list[_Segment]:
                 cuts.append(last)
             last = None
     cuts.append(len(steps))
-    return [_Segment(alone[begin], tuple(steps[begin:end]), alone[end]) for begin, end in pairwise(cuts)]
+    segments = []
+    for begin, end in pairwise(cuts):
+        takes, gives = list[str](), list[str]()
+        for step in steps[begin:end]:
+            if isinstance(step, AttendStep) and step.keys is not None and step.given not in takes + gives:
+                takes.append(step.given)
+            elif isinstance(step, AttendStep) and step.gives:
+                gives.append(step.given)
+        own = alone[begin], tuple(steps[begin:end]), alone[end]
+        segments.append(_Segment(*own, tuple(takes), tuple(gives)))
+    return segments

@@ -54,6 +54,7 @@ class Plain:
     """
 
     recording = False
+    by_block = False  # whether the input of each block is all that is kept of it
 
     @staticmethod
     def array(x: Any) -> Array:
@@ -254,7 +255,7 @@ class Tape(Plain):
     def __init__(
         self, gradients: Gradients | None = None, drops: Drops | None = None, by_block: bool = False
     ):
-        self._by_block = by_block
+        self.by_block = by_block
         self.gradients = gradients or Gradients()
         self.drops = drops or Drops()
         self._notes: list[_Note] = []
@@ -635,7 +636,7 @@ class Tape(Plain):
 
     def block(self, compute: Callable[..., Any], *inputs: Value) -> Any:
         """``compute(tape, *inputs)``; a tape with `by_block` keeps nothing else of it."""
-        return self.checkpoint(compute, *inputs) if self._by_block else compute(self, *inputs)
+        return self.checkpoint(compute, *inputs) if self.by_block else compute(self, *inputs)
 
     def rows(self, x: Value, which: Array) -> Value:
         """Some rows of x, as a bool array says."""

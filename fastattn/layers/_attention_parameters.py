@@ -107,7 +107,8 @@ def _parts(maps: StackedMaps) -> Fields:
 def _norms(head_norms: Array, num_heads: int) -> Fields:
     """The fields of both norms, which cannot be written: a change of one head's would be lost in others."""
     head_norms.flags.writeable = False
-    return {"head_norms": head_norms, "q_norm": head_norms[0], "k_norm": head_norms[num_heads]}
+    k_norm = head_norms[num_heads] if len(head_norms) > num_heads else None
+    return {"head_norms": head_norms, "q_norm": head_norms[0], "k_norm": k_norm}
 
 
 class HeadOptions(TypedDict, total=False):
@@ -189,7 +190,7 @@ class AttentionParameters(Layer):
     q_norm: Array | None = field(init=False, default=None, repr=False)
     k_norm: Array | None = field(init=False, default=None, repr=False)
     sink_logits: Array | None = field(init=False, default=None, repr=False)
-    # Both norms, once for each head, (num_heads + num_kv_heads, head_dim), as programs take them.
+    # Its norms, once for each head, (num_heads + num_kv_heads, head_dim), as programs take them.
     head_norms: Array | None = field(init=False, default=None, repr=False)
 
     _parts = ("out_proj",)
@@ -250,7 +251,8 @@ class AttentionParameters(Layer):
         """Whether a program can compute it: with no option but rope, qk_norm, and maps side by side."""
         more = self._options or self._extra or self.output_gate or self.sinks
         interleaved = self.rope is not None and self.rope.interleaved
-        return not more and not interleaved and self.all_maps is not None and self.all_maps.whole
+        maps = self.query_maps if self.query_only else self.all_maps
+        return not more and not interleaved and maps is not None and maps.whole
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields without the views of `all_maps`: a pickle would hold the weights twice."""
@@ -317,9 +319,9 @@ class AttentionParameters(Layer):
             bias = arrays.get(name)
             fields[name] = None if bias is None else bias.astype(lane).reshape(self._heads_kv, -1)
         fields |= super()._pack(arrays, weights_dtype)
-        if self.qk_norm and not self.query_only:
-            counts = self.num_heads, self._heads_kv
-            each = [np.tile(fields[f"{x}_norm"], (n, 1)) for x, n in zip("qk", counts, strict=True)]
+        if self.qk_norm:
+            counts = zip(self._projected, (self.num_heads, self._heads_kv), strict=False)
+            each = [np.tile(fields[f"{x}_norm"], (n, 1)) for x, n in counts]
             fields |= _norms(np.concatenate(each), self.num_heads)
         return fields
 
@@ -337,9 +339,9 @@ class AttentionParameters(Layer):
                     gradients.move(getattr(whole, kind), own)
         if (norms := gradients.pop(self.head_norms)) is not None:
             assert self.q_norm is not None
-            assert self.k_norm is not None
             gradients.add(self.q_norm, norms[: self.num_heads].sum(axis=0))
-            gradients.add(self.k_norm, norms[self.num_heads :].sum(axis=0))
+            if self.k_norm is not None:
+                gradients.add(self.k_norm, norms[self.num_heads :].sum(axis=0))
 
     def _named(self, plain: Taken) -> dict[str, Array]:
         stacks = [maps for maps in (self.query_maps, self.key_map, self.value_map) if maps is not None]

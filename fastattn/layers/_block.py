@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn._args.types import Activation, Array, Rounding
@@ -208,29 +209,36 @@ def model_program(
     last: Norm | None = None,
     widened: Projection | None = None,
     before: Sequence[Step] = (),
+    keeps_input: bool = False,
 ) -> tuple[Program, tuple[Window, ...]]:
     """A model's blocks one after another, between the norms `first` and `last`; and their windows.
 
     The map `widened` follows the first norm. A call gives the ranges of each window, in this order. The
-    program may overwrite its input. Steps `before` all others write to `INPUTS`.
+    program may overwrite its input, unless it `keeps_input`. Steps `before` all others write to `INPUTS`.
     """
     windows = tuple(dict.fromkeys(block.window for block in blocks))
-    sizes, givers = list(held_heads(blocks)), {block.keys_from for block in blocks}
+    sizes, last_readers = list(held_heads(blocks)), {block.keys_from: i for i, block in enumerate(blocks)}
     first_kv, attends = dict.fromkeys(sizes, 0), dict[int | None, AttendStep]()
+    in_use: dict[str, int] = {}  # buffers of keys, and the last block that reads them
     steps: list[Step] = []
     if first is not None:
         steps.append(NormStep(X, OUT if widened is None else X, *first))
     if widened is not None:
         steps.append(LinearStep(X, OUT, *widened))
     for i, block in enumerate(blocks):
-        x, total = (OUT if steps else X), (X if steps and widened is None else "total")
+        free = steps and widened is None and not keeps_input
+        x, total = (OUT if steps else X), (X if free else "total")
         layer = sum(each.mixer is not None for each in blocks[:i])
         place = KeyPlace()
         if (giver := attends.get(block.keys_from)) is not None:
             place = KeyPlace(giver.first_kv, giver.size, giver)
         elif block.mixer is None:
-            size = block.head_dim
-            place = KeyPlace(first_kv[size], sizes.index(size), None, f"keys {i}" if i in givers else None)
+            size, gives = block.head_dim, None
+            if i in last_readers:
+                names = (f"keys {n} of {block.qkv.weight.out_features}" for n in count())
+                gives = next(name for name in names if in_use.get(name, -1) < i)
+                in_use[gives] = last_readers[i]
+            place = KeyPlace(first_kv[size], sizes.index(size), None, gives)
             first_kv[size] += block.heads_kv
         own = block.steps(x, OUT, total, layer, windows.index(block.window), place)
         if block.mixer is None:

@@ -20,9 +20,10 @@ from fastattn._args.values import flag, integer, integers, iterated
 from fastattn._args.words import not_an_argument
 from fastattn._engine.tape import PLAIN
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
-from fastattn.layers import _computation
+from fastattn.layers import _computation, _state
 from fastattn.layers._attention_parameters import HeadOptions
 from fastattn.layers._basic import NormLayer
+from fastattn.layers._block import model_program
 from fastattn.layers._computation import Computation
 from fastattn.layers._scores import Names, padding_alone
 from fastattn.layers._state import Layer, xavier_uniform
@@ -33,14 +34,18 @@ from fastattn.layers._transformer import (
     TransformerEncoderLayer,
     TransformerLayer,
     require_fields,
+    run_plain,
 )
 
 if TYPE_CHECKING:
     from fastattn._args.options import NoOptions
+    from fastattn._engine.program import Program
     from fastattn._engine.tape import Plain
+    from fastattn.layers._rotary import Rope
 
 
 _NOTHING = nullcontext()
+_MOST_ROTATIONS = 4  # of a program: MAX_ROTATIONS in core/program.pxi
 _NAMES = Names("src", "mask", "src_key_padding_mask")  # of an encoder's arguments
 # What attentions that share keys have in common: fields, and the options that set them.
 _OF_KEYS = {"_heads_kv": "num_kv_heads", "_head_dim": "head_dim", "rope": "rope"}
@@ -209,6 +214,8 @@ class TransformerEncoder(LayerStack):
     layers: Sequence[TransformerEncoderLayer]
     norm: NormLayer | None = None
     keys_from: Sequence[int] | None = None
+    # Behind the last change, and of these layers: the program of calls without masks. See `_program`.
+    _plain: tuple[Any, tuple[Program, list[Rope]] | None] = field(init=False, default=((), None), repr=False)
     _kind, _cache_kind = TransformerEncoderLayer, KVCache
 
     @named("{cls}")
@@ -271,6 +278,12 @@ class TransformerEncoder(LayerStack):
     ) -> Any:
         """A call's result, of rows x and in rows."""
         is_causal = flag("is_causal", is_causal)
+        unmasked = src_mask is cache is lengths is None and not is_causal
+        plain, padding = False, None
+        if unmasked:
+            plain, padding = padding_alone(_NAMES, src_key_padding_mask, sizes)
+        if plain and self._borrowed and (found := self._program(padding is not None)) is not None:
+            return run_plain(*found, tape, x, sizes, padding)
         masks = src_mask, src_key_padding_mask, is_causal
 
         def forward(
@@ -279,11 +292,34 @@ class TransformerEncoder(LayerStack):
             return layer._forward(tape, x, sizes, *masks, cache, lengths, **shared, names=_NAMES)
 
         out = self._one_by_one(tape, x, self._one_each(cache), forward)
-        if self.norm is None or not (src_mask is cache is lengths is None and not is_causal):
+        if self.norm is None or padding is None:
             return out
         # The norm makes its bias of rows that are 0.
-        _, padding = padding_alone(_NAMES, src_key_padding_mask, sizes)
-        return out if padding is None else tape.cleared(out, padding.ravel(), over=True)
+        return tape.cleared(out, padding.ravel(), over=True)
+
+    def _program(self, padded: bool) -> tuple[Program, list[Rope]] | None:
+        """The program of all layers, of calls without masks, and its rotations; None if one is not plain.
+
+        A call that is `padded` leaves rows out, and so do layers without rotation and norms of heads alone.
+        """
+        key = (_state.last_change, *self.layers)  # the caller may change the list
+        if self._plain[0] != key:
+            heads = [layer.self_attn for layer in self.layers]
+            ropes = list(dict.fromkeys(own.rope for own in heads if own.rope is not None))
+            rotations = [0 if own.rope is None else ropes.index(own.rope) for own in heads]
+            blocks = [
+                layer._block(self._borrowed.get(i), rotation)
+                for i, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True))
+            ]
+            whole = [block for block in blocks if block is not None]
+            found = None
+            if len(whole) == len(blocks) and len(ropes) <= _MOST_ROTATIONS:
+                last = None if self.norm is None else self.norm._of_block()
+                found = model_program(whole, None, last, keeps_input=True)[0], ropes
+            self.__dict__["_plain"] = key, found
+        if padded and any(layer.self_attn.rope or layer.self_attn.qk_norm for layer in self.layers):
+            return None
+        return self._plain[1]
 
     def _holders(self) -> Sequence[int]:
         return [i for i in range(len(self.layers)) if i not in self._borrowed]

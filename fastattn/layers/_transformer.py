@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -31,8 +31,10 @@ from fastattn.layers._state import Layer
 
 if TYPE_CHECKING:
     from fastattn._args.options import NoOptions
+    from fastattn._args.types import Bools
     from fastattn._engine.tape import Plain
     from fastattn.layers._attention import Attended
+    from fastattn.layers._rotary import Rope
 
 _NOTHING = nullcontext()
 _SRC = Names("src", "src_mask", "src_key_padding_mask")
@@ -287,17 +289,9 @@ class TransformerEncoderLayer(TransformerLayer):
         placed = heads.rope is not None or heads.q_norm is not None
         counted = None if padding is None else ~padding.ravel()
         # Leaving hidden rows out moves the blocks of keys, and with them the last bits.
-        plain = plain and not (share or (placed and padding is not None))
+        plain = plain and not (share or heads.query_only or (placed and padding is not None))
         if plain and (program := self._program()) is not None:
-            batch, length = sizes
-            if counted is None or padding is None:
-                rotations: tuple[Any, ...] = ()
-                if heads.rope is not None:
-                    cos, sin = heads.rope.tables(0, length, tape.array(x).dtype)
-                    rotations = ((cos[None], sin[None]),)
-                return program.on(tape, x, Sequences(batch, rotations=rotations))
-            ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
-            return tape.spread(program.on(tape, tape.rows(x, counted), ragged), counted)
+            return run_plain(program, [] if heads.rope is None else [heads.rope], tape, x, sizes, padding)
         x = x if counted is None else tape.rows(x, counted)
         x, keys = self._add_attention(
             tape,
@@ -327,16 +321,18 @@ class TransformerEncoderLayer(TransformerLayer):
             self.__dict__["_plain"] = change, program
         return self._plain[1]
 
-    def _block(self) -> Block | None:
+    def _block(self, keys_from: int | None = None, rotation: int = 0) -> Block | None:
+        """The layer as a block; None if it is not plain. It may attend the keys of another one of a stack."""
         heads, forward = self.self_attn, self.feed_forward
-        if heads.all_maps is None or not heads.is_plain():
+        maps = heads.query_maps if heads.query_only else heads.all_maps
+        if maps is None or not heads.is_plain():
             return None
         inner, outer = forward._projections()
         norms = heads.head_norms
         return Block(
             norm_first=self.norm_first,
             attention_norm=self.norm1._of_block(),
-            qkv=Projection(heads.all_maps.weight, heads.all_maps.bias, heads.activations),
+            qkv=Projection(maps.weight, maps.bias, heads.activations),
             heads=heads.num_heads,
             heads_kv=heads._heads_kv,
             head_dim=heads._head_dim,
@@ -347,8 +343,28 @@ class TransformerEncoderLayer(TransformerLayer):
             activation=forward._function,
             outer=outer,
             head_norms=() if norms is None else (Norm("rms_norm", norms, None, heads.qk_norm_eps),),
-            rotation=None if heads.rope is None else 0,
+            rotation=None if heads.rope is None else rotation,
+            keys_from=keys_from,
         )
+
+
+def run_plain(
+    program: Program,
+    ropes: Sequence[Rope],
+    tape: Plain,
+    x: Any,
+    sizes: tuple[int, int],
+    padding: Bools | None,
+) -> Any:
+    """The result of a program without masks, of rows x; those that are `padding` are left out, and 0."""
+    batch, length = sizes
+    if padding is None:
+        tables = (rope.tables(0, length, tape.array(x).dtype) for rope in ropes)
+        rotations = tuple((cos[None], sin[None]) for cos, sin in tables)
+        return program.on(tape, x, Sequences(batch, rotations=rotations), tape.by_block)
+    ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
+    counted = ~padding.ravel()
+    return tape.spread(program.on(tape, tape.rows(x, counted), ragged, tape.by_block), counted)
 
 
 @dataclass(eq=False)

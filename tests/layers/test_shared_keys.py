@@ -8,6 +8,7 @@ import pytest
 from layer_oracle import FEATURES, HEADS, WIDTH, assert_gradients, dense, draw, randomized
 from oracle import assert_same_bits
 
+from fastattn._engine.program import Program
 from fastattn.grad import vjp
 from fastattn.layers import (
     KVCache,
@@ -148,6 +149,25 @@ def test_hidden_rows_are_zero_and_reach_nothing(causal, implementation):
         assert not out[padding].any()
 
 
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}, MODERN], ids=len)
+def test_calls_without_masks_are_one_program(options, implementation, monkeypatch):
+    """A plain call, its gradients, and a call whose rows are hidden, where that moves no rotation."""
+    sources = [0, 0, 2, 2] * 12  # buffers of keys are used again
+    model = stack([i // 4 * 4 + j for i, j in enumerate(sources)], options=options, dtype="float32")
+    x, padding = draw(BATCH, LENGTH, WIDTH), np.arange(LENGTH) >= np.array([LENGTH, 4])[:, None]
+    runs, on = [], Program.on
+    monkeypatch.setattr(Program, "on", lambda program, *args: runs.append(program) or on(program, *args))
+    whole = model(x)
+    vjp(model, x, checkpoint=True)[1](whole)
+    hidden = model(x, src_key_padding_mask=padding)
+    assert len(runs) == 2 + (options is not MODERN)
+    assert len({id(program) for program in runs}) == 1
+    alone = model(x, mask=np.zeros((LENGTH, LENGTH), bool))
+    np.testing.assert_allclose(whole, alone, atol=1e-5)
+    assert len(runs) == 2 + (options is not MODERN)
+    assert not hidden[padding].any()
+
+
 @every_side
 @every_pattern
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
@@ -207,10 +227,24 @@ def test_a_failed_call_leaves_caches_as_they_were(side):
 
 @every_side
 @every_pattern
-def test_gradients(sources, given, side, implementation):
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients(causal, sources, given, side, implementation):
     model = stack(sources, given, side=side, norm_first=True)
-    causal = {"is_causal" if side == "encoder" else "tgt_is_causal": True}
+    causal = {"is_causal" if side == "encoder" else "tgt_is_causal": causal}
     assert_gradients(model, draw(BATCH, 5, WIDTH, dtype=np.float64), *memory_of(side), **causal)
+
+
+def test_gradients_where_rows_are_hidden():
+    """A program, which leaves rows out, has those of layers that attend by a mask."""
+    model = stack([0, 0, 2, 0, 2], [0, 0, 2, 0, 2], options={"num_kv_heads": 2}, norm_first=True)
+    x, results = draw(BATCH, LENGTH, WIDTH, dtype=np.float64), []
+    padding = np.arange(LENGTH) >= np.array([LENGTH, 4])[:, None]
+    for mask in (None, np.zeros((LENGTH, LENGTH), bool)):
+        out, pullback = vjp(model, x, mask=mask, src_key_padding_mask=padding)
+        dx, gradients = pullback(draw(*out.shape, seed=1, dtype=np.float64) * ~padding[..., None])
+        results.append([out[~padding], dx[~padding], *gradients.values()])
+    for got, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-12)
 
 
 @every_feature

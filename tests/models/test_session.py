@@ -80,7 +80,7 @@ def test_a_prompt_that_differs_is_computed_from_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8", "bfloat16", "float16"])
-@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+@pytest.mark.parametrize("kind", ["llama", "lfm2", "gemma4_text"])
 def test_a_file_holds_a_session(kind, cache_dtype, tmp_path):
     model = load(tmp_path / "model", kind, dtype="float32")
     session = model.session(cache_dtype)
@@ -214,7 +214,7 @@ def test_files_without_the_states_of_the_model(tmp_path):
 
 
 @pytest.mark.parametrize("copied", [models.Session.copy, copy.copy, copy.deepcopy])
-@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+@pytest.mark.parametrize("kind", ["llama", "lfm2", "gemma4_text"])
 def test_copies_go_on_by_themselves(copied, kind, tmp_path):
     model = load(tmp_path, kind)
     session = model.session()
@@ -294,6 +294,34 @@ def test_files_that_are_no_session_of_the_model(tmp_path):
         refused(message, {**good, **changes})
     with pytest.raises(FileNotFoundError, match="is missing"):
         model.load_session(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_files_with_heads_of_two_sizes(cache_dtype, tmp_path):
+    """Near layers have 2 heads of 6, those of all tokens one of 10; the last two layers have none."""
+    tiny.write(tmp_path / "model", "gemma4_text")
+    model, file = models.load(tmp_path / "model"), tmp_path / "session"
+    session = model.session(cache_dtype)
+    answer(model, FIRST, cache=session)
+    session.save(file)
+    good, header = load_file(file), {"format": 1, "model": digest(model), "rotated": None}
+    n = len(session.ids)
+    assert (good["k"].shape, good["k.1"].shape, good["v.1"].shape) == ((1, 2, n, 6), *[(1, 1, n, 10)] * 2)
+
+    def refused(message, **changes):
+        held = {name: x for name, x in {**good, **changes}.items() if x is not None}
+        own = {"arrays": _digest([held[name] for name in sorted(held)])}
+        save_file(held, file, {"fastattn.session": json.dumps({**header, **own})})
+        with pytest.raises(ValueError, match=rf"^load_session\(\): .*{message}"):
+            model.load_session(file)
+
+    refused("has the arrays .*; expected k, v, k_scale, v_scale, k.1, v.1, ", **{"k.1": None})
+    refused("expected what a cache holds", **{"k.1": good["k.1"][:, :, 1:]})
+    refused("expected what a cache holds", **{"v.1": good["v.1"].astype(np.float64)})
+    halves = {name: np.ascontiguousarray(good[name][..., ::2]) for name in ("k.1", "v.1")}
+    refused(rf"keys and values \(1, 1, {n}, 5\) and .*; expected \(1, 1, {n}, 10\)", **halves)
+    if cache_dtype is not None:
+        refused("expected what a cache holds", k_scale=good["k_scale"][:, :1])
 
 
 def test_the_digest_is_of_weights_and_types(tmp_path):
