@@ -51,6 +51,7 @@ class Experts(NamedTuple):
     biases: tuple[tuple[Array | None, ...], tuple[Array | None, ...]] | None = None  # as `maps`
     bounds: Bounds | None = None
     shared: Shared | None = None
+    scales: Array | None = None  # (experts,), lane type: factors of the weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,11 +67,12 @@ class ExpertsStep(Step):
 
     experts: Experts
     activation: Activation
-    residual: str  # a buffer; it may be `out`
+    residual: str | None  # a buffer; it may be `out`
+    router_x: str | None = None  # what the router sees: a buffer of as many features; None: x
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return self.x, self.residual
+        return tuple(name for name in (self.x, self.residual, self.router_x) if name is not None)
 
     @property
     def columns(self) -> int:
@@ -79,25 +81,29 @@ class ExpertsStep(Step):
     def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
         if tape.recording or out is None:
             raise NotImplementedError("fastattn: experts have no gradients")
-        x, residual = values[self.x], values[self.residual]
+        x, seen = values[self.x], values[self.router_x or self.x]
+        residual = None if self.residual is None else values[self.residual]
         rows = max(1, _EXPERT_ROWS // self.experts.chosen)
         for begin in range(0, len(x), rows):
             part = slice(begin, begin + rows)
-            np.add(residual[part], self._mixed(tape, x[part]), out=out[part], casting="same_kind")
+            mixed = self._mixed(tape, x[part], seen[part])
+            np.add(0 if residual is None else residual[part], mixed, out=out[part], casting="same_kind")
         return out
 
-    def _mixed(self, tape: Plain, x: Array) -> Array:
-        """The weighted sums of the experts' results for rows x (n, features)."""
-        router, (inner, outer), k, normalised, how, bias, biases, bounds, shared = self.experts
+    def _mixed(self, tape: Plain, x: Array, seen: Array) -> Array:
+        """The weighted sums of the experts' results for rows x (n, features); the router sees others."""
+        router, (inner, outer), k, normalised, how, bias, biases, bounds, shared, scales = self.experts
         lane, activation = lane_dtype(x.dtype), self.activation if bounds is None else None
         first_bias, second_bias = (None, None) if biases is None else biases
-        logits = tape.linear(x, router, bias).astype(lane, copy=False)
+        logits = tape.linear(seen, router, bias).astype(lane, copy=False)
         chances = np.exp(logits - logits.max(axis=1, keepdims=True))
         chances /= chances.sum(axis=1, keepdims=True)
         best = np.argsort(-chances, axis=1, kind="stable")[:, :k]  # of equal ones, those of lower numbers
         weights = np.take_along_axis(chances, best, axis=1)
         if normalised:
             weights /= weights.sum(axis=1, keepdims=True)
+        if scales is not None:
+            weights *= scales[best]
         order = np.argsort(best, axis=None, kind="stable")
         counts = np.bincount(best.ravel(), minlength=len(inner))
         hidden = np.empty((len(order), inner[0].out_features), x.dtype)

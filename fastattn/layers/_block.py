@@ -58,6 +58,16 @@ class LayerInput(NamedTuple):
     begin: int  # the part's first feature in `Sequences.inputs`
 
 
+class BesideExperts(NamedTuple):
+    """Experts of the same rows as a feed-forward, whose results are added before the norm of both."""
+
+    experts: Experts
+    norm: Norm  # of the experts' input
+    router_norm: Norm  # of what their router sees
+    own: Norm  # of what the feed-forward gives
+    theirs: Norm  # of what the experts give
+
+
 class KeyPlace(NamedTuple):
     """Where a block's keys are, among those of a model."""
 
@@ -102,6 +112,7 @@ class Block:
     gated: bool = False  # `qkv` has a gate of each of attention's results, too, after the values
     # The number of the block whose keys and values it attends: `qkv` maps to queries alone. None: its own.
     keys_from: int | None = None
+    beside: BesideExperts | None = None  # only with `post_norms`
     layer_input: LayerInput | None = None  # only with `norm_first`
     scale_of_all: Array | None = None  # of its result, (features,): see `ScaleStep`; likewise
 
@@ -165,7 +176,11 @@ class Block:
                 assert self.outer is not None
                 wide = f"inner {self.inner.weight.out_features}"
                 steps.append(LinearStep(inner, wide, *self.inner, self.activation))
-                steps += _added(wide, self.outer, inner_post, out, out)
+                if self.beside is None:
+                    steps += _added(wide, self.outer, inner_post, out, out)
+                else:
+                    assert inner_post is not None
+                    steps += self._with_experts(wide, self.outer, self.beside, inner_post, out)
             return [*steps, *self._ending(out)]
         assert self.attention_norm is not None
         assert self.inner_norm is not None
@@ -178,6 +193,24 @@ class Block:
             LinearStep(out, "inner", *self.inner, self.activation),
             LinearStep("inner", total, *self.outer, residual=out),
             NormStep(total, out, *self.inner_norm),
+        ]
+
+    def _with_experts(
+        self, x: str, outer: Projection, beside: BesideExperts, norm: Norm, out: str
+    ) -> list[Step]:
+        """Steps for ``out = out + norm(own(outer(x)) + theirs(experts(out)))``."""
+        experts, *norms = beside
+        (before, router, own, theirs), n = norms, outer.weight.out_features
+        return [
+            LinearStep(x, "normed", *outer),
+            NormStep("normed", "normed", *own),
+            NormStep(out, "routed", *router),
+            NormStep(out, "expert rows", *before),
+            ExpertsStep("expert rows", "mixed", experts, self.activation, None, "routed"),
+            NormStep("mixed", "mixed", *theirs),
+            AddStep("mixed", "normed", "normed", n),
+            NormStep("normed", "normed", *norm),
+            AddStep("normed", out, out, n),
         ]
 
     def _ending(self, out: str) -> Iterator[Step]:

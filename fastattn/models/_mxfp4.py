@@ -1,4 +1,4 @@
-"""Experts of GPT-OSS in safetensors files, where one tensor has all of a layer; their weights may be MXFP4.
+"""Experts in safetensors files where one tensor has all of a layer; GPT-OSS's weights may be MXFP4.
 
 Such a weight is two tensors, of blocks and of their scales, and becomes one in GGUF's order of bytes.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastattn._formats import Parts
     from fastattn._safetensors import TensorFile
 
-_OF_EXPERTS = re.compile(r"\.mlp\.experts\.(?:gate_up|down)_proj(_bias|_blocks|_scales|)")
+_OF_EXPERTS = re.compile(r"\.experts\.(?:gate_up|down)_proj(_bias|_blocks|_scales|)")
 _MOST_EXPERTS = 1 << 12
 _FORMAT = FORMATS["MXFP4"]
 _BYTES = _FORMAT.features // 2  # of a block, without its scale

@@ -23,6 +23,10 @@ CONFIGS = {
         },
     },
 }  # fmt: skip
+CONFIGS["gemma4-experts"] = {
+    **CONFIGS["gemma4_text"], "model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 5,
+    "top_k_experts": 2, "moe_intermediate_size": 20, "use_double_wide_mlp": False,
+}  # fmt: skip
 NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
 
@@ -64,6 +68,18 @@ def shapes(kind, c):
         found[f"{layer}mlp.down_proj.weight"] = (h, inner)
         found |= {f"{layer}{part}_layernorm.weight": (h,) for part in NORMS}
         found[f"{layer}layer_scalar"] = (1,)
+        if c.get("enable_moe_block"):
+            count, inner = c["num_experts"], c["moe_intermediate_size"]
+            found[f"{layer}router.proj.weight"] = (count, h)
+            found |= {f"{layer}router.scale": (h,), f"{layer}router.per_expert_scale": (count,)}
+            found[f"{layer}experts.gate_up_proj"] = (count, 2 * inner, h)
+            found[f"{layer}experts.down_proj"] = (count, h, inner)
+            for part in (
+                "pre_feedforward_layernorm_2",
+                "post_feedforward_layernorm_1",
+                "post_feedforward_layernorm_2",
+            ):
+                found[f"{layer}{part}.weight"] = (h,)
         if n:
             found[f"{layer}per_layer_input_gate.weight"] = (n, h)
             found[f"{layer}per_layer_projection.weight"] = (h, n)
@@ -98,6 +114,19 @@ def result(kind, c, t, ids):
     def linear(x, name):
         return x @ t[f"{name}.weight"].T
 
+    def mixed(x, layer):
+        """The experts' result for rows x, one row at a time."""
+        logits = linear(norm(x) * t[f"{layer}router.scale"] / math.sqrt(x.shape[1]), f"{layer}router.proj")
+        chances, y = np.exp(logits), norm(x, f"{layer}pre_feedforward_layernorm_2")
+        out = np.zeros_like(x)
+        for row, probs, to in zip(y, chances, out, strict=True):
+            best = np.argsort(-probs)[: c["top_k_experts"]]
+            for i in best:
+                gate, up = np.split(t[f"{layer}experts.gate_up_proj"][i] @ row, 2)
+                share = probs[i] / probs[best].sum() * t[f"{layer}router.per_expert_scale"][i]
+                to += share * (t[f"{layer}experts.down_proj"][i] @ (gelu_tanh(gate) * up))
+        return out
+
     x = t["embed_tokens.weight"][ids] * math.sqrt(c["hidden_size"])
     if n:
         inputs = linear(x, "per_layer_model_projection") / math.sqrt(c["hidden_size"])
@@ -118,7 +147,11 @@ def result(kind, c, t, ids):
         x = x + norm(linear(y, f"{own}o_proj"), f"{layer}post_attention_layernorm")
         y = norm(x, f"{layer}pre_feedforward_layernorm")
         y = gelu_tanh(linear(y, f"{layer}mlp.gate_proj")) * linear(y, f"{layer}mlp.up_proj")
-        x = x + norm(linear(y, f"{layer}mlp.down_proj"), f"{layer}post_feedforward_layernorm")
+        y = linear(y, f"{layer}mlp.down_proj")
+        if c.get("enable_moe_block"):
+            y = norm(y, f"{layer}post_feedforward_layernorm_1")
+            y = y + norm(mixed(x, layer), f"{layer}post_feedforward_layernorm_2")
+        x = x + norm(y, f"{layer}post_feedforward_layernorm")
         if n:
             y = gelu_tanh(linear(x, f"{layer}per_layer_input_gate")) * inputs[:, i]
             x = x + norm(linear(y, f"{layer}per_layer_projection"), f"{layer}post_per_layer_input_norm")

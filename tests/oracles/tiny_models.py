@@ -107,7 +107,7 @@ CONFIGS = {
     **tiny_hybrid.CONFIGS,
 }  # fmt: skip
 OLMO = ("olmo2", "olmo3")  # norms after attention and feed-forward alone
-EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")  # decoders without gradients
+EXPERTS = ("gemma4-experts", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")  # decoders without gradients
 DECODERS = (
     "gpt2", "gemma2", "gemma3-causal", "gemma4_text", "granite", "granitemoehybrid", "lfm2", "llama",
     "ministral", "ministral3", "mistral", "phi3", "qwen2", "qwen3", "qwen3_5_text", "smollm3", *OLMO,
@@ -224,7 +224,9 @@ def tensors(kind, config, seed=0):
         if kind in tiny_gemma.CONFIGS or (kind in ("qwen3_5_text", "qwen3_next") and "linear" not in name):
             is_norm = False
         if kind in tiny_gemma4.CONFIGS:  # scores are not scaled
-            is_norm = name.endswith("layer_scalar") or (is_norm and not name.endswith("q_norm.weight"))
+            is_norm = name.endswith(("layer_scalar", "scale")) or (
+                is_norm and not name.endswith("q_norm.weight")
+            )
         # T5 does not scale its scores, either, and convolutions multiply what their map gives.
         scale = 0.1 if name.endswith(("SelfAttention.q.weight", "conv.in_proj.weight")) else 0.3
         drawn[name] = (is_norm + scale * rng.standard_normal(shape)).astype(np.float32)

@@ -360,6 +360,9 @@ DECODERS = {
     "gemma4-with-tower": lambda: with_tower(
         gemma4(), {}, num_key_value_heads=2, head_dim=8, patch_size=14, position_embedding_size=16
     ),
+    "gemma4-experts": lambda: gemma4(
+        enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=16, attention_k_eq_v=True
+    ),
     "gemma4-alike-no-inputs": lambda: gemma4(
         attention_k_eq_v=True,
         num_global_key_value_heads=1,

@@ -3,7 +3,7 @@
 Layers with a window and those without have heads of other sizes, and rotary positions of their own. The last
 layers attend the keys and values of the last one of their kind that has some. Values are normed as keys are,
 and may be of the same product. At its end a layer adds a part of what the tokens' second vectors say, and
-multiplies all by a number.
+multiplies all by a number. Beside a feed-forward there may be experts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._engine.experts import Experts
 from fastattn._engine.program import INPUTS, AddStep, LinearStep, NormStep, X
-from fastattn.layers._block import LayerInput, Norm
+from fastattn.layers._block import BesideExperts, LayerInput, Norm
 from fastattn.models import _gguf
 from fastattn.models._blocks import Blocks
+from fastattn.models._families.gpt_oss import renamed
 from fastattn.models._families.hybrid import linear, require_decoder
 from fastattn.models._families.llama import ALL, KEYS, LLAMA, NEAR, of_text
 from fastattn.models._families.shared import LayerInputs, head_counts, read_decoder, scaled
@@ -43,6 +45,11 @@ _QUERIES, _KEYS, _VALUES = LLAMA.block.qkv
 _TABLE, _MAP, _NORM = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
 _GATE, _OUTER, _POST = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
 _SCALAR = "layer_scalar"
+# Of the experts' input, of what the feed-forward gives, and of what the experts give.
+_EXPERT_NORMS = tuple(
+    f"{name}_layernorm_{i}"
+    for name, i in (("pre_feedforward", 2), ("post_feedforward", 1), ("post_feedforward", 2))
+)
 _ROPE = {
     ALL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     NEAR: {"rope_type": "default", "rope_theta": 1e4},
@@ -56,6 +63,9 @@ class _Blocks(Blocks):
     each: tuple[Blocks, ...] = ()
     givers: tuple[int | None, ...] = ()  # the block whose keys each one attends
     inputs: int = 0  # features of a block's part of the inputs
+    beside: int = 0  # experts beside each feed-forward: how many, how many for a token, and their features
+    beside_chosen: int = 0
+    beside_inner: int = 0
 
     def shapes(self) -> dict[str, Shape]:
         """The shape of every tensor of every block, by its name, and of those for the inputs."""
@@ -64,6 +74,7 @@ class _Blocks(Blocks):
         for i, own in enumerate(self.each):
             prefix, n = self.names.prefix.format(i), self.inputs
             found |= {name: x for name, x in of_kinds[id(own)].items() if name.startswith(prefix)}
+            found |= {prefix + name: shape for name, shape in self._expert_shapes().items()}
             found[prefix + _SCALAR] = (1,)
             if n:
                 found |= {
@@ -78,6 +89,43 @@ class _Blocks(Blocks):
             found[f"{_NORM}.weight"] = (n,)
         return found
 
+    def _expert_shapes(self) -> dict[str, Shape]:
+        """The shapes of what a block has for experts, by the names in it."""
+        if not self.beside:
+            return {}
+        count, inner, hidden = self.beside, self.beside_inner, self.hidden
+        found: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in _EXPERT_NORMS}
+        found |= {"router.proj.weight": (count, hidden), "router.scale": (hidden,)}
+        found["router.per_expert_scale"] = (count,)
+        for i in range(count):
+            found |= {
+                f"experts.{i}.gate_up_proj.weight": (2 * inner, hidden),
+                f"experts.{i}.down_proj.weight": (hidden, inner),
+            }
+        return found
+
+    def _experts(self, prefix: str) -> BesideExperts:
+        source, numbers = self.source, range(self.beside)
+        lane = source.precision.lane
+        maps = (
+            tuple(
+                source.pack_pair(f"{prefix}experts.{i}.gate_up_proj.weight", gate_first=True) for i in numbers
+            ),
+            tuple(source.pack([f"{prefix}experts.{i}.down_proj.weight"]) for i in numbers),
+        )
+        rounding = source.precision.rounding(maps[0][0])
+        experts = Experts(
+            source.pack([f"{prefix}router.proj.weight"], stored=lane.name),
+            maps,
+            self.beside_chosen,
+            True,
+            rounding,
+            scales=source.vector(f"{prefix}router.per_expert_scale"),
+        )
+        scale = source.vector(f"{prefix}router.scale", scale=self.hidden**-0.5)
+        before, own, theirs = (self.norm(prefix + name) for name in _EXPERT_NORMS)
+        return BesideExperts(experts, before, Norm("rms_norm", scale, None, self.eps), own, theirs)
+
     def _block(self, i: int, scale: float, window: Window, rotation: int | None) -> Block:
         own, source, prefix = self.each[i], self.source, self.names.prefix.format(i)
         block = own._block(i, scale, window, rotation)
@@ -89,7 +137,9 @@ class _Blocks(Blocks):
             gate, outer = (linear(source, prefix + name) for name in (_GATE, _OUTER))
             added = LayerInput(gate, outer, self.norm(prefix + _POST), i * self.inputs)
         scalar = source.computed(partial(_filled, self.hidden, source.precision.dtype), prefix + _SCALAR)
-        return replace(block, keys_from=self.givers[i], layer_input=added, scale_of_all=scalar)
+        beside = self._experts(prefix) if self.beside else None
+        ending: Any = {"layer_input": added, "scale_of_all": scalar}
+        return replace(block, keys_from=self.givers[i], beside=beside, **ending)
 
     def layer_inputs(self) -> LayerInputs:
         """The table of the tokens' second vectors, and what is added to it for all blocks."""
@@ -118,8 +168,8 @@ def gemma4(source: Source) -> Decoder:
         source = of_text(source, "gemma4_text")
     config = source.config
     require_decoder(source)
-    config.refuse(enable_moe_block=False, attn_logit_softcapping=None)
-    source.rename(lambda name: re.sub(rf"\.{_SCALAR}\.weight$", f".{_SCALAR}", name))  # as GGUF files have it
+    config.refuse(attn_logit_softcapping=None)
+    source.rename(_renamed)
     if config.values.get("use_bidirectional_attention") not in (None, "vision"):  # of the tokens of images
         came = config.values["use_bidirectional_attention"]
         raise config.wrong("use_bidirectional_attention", came, "null, or 'vision'")
@@ -153,6 +203,11 @@ def gemma4(source: Source) -> Decoder:
     vocab, own_vocab = config.size("vocab_size"), config.size("vocab_size_per_layer_input", 262144)
     if inputs and own_vocab < vocab:
         raise config.wrong("vocab_size_per_layer_input", own_vocab, f"at least 'vocab_size', {vocab}")
+    experts = 0
+    if config.get("enable_moe_block", bool, False):
+        experts, chosen = source.depth("num_experts"), config.size("top_k_experts")
+        if chosen > experts:
+            raise config.wrong("top_k_experts", chosen, f"at most 'num_experts', {experts}")
     widest = max(variants.values(), key=lambda own: own.heads * own.head_dim, default=base)
     blocks = _Blocks(
         **{name: getattr(widest, name) for name in Blocks.__dataclass_fields__ if name != "inner"},
@@ -160,6 +215,9 @@ def gemma4(source: Source) -> Decoder:
         each=tuple(variants[kind, i >= first] for i, kind in enumerate(kinds)),
         givers=givers,
         inputs=inputs,
+        beside=experts,
+        beside_chosen=chosen if experts else 0,
+        beside_inner=config.size("moe_intermediate_size") if experts else 0,
     )
     width = config.size("sliding_window", 512)
     longest = config.optional_size("max_position_embeddings")
@@ -180,6 +238,12 @@ def gemma4(source: Source) -> Decoder:
         inputs=blocks.layer_inputs if inputs else None,
         tied=config.get("tie_word_embeddings", bool, True),
     )
+
+
+def _renamed(name: str) -> str:
+    """The name of a tensor: an expert's with its number before, a layer's scalar as in folders."""
+    name = renamed(name)
+    return name.removesuffix(".weight") if name.endswith(f".{_SCALAR}.weight") else name
 
 
 def _kinds(config: Config, count: int) -> list[str]:

@@ -41,7 +41,7 @@ def gpt_oss(source: Source) -> Decoder:
     """Build GPT-OSS."""
     config, all_names = source.config, _NAMES
     if not _gguf.is_file(source.folder):
-        source.rename(_renamed)
+        source.rename(renamed)
         both, transposed = "gate_up_proj", not source.has_kind("MXFP4")
         block = _NAMES.block._replace(
             gate=both, inner=both, transposed_experts=transposed, sinks="self_attn.sinks"
@@ -87,6 +87,6 @@ def gpt_oss(source: Source) -> Decoder:
     )
 
 
-def _renamed(name: str) -> str:
+def renamed(name: str) -> str:
     """The name of a folder's tensor, that of an expert with its number where other models have it."""
     return _OF_EXPERTS.sub(lambda x: f".experts.{x[3]}.{x[1]}.{'bias' if x[2] else 'weight'}", name)

@@ -200,9 +200,11 @@ def read_decoder(
     if not tied:
         shapes[output] = (vocab, blocks.hidden)
     own = [name for name in (names.tokens, names.positions, names.norm) if name is not None]
+    of_blocks = blocks.shapes()
+    firsts = (f"{name.partition('.')[0]}." for name in (*own, *of_blocks))
     source.expect(
-        {**shapes, **blocks.shapes()},
-        own=(names.block.prefix.partition("{")[0], *(f"{name}." for name in own)),
+        {**shapes, **of_blocks},
+        own=tuple({names.block.prefix.partition("{")[0], *firsts}),
         ignored=names.ignored,
     )
     rotary = () if frequencies is None else frequencies()  # of a size that tensors confirm
