@@ -270,8 +270,8 @@ typedef struct {
     const fa_watch *watch; /* optional */
 } fa_scatter_args;
 
-/* out = x, (batch, heads, length, head_dim), rotated by positions; may be x. Dimensions from 2 pairs on are copied. Or
- * out is int8: then each row is rounded, and times its scale it is what it was, to scale / 2. */
+/* out = x, (batch, heads, length, head_dim), rotated by positions; may be x. Dimensions from 2 pairs on are copied. Of x in
+ * float32 out may have 16 bits. Or out is int8: each row is rounded, and times its scale it is what it was, to scale / 2. */
 typedef struct {
     fa_array x, out, cos, sin; /* cos, sin: (batch, 1, length, pairs), lanes */
     fa_array scale;            /* (batch, heads, length), lanes: of an out in FA_I8 */

@@ -64,7 +64,7 @@ static void rope_run(const fa_rope_args *a, int64_t begin, int64_t end, void *ro
             rotate_row(a, cos, sin, row);
             if (a->out.dtype == FA_I8)
                 *(lane_u *)at(&a->scale, b, h, i, 0) = round_row_i8(row, a->head_dim, (int8_t *)out);
-            else store_row(a->x.dtype, row, a->head_dim, 1, out);
+            else store_row(a->out.dtype, row, a->head_dim, 1, out);
         }
     }
 }

@@ -371,7 +371,7 @@ class Program:
     columns: int  # of OUT
     _width: int = field(init=False, repr=False)  # of all scratch buffers together
     # Parts that run in one call each; by whether attention is such a part, or runs in Python.
-    _compiled: dict[bool, list[Any]] = field(default_factory=dict, init=False, repr=False)
+    _compiled: list[Any] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._width = max((begin + width for begin, width in self.places.values()), default=0)
@@ -413,17 +413,14 @@ class Program:
             return out
         memory = scratch(self.use, n, self._width, x.dtype)
         if settings.current.backend == "compiled":
-            # Compiled steps write to a cache in the type of the rows, or in int8.
-            narrow = bool(call.slots) and call.slots[0].k.dtype not in (x.dtype, np.int8)
-            if narrow not in self._compiled:
-                self._compiled[narrow] = self._compile(narrow)
-            others = call._replace(slots=()) if narrow else call
-            for part in self._compiled[narrow]:
+            if not self._compiled:
+                self._compiled += self._compile()
+            for part in self._compiled:
                 if isinstance(part, Step):
                     buffers = self._buffers(x, out, memory, call)
                     part.run(PLAIN, buffers, call, buffers[part.out])
                 else:
-                    part.run(x, out, memory, others, settings.get_num_threads())
+                    part.run(x, out, memory, call, settings.get_num_threads())
         else:
             buffers = self._buffers(x, out, memory, call)
             for step in self.steps:
@@ -431,14 +428,10 @@ class Program:
         keep(self.use, memory)
         return out
 
-    def _compile(self, narrow: bool) -> list[Any]:
+    def _compile(self) -> list[Any]:
         """The steps that run in Python, and those between them as programs."""
         parts: list[Any] = []
-
-        def runs_in_python(step: Step) -> bool:
-            return step.op is None or (narrow and isinstance(step, AttendStep))
-
-        for in_python, steps in groupby(self.steps, runs_in_python):
+        for in_python, steps in groupby(self.steps, lambda step: step.op is None):
             some = tuple(steps)
             parts += some if in_python else [settings.core.Program(some, self.places)]
         return parts

@@ -5,11 +5,12 @@
 #include "rows.h"
 
 static const int64_t rope_pairs[] = {0, 1, 3, 4, 8, 15, 16, 17, 40};
-enum { ROPE_CASES = 3 * 2 * COUNT(rope_pairs) * COUNT(floats) };
+enum { ROPE_CASES = 4 * 2 * COUNT(rope_pairs) * COUNT(floats) };
 
 static struct {
     fa_rope_args args;
     int in_place, int8;
+    fa_dtype to; /* of out, but for int8 */
 } rope_now;
 
 static void make_rope(int number)
@@ -19,7 +20,8 @@ static void make_rope(int number)
     seed = (uint64_t)number << 32 | 3;
     const fa_dtype dtype = floats[i % COUNT(floats)], lane = lane_of(dtype);
     i /= COUNT(floats);
-    rope_now.in_place = i % 3 == 1, rope_now.int8 = i % 3 == 2, i /= 3;
+    rope_now.in_place = i % 4 == 1, rope_now.int8 = i % 4 == 2;
+    rope_now.to = i % 4 == 3 && dtype == FA_F32 ? below(2) ? FA_F16 : FA_BF16 : dtype, i /= 4;
     *a = (fa_rope_args){.batch = 2, .heads = 1 + below(3), .length = below(4), .interleaved = i % 2};
     a->pairs = rope_pairs[i / 2];
     a->head_dim = larger(1, 2 * a->pairs + (below(2) ? below(20) : 0));
@@ -51,7 +53,7 @@ static near expect_rope(int64_t b, int64_t h, int64_t i, int64_t d)
     const double other = get(&a->x, b, h, i, second ? d - step : d + step), turned = second ? other : -other;
     const double c = get(&a->cos, b, 0, i, pair), s = get(&a->sin, b, 0, i, pair);
     const double error = 2 * eps_of(lane_of(a->x.dtype)) * (fabs(x * c) + fabs(turned * s));
-    return stored((near){x * c + turned * s, error}, rope_now.int8 ? lane_of(a->x.dtype) : a->x.dtype);
+    return stored((near){x * c + turned * s, error}, rope_now.int8 ? lane_of(a->x.dtype) : rope_now.to);
 }
 
 /* Checks rows in int8 and their scales, which must be the same bits in both calls. An element errs by half
@@ -90,7 +92,7 @@ static const char *check_rope(int isa, const fa_kernels *kernels)
     FOR(again, 2)
     {
         fa_rope_args *call = calls + again;
-        call->out = new_floats(rope_now.int8 ? FA_I8 : a->x.dtype, a->batch, a->heads, a->length, a->head_dim,
+        call->out = new_floats(rope_now.int8 ? FA_I8 : rope_now.to, a->batch, a->heads, a->length, a->head_dim,
                                again ? GAP | ROWS_FIRST : 0);
         if (rope_now.int8)
             call->scale = new_floats(lane_of(a->x.dtype), a->batch, a->heads, a->length, 1, again ? ODD | GAP : 0);
@@ -118,9 +120,9 @@ static const char *check_rope(int isa, const fa_kernels *kernels)
 static void describe_rope(void)
 {
     const fa_rope_args *a = &rope_now.args;
-    printf("dtype %d, (%d, %d, %d, %d), pairs %d, interleaved %d, in place %d, int8 %d", a->x.dtype, (int)a->batch,
-           (int)a->heads, (int)a->length, (int)a->head_dim, (int)a->pairs, a->interleaved, rope_now.in_place,
-           rope_now.int8);
+    printf("dtype %d to %d, (%d, %d, %d, %d), pairs %d, interleaved %d, in place %d, int8 %d", a->x.dtype, rope_now.to,
+           (int)a->batch, (int)a->heads, (int)a->length, (int)a->head_dim, (int)a->pairs, a->interleaved,
+           rope_now.in_place, rope_now.int8);
 }
 
 static const family rope_family = {

@@ -467,7 +467,8 @@ cdef void _set_slots(Call *c, slots, Held *held, _Tables tables) except *:
     tables.set_rows(&held.v, "v", slots.v, held.heads, capacity, held.head_dim, int8)
     tables.set(&held.k_scale, "k_scale", scales[0], lane, 2, held.heads, capacity)
     tables.set(&held.v_scale, "v_scale", scales[1], lane, 2, held.heads, capacity)
-    if (int8 != (scales[1] is not None)) or not (int8 or (held.k.dtype == c.dtype and held.v.dtype == c.dtype)):
+    if (int8 != (scales[1] is not None)) or held.k.dtype != held.v.dtype or not (
+            int8 or held.k.dtype == c.dtype or (c.dtype == FA_F32 and held.k.dtype in (FA_F16, FA_BF16))):
         raise ValueError("fastattn: the cache is of another type than the rows")
     tables.kept = np.asarray(slots.starts)
     tables.set(&start, "starts", tables.kept, cnp.NPY_INT64, 0)
