@@ -100,13 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     option("--write", type=_config, nargs="?", const=Path(), metavar="FILE", help=text)
     option("--reset", action="store_true", help="remove that file, and measure nothing")
 
-    def model_options(option: Callable[..., argparse.Action]) -> None:
-        option(
-            "--model",
-            required=True,
-            metavar="MODEL",
-            help="a folder of config.json and model.safetensors, a GGUF file, or a name of the Hub",
-        )
+    def model_options(option: Callable[..., argparse.Action], placed: bool = False) -> None:
+        text = "a folder of config.json and model.safetensors, a GGUF file, or a name of the Hub"
+        if placed:
+            option("model", metavar="MODEL", help=text)
+        else:
+            option("--model", required=True, metavar="MODEL", help=text)
         option("--revision", metavar="NAME", help="branch, tag or commit of a model of the Hub")
         option("--gguf-file", metavar="NAME", help="a GGUF file in that folder or repository")
         option("--dtype", choices=MODEL_DTYPES, default="float32", help="what is computed in (float32)")
@@ -152,8 +151,10 @@ def _parser() -> argparse.ArgumentParser:
     scored_options(option)
     option("--pair", metavar="NAME", help="of the column with the second text of each pair")
 
-    def writing_options(option: Callable[..., argparse.Action], most: int, usual: str) -> None:
-        model_options(option)
+    def writing_options(
+        option: Callable[..., argparse.Action], most: int, usual: str, placed: bool = False
+    ) -> None:
+        model_options(option, placed)
         option("--max-new-tokens", type=natural, default=most, metavar="N", help=f"where to end ({most})")
         option("--temperature", type=float, metavar="T", help=f"0 takes the best token ({usual})")
         needs = "(needs --temperature)"
@@ -179,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     option("prompt", metavar="PROMPT", help="the text to continue; -: the standard input")
 
     option = command(_cli_models.chat)
-    writing_options(option, 1024, "as the model's files say, and other options")
+    writing_options(option, 1024, "as the model's files say, and other options", placed=True)
     option("--system", metavar="TEXT", help="what the model is told first")
 
     option = command(_cli_models.serve)

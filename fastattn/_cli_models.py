@@ -238,7 +238,12 @@ def serve(options: argparse.Namespace) -> None:
         raise ValueError(f"{came}; expected an Encoder or a CrossEncoder")
     limits = Limits(options.batch_tokens, options.queue_texts, options.body_bytes, options.truncate)
     run(
-        model, options.name or options.model.resolve().name, options.host, options.port, options.grace, limits
+        model,
+        options.name or Path(options.model).resolve().name,
+        options.host,
+        options.port,
+        options.grace,
+        limits,
     )
 
 

@@ -361,7 +361,7 @@ def test_the_command_chat(talker, tmp_path):
     usual = {"temperature": 0.8, "top_p": 0.9, "top_k": 50}
     said = f"Hi\n/save {file}\n/nothing\nAnd?\n/reset\n/save {file}\nHi\n/quit\nno more\n"
     for options, own in (((), usual), (("--temperature", 0), {})):
-        printed = run("chat", "--model", talker, "--max-new-tokens", 5, "--seed", 3, *options, stdin=said)
+        printed = run("chat", talker, "--max-new-tokens", 5, "--seed", 3, *options, stdin=said)
         messages, expected = [], []
         for text in ("Hi", "And?", "Hi"):
             messages = [*(messages if text == "And?" else []), {"role": "user", "content": text}]
@@ -375,7 +375,7 @@ def test_the_command_chat(talker, tmp_path):
 
 def test_chat_goes_on_with_a_file(talker, tmp_path):
     file, again = tmp_path / "talk.json", tmp_path / "again.json"
-    options = ["--model", talker, "--max-new-tokens", 5, "--temperature", 0]
+    options = [talker, "--max-new-tokens", 5, "--temperature", 0]
     whole = run("chat", *options, stdin=f"Hi\n/save {file}\nAnd?\n/save {again}\n")
     loaded = run("chat", *options, stdin=f"/load {file}\nAnd?\n/save {file}\n")
     assert whole.endswith(loaded)
@@ -389,7 +389,7 @@ def test_chat_goes_on_with_a_file(talker, tmp_path):
 
 
 def test_chat_takes_any_bytes(talker):
-    command = [sys.executable, "-m", "fastattn", "chat", "--model", str(talker), "--max-new-tokens", "2"]
+    command = [sys.executable, "-m", "fastattn", "chat", str(talker), "--max-new-tokens", "2"]
     done = subprocess.run(
         command, input=b"Hi\xff\nAnd?\n", capture_output=True, env=environment(), check=True
     )

@@ -87,7 +87,7 @@ def test_weights_in_parts_and_gguf_files(run, hub):
     hub.fetched.clear()
     run("-c", "from fastattn import models; models.load('tiny/blocks', gguf_file='b.gguf')")
     assert hub.fetched == ["b.gguf"]
-    chat = ("-m", "fastattn", "chat", "--model", "tiny/blocks", "--gguf-file", "a.gguf")
+    chat = ("-m", "fastattn", "chat", "tiny/blocks", "--gguf-file", "a.gguf")
     run(*chat, stdin="/quit\n")
     assert hub.fetched == ["b.gguf", "a.gguf"]
 
