@@ -283,7 +283,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | No
 
 
 class _Measured:
-    """Measurements for /metrics: requests and their seconds, by address and status; texts, tokens and calls."""
+    """Measurements for /metrics: requests and seconds, by address and status; texts, tokens and calls."""
 
     def __init__(self, service: Service):
         self._service, self.registry = service, CollectorRegistry()
