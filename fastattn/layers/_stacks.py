@@ -214,7 +214,7 @@ class TransformerEncoder(LayerStack):
     layers: Sequence[TransformerEncoderLayer]
     norm: NormLayer | None = None
     keys_from: Sequence[int] | None = None
-    # Behind the last change, and of these layers: the program of calls without masks. See `_program`.
+    # The last change and the layers when it was made, and the program of calls without masks: see `_program`.
     _plain: tuple[Any, tuple[Program, list[Rope]] | None] = field(init=False, default=((), None), repr=False)
     _kind, _cache_kind = TransformerEncoderLayer, KVCache
 
@@ -298,9 +298,10 @@ class TransformerEncoder(LayerStack):
         return tape.cleared(out, padding.ravel(), over=True)
 
     def _program(self, padded: bool) -> tuple[Program, list[Rope]] | None:
-        """The program of all layers, of calls without masks, and its rotations; None if one is not plain.
+        """The program of all layers for calls without masks, and its rotations; None if one is not plain.
 
-        A call that is `padded` leaves rows out, and so do layers without rotation and norms of heads alone.
+        None, too, if a call is `padded` and heads are rotated or normed: to leave rows out would change the
+        last bits.
         """
         key = (_state.last_change, *self.layers)  # the caller may change the list
         if self._plain[0] != key:

@@ -339,7 +339,7 @@ def test_the_digest_is_of_weights_and_types(tmp_path):
 LONG = RNG.integers(VOCAB, size=20).tolist()
 
 
-@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+@pytest.mark.parametrize("kind", ["llama", "lfm2", "gemma4_text"])
 def test_a_prompt_cache_finds_what_a_prompt_goes_on_from(kind, tmp_path, implementation, monkeypatch):
     """Two conversations after one instruction: each turn computes its new tokens alone."""
     model = load(tmp_path, kind)
