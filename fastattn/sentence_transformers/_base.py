@@ -141,7 +141,8 @@ class Base:
             kinds = " or ".join(kind.__name__ for kind in self._kinds)
             raise ValueError(f"(): {place} holds a {type(model).__name__}; expected a {kinds}")
         encoder = getattr(model, "encoder", model)
-        self.prompts = {**encoder.prompts, **(taken["prompts"] or {})}
+        given = {name: prompt or "" for name, prompt in (taken["prompts"] or {}).items()}
+        self.prompts = {**encoder.prompts, **given}
         self.default_prompt_name = taken["default_prompt_name"] or encoder.default_prompt_name
         if self.default_prompt_name is not None:
             choice("default_prompt_name", self.default_prompt_name, self.prompts)
@@ -208,9 +209,11 @@ class Base:
     def _prompt(self, prompt: str | None, prompt_name: str | None) -> str:
         """The prompt of a call."""
         if prompt is not None:
+            if not isinstance(prompt, str):
+                raise wrong_type("prompt", prompt, "a string")
             return prompt
         name = self.default_prompt_name if prompt_name is None else prompt_name
-        return "" if name is None else self.prompts[choice("prompt_name", name, self.prompts)]
+        return "" if name is None else self.prompts[choice("prompt_name", name, self.prompts)] or ""
 
 
 def checked_call(batch_size: int, device: Any, others: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastattn._args.errors import named
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import choice
+from fastattn._args.values import choice, integer
 from fastattn.models import Encoder, TwoTowers
 from fastattn.models._encode_calls import calls, one_or_several, watched
 from fastattn.models._vectors import PRECISIONS, similarities
@@ -161,7 +161,8 @@ class SentenceTransformer(Vectors):
     def _dim(self, given: int | None) -> int:
         """Features that are kept."""
         features: int = self.model.sentences.features
-        return (self.truncate_dim or features) if given is None else given
+        dim = self.truncate_dim if given is None else given
+        return features if dim is None else integer("truncate_dim", dim, 1)
 
     def _texts(self, inputs: Any) -> tuple[bool, Any]:
         """Return whether `inputs` is one, and the list of them."""

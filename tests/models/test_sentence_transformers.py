@@ -99,6 +99,11 @@ def test_inputs_that_are_no_texts(encoder):
     for device in ("cuda", ["cpu", "cuda:0"]):
         with pytest.raises(ValueError, match=r"^encode\(\): device is 'cuda"):
             model.encode("a", device=device)
+    for output in ("sentence_embedding", "token_embeddings"):
+        with pytest.raises(TypeError, match=r"^encode\(\): prompt is of type int; expected a string"):
+            model.encode("a", prompt=3, output_value=output)
+        with pytest.raises(ValueError, match=r"^encode\(\): truncate_dim is 0; expected at least 1"):
+            model.encode("a", truncate_dim=0, output_value=output)
     with pytest.raises(ValueError, match=r"^encode\(\): output_value is 'x'"):
         model.encode("a", output_value="x")
     with pytest.raises(ValueError, match=r"^encode\(\): precision is int8 for vectors of tokens"):

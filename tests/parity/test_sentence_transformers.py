@@ -236,9 +236,16 @@ def test_vectors_of_tokens(inputs, prompt, folders):
 
 def test_settings(folders):
     """Arguments of the constructor, attributes that are set, and what is read again."""
-    how = {"prompts": {"query": "a ", "mine": "the tree "}, "default_prompt_name": "mine", "truncate_dim": 11}
+    prompts = {"query": "a ", "mine": "the tree ", "none": None}
+    how = {"prompts": prompts, "default_prompt_name": "mine", "truncate_dim": 11}
     for each in both(folders / "SentenceTransformer", **how, similarity_fn_name="dot"):
-        assert each.prompts == {"query": "a ", "document": "", "mine": "the tree ", "passage": "a tree "}
+        assert each.prompts == {
+            "query": "a ",
+            "document": "",
+            "mine": "the tree ",
+            "passage": "a tree ",
+            "none": "",
+        }
         assert (each.default_prompt_name, each.truncate_dim, each.similarity_fn_name) == ("mine", 11, "dot")
         assert each.get_embedding_dimension() == each.get_sentence_embedding_dimension() == 11
         assert each.max_seq_length == each.get_max_seq_length() == 32
