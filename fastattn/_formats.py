@@ -1,8 +1,9 @@
 """Formats of GGUF's tensors: blocks of numbers, each ``scale * code``, some plus a minimum.
 
-A format is described once. Its fields say what lies where in a block; `parts` makes codes, scales and minima
-of them, and a number is ``scale * code + minimum`` in float32, in this order, as in ggml. A format with a
-writer is made of numbers, too: scales and minima are fitted to them, and they get the nearest codes.
+A format is described once. Its fields say what lies where in a block, and `Layout` what numbers they make:
+the kernel that packs blocks of files reads it, too. A number is ``scale * code + minimum`` in float32, in
+this order, as in ggml. A format with a writer is made of numbers, too: scales and minima are fitted to them,
+and they get the nearest codes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fastattn._args.coded import Bits, Integers, Layout, Parts
 from fastattn._args.packed import FP4, IQ4
 from fastattn._least_squares import nearest
 from fastattn._writers import WRITERS, Writer
@@ -26,35 +28,29 @@ _DAMPING = 0.01
 _E2M1 = np.concatenate((FP4[8:], -FP4[8:]))  # the sign is the highest bit of a code
 
 
-class Parts(NamedTuple):
-    """Numbers of n blocks: those of a block that share a scale lie side by side."""
-
-    codes: Array  # (n, features), int8
-    scales: Array  # (n, scales of a block), float32
-    minima: Array | None = None  # as scales
-
-
 class Format(NamedTuple):
     """A type of tensors in which `features` numbers of a row make a block."""
 
     name: str
     number: int  # as files say it
-    features: int
     packed: str  # the type of packed weights that holds its codes
-    block: int  # numbers that share a scale
     fields: np.dtype[Any]  # of a block
-    parts: Callable[[Any], Parts]  # of blocks (n,), as `fields` says
+    layout: Layout
     writer: Writer | None = None  # None: such blocks are only read
+
+    @property
+    def features(self) -> int:
+        """Numbers of a block."""
+        return self.layout.features
 
     @property
     def nbytes(self) -> int:
         """Bytes of a block."""
-        return self.fields.itemsize
+        return self.layout.nbytes
 
-    @property
-    def has_minima(self) -> bool:
-        """Whether numbers are a minimum and a multiple of the scale."""
-        return self.parts(np.zeros(1, self.fields)).minima is not None
+    def parts(self, blocks: Array) -> Parts:
+        """Codes, scales and minima of blocks (n,), as `fields` says."""
+        return self.layout.parts(np.ascontiguousarray(blocks).view(np.uint8).reshape(-1, self.nbytes))
 
     def decoded(self, data: Array) -> Array:
         """Numbers of `data`, bytes of whole blocks end to end, as float32."""
@@ -152,62 +148,37 @@ def feedback_of(moments: Array) -> Array:
     return found
 
 
-def _float(x: Any) -> Array:
-    """float16 (n,) as float32 (n, 1)."""
-    found: Array = x.astype(np.float32)[:, None]
-    return found
+class _Fields:
+    """Fields of a block, by whose names its bits are found."""
+
+    def __init__(self, dtype: np.dtype[Any]):
+        self._fields: Any = dtype.fields
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
+    def at(self, name: str) -> int:
+        """The first byte of a field."""
+        return int(self._fields[name][1])
+
+    def bits(self, name: str, width: int, groups: int = 1) -> Bits:
+        """Numbers of `width` bits: in each of `groups` of bytes the lowest bits of all bytes come first."""
+        each = self._fields[name][0].itemsize // groups
+        firsts = [self.at(name) + i * each for i in range(groups)]
+        return Bits(width, tuple((first, bit, each) for first in firsts for bit in range(0, 8, width)))
 
 
-def _bits(x: Array, width: int, groups: int = 1) -> Array:
-    """Fields of `width` bits of bytes (n, m): in each of `groups` the lowest of all bytes come first."""
-    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
-    apart = x.reshape(len(x), groups, 1, -1) >> shifts & ((1 << width) - 1)
-    return apart.reshape(len(x), -1).view(np.int8)
+def _six_bits(at: int) -> dict[str, Integers]:
+    """Eight scales and eight minima of 6 bits, in twelve bytes: the last four lend bits to half of each."""
+    return {
+        name: Integers(Bits(4, ((first, 0, 4), (at + 8, bit, 4))), Bits(2, ((first, 4, 4), (first, 6, 4))))
+        for name, first, bit in (("scales", at, 0), ("minima", at + 4, 4))
+    }
 
 
-def _fifth(x: Array, groups: int = 1) -> Array:
-    """Bits of bytes (n, m), times 16: in each of `groups` those of all bytes of lowest bits first."""
-    return _bits(x, 1, groups) << 4
-
-
-def _fifth_in_order(x: Array) -> Array:
-    """Bits of bytes (n, m), byte by byte, times 16."""
-    return np.unpackbits(x, axis=1, bitorder="little").view(np.int8) << 4
-
-
-def _six_bits(packed: Array) -> tuple[Array, Array]:
-    """Eight scales and eight minima of 6 bits, of twelve bytes (n, 12)."""
-    low, middle, high = np.split(packed, 3, axis=1)
-    scales = low & 63, high & 15 | low >> 2 & 48
-    minima = middle & 63, high >> 4 | middle >> 2 & 48
-    return np.concatenate(scales, axis=1), np.concatenate(minima, axis=1)
-
-
-def _with_minima(b: Any, codes: Array, scales: Array, minima: Array) -> Parts:
-    """Parts of blocks with a scale of their scales, and one of their minima, which are subtracted."""
-    return Parts(codes, _float(b["d"]) * scales, -(_float(b["dmin"]) * minima))
-
-
-def _q3_k(b: Any) -> Parts:
-    codes = _bits(b["qs"], 2, 2) - ((1 - _bits(b["hmask"], 1)) << 2)
-    low, high = _bits(b["scales"][:, :8], 4), _bits(b["scales"][:, 8:], 2)
-    return Parts(codes, _float(b["d"]) * ((low | high << 4) - np.int8(32)))
-
-
-def _q6_k(b: Any) -> Parts:
-    codes = (_bits(b["ql"], 4, 2) | _bits(b["qh"], 2, 2) << 4) - np.int8(32)
-    return Parts(codes, _float(b["d"]) * b["scales"])
-
-
-def _iq4_xs(b: Any) -> Parts:
-    low = _bits(b["scales_l"], 4, 4)
-    high = (b["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3).astype(np.int8)
-    return Parts(IQ4[_bits(b["qs"], 4, 8)], _float(b["d"]) * ((low | high << 4) - np.int8(32)))
-
-
-def _mxfp4(b: Any) -> Parts:
-    scales = np.ldexp(np.float32(1), b["e"].astype(np.int32) - 128)[:, None]
-    return Parts(_E2M1[_bits(b["qs"], 4)], scales)
+def _of_q2_k(f: _Fields) -> dict[str, Integers]:
+    scales, minima = (Integers(Bits(4, (run,))) for run in f.bits("scales", 4).runs)
+    return {"codes": Integers(f.bits("qs", 2, 2)), "scales": scales, "minima": minima}
 
 
 def _format(
@@ -215,70 +186,92 @@ def _format(
     number: int,
     features: int,
     packed: str,
-    block: int,
-    parts: Callable[[Any], Parts],
+    shared: int,
+    integers: Callable[[_Fields], dict[str, Integers]],
     **fields: tuple[str, int] | str,
 ) -> Format:
     kinds = [(key, kind) if isinstance(kind, str) else (key, *kind) for key, kind in fields.items()]
-    return Format(name, number, features, packed, block, np.dtype(kinds), parts, WRITERS.get(name))
+    dtype = np.dtype(kinds)
+    f = _Fields(dtype)
+    minimum = next((f.at(name) for name in ("m", "dmin") if name in f), None)
+    layout = Layout(
+        features, dtype.itemsize, shared, unit=f.at("e" if "e" in f else "d"), exponent="e" in f,
+        minimum=minimum, **integers(f),
+    )  # fmt: skip
+    return Format(name, number, packed, dtype, layout, WRITERS.get(name))
 
 
 FORMATS = {
     x.name: x
     for x in (
         _format(
-            "Q4_0", 2, 32, "int4", 32, lambda b: Parts(_bits(b["qs"], 4) - np.int8(8), _float(b["d"])),
+            "Q4_0", 2, 32, "int4", 32, lambda f: {"codes": Integers(f.bits("qs", 4), below=8)},
             d=_FLOAT16, qs=(_BYTE, 16),
         ),
         _format(
-            "Q4_1", 3, 32, "uint4", 32, lambda b: Parts(_bits(b["qs"], 4), _float(b["d"]), _float(b["m"])),
+            "Q4_1", 3, 32, "uint4", 32, lambda f: {"codes": Integers(f.bits("qs", 4))},
             d=_FLOAT16, m=_FLOAT16, qs=(_BYTE, 16),
         ),
         _format(
             "Q5_0", 6, 32, "q8", 32,
-            lambda b: Parts((_bits(b["qs"], 4) | _fifth_in_order(b["qh"])) - np.int8(16), _float(b["d"])),
+            lambda f: {"codes": Integers(f.bits("qs", 4), f.bits("qh", 1, 4), below=16)},
             d=_FLOAT16, qh=(_BYTE, 4), qs=(_BYTE, 16),
         ),
         _format(
-            "Q5_1", 7, 32, "q8", 32,
-            lambda b: Parts(_bits(b["qs"], 4) | _fifth_in_order(b["qh"]), _float(b["d"]), _float(b["m"])),
+            "Q5_1", 7, 32, "q8", 32, lambda f: {"codes": Integers(f.bits("qs", 4), f.bits("qh", 1, 4))},
             d=_FLOAT16, m=_FLOAT16, qh=(_BYTE, 4), qs=(_BYTE, 16),
         ),
         _format(
-            "Q8_0", 8, 32, "q8", 32, lambda b: Parts(b["qs"], _float(b["d"])),
+            "Q8_0", 8, 32, "q8", 32, lambda f: {"codes": Integers(f.bits("qs", 8))},
             d=_FLOAT16, qs=(_SIGNED, 32),
         ),
         _format(
-            "Q2_K", 10, 256, "uint4", 16,
-            lambda b: _with_minima(b, _bits(b["qs"], 2, 2), b["scales"] & 15, b["scales"] >> 4),
+            "Q2_K", 10, 256, "uint4", 16, _of_q2_k,
             scales=(_BYTE, 16), qs=(_BYTE, 64), d=_FLOAT16, dmin=_FLOAT16,
         ),
         _format(
-            "Q3_K", 11, 256, "int4", 16, _q3_k,
-            hmask=(_BYTE, 32), qs=(_BYTE, 64), scales=(_BYTE, 12), d=_FLOAT16,
+            "Q3_K", 11, 256, "int4", 16,
+            lambda f: {
+                "codes": Integers(f.bits("qs", 2, 2), f.bits("hmask", 1), below=4),
+                "scales": Integers(f.bits("scales_l", 4), f.bits("scales_h", 2), below=32),
+            },
+            hmask=(_BYTE, 32), qs=(_BYTE, 64), scales_l=(_BYTE, 8), scales_h=(_BYTE, 4), d=_FLOAT16,
         ),
         _format(
             "Q4_K", 12, 256, "uint4", 32,
-            lambda b: _with_minima(b, _bits(b["qs"], 4, 4), *_six_bits(b["scales"])),
+            lambda f: {"codes": Integers(f.bits("qs", 4, 4)), **_six_bits(f.at("scales"))},
             d=_FLOAT16, dmin=_FLOAT16, scales=(_BYTE, 12), qs=(_BYTE, 128),
         ),
         _format(
             "Q5_K", 13, 256, "q8", 32,
-            lambda b: _with_minima(b, _bits(b["qs"], 4, 4) | _fifth(b["qh"]), *_six_bits(b["scales"])),
+            lambda f: {
+                "codes": Integers(f.bits("qs", 4, 4), f.bits("qh", 1)), **_six_bits(f.at("scales"))
+            },
             d=_FLOAT16, dmin=_FLOAT16, scales=(_BYTE, 12), qh=(_BYTE, 32), qs=(_BYTE, 128),
         ),
         _format(
-            "Q6_K", 14, 256, "q8", 16, _q6_k,
+            "Q6_K", 14, 256, "q8", 16,
+            lambda f: {
+                "codes": Integers(f.bits("ql", 4, 2), f.bits("qh", 2, 2), below=32),
+                "scales": Integers(f.bits("scales", 8)),
+            },
             ql=(_BYTE, 128), qh=(_BYTE, 64), scales=(_SIGNED, 16), d=_FLOAT16,
         ),
         _format(
-            "IQ4_NL", 20, 32, "iq4", 32, lambda b: Parts(IQ4[_bits(b["qs"], 4)], _float(b["d"])),
+            "IQ4_NL", 20, 32, "iq4", 32, lambda f: {"codes": Integers(f.bits("qs", 4), table=IQ4)},
             d=_FLOAT16, qs=(_BYTE, 16),
         ),
         _format(
-            "IQ4_XS", 23, 256, "iq4", 32, _iq4_xs,
+            "IQ4_XS", 23, 256, "iq4", 32,
+            lambda f: {
+                "codes": Integers(f.bits("qs", 4, 8), table=IQ4),
+                "scales": Integers(f.bits("scales_l", 4, 4), f.bits("scales_h", 2, 2), below=32),
+            },
             d=_FLOAT16, scales_h="<u2", scales_l=(_BYTE, 4), qs=(_BYTE, 128),
         ),
-        _format("MXFP4", 39, 32, "fp4", 32, _mxfp4, e=_BYTE, qs=(_BYTE, 16)),
+        _format(
+            "MXFP4", 39, 32, "fp4", 32, lambda f: {"codes": Integers(f.bits("qs", 4), table=_E2M1)},
+            e=_BYTE, qs=(_BYTE, 16),
+        ),
     )
 }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from fastattn._args.values import short
-from fastattn._formats import FORMATS, Format, Parts
+from fastattn._formats import FORMATS, Format
 from fastattn._open_file import OpenFile
 
 if TYPE_CHECKING:
@@ -169,22 +169,17 @@ class GgufFile(OpenFile):
         self.fill(array, name, first * math.prod(array.shape[1:]))
         return array[begin - first : end - first]
 
-    def parts(self, name: str, begin: int, end: int) -> Parts:
-        """Codes (rows, features), scales and minima of rows of a matrix of blocks, as they lie there."""
+    def blocks(self, name: str, begin: int, end: int) -> Array:
+        """Rows of a matrix of blocks as they lie there: (rows, bytes)."""
         tensor, head = self._tensors[name], self.interleaved.get(name, 1)
         assert tensor.block is not None
         first, last = begin // head * head, -(-end // head) * head
         row = tensor.shape[-1] // tensor.block.features * tensor.block.nbytes
-        data = np.empty((last - first, row), np.uint8)
+        data: Array = np.empty((last - first, row), np.uint8)
         self._read(data.data, tensor.begin + first * row)
         if name in self.interleaved:
             data = data.reshape(-1, head // 2, 2, row).swapaxes(1, 2).reshape(-1, row)
-        rows = data[begin - first : end - first].reshape(-1).view(tensor.block.fields)
-        codes, scales, minima = tensor.block.parts(rows)
-        shape = end - begin, -1
-        return Parts(
-            codes.reshape(shape), scales.reshape(shape), None if minima is None else minima.reshape(shape)
-        )
+        return data[begin - first : end - first]
 
     def fill(self, array: Array, name: str, begin: int) -> None:
         """Read a contiguous `array` from a tensor, from its element `begin` on.

@@ -11,6 +11,7 @@ from implementations import forced
 
 from fastattn import ops
 from fastattn._args.packed import PackArgs, PackedLinear
+from fastattn._reference.pack import put_codes
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 KINDS = ["int8", "q8", "int4", "uint4", "nf4", "iq4", "fp4"]
@@ -442,9 +443,8 @@ def test_blocks_of_files(implementation, kind, minima, block, activations):
     for map_ in range(2):
         codes = rng.integers(0, len(numbers), (64, k))
         scales, lowest = (rng.uniform(-0.1, 0.1, (64, k // block)).astype(np.float16) for _ in range(2))
-        args.put_codes(
-            map_, numbers[codes].astype(np.int8), scales, lowest if has_minima else np.zeros_like(lowest)
-        )
+        given = lowest if has_minima else np.zeros_like(lowest)
+        put_codes(args, map_, numbers[codes].astype(np.int8), scales, given)
         wide = numbers[codes] * np.repeat(scales, block, axis=1).astype(float)
         wide += np.repeat(lowest, block, axis=1) if has_minima else 0
         weights.append(wide[: n // 2])

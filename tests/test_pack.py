@@ -5,13 +5,15 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny_gguf
 from implementations import each_isa, forced
 
 from bench import files as model_files
 from fastattn import models, ops
 from fastattn._args.pack import blocks_args
-from fastattn._args.packed import WEIGHT_DTYPES, RowBlock
+from fastattn._args.packed import WEIGHT_DTYPES, PackArgs, RowBlock, has_minima
 from fastattn._engine import dispatch, settings
+from fastattn._formats import FORMATS
 from fastattn.layers._attention_parameters import stack
 
 BF16 = ml_dtypes.bfloat16
@@ -47,7 +49,7 @@ def layouts(x):
 
 def assert_same(a, b):
     np.testing.assert_array_equal(a.panels.view(np.uint8), b.panels.view(np.uint8))
-    for name in ("scales", "sums"):
+    for name in ("scales", "minima", "sums"):
         first, second = getattr(a, name), getattr(b, name)
         assert (first is None) == (second is None)
         if first is not None:
@@ -81,6 +83,70 @@ def test_blocks_of_rows_are_one_weight(dtype, unit, implementation):
         assert block.first % unit == 0
         whole[block.first :][: len(block.array)] = block.array
     assert_same(args.packed(), ops.pack(whole, dtype=dtype, backend="numpy"))
+
+
+def holders(layout):
+    """Types of blocks that hold a format's codes, with what shares a scale and whether there are minima."""
+    own = next(x.packed for x in FORMATS.values() if x.layout is layout)
+    for dtype in {own, "q8", "uint4" if own == "int4" else own}:
+        least = [dtype == "uint4" or layout.minimum is not None, dtype in ("uint4", "q8")]
+        for block in {16, layout.shared}:
+            yield from ((dtype, block, minima) for minima in set(least) if minima >= least[0])
+
+
+def packed_blocks(layouts, dtype, block, minima, data, k, backend, threads=1):
+    """A gated pair: each map has rows of all `layouts`, the last of `data` with a distance."""
+    n = sum(map(len, data))
+    args = PackArgs([], k, n, 2, dtype, threads)
+    args.set_blocks(block, minima)
+    firsts = np.cumsum([0, *map(len, data[:-1])]).tolist()
+    args.blocks = [
+        RowBlock(f"x{i}", x[::-1] if map_ else x, first, map_, layout)
+        for map_ in (0, 1)
+        for i, (layout, x, first) in enumerate(zip(layouts, data, firsts, strict=True))
+    ]
+    args.bad = np.zeros(len(args.blocks), bool)
+    dispatch.run(args, backend)
+    return args
+
+
+@pytest.mark.parametrize("k", [256, 768, 8192 + 256])
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_of_files_have_the_bits_of_the_twin(name, k, implementation):
+    """In every type that holds the codes, beside other formats, in rows that lie at any distance."""
+    layout = FORMATS[name].layout
+    for dtype, block, minima in holders(layout):
+        fitting = [x.layout for x in FORMATS.values() if (dtype, block, minima) in {*holders(x.layout)}]
+        layouts = [layout, *(x for x in fitting if x is not layout)][:3]
+        names = [next(n for n, x in FORMATS.items() if x.layout is each) for each in layouts]
+        data = [tiny_gguf.random_blocks(n, 37 + i, k, seed=i) for i, n in enumerate(names)]
+        data[-1] = np.repeat(data[-1], 2, axis=0)[::2]
+        expected = packed_blocks(layouts, dtype, block, minima, data, k, "numpy")
+        assert not expected.bad.any()
+        for threads in (1, 3):
+            got = packed_blocks(layouts, dtype, block, minima, data, k, None, threads)
+            assert_same(got.packed(), expected.packed())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_of_files_that_are_not_finite_are_found(name, implementation):
+    """In any block of any rows, and in no others; whatever the bytes are, the twin says the same."""
+    layout, rng = FORMATS[name].layout, np.random.default_rng(5)
+    data = tiny_gguf.random_blocks(name, 40, 768)
+    for at in {layout.unit, layout.unit if layout.minimum is None else layout.minimum}:
+        spoiled = data.copy()
+        blocks = spoiled.reshape(40, -1, layout.nbytes)
+        for value in (np.float16(np.inf), np.float16(np.nan), np.float16(-np.inf)):
+            place = rng.integers(40), rng.integers(blocks.shape[1])
+            blocks[place][at : at + 2] = [255, 0] if layout.exponent else np.array([value]).view(np.uint8)
+            both = [data, spoiled]
+            minima = has_minima(FORMATS[name].packed) or layout.minimum is not None
+            args = (layout, layout), FORMATS[name].packed, layout.shared, minima, both, 768
+            assert packed_blocks(*args, None).bad.tolist() == [False, True, False, True]
+    for seed in range(20):
+        noise = [np.random.default_rng(seed).integers(0, 256, data.shape, np.uint8)]
+        args = (layout,), FORMATS[name].packed, layout.shared, minima, noise, 768
+        assert packed_blocks(*args, None).bad.tolist() == packed_blocks(*args, "numpy").bad.tolist()
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.types import Activation, Array
 from fastattn._args.values import flag, integer
+
+if TYPE_CHECKING:
+    from fastattn._args.coded import Layout
 
 PANEL_BYTES = 128
 _ALL = slice(None)
@@ -305,13 +308,17 @@ def two_a_byte(codes: Array) -> Array:
     return found.reshape(*codes.shape[:-1], -1, 4)
 
 
-def _block_sums(integers: Array, block: int) -> Array:
-    """Sums (rows, blocks) of blocks of 16 or 32 of int8 integers (rows, features), eight in a word."""
-    eights = np.ascontiguousarray(integers).view(np.uint64) ^ 0x8080808080808080  # 128 more: none is negative
-    pairs = (eights & 0x00FF00FF00FF00FF) + (eights >> 8 & 0x00FF00FF00FF00FF)
-    sums = pairs.reshape(len(pairs), -1, block // 8).sum(axis=2)
-    found: Array = sums.view(np.uint16).reshape(*sums.shape, 4).sum(axis=2, dtype=np.int32) - 128 * block
-    return found
+def stored_codes(dtype: str, layout: Layout) -> tuple[int, Array | None]:
+    """Return what is added to the integers of a file's blocks, and a table of what they become, or None.
+
+    Codes without a minimum, from -8 up, become codes from 0 up where the type has minima.
+    """
+    codes = layout.codes
+    if dtype == "q8":
+        return -codes.below, codes.table
+    if codes.table is not None:
+        return 0, TABLES[dtype].numbers(codes.table).view(np.int8)
+    return (8 if layout.minimum is None else 0) - codes.below, None
 
 
 def features_apart(panels: Array, dtype: str) -> Array:
@@ -352,14 +359,18 @@ class RowBlock(NamedTuple):
     """Rows of a map that are packed."""
 
     name: str
-    array: Array  # (rows, in_features), of any floating type, native, in any strides
+    array: Array  # (rows, in_features), of any floating type, native, in any strides; or as `layout` says
     first: int  # the output feature that row 0 is
     map: int  # of a gated pair, the gate's is 0
+    layout: Layout | None = None  # of blocks as a file has them, whose bytes are `array`, a row side by side
 
 
 @dataclass(slots=True, eq=False)
 class PackArgs:
-    """Blocks of rows into the panels `out`, which it makes. Output features of no block become 0."""
+    """Blocks of rows into the panels `out`, which it makes. Output features of no block become 0.
+
+    Blocks are all of numbers, or all of a file's codes that the type `dtype` holds: see `stored_codes`.
+    """
 
     kernel: ClassVar[str] = "pack"
 
@@ -412,24 +423,6 @@ class PackArgs:
             if (array := getattr(self, name)) is not None:
                 setattr(part, name, array[panels])
         return part
-
-    def put_codes(self, map_: int, codes: Array, scales: Array, minima: Array) -> None:
-        """Make panels of a map in blocks: codes (rows, in_features), whole panels and whole blocks of them.
-
-        They are int8, what scales are times. `scales` and `minima` are those of blocks, (rows, in_features /
-        block); minima may all be 0.
-        """
-        assert self.scales is not None
-        assert self.sums is not None
-        width, here = columns(self.dtype), slice(map_, None, self.maps)
-        stored = codes if self.dtype == "q8" else two_a_byte(TABLES[self.dtype].numbers(codes))
-        words = np.ascontiguousarray(stored).view(np.uint32).reshape(-1, width, self.out.shape[1])
-        self.out.view(np.uint32)[here, ..., 0] = words.swapaxes(1, 2)
-        self.scales[here] = scales.reshape(-1, width, scales.shape[-1]).swapaxes(1, 2)
-        if self.minima is not None:
-            self.minima[here] = minima.reshape(-1, width, minima.shape[-1]).swapaxes(1, 2)
-        sums = _block_sums(codes, self.block) * scales.astype(float) + self.block * minima.astype(float)
-        self.sums[here] = sums.sum(axis=-1).reshape(-1, width)
 
     def not_finite(self) -> str | None:
         """The name of the first block that is not finite in `dtype`, if there is one."""

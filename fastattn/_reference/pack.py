@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.packed import BLOCK, BLOCKED, STORED, TABLES, columns, to_bfloat16_bits, two_a_byte
+from fastattn._args.packed import (
+    BLOCK,
+    BLOCKED,
+    STORED,
+    TABLES,
+    columns,
+    to_bfloat16_bits,
+    two_a_byte,
+)
 from fastattn._args.types import Array
 
 if TYPE_CHECKING:
@@ -20,7 +28,11 @@ _BLOCK, _BLOCK_FEATURES = 1 << 17, 1 << 12
 
 @np.errstate(all="ignore")  # a float64 too large for float32 becomes infinite
 def pack(args: PackArgs) -> None:
-    """Fill args.out, args.scales, args.sums and args.bad."""
+    """Fill args.out, args.scales, args.minima, args.sums and args.bad."""
+    if args.blocks and args.blocks[0].layout is not None:
+        for i in range(args.maps):
+            put_codes(args, i, *_of_files(args, i))
+        return
     stored, width, maps = STORED[args.dtype], columns(args.dtype), args.maps
     by_map = args.out.reshape(-1, maps, *args.out.shape[1:])
     scales: Any = None if args.scales is None else args.scales.reshape(-1, maps, *args.scales.shape[1:])
@@ -70,7 +82,7 @@ def _blocks(args: PackArgs, map_: int) -> Iterator[tuple[int, int, Array]]:
         for feature in range(0, args.in_features, depth):
             count = min(depth, args.in_features - feature)
             block = np.zeros((rows, -(-count // unit) * unit), lane)
-            for i, (_, array, first, its_map) in enumerate(args.blocks):
+            for i, (_, array, first, its_map, _) in enumerate(args.blocks):
                 begin, end = max(row, first), min(row + rows, first + len(array))
                 if its_map == map_ and begin < end:
                     part = block[begin - row : end - row, :count]
@@ -125,3 +137,49 @@ def _coded(block: Array, dtype: str, features: int) -> tuple[Array, Array, Array
     sums = (integers * counted).sum(axis=-1, dtype=float) * divisor[..., 0]
     stored = codes.reshape(block.shape) if dtype == "q8" else two_a_byte(codes.reshape(block.shape))
     return stored, scales[..., 0].swapaxes(1, 2), np.moveaxis(sums, -1, 0)
+
+
+def _of_files(args: PackArgs, map_: int) -> tuple[Array, Array, Array]:
+    """Codes (rows, in_features) of a map, up to whole panels, and scales and minima (rows, blocks).
+
+    Blocks whose scales or minima are not finite are marked.
+    """
+    rows = len(args.out) // args.maps * columns(args.dtype)
+    codes: Array = np.zeros((rows, args.in_features), np.int8)
+    scales, minima = np.zeros((2, rows, args.in_features // args.block), np.float16)
+    for i, (_, array, first, its_map, layout) in enumerate(args.blocks):
+        if its_map != map_ or layout is None:
+            continue
+        here, each = slice(first, first + len(array)), layout.shared // args.block
+        found = layout.parts(array.reshape(-1, layout.nbytes))
+        codes[here] = found.codes.reshape(len(array), -1)
+        scales[here] = found.scales.reshape(len(array), -1).repeat(each, axis=1)
+        if found.minima is not None:
+            minima[here] = found.minima.reshape(len(array), -1).repeat(each, axis=1)
+        elif args.dtype == "uint4":  # -8 .. 7 become 0 .. 15
+            codes[here] += np.int8(8)
+            minima[here] = np.float16(-8) * scales[here]
+        args.bad[i] |= not (np.isfinite(scales[here]).all() and np.isfinite(minima[here]).all())
+    return codes, scales, minima
+
+
+def put_codes(args: PackArgs, map_: int, codes: Array, scales: Array, minima: Array) -> None:
+    """Make panels of a map in blocks: codes (rows, in_features), whole panels and whole blocks of them.
+
+    They are int8, what scales are times. `scales` and `minima` are those of blocks, (rows, in_features /
+    args.block), float16; minima may all be 0.
+    """
+    width, here = columns(args.dtype), slice(map_, None, args.maps)
+    stored = codes if args.dtype == "q8" else two_a_byte(TABLES[args.dtype].numbers(codes))
+    words = np.ascontiguousarray(stored).view(np.uint32).reshape(-1, width, args.out.shape[1])
+    args.out.view(np.uint32)[here, ..., 0] = words.swapaxes(1, 2)
+    lists: Any = args.scales, args.minima, args.sums
+    lists[0][here] = scales.reshape(-1, width, scales.shape[-1]).swapaxes(1, 2)
+    if args.minima is not None:
+        lists[1][here] = minima.reshape(-1, width, minima.shape[-1]).swapaxes(1, 2)
+    each = codes.reshape(*scales.shape, args.block).sum(axis=-1, dtype=np.int32)
+    products = each * scales.astype(float) + args.block * minima.astype(float)
+    sums = np.zeros(len(codes))
+    for column in products.T:  # one after another, as in C
+        sums += column
+    lists[2][here] = sums.reshape(-1, width)

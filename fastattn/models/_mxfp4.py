@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fastattn._args.types import Array, Shape
-    from fastattn._formats import Parts
     from fastattn._safetensors import TensorFile
 
 _OF_EXPERTS = re.compile(r"\.experts\.(?:gate_up|down)_proj(_bias|_blocks|_scales|)")
@@ -90,11 +89,10 @@ class Mxfp4Expert:
         self.fill(array, name, begin * array.shape[1])
         return array
 
-    def parts(self, name: str, begin: int, end: int) -> Parts:
-        """Codes (rows, features) and scales of some rows, as they lie there."""
+    def blocks(self, name: str, begin: int, end: int) -> Array:
+        """Some rows, as a GGUF file has them: (rows, bytes)."""
         n = self.shape(name)[1] // _FORMAT.features
-        found = _FORMAT.parts(self._read(begin * n, (end - begin) * n).view(_FORMAT.fields)[:, 0])
-        return found._replace(codes=found.codes.reshape(end - begin, -1), scales=found.scales.reshape(-1, n))
+        return self._read(begin * n, (end - begin) * n).reshape(end - begin, -1)
 
     def fill(self, array: Array, name: str, begin: int) -> None:
         """Read a contiguous `array` from the weight, from its element `begin` on, which begins a block."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
     from pathlib import Path
 
+    from fastattn._args.coded import Layout
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
     from fastattn._gguf import GgufFile
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes that a thread reads at a time and packs at once, while they are in a cache; and threads that do so.
 _PIECE, _READERS = 1 << 22, 8
+_LEAST = 1 << 18  # bytes that are worth a piece of their own
 SHOWN = 6  # names that an error lists
 
 
@@ -145,27 +147,26 @@ class Tensors:
         first count as one. Transposed tensors are read whole.
         """
         n, first = args.out_features, parts[0]
-        formats = self._formats(parts)
-        of_codes = _joined(args.dtype, *(x.packed for x in formats)) == args.dtype if formats else False
-        if of_codes:
-            minima = has_minima(args.dtype) or any(x.has_minima for x in formats)
-            args.set_blocks(min(x.block for x in formats), minima)
+        layouts = self._layouts(parts, args.dtype)
+        if layouts:
+            minima = has_minima(args.dtype) or any(x.minimum is not None for x in layouts)
+            args.set_blocks(min(x.shared for x in layouts), minima)
+        read = self._blocks if layouts else self._read
         step = n
         if not (isinstance(self._files[first.name], _Memory) or first.transposed):
-            panel, row = columns(args.dtype), self._read(first, 0, 1).nbytes
-            step = panel * max(1, _PIECE // (panel * args.maps * row))
+            panel = columns(args.dtype)
+            size = panel * args.maps * read(first, 0, 1).nbytes
+            shared = -(-n // (panel * min(args.num_threads, _READERS)))  # if each thread has as many panels
+            step = panel * max(1, min(_PIECE // size, max(_LEAST // size, shared)))
 
         def pack(begin: int) -> None:
             end, blocks = min(begin + step, n), []
-            if of_codes:
-                self._copy_codes(parts, args.part([], begin, end, 1), begin, n)
-                return
-            for part in parts:
+            for part, layout in zip(parts, layouts or (None,) * len(parts), strict=True):
                 gated, at = divmod(part.first, n)
                 here = slice(max(begin - at, 0), min(end - at, part.rows))
                 if here.start < here.stop:
-                    array = native(self._read(part, here.start, here.stop))
-                    blocks.append(RowBlock(part.name, array, at + here.start - begin, gated))
+                    array = native(read(part, here.start, here.stop))
+                    blocks.append(RowBlock(part.name, array, at + here.start - begin, gated, layout))
             piece = args.part(blocks, begin, end, 1 if step < n else args.num_threads)
             dispatch.run(piece)
             wrong = piece.not_finite()
@@ -192,32 +193,17 @@ class Tensors:
             return []
         return [x for x in found if x is not None] if None not in found else []
 
-    def _copy_codes(self, parts: Sequence[Part], args: PackArgs, begin: int, n: int) -> None:
-        """Copy codes, scales and minima of parts, whose maps have n rows, into panels from row `begin` on."""
-        rows = len(args.out) // args.maps * columns(args.dtype)
-        for map_ in range(args.maps):
-            codes: Array = np.zeros((rows, args.in_features), np.int8)
-            scales, minima = np.zeros((2, rows, args.in_features // args.block), np.float16)
-            for part, format_ in zip(parts, self._formats(parts), strict=True):
-                its_map, at = divmod(part.first, n)
-                here = slice(max(begin - at, 0), min(begin + args.out_features - at, part.rows))
-                if its_map != map_ or here.start >= here.stop:
-                    continue
-                file: Any = self._files[part.name]
-                found = file.parts(part.name, part.begin + here.start, part.begin + here.stop)
-                to = slice(at + here.start - begin, at + here.stop - begin)
-                from_int4 = args.dtype == "uint4" and format_.packed == "int4"  # -8 .. 7 become 0 .. 15
-                codes[to] = found.codes + np.int8(8) if from_int4 else found.codes
-                each = format_.block // args.block
-                with np.errstate(over="ignore"):
-                    scales[to] = np.repeat(found.scales, each, axis=1)
-                    if found.minima is not None:
-                        minima[to] = np.repeat(found.minima, each, axis=1)
-                    elif from_int4:
-                        minima[to] = np.float16(-8) * scales[to]
-                if not (np.isfinite(scales[to]).all() and np.isfinite(minima[to]).all()):
-                    raise self._not_finite(part.name, args.dtype)
-            args.put_codes(map_, codes, scales, minima)
+    def _layouts(self, parts: Sequence[Part], dtype: str) -> list[Layout]:
+        """The layouts of matrices in blocks, if `dtype` holds the codes of all; else none."""
+        formats = self._formats(parts)
+        held = formats and _joined(dtype, *(x.packed for x in formats)) == dtype
+        return [x.layout for x in formats] if held else []
+
+    def _blocks(self, part: Part, begin: int, end: int) -> Array:
+        """Rows `begin` to `end` of a part as a file has its blocks: (rows, bytes)."""
+        file: Any = self._files[part.name]
+        blocks: Array = file.blocks(part.name, part.begin + begin, part.begin + end)
+        return blocks
 
     def _read(self, part: Part, begin: int, end: int) -> Array:
         """Rows `begin` to `end` of a part, as a matrix."""

@@ -75,7 +75,7 @@ static void make_pack(int number)
             }
         }
     a->beyond = a->weight == FA_F64 ? INFINITY : 0x1p127;
-    a->unit = 1;
+    a->unit = 1, a->block = 32;
     if (a->weight == FA_I4) {
         float *codes = (float *)allocate(16 * sizeof *codes);
         FOR(code, 16) codes[code] = (float)(below(255) - 127);

@@ -72,7 +72,7 @@ def test_weights_stay_as_the_file_has_them(stored, tmp_path):
         else:
             np.testing.assert_array_equal(got, weight)
         if stored in FORMATS:
-            assert narrow.block == FORMATS[stored].block
+            assert narrow.block == FORMATS[stored].layout.shared
             sums = narrow.rows_of(slice(None)).sum(axis=-1, dtype=float)
             np.testing.assert_allclose(narrow.sums, sums, rtol=1e-5, atol=1e-4)
     bound = 1e-5 if not in_super_blocks else 5e-3

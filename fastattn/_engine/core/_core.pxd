@@ -1,6 +1,6 @@
 """The C interface, src/fastattn.h."""
 
-from libc.stdint cimport int8_t, int32_t, int64_t, uint64_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint64_t
 
 cdef extern from "fastattn.h" nogil:
     enum:
@@ -80,11 +80,23 @@ cdef extern from "fastattn.h" nogil:
     ctypedef struct fa_outer_plan:
         int64_t n_tasks, scratch_bytes
         double flops
+    ctypedef struct fa_bits:
+        uint8_t at[16]
+        uint8_t shift[16]
+        uint8_t high_at[16]
+        uint8_t high_shift[16]
+        int width, high_width, add
+    ctypedef struct fa_layout:
+        fa_bits codes, scales, minima
+        int features, bytes, shared, unit, minimum, window, exponent, in_order
     ctypedef struct fa_pack_rows:
         const char *data
         int64_t row, col, begin, end
         fa_dtype dtype
         int map
+        const fa_layout *layout
+        const int8_t *table
+        int add
     ctypedef struct fa_pack_args:
         const fa_pack_rows *blocks
         unsigned char *bad
@@ -97,7 +109,7 @@ cdef extern from "fastattn.h" nogil:
         double unit, extreme, beyond
         int64_t n_blocks, k
         fa_dtype weight
-        int maps
+        int maps, block, zero
         const fa_watch *watch
     ctypedef enum fa_rows_kind:
         FA_LAYER_NORM, FA_RMS_NORM, FA_SOFTMAX, FA_ACTIVATE

@@ -7,7 +7,7 @@ decided here.
 
 cimport numpy as cnp
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
-from libc.stdint cimport INT64_MAX, int8_t, int32_t, int64_t, uintptr_t
+from libc.stdint cimport INT64_MAX, int8_t, int32_t, int64_t, uint8_t, uintptr_t
 from libc.string cimport memset
 
 import math
@@ -16,7 +16,7 @@ import threading
 
 import numpy as np
 
-from fastattn._args.packed import BLOCK, STORED, TABLES, steps
+from fastattn._args.packed import BLOCK, STORED, TABLES, steps, stored_codes
 
 cnp.import_array()
 
@@ -203,6 +203,7 @@ include "tables.pxi"
 include "tasks.pxi"
 include "sequences.pxi"
 include "selected.pxi"
+include "file_blocks.pxi"
 include "ops.pxi"
 include "updates.pxi"
 include "program.pxi"

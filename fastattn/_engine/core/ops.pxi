@@ -112,16 +112,23 @@ cdef void _pack_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     loop.kernels.pack_run(<const fa_pack_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
 
 
-cdef void _set_pack_rows(fa_pack_rows *to, block, int64_t n, int64_t k) except *:
+cdef void _set_pack_rows(fa_pack_rows *to, block, int64_t n, int64_t k, table) except *:
+    """Rows that are packed; of a file's blocks, what their codes become: `table`, or None."""
     cdef cnp.ndarray array = block.array
     cdef int64_t begin = block.first
-    if (cnp.PyArray_NDIM(array) != 2 or cnp.PyArray_DIMS(array)[1] != k or begin < 0
-            or begin + cnp.PyArray_DIMS(array)[0] > n or not cnp.PyArray_ISNOTSWAPPED(array)):
+    if (cnp.PyArray_NDIM(array) != 2 or begin < 0 or begin + cnp.PyArray_DIMS(array)[0] > n
+            or not (block.layout is not None or cnp.PyArray_DIMS(array)[1] == k)
+            or not cnp.PyArray_ISNOTSWAPPED(array)):
         raise _misfit(block.name, array, f"(at most {n - begin}, {k}), native")
     to.data = <const char *>cnp.PyArray_DATA(array)
     to.row, to.col = cnp.PyArray_STRIDES(array)[0], cnp.PyArray_STRIDES(array)[1]
     to.begin, to.end = begin, begin + cnp.PyArray_DIMS(array)[0]
-    to.dtype, to.map = _dtype(array), block.map
+    to.map, to.layout, to.table = block.map, NULL, NULL
+    if block.layout is None:
+        to.dtype = _dtype(array)
+    else:
+        to.dtype = FA_I8
+        _set_file_blocks(to, block, table, k)
 
 
 def pack(args):
@@ -135,9 +142,19 @@ def pack(args):
     cdef fa_pack_rows *rows = <fa_pack_rows *>cnp.PyArray_DATA(memory)
     memset(&a, 0, sizeof(a))
     a.blocks, a.n_blocks, a.k, a.maps = rows, len(blocks), args.in_features, args.maps
-    a.weight, a.beyond, a.unit = _WEIGHTS[args.dtype], args.beyond, 1
+    a.weight, a.beyond, a.unit, a.block = _WEIGHTS[args.dtype], args.beyond, 1, args.block
+    of_files = [block.layout for block in blocks if block.layout is not None]
+    if len(of_files) not in (0, len(blocks)):
+        raise ValueError("fastattn: blocks of files meet rows of numbers")
+    if a.block != BLOCK and not of_files:
+        raise ValueError(f"fastattn: blocks of {a.block} features meet rows of numbers")
+    tables = []  # kept until the end
     for i in range(a.n_blocks):
-        _set_pack_rows(&rows[i], blocks[i], args.out_features, a.k)
+        tables.append(stored_codes(args.dtype, of_files[i]) if of_files else (0, None))
+        _set_pack_rows(&rows[i], blocks[i], args.out_features, a.k, tables[i][1])
+        rows[i].add = tables[i][0]
+        if of_files and (rows[i].layout.shared % a.block or (rows[i].layout.minimum >= 0 and args.minima is None)):
+            raise ValueError(f"fastattn: blocks of {rows[i].layout.shared} features meet those of {a.block}")
     lane = FA_F64 if a.weight == FA_F64 else FA_F32
     width = FA_PANEL_BYTES // (8 if lane == FA_F64 else 4)
     count = a.maps * ((args.out_features + width - 1) // width)
@@ -149,13 +166,14 @@ def pack(args):
     if a.weight == FA_I8:
         a.scales = _data("scales", args.scales, count * width, cnp.NPY_FLOAT)
     elif a.weight == FA_I4 or a.weight == FA_Q8:
-        a.scales = _data("scales", args.scales, _n_scales(count * width, a.k, BLOCK), cnp.NPY_FLOAT16)
-        a.minima = _data("minima", args.minima, _n_scales(count * width, a.k, BLOCK), cnp.NPY_FLOAT16)
+        a.scales = _data("scales", args.scales, _n_scales(count * width, a.k, a.block), cnp.NPY_FLOAT16)
+        a.minima = _data("minima", args.minima, _n_scales(count * width, a.k, a.block), cnp.NPY_FLOAT16)
     if a.weight == FA_I4:
         table = TABLES[args.dtype]
         middles, codes = table.middles, table.codes.astype(np.float32)  # kept until the end
         a.middles, a.extreme, a.unit = _data("middles", middles, 16, cnp.NPY_FLOAT), table.extreme, table.unit
         a.codes = _data("codes", codes, 16, cnp.NPY_FLOAT)
+        a.zero = table.numbers(np.zeros(1, np.int8))[0]
     if a.weight == FA_I8 or a.weight == FA_I4 or a.weight == FA_Q8:
         a.sums = _data("sums", args.sums, count * width, cnp.NPY_FLOAT)
     a.watch = &loop.watch
