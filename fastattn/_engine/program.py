@@ -94,6 +94,11 @@ class Step:
         """Number of features of `out` that it writes."""
         raise NotImplementedError
 
+    @property
+    def scratch(self) -> dict[str, int]:
+        """Features of buffers that it needs while it runs."""
+        return {}
+
     def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
         """The value of buffer `out` after the step; `PLAIN` writes it to the array `out`."""
         raise NotImplementedError
@@ -370,7 +375,7 @@ class Program:
     places: dict[str, tuple[int, int]]  # begin and width of each scratch buffer, in features of a row
     columns: int  # of OUT
     _width: int = field(init=False, repr=False)  # of all scratch buffers together
-    # Parts that run in one call each; by whether attention is such a part, or runs in Python.
+    # Parts that run in one call each, and steps that run in Python.
     _compiled: list[Any] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -454,7 +459,8 @@ def build(use: str, steps: Sequence[Step]) -> Program:
     """
     widths: dict[str, int] = {}
     for step in steps:
-        widths[step.out] = max(step.columns, widths.get(step.out, 0))
+        for name, columns in {step.out: step.columns, **step.scratch}.items():
+            widths[name] = max(columns, widths.get(name, 0))
     columns = widths.pop(OUT, 0)
     for name in (X, INPUTS):
         widths.pop(name, None)
@@ -462,7 +468,7 @@ def build(use: str, steps: Sequence[Step]) -> Program:
     needed = {OUT}  # after the step that is looked at, from the last one to the first
     neighbours: defaultdict[str, set[str]] = defaultdict(set)  # buffers that are needed at the same time
     for step in reversed(steps):
-        together = needed.union((step.out,), step.reads)
+        together = needed.union((step.out,), step.reads, step.scratch)
         for name in together:
             neighbours[name] |= together
         needed = needed.difference((step.out,)).union(step.reads)

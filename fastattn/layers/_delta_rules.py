@@ -57,6 +57,8 @@ def _sigmoid(x: Array, *, times: float = 1.0) -> Steps[Array]:
 class DeltaMixer(Mixer):
     """`GatedDeltaNet`'s: rows have what is convolved, queries, keys and values; then z, b and a."""
 
+    kind = "delta"
+
     dt_bias: Array  # (heads,), as A_log
     A_log: Array
     norm_weight: Array  # (head_dim_v,)
@@ -72,6 +74,11 @@ class DeltaMixer(Mixer):
     @property
     def recurrences(self) -> tuple[Shape, ...]:
         return ((self.dt_bias.size, self.head_dim, self.norm_weight.size),)
+
+    def decays(self, a: Array) -> tuple[Array, Array | None]:
+        with np.errstate(all="ignore"):
+            raw = a.astype(self.A_log.dtype, copy=False) + self.dt_bias
+            return without_nan(-np.exp(self.A_log) * softplus(raw)), None
 
     def mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         ((heads, dim, dim_v),), groups, inner = self.recurrences, self.key_heads, self.columns

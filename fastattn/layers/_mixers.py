@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastattn import grad, ops
 from fastattn._args.types import Activation, Array, Ints, Shape, lane_dtype
@@ -88,6 +88,7 @@ def state_kinds(dtype: np.dtype[Any], width: int, channels: int, recurrences: Se
 class Mixer:
     """Parameters of a mixer, of which a subclass has more: its sizes, and those of a recurrence."""
 
+    kind: ClassVar[str]  # its name in ``core/mixers.pxi``
     conv_weight: Array  # (channels, 1, width)
     conv_bias: Array | None
 
@@ -101,10 +102,19 @@ class Mixer:
         """The shapes of a sequence's states in the recurrence, one or none."""
         return ()
 
+    @property
+    def held(self) -> int:
+        """Features between the convolution and the recurrence."""
+        return len(self.conv_weight) if self.recurrences else 0
+
     def kinds(self, dtype: np.dtype[Any]) -> list[Kind]:
         """Shapes and dtypes of a sequence's states, where rows are of `dtype`."""
         channels, _, width = self.conv_weight.shape
         return state_kinds(dtype, width, channels, self.recurrences)
+
+    def decays(self, a: Array) -> tuple[Array, Array | None]:
+        """Logarithms of decays of a recurrence and, if they make them, steps, of its rows (tokens, heads)."""
+        raise NotImplementedError
 
     def mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         """From rows `product` of the map in to those of the map out."""
@@ -114,6 +124,8 @@ class Mixer:
 @dataclass(frozen=True, slots=True, eq=False)
 class ConvolutionMixer(Mixer):
     """LFM2's: ``C * conv(B * x)`` of rows B, C, x."""
+
+    kind = "convolution"
 
     @property
     def columns(self) -> int:
@@ -130,9 +142,9 @@ class ConvolutionMixer(Mixer):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MixStep(Step):
-    """A mixer of the rows of `x`. It runs in Python."""
+    """A mixer of the rows of `x`, which it may overwrite."""
 
-    op = None
+    op = "mix"
     along = True
 
     mixer: Mixer
@@ -141,6 +153,10 @@ class MixStep(Step):
     @property
     def columns(self) -> int:
         return self.mixer.columns
+
+    @property
+    def scratch(self) -> dict[str, int]:
+        return {"convolved": self.mixer.held} if self.mixer.held else {}
 
     def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
         x = values[self.x]

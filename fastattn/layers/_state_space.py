@@ -12,8 +12,9 @@ from fastattn import ops
 from fastattn._args.channels import step_limits
 from fastattn._args.ops import epsilon
 from fastattn._args.types import FLOAT32, Array, Shape
+from fastattn._reference.channels import softplus
 from fastattn.functional._differentiable import Steps, differentiable
-from fastattn.functional._state_space import mamba2_scan, selective_scan
+from fastattn.functional._state_space import mamba2_scan, selective_scan, without_nan
 from fastattn.layers._mixers import Mixer, convolved, split
 from fastattn.layers._recurrent import ONES, RecurrentLayer, linear, logarithms, step_bias
 from fastattn.layers._state import Parameter
@@ -37,6 +38,8 @@ def _rates(A_log: Array) -> Steps[Array]:
 class Mamba2Mixer(Mixer):
     """`Mamba2`'s: rows have z; x, B and C, which are convolved; then dt."""
 
+    kind = "mamba2"
+
     dt_bias: Array  # (heads,), as A_log and D
     A_log: Array
     D: Array
@@ -53,6 +56,14 @@ class Mamba2Mixer(Mixer):
     @property
     def recurrences(self) -> tuple[Shape, ...]:
         return ((self.D.size, self.state_size, self.columns // self.D.size),)
+
+    def decays(self, a: Array) -> tuple[Array, Array | None]:
+        lane = self.A_log.dtype
+        with np.errstate(all="ignore"):
+            steps = np.clip(
+                softplus(a.astype(lane, copy=False) + self.dt_bias), *map(lane.type, self.dt_limits)
+            )
+            return without_nan(steps * -np.exp(self.A_log)), steps
 
     def mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         ((heads, states, dim),), inner = self.recurrences, self.columns

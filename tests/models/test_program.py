@@ -10,6 +10,8 @@ from implementations import COMPILED, each_isa, forced
 from tiny_models import DECODERS, EXPERTS, VOCAB
 
 from fastattn import models
+from fastattn._engine.program import GateStep
+from fastattn.layers._mixers import MixStep
 from fastattn.layers._sampling import Sampler
 from fastattn.models import _decoder as decoder
 
@@ -208,3 +210,21 @@ def test_a_model_without_layers(tmp_path, implementation):
     assert len(list(model.generate(ids[0], 3, stop=()))) == 3
     best = next(model.generate(ids, 1))
     assert len(list(model.generate(ids, 3, stop=best[0]))) > 1 or best[0] == best[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", tiny_hybrid.CONFIGS)
+def test_mixers_have_the_bits_of_their_operations(kind, dtype, tmp_path, monkeypatch, logits_of):
+    """In one call, as when each kernel is called from Python: also of texts of different lengths."""
+    ids, mask = some_ids(4, 70), np.arange(70) < np.array([[70], [3], [1], [33]])
+    prompts = [row[:n].tolist() for row, n in zip(ids, (40, 1, 2, 70), strict=True)]
+
+    def results():
+        model = loaded(tmp_path, kind, dtype=dtype)
+        return model(ids), model(ids, mask), logits_of(model, prompts, 5)
+
+    together = results()
+    monkeypatch.setattr(MixStep, "op", None)
+    monkeypatch.setattr(GateStep, "op", None)
+    for one, other in zip(together, results(), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -8,7 +8,7 @@ decided here.
 cimport numpy as cnp
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from libc.stdint cimport INT64_MAX, int8_t, int32_t, int64_t, uint8_t, uintptr_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memmove, memset
 
 import math
 import sys
@@ -211,6 +211,7 @@ include "gradients.pxi"
 include "channels.pxi"
 include "deformable.pxi"
 include "recurrent.pxi"
+include "mixers.pxi"
 include "rowwise.pxi"
 include "selection.pxi"
 include "backward.pxi"

@@ -70,20 +70,24 @@ cdef void _conv_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     loop.kernels.conv_run(<const fa_conv_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
 
 
+cdef int _run_conv(fa_conv_args *a, int64_t tokens, int threads) except -1:
+    cdef Loop loop
+    a.watch = &loop.watch
+    loop.kernels, loop.args = _kernels(a.x.dtype), a
+    if tokens * a.channels < fa_tuned.parallel_elements:
+        threads = 1
+    loop.n = tokens
+    loop.step = max(LEAST_CONV_TOKENS, min(MOST_CONV_TOKENS, loop.n // (4 * threads)))
+    return _run(&loop, _conv_task, (loop.n + loop.step - 1) // loop.step, threads,
+                loop.kernels.conv_scratch_bytes(a))
+
+
 def conv(args):
     """Compute `args.out`, of a ConvArgs."""
     cdef fa_conv_args a
-    cdef Loop loop
-    cdef int threads = args.num_threads
     cdef _Channels channels = _set_conv(&a, args, 3)
     channels.set_tokens(&a.out, "out", args.out, a.x.dtype, a.channels)
-    a.watch = &loop.watch
-    loop.kernels, loop.args = _kernels(a.x.dtype), &a
-    if channels.tokens * a.channels < fa_tuned.parallel_elements:
-        threads = 1
-    loop.n = channels.tokens
-    loop.step = max(LEAST_CONV_TOKENS, min(MOST_CONV_TOKENS, loop.n // (4 * threads)))
-    _run(&loop, _conv_task, (loop.n + loop.step - 1) // loop.step, threads, loop.kernels.conv_scratch_bytes(&a))
+    _run_conv(&a, channels.tokens, args.num_threads)
 
 
 cdef void _conv_grad_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:

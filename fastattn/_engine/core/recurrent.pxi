@@ -58,12 +58,20 @@ cdef int _begin_sequences(fa_recurrent_args *a, cnp.ndarray begins, _Tables tabl
     return 0
 
 
+cdef int _run_recurrent(fa_recurrent_args *a, int threads) except -1:
+    cdef fa_recurrent_plan plan
+    cdef Loop loop
+    a.watch = &loop.watch
+    loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), a, &plan
+    loop.kernels.recurrent_plan(a, threads, &plan)
+    if plan.flops < (fa_tuned.parallel_dot_flops if plan.steps else fa_tuned.parallel_flops):
+        threads = 1
+    return _run(&loop, _recurrent_task, plan.n_tasks, threads, plan.scratch_bytes)
+
+
 def recurrent(args):
     """Compute `args.out` and the states, of a RecurrentArgs."""
     cdef fa_recurrent_args a
-    cdef fa_recurrent_plan plan
-    cdef Loop loop
-    cdef int threads = args.num_threads
     cdef _Tables tables = _Tables(args.batch_shape, 12)
     cdef fa_array **of_tokens = [&a.q, &a.k, &a.v, &a.out, &a.log_decay, &a.beta, &a.erase, &a.strength]
     cdef int lane
@@ -72,12 +80,7 @@ def recurrent(args):
     tables.set(&a.strength, "strength", args.strength, lane, 2, a.heads, a.len_k)
     a.skip = _data("skip", args.skip, a.heads, lane)
     _begin_sequences(&a, args.begins, tables, of_tokens, 8)
-    a.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), &a, &plan
-    loop.kernels.recurrent_plan(&a, threads, &plan)
-    if plan.flops < (fa_tuned.parallel_dot_flops if plan.steps else fa_tuned.parallel_flops):
-        threads = 1
-    _run(&loop, _recurrent_task, plan.n_tasks, threads, plan.scratch_bytes)
+    _run_recurrent(&a, args.num_threads)
 
 
 cdef void _recurrent_backward_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:

@@ -29,6 +29,13 @@ cdef int _lane_type(fa_dtype dtype) noexcept:
     return cnp.NPY_DOUBLE if dtype == FA_F64 else cnp.NPY_FLOAT
 
 
+cdef int _type(fa_dtype dtype) noexcept:
+    """NumPy's number of a type of rows; of bfloat16 once there was an array of it."""
+    if dtype == FA_BF16:
+        return _bfloat16
+    return cnp.NPY_FLOAT16 if dtype == FA_F16 else _lane_type(dtype)
+
+
 cdef object _misfit(name, array, expected):
     """The error that ends a call before C reads beyond an array.
 
