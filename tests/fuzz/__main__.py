@@ -4,6 +4,7 @@
     python tests/fuzz --seed 3 --case 1234     one of them, in this process, with what it was
     python tests/fuzz --kind training          5,000 of one part: gradients, layers, models or training
     python tests/fuzz --kind files             malformed files of models
+    python tests/fuzz --kind gguf              10,000 malformed GGUF files of a tiny model, loaded
 
 A case is drawn from the seed and its number, and from nothing else but this CPU's instruction sets. It is a
 problem if it crashes, hangs or warns; raises anything but a TypeError or a ValueError that begins with the
@@ -26,6 +27,7 @@ sys.path.append(str(Path(__file__).parents[1] / "oracles"))
 import attention  # noqa: F401 - adds its recipes, as others do
 import faults
 import files
+import gguf_files
 import gradients  # noqa: F401
 import judge
 import layer_gradients  # noqa: F401
@@ -57,9 +59,10 @@ KINDS = {
     "calls": recipes.draw,
     **{kind: partial(recipes.draw, files=names) for kind, names in PARTS.items()},
     "files": files.draw,
+    "gguf": gguf_files.draw,
     "faults": faults.draw,
 }
-CASES = {"calls": 10_000, **dict.fromkeys(PARTS, 5_000), "files": 1_000, "faults": 30}
+CASES = {"calls": 10_000, **dict.fromkeys(PARTS, 5_000), "files": 1_000, "gguf": 10_000, "faults": 30}
 
 
 def made(kind, seed, case):
@@ -89,7 +92,9 @@ def main():
     parser.add_argument("--kind", choices=KINDS, default="calls")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--cases", type=int, help="how many; default 10,000 calls, 5,000 of a part, 1,000 folders"
+        "--cases",
+        type=int,
+        help="how many; default 10,000 calls or GGUF files, 5,000 of a part, 1,000 folders",
     )
     parser.add_argument("--case", type=int, help="carry out this one only, and tell what it is")
     parser.add_argument("--only", help="calls of this recipe only, a function of the files here")

@@ -15,7 +15,9 @@ def fuzz(*arguments):
     return subprocess.run(command, env=child_environment(), capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("kind", "some", "many"), [("calls", 500, 10_000), ("files", 100, 1_000)])
+@pytest.mark.parametrize(
+    ("kind", "some", "many"), [("calls", 500, 10_000), ("files", 100, 1_000), ("gguf", 1_000, 100_000)]
+)
 def test_nothing_is_wrong(kind, some, many, pytestconfig):
     cases = many if pytestconfig.getoption("full") else some
     run = fuzz("--kind", kind, "--cases", cases)
