@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -36,6 +37,7 @@ _OTHERS = {
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
 }  # fmt: skip
 _MOST_AXES, _MOST_NAME = 4, 64
+_LENGTH = struct.Struct("<Q").unpack_from
 _PIECE = 1 << 20  # bytes of a header that are read at once
 
 
@@ -262,18 +264,18 @@ class GgufFile(OpenFile):
 
     def _strings(self, count: int) -> Strings:
         """The next strings, of which the lengths alone are read."""
-        begin = at = self._at
-        for _ in range(count):
-            first = at - self._buffered
-            if not 0 <= first <= len(self._buffer) - 8:
-                self._at = at
-                self._take(min(8, self._size - at))
-                self._at, first = begin, at - self._buffered
-            at += 8 + int.from_bytes(self._buffer[first : first + 8], "little")
-            if at > self._size:
-                self._wrong(f"is truncated: its header needs byte {at} of {self._size}")
-        self._at = at
-        return Strings(self._bytes(begin, at - begin), count)
+        begin, left = self._at, count
+        while left:
+            self._take(8)  # so much is in the buffer now
+            first, buffer = self._at - 8 - self._buffered, self._buffer
+            last = len(buffer) - 8
+            while left and first <= last:
+                first += 8 + _LENGTH(buffer, first)[0]
+                left -= 1
+            self._at = self._buffered + first
+            if self._at > self._size:
+                self._wrong(f"is truncated: its header needs byte {self._at} of {self._size}")
+        return Strings(self._bytes(begin, self._at - begin), count)
 
     def _integer(self, kind: str) -> int:
         return int.from_bytes(self._take(int(kind[2])), "little")

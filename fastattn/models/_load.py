@@ -36,6 +36,7 @@ from fastattn.models._parameters import OF_FILE, Precision
 from fastattn.models._sentences import folder_of_towers
 from fastattn.models._source import Source
 from fastattn.models._task_heads import with_head
+from fastattn.models._tensors import Tensors
 from fastattn.models._towers import TwoTowers
 
 if TYPE_CHECKING:
@@ -196,8 +197,9 @@ def load(
 def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
     """The model of a GGUF file."""
     with ExitStack() as stack:
-        config = _gguf.config_of(path, _gguf.opened(path, stack))
-        source = Source(path, config, precision, stack)
+        file = _gguf.opened(path, stack)
+        config, tensors = _gguf.config_of(path, file), Tensors.of_gguf(path, file, precision.weights, stack)
+        source = Source(path, config, precision, stack, tensors=tensors)
         source.rename(partial(_gguf.renamed, config.get("model_type", str)))
         source.tokenizer = _gguf_tokenizer.tokenizer_of
         model = _BUILDERS[config.get("model_type", str)](source)

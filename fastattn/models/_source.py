@@ -39,11 +39,17 @@ class Source:
     """
 
     def __init__(
-        self, folder: Path, config: Config, precision: Precision, stack: ExitStack, outer: Path | None = None
+        self,
+        folder: Path,
+        config: Config,
+        precision: Precision,
+        stack: ExitStack,
+        outer: Path | None = None,
+        tensors: Tensors | None = None,  # by default those of the folder's files
     ):
         self.folder, self.config, self.precision = folder, config, precision
         self.outer = outer or folder  # the folder of modules.json, in which `folder` may be
-        self.tensors = Tensors.of_folder(folder, precision.weights, stack)
+        self.tensors = tensors or Tensors.of_folder(folder, precision.weights, stack)
         self.tokenizer: Callable[[Path], Any] | None = None  # makes one where no tokenizer.json is
         self.parameters = Parameters()
         self._stored = {name: name for name in self.tensors.names}

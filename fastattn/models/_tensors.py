@@ -88,15 +88,19 @@ class Tensors:
     def of_folder(cls, folder: Path, stored: str, stack: ExitStack) -> Tensors:
         """Tensors of the folder's safetensors files, or of a GGUF file, which `stack` closes."""
         if _gguf.is_file(folder):
-            file = _gguf.opened(folder, stack)
-            tensors = cls(str(folder), stored, dict.fromkeys(file.names, file))
-            tensors._stack = stack
-            return tensors
+            return cls.of_gguf(folder, _gguf.opened(folder, stack), stored, stack)
         # A single file comes first, as in transformers: an index beside it may be left over.
         is_indexed = not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file()
         path = folder / (INDEX if is_indexed else WEIGHTS)
         files = (_indexed if is_indexed else _single)(path, stack)
         tensors = cls(str(path), stored, _mxfp4.experts_apart(files))
+        tensors._stack = stack
+        return tensors
+
+    @classmethod
+    def of_gguf(cls, path: Path, file: GgufFile, stored: str, stack: ExitStack) -> Tensors:
+        """Tensors of a GGUF file, which is open until `stack` closes it."""
+        tensors = cls(str(path), stored, dict.fromkeys(file.names, file))
         tensors._stack = stack
         return tensors
 
