@@ -5,7 +5,7 @@
 
 #include "pack.h"
 
-static const int64_t file_k[] = {0, 1, 2, 7, 33}, file_n[] = {1, 17, 32, 70}; /* k: blocks of 256 */
+static const int64_t file_k[] = {0, 1, 3, 8, 13, 56, 264}, file_n[] = {1, 17, 32, 70}; /* k: blocks of 32 */
 enum { FILE_CASES = 8 * COUNT(file_k) * COUNT(file_n) };
 
 typedef struct {
@@ -31,10 +31,10 @@ static fa_bits random_integers(int most, int run, int bytes, int in_order)
     return bits;
 }
 
-static fa_layout random_layout(int most)
+static fa_layout random_layout(int most, int64_t k)
 {
     fa_layout f = {.minimum = -1};
-    f.features = below(2) ? 256 : 32, f.shared = f.features == 32 || below(2) ? 32 : 16;
+    f.features = k % 256 == 0 && below(2) ? 256 : 32, f.shared = f.features == 32 || below(2) ? 32 : 16;
     f.bytes = f.features == 32 ? 18 + (int)below(20) : 84 + 2 * (int)below(64);
     f.exponent = f.features == 32 && below(3) == 0, f.in_order = most > 4 && below(3) == 0;
     f.codes = random_integers(most, 16, f.bytes, f.in_order), f.codes.add = 0;
@@ -66,7 +66,7 @@ static void make_file_blocks(int number)
     seed = (uint64_t)number << 32 | 11;
     memset(&pack_now, 0, sizeof pack_now), memset(&file_now, 0, sizeof file_now);
     a->weight = i % 2 ? FA_Q8 : FA_I4, a->block = i / 2 % 2 ? 16 : 32, a->maps = 1 + i / 4 % 2, i /= 8;
-    a->k = file_k[i % COUNT(file_k)] * 256, pack_now.n = file_n[i / COUNT(file_k)];
+    a->k = file_k[i % COUNT(file_k)] * 32, pack_now.n = file_n[i / COUNT(file_k)];
     a->blocks = pack_now.rows, a->unit = 1, a->beyond = 0x1p16, a->zero = (int)below(16);
     for (int map = 0; map < a->maps; map++)
         for (int64_t begin = 0, end; begin < pack_now.n; begin = end + below(2) * below(20)) {
@@ -75,7 +75,7 @@ static void make_file_blocks(int number)
             fa_pack_rows *rows = &pack_now.rows[number_of];
             fa_layout *f = &file_now.layouts[number_of];
             end = below(2) ? pack_now.n : begin + 1 + below(pack_now.n - begin);
-            do *f = random_layout(a->weight == FA_I4 ? 4 : 8);
+            do *f = random_layout(a->weight == FA_I4 ? 4 : 8, a->k);
             while (f->shared < a->block);
             const int bits = f->codes.width + f->codes.high_width;
             const int64_t bytes = a->k / f->features * f->bytes, gap = below(2) * below(40);
@@ -213,7 +213,7 @@ static const char *check_file_blocks(int isa, const fa_kernels *kernels)
     const int64_t panels = pack_panels(), shared = panels * 32 * (a->k / a->block) * 2;
     const size_t bytes = (size_t)(panels * pack_steps() * 128);
     const size_t scratch_bytes = (size_t)kernels->pack_scratch_bytes(a);
-    int needs_minima = a->k / 256 % 2, any_bad = 0;
+    int needs_minima = a->k / 32 % 3 == 2, any_bad = 0;
     (void)isa;
     FOR(i, a->n_blocks) needs_minima |= file_now.layouts[i].minimum >= 0;
     a->panels = allocate(bytes), a->scales = allocate((size_t)shared);
@@ -221,7 +221,7 @@ static const char *check_file_blocks(int isa, const fa_kernels *kernels)
     a->sums = allocate((size_t)panels * 128), a->bad = (unsigned char *)memset(allocate(4), 0, 4);
     char *scratch = allocate(scratch_bytes);
     for (int64_t i = panels - 1; i >= 0; i -= 2) /* one panel or two at a time */
-        kernels->pack_run(a, i > 0 ? i - 1 : 0, i + 1, memset(scratch, 0x55, scratch_bytes));
+        kernels->pack_run(a, i > 0 ? i - 1 : 0, i + 1, memset(scratch, 0xff, scratch_bytes));
     FOR(i, a->n_blocks)
     {
         const int bad = file_is_bad(&a->blocks[i]);

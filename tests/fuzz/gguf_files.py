@@ -157,7 +157,7 @@ def spoiled_tensor(d, header):
         axes = d.choose(*range(6), 40)
         tensors[i] = tensor._replace(shape=tuple(number(d) for _ in range(axes)))
     elif how == 4:
-        shape = list(tensor.shape)
+        shape = list(tensor.shape) or [1]
         shape[int(d.rng.integers(len(shape)))] = number(d)
         tensors[i] = tensor._replace(shape=tuple(shape))
     elif how == 5:
