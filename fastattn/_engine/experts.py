@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
 class Shared(NamedTuple):
     """An expert of every row."""
 
-    share: PackedLinear  # to one number, whose sigmoid is its weight
+    share: PackedLinear | None  # to one number, whose sigmoid is its weight; None: that is 1
     inner: PackedLinear  # gated
     outer: PackedLinear
 
@@ -122,8 +122,10 @@ class ExpertsStep(Step):
         if shared is not None:
             each = tape.linear(x, shared.inner, None, how, activation)
             each = tape.linear(each, shared.outer, None, how)
-            share = tape.linear(x, shared.share, None).astype(lane, copy=False)
-            mixed += each * (0.5 + 0.5 * np.tanh(0.5 * share))
+            if shared.share is not None:
+                share = tape.linear(x, shared.share, None).astype(lane, copy=False)
+                each = each * (0.5 + 0.5 * np.tanh(0.5 * share))
+            mixed += each
         return mixed
 
     def _within(self, tape: Plain, x: Array, limit: float, interleaved: bool) -> Array:

@@ -70,8 +70,8 @@ class BlockNames(NamedTuple):
     transposed: bool = False  # weights are (in, out), where torch's Linear has (out, in)
     router: str | None = None  # of experts, which have `inner`, `gate` and `outer` each
     experts: str = "{}."  # the prefix of an expert's: experts.format(number)
-    # The map to the weight of the expert that takes every row, and the prefix of that one's maps.
-    shared: tuple[str, str] | None = None
+    # The map to the weight of the expert that takes every row, None for 1, and the prefix of that one's maps.
+    shared: tuple[str | None, str] | None = None
     transposed_experts: bool = False  # those of experts alone
     sinks: str | None = None  # the whole name of logits that enter the denominator alone, one for each head
 
@@ -183,7 +183,9 @@ class Blocks:
             maps[names.router] = (self.experts, self.hidden)
         if names.shared is not None:
             share, prefix = names.shared
-            maps[share], inner[prefix] = (1, self.hidden), self.shared
+            inner[prefix] = self.shared
+            if share is not None:
+                maps[share] = (1, self.hidden)
         for prefix, features in inner.items():
             for name in (names.gate, names.inner):
                 if name is not None:
@@ -303,6 +305,11 @@ class Blocks:
             found = {precision.rounding(weight) for each in maps for weight in each}
             return found.pop() if len(found) == 1 else None  # they are computed together
 
+        def pair(part: str) -> PackedLinear:
+            if names.gate == names.inner:
+                return source.pack_pair(f"{prefix}{part}{names.inner}.weight", names.gate_first)
+            return packed(f"{part}{names.inner}", gate=f"{part}{names.gate}")
+
         def experts() -> Experts:
             assert names.router is not None
             parts = self._feed_forwards()
@@ -310,15 +317,11 @@ class Blocks:
             router = source.pack([f"{prefix}{names.router}.weight"], stored=lane)
             outer = [f"{part}{names.outer}" for part in parts]
             if self.limit is None:
-                first = tuple(packed(f"{part}{names.inner}", gate=f"{part}{names.gate}") for part in parts)
-                maps, shared = (first, tuple(map(packed, outer))), None
+                maps, shared = (tuple(map(pair, parts)), tuple(map(packed, outer))), None
                 if names.shared is not None:
                     share, part = names.shared
-                    shared = Shared(
-                        source.pack([f"{prefix}{share}.weight"], stored=lane),
-                        packed(f"{part}{names.inner}", gate=f"{part}{names.gate}"),
-                        packed(f"{part}{names.outer}"),
-                    )
+                    weight = None if share is None else source.pack([f"{prefix}{share}.weight"], stored=lane)
+                    shared = Shared(weight, pair(part), packed(f"{part}{names.outer}"))
                 how = self.chosen, self.normalised, rounding([*maps, shared[1:] if shared else ()])
                 return Experts(router, maps, *how, shared=shared)
             # A product cannot keep gate and up within bounds: both are one plain map.

@@ -89,7 +89,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
         ),
         llama.llama,
     ),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), qwen_next.qwen_next),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), qwen_next.qwen_next),
     **dict.fromkeys(("t5", "mt5"), t5.t5),
 }
 MODEL_TYPES = tuple(_BUILDERS)

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Shape
     from fastattn._safetensors import TensorFile
 
-_OF_EXPERTS = re.compile(r"\.experts\.(?:gate_up|down)_proj(_bias|_blocks|_scales|)")
+_OF_EXPERTS = re.compile(
+    r"\.experts\.(?:gate_up|down)_proj(_bias|_blocks|_scales|)"
+    r"|\.block_sparse_moe\.(?:input|output)_linear\.weight"
+)
 _MOST_EXPERTS = 1 << 12
 _FORMAT = FORMATS["MXFP4"]
 _BYTES = _FORMAT.features // 2  # of a block, without its scale

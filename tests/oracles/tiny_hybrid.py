@@ -157,7 +157,7 @@ def _qwen(kind, c, t, ids):
         else:
             x = x + delta_net(kind, c, t, f"{layer}linear_attn.", y)
         y = norm(x, f"{layer}post_attention_layernorm")
-        if kind != "qwen3_next":
+        if kind == "qwen3_5_text":
             x = x + feed_forward(y, f"{layer}mlp.")
             continue
         chances = np.exp(linear(y, t, f"{layer}mlp.gate"))

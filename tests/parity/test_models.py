@@ -253,11 +253,20 @@ LINEAR = {
 }  # fmt: skip
 
 
+OF_EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+
+
 def qwen3_next(**changes):
-    experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
-    experts["shared_expert_intermediate_size"] = 24
-    config = transformers.Qwen3NextConfig(**{**GROUPED, **LINEAR, **experts, **NO_EOS, **changes})
+    config = transformers.Qwen3NextConfig(**{**GROUPED, **LINEAR, **OF_EXPERTS, **NO_EOS, **changes})
     return transformers.Qwen3NextForCausalLM(config)
+
+
+def qwen3_5_moe(**changes):
+    config = transformers.Qwen3_5MoeTextConfig(**{**GROUPED, **LINEAR, **OF_EXPERTS, **NO_EOS, **changes})
+    return transformers.Qwen3_5MoeForCausalLM(config)
 
 
 def qwen3_5(**changes):
@@ -401,6 +410,9 @@ DECODERS = {
     "granite-hybrid-rotary-groups": lambda: granite_hybrid(
         position_embedding_type="rope", mamba_n_groups=2, mamba_conv_bias=False, attention_bias=True
     ),
+    "granite-hybrid-experts": lambda: granite_hybrid(
+        num_local_experts=6, num_experts_per_tok=3, intermediate_size=24, head_dim=12
+    ),
     "lfm2": lfm2,
     "lfm2-untied-adjusted": lambda: lfm2(
         conv_L_cache=4,
@@ -453,6 +465,7 @@ DECODERS = {
         linear_conv_kernel_dim=3,
         partial_rotary_factor=0.5,
     ),
+    "qwen3.5-moe": qwen3_5_moe,
     "qwen3-next": qwen3_next,
     "qwen3-next-weights-not-normalised": lambda: qwen3_next(
         norm_topk_prob=False, attention_bias=True, num_hidden_layers=4, layer_types=None
@@ -540,7 +553,7 @@ def exactly(folder, ids, mask=None):
     transformers computes these rules in float32, and norms of heads enlarge the rounding of small results.
     """
     config = json.loads((folder / "config.json").read_text())
-    if config["model_type"] not in ("qwen3_next", "qwen3_5_text"):
+    if config["model_type"] not in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
         return None
     config |= config["rope_parameters"]
     tensors = {name: x.double().numpy() for name, x in load_file(folder / "model.safetensors").items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn.layers._state_space import Mamba2Mixer
 from fastattn.models._blocks import Blocks, Keys
@@ -25,6 +26,17 @@ _NAMES = LLAMA._replace(
         inner="shared_mlp.input_linear", gate="shared_mlp.input_linear", outer="shared_mlp.output_linear"
     )
 )
+_WITH_EXPERTS = _NAMES._replace(
+    block=_NAMES.block._replace(
+        inner="input_linear",
+        gate="input_linear",
+        outer="output_linear",
+        router="block_sparse_moe.router.layer",
+        experts="block_sparse_moe.experts.{}.",
+        shared=(None, "shared_mlp."),
+    )
+)
+_OF_EXPERTS = re.compile(r"\.block_sparse_moe\.(\w+)_linear\.weight\.(\d+)")
 
 
 class _Mambas(NamedTuple):
@@ -68,12 +80,22 @@ class _Mambas(NamedTuple):
 
 
 def granite_hybrid(source: Source) -> Decoder:
-    """Build Granite's hybrids without experts."""
+    """Build Granite's hybrids."""
     config = source.config
     require_decoder(source)
     config.refuse(hidden_act="silu")
-    if experts := config.size("num_local_experts", 8, low=0):
-        raise config.wrong("num_local_experts", experts, "0, as experts are not supported in this family")
+    experts = config.size("num_local_experts", 8, low=0)
+    forward: dict[str, Any] = {"inner": config.size("shared_intermediate_size", 1024)}
+    if experts:
+        source.rename(lambda name: _OF_EXPERTS.sub(r".block_sparse_moe.experts.\2.\1_linear.weight", name))
+        chosen = config.size("num_experts_per_tok", 2)
+        if chosen > experts:
+            raise config.wrong("num_experts_per_tok", chosen, f"at most 'num_local_experts', {experts}")
+        forward |= {"shared": forward["inner"], "inner": config.size("intermediate_size", 11008)}
+        if "num_local_experts" in config.values:
+            source.depth("num_local_experts")
+        forward |= {"experts": experts, "chosen": chosen}
+    all_names = _WITH_EXPERTS if experts else _NAMES
     heads, heads_kv = head_counts(config)
     layers = source.depth("num_hidden_layers")
     name = "layers_block_type" if "layers_block_type" in config.values else "layer_types"
@@ -99,7 +121,7 @@ def granite_hybrid(source: Source) -> Decoder:
         config.get("mamba_proj_bias", bool, False),
         _limits(config),
     )
-    names = _NAMES.block
+    names = all_names.block
     biased = config.get("attention_bias", bool, False)
     blocks = Blocks.of(
         source,
@@ -107,19 +129,20 @@ def granite_hybrid(source: Source) -> Decoder:
         Keys(eps="rms_norm_eps", activation=None),
         eps=1e-6,
         activation="silu",
-        inner=config.size("shared_intermediate_size", 1024),
         heads=heads,
         heads_kv=heads_kv,
+        head_dim=config.optional_size("head_dim") or config.divided("hidden_size", "num_attention_heads"),
         biased=frozenset((*names.qkv, names.attended) if biased else ()),
         mixing=mambas,
         mixed=frozenset(
             i for i in range(layers) if kinds is None or kinds[i] in ("mamba", "linear_attention")
         ),
+        **forward,
     )
     kind = config.values.get("position_embedding_type")
     if kind not in (None, "nope", "rope"):
         raise config.wrong("position_embedding_type", kind, "rope, nope or null")
-    return multiplied(_NAMES, blocks, rotary=kind == "rope")
+    return multiplied(all_names, blocks, rotary=kind == "rope")
 
 
 def _limits(config: Config) -> tuple[float, float]:

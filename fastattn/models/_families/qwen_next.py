@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5: gated DeltaNets in place of attention in most layers.
 
 Their attention has a gate, too, of each result, their norms multiply by 1 + weight, and a part of each head
-is rotated. Qwen3-Next has experts, one of which takes every token.
+is rotated. Qwen3-Next and Qwen3.5-MoE have experts, one of which takes every token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _QWEN = LLAMA._replace(
     block=LLAMA.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm"), norm_offset=1.0)
 )
-_QWEN_NEXT = _QWEN._replace(
+_WITH_EXPERTS = _QWEN._replace(
     block=_QWEN.block._replace(
         router="mlp.gate",
         experts="mlp.experts.{}.",
@@ -93,13 +93,14 @@ class _Deltas(NamedTuple):
 
 
 def qwen_next(source: Source) -> Decoder:
-    """Build Qwen3-Next, or Qwen3.5's text model."""
+    """Build Qwen3-Next, or the text model of Qwen3.5 or Qwen3.5-MoE."""
     config = source.config
     require_decoder(source)
     config.refuse(hidden_act="silu")
-    is_next = config.get("model_type", str) == "qwen3_next"
-    names = _QWEN_NEXT if is_next else _QWEN
-    heads, heads_kv = head_counts(config, 2 if is_next else 4)
+    kind = config.get("model_type", str)
+    is_next, has_experts = kind == "qwen3_next", kind != "qwen3_5_text"
+    names = _WITH_EXPERTS if has_experts else _QWEN
+    heads, heads_kv = head_counts(config, 2 if has_experts else 4)
     head_dim = config.size("head_dim", 256)
     layers = source.depth("num_hidden_layers")
     kinds = config.words("layer_types", (ATTENTION, "linear_attention"), layers)
@@ -133,7 +134,7 @@ def qwen_next(source: Source) -> Decoder:
         gated=True,
         mixing=deltas,
         mixed=frozenset(i for i, kind in enumerate(kinds) if kind != ATTENTION),
-        **(_experts(source) if is_next else {}),
+        **(_experts(source, 10 if is_next else 8) if has_experts else {}),
     )
     return read_decoder(
         names,
@@ -143,11 +144,13 @@ def qwen_next(source: Source) -> Decoder:
     )
 
 
-def _experts(source: Source) -> dict[str, Any]:
-    """The sizes of Qwen3-Next's experts, as `Blocks` has them."""
+def _experts(source: Source, usual: int) -> dict[str, Any]:
+    """The sizes of experts, `usual` of them for a token, as `Blocks` has them."""
     config = source.config
     config.refuse(mlp_only_layers=[], decoder_sparse_step=1)
-    experts, chosen = source.depth("num_experts"), config.size("num_experts_per_tok", 10)
+    if config.get("model_type", str) != "qwen3_next":
+        config.refuse(norm_topk_prob=True)  # transformers always divides
+    experts, chosen = source.depth("num_experts"), config.size("num_experts_per_tok", usual)
     if chosen > experts:
         raise config.wrong("num_experts_per_tok", chosen, f"at most 'num_experts', {experts}")
     return {
