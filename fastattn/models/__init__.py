@@ -13,6 +13,7 @@ from fastattn.models._load import MODEL_TYPES, load
 from fastattn.models._multi_vector import MultiVectorEncoder
 from fastattn.models._prompt_cache import PromptCache
 from fastattn.models._save import save
+from fastattn.models._search import Nearest, communities, like_pairs, nearest
 from fastattn.models._session import Session
 from fastattn.models._sparse import SparseEncoder
 from fastattn.models._towers import TwoTowers
@@ -25,6 +26,7 @@ __all__ = [
     "Encoder",
     "ModelError",
     "MultiVectorEncoder",
+    "Nearest",
     "Piece",
     "PromptCache",
     "Score",
@@ -32,8 +34,11 @@ __all__ = [
     "SparseEncoder",
     "TokenClassifier",
     "TwoTowers",
+    "communities",
+    "like_pairs",
     "load",
     "message_of",
+    "nearest",
     "quantize_embeddings",
     "save",
 ]
