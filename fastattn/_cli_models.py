@@ -232,6 +232,10 @@ def serve(options: argparse.Namespace) -> None:
     except ImportError as error:
         needs = "fastapi, prometheus_client and uvicorn, the extra 'serve'"
         raise ImportError(f"the command serve needs {needs} ({error})") from error
+    path = Path(options.model)
+    name = options.name or (
+        path.resolve().name if path.exists() else options.model
+    )  # the Hub's name, as given
     model = _loaded(options)
     if not isinstance(model, (Encoder, CrossEncoder)):
         came = f"{options.model} holds a {type(model).__name__} ({model.model_type})"
@@ -239,7 +243,7 @@ def serve(options: argparse.Namespace) -> None:
     limits = Limits(options.batch_tokens, options.queue_texts, options.body_bytes, options.truncate)
     run(
         model,
-        options.name or Path(options.model).resolve().name,
+        name,
         options.host,
         options.port,
         options.grace,

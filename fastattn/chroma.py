@@ -80,8 +80,9 @@ class FastattnEmbeddingFunction(EmbeddingFunction[Documents]):  # type: ignore[m
         return "cosine"
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments, as Chroma keeps them."""
-        return {"model_name": self._name, "normalize_embeddings": self._normalize, "options": self._options}
+        """The arguments, as Chroma keeps them: without the token, for which the variable HF_TOKEN stands."""
+        options = {key: x for key, x in self._options.items() if key != "token"}  # no secret is written down
+        return {"model_name": self._name, "normalize_embeddings": self._normalize, "options": options}
 
     @staticmethod
     def build_from_config(config: dict[str, Any]) -> FastattnEmbeddingFunction:

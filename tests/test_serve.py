@@ -164,13 +164,13 @@ def test_fewer_dimensions_are_the_first_ones_at_length_1(server, model):
 LONG = " ".join(["cat"] * 40)  # more than the model's 32 positions
 WRONG = {
     "no body": (b"", 400, None, "the body: "),
-    "no JSON": (b"{input", 400, None, "the body: JSON decode error"),
+    "no JSON": (b"{input", 400, None, "the body: Invalid JSON"),
     "no object": (["the cat"], 400, None, "the body: "),
     "no input": ({"model": "tiny"}, 400, "input", "input: Field required"),
     "no texts": ({"input": []}, 400, "input", "input: got a list of 0; expected a text, or a list of 1 to"),
     "a number": ({"input": 3}, 400, "input", "input: got int; expected a text, or a list"),
     "token ids": ({"input": [[3, 4]]}, 400, "input", "input: item 0 is list; expected a text"),
-    "half a pair": ({"input": "\ud800"}, 400, "input", "input: item 0 has half of a surrogate pair"),
+    "half a pair": ({"input": "\ud800"}, 400, None, "the body: Invalid JSON"),
     "empty": ({"input": ["a", ""]}, 400, "input", "input: item 1 is empty; expected at least one character"),
     "too long": (
         {"input": ["a", LONG]}, 400, "input",
@@ -225,14 +225,22 @@ def test_long_texts_are_cut_if_asked(start, model):
     assert server.gate.calls == [[LONG, longer[:2048], TEXTS[0]]]  # the rest was not tokenized
 
 
+def test_a_text_of_long_words_is_not_cut_to_something_else(server):
+    """Without its end it would have fewer tokens than the model takes, and another vector."""
+    for text in ("cat" + " " * 3000 + "dog", "a" * 3000 + " dog"):
+        status, answer, _ = server.ask("POST", "/embed", {"inputs": text, "truncate": True})
+        assert status == 413
+        assert answer["error"].startswith("inputs: item 0 has words, or white space, of very many characters")
+
+
 def test_texts_that_are_cut_at_their_beginning_keep_their_end(model, monkeypatch):
     tokenizer = type(model.text.tokenizer).from_str(model.text.tokenizer.to_str())
     tokenizer.enable_truncation(32, direction="left")
     monkeypatch.setitem(model.text.__dict__, "tokenizer", tokenizer)
     service = Service(model, "tiny", Limits())
-    assert service.bounded(["b" + "a" * 2048 + " "], True, "input") == ["a" * 2048]
+    assert service.bounded(["b" + "a" * 2048 + " "], True, "input")[0] == ["a" * 2048]
     service.dropped = ""  # by a tokenizer that keeps white space
-    assert service.bounded(["a" * 2048 + " "], True, "input") == ["a" * 2047 + " "]
+    assert service.bounded(["a" * 2048 + " "], True, "input")[0] == ["a" * 2047 + " "]
     service.batcher.close()
 
 
@@ -373,7 +381,7 @@ TEI_WRONG = {
     "no labels": ("/predict", {"inputs": "a"}, 404, "/predict: the model makes vectors"),
     "three": ("/predict", {"inputs": [["a", "b", "c"]]}, 422, "inputs: item 0 is no text and no pair"),
     "one text": ("/rerank", {"query": "a", "texts": "a"}, 422, "texts: got a text; expected a list of texts"),
-    "no JSON": ("/embed", b"{", 422, "the body: JSON decode error"),
+    "no JSON": ("/embed", b"{", 422, "the body: Invalid JSON"),
 }  # fmt: skip
 
 
@@ -472,6 +480,34 @@ def test_a_model_that_fails_answers_500_and_goes_on(start):
     assert server.embed({"input": "the cat"})[0] == 200
 
 
+def test_a_small_request_comes_before_the_rest_of_a_large_one(start):
+    server = start(batch_tokens=10)
+    server.gate.is_open.clear()
+    first = waiting(server, [["the cat"] * 20])
+    wait_until(lambda: server.gate.calls)
+    asked = waiting(server, [["a tree"]])
+    server.gate.is_open.set()
+    assert [each.result(SECONDS)[0] for each in asked + first] == [200, 200]
+    assert "a tree" in server.gate.calls[1] + server.gate.calls[2]
+
+
+def test_a_body_of_many_wrong_fields_holds_nobody_up(start):
+    server = start(body_bytes=1 << 22)
+    body = {str(i): 1 for i in range(300_000)}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.embed, body)
+        while not asked.done():
+            assert server.ask("GET", "/health")[0] == 200
+        status, answer, _ = asked.result()
+    assert (status, answer["error"]["param"]) == (400, "0")
+
+
+def test_a_thread_that_has_ended_is_told(start):
+    server = start()
+    server.service.batcher.close()
+    assert server.ask("GET", "/health")[0] == 503
+
+
 def test_a_large_request_goes_through_the_model_in_parts(start, model):
     server, texts = start(batch_tokens=20), TEXTS * 20
     status, answer, _ = server.embed({"input": texts})
@@ -543,9 +579,9 @@ def test_the_rest_of_a_request_that_failed_is_not_computed(start):
 
 def test_texts_that_nobody_waits_for_are_not_tokenized(server):
     given_up = threading.Event()
-    assert len(server.service.count(TEXTS, "", False, "input", given_up)) == 3
+    assert len(server.service.count(TEXTS, set(), "", False, "input", given_up)) == 3
     given_up.set()
-    assert server.service.count(TEXTS, "", False, "input", given_up) == []
+    assert server.service.count(TEXTS, set(), "", False, "input", given_up) == []
 
 
 def test_what_was_given_up_is_not_computed_and_ends_nothing():

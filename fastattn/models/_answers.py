@@ -104,12 +104,16 @@ class Parts:
         """The kind of what follows a header."""
         if _RECIPIENT.search(self._header):
             return "tool_call"
-        return "reasoning" if "analysis" in self._header else "text"
+        return "reasoning" if re.search(r"^(?:assistant )?\s*analysis\b", self._header.strip()) else "text"
 
     def _ended(self, text: str, marker: str) -> list[Part]:
         """The parts of `text`, which `marker` ends."""
-        if self._kind == "header":  # without a marker, it is the end of an answer that was cut
-            return [Part(self._opened + text)] if text and not marker else []
+        if self._kind == "header":  # text that stands in none is not lost, nor is one that was cut
+            between = self._opened not in _HEADERS[:2] and marker != _MESSAGE
+            between = between and not _RECIPIENT.fullmatch(text.strip())
+            return (
+                [Part(("" if between else self._opened) + text)] if text and (between or not marker) else []
+            )
         if recipient := _RECIPIENT.search(self._header) if self._kind == "tool_call" else None:
             called = f"{recipient[1]}[ARGS]{text}" if marker == "<|call|>" else ""
             return _called(called, text, self._opened + text + marker)

@@ -64,6 +64,9 @@ def place_of(
         raise ModelError(f"{model} is no folder here, and cannot be fetched: {said}") from error
 
 
+_PATTERN = set("*?[")  # a name with these would fetch other files, too
+
+
 def _folder(hub: Any, name: str, revision: str | None, how: dict[str, Any]) -> Path:
     """The folder in the cache: settings first, which say what else is read."""
 
@@ -92,7 +95,7 @@ def _modules(folder: Path) -> list[str]:
     path = folder / "modules.json"
     modules = read_json(path, list) if path.is_file() else []
     found = (module.get("path") for module in modules if isinstance(module, dict))
-    return [inner for inner in found if inner and is_name(inner)]
+    return [inner for inner in found if inner and is_name(inner) and not _PATTERN.intersection(inner)]
 
 
 def _parts(folder: Path) -> list[str]:
@@ -101,7 +104,11 @@ def _parts(folder: Path) -> list[str]:
     if (folder / WEIGHTS).is_file() or not path.is_file():
         return []
     listed = read_json(path).get("weight_map")
-    return sorted({x for x in listed.values() if is_name(x)}) if isinstance(listed, dict) else []
+    return (
+        sorted({x for x in listed.values() if is_name(x) and not _PATTERN & set(x)})
+        if isinstance(listed, dict)
+        else []
+    )
 
 
 def _lacking(

@@ -58,7 +58,8 @@ class SentenceTransformer(Vectors):
     ):
         super().__init__(model_name_or_path, options, similarity_fn_name)
         settings = self.model.sentences
-        self.truncate_dim: int | None = settings.truncate_dim if truncate_dim is None else truncate_dim
+        given = settings.truncate_dim if truncate_dim is None else truncate_dim
+        self.truncate_dim: int | None = None if given is None else integer("truncate_dim", given, 1)
         if model_name_or_path in _INSTRUCTOR:
             self.set_pooling_include_prompt(False)
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from fastattn import ops
@@ -22,18 +22,20 @@ from fastattn._version import __version__
 from fastattn.models import CrossEncoder, Encoder
 from fastattn.models._vectors import unit
 from fastattn.serve._bodies import Body, Embed, Embeddings, Predict, Rerank
-from fastattn.serve._service import Limits, Refused, Service
+from fastattn.serve._service import MOST_ITEMS, Limits, Refused, Service
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
     from fastattn._args.types import Array
     from fastattn.serve._batcher import Item
     from fastattn.serve._service import Reason
 
     T = TypeVar("T")
+    B = TypeVar("B", bound=Body)
 
 _OPENAI = "/v1/"
+_SHORT = 1 << 14  # bytes of a body, or numbers of an answer, that take less than a millisecond
 # Statuses and types of errors, as OpenAI and text-embeddings-inference have them.
 _STATUSES: dict[Reason, tuple[int, int]] = {
     "invalid": (400, 422),
@@ -45,7 +47,6 @@ _STATUSES: dict[Reason, tuple[int, int]] = {
     "stopped": (503, 503),
 }
 _OPENAI_TYPES = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
-_BODIES: dict[str, type[Body]] = {"/v1/embeddings": Embeddings, "/rerank": Rerank, "/predict": Predict}
 _TEI_TYPES = {424: "Backend", 429: "Overloaded", 503: "Unhealthy"}
 
 
@@ -110,7 +111,8 @@ def app_of(service: Service) -> FastAPI:
         return dimensions or features
 
     @app.post("/v1/embeddings")
-    async def embeddings(body: Embeddings, request: Request) -> Response:
+    async def embeddings(request: Request) -> Response:
+        body = await _read(Embeddings, request)
         if body.model not in (None, service.name):
             came = f"there is no model {body.model[:80]!r}"
             raise Refused("unknown", f"{came}; expected {service.name!r}, or what --name says", "model")
@@ -119,28 +121,34 @@ def app_of(service: Service) -> FastAPI:
         if found is None:
             return _gone()
         rows, tokens = found
-        vectors = np.ascontiguousarray(_cut(unit(rows), features), "<f4")
-        if body.encoding_format == "base64":
-            values = [base64.b64encode(vector).decode() for vector in vectors]
-        else:
-            values = vectors.tolist()
-        data = [{"object": "embedding", "index": i, "embedding": value} for i, value in enumerate(values)]
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return _json({"object": "list", "data": data, "model": service.name, "usage": usage})
+
+        def answer() -> dict[str, Any]:
+            vectors = np.ascontiguousarray(_cut(unit(rows), features), "<f4")
+            if body.encoding_format == "base64":
+                values = [base64.b64encode(vector).decode() for vector in vectors]
+            else:
+                values = vectors.tolist()
+            data = [{"object": "embedding", "index": i, "embedding": value} for i, value in enumerate(values)]
+            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+            return {"object": "list", "data": data, "model": service.name, "usage": usage}
+
+        return await _written(answer, rows.size)
 
     @app.post("/embed")
     @app.post("/")  # as huggingface_hub's InferenceClient asks for features
-    async def embed(body: Embed, request: Request) -> Response:
+    async def embed(request: Request) -> Response:
+        body = await _read(Embed, request)
         features = width(body.dimensions, encoder(request.url.path))
         prompt = service.prompt_of(body.prompt_name)
         found = await _unless_gone(request, service.rows(body.inputs, prompt, body.truncate, "inputs"))
         if found is None:
             return _gone()
         vectors = found[0][:, :features]
-        return _json((unit(vectors) if body.normalize else vectors).tolist())
+        return await _written(lambda: (unit(vectors) if body.normalize else vectors).tolist(), vectors.size)
 
     @app.post("/rerank")
-    async def rerank(body: Rerank, request: Request) -> Response:
+    async def rerank(request: Request) -> Response:
+        body = await _read(Rerank, request)
         labels = cross_encoder("/rerank").num_labels
         if labels != 1:
             raise Refused(
@@ -157,7 +165,8 @@ def app_of(service: Service) -> FastAPI:
         return _json([{"index": i, "score": scores[i], **text} for i, text in ranked])
 
     @app.post("/predict")
-    async def predict(body: Predict, request: Request) -> Response:
+    async def predict(request: Request) -> Response:
+        body = await _read(Predict, request)
         labels = cross_encoder("/predict").labels
         one, pairs = body.inputs
         found = await _unless_gone(request, service.rows(pairs, service.prompt, body.truncate, "inputs"))
@@ -189,7 +198,7 @@ def app_of(service: Service) -> FastAPI:
                 "model_type": kind,
                 "max_input_length": model.text.limit,
                 "max_batch_tokens": limits.batch_tokens,
-                "max_client_batch_size": limits.queue_texts,
+                "max_client_batch_size": min(MOST_ITEMS, limits.queue_texts),
                 "auto_truncate": limits.truncate,
                 "version": __version__,
             }
@@ -198,6 +207,8 @@ def app_of(service: Service) -> FastAPI:
     @app.get("/health")
     async def health() -> Response:
         batcher = service.batcher
+        if not batcher.works:
+            raise Refused("stopped", "nothing is computed any more; start the server again")
         said = {"waiting": service.waiting, "calls": batcher.calls, "texts": batcher.items}
         return _json({"status": "ok", **said})
 
@@ -205,15 +216,12 @@ def app_of(service: Service) -> FastAPI:
     async def metrics() -> Response:
         return Response(generate_latest(measured.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        where = [str(part)[:80] for part in first["loc"][1:]]
-        name = where[0] if where and first["type"] != "json_invalid" else None
+    @app.exception_handler(ValidationError)
+    async def invalid(request: Request, error: ValidationError) -> Response:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = [str(part)[:80] for part in first["loc"]]
+        name = where[0] if where and first["type"] != "json_invalid" else first.get("ctx", {}).get("name")
         text = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            fields = _BODIES.get(request.url.path, Embed).model_fields
-            text = f"there is no such field; expected {', '.join(fields)}"
         return _error(request.url.path, Refused("invalid", text if name else f"the body: {text}", name))
 
     @app.exception_handler(Refused)
@@ -242,6 +250,24 @@ def _probabilities(logits: Array, raw: bool) -> Array:
     if raw:
         return logits
     return ops.activate(logits, "sigmoid") if logits.shape[1] == 1 else ops.softmax(logits)
+
+
+async def _read(kind: type[B], request: Request) -> B:
+    """The body of a request; a long one is read while others are answered."""
+    body = await request.body()
+    if len(body) <= _SHORT:
+        return kind.model_validate_json(body)
+    return await asyncio.to_thread(kind.model_validate_json, body)
+
+
+async def _written(make: Callable[[], Any], numbers: int) -> Response:
+    """The answer that `make` makes, of so many numbers: many are written while others are answered."""
+
+    def text() -> str:
+        return json.dumps(make(), separators=(",", ":"))
+
+    said = text() if numbers <= _SHORT else await asyncio.to_thread(text)
+    return Response(said, media_type="application/json")
 
 
 def _json(content: Any) -> Response:

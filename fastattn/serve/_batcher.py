@@ -34,7 +34,7 @@ class Batcher:
     """The thread that computes. It takes items that wait, in order, up to `batch_tokens` at a time.
 
     Nothing waits for a batch to fill up. A large job takes several calls of ``compute(items, prompt)``;
-    between them it is dropped if nobody waits for it any more.
+    between them others have their turn, and it is dropped if nobody waits for it any more.
     """
 
     def __init__(self, compute: Callable[[list[Item], str], Array], batch_tokens: int):
@@ -44,6 +44,11 @@ class Batcher:
         self._closed, self._changed = False, threading.Condition()
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self._thread.start()
+
+    @property
+    def works(self) -> bool:
+        """Whether the thread is there."""
+        return self._thread.is_alive()
 
     def submit(self, job: Job) -> None:
         """Append a job to those that wait."""
@@ -79,7 +84,8 @@ class Batcher:
                         job.taken += 1
                     if begin < job.taken:
                         batch.append((job, job.items[begin : job.taken]))
-                    if job.taken < len(job.items):
+                    if job.taken < len(job.items):  # others come before the rest of it
+                        self._jobs.rotate(-1)
                         break
                 self._jobs.popleft()
         return batch
@@ -93,15 +99,17 @@ class Batcher:
         items = [item for _, part in batch for item in part]
         self.calls, self.items = self.calls + 1, self.items + len(items)
         try:
-            rows = self.compute(items, batch[0][0].prompt)
+            rows, done, whole = self.compute(items, batch[0][0].prompt), 0, []
+            for job, part in batch:
+                job.parts.append(rows[done : done + len(part)])
+                done += len(part)
+                if job.taken == len(job.items):
+                    whole.append((job, np.concatenate(job.parts)))
         except Exception as error:
             for job, _ in batch:
                 if job.rows.set_running_or_notify_cancel():
                     job.rows.set_exception(error)
             return
-        done = 0
-        for job, part in batch:
-            job.parts.append(rows[done : done + len(part)])
-            done += len(part)
-            if job.taken == len(job.items) and job.rows.set_running_or_notify_cancel():
-                job.rows.set_result(np.concatenate(job.parts))
+        for job, found in whole:
+            if job.rows.set_running_or_notify_cancel():
+                job.rows.set_result(found)

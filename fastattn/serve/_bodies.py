@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from fastattn.serve._service import MOST_ITEMS
 
@@ -14,15 +15,22 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def no_other(cls, values: Any) -> Any:
+        """Refuse the first field that there is not: a list of all would take seconds to make."""
+        if isinstance(values, dict):
+            for name in values:
+                if name not in cls.model_fields:
+                    values = {"name": name[:80], "expected": ", ".join(cls.model_fields)}
+                    text = "there is no such field; expected {expected}"
+                    raise PydanticCustomError("no_such_field", text, values)
+        return values
+
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where} is {type(value).__name__}; expected a text (token ids are not taken)")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        came = f"{where} has half of a surrogate pair"
-        raise ValueError(f"{came}; expected whole characters") from None
     return value
 
 

@@ -50,12 +50,14 @@ def serve(
     """
     app = make_app(model, name, limits)
     try:
-        socket_ = socket.create_server((host, port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket_ = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise ValueError(f"{host}:{port}: {error}") from None
     # Without it an answer of two packets waits 40 ms for the client's word that the first one came.
     socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    print(f"http://{host}:{socket_.getsockname()[1]}", flush=True)
+    shown = f"[{host}]" if ":" in host else host
+    print(f"http://{shown}:{socket_.getsockname()[1]}", flush=True)
     # A signal ends it: no connection is accepted from then on, and requests that have come are answered. A
     # client that never ends its request, or reads no answer, is waited for no longer than `grace`. Then
     # uvicorn raises the signal again, and these handlers make it a good end.

@@ -95,8 +95,8 @@ class Service:
         logits = self.model.predict(pairs, prompt=prompt, activation_fn=lambda x: x)
         return logits.reshape(len(items), -1)
 
-    def bounded(self, items: Sequence[Item], truncate: bool, name: str) -> list[Item]:
-        """The items, texts of too many characters cut; an error if they may not be."""
+    def bounded(self, items: Sequence[Item], truncate: bool, name: str) -> tuple[list[Item], set[int]]:
+        """The items, texts of too many characters cut, and which they are; an error if they may not be."""
         tokens = self.model.text.limit
         most = _CHARACTERS * (tokens or self.limits.body_bytes)
         left = tokens and self.model.text.tokenizer.truncation["direction"] == "left"
@@ -107,21 +107,36 @@ class Service:
                 expected = f"expected at most {tokens} tokens, and {_CHARACTERS} characters for each"
                 came = f"item {i} has {len(text)} characters"
                 raise Refused("long", f"{came}; {expected} {_CUT}", name)
+            if len(text) > most:
+                shortened.add(i)
             return text[-most:] if left else text[:most]
 
         found: list[Item] = []
+        shortened: set[int] = set()
         for i, item in enumerate(items):
             found.append(cut(i, item) if isinstance(item, str) else tuple(cut(i, text) for text in item))
-        return found
+        return found, shortened
 
     def count(
-        self, items: Sequence[Item], prompt: str, truncate: bool, name: str, given_up: threading.Event
+        self,
+        items: Sequence[Item],
+        shortened: set[int],
+        prompt: str,
+        truncate: bool,
+        name: str,
+        given_up: threading.Event,
     ) -> list[int]:
-        """Tokens of each item; an error if one would be cut. It ends early where `given_up` is set."""
+        """Tokens of each item; an error if one would be cut, or was `shortened` too much.
+
+        It ends early where `given_up` is set.
+        """
         tokens = []
         for i, encoding in enumerate(self._encodings(items, prompt)):
             if given_up.is_set():
                 break
+            if i in shortened and not encoding.overflowing:  # its end would be missing
+                came = f"item {i} has words, or white space, of very many characters"
+                raise Refused("long", f"{came}; expected less than {_CHARACTERS} for each token", name)
             if encoding.overflowing and not truncate:
                 special = sum(encoding.special_tokens_mask)
                 parts = (encoding, *encoding.overflowing)
@@ -149,8 +164,8 @@ class Service:
         if self.waiting + len(items) > most:
             came = f"{self.waiting} texts wait, and {len(items)} more came"
             raise Refused("busy", f"{came}; expected at most {most} in all: try again later")
-        items, given_up = self.bounded(items, truncate, name), threading.Event()
-        asked = items, prompt, truncate, name, given_up
+        (items, shortened), given_up = self.bounded(items, truncate, name), threading.Event()
+        asked = items, shortened, prompt, truncate, name, given_up
         self.waiting += len(items)  # only the event loop's thread counts
         try:
             try:

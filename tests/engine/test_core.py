@@ -7,7 +7,7 @@ import pytest
 from implementations import COMPILED, NOTHING_COMPILED
 
 from fastattn import ops
-from fastattn._args.packed import LinearArgs
+from fastattn._args.packed import LinearArgs, PackArgs, RowBlock
 from fastattn._args.types import ACTIVATIONS, RopeArgs, RowsArgs, plain_args
 from fastattn._engine import settings
 from fastattn._engine.program import (
@@ -23,8 +23,10 @@ from fastattn._engine.program import (
     X,
     build,
 )
+from fastattn._formats import FORMATS
 from fastattn._reference import ops as twins
 from fastattn.cache import Slots
+from fastattn.layers._mixers import ConvolutionMixer, MixStep
 
 pytestmark = pytest.mark.parametrize("core", [settings.core] if COMPILED else [NOTHING_COMPILED])
 
@@ -372,3 +374,63 @@ def test_int8_keys_that_do_not_fit(core, changes):
 def test_one_list_of_activations(core):
     """C, Python and the twins in NumPy have the same names."""
     assert core.ACTIVATIONS == ACTIVATIONS == tuple(twins.ACTIVATIONS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block", "message"),
+    [
+        ("bfloat16", None, "become bfloat16; expected 4 bits or q8"),
+        ("float32", None, "become float32; expected 4 bits or q8"),
+        ("int8", None, "become int8; expected 4 bits or q8"),
+        ("q8", 1, "blocks of 1 features; expected 16 or 32"),
+        ("q8", 8, "blocks of 8 features; expected 16 or 32"),
+        ("q8", 0, "blocks of 0 features; expected 16 or 32"),
+    ],
+)
+def test_blocks_of_files_that_do_not_fit(core, dtype, block, message):
+    layout = FORMATS["Q4_0"].layout
+    rows = np.zeros((32, 64 // layout.features * layout.nbytes), np.uint8)
+    args = PackArgs([RowBlock("w", rows, 0, 0, layout)], 64, 32, 1, dtype, 1)
+    if block is not None:
+        args.set_blocks(32, True)
+        args.block = block
+    with pytest.raises(ValueError, match=message):
+        core.pack(args)
+
+
+def mixed(core, states, layer=0, weight=(8, 1, 3)):
+    step = MixStep("wide", OUT, ConvolutionMixer(ones(*weight), None), layer)
+    x, out, memory = ones(4, 8), ones(4, 8), ones(4 * 24)
+    core.Program([step], {"wide": (0, 24)}).run(x, out, memory, Sequences(2, states=states), 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"states": []}, "states of 0 layers; expected some of layer 0"),
+        ({"states": [[{}]], "layer": 5}, "states of 1 layers; expected some of layer 5"),
+        ({"states": [[{}]], "layer": -9}, "states of 1 layers; expected some of layer -9"),
+        ({"states": None, "weight": (8, 2, 3)}, "conv_weight"),
+        ({"states": None, "weight": (8, 3)}, "conv_weight"),
+    ],
+)
+def test_states_that_do_not_fit(core, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        mixed(core, **arguments)
+
+
+def test_a_state_that_may_not_be_written(core):
+    state = ones(2, 2, 8)
+    mixed(core, [[{"out_state": state}]])
+    state.flags.writeable = False
+    with pytest.raises((TypeError, ValueError), match="writable"):
+        mixed(core, [[{"out_state": state}]])
+
+
+def test_caches_of_two_sizes_have_the_same_tokens(core):
+    step = AttendStep("qkv", OUT, 2, 2, 4, 0.5, size=1)
+    first = Slots(ones(1, 2, 64, 4), ones(1, 2, 64, 4), np.array([40]), None, 42)
+    other = Slots(ones(1, 2, 4, 4), ones(1, 2, 4, 4), np.array([1]), None, 3)
+    call = Sequences(1, begins=np.array([0, 2]), slots=(first, other))
+    with pytest.raises(ValueError, match="caches of two sizes of heads have other lengths"):
+        run(core, [step], call=call, m=2)

@@ -156,8 +156,9 @@ def sizes(d, kind):
             "num_heads": heads,
         }
     changes = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": inner}
-    changes["num_hidden_layers"] = layers
     config = tiny_models.CONFIGS[kind]
+    if "layer_types" not in config:  # a list of as many
+        changes["num_hidden_layers"] = layers
     if "num_key_value_heads" in config:
         changes["num_key_value_heads"] = heads // groups
     if "head_dim" in config:

@@ -98,6 +98,19 @@ CASES = [
         [('<|message|>{"x"', "malformed_call", None)],
     ),
     (HARMONY, "", "no header", [("no header", "text", None)]),
+    (
+        HARMONY,
+        "<|start|>assistant",
+        ' to=functions.f<|channel|>commentary<|message|>{"x": 1}<|call|>',
+        [('{"x": 1}', "tool_call", READ)],
+    ),
+    (HARMONY, "", "Hello world<|return|>", [("Hello world", "text", None)]),
+    (
+        HARMONY,
+        "",
+        "<|channel|>final<|message|>a<|end|>b<|start|>assistant<|channel|>final analysis<|message|>c",
+        [("abc", "text", None)],
+    ),
     (HARMONY, "", "<|channel|>anal", [("<|channel|>anal", "text", None)]),
     ("<tool_call> alone", "", "<think>", [("<think>", "text", None)]),
 ]

@@ -41,8 +41,9 @@ cdef const fa_layout *_layout(layout) except NULL:
     """The fa_layout of a Layout, which stays."""
     cdef fa_layout *f
     cdef int64_t scales
-    if id(layout) in _LAYOUTS:
-        return <const fa_layout *>cnp.PyArray_DATA(<cnp.ndarray>_LAYOUTS[id(layout)][1])
+    kept = _LAYOUTS.get(id(layout))
+    if kept is not None:
+        return <const fa_layout *>cnp.PyArray_DATA(<cnp.ndarray>kept[1])
     memory = np.zeros(sizeof(fa_layout), np.uint8)
     f = <fa_layout *>cnp.PyArray_DATA(memory)
     f.features, f.bytes, f.shared = layout.features, layout.nbytes, layout.shared
@@ -60,8 +61,9 @@ cdef const fa_layout *_layout(layout) except NULL:
             _set_bits(&f.minima, layout.minima, scales, 1, f.window, 16)
         if f.bytes < 64 or (f.minimum >= 0) != (layout.minima is not None):
             raise ValueError(f"fastattn: scales of scales in {f.bytes} bytes, minimum {f.minimum}")
-    _LAYOUTS[id(layout)] = layout, memory
-    return f
+    # Of several threads that make it, all take the first one's.
+    kept = _LAYOUTS.setdefault(id(layout), (layout, memory))
+    return <const fa_layout *>cnp.PyArray_DATA(<cnp.ndarray>kept[1])
 
 
 cdef void _set_file_blocks(fa_pack_rows *to, block, stored, int64_t k) except *:

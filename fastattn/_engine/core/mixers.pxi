@@ -32,6 +32,8 @@ cdef class _Carried:
             return
         if _dtype(array) != dtype:
             raise _misfit(name, array, "another type")
+        if name == "out_state" and not array.flags.writeable:
+            raise _misfit(name, array, "a writable array")
         x.data = <char *>_data(name, array, self.batch * heads * rows * columns, cnp.PyArray_TYPE(array))
         table, size = self.tables.next(), cnp.PyArray_ITEMSIZE(array)
         x.dtype, x.batch, x.head, x.row, x.col = dtype, table, rows * columns * size, columns * size, size
@@ -56,6 +58,8 @@ cdef _Carried _carried(Call *c, call, int64_t layer):
     if call.states is None:
         carried.before = carried.after = (None, None)
     else:
+        if not 0 <= layer < len(call.states) or not call.states[layer]:
+            raise ValueError(f"fastattn: states of {len(call.states)} layers; expected some of layer {layer}")
         carried.before = [each.get("state") for each in call.states[layer]]
         carried.after = [each.get("out_state") for each in call.states[layer]]
     return carried
@@ -102,6 +106,8 @@ cdef class _MixStep(_Step):
     cdef void _set(self, step, buffers) except *:
         cdef cnp.ndarray weight = step.mixer.conv_weight
         self.doubles = weight.dtype == np.float64
+        if cnp.PyArray_NDIM(weight) != 3 or weight.shape[1] != 1:
+            raise _misfit("conv_weight", weight, "(channels, 1, width)")
         self.conv.channels, self.conv.width = weight.shape[0], weight.shape[2]
         if not 1 <= self.conv.width <= FA_MOST_WIDTH:
             raise _misfit("conv_weight", weight, f"a width of 1 to {FA_MOST_WIDTH}")
@@ -188,7 +194,10 @@ cdef class _RecurrentStep(_MixStep):
         cdef fa_recurrent_args r = self.args
         cdef Buffer *held = &c.buffers[self.held]
         cdef fa_dtype lane = _lane(c.dtype)
-        cdef cnp.ndarray after = carried.after[1]
+        cdef cnp.ndarray after
+        if len(carried.after) != 2:
+            raise ValueError(f"fastattn: {len(carried.after)} states of layer {self.layer}; expected two")
+        after = carried.after[1]
         real = np.float64 if lane == FA_F64 else np.float32
         decays, strengths = self.mixer.decays(self._columns(c, a))
         if b >= 0:

@@ -146,6 +146,10 @@ def pack(args):
     of_files = [block.layout for block in blocks if block.layout is not None]
     if len(of_files) not in (0, len(blocks)):
         raise ValueError("fastattn: blocks of files meet rows of numbers")
+    if a.block not in (16, BLOCK):
+        raise ValueError(f"fastattn: blocks of {a.block} features; expected 16 or {BLOCK}")
+    if of_files and a.weight != FA_I4 and a.weight != FA_Q8:
+        raise ValueError(f"fastattn: blocks of files become {args.dtype}; expected 4 bits or q8")
     if a.block != BLOCK and not of_files:
         raise ValueError(f"fastattn: blocks of {a.block} features meet rows of numbers")
     tables = []  # kept until the end

@@ -448,6 +448,8 @@ cdef void _set_sequences(Call *c, call, _Tables tables) except *:
         raise ValueError(f"fastattn: a cache of {c.sizes} sizes of heads; expected at most {MAX_SIZES}")
     for i in range(c.sizes):
         _set_slots(c, call.slots[i], &c.held[i], tables)
+        if c.held[i].len_k != c.held[0].len_k or not np.array_equal(call.slots[i].starts, call.slots[0].starts):
+            raise ValueError("fastattn: caches of two sizes of heads have other lengths")
 
 
 cdef void _set_slots(Call *c, slots, Held *held, _Tables tables) except *:
