@@ -12,6 +12,7 @@ import numpy as np
 
 from fastattn._args.values import short
 from fastattn._gguf import MAGIC, GgufFile, Strings
+from fastattn.models import _gguf_hybrid
 from fastattn.models._files import Config, ModelError, lfs_hint
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ ARCHITECTURES = {
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
     "qwen3moe": ("qwen3_moe", False),
+    "qwen3next": ("qwen3_next", False),
     "smollm3": ("smollm3", True),
 }
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -90,35 +92,20 @@ _MIXTRAL_NAMES = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
 _PHI3_NAMES = {**_BLOCK_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-# Its last norm has a name of its own.
-_LFM2_TOP = {
-    "token_embd": "model.embed_tokens",
-    "token_embd_norm": "model.embedding_norm",
-    "output": "lm_head",
-}
-_LFM2_NAMES = {
-    "attn_norm": "operator_norm",
-    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "attn_output": "self_attn.out_proj",
-    "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
-}
+_QWEN_NEXT_NAMES = {**_BLOCK_NAMES, **_gguf_hybrid.QWEN_NAMES}
+del _QWEN_NEXT_NAMES["ffn_norm"]
 _OTHER_NAMES = {
     "gemma2": _GEMMA_NAMES,
     "gemma3_text": _GEMMA_NAMES,
     "gemma4_text": _GEMMA4_NAMES,
     "gpt_oss": _GPT_OSS_NAMES,
-    "lfm2": _LFM2_NAMES,
+    "lfm2": _gguf_hybrid.LFM2_NAMES,
     "mixtral": _MIXTRAL_NAMES,
     **dict.fromkeys(("olmo2", "olmo3"), _OLMO_NAMES),
     "phi3": _PHI3_NAMES,
+    "qwen3_next": _QWEN_NEXT_NAMES,
 }
-_OTHER_TOPS = {"gemma4_text": _GEMMA4_TOP, "lfm2": _LFM2_TOP}
+_OTHER_TOPS = {"gemma4_text": _GEMMA4_TOP, "lfm2": _gguf_hybrid.LFM2_TOP}
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(?:\.(\d+))?\.(weight|bias)")
 _MOST_EXPERTS = 1 << 12
 # What frequencies of rotary positions are divided by: in all models but Phi-3, and there in two ways.
@@ -149,6 +136,7 @@ _OF_GRANITE = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+_WITH_EXPERTS = ("gpt_oss", "llama", "qwen3_moe", "qwen3_next")
 # What files of experts may say otherwise, and what is supported: a softmax, and no expert for every token.
 _OF_EXPERTS = {
     "expert_shared_count": 0,
@@ -247,7 +235,7 @@ def config_of(path: Path, file: GgufFile) -> Config:
         if _known(model_type, name) is None and name not in factors:
             raise ModelError(f"{path}: the tensor {short(name)} is not known")
     if experts := said.size(f"{prefix}.expert_count", 0, low=0):
-        if model_type not in ("gpt_oss", "llama", "qwen3_moe"):
+        if model_type not in _WITH_EXPERTS:
             came = f"'{prefix}.expert_count' is {experts}"
             raise ModelError(f"{path}: {came}; expected none in a {model_type}")
         said.refuse(**{f"{prefix}.{key}": value for key, value in _OF_EXPERTS.items()})
@@ -274,8 +262,8 @@ def config_of(path: Path, file: GgufFile) -> Config:
         largest = values.get("num_hidden_layers") == (46 if model_type == "gemma2" else 62)
         whole = Config.of(path, values).divided("hidden_size", "num_attention_heads") if largest else 0
         values["query_pre_attn_scalar"] = whole or _head_dim(path, file)
-    if model_type == "lfm2":
-        values |= _of_lfm2(said, prefix, values)
+    if model_type in _gguf_hybrid.VALUES:
+        values |= _gguf_hybrid.VALUES[model_type](said, prefix, values)
     if model_type == "llama" and experts:
         values["model_type"] = "mixtral"
     elif model_type == "llama" and values.get("sliding_window"):
@@ -287,11 +275,11 @@ def config_of(path: Path, file: GgufFile) -> Config:
     if "token_embd.weight" in file.names:
         values["vocab_size"] = file.shape("token_embd.weight")[0]
     values["tie_word_embeddings"] = "output.weight" not in file.names
-    values["attention_bias"] = "blk.0.attn_output.bias" in file.names
+    values["attention_bias"] = any(name.endswith(".attn_output.bias") for name in file.names)
     values["mlp_bias"] = "blk.0.ffn_down.bias" in file.names
     head_dim = _head_dim(path, file)
     rotated = said.size(f"{prefix}.rope.dimension_count", head_dim)
-    if model_type == "phi3" and rotated <= head_dim:
+    if (model_type == "phi3" or model_type in _gguf_hybrid.QWENS) and rotated <= head_dim:
         values["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
         raise ModelError(f"{path}: '{prefix}.rope.dimension_count' is {rotated}; expected {head_dim}")
@@ -309,22 +297,6 @@ def config_of(path: Path, file: GgufFile) -> Config:
     ends = [said.optional_id(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     values["eos_token_id"] = list(dict.fromkeys(i for i in ends if i is not None)) or None
     return Config.of(path, values)
-
-
-def _of_lfm2(said: Config, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Values of LFM2 that a file says otherwise: layers without heads of keys are convolutions."""
-    said.refuse(**{f"{prefix}.attention.sliding_window": 0})
-    heads = values.get("num_key_value_heads")
-    if not (isinstance(heads, list) and len({x for x in heads if x}) == 1):
-        name = f"{prefix}.attention.head_count_kv"
-        raise said.wrong(name, heads, "a number for each layer: 0, or the same for all others")
-    return {
-        "num_key_value_heads": max(heads),
-        "layer_types": ["full_attention" if x else "conv" for x in heads],
-        "conv_L_cache": said.size(f"{prefix}.shortconv.l_cache"),
-        "norm_eps": values.get("rms_norm_eps"),
-        "block_auto_adjust_ff_dim": False,
-    }
 
 
 def _of_gemma4(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
@@ -428,6 +400,9 @@ def tensor_names(model_type: str, layers: int, experts: int) -> dict[str, str]:
 
 def _known(model_type: str, name: str) -> str | None:
     """The name of a tensor as transformers has it; None for one that no model here has."""
+    if found := _gguf_hybrid.OF_MIXER.fullmatch(name):
+        mixer = _gguf_hybrid.MIXERS.get(model_type)
+        return mixer and f"model.layers.{found[1]}.{mixer}.{_gguf_hybrid.OF_MIXERS[found[2]]}"
     if found := _IN_BLOCK.fullmatch(name):
         number, part, expert, kind = found.groups()
         names = _OTHER_NAMES.get(model_type, _BLOCK_NAMES)

@@ -20,7 +20,7 @@ from fastattn._args.packed import BLOCKED, INTEGERS, PackArgs, PackedLinear
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, is_float, short
 from fastattn._engine.settings import get_num_threads
-from fastattn.models._files import require
+from fastattn.models._files import ModelError, require
 from fastattn.models._tensors import Part, Tensors
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Whole(NamedTuple):
 class Vector(NamedTuple):
     """Makes an array of rows end to end; a constant, or the first row of another tensor, is added.
 
-    The sum is multiplied by `scale`.
+    The sum is multiplied by `scale`. Where the rows are ``-exp(x)``, `of_rates`, they become x first.
     """
 
     shape: Shape
@@ -103,6 +103,7 @@ class Vector(NamedTuple):
     offset: float = 0.0
     added: str | None = None
     scale: float = 1.0
+    of_rates: bool = False
 
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Array:
         """Make it; see `Maker`."""
@@ -112,6 +113,11 @@ class Vector(NamedTuple):
         found: Array = np.concatenate(
             [x[p.begin : p.begin + p.rows].astype(lane, copy=False) for x, p in rows]
         )
+        if self.of_rates:
+            if not (found < 0).all():
+                what = "numbers that are not below 0; expected -exp(x)"
+                raise ModelError(f"{tensors.where}: {parts[0].name!r} has {what}")
+            found = np.log(-found)
         if self.offset:
             found += lane.type(self.offset)
         if self.added is not None:
@@ -122,6 +128,12 @@ class Vector(NamedTuple):
             return found.reshape(self.shape).astype(self.dtype, copy=False)
         over[...] = found.reshape(self.shape)
         return np.asarray(over)
+
+    def pulled(self, gradient: Array, vector: Any) -> Array:
+        """The gradient of the rows from that of the `vector` that they became."""
+        if self.of_rates:
+            gradient = gradient * -np.exp(-vector)
+        return gradient if self.scale == 1 else gradient * gradient.dtype.type(self.scale)
 
 
 class Packed(NamedTuple):
@@ -192,8 +204,8 @@ class Parameters:
             gradient = gradients.of(made.parameter)
             if gradient is None:
                 continue
-            if (scale := getattr(made.maker, "scale", 1.0)) != 1:
-                gradient = gradient * gradient.dtype.type(scale)
+            if isinstance(made.maker, Vector):
+                gradient = made.maker.pulled(gradient, made.parameter)
             for part in made.parts:
                 _add(found, part, gradient)
         return found

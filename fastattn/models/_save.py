@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _OF_FOLDERS = ("float32", "float16", "bfloat16")
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model", "artifact.metadata")  # files that say what a model is
 _LEFT = ("*.index.json",)
+# Models of which GGUF files have tensors that are not a folder's.
+_APART = "gemma", "gpt_oss", "lfm2", "qwen3_next"
 _MODULES, _INNER = "modules.json", ("additional_chat_templates",)  # folders in it are copied, too
 
 
@@ -113,7 +115,7 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
         require("ml_dtypes")
     of_file = _gguf.is_file(origin.folder)
     blocks = not of_file and read_json(origin.folder / "config.json").get("quantization_config") is not None
-    if blocks or (of_file and model.model_type.startswith(("gemma", "gpt_oss", "lfm2"))):
+    if blocks or (of_file and model.model_type.startswith(_APART)):
         came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder of floats"
         raise ModelError(f"{came}; expected path to end with '.gguf'")
     tensors: dict[str, Array] = {}

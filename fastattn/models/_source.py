@@ -147,12 +147,14 @@ class Source:
         offset: float = 0.0,
         added: str | None = None,
         scale: float = 1.0,
+        of_rates: bool = False,
     ) -> Array:
         """Tensors end to end, each from row `begin` on, by default in the type that the kernels compute in.
 
-        The `offset` is added, and the first row of the tensor `added`; the sum is times `scale`.
+        The `offset` is added, and the first row of the tensor `added`; the sum is times `scale`. Rows
+        ``-exp(x)``, if they are `of_rates`, become x.
         """
-        return self._vector(self._parts(names, begin), shape, dtype, offset, added, scale)
+        return self._vector(self._parts(names, begin), shape, dtype, offset, added, scale, of_rates)
 
     def pair_vector(self, name: str, gate_first: bool) -> Array:
         """A vector of a gated pair, whose halves belong to the two maps: (2, n), the gate first."""
@@ -166,11 +168,13 @@ class Source:
         offset: float = 0.0,
         added: str | None = None,
         scale: float = 1.0,
+        of_rates: bool = False,
     ) -> Array:
         whole = (sum(part.rows for part in parts), *parts[0].shape[1:])
         added = None if added is None else self._stored[added]
         dtype = self.precision.lane if dtype is None else dtype
-        return self._make(Vector(whole if shape is None else shape, dtype, offset, added, scale), parts)
+        shape = whole if shape is None else shape
+        return self._make(Vector(shape, dtype, offset, added, scale, of_rates), parts)
 
     def pack(
         self, *maps: Sequence[str], transposed: bool = False, begin: int = 0, stored: str | None = None

@@ -17,7 +17,7 @@ from fastattn._engine.experts import ExpertsStep
 from fastattn._engine.settings import get_num_threads
 from fastattn._formats import FORMATS, Format, feedback_of
 from fastattn._gguf_writer import Encoded, Entry, write
-from fastattn.models import _gguf
+from fastattn.models import _gguf, _gguf_hybrid
 from fastattn.models._files import Config, ModelError, require
 from fastattn.models._parameters import required
 from fastattn.models._to_gguf_tokenizer import named_values, tokenizer_values
@@ -161,7 +161,9 @@ def _in_turn(entries: list[Entry]) -> Iterator[Array]:
 
 def _of_file(model: Decoder) -> _Kept:
     """Facts of a model that is from such a file: they are copied."""
-    origin = required(model.origin)
+    origin, kind = required(model.origin), model.model_type
+    if kind in _gguf_hybrid.MIXERS:
+        raise ModelError(f"{origin.folder} holds a {kind}; expected a model without recurrent layers")
     with _gguf.opened_alone(origin.folder) as file:
         values: dict[str, Any] = {name: Encoded(file.encoded(name)) for name in file.metadata}
         values.pop("general.alignment", None)

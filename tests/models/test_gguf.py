@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import tiny_gguf
+import tiny_gguf_hybrid as hybrid
 import tiny_models as tiny
 
 from fastattn import models
@@ -221,6 +222,62 @@ def test_convolutions(stored, tmp_path):
             models.load(path)
     tiny_gguf.write(path, "lfm2", stored, **{"lfm2.attention.sliding_window": tiny_gguf.typed(4)})
     with pytest.raises(ModelError, match="sliding_window' is 4; only 0 is supported"):
+        models.load(path)
+
+
+@pytest.mark.parametrize("stored", ["F32", "Q4_0", "Q6_K"])
+@pytest.mark.parametrize("kind", hybrid.ARCHITECTURES)
+def test_recurrent_layers(kind, stored, tmp_path):
+    """Their rates, the order of their rows, and norms that have 1 added."""
+    path, folder = tmp_path / "model.gguf", tmp_path / "model"
+    tensors, config = tiny_gguf.write(path, kind, stored)
+    tiny.write(folder, kind, tensors, **config)
+    got, expected = models.load(path, weights_dtype="float32"), models.load(folder)
+    bound = 1e-5 * np.abs(expected(IDS)).max()  # of the logarithm of rates, and norms with 1 added
+    np.testing.assert_allclose(got(IDS), expected(IDS), rtol=0, atol=bound)
+    assert got.model_type == expected.model_type
+    own = models.load(path)
+    error = np.abs(own(IDS) - got(IDS)).max()
+    assert error < 1e-2 * np.abs(got(IDS)).max() if stored == "Q6_K" else error < bound
+    assert len(list(own.generate([1, 2, 3], 4))) == 4
+    for name in ("new.gguf", "saved"):
+        with pytest.raises(ModelError, match=f"holds a {kind}"):
+            models.save(own, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("qwen3_next", {"attention.recurrent_layers": [True, False]}, "only None is supported"),
+        ("qwen3_next", {"attention.scale": 1}, "there is a 'qwen3next.attention.scale'; expected none"),
+        ("qwen3_next", {"ssm.inner_size": 250}, "inner_size' is 250; expected a multiple of 'qwen3next.ssm"),
+        ("qwen3_next", {"ssm.group_count": 0}, "ssm.group_count' is 0; expected an integer of at least 1"),
+        ("qwen3_next", {"rope.dimension_count": 65}, "rope.dimension_count' is 65; expected 64"),
+        ("qwen3_next", {"expert_weights_norm": False}, "expert_weights_norm' is False; only True is"),
+    ],
+)
+def test_recurrent_layers_that_are_refused(kind, changes, message, tmp_path):
+    path, architecture = tmp_path / "model.gguf", gguf.MODEL_ARCH_NAMES[hybrid.ARCHITECTURES[kind]]
+    said = {f"{architecture}.{key}": tiny_gguf.typed(value) for key, value in changes.items()}
+    tiny_gguf.write(path, kind, "F32", **said)
+    with pytest.raises(ModelError, match=message):
+        models.load(path)
+
+
+def test_tensors_of_mixers_that_are_refused(tmp_path):
+    """Files of an older converter have all rows in one; rates lie below 0."""
+    path = tmp_path / "model.gguf"
+    for name in ("blk.0.ssm_in.weight", "blk.0.ssm_a.weight", "blk.0.ssm_dt"):
+        tiny_gguf.write(path, "qwen3_next", "F32", more={name: np.ones(4, np.float32)})
+        with pytest.raises(ModelError, match=f"the tensor '{name}' is not known"):
+            models.load(path)
+    tiny_gguf.write(path, "qwen3_next", "F32")
+    data = bytearray(path.read_bytes())
+    with GgufFile(path, ModelError) as file:
+        at = file._tensors["blk.0.ssm_a"].begin
+    data[at : at + 4] = struct.pack("<f", 0.5)
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"'blk.0.ssm_a' has numbers that are not below 0; expected -exp"):
         models.load(path)
 
 

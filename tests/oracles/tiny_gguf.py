@@ -1,7 +1,10 @@
 """GGUF files of tiny models: random blocks of any type, and the same numbers as a folder in safetensors."""
 
+from functools import partial
+
 import gguf
 import numpy as np
+import tiny_gguf_hybrid as hybrid
 import tiny_models as tiny
 
 BLOCK = 256  # the most features of a block
@@ -70,6 +73,7 @@ def config(kind, vocab=None):
     more = {} if vocab is None else {"vocab_size": vocab}
     if kind == "gemma4_text":
         sizes |= {"global_head_dim": 128, "hidden_size_per_layer_input": BLOCK}
+    sizes |= hybrid.SIZES.get(kind, {})
     return {**tiny.CONFIGS[kind], **sizes, **more, "max_position_embeddings": 64, "head_dim": 64}
 
 
@@ -175,6 +179,7 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         "ministral3": "mistral3",
         "olmo3": "olmo2",
     }
+    others |= {other: gguf.MODEL_ARCH_NAMES[x] for other, x in hybrid.ARCHITECTURES.items()}
     architecture = others.get(kind, kind)
     writer = gguf.GGUFWriter(path, architecture)
     keys = {
@@ -199,6 +204,8 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
         writer.add_uint32(f"{architecture}.expert_used_count", settings["num_experts_per_tok"])
         count = settings.get("num_experts") or settings["num_local_experts"]
         writer.add_uint32(f"{architecture}.expert_count", count)
+    if kind in hybrid.ARCHITECTURES:
+        hybrid.write_keys(writer, kind, settings)
     if kind == "qwen3_moe":
         writer.add_uint32("qwen3moe.expert_feed_forward_length", settings["moe_intermediate_size"])
     if kind.startswith("gemma") or kind in ("gpt_oss", "olmo3"):
@@ -242,13 +249,17 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
             tensors[name] = x
             writer.add_tensor(name_of(name, kind), x[:, 0])
             continue
+        if kind in hybrid.ARCHITECTURES and ".experts." not in name:
+            blocks = partial(random_blocks, stored, seed=i)
+            tensors[name] = hybrid.write(writer, kind, settings, name, x, stored, blocks)
+            continue
         if kind == "gpt_oss" and ".experts." in name:
             tensors[name] = write_experts(writer, name, x, stored, i)
             continue
         heads = architecture in ("granite", "llama", "mistral3", "smollm3") and (
             "q_proj" in name or "k_proj" in name
         )
-        if x.ndim == 1 or stored == "F32":
+        if x.ndim == 1 or (stored == "F32" and ".experts." not in name):
             tensors[name] = x.astype(np.float32)
             written = interleaved(x.astype(np.float32), 64) if heads else tensors[name]
             if x.ndim == 1 and kind in ("gemma2", "gemma3-causal"):  # files of Gemma have 1 added to norms
@@ -258,7 +269,7 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
             continue
         its_type = queries if queries and "q_proj" in name else stored
         quantized = gguf.GGMLQuantizationType[its_type]
-        if its_type in ("F16", "BF16"):
+        if its_type in ("F32", "F16", "BF16"):
             data = gguf.quants.quantize(x.astype(np.float32), quantized)
         else:
             data = random_blocks(its_type, *x.shape, seed=i)

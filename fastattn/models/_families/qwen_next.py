@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn.layers._delta_rules import DeltaMixer
+from fastattn.models import _gguf
 from fastattn.models._blocks import Blocks, Keys, projection
 from fastattn.models._families.hybrid import ATTENTION, convolved_tokens, linear, require_decoder
 from fastattn.models._families.llama import LLAMA
@@ -38,7 +39,7 @@ _WITH_EXPERTS = _QWEN._replace(
 
 
 class _Deltas(NamedTuple):
-    """Gated DeltaNets of Qwen; see `Mixing`."""
+    """Gated DeltaNets of Qwen; see `Mixing`. A GGUF file has rates, and flat convolutions."""
 
     heads: int
     key_heads: int
@@ -46,7 +47,8 @@ class _Deltas(NamedTuple):
     head_dim_v: int
     width: int
     eps: float
-    together: bool  # the rows of a key head and its values lie together, as in Qwen3-Next
+    together: frozenset[str]  # maps in which the rows of a key head and its values lie together
+    of_file: bool
 
     @property
     def channels(self) -> int:
@@ -56,11 +58,11 @@ class _Deltas(NamedTuple):
     def shapes(self, hidden: int) -> dict[str, Shape]:
         """The shapes of a mixer's tensors."""
         inner, both = self.heads * self.head_dim_v, self.channels
-        maps = {"qkvz": both + inner, "ba": 2 * self.heads}
-        if not self.together:
-            maps = {"qkv": both, "z": inner, "b": self.heads, "a": self.heads}
+        maps = {"qkvz": both + inner} if "qkvz" in self.together else {"qkv": both, "z": inner}
+        maps |= {"ba": 2 * self.heads} if "ba" in self.together else {"b": self.heads, "a": self.heads}
         shapes: dict[str, Shape] = {f"in_proj_{name}.weight": (n, hidden) for name, n in maps.items()}
-        shapes |= {"conv1d.weight": (both, 1, self.width), "out_proj.weight": (hidden, inner)}
+        taps = (both, self.width) if self.of_file else (both, 1, self.width)
+        shapes |= {"conv1d.weight": taps, "out_proj.weight": (hidden, inner)}
         shapes |= {"norm.weight": (self.head_dim_v,), **dict.fromkeys(("dt_bias", "A_log"), (self.heads,))}
         return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
@@ -68,8 +70,10 @@ class _Deltas(NamedTuple):
         """The map in, the mixer, and the map out."""
         prefix = f"{prefix}linear_attn."
         rows = [(f"{prefix}in_proj_{name}.weight", begin, n) for name, begin, n in self._rows()]
-        names = "conv1d.weight", "dt_bias", "A_log", "norm.weight"
-        taps, bias, rates, norm = (source.vector(f"{prefix}{name}") for name in names)
+        shape = self.channels, 1, self.width
+        taps = source.vector(f"{prefix}conv1d.weight", shape=shape)
+        bias, norm = (source.vector(f"{prefix}{name}") for name in ("dt_bias", "norm.weight"))
+        rates = source.vector(f"{prefix}A_log", of_rates=self.of_file)
         mixer = DeltaMixer(taps, None, bias, rates, norm, self.key_heads, self.head_dim, self.eps)
         first = projection(source, source.pack_rows(*rows), None)
         return first, mixer, linear(source, f"{prefix}out_proj")
@@ -77,15 +81,19 @@ class _Deltas(NamedTuple):
     def _rows(self) -> list[tuple[str, int, int]]:
         """Rows of the maps in: of all queries, keys and values, then of z, b and a."""
         heads, groups = self.heads, self.key_heads
-        if not self.together:
-            rows = {"qkv": self.channels, "z": heads * self.head_dim_v, "b": heads, "a": heads}
-            return [(name, 0, n) for name, n in rows.items()]
         each = heads // groups
         found = []
-        for name, widths in (
-            ("qkvz", [self.head_dim] * 2 + [each * self.head_dim_v] * 2),
-            ("ba", [each] * 2),
+        for name, widths, apart in (
+            (
+                "qkvz",
+                [self.head_dim] * 2 + [each * self.head_dim_v] * 2,
+                {"qkv": self.channels, "z": heads * self.head_dim_v},
+            ),
+            ("ba", [each] * 2, {"b": heads, "a": heads}),
         ):
+            if name not in self.together:
+                found += [(one, 0, n) for one, n in apart.items()]
+                continue
             begins = accumulate(widths, initial=0)
             for begin, n in zip(begins, widths, strict=False):
                 found += [(name, group * sum(widths) + begin, n) for group in range(groups)]
@@ -99,7 +107,9 @@ def qwen_next(source: Source) -> Decoder:
     config.refuse(hidden_act="silu")
     kind = config.get("model_type", str)
     is_next, has_experts = kind == "qwen3_next", kind != "qwen3_5_text"
-    names = _WITH_EXPERTS if has_experts else _QWEN
+    names, of_file = _WITH_EXPERTS if has_experts else _QWEN, _gguf.is_file(source.folder)
+    if of_file:  # its norms have 1 added
+        names = names._replace(block=names.block._replace(norm_offset=0.0))
     heads, heads_kv = head_counts(config, 2 if has_experts else 4)
     head_dim = config.size("head_dim", 256)
     layers = source.depth("num_hidden_layers")
@@ -118,7 +128,8 @@ def qwen_next(source: Source) -> Decoder:
         config.size("linear_value_head_dim", 128),
         convolved_tokens(config, "linear_conv_kernel_dim", 4),
         config.number("rms_norm_eps", 1e-6),
-        is_next,
+        frozenset((("ba",) if of_file else ("qkvz", "ba")) if is_next else ()),
+        of_file,
     )
     biased = config.get("attention_bias", bool, False)
     blocks = Blocks.of(

@@ -1,0 +1,88 @@
+"""GGUF files of models with mixers in place of attention: names of tensors, and values of config.json."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastattn.models._files import Config
+
+# The last norm of LFM2 has a name of its own.
+LFM2_TOP = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
+    "output": "lm_head",
+}
+LFM2_NAMES = {
+    "attn_norm": "operator_norm",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+}
+QWENS = ("qwen3_next",)
+# Beside names that other models have.
+QWEN_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+# Vectors of a mixer, whose names do not end with ".weight" there, and the mixers by `model_type`.
+OF_MIXERS = {"ssm_a": "A_log", "ssm_dt.bias": "dt_bias"}
+OF_MIXER = re.compile(rf"blk\.(\d+)\.({'|'.join(map(re.escape, OF_MIXERS))})")
+MIXERS = dict.fromkeys(QWENS, "linear_attn")
+
+
+def _of_lfm2(said: Config, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Values of LFM2 that a file says otherwise: layers without heads of keys are convolutions."""
+    said.refuse(**{f"{prefix}.attention.sliding_window": 0})
+    heads = values.get("num_key_value_heads")
+    if not (isinstance(heads, list) and len({x for x in heads if x}) == 1):
+        name = f"{prefix}.attention.head_count_kv"
+        raise said.wrong(name, heads, "a number for each layer: 0, or the same for all others")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if x else "conv" for x in heads],
+        "conv_L_cache": said.size(f"{prefix}.shortconv.l_cache"),
+        "norm_eps": values.get("rms_norm_eps"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _of_qwen(said: Config, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Values of Qwens that a file says otherwise: of Mamba, it has names for sizes like theirs."""
+    for key in ("attention.recurrent_layers", "attention.sliding_window"):
+        said.refuse(**{f"{prefix}.{key}": None})
+    sizes = {
+        "conv_kernel": "linear_conv_kernel_dim",
+        "state_size": "linear_key_head_dim",
+        "group_count": "linear_num_key_heads",
+        "time_step_rank": "linear_num_value_heads",
+    }
+    found = {name: said.size(f"{prefix}.ssm.{key}") for key, name in sizes.items()}
+    found["linear_value_head_dim"] = said.divided(f"{prefix}.ssm.inner_size", f"{prefix}.ssm.time_step_rank")
+    found["full_attention_interval"] = said.size(f"{prefix}.full_attention_interval", 4)
+    if experts := values.get("num_local_experts"):
+        found["num_experts"] = experts
+        found["shared_expert_intermediate_size"] = said.size(f"{prefix}.expert_shared_feed_forward_length")
+    return found
+
+
+VALUES: dict[str, Callable[[Config, str, dict[str, Any]], dict[str, Any]]] = {
+    "lfm2": _of_lfm2,
+    **dict.fromkeys(QWENS, _of_qwen),
+}
