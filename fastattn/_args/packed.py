@@ -381,6 +381,7 @@ class PackArgs:
     dtype: str
     num_threads: int
     over: PackedLinear | None = None  # of these sizes and a floating dtype, is written over; None: a new one
+    tiles: tuple[int, int] = 1, 1  # input features are so many times so many heads; see `packed`
     block: int = field(init=False, default=BLOCK)  # input features that share a scale, in types of blocks
     out: Array = field(init=False)
     scales: Array | None = field(init=False)
@@ -429,11 +430,19 @@ class PackArgs:
         return next((block.name for block, bad in zip(self.blocks, self.bad, strict=True) if bad), None)
 
     def packed(self) -> PackedLinear:
-        """Return the packed weight; raise if it is not finite."""
+        """Return the packed weight; raise if it is not finite.
+
+        Of `tiles` (r, k), input features are r times k heads: the r of each of the k come together.
+        """
         name = self.not_finite()
         if name is not None:
             what = f"values that are not finite as {self.dtype}"
             raise ValueError(f"pack(): {name} has {what}; expected finite ones")
+        if min(self.tiles) > 1:
+            shared = (self.scales, self.minima) if self.dtype in BLOCKED else ()
+            for array in filter(lambda x: x is not None, (self.out, *shared)):
+                tiled = array.reshape(len(array), *self.tiles, -1, *array.shape[2:])
+                array[...] = tiled.swapaxes(1, 2).reshape(array.shape)
         sizes = self.in_features, self.out_features, self.maps == 2
         return self.over or PackedLinear(*sizes, self.dtype, self.out, self.scales, self.sums, self.minima)
 

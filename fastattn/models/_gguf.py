@@ -39,6 +39,8 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", False),
     "qwen3moe": ("qwen3_moe", False),
     "qwen3next": ("qwen3_next", False),
+    "qwen35": ("qwen3_5_text", False),
+    "qwen35moe": ("qwen3_5_moe_text", False),
     "smollm3": ("smollm3", True),
 }
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -103,9 +105,10 @@ _OTHER_NAMES = {
     "mixtral": _MIXTRAL_NAMES,
     **dict.fromkeys(("olmo2", "olmo3"), _OLMO_NAMES),
     "phi3": _PHI3_NAMES,
-    "qwen3_next": _QWEN_NEXT_NAMES,
+    **dict.fromkeys(_gguf_hybrid.QWENS, _QWEN_NEXT_NAMES),
 }
 _OTHER_TOPS = {"gemma4_text": _GEMMA4_TOP, "lfm2": _gguf_hybrid.LFM2_TOP}
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(?:\.(\d+))?\.(weight|bias)")
 _MOST_EXPERTS = 1 << 12
 # What frequencies of rotary positions are divided by: in all models but Phi-3, and there in two ways.
@@ -136,7 +139,7 @@ _OF_GRANITE = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
-_WITH_EXPERTS = ("gpt_oss", "llama", "qwen3_moe", "qwen3_next")
+_WITH_EXPERTS = ("gpt_oss", "llama", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text")
 # What files of experts may say otherwise, and what is supported: a softmax, and no expert for every token.
 _OF_EXPERTS = {
     "expert_shared_count": 0,
@@ -174,7 +177,13 @@ def is_file(path: Path) -> bool:
 def opened(path: Path, stack: ExitStack) -> GgufFile:
     """The file, which `stack` closes."""
     file = stack.enter_context(opened_alone(path))
-    _, interleaved = _architecture(path, file.metadata)
+    model_type, interleaved = _architecture(path, file.metadata)
+    if model_type in _gguf_hybrid.QWENS:  # further layers guess tokens
+        layers = _gguf_hybrid.layers(Config.of(path, file.metadata), file.metadata["general.architecture"])
+        blocks = [_BLOCK.match(name) for name in file.names]
+        file.names = [
+            name for name, x in zip(file.names, blocks, strict=True) if x is None or int(x[1]) < layers
+        ]
     if interleaved:
         for name in file.names:
             found = _IN_BLOCK.fullmatch(name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -28,13 +30,15 @@ LFM2_NAMES = {
     "ffn_down": "feed_forward.w2",
     **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
 }
-QWENS = ("qwen3_next",)
+QWENS = "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
 # Beside names that other models have.
 QWEN_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
@@ -63,6 +67,14 @@ def _of_lfm2(said: Config, prefix: str, values: dict[str, Any]) -> dict[str, Any
     }
 
 
+def layers(said: Config, prefix: str) -> int:
+    """The number of layers before those that guess further tokens."""
+    count, further = said.size(f"{prefix}.block_count"), said.size(f"{prefix}.nextn_predict_layers", 0, low=0)
+    if further >= count:
+        raise said.wrong(f"{prefix}.nextn_predict_layers", further, f"fewer than all {count} layers")
+    return count - further
+
+
 def _of_qwen(said: Config, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
     """Values of Qwens that a file says otherwise: of Mamba, it has names for sizes like theirs."""
     for key in ("attention.recurrent_layers", "attention.sliding_window"):
@@ -75,6 +87,12 @@ def _of_qwen(said: Config, prefix: str, values: dict[str, Any]) -> dict[str, Any
     }
     found = {name: said.size(f"{prefix}.ssm.{key}") for key, name in sizes.items()}
     found["linear_value_head_dim"] = said.divided(f"{prefix}.ssm.inner_size", f"{prefix}.ssm.time_step_rank")
+    if (sections := said.values.get(key := f"{prefix}.rope.dimension_sections")) is not None:
+        # Those of a text share positions, if they have all pairs that are rotated.
+        pairs = said.size(f"{prefix}.rope.dimension_count") // 2
+        if not (isinstance(sections, np.ndarray) and sections[:3].sum() == sections.sum() == pairs):
+            raise said.wrong(key, sections, f"three numbers of pairs, together {pairs}")
+    found["num_hidden_layers"] = layers(said, prefix)
     found["full_attention_interval"] = said.size(f"{prefix}.full_attention_interval", 4)
     if experts := values.get("num_local_experts"):
         found["num_experts"] = experts

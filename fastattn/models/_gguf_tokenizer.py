@@ -26,6 +26,7 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _BYWORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _ENDS
 _LLAMA3, _QWEN2 = (_CONTRACTIONS + _BYWORDS % digits for digits in (r"\p{N}{1,3}", r"\p{N}"))
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BY_CASE = r"[^\r\n\p{L}\p{N}]?%s*%s+%s|[^\r\n\p{L}\p{N}]?%s+%s*%s|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _ENDS
 
@@ -52,6 +53,7 @@ WORDS = {
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), Words(_LLAMA3)),
     "qwen2": Words(_QWEN2, composed=True),
+    "qwen35": Words(_QWEN35, composed=True),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), Words(_QWEN2)),
     **dict.fromkeys(("gpt-4o", "llama4"), Words(_by_case(r"\p{N}{1,3}", _CONTRACTIONS + "?"))),
     "tekken": Words(_by_case(r"\p{N}", ""), whole=True, begun=True),

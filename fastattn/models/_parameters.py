@@ -16,7 +16,7 @@ import numpy as np
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_type
 from fastattn._args.ops import integer_activations
-from fastattn._args.packed import BLOCKED, INTEGERS, PackArgs, PackedLinear
+from fastattn._args.packed import BLOCK, BLOCKED, INTEGERS, STORED, PackArgs, PackedLinear
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, is_float, short
 from fastattn._engine.settings import get_num_threads
@@ -143,10 +143,24 @@ class Packed(NamedTuple):
     out_features: int
     maps: int
     stored: str
+    tiles: tuple[int, int] = 1, 1  # of the input features in the file: see `PackArgs`
 
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> PackedLinear:
         """Make it; see `Maker`."""
-        return tensors.pack(parts, PackArgs([], *self, get_num_threads(), over))
+        sizes, tiles = self[:4], self.tiles
+        unit = BLOCK if self.stored in BLOCKED else STORED[self.stored].features
+        head = self.in_features // math.prod(tiles)
+        if min(tiles) > 1 and head % unit:
+            expected = f"a multiple of {unit} for weights in {self.stored}"
+            raise ModelError(f"{tensors.where}: {parts[0].name!r} has heads of {head}; expected {expected}")
+        return tensors.pack(parts, PackArgs([], *sizes, get_num_threads(), over, tiles))
+
+    def pulled(self, gradient: Array, _: Any) -> Array:
+        """The gradient of the tensors from that of the weight."""
+        if min(self.tiles) == 1:
+            return gradient
+        grouped = gradient.reshape(*gradient.shape[:-1], *self.tiles[::-1], -1)
+        return grouped.swapaxes(-2, -3).reshape(gradient.shape)
 
 
 class Computed(NamedTuple):
@@ -204,7 +218,7 @@ class Parameters:
             gradient = gradients.of(made.parameter)
             if gradient is None:
                 continue
-            if isinstance(made.maker, Vector):
+            if isinstance(made.maker, (Vector, Packed)):
                 gradient = made.maker.pulled(gradient, made.parameter)
             for part in made.parts:
                 _add(found, part, gradient)

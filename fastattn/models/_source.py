@@ -177,38 +177,46 @@ class Source:
         return self._make(Vector(shape, dtype, offset, added, scale, of_rates), parts)
 
     def pack(
-        self, *maps: Sequence[str], transposed: bool = False, begin: int = 0, stored: str | None = None
+        self,
+        *maps: Sequence[str],
+        transposed: bool = False,
+        begin: int = 0,
+        stored: str | None = None,
+        tiles: tuple[int, int] = (1, 1),
     ) -> PackedLinear:
         """Tensors of a linear map, end to end, or those of a gated pair, up and gate, packed.
 
         Tensors begin at row `begin`; `transposed` ones are (in, out). They are `stored` as the model's
-        weights are, or as this says. All axes but the first count as one, as of a convolution.
+        weights are, or as this says. All axes but the first count as one, as of a convolution; `tiles` says
+        how a file has them: see `PackArgs`.
         """
         parts: list[Part] = []
         for names in reversed(maps):
             parts += self._parts(names, begin, transposed, sum(part.rows for part in parts))
-        return self._packed(parts, len(maps), stored)
+        return self._packed(parts, len(maps), stored, tiles)
 
     def pack_rows(self, *rows: Rows) -> PackedLinear:
         """Rows of tensors end to end, packed as `pack` does."""
         return self._packed(self._ranges(rows), 1)
 
-    def vector_rows(self, *rows: Rows) -> Array:
-        """Elements of vectors end to end."""
-        return self._vector(self._ranges(rows))
+    def vector_rows(self, *rows: Rows, shape: Shape | None = None, of_rates: bool = False) -> Array:
+        """Rows of tensors end to end, as `vector` has them."""
+        return self._vector(self._ranges(rows), shape, of_rates=of_rates)
 
     def pack_pair(self, name: str, gate_first: bool) -> PackedLinear:
         """The tensor of a gated pair, one map's rows after the other's, packed as `pack` does."""
         return self._packed(self._halves(name, gate_first), 2)
 
-    def _packed(self, parts: Sequence[Part], maps: int, stored: str | None = None) -> PackedLinear:
+    def _packed(
+        self, parts: Sequence[Part], maps: int, stored: str | None = None, tiles: tuple[int, int] = (1, 1)
+    ) -> PackedLinear:
         shape = parts[0].shape
         n_in = shape[0] if parts[0].transposed else math.prod(shape[1:])
         n_out = sum(part.rows for part in parts) // maps
         stored = stored or self.precision.weights
         if stored == OF_FILE:
             stored = self.tensors.own_dtype(parts, self.precision.dtype.name)
-        return self._make(Packed(n_in, n_out, maps, stored), parts)
+        return self._make(Packed(n_in, n_out, maps, stored, tiles), parts)
 
     def computed(self, function: Callable[..., Any], *names: str) -> Any:
         """Parameter that ``function(tensors, *stored)`` makes; pickle must find the function."""

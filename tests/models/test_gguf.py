@@ -16,6 +16,7 @@ from fastattn.__main__ import main
 from fastattn._args.packed import PackedLinear
 from fastattn._formats import FORMATS
 from fastattn._gguf import GgufFile
+from fastattn.grad import vjp
 from fastattn.models import ModelError, _tensors
 from fastattn.positions import rope_frequencies
 
@@ -254,6 +255,12 @@ def test_recurrent_layers(kind, stored, tmp_path):
         ("qwen3_next", {"ssm.group_count": 0}, "ssm.group_count' is 0; expected an integer of at least 1"),
         ("qwen3_next", {"rope.dimension_count": 65}, "rope.dimension_count' is 65; expected 64"),
         ("qwen3_next", {"expert_weights_norm": False}, "expert_weights_norm' is False; only True is"),
+        ("qwen3_5_text", {"rope.dimension_sections": [6, 4, 4, 2]}, "three numbers of pairs, together 16"),
+        (
+            "qwen3_5_text",
+            {"nextn_predict_layers": 2},
+            "nextn_predict_layers' is 2; expected fewer than all 2",
+        ),
     ],
 )
 def test_recurrent_layers_that_are_refused(kind, changes, message, tmp_path):
@@ -279,6 +286,53 @@ def test_tensors_of_mixers_that_are_refused(tmp_path):
     path.write_bytes(data)
     with pytest.raises(ModelError, match=r"'blk.0.ssm_a' has numbers that are not below 0; expected -exp"):
         models.load(path)
+
+
+def test_heads_that_are_no_blocks(tmp_path, monkeypatch):
+    """Value heads come in another order, which those within a block cannot be given."""
+    path, small = tmp_path / "model.gguf", {"linear_value_head_dim": 16, "linear_num_value_heads": 16}
+    monkeypatch.setitem(hybrid.SIZES, "qwen3_5_text", {**hybrid.SIZES["qwen3_5_text"], **small})
+    tiny_gguf.write(path, "qwen3_5_text", "Q4_0")
+    with pytest.raises(ModelError, match=r"ssm_out.weight' has heads of 16; expected a multiple of 32 for"):
+        models.load(path)
+    models.load(path, weights_dtype="float32")
+    tiny_gguf.write(path, "qwen3_next", "Q4_0")  # where they are in order
+    models.load(path)
+
+
+def test_layers_that_guess_further_tokens(tmp_path):
+    """They are left out."""
+    path = tmp_path / "model.gguf"
+    tiny_gguf.write(path, "qwen3_5_text", "Q4_0")
+    expected = models.load(path)(IDS)
+    more = {f"blk.2.{name}.weight": np.ones(256, np.float32) for name in ("attn_norm", "nextn.enorm")}
+    said = {
+        f"qwen35.{key}": tiny_gguf.typed(x) for key, x in (("block_count", 3), ("nextn_predict_layers", 1))
+    }
+    tiny_gguf.write(path, "qwen3_5_text", "Q4_0", more=more, **said)
+    np.testing.assert_array_equal(models.load(path)(IDS), expected)
+
+
+def test_gradients_of_tiled_heads(tmp_path):
+    """They are of the file's tensors: of rates, and of columns in the file's order."""
+    path, folder = tmp_path / "model.gguf", tmp_path / "model"
+    tensors, config = tiny_gguf.write(path, "qwen3_5_text", "F32")
+    tiny.write(folder, "qwen3_5_text", tensors, **config)
+    model, expected = models.load(path), models.load(folder)
+    hidden, pullback = vjp(expected, IDS)
+    wanted, (_, own) = pullback(hidden), vjp(model, IDS)
+    got, layer = own(hidden), "model.layers.0.linear_attn."
+    slope = -np.exp(-tensors[f"{layer}A_log"])
+    for name, found in (
+        ("ssm_a", hybrid.tiled(slope * wanted[f"{layer}A_log"], config)),
+        ("ssm_out.weight", hybrid.tiled(wanted[f"{layer}out_proj.weight"].T, config).T),
+    ):
+        bound = 1e-4 * np.abs(found).max()
+        np.testing.assert_allclose(got[f"blk.0.{name}"], found, rtol=0, atol=bound)
+    state = {name: 1.01 * x for name, x in model.state_dict().items()}
+    again, other = model.with_state_dict(state)(IDS), model.with_state_dict(model.state_dict())(IDS)
+    np.testing.assert_array_equal(other, model(IDS))
+    assert (again != other).any()
 
 
 def test_what_a_file_recommends(tmp_path):
@@ -481,6 +535,14 @@ def test_a_tokenizer_of_bytes(tmp_path):
     assert with_tokenizer(path, **odd).text.encode(["the"]) == [[258, 257, 259]]
     qwen = with_tokenizer(path, **{"tokenizer.ggml.pre": "qwen2"})
     assert qwen.text.encode(["e\u0301"]) == qwen.text.encode(["\u00e9"])
+    first, *marks = (BYTES[i] for i in "q\u0301".encode())  # which nothing composes
+    tokens = {"tokenizer.ggml.tokens": [*BYTES, first + marks[0], "the", "<s>", "</s>"]}
+    tokens["tokenizer.ggml.merges"] = [f"{first} {marks[0]}"]
+    lengths = [
+        len(with_tokenizer(path, **tokens, **{"tokenizer.ggml.pre": pre}).text.encode(["q\u0301"])[0])
+        for pre in ("qwen2", "qwen35")  # a mark is no letter there, and one here
+    ]
+    assert lengths == [3, 2]
     assert with_tokenizer(path, **{"tokenizer.ggml.pre": "falcon3"}).text.encode(["the"]) == [[258, 257]]
     digits = with_tokenizer(path, **{"tokenizer.ggml.pre": "smollm"})
     assert len(digits.text.encode(["12"])[0]) == 2

@@ -11,6 +11,10 @@ _QWEN = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
     "linear_value_head_dim": 5, "rms_norm_eps": 1e-2,
 }  # fmt: skip
+_EXPERTS = {
+    "num_experts": 5, "num_experts_per_tok": 4, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,
+}  # fmt: skip
 CONFIGS = {
     "lfm2": {
         "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
@@ -27,11 +31,10 @@ CONFIGS = {
         "rms_norm_eps": 1e-3,
     },
     "qwen3_5_text": {**_QWEN},
-    "qwen3_next": {
-        **_QWEN, "num_experts": 5, "num_experts_per_tok": 4, "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 20, "linear_num_key_heads": 1,
-    },
+    "qwen3_next": {**_QWEN, **_EXPERTS, "linear_num_key_heads": 1},
+    "qwen3_5_moe_text": {**_QWEN, **_EXPERTS},
 }  # fmt: skip
+QWENS = "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"
 
 
 def shapes(kind, c):
@@ -119,7 +122,7 @@ def _qwen_shapes(kind, c):
             layer["linear_attn.out_proj"] = (h, values)
             found |= {f"model.layers.{i}.linear_attn.{name}": (heads,) for name in ("A_log", "dt_bias")}
         forwards = {"mlp.": inner}
-        if kind == "qwen3_next":
+        if "num_experts" in c:
             forwards = {f"mlp.experts.{i}.": c["moe_intermediate_size"] for i in range(c["num_experts"])}
             forwards["mlp.shared_expert."] = c["shared_expert_intermediate_size"]
             layer |= {"mlp.gate": (c["num_experts"], h), "mlp.shared_expert_gate": (1, h)}

@@ -107,7 +107,14 @@ CONFIGS = {
     **tiny_hybrid.CONFIGS,
 }  # fmt: skip
 OLMO = ("olmo2", "olmo3")  # norms after attention and feed-forward alone
-EXPERTS = ("gemma4-experts", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")  # decoders without gradients
+EXPERTS = (
+    "gemma4-experts",
+    "gpt_oss",
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+)  # decoders without gradients
 DECODERS = (
     "gpt2", "gemma2", "gemma3-causal", "gemma4_text", "granite", "granitemoehybrid", "lfm2", "llama",
     "ministral", "ministral3", "mistral", "phi3", "qwen2", "qwen3", "qwen3_5_text", "smollm3", *OLMO,
@@ -221,7 +228,7 @@ def tensors(kind, config, seed=0):
     drawn = {}
     for name, shape in shapes(kind, config).items():
         is_norm = name.endswith(".weight") and len(shape) == 1
-        if kind in tiny_gemma.CONFIGS or (kind in ("qwen3_5_text", "qwen3_next") and "linear" not in name):
+        if kind in tiny_gemma.CONFIGS or (kind in tiny_hybrid.QWENS and "linear" not in name):
             is_norm = False
         if kind in tiny_gemma4.CONFIGS:  # scores are not scaled
             is_norm = name.endswith(("layer_scalar", "scale")) or (

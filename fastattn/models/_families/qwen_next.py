@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fastattn.layers._delta_rules import DeltaMixer
 from fastattn.models import _gguf
 from fastattn.models._blocks import Blocks, Keys, projection
-from fastattn.models._families.hybrid import ATTENTION, convolved_tokens, linear, require_decoder
+from fastattn.models._families.hybrid import ATTENTION, convolved_tokens, require_decoder
 from fastattn.models._families.llama import LLAMA
 from fastattn.models._families.shared import frequencies, head_counts, read_decoder
 
@@ -49,6 +49,7 @@ class _Deltas(NamedTuple):
     eps: float
     together: frozenset[str]  # maps in which the rows of a key head and its values lie together
     of_file: bool
+    tiled: bool  # the first value head of every key head comes first, then the second of each
 
     @property
     def channels(self) -> int:
@@ -70,34 +71,50 @@ class _Deltas(NamedTuple):
         """The map in, the mixer, and the map out."""
         prefix = f"{prefix}linear_attn."
         rows = [(f"{prefix}in_proj_{name}.weight", begin, n) for name, begin, n in self._rows()]
-        shape = self.channels, 1, self.width
-        taps = source.vector(f"{prefix}conv1d.weight", shape=shape)
-        bias, norm = (source.vector(f"{prefix}{name}") for name in ("dt_bias", "norm.weight"))
-        rates = source.vector(f"{prefix}A_log", of_rates=self.of_file)
+        taps = source.vector_rows(
+            *self._channels(f"{prefix}conv1d.weight"), shape=(self.channels, 1, self.width)
+        )
+        bias = source.vector_rows(*self._values(f"{prefix}dt_bias"))
+        rates = source.vector_rows(*self._values(f"{prefix}A_log"), of_rates=self.of_file)
+        norm = source.vector(f"{prefix}norm.weight")
         mixer = DeltaMixer(taps, None, bias, rates, norm, self.key_heads, self.head_dim, self.eps)
         first = projection(source, source.pack_rows(*rows), None)
-        return first, mixer, linear(source, f"{prefix}out_proj")
+        tiles = (self.heads // self.key_heads, self.key_heads) if self.tiled else (1, 1)
+        second = source.pack([f"{prefix}out_proj.weight"], tiles=tiles)
+        return first, mixer, projection(source, second, None)
 
     def _rows(self) -> list[tuple[str, int, int]]:
         """Rows of the maps in: of all queries, keys and values, then of z, b and a."""
-        heads, groups = self.heads, self.key_heads
-        each = heads // groups
-        found = []
-        for name, widths, apart in (
-            (
-                "qkvz",
-                [self.head_dim] * 2 + [each * self.head_dim_v] * 2,
-                {"qkv": self.channels, "z": heads * self.head_dim_v},
-            ),
-            ("ba", [each] * 2, {"b": heads, "a": heads}),
-        ):
-            if name not in self.together:
-                found += [(one, 0, n) for one, n in apart.items()]
-                continue
-            begins = accumulate(widths, initial=0)
-            for begin, n in zip(begins, widths, strict=False):
-                found += [(name, group * sum(widths) + begin, n) for group in range(groups)]
-        return found
+        each, dim_v = self.heads // self.key_heads, self.head_dim_v
+        if "qkvz" in self.together:
+            rows = self._by_key_head("qkvz", [self.head_dim] * 2 + [each * dim_v] * 2)
+        else:
+            rows = self._channels("qkv") + self._values("z", dim_v)
+        if "ba" in self.together:
+            return rows + self._by_key_head("ba", [each] * 2)
+        return rows + self._values("b") + self._values("a")
+
+    def _by_key_head(self, name: str, widths: list[int]) -> list[tuple[str, int, int]]:
+        """Rows of a tensor that has these, one after another, for each key head."""
+        begins = accumulate(widths, initial=0)
+        return [
+            (name, group * sum(widths) + begin, n)
+            for begin, n in zip(begins, widths, strict=False)
+            for group in range(self.key_heads)
+        ]
+
+    def _channels(self, name: str) -> list[tuple[str, int, int]]:
+        """Rows of a tensor of what is convolved: queries and keys, and then values."""
+        keys = 2 * self.key_heads * self.head_dim
+        return [(name, 0, keys), *self._values(name, self.head_dim_v, keys)]
+
+    def _values(self, name: str, n: int = 1, begin: int = 0) -> list[tuple[str, int, int]]:
+        """Rows of the value heads in a tensor, `n` of each, from `begin` on."""
+        if not self.tiled:
+            return [(name, begin, self.heads * n)]
+        each = self.heads // self.key_heads
+        places = (i % each * self.key_heads + i // each for i in range(self.heads))
+        return [(name, begin + place * n, n) for place in places]
 
 
 def qwen_next(source: Source) -> Decoder:
@@ -130,6 +147,7 @@ def qwen_next(source: Source) -> Decoder:
         config.number("rms_norm_eps", 1e-6),
         frozenset((("ba",) if of_file else ("qkvz", "ba")) if is_next else ()),
         of_file,
+        of_file and not is_next and own != key_heads,
     )
     biased = config.get("attention_bias", bool, False)
     blocks = Blocks.of(
