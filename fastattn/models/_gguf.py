@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "gemma4": ("gemma4_text", False),
     "gpt-oss": ("gpt_oss", False),
     "granite": ("granite", True),
+    "granitehybrid": ("granitemoehybrid", True),
     "lfm2": ("lfm2", False),
     "llama": ("llama", True),
     "mistral3": ("ministral3", True),
@@ -101,6 +102,7 @@ _OTHER_NAMES = {
     "gemma3_text": _GEMMA_NAMES,
     "gemma4_text": _GEMMA4_NAMES,
     "gpt_oss": _GPT_OSS_NAMES,
+    "granitemoehybrid": {**_BLOCK_NAMES, **_gguf_hybrid.GRANITE_NAMES},
     "lfm2": _gguf_hybrid.LFM2_NAMES,
     "mixtral": _MIXTRAL_NAMES,
     **dict.fromkeys(("olmo2", "olmo3"), _OLMO_NAMES),
@@ -139,7 +141,7 @@ _OF_GRANITE = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
-_WITH_EXPERTS = ("gpt_oss", "llama", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text")
+_WITH_EXPERTS = ("gpt_oss", "granitemoehybrid", "llama", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text")
 # What files of experts may say otherwise, and what is supported: a softmax, and no expert for every token.
 _OF_EXPERTS = {
     "expert_shared_count": 0,
@@ -250,13 +252,15 @@ def config_of(path: Path, file: GgufFile) -> Config:
         said.refuse(**{f"{prefix}.{key}": value for key, value in _OF_EXPERTS.items()})
     if found := [key for key in _OF_OTHERS if f"{prefix}.{key}" in file.metadata]:
         raise ModelError(f"{path}: there is a '{prefix}.{found[0]}'; expected none in a {model_type}")
+    if model_type == "granite":  # heads are rotated where this is true
+        said.refuse(**{f"{prefix}.rope.scaling.finetuned": True})
     if model_type == "gpt_oss":  # layers in turn have a window
         said.refuse(**{f"{prefix}.attention.sliding_window_pattern": 2})
     if not said.get(f"{prefix}.attention.causal", bool, True):
         raise ModelError(f"{path}: '{prefix}.attention.causal' is False; expected True")
     values: dict[str, Any] = {"model_type": model_type}
     sizes = dict(SIZES)
-    if model_type == "granite":
+    if model_type in ("granite", "granitemoehybrid"):
         sizes |= _OF_GRANITE
     elif found := [key for key in _OF_GRANITE if f"{prefix}.{key}" in file.metadata]:
         raise ModelError(f"{path}: there is a '{prefix}.{found[0]}'; expected none in a {model_type}")

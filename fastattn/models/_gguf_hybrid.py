@@ -45,26 +45,63 @@ QWEN_NAMES = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
 }
+# As those of Llama, but for experts and mixers.
+GRANITE_NAMES = {
+    **{f"ffn_{part}": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_shexp": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
 # Vectors of a mixer, whose names do not end with ".weight" there, and the mixers by `model_type`.
-OF_MIXERS = {"ssm_a": "A_log", "ssm_dt.bias": "dt_bias"}
+OF_MIXERS = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
 OF_MIXER = re.compile(rf"blk\.(\d+)\.({'|'.join(map(re.escape, OF_MIXERS))})")
-MIXERS = dict.fromkeys(QWENS, "linear_attn")
+MIXERS = {"granitemoehybrid": "mamba", **dict.fromkeys(QWENS, "linear_attn")}
 
 
 def _of_lfm2(said: Config, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Values of LFM2 that a file says otherwise: layers without heads of keys are convolutions."""
+    """Values of LFM2 that a file says otherwise."""
+    return {
+        **_by_heads(said, prefix, values, "conv"),
+        "conv_L_cache": said.size(f"{prefix}.shortconv.l_cache"),
+        "norm_eps": values.get("rms_norm_eps"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _of_granite(said: Config, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Values of Granite's hybrids that a file says otherwise."""
+    said.refuse(**{f"{prefix}.ssm.dt_b_c_rms": False})
+    sizes = {
+        "conv_kernel": "mamba_d_conv",
+        "state_size": "mamba_d_state",
+        "group_count": "mamba_n_groups",
+        "time_step_rank": "mamba_n_heads",
+    }
+    shared = said.size(f"{prefix}.expert_shared_feed_forward_length", values.get("intermediate_size", 0))
+    rotated = said.get(f"{prefix}.rope.scaling.finetuned", bool, True)
+    return {
+        **_by_heads(said, prefix, values, "mamba"),
+        **{name: said.size(f"{prefix}.ssm.{key}") for key, name in sizes.items()},
+        "mamba_expand": said.divided(f"{prefix}.ssm.inner_size", f"{prefix}.embedding_length"),
+        "shared_intermediate_size": shared,
+        "num_local_experts": values.get("num_local_experts", 0),
+        "position_embedding_type": "rope" if rotated else "nope",
+    }
+
+
+def _by_heads(said: Config, prefix: str, values: dict[str, Any], other: str) -> dict[str, Any]:
+    """Heads of keys, and kinds of layers: those without heads are the `other` kind."""
     said.refuse(**{f"{prefix}.attention.sliding_window": 0})
     heads = values.get("num_key_value_heads")
     if not (isinstance(heads, list) and len({x for x in heads if x}) == 1):
         name = f"{prefix}.attention.head_count_kv"
         raise said.wrong(name, heads, "a number for each layer: 0, or the same for all others")
-    return {
-        "num_key_value_heads": max(heads),
-        "layer_types": ["full_attention" if x else "conv" for x in heads],
-        "conv_L_cache": said.size(f"{prefix}.shortconv.l_cache"),
-        "norm_eps": values.get("rms_norm_eps"),
-        "block_auto_adjust_ff_dim": False,
-    }
+    kinds = ["full_attention" if x else other for x in heads]
+    return {"num_key_value_heads": max(heads), "layer_types": kinds}
 
 
 def layers(said: Config, prefix: str) -> int:
@@ -101,6 +138,7 @@ def _of_qwen(said: Config, prefix: str, values: dict[str, Any]) -> dict[str, Any
 
 
 VALUES: dict[str, Callable[[Config, str, dict[str, Any]], dict[str, Any]]] = {
+    "granitemoehybrid": _of_granite,
     "lfm2": _of_lfm2,
     **dict.fromkeys(QWENS, _of_qwen),
 }

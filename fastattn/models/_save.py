@@ -34,7 +34,7 @@ _OF_FOLDERS = ("float32", "float16", "bfloat16")
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model", "artifact.metadata")  # files that say what a model is
 _LEFT = ("*.index.json",)
 # Models of which GGUF files have tensors that are not a folder's.
-_APART = "gemma", "gpt_oss", "lfm2", "qwen3_next", "qwen3_5"
+_APART = "gemma", "gpt_oss", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5"
 _MODULES, _INNER = "modules.json", ("additional_chat_templates",)  # folders in it are copied, too
 
 

@@ -255,6 +255,10 @@ def test_recurrent_layers(kind, stored, tmp_path):
         ("qwen3_next", {"ssm.group_count": 0}, "ssm.group_count' is 0; expected an integer of at least 1"),
         ("qwen3_next", {"rope.dimension_count": 65}, "rope.dimension_count' is 65; expected 64"),
         ("qwen3_next", {"expert_weights_norm": False}, "expert_weights_norm' is False; only True is"),
+        ("granitemoehybrid", {"attention.head_count_kv": [2, 1, 0]}, "expected a number for each layer: 0"),
+        ("granitemoehybrid", {"ssm.inner_size": 500}, "inner_size' is 500; expected a multiple of"),
+        ("granitemoehybrid", {"ssm.dt_b_c_rms": True}, "dt_b_c_rms' is True; only False is supported"),
+        ("granitemoehybrid", {"rope.dimension_count": 32}, "rope.dimension_count' is 32; expected 64"),
         ("qwen3_5_text", {"rope.dimension_sections": [6, 4, 4, 2]}, "three numbers of pairs, together 16"),
         (
             "qwen3_5_text",
@@ -268,6 +272,16 @@ def test_recurrent_layers_that_are_refused(kind, changes, message, tmp_path):
     said = {f"{architecture}.{key}": tiny_gguf.typed(value) for key, value in changes.items()}
     tiny_gguf.write(path, kind, "F32", **said)
     with pytest.raises(ModelError, match=message):
+        models.load(path)
+
+
+def test_heads_of_granite_that_are_not_rotated(tmp_path):
+    path, key = tmp_path / "model.gguf", "granite.rope.scaling.finetuned"
+    for value in (True, False):
+        tiny_gguf.write(path, "granite", "F32", **{key: tiny_gguf.typed(value)})
+        if value:
+            models.load(path)
+    with pytest.raises(ModelError, match=rf"'{key}' is False; only True is supported"):
         models.load(path)
 
 
@@ -333,6 +347,19 @@ def test_gradients_of_tiled_heads(tmp_path):
     again, other = model.with_state_dict(state)(IDS), model.with_state_dict(model.state_dict())(IDS)
     np.testing.assert_array_equal(other, model(IDS))
     assert (again != other).any()
+
+
+@pytest.mark.parametrize("stored", ["F32", "Q4_0"])
+@pytest.mark.parametrize("kind", ["rope", "nope"])
+def test_experts_beside_recurrent_layers(kind, stored, tmp_path, monkeypatch):
+    """Those of Granite, with an expert for every token, and with positions that are rotated or not."""
+    sizes = {"num_local_experts": 5, "num_experts_per_tok": 3, "position_embedding_type": kind}
+    monkeypatch.setitem(hybrid.SIZES, "granitemoehybrid", {**hybrid.SIZES["granitemoehybrid"], **sizes})
+    path, folder = tmp_path / "model.gguf", tmp_path / "model"
+    tensors, config = tiny_gguf.write(path, "granitemoehybrid", stored)
+    tiny.write(folder, "granitemoehybrid", tensors, **config)
+    got, expected = models.load(path, weights_dtype="float32"), models.load(folder)
+    np.testing.assert_allclose(got(IDS), expected(IDS), rtol=0, atol=1e-5 * np.abs(expected(IDS)).max())
 
 
 def test_what_a_file_recommends(tmp_path):

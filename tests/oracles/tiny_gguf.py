@@ -222,7 +222,7 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
     }  # fmt: skip
     for key, name in of_granite.items():
         if name in settings:
-            writer.add_float32(f"granite.{key}", settings[name])
+            writer.add_float32(f"{architecture}.{key}", settings[name])
     if kind == "ministral3":
         rope = settings["rope_parameters"]
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)

@@ -219,6 +219,10 @@ def _granite_shapes(kind, c):
         prefix = f"model.layers.{i}."
         layer = {"input_layernorm": (h,), "post_attention_layernorm": (h,)}
         layer |= {"shared_mlp.input_linear": (2 * inner, h), "shared_mlp.output_linear": (h, inner)}
+        if experts := c["num_local_experts"]:
+            layer["block_sparse_moe.router.layer"] = (experts, h)
+            layer["block_sparse_moe.input_linear"] = (experts, 2 * c["intermediate_size"], h)
+            layer["block_sparse_moe.output_linear"] = (experts, h, c["intermediate_size"])
         if own == "attention":
             layer |= {f"self_attn.{part}_proj": (h, h) for part in "qo"}
             layer |= {f"self_attn.{part}_proj": (kv, h) for part in "kv"}

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn.layers._state_space import Mamba2Mixer
+from fastattn.models import _gguf
 from fastattn.models._blocks import Blocks, Keys
 from fastattn.models._families.granite import multiplied
 from fastattn.models._families.hybrid import ATTENTION, convolved_tokens, linear, require_decoder
@@ -51,6 +52,7 @@ class _Mambas(NamedTuple):
     conv_biased: bool
     biased: bool  # both maps
     limits: tuple[float, float]
+    of_file: bool  # a GGUF file has rates, another axis of vectors, and none of a convolution
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
         """The shapes of a mixer's tensors."""
@@ -62,16 +64,21 @@ class _Mambas(NamedTuple):
         shapes |= {"conv1d.weight": (mixed, 1, self.width), "norm.weight": (inner,)}
         shapes |= {"conv1d.bias": (mixed,)} if self.conv_biased else {}
         shapes |= dict.fromkeys(("dt_bias", "A_log", "D"), (self.heads,))
+        if self.of_file:
+            norm = self.groups, inner // self.groups
+            shapes |= {"conv1d.weight": (mixed, self.width), "norm.weight": norm}
+            shapes |= dict.fromkeys(("A_log", "D"), (self.heads, 1))
         return {f"mamba.{name}": shape for name, shape in shapes.items()}
 
     def read(self, source: Source, prefix: str) -> tuple[Projection, Mixer, Projection]:
         """The map in, the mixer, and the map out."""
         prefix = f"{prefix}mamba."
-        taps, bias, rates, skip = (
-            source.vector(f"{prefix}{name}") for name in ("conv1d.weight", "dt_bias", "A_log", "D")
-        )
-        shape = self.groups, self.heads * self.head_dim // self.groups
-        norm = source.vector(f"{prefix}norm.weight", shape=shape)
+        inner = self.heads * self.head_dim
+        shape = inner + 2 * self.groups * self.states, 1, self.width
+        taps = source.vector(f"{prefix}conv1d.weight", shape=shape)
+        bias, skip = (source.vector(f"{prefix}{name}", shape=(self.heads,)) for name in ("dt_bias", "D"))
+        rates = source.vector(f"{prefix}A_log", shape=(self.heads,), of_rates=self.of_file)
+        norm = source.vector(f"{prefix}norm.weight", shape=(self.groups, inner // self.groups))
         own = source.vector(f"{prefix}conv1d.bias") if self.conv_biased else None
         sizes = self.groups, self.states, self.eps, self.limits
         mixer = Mamba2Mixer(taps, own, bias, rates, skip, norm, *sizes)
@@ -95,19 +102,25 @@ def granite_hybrid(source: Source) -> Decoder:
         if "num_local_experts" in config.values:
             source.depth("num_local_experts")
         forward |= {"experts": experts, "chosen": chosen}
-    all_names = _WITH_EXPERTS if experts else _NAMES
+    all_names, of_file = _WITH_EXPERTS if experts else _NAMES, _gguf.is_file(source.folder)
+    if of_file:  # it has the halves of gated pairs apart
+        inner, gate, outer = (
+            f"{'' if experts else 'shared_mlp.'}{name}_proj" for name in ("up", "gate", "down")
+        )
+        block = all_names.block._replace(inner=inner, gate=gate, outer=outer)
+        all_names = all_names._replace(block=block)
     heads, heads_kv = head_counts(config)
     layers = source.depth("num_hidden_layers")
     name = "layers_block_type" if "layers_block_type" in config.values else "layer_types"
     kinds = config.words(name, (ATTENTION, "attention", "linear_attention", "mamba"), layers)
     own, hidden = config.size("mamba_n_heads", 128), config.size("hidden_size")
-    inner = config.size("mamba_expand", 2) * hidden
-    head_dim = inner // own
+    features = config.size("mamba_expand", 2) * hidden
+    head_dim = features // own
     if config.values.get("mamba_d_head", "auto") != "auto":
         head_dim = config.size("mamba_d_head")
     groups = config.size("mamba_n_groups", 1)
-    if head_dim * own != inner:
-        raise config.wrong("mamba_n_heads", own, f"as many as make {inner} features, of {head_dim} each")
+    if head_dim * own != features:
+        raise config.wrong("mamba_n_heads", own, f"as many as make {features} features, of {head_dim} each")
     if own % groups:
         raise config.wrong("mamba_n_heads", own, f"a multiple of 'mamba_n_groups', {groups}")
     mambas = _Mambas(
@@ -120,6 +133,7 @@ def granite_hybrid(source: Source) -> Decoder:
         config.get("mamba_conv_bias", bool, True),
         config.get("mamba_proj_bias", bool, False),
         _limits(config),
+        of_file,
     )
     names = all_names.block
     biased = config.get("attention_bias", bool, False)
