@@ -113,7 +113,7 @@ def layers(said: Config, prefix: str) -> int:
 
 
 def _of_qwen(said: Config, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Values of Qwens that a file says otherwise: of Mamba, it has names for sizes like theirs."""
+    """Values of Qwens that a file says otherwise: sizes have the names of Mamba's."""
     for key in ("attention.recurrent_layers", "attention.sliding_window"):
         said.refuse(**{f"{prefix}.{key}": None})
     sizes = {

@@ -229,7 +229,7 @@ def test_convolutions(stored, tmp_path):
 @pytest.mark.parametrize("stored", ["F32", "Q4_0", "Q6_K"])
 @pytest.mark.parametrize("kind", hybrid.ARCHITECTURES)
 def test_recurrent_layers(kind, stored, tmp_path):
-    """Their rates, the order of their rows, and norms that have 1 added."""
+    """Files have rates, another order of rows, and norms with 1 added."""
     path, folder = tmp_path / "model.gguf", tmp_path / "model"
     tensors, config = tiny_gguf.write(path, kind, stored)
     tiny.write(folder, kind, tensors, **config)
@@ -315,7 +315,7 @@ def test_heads_that_are_no_blocks(tmp_path, monkeypatch):
 
 
 def test_layers_that_guess_further_tokens(tmp_path):
-    """They are left out."""
+    """A file has them as further blocks, which are left out."""
     path = tmp_path / "model.gguf"
     tiny_gguf.write(path, "qwen3_5_text", "Q4_0")
     expected = models.load(path)(IDS)
@@ -328,7 +328,7 @@ def test_layers_that_guess_further_tokens(tmp_path):
 
 
 def test_gradients_of_tiled_heads(tmp_path):
-    """They are of the file's tensors: of rates, and of columns in the file's order."""
+    """Gradients are of the file's tensors: of rates, and of columns in the file's order."""
     path, folder = tmp_path / "model.gguf", tmp_path / "model"
     tensors, config = tiny_gguf.write(path, "qwen3_5_text", "F32")
     tiny.write(folder, "qwen3_5_text", tensors, **config)
@@ -352,7 +352,7 @@ def test_gradients_of_tiled_heads(tmp_path):
 @pytest.mark.parametrize("stored", ["F32", "Q4_0"])
 @pytest.mark.parametrize("kind", ["rope", "nope"])
 def test_experts_beside_recurrent_layers(kind, stored, tmp_path, monkeypatch):
-    """Those of Granite, with an expert for every token, and with positions that are rotated or not."""
+    """Experts of Granite, one of them for every token, with heads that are rotated or not."""
     sizes = {"num_local_experts": 5, "num_experts_per_tok": 3, "position_embedding_type": kind}
     monkeypatch.setitem(hybrid.SIZES, "granitemoehybrid", {**hybrid.SIZES["granitemoehybrid"], **sizes})
     path, folder = tmp_path / "model.gguf", tmp_path / "model"

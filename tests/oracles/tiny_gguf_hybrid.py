@@ -84,7 +84,7 @@ def write(writer, kind, c, name, x, stored, blocks):
 
 
 def write_experts(writer, name, x, stored, blocks):
-    """Write those of all experts of a layer of Granite, gate and up apart."""
+    """Write the tensors of all experts of a layer of Granite, gate and up apart."""
     raw, block = gguf.GGMLQuantizationType[stored], f"blk.{name.split('.')[2]}"
     data = x if stored == "F32" else blocks(x.shape[0] * x.shape[1], x.shape[2]).reshape(*x.shape[:2], -1)
     parts = ("gate", "up") if "input_linear" in name else ("down",)

@@ -52,7 +52,7 @@ class _Mambas(NamedTuple):
     conv_biased: bool
     biased: bool  # both maps
     limits: tuple[float, float]
-    of_file: bool  # a GGUF file has rates, another axis of vectors, and none of a convolution
+    of_file: bool  # a GGUF file has -exp(A_log), an axis more of A_log, D and norms, one less of convolutions
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
         """The shapes of a mixer's tensors."""

@@ -39,7 +39,10 @@ _WITH_EXPERTS = _QWEN._replace(
 
 
 class _Deltas(NamedTuple):
-    """Gated DeltaNets of Qwen; see `Mixing`. A GGUF file has rates, and flat convolutions."""
+    """Gated DeltaNets of Qwen; see `Mixing`.
+
+    A GGUF file has ``-exp(A_log)`` as A_log, and convolutions of two axes.
+    """
 
     heads: int
     key_heads: int
