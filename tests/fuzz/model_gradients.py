@@ -162,7 +162,10 @@ def sizes(d, kind):
     if "num_key_value_heads" in config:
         changes["num_key_value_heads"] = heads // groups
     if "head_dim" in config:
-        changes |= {"head_dim": d.choose(2, 4, 8), "hidden_size": d.size(1, 20)}
+        dims = (8, 16) if "partial_rotary_factor" in str(config) else (2, 4, 8)  # at least a pair is rotated
+        changes |= {"head_dim": d.choose(*dims), "hidden_size": d.size(1, 20)}
+    if "mamba_n_heads" in config:  # whose features are a multiple of these
+        del changes["hidden_size"]
     if "sliding_window" in config:
         changes["sliding_window"] = d.size(1, 6)
     if "rope_theta" in config:
