@@ -113,8 +113,6 @@ def opened(file: str, stack: ExitStack) -> TensorFile:
         raise ValueError(f"(): {file} is a folder; expected a safetensors file")
     if not os.path.exists(file):
         raise FileNotFoundError(f"(): {file} is missing; expected a safetensors file{or_read}")
-    if reader:
-        raise ValueError(f"(): {file} is not a safetensors file; expected one{or_read}")
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -126,6 +124,8 @@ def opened(file: str, stack: ExitStack) -> TensorFile:
         with safe_open(file, framework="numpy"):
             pass
     except SafetensorError as error:
+        if reader:  # by its name it is another kind
+            raise ValueError(f"(): {file} is not a safetensors file; expected one{or_read}") from None
         raise ValueError(f"(): {file} is not a sound safetensors file: {error}") from error
     return stack.enter_context(TensorFile(file, lambda message: ValueError(f"(): {message}")))
 
