@@ -261,7 +261,10 @@ def _conversation(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is no JSON: {error}; expected what /save wrote") from None
     if not is_conversation(messages):
         raise ValueError(f"{path} holds {short(messages)}; expected a list of messages, as /save writes it")
-    return checked(messages)
+    try:
+        return checked(messages)
+    except ValueError as error:
+        raise ValueError(f"{path}: {str(error).removeprefix('(): ids has ')}") from None
 
 
 def _line(prompt: str) -> str | None:

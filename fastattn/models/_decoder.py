@@ -238,6 +238,9 @@ class Decoder(Stepping):
     def _conversation(self, messages: Messages, values: dict[str, Any]) -> tuple[list[int], str, str]:
         """The ids of a conversation, its text, and the chat template that wrote it."""
         said, template = conversation(self.text.folder, checked(messages), values)
+        if values.get("tools") and "tools" not in template:
+            came = f"tools are given, and the chat template of {self.text.folder} writes none"
+            raise ValueError(f"(): {came}; expected None, and what the model is to know of them in a message")
         (encoding,) = self.text.encodings([said], special=False)
         return encoding.ids, said, template
 

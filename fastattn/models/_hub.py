@@ -39,7 +39,7 @@ def place_of(
     path = Path(model)
     if gguf_file is not None and not gguf_file.endswith(_gguf.SUFFIX):
         raise ValueError(f"(): gguf_file is {gguf_file!r}; expected a name that ends with {_gguf.SUFFIX}")
-    if not isinstance(model, str) or not _NAME.fullmatch(model) or os.path.isdir(model):
+    if not isinstance(model, str) or not _NAME.fullmatch(model) or os.path.exists(model):
         if revision is not None:
             raise ValueError(f"(): revision is given for the path {path}; expected it with organisation/name")
         return path if gguf_file is None else path / gguf_file

@@ -45,13 +45,13 @@ def nearest(
     ----------
     queries : array_like, (queries, features) or (features,)
     corpus : array_like, (vectors, features)
-        In float32, float64, float16, bfloat16 or int8, whose integers are the numbers; a memory map is read
-        once, piece by piece.
+        In float32, float64, float16, bfloat16 or int8, whose integers are the numbers (not bits that are
+        packed); a memory map is read piece by piece.
     top_k : int, default 10
         How many of each query; all, if the corpus has fewer.
     similarity : {"cosine", "dot"}, default "cosine"
-        The cosine, or the product. Of vectors of length 1 they are the same: "dot" reads such a corpus once,
-        "cosine" twice, to know that.
+        The cosine, or the product. Of vectors of length 1 they are the same, and "dot" is faster: "cosine"
+        looks at all lengths first, and copies those pieces of a corpus that have others.
     num_threads : int, optional
         As in `fastattn.attention`.
 
@@ -68,7 +68,8 @@ def nearest(
     Notes
     -----
     ``2 * queries * vectors * features`` FLOP. Scores of all are never in memory: 65,536 vectors are looked at
-    at a time, by `fastattn.functional.select_keys`. Products are of float32, whatever the corpus is in.
+    at a time, by `fastattn.functional.select_keys`. Products are of float32, whatever the corpus is in. A
+    vector with NaN takes a place among the nearest, and its score is NaN.
     """
     x = real_array("corpus", corpus)
     if x.dtype != np.int8 and not is_float(x.dtype):

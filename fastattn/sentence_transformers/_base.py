@@ -190,7 +190,11 @@ class Base:
 
     def to(self, device: Any) -> Any:
         """Return the model, which stays on the CPU; another device is refused."""
-        on_cpu(device)
+        try:
+            on_cpu(device)
+        except ValueError as error:
+            put_name("to", error)
+            raise
         return self
 
     def eval(self) -> Any:

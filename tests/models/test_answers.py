@@ -253,3 +253,14 @@ def test_reasoning_goes_by_the_name_that_the_template_has(folder, tmp_path):
     answer = {"role": "assistant", "content": "so", "reasoning_content": "why"}
     (expected,) = model.text.encode(["Hisonullwhy"])
     assert model.conversation_ids([*MESSAGES, answer], {"tools": None}) == expected
+
+
+def test_tools_need_a_template_that_writes_them(folder, tmp_path):
+    model, _ = told(folder, tmp_path, "")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    for call in (model.conversation_ids, model.generate):
+        with pytest.raises(ValueError, match=r"tools are given, and the chat template of .* writes none"):
+            call(MESSAGES, tools=[TOOL])
+    assert model.conversation_ids(MESSAGES, tools=[]) == model.conversation_ids(MESSAGES)
