@@ -45,6 +45,7 @@ class FastattnEmbeddingFunction(EmbeddingFunction[Documents]):  # type: ignore[m
 
     Examples
     --------
+    >>> import chromadb
     >>> from fastattn.chroma import FastattnEmbeddingFunction
     >>> function = FastattnEmbeddingFunction("sentence-transformers/all-MiniLM-L6-v2")
     >>> collection = chromadb.Client().create_collection("texts", embedding_function=function)
