@@ -12,7 +12,7 @@ import numpy as np
 
 from fastattn._args.errors import named
 from fastattn.models import communities, like_pairs, nearest, quantize_embeddings
-from fastattn.models._vectors import unit
+from fastattn.models._vectors import similarities, unit
 from fastattn.sentence_transformers._tensors import arrays_of, torch_of
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ def __dir__() -> list[str]:
 
 def cos_sim(a: Any, b: Any) -> Any:
     """Cosine of each vector with each, (n, m)."""
-    return _products(a, b, unit)
+    return _compared("cosine", a, b)
 
 
 def dot_score(a: Any, b: Any) -> Any:
     """Product of each vector with each, (n, m)."""
-    return _products(a, b, lambda x: x)
+    return _compared("dot", a, b)
 
 
 def normalize_embeddings(embeddings: Any) -> Any:
@@ -140,10 +140,9 @@ def _kind(score_function: Any) -> str:
     return "dot" if name == "dot_score" else "cosine"
 
 
-def _products(a: Any, b: Any, made: Callable[..., Any]) -> Any:
+def _compared(kind: str, a: Any, b: Any) -> Any:
     (x, of_torch), (y, too) = arrays_of(a), arrays_of(b)
-    left, right = (made(np.atleast_2d(np.asarray(each, np.float32))) for each in (x, y))
-    return _returned(left @ right.T, of_torch or too)
+    return _returned(similarities(kind, x, y, pairwise=False), of_torch or too)
 
 
 def _returned(x: Any, of_torch: bool) -> Any:

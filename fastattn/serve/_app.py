@@ -117,10 +117,7 @@ def app_of(service: Service) -> FastAPI:
             came = f"there is no model {body.model[:80]!r}"
             raise Refused("unknown", f"{came}; expected {service.name!r}, or what --name says", "model")
         features = width(body.dimensions, encoder("/v1/embeddings"))
-        found = await _unless_gone(request, service.rows(body.input, service.prompt, None, "input"))
-        if found is None:
-            return _gone()
-        rows, tokens = found
+        rows, tokens = await _unless_gone(request, service.rows(body.input, service.prompt, None, "input"))
 
         def answer() -> dict[str, Any]:
             vectors = np.ascontiguousarray(_cut(unit(rows), features), "<f4")
@@ -140,10 +137,8 @@ def app_of(service: Service) -> FastAPI:
         body = await _read(Embed, request)
         features = width(body.dimensions, encoder(request.url.path))
         prompt = service.prompt_of(body.prompt_name)
-        found = await _unless_gone(request, service.rows(body.inputs, prompt, body.truncate, "inputs"))
-        if found is None:
-            return _gone()
-        vectors = found[0][:, :features]
+        rows, _ = await _unless_gone(request, service.rows(body.inputs, prompt, body.truncate, "inputs"))
+        vectors = rows[:, :features]
         return await _written(lambda: (unit(vectors) if body.normalize else vectors).tolist(), vectors.size)
 
     @app.post("/rerank")
@@ -155,10 +150,8 @@ def app_of(service: Service) -> FastAPI:
                 "unknown", f"/rerank: the model has {labels} labels; expected one, or POST /predict"
             )
         pairs: list[Item] = [(body.query, text) for text in body.texts]
-        found = await _unless_gone(request, service.rows(pairs, service.prompt, body.truncate, "texts"))
-        if found is None:
-            return _gone()
-        scores = _probabilities(found[0], body.raw_scores)[:, 0].tolist()
+        rows, _ = await _unless_gone(request, service.rows(pairs, service.prompt, body.truncate, "texts"))
+        scores = _probabilities(rows, body.raw_scores)[:, 0].tolist()
         order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         texts = [{"text": body.texts[i]} if body.return_text else {} for i in order]
         ranked = zip(order, texts, strict=True)
@@ -169,11 +162,9 @@ def app_of(service: Service) -> FastAPI:
         body = await _read(Predict, request)
         labels = cross_encoder("/predict").labels
         one, pairs = body.inputs
-        found = await _unless_gone(request, service.rows(pairs, service.prompt, body.truncate, "inputs"))
-        if found is None:
-            return _gone()
+        rows, _ = await _unless_gone(request, service.rows(pairs, service.prompt, body.truncate, "inputs"))
         answers = []
-        for scores in _probabilities(found[0], body.raw_scores).tolist():
+        for scores in _probabilities(rows, body.raw_scores).tolist():
             scored = sorted(zip(scores, labels, strict=True), key=lambda each: each[0], reverse=True)
             answers.append([{"score": score, "label": label} for score, label in scored])
         return _json(answers[0] if one else answers)
@@ -228,6 +219,10 @@ def app_of(service: Service) -> FastAPI:
     async def refused(request: Request, error: Refused) -> Response:
         return _error(request.url.path, error)
 
+    @app.exception_handler(_Gone)
+    async def nobody(request: Request, error: _Gone) -> Response:
+        return Response(status_code=499)  # as proxies log it: there is nobody to read it
+
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
         return _error(request.url.path, Refused("invalid", str(error.detail)), error.status_code)
@@ -274,10 +269,6 @@ def _json(content: Any) -> Response:
     return Response(json.dumps(content, separators=(",", ":")), media_type="application/json")
 
 
-def _gone() -> Response:
-    return Response(status_code=499)  # as proxies log it: there is nobody to read it
-
-
 def _error(path: str, error: Refused, status: int | None = None) -> Response:
     """An error in the shape of those whose address it is."""
     message = f"{error.name}: {error}" if error.name else str(error)
@@ -292,8 +283,12 @@ def _error(path: str, error: Refused, status: int | None = None) -> Response:
     return Response(json.dumps(content), status, headers, media_type="application/json")
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of the coroutine `work`; None, and `work` is cancelled, once the client has gone."""
+class _Gone(Exception):
+    """The client waits no longer."""
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of the coroutine `work`; `_Gone`, and `work` is cancelled, once the client has gone."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -302,7 +297,9 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | No
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        if not task.done():
+            raise _Gone
+        return task.result()
     finally:
         task.cancel()
         watch.cancel()

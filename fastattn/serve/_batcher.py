@@ -84,8 +84,9 @@ class Batcher:
                         job.taken += 1
                     if begin < job.taken:
                         batch.append((job, job.items[begin : job.taken]))
-                    if job.taken < len(job.items):  # others come before the rest of it
-                        self._jobs.rotate(-1)
+                    if job.taken < len(job.items):
+                        if begin < job.taken:  # others come before the rest of it
+                            self._jobs.rotate(-1)
                         break
                 self._jobs.popleft()
         return batch

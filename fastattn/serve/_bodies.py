@@ -13,7 +13,7 @@ from fastattn.serve._service import MOST_ITEMS
 class Body(BaseModel):
     """The base of all: no field is taken with which nothing would be done."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -103,11 +103,6 @@ class Rerank(Cut):
     texts: Any
     raw_scores: bool = False
     return_text: bool = False
-
-    @field_validator("query")
-    @classmethod
-    def whole(cls, value: str) -> str:
-        return _text(value, "it")
 
     @field_validator("texts")
     @classmethod
