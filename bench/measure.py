@@ -33,7 +33,7 @@ from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._engine import dispatch, settings
 from fastattn._engine.core import _core
 from fastattn._engine.experts import Experts, ExpertsStep
-from fastattn._engine.program import Sequences
+from fastattn._engine.steps import Sequences
 from fastattn._engine.tape import PLAIN
 from fastattn.cache import KVCache
 from fastattn.functional import mamba2_scan, selective_scan

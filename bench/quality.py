@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from fastattn import models
-from fastattn._engine.program import Sequences
+from fastattn._engine.steps import Sequences
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Measured variants: (dtype, weights_dtype, activations). The first is what the others are compared with.

@@ -19,7 +19,7 @@ import numpy as np
 
 from bench.quality import gguf_file, text
 from fastattn import models
-from fastattn._engine.program import Sequences
+from fastattn._engine.steps import Sequences
 from fastattn.cache import KVCache
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)

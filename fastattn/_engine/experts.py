@@ -10,11 +10,11 @@ import numpy as np
 from fastattn._args.packed import LinearArgs
 from fastattn._args.types import Activation, Array, Rounding, lane_dtype
 from fastattn._engine import dispatch, settings
-from fastattn._engine.program import Step
+from fastattn._engine.steps import Step
 
 if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
-    from fastattn._engine.program import Sequences, Values
+    from fastattn._engine.steps import Sequences, Values
     from fastattn._engine.tape import Plain
 
 # Rows of experts that are computed at a time: each has a copy of its input and two results.

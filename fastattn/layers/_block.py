@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn._args.types import Activation, Array, Rounding
 from fastattn._engine.experts import Experts, ExpertsStep
-from fastattn._engine.program import (
+from fastattn._engine.program import Program, build
+from fastattn._engine.steps import (
     INPUTS,
     OUT,
     AddStep,
@@ -17,16 +18,14 @@ from fastattn._engine.program import (
     GateStep,
     LinearStep,
     NormStep,
-    Program,
     ScaleStep,
     X,
-    build,
 )
 from fastattn.layers._mixers import MixStep
 
 if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
-    from fastattn._engine.program import Step
+    from fastattn._engine.steps import Step
     from fastattn.layers._mixers import Mixer
 
     Window = tuple[int, int] | None

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastattn import grad, ops
 from fastattn._args.types import Activation, Array, Ints, Shape, lane_dtype
-from fastattn._engine.program import Step
+from fastattn._engine.steps import Step
 from fastattn.functional._differentiable import Steps, differentiable
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from fastattn._engine.program import Sequences, Values
+    from fastattn._engine.steps import Sequences, Values
     from fastattn._engine.tape import Plain
 
     Sizes = tuple[int, ...]  # batch and length of a call; or the tokens, of sequences end to end

@@ -17,7 +17,8 @@ from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._args.types import FLOAT32, Array, ArrayLike, Ints, Rounding, Unpack
 from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, short
 from fastattn._args.words import not_an_argument
-from fastattn._engine.program import OUT, Program, Sequences, X, build
+from fastattn._engine.program import Program, build
+from fastattn._engine.steps import OUT, Sequences, X
 from fastattn._engine.tape import PLAIN
 from fastattn.cache import Cached, DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _computation, _state

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._engine.program import OUT, X
+from fastattn._engine.steps import OUT, X
 from fastattn._engine.tape import Plain
 from fastattn.models._parameters import required
 

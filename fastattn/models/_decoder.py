@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.values import as_array, integer, integers, iterated, short
-from fastattn._engine.program import Sequences
+from fastattn._engine.steps import Sequences
 from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _gguf, _model, _session
 from fastattn.models._answers import Parts

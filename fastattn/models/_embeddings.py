@@ -11,7 +11,7 @@ import numpy as np
 from fastattn import grad, ops
 from fastattn._args import key_ranges
 from fastattn._args.types import lane_dtype
-from fastattn._engine.program import Sequences
+from fastattn._engine.steps import Sequences
 from fastattn.positions import RopeFrequencies, rope_tables, t5_buckets
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from fastattn._args.attention import dropout_of
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, flag, integers
-from fastattn._engine.program import Program, Sequences
+from fastattn._engine.program import Program
+from fastattn._engine.steps import Sequences
 from fastattn._engine.tape import Drops, Tape
 from fastattn._engine.values import Value
 from fastattn.cache import KVCache

@@ -11,7 +11,7 @@ import numpy as np
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named
 from fastattn._args.values import integer
-from fastattn._engine.program import Sequences
+from fastattn._engine.steps import Sequences
 from fastattn.models import _session
 from fastattn.models._embeddings import of_length
 from fastattn.models._generation import Step

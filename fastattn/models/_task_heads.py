@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn import ops
 from fastattn._args.values import short
-from fastattn._engine.program import NormStep
+from fastattn._engine.steps import NormStep
 from fastattn.models._blocks import ACTIVATIONS as OURS
 from fastattn.models._chat import ChatTemplate
 from fastattn.models._classify import CrossEncoder, TokenClassifier

@@ -15,7 +15,8 @@ import fastattn
 from fastattn import functional, ops
 from fastattn._args.deformable import deformable_args, deformable_grad_args
 from fastattn._engine import dispatch
-from fastattn._engine.program import OUT, LinearStep, Sequences, X, build
+from fastattn._engine.program import build
+from fastattn._engine.steps import OUT, LinearStep, Sequences, X
 
 
 def repeated(*shape, dtype=np.float32):

@@ -10,7 +10,8 @@ from fastattn import ops
 from fastattn._args.packed import LinearArgs, PackArgs, RowBlock
 from fastattn._args.types import ACTIVATIONS, RopeArgs, RowsArgs, plain_args
 from fastattn._engine import settings
-from fastattn._engine.program import (
+from fastattn._engine.program import build
+from fastattn._engine.steps import (
     INPUTS,
     OUT,
     AddStep,
@@ -21,7 +22,6 @@ from fastattn._engine.program import (
     ScaleStep,
     Sequences,
     X,
-    build,
 )
 from fastattn._formats import FORMATS
 from fastattn._reference import ops as twins

@@ -6,7 +6,8 @@ from implementations import COMPILED, each_isa, forced
 
 from fastattn import ops
 from fastattn._args import key_ranges
-from fastattn._engine.program import OUT, AttendStep, LinearStep, Sequences, X, build
+from fastattn._engine.program import build
+from fastattn._engine.steps import OUT, AttendStep, LinearStep, Sequences, X
 from fastattn.cache import KVCache
 from fastattn.positions import rope_frequencies, rope_tables
 

@@ -10,7 +10,7 @@ from implementations import COMPILED, each_isa, forced
 from tiny_models import DECODERS, EXPERTS, VOCAB
 
 from fastattn import models
-from fastattn._engine.program import GateStep
+from fastattn._engine.steps import GateStep
 from fastattn.layers._mixers import MixStep
 from fastattn.layers._sampling import Sampler
 from fastattn.models import _decoder as decoder

@@ -1,5 +1,5 @@
 # Operations one after another over the same rows, in one call: a part of _core.pyx, which includes it.
-# `fastattn._engine.program` describes the steps. A new kind is a class here and its line in _STEPS.
+# `fastattn._engine.steps` describes them. A new kind is a class here and its line in _STEPS.
 
 cdef enum:
     MAX_BUFFERS = 24  # x, out, inputs and the places in memory
@@ -20,7 +20,7 @@ cdef struct Held:
     fa_array k_scale, v_scale, new_k_scale, new_v_scale  # of a cache in int8
     int64_t heads, head_dim, len_k
 
-# What the steps of one call share: its buffers, and what a `fastattn._engine.program.Sequences` says of their rows.
+# What the steps of one call share: its buffers, and what a `fastattn._engine.steps.Sequences` says of their rows.
 cdef struct Call:
     Buffer buffers[MAX_BUFFERS]
     fa_dtype dtype

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._engine.program import AttendStep, Step
+from fastattn._engine.steps import AttendStep, Step
 from fastattn.functional import disentangled_attention
 from fastattn.models._blocks import Blocks
 from fastattn.models._families.bert import BERT
@@ -24,7 +24,7 @@ from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Shape
-    from fastattn._engine.program import Sequences, Values
+    from fastattn._engine.steps import Sequences, Values
     from fastattn._engine.tape import Plain
     from fastattn.models._encoder import Encoder
     from fastattn.models._files import Config

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._engine.experts import Experts
-from fastattn._engine.program import INPUTS, AddStep, LinearStep, NormStep, X
+from fastattn._engine.steps import INPUTS, AddStep, LinearStep, NormStep, X
 from fastattn.layers._block import BesideExperts, LayerInput, Norm
 from fastattn.models import _gguf
 from fastattn.models._blocks import Blocks

@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastattn._engine.program import OUT, LinearStep, NormStep, X, build
+from fastattn._engine.program import build
+from fastattn._engine.steps import OUT, LinearStep, NormStep, X
 from fastattn.layers._block import held_heads, model_program
 from fastattn.models._decoder import Decoder
 from fastattn.models._embeddings import Embeddings, SequenceRules
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
-    from fastattn._engine.program import Step
+    from fastattn._engine.steps import Step
     from fastattn.layers._block import Window
     from fastattn.models._blocks import BlockNames, Blocks
     from fastattn.models._embeddings import BucketBiases, Frequencies
