@@ -9,6 +9,7 @@ from bench import (
     normalisers,
     optimize,
     recurrent,
+    search,
     training,
     variants,
 )
@@ -18,6 +19,7 @@ SUITES = {
     "layers": layers.SUITE,
     "models": models.SUITE,
     "embeddings": embeddings.SUITE,
+    "search": search.SUITE,
     "recurrent": recurrent.SUITE,
     "hybrids": hybrids.SUITE,
     "normalisers": normalisers.SUITE,

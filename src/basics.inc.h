@@ -1,6 +1,7 @@
 /* Small things that every file uses: integers, elements of strided arrays, scratch memory, when to give up.
  *
- * Exports   smaller, larger, round_up, ceil_div; load_int, at; WITH_LITERAL, WITH_DTYPE; arena, cut, CUT, CUT_LANES; given_up. */
+ * Exports   smaller, larger, round_up, ceil_div; load_int, at; WITH_LITERAL, WITH_DTYPE,
+ *           WITH_FLAG; arena, cut, CUT, CUT_LANES; given_up. */
 #pragma once
 #include "fastattn.h"
 #include "simd.h"
@@ -35,6 +36,13 @@ INLINE char *at(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j)
         if (LANE_BITS == 32 && (dtype) == FA_F16) WITH_LITERAL(name, FA_F16, __VA_ARGS__)                              \
         else if (LANE_BITS == 32 && (dtype) == FA_BF16) WITH_LITERAL(name, FA_BF16, __VA_ARGS__)                       \
         else WITH_LITERAL(name, LANE_DTYPE, __VA_ARGS__)                                                               \
+    } while (0)
+
+/* WITH_FLAG(flag, name, call): the call, in which `name` is whether `flag`, as a literal. */
+#define WITH_FLAG(flag, name, ...)                                                                                     \
+    do {                                                                                                               \
+        if (flag) WITH_LITERAL(name, 1, __VA_ARGS__)                                                                   \
+        else WITH_LITERAL(name, 0, __VA_ARGS__)                                                                        \
     } while (0)
 
 /* Memory that is cut into arrays, each at a cache line. From NULL nothing is cut, but `used` is counted all the same:

@@ -483,6 +483,31 @@ typedef struct {
     double flops;
 } fa_selection_plan;
 
+typedef enum { FA_LANES, FA_WHOLE, FA_BITS } fa_nearest_kind; /* what rows hold: nearest.inc.h */
+
+/* The rows of k nearest to each query. Elements of a row are side by side; q_dtype and k_dtype are lanes or what is widened
+ * to them, and of FA_WHOLE and FA_BITS bytes. */
+typedef struct {
+    const char *q, *k; /* (len_q, depth), (len_k, depth) */
+    int64_t q_row, k_row, len_q, len_k, depth;
+    fa_dtype q_dtype, k_dtype;
+    fa_nearest_kind kind;
+    int by_length;     /* scores are divided by the length of k's row */
+    int64_t top_k;     /* at most len_k */
+    int64_t run, kept; /* rows of a run; the best of it that are kept: top_k, or all */
+    void *run_scores;  /* (len_q, runs, kept), lanes; their rows likewise */
+    int64_t *run_rows;
+    void *scores; /* (len_q, top_k), lanes; in ascending order of `rows` */
+    int64_t *rows;
+    const fa_watch *watch;
+} fa_nearest_args;
+
+/* n_tasks of run(); then finish(), a task for each query. */
+typedef struct {
+    int64_t queries, runs, n_tasks, scratch_bytes;
+    double flops;
+} fa_nearest_plan;
+
 /* The gradients of an attention call, of which `attention` has the results: out and lse. What is not given is not asked
  * for. dq, dk and dv are of lanes or of their input's dtype, and written; the others are added to. */
 typedef struct {
@@ -582,6 +607,9 @@ typedef struct {
     void (*selection_plan)(const fa_selection_args *, int threads, fa_selection_plan *);
     void (*selection_score)(const fa_selection_args *, const fa_selection_plan *, int64_t task, void *scratch);
     void (*selection_run)(const fa_selection_args *, const fa_selection_plan *, int64_t task, void *scratch);
+    void (*nearest_plan)(const fa_nearest_args *, fa_nearest_plan *);
+    void (*nearest_run)(const fa_nearest_args *, const fa_nearest_plan *, int64_t task, void *scratch);
+    void (*nearest_finish)(const fa_nearest_args *, const fa_nearest_plan *, int64_t query, void *scratch);
     void (*backward_plan)(const fa_backward_args *, int threads, fa_backward_plan *);
     void (*backward_sums)(const fa_backward_args *, const fa_backward_plan *, int64_t task, void *shared,
                           void *scratch);

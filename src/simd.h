@@ -10,7 +10,7 @@
  *   v_max(bound, x)         x where x is NaN, as v_min            v_select(mask, a, b)  a where mask, else b
  *   v_any(mask)             some lane set            v_transpose(r)       LANES registers, in place
  *   v_recip(x)              1 / x within a unit in the last place, x neither tiny nor huge          v_sqrt(x)
- *   v_sum v_max_lanes       over the lanes           v_sum_each(r)        of LANES registers, one a lane
+ *   v_sum v_max_lanes       over the lanes           v_sum_each(r)        of LANES registers, one a lane; v_sum_each_i
  *   v_max_i                 of integers              v_max_each            the largest of the lanes, as v_sum_each
  *   v_pack_lanes(p, mask, x)  lanes of integers that mask has, side by side; a vector is written. Their number
  *   v_mul_wide(a, b)        products of the lower halves of 64-bit lanes: whole
@@ -286,14 +286,17 @@ INLINE void v_transpose(v_t r[LANES])
 }
 
 /* Lane i of the result is the sum of the lanes of r[i]. Destroys r. */
-INLINE v_t v_sum_each(v_t r[LANES])
-{
-    UNROLL_FOR(int n = LANES / 2; n; n /= 2) {
-        UNROLL_FOR(int i = 0; i < LANES / 2; i++)
-            if (i < n) r[i] = V_ZIP_LOW(r[i], r[i + n]) + V_ZIP_HIGH(r[i], r[i + n]);
+#define V_SUM_EACH(name, type)                                                                                         \
+    INLINE type name(type r[LANES])                                                                                    \
+    {                                                                                                                  \
+        UNROLL_FOR(int n = LANES / 2; n; n /= 2) {                                                                     \
+            UNROLL_FOR(int i = 0; i < LANES / 2; i++)                                                                  \
+                if (i < n) r[i] = V_ZIP_LOW(r[i], r[i + n]) + V_ZIP_HIGH(r[i], r[i + n]);                              \
+        }                                                                                                              \
+        return r[0];                                                                                                   \
     }
-    return r[0];
-}
+V_SUM_EACH(v_sum_each, v_t)
+V_SUM_EACH(v_sum_each_i, vi_t)
 
 INLINE lane v_sum(v_t a)
 {

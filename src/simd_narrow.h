@@ -11,6 +11,8 @@
  *                           b: some instructions take a as unsigned
  *   v_dot_u4(a, b, c)       c + the products of four integers from 0 to 15 in each lane of a and signed bytes of b; c is
  *                           0 at first, and after at most 8 such products v_sums_u4(c) is their sum
+ *   v_pairs_i8(p)           2 LANES signed bytes as pairs of 16 bits
+ *   v_dot_i16(a, b, c)      c + the products of two signed integers of 16 bits in each lane of a and b
  *   v_square_i8(a, b, c)    c + the products of rows a0, a1 with b0, b1, eight signed bytes each: lanes a0 b0, a0 b1,
  *                           a1 b0, a1 b1; only if V_I8_SQUARES, as the two that follow
  *   v_halves(i, a, b)       the lower (0) or upper (1) halves of a and b
@@ -164,6 +166,43 @@ INLINE vi_t v_sums_u4(vi_t c)
 #endif
 }
 
+INLINE vi_t v_pairs_i8(const void *p)
+{
+#if defined V_AVX512
+    return (vi_t)_mm512_cvtepi8_epi16(_mm256_loadu_si256(p));
+#elif defined V_X86
+    return (vi_t)_mm256_cvtepi8_epi16(_mm_loadu_si128(p));
+#elif defined V_NEON
+    return vreinterpretq_s32_s16(vmovl_s8(vld1_s8(p)));
+#else
+    int8_t bytes[2 * LANES];
+    int16_t pairs[2 * LANES];
+    vi_t both;
+    memcpy(bytes, p, sizeof bytes);
+    for (int i = 0; i < 2 * LANES; i++) pairs[i] = bytes[i];
+    memcpy(&both, pairs, sizeof both);
+    return both;
+#endif
+}
+
+INLINE vi_t v_dot_i16(vi_t a, vi_t b, vi_t c)
+{
+#if defined __AVX512VNNI__
+    return (vi_t)_mm512_dpwssd_epi32((__m512i)c, (__m512i)a, (__m512i)b);
+#elif defined V_AVX512
+    return c + (vi_t)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined __AVXVNNI__
+    return (vi_t)_mm256_dpwssd_avx_epi32((__m256i)c, (__m256i)a, (__m256i)b);
+#elif defined V_X86
+    return c + (vi_t)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined V_NEON
+    const int16x8_t x = vreinterpretq_s16_s32(a), y = vreinterpretq_s16_s32(b);
+    return vaddq_s32(c, vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y)));
+#else
+    return c + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
 #if V_I8_SQUARES
 INLINE vi_t v_square_i8(vi_t a, vi_t b, vi_t c)
 {
@@ -304,6 +343,8 @@ INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c) { return v_fma(a, b, c); }
 INLINE v_t v_pack_bf16(v_t low, v_t high) { return low + high; }
 INLINE v_t v_pair_bf16(const void *p, const void *q) { return v_load(p) + v_load(q); }
 INLINE v_t v_load_f16(const void *p) { return v_load(p); }
+INLINE vi_t v_pairs_i8(const void *p) { return (vi_t){0} + *(const int8_t *)p; }
+INLINE vi_t v_dot_i16(vi_t a, vi_t b, vi_t c) { return c + a * b; }
 INLINE void v_store_pairs_bf16(void *to, v_t a, v_t b) { v_store(to, a + b); }
 INLINE void v_store_paired_bf16(void *to, const void *p, const void *q) { v_store(to, v_load(p) + v_load(q)); }
 #endif /* LANE_BITS == 32 */

@@ -278,6 +278,27 @@ class SelectionArgs:
 
 
 @dataclass(slots=True, eq=False)
+class NearestArgs:
+    """A search for the rows of a corpus that have the largest products with each query.
+
+    Queries of "lanes" have the lane type, and the corpus what is widened to it. In "whole" both are int8. In
+    "bits" they are, too, and their bits are the features: a score is minus the number of those that differ.
+    """
+
+    kernel: ClassVar[str] = "nearest"
+
+    queries: Array  # (queries, features), rows contiguous, as the corpus's
+    corpus: Array  # (vectors, features)
+    kind: Literal["lanes", "whole", "bits"]
+    by_length: bool  # products are divided by the length of the corpus's row
+    top_k: int  # at most the corpus has
+    run: int  # rows that a thread looks at before it says which were the best
+    out: Ints  # (queries, top_k), ascending
+    scores: Array  # (queries, top_k), lanes
+    num_threads: int = 1
+
+
+@dataclass(slots=True, eq=False)
 class RecurrentArgs:
     """One call: all that the compiled layer and its NumPy twin read.
 

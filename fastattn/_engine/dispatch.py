@@ -13,6 +13,7 @@ from fastattn._args.types import (
     BackwardArgs,
     ConvArgs,
     DeformableArgs,
+    NearestArgs,
     RecurrentArgs,
     RecurrentBackwardArgs,
     RopeArgs,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
         | ConvArgs
         | DeformableArgs
         | LinearArgs
+        | NearestArgs
         | PackArgs
         | RecurrentArgs
         | RecurrentBackwardArgs
@@ -97,6 +99,7 @@ _TWINS: dict[str, Callable[[Any], None]] = {
     "dropout": grad.dropout,
     "linear": ops.linear,
     "logits": grad.logits,
+    "nearest": selection.nearest,
     "outer": grad.outer,
     "pack": pack.pack,
     "recurrent": recurrent.recurrent,

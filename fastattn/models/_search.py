@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from fastattn import functional
 from fastattn._args.errors import named, wrong_shape
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import NearestArgs, lane_dtype
 from fastattn._args.values import choice, integer, is_float, number, real_array
+from fastattn._engine import dispatch, settings
 from fastattn.models._vectors import unit
 
 if TYPE_CHECKING:
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Ints
 
-_ROWS = 1 << 16  # of the corpus at a time: a list of the best of each stays, nothing else
-_NUMBERS = 1 << 22  # of gathered rows at a time: 16 MB
-_NEAR = 1e-6  # of 1: a length whose rounding a float32 does not tell apart
-_KINDS = ("cosine", "dot")
+_RUN = 1 << 12  # rows of the corpus that a thread looks at before it says which were the best
+_CANDIDATES = 1 << 22  # of all runs and some queries: 64 MB
+_NUMBERS = 1 << 22  # of like pairs at a time
+_WHOLE = 1 << 17  # features whose products of bytes an int32 holds the sum of
+_KINDS = ("cosine", "dot", "hamming")
 
 
 class Nearest(NamedTuple):
     """The nearest vectors of each query, the best first; equal ones in order."""
 
     ids: Ints  # (queries, top_k), rows of the corpus
-    scores: Array  # (queries, top_k), float32, or float64 of a corpus in float64
+    scores: Array  # (queries, top_k), float32, or float64 of a corpus in float64; int64 of bits
 
 
 @named("nearest")
@@ -45,13 +46,12 @@ def nearest(
     ----------
     queries : array_like, (queries, features) or (features,)
     corpus : array_like, (vectors, features)
-        In float32, float64, float16, bfloat16 or int8, whose integers are the numbers (not bits that are
-        packed); a memory map is read piece by piece.
+        In float32, float64, float16, bfloat16 or int8, whose integers are the numbers; for "hamming" in uint8
+        or int8, eight features a byte, as `quantize_embeddings` packs them. A memory map is read where it is.
     top_k : int, default 10
         How many of each query; all, if the corpus has fewer.
-    similarity : {"cosine", "dot"}, default "cosine"
-        The cosine, or the product. Of vectors of length 1 they are the same, and "dot" is faster: "cosine"
-        looks at all lengths first, and copies those pieces of a corpus that have others.
+    similarity : {"cosine", "dot", "hamming"}, default "cosine"
+        The cosine; the product; or the number of bits that differ, where fewer are nearer.
     num_threads : int, optional
         As in `fastattn.attention`.
 
@@ -67,65 +67,70 @@ def nearest(
 
     Notes
     -----
-    ``2 * queries * vectors * features`` FLOP. Scores of all are never in memory: 65,536 vectors are looked at
-    at a time, by `fastattn.functional.select_keys`. Products are of float32, whatever the corpus is in. A
-    vector with NaN takes a place among the nearest, and its score is NaN.
+    ``2 * queries * vectors * features`` FLOP. Scores of all are never in memory: the best of each 4,096
+    vectors are kept. The corpus is copied only if its features do not lie side by side. Products are of
+    float32, whatever the corpus is in; where queries and corpus are int8, they are of whole numbers, and exact
+    before the last rounding. On compiled kernels, a vector's score does not depend on what else is searched
+    for or in. A vector with NaN takes a place among the nearest, and its score is NaN.
     """
     x = real_array("corpus", corpus)
-    if x.dtype != np.int8 and not is_float(x.dtype):
+    kind = choice("similarity", similarity, _KINDS)
+    bits = kind == "hamming"
+    if bits and x.dtype not in (np.uint8, np.int8):
+        raise TypeError(f"(): corpus has dtype {x.dtype}; expected uint8 or int8, the bits for 'hamming'")
+    if not bits and x.dtype != np.int8 and not is_float(x.dtype):
         raise TypeError(f"(): corpus has dtype {x.dtype}; expected floats or int8")
-    lane = np.dtype(np.float32) if x.dtype == np.int8 else lane_dtype(x.dtype)
-    asked = real_array("queries", queries).astype(lane)
+    asked = real_array("queries", queries)
+    if bits and asked.dtype != x.dtype:
+        raise TypeError(
+            f"(): queries has dtype {asked.dtype}; expected the corpus's, {x.dtype}, for 'hamming'"
+        )
     if x.ndim != 2:
         raise wrong_shape("corpus", x, "(vectors, features)")
     if asked.ndim not in (1, 2) or asked.shape[-1] != x.shape[1]:
         raise wrong_shape("queries", asked, f"(queries, features) of {x.shape[1]} features")
-    top_k = integer("top_k", top_k, 1)
-    by_angle = choice("similarity", similarity, _KINDS) == "cosine"
-    rows = np.atleast_2d(unit(asked) if by_angle else asked)
-    found = _found(rows, x, min(top_k, len(x)), by_angle, num_threads)
+    top_k = min(integer("top_k", top_k, 1), len(x))
+    found = _found(np.atleast_2d(asked), x, top_k, kind, num_threads)
     return Nearest(found.ids[0], found.scores[0]) if asked.ndim == 1 else found
 
 
-def _found(rows: Array, corpus: Array, top_k: int, by_angle: bool, num_threads: int | None = None) -> Nearest:
-    """The nearest of each row (n, features), which has length 1 if `by_angle`."""
-    best = Nearest(np.empty((len(rows), 0), np.int64), np.empty((len(rows), 0), rows.dtype))
-    if not top_k:
-        return best
-    for first in range(0, len(corpus), _ROWS):
-        part = corpus[first : first + _ROWS]
-        if by_angle:
-            part = _at_length_1(part, rows.dtype)
-        scale = None
-        if part.dtype == np.int8:
-            scale = np.broadcast_to(np.ones((), rows.dtype), (1, len(part)))
-        count = min(top_k, len(part))
-        ids = functional.select_keys(rows[None], part[None], count, k_scale=scale, num_threads=num_threads)[0]
-        both = np.concatenate([best.scores, _scores(rows, part, ids)], axis=1)
-        ids = np.concatenate([best.ids, ids + first], axis=1)
-        order = np.argsort(-both, axis=1, kind="stable")[:, :top_k]
-        best = Nearest(np.take_along_axis(ids, order, axis=1), np.take_along_axis(both, order, axis=1))
-    return best
+def _found(
+    rows: Array, corpus: Array, top_k: int, similarity: str, num_threads: int | None = None
+) -> Nearest:
+    """The `top_k` nearest of each row, (n, features)."""
+    by_angle, bits = similarity == "cosine", similarity == "hamming"
+    whole = rows.dtype == corpus.dtype == np.int8 and corpus.shape[1] < _WHOLE and not bits
+    narrow = corpus.dtype.itemsize == 1
+    lane = np.dtype(np.float32) if narrow else lane_dtype(corpus.dtype)
+    if bits:
+        rows, corpus = rows.view(np.int8), corpus.view(np.int8)
+    elif not whole:
+        rows = rows.astype(lane, copy=False)
+        rows = unit(rows) if by_angle else rows
+    rows, corpus = _side_by_side(rows), _side_by_side(corpus)
+    kind: Literal["lanes", "whole", "bits"] = "bits" if bits else "whole" if whole else "lanes"
+    ids, scores = np.empty((len(rows), top_k), np.int64), np.empty((len(rows), top_k), lane)
+    each = max(1, _CANDIDATES // max(1, -(-len(corpus) // _RUN) * min(top_k, _RUN)))
+    for first in range(0, len(rows) if top_k else 0, each):
+        some = slice(first, first + each)
+        out = ids[some], scores[some]
+        workers = settings.threads(num_threads)
+        dispatch.run(NearestArgs(rows[some], corpus, kind, by_angle, top_k, _RUN, *out, workers))
+    if whole and by_angle:
+        lengths = np.sqrt(np.square(rows, dtype=lane).sum(axis=1, keepdims=True))
+        scores /= np.maximum(lengths, lane.type(1e-12))
+    order = np.lexsort(
+        (-scores, ~np.isnan(scores)), axis=-1
+    )  # of equal scores the first comes first, as in ids
+    ids, scores = np.take_along_axis(ids, order, axis=1), np.take_along_axis(scores, order, axis=1)
+    return Nearest(ids, -scores.astype(np.int64) if bits else scores)
 
 
-def _at_length_1(part: Array, lane: np.dtype[np.generic]) -> Array:
-    """Vectors (n, features) at length 1: themselves, where they have it already."""
-    if part.dtype == lane:
-        squares = np.einsum("ij,ij->i", part, part)
-        if (np.abs(squares - 1) <= 2 * _NEAR).all():
-            return part
-    return unit(part.astype(lane))
-
-
-def _scores(rows: Array, part: Array, ids: Ints) -> Array:
-    """Products of each row with its vectors of `part`, (n, top_k)."""
-    scores = np.empty(ids.shape, rows.dtype)
-    each = max(1, _NUMBERS // max(1, ids.shape[1] * part.shape[1]))
-    for i in range(0, len(rows), each):
-        some = slice(i, i + each)
-        gathered = part[ids[some]].astype(rows.dtype, copy=False)
-        scores[some] = np.einsum("ijk,ik->ij", gathered, rows[some])
-    return scores
+def _side_by_side(x: Array) -> Array:
+    """The rows themselves, or a copy if their elements do not lie side by side, aligned, in native order."""
+    if x.flags.aligned and x.dtype.isnative and (x.shape[1] < 2 or x.strides[1] == x.itemsize):
+        return x
+    return np.ascontiguousarray(x, x.dtype.newbyteorder("="))
 
 
 @named("like_pairs")
@@ -158,12 +163,12 @@ def like_pairs(
     """
     x = _vectors(vectors)
     max_pairs, top_k = integer("max_pairs", max_pairs, 1), integer("top_k", top_k, 1)
-    by_angle = choice("similarity", similarity, _KINDS) == "cosine"
+    by_angle = choice("similarity", similarity, _KINDS[:2]) == "cosine"
     x = unit(x) if by_angle else x
     scores, pairs = np.empty(0, x.dtype), np.empty((0, 2), np.int64)
     each = max(1, _NUMBERS // (top_k + 1))
     for first in range(0, len(x), each):
-        found = _found(x[first : first + each], x, min(top_k + 1, len(x)), False)
+        found = _found(x[first : first + each], x, min(top_k + 1, len(x)), "dot")
         own = np.arange(first, first + len(found.ids))[:, None]
         other = found.ids != own
         other &= np.cumsum(other, axis=1) <= top_k  # where the vector itself is not among its nearest
@@ -211,7 +216,7 @@ def communities(vectors: ArrayLike, threshold: float = 0.75, min_size: int = 10)
         each = max(1, _NUMBERS // count)
         for first in range(0, len(rows), each):
             some = rows[first : first + each]
-            found = _found(x[some], x, count, False)
+            found = _found(x[some], x, count, "dot")
             near = found.scores >= least
             for i, ids, fits in zip(some.tolist(), found.ids, near, strict=True):
                 if fits[-1] and count < len(x):

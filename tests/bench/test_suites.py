@@ -24,6 +24,8 @@ from bench.normalisers import VARIANTS as NORMALISERS
 from bench.normalisers import NormaliserProblem
 from bench.optimize import TINY, TorchProblem
 from bench.recurrent import RULES, RecurrentProblem
+from bench.search import DTYPES as SEARCHED
+from bench.search import SearchProblem, SearchShape
 from bench.suite import FULL, INT8_INPUTS, Request, chosen, run, text
 from bench.training import MASKED, MODIFIED, GradientProblem, StepProblem
 from fastattn._bench import attention as minute
@@ -37,6 +39,7 @@ BOUNDS = {
     "bfloat16": 5e-2,
     "int8": 3e-1,
     "int4": 3e-1,
+    "bits": 0,
 }  # several times what is seen; rounded inputs are O(1)
 
 TINY_LAYERS = [
@@ -244,6 +247,15 @@ def test_attention(measured):
 def test_normalisers(measured):
     sections = Request(seed=3).section(NormaliserProblem, "small", [SMALL], "float32", NORMALISERS)
     check(measured("normalisers", sections), sections)
+
+
+@pytest.mark.parametrize("dtype", SEARCHED)
+def test_search(measured, dtype):
+    sections = Request(seed=3).section(
+        SearchProblem, "small", [SearchShape(3, 700), SearchShape(9, 700)], dtype
+    )
+    narrow = {("3 in 700", "numpy"), ("9 in 700", "numpy")} if dtype != "float32" else ()
+    check(measured("search", sections), sections, missing=narrow)
 
 
 def test_recurrent(measured):

@@ -11,6 +11,7 @@
 #include "file_blocks.h"
 #include "gradients.h"
 #include "lists.h"
+#include "nearest.h"
 #include "outer.h"
 #include "pack.h"
 #include "recurrent.h"
@@ -22,19 +23,19 @@
 #include "selection.h"
 #include "updates.h"
 
-static const family *const families[] = {&attention_family,  &backward_family,
-                                         &rowwise_family,    &rowwise_backward_family,
-                                         &recurrent_family,  &recurrent_backward_family,
-                                         &linear_family,     &pack_family,
-                                         &rows_family,       &rope_family,
-                                         &update_family,     &outer_family,
-                                         &rows_grad_family,  &logits_family,
-                                         &dropout_family,    &scatter_family,
-                                         &conv_family,       &conv_grad_family,
-                                         &scan_family,       &scan_grad_family,
-                                         &deformable_family, &deformable_grad_family,
-                                         &selection_family,  &lists_family,
-                                         &file_blocks_family};
+static const family *const families[] = {&attention_family,   &backward_family,
+                                         &rowwise_family,     &rowwise_backward_family,
+                                         &recurrent_family,   &recurrent_backward_family,
+                                         &linear_family,      &pack_family,
+                                         &rows_family,        &rope_family,
+                                         &update_family,      &outer_family,
+                                         &rows_grad_family,   &logits_family,
+                                         &dropout_family,     &scatter_family,
+                                         &conv_family,        &conv_grad_family,
+                                         &scan_family,        &scan_grad_family,
+                                         &deformable_family,  &deformable_grad_family,
+                                         &selection_family,   &lists_family,
+                                         &file_blocks_family, &nearest_family};
 
 static int list(void)
 {

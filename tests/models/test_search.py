@@ -3,11 +3,12 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from implementations import each_isa, forced
+from implementations import IMPLEMENTATIONS, forced
 
 from fastattn import models
 from fastattn.models import _search
 
+each_implementation = pytest.mark.parametrize("isa", IMPLEMENTATIONS)
 RNG = np.random.default_rng(11)
 
 
@@ -24,41 +25,94 @@ def cosines(a, b):
     return (a / np.linalg.norm(a, axis=1)[:, None]) @ (b / np.linalg.norm(b, axis=1)[:, None]).T
 
 
-@each_isa
+@each_implementation
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int8"])
-@pytest.mark.parametrize("n", [1, 7, 300])
-def test_the_nearest_by_their_definition(n, dtype, similarity, isa, monkeypatch):
-    monkeypatch.setattr(_search, "_ROWS", 64)  # several pieces
-    monkeypatch.setattr(_search, "_NUMBERS", 500)
-    corpus = (20 * vectors(n)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    queries = vectors(5)
+@pytest.mark.parametrize(("n", "features"), [(1, 24), (7, 1), (300, 33), (70, 131)])
+def test_the_nearest_by_their_definition(n, features, dtype, similarity, isa, monkeypatch):
+    monkeypatch.setattr(_search, "_RUN", 67)  # several runs
+    monkeypatch.setattr(_search, "_CANDIDATES", 100)  # some queries at a time
+    corpus = (20 * vectors(n, features)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    queries = vectors(15, features)
     exact = queries.astype(np.float64) @ corpus.astype(np.float64).T
     if similarity == "cosine":
         exact = cosines(queries, corpus)
     with forced(isa):
         found = models.nearest(queries, corpus, 9, similarity=similarity)
         one = models.nearest(queries[2], corpus, 9, similarity=similarity)
-    assert found.ids.shape == found.scores.shape == (5, min(9, n))
-    order = np.argsort(-exact, axis=1)[:, :9]
-    np.testing.assert_array_equal(found.ids, order)
-    np.testing.assert_allclose(found.scores, np.take_along_axis(exact, order, axis=1), rtol=1e-5, atol=1e-5)
+        some = models.nearest(queries[1:5], corpus[:, ::-1][:, ::-1], 9, similarity=similarity, num_threads=2)
+    assert found.ids.shape == found.scores.shape == (15, min(9, n))
+    assert found.scores.dtype == ("float64" if dtype == "float64" else "float32")
+    if features > 1:
+        order = np.argsort(-exact, axis=1)[:, :9]
+        np.testing.assert_array_equal(found.ids, order)
+    tolerance = 1e-5 * np.abs(exact).max()
+    np.testing.assert_allclose(found.scores, np.take_along_axis(exact, found.ids, axis=1), atol=tolerance)
     np.testing.assert_array_equal(one.ids, found.ids[2])
-    np.testing.assert_array_equal(one.scores, found.scores[2])
+    if isa != "numpy":  # whatever else is searched for
+        np.testing.assert_array_equal(one.scores, found.scores[2])
+        np.testing.assert_array_equal(some.scores, found.scores[1:5])
 
 
-def test_equal_vectors_come_in_order(monkeypatch):
-    monkeypatch.setattr(_search, "_ROWS", 4)
-    corpus = np.tile(np.eye(3, dtype=np.float32), (4, 1))
-    assert models.nearest(corpus[:3], corpus, 4).ids.tolist() == [[i, i + 3, i + 6, i + 9] for i in range(3)]
+@each_implementation
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize(("n", "features"), [(5, 1), (300, 16), (130, 77), (40, 384)])
+def test_products_of_bytes_are_exact(n, features, similarity, isa, monkeypatch):
+    monkeypatch.setattr(_search, "_RUN", 64)
+    corpus, queries = (RNG.integers(-128, 128, (count, features), np.int8) for count in (n, 10))
+    corpus[0], queries[0] = -128, -128  # the product that overflows two of 16 bits
+    exact = queries.astype(np.int64) @ corpus.astype(np.int64).T
+    with forced(isa):
+        found = models.nearest(queries, corpus, 7, similarity=similarity)
+    if similarity == "cosine":
+        exact = cosines(queries, corpus)
+        np.testing.assert_allclose(found.scores, np.take_along_axis(exact, found.ids, axis=1), atol=1e-6)
+        return
+    order = np.argsort(-exact, axis=1, kind="stable")[:, :7]
+    np.testing.assert_array_equal(found.ids, order)
+    np.testing.assert_array_equal(found.scores, np.take_along_axis(exact, order, axis=1))
 
 
-def test_vectors_of_length_1_are_not_copied():
-    x = vectors(50)
-    x /= np.linalg.norm(x, axis=1, keepdims=True)
-    assert _search._at_length_1(x, x.dtype) is x
-    longer = x * np.float32(1.01)
-    np.testing.assert_allclose(_search._at_length_1(longer, x.dtype), x, rtol=1e-6)
+@each_implementation
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+@pytest.mark.parametrize(("n", "width"), [(5, 1), (300, 48), (130, 13), (66, 8)])
+def test_the_fewest_bits_that_differ(n, width, dtype, isa, monkeypatch):
+    monkeypatch.setattr(_search, "_RUN", 64)
+    bits, asked = (RNG.integers(0, 2, (count, 8 * width)) for count in (n, 10))
+    exact = (asked[:, None] != bits).sum(axis=-1)
+    corpus, queries = (np.packbits(x, axis=1).view(dtype) for x in (bits, asked))
+    with forced(isa):
+        found = models.nearest(queries, corpus, 7, similarity="hamming")
+    order = np.argsort(exact, axis=1, kind="stable")[:, :7]
+    np.testing.assert_array_equal(found.ids, order)
+    np.testing.assert_array_equal(found.scores, np.take_along_axis(exact, order, axis=1))
+    assert found.scores.dtype == np.int64
+
+
+@each_implementation
+def test_equal_vectors_come_in_order(isa, monkeypatch):
+    monkeypatch.setattr(_search, "_RUN", 4)
+    corpus = np.tile(np.eye(3, dtype=np.float32), (400, 1))
+    with forced(isa):
+        for count in (4, 90):
+            found = models.nearest(corpus[:3], corpus, count).ids.tolist()
+            assert found == [list(range(i, i + 3 * count, 3)) for i in range(3)]
+
+
+@each_implementation
+@pytest.mark.parametrize("ascending", [False, True])
+def test_sorted_vectors_and_odd_numbers(ascending, isa):
+    corpus = np.arange(5000, dtype=np.float32)[:: 1 if ascending else -1, None].copy()
+    corpus[[7, 4500]] = np.nan
+    corpus[[8, 4000]] = np.inf
+    with forced(isa):
+        found = models.nearest(np.ones(1, np.float32), corpus, 300, similarity="dot")
+        low = models.nearest(-np.ones(1, np.float32), corpus[9:4000], 3991, similarity="dot")
+    assert found.ids[:4].tolist() == [7, 4500, 8, 4000]
+    assert np.isnan(found.scores[:2]).all()
+    rest = np.delete(np.arange(5000), [7, 8, 4000, 4500])
+    np.testing.assert_array_equal(found.ids[4:], (rest[::-1] if ascending else rest)[:296])
+    np.testing.assert_array_equal(low.ids, np.arange(3991)[:: 1 if ascending else -1])
 
 
 def test_like_pairs_by_their_definition(monkeypatch):
@@ -102,6 +156,16 @@ def test_communities_by_their_definition(monkeypatch):
         ((np.ones(3), np.ones((2, 4))), ValueError, r"queries has shape \(3,\); expected .* of 4 features"),
         ((np.ones(4), np.ones(4)), ValueError, r"corpus has shape \(4,\); expected \(vectors, features\)"),
         (
+            (np.ones(4, np.int8), np.ones((2, 4), np.uint8), 1, "hamming"),
+            TypeError,
+            "queries has dtype int8; expected the corpus's, uint8",
+        ),
+        (
+            (np.ones(4), np.ones((2, 4)), 1, "hamming"),
+            TypeError,
+            "corpus has dtype float64; expected uint8 or int8",
+        ),
+        (
             (np.ones(4), np.ones((2, 4), np.int32)),
             TypeError,
             r"corpus has dtype int32; expected floats or int8",
@@ -111,7 +175,7 @@ def test_communities_by_their_definition(monkeypatch):
 )
 def test_what_is_wrong_is_named(given, error, message):
     with pytest.raises(error, match=rf"^nearest\(\): {message}"):
-        models.nearest(*given)
+        models.nearest(*given[:3], **({"similarity": given[3]} if given[3:] else {}))
 
 
 def test_an_empty_corpus_has_no_nearest():

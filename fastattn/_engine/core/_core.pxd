@@ -271,6 +271,24 @@ cdef extern from "fastattn.h" nogil:
     ctypedef struct fa_selection_plan:
         int64_t runs, pitch, n_tasks, scratch_bytes
         double flops
+    ctypedef enum fa_nearest_kind:
+        FA_LANES, FA_WHOLE, FA_BITS
+    ctypedef struct fa_nearest_args:
+        const char *q
+        const char *k
+        int64_t q_row, k_row, len_q, len_k, depth
+        fa_dtype q_dtype, k_dtype
+        fa_nearest_kind kind
+        int by_length
+        int64_t top_k, run, kept
+        void *run_scores
+        int64_t *run_rows
+        void *scores
+        int64_t *rows
+        const fa_watch *watch
+    ctypedef struct fa_nearest_plan:
+        int64_t runs, n_tasks, scratch_bytes
+        double flops
     ctypedef struct fa_backward_args:
         fa_attention_args attention
         fa_array dout, dlse, dq, dk, dv, dbias, dbias_diagonals, dsinks, dalibi_slopes, dsoftcap
@@ -341,6 +359,9 @@ cdef extern from "fastattn.h" nogil:
         void (*selection_plan)(const fa_selection_args *, int, fa_selection_plan *) noexcept nogil
         void (*selection_score)(const fa_selection_args *, const fa_selection_plan *, int64_t, void *) noexcept nogil
         void (*selection_run)(const fa_selection_args *, const fa_selection_plan *, int64_t, void *) noexcept nogil
+        void (*nearest_plan)(const fa_nearest_args *, fa_nearest_plan *) noexcept nogil
+        void (*nearest_run)(const fa_nearest_args *, const fa_nearest_plan *, int64_t, void *) noexcept nogil
+        void (*nearest_finish)(const fa_nearest_args *, const fa_nearest_plan *, int64_t, void *) noexcept nogil
         void (*backward_plan)(const fa_backward_args *, int, fa_backward_plan *) noexcept nogil
         void (*backward_sums)(const fa_backward_args *, const fa_backward_plan *, int64_t, void *,
                               void *) noexcept nogil

@@ -15,7 +15,8 @@ cdef char *_rows(name, cnp.ndarray array, int64_t m, int64_t n, fa_dtype dtype, 
         return NULL
     if (cnp.PyArray_NDIM(array) != 2 or cnp.PyArray_DIMS(array)[0] != m or cnp.PyArray_DIMS(array)[1] != n
             or (n > 1 and cnp.PyArray_STRIDES(array)[1] != cnp.PyArray_ITEMSIZE(array))
-            or not cnp.PyArray_ISBEHAVED_RO(array) or _dtype(array) != dtype):
+            or not cnp.PyArray_ISBEHAVED_RO(array)
+            or (cnp.PyArray_TYPE(array) != cnp.NPY_INT8 if dtype == FA_I8 else _dtype(array) != dtype)):
         raise _misfit(name, array, f"{(m, n)}, rows contiguous, of the dtype of the other rows")
     row[0] = cnp.PyArray_STRIDES(array)[0]
     return <char *>cnp.PyArray_DATA(array)
