@@ -1,7 +1,8 @@
 """Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
     python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,shared,session,experts,
-                             step,maxsim,select,selected,tensors,scaling,gated_norm} [--isa ISA] [--dtype D]
+                             step,maxsim,select,selected,tensors,scaling,gated_norm,deberta}
+                            [--isa ISA] [--dtype D]
 
 Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each,
 those of `int8` medians. `maxsim`, `tensors` and `scaling` take all threads.
@@ -33,13 +34,15 @@ from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._engine import dispatch, settings
 from fastattn._engine.core import _core
 from fastattn._engine.experts import Experts, ExpertsStep
-from fastattn._engine.steps import Sequences
+from fastattn._engine.program import build
+from fastattn._engine.steps import OUT, AttendStep, Sequences, X
 from fastattn._engine.tape import PLAIN
 from fastattn.cache import KVCache
 from fastattn.functional import mamba2_scan, selective_scan
 from fastattn.grad import vjp
 from fastattn.layers import TransformerEncoder, TransformerEncoderLayer
 from fastattn.models import _vectors
+from fastattn.models._families.deberta import DisentangledStep
 
 
 def best(*calls: Call) -> list[float]:
@@ -658,11 +661,38 @@ def gated_norm(dtype: str) -> None:
             print(f"gradients {1e6 * d:.1f} us, {c / d:.2f}")
 
 
+def deberta(dtype: str) -> None:
+    """Time of DeBERTa's attention (12 heads of 64) over that of plain attention, and of NumPy's."""
+    heads, dim, tables = 12, 64, normal((2, 12, 512, 64), "float64" if dtype == "float64" else "float32")
+    sizes = X, OUT, heads, heads, dim
+    places: dict[str, Any] = {"position_keys": tables[0], "position_queries": tables[1]}
+    step = DisentangledStep(*sizes, scale=(3 * dim) ** -0.5, max_distance=512, longest=512, **places)
+    programs = [build("deberta", [each]) for each in (AttendStep(*sizes, scale=dim**-0.5), step)]
+    mixed = np.random.default_rng(0).integers(8, 129, 32).tolist()
+    for name, lengths in (
+        ("32 x 64", [64] * 32),
+        ("1 x 16", [16]),
+        ("32 x 8 to 128", mixed),
+        ("1 x 512", [512]),
+    ):
+        x = normal((sum(lengths), 3 * heads * dim), dtype)
+        out, call = (
+            np.empty((len(x), heads * dim), x.dtype),
+            Sequences(len(lengths), begins=np.cumsum([0, *lengths])),
+        )
+        with settings.forced(num_threads=1):
+            plain, compiled, in_numpy = best(
+                *(partial(program.run, x, call) for program in programs),
+                partial(step.run, PLAIN, {X: x}, call, out),
+            )
+        print(name, f"{compiled / plain:.2f} of plain attention; NumPy {in_numpy / compiled:.1f} times that")
+
+
 def main() -> None:
     """Parse the command line and measure."""
     functions = (
         peak, strided, padding, decode, int8, linear, pack, load, layer, shared, session, experts, step,
-        maxsim, select, selected, tensors, scaling, gated_norm,
+        maxsim, select, selected, tensors, scaling, gated_norm, deberta,
     )  # fmt: skip
     measures = {f.__name__: f for f in functions}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

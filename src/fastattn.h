@@ -113,6 +113,16 @@ typedef struct {
     double flops;          /* of the whole call, as if nothing were masked: to judge whether threads pay */
 } fa_plan;
 
+/* DeBERTa's attention: disentangled.inc.h. Of `attention` q, k, v, out, their sizes, scale, ranges and watch; as many heads
+ * and rows of q as of k. Tables are lanes, (heads, rows, head_dim), row r that of the distances i - j of query and key
+ * for which row_of[i - j] is r; it grows with the distance. */
+typedef struct {
+    fa_attention_args attention;
+    const void *keys, *queries; /* what queries, and what keys, have a product with; optional, but for one of them */
+    const int64_t *row_of;      /* of distances 1 - len_k .. len_q - 1, each in [0, rows) */
+    int64_t rows;
+} fa_disentangled_args;
+
 /* The layers' kernels. Strides of rows are in bytes; a row is contiguous. */
 
 #define FA_ACTIVATION(constant, name, formula, slope) constant,
@@ -566,6 +576,9 @@ typedef struct {
                       void *scratch);
     void (*merge)(const fa_attention_args *, const fa_plan *, int64_t head, int64_t split, void *state,
                   const void *partial);
+    int64_t (*disentangled_tasks)(const fa_disentangled_args *);
+    int64_t (*disentangled_scratch_bytes)(const fa_disentangled_args *);
+    void (*disentangled_run)(const fa_disentangled_args *, int64_t task, void *scratch);
     void (*linear_plan)(const fa_linear_args *, int threads, fa_linear_plan *);
     void (*linear_run)(const fa_linear_args *, const fa_linear_plan *, int64_t task, void *scratch);
     void (*outer_plan)(const fa_outer_args *, int threads, fa_outer_plan *);

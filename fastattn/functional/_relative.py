@@ -335,12 +335,12 @@ def _disentangled_args(
         args.scale = (args.head_dim * (1 + len(found))) ** -0.5
     # Distances in falling order: first that of the last query and key 0.
     distances = np.arange(offset + args.len_q - 1, offset - args.len_k, -1)
-    buckets = _deberta_buckets(distances, n // 2, max_distance)
+    buckets = deberta_buckets(distances, n // 2, max_distance)
     queries, keys = (np.broadcast_to(x, (*args.batch_shape, *x.shape[-3:])) for x in (args.q, args.k))
     return _Disentangled(args, queries, keys, found, buckets, lane)
 
 
-def _deberta_buckets(distances: Ints, span: int, max_distance: int | None) -> Ints:
+def deberta_buckets(distances: Ints, span: int, max_distance: int | None) -> Ints:
     """Row of the tables, in [0, 2 span), of each distance i - j."""
     if max_distance is not None:
         middle = span // 2

@@ -8,6 +8,7 @@
 #include "backward.h"
 #include "channels.h"
 #include "deformable.h"
+#include "disentangled.h"
 #include "file_blocks.h"
 #include "gradients.h"
 #include "lists.h"
@@ -35,7 +36,8 @@ static const family *const families[] = {&attention_family,   &backward_family,
                                          &scan_family,        &scan_grad_family,
                                          &deformable_family,  &deformable_grad_family,
                                          &selection_family,   &lists_family,
-                                         &file_blocks_family, &nearest_family};
+                                         &file_blocks_family, &nearest_family,
+                                         &disentangled_family};
 
 static int list(void)
 {

@@ -23,15 +23,20 @@ static const void *new_matrix(fa_dtype lane, int64_t rows, int64_t cols, double 
     return x.data;
 }
 
-static double entry(const void *matrix, int64_t cols, int64_t i, int64_t j)
+static double entry_of(fa_dtype q, const void *matrix, int64_t cols, int64_t i, int64_t j)
 {
-    const fa_dtype lane = lane_of(rowwise_now.c.q);
+    const fa_dtype lane = lane_of(q);
     const fa_array x = {.data = (char *)matrix,
                         .batch = (int64_t[]){0},
                         .row = cols * bytes_of(lane),
                         .col = bytes_of(lane),
                         .dtype = lane};
     return get(&x, 0, 0, i, j);
+}
+
+static double entry(const void *matrix, int64_t cols, int64_t i, int64_t j)
+{
+    return entry_of(rowwise_now.c.q, matrix, cols, i, j);
 }
 
 /* w . tanh(q + k); its terms are of the size that exponentials of q and k are off by. */

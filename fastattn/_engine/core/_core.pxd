@@ -251,6 +251,12 @@ cdef extern from "fastattn.h" nogil:
     ctypedef struct fa_recurrent_backward_plan:
         int64_t n_tasks, scratch_bytes
         double flops
+    ctypedef struct fa_disentangled_args:
+        fa_attention_args attention
+        const void *keys
+        const void *queries
+        const int64_t *row_of
+        int64_t rows
     ctypedef enum fa_rowwise_kind:
         FA_SPARSEMAX, FA_ENTMAX15, FA_TOP_K, FA_ADDITIVE, FA_TALKING_HEADS
     ctypedef struct fa_rowwise_args:
@@ -318,6 +324,9 @@ cdef extern from "fastattn.h" nogil:
         void (*splits)(const fa_attention_args *, const fa_plan *, int64_t, int64_t *, int64_t *) noexcept nogil
         void (*run_split)(const fa_attention_args *, const fa_plan *, int64_t, int64_t, void *, void *) noexcept nogil
         void (*merge)(const fa_attention_args *, const fa_plan *, int64_t, int64_t, void *, const void *) noexcept nogil
+        int64_t (*disentangled_tasks)(const fa_disentangled_args *) noexcept nogil
+        int64_t (*disentangled_scratch_bytes)(const fa_disentangled_args *) noexcept nogil
+        void (*disentangled_run)(const fa_disentangled_args *, int64_t, void *) noexcept nogil
         void (*linear_plan)(const fa_linear_args *, int, fa_linear_plan *) noexcept nogil
         void (*linear_run)(const fa_linear_args *, const fa_linear_plan *, int64_t, void *) noexcept nogil
         void (*outer_plan)(const fa_outer_args *, int, fa_outer_plan *) noexcept nogil

@@ -273,7 +273,11 @@ cdef class _AttendStep(_Step):
         if sequences is not None:
             tables.begin(&a.masks.row_begin, sequences.q)
             tables.begin(&a.masks.row_end, sequences.q)
-        _run_attention(&a, c.threads, sequences)
+        self._attend(&a, c.threads, sequences)
+
+    cdef void _attend(self, fa_attention_args *a, int threads, _Sequences sequences) except *:
+        """Compute what `run` has checked."""
+        _run_attention(a, threads, sequences)
 
     cdef void _add_bias(self, Call *c, fa_attention_args *a, cnp.ndarray bias, _Tables tables) except *:
         """Let `a` add `bias` (heads, 2 n - 1): for query i and key j what is at j - i from its middle."""

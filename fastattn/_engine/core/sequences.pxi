@@ -84,16 +84,22 @@ cdef const fa_attention_args *_job_args(Loop *loop, const Job *job, fa_attention
     return own
 
 
-cdef void _attention_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef const Jobs *w = <const Jobs *>loop.plan
-    cdef fa_attention_args own
-    cdef int64_t low = 0, high = w.n, middle  # the job is one of low .. high - 1
+cdef int64_t _job_of(const Jobs *w, int64_t task) noexcept nogil:
+    """The number of the job that a task is of."""
+    cdef int64_t low = 0, high = w.n, middle  # it is one of low .. high - 1
     while high - low > 1:
         middle = (low + high) // 2
         if w.jobs[middle].first <= task:
             low = middle
         else:
             high = middle
+    return low
+
+
+cdef void _attention_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    cdef const Jobs *w = <const Jobs *>loop.plan
+    cdef fa_attention_args own
+    cdef int64_t low = _job_of(w, task)
     cdef const Job *job = &w.jobs[low]
     cdef char *memory = <char *>scratch
     if w.ragged:

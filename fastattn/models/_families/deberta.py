@@ -1,7 +1,6 @@
 """DeBERTa, versions 2 and 3 (He et al. 2020): the names of its tensors, and the keys of its config.json.
 
-It is BERT whose scores depend on the distance of two tokens, and on what stands at either. Compiled programs
-have no such step: it runs between the others, one sequence at a time.
+It is BERT whose scores depend on the distance of two tokens, and on what stands at either.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ import numpy as np
 from fastattn import ops
 from fastattn._engine.steps import AttendStep, Step
 from fastattn.functional import disentangled_attention
+from fastattn.functional._relative import deberta_buckets
 from fastattn.models._blocks import Blocks
 from fastattn.models._families.bert import BERT
 from fastattn.models._families.shared import read_encoder
 from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Array, Shape
+    from fastattn._args.types import Array, Ints, Shape
     from fastattn._engine.steps import Sequences, Values
     from fastattn._engine.tape import Plain
     from fastattn.models._encoder import Encoder
@@ -45,22 +45,23 @@ _RELATIVE, _NORM = "encoder.rel_embeddings.weight", "encoder.LayerNorm"
 _MAPS = {"c2p": ("key_proj", "pos_key_proj"), "p2c": ("query_proj", "pos_query_proj")}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DisentangledStep(Step):
-    """`disentangled_attention` in place of an `AttendStep`'s."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class DisentangledStep(AttendStep):
+    """`disentangled_attention` in place of `attention`."""
 
-    op = None
+    op = "disentangled"
     has_gradients = False
 
-    heads: int
-    head_dim: int
     position_keys: Array | None  # (heads, 2 span, head_dim), lane type
     position_queries: Array | None
     max_distance: int | None
+    longest: int  # sequence that is usual: longer ones cost a little more
 
-    @property
-    def columns(self) -> int:
-        return self.heads * self.head_dim
+    def rows(self, longest: int) -> Ints:
+        """The row of these arrays for each distance from 1 - longest to longest - 1."""
+        some = self.position_keys if self.position_keys is not None else self.position_queries
+        assert some is not None
+        return deberta_buckets(np.arange(1 - longest, longest), some.shape[1] // 2, self.max_distance)
 
     def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Array:
         x, out = values[self.x], values[self.out] if out is None else out
@@ -109,6 +110,7 @@ class _Relative:
         farthest = _size(config, "max_relative_positions") or longest
         buckets = _size(config, "position_buckets")
         self._span, self._max_distance = buckets or farthest, farthest if buckets else None
+        self._longest = longest
         if buckets and farthest < (least := self._span // 2 + 2):
             came = f"'max_relative_positions' is {farthest} with {buckets} 'position_buckets'"
             raise ModelError(f"{config.path}: {came}; expected at least {least}")
@@ -139,9 +141,18 @@ class _Relative:
             kind: self._source.computed(make, f"{name}.weight", f"{name}.bias", _RELATIVE, *norm)
             for kind, name in self._maps(step.first_kv // step.heads_kv).items()
         }
-        sizes = step.heads, step.head_dim
-        keys, queries = tables.get("c2p"), tables.get("p2c")
-        return DisentangledStep(step.x, step.out, *sizes, keys, queries, self._max_distance)
+        return DisentangledStep(
+            step.x,
+            step.out,
+            step.heads,
+            step.heads_kv,
+            step.head_dim,
+            scale=(step.head_dim * (1 + len(tables))) ** -0.5,
+            position_keys=tables.get("c2p"),
+            position_queries=tables.get("p2c"),
+            max_distance=self._max_distance,
+            longest=self._longest,
+        )
 
 
 def _mapped(heads: int, eps: float, lane: np.dtype[Any], tensors: Tensors, *names: str) -> Array:
