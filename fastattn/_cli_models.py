@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         CrossEncoder,
         Decoder,
         Encoder,
+        EntityRecognizer,
         MultiVectorEncoder,
         Piece,
         SparseEncoder,
@@ -51,6 +52,7 @@ _INSTEAD = {
     "TokenClassifier": "It is called with ids, in Python",
     "SparseEncoder": "Its encode makes sparse vectors, in Python",
     "MultiVectorEncoder": "Its encode makes a vector of each token, in Python",
+    "EntityRecognizer": "Its entities finds spans of texts, in Python",
     "Decoder": "The command generate continues a text",
 }
 
@@ -312,7 +314,9 @@ def _cross_encoder(options: argparse.Namespace) -> CrossEncoder:
 
 def _loaded(
     options: argparse.Namespace,
-) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
+) -> (
+    Encoder | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | EntityRecognizer | Decoder
+):
     """The model that the options name, in the types that they name; `options.model` becomes its place."""
     from fastattn.models import load
 

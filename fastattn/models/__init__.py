@@ -7,6 +7,7 @@ does not fit.
 from fastattn.models._classify import CrossEncoder, TokenClassifier
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
+from fastattn.models._entities import Entity, EntityRecognizer
 from fastattn.models._files import ModelError
 from fastattn.models._generation import Piece, Score, message_of
 from fastattn.models._load import MODEL_TYPES, load
@@ -24,6 +25,8 @@ __all__ = [
     "CrossEncoder",
     "Decoder",
     "Encoder",
+    "Entity",
+    "EntityRecognizer",
     "ModelError",
     "MultiVectorEncoder",
     "Nearest",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastattn.models import _gguf
-from fastattn.models._files import ModelError, is_name, read_json, require
+from fastattn.models._files import ModelError, config_path, is_name, read_json, require
 from fastattn.models._sentences import folder_of_towers
 from fastattn.models._tensors import INDEX, SHOWN, WEIGHTS
 
@@ -84,7 +84,7 @@ def _folder(hub: Any, name: str, revision: str | None, how: dict[str, Any]) -> P
     if parts:
         fetch(parts)
     main = folder_of_towers(folder)
-    for needed in ("config.json", *(_parts(main)[:1] or [WEIGHTS])):
+    for needed in (config_path(main).name, *(_parts(main)[:1] or [WEIGHTS])):
         if not (main / needed).is_file():
             raise _lacking(hub, name, revision, how, needed)
     return folder

@@ -18,7 +18,7 @@ from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._calibration import moments
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder, EncoderWithHead
-from fastattn.models._files import ModelError, is_name, read_json, require
+from fastattn.models._files import ModelError, config_path, is_name, read_json, require
 from fastattn.models._parameters import required
 from fastattn.models._tensors import WEIGHTS
 from fastattn.models._text import strings
@@ -114,7 +114,8 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
     if dtype == "bfloat16":
         require("ml_dtypes")
     of_file = _gguf.is_file(origin.folder)
-    blocks = not of_file and read_json(origin.folder / "config.json").get("quantization_config") is not None
+    saved = config_path(origin.folder)
+    blocks = not of_file and read_json(saved).get("quantization_config") is not None
     if blocks or (of_file and model.model_type.startswith(_APART)):
         came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder of floats"
         raise ModelError(f"{came}; expected path to end with '.gguf'")
@@ -136,9 +137,9 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
         config = _files_of_gguf(origin.folder, target)
     else:
         _copied(origin.folder, target)
-        config = read_json(origin.folder / "config.json")
+        config = read_json(saved)
     _write(
-        target / "config.json",
+        target / ("config.json" if of_file else saved.name),
         {**config, **{key: dtype for key in ("dtype", "torch_dtype") if key in config}},
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastattn._formats import FORMATS
-from fastattn.models._files import Config, ModelError, require
+from fastattn.models._files import Config, ModelError, config_path, require
 from fastattn.models._parameters import OF_FILE, Computed, Origin, Packed, Parameters, Vector, Whole
 from fastattn.models._tensors import SHOWN, Part, Tensors
 
@@ -124,7 +124,8 @@ class Source:
         ]
         if wrong:
             more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-            raise ModelError(f"{tensors.where} does not fit config.json: {'; '.join(wrong[:SHOWN])}{more}")
+            said_by = config_path(self.folder).name
+            raise ModelError(f"{tensors.where} does not fit {said_by}: {'; '.join(wrong[:SHOWN])}{more}")
 
     def has_kind(self, kind: str) -> bool:
         """Tell whether any tensor is of the type `kind`."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Ints
 
+    _Input = str | tuple[str, ...] | list[str]
+
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that the first piece is decoded with
 NO_TOKEN = -1  # what `generate` yields for a sequence that has ended
@@ -134,13 +136,13 @@ class Text:
             return "token_type_ids" in names
         return config.values.get("tokenizer_class") not in _GENERIC
 
-    def encodings(self, texts: Iterable[str | tuple[str, ...]], special: bool = True) -> Iterator[Any]:
-        """Encodings of each text, or pair of texts, with `special` tokens or without."""
+    def encodings(self, texts: Iterable[_Input], special: bool = True, words: bool = False) -> Iterator[Any]:
+        """Encodings of each text, or pair of texts, or list of `words`, with `special` tokens or without."""
         encode_batch = self.tokenizer.encode_batch  # which releases the GIL, and `encode` does not
-        if not special:
-            encode_batch = partial(encode_batch, add_special_tokens=False)
+        if not special or words:
+            encode_batch = partial(encode_batch, add_special_tokens=special, is_pretokenized=words)
 
-        def encodings(batch: list[str | tuple[str, ...]]) -> list[Any]:
+        def encodings(batch: list[_Input]) -> list[Any]:
             long = sum(map(_characters, batch)) > _SHORT
             try:
                 found: list[Any] = _interruptible(encode_batch, batch) if long else encode_batch(batch)
@@ -261,16 +263,16 @@ def strings(name: str, texts: Any, expected: str = "several, as [text]") -> Iter
     return list(checked()) if isinstance(texts, Sequence) else checked()
 
 
-def _characters(text: str | tuple[str, ...]) -> int:
+def _characters(text: _Input) -> int:
     return len(text) if isinstance(text, str) else sum(map(len, text))
 
 
-def _batches(texts: Iterable[str | tuple[str, ...]]) -> Iterator[list[str | tuple[str, ...]]]:
+def _batches(texts: Iterable[_Input]) -> Iterator[list[_Input]]:
     """The texts in batches of up to `_BATCH_CHARACTERS`; a longer text is a batch of its own.
 
     Texts are counted, too: encodings of short ones, and of empty ones, take memory as well.
     """
-    batch: list[str | tuple[str, ...]] = []
+    batch: list[_Input] = []
     characters = 0
     for text in texts:
         length = _characters(text)

@@ -19,6 +19,7 @@ NEEDS = {
     "test_chroma.py": "chromadb",
     "test_classify.py": "sentence_transformers",
     "test_encode.py": "sentence_transformers",
+    "test_gliner.py": "gliner",
     "test_jax.py": "jax",
     "test_langchain.py": "langchain_core",
     "test_llama_index.py": "llama_index",
