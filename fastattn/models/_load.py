@@ -123,10 +123,10 @@ def load(
     ----------
     folder : path
         As save_pretrained of Hugging Face, or GLiNER, writes it, with tensors in float32, float16 or
-        bfloat16. The modules.json of a sentence-transformers folder says how `Encoder.encode` makes vectors. Or a GGUF file
-        of a Llama, Mistral, Ministral 3, Mixtral, Phi-3, SmolLM3, Qwen2, Qwen3, Qwen3-MoE, OLMo 2 or 3,
-        Granite, LFM2, GPT-OSS, or Gemma 2 to 4. A str ``"organisation/name"`` that is no folder here is a
-        model of the Hugging Face Hub, which `huggingface_hub` fetches once, and keeps in its cache.
+        bfloat16. The modules.json of a sentence-transformers folder says how `Encoder.encode` makes vectors.
+        Or a GGUF file of a Llama, Mistral, Ministral 3, Mixtral, Phi-3, SmolLM3, Qwen2, Qwen3, Qwen3-MoE,
+        OLMo 2 or 3, Granite, LFM2, GPT-OSS, or Gemma 2 to 4. A str ``"organisation/name"`` that is no folder
+        here is a model of the Hugging Face Hub, which `huggingface_hub` fetches once, and keeps in its cache.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : str, optional
