@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -28,6 +28,7 @@ from fastattn.models._encode_calls import (
 )
 from fastattn.models._model import Recorded, pullback_of
 from fastattn.models._parameters import required
+from fastattn.models._routes import Routes, model_of
 from fastattn.models._text import strings
 from fastattn.models._vectors import PRECISIONS, RANGED, quantize_embeddings, similarities, single_vector
 
@@ -54,6 +55,7 @@ class Encoder(_model.Model):
     max_length: int | None  # tokens of a sequence
     embeddings: Embeddings
     sequence_rules: SequenceRules
+    routes: Routes | None = field(default=None, kw_only=True)  # where texts go by their task
 
     @named("{self.model_type}")
     def __call__(
@@ -194,6 +196,8 @@ class Encoder(_model.Model):
     @named("{cls}")
     def max_seq_length(self, tokens: int) -> None:
         object.__setattr__(self, "text", self.text.shortened(tokens))
+        for model in () if self.routes is None else self.routes.models.values():
+            model.max_seq_length = tokens
 
     def get_sentence_embedding_dimension(self) -> int:
         """Features of a vector that `encode` makes."""
@@ -223,6 +227,7 @@ class Encoder(_model.Model):
         precision: str = "float32",
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
+        task: str | None = None,
         **others: Unpack[NoOptions],
     ) -> Array:
         """Make a vector of each text.
@@ -249,6 +254,8 @@ class Encoder(_model.Model):
             Whether to scale vectors to length 1; if the folder says so, they have it already.
         truncate_dim : int, optional
             Keep the first so many features, before vectors are scaled; by default as the folder says, or all.
+        task : str, optional
+            Of a model that computes vectors in several ways, the name of one of them.
         **others
             None: an error says what an argument of another library is called here.
 
@@ -266,12 +273,12 @@ class Encoder(_model.Model):
         """
         values = prompt_name, prompt, batch_size, show_progress_bar
         own = precision, normalize_embeddings, truncate_dim
-        return self._encode(sentences, given(EncodeOptions, *values, *own, **others))
+        return model_of(self, task)._encode(sentences, given(EncodeOptions, *values, *own, **others))
 
     @named("encode_query")
     def encode_query(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
         """`encode` for what is searched with: without another prompt, with that of the name "query"."""
-        return self._encode(sentences, options, QUERY)
+        return model_of(self, "query", optional=True)._encode(sentences, options, QUERY)
 
     @named("encode_document")
     def encode_document(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
@@ -279,7 +286,7 @@ class Encoder(_model.Model):
 
         Where `prompts` does not have that name, "passage" counts, and then "corpus".
         """
-        return self._encode(sentences, options, DOCUMENT)
+        return model_of(self, "document", optional=True)._encode(sentences, options, DOCUMENT)
 
     @named("similarity")
     def similarity(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:

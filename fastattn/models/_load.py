@@ -14,6 +14,7 @@ from fastattn._args.packed import INTEGERS, PackedLinear
 from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._decoder import Decoder
+from fastattn.models._encoder import Encoder
 from fastattn.models._families import (
     bert,
     clip,
@@ -32,9 +33,12 @@ from fastattn.models._families import (
 )
 from fastattn.models._files import Config, ModelError
 from fastattn.models._hub import place_of
+from fastattn.models._modules import SPARSE_STATIC, STATIC, first_of, router_of
 from fastattn.models._parameters import OF_FILE, Precision
-from fastattn.models._sentences import folder_of_towers
+from fastattn.models._routes import routed
 from fastattn.models._source import Source
+from fastattn.models._sparse import SparseEncoder
+from fastattn.models._static import static_encoder, static_sparse_encoder
 from fastattn.models._task_heads import with_head
 from fastattn.models._tensors import Tensors
 from fastattn.models._towers import TwoTowers
@@ -48,9 +52,11 @@ if TYPE_CHECKING:
     from fastattn._args.options import NoOptions
     from fastattn._args.types import Rounding
     from fastattn.models._classify import CrossEncoder, TokenClassifier
-    from fastattn.models._encoder import Encoder
     from fastattn.models._multi_vector import MultiVectorEncoder
-    from fastattn.models._sparse import SparseEncoder
+
+    Loaded = (
+        Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder
+    )
 
 _TOWERS = ("clip", "siglip")
 # By the `model_type` of config.json.
@@ -93,6 +99,10 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("t5", "mt5"), t5.t5),
 }
 MODEL_TYPES = tuple(_BUILDERS)
+_STATIC: dict[str, Callable[[Source], Encoder | SparseEncoder]] = {  # by the kind of the first module
+    STATIC: static_encoder,
+    SPARSE_STATIC: static_sparse_encoder,
+}
 
 
 @named("load")
@@ -174,12 +184,30 @@ def load(
         raise ModelError(
             f"{path} has no config.json; expected one, or the path of a GGUF file, as {found[0]}"
         )
-    outer, path = path, folder_of_towers(path)
+    router = router_of(path)
+    if router is None:
+        return _of_folder(path, precise)
+    by_route = {route: _of_folder(path, precise, route) for route in router.routes}
+    for kind in (Encoder, SparseEncoder):
+        if all(isinstance(model, kind) for model in by_route.values()):
+            return routed(by_route, router.usual, router.mappings)
+    came = ", ".join(f"{route} has a {type(model).__name__}" for route, model in by_route.items())
+    raise ModelError(f"{path / 'modules.json'} has a Router: {came}; expected Encoders, or SparseEncoders")
+
+
+def _of_folder(outer: Path, precise: Callable[..., Precision], route: str | None = None) -> Loaded:
+    """The model of a folder, on a route of its Router."""
+    kind, path = first_of(outer, route)
+    static = _STATIC.get(kind)
+    if static is not None:
+        with ExitStack() as stack:
+            config = Config.of(path, {})
+            return static(Source(path, config, precise(), stack, outer, route=route))
     config = Config(path / "config.json")
     model_type = config.get("model_type", str)
     if model_type not in _BUILDERS:
         raise config.wrong("model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")
-    if path != outer and model_type not in _TOWERS:
+    if path != outer and route is None and model_type not in _TOWERS:
         expected = f"clip or siglip, as {outer / 'modules.json'} has a CLIPModel"
         raise config.wrong("model_type", model_type, expected)
     quantized = config.values.get("quantization_config")
@@ -189,7 +217,7 @@ def load(
     if quantized is not None and not blocks:
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
     with ExitStack() as stack:
-        source = Source(path, config, precise(of_file=blocks), stack, outer)
+        source = Source(path, config, precise(of_file=blocks), stack, outer, route=route)
         model = _BUILDERS[model_type](source)
         return model if isinstance(model, (Decoder, TwoTowers)) else with_head(source, model)
 

@@ -114,10 +114,14 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
     if dtype == "bfloat16":
         require("ml_dtypes")
     of_file = _gguf.is_file(origin.folder)
-    blocks = not of_file and read_json(origin.folder / "config.json").get("quantization_config") is not None
+    has_config = of_file or (origin.folder / "config.json").is_file()
+    said = read_json(origin.folder / "config.json") if has_config and not of_file else {}
+    blocks = said.get("quantization_config") is not None
     if blocks or (of_file and model.model_type.startswith(_APART)):
         came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder of floats"
         raise ModelError(f"{came}; expected path to end with '.gguf'")
+    if getattr(model, "routes", None) is not None or not (has_config or (origin.folder / _MODULES).is_file()):
+        raise ModelError(f"{origin.folder} holds one module of several; expected a model in one folder")
     tensors: dict[str, Array] = {}
     with ExitStack() as stack:
         read = origin.reader(stack)
@@ -136,11 +140,12 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
         config = _files_of_gguf(origin.folder, target)
     else:
         _copied(origin.folder, target)
-        config = read_json(origin.folder / "config.json")
-    _write(
-        target / "config.json",
-        {**config, **{key: dtype for key in ("dtype", "torch_dtype") if key in config}},
-    )
+        config = said
+    if config:
+        _write(
+            target / "config.json",
+            {**config, **{key: dtype for key in ("dtype", "torch_dtype") if key in config}},
+        )
 
 
 def _copied(folder: Path, target: Path) -> None:

@@ -46,9 +46,11 @@ class Source:
         stack: ExitStack,
         outer: Path | None = None,
         tensors: Tensors | None = None,  # by default those of the folder's files
+        route: str | None = None,
     ):
         self.folder, self.config, self.precision = folder, config, precision
         self.outer = outer or folder  # the folder of modules.json, in which `folder` may be
+        self.route = route  # of its Router, if it has one
         self.tensors = tensors or Tensors.of_folder(folder, precision.weights, stack)
         self.tokenizer: Callable[[Path], Any] | None = None  # makes one where no tokenizer.json is
         self.parameters = Parameters()
@@ -60,6 +62,11 @@ class Source:
         source = copy(self)
         source.config = config
         return source
+
+    @property
+    def has_modules(self) -> bool:
+        """Whether modules.json says what becomes of hidden states."""
+        return (self.outer / "modules.json").is_file()
 
     def origin(self) -> Origin:
         """Origin of the parameters, which the model keeps."""

@@ -18,19 +18,9 @@ from fastattn.models._blocks import ACTIVATIONS as OURS
 from fastattn.models._chat import ChatTemplate
 from fastattn.models._classify import CrossEncoder, TokenClassifier
 from fastattn.models._files import Config, ModelError, sentences_config
+from fastattn.models._modules import MASK, SCORE, is_cross_encoder, is_multi_vector, modules_of
 from fastattn.models._multi_vector import Expansion, MultiVectorEncoder, Settings
-from fastattn.models._sentences import (
-    ACTIVATIONS,
-    MASK,
-    SCORE,
-    Dense,
-    LayerNorm,
-    Normalize,
-    Pooling,
-    is_cross_encoder,
-    is_multi_vector,
-    modules_of,
-)
+from fastattn.models._sentences import ACTIVATIONS, Dense, LayerNorm, Normalize, Pooling
 from fastattn.models._sparse import FUNCTIONS, STRATEGIES, SparseEncoder, SpladePooling
 from fastattn.models._text import LENGTHS, transformer_settings
 from fastattn.models._vectors import SIMILARITIES
@@ -122,7 +112,7 @@ def with_head(
     """
     said = source.config.values.get("architectures")
     task = said[0] if isinstance(said, list) and said and isinstance(said[0], str) else ""
-    modules = modules_of(source.folder)
+    modules = modules_of(source.outer, source.route)
     if modules and modules[-1][0] == "SpladePooling":
         return _sparse_encoder(source, encoder, modules[-1][1])
     if modules and modules[-1][0] == SCORE:
@@ -210,7 +200,7 @@ def _activation(folder: Path, config: Config, num_labels: int) -> str:
     return "Sigmoid" if num_labels == 1 else "Identity"
 
 
-def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncoder:
+def _sparse_encoder(source: Source, encoder: Encoder, inner: Path) -> SparseEncoder:
     """Read the head of a masked language model, pooled as the folder `inner` says."""
     config = source.config
     names = _VOCABULARY_HEADS.get(encoder.model_type)
@@ -219,9 +209,9 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncod
         raise ModelError(
             f"{config.path}: 'model_type' of SpladePooling is {encoder.model_type!r}; expected {expected}"
         )
-    pooling = Config(source.folder / inner / "config.json")
+    pooling = Config(inner / "config.json")
     strategies, functions = ({name: name for name in kind} for kind in (STRATEGIES, FUNCTIONS))
-    settings = sentences_config(source.folder)
+    settings = sentences_config(source.outer)
     splade = SpladePooling(
         pooling.choice("pooling_strategy", strategies, "max"),
         pooling.choice("activation_function", functions, "relu"),
@@ -237,8 +227,8 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncod
     shapes |= dict.fromkeys((f"{names.inner}.bias", f"{names.norm}.weight", f"{names.norm}.bias"), (hidden,))
     source.expect(shapes, ())
     activation = "gelu" if names.activation is None else config.choice(names.activation, OURS, "gelu")
-    inner, norm, rounded = names.inner, names.norm, source.precision.activations
-    inner_map = source.pack([f"{inner}.weight"]), source.vector(f"{inner}.bias")
+    dense, norm, rounded = names.inner, names.norm, source.precision.activations
+    inner_map = source.pack([f"{dense}.weight"]), source.vector(f"{dense}.bias")
     norm_vectors = source.vector(f"{norm}.weight"), source.vector(f"{norm}.bias")
     head = (
         Dense(*inner_map, activation, rounded=rounded),
@@ -248,7 +238,7 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncod
     return SparseEncoder(encoder, head, splade, similarity)
 
 
-def _logit_score_encoder(source: Source, encoder: Encoder, inner: str, activation: str) -> CrossEncoder:
+def _logit_score_encoder(source: Source, encoder: Encoder, inner: Path, activation: str) -> CrossEncoder:
     """Read the score of a last token, as of Qwen3-Reranker: the logit of "yes" less that of "no".
 
     The folder `inner` of the module LogitScore says which tokens these are.
@@ -256,7 +246,7 @@ def _logit_score_encoder(source: Source, encoder: Encoder, inner: str, activatio
     if encoder.model_type not in _LANGUAGE_MODELS:
         came = f"'model_type' of LogitScore is {encoder.model_type!r}"
         raise ModelError(f"{source.config.path}: {came}; expected one of {', '.join(_LANGUAGE_MODELS)}")
-    config = Config(source.folder / inner / "config.json")
+    config = Config(inner / "config.json")
     config.refuse(module_input_name="causal_logits")
     names = ["true_token_id"]
     if config.values.get("false_token_id") is not None:  # else the first one's logit is the score
@@ -281,7 +271,7 @@ def _difference(ids: Sequence[int], lane: np.dtype[Any], tensors: Tensors, outpu
 
 
 def _multi_vector_encoder(
-    source: Source, encoder: Encoder, modules: list[tuple[str, str]]
+    source: Source, encoder: Encoder, modules: list[tuple[str, Path]]
 ) -> MultiVectorEncoder:
     """Read the modules of modules.json; a folder without any is one that Stanford's code wrote."""
     folder, sentences = source.folder, encoder.sentences
@@ -306,7 +296,7 @@ def _multi_vector_encoder(
     if mask is None:
         layers = (*layers, Normalize())
     else:
-        config = Config(folder / mask / "config.json")
+        config = Config(mask / "config.json")
         config.refuse(keep_only_token_ids=[])
         words, skipped_in = _words(config, "skiplist_words"), _words(config, "skiplist_tasks", skipped_in)
 

@@ -81,14 +81,20 @@ class Text:
     asked: int | None = None  # how long a text may be, whatever the folder's files say of it
     markers: tuple[str, ...] = ()  # that stand before texts; one that is in the vocabulary is one token
     is_prompt: bool = False  # whether texts are prompts, which a model without `max_length` takes whole
+    special: bool = True  # whether special tokens stand around a text
+    alone: bool = False  # whether tokenizer.json, and no other file, says how texts are cut and read
 
     @cached_property
     def tokenizer(self) -> Any:
         """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`; in lower case if asked."""
+        if self.alone:
+            return _limited(_read(self.folder, None), self.asked)
         return _open_tokenizer(self.folder, self.limit, self.other, self.markers)
 
     @cached_property
     def _limit(self) -> tuple[int | None, Path | str]:
+        if self.alone:
+            return self.asked, self.folder
         return _length_limit(self.folder, self.max_length, self.asked, self.is_prompt)
 
     @property
@@ -101,7 +107,8 @@ class Text:
         name, most = "max_seq_length", MOST_SIZE if self.max_length is None else self.max_length
         asked = integer(name, tokens, -MOST_SIZE)
         text = replace(self, asked=min(max(1, asked), most))
-        least = text.tokenizer.num_special_tokens_to_add(pairs) + 1  # and a token of the text itself
+        added = text.tokenizer.num_special_tokens_to_add(pairs) if self.special else 0
+        least = added + 1  # a token of the text itself
         integer(name, asked, least, most)
         return text
 
@@ -118,7 +125,7 @@ class Text:
 
     def encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Ids of each text, as `encode` has them; `texts` are read when they are needed, a batch ahead."""
-        return (encoding.ids for encoding in self.encodings(texts))
+        return (encoding.ids for encoding in self.encodings(texts, self.special))
 
     def encoded_pairs(self, pairs: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[int, int]]]:
         """Ids and types of each pair of texts, which become one sequence, or of each (text,)."""
@@ -413,6 +420,14 @@ def _open_tokenizer(
         tokenizer.no_truncation()
         return tokenizer
     tokenizer.enable_truncation(limit, direction=side)
+    return tokenizer
+
+
+def _limited(tokenizer: Any, limit: int | None) -> Any:
+    """A tokenizer that does not pad; without a `limit`, it cuts texts where it did."""
+    tokenizer.no_padding()
+    if limit is not None:
+        tokenizer.enable_truncation(limit)
     return tokenizer
 
 

@@ -22,6 +22,7 @@ from fastattn.models._encode_calls import EncodeOptions, at_once, calls, given
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, tokenizer_config
 from fastattn.models._images import EXPECTED, checked, is_pillow
+from fastattn.models._routes import model_of
 from fastattn.models._text import strings
 from fastattn.models._vectors import similarities
 
@@ -232,6 +233,7 @@ class TwoTowers(Encoder):
         precision: str = "float32",
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
+        task: str | None = None,
         **others: Unpack[NoOptions],
     ) -> Array:
         """Make a vector of each text or image; its bits depend on no other text or image.
@@ -244,7 +246,7 @@ class TwoTowers(Encoder):
             resized by Pillow, in integers, as the folder says.
         prompt_name, prompt : str, optional
             As in `Encoder.encode`; only texts have one.
-        batch_size, show_progress_bar, precision, normalize_embeddings, truncate_dim : optional
+        batch_size, show_progress_bar, precision, normalize_embeddings, truncate_dim, task : optional
             As in `Encoder.encode`.
         **others
             None: an error says what an argument of another library is called here.
@@ -265,7 +267,7 @@ class TwoTowers(Encoder):
         """
         values = prompt_name, prompt, batch_size, show_progress_bar
         own = precision, normalize_embeddings, truncate_dim
-        return self._encode(sentences, given(EncodeOptions, *values, *own, **others))
+        return model_of(self, task)._encode(sentences, given(EncodeOptions, *values, *own, **others))
 
     @property
     def _features(self) -> int:

@@ -14,6 +14,7 @@ from implementations import COMPILED, child_environment
 from model_folders import change_config, write_parts
 from small_hub import small_hub
 from tiny_models import CONFIGS
+from tiny_routes import write_router
 from tiny_tokenizers import TEXTS, write_tokenizer
 
 from fastattn import models
@@ -101,6 +102,16 @@ def test_towers_lie_in_a_folder(run, hub, tmp_path_factory):
     hub.folders["tiny/clip"] = folder
     run("-c", "from fastattn import models; models.load('tiny/clip')")
     assert set(hub.fetched) == set(hub.files("tiny/clip"))
+
+
+def test_routes_lie_in_folders(run, hub, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("routes")
+    write_router(folder)
+    hub.folders["tiny/routes"] = folder
+    code = "model = models.load('tiny/routes'); model.encode_query('a'); model.encode_document('a')"
+    run("-c", f"from fastattn import models; {code}")
+    same = {f"{name}/tokenizer.json" for name in ("query_0_StaticEmbedding", "document_0_Transformer")}
+    assert set(hub.files("tiny/routes")) - same == set(hub.fetched) - same  # one of them is there already
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ NEEDS = {
     "test_llama_index.py": "llama_index",
     "test_multi_vector.py": "sentence_transformers",
     "test_onnx.py": "onnx",
+    "test_routes.py": "sentence_transformers",
     "test_sentence_transformers.py": "sentence_transformers",
     "test_sklearn.py": "sklearn",
     "test_sparse.py": "sentence_transformers",

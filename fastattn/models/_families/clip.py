@@ -131,7 +131,7 @@ def clip(source: Source) -> TwoTowers:
         positions=text.size("max_position_embeddings"),
         causal=is_clip,
         others=shapes,
-        sentences=Sentences.of(source.outer, features, source.precision.dtype, towers=True),
+        sentences=Sentences.of(source, features, towers=True),
     )
     end_id = text.size("eos_token_id", low=0) if is_clip else 0
     own = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | {"model_type": kind}

@@ -135,7 +135,7 @@ def llama(source: Source) -> Decoder | Encoder:
     rotary = partial(frequencies, config, head_dim, theta, model_type == "phi3")
     said = config.values.get("architectures")
     scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
-    if growth is None and (scores or (source.folder / "modules.json").is_file()):
+    if growth is None and (scores or source.has_modules):
         causal = config.get("is_causal", bool, True)
         return read_encoder(
             _as_encoder(names),
@@ -329,7 +329,7 @@ def gemma(source: Source) -> Decoder | Encoder:
             else frequencies_by_kind(config, _THETAS, blocks.head_dim, longest, (ALL,))
         ),
     }
-    if causal and not (source.folder / "modules.json").is_file():
+    if causal and not source.has_modules:
         tied = config.get("tie_word_embeddings", bool, True)
         cap = _cap(config, "final_logit_softcapping", 30.0 if second else None)
         return read_decoder(all_names, blocks, **each, tied=tied, softcap=cap)

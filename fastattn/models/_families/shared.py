@@ -141,7 +141,7 @@ def read_encoder(
         sequence_rules=SequenceRules(
             all_windows, causal, rotary, biases=None if biases is None else biases()
         ),
-        sentences=sentences or Sentences.of(source.folder, blocks.hidden, precision.dtype),
+        sentences=sentences or Sentences.of(source, blocks.hidden),
         origin=source.origin(),
     )
 
