@@ -82,6 +82,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("olmo2", "olmo3"), olmo.olmo),
     **dict.fromkeys(
         (
+            "eurobert",
             "llama",
             "ministral",
             "ministral3",

@@ -70,6 +70,7 @@ _TEXT_HEADS = {
     "albert": HeadNames("pooler", "classifier"),
     "deberta-v2": HeadNames("pooler.dense", "classifier", "GELU"),
     "modernbert": HeadNames("head.dense", "classifier", "GELU", "head.norm"),
+    "eurobert": HeadNames("dense", "classifier", "GELU"),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), HeadNames(None, "score", last=True)),
 }
 _VOCABULARY_HEADS = {
@@ -93,7 +94,9 @@ _TOKEN_HEADS = {
     "modernbert": _TEXT_HEADS["modernbert"],
 }
 _LANGUAGE_MODELS = ("llama", "mistral", "qwen2", "qwen3")  # of LogitScore
+_LATE = "late"  # of `classifier_pooling`: the mean of the scores of all tokens
 _POOLINGS = {"cls": Pooling(("cls",)), "mean": Pooling(("mean",))}  # by `classifier_pooling`
+_EUROBERT = {"bos": _POOLINGS["cls"], "mean": _POOLINGS["mean"], _LATE: _POOLINGS["mean"]}
 _STANFORD = "HF_ColBERT"  # of `architectures` in config.json
 _QUERY_LENGTH = 32  # tokens of a query
 _BY_TOKEN = ("maxsim", "meanmaxsim")
@@ -137,9 +140,15 @@ def with_head(
     if task.endswith(_TOKENS):
         return TokenClassifier(encoder, head, labels)
     activation = _activation(source.folder, source.config, count)
-    pooling = Pooling(("lasttoken",)) if names.last else None
-    pooling = pooling or source.config.choice("classifier_pooling", _POOLINGS, "cls")
-    return CrossEncoder(encoder, head, labels, activation, pooling)
+    if names.last:
+        return CrossEncoder(encoder, head, labels, activation, Pooling(("lasttoken",)))
+    if encoder.model_type != "eurobert":
+        pooling = source.config.choice("classifier_pooling", _POOLINGS, "cls")
+        return CrossEncoder(encoder, head, labels, activation, pooling)
+    pooling = source.config.choice("classifier_pooling", _EUROBERT, _LATE)
+    said = source.config.get("classifier_pooling", str, _LATE)
+    source.config.refuse(clf_pooling=said)  # its name in older files
+    return CrossEncoder(encoder, head, labels, activation, pooling, late=said == _LATE)
 
 
 def _read(source: Source, names: HeadNames, encoder: Encoder, count: int) -> tuple[Dense | LayerNorm, ...]:

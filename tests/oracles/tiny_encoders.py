@@ -1,7 +1,7 @@
 """Families of encoders for `tiny_models`: configs, the shapes of their tensors, results in plain NumPy."""
 
 import numpy as np
-from tiny_numpy import attend, gelu, gelu_tanh, layer_norm, linear, rotated, silu
+from tiny_numpy import attend, gelu, gelu_tanh, layer_norm, linear, rms_norm, rotated, silu
 
 VOCAB = 60
 
@@ -13,6 +13,9 @@ CONFIGS = {
     "modernbert": {
         **SIZES, "num_hidden_layers": 3, "global_attn_every_n_layers": 2, "local_attention": 4,
         "global_rope_theta": 1000.0, "local_rope_theta": 100.0,
+    },
+    "eurobert": {
+        **SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 100.0, "rms_norm_eps": 1e-5
     },
     "distilbert": {
         "vocab_size": VOCAB, "dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 3,
@@ -96,6 +99,34 @@ def _modernbert(c, t, ids):
         gate, up = np.split(linear(layer_norm(x, t, f"{layer}mlp_norm"), t, f"{layer}mlp.Wi"), 2, axis=1)
         x = x + linear(gelu(gate) * up, t, f"{layer}mlp.Wo")
     return layer_norm(x, t, "final_norm")
+
+
+def _eurobert_shapes(c):
+    h, inner = c["hidden_size"], c["intermediate_size"]
+    kv = h * c["num_key_value_heads"] // c["num_attention_heads"]
+    found = {"embed_tokens.weight": (VOCAB, h), "norm.weight": (h,)}
+    for layer in (f"layers.{i}." for i in range(c["num_hidden_layers"])):
+        sizes = {"self_attn.q_proj": (h, h), "self_attn.k_proj": (h, kv), "self_attn.v_proj": (h, kv)}
+        sizes |= {"self_attn.o_proj": (h, h), "mlp.gate_proj": (h, inner), "mlp.up_proj": (h, inner)}
+        found |= maps(layer, {**sizes, "mlp.down_proj": (inner, h)}, biased=False)
+        found |= {f"{layer}{name}_layernorm.weight": (h,) for name in ("input", "post_attention")}
+    return found
+
+
+def _eurobert(c, t, ids):
+    n, heads, kv = len(ids), c["num_attention_heads"], c["num_key_value_heads"]
+    theta, eps = c["rope_theta"], c["rms_norm_eps"]
+    x = t["embed_tokens.weight"][ids]
+    for layer in (f"layers.{i}." for i in range(c["num_hidden_layers"])):
+        y = rms_norm(x, t[f"{layer}input_layernorm.weight"], eps)
+        q, k, v = (linear(y, t, f"{layer}self_attn.{part}_proj") for part in "qkv")
+        q, k = rotated(q.reshape(n, heads, -1), theta), rotated(k.reshape(n, kv, -1), theta)
+        v = v.reshape(n, kv, -1)
+        x = x + linear(attend(q, k, v, np.ones((n, n))), t, f"{layer}self_attn.o_proj")
+        y = rms_norm(x, t[f"{layer}post_attention_layernorm.weight"], eps)
+        y = silu(linear(y, t, f"{layer}mlp.gate_proj")) * linear(y, t, f"{layer}mlp.up_proj")
+        x = x + linear(y, t, f"{layer}mlp.down_proj")
+    return rms_norm(x, t["norm.weight"], eps)
 
 
 def _distilbert_shapes(c):
@@ -289,6 +320,7 @@ def _deberta(c, t, ids):
 
 _FAMILIES = {
     "modernbert": (_modernbert_shapes, _modernbert),
+    "eurobert": (_eurobert_shapes, _eurobert),
     "distilbert": (_distilbert_shapes, _distilbert),
     "mpnet": (_mpnet_shapes, _mpnet),
     "nomic_bert": (_nomic_shapes, _nomic),

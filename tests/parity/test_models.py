@@ -57,6 +57,11 @@ def modernbert(**changes):
     return transformers.ModernBertModel(config)
 
 
+def eurobert(**changes):
+    sizes = {**GROUPED, **NO_EOS, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    return transformers.EuroBertModel(transformers.EuroBertConfig(**{**sizes, **changes}))
+
+
 def distilbert(**changes):
     sizes = {"vocab_size": VOCAB, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 6}
     return transformers.DistilBertModel(transformers.DistilBertConfig(**sizes, **changes))
@@ -346,6 +351,10 @@ ENCODERS = {
     "deberta-other-kind": lambda: deberta(share_att_key=False, pos_att_type="p2c", max_relative_positions=20),
     "modernbert": modernbert,
     "modernbert-biased": lambda: modernbert(attention_bias=True, mlp_bias=True, norm_bias=True),
+    "eurobert": eurobert,
+    "eurobert-biased-usual-positions": lambda: eurobert(
+        attention_bias=True, mlp_bias=True, num_key_value_heads=None, head_dim=10, rope_parameters=None
+    ),
     "modernbert-all-sliding": lambda: modernbert(layer_types=["sliding_attention"] * 3),
 }
 DECODERS = {
