@@ -196,8 +196,9 @@ class Encoder(_model.Model):
     @named("{cls}")
     def max_seq_length(self, tokens: int) -> None:
         object.__setattr__(self, "text", self.text.shortened(tokens))
-        for model in () if self.routes is None else self.routes.models.values():
-            model.max_seq_length = tokens
+        if self.routes is not None and self.routes.make is None:
+            for model in self.routes.models.values():
+                model.max_seq_length = tokens
 
     def get_sentence_embedding_dimension(self) -> int:
         """Features of a vector that `encode` makes."""

@@ -24,6 +24,7 @@ from fastattn.models._families import (
     gpt_oss,
     granite,
     granite_hybrid,
+    jina,
     lfm2,
     llama,
     olmo,
@@ -73,6 +74,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "gpt_oss": gpt_oss.gpt_oss,
     "granite": granite.granite,
     "granitemoehybrid": granite_hybrid.granite_hybrid,
+    "jina_embeddings_v3": jina.v3,
     "lfm2": lfm2.lfm2,
     **dict.fromkeys(("new", "gte"), rotary.gte),
     "mistral3": llama.mistral3,
@@ -189,9 +191,12 @@ def load(
     if router is None:
         return _of_folder(path, precise)
     by_route = {route: _of_folder(path, precise, route) for route in router.routes}
-    for kind in (Encoder, SparseEncoder):
-        if all(isinstance(model, kind) for model in by_route.values()):
-            return routed(by_route, router.usual, router.mappings)
+    dense = {route: model for route, model in by_route.items() if isinstance(model, Encoder)}
+    sparse = {route: model for route, model in by_route.items() if isinstance(model, SparseEncoder)}
+    if len(dense) == len(by_route):
+        return routed(dense, router.usual, router.mappings)
+    if len(sparse) == len(by_route):
+        return routed(sparse, router.usual, router.mappings)
     came = ", ".join(f"{route} has a {type(model).__name__}" for route, model in by_route.items())
     raise ModelError(f"{path / 'modules.json'} has a Router: {came}; expected Encoders, or SparseEncoders")
 

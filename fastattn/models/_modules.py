@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     Module = tuple[str, Path]  # its kind, and its folder
 
 _PACKAGES = ("sentence_transformers.", "pylate.")  # whose modules are known; others may be called alike
+_JINA = "custom_st.Transformer"  # of jina-embeddings-v3, whose code is known by this key of config.json:
+_ADAPTERS = "lora_adaptations"
 AFTER_POOLING = ("Dense", "LayerNorm", "Normalize")
 _SPLADE = ("MLMTransformer", "SpladePooling")  # instead of Transformer and Pooling:
 MASK = "MultiVectorMask"  # or a vector of each token, with this module, or with none but those of `_BY_TOKEN`
@@ -136,7 +138,8 @@ def _named(path: Path, known: Sequence[str]) -> list[Module]:
     for module in _entries(path.parent):
         entry = module if isinstance(module, dict) else {"type": module}
         kind, inner = _kind(path, entry.get("type"), known), entry.get("path", "")
-        if entry.get("kwargs") and kind not in ROUTERS:  # which takes the task
+        takes_task = kind in ROUTERS or entry.get("type") == _JINA
+        if entry.get("kwargs") and not (takes_task and entry["kwargs"] in (["task"], ["task", "modality"])):
             raise ModelError(f"{path}: 'kwargs' of {kind} is {short(entry['kwargs'])}; expected none")
         here = inner in ("", ".")
         first = kind in ("Transformer", _SPLADE[0])
@@ -155,7 +158,8 @@ def _kind(path: Path, said: Any, known: Sequence[str]) -> str:
     kind = name.rpartition(".")[2]
     if kind not in known:
         raise ModelError(f"{path} has a module {short(kind)}; expected one of {', '.join(known)}")
-    if not name.startswith(_PACKAGES):
+    config = path.parent / "config.json"
+    if not name.startswith(_PACKAGES) and not (name == _JINA and _ADAPTERS in Config(config, True).values):
         expected = f"one of {', '.join(_PACKAGES)}, whose code is known"
         raise ModelError(f"{path} has a module {short(name)}; expected {expected}")
     return kind

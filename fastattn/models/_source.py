@@ -75,6 +75,20 @@ class Source:
     def __contains__(self, name: str) -> bool:
         return name in self._stored
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors, as they are called now."""
+        return list(self._stored)
+
+    def add(self, pairs: Mapping[str, tuple[Array, Array]]) -> None:
+        """Add to tensors (n, m) the products of such matrices, (n, rank) and (rank, m), by their names."""
+        lacking = [name for name in pairs if name not in self._stored]
+        if lacking:
+            raise ModelError(
+                f"{self.tensors.where} has no {lacking[0]!r}; expected it, as an adapter changes it"
+            )
+        self.tensors = self.tensors.adapted({self._stored[name]: pair for name, pair in pairs.items()})
+
     def rename(self, new: Callable[[str], str]) -> None:
         """Give each tensor another name."""
         renamed: dict[str, str] = {}

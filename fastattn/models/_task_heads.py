@@ -64,7 +64,8 @@ _TEXTS, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _TEXT_HEADS = {
     **dict.fromkeys(("bert", "new", "gte", "nomic_bert"), HeadNames("pooler.dense", "classifier")),
     **dict.fromkeys(
-        ("roberta", "xlm-roberta", "camembert", "mpnet"), HeadNames("classifier.dense", "classifier.out_proj")
+        ("roberta", "xlm-roberta", "camembert", "mpnet", "jina_embeddings_v3"),
+        HeadNames("classifier.dense", "classifier.out_proj"),
     ),
     "distilbert": HeadNames("pre_classifier", "classifier", "ReLU"),
     "albert": HeadNames("pooler", "classifier"),
@@ -82,7 +83,7 @@ _VOCABULARY_HEADS = {
         activation="hidden_act",
     ),
     **dict.fromkeys(
-        ("roberta", "xlm-roberta", "camembert"),
+        ("roberta", "xlm-roberta", "camembert", "jina_embeddings_v3"),
         VocabularyNames("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias"),
     ),
     "distilbert": VocabularyNames(

@@ -37,6 +37,7 @@ KINDS = {
         f"eurobert-{name}": (transformers.EuroBertConfig, {"classifier_pooling": name, "pad_token_id": 0})
         for name in ("bos", "mean")
     },
+    "jina": (transformers.JinaEmbeddingsV3Config, {"type_vocab_size": 1, "pad_token_id": 0}),
     "gte": (transformers.GteConfig, {"pad_token_id": 0, "type_vocab_size": 1}),
     "nomic_bert": (transformers.NomicBertConfig, {"pad_token_id": 0, "type_vocab_size": 1}),
     "qwen3": (transformers.Qwen3Config, {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}),
