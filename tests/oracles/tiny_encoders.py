@@ -21,6 +21,10 @@ CONFIGS = {
         "vocab_size": VOCAB, "dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 3,
         "max_position_embeddings": 32,
     },
+    "jina-v2": {
+        **SIZES, "model_type": "bert", "layer_norm_eps": 1e-5, "type_vocab_size": 2,
+        "position_embedding_type": "alibi", "feed_forward_type": "geglu",
+    },
     "mpnet": {**SIZES, "max_position_embeddings": 34, "layer_norm_eps": 1e-5},
     "nomic_bert": {
         **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 2, "rope_parameters": {"rope_theta": 100.0},
@@ -187,6 +191,36 @@ def _mpnet(c, t, ids):
     return x
 
 
+def _jina_v2_shapes(c):
+    h, inner = c["hidden_size"], c["intermediate_size"]
+    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("embeddings.LayerNorm", h)}
+    found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
+    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
+        names = "self.query", "self.key", "self.value", "output.dense"
+        found |= maps(f"{layer}attention.", dict.fromkeys(names, (h, h)))
+        found |= maps(layer, {"mlp.gated_layers": (h, 2 * inner)}, biased=False)
+        found |= maps(layer, {"mlp.wo": (inner, h)})
+        found |= both(f"{layer}attention.output.LayerNorm", h) | both(f"{layer}mlp.layernorm", h)
+    return found
+
+
+def _jina_v2(c, t, ids):
+    n, heads, eps = len(ids), c["num_attention_heads"], c["layer_norm_eps"]
+    assert heads == 3  # whose slopes are those of two heads, and the first one of four
+    slopes = np.array([2.0**-4, 2.0**-8, 2.0**-2])
+    bias = -slopes[:, None, None] * np.abs(np.arange(n) - np.arange(n)[:, None])
+    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
+    x = layer_norm(x, t, "embeddings.LayerNorm", eps)
+    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
+        names = (f"{layer}attention.self.{part}" for part in ("query", "key", "value"))
+        q, k, v = (linear(x, t, name).reshape(n, heads, -1) for name in names)
+        y = linear(attend(q, k, v, np.ones((n, n)), bias), t, f"{layer}attention.output.dense")
+        x = layer_norm(x + y, t, f"{layer}attention.output.LayerNorm", eps)
+        gate, up = np.split(linear(x, t, f"{layer}mlp.gated_layers"), 2, axis=1)
+        x = layer_norm(x + linear(gelu(gate) * up, t, f"{layer}mlp.wo"), t, f"{layer}mlp.layernorm", eps)
+    return x
+
+
 def _nomic_shapes(c):
     h, inner = c["hidden_size"], c["intermediate_size"]
     found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("emb_ln", h)}
@@ -322,6 +356,7 @@ _FAMILIES = {
     "modernbert": (_modernbert_shapes, _modernbert),
     "eurobert": (_eurobert_shapes, _eurobert),
     "distilbert": (_distilbert_shapes, _distilbert),
+    "jina-v2": (_jina_v2_shapes, _jina_v2),
     "mpnet": (_mpnet_shapes, _mpnet),
     "nomic_bert": (_nomic_shapes, _nomic),
     "new": (_gte_shapes, _gte),

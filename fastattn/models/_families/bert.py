@@ -90,8 +90,9 @@ _FIRST = 2  # MPNet's positions begin after the padding token's id, which is 1
 def bert(source: Source) -> Encoder:
     """Build BERT, RoBERTa, XLM-RoBERTa or CamemBERT; or one of Jina's models, by its positions."""
     config = source.config
-    if config.values.get("position_embedding_type") == "rotary":
-        return jina.v3(source)
+    positions = config.values.get("position_embedding_type")
+    if positions in ("alibi", "rotary"):
+        return jina.v2(source) if positions == "alibi" else jina.v3(source)
     table, blocks = config.size("max_position_embeddings"), Blocks.of(source, BERT.block)
     config.refuse(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     is_bert = config.get("model_type", str) == "bert"

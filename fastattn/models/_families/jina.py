@@ -1,7 +1,9 @@
-"""Jina's encoder jina-embeddings-v3 (Sturua et al. 2024), a BERT with rotary positions, and its adapters.
+"""Jina's encoders: BERTs with other positions, and adapters.
 
-Each task has an adapter of low rank. In the folder of transformers' port, adapters lie in folders of their
-own, as PEFT writes them; in the original one, all are in one file, as torch names parametrizations.
+jina-embeddings-v2 (Günther et al. 2023) has a gated feed-forward, and takes from scores what grows with the
+distance, to either side (ALiBi). jina-embeddings-v3 (Sturua et al. 2024) has rotary positions, and for each
+task an adapter of low rank. In the folder of transformers' port, adapters lie in folders of their own, as
+PEFT writes them; in the original one, all are in one file, as torch names parametrizations.
 """
 
 from __future__ import annotations
@@ -15,20 +17,42 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn.models._adapters import CONFIG, joined, of_peft
-from fastattn.models._blocks import BlockNames, Blocks
+from fastattn.models._blocks import BlockNames, Blocks, Keys
+from fastattn.models._embeddings import AlibiBiases
 from fastattn.models._families.shared import EncoderNames, frequencies, read_encoder, scaled
 from fastattn.models._files import Config, ModelError
 from fastattn.models._routes import routed
 from fastattn.models._source import Source
+from fastattn.positions import alibi_slopes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fastattn._args.types import Activation
     from fastattn.models._adapters import Pairs
     from fastattn.models._embeddings import Frequencies
     from fastattn.models._encoder import Encoder
     from fastattn.models._parameters import Precision
 
+_V2 = EncoderNames(
+    tokens="embeddings.word_embeddings",
+    types="embeddings.token_type_embeddings",
+    first_norm="embeddings.LayerNorm",
+    block=BlockNames(
+        prefix="encoder.layer.{}.",
+        qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+        attended="attention.output.dense",
+        attention_norm="attention.output.LayerNorm",
+        inner="mlp.gated_layers",
+        gate="mlp.gated_layers",
+        outer="mlp.wo",
+        inner_norm="mlp.layernorm",
+        norm_first=False,
+    ),
+    prefixes=("bert.",),
+    ignored=re.compile(r"^embeddings\.(position|token_type)_ids$"),
+)
+_GATES: dict[str, Activation] = {"geglu": "gelu", "reglu": "relu"}
 _ORIGINAL, _LORA = ".parametrizations.weight.original", ".parametrizations.weight.0.lora_"
 _V3 = EncoderNames(
     tokens="embeddings.word_embeddings",
@@ -50,6 +74,23 @@ _V3 = EncoderNames(
 TASKS = ("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching")
 _USUAL = "base"  # of a text without a task: no adapter
 _ROUTES = {("query", None): TASKS[0], ("document", None): TASKS[1]}  # of encode_query and encode_document
+
+
+def v2(source: Source) -> Encoder:
+    """Build jina-embeddings-v2."""
+    config, names = source.config, _V2.block
+    config.refuse(is_decoder=False, add_cross_attention=False)
+    keys = Keys(activation="feed_forward_type")
+    biased = names.maps - {names.inner}
+    blocks = Blocks.of(source, names, keys, activation=None, activations=_GATES, biased=biased, bias=0)
+    slopes = alibi_slopes(blocks.heads).astype(source.precision.lane)
+    return read_encoder(
+        _V2,
+        blocks,
+        types=config.size("type_vocab_size", 2),
+        longest=config.size("max_position_embeddings"),
+        biases=lambda: AlibiBiases(slopes),
+    )
 
 
 def folder_of(task: str) -> str:

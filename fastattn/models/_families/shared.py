@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fastattn._engine.steps import Step
     from fastattn.layers._block import Window
     from fastattn.models._blocks import BlockNames, Blocks
-    from fastattn.models._embeddings import BucketBiases, Frequencies
+    from fastattn.models._embeddings import AlibiBiases, BucketBiases, Frequencies
     from fastattn.models._files import Config
     from fastattn.models._next_tokens import QueryGrowth
 
@@ -65,7 +65,7 @@ def read_encoder(
     features: int | None = None,
     order: Sequence[int] | None = None,
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
-    biases: Callable[[], BucketBiases] | None = None,
+    biases: Callable[[], BucketBiases | AlibiBiases] | None = None,
     others: Mapping[str, Shape] | None = None,
     sentences: Sentences | None = None,
 ) -> Encoder:
