@@ -29,6 +29,13 @@ CONFIGS = {
     "nomic_bert": {
         **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 2, "rope_parameters": {"rope_theta": 100.0},
     },
+    "nomic-experts": {
+        "model_type": "nomic_bert", "vocab_size": VOCAB, "n_embd": 24, "n_inner": 40, "n_head": 3,
+        "n_layer": 3, "n_positions": 32, "type_vocab_size": 1, "activation_function": "gelu",
+        "layer_norm_epsilon": 1e-5, "qkv_proj_bias": True, "mlp_fc1_bias": True, "mlp_fc2_bias": True,
+        "rotary_emb_fraction": 1.0, "rotary_emb_base": 100.0, "num_experts": 5, "moe_top_k": 2,
+        "moe_every_n_layers": 2,
+    },
     "new": {
         **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 1, "rope_theta": 20.0,
         "rope_scaling": {"type": "ntk", "factor": 4.0},
@@ -246,6 +253,48 @@ def _nomic(c, t, ids):
     return x
 
 
+def _nomic_experts_shapes(c):
+    h, inner, experts = c["n_embd"], c["n_inner"], c["num_experts"]
+    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("emb_ln", h)}
+    found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
+    for i in range(c["n_layer"]):
+        layer = f"encoder.layers.{i}."
+        found |= maps(layer, {"attn.Wqkv": (h, 3 * h), "attn.out_proj": (h, h)})
+        if i % c["moe_every_n_layers"] == 1:
+            found |= maps(f"{layer}mlp.", {"router.layer": (h, experts)}, biased=False)
+            found |= {f"{layer}mlp.experts.mlp.w{part}": (experts * inner, h) for part in (1, 2)}
+            found[f"{layer}mlp.experts.bias"] = (h,)
+        else:
+            found |= maps(f"{layer}mlp.", {"fc1": (h, inner), "fc2": (inner, h)})
+        found |= {**both(f"{layer}norm1", h), **both(f"{layer}norm2", h)}
+    return found
+
+
+def _nomic_experts(c, t, ids):
+    n, heads, theta = len(ids), c["n_head"], c["rotary_emb_base"]
+    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
+    x = layer_norm(x, t, "emb_ln")
+    for i, layer in enumerate(f"encoder.layers.{i}." for i in range(c["n_layer"])):
+        q, k, v = linear(x, t, f"{layer}attn.Wqkv").reshape(n, 3, heads, -1).transpose(1, 0, 2, 3)
+        y = attend(rotated(q, theta), rotated(k, theta), v, np.ones((n, n)))
+        x = layer_norm(x + linear(y, t, f"{layer}attn.out_proj"), t, f"{layer}norm1")
+        if i % c["moe_every_n_layers"] == 1:
+            chances = np.exp(linear(x, t, f"{layer}mlp.router.layer"))
+            chances /= chances.sum(-1, keepdims=True)
+            least = np.sort(chances)[:, -c["moe_top_k"], None]
+            shape = c["num_experts"], c["n_inner"], -1
+            w1, w2 = (t[f"{layer}mlp.experts.mlp.w{part}"].reshape(shape) for part in (1, 2))
+            y = sum(
+                np.where(chances >= least, chances, 0)[:, e, None] * (gelu(x @ w1[e].T) @ w2[e])
+                for e in range(c["num_experts"])
+            )
+            y = y + t[f"{layer}mlp.experts.bias"]
+        else:
+            y = linear(gelu(linear(x, t, f"{layer}mlp.fc1")), t, f"{layer}mlp.fc2")
+        x = layer_norm(x + y, t, f"{layer}norm2")
+    return x
+
+
 def _gte_shapes(c):
     h, inner = c["hidden_size"], c["intermediate_size"]
     found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("embeddings.LayerNorm", h)}
@@ -359,6 +408,7 @@ _FAMILIES = {
     "jina-v2": (_jina_v2_shapes, _jina_v2),
     "mpnet": (_mpnet_shapes, _mpnet),
     "nomic_bert": (_nomic_shapes, _nomic),
+    "nomic-experts": (_nomic_experts_shapes, _nomic_experts),
     "new": (_gte_shapes, _gte),
     "gte": (_gte_shapes, _gte),
     "albert": (_albert_shapes, _albert),
