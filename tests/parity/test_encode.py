@@ -15,6 +15,7 @@ from tiny_tokenizers import TEXTS
 from transformers_folders import SIZES, randomised, save_tokenizer
 
 from fastattn import models
+from fastattn import sentence_transformers as in_place
 from fastattn.models import quantize_embeddings
 
 TOLERANCE = 1e-5
@@ -121,9 +122,15 @@ def test_families(name, tmp_path, implementation):
     options = {"pooling": pooling, "prompts": PROMPTS}
     theirs, ours = both(written(make(), folder), tmp_path / "model", *behind(), **options)
     assert isinstance(ours, models.Encoder)
+    shim = in_place.SentenceTransformer(str(tmp_path / "model"))
     for prompt_name in (None, "query"):
         how = {"prompt_name": prompt_name}
         require_close(ours.encode(TEXTS, **how), theirs.encode(TEXTS, **how))
+        require_close(shim.encode(TEXTS, **how), theirs.encode(TEXTS, **how))
+    for call in ("encode_query", "encode_document"):
+        how = {"truncate_dim": 16, "normalize_embeddings": True}
+        require_close(getattr(shim, call)(TEXTS, **how), getattr(theirs, call)(TEXTS, **how))
+    assert shim.prompts == theirs.prompts
 
 
 @pytest.mark.parametrize("include_prompt", [True, False])
