@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder
     )
 
-_TOWERS = ("clip", "siglip")
+_TOWERS = ("clip", "siglip", "siglip2")
 # By the `model_type` of config.json.
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), bert.bert),

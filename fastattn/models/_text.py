@@ -44,7 +44,7 @@ _PLACES = {"trust_remote_code", "cache_dir", "revision", "code_revision", "token
 _OF_CONFIG = {*_PLACES, "use_cache", "attn_implementation", "use_memory_efficient_attention", "unpad_inputs"}
 _OF_MODEL = {*_OF_CONFIG, "torch_dtype", "dtype", "device_map", "low_cpu_mem_usage", "use_safetensors",
              "add_pooling_layer"}  # fmt: skip
-_SIDES = {side: side for side in ("left", "right")}
+SIDES = {side: side for side in ("left", "right")}
 _CASES = {  # keys of transformers, and what the normalizer of BERT calls them
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -82,6 +82,7 @@ class Text:
     markers: tuple[str, ...] = ()  # that stand before texts; one that is in the vocabulary is one token
     is_prompt: bool = False  # whether texts are prompts, which a model without `max_length` takes whole
     special: bool = True  # whether special tokens stand around a text
+    lower: bool = False  # whether texts become lower case, whatever files say
     alone: bool = False  # whether tokenizer.json, and no other file, says how texts are cut and read
 
     @cached_property
@@ -89,7 +90,7 @@ class Text:
         """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`; in lower case if asked."""
         if self.alone:
             return _limited(_read(self.folder, None), self.asked)
-        return _open_tokenizer(self.folder, self.limit, self.other, self.markers)
+        return _open_tokenizer(self.folder, self.limit, self.other, self.markers, self.lower)
 
     @cached_property
     def _limit(self) -> tuple[int | None, Path | str]:
@@ -388,7 +389,11 @@ def _length_limit(
 
 
 def _open_tokenizer(
-    folder: Path, limit: int | None, other: Callable[[Path], Any] | None, markers: tuple[str, ...]
+    folder: Path,
+    limit: int | None,
+    other: Callable[[Path], Any] | None,
+    markers: tuple[str, ...],
+    lower: bool,
 ) -> Any:
     """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`; in lower case if asked.
 
@@ -403,7 +408,7 @@ def _open_tokenizer(
     processor = _of_processor(transformer)
     for each in (config, processor):  # the second counts where both say something
         _normalize(tokenizer, each, config.values.get("tokenizer_class"))
-    if transformer.get("do_lower_case", bool, False):
+    if lower or transformer.get("do_lower_case", bool, False):
         normalizers, given = tokenizers.normalizers, tokenizer.normalizer
         both = [normalizers.Lowercase(), *([] if given is None else [given])]
         tokenizer.normalizer = normalizers.Sequence(both)
@@ -415,7 +420,7 @@ def _open_tokenizer(
         tokenizer.add_special_tokens(added)
     side = (tokenizer.truncation or {}).get("direction", "right")
     for each in (config, processor):
-        side = each.choice("truncation_side", _SIDES, side)
+        side = each.choice("truncation_side", SIDES, side)
     if limit is None:
         tokenizer.no_truncation()
         return tokenizer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
+from itertools import chain, groupby, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,14 +16,14 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import iterated, real_array
+from fastattn._args.values import integers, iterated, real_array
 from fastattn.functional._attention import attention
 from fastattn.models._encode_calls import EncodeOptions, at_once, calls, given
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, tokenizer_config
 from fastattn.models._images import EXPECTED, checked, is_pillow
 from fastattn.models._routes import model_of
-from fastattn.models._text import strings
+from fastattn.models._text import SIDES, strings
 from fastattn.models._vectors import similarities
 
 if TYPE_CHECKING:
@@ -108,9 +108,10 @@ class Vision:
         """Rows of an image."""
         return len(self.positions) + (self.token is not None)
 
-    def __call__(self, pixels: Array, dtype: np.dtype[Any]) -> Array:
+    def __call__(self, pixels: Sequence[Array] | Array, dtype: np.dtype[Any]) -> Array:
         """The vectors (n, features), in the lane type, of pixels (n, 3, size, size); computed in `dtype`."""
         n, size = len(pixels), self.patch_size
+        pixels = np.asarray(pixels)
         side = self.image_size // size
         whole = pixels[:, :, : side * size, : side * size].astype(dtype, copy=False)  # a rest is left out
         squares = whole.reshape(n, -1, side, size, side, size).transpose(0, 2, 4, 1, 3, 5)
@@ -123,6 +124,46 @@ class Vision:
         sequences, _ = self.sequence_rules(np.full(n, self.length), dtype)
         rows = self.program.run(x.reshape(n * self.length, -1), sequences)
         return self.head(rows.reshape(x.shape))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShapedVision:
+    """Vision transformer of images of any shape, whose table of positions is resized to each: NaFlex."""
+
+    side: int  # of the table, a square
+    patches: Projection  # from the pixels of a square, (height, width, 3), to a row
+    positions: Array  # (side * side, hidden), lane type
+    program: Program
+    sequence_rules: SequenceRules
+    head: Probe
+    length: int  # rows of an image, mostly
+
+    def __call__(self, images: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+        """The vectors (n, features), in the lane type, of images (rows, columns, pixels of a square)."""
+        lengths = np.array([len(each) * each.shape[1] for each in images], np.int64)
+        ends = np.append(0, np.cumsum(lengths)).tolist()
+        pixels = np.concatenate([each.reshape(-1, each.shape[2]) for each in images])
+        x = mapped(pixels.astype(dtype, copy=False), self.patches)
+        for each, begin, end in zip(images, ends, ends[1:], strict=False):
+            x[begin:end] += self._places(*each.shape[:2])
+        sequences, _ = self.sequence_rules(lengths, dtype)
+        rows = self.program.run(x.astype(dtype, copy=False), sequences)
+        return np.concatenate([self.head(rows[None, begin:end]) for begin, end in pairwise(ends)])
+
+    def _places(self, height: int, width: int) -> Array:
+        """The positions (height * width, hidden) of an image of so many squares."""
+        rows, columns = (_resizing(self.side, n).astype(self.positions.dtype) for n in (height, width))
+        wide = (rows @ self.positions.reshape(self.side, -1)).reshape(height, self.side, -1)
+        places: Array = np.matmul(columns, wide).reshape(height * width, -1)
+        return places
+
+
+def _resizing(old: int, new: int) -> Array:
+    """The matrix (new, old) that resizes an axis: bilinear, with wider triangles where it becomes shorter."""
+    centers, stretch = (np.arange(new) + 0.5) * (old / new), max(old / new, 1.0)
+    weights = np.maximum(1 - np.abs(np.arange(old) + 0.5 - centers[:, None]) / stretch, 0)
+    found: Array = weights / weights.sum(axis=1, keepdims=True)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +191,7 @@ class TwoTowers(Encoder):
     The rest of an `Encoder` is that of the tower of texts; a call gives its hidden states.
     """
 
-    vision: Vision
+    vision: Vision | ShapedVision
     text_head: TextHead
     images: Images | None  # None: the folder does not say what is done with images
     scale: Array  # one number, its logarithm, as in the file
@@ -187,26 +228,48 @@ class TwoTowers(Encoder):
         return self._of_ids(list(kept))
 
     @named("{self.model_type}")
-    def image_features(self, pixels: ArrayLike) -> Array:
+    def image_features(self, pixels: ArrayLike, spatial_shapes: ArrayLike | None = None) -> Array:
         """The vectors of images that are given as pixels, as `get_image_features` of transformers.
 
         Parameters
         ----------
         pixels : array_like, (batch, 3, height, width) or (3, height, width)
-            Of the model's size, and normalised: ``pixel_values`` of transformers.
+            Of the model's size, and normalised: ``pixel_values`` of transformers. SigLIP 2 takes squares of
+            images, (batch, squares, pixels of a square), of which an image's come first.
+        spatial_shapes : array_like of int, (batch, 2), optional
+            Of SigLIP 2: how many squares are above and beside one another in each image. There is no mask:
+            the rest does not count.
 
         Returns
         -------
         ndarray, (batch, features)
             float32, or float64 for a model in float64; not scaled.
         """
-        size = self.vision.image_size
         array = real_array("pixels", pixels)
+        if isinstance(self.vision, ShapedVision):
+            return self._of_shaped(self.vision, array, spatial_shapes)
+        if spatial_shapes is not None:
+            raise ValueError("(): spatial_shapes is given; expected None, as images have one size")
+        size = self.vision.image_size
         if array.ndim not in (3, 4) or array.shape[-3:] != (3, size, size):
             raise wrong_shape("pixels", array, f"(batch, 3, {size}, {size})")
         array = array.reshape(-1, 3, size, size)
         count = at_once(self.vision.length)
         parts = [self.vision(array[i : i + count], self.dtype) for i in range(0, len(array), count)]
+        return np.concatenate([np.empty((0, self._features), lane_dtype(self.dtype)), *parts])
+
+    def _of_shaped(self, vision: ShapedVision, array: Array, spatial_shapes: ArrayLike | None) -> Array:
+        """`image_features` of images that keep their shape."""
+        features = vision.patches.weight.in_features
+        if array.ndim != 3 or array.shape[2] != features:
+            raise wrong_shape("pixels", array, f"(batch, squares, {features})")
+        most = array.shape[1]
+        shapes = integers("spatial_shapes", np.asarray(spatial_shapes), low=1, high=max(most, 1))
+        if shapes.shape != (len(array), 2) or (shapes.prod(axis=1) > most).any():
+            raise wrong_shape("spatial_shapes", shapes, f"({len(array)}, 2), of at most {most} squares each")
+        images = [x[: h * w].reshape(h, w, -1) for x, (h, w) in zip(array, shapes.tolist(), strict=True)]
+        count = at_once(vision.length)
+        parts = [vision(images[i : i + count], self.dtype) for i in range(0, len(images), count)]
         return np.concatenate([np.empty((0, self._features), lane_dtype(self.dtype)), *parts])
 
     @named("logits")
@@ -308,8 +371,11 @@ class TwoTowers(Encoder):
             yield from self.text.encoded(texts)
             return
         pad, length = self._pad_id(), self.text.limit or 0
+        usual = "left" if self.model_type == "siglip2" else "right"
+        left = tokenizer_config(self.text.folder).choice("padding_side", SIDES, usual) == "left"
         for ids in self.text.encoded(texts):
-            yield ids + [pad] * (length - len(ids))
+            fill = [pad] * (length - len(ids))
+            yield fill + ids if left else ids + fill
 
     def _pad_id(self) -> int:
         """Id of the padding token: the tokenizer's, or else that of config.json."""
@@ -334,4 +400,4 @@ class TwoTowers(Encoder):
         left = iter(images)
         for first in left:
             some = chain([first], islice(left, count - 1))
-            yield self.vision(np.stack([self.images(image, lane) for image in some]), self.dtype)
+            yield self.vision([self.images(image, lane) for image in some], self.dtype)
