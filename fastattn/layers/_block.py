@@ -114,6 +114,8 @@ class Block:
     beside: BesideExperts | None = None  # only with `post_norms`
     layer_input: LayerInput | None = None  # only with `norm_first`
     scale_of_all: Array | None = None  # of its result, (features,): see `ScaleStep`; likewise
+    # Without `norm_first`: of the sum of x and what the norm after attention gives, before the feed-forward.
+    second_norm: Norm | None = None
 
     def steps(
         self,
@@ -184,7 +186,12 @@ class Block:
         assert self.attention_norm is not None
         assert self.inner_norm is not None
         steps.append(LinearStep(context, total, *self.attended, residual=x))
-        steps.append(NormStep(total, out, *self.attention_norm))
+        if self.second_norm is None:
+            steps.append(NormStep(total, out, *self.attention_norm))
+        else:
+            steps.append(NormStep(total, total, *self.attention_norm))
+            steps.append(AddStep(total, total, x, self.attended.weight.out_features))
+            steps.append(NormStep(total, out, *self.second_norm))
         if isinstance(self.inner, Experts):
             steps.append(ExpertsStep(out, total, self.inner, self.activation, out))
         else:

@@ -61,10 +61,12 @@ class BlockNames(NamedTuple):
     gate_first: bool = True  # in such a tensor
     head_norms: tuple[str, ...] | None = None  # of each query head and, if there are keys, of each key head
     norms_of_all: bool = False  # these are of all query heads together, and of all key heads
+    head_norm: str = "rms_norm"  # or "layer_norm", with a bias, which has to be of all heads
     norm: str = "layer_norm"  # or "rms_norm"
     norm_bias: bool = True  # of a "layer_norm"
     norm_offset: float = 0.0  # added to the weights of norms
     post_norms: tuple[str, str] | None = None  # of what attention and the feed-forward give
+    second_norm: str | None = None  # see `Block`
     norm_first: bool = True
     first_norm: bool = True
     transposed: bool = False  # weights are (in, out), where torch's Linear has (out, in)
@@ -175,12 +177,14 @@ class Blocks:
         attention = self._map_shapes({name: (size, self.hidden) for name, size in rows})
         attention |= self._map_shapes({names.attended: (self.hidden, q)})
         normed = (q, kv) if names.norms_of_all else (self.head_dim, self.head_dim)
-        attention |= {f"{name}.weight": (n,) for name, n in zip(names.head_norms or (), normed, strict=False)}
+        parts = ("weight", "bias") if names.head_norm == "layer_norm" else ("weight",)
+        for name, n in zip(names.head_norms or (), normed, strict=False):
+            attention |= {f"{name}.{part}": (n,) for part in parts}
         if names.sinks is not None:
             attention[names.sinks] = (self.heads,)
         mixing = {} if self.mixing is None else self.mixing.shapes(self.hidden)
         shapes: dict[str, Shape] = {}
-        for name in (names.attention_norm, names.inner_norm, *(names.post_norms or ())):
+        for name in (names.attention_norm, names.inner_norm, names.second_norm, *(names.post_norms or ())):
             if name is not None:
                 shapes |= self.norm_shapes(name)
         prefixes = [names.prefix.format(i) for i in range(self.num_layers)]
@@ -354,19 +358,24 @@ class Blocks:
         def norm(name: str | None) -> Norm | None:
             return None if name is None else self.norm(prefix + name)
 
-        def head_norms() -> list[Array]:
+        def head_norms() -> list[tuple[Array, Array | None]]:
             if names.head_norms is None:
                 return []
             each = [f"{prefix}{name}.weight" for name in names.head_norms]
             if names.norms_of_all:
+                biases = [f"{prefix}{name}.bias" for name in names.head_norms]
+                has_bias = names.head_norm == "layer_norm"
                 return [
-                    source.vector(name, shape=(1, *source.shape(name)), offset=names.norm_offset)
-                    for name in each
+                    (
+                        source.vector(name, shape=(1, *source.shape(name)), offset=names.norm_offset),
+                        source.vector(bias) if has_bias else None,
+                    )
+                    for name, bias in zip(each, biases, strict=True)
                 ]
             counts = zip(each, (self.heads, self.heads_kv), strict=False)
             both = [name for name, count in counts for _ in range(count)]
             shape = self.heads + self.heads_kv, self.head_dim
-            return [source.vector(*both, shape=shape, offset=names.norm_offset)]
+            return [(source.vector(*both, shape=shape, offset=names.norm_offset), None)]
 
         def post_norms() -> tuple[Norm, Norm] | None:
             if names.post_norms is None:
@@ -394,11 +403,12 @@ class Blocks:
             outer=None if routed else linear(names.outer),
             head_norms=()
             if mixer
-            else tuple(Norm("rms_norm", each, None, self.eps) for each in head_norms()),
+            else tuple(Norm(names.head_norm, *each, self.eps) for each in head_norms()),
             window=window,
             rotation=rotation,
             bias=self.bias,
             post_norms=post_norms(),
+            second_norm=norm(names.second_norm),
             softcap=self.softcap,
             query_rotation=self.query_rotation,
             sinks=None if mixer or names.sinks is None else source.vector(f"{prefix}{names.sinks}"),

@@ -25,6 +25,10 @@ CONFIGS = {
         **SIZES, "model_type": "bert", "layer_norm_eps": 1e-5, "type_vocab_size": 2,
         "position_embedding_type": "alibi", "feed_forward_type": "geglu",
     },
+    "jina-v2-code": {
+        **SIZES, "model_type": "bert", "layer_norm_eps": 1e-5, "type_vocab_size": 2,
+        "position_embedding_type": "alibi", "feed_forward_type": "geglu",
+    },
     "mpnet": {**SIZES, "max_position_embeddings": 34, "layer_norm_eps": 1e-5},
     "nomic_bert": {
         **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 2, "rope_parameters": {"rope_theta": 100.0},
@@ -211,6 +215,22 @@ def _jina_v2_shapes(c):
     return found
 
 
+def _jina_v2_code_shapes(c):
+    h, inner = c["hidden_size"], c["intermediate_size"]
+    found = {name: shape for name, shape in _jina_v2_shapes(c).items() if ".mlp." not in name}
+    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
+        found |= maps(layer, {"mlp.up_gated_layer": (h, 2 * inner)}, biased=False)
+        found |= maps(layer, {"mlp.down_layer": (inner, h)})
+        for name in (
+            "attention.self.layer_norm_q",
+            "attention.self.layer_norm_k",
+            "layer_norm_1",
+            "layer_norm_2",
+        ):
+            found |= both(f"{layer}{name}", h)
+    return found
+
+
 def _jina_v2(c, t, ids):
     n, heads, eps = len(ids), c["num_attention_heads"], c["layer_norm_eps"]
     assert heads == 3  # whose slopes are those of two heads, and the first one of four
@@ -220,9 +240,23 @@ def _jina_v2(c, t, ids):
     x = layer_norm(x, t, "embeddings.LayerNorm", eps)
     for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
         names = (f"{layer}attention.self.{part}" for part in ("query", "key", "value"))
-        q, k, v = (linear(x, t, name).reshape(n, heads, -1) for name in names)
+        q, k, v = (linear(x, t, name) for name in names)
+        for_code = f"{layer}layer_norm_1.weight" in t
+        if for_code:
+            q, k = (
+                layer_norm(each, t, f"{layer}attention.self.layer_norm_{part}", eps)
+                for each, part in ((q, "q"), (k, "k"))
+            )
+        q, k, v = (each.reshape(n, heads, -1) for each in (q, k, v))
         y = linear(attend(q, k, v, np.ones((n, n)), bias), t, f"{layer}attention.output.dense")
-        x = layer_norm(x + y, t, f"{layer}attention.output.LayerNorm", eps)
+        y = layer_norm(x + y, t, f"{layer}attention.output.LayerNorm", eps)
+        if for_code:
+            x = layer_norm(x + y, t, f"{layer}layer_norm_1", eps)
+            up, gate = np.split(linear(x, t, f"{layer}mlp.up_gated_layer"), 2, axis=1)
+            y = linear(up * gelu(gate), t, f"{layer}mlp.down_layer")
+            x = layer_norm(x + y, t, f"{layer}layer_norm_2", eps)
+            continue
+        x = y
         gate, up = np.split(linear(x, t, f"{layer}mlp.gated_layers"), 2, axis=1)
         x = layer_norm(x + linear(gelu(gate) * up, t, f"{layer}mlp.wo"), t, f"{layer}mlp.layernorm", eps)
     return x
@@ -406,6 +440,7 @@ _FAMILIES = {
     "eurobert": (_eurobert_shapes, _eurobert),
     "distilbert": (_distilbert_shapes, _distilbert),
     "jina-v2": (_jina_v2_shapes, _jina_v2),
+    "jina-v2-code": (_jina_v2_code_shapes, _jina_v2),
     "mpnet": (_mpnet_shapes, _mpnet),
     "nomic_bert": (_nomic_shapes, _nomic),
     "nomic-experts": (_nomic_experts_shapes, _nomic_experts),

@@ -1,9 +1,11 @@
 """Jina's encoders: BERTs with other positions, and adapters.
 
 jina-embeddings-v2 (Günther et al. 2023) has a gated feed-forward, and takes from scores what grows with the
-distance, to either side (ALiBi). jina-embeddings-v3 (Sturua et al. 2024) has rotary positions, and for each
-task an adapter of low rank. In the folder of transformers' port, adapters lie in folders of their own, as
-PEFT writes them; in the original one, all are in one file, as torch names parametrizations.
+distance, to either side (ALiBi). The one for code norms queries and keys, and once more after attention.
+
+jina-embeddings-v3 (Sturua et al. 2024) has rotary positions, and for each task an adapter of low rank. In the
+folder of transformers' port, adapters lie in folders of their own, as PEFT writes them; in the original one,
+all are in one file, as torch names parametrizations.
 """
 
 from __future__ import annotations
@@ -52,6 +54,19 @@ _V2 = EncoderNames(
     prefixes=("bert.",),
     ignored=re.compile(r"^embeddings\.(position|token_type)_ids$"),
 )
+_V2_CODE = _V2._replace(  # jina-embeddings-v2-base-code
+    block=_V2.block._replace(
+        inner="mlp.up_gated_layer",
+        gate="mlp.up_gated_layer",
+        gate_first=False,
+        outer="mlp.down_layer",
+        head_norms=("attention.self.layer_norm_q", "attention.self.layer_norm_k"),
+        norms_of_all=True,
+        head_norm="layer_norm",
+        second_norm="layer_norm_1",
+        inner_norm="layer_norm_2",
+    )
+)
 _GATES: dict[str, Activation] = {"geglu": "gelu", "reglu": "relu"}
 _ORIGINAL, _LORA = ".parametrizations.weight.original", ".parametrizations.weight.0.lora_"
 _V3 = EncoderNames(
@@ -77,15 +92,17 @@ _ROUTES = {("query", None): TASKS[0], ("document", None): TASKS[1]}  # of encode
 
 
 def v2(source: Source) -> Encoder:
-    """Build jina-embeddings-v2."""
-    config, names = source.config, _V2.block
+    """Build jina-embeddings-v2; the one for code has more norms, and other names of tensors."""
+    for_code = any(name.endswith(".layer_norm_q.weight") for name in source.names)
+    config, all_names = source.config, _V2_CODE if for_code else _V2
+    names = all_names.block
     config.refuse(is_decoder=False, add_cross_attention=False)
     keys = Keys(activation="feed_forward_type")
     biased = names.maps - {names.inner}
     blocks = Blocks.of(source, names, keys, activation=None, activations=_GATES, biased=biased, bias=0)
     slopes = alibi_slopes(blocks.heads).astype(source.precision.lane)
     return read_encoder(
-        _V2,
+        all_names,
         blocks,
         types=config.size("type_vocab_size", 2),
         longest=config.size("max_position_embeddings"),
