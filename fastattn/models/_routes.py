@@ -47,9 +47,14 @@ def routed(
     mappings: Any,
     make: Callable[[str], _Model] | None = None,
 ) -> _Model:
-    """One of `models`, the `usual` one, which sends texts to the others by their task: see `Routes`."""
+    """One of `models`, the `usual` one, which sends texts to the others by their task: see `Routes`.
+
+    It has no tensors of its own that could change: those of the others would not.
+    """
     first: Any = models[next(iter(models)) if usual is None else usual]
-    found: _Model = replace(first, routes=Routes(dict(models), usual, mappings, make))
+    routes, encoder = Routes(dict(models), usual, mappings, make), getattr(first, "encoder", None)
+    own = {"origin": None} if encoder is None else {"encoder": replace(encoder, origin=None)}
+    found: _Model = replace(first, routes=routes, **own)
     return found
 
 

@@ -88,6 +88,8 @@ def save(
         raise wrong_type("model", model, "a model of load()")
     if not isinstance(path, (str, os.PathLike)):
         raise wrong_type("path", path, "a path")
+    if getattr(model, "routes", None) is not None:
+        raise ModelError("(): model has routes for tasks; expected one that is a folder's only model")
     origin = required(model.encoder.origin if isinstance(model, EncoderWithHead) else model.origin)
     target = Path(path)
     if target.suffix.lower() != _gguf.SUFFIX:
@@ -120,7 +122,7 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
     if blocks or (of_file and model.model_type.startswith(_APART)):
         came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder of floats"
         raise ModelError(f"{came}; expected path to end with '.gguf'")
-    if getattr(model, "routes", None) is not None or not (has_config or (origin.folder / _MODULES).is_file()):
+    if not (has_config or (origin.folder / _MODULES).is_file()):
         raise ModelError(f"{origin.folder} holds one module of several; expected a model in one folder")
     tensors: dict[str, Array] = {}
     with ExitStack() as stack:

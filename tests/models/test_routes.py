@@ -27,6 +27,16 @@ def test_a_static_embedding_is_a_mean_of_rows(tmp_path, implementation):
     assert not model.has_gradients
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_other_types_of_a_static_embedding(dtype, tmp_path):
+    table = write_static(tmp_path)
+    write_entries(tmp_path, "StaticEmbedding")
+    got = models.load(tmp_path, dtype=dtype).encode(TEXTS)
+    assert got.dtype == (np.float64 if dtype == "float64" else np.float32)
+    expected = np.stack([mean_of(table, text) for text in TEXTS])
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6 if dtype == "float64" else 0.02)
+
+
 def test_a_static_embedding_is_saved(tmp_path):
     write_static(tmp_path / "a")
     write_entries(tmp_path / "a", "StaticEmbedding", "Normalize")
@@ -72,8 +82,13 @@ def test_a_task_chooses_a_route(tmp_path, implementation):
     np.testing.assert_array_equal(again.encode_document(TEXTS), model.encode_document(TEXTS))
     with pytest.raises(ValueError, match=r"encode\(\): task is 3; expected one of 'query', 'document'"):
         model.encode(TEXTS, task=3)
-    with pytest.raises(ModelError, match="holds one module of several; expected a model in one folder"):
+    with pytest.raises(ModelError, match=r"^save\(\): model has routes for tasks; expected one that is"):
         models.save(model, tmp_path / "saved")
+    with pytest.raises(ModelError, match="holds one module of several; expected a model in one folder"):
+        models.save(model.routes.of("query"), tmp_path / "saved")
+    for change in (model.state_dict, lambda: model.with_state_dict({})):
+        with pytest.raises(ValueError, match="the model has no files"):
+            change()
 
 
 def test_routers_that_are_not_known(tmp_path):

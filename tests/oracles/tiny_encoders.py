@@ -33,6 +33,10 @@ CONFIGS = {
     "nomic_bert": {
         **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 2, "rope_parameters": {"rope_theta": 100.0},
     },
+    "jina_embeddings_v3": {
+        **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 1,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+    },
     "nomic-experts": {
         "model_type": "nomic_bert", "vocab_size": VOCAB, "n_embd": 24, "n_inner": 40, "n_head": 3,
         "n_layer": 3, "n_positions": 32, "type_vocab_size": 1, "activation_function": "gelu",
@@ -287,6 +291,30 @@ def _nomic(c, t, ids):
     return x
 
 
+def _jina_v3_shapes(c):
+    h, inner = c["hidden_size"], c["intermediate_size"]
+    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("emb_ln", h)}
+    found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
+    for layer in (f"encoder.layers.{i}." for i in range(c["num_hidden_layers"])):
+        found |= maps(layer, {"mixer.Wqkv": (h, 3 * h), "mixer.out_proj": (h, h)})
+        found |= maps(layer, {"mlp.fc1": (h, inner), "mlp.fc2": (inner, h)})
+        found |= {**both(f"{layer}norm1", h), **both(f"{layer}norm2", h)}
+    return found
+
+
+def _jina_v3(c, t, ids):
+    n, heads, theta = len(ids), c["num_attention_heads"], c["rope_parameters"]["rope_theta"]
+    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
+    x = layer_norm(x, t, "emb_ln")
+    for layer in (f"encoder.layers.{i}." for i in range(c["num_hidden_layers"])):
+        q, k, v = linear(x, t, f"{layer}mixer.Wqkv").reshape(n, 3, heads, -1).transpose(1, 0, 2, 3)
+        y = attend(rotated(q, theta), rotated(k, theta), v, np.ones((n, n)))
+        x = layer_norm(x + linear(y, t, f"{layer}mixer.out_proj"), t, f"{layer}norm1")
+        y = linear(gelu(linear(x, t, f"{layer}mlp.fc1")), t, f"{layer}mlp.fc2")
+        x = layer_norm(x + y, t, f"{layer}norm2")
+    return x
+
+
 def _nomic_experts_shapes(c):
     h, inner, experts = c["n_embd"], c["n_inner"], c["num_experts"]
     found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("emb_ln", h)}
@@ -443,6 +471,7 @@ _FAMILIES = {
     "jina-v2-code": (_jina_v2_code_shapes, _jina_v2),
     "mpnet": (_mpnet_shapes, _mpnet),
     "nomic_bert": (_nomic_shapes, _nomic),
+    "jina_embeddings_v3": (_jina_v3_shapes, _jina_v3),
     "nomic-experts": (_nomic_experts_shapes, _nomic_experts),
     "new": (_gte_shapes, _gte),
     "gte": (_gte_shapes, _gte),
