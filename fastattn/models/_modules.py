@@ -69,12 +69,11 @@ def first_of(folder: Path, route: str | None = None) -> Module:
 
 def inner_folders(folder: Path) -> list[str]:
     """Names of the folders of modules, with those of routes, as far as they can be read."""
-    found = [str(entry.get("path") or "") for entry in _entries(folder) if isinstance(entry, dict)]
-    config = folder / ROUTERS["Router"]
-    types = read_json(config).get("types") if config.is_file() else None
-    return [
-        name for name in dict.fromkeys([*found, *(types or ())]) if name != "." and is_name(name) and name
-    ]
+    found = [entry.get("path") for entry in _entries(folder) if isinstance(entry, dict)]
+    config = Config(folder / ROUTERS["Router"], optional=True)
+    types = config.values.get("types")
+    names = [*found, *(types if isinstance(types, dict) else ())]
+    return list(dict.fromkeys(name for name in names if name not in ("", ".") and is_name(name)))
 
 
 def is_pylate(folder: Path) -> bool:
@@ -171,27 +170,26 @@ def router_of(folder: Path) -> Router | None:
     if not any(name.rpartition(".")[2] in ROUTERS for name in names):
         return None
     at = _router_module(folder)[1]
-    config = Config(next((p for p in (at / name for name in ROUTERS.values()) if p.is_file()),
-                         at / ROUTERS["Router"]))  # fmt: skip
+    paths = [at / name for name in ROUTERS.values()]
+    config = Config(next(filter(Path.is_file, paths), paths[0]))
     known = (*_BEFORE, *AFTER_POOLING, _NO_PART, *_SPLADE, STATIC, SPARSE_STATIC)
     where = Path(config.path)
+    routes: dict[str, list[Module]] = {}
     types = {name: _kind(where, said, known) for name, said in config.get("types", dict).items()}
-    structure, routes = config.get("structure", dict), {}
-    for route, inner in structure.items():
-        if not isinstance(inner, list) or not inner or not all(x in types and is_name(x) for x in inner):
-            raise ModelError(
-                f"{where}: route {short(route)} is {short(inner)}; expected a list of names in 'types'"
-            )
-        routes[route] = [(types[name], at / name) for name in inner]
+    for route, names in config.get("structure", dict).items():
+        if not isinstance(names, list) or not names or not all(is_name(x) and x in types for x in names):
+            came = f"{where}: route {short(route)} is {short(names)}"
+            raise ModelError(f"{came}; expected a list of names in 'types'")
+        routes[route] = [(types[name], at / name) for name in names]
     if not routes:
-        raise config.wrong("structure", structure, "a table of routes")
+        raise config.wrong("structure", {}, "a table of routes")
     said = config.inner("parameters", {})
-    usual = said.get("default_route", str, "") or None
+    usual: Any = said.get("default_route", str, "") or None
     if usual is None and said.get("allow_empty_key", bool, True):
         usual = next(iter(routes))
     mappings = {_key(where, key): route for key, route in said.get("route_mappings", dict, {}).items()}
     for route in (*mappings.values(), usual):
-        if route is not None and route not in routes:
+        if route is not None and not (isinstance(route, str) and route in routes):
             raise ModelError(f"{where}: there is no route {short(route)}; expected {', '.join(routes)}")
     return Router(routes, usual, mappings)
 
@@ -199,11 +197,14 @@ def router_of(folder: Path) -> Router | None:
 def _key(path: Path, key: str) -> tuple[str | None, str | None]:
     """A key of route_mappings, (task, modality), which the file has as Python writes it."""
     try:
-        task, modality = ast.literal_eval(key)
+        found = ast.literal_eval(key)
+        hash(found)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        found = None
+    if not isinstance(found, tuple) or len(found) != 2:
         came = f"{path}: 'route_mappings' has {short(key)}"
-        raise ModelError(f"{came}; expected a task and a modality, as \"('query', None)\"") from None
-    return task, modality
+        raise ModelError(f"{came}; expected a task and a modality, as \"('query', None)\"")
+    return found
 
 
 def _router_module(folder: Path) -> Module:

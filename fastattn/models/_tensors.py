@@ -284,7 +284,7 @@ def _single(path: Path, stack: ExitStack) -> dict[str, TensorFile]:
         if any(name.endswith(".gguf") for name in found):
             there += "; a GGUF file is loaded by its own path"
         raise ModelError(f"{path} is missing, and so is {INDEX}; there is {there}")
-    file = _opened(path, stack)
+    file = opened(path, stack)
     return dict.fromkeys(file.names, file)
 
 
@@ -296,7 +296,7 @@ def _indexed(path: Path, stack: ExitStack) -> dict[str, TensorFile]:
     for file in sorted(set(file_of.values())):
         if not is_name(file):
             raise ModelError(f"{path}: 'weight_map' has {short(file)}; expected a file beside it")
-        files[file] = _opened(path.parent / file, stack)
+        files[file] = opened(path.parent / file, stack)
     held = {file: set(handle.names) for file, handle in files.items()}
     absent = sorted(name for name, file in file_of.items() if name not in held[file])
     if absent:
@@ -305,7 +305,8 @@ def _indexed(path: Path, stack: ExitStack) -> dict[str, TensorFile]:
     return {name: files[file] for name, file in file_of.items()}
 
 
-def _opened(path: Path, stack: ExitStack) -> TensorFile:
+def opened(path: Path, stack: ExitStack) -> TensorFile:
+    """A file of tensors, which `stack` closes."""
     safetensors = require("safetensors")
     try:
         path.open("rb").close()  # safe_open calls every file that it cannot open missing

@@ -222,6 +222,12 @@ def test_a_router_after_pooling(tmp_path):
         ({"parameters": {"default_route": "x"}}, "there is no route 'x'; expected query, document"),
         ({"parameters": {"route_mappings": {"query": "query"}}}, "'route_mappings' has 'query'"),
         ({"structure": {"query": ["../x"]}}, "route 'query' is .*; expected a list"),
+        ({"structure": {"query": [["x"]]}}, "route 'query' is .*; expected a list"),
+        (
+            {"parameters": {"route_mappings": {"('a', [])": "query"}}},
+            "'route_mappings' has .*; expected a task",
+        ),
+        ({"parameters": {"route_mappings": {"('a', None)": ["x"]}}}, "there is no route .*; expected query"),
     ],
 )
 def test_a_router_that_does_not_fit(change, message, tmp_path):
