@@ -141,6 +141,7 @@ class SequenceRules:
     causal: bool = False
     frequencies: tuple[Frequencies, ...] = ()  # of which each attention may have one
     biases: BucketBiases | AlibiBiases | None = None  # of scores, by distance
+    inputs: int = 0  # features that steps write for the blocks, beside the rows
 
     def __call__(
         self, lengths: Ints, dtype: np.dtype[Any], attended: Ints | None = None
@@ -165,7 +166,9 @@ class SequenceRules:
             ranges.append(key_ranges.intersect(parts + shared, ends))
         rotations = tuple(self._rotation(each, own, lengths, dtype) for each in self.frequencies)
         biases = () if self.biases is None else self.biases(longest)
-        return Sequences(batch, tuple(ranges), rotations, (), begins if ragged else None, biases), positions
+        inputs = np.empty((begins[-1], self.inputs), dtype) if self.inputs else None
+        cu_seqlens = begins if ragged else None
+        return Sequences(batch, tuple(ranges), rotations, (), cu_seqlens, biases, None, inputs), positions
 
     def add_gradients(self, gradients: Gradients, call: Sequences) -> None:
         """Add the gradient of the table of biases, if `gradients` has that of the call's biases."""

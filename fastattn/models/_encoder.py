@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from fastattn import ops
 from fastattn._args.attention import dropout_of
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.options import NoOptions
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Bools, Ints
     from fastattn.grad import Pullback
+    from fastattn.layers._block import Projection
     from fastattn.models._embeddings import Embeddings, SequenceRules
     from fastattn.models._sentences import Sentences
     from fastattn.models._text import Text
@@ -354,6 +356,18 @@ class Encoder(_model.Model):
         if call.prompt and not self.sentences.pooling.include_prompt:
             return call._replace(prompt_length=self.text.prompt_length(call.prompt))
         return call
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ProjectedEncoder(Encoder):
+    """An encoder whose hidden states are those of its blocks, mapped."""
+
+    projection: Projection
+
+    def _rows(self, tokens: Ints, lengths: Ints, types: Ints | None, attended: Ints | None = None) -> Array:
+        rows = super(ProjectedEncoder, self)._rows(tokens, lengths, types, attended)
+        weight, bias, rounded = self.projection
+        return ops.linear(rows, weight, bias, activations=rounded)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

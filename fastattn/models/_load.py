@@ -68,6 +68,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "albert": bert.albert,
     **dict.fromkeys(_TOWERS, clip.clip),
     "deberta-v2": deberta.deberta,
+    **dict.fromkeys(("embedding_gemma2", "embedding_gemma2_text"), gemma4.embedding_gemma2),
     **dict.fromkeys(("gemma4", "gemma4_text"), gemma4.gemma4),
     "distilbert": bert.distilbert,
     "gpt2": gpt2.gpt2,

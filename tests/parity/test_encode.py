@@ -104,6 +104,19 @@ FAMILIES = {  # as their folders are: the model, how it pools, and what comes af
         "mean",
         lambda: [modules.Dense(48, 48, **LINEAR), modules.Normalize()],
     ),
+    "embedding-gemma2": (
+        lambda: transformers.EmbeddingGemma2TextModel(
+            transformers.EmbeddingGemma2TextConfig(
+                **GROUPED,
+                sliding_window=3,
+                global_head_dim=16,
+                num_global_key_value_heads=1,
+                embedding_dim=48,
+            )
+        ),
+        "mean",
+        lambda: [modules.Normalize()],
+    ),
     "embedding-gemma": (
         lambda: transformers.Gemma3TextModel(
             transformers.Gemma3TextConfig(**GROUPED, use_bidirectional_attention=True, sliding_window=6)

@@ -76,7 +76,7 @@ _MIXTRAL = LLAMA._replace(
 )
 
 
-def _as_encoder(names: DecoderNames) -> EncoderNames:
+def as_encoder(names: DecoderNames) -> EncoderNames:
     """The names of a decoder's tensors as those of an encoder, without an output layer."""
     return EncoderNames(
         block=names.block,
@@ -139,7 +139,7 @@ def llama(source: Source) -> Decoder | Encoder:
     if growth is None and (scores or source.has_modules or is_eurobert):
         causal = config.get("is_causal", bool, True) and not is_eurobert
         return read_encoder(
-            _as_encoder(names),
+            as_encoder(names),
             blocks,
             longest=config.optional_size("max_position_embeddings"),
             windows=_windows(config, model_type, blocks.num_layers, causal),
@@ -334,7 +334,7 @@ def gemma(source: Source) -> Decoder | Encoder:
         tied = config.get("tie_word_embeddings", bool, True)
         cap = _cap(config, "final_logit_softcapping", 30.0 if second else None)
         return read_decoder(all_names, blocks, **each, tied=tied, softcap=cap)
-    return read_encoder(_as_encoder(all_names), blocks, longest=longest, causal=causal, **each)
+    return read_encoder(as_encoder(all_names), blocks, longest=longest, causal=causal, **each)
 
 
 def _cap(config: Config, name: str, default: float | None) -> float | None:
