@@ -26,7 +26,8 @@ from fastattn.models._files import ModelError, require
 from fastattn.models._images import Images
 from fastattn.models._sentences import Sentences
 from fastattn.models._text import Text
-from fastattn.models._towers import ClassToken, Probe, ShapedVision, TextHead, TwoTowers, Vision
+from fastattn.models._towers import TextHead, TwoTowers
+from fastattn.models._vision import ClassToken, Probe, ShapedVision, Vision
 
 if TYPE_CHECKING:
     from pathlib import Path
