@@ -71,10 +71,16 @@ class TensorFile(OpenFile):
         self.fill(array, name, 0)
         return array
 
-    def split(self, name: str) -> list[str]:
-        """Make tensors, `NAME.0` and so on, of the rows of the tensor `NAME`, and return their names."""
+    def split(self, name: str, count: int | None = None) -> list[str]:
+        """Make tensors, `NAME.0` and so on, of the rows of the tensor `NAME`, and return their names.
+
+        With a `count`, which divides the rows, they are so many tensors, of as many rows each.
+        """
         whole = self._header.pop(name)
-        count, *shape = whole["shape"]
+        rows, *shape = whole["shape"]
+        if count is not None:
+            shape = [rows // count, *shape]
+        count = rows if count is None else count
         begin, end = whole["data_offsets"]
         size, parts = (end - begin) // max(1, count), [f"{name}.{i}" for i in range(count)]
         for i, part in enumerate(parts):

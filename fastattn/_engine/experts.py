@@ -43,7 +43,9 @@ class Experts(NamedTuple):
     """The parameters of a mixture of experts."""
 
     router: PackedLinear  # to a logit for each expert; their softmax is the weights
-    maps: tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]  # the first maps, gated; the second
+    maps: tuple[
+        tuple[PackedLinear, ...], tuple[PackedLinear, ...]
+    ]  # the first maps, gated or not; the second
     chosen: int  # experts for a row
     normalised: bool  # divide the weights of those that are chosen by their sum
     activations: Rounding | None = None  # what inputs of maps are rounded to
@@ -52,6 +54,7 @@ class Experts(NamedTuple):
     bounds: Bounds | None = None
     shared: Shared | None = None
     scales: Array | None = None  # (experts,), lane type: factors of the weights
+    added: Array | None = None  # (features,), lane type: what is added to the sum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +95,7 @@ class ExpertsStep(Step):
 
     def _mixed(self, tape: Plain, x: Array, seen: Array) -> Array:
         """The weighted sums of the experts' results for rows x (n, features); the router sees others."""
-        router, (inner, outer), k, normalised, how, bias, biases, bounds, shared, scales = self.experts
+        router, (inner, outer), k, normalised, how, bias, biases, bounds, shared, scales, added = self.experts
         lane, activation = lane_dtype(x.dtype), self.activation if bounds is None else None
         first_bias, second_bias = (None, None) if biases is None else biases
         logits = tape.linear(seen, router, bias).astype(lane, copy=False)
@@ -126,6 +129,8 @@ class ExpertsStep(Step):
                 share = tape.linear(x, shared.share, None).astype(lane, copy=False)
                 each = each * (0.5 + 0.5 * np.tanh(0.5 * share))
             mixed += each
+        if added is not None:
+            mixed += added
         return mixed
 
     def _within(self, tape: Plain, x: Array, limit: float, interleaved: bool) -> Array:

@@ -130,7 +130,7 @@ class NormStep(Step):
 
     kind: str
     weight: Array  # (features,), or (heads, head_dim)
-    bias: Array | None  # (features,)
+    bias: Array | None  # (features,); of heads only where there is one
     eps: float
     begin: int = 0  # the first feature of these heads
 
@@ -140,7 +140,7 @@ class NormStep(Step):
 
     def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
         if self.weight.ndim == 2:
-            return tape.head_norm(values[self.x], self.kind, self.weight, self.eps, self.begin)
+            return tape.head_norm(values[self.x], self.kind, self.weight, self.eps, self.begin, self.bias)
         return tape.norm(values[self.x], self.kind, self.weight, self.bias, self.eps, out=out)
 
 

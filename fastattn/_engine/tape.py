@@ -129,10 +129,16 @@ class Plain:
             dispatch.run(args)
         return out
 
-    def head_norm(self, x: Any, kind: str, weight: Array, eps: float, begin: int = 0) -> Any:
-        """A norm of each of some heads of a row, in place, from `begin` on; weight is (heads, head_dim)."""
+    def head_norm(
+        self, x: Any, kind: str, weight: Array, eps: float, begin: int = 0, bias: Array | None = None
+    ) -> Any:
+        """A norm of each of some heads of a row, in place, from `begin` on; weight is (heads, head_dim).
+
+        There is a bias (head_dim,) only with one head.
+        """
         for part, own in _by_columns(weight, begin):
-            dispatch.run(RowsArgs(kind, x[:, part], x[:, part], get_num_threads(), weight=own, eps=eps))
+            args = RowsArgs(kind, x[:, part], x[:, part], get_num_threads(), weight=own, bias=bias, eps=eps)
+            dispatch.run(args)
         return x
 
     def add(self, x: Any, residual: Any, *, out: Array | None = None) -> Any:
@@ -448,22 +454,27 @@ class Tape(Plain):
 
         return self.note(out, back)
 
-    def head_norm(self, x: Value, kind: str, weight: Array, eps: float, begin: int = 0) -> Value:
-        """A norm of each of some heads of a row, in place, from `begin` on; weight is (heads, head_dim)."""
+    def head_norm(
+        self, x: Value, kind: str, weight: Array, eps: float, begin: int = 0, bias: Array | None = None
+    ) -> Value:
+        """A norm of each of some heads of a row, in place, as `Plain.head_norm` computes it."""
         threads, rows = get_num_threads(), self._writable(x)
         before = rows[:, begin : begin + weight.size].copy()
         heads = list(zip(_by_columns(weight), _by_columns(weight, begin), strict=True))
         for (own, scale), (part, _) in heads:
-            dispatch.run(RowsArgs(kind, before[:, own], rows[:, part], threads, weight=scale, eps=eps))
+            args = RowsArgs(kind, before[:, own], rows[:, part], threads, weight=scale, bias=bias, eps=eps)
+            dispatch.run(args)
 
         def back(dout: Array, owned: bool) -> None:
             dx = dout if owned else dout.copy()
-            dweight = np.empty_like(weight)
+            dweight, dbias = np.empty_like(weight), None if bias is None else np.empty_like(bias)
             for ((own, scale), (part, _)), result in zip(heads, dweight, strict=True):
                 args = RowsGradArgs(kind, dx[:, part], before[:, own], threads, dx[:, part], eps=eps)
-                args.weight, args.dweight = scale, result
+                args.weight, args.dweight, args.dbias = scale, result, dbias
                 dispatch.run_grad(args)
             self.gradients.add(weight, dweight)
+            if bias is not None and dbias is not None:
+                self.gradients.add(bias, dbias)
             x.put(dx, owned=True)
 
         return self.note(rows, back)

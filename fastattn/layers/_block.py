@@ -83,8 +83,8 @@ class Block:
     With `norm_first`, ``y = x + attend(norm(x))`` and then ``y + feed_forward(norm(y))``. Without it, as in
     the first paper, ``y = norm(x + attend(x))`` and then ``norm(y + feed_forward(y))``. With `norm_first`
     there may be two more norms, of what attention and the feed-forward give, before it is added, beside the
-    first ones or in their place; or experts, without these norms, as the feed-forward. A mixer is between the
-    maps `qkv` and `attended`, in place of attention.
+    first ones or in their place. Experts may be the feed-forward, without these two norms. A mixer is between
+    the maps `qkv` and `attended`, in place of attention.
     """
 
     norm_first: bool
@@ -114,6 +114,8 @@ class Block:
     beside: BesideExperts | None = None  # only with `post_norms`
     layer_input: LayerInput | None = None  # only with `norm_first`
     scale_of_all: Array | None = None  # of its result, (features,): see `ScaleStep`; likewise
+    # Without `norm_first`: of the sum of x and what the norm after attention gives, before the feed-forward.
+    second_norm: Norm | None = None
 
     def steps(
         self,
@@ -183,16 +185,20 @@ class Block:
             return [*steps, *self._ending(out)]
         assert self.attention_norm is not None
         assert self.inner_norm is not None
-        assert isinstance(self.inner, Projection)
-        assert self.outer is not None
-        return [
-            *steps,
-            LinearStep(context, total, *self.attended, residual=x),
-            NormStep(total, out, *self.attention_norm),
-            LinearStep(out, "inner", *self.inner, self.activation),
-            LinearStep("inner", total, *self.outer, residual=out),
-            NormStep(total, out, *self.inner_norm),
-        ]
+        steps.append(LinearStep(context, total, *self.attended, residual=x))
+        if self.second_norm is None:
+            steps.append(NormStep(total, out, *self.attention_norm))
+        else:
+            steps.append(NormStep(total, total, *self.attention_norm))
+            steps.append(AddStep(total, total, x, self.attended.weight.out_features))
+            steps.append(NormStep(total, out, *self.second_norm))
+        if isinstance(self.inner, Experts):
+            steps.append(ExpertsStep(out, total, self.inner, self.activation, out))
+        else:
+            assert self.outer is not None
+            steps.append(LinearStep(out, "inner", *self.inner, self.activation))
+            steps.append(LinearStep("inner", total, *self.outer, residual=out))
+        return [*steps, NormStep(total, out, *self.inner_norm)]
 
     def _with_experts(
         self, x: str, outer: Projection, beside: BesideExperts, norm: Norm, out: str

@@ -61,10 +61,12 @@ class BlockNames(NamedTuple):
     gate_first: bool = True  # in such a tensor
     head_norms: tuple[str, ...] | None = None  # of each query head and, if there are keys, of each key head
     norms_of_all: bool = False  # these are of all query heads together, and of all key heads
+    head_norm: str = "rms_norm"  # or "layer_norm", with a bias, which has to be of all heads
     norm: str = "layer_norm"  # or "rms_norm"
     norm_bias: bool = True  # of a "layer_norm"
     norm_offset: float = 0.0  # added to the weights of norms
     post_norms: tuple[str, str] | None = None  # of what attention and the feed-forward give
+    second_norm: str | None = None  # see `Block`
     norm_first: bool = True
     first_norm: bool = True
     transposed: bool = False  # weights are (in, out), where torch's Linear has (out, in)
@@ -72,13 +74,14 @@ class BlockNames(NamedTuple):
     experts: str = "{}."  # the prefix of an expert's: experts.format(number)
     # The map to the weight of the expert that takes every row, None for 1, and the prefix of that one's maps.
     shared: tuple[str | None, str] | None = None
-    transposed_experts: bool = False  # those of experts alone
+    transposed_experts: tuple[str, ...] = ()  # maps of experts of which that is true
+    experts_bias: str | None = None  # the whole name of what is added to the experts' sum
     sinks: str | None = None  # the whole name of logits that enter the denominator alone, one for each head
 
     def is_transposed(self, name: str) -> bool:
         """Tell whether the weight of the map `name` is (in, out)."""
-        of_experts = self.transposed_experts and name.startswith(self.experts.partition("{")[0])
-        return self.transposed or of_experts
+        of_experts = name.startswith(self.experts.partition("{")[0])
+        return self.transposed or (of_experts and name.endswith(self.transposed_experts))
 
     @property
     def maps(self) -> frozenset[str]:
@@ -122,6 +125,7 @@ class Blocks:
     query_rotation: int | None = None  # as `bias`
     experts: int = 0  # where there is a router: how many, how many for a token, and whether those weigh 1
     chosen: int = 0
+    routed: frozenset[int] | None = None  # the blocks that have experts; None: all
     normalised: bool = True
     limit: float | None = None  # of what experts' first maps give: see `Bounds`
     shared: int = 0  # features within the expert of every row
@@ -173,34 +177,22 @@ class Blocks:
         attention = self._map_shapes({name: (size, self.hidden) for name, size in rows})
         attention |= self._map_shapes({names.attended: (self.hidden, q)})
         normed = (q, kv) if names.norms_of_all else (self.head_dim, self.head_dim)
-        attention |= {f"{name}.weight": (n,) for name, n in zip(names.head_norms or (), normed, strict=False)}
+        parts = ("weight", "bias") if names.head_norm == "layer_norm" else ("weight",)
+        for name, n in zip(names.head_norms or (), normed, strict=False):
+            attention |= {f"{name}.{part}": (n,) for part in parts}
         if names.sinks is not None:
             attention[names.sinks] = (self.heads,)
         mixing = {} if self.mixing is None else self.mixing.shapes(self.hidden)
-        maps: dict[str, tuple[int, int]] = {}
-        inner = dict.fromkeys(self._feed_forwards(), self.inner)
-        if names.router is not None:
-            maps[names.router] = (self.experts, self.hidden)
-        if names.shared is not None:
-            share, prefix = names.shared
-            inner[prefix] = self.shared
-            if share is not None:
-                maps[share] = (1, self.hidden)
-        for prefix, features in inner.items():
-            for name in (names.gate, names.inner):
-                if name is not None:
-                    size = features * (2 if names.gate == names.inner else 1)
-                    maps[f"{prefix}{name}"] = (size, self.hidden)
-            maps[f"{prefix}{names.outer}"] = (self.hidden, features)
-        shapes = self._map_shapes(maps)
-        for name in (names.attention_norm, names.inner_norm, *(names.post_norms or ())):
+        shapes: dict[str, Shape] = {}
+        for name in (names.attention_norm, names.inner_norm, names.second_norm, *(names.post_norms or ())):
             if name is not None:
                 shapes |= self.norm_shapes(name)
         prefixes = [names.prefix.format(i) for i in range(self.num_layers)]
+        forward = {routed: self._forward_shapes(routed) for routed in (False, True)}
         every: dict[str, Shape] = {}
         for i, prefix in enumerate(prefixes):
-            own = mixing if i in self.mixed else attention
-            every |= {prefix + name: shape for name, shape in (own | shapes).items()}
+            own = (mixing if i in self.mixed else attention) | forward[self._has_experts(i)] | shapes
+            every |= {prefix + name: shape for name, shape in own.items()}
         if prefixes and not names.first_norm and names.attention_norm is not None:
             for name in self.norm_shapes(prefixes[0] + names.attention_norm):
                 del every[name]
@@ -215,10 +207,36 @@ class Blocks:
                 shapes[f"{name}.bias"] = shape[:1]
         return shapes
 
-    def _feed_forwards(self) -> list[str]:
-        """The prefixes of the names of each feed-forward of a block."""
+    def _has_experts(self, i: int) -> bool:
+        """Tell whether block i has experts in the place of a feed-forward."""
+        return self.names.router is not None and (self.routed is None or i in self.routed)
+
+    def _feed_forwards(self, routed: bool) -> list[str]:
+        """The prefixes of the names of each feed-forward of a block: one, or those of experts."""
+        return [self.names.experts.format(i) for i in range(self.experts)] if routed else [""]
+
+    def _forward_shapes(self, routed: bool) -> dict[str, Shape]:
+        """The shapes of the tensors of a block's feed-forward, or of its experts."""
         names = self.names
-        return [""] if names.router is None else [names.experts.format(i) for i in range(self.experts)]
+        maps: dict[str, tuple[int, int]] = {}
+        inner = dict.fromkeys(self._feed_forwards(routed), self.inner)
+        if routed and names.router is not None:
+            maps[names.router] = (self.experts, self.hidden)
+        if names.shared is not None:
+            share, prefix = names.shared
+            inner[prefix] = self.shared
+            if share is not None:
+                maps[share] = (1, self.hidden)
+        for prefix, features in inner.items():
+            for name in (names.gate, names.inner):
+                if name is not None:
+                    size = features * (2 if names.gate == names.inner else 1)
+                    maps[f"{prefix}{name}"] = (size, self.hidden)
+            maps[f"{prefix}{names.outer}"] = (self.hidden, features)
+        added: dict[str, Shape] = {}
+        if routed and names.experts_bias is not None:
+            added = {names.experts_bias: (self.hidden,)}
+        return self._map_shapes(maps) | added
 
     def norm_shapes(self, name: str, features: int | None = None) -> dict[str, Shape]:
         """The tensors of the norm `name`, which may stand outside of the blocks, of other `features`."""
@@ -261,7 +279,7 @@ class Blocks:
 
     def _block(self, i: int, scale: float, window: Window, rotation: int | None) -> Block:
         names, source, precision = self.names, self.source, self.source.precision
-        prefix = names.prefix.format(i)
+        prefix, routed = names.prefix.format(i), self._has_experts(i)
 
         def packed(*parts: str, gate: str | None = None) -> PackedLinear:
             maps = [[f"{prefix}{part}.weight" for part in parts]]
@@ -305,25 +323,28 @@ class Blocks:
             found = {precision.rounding(weight) for each in maps for weight in each}
             return found.pop() if len(found) == 1 else None  # they are computed together
 
-        def pair(part: str) -> PackedLinear:
+        def first_map(part: str) -> PackedLinear:
+            if names.gate is None:
+                return packed(f"{part}{names.inner}")
             if names.gate == names.inner:
                 return source.pack_pair(f"{prefix}{part}{names.inner}.weight", names.gate_first)
             return packed(f"{part}{names.inner}", gate=f"{part}{names.gate}")
 
         def experts() -> Experts:
             assert names.router is not None
-            parts = self._feed_forwards()
+            parts = self._feed_forwards(True)
             lane = "float64" if precision.dtype == np.float64 else "float32"
             router = source.pack([f"{prefix}{names.router}.weight"], stored=lane)
             outer = [f"{part}{names.outer}" for part in parts]
             if self.limit is None:
-                maps, shared = (tuple(map(pair, parts)), tuple(map(packed, outer))), None
+                maps, shared = (tuple(map(first_map, parts)), tuple(map(packed, outer))), None
                 if names.shared is not None:
                     share, part = names.shared
                     weight = None if share is None else source.pack([f"{prefix}{share}.weight"], stored=lane)
-                    shared = Shared(weight, pair(part), packed(f"{part}{names.outer}"))
+                    shared = Shared(weight, first_map(part), packed(f"{part}{names.outer}"))
                 how = self.chosen, self.normalised, rounding([*maps, shared[1:] if shared else ()])
-                return Experts(router, maps, *how, shared=shared)
+                added = None if names.experts_bias is None else source.vector(f"{prefix}{names.experts_bias}")
+                return Experts(router, maps, *how, shared=shared, added=added)
             # A product cannot keep gate and up within bounds: both are one plain map.
             own = dict.fromkeys(name for name in (names.gate, names.inner) if name is not None)
             inner = [[f"{part}{name}" for name in own] for part in parts]
@@ -337,19 +358,24 @@ class Blocks:
         def norm(name: str | None) -> Norm | None:
             return None if name is None else self.norm(prefix + name)
 
-        def head_norms() -> list[Array]:
+        def head_norms() -> list[tuple[Array, Array | None]]:
             if names.head_norms is None:
                 return []
             each = [f"{prefix}{name}.weight" for name in names.head_norms]
             if names.norms_of_all:
+                biases = [f"{prefix}{name}.bias" for name in names.head_norms]
+                has_bias = names.head_norm == "layer_norm"
                 return [
-                    source.vector(name, shape=(1, *source.shape(name)), offset=names.norm_offset)
-                    for name in each
+                    (
+                        source.vector(name, shape=(1, *source.shape(name)), offset=names.norm_offset),
+                        source.vector(bias) if has_bias else None,
+                    )
+                    for name, bias in zip(each, biases, strict=True)
                 ]
             counts = zip(each, (self.heads, self.heads_kv), strict=False)
             both = [name for name, count in counts for _ in range(count)]
             shape = self.heads + self.heads_kv, self.head_dim
-            return [source.vector(*both, shape=shape, offset=names.norm_offset)]
+            return [(source.vector(*both, shape=shape, offset=names.norm_offset), None)]
 
         def post_norms() -> tuple[Norm, Norm] | None:
             if names.post_norms is None:
@@ -372,16 +398,17 @@ class Blocks:
             scale=scale,
             attended=second,
             inner_norm=norm(names.inner_norm),
-            inner=inner() if names.router is None else experts(),
+            inner=experts() if routed else inner(),
             activation=self.activation,
-            outer=linear(names.outer) if names.router is None else None,
+            outer=None if routed else linear(names.outer),
             head_norms=()
             if mixer
-            else tuple(Norm("rms_norm", each, None, self.eps) for each in head_norms()),
+            else tuple(Norm(names.head_norm, *each, self.eps) for each in head_norms()),
             window=window,
             rotation=rotation,
             bias=self.bias,
             post_norms=post_norms(),
+            second_norm=norm(names.second_norm),
             softcap=self.softcap,
             query_rotation=self.query_rotation,
             sinks=None if mixer or names.sinks is None else source.vector(f"{prefix}{names.sinks}"),

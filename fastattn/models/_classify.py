@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.options import NoOptions
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, Ints
     from fastattn.models._chat import ChatTemplate
     from fastattn.models._sentences import Dense, LayerNorm, Pooling
 
@@ -95,10 +95,17 @@ class CrossEncoder(Classifier):
     activation: str  # of the logits, by its name in torch.nn
     pooling: Pooling  # before the head
     template: ChatTemplate | None = None  # that makes a text of a pair; else the tokenizer takes both
+    late: bool = False  # whether scores are pooled, those of all tokens
     _pairs = True
 
     def _logits(self, states: Array, mask: Array) -> Array:
-        return self._scored(self.pooling(states[mask], np.append(0, np.cumsum(mask.sum(axis=1)))))
+        return self._pooled(states[mask], np.append(0, np.cumsum(mask.sum(axis=1))))
+
+    def _pooled(self, rows: Array, cu_seqlens: Ints) -> Array:
+        """The scores of sequences, of the hidden states of their tokens end to end."""
+        if self.late:
+            return self.pooling(self._scored(rows), cu_seqlens)
+        return self._scored(self.pooling(rows, cu_seqlens))
 
     @named("predict")
     def predict(
@@ -248,7 +255,7 @@ class CrossEncoder(Classifier):
             if most >= kinds:
                 came = f"{self.text.folder / 'tokenizer.json'} gives a token the type {most}"
                 raise ModelError(f"{came}; expected one of the model's {kinds}, which begin with 0")
-            yield self._scored(self.pooling(*self.encoder.hidden([each[:, 0] for each in call], types)))
+            yield self._pooled(*self.encoder.hidden([each[:, 0] for each in call], types))
 
     def _scores(
         self,

@@ -118,13 +118,30 @@ class BucketBiases:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AlibiBiases:
+    """ALiBi to either side: each head has a slope, times which the distance is taken from scores."""
+
+    slopes: Array  # (heads,), lane type
+
+    def __call__(self, longest: int) -> tuple[Array, ...]:
+        """The table of `Sequences.biases`, as `BucketBiases` makes it."""
+        n = max(longest, 1)
+        away = np.abs(np.arange(1 - n, n, dtype=self.slopes.dtype))
+        return (-self.slopes[:, None] * away,)
+
+    def add_gradients(self, gradients: Gradients, biases: tuple[Array, ...]) -> None:
+        """Add nothing: slopes are no parameters."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SequenceRules:
     """Windows, rotations and biases of an encoder's blocks, for sequences of any lengths."""
 
     windows: tuple[Window, ...] = (None,)  # of which each attention has one: see `model_program`
     causal: bool = False
     frequencies: tuple[Frequencies, ...] = ()  # of which each attention may have one
-    biases: BucketBiases | None = None  # of scores, by distance
+    biases: BucketBiases | AlibiBiases | None = None  # of scores, by distance
+    inputs: int = 0  # features that steps write for the blocks, beside the rows
 
     def __call__(
         self, lengths: Ints, dtype: np.dtype[Any], attended: Ints | None = None
@@ -149,7 +166,9 @@ class SequenceRules:
             ranges.append(key_ranges.intersect(parts + shared, ends))
         rotations = tuple(self._rotation(each, own, lengths, dtype) for each in self.frequencies)
         biases = () if self.biases is None else self.biases(longest)
-        return Sequences(batch, tuple(ranges), rotations, (), begins if ragged else None, biases), positions
+        inputs = np.empty((begins[-1], self.inputs), dtype) if self.inputs else None
+        cu_seqlens = begins if ragged else None
+        return Sequences(batch, tuple(ranges), rotations, (), cu_seqlens, biases, None, inputs), positions
 
     def add_gradients(self, gradients: Gradients, call: Sequences) -> None:
         """Add the gradient of the table of biases, if `gradients` has that of the call's biases."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from fastattn import ops
 from fastattn._args.attention import dropout_of
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.options import NoOptions
@@ -28,6 +29,7 @@ from fastattn.models._encode_calls import (
 )
 from fastattn.models._model import Recorded, pullback_of
 from fastattn.models._parameters import required
+from fastattn.models._routes import Routes, model_of
 from fastattn.models._text import strings
 from fastattn.models._vectors import PRECISIONS, RANGED, quantize_embeddings, similarities, single_vector
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Bools, Ints
     from fastattn.grad import Pullback
+    from fastattn.layers._block import Projection
     from fastattn.models._embeddings import Embeddings, SequenceRules
     from fastattn.models._sentences import Sentences
     from fastattn.models._text import Text
@@ -54,6 +57,7 @@ class Encoder(_model.Model):
     max_length: int | None  # tokens of a sequence
     embeddings: Embeddings
     sequence_rules: SequenceRules
+    routes: Routes | None = field(default=None, kw_only=True)  # where texts go by their task
 
     @named("{self.model_type}")
     def __call__(
@@ -194,6 +198,9 @@ class Encoder(_model.Model):
     @named("{cls}")
     def max_seq_length(self, tokens: int) -> None:
         object.__setattr__(self, "text", self.text.shortened(tokens))
+        if self.routes is not None and self.routes.make is None:
+            for model in self.routes.models.values():
+                model.max_seq_length = tokens
 
     def get_sentence_embedding_dimension(self) -> int:
         """Features of a vector that `encode` makes."""
@@ -223,6 +230,7 @@ class Encoder(_model.Model):
         precision: str = "float32",
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
+        task: str | None = None,
         **others: Unpack[NoOptions],
     ) -> Array:
         """Make a vector of each text.
@@ -249,6 +257,8 @@ class Encoder(_model.Model):
             Whether to scale vectors to length 1; if the folder says so, they have it already.
         truncate_dim : int, optional
             Keep the first so many features, before vectors are scaled; by default as the folder says, or all.
+        task : str, optional
+            Of a model that computes vectors in several ways, the name of one of them.
         **others
             None: an error says what an argument of another library is called here.
 
@@ -266,12 +276,12 @@ class Encoder(_model.Model):
         """
         values = prompt_name, prompt, batch_size, show_progress_bar
         own = precision, normalize_embeddings, truncate_dim
-        return self._encode(sentences, given(EncodeOptions, *values, *own, **others))
+        return model_of(self, task)._encode(sentences, given(EncodeOptions, *values, *own, **others))
 
     @named("encode_query")
     def encode_query(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
         """`encode` for what is searched with: without another prompt, with that of the name "query"."""
-        return self._encode(sentences, options, QUERY)
+        return model_of(self, "query", optional=True)._encode(sentences, options, QUERY)
 
     @named("encode_document")
     def encode_document(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
@@ -279,7 +289,7 @@ class Encoder(_model.Model):
 
         Where `prompts` does not have that name, "passage" counts, and then "corpus".
         """
-        return self._encode(sentences, options, DOCUMENT)
+        return model_of(self, "document", optional=True)._encode(sentences, options, DOCUMENT)
 
     @named("similarity")
     def similarity(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:
@@ -346,6 +356,18 @@ class Encoder(_model.Model):
         if call.prompt and not self.sentences.pooling.include_prompt:
             return call._replace(prompt_length=self.text.prompt_length(call.prompt))
         return call
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ProjectedEncoder(Encoder):
+    """An encoder whose hidden states are those of its blocks, mapped."""
+
+    projection: Projection
+
+    def _rows(self, tokens: Ints, lengths: Ints, types: Ints | None, attended: Ints | None = None) -> Array:
+        rows = super(ProjectedEncoder, self)._rows(tokens, lengths, types, attended)
+        weight, bias, rounded = self.projection
+        return ops.linear(rows, weight, bias, activations=rounded)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

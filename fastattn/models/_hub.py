@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastattn.models import _gguf
-from fastattn.models._files import ModelError, config_path, is_name, read_json, require
-from fastattn.models._sentences import folder_of_towers
+from fastattn.models import _adapters, _gguf
+from fastattn.models._files import Config, ModelError, config_path, is_name, read_json, require
+from fastattn.models._modules import ROUTERS, SPARSE_STATIC, STATIC, first_of, inner_folders
 from fastattn.models._tensors import INDEX, SHOWN, WEIGHTS
 
 if TYPE_CHECKING:
@@ -76,26 +76,21 @@ def _folder(hub: Any, name: str, revision: str | None, how: dict[str, Any]) -> P
 
     folder = fetch(_SETTINGS, "*/*")
     revision = folder.name  # the commit: what follows is of the same one
-    roots = ["", *(f"{inner}/" for inner in _modules(folder))]
+    kind = Config(folder / "config.json", optional=True).values.get("model_type")
+    adapters = [f"*/{name}" for name in _adapters.FILES] if kind == "jina_embeddings_v3" else []
+    roots = ["", *(f"{x}/" for x in inner_folders(folder) if not _PATTERN.intersection(x))]
     inner = [f"{root}{kind}" for root in roots[1:] for kind in _SETTINGS]
     # huggingface_hub warns where nothing matches: one of these two settings always does.
-    fetch(["config.json", "modules.json", _TEMPLATES, *inner, *(root + WEIGHTS for root in roots)])
+    fetch(["config.json", "modules.json", _TEMPLATES, *inner, *adapters, *(root + WEIGHTS for root in roots)])
     parts = [root + part for root in roots for part in _parts(folder / root)]
     if parts:
         fetch(parts)
-    main = folder_of_towers(folder)
-    for needed in (config_path(main).name, *(_parts(main)[:1] or [WEIGHTS])):
+    kind, main = first_of(folder)
+    needs = [] if kind in (STATIC, SPARSE_STATIC) else [config_path(main).name]
+    for needed in [] if kind in ROUTERS else [*needs, *(_parts(main)[:1] or [WEIGHTS])]:
         if not (main / needed).is_file():
             raise _lacking(hub, name, revision, how, needed)
     return folder
-
-
-def _modules(folder: Path) -> list[str]:
-    """Folders that modules.json names."""
-    path = folder / "modules.json"
-    modules = read_json(path, list) if path.is_file() else []
-    found = (module.get("path") for module in modules if isinstance(module, dict))
-    return [inner for inner in found if inner and is_name(inner) and not _PATTERN.intersection(inner)]
 
 
 def _parts(folder: Path) -> list[str]:

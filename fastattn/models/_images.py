@@ -42,10 +42,14 @@ class Images:
     scale: float  # of pixels from 0 to 255
     mean: tuple[float, ...]  # of each channel, subtracted after that
     std: tuple[float, ...]  # what it is divided by then
+    most: int | None = None  # squares of `image_size` that an image becomes, which then keeps its shape
 
     @classmethod
     def of(cls, folder: Path, image_size: int, usual: Mapping[str, Any]) -> Images | None:
-        """Read it from the folder, with defaults from `usual`; None if there is no such file."""
+        """Read it from the folder, with defaults from `usual`; None if there is no such file.
+
+        With a `max_num_patches` in `usual`, images become as many squares of `image_size`, at most.
+        """
         nested = Config(folder / _NEW, optional=True)
         if nested.values.get("image_processor") is not None:
             config = nested.inner("image_processor", usual)
@@ -56,7 +60,10 @@ class Images:
         else:
             return None
         config.refuse(do_rescale=True, do_pad=False)
-        size = _size(config, "size", "do_resize", shorter=True)
+        most = config.size("max_num_patches") if "max_num_patches" in usual else None
+        if most is not None:
+            config.refuse(do_resize=True, do_center_crop=False, patch_size=image_size)
+        size = _size(config, "size", "do_resize", shorter=True) if most is None else None
         crop = _size(config, "crop_size", "do_center_crop")
         mean, std = (0.0,) * _CHANNELS, (1.0,) * _CHANNELS
         if config.get("do_normalize", bool, True):
@@ -72,15 +79,18 @@ class Images:
             expected = f"the model's, {image_size} by {image_size}"
             raise ModelError(f"{config.path}: {name!r} is {found[0]} by {found[1]}; expected {expected}")
         scale = config.number("rescale_factor", 1 / _WHOLE)
-        return cls(config.path, image_size, size, crop, resample, scale, mean, std)
+        return cls(config.path, image_size, size, crop, resample, scale, mean, std, most)
 
     def __call__(self, image: Any, dtype: np.dtype[Any]) -> Array:
-        """The pixels (3, image_size, image_size) in `dtype`, float32 or float64, of a checked image."""
+        """The pixels in `dtype`, float32 or float64, of a checked image: (3, image_size, image_size).
+
+        Of an image that keeps its shape, (rows, columns, pixels of a square).
+        """
         if is_pillow(image):
             image = np.asarray(image.convert("RGB"))
         wanted = self._wanted(*image.shape[:2])
         found = wanted if self.crop is None else self.crop
-        if found != (self.image_size,) * 2:
+        if self.most is None and found != (self.image_size,) * 2:
             came = f"{self.path} makes {found[0]} by {found[1]} of an image"
             expected = f"the model's size, {self.image_size} by {self.image_size}"
             raise ValueError(f"encode(): {came}; expected {expected}")
@@ -88,10 +98,16 @@ class Images:
         scale = self.scale if image.dtype == np.uint8 else self.scale * _WHOLE
         pixels = (image * np.float64(scale)).astype(dtype)
         normed: Array = (pixels - np.array(self.mean, dtype)) / np.array(self.std, dtype)
-        return normed.transpose(2, 0, 1)
+        if self.most is None:
+            return normed.transpose(2, 0, 1)
+        side = self.image_size
+        squares = normed.reshape(found[0] // side, side, found[1] // side, side, _CHANNELS)
+        return squares.swapaxes(1, 2).reshape(*squares.shape[:3:2], -1)
 
     def _wanted(self, height: int, width: int) -> tuple[int, int]:
         """The height and width to which an image is resized."""
+        if self.most is not None:
+            return _in_squares(height, width, self.image_size, self.most)
         if self.size is None:
             return height, width
         if isinstance(self.size, tuple):
@@ -123,6 +139,21 @@ class Images:
                 image = np.asarray(whole.resize(wanted[::-1], self.resample))
         out[to_rows, to_columns] = image[rows, columns]
         return out
+
+
+def _in_squares(height: int, width: int, side: int, most: int) -> tuple[int, int]:
+    """The largest size in whole squares, at most so many, that nearly has an image's shape."""
+
+    def scaled(by: float) -> tuple[int, int]:
+        rows, columns = (max(1, math.ceil(size * by / side)) for size in (height, width))
+        return rows, columns
+
+    low, high = 1e-6, 100.0  # as transformers halves it, to this difference
+    while high - low >= 1e-5:
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.prod(scaled(middle)) <= most else (low, middle)
+    rows, columns = scaled(low)
+    return rows * side, columns * side
 
 
 def is_pillow(x: Any) -> bool:

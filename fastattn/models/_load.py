@@ -14,6 +14,7 @@ from fastattn._args.packed import INTEGERS, PackedLinear
 from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._decoder import Decoder
+from fastattn.models._encoder import Encoder
 from fastattn.models._families import (
     bert,
     clip,
@@ -24,6 +25,7 @@ from fastattn.models._families import (
     gpt_oss,
     granite,
     granite_hybrid,
+    jina,
     lfm2,
     llama,
     olmo,
@@ -33,9 +35,12 @@ from fastattn.models._families import (
 )
 from fastattn.models._files import GLINER, Config, ModelError, config_path
 from fastattn.models._hub import place_of
+from fastattn.models._modules import SPARSE_STATIC, STATIC, first_of, router_of
 from fastattn.models._parameters import OF_FILE, Precision
-from fastattn.models._sentences import folder_of_towers
+from fastattn.models._routes import routed
 from fastattn.models._source import Source
+from fastattn.models._sparse import SparseEncoder
+from fastattn.models._static import static_encoder, static_sparse_encoder
 from fastattn.models._task_heads import with_head
 from fastattn.models._tensors import Tensors
 from fastattn.models._towers import TwoTowers
@@ -49,12 +54,14 @@ if TYPE_CHECKING:
     from fastattn._args.options import NoOptions
     from fastattn._args.types import Rounding
     from fastattn.models._classify import CrossEncoder, TokenClassifier
-    from fastattn.models._encoder import Encoder
     from fastattn.models._entities import EntityRecognizer
     from fastattn.models._multi_vector import MultiVectorEncoder
-    from fastattn.models._sparse import SparseEncoder
 
-_TOWERS = ("clip", "siglip")
+    Loaded = (
+        Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder
+    )
+
+_TOWERS = ("clip", "siglip", "siglip2")
 # By the `model_type` of config.json.
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), bert.bert),
@@ -63,12 +70,14 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "albert": bert.albert,
     **dict.fromkeys(_TOWERS, clip.clip),
     "deberta-v2": deberta.deberta,
+    **dict.fromkeys(("embedding_gemma2", "embedding_gemma2_text"), gemma4.embedding_gemma2),
     **dict.fromkeys(("gemma4", "gemma4_text"), gemma4.gemma4),
     "distilbert": bert.distilbert,
     "gpt2": gpt2.gpt2,
     "gpt_oss": gpt_oss.gpt_oss,
     "granite": granite.granite,
     "granitemoehybrid": granite_hybrid.granite_hybrid,
+    "jina_embeddings_v3": jina.v3,
     "lfm2": lfm2.lfm2,
     **dict.fromkeys(("new", "gte"), rotary.gte),
     "mistral3": llama.mistral3,
@@ -78,6 +87,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("olmo2", "olmo3"), olmo.olmo),
     **dict.fromkeys(
         (
+            "eurobert",
             "llama",
             "ministral",
             "ministral3",
@@ -95,6 +105,10 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("t5", "mt5"), t5.t5),
 }
 MODEL_TYPES = tuple(_BUILDERS)
+_STATIC: dict[str, Callable[[Source], Encoder | SparseEncoder]] = {  # by the kind of the first module
+    STATIC: static_encoder,
+    SPARSE_STATIC: static_sparse_encoder,
+}
 
 
 @named("load")
@@ -190,12 +204,33 @@ def load(
     if config_path(path).name == GLINER:
         with ExitStack() as stack:
             return gliner.gliner(Source(path, Config(path / GLINER), precise(), stack))
-    outer, path = path, folder_of_towers(path)
+    router = router_of(path)
+    if router is None:
+        return _of_folder(path, precise)
+    by_route = {route: _of_folder(path, precise, route) for route in router.routes}
+    dense = {route: model for route, model in by_route.items() if isinstance(model, Encoder)}
+    sparse = {route: model for route, model in by_route.items() if isinstance(model, SparseEncoder)}
+    if len(dense) == len(by_route):
+        return routed(dense, router.usual, router.mappings)
+    if len(sparse) == len(by_route):
+        return routed(sparse, router.usual, router.mappings)
+    came = ", ".join(f"{route} has a {type(model).__name__}" for route, model in by_route.items())
+    raise ModelError(f"{path / 'modules.json'} has a Router: {came}; expected Encoders, or SparseEncoders")
+
+
+def _of_folder(outer: Path, precise: Callable[..., Precision], route: str | None = None) -> Loaded:
+    """The model of a folder, on a route of its Router."""
+    kind, path = first_of(outer, route)
+    static = _STATIC.get(kind)
+    if static is not None:
+        with ExitStack() as stack:
+            config = Config.of(path, {})
+            return static(Source(path, config, precise(), stack, outer, route=route))
     config = Config(path / "config.json")
     model_type = config.get("model_type", str)
     if model_type not in _BUILDERS:
         raise config.wrong("model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")
-    if path != outer and model_type not in _TOWERS:
+    if path != outer and route is None and model_type not in _TOWERS:
         expected = f"clip or siglip, as {outer / 'modules.json'} has a CLIPModel"
         raise config.wrong("model_type", model_type, expected)
     quantized = config.values.get("quantization_config")
@@ -205,7 +240,7 @@ def load(
     if quantized is not None and not blocks:
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
     with ExitStack() as stack:
-        source = Source(path, config, precise(of_file=blocks), stack, outer)
+        source = Source(path, config, precise(of_file=blocks), stack, outer, route=route)
         model = _BUILDERS[model_type](source)
         return model if isinstance(model, (Decoder, TwoTowers)) else with_head(source, model)
 

@@ -22,6 +22,8 @@ _OF_EXPERTS = re.compile(
     r"\.experts\.(?:gate_up|down)_proj(_bias|_blocks|_scales|)"
     r"|\.block_sparse_moe\.(?:input|output)_linear\.weight"
 )
+# Of Nomic: the experts' rows follow one another, and the router tells their number.
+_ROWS_OF_EXPERTS = re.compile(r"experts\.mlp\.w[12]$")
 _MOST_EXPERTS = 1 << 12
 _FORMAT = FORMATS["MXFP4"]
 _BYTES = _FORMAT.features // 2  # of a block, without its scale
@@ -35,6 +37,12 @@ def experts_apart(files: Mapping[str, TensorFile]) -> dict[str, TensorFile | Mxf
     found: dict[str, TensorFile | Mxfp4Expert] = dict(files)
     for name, file in files.items():
         match = _OF_EXPERTS.search(name)
+        if _ROWS_OF_EXPERTS.search(name):
+            router = _ROWS_OF_EXPERTS.sub("router.layer.weight", name)
+            count = files[router].shape(router)[0] if router in files else 0
+            if 0 < count <= _MOST_EXPERTS and file.shape(name) and file.shape(name)[0] % count == 0:
+                del found[name]
+                found |= dict.fromkeys(file.split(name, count), file)
         if match is None or match.end() < len(name) or match[1] == "_scales":
             continue
         if match[1] != "_blocks":

@@ -88,6 +88,8 @@ def save(
         raise wrong_type("model", model, "a model of load()")
     if not isinstance(path, (str, os.PathLike)):
         raise wrong_type("path", path, "a path")
+    if getattr(model, "routes", None) is not None:
+        raise ModelError("(): model has routes for tasks; expected one that is a folder's only model")
     origin = required(model.encoder.origin if isinstance(model, EncoderWithHead) else model.origin)
     target = Path(path)
     if target.suffix.lower() != _gguf.SUFFIX:
@@ -115,10 +117,14 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
         require("ml_dtypes")
     of_file = _gguf.is_file(origin.folder)
     saved = config_path(origin.folder)
-    blocks = not of_file and read_json(saved).get("quantization_config") is not None
+    has_config = of_file or saved.is_file()
+    said = read_json(saved) if has_config and not of_file else {}
+    blocks = said.get("quantization_config") is not None
     if blocks or (of_file and model.model_type.startswith(_APART)):
         came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder of floats"
         raise ModelError(f"{came}; expected path to end with '.gguf'")
+    if not (has_config or (origin.folder / _MODULES).is_file()):
+        raise ModelError(f"{origin.folder} holds one module of several; expected a model in one folder")
     tensors: dict[str, Array] = {}
     with ExitStack() as stack:
         read = origin.reader(stack)
@@ -137,11 +143,12 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
         config = _files_of_gguf(origin.folder, target)
     else:
         _copied(origin.folder, target)
-        config = read_json(saved)
-    _write(
-        target / ("config.json" if of_file else saved.name),
-        {**config, **{key: dtype for key in ("dtype", "torch_dtype") if key in config}},
-    )
+        config = said
+    if config:
+        _write(
+            target / ("config.json" if of_file else saved.name),
+            {**config, **{key: dtype for key in ("dtype", "torch_dtype") if key in config}},
+        )
 
 
 def _copied(folder: Path, target: Path) -> None:

@@ -6,7 +6,6 @@ Pooling makes one vector of them, and the other modules change that vector.
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +15,15 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, short
-from fastattn.models._files import Config, ModelError, is_name, read_json, sentences_config
+from fastattn.models._files import Config, ModelError, sentences_config
+from fastattn.models._modules import (
+    AFTER_POOLING,
+    SPARSE_STATIC,
+    STATIC,
+    is_multi_vector,
+    modules_of,
+    task_of,
+)
 from fastattn.models._parameters import Precision
 from fastattn.models._source import Source
 from fastattn.models._text import LENGTHS, check_transformer, strings
@@ -236,23 +243,9 @@ class Normalize:
         return unit(x)
 
 
-_MODULES: dict[str, type[Dense | LayerNorm | Normalize]] = {
-    "Dense": Dense,
-    "LayerNorm": LayerNorm,
-    "Normalize": Normalize,
-}
-_PACKAGES = ("sentence_transformers.", "pylate.")  # whose modules are known; others may be called alike
-_SPLADE = ("MLMTransformer", "SpladePooling")  # instead of these two:
-MASK = "MultiVectorMask"  # or a vector of each token, with this module, or with none but those of `_BY_TOKEN`
-_BY_TOKEN = ("Dense", "Normalize")
-_BEFORE, _NO_PART = ("Transformer", "Pooling"), "Dropout"  # which does something in training only
-SCORE = "LogitScore"  # of a language model, after Transformer alone
-_TOWERS = "CLIPModel"  # in a folder of its own, and without Pooling
-# Orders of modules, and what an error expects.
-_AFTER = f"( ({'|'.join((*_MODULES, _NO_PART))}))*"
-_HEADED = f"(Transformer|{_SPLADE[0]}) {_SPLADE[1]}|Transformer {SCORE}"
-_OF_TOWERS = f"(Transformer|{_TOWERS}){_AFTER}", f"Transformer or {_TOWERS} first, once"
-_POOLED = f"Transformer Pooling{_AFTER}", "Transformer and Pooling first, once each"
+_MODULES: dict[str, type[Dense | LayerNorm | Normalize]] = dict(
+    zip(AFTER_POOLING, (Dense, LayerNorm, Normalize), strict=True)
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -268,25 +261,25 @@ class Sentences:
     truncate_dim: int | None
 
     @classmethod
-    def of(cls, folder: Path, features: int, dtype: np.dtype[Any], towers: bool = False) -> Sentences:
-        """Read them from the folder, for hidden states of so many `features`, computed in `dtype`.
+    def of(cls, source: Source, features: int, towers: bool = False) -> Sentences:
+        """Read them from the folder of modules.json, for hidden states of so many `features`.
 
         Of two `towers`, these are vectors of texts and images, and nothing pools them.
         """
-        pooling, modules = Pooling(), []
-        lane, named = lane_dtype(dtype), modules_of(folder, towers)
+        pooling, modules, folder = Pooling(), [], source.outer
+        lane, named = source.precision.lane, modules_of(folder, source.route, towers)
         by_token = is_multi_vector(named)
         level = "token_embeddings" if by_token else "sentence_embedding"
-        if not towers:
-            check_transformer(folder, _task(folder, named), LENGTHS if by_token else ())
+        if not towers and (not named or named[0][0] not in (STATIC, SPARSE_STATIC)):
+            check_transformer(source.folder, task_of(folder, named), LENGTHS if by_token else ())
         for kind, inner in named:
             if kind == "Pooling":
-                pooling = Pooling.of(folder / inner)
+                pooling = Pooling.of(inner)
                 features *= len(pooling.modes)
             elif kind in _MODULES:
-                config = Config(folder / inner / "config.json", optional=True)
+                config = Config(inner / "config.json", optional=True)
                 config.refuse(module_input_name=level, module_output_name=level)
-                module, features = _MODULES[kind].of(folder / inner, features, lane)
+                module, features = _MODULES[kind].of(inner, features, lane)
                 modules.append(module)
         config = sentences_config(folder)
         prompts = _prompts(config)
@@ -318,85 +311,6 @@ class Sentences:
     def after_pooling(self, pooled: Array) -> Array:
         """Run pooled vectors (n, features) through the modules."""
         return applied(self.modules, pooled)
-
-
-def _is_pylate(folder: Path) -> bool:
-    """Tell whether PyLate wrote the folder: its modules.json leaves out what follows the Dense modules."""
-    values = sentences_config(folder).values
-    return values.get("model_type") == "ColBERT" or "query_prefix" in values
-
-
-def is_cross_encoder(folder: Path) -> bool:
-    """Tell whether config_sentence_transformers.json says that a head scores what the transformer makes."""
-    config = sentences_config(folder)
-    return config.values.get("model_type") == "CrossEncoder"
-
-
-def is_multi_vector(modules: list[tuple[str, str]]) -> bool:
-    """Tell whether modules make a vector of each token: nothing pools them."""
-    kinds = [kind for kind, _ in modules]
-    followed = len(kinds) > 1 and kinds[0] == "Transformer" and set(kinds[1:]) <= {*_BY_TOKEN, MASK}
-    return followed and kinds.count(MASK) <= 1
-
-
-def folder_of_towers(folder: Path) -> Path:
-    """The folder of the CLIPModel in modules.json; `folder` itself where there is none."""
-    path = folder / "modules.json"
-    if path.is_file():
-        for module in read_json(path, list):
-            inner = module.get("path", "") if isinstance(module, dict) else ""
-            if inner and is_name(inner) and str(module.get("type")).rpartition(".")[2] == _TOWERS:
-                return folder / str(inner)
-    return folder
-
-
-def _task(folder: Path, modules: list[tuple[str, str]]) -> str | None:
-    """Task of the module Transformer before the others, as sentence-transformers calls it."""
-    if modules and modules[-1][0] == SCORE:
-        return "text-generation"
-    if modules:
-        return "fill-mask" if modules[-1][0] == _SPLADE[1] else "feature-extraction"
-    return "sequence-classification" if is_cross_encoder(folder) else None
-
-
-def modules_of(folder: Path, towers: bool = False) -> list[tuple[str, str]]:
-    """Kind and folder of each module in modules.json; none where it is missing.
-
-    A head that scores has no Pooling before it, as LogitScore; SpladePooling has another one; vectors of
-    tokens and two `towers` have none.
-    """
-    path, named = folder / "modules.json", []
-    for module in read_json(path, list) if path.is_file() else ():
-        entry = module if isinstance(module, dict) else {"type": module}
-        name, inner = str(entry.get("type")), entry.get("path", "")
-        kind = name.rpartition(".")[2]
-        known = (*_BEFORE, *_MODULES, _NO_PART, *_SPLADE, MASK, SCORE)
-        if towers:
-            known = (_BEFORE[0], _TOWERS, *_MODULES, _NO_PART)
-        if kind not in known:
-            expected = ", ".join(known)
-            raise ModelError(f"{path} has a module {short(kind)}; expected one of {expected}")
-        if not name.startswith(_PACKAGES):
-            expected = f"one of {', '.join(_PACKAGES)}, whose code is known"
-            raise ModelError(f"{path} has a module {short(name)}; expected {expected}")
-        if entry.get("kwargs"):
-            raise ModelError(f"{path}: 'kwargs' of {kind} is {short(entry['kwargs'])}; expected none")
-        first = kind in ("Transformer", _SPLADE[0])
-        if first and inner not in ("", "."):
-            raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected '', this folder")
-        if not first and not (inner and is_name(inner)) and (kind != _TOWERS or inner):
-            raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected a folder beside it")
-        named.append((kind, inner))
-    kinds = [kind for kind, _ in named]
-    if not path.is_file() or (kinds == ["Transformer"] and is_cross_encoder(folder)):
-        return []
-    by_token = is_multi_vector(named) and (MASK in kinds or _is_pylate(folder))
-    if by_token or re.fullmatch(_HEADED, " ".join(kinds)):
-        return named
-    pattern, expected = _OF_TOWERS if towers else _POOLED
-    if not re.fullmatch(pattern, " ".join(kinds)):
-        raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")
-    return [(kind, inner) for kind, inner in named[int(towers) :] if kind != _NO_PART]
 
 
 def _prompts(config: Config) -> dict[str, str]:

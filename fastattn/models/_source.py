@@ -46,9 +46,11 @@ class Source:
         stack: ExitStack,
         outer: Path | None = None,
         tensors: Tensors | None = None,  # by default those of the folder's files
+        route: str | None = None,
     ):
         self.folder, self.config, self.precision = folder, config, precision
         self.outer = outer or folder  # the folder of modules.json, in which `folder` may be
+        self.route = route  # of its Router, if it has one
         self.tensors = tensors or Tensors.of_folder(folder, precision.weights, stack)
         self.tokenizer: Callable[[Path], Any] | None = None  # makes one where no tokenizer.json is
         self.parameters = Parameters()
@@ -61,12 +63,31 @@ class Source:
         source.config = config
         return source
 
+    @property
+    def has_modules(self) -> bool:
+        """Whether modules.json says what becomes of hidden states."""
+        return (self.outer / "modules.json").is_file()
+
     def origin(self) -> Origin:
         """Origin of the parameters, which the model keeps."""
         return Origin(self.folder, self.precision, self.parameters)
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors, as they are called now."""
+        return list(self._stored)
+
+    def add(self, pairs: Mapping[str, tuple[Array, Array]]) -> None:
+        """Add to tensors (n, m) the products of such matrices, (n, rank) and (rank, m), by their names."""
+        lacking = [name for name in pairs if name not in self._stored]
+        if lacking:
+            raise ModelError(
+                f"{self.tensors.where} has no {lacking[0]!r}; expected it, as an adapter changes it"
+            )
+        self.tensors = self.tensors.adapted({self._stored[name]: pair for name, pair in pairs.items()})
 
     def rename(self, new: Callable[[str], str]) -> None:
         """Give each tensor another name."""

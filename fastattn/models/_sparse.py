@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from fastattn.models._encode_calls import (
 )
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import require
+from fastattn.models._routes import Routes, model_of
 from fastattn.models._sentences import applied
 from fastattn.models._vectors import similarities
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Ints
     from fastattn.models._sentences import Dense, LayerNorm
+    from fastattn.models._text import Text
 
     Head = tuple[Dense, LayerNorm, Dense]
     Names = tuple[str, ...]
@@ -86,9 +88,14 @@ class SpladePooling:
 
     def _kept(self, pooled: Array) -> tuple[Ints, Array]:
         tokens: Ints = np.flatnonzero(pooled)
-        weights = pooled[tokens] if self.strategy == "sum" else self._weights(pooled[tokens])
+        return self.largest(
+            tokens, pooled[tokens] if self.strategy == "sum" else self._weights(pooled[tokens])
+        )
+
+    def largest(self, tokens: Ints, weights: Array) -> tuple[Ints, Array]:
+        """The tokens whose weights are kept, and these."""
         if self.most is not None and self.most < len(tokens):
-            best = np.sort(np.argsort(-weights, kind="stable")[: self.most])
+            best = np.sort(np.argsort(-np.abs(weights), kind="stable")[: self.most])
             tokens, weights = tokens[best], weights[best]
         return tokens, weights
 
@@ -100,6 +107,7 @@ class SparseEncoder(EncoderWithHead):
     head: Head  # to the logits of all tokens
     pooling: SpladePooling
     similarity_fn_name: str  # what `similarity` computes: "dot", "cosine", "euclidean" or "manhattan"
+    routes: Routes | None = field(default=None, kw_only=True)  # where texts go by their task
 
     def __repr__(self) -> str:
         return self._described(self.get_sentence_embedding_dimension())
@@ -117,6 +125,7 @@ class SparseEncoder(EncoderWithHead):
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
         max_active_dims: int | None = None,
+        task: str | None = None,
         **others: Unpack[NoOptions],
     ) -> Any:
         """A sparse vector for each text.
@@ -125,7 +134,7 @@ class SparseEncoder(EncoderWithHead):
 
         Parameters
         ----------
-        sentences, prompt_name, prompt, batch_size, show_progress_bar
+        sentences, prompt_name, prompt, batch_size, show_progress_bar, task
             As in `Encoder.encode`.
         max_active_dims : int, optional
             Keep the largest weights, so many of each vector; by default as the folder says, or all.
@@ -145,17 +154,17 @@ class SparseEncoder(EncoderWithHead):
             If there is no scipy.
         """
         values = prompt_name, prompt, batch_size, show_progress_bar, max_active_dims
-        return self._encode(sentences, given(SparseOptions, *values, **others))
+        return model_of(self, task)._encode(sentences, given(SparseOptions, *values, **others))
 
     @named("encode_query")
     def encode_query(self, sentences: str | Iterable[str], **options: Unpack[SparseOptions]) -> Any:
         """`encode` for what is searched with; see `Encoder.encode_query`."""
-        return self._encode(sentences, options, QUERY)
+        return model_of(self, "query", optional=True)._encode(sentences, options, QUERY)
 
     @named("encode_document")
     def encode_document(self, sentences: str | Iterable[str], **options: Unpack[SparseOptions]) -> Any:
         """`encode` for what is searched; see `Encoder.encode_document`."""
-        return self._encode(sentences, options, DOCUMENT)
+        return model_of(self, "document", optional=True)._encode(sentences, options, DOCUMENT)
 
     @named("similarity")
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Array:
@@ -202,9 +211,7 @@ class SparseEncoder(EncoderWithHead):
         if most is not None:
             pooling = replace(pooling, most=integer("max_active_dims", most, 1))
         encoded = calls(self.text.encoded(call.prompt + text for text in lines), call.batch_size)
-        chunks: Iterator[Any] = (
-            list(pooling.rows(self.head, *self.encoder.hidden(each))) for each in encoded
-        )
+        chunks: Iterator[Any] = (list(self._weighted(each, pooling)) for each in encoded)
         rows = [row for chunk in watched(chunks, call.progress, lines) for row in chunk]
         tokens = np.concatenate([np.zeros(0, np.int64), *(tokens for tokens, _ in rows)])
         dtype = lane_dtype(self.encoder.dtype)
@@ -212,6 +219,15 @@ class SparseEncoder(EncoderWithHead):
         begins = np.append(0, np.cumsum([len(tokens) for tokens, _ in rows], dtype=np.int64))
         shape = (len(rows), self.get_sentence_embedding_dimension())
         return sparse.csr_array((weights, tokens, begins), shape=shape)
+
+    def _weighted(self, sequences: list[Ints], pooling: SpladePooling) -> Iterator[tuple[Ints, Array]]:
+        """Yield the tokens that have a weight, and their weights, of each of these texts' ids."""
+        return pooling.rows(self.head, *self.encoder.hidden(sequences))
+
+    def _replace_text(self, text: Text) -> None:
+        super(SparseEncoder, self)._replace_text(text)
+        for model in () if self.routes is None else self.routes.models.values():
+            model.max_seq_length = text.asked
 
 
 def compared(kind: str, x: Any, y: Any, pairwise: bool) -> Array:

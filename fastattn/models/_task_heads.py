@@ -18,19 +18,9 @@ from fastattn.models._blocks import ACTIVATIONS as OURS
 from fastattn.models._chat import ChatTemplate
 from fastattn.models._classify import CrossEncoder, TokenClassifier
 from fastattn.models._files import Config, ModelError, sentences_config
+from fastattn.models._modules import MASK, SCORE, is_cross_encoder, is_multi_vector, modules_of
 from fastattn.models._multi_vector import Expansion, MultiVectorEncoder, Settings
-from fastattn.models._sentences import (
-    ACTIVATIONS,
-    MASK,
-    SCORE,
-    Dense,
-    LayerNorm,
-    Normalize,
-    Pooling,
-    is_cross_encoder,
-    is_multi_vector,
-    modules_of,
-)
+from fastattn.models._sentences import ACTIVATIONS, Dense, LayerNorm, Normalize, Pooling
 from fastattn.models._sparse import FUNCTIONS, STRATEGIES, SparseEncoder, SpladePooling
 from fastattn.models._text import LENGTHS, transformer_settings
 from fastattn.models._vectors import SIMILARITIES
@@ -74,12 +64,14 @@ _TEXTS, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _TEXT_HEADS = {
     **dict.fromkeys(("bert", "new", "gte", "nomic_bert"), HeadNames("pooler.dense", "classifier")),
     **dict.fromkeys(
-        ("roberta", "xlm-roberta", "camembert", "mpnet"), HeadNames("classifier.dense", "classifier.out_proj")
+        ("roberta", "xlm-roberta", "camembert", "mpnet", "jina_embeddings_v3"),
+        HeadNames("classifier.dense", "classifier.out_proj"),
     ),
     "distilbert": HeadNames("pre_classifier", "classifier", "ReLU"),
     "albert": HeadNames("pooler", "classifier"),
     "deberta-v2": HeadNames("pooler.dense", "classifier", "GELU"),
     "modernbert": HeadNames("head.dense", "classifier", "GELU", "head.norm"),
+    "eurobert": HeadNames("dense", "classifier", "GELU"),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), HeadNames(None, "score", last=True)),
 }
 _VOCABULARY_HEADS = {
@@ -91,7 +83,7 @@ _VOCABULARY_HEADS = {
         activation="hidden_act",
     ),
     **dict.fromkeys(
-        ("roberta", "xlm-roberta", "camembert"),
+        ("roberta", "xlm-roberta", "camembert", "jina_embeddings_v3"),
         VocabularyNames("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias"),
     ),
     "distilbert": VocabularyNames(
@@ -103,7 +95,9 @@ _TOKEN_HEADS = {
     "modernbert": _TEXT_HEADS["modernbert"],
 }
 _LANGUAGE_MODELS = ("llama", "mistral", "qwen2", "qwen3")  # of LogitScore
+_LATE = "late"  # of `classifier_pooling`: the mean of the scores of all tokens
 _POOLINGS = {"cls": Pooling(("cls",)), "mean": Pooling(("mean",))}  # by `classifier_pooling`
+_EUROBERT = {"bos": _POOLINGS["cls"], "mean": _POOLINGS["mean"], _LATE: _POOLINGS["mean"]}
 _STANFORD = "HF_ColBERT"  # of `architectures` in config.json
 _QUERY_LENGTH = 32  # tokens of a query
 _BY_TOKEN = ("maxsim", "meanmaxsim")
@@ -122,7 +116,7 @@ def with_head(
     """
     said = source.config.values.get("architectures")
     task = said[0] if isinstance(said, list) and said and isinstance(said[0], str) else ""
-    modules = modules_of(source.folder)
+    modules = modules_of(source.outer, source.route)
     if modules and modules[-1][0] == "SpladePooling":
         return _sparse_encoder(source, encoder, modules[-1][1])
     if modules and modules[-1][0] == SCORE:
@@ -147,9 +141,15 @@ def with_head(
     if task.endswith(_TOKENS):
         return TokenClassifier(encoder, head, labels)
     activation = _activation(source.folder, source.config, count)
-    pooling = Pooling(("lasttoken",)) if names.last else None
-    pooling = pooling or source.config.choice("classifier_pooling", _POOLINGS, "cls")
-    return CrossEncoder(encoder, head, labels, activation, pooling)
+    if names.last:
+        return CrossEncoder(encoder, head, labels, activation, Pooling(("lasttoken",)))
+    if encoder.model_type != "eurobert":
+        pooling = source.config.choice("classifier_pooling", _POOLINGS, "cls")
+        return CrossEncoder(encoder, head, labels, activation, pooling)
+    pooling = source.config.choice("classifier_pooling", _EUROBERT, _LATE)
+    said = source.config.get("classifier_pooling", str, _LATE)
+    source.config.refuse(clf_pooling=said)  # its name in older files
+    return CrossEncoder(encoder, head, labels, activation, pooling, late=said == _LATE)
 
 
 def _read(source: Source, names: HeadNames, encoder: Encoder, count: int) -> tuple[Dense | LayerNorm, ...]:
@@ -210,7 +210,7 @@ def _activation(folder: Path, config: Config, num_labels: int) -> str:
     return "Sigmoid" if num_labels == 1 else "Identity"
 
 
-def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncoder:
+def _sparse_encoder(source: Source, encoder: Encoder, inner: Path) -> SparseEncoder:
     """Read the head of a masked language model, pooled as the folder `inner` says."""
     config = source.config
     names = _VOCABULARY_HEADS.get(encoder.model_type)
@@ -219,9 +219,9 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncod
         raise ModelError(
             f"{config.path}: 'model_type' of SpladePooling is {encoder.model_type!r}; expected {expected}"
         )
-    pooling = Config(source.folder / inner / "config.json")
+    pooling = Config(inner / "config.json")
     strategies, functions = ({name: name for name in kind} for kind in (STRATEGIES, FUNCTIONS))
-    settings = sentences_config(source.folder)
+    settings = sentences_config(source.outer)
     splade = SpladePooling(
         pooling.choice("pooling_strategy", strategies, "max"),
         pooling.choice("activation_function", functions, "relu"),
@@ -237,8 +237,8 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncod
     shapes |= dict.fromkeys((f"{names.inner}.bias", f"{names.norm}.weight", f"{names.norm}.bias"), (hidden,))
     source.expect(shapes, ())
     activation = "gelu" if names.activation is None else config.choice(names.activation, OURS, "gelu")
-    inner, norm, rounded = names.inner, names.norm, source.precision.activations
-    inner_map = source.pack([f"{inner}.weight"]), source.vector(f"{inner}.bias")
+    dense, norm, rounded = names.inner, names.norm, source.precision.activations
+    inner_map = source.pack([f"{dense}.weight"]), source.vector(f"{dense}.bias")
     norm_vectors = source.vector(f"{norm}.weight"), source.vector(f"{norm}.bias")
     head = (
         Dense(*inner_map, activation, rounded=rounded),
@@ -248,7 +248,7 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncod
     return SparseEncoder(encoder, head, splade, similarity)
 
 
-def _logit_score_encoder(source: Source, encoder: Encoder, inner: str, activation: str) -> CrossEncoder:
+def _logit_score_encoder(source: Source, encoder: Encoder, inner: Path, activation: str) -> CrossEncoder:
     """Read the score of a last token, as of Qwen3-Reranker: the logit of "yes" less that of "no".
 
     The folder `inner` of the module LogitScore says which tokens these are.
@@ -256,7 +256,7 @@ def _logit_score_encoder(source: Source, encoder: Encoder, inner: str, activatio
     if encoder.model_type not in _LANGUAGE_MODELS:
         came = f"'model_type' of LogitScore is {encoder.model_type!r}"
         raise ModelError(f"{source.config.path}: {came}; expected one of {', '.join(_LANGUAGE_MODELS)}")
-    config = Config(source.folder / inner / "config.json")
+    config = Config(inner / "config.json")
     config.refuse(module_input_name="causal_logits")
     names = ["true_token_id"]
     if config.values.get("false_token_id") is not None:  # else the first one's logit is the score
@@ -281,7 +281,7 @@ def _difference(ids: Sequence[int], lane: np.dtype[Any], tensors: Tensors, outpu
 
 
 def _multi_vector_encoder(
-    source: Source, encoder: Encoder, modules: list[tuple[str, str]]
+    source: Source, encoder: Encoder, modules: list[tuple[str, Path]]
 ) -> MultiVectorEncoder:
     """Read the modules of modules.json; a folder without any is one that Stanford's code wrote."""
     folder, sentences = source.folder, encoder.sentences
@@ -306,7 +306,7 @@ def _multi_vector_encoder(
     if mask is None:
         layers = (*layers, Normalize())
     else:
-        config = Config(folder / mask / "config.json")
+        config = Config(mask / "config.json")
         config.refuse(keep_only_token_ids=[])
         words, skipped_in = _words(config, "skiplist_words"), _words(config, "skiplist_tasks", skipped_in)
 

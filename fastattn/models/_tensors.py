@@ -70,6 +70,26 @@ class _Memory:
         return self._arrays[name][begin:end]
 
 
+class _Adapted(_Memory):
+    """A tensor of a file with a product of two narrow matrices, read when it is asked for."""
+
+    def __init__(self, file: Any, pair: tuple[Array, Array]):
+        self._file, self._pair = file, pair
+
+    def shape(self, name: str) -> Shape:
+        found: Shape = self._file.shape(name)
+        return found
+
+    def get_tensor(self, name: str) -> Array:
+        return self.rows(name, 0, self.shape(name)[0])
+
+    def rows(self, name: str, begin: int, end: int) -> Array:
+        one, other = self._pair
+        product: Array = one[begin:end] @ other
+        product += self._file.rows(name, begin, end)
+        return product
+
+
 class Tensors:
     """A model's tensors by name, read when they are asked for.
 
@@ -109,6 +129,15 @@ class Tensors:
         """Tensors in memory."""
         return cls("()", stored, dict.fromkeys(state, _Memory(state)))
 
+    def adapted(self, pairs: Mapping[str, tuple[Array, Array]]) -> Tensors:
+        """These tensors, some with the product of a pair of matrices added."""
+        for name, (one, other) in pairs.items():
+            if self.shape(name) != (len(one), other.shape[-1]) or one.shape[-1] != len(other):
+                came = f"matrices of shapes {one.shape} and {other.shape} for {name!r}"
+                raise ModelError(f"{self.where}: an adapter has {came}; expected {self.shape(name)}")
+        files = {name: _Adapted(self._files[name], pair) for name, pair in pairs.items()}
+        return Tensors(self.where, self.stored, {**self._files, **files})
+
     @property
     def names(self) -> list[str]:
         """The names in the files."""
@@ -126,8 +155,9 @@ class Tensors:
         """A tensor in its own type, in new memory or written to `over`."""
         file = self._files[name]
         if isinstance(file, _Memory):
-            array = np.empty_like(file.get_tensor(name)) if over is None else over
-            array[...] = file.get_tensor(name)
+            found = file.get_tensor(name)
+            array = np.empty_like(found) if over is None else over
+            array[...] = found
         else:
             array = file.empty(name, file.shape(name))
             flat, of, unit = array.reshape(-1), file, file.unit(name)
@@ -255,7 +285,7 @@ def _single(path: Path, stack: ExitStack) -> dict[str, TensorFile]:
         if any(name.endswith(".gguf") for name in found):
             there += "; a GGUF file is loaded by its own path"
         raise ModelError(f"{path} is missing, and so is {INDEX}; there is {there}")
-    file = _opened(path, stack)
+    file = opened(path, stack)
     return dict.fromkeys(file.names, file)
 
 
@@ -267,7 +297,7 @@ def _indexed(path: Path, stack: ExitStack) -> dict[str, TensorFile]:
     for file in sorted(set(file_of.values())):
         if not is_name(file):
             raise ModelError(f"{path}: 'weight_map' has {short(file)}; expected a file beside it")
-        files[file] = _opened(path.parent / file, stack)
+        files[file] = opened(path.parent / file, stack)
     held = {file: set(handle.names) for file, handle in files.items()}
     absent = sorted(name for name, file in file_of.items() if name not in held[file])
     if absent:
@@ -276,7 +306,8 @@ def _indexed(path: Path, stack: ExitStack) -> dict[str, TensorFile]:
     return {name: files[file] for name, file in file_of.items()}
 
 
-def _opened(path: Path, stack: ExitStack) -> TensorFile:
+def opened(path: Path, stack: ExitStack) -> TensorFile:
+    """A file of tensors, which `stack` closes."""
     safetensors = require("safetensors")
     try:
         path.open("rb").close()  # safe_open calls every file that it cannot open missing

@@ -46,7 +46,7 @@ _PLACES = {"trust_remote_code", "cache_dir", "revision", "code_revision", "token
 _OF_CONFIG = {*_PLACES, "use_cache", "attn_implementation", "use_memory_efficient_attention", "unpad_inputs"}
 _OF_MODEL = {*_OF_CONFIG, "torch_dtype", "dtype", "device_map", "low_cpu_mem_usage", "use_safetensors",
              "add_pooling_layer"}  # fmt: skip
-_SIDES = {side: side for side in ("left", "right")}
+SIDES = {side: side for side in ("left", "right")}
 _CASES = {  # keys of transformers, and what the normalizer of BERT calls them
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -83,14 +83,21 @@ class Text:
     asked: int | None = None  # how long a text may be, whatever the folder's files say of it
     markers: tuple[str, ...] = ()  # that stand before texts; one that is in the vocabulary is one token
     is_prompt: bool = False  # whether texts are prompts, which a model without `max_length` takes whole
+    special: bool = True  # whether special tokens stand around a text
+    lower: bool = False  # whether texts become lower case, whatever files say
+    alone: bool = False  # whether tokenizer.json, and no other file, says how texts are cut and read
 
     @cached_property
     def tokenizer(self) -> Any:
         """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`; in lower case if asked."""
-        return _open_tokenizer(self.folder, self.limit, self.other, self.markers)
+        if self.alone:
+            return _limited(_read(self.folder, None), self.asked)
+        return _open_tokenizer(self.folder, self.limit, self.other, self.markers, self.lower)
 
     @cached_property
     def _limit(self) -> tuple[int | None, Path | str]:
+        if self.alone:
+            return self.asked, self.folder
         return _length_limit(self.folder, self.max_length, self.asked, self.is_prompt)
 
     @property
@@ -103,7 +110,8 @@ class Text:
         name, most = "max_seq_length", MOST_SIZE if self.max_length is None else self.max_length
         asked = integer(name, tokens, -MOST_SIZE)
         text = replace(self, asked=min(max(1, asked), most))
-        least = text.tokenizer.num_special_tokens_to_add(pairs) + 1  # and a token of the text itself
+        added = text.tokenizer.num_special_tokens_to_add(pairs) if self.special else 0
+        least = added + 1  # a token of the text itself
         integer(name, asked, least, most)
         return text
 
@@ -120,7 +128,7 @@ class Text:
 
     def encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Ids of each text, as `encode` has them; `texts` are read when they are needed, a batch ahead."""
-        return (encoding.ids for encoding in self.encodings(texts))
+        return (encoding.ids for encoding in self.encodings(texts, self.special))
 
     def encoded_pairs(self, pairs: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[int, int]]]:
         """Ids and types of each pair of texts, which become one sequence, or of each (text,)."""
@@ -383,7 +391,11 @@ def _length_limit(
 
 
 def _open_tokenizer(
-    folder: Path, limit: int | None, other: Callable[[Path], Any] | None, markers: tuple[str, ...]
+    folder: Path,
+    limit: int | None,
+    other: Callable[[Path], Any] | None,
+    markers: tuple[str, ...],
+    lower: bool,
 ) -> Any:
     """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`; in lower case if asked.
 
@@ -398,7 +410,7 @@ def _open_tokenizer(
     processor = _of_processor(transformer)
     for each in (config, processor):  # the second counts where both say something
         _normalize(tokenizer, each, config.values.get("tokenizer_class"))
-    if transformer.get("do_lower_case", bool, False):
+    if lower or transformer.get("do_lower_case", bool, False):
         normalizers, given = tokenizers.normalizers, tokenizer.normalizer
         both = [normalizers.Lowercase(), *([] if given is None else [given])]
         tokenizer.normalizer = normalizers.Sequence(both)
@@ -410,11 +422,19 @@ def _open_tokenizer(
         tokenizer.add_special_tokens(added)
     side = (tokenizer.truncation or {}).get("direction", "right")
     for each in (config, processor):
-        side = each.choice("truncation_side", _SIDES, side)
+        side = each.choice("truncation_side", SIDES, side)
     if limit is None:
         tokenizer.no_truncation()
         return tokenizer
     tokenizer.enable_truncation(limit, direction=side)
+    return tokenizer
+
+
+def _limited(tokenizer: Any, limit: int | None) -> Any:
+    """A tokenizer that does not pad; without a `limit`, it cuts texts where it did."""
+    tokenizer.no_padding()
+    if limit is not None:
+        tokenizer.enable_truncation(limit)
     return tokenizer
 
 

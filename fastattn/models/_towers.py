@@ -1,8 +1,4 @@
-"""Two towers, one of texts and one of images, whose vectors can be compared.
-
-The tower of images is a vision transformer (Dosovitskiy et al. 2020), and a head that makes a vector of its
-rows.
-"""
+"""Two towers, one of texts and one of images, whose vectors can be compared."""
 
 from __future__ import annotations
 
@@ -13,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import ops
 from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import iterated, real_array
-from fastattn.functional._attention import attention
+from fastattn._args.values import integers, iterated, real_array
 from fastattn.models._encode_calls import EncodeOptions, at_once, calls, given
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, tokenizer_config
 from fastattn.models._images import EXPECTED, checked, is_pillow
-from fastattn.models._text import strings
+from fastattn.models._routes import model_of
+from fastattn.models._text import SIDES, strings
 from fastattn.models._vectors import similarities
+from fastattn.models._vision import ShapedVision, mapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -32,12 +28,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.options import NoOptions
-    from fastattn._args.types import Activation, Array, Ints
-    from fastattn._engine.program import Program
-    from fastattn.layers._block import Norm, Projection
-    from fastattn.models._embeddings import SequenceRules
+    from fastattn._args.types import Array, Ints
+    from fastattn.layers._block import Projection
     from fastattn.models._encode_calls import Call
     from fastattn.models._images import Images
+    from fastattn.models._vision import Vision
 
 # Which token's row the vector of a text is made of, by its ids and an id.
 ENDS: dict[str, Callable[[Ints, int], int]] = {
@@ -45,83 +40,6 @@ ENDS: dict[str, Callable[[Ints, int], int]] = {
     "largest": lambda ids, end: int(ids.argmax()),
     "first": lambda ids, end: int((ids == end).argmax()),  # of this id; the first token if it is not there
 }
-
-
-def mapped(x: Array, linear: Projection, activation: Activation | None = None) -> Array:
-    """``activation(linear(x))`` of rows."""
-    weight, bias, rounded = linear
-    return ops.linear(x, weight, bias, activation=activation, activations=rounded)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ClassToken:
-    """The vector of an image is the row of its class token, normed and mapped."""
-
-    norm: Norm
-    linear: Projection
-
-    def __call__(self, rows: Array) -> Array:
-        """The vectors (n, features) of rows (n, length, hidden), in the lane type."""
-        first = np.ascontiguousarray(rows[:, 0]).astype(lane_dtype(rows.dtype), copy=False)
-        return mapped(ops.layer_norm(first, self.norm.weight, self.norm.bias, eps=self.norm.eps), self.linear)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Probe:
-    """The vector of an image is what one learned query finds in its rows, and a feed-forward of it."""
-
-    q: Array  # (heads, 1, head_dim)
-    kv: Projection
-    attended: Projection
-    norm: Norm
-    inner: Projection
-    activation: Activation
-    outer: Projection
-
-    def __call__(self, rows: Array) -> Array:
-        """Make the vectors, as `ClassToken` does."""
-        n, length, hidden = rows.shape
-        heads = mapped(rows, self.kv).reshape(n, length, 2, len(self.q), -1).transpose(2, 0, 3, 1, 4)
-        found = attention(self.q.astype(rows.dtype, copy=False), *heads).reshape(n, hidden)
-        x = mapped(found.astype(lane_dtype(rows.dtype), copy=False), self.attended)
-        normed = ops.layer_norm(x, self.norm.weight, self.norm.bias, eps=self.norm.eps)
-        y: Array = x + mapped(mapped(normed, self.inner, self.activation), self.outer)
-        return y
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Vision:
-    """Vision transformer: squares of pixels become rows, as words of a text do, and rows a vector."""
-
-    image_size: int
-    patch_size: int
-    patches: Projection  # from the pixels of a square, (3, height, width), to a row
-    token: Array | None  # the class token's row, before all others
-    positions: Array  # (patches, hidden), added to the others
-    program: Program
-    sequence_rules: SequenceRules
-    head: ClassToken | Probe
-
-    @property
-    def length(self) -> int:
-        """Rows of an image."""
-        return len(self.positions) + (self.token is not None)
-
-    def __call__(self, pixels: Array, dtype: np.dtype[Any]) -> Array:
-        """The vectors (n, features), in the lane type, of pixels (n, 3, size, size); computed in `dtype`."""
-        n, size = len(pixels), self.patch_size
-        side = self.image_size // size
-        whole = pixels[:, :, : side * size, : side * size].astype(dtype, copy=False)  # a rest is left out
-        squares = whole.reshape(n, -1, side, size, side, size).transpose(0, 2, 4, 1, 3, 5)
-        found = mapped(squares.reshape(n, side * side, -1), self.patches)
-        x = np.empty((n, self.length, found.shape[-1]), dtype)
-        before = self.length - side * side
-        np.add(found, self.positions, out=x[:, before:])
-        if self.token is not None:
-            x[:, 0] = self.token
-        sequences, _ = self.sequence_rules(np.full(n, self.length), dtype)
-        rows = self.program.run(x.reshape(n * self.length, -1), sequences)
-        return self.head(rows.reshape(x.shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +67,7 @@ class TwoTowers(Encoder):
     The rest of an `Encoder` is that of the tower of texts; a call gives its hidden states.
     """
 
-    vision: Vision
+    vision: Vision | ShapedVision
     text_head: TextHead
     images: Images | None  # None: the folder does not say what is done with images
     scale: Array  # one number, its logarithm, as in the file
@@ -186,26 +104,48 @@ class TwoTowers(Encoder):
         return self._of_ids(list(kept))
 
     @named("{self.model_type}")
-    def image_features(self, pixels: ArrayLike) -> Array:
+    def image_features(self, pixels: ArrayLike, spatial_shapes: ArrayLike | None = None) -> Array:
         """The vectors of images that are given as pixels, as `get_image_features` of transformers.
 
         Parameters
         ----------
         pixels : array_like, (batch, 3, height, width) or (3, height, width)
-            Of the model's size, and normalised: ``pixel_values`` of transformers.
+            Of the model's size, and normalised: ``pixel_values`` of transformers. SigLIP 2 takes squares of
+            images, (batch, squares, pixels of a square), of which an image's come first.
+        spatial_shapes : array_like of int, (batch, 2), optional
+            Of SigLIP 2: how many squares are above and beside one another in each image. There is no mask:
+            the rest does not count.
 
         Returns
         -------
         ndarray, (batch, features)
             float32, or float64 for a model in float64; not scaled.
         """
-        size = self.vision.image_size
         array = real_array("pixels", pixels)
+        if isinstance(self.vision, ShapedVision):
+            return self._of_shaped(self.vision, array, spatial_shapes)
+        if spatial_shapes is not None:
+            raise ValueError("(): spatial_shapes is given; expected None, as images have one size")
+        size = self.vision.image_size
         if array.ndim not in (3, 4) or array.shape[-3:] != (3, size, size):
             raise wrong_shape("pixels", array, f"(batch, 3, {size}, {size})")
         array = array.reshape(-1, 3, size, size)
         count = at_once(self.vision.length)
         parts = [self.vision(array[i : i + count], self.dtype) for i in range(0, len(array), count)]
+        return np.concatenate([np.empty((0, self._features), lane_dtype(self.dtype)), *parts])
+
+    def _of_shaped(self, vision: ShapedVision, array: Array, spatial_shapes: ArrayLike | None) -> Array:
+        """`image_features` of images that keep their shape."""
+        features = vision.patches.weight.in_features
+        if array.ndim != 3 or array.shape[2] != features:
+            raise wrong_shape("pixels", array, f"(batch, squares, {features})")
+        most = array.shape[1]
+        shapes = integers("spatial_shapes", np.asarray(spatial_shapes), low=1, high=max(most, 1))
+        if shapes.shape != (len(array), 2) or (shapes.prod(axis=1) > most).any():
+            raise wrong_shape("spatial_shapes", shapes, f"({len(array)}, 2), of at most {most} squares each")
+        images = [x[: h * w].reshape(h, w, -1) for x, (h, w) in zip(array, shapes.tolist(), strict=True)]
+        count = at_once(vision.length)
+        parts = [vision(images[i : i + count], self.dtype) for i in range(0, len(images), count)]
         return np.concatenate([np.empty((0, self._features), lane_dtype(self.dtype)), *parts])
 
     @named("logits")
@@ -232,6 +172,7 @@ class TwoTowers(Encoder):
         precision: str = "float32",
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
+        task: str | None = None,
         **others: Unpack[NoOptions],
     ) -> Array:
         """Make a vector of each text or image; its bits depend on no other text or image.
@@ -244,7 +185,7 @@ class TwoTowers(Encoder):
             resized by Pillow, in integers, as the folder says.
         prompt_name, prompt : str, optional
             As in `Encoder.encode`; only texts have one.
-        batch_size, show_progress_bar, precision, normalize_embeddings, truncate_dim : optional
+        batch_size, show_progress_bar, precision, normalize_embeddings, truncate_dim, task : optional
             As in `Encoder.encode`.
         **others
             None: an error says what an argument of another library is called here.
@@ -265,7 +206,7 @@ class TwoTowers(Encoder):
         """
         values = prompt_name, prompt, batch_size, show_progress_bar
         own = precision, normalize_embeddings, truncate_dim
-        return self._encode(sentences, given(EncodeOptions, *values, *own, **others))
+        return model_of(self, task)._encode(sentences, given(EncodeOptions, *values, *own, **others))
 
     @property
     def _features(self) -> int:
@@ -306,8 +247,11 @@ class TwoTowers(Encoder):
             yield from self.text.encoded(texts)
             return
         pad, length = self._pad_id(), self.text.limit or 0
+        usual = "left" if self.model_type == "siglip2" else "right"
+        left = tokenizer_config(self.text.folder).choice("padding_side", SIDES, usual) == "left"
         for ids in self.text.encoded(texts):
-            yield ids + [pad] * (length - len(ids))
+            fill = [pad] * (length - len(ids))
+            yield fill + ids if left else ids + fill
 
     def _pad_id(self) -> int:
         """Id of the padding token: the tokenizer's, or else that of config.json."""
@@ -332,4 +276,4 @@ class TwoTowers(Encoder):
         left = iter(images)
         for first in left:
             some = chain([first], islice(left, count - 1))
-            yield self.vision(np.stack([self.images(image, lane) for image in some]), self.dtype)
+            yield self.vision([self.images(image, lane) for image in some], self.dtype)

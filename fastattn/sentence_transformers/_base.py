@@ -11,7 +11,7 @@ from fastattn._args.values import choice, flag, integer, short
 from fastattn.models import load
 from fastattn.models._files import Config
 from fastattn.models._hub import place_of
-from fastattn.models._sentences import folder_of_towers
+from fastattn.models._modules import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -240,6 +240,6 @@ def _dtype(given: Any, place: Path) -> str:
     name = str(given or "float32").removeprefix("torch.")
     if name != "auto":
         return choice("dtype of model_kwargs", name, _TYPES)
-    config = Config(folder_of_towers(place) / "config.json", optional=True).values
+    config = Config(first_of(place)[1] / "config.json", optional=True).values
     said = config.get("dtype", config.get("torch_dtype"))
     return said if said in _TYPES else _TYPES[0]

@@ -14,6 +14,7 @@ from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, integer
 from fastattn.models import Encoder, TwoTowers
 from fastattn.models._encode_calls import calls, one_or_several, watched
+from fastattn.models._routes import model_of
 from fastattn.models._vectors import PRECISIONS, similarities
 from fastattn.sentence_transformers._base import Options, checked_call, renamed
 from fastattn.sentence_transformers._tensors import arrays_of, as_asked, torch_of
@@ -120,7 +121,8 @@ class SentenceTransformer(Vectors):
         truncate_dim : int, optional
             By default the attribute.
         device, pool, chunk_size, task : optional
-            The CPU, and what splits work between processes: one process uses all CPUs.
+            The CPU, and what splits work between processes: one process uses all CPUs. A task chooses a
+            route where the model has several.
 
         Returns
         -------
@@ -131,18 +133,19 @@ class SentenceTransformer(Vectors):
         prompt = self._prompt(prompt, prompt_name)
         precision = choice("precision", precision or "float32", PRECISIONS)
         one, texts = self._texts(inputs)
+        model = model_of(self.model, others.get("task"), optional=True)
         if output_value != _VECTORS:
             outputs = (_VECTORS, _TOKENS)
             choice("output_value", _TOKENS if output_value is None else output_value, outputs)
             if precision != "float32":
                 raise ValueError(f"(): precision is {precision} for vectors of tokens; expected float32")
-            found: Any = self._of_tokens(texts, prompt, size, show_progress_bar, truncate_dim)
+            found: Any = self._of_tokens(model, texts, prompt, size, show_progress_bar, truncate_dim)
             if convert_to_tensor or not convert_to_numpy:
                 torch = torch_of("convert_to_tensor=True")
                 found = ({name: torch.from_numpy(x) for name, x in each.items()} for each in found)
             found = [each if output_value is None else each[output_value] for each in found]
             return found[0] if one else found
-        vectors = self.model.encode(
+        vectors = model.encode(
             texts[0] if one else texts,
             prompt=prompt,
             batch_size=size,
@@ -176,10 +179,9 @@ class SentenceTransformer(Vectors):
         return one, list(texts)
 
     def _of_tokens(
-        self, texts: Any, prompt: str, size: int, progress: bool | None, dim: int | None
+        self, model: Any, texts: Any, prompt: str, size: int, progress: bool | None, dim: int | None
     ) -> Iterator[dict[str, Array]]:
         """Yield the ids, the vectors of tokens and the vector of each text."""
-        model = self.model
         if isinstance(model, TwoTowers):
             raise ValueError("(): output_value is for texts of models without images; expected the usual one")
         settings, dim = model.sentences, self._dim(dim)

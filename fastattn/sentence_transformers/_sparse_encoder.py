@@ -11,6 +11,7 @@ from fastattn._args.values import integer
 from fastattn.models import SparseEncoder as Model
 from fastattn.models._encode_calls import one_or_several
 from fastattn.models._files import require
+from fastattn.models._routes import model_of
 from fastattn.models._sparse import compared
 from fastattn.sentence_transformers._base import Options, checked_call, renamed
 from fastattn.sentence_transformers._tensors import is_tensor, torch_of
@@ -91,7 +92,7 @@ class SparseEncoder(Vectors):
         size = checked_call(batch_size, device, others)
         most = self.max_active_dims if max_active_dims is None else max_active_dims
         one, texts = one_or_several(inputs, "inputs")
-        found = self.model.encode(
+        found = model_of(self.model, others.get("task"), optional=True).encode(
             texts,
             prompt=self._prompt(prompt, prompt_name),
             batch_size=size,

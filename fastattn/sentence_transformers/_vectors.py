@@ -57,7 +57,8 @@ class Vectors(Base):
         **options: Any,
     ) -> Any:
         """`encode` for what is searched with: without another prompt, with that of the name "query"."""
-        return self.encode(inputs, self._named(prompt_name, prompt, QUERY), prompt, *more, **options)
+        name = self._named(prompt_name, prompt, QUERY)
+        return self.encode(inputs, name, prompt, *more, **options, task="query")
 
     @renamed(sentences="inputs")
     def encode_document(
@@ -69,7 +70,8 @@ class Vectors(Base):
         **options: Any,
     ) -> Any:
         """`encode` for what is searched: by default with the prompt "document", "passage" or "corpus"."""
-        return self.encode(inputs, self._named(prompt_name, prompt, DOCUMENT), prompt, *more, **options)
+        name = self._named(prompt_name, prompt, DOCUMENT)
+        return self.encode(inputs, name, prompt, *more, **options, task="document")
 
     def encode_multi_process(self, sentences: Any, pool: Any = None, *more: Any, **options: Any) -> Any:
         """`encode`, in this process: it uses all CPUs."""

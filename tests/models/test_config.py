@@ -95,6 +95,9 @@ WRONG_VALUES = [
     ("albert", {"inner_group_num": 2}, "'inner_group_num' is 2; only 1 is supported"),
     ("albert", {"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; expected at most 1000"),
     ("albert", {"num_hidden_groups": 10**9}, "is 1000000000; expected no more layers than"),
+    ("nomic-experts", {"moe_top_k": 6}, "'moe_top_k' is 6; expected at most 'num_experts', 5"),
+    ("nomic-experts", {"num_shared_experts": 1}, "'num_shared_experts' is 1; only 0 is supported"),
+    ("nomic-experts", {"moe_normalize_expert_weights": True}, "'moe_normalize_expert_weights' is True; only"),
     ("deberta-v2", {"relative_attention": False}, "'relative_attention' is false; only true is supported"),
     (
         "deberta-v2",

@@ -32,6 +32,12 @@ KINDS = {
         {"type_vocab_size": 0, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     ),
     "modernbert": (transformers.ModernBertConfig, {"type_vocab_size": 1, "pad_token_id": 0}),
+    "eurobert": (transformers.EuroBertConfig, {"num_key_value_heads": 2, "pad_token_id": 0}),
+    **{
+        f"eurobert-{name}": (transformers.EuroBertConfig, {"classifier_pooling": name, "pad_token_id": 0})
+        for name in ("bos", "mean")
+    },
+    "jina": (transformers.JinaEmbeddingsV3Config, {"type_vocab_size": 1, "pad_token_id": 0}),
     "gte": (transformers.GteConfig, {"pad_token_id": 0, "type_vocab_size": 1}),
     "nomic_bert": (transformers.NomicBertConfig, {"pad_token_id": 0, "type_vocab_size": 1}),
     "qwen3": (transformers.Qwen3Config, {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}),

@@ -15,6 +15,7 @@ from tiny_tokenizers import TEXTS
 from transformers_folders import SIZES, randomised, save_tokenizer
 
 from fastattn import models
+from fastattn import sentence_transformers as in_place
 from fastattn.models import quantize_embeddings
 
 TOLERANCE = 1e-5
@@ -103,6 +104,19 @@ FAMILIES = {  # as their folders are: the model, how it pools, and what comes af
         "mean",
         lambda: [modules.Dense(48, 48, **LINEAR), modules.Normalize()],
     ),
+    "embedding-gemma2": (
+        lambda: transformers.EmbeddingGemma2TextModel(
+            transformers.EmbeddingGemma2TextConfig(
+                **GROUPED,
+                sliding_window=3,
+                global_head_dim=16,
+                num_global_key_value_heads=1,
+                embedding_dim=48,
+            )
+        ),
+        "mean",
+        lambda: [modules.Normalize()],
+    ),
     "embedding-gemma": (
         lambda: transformers.Gemma3TextModel(
             transformers.Gemma3TextConfig(**GROUPED, use_bidirectional_attention=True, sliding_window=6)
@@ -121,9 +135,15 @@ def test_families(name, tmp_path, implementation):
     options = {"pooling": pooling, "prompts": PROMPTS}
     theirs, ours = both(written(make(), folder), tmp_path / "model", *behind(), **options)
     assert isinstance(ours, models.Encoder)
+    shim = in_place.SentenceTransformer(str(tmp_path / "model"))
     for prompt_name in (None, "query"):
         how = {"prompt_name": prompt_name}
         require_close(ours.encode(TEXTS, **how), theirs.encode(TEXTS, **how))
+        require_close(shim.encode(TEXTS, **how), theirs.encode(TEXTS, **how))
+    for call in ("encode_query", "encode_document"):
+        how = {"truncate_dim": 16, "normalize_embeddings": True}
+        require_close(getattr(shim, call)(TEXTS, **how), getattr(theirs, call)(TEXTS, **how))
+    assert shim.prompts == theirs.prompts
 
 
 @pytest.mark.parametrize("include_prompt", [True, False])

@@ -57,6 +57,31 @@ def modernbert(**changes):
     return transformers.ModernBertModel(config)
 
 
+def eurobert(**changes):
+    sizes = {**GROUPED, **NO_EOS, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    return transformers.EuroBertModel(transformers.EuroBertConfig(**{**sizes, **changes}))
+
+
+def embedding_gemma2(**changes):
+    """Layers without a window have wider heads, of fewer keys; tokens' vectors are mapped at the end."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    sizes = {**GROUPED, **NO_EOS, "num_hidden_layers": 4, "layer_types": kinds, "head_dim": 8}
+    sizes |= {"global_head_dim": 16, "num_global_key_value_heads": 1, "sliding_window": 3}
+    sizes |= {"hidden_size_per_layer_input": 12, "embedding_dim": 36}
+    config = transformers.EmbeddingGemma2TextConfig(**{**sizes, **changes})
+    model = transformers.EmbeddingGemma2TextModel(config)
+    for i, layer in enumerate(model.layers):
+        layer.layer_scalar.fill_(0.5 + 0.2 * i)
+    return model
+
+
+def whole_embedding_gemma2():
+    """The model as it is with towers, without any."""
+    texts = embedding_gemma2().config.to_dict()
+    config = transformers.EmbeddingGemma2Config(text_config=texts, vision_config=None, audio_config=None)
+    return transformers.EmbeddingGemma2Model(config)
+
+
 def distilbert(**changes):
     sizes = {"vocab_size": VOCAB, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 6}
     return transformers.DistilBertModel(transformers.DistilBertConfig(**sizes, **changes))
@@ -346,6 +371,20 @@ ENCODERS = {
     "deberta-other-kind": lambda: deberta(share_att_key=False, pos_att_type="p2c", max_relative_positions=20),
     "modernbert": modernbert,
     "modernbert-biased": lambda: modernbert(attention_bias=True, mlp_bias=True, norm_bias=True),
+    "embedding-gemma2": embedding_gemma2,
+    "embedding-gemma2-whole": whole_embedding_gemma2,
+    "embedding-gemma2-biased-one-kind": lambda: embedding_gemma2(
+        attention_bias=True,
+        layer_types=["full_attention"] * 4,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+    "eurobert": eurobert,
+    "eurobert-biased-usual-positions": lambda: eurobert(
+        attention_bias=True, mlp_bias=True, num_key_value_heads=None, head_dim=10, rope_parameters=None
+    ),
     "modernbert-all-sliding": lambda: modernbert(layer_types=["sliding_attention"] * 3),
 }
 DECODERS = {

@@ -20,6 +20,7 @@ KINDS = {
     "xlm-roberta": transformers.XLMRobertaConfig,
     "camembert": transformers.CamembertConfig,
     "distilbert": transformers.DistilBertConfig,
+    "jina": transformers.JinaEmbeddingsV3Config,
 }
 
 

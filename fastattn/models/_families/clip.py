@@ -1,13 +1,15 @@
 """CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023): tensors' names, and the keys of config.json.
 
 Both towers consist of the same blocks. CLIP's texts are causal, and their vector is that of the token that
-ends them. SigLIP's are padded, padding is attended, and their vector is that of the last token.
+ends them. SigLIP's are padded, padding is attended, and their vector is that of the last token. In SigLIP 2
+(Tschannen et al. 2025), "NaFlex" takes images of any shape; its models of one size have the type siglip.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,8 @@ from fastattn.models._files import ModelError, require
 from fastattn.models._images import Images
 from fastattn.models._sentences import Sentences
 from fastattn.models._text import Text
-from fastattn.models._towers import ClassToken, Probe, TextHead, TwoTowers, Vision
+from fastattn.models._towers import TextHead, TwoTowers
+from fastattn.models._vision import ClassToken, Probe, ShapedVision, Vision
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,6 +72,10 @@ _IMAGES: dict[str, dict[str, Any]] = {
         "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
     },
 }  # fmt: skip
+_SHAPED = "siglip2"
+_TEXT[_SHAPED] = _TEXT["siglip"]
+_VISION[_SHAPED] = {**_VISION["siglip"], "num_patches": 256}
+_IMAGES[_SHAPED] = {"resample": 2, "max_num_patches": 256, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _OLD_END = 2  # `eos_token_id` of the first files, which is not the one that the tokenizer has
 
 
@@ -106,9 +113,13 @@ def clip(source: Source) -> TwoTowers:
     text, vision = _tower(config, "text_config", _TEXT[kind]), _tower(config, "vision_config", _VISION[kind])
     vision.refuse(num_channels=3, vision_use_head=True)
     texts, images = _blocks(source, text, "text_model"), _blocks(source, vision, "vision_model")
-    size, patch = vision.size("image_size"), vision.size("patch_size")
+    patch, shaped = vision.size("patch_size"), kind == _SHAPED
+    size = patch if shaped else vision.size("image_size")
     if patch > size:
         raise vision.wrong("patch_size", patch, f"at most 'image_size', {size}")
+    count = vision.size("num_patches") if shaped else (size // patch) ** 2
+    if math.isqrt(count) ** 2 != count:
+        raise vision.wrong("num_patches", count, "a square number")
     if is_clip:
         features = config.size("projection_dim", 512)
     else:
@@ -119,7 +130,8 @@ def clip(source: Source) -> TwoTowers:
             )
 
     head = "text_projection" if is_clip else "text_model.head"
-    shapes = _vision_shapes(images, (patch, patch), (size // patch) ** 2, is_clip)
+    square = (3 * patch * patch,) if shaped else (3, patch, patch)
+    shapes = _vision_shapes(images, square, count, is_clip)
     shapes |= {f"{head}.weight": (features, texts.hidden), "logit_scale": () if is_clip else (1,)}
     if is_clip:
         shapes["visual_projection.weight"] = features, images.hidden
@@ -131,15 +143,17 @@ def clip(source: Source) -> TwoTowers:
         positions=text.size("max_position_embeddings"),
         causal=is_clip,
         others=shapes,
-        sentences=Sentences.of(source.outer, features, source.precision.dtype, towers=True),
+        sentences=Sentences.of(source, features, towers=True),
     )
     end_id = text.size("eos_token_id", low=0) if is_clip else 0
     own = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | {"model_type": kind}
     if is_clip:
         own["text"] = Text(source.folder, encoder.max_length, other=_tokenizer)
+    if shaped:
+        own["text"] = replace(encoder.text, lower=True)
     return TwoTowers(
         **own,
-        vision=_vision(images, vision, is_clip),
+        vision=_shaped_vision(images, count) if shaped else _vision(images, vision, is_clip),
         text_head=TextHead(
             _map(source, head, biased=not is_clip),
             ("largest" if end_id == _OLD_END else "first") if is_clip else "last",
@@ -164,10 +178,10 @@ def _blocks(source: Source, config: Config, tower: str) -> Blocks:
     return Blocks.of(source.with_config(config), _block(tower), eps=None, activation=None)
 
 
-def _vision_shapes(blocks: Blocks, patch: Shape, patches: int, is_clip: bool) -> dict[str, Shape]:
+def _vision_shapes(blocks: Blocks, square: Shape, patches: int, is_clip: bool) -> dict[str, Shape]:
     """The shape of every tensor of the tower of images."""
     hidden, inner = blocks.hidden, blocks.inner
-    shapes: dict[str, Shape] = {f"{_PATCHES}.weight": (hidden, 3, *patch), **blocks.shapes()}
+    shapes: dict[str, Shape] = {f"{_PATCHES}.weight": (hidden, *square), **blocks.shapes()}
     shapes |= {_POSITIONS: (patches + is_clip, hidden), **blocks.norm_shapes(_LAST_NORM)}
     if is_clip:
         return {**shapes, _TOKEN: (hidden,), **blocks.norm_shapes(_FIRST_NORM)}
@@ -213,6 +227,16 @@ def _vision(blocks: Blocks, config: Config, is_clip: bool) -> Vision:
         sequence_rules=SequenceRules(windows),
         head=head,
     )
+
+
+def _shaped_vision(blocks: Blocks, count: int) -> ShapedVision:
+    """The tower of images of any shape, with so many positions, whose tensors are there."""
+    source, precision = blocks.source, blocks.source.precision
+    program, windows = model_program(blocks.read(), None, blocks.norm(_LAST_NORM))
+    patches = _map(source, _PATCHES)._replace(activations=precision.activations)
+    integer_activations(precision.activations, precision.weights, patches.weight.in_features)
+    positions, rules = source.vector(_POSITIONS), SequenceRules(windows)
+    return ShapedVision(math.isqrt(count), patches, positions, program, rules, _probe(blocks), count)
 
 
 def _probe(blocks: Blocks) -> Probe:

@@ -1,15 +1,16 @@
-"""Gemma 4: the names of its tensors, and the keys of config.json.
+"""Gemma 4 and EmbeddingGemma 2: the names of their tensors, and the keys of config.json.
 
 Layers with a window and those without have heads of other sizes, and rotary positions of their own. The last
 layers attend the keys and values of the last one of their kind that has some. Values are normed as keys are,
 and may be of the same product. At its end a layer adds a part of what the tokens' second vectors say, and
-multiplies all by a number. Beside a feed-forward there may be experts.
+multiplies all by a number. Beside a feed-forward there may be experts. EmbeddingGemma 2 is an encoder of
+such layers, whose second vectors are computed from the first ones alone.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,18 @@ from fastattn._engine.steps import INPUTS, AddStep, LinearStep, NormStep, X
 from fastattn.layers._block import BesideExperts, LayerInput, Norm
 from fastattn.models import _gguf
 from fastattn.models._blocks import Blocks
+from fastattn.models._encoder import Encoder, ProjectedEncoder
 from fastattn.models._families.gpt_oss import renamed
 from fastattn.models._families.hybrid import linear, require_decoder
-from fastattn.models._families.llama import ALL, KEYS, LLAMA, NEAR, of_text
-from fastattn.models._families.shared import LayerInputs, head_counts, read_decoder, scaled
+from fastattn.models._families.llama import ALL, KEYS, LLAMA, NEAR, as_encoder, of_text
+from fastattn.models._families.shared import LayerInputs, head_counts, read_decoder, read_encoder, scaled
+from fastattn.models._sentences import Sentences
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastattn._args.types import Array, Shape
+    from fastattn._engine.steps import Step
     from fastattn.layers._block import Block, Window
     from fastattn.models._decoder import Decoder
     from fastattn.models._embeddings import Frequencies
@@ -44,7 +48,7 @@ _NAMES = LLAMA.block._replace(
 _QUERIES, _KEYS, _VALUES = LLAMA.block.qkv
 _TABLE, _MAP, _NORM = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
 _GATE, _OUTER, _POST = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
-_SCALAR = "layer_scalar"
+_SCALAR, _PROJECTION = "layer_scalar", "embedding_projection"
 # Of the experts' input, of what the feed-forward gives, and of what the experts give.
 _EXPERT_NORMS = tuple(
     f"{name}_layernorm_{i}"
@@ -63,6 +67,7 @@ class _Blocks(Blocks):
     each: tuple[Blocks, ...] = ()
     givers: tuple[int | None, ...] = ()  # the block whose keys each one attends
     inputs: int = 0  # features of a block's part of the inputs
+    tables: bool = True  # whether these have a table of tokens, and not what is computed alone
     beside: int = 0  # experts beside each feed-forward: how many, how many for a token, and their features
     beside_chosen: int = 0
     beside_inner: int = 0
@@ -85,8 +90,9 @@ class _Blocks(Blocks):
         if n := self.inputs:
             features = self.num_layers * n
             rows = self.source.config.size("vocab_size_per_layer_input", 262144)
-            found |= {f"{_TABLE}.weight": (rows, features), f"{_MAP}.weight": (features, self.hidden)}
-            found[f"{_NORM}.weight"] = (n,)
+            found |= {f"{_MAP}.weight": (features, self.hidden), f"{_NORM}.weight": (n,)}
+            if self.tables:
+                found[f"{_TABLE}.weight"] = rows, features
         return found
 
     def _expert_shapes(self) -> dict[str, Shape]:
@@ -143,18 +149,26 @@ class _Blocks(Blocks):
 
     def layer_inputs(self) -> LayerInputs:
         """The table of the tokens' second vectors, and what is added to it for all blocks."""
-        source, n = self.source, self.inputs
-        shape, half = (self.num_layers, n), 2**-0.5
-        norm = source.vector(*[f"{_NORM}.weight"] * self.num_layers, shape=shape, scale=half)
+        source, half, name = self.source, 2**-0.5, "inputs of layers"
         is_file = _gguf.is_file(source.folder)  # whose table may be in blocks
         table: Any = source.pack([f"{_TABLE}.weight"]) if is_file else source.table(f"{_TABLE}.weight")
+        steps = [*self.computed_inputs(name, half), AddStep(name, INPUTS, INPUTS, self.all_inputs)]
+        return LayerInputs(table, float(source.precision.dtype.type(self.inputs**0.5)) * half, steps)
+
+    @property
+    def all_inputs(self) -> int:
+        """Features of the inputs of all blocks."""
+        return self.num_layers * self.inputs
+
+    def computed_inputs(self, out: str, scale: float = 1.0) -> list[Step]:
+        """Steps that compute inputs of all blocks from the tokens' vectors, times `scale`, to a buffer."""
+        shape = (self.num_layers, self.inputs)
+        norm = self.source.vector(*[f"{_NORM}.weight"] * self.num_layers, shape=shape, scale=scale)
         # The map's result is times hidden**-0.5, which a norm does not see but for its eps.
-        steps = [
-            LinearStep(X, "inputs of layers", *linear(source, _MAP)),
-            NormStep("inputs of layers", "inputs of layers", "rms_norm", norm, None, self.eps * self.hidden),
-            AddStep("inputs of layers", INPUTS, INPUTS, norm.size),
+        return [
+            LinearStep(X, out, *linear(self.source, _MAP)),
+            NormStep(out, out, "rms_norm", norm, None, self.eps * self.hidden),
         ]
-        return LayerInputs(table, float(source.precision.dtype.type(n**0.5)) * half, steps)
 
 
 def _filled(size: int, dtype: np.dtype[Any], tensors: Tensors, name: str) -> Array:
@@ -238,6 +252,55 @@ def gemma4(source: Source) -> Decoder:
         inputs=blocks.layer_inputs if inputs else None,
         tied=config.get("tie_word_embeddings", bool, True),
     )
+
+
+def embedding_gemma2(source: Source) -> Encoder:
+    """Build EmbeddingGemma 2's text model; its towers for images and sound are left out."""
+    if source.config.get("model_type", str) == "embedding_gemma2":
+        source = of_text(source, "embedding_gemma2_text")
+    config = source.config
+    source.rename(lambda name: name.replace(".ple_block.", ".").removeprefix("ple."))
+    heads, _ = head_counts(config, 2)
+    biased = (*_NAMES.qkv, _NAMES.attended) if config.get("attention_bias", bool, False) else ()
+    base = Blocks.of(
+        source,
+        _NAMES,
+        KEYS._replace(activation="hidden_activation"),
+        eps=1e-6,
+        activation="gelu_pytorch_tanh",
+        heads=heads,
+        head_dim=config.size("head_dim", 256),
+        biased=frozenset(biased),
+    )
+    count, kinds = base.num_layers, _kinds(config, base.num_layers)
+    sizes = {kind: _sizes(config, kinds, kind, heads) for kind in (ALL, NEAR) if kind in kinds}
+    own = {kind: replace(base, head_dim=d, heads_kv=heads_kv) for kind, (d, heads_kv) in sizes.items()}
+    widest = max(own.values(), key=lambda each: each.head_dim, default=base)
+    blocks = _Blocks(
+        **{name: getattr(widest, name) for name in Blocks.__dataclass_fields__},
+        each=tuple(own[kind] for kind in kinds),
+        givers=(None,) * count,
+        inputs=config.size("hidden_size_per_layer_input", 512),
+        tables=False,
+    )
+    width, longest = config.size("sliding_window", 512), config.optional_size("max_position_embeddings")
+    features = config.size("embedding_dim", 768)
+    encoder = read_encoder(
+        as_encoder(LLAMA._replace(block=_NAMES)),
+        blocks,
+        longest=longest,
+        scales=[1.0] * count,
+        windows=[(width, width) if kind == NEAR else None for kind in kinds],
+        rotations=[list(sizes).index(kind) for kind in kinds],
+        token_scale=float(source.precision.dtype.type(base.hidden**0.5)),  # as transformers rounds it
+        frequencies=lambda: tuple(_frequencies(config, kind, sizes[kind][0], longest) for kind in sizes),
+        others={f"{_PROJECTION}.weight": (features, base.hidden)},
+        sentences=Sentences.of(source, features),
+        before=lambda: blocks.computed_inputs(INPUTS),
+        inputs=blocks.all_inputs,
+    )
+    held = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | {"hidden_size": features}
+    return ProjectedEncoder(**held, projection=linear(source, _PROJECTION))
 
 
 def _renamed(name: str) -> str:

@@ -44,7 +44,10 @@ def gpt_oss(source: Source) -> Decoder:
         source.rename(renamed)
         both, transposed = "gate_up_proj", not source.has_kind("MXFP4")
         block = _NAMES.block._replace(
-            gate=both, inner=both, transposed_experts=transposed, sinks="self_attn.sinks"
+            gate=both,
+            inner=both,
+            transposed_experts=(both, _NAMES.block.outer) if transposed else (),
+            sinks="self_attn.sinks",
         )
         all_names = _NAMES._replace(block=block)
     names = all_names.block

@@ -29,7 +29,7 @@ def require_decoder(source: Source) -> None:
     first = str(next(iter(said), "")) if isinstance(said, list) else ""
     if first.endswith(("Classification", "QuestionAnswering")):
         raise config.wrong("architectures", said, "a language model")
-    if (source.folder / "modules.json").is_file():
+    if source.has_modules:
         came = f"{source.folder / 'modules.json'} makes an encoder of it"
         raise ModelError(f"{came}; expected a language model, where layers are recurrent")
     config.refuse(is_causal=True)

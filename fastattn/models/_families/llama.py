@@ -4,7 +4,7 @@ They differ in which maps have biases (Llama and SmolLM3 as configured; Qwen2 th
 values) or share a tensor (Phi-3), in a norm of each query and key head (Qwen3, Gemma 3), in which layers have
 no rotary positions (SmolLM3), and in which attend to a sliding window only. A folder with modules.json is an
 encoder (Qwen3-Embedding, Qwen3-Reranker, E5-Mistral, EmbeddingGemma), so is one with a head that scores
-texts, and any other is a decoder.
+texts, and any other is a decoder. EuroBERT is always an encoder, whose tokens see those after them.
 
 Qwen3-MoE and Mixtral have experts in place of the feed-forward, of which a router chooses a few for a token.
 
@@ -76,7 +76,7 @@ _MIXTRAL = LLAMA._replace(
 )
 
 
-def _as_encoder(names: DecoderNames) -> EncoderNames:
+def as_encoder(names: DecoderNames) -> EncoderNames:
     """The names of a decoder's tensors as those of an encoder, without an output layer."""
     return EncoderNames(
         block=names.block,
@@ -107,9 +107,10 @@ _THETAS = {ALL: ("rope_theta", 1e6), NEAR: ("rope_local_base_freq", 1e4)}
 
 
 def llama(source: Source) -> Decoder | Encoder:
-    """Build Llama, Mistral, Ministral, Ministral 3, Mixtral, Phi-3, Qwen2, Qwen3, Qwen3-MoE or SmolLM3."""
+    """Build Llama, Mistral, Ministral, Mixtral, Phi-3, Qwen2, Qwen3, Qwen3-MoE, SmolLM3 or EuroBERT."""
     config = source.config
     model_type = config.get("model_type", str)
+    is_eurobert = model_type == "eurobert"
     each = {"qwen3": _QWEN3, "phi3": _PHI3, "qwen3_moe": _QWEN3_MOE, "mixtral": _MIXTRAL}
     names = each.get(model_type, LLAMA)
     heads, heads_kv = head_counts(config, _HEADS_KV.get(model_type))
@@ -120,7 +121,7 @@ def llama(source: Source) -> Decoder | Encoder:
         source,
         names.block,
         KEYS,
-        eps=1e-5 if model_type in ("phi3", "ministral3", "mixtral") else 1e-6,
+        eps=1e-5 if model_type in ("phi3", "ministral3", "mixtral", "eurobert") else 1e-6,
         activation="silu",
         heads=heads,
         heads_kv=heads_kv,
@@ -135,10 +136,10 @@ def llama(source: Source) -> Decoder | Encoder:
     rotary = partial(frequencies, config, head_dim, theta, model_type == "phi3")
     said = config.values.get("architectures")
     scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
-    if growth is None and (scores or (source.folder / "modules.json").is_file()):
-        causal = config.get("is_causal", bool, True)
+    if growth is None and (scores or source.has_modules or is_eurobert):
+        causal = config.get("is_causal", bool, True) and not is_eurobert
         return read_encoder(
-            _as_encoder(names),
+            as_encoder(names),
             blocks,
             longest=config.optional_size("max_position_embeddings"),
             windows=_windows(config, model_type, blocks.num_layers, causal),
@@ -242,7 +243,7 @@ def biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str]
     if model_type == "qwen2":
         return frozenset(names.qkv)
     found: list[str | None] = []
-    as_llama = model_type in ("llama", "granite", "smollm3")
+    as_llama = model_type in ("llama", "granite", "smollm3", "eurobert")
     if (as_llama or model_type in ("qwen3", "qwen3_moe")) and config.get("attention_bias", bool, False):
         found += [*names.qkv, names.attended]
     if as_llama and config.get("mlp_bias", bool, False):
@@ -255,7 +256,7 @@ def _windows(config: Config, model_type: str, num_layers: int, causal: bool = Tr
 
     If the model is not causal, `sliding_window` tokens on either side, as in transformers.
     """
-    if model_type == "llama":
+    if model_type in ("llama", "eurobert"):
         return [None] * num_layers
     no_width = model_type in ("phi3", "ministral3", "mixtral", "smollm3")
     width = config.optional_size("sliding_window", None if no_width else 4096)
@@ -329,11 +330,11 @@ def gemma(source: Source) -> Decoder | Encoder:
             else frequencies_by_kind(config, _THETAS, blocks.head_dim, longest, (ALL,))
         ),
     }
-    if causal and not (source.folder / "modules.json").is_file():
+    if causal and not source.has_modules:
         tied = config.get("tie_word_embeddings", bool, True)
         cap = _cap(config, "final_logit_softcapping", 30.0 if second else None)
         return read_decoder(all_names, blocks, **each, tied=tied, softcap=cap)
-    return read_encoder(_as_encoder(all_names), blocks, longest=longest, causal=causal, **each)
+    return read_encoder(as_encoder(all_names), blocks, longest=longest, causal=causal, **each)
 
 
 def _cap(config: Config, name: str, default: float | None) -> float | None:

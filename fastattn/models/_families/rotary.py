@@ -2,13 +2,15 @@
 
 GTE (Zhang et al. 2024; `model_type` new or gte) and Nomic BERT (Nussbaum et al. 2024) have a gated
 feed-forward, and norms after attention and feed-forward, as BERT has. Nomic's maps have no biases; its
-config.json has the keys of GPT-2, or those of transformers. ModernBERT (Warner et al. 2024) attends all
+config.json has the keys of GPT-2, or those of transformers. Nomic's second version (Nussbaum and Duderstadt
+2025) has biases and no gates, and experts in every second block. ModernBERT (Warner et al. 2024) attends all
 tokens in every third block, and in the others a window around each; both kinds have frequencies of their own.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import short
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Keys
@@ -65,6 +67,17 @@ _NOMIC = _GTE._replace(
     ),
     prefixes=("nomic_bert.", "bert."),
 )
+_NOMIC_PLAIN = _NOMIC._replace(  # without gates; where there are experts, in some blocks
+    block=_NOMIC.block._replace(
+        inner="mlp.fc1",
+        gate=None,
+        experts="mlp.experts.{}.",
+        transposed_experts=("mlp.fc2",),
+        experts_bias="mlp.experts.bias",
+    )
+)
+_ROUTER = "mlp.router.layer"
+_EXPERT = re.compile(r"\.mlp\.experts\.mlp\.w([12])\.(\d+)$")
 _OLD_KEYS = Keys("n_embd", "n_inner", "n_head", "n_layer", "layer_norm_epsilon", "activation_function")
 _MULTIPLE = 256  # of Nomic's inner size, which older files round up
 _GATED: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "glu": "sigmoid"}
@@ -134,15 +147,23 @@ def _gte_frequencies(config: Config, head_dim: int, theta: float) -> Frequencies
 
 def nomic(source: Source) -> Encoder:
     """Build Nomic BERT."""
-    config, names = source.config, _NOMIC.block
+    config, all_names = source.config, _NOMIC
     old = "n_embd" in config.values
+    forward: dict[str, Any] = {}
+    if old and config.get("activation_function", str) not in _GATED:
+        all_names, forward = _NOMIC_PLAIN, _nomic_experts(source)
+        if forward:
+            all_names = all_names._replace(block=all_names.block._replace(router=_ROUTER))
+    names = all_names.block
     keys = _OLD_KEYS if old else Keys()
     longest = config.size("n_positions" if old else "max_position_embeddings", 2048)
     inner = config.size(keys.inner, 4 * config.size(keys.hidden) if old else 3072)
     biased: set[str | None] = set()
     if old:
         _refuse_unknown(config)
-        inner = -(-inner // _MULTIPLE) * _MULTIPLE
+        if names.gate is not None:
+            config.refuse(moe_every_n_layers=0)
+            inner = -(-inner // _MULTIPLE) * _MULTIPLE
         if config.get("qkv_proj_bias", bool, True):
             biased |= {*names.qkv, names.attended}
         if config.get("mlp_fc1_bias", bool, True):
@@ -155,9 +176,10 @@ def nomic(source: Source) -> Encoder:
         names,
         keys,
         activation=None if old else "silu",
-        activations=_GATED if old else ACTIVATIONS,
+        activations=_GATED if old and names.gate is not None else ACTIVATIONS,
         inner=inner,
         biased=frozenset(name for name in biased if name is not None),
+        **forward,
     )
 
     def rotary() -> Frequencies:
@@ -165,13 +187,29 @@ def nomic(source: Source) -> Encoder:
         return _nomic_frequencies(config, head_dim) if old else frequencies(config, head_dim, 1000.0)
 
     return read_encoder(
-        _NOMIC,
+        all_names,
         blocks,
         types=config.size("type_vocab_size", 2, low=0),
         longest=longest,
         rotations=[0] * blocks.num_layers,
         frequencies=lambda: (rotary(),),
     )
+
+
+def _nomic_experts(source: Source) -> dict[str, Any]:
+    """The fields of `Blocks` for experts, in every block of which the number leaves 1 as a rest; or none."""
+    config = source.config
+    every = config.size("moe_every_n_layers", 0, low=0)
+    if not every:
+        return {}
+    config.refuse(moe_normalize_expert_weights=False, expert_choice_router=False)
+    config.refuse(num_shared_experts=0, ffn_div=1)
+    source.rename(lambda name: _EXPERT.sub(r".mlp.experts.\2.mlp.fc\1.weight", name))
+    experts, chosen = source.depth("num_experts"), config.size("moe_top_k", 1)
+    if chosen > experts:
+        raise config.wrong("moe_top_k", chosen, f"at most 'num_experts', {experts}")
+    routed = frozenset(i for i in range(source.depth("n_layer")) if i % every == 1)
+    return {"experts": experts, "chosen": chosen, "normalised": False, "routed": routed}
 
 
 def _refuse_unknown(config: Config) -> None:
@@ -186,7 +224,6 @@ def _refuse_unknown(config: Config) -> None:
         parallel_block=False,
         use_rms_norm=False,
         causal=False,
-        moe_every_n_layers=0,
         rotary_emb_fraction=1.0,
         rotary_emb_interleaved=False,
         rotary_emb_scale_base=False,

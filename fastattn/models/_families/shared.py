@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fastattn._engine.steps import Step
     from fastattn.layers._block import Window
     from fastattn.models._blocks import BlockNames, Blocks
-    from fastattn.models._embeddings import BucketBiases, Frequencies
+    from fastattn.models._embeddings import AlibiBiases, BucketBiases, Frequencies
     from fastattn.models._files import Config
     from fastattn.models._next_tokens import QueryGrowth
 
@@ -65,9 +65,11 @@ def read_encoder(
     features: int | None = None,
     order: Sequence[int] | None = None,
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
-    biases: Callable[[], BucketBiases] | None = None,
+    biases: Callable[[], BucketBiases | AlibiBiases] | None = None,
     others: Mapping[str, Shape] | None = None,
     sentences: Sentences | None = None,
+    before: Callable[[], Sequence[Step]] | None = None,
+    inputs: int = 0,
 ) -> Encoder:
     """The encoder of `blocks`; `scales`, `windows` and `rotations` are those of `Blocks.read`.
 
@@ -77,7 +79,8 @@ def read_encoder(
     Positions are a table of `positions` rows, or rotary with what `frequencies` returns. Of a table, those
     from `first` on are counted: the one before is padding's, as is the token of that id. Texts are then cut
     at `longest`. `biases` makes those of `SequenceRules`, of more tensors, whose shapes are `others`. Where
-    there are no `sentences`, the folder says what is done with texts.
+    there are no `sentences`, the folder says what is done with texts. Steps `before` all others make what
+    blocks read beside the rows, so many `inputs`.
     """
     source = blocks.source
     config, precision = source.config, source.precision
@@ -108,6 +111,7 @@ def read_encoder(
         None if names.first_norm is None else blocks.norm(names.first_norm),
         None if names.last_norm is None else blocks.norm(names.last_norm),
         None if names.widened is None else blocks.map(names.widened),
+        () if before is None else before(),
     )
     types_table = None
     if names.types in tables:
@@ -139,9 +143,9 @@ def read_encoder(
             padding=first - 1 if first else None,
         ),
         sequence_rules=SequenceRules(
-            all_windows, causal, rotary, biases=None if biases is None else biases()
+            all_windows, causal, rotary, None if biases is None else biases(), inputs
         ),
-        sentences=sentences or Sentences.of(source.folder, blocks.hidden, precision.dtype),
+        sentences=sentences or Sentences.of(source, blocks.hidden),
         origin=source.origin(),
     )
 

@@ -1,0 +1,202 @@
+"""Jina's encoders: BERTs with other positions, and adapters.
+
+jina-embeddings-v2 (Günther et al. 2023) has a gated feed-forward, and takes from scores what grows with the
+distance, to either side (ALiBi). The one for code norms queries and keys, and once more after attention.
+
+jina-embeddings-v3 (Sturua et al. 2024) has rotary positions, and for each task an adapter of low rank. In the
+folder of transformers' port, adapters lie in folders of their own, as PEFT writes them; in the original one,
+all are in one file, as torch names parametrizations.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn.models._adapters import CONFIG, joined, of_peft
+from fastattn.models._blocks import BlockNames, Blocks, Keys
+from fastattn.models._embeddings import AlibiBiases
+from fastattn.models._families.shared import EncoderNames, frequencies, read_encoder, scaled
+from fastattn.models._files import Config, ModelError
+from fastattn.models._routes import routed
+from fastattn.models._source import Source
+from fastattn.positions import alibi_slopes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fastattn._args.types import Activation
+    from fastattn.models._adapters import Pairs
+    from fastattn.models._embeddings import Frequencies
+    from fastattn.models._encoder import Encoder
+    from fastattn.models._parameters import Precision
+
+_V2 = EncoderNames(
+    tokens="embeddings.word_embeddings",
+    types="embeddings.token_type_embeddings",
+    first_norm="embeddings.LayerNorm",
+    block=BlockNames(
+        prefix="encoder.layer.{}.",
+        qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+        attended="attention.output.dense",
+        attention_norm="attention.output.LayerNorm",
+        inner="mlp.gated_layers",
+        gate="mlp.gated_layers",
+        outer="mlp.wo",
+        inner_norm="mlp.layernorm",
+        norm_first=False,
+    ),
+    prefixes=("bert.",),
+    ignored=re.compile(r"^embeddings\.(position|token_type)_ids$"),
+)
+_V2_CODE = _V2._replace(  # jina-embeddings-v2-base-code
+    block=_V2.block._replace(
+        inner="mlp.up_gated_layer",
+        gate="mlp.up_gated_layer",
+        gate_first=False,
+        outer="mlp.down_layer",
+        head_norms=("attention.self.layer_norm_q", "attention.self.layer_norm_k"),
+        norms_of_all=True,
+        head_norm="layer_norm",
+        second_norm="layer_norm_1",
+        inner_norm="layer_norm_2",
+    )
+)
+_GATES: dict[str, Activation] = {"geglu": "gelu", "reglu": "relu"}
+_ORIGINAL, _LORA = ".parametrizations.weight.original", ".parametrizations.weight.0.lora_"
+_V3 = EncoderNames(
+    tokens="embeddings.word_embeddings",
+    types="embeddings.token_type_embeddings",
+    first_norm="emb_ln",
+    block=BlockNames(
+        prefix="encoder.layers.{}.",
+        qkv=("mixer.Wqkv",),
+        attended="mixer.out_proj",
+        attention_norm="norm1",
+        inner="mlp.fc1",
+        outer="mlp.fc2",
+        inner_norm="norm2",
+        norm_first=False,
+    ),
+    prefixes=("roberta.",),
+    ignored=re.compile(re.escape(_LORA) + "[AB]$"),
+)
+TASKS = ("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching")
+_USUAL = "base"  # of a text without a task: no adapter
+_ROUTES = {("query", None): TASKS[0], ("document", None): TASKS[1]}  # of encode_query and encode_document
+
+
+def v2(source: Source) -> Encoder:
+    """Build jina-embeddings-v2; the one for code has more norms, and other names of tensors."""
+    for_code = any(name.endswith(".layer_norm_q.weight") for name in source.names)
+    config, all_names = source.config, _V2_CODE if for_code else _V2
+    names = all_names.block
+    config.refuse(is_decoder=False, add_cross_attention=False)
+    keys = Keys(activation="feed_forward_type")
+    biased = names.maps - {names.inner}
+    blocks = Blocks.of(source, names, keys, activation=None, activations=_GATES, biased=biased, bias=0)
+    slopes = alibi_slopes(blocks.heads).astype(source.precision.lane)
+    return read_encoder(
+        all_names,
+        blocks,
+        types=config.size("type_vocab_size", 2),
+        longest=config.size("max_position_embeddings"),
+        biases=lambda: AlibiBiases(slopes),
+    )
+
+
+def folder_of(task: str) -> str:
+    """The folder of a task's adapter."""
+    return re.sub(r"\W", "_", task)
+
+
+def v3(source: Source) -> Encoder:
+    """Build jina-embeddings-v3, with a route for each adapter."""
+    config, found = source.config, _base(source)
+    tasks: Any = config.values.get("lora_adaptations")
+    if tasks is None:
+        tasks = [task for task in TASKS if (source.folder / folder_of(task) / CONFIG).is_file()]
+    elif not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
+        raise config.wrong("lora_adaptations", tasks, "a list of tasks")
+    if not tasks or source.route is not None:
+        return found
+    prompts = dict(found.sentences.prompts)
+    for (name, _), task in _ROUTES.items():
+        prompts[name] = prompts.get(name) or prompts.get(task, "")
+    found = replace(found, sentences=replace(found.sentences, prompts=prompts))
+    make = partial(_adapted, source.folder, source.outer, source.precision, found.sentences)
+    mappings = {key: task for key, task in _ROUTES.items() if task in tasks}
+    encoders: dict[str, Encoder | None] = {_USUAL: found, **dict.fromkeys(tasks)}
+    return routed(encoders, _USUAL, mappings, make)
+
+
+def _base(source: Source) -> Encoder:
+    """The encoder of the tensors of `source`."""
+    config, original = source.config, "rotary_emb_base" in source.config.values
+    source.rename(lambda name: name.replace(_ORIGINAL, ".weight"))
+    blocks = Blocks.of(source, _V3.block, eps=1e-5)
+    config.refuse(is_decoder=False, add_cross_attention=False, rotary_emb_scale_base=None, emb_pooler=None)
+
+    def rotary() -> Frequencies:
+        if not original:
+            return frequencies(config, blocks.head_dim, 20000.0)
+        return scaled(config, blocks.head_dim, {"rope_theta": config.number("rotary_emb_base")}, None)
+
+    return read_encoder(
+        _V3,
+        blocks,
+        types=config.size("type_vocab_size", 1),
+        longest=config.size("max_position_embeddings"),
+        rotations=[0] * blocks.num_layers,
+        frequencies=lambda: (rotary(),),
+    )
+
+
+def _adapted(folder: Path, outer: Path, precision: Precision, sentences: Any, task: str) -> Encoder:
+    """The encoder with the adapter of a `task`."""
+    with ExitStack() as stack:
+        config = Config(folder / "config.json")
+        source = Source(folder, config, precision, stack, outer)
+        source.rename(lambda name: name.replace(_ORIGINAL, ".weight"))
+        source.drop_prefix(*_V3.prefixes)
+        tasks = config.values.get("lora_adaptations")
+        pairs = _of_folder(folder / folder_of(task)) if tasks is None else _of_file(source, tasks.index(task))
+        source.add(pairs)
+        return replace(_base(source), sentences=sentences, origin=None)
+
+
+def _of_folder(folder: Path) -> Pairs:
+    """The pairs of an adapter that PEFT wrote for transformers' modules, by the names of files."""
+
+    def renamed(name: str) -> str:
+        name = re.sub(r"^(roberta\.)?(encoder\.)?layers\.", "encoder.layers.", name)
+        return name.removeprefix("roberta.").replace("self_attn.o_proj", "mixer.out_proj")
+
+    pairs = of_peft(folder, renamed)
+    for layer in {name.partition("self_attn.")[0] for name in pairs if "self_attn." in name}:
+        names = tuple(f"{layer}self_attn.{part}_proj.weight" for part in "qkv")
+        pairs = joined(pairs, names, f"{layer}mixer.Wqkv.weight")
+    return {name: pair for name, pair in pairs.items() if not name.startswith("pooler.")}
+
+
+def _of_file(source: Source, number: int) -> Pairs:
+    """The pairs of the adapter with this number, in the original file."""
+    scale = source.config.number("lora_alpha", 1) / source.config.size("lora_rank", 4)
+    pairs: Pairs = {}
+    for name in source.names:
+        if not name.endswith(f"{_LORA}A") or name.startswith("pooler."):
+            continue
+        base = name.removesuffix(f"{_LORA}A")
+        a, b = (source.table(f"{base}{_LORA}{part}") for part in "AB")
+        if a.ndim != 3 or b.ndim != 3 or number >= min(len(a), len(b)):
+            raise ModelError(
+                f"{source.tensors.where}: {name!r} has shape {a.shape}; expected one for each task"
+            )
+        one, other = (x[number].astype(np.float32) for x in ((a, b) if "embeddings." in base else (b, a)))
+        pairs[f"{base}.weight"] = one * np.float32(scale), other
+    return pairs

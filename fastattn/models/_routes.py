@@ -1,0 +1,72 @@
+"""Models with several ways from a text to its vector, of which a task chooses one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastattn._args.values import short
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_Model = TypeVar("_Model")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """Models by the names of routes; tasks are these names, or what `mappings` call them.
+
+    One that is None is made when it is first used: by its name, with the tokenizer of the others.
+    """
+
+    models: dict[str, Any]
+    usual: str | None  # of a text without a task
+    mappings: Mapping[tuple[str | None, str | None], str]  # routes by (task, modality)
+    make: Callable[[str], Any] | None = None
+
+    def of(self, task: Any) -> Any:
+        """The model of a `task`."""
+        keys = (task, "text"), (task, None), (None, "text"), (None, None)
+        if task is None or isinstance(task, str):
+            found = next((self.mappings[key] for key in keys if key in self.mappings), None)
+            found = found or next((name for name in (task, "text") if name in self.models), None)
+            found = found or (self.usual if task is None else None)
+            if found is not None:
+                if self.models[found] is None and self.make is not None:
+                    self.models[found] = self.make(found)
+                return self.models[found]
+        mapped = [name for name, _ in self.mappings if name is not None]
+        expected = ", ".join(map(short, dict.fromkeys([*self.models, *mapped])))
+        raise ValueError(f"(): task is {short(task)}; expected one of {expected}")
+
+
+def routed(
+    models: Mapping[str, _Model | None],
+    usual: str | None,
+    mappings: Any,
+    make: Callable[[str], _Model] | None = None,
+) -> _Model:
+    """One of `models`, the `usual` one, which sends texts to the others by their task: see `Routes`.
+
+    It has no tensors of its own that could change: those of the others would not.
+    """
+    first: Any = models[next(iter(models)) if usual is None else usual]
+    routes, encoder = Routes(dict(models), usual, mappings, make), getattr(first, "encoder", None)
+    own = {"origin": None} if encoder is None else {"encoder": replace(encoder, origin=None)}
+    found: _Model = replace(first, routes=routes, **own)
+    return found
+
+
+def model_of(model: _Model, task: Any, optional: bool = False) -> _Model:
+    """The model that texts of a `task` go to; one that has no routes has no task, unless it is `optional`."""
+    routes: Routes | None = getattr(model, "routes")  # noqa: B009
+    if routes is not None:
+        found: Any = routes.of(task)
+        if routes.make is not None:
+            found = replace(found, text=getattr(model, "text"))  # noqa: B009
+        same: _Model = found
+        return same
+    if task is not None and not optional:
+        raise ValueError(f"(): task is {short(task)}; expected None: this model has one way for all texts")
+    return model

@@ -1,0 +1,112 @@
+"""Texts to vectors without a transformer: each token has a row of a table, or a number, and nothing else.
+
+A dense vector is the mean of its tokens' rows (StaticEmbedding of sentence-transformers, and folders of
+model2vec); a sparse one has the number of each token that a text has (SparseStaticEmbedding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn.layers._block import model_program
+from fastattn.models._embeddings import Embeddings, SequenceRules
+from fastattn.models._encoder import Encoder
+from fastattn.models._files import Config, sentences_config
+from fastattn.models._modules import SPARSE_STATIC, STATIC
+from fastattn.models._sentences import Sentences
+from fastattn.models._sparse import SparseEncoder, SpladePooling
+from fastattn.models._text import Text
+from fastattn.models._vectors import SIMILARITIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastattn._args.types import Array, Ints
+    from fastattn.models._source import Source
+
+_TABLES = ("embedding.weight", "embeddings")  # as sentence-transformers and model2vec call it
+_WEIGHTS = "weight"
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class StaticEncoder(Encoder):
+    """An encoder whose hidden states are rows of a table."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether `vjp`, and what trains a model, take it: no."""
+        return False
+
+    def _rows(self, tokens: Ints, lengths: Ints, types: Ints | None, attended: Ints | None = None) -> Array:
+        return self.embeddings(tokens, tokens, types, self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class StaticSparseEncoder(SparseEncoder):
+    """A sparse encoder whose weights are those of a text's tokens, whatever stands around them."""
+
+    def get_sentence_embedding_dimension(self) -> int:
+        """Features of a vector: the size of the vocabulary."""
+        return self.encoder.vocab_size
+
+    def _weighted(self, sequences: list[Ints], pooling: SpladePooling) -> Iterator[tuple[Ints, Array]]:
+        weights = self.encoder.embeddings.tokens[:, 0]
+        for ids in sequences:
+            tokens = np.unique(ids)
+            tokens = tokens[weights[tokens] != 0]
+            yield pooling.largest(tokens, weights[tokens])
+
+
+def static_encoder(source: Source) -> StaticEncoder:
+    """Build an encoder of StaticEmbedding."""
+    table = next((name for name in _TABLES if name in source), _TABLES[0])
+    shape = source.shape(table) if table in source else ()
+    if len(shape) == 2:
+        source.expect({table: shape}, ("",))
+    else:
+        source.expect({table: (0, 0)}, ("",))
+    text = Text(source.folder, None, shape[0], special=False, alone=True)
+    return _encoder(source, STATIC, source.table(table), text, Sentences.of(source, shape[1]))
+
+
+def static_sparse_encoder(source: Source) -> StaticSparseEncoder:
+    """Build a sparse encoder of SparseStaticEmbedding."""
+    Config(source.folder / "config.json").refuse(path=None)
+    (vocab, *_) = (*(source.shape(_WEIGHTS) if _WEIGHTS in source else ()), 0)
+    source.expect({_WEIGHTS: (vocab,)}, ("",))
+    weights = source.vector(_WEIGHTS, shape=(vocab, 1))
+    settings = sentences_config(source.outer)
+    encoder = _encoder(
+        source,
+        SPARSE_STATIC,
+        weights,
+        Text(source.folder, None, vocab, special=False),
+        Sentences.of(source, 1),
+    )
+    similarity = settings.choice("similarity_fn_name", {kind: kind for kind in SIMILARITIES}, "dot")
+    most = settings.optional_size("max_active_dims")
+    no_head: Any = ()
+    return StaticSparseEncoder(encoder, no_head, SpladePooling(most=most), similarity)
+
+
+def _encoder(source: Source, kind: str, table: Array, text: Text, sentences: Sentences) -> StaticEncoder:
+    """The encoder of a `table` of tokens."""
+    program, windows = model_program([])
+    return StaticEncoder(
+        model_type=kind,
+        hidden_size=table.shape[1],
+        num_heads=0,
+        num_layers=0,
+        vocab_size=len(table),
+        program=program,
+        precision=source.precision,
+        text=text,
+        max_length=None,
+        embeddings=Embeddings(table),
+        sequence_rules=SequenceRules(windows),
+        sentences=sentences,
+        origin=source.origin(),
+    )
