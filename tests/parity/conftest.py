@@ -20,6 +20,7 @@ NEEDS = {
     "test_classify.py": "sentence_transformers",
     "test_encode.py": "sentence_transformers",
     "test_jax.py": "jax",
+    "test_lancedb.py": "lancedb",
     "test_langchain.py": "langchain_core",
     "test_llama_index.py": "llama_index",
     "test_multi_vector.py": "sentence_transformers",
