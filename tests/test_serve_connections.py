@@ -34,7 +34,8 @@ async def app(scope, receive, send):
             return
         more = message["more_body"]
     await asyncio.sleep(2 * TIMEOUT if when == "late" else 0)
-    headers = [(b"content-length", length.encode())]
+    sent = dict(scope["headers"]).get(b"content-length", b"none")
+    headers = [(b"content-length", length.encode()), (b"x-sent", sent)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"x" * int(length)})
 
@@ -169,6 +170,17 @@ def test_more_connections_than_there_may_be_are_told(server):
         each.close()
 
 
+def test_a_request_behind_one_that_was_answered_early_keeps_its_head(server):
+    client = connect(server, post("/1/early", b"a", 3))
+    assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    head = post("/1", b"abcd")
+    client.sendall(b"bc" + head[:-9])
+    time.sleep(TIMEOUT / 8)
+    client.sendall(head[-9:])
+    assert b"x-sent: 4\r\n" in client.recv(1 << 16)
+    client.close()
+
+
 def flood(client, piece, most):
     """Send a piece again and again, until the server ends it: how many bytes were sent."""
     count = 0
@@ -190,6 +202,19 @@ def test_a_head_of_any_length_is_not_kept(server):
     assert flood(client, b"X-Long: " + b"x" * 1000 + b"\r\n", MOST) < MOST
 
 
+CHUNKED = b"HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+
+
 def test_trailers_of_any_length_are_not_kept(server):
-    head = b"POST /1 HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
-    assert flood(connect(server, head), b"X-Long: " + b"x" * 1000 + b"\r\n", MOST) < MOST
+    client = connect(server, b"POST /1 " + CHUNKED)
+    assert flood(client, b"X-Long: " + b"x" * 1000 + b"\r\n", MOST) < MOST
+
+
+def test_trailers_behind_an_early_answer_are_not_kept(server):
+    client = connect(server, b"POST /1/early " + CHUNKED)
+    assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    (connection,) = server.server_state.connections
+    client.sendall(b"X-Short: x\r\n" * 100)
+    time.sleep(TIMEOUT / 4)
+    assert len(connection.headers) < 100
+    client.close()

@@ -46,8 +46,9 @@ def bounded(connections: int, timeout: float, body_bytes: int) -> type[asyncio.P
             super().data_received(data)
             cycle, self._came = self.cycle, self._came + len(data)
             begun = cycle is not None and cycle.more_body
-            if begun and cycle.response_complete:  # uvicorn reads on, but keeps trailers
-                self.headers.clear()
+            if begun and cycle.response_complete and self.headers is cycle.scope["headers"]:
+                self.headers.clear()  # of the rest of what was answered early, uvicorn would keep trailers
+                self._came = 0
             elif cycle is not self._whole and not begun:
                 self._whole, self._came = cycle, 0
                 self._stop_waiting()
