@@ -2,10 +2,11 @@
 
     pip install -e '.[serve]'
     python -m bench.load_serve all-MiniLM-L6-v2 [--clients 8] [--seconds 5] [--options "OF serve"]
+    python -m bench.load_serve all-MiniLM-L6-v2 --engines    # others behind the same server, 2 threads
 
 Each client is a thread with one connection. It sends a text, waits for its vector in base64, as OpenAI's
-client wants it, and sends the next. Texts are those of the bench, of --words words in the median. The two
-servers run in turn.
+client wants it, and sends the next. Texts are those of the bench, of --words words in the median. The
+servers run in turn. `bench/strain_serve.py` shows what a server withstands.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -43,7 +47,10 @@ class Server:
     """A server in a process of its own, on a free port of the loopback."""
 
     def __init__(self, options: list[str]) -> None:
-        command = [sys.executable, "-m", "fastattn", "serve", "--model", *options, "--port", "0"]
+        self._start(["fastattn", "serve", "--model", *options, "--port", "0"])
+
+    def _start(self, module: list[str]) -> None:
+        command = [sys.executable, "-m", *module]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         line = self.process.stdout.readline()
         if not line.startswith("http://127.0.0.1:"):
@@ -59,6 +66,13 @@ class Server:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         connection.request("GET", path)
         return json.loads(connection.getresponse().read())
+
+
+class Engine(Server):
+    """A server in which another engine computes."""
+
+    def __init__(self, options: list[str]) -> None:
+        self._start(["bench.serve_engine", *options])
 
 
 def client(port: int, texts: list[str], until: float, times: list[float], failures: list[str]) -> None:
@@ -109,14 +123,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--words", type=int, default=bench_texts.MEDIAN, help="of a text, in the median")
     parser.add_argument("--options", default="", help='of the command serve, as "--weights-dtype int8"')
+    parser.add_argument("--engines", action="store_true", help="others behind the same server")
     args = parser.parse_args()
 
+    folder = TemporaryDirectory()
     texts = draw(args.words, 64 * args.clients)
-    ways = {"micro-batches": [], "one request a call": ["--batch-tokens", "1"]}
+    started = [args.model, *shlex.split(args.options)]
+    ways = {"micro-batches": lambda: Server(started)}
+    if args.engines:
+        from bench import serve_engine
+
+        path = Path(folder.name, "model.onnx")
+        with ProcessPoolExecutor(1) as pool:  # the graph is made by torch, which is not loaded here
+            pool.submit(serve_engine.graph, Path(args.model), path).result()
+        ways["onnxruntime"] = lambda: Engine(["onnxruntime", "2", args.model, str(path)])
+        ways["sentence-transformers"] = lambda: Engine(["sentence-transformers", "2", args.model])
+    else:
+        ways["one request a call"] = lambda: Server([*started, "--batch-tokens", "1"])
     found = {name: ([], []) for name in ways}
     for _ in range(args.rounds):
-        for name, options in ways.items():
-            server = Server([args.model, *shlex.split(args.options), *options])
+        for name, start in ways.items():
+            server = start()
             load(server, texts, args.clients, 0.5)
             times, rate = load(server, texts, args.clients, args.seconds)
             said = server.get("/health")
@@ -126,11 +153,14 @@ def main() -> None:
             print(
                 f"  {name}: {rate:.0f} texts a second, {said['texts'] / said['calls']:.1f} a call", flush=True
             )
+    first, *others = found
     for name, (times, rates) in found.items():
         p50, p95 = (1e3 * np.quantile(times, q) for q in (0.5, 0.95))
         print(f"{name}: p50 {p50:.1f} ms, p95 {p95:.1f} ms, {statistics.median(rates):.0f} texts a second")
-    batched, alone = (statistics.median(rates) for _, rates in found.values())
-    print(f"micro-batches are {batched / alone:.2f} times as fast")
+    for name in others:
+        ratios = [ours / theirs for ours, theirs in zip(found[first][1], found[name][1], strict=True)]
+        print(f"micro-batches beside {name}: {statistics.median(ratios):.2f} times as fast", end="")
+        print(f" ({min(ratios):.2f} to {max(ratios):.2f} in {args.rounds} rounds)")
 
 
 if __name__ == "__main__":

@@ -193,6 +193,9 @@ def _parser() -> argparse.ArgumentParser:
     option(
         "--body-bytes", type=positive, default=1 << 22, metavar="N", help="of a request, 413 to more (4 MiB)"
     )
+    option("--connections", type=positive, default=512, metavar="N", help="that are open, 503 to more (512)")
+    help = "for a request to come, and an answer to be read (60)"
+    option("--timeout", type=positive, default=60, metavar="SECONDS", help=help)
     option("--grace", type=positive, default=20, metavar="SECONDS", help="that a stop waits for clients (20)")
     option("--truncate", action="store_true", help="cut texts that are too long, in place of an error")
     return parser

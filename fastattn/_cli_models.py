@@ -250,6 +250,8 @@ def serve(options: argparse.Namespace) -> None:
         options.port,
         options.grace,
         limits,
+        options.connections,
+        options.timeout,
     )
 
 

@@ -23,6 +23,7 @@ PUBLIC = ["fastattn", *(found.name for found in FOUND if "._" not in found.name)
 OF_OTHERS = {  # and the package that each needs
     "fastattn.chroma": "chromadb",
     "fastattn.dask": "dask",
+    "fastattn.lancedb": "lancedb",
     "fastattn.langchain": "langchain_core",
     "fastattn.llama_index": "llama_index",
     "fastattn.serve": "fastapi",

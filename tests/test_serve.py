@@ -249,6 +249,9 @@ def test_health_and_names(server):
     assert (status, said["status"], said["waiting"]) == (200, "ok", 0)
     status, answer, _ = server.ask("GET", "/v1/models")
     assert (status, [model["id"] for model in answer["data"]]) == (200, ["tiny"])
+    assert server.ask("GET", "/v1/models/tiny")[1] == answer["data"][0]
+    status, answer, _ = server.ask("GET", "/v1/models/an/other")
+    assert (status, answer["error"]["param"]) == (404, "model")
 
 
 def test_features_as_text_embeddings_inference_gives_them(server, model):
@@ -265,6 +268,23 @@ def test_features_as_text_embeddings_inference_gives_them(server, model):
     status, vectors, _ = server.ask("POST", "/embed", {"inputs": LONG, "truncate": True})
     expected = model.encode([LONG], normalize_embeddings=True)
     np.testing.assert_array_equal(np.array(vectors, np.float32), expected)
+
+
+def test_similarities_as_text_embeddings_inference_gives_them(server, model):
+    vectors = model.encode(TEXTS, normalize_embeddings=True)
+    inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS[1:]}
+    for path in ("/similarity", "/"):
+        status, cosines, _ = server.ask("POST", path, {"parameters": {}, "inputs": inputs})
+        assert status == 200
+        np.testing.assert_allclose(cosines, vectors[1:] @ vectors[0], rtol=0, atol=1e-6)
+    body = {"inputs": {"source_sentence": LONG, "sentences": TEXTS[:1]}, "parameters": {"truncate": True}}
+    _, cosines, _ = server.ask("POST", "/similarity", body)
+    np.testing.assert_allclose(
+        cosines, [model.encode(LONG, normalize_embeddings=True) @ vectors[0]], atol=1e-6
+    )
+    texts = ['"inputs": {', "the cat"]  # no object, although it looks like one
+    status, rows, _ = server.ask("POST", "/", {"inputs": texts})
+    np.testing.assert_array_equal(np.array(rows, np.float32), model.encode(texts, normalize_embeddings=True))
 
 
 def test_prompts_go_by_their_names(folder, tmp_path, start):
@@ -377,6 +397,14 @@ TEI_WRONG = {
     "too long": ("/embed", {"inputs": LONG}, 413, "inputs: item 0 has 42 tokens; expected at most 32"),
     "too many": ("/embed", {"inputs": ["a"] * 101}, 413, "inputs: 101 texts; expected at most 100"),
     "too large": ("/embed", {"inputs": "a" * 10_001}, 413, "a body of more than 10000 bytes"),
+    "no sentences": (
+        "/similarity", {"inputs": {"source_sentence": "a", "sentences": "b"}}, 422,
+        "inputs: got a text; expected a list of texts",
+    ),
+    "a field within": (
+        "/", {"inputs": {"source_sentence": "a", "sentences": ["b"], "more": 1}}, 422,
+        "more: there is no such field; expected source_sentence, sentences",
+    ),
     "no scores": ("/rerank", {"query": "a", "texts": ["a"]}, 404, "/rerank: the model makes vectors"),
     "no labels": ("/predict", {"inputs": "a"}, 404, "/predict: the model makes vectors"),
     "three": ("/predict", {"inputs": [["a", "b", "c"]]}, 422, "inputs: item 0 is no text and no pair"),
@@ -414,6 +442,24 @@ def test_measurements(start):
         assert line in lines
     (tokens,) = (line for line in lines if line.startswith("fastattn_tokens_total "))
     assert tokens == f"fastattn_tokens_total {float(sum(map(len, server.service.model.text.encode(TEXTS))))}"
+
+
+def test_a_body_that_is_too_large_is_not_read(server):
+    head = b"POST /embed HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 100000000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), SECONDS) as client:
+        client.sendall(head)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_client_that_goes_in_the_middle_of_its_request_is_no_failure(start):
+    server = start()
+    with socket.create_connection(("127.0.0.1", server.port), SECONDS) as client:
+        client.sendall(HALF)
+        wait_until(lambda: server.server.server_state.tasks)
+    wait_until(lambda: not server.server.server_state.tasks)
+    assert server.ask("GET", "/health")[0] == 200
+    said = server.ask("GET", "/metrics")[1].decode()
+    assert 'fastattn_requests_total{path="/v1/embeddings",status="499"} 1.0' in said.splitlines()
 
 
 def test_other_models_are_refused(tmp_path):
@@ -656,13 +702,26 @@ def test_half_a_request_does_not_hinder_the_end(folder):
     assert b"the server has been stopped" in said
 
 
+def test_half_a_request_is_waited_for_as_long_as_the_command_says(folder):
+    process = run(folder, "--port", 0, "--timeout", 1, "--connections", 1)
+    port = int(process.stdout.readline().rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), SECONDS) as half:
+        half.sendall(HALF)
+        with socket.create_connection(("127.0.0.1", port), SECONDS) as other:
+            assert other.makefile("rb").read().startswith(b"HTTP/1.1 503 ")
+        assert half.makefile("rb").read().startswith(b"HTTP/1.1 408 ")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=SECONDS)
+    assert (process.returncode, errors) == (0, "")
+
+
 def test_a_client_that_reads_nothing_does_not_hinder_the_end():
     async def forever(*args):
         await asyncio.Event().wait()
 
     async def ended():
         limited = _Limited(forever, 1, _Measured(None))
-        task = asyncio.create_task(limited({"type": "http"}, None, forever))
+        task = asyncio.create_task(limited({"type": "http", "headers": []}, None, forever))
         await asyncio.sleep(0)
         task.cancel()  # what uvicorn does after --grace
         return bool((await asyncio.wait([task], timeout=2))[0])

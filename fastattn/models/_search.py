@@ -69,9 +69,9 @@ def nearest(
     -----
     ``2 * queries * vectors * features`` FLOP. Scores of all are never in memory: the best of each 4,096
     vectors are kept. The corpus is copied only if its features do not lie side by side. Products are of
-    float32, whatever the corpus is in. Those of int8 queries in an int8 corpus are whole numbers, exact before
-    the last rounding. On compiled kernels, a vector's score does not depend on what else is searched for or
-    in. A vector with NaN takes a place among the nearest, and its score is NaN.
+    float32, whatever the corpus is in. Those of int8 queries in an int8 corpus are whole numbers, exact
+    before the last rounding. On compiled kernels, a vector's score does not depend on what else is searched
+    for or in. A vector with NaN takes a place among the nearest, and its score is NaN.
     """
     x = real_array("corpus", corpus)
     kind = choice("similarity", similarity, _KINDS)

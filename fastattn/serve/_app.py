@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,13 +16,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from fastattn import ops
 from fastattn._args.values import short
 from fastattn._version import __version__
 from fastattn.models import CrossEncoder, Encoder
 from fastattn.models._vectors import unit
-from fastattn.serve._bodies import Body, Embed, Embeddings, Predict, Rerank
+from fastattn.serve._bodies import Body, Embed, Embeddings, Predict, Rerank, Similarity
 from fastattn.serve._service import MOST_ITEMS, Limits, Refused, Service
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     B = TypeVar("B", bound=Body)
 
 _OPENAI = "/v1/"
+_OBJECT = re.compile(rb'"inputs"\s*:\s*{')  # of no text: there the quotes would be escaped
 _SHORT = 1 << 14  # bytes of a body, or numbers of an answer, that take less than a millisecond
 # Statuses and types of errors, as OpenAI and text-embeddings-inference have them.
 _STATUSES: dict[Reason, tuple[int, int]] = {
@@ -89,8 +92,13 @@ def app_of(service: Service) -> FastAPI:
     app.state.service = service
     measured = _Measured(service)
     app.add_middleware(_Limited, most=service.limits.body_bytes, measured=measured)
-    started = int(time.time())
+    known = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "fastattn"}
     model = service.model
+
+    def served(name: str) -> None:
+        if name != service.name:
+            came = f"there is no model {name[:80]!r}"
+            raise Refused("unknown", f"{came}; expected {service.name!r}, or what --name says", "model")
 
     def encoder(address: str) -> Encoder:
         if isinstance(model, Encoder):
@@ -113,9 +121,8 @@ def app_of(service: Service) -> FastAPI:
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
         body = await _read(Embeddings, request)
-        if body.model not in (None, service.name):
-            came = f"there is no model {body.model[:80]!r}"
-            raise Refused("unknown", f"{came}; expected {service.name!r}, or what --name says", "model")
+        if body.model is not None:
+            served(body.model)
         features = width(body.dimensions, encoder("/v1/embeddings"))
         rows, tokens = await _unless_gone(request, service.rows(body.input, service.prompt, None, "input"))
 
@@ -132,7 +139,6 @@ def app_of(service: Service) -> FastAPI:
         return await _written(answer, rows.size)
 
     @app.post("/embed")
-    @app.post("/")  # as huggingface_hub's InferenceClient asks for features
     async def embed(request: Request) -> Response:
         body = await _read(Embed, request)
         features = width(body.dimensions, encoder(request.url.path))
@@ -140,6 +146,20 @@ def app_of(service: Service) -> FastAPI:
         rows, _ = await _unless_gone(request, service.rows(body.inputs, prompt, body.truncate, "inputs"))
         vectors = rows[:, :features]
         return await _written(lambda: (unit(vectors) if body.normalize else vectors).tolist(), vectors.size)
+
+    @app.post("/similarity")
+    async def similarity(request: Request) -> Response:
+        body = await _read(Similarity, request)
+        encoder(request.url.path)
+        inputs, asked = body.inputs, body.parameters
+        prompt, texts = service.prompt_of(asked.prompt_name), [inputs.source_sentence, *inputs.sentences]
+        rows, _ = await _unless_gone(request, service.rows(texts, prompt, asked.truncate, "inputs"))
+        vectors = unit(rows)
+        return _json((vectors[1:] @ vectors[0]).tolist())
+
+    @app.post("/")  # as huggingface_hub's InferenceClient asks for features and for similarities
+    async def root(request: Request) -> Response:
+        return await (similarity if _OBJECT.search(await request.body()) else embed)(request)
 
     @app.post("/rerank")
     async def rerank(request: Request) -> Response:
@@ -171,8 +191,12 @@ def app_of(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def names() -> Response:
-        known = {"id": service.name, "object": "model", "created": started, "owned_by": "fastattn"}
         return _json({"object": "list", "data": [known]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one(name: str) -> Response:
+        served(name)
+        return _json(known)
 
     @app.get("/info")
     async def info() -> Response:
@@ -211,7 +235,9 @@ def app_of(service: Service) -> FastAPI:
     async def invalid(request: Request, error: ValidationError) -> Response:
         first = error.errors(include_url=False, include_input=False)[0]
         where = [str(part)[:80] for part in first["loc"]]
-        name = where[0] if where and first["type"] != "json_invalid" else first.get("ctx", {}).get("name")
+        name = first.get("ctx", {}).get("name")
+        if where and first["type"] not in ("json_invalid", "no_such_field"):
+            name = where[0]
         text = first["msg"].removeprefix("Value error, ")
         return _error(request.url.path, Refused("invalid", text if name else f"the body: {text}", name))
 
@@ -219,8 +245,9 @@ def app_of(service: Service) -> FastAPI:
     async def refused(request: Request, error: Refused) -> Response:
         return _error(request.url.path, error)
 
+    @app.exception_handler(ClientDisconnect)  # in the middle of its request
     @app.exception_handler(_Gone)
-    async def nobody(request: Request, error: _Gone) -> Response:
+    async def nobody(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # as proxies log it: there is nobody to read it
 
     @app.exception_handler(HTTPException)
@@ -327,7 +354,7 @@ class _Measured:
 
 
 class _Limited:
-    """Answers 413 to bodies of more than `most` bytes, before they are all read; 503 to what is cancelled."""
+    """Answers 413 to bodies of more than `most` bytes, before they are read; 503 to what is cancelled."""
 
     def __init__(self, app: Any, most: int, measured: _Measured):
         self.app, self.most, self.measured = app, most, measured
@@ -337,12 +364,13 @@ class _Limited:
             await self.app(scope, receive, send)
             return
         come, status, begin = 0, 499, time.perf_counter()
+        declared = int(dict(scope["headers"]).get(b"content-length", 0))
 
         async def counted() -> Any:
             nonlocal come
-            message = await receive()
+            message = await receive() if declared <= self.most else {}
             come += len(message.get("body", b""))
-            if come > self.most:
+            if max(come, declared) > self.most:
                 raise HTTPException(413, f"a body of more than {self.most} bytes; expected at most those")
             return message
 

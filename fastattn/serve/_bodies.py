@@ -43,6 +43,12 @@ def _texts(value: Any, several: str = "texts") -> list[Any]:
     return texts
 
 
+def _several(value: Any) -> list[str]:
+    if isinstance(value, str):
+        raise ValueError("got a text; expected a list of texts")
+    return [_text(text, f"item {i}") for i, text in enumerate(_texts(value))]
+
+
 class Embeddings(Body):
     """POST /v1/embeddings."""
 
@@ -96,6 +102,31 @@ class Embed(Cut):
         return [_text(text, f"item {i}") for i, text in enumerate(_texts(value))]
 
 
+class Sentences(Body):
+    """The texts of `Similarity`."""
+
+    source_sentence: str
+    sentences: Any
+
+    @field_validator("sentences")
+    @classmethod
+    def several(cls, value: Any) -> list[str]:
+        return _several(value)
+
+
+class Parameters(Cut):
+    """Options of `Similarity`."""
+
+    prompt_name: str | None = None
+
+
+class Similarity(Body):
+    """POST /similarity."""
+
+    inputs: Sentences
+    parameters: Parameters = Parameters()
+
+
 class Rerank(Cut):
     """POST /rerank."""
 
@@ -107,9 +138,7 @@ class Rerank(Cut):
     @field_validator("texts")
     @classmethod
     def several(cls, value: Any) -> list[str]:
-        if isinstance(value, str):
-            raise ValueError("got a text; expected a list of texts")
-        return [_text(text, f"item {i}") for i, text in enumerate(_texts(value))]
+        return _several(value)
 
 
 class Predict(Cut):

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from fastattn.serve._app import make_app
+from fastattn.serve._connections import bounded
+from fastattn.serve._service import Limits
 
 if TYPE_CHECKING:
     from fastattn.models import CrossEncoder, Encoder
-    from fastattn.serve._service import Limits
 
 
 def serve(
@@ -23,6 +24,8 @@ def serve(
     port: int = 8000,
     grace: int = 20,
     limits: Limits | None = None,
+    connections: int = 512,
+    timeout: float = 60,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C, then answer what has come, and end the process.
 
@@ -40,6 +43,10 @@ def serve(
         Seconds that a stop waits for clients which do not end their request, or do not read the answer.
     limits : Limits, optional
         Bounds of requests.
+    connections : int, default 512
+        That are open at a time; others are told 503.
+    timeout : float, default 60
+        Seconds in which a request has to come whole, and an answer has to be read.
 
     Raises
     ------
@@ -48,6 +55,7 @@ def serve(
     ValueError
         If nothing can listen there.
     """
+    limits = limits or Limits()
     app = make_app(model, name, limits)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -63,5 +71,8 @@ def serve(
     # uvicorn raises the signal again, and these handlers make it a good end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: sys.exit(0))
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace)
+    http = bounded(connections, timeout, limits.body_bytes)
+    config = uvicorn.Config(
+        app, http=http, ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=grace
+    )
     uvicorn.Server(config).run(sockets=[socket_])

@@ -22,6 +22,7 @@ NEEDS = {
     "test_gliner.py": "gliner",
     "test_jax.py": "jax",
     "test_jina.py": "sentence_transformers",
+    "test_lancedb.py": "lancedb",
     "test_langchain.py": "langchain_core",
     "test_llama_index.py": "llama_index",
     "test_multi_vector.py": "sentence_transformers",
