@@ -60,8 +60,11 @@ static fa_attention_args with_bias(const fa_attention_args *a, int64_t b, int64_
     one.masks.row_begin = head_from(&a->masks.row_begin, b, head, row0);
     one.masks.row_end = head_from(&a->masks.row_end, b, head, row0);
     one.first = 0, one.batch = one.heads_q = one.heads_kv = 1, one.len_q = n;
-    one.mods.bias = (fa_array){.data = (char *)bias, .batch = no_offset, .row = a->len_k * (int64_t)sizeof(lane),
-                               .col = sizeof(lane), .dtype = LANE_DTYPE};
+    one.mods.bias = (fa_array){.data = (char *)bias,
+                               .batch = no_offset,
+                               .row = a->len_k * (int64_t)sizeof(lane),
+                               .col = sizeof(lane),
+                               .dtype = LANE_DTYPE};
     return one;
 }
 
@@ -89,8 +92,12 @@ static void distance_products(const fa_disentangled_args *d, const fa_array *x, 
     const char *row[BLOCK_Q] = {NULL};
     for (int64_t r = 0; r < n; r++) row[r] = at(x, b, head, i0 + r, 0);
     transpose_rows(x->dtype, 0, row, BLOCK_Q, width, (lane)d->attention.mods.scale, BLOCK_Q, scratch->turned);
-    const outer_product p = {.x = (const char *)table + (head * d->rows + first) * row_bytes, .x_row = row_bytes,
-                             .y = scratch->turned, .pitch = BLOCK_Q, .depth = width, .out = scratch->products};
+    const outer_product p = {.x = (const char *)table + (head * d->rows + first) * row_bytes,
+                             .x_row = row_bytes,
+                             .y = scratch->turned,
+                             .pitch = BLOCK_Q,
+                             .depth = width,
+                             .out = scratch->products};
     if (n <= LANES) block_outer(1, 0, last - first + 1, &p, NULL);
     else block_outer(NV, 0, last - first + 1, &p, NULL);
 }
@@ -118,8 +125,7 @@ static int distance_bias(const fa_disentangled_args *d, int64_t b, int64_t head,
         distance_products(d, &a->k, d->queries, b, head, j0, some, first, row_of[row0 + n - 1 - j0], scratch);
         for (int64_t i = 0; i < n; i++) {
             lane *bias = scratch->bias + i * keys + j0;
-            for (int64_t r = 0; r < some; r++)
-                bias[r] += products[(row_of[row0 + i - j0 - r] - first) * BLOCK_Q + r];
+            for (int64_t r = 0; r < some; r++) bias[r] += products[(row_of[row0 + i - j0 - r] - first) * BLOCK_Q + r];
         }
     }
     return 1;

@@ -19,8 +19,8 @@ static score distance_product(const void *table, int64_t h, int64_t row, const d
 {
     const fa_disentangled_args *d = &disentangled_now.args;
     double vector[1024];
-    FOR(i, d->attention.head_dim) vector[i] = entry_of(d->attention.q.dtype, table, d->attention.head_dim,
-                                                       h * d->rows + row, i);
+    FOR(i, d->attention.head_dim)
+    vector[i] = entry_of(d->attention.q.dtype, table, d->attention.head_dim, h * d->rows + row, i);
     return product_of(d->attention.head_dim, x, vector);
 }
 
