@@ -1,6 +1,6 @@
 """Serve a folder's encoder as `python -m fastattn serve` does, with another engine that computes.
 
-    python -m bench.serve_engine onnxruntime FOLDER GRAPH    # or: sentence-transformers FOLDER
+    python -m bench.serve_engine onnxruntime THREADS FOLDER GRAPH    # sentence-transformers
 
 `bench.load_serve --engines` starts it. Requests, micro-batches and answers are those of the server; only what
 makes vectors of a batch's texts is another.
