@@ -107,8 +107,10 @@ class ModelCache:
             if count > 0:
                 # For as many as there are when the next ones are dropped, with tokens that are proposed.
                 capacity = longest - shortest + heads.left + 2 * PART + MOST + 1
-                self.groups[i]._forget(count, capacity)
-                self.firsts = (*self.firsts[:i], first + count, *self.firsts[i + 1 :])
+                groups, firsts = self.groups.copy(), list(self.firsts)
+                groups[i], firsts[i] = copy.copy(groups[i]), first + count
+                groups[i]._forget(count, capacity)
+                vars(self).update(groups=groups, firsts=tuple(firsts))  # at once: it may be interrupted
 
     def reachable(self, length: int) -> int:
         """The most tokens, up to `length`, to which it can be cut back: so many, or 0."""

@@ -9,6 +9,7 @@ from implementations import COMPILED, forced
 from safetensors.numpy import load_file, save_file
 
 from fastattn import models
+from fastattn.cache import KVCache
 from fastattn.models import _model_cache
 from fastattn.models._model_cache import PART, ModelCache
 from fastattn.models._session import _digest, digest
@@ -160,6 +161,23 @@ def test_several_prompts_drop_what_the_shortest_needs_no_more(kind, tmp_path, fe
     assert together.T.tolist() == alone
     assert firsts[0] == 0
     assert firsts[-1] == 48
+
+
+def test_an_interrupted_drop_changes_nothing(tmp_path, few, monkeypatch):
+    model = load(tmp_path, "gemma3-causal")
+    session, text = model.session(), some_ids(50).tolist()
+    answer(model, text, 1, cache=session)
+
+    def interrupted(self, ends):
+        raise KeyboardInterrupt
+
+    firsts, text = session._cache.firsts, text + some_ids(30).tolist()
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "_end_at", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answer(model, text, cache=session)
+    assert session._cache.firsts == firsts != (0, 0)
+    assert answer(model, text, cache=session) == answer(model, text)
 
 
 def test_proposals_are_taken_back(tmp_path, few):
