@@ -60,6 +60,20 @@ def hidden(model, cache, *parts):
     return found
 
 
+def assert_same_keys(session, prompt, count):
+    """Compare keys and values with those of a session that begins with `prompt` and `count` new tokens."""
+    fresh = session._model.session()
+    answer(session._model, prompt, count, cache=fresh)
+    assert fresh.ids == session.ids
+    own, other = ([*zip(x._cache.groups, x._cache.firsts, strict=True)] for x in (session, fresh))
+    for (group, first), (group_of_fresh, first_of_fresh) in zip(own, other, strict=True):
+        begin, end = max(first, first_of_fresh), len(fresh.ids)
+        for got, expected in zip(group._held, group_of_fresh._held, strict=True):
+            got = got[:, :, begin - first : end - first]
+            expected = expected[:, :, begin - first_of_fresh : end - first_of_fresh]
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("window", "implementation"),
     [*((window, isa) for window in (64, PART + 100) for isa in COMPILED), (64, "numpy")],
@@ -136,12 +150,30 @@ def test_a_session_goes_back_as_far_as_windows_allow(kind, tmp_path, few, implem
                 counts = computed(patch, model)
                 assert answer(model, text, 3, cache=each) == expected
             assert counts[0] == len(text) - reached
+        assert_same_keys(session, text, 3)
         if turn % 5 == 4:
             session.save(tmp_path / "session")
             session = model.load_session(tmp_path / "session")
             assert session.ids == (text + expected)[:-1]
     assert kept > 5
     assert anew > 2
+
+
+@pytest.mark.parametrize("kind", NEAR)
+def test_the_earliest_place_to_go_back_to(kind, tmp_path, few, monkeypatch):
+    model, ids = load(tmp_path, kind, {"max_position_embeddings": 1000}), some_ids(90).tolist()
+    (left,) = {heads.left for heads in model.key_heads} - {None}
+    whole = model.session()
+    answer(model, ids, 1, cache=whole)
+    first = max(whole._cache.firsts)
+    assert first > 0
+    for length in range(first + left - 3, first + left + 3):
+        text, session = [*ids[:length], (ids[length] + 1) % tiny.VOCAB], whole.copy()
+        with monkeypatch.context() as patch:
+            counts = computed(patch, model)
+            answer(model, text, 1, cache=session)
+        assert counts == [1 if length >= first + left else len(text)]
+        assert_same_keys(session, text, 1)
 
 
 @pytest.mark.parametrize("kind", NEAR)
@@ -165,19 +197,20 @@ def test_several_prompts_drop_what_the_shortest_needs_no_more(kind, tmp_path, fe
 
 def test_an_interrupted_drop_changes_nothing(tmp_path, few, monkeypatch):
     model = load(tmp_path, "gemma3-causal")
-    session, text = model.session(), some_ids(50).tolist()
+    session, text = model.session(), some_ids(51).tolist()
     answer(model, text, 1, cache=session)
 
     def interrupted(self, ends):
         raise KeyboardInterrupt
 
-    firsts, text = session._cache.firsts, text + some_ids(30).tolist()
+    firsts, text = session._cache.firsts, text + some_ids(1).tolist()
     with monkeypatch.context() as patch:
         patch.setattr(KVCache, "_end_at", interrupted)
         with pytest.raises(KeyboardInterrupt):
             answer(model, text, cache=session)
     assert session._cache.firsts == firsts != (0, 0)
     assert answer(model, text, cache=session) == answer(model, text)
+    assert_same_keys(session, text, 6)
 
 
 def test_proposals_are_taken_back(tmp_path, few):
