@@ -34,7 +34,7 @@ def rows(model: Any, rounds: int) -> str:
         for n in ROWS:
             cache.truncate(300)
             start = time.perf_counter()
-            hidden = model._hidden(ids[300 : 300 + n], np.ones(n, np.int64), 301, cache._staggered(n))
+            hidden = model._hidden(ids[300 : 300 + n], np.ones(n, np.int64), 301, cache.staggered(n))
             model.logits.run(hidden, Sequences(n))
             times[n].append(time.perf_counter() - start)
     ratios = {n: np.median(np.array(times[n]) / np.array(times[1])) for n in ROWS}

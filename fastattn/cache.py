@@ -119,7 +119,7 @@ class KVCache:
         self._capacity, self._dtype = cache_args(capacity, dtype)
         self._length = 0
         self._lengths: Ints | None = None  # None where all sequences have self._length tokens
-        # Keys and values, and their scales, for heads of each size; empty before the first append.
+        # Keys and values, and their scales; empty before the first append.
         self._held: tuple[Array, ...] = ()
 
     def __repr__(self) -> str:
@@ -190,7 +190,7 @@ class KVCache:
             put_name("KVCache.append", error)
             raise
         with restored_on_error((self,)):  # rounding to int8 may be interrupted
-            (slots,) = self._extend([(new_k.shape, new_v.shape)], new_k.dtype, counts)
+            slots = self._extend(new_k.shape, new_v.shape, new_k.dtype, counts)
             slots.put(new_k, new_v)
         held_k, held_v, *scales = slots.held(0, new_k.shape[1])
         cached = Cached(held_k, held_v, slots.ends, slots.starts)
@@ -198,33 +198,25 @@ class KVCache:
             cached.k_scale, cached.v_scale = scales
         return cached
 
-    def _extend(
-        self, shapes: Sequence[tuple[Shape, Shape]], dtype: np.dtype[Any], counts: Ints | None
-    ) -> tuple[Slots, ...]:
+    def _extend(self, k: Shape, v: Shape, dtype: np.dtype[Any], counts: Ints | None) -> Slots:
         """Make room for new tokens and count them; the caller writes them next.
 
-        The shapes (batch, heads_kv, tokens, head_dim) of the new keys and values are known to fit. A model
-        may have heads of several sizes: keys and values of each have their arrays. The first counts (batch,)
-        tokens of each sequence are not padding; None counts all.
+        The shapes (batch, heads_kv, tokens, head_dim) of the new keys and values are known to fit. The first
+        counts (batch,) tokens of each sequence are not padding; None counts all.
         """
-        batch, _, tokens, _ = shapes[0][0]
+        batch, _, tokens, _ = k
         before = self.offset
         room = self._length + tokens
         if not self._held or room > self._capacity:
-            self._grow(shapes, dtype, room)
+            self._grow((k, v), dtype, room)
         ends = None
         if counts is None and self._lengths is None:
             self._length = room
         else:
             ends = before + (np.full(batch, tokens) if counts is None else counts)
             self._end_at(ends)
-        held = (self._held[i : i + self._each] for i in range(0, len(self._held), self._each))
-        return tuple(Slots(k, v, before, ends, self._length, *scales) for k, v, *scales in held)
-
-    @property
-    def _each(self) -> int:
-        """The number of arrays for heads of one size."""
-        return 4 if self._held and self._held[0].dtype == np.int8 else 2
+        held_k, held_v, *scales = self._held
+        return Slots(held_k, held_v, before, ends, self._length, *scales)
 
     def _staggered(self, tokens: int) -> KVCache:
         """Count so many more tokens of the only sequence; return a cache whose sequence i has i of them.
@@ -232,9 +224,9 @@ class KVCache:
         Its sequences share this one's memory: each token is computed over those before it, and in a batch
         all of them at once, with the bits that they have one by one.
         """
-        before, arrays = self._length, [x for x in self._held if x.ndim == 4]
-        shapes = [(*x.shape[:2], tokens, x.shape[3]) for x in arrays]
-        self._extend(list(zip(shapes[::2], shapes[1::2], strict=True)), arrays[0].dtype, None)
+        before = self._length
+        k, v = ((*x.shape[:2], tokens, x.shape[3]) for x in self._held[:2])
+        self._extend(k, v, self._held[0].dtype, None)
         cache = KVCache(self._capacity, self._dtype)
         strided = np.lib.stride_tricks.as_strided
         cache._held = tuple(strided(x, (tokens, *x.shape[1:]), (0, *x.strides[1:])) for x in self._held)
@@ -298,33 +290,27 @@ class KVCache:
         if not self._held:
             raise ValueError("(): the cache is empty; expected one that has been filled")
         lengths = self.lengths
-        names = _names(len(self._held) // self._each, self._each)
-        held = {name: x[:, :, : self._length].copy() for name, x in zip(names, self._held, strict=True)}
+        held = {name: x[:, :, : self._length].copy() for name, x in zip(_NAMES, self._held, strict=False)}
         for x in held.values():  # where nothing was written stands any memory of the process
             x.swapaxes(1, 2)[np.arange(self._length) >= lengths[:, None]] = 0
         return {**held, "lengths": lengths}
 
     @classmethod
-    def _of(cls, arrays: dict[str, Array], where: str, sizes: int = 1) -> KVCache:
-        """The cache with these `_arrays`, of heads of so many sizes, of the file `where`."""
-        each = 4 if "k_scale" in arrays else 2
-        names = _names(sizes, each)
+    def _of(cls, arrays: dict[str, Array], where: str) -> KVCache:
+        """The cache with these `_arrays`, of the file `where`."""
+        names = _NAMES[: 4 if "k_scale" in arrays else 2]
         if arrays.keys() != {*names, "lengths"}:
             came = f"{where} has the arrays {', '.join(arrays)}"
-            expected = (
-                f"{', '.join(_names(sizes, 4))} and lengths, or {', '.join(_names(sizes, 2))} and lengths"
-            )
+            expected = f"{', '.join(_NAMES)} and lengths, or {', '.join(_NAMES[:2])} and lengths"
             raise ValueError(f"(): {came}; expected {expected}")
         held, lengths = tuple(arrays[name] for name in names), arrays["lengths"]
-        first = held[0]
-        fit = lengths.dtype == np.int64 and lengths.shape == first.shape[:1]
-        for k, v, *scales in (held[i : i + each] for i in range(0, len(held), each)):
-            fit = fit and k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and k.dtype == v.dtype
-            fit = fit and (k.shape[0], k.shape[2], k.dtype) == (first.shape[0], first.shape[2], first.dtype)
-            fit = fit and (k.dtype == np.int8 if scales else is_float(k.dtype))
-            fit = fit and all(
-                x.shape == k.shape[:3] and x.dtype == held[2].dtype == lane_dtype(x.dtype) for x in scales
-            )
+        k, v, *scales = held
+        fit = k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and k.dtype == v.dtype
+        fit = fit and lengths.dtype == np.int64 and lengths.shape == k.shape[:1]
+        fit = fit and (k.dtype == np.int8 if scales else is_float(k.dtype))
+        fit = fit and all(
+            x.shape == k.shape[:3] and x.dtype == scales[0].dtype == lane_dtype(x.dtype) for x in scales
+        )
         if not fit:
             came = ", ".join(f"{name} {x.shape} in {x.dtype}" for name, x in arrays.items())
             raise ValueError(f"(): {where} has {came}; expected what a cache holds")
@@ -336,27 +322,33 @@ class KVCache:
         cache._end_at(lengths)
         return cache
 
-    def _grow(self, shapes: Sequence[tuple[Shape, Shape]], dtype: np.dtype[Any], room: int) -> None:
+    def _grow(self, shapes: tuple[Shape, Shape], dtype: np.dtype[Any], room: int) -> None:
         """Make room for at least `room` tokens, and for twice as many as before."""
         wanted = 2 * self._capacity if self._held else self._capacity
         capacity = max(room, wanted, _LEAST_CAPACITY)
         lane, dtype = lane_dtype(dtype.newbyteorder("=")), self._dtype or dtype.newbyteorder("=")
-        arrays: tuple[Array, ...] = ()
-        for pair in shapes:
-            roomy = [(*shape[:2], capacity, shape[3]) for shape in pair]
-            arrays += tuple(np.empty(shape, dtype) for shape in roomy)
-            if dtype == np.int8:
-                lane = self._held[2].dtype if self._held else lane
-                arrays += tuple(np.empty(shape[:3], lane) for shape in roomy)
+        roomy = [(*shape[:2], capacity, shape[3]) for shape in shapes]
+        arrays = tuple(np.empty(shape, dtype) for shape in roomy)
+        if dtype == np.int8:
+            lane = self._held[2].dtype if self._held else lane
+            arrays += tuple(np.empty(shape[:3], lane) for shape in roomy)
+        self._move(arrays, 0)
+
+    def _forget(self, count: int, capacity: int) -> None:
+        """Drop the first `count` tokens, which all sequences have, and hold the others in new memory.
+
+        Caches that share the old memory keep what they see. The tokens behind have earlier positions then.
+        """
+        shapes = ((*x.shape[:2], capacity, *x.shape[3:]) for x in self._held)
+        self._move(tuple(np.empty(n, x.dtype) for n, x in zip(shapes, self._held, strict=True)), count)
+        self._end_at(self.lengths - count)
+
+    def _move(self, arrays: tuple[Array, ...], first: int) -> None:
+        """Hold the tokens from `first` on in these arrays."""
         for array, old in zip(arrays, self._held, strict=False):
-            array[:, :, : self._length] = old[:, :, : self._length]
+            array[:, :, : self._length - first] = old[:, :, first : self._length]
         # Nothing has changed so far: if there was no memory, the cache is as it was.
-        self._held, self._capacity = arrays, capacity
-
-
-def _names(sizes: int, each: int) -> list[str]:
-    """Names of so many arrays for heads of each size."""
-    return [f"{name}.{i}" if i else name for i in range(sizes) for name in _NAMES[:each]]
+        self._held, self._capacity = arrays, arrays[0].shape[2]
 
 
 def _index(sequences: ArrayLike, held: Sequence[Array] | None) -> Ints:

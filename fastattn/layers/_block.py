@@ -67,6 +67,13 @@ class BesideExperts(NamedTuple):
     theirs: Norm  # of what the experts give
 
 
+class Kept(NamedTuple):
+    """The keys and values of blocks that a cache keeps together."""
+
+    head_dim: int
+    left: int | None  # so many keys before a query are attended; None: all
+
+
 class KeyPlace(NamedTuple):
     """Where a block's keys are, among those of a model."""
 
@@ -116,6 +123,11 @@ class Block:
     scale_of_all: Array | None = None  # of its result, (features,): see `ScaleStep`; likewise
     # Without `norm_first`: of the sum of x and what the norm after attention gives, before the feed-forward.
     second_norm: Norm | None = None
+
+    @property
+    def kept(self) -> Kept:
+        """How a cache keeps its keys and values."""
+        return Kept(self.head_dim, None if self.window is None else self.window[0])
 
     def steps(
         self,
@@ -271,7 +283,7 @@ def model_program(
         if (giver := attends.get(block.keys_from)) is not None:
             place = KeyPlace(giver.first_kv, giver.size, giver)
         elif block.mixer is None:
-            size, gives = block.head_dim, None
+            size, gives = block.kept, None
             if i in last_readers:
                 names = (f"keys {n} of {block.qkv.weight.out_features}" for n in count())
                 gives = next(name for name in names if in_use.get(name, -1) < i)
@@ -287,10 +299,10 @@ def model_program(
     return build("model", [*before, *steps]), windows
 
 
-def held_heads(blocks: Sequence[Block]) -> dict[int, int]:
-    """How many heads of keys a cache holds for all blocks, of each size."""
-    found: dict[int, int] = {}
+def held_heads(blocks: Sequence[Block]) -> dict[Kept, int]:
+    """How many heads of keys a cache holds for all blocks, of each size and window."""
+    found: dict[Kept, int] = {}
     for block in blocks:
         if block.mixer is None and block.keys_from is None:
-            found[block.head_dim] = found.get(block.head_dim, 0) + block.heads_kv
+            found[block.kept] = found.get(block.kept, 0) + block.heads_kv
     return found

@@ -16,12 +16,12 @@ from fastattn._engine.program import Program
 from fastattn._engine.steps import Sequences
 from fastattn._engine.tape import Drops, Tape
 from fastattn._engine.values import Value
-from fastattn.cache import KVCache
 from fastattn.grad import cross_entropy, embedding
 from fastattn.grad._loss import targets_of
 from fastattn.models import _model
 from fastattn.models._embeddings import of_length, token_rows
 from fastattn.models._model import Recorded, pullback_of
+from fastattn.models._model_cache import ModelCache
 from fastattn.models._parameters import required
 from fastattn.models._states import StateCache
 from fastattn.positions import rope_tables
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fastattn.layers._block import Window
     from fastattn.layers._mixers import Kind
     from fastattn.models._embeddings import Frequencies
+    from fastattn.models._model_cache import KeyHeads
 
 
 class QueryGrowth(NamedTuple):
@@ -56,7 +57,7 @@ class NextTokens(_model.Model):
 
     num_kv_heads: int
     head_dim: int
-    key_heads: tuple[tuple[int, int], ...]  # of all layers together that have keys: how many, and their size
+    key_heads: tuple[KeyHeads, ...]  # of all layers together that have keys
     states: tuple[tuple[Kind, ...], ...]  # of a sequence, in each of the layers that carry some
     max_length: int | None  # tokens of a sequence; None without a table of positions
     tokens: Array | PackedLinear  # (vocab_size, hidden_size); the output layer itself, if the two are tied
@@ -208,7 +209,7 @@ class NextTokens(_model.Model):
 
         return Recorded(tape, out, finish, origin)
 
-    def _hidden(self, tokens: Ints, lengths: Ints, longest: int, cache: KVCache | None = None) -> Array:
+    def _hidden(self, tokens: Ints, lengths: Ints, longest: int, cache: ModelCache | None = None) -> Array:
         """Hidden states (n, hidden_size) of new tokens (n,), before the last norm.
 
         Those of sequences are end to end, `lengths` (batch,) of each. A cache, one of `_cache`, holds the
@@ -223,12 +224,14 @@ class NextTokens(_model.Model):
             cache.keep()
         return hidden
 
-    def _cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> KVCache:
+    def _cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> ModelCache:
         """An empty cache for `_hidden`."""
-        return StateCache(self.states, capacity, dtype) if self.states else KVCache(capacity, dtype)
+        if self.states:
+            return StateCache(self.states, self.key_heads, capacity, dtype)
+        return ModelCache(self.key_heads, capacity, dtype)
 
     def _inputs(
-        self, tokens: Ints, lengths: Ints, longest: int, cache: KVCache | None = None
+        self, tokens: Ints, lengths: Ints, longest: int, cache: ModelCache | None = None
     ) -> tuple[Array, Sequences, Ints]:
         """Inputs of the program (n, hidden_size), its `Sequences`, and the tokens' positions."""
         batch, length = len(lengths), int(lengths.max(initial=0))
@@ -254,13 +257,16 @@ class NextTokens(_model.Model):
         slots: tuple[Slots, ...] = ()
         ends, len_k = None, length
         if cache is not None and self.num_layers:
-            keys = [(batch, heads, length, size) for heads, size in self.key_heads]
-            slots = cache._extend([(own, own) for own in keys], self.dtype, lengths if ragged else None)
-            ends, len_k = slots[0].ends, slots[0].length
+            slots = cache.extend(batch, length, self.dtype, lengths if ragged else None)
+            ends, len_k = slots[0].ends, cache.length
+            if ends is not None:
+                ends = ends + cache.firsts[0]
         if ragged:  # each sequence has its own keys alone
             ranges = self._ranges(positions, True, None, np.repeat(lengths + starts, lengths))
         else:
             ranges = self._ranges(positions[..., None, :], length > 1, ends, len_k)
+        if cache is not None:
+            ranges = cache.ranges(ranges, self.windows)
         call = Sequences(batch, ranges, tuple(rotations), slots, begins if ragged else None)
         if isinstance(cache, StateCache):
             call = call._replace(states=cache.carried(batch))

@@ -15,9 +15,9 @@ from fastattn import _safetensors
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.packed import PackedLinear
 from fastattn._args.values import integers, one_of
-from fastattn.cache import KVCache
 from fastattn.models._embeddings import of_length
-from fastattn.models._states import EVERY, StateCache, reachable
+from fastattn.models._model_cache import ModelCache
+from fastattn.models._states import EVERY, StateCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from fastattn.layers._mixers import Kind
     from fastattn.models._embeddings import Frequencies
     from fastattn.models._model import Model
+    from fastattn.models._model_cache import KeyHeads
 
-_FORMAT = 1
+_FORMAT = 2
 _KEY = "fastattn.session"  # of the values in a file's header
 _NOT_OF_KEYS = ("text", "origin", "stop")  # fields of a model on which keys do not depend
 _LONG = 2**24  # tokens
@@ -49,10 +50,13 @@ class Session:
     copies of them at the end of each prompt, and after every 256th token. A call whose prompt differs begins
     after the latest copy before that. Copies are dropped as the text goes on, and never so that more tokens
     are computed again than are forgotten, or 256.
+
+    Keys of layers with a window are dropped some thousand tokens behind it. A call whose prompt differs
+    before what is left begins anew.
     """
 
     def __init__(
-        self, model: Model, frequencies: Sequence[Frequencies], cache: KVCache, ids: Sequence[int] = ()
+        self, model: Model, frequencies: Sequence[Frequencies], cache: ModelCache, ids: Sequence[int] = ()
     ):
         self._model, self._frequencies, self._cache, self._ids = model, frequencies, cache, list(ids)
         # A weak reference to that of the call of `generate` which may add tokens.
@@ -82,7 +86,7 @@ class Session:
         """The number of tokens with which `prompt` begins, but for its last one, that are here."""
         count = min(len(self._ids), len(prompt) - 1)  # logits are needed of the last token
         differs = np.flatnonzero(np.array(self._ids[:count], np.int64) != prompt[:count])
-        return reachable(self._cache, int(differs[0]) if differs.size else count)
+        return self._cache.reachable(int(differs[0]) if differs.size else count)
 
     def copy(self, length: int | None = None) -> Session:
         """A session that goes on from here by itself, with arrays of its own; from its token `length`."""
@@ -158,12 +162,12 @@ class Session:
         if isinstance(self._cache, StateCache) and (length == self._prompt or not length % EVERY):
             self._cache.take_snapshot()
 
-    def _settled(self, length: int | None = None) -> tuple[KVCache, list[int]]:
+    def _settled(self, length: int | None = None) -> tuple[ModelCache, list[int]]:
         """The cache without keys of other tokens: a call may still come to them, or was interrupted.
 
         It shares the memory. With it, the tokens, up to `length`: none after the last states that are here.
         """
-        length = reachable(self._cache, len(self._ids) if length is None else length)
+        length = self._cache.reachable(len(self._ids) if length is None else length)
         cache = copy.copy(self._cache)
         if cache.batch is not None:
             cache.truncate(length)
@@ -192,7 +196,7 @@ def load(
     path: str | os.PathLike[str],
     model: Model,
     frequencies: Sequence[Frequencies],
-    key_heads: Sequence[tuple[int, int]],
+    key_heads: Sequence[KeyHeads],
     states: Sequence[Sequence[Kind]],
 ) -> Session:
     """Read what `Session.save` wrote, of the same model, whose layers have these `key_heads` together."""
@@ -205,16 +209,17 @@ def load(
     if values.get("arrays") != _digest([arrays[name] for name in sorted(arrays)]):
         raise ValueError(f"(): {where} is damaged; expected the ids and keys that were written")
     ids = arrays.pop("ids", np.zeros(0))
-    sizes = len(key_heads)
-    cache = StateCache.read(states, arrays, where) if states else KVCache._of(arrays, where, sizes)
+    if states:
+        cache: ModelCache = StateCache.read(states, key_heads, arrays, where)
+    else:
+        cache = ModelCache.of(key_heads, arrays, where)
     if ids.dtype != np.int64 or cache.lengths.tolist() != [ids.size]:
         came = f"ids {ids.shape} in {ids.dtype} and keys of {cache.lengths.tolist()} tokens"
         raise ValueError(f"(): {where} has {came}; expected as many of one sequence, in int64")
     dtypes = [model.dtype.name, *cache_dtypes(model.dtype)]
-    keys_values = [x for x in cache._held if x.ndim == 4]
-    for i, (heads, head_dim) in enumerate(key_heads):
-        k, v = keys_values[2 * i : 2 * i + 2]
-        shape = 1, heads, ids.size, head_dim
+    for heads, first, group in zip(key_heads, cache.firsts, cache.groups, strict=True):
+        k, v = group._held[:2]
+        shape = 1, heads.heads_kv, ids.size - first, heads.head_dim
         if not k.shape == v.shape == shape or k.dtype.name not in dtypes:
             came = f"keys and values {k.shape} and {v.shape} in {k.dtype}"
             raise ValueError(f"(): {where} has {came}; expected {shape} in {one_of(dtypes)}")

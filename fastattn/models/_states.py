@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fastattn.cache import KVCache
+from fastattn.models._model_cache import ModelCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array
     from fastattn.layers._mixers import Carried, Kind
+    from fastattn.models._model_cache import KeyHeads
 
 # Between two snapshots that are taken within a text.
 EVERY = 256
@@ -27,7 +28,7 @@ class _Snapshot(NamedTuple):
     states: tuple[Array, ...]
 
 
-class StateCache(KVCache):
+class StateCache(ModelCache):
     """Keys and values of attention layers, and the states of a model's other layers.
 
     States are after the tokens of all calls that ended. They cannot be cut back as keys can. So a session
@@ -36,9 +37,13 @@ class StateCache(KVCache):
     """
 
     def __init__(
-        self, kinds: Sequence[Sequence[Kind]], capacity: int = 0, dtype: DTypeLike | None = None
+        self,
+        kinds: Sequence[Sequence[Kind]],
+        key_heads: Sequence[KeyHeads],
+        capacity: int = 0,
+        dtype: DTypeLike | None = None,
     ) -> None:
-        super().__init__(capacity, dtype)
+        super().__init__(key_heads, capacity, dtype)
         self._kinds = kinds  # of a sequence's states, in each layer
         self._now = _Snapshot(0, ())  # empty before the first token
         self._spare: tuple[Array, ...] = ()  # of the same shapes: the next call writes there
@@ -62,13 +67,13 @@ class StateCache(KVCache):
 
     def keep(self) -> None:
         """Hold the states that a call has written, of the tokens whose keys are here."""
-        self._now, self._spare = _Snapshot(self._length, self._spare), self._now.states
+        self._now, self._spare = _Snapshot(self.length, self._spare), self._now.states
 
     def select(self, sequences: ArrayLike) -> None:
         """Keep the sequences of these indices, as `KVCache.select` does."""
         super().select(sequences)
         index = np.asarray(sequences)
-        self._now, self._spare = _Snapshot(self._length, tuple(x[index] for x in self._now.states)), ()
+        self._now, self._spare = _Snapshot(self.length, tuple(x[index] for x in self._now.states)), ()
 
     def take_snapshot(self) -> None:
         """Copy the states as they are now, and forget copies that are not needed."""
@@ -85,8 +90,8 @@ class StateCache(KVCache):
 
     def reachable(self, length: int) -> int:
         """The most tokens, up to `length`, after which states are here."""
-        lengths = [0, *(each.length for each in (*self._snapshots, self._now))]
-        return max(each for each in lengths if each <= length)
+        lengths, of_keys = [0, *(each.length for each in (*self._snapshots, self._now))], super().reachable
+        return max(each for each in lengths if each <= length and of_keys(each) == each)
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from `length` on, which is `reachable`."""
@@ -108,17 +113,23 @@ class StateCache(KVCache):
         return arrays
 
     @classmethod
-    def read(cls, kinds: Sequence[Sequence[Kind]], arrays: dict[str, Array], where: str) -> StateCache:
+    def read(
+        cls,
+        kinds: Sequence[Sequence[Kind]],
+        key_heads: Sequence[KeyHeads],
+        arrays: dict[str, Array],
+        where: str,
+    ) -> StateCache:
         """The cache of one sequence with these `_arrays`, of the file `where`."""
         keys = {name: x for name, x in arrays.items() if not name.startswith("states.")}
-        cache, held = cls(kinds), KVCache._of(keys, where)
+        cache, held = cls(kinds, key_heads), ModelCache.of(key_heads, keys, where)
         vars(cache).update(vars(held))
         flat = [((1, *shape), dtype) for each in kinds for shape, dtype in each]
         names = arrays.keys() - keys.keys()
         lengths = sorted({int(part) for name in names if (part := name.split(".")[1]).isdecimal()})
         expected = {f"states.{length}.{i}": kind for length in lengths for i, kind in enumerate(flat)}
         found = {name: (arrays[name].shape, arrays[name].dtype) for name in names}
-        if found != expected or not lengths or not 0 < lengths[0] <= lengths[-1] == cache._length:
+        if found != expected or not lengths or not 0 < lengths[0] <= lengths[-1] == cache.length:
             came = f"states after {lengths} tokens, of {len(found)} arrays"
             raise ValueError(f"(): {where} has {came}; expected what a session of this model holds")
         every = [
@@ -128,8 +139,3 @@ class StateCache(KVCache):
         cache._snapshots = every
         cache._now = _Snapshot(lengths[-1], tuple(x.copy() for x in every[-1].states))
         return cache
-
-
-def reachable(cache: Any, length: int) -> int:
-    """The most tokens, up to `length`, that a cache can be cut back to."""
-    return cache.reachable(length) if isinstance(cache, StateCache) else length

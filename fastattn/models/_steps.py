@@ -103,6 +103,7 @@ class Stepping(NextTokens):
         proposed: list[int] = []
         step = 0
         while True:
+            cache.forget()
             logits = self._capped(self.logits.run(hidden, Sequences(len(hidden))))
             accepted: list[int] = []
             for each in np.split(logits, len(proposed) + 1):
@@ -130,7 +131,7 @@ class Stepping(NextTokens):
                     cache.truncate(longest + step - 1)
             if proposed:
                 rows = np.append(new, proposed)
-                seen = cache._staggered(len(rows)) if self.num_layers else cache
+                seen = cache.staggered(len(rows)) if self.num_layers else cache
                 hidden = self._hidden(rows, np.ones(len(rows), np.int64), longest + step, seen)
             else:
                 hidden = self._hidden(new, np.ones(len(new), np.int64), longest + step, cache)

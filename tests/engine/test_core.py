@@ -217,7 +217,7 @@ def test_a_size_of_heads_that_no_cache_holds(core):
         Sequences(2, slots=slots(length=9)),
         Sequences(2, slots=slots(head_dim=3) + slots()),
         Sequences(2, slots=slots() + slots(capacity=7)),
-        Sequences(2, slots=slots() * 3),
+        Sequences(2, slots=slots() * 5),
         Sequences(2, inputs=ones(5, 8)),
         Sequences(2, inputs=ones(6, 16)[:, ::2]),
         Sequences(2, inputs=ones(6, 8, dtype=np.float64)),

@@ -71,11 +71,11 @@ def test_a_cache_takes_each_sequence_behind_its_own(isa, options, dtype):
             shape = (len(lengths), keys[0], longest, keys[1])
             out = steps.run(
                 x,
-                told(lengths)._replace(slots=together._extend([(shape, shape)], x.dtype, lengths), biases=()),
+                told(lengths)._replace(slots=(together._extend(shape, shape, x.dtype, lengths),), biases=()),
             )
             for i, (length, end) in enumerate(zip(lengths.tolist(), np.cumsum(lengths), strict=True)):
                 own, shape = slice(end - length, end), (1, keys[0], length, keys[1])
-                slots = caches[i + 1]._extend([(shape, shape)], x.dtype, None)
+                slots = (caches[i + 1]._extend(shape, shape, x.dtype, None),)
                 alone = steps.run(
                     x[own], told(np.array([length]))._replace(slots=slots, begins=None, biases=())
                 )

@@ -196,7 +196,7 @@ def test_files_without_the_states_of_the_model(tmp_path):
     session = model.session()
     answer(model, FIRST, cache=session)
     session.save(file)
-    good, header = load_file(file), {"format": 1, "model": digest(model), "rotated": None}
+    good, header = load_file(file), {"format": 2, "model": digest(model), "rotated": None}
     states = {name: x for name, x in good.items() if name.startswith("states.")}
     assert sorted(states) == ["states.14.0", "states.14.1", "states.9.0", "states.9.1"]
     few = {name: x for name, x in good.items() if name not in states}
@@ -263,7 +263,7 @@ def test_files_that_are_no_session_of_the_model(tmp_path):
     session, file = model.session(), tmp_path / "session"
     answer(model, FIRST, cache=session)
     session.save(file)
-    good, header = load_file(file), {"format": 1, "model": digest(model), "rotated": None}
+    good, header = load_file(file), {"format": 2, "model": digest(model), "rotated": None}
 
     def refused(message, held=good, key="fastattn.session", model=model, **changes):
         own = {"arrays": _digest([held[name] for name in sorted(held)])}
@@ -272,7 +272,7 @@ def test_files_that_are_no_session_of_the_model(tmp_path):
             model.load_session(file)
 
     refused("holds no session", key="fastattn.train")
-    refused("the format of the session in .* is 2; expected 1", format=2)
+    refused("the format of the session in .* is 1; expected 2", format=1)
     refused("is damaged; expected the ids and keys", {**good, "k": good["k"] + 1}, arrays="0")
     weights = tiny.write(tmp_path / "model", "llama")
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-3
@@ -304,7 +304,7 @@ def test_files_with_heads_of_two_sizes(cache_dtype, tmp_path):
     session = model.session(cache_dtype)
     answer(model, FIRST, cache=session)
     session.save(file)
-    good, header = load_file(file), {"format": 1, "model": digest(model), "rotated": None}
+    good, header = load_file(file), {"format": 2, "model": digest(model), "rotated": None}
     n = len(session.ids)
     assert (good["k"].shape, good["k.1"].shape, good["v.1"].shape) == ((1, 2, n, 6), *[(1, 1, n, 10)] * 2)
 

@@ -5,7 +5,7 @@ cdef enum:
     MAX_BUFFERS = 24  # x, out, inputs and the places in memory
     FIRST_PLACE = 3
     MAX_ROTATIONS = 4
-    MAX_SIZES = 2
+    MAX_SIZES = 4
     # Of a call's batch: rotations; and for each size of heads the cache, starts, and where new tokens go.
     N_TABLES = 9 * MAX_SIZES + 2 * MAX_ROTATIONS
 
@@ -452,7 +452,9 @@ cdef void _set_sequences(Call *c, call, _Tables tables) except *:
         raise ValueError(f"fastattn: a cache of {c.sizes} sizes of heads; expected at most {MAX_SIZES}")
     for i in range(c.sizes):
         _set_slots(c, call.slots[i], &c.held[i], tables)
-        if c.held[i].len_k != c.held[0].len_k or not np.array_equal(call.slots[i].starts, call.slots[0].starts):
+        # Of sequences of different lengths, the numbers of keys are those of the first size.
+        if c.sequences != NULL and (c.held[i].len_k != c.held[0].len_k or not np.array_equal(
+                call.slots[i].starts, call.slots[0].starts)):
             raise ValueError("fastattn: caches of two sizes of heads have other lengths")
 
 

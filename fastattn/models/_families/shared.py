@@ -16,6 +16,7 @@ from fastattn.models._decoder import Decoder
 from fastattn.models._embeddings import Embeddings, SequenceRules
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, stop_ids
+from fastattn.models._model_cache import KeyHeads
 from fastattn.models._sentences import Sentences
 from fastattn.models._source import NOTHING
 from fastattn.models._text import Text
@@ -218,6 +219,8 @@ def read_decoder(
     if query_growth is not None:
         blocks = replace(blocks, query_rotation=len(rotary))
     each = blocks.read(scales, windows, rotations)
+    for block in each:  # keys that are forgotten for one must not be needed by another
+        assert block.keys_from is None or each[block.keys_from].window == block.window
     of_layers = None if inputs is None else inputs()
     program, all_windows = model_program(each, before=() if of_layers is None else of_layers.steps)
     weight = source.pack([tokens if tied else output])
@@ -235,7 +238,8 @@ def read_decoder(
         text=Text(source.folder, max_length, other=source.tokenizer, is_prompt=True),
         num_kv_heads=blocks.heads_kv,
         head_dim=blocks.head_dim,
-        key_heads=tuple((n, size) for size, n in held_heads(each).items()) or ((0, blocks.head_dim),),
+        key_heads=tuple(KeyHeads(n, *kept) for kept, n in held_heads(each).items())
+        or (KeyHeads(0, blocks.head_dim, None),),
         states=tuple(
             kind for block in each if block.mixer for kind in [tuple(block.mixer.kinds(precision.dtype))]
         ),
