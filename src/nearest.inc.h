@@ -31,7 +31,7 @@ _Static_assert(NEAREST_QUERIES <= 6 && NEAREST_BLOCK % LANES == 0, "see products
 
 typedef struct {
     int64_t n;  /* so many, by the numbers of their rows */
-    lane least; /* no score up to this one is among the best */
+    lane least; /* no score up to this one is among the best; NaN until there are too many */
     lane *scores;
     ilane *rows; /* counted from the first of the run */
 } candidates;
@@ -256,7 +256,7 @@ static void nearest_run(const fa_nearest_args *a, const fa_nearest_plan *plan, i
     const int in_place = a->kind != FA_LANES || a->k_dtype == LANE_DTYPE;
     for (int64_t i = 0; i < n_queries; i++) {
         load_nearest_query(a, query + i, scratch.q + i * q_pitch(a));
-        scratch.best[i].n = 0, scratch.best[i].least = -INFINITY;
+        scratch.best[i].n = 0, scratch.best[i].least = NAN;
     }
     for (int64_t j0 = begin; j0 < end; j0 += NEAREST_BLOCK) {
         const int64_t n = smaller(NEAREST_BLOCK, end - j0);
@@ -282,25 +282,26 @@ static void nearest_run(const fa_nearest_args *a, const fa_nearest_plan *plan, i
         candidates *some = scratch.best + i;
         const int64_t to = ((query + i) * plan->runs + run) * a->kept;
         drop_others(a, some, &scratch);
-        for (int64_t c = 0; c < a->kept; c++) {
-            a->run_rows[to + c] = c < some->n ? begin + some->rows[c] : -1;
-            ((lane *)a->run_scores)[to + c] = c < some->n ? some->scores[c] : -INFINITY;
+        for (int64_t c = 0; c < some->n; c++) {
+            a->run_rows[to + c] = begin + some->rows[c];
+            ((lane *)a->run_scores)[to + c] = some->scores[c];
         }
     }
 }
 
-/* The nearest rows of a query, by their numbers, once all runs are done. What is no row is the last of the last run. */
+/* The nearest rows of a query, by their numbers, once all runs are done. The last one may have fewer than are kept. */
 static void nearest_finish(const fa_nearest_args *a, const fa_nearest_plan *plan, int64_t query, void *memory)
 {
     nearest_scratch scratch;
     cut_nearest(&(arena){.memory = memory}, a, plan, &scratch);
-    const int64_t n = plan->runs * a->kept;
-    const lane *scores = (const lane *)a->run_scores + query * n;
+    const int64_t begin = query * plan->runs * a->kept, last = a->len_k - (plan->runs - 1) * a->run;
+    const int64_t n = (plan->runs - 1) * a->kept + smaller(last, a->kept);
+    const lane *scores = (const lane *)a->run_scores + begin;
     for (int64_t i = 0; i < a->top_k; i++) scratch.chosen[i] = i;
     if (a->top_k < n) list_largest(a->watch, scores, n, a->top_k, 0, &scratch.choice, scratch.chosen);
     if (given_up(a->watch)) return; /* then nothing may have been chosen */
     for (int64_t i = 0; i < a->top_k; i++) {
-        a->rows[query * a->top_k + i] = a->run_rows[query * n + scratch.chosen[i]];
+        a->rows[query * a->top_k + i] = a->run_rows[begin + scratch.chosen[i]];
         ((lane *)a->scores)[query * a->top_k + i] = scores[scratch.chosen[i]];
     }
 }

@@ -68,10 +68,12 @@ def nearest(
     Notes
     -----
     ``2 * queries * vectors * features`` FLOP. Scores of all are never in memory: the best of each 4,096
-    vectors are kept. The corpus is copied only if its features do not lie side by side. Products are of
-    float32, whatever the corpus is in. Those of int8 queries in an int8 corpus are whole numbers, exact
-    before the last rounding. On compiled kernels, a vector's score does not depend on what else is searched
-    for or in. A vector with NaN takes a place among the nearest, and its score is NaN.
+    vectors are kept. The corpus is copied only if its features do not lie side by side, aligned, in the
+    machine's byte order. Products are of float32; of float64, if the corpus is; of whole numbers, exact
+    before the last rounding, where queries and corpus are int8. Cosines are right for lengths from 1e-12 to
+    1e19: those of longer vectors are 0 in float32, those of shorter ones too small. On compiled kernels, a
+    vector's score does not depend on what else is searched for or in. A score of NaN, as a vector with NaN or
+    infinity may have, counts as the best.
     """
     x = real_array("corpus", corpus)
     kind = choice("similarity", similarity, _KINDS)
@@ -105,16 +107,16 @@ def _found(
     if bits:
         rows, corpus = rows.view(np.int8), corpus.view(np.int8)
     elif not whole:
-        rows = rows.astype(lane, copy=False)
-        rows = unit(rows) if by_angle else rows
+        rows = rows.astype(lane if rows.dtype != np.float64 else np.float64, copy=False)
+        rows = _narrowed(unit(rows) if by_angle else rows, lane)
     rows, corpus = _side_by_side(rows), _side_by_side(corpus)
     kind: Literal["lanes", "whole", "bits"] = "bits" if bits else "whole" if whole else "lanes"
     ids, scores = np.empty((len(rows), top_k), np.int64), np.empty((len(rows), top_k), lane)
     each = max(1, _CANDIDATES // max(1, -(-len(corpus) // _RUN) * min(top_k, _RUN)))
+    workers = settings.threads(num_threads)
     for first in range(0, len(rows) if top_k else 0, each):
         some = slice(first, first + each)
         out = ids[some], scores[some]
-        workers = settings.threads(num_threads)
         dispatch.run(NearestArgs(rows[some], corpus, kind, by_angle, top_k, _RUN, *out, workers))
     if whole and by_angle:
         lengths = np.sqrt(np.square(rows, dtype=lane).sum(axis=1, keepdims=True))
@@ -130,7 +132,16 @@ def _side_by_side(x: Array) -> Array:
     """The rows themselves, or a copy if their elements do not lie side by side, aligned, in native order."""
     if x.flags.aligned and x.dtype.isnative and (x.shape[1] < 2 or x.strides[1] == x.itemsize):
         return x
-    return np.ascontiguousarray(x, x.dtype.newbyteorder("="))
+    return np.array(x, x.dtype.newbyteorder("="), order="C")
+
+
+def _narrowed(rows: Array, lane: np.dtype[np.generic]) -> Array:
+    """The queries in the lane type; raises where it has no such number."""
+    with np.errstate(over="ignore"):
+        narrow = rows.astype(lane, copy=False)
+    if narrow is not rows and (np.isinf(narrow) & np.isfinite(rows)).any():
+        raise ValueError(f"(): queries has numbers beyond {lane}, in which products with the corpus are")
+    return narrow
 
 
 @named("like_pairs")

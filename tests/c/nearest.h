@@ -52,6 +52,10 @@ static void make_nearest(int number)
     const fa_array k = new_floats(a->k_dtype, 1, 1, a->len_k, a->depth, (int)below(8) & (GAP | REVERSED));
     FOR(r, a->len_q) FOR(d, a->depth) set(&q, 0, 0, r, d, (double)(below(2 * most) - most));
     FOR(r, a->len_k) FOR(d, a->depth) set(&k, 0, 0, r, d, below(4) ? (double)(below(2 * most) - most) : (double)-most);
+    /* Rows whose every score is -INFINITY are there, too. */
+    const int64_t infinite = a->kind == FA_LANES && !a->by_length && below(4) == 0 ? below(a->len_k + 1) : 0;
+    FOR(r, infinite) set(&k, 0, 0, r, 0, -INFINITY);
+    FOR(r, infinite ? a->len_q : 0) set(&q, 0, 0, r, 0, 1);
     a->q = q.data, a->q_row = q.row, a->k = k.data, a->k_row = k.row;
     nearest_now.scores = calloc((size_t)a->len_q * (size_t)a->len_k, sizeof(double));
     FOR(r, a->len_q) FOR(j, a->len_k) nearest_now.scores[r * a->len_k + j] = nearest_score(a, &q, &k, r, j);
@@ -70,13 +74,14 @@ static const char *wrong_nearest(const fa_nearest_args *a, const fa_array *found
     {
         if (rows[c] < 0 || rows[c] >= a->len_k || (c && rows[c] <= rows[c - 1])) return "no list";
         const double score = scores[rows[c]];
-        if (fabs(get(found, 0, 0, query, c) - score) > slack * (1 + fabs(score))) return "another score";
+        const double got = get(found, 0, 0, query, c);
+        if (got != score && !(fabs(got - score) <= slack * (1 + fabs(score)))) return "another score";
         if (score <= least) least = score, last = rows[c];
     }
     FOR(j, a->len_k)
     {
         if (next < a->top_k && rows[next] == j) next++;
-        else if (scores[j] > least + slack * (1 + fabs(least))) return "a nearer one is left";
+        else if (scores[j] > least && !(scores[j] <= least + slack * (1 + fabs(least)))) return "a nearer one is left";
         else if (!a->by_length && scores[j] == least && j < last) return "not the first of equal ones";
     }
     return NULL;

@@ -115,6 +115,39 @@ def test_sorted_vectors_and_odd_numbers(ascending, isa):
     np.testing.assert_array_equal(low.ids, np.arange(3991)[:: 1 if ascending else -1])
 
 
+@each_implementation
+def test_the_least_scores_are_found(isa):
+    infinite = np.array([[-np.inf, 0], [1, 2], [-np.inf, 1]], np.float32)
+    with forced(isa):
+        found = models.nearest(np.ones((1, 2), np.float32), infinite, 3, similarity="dot")
+        assert found.ids.tolist() == [[1, 0, 2]]
+        assert found.scores.tolist() == [[3, -np.inf, -np.inf]]
+        far = np.array([[-1e30], [-2e30]], np.float32)
+        assert models.nearest(-far[:1], far, 2, similarity="dot").ids.tolist() == [[0, 1]]
+
+
+@each_implementation
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", ">f4"])
+def test_vectors_lie_anywhere_in_memory(dtype, isa):
+    x = vectors(70).astype(dtype)
+    odd = np.frombuffer(b"x" + x.tobytes(), np.uint8)[1:].view(np.uint8)
+    corpus = np.ndarray(x.shape, dtype, odd.data)
+    assert x.dtype.itemsize == 1 or not corpus.flags.aligned
+    with forced(isa):
+        want = models.nearest(x[:3].astype(x.dtype.newbyteorder("=")), x.astype(x.dtype.newbyteorder("=")))
+        got = models.nearest(corpus[:3], corpus)
+    np.testing.assert_array_equal(got.ids, want.ids)
+    np.testing.assert_array_equal(got.scores, want.scores)
+
+
+def test_queries_in_float64_are_narrowed_at_length_1():
+    corpus = np.ones((2, 5), np.float32)
+    found = models.nearest(np.full((1, 5), 1e100), corpus, 1)
+    np.testing.assert_allclose(found.scores, 1, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"^nearest\(\): queries has numbers beyond float32"):
+        models.nearest(np.full((1, 5), 1e100), corpus, 1, similarity="dot")
+
+
 def test_like_pairs_by_their_definition(monkeypatch):
     x = vectors(90, centres=30)
     exact = cosines(x, x)
@@ -171,11 +204,12 @@ def test_communities_by_their_definition(monkeypatch):
             r"corpus has dtype int32; expected floats or int8",
         ),
         ((np.ones(4), np.ones((2, 4)), 0), ValueError, r"top_k is 0; expected at least 1"),
+        ((np.ones((0, 4)), np.ones((2, 4)), 1, "dot", -4), ValueError, r"num_threads is -4"),
     ],
 )
 def test_what_is_wrong_is_named(given, error, message):
     with pytest.raises(error, match=rf"^nearest\(\): {message}"):
-        models.nearest(*given[:3], **({"similarity": given[3]} if given[3:] else {}))
+        models.nearest(*given[:3], **dict(zip(("similarity", "num_threads"), given[3:], strict=False)))
 
 
 def test_an_empty_corpus_has_no_nearest():
