@@ -45,8 +45,9 @@ class EncodeOptions(TextOptions, total=False):
 
 
 def given(kind: type[Any], *values: Any, **others: Any) -> Any:
-    """Options of a `kind`, a TypedDict, by its names, and `others`."""
-    return {**dict(zip(kind.__annotations__, values, strict=True)), **others}
+    """Options of a `kind`, a TypedDict, by its names; `others` are an error, which lists them and `task`."""
+    require_options(others, kind, "task")
+    return dict(zip(kind.__annotations__, values, strict=True))
 
 
 class Call(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.errors import named
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import flag, integer, number
+from fastattn._args.values import flag, integer, number, short
 from fastattn.models._encode_calls import calls, one_or_several
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import ModelError
@@ -103,13 +103,13 @@ class SpanHead:
         return ops.linear(first, self.of_first, self.bias), ops.linear(last, self.of_last)
 
     def scores(self, first: Array, last: Array, labels: Array, max_width: int) -> Array:
-        """Logits (words, max_width, labels) of the spans of a text; -inf past its end."""
+        """Logits (words, widths, labels) of the spans of a text, within its words; -inf past its end."""
         vectors = applied(self.labels, labels)
         weight = ops.pack(ops.linear(vectors, self.weight), dtype=vectors.dtype)
         bias = (vectors * self.last_bias).sum(axis=1)
-        n = len(first)
+        n, max_width = len(first), min(max_width, len(first))
         found = np.full((n, max_width, len(labels)), -np.inf, first.dtype)
-        for width in range(min(max_width, n)):
+        for width in range(max_width):
             inner = ops.activate(first[: n - width] + last[width:], "relu")
             found[: n - width, width] = ops.linear(inner, weight, bias)
         return found
@@ -188,8 +188,9 @@ class EntityRecognizer(EncoderWithHead):
     def _scores(
         self, texts: Iterable[str], labels: list[str], batch_size: int | None
     ) -> Iterator[tuple[str, list[tuple[int, int]], Array]]:
-        """Each text, the characters of its words, and the probabilities (words, max_width, labels)."""
+        """Each text, the characters of its words, and the probabilities (words, widths, labels)."""
         prompt = [part for label in labels for part in (self.marks.label, label)] + [self.marks.text]
+        self._require_tokens(prompt, labels)
         cut = [(text, [match.span() for match in _WORD.finditer(text)][: self.max_words]) for text in texts]
         inputs = ([*prompt, *(text[i:j] for i, j in words)] for text, words in cut)
         encodings = self.text.encodings(inputs, words=True)
@@ -225,6 +226,19 @@ class EntityRecognizer(EncoderWithHead):
             first, last = (share[begin:end] for share in shares)
             yield ops.activate(self.head.scores(first, last, own, self.max_width), "sigmoid")
 
+    def _require_tokens(self, prompt: list[str], labels: list[str]) -> None:
+        """Raise for a label that is cut into none, or has a mark; a limit may cut off the last ones."""
+        for label in labels:
+            if mark := next((mark for mark in self.marks[:2] if mark in label), None):
+                raise ValueError(f"(): labels has {short(label)}; expected labels without the mark {mark!r}")
+        (encoding,) = self.text.encodings([prompt], words=True)
+        there = {word for word in encoding.word_ids if word is not None}
+        for i, label in enumerate(labels):
+            if 2 * i + 1 not in there and max(there, default=0) > 2 * i + 1:
+                raise ValueError(
+                    f"(): labels has {short(label)}, which gives no token; expected one that does"
+                )
+
     def _require_labels(self, counts: list[int], expected: int) -> None:
         """Raise unless each text has its prompt: a tokenizer may lack the mark, or cut a text there."""
         wrong = next((count for count in counts if count != expected), None)
@@ -241,12 +255,8 @@ def _sigmoid(x: Array) -> Array:
 
 
 def _numbers(word_ids: list[int | None]) -> list[int]:
-    """The number of each token's word, from 1 on, words without a token not counted; 0 of special tokens."""
-    found, count = list[int](), 0
-    for word, tokens in groupby(word_ids):
-        count += word is not None
-        found += [0 if word is None else count for _ in tokens]
-    return found
+    """The number of each token's word, from 1 on; 0 of special tokens."""
+    return [0 if word is None else word + 1 for word in word_ids]
 
 
 def _chosen(

@@ -207,13 +207,15 @@ def opened_alone(path: Path) -> GgufFile:
     try:
         return GgufFile(path, ModelError)
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}; expected a GGUF file") from error
     except ModelError as error:
         raise ModelError(lfs_hint(path) or str(error)) from None
 
 
 def described(path: Path) -> str:
     """The keys of a file, arrays by their sizes, and its tensors by type, as lines of text."""
+    if path.is_dir():
+        raise ModelError(f"{path} is a folder; expected a GGUF file")
     with opened_alone(path) as file:
         named = ((name if name.isprintable() else short(name), x) for name, x in file.metadata.items())
         lines = [f"{name:40} {_shown(value)}" for name, value in named]

@@ -1,5 +1,6 @@
 """Errors about a config.json that describes no model that can be computed."""
 
+import numpy as np
 import pytest
 import tiny_models as tiny
 from model_folders import change_config, refused
@@ -98,6 +99,10 @@ WRONG_VALUES = [
     ("nomic-experts", {"moe_top_k": 6}, "'moe_top_k' is 6; expected at most 'num_experts', 5"),
     ("nomic-experts", {"num_shared_experts": 1}, "'num_shared_experts' is 1; only 0 is supported"),
     ("nomic-experts", {"moe_normalize_expert_weights": True}, "'moe_normalize_expert_weights' is True; only"),
+    ("jina_embeddings_v3", {"lora_adaptations": ["base"]}, "is ['base']; expected a list of different tasks"),
+    ("jina_embeddings_v3", {"lora_adaptations": ["separation", ""]}, "'lora_adaptations' is"),
+    ("jina_embeddings_v3", {"lora_adaptations": ["x", "x"]}, "'lora_adaptations' is ['x', 'x']; expected"),
+    ("jina_embeddings_v3", {"lora_adaptations": [[]]}, "'lora_adaptations' is [[]]; expected"),
     ("deberta-v2", {"relative_attention": False}, "'relative_attention' is false; only true is supported"),
     (
         "deberta-v2",
@@ -107,6 +112,10 @@ WRONG_VALUES = [
     ("deberta-v2", {"conv_kernel_size": 3}, "'conv_kernel_size' is 3; only 0 is supported"),
     ("deberta-v2", {"embedding_size": 8}, "'embedding_size' is 8; only 24 is supported"),
     ("deberta-v2", {"position_buckets": "4"}, "'position_buckets' is '4'; expected an integer of at least 1"),
+    ("deberta-v2", {"position_buckets": 1}, "'position_buckets' is 1; expected at least 2"),
+    ("deberta-v2", {"pos_att_type": [[]]}, "'pos_att_type' is [[]]; expected one of c2p, p2c, or both"),
+    ("deberta-v2", {"pos_att_type": [{}]}, "expected one of c2p, p2c, or both"),
+    ("deberta-v2", {"layer_norm_eps": 1e300}, "is 1e+300; expected a number above 0 that float32 holds"),
     ("deberta-v2", {"max_relative_positions": 3}, "is 3 with 4 'position_buckets'; expected at least 4"),
     ("gpt2", {"n_head": 7}, "'n_embd' is 24; expected a multiple of 'n_head', 7"),
     ("gpt2", {"scale_attn_weights": 1}, "'scale_attn_weights' is 1; expected true or false"),
@@ -272,6 +281,15 @@ def test_wrong_values_in_a_config(kind, changes, message, tmp_path):
         tiny.write(tmp_path, kind, **changes)
     name = "model.safetensors" if message == "does not fit" else "config.json"
     refused(tmp_path, str(tmp_path / name), message)
+
+
+@pytest.mark.parametrize("longest", [10**8, 2**40, 2**62])
+def test_distances_of_no_more_tokens_than_come(longest, tmp_path):
+    """Numbers of 2**40 distances would take terabytes; 10**8 took seconds."""
+    tiny.write(tmp_path, "deberta-v2", max_relative_positions=32)
+    expected = models.load(tmp_path)([[1, 2, 3, 4]])
+    change_config(tmp_path, max_position_embeddings=longest)
+    np.testing.assert_array_equal(models.load(tmp_path)([[1, 2, 3, 4]]), expected)
 
 
 def test_a_recurrent_model_is_no_encoder(tmp_path):

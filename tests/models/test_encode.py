@@ -432,6 +432,8 @@ def test_encode_refuses(folder):
         TypeError, match=r"encode_query\(\): pooling is not an argument; expected one of prompt"
     ):
         model.encode_query(["one"], pooling="cls")
+    with pytest.raises(TypeError, match=r"encode\(\): pooling is not an argument; .*, truncate_dim, task$"):
+        model.encode(["one"], pooling="cls")
     for one in ("one", ["one"], iter(["one"])):
         with pytest.raises(
             ValueError, match=r"sentences is one for precision 'int8'; expected several, or quant"

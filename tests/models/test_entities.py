@@ -61,6 +61,28 @@ def test_probabilities_by_their_definition(changes, dtype, tmp_path, implementat
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 if dtype == "float32" else 1e-12)
 
 
+@pytest.mark.parametrize("layers", [0, 1])
+def test_a_word_without_a_token_moves_no_other(layers, tmp_path):
+    """Each word's vector is its own; the one without has zeros."""
+    config, weights = tiny.write(tmp_path, num_rnn_layers=layers)
+    model = models.load(tmp_path)
+    text = f"the {tiny.NO_TOKEN} city of {tiny.NO_TOKEN}{tiny.NO_TOKEN} x"
+    (got,) = scores(model, [text])
+    assert len(got) == 7
+    expected = tiny.probabilities(config, weights, text, LABELS)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_width", [10**6, 2**40])
+def test_a_width_takes_no_more_than_the_words_of_a_text(max_width, tmp_path, implementation):
+    config, weights = tiny.write(tmp_path, max_width=max_width)
+    model = models.load(tmp_path)
+    for text, got in zip(TEXTS, scores(model, TEXTS), strict=True):
+        assert got.shape == (len(got), len(got), len(LABELS))
+        expected = tiny.probabilities(config, weights, text, LABELS)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("multi_label", [True, False])
 @pytest.mark.parametrize("threshold", [0.0, 0.4, 0.7, 1.0])
@@ -135,6 +157,14 @@ def test_a_limit_of_tokens_cuts_words_and_refuses_prompts_beyond_it(tmp_path):
         (lambda m: m.entities("x", "city"), TypeError, "labels is"),
         (lambda m: m.entities("x", []), ValueError, "labels has none, or an empty one"),
         (lambda m: m.entities("x", ["a", " "]), ValueError, "labels has none, or an empty one"),
+        (
+            lambda m: m.entities("x", ["a", "<<ENT>>"]),
+            ValueError,
+            "labels has '<<ENT>>'; expected labels wit",
+        ),
+        (lambda m: m.entities("x", ["a <<SEP>>"]), ValueError, "expected labels without the mark '<<SEP>>'"),
+        (lambda m: m.entities("x", [tiny.NO_TOKEN, "a"]), ValueError, r"labels has '.u200b', which gives no"),
+        (lambda m: m.entities("x", ["a", tiny.NO_TOKEN]), ValueError, r"labels has '.u200b', which gives no"),
         (lambda m: m.entities(["x", 3], ["a"]), TypeError, "texts has one of type int"),
         (
             lambda m: m.entities("x", ["a"], 1.5),
@@ -144,7 +174,7 @@ def test_a_limit_of_tokens_cuts_words_and_refuses_prompts_beyond_it(tmp_path):
         (lambda m: m.entities("x", ["a"], flat=1), TypeError, "flat is 1; expected True or False"),
         (lambda m: m.entities("x", ["a"], batch_size=0), ValueError, "batch_size is 0"),
     ],
-    ids=range(7),
+    ids=range(11),
 )
 def test_arguments_that_do_not_fit(call, error, message, tmp_path):
     tiny.write(tmp_path)

@@ -769,6 +769,11 @@ def test_what_a_file_says_is_printed(tmp_path, capsys, monkeypatch):
     path.write_bytes(b"GGUG")
     assert main() == 1
     assert "does not begin with 'GGUF'" in capsys.readouterr().err
+    path.unlink()
+    for place, wrong in ((path, "cannot be read: No such file or directory"), (tmp_path, "is a folder")):
+        monkeypatch.setattr("sys.argv", ["fastattn", "info", str(place)])
+        assert main() == 1
+        assert capsys.readouterr().err == f"error: {place} {wrong}; expected a GGUF file\n"
 
 
 def test_a_model_that_people_use(smollm):

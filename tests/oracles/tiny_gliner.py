@@ -7,8 +7,9 @@ import numpy as np
 import tiny_encoders
 from safetensors.numpy import save_file
 from tiny_numpy import linear
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
+NO_TOKEN = "\u200b"  # a word that a normalizer which cleans drops
 MARKS = ("<<ENT>>", "<<SEP>>")
 LETTERS = "abcdefghijklmnopqrstuvwxyzP.,-_!"
 VOCAB = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *LETTERS, *(f"##{letter}" for letter in LETTERS), "the", "city"]
@@ -64,6 +65,7 @@ def write(folder, **changes):
 
 def write_tokenizer(folder, marks=MARKS):
     tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(VOCAB)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = [("[CLS]", 1), ("[SEP]", 2)]
     tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=special)
@@ -77,7 +79,7 @@ def words_of(text, config):
 
 
 def probabilities(config, weights, text, labels):
-    """Probabilities (words, max_width, labels), 0 of spans that do not fit."""
+    """Probabilities (words, widths, labels), 0 of spans that do not fit; a word without a token is 0."""
     t = {name: x.astype(np.float64) for name, x in weights.items()}
     words, ids, starts, marks = [word[0] for word in words_of(text, config)], [1], [], []
     for label in labels:
@@ -85,18 +87,18 @@ def probabilities(config, weights, text, labels):
         ids += [len(VOCAB), *pieces(label)]
     ids.append(len(VOCAB) + 1)
     for word in words:
-        starts.append(len(ids))
-        ids += pieces(word)
+        starts.append(len(ids) if word != NO_TOKEN else -1)
+        ids += pieces(word.replace(NO_TOKEN, ""))
     inner = {name.removeprefix(ENCODER_PREFIX): x for name, x in t.items()}
     x = tiny_encoders.result("deberta-v2", config["encoder_config"], inner, np.array([*ids, 2]))
     if config["encoder_config"]["hidden_size"] != config["hidden_size"]:
         x = linear(x, t, "token_rep_layer.projection")
-    prompts, h = mapped(x[marks], t, "prompt_rep_layer"), x[starts]
+    prompts, h = mapped(x[marks], t, "prompt_rep_layer"), np.append(x, 0 * x[:1], axis=0)[starts]
     for layer in range(config["num_rnn_layers"]):
         ways = lstm(h, t, f"l{layer}"), lstm(h[::-1], t, f"l{layer}_reverse")[::-1]
         h = np.concatenate(ways, axis=1)
     first, last = (mapped(h, t, f"{SPANS}{name}") for name in ("project_start", "project_end"))
-    found = np.zeros((len(words), config["max_width"], len(labels)))
+    found = np.zeros((len(words), min(config["max_width"], len(words)), len(labels)))
     for i in range(len(words)):
         for width in range(min(config["max_width"], len(words) - i)):
             both = np.maximum(np.concatenate([first[i], last[i + width]]), 0)

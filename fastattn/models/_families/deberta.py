@@ -40,6 +40,7 @@ _NAMES = BERT._replace(
     ignored=re.compile(r"^embeddings\.position_ids$"),  # 0, 1, 2, ...; old files hold them
 )
 _RELATIVE, _NORM = "encoder.rel_embeddings.weight", "encoder.LayerNorm"
+_MOST_READY = 4096  # tokens of a sequence whose distances are made before a call
 # Maps of the relative positions, to keys (content to position) and to queries (position to content): those of
 # the tokens where they are shared, or else their own.
 _MAPS = {"c2p": ("key_proj", "pos_key_proj"), "p2c": ("query_proj", "pos_query_proj")}
@@ -111,6 +112,11 @@ class _Relative:
         buckets = _size(config, "position_buckets")
         self._span, self._max_distance = buckets or farthest, farthest if buckets else None
         self._longest = longest
+        if blocks.eps > float(np.finfo(source.precision.lane).max):
+            expected = f"a number above 0 that {source.precision.lane} holds"
+            raise config.wrong("layer_norm_eps", blocks.eps, expected)
+        if buckets == 1:
+            raise config.wrong("position_buckets", buckets, "at least 2")
         if buckets and farthest < (least := self._span // 2 + 2):
             came = f"'max_relative_positions' is {farthest} with {buckets} 'position_buckets'"
             raise ModelError(f"{config.path}: {came}; expected at least {least}")
@@ -151,7 +157,7 @@ class _Relative:
             position_keys=tables.get("c2p"),
             position_queries=tables.get("p2c"),
             max_distance=self._max_distance,
-            longest=self._longest,
+            longest=min(self._longest, _MOST_READY),
         )
 
 
@@ -168,7 +174,7 @@ def _kinds(config: Config) -> list[str]:
     """The kinds of attention by positions: a list, or a string with | between them."""
     value: Any = config.values.get("pos_att_type")
     kinds = [kind.strip() for kind in value.split("|")] if isinstance(value, str) else value
-    if not isinstance(kinds, list) or not kinds or any(kind not in _MAPS for kind in kinds):
+    if not isinstance(kinds, list) or not kinds or any(kind not in list(_MAPS) for kind in kinds):
         raise config.wrong("pos_att_type", value, f"one of {', '.join(_MAPS)}, or both")
     return sorted(set(kinds))
 

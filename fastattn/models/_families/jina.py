@@ -121,8 +121,12 @@ def v3(source: Source) -> Encoder:
     tasks: Any = config.values.get("lora_adaptations")
     if tasks is None:
         tasks = [task for task in TASKS if (source.folder / folder_of(task) / CONFIG).is_file()]
-    elif not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
-        raise config.wrong("lora_adaptations", tasks, "a list of tasks")
+    elif (
+        not isinstance(tasks, list)
+        or not all(isinstance(task, str) and task not in ("", _USUAL) for task in tasks)
+        or len(set(tasks)) < len(tasks)
+    ):
+        raise config.wrong("lora_adaptations", tasks, f"a list of different tasks, none of them {_USUAL!r}")
     if not tasks or source.route is not None:
         return found
     prompts = dict(found.sentences.prompts)
