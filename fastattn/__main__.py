@@ -125,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--output", type=_vectors, metavar="FILE", help=".npy, .jsonl or .parquet (JSON lines, printed)")
     option("--prompt-name", metavar="NAME", help="of a prompt in the model's folder, put before each text")
     option("--prompt", metavar="TEXT", help="put before each text")
+    option("--task", metavar="NAME", help="of a model that computes vectors in several ways: one of them")
     option("--batch-size", type=positive, metavar="N", help="texts at a time at most (of about 768 tokens)")
     text = "to length 1, even if the model's folder does not say so"
     option("--normalize", dest="normalize_embeddings", action="store_true", help=text)

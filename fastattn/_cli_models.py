@@ -7,6 +7,7 @@ import sys
 from functools import partial, wraps
 from io import TextIOWrapper
 from itertools import islice
+from os.path import abspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +25,7 @@ from fastattn.models._encode_calls import with_bar
 from fastattn.models._files import require
 from fastattn.models._generation import checked, is_conversation
 from fastattn.models._hub import place_of
+from fastattn.models._routes import model_of
 
 if TYPE_CHECKING:
     import argparse
@@ -89,6 +91,7 @@ def embed(options: argparse.Namespace) -> None:
         kind = type(model).__name__
         came = f"{options.model} holds a {kind} ({model.model_type})"
         raise ValueError(f"{came}; expected an Encoder. {_INSTEAD[kind]}")
+    model = model_of(model, options.task)
     how = {name: getattr(options, name) for name in _ENCODED}
     call = model._checked(cast("EncodeOptions", how))
     total, digest = texts.survey() if texts.again else (None, "")
@@ -98,7 +101,7 @@ def embed(options: argparse.Namespace) -> None:
         return
     run = None
     if texts.again:
-        how = {name: getattr(options, name) for name in _LOADED}
+        how = {name: getattr(options, name) for name in (*_LOADED, "task")}
         how |= {
             name: value for name, value in call._asdict().items() if name not in ("batch_size", "progress")
         }
@@ -234,10 +237,11 @@ def serve(options: argparse.Namespace) -> None:
     except ImportError as error:
         needs = "fastapi, prometheus_client and uvicorn, the extra 'serve'"
         raise ImportError(f"the command serve needs {needs} ({error})") from error
-    path = Path(options.model)
-    name = options.name or (
-        path.resolve().name if path.exists() else options.model
-    )  # the Hub's name, as given
+    name = options.name
+    if name is None:  # a name of the Hub as it is; a link by its own name, not by that of its target
+        name = Path(abspath(options.model)).name if Path(options.model).exists() else options.model
+    if not name:
+        raise ValueError("--name is ''; expected what requests call the model")
     model = _loaded(options)
     if not isinstance(model, (Encoder, CrossEncoder)):
         came = f"{options.model} holds a {type(model).__name__} ({model.model_type})"

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 from implementations import assert_same_rows, child_environment
+from tiny_routes import write_entries, write_router, write_static
 from tiny_tokenizers import write_tokenizer
 
 from fastattn import models
@@ -87,7 +88,7 @@ class Running:
         connection.request(method, path, data, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         result = answer.status, answer.read(), answer.headers
-        if answer.headers["Content-Type"] == "application/json":
+        if method != "HEAD" and answer.headers["Content-Type"] == "application/json":
             result = result[0], json.loads(result[1]), result[2]
         connection.close()
         return result
@@ -215,6 +216,12 @@ def test_errors_of_addresses_have_the_same_shape(server, method, path, status):
     assert (came, answer["error"]["param"]) == (status, None)
 
 
+def test_what_may_be_asked_of_an_address_is_told(server):
+    assert server.ask("GET", "/embed")[2]["Allow"] == "POST"
+    assert server.ask("HEAD", "/health")[0] == 200
+    assert server.ask("GET", "/docs")[0] == server.ask("GET", "/openapi.json")[0] == 404
+
+
 def test_long_texts_are_cut_if_asked(start, model):
     server, longer = start(truncate=True), f"{LONG} " * 20
     spaced = "\n " * 2048 + TEXTS[0]
@@ -282,6 +289,12 @@ def test_similarities_as_text_embeddings_inference_gives_them(server, model):
     np.testing.assert_allclose(
         cosines, [model.encode(LONG, normalize_embeddings=True) @ vectors[0]], atol=1e-6
     )
+    sentences = (TEXTS * 12)[1:]  # the bits of each are those that it has alone
+    body = {"inputs": {"source_sentence": TEXTS[0], "sentences": sentences}}
+    _, together, _ = server.ask("POST", "/similarity", body)
+    for sentence, cosine in zip(sentences[:3], together, strict=False):
+        body = {"inputs": {"source_sentence": TEXTS[0], "sentences": [sentence]}}
+        assert server.ask("POST", "/similarity", body)[1] == [cosine]
     texts = ['"inputs": {', "the cat"]  # no object, although it looks like one
     status, rows, _ = server.ask("POST", "/", {"inputs": texts})
     np.testing.assert_array_equal(np.array(rows, np.float32), model.encode(texts, normalize_embeddings=True))
@@ -470,6 +483,33 @@ def test_other_models_are_refused(tmp_path):
     for name in ("batch_tokens", "queue_texts", "body_bytes"):
         with pytest.raises(ValueError, match=rf"{name} is 0; expected an integer of at least 1$"):
             Limits(**{name: 0})
+
+
+def test_a_model_that_needs_a_task_is_refused(tmp_path):
+    write_router(tmp_path)
+    with pytest.raises(ValueError, match=r"for each task, 'query', 'document', and requests name no task"):
+        make_app(models.load(tmp_path))
+
+
+def test_tokens_are_those_of_a_model_without_special_ones(tmp_path):
+    """Its tokenizer cuts, here at three, though the model has no limit."""
+    write_static(tmp_path)
+    write_entries(tmp_path, "StaticEmbedding")
+    model = models.load(tmp_path)
+    server = Running(model)
+    try:
+        assert server.embed({"input": "the cat"})[1]["usage"]["total_tokens"] == 2
+        status, answer, _ = server.embed({"input": "the cat sat on"})
+        assert (status, answer["error"]["message"][:50]) == (
+            400,
+            "input: item 0 has 4 tokens; expected at most 3 (a ",
+        )
+        body = {"inputs": "the cat sat on", "truncate": True, "normalize": False}
+        (row,) = server.ask("POST", "/embed", body)[1]
+        np.testing.assert_array_equal(np.array(row, np.float32), model.encode("the cat sat on"))
+        assert server.ask("GET", "/info")[1]["max_input_length"] == 3
+    finally:
+        server.close()
 
 
 def waiting(server, bodies):
@@ -668,11 +708,16 @@ def run(model, *args):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_well(folder, number):
-    process = run(folder, "--port", 0)
+def test_a_signal_ends_it_well(folder, number, tmp_path):
+    (tmp_path / "link").symlink_to(folder)  # what the model is called
+    process = run(tmp_path / "link", "--port", 0)
     port = int(process.stdout.readline().rpartition(":")[2])
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    connection.request("POST", "/v1/embeddings", '{"input": "the cat"}', {"Content-Type": "application/json"})
+    connection.request("POST", "/v1/embeddings", '{"input": "the cat", "model": "link"}')
+    answer = connection.getresponse()
+    assert (answer.status, answer.read()[:1]) == (200, b"{")
+    offers = {"Connection": "Upgrade", "Upgrade": "websocket"}  # no reason to log anything
+    connection.request("GET", "/health", headers=offers)
     assert connection.getresponse().status == 200
     process.send_signal(number)
     assert (process.wait(SECONDS), process.stderr.read()) == (0, "")
@@ -734,6 +779,7 @@ def test_a_client_that_reads_nothing_does_not_hinder_the_end():
     [
         (["nowhere"], "error: nowhere is no folder"),
         (["{folder}", "--port", "70000"], "error: 127.0.0.1:70000: "),
+        (["{folder}", "--name", ""], "error: --name is ''; expected what requests call the model"),
         (["{folder}", "--queue-texts", "0"], "--queue-texts: expected an integer of at least 1"),
     ],
 )

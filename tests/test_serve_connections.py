@@ -1,6 +1,7 @@
 """Bounds of a served model's connections, with both of uvicorn's parsers, around a small application."""
 
 import asyncio
+import json
 import os
 import socket
 import threading
@@ -101,7 +102,6 @@ def post(path, body=b"", length=None):
 
 
 LATE = {
-    "nothing": b"",
     "half a head": b"POST /1 HTTP/1.1\r\nX-",
     "half a body": post("/1", b"ab", 5),
     "half a chunk": b"POST /1 HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
@@ -111,9 +111,15 @@ LATE = {
 @pytest.mark.parametrize("sent", LATE.values(), ids=LATE)
 def test_a_request_has_to_come_in_time(server, sent):
     begin = time.monotonic()
-    assert rest(connect(server, sent)).startswith(b"HTTP/1.1 408 ")
+    said = rest(connect(server, sent))
+    assert said.startswith(b"HTTP/1.1 408 ")
+    assert set(json.loads(said.partition(b"\r\n\r\n")[2])) == {"error", "error_type"}
     assert time.monotonic() - begin >= TIMEOUT / 2
     wait_until(lambda: not server.server_state.connections)
+
+
+def test_a_connection_that_asks_nothing_is_told_nothing(server):
+    assert rest(connect(server)) == b""
 
 
 def test_bytes_that_come_now_and_then_win_no_time(server):
@@ -167,7 +173,10 @@ def test_an_answer_that_is_read_comes_whole(server):
 def test_more_connections_than_there_may_be_are_told(server):
     clients = [connect(server) for _ in range(3)]
     wait_until(lambda: len(server.server_state.connections) == 3)
-    assert rest(connect(server)).startswith(b"HTTP/1.1 503 ")
+    head, _, body = rest(connect(server)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nRetry-After: 1\r\n" in head
+    assert json.loads(body)["error_type"] == "Overloaded"
     clients.pop().close()
     wait_until(lambda: len(server.server_state.connections) == 2)
     client = connect(server, post("/1", b"a"))
@@ -208,12 +217,31 @@ def test_a_head_of_any_length_is_not_kept(server):
     assert flood(client, b"X-Long: " + b"x" * 1000 + b"\r\n", MOST) < MOST
 
 
+def test_a_long_head_that_comes_at_once_is_not_answered(server):
+    """A whole request follows on a connection of its own: the bound is of the head alone."""
+    head = b"POST /1 HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\nX-Long: %s\r\n\r\n"
+    assert b" 200 " not in rest(connect(server, head % (b"x" * 66_000)))
+    client = connect(server, head % (b"x" * 60_000))
+    assert answer(client).startswith(b"HTTP/1.1 200 ")
+    client.close()
+
+
 CHUNKED = b"HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
 
 
 def test_trailers_of_any_length_are_not_kept(server):
     client = connect(server, b"POST /1 " + CHUNKED)
     assert flood(client, b"X-Long: " + b"x" * 1000 + b"\r\n", MOST) < MOST
+
+
+def test_trailers_of_a_request_are_not_kept(server):
+    client = connect(server, b"POST /1 " + CHUNKED + b"X-Short: x\r\n" * 100)
+    wait_until(lambda: server.server_state.connections)
+    (connection,) = server.server_state.connections
+    client.sendall(b"\r\n")
+    assert answer(client).startswith(b"HTTP/1.1 200 ")
+    assert [name for name, _ in connection.headers] == [b"host", b"transfer-encoding"]
+    client.close()
 
 
 def test_trailers_behind_an_early_answer_are_not_kept(server):

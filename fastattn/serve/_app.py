@@ -27,7 +27,7 @@ from fastattn.serve._bodies import Body, Embed, Embeddings, Predict, Rerank, Sim
 from fastattn.serve._service import MOST_ITEMS, Limits, Refused, Service
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 
     from fastattn._args.types import Array
     from fastattn.serve._batcher import Item
@@ -73,9 +73,15 @@ def make_app(model: Encoder | CrossEncoder, name: str = "model", limits: Limits 
     ------
     TypeError
         If `model` is another one.
+    ValueError
+        If `model` has several ways from a text to its vector, which `encode` chooses by its `task`.
     """
     if not isinstance(model, (Encoder, CrossEncoder)):
         raise TypeError(f"make_app(): model is {short(model)}; expected an Encoder or a CrossEncoder")
+    routes = getattr(model, "routes", None)
+    if routes is not None:  # nothing in a request would say which one
+        came = f"model has a way of its own for each task, {', '.join(map(short, routes.models))}"
+        raise ValueError(f"make_app(): {came}, and requests name no task; expected one way for all texts")
     service = Service(model, name, limits or Limits())
     return app_of(service)
 
@@ -88,7 +94,7 @@ def app_of(service: Service) -> FastAPI:
         yield
         await asyncio.to_thread(service.batcher.close)  # every request has its answer by now
 
-    app = FastAPI(title="fastattn", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="fastattn", version=__version__, lifespan=lifespan, openapi_url=None)
     app.state.service = service
     measured = _Measured(service)
     app.add_middleware(_Limited, most=service.limits.body_bytes, measured=measured)
@@ -155,7 +161,8 @@ def app_of(service: Service) -> FastAPI:
         prompt, texts = service.prompt_of(asked.prompt_name), [inputs.source_sentence, *inputs.sentences]
         rows, _ = await _unless_gone(request, service.rows(texts, prompt, asked.truncate, "inputs"))
         vectors = unit(rows)
-        return _json((vectors[1:] @ vectors[0]).tolist())
+        # Not a product of matrices: its bits depend on how many rows there are.
+        return _json((vectors[1:] * vectors[0]).sum(axis=1).tolist())
 
     @app.post("/")  # as huggingface_hub's InferenceClient asks for features and for similarities
     async def root(request: Request) -> Response:
@@ -211,7 +218,7 @@ def app_of(service: Service) -> FastAPI:
                 "model_id": service.name,
                 "model_dtype": str(model.dtype) if isinstance(model, Encoder) else str(model.encoder.dtype),
                 "model_type": kind,
-                "max_input_length": model.text.limit,
+                "max_input_length": service.most_tokens,
                 "max_batch_tokens": limits.batch_tokens,
                 "max_client_batch_size": min(MOST_ITEMS, limits.queue_texts),
                 "auto_truncate": limits.truncate,
@@ -219,7 +226,7 @@ def app_of(service: Service) -> FastAPI:
             }
         )
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         batcher = service.batcher
         if not batcher.works:
@@ -252,7 +259,9 @@ def app_of(service: Service) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
-        return _error(request.url.path, Refused("invalid", str(error.detail)), error.status_code)
+        return _error(
+            request.url.path, Refused("invalid", str(error.detail)), error.status_code, error.headers
+        )
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
@@ -296,10 +305,12 @@ def _json(content: Any) -> Response:
     return Response(json.dumps(content, separators=(",", ":")), media_type="application/json")
 
 
-def _error(path: str, error: Refused, status: int | None = None) -> Response:
+def _error(
+    path: str, error: Refused, status: int | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
     """An error in the shape of those whose address it is."""
     message = f"{error.name}: {error}" if error.name else str(error)
-    headers = {"Retry-After": "1"} if error.reason == "busy" else None
+    headers = {"Retry-After": "1"} if error.reason == "busy" else headers
     status = status or _STATUSES[error.reason][0 if path.startswith(_OPENAI) else 1]
     if path.startswith(_OPENAI):
         kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")

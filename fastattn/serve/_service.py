@@ -73,6 +73,9 @@ class Service:
         self.waiting = self.tokens = 0
         self._encoder = model if isinstance(model, Encoder) else model.encoder
         self.prompt = self.prompt_of(None)
+        # Where the tokenizer cuts: some models have no limit of their own.
+        self.truncation = model.text.tokenizer.truncation or {"max_length": None, "direction": "right"}
+        self.most_tokens: int | None = self.truncation["max_length"]
         around = (self.prompt + text for text in ("a", f"{_SPACE}a{_SPACE}"))
         bare, spaced = (encoding.ids for encoding in model.text.encodings(around))
         self.dropped = _SPACE if bare == spaced else ""  # by the tokenizer, at both ends of a text
@@ -97,9 +100,9 @@ class Service:
 
     def bounded(self, items: Sequence[Item], truncate: bool, name: str) -> tuple[list[Item], set[int]]:
         """The items, texts of too many characters cut, and which they are; an error if they may not be."""
-        tokens = self.model.text.limit
+        tokens = self.most_tokens
         most = _CHARACTERS * (tokens or self.limits.body_bytes)
-        left = tokens and self.model.text.tokenizer.truncation["direction"] == "left"
+        left = self.truncation["direction"] == "left"
 
         def cut(i: int, text: str) -> str:
             text = text.strip(self.dropped) if len(text) > most else text
@@ -141,7 +144,7 @@ class Service:
                 special = sum(encoding.special_tokens_mask)
                 parts = (encoding, *encoding.overflowing)
                 came = special + sum(len(part.ids) - special for part in parts)
-                expected = f"expected at most {self.model.text.limit}"
+                expected = f"expected at most {self.most_tokens}"
                 raise Refused("long", f"item {i} has {came} tokens; {expected} {_CUT}", name)
             tokens.append(len(encoding.ids))
         return tokens
@@ -152,7 +155,7 @@ class Service:
         if template is not None:
             return text.encodings((template.render(prompt, pair) for pair in pairs), special=False)
         joined = ((prompt + first, *rest) for first, *rest in pairs)
-        return text.encodings(pair[0] if len(pair) == 1 else pair for pair in joined)
+        return text.encodings((pair[0] if len(pair) == 1 else pair for pair in joined), text.special)
 
     async def rows(
         self, items: Sequence[Item], prompt: str, truncate: bool | None, name: str

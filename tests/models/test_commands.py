@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 from implementations import COMPILED, child_environment
+from tiny_routes import write_router
 from tiny_tokenizers import TEXTS
 
 from fastattn import models
@@ -72,6 +73,17 @@ def test_the_command_embed(encoder, tmp_path):
     run("embed", "--model", encoder, "--output", tmp_path / "out.npy", stdin="")
     assert np.load(tmp_path / "out.npy").shape == (0, 24)
     assert not list(tmp_path.glob("*.part*"))
+
+
+def test_the_command_embed_takes_a_task(tmp_path):
+    write_router(tmp_path)
+    for options in ((), ("--task", "query")):
+        printed = run("embed", "--model", tmp_path, *options, stdin="\n".join(TEXTS))
+        vectors = np.array([json.loads(line) for line in printed.splitlines()], np.float32)
+        expected = models.load(tmp_path).encode(TEXTS, task=options[1] if options else None)
+        np.testing.assert_array_equal(vectors, expected)
+    said = run("embed", "--model", tmp_path, "--task", "no", status=1)
+    assert "embed(): task is 'no'; expected one of 'query', 'document'" in said
 
 
 def write_texts(path, texts, column="text"):
