@@ -112,8 +112,13 @@ class Engine(NamedTuple):
         return [package for package in self.packages if util.find_spec(package) is None]
 
     def version(self) -> str:
-        own = self.packages[0] == "fastattn"
-        return fastattn.__version__ if own else metadata.version(self.packages[0])
+        name = self.packages[0]
+        if name == "fastattn":
+            return fastattn.__version__
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:  # what is installed has another name, as faiss-cpu
+            return metadata.version(metadata.packages_distributions()[name][0])
 
     def named_ways(self, problem: Any, threads: int) -> dict[str, Way]:
         ways = self.ways(problem, threads)
