@@ -29,7 +29,7 @@ from bench.search import SearchProblem, SearchShape
 from bench.suite import FULL, INT8_INPUTS, Request, chosen, run, text
 from bench.training import MASKED, MODIFIED, GradientProblem, StepProblem
 from fastattn._bench import attention as minute
-from fastattn._bench import report
+from fastattn._bench import harness, report
 from fastattn._bench.cases import Shape
 
 SUITES = bench.SUITES
@@ -469,3 +469,8 @@ def test_rows_are_chosen_by_title_and_name(monkeypatch, capsys):
         command.main()
     said = "--only nosuch is in no row; there are\n  1,8,2048,2048,64, float32: plain;"
     assert said in capsys.readouterr().err
+
+
+def test_a_library_may_be_installed_by_another_name(monkeypatch):
+    monkeypatch.setattr(harness.metadata, "packages_distributions", lambda: {"not_there": ["numpy"]})
+    assert harness.Engine(("not_there",), lambda problem, threads: {}, "").version() == np.__version__
