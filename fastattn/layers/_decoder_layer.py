@@ -1,0 +1,224 @@
+"""The layer of decoders (Vaswani et al. 2017): attention to itself, and over a memory."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+
+from fastattn._args.errors import put_name, wrong_shape
+from fastattn._args.ops import rows
+from fastattn._args.options import require_options
+from fastattn._args.types import Array, ArrayLike, Ints, Unpack
+from fastattn._args.values import as_array, flag
+from fastattn._engine.tape import PLAIN
+from fastattn.cache import Cached, DecoderCache, KVCache, restored_on_error
+from fastattn.layers import _computation
+from fastattn.layers._attention import MultiHeadAttention
+from fastattn.layers._attention_parameters import HeadOptions
+from fastattn.layers._basic import NormLayer
+from fastattn.layers._computation import Computation
+from fastattn.layers._scores import Names
+from fastattn.layers._transformer import TransformerLayer
+
+if TYPE_CHECKING:
+    from fastattn._engine.tape import Plain
+    from fastattn.layers._attention import Attended
+
+_NOTHING = nullcontext()
+_TGT = Names("tgt", "tgt_mask", "tgt_key_padding_mask")
+_MEMORY = Names("tgt", "memory_mask", "memory_key_padding_mask")
+
+
+class OverMemoryOptions(TypedDict, total=False):
+    """Options of a decoder's call that `TransformerDecoderLayer` documents."""
+
+    tgt_mask: ArrayLike | None
+    memory_mask: ArrayLike | None
+    tgt_key_padding_mask: ArrayLike | None
+    memory_key_padding_mask: ArrayLike | None
+    tgt_is_causal: bool | None
+    memory_is_causal: bool
+
+
+class DecoderOptions(OverMemoryOptions, total=False):
+    """Options of a decoder's call, with or without a cache."""
+
+    lengths: ArrayLike | None
+
+
+@dataclass(eq=False)
+class TransformerDecoderLayer(TransformerLayer):
+    """Masked self-attention, then attention over the encoder's memory, then feed-forward.
+
+    Its options and the names in its state are those of `TransformerEncoderLayer`, and in the state also
+    ``multihead_attn.*`` and ``norm3.*``.
+
+    Parameters
+    ----------
+    attention, cross_attention : dict, optional
+        Options of `MultiHeadAttention` for the attention to itself, and for that over the memory.
+    """
+
+    cross_attention: HeadOptions | None = field(default=None, kw_only=True)
+    multihead_attn: MultiHeadAttention = field(init=False, repr=False)
+    norm3: NormLayer = field(init=False, repr=False)
+
+    _parts = ("self_attn", "multihead_attn", "feed_forward", "norm1", "norm2", "norm3")
+
+    def __call__(
+        self,
+        tgt: ArrayLike,
+        memory: ArrayLike | None = None,
+        *,
+        cache: DecoderCache | None = None,
+        **options: Unpack[DecoderOptions],
+    ) -> Array:
+        """The layer of tgt, (B, L, d_model), over memory, (B, S, d_model); both may lack the batch axis.
+
+        Parameters
+        ----------
+        tgt_mask, tgt_key_padding_mask, tgt_is_causal
+            For the attention to itself, as in `MultiHeadAttention`: True hides, as in torch, the opposite of
+            `attention`. By default causal only with a cache.
+        memory_mask, memory_key_padding_mask, memory_is_causal
+            For the attention over the memory. With a cache, tgt stands after its tokens here, too.
+        cache : DecoderCache, optional
+            Takes tgt's keys. The first call also puts the memory's keys and its key padding mask there; later
+            calls may leave both out, and must not bring others.
+        lengths : array_like of int, (B,), optional
+            With `cache`: how many of these tokens count in each sequence.
+        """
+        try:
+            array, sizes, masks = self._checked(tgt, cache, options)
+            over = None if cache is not None else rows(self._memory(memory, sizes[0]))
+            out: Array = self._forward(PLAIN, rows(array), over, sizes, memory, cache, **masks)
+        except Exception as error:
+            put_name(type(self).__name__, error)
+            raise
+        return out.reshape(array.shape)
+
+    def _computation(self, tgt: ArrayLike, memory: ArrayLike | None = None, **options: Any) -> Computation:
+        require_options(options, OverMemoryOptions)
+        array, sizes, options = self._checked(tgt, None, options)
+
+        def run(tape: Plain, x: Any, over: Any) -> Any:
+            return self._forward(tape, x, over, sizes, **options)
+
+        inputs = {"tgt": array, "memory": self._memory(memory, sizes[0])}
+        return Computation([self], inputs, run, array.shape)
+
+    def _checked(
+        self, tgt: ArrayLike, cache: DecoderCache | None, options: Any
+    ) -> tuple[Array, tuple[int, int], dict[str, Any]]:
+        """The input of a call, its batch and length, and its options."""
+        require_options(options, DecoderOptions)
+        array, batched = self._input("tgt", tgt, cache, DecoderCache)
+        if batched is not array:
+            for name in (_TGT.key_padding_mask, _MEMORY.key_padding_mask):
+                options[name] = _computation.one_batch(name, options.get(name))
+        batch, length, _ = batched.shape
+        return array, (batch, length), options
+
+    def _forward(
+        self,
+        tape: Plain,
+        x: Any,
+        over: Any,
+        sizes: tuple[int, int],
+        memory: ArrayLike | None = None,
+        cache: DecoderCache | None = None,
+        *,
+        tgt_mask: Any = None,
+        memory_mask: Any = None,
+        tgt_key_padding_mask: Any = None,
+        memory_key_padding_mask: Any = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+        lengths: Any = None,
+        keys_values: Attended | None = None,
+        share: bool = False,
+    ) -> Any:
+        """A call's result, of rows x over the memory's rows, or over `memory` in a cache; in rows.
+
+        With `share`, also the keys and values of the attention to itself; `keys_values` are those that an
+        earlier layer shared.
+        """
+        of_memory = None
+        is_causal = cache is not None
+        if tgt_is_causal is not None:
+            is_causal = flag("tgt_is_causal", tgt_is_causal)
+        memory_is_causal = flag("memory_is_causal", memory_is_causal)
+        with _NOTHING if cache is None else restored_on_error((cache,)):
+            if cache is not None:
+                self._keep(memory, memory_key_padding_mask, sizes[0], cache)
+                of_memory, memory_key_padding_mask = cache.keys_values, cache.key_padding_mask
+            tokens: KVCache | None = None
+            position: Ints | int = 0
+            if isinstance(keys_values, Cached):
+                position = keys_values.q_offset
+            elif cache is not None:
+                tokens, position = cache.tokens, cache.tokens.offset  # before tgt is appended
+            x, keys = self._add_attention(
+                tape,
+                self.norm1,
+                x,
+                self.self_attn,
+                sizes,
+                key_padding_mask=tgt_key_padding_mask,
+                attn_mask=tgt_mask,
+                is_causal=is_causal,
+                cache=tokens,
+                lengths=lengths,
+                keys_values=keys_values,
+                names=_TGT,
+                share=share,
+            )
+            x, _ = self._add_attention(
+                tape,
+                self.norm2,
+                x,
+                self.multihead_attn,
+                sizes,
+                key=over,
+                key_padding_mask=memory_key_padding_mask,
+                attn_mask=memory_mask,
+                is_causal=memory_is_causal,
+                keys_values=of_memory,
+                q_offset=position,
+                names=_MEMORY,
+            )
+            x = self._add_feed_forward(tape, self.norm3, x)
+            return (x, keys) if share else x
+
+    def _memory(self, memory: ArrayLike | None, batch: int) -> Array:
+        """`memory`, (batch, S, width), checked; that of one sequence may lack the batch axis."""
+        if memory is None:
+            raise ValueError("(): memory is None; expected an array, or a cache that holds one")
+        width = self.multihead_attn.kdim or self.d_model
+        array = _computation.checked("memory", memory, width, self.weights_dtype)
+        if len(batched := _computation.batch_first("memory", array)) != batch:
+            raise wrong_shape("memory", batched, f"({batch}, length, {width}), tgt's batch")
+        return array
+
+    def _keep(self, memory: ArrayLike | None, padding: Any, batch: int, cache: DecoderCache) -> None:
+        """Put the memory's keys, values and mask into `cache`, or check that they are those in it."""
+        padding = None if padding is None else as_array("memory_key_padding_mask", padding)
+        if cache.keys_values is None:
+            array = _computation.batch_first("memory", self._memory(memory, batch))
+            cache.keys_values, cache.memory = self.multihead_attn.project_keys_values(array), memory
+            cache.key_padding_mask = None if padding is None else padding.copy()
+            return
+        kept = "that of the first call with this cache; expected that one, or None (after select() None)"
+        if memory is not None and memory is not cache.memory:
+            raise ValueError(f"(): memory is not {kept}")
+        if padding is not None:
+            there = cache.key_padding_mask
+            if there is None or not np.array_equal(padding, there):
+                raise ValueError(f"(): memory_key_padding_mask is not {kept}")
+        in_cache = len(cache.keys_values[0])
+        if in_cache != batch:
+            expected = f"{in_cache}, that of the memory in the cache (DecoderCache.select() selects in both)"
+            raise ValueError(f"(): tgt has a batch of {batch}; expected {expected}")

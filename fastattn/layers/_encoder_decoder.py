@@ -1,0 +1,129 @@
+"""The Transformer: an encoder, and a decoder over its result (Vaswani et al. 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.errors import named
+from fastattn._args.options import require_options
+from fastattn._args.types import Array, ArrayLike, Rounding, Unpack
+from fastattn._args.values import integer
+from fastattn.layers._attention_parameters import HeadOptions
+from fastattn.layers._computation import Computation
+from fastattn.layers._decoder_layer import OverMemoryOptions, TransformerDecoderLayer
+from fastattn.layers._stacks import TransformerDecoder, TransformerEncoder
+from fastattn.layers._state import Layer, xavier_uniform
+from fastattn.layers._transformer import (
+    TransformerEncoderLayer,
+    TransformerLayer,
+    require_fields,
+)
+
+if TYPE_CHECKING:
+    from fastattn._engine.tape import Plain
+
+
+# Fields of `Transformer` that it hands to all of its layers.
+_SHARED = [field.name for field in fields(TransformerLayer) if field.init]
+
+
+@dataclass(eq=False)
+class Transformer(Layer):
+    """An encoder, and a decoder over its result: torch's ``nn.Transformer``, batch first.
+
+    Its state has torch's names: ``encoder.*``, ``decoder.*``. Embeddings and positions are the caller's.
+
+    Parameters
+    ----------
+    d_model, num_heads : int, default 512 and 8
+    num_encoder_layers, num_decoder_layers : int, default 6
+    dim_feedforward, activation, norm_first, norm, layer_norm_eps, bias, weights_dtype, activations
+        As in `TransformerEncoderLayer`.
+    attention, cross_attention : dict, optional
+        Options of `MultiHeadAttention` for the attention to itself, on both sides, and over the memory.
+    rng : Generator or int, optional
+        Draws the parameters, all matrices from Xavier's uniform distribution, as torch does here.
+    """
+
+    d_model: int = 512
+    num_heads: int = 8
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    dim_feedforward: int = 2048
+    activation: str = "relu"
+    _: KW_ONLY
+    norm_first: bool = False
+    norm: str = "layer_norm"
+    layer_norm_eps: float = 1e-5
+    bias: bool = True
+    attention: HeadOptions | None = None
+    cross_attention: HeadOptions | None = None
+    weights_dtype: str = "float32"
+    activations: Rounding | None = None
+    rng: InitVar[np.random.Generator | int | None] = None
+    encoder: TransformerEncoder = field(init=False, repr=False)
+    decoder: TransformerDecoder = field(init=False, repr=False)
+
+    _parts = ("encoder", "decoder")
+
+    def __post_init__(self, rng: np.random.Generator | int | None) -> None:
+        require_fields(self)
+        for name in ("num_encoder_layers", "num_decoder_layers"):
+            setattr(self, name, integer(name, getattr(self, name), 1))
+        shared: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
+        encoder = [TransformerEncoderLayer(**shared) for _ in range(self.num_encoder_layers)]
+        shared["cross_attention"] = self.cross_attention
+        decoder = [TransformerDecoderLayer(**shared) for _ in range(self.num_decoder_layers)]
+        self.encoder = TransformerEncoder(encoder, encoder[0]._new_norm())
+        self.decoder = TransformerDecoder(decoder, decoder[0]._new_norm())
+        self._set_up(None)
+        source = self._source(rng)
+        if source is not None:
+            parameters = self.parameters().items()
+            draws = {name: xavier_uniform if len(p.shape) == 2 else p.draw for name, p in parameters}
+            self.load_state_dict({name: draws[name](source, p.shape) for name, p in parameters})
+
+    @named("{cls}")
+    def __call__(
+        self,
+        src: ArrayLike,
+        tgt: ArrayLike,
+        *,
+        src_mask: ArrayLike | None = None,
+        src_key_padding_mask: ArrayLike | None = None,
+        src_is_causal: bool = False,
+        **options: Unpack[OverMemoryOptions],
+    ) -> Array:
+        """Encode src (B, S, d_model), decode tgt (B, T, d_model) over it: (B, T, d_model).
+
+        Arguments are those of `MultiHeadAttention` and of `TransformerDecoderLayer`. True hides in a bool
+        mask. The decoder is causal if `tgt_mask` or `tgt_is_causal` says so. Step by step:
+        ``memory = model.encoder(src)`` once, then ``model.decoder(tgt, memory, cache=...)``.
+        """
+        masks: dict[str, Any] = {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask}
+        return self._computation(src, tgt, src_is_causal=src_is_causal, **masks, **options).result()
+
+    def _computation(
+        self,
+        src: ArrayLike,
+        tgt: ArrayLike,
+        *,
+        src_mask: Any = None,
+        src_key_padding_mask: Any = None,
+        src_is_causal: bool = False,
+        **options: Any,
+    ) -> Computation:
+        require_options(options, OverMemoryOptions)
+        self._require_parts()
+        masks: dict[str, Any] = {"mask": src_mask, "src_key_padding_mask": src_key_padding_mask}
+        source = self.encoder._computation(src, is_causal=src_is_causal, **masks)
+        target = self.decoder._computation(tgt, source.inputs["src"], **options)
+
+        def run(tape: Plain, x: Any, y: Any) -> Any:
+            return target.run(tape, y, source.run(tape, x))
+
+        inputs = {"src": source.inputs["src"], "tgt": target.inputs["tgt"]}
+        return Computation([self], inputs, run, target.shape, by_block=True)
