@@ -118,7 +118,7 @@ class Strain:
     async def clients(
         self, server: Server, seconds: float, during: Callable[[], Awaitable[None]] | None = None
     ) -> tuple[Counter[str], list[float]]:
-        """What becomes of the requests of all clients, and their seconds."""
+        """Count what all clients were told, and time it, for so many seconds."""
         found: Counter[str] = Counter()
         times: list[float] = []
         until = time.monotonic() + seconds
@@ -188,7 +188,7 @@ class Strain:
             return f"{count} texts waited; gone after {seconds:.2f} s, {said['texts']} were computed"
 
     async def until(self, server: Server, holds: Callable[[Any], bool]) -> Any:
-        """What /health says, once something holds."""
+        """Ask /health until something holds of its answer, which is returned."""
         end = time.monotonic() + LIMIT
         while not holds(said := await asyncio.to_thread(server.get, "/health")):
             require(time.monotonic() < end, f"{said}")

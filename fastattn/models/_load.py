@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 _TOWERS = ("clip", "siglip", "siglip2")
 # By the `model_type` of config.json.
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), bert.bert),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), jina.by_positions),
     **dict.fromkeys(("gemma2", "gemma3_text"), llama.gemma),
     "gemma3": llama.gemma3,
     "albert": bert.albert,

@@ -110,7 +110,7 @@ def test_results_have_the_same_bits(window, dtype, cache_dtype, implementation, 
 
 @pytest.mark.parametrize("kind", NEAR)
 def test_memory_is_bounded(kind, tmp_path, few):
-    """That of layers with a window, however long the text; the others hold all keys."""
+    """Layers with a window hold few keys, however long the text; the others hold all."""
     model = load(tmp_path, kind, {"max_position_embeddings": 1000})
     session = model.session()
     prompt = some_ids(300).tolist()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._embeddings import BucketBiases
-from fastattn.models._families import jina
 from fastattn.models._families.shared import EncoderNames, read_encoder
 
 if TYPE_CHECKING:
@@ -88,11 +87,8 @@ _FIRST = 2  # MPNet's positions begin after the padding token's id, which is 1
 
 
 def bert(source: Source) -> Encoder:
-    """Build BERT, RoBERTa, XLM-RoBERTa or CamemBERT; or one of Jina's models, by its positions."""
+    """Build BERT, RoBERTa, XLM-RoBERTa or CamemBERT."""
     config = source.config
-    positions = config.values.get("position_embedding_type")
-    if positions in ("alibi", "rotary"):
-        return jina.v2(source) if positions == "alibi" else jina.v3(source)
     table, blocks = config.size("max_position_embeddings"), Blocks.of(source, BERT.block)
     config.refuse(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     is_bert = config.get("model_type", str) == "bert"

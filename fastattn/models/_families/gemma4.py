@@ -176,6 +176,23 @@ def _filled(size: int, dtype: np.dtype[Any], tensors: Tensors, name: str) -> Arr
     return np.full(size, tensors.whole(name).astype(dtype)[0], dtype)
 
 
+def _base(source: Source, heads_kv: int) -> Blocks:
+    """Blocks as if all were alike; so many key heads there are by default."""
+    config = source.config
+    heads, _ = head_counts(config, heads_kv)
+    biased = (*_NAMES.qkv, _NAMES.attended) if config.get("attention_bias", bool, False) else ()
+    return Blocks.of(
+        source,
+        _NAMES,
+        KEYS._replace(activation="hidden_activation"),
+        eps=1e-6,
+        activation="gelu_pytorch_tanh",
+        heads=heads,
+        head_dim=config.size("head_dim", 256),
+        biased=frozenset(biased),
+    )
+
+
 def gemma4(source: Source) -> Decoder:
     """Build Gemma 4's text model; its towers for images and sound are left out."""
     if source.config.get("model_type", str) == "gemma4":
@@ -187,24 +204,12 @@ def gemma4(source: Source) -> Decoder:
     if config.values.get("use_bidirectional_attention") not in (None, "vision"):  # of the tokens of images
         came = config.values["use_bidirectional_attention"]
         raise config.wrong("use_bidirectional_attention", came, "null, or 'vision'")
-    heads, _ = head_counts(config, 4)
-    base = Blocks.of(
-        source,
-        _NAMES,
-        KEYS._replace(activation="hidden_activation"),
-        eps=1e-6,
-        activation="gelu_pytorch_tanh",
-        heads=heads,
-        head_dim=config.size("head_dim", 256),
-        biased=frozenset((*_NAMES.qkv, _NAMES.attended))
-        if config.get("attention_bias", bool, False)
-        else frozenset(),
-    )
+    base = _base(source, 4)
     count, kinds = base.num_layers, _kinds(config, base.num_layers)
     first = count - config.size("num_kv_shared_layers", 0, low=0)
     givers = _givers(config, kinds, first)
     wide = config.get("use_double_wide_mlp", bool, False)
-    sizes = {kind: _sizes(config, kinds, kind, heads) for kind in (ALL, NEAR) if kind in kinds}
+    sizes = {kind: _sizes(config, kinds, kind, base.heads) for kind in (ALL, NEAR) if kind in kinds}
     variants: dict[tuple[str, bool], Blocks] = {}
     for kind, (head_dim, heads_kv) in sizes.items():
         alike = kind == ALL and config.get("attention_k_eq_v", bool, False)
@@ -260,20 +265,9 @@ def embedding_gemma2(source: Source) -> Encoder:
         source = of_text(source, "embedding_gemma2_text")
     config = source.config
     source.rename(lambda name: name.replace(".ple_block.", ".").removeprefix("ple."))
-    heads, _ = head_counts(config, 2)
-    biased = (*_NAMES.qkv, _NAMES.attended) if config.get("attention_bias", bool, False) else ()
-    base = Blocks.of(
-        source,
-        _NAMES,
-        KEYS._replace(activation="hidden_activation"),
-        eps=1e-6,
-        activation="gelu_pytorch_tanh",
-        heads=heads,
-        head_dim=config.size("head_dim", 256),
-        biased=frozenset(biased),
-    )
+    base = _base(source, 2)
     count, kinds = base.num_layers, _kinds(config, base.num_layers)
-    sizes = {kind: _sizes(config, kinds, kind, heads) for kind in (ALL, NEAR) if kind in kinds}
+    sizes = {kind: _sizes(config, kinds, kind, base.heads) for kind in (ALL, NEAR) if kind in kinds}
     own = {kind: replace(base, head_dim=d, heads_kv=heads_kv) for kind, (d, heads_kv) in sizes.items()}
     widest = max(own.values(), key=lambda each: each.head_dim, default=base)
     blocks = _Blocks(

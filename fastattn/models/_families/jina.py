@@ -21,6 +21,7 @@ import numpy as np
 from fastattn.models._adapters import CONFIG, joined, of_peft
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._embeddings import AlibiBiases
+from fastattn.models._families.bert import BERT, bert
 from fastattn.models._families.shared import EncoderNames, frequencies, read_encoder, scaled
 from fastattn.models._files import Config, ModelError
 from fastattn.models._routes import routed
@@ -36,23 +37,12 @@ if TYPE_CHECKING:
     from fastattn.models._encoder import Encoder
     from fastattn.models._parameters import Precision
 
-_V2 = EncoderNames(
-    tokens="embeddings.word_embeddings",
-    types="embeddings.token_type_embeddings",
-    first_norm="embeddings.LayerNorm",
-    block=BlockNames(
-        prefix="encoder.layer.{}.",
-        qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
-        attended="attention.output.dense",
-        attention_norm="attention.output.LayerNorm",
-        inner="mlp.gated_layers",
-        gate="mlp.gated_layers",
-        outer="mlp.wo",
-        inner_norm="mlp.layernorm",
-        norm_first=False,
+_V2 = BERT._replace(
+    positions=None,
+    block=BERT.block._replace(
+        inner="mlp.gated_layers", gate="mlp.gated_layers", outer="mlp.wo", inner_norm="mlp.layernorm"
     ),
     prefixes=("bert.",),
-    ignored=re.compile(r"^embeddings\.(position|token_type)_ids$"),
 )
 _V2_CODE = _V2._replace(  # jina-embeddings-v2-base-code
     block=_V2.block._replace(
@@ -89,6 +79,13 @@ _V3 = EncoderNames(
 TASKS = ("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching")
 _USUAL = "base"  # of a text without a task: no adapter
 _ROUTES = {("query", None): TASKS[0], ("document", None): TASKS[1]}  # of encode_query and encode_document
+
+
+def by_positions(source: Source) -> Encoder:
+    """Build BERT, or a model of Jina's, whose config.json calls it BERT or XLM-RoBERTa, too."""
+    builders = {"alibi": v2, "rotary": v3}
+    positions: Any = source.config.values.get("position_embedding_type")
+    return builders.get(positions if isinstance(positions, str) else "", bert)(source)
 
 
 def v2(source: Source) -> Encoder:
