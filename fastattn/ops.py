@@ -20,17 +20,9 @@ from fastattn._args.ops import group_args, linear_args, rows_args
 from fastattn._args.options import Backend, ComputeOptions, OutOption
 from fastattn._args.pack import pack_args
 from fastattn._args.packed import PackedLinear
+from fastattn._args.recurrent_types import ConvArgs, each_sequence
 from fastattn._args.results import result_array
-from fastattn._args.types import (
-    Activation,
-    Array,
-    ArrayLike,
-    ConvArgs,
-    DTypeLike,
-    Rounding,
-    Unpack,
-    each_sequence,
-)
+from fastattn._args.types import Activation, Array, ArrayLike, DTypeLike, Rounding, Unpack
 from fastattn._args.values import as_array, flag, float_array, integers
 from fastattn._engine import dispatch
 

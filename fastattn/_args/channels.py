@@ -11,8 +11,9 @@ from fastattn._args.errors import wrong_shape
 from fastattn._args.grad import needed
 from fastattn._args.grad_types import ConvGradArgs, ScanGradArgs
 from fastattn._args.ops import data, like, result, vector
+from fastattn._args.recurrent_types import ConvArgs, ScanArgs
 from fastattn._args.results import result_array
-from fastattn._args.types import ACTIVATIONS, Activation, Array, ConvArgs, Ints, ScanArgs, Shape, lane_dtype
+from fastattn._args.types import ACTIVATIONS, Activation, Array, Ints, Shape, lane_dtype
 from fastattn._args.values import (
     choice,
     flag,

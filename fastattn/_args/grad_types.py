@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fastattn._args.packed import PackedLinear
-from fastattn._args.types import Activation, Array, ConvArgs, DeformableArgs, Ints, ScanArgs
+from fastattn._args.recurrent_types import ConvArgs, ScanArgs
+from fastattn._args.types import Activation, Array, DeformableArgs, Ints
 
 
 @dataclass(slots=True, eq=False)

@@ -8,8 +8,9 @@ import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import epsilon, like
+from fastattn._args.recurrent_types import RecurrentArgs
 from fastattn._args.results import result_array
-from fastattn._args.types import Array, RecurrentArgs, Shape, lane_dtype
+from fastattn._args.types import Array, Shape, lane_dtype
 from fastattn._args.values import (
     broadcast_batch,
     choice,

@@ -10,7 +10,8 @@ from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.grad import needed
 from fastattn._args.ops import like
 from fastattn._args.recurrent import pair, recurrent_args
-from fastattn._args.types import Array, RecurrentBackwardArgs, lane_dtype
+from fastattn._args.recurrent_types import RecurrentBackwardArgs
+from fastattn._args.types import Array, lane_dtype
 from fastattn._args.values import operand
 
 # Gradients that can be asked for.

@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.recurrent_types import ConvArgs, RecurrentArgs, RecurrentBackwardArgs, ScanArgs
 from fastattn._args.types import (
     AttentionArgs,
     BackwardArgs,
-    ConvArgs,
     DeformableArgs,
     NearestArgs,
-    RecurrentArgs,
-    RecurrentBackwardArgs,
     RopeArgs,
     RowsArgs,
     RowwiseArgs,
     RowwiseBackwardArgs,
-    ScanArgs,
     SelectedArgs,
     SelectionArgs,
     lane_dtype,

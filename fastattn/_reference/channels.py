@@ -9,7 +9,8 @@ import numpy as np
 
 from fastattn._args.blocks import BLOCK
 from fastattn._args.grad_types import ConvGradArgs, ScanGradArgs
-from fastattn._args.types import Array, ConvArgs, ScanArgs, each_sequence
+from fastattn._args.recurrent_types import ConvArgs, ScanArgs, each_sequence
+from fastattn._args.types import Array
 from fastattn._reference.grad import DERIVATIVES
 from fastattn._reference.ops import activate
 

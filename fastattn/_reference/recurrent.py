@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from fastattn._args.blocks import blocks
-from fastattn._args.types import Array, RecurrentArgs, lane_dtype
+from fastattn._args.recurrent_types import RecurrentArgs
+from fastattn._args.types import Array, lane_dtype
 
 _CHUNK = 32
 _GATED_CHUNK = 16

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._args.blocks import blocks
-from fastattn._args.types import Array, RecurrentArgs, RecurrentBackwardArgs, lane_dtype
+from fastattn._args.recurrent_types import RecurrentArgs, RecurrentBackwardArgs
+from fastattn._args.types import Array, lane_dtype
 from fastattn._reference.recurrent import (
     at_tokens,
     chunk_of,

@@ -16,7 +16,8 @@ from fastattn._args.options import (
 )
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.recurrent_backward import recurrent_backward_args
-from fastattn._args.types import Array, ArrayLike, RecurrentBackwardArgs, Shape, Unpack
+from fastattn._args.recurrent_types import RecurrentBackwardArgs
+from fastattn._args.types import Array, ArrayLike, Shape, Unpack
 from fastattn._args.values import float_array, is_float, real_array, shared, short
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch

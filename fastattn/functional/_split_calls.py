@@ -10,7 +10,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from fastattn._args import key_ranges
-from fastattn._args.types import AXES, Array, AttentionArgs, Ints, RecurrentArgs, lane_dtype
+from fastattn._args.recurrent_types import RecurrentArgs
+from fastattn._args.types import AXES, Array, AttentionArgs, Ints, lane_dtype
 from fastattn._args.values import operand
 from fastattn._engine import dispatch
 from fastattn._reference import attention as reference

@@ -10,7 +10,8 @@ import numpy as np
 from fastattn._args.channels import conv_grad_args
 from fastattn._args.errors import named
 from fastattn._args.grad_types import ConvGradArgs
-from fastattn._args.types import Activation, Array, ArrayLike, each_sequence
+from fastattn._args.recurrent_types import each_sequence
+from fastattn._args.types import Activation, Array, ArrayLike
 from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
