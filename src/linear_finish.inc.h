@@ -83,7 +83,7 @@ INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, 
     for (; rows > 0; rows--) {
         UNROLL_FOR(int64_t c = 0; c < PANEL; c += 2 * LANES) {
             if (c >= n) break;
-            UNROLL_FOR(int64_t b = (PANEL + c) * size; V_TILES && b < (PANEL + c + 2 * LANES) * size; b += 64) {
+            UNROLL_FOR(int64_t b = (PANEL + c) * size; b < (PANEL + c + 2 * LANES) * size; b += 64) {
                 __builtin_prefetch(p.out + b, 1, 3);
                 if (p.residual) __builtin_prefetch(p.residual + b, 0, 3);
             }

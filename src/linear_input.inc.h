@@ -104,7 +104,8 @@ INLINE int x_copied_late(const fa_linear_args *a)
 /* Rows of a pass at most. */
 INLINE int64_t pass_rows(const fa_linear_args *a)
 {
-    return multiplication_of(a) == BY_BLOCKS ? BLOCK_ROWS : LINEAR_ROWS;
+    const multiplication how = multiplication_of(a);
+    return how == BY_BLOCKS ? BLOCK_ROWS : how == BY_BYTES ? BYTES_ROWS : LINEAR_ROWS;
 }
 
 INLINE int64_t sums_of_row(const fa_linear_args *a)
@@ -165,13 +166,15 @@ INLINE v_t v_load_within(fa_dtype dtype, const char *from, int64_t d, int64_t k)
 INLINE row_grid quantise_row_as(fa_dtype dtype, const fa_linear_args *a, const char *from, char *to, int32_t *sums)
 {
     const int64_t size = dtype_size(dtype);
-    v_t most = v_load_within(dtype, from, 0, a->k), least = most, zero = v_splat(0); /* NaN where x is not finite */
+    v_t most = v_load_within(dtype, from, 0, a->k), least = most;
+    vi_t nan = {0};
     for (int64_t d = 0; d < a->k; d += LANES) {
         const v_t x = v_load_within(dtype, from, d, a->k);
         most = v_max(x, most), least = v_min(x, least);
-        zero = v_fma(x, v_splat(0), zero);
+        nan |= x != x;
     }
-    const int finite = !v_any(zero != zero);
+    const vi_t infinite = (most == v_splat(INFINITY)) | (least == v_splat(-INFINITY));
+    const int finite = !v_any(nan | infinite);
     const lane high = finite ? v_max_lanes(most) : 0, low = finite ? -v_max_lanes(-least) : 0;
     const lane middle = low * 0.5f + high * 0.5f; /* rounded: so either end may be the farther one */
     const lane half = fmaxf(fmaxf(high - middle, middle - low), LEAST_HALF);

@@ -245,7 +245,7 @@ INLINE vi_t first_sum(const packed_product *p, int r, int64_t block)
 }
 
 /* One pass of int8 by int8, in integers. */
-INLINE void bytes_pass(int rows, int64_t c, const packed_product *p)
+INLINE void bytes_pass(int rows, int fetch, int64_t c, const packed_product *p)
 {
     const char *part = p->part + c * (int64_t)sizeof(lane), *x = p->x;
     vi_t sum[TILE_MAX][LINEAR_NV], step[LINEAR_NV];
@@ -255,7 +255,7 @@ INLINE void bytes_pass(int rows, int64_t c, const packed_product *p)
             sum[r][u] = p->more ? (vi_t)v_load(from) : first_sum(p, r, 0);
         }
     for (int64_t d = 0; d < p->features; d += 4, part += FA_PANEL_BYTES, x += 4) {
-        fetch_step(p, c, d / 4);
+        if (fetch) fetch_step(p, 0, d / 4);
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) step[u] = (vi_t)v_load(part + u * V_BYTES);
         UNROLL_FOR(int r = 0; r < rows; r++) {
             const vi_t four = (vi_t){0} + *(const four_u *)(x + r * p->x_row);
@@ -391,7 +391,8 @@ INLINE void narrow_pass(multiplication how, int64_t rows, int64_t c, const packe
 #if V_I8_SQUARES
     if (how == BY_BYTES) WITH_ROWS(rows, LINEAR_ROWS, squares_pass, c, p);
 #else
-    if (how == BY_BYTES) WITH_ROWS(rows, LINEAR_ROWS, bytes_pass, c, p);
+    if (how == BY_BYTES && c == 0 && p->lines) WITH_ROWS(rows, BYTES_ROWS, bytes_pass, 1, c, p);
+    else if (how == BY_BYTES) WITH_ROWS(rows, BYTES_ROWS, bytes_pass, 0, c, p);
 #endif
     else if (how == BY_BLOCKS && p->a->weight == FA_Q8) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, FA_Q8, 0, c, p);
     else if (how == BY_BLOCKS && codes_ascend(p->a)) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, FA_I4, 1, c, p);
