@@ -147,12 +147,14 @@ INLINE void multiply_narrow(multiplication how, int64_t rows, const packed_produ
     p.ahead = PART_AHEAD;
     for (int64_t r = 0, passes = n_passes; passes; passes--) {
         const int64_t n = ceil_div(rows - r, passes);
-        p.lines = lines_ahead(n_passes, n_passes - passes);
         p.x = whole->x + r * p.x_row;
         p.sums = whole->sums + r * p.sums_row;
         p.out = whole->out + r * PANEL;
-        for (int64_t c = 0; c < PANEL; c += GROUP) narrow_pass(how, n, c, &p);
-        p.ahead += ceil_div(p.features, features_per_step(p.a->weight)) * p.lines * 64;
+        for (int64_t c = 0; c < PANEL; c += GROUP) {
+            p.lines = c == 0 ? lines_ahead(n_passes, n_passes - passes) : 0;
+            narrow_pass(how, n, c, &p);
+            p.ahead += ceil_div(p.features, features_per_step(p.a->weight)) * p.lines * 64;
+        }
         r += n;
     }
 }

@@ -130,11 +130,11 @@ INLINE int64_t scales_ahead(fa_dtype weight, const fa_linear_args *a)
     return scales_at(a, PART_AHEAD / FA_PANEL_BYTES * features_per_step(weight));
 }
 
-/* Asks for lines at step number `step`, beside the first group of columns. */
-INLINE void fetch_step(const packed_product *p, int64_t c, int64_t step)
+/* Asks for lines at step number `step`. */
+INLINE void fetch_step(const packed_product *p, int64_t step)
 {
     UNROLL_FOR(int i = 0; i < STEP_LINES; i++)
-        if (c == 0 && i < p->lines) __builtin_prefetch(p->part + p->ahead + (step * p->lines + i) * 64, 0, 2);
+        if (i < p->lines) __builtin_prefetch(p->part + p->ahead + (step * p->lines + i) * 64, 0, 2);
 }
 
 #define LINEAR_SUM MAX_DEPTH /* steps, or features widened, that one accumulator sums at most */
@@ -192,7 +192,7 @@ INLINE void wide_pass(int rows, int runs, fa_dtype weight, int by_bytes, int64_t
         UNROLL_FOR(int run = 0; run < runs; run++) {
             const char *step = part + run * run_bytes;
             const int64_t feature = run * LINEAR_SUM + d;
-            fetch_step(p, c, feature / each);
+            fetch_step(p, feature / each);
             if (in_blocks(weight) && (d & in_block) == 0) {
                 const int64_t offset = scales_at(p->a, feature) + c * 2;
                 if (p->lines) __builtin_prefetch(p->scales + offset + ahead, 0, 2);
@@ -255,7 +255,7 @@ INLINE void bytes_pass(int rows, int fetch, int64_t c, const packed_product *p)
             sum[r][u] = p->more ? (vi_t)v_load(from) : first_sum(p, r, 0);
         }
     for (int64_t d = 0; d < p->features; d += 4, part += FA_PANEL_BYTES, x += 4) {
-        if (fetch) fetch_step(p, 0, d / 4);
+        if (fetch) fetch_step(p, d / 4);
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) step[u] = (vi_t)v_load(part + u * V_BYTES);
         UNROLL_FOR(int r = 0; r < rows; r++) {
             const vi_t four = (vi_t){0} + *(const four_u *)(x + r * p->x_row);
@@ -283,7 +283,7 @@ INLINE void squares_pass(int rows, int64_t c, const packed_product *p)
     for (int64_t d = 0; d < p->features; d += 8, part += 2 * FA_PANEL_BYTES, x += 8) {
         const char *next = d + 4 < p->features ? part + FA_PANEL_BYTES : none;
         vi_t both[TILE_MAX / 2];
-        fetch_step(p, c, d / 4), fetch_step(p, c, d / 4 + 1);
+        fetch_step(p, d / 4), fetch_step(p, d / 4 + 1);
         UNROLL_FOR(int r = 0; r < rows; r += 2) {
             const char *row = x + r * p->x_row, *other = row + (r + 1 < rows ? p->x_row : 0);
             both[r / 2] = (vi_t)(int64x2_t){*(const eight_u *)row, *(const eight_u *)other};
@@ -329,7 +329,7 @@ INLINE void blocks_pass(int rows, fa_dtype weight, int in_order, int64_t c, cons
         UNROLL_FOR(int r = 0; r < rows; r++)
             UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = in_order ? (vi_t){0} : first_sum(p, r, block);
         ROLLED_FOR(int64_t s = 0; s < steps; s++, part += FA_PANEL_BYTES, x += each) {
-            fetch_step(p, c, block * steps + s);
+            fetch_step(p, block * steps + s);
             UNROLL_FOR(int half = 0; half < each / 4; half++) {
                 const char *half_x = x + half * 4;
                 vi_t codes[LINEAR_NV];
@@ -391,7 +391,7 @@ INLINE void narrow_pass(multiplication how, int64_t rows, int64_t c, const packe
 #if V_I8_SQUARES
     if (how == BY_BYTES) WITH_ROWS(rows, LINEAR_ROWS, squares_pass, c, p);
 #else
-    if (how == BY_BYTES && c == 0 && p->lines) WITH_ROWS(rows, BYTES_ROWS, bytes_pass, 1, c, p);
+    if (how == BY_BYTES && p->lines) WITH_ROWS(rows, BYTES_ROWS, bytes_pass, 1, c, p);
     else if (how == BY_BYTES) WITH_ROWS(rows, BYTES_ROWS, bytes_pass, 0, c, p);
 #endif
     else if (how == BY_BLOCKS && p->a->weight == FA_Q8) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, FA_Q8, 0, c, p);
