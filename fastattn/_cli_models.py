@@ -67,7 +67,7 @@ def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Name
         try:
             work(options)
         except (ImportError, ValueError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {str(error).removeprefix('(): ')}", file=sys.stderr)
             return 1
         return 0
 
@@ -246,6 +246,10 @@ def serve(options: argparse.Namespace) -> None:
     if not isinstance(model, (Encoder, CrossEncoder)):
         came = f"{options.model} holds a {type(model).__name__} ({model.model_type})"
         raise ValueError(f"{came}; expected an Encoder or a CrossEncoder")
+    if options.task is not None and isinstance(model, CrossEncoder):
+        raise ValueError(f"--task is {options.task!r}; expected none: {options.model} scores pairs")
+    if options.task is not None:
+        model = model_of(model, options.task)
     limits = Limits(options.batch_tokens, options.queue_texts, options.body_bytes, options.truncate)
     run(
         model,

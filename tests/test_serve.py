@@ -726,6 +726,21 @@ def test_a_signal_ends_it_well(folder, number, tmp_path):
     connection.close()
 
 
+def test_one_way_of_several_is_served(tmp_path):
+    write_router(tmp_path)
+    process = run(tmp_path, "--port", 0, "--task", "query")
+    port = int(process.stdout.readline().rpartition(":")[2])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    connection.request("POST", "/embed", '{"inputs": "the cat", "normalize": false}')
+    vectors = json.loads(connection.getresponse().read())
+    connection.close()
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=SECONDS) == ("", "")
+    ways = [models.load(tmp_path).encode(["the cat"], task=task) for task in ("query", "document")]
+    np.testing.assert_array_equal(np.float32(vectors), ways[0])
+    assert (ways[0] != ways[1]).any()
+
+
 HALF = b'POST /v1/embeddings HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n\r\n{"inp'
 
 
@@ -780,6 +795,7 @@ def test_a_client_that_reads_nothing_does_not_hinder_the_end():
         (["nowhere"], "error: nowhere is no folder"),
         (["{folder}", "--port", "70000"], "error: 127.0.0.1:70000: "),
         (["{folder}", "--name", ""], "error: --name is ''; expected what requests call the model"),
+        (["{folder}", "--task", "query"], "error: task is 'query'; expected None: this model has one way"),
         (["{folder}", "--queue-texts", "0"], "--queue-texts: expected an integer of at least 1"),
     ],
 )

@@ -81,7 +81,8 @@ def make_app(model: Encoder | CrossEncoder, name: str = "model", limits: Limits 
     routes = getattr(model, "routes", None)
     if routes is not None:  # nothing in a request would say which one
         came = f"model has a way of its own for each task, {', '.join(map(short, routes.models))}"
-        raise ValueError(f"make_app(): {came}, and requests name no task; expected one way for all texts")
+        expected = "expected one way for all texts, as `python -m fastattn serve --task` serves"
+        raise ValueError(f"make_app(): {came}, and requests name no task; {expected}")
     service = Service(model, name, limits or Limits())
     return app_of(service)
 
