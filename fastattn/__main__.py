@@ -188,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     model_options(option)
     option("--name", help="what requests call the model (the folder's name)")
     option("--task", metavar="NAME", help="of a model that computes vectors in several ways: the one served")
+    option("--prompt-name", metavar="NAME", help="of the prompt where a request names none (the model's own)")
     option("--host", default="127.0.0.1", help="the address to listen at (this machine alone)")
     option("--port", type=natural, default=8000, help="0: a free one (8000)")
     option("--batch-tokens", type=positive, default=768, metavar="N", help="that are computed together (768)")

@@ -246,10 +246,6 @@ def serve(options: argparse.Namespace) -> None:
     if not isinstance(model, (Encoder, CrossEncoder)):
         came = f"{options.model} holds a {type(model).__name__} ({model.model_type})"
         raise ValueError(f"{came}; expected an Encoder or a CrossEncoder")
-    if options.task is not None and isinstance(model, CrossEncoder):
-        raise ValueError(f"--task is {options.task!r}; expected none: {options.model} scores pairs")
-    if options.task is not None:
-        model = model_of(model, options.task)
     limits = Limits(options.batch_tokens, options.queue_texts, options.body_bytes, options.truncate)
     run(
         model,
@@ -260,6 +256,8 @@ def serve(options: argparse.Namespace) -> None:
         limits,
         options.connections,
         options.timeout,
+        options.task,
+        options.prompt_name,
     )
 
 

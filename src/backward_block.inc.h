@@ -166,7 +166,7 @@ static void store_keys(const fa_backward_args *call, const row_block *rows, back
     store_key_rows(&call->dv, rows, keys, dvt, a->head_dim_v, 1, scratch->copy);
 }
 
-/* Rows of x, (rows, width), as the scores' products read them: in place where they lie side by side, else `copy`. */
+/* Rows of x, (rows, width), as the scores' products read them: in place or in `copy`. */
 INLINE const char *rows_of_products(int dot, const fa_array *x, const row_block *rows, int64_t width, lane *copy,
                                     int64_t *row_bytes)
 {

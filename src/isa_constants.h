@@ -7,7 +7,8 @@
  *                               loads for 12 multiply-adds and not 7; 8x2 spills. NEON: a vector holds but four
  *                               queries. generic: without fused multiply-adds a product takes one register more
  *     LINEAR_ROWS x LINEAR_NV   the same of the layers' matrix product
- *     BYTES_ROWS                its rows in int8 by int8: AVX2 holds each weight and its absolute value, 1, and two of x
+ *     BYTES_ROWS                its rows in int8 by int8: without an instruction for it, the dot product takes registers for
+ *                               absolute values, 1 and products between
  *     V_I8_OFFSET               128 where the dot product of bytes takes one side unsigned (see v_dot_i8), or 0
  *     V_I8_DOT                  1 where one instruction multiplies and adds four bytes a lane
  *     V_I8_SQUARES              1 where an instruction multiplies two rows of eight bytes with two columns
@@ -57,4 +58,4 @@
 #else
 #define V_I8_SQUARES 0
 #endif
-#define BYTES_ROWS (V_REGISTERS > 16 || V_I8_DOT || V_BYTES == 16 ? LINEAR_ROWS : 4)
+#define BYTES_ROWS (V_I8_DOT || V_BYTES == 16 ? LINEAR_ROWS : V_REGISTERS / 4)

@@ -10,6 +10,7 @@ _Static_assert(PANEL % (2 * LANES) == 0, "a row's vectors are stored by two");
 /* Rows of a panel, or of a gated pair, that wait to be finished. The pointers are at the first of them. */
 typedef struct {
     const fa_linear_args *a;
+    int last;                        /* no panel of the row follows */
     int gated, bytes;                /* of a, which is read once a panel: a store may change it, for all gcc knows */
     int64_t outputs;                 /* of a map, also */
     int64_t rows, n;                 /* output features of the panel */
@@ -26,6 +27,7 @@ static panel_rows rows_of_panel(const fa_linear_args *a, int64_t row, int64_t ro
     const int64_t first = panel / (1 + a->gated) * PANEL, size = dtype_size(a->dtype);
     return (panel_rows){
         .a = a,
+        .last = a->n - first <= PANEL,
         .gated = a->gated,
         .bytes = multiplication_of(a) == BY_BYTES,
         .outputs = a->n,
@@ -74,19 +76,20 @@ INLINE v_t v_finished(fa_dtype dtype, fa_activation activation, const panel_rows
     return p->residual ? y + v_load_as_part(dtype, p->residual + c * size, n) : y;
 }
 
-/* Finishes `rows` of them. p is the caller's copy, which no store can change: it stays in registers. By tiles, asks for
- * what the next panel will read and write. */
+/* Finishes `rows` of them. p is the caller's copy, which no store can change: it stays in registers. Asks for what the
+ * row's next panel will read and write. */
 INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, panel_rows p, int64_t rows)
 {
     const int64_t size = dtype_size(dtype), out_row = p.a->out_row, residual_row = p.a->residual_row;
     const int64_t pre_row = p.a->pre_row;
     for (; rows > 0; rows--) {
+        UNROLL_FOR(int64_t b = PANEL * size; b < 2 * PANEL * size; b += 64) {
+            if (p.last) break;
+            __builtin_prefetch(p.out + b, 1, 3);
+            if (p.residual) __builtin_prefetch(p.residual + b, 0, 3);
+        }
         UNROLL_FOR(int64_t c = 0; c < PANEL; c += 2 * LANES) {
             if (c >= n) break;
-            UNROLL_FOR(int64_t b = (PANEL + c) * size; b < (PANEL + c + 2 * LANES) * size; b += 64) {
-                __builtin_prefetch(p.out + b, 1, 3);
-                if (p.residual) __builtin_prefetch(p.residual + b, 0, 3);
-            }
             const int two = c + LANES < n;
             const v_t y = v_finished(dtype, activation, &p, c, n - c);
             const v_t next = two ? v_finished(dtype, activation, &p, c + LANES, n - c - LANES) : y;

@@ -12,8 +12,9 @@
  *                               eight of two rows and two columns, where there is one   squares_pass
  *   Q8, 4 bits       int8       the same; each block of features is scaled              blocks_pass
  *
- * Literals  columns: a multiple of GROUP. dot: 1 only if V_BF16_DOT. fetch: 0 .. STEP_LINES. triangular: 0, 1. weight:
- *           FA_BF16, FA_I8, FA_I4, FA_Q8; of blocks_pass the last two. rows: 1 .. LINEAR_ROWS, of blocks_pass BLOCK_ROWS.
+ * Literals  columns: a multiple of GROUP. dot: 1 only if V_BF16_DOT. fetch: 0 .. STEP_LINES, of bytes_pass 0, 1.
+ *           triangular: 0, 1. weight: FA_BF16, FA_I8, FA_I4, FA_Q8; of blocks_pass the last two. rows: 1 .. LINEAR_ROWS,
+ *           of bytes_pass BYTES_ROWS, of blocks_pass BLOCK_ROWS.
  *           runs: 1, 2 with two rows at most, WIDE_RUNS with one. by_bytes, in_order: 1 only if FA_I4.
  * Exports   PANEL, GROUP, WITH_ROWS, multiply (linear attention has such products, too); PACKED_BLOCK, BLOCK_ROWS,
  *           in_blocks, block_at, scales_at, LINEAR_SUM, PART_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING,
@@ -24,10 +25,11 @@
 
 #define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))
 
-/* A pass has LINEAR_ROWS x LINEAR_NV accumulators, and needs LINEAR_NV vectors and a broadcast beside them. */
+/* A pass has LINEAR_ROWS x LINEAR_NV accumulators at most, and needs LINEAR_NV vectors and a broadcast beside them. */
 #define GROUP (LINEAR_NV * LANES) /* columns of a pass */
 _Static_assert(LINEAR_ROWS *LINEAR_NV + LINEAR_NV + 1 <= V_REGISTERS, "the tile spills");
 _Static_assert(LINEAR_ROWS <= TILE_MAX && PANEL % GROUP == 0, "passes fill a panel");
+_Static_assert(BYTES_ROWS <= LINEAR_ROWS && (!V_I8_SQUARES || BYTES_ROWS == LINEAR_ROWS), "see narrow_pass");
 
 #define PACKED_BLOCK 32 /* input features that pack gives a scale; panels in blocks are whole ones of these */
 #define BLOCK_ROWS (LINEAR_ROWS / 2) /* rows of blocks_pass, which has two accumulators for each result */
@@ -247,20 +249,30 @@ INLINE vi_t first_sum(const packed_product *p, int r, int64_t block)
 /* One pass of int8 by int8, in integers. */
 INLINE void bytes_pass(int rows, int fetch, int64_t c, const packed_product *p)
 {
-    const char *part = p->part + c * (int64_t)sizeof(lane), *x = p->x;
+    const char *part = p->part + c * (int64_t)sizeof(lane), *x[TILE_MAX / 3];
+    /* Every third row, as in tile_outer; a few rows are the first and multiples of x_row. */
+    const int apart = V_I8_DOT ? 3 : TILE_MAX;
+    int64_t x_row = p->x_row;
     vi_t sum[TILE_MAX][LINEAR_NV], step[LINEAR_NV];
+    UNROLL_FOR(int r = 0; r < rows; r += apart) {
+        x[r / apart] = p->x + r * x_row;
+        HIDE(x[r / apart]);
+    }
     UNROLL_FOR(int r = 0; r < rows; r++)
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
             const lane *from = p->out + r * PANEL + c + u * LANES;
             sum[r][u] = p->more ? (vi_t)v_load(from) : first_sum(p, r, 0);
         }
-    for (int64_t d = 0; d < p->features; d += 4, part += FA_PANEL_BYTES, x += 4) {
-        if (fetch) fetch_step(p, d / 4);
+    const char *end = part + ceil_div(p->features, 4) * FA_PANEL_BYTES;
+    for (int64_t s = 0; part < end; s++, part += FA_PANEL_BYTES) {
+        if (fetch) fetch_step(p, s);
+        HIDE(x_row);
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) step[u] = (vi_t)v_load(part + u * V_BYTES);
         UNROLL_FOR(int r = 0; r < rows; r++) {
-            const vi_t four = (vi_t){0} + *(const four_u *)(x + r * p->x_row);
+            const vi_t four = (vi_t){0} + *(const four_u *)(x[r / apart] + r % apart * x_row);
             UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_dot_i8(step[u], four, sum[r][u]);
         }
+        UNROLL_FOR(int r = 0; r < rows; r += apart) x[r / apart] += 4;
     }
     UNROLL_FOR(int r = 0; r < rows; r++)
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) v_store(p->out + r * PANEL + c + u * LANES, (v_t)sum[r][u]);

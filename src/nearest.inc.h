@@ -26,7 +26,8 @@
 /* The same of bytes: where no instruction multiplies and adds, a product takes one register more. */
 #define NEAREST_WHOLE (V_REGISTERS == 16 && !V_I8_OFFSET ? 2 : NEAREST_QUERIES)
 #define NEAREST_SUMS ((NEAREST_ROWS * NEAREST_QUERIES + LANES - 1) / LANES * LANES)
-#define NEAREST_AHEAD (2 << 10) /* bytes that few queries ask for ahead: 20% on a Zen 3 in int8; up to 16 KB level */
+#define NEAREST_AHEAD                                                                                                  \
+    (2 << 10) /* bytes, if few queries ask for rows ahead: 20% on a Zen 3 in int8; up to 16 KB level */
 #define NEAREST_BYTES (128 << 10) /* of a task's queries, which stay in a second-level cache; a few rows in the first */
 _Static_assert(NEAREST_QUERIES <= 6 && NEAREST_BLOCK % LANES == 0, "see products_of");
 
@@ -183,6 +184,9 @@ static void count_bits(const char *k, int64_t k_row, int64_t n_rows, const char 
     }
 }
 
+/* Whether rows of k are read where they are, and not widened first. */
+INLINE int rows_in_place(const fa_nearest_args *a) { return a->kind != FA_LANES || a->k_dtype == LANE_DTYPE; }
+
 /* s (n_queries, NEAREST_BLOCK): scores of n rows of k. */
 static void score_block(const fa_nearest_args *a, const char *k, int64_t k_row, int64_t n, const char *q,
                         int64_t n_queries, lane *s)
@@ -194,10 +198,13 @@ static void score_block(const fa_nearest_args *a, const char *k, int64_t k_row, 
         return;
     }
     const int64_t some = whole ? NEAREST_WHOLE : NEAREST_QUERIES;
-    const int64_t row = a->depth * (whole ? 1 : (int64_t)sizeof(lane)), ahead = ceil_div(NEAREST_AHEAD, larger(1, row));
+    const int64_t row = a->depth * (whole ? 1 : (int64_t)sizeof(lane));
+    const int64_t ahead = larger(NEAREST_ROWS, ceil_div(NEAREST_AHEAD, larger(1, row)));
+    /* Long rows are found by the hardware. Copied ones are there. */
+    const int asks = n_queries <= some && row <= NEAREST_AHEAD && rows_in_place(a);
     for (int64_t j = 0, rows; j < n; j += rows, k += rows * k_row) {
         rows = j + NEAREST_ROWS <= n ? NEAREST_ROWS : 1;
-        if (n_queries <= some) prefetch_rows(k + ahead * k_row, k_row, rows, row);
+        if (asks) prefetch_rows(k + ahead * k_row, k_row, rows, row);
         for (int64_t i = 0; i < n_queries; i += some)
             score_rows(whole, rows > 1, smaller(some, n_queries - i), k, k_row, q + i * pitch, pitch, a->depth,
                        s + i * NEAREST_BLOCK + j);
@@ -256,7 +263,6 @@ static void nearest_run(const fa_nearest_args *a, const fa_nearest_plan *plan, i
     const int64_t parts = ceil_div(a->len_q, plan->queries), run = task / parts;
     const int64_t query = task % parts * plan->queries, n_queries = smaller(plan->queries, a->len_q - query);
     const int64_t begin = run * a->run, end = smaller(begin + a->run, a->len_k);
-    const int in_place = a->kind != FA_LANES || a->k_dtype == LANE_DTYPE;
     for (int64_t i = 0; i < n_queries; i++) {
         load_nearest_query(a, query + i, scratch.q + i * q_pitch(a));
         scratch.best[i].n = 0, scratch.best[i].least = NAN;
@@ -265,7 +271,7 @@ static void nearest_run(const fa_nearest_args *a, const fa_nearest_plan *plan, i
         const int64_t n = smaller(NEAREST_BLOCK, end - j0);
         const char *k = a->k + j0 * a->k_row;
         int64_t k_row = a->k_row;
-        if (!in_place) {
+        if (!rows_in_place(a)) {
             k_row = a->depth * (int64_t)sizeof(lane);
             for (int64_t j = 0; j < n; j++)
                 load_row(a->k_dtype, k + j * a->k_row, a->depth, 1, scratch.k + j * a->depth);

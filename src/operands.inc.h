@@ -251,12 +251,16 @@ INLINE int dots_pairs(const fa_attention_args *a)
 INLINE int is_dense(const fa_array *x, int64_t width) { return x->row == width * dtype_size(x->dtype); }
 
 /* Whether n rows of `width` are read where they lie as fast as from a copy: if they are dense, or spread over the sets of
- * the first-level cache, which repeat after 4096 bytes. Up to 16 rows in one set gain 7 to 40% on a Zen 3, whose sets hold
- * 8 lines; 32 rows lose 6%, 64 lose 15. */
+ * the first-level cache, which repeat after 4096 bytes and hold 8 lines at least. Of a short sequence, which few tiles
+ * read, 16 rows in a set gain 7 to 40% on a Zen 3; 32 lose 6%, and of a whole block 64 lose 15%. */
 INLINE int lies_well(const fa_array *x, int64_t width, int64_t n)
 {
-    const int64_t bytes = larger(1, width * dtype_size(x->dtype)), step = smaller(4096, x->row & -x->row);
-    return is_dense(x, width) || n <= 16 * smaller(4096 / bytes, step ? 4096 / step : 4096);
+    const int64_t bytes = larger(1, width * dtype_size(x->dtype)), past = x->row & 4095,
+                  near = smaller(past, 4096 - past);
+    /* Places in the sets: those that steps reach before they come round, if n rows drift over so many. */
+    const int64_t reached = smaller(past ? 4096 / larger(64, past & -past) : 1, 1 + n * near / bytes);
+    const int64_t places = smaller(4096 / bytes, reached);
+    return is_dense(x, width) || n <= (n < BLOCK_K ? 16 : 8) * places;
 }
 
 /* Rows [first, first + n) of k or v as lanes: in place, or widened, scaled and gathered in `copy`, unless they are

@@ -25,7 +25,8 @@ static int keeps_copy(const fa_attention_args *a, const fa_plan *plan)
     const int several = plan->n_tasks > a->batch * a->heads_kv;
     const int64_t n = smaller(a->len_k, BLOCK_K);
     const int in_place = lies_well(&a->k, a->head_dim, n) && lies_well(&a->v, a->head_dim_v, n);
-    if ((in_place && a->k.dtype == LANE_DTYPE) || plan->kind != FA_TILE || a->stats.second_pass || plan->split_k) return 0;
+    if ((in_place && a->k.dtype == LANE_DTYPE) || plan->kind != FA_TILE || a->stats.second_pass || plan->split_k)
+        return 0;
     return several && !a->k.blocks && bytes <= fa_tuned.head_copy_bytes;
 }
 

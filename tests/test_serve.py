@@ -485,10 +485,26 @@ def test_other_models_are_refused(tmp_path):
             Limits(**{name: 0})
 
 
-def test_a_model_that_needs_a_task_is_refused(tmp_path):
+def test_a_model_that_needs_a_task_is_refused_without(tmp_path):
     write_router(tmp_path)
-    with pytest.raises(ValueError, match=r"for each task, 'query', 'document', and requests name no task"):
-        make_app(models.load(tmp_path))
+    model = models.load(tmp_path)
+    with pytest.raises(ValueError, match=r"task is None, .* for each, 'query', 'document'; expected one"):
+        make_app(model)
+    with pytest.raises(ValueError, match=r"^make_app\(\): task is 'x'; expected one of 'query', 'document'"):
+        make_app(model, task="x")
+
+
+def test_a_prompt_for_requests_that_name_none(folder, tmp_path):
+    path = tmp_path / "prompts"
+    shutil.copytree(folder, path)
+    settings = {"prompts": {"query": "the cat ", "document": ""}}
+    (path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    model = models.load(path)
+    with pytest.raises(ValueError, match=r"^make_app\(\): prompt_name is 'x'; expected one of"):
+        make_app(model, prompt_name="x")
+    assert make_app(model).state.service.prompt == ""
+    service = make_app(model, prompt_name="query").state.service
+    assert (service.prompt, service.prompt_of("document")) == ("the cat ", "")
 
 
 def test_tokens_are_those_of_a_model_without_special_ones(tmp_path):
@@ -795,7 +811,7 @@ def test_a_client_that_reads_nothing_does_not_hinder_the_end():
         (["nowhere"], "error: nowhere is no folder"),
         (["{folder}", "--port", "70000"], "error: 127.0.0.1:70000: "),
         (["{folder}", "--name", ""], "error: --name is ''; expected what requests call the model"),
-        (["{folder}", "--task", "query"], "error: task is 'query'; expected None: this model has one way"),
+        (["{folder}", "--task", "query"], "task is 'query'; expected None: this model has one way"),
         (["{folder}", "--queue-texts", "0"], "--queue-texts: expected an integer of at least 1"),
     ],
 )

@@ -19,6 +19,8 @@ RUNTIMES = {
     "CTranslate2": ("ct2",),
     "fastembed": ("fastembed",),
     "sentence-tr.": ("st", "st-onnx", "st-ov"),
+    "faiss": ("faiss",),
+    "usearch": ("usearch",),
 }
 OWN = ("fastattn", "fallback")
 WIDTH = 110
@@ -45,9 +47,9 @@ def subject_name(report: Json) -> str:
 def columns(report: Json) -> dict[str, tuple[str, ...]]:
     """The columns that this report has: in a whole suite one for each engine."""
     others = [name for name in report["engines"] if name != subject(report)]
-    runtimes = {} if report["full"] else {k: v for k, v in RUNTIMES.items() if set(v) & set(others)}
-    shown = {name for names in runtimes.values() for name in names}
-    return runtimes | {name: (name,) for name in others if name not in shown}
+    if report["full"]:
+        return {name: (name,) for name in others}
+    return {label: names for label, names in RUNTIMES.items() if set(names) & set(others)}
 
 
 def figures(report: Json, row: Json) -> Figures | None:

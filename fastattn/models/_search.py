@@ -81,7 +81,8 @@ def nearest(
     if bits and x.dtype not in (np.uint8, np.int8):
         raise TypeError(f"(): corpus has dtype {x.dtype}; expected uint8 or int8, the bits for 'hamming'")
     if not bits and x.dtype != np.int8 and not is_float(x.dtype):
-        raise TypeError(f"(): corpus has dtype {x.dtype}; expected floats or int8")
+        bits_of = " (bits: similarity='hamming' of `nearest`)" if x.dtype == np.uint8 else ""
+        raise TypeError(f"(): corpus has dtype {x.dtype}; expected floats or int8{bits_of}")
     asked = real_array("queries", queries)
     if bits and asked.dtype != x.dtype:
         raise TypeError(

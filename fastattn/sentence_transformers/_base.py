@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -112,7 +113,9 @@ class Base:
         """The model, and this object's settings."""
         taken: dict[str, Any] = {**dict.fromkeys(Options.__annotations__), **options}
         for word in options.keys() - Options.__annotations__.keys():
-            raise TypeError(f"(): {word} is not an argument; expected one of {', '.join(taken)}")
+            own = (name for name in inspect.signature(type(self)).parameters if name != "options")
+            expected = ", ".join((*own, *Options.__annotations__))
+            raise TypeError(f"(): {word} is not an argument; expected one of {expected}")
         for word in ("modules", "config_kwargs", "model_card_data"):
             if taken[word]:
                 raise ValueError(f"(): {word} is given; expected none: models are read from folders")
@@ -139,7 +142,7 @@ class Base:
         model = load(place, **{**how, "dtype": _dtype(how.get("dtype"), place)})
         if not isinstance(model, self._kinds):
             kinds = " or ".join(kind.__name__ for kind in self._kinds)
-            raise ValueError(f"(): {place} holds a {type(model).__name__}; expected a {kinds}")
+            raise ValueError(f"(): the class of {place} is {type(model).__name__}; expected {kinds}")
         encoder = getattr(model, "encoder", model)
         given = {name: prompt or "" for name, prompt in (taken["prompts"] or {}).items()}
         self.prompts = {**encoder.prompts, **given}
@@ -224,7 +227,9 @@ def checked_call(batch_size: int, device: Any, others: Mapping[str, Any]) -> int
     """Check what every call takes; `others` may have a task, which changes nothing, and nothing else."""
     on_cpu(device)
     for word in others.keys() - {"task"}:
-        raise ValueError(f"(): {word} is not an argument that this model uses; expected none like it")
+        raise ValueError(
+            f"(): {word} is not an argument that this model uses; expected those of the signature"
+        )
     return integer("batch_size", batch_size, 1)
 
 

@@ -22,6 +22,7 @@ from fastattn import ops
 from fastattn._args.values import short
 from fastattn._version import __version__
 from fastattn.models import CrossEncoder, Encoder
+from fastattn.models._routes import model_of
 from fastattn.models._vectors import unit
 from fastattn.serve._bodies import Body, Embed, Embeddings, Predict, Rerank, Similarity
 from fastattn.serve._service import MOST_ITEMS, Limits, Refused, Service
@@ -53,7 +54,13 @@ _OPENAI_TYPES = {404: "not_found_error", 413: "request_too_large", 429: "rate_li
 _TEI_TYPES = {424: "Backend", 429: "Overloaded", 503: "Unhealthy"}
 
 
-def make_app(model: Encoder | CrossEncoder, name: str = "model", limits: Limits | None = None) -> FastAPI:
+def make_app(
+    model: Encoder | CrossEncoder,
+    name: str = "model",
+    limits: Limits | None = None,
+    task: str | None = None,
+    prompt_name: str | None = None,
+) -> FastAPI:
     """Make the application that serves a model, for uvicorn or another ASGI server.
 
     Parameters
@@ -64,6 +71,10 @@ def make_app(model: Encoder | CrossEncoder, name: str = "model", limits: Limits 
         What requests call it.
     limits : Limits, optional
         Bounds of requests.
+    task : str, optional
+        Of a model that has several ways from a text to its vector, as `encode` takes it: the one served.
+    prompt_name : str, optional
+        The prompt of requests that name none, by default the model's own.
 
     Returns
     -------
@@ -74,16 +85,23 @@ def make_app(model: Encoder | CrossEncoder, name: str = "model", limits: Limits 
     TypeError
         If `model` is another one.
     ValueError
-        If `model` has several ways from a text to its vector, which `encode` chooses by its `task`.
+        If `model` has several ways and `task` is None, if it has no such task, or no such prompt.
     """
     if not isinstance(model, (Encoder, CrossEncoder)):
         raise TypeError(f"make_app(): model is {short(model)}; expected an Encoder or a CrossEncoder")
     routes = getattr(model, "routes", None)
-    if routes is not None:  # nothing in a request would say which one
-        came = f"model has a way of its own for each task, {', '.join(map(short, routes.models))}"
-        expected = "expected one way for all texts, as `python -m fastattn serve --task` serves"
-        raise ValueError(f"make_app(): {came}, and requests name no task; {expected}")
-    service = Service(model, name, limits or Limits())
+    if routes is not None and task is None:  # nothing in a request would say which one
+        came = (
+            f"task is None, and model has a way of its own for each, {', '.join(map(short, routes.models))}"
+        )
+        raise ValueError(f"make_app(): {came}; expected one of them, as requests name none")
+    if task is not None and isinstance(model, CrossEncoder):
+        raise ValueError(f"make_app(): task is {short(task)}; expected None for a CrossEncoder")
+    try:
+        model = model if task is None else model_of(model, task)
+        service = Service(model, name, limits or Limits(), prompt_name)
+    except (Refused, ValueError) as error:
+        raise ValueError(f"make_app(): {str(error).removeprefix('(): ')}") from error
     return app_of(service)
 
 

@@ -49,6 +49,12 @@ def _several(value: Any) -> list[str]:
     return [_text(text, f"item {i}") for i, text in enumerate(_texts(value))]
 
 
+def _full(texts: list[str]) -> list[str]:
+    if "" in texts:
+        raise ValueError(f"item {texts.index('')} is empty; expected at least one character")
+    return texts
+
+
 class Embeddings(Body):
     """POST /v1/embeddings."""
 
@@ -61,10 +67,7 @@ class Embeddings(Body):
     @field_validator("input")
     @classmethod
     def texts(cls, value: Any) -> list[str]:
-        texts = [_text(text, f"item {i}") for i, text in enumerate(_texts(value))]
-        if "" in texts:
-            raise ValueError(f"item {texts.index('')} is empty; expected at least one character")
-        return texts
+        return _full([_text(text, f"item {i}") for i, text in enumerate(_texts(value))])
 
     @field_validator("encoding_format")
     @classmethod
@@ -99,7 +102,7 @@ class Embed(Cut):
     @field_validator("inputs")
     @classmethod
     def texts(cls, value: Any) -> list[str]:
-        return [_text(text, f"item {i}") for i, text in enumerate(_texts(value))]
+        return _full([_text(text, f"item {i}") for i, text in enumerate(_texts(value))])
 
 
 class Sentences(Body):

@@ -26,6 +26,8 @@ def serve(
     limits: Limits | None = None,
     connections: int = 512,
     timeout: float = 60,
+    task: str | None = None,
+    prompt_name: str | None = None,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C, then answer what has come, and end the process.
 
@@ -47,16 +49,18 @@ def serve(
         That are open at a time; others are told 503.
     timeout : float, default 60
         Seconds in which a request has to come whole, and an answer has to be read.
+    task, prompt_name : str, optional
+        As in `make_app`.
 
     Raises
     ------
     TypeError
         If `model` is another one.
     ValueError
-        If nothing can listen there.
+        If nothing can listen there, or `make_app` raises one.
     """
     limits = limits or Limits()
-    app = make_app(model, name, limits)
+    app = make_app(model, name, limits, task, prompt_name)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket_ = socket.create_server((host, port), family=family)

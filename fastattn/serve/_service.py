@@ -68,10 +68,13 @@ class Limits:
 class Service:
     """A model, its batcher, and how many texts have not been answered yet."""
 
-    def __init__(self, model: Encoder | CrossEncoder, name: str, limits: Limits):
+    def __init__(
+        self, model: Encoder | CrossEncoder, name: str, limits: Limits, prompt_name: str | None = None
+    ):
         self.model, self.name, self.limits = model, name, limits
         self.waiting = self.tokens = 0
         self._encoder = model if isinstance(model, Encoder) else model.encoder
+        self.prompt_name = prompt_name
         self.prompt = self.prompt_of(None)
         # Where the tokenizer cuts: some models have no limit of their own.
         self.truncation = model.text.tokenizer.truncation or {"max_length": None, "direction": "right"}
@@ -83,7 +86,8 @@ class Service:
         self.batcher = Batcher(self.compute, limits.batch_tokens)
 
     def prompt_of(self, name: str | None) -> str:
-        """The prompt of this name, by default the model's own."""
+        """The prompt of this name, by default the service's or else the model's own."""
+        name = self.prompt_name if name is None else name
         try:
             prompt: str = self._encoder.sentences.prompt(name, None)
         except (TypeError, ValueError) as error:

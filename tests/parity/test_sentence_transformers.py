@@ -461,9 +461,7 @@ def test_other_errors(folders):
     folder = folders / "SentenceTransformer"
     with pytest.raises(ValueError, match=r"similarity_fn_name is 'x'; expected"):
         ours.SentenceTransformer(folder, similarity_fn_name="x")
-    with pytest.raises(
-        ValueError, match=r"SentenceTransformer\(\): .* holds a CrossEncoder; expected a Encoder or"
-    ):
+    with pytest.raises(ValueError, match=r"SentenceTransformer\(\): .* is CrossEncoder; expected Encoder or"):
         ours.SentenceTransformer(folders / "CrossEncoder")
     with pytest.raises(ValueError, match=r"num_labels is 2; expected 1"):
         ours.CrossEncoder(folders / "CrossEncoder", num_labels=2)
