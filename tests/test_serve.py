@@ -400,6 +400,7 @@ def test_scores_as_text_embeddings_inference_gives_them(scoring):
 TEI_WRONG = {
     "no texts": ("/embed", {"inputs": []}, 422, "inputs: got a list of 0; expected a text, or a list"),
     "token ids": ("/embed", {"inputs": [[3]]}, 422, "inputs: item 0 is list; expected a text (token ids"),
+    "empty": ("/embed", {"inputs": ["a", ""]}, 422, "inputs: item 1 is empty; expected at least one"),
     "field": ("/embed", {"inputs": "a", "task": 1}, 422, "task: there is no such field; expected truncate"),
     "side": (
         "/embed", {"inputs": "a", "truncation_direction": "Left"}, 422,
