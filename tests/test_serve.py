@@ -386,16 +386,21 @@ def test_scores_as_text_embeddings_inference_gives_them(scoring):
         assert [each["label"] for each in answer] == [f"kind {i}" for i in best]
         np.testing.assert_allclose([each["score"] for each in answer], expected[best], rtol=1e-5)
     _, one, _ = server.ask("POST", "/predict", {"inputs": list(pairs[1])})
-    assert [each["label"] for each in one] == [each["label"] for each in answers[1]]
-    assert_same_rows([each["score"] for each in one], [each["score"] for each in answers[1]])
+    assert_same_scores(one, answers[1])
     _, single, _ = server.ask("POST", "/predict", {"inputs": TEXTS[0], "raw_scores": True})
     expected = np.atleast_1d(model.predict((TEXTS[0],), activation_fn=raw))
     assert {each["label"]: each["score"] for each in single} == {
         f"kind {i}": x for i, x in enumerate(expected.tolist())
     }
     _, mixed, _ = server.ask("POST", "/predict", {"inputs": [[TEXTS[0]], ["a", "dog"]], "raw_scores": True})
-    assert_same_rows([each["score"] for each in mixed[0]], [each["score"] for each in single])
+    assert_same_scores(mixed[0], single)
     assert server.ask("GET", "/info")[1]["max_input_length"] == 32
+
+
+def assert_same_scores(got, expected):
+    """The same labels in the same order, and their scores in other company."""
+    assert [each["label"] for each in got] == [each["label"] for each in expected]
+    assert_same_rows([each["score"] for each in got], [each["score"] for each in expected])
 
 
 TEI_WRONG = {
