@@ -398,7 +398,7 @@ def test_scores_as_text_embeddings_inference_gives_them(scoring):
 
 
 def assert_same_scores(got, expected):
-    """The same labels in the same order, and their scores in other company."""
+    """Assert the same labels in the same order, and their scores as rows in other company."""
     assert [each["label"] for each in got] == [each["label"] for each in expected]
     assert_same_rows([each["score"] for each in got], [each["score"] for each in expected])
 
