@@ -1,15 +1,22 @@
 /* Activations on vectors. NaN stays NaN.
  *
- * Literals  activation: any fa_activation. With a literal in a loop, one formula is left of all.
- * Exports   v_activate, v_slope; v_erf, v_sigmoid, v_sigmoid_slope, v_gelu_tanh, v_gelu_tanh_slope (of the formulas). */
+ * Literals  activation: any fa_activation. With a literal in a loop, one formula is left of all. to: the dtype of what
+ *           becomes of the result. For FA_BF16, which keeps 8 bits, formulas are shorter.
+ * Exports   v_activate, v_activate_each, FEW, v_slope; v_erf, v_gelu, v_sigmoid, v_sigmoid_slope, v_gelu_tanh, v_gelu_tanh_slope (of the
+ *           formulas). */
 #pragma once
 #include "softmax.inc.h"
 
+#define FEW 4 /* vectors that activate_each takes in step */
+
 #ifdef FA_LANE_F64
-INLINE v_t v_erf(v_t x)
+INLINE void v_erf_each(int n, v_t *x)
 {
-    UNROLL_FOR(int i = 0; i < LANES; i++) x[i] = erf(x[i]); /* libm's: in double it is rarely asked for */
-    return x;
+    UNROLL_FOR(int u = 0; u < n; u++) {
+        v_t y = x[u];
+        UNROLL_FOR(int i = 0; i < LANES; i++) y[i] = erf(y[i]); /* libm's: in double it is rarely asked for */
+        x[u] = y;
+    }
 }
 #else
 /* erf(x) = x p(x^2) / q(x^2) for |x| <= ERF_MAX; beyond, erf is 1 in float32. tools/polynomials.py derives the
@@ -25,18 +32,63 @@ static const lane erf_q[] = {1.0f,
                              0.0012815450303985154138f,
                              0.000058075948366488746267f};
 
-INLINE v_t v_erf(v_t x)
+INLINE void v_erf_each(int n, v_t *x)
 {
-    x = v_max(v_splat(-ERF_MAX), x);
-    x = -v_max(v_splat(-ERF_MAX), -x);
-    const v_t z = x * x;
-    return x * v_horner(erf_p, COUNT(erf_p), z) / v_horner(erf_q, COUNT(erf_q), z);
+    v_t z[FEW], p[FEW], q[FEW];
+    UNROLL_FOR(int u = 0; u < n; u++) {
+        x[u] = v_min(v_splat(ERF_MAX), v_max(v_splat(-ERF_MAX), x[u]));
+        z[u] = x[u] * x[u];
+    }
+    v_horner_each(erf_p, COUNT(erf_p), n, z, p);
+    v_horner_each(erf_q, COUNT(erf_q), n, z, q);
+    UNROLL_FOR(int u = 0; u < n; u++) x[u] = x[u] * p[u] / q[u];
 }
 #endif
 
-/* 1 / (1 + e^-x), computed from e^-|x|, which cannot overflow. */
-INLINE v_t v_sigmoid(v_t x)
+INLINE v_t v_erf(v_t x)
 {
+    v_erf_each(1, &x);
+    return x;
+}
+
+/* For FA_BF16, x (1/2 + x p(x^2)), where x p(x^2) is Phi(x) - 1/2 for |x| <= GELU_MAX, and beyond exceeds 1/2: clamped, the
+ * factor is exactly 0 or 1 there. tools/polynomials.py derives the coefficients. The error is at most 2.5e-5, a hundredth
+ * of what bfloat16 rounds numbers near 1 by. */
+#define GELU_MAX ((lane)4.4)
+static const lane gelu_poly[] = {(lane)0.398761911003,    (lane)-0.0660770022311,  (lane)0.00964339563339,
+                                 (lane)-0.00105510542869, (lane)8.43120123431e-5,  (lane)-4.72671411292e-6,
+                                 (lane)1.74188009467e-7,  (lane)-3.75713604939e-9, (lane)3.57324524198e-11};
+
+INLINE void v_gelu_each(fa_dtype to, int n, v_t *x)
+{
+    v_t z[FEW], phi[FEW];
+    if (to == FA_BF16) {
+        UNROLL_FOR(int u = 0; u < n; u++) z[u] = v_min(v_splat(GELU_MAX * GELU_MAX), x[u] * x[u]);
+        v_horner_each(gelu_poly, COUNT(gelu_poly), n, z, phi);
+        UNROLL_FOR(int u = 0; u < n; u++) {
+            phi[u] = v_fma(phi[u], x[u], v_splat((lane)0.5));
+            x[u] = x[u] * v_min(v_splat(1), v_max(v_splat(0), phi[u]));
+        }
+        return;
+    }
+    UNROLL_FOR(int u = 0; u < n; u++) phi[u] = x[u] * (lane)0.70710678118654752440;
+    v_erf_each(n, phi);
+    UNROLL_FOR(int u = 0; u < n; u++) x[u] = (lane)0.5 * x[u] * (1 + phi[u]);
+}
+
+INLINE v_t v_gelu(fa_dtype to, v_t x)
+{
+    v_gelu_each(to, 1, &x);
+    return x;
+}
+
+/* 1 / (1 + e^-x), computed from e^-|x|, which cannot overflow. */
+INLINE v_t v_sigmoid(fa_dtype to, v_t x)
+{
+    if (to == FA_BF16 && V_LOOKUP_ONCE) {
+        const v_t e = v_exp_short(-v_abs(x));
+        return v_select(x < 0, e, v_splat(1)) * v_recip(1 + e);
+    }
     const v_t e = v_exp(-v_abs(x));
     return v_select(x < 0, e, v_splat(1)) / (1 + e);
 }
@@ -45,9 +97,12 @@ INLINE v_t v_sigmoid(v_t x)
  * negative y. */
 #define GELU_ROOT ((lane)1.59576912160573071176)
 #define GELU_CUBIC ((lane)0.07135481627260025)
-INLINE v_t v_gelu_tanh(v_t x) { return x * v_sigmoid(x * v_fma(x * x, v_splat(GELU_CUBIC), v_splat(GELU_ROOT))); }
+INLINE v_t v_gelu_tanh(fa_dtype to, v_t x)
+{
+    return x * v_sigmoid(to, x * v_fma(x * x, v_splat(GELU_CUBIC), v_splat(GELU_ROOT)));
+}
 
-INLINE v_t v_activate(fa_activation activation, v_t x)
+INLINE v_t v_activate(fa_activation activation, fa_dtype to, v_t x)
 {
     switch (activation) {
 #define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
@@ -55,6 +110,14 @@ INLINE v_t v_activate(fa_activation activation, v_t x)
 #include "activations.inc"
     default: return x;
     }
+}
+
+/* The same of n vectors. */
+INLINE void v_activate_each(fa_activation activation, fa_dtype to, int n, v_t *x)
+{
+    if (activation == FA_GELU) v_gelu_each(to, n, x);
+    else
+        UNROLL_FOR(int u = 0; u < n; u++) x[u] = v_activate(activation, to, x[u]);
 }
 
 /* The derivative of sigmoid. 1 - sigmoid(x) would have lost its digits where x is large. */
@@ -70,12 +133,13 @@ INLINE v_t v_gelu_tanh_slope(v_t x)
     const v_t bounded = v_min(v_splat(30), v_max(v_splat(-30), x)), square = bounded * bounded;
     const v_t root = v_splat(GELU_ROOT), cubic = v_splat(GELU_CUBIC);
     const v_t y = bounded * v_fma(square, cubic, root), slope = v_fma(square, 3 * cubic, root);
-    return v_fma(bounded * slope, v_sigmoid_slope(y), v_sigmoid(y));
+    return v_fma(bounded * slope, v_sigmoid_slope(y), v_sigmoid(LANE_DTYPE, y));
 }
 
 /* The derivative. NaN stays NaN. */
 INLINE v_t v_slope(fa_activation activation, v_t x)
 {
+    const fa_dtype to = LANE_DTYPE;
     switch (activation) {
 #define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
     case constant: return slope;

@@ -12,6 +12,7 @@ typedef struct {
     const fa_linear_args *a;
     int last;                        /* no panel of the row follows */
     int gated, bytes;                /* of a, which is read once a panel: a store may change it, for all gcc knows */
+    int flush;                       /* denormal results in bfloat16 may become 0, as inputs of the products do */
     int64_t outputs;                 /* of a map, also */
     int64_t rows, n;                 /* output features of the panel */
     const lane *acc, *up;            /* (rows, PANEL): of a gated pair, acc is the gate's */
@@ -30,6 +31,7 @@ static panel_rows rows_of_panel(const fa_linear_args *a, int64_t row, int64_t ro
         .last = a->n - first <= PANEL,
         .gated = a->gated,
         .bytes = multiplication_of(a) == BY_BYTES,
+        .flush = multiplication_of(a) == BY_BYTES || multiplication_of(a) == BY_PAIRS,
         .outputs = a->n,
         .rows = rows,
         .n = smaller(a->n - first, PANEL),
@@ -45,8 +47,8 @@ static panel_rows rows_of_panel(const fa_linear_args *a, int64_t row, int64_t ro
     };
 }
 
-/* The product's vector at column c of a panel, n columns before its end, scaled and with its bias; `up`: of a pair's
- * second panel. */
+/* The product's vector at column c of a panel, n columns before its end or behind it, scaled and with its bias; `up`: of a
+ * pair's second panel. */
 INLINE v_t v_scaled(const panel_rows *p, int up, const lane *acc, row_grid x, int64_t c, int64_t n)
 {
     const int64_t at = c + up * PANEL;
@@ -57,24 +59,46 @@ INLINE v_t v_scaled(const panel_rows *p, int up, const lane *acc, row_grid x, in
     if (p->scale) y = y * v_load(p->scale + at);
     /* The scale of x last: of large x, the sum times it could overflow. */
     if (p->sums) y = v_fma(v_load(p->sums + at), v_splat(x.middle), y * v_splat(x.scale));
-    return p->bias ? y + v_load_part(p->bias + c + up * p->outputs, n) : y;
+    return p->bias && n > 0 ? y + v_load_part(p->bias + c + up * p->outputs, n) : y;
 }
 
-/* The results of one row at column c of the panel, but for their dtype. */
-INLINE v_t v_finished(fa_dtype dtype, fa_activation activation, const panel_rows *p, int64_t c, int64_t n)
+/* The results of `rows` rows, 1 or 2, at two vectors of columns from c on, n columns before the panel's end. A vector
+ * waits for each of its steps: so four take them together. */
+INLINE void finish_few(fa_dtype dtype, fa_activation activation, int rows, const panel_rows *p, int64_t c, int64_t n)
 {
-    const int64_t size = dtype_size(dtype);
-    const row_grid x = p->sums ? *p->grid : (row_grid){1, 0};
-    v_t y = v_scaled(p, 0, p->acc, x, c, n);
-    if (p->pre) v_store_as_part(dtype, p->pre + c * size, y, n);
-    y = v_activate(activation, y);
-    if (p->gated) {
-        const v_t up = v_scaled(p, 1, p->up, x, c, n);
-        if (p->pre) v_store_as_part(dtype, p->pre + (p->outputs + c) * size, up, n);
-        y = y * up;
+    const int64_t size = dtype_size(dtype), out_row = p->a->out_row, residual_row = p->a->residual_row;
+    const int64_t pre_row = p->a->pre_row;
+    const row_grid none = {1, 0};
+    v_t y[FEW];
+    UNROLL_FOR(int i = 0; i < 2 * rows; i++) {
+        const int64_t r = i / 2, at = i % 2 * LANES;
+        y[i] = v_scaled(p, 0, p->acc + r * PANEL, p->sums ? p->grid[r] : none, c + at, n - at);
+        if (p->pre && n > at) v_store_as_part(dtype, p->pre + r * pre_row + (c + at) * size, y[i], n - at);
     }
-    return p->residual ? y + v_load_as_part(dtype, p->residual + c * size, n) : y;
+    v_activate_each(activation, dtype, 2 * rows, y);
+    UNROLL_FOR(int i = 0; i < 2 * rows; i++) {
+        const int64_t r = i / 2, at = i % 2 * LANES;
+        if (p->gated) {
+            const v_t up = v_scaled(p, 1, p->up + r * PANEL, p->sums ? p->grid[r] : none, c + at, n - at);
+            char *pre = p->pre + r * pre_row + (p->outputs + c + at) * size;
+            if (p->pre && n > at) v_store_as_part(dtype, pre, up, n - at);
+            y[i] = y[i] * up;
+        }
+        if (p->residual && n > at)
+            y[i] = y[i] + v_load_as_part(dtype, p->residual + r * residual_row + (c + at) * size, n - at);
+    }
+    UNROLL_FOR(int r = 0; r < rows; r++) {
+        char *out = p->out + r * out_row + c * size;
+#if LANE_BITS == 32
+        if (dtype == FA_BF16 && p->flush && n >= 2 * LANES) {
+            v_store_pairs_bf16(out, y[2 * r], y[2 * r + 1]);
+            continue;
+        }
+#endif
+        v_store_two_as_part(dtype, out, y[2 * r], y[2 * r + 1], n);
+    }
 }
+_Static_assert(FEW == 4, "two rows of two vectors");
 
 /* Finishes `rows` of them. p is the caller's copy, which no store can change: it stays in registers. Asks for what the
  * row's next panel will read and write. */
@@ -82,34 +106,40 @@ INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, 
 {
     const int64_t size = dtype_size(dtype), out_row = p.a->out_row, residual_row = p.a->residual_row;
     const int64_t pre_row = p.a->pre_row;
-    for (; rows > 0; rows--) {
-        UNROLL_FOR(int64_t b = PANEL * size; b < 2 * PANEL * size; b += 64) {
-            if (p.last) break;
-            __builtin_prefetch(p.out + b, 1, 3);
-            if (p.residual) __builtin_prefetch(p.residual + b, 0, 3);
-        }
+    while (rows > 0) {
+        const int64_t here = smaller(2, rows);
+        for (int64_t r = 0; r < here && !p.last; r++)
+            UNROLL_FOR(int64_t b = PANEL * size; b < 2 * PANEL * size; b += 64) {
+                __builtin_prefetch(p.out + r * out_row + b, 1, 3);
+                if (p.residual) __builtin_prefetch(p.residual + r * residual_row + b, 0, 3);
+            }
         UNROLL_FOR(int64_t c = 0; c < PANEL; c += 2 * LANES) {
             if (c >= n) break;
-            const int two = c + LANES < n;
-            const v_t y = v_finished(dtype, activation, &p, c, n - c);
-            const v_t next = two ? v_finished(dtype, activation, &p, c + LANES, n - c - LANES) : y;
-            v_store_two_as_part(dtype, p.out + c * size, y, next, n - c);
+            if (here == 2) finish_few(dtype, activation, 2, &p, c, n - c);
+            else finish_few(dtype, activation, 1, &p, c, n - c);
         }
-        p.acc += PANEL, p.up += PANEL, p.grid += p.sums != NULL, p.out += out_row;
-        if (p.residual) p.residual += residual_row;
-        if (p.pre) p.pre += pre_row;
+        rows -= here;
+        p.acc += here * PANEL, p.up += here * PANEL, p.grid += p.sums ? here : 0, p.out += here * out_row;
+        if (p.residual) p.residual += here * residual_row;
+        if (p.pre) p.pre += here * pre_row;
     }
 }
 
-/* The same; whole panels of the common types have both as literals, and those of sums and a bias alone what they lack. */
+/* The same; whole panels of the common types have both as literals, and of sums and a bias alone, of floats or of bytes
+ * by bytes, what they lack and what they have. */
 INLINE void finish_rows_by(fa_activation activation, const panel_rows *p, int64_t rows)
 {
     const fa_dtype dtype = p->a->dtype;
-    panel_rows simple = *p;
-    simple.gated = simple.bytes = 0;
-    simple.scale = simple.sums = NULL, simple.pre = NULL;
+    const int plain = !p->gated && !p->pre;
+    panel_rows simple = *p, bytes = *p;
+    simple.gated = simple.bytes = bytes.gated = 0, bytes.bytes = bytes.flush = 1;
+    simple.scale = simple.sums = NULL, simple.pre = bytes.pre = NULL;
     if (p->n < PANEL || (dtype != LANE_DTYPE && dtype != FA_BF16)) finish_rows_as(dtype, p->n, activation, *p, rows);
-    else if (p->scale || p->sums || p->gated || p->pre) {
+    else if (plain && p->bytes) {
+        if (!p->scale || !p->sums) __builtin_unreachable();
+        if (dtype == LANE_DTYPE) finish_rows_as(LANE_DTYPE, PANEL, activation, bytes, rows);
+        else finish_rows_as(FA_BF16, PANEL, activation, bytes, rows);
+    } else if (p->scale || p->sums || !plain) {
         if (dtype == LANE_DTYPE) finish_rows_as(LANE_DTYPE, PANEL, activation, *p, rows);
         else finish_rows_as(FA_BF16, PANEL, activation, *p, rows);
     } else if (dtype == LANE_DTYPE) finish_rows_as(LANE_DTYPE, PANEL, activation, simple, rows);

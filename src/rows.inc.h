@@ -75,7 +75,7 @@ INLINE void softmax_row(const fa_watch *watch, lane *x, int64_t n)
 INLINE void activate_row(const fa_watch *watch, fa_activation activation, lane *x, int64_t n)
 {
     EACH_BLOCK(watch, n, begin, end)
-        for (int64_t j = begin; j < end; j += LANES) v_store(x + j, v_activate(activation, v_load(x + j)));
+        for (int64_t j = begin; j < end; j += LANES) v_store(x + j, v_activate(activation, LANE_DTYPE, v_load(x + j)));
 }
 
 /* x = activation(x), whole vectors. */

@@ -74,7 +74,7 @@ INLINE void slope_row(fa_activation activation, int both, lane *x, lane *dout, i
 {
     for (int64_t j = 0; j < n; j += LANES) {
         const v_t value = v_load(x + j), g = v_load(dout + j);
-        if (both) v_store(x + j, g * v_activate(activation, value));
+        if (both) v_store(x + j, g * v_activate(activation, LANE_DTYPE, value));
         v_store(dout + j, g * v_slope(activation, value));
     }
 }

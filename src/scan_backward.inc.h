@@ -87,7 +87,7 @@ static void scan_block_back(const fa_scan_args *a, int64_t n, int64_t v, const s
             v_store(dh + d * LANES, before);
         }
         v_t ddt = v_fma(x, of_written, of_decays);
-        if (a->softplus) ddt = ddt * v_sigmoid(v_load(g->s.raw + place));
+        if (a->softplus) ddt = ddt * v_sigmoid(LANE_DTYPE, v_load(g->s.raw + place));
         dbias += ddt, dskip = v_fma(dout, x, dskip);
         v_store(g->s.x + place, v_fma(step, of_written, skip * dout));
         v_store(g->s.step + place, ddt);

@@ -38,6 +38,12 @@ INLINE v_t v_load_i8(const void *p)
 #endif
 }
 
+#if defined V_AVX512
+#define V_LOOKUP_ONCE 1
+#else
+#define V_LOOKUP_ONCE 0
+#endif
+
 #if LANE_BITS == 32
 typedef uint16_t vh_t __attribute__((vector_size(V_BYTES / 2)));
 typedef vh_t vhu_t __attribute__((aligned(1), may_alias));
@@ -61,12 +67,6 @@ INLINE void v_store_i8_part(void *to, vi_t a, int64_t n)
     v_store_i8(n < LANES ? (void *)part : to, a);
     if (n < LANES) memcpy(to, part, n);
 }
-
-#if defined V_AVX512
-#define V_LOOKUP_ONCE 1
-#else
-#define V_LOOKUP_ONCE 0
-#endif
 
 INLINE v_t v_lookup(const lane table[16], vi_t index)
 {

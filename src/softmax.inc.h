@@ -2,7 +2,7 @@
  *
  * Literals  row_log: NULL or not. dot.
  * Exports   LOG2_E, LN_2, EXP_BIAS; v_exp, v_exp_prob, v_exp_short, lane_exp; v_abs, v_flush, v_tanh, v_tanh_small, TANH_SMALL,
- *           v_tanh_slope, v_softcap; v_horner, COUNT; v_base, v_log_weight, softmax_update. */
+ *           v_tanh_slope, v_softcap; v_horner, v_horner_each, COUNT; v_base, v_log_weight, softmax_update. */
 #pragma once
 #include "tile.inc.h"
 
@@ -46,11 +46,18 @@ static const lane tanh_q[] = {1.f, 0.46755269890399695626f, 0.026061545675858619
 #endif
 #define COUNT(array) (int)(sizeof(array) / sizeof(array)[0])
 
-/* poly[0] + poly[1] x + ... */
+/* sum[u] = poly[0] + poly[1] x[u] + ..., of n vectors in step: one by one, each would wait for its own multiply-adds. */
+INLINE void v_horner_each(const lane *poly, int count, int n, const v_t *x, v_t *sum)
+{
+    UNROLL_FOR(int u = 0; u < n; u++) sum[u] = v_splat(poly[count - 1]);
+    UNROLL_FOR(int i = count - 2; i >= 0; i--)
+        UNROLL_FOR(int u = 0; u < n; u++) sum[u] = v_fma(sum[u], x[u], v_splat(poly[i]));
+}
+
 INLINE v_t v_horner(const lane *poly, int count, v_t x)
 {
-    v_t sum = v_splat(poly[count - 1]);
-    UNROLL_FOR(int i = count - 2; i >= 0; i--) sum = v_fma(sum, x, v_splat(poly[i]));
+    v_t sum;
+    v_horner_each(poly, count, 1, &x, &sum);
     return sum;
 }
 

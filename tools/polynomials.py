@@ -1,10 +1,11 @@
-"""Derive the coefficients of exp2, tanh, erf and log1p in src/; print them with their errors.
+"""Derive the coefficients of exp2, tanh, erf, gelu and log1p in src/; print them with their errors.
 
     python tools/polynomials.py
 
 Each polynomial interpolates its function at the Chebyshev nodes of an interval. It is solved in 60 digits and
 rounded to the lane type. Its error is within a factor of two of that of the minimax polynomial of its degree,
-here far below one unit in the last place. Needs mpmath.
+here far below one unit in the last place. That of gelu for results in bfloat16 is the minimax polynomial.
+Needs mpmath.
 """
 
 import mpmath as mp
@@ -85,6 +86,25 @@ def rational(function, high, p_degree, q_degree, power=2):
     return solved[: p_degree + 1], [mp.mpf(1), *solved[p_degree + 1 :]]
 
 
+def minimax(function, powers, high, samples=500):
+    """Coefficients of `powers` of x, closest to `function` on [0, high], and the error: Remez exchange."""
+    n = len(powers) + 1
+    points = [high / 2 * (1 - mp.cos(mp.pi * (i + 1) / n)) for i in range(n)]
+    grid = [high * mp.mpf(i) / samples for i in range(1, samples + 1)]
+    for _ in range(8):
+        matrix = mp.matrix([[*(x**power for power in powers), (-1) ** i] for i, x in enumerate(points)])
+        *solved, _ = mp.lu_solve(matrix, mp.matrix([function(x) for x in points]))
+        errors = [(function(x) - sum(c * x**k for c, k in zip(solved, powers, strict=True)), x) for x in grid]
+        peaks = [errors[0]]  # the largest of each run of one sign
+        for error in errors:
+            if error[0] * peaks[-1][0] < 0:
+                peaks.append(error)
+            elif abs(error[0]) > abs(peaks[-1][0]):
+                peaks[-1] = error
+        points = [x for _, x in peaks[-n:]]
+    return solved, max(abs(error) for error, _ in errors)
+
+
 def main():
     half = mp.mpf(1) / 2
     for name, degree in (("exp2 float", 6), ("exp2 double", 11)):
@@ -117,6 +137,12 @@ def main():
     bound = mp.mpf(392) / 100  # 1 - erf(3.92) is 3e-8: from there on erf is 1 in float32
     p, q = rational(erf_over_x, bound, 6, 5)
     show_rational("erf float", p, q, mp.erf, bound)
+    # x (Phi(x) - 1/2) as x^2 p(x^2). At the bound x p exceeds 1/2, and is clamped: so gelu ends at 0 or x.
+    bound = mp.mpf(44) / 10
+    p, error = minimax(lambda x: x * (mp.ncdf(x) - half), range(2, 20, 2), bound)
+    assert bound * mp.polyval(p[::-1], bound**2) > half
+    print(f"gelu in bfloat16: absolute error {mp.nstr(error, 3)}")
+    print("    " + ", ".join(mp.nstr(c, 12) for c in p))
     p, q = rational(log1p_over_x, mp.mpf(1), 3, 3, power=1)  # of e^-|x|, for softplus
     ratio = lambda x: mp.polyval(p[::-1], x) / mp.polyval(q[::-1], x)  # noqa: E731
     error = worst(log1p_over_x, ratio, mp.mpf(0), mp.mpf(1))
