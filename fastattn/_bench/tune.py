@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import fastattn
-from fastattn import ops
+from fastattn import layers, ops
 from fastattn._atomic import destination
 from fastattn._bench.harness import QUIET_SHARE, fma_peak, sample
 from fastattn._engine import settings, tuning
@@ -46,6 +46,8 @@ DRAWS = {
     "linear_tasks": ("product", 1, 1),
     "linear_copy_bytes": ("copied", 0.5, 2),
     "narrow_rows": ("narrow", 0.5, 2),
+    "chain_rows": ("layer", 1, 1),
+    "chain_bytes": ("wide layer", 0.5, 2),
     "parallel_flops": ("small", 0.5, 2),
     "parallel_dot_flops": ("decode", 0.5, 2),
     "parallel_elements": ("rows", 0.5, 2),
@@ -58,8 +60,8 @@ def draw(kind: str, near: float, rng: np.random.Generator) -> Call:
     """A random call.
 
     `near` counts its bytes of keys and values ("keys", or "head" of one head, which do not lie side by side),
-    of 128 of its rows ("copied"), its rows ("narrow"), its operations ("small" and "decode") or its elements
-    ("rows").
+    of 128 of its rows ("copied"), of the inner features of 64 ("wide layer"), its rows ("narrow"), its
+    operations ("small" and "decode") or its elements ("rows").
     """
 
     def between(least: float, most: float) -> int:
@@ -77,6 +79,10 @@ def draw(kind: str, near: float, rng: np.random.Generator) -> Call:
     )
     if kind == "small" and rng.integers(2):
         kind, dim, heads = "attention", 8 * int(rng.integers(4, 13)), 4
+    if kind in ("layer", "wide layer"):
+        width = 32 * (max(1, n // (64 * 4 * 4 * 32)) if kind == "wide layer" else int(rng.integers(6, 20)))
+        layer = layers.TransformerEncoderLayer(width, width // 32, 4 * width, "gelu", rng=rng)
+        return partial(layer, floats(1, 2 * length, width))
     if kind == "rows":
         x = floats(max(1, n // length), length)
         return partial(ops.rms_norm, x, floats(length), out=np.empty_like(x))

@@ -18,12 +18,39 @@ import numpy as np
 
 from fastattn._engine import settings
 from fastattn._engine.scratch import keep, scratch
-from fastattn._engine.steps import INPUTS, OUT, AttendStep, Sequences, Step, X
+from fastattn._engine.steps import INPUTS, OUT, AttendStep, LinearStep, Sequences, Step, X
 from fastattn._engine.tape import PLAIN, Tape
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array
     from fastattn._engine.tape import Plain
+
+
+class Chain(NamedTuple):
+    """Steps one after another that need, for a row of a result, one row of each buffer."""
+
+    begin: int
+    end: int
+    own: dict[str, int]  # widths of the buffers that no other step needs
+    weights: int = 0  # bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Layout:
+    """Where scratch buffers lie, if the steps of each chain run together, block of rows by block of rows."""
+
+    places: dict[str, tuple[int, int]]  # begin and width of each, in features of a row
+    chains: tuple[Chain, ...] = ()
+    width: int = field(init=False)  # of all together
+    own: int = field(init=False)  # of the buffers of a chain at most, which are the threads'
+    weights: int = field(init=False)  # of a chain at most, bytes
+    # Parts that run in one call each, and steps that run in Python.
+    compiled: list[Any] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.width = max((begin + width for begin, width in self.places.values()), default=0)
+        self.own = max((sum(chain.own.values()) for chain in self.chains), default=0)
+        self.weights = max((chain.weights for chain in self.chains), default=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,14 +62,9 @@ class Program:
 
     use: str  # which scratch memory: see `scratch.py`
     steps: tuple[Step, ...]
-    places: dict[str, tuple[int, int]]  # begin and width of each scratch buffer, in features of a row
     columns: int  # of OUT
-    _width: int = field(init=False, repr=False)  # of all scratch buffers together
-    # Parts that run in one call each, and steps that run in Python.
-    _compiled: list[Any] = field(default_factory=list, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._width = max((begin + width for begin, width in self.places.values()), default=0)
+    _one_by_one: _Layout = field(repr=False)
+    _chained: _Layout = field(repr=False)
 
     @property
     def has_gradients(self) -> bool:
@@ -79,39 +101,54 @@ class Program:
         out = np.empty((n, self.columns), x.dtype)
         if not out.size:
             return out
-        memory = scratch(self.use, n, self._width, x.dtype)
-        if settings.current.backend == "compiled":
-            if not self._compiled:
-                self._compiled += self._compile()
-            for part in self._compiled:
+        compiled, threads, rows = settings.current.backend == "compiled", settings.get_num_threads(), 0
+        if compiled and self._chained.chains:
+            chained = self._chained
+            rows = settings.core.chain_rows(n, chained.own * x.itemsize, chained.weights, threads)
+        layout = self._chained if rows else self._one_by_one
+        memory = scratch(self.use, n, layout.width, x.dtype)
+        if compiled:
+            if not layout.compiled:
+                layout.compiled += self._compile(layout)
+            for part in layout.compiled:
                 if isinstance(part, Step):
-                    buffers = self._buffers(x, out, memory, call)
+                    buffers = self._buffers(layout, x, out, memory, call)
                     part.run(PLAIN, buffers, call, buffers[part.out])
                 else:
-                    part.run(x, out, memory, call, settings.get_num_threads())
+                    part.run(x, out, memory, call, threads, rows)
         else:
-            buffers = self._buffers(x, out, memory, call)
+            buffers = self._buffers(layout, x, out, memory, call)
             for step in self.steps:
                 step.run(PLAIN, buffers, call, buffers[step.out])
         keep(self.use, memory)
         return out
 
-    def _compile(self) -> list[Any]:
+    def _compile(self, layout: _Layout) -> list[Any]:
         """The steps that run in Python, and those between them as programs."""
         parts: list[Any] = []
+        begin = 0
         for in_python, steps in groupby(self.steps, lambda step: step.op is None):
             some = tuple(steps)
-            parts += some if in_python else [settings.core.Program(some, self.places)]
+            end = begin + len(some)
+            chains = [
+                (chain.begin - begin, chain.end - begin, chain.own)
+                for chain in layout.chains
+                if begin <= chain.begin < end
+            ]
+            parts += some if in_python else [settings.core.Program(some, layout.places, chains)]
+            begin = end
         return parts
 
-    def _buffers(self, x: Array, out: Array, memory: Array, call: Sequences) -> dict[str, Any]:
+    def _buffers(
+        self, layout: _Layout, x: Array, out: Array, memory: Array, call: Sequences
+    ) -> dict[str, Any]:
         n, flat, buffers = len(x), memory.reshape(-1), {X: x, OUT: out, INPUTS: call.inputs}
-        for name, (begin, width) in self.places.items():
+        for name, (begin, width) in layout.places.items():
             buffers[name] = flat[n * begin : n * (begin + width)].reshape(n, width)
         return buffers
 
     def __reduce__(self) -> Any:
-        return Program, (self.use, self.steps, self.places, self.columns)
+        return build, (self.use, self.steps)
 
 
 def build(use: str, steps: Sequence[Step]) -> Program:
@@ -127,26 +164,65 @@ def build(use: str, steps: Sequence[Step]) -> Program:
     columns = widths.pop(OUT, 0)
     for name in (X, INPUTS):
         widths.pop(name, None)
+    needed = _needed(steps)
+    if steps and (unwritten := needed[0] - {X, INPUTS}):
+        raise ValueError(f"fastattn: steps read {', '.join(sorted(unwritten))} before anything is there")
+    chains = _chains(steps, needed, widths)
+    each = [Chain(i, i + 1, {}) for i in range(len(steps))]
+    inside = {i for chain in chains for i in range(chain.begin, chain.end)}
+    groups = [*chains, *(one for one in each if one.begin not in inside)]
+    layouts = (
+        _Layout(_places(steps, needed, widths, each)),
+        _Layout(_places(steps, needed, widths, groups), chains),
+    )
+    return Program(use, tuple(steps), columns, *layouts)
 
-    needed = {OUT}  # after the step that is looked at, from the last one to the first
-    neighbours: defaultdict[str, set[str]] = defaultdict(set)  # buffers that are needed at the same time
+
+def _needed(steps: Sequence[Step]) -> list[set[str]]:
+    """The buffers that are needed before each step, and after the last one."""
+    needed = [{OUT}]
     for step in reversed(steps):
-        together = needed.union((step.out,), step.reads, step.scratch)
+        needed.append(needed[-1].difference((step.out,)).union(step.reads))
+    return needed[::-1]
+
+
+def _chains(steps: Sequence[Step], needed: list[set[str]], widths: dict[str, int]) -> tuple[Chain, ...]:
+    """Runs of steps that are compiled and go row by row, two at least."""
+    chains, begin = [], 0
+    for rowwise, group in groupby(steps, lambda step: step.op is not None and not step.along):
+        some = list(group)
+        end = begin + len(some)
+        if rowwise and len(some) > 1:
+            used = {name for step in some for name in (step.out, *step.reads)}
+            own = sorted((used & widths.keys()) - needed[begin] - needed[end])
+            weights = sum(step.weight.panels.nbytes for step in some if isinstance(step, LinearStep))
+            chains.append(Chain(begin, end, {name: widths[name] for name in own}, weights))
+        begin = end
+    return tuple(chains)
+
+
+def _places(
+    steps: Sequence[Step], needed: list[set[str]], widths: dict[str, int], groups: Sequence[Chain]
+) -> dict[str, tuple[int, int]]:
+    """Begin and width of each buffer; those that a group of steps uses, or that it leaves, lie apart."""
+    neighbours: defaultdict[str, set[str]] = defaultdict(set)  # buffers that are needed at the same time
+    for group in groups:
+        some = steps[group.begin : group.end]
+        used = {name for step in some for name in (step.out, *step.reads, *step.scratch)}
+        together = (needed[group.end] | used) - group.own.keys()
         for name in together:
             neighbours[name] |= together
-        needed = needed.difference((step.out,)).union(step.reads)
-    if steps and (unwritten := needed - {X, INPUTS}):
-        raise ValueError(f"fastattn: steps read {', '.join(sorted(unwritten))} before anything is there")
-
     places: dict[str, tuple[int, int]] = {}
     for name in sorted(widths, key=lambda name: -widths[name]):  # each at the first gap that is wide enough
+        if name not in neighbours:
+            continue
         begin = 0
         for other, width in sorted(place for n, place in places.items() if n in neighbours[name]):
             if begin + widths[name] <= other:
                 break
             begin = max(begin, other + width)
         places[name] = begin, widths[name]
-    return Program(use, tuple(steps), places, columns)
+    return places
 
 
 class _Segment(NamedTuple):

@@ -384,7 +384,7 @@ cdef extern from "fastattn.h" nogil:
         double (*fma_rounds)(int64_t, fa_dtype) noexcept nogil
         double (*read_bytes)(const char *, int64_t) noexcept nogil
     ctypedef struct fa_tuning:
-        int64_t parallel_flops, parallel_dot_flops, parallel_elements, row_task_elements
+        int64_t parallel_flops, parallel_dot_flops, parallel_elements, row_task_elements, chain_rows, chain_bytes
     fa_tuning fa_tuned
     ctypedef struct fa_size:
         const char *name

@@ -6,6 +6,7 @@ cdef enum:
     FIRST_PLACE = 3
     MAX_ROTATIONS = 4
     MAX_SIZES = 4
+    CHAIN_LEAST_ROWS = 24  # of a task: two passes of the products with most rows a pass
     # Of a call's batch: rotations; and for each size of heads the cache, starts, and where new tokens go.
     N_TABLES = 9 * MAX_SIZES + 2 * MAX_ROTATIONS
 
@@ -27,12 +28,33 @@ cdef struct Call:
     int64_t size, m, batch, length  # length: of each sequence, or of a ragged batch the rows of all
     void *sequences  # a _Sequences; NULL: all have one length
     int threads
+    int64_t chain_rows
     fa_array cos[MAX_ROTATIONS]
     fa_array sin[MAX_ROTATIONS]
     int64_t pairs[MAX_ROTATIONS]
     int rotations
     Held held[MAX_SIZES]
     int sizes
+
+
+# A step whose rows each need one row of its buffers, in a call; but for where these are.
+cdef struct Rowwise:
+    bint product  # what computes it: `linear`, or else `rows`
+    fa_linear_args linear
+    fa_linear_plan plans[2]  # of a chain's blocks, and of the last one, which may have fewer rows
+    fa_rows_args rows
+    int x, out, other  # buffers; `other` is added or, with `multiplies`, multiplied with; -1: none
+    bint multiplies
+    int64_t begin, out_begin  # bytes of a row of x, and of out, before the step's features
+    int64_t times, weight_bytes  # of the norm of several heads: one after the other, each with weights of its own
+
+# Such steps, one after another over the same block of rows, as one task. Only they need the buffers that are a thread's `own`.
+cdef struct Chain:
+    const Rowwise *steps
+    int n
+    Buffer buffers[MAX_BUFFERS]
+    int64_t own[MAX_BUFFERS]  # where in a thread's scratch; 0: the buffer is the call's
+    int64_t m, rows  # of the call, of a task
 
 
 cdef class _Step:
@@ -51,7 +73,7 @@ cdef class _Step:
         """The number of the buffer `name`."""
         if name not in buffers:
             raise ValueError(f"fastattn: step {self.number} has buffer {name!r} of {', '.join(buffers)}")
-        return buffers.index(name)
+        return buffers[name]
 
     cdef void _keep(self, tuple arrays) except *:
         self.kept += [(x, <uintptr_t>cnp.PyArray_DATA(x), cnp.PyArray_SIZE(x)) for x in arrays if x is not None]
@@ -75,7 +97,59 @@ cdef class _Step:
         raise NotImplementedError
 
 
-cdef class _LinearStep(_Step):
+cdef class _RowwiseStep(_Step):
+    cdef void bind(self, Call *c, Rowwise *step) except *:
+        """Check the call's sizes, which `step` did not know, and fill all but where the rows are."""
+        raise NotImplementedError
+
+    cdef void run(self, Call *c, call) except *:
+        cdef Rowwise step
+        cdef fa_linear_args a
+        cdef fa_rows_args r
+        cdef int64_t i
+        _bind(self, c, &step)
+        if step.product:
+            a = _linear_at(&step, c.buffers, c.m)
+            _run_linear(&a, c.threads)
+        for i in range(step.times):
+            r = _rows_at(&step, c.buffers, c.m, i)
+            _run_rows(&r, c.threads)
+
+
+cdef void _bind(_RowwiseStep self, Call *c, Rowwise *step) except *:
+    memset(step, 0, sizeof(step[0]))
+    step.x, step.out, step.other = self.x, self.out, -1
+    self.bind(c, step)
+    if not step.product:
+        step.times = max(1, step.times)
+        step.rows.dtype = c.dtype
+
+
+cdef fa_linear_args _linear_at(const Rowwise *step, const Buffer *buffers, int64_t m) noexcept nogil:
+    """A product of m rows that begin where `buffers` say."""
+    cdef fa_linear_args a = step.linear
+    a.m, a.x, a.x_row = m, buffers[step.x].data, buffers[step.x].row
+    a.out, a.out_row = buffers[step.out].data, buffers[step.out].row
+    if step.other >= 0:
+        a.residual, a.residual_row = buffers[step.other].data, buffers[step.other].row
+    return a
+
+
+cdef fa_rows_args _rows_at(const Rowwise *step, const Buffer *buffers, int64_t m, int64_t head) noexcept nogil:
+    """The same of an operation on rows, of head number `head`."""
+    cdef fa_rows_args r = step.rows
+    cdef int64_t size = 8 if r.dtype == FA_F64 else 4 if r.dtype == FA_F32 else 2, at = head * r.n * size
+    r.m, r.x, r.x_row = m, buffers[step.x].data + step.begin + at, buffers[step.x].row
+    r.out, r.out_row = buffers[step.out].data + step.out_begin + at, buffers[step.out].row
+    r.weight = <const char *>r.weight + head * step.weight_bytes
+    if step.other >= 0 and step.multiplies:
+        r.up, r.up_row, r.up_each = buffers[step.other].data, buffers[step.other].row, 1
+    elif step.other >= 0:
+        r.residual, r.residual_row = buffers[step.other].data, buffers[step.other].row
+    return r
+
+
+cdef class _LinearStep(_RowwiseStep):
     cdef fa_linear_args args
     cdef int residual  # -1: none
 
@@ -86,22 +160,18 @@ cdef class _LinearStep(_Step):
                     FA_F64 if self.doubles else FA_F32)
         self._keep((step.weight.panels, step.weight.scales, step.weight.sums, step.bias))
 
-    cdef void run(self, Call *c, call) except *:
-        cdef fa_linear_args a = self.args
-        cdef Buffer x = c.buffers[self.x], out = c.buffers[self.out]
-        cdef Buffer residual = c.buffers[max(0, self.residual)]
+    cdef void bind(self, Call *c, Rowwise *step) except *:
+        cdef int64_t x = c.buffers[self.x].columns, out = c.buffers[self.out].columns
         self._require_type(c)
-        if x.columns != a.k or out.columns != a.n or (self.residual >= 0 and residual.columns != a.n):
-            raise ValueError(f"fastattn: step {self.number} maps {a.k} features to {a.n}; it has {x.columns} and"
-                             f" {out.columns}")
-        a.dtype, a.m = c.dtype, c.m
-        a.x, a.x_row, a.out, a.out_row = x.data, x.row, out.data, out.row
-        if self.residual >= 0:
-            a.residual, a.residual_row = residual.data, residual.row
-        _run_linear(&a, c.threads)
+        if x != self.args.k or out != self.args.n or (
+                self.residual >= 0 and c.buffers[self.residual].columns != self.args.n):
+            raise ValueError(f"fastattn: step {self.number} maps {self.args.k} features to {self.args.n}; it has {x}"
+                             f" and {out}")
+        step.product, step.linear, step.other = True, self.args, self.residual
+        step.linear.dtype = c.dtype
 
 
-cdef class _NormStep(_Step):
+cdef class _NormStep(_RowwiseStep):
     cdef fa_rows_args args
     cdef int64_t heads, begin  # heads 0: the norm is of whole rows
 
@@ -119,45 +189,35 @@ cdef class _NormStep(_Step):
             self.args.bias = _data("bias", step.bias, self.args.n, lane)
         self._keep((step.weight, step.bias))
 
-    cdef void run(self, Call *c, call) except *:
-        cdef fa_rows_args a = self.args
-        cdef Buffer x = c.buffers[self.x], out = c.buffers[self.out]
-        cdef int64_t h, width = max(1, self.heads) * a.n
+    cdef void bind(self, Call *c, Rowwise *step) except *:
+        cdef int64_t x = c.buffers[self.x].columns, out = c.buffers[self.out].columns
+        cdef int64_t width = max(1, self.heads) * self.args.n
         self._require_type(c)
-        if (out.columns != x.columns or self.begin < 0 or self.begin + width > x.columns
-                or (self.heads == 0 and width != x.columns)):
+        if out != x or self.begin < 0 or self.begin + width > x or (self.heads == 0 and width != x):
             raise ValueError(f"fastattn: step {self.number} is a norm of {width} features from {self.begin} on; it"
-                             f" has {x.columns} and {out.columns}")
-        a.dtype, a.m = c.dtype, c.m
-        a.x, a.x_row, a.out, a.out_row = x.data + self.begin * c.size, x.row, out.data + self.begin * c.size, out.row
-        for h in range(max(1, self.heads)):
-            _run_rows(&a, c.threads)
-            a.x += a.n * c.size
-            a.out += a.n * c.size
-            a.weight = <const char *>a.weight + a.n * (8 if self.doubles else 4)
+                             f" has {x} and {out}")
+        step.rows, step.times = self.args, self.heads
+        step.begin = step.out_begin = self.begin * c.size
+        step.weight_bytes = self.args.n * (8 if self.doubles else 4)
 
 
-cdef class _AddStep(_Step):
+cdef class _AddStep(_RowwiseStep):
     cdef int residual
     cdef int64_t features
 
     cdef void _set(self, step, buffers) except *:
         self.residual, self.features = self._buffer(step.residual, buffers), step.features
 
-    cdef void run(self, Call *c, call) except *:
-        cdef fa_rows_args a
-        cdef Buffer x = c.buffers[self.x], out = c.buffers[self.out], residual = c.buffers[self.residual]
-        if x.columns != self.features or out.columns != self.features or residual.columns != self.features:
-            raise ValueError(f"fastattn: step {self.number} adds {self.features} features; it has {x.columns},"
-                             f" {residual.columns} and {out.columns}")
-        memset(&a, 0, sizeof(a))
-        a.kind, a.dtype, a.m, a.n = FA_ACTIVATE, c.dtype, c.m, self.features  # with no activation
-        a.x, a.x_row, a.out, a.out_row = x.data, x.row, out.data, out.row
-        a.residual, a.residual_row = residual.data, residual.row
-        _run_rows(&a, c.threads)
+    cdef void bind(self, Call *c, Rowwise *step) except *:
+        cdef int64_t x = c.buffers[self.x].columns, out = c.buffers[self.out].columns
+        cdef int64_t residual = c.buffers[self.residual].columns
+        if x != self.features or out != self.features or residual != self.features:
+            raise ValueError(f"fastattn: step {self.number} adds {self.features} features; it has {x}, {residual} and"
+                             f" {out}")
+        step.rows.kind, step.rows.n, step.other = FA_ACTIVATE, self.features, self.residual  # with no activation
 
 
-cdef class _GateStep(_Step):
+cdef class _GateStep(_RowwiseStep):
     cdef int gate
     cdef int64_t begin, features
     cdef fa_activation activation
@@ -166,41 +226,33 @@ cdef class _GateStep(_Step):
         self.gate, self.begin, self.features = self._buffer(step.gate, buffers), step.begin, step.features
         self.activation = _ACTIVATIONS[step.activation]
 
-    cdef void run(self, Call *c, call) except *:
-        cdef fa_rows_args a
-        cdef Buffer x = c.buffers[self.x], out = c.buffers[self.out], gate = c.buffers[self.gate]
-        if (x.columns != self.features or out.columns != self.features or self.begin < 0
-                or self.begin + self.features > gate.columns):
+    cdef void bind(self, Call *c, Rowwise *step) except *:
+        cdef int64_t x = c.buffers[self.x].columns, out = c.buffers[self.out].columns
+        cdef int64_t gate = c.buffers[self.gate].columns
+        if x != self.features or out != self.features or self.begin < 0 or self.begin + self.features > gate:
             raise ValueError(f"fastattn: step {self.number} has a gate of {self.features} features from {self.begin}"
-                             f" on; it has {x.columns}, {gate.columns} and {out.columns}")
-        memset(&a, 0, sizeof(a))
-        a.kind, a.dtype, a.m, a.n, a.activation = FA_ACTIVATE, c.dtype, c.m, self.features, self.activation
-        a.x, a.x_row, a.out, a.out_row = gate.data + self.begin * c.size, gate.row, out.data, out.row
-        a.up, a.up_row, a.up_each = x.data, x.row, 1
-        _run_rows(&a, c.threads)
+                             f" on; it has {x}, {gate} and {out}")
+        step.rows.kind, step.rows.n, step.rows.activation = FA_ACTIVATE, self.features, self.activation
+        step.x, step.begin, step.other, step.multiplies = self.gate, self.begin * c.size, self.x, True
 
 
-cdef class _ScaleStep(_Step):
+cdef class _ScaleStep(_RowwiseStep):
     cdef cnp.ndarray weight
 
     cdef void _set(self, step, buffers) except *:
         self.weight = step.weight
         self._keep((step.weight,))
 
-    cdef void run(self, Call *c, call) except *:
-        cdef fa_rows_args a
-        cdef Buffer x = c.buffers[self.x], out = c.buffers[self.out]
-        memset(&a, 0, sizeof(a))
-        a.kind, a.dtype, a.m, a.n = FA_ACTIVATE, c.dtype, c.m, cnp.PyArray_SIZE(self.weight)
-        if x.columns != a.n or out.columns != a.n:
-            raise ValueError(f"fastattn: step {self.number} scales {a.n} features; it has {x.columns} and"
-                             f" {out.columns}")
-        a.x, a.x_row, a.out, a.out_row = x.data, x.row, out.data, out.row
-        a.up = <const char *>_data("weight", self.weight, a.n, cnp.PyArray_TYPE(self.weight))
+    cdef void bind(self, Call *c, Rowwise *step) except *:
+        cdef int64_t x = c.buffers[self.x].columns, out = c.buffers[self.out].columns
+        cdef int64_t n = cnp.PyArray_SIZE(self.weight)
+        if x != n or out != n:
+            raise ValueError(f"fastattn: step {self.number} scales {n} features; it has {x} and {out}")
         if _dtype(self.weight) != c.dtype:
             raise ValueError(f"fastattn: step {self.number} has a weight of another type than its rows")
-        a.up_each = 1  # each row's is the same, a distance of 0
-        _run_rows(&a, c.threads)
+        step.rows.kind, step.rows.n = FA_ACTIVATE, n
+        step.rows.up = <const char *>_data("weight", self.weight, n, cnp.PyArray_TYPE(self.weight))
+        step.rows.up_each = 1  # each row's is the same, a distance of 0
 
 
 cdef class _AttendStep(_Step):
@@ -367,27 +419,138 @@ cdef dict _STEPS = {"linear": _LinearStep, "norm": _NormStep, "add": _AddStep, "
                     "scale": _ScaleStep, "attend": _AttendStep}
 
 
+cdef void _chain_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    """All steps of a chain over one block of rows, which stay in the thread's caches."""
+    cdef const Chain *chain = <const Chain *>loop.args
+    cdef Buffer here[MAX_BUFFERS]
+    cdef const fa_linear_plan *plan
+    cdef fa_linear_args a
+    cdef fa_rows_args r
+    cdef int64_t i, j, first = task * chain.rows, m = min(chain.rows, chain.m - first)
+    for i in range(MAX_BUFFERS):
+        here[i] = chain.buffers[i]
+        here[i].data = <char *>scratch + chain.own[i] if chain.own[i] else here[i].data + first * here[i].row
+    for i in range(chain.n):
+        if fa_flag(&loop.stop):
+            return
+        if chain.steps[i].product:
+            a, plan = _linear_at(&chain.steps[i], here, m), &chain.steps[i].plans[m < chain.rows]
+            (<int64_t *>scratch)[0] = 0  # see fa_linear_plan
+            for j in range(plan.n_tasks):
+                loop.kernels.linear_run(&a, plan, j, scratch)
+        for j in range(chain.steps[i].times):
+            r = _rows_at(&chain.steps[i], here, m, j)
+            loop.kernels.rows_run(&r, 0, m, scratch)
+
+
+def chain_rows(int64_t n, int64_t row_bytes, int64_t weights, int threads):
+    """Rows of a task of chains of n rows; 0: their steps go one by one.
+
+    A row takes `row_bytes` of a chain's own buffers, and a chain has weights of so many bytes, at most.
+    """
+    cdef int64_t tasks, most
+    if n < threads * CHAIN_LEAST_ROWS:
+        return 0
+    _kernels(FA_F32)
+    most = min(fa_tuned.chain_rows, fa_tuned.chain_bytes // max(1, row_bytes))
+    if most < min(fa_tuned.chain_rows, 2 * CHAIN_LEAST_ROWS) or most == 0 or weights > 16 * fa_tuned.chain_bytes:
+        return 0
+    tasks = (n + most - 1) // most
+    tasks = (tasks + threads - 1) // threads * threads
+    return (n + tasks - 1) // tasks
+
+
+cdef class _Chain(_Step):
+    """Steps that run one after another over a block of rows; `widths` are those of buffers that only they need."""
+
+    cdef tuple steps, widths
+    cdef int first  # of these buffers
+
+    def __init__(self, tuple steps, tuple widths, int first):
+        self.steps, self.widths, self.first, self.kept = steps, widths, first, []
+
+    cdef void require_kept(self) except *:
+        cdef _Step step
+        for step in self.steps:
+            step.require_kept()
+
+    cdef void run(self, Call *c, call) except *:
+        cdef Chain chain
+        cdef Loop loop
+        cdef Rowwise *steps
+        cdef fa_linear_args a
+        cdef int64_t i, j, kernels_bytes = 0, bytes = 0
+        chain.n, chain.m, chain.rows = len(self.steps), c.m, c.chain_rows
+        loop.kernels, loop.args = _kernels(c.dtype), &chain
+        steps = <Rowwise *>PyMem_RawMalloc(chain.n * sizeof(Rowwise))
+        if steps == NULL:
+            raise MemoryError(f"fastattn: no memory for {chain.n} steps")
+        try:
+            chain.steps = steps
+            for i in range(len(self.widths)):
+                c.buffers[self.first + i].columns = self.widths[i]
+                c.buffers[self.first + i].row = _row_apart(self.widths[i] * c.size)
+            for i in range(chain.n):
+                _bind(self.steps[i], c, &steps[i])
+                steps[i].linear.watch = steps[i].rows.watch = &loop.watch
+                if not steps[i].product:
+                    kernels_bytes = max(kernels_bytes, loop.kernels.rows_scratch_bytes(steps[i].rows.n))
+                    continue
+                for j in range(2):
+                    a = _linear_at(&steps[i], c.buffers, (c.m - 1) % chain.rows + 1 if j else chain.rows)
+                    loop.kernels.linear_plan(&a, 1, &steps[i].plans[j])
+                    kernels_bytes = max(kernels_bytes, steps[i].plans[j].scratch_bytes)
+            chain.buffers, bytes = c.buffers, (kernels_bytes + 63) // 64 * 64
+            memset(chain.own, 0, sizeof(chain.own))
+            for i in range(self.first, self.first + len(self.widths)):
+                chain.own[i] = bytes
+                bytes += chain.rows * chain.buffers[i].row
+            _run(&loop, _chain_task, (c.m + chain.rows - 1) // chain.rows, c.threads, bytes)
+        finally:
+            PyMem_RawFree(steps)
+
+
+cdef int64_t _row_apart(int64_t n) noexcept:
+    """Bytes from row to row of n: whole cache lines, but no multiple of 4 KB, which would meet in the same sets."""
+    n = (n + 63) // 64 * 64
+    return n if n % 4096 else n + 64
+
+
 cdef class Program:
-    """The steps of a `fastattn._engine.program.Program`, as C has them; it keeps their arrays alive."""
+    """The steps of a `fastattn._engine.program.Program`, as C has them; it keeps their arrays alive.
+
+    `chains` are steps that go together, (begin, end, {name: width} of buffers that only they need).
+    """
 
     cdef tuple steps
     cdef int n_places
     cdef int64_t begins[MAX_BUFFERS]  # of the places in a call's memory, in features
     cdef int64_t widths[MAX_BUFFERS]
 
-    def __cinit__(self, steps, places):
+    def __cinit__(self, steps, places, chains=()):
         self.n_places = len(places)
-        if self.n_places > MAX_BUFFERS - FIRST_PLACE:
+        if self.n_places + max([len(own) for *_, own in chains], default=0) > MAX_BUFFERS - FIRST_PLACE:
             raise ValueError(f"fastattn: {self.n_places} places; expected at most {MAX_BUFFERS - FIRST_PLACE}")
         for i, place in enumerate(places.values()):
             self.begins[i], self.widths[i] = place
             if self.begins[i] < 0 or self.widths[i] < 0:
                 raise ValueError(f"fastattn: a place at {place}")
-        buffers = ["x", "out", "inputs", *places]
-        self.steps = tuple([_STEPS[step.op](i, step, buffers) for i, step in enumerate(steps)])
+        names = {name: i for i, name in enumerate(["x", "out", "inputs", *places])}
+        made, done = [], 0
+        for begin, end, own in [*chains, (len(steps), len(steps), {})]:
+            made += [_STEPS[steps[i].op](i, steps[i], names) for i in range(done, begin)]
+            here = names | {name: len(names) + i for i, name in enumerate(own)}
+            chain = tuple([_STEPS[steps[i].op](i, steps[i], here) for i in range(begin, end)])
+            if chain:
+                made.append(_Chain(chain, tuple(own.values()), len(names)))
+            done = end
+        self.steps = tuple(made)
 
-    def run(self, cnp.ndarray x, cnp.ndarray out, cnp.ndarray memory, call, int num_threads):
-        """Run the steps on rows x and out, (batch * length, features); `call` is a Sequences."""
+    def run(self, cnp.ndarray x, cnp.ndarray out, cnp.ndarray memory, call, int num_threads, int64_t chain_rows=0):
+        """Run the steps on rows x and out, (batch * length, features); `call` is a Sequences.
+
+        Chains go through `chain_rows` rows at a time.
+        """
         cdef Call c
         cdef int i
         cdef _Step step
@@ -411,7 +574,7 @@ cdef class Program:
             raise ValueError(f"fastattn: {c.m} rows of {c.batch} sequences of one length")
         else:
             c.length = c.m // c.batch
-        c.threads = num_threads
+        c.threads, c.chain_rows = num_threads, chain_rows
         _set_buffer(&c.buffers[0], "x", x, &c)
         _set_buffer(&c.buffers[1], "out", out, &c)
         if call.inputs is not None:

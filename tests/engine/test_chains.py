@@ -1,0 +1,126 @@
+"""Steps between two attentions, block of rows by block of rows: the bits of the steps one by one."""
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from implementations import COMPILED, each_isa, forced
+from tiny_models import DECODERS, ENCODERS, VOCAB
+
+from fastattn import layers, models
+from fastattn._engine import program, settings, tuning
+from fastattn._engine.program import Program
+from fastattn._engine.steps import OUT, AddStep, NormStep, X
+
+needs_kernels = pytest.mark.skipif(not COMPILED, reason="of compiled kernels, and there are none")
+NARROW = {"weights_dtype": "int8", "activations": "int8"}
+ROWS = 24  # of a task, the least
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Rows of a task of each program that ran by chains."""
+    rows, found = [], settings.core.chain_rows if COMPILED else None
+
+    def spy(*args):
+        rows.append(found(*args))
+        return rows[-1]
+
+    if COMPILED:
+        monkeypatch.setattr(settings.core, "chain_rows", spy)
+    return rows
+
+
+def both_ways(call, ran, threads=1):
+    """The bits of a call by chains, with several blocks, and step by step."""
+    with settings.forced(num_threads=threads), tuning.forced(chain_rows=ROWS):
+        chained = np.array(call())
+    assert ROWS >= max(ran) > 0
+    with tuning.forced(chain_rows=0):
+        alone = np.array(call())
+    return chained.view(np.uint8), alone.view(np.uint8)
+
+
+@pytest.mark.parametrize("options", [{}, NARROW, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("kind", [*ENCODERS, *DECODERS])
+@needs_kernels
+def test_a_model_has_the_bits_of_its_steps(kind, options, tmp_path, ran):
+    tiny.write(tmp_path, kind)
+    model = models.load(tmp_path, **options)
+    lengths = (16, 11, 14, 15)  # of a ragged batch
+    rng = np.random.default_rng(0)
+    if kind in DECODERS:
+        prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+        chained, alone = both_ways(lambda: list(model.generate(prompts, 3, stop=())), ran)
+    else:
+        ids, mask = rng.integers(2, VOCAB, (4, 16)), np.arange(16) < np.array(lengths)[:, None]
+        chained, alone = both_ways(lambda: model(ids, mask), ran)
+    np.testing.assert_array_equal(chained, alone)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+@each_isa
+def test_a_layer_has_the_bits_of_its_steps(isa, threads, norm_first, ran):
+    rng = np.random.default_rng(0)
+    layer = layers.TransformerEncoderLayer(64, 4, 128, "gelu", norm_first=norm_first, rng=rng)
+    x = rng.standard_normal((3, 50, 64), dtype=np.float32)
+    with forced(isa):
+        chained, alone = both_ways(lambda: layer(x), ran, threads)
+    np.testing.assert_array_equal(chained, alone)
+
+
+def norm(x, out, n=8):
+    return NormStep(x, out, "layer_norm", np.ones(n, np.float32), None, 1e-5)
+
+
+def test_buffers_of_a_chain_are_its_own_if_nobody_else_reads_them():
+    """`a` is written and read in the chain alone, `b` is read by what follows it, which runs in Python."""
+
+    class Elsewhere(AddStep):
+        op = None
+
+    steps = [
+        norm(X, "a"),
+        norm("a", "b"),
+        AddStep("b", "b", "a", 8),
+        Elsewhere("b", "c", "b", 8),
+        norm("c", OUT),
+    ]
+    built = program.build("test", steps)
+    (chain,) = built._chained.chains
+    assert (chain.begin, chain.end, chain.own) == (0, 3, {"a": 8})
+    assert set(built._chained.places) == {"b", "c"}
+    assert set(built._one_by_one.places) == {"a", "b", "c"}
+
+
+def test_blocks_of_rows_do_not_share_what_steps_in_turn_may():
+    """One block writes `c` while another one still reads `b`: only step by step they may lie in one place."""
+
+    class Along(AddStep):
+        along = True
+
+    first, last = Along(X, "b", X, 8), Along("c", OUT, "c", 8)
+    built = program.build("test", [first, norm("b", "a"), norm("a", "c"), last])
+    assert built._one_by_one.places["b"] == built._one_by_one.places["c"]
+    assert sorted(built._chained.places.values()) == [(0, 8), (8, 8)]
+
+
+@needs_kernels
+def test_few_rows_large_buffers_and_large_weights_go_step_by_step():
+    core = settings.core
+    with tuning.forced(chain_rows=96, chain_bytes=1 << 20):
+        assert core.chain_rows(4096, 1 << 12, 1 << 20, 2) == 94  # 44 tasks
+        assert core.chain_rows(192, 1 << 12, 1 << 20, 2) == 96
+        assert core.chain_rows(128, 1 << 12, 1 << 20, 2) == 64
+        assert core.chain_rows(4096, 1 << 14, 1 << 20, 2) == 64
+        assert core.chain_rows(4096, 0, 0, 2) == 94
+        assert core.chain_rows(47, 1 << 12, 1 << 20, 2) == 0
+        assert core.chain_rows(4096, 1 << 15, 1 << 20, 2) == 0
+        assert core.chain_rows(4096, 1 << 12, (1 << 24) + 1, 2) == 0
+    with tuning.forced(chain_rows=0):
+        assert core.chain_rows(4096, 1 << 12, 1 << 20, 2) == 0
+
+
+def test_a_program_is_built_anew_from_its_pickle():
+    again = Program.__reduce__(built := program.build("test", [norm(X, "a"), norm("a", OUT)]))
+    assert again == (program.build, ("test", built.steps))
