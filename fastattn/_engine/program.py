@@ -62,9 +62,13 @@ class Program:
 
     use: str  # which scratch memory: see `scratch.py`
     steps: tuple[Step, ...]
-    columns: int  # of OUT
-    _one_by_one: _Layout = field(repr=False)
-    _chained: _Layout = field(repr=False)
+    columns: int = field(init=False)  # of OUT
+    # Anew for other steps, of `dataclasses.replace`: what is compiled has the weights of its own.
+    _one_by_one: _Layout = field(init=False, repr=False)
+    _chained: _Layout = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.columns, self._one_by_one, self._chained = _layouts(self.steps)
 
     @property
     def has_gradients(self) -> bool:
@@ -148,7 +152,7 @@ class Program:
         return buffers
 
     def __reduce__(self) -> Any:
-        return build, (self.use, self.steps)
+        return Program, (self.use, self.steps)
 
 
 def build(use: str, steps: Sequence[Step]) -> Program:
@@ -157,6 +161,11 @@ def build(use: str, steps: Sequence[Step]) -> Program:
     A buffer is as wide as the widest result that a step writes to it. It is needed from a step that writes it
     to the last step that reads this result. `X` and `INPUTS` are scratch memory, too, if a step writes them.
     """
+    return Program(use, tuple(steps))
+
+
+def _layouts(steps: tuple[Step, ...]) -> tuple[int, _Layout, _Layout]:
+    """Features of OUT, and the layouts of steps one by one and by chains."""
     widths: dict[str, int] = {}
     for step in steps:
         for name, columns in {step.out: step.columns, **step.scratch}.items():
@@ -171,11 +180,8 @@ def build(use: str, steps: Sequence[Step]) -> Program:
     each = [Chain(i, i + 1, {}) for i in range(len(steps))]
     inside = {i for chain in chains for i in range(chain.begin, chain.end)}
     groups = [*chains, *(one for one in each if one.begin not in inside)]
-    layouts = (
-        _Layout(_places(steps, needed, widths, each)),
-        _Layout(_places(steps, needed, widths, groups), chains),
-    )
-    return Program(use, tuple(steps), columns, *layouts)
+    one_by_one = _Layout(_places(steps, needed, widths, each))
+    return columns, one_by_one, _Layout(_places(steps, needed, widths, groups), chains)
 
 
 def _needed(steps: Sequence[Step]) -> list[set[str]]:

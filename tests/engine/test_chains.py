@@ -1,5 +1,8 @@
 """Steps between two attentions, block of rows by block of rows: the bits of the steps one by one."""
 
+import pickle
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tiny_models as tiny
@@ -8,8 +11,7 @@ from tiny_models import DECODERS, ENCODERS, VOCAB
 
 from fastattn import layers, models
 from fastattn._engine import program, settings, tuning
-from fastattn._engine.program import Program
-from fastattn._engine.steps import OUT, AddStep, NormStep, X
+from fastattn._engine.steps import OUT, AddStep, NormStep, Sequences, X
 
 needs_kernels = pytest.mark.skipif(not COMPILED, reason="of compiled kernels, and there are none")
 NARROW = {"weights_dtype": "int8", "activations": "int8"}
@@ -121,6 +123,13 @@ def test_few_rows_large_buffers_and_large_weights_go_step_by_step():
         assert core.chain_rows(4096, 1 << 12, 1 << 20, 2) == 0
 
 
-def test_a_program_is_built_anew_from_its_pickle():
-    again = Program.__reduce__(built := program.build("test", [norm(X, "a"), norm("a", OUT)]))
-    assert again == (program.build, ("test", built.steps))
+def test_a_program_of_other_steps_has_their_weights():
+    """Where the first one was compiled, by chains or step by step, before it was replaced."""
+    x = np.random.default_rng(0).standard_normal((48, 8), dtype=np.float32)
+    call, steps = Sequences(1), [norm(X, "a"), norm("a", OUT)]
+    first = program.build("test", steps)
+    for rows in (x, x[:1]):
+        once = first.run(rows, call)
+        second = replace(first, steps=(steps[0], replace(steps[1], weight=np.full(8, 2, np.float32))))
+        np.testing.assert_array_equal(second.run(rows, call), 2 * once)
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(second)).run(rows, call), 2 * once)
