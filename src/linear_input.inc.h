@@ -134,22 +134,13 @@ static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const f
 }
 
 #if LANE_BITS == 32
-/* sums = the sum of n bytes, up to whole vectors 0, or of every block of them, if there are blocks. */
-INLINE void sum_bytes(int64_t block, const char *bytes, int64_t n, int32_t *sums)
+/* sums = those of every `block` of n bytes. */
+static void sum_blocks(int64_t block, const char *bytes, int64_t n, int32_t *sums)
 {
-    const vi_t none = {0}, ones = none + 0x01010101; /* v_dot_i8 may add V_I8_OFFSET times the bytes */
-    vi_t all = none;
-    for (int64_t b = 0; block && b < n / block; b++) {
+    for (int64_t b = 0; b < n / block; b++) {
         sums[b] = 0;
         for (int i = 0; i < block; i++) sums[b] += ((const int8_t *)bytes)[b * block + i];
     }
-    if (block) return;
-    for (int64_t d = 0; d < n; d += V_BYTES) {
-        const vi_t here = (vi_t)v_load(bytes + d);
-        all += v_dot_i8(ones, here, none) - v_dot_i8(none, here, none);
-    }
-    *sums = 0;
-    UNROLL_FOR(int i = 0; i < LANES; i++) *sums += all[i];
 }
 
 /* LANES elements of a row of k: from d on or, where it ends before, its last ones. If it has fewer, the first one again
@@ -165,11 +156,11 @@ INLINE v_t v_load_within(fa_dtype dtype, const char *from, int64_t d, int64_t k)
 /* to (features_padded) = from (k) on its grid, in int8, and its sums. */
 INLINE row_grid quantise_row_as(fa_dtype dtype, const fa_linear_args *a, const char *from, char *to, int32_t *sums)
 {
-    const int64_t size = dtype_size(dtype);
-    v_t most = v_load_within(dtype, from, 0, a->k), least = most;
+    const int64_t size = dtype_size(dtype), k = a->k; /* which a store might change, for all gcc knows */
+    v_t most = v_load_within(dtype, from, 0, k), least = most;
     vi_t nan = {0};
-    for (int64_t d = 0; d < a->k; d += LANES) {
-        const v_t x = v_load_within(dtype, from, d, a->k);
+    for (int64_t d = 0; d < k; d += LANES) {
+        const v_t x = v_load_within(dtype, from, d, k);
         most = v_max(x, most), least = v_min(x, least);
         nan |= x != x;
     }
@@ -179,13 +170,18 @@ INLINE row_grid quantise_row_as(fa_dtype dtype, const fa_linear_args *a, const c
     const lane middle = low * 0.5f + high * 0.5f; /* rounded: so either end may be the farther one */
     const lane half = fmaxf(fmaxf(high - middle, middle - low), LEAST_HALF);
     const v_t factor = v_splat(127 / half), magic = v_splat(0x1.8p23f); /* adding it rounds, into the lowest bits */
-    for (int64_t d = 0; d < a->k; d += LANES) {
-        const v_t x = finite ? v_load_as_part(dtype, from + d * size, a->k - d) : v_splat(0);
-        v_store_i8_part(to + d, (vi_t)((x - v_splat(middle)) * factor + magic), a->k - d);
+    vi_t sum = {0};
+    for (int64_t d = 0; d < k; d += LANES) {
+        const v_t x = finite ? v_load_as_part(dtype, from + d * size, k - d) : v_splat(0);
+        v_t rounded = (x - v_splat(middle)) * factor + magic;
+        v_store_i8_part(to + d, (vi_t)rounded, k - d);
+        if (k - d < LANES)
+            UNROLL_FOR(int i = 0; i < LANES; i++) rounded[i] = i < k - d ? rounded[i] : magic[i];
+        sum += (vi_t)rounded - (vi_t)magic;
     }
-    memset(to + a->k, 0, round_up(a->k, 64) - a->k);
-    if ((V_I8_OFFSET && !by_tiles(a)) || in_blocks(a->weight))
-        sum_bytes(in_blocks(a->weight) ? a->block : 0, to, features_padded(a), sums);
+    memset(to + k, 0, round_up(k, 64) - k);
+    if (in_blocks(a->weight)) sum_blocks(a->block, to, features_padded(a), sums);
+    else *sums = (int32_t)v_sum(__builtin_convertvector(sum, v_t)); /* below 2^24: _args/ops.py */
     return (row_grid){finite ? half / 127 * (lane)a->unit : NAN, middle};
 }
 

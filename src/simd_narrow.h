@@ -218,7 +218,17 @@ INLINE vi_t v_halves(int upper, vi_t a, vi_t b)
 INLINE vi_t v_zipped(int upper, vi_t a, vi_t b) { return upper ? vzip2q_s32(a, b) : vzip1q_s32(a, b); }
 #endif
 
-INLINE v_t v_load_bf16(const void *p) { return (v_t)(__builtin_convertvector(*(const vhu_t *)p, vw_t) << 16); }
+/* LANES integers of 16 bits, widened. Of a conversion, gcc 12 makes two of half vectors, taken apart and put together. */
+INLINE vw_t v_load_u16(const void *p)
+{
+#if defined V_AVX512
+    return (vw_t)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p));
+#else
+    return __builtin_convertvector(*(const vhu_t *)p, vw_t);
+#endif
+}
+
+INLINE v_t v_load_bf16(const void *p) { return (v_t)(v_load_u16(p) << 16); }
 
 /* Rounded to nearest even, in the upper 16 bits; NaN stays NaN, made quiet. */
 INLINE vw_t v_upper_bf16(v_t a)
@@ -229,7 +239,14 @@ INLINE vw_t v_upper_bf16(v_t a)
 
 INLINE vw_t v_round_bf16(v_t a) { return v_upper_bf16(a) >> 16; }
 
-INLINE void v_store_bf16(void *p, v_t a) { *(vhu_t *)p = __builtin_convertvector(v_round_bf16(a), vh_t); }
+INLINE void v_store_bf16(void *p, v_t a)
+{
+#if defined V_AVX512
+    _mm256_storeu_si256(p, _mm512_cvtepi32_epi16((__m512i)v_round_bf16(a)));
+#else
+    *(vhu_t *)p = __builtin_convertvector(v_round_bf16(a), vh_t);
+#endif
+}
 
 INLINE void v_store_two_bf16(void *p, v_t a, v_t b)
 {
@@ -254,7 +271,7 @@ INLINE v_t v_load_f16(const void *p)
 #else
     /* Shift exponent and mantissa into place and mend the bias, 127 - 15, by a multiplication, which normalises
      * subnormals too; what then is 2^16 or more was Inf or NaN. */
-    vw_t h = __builtin_convertvector(*(const vhu_t *)p, vw_t), sign = (h & 0x8000) << 16;
+    vw_t h = v_load_u16(p), sign = (h & 0x8000) << 16;
     v_t magnitude = (v_t)((h & 0x7fff) << 13) * 0x1p112f;
     vw_t special = (vw_t)(magnitude >= 65536.0f) & 0x7f800000;
     return (v_t)((vw_t)magnitude | special | sign);
@@ -319,8 +336,8 @@ INLINE void v_store_pairs_bf16(void *to, v_t a, v_t b)
 /* Pairs (p[i], q[i]) of two rows of bfloat16. */
 INLINE v_t v_pair_bf16(const void *p, const void *q)
 {
-    vw_t low = __builtin_convertvector(*(const vhu_t *)p, vw_t);
-    return (v_t)(low | __builtin_convertvector(*(const vhu_t *)q, vw_t) << 16);
+    const vw_t low = v_load_u16(p);
+    return (v_t)(low | v_load_u16(q) << 16);
 }
 
 /* The same of 2 LANES elements of each row, stored one after the other. */
