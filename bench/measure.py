@@ -34,9 +34,9 @@ from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._engine import dispatch, settings
 from fastattn._engine.core import _core
 from fastattn._engine.experts import Experts, ExpertsStep
+from fastattn._engine.plain import PLAIN
 from fastattn._engine.program import build
 from fastattn._engine.steps import OUT, AttendStep, Sequences, X
-from fastattn._engine.tape import PLAIN
 from fastattn.cache import KVCache
 from fastattn.functional import mamba2_scan, selective_scan
 from fastattn.grad import vjp

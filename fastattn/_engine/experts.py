@@ -14,8 +14,8 @@ from fastattn._engine.steps import Step
 
 if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
+    from fastattn._engine.plain import Plain
     from fastattn._engine.steps import Sequences, Values
-    from fastattn._engine.tape import Plain
 
 # Rows of experts that are computed at a time: each has a copy of its input and two results.
 _EXPERT_ROWS = 8192

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._engine import settings
+from fastattn._engine.plain import PLAIN
 from fastattn._engine.scratch import keep, scratch
 from fastattn._engine.steps import INPUTS, OUT, AttendStep, LinearStep, Sequences, Step, X
-from fastattn._engine.tape import PLAIN, Tape
+from fastattn._engine.tape import Tape
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array
-    from fastattn._engine.tape import Plain
+    from fastattn._engine.plain import Plain
 
 
 class Chain(NamedTuple):

@@ -20,8 +20,8 @@ from fastattn._engine import settings
 if TYPE_CHECKING:
     from fastattn._args.key_ranges import Range
     from fastattn._args.packed import PackedLinear
+    from fastattn._engine.plain import Plain
     from fastattn._engine.slots import Slots
-    from fastattn._engine.tape import Plain
 
     # The present value of each buffer: an array for `PLAIN`, a `Value` for a `Tape`; and what `AttendStep`s
     # give to later ones.

@@ -1,12 +1,9 @@
-"""Operations that a tape records for their gradients, or that run as plain calls.
+"""Reverse-mode differentiation: operations that a tape records for their gradients.
 
-A layer is written once, on the operations of a tape. `PLAIN` keeps nothing: its values are arrays, and each
-operation is one kernel. A `Tape` is reverse-mode differentiation: its values are `Value`s, arrays that may
-get a gradient. Each operation notes how the gradient of its result becomes those of its inputs; `Tape.pull`
-goes through the notes from the last to the first. A kernel adds its part to an input's gradient that is
-already there, as after a residual connection.
-
-Arrays are rows (m, n) with a contiguous last axis. A note is dropped, with what it keeps, when it was used.
+A `Tape` has the operations of `Plain` on `Value`s, arrays that may get a gradient. Each operation notes how
+the gradient of its result becomes those of its inputs; `Tape.pull` goes through the notes from the last to
+the first. A kernel adds its part to an input's gradient that is already there, as after a residual
+connection. A note is dropped, with what it keeps, when it was used.
 """
 
 from __future__ import annotations
@@ -19,222 +16,19 @@ import numpy as np
 
 from fastattn._args.grad_types import DropoutArgs, OuterArgs, RowsGradArgs, rounds
 from fastattn._args.packed import LinearArgs, PackedLinear
-from fastattn._args.types import (
-    FLOAT64,
-    Activation,
-    Array,
-    AttentionArgs,
-    BackwardArgs,
-    RopeArgs,
-    Rounding,
-    RowsArgs,
-    lane_dtype,
-)
+from fastattn._args.types import FLOAT64, Activation, Array, BackwardArgs, Rounding, RowsArgs, lane_dtype
 from fastattn._engine import dispatch
+from fastattn._engine.plain import Plain, by_columns
 from fastattn._engine.recycled import recycled_empty
-from fastattn._engine.scratch import keep, scratch
 from fastattn._engine.settings import get_num_threads
 from fastattn._engine.values import Gradients, Part, Value
 
 if TYPE_CHECKING:
-    Views = Callable[[Array], Sequence[Array]]
-    # One attention of an operation: its arguments, and the values of its queries, keys and values.
-    Call = tuple[AttentionArgs, Any, Any, Any]
+    from fastattn._engine.plain import Call, Views
 
 _APART = 0x9E3779B97F4A7C15  # between the seeds of attentions: 2**64 times the golden ratio, which is odd
 # Weights that are stored as numbers that can change a little; the others are frozen.
 TRAINED = ("float32", "float64", "bfloat16")
-
-
-class Plain:
-    """Operations without gradients; values are arrays.
-
-    An operation may write to `out`, an array, or with `over` to the memory of its input or residual, which
-    nobody needs any more. `use` names scratch memory for the result; `done` gives it back.
-    """
-
-    recording = False
-    by_block = False  # whether the input of each block is all that is kept of it
-
-    @staticmethod
-    def array(x: Any) -> Array:
-        """The array of the value x."""
-        array: Array = x
-        return array
-
-    def done(self, use: str, x: Any) -> None:
-        """Give back the memory of x, whose operation had this `use`."""
-        keep(use, x)
-
-    def empty(self, use: str | None, rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
-        """An uninitialised array for the result of `attend`."""
-        return np.empty((rows, columns), dtype) if use is None else scratch(use, rows, columns, dtype)
-
-    def linear(
-        self,
-        x: Any,
-        weight: PackedLinear,
-        bias: Array | None,
-        rounding: Rounding | None = None,
-        activation: Activation | None = None,
-        residual: Any = None,
-        *,
-        use: str | None = None,
-        over: bool = False,
-        out: Array | None = None,
-    ) -> Any:
-        """`ops.linear`; with `over`, in the residual's memory."""
-        if out is None:
-            n = weight.out_features
-            if over:
-                out = residual
-            else:
-                out = np.empty((len(x), n), x.dtype) if use is None else scratch(use, len(x), n, x.dtype)
-        dispatch.run(
-            LinearArgs(x, weight, bias, activation, residual, out, get_num_threads(), rounding), None
-        )
-        return out
-
-    def norm(
-        self,
-        x: Any,
-        kind: str,
-        weight: Array,
-        bias: Array | None,
-        eps: float,
-        *,
-        over: bool = False,
-        out: Array | None = None,
-    ) -> Any:
-        """`ops.layer_norm` or `ops.rms_norm`."""
-        if out is None:
-            out = x if over else np.empty(x.shape, x.dtype)
-        dispatch.run(RowsArgs(kind, x, out, get_num_threads(), None, None, None, weight, bias, eps))
-        return out
-
-    def gated_norm(
-        self, x: Any, gate: Any, weight: Array, eps: float, activation: Activation, gate_first: bool = False
-    ) -> Any:
-        """`ops.rms_norm` with a gate, in which some rows of x may lie side by side.
-
-        weight is (features,), or (parts, features) where a row has several, each with a norm of its own.
-        """
-        out = np.empty(x.shape, x.dtype)
-        for part, own in _by_columns(np.atleast_2d(weight)):
-            up = gate if weight.ndim == 1 else gate[:, part]
-            args = RowsArgs(
-                "rms_norm", x[:, part], out[:, part], get_num_threads(), up=up, weight=own, eps=eps
-            )
-            args.activation, args.gate_first = activation, gate_first
-            dispatch.run(args)
-        return out
-
-    def head_norm(
-        self, x: Any, kind: str, weight: Array, eps: float, begin: int = 0, bias: Array | None = None
-    ) -> Any:
-        """A norm of each of some heads of a row, in place, from `begin` on; weight is (heads, head_dim).
-
-        There is a bias (head_dim,) only with one head.
-        """
-        for part, own in _by_columns(weight, begin):
-            args = RowsArgs(kind, x[:, part], x[:, part], get_num_threads(), weight=own, bias=bias, eps=eps)
-            dispatch.run(args)
-        return x
-
-    def add(self, x: Any, residual: Any, *, out: Array | None = None) -> Any:
-        """The sum."""
-        out = np.empty(x.shape, x.dtype) if out is None else out
-        dispatch.run(RowsArgs("activate", x, out, get_num_threads(), residual))
-        return out
-
-    def gate(
-        self, x: Any, up: Any, activation: Activation | None = "sigmoid", *, out: Array | None = None
-    ) -> Any:
-        """``activation(x) * up``; `out` may be up's array."""
-        out = np.empty(x.shape, x.dtype) if out is None else out
-        dispatch.run(RowsArgs("activate", x, out, get_num_threads(), up=up, activation=activation))
-        return out
-
-    def call(self, function: Callable[..., Any], inputs: Mapping[str, Any], **options: Any) -> Any:
-        """The first result of a function that `grad.vjp` takes: `inputs` are values, parameters or None."""
-        found = function(**inputs, **options)
-        return found[0] if isinstance(found, tuple) else found
-
-    def dropped(self, x: Any) -> Any:
-        """x: a plain call drops nothing."""
-        return x
-
-    def views(self, x: Any, views: Views, whole: bool = True) -> Sequence[Any]:
-        """Parts of x, views that do not overlap; `whole`: of all its elements."""
-        return views(x)
-
-    def by_row(self, x: Any) -> Any:
-        """Heads x ([batch,] heads, length, head_dim) as rows ([batch *] length * heads, head_dim)."""
-        found: Array = x.swapaxes(-3, -2).reshape(-1, x.shape[-1])
-        return found
-
-    def rotate(self, x: Any, cos: Array, sin: Array, interleaved: bool = False) -> Any:
-        """Rotate x (..., heads, length, head_dim) in place by tables ([batch,] 1, length, pairs)."""
-        dispatch.run(RopeArgs(x, x, cos, sin, interleaved, get_num_threads()))
-        return x
-
-    def shared(self, x: Any) -> Any:
-        """x, for several operations, in memory of its own."""
-        return x.copy()
-
-    def extended(self, x: Any, longer: Array, parameter: Array | None) -> Any:
-        """Keys or values `longer`, which begin with x; then comes `parameter`, if there is one."""
-        return longer
-
-    def attend(
-        self,
-        calls: Sequence[Call],
-        out: Array,
-        by_head: Views,
-        sinks: Array | None = None,
-        table: Array | None = None,
-    ) -> Any:
-        """Attention of `calls`, in rows of `out`: `by_head` gives the views of it that calls write to.
-
-        `sinks` and `table`, a bias by distance, are parameters.
-        """
-        for args, *_ in calls:
-            dispatch.run(args)
-        return out
-
-    def repeated(self, x: Any, times: int) -> Any:
-        """The rows of x that often."""
-        return np.tile(x, (times, 1))
-
-    def block(self, compute: Callable[..., Any], *inputs: Any) -> Any:
-        """``compute(tape, *inputs)``; a tape with `by_block` keeps nothing else of it."""
-        return compute(self, *inputs)
-
-    def rows(self, x: Any, which: Array) -> Any:
-        """Some rows of x, as a bool array says."""
-        return x[which]
-
-    def spread(self, x: Any, which: Array) -> Any:
-        """Rows of x where a bool array is True, 0 elsewhere."""
-        out = np.zeros((len(which), x.shape[1]), x.dtype)
-        out[which] = x
-        return out
-
-    def cleared(self, x: Any, which: Array, over: bool = False) -> Any:
-        """x with 0 in the rows where a bool array is True, and so in its gradient."""
-        if which.any():
-            x = x if over else x.copy()
-            x[which] = 0
-        return x
-
-
-PLAIN = Plain()
-
-
-def _by_columns(weight: Array, begin: int = 0) -> list[tuple[slice, Array]]:
-    """The columns of each head, the first at `begin`, and its weight."""
-    size = weight.shape[1]
-    return [(slice(begin + i * size, begin + (i + 1) * size), own) for i, own in enumerate(weight)]
 
 
 class Drops(NamedTuple):
@@ -460,7 +254,7 @@ class Tape(Plain):
         """A norm of each of some heads of a row, in place, as `Plain.head_norm` computes it."""
         threads, rows = get_num_threads(), self._writable(x)
         before = rows[:, begin : begin + weight.size].copy()
-        heads = list(zip(_by_columns(weight), _by_columns(weight, begin), strict=True))
+        heads = list(zip(by_columns(weight), by_columns(weight, begin), strict=True))
         for (own, scale), (part, _) in heads:
             args = RowsArgs(kind, before[:, own], rows[:, part], threads, weight=scale, bias=bias, eps=eps)
             dispatch.run(args)
@@ -495,7 +289,7 @@ class Tape(Plain):
         def back(dout: Array, owned: bool) -> None:
             dx, dup, dweight = x.room(), gate.room(), np.empty_like(weight)
             for (part, own), result in zip(
-                _by_columns(np.atleast_2d(weight)), np.atleast_2d(dweight), strict=True
+                by_columns(np.atleast_2d(weight)), np.atleast_2d(dweight), strict=True
             ):
                 args = RowsGradArgs("rms_norm", dout[:, part], array[:, part], get_num_threads(), dx[:, part])
                 whole = weight.ndim == 1

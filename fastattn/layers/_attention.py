@@ -16,7 +16,7 @@ from fastattn._args.options import require_options
 from fastattn._args.types import Array, ArrayLike, AttentionArgs, Bools, Ints, Unpack, plain_args
 from fastattn._args.values import flag
 from fastattn._engine import settings
-from fastattn._engine.tape import PLAIN
+from fastattn._engine.plain import PLAIN
 from fastattn.cache import Cached, KVCache, restored_on_error
 from fastattn.functional._attention import attention_weights
 from fastattn.layers import _computation
@@ -25,7 +25,7 @@ from fastattn.layers._computation import Computation
 from fastattn.layers._scores import Names, add_extra_keys, add_masks
 
 if TYPE_CHECKING:
-    from fastattn._engine.tape import Plain
+    from fastattn._engine.plain import Plain
     from fastattn.layers._attention_parameters import KeysValues, StackedMaps
 
     # Keys and values, values of a tape, or what a cache returned of them.

@@ -16,14 +16,14 @@ from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
-from fastattn._engine.tape import PLAIN
+from fastattn._engine.plain import PLAIN
 from fastattn.layers import _computation
 from fastattn.layers._block import Norm, Projection
 from fastattn.layers._computation import Computation
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
-    from fastattn._engine.tape import Plain
+    from fastattn._engine.plain import Plain
     from fastattn.layers._state import Fields, Taken
 
 # For each activation of a feed-forward: what `ops.linear` calls it, and whether its result multiplies a

@@ -13,7 +13,7 @@ from fastattn._args.ops import rows
 from fastattn._args.options import require_options
 from fastattn._args.types import Array, ArrayLike, Ints, Unpack
 from fastattn._args.values import as_array, flag
-from fastattn._engine.tape import PLAIN
+from fastattn._engine.plain import PLAIN
 from fastattn.cache import Cached, DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _computation
 from fastattn.layers._attention import MultiHeadAttention
@@ -24,7 +24,7 @@ from fastattn.layers._scores import Names
 from fastattn.layers._transformer import TransformerLayer
 
 if TYPE_CHECKING:
-    from fastattn._engine.tape import Plain
+    from fastattn._engine.plain import Plain
     from fastattn.layers._attention import Attended
 
 _NOTHING = nullcontext()

@@ -23,7 +23,7 @@ from fastattn.layers._transformer import (
 )
 
 if TYPE_CHECKING:
-    from fastattn._engine.tape import Plain
+    from fastattn._engine.plain import Plain
 
 
 # Fields of `Transformer` that it hands to all of its layers.

@@ -19,8 +19,8 @@ from fastattn.functional._differentiable import Steps, differentiable
 if TYPE_CHECKING:
     import numpy as np
 
+    from fastattn._engine.plain import Plain
     from fastattn._engine.steps import Sequences, Values
-    from fastattn._engine.tape import Plain
 
     Sizes = tuple[int, ...]  # batch and length of a call; or the tokens, of sequences end to end
     Carried = Sequence[dict[str, Any]]  # arguments for states, of the convolution and of the recurrence

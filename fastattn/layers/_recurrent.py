@@ -15,7 +15,7 @@ from fastattn._args.ops import rows
 from fastattn._args.types import Array, ArrayLike, Ints, Rounding, Shape
 from fastattn._args.values import MOST_SIZE, as_array, flag, integer, sequence_begins
 from fastattn._args.words import not_an_argument
-from fastattn._engine.tape import PLAIN
+from fastattn._engine.plain import PLAIN
 from fastattn.layers import _computation
 from fastattn.layers._computation import Computation
 from fastattn.layers._mixers import ConvolutionMixer, convolved, state_kinds
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.options import NoOptions
-    from fastattn._engine.tape import Plain
+    from fastattn._engine.plain import Plain
     from fastattn.layers._mixers import Carried, Sizes
     from fastattn.layers._state import Fields, Taken
 

@@ -13,7 +13,7 @@ from fastattn.layers import _computation
 from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
-    from fastattn._engine.tape import Plain
+    from fastattn._engine.plain import Plain
 
 _LEAST_POSITIONS = 64
 

@@ -18,7 +18,7 @@ from fastattn.layers._stacks import TransformerEncoder
 from fastattn.layers._transformer import TransformerEncoderLayer
 
 if TYPE_CHECKING:
-    from fastattn._engine.tape import Plain
+    from fastattn._engine.plain import Plain
 
 _LAYER = "a TransformerEncoderLayer"
 _LATENT = (TransformerEncoder, TransformerEncoderLayer, type(None))

@@ -16,7 +16,7 @@ from fastattn._args.options import require_options
 from fastattn._args.types import Array, ArrayLike, DTypeLike, Unpack
 from fastattn._args.values import flag, integers, iterated
 from fastattn._args.words import not_an_argument
-from fastattn._engine.tape import PLAIN
+from fastattn._engine.plain import PLAIN
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _computation, _state
 from fastattn.layers._basic import NormLayer
@@ -32,8 +32,8 @@ from fastattn.layers._transformer import (
 
 if TYPE_CHECKING:
     from fastattn._args.options import NoOptions
+    from fastattn._engine.plain import Plain
     from fastattn._engine.program import Program
-    from fastattn._engine.tape import Plain
     from fastattn.layers._rotary import Rope
 
 

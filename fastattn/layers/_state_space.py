@@ -20,7 +20,7 @@ from fastattn.layers._recurrent import ONES, RecurrentLayer, linear, logarithms,
 from fastattn.layers._state import Parameter
 
 if TYPE_CHECKING:
-    from fastattn._engine.tape import Plain
+    from fastattn._engine.plain import Plain
     from fastattn.layers._mixers import Carried, Sizes
     from fastattn.layers._state import Fields, Taken
 

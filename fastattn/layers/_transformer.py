@@ -15,9 +15,9 @@ from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding, Unpack
 from fastattn._args.values import MOST_SIZE, choice, flag, integer, short
 from fastattn._args.words import not_an_argument
+from fastattn._engine.plain import PLAIN
 from fastattn._engine.program import Program, build
 from fastattn._engine.steps import OUT, Sequences, X
-from fastattn._engine.tape import PLAIN
 from fastattn.cache import KVCache
 from fastattn.layers import _computation, _state
 from fastattn.layers._attention import MultiHeadAttention
@@ -31,7 +31,7 @@ from fastattn.layers._state import Layer
 if TYPE_CHECKING:
     from fastattn._args.options import NoOptions
     from fastattn._args.types import Bools
-    from fastattn._engine.tape import Plain
+    from fastattn._engine.plain import Plain
     from fastattn.layers._attention import Attended
     from fastattn.layers._rotary import Rope
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._engine.plain import Plain
 from fastattn._engine.steps import OUT, X
-from fastattn._engine.tape import Plain
 from fastattn.models._parameters import required
 
 if TYPE_CHECKING:

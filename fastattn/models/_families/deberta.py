@@ -24,8 +24,8 @@ from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints, Shape
+    from fastattn._engine.plain import Plain
     from fastattn._engine.steps import Sequences, Values
-    from fastattn._engine.tape import Plain
     from fastattn.models._encoder import Encoder
     from fastattn.models._files import Config
     from fastattn.models._source import Source
