@@ -12,7 +12,7 @@ from fastattn._args.errors import named, wrong_type
 from fastattn._args.values import as_array, integer, integers, iterated, short
 from fastattn._engine.steps import Sequences
 from fastattn.layers._sampling import Sampler, Sampling
-from fastattn.models import _gguf, _model, _session
+from fastattn.models import _gguf, _gguf_config, _model, _session
 from fastattn.models._answers import Parts
 from fastattn.models._chat import conversation
 from fastattn.models._files import usual_sampling
@@ -341,7 +341,7 @@ class Decoder(Stepping):
         ``general.sampling``. Empty where they recommend none: the best token.
         """
         folder = self.text.folder
-        return _gguf.usual_sampling(folder) if _gguf.is_file(folder) else usual_sampling(folder)
+        return _gguf_config.usual_sampling(folder) if _gguf.is_file(folder) else usual_sampling(folder)
 
     @named("conversation_ids")
     def conversation_ids(

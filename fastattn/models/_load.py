@@ -34,6 +34,7 @@ from fastattn.models._families import (
     t5,
 )
 from fastattn.models._files import GLINER, Config, ModelError, config_path
+from fastattn.models._gguf_config import config_of
 from fastattn.models._hub import place_of
 from fastattn.models._modules import SPARSE_STATIC, STATIC, first_of, router_of
 from fastattn.models._parameters import OF_FILE, Precision
@@ -249,7 +250,7 @@ def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
     """The model of a GGUF file."""
     with ExitStack() as stack:
         file = _gguf.opened(path, stack)
-        config, tensors = _gguf.config_of(path, file), Tensors.of_gguf(path, file, precision.weights, stack)
+        config, tensors = config_of(path, file), Tensors.of_gguf(path, file, precision.weights, stack)
         source = Source(path, config, precision, stack, tensors=tensors)
         source.rename(partial(_gguf.renamed, config.get("model_type", str)))
         source.tokenizer = _gguf_tokenizer.tokenizer_of

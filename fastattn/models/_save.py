@@ -19,6 +19,7 @@ from fastattn.models._calibration import moments
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder, EncoderWithHead
 from fastattn.models._files import ModelError, config_path, is_name, read_json, require
+from fastattn.models._gguf_config import config_of, usual_sampling
 from fastattn.models._parameters import required
 from fastattn.models._tensors import WEIGHTS
 from fastattn.models._text import strings
@@ -170,14 +171,14 @@ def _files_of_gguf(path: Path, target: Path) -> dict[str, Any]:
     """Write the tokenizer of a GGUF file, its template and what it recommends; return its config.json."""
     with ExitStack() as stack:
         file = _gguf.opened(path, stack)
-        config = _gguf.config_of(path, file)
+        config = config_of(path, file)
         has_tokens = "tokenizer.ggml.tokens" in file.metadata
     if has_tokens:
         _gguf_tokenizer.tokenizer_of(path).save(str(target / "tokenizer.json"))
         said = _gguf_tokenizer.tokenizer_config(path).values
         given = {key: value for key, value in said.items() if value is not None}
         _write(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **given})
-    sampling = _gguf.usual_sampling(path)
+    sampling = usual_sampling(path)
     ends = config.values.get("eos_token_id")
     _write(
         target / "generation_config.json",

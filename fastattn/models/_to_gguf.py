@@ -1,6 +1,6 @@
-"""Language models as GGUF files: the keys that `_gguf` reads, and tensors in the types of a file.
+"""Language models as GGUF files: the keys that `_gguf_config` reads, and tensors in the types of a file.
 
-What such a file cannot say of a model, or what `_gguf` would read in another way, is refused by name.
+What such a file cannot say of a model, or what would be read in another way, is refused by name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fastattn._formats import FORMATS, Format, feedback_of
 from fastattn._gguf_writer import Encoded, Entry, write
 from fastattn.models import _gguf, _gguf_hybrid
 from fastattn.models._files import Config, ModelError, require
+from fastattn.models._gguf_config import FACTORS, SAMPLING, SIZES
 from fastattn.models._parameters import required
 from fastattn.models._to_gguf_tokenizer import named_values, tokenizer_values
 from fastattn.positions import RopeFrequencies, rope_frequencies
@@ -77,7 +78,7 @@ def written(model: Decoder, path: Path, dtype: str, moments: Mapping[str, Array]
             entries.append(Entry(new, shape, *_size(kind, shape), parts))
         if kept.factors is not None:
             factors = kept.factors
-            entries.append(Entry(_gguf.FACTORS, factors.shape, 0, factors.nbytes, lambda: [factors]))
+            entries.append(Entry(FACTORS, factors.shape, 0, factors.nbytes, lambda: [factors]))
         write(path, values, _with_experts(entries))
 
 
@@ -168,7 +169,7 @@ def _of_file(model: Decoder) -> _Kept:
         values: dict[str, Any] = {name: Encoded(file.encoded(name)) for name in file.metadata}
         values.pop("general.alignment", None)
         interleaved = _gguf.ARCHITECTURES[file.metadata["general.architecture"]][1]
-        factors = file.get_tensor(_gguf.FACTORS) if _gguf.FACTORS in file.names else None
+        factors = file.get_tensor(FACTORS) if FACTORS in file.names else None
     return _Kept(values, {name: name for name in origin.parameters.shapes()}, interleaved, factors)
 
 
@@ -197,12 +198,12 @@ def _of_folder(model: Decoder) -> _Kept:
     }  # fmt: skip
     if longest := config.optional_size("max_position_embeddings"):
         sizes["max_position_embeddings"] = longest
-    values = {f"{prefix}.{key}": sizes[name] for key, name in _gguf.SIZES.items() if name in sizes}
+    values = {f"{prefix}.{key}": sizes[name] for key, name in SIZES.items() if name in sizes}
     values |= {
         f"{prefix}.{key}": model.head_dim for key in ("attention.value_length", "rope.dimension_count")
     }
     sampling = model.usual_sampling()
-    values |= {f"general.sampling.{key}": sampling[x] for key, x in _gguf.SAMPLING.items() if x in sampling}
+    values |= {f"general.sampling.{key}": sampling[x] for key, x in SAMPLING.items() if x in sampling}
     values = {"general.architecture": prefix, "general.name": origin.folder.name, **values}
     values |= named_values(tokenizer_values(origin.folder, model.vocab_size, model.stop))
     return _Kept(values, names, _gguf.ARCHITECTURES[prefix][1], factors)
