@@ -11,6 +11,7 @@ import numpy as np
 from fastattn import grad, ops
 from fastattn._args import key_ranges
 from fastattn._args.types import lane_dtype
+from fastattn._engine.plain import PLAIN
 from fastattn._engine.steps import Sequences
 from fastattn.positions import RopeFrequencies, rope_tables, t5_buckets
 
@@ -54,8 +55,8 @@ class Embeddings:
         x = token_rows(self.tokens, tokens, dtype)
         if self.scale != 1:
             x *= np.asarray(self.scale, dtype)
-        if self.positions is not None:
-            x += self.positions[self._counted(tokens, positions)]
+        if self.positions is not None:  # NumPy adds numbers of 16 bits one by one
+            PLAIN.add(x, self.positions[self._counted(tokens, positions)], out=x)
         elif self.types is not None:
             x += self.types[0]
         if types is not None and self.types is not None:
