@@ -187,6 +187,10 @@ def linear(
     Beside these, float32 rounds as it does in every product. Of int8 by int8, the sums are exact integers.
     The middle of the row's grid is multiplied by the sum of the weights, and added: both parts round like
     products of ``max(abs(row))``, and overflow like them.
+
+    Before results in bfloat16 are rounded, "gelu" without a gate errs by at most 2.5e-5. That is more than
+    the small results of arguments below -2.8 are rounded by. The other activations err by 5e-6 of themselves.
+    Where products are of int8 by int8 or of bfloat16 pairs, denormal results in bfloat16 may be 0.
     """
     try:
         args, result = linear_args(

@@ -2,7 +2,7 @@
  *
  * Literals  dtype, in INLINE functions alone: the lane type, FA_I8 or, with float lanes, FA_F16 or FA_BF16.
  * Exports   dtype_size; v_load_part, v_store_part, v_load_as, v_load_as_n, v_load_as_part, v_store_as_part,
- *           v_store_two_as_part; load_element, load_row, add_row, store_row, round_row, round_row_as, row_finite,
+ *           v_store_two_as_part, v_store_pairs_as_part; load_element, load_row, add_row, store_row, store_row_pairs, round_row, round_row_as, row_finite,
  *           prefetch_rows. */
 #pragma once
 #include "basics.inc.h"
@@ -80,6 +80,18 @@ INLINE void v_store_two_as_part(fa_dtype dtype, void *to, v_t x, v_t next, int64
     if (n > LANES) v_store_as_part(dtype, (char *)to + LANES * dtype_size(dtype), next, n - LANES);
 }
 
+#if LANE_BITS == 32
+/* The same in bfloat16; denormal numbers may become 0, as they do in pairs of the dot product. */
+INLINE void v_store_pairs_as_part(void *to, v_t x, v_t next, int64_t n)
+{
+    uint16_t part[2 * LANES];
+    v_store_pairs_bf16(n < 2 * LANES ? (void *)part : to, x, next);
+    if (n < 2 * LANES) memcpy(to, part, n * sizeof part[0]);
+}
+#else
+INLINE void v_store_pairs_as_part(void *to, v_t x, v_t next, int64_t n) { (void)to, (void)x, (void)next, (void)n; }
+#endif
+
 /* dst (n) = factor * src (n), both contiguous. */
 INLINE void load_row_as(fa_dtype dtype, const char *src, int64_t n, lane factor, lane *dst)
 {
@@ -125,6 +137,16 @@ static void store_row(fa_dtype dtype, const lane *src, int64_t n, lane factor, c
 {
     for (int64_t j = 0; j < n; j += LANES)
         v_store_as_part(dtype, dst + j * dtype_size(dtype), v_load_part(src + j, n - j) * v_splat(factor), n - j);
+}
+
+/* The same in bfloat16; denormal numbers may become 0. */
+static void store_row_pairs(const lane *src, int64_t n, lane factor, char *dst)
+{
+    for (int64_t j = 0; j < n; j += 2 * LANES) {
+        const int64_t rest = n - j - LANES;
+        const v_t next = rest > 0 ? v_load_part(src + j + LANES, rest) * v_splat(factor) : v_splat(0);
+        v_store_pairs_as_part(dst + j * 2, v_load_part(src + j, n - j) * v_splat(factor), next, n - j);
+    }
 }
 
 /* dst (n), bfloat16, = src (n). The dot product takes pairs: behind an odd n stands a 0. Its instruction takes denormal

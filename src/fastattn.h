@@ -85,6 +85,7 @@ typedef enum {
 
 /* How a call is cut into tasks: a function of (ISA, dtypes, shape of q, head_dim) alone, never of batch or thread
  * count, so that a row's bits depend on neither. FA_DOT is for KV heads that attend more keys than there are queries.
+ * Where len_k, which is that of the longest sequence, is one split, a tile takes run() alone: the bits of one partial.
  *
  * The rows of one KV head are its group * len_q (query, head in group) pairs, query-major. If they fill more than one
  * row block (split_k == 0), a task is a few row blocks against all their keys: run(). If not, the keys of the KV head

@@ -47,8 +47,8 @@ static panel_rows rows_of_panel(const fa_linear_args *a, int64_t row, int64_t ro
     };
 }
 
-/* The product's vector at column c of a panel, n columns before its end or behind it, scaled and with its bias; `up`: of a
- * pair's second panel. */
+/* The product's vector at column c of a panel, scaled and with its bias; `up`: of a pair's second panel. From c on the
+ * panel has n columns: if that is 0 or less, nobody stores the vector. */
 INLINE v_t v_scaled(const panel_rows *p, int up, const lane *acc, row_grid x, int64_t c, int64_t n)
 {
     const int64_t at = c + up * PANEL;
@@ -75,7 +75,9 @@ INLINE void finish_few(fa_dtype dtype, fa_activation activation, int rows, const
         y[i] = v_scaled(p, 0, p->acc + r * PANEL, p->sums ? p->grid[r] : none, c + at, n - at);
         if (p->pre && n > at) v_store_as_part(dtype, p->pre + r * pre_row + (c + at) * size, y[i], n - at);
     }
-    v_activate_each(activation, dtype, 2 * rows, y);
+    /* The error of a short GELU, which is small beside its largest results, would be multiplied. */
+    if (activation == FA_GELU && p->gated) v_activate_each(activation, LANE_DTYPE, 2 * rows, y);
+    else v_activate_each(activation, dtype, 2 * rows, y);
     UNROLL_FOR(int i = 0; i < 2 * rows; i++) {
         const int64_t r = i / 2, at = i % 2 * LANES;
         if (p->gated) {
@@ -89,13 +91,8 @@ INLINE void finish_few(fa_dtype dtype, fa_activation activation, int rows, const
     }
     UNROLL_FOR(int r = 0; r < rows; r++) {
         char *out = p->out + r * out_row + c * size;
-#if LANE_BITS == 32
-        if (dtype == FA_BF16 && p->flush && n >= 2 * LANES) {
-            v_store_pairs_bf16(out, y[2 * r], y[2 * r + 1]);
-            continue;
-        }
-#endif
-        v_store_two_as_part(dtype, out, y[2 * r], y[2 * r + 1], n);
+        if (dtype == FA_BF16 && p->flush) v_store_pairs_as_part(out, y[2 * r], y[2 * r + 1], n);
+        else v_store_two_as_part(dtype, out, y[2 * r], y[2 * r + 1], n);
     }
 }
 _Static_assert(FEW == 4, "two rows of two vectors");
@@ -125,8 +122,8 @@ INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, 
     }
 }
 
-/* The same; whole panels of the common types have both as literals, and of sums and a bias alone, of floats or of bytes
- * by bytes, what they lack and what they have. */
+/* The same. Two cases are compiled with what they have as literals, for whole panels of the common types: floats, and
+ * bytes by bytes, neither with a gate nor with `pre`. */
 INLINE void finish_rows_by(fa_activation activation, const panel_rows *p, int64_t rows)
 {
     const fa_dtype dtype = p->a->dtype;

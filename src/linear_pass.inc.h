@@ -283,7 +283,7 @@ INLINE void bytes_pass(int rows, int fetch, int64_t c, const packed_product *p)
 #define BYTES_PASS(rows)                                                                                               \
     NOINLINE void bytes_pass_##rows(int64_t c, const packed_product *p)                                                \
     {                                                                                                                  \
-        if (rows > BYTES_ROWS) return;                                                                                 \
+        if (rows > BYTES_ROWS) return; /* a pass never has them: none is compiled */                                   \
         if (p->lines) bytes_pass(rows, 1, c, p);                                                                       \
         else bytes_pass(rows, 0, c, p);                                                                                \
     }

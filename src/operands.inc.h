@@ -242,12 +242,6 @@ INLINE block_kind load_additive(const fa_attention_args *a, const tile_state *ti
     return kind | range | BLOCK_ADDS;
 }
 
-/* Whether the tile kernel takes products of bfloat16 pairs. */
-INLINE int dots_pairs(const fa_attention_args *a)
-{
-    return V_BF16_DOT && a->q.dtype == FA_BF16 && a->k.dtype == FA_BF16;
-}
-
 INLINE int is_dense(const fa_array *x, int64_t width) { return x->row == width * dtype_size(x->dtype); }
 
 /* Whether n rows of `width` are read where they lie as fast as from a copy: if they are dense, or spread over the sets of

@@ -193,7 +193,8 @@ def linear_args(
     return args, full
 
 
-# Products whose sum surely fits 32 bits: x is at least -127, a weight of someone else's panels -128.
+# Products whose sum surely fits 32 bits: x is at least -127, a weight of someone else's panels -128. The sum
+# of so many elements of x alone is below 2**24, so that float32 holds it: src/linear_input.inc.h.
 _MOST_BYTES = (2**31 - 1) // (127 * 128)
 
 

@@ -113,9 +113,9 @@ class Program:
         layout = self._chained if rows else self._one_by_one
         memory = scratch(self.use, n, layout.width, x.dtype)
         if compiled:
-            if not layout.compiled:
-                layout.compiled += self._compile(layout)
-            for part in layout.compiled:
+            # Several threads may make the first call: each one's parts are whole.
+            layout.compiled = parts = layout.compiled or self._compile(layout)
+            for part in parts:
                 if isinstance(part, Step):
                     buffers = self._buffers(layout, x, out, memory, call)
                     part.run(PLAIN, buffers, call, buffers[part.out])

@@ -1,6 +1,8 @@
 """Steps between two attentions, block of rows by block of rows: the bits of the steps one by one."""
 
 import pickle
+import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +16,7 @@ from fastattn._engine import program, settings, tuning
 from fastattn._engine.steps import OUT, AddStep, NormStep, Sequences, X
 
 needs_kernels = pytest.mark.skipif(not COMPILED, reason="of compiled kernels, and there are none")
+BFLOAT16 = pytest.importorskip("ml_dtypes").bfloat16
 NARROW = {"weights_dtype": "int8", "activations": "int8"}
 ROWS = 24  # of a task, the least
 
@@ -50,22 +53,24 @@ def test_a_model_has_the_bits_of_its_steps(kind, options, tmp_path, ran):
     model = models.load(tmp_path, **options)
     lengths = (16, 11, 14, 15)  # of a ragged batch
     rng = np.random.default_rng(0)
+    ids, mask = rng.integers(2, VOCAB, (4, 16)), np.arange(16) < np.array(lengths)[:, None]
     if kind in DECODERS:
-        prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
-        chained, alone = both_ways(lambda: list(model.generate(prompts, 3, stop=())), ran)
+        prompts = [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
+        np.testing.assert_array_equal(*both_ways(lambda: list(model.generate(prompts, 3, stop=())), ran))
+        chained, alone = both_ways(lambda: model(ids), ran, threads=2)
     else:
-        ids, mask = rng.integers(2, VOCAB, (4, 16)), np.arange(16) < np.array(lengths)[:, None]
-        chained, alone = both_ways(lambda: model(ids, mask), ran)
+        chained, alone = both_ways(lambda: model(ids, mask), ran, threads=2)
     np.testing.assert_array_equal(chained, alone)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @each_isa
-def test_a_layer_has_the_bits_of_its_steps(isa, threads, norm_first, ran):
-    rng = np.random.default_rng(0)
-    layer = layers.TransformerEncoderLayer(64, 4, 128, "gelu", norm_first=norm_first, rng=rng)
-    x = rng.standard_normal((3, 50, 64), dtype=np.float32)
+def test_a_layer_has_the_bits_of_its_steps(isa, dtype, threads, norm_first, ran):
+    rng, dtype = np.random.default_rng(0), BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    layer = layers.TransformerEncoderLayer(96, 3, 130, "gelu", norm_first=norm_first, rng=rng)
+    x = rng.standard_normal((3, 47, 96)).astype(dtype)
     with forced(isa):
         chained, alone = both_ways(lambda: layer(x), ran, threads)
     np.testing.assert_array_equal(chained, alone)
@@ -133,3 +138,28 @@ def test_a_program_of_other_steps_has_their_weights():
         second = replace(first, steps=(steps[0], replace(steps[1], weight=np.full(8, 2, np.float32))))
         np.testing.assert_array_equal(second.run(rows, call), 2 * once)
         np.testing.assert_array_equal(pickle.loads(pickle.dumps(second)).run(rows, call), 2 * once)
+
+
+def test_threads_that_make_the_first_call_together_compile_it_once_each(tmp_path):
+    """A program's steps overwrite its input: twice in a row they would give something else."""
+    tiny.write(tmp_path, "bert")
+    ids, before = np.random.default_rng(0).integers(2, VOCAB, (4, 16)), sys.getswitchinterval()
+    expected, together = models.load(tmp_path)(ids), threading.Barrier(4)
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(10):
+            model, found = models.load(tmp_path), []
+
+            def call(model=model, found=found):
+                together.wait()
+                found.append(model(ids))
+
+            threads = [threading.Thread(target=call) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for result in (*found, model(ids)):
+                np.testing.assert_array_equal(result, expected)
+    finally:
+        sys.setswitchinterval(before)

@@ -207,7 +207,8 @@ def test_available_isas_come_best_first():
         "generic",
     ]
     isas = fastattn.available_isas()
-    first = [isa for isa in isas[:2] if isa == "avx512vnni"]  # where dot products of pairs are slow
+    without_tiles = [isa for isa in isas if isa != "amx"]
+    first = [isa for isa in without_tiles[:1] if isa == "avx512vnni"]  # where dot products of pairs are slow
     assert list(isas) == sorted(isas, key=lambda isa: (isa != "amx", isa not in first, order.index(isa)))
     assert all(isa in fastattn.show_config()["isas_compiled"] for isa in isas)
 

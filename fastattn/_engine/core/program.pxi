@@ -480,7 +480,9 @@ cdef class _Chain(_Step):
         cdef Rowwise *steps
         cdef fa_linear_args a
         cdef int64_t i, j, kernels_bytes = 0, bytes = 0
-        chain.n, chain.m, chain.rows = len(self.steps), c.m, c.chain_rows
+        cdef double flops = 0
+        cdef int threads = c.threads
+        chain.n, chain.m, chain.rows = len(self.steps), c.m, c.chain_rows if c.chain_rows > 0 else c.m
         loop.kernels, loop.args = _kernels(c.dtype), &chain
         steps = <Rowwise *>PyMem_RawMalloc(chain.n * sizeof(Rowwise))
         if steps == NULL:
@@ -500,12 +502,15 @@ cdef class _Chain(_Step):
                     a = _linear_at(&steps[i], c.buffers, (c.m - 1) % chain.rows + 1 if j else chain.rows)
                     loop.kernels.linear_plan(&a, 1, &steps[i].plans[j])
                     kernels_bytes = max(kernels_bytes, steps[i].plans[j].scratch_bytes)
+                flops += steps[i].plans[0].flops * c.m / chain.rows
             chain.buffers, bytes = c.buffers, (kernels_bytes + 63) // 64 * 64
             memset(chain.own, 0, sizeof(chain.own))
             for i in range(self.first, self.first + len(self.widths)):
                 chain.own[i] = bytes
                 bytes += chain.rows * chain.buffers[i].row
-            _run(&loop, _chain_task, (c.m + chain.rows - 1) // chain.rows, c.threads, bytes)
+            if flops < fa_tuned.parallel_flops:
+                threads = 1
+            _run(&loop, _chain_task, (c.m + chain.rows - 1) // chain.rows, threads, bytes)
         finally:
             PyMem_RawFree(steps)
 
@@ -549,7 +554,7 @@ cdef class Program:
     def run(self, cnp.ndarray x, cnp.ndarray out, cnp.ndarray memory, call, int num_threads, int64_t chain_rows=0):
         """Run the steps on rows x and out, (batch * length, features); `call` is a Sequences.
 
-        Chains go through `chain_rows` rows at a time.
+        Chains go through `chain_rows` rows at a time; 0: all.
         """
         cdef Call c
         cdef int i
