@@ -3,7 +3,7 @@
  *
  * Literals  dtype: of q.
  * Exports   TILES, PART_K; tile_state, cut_tile; head_copy, cut_head_copy, begin_head; key_block, tile_scratch,
- *           cut_tile_scratch; transpose_rows, load_queries; load_additive, bias_in_place; dots_pairs; load_block,
+ *           cut_tile_scratch; transpose_rows, load_queries; load_additive, bias_in_place; load_block,
  *           is_dense, lies_well, rows_as_lanes, pair_values, rows_as_pairs, pair_rows, clear_paired_row, prefetch_block,
  *           prefetch_task. */
 #pragma once

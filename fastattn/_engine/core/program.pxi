@@ -48,7 +48,7 @@ cdef struct Rowwise:
     int64_t begin, out_begin  # bytes of a row of x, and of out, before the step's features
     int64_t times, weight_bytes  # of the norm of several heads: one after the other, each with weights of its own
 
-# Such steps, one after another over the same block of rows, as one task. Only they need the buffers that are a thread's `own`.
+# Such steps, one after another over the same block of rows, as one task. A thread's `own` buffers serve only them.
 cdef struct Chain:
     const Rowwise *steps
     int n
@@ -434,7 +434,7 @@ cdef void _chain_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
         if fa_flag(&loop.stop):
             return
         if chain.steps[i].product:
-            a, plan = _linear_at(&chain.steps[i], here, m), &chain.steps[i].plans[m < chain.rows]
+            a, plan = _linear_at(&chain.steps[i], here, m), chain.steps[i].plans + (m < chain.rows)
             (<int64_t *>scratch)[0] = 0  # see fa_linear_plan
             for j in range(plan.n_tasks):
                 loop.kernels.linear_run(&a, plan, j, scratch)
