@@ -434,7 +434,8 @@ cdef void _chain_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
         if fa_flag(&loop.stop):
             return
         if chain.steps[i].product:
-            a, plan = _linear_at(&chain.steps[i], here, m), chain.steps[i].plans + (m < chain.rows)
+            a = _linear_at(&chain.steps[i], here, m)
+            plan = <fa_linear_plan *>chain.steps[i].plans + (m < chain.rows)
             (<int64_t *>scratch)[0] = 0  # see fa_linear_plan
             for j in range(plan.n_tasks):
                 loop.kernels.linear_run(&a, plan, j, scratch)
