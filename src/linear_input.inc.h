@@ -181,7 +181,7 @@ INLINE row_grid quantise_row_as(fa_dtype dtype, const fa_linear_args *a, const c
     }
     memset(to + k, 0, round_up(k, 64) - k);
     if (in_blocks(a->weight)) sum_blocks(a->block, to, features_padded(a), sums);
-    else *sums = (int32_t)v_sum(__builtin_convertvector(sum, v_t)); /* below 2^24: _args/ops.py */
+    else if (V_I8_OFFSET) *sums = (int32_t)v_sum(__builtin_convertvector(sum, v_t)); /* below 2^24: _args/ops.py */
     return (row_grid){finite ? half / 127 * (lane)a->unit : NAN, middle};
 }
 

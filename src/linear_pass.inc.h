@@ -114,7 +114,7 @@ typedef struct {
     const fa_linear_args *a;
     const char *x;       /* lanes, pairs of bfloat16 or int8, 0 up to a whole step, or a whole block */
     int64_t x_row;       /* bytes */
-    const int32_t *sums; /* of int8 x: of each row or, by weights in blocks, of each block */
+    const int32_t *sums; /* of int8 x: if V_I8_OFFSET of each row; by weights in blocks, of each block */
     int64_t sums_row;
     const char *part, *scales; /* scales: float16, (blocks, PANEL); weights in blocks only */
     const char *minima;        /* as scales, or NULL */

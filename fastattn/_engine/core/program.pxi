@@ -126,7 +126,7 @@ cdef void _bind(_RowwiseStep self, Call *c, Rowwise *step) except *:
 
 
 cdef fa_linear_args _linear_at(const Rowwise *step, const Buffer *buffers, int64_t m) noexcept nogil:
-    """A product of m rows that begin where `buffers` say."""
+    """Arguments of a product of m rows, which begin where `buffers` say."""
     cdef fa_linear_args a = step.linear
     a.m, a.x, a.x_row = m, buffers[step.x].data, buffers[step.x].row
     a.out, a.out_row = buffers[step.out].data, buffers[step.out].row
@@ -136,7 +136,7 @@ cdef fa_linear_args _linear_at(const Rowwise *step, const Buffer *buffers, int64
 
 
 cdef fa_rows_args _rows_at(const Rowwise *step, const Buffer *buffers, int64_t m, int64_t head) noexcept nogil:
-    """The same of an operation on rows, of head number `head`."""
+    """Arguments of an operation on m rows, which begin where `buffers` say, for head number `head`."""
     cdef fa_rows_args r = step.rows
     cdef int64_t size = 8 if r.dtype == FA_F64 else 4 if r.dtype == FA_F32 else 2, at = head * r.n * size
     r.m, r.x, r.x_row = m, buffers[step.x].data + step.begin + at, buffers[step.x].row
@@ -429,7 +429,10 @@ cdef void _chain_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef int64_t i, j, first = task * chain.rows, m = min(chain.rows, chain.m - first)
     for i in range(MAX_BUFFERS):
         here[i] = chain.buffers[i]
-        here[i].data = <char *>scratch + chain.own[i] if chain.own[i] else here[i].data + first * here[i].row
+        if chain.own[i]:
+            here[i].data = <char *>scratch + chain.own[i]
+        elif here[i].data != NULL:  # another chain's own buffer, or no inputs
+            here[i].data += first * here[i].row
     for i in range(chain.n):
         if fa_flag(&loop.stop):
             return
