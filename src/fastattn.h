@@ -151,7 +151,7 @@ typedef struct {
     const void *bias; /* lanes, (n), gated (2, n); optional, as residual */
     char *pre;        /* (m, n), gated (m, 2, n), optional: receives what the activation is applied to */
     int64_t x_row, residual_row, out_row, pre_row, m, n, k;
-    fa_dtype dtype, weight; /* of x, residual, out, pre; of the panels */
+    fa_dtype dtype, out_dtype, weight; /* of x; of residual, out, pre; of the panels */
     int block;              /* weights in blocks, 4 bits or Q8: features that share a scale, 16 or 32 */
     int gated, x_int8;      /* x_int8: rows of x are rounded to int8, each on its grid; weights are integers, too */
     int transposed;         /* the maps of w, 1 or 2; 0: not transposed. Then neither gated nor x_int8. */
@@ -582,6 +582,8 @@ typedef struct {
     void (*disentangled_run)(const fa_disentangled_args *, int64_t task, void *scratch);
     void (*linear_plan)(const fa_linear_args *, int threads, fa_linear_plan *);
     void (*linear_run)(const fa_linear_args *, const fa_linear_plan *, int64_t task, void *scratch);
+    /* What float32 may become where attention and products of int8 alone read it: bfloat16 where its dot product is. */
+    fa_dtype (*linear_between)(void);
     void (*outer_plan)(const fa_outer_args *, int threads, fa_outer_plan *);
     void (*outer_run)(const fa_outer_args *, const fa_outer_plan *, int64_t task, void *scratch);
     int64_t (*pack_scratch_bytes)(const fa_pack_args *);

@@ -13,7 +13,7 @@
  *
  * Where there are tiles, linear_tiles.inc.h multiplies in another order.
  *
- * Exports   linear_plan, linear_run. */
+ * Exports   linear_plan, linear_run, linear_between. */
 #pragma once
 #include "linear_tiles.inc.h"
 
@@ -236,3 +236,5 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
         }
     }
 }
+
+static fa_dtype linear_between(void) { return V_BF16_DOT ? FA_BF16 : LANE_DTYPE; }

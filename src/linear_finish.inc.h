@@ -25,7 +25,7 @@ typedef struct {
 static panel_rows rows_of_panel(const fa_linear_args *a, int64_t row, int64_t rows, int64_t panel, const lane *acc,
                                 const lane *up, const row_grid *grid)
 {
-    const int64_t first = panel / (1 + a->gated) * PANEL, size = dtype_size(a->dtype);
+    const int64_t first = panel / (1 + a->gated) * PANEL, size = dtype_size(a->out_dtype);
     return (panel_rows){
         .a = a,
         .last = a->n - first <= PANEL,
@@ -126,7 +126,7 @@ INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, 
  * bytes by bytes, neither with a gate nor with `pre`. */
 INLINE void finish_rows_by(fa_activation activation, const panel_rows *p, int64_t rows)
 {
-    const fa_dtype dtype = p->a->dtype;
+    const fa_dtype dtype = p->a->out_dtype;
     const int plain = !p->gated && !p->pre;
     panel_rows simple = *p, bytes = *p;
     simple.gated = simple.bytes = bytes.gated = 0, bytes.bytes = bytes.flush = 1;

@@ -6,4 +6,5 @@
 FAMILY(linear) = {
     .linear_plan = linear_plan,
     .linear_run = linear_run,
+    .linear_between = linear_between,
 };

@@ -140,6 +140,7 @@ static linear_case linear_case_of(int number)
     a->k = linear_k[i % COUNT(linear_k)], i /= COUNT(linear_k);
     a->n = linear_n[i];
     a->dtype = a->weight == FA_F64 ? FA_F64 : floats[below(3)];
+    a->out_dtype = a->weight == FA_F64 || below(2) ? a->dtype : floats[below(3)];
     a->activation = (fa_activation)below(FA_N_ACTIVATIONS);
     a->gated = (int)below(2);
     a->x_int8 = (a->weight == FA_I8 || has_blocks(a->weight)) && below(2);
@@ -158,7 +159,7 @@ static linear_case linear_case_of(int number)
         a->bias = c.bias.data;
     }
     if (below(2)) {
-        c.residual = random_floats(a->dtype, a->m, a->n, -1, 1);
+        c.residual = random_floats(a->out_dtype, a->m, a->n, -1, 1);
         a->residual = c.residual.data, a->residual_row = c.residual.row;
     }
     return c;
@@ -195,7 +196,7 @@ static void round_to_int8(double *x, int64_t k)
 /* y, by the shorter formulas of results in bfloat16: src/activation.inc.h. */
 static near shortened(const fa_linear_args *a, near y)
 {
-    if (a->dtype == FA_BF16) y.error += a->activation == FA_GELU && !a->gated ? 2.5e-5 : 5e-6 * fabs(y.value);
+    if (a->out_dtype == FA_BF16) y.error += a->activation == FA_GELU && !a->gated ? 2.5e-5 : 5e-6 * fabs(y.value);
     return y;
 }
 
@@ -219,10 +220,10 @@ static near *expect_linears(linear_case *c, int dot)
         {
             const near gate = expect_linear(c, x, 0, j), up = a->gated ? expect_linear(c, x, 1, j) : gate;
             near *row = pre + i * (1 + a->gated) * a->n + j, y = shortened(a, activated(a->activation, gate, eps));
-            if (a->gated) y = product(y, up, eps), row[a->n] = stored(up, a->dtype);
-            row[0] = stored(gate, a->dtype);
+            if (a->gated) y = product(y, up, eps), row[a->n] = stored(up, a->out_dtype);
+            row[0] = stored(gate, a->out_dtype);
             if (a->residual) y.value += get(&c->residual, 0, 0, i, j), y.error += eps * fabs(y.value);
-            *next++ = stored(y, a->dtype);
+            *next++ = stored(y, a->out_dtype);
         }
     }
     free(x);
@@ -248,40 +249,21 @@ static int run_linear(const fa_kernels *kernels, fa_linear_args a, int64_t begin
 
 static linear_case linear_now;
 
-/* Whether the bfloat16 dot product runs. The plan of an attention call tells. */
-static int has_dot(int isa)
-{
-    const fa_attention_args a = {.q.dtype = FA_BF16,
-                                 .k.dtype = FA_BF16,
-                                 .v.dtype = FA_BF16,
-                                 .out.dtype = FA_BF16,
-                                 .batch = 1,
-                                 .heads_q = 1,
-                                 .heads_kv = 1,
-                                 .len_q = 100,
-                                 .len_k = 100,
-                                 .head_dim = 8,
-                                 .head_dim_v = 8};
-    fa_plan p;
-    fa_isa_kernels(isa, FA_F32)->plan(&a, 1, &p);
-    return p.bf16_dot;
-}
-
 /* Computes twice, the second time a third of the rows and then the others: a row's bits depend on the row alone. */
 static const char *check_linear(int isa, const fa_kernels *kernels)
 {
     fa_linear_args a = linear_now.args;
     const int tiles = !strncmp(fa_isa_name(isa), "amx", 3), of_one_map = a.transposed == 1 || a.k % 4 == 0;
-    const int dot = a.weight == FA_BF16 && (a.transposed ? tiles && of_one_map : has_dot(isa));
+    const int dot = a.weight == FA_BF16 && (a.transposed ? tiles && of_one_map : kernels->linear_between() == FA_BF16);
     const int64_t width = (1 + a.gated) * a.n;
     fa_array out[2], pre[2];
     int aligned = 1;
     if (!linear_now.want[dot]) linear_now.want[dot] = expect_linears(&linear_now, dot);
     FOR(again, 2)
     {
-        out[again] = new_floats(a.dtype, 1, 1, a.m, a.n, again ? GAP : REVERSED);
+        out[again] = new_floats(a.out_dtype, 1, 1, a.m, a.n, again ? GAP : REVERSED);
         a.out = out[again].data, a.out_row = out[again].row;
-        pre[again] = new_floats(a.dtype, 1, 1, a.m, width, again ? REVERSED : GAP);
+        pre[again] = new_floats(a.out_dtype, 1, 1, a.m, width, again ? REVERSED : GAP);
         a.pre = a.n % 2 ? pre[again].data : NULL, a.pre_row = pre[again].row;
         aligned &= run_linear(kernels, a, 0, again ? a.m / 3 : a.m, (int)again);
         if (again) aligned &= run_linear(kernels, a, a.m / 3, a.m, 1);
@@ -307,8 +289,8 @@ static fa_dtype linear_dtype(void) { return linear_now.args.dtype; }
 static void describe_linear(void)
 {
     const fa_linear_args *a = &linear_now.args;
-    printf("dtype %d, weight %d, (%d, %d, %d), gated %d, transposed %d, activation %d%s%s", a->dtype, a->weight,
-           (int)a->m, (int)a->n, (int)a->k, a->gated, a->transposed, a->activation, a->bias ? ", bias" : "",
+    printf("dtype %d to %d, weight %d, (%d, %d, %d), gated %d, transposed %d, activation %d%s%s", a->dtype, a->out_dtype,
+           a->weight, (int)a->m, (int)a->n, (int)a->k, a->gated, a->transposed, a->activation, a->bias ? ", bias" : "",
            a->residual ? ", residual" : "");
 }
 

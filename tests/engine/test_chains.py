@@ -128,6 +128,35 @@ def test_few_rows_large_buffers_and_large_weights_go_step_by_step():
         assert core.chain_rows(4096, 1 << 12, 1 << 20, 2) == 0
 
 
+@pytest.mark.parametrize(("kind", "between"), [("bert", 3), ("modernbert", 3), ("gemma3-causal", 3)])
+def test_what_lies_between_products_of_int8_may_be_shorter(kind, between, tmp_path):
+    """Projections, what attention gives, and hidden features; no residual, and nothing of other products."""
+    tiny.write(tmp_path, kind)
+    steps = models.load(tmp_path, **NARROW).program.steps
+    (widest,) = {step.columns for step in steps if getattr(step, "activation", None)}
+    names = program.build("test", steps).between
+    assert len(names) == between
+    assert {step.x for step in steps if step.op == "attend"} <= names
+    assert any(str(widest) in name or name == "inner" for name in names)
+    residuals = {step.residual for step in steps if getattr(step, "residual", None)}
+    assert residuals
+    assert not names & (residuals | {X, OUT})
+    assert not program.build("test", models.load(tmp_path, weights_dtype="int8").program.steps).between
+
+
+@needs_kernels
+def test_shorter_buffers_add_little_to_the_error(tmp_path):
+    """Float32 rows with bfloat16 between products err no more than rows in bfloat16 all through."""
+    tiny.write(tmp_path, "bert")
+    ids = np.random.default_rng(0).integers(2, VOCAB, (4, 16))
+    exact = models.load(tmp_path, dtype="float64")(ids)
+    errors = [
+        np.abs(models.load(tmp_path, dtype=dtype, **NARROW)(ids).astype(np.float64) - exact).mean()
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert errors[0] <= 1.02 * errors[1]
+
+
 def test_a_program_of_other_steps_has_their_weights():
     """Where the first one was compiled, by chains or step by step, before it was replaced."""
     x = np.random.default_rng(0).standard_normal((48, 8), dtype=np.float32)

@@ -61,7 +61,7 @@ cdef extern from "fastattn.h" nogil:
         const void *bias
         char *pre
         int64_t x_row, residual_row, out_row, pre_row, m, n, k
-        fa_dtype dtype, weight
+        fa_dtype dtype, out_dtype, weight
         int block, gated, x_int8, transposed
         fa_activation activation
         const fa_watch *watch
@@ -329,6 +329,7 @@ cdef extern from "fastattn.h" nogil:
         void (*disentangled_run)(const fa_disentangled_args *, int64_t, void *) noexcept nogil
         void (*linear_plan)(const fa_linear_args *, int, fa_linear_plan *) noexcept nogil
         void (*linear_run)(const fa_linear_args *, const fa_linear_plan *, int64_t, void *) noexcept nogil
+        fa_dtype (*linear_between)() noexcept nogil
         void (*outer_plan)(const fa_outer_args *, int, fa_outer_plan *) noexcept nogil
         void (*outer_run)(const fa_outer_args *, const fa_outer_plan *, int64_t, void *) noexcept nogil
         int64_t (*pack_scratch_bytes)(const fa_pack_args *) noexcept nogil

@@ -44,7 +44,7 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, 
     cdef int n_maps = 2 if weight.gated else 1, lane = _lane_type(dtype)
     memset(a, 0, sizeof(fa_linear_args))
     a.n, a.k = weight.out_features, weight.in_features
-    a.dtype = dtype
+    a.dtype = a.out_dtype = dtype
     a.weight = _WEIGHTS[weight.dtype]
     a.gated = weight.gated
     a.activation = _ACTIVATIONS[activation]

@@ -10,10 +10,11 @@ cdef enum:
     # Of a call's batch: rotations; and for each size of heads the cache, starts, and where new tokens go.
     N_TABLES = 9 * MAX_SIZES + 2 * MAX_ROTATIONS
 
-# (batch * length, columns); `row` bytes lie between the beginnings of two rows.
+# (batch * length, columns) of `size` bytes; `row` bytes lie between the beginnings of two rows.
 cdef struct Buffer:
     char *data
-    int64_t row, columns
+    int64_t row, columns, size
+    fa_dtype dtype
 
 # A cache of heads of one size, and where new tokens go there; without a cache their data is NULL.
 cdef struct Held:
@@ -24,8 +25,8 @@ cdef struct Held:
 # What the steps of one call share: its buffers, and what a `fastattn._engine.steps.Sequences` says of their rows.
 cdef struct Call:
     Buffer buffers[MAX_BUFFERS]
-    fa_dtype dtype
-    int64_t size, m, batch, length  # length: of each sequence, or of a ragged batch the rows of all
+    fa_dtype dtype, between  # of the caller's rows, and of buffers that may be shorter
+    int64_t size, m, batch, length  # size: bytes of `dtype`; length: of each sequence, or of a ragged batch the rows of all
     void *sequences  # a _Sequences; NULL: all have one length
     int threads
     int64_t chain_rows
@@ -84,6 +85,11 @@ cdef class _Step:
             if <uintptr_t>cnp.PyArray_DATA(array) != data or cnp.PyArray_SIZE(array) != size:
                 raise _misfit("a parameter", array, "that of the layer's construction: it was changed in place")
 
+    cdef void _require_one_dtype(self, Call *c, int one, int other) except *:
+        """Raise if two buffers, -1 for none, differ where the kernel takes one dtype for both."""
+        if other >= 0 and c.buffers[one].dtype != c.buffers[other].dtype:
+            raise ValueError(f"fastattn: step {self.number} has buffers of two dtypes")
+
     cdef void _require_type(self, Call *c) except *:
         if self.doubles != (c.dtype == FA_F64):
             raise ValueError(f"fastattn: step {self.number} has parameters of another type than its rows")
@@ -120,9 +126,12 @@ cdef void _bind(_RowwiseStep self, Call *c, Rowwise *step) except *:
     memset(step, 0, sizeof(step[0]))
     step.x, step.out, step.other = self.x, self.out, -1
     self.bind(c, step)
-    if not step.product:
-        step.times = max(1, step.times)
-        step.rows.dtype = c.dtype
+    if step.product:
+        step.linear.dtype, step.linear.out_dtype = c.buffers[step.x].dtype, c.buffers[step.out].dtype
+    else:
+        step.times, step.rows.dtype = max(1, step.times), c.buffers[step.x].dtype
+        self._require_one_dtype(c, step.x, step.out)
+    self._require_one_dtype(c, step.out, step.other)
 
 
 cdef fa_linear_args _linear_at(const Rowwise *step, const Buffer *buffers, int64_t m) noexcept nogil:
@@ -168,7 +177,6 @@ cdef class _LinearStep(_RowwiseStep):
             raise ValueError(f"fastattn: step {self.number} maps {self.args.k} features to {self.args.n}; it has {x}"
                              f" and {out}")
         step.product, step.linear, step.other = True, self.args, self.residual
-        step.linear.dtype = c.dtype
 
 
 cdef class _NormStep(_RowwiseStep):
@@ -197,7 +205,7 @@ cdef class _NormStep(_RowwiseStep):
             raise ValueError(f"fastattn: step {self.number} is a norm of {width} features from {self.begin} on; it"
                              f" has {x} and {out}")
         step.rows, step.times = self.args, self.heads
-        step.begin = step.out_begin = self.begin * c.size
+        step.begin = step.out_begin = self.begin * c.buffers[self.x].size
         step.weight_bytes = self.args.n * (8 if self.doubles else 4)
 
 
@@ -233,7 +241,7 @@ cdef class _GateStep(_RowwiseStep):
             raise ValueError(f"fastattn: step {self.number} has a gate of {self.features} features from {self.begin}"
                              f" on; it has {x}, {gate} and {out}")
         step.rows.kind, step.rows.n, step.rows.activation = FA_ACTIVATE, self.features, self.activation
-        step.x, step.begin, step.other, step.multiplies = self.gate, self.begin * c.size, self.x, True
+        step.x, step.begin, step.other, step.multiplies = self.gate, self.begin * c.buffers[self.gate].size, self.x, True
 
 
 cdef class _ScaleStep(_RowwiseStep):
@@ -295,15 +303,17 @@ cdef class _AttendStep(_Step):
             raise ValueError(f"fastattn: attention of {a.heads_q} heads over {a.heads_kv} of {a.head_dim} has"
                              f" {x.columns} features for queries, {keys.columns} for keys and values from"
                              f" {self.keys_begin} on, {out.columns} for the result, {pairs} pairs to rotate")
+        self._require_one_dtype(c, self.x, self.keys)
+        self._require_one_dtype(c, self.x, self.out)
         for b in range(c.batch):
             row = b * c.length if sequences is None else sequences.q[b]
             x_table[b], keys_table[b], out_table[b] = row * x.row, row * keys.row, row * out.row
         a.batch, a.len_q, a.len_k = c.batch, c.length, c.length
         # In a row of x, the heads of the queries come first, then those of the keys, then those of the values.
-        a.q.dtype, a.q.data, a.q.batch, a.q.row = c.dtype, x.data, x_table, x.row
-        a.q.head, a.q.col = a.head_dim * c.size, c.size
+        a.q.dtype, a.q.data, a.q.batch, a.q.row = x.dtype, x.data, x_table, x.row
+        a.q.head, a.q.col = a.head_dim * x.size, x.size
         a.k = a.v = a.out = a.q
-        a.k.data = keys.data + self.keys_begin * c.size
+        a.k.data = keys.data + self.keys_begin * x.size
         a.v.data = a.k.data + a.heads_kv * a.k.head
         a.k.batch = a.v.batch = keys_table
         a.k.row = a.v.row = keys.row
@@ -465,13 +475,13 @@ def chain_rows(int64_t n, int64_t row_bytes, int64_t weights, int threads):
 
 
 cdef class _Chain(_Step):
-    """Steps that run one after another over a block of rows; `widths` are those of buffers that only they need."""
+    """Steps that run one after another over a block of rows; `own`, (width, is between), are buffers of only them."""
 
-    cdef tuple steps, widths
+    cdef tuple steps, own
     cdef int first  # of these buffers
 
-    def __init__(self, tuple steps, tuple widths, int first):
-        self.steps, self.widths, self.first, self.kept = steps, widths, first, []
+    def __init__(self, tuple steps, tuple own, int first):
+        self.steps, self.own, self.first, self.kept = steps, own, first, []
 
     cdef void require_kept(self) except *:
         cdef _Step step
@@ -493,9 +503,9 @@ cdef class _Chain(_Step):
             raise MemoryError(f"fastattn: no memory for {chain.n} steps")
         try:
             chain.steps = steps
-            for i in range(len(self.widths)):
-                c.buffers[self.first + i].columns = self.widths[i]
-                c.buffers[self.first + i].row = _row_apart(self.widths[i] * c.size)
+            for i, (width, between) in enumerate(self.own):
+                _set_dtype(&c.buffers[self.first + i], width, c.between if between else c.dtype)
+                c.buffers[self.first + i].row = _row_apart(c.buffers[self.first + i].row)
             for i in range(chain.n):
                 _bind(self.steps[i], c, &steps[i])
                 steps[i].linear.watch = steps[i].rows.watch = &loop.watch
@@ -509,7 +519,7 @@ cdef class _Chain(_Step):
                 flops += steps[i].plans[0].flops * c.m / chain.rows
             chain.buffers, bytes = c.buffers, (kernels_bytes + 63) // 64 * 64
             memset(chain.own, 0, sizeof(chain.own))
-            for i in range(self.first, self.first + len(self.widths)):
+            for i in range(self.first, self.first + len(self.own)):
                 chain.own[i] = bytes
                 bytes += chain.rows * chain.buffers[i].row
             if flops < fa_tuned.parallel_flops:
@@ -528,20 +538,23 @@ cdef int64_t _row_apart(int64_t n) noexcept:
 cdef class Program:
     """The steps of a `fastattn._engine.program.Program`, as C has them; it keeps their arrays alive.
 
-    `chains` are steps that go together, (begin, end, {name: width} of buffers that only they need).
+    `chains` are steps that go together, (begin, end, {name: width} of buffers that only they need). The buffers
+    `between` int8 products and attention are of the type that kernels of float32 say, where there is no cache.
     """
 
     cdef tuple steps
     cdef int n_places
+    cdef bint between[MAX_BUFFERS]
     cdef int64_t begins[MAX_BUFFERS]  # of the places in a call's memory, in features
     cdef int64_t widths[MAX_BUFFERS]
 
-    def __cinit__(self, steps, places, chains=()):
+    def __cinit__(self, steps, places, chains=(), between=()):
         self.n_places = len(places)
         if self.n_places + max([len(own) for *_, own in chains], default=0) > MAX_BUFFERS - FIRST_PLACE:
             raise ValueError(f"fastattn: {self.n_places} places; expected at most {MAX_BUFFERS - FIRST_PLACE}")
-        for i, place in enumerate(places.values()):
+        for i, (name, place) in enumerate(places.items()):
             self.begins[i], self.widths[i] = place
+            self.between[i] = name in between
             if self.begins[i] < 0 or self.widths[i] < 0:
                 raise ValueError(f"fastattn: a place at {place}")
         names = {name: i for i, name in enumerate(["x", "out", "inputs", *places])}
@@ -551,7 +564,8 @@ cdef class Program:
             here = names | {name: len(names) + i for i, name in enumerate(own)}
             chain = tuple([_STEPS[steps[i].op](i, steps[i], here) for i in range(begin, end)])
             if chain:
-                made.append(_Chain(chain, tuple(own.values()), len(names)))
+                own_buffers = tuple([(width, name in between) for name, width in own.items()])
+                made.append(_Chain(chain, own_buffers, len(names)))
             done = end
         self.steps = tuple(made)
 
@@ -565,11 +579,12 @@ cdef class Program:
         cdef _Step step
         cdef _Tables tables
         cdef _Sequences sequences
-        cdef Buffer *buffer
         memset(&c, 0, sizeof(c))
         for step in self.steps:
             step.require_kept()
-        c.dtype, c.size = _dtype(x), cnp.PyArray_ITEMSIZE(x)
+        c.dtype, c.between, c.size = _dtype(x), _dtype(x), cnp.PyArray_ITEMSIZE(x)
+        if c.dtype == FA_F32 and not call.slots:
+            c.between = _kernels(c.dtype).linear_between()
         c.batch, c.m = call.batch, len(x)
         if call.begins is not None:
             begins = call.begins
@@ -591,9 +606,8 @@ cdef class Program:
         for i in range(self.n_places):
             if c.m * (self.begins[i] + self.widths[i]) * c.size > cnp.PyArray_NBYTES(memory):
                 raise ValueError(f"fastattn: {memory.nbytes} bytes of memory are too few for {c.m} rows")
-            buffer = &c.buffers[FIRST_PLACE + i]
-            buffer.data = <char *>cnp.PyArray_DATA(memory) + c.m * self.begins[i] * c.size
-            buffer.row, buffer.columns = self.widths[i] * c.size, self.widths[i]
+            _set_dtype(&c.buffers[FIRST_PLACE + i], self.widths[i], c.between if self.between[i] else c.dtype)
+            c.buffers[FIRST_PLACE + i].data = <char *>cnp.PyArray_DATA(memory) + c.m * self.begins[i] * c.size
         tables = _Tables((c.batch,), N_TABLES)
         _set_sequences(&c, call, tables)
         for step in self.steps:
@@ -603,8 +617,14 @@ cdef class Program:
 
 cdef void _set_buffer(Buffer *buffer, name, cnp.ndarray array, Call *c) except *:
     """One of the caller's arrays."""
-    buffer.columns = array.shape[1]
+    _set_dtype(buffer, array.shape[1], c.dtype)
     buffer.data = _rows(name, array, c.m, buffer.columns, c.dtype, &buffer.row)
+
+
+cdef void _set_dtype(Buffer *buffer, int64_t columns, fa_dtype dtype) noexcept:
+    """Let rows of so many elements follow each other."""
+    buffer.size = 8 if dtype == FA_F64 else 4 if dtype == FA_F32 else 2
+    buffer.columns, buffer.row, buffer.dtype = columns, columns * buffer.size, dtype
 
 
 cdef void _set_sequences(Call *c, call, _Tables tables) except *:
