@@ -1,9 +1,10 @@
 /* What a product with packed weights reads of x: rows where they lie, or a thread's copy of a task's rows, as lanes, as
- * pairs of bfloat16 for the dot product, or as int8 on a grid of the row's own.
+ * pairs of bfloat16 for the dot product, or as int8 on a grid: the row's own, or of a range that the caller knows.
  *
  * An int8 row is (x - middle) / scale, rounded to nearest even: middle is that of the smallest and the largest element,
  * scale their distance / 254. So each element errs by scale / 2 at most. Of a row x times weights w, the middle makes
- * middle * sum(w), whose sums lie ready. A row that holds Inf or NaN has a scale of NaN, and so has its result.
+ * middle * sum(w), whose sums lie ready. Elements beyond a known range become its ends. A row that holds Inf or NaN has
+ * a scale of NaN, and so has its result.
  *
  * Exports   LINEAR_ASKS, LINEAR_WIDE, TILES_ROWS, CODES_FEATURES; row_grid, linear_scratch, take_linear_scratch;
  *           linear_input, ready_input, x_in_place, x_copied_late, copied_row; by_tiles, panel_features,
@@ -143,54 +144,84 @@ static void sum_blocks(int64_t block, const char *bytes, int64_t n, int32_t *sum
     }
 }
 
-/* LANES elements of a row of k: from d on or, where it ends before, its last ones. If it has fewer, the first one again
- * and again, so that no other number is among them. */
-INLINE v_t v_load_within(fa_dtype dtype, const char *from, int64_t d, int64_t k)
+/* range = the smallest and the largest element of a row of k, or 0 if one is not finite. Returns whether all are. */
+INLINE int range_of_row(fa_dtype dtype, const char *from, int64_t k, lane range[2])
 {
-    if (k >= LANES) return v_load_as(dtype, from + smaller(d, k - LANES) * dtype_size(dtype));
-    v_t x = v_load_as_n(dtype, from, k);
-    UNROLL_FOR(int i = 1; i < LANES; i++) x[i] = i < k ? x[i] : x[0];
-    return x;
+    const int64_t size = dtype_size(dtype), last = larger(0, k - LANES);
+    v_t x = v_load_as_part(dtype, from + last * size, k); /* of fewer than LANES, the other lanes are 0 */
+    if (k < LANES)
+        UNROLL_FOR(int i = 1; i < LANES; i++) x[i] = i < k ? x[i] : x[0];
+    v_t most = x, least = x, odd = v_splat(0);
+    for (int64_t d = 0; d < last; d += LANES) {
+        odd = v_fma(x, v_splat(0), odd); /* NaN from an Inf or NaN on */
+        x = v_load_as(dtype, from + d * size);
+        most = v_max(x, most), least = v_min(x, least);
+    }
+    odd = v_fma(x, v_splat(0), odd);
+    const int finite = !v_any(odd != odd);
+    range[0] = finite ? -v_max_lanes(-least) : 0, range[1] = finite ? v_max_lanes(most) : 0;
+    return finite;
 }
 
-/* to (features_padded) = from (k) on its grid, in int8, and its sums. */
-INLINE row_grid quantise_row_as(fa_dtype dtype, const fa_linear_args *a, const char *from, char *to, int32_t *sums)
+/* Adding it to a number rounds that to an integer, in the lowest bits of the sum. */
+#define ROUNDING v_splat(0x1.8p23f)
+
+/* to (features_padded) = from (k) on its grid, in int8, and its sums. `known`: the caller gives its range. */
+INLINE row_grid quantise_row_as(fa_dtype dtype, int known, const fa_linear_args *a, const char *from, char *to,
+                                int32_t *sums)
 {
     const int64_t size = dtype_size(dtype), k = a->k; /* which a store might change, for all gcc knows */
-    v_t most = v_load_within(dtype, from, 0, k), least = most;
-    vi_t nan = {0};
-    for (int64_t d = 0; d < k; d += LANES) {
-        const v_t x = v_load_within(dtype, from, d, k);
-        most = v_max(x, most), least = v_min(x, least);
-        nan |= x != x;
-    }
-    const vi_t infinite = (most == v_splat(INFINITY)) | (least == v_splat(-INFINITY));
-    const int finite = !v_any(nan | infinite);
-    const lane high = finite ? v_max_lanes(most) : 0, low = finite ? -v_max_lanes(-least) : 0;
-    const lane middle = low * 0.5f + high * 0.5f; /* rounded: so either end may be the farther one */
-    const lane half = fmaxf(fmaxf(high - middle, middle - low), LEAST_HALF);
-    const v_t factor = v_splat(127 / half), magic = v_splat(0x1.8p23f); /* adding it rounds, into the lowest bits */
+    lane range[2];
+    int finite = 1;
+    if (known) memcpy(range, a->x_range, sizeof range);
+    else finite = range_of_row(dtype, from, k, range);
+    const lane middle = range[0] * 0.5f + range[1] * 0.5f; /* rounded: so either end may be the farther one */
+    const lane half = fmaxf(fmaxf(range[1] - middle, middle - range[0]), LEAST_HALF);
+    const v_t low = v_splat(range[0]), high = v_splat(range[1]), centre = v_splat(middle), factor = v_splat(127 / half);
     vi_t sum = {0};
-    for (int64_t d = 0; d < k; d += LANES) {
-        const v_t x = finite ? v_load_as_part(dtype, from + d * size, k - d) : v_splat(0);
-        v_t rounded = (x - v_splat(middle)) * factor + magic;
-        v_store_i8_part(to + d, (vi_t)rounded, k - d);
-        if (k - d < LANES)
-            UNROLL_FOR(int i = 0; i < LANES; i++) rounded[i] = i < k - d ? rounded[i] : magic[i];
-        sum += (vi_t)rounded - (vi_t)magic;
+    v_t odd = v_splat(0);
+    int64_t d = 0;
+    for (; d + LANES <= k; d += LANES) {
+        v_t x = v_load_as(dtype, from + d * size);
+        if (known) odd = v_fma(x, v_splat(0), odd), x = v_min(v_max(x, low), high);
+        const vi_t rounded = (vi_t)((x - centre) * factor + ROUNDING);
+        v_store_i8(to + d, rounded);
+        sum += rounded;
+    }
+    sum -= (vi_t)ROUNDING * (ilane)(d / LANES); /* of the lowest 32 bits, which are all */
+    if (d < k) {
+        v_t x = v_load_as_n(dtype, from + d * size, k - d);
+        if (known) odd = v_fma(x, v_splat(0), odd), x = v_min(v_max(x, low), high);
+        UNROLL_FOR(int i = 0; i < LANES; i++) x[i] = i < k - d ? x[i] : middle;
+        const vi_t rounded = (vi_t)((x - centre) * factor + ROUNDING);
+        v_store_i8_part(to + d, rounded, k - d);
+        sum += rounded - (vi_t)ROUNDING;
     }
     memset(to + k, 0, round_up(k, 64) - k);
     if (in_blocks(a->weight)) sum_blocks(a->block, to, features_padded(a), sums);
     else if (V_I8_OFFSET) *sums = (int32_t)v_sum(__builtin_convertvector(sum, v_t)); /* below 2^24: _args/ops.py */
+    finite &= !v_any(odd != odd);
     return (row_grid){finite ? half / 127 * (lane)a->unit : NAN, middle};
 }
+
+/* A function for each dtype: inlined into one, their sums would be on the stack. */
+#define QUANTISE(name, dtype)                                                                                          \
+    NOINLINE row_grid name(const fa_linear_args *a, const char *from, char *to, int32_t *sums)                         \
+    {                                                                                                                  \
+        return a->x_range ? quantise_row_as(dtype, 1, a, from, to, sums)                                               \
+                          : quantise_row_as(dtype, 0, a, from, to, sums);                                              \
+    }
+QUANTISE(quantise_f16, FA_F16)
+QUANTISE(quantise_bf16, FA_BF16)
+QUANTISE(quantise_lanes, LANE_DTYPE)
+#undef QUANTISE
 
 static row_grid quantise_row(const fa_linear_args *a, const char *from, char *to, int32_t *sums)
 {
     switch (a->dtype) {
-    case FA_F16: return quantise_row_as(FA_F16, a, from, to, sums);
-    case FA_BF16: return quantise_row_as(FA_BF16, a, from, to, sums);
-    default: return quantise_row_as(LANE_DTYPE, a, from, to, sums);
+    case FA_F16: return quantise_f16(a, from, to, sums);
+    case FA_BF16: return quantise_bf16(a, from, to, sums);
+    default: return quantise_lanes(a, from, to, sums);
     }
 }
 #else

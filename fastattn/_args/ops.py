@@ -13,17 +13,29 @@ from fastattn._args.packed import INTEGERS, LinearArgs, PackedLinear
 from fastattn._args.results import result_array
 from fastattn._args.types import (
     ACTIVATIONS,
+    FLOAT32,
     FLOAT64,
     ROUNDINGS,
     Activation,
     Array,
     Ints,
+    Rounded,
     Rounding,
     RowsArgs,
     Shape,
     lane_dtype,
 )
-from fastattn._args.values import as_array, choice, flag, float_array, integers, is_ready, number, readable
+from fastattn._args.values import (
+    as_array,
+    choice,
+    flag,
+    float_array,
+    integers,
+    is_ready,
+    number,
+    readable,
+    short,
+)
 from fastattn._engine.settings import require_backend, threads
 
 
@@ -131,7 +143,7 @@ def linear_args(
     bias: Any,
     activation: Activation | None,
     residual: Any,
-    activations: Rounding | None,
+    activations: Rounding | tuple[float, float] | None,
     transposed: bool,
     out: Any,
     num_threads: int | None,
@@ -160,8 +172,7 @@ def linear_args(
         raise wrong_shape("x", array, f"({expected}) for this weight")
     if activation is not None:
         choice("activation", activation, ACTIVATIONS)
-    if activations is not None:
-        integer_activations(activations, weight.dtype, weight.in_features)
+    rounded = None if activations is None else _rounded(activations, weight)
     leading = array.shape[: array.ndim - len(width)]
     shape = (*leading, n)
     bias_array = vector("bias", bias, (2, n) if gated else (n,), lane)
@@ -186,7 +197,7 @@ def linear_args(
         None if residual_array is None else rows(residual_array),
         rows(full),
         threads(num_threads),
-        activations,
+        rounded,
         transposed,
         pre,
     )
@@ -211,6 +222,25 @@ def integer_activations(activations: str | None, weights_dtype: str, in_features
             f"(): the weight has {in_features} input features; expected at most {_MOST_BYTES} for"
             " weights and activations in int8, whose sums have 32 bits"
         )
+
+
+def _rounded(activations: Any, weight: PackedLinear) -> Rounded:
+    """Check how an input is rounded: "int8", or from a range (low, high) to int8."""
+    if not isinstance(activations, tuple):
+        integer_activations(activations, weight.dtype, weight.in_features)
+        return "int8"
+    integer_activations("int8", weight.dtype, weight.in_features)
+    return input_range("activations", activations)
+
+
+def input_range(name: str, pair: Any) -> Array:
+    """Two numbers (low, high) as an array (2,) in float32."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(f"(): {name} is {short(pair)}; expected two numbers, (low, high)")
+    low, high = (number(name, x, FLOAT32) for x in pair)
+    if low > high:
+        raise ValueError(f"(): {name} is {pair}; expected (low, high) with low <= high")
+    return np.array([low, high], np.float32)
 
 
 def rows_args(

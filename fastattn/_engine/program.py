@@ -84,7 +84,7 @@ class Program:
         With `checkpoint`, only the input of each block is kept, and the block runs again for its gradients.
         """
         if not tape.recording:
-            return self.run(x, call)
+            return self.run(x, call, tape)
         assert isinstance(tape, Tape)
         if call.slots:
             raise ValueError("fastattn: a program with a cache has no gradients")
@@ -102,13 +102,14 @@ class Program:
                 given |= _shared_out(segment.gives, values)
         return x
 
-    def run(self, x: Array, call: Sequences) -> Array:
-        """OUT, a new array of x's dtype, in one call of the compiled layer."""
+    def run(self, x: Array, call: Sequences, tape: Plain = PLAIN) -> Array:
+        """OUT, a new array of x's dtype, in one call of the compiled layer; on another `tape` by steps."""
         n = len(x)
         out = np.empty((n, self.columns), x.dtype)
         if not out.size:
             return out
-        compiled, threads, rows = settings.current.backend == "compiled", settings.get_num_threads(), 0
+        compiled = settings.current.backend == "compiled" and tape is PLAIN
+        threads, rows = settings.get_num_threads(), 0
         if compiled and self._chained.chains:
             chained = self._chained
             rows = settings.core.chain_rows(n, chained.own * x.itemsize, chained.weights, threads)
@@ -126,7 +127,7 @@ class Program:
         else:
             buffers = self._buffers(layout, x, out, memory, call)
             for step in self.steps:
-                step.run(PLAIN, buffers, call, buffers[step.out])
+                step.run(tape, buffers, call, buffers[step.out])
         keep(self.use, memory)
         return out
 

@@ -36,6 +36,7 @@ from fastattn.models._families import (
 from fastattn.models._files import GLINER, Config, ModelError, config_path
 from fastattn.models._gguf_config import config_of
 from fastattn.models._hub import place_of
+from fastattn.models._input_ranges import as_saved, calibrated
 from fastattn.models._modules import SPARSE_STATIC, STATIC, first_of, router_of
 from fastattn.models._parameters import OF_FILE, Precision
 from fastattn.models._routes import routed
@@ -44,10 +45,11 @@ from fastattn.models._sparse import SparseEncoder
 from fastattn.models._static import static_encoder, static_sparse_encoder
 from fastattn.models._task_heads import with_head
 from fastattn.models._tensors import Tensors
+from fastattn.models._text import strings
 from fastattn.models._towers import TwoTowers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import DTypeLike
     from typing_extensions import Unpack
@@ -119,6 +121,7 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
     activations: Rounding | None = None,
+    calibrate: Iterable[str] | None = None,
     revision: str | None = None,
     gguf_file: str | None = None,
     **others: Unpack[NoOptions],
@@ -153,6 +156,12 @@ def load(
         Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8 or in blocks,
         faster where many tokens are computed at once, and in 4 bits where few are. Of a GGUF file, other
         maps keep their inputs. By default they are not rounded.
+    calibrate : iterable of str, optional
+        With `activations`: texts like those that the model will see, some ten thousand tokens, with their
+        prompts. The model reads them, and the inputs of each map are rounded on one grid, from the smallest
+        to the largest that these texts gave it; what is beyond is cut. By default, each token has a grid of
+        its own, which errs less, unless `save` wrote such ranges into the folder. Inputs of experts, of
+        recurrent layers and of heads have grids of their own always.
     revision : str, optional
         Branch, tag or commit of a model of the Hub.
     gguf_file : str, optional
@@ -190,7 +199,17 @@ def load(
         raise wrong_type("folder", folder, "a path")
     precise = partial(Precision.of, dtype, weights_dtype, activations)
     precision = precise(of_file=True)  # refuses unknown names, whatever is there
-    path = place_of(folder, revision, gguf_file)
+    if calibrate is not None and activations is None:
+        raise ValueError("(): calibrate is given with activations None; expected activations='int8'")
+    texts = None if calibrate is None else list(strings("calibrate", calibrate))
+    model = _loaded(place_of(folder, revision, gguf_file), precise, precision)
+    if texts is not None:
+        return calibrated(model, texts)
+    return model if activations is None else as_saved(model)
+
+
+def _loaded(path: Path, precise: Callable[..., Precision], precision: Precision) -> Loaded | EntityRecognizer:
+    """The model of a folder or file, whose maps find the ranges of their inputs themselves."""
     if _gguf.is_file(path):
         return _of_gguf(path, precision)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long

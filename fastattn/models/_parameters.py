@@ -297,7 +297,7 @@ class Origin(NamedTuple):
         """`model`, whose origin this is, with parameters `new`, as from `Parameters.again`, of a `state`."""
         origin = self._replace(parameters=self.parameters.with_new(new), state=state)
         held = {key: made.parameter for key, made in new.items()}
-        found: _Model = _substituted(model, {id(self): origin, **held})
+        found: _Model = substituted(model, {id(self): origin, **held})
         return found
 
     def _checked(self, state: Mapping[str, ArrayLike]) -> dict[str, Array]:
@@ -365,17 +365,17 @@ def required(origin: Origin | None) -> Origin:
     return origin
 
 
-def _substituted(x: Any, new: Mapping[int, Any]) -> Any:
+def substituted(x: Any, new: Mapping[int, Any]) -> Any:
     """`x` with other objects in place of those whose ids are in `new`; what holds none of them is shared."""
     if id(x) in new:
         return new[id(x)]
     if is_dataclass(x) and not isinstance(x, type):
         held = {field.name: getattr(x, field.name) for field in fields(x) if field.init}
-        found = {name: _substituted(value, new) for name, value in held.items()}
+        found = {name: substituted(value, new) for name, value in held.items()}
         changed = {name: value for name, value in found.items() if value is not held[name]}
         return replace(x, **changed) if changed else x
     if isinstance(x, tuple):
-        items = [_substituted(item, new) for item in x]
+        items = [substituted(item, new) for item in x]
         if all(item is old for item, old in zip(items, x, strict=True)):
             return x
         return type(x)(*items) if hasattr(x, "_fields") else tuple(items)

@@ -20,6 +20,8 @@ from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder, EncoderWithHead
 from fastattn.models._files import ModelError, config_path, is_name, read_json, require
 from fastattn.models._gguf_config import config_of, usual_sampling
+from fastattn.models._input_ranges import RANGES, ranges
+from fastattn.models._input_ranges import write as write_ranges
 from fastattn.models._parameters import required
 from fastattn.models._tensors import WEIGHTS
 from fastattn.models._text import strings
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 _OF_FOLDERS = ("float32", "float16", "bfloat16")
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model", "artifact.metadata")  # files that say what a model is
-_LEFT = ("*.index.json",)
+_LEFT = ("*.index.json", RANGES)
 # Models of which GGUF files have tensors that are not a folder's.
 _APART = "gemma", "gpt_oss", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5"
 _MODULES, _INNER = "modules.json", ("additional_chat_templates",)  # folders in it are copied, too
@@ -100,7 +102,12 @@ def save(
                 "(): calibrate is given for a folder; expected None, or path to end with '.gguf'"
             )
         _to_folder(origin, model, target, dtype)
+        write_ranges(ranges(model), target)
         return
+    if ranges(model):
+        raise ModelError(
+            "(): model has ranges of inputs, which a GGUF file has no place for; expected a folder"
+        )
     dtype = dtype_choice("dtype", dtype, tuple(DTYPES))
     if calibrate is not None and dtype in _OF_FOLDERS:
         raise ValueError(f"(): calibrate is given for dtype {dtype!r}; expected None, or a dtype of blocks")

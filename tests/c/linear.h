@@ -45,6 +45,7 @@ static fa_array random_floats(fa_dtype dtype, int64_t rows, int64_t cols, double
 typedef struct {
     fa_linear_args args;
     fa_array x, bias, residual;
+    float range[2];
     double *w;     /* (maps, output features, input features), with scales */
     near *want[2]; /* with lanes, and with the bfloat16 dot product; computed when first needed */
     near *pre[2];  /* of each row: what its activation is applied to, of one map or of two */
@@ -144,6 +145,7 @@ static linear_case linear_case_of(int number)
     a->activation = (fa_activation)below(FA_N_ACTIVATIONS);
     a->gated = (int)below(2);
     a->x_int8 = (a->weight == FA_I8 || has_blocks(a->weight)) && below(2);
+    if (a->x_int8 && below(2)) c.range[0] = (float)uniform(-1.1, 0.2), c.range[1] = (float)uniform(0.2, 1.1);
     a->unit = 1;
     new_weights(&c);
     if (!a->x_int8 && below(4) == 0) {
@@ -183,11 +185,16 @@ static near expect_linear(const linear_case *c, const double *x, int64_t map, in
     return (near){sum, eps_of(lane_of(a->dtype)) * (2 + sqrt((double)smaller(a->k, 256))) * terms * parts};
 }
 
-/* x, rounded to 255 numbers from the smallest to the largest, in the arithmetic of the kernels. */
-static void round_to_int8(double *x, int64_t k)
+/* x, rounded to 255 numbers of the range or, if it is empty, from the smallest to the largest, in the arithmetic of the
+ * kernels. */
+static void round_to_int8(double *x, int64_t k, const float range[2])
 {
     float low = (float)x[0], high = low;
     FOR(d, k) low = fminf(low, (float)x[d]), high = fmaxf(high, (float)x[d]);
+    if (range[0] < range[1]) {
+        low = range[0], high = range[1];
+        FOR(d, k) x[d] = fmin(fmax(x[d], low), high);
+    }
     const float middle = low * 0.5f + high * 0.5f, half = fmaxf(fmaxf(high - middle, middle - low), 0x1p-100f);
     const float factor = 127 / half;
     FOR(d, k) x[d] = (double)rintf(((float)x[d] - middle) * factor) * (double)(half / 127) + (double)middle;
@@ -215,7 +222,7 @@ static near *expect_linears(linear_case *c, int dot)
             x[d] = get(&c->x, 0, 0, i, d);
             if (dot) x[d] = from_half(half_of(FA_BF16), to_half(half_of(FA_BF16), x[d]));
         }
-        if (a->x_int8) round_to_int8(x, a->k);
+        if (a->x_int8) round_to_int8(x, a->k, c->range);
         FOR(j, a->n)
         {
             const near gate = expect_linear(c, x, 0, j), up = a->gated ? expect_linear(c, x, 1, j) : gate;
@@ -253,6 +260,7 @@ static linear_case linear_now;
 static const char *check_linear(int isa, const fa_kernels *kernels)
 {
     fa_linear_args a = linear_now.args;
+    a.x_range = linear_now.range[0] < linear_now.range[1] ? linear_now.range : NULL;
     const int tiles = !strncmp(fa_isa_name(isa), "amx", 3), of_one_map = a.transposed == 1 || a.k % 4 == 0;
     const int dot = a.weight == FA_BF16 && (a.transposed ? tiles && of_one_map : kernels->linear_between() == FA_BF16);
     const int64_t width = (1 + a.gated) * a.n;
@@ -289,9 +297,9 @@ static fa_dtype linear_dtype(void) { return linear_now.args.dtype; }
 static void describe_linear(void)
 {
     const fa_linear_args *a = &linear_now.args;
-    printf("dtype %d to %d, weight %d, (%d, %d, %d), gated %d, transposed %d, activation %d%s%s", a->dtype, a->out_dtype,
-           a->weight, (int)a->m, (int)a->n, (int)a->k, a->gated, a->transposed, a->activation, a->bias ? ", bias" : "",
-           a->residual ? ", residual" : "");
+    printf("dtype %d to %d, weight %d, (%d, %d, %d), gated %d, transposed %d, activation %d%s%s", a->dtype,
+           a->out_dtype, a->weight, (int)a->m, (int)a->n, (int)a->k, a->gated, a->transposed, a->activation,
+           a->bias ? ", bias" : "", a->residual ? ", residual" : "");
 }
 
 static void drop_linear(void)

@@ -26,7 +26,8 @@ cdef struct Held:
 cdef struct Call:
     Buffer buffers[MAX_BUFFERS]
     fa_dtype dtype, between  # of the caller's rows, and of buffers that may be shorter
-    int64_t size, m, batch, length  # size: bytes of `dtype`; length: of each sequence, or of a ragged batch the rows of all
+    int64_t size, m, batch  # size: bytes of `dtype`
+    int64_t length  # of each sequence, or of a ragged batch the rows of all
     void *sequences  # a _Sequences; NULL: all have one length
     int threads
     int64_t chain_rows
@@ -167,7 +168,8 @@ cdef class _LinearStep(_RowwiseStep):
         self.residual = -1 if step.residual is None else self._buffer(step.residual, buffers)
         _set_linear(&self.args, step.weight, step.bias, step.activation, step.activations,
                     FA_F64 if self.doubles else FA_F32)
-        self._keep((step.weight.panels, step.weight.scales, step.weight.sums, step.bias))
+        known = step.activations if isinstance(step.activations, np.ndarray) else None
+        self._keep((step.weight.panels, step.weight.scales, step.weight.sums, step.bias, known))
 
     cdef void bind(self, Call *c, Rowwise *step) except *:
         cdef int64_t x = c.buffers[self.x].columns, out = c.buffers[self.out].columns
@@ -241,7 +243,8 @@ cdef class _GateStep(_RowwiseStep):
             raise ValueError(f"fastattn: step {self.number} has a gate of {self.features} features from {self.begin}"
                              f" on; it has {x}, {gate} and {out}")
         step.rows.kind, step.rows.n, step.rows.activation = FA_ACTIVATE, self.features, self.activation
-        step.x, step.begin, step.other, step.multiplies = self.gate, self.begin * c.buffers[self.gate].size, self.x, True
+        step.x, step.begin = self.gate, self.begin * c.buffers[self.gate].size
+        step.other, step.multiplies = self.x, True
 
 
 cdef class _ScaleStep(_RowwiseStep):
