@@ -89,9 +89,6 @@ def proposals_of(given: Any, model: Any, prompts: list[Ints]) -> Speculation | N
     """Proposals for the only one of `prompts`, as the argument `speculate` says."""
     if given is None:
         return None
-    if model.states:
-        came = f"speculate is given to a model of type {model.model_type}"
-        raise ValueError(f"(): {came}; expected None, as its states cannot be cut back to accepted tokens")
     proposer: Proposer
     if isinstance(given, str):
         if given != "lookup":

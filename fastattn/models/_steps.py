@@ -12,6 +12,7 @@ from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named
 from fastattn._args.values import integer
 from fastattn._engine.steps import Sequences
+from fastattn.layers._mixers import by_rows
 from fastattn.models import _session
 from fastattn.models._embeddings import of_length
 from fastattn.models._generation import Step
@@ -101,12 +102,15 @@ class Stepping(NextTokens):
         hidden = self._hidden(new, lengths, longest, cache)[np.cumsum(lengths) - 1]
         running = np.arange(batch)  # sequences that have not ended; the others are computed no more
         proposed: list[int] = []
-        step = 0
+        program = None if speculation is None or not self.states else by_rows(self.program)
+        seen, step = cache, 0
         while True:
             cache.forget()
             logits = self._capped(self.logits.run(hidden, Sequences(len(hidden))))
             accepted: list[int] = []
-            for each in np.split(logits, len(proposed) + 1):
+            for row, each in enumerate(np.split(logits, len(proposed) + 1)):
+                if proposed:
+                    cache.go_on(seen, row)
                 if session is not None:
                     session._add(new, turn)
                 new, step = sampler(each), step + 1
@@ -132,7 +136,7 @@ class Stepping(NextTokens):
             if proposed:
                 rows = np.append(new, proposed)
                 seen = cache.staggered(len(rows)) if self.num_layers else cache
-                hidden = self._hidden(rows, np.ones(len(rows), np.int64), longest + step, seen)
+                hidden = self._hidden(rows, np.ones(len(rows), np.int64), longest + step, seen, program)
             else:
                 hidden = self._hidden(new, np.ones(len(new), np.int64), longest + step, cache)
 

@@ -48,7 +48,7 @@ def passes(monkeypatch):
 
 
 @pytest.mark.parametrize("how", range(len(HOWS)))
-@pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind not in HYBRIDS])
+@pytest.mark.parametrize("kind", DECODERS)
 def test_the_tokens_are_those_of_plain_decoding(kind, how, tmp_path, implementation):
     model = load(tmp_path, kind, dtype="float64")
     for seed in range(3):
@@ -64,9 +64,7 @@ def test_the_tokens_are_those_of_plain_decoding(kind, how, tmp_path, implementat
     [{}, {"dtype": "bfloat16"}, {"weights_dtype": "int8", "activations": "int8"}, {"weights_dtype": "uint4"}],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "kind", ["gpt2", "qwen3", "gemma2", *(kind for kind in EXPERTS if kind not in HYBRIDS)]
-)
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "gemma2", *dict.fromkeys((*EXPERTS, *HYBRIDS))])
 def test_the_bits_are_those_of_plain_decoding(kind, options, tmp_path, passes):
     """Logits, and keys in sessions: tokens beside others are computed as alone."""
     if not COMPILED:
@@ -97,13 +95,43 @@ def test_the_bits_are_those_of_plain_decoding(kind, options, tmp_path, passes):
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_models_with_states_propose_and_are_not_proposed_to(kind, tmp_path):
-    hybrid, plain = load(tmp_path / "one", kind), load(tmp_path / "other", dtype="float64")
-    for speculate in ("lookup", plain):
-        with pytest.raises(ValueError, match=f"speculate is given to a model of type {kind}; expected None"):
-            hybrid.generate(prompt_of(1), 9, speculate=speculate)
-    expected = list(plain.generate(prompt_of(1), 20, stop=()))
-    assert list(plain.generate(prompt_of(1), 20, stop=(), speculate=hybrid)) == expected
+def test_states_that_sessions_copy(kind, tmp_path, passes):
+    """Copies within a step of several tokens are those of steps of one."""
+    if not COMPILED:
+        pytest.skip("NumPy's BLAS has other bits for other numbers of rows")
+    model = load(tmp_path, kind)
+    prompt = prompt_of(2) * 13
+
+    def again(ids, logits):
+        logits[prompt[len(ids) % 19]] += 1000
+        return logits
+
+    found = []
+    for speculate in (None, "lookup"):
+        session = model.session()
+        passes.clear()
+        options = {"stop": (), "cache": session, "speculate": speculate, "logits_processor": again}
+        assert len(list(model.generate(prompt, 30, **options))) == 30
+        cache, ids = session._settled()
+        assert [each.length for each in cache._snapshots][-1] == 256 < len(ids)
+        found.append((ids, cache._arrays()))
+    assert max(passes[1:]) > 8
+    (ids, arrays), (others, other) = found
+    assert others == ids
+    for name, x in arrays.items():
+        np.testing.assert_array_equal(x, other[name])
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 3}])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_models_with_states_propose_and_are_proposed_to(kind, how, tmp_path, passes):
+    hybrid, plain = load(tmp_path / "one", kind, dtype="float64"), load(tmp_path / "other", dtype="float64")
+    same = load(tmp_path / "one", kind, dtype="float64")
+    for model, draft in ((hybrid, plain), (plain, hybrid), (hybrid, same)):
+        expected = list(model.generate(prompt_of(1), 30, stop=(), **how))
+        passes.clear()
+        assert list(model.generate(prompt_of(1), 30, stop=(), speculate=draft, **how)) == expected
+    assert how or sum(rows > 1 for rows in passes) > 3
 
 
 def test_text_that_repeats_takes_fewer_steps(tmp_path, passes):
@@ -168,9 +196,10 @@ def test_pieces_grammars_and_sessions(writer, passes):
     assert several > 3
 
 
-def test_an_answer_that_is_not_read_to_its_end(tmp_path):
+@pytest.mark.parametrize("kind", ["llama", *HYBRIDS])
+def test_an_answer_that_is_not_read_to_its_end(kind, tmp_path):
     """A session keeps what was yielded, not what was proposed."""
-    model, session = load(tmp_path, dtype="float64"), None
+    model, session = load(tmp_path, kind, dtype="float64"), None
     expected = list(model.generate(prompt_of(1), 40, stop=()))
     for count in range(1, 30):
         session = model.session()
