@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastattn import grad, ops
 from fastattn._args.types import Activation, Array, Ints, Shape, lane_dtype
-from fastattn._engine.steps import Step
+from fastattn._engine.program import Program, build
+from fastattn._engine.steps import OUT, Sequences, Step, X
 from fastattn.functional._differentiable import Steps, differentiable
 
 if TYPE_CHECKING:
     import numpy as np
 
     from fastattn._engine.plain import Plain
-    from fastattn._engine.steps import Sequences, Values
+    from fastattn._engine.steps import Values
 
     Sizes = tuple[int, ...]  # batch and length of a call; or the tokens, of sequences end to end
     Carried = Sequence[dict[str, Any]]  # arguments for states, of the convolution and of the recurrence
@@ -171,3 +172,38 @@ class MixStep(Step):
             return mixed
         out[...] = mixed
         return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RowMixStep(Step):
+    """A mixer of rows that are tokens of one sequence: each begins with the states after the one before."""
+
+    op = None
+    along = True
+
+    program: Program  # the mixer alone
+    layer: int
+
+    @property
+    def columns(self) -> int:
+        return self.program.columns
+
+    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+        assert out is not None
+        assert call.states is not None
+        for i in range(len(out)):  # one by one, which gives the bits of steps of one token
+            row = slice(i, i + 1)
+            states = [{name: each[row] for name, each in of.items()} for of in call.states[self.layer]]
+            out[row] = self.program.run(values[self.x][row], Sequences(1, states=[states]))
+        return out
+
+
+def by_rows(program: Program) -> Program:
+    """`program` for rows that are tokens of one sequence: mixers run row by row, the rest at once."""
+    steps = [
+        _RowMixStep(step.x, step.out, build("mix", [MixStep(X, OUT, step.mixer)]), step.layer)
+        if isinstance(step, MixStep)
+        else step
+        for step in program.steps
+    ]
+    return build(program.use, steps)

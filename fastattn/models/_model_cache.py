@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import ArrayLike, DTypeLike
+    from typing_extensions import Self
 
     from fastattn._args.key_ranges import Range
     from fastattn._args.types import Array, Ints
@@ -48,7 +49,7 @@ class ModelCache:
         self.groups = [KVCache(capacity, dtype) for _ in key_heads]
         self.firsts = (0,) * len(self.groups)
 
-    def __copy__(self) -> ModelCache:
+    def __copy__(self) -> Self:
         """A cache that goes on by itself, over the same arrays."""
         cache = object.__new__(type(self))
         vars(cache).update(vars(self), groups=[copy.copy(each) for each in self.groups])
@@ -131,11 +132,14 @@ class ModelCache:
         for each in self.groups:
             each.select(sequences)
 
-    def staggered(self, tokens: int) -> ModelCache:
+    def staggered(self, tokens: int) -> Self:
         """Count more tokens of the only sequence, and return their cache: see `KVCache._staggered`."""
         cache = copy.copy(self)
         cache.groups = [each._staggered(tokens) for each in self.groups]
         return cache
+
+    def go_on(self, staggered: Self, row: int) -> None:
+        """Take over what that row of a `staggered` cache has made beside keys and values: nothing."""
 
     def _arrays(self) -> dict[str, Array]:
         """Keys, values, scales, lengths and positions of the first keys, by name: copies."""

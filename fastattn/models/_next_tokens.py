@@ -71,6 +71,7 @@ class NextTokens(_model.Model):
     query_growth: QueryGrowth | None = None  # queries then have a rotation after the `frequencies`' own
     layer_tokens: Array | PackedLinear | None = None  # (vocab_size, n): `Sequences.inputs` of tokens
     layer_scale: float = 1.0  # what these are multiplied by
+    mtp: NextTokens | None = None  # a head, of rows with a token's vector and the hidden state before it
 
     @property
     def has_gradients(self) -> bool:
@@ -209,17 +210,25 @@ class NextTokens(_model.Model):
 
         return Recorded(tape, out, finish, origin)
 
-    def _hidden(self, tokens: Ints, lengths: Ints, longest: int, cache: ModelCache | None = None) -> Array:
+    def _hidden(
+        self,
+        tokens: Ints,
+        lengths: Ints,
+        longest: int,
+        cache: ModelCache | None = None,
+        program: Program | None = None,
+    ) -> Array:
         """Hidden states (n, hidden_size) of new tokens (n,), before the last norm.
 
         Those of sequences are end to end, `lengths` (batch,) of each. A cache, one of `_cache`, holds the
         heads and states of all layers, and they follow the tokens in it. `longest` is the length of the
-        longest sequence then: some scalings of rotary positions depend on it.
+        longest sequence then: some scalings of rotary positions depend on it. A
+        `program` in place of the model's is that of `by_rows`.
         """
         x, call, _ = self._inputs(tokens, lengths, longest, cache)
         if not self.num_layers:
             return x
-        hidden = self.program.run(x, call)
+        hidden = (program or self.program).run(x, call)
         if isinstance(cache, StateCache):
             cache.keep()
         return hidden

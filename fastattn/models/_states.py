@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import ArrayLike, DTypeLike
+    from typing_extensions import Self
 
     from fastattn._args.types import Array
     from fastattn.layers._mixers import Carried, Kind
@@ -48,6 +49,7 @@ class StateCache(ModelCache):
         self._now = _Snapshot(0, ())  # empty before the first token
         self._spare: tuple[Array, ...] = ()  # of the same shapes: the next call writes there
         self._snapshots: list[_Snapshot] = []
+        self._rows: tuple[Array, ...] = ()  # of a `staggered` cache: states before each row, and at the end
 
     @property
     def nbytes(self) -> int:
@@ -58,16 +60,30 @@ class StateCache(ModelCache):
     def carried(self, batch: int) -> list[Carried]:
         """The arguments of a call of each layer: it reads the states as they are, and writes to others."""
         kinds = [kind for each in self._kinds for kind in each]
-        if not self._spare:
+        if not self._rows and not self._spare:
             self._spare = tuple(np.empty((batch, *shape), dtype) for shape, dtype in kinds)
-        before = iter(self._now.states or [None] * len(kinds))
-        after = iter(self._spare)
+        no_states: list[Any] = [None] * len(kinds)
+        before = iter([x[:-1] for x in self._rows] or self._now.states or no_states)
+        after = iter([x[1:] for x in self._rows] or self._spare)
         found = [[{"state": next(before), "out_state": next(after)} for _ in each] for each in self._kinds]
         return [(*each, {}) if len(each) == 1 else each for each in found]
 
     def keep(self) -> None:
         """Hold the states that a call has written, of the tokens whose keys are here."""
         self._now, self._spare = _Snapshot(self.length, self._spare), self._now.states
+
+    def staggered(self, tokens: int) -> Self:
+        """Count more tokens of the only sequence, and return their cache: it has memory for their states."""
+        cache = super().staggered(tokens)
+        cache._rows = tuple(np.empty((tokens + 1, *x.shape[1:]), x.dtype) for x in self._now.states)
+        for rows, x in zip(cache._rows, self._now.states, strict=True):
+            rows[:1] = x
+        return cache
+
+    def go_on(self, staggered: Self, row: int) -> None:
+        """Take over the states after that row, the next token, of a `staggered` cache."""
+        states = tuple(x[row + 1 : row + 2].copy() for x in staggered._rows)
+        self._now = _Snapshot(self._now.length + 1, states)
 
     def select(self, sequences: ArrayLike) -> None:
         """Keep the sequences of these indices, as `KVCache.select` does."""

@@ -12,6 +12,7 @@ from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named
 from fastattn._args.values import integer
 from fastattn._engine.steps import Sequences
+from fastattn.layers._mixers import by_rows
 from fastattn.models import _session
 from fastattn.models._embeddings import of_length
 from fastattn.models._generation import Step
@@ -95,18 +96,26 @@ class Stepping(NextTokens):
             cache, (known, turn) = session._cache, session._begin(new, longest)
             *earlier, new = session._parts(new[known:])
             for part in earlier:
-                self._hidden(part, np.array([len(part)]), longest, cache)
+                hidden = self._hidden(part, np.array([len(part)]), longest, cache)
                 session._add(part, turn)
+                if speculation is not None:
+                    speculation.see(hidden)
             lengths = np.array([len(new)])
-        hidden = self._hidden(new, lengths, longest, cache)[np.cumsum(lengths) - 1]
+        hidden = self._hidden(new, lengths, longest, cache)
+        if speculation is not None:
+            speculation.see(hidden[:-1])
+        hidden = hidden[np.cumsum(lengths) - 1]
         running = np.arange(batch)  # sequences that have not ended; the others are computed no more
         proposed: list[int] = []
-        step = 0
+        program = None if speculation is None or not self.states else by_rows(self.program)
+        seen, step = cache, 0
         while True:
             cache.forget()
             logits = self._capped(self.logits.run(hidden, Sequences(len(hidden))))
             accepted: list[int] = []
-            for each in np.split(logits, len(proposed) + 1):
+            for row, each in enumerate(np.split(logits, len(proposed) + 1)):
+                if proposed:
+                    cache.go_on(seen, row)
                 if session is not None:
                     session._add(new, turn)
                 new, step = sampler(each), step + 1
@@ -126,13 +135,14 @@ class Stepping(NextTokens):
             if session is not None:
                 session._require(turn)
             if speculation is not None:
+                speculation.see(hidden[: len(accepted)])
                 proposed = self._proposed(speculation, accepted, max_new_tokens - step - 1, longest + step)
                 if self.num_layers:
                     cache.truncate(longest + step - 1)
             if proposed:
                 rows = np.append(new, proposed)
                 seen = cache.staggered(len(rows)) if self.num_layers else cache
-                hidden = self._hidden(rows, np.ones(len(rows), np.int64), longest + step, seen)
+                hidden = self._hidden(rows, np.ones(len(rows), np.int64), longest + step, seen, program)
             else:
                 hidden = self._hidden(new, np.ones(len(new), np.int64), longest + step, cache)
 
