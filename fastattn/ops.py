@@ -147,8 +147,8 @@ def linear(
         element, so with a step of ``(max(row) - min(row)) / 254``; each of its elements errs by half a step
         at most. One large element costs all others of its row their precision; rows of one value, or of two,
         lose none. NF4's numbers are rounded to multiples of 1 / 127, too. A row that holds NaN or infinity
-        gives NaN. With (low, high), the grid of all rows has the step ``(high - low) / 254``, and elements
-        beyond become low or high.
+        gives NaN. With (low, high), the grid of all rows has the step ``(high - low) / 254``, and finite
+        elements beyond become low or high.
     transposed : bool, default False
         Compute ``x @ weight`` in place of ``x @ weight.T``, from the same panels: the gradient of a linear
         map's input. x is (..., out_features); bias, residual and result have in_features. With a gated weight

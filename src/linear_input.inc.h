@@ -164,7 +164,7 @@ INLINE int range_of_row(fa_dtype dtype, const char *from, int64_t k, lane range[
 }
 
 /* Adding it to a number rounds that to an integer, in the lowest bits of the sum. */
-#define ROUNDING v_splat(0x1.8p23f)
+#define TO_INTEGER v_splat(0x1.8p23f)
 
 /* to (features_padded) = from (k) on its grid, in int8, and its sums. `known`: the caller gives its range. */
 INLINE row_grid quantise_row_as(fa_dtype dtype, int known, const fa_linear_args *a, const char *from, char *to,
@@ -184,23 +184,24 @@ INLINE row_grid quantise_row_as(fa_dtype dtype, int known, const fa_linear_args 
     for (; d + LANES <= k; d += LANES) {
         v_t x = v_load_as(dtype, from + d * size);
         if (known) odd = v_fma(x, v_splat(0), odd), x = v_min(v_max(x, low), high);
-        const vi_t rounded = (vi_t)((x - centre) * factor + ROUNDING);
+        const vi_t rounded = (vi_t)((x - centre) * factor + TO_INTEGER);
         v_store_i8(to + d, rounded);
         sum += rounded;
     }
-    sum -= (vi_t)ROUNDING * (ilane)(d / LANES); /* of the lowest 32 bits, which are all */
+    sum -= (vi_t)TO_INTEGER * (ilane)(d / LANES); /* of the lowest 32 bits, which are all */
     if (d < k) {
         v_t x = v_load_as_n(dtype, from + d * size, k - d);
         if (known) odd = v_fma(x, v_splat(0), odd), x = v_min(v_max(x, low), high);
         UNROLL_FOR(int i = 0; i < LANES; i++) x[i] = i < k - d ? x[i] : middle;
-        const vi_t rounded = (vi_t)((x - centre) * factor + ROUNDING);
+        const vi_t rounded = (vi_t)((x - centre) * factor + TO_INTEGER);
         v_store_i8_part(to + d, rounded, k - d);
-        sum += rounded - (vi_t)ROUNDING;
+        sum += rounded - (vi_t)TO_INTEGER;
     }
     memset(to + k, 0, round_up(k, 64) - k);
-    if (in_blocks(a->weight)) sum_blocks(a->block, to, features_padded(a), sums);
-    else if (V_I8_OFFSET) *sums = (int32_t)v_sum(__builtin_convertvector(sum, v_t)); /* below 2^24: _args/ops.py */
     finite &= !v_any(odd != odd);
+    if (in_blocks(a->weight)) sum_blocks(a->block, to, features_padded(a), sums);
+    else if (V_I8_OFFSET) /* below 2^24: _args/ops.py */
+        *sums = finite ? (int32_t)v_sum(__builtin_convertvector(sum, v_t)) : 0;
     return (row_grid){finite ? half / 127 * (lane)a->unit : NAN, middle};
 }
 

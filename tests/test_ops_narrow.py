@@ -520,16 +520,17 @@ def test_all_implementations_have_the_same_integers():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
+        (7, ValueError, "activations is 7; expected 'int8', or a tuple (low, high)"),
         ((1,), ValueError, "activations is (1,); expected two numbers, (low, high)"),
         ((2, 1), ValueError, "activations is (2, 1); expected (low, high) with low <= high"),
         ((0, np.inf), ValueError, "activations is inf; expected a number that is finite in float32"),
         ((0, "x"), TypeError, "activations is 'x'; expected a real number"),
-        ([0, 1], ValueError, "activations is [0, 1]; expected int8"),
+        ([0, 1], ValueError, "activations is [0, 1]; expected 'int8', or a tuple (low, high)"),
     ],
 )
 def test_ranges_that_are_refused(given, error, message):
     x, packed = np.zeros((1, 32), np.float32), ops.pack(np.zeros((3, 32), np.float32), dtype="int8")
     with pytest.raises(error, match="^" + re.escape(f"linear(): {message}")):
         ops.linear(x, packed, activations=given)
-    with pytest.raises(ValueError, match=r"^linear\(\): activations is 'int8' for weights in float32"):
+    with pytest.raises(ValueError, match=r"^linear\(\): activations is \(0, 1\) for weights in float32"):
         ops.linear(x, ops.pack(np.zeros((3, 32), np.float32)), activations=(0, 1))

@@ -209,14 +209,19 @@ def linear_args(
 _MOST_BYTES = (2**31 - 1) // (127 * 128)
 
 
-def integer_activations(activations: str | None, weights_dtype: str, in_features: int = 0) -> None:
+def integer_activations(activations: Any, weights_dtype: str, in_features: int = 0) -> None:
     """Raise unless products with weights in `weights_dtype` can round their inputs to `activations`."""
     if activations is None:
         return
     choice("activations", activations, ROUNDINGS)
+    _require_integers(activations, weights_dtype, in_features)
+
+
+def _require_integers(activations: Any, weights_dtype: str, in_features: int) -> None:
     if weights_dtype not in INTEGERS:
         expected = f"weights in {', '.join(INTEGERS)}, or activations None"
-        raise ValueError(f"(): activations is 'int8' for weights in {weights_dtype}; expected {expected}")
+        came = f"activations is {activations!r} for weights in {weights_dtype}"
+        raise ValueError(f"(): {came}; expected {expected}")
     if weights_dtype == "int8" and in_features > _MOST_BYTES:
         raise ValueError(
             f"(): the weight has {in_features} input features; expected at most {_MOST_BYTES} for"
@@ -226,11 +231,11 @@ def integer_activations(activations: str | None, weights_dtype: str, in_features
 
 def _rounded(activations: Any, weight: PackedLinear) -> Rounded:
     """Check how an input is rounded: "int8", or from a range (low, high) to int8."""
-    if not isinstance(activations, tuple):
-        integer_activations(activations, weight.dtype, weight.in_features)
-        return "int8"
-    integer_activations("int8", weight.dtype, weight.in_features)
-    return input_range("activations", activations)
+    if not (isinstance(activations, tuple) or (isinstance(activations, str) and activations in ROUNDINGS)):
+        expected = "'int8', or a tuple (low, high)"
+        raise ValueError(f"(): activations is {short(activations)}; expected {expected}")
+    _require_integers(activations, weight.dtype, weight.in_features)
+    return input_range("activations", activations) if isinstance(activations, tuple) else "int8"
 
 
 def input_range(name: str, pair: Any) -> Array:

@@ -63,15 +63,16 @@ class Program:
 
     use: str  # which scratch memory: see `scratch.py`
     steps: tuple[Step, ...]
+    rounds: bool = False  # of float32 rows, some buffers may be bfloat16: see `_between`
     columns: int = field(init=False)  # of OUT
-    between: frozenset[str] = field(init=False)  # buffers that may be rounded: see `_between`
+    between: frozenset[str] = field(init=False)  # these buffers
     # Anew for other steps, of `dataclasses.replace`: what is compiled has the weights of its own.
     _one_by_one: _Layout = field(init=False, repr=False)
     _chained: _Layout = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.columns, self._one_by_one, self._chained = _layouts(self.steps)
-        self.between = _between(self.steps)
+        self.between = _between(self.steps) if self.rounds else frozenset()
 
     @property
     def has_gradients(self) -> bool:
@@ -156,16 +157,18 @@ class Program:
         return buffers
 
     def __reduce__(self) -> Any:
-        return Program, (self.use, self.steps)
+        return Program, (self.use, self.steps, self.rounds)
 
 
-def build(use: str, steps: Sequence[Step]) -> Program:
+def build(use: str, steps: Sequence[Step], rounds: bool = False) -> Program:
     """A program of `steps`, whose scratch buffers share memory where they are not needed at the same time.
 
     A buffer is as wide as the widest result that a step writes to it. It is needed from a step that writes it
     to the last step that reads this result. `X` and `INPUTS` are scratch memory, too, if a step writes them.
+    With `rounds`, a call without a cache may keep bfloat16 in some: not where another road has to give its
+    bits.
     """
-    return Program(use, tuple(steps))
+    return Program(use, tuple(steps), rounds)
 
 
 def _layouts(steps: tuple[Step, ...]) -> tuple[int, _Layout, _Layout]:
@@ -191,8 +194,8 @@ def _layouts(steps: tuple[Step, ...]) -> tuple[int, _Layout, _Layout]:
 def _between(steps: Sequence[Step]) -> frozenset[str]:
     """Scratch buffers that products of int8 by int8 write, and that only such products and attention read.
 
-    Their elements err by what those products round: bfloat16, 2^-9 of an element at most, adds little, and
-    halves the time of attention where it has a dot product.
+    Their elements err by what those products round, so that bfloat16, which adds up to 2^-9 of an element,
+    its bias included, seldom adds much; attention takes half the time where it has a dot product.
     """
     names = {name for step in steps for name in (step.out, *step.reads)} - {X, OUT, INPUTS}
     while True:
@@ -206,10 +209,8 @@ def _exact(step: Step, between: set[str]) -> set[str]:
     """The buffers of a step that keep their type, if no more than `between` may be of another one."""
     used = {step.out, *step.reads}
     if isinstance(step, LinearStep):
-        rounded = step.activations is not None
-        return {name for name in used if name == step.residual or not rounded} | (
-            {step.out} if step.residual is not None else set()
-        )
+        added = set() if step.residual is None else {step.residual, step.out}
+        return used if step.activations is None else added
     if isinstance(step, (AttendStep, GateStep)) or (isinstance(step, NormStep) and step.weight.ndim == 2):
         return set() if used <= between else used
     return used

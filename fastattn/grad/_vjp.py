@@ -94,10 +94,11 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
 
     Notes
     -----
-    The forward pass runs the same kernels and gives the same bits as a plain call. It keeps what gradients
-    need: for attention out and lse, never scores. A gradient has the shape and dtype of its argument, summed
-    over axes that were broadcast. Gradients of parameters are float32, and float64 in a layer of float64. The
-    same input gives the same bits for any number of threads.
+    The forward pass runs the same kernels and gives the same bits as a plain call, but for encoders of
+    `fastattn.models` in float32 with int8 activations, which may keep bfloat16 between products in a plain
+    call. It keeps what gradients need: for attention out and lse, never scores. A gradient has the shape and
+    dtype of its argument, summed over axes that were broadcast. Gradients of parameters are float32, and
+    float64 in a layer of float64. The same input gives the same bits for any number of threads.
 
     See Also
     --------

@@ -260,11 +260,13 @@ def model_program(
     widened: Projection | None = None,
     before: Sequence[Step] = (),
     keeps_input: bool = False,
+    rounds: bool = False,
 ) -> tuple[Program, tuple[Window, ...]]:
     """A model's blocks one after another, between the norms `first` and `last`; and their windows.
 
     The map `widened` follows the first norm. A call gives the ranges of each window, in this order. The
-    program may overwrite its input, unless it `keeps_input`. Steps `before` all others write to `INPUTS`.
+    program may overwrite its input, unless it `keeps_input`. Steps `before` all others write to `INPUTS`. See
+    `build` for `rounds`.
     """
     windows = tuple(dict.fromkeys(block.window for block in blocks))
     sizes, last_readers = list(held_heads(blocks)), {block.keys_from: i for i, block in enumerate(blocks)}
@@ -296,7 +298,7 @@ def model_program(
         steps += own
     if last is not None:
         steps.append(NormStep(OUT if steps else X, OUT, *last))
-    return build("model", [*before, *steps]), windows
+    return build("model", [*before, *steps], rounds), windows
 
 
 def held_heads(blocks: Sequence[Block]) -> dict[Kept, int]:

@@ -206,4 +206,4 @@ def by_rows(program: Program) -> Program:
         else step
         for step in program.steps
     ]
-    return build(program.use, steps)
+    return build(program.use, steps, program.rounds)

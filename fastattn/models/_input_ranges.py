@@ -1,4 +1,4 @@
-"""Ranges of what a model's linear maps round to int8: found over some texts, kept in the model's folder."""
+"""Ranges of what a model's linear maps round to int8: found over some texts, kept with its weights."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fastattn._engine.steps import LinearStep
 from fastattn.models._calibration import Watch, by_name, core_of, programs, watched
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder, EncoderWithHead
-from fastattn.models._files import ModelError, read_json
+from fastattn.models._files import ModelError, require
 from fastattn.models._parameters import substituted
+from fastattn.models._tensors import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array
 
     Range = tuple[float, float]
 
-RANGES = "input_ranges.json"  # [low, high] of each map, by the names of its tensors
+_KEY = "fastattn.input_ranges"  # in the header of model.safetensors: JSON of {a tensor's name: [low, high]}
 _Model = TypeVar("_Model")
 
 
@@ -38,28 +38,38 @@ class _Ranges(Watch):
 def calibrated(model: _Model, texts: Iterable[str]) -> _Model:
     """Return `model` with maps that round on one grid, from the smallest to the largest input of texts."""
     if not _has_ranges(model):
-        expected = "that of an Encoder, one with a head, or a Decoder, without routes for tasks"
-        raise ModelError(f"(): calibrate is given for a {type(model).__name__}; expected a folder {expected}")
-    return _with_ranges(model, by_name(model, watched(model, _Ranges(), texts)))
+        came = f"calibrate is given for a {type(model).__name__}"
+        expected = "a decoder, or one encoder, without routes for tasks"
+        raise ModelError(f"(): {came}; expected None, or the folder of {expected}")
+    found = by_name(model, watched(model, _Ranges(), texts))
+    for name, ends in found.items():
+        if not np.isfinite(ends).all():
+            raise ModelError(f"(): calibrate gives {name!r} inputs that are not finite; expected finite ones")
+    return _with_ranges(model, found)
 
 
 def as_saved(model: _Model) -> _Model:
     """Return `model` with the ranges that its folder has, if it has any."""
     origin = core_of(model).origin if _has_ranges(model) else None
-    if origin is None or not (path := origin.folder / RANGES).is_file():
+    if origin is None or not (path := origin.folder / WEIGHTS).is_file():
         return model
-    found = {name: _pair(path, name, pair) for name, pair in read_json(path).items()}
+    with require("safetensors").safe_open(path, "numpy") as file:
+        said = (file.metadata() or {}).get(_KEY)
+    if said is None:
+        return model
+    found = _parsed(f"{path}: {_KEY}", said)
     if missing := sorted(_weights(model).keys() - found.keys()):
-        raise ModelError(f"{path} has no {missing[0]!r}; expected a range of each map that rounds its input")
+        expected = "a range of each map that rounds its input"
+        raise ModelError(f"{path}: {_KEY} has no {missing[0]!r}; expected {expected}")
     return _with_ranges(model, found)
 
 
-def _pair(path: Path, name: str, pair: Any) -> Range:
+def _parsed(where: str, said: str) -> dict[str, Range]:
     try:
-        low, high = input_range(repr(name), pair).tolist()
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{path}: {str(error).removeprefix('(): ')}") from None
-    return low, high
+        pairs = {name: input_range(repr(name), pair).tolist() for name, pair in json.loads(said).items()}
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise ModelError(f"{where}: {str(error).removeprefix('(): ')}") from None
+    return {name: (low, high) for name, (low, high) in pairs.items()}
 
 
 def ranges(model: Any) -> dict[str, Range]:
@@ -70,13 +80,10 @@ def ranges(model: Any) -> dict[str, Range]:
     return by_name(model, {id(x): tuple(a.tolist()) for x, a in known if isinstance(a, np.ndarray)})
 
 
-def write(found: Mapping[str, Range], folder: Path) -> None:
-    """Write the ranges of a model that `folder` holds; without any, remove those of another."""
-    path = folder / RANGES
-    if found:
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    else:
-        path.unlink(missing_ok=True)
+def header(model: Any) -> dict[str, str]:
+    """Entry for the header of the file of weights, with which the ranges stay."""
+    found = ranges(model)
+    return {_KEY: json.dumps(found)} if found else {}
 
 
 def _has_ranges(model: Any) -> bool:
@@ -101,7 +108,8 @@ def _with_ranges(model: _Model, found: Mapping[str, Range]) -> _Model:
     together: dict[int, list[float]] = {}
     for name, weight in _weights(model).items():
         together.setdefault(weight, []).extend(found[name])
-    new = {}
+    precision = core_of(model).precision
+    new: dict[int, Any] = {id(precision): replace(precision, known_ranges=True)}
     for step in _steps(model):
         both = together[id(step.weight)]
         new[id(step)] = replace(step, activations=np.array([min(both), max(both)], np.float32))

@@ -160,8 +160,8 @@ def load(
         With `activations`: texts like those that the model will see, some ten thousand tokens, with their
         prompts. The model reads them, and the inputs of each map are rounded on one grid, from the smallest
         to the largest that these texts gave it; what is beyond is cut. By default, each token has a grid of
-        its own, which errs less, unless `save` wrote such ranges into the folder. Inputs of experts, of
-        recurrent layers and of heads have grids of their own always.
+        its own, which errs less, unless `save` wrote such ranges beside the weights. Inputs of experts and
+        heads have grids of their own always; a CrossEncoder reads each text alone, not in pairs.
     revision : str, optional
         Branch, tag or commit of a model of the Hub.
     gguf_file : str, optional

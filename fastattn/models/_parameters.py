@@ -47,6 +47,7 @@ class Precision:
     dtype: np.dtype[Any]
     weights: str
     activations: Rounding | None = None
+    known_ranges: bool = False  # of these inputs
 
     @classmethod
     def of(cls, dtype: Any, weights_dtype: Any, activations: Any, of_file: bool = False) -> Precision:
@@ -74,7 +75,7 @@ class Precision:
         how = "as in the file" if self.weights == OF_FILE else f"in {self.weights}"
         kept = "" if self.weights == self.dtype.name else f", weights {how}"
         rounded = "" if self.activations is None else f", activations in {self.activations}"
-        return f"{self.dtype}{kept}{rounded}"
+        return f"{self.dtype}{kept}{rounded}{' by known ranges' if self.known_ranges else ''}"
 
 
 class Maker(Protocol[Made_co]):

@@ -20,8 +20,7 @@ from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder, EncoderWithHead
 from fastattn.models._files import ModelError, config_path, is_name, read_json, require
 from fastattn.models._gguf_config import config_of, usual_sampling
-from fastattn.models._input_ranges import RANGES, ranges
-from fastattn.models._input_ranges import write as write_ranges
+from fastattn.models._input_ranges import header
 from fastattn.models._parameters import required
 from fastattn.models._tensors import WEIGHTS
 from fastattn.models._text import strings
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 _OF_FOLDERS = ("float32", "float16", "bfloat16")
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model", "artifact.metadata")  # files that say what a model is
-_LEFT = ("*.index.json", RANGES)
+_LEFT = ("*.index.json",)
 # Models of which GGUF files have tensors that are not a folder's.
 _APART = "gemma", "gpt_oss", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5"
 _MODULES, _INNER = "modules.json", ("additional_chat_templates",)  # folders in it are copied, too
@@ -58,8 +57,9 @@ def save(
         not as they are packed.
     path : path
         One that ends with ``.gguf`` is a file, of a decoder of the families that docs/models.md names. Any
-        other is a folder, which is made where it is not there: model.safetensors, and config.json and what
-        the model's own folder has beside it.
+        other is a folder, which is made where it is not there: model.safetensors, with the ranges that
+        ``load(..., calibrate=)`` found in its header, and config.json and what the model's own folder has
+        beside it.
     dtype : str, default "float32"
         The type of the tensors: ``"float32"``, ``"float16"`` or ``"bfloat16"``; in a GGUF file, that of the
         weights of linear maps and of tables, also ``"q8_0"``, ``"q6_k"``, ``"q4_k"``, ``"q4_1"`` or
@@ -102,12 +102,10 @@ def save(
                 "(): calibrate is given for a folder; expected None, or path to end with '.gguf'"
             )
         _to_folder(origin, model, target, dtype)
-        write_ranges(ranges(model), target)
         return
-    if ranges(model):
-        raise ModelError(
-            "(): model has ranges of inputs, which a GGUF file has no place for; expected a folder"
-        )
+    if header(model):
+        came = "model has known ranges of inputs, for which a GGUF file has no place"
+        raise ModelError(f"(): {came}; expected the path of a folder")
     dtype = dtype_choice("dtype", dtype, tuple(DTYPES))
     if calibrate is not None and dtype in _OF_FOLDERS:
         raise ValueError(f"(): calibrate is given for dtype {dtype!r}; expected None, or a dtype of blocks")
@@ -127,7 +125,10 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
     saved = config_path(origin.folder)
     has_config = of_file or saved.is_file()
     said = read_json(saved) if has_config and not of_file else {}
-    blocks = said.get("quantization_config") is not None
+    blocks, kept = said.get("quantization_config") is not None, header(model)
+    if kept and of_file:
+        came = f"model has known ranges of inputs, by the names of {origin.folder}"
+        raise ModelError(f"(): {came}; expected it without, or of a folder")
     if blocks or (of_file and model.model_type.startswith(_APART)):
         came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder of floats"
         raise ModelError(f"{came}; expected path to end with '.gguf'")
@@ -146,7 +147,7 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
                 )
     target.mkdir(parents=True, exist_ok=True)
     with replaced(target / WEIGHTS, "(): ") as file:
-        save_file(tensors, file, {"format": "pt"})
+        save_file(tensors, file, {"format": "pt", **kept})
     if of_file:
         config = _files_of_gguf(origin.folder, target)
     else:

@@ -210,11 +210,11 @@ def _vision(blocks: Blocks, config: Config, is_clip: bool) -> Vision:
     integer_activations(precision.activations, precision.weights, 3 * patch * patch)
     norm = blocks.norm(_LAST_NORM)
     if is_clip:
-        program, windows = model_program(blocks.read(), blocks.norm(_FIRST_NORM))
+        program, windows = model_program(blocks.read(), blocks.norm(_FIRST_NORM), rounds=True)
         token = source.vector(_TOKEN, added=_POSITIONS, dtype=precision.dtype)
         head: ClassToken | Probe = ClassToken(norm, _map(source, "visual_projection", biased=False))
     else:
-        program, windows = model_program(blocks.read(), None, norm)
+        program, windows = model_program(blocks.read(), None, norm, rounds=True)
         token, head = None, _probe(blocks)
     patches = _map(source, _PATCHES, biased=not is_clip)._replace(activations=precision.activations)
     return Vision(
@@ -232,7 +232,7 @@ def _vision(blocks: Blocks, config: Config, is_clip: bool) -> Vision:
 def _shaped_vision(blocks: Blocks, count: int) -> ShapedVision:
     """The tower of images of any shape, with so many positions, whose tensors are there."""
     source, precision = blocks.source, blocks.source.precision
-    program, windows = model_program(blocks.read(), None, blocks.norm(_LAST_NORM))
+    program, windows = model_program(blocks.read(), None, blocks.norm(_LAST_NORM), rounds=True)
     patches = _map(source, _PATCHES)._replace(activations=precision.activations)
     integer_activations(precision.activations, precision.weights, patches.weight.in_features)
     positions, rules = source.vector(_POSITIONS), SequenceRules(windows)

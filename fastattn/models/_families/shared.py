@@ -113,6 +113,7 @@ def read_encoder(
         None if names.last_norm is None else blocks.norm(names.last_norm),
         None if names.widened is None else blocks.map(names.widened),
         () if before is None else before(),
+        rounds=True,
     )
     types_table = None
     if names.types in tables:
