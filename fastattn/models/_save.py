@@ -22,7 +22,7 @@ from fastattn.models._files import ModelError, config_path, is_name, read_json, 
 from fastattn.models._gguf_config import config_of, usual_sampling
 from fastattn.models._input_ranges import header
 from fastattn.models._parameters import required
-from fastattn.models._tensors import WEIGHTS
+from fastattn.models._tensors import WEIGHTS, Tensors
 from fastattn.models._text import strings
 from fastattn.models._to_gguf import DTYPES, written
 
@@ -136,8 +136,11 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
         raise ModelError(f"{origin.folder} holds one module of several; expected a model in one folder")
     tensors: dict[str, Array] = {}
     with ExitStack() as stack:
-        read = origin.reader(stack)
-        for name in origin.parameters.shapes():
+        reads = dict.fromkeys(origin.parameters.shapes(), origin.reader(stack))
+        if getattr(model, "mtp", None) is not None:  # a head, whose tensors are not the model's own
+            files = Tensors.of_folder(origin.folder, origin.precision.lane.name, stack)
+            reads |= {name: files.whole for name in files.names if name.startswith("mtp.")}
+        for name, read in reads.items():
             new = _gguf.renamed(model.model_type, name) if of_file else name
             with np.errstate(over="ignore"):
                 tensors[new] = np.ascontiguousarray(read(name).astype(kind, copy=False))

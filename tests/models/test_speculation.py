@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 from implementations import COMPILED
+from safetensors.numpy import load_file
 from tiny_hybrid import CONFIGS as HYBRIDS
 from tiny_hybrid import QWENS, drafted
 from tiny_models import DECODERS, EXPERTS, VOCAB
@@ -279,7 +280,7 @@ def test_a_head_that_is_right_saves_steps(how, tmp_path, passes):
 
 
 def test_a_head_is_no_parameter_of_its_model(tmp_path):
-    """It is neither trained nor saved; what it shares with the model changes with the model."""
+    """It is not trained, and saved as it was; what it shares with the model changes with the model."""
     model, _, tensors = with_head(tmp_path / "one", "qwen3_5_text")
     state = model.state_dict()
     assert state.keys() == {name for name in tensors if not name.startswith("mtp.")}
@@ -291,9 +292,15 @@ def test_a_head_is_no_parameter_of_its_model(tmp_path):
     assert other.mtp.program is model.mtp.program
     plain = list(other.generate(prompt_of(0), 20, stop=()))
     assert list(other.generate(prompt_of(0), 20, stop=(), speculate="mtp")) == plain
-    models.save(model, tmp_path / "other")
-    saved = models.load(tmp_path / "other")
-    assert saved.mtp is None
+    models.save(other, tmp_path / "other")
+    again = models.load(tmp_path / "other")
+    assert list(again.generate(prompt_of(0), 20, stop=(), speculate="mtp")) == plain
+    kept = load_file(tmp_path / "other/model.safetensors")
+    assert kept.keys() == tensors.keys()
+    for name in tensors.keys() - state.keys():
+        np.testing.assert_array_equal(kept[name], tensors[name])
+    models.save(model, tmp_path / "same")
+    saved = models.load(tmp_path / "same")
     session = model.session()
     list(model.generate(prompt_of(0), 3, cache=session))
     session.save(tmp_path / "session")
