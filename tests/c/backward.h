@@ -221,7 +221,7 @@ static const char *check_backward(int isa, const fa_kernels *kernels)
     fa_backward_args calls[2];
     const fa_attention_args *a = &backward_now.args.attention;
     const double eps = eps_of(lane_of(a->q.dtype));
-    const double blur = a->q.dtype == FA_BF16 && fa_isa_kernels(isa, FA_F32)->linear_between() == FA_BF16 ? 0x1p-7 : 0;
+    const double blur = a->q.dtype == FA_BF16 && kernels->linear_between() == FA_BF16 ? 0x1p-7 : 0;
     if (a->len_q == 0) return NULL; /* there is nothing to run */
     FOR(again, 2)
     {

@@ -62,7 +62,7 @@ static const char *check_outer(int isa, const fa_kernels *kernels)
 {
     fa_outer_args a = outer_now.args;
     const fa_dtype lane = lane_of(a.a_dtype);
-    const int dot = a.pairs && lane == FA_F32 && has_dot(isa);
+    const int dot = a.pairs && lane == FA_F32 && kernels->linear_between() == FA_BF16;
     const int64_t width = larger(a.n, a.k);
     fa_array out[2], sums[2];
     int aligned = 1;
