@@ -38,7 +38,8 @@ class Watch(Plain):
 
     def linear(self, x: Any, weight: PackedLinear, *how: Any, **options: Any) -> Any:
         """`ops.linear`."""
-        self.seen(weight, x.astype(np.float32, copy=False))
+        if len(x):
+            self.seen(weight, x.astype(np.float32, copy=False))
         return super().linear(x, weight, *how, **options)
 
 

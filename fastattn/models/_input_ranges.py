@@ -32,7 +32,8 @@ _Model = TypeVar("_Model")
 class _Ranges(Watch):
     def seen(self, weight: PackedLinear, rows: Array) -> None:
         low, high = self.found.get(id(weight), (np.inf, -np.inf))
-        self.found[id(weight)] = min(low, float(rows.min())), max(high, float(rows.max()))
+        ends = np.minimum(low, rows.min()), np.maximum(high, rows.max())  # NaN stays
+        self.found[id(weight)] = float(ends[0]), float(ends[1])
 
 
 def calibrated(model: _Model, texts: Iterable[str]) -> _Model:
