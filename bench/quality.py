@@ -195,7 +195,7 @@ def embeddings(options: argparse.Namespace) -> None:
 
 
 def tokens(options: argparse.Namespace) -> None:
-    """Cosines of tokens' hidden states with float64's, 32 pieces of 128 tokens; 32 others are calibrated on."""
+    """Cosines of tokens' hidden states with float64's: 32 pieces of 128 tokens, calibrated on 32 others."""
     exact = models.load(options.model, dtype="float64")
     known, ids = files.windows(options.model, 64, 128).reshape(2, 32, 128)
     sample = [exact.text.tokenizer.decode(piece.tolist()) for piece in known]
