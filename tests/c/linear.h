@@ -174,12 +174,14 @@ static near expect_linear(const linear_case *c, const double *x, int64_t map, in
     const fa_linear_args *a = &c->args;
     const double *w = c->w + (a->transposed ? j : (map * a->n + j) * a->k),
                  bias = a->bias ? get(&c->bias, 0, 0, map, j) : 0;
+    /* A known range's middle and what is added to it may be larger than x. */
+    const double far = c->range[0] < c->range[1] ? fmax(-(double)c->range[0], (double)c->range[1]) : 0;
     double sum = bias, terms = fabs(bias);
     FOR(d, a->k)
     {
-        const double term = x[d] * w[a->transposed ? d * a->n : d];
+        const double weight = w[a->transposed ? d * a->n : d], term = x[d] * weight;
         sum += term;
-        terms += fabs(term);
+        terms += fmax(fabs(term), far * fabs(weight));
     }
     const double parts = a->minima ? 4 : 1; /* a weight's product and minimum may each be larger than it is */
     return (near){sum, eps_of(lane_of(a->dtype)) * (2 + sqrt((double)smaller(a->k, 256))) * terms * parts};
