@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.ops import integer_activations
@@ -121,7 +121,7 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
     activations: Rounding | None = None,
-    calibrate: Iterable[str] | None = None,
+    calibrate: Iterable[str] | Literal[False] | None = None,
     revision: str | None = None,
     gguf_file: str | None = None,
     **others: Unpack[NoOptions],
@@ -156,12 +156,13 @@ def load(
         Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8 or in blocks,
         faster where many tokens are computed at once, and in 4 bits where few are. Of a GGUF file, other
         maps keep their inputs. By default they are not rounded.
-    calibrate : iterable of str, optional
+    calibrate : iterable of str or False, optional
         With `activations`: texts like those that the model will see, some ten thousand tokens, with their
-        prompts. The model reads them, and the inputs of each map are rounded on one grid, from the smallest
-        to the largest that these texts gave it; what is beyond is cut. By default, each token has a grid of
-        its own, which errs less, unless `save` wrote such ranges beside the weights. Inputs of experts and
-        heads have grids of their own always; a CrossEncoder reads each text alone, not in pairs.
+        prompts. The model reads all of them, and the inputs of each map are rounded on one grid, from the
+        smallest to the largest that these texts gave it; what is beyond is cut. By default, each token has a
+        grid of its own, which errs less, unless `save` wrote such ranges beside the weights; with False, also
+        then. Inputs of experts and heads have grids of their own always; a CrossEncoder reads each text
+        alone, not in pairs.
     revision : str, optional
         Branch, tag or commit of a model of the Hub.
     gguf_file : str, optional
@@ -199,13 +200,16 @@ def load(
         raise wrong_type("folder", folder, "a path")
     precise = partial(Precision.of, dtype, weights_dtype, activations)
     precision = precise(of_file=True)  # refuses unknown names, whatever is there
-    if calibrate is not None and activations is None:
-        raise ValueError("(): calibrate is given with activations None; expected activations='int8'")
-    texts = None if calibrate is None else list(strings("calibrate", calibrate))
+    texts = None
+    if calibrate is not None and calibrate is not False:
+        texts = list(strings("calibrate", calibrate))
+    if texts is not None and activations is None:
+        expected = "activations='int8', with weights in int8 or blocks"
+        raise ValueError(f"(): calibrate is given with activations None; expected {expected}")
     model = _loaded(place_of(folder, revision, gguf_file), precise, precision)
     if texts is not None:
         return calibrated(model, texts)
-    return model if activations is None else as_saved(model)
+    return model if activations is None or calibrate is False else as_saved(model)
 
 
 def _loaded(path: Path, precise: Callable[..., Precision], precision: Precision) -> Loaded | EntityRecognizer:

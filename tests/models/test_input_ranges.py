@@ -95,6 +95,7 @@ def test_a_folder_keeps_them(kind, tmp_path):
     )
     assert not np.array_equal(read(ids), plain(ids))
     assert ranges(models.load(saved, calibrate=TEXTS[:1], **NARROW)) != ranges(read)
+    np.testing.assert_array_equal(models.load(saved, calibrate=False, **NARROW)(ids), plain(ids))
     exact = models.load(saved)
     np.testing.assert_array_equal(exact(ids), models.load(folder)(ids))
     models.save(exact, saved)  # without them
