@@ -128,7 +128,7 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
     blocks, kept = said.get("quantization_config") is not None, header(model)
     if kept and of_file:
         came = f"model has known ranges of inputs, by the names of {origin.folder}"
-        raise ModelError(f"(): {came}; expected it without, or of a folder")
+        raise ModelError(f"(): {came}; expected a model without, or of a folder")
     if blocks or (of_file and model.model_type.startswith(_APART)):
         came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder of floats"
         raise ModelError(f"{came}; expected path to end with '.gguf'")

@@ -36,7 +36,7 @@ SUITES = bench.SUITES
 ENGINES = ("fastattn", "fallback", "numpy")
 BOUNDS = {
     "float32": 2e-5,
-    "bfloat16": 2e-1,  # six layers of random weights err by up to 0.095, on every instruction set
+    "bfloat16": 5e-2,
     "int8": 3e-1,
     "int4": 3e-1,
     "bits": 0,
@@ -111,6 +111,8 @@ def test_layers(measured):
 def test_models(measured, monkeypatch, tmp_path):
     # The files are made here, before a worker asks for them.
     monkeypatch.setattr(files, "LLAMA", files.LLAMA | TINY_LLAMA)
+    # Without its package MiniLM is random, and bfloat16 errs by up to 0.095 after six such layers.
+    monkeypatch.setattr(files, "MINILM", files.MINILM | {"num_hidden_layers": 1})
     scratch = str(tmp_path)
     encoder, decoder = models_suite.minilm(2, 5), models_suite.llama(2, 64)
     sections = {
