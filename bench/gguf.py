@@ -3,10 +3,12 @@
     python -m bench.gguf [--types Q4_K_M Q8_0] [--layers 16] [--threads 2] [--rounds 3] [--llama-cpp PROGRAM]
     python -m bench.gguf --load [--types Q4_K Q6_K Q8_0] ...
 
-Loading, a prompt of 512 tokens, and a token after 16 and after 2000, in milliseconds: medians of rounds in
-which the engines take turns, each in a process of its own. fastattn runs with inputs as they are, and rounded
-to int8 as llama.cpp rounds them; in BF16 and F32 in the file's type. PROGRAM is bench/llama_cpp.cpp, which
-says how it is built. The vocabulary has 32,064 tokens, and the output layer is the table of tokens.
+Loading, prompts of 512 and 2000 tokens, a token after 16 and after 2000, and a token of each of eight
+sequences after 16, in milliseconds: medians of rounds in which the engines take turns, each in a process of
+its own. The last line of a type is the shortest time in which a loop that only reads gets a token's weights
+from memory. fastattn runs with inputs as they are, and rounded to int8 as llama.cpp rounds them; in BF16
+and F32 in the file's type. PROGRAM is bench/llama_cpp.cpp, which says how it is built. The vocabulary has
+32,064 tokens, and the output layer is the table of tokens.
 
 With --load, loading beside reading: so many threads read the file from the page cache into new memory, and in
 turn the model is loaded. Medians of rounds, of their ratio, too; and the most memory that the process had at
@@ -32,7 +34,7 @@ from fastattn._formats import FORMATS
 from fastattn._gguf_writer import Entry, write
 
 HIDDEN, INNER, KEYS, VOCAB, HEAD_DIM = 2048, 8192, 512, 32064, 64
-COLUMNS = "load", "prompt of 512", "token after 16", "after 2000"
+COLUMNS = "load", "prompt of 512", "of 2000", "token after 16", "after 2000", "8 sequences"
 # In an M file some values, what goes out of feed-forwards and the output layer have more bits.
 MIXED = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K")}
 _PLAIN = {"F32": (0, "<f4"), "BF16": (30, "<u2")}
@@ -85,26 +87,32 @@ def write_model(path: Path, kind: str, layers: int) -> None:
 
 
 def times(path: str, threads: int, **how: Any) -> list[float]:
-    """Milliseconds of each of `COLUMNS` with fastattn."""
+    """Milliseconds of each of `COLUMNS` with fastattn, and of reading all weights that a token takes."""
     import fastattn
     from fastattn import models
+    from fastattn._args.packed import PackedLinear
+    from fastattn._engine import settings
 
     fastattn.set_num_threads(threads)
     start = time.perf_counter()
     model: Any = models.load(path, **how)
     loaded, ids = time.perf_counter() - start, [i * 7919 % 32000 for i in range(2000)]
 
-    def tokens(behind: int, count: int) -> list[float]:
+    def steps(behind: int, count: int, sequences: int = 1) -> list[float]:
         found, last = [], time.perf_counter()
-        for _ in model.generate(ids[:behind], count, stop=()):
+        prompts = [ids[i : i + behind] for i in range(sequences)]
+        for _ in model.generate(prompts if sequences > 1 else prompts[0], count, stop=()):
             found.append(time.perf_counter() - last)
             last += found[-1]
         return found
 
-    tokens(16, 3)  # warms up
-    prompt = min(tokens(512, 1)[0] for _ in range(2))
-    steps = [float(np.median(tokens(behind, 25)[1:])) for behind in (16, 2000)]
-    return [1e3 * x for x in (loaded, prompt, *steps)]
+    steps(16, 3)  # warms up
+    prompts = [min(steps(n, 1)[0] for _ in range(2)) for n in (512, 2000)]
+    tokens = [float(np.median(steps(*which)[1:])) for which in ((16, 25), (2000, 25), (16, 25, 8))]
+    made = (x.parameter for x in model.origin.parameters)
+    weights = sum(x.nbytes for x in made if isinstance(x, PackedLinear))
+    limit = weights / max(settings.core.read_bandwidth(threads) for _ in range(3))
+    return [1e3 * x for x in (loaded, *prompts, *tokens, limit)]
 
 
 def read(path: str, threads: int) -> int:
@@ -195,9 +203,12 @@ def main() -> None:
                 for name, command in commands.items():
                     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
                     found[name].append([float(x) for x in out.split()])
+            limits = {name: [each.pop() for each in found[name]] for name in engines}
             for name, rounds in found.items():
                 each = "".join(f"{x:13.2f} ms" for x in np.median(rounds, axis=0))
                 print(f"{kind:8}{name:20}{each}", flush=True)
+            least = min(each for rounds in limits.values() for each in rounds)
+            print(f"{kind:8}{'reading':20}{least:{13 + 16 * 3}.2f} ms", flush=True)
 
 
 if __name__ == "__main__":
