@@ -133,7 +133,7 @@ INLINE void multiply_plain(int dot, int64_t rows, const packed_product *p)
         .depth = dot ? ceil_div(p->features, 2) : p->features,
         .factor = 1,
         .more = p->more,
-        .ahead = p->part + PART_AHEAD,
+        .ahead = p->part + (rows > LINEAR_ROWS ? PART_AHEAD : NEAR_AHEAD),
         .out = p->out,
     };
     multiply(PANEL, dot, 0, rows, &plain);
@@ -144,7 +144,7 @@ INLINE void multiply_narrow(multiplication how, int64_t rows, const packed_produ
 {
     const int64_t n_passes = ceil_div(rows, pass_rows(whole->a));
     packed_product p = *whole;
-    p.ahead = PART_AHEAD;
+    p.ahead = n_passes > 1 || how == BY_WIDENING ? PART_AHEAD : NEAR_AHEAD;
     for (int64_t r = 0, passes = n_passes; passes; passes--) {
         const int64_t n = ceil_div(rows - r, passes);
         p.x = whole->x + r * p.x_row;

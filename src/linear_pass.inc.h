@@ -17,7 +17,7 @@
  *           of bytes_pass BYTES_ROWS, of blocks_pass BLOCK_ROWS.
  *           runs: 1, 2 with two rows at most, WIDE_RUNS with one. by_bytes, in_order: 1 only if FA_I4.
  * Exports   PANEL, GROUP, WITH_ROWS, multiply (linear attention has such products, too); PACKED_BLOCK, BLOCK_ROWS,
- *           in_blocks, block_at, scales_at, LINEAR_SUM, PART_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING,
+ *           in_blocks, block_at, scales_at, LINEAR_SUM, PART_AHEAD, NEAR_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING,
  *           BY_BYTES, BY_BLOCKS, turns_pairs, multiplication, multiplication_of; features_per_step, packed_product,
  *           narrow_pass, wide_runs, v_code_bytes, v_widen. */
 #pragma once
@@ -81,6 +81,9 @@ INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
  * first two ask: 10% on a Zen 5 at 2048 cubed, level where weights are near. To ask in all passes, at every fourth step,
  * cost a Cascade Lake 5 to 10% there. */
 #define PART_AHEAD (1 << 15)
+/* The same with a single pass over one run of features. An Intel with AMX reads a row's weights in float32 at 28 GB/s so,
+ * and at 22 from PART_AHEAD on; 4 bits by int8 at 25 and 23. Elsewhere to be measured. */
+#define NEAR_AHEAD (V_TILES ? 3 << 10 : PART_AHEAD)
 #define STEP_LINES (FA_PANEL_BYTES / 64) /* of a step */
 
 /* Lines to ask for at each step. */
