@@ -1,4 +1,4 @@
-"""Measure language models with recurrent layers beside transformers: eight layers, random weights.
+"""Measure language models with recurrent layers or windows beside transformers: eight layers, random weights.
 
     python -m bench.hybrid_models [--models lfm2-350m ...] [--dtypes float32 bfloat16] [--rounds 3]
 
@@ -56,6 +56,11 @@ _QWEN = {
     "linear_value_head_dim": 128, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
 }  # fmt: skip
 MODELS: dict[str, files.Json] = {
+    "gemma-3-1b": {
+        "model_type": "gemma3_text", "hidden_size": 1152, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "intermediate_size": 6912, "sliding_window": 512, "tie_word_embeddings": True,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention", *["sliding_attention"] * 2],
+    },
     "lfm2-350m": _lfm2(1024, 6656, 16),
     "lfm2-1.2b": _lfm2(2048, 12288, 32),
     "qwen3.5-0.8b": {

@@ -5,7 +5,7 @@
                             [--isa ISA] [--dtype D]
 
 Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each,
-those of `int8` medians. `maxsim`, `tensors` and `scaling` take all threads.
+those of `int8` and `session` medians. `maxsim`, `tensors` and `scaling` take all threads.
 The limit or the counterpart that it is compared with is measured in the same seconds.
 """
 
@@ -27,7 +27,9 @@ import numpy as np
 
 import fastattn
 from bench import files as model_files
+from bench import hybrid_models
 from bench.clock import Call, normal, shortest
+from bench.clock import seconds as time_of
 from fastattn import functional, grad, models, ops
 from fastattn._args.pack import pack_args
 from fastattn._args.packed import WEIGHT_DTYPES
@@ -309,29 +311,35 @@ def step(dtype: str) -> None:
 
 
 def session(dtype: str) -> None:
-    """Time to the next turn's first token behind 4,000 tokens, and of its 64 tokens alone."""
-    del dtype
-    with tempfile.TemporaryDirectory() as scratch:
-        model: Any = models.load(model_files.llama(Path(scratch), 2, 8000))
-    ids = np.random.default_rng(0).integers(0, 8000, 4064)
-    kept, bare = model.session(), model.session()
-    for each in (kept, bare):
-        list(model.generate(ids[:4000], 1, stop=(), cache=each))
+    """Time to the next turn's first token behind 4,000 tokens, of its 64 tokens alone, and of all tokens.
 
-    def turn() -> int:
-        kept._ids = kept._ids[:4000]  # as after the first turn
-        return next(model.generate(ids, 1, stop=(), cache=kept))
+    A Llama and, where torch and transformers are installed, two models more.
+    """
+    ids, names = np.random.default_rng(0).integers(0, 8000, 4064), ["llama", "gemma-3-1b", "qwen3.5-0.8b"]
+    for name in names if find_spec("transformers") else names[:1]:
+        with tempfile.TemporaryDirectory() as scratch:
+            to = Path(scratch)
+            is_llama = name == "llama"
+            folder = model_files.llama(to, 2, 8000) if is_llama else hybrid_models.write_model(to, name)
+            model: Any = models.load(folder, dtype=dtype)
+        kept = model.session()
+        list(model.generate(ids[:4000], 1, stop=(), cache=kept))
 
-    def alone() -> Any:
-        bare._cache.truncate(4000)
-        hidden = model._hidden(ids[4000:], np.array([64]), 4064, bare._cache)
-        return model.logits.run(hidden[-1:], Sequences(1))
+        def turn(kept: Any, model: Any = model) -> int:
+            return next(model.generate(ids, 1, stop=(), cache=kept))
 
-    def whole() -> int:
-        return next(model.generate(ids, 1, stop=()))
+        def alone(kept: Any, model: Any = model) -> Any:
+            hidden = model._hidden(ids[4000:], np.array([64]), 4064, kept._cache)
+            return model.logits.run(hidden[-1:], Sequences(1))
 
-    times = shortest(turn, alone, whole)
-    print("next turn {:.1f} ms, its tokens alone {:.1f}, all tokens {:.0f}".format(*np.array(times) * 1e3))
+        times: Any = {turn: [], alone: []}
+        for _ in range(9):
+            for call, found in times.items():
+                copied = kept.copy(4000)
+                found.append(time_of(partial(call, copied)))
+        one, other = (1e3 * np.median(found) for found in times.values())
+        whole = 1e3 * time_of(lambda model=model: next(model.generate(ids, 1, stop=())))
+        print(f"{name}: next turn {one:.1f} ms, its tokens alone {other:.1f}, all tokens {whole:.0f}")
 
 
 def experts(dtype: str) -> None:
