@@ -10,10 +10,12 @@ from implementations import each_isa, forced
 from tiny_models import CONFIGS, DECODERS, ENCODERS, EXPERTS, VOCAB
 
 from fastattn import models, ops
+from fastattn._args.packed import PackedLinear
 from fastattn._engine import scratch
 from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _decoder as decoder
 from fastattn.models import _embeddings as embeddings
+from fastattn.models._parameters import Parameters
 
 KINDS = list(CONFIGS)
 # A few hundred roundings of float32 on results of size 1 to 10.
@@ -74,17 +76,41 @@ def relative(error, exact, kind):
     return np.sqrt(np.square(error).mean() / np.square(exact).mean())
 
 
+class Unpacked:
+    """What `Parameters.gradients` takes, which then returns the values of packed weights, by tensor."""
+
+    def of(self, parameter):
+        return parameter.unpack() if isinstance(parameter, PackedLinear) else None
+
+
+def rounded_weights(model):
+    """The tensors of linear maps as `model` keeps them; one that two parameters have is not added up."""
+    found = {}
+    for made in model.origin.parameters:
+        for name, x in Parameters([made]).gradients(Unpacked()).items():
+            found[name] = np.where(x, x, found.get(name, x))
+    return found
+
+
 @pytest.mark.parametrize(
     ("weights_dtype", "bound"),
     [("bfloat16", 0.02), ("int8", 0.06), ("q8", 0.06), *((x, 0.5) for x in ("int4", "uint4", "nf4", "iq4"))],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_smaller_weights(kind, weights_dtype, bound, tmp_path, implementation):
-    """Results differ by about the rounding of the weights, and they do differ."""
-    ids = some_ids(3, 11)
-    exact = loaded(tmp_path, kind)(ids)
-    error = models.load(tmp_path, weights_dtype=weights_dtype)(ids) - exact
-    assert 1e-4 < relative(error, exact, kind) < bound
+    """Results are those of a model whose weights have been rounded, and differ by about that."""
+    ids, model = some_ids(3, 11), loaded(tmp_path, kind)
+    narrow = models.load(tmp_path, weights_dtype=weights_dtype)
+    exact, got = model(ids), narrow(ids)
+    # Products in bfloat16 round their inputs, too; DeBERTa's positions meet the weights of the file.
+    is_same = weights_dtype != "bfloat16" and kind != "deberta-v2"
+    if is_same:
+        rounded = model.with_state_dict({**model.state_dict(), **rounded_weights(narrow)})
+        assert relative(got - rounded(ids), exact, kind) < 1e-5
+    error = relative(got - exact, exact, kind)
+    assert error > 1e-4
+    # The few features of jina-v2 are farther apart in 4 bits than those of all others.
+    assert error < bound or (is_same and kind == "jina-v2")
 
 
 @pytest.mark.parametrize("weights_dtype", ["int8", "q8", "int4", "uint4", "nf4"])
