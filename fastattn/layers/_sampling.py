@@ -13,7 +13,7 @@ import numpy as np
 
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.options import SamplingOptions, require_options
-from fastattn._args.types import FLOAT64, Array, Ints, lane_dtype
+from fastattn._args.types import FLOAT32, FLOAT64, Array, Ints, lane_dtype
 from fastattn._args.values import integer, is_float, number, short
 
 # Options that choose what may be drawn: the least, the most, and the value of one that is off.
@@ -202,7 +202,7 @@ def _bias(given: Any) -> tuple[Ints, Array]:
         raise wrong_type("logit_bias", given, "a mapping of ids to numbers")
     ids = [integer("an id of logit_bias", i, 0) for i in given]
     values = np.array(
-        [-np.inf if x == -np.inf else number(f"logit_bias[{i}]", x, FLOAT64) for i, x in given.items()]
+        [-np.inf if x == -np.inf else number(f"logit_bias[{i}]", x, FLOAT32) for i, x in given.items()]
     )
     return np.array(ids, np.int64), values
 

@@ -142,7 +142,9 @@ class Decoder(Stepping):
             itself. It may write to `logits`.
         seed : int or numpy.random.SeedSequence, optional
             For the same tokens in every run. A prompt (length,) draws from it, number i of several from its
-            i-th child, ``SeedSequence(seed).spawn(n)[i]``, whatever other sequences there are.
+            i-th child, ``SeedSequence(seed).spawn(n)[i]``, whatever other sequences there are. But where a
+            scaling of rotary positions depends on the length ("dynamic", "longrope"), the longest sequence of
+            a step decides the frequencies of all.
 
         Yields
         ------

@@ -11,6 +11,7 @@ import numpy as np
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.values import iterated, short
 from fastattn.models._answers import Part, overlap
+from fastattn.models._text import strings
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -67,6 +68,8 @@ def is_conversation(x: Any) -> TypeIs[Messages]:
 
 def parted(stop: Any) -> tuple[Any, list[str]]:
     """The ids of `stop`, None where it has texts alone or is None, and its texts."""
+    if isinstance(stop, (bytes, bytearray)):  # which iterate as ids
+        raise wrong_type("stop", stop, "ids and texts")
     if isinstance(stop, str) or not isinstance(stop, Iterable):
         stop = [] if stop is None else [stop]
         given = None if not stop or isinstance(stop[0], str) else stop
@@ -226,8 +229,9 @@ def checked(messages: Messages) -> list[dict[str, Any]]:
 
 def prompts_of(given: Any) -> tuple[bool, list[str | Messages]] | None:
     """Whether `given` is one text or conversation, and all; None if it has ids."""
-    if isinstance(given, str) or is_conversation(given):
-        return True, [given]
+    single = isinstance(given, str) or is_conversation(given)
+    if single:
+        given = [given]
     if isinstance(given, Mapping):
         raise TypeError("(): ids is one message; expected a list of messages")
     if not isinstance(given, (list, tuple)):
@@ -236,7 +240,8 @@ def prompts_of(given: Any) -> tuple[bool, list[str | Messages]] | None:
     if any(written) and not all(written):
         other = short(given[written.index(False)])
         raise TypeError(f"(): ids has texts or conversations, and {other}; expected no ids among them")
-    return (False, list(given)) if any(written) else None
+    strings("ids", [each for each in given if isinstance(each, str)])
+    return (single, list(given)) if any(written) else None
 
 
 @named("message_of")
@@ -280,6 +285,8 @@ def values_of(given: Any, tools: Any) -> dict[str, Any] | None:
     """Values that a chat template sees beside the messages, `tools` among them, checked; None: none."""
     if given is not None and not isinstance(given, Mapping):
         raise wrong_type("template_values", given, "a mapping of names to values")
+    if given is not None and "messages" in given:
+        raise ValueError("(): template_values has 'messages', which are given as such; expected other names")
     if tools is None:
         return None if given is None else dict(given)
     if given is not None and "tools" in given:

@@ -51,7 +51,7 @@ def matchers(grammar: Any, text: Text, vocab_size: int, ends: Sequence[int], cou
         raise ValueError(
             "(): grammar is given, and stop has no id; expected one, which ends what is complete"
         )
-    tokenizer = _tokenizer(text, vocab_size, tuple(ends))
+    tokenizer = _tokenizer(text.tokenizer, vocab_size, tuple(ends))
     made = [kind(tokenizer, source) for _ in range(count)]
     if made and (error := made[0].get_error()):
         raise ValueError(
@@ -61,11 +61,9 @@ def matchers(grammar: Any, text: Text, vocab_size: int, ends: Sequence[int], cou
 
 
 @lru_cache(maxsize=4)
-def _tokenizer(text: Text, vocab_size: int, ends: tuple[int, ...]) -> Any:
-    """The tokenizer of `text` as llguidance has it."""
-    return _library("llguidance").LLTokenizer(
-        text.tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(ends)
-    )
+def _tokenizer(tokenizer: Any, vocab_size: int, ends: tuple[int, ...]) -> Any:
+    """A `tokenizers.Tokenizer`, which equals none but itself, as llguidance has it."""
+    return _library("llguidance").LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(ends))
 
 
 def _library(name: str) -> Any:

@@ -127,6 +127,12 @@ class ModelCache:
         for each, first in zip(self.groups, self.firsts, strict=True):
             each.truncate(length - first)
 
+    def own(self) -> None:
+        """Hold everything in memory of its own, without room for more tokens."""
+        if self.batch is not None:
+            for each in self.groups:
+                each._forget(0, each.length)
+
     def select(self, sequences: ArrayLike) -> None:
         """Keep the sequences of these indices, as `KVCache.select` does."""
         for each in self.groups:

@@ -18,11 +18,13 @@ _LEAST = 16
 class PromptCache:
     """Sessions of a model, of which each call of ``generate(cache=)`` takes the one that helps most.
 
-    `Decoder.prompt_cache` makes it. A prompt that goes on from all tokens of a session continues it. One that
-    shares a part with a session, as an instruction before all conversations, or whose session is in use, gets
-    a copy cut to that part. Any other prompt begins a session. When a call begins and all take more than
-    `most_bytes`, those that were used longest ago are forgotten, but for sessions of answers that are still
-    read. Finding one takes time in proportion to the tokens in the cache.
+    `Decoder.prompt_cache` makes it. A prompt that goes on from all tokens of a session continues it, and so
+    does one that begins with the session's last prompt, whose answer is then forgotten. One that shares a
+    part with a session, as an instruction before all conversations, or whose session is in use, gets a copy
+    cut to that part: of several such sessions, of the longest. Any other prompt begins a session. When a call
+    begins and all take more than `most_bytes`, those that were used longest ago, also for a copy, are
+    forgotten, but for sessions of answers that are still read. Finding one takes time in proportion to the
+    tokens in the cache.
 
     Several answers may be read in turn, in one thread.
     """
@@ -46,15 +48,22 @@ class PromptCache:
         """The session for a call with this prompt, which is then the latest."""
         while self.nbytes > self._most and (idle := [x for x in self._sessions if not x.busy]):
             self._sessions.remove(idle[0])
-        session, shared = None, 0
+        session, best = None, (0, False, 0)
         for each in self._sessions:
-            if (count := each.shared(prompt)) > shared or (count == shared > 0 and not each.busy):
-                session, shared = each, count
-        if session is None or shared < min(_LEAST, len(session.ids)):
+            shared, length = each.shared(prompt), len(each.ids)
+            # Of those that share as much, the longest: it would take the longest to compute again, and is
+            # forgotten later if it is used.
+            goes_on = not each.busy and shared + 1 >= min(each._prompt, length + 1)
+            rank = shared, goes_on, length
+            if rank > best:
+                session, best = each, rank
+        shared, goes_on, length = best
+        if session is None or shared < min(_LEAST, length):
             session = self._make()
-        elif shared < len(session.ids) or session.busy:
-            session = session.copy(shared)
         else:
             self._sessions.remove(session)
+            if not goes_on:
+                self._sessions.append(session)
+                session = session.copy(shared)
         self._sessions.append(session)
         return session

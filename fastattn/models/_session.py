@@ -14,7 +14,7 @@ import numpy as np
 from fastattn import _safetensors
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.packed import PackedLinear
-from fastattn._args.values import integers, one_of
+from fastattn._args.values import integer, integers, one_of
 from fastattn.models._embeddings import of_length
 from fastattn.models._model_cache import ModelCache
 from fastattn.models._states import EVERY, StateCache
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fastattn.models._model import Model
     from fastattn.models._model_cache import KeyHeads
 
-_FORMAT = 2
+_FORMAT = 3
 _KEY = "fastattn.session"  # of the values in a file's header
 _NOT_OF_KEYS = ("text", "origin", "stop", "mtp")  # fields of a model on which keys do not depend
 _LONG = 2**24  # tokens
@@ -88,10 +88,12 @@ class Session:
         differs = np.flatnonzero(np.array(self._ids[:count], np.int64) != prompt[:count])
         return self._cache.reachable(int(differs[0]) if differs.size else count)
 
+    @named("Session.copy")
     def copy(self, length: int | None = None) -> Session:
         """A session that goes on from here by itself, with arrays of its own; from its token `length`."""
-        cache, ids = self._settled(length)
-        session = Session(self._model, self._frequencies, copy.deepcopy(cache), ids)
+        cache, ids = self._settled(None if length is None else integer("length", length, 0, len(self._ids)))
+        cache.own()
+        session = Session(self._model, self._frequencies, cache, ids)
         session._rotated = self._rotated
         return session
 
@@ -123,7 +125,7 @@ class Session:
             raise ValueError("(): the session is empty; expected one that a prompt has been given")
         arrays = {"ids": np.array(ids, np.int64), **cache._arrays()}
         values = {"format": _FORMAT, "model": digest(self._model), "rotated": self._rotated}
-        values["arrays"] = _digest([arrays[name] for name in sorted(arrays)])
+        values["digest"] = _digest([self._rotated, sorted(arrays.items())])
         _safetensors.write(path, arrays, values, _KEY)
 
     def _begin(self, prompt: Ints, longest: int) -> tuple[int, _Turn]:
@@ -206,7 +208,7 @@ def load(
         raise ValueError(
             f"(): {where} is a session of another model, or of other weights; expected {model!r}"
         )
-    if values.get("arrays") != _digest([arrays[name] for name in sorted(arrays)]):
+    if values.get("digest") != _digest([values.get("rotated"), sorted(arrays.items())]):
         raise ValueError(f"(): {where} is damaged; expected the ids and keys that were written")
     ids = arrays.pop("ids", np.zeros(0))
     if states:

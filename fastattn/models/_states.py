@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -120,6 +121,12 @@ class StateCache(ModelCache):
             return
         found = next(each for each in self._snapshots if each.length == length)
         self._now = _Snapshot(length, tuple(x.copy() for x in found.states))
+
+    def own(self) -> None:
+        """Hold everything in memory of its own, without room for more tokens."""
+        super().own()
+        self._now, self._snapshots = copy.deepcopy((self._now, self._snapshots))
+        self._spare = ()
 
     def _arrays(self) -> dict[str, Array]:
         """Keys, values, scales, lengths and all states, by name: copies."""

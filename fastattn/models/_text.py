@@ -157,6 +157,7 @@ class Text:
             except BaseException as error:  # a word is unknown, and has no id; a panic is no Exception
                 if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                     raise
+                _require_whole("there is a text", "".join(map("".join, batch)))
                 came = f"{self.folder / 'tokenizer.json'} cannot encode a text: {error}"
                 raise ModelError(f"{came}; expected a tokenizer for any text") from error
             return found
@@ -210,15 +211,15 @@ class Said:
 
     def __init__(self, text: Text, prompt: Iterable[int]):
         self._decode, self._tokens = text.tokenizer.decode, list(prompt)
-        self._added = text.tokenizer.get_added_tokens_decoder
+        added = text.tokenizer.get_added_tokens_decoder().items()
+        self._special = {i: token.content for i, token in added if token.special}
         # Whether a token begins with a space can depend on the token before. So a part is what its tokens
         # add to the text of the part before.
         self._first, self._done = max(0, len(self._tokens) - _CONTEXT), len(self._tokens)
 
     def special(self, texts: Iterable[str]) -> dict[int, str]:
         """The special tokens among `texts`, by their ids: they are not in the text."""
-        added = self._added()
-        return {i: token.content for i, token in added.items() if token.special and token.content in texts}
+        return {i: content for i, content in self._special.items() if content in texts}
 
     def _text(self, first: int, last: int | None = None) -> str:
         decoded: str = self._decode(self._tokens[first:last], skip_special_tokens=True)
@@ -226,6 +227,8 @@ class Said:
 
     def add(self, token: int) -> str:
         """The characters that are whole with one more token; often none."""
+        if token in self._special:  # else a run of them would be decoded again with each
+            return ""
         self._tokens.append(token)
         before, whole, end = self._text(self._first, self._done), self._text(self._first), len(self._tokens)
         if whole.endswith(_NO_CHARACTER):  # bytes that are not a character yet, or never will be
@@ -261,14 +264,19 @@ def strings(name: str, texts: Any, expected: str = "several, as [text]") -> Iter
         for text in given:
             if not isinstance(text, str):
                 raise TypeError(f"(): {name} has one of type {type(text).__name__}; expected strings")
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                what = f"{text[error.start : error.end]!r}, half of a surrogate pair"
-                raise ValueError(f"(): {name} has one with {what}; expected whole characters") from None
+            _require_whole(f"{name} has one", text)
             yield text
 
     return list(checked()) if isinstance(texts, Sequence) else checked()
+
+
+def _require_whole(came: str, text: str) -> None:
+    """Raise if the text has no bytes, which tokenizers take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        what = f"{text[error.start : error.end]!r}, half of a surrogate pair"
+        raise ValueError(f"(): {came} with {what}; expected whole characters") from None
 
 
 def _characters(text: _Input) -> int:

@@ -74,6 +74,10 @@ def test_a_conversation_is_what_the_template_writes(writer, tmp_path):
         (prompt,) = model.text.encode([text])
         assert [i for piece in got for i in piece.ids] == list(model.generate(prompt, 9))
         assert model.conversation_ids(messages, values) == prompt
+    half = [{"role": "user", "content": "a \ud800"}]
+    for name, call in (("generate", model.generate), ("conversation_ids", model.conversation_ids)):
+        with pytest.raises(ValueError, match=rf"^{name}\(\): there is a text with '\\ud800', half of a surr"):
+            call(half)
     with pytest.raises(TypeError, match=r"conversation_ids\(\): messages is of type str; expected a list"):
         model.conversation_ids("What?")
     (tmp_path / "chat_template.jinja").unlink()
@@ -248,6 +252,14 @@ def test_scores_of_texts(writer):
         ({"ids": ""}, ValueError, "a prompt without a token"),
         ({"stop": ["a", ""]}, ValueError, "stop has an empty text"),
         ({"stop": ["a", 1.5]}, TypeError, "stop has dtype float64"),
+        ({"stop": b"x"}, TypeError, "stop is of type bytes; expected ids and texts"),
+        ({"stop": bytearray(b"x")}, TypeError, "stop is of type bytearray; expected ids and texts"),
+        ({"ids": "a \ud800"}, ValueError, r"ids has one with '\\ud800', half of a surrogate pair"),
+        (
+            {"ids": [{"role": "user", "content": ""}], "template_values": {"messages": []}},
+            ValueError,
+            "template_values has 'messages', which are given as such; expected other names",
+        ),
         ({"attention_mask": [1]}, ValueError, "attention_mask is given with a text; expected None"),
         ({"template_values": {}}, ValueError, "template_values are given with a text"),
         ({"ids": [1], "template_values": {}}, ValueError, "template_values are given with ids"),

@@ -1,12 +1,15 @@
 """Answers that follow a JSON schema or a grammar, of a model that writes bytes at random."""
 
+import gc
 import json
 import sys
+import weakref
 
 import numpy as np
 import pytest
 
 from fastattn import models
+from fastattn.models import _grammar
 
 END = 198  # the id that ends a text here: of the line break, which is part of the answer
 PERSON = {
@@ -73,6 +76,29 @@ def test_the_best_of_what_may_follow(model):
     assert token == best
     shifted = logits.astype(float) - logits.max()
     assert chances[token] == pytest.approx(shifted[token] - np.log(np.exp(shifted).sum()), abs=1e-5)
+
+
+def test_a_file_that_is_replaced(writer, tmp_path):
+    """Its tokenizer, of as many tokens, has other ids: the one of before does not count any more."""
+    for path in writer.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    for turned in (False, True):
+        if turned:
+            path = tmp_path / "tokenizer.json"
+            file = json.loads(path.read_text(encoding="utf-8"))
+            file["model"]["vocab"] = {token: 255 - i for token, i in file["model"]["vocab"].items()}
+            path.write_text(json.dumps(file), encoding="utf-8")
+        model = models.load(tmp_path)
+        (stop,) = model.text.encode(["\n"])[0]
+        before = _grammar._tokenizer.cache_info()
+        for _ in range(2):
+            assert written(model.generate("Once", 12, grammar='start: "yes"', stop=stop))[0] == ["yes"]
+        after = _grammar._tokenizer.cache_info()
+        assert (after.misses, after.hits) == (before.misses + 1, before.hits + 1)
+    gone = weakref.ref(model.text)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_an_answer_that_is_cut_says_so(model):

@@ -77,7 +77,7 @@ def relative(error, exact, kind):
 
 
 class Unpacked:
-    """What `Parameters.gradients` takes, which then returns the values of packed weights, by tensor."""
+    """Gradients, as `Parameters.gradients` takes them: the values of packed weights."""
 
     def of(self, parameter):
         return parameter.unpack() if isinstance(parameter, PackedLinear) else None
@@ -493,6 +493,7 @@ WRONG_CALLS = [
     ({"presence_penalty": np.nan}, ValueError, r"presence_penalty is nan"),
     ({"logit_bias": {60: 1.0}}, ValueError, r"logit_bias has the token 60; expected ids below .* 60"),
     ({"logit_bias": {1: np.inf}}, ValueError, r"logit_bias\[1\] is inf"),
+    ({"logit_bias": {1: 1e300}}, ValueError, r"logit_bias\[1\] is 1e\+300; .* is finite in float32"),
     ({"logit_bias": {1.5: 1}}, TypeError, r"an id of logit_bias is 1.5; expected an integer"),
     ({"stop": 60}, ValueError, r"stop has 60; expected 0 to 59"),
     ({"stop": [5, -1]}, ValueError, r"stop has -1; expected 0 to 59"),

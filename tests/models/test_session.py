@@ -196,7 +196,7 @@ def test_files_without_the_states_of_the_model(tmp_path):
     session = model.session()
     answer(model, FIRST, cache=session)
     session.save(file)
-    good, header = load_file(file), {"format": 2, "model": digest(model), "rotated": None}
+    good, header = load_file(file), {"format": 3, "model": digest(model), "rotated": None}
     states = {name: x for name, x in good.items() if name.startswith("states.")}
     assert sorted(states) == ["states.14.0", "states.14.1", "states.9.0", "states.9.1"]
     few = {name: x for name, x in good.items() if name not in states}
@@ -207,10 +207,58 @@ def test_files_without_the_states_of_the_model(tmp_path):
         {**other, "states.15.0": states["states.14.0"], "states.15.1": states["states.14.1"]},
         {**good, "states.9.0": states["states.9.0"].astype(np.float64)},
     ):  # fmt: skip
-        own = {"arrays": _digest([held[name] for name in sorted(held)])}
+        own = {"digest": _digest([None, sorted(held.items())])}
         save_file(held, file, {"fastattn.session": json.dumps({**header, **own})})
         with pytest.raises(ValueError, match=r"^load_session\(\): .* has states after .*; expected what"):
             model.load_session(file)
+
+
+def test_a_file_whose_states_are_said_to_be_of_another_token(tmp_path, monkeypatch):
+    monkeypatch.setattr(_session, "EVERY", 4)
+    model, file = load(tmp_path / "model", "lfm2"), tmp_path / "session"
+    session = model.session()
+    answer(model, FIRST, cache=session)
+    session.save(file)
+    written = file.read_bytes()
+    assert written.count(b"states.4.") == 2
+    file.write_bytes(written.replace(b"states.4.", b"states.5."))
+    with pytest.raises(ValueError, match=r"^load_session\(\): .* is damaged; expected the ids and keys"):
+        model.load_session(file)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int8", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "lfm2", "gemma4_text"])
+def test_a_copy_holds_what_is_left(kind, cache_dtype, tmp_path, monkeypatch):
+    """As many bytes as its part alone, none of which are the session's."""
+    monkeypatch.setattr(_session, "EVERY", 4)
+    model = load(tmp_path, kind, dtype="float32")
+    session, short = model.session(cache_dtype), model.session(cache_dtype)
+    answer(model, FIRST + NEXT, cache=session)
+    answer(model, FIRST[:8], 1, cache=short)
+    part, whole = session.copy(8), session.copy()
+    assert part.ids == FIRST[:8]
+    for copied in (part, whole, session.copy(0)):
+        assert {each.capacity for each in copied._cache.groups} == {len(copied.ids)}
+    assert part.nbytes <= short.copy().nbytes < whole.nbytes <= session.nbytes
+    expected = [answer(model, prompt, cache=model.session(cache_dtype)) for prompt in (FIRST, FIRST + NEXT)]
+    assert answer(model, FIRST, cache=part) == expected[0]
+    assert answer(model, FIRST + NEXT, cache=session) == answer(model, FIRST + NEXT, cache=whole)
+    assert answer(model, FIRST + NEXT, cache=session) == expected[1]
+
+
+def test_where_a_copy_may_end(tmp_path):
+    model = load(tmp_path)
+    session, empty = model.session(), model.session()
+    answer(model, FIRST, 1, cache=session)
+    assert empty.copy(0).ids == []
+    for given, length, error, message in (
+        (session, -1, ValueError, "length is -1; expected 0 to 9"),
+        (session, 10, ValueError, "length is 10; expected 0 to 9"),
+        (session, "a", TypeError, "length is 'a'; expected an integer"),
+        (empty, 5, ValueError, "length is 5; expected 0 to 0"),
+    ):
+        with pytest.raises(error, match=rf"^Session.copy\(\): {message}"):
+            given.copy(length)
 
 
 @pytest.mark.parametrize("copied", [models.Session.copy, copy.copy, copy.deepcopy])
@@ -263,17 +311,18 @@ def test_files_that_are_no_session_of_the_model(tmp_path):
     session, file = model.session(), tmp_path / "session"
     answer(model, FIRST, cache=session)
     session.save(file)
-    good, header = load_file(file), {"format": 2, "model": digest(model), "rotated": None}
+    good, header = load_file(file), {"format": 3, "model": digest(model), "rotated": None}
 
     def refused(message, held=good, key="fastattn.session", model=model, **changes):
-        own = {"arrays": _digest([held[name] for name in sorted(held)])}
+        own = {"digest": _digest([None, sorted(held.items())])}
         save_file(held, file, {key: json.dumps({**header, **own, **changes})})
         with pytest.raises(ValueError, match=rf"^load_session\(\): .*{message}"):
             model.load_session(file)
 
     refused("holds no session", key="fastattn.train")
-    refused("the format of the session in .* is 1; expected 2", format=1)
-    refused("is damaged; expected the ids and keys", {**good, "k": good["k"] + 1}, arrays="0")
+    refused("the format of the session in .* is 2; expected 3", format=2)
+    refused("is damaged; expected the ids and keys", {**good, "k": good["k"] + 1}, digest="0")
+    refused("is damaged; expected the ids and keys", rotated="0")
     weights = tiny.write(tmp_path / "model", "llama")
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-3
     tiny.write(tmp_path / "model", "llama", weights)
@@ -304,13 +353,13 @@ def test_files_with_heads_of_two_sizes(cache_dtype, tmp_path):
     session = model.session(cache_dtype)
     answer(model, FIRST, cache=session)
     session.save(file)
-    good, header = load_file(file), {"format": 2, "model": digest(model), "rotated": None}
+    good, header = load_file(file), {"format": 3, "model": digest(model), "rotated": None}
     n = len(session.ids)
     assert (good["k"].shape, good["k.1"].shape, good["v.1"].shape) == ((1, 2, n, 6), *[(1, 1, n, 10)] * 2)
 
     def refused(message, **changes):
         held = {name: x for name, x in {**good, **changes}.items() if x is not None}
-        own = {"arrays": _digest([held[name] for name in sorted(held)])}
+        own = {"digest": _digest([None, sorted(held.items())])}
         save_file(held, file, {"fastattn.session": json.dumps({**header, **own})})
         with pytest.raises(ValueError, match=rf"^load_session\(\): .*{message}"):
             model.load_session(file)
@@ -373,6 +422,27 @@ def test_a_prompt_cache_forgets_what_was_used_longest_ago(tmp_path):
     said = [answer(model, prompt, cache=cache) for prompt in prompts]
     answer(model, prompts[1] + said[1] + NEXT, cache=cache)
     assert [session.ids[0] for session in cache._sessions] == [2, 1]
+
+
+def test_a_prompt_that_comes_again_takes_its_session(tmp_path):
+    model = load(tmp_path)
+    cache = model.prompt_cache()
+    for ending in ([], [], NEXT):
+        prompt = LONG + FIRST + ending
+        assert answer(model, prompt, 3, cache=cache) == answer(model, prompt, 3)
+        assert len(cache) == 1
+
+
+def test_short_copies_of_a_long_session_are_forgotten_before_it(tmp_path):
+    model = load(tmp_path)
+    cache, long = model.prompt_cache(), LONG + FIRST + NEXT
+    answer(model, long, 1, cache=cache)
+    for token in (1, 2, 3):
+        answer(model, [*LONG, token, token], 1, cache=cache)
+    cache._most = cache.nbytes - 1
+    answer(model, [*LONG, 4, 4], 1, cache=cache)
+    assert [len(each.ids) for each in cache._sessions] == [22, 22, len(long), 22]
+    assert all(each.ids[-1] != 1 for each in cache._sessions)
 
 
 def test_answers_of_a_prompt_cache_that_are_read_in_turn(tmp_path):

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, normalizers
 from fastattn import models
 from fastattn.models import ModelError
 from fastattn.models import _text as tokenizing
+from fastattn.models._text import Said
 
 
 def test_long_texts_are_cut(encoder):
@@ -276,6 +277,21 @@ def test_bytes_that_are_no_text_do_not_hold_back_what_follows(writer):
     pieces = list(model.text.stream([], ids))
     assert "".join(pieces).endswith("end")
     assert len(pieces) >= 5
+
+
+def test_special_tokens_in_a_row_are_not_decoded_again_and_again(writer, monkeypatch):
+    text, sizes, decoded = models.load(writer).text, [], Said._text
+    text.tokenizer.add_special_tokens(["<none>"])
+    none = text.tokenizer.token_to_id("<none>")
+
+    def counted(self, first, last=None):
+        sizes.append(len(self._tokens[first:last]))
+        return decoded(self, first, last)
+
+    monkeypatch.setattr(Said, "_text", counted)
+    prompt, (first, *rest) = text.encode(["Once", "é!"])
+    assert "".join(text.stream(prompt, [first, *[none] * 100, *rest])) == "é!"
+    assert max(sizes) < 10
 
 
 def test_streams_of_any_bytes_are_their_text(tmp_path):

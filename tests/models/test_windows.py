@@ -252,7 +252,7 @@ def test_files_that_begin_elsewhere(tmp_path, few):
     session = model.session()
     answer(model, some_ids(90).tolist(), 2, cache=session)
     session.save(file)
-    good, header = load_file(file), {"format": 2, "model": digest(model), "rotated": None}
+    good, header = load_file(file), {"format": 3, "model": digest(model), "rotated": None}
     assert sorted(good["firsts"].tolist()) == [0, 64]
     assert good["firsts"][0] == 64
     swapped = good["firsts"][::-1].copy()
@@ -266,7 +266,7 @@ def test_files_that_begin_elsewhere(tmp_path, few):
         "in int32; expected": {"firsts": good["firsts"].astype(np.int32)},
     }.items():
         held = {**good, **changes}
-        own = {"arrays": _digest([held[name] for name in sorted(held)])}
+        own = {"digest": _digest([None, sorted(held.items())])}
         save_file(held, file, {"fastattn.session": json.dumps({**header, **own})})
         with pytest.raises(ValueError, match=rf"^load_session\(\): .*{message}"):
             model.load_session(file)
