@@ -145,17 +145,19 @@ class GgufFile(OpenFile):
             return head * math.prod(tensor.shape[1:])
         return 1 if tensor.block is None else tensor.block.features
 
-    def split(self, name: str) -> None:
-        """Make matrices, `STEM.0.weight` and so on, of the tensor `STEM.weight`, which has three axes."""
+    def split(self, name: str) -> list[str]:
+        """Make matrices of the tensor `STEM.weight`, which has three axes; return `STEM.0.weight` and so on.
+
+        The caller puts them into `names`.
+        """
         whole = self._tensors.pop(name)
         stem, _, kind = name.rpartition(".")
-        count, *shape = whole.shape
-        size = whole.nbytes // max(1, count)
+        count, shape = whole.shape[0], whole.shape[1:]
+        size = whole.nbytes // count
         parts = [f"{stem}.{i}.{kind}" for i in range(count)]
-        at = self.names.index(name)
-        self.names[at : at + 1] = parts
         for i, part in enumerate(parts):
-            self._tensors[part] = _Tensor(tuple(shape), whole.kind, whole.block, whole.begin + i * size, size)
+            self._tensors[part] = _Tensor(shape, whole.kind, whole.block, whole.begin + i * size, size)
+        return parts
 
     def get_tensor(self, name: str) -> Array:
         """A whole tensor."""
@@ -208,6 +210,8 @@ class GgufFile(OpenFile):
         if not 1 <= axes <= _MOST_AXES:
             self._wrong(f"has {short(name)} with {axes} axes; expected 1 to {_MOST_AXES}")
         shape = tuple(self._integer("<u8") for _ in range(axes))[::-1]
+        if 0 in shape:  # no bytes of the file would bound the other axes
+            self._wrong(f"has {short(name)} with shape {shape}; expected axes of at least 1")
         return name, shape, self._integer("<u4"), self._integer("<u8")
 
     def _placed(self, name: str, shape: Shape, number: int, begin: int) -> _Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fastattn._args.values import short
 from fastattn._gguf import MAGIC, GgufFile, Strings
-from fastattn.models import _gguf_hybrid
+from fastattn.models import _gguf_bert, _gguf_hybrid
 from fastattn.models._files import Config, ModelError, lfs_hint
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ SUFFIX = ".gguf"
 # By the file's `general.architecture`, the `model_type` of config.json, and whether the rows of each head of
 # queries and keys are interleaved: there pairs of rotary positions are neighbours.
 ARCHITECTURES = {
+    "bert": ("bert", False),
     "gemma2": ("gemma2", False),
     "gemma3": ("gemma3_text", False),
     "gemma4": ("gemma4_text", False),
@@ -97,6 +98,7 @@ _PHI3_NAMES = {**_BLOCK_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.
 _QWEN_NEXT_NAMES = {**_BLOCK_NAMES, **_gguf_hybrid.QWEN_NAMES}
 del _QWEN_NEXT_NAMES["ffn_norm"]
 _OTHER_NAMES = {
+    "bert": _gguf_bert.BLOCK,
     "gemma2": _GEMMA_NAMES,
     "gemma3_text": _GEMMA_NAMES,
     "gemma4_text": _GEMMA4_NAMES,
@@ -108,10 +110,11 @@ _OTHER_NAMES = {
     "phi3": _PHI3_NAMES,
     **dict.fromkeys(_gguf_hybrid.QWENS, _QWEN_NEXT_NAMES),
 }
-_OTHER_TOPS = {"gemma4_text": _GEMMA4_TOP, "lfm2": _gguf_hybrid.LFM2_TOP}
+_OTHER_TOPS = {"bert": _gguf_bert.TOP, "gemma4_text": _GEMMA4_TOP, "lfm2": _gguf_hybrid.LFM2_TOP}
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(?:\.(\d+))?\.(weight|bias)")
 _MOST_EXPERTS = 1 << 12
+_MOST_TENSORS = 1 << 18  # where those of experts are apart: more than three times those of the largest models
 
 
 def is_file(path: Path) -> bool:
@@ -142,14 +145,22 @@ def opened(path: Path, stack: ExitStack) -> GgufFile:
             found = _IN_BLOCK.fullmatch(name)
             if found and found[2] in ("attn_q", "attn_k"):
                 file.interleaved[name] = head_dim_of(path, file)
-    for name in list(file.names):
+    names: list[str] = []
+    for name in file.names:
         found = _IN_BLOCK.fullmatch(name)
-        if found and found[2].endswith("_exps"):
-            axes = "(experts, out, in)" if found[4] == "weight" else "(experts, out)"
-            if len(file.shape(name)) != axes.count(",") + 1 or file.shape(name)[0] > _MOST_EXPERTS:
-                expected = f"{axes}, of at most {_MOST_EXPERTS}"
-                raise ModelError(f"{path}: {name!r} has shape {file.shape(name)}; expected {expected}")
-            file.split(name)
+        if not (found and found[2].endswith("_exps")):
+            names.append(name)
+            continue
+        axes, shape = "(experts, out, in)" if found[4] == "weight" else "(experts, out)", file.shape(name)
+        if len(shape) != axes.count(",") + 1 or shape[0] > _MOST_EXPERTS:
+            raise ModelError(
+                f"{path}: {name!r} has shape {shape}; expected {axes}, of at most {_MOST_EXPERTS}"
+            )
+        if len(names) + shape[0] > _MOST_TENSORS:
+            came = f"{name!r} has {shape[0]} experts, after {len(names)} tensors"
+            raise ModelError(f"{path}: {came}; expected at most {_MOST_TENSORS} together")
+        names += file.split(name)
+    file.names = names
     return file
 
 
@@ -229,7 +240,9 @@ def known_name(model_type: str, name: str) -> str | None:
         names = _OTHER_NAMES.get(model_type, _BLOCK_NAMES)
         if part not in names or (expert is None) == part.endswith("_exps"):
             return None
-        return f"model.layers.{number}.{names[part].format(expert)}.{kind}"
+        block = "encoder.layer" if model_type == "bert" else "model.layers"
+        return f"{block}.{number}.{names[part].format(expert)}.{kind}"
     stem, _, kind = name.rpartition(".")
     names = _OTHER_TOPS.get(model_type, _NAMES)
-    return f"{names[stem]}.{kind}" if stem in names and kind == "weight" else None
+    kinds = ("weight", "bias") if stem == "token_embd_norm" else ("weight",)
+    return f"{names[stem]}.{kind}" if stem in names and kind in kinds else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.values import short
-from fastattn.models import _gguf_hybrid
+from fastattn._gguf import Strings
+from fastattn.models import _gguf_bert, _gguf_hybrid
 from fastattn.models._files import Config, ModelError
 from fastattn.models._gguf import architecture, head_dim_of, known_name, opened_alone
 
@@ -87,6 +89,9 @@ def config_of(path: Path, file: GgufFile) -> Config:
         factors = _PHI3_FACTORS.values() if model_type == "phi3" else (FACTORS,)
         if known_name(model_type, name) is None and name not in factors:
             raise ModelError(f"{path}: the tensor {short(name)} is not known")
+    _check_tokens(said, file)
+    if model_type == "bert":
+        return Config.of(path, _gguf_bert.values_of(said, file))
     if experts := said.size(f"{prefix}.expert_count", 0, low=0):
         if model_type not in _WITH_EXPERTS:
             came = f"'{prefix}.expert_count' is {experts}"
@@ -152,6 +157,22 @@ def config_of(path: Path, file: GgufFile) -> Config:
     ends = [said.optional_id(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     values["eos_token_id"] = list(dict.fromkeys(i for i in ends if i is not None)) or None
     return Config.of(path, values)
+
+
+def _check_tokens(said: Config, file: GgufFile) -> None:
+    """Refuse more tokens than rows of their table, and ids that are used of none of them."""
+    if (table := "token_embd.weight") not in file.names:
+        return
+    count, tokens = file.shape(table)[0], said.values.get(key := "tokenizer.ggml.tokens")
+    if isinstance(tokens, Strings):
+        if tokens.number > count:
+            came = f"{key!r} has {tokens.number} strings"
+            raise ModelError(f"{said.path}: {came}; expected at most {count}, the rows of {table!r}")
+        count = tokens.number  # further rows are padding
+    for name in ("bos", "eos", "eot", "unknown"):
+        i = said.optional_id(key := f"tokenizer.ggml.{name}_token_id")
+        if i is not None and i >= count:
+            raise said.wrong(key, i, f"less than the number of tokens, {count}")
 
 
 def _of_gemma4(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
@@ -222,9 +243,15 @@ def _proportional(said: Config, scaling: dict[str, Any]) -> dict[str, Any]:
 def usual_sampling(path: Path) -> dict[str, Any]:
     """Options of `generate` that a file recommends."""
     with opened_alone(path) as file:
-        said = {name: file.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
-    found = {name: value for name, value in said.items() if value is not None}
-    found = Config.of(path, found).numbers()
+        said = Config.of(path, file.metadata)
+    found = {}
+    for key, option in SAMPLING.items():
+        value = said.values.get(name := f"general.sampling.{key}")
+        if value is None:
+            continue
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise said.wrong(name, value, "a number of at least 0")
+        found[option] = value
     return found if found.get("temperature") else {}
 
 

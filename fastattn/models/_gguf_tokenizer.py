@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fastattn._args.types import Array
+
+# Characters of tokens, each as often as it may be cut in two: 256,000 tokens of up to 512 have 1 << 24.
+_MOST_CUT = 1 << 26
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
 
@@ -105,15 +109,17 @@ def made(config: Config) -> Any:
     """The tokenizer that these keys describe, which have no prefix."""
     library, tokens = require("tokenizers"), _list(config, "tokens", str)
     kinds = _numbers(config, "token_type", "iu", len(tokens), np.ones(len(tokens), np.int32))
-    makers: dict[str, Any] = {"gpt2": _bytewise, "llama": _by_scores, "gemma4": _by_merges}
-    tokenizer, begun = config.choice("model", makers)(config, tokens, kinds)
+    makers: dict[str, Any] = {
+        "gpt2": _bytewise, "llama": _by_scores, "gemma4": _by_merges, "bert": _by_words, "t5": _by_chances
+    }  # fmt: skip
+    tokenizer, config = config.choice("model", makers)(config, tokens, kinds)
     for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
         found = [
             library.AddedToken(tokens[i], normalized=False, special=special)
             for i in np.flatnonzero(kinds == kind)
         ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(found)
-    marks = {"begin": _mark(config, tokens, "bos", begun), "end": _mark(config, tokens, "eos", False)}
+    marks = {"begin": _mark(config, tokens, "bos"), "end": _mark(config, tokens, "eos")}
     if any(marks.values()):
         begin, end = ([name] if marks[name] else [] for name in marks)
         pair = [f"{name}:1" for name in begin], [f"{name}:1" for name in end]
@@ -156,9 +162,15 @@ def _numbers(config: Config, name: str, kinds: str, count: int, default: Any = N
     return found
 
 
-def _mark(config: Config, tokens: list[str], name: str, usual: bool) -> tuple[str, int] | None:
+def _with_usual(config: Config, **usual: Any) -> Config:
+    """The keys, with what models of this kind have where the file does not say it."""
+    said = {name: value for name, value in config.values.items() if value is not None}
+    return Config.of(config.path, {**usual, **said})
+
+
+def _mark(config: Config, tokens: list[str], name: str) -> tuple[str, int] | None:
     """The token that stands before or after texts, if one does, and its id."""
-    if not config.get(f"add_{name}_token", bool, usual):
+    if not config.get(f"add_{name}_token", bool, False):
         return None
     i = _token_id(config, tokens, f"{name}_token_id")
     return tokens[i], i
@@ -171,15 +183,15 @@ def _token_id(config: Config, tokens: list[str], name: str, default: int | None 
     return i
 
 
-def _bytewise(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, bool]:
-    """A tokenizer that merges pairs of bytes, as GPT-2's; and whether texts begin with a mark."""
+def _bytewise(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, Config]:
+    """A tokenizer that merges pairs of bytes, as GPT-2's; and the keys, with usual ones."""
     library = require("tokenizers")
     words = config.choice("pre", WORDS)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     pairs = _merges(config, vocabulary)
     tokenizer = library.Tokenizer(library.models.BPE(vocabulary, pairs, ignore_merges=words.whole))
     cut_into(tokenizer, words)
-    return tokenizer, words.begun
+    return tokenizer, _with_usual(config, add_bos_token=words.begun)
 
 
 def _merges(config: Config, vocabulary: dict[str, int]) -> list[tuple[str, ...]]:
@@ -207,11 +219,15 @@ def cut_into(tokenizer: Any, words: Words) -> None:
         tokenizer.normalizer = library.normalizers.NFC()
 
 
-def _by_scores(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, bool]:
-    """A tokenizer of SentencePiece, which merges by scores; and that its texts begin with a mark."""
+def _by_scores(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, Config]:
+    """A tokenizer of SentencePiece, which merges by scores; and the keys, with usual ones."""
     scores = _numbers(config, "scores", "f", len(tokens))
     vocabulary = {token: i for i, token in enumerate(tokens)}
     lengths = sorted({len(token) for token in tokens})
+    work = sum(len(token) * bisect_left(lengths, len(token)) for token in tokens)
+    if work > _MOST_CUT:
+        came = f"strings of {len(lengths)} lengths up to {lengths[-1]}, {work} characters to cut for merges"
+        raise ModelError(f"{config.path}: 'tokenizer.ggml.tokens' has {came}; expected at most {_MOST_CUT}")
     cuts = (
         (-scores[i], vocabulary[token[:at]], vocabulary[token[at:]])
         for i, token in enumerate(tokens)
@@ -220,13 +236,69 @@ def _by_scores(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, bo
         if at and token[:at] in vocabulary and token[at:] in vocabulary
     )
     merges = [(tokens[left], tokens[right]) for _, left, right in sorted(cuts)]
-    return _spaced(config, tokens, vocabulary, merges, True), True
+    tokenizer = _spaced(config, tokens, vocabulary, merges, True)
+    return tokenizer, _with_usual(config, add_bos_token=True)
 
 
-def _by_merges(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, bool]:
-    """Gemma 4's tokenizer, SentencePiece's with the order of merges; and that its texts begin with a mark."""
+def _by_merges(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, Config]:
+    """Gemma 4's tokenizer, SentencePiece's with the order of merges; and the keys, with usual ones."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    return _spaced(config, tokens, vocabulary, _merges(config, vocabulary), False), True
+    tokenizer = _spaced(config, tokens, vocabulary, _merges(config, vocabulary), False)
+    return tokenizer, _with_usual(config, add_bos_token=True)
+
+
+def _by_words(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, Config]:
+    """BERT's tokenizer, of words and their pieces; and the keys, with usual ones.
+
+    A file marks the first piece of a word, BERT the others. Where the file does not say it, texts become
+    lower case if no token has an upper one.
+    """
+    library = require("tokenizers")
+    is_name = [kinds[i] == CONTROL or token[:1] + token[-1:] == "[]" for i, token in enumerate(tokens)]
+    pieces = [
+        token if named else token[1:] if token.startswith("▁") else f"##{token}"
+        for token, named in zip(tokens, is_name, strict=True)
+    ]
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    lower = all(named or token == token.lower() for token, named in zip(tokens, is_name, strict=True))
+    lower = config.get("normalizer.lowercase", bool, lower)
+    unknown = pieces[_token_id(config, tokens, "unknown_token_id", ids.get("[UNK]", 0))]
+    tokenizer = library.Tokenizer(library.models.WordPiece(ids, unk_token=unknown))
+    tokenizer.normalizer = library.normalizers.BertNormalizer(
+        lowercase=lower, strip_accents=config.get("normalizer.strip_accents", bool, lower)
+    )
+    tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = library.decoders.WordPiece()
+    begin, end = ("cls_token_id", "[CLS]"), ("seperator_token_id", "[SEP]")  # as GGUF spells it
+    marks = {
+        f"{mark}_token_id": config.values.get(key, ids.get(token))
+        for mark, (key, token) in (("bos", begin), ("eos", end))
+    }
+    config = _with_usual(config, **marks, add_bos_token=True)
+    return tokenizer, Config.of(
+        config.path, {**config.values, "add_eos_token": config.get("add_sep_token", bool, True)}
+    )
+
+
+def _by_chances(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, Config]:
+    """A tokenizer of SentencePiece that finds the likeliest pieces; and the keys, with usual ones."""
+    library, scores = require("tokenizers"), _numbers(config, "scores", "f", len(tokens))
+    normalizers, before = library.normalizers, library.pre_tokenizers
+    pairs = list(zip(tokens, scores.tolist(), strict=True))
+    unknown = _token_id(config, tokens, "unknown_token_id", 2)
+    model = library.models.Unigram(pairs, unk_id=unknown, byte_fallback=bool((kinds == BYTE).any()))
+    tokenizer, steps = library.Tokenizer(model), []
+    if (table := config.values.get("precompiled_charsmap")) is not None:
+        if not isinstance(table, np.ndarray) or table.dtype.itemsize != 1:
+            raise config.wrong("tokenizer.ggml.precompiled_charsmap", table, "an array of bytes")
+        steps.append(normalizers.Precompiled(table.tobytes()))
+    if config.get("remove_extra_whitespaces", bool, True):
+        steps += [normalizers.Strip(), normalizers.Replace(library.Regex(" {2,}"), " ")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    scheme = "always" if config.get("add_space_prefix", bool, True) else "never"
+    tokenizer.pre_tokenizer = before.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = library.decoders.Metaspace(prepend_scheme=scheme)
+    return tokenizer, _with_usual(config, add_eos_token=True, eos_token_id=1)
 
 
 def _spaced(

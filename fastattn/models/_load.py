@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -40,6 +41,7 @@ from fastattn.models._input_ranges import as_saved, calibrated
 from fastattn.models._modules import SPARSE_STATIC, STATIC, first_of, router_of
 from fastattn.models._parameters import OF_FILE, Precision
 from fastattn.models._routes import routed
+from fastattn.models._sentences import Pooling
 from fastattn.models._source import Source
 from fastattn.models._sparse import SparseEncoder
 from fastattn.models._static import static_encoder, static_sparse_encoder
@@ -143,8 +145,9 @@ def load(
         As save_pretrained of Hugging Face, or GLiNER, writes it, with tensors in float32, float16 or
         bfloat16. The modules.json of a sentence-transformers folder says how `Encoder.encode` makes vectors.
         Or a GGUF file of a Llama, Mistral, Ministral 3, Mixtral, Phi-3, SmolLM3, Qwen2, Qwen3, Qwen3-MoE,
-        OLMo 2 or 3, Granite, LFM2, GPT-OSS, or Gemma 2 to 4. A str ``"organisation/name"`` that is no folder
-        here is a model of the Hugging Face Hub, which `huggingface_hub` fetches once, and keeps in its cache.
+        OLMo 2 or 3, Granite, LFM2, GPT-OSS, Gemma 2 to 4, or BERT. A str ``"organisation/name"`` that is no
+        folder here is a model of the Hugging Face Hub, which `huggingface_hub` fetches once, and keeps in its
+        cache.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : str, optional
@@ -278,6 +281,9 @@ def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
         source.rename(partial(_gguf.renamed, config.get("model_type", str)))
         source.tokenizer = _gguf_tokenizer.tokenizer_of
         model = _BUILDERS[config.get("model_type", str)](source)
+        if isinstance(model, Encoder):
+            pooling = Pooling((config.get("pooling", str),))
+            model = replace(model, sentences=replace(model.sentences, pooling=pooling))
         kinds = {x.parameter.dtype for x in source.parameters if isinstance(x.parameter, PackedLinear)}
         if kinds.isdisjoint(INTEGERS) and precision.weights == OF_FILE:
             integer_activations(precision.activations, ", ".join(sorted(kinds)))

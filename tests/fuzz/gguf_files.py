@@ -1,5 +1,6 @@
-"""Malformed GGUF files of a tiny model: each loads in little memory, or raises a ModelError that names it."""
+"""Malformed GGUF files of tiny models: each loads in little memory, or raises a ModelError that names it."""
 
+import math
 import resource
 import struct
 from functools import cache
@@ -63,8 +64,11 @@ def value(x):
 
 
 @cache
-def whole(stored):
-    """The header of a correct file whose maps are `stored`, and its tensors."""
+def whole(stored, experts=0, by_scores=False):
+    """The header of a correct file whose maps are `stored`, and its tensors.
+
+    Its model has so many experts, if any; its tokenizer merges `by_scores`, or else bytes.
+    """
     sizes = {
         "embedding_length": HIDDEN, "block_count": 1, "feed_forward_length": INNER, "context_length": 64,
         "attention.head_count": HEADS, "attention.head_count_kv": HEADS, "vocab_size": VOCAB,
@@ -75,6 +79,16 @@ def whole(stored):
         "model": "gpt2", "pre": "llama-bpe", "tokens": [*tiny_gguf.byte_tokens(), "th", "the", "<s>", "</s>"],
         "token_type": [1] * 258 + [3, 3], "merges": ["t h", "th e"], "bos_token_id": 258, "eos_token_id": 259,
     }  # fmt: skip
+    if by_scores:
+        pieces = [f"<0x{i:02X}>" for i in range(250)] + ["▁", "t", "h", "e", "th", "he", "▁the"]
+        words |= {
+            "model": "llama",
+            "tokens": ["<unk>", *pieces, "<s>", "</s>"],
+            "scores": [-float(i) for i in range(VOCAB)],
+            "token_type": [2] + [6] * 250 + [1] * 7 + [3, 3],
+        }
+    if experts:
+        sizes |= {"expert_count": experts, "expert_used_count": 1}
     keys = {"general.architecture": "llama", "general.alignment": 32, "general.sampling.temp": 0.5}
     keys |= {f"llama.{name}": x for name, x in sizes.items()}
     keys |= {f"tokenizer.ggml.{name}": x for name, x in words.items()}
@@ -83,12 +97,17 @@ def whole(stored):
         "attn_output": (HIDDEN, HIDDEN), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN),
         "ffn_down": (HIDDEN, INNER), "attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,),
     }  # fmt: skip
+    if experts:
+        for name in ("ffn_gate", "ffn_up", "ffn_down"):
+            maps[f"{name}_exps"] = (experts, *maps.pop(name))
+        maps["ffn_gate_inp"] = (experts, HIDDEN)
     shapes = {"token_embd": (VOCAB, HIDDEN), "output_norm": (HIDDEN,)}
     shapes |= {f"blk.0.{name}": shape for name, shape in maps.items()}
     tensors, data = [], b""
     for name, shape in shapes.items():
         plain = stored == "F32" or len(shape) == 1
-        x = np.ones(shape, np.float32) if plain else tiny_gguf.random_blocks(stored, *shape)
+        rows = math.prod(shape[:-1])
+        x = np.ones(shape, np.float32) if plain else tiny_gguf.random_blocks(stored, rows, shape[-1])
         kind = 0 if plain else FORMATS[stored].number
         tensors.append(Tensor(f"{name}.weight".encode(), shape[::-1], kind, len(data)))
         data += x.tobytes()
@@ -191,8 +210,8 @@ def spoiled_bytes(d, whole, begin):
 
 def draw(d):
     """A case: a file with some things wrong, which is loaded, and asked for what else it says."""
-    stored = d.choose("F32", "Q4_0", "Q5_1", "Q8_0", "MXFP4")
-    header, data = whole(stored)
+    which = d.choose("F32", "Q4_0", "Q5_1", "Q8_0", "MXFP4"), d.choose(0, 2), d.chance(0.5)
+    header, data = whole(*which)
     changes = []
     for _ in range(d.choose(0, 1, 1, 2)):
         header, what = d.choose(spoiled_counts, spoiled_key, spoiled_key, spoiled_tensor, spoiled_tensor)(
@@ -206,7 +225,7 @@ def draw(d):
     path = Path(files.home().name, "tiny.gguf")
     path.write_bytes(found)
     return Case(
-        ("gguf",), lambda: loaded(path), [stored, changes], clean=lambda e: clean(e, path), twice=False
+        ("gguf",), lambda: loaded(path), [which, changes], clean=lambda e: clean(e, path), twice=False
     )
 
 

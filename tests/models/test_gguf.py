@@ -384,8 +384,12 @@ def test_what_a_file_recommends(tmp_path):
     tiny_gguf.write(
         path, "llama", "Q4_0", **{**said, "general.sampling.top_k": ("x", gguf.GGUFValueType.STRING)}
     )
-    with pytest.raises(ModelError, match="'top_k' is 'x'; expected a number"):
+    with pytest.raises(ModelError, match=r"'general.sampling.top_k' is 'x'; expected a number of at least"):
         models.load(path).usual_sampling()
+    for wrong in (float("nan"), float("inf"), -1.0):
+        tiny_gguf.write(path, "llama", "Q4_0", **{"general.sampling.temp": (wrong, number)})
+        with pytest.raises(ModelError, match=rf"{path}: 'general.sampling.temp' is {wrong}; expected a num"):
+            models.load(path).usual_sampling()
 
 
 @pytest.mark.parametrize("stored", ["Q4_0", "Q4_1", "Q6_K", "MXFP4"])
@@ -423,6 +427,10 @@ def test_experts_that_are_refused(tmp_path):
     with pytest.raises(
         ModelError, match=r"'blk.0.ffn_gate_exps.weight' has shape \(3, 256\); expected \(experts"
     ):
+        models.load(path)
+    more = {f"blk.{i}.ffn_gate_exps.weight": np.zeros((4096, 1, 1), np.float32) for i in range(64)}
+    tiny_gguf.write(path, "llama", "F32", more=more)
+    with pytest.raises(ModelError, match=r"has 4096 experts, after \d+ tensors; expected at most 262144"):
         models.load(path)
 
 
@@ -542,7 +550,7 @@ BYTES = tiny_gguf.byte_tokens()
 
 
 def with_tokenizer(path, **changes):
-    """A model whose tokens are bytes and a few words, and marks."""
+    """A model whose tokens are bytes and a few words, and marks; its table has rows for a few more."""
     found = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
@@ -553,7 +561,7 @@ def with_tokenizer(path, **changes):
         "tokenizer.ggml.eos_token_id": 259,
         **changes,
     }
-    tiny_gguf.write(path, "llama", "F32", vocab=260, **{key: tiny_gguf.typed(x) for key, x in found.items()})
+    tiny_gguf.write(path, "llama", "F32", vocab=270, **{key: tiny_gguf.typed(x) for key, x in found.items()})
     return models.load(path)
 
 
@@ -659,7 +667,27 @@ def test_a_tokenizer_of_merges(tmp_path):
             {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1] * 260},
             "scores' has 260 numbers in int32",
         ),
-        ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 999}, "'bos_token_id' is 999"),
+        *(
+            ({f"tokenizer.ggml.{name}_id": i}, f"'tokenizer.ggml.{name}_id' is {i}; expected less .* 260$")
+            for name, i in (
+                ("bos_token", 999),
+                ("eos_token", 260),
+                ("eot_token", 2**31),
+                ("unknown_token", 260),
+            )
+        ),
+        (
+            {"tokenizer.ggml.tokens": [*BYTES, *map(str, range(15))]},
+            r"tokens' has 271 strings; expected at most 270, the rows of 'token_embd.weight'",
+        ),
+        (
+            {
+                "tokenizer.ggml.model": "llama",
+                "tokenizer.ggml.tokens": ["a" * 16 * (i + 1) for i in range(260)],
+                "tokenizer.ggml.scores": [0.0] * 260,
+            },
+            r"has strings of 260 lengths up to 4160, \d+ characters to cut for merges; expected at most 67",
+        ),
     ],
 )
 def test_tokenizers_that_are_refused(changes, message, tmp_path):
@@ -692,7 +720,7 @@ def test_models_that_are_refused(tmp_path):
     writer.write_kv_data_to_file()
     writer.close()
     with pytest.raises(
-        ModelError, match=r"'general.architecture' is 'mamba'; expected one of gemma2, gemma3"
+        ModelError, match=r"'general.architecture' is 'mamba'; expected one of bert, gemma2, gemma3"
     ):
         models.load(path)
 
@@ -729,6 +757,7 @@ def key(name, kind, value):
         (header((b"x", (8,), 0, 0), (b"x", (8,), 0, 32)) + bytes(64), "has the tensor 'x' twice"),
         (header((b"x", (8,), 8, 0)) + bytes(64), "has 'x' with rows of 8 in Q8_0; expected multiples of 32"),
         (header((b"x", (), 0, 0)) + bytes(64), "has 'x' with 0 axes; expected 1 to 4"),
+        (header((b"x", (8, 0, 4096), 0, 0)) + bytes(64), r"has 'x' with shape \(4096, 0, 8\); expected axes"),
         (header((b"x", (2**63, 2**63), 0, 0)) + bytes(64), "is truncated: 'x' ends at byte"),
         (header((b"\xff", (8,), 0, 0)) + bytes(64), "bytes in the name of a tensor that are no UTF-8"),
         (header((b"a\n", (8,), 0, 0)) + bytes(64), r"has a tensor 'a\\n'; expected a name"),

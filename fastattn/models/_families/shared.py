@@ -135,7 +135,7 @@ def read_encoder(
         vocab_size=vocab,
         program=program,
         precision=precision,
-        text=Text(source.folder, longest, vocab),
+        text=Text(source.folder, longest, vocab, other=source.tokenizer),
         max_length=None if table is None else longest,
         embeddings=Embeddings(
             source.table(f"{names.tokens}.weight"),
