@@ -101,7 +101,7 @@ def load(path: Path, choice: tuple[str, str, str | None], sample: list[str] | No
 
 def choices(path: Path) -> tuple[tuple[str, str, str | None], ...]:
     """The variants that are measured; of a file with types of its own, these, too."""
-    return CHOICES if path.is_dir() else (*CHOICES, ("float32", "file", None))
+    return CHOICES if path.is_dir() else (*CHOICES, ("float32", "file", None), ("float32", "file", "int8"))
 
 
 def report(path: Path, lines: list[str]) -> None:

@@ -21,6 +21,7 @@ from fastattn._atomic import destination, replaced
 from fastattn._cli_files import Unfinished, digest_of_model, files_of, require_writable, write_json_lines
 from fastattn._cli_texts import Changed, Texts
 from fastattn._version import __version__
+from fastattn.layers._sampling import Sampling
 from fastattn.models._encode_calls import with_bar
 from fastattn.models._files import require
 from fastattn.models._generation import checked, is_conversation
@@ -165,7 +166,8 @@ def info(options: argparse.Namespace) -> None:
 def generate(options: argparse.Namespace) -> None:
     """Continue a text with a language model (GPT-2, Llama and its family, GGUF files)."""
     model = _decoder(options)
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    # The end of a file's last line is no part of a text: after it, models write something else.
+    prompt = sys.stdin.read().removesuffix("\n") if options.prompt == "-" else options.prompt
     if not model.text.encode([prompt])[0]:
         raise ValueError("PROMPT has no token; expected a text to continue")
     for piece in model.generate(prompt, options.max_new_tokens, **_sampling(options)):
@@ -184,6 +186,8 @@ def chat(options: argparse.Namespace) -> None:
     session = model.session(given.pop("cache_dtype"))
     if options.temperature is None:  # as the model's files recommend, but for what is given
         given = {**model.usual_sampling(), **{name: x for name, x in given.items() if x is not None}}
+    draw: Any = {name: x for name, x in given.items() if name in SamplingOptions.__annotations__}
+    named("chat")(Sampling)(draw)
     first = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(first)
     for line in iter(partial(_line, "> "), None):
