@@ -42,6 +42,7 @@ def write(path, folder, tensors=None, words=(), stored=None, **keys):
         getattr(out, f"add_{name}")(config[key])
     out.add_layer_norm_eps(config["layer_norm_eps"])
     out.add_causal_attention(False)
+    out.add_token_type_count(config["type_vocab_size"])
     out.add_tokenizer_model("bert")
     if words:
         out.add_token_list([marked(word) for word in words])
