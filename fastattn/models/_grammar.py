@@ -44,6 +44,8 @@ def matchers(grammar: Any, text: Text, vocab_size: int, ends: Sequence[int], cou
     if isinstance(grammar, Mapping):
         source = kind.grammar_from_json_schema(json.dumps(dict(grammar)))
     elif isinstance(grammar, str):
+        if grammar.lstrip().startswith("{"):
+            raise ValueError("(): grammar is JSON in a text; expected a schema as a mapping, by json.loads")
         source = kind.grammar_from_lark(grammar)
     else:
         raise wrong_type("grammar", grammar, "a JSON schema, as a mapping, or a grammar in Lark's form")

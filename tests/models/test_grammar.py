@@ -111,6 +111,7 @@ def test_an_answer_that_is_cut_says_so(model):
     [
         ({"type": "nothing"}, ValueError, "grammar is not sound: .*nothing"),
         ("start: [", ValueError, "grammar is not sound: "),
+        (json.dumps(PERSON), ValueError, "grammar is JSON in a text; expected a schema as a mapping"),
         (3, TypeError, "grammar is of type int; expected a JSON schema"),
         ([PERSON], TypeError, "grammar is of type list"),
     ],
