@@ -47,13 +47,14 @@ static near expect_rope(int64_t b, int64_t h, int64_t i, int64_t d)
 {
     const fa_rope_args *a = &rope_now.args;
     const double x = get(&a->x, b, h, i, d);
-    if (d >= 2 * a->pairs) return (near){x, 0};
+    const fa_dtype to = rope_now.int8 ? lane_of(a->x.dtype) : rope_now.to;
+    if (d >= 2 * a->pairs) return rope_now.to == a->x.dtype ? (near){x, 0} : stored((near){x, 0}, to);
     const int second = a->interleaved ? d % 2 : d >= a->pairs;
     const int64_t pair = a->interleaved ? d / 2 : d % a->pairs, step = a->interleaved ? 1 : a->pairs;
     const double other = get(&a->x, b, h, i, second ? d - step : d + step), turned = second ? other : -other;
     const double c = get(&a->cos, b, 0, i, pair), s = get(&a->sin, b, 0, i, pair);
     const double error = 2 * eps_of(lane_of(a->x.dtype)) * (fabs(x * c) + fabs(turned * s));
-    return stored((near){x * c + turned * s, error}, rope_now.int8 ? lane_of(a->x.dtype) : rope_now.to);
+    return stored((near){x * c + turned * s, error}, to);
 }
 
 /* Checks rows in int8 and their scales, which must be the same bits in both calls. An element errs by half
