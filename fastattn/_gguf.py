@@ -159,6 +159,11 @@ class GgufFile(OpenFile):
             self._tensors[part] = _Tensor(shape, whole.kind, whole.block, whole.begin + i * size, size)
         return parts
 
+    def as_row(self, name: str) -> None:
+        """Make a matrix of one row of a vector."""
+        tensor = self._tensors[name]
+        self._tensors[name] = tensor._replace(shape=(1, *tensor.shape))
+
     def get_tensor(self, name: str) -> Array:
         """A whole tensor."""
         array = self.empty(name, self.shape(name))

@@ -140,6 +140,8 @@ def opened(path: Path, stack: ExitStack) -> GgufFile:
         file.names = [
             name for name, x in zip(file.names, blocks, strict=True) if x is None or int(x[1]) < layers
         ]
+    if (types := "token_types.weight") in file.names and len(file.shape(types)) == 1:
+        file.as_row(types)  # older converters wrote a table of one type so
     if interleaved:
         for name in file.names:
             found = _IN_BLOCK.fullmatch(name)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from fastattn._gguf import GgufFile
 
+_NO_TOKEN = (1 << 32) - 1  # -1, as some files have it
 _MOST_PAIRS = 1 << 16  # of dimensions of a head
 
 # What frequencies of rotary positions are divided by: in all models but Phi-3, and there in two ways.
@@ -160,7 +161,7 @@ def config_of(path: Path, file: GgufFile) -> Config:
 
 
 def _check_tokens(said: Config, file: GgufFile) -> None:
-    """Refuse more tokens than rows of their table, and ids that are used of none of them."""
+    """Refuse more tokens than rows of their table, and ends that are none of them."""
     if (table := "token_embd.weight") not in file.names:
         return
     count, tokens = file.shape(table)[0], said.values.get(key := "tokenizer.ggml.tokens")
@@ -169,9 +170,9 @@ def _check_tokens(said: Config, file: GgufFile) -> None:
             came = f"{key!r} has {tokens.number} strings"
             raise ModelError(f"{said.path}: {came}; expected at most {count}, the rows of {table!r}")
         count = tokens.number  # further rows are padding
-    for name in ("bos", "eos", "eot", "unknown"):
+    for name in ("eos", "eot"):  # the tokenizer checks the others, where it uses them
         i = said.optional_id(key := f"tokenizer.ggml.{name}_token_id")
-        if i is not None and i >= count:
+        if i is not None and count <= i != _NO_TOKEN:
             raise said.wrong(key, i, f"less than the number of tokens, {count}")
 
 

@@ -269,21 +269,21 @@ def _by_words(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, Con
     )
     tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = library.decoders.WordPiece()
-    begin, end = ("cls_token_id", "[CLS]"), ("seperator_token_id", "[SEP]")  # as GGUF spells it
-    marks = {
-        f"{mark}_token_id": config.values.get(key, ids.get(token))
-        for mark, (key, token) in (("bos", begin), ("eos", end))
-    }
-    config = _with_usual(config, **marks, add_bos_token=True)
-    return tokenizer, Config.of(
-        config.path, {**config.values, "add_eos_token": config.get("add_sep_token", bool, True)}
-    )
+    values = dict(config.values)
+    # These two come before what the file may have under the names of language models. So GGUF spells it.
+    for mark, key, token in (("bos", "cls", "[CLS]"), ("eos", "seperator", "[SEP]")):
+        i = values.get(f"{key}_token_id", ids.get(token))
+        values[f"{mark}_token_id"] = values.get(f"{mark}_token_id") if i is None else i
+    values["add_eos_token"] = config.get("add_sep_token", bool, True)
+    return tokenizer, _with_usual(Config.of(config.path, values), add_bos_token=True)
 
 
 def _by_chances(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, Config]:
     """A tokenizer of SentencePiece that finds the likeliest pieces; and the keys, with usual ones."""
     library, scores = require("tokenizers"), _numbers(config, "scores", "f", len(tokens))
     normalizers, before = library.normalizers, library.pre_tokenizers
+    if not np.isfinite(scores).all():
+        raise config.wrong("tokenizer.ggml.scores", float(scores[~np.isfinite(scores)][0]), "finite numbers")
     pairs = list(zip(tokens, scores.tolist(), strict=True))
     unknown = _token_id(config, tokens, "unknown_token_id", 2)
     model = library.models.Unigram(pairs, unk_id=unknown, byte_fallback=bool((kinds == BYTE).any()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fastattn.models._session import Session
 
 if TYPE_CHECKING:
@@ -53,7 +55,8 @@ class PromptCache:
             shared, length = each.shared(prompt), len(each.ids)
             # Of those that share as much, the longest: it would take the longest to compute again, and is
             # forgotten later if it is used.
-            goes_on = not each.busy and shared + 1 >= min(each._prompt, length + 1)
+            again = np.array_equal(prompt[: each._prompt], each._ids[: each._prompt])
+            goes_on = not each.busy and (shared == length or again)
             rank = shared, goes_on, length
             if rank > best:
                 session, best = each, rank

@@ -158,11 +158,16 @@ class Text:
                 if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                     raise
                 _require_whole("there is a text", "".join(map("".join, batch)))
-                came = f"{self.folder / 'tokenizer.json'} cannot encode a text: {error}"
+                came = f"{self._file} cannot encode a text: {error}"
                 raise ModelError(f"{came}; expected a tokenizer for any text") from error
             return found
 
         return map(self._fitting, chain.from_iterable(map(encodings, _batches(texts))))
+
+    @property
+    def _file(self) -> Path:
+        """The file that has the tokenizer."""
+        return self.folder if self.other else self.folder / "tokenizer.json"
 
     def _fitting(self, encoding: Any) -> Any:
         """Check that the model takes an encoding: a tokenizer leaves special tokens, whatever the limit."""
@@ -174,7 +179,7 @@ class Text:
             )
             raise ModelError(f"{came}; expected {expected}")
         if self.vocab_size is not None and max(encoding.ids, default=0) >= self.vocab_size:
-            came = f"{self.folder / 'tokenizer.json'} gives a token the id {max(encoding.ids)}"
+            came = f"{self._file} gives a token the id {max(encoding.ids)}"
             raise ModelError(f"{came}; expected less than 'vocab_size' of config.json, {self.vocab_size}")
         return encoding
 

@@ -18,6 +18,7 @@ TEXTS = [
     "漢字 and kanji", "unbelievablyantidisestablishmentarianism", "a\x00b\ufffdc", "Ünïcödé ÀÉÎ", "🙂 emoji",
     "x" * 150, "", "[MASK] [CLS]",
 ]  # fmt: skip
+IDS = np.arange(20).reshape(2, 10)
 SPECIAL = {"[PAD]": "padding", "[UNK]": "unknown", "[CLS]": "cls", "[SEP]": "seperator", "[MASK]": "mask"}
 OF_SIZES = {
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
@@ -92,9 +93,25 @@ def test_a_tiny_model(pooling, mode, tmp_path):
     tensors = tiny.write(tmp_path, "bert")
     write(tmp_path / "model.gguf", tmp_path, tensors, bert__pooling_type=pooling)
     got, expected = models.load(tmp_path / "model.gguf"), models.load(tmp_path)
-    ids = np.arange(20).reshape(2, 10)
-    np.testing.assert_array_equal(got(ids), expected(ids))
+    np.testing.assert_array_equal(got(IDS), expected(IDS))
     assert got.sentences.pooling.modes == (mode,)
+
+
+def test_a_table_of_one_type(tmp_path):
+    """Older converters wrote it as a vector."""
+    tensors = tiny.write(tmp_path, "bert", type_vocab_size=1)
+    write(tmp_path / "model.gguf", tmp_path, tensors)
+    expected = models.load(tmp_path)(IDS)
+    name = next(name for name in tensors if "token_type" in name)
+    write(tmp_path / "model.gguf", tmp_path, {**tensors, name: tensors[name][0]})
+    np.testing.assert_array_equal(models.load(tmp_path / "model.gguf")(IDS), expected)
+
+
+def test_marks_come_before_those_of_language_models(tmp_path):
+    words = [*SPECIAL, "hello"]
+    tensors, ends = tiny.write(tmp_path, "bert"), {"tokenizer__ggml__eos_token_id": 5}
+    write(tmp_path / "model.gguf", tmp_path, tensors, words, **ends)
+    assert tokenizer_of(tmp_path / "model.gguf").encode("hello").tokens == ["[CLS]", "hello", "[SEP]"]
 
 
 def test_values_that_are_refused(tmp_path):

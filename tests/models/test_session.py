@@ -431,6 +431,9 @@ def test_a_prompt_that_comes_again_takes_its_session(tmp_path):
         prompt = LONG + FIRST + ending
         assert answer(model, prompt, 3, cache=cache) == answer(model, prompt, 3)
         assert len(cache) == 1
+    other = [*prompt[:-1], prompt[-1] - 1]  # differs in its last token: both are kept
+    assert answer(model, other, 3, cache=cache) == answer(model, other, 3)
+    assert len(cache) == 2
 
 
 def test_short_copies_of_a_long_session_are_forgotten_before_it(tmp_path):
