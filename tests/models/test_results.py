@@ -109,8 +109,8 @@ def test_smaller_weights(kind, weights_dtype, bound, tmp_path, implementation):
         assert relative(got - rounded(ids), exact, kind) < 1e-5
     error = relative(got - exact, exact, kind)
     assert error > 1e-4
-    # The few features of jina-v2 are farther apart in 4 bits than those of all others.
-    assert error < bound or (is_same and kind == "jina-v2")
+    if (kind, weights_dtype) != ("jina-v2", "nf4"):  # whose error is 0.59, that of its weights: see above
+        assert error < bound
 
 
 @pytest.mark.parametrize("weights_dtype", ["int8", "q8", "int4", "uint4", "nf4"])
