@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fastattn._args.values import short
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._files import Config, ModelError, tokenizer_config
-from fastattn.models._text import transformer_settings
+from fastattn.models._tokenizers import transformer_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -26,7 +26,8 @@ from fastattn.models._modules import (
 )
 from fastattn.models._parameters import Precision
 from fastattn.models._source import Source
-from fastattn.models._text import LENGTHS, check_transformer, strings
+from fastattn.models._text import strings
+from fastattn.models._tokenizers import LENGTHS, check_transformer
 from fastattn.models._vectors import SIMILARITIES, unit
 
 if TYPE_CHECKING:

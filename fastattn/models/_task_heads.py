@@ -22,7 +22,7 @@ from fastattn.models._modules import MASK, SCORE, is_cross_encoder, is_multi_vec
 from fastattn.models._multi_vector import Expansion, MultiVectorEncoder, Settings
 from fastattn.models._sentences import ACTIVATIONS, Dense, LayerNorm, Normalize, Pooling
 from fastattn.models._sparse import FUNCTIONS, STRATEGIES, SparseEncoder, SpladePooling
-from fastattn.models._text import LENGTHS, transformer_settings
+from fastattn.models._tokenizers import LENGTHS, transformer_settings
 from fastattn.models._vectors import SIMILARITIES
 
 if TYPE_CHECKING:

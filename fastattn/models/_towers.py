@@ -17,7 +17,8 @@ from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, tokenizer_config
 from fastattn.models._images import EXPECTED, checked, is_pillow
 from fastattn.models._routes import model_of
-from fastattn.models._text import SIDES, strings
+from fastattn.models._text import strings
+from fastattn.models._tokenizers import SIDES
 from fastattn.models._vectors import similarities
 from fastattn.models._vision import ShapedVision, mapped
 

@@ -1,0 +1,220 @@
+"""Tokenizers of models' folders: tokenizer.json, and what other files change of it.
+
+They are tokenizer_config.json of transformers, and the file of sentence-transformers' module Transformer.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from fastattn._args.values import short
+from fastattn.models._files import Config, ModelError, lfs_hint, require, tokenizer_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+# The module Transformer says what it is in the first of these that holds anything.
+_SETTINGS = [
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+]
+# Keys that it may have; these change nothing here.
+_PLACES = {"trust_remote_code", "cache_dir", "revision", "code_revision", "token", "local_files_only"}
+_OF_CONFIG = {*_PLACES, "use_cache", "attn_implementation", "use_memory_efficient_attention", "unpad_inputs"}
+_OF_MODEL = {*_OF_CONFIG, "torch_dtype", "dtype", "device_map", "low_cpu_mem_usage", "use_safetensors",
+             "add_pooling_layer"}  # fmt: skip
+SIDES = {side: side for side in ("left", "right")}
+_CASES = {  # keys of transformers, and what the normalizer of BERT calls them
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+_OF_TOKENIZER = {*_PLACES, "model_max_length", "truncation_side", "padding_side", "use_fast", *_CASES}
+_OF_CALL = {"padding", "return_tensors"}
+# For each task, the model's output, and the module's name for it.
+_TASKS = {
+    "feature-extraction": ("last_hidden_state", "token_embeddings"),
+    "fill-mask": ("logits", "token_embeddings"),
+    "sequence-classification": ("logits", "scores"),
+    **dict.fromkeys(("text-generation", "any-to-any"), ("logits", "causal_logits")),
+}
+_KNOWN = {
+    *("max_seq_length", "do_lower_case", "transformer_task", "modality_config", "module_output_name"),
+    *("model_kwargs", "model_args", "config_kwargs", "config_args", "processor_kwargs", "tokenizer_args"),
+    *("processing_kwargs", "unpad_inputs", "cache_dir", "backend"),
+}
+LENGTHS = ("query_length", "document_length", "query_expansion")  # of a model with a vector of each token
+_CASED = ("AlbertTokenizer", "DebertaV2Tokenizer")  # classes to which do_lower_case says something, too
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that know nothing of a model
+_UNBOUNDED = 2**40  # tokens that no text has; files say 10**30, or 2**63 - 1, where there is no limit
+
+
+def transformer_settings(folder: Path) -> Config:
+    """Settings of the module Transformer; empty where the folder has none."""
+    config = Config(folder / _SETTINGS[0], optional=True)
+    for name in _SETTINGS[1:]:
+        if config.values:
+            break
+        config = Config(folder / name, optional=True)
+    return config
+
+
+def check_transformer(folder: Path, task: str | None, read_elsewhere: tuple[str, ...]) -> None:
+    """Raise if the module Transformer is to be other than it is here, for a model of the `task`, if known."""
+    config = transformer_settings(folder)
+    for key, value in config.values.items():
+        if key not in (*_KNOWN, *read_elsewhere) and value is not None:
+            raise config.wrong(key, value, "none of this name")
+    said = config.choice("transformer_task", {name: name for name in _TASKS}, task or "feature-extraction")
+    if task is not None and (said, task) != ("any-to-any", "text-generation"):  # of texts they are the same
+        config.refuse(transformer_task=task)
+    for name, changes_nothing in (("model", _OF_MODEL), ("config", _OF_CONFIG)):
+        for key in (f"{name}_args", f"{name}_kwargs"):
+            _refuse_inner(config, key, config.get(key, dict, {}), changes_nothing)
+    for key in ("tokenizer_args", "processor_kwargs"):
+        _refuse_inner(config, key, config.get(key, dict, {}), _OF_TOKENIZER)
+    processing = config.get("processing_kwargs", dict, {})
+    for part in ("common", "text"):  # the others are of no text
+        _refuse_inner(config, "processing_kwargs", processing.get(part) or {}, _OF_CALL)
+    modalities: dict[str, Any] | None = config.get("modality_config", dict, {}) or None
+    if modalities is not None:  # without it, the name of the output does not count
+        output, name = _TASKS[said]
+        text, wanted = modalities.get("text"), {"method": "forward", "method_output_name": output}
+        if text != wanted:
+            came = "'modality_config' has something else for 'text'"
+            raise ModelError(f"{config.path}: {came}; only {wanted} is supported")
+        if "message" in modalities and said in ("feature-extraction", "fill-mask", "sequence-classification"):
+            came = "'modality_config' has 'message', with which texts go through a chat template"
+            raise ModelError(f"{config.path}: {came}; expected 'text' alone, but for LogitScore")
+        config.refuse(module_output_name=name)
+
+
+def _refuse_inner(config: Config, key: str, given: Any, changes_nothing: set[str]) -> None:
+    """Raise if the table under `key` says anything else."""
+    names = given.keys() - changes_nothing if isinstance(given, dict) else {str(given)}
+    others = sorted(map(str, names))
+    if others:
+        expected = f"none but {', '.join(sorted(changes_nothing))}"
+        raise ModelError(f"{config.path}: {key!r} has {short(others[0])}; expected {expected}")
+
+
+def length_limit(
+    folder: Path, longest: int | None, asked: int | None, is_prompt: bool
+) -> tuple[int | None, Path | str]:
+    """The most tokens of a text of a model that takes `longest`, and the file that says so.
+
+    `asked` says it, or the module Transformer; if neither does, tokenizer_config.json. A prompt of a model
+    without a limit is never cut: its last words count most.
+    """
+    config = transformer_settings(folder)
+    asked = asked or of_processor(config).optional_size("model_max_length")
+    asked = asked or config.optional_size("max_seq_length")
+    if asked is None and not (longest is None and is_prompt):
+        config = tokenizer_config(folder)
+        most = config.values.get("model_max_length")
+        if not (type(most) is int and most > (longest or _UNBOUNDED)):
+            asked = config.optional_size("model_max_length")
+    if longest is not None and (asked is None or asked > longest):
+        return longest, folder / "config.json"
+    return asked, config.path
+
+
+def open_tokenizer(
+    folder: Path,
+    limit: int | None,
+    other: Callable[[Path], Any] | None,
+    markers: tuple[str, ...],
+    lower: bool,
+) -> Any:
+    """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`; in lower case if asked.
+
+    Without tokenizer.json, `other` makes one. Of `markers`, those in the vocabulary become one token each.
+    """
+    tokenizers, tokenizer = require("tokenizers"), read(folder, other)
+    tokenizer.no_padding()
+    config, transformer = (
+        tokenizer_config(folder),
+        transformer_settings(folder),
+    )
+    processor = of_processor(transformer)
+    for each in (config, processor):  # the second counts where both say something
+        _normalize(tokenizer, each, config.values.get("tokenizer_class"))
+    if lower or transformer.get("do_lower_case", bool, False):
+        normalizers, given = tokenizers.normalizers, tokenizer.normalizer
+        both = [normalizers.Lowercase(), *([] if given is None else [given])]
+        tokenizer.normalizer = normalizers.Sequence(both)
+    if markers:
+        added = [
+            tokenizers.AddedToken(token, normalized=False, special=True)
+            for token in _split(tokenizer, markers)
+        ]
+        tokenizer.add_special_tokens(added)
+    side = (tokenizer.truncation or {}).get("direction", "right")
+    for each in (config, processor):
+        side = each.choice("truncation_side", SIDES, side)
+    if limit is None:
+        tokenizer.no_truncation()
+        return tokenizer
+    tokenizer.enable_truncation(limit, direction=side)
+    return tokenizer
+
+
+def limited(tokenizer: Any, limit: int | None) -> Any:
+    """A tokenizer that does not pad; without a `limit`, it cuts texts where it did."""
+    tokenizer.no_padding()
+    if limit is not None:
+        tokenizer.enable_truncation(limit)
+    return tokenizer
+
+
+def read(folder: Path, other: Callable[[Path], Any] | None) -> Any:
+    """The tokenizer as the folder has it."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        made = None if other is None else other(folder)
+        if made is None:
+            raise ModelError(f"{path} is missing; expected a tokenizer as the tokenizers library writes it")
+        return made
+    try:
+        return require("tokenizers").Tokenizer.from_file(str(path))
+    except ImportError:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(lfs_hint(path) or f"{path} is no tokenizer: {error}") from error
+
+
+def _split(tokenizer: Any, markers: tuple[str, ...]) -> Iterator[str]:
+    """Yield the markers, or their first words, that are in the vocabulary and not one token yet."""
+    for marker in markers:
+        for token in (marker, *marker.split()[:1]):
+            if tokenizer.token_to_id(token) is not None:
+                if tokenizer.encode(token, add_special_tokens=False).tokens != [token]:
+                    yield token
+                break
+
+
+def of_processor(transformer: Config) -> Config:
+    """Settings of the tokenizer in those of the module Transformer."""
+    config = copy.copy(transformer)
+    name = "tokenizer_args" if "tokenizer_args" in transformer.values else "processor_kwargs"
+    config.values = transformer.get(name, dict, {})
+    return config
+
+
+def _normalize(tokenizer: Any, config: Config, tokenizer_class: Any) -> None:
+    """Set the case and accents of tokenizer_config.json, where that counts more than tokenizer.json."""
+    normalizer = tokenizer.normalizer
+    said = {key: config.get(key, bool) for key in _CASES if config.values.get(key) is not None}
+    if not said or tokenizer_class in GENERIC:
+        return
+    if type(normalizer).__name__ == "BertNormalizer":
+        for key, value in said.items():
+            setattr(normalizer, _CASES[key], value)
+        tokenizer.normalizer = normalizer
+    elif str(tokenizer_class).startswith(_CASED) and "do_lower_case" in said:
+        lowers = normalizer is not None and "A" not in normalizer.normalize_str("A")
+        if lowers != said["do_lower_case"]:
+            came = f"{config.path}: 'do_lower_case' is {said['do_lower_case']}"
+            raise ModelError(f"{came}, and tokenizer.json does the other; expected them to agree")
