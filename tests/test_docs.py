@@ -11,7 +11,7 @@ import pytest
 import tiny_gliner
 import tiny_models as tiny
 import tiny_towers
-from implementations import COMPILED
+from implementations import COMPILED, forced
 from model_folders import write_reranker
 from PIL import Image
 from tiny_tokenizers import write_byte_tokenizer, write_tokenizer
@@ -106,6 +106,17 @@ def test_the_tutorial_says_what_its_blocks_print(capsys):
     for code, text in pairs:
         exec(code, names)
         assert capsys.readouterr().out == text, code
+
+
+def test_the_tutorial_tells_kernels_from_numpy(capsys):
+    page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    first, *_, question = re.findall(r"```python\n(.*?)```", page.partition("## Who attends")[0], re.DOTALL)
+    names = {}
+    with forced("numpy"):
+        exec(first, names)
+        capsys.readouterr()
+        exec(question, names)
+    assert capsys.readouterr().out == "False\nnumpy False\n"
 
 
 def test_every_page_with_examples_is_there():
