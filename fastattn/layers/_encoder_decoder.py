@@ -10,7 +10,7 @@ import numpy as np
 from fastattn._args.errors import named
 from fastattn._args.options import require_options
 from fastattn._args.types import Array, ArrayLike, Rounding, Unpack
-from fastattn._args.values import integer
+from fastattn._args.values import integer, mask_array
 from fastattn.layers._attention_parameters import HeadOptions
 from fastattn.layers._computation import Computation
 from fastattn.layers._decoder_layer import OverMemoryOptions, TransformerDecoderLayer
@@ -100,8 +100,10 @@ class Transformer(Layer):
         """Encode src (B, S, d_model), decode tgt (B, T, d_model) over it: (B, T, d_model).
 
         Arguments are those of `MultiHeadAttention` and of `TransformerDecoderLayer`. True hides in a bool
-        mask. The decoder is causal if `tgt_mask` or `tgt_is_causal` says so. Step by step:
-        ``memory = model.encoder(src)`` once, then ``model.decoder(tgt, memory, cache=...)``.
+        mask. The decoder is causal if `tgt_mask` or `tgt_is_causal` says so. Without
+        `memory_key_padding_mask` it attends all rows of src, also those that `src_key_padding_mask` hides, as
+        in torch. Step by step: ``memory = model.encoder(src)`` once, then
+        ``model.decoder(tgt, memory, cache=...)``.
         """
         masks: dict[str, Any] = {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask}
         return self._computation(src, tgt, src_is_causal=src_is_causal, **masks, **options).result()
@@ -118,7 +120,12 @@ class Transformer(Layer):
     ) -> Computation:
         require_options(options, OverMemoryOptions)
         self._require_parts()
-        masks: dict[str, Any] = {"mask": src_mask, "src_key_padding_mask": src_key_padding_mask}
+        padding = src_key_padding_mask
+        if padding is not None and options.get("memory_key_padding_mask") is None:
+            padding = mask_array("src_key_padding_mask", padding)
+            if padding.dtype == np.bool_:  # as floats: the encoder computes its rows, which are attended
+                padding = np.where(padding, -np.inf, 0)
+        masks: dict[str, Any] = {"mask": src_mask, "src_key_padding_mask": padding}
         source = self.encoder._computation(src, is_causal=src_is_causal, **masks)
         target = self.decoder._computation(tgt, source.inputs["src"], **options)
 

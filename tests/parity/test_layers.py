@@ -305,6 +305,11 @@ def test_transformer(options, dtype, implementation):
     expected = module(t(src), t(tgt), **{name: t(mask) for name, mask in arguments.items()})
     same(ours(src, tgt, **arguments), expected, dtype)
 
+    for padding in (src_padding, np.where(src_padding, -np.inf, 0).astype(dtype)):
+        padded = {"src_key_padding_mask": padding}  # the decoder attends what it hides
+        expected_rows = module(t(src), t(tgt), **{name: t(mask) for name, mask in padded.items()})
+        same(ours(src, tgt, **padded), expected_rows, dtype)
+
     memory = ours.encoder(src, mask=src_mask, src_key_padding_mask=src_padding)
     cache = ours.decoder.new_cache()
     steps = [
