@@ -23,7 +23,8 @@ def build(num_layers, d_model, num_heads, d_hidden, rng):
 def encode(x, layers, feed_forward, padding=None):
     """x is (B, L, d_model); padding (B, L) is True where a token is padding, as torch has it."""
     for norm_in, attention, norm_out in layers:
-        x = norm_out(attention(norm_in(x), residual=x, key_padding_mask=padding))
+        x, _ = attention(norm_in(x), residual=x, key_padding_mask=padding)
+        x = norm_out(x)
     return feed_forward(x, residual=x)
 
 

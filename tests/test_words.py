@@ -95,11 +95,12 @@ SAID = {
     "attention_backward": {"attn_mask": "; expected mask", "softmax_scale": "; expected scale$"},
     "MultiHeadAttention": {
         "causal": "; expected is_causal$",
+        "need_weight": "; expected one of .*need_weights$",
         "mask": f"; expected attn_mask {HIDES}$",
         "attention_mask": f"; expected key_padding_mask {HIDES}$",
         "kv_lengths": f"; expected key_padding_mask {HIDES}$",
         "dropout_p": ": grad.vjp takes dropout=, where gradients are made$",
-        "output_attentions": WEIGHTS,
+        "output_attentions": "; expected need_weights$",
     },
     "TransformerEncoderLayer": {
         "causal": "; expected is_causal$",

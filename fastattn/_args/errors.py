@@ -34,11 +34,12 @@ def put_name(func: str, error: Exception, inner: str = "") -> None:
             error.msg = text
 
 
-def named(func: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def named(func: str, by_name: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a public function: the errors of its checks get its name.
 
     In `func`, {cls} is the class of the first argument, and {self} that argument. Functions that take a few
-    microseconds call `put_name` themselves: a decorator costs some tenths of one.
+    microseconds call `put_name` themselves: a decorator costs some tenths of one. Python's error for too many
+    positional arguments also says which are passed `by_name`.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -49,6 +50,8 @@ def named(func: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             except Exception as error:
                 first = args[0] if args else None
                 put_name(func.format(cls=type(first).__name__, self=first), error)
+                if by_name and "positional argument" in str(error):
+                    error.args = (f"{error}; {by_name} are passed by name",)
                 raise
 
         return checked

@@ -84,8 +84,9 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
 
         For layers, ``pullback(dout)`` returns a tuple: the gradient of each input that is an array of
         floating numbers, and then a dict of the gradients of the parameters, by their names in `state_dict`;
-        of several layers, such a dict for each. An array that is several inputs of an attention, as in
-        ``vjp(layer, x, x, x)``, has one gradient. For models, whose inputs have none, it returns the dict.
+        of several layers, such a dict for each. That of a `MultiHeadAttention` takes the gradient of `out`.
+        An array that is several inputs of an attention, as in ``vjp(layer, x, x, x)``, has one gradient. For
+        models, whose inputs have none, it returns the dict.
 
     Raises
     ------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn._args.attention import attention_args
-from fastattn._args.errors import named, put_name, wrong_shape
+from fastattn._args.errors import named, wrong_shape
 from fastattn._args.ops import like, rows
 from fastattn._args.options import require_options
 from fastattn._args.types import Array, ArrayLike, AttentionArgs, Bools, Ints, Unpack, plain_args
@@ -94,7 +94,8 @@ class MultiHeadAttention(AttentionParameters):
     >>> import numpy as np
     >>> from fastattn.layers import MultiHeadAttention
     >>> mha = MultiHeadAttention(64, 8, num_kv_heads=2, rng=np.random.default_rng(0))
-    >>> mha(np.ones((1, 10, 64), np.float32), is_causal=True).shape
+    >>> out, _ = mha(np.ones((1, 10, 64), np.float32), is_causal=True)
+    >>> out.shape
     (1, 10, 64)
     """
 
@@ -107,7 +108,7 @@ class MultiHeadAttention(AttentionParameters):
         *,
         need_weights: Literal[False] = False,
         **options: Unpack[CallOptions],
-    ) -> Array: ...
+    ) -> tuple[Array, None]: ...
     @overload
     def __call__(
         self,
@@ -118,6 +119,7 @@ class MultiHeadAttention(AttentionParameters):
         need_weights: Literal[True],
         **options: Unpack[CallOptions],
     ) -> tuple[Array, Array]: ...
+    @named("{cls}", "key_padding_mask and attn_mask")
     def __call__(
         self,
         query: ArrayLike,
@@ -139,7 +141,7 @@ class MultiHeadAttention(AttentionParameters):
             Bool: **True hides a key**, as in torch, the opposite of `fastattn.attention`'s mask. Float: added
             to the key's scores. With a cache, S counts its keys, too.
         need_weights : bool, default False
-            Return ``(out, weights)``; torch's default is True. The fused kernel still computes the output.
+            Return the weights, too; torch's default is True. The fused kernel still computes the output.
         attn_mask : array_like, (L, S), (B * num_heads, L, S) or (B, num_heads, L, S), optional
             Bool: **True hides**. Float, of any type: added to the scores. In the last form, axes of length 1
             broadcast.
@@ -161,30 +163,26 @@ class MultiHeadAttention(AttentionParameters):
         -------
         out : ndarray, (B, L, embed_dim)
             In query's dtype. A query that may attend nothing gets out_proj's bias, where torch gives NaN.
-        weights : ndarray, (B, L, S) or (B, num_heads, L, S)
-            With `need_weights`. The keys of add_bias_kv and add_zero_attn come last.
+        weights : ndarray, (B, L, S) or (B, num_heads, L, S), or None
+            None without `need_weights`. The keys of add_bias_kv and add_zero_attn come last.
         """
-        try:
-            require_options(options, CallOptions)
-            need_weights = flag("need_weights", need_weights)
-            average = flag("average_attn_weights", options.pop("average_attn_weights", True))
-            residual = options.pop("residual", None)
-            x, batched, k, v = self._checked(query, key, value, options)
-            residual = like("residual", residual, x.shape, x.dtype, "query")
-            batch, length, _ = batched.shape
-            key_length = length
-            if k is not None or v is not None:
-                key_length = (v if k is None else k).shape[1]
-                k, v = (None if array is None else rows(array) for array in (k, v))
-            residual = None if residual is None else rows(residual)
-            more = need_weights, key_length
-            out, weights, _ = self._attend(PLAIN, rows(x), (batch, length), k, v, residual, *more, **options)
-        except Exception as error:
-            put_name(type(self).__name__, error)
-            raise
+        require_options(options, CallOptions, "need_weights")
+        need_weights = flag("need_weights", need_weights)
+        average = flag("average_attn_weights", options.pop("average_attn_weights", True))
+        residual = options.pop("residual", None)
+        x, batched, k, v = self._checked(query, key, value, options)
+        residual = like("residual", residual, x.shape, x.dtype, "query")
+        batch, length, _ = batched.shape
+        key_length = length
+        if k is not None or v is not None:
+            key_length = (v if k is None else k).shape[1]
+            k, v = (None if array is None else rows(array) for array in (k, v))
+        residual = None if residual is None else rows(residual)
+        more = need_weights, key_length
+        out, weights, _ = self._attend(PLAIN, rows(x), (batch, length), k, v, residual, *more, **options)
         out = out.reshape(x.shape)
         if not need_weights:
-            return out
+            return out, None
         weights = weights.mean(axis=1) if average else weights
         return out, weights if x.ndim == 3 else weights[0]
 
@@ -204,7 +202,7 @@ class MultiHeadAttention(AttentionParameters):
             given = dict(zip(names, others, strict=True))
             return self._attend(tape, x, (batch, length), **given, **options)[0]
 
-        return Computation([self], inputs, run, x.shape)
+        return Computation([self], inputs, run, x.shape, pair=True)
 
     def _checked(
         self, query: ArrayLike, key: Any, value: Any, options: dict[str, Any]

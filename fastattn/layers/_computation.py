@@ -33,6 +33,7 @@ class Computation(NamedTuple):
     run: Callable[..., Any]  # from a tape and the inputs' values, which are rows, to the value of the result
     shape: Shape  # of the result, but for its features
     by_block: bool = False  # `run` makes checkpoints of its blocks
+    pair: bool = False  # a call returns its result and None, the weights of attention
 
     def result(self) -> Array:
         """The result, with nothing kept."""
@@ -67,7 +68,7 @@ class Computation(NamedTuple):
             found = (value.found().reshape(x.shape) for value, x in zip(values, inputs.values(), strict=True))
             return *found, *(_by_name(layer, tape) for layer in layers)
 
-        return result, Pullback(check, back)
+        return (result, None) if self.pair else result, Pullback(check, back)
 
 
 def _by_name(layer: Layer, tape: Tape) -> dict[str, Array]:

@@ -5,7 +5,7 @@ from functools import wraps
 from itertools import islice
 
 import numpy as np
-from judge import Like
+from judge import Like, arrays_in
 from layers import MAKERS, NAMES, TOLERANCE, changed, inputs, made_of, make, result, width
 from recipes import RECIPES, Call, recipe, right
 from slopes import wrong_slope
@@ -71,7 +71,7 @@ def slopes(d, forward, arguments, dout, parts):
                     {name.partition(".")[2]: x for name, x in at.items() if name.startswith(f"{i}.")}
                 )
             out, _ = grad.vjp(forward, **{**arguments, **{name: at[name] for name in names}})
-            return float((out * dout).sum())
+            return float((arrays_in(out)[0] * dout).sum())
 
         try:
             return wrong_slope(value, moved, gradients, d.rng)

@@ -112,7 +112,7 @@ def test_errors_of_layers_name_the_layer():
     heads = MultiHeadAttention(8, 2, rng=np.random.default_rng(0))
     with pytest.raises(ValueError, match=r"^MultiHeadAttention\(\): need_weights is given; expected none"):
         vjp(heads, Q, need_weights=True)
-    np.testing.assert_array_equal(vjp(heads, Q, need_weights=False)[0], heads(Q))
+    np.testing.assert_array_equal(vjp(heads, Q, need_weights=False)[0][0], heads(Q)[0])
     with pytest.raises(TypeError, match=r"^LayerNorm\(\) missing 1 required positional argument: 'x'"):
         vjp(LayerNorm(8))
     with pytest.raises(TypeError, match=r"^FeedForward\(\): bogus is not an argument; expected one of x$"):

@@ -151,8 +151,8 @@ def test_a_failed_first_call_leaves_nothing():
         layer(X, cache=cache, key_padding_mask=np.zeros((BATCH, 5), np.bool_))
     assert (cache.nbytes, cache.capacity, cache.batch) == (0, 4, None)
     close(
-        layer(X[:1].astype(np.float16), is_causal=True, cache=cache),
-        layer(X[:1].astype(np.float16), is_causal=True),
+        layer(X[:1].astype(np.float16), is_causal=True, cache=cache)[0],
+        layer(X[:1].astype(np.float16), is_causal=True)[0],
     )
 
     model = decoder()
@@ -190,9 +190,9 @@ def test_a_cache_in_int8(options, implementation):
     results = []
     for dtype in (None, "int8"):
         cache, parts = KVCache(dtype=dtype), []
-        parts.append(layer(X[:, :4], cache=cache, lengths=[4, 2, 3], is_causal=True)[:, :2])
+        parts.append(layer(X[:, :4], cache=cache, lengths=[4, 2, 3], is_causal=True)[0][:, :2])
         out, weights = layer(X[:, 4:6], cache=cache, is_causal=True, need_weights=True)
-        parts += [out, layer(X[:, 6:7], cache=cache, is_causal=True)]
+        parts += [out, layer(X[:, 6:7], cache=cache, is_causal=True)[0]]
         results.append((np.concatenate(parts, axis=1), weights))
     (out, weights), (rounded, rounded_weights) = results
     assert 1e-5 < np.abs(rounded - out).max() < 0.02 * np.abs(out).max()
@@ -268,8 +268,8 @@ def test_keys_values_are_checked(kept, error, message):
 def test_keys_values_of_16_bits():
     layer = attention_layer({})
     kept = layer.project_keys_values(MEMORY)
-    out = layer(X, keys_values=[x.astype(np.float16) for x in kept])
-    np.testing.assert_allclose(out, layer(X, MEMORY), rtol=0, atol=0.02)
+    out, _ = layer(X, keys_values=[x.astype(np.float16) for x in kept])
+    np.testing.assert_allclose(out, layer(X, MEMORY)[0], rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])

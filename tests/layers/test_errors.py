@@ -33,11 +33,11 @@ TRIANGLE = np.triu(np.full((LENGTH, LENGTH), -np.inf), 1)
 def test_float_masks_of_any_type(x, dtype, implementation):
     """A float64 array such as np.full returns is taken, whatever the layer computes in."""
     layer = attention_layer({}, "float64" if x.dtype == np.float64 else "float32")
-    expected = layer(x, is_causal=True)
-    np.testing.assert_allclose(layer(x, attn_mask=TRIANGLE.astype(dtype)), expected, rtol=0, atol=2e-3)
+    expected, _ = layer(x, is_causal=True)
+    np.testing.assert_allclose(layer(x, attn_mask=TRIANGLE.astype(dtype))[0], expected, rtol=0, atol=2e-3)
     padding = np.where(np.arange(LENGTH) < 6, 0, -np.inf) * np.ones((BATCH, 1))
-    both = layer(x, attn_mask=TRIANGLE.astype(dtype), key_padding_mask=padding.astype(dtype))
-    hidden = layer(x, is_causal=True, key_padding_mask=padding < 0)
+    both, _ = layer(x, attn_mask=TRIANGLE.astype(dtype), key_padding_mask=padding.astype(dtype))
+    hidden, _ = layer(x, is_causal=True, key_padding_mask=padding < 0)
     np.testing.assert_allclose(both, hidden, rtol=0, atol=2e-3)
 
 
@@ -53,19 +53,28 @@ def test_values_as_long_as_keys(options, implementation):
 @pytest.mark.parametrize("options", [{}, {"add_zero_attn": True}], ids=str)
 def test_a_window_may_be_an_array(options):
     layers = (attention_layer({**options, "window": window}) for window in ((2, 1), np.array([2, 1])))
-    expected, got = (layer(X) for layer in layers)
+    expected, got = (layer(X)[0] for layer in layers)
     np.testing.assert_array_equal(got, expected)
+
+
+def test_masks_of_encoders_in_torchs_order():
+    layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 96))
+    masks = {"src_key_padding_mask": np.arange(LENGTH) > np.full((BATCH, 1), 6), "is_causal": True}
+    for call, name in ((layer, "src_mask"), (TransformerEncoder([layer]), "mask")):
+        expected = call(X, **{name: TRIANGLE[::-1].T}, **masks)
+        np.testing.assert_array_equal(call(X, TRIANGLE[::-1].T, *masks.values()), expected)
+        np.testing.assert_array_equal(vjp(call, X, TRIANGLE[::-1].T, *masks.values())[0], expected)
 
 
 def test_a_finite_mask_stays_finite():
     """If all keys have the smallest number, all are attended alike. With -inf they would be hidden."""
     layer = attention_layer({})
     least, wide = np.finfo(np.float32).min, np.finfo(np.float64).min
-    expected = layer(X, attn_mask=np.full((LENGTH, LENGTH), least))
+    expected, _ = layer(X, attn_mask=np.full((LENGTH, LENGTH), least))
     assert abs(expected - layer.out_proj.bias_vector).max() > 0.1
-    np.testing.assert_array_equal(layer(X, attn_mask=np.full((LENGTH, LENGTH), wide)), expected)
+    np.testing.assert_array_equal(layer(X, attn_mask=np.full((LENGTH, LENGTH), wide))[0], expected)
     mask, padding = np.full((LENGTH, LENGTH), least), np.full((BATCH, LENGTH), least)
-    np.testing.assert_array_equal(layer(X, attn_mask=mask, key_padding_mask=padding), expected)
+    np.testing.assert_array_equal(layer(X, attn_mask=mask, key_padding_mask=padding)[0], expected)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +133,9 @@ def test_nothing_to_attend_from(batch, length, options, implementation):
     layer = attention_layer(options)
     x = np.ones((batch, length, WIDTH), np.float32)
     key, value = (np.ones((batch, length, options.get(name, WIDTH)), np.float32) for name in ("kdim", "vdim"))
-    assert layer(x, key, value).shape == x.shape
+    assert layer(x, key, value)[0].shape == x.shape
     if "kdim" not in options:
-        assert layer(x, value=value).shape == x.shape
+        assert layer(x, value=value)[0].shape == x.shape
     _, weights = layer(x, key, value, need_weights=True)
     assert weights.shape == (batch, length, length)
 
@@ -191,9 +200,9 @@ def test_a_copy_holds_the_weights_once_and_read_only(options, again):
     layer = attention_layer(options)
     other = again(layer)
     key, value = (draw(BATCH, 5, options.get(name, WIDTH)) for name in ("kdim", "vdim"))
-    np.testing.assert_array_equal(other(X, key, value), layer(X, key, value))
+    np.testing.assert_array_equal(other(X, key, value)[0], layer(X, key, value)[0])
     if layer.all_maps is not None:
-        np.testing.assert_array_equal(other(X), layer(X))
+        np.testing.assert_array_equal(other(X)[0], layer(X)[0])
         for part in (other.query_maps, other.key_map, other.value_map, other.key_value_maps):
             assert np.shares_memory(part.weight.panels, other.all_maps.weight.panels)
         held = layer.all_maps.weight.nbytes + layer.out_proj.packed_weight.nbytes
@@ -285,7 +294,7 @@ def test_a_prefix_that_is_no_string():
 def test_values_of_another_type_than_keys(implementation):
     layer = MultiHeadAttention(8, 2, kdim=8, vdim=6, rng=np.random.default_rng(0))
     x, value = np.ones((1, 3, 8), np.float32), np.ones((1, 3, 6), np.float32)
-    assert layer(x, x, value).shape == (1, 3, 8)
+    assert layer(x, x, value)[0].shape == (1, 3, 8)
     with pytest.raises(TypeError, match=r"MultiHeadAttention\(\): .*bfloat16"):
         layer(x, x, value.astype(ml_dtypes.bfloat16))
 

@@ -28,14 +28,14 @@ MORE = {"num_kv_heads": 2, "qk_norm": True, "output_gate": True, "sinks": True}
 LAYERS = {
     "Linear": (lambda **o: Linear(WIDTH, 33, **o), lambda m, x: m(x)),
     "FeedForward": (lambda **o: FeedForward(WIDTH, 90, "swiglu", **o), lambda m, x: m(x)),
-    "MultiHeadAttention": (lambda **o: MultiHeadAttention(WIDTH, HEADS, **o), lambda m, x: m(x)),
+    "MultiHeadAttention": (lambda **o: MultiHeadAttention(WIDTH, HEADS, **o), lambda m, x: m(x)[0]),
     "MultiHeadAttention with more": (
         lambda **o: MultiHeadAttention(WIDTH, HEADS, **MORE, **o),
-        lambda m, x: m(x, is_causal=True),
+        lambda m, x: m(x, is_causal=True)[0],
     ),
     "MultiHeadAttention over others": (
         lambda **o: MultiHeadAttention(WIDTH, HEADS, kdim=WIDTH, vdim=32, **o),
-        lambda m, x: m(x, x[:, :5], x[:, :5, :32]),
+        lambda m, x: m(x, x[:, :5], x[:, :5, :32])[0],
     ),
     "TransformerEncoderLayer": (
         lambda **o: TransformerEncoderLayer(WIDTH, HEADS, 96, **o),
@@ -93,7 +93,7 @@ def test_each_product_is_that_of_ops(implementation, kind):
     for made, expected in zip(attention.project_keys_values(x), (k, v), strict=True):
         np.testing.assert_array_equal(made, expected)
     mixed = fastattn.attention(q, k, v).transpose(0, 2, 1, 3).reshape(x.shape)
-    np.testing.assert_array_equal(attention(x), attention.out_proj(mixed))
+    np.testing.assert_array_equal(attention(x)[0], attention.out_proj(mixed))
     assert attention.out_proj.activations == "int8"
 
 

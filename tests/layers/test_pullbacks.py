@@ -55,11 +55,11 @@ def assert_stale(pullback, out):
 def test_weights_of_another_step_are_refused(name, checkpoint, change):
     layer = made(*LAYERS[name])
     inputs = (X, X) if name == "decoder layer" else (X,)
-    out, pullback = vjp(layer, *inputs, checkpoint=checkpoint)
+    _, pullback = vjp(layer, *inputs, checkpoint=checkpoint)
     change(layer)
-    assert_stale(pullback, out)
-    out, pullback = vjp(layer, *inputs, checkpoint=checkpoint)
-    assert list(pullback(np.ones_like(out))[-1]) == list(layer.state_dict())
+    assert_stale(pullback, X)
+    _, pullback = vjp(layer, *inputs, checkpoint=checkpoint)
+    assert list(pullback(np.ones_like(X))[-1]) == list(layer.state_dict())
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

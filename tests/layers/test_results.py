@@ -25,6 +25,7 @@ from layer_oracle import (
 
 from fastattn._engine import dispatch, settings
 from fastattn.cache import KVCache
+from fastattn.grad import vjp
 from fastattn.layers import (
     FeedForward,
     LayerNorm,
@@ -54,6 +55,20 @@ def test_attention_is_its_definition(options, causal, dtype, bound, implementati
     np.testing.assert_allclose(mean, probs.mean(axis=1), rtol=0, atol=bound)
 
 
+def test_attention_is_always_a_pair():
+    """Also of a batch of two, whose result could be taken apart instead."""
+    layer, x = attention_layer({}), X[:2]
+    out, nothing = layer(x, x, x)
+    assert nothing is None
+    np.testing.assert_array_equal(out, layer(x, need_weights=True)[0])
+    for given in ({"cache": KVCache()}, {"residual": x}, {"keys_values": layer.project_keys_values(x)}):
+        assert layer(x, **given)[1] is None
+    (same, nothing), pullback = vjp(layer, x)
+    assert nothing is None
+    np.testing.assert_array_equal(same, out)
+    assert pullback(out)[0].shape == x.shape
+
+
 @every_feature
 def test_attention_over_a_memory(options, implementation):
     layer = attention_layer(options)
@@ -61,12 +76,12 @@ def test_attention_over_a_memory(options, implementation):
     hidden = np.random.default_rng(2).random((BATCH, HEADS, 5, LENGTH)) < 0.3
     hidden[..., 0] = False
     expected, _ = dense(layer, x, memory, hidden=hidden)
-    out = layer(x, memory, attn_mask=hidden)
+    out, _ = layer(x, memory, attn_mask=hidden)
     bound = 2e-6 * abs(expected).max()
     np.testing.assert_allclose(out, expected, rtol=0, atol=bound)
-    np.testing.assert_array_equal(layer(x, memory, memory, attn_mask=hidden.reshape(-1, 5, LENGTH)), out)
+    np.testing.assert_array_equal(layer(x, memory, memory, attn_mask=hidden.reshape(-1, 5, LENGTH))[0], out)
     kept = layer.project_keys_values(memory)
-    np.testing.assert_allclose(layer(x, keys_values=kept, attn_mask=hidden), expected, rtol=0, atol=bound)
+    np.testing.assert_allclose(layer(x, keys_values=kept, attn_mask=hidden)[0], expected, rtol=0, atol=bound)
 
 
 def test_pieces_of_a_layer_are_the_layer(implementation):
@@ -77,10 +92,10 @@ def test_pieces_of_a_layer_are_the_layer(implementation):
         layer = TransformerEncoderLayer(WIDTH, HEADS, 96, "geglu", norm_first=norm_first, attention=options)
         randomized(layer)
         if norm_first:
-            y = layer.self_attn(layer.norm1(x), residual=x)
+            y, _ = layer.self_attn(layer.norm1(x), residual=x)
             expected = y + layer.feed_forward(layer.norm2(y))
         else:
-            y = layer.norm1(layer.self_attn(x), residual=x)
+            y = layer.norm1(layer.self_attn(x)[0], residual=x)
             expected = layer.norm2(layer.feed_forward(y, residual=y))
         np.testing.assert_allclose(layer(x), expected, rtol=0, atol=1e-5)
         np.testing.assert_allclose(layer(x[1]), expected[1], rtol=0, atol=1e-5)  # (L, d) is a sequence, too
@@ -180,7 +195,7 @@ def test_results_outlive_the_next_call(implementation):
         *layer.self_attn(x[:1], need_weights=True),
         *layer.self_attn.project_keys_values(x),
         layer.feed_forward(x),
-        layer.self_attn(x, cache=cache),
+        layer.self_attn(x, cache=cache)[0],
     )
     before = [array.copy() for array in kept]
     layer(other)
@@ -349,6 +364,6 @@ def test_padding_of_layers_that_place_their_heads(heads, side, implementation):
 def test_an_out_proj_of_its_own_kind_rounds_its_own_input(implementation):
     layer = attention_layer({})
     layer.out_proj.load_state_dict({"weight": np.eye(WIDTH), "bias": np.zeros(WIDTH)})
-    heads = layer(X)
+    heads, _ = layer(X)
     layer.out_proj = randomized(Linear(WIDTH, WIDTH, weights_dtype="int8", activations="int8"))
-    np.testing.assert_array_equal(layer(X), layer.out_proj(heads))
+    np.testing.assert_array_equal(layer(X)[0], layer.out_proj(heads))

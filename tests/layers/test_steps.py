@@ -31,11 +31,12 @@ from fastattn.layers import (
 def test_cached_steps_are_the_full_pass(options, chunks, implementation):
     layer = attention_layer(options)
     x = draw(BATCH, LENGTH, WIDTH)
-    full = layer(x, is_causal=True)
+    full, _ = layer(x, is_causal=True)
     cache = KVCache()
     ends = np.cumsum(chunks)
     steps = [
-        layer(x[:, end - n : end], is_causal=True, cache=cache) for n, end in zip(chunks, ends, strict=True)
+        layer(x[:, end - n : end], is_causal=True, cache=cache)[0]
+        for n, end in zip(chunks, ends, strict=True)
     ]
     np.testing.assert_allclose(np.concatenate(steps, axis=1), full, rtol=0, atol=1e-5)
     assert cache.length == LENGTH
@@ -46,19 +47,19 @@ def test_cached_steps_of_prompts_of_different_lengths(options, implementation):
     """Each sequence goes on after its own prompt. The padding held NaN, which never shows."""
     layer = attention_layer(options)
     x = draw(BATCH, LENGTH, WIDTH)
-    full = layer(x, is_causal=True)
+    full, _ = layer(x, is_causal=True)
     prompts = [5, 2, 4]
     padded = x[:, :5].copy()
     for b, n in enumerate(prompts):
         padded[b, n:] = np.nan
     cache = KVCache(capacity=7)
     with np.errstate(all="ignore"):
-        out = layer(padded, is_causal=True, cache=cache, lengths=prompts)
+        out, _ = layer(padded, is_causal=True, cache=cache, lengths=prompts)
     for b, n in enumerate(prompts):
         np.testing.assert_allclose(out[b, :n], full[b, :n], rtol=0, atol=1e-5)
     for step in range(LENGTH - max(prompts)):
         token = np.stack([x[b, n + step] for b, n in enumerate(prompts)])[:, None]
-        out = layer(token, is_causal=True, cache=cache)
+        out, _ = layer(token, is_causal=True, cache=cache)
         for b, n in enumerate(prompts):
             np.testing.assert_allclose(out[b, 0], full[b, n + step], rtol=0, atol=1e-5)
 
@@ -67,12 +68,12 @@ def test_left_padded_prompts_over_a_cache(implementation):
     """Padding in front is hidden by a key_padding_mask as long as the cache."""
     layer = attention_layer({})
     x = draw(1, 6, WIDTH)
-    full = layer(x, is_causal=True)
+    full, _ = layer(x, is_causal=True)
     padded = np.concatenate([np.full((1, 3, WIDTH), 7, np.float32), x], axis=1)
     hidden = np.arange(9)[None] < 3
     cache = KVCache()
-    outs = [layer(padded[:, :7], is_causal=True, cache=cache, key_padding_mask=hidden[:, :7])]
-    outs += [layer(padded[:, i : i + 1], cache=cache, key_padding_mask=hidden[:, : i + 1]) for i in (7, 8)]
+    outs = [layer(padded[:, :7], is_causal=True, cache=cache, key_padding_mask=hidden[:, :7])[0]]
+    outs += [layer(padded[:, i : i + 1], cache=cache, key_padding_mask=hidden[:, : i + 1])[0] for i in (7, 8)]
     np.testing.assert_allclose(np.concatenate(outs, axis=1)[:, 3:], full, rtol=0, atol=1e-5)
 
 
@@ -80,9 +81,9 @@ def test_left_padded_prompts_over_a_cache(implementation):
 def test_a_16_bit_cache(dtype, implementation):
     layer = attention_layer({"num_kv_heads": 2})
     x = draw(BATCH, LENGTH, WIDTH)
-    full = layer(x, is_causal=True)
+    full, _ = layer(x, is_causal=True)
     cache = KVCache(dtype=dtype)
-    steps = [layer(x[:, i : i + 1], is_causal=True, cache=cache) for i in range(LENGTH)]
+    steps = [layer(x[:, i : i + 1], is_causal=True, cache=cache)[0] for i in range(LENGTH)]
     error = abs(np.concatenate(steps, axis=1) - full).max()
     assert 0 < error < 4 * float(ml_dtypes.finfo(dtype).eps) * abs(full).max()
 
