@@ -48,6 +48,8 @@ CALLS = {
     "TransformerDecoderLayer": lambda **named: DECODER(X, X, **named),
     "made MultiHeadAttention": lambda **named: layers.MultiHeadAttention(8, 2, **named),
     "made TransformerEncoderLayer": lambda **named: layers.TransformerEncoderLayer(8, 2, **named),
+    "made TransformerEncoder": lambda **named: layers.TransformerEncoder(LAYER, **named),
+    "made LayerNorm": lambda **named: layers.LayerNorm(**named),
 }
 SAID = {
     "attention": {
@@ -131,6 +133,13 @@ SAID = {
         "attn_mask": ": calls take is_causal and masks$",
         "device": ": it computes on CPUs$",
     },
+    "made TransformerEncoder": {
+        **dict.fromkeys(
+            ("num_layers", "encoder_layer"), r"; expected layers \(a list of layers, each its own"
+        ),
+        "enable_nested_tensor": ": rows of padding are left out without it$",
+    },
+    "made LayerNorm": {"normalized_shape": "; expected features$"},
     "made TransformerEncoderLayer": {
         "nhead": "; expected num_heads$",
         "window": r": attention=\{'window': ...\} takes it$",

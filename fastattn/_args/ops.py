@@ -28,6 +28,7 @@ from fastattn._args.types import (
 from fastattn._args.values import (
     as_array,
     choice,
+    converted,
     flag,
     float_array,
     integers,
@@ -43,7 +44,7 @@ def data(name: str, x: Any) -> Array:
     """`x` as a floating array of at least one dimension that the kernels can read."""
     if is_ready(x, 1):
         return x
-    array = float_array(name, x)
+    array = float_array(name, x, hint=converted(name, x, "float32"))
     if array.ndim == 0:
         raise wrong_shape(name, array, "(..., features)")
     return readable(array, name, [], "the last axis")
@@ -159,8 +160,9 @@ def linear_args(
     dtype = array.dtype
     lane = lane_dtype(dtype)
     if (weight.dtype == "float64") != (lane is FLOAT64):
-        expected = "float64" if weight.dtype == "float64" else "float32, float16 or bfloat16"
-        raise wrong_dtype("x", array, f"{expected} for a weight in {weight.dtype}")
+        hint = converted("x", x, "float32" if lane is FLOAT64 else "float64")
+        expected = "float32, float16 or bfloat16" if lane is FLOAT64 else "float64"
+        raise wrong_dtype("x", array, f"{expected} for a weight in {weight.dtype}{hint}")
     k, n, gated = weight.in_features, weight.out_features, weight.gated
     width: Shape = (k,)
     if flag("transposed", transposed):

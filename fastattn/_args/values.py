@@ -341,6 +341,11 @@ def of_lists(given: Mapping[str, Any]) -> str:
     return next((f" (NumPy makes float64 of a list: np.array({name}, np.float32))" for name in found), "")
 
 
+def converted(name: str, x: Any, dtype: str) -> str:
+    """Hint of a message: what makes an array of `dtype` of the argument `name`."""
+    return f": {name}.astype(np.{dtype})" if isinstance(x, np.ndarray) else f": np.array({name}, np.{dtype})"
+
+
 def broadcast_batch(**shapes: Shape) -> Shape:
     """The batch dimensions that those of the named arrays broadcast to."""
     try:

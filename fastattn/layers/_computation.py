@@ -11,7 +11,7 @@ from fastattn._args.attention import dropout_of
 from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import cotangent, data, rows
 from fastattn._args.types import FLOAT32, FLOAT64, Array, ArrayLike, Shape
-from fastattn._args.values import as_array, flag, float_array, of_lists
+from fastattn._args.values import as_array, converted, flag, float_array, of_lists
 from fastattn._engine.plain import PLAIN
 from fastattn._engine.tape import Drops, Tape
 from fastattn._engine.values import Value
@@ -40,7 +40,7 @@ class Computation(NamedTuple):
         out: Array = self.run(PLAIN, *map(rows, self.inputs.values()))
         return out.reshape(*self.shape[:-1], out.shape[-1])
 
-    def with_pullback(self, checkpoint: bool, dropout: float, seed: int | None) -> tuple[Array, Pullback]:
+    def with_pullback(self, checkpoint: bool, dropout: float, seed: int | None) -> tuple[Any, Pullback]:
         """The result and its pullback, as `fastattn.grad.vjp` returns them."""
         inputs, layers = self.inputs, self.layers
         checkpoint = flag("checkpoint", checkpoint)
@@ -105,10 +105,13 @@ def checked(name: str, x: Any, features: int, weights_dtype: str) -> Array:
     """`x` as an array (..., features), for kernels whose weights are stored as `weights_dtype`."""
     array = data(name, x)
     if array.shape[-1] != features:
-        raise wrong_shape(name, array, f"(..., {features})")
+        heads = ", heads side by side" if array.ndim == 4 else ""
+        raise wrong_shape(name, array, f"(..., {features}){heads}")
     if (array.dtype == FLOAT64) != (weights_dtype == "float64"):
-        expected = "float64" if weights_dtype == "float64" else "float32, float16 or bfloat16"
-        raise wrong_dtype(name, array, f"{expected}, for weights in {weights_dtype}{of_lists({name: x})}")
+        lane = "float64" if weights_dtype == "float64" else "float32"
+        expected = lane if lane == "float64" else "float32, float16 or bfloat16"
+        hint = of_lists({name: x}) or converted(name, x, lane)
+        raise wrong_dtype(name, array, f"{expected}, for weights in {weights_dtype}{hint}")
     return array
 
 

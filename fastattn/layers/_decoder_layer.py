@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from fastattn._args.errors import put_name, wrong_shape
+from fastattn._args.errors import named, wrong_shape
 from fastattn._args.ops import rows
 from fastattn._args.options import require_options
 from fastattn._args.types import Array, ArrayLike, Ints, Unpack
@@ -68,6 +68,7 @@ class TransformerDecoderLayer(TransformerLayer):
 
     _parts = ("self_attn", "multihead_attn", "feed_forward", "norm1", "norm2", "norm3")
 
+    @named("{cls}", "tgt_mask and memory_mask")
     def __call__(
         self,
         tgt: ArrayLike,
@@ -91,13 +92,9 @@ class TransformerDecoderLayer(TransformerLayer):
         lengths : array_like of int, (B,), optional
             With `cache`: how many of these tokens count in each sequence.
         """
-        try:
-            array, sizes, masks = self._checked(tgt, cache, options)
-            over = None if cache is not None else rows(self._memory(memory, sizes[0]))
-            out: Array = self._forward(PLAIN, rows(array), over, sizes, memory, cache, **masks)
-        except Exception as error:
-            put_name(type(self).__name__, error)
-            raise
+        array, sizes, masks = self._checked(tgt, cache, options)
+        over = None if cache is not None else rows(self._memory(memory, sizes[0]))
+        out: Array = self._forward(PLAIN, rows(array), over, sizes, memory, cache, **masks)
         return out.reshape(array.shape)
 
     def _computation(self, tgt: ArrayLike, memory: ArrayLike | None = None, **options: Any) -> Computation:

@@ -86,7 +86,7 @@ class Transformer(Layer):
             draws = {name: xavier_uniform if len(p.shape) == 2 else p.draw for name, p in parameters}
             self.load_state_dict({name: draws[name](source, p.shape) for name, p in parameters})
 
-    @named("{cls}")
+    @named("{cls}", "src_mask and tgt_mask")
     def __call__(
         self,
         src: ArrayLike,

@@ -215,10 +215,10 @@ class TransformerEncoder(LayerStack):
     def __call__(
         self,
         src: ArrayLike,
-        *,
         mask: ArrayLike | None = None,
         src_key_padding_mask: ArrayLike | None = None,
         is_causal: bool = False,
+        *,
         cache: Sequence[KVCache] | None = None,
         lengths: ArrayLike | None = None,
         **others: Unpack[NoOptions],
@@ -237,7 +237,6 @@ class TransformerEncoder(LayerStack):
     def _computation(
         self,
         src: ArrayLike,
-        *,
         mask: Any = None,
         src_key_padding_mask: Any = None,
         is_causal: bool = False,
@@ -343,7 +342,7 @@ class TransformerDecoder(LayerStack):
     keys_from: Sequence[int] | None = None
     _kind, _cache_kind = TransformerDecoderLayer, DecoderCache
 
-    @named("{cls}")
+    @named("{cls}", "tgt_mask and memory_mask")
     def __call__(
         self,
         tgt: ArrayLike,

@@ -374,6 +374,8 @@ class Layer:
                 names, read = file.names, file.get_tensor
             elif not isinstance(state_dict, Mapping):
                 expected = "a mapping of names to arrays, or the path of a safetensors file"
+                if hasattr(state_dict, "state_dict"):
+                    expected = "its state_dict()"
                 raise wrong_type("state_dict", state_dict, expected)
             else:
                 names, read = state_dict.keys(), state_dict.__getitem__

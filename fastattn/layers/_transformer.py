@@ -187,10 +187,10 @@ class TransformerEncoderLayer(TransformerLayer):
     def __call__(
         self,
         src: ArrayLike,
-        *,
         src_mask: ArrayLike | None = None,
         src_key_padding_mask: ArrayLike | None = None,
         is_causal: bool = False,
+        *,
         cache: KVCache | None = None,
         lengths: ArrayLike | None = None,
         **others: Unpack[NoOptions],
@@ -216,7 +216,6 @@ class TransformerEncoderLayer(TransformerLayer):
     def _computation(
         self,
         src: ArrayLike,
-        *,
         src_mask: Any = None,
         src_key_padding_mask: Any = None,
         is_causal: bool = False,

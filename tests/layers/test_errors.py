@@ -98,8 +98,35 @@ def test_a_finite_mask_stays_finite():
         (
             lambda e, d: e(X.astype(float)),
             TypeError,
-            "src has dtype float64; expected float32, .* for weights in float32$",
+            r"src has dtype float64; expected float32, .* for weights in float32: src.astype\(np.float32\)$",
         ),
+        (lambda e, d: e(X.astype(int)), TypeError, r"src has dtype int64; .*: src.astype\(np.float32\)$"),
+        (
+            lambda e, d: e.feed_forward(X.astype(float)),
+            TypeError,
+            r"FeedForward\(\): x has dtype float64; .*: x.astype\(np.float32\)$",
+        ),
+        (
+            lambda e, d: e.self_attn.out_proj(X.astype(float)),
+            TypeError,
+            r"Linear\(\): x has dtype float64; .*: x.astype\(np.float32\)$",
+        ),
+        (
+            lambda e, d: e(X.reshape(BATCH, LENGTH, HEADS, -1)),
+            ValueError,
+            r"src has shape \(3, 11, 4, 16\); expected \(..., 64\), heads side by side$",
+        ),
+        (
+            lambda e, d: d(X, X, MASK),
+            TypeError,
+            "but 4 .*; tgt_mask and memory_mask are passed by name$",
+        ),
+        (
+            lambda e, d: d.self_attn(X, X, X, MASK),
+            TypeError,
+            "arguments but 5 .*; key_padding_mask and attn_mask are passed by name$",
+        ),
+        (lambda e, d: e.load_state_dict(e), TypeError, r"is of type .*Layer; expected its state_dict\(\)$"),
         (lambda e, d: e(X, src_key_padding_mask=MASK), ValueError, "src_key_padding_mask has shape"),
         (lambda e, d: e(X, is_causal=1), TypeError, r"TransformerEncoderLayer\(\): is_causal is 1"),
         (
