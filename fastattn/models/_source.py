@@ -105,6 +105,18 @@ class Source:
         self._prefix = next(found, "")
         self.rename(lambda name: name.removeprefix(self._prefix))
 
+    def tied(self, name: str, other: str, said: bool = True) -> str:
+        """The name of the tensor that is to be `other`: `name`, if the model ties the two, as is `said`.
+
+        As in transformers: where the file has one of them, it is both; where both differ, they are not tied.
+        """
+        found = [self._stored[x] for x in (name, other) if x in self._stored]
+        if not said or (len(found) == 2 and not self.tensors.same(*found)):
+            return other
+        if found:
+            self._stored[name] = found[0]
+        return name
+
     def depth(self, key: str) -> int:
         """The number of layers that config.json has under `key`; each is several tensors.
 

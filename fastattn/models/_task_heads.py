@@ -230,9 +230,10 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: Path) -> SparseEnco
     similarity = settings.choice("similarity_fn_name", {kind: kind for kind in SIMILARITIES}, "dot")
 
     tied = config.get("tie_word_embeddings", bool, True)
-    output, bias = (names.table, names.bias) if tied else (names.output, f"{names.output}.bias")
+    output = source.tied(f"{names.table}.weight", f"{names.output}.weight", tied)
+    bias = source.tied(names.bias, f"{names.output}.bias", tied)
     hidden, vocab = encoder.hidden_size, encoder.vocab_size
-    shapes: dict[str, Shape] = {f"{output}.weight": (vocab, hidden), bias: (vocab,)}
+    shapes: dict[str, Shape] = {output: (vocab, hidden), bias: (vocab,)}
     shapes |= {f"{names.inner}.weight": (hidden, hidden)}
     shapes |= dict.fromkeys((f"{names.inner}.bias", f"{names.norm}.weight", f"{names.norm}.bias"), (hidden,))
     source.expect(shapes, ())
@@ -243,7 +244,7 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: Path) -> SparseEnco
     head = (
         Dense(*inner_map, activation, rounded=rounded),
         LayerNorm(*norm_vectors, _eps(encoder)),
-        Dense(source.pack([f"{output}.weight"]), source.vector(bias), rounded=rounded),
+        Dense(source.pack([output]), source.vector(bias), rounded=rounded),
     )
     return SparseEncoder(encoder, head, splade, similarity)
 
@@ -266,7 +267,7 @@ def _logit_score_encoder(source: Source, encoder: Encoder, inner: Path, activati
         if token >= encoder.vocab_size:
             raise config.wrong(name, token, f"less than 'vocab_size' of config.json, {encoder.vocab_size}")
     tied = source.config.get("tie_word_embeddings", bool, False)
-    output = "embed_tokens.weight" if tied else "lm_head.weight"
+    output = source.tied("embed_tokens.weight", "lm_head.weight", tied)
     source.expect({output: (encoder.vocab_size, encoder.hidden_size)}, ())
     weight = source.computed(partial(_difference, ids, source.precision.lane), output)
     template = ChatTemplate.of(source.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -173,6 +174,19 @@ class Tensors:
         if not is_finite(rows, self.stored):
             raise self._not_finite(name, self.stored)
         return rows
+
+    def same(self, name: str, other: str) -> bool:
+        """Tell whether two tensors have one shape, and the same numbers."""
+        shape = self.shape(name)
+        if shape != self.shape(other):
+            return False
+        if "BF16" in (self.kind(name), self.kind(other)):
+            require("ml_dtypes")
+        n, step = math.prod(shape[:1]), max(1, _PIECE // max(1, math.prod(shape[1:])))
+        return all(
+            np.array_equal(*(self._files[x].rows(x, i, min(i + step, n)) for x in (name, other)))
+            for i in range(0, n, step)
+        )
 
     def pack(self, parts: Sequence[Part], args: PackArgs) -> PackedLinear:
         """Pack `parts`, the gate of a gated pair first, into the panels of `args`.

@@ -76,6 +76,21 @@ def test_names_with_and_without_the_base_models_prefix(kind, prefix, tmp_path):
     np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
 
 
+@pytest.mark.parametrize("added", [0, 1])
+def test_an_output_layer_beside_the_table_that_it_is_tied_to(added, tmp_path, monkeypatch):
+    """It is another one where a single number differs, whatever config.json says."""
+    monkeypatch.setattr(_tensors, "_PIECE", 100)
+    weights = tiny.tensors("qwen2", CONFIGS["qwen2"])
+    weights = {name: x.astype(ml_dtypes.bfloat16) for name, x in weights.items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+    weights["lm_head.weight"][-1, -1] += added
+    for tied in (True, False):
+        tiny.write(tmp_path / str(tied), "qwen2", weights, tie_word_embeddings=tied)
+    got, expected = (models.load(tmp_path / str(tied)) for tied in (True, False))
+    np.testing.assert_array_equal(got(IDS), expected(IDS))
+    assert ("lm_head.weight" in got.state_dict()) == bool(added)
+
+
 def test_norms_by_their_old_names(tmp_path):
     """bert-base-uncased has them."""
     weights = tiny.write(tmp_path, "bert")

@@ -33,7 +33,9 @@ def write(folder, kind="bert", strategy="max", function="relu", first="Transform
         f"{norm}.weight": (24,),
         f"{norm}.bias": (24,),
     }
-    shapes |= {f"{head}.bias": (13,), f"{head}.decoder.weight": (13, 24), f"{head}.decoder.bias": (13,)}
+    shapes |= {f"{head}.bias": (13,)}
+    if not config.get("tie_word_embeddings", True):
+        shapes |= {f"{head}.decoder.weight": (13, 24), f"{head}.decoder.bias": (13,)}
     for name, shape in shapes.items():
         weights[name] = 0.3 * RNG.standard_normal(shape, np.float32)
     stored = {name if name in shapes else f"{kind}.{name}": weight for name, weight in weights.items()}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from model_folders import change_config
 from sentence_transformers import CrossEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
@@ -251,6 +252,13 @@ def test_rerankers_that_are_language_models(kind, changes, tmp_path, implementat
         *(np.array([each["score"] for each in ranked]) for ranked in (got, expected))
     )  # cut, some tie
     assert isinstance(models.load(tmp_path), models.Decoder)
+
+
+def test_a_reranker_that_is_tied_to_another_tensor(tmp_path):
+    made_reranker(tmp_path, "qwen3", model_max_length=220)
+    change_config(tmp_path / "saved", tie_word_embeddings=True)
+    theirs = CrossEncoder(str(tmp_path / "saved"), device="cpu", activation_fn=torch.nn.Tanh())
+    require_close(models.load(tmp_path / "saved").predict(LONGER), theirs.predict(LONGER))
 
 
 def test_a_reranker_that_takes_texts_without_a_template(tmp_path):

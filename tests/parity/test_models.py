@@ -669,6 +669,45 @@ def test_distances_past_the_last_bucket(tmp_path):
     require_close(models.load(saved(model, tmp_path))(ids), theirs(model, ids))
 
 
+TIED = {  # whose table another tensor of the file is, by these names
+    "gpt2": (gpt2, "lm_head.weight"),
+    **{make.__name__: (make, "lm_head.weight") for make in (llama, granite, lfm2, olmo2, qwen3_moe, smollm3)},
+    "gemma3": (lambda **changes: gemma3("Gemma3ForCausalLM", **changes), "lm_head.weight"),
+    "mistral3": (mistral3, "lm_head.weight"),
+    "qwen3_5": (qwen3_5, "lm_head.weight"),
+    "t5": (t5, "encoder.embed_tokens.weight"),
+}
+
+
+@pytest.mark.parametrize("there", ["another", "equal", "alone"])
+@pytest.mark.parametrize("name", TIED)
+def test_tied_to_another_tensor(name, there, tmp_path):
+    """The file counts, not config.json, which need not say it, either."""
+    make, other = TIED[name]
+    model = randomised(make(tie_word_embeddings=True))
+    path = saved(model, tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    (table,) = (
+        key for key in tensors if key.endswith(("embed_tokens.weight", "wte.weight", "shared.weight"))
+    )
+    tensors[other] = torch.randn(tensors[table].shape) if there == "another" else tensors[table].clone()
+    if there == "alone":
+        del tensors[table]
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    if type(model.config)().tie_word_embeddings:
+        del config["tie_word_embeddings"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = type(model).from_pretrained(tmp_path).eval()
+    ids = some_ids((2, 9))
+    got = models.load(tmp_path)
+    require_close(got(ids), theirs(expected, ids))
+    models.save(got, tmp_path / "new")
+    require_close(models.load(tmp_path / "new")(ids), theirs(expected, ids))
+    if name != "mistral3":  # without its tower
+        require_close(theirs(type(model).from_pretrained(tmp_path / "new"), ids), theirs(expected, ids))
+
+
 def test_mistral3_by_its_older_names(tmp_path):
     model = randomised(mistral3(tie_word_embeddings=False))
     saved(model, tmp_path)

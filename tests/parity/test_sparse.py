@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import transformers
+from model_folders import change_config
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 from tiny_tokenizers import TEXTS
@@ -62,9 +63,12 @@ def test_encode(kind, strategy, function, tmp_path, implementation):
     require_close(ours.encode(texts, max_active_dims=3), theirs.encode(texts, max_active_dims=3))
 
 
+@pytest.mark.parametrize("said", [False, True])  # where config.json ties them, the file counts
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
-def test_an_output_of_its_own(kind, tmp_path):
-    theirs, ours = both(tmp_path, kind, tie_word_embeddings=False)
+def test_an_output_of_its_own(kind, said, tmp_path):
+    both(tmp_path, kind, tie_word_embeddings=False)
+    change_config(tmp_path / "saved", tie_word_embeddings=said)
+    theirs, ours = SparseEncoder(str(tmp_path / "saved"), device="cpu"), models.load(tmp_path / "saved")
     require_close(ours.encode(TEXTS), theirs.encode(TEXTS))
 
 

@@ -182,7 +182,7 @@ def of_text(source: Source, *model_types: str) -> Source:
     source.rename(
         lambda name: re.sub(r"^(model\.)?language_model\.(model\.|(?=lm_head))?", _text_prefix, name)
     )
-    values["tie_word_embeddings"] = "lm_head.weight" not in source
+    values["tie_word_embeddings"] = config.get("tie_word_embeddings", bool, True)
     return source
 
 

@@ -190,22 +190,22 @@ def read_decoder(
     """The decoder of `blocks`; `scales`, `windows` and `rotations` are those of `Blocks.read`.
 
     Positions are a table of `max_length`, or rotary with what `frequencies` returns, by default the first of
-    it. Tokens' vectors are times `token_scale`; in a tied model they are the weight of the output layer, too.
-    Logits are times `logit_scale`, which the last norm has, and kept within `softcap`. With `query_growth`,
-    queries are rotated by tables of their own. `inputs` makes those of the blocks, of tensors that `blocks`
-    expects.
+    it. Tokens' vectors are times `token_scale`; in a `tied` model they are the weight of the output layer,
+    too, unless the file has another. Logits are times `logit_scale`, which the last norm has, and kept within
+    `softcap`. With `query_growth`, queries are rotated by tables of their own. `inputs` makes those of the
+    blocks, of tensors that `blocks` expects.
     """
     source = blocks.source
     config, precision = source.config, source.precision
     vocab = config.size("vocab_size")
     source.drop_prefix(names.prefix)
-    tokens, output = f"{names.tokens}.weight", "lm_head.weight"
+    tokens = f"{names.tokens}.weight"
+    output = source.tied(tokens, "lm_head.weight", tied)
     positions = None if names.positions is None else f"{names.positions}.weight"
-    shapes: dict[str, Shape] = {tokens: (vocab, blocks.hidden), **blocks.norm_shapes(names.norm)}
+    shapes: dict[str, Shape] = dict.fromkeys((tokens, output), (vocab, blocks.hidden))
+    shapes |= blocks.norm_shapes(names.norm)
     if positions is not None and max_length is not None:
         shapes[positions] = (max_length, blocks.hidden)
-    if not tied:
-        shapes[output] = (vocab, blocks.hidden)
     own = [name for name in (names.tokens, names.positions, names.norm) if name is not None]
     of_blocks = blocks.shapes()
     firsts = (f"{name.partition('.')[0]}." for name in (*own, *of_blocks))
@@ -224,7 +224,7 @@ def read_decoder(
         assert block.keys_from is None or each[block.keys_from].window == block.window
     of_layers = None if inputs is None else inputs()
     program, all_windows = model_program(each, before=() if of_layers is None else of_layers.steps)
-    weight = source.pack([tokens if tied else output])
+    weight = source.pack([output])
     norm = NormStep(X, "normed", *blocks.norm(names.norm, logit_scale))
     logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.rounding(weight))])
     table = None if positions is None else source.vector(positions, dtype=precision.dtype)
@@ -245,7 +245,7 @@ def read_decoder(
             kind for block in each if block.mixer for kind in [tuple(block.mixer.kinds(precision.dtype))]
         ),
         max_length=max_length,
-        tokens=weight if tied else source.table(tokens),
+        tokens=weight if output == tokens else source.table(tokens),
         positions=table,
         frequencies=rotary,
         windows=all_windows,

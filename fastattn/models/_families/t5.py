@@ -34,7 +34,7 @@ _NAMES = EncoderNames(
     last_norm="encoder.final_layer_norm",
     ignored=re.compile(r"^encoder\.embed_tokens\.weight$"),
 )
-_TOKENS = "encoder.embed_tokens"  # the same table, which some files have beside the other or in its place
+_TOKENS = "encoder.embed_tokens"  # the same table, in some files; where the two differ, this one
 _GATED = _NAMES.block._replace(gate="1.DenseReluDense.wi_0", inner="1.DenseReluDense.wi_1")
 _BIASES = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 _KEYS = Keys("d_model", "d_ff", "num_heads", "num_layers", "layer_norm_epsilon", activation=None)
@@ -61,8 +61,8 @@ def t5(source: Source) -> Encoder:
     )
     config.refuse_others(head_dim="d_kv")
     names = _NAMES._replace(block=_GATED) if gated else _NAMES
-    if f"{_TOKENS}.weight" in source and f"{names.tokens}.weight" not in source:
-        names = names._replace(tokens=_TOKENS)
+    tokens = source.tied(f"{names.tokens}.weight", f"{_TOKENS}.weight")
+    names = names._replace(tokens=tokens.removesuffix(".weight"))
     blocks = Blocks.of(
         source,
         names.block,
