@@ -9,6 +9,7 @@ import sentence_similarity as example
 import tiny_hybrid
 import torch
 import transformers
+from model_folders import change_config
 from safetensors.torch import load_file, save_file
 from transformers.integrations import mxfp4
 
@@ -694,10 +695,8 @@ def test_tied_to_another_tensor(name, there, tmp_path):
     if there == "alone":
         del tensors[table]
     save_file(tensors, path, {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
     if type(model.config)().tie_word_embeddings:
-        del config["tie_word_embeddings"]
-        (tmp_path / "config.json").write_text(json.dumps(config))
+        change_config(tmp_path, tie_word_embeddings=None)
     expected = type(model).from_pretrained(tmp_path).eval()
     ids = some_ids((2, 9))
     got = models.load(tmp_path)
@@ -706,6 +705,15 @@ def test_tied_to_another_tensor(name, there, tmp_path):
     require_close(models.load(tmp_path / "new")(ids), theirs(expected, ids))
     if name != "mistral3":  # without its tower
         require_close(theirs(type(model).from_pretrained(tmp_path / "new"), ids), theirs(expected, ids))
+
+
+def test_a_ministral_that_is_called_mistral(tmp_path):
+    """As Ministral-8B's folder is."""
+    saved(randomised(ministral()), tmp_path)
+    change_config(tmp_path, model_type="mistral", architectures=["MistralForCausalLM"])
+    ids = some_ids((2, 23))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    require_close(models.load(tmp_path)(ids), theirs(expected, ids))
 
 
 def test_mistral3_by_its_older_names(tmp_path):

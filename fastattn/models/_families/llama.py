@@ -260,9 +260,9 @@ def _windows(config: Config, model_type: str, num_layers: int, causal: bool = Tr
         return [None] * num_layers
     no_width = model_type in ("phi3", "ministral3", "mixtral", "smollm3")
     width = config.optional_size("sliding_window", None if no_width else 4096)
-    if model_type in ("mistral", "ministral3", "mixtral", "phi3"):
+    if model_type in ("ministral3", "mixtral", "phi3"):
         slides = [True] * num_layers
-    elif model_type == "ministral":
+    elif model_type in ("mistral", "ministral"):
         said = config.words("layer_types", (ALL, NEAR), num_layers)
         slides = [kind == NEAR for kind in said or [NEAR] * num_layers]
     else:
