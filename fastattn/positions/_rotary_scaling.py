@@ -141,8 +141,8 @@ def rope_frequencies(
     given = {key: x for key, x in (scaling or {}).items() if x is not None}
     old_name = given.pop("type", "default")
     name = given.pop("rope_type", old_name)
-    if not isinstance(name, str) or name not in _SCALINGS:
-        raise ValueError(f"(): the type of scaling is {short(name)}; expected one of {', '.join(_SCALINGS)}")
+    if not isinstance(name, str) or name not in SCALINGS:
+        raise ValueError(f"(): the type of scaling is {short(name)}; expected one of {', '.join(SCALINGS)}")
     rope_theta = given.pop("rope_theta", None)
     value = _base(base, rope_theta, scaled=bool(scaling))
     options = _options(name, given, rotary_dim // 2)
@@ -151,7 +151,7 @@ def rope_frequencies(
     if seq_len is not None:
         seq_len = integer("seq_len", seq_len, 0)
     inv_freq = value ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
-    return _SCALINGS[name](_Rope(inv_freq, value, max_position_embeddings, seq_len), **options)
+    return SCALINGS[name](_Rope(inv_freq, value, max_position_embeddings, seq_len), **options)
 
 
 def _base(base: Any, rope_theta: Any, scaled: bool) -> float:
@@ -169,11 +169,16 @@ def _base(base: Any, rope_theta: Any, scaled: bool) -> float:
     return next(iter(given.values()), 10000.0)
 
 
+def keys_of(name: str) -> dict[str, bool]:
+    """The keys that the scaling `name` uses, and whether each is required."""
+    _, *parameters = inspect.signature(SCALINGS[name]).parameters.values()
+    return {p.name: p.default is p.empty for p in parameters}
+
+
 def _options(name: str, given: dict[str, Any], half: int) -> dict[str, Any]:
     """Check the keys that are `given` for the scaling `name`; return its keyword arguments."""
-    _, *parameters = inspect.signature(_SCALINGS[name]).parameters.values()
-    known = [p.name for p in parameters]
-    needed = [p.name for p in parameters if p.default is p.empty]
+    known = keys_of(name)
+    needed = [key for key, required in known.items() if required]
     has = f"(): scaling of type {name} has"
     if missing := [key for key in needed if key not in given]:
         raise ValueError(f"{has} no {', '.join(missing)}; expected {', '.join(needed)}")
@@ -305,7 +310,7 @@ def _require_above(name: str, value: float, low_name: str, low: float) -> None:
         raise ValueError(f"(): scaling[{name!r}] is {value}; expected {expected}")
 
 
-_SCALINGS: dict[str, Callable[..., RopeFrequencies]] = {
+SCALINGS: dict[str, Callable[..., RopeFrequencies]] = {
     function.__name__[1:]: function
     for function in (_default, _linear, _ntk, _dynamic, _yarn, _llama3, _longrope, _proportional)
 }

@@ -146,6 +146,7 @@ def test_old_and_new_ways_to_say_rope(kind, tmp_path):
         {"rope_theta": 100.0, "rope_scaling": scaling},
         {"rope_theta": None, "rope_parameters": {"rope_theta": 100.0, **scaling}},
         {"rope_theta": 100.0, "rope_scaling": {**scaling, "type": "llama3"}, "rope_parameters": None},
+        {"rope_theta": 100.0, "rope_scaling": {**scaling, "finetuned": True}},
         {"rope_theta": 100.0},
     ):
         tiny.write(tmp_path, kind)
@@ -153,7 +154,8 @@ def test_old_and_new_ways_to_say_rope(kind, tmp_path):
         results.append(models.load(tmp_path)(IDS))
     np.testing.assert_array_equal(results[0], results[1])
     np.testing.assert_array_equal(results[0], results[2])
-    assert np.abs(results[0] - results[3]).max() > 0.01
+    np.testing.assert_array_equal(results[0], results[3])
+    assert np.abs(results[0] - results[4]).max() > 0.01
 
 
 def test_windows_by_layer(tmp_path):

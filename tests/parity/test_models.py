@@ -528,6 +528,10 @@ SCALINGS = {
         "rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 0.7,
         **TRAINED,
     },
+    "yarn-unused": {  # keys that transformers does not read
+        "rope_type": "yarn", "factor": 3.0, "finetuned": True, "attn_factor": 2.0, "low_freq_factor": 2.0,
+        "mrope_section": [1, 2, 1], **TRAINED,
+    },
     "llama3": {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED,
     },

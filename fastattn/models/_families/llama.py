@@ -191,7 +191,7 @@ def _text_prefix(found: re.Match[str]) -> str:
 
 
 def _growing(config: Config) -> tuple[Config, QueryGrowth | None]:
-    """Ministral 3's config without what its rotary positions say of queries; and that."""
+    """Ministral 3's config with its rotary positions, and what these say of queries."""
     given = {**config.get("rope_scaling", dict, {}), **config.get("rope_parameters", dict, {})} or _MINISTRAL3
     said = Config.of(f"{config.path}: 'rope_parameters'", given)
     growth = None
@@ -199,10 +199,7 @@ def _growing(config: Config) -> tuple[Config, QueryGrowth | None]:
         growth = QueryGrowth(
             said.number("llama_4_scaling_beta"), said.size("original_max_position_embeddings")
         )
-    scaling = {
-        key: x for key, x in given.items() if key not in ("llama_4_scaling_beta", "max_position_embeddings")
-    }
-    return Config.of(config.path, {**config.values, "rope_scaling": None, "rope_parameters": scaling}), growth
+    return Config.of(config.path, {**config.values, "rope_scaling": None, "rope_parameters": given}), growth
 
 
 def _experts(source: Source, model_type: str) -> dict[str, Any]:

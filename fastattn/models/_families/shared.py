@@ -21,6 +21,7 @@ from fastattn.models._sentences import Sentences
 from fastattn.models._source import NOTHING
 from fastattn.models._text import Text
 from fastattn.positions import rope_frequencies
+from fastattn.positions._rotary_scaling import SCALINGS, keys_of
 
 if TYPE_CHECKING:
     import re
@@ -274,8 +275,6 @@ def frequencies(
     scaling.setdefault("rope_theta", config.number("rope_theta", theta))
     if config.values.get("model_type") == "phi3" and kind(scaling) in ("su", "yarn"):  # older names there
         scaling |= {"rope_type": "longrope"}
-    for axis in ("mrope_section", "mrope_interleaved"):  # of images: a text has one position a token
-        scaling.pop(axis, None)
     if kind(scaling) in ("yarn", "llama3", "longrope"):  # the trained length may be beside it, or the same
         trained = config.optional_size("original_max_position_embeddings")
         longest = config.optional_size("max_position_embeddings")
@@ -293,11 +292,18 @@ def frequencies(
 
 def kind(scaling: dict[str, Any]) -> Any:
     """The type of a scaling."""
-    return scaling.get("rope_type", scaling.get("type", "default"))
+    return scaling.get("rope_type") or scaling.get("type") or "default"
 
 
 def scaled(config: Config, head_dim: int, scaling: dict[str, Any], longest: int | None) -> Frequencies:
-    """`frequencies` of a `scaling` with its `rope_theta`, for a model trained for `longest` positions."""
+    """`frequencies` of a `scaling` with its `rope_theta`, for a model trained for `longest` positions.
+
+    Keys that its type does not use are left out, as transformers does.
+    """
+    name = kind(scaling)
+    if isinstance(name, str) and name in SCALINGS:
+        used = {"rope_type", "type", "rope_theta", *keys_of(name)}
+        scaling = {key: x for key, x in scaling.items() if key in used}
     by_length = partial(rope_frequencies, head_dim, scaling=scaling, max_position_embeddings=longest)
     try:
         shortest = by_length(seq_len=0)
