@@ -52,12 +52,13 @@ _UNBOUNDED = 2**40  # tokens that no text has; files say 10**30, or 2**63 - 1, w
 
 
 def transformer_settings(folder: Path) -> Config:
-    """Settings of the module Transformer; empty where the folder has none."""
-    config = Config(folder / _SETTINGS[0], optional=True)
-    for name in _SETTINGS[1:]:
-        if config.values:
-            break
-        config = Config(folder / name, optional=True)
+    """Settings of the module Transformer; empty where the folder has none, or no modules.json names it."""
+    config = Config.of(folder / _SETTINGS[0], {})
+    if any((place / "modules.json").is_file() for place in (folder, *folder.parents[:2])):  # of a route
+        for name in _SETTINGS:
+            config = Config(folder / name, optional=True)
+            if config.values:
+                break
     return config
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models as tiny
+from model_folders import write_modules
 from tiny_models import CONFIGS
 from tiny_tokenizers import write_byte_tokenizer, write_tokenizer
 
@@ -17,6 +18,7 @@ def encoder(tmp_path):
     """The folder of a tiny BERT that knows WORDS."""
     tiny.write(tmp_path, "bert")
     write_tokenizer(tmp_path)
+    write_modules(tmp_path)
     return tmp_path
 
 

@@ -238,7 +238,7 @@ def test_forms_of_inputs(tmp_path):
 
 def test_the_longer_text_is_cut_first(tmp_path):
     write(tmp_path)
-    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 8}))
     model = models.load(tmp_path)
     got = model.predict([("the cat", "a dog ran on the mat"), ("a dog ran on the mat", "the cat")])
     assert_same_rows(got, model.predict([("the cat", "a dog ran"), ("a dog ran", "the cat")]))

@@ -34,6 +34,7 @@ def folder(tmp_path):
     """The folder of a tiny BERT that knows WORDS."""
     tiny.write(tmp_path, "bert")
     write_tokenizer(tmp_path)
+    write_modules(tmp_path)
     return tmp_path
 
 

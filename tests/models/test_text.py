@@ -40,6 +40,14 @@ def test_long_texts_are_cut(encoder):
             models.load(encoder).encode(["the"])
 
 
+def test_settings_of_a_module_count_only_with_modules_json(encoder):
+    (encoder / "sentence_bert_config.json").write_text('{"max_seq_length": 9, "do_lower_case": true}')
+    (encoder / "modules.json").unlink()
+    model = models.load(encoder)
+    assert model.max_seq_length == 32
+    assert model.text.encode(["THE the"]) == [[1, 3, 4, 2]]
+
+
 def test_a_decoder_has_no_attribute_that_can_be_set(writer):
     model = models.load(writer)
     for name in ("max_seq_length", "stop"):

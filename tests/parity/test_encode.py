@@ -212,6 +212,17 @@ def test_files_that_say_how_texts_are_cut(name, values, base, tmp_path):
     require_close(ours.encode(TEXTS), theirs.encode(TEXTS))
 
 
+def test_settings_of_a_module_without_modules_json(base, tmp_path):
+    both(base, tmp_path)
+    path = tmp_path / "sentence_bert_config.json"
+    path.write_text(json.dumps({"max_seq_length": 5, "do_lower_case": True}))
+    (tmp_path / "modules.json").unlink()
+    theirs, ours = SentenceTransformer(str(tmp_path), device="cpu"), models.load(tmp_path)
+    assert ours.max_seq_length == theirs.max_seq_length > 5
+    texts = [*TEXTS, "THE cat"]
+    require_close(ours.encode(texts), theirs.encode(texts))
+
+
 @pytest.mark.parametrize("name", ["T5", "MT5"])
 def test_texts_are_cut_alike_without_positions(name, tmp_path):
     config = getattr(transformers, f"{name}Config")(**T5_SIZES)
