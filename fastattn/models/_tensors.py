@@ -183,10 +183,9 @@ class Tensors:
         if "BF16" in (self.kind(name), self.kind(other)):
             require("ml_dtypes")
         n, step = math.prod(shape[:1]), max(1, _PIECE // max(1, math.prod(shape[1:])))
-        return all(
-            np.array_equal(*(self._files[x].rows(x, i, min(i + step, n)) for x in (name, other)))
-            for i in range(0, n, step)
-        )
+        one, two = self._files[name], self._files[other]
+        pieces = ((i, min(i + step, n)) for i in range(0, n, step))
+        return all(np.array_equal(one.rows(name, *at), two.rows(other, *at)) for at in pieces)
 
     def pack(self, parts: Sequence[Part], args: PackArgs) -> PackedLinear:
         """Pack `parts`, the gate of a gated pair first, into the panels of `args`.
