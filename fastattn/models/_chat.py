@@ -36,6 +36,9 @@ _ARGUMENTS = {
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     *("tokenizer_kwargs", "messages"),
 }
+# With which templates end a turn, beside `eos_token`; in GPT-OSS, "<|end|>" ends a part of an answer.
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>")
+_WHOLE = "<|return|>"  # of a template with such parts
 _MOST_FORM = 64  # characters
 _SAFE = (3, 1, 6)  # templates get out of the sandbox of an older Jinja
 
@@ -118,8 +121,10 @@ class ChatTemplate:
         return first[len(first) - same :] if 0 < same < min(len(first), len(second)) else []
 
 
-def conversation(folder: Path, messages: list[dict[str, Any]], values: dict[str, Any]) -> tuple[str, str]:
-    """A conversation up to where the next answer begins, as a chat template writes it; and the template."""
+def conversation(
+    folder: Path, messages: list[dict[str, Any]], values: dict[str, Any]
+) -> tuple[str, str, list[str]]:
+    """A conversation up to the next answer, as a chat template writes it; the template; what ends a turn."""
     if _gguf.is_file(folder):
         config = _gguf_tokenizer.tokenizer_config(folder)
         source = config.get("chat_template", str)
@@ -135,7 +140,10 @@ def conversation(folder: Path, messages: list[dict[str, Any]], values: dict[str,
             {"thinking" if key == "reasoning_content" else key: value for key, value in message.items()}
             for message in messages
         ]
-    return _rendered(path, template, messages, given, "one for these messages"), source
+    ends = [text for text in END_OF_TURN if text in source and _WHOLE not in source]
+    if "eos_token" in source and "eos_token" in special:
+        ends.append(special["eos_token"])
+    return _rendered(path, template, messages, given, "one for these messages"), source, ends
 
 
 def _rendered(path: Path, template: Any, messages: Any, given: dict[str, Any], expected: str) -> str:

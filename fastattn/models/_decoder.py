@@ -86,7 +86,8 @@ class Decoder(Stepping):
         attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
             True or 1: which tokens of an array `ids` count. The others are left out, wherever they are.
         stop : int, str or sequence of these, optional
-            Ids that end a sequence; by default the `eos_token_id` of the model's folder, none with ``()``.
+            Ids that end a sequence; by default the `eos_token_id` of the model's folder, and after messages
+            also the tokens with which the chat template ends a turn; none with ``()``.
             Ids replace that default. After a text or messages also texts, which end the answer before they
             begin, in any tokens, and beside the default where there are no ids; `ids` of the last piece
             include theirs.
@@ -176,6 +177,7 @@ class Decoder(Stepping):
         options = Sampling(sampling, *named, "tools", "logprobs", "grammar", "speculate")
         texts: list[str] = []
         parts: list[Parts | None] = []
+        turns: list[int] = []
         written = prompts_of(ids)
         if written is None:
             for name, x in {"template_values": template_values, "tools": tools, "logprobs": logprobs}.items():
@@ -186,7 +188,7 @@ class Decoder(Stepping):
         else:
             if attention_mask is not None:
                 raise ValueError("(): attention_mask is given with a text; expected None")
-            single, prompts, parts = self._encoded(*written, values_of(template_values, tools))
+            single, prompts, parts, turns = self._encoded(*written, values_of(template_values, tools))
             stop, texts = parted(stop)
         if cache is not None:
             own = cache.empty if isinstance(cache, PromptCache) else cache
@@ -198,7 +200,7 @@ class Decoder(Stepping):
         if self.max_length is not None and longest + n_new > self.max_length:
             asked = f"max_new_tokens is {short(n_new)} after a prompt of {longest} tokens"
             raise ValueError(f"(): {asked}; expected at most {self.max_length} together")
-        ends = np.atleast_1d(self.stop if stop is None else as_array("stop", stop))
+        ends = np.atleast_1d((*self.stop, *turns) if stop is None else as_array("stop", stop))
         ends = ends if ends.size else np.zeros(0, np.int64)
         known = {} if stop is None else {"low": 0, "high": self.vocab_size - 1}
         ends = integers("stop", ends, (ends.size,), "(n,)", **known)
@@ -220,32 +222,37 @@ class Decoder(Stepping):
 
     def _encoded(
         self, single: bool, written: list[str | Messages], values: dict[str, Any] | None
-    ) -> tuple[bool, list[Ints], list[Parts | None]]:
-        """Whether there is one prompt, the ids of each text and conversation, and the parts of its answer."""
+    ) -> tuple[bool, list[Ints], list[Parts | None], list[int]]:
+        """Whether there is one prompt, the ids of each text and conversation, and the parts of its answer.
+
+        Also the ids with which the chat template ends a turn.
+        """
         if values is not None and all(isinstance(each, str) for each in written):
             came = "tools" if set(values) == {"tools"} else "template_values"
             raise ValueError(f"(): {came} are given with a text; expected messages, or None")
         found: list[list[int]] = []
         parts: list[Parts | None] = []
+        turns: list[int] = []
         for each in written:
             if isinstance(each, str):
                 found.append(self.text.encode([each])[0])
                 parts.append(None)
             else:
-                ids, said, template = self._conversation(each, values or {})
+                ids, own, turns = self._conversation(each, values or {})
                 found.append(ids)
-                parts.append(Parts(template, said, bool((values or {}).get("tools"))))
+                parts.append(own)
         _, prompts = self._prompts(found, None)
-        return single, prompts, parts
+        return single, prompts, parts, turns
 
-    def _conversation(self, messages: Messages, values: dict[str, Any]) -> tuple[list[int], str, str]:
-        """The ids of a conversation, its text, and the chat template that wrote it."""
-        said, template = conversation(self.text.folder, checked(messages), values)
+    def _conversation(self, messages: Messages, values: dict[str, Any]) -> tuple[list[int], Parts, list[int]]:
+        """The ids of a conversation, the parts of its answer, and the ids with which a turn ends."""
+        said, template, ends = conversation(self.text.folder, checked(messages), values)
         if values.get("tools") and "tools" not in template:
             came = f"tools are given, and the chat template of {self.text.folder} writes none"
             raise ValueError(f"(): {came}; expected None, and what the model is to know of them in a message")
         (encoding,) = self.text.encodings([said], special=False)
-        return encoding.ids, said, template
+        turns = [i for text in ends if (i := self.text.tokenizer.token_to_id(text)) is not None]
+        return encoding.ids, Parts(template, said, bool(values.get("tools"))), turns
 
     @named("score")
     def score(

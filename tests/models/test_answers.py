@@ -209,6 +209,32 @@ def test_pieces_of_an_answer(folder, tmp_path):
     assert (piece.kind, piece.text, piece.tool_call) == ("malformed_call", "<tool_call>{x</tool_call>", None)
 
 
+@pytest.mark.parametrize(
+    ("template", "token", "ends"),
+    [
+        ("<|im_end|>", "<|im_end|>", True),
+        ("<end_of_turn>", "<end_of_turn>", True),
+        ("{{ eos_token }}", "[END]", True),
+        ("<|end|>", "<|end|>", True),
+        ("<|end|><|return|>", "<|end|>", False),
+        ("plain", "<|im_end|>", False),
+    ],
+)
+def test_an_answer_ends_where_the_template_ends_a_turn(template, token, ends, folder, tmp_path):
+    model, saying = told(folder, tmp_path, template.replace("{{", "").replace("}}", ""))
+    path = tmp_path / "model/tokenizer.json"
+    path.write_text(path.read_text().replace("[TOOL_CALLS]", token))
+    (path.parent / "tokenizer_config.json").write_text('{"eos_token": "[END]"}')
+    model = models.load(path.parent)
+    assert model.stop == ()
+    text = f"an answer{token}more"
+    how = saying(text, model.conversation_ids(MESSAGES))
+    pieces = list(model.generate(MESSAGES, **how))
+    assert "".join(map(str, pieces)) == ("an answer" if ends else "an answermore")
+    assert pieces[-1].finish_reason == ("stop" if ends else "length")
+    assert "".join(map(str, model.generate(MESSAGES, stop=(), **how))) == "an answermore"
+
+
 def test_a_marker_that_is_a_special_token(folder, tmp_path):
     """The text of an answer leaves such tokens out, and they begin a call nevertheless."""
     model, saying = told(folder, tmp_path, "[TOOL_CALLS]")
