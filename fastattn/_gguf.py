@@ -37,6 +37,9 @@ _OTHERS = {
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
 }  # fmt: skip
 _MOST_AXES, _MOST_NAME = 4, 64
+# What a header may have, whatever the file's size, which may be a hole: bytes, elements of all arrays (the
+# vocabulary of Gemma has 1.3 million, in 16 MB), tensors, keys, and bytes of a name.
+_MOST_BYTES, _MOST_ELEMENTS, _MOST_TENSORS, _MOST_KEYS, _LONGEST = 1 << 27, 1 << 22, 1 << 16, 1 << 12, 1 << 16
 _LENGTH = struct.Struct("<Q").unpack_from
 _PIECE = 1 << 20  # bytes of a header that are read at once
 
@@ -83,6 +86,7 @@ class GgufFile(OpenFile):
     def _read_header(self) -> None:
         self._size = os.fstat(self._file.fileno()).st_size
         self._at, self._buffer, self._buffered = 0, b"", 0
+        self._elements = 0  # of all arrays so far
         self.metadata: dict[str, Any] = {}
         self._values: dict[str, tuple[int, int]] = {}  # where each lies, with its type, and its size
         self.interleaved: dict[str, int] = {}
@@ -93,9 +97,9 @@ class GgufFile(OpenFile):
         if version not in (2, 3):
             hint = ", of a machine with the other order of bytes" if version in (2 << 24, 3 << 24) else ""
             self._wrong(f"has version {version}{hint}; expected 2 or 3")
-        n_tensors, n_keys = self._count("tensors", 24), self._count("keys", 13)
+        n_tensors, n_keys = self._count("tensors", 24, _MOST_TENSORS), self._count("keys", 13, _MOST_KEYS)
         for _ in range(n_keys):
-            name = self._string("the name of a key")
+            name = self._string("the name of a key", _LONGEST)
             if name in self.metadata:
                 self._wrong(f"has the key {short(name)} twice")
             begin = self._at
@@ -208,7 +212,7 @@ class GgufFile(OpenFile):
 
     def _info(self) -> tuple[str, Shape, int, int]:
         """A tensor's name, shape, number of the type, and place."""
-        name = self._string("the name of a tensor")
+        name = self._string("the name of a tensor", _LONGEST)
         axes = self._integer("<u4")
         if not (name and name.isprintable() and len(name) < _MOST_NAME):
             self._wrong(f"has a tensor {short(name)}; expected a name of 1 to {_MOST_NAME - 1} characters")
@@ -250,22 +254,34 @@ class GgufFile(OpenFile):
         kind = self._integer("<u4")
         if kind in _NUMBERS:
             size = np.dtype(_NUMBERS[kind]).itemsize
-            return np.frombuffer(self._take(self._count(short(name), size) * size), _NUMBERS[kind])
+            return np.frombuffer(self._take(self._elements_of(name, size) * size), _NUMBERS[kind])
         if kind != _STRING:
             self._wrong(f"has {short(name)}, an array of type {kind}; expected one of numbers or strings")
-        return self._strings(self._count(short(name), 8))
+        return self._strings(self._elements_of(name, 8))
 
-    def _count(self, what: str, least: int) -> int:
-        """A number of things, each of at least so many bytes: so no more than the file can hold."""
+    def _elements_of(self, name: str, least: int) -> int:
+        """The number of elements of the array `name`, within the bound of those of all arrays."""
+        count = self._count(short(name), least, _MOST_ELEMENTS - self._elements)
+        self._elements += count
+        return count
+
+    def _count(self, what: str, least: int, most: int) -> int:
+        """A number of things, each of at least so many bytes: no more than the file can hold, and `most`."""
         count = self._integer("<u8")
         if count * least > self._size - self._at:
             self._wrong(
                 f"counts {count} in {what}; expected no more than the file's {self._size} bytes can hold"
             )
+        if count > most:
+            self._wrong(f"counts {count} in {what}; expected at most {most}")
         return count
 
-    def _string(self, what: str) -> str:
-        data = self._take(self._integer("<u8"))
+    def _string(self, what: str, most: int = _MOST_BYTES) -> str:
+        length = self._integer("<u8")
+        self._require(length)
+        if length > most:
+            self._wrong(f"has {length} bytes in {what}; expected at most {most}")
+        data = self._take(length)
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -282,8 +298,7 @@ class GgufFile(OpenFile):
                 first += 8 + _LENGTH(buffer, first)[0]
                 left -= 1
             self._at = self._buffered + first
-            if self._at > self._size:
-                self._wrong(f"is truncated: its header needs byte {self._at} of {self._size}")
+            self._require(0)
         return Strings(self._bytes(begin, self._at - begin), count)
 
     def _integer(self, kind: str) -> int:
@@ -291,8 +306,7 @@ class GgufFile(OpenFile):
 
     def _take(self, count: int) -> bytes:
         """The next bytes of the header."""
-        if count > self._size - self._at:
-            self._wrong(f"is truncated: its header needs byte {self._at + count} of {self._size}")
+        self._require(count)
         first = self._at - self._buffered
         if first + count > len(self._buffer):
             self._buffered = self._at
@@ -300,6 +314,14 @@ class GgufFile(OpenFile):
             first = 0
         self._at += count
         return self._buffer[first : first + count]
+
+    def _require(self, count: int) -> None:
+        """Raise unless the header may have so many more bytes."""
+        end = self._at + count
+        if end > self._size:
+            self._wrong(f"is truncated: its header needs byte {end} of {self._size}")
+        if end > _MOST_BYTES:
+            self._wrong(f"has a header that needs byte {end}; expected at most {_MOST_BYTES}")
 
     def _wrong(self, what: str) -> NoReturn:
         raise self._error(f"{self._path} {what}")

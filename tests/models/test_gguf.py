@@ -3,6 +3,7 @@
 import contextlib
 import re
 import struct
+import tracemalloc
 
 import gguf
 import numpy as np
@@ -761,6 +762,41 @@ def test_malformed_files(data, message, tmp_path):
     with pytest.raises(ModelError, match=message) as caught:
         models.load(path)
     assert str(path) in str(caught.value)
+
+
+def array(name, kind, *numbers):
+    return key(name, 9, struct.pack(f"<I{len(numbers)}Q", kind, *numbers))
+
+
+@pytest.mark.parametrize(
+    ("keys", "counts", "message"),
+    [
+        (b"", (0, 2**20), "counts 1048576 in keys; expected at most 4096"),
+        (b"", (2**17, 0), "counts 131072 in tensors; expected at most 65536"),
+        (struct.pack("<Q", 2**17), (0, 1), "131072 bytes in the name of a key; expected at most 65536"),
+        (struct.pack("<Q", 2**17), (1, 0), "131072 bytes in the name of a tensor; expected at most 65536"),
+        (key(b"a", 8, struct.pack("<Q", 2**27)), (0, 1), "has a header that needs byte 134217773; expected"),
+        (array(b"a", 8, 2, 2**27), (0, 1), "has a header that needs byte 134217785; expected at most"),
+        (array(b"a", 8, 10**8), (0, 1), "counts 100000000 in 'a'; expected at most 4194304"),
+        (array(b"a", 0, 10**8), (0, 1), "counts 100000000 in 'a'; expected at most 4194304"),
+        (
+            array(b"a", 0, 2**22) + bytes(2**22) + array(b"b", 8, 1),
+            (0, 2),
+            "counts 1 in 'b'; expected at most 0",
+        ),
+    ],
+)
+def test_headers_of_files_with_holes(keys, counts, message, tmp_path):
+    """Such a file seems to have the bytes for anything."""
+    path = tmp_path / "model.gguf"
+    with path.open("wb") as file:
+        file.write(header(keys=keys, n_tensors=counts[0], n_keys=counts[1]))
+        file.truncate(2**34)
+    tracemalloc.start()
+    with pytest.raises(ModelError, match=message):
+        models.load(path)
+    assert tracemalloc.get_traced_memory()[1] < 2**25
+    tracemalloc.stop()
 
 
 def test_any_byte_changed_or_cut(tmp_path):
