@@ -19,7 +19,7 @@ from fastattn._formats import FORMATS, Format
 from fastattn._open_file import OpenFile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from fastattn._args.types import Array, Shape
 
@@ -68,12 +68,19 @@ class Strings(NamedTuple):
 
     def decoded(self) -> list[str]:
         """The strings; a UnicodeDecodeError if one is no UTF-8."""
-        found, at, raw = [], 0, self.raw
+        return [data.decode() for data in self._each()]
+
+    def places(self, texts: Iterable[str]) -> dict[str, int]:
+        """Where each of `texts` is that is one of the strings."""
+        wanted = {text.encode(): text for text in texts}
+        return {wanted[data]: i for i, data in enumerate(self._each()) if data in wanted}
+
+    def _each(self) -> Iterator[bytes]:
+        at, raw = 0, self.raw
         for _ in range(self.number):
             begin = at + 8
             at = begin + int.from_bytes(raw[at:begin], "little")
-            found.append(raw[begin:at].decode())
-        return found
+            yield raw[begin:at]
 
 
 class GgufFile(OpenFile):

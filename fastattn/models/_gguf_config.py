@@ -12,13 +12,13 @@ from fastattn._gguf import Strings
 from fastattn.models import _gguf_bert, _gguf_hybrid
 from fastattn.models._files import Config, ModelError
 from fastattn.models._gguf import architecture, head_dim_of, known_name, opened_alone
+from fastattn.models._gguf_tokenizer import end_ids
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from fastattn._gguf import GgufFile
 
-_NO_TOKEN = (1 << 32) - 1  # -1, as some files have it
 _MOST_PAIRS = 1 << 16  # of dimensions of a head
 
 # What frequencies of rotary positions are divided by: in all models but Phi-3, and there in two ways.
@@ -90,7 +90,7 @@ def config_of(path: Path, file: GgufFile) -> Config:
         factors = _PHI3_FACTORS.values() if model_type == "phi3" else (FACTORS,)
         if known_name(model_type, name) is None and name not in factors:
             raise ModelError(f"{path}: the tensor {short(name)} is not known")
-    _check_tokens(said, file)
+    ends = end_ids(said, _token_count(said, file))
     if model_type == "bert":
         return Config.of(path, _gguf_bert.values_of(said, file))
     if experts := said.size(f"{prefix}.expert_count", 0, low=0):
@@ -155,25 +155,22 @@ def config_of(path: Path, file: GgufFile) -> Config:
         raise ModelError(f"{path}: there is a '{prefix}.attention.temperature_scale'; expected a mistral3")
     if model_type == "gemma4_text":
         values |= _of_gemma4(said, prefix, values, file)
-    ends = [said.optional_id(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    values["eos_token_id"] = list(dict.fromkeys(i for i in ends if i is not None)) or None
+    values["eos_token_id"] = ends or None
     return Config.of(path, values)
 
 
-def _check_tokens(said: Config, file: GgufFile) -> None:
-    """Refuse more tokens than rows of their table, and ends that are none of them."""
-    if (table := "token_embd.weight") not in file.names:
-        return
-    count, tokens = file.shape(table)[0], said.values.get(key := "tokenizer.ggml.tokens")
-    if isinstance(tokens, Strings):
-        if tokens.number > count:
-            came = f"{key!r} has {tokens.number} strings"
-            raise ModelError(f"{said.path}: {came}; expected at most {count}, the rows of {table!r}")
-        count = tokens.number  # further rows are padding
-    for name in ("eos", "eot"):  # the tokenizer checks the others, where it uses them
-        i = said.optional_id(key := f"tokenizer.ggml.{name}_token_id")
-        if i is not None and count <= i != _NO_TOKEN:
-            raise said.wrong(key, i, f"less than the number of tokens, {count}")
+def _token_count(said: Config, file: GgufFile) -> int:
+    """The number of tokens, at most the rows of their table: further rows are padding."""
+    table, tokens = "token_embd.weight", said.values.get(key := "tokenizer.ggml.tokens")
+    if table not in file.names:
+        raise ModelError(f"{said.path}: {table!r} is missing")
+    count = file.shape(table)[0]
+    if not isinstance(tokens, Strings):
+        return count
+    if tokens.number > count:
+        came = f"{key!r} has {tokens.number} strings"
+        raise ModelError(f"{said.path}: {came}; expected at most {count}, the rows of {table!r}")
+    return tokens.number
 
 
 def _of_gemma4(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:

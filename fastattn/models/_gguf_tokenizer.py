@@ -22,8 +22,20 @@ if TYPE_CHECKING:
 
 # Characters of tokens, each as often as it may be cut in two: 256,000 tokens of up to 512 have 1 << 24.
 _MOST_CUT = 1 << 26
+_NO_TOKEN = (1 << 32) - 1  # -1, as some files have it
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
+
+# Tokens that end an answer, by keys and by texts, as in llama.cpp (`special_eog_ids` in src/llama-vocab.cpp).
+# Those of the last two lines end a file of code.
+_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_END_TEXTS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+    "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<|eom_id|>", "<EOT>",
+    "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<turn|>", "<|tool_response>", "</s>",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
+    "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+)  # fmt: skip
 
 # What texts are cut into before pairs are merged, by `tokenizer.ggml.pre`: the models' own expressions.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -92,6 +104,41 @@ def _tokenizer(path: Path) -> Config:
     return Config.of(path, {name.removeprefix("ggml."): x for name, x in keys})
 
 
+def end_ids(said: Config, count: int) -> list[int]:
+    """The ids that end an answer, of `count` tokens, by all keys of a file.
+
+    "<|end|>" ends a part of an answer alone where other tokens end the answer, as in GPT-OSS.
+    """
+    ids = []
+    for name in _END_KEYS:
+        i = said.optional_id(key := f"tokenizer.ggml.{name}_token_id")
+        if i is None or i == _NO_TOKEN:
+            continue
+        if i >= count:
+            raise said.wrong(key, i, f"less than the number of tokens, {count}")
+        ids.append(i)
+    if (more := said.values.get(key := "tokenizer.ggml.eos_token_ids")) is not None:
+        given = more if isinstance(more, np.ndarray) else np.zeros(0)
+        if given.dtype.kind not in "iu" or (given < 0).any() or (given >= count).any():
+            raise said.wrong(key, more, f"an array of ids of the {count} tokens")
+        ids += more.tolist()
+    tokens, kinds = (said.values.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    if isinstance(tokens, Strings) and isinstance(kinds, np.ndarray) and len(kinds) == tokens.number:
+        places = tokens.places(_END_TEXTS).items()
+        found = {text: i for text, i in places if _is_end(text, kinds[i])}
+        calls = not found.keys().isdisjoint(("<|call|>", "<|calls|>"))
+        if calls and not found.keys().isdisjoint(("<|return|>", "<|flush|>")):
+            part = found.pop("<|end|>", None)
+            ids = [i for i in ids if i != part]
+        ids += found.values()
+    return list(dict.fromkeys(ids))
+
+
+def _is_end(text: str, kind: int) -> bool:
+    """Tell whether a token of this text and type ends an answer; a "</s>" of users' is a tag of HTML."""
+    return text in _END_TEXTS and (kind == CONTROL or (kind == USER_DEFINED and text != "</s>"))
+
+
 def tokenizer_of(path: Path) -> Any:
     """The file's tokenizer, a `tokenizers.Tokenizer`."""
     config = _tokenizer(path)
@@ -112,6 +159,10 @@ def made(config: Config) -> Any:
     makers: dict[str, Any] = {
         "gpt2": _bytewise, "llama": _by_scores, "gemma4": _by_merges, "bert": _by_words, "t5": _by_chances
     }  # fmt: skip
+    kinds = kinds.copy()
+    for i in np.flatnonzero(kinds == USER_DEFINED):
+        if _is_end(tokens[i], USER_DEFINED):
+            kinds[i] = CONTROL  # it is no part of the answer
     tokenizer, config = config.choice("model", makers)(config, tokens, kinds)
     for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
         found = [

@@ -584,6 +584,64 @@ def test_a_tokenizer_of_bytes(tmp_path):
     assert len(digits.text.encode(["12"])[0]) == 2
 
 
+ENDS = [
+    "<|eot_id|>", "<|im_end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>",
+    "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<|end|>", "<|eom_id|>", "<EOT>", "_<EOT>",
+    "[EOT]", "[EOS]", "<eos>", "<turn|>", "<|tool_response>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>",
+    "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
+    "<|file_sep|>", "</s>",
+]  # fmt: skip
+
+
+def stop_of(path, texts, kind=3, **keys):
+    """The ids that end answers of a model whose last tokens are `texts`, from 258 on."""
+    keys |= {"tokens": [*BYTES, "th", "the", *texts], "token_type": [1] * 258 + [kind] * len(texts)}
+    keys = {"eos_token_id": 0, **keys}
+    return with_tokenizer(path, **{f"tokenizer.ggml.{name}": x for name, x in keys.items()}).stop
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_texts_that_end_answers(kind, tmp_path):
+    """Those of words are words; so is "</s>", a tag of HTML, where it is no control token."""
+    for i in range(0, len(ENDS), 10):
+        texts = ENDS[i : i + 10]
+        ends = [258 + n for n, text in enumerate(texts) if kind == 3 or (kind == 4 and text != "</s>")]
+        assert set(stop_of(tmp_path / "model.gguf", [*texts, "<|start|>"], kind)) == {0, *ends}
+
+
+@pytest.mark.parametrize(
+    ("texts", "stop"),
+    [
+        ("<|end|> <|return|> <|call|>", (259, 260)),
+        ("<|end|> <|return|> <|calls|>", (259, 260)),
+        ("<|end|> <|flush|> <|calls|>", (259, 260)),
+        ("<|end|> <|return|> <|flush|>", (258, 259, 260)),
+        ("<|end|> <|call|> <|calls|>", (258, 259, 260)),
+    ],
+)
+def test_ends_of_parts_of_answers(texts, stop, tmp_path):
+    """After its reasoning, an answer of GPT-OSS continues."""
+    assert stop_of(tmp_path / "model.gguf", texts.split(), eos_token_id=258) == stop
+
+
+def test_ids_that_end_answers(tmp_path):
+    path = tmp_path / "model.gguf"
+    for i, name in enumerate(("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"), 1):
+        assert stop_of(path, ["x"], **{f"{name}_token_id": i}) == ((1,) if name == "eos" else (0, i))
+    assert stop_of(path, ["x"], eos_token_ids=[2, 0, 3], eom_token_id=2**32 - 1) == (0, 2, 3)
+    for wrong in ([0, 259], [-1], ["x"]):
+        with pytest.raises(
+            ModelError, match=r"eos_token_ids' is .*; expected an array of ids of the 259 tokens"
+        ):
+            stop_of(path, ["x"], eos_token_ids=wrong)
+
+
+def test_ends_are_no_part_of_answers(tmp_path):
+    path = tmp_path / "model.gguf"
+    stop_of(path, ["<|im_end|>", "<tool>"], kind=4)
+    assert models.load(path).text.decode([[257, 259, 258]]) == ["the<tool>"]
+
+
 def test_a_tokenizer_of_scores(tmp_path):
     pieces = [
         "<unk>",
