@@ -83,27 +83,29 @@ class Config:
     A value that is missing or null is the default; without a default, that is an error.
     """
 
+    prefix = ""  # of names, as messages say them
+
     def __init__(self, path: Path, optional: bool = False):
         """Read the file `path`, which may be missing if it is `optional`."""
         self.path: Path | str = path  # as messages say it
         self.values: dict[str, Any] = {} if optional and not path.is_file() else read_json(path)
 
     @classmethod
-    def of(cls, path: Path | str, values: dict[str, Any]) -> Config:
-        """Values that another file has, `path`."""
+    def of(cls, path: Path | str, values: dict[str, Any], prefix: str = "") -> Config:
+        """Values that another file has, `path`, each under its name with the prefix."""
         config = cls.__new__(cls)
-        config.path, config.values = path, values
+        config.path, config.values, config.prefix = path, values, prefix
         return config
 
     def wrong(self, name: str, value: Any, expected: str) -> ModelError:
         """The error of a `value` of `name`."""
-        return ModelError(f"{self.path}: {name!r} is {short(value)}; expected {expected}")
+        return ModelError(f"{self.path}: {self.prefix + name!r} is {short(value)}; expected {expected}")
 
     def _value(self, name: str, kind: Any, expected: str, default: Any) -> Any:
         value = self.values.get(name)
         if value is None:
             if default is _REQUIRED:
-                raise ModelError(f"{self.path}: {name!r} is missing; expected {expected}")
+                raise ModelError(f"{self.path}: {self.prefix + name!r} is missing; expected {expected}")
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise self.wrong(name, value, expected)
@@ -129,7 +131,7 @@ class Config:
         if value < low:
             raise self.wrong(name, value, expected)
         if value > _MOST:
-            raise ModelError(f"{self.path}: {name!r} is above 2**62; expected a size")
+            raise ModelError(f"{self.path}: {self.prefix + name!r} is above 2**62; expected a size")
         return value
 
     def optional_size(self, name: str, default: int | None = None) -> int | None:

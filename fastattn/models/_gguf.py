@@ -111,7 +111,9 @@ _OTHER_NAMES = {
     **dict.fromkeys(_gguf_hybrid.QWENS, _QWEN_NEXT_NAMES),
 }
 _OTHER_TOPS = {"bert": _gguf_bert.TOP, "gemma4_text": _GEMMA4_TOP, "lfm2": _gguf_hybrid.LFM2_TOP}
+_OF_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
+_RENAMED = re.compile(r"(?:model\.layers|encoder\.layer)\.(\d+)\.(?:.*\bexperts\.(\d+)\.)?.*")
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(?:\.(\d+))?\.(weight|bias)")
 _MOST_EXPERTS = 1 << 12
 _MOST_TENSORS = 1 << 18  # where those of experts are apart: more than three times those of the largest models
@@ -134,6 +136,7 @@ def opened(path: Path, stack: ExitStack) -> GgufFile:
     """The file, which `stack` closes."""
     file = stack.enter_context(opened_alone(path))
     model_type, interleaved = architecture(path, file.metadata)
+    _join_layers(Config.of(path, file.metadata), model_type)
     if model_type in _gguf_hybrid.QWENS:  # further layers guess tokens
         layers = _gguf_hybrid.layers(Config.of(path, file.metadata), file.metadata["general.architecture"])
         blocks = [_BLOCK.match(name) for name in file.names]
@@ -164,6 +167,19 @@ def opened(path: Path, stack: ExitStack) -> GgufFile:
         names += file.split(name)
     file.names = names
     return file
+
+
+def _join_layers(said: Config, model_type: str) -> None:
+    """Make one number of an array that has the same one for each layer, but where it tells their kinds."""
+    prefix = said.values["general.architecture"]
+    for key in (f"{prefix}.{name}" for name in _OF_LAYERS):
+        if not isinstance(each := said.values.get(key), np.ndarray):
+            continue
+        layers = said.size(f"{prefix}.block_count")
+        if each.size != layers:
+            raise said.wrong(key, each, f"a number for each of {layers} layers")
+        if (each == each[0]).all() and not (key.endswith("_kv") and model_type in _gguf_hybrid.BY_HEADS):
+            said.values[key] = each[0].item()
 
 
 def opened_alone(path: Path) -> GgufFile:
@@ -230,6 +246,19 @@ def tensor_names(model_type: str, layers: int, experts: int) -> dict[str, str]:
             names = [f"blk.{number}.{each}.{kind}" for each in of_experts for kind in ("weight", "bias")]
             found |= {renamed(model_type, name): name for name in names}
     return found
+
+
+def names_in_file(model_type: str, name: str) -> list[str]:
+    """The names of which `renamed` makes this one, or what families make of it."""
+    ends, top = ("weight", "bias"), _OTHER_TOPS.get(model_type, _NAMES)
+    candidates = [f"{part}.{kind}" for part in top for kind in ends]
+    if found := _RENAMED.fullmatch(name):
+        block, expert = f"blk.{found[1]}.", f".{found[2]}"
+        parts = _OTHER_NAMES.get(model_type, _BLOCK_NAMES)
+        each = [part + expert * part.endswith("_exps") for part in parts]
+        candidates = [f"{block}{part}.{kind}" for part in each for kind in ends]
+        candidates += [block + part for part in _gguf_hybrid.OF_MIXERS]
+    return [x for x in candidates if known_name(model_type, x) in (name, f"{name}.weight")]
 
 
 def known_name(model_type: str, name: str) -> str | None:

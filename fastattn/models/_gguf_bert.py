@@ -24,7 +24,7 @@ BLOCK = {
     "ffn_down": "output.dense",
     "layer_output_norm": "output.LayerNorm",
 }
-_SIZES = {
+SIZES = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
@@ -43,9 +43,10 @@ def values_of(said: Config, file: GgufFile) -> dict[str, Any]:
     """
     if said.get("bert.attention.causal", bool, False):
         raise said.wrong("bert.attention.causal", True, "False")
+    said.number("bert.attention.layer_norm_epsilon")
     kind = said.size("bert.pooling_type", 0, low=0)
     if kind >= len(_POOLINGS):
         raise said.wrong("bert.pooling_type", kind, "0 to 3: vectors of texts, and no scores of pairs")
     values: dict[str, Any] = {"model_type": "bert", "hidden_act": "gelu", "pooling": _POOLINGS[kind]}
-    values |= {name: said.values.get(f"bert.{key}") for key, name in _SIZES.items()}
+    values |= {name: said.values.get(f"bert.{key}") for key, name in SIZES.items()}
     return values | {name: file.shape(x)[0] for name, x in _TABLES.items() if x in file.names}

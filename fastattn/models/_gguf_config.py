@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from fastattn._args.values import short
 from fastattn._gguf import Strings
 from fastattn.models import _gguf_bert, _gguf_hybrid
 from fastattn.models._files import Config, ModelError
-from fastattn.models._gguf import architecture, head_dim_of, known_name, opened_alone
+from fastattn.models._gguf import architecture, head_dim_of, known_name, names_in_file, opened_alone
 from fastattn.models._gguf_tokenizer import end_ids
 
 if TYPE_CHECKING:
@@ -60,6 +61,13 @@ _OF_EXPERTS = {
 }
 # Keys of other models' attention and experts, which change results.
 _OF_OTHERS = ("attention.clamp_kqv", "attention.max_alibi_bias", "swiglu_clamp_exp", "swiglu_clamp_shexp")
+# Keys that models need beside those of all models, where config.json's may be missing.
+_WINDOW, _OF_EXPERT = ("attention.sliding_window",), ("expert_feed_forward_length",)
+_REQUIRED = {
+    **dict.fromkeys(("gemma3_text", "gemma4_text", "gpt_oss"), _WINDOW),
+    **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"), _OF_EXPERT),
+    "granite": ("logit_scale",),
+}
 _SCALING = {
     "type": "rope_type",
     "factor": "factor",
@@ -68,6 +76,26 @@ _SCALING = {
     "yarn_beta_slow": "beta_slow",
     "yarn_attn_factor": "attention_factor",
     "yarn_log_multiplier": "mscale_all_dim",
+}
+# And config.json's names of what is made of other keys, or of tensors.
+_MADE_OF = {
+    "conv_L_cache": "shortconv.l_cache",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    **dict.fromkeys(("mamba_d_conv", "linear_conv_kernel_dim"), "ssm.conv_kernel"),
+    **dict.fromkeys(("mamba_d_state", "linear_key_head_dim"), "ssm.state_size"),
+    **dict.fromkeys(("mamba_n_groups", "linear_num_key_heads"), "ssm.group_count"),
+    **dict.fromkeys(("mamba_n_heads", "linear_num_value_heads"), "ssm.time_step_rank"),
+    "num_experts": "expert_count",
+    "layer_types": "attention.sliding_window_pattern",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "per_layer_config": "attention.head_count_kv",
+    "partial_rotary_factor": "rope.dimension_count",
+    "rope_parameters": "rope.scaling.type",
+    "llama_4_scaling_beta": "attention.temperature_scale",
+}
+_MADE_OF_TENSORS = {
+    "vocab_size": "token_embd.weight",
+    "vocab_size_per_layer_input": "per_layer_token_embd.weight",
 }
 SAMPLING = {
     "temp": "temperature",
@@ -107,22 +135,29 @@ def config_of(path: Path, file: GgufFile) -> Config:
     if not said.get(f"{prefix}.attention.causal", bool, True):
         raise ModelError(f"{path}: '{prefix}.attention.causal' is False; expected True")
     values: dict[str, Any] = {"model_type": model_type}
-    sizes = dict(SIZES)
+    known = dict(SIZES)
     if model_type in ("granite", "granitemoehybrid"):
-        sizes |= _OF_GRANITE
+        known |= _OF_GRANITE
     elif found := [key for key in _OF_GRANITE if f"{prefix}.{key}" in file.metadata]:
         raise ModelError(f"{path}: there is a '{prefix}.{found[0]}'; expected none in a {model_type}")
-    for key, name in sizes.items():
+    for key, name in known.items():
         value = file.metadata.get(f"{prefix}.{key}")
         value = value.tolist() if isinstance(value, np.ndarray) else value
         if key == "attention.sliding_window" and value == 0:  # as Phi-4 says that there is none
             value, values[name] = None, None
         if value is not None:
             values[name] = value
+    for key in ("attention.layer_norm_rms_epsilon", *_REQUIRED.get(model_type, ())):
+        said.number(f"{prefix}.{key}")
+    if experts:
+        said.size(f"{prefix}.expert_used_count")
+    head_dim = head_dim_of(path, file)
+    usual = {"num_key_value_heads": values.get("num_attention_heads"), "rope_theta": 1e4}
+    values = {**usual, "attention_multiplier": head_dim**-0.5, **values}  # as llama.cpp
     if model_type in ("gemma2", "gemma3_text"):  # of each size, the scale that llama.cpp has
         largest = values.get("num_hidden_layers") == (46 if model_type == "gemma2" else 62)
-        whole = Config.of(path, values).divided("hidden_size", "num_attention_heads") if largest else 0
-        values["query_pre_attn_scalar"] = whole or head_dim_of(path, file)
+        sizes = f"{prefix}.embedding_length", f"{prefix}.attention.head_count"
+        values["query_pre_attn_scalar"] = said.divided(*sizes) if largest else head_dim
     if model_type in _gguf_hybrid.VALUES:
         values |= _gguf_hybrid.VALUES[model_type](said, prefix, values)
     if model_type == "llama" and experts:
@@ -137,8 +172,6 @@ def config_of(path: Path, file: GgufFile) -> Config:
         values["vocab_size"] = file.shape("token_embd.weight")[0]
     values["tie_word_embeddings"] = "output.weight" not in file.names
     values["attention_bias"] = any(name.endswith(".attn_output.bias") for name in file.names)
-    values["mlp_bias"] = "blk.0.ffn_down.bias" in file.names
-    head_dim = head_dim_of(path, file)
     rotated = said.size(f"{prefix}.rope.dimension_count", head_dim)
     if (model_type == "phi3" or model_type in _gguf_hybrid.QWENS) and rotated <= head_dim:
         values["partial_rotary_factor"] = rotated / head_dim
@@ -159,6 +192,23 @@ def config_of(path: Path, file: GgufFile) -> Config:
     return Config.of(path, values)
 
 
+def in_its_words(file: GgufFile, model_type: str, message: str) -> str:
+    """A message about what `config_of` and `renamed` give, with the file's own names of keys and tensors."""
+    prefix = file.metadata["general.architecture"]
+    keys = {**SIZES, **_OF_GRANITE, **_gguf_bert.SIZES}
+    keys |= {f"rope.scaling.{key}": name for key, name in _SCALING.items()}
+    names = {name: f"{prefix}.{key}" for key, name in keys.items()}
+    names |= {name: f"{prefix}.{key}" for name, key in _MADE_OF.items()} | _MADE_OF_TENSORS
+
+    def own(found: re.Match[str]) -> str:
+        if (name := found[1]) in names:
+            return f"'{names[name]}'"
+        return " or ".join(f"'{x}'" for x in names_in_file(model_type, name)) or found[0]
+
+    message = re.sub(r"'([\w.]+)'", own, message)
+    return re.sub(r"'(blk\.\d+\.\w+_exps)\.(\d+)\.(weight|bias)'", r"'\1.\3' of expert \2", message)
+
+
 def _token_count(said: Config, file: GgufFile) -> int:
     """The number of tokens, at most the rows of their table: further rows are padding."""
     table, tokens = "token_embd.weight", said.values.get(key := "tokenizer.ggml.tokens")
@@ -176,9 +226,9 @@ def _token_count(said: Config, file: GgufFile) -> int:
 def _of_gemma4(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
     """Values of Gemma 4 that a file says otherwise: each layer has its sizes."""
     count, kinds = said.size(f"{prefix}.block_count"), _kinds(said, prefix)
-    if kinds is None or len(kinds) != count:
+    if kinds is None:
         name = f"{prefix}.attention.sliding_window_pattern"
-        raise said.wrong(name, said.values.get(name), f"{count} of bool")
+        raise said.wrong(name, None, f"{count} of bool")
     shared = said.size(f"{prefix}.attention.shared_kv_layers", 0, low=0)
     near = said.size(f"{prefix}.attention.key_length_swa")
     said.refuse(**{f"{prefix}.{key}_swa": near for key in ("attention.value_length", "rope.dimension_count")})
@@ -186,18 +236,14 @@ def _of_gemma4(said: Config, prefix: str, values: dict[str, Any], file: GgufFile
     heads, inner = values.get("num_key_value_heads"), values.get("intermediate_size")
     if not isinstance(heads, list):
         heads = [heads] * count
+    doubled = isinstance(inner, list)
     if isinstance(inner, list):
-        wide = [inner[0] * (2 if i >= count - shared else 1) for i in range(count)] if inner else []
-        if inner not in (wide, inner[:1] * count):
+        if inner != [inner[0] * (2 if i >= count - shared else 1) for i in range(count)]:
             name = f"{prefix}.feed_forward_length"
             raise said.wrong(
                 name, inner, "the same for all layers, or twice as many in those with others' keys"
             )
-        inner, doubled = inner[0], inner == wide != inner[:1] * count
-    else:
-        doubled = False
-    if len(heads) != count:
-        raise said.wrong(f"{prefix}.attention.head_count_kv", heads, f"a number for each of {count} layers")
+        inner = inner[0]
     own = [i for i in range(count - shared) if kinds[i] == "full_attention"]
     given = "per_layer_token_embd.weight" in file.names
     return {
@@ -219,7 +265,7 @@ def _of_gemma4(said: Config, prefix: str, values: dict[str, Any], file: GgufFile
             },
             "sliding_attention": {
                 "rope_type": "default",
-                "rope_theta": values.get("rope_local_base_freq", 1e4),
+                "rope_theta": said.number(f"{prefix}.rope.freq_base_swa", 1e4),
             },
         },
         "rope_scaling": None,
@@ -258,8 +304,9 @@ def _kinds(said: Config, prefix: str) -> list[str] | None:
     slides = said.values.get(key := f"{prefix}.attention.sliding_window_pattern")
     if slides is None:
         return None
-    if not (isinstance(slides, np.ndarray) and slides.dtype == np.bool_):
-        raise said.wrong(key, slides, "an array of bool, one for each layer")
+    count = said.size(f"{prefix}.block_count")
+    if not (isinstance(slides, np.ndarray) and slides.dtype == np.bool_ and slides.size == count):
+        raise said.wrong(key, slides, f"{count} of bool")
     return [("full_attention", "sliding_attention")[slid] for slid in slides.tolist()]
 
 
@@ -267,7 +314,7 @@ def _scaling(path: Path, file: GgufFile, prefix: str) -> dict[str, Any]:
     """The scaling of rotary positions, as config.json would say it."""
     said = Config.of(path, file.metadata)
     begin = f"{prefix}.rope.scaling."
-    kind = said.get(f"{begin}type", str, "none")
+    kind = said.choice(f"{begin}type", {x: x for x in ("none", "linear", "yarn", "longrope")}, "none")
     given = {key.removeprefix(begin): x for key, x in file.metadata.items() if key.startswith(begin)}
     known = {**_SCALING, "attn_factor": "attention_factor"} if prefix == "phi3" else _SCALING
     if unknown := sorted(given.keys() - {*known, "finetuned"}):

@@ -137,6 +137,7 @@ def _of_qwen(said: Config, prefix: str, values: dict[str, Any]) -> dict[str, Any
     return found
 
 
+BY_HEADS = "granitemoehybrid", "lfm2"  # layers without heads of keys are of another kind
 VALUES: dict[str, Callable[[Config, str, dict[str, Any]], dict[str, Any]]] = {
     "granitemoehybrid": _of_granite,
     "lfm2": _of_lfm2,

@@ -94,14 +94,14 @@ def _tokenizer_config(path: Path, *version: int) -> Config:
         i = config.values.get(f"{name}_token_id")
         if type(i) is int and 0 <= i < len(tokens):
             values[f"{token}_token"] = tokens[i]
-    return Config.of(path, values)
+    return Config.of(path, values, "tokenizer.")
 
 
 def _tokenizer(path: Path) -> Config:
     """The keys of the tokenizer, without the prefix "tokenizer.ggml."."""
     with opened_alone(path) as file:
         keys = [(name.removeprefix("tokenizer."), x) for name, x in file.metadata.items()]
-    return Config.of(path, {name.removeprefix("ggml."): x for name, x in keys})
+    return Config.of(path, {name.removeprefix("ggml."): x for name, x in keys}, "tokenizer.ggml.")
 
 
 def end_ids(said: Config, count: int) -> list[int]:
@@ -189,9 +189,7 @@ def _list(config: Config, name: str, kind: type) -> Any:
     found = config.values.get(name)
     expected = "strings" if kind is str else "numbers"
     if not isinstance(found, Strings if kind is str else np.ndarray):
-        raise ModelError(
-            f"{config.path}: 'tokenizer.ggml.{name}' is {short(found)}; expected an array of {expected}"
-        )
+        raise config.wrong(name, found, f"an array of {expected}")
     try:
         return found.decoded() if isinstance(found, Strings) else found
     except UnicodeDecodeError as error:
@@ -216,7 +214,7 @@ def _numbers(config: Config, name: str, kinds: str, count: int, default: Any = N
 def _with_usual(config: Config, **usual: Any) -> Config:
     """The keys, with what models of this kind have where the file does not say it."""
     said = {name: value for name, value in config.values.items() if value is not None}
-    return Config.of(config.path, {**usual, **said})
+    return Config.of(config.path, {**usual, **said}, config.prefix)
 
 
 def _mark(config: Config, tokens: list[str], name: str) -> tuple[str, int] | None:
@@ -323,10 +321,12 @@ def _by_words(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, Con
     values = dict(config.values)
     # These two come before what the file may have under the names of language models. So GGUF spells it.
     for mark, key, token in (("bos", "cls", "[CLS]"), ("eos", "seperator", "[SEP]")):
-        i = values.get(f"{key}_token_id", ids.get(token))
-        values[f"{mark}_token_id"] = values.get(f"{mark}_token_id") if i is None else i
+        if values.get(name := f"{key}_token_id") is not None:
+            values[f"{mark}_token_id"] = _token_id(config, tokens, name)
+        elif token in ids:
+            values[f"{mark}_token_id"] = ids[token]
     values["add_eos_token"] = config.get("add_sep_token", bool, True)
-    return tokenizer, _with_usual(Config.of(config.path, values), add_bos_token=True)
+    return tokenizer, _with_usual(Config.of(config.path, values, config.prefix), add_bos_token=True)
 
 
 def _by_chances(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, Config]:
@@ -334,14 +334,14 @@ def _by_chances(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, C
     library, scores = require("tokenizers"), _numbers(config, "scores", "f", len(tokens))
     normalizers, before = library.normalizers, library.pre_tokenizers
     if not np.isfinite(scores).all():
-        raise config.wrong("tokenizer.ggml.scores", float(scores[~np.isfinite(scores)][0]), "finite numbers")
+        raise config.wrong("scores", float(scores[~np.isfinite(scores)][0]), "finite numbers")
     pairs = list(zip(tokens, scores.tolist(), strict=True))
     unknown = _token_id(config, tokens, "unknown_token_id", 2)
     model = library.models.Unigram(pairs, unk_id=unknown, byte_fallback=bool((kinds == BYTE).any()))
     tokenizer, steps = library.Tokenizer(model), []
     if (table := config.values.get("precompiled_charsmap")) is not None:
         if not isinstance(table, np.ndarray) or table.dtype.itemsize != 1:
-            raise config.wrong("tokenizer.ggml.precompiled_charsmap", table, "an array of bytes")
+            raise config.wrong("precompiled_charsmap", table, "an array of bytes")
         steps.append(normalizers.Precompiled(table.tobytes()))
     if config.get("remove_extra_whitespaces", bool, True):
         steps += [normalizers.Strip(), normalizers.Replace(library.Regex(" {2,}"), " ")]

@@ -35,7 +35,7 @@ from fastattn.models._families import (
     t5,
 )
 from fastattn.models._files import GLINER, Config, ModelError, config_path
-from fastattn.models._gguf_config import config_of
+from fastattn.models._gguf_config import config_of, in_its_words
 from fastattn.models._hub import place_of
 from fastattn.models._input_ranges import as_saved, calibrated
 from fastattn.models._modules import SPARSE_STATIC, STATIC, first_of, router_of
@@ -278,9 +278,13 @@ def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
         file = _gguf.opened(path, stack)
         config, tensors = config_of(path, file), Tensors.of_gguf(path, file, precision.weights, stack)
         source = Source(path, config, precision, stack, tensors=tensors)
-        source.rename(partial(_gguf.renamed, config.get("model_type", str)))
+        model_type = config.get("model_type", str)
+        source.rename(partial(_gguf.renamed, model_type))
         source.tokenizer = _gguf_tokenizer.tokenizer_of
-        model = _BUILDERS[config.get("model_type", str)](source)
+        try:
+            model = _BUILDERS[model_type](source)
+        except ModelError as error:
+            raise ModelError(in_its_words(file, model_type, str(error))) from None
         if isinstance(model, Encoder):
             pooling = Pooling((config.get("pooling", str),))
             model = replace(model, sentences=replace(model.sentences, pooling=pooling))

@@ -157,7 +157,7 @@ class Source:
         ]
         if wrong:
             more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-            said_by = config_path(self.folder).name
+            said_by = config_path(self.folder).name if self.folder.is_dir() else "its keys"
             raise ModelError(f"{tensors.where} does not fit {said_by}: {'; '.join(wrong[:SHOWN])}{more}")
 
     def has_kind(self, kind: str) -> bool:

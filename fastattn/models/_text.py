@@ -136,9 +136,8 @@ class Text:
         limit, said_by = self._limit
         if limit is not None and len(encoding.ids) > limit:
             came = f"{said_by} cuts texts to {limit}"
-            expected = (
-                f"at least the special tokens that tokenizer.json adds, {sum(encoding.special_tokens_mask)}"
-            )
+            added = sum(encoding.special_tokens_mask)
+            expected = f"at least the special tokens that {self._file.name} adds, {added}"
             raise ModelError(f"{came}; expected {expected}")
         if self.vocab_size is not None and max(encoding.ids, default=0) >= self.vocab_size:
             came = f"{self._file} gives a token the id {max(encoding.ids)}"

@@ -118,7 +118,7 @@ def length_limit(
         if not (type(most) is int and most > (longest or _UNBOUNDED)):
             asked = config.optional_size("model_max_length")
     if longest is not None and (asked is None or asked > longest):
-        return longest, folder / "config.json"
+        return longest, folder / "config.json" if folder.is_dir() else folder
     return asked, config.path
 
 

@@ -18,7 +18,7 @@ from fastattn._args.packed import PackedLinear
 from fastattn._formats import FORMATS
 from fastattn._gguf import GgufFile
 from fastattn.grad import vjp
-from fastattn.models import ModelError, _tensors
+from fastattn.models import ModelError, _gguf, _tensors
 from fastattn.positions import rope_frequencies
 
 TYPES = ("F32", "F16", "BF16", *FORMATS)
@@ -175,10 +175,10 @@ def test_gemma4(stored, tmp_path):
         ({"attention.head_count_kv": [2, 1, 1, 1]}, "expected the same for all layers of sliding_attention"),
         ({"feed_forward_length": [512, 512, 512, 1024]}, "expected the same for all layers, or twice"),
         ({"expert_count": 4}, "expert_count' is 4; expected none in a gemma4_text"),
-        ({"attn_logit_softcapping": 5}, "'attn_logit_softcapping' is 5; only None is supported"),
+        ({"attn_logit_softcapping": 5}, "'gemma4.attn_logit_softcapping' is 5; only None is supported"),
         (
             {"attention.shared_kv_layers": 3, "feed_forward_length": 512},
-            "'num_kv_shared_layers' is 3; expected a layer of each kind",
+            "'gemma4.attention.shared_kv_layers' is 3; expected a layer of each kind",
         ),
     ],
 )
@@ -403,7 +403,11 @@ def test_experts_that_are_refused(tmp_path):
     for key, value, message in (
         ("expert_gating_func", 2, "'qwen3moe.expert_gating_func' is 2; only 1 is supported"),
         ("expert_shared_count", 1, "'qwen3moe.expert_shared_count' is 1; only 0 is supported"),
-        ("expert_used_count", 7, "'num_experts_per_tok' is 7; expected at most 'num_local_experts', 6"),
+        (
+            "expert_used_count",
+            7,
+            "'qwen3moe.expert_used_count' is 7; expected at most 'qwen3moe.expert_count', 6",
+        ),
         ("expert_count", 5, "is not known"),
     ):
         tiny_gguf.write(
@@ -704,8 +708,8 @@ def test_a_tokenizer_of_merges(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokenizer.ggml.model": "rwkv"}, r"'model' is 'rwkv'; expected one of gpt2, llama"),
-        ({"tokenizer.ggml.pre": "unheard"}, r"'pre' is 'unheard'; expected one of gpt-2"),
+        ({"tokenizer.ggml.model": "rwkv"}, r"'tokenizer.ggml.model' is 'rwkv'; expected one of gpt2, llama"),
+        ({"tokenizer.ggml.pre": "unheard"}, r"'tokenizer.ggml.pre' is 'unheard'; expected one of gpt-2"),
         ({"tokenizer.ggml.merges": ["t x y"]}, r"merges' has 't x y'; expected two tokens"),
         ({"tokenizer.ggml.token_type": [1]}, r"token_type' has 1 numbers in int32 for 260 tokens"),
         ({"tokenizer.ggml.tokens": 5}, r"tokens' is 5; expected an array of strings"),
@@ -714,7 +718,11 @@ def test_a_tokenizer_of_merges(tmp_path):
             {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1] * 260},
             "scores' has 260 numbers in int32",
         ),
-        ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 999}, "'bos_token_id' is 999"),
+        (
+            {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 999},
+            "'tokenizer.ggml.bos_token_id' is",
+        ),
+        ({"tokenizer.ggml.add_bos_token": 1}, "'tokenizer.ggml.add_bos_token' is 1; expected true or false"),
         ({"tokenizer.ggml.eos_token_id": 260}, "'tokenizer.ggml.eos_token_id' is 260; expected less .* 260$"),
         (
             {"tokenizer.ggml.eot_token_id": 2**31},
@@ -739,11 +747,110 @@ def test_tokenizers_that_are_refused(changes, message, tmp_path):
         with_tokenizer(tmp_path / "model.gguf", **changes).text.encode(["the"])
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma4_text"])
+def test_a_number_for_each_layer(kind, tmp_path):
+    """The same one is that of all."""
+    path, name = tmp_path / "model.gguf", {"gemma4_text": "gemma4"}.get(kind, kind)
+    _, config = tiny_gguf.write(path, kind, "F32")
+    expected, layers = models.load(path)(IDS), config["num_hidden_layers"]
+    sizes = {"attention.head_count": config["num_attention_heads"]}
+    if kind == "llama":
+        sizes["feed_forward_length"] = config["intermediate_size"]
+        sizes["attention.head_count_kv"] = config["num_key_value_heads"]
+    each = {f"{name}.{key}": tiny_gguf.typed([size] * layers) for key, size in sizes.items()}
+    tiny_gguf.write(path, kind, "F32", **each)
+    np.testing.assert_array_equal(models.load(path)(IDS), expected)
+    for key, size in sizes.items():
+        for wrong, message in (
+            ([size] * (layers + 1), f"a number for each of {layers} layers"),
+            ([size + 1, *[size] * (layers - 1)], "an integer of at least 1|for all layers"),
+        ):
+            tiny_gguf.write(path, kind, "F32", **{f"{name}.{key}": tiny_gguf.typed(wrong)})
+            with pytest.raises(ModelError, match=rf"'{name}.{key}' is .*; expected .*({message})"):
+                models.load(path)
+
+
+@pytest.mark.parametrize("maps", ["attn_q attn_k attn_v", "attn_output", "ffn_down", "ffn_gate ffn_up"])
+def test_biases_of_some_maps(maps, tmp_path):
+    """Of Llama's maps, any may have one; those of queries, keys and values together."""
+    path, folder, rng = tmp_path / "model.gguf", tmp_path / "model", np.random.default_rng(0)
+    sizes = {
+        "attn_q": 256,
+        "attn_k": 128,
+        "attn_v": 128,
+        "attn_output": 256,
+        "ffn_down": 256,
+        "ffn_gate": 512,
+        "ffn_up": 512,
+    }
+    biases = {
+        f"blk.{i}.{name}.bias": rng.standard_normal(sizes[name], np.float32)
+        for i in range(2)
+        for name in sizes
+    }
+    given = {name: x for name, x in biases.items() if name.split(".")[2] in maps.split()}
+    tensors, config = tiny_gguf.write(path, "llama", "F32", more=given)
+    names = {new: old for old, new in tiny_gguf.NAMES.items() if old.startswith(("mlp", "self_attn"))}
+    for name, x in biases.items():
+        _, i, part, _ = name.split(".")
+        if part in ("attn_q", "attn_k"):
+            x = tiny_gguf.halves(x, 64)
+        tensors[f"model.layers.{i}.{names[part]}.bias"] = x if name in given else np.zeros_like(x)
+    tiny.write(folder, "llama", tensors, **config, attention_bias=True, mlp_bias=True)
+    np.testing.assert_allclose(models.load(path)(IDS), models.load(folder)(IDS), rtol=0, atol=1e-5)
+    if " " in maps:
+        given.popitem()
+        tiny_gguf.write(path, "llama", "F32", more=given)
+        with pytest.raises(ModelError, match=rf"'blk.1.{maps.split()[-1]}.bias' is missing"):
+            models.load(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        *((kind, "attention.layer_norm_rms_epsilon") for kind in ("llama", "gemma2", "lfm2", "gpt_oss")),
+        *((kind, "expert_used_count") for kind in ("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next")),
+        *((kind, "attention.sliding_window") for kind in ("gemma3-causal", "gemma4_text", "gpt_oss")),
+        ("qwen3_moe", "expert_feed_forward_length"),
+        ("granite", "logit_scale"),
+    ],
+)
+def test_keys_that_are_missing(kind, key, tmp_path, monkeypatch):
+    """Where llama.cpp has no value for them, nothing is guessed."""
+    path = tmp_path / "model.gguf"
+    tiny_gguf.write(path, kind, "F32", without=[key])
+    with pytest.raises(ModelError, match=rf"'[\w-]+\.{key}' is missing; expected a"):
+        models.load(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "usual"),
+    [
+        ("smollm3", "rope.freq_base", {"rope_theta": 1e4}),
+        ("mixtral", "rope.freq_base", {"rope_theta": 1e4}),
+        ("granite", "attention.scale", {"attention_multiplier": 64**-0.5}),
+    ],
+)
+def test_keys_that_may_be_missing(kind, key, usual, tmp_path):
+    """They are as llama.cpp has them, whatever config.json's defaults are."""
+    path, folder = tmp_path / "model.gguf", tmp_path / "model"
+    tensors, config = tiny_gguf.write(path, kind, "F32", without=[key])
+    tiny.write(folder, kind, tensors, **{**config, **usual})
+    expected = models.load(folder)(IDS)
+    np.testing.assert_allclose(models.load(path)(IDS), expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
 def test_models_that_are_refused(tmp_path):
     path, number = tmp_path / "model.gguf", gguf.GGUFValueType.UINT32
     for metadata, message in (
-        ({"llama.expert_count": (8, number)}, "experts.0.w1.weight' is missing"),
-        ({"llama.rope.scaling.type": ("odd", gguf.GGUFValueType.STRING)}, "rotary positions"),
+        (
+            {"llama.expert_count": (8, number), "llama.expert_used_count": (2, number)},
+            "its keys: 'blk.0.ffn_gate_inp.weight' is missing; 'blk.0.ffn_gate_exps.weight' of expert 0 is",
+        ),
+        (
+            {"llama.rope.scaling.type": ("odd", gguf.GGUFValueType.STRING)},
+            "scaling.type' is 'odd'; expected one",
+        ),
         ({"llama.rope.scaling.attn_factor": (2.0, gguf.GGUFValueType.FLOAT32)}, "attn_factor' is not known"),
         ({"llama.logit_scale": (2.0, gguf.GGUFValueType.FLOAT32)}, "there is a 'llama.logit_scale'"),
         ({"llama.attention.temperature_scale": (0.1, gguf.GGUFValueType.FLOAT32)}, "expected a mistral3"),
@@ -767,6 +874,38 @@ def test_models_that_are_refused(tmp_path):
         ModelError, match=r"'general.architecture' is 'mamba'; expected one of bert, gemma2, gemma3"
     ):
         models.load(path)
+
+
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "ministral3", "gemma4_text", "gpt_oss", "lfm2", *hybrid.ARCHITECTURES]
+)
+def test_errors_have_the_names_of_files(kind, tmp_path, monkeypatch):
+    """Of a key that is another, or a tensor that is missing, and no names of config.json and folders."""
+    path, opened_alone = tmp_path / "model.gguf", _gguf.opened_alone
+    tiny_gguf.write(path, kind, "Q8_0")
+
+    with opened_alone(path) as file:
+        changes = [(key, "metadata", {**file.metadata, key: x}) for key in file.metadata for x in ("x", 3)]
+        changes += [(name, "names", dict.fromkeys(x for x in file.names if x != name)) for name in file.names]
+    wrong = set()
+    for name, field, value in changes:
+
+        def changed(path, field=field, value=value):
+            file = opened_alone(path)
+            setattr(file, field, value)
+            return file
+
+        monkeypatch.setattr(_gguf, "opened_alone", changed)
+        try:
+            models.load(path)
+        except ModelError as error:
+            message = str(error).removeprefix(f"{path}")
+            assert f"'{name}'" in message or value.get(name) == 3  # which fits no tensor
+            assert not re.search(r"'\w*_\w*'|'(model|layers|lm_head)\.|config\.json", message), message
+            wrong.add(name)
+    assert wrong > {
+        x for x in file.names if x.endswith(("norm.weight", "ffn_down.weight", "ffn_down_exps.weight"))
+    }
 
 
 def header(*infos, keys=b"", n_keys=0, n_tensors=None, version=3):

@@ -10,7 +10,7 @@ import tokenizers
 from safetensors.numpy import load_file
 
 from fastattn import models
-from fastattn.models import ModelError
+from fastattn.models import ModelError, _gguf
 from fastattn.models._gguf_tokenizer import tokenizer_of
 
 TEXTS = [
@@ -123,6 +123,40 @@ def test_values_that_are_refused(tmp_path):
         write(tmp_path / "model.gguf", tmp_path, tensors, **{key: value})
         with pytest.raises(ModelError, match=message):
             models.load(tmp_path / "model.gguf")
+
+
+def test_errors_have_the_names_of_files(tmp_path, monkeypatch):
+    """Of keys and tensors that are missing; and the file's, where texts are shorter than special tokens."""
+    tensors, path, opened = tiny.write(tmp_path, "bert"), tmp_path / "model.gguf", _gguf.opened_alone
+    write(path, tmp_path, tensors)
+    with opened(path) as file:
+        keys = [x for x in file.metadata if x.endswith(("_length", "_count", "epsilon")) and "type" not in x]
+        names = file.names
+    assert len(keys) == 6
+    for name in [*keys, *names]:
+
+        def without(path, name=name):
+            file = opened(path)
+            file.metadata.pop(name, None)
+            file.names = [x for x in file.names if x != name]
+            return file
+
+        monkeypatch.setattr(_gguf, "opened_alone", without)
+        with pytest.raises(ModelError, match=rf"^{path}( does not fit its keys)?: '{name}' is missing"):
+            models.load(path)
+    monkeypatch.undo()
+    table = next(name for name in tensors if "position_embeddings" in name)
+    short = {**tensors, table: tensors[table][:1]}
+    write(path, tmp_path, short, [*SPECIAL, "hello"], bert__context_length=1)
+    with pytest.raises(
+        ModelError, match=rf"{path} cuts texts to 1; expected at least .* that model.gguf adds, 2"
+    ):
+        models.load(path).encode(["hello"])
+    write(path, tmp_path, tensors, [*SPECIAL, "hello"], tokenizer__ggml__cls_token_id=99)
+    with pytest.raises(
+        ModelError, match=r"'tokenizer.ggml.cls_token_id' is 99; expected less than the number"
+    ):
+        models.load(path).encode(["hello"])
 
 
 def of_chances(tmp_path):

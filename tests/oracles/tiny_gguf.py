@@ -163,8 +163,8 @@ def write_sizes(writer, settings):
     }
 
 
-def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
-    """Write a model whose maps are `stored`, those of queries as `queries`.
+def write(path, kind, stored, vocab=None, more=None, queries=None, without=(), **metadata):
+    """Write a model whose maps are `stored`, those of queries as `queries`, `without` some keys.
 
     Returns its tensors and its config as transformers has them.
     """
@@ -239,6 +239,8 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, **metadata):
             "rope_freqs.weight": np.where(np.arange(pairs) < pairs // 2, 1, 1e30).astype(np.float32),
             **(more or {}),
         }
+    for key in without:
+        del writer.kv_data[0][f"{architecture}.{key}"]
     for key, value in metadata.items():
         writer.kv_data[0].pop(key, None)
         writer.add_key_value(key, *value)

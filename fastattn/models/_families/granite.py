@@ -28,7 +28,7 @@ def granite(source: Source) -> Decoder:
         heads=heads,
         heads_kv=heads_kv,
         head_dim=config.optional_size("head_dim") or config.divided("hidden_size", "num_attention_heads"),
-        biased=biased(config, "granite", LLAMA.block),
+        biased=biased(source, "granite", LLAMA.block),
     )
     config.refuse(is_causal=True)
     return multiplied(LLAMA, blocks)

@@ -126,7 +126,7 @@ def llama(source: Source) -> Decoder | Encoder:
         heads=heads,
         heads_kv=heads_kv,
         head_dim=head_dim,
-        biased=biased(config, model_type, names.block),
+        biased=biased(source, model_type, names.block),
         **({} if names.block.router is None else _experts(source, model_type)),
     )
     theta = {"smollm3": 2e6, "mixtral": 1e6}.get(model_type, 1e4)
@@ -235,16 +235,20 @@ def _rotations(config: Config, num_layers: int) -> list[int | None]:
     return [0 if rotated else None for rotated in has[:num_layers]]
 
 
-def biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str]:
-    """The maps that have a bias."""
+def biased(source: Source, model_type: str, names: BlockNames) -> frozenset[str]:
+    """The maps that have a bias: by config.json, or in a GGUF file by its tensors."""
     if model_type == "qwen2":
         return frozenset(names.qkv)
-    found: list[str | None] = []
-    as_llama = model_type in ("llama", "granite", "smollm3", "eurobert")
-    if (as_llama or model_type in ("qwen3", "qwen3_moe")) and config.get("attention_bias", bool, False):
-        found += [*names.qkv, names.attended]
-    if as_llama and config.get("mlp_bias", bool, False):
-        found += [names.gate, names.inner, names.outer]
+    together = names.qkv, (names.attended,), (names.gate, names.inner), (names.outer,)
+    if _gguf.is_file(source.folder):
+        own = [name.removesuffix(".bias") for name in source.names if name.endswith(".bias")]
+        has = [any(name.endswith(each) for name in own) for each in together]
+    else:
+        config, as_llama = source.config, model_type in ("llama", "granite", "smollm3", "eurobert")
+        attends = as_llama or model_type in ("qwen3", "qwen3_moe")
+        has = [attends and config.get("attention_bias", bool, False)] * 2
+        has += [as_llama and config.get("mlp_bias", bool, False)] * 2
+    found = (name for each, biased in zip(together, has, strict=True) if biased for name in each)
     return frozenset(name for name in found if name is not None)
 
 
