@@ -606,7 +606,7 @@ def stop_of(path, texts, kind=3, **keys):
 
 @pytest.mark.parametrize("kind", [1, 3, 4])
 def test_texts_that_end_answers(kind, tmp_path):
-    """Those of words are words; so is "</s>", a tag of HTML, where it is no control token."""
+    """Tokens of words are words; so is "</s>", a tag of HTML, where it is no control token."""
     for i in range(0, len(ENDS), 10):
         texts = ENDS[i : i + 10]
         ends = [258 + n for n, text in enumerate(texts) if kind == 3 or (kind == 4 and text != "</s>")]
@@ -749,7 +749,7 @@ def test_tokenizers_that_are_refused(changes, message, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma4_text"])
 def test_a_number_for_each_layer(kind, tmp_path):
-    """The same one is that of all."""
+    """Arrays of the same number are that number."""
     path, name = tmp_path / "model.gguf", {"gemma4_text": "gemma4"}.get(kind, kind)
     _, config = tiny_gguf.write(path, kind, "F32")
     expected, layers = models.load(path)(IDS), config["num_hidden_layers"]
@@ -772,7 +772,7 @@ def test_a_number_for_each_layer(kind, tmp_path):
 
 @pytest.mark.parametrize("maps", ["attn_q attn_k attn_v", "attn_output", "ffn_down", "ffn_gate ffn_up"])
 def test_biases_of_some_maps(maps, tmp_path):
-    """Of Llama's maps, any may have one; those of queries, keys and values together."""
+    """Any map of Llama may have one; queries, keys and values have them together."""
     path, folder, rng = tmp_path / "model.gguf", tmp_path / "model", np.random.default_rng(0)
     sizes = {
         "attn_q": 256,
@@ -880,7 +880,7 @@ def test_models_that_are_refused(tmp_path):
     "kind", ["mixtral", "ministral3", "gemma4_text", "gpt_oss", "lfm2", *hybrid.ARCHITECTURES]
 )
 def test_errors_have_the_names_of_files(kind, tmp_path, monkeypatch):
-    """Of a key that is another, or a tensor that is missing, and no names of config.json and folders."""
+    """Keys with other values, and tensors that are missing, have no names of config.json and folders."""
     path, opened_alone = tmp_path / "model.gguf", _gguf.opened_alone
     tiny_gguf.write(path, kind, "Q8_0")
 

@@ -126,7 +126,7 @@ def test_values_that_are_refused(tmp_path):
 
 
 def test_errors_have_the_names_of_files(tmp_path, monkeypatch):
-    """Of keys and tensors that are missing; and the file's, where texts are shorter than special tokens."""
+    """Keys and tensors that are missing; and the file's own, where special tokens are more than a text."""
     tensors, path, opened = tiny.write(tmp_path, "bert"), tmp_path / "model.gguf", _gguf.opened_alone
     write(path, tmp_path, tensors)
     with opened(path) as file:

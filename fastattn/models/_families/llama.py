@@ -239,7 +239,8 @@ def biased(source: Source, model_type: str, names: BlockNames) -> frozenset[str]
     """The maps that have a bias: by config.json, or in a GGUF file by its tensors."""
     if model_type == "qwen2":
         return frozenset(names.qkv)
-    together = names.qkv, (names.attended,), (names.gate, names.inner), (names.outer,)
+    inner = (names.inner,) if names.gate is None else (names.gate, names.inner)
+    together = names.qkv, (names.attended,), inner, (names.outer,)
     if _gguf.is_file(source.folder):
         own = [name.removesuffix(".bias") for name in source.names if name.endswith(".bias")]
         has = [any(name.endswith(each) for name in own) for each in together]
@@ -248,8 +249,7 @@ def biased(source: Source, model_type: str, names: BlockNames) -> frozenset[str]
         attends = as_llama or model_type in ("qwen3", "qwen3_moe")
         has = [attends and config.get("attention_bias", bool, False)] * 2
         has += [as_llama and config.get("mlp_bias", bool, False)] * 2
-    found = (name for each, biased in zip(together, has, strict=True) if biased for name in each)
-    return frozenset(name for name in found if name is not None)
+    return frozenset(name for each, biased in zip(together, has, strict=True) if biased for name in each)
 
 
 def _windows(config: Config, model_type: str, num_layers: int, causal: bool = True) -> list[Window]:
