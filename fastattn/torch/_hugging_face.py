@@ -12,11 +12,12 @@ from fastattn._engine.settings import available_isas
 from fastattn.torch._attention import attention_op, with_lse_op
 from fastattn.torch._measure import attention_key, gains, sample
 from fastattn.torch._modules import measures, replace_functions
+from fastattn.torch._tensors import traced
 from fastattn.torch._undo import Undo
 from fastattn.torch._variants import selected_op
 
 NAME = "fastattn"
-# Compiled models cannot measure. With AMX, 16 bits are known to be faster in torch (docs/notes/intel.md),
+# Traced calls cannot measure. With AMX, 16 bits are known to be faster in torch (docs/notes/intel.md),
 # except bfloat16 where kernels with tiles are compiled in here.
 _LEFT: tuple[torch.dtype, ...] = ()
 if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
@@ -46,7 +47,7 @@ def register(*, measure: bool = True) -> Undo:
     measure : bool, default True
         Time transformers' "sdpa" beside ours at the first call of each kind that both compute, see
         `patch_sdpa`, and leave to it what would not gain 5%; `measured` says what. With softcaps,
-        sinks or position biases nothing is measured, nor in compiled models, which leave 16 bits to torch
+        sinks or position biases nothing is measured, nor in traced models, which leave 16 bits to torch
         where the CPU has AMX. Functions of hybrid models are timed likewise, beside transformers' own. False:
         every call is computed here.
 
@@ -75,7 +76,7 @@ def register(*, measure: bool = True) -> Undo:
     attention, a function or the `forward` of a class, in models made before and later: deformable_detr,
     grounding_dino, mm_grounding_dino, lw_detr, rf_detr, omdet_turbo, rt_detr, rt_detr_v2, d_fine, deimv2,
     pp_doclayout_v2 to v4, mask2former, oneformer. Gradients flow through all of them, first derivatives.
-    transformers computes itself what is compiled, in float64, on other devices, or refused here (see
+    transformers computes itself what is traced, in float64, on other devices, or refused here (see
     `measured`), and updates of states by one token where gradients are wanted. Packed sequences are kept
     apart; it refuses them.
 
@@ -214,11 +215,11 @@ def _left_to_torch(
     module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None, causal: bool
 ) -> bool:
     """Whether transformers' "sdpa" is as fast or faster for such calls."""
-    if not measures() or not query.numel() or not key.numel():
+    if not measures():
         return False
-    if torch.compiler.is_compiling():
+    if traced():
         return query.dtype in _LEFT
-    if type(query) is not torch.Tensor or torch._C._are_functorch_transforms_active():
+    if type(query) is not torch.Tensor or not query.numel() or not key.numel():
         return False  # a fake tensor's time says nothing
 
     def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
@@ -277,7 +278,7 @@ def _attend_lists(
     A mask that adds anything but 0 and what hides gives None, too.
     """
     if mask is not None:
-        if mask.ndim != 4 or mask.shape[1] != 1:
+        if mask.ndim != 4 or mask.shape[1] != 1 or (mask.dtype is not torch.bool and traced()):
             return None
         lists, size = _without_masked(lists, size, mask, key.shape[2]), 1
         if lists is None:
@@ -297,7 +298,7 @@ def _attend_lists(
             lambda: selected_op(q, k, v, rows, None, block_size=size, **later),
         )
 
-    if measures() and query.numel() and sinks is None and softcap is None:
+    if measures() and not traced() and query.numel() and sinks is None and softcap is None:
         number = lists.shape[3] * size
         kind = attention_key("transformers", query, key, value, None, causal)
         if not gains((*kind, f"selected < {2 ** number.bit_length()}"), pairs):
@@ -325,7 +326,7 @@ def _masked(query: Any, key: Any, lists: Any, size: int, causal: bool, mask: Any
     count = -(-key.shape[2] // size)
     # -1 goes into a column that is cut off.
     found = lists.new_zeros((*lists.shape[:-1], count + 1), dtype=torch.bool)
-    found = found.scatter(-1, lists.long().masked_fill(lists < 0, count), True)[..., :count]
+    found = found.scatter(-1, lists.long().masked_fill(lists < 0, count), 1)[..., :count]
     if size > 1:
         found = found.repeat_interleave(size, -1)[..., : key.shape[2]]
     groups = found.shape[1]

@@ -267,7 +267,7 @@ class _Scores:
         """The numbers of the largest, ascending; where fewer are allowed, that of the first key once more."""
         steps = ("relu", "weights", "squeezed")
         known = self._has(*steps) or self._has(*steps, "allowed")
-        ends = self._ends() if known and dim == -1 and k > 0 and not named else None
+        ends = self._ends() if known and dim == -1 and 0 < k <= self.k.shape[-1] and not named else None
         if ends is None or not self._gains(k, ends):
             return self.tensor().topk(k, dim=dim, **named)
         return _Chosen(self, self._selected(k, ends).clamp_(min=0))

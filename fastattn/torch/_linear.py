@@ -14,7 +14,7 @@ from torch.nn.functional import linear as torch_linear
 from fastattn import ops
 from fastattn._args.types import Rounding
 from fastattn.torch._library import define
-from fastattn.torch._tensors import array_of, num_threads, tensor_of
+from fastattn.torch._tensors import array_of, num_threads, tensor_of, traced
 
 TAKEN = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -60,14 +60,21 @@ class FrozenLinear:
                 " model that is pruned or parametrized before it is optimized"
             ) from None
 
-    def __call__(self, x: Any) -> Any:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The product with weights, for the module's `forward`."""
+        if torch.jit.is_scripting():  # what torch.jit.script compiles, where `self` is the module
+            return torch_linear(input, self.weight, self.bias)
+        else:
+            return self._forward(input)
+
+    def _forward(self, x: Any) -> Any:
         weight, bias = self._current()
         if not self._covers(x, weight, bias):
             return torch_linear(x, weight, bias)
         return _linear_op(x, self.number) if torch.compiler.is_compiling() else self.computed(x)
 
     def _covers(self, x: Any, weight: Any, bias: Any) -> bool:
-        if not self.in_use or not self._packs(weight, bias):
+        if not (self.in_use and isinstance(x, torch.Tensor) and self._packs(weight, bias)):
             return False
         dtype = weight.dtype
         if x.dtype is not dtype or (bias is not None and bias.dtype is not dtype) or dtype not in TAKEN:
@@ -78,9 +85,11 @@ class FrozenLinear:
             return False  # numbers of linear maps are those of this process
         if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and x.requires_grad):
             return False  # derivatives are torch's
-        if torch.compiler.is_compiling():
-            return True
-        return type(x) is torch.Tensor and not torch._C._are_functorch_transforms_active()
+        if not torch.compiler.is_compiling() and (type(x) is not torch.Tensor or traced() or x.is_neg()):
+            return False
+        if not (x.layout is weight.layout is torch.strided and x.ndim and x.shape[-1:] == weight.shape[1:]):
+            return False  # mostly an error, too, as a bias of another length
+        return bias is None or bias.shape == weight.shape[:1]
 
     def _packs(self, weight: Any, bias: Any) -> bool:
         """Whether the module's parameters are those that are packed, or may be packed instead."""

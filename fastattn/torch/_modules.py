@@ -16,6 +16,7 @@ from fastattn._args.errors import put_name
 from fastattn.torch._hybrids import FUNCTIONS, PACKED, REFUSED, NotTaken
 from fastattn.torch._indexers import with_promises, without_loops
 from fastattn.torch._measure import gains, measuring, refused
+from fastattn.torch._tensors import traced
 
 # The attribute by which parts of models keep a function of their module from the start.
 _HELD = {"multi_scale_deformable_attention_v2": "ms_deformable_attn_core"}
@@ -154,7 +155,7 @@ def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if not _in_use or _traced() or measuring():
+        if not _in_use or traced() or measuring():
             return own(*args, **kwargs)
         ours, reason = FUNCTIONS[name], None
         try:
@@ -187,16 +188,11 @@ def _indexing(own: Callable[..., Any], make: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        ours = _in_use and not _traced() and not measuring()
+        ours = _in_use and not traced() and not measuring()
         return selecting(*args, **kwargs) if ours else own(*args, **kwargs)
 
     setattr(forward, _OURS, True)
     return forward
-
-
-def _traced() -> bool:
-    """Whether a call is compiled or exported, or one of torch.func: then it is transformers'."""
-    return torch.compiler.is_compiling() or bool(torch._C._are_functorch_transforms_active())
 
 
 def _packed(given: dict[str, Any]) -> list[str]:

@@ -76,7 +76,8 @@ def optimize(
     parameters, so that memory grows by their size. A parameter that is replaced, or written to in place, as
     by `load_state_dict`, is packed again. Writes that torch does not count are not seen: those through
     ``.data`` or NumPy, to parameters made in inference mode, and those of fused optimizers. Where a
-    derivative is wanted, under autocast, in float64 and on other devices, a module computes as before.
+    derivative is wanted, under autocast, in float64, on other devices and where a call is traced (by
+    `torch.export`, `torch.jit`, `make_fx`, a dispatch mode), a module computes as before.
     Weights are frozen: ``requires_grad`` is False until `undo`.
     """
     if not isinstance(model, torch.nn.Module):
@@ -162,7 +163,7 @@ def _replace_linears(
         steps.append(partial(_thaw, module, linear, frozen, parameters))
         for parameter in parameters:
             parameter.requires_grad_(False)
-        module.forward = linear
+        module.forward = linear.forward
         packed[linear.packed.dtype] += 1
     lines = [f"{n} nn.Linear packed in {name}" for name, n in packed.items()]
     lines += [f"{n} nn.Linear left alone: {why}" for why, n in kept.items()]
@@ -186,7 +187,7 @@ def _why_slower(module: Any, dtype: str | None, activations: Rounding | None) ->
         ours = FrozenLinear(like._parameters, dtype, activations)
         for rows in (16, 256):
             x = torch.randn(rows, sizes[1]).to(module.weight.dtype)
-            yield partial(like, x), partial(ours, x)
+            yield partial(like, x), partial(ours.forward, x)
 
     if gains((*kind, f"{sizes[1]} to {sizes[0]}"), pairs):
         return None
@@ -212,7 +213,7 @@ def _why_kept(module: Any) -> str | None:
 
 def _thaw(module: Any, linear: FrozenLinear, names: list[str], parameters: list[Any]) -> None:
     linear.in_use = False
-    if vars(module).get("forward") is linear:
+    if vars(module).get("forward") == linear.forward:
         del module.forward
     now = [module._parameters.get(name) for name in names]  # others, after load_state_dict(assign=True)
     for parameter in (*parameters, *now):

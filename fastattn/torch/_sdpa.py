@@ -117,12 +117,15 @@ def _kernel(torchs: Any) -> Callable[..., Any]:
         call = q, k, v, attn_mask
         if dropout_p or measuring() or not _covered(*call):
             return torch_s(*call)
-        if not _unmeasured and not gains(
-            attention_key("sdpa", *call, is_causal),
-            lambda: [(partial(torch_s, *sample(*call)), partial(ours, *sample(*call)))],
-        ):
-            return torch_s(*call)
-        return ours(*call)
+        try:
+            if _unmeasured or gains(
+                attention_key("sdpa", *call, is_causal),
+                lambda: [(partial(torch_s, *sample(*call)), partial(ours, *sample(*call)))],
+            ):
+                return ours(*call)
+        except (TypeError, ValueError):  # before anything was computed: torch has a result, or its own error
+            pass
+        return torch_s(*call)
 
     return kernel
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import _C
 
 from fastattn._args.types import Array, Shape
 from fastattn._engine import settings
@@ -16,6 +17,9 @@ try:
     _BFLOAT16: Any = np.dtype(ml_dtypes.bfloat16)
 except ImportError:  # as long as no tensor of bfloat16 comes
     _BFLOAT16 = None
+
+
+_PRE_DISPATCH = _C.DispatchKey.PreDispatch
 
 
 def array_of(x: Any) -> Array:
@@ -44,6 +48,20 @@ def heads_inside(shape: Shape, dtype: np.dtype[Any]) -> Array:
     if len(shape) < 3:
         return np.empty(shape, dtype)
     return np.empty((*shape[:-3], shape[-2], shape[-3], shape[-1]), dtype).swapaxes(-3, -2)
+
+
+def traced() -> bool:
+    """Whether a call is recorded or rewritten: compiled, exported, traced, of torch.func, in a dispatch mode.
+
+    Arrays of its tensors would be constants of the record: only torch's functions and operators may run.
+    """
+    return bool(
+        torch.compiler.is_compiling()  # first, since the compiler knows none of the others
+        or _C._is_tracing()
+        or _C._len_torch_dispatch_stack() > 0
+        or _C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+        or _C._are_functorch_transforms_active()
+    )
 
 
 def num_threads() -> int | None:

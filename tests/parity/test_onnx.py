@@ -1,14 +1,19 @@
 """ONNX's own tests of five operators, computed by those of examples/onnx_operators.py."""
 
+import io
 import warnings
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_operators
 import pytest
+import torch
 from onnx.backend.test.case import node
 from onnx.reference import ReferenceEvaluator
 from onnx_operators import OPERATORS
+
+import fastattn.torch
 
 NAMES = {operator.__name__ for operator in OPERATORS}
 with warnings.catch_warnings():
@@ -88,6 +93,15 @@ def test_which_cases_there_are():
         "LinearAttention": 14,
     }  # fmt: skip
     assert all(counts[name] >= least[name] for name in least), counts
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_an_optimized_model_is_exported():
+    model, file, x = torch.nn.Linear(40, 3), io.BytesIO(), torch.randn(2, 40)
+    with torch.no_grad(), fastattn.torch.optimize(model, measure=False):
+        torch.onnx.export(model, (torch.ones(2, 40),), file, dynamo=False, input_names=["x"])
+        (found,) = ReferenceEvaluator(onnx.load_from_string(file.getvalue())).run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), model(x))
 
 
 def test_it_runs_as_a_script(capsys):

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 import transformers
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import fastattn.torch as ft
@@ -401,6 +402,18 @@ def test_what_is_refused_here_is_transformers():
         with torch.no_grad(), ft.register(measure=measure):
             for call, want in zip(calls, expected, strict=True):
                 torch.testing.assert_close(call(), want)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("trace", [torch.jit.trace, lambda f, x: make_fx(f)(x)])
+def test_traced_calls_are_transformers(trace, calls):
+    from transformers.models.mamba2 import modeling_mamba2 as module
+
+    (x, other), weight = torch.randn(2, 2, 6, 20), torch.randn(6, 4)
+    with torch.no_grad(), ft.register(measure=False):
+        traced = trace(lambda x: module.causal_conv1d_fn(x, weight), x)
+        torch.testing.assert_close(traced(other), module.causal_conv1d_fn(other, weight))
+        assert calls
 
 
 @pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])

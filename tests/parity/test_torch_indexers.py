@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 from tiny_transformers import ready
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn.torch as ft
 from fastattn.torch import _indexers
@@ -25,14 +26,14 @@ FAMILIES = [
 MASKS = ("HYV4ForCausalLM", "DeepseekV4ForCausalLM", "Glm5NextTextModel")
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers of a tensor of floats that some operation returns."""
+class Largest(TorchFunctionMode):
+    """The most numbers of a tensor of floats that some function returns."""
 
     def __init__(self):
         super().__init__()
         self.most = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
@@ -90,6 +91,16 @@ def test_a_budget_below_a_block_selects_the_last_tokens_alone():
     expected = indexer(*args)
     with ft.register(measure=False):
         assert torch.equal(indexer(*args), expected)
+
+
+def test_indexers_are_transformers_where_a_mode_records(selected):
+    model, ids = model_of("DeepseekV32ForCausalLM"), torch.arange(5, 55)[None]
+    with ft.register(measure=False):
+        with FlopCounterMode(display=False):
+            run(model, "fastattn", ids)
+        assert not selected
+        run(model, "fastattn", ids)
+        assert selected
 
 
 def assert_near(got, expected):
@@ -234,6 +245,8 @@ def test_what_else_is_asked_of_a_promise():
             lambda x: x.masked_fill(late, 0.5).amax(2),
         ):  # fmt: skip
             torch.testing.assert_close(function(made), function(scores))
+        with pytest.raises(RuntimeError):  # there are 7 keys
+            torch.matmul(weights, made.relu()).squeeze(-2).topk(8)
 
 
 def test_what_is_written_to_a_promise_stays():

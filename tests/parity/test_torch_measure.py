@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from implementations import COMPILED
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fastattn.torch
@@ -144,13 +145,22 @@ def test_compiled_models_leave_16_bits_to_amx(left, dtype, ours, ran, monkeypatc
     assert not measured()
 
 
-def test_fake_tensors_are_not_measured():
-    register()
-    with torch._subclasses.FakeTensorMode():
-        q, module = torch.empty(1, 4, 30, 16), torch.nn.Module()
-        out = fastattn.torch._hugging_face.attention_forward(module, q, q, q, None, is_causal=False)[0]
-    assert out.shape == (1, 30, 4, 16)
-    assert not measured()
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("options", [{}, {"indices": torch.zeros(1, 30, 2, dtype=torch.int64)}])
+def test_traced_calls_are_not_measured(options):
+    def forward(q):
+        module = torch.nn.Module()
+        return fastattn.torch._hugging_face.attention_forward(
+            module, q, q, q, None, is_causal=False, **options
+        )[0]
+
+    q = torch.randn(1, 4, 30, 16)
+    with register():
+        make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(q)
+        traced = torch.jit.trace(forward, q, check_trace=False)
+        assert not measured()
+        torch.testing.assert_close(traced(2 * q), forward(2 * q))
 
 
 def test_a_ratio_is_that_of_times():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from implementations import COMPILED
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -403,6 +404,94 @@ def test_what_is_exported_has_the_weights(strict):
         exported = torch.export.export(model, (x,), strict=strict)
         assert not any("fastattn" in str(node.target) for node in exported.graph.nodes)
         torch.testing.assert_close(exported.module()(x), model(x))
+
+
+class Attending(torch.nn.Module):
+    """A linear map and attention, which torch.jit.script reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.inner(x)
+        return sdpa(x, x, x)
+
+
+def recorded(**options):
+    return lambda model, x: make_fx(model, _allow_non_fake_inputs=True, **options)(x)
+
+
+@needs_kernels
+@pytest.mark.parametrize("trace", [
+    torch.jit.trace, lambda model, x: torch.jit.script(model), recorded(), recorded(pre_dispatch=True),
+    recorded(tracing_mode="fake"), recorded(tracing_mode="symbolic"),
+])  # fmt: skip
+def test_traced_models_compute_with_what_they_are_given(trace):
+    model, x, other = Attending(), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    with torch.no_grad():
+        expected = model(other)
+        with optimize(model, measure=False):
+            torch.testing.assert_close(trace(model, x)(other), expected)
+
+
+@needs_kernels
+def test_traced_model_of_transformers():
+    model, (first, second) = model_of("bert"), (tuple(tokens().values()) for _ in range(2))
+    with torch.no_grad(), optimize(model):
+        traced = torch.jit.trace(model, first, strict=False)
+        torch.testing.assert_close(traced(*second)["pooler_output"], model(*second).pooler_output)
+
+
+def test_values_of_masks_decide_nothing_in_traces():
+    """Lists of keys may be attended in place of a mask that adds nothing; another one may add numbers."""
+    x, lists = torch.randn(1, 2, 6, 8), torch.randn(1, 6, 6).topk(3).indices
+
+    def f(mask):
+        module = torch.nn.Module()
+        return _hugging_face.attention_forward(module, x, x, x, mask, is_causal=False, indices=lists)[0]
+
+    mask = torch.randn(1, 1, 6, 6)
+    torch.testing.assert_close(torch.jit.trace(f, torch.zeros(1, 1, 6, 6))(mask), f(mask))
+
+
+def outcome(call):
+    """The result, or type and text of the error."""
+    try:
+        return call()
+    except (RuntimeError, TypeError) as error:
+        return type(error), str(error)
+
+
+@needs_kernels
+@pytest.mark.parametrize("x", [
+    torch.ones(2, 5), torch.ones(()), torch.ones(2, 4).int(), None, torch.eye(4).to_sparse(),
+    torch.complex(torch.ones(2, 4), torch.ones(2, 4)).conj().imag,
+])  # fmt: skip
+def test_what_no_kernel_takes_is_torch_s(x):
+    model = torch.nn.Linear(4, 3)
+    calls = [lambda: model(x), lambda: model(input=x), lambda: torch.compile(model, backend="eager")(x)]
+    with torch.no_grad():
+        expected = [outcome(call) for call in calls[:2]]
+        with optimize(model, measure=False):
+            found = [outcome(call) for call in calls[:2]]
+            assert outcome(calls[2])[0] is not ValueError
+    for one, two in zip(found, expected, strict=True):
+        assert torch.equal(one, two) if isinstance(two, torch.Tensor) else one == two
+
+
+@needs_kernels
+def test_refused_attention_is_torch_s(ran):
+    x = torch.randn(1, 2, 5, 8)
+    calls = [lambda: sdpa(x, x[:, :, :3], x), lambda: sdpa(x, x, x, scale=torch.nan)]
+    calls += [lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, attn_mask=x[0])[0]]
+    expected = [outcome(call) for call in calls]
+    for measure in (False, True):
+        with patch_sdpa(measure=measure):
+            for call, want in zip(calls, expected, strict=True):
+                found = outcome(call)
+                assert torch.equal(found, want) if isinstance(want, torch.Tensor) else found == want
+    assert not ran
 
 
 @needs_kernels
