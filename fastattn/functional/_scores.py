@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.backward import gradients
+from fastattn._args.backward import gradients, like_result
 from fastattn._args.errors import named, wrong_dtype
 from fastattn._args.options import LocationOptions, NoSoftmaxOptions, SigmoidOptions
 from fastattn._args.rowwise_backward import rowwise_backward_args
@@ -20,7 +20,7 @@ from fastattn._args.types import (
     Unpack,
     lane_dtype,
 )
-from fastattn._args.values import broadcast_batch, float_array, number, operand
+from fastattn._args.values import broadcast_batch, float_array, number
 from fastattn._args.variants import additive_args, rowwise_args, talking_heads_args, top_k_args, variant_args
 from fastattn._engine import dispatch
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents
@@ -315,7 +315,7 @@ def sigmoid_attention(
     >>> fastattn.functional.sigmoid_attention(x, x, x + 1)[0, 0, 0]  # four weights of 1 / (1 + 4)
     array([0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8])
     """
-    args = _sigmoid_args(q, k, v, sigmoid_bias, options)
+    args = sigmoid_args(q, k, v, sigmoid_bias, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.result
     return _sigmoid_gradients(args, request, options)
@@ -332,13 +332,14 @@ def sigmoid_attention_backward(
     **options: Any,
 ) -> tuple[Any, ...]:
     """Gradients of `sigmoid_attention`, without its forward pass, of which they need nothing."""
-    args = _sigmoid_args(q, k, v, sigmoid_bias, options)
+    args = sigmoid_args(q, k, v, sigmoid_bias, options)
     given = {"q": q, "k": k, "v": v, **options}
-    request = Request(operand("dout", dout, []), None, need, given)
+    request = Request(like_result("dout", dout, args, np.shape(args.result), []), None, need, given)
     return _sigmoid_gradients(args, request, options)
 
 
-def _sigmoid_args(q: Any, k: Any, v: Any, sigmoid_bias: float | None, options: Any) -> AttentionArgs:
+def sigmoid_args(q: Any, k: Any, v: Any, sigmoid_bias: float | None, options: Any) -> AttentionArgs:
+    """Check and normalise the arguments of `sigmoid_attention`."""
     args = variant_args(q, k, v, options, SigmoidOptions, scales="k_scale and v_scale")
     if sigmoid_bias is None:
         args.sigmoid_bias = -log(max(1, args.len_k))

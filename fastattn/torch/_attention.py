@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fastattn._args.attention import attention_args
+from fastattn._args.backward import OF_OPTIONS, backward_args
 from fastattn._args.errors import named
 from fastattn._args.types import AttentionArgs
 from fastattn._engine import dispatch
@@ -61,6 +62,22 @@ def _attention_with_lse(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -
     args = _computed(q, k, v, *tensors, **options)
     one_head = q.ndim == k.ndim == v.ndim == 2
     return tensor_of(args.out[0] if one_head else args.out), tensor_of(args.result[1])
+
+
+@named("attention")
+def _check(window: Any = None, **given: Any) -> AttentionArgs:
+    """Raise unless these are arguments of attention, by name and with arrays for tensors."""
+    return attention_args(window=sides(window), scales="k_scale and v_scale", **given)
+
+
+@named("attention")
+def _check_backward(
+    dout: Any, out: Any, lse: Any, need: Sequence[str], dlse: Any = None, **given: Any
+) -> None:
+    saved = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
+    backward_args(
+        _check(return_lse=True, **given), {**dict.fromkeys(OF_OPTIONS), **given, **saved}, need, None, {}
+    )
 
 
 def like_result(q: Any, k: Any, v: Any) -> Any:
@@ -132,15 +149,19 @@ def _gradient(ctx: Any, wanted: tuple[bool, ...], dout: Any, dlse: Any) -> tuple
     return tuple(grads.get(i) for i in range(len(inputs)))
 
 
-attention_op = define(f"attention({_TENSORS}, {_OPTIONS}) -> Tensor", _attention, _fake)
+attention_op = define(f"attention({_TENSORS}, {_OPTIONS}) -> Tensor", _attention, _fake, _check)
 with_lse_op = define(
-    f"attention_with_lse({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)", _attention_with_lse, _fake_with_lse
+    f"attention_with_lse({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
+    _attention_with_lse,
+    _fake_with_lse,
+    _check,
 )
 _attention_backward_op = define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS},"
     " str[] need) -> Tensor[]",
     _backward,
     _fake_backward,
+    _check_backward,
 )
 differentiate(with_lse_op, _gradient, _keep, "attention")
 differentiate_by(attention_op, with_lse_op, lambda results: results[0])

@@ -11,6 +11,8 @@ from torch import _C
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from fastattn.torch._tensors import stand_ins
+
 # Fragments of one namespace; the object keeps its operators alive.
 LIBRARY = torch.library.Library("fastattn", "DEF")
 # Compilers may pass tensors in any strides: what cannot be read in place is copied.
@@ -18,13 +20,28 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _AUTOCAST = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU)
 
 
-def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define an operator of CPU tensors; returns it."""
+def define(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], check: Callable[..., Any]
+) -> Any:
+    """Define an operator of CPU tensors; returns it.
+
+    `check` gets the operator's arguments by name, with arrays for tensors as `stand_ins` makes them, and
+    raises where their shapes or types are not those that `kernel` takes. `fake` makes an empty result.
+    """
+
+    def checked(*args: Any, **options: Any) -> Any:
+        names = (argument.name for argument in op._schema.arguments)
+        given = stand_ins(dict(zip(names, args, strict=False)) | options)
+        if given is not None:
+            check(**given)
+        return fake(*args, **options)
+
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=_TAGS)
     LIBRARY.impl(name, kernel, "CPU")
-    torch.library.register_fake(f"fastattn::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.fastattn, name).default
+    torch.library.register_fake(f"fastattn::{name}", checked, lib=LIBRARY)
+    op = getattr(torch.ops.fastattn, name).default
+    return op
 
 
 def differentiate(op: Any, backward: Callable[..., Any], keep: Callable[..., None], func: str) -> None:

@@ -12,6 +12,8 @@ from torch.autograd import forward_ad
 from torch.nn.functional import linear as torch_linear
 
 from fastattn import ops
+from fastattn._args.errors import named
+from fastattn._args.ops import linear_args
 from fastattn._args.types import Rounding
 from fastattn.torch._library import define
 from fastattn.torch._tensors import array_of, num_threads, tensor_of, traced
@@ -133,4 +135,9 @@ def _fake(x: Any, number: int) -> Any:
     return x.new_empty((*x.shape[:-1], _NUMBERED[number].weight.shape[0]))
 
 
-_linear_op = define("frozen_linear(Tensor x, int number) -> Tensor", _numbered, _fake)
+@named("linear")
+def _check(x: Any, number: int) -> None:
+    linear_args(x, _NUMBERED[number].packed, None, None, None, None, False, None, None, None)
+
+
+_linear_op = define("frozen_linear(Tensor x, int number) -> Tensor", _numbered, _fake, _check)

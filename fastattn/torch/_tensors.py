@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import _C
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fastattn._args.types import Array, Shape
 from fastattn._engine import settings
@@ -38,6 +39,33 @@ def tensor_of(x: Array) -> Any:
     if x.dtype is not _BFLOAT16 and x.dtype != _BFLOAT16:
         return torch.from_numpy(x)
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+
+
+def stand_ins(given: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of an operator with arrays in the place of tensors, whose values are not known.
+
+    They are the values that fit best: -1, which is no key, and the most kv_lengths. Sizes that are symbols
+    are those of the example; None if some are known to nobody.
+    """
+    leaves = tree_leaves([list(x.shape) if isinstance(x, torch.Tensor) else x for x in given.values()])
+    if not all(x.node.has_hint() for x in leaves if isinstance(x, torch.SymInt)):
+        return None
+    given = tree_map(_stand_in, given)
+    lengths = given.get("kv_lengths")
+    if lengths is not None and lengths.dtype.kind in "iu":
+        given["kv_lengths"] = np.full(lengths.shape, [0, 0, *given["k"].shape][-2])
+    return given
+
+
+def _stand_in(x: Any) -> Any:
+    """An array of the shape and the dtype of the tensor x, with memory for its last axis alone."""
+    if isinstance(x, torch.SymInt):
+        return x.node.hint
+    if not isinstance(x, torch.Tensor):
+        return x
+    dtype = np.dtype(str(x.dtype).removeprefix("torch."))
+    shape = [_stand_in(n) for n in x.shape]
+    return np.broadcast_to(np.full(shape[-1:], -1 if dtype.kind == "i" else 0, dtype), shape)
 
 
 def heads_inside(shape: Shape, dtype: np.dtype[Any]) -> Array:

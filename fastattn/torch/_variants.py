@@ -10,8 +10,10 @@ import torch
 
 from fastattn import functional, grad
 from fastattn._args.errors import named
+from fastattn._args.recurrent import recurrent_args
+from fastattn._args.selected import selected_args
 from fastattn.functional._recurrent import linear_attention_backward
-from fastattn.functional._scores import sigmoid_attention_backward
+from fastattn.functional._scores import sigmoid_args, sigmoid_attention_backward
 from fastattn.torch._attention import like_result, sides
 from fastattn.torch._library import define, differentiate, forbid_gradients
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
@@ -25,12 +27,13 @@ def _variant(
     tensors: tuple[str, ...],
     options: str,
     fake: Callable[..., Any],
+    check: Callable[..., Any],
     gradients: tuple[str, ...],
 ) -> Any:
     """Define the operator of `functional`'s `name` and its gradients, with respect to its first tensors.
 
     Those of `tensors` that are not `_REQUIRED` are optional, and of all there is a gradient whose name is in
-    `gradients`. Returns the operator.
+    `gradients`. `fake` and `check` are those of `define`. Returns the operator.
     """
     forward = getattr(functional, name)
     schema = ", ".join(f"Tensor {x}" if x in _REQUIRED else f"Tensor? {x}=None" for x in tensors)
@@ -48,14 +51,25 @@ def _variant(
         found = backward(array_of(dout), **arrays(values), need=tuple(need), **_options(given))
         return [tensor_of(np.ascontiguousarray(x)) for x in found]
 
+    @named(name)
+    def checked(**given: Any) -> None:
+        check(**_options(given))
+
+    @named(name)
     def fake_backward(dout: Any, *values: Any, need: Sequence[str], **given: Any) -> list[Any]:
+        out = fake(*values, **given)
+        if dout.shape != out.shape:
+            raise ValueError(f"(): dout has shape {tuple(dout.shape)}; expected {tuple(out.shape)}")
+        if dout.dtype is not out.dtype:
+            raise TypeError(f"(): dout has dtype {dout.dtype}; expected {out.dtype}")
         return [values[tensors.index(n[1:])].new_empty(values[tensors.index(n[1:])].shape) for n in need]
 
-    op = define(f"{name}({schema}, *, {options}) -> Tensor", kernel, fake)
+    op = define(f"{name}({schema}, *, {options}) -> Tensor", kernel, fake, checked)
     backward_op = define(
         f"{name}_backward(Tensor dout, {schema}, *, {options}, str[] need) -> Tensor[]",
         backward_kernel,
         fake_backward,
+        lambda dout, need, **given: checked(**given),
     )
 
     def keep(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
@@ -99,6 +113,7 @@ _variant(
     ("q", "k", "v", "log_decay", "beta"),
     "str rule, bool causal=True, float? scale=None, bool normalize=False, float eps=1e-6",
     _fake_linear,
+    recurrent_args,
     ("dq", "dk", "dv", "dlog_decay", "dbeta"),
 )
 _variant(
@@ -108,6 +123,7 @@ _variant(
     "float? sigmoid_bias=None, bool causal=False, SymInt[]? window=None, float? scale=None,"
     " float? softcap=None, SymInt? q_offset=None",
     _fake_result,
+    lambda q, k, v, sigmoid_bias=None, **options: sigmoid_args(q, k, v, sigmoid_bias, options),
     ("dq", "dk", "dv", "dbias", "dalibi_slopes"),
 )
 selected_op = _variant(
@@ -117,5 +133,8 @@ selected_op = _variant(
     "int block_size=1, bool causal=False, SymInt[]? window=None, float? scale=None, float? softcap=None,"
     " SymInt? q_offset=None",
     _fake_result,
+    lambda q, k, v, selected, block_size=1, **options: selected_args(
+        q, k, v, selected, block_size, False, options
+    ),
     ("dq", "dk", "dv", "dsinks"),
 )

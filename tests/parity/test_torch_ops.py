@@ -253,3 +253,90 @@ def test_errors_are_those_of_attention():
     with pytest.raises(NotImplementedError, match="fastattn::attention"):
         attention(*(x.to_sparse() for x in (q, k, v)))
     assert attention(*(x.to("meta") for x in (q, k, v))).shape == (2, 4, 9, 8)
+
+
+Q, K, V = torch.ones(2, 4, 9, 16), torch.ones(2, 2, 13, 16), torch.ones(2, 2, 13, 8)
+LISTS, OUT, LSE = torch.zeros(2, 2, 9, 3, dtype=torch.int64), torch.ones(2, 4, 9, 8), torch.ones(2, 4, 9)
+WRONG = {
+    "head_dim": (Q, K[..., :8], V), "length": (Q, K, V[:, :, 1:]), "heads": (Q[:, :3], K, V),
+    "heads of v": (Q, K, V[:, :1]), "batch": (Q, K[:1].expand(3, 2, 13, 16), V), "dtype": (Q, K, V.double()),
+    "integers": (Q.int(), K.int(), V.int()), "axes": (Q[0, 0, 0], K, V), "empty": (Q[..., :0], K[..., :0], V),
+}  # fmt: skip
+OF_SCORES = {
+    "mask": torch.ones(9, 12) > 0, "bias": torch.ones(3, 9, 13), "alibi_slopes": torch.ones(3),
+    "kv_lengths": torch.ones(3, dtype=torch.int64),
+}  # fmt: skip
+
+
+def wrong_calls():
+    for name, call in WRONG.items():
+        for op in ("attention", "attention_with_lse", "sigmoid_attention"):
+            yield f"{op} {name}", op, call, {}
+        yield f"selected_attention {name}", "selected_attention", (*call, LISTS), {}
+        options = {"rule": "linear", "causal": False}
+        if name not in ("heads", "heads of v"):  # which linear attention takes
+            yield f"linear_attention {name}", "linear_attention", call, options
+        yield (
+            f"attention_backward {name}",
+            "attention_backward",
+            (OUT, None, OUT, LSE, *call),
+            {"need": ["dq"]},
+        )
+    for name, x in OF_SCORES.items():
+        for op in ("attention", "sigmoid_attention"):
+            yield f"{op} {name}", op, (Q, K, V), {name: x}
+            yield f"{op} {name} dtype", op, (Q, K, V), {name: x.to(torch.complex64)}
+    yield "sinks", "attention", (Q, K, V), {"sinks": torch.ones(3)}
+    yield "window", "attention", (Q, K, V), {"window": [1]}
+    yield "lists", "selected_attention", (Q, K, V, LISTS[:, :, 1:]), {}
+    yield "floats", "selected_attention", (Q, K, V, LISTS.float()), {}
+    yield "causal", "linear_attention", (Q, K, V), {"rule": "linear"}
+    yield "no decay", "linear_attention", (K, K, V), {"rule": "decay"}
+    yield "decay", "linear_attention", (K, K, V, -torch.ones(3)), {"rule": "decay"}
+    yield "beta", "linear_attention", (K, K, V, None, torch.ones(2, 2, 9)), {"rule": "delta"}
+    for wrong in (OUT[:, :, 1:], OUT.double()):
+        of_linear = {"rule": "linear", "causal": False, "need": ["dq"]}
+        kind = f"dout {wrong.dtype}"
+        yield f"{kind}", "attention_backward", (wrong, None, OUT, LSE, Q, K, V), {"need": ["dq"]}
+        yield f"{kind} sigmoid", "sigmoid_attention_backward", (wrong, Q, K, V), {"need": ["dq"]}
+        yield f"{kind} selected", "selected_attention_backward", (wrong, Q, K, V, LISTS), {"need": ["dq"]}
+        yield f"{kind} linear", "linear_attention_backward", (wrong, Q, K, V), of_linear
+
+
+@pytest.mark.parametrize(("op", "tensors", "options"), [
+    pytest.param(*call, id=name) for name, *call in wrong_calls()
+])  # fmt: skip
+def test_shapes_alone_are_refused_as_tensors_are(op, tensors, options):
+    function, errors = getattr(torch.ops.fastattn, op), []
+    for device in ("cpu", "meta"):
+        given, more = torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda x, device=device: x.to(device), (tensors, options)
+        )
+        with pytest.raises((TypeError, ValueError)) as error:
+            function(*given, **more)
+        errors.append((error.type, str(error.value)))
+    if "backward" not in op:
+        assert errors[0] == errors[1]
+
+
+def test_shapes_that_fit_are_taken_whatever_values_there_may_be():
+    lengths, empty = torch.zeros(2, dtype=torch.int8).to("meta"), torch.ones(2, 2, 0, 16).to("meta")
+    q, k, v, lists = (x.to("meta") for x in (Q, K, V, LISTS))
+    assert attention(q, k, v, kv_lengths=lengths, causal=True).shape == OUT.shape
+    selected = torch.ops.fastattn.selected_attention
+    assert selected(q, empty, empty[..., :8], lists).shape == OUT.shape
+    with pytest.raises(ValueError, match=r"^attention\(\): kv_lengths has 13 for 20 queries"):
+        attention(torch.ones(2, 4, 20, 16, device="meta"), k, v, kv_lengths=lengths, causal=True)
+
+
+def test_what_is_refused_is_not_exported():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v)
+
+    sizes = {name: {2: torch.export.Dim.AUTO} for name in "qkv"}
+    exported = torch.export.export(Attention(), (Q, K, V), dynamic_shapes=sizes).module()
+    shorter = Q[:, :, :5], K[:, :, :7], V[:, :, :7]
+    assert torch.equal(exported(*shorter), attention(*shorter))
+    with pytest.raises(ValueError, match=r"^attention\(\): v has a length of 12"):
+        torch.export.export(Attention(), (Q, K, V[:, :, 1:]), dynamic_shapes=sizes)
