@@ -50,15 +50,16 @@ class Attention(OpRun):
                 options["q_offset"] = lengths - q.shape[2]
         if lengths is not None:
             options["kv_lengths"] = lengths
+        double = softmax_precision == onnx.TensorProto.DOUBLE or np.float64 in (q.dtype, v.dtype)
+        wide = np.float64 if double else np.float32  # for the softmax, and for what is not of one type
         if mask is not None:  # it may be shorter than the keys: nobody attends the others
             bools = mask.dtype == bool
+            mask = mask if bools else mask.astype(wide)  # it may have integers, too, to be added
             missing = [(0, 0)] * (mask.ndim - 1) + [(0, k.shape[2] - mask.shape[-1])]
             mask = np.pad(mask, missing, constant_values=False if bools else -np.inf)
             options["mask" if bools else "bias"] = mask
-        if softmax_precision == onnx.TensorProto.DOUBLE:  # otherwise it is float32, float64 for float64
-            q, k, v = (x.astype(np.float64) for x in (q, k, v))
-            if "bias" in options:
-                options["bias"] = options["bias"].astype(np.float64)
+        if double or v.dtype != dtype:
+            q, k, v = (x.astype(wide, copy=False) for x in (q, k, v))
         out = fastattn.attention(q, k, v, **options).astype(dtype, copy=False)
         results = [join(out) if joined else out, *present]
         if len(self.output) > 3:
