@@ -60,7 +60,7 @@ def selected_attention(
     See Also
     --------
     select_keys : scores and the largest of them.
-    fastattn.masks : masks by rule; one that many queries share needs no lists.
+    fastattn.masks.block_sparse : a mask by blocks; what many queries share needs no lists.
 
     Notes
     -----

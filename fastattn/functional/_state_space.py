@@ -46,7 +46,7 @@ def selective_scan(
     backend: Backend | None = None,
     **others: Unpack[NoOptions],
 ) -> Steps[Result]:
-    r"""Selective scan of Mamba: ``h_t = exp(s_t A) h_{t-1} + s_t x_t B_t``, ``out_t = h_t . C_t + D x_t``.
+    r"""Selective scan of Mamba: ``h_t = exp(s_t A) h_{t-1} + s_t x_t B_t``, ``out_t = h_t @ C_t + D x_t``.
 
     Each channel has a state of its own, of a few numbers. s_t is its step: ``dt_t + dt_bias``, or softplus of
     it.

@@ -70,7 +70,7 @@ def unit(x: ArrayLike, *, eps: float = 1e-6) -> Steps[Array]:
 
 @differentiable("x")
 def taylor(x: ArrayLike) -> Steps[Array]:
-    """Features whose products are ``1 + s + s**2 / 2``, near exp(s), with ``s = q . k / sqrt(head_dim)``.
+    """Features whose products are ``1 + s + s**2 / 2``, near exp(s), with ``s = q @ k / sqrt(head_dim)``.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def taylor(x: ArrayLike) -> Steps[Array]:
 
 @dataclass(frozen=True, eq=False)
 class Favor:
-    """Positive random features whose products estimate exp(q . k / sqrt(head_dim)): of `favor`."""
+    """Positive random features whose products estimate exp(q @ k / sqrt(head_dim)): of `favor`."""
 
     projection: Array  # (num_features, head_dim), float64
 
