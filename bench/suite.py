@@ -160,8 +160,6 @@ def run(
         for name, engine in suite.engines.items()
         if engine.packages[0] == "fastattn" or not peers or name in peers
     }
-    if seconds is not None and "fastattn" in engines:
-        engines.pop("fallback", None)
     effort = FULL if seconds is None else harness.brief(seconds)
     more = {
         "suite": title,

@@ -38,13 +38,12 @@ def _selftest(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    """Time attention beside plain NumPy and every other library that is installed, for a minute."""
+    """Time attention beside NumPy, the fallback and every other library that is installed, for a minute."""
     from fastattn._bench import attention, harness, plot, report
 
     print(f"This takes about {options.seconds} seconds.", flush=True)
-    engines = {name: x for name, x in attention.ENGINES.items() if name != "fallback"}
     result = harness.run(
-        engines if "fastattn" in engines else attention.ENGINES,
+        attention.ENGINES,
         attention.plan(),
         harness.brief(options.seconds),
         options.threads or fastattn.get_num_threads(),

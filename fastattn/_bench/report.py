@@ -11,6 +11,7 @@ from fastattn._bench.harness import QUIET_SHARE, Json
 
 # The columns of the table, and the engines behind each. Where one runtime has several, the fastest counts.
 RUNTIMES = {
+    "fallback": ("fallback",),
     "NumPy": ("numpy",),
     "torch": ("torch", "flex"),
     "onnxruntime": ("ort", "ort-mha", "ort-bert"),
@@ -88,7 +89,7 @@ def _head(report: Json) -> Iterator[str]:
     else:
         yield f"fastattn {config['version']}, kernels for {config['isa']}, {config['compiler']}"
     for name, engine in report["engines"].items():
-        if name not in OWN:
+        if name != subject(report):
             yield f"  {name:<9} {engine['version']:<10} {engine['what']}"
 
 
@@ -213,10 +214,16 @@ def _reached(rows: list[tuple[str, Figures]]) -> Iterator[str]:
 
 
 def _warning(report: Json) -> Iterator[str]:
-    """The last lines, which are read first: other programs were running."""
-    if report["cpu_share"] < QUIET_SHARE:
-        busy = (
-            f"BUSY MACHINE: threads that computed without a pause got {report['cpu_share']:.0%} of the CPU"
-            " time, other programs the rest. Neither times nor ratios of this run mean much."
-        )
+    """The last lines, which are read first."""
+    if busy := said_if_busy(report):
         yield "\n" + textwrap.fill(busy, WIDTH)
+
+
+def said_if_busy(report: Json) -> str:
+    """What is said where other programs were running; nothing on a quiet machine."""
+    if report["cpu_share"] >= QUIET_SHARE:
+        return ""
+    return (
+        f"BUSY MACHINE: threads that computed without a pause got {report['cpu_share']:.0%} of the CPU time, "
+        "other programs the rest. Neither times nor ratios of this run mean much."
+    )

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from bench.search import SearchProblem, SearchShape
 from bench.suite import FULL, INT8_INPUTS, Request, chosen, run, text
 from bench.training import MASKED, MODIFIED, GradientProblem, StepProblem
 from fastattn._bench import attention as minute
-from fastattn._bench import harness, report
+from fastattn._bench import harness, plot, report
 from fastattn._bench.cases import Shape
 
 SUITES = bench.SUITES
@@ -59,10 +60,10 @@ TINY_LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads":
 def measured(monkeypatch):
     """A function that runs problems in workers, as briefly as can be."""
 
-    def go(suite, sections, full=True):
+    def go(suite, sections, full=True, threads=1):
         monkeypatch.setattr("bench.suite.FULL", FULL._replace(seconds=1e-4, rounds=1))
         small, seconds = SUITES[suite]._replace(plan=lambda _: sections), None if full else 1
-        result = run(suite, small, Request(), only="", peers=["numpy"], seconds=seconds, threads=1)
+        result = run(suite, small, Request(), only="", peers=["numpy"], seconds=seconds, threads=threads)
         return json.loads(json.dumps(result))
 
     return go
@@ -303,13 +304,31 @@ def test_operators_of_torch(measured):
 
 
 def test_the_first_minute_ends_in_words(measured):
-    """Ratios of the median row, without the fallback where the kernels were compiled."""
+    """Ratios of the median row; both engines that compute with NumPy had one thread, too."""
     section = Request(seed=3).section(MaskedProblem, "small", [SMALL._replace(len_k=4000)], "float32")
-    result = measured("attention", section, full=False)
-    assert ("fallback" in result["engines"]) == ("fastattn" not in result["engines"])
+    result = measured("attention", section, full=False, threads=2)
+    assert set(result["rows"][0]["engines"]) == set(result["engines"]) >= {"fallback", "numpy"}
     words = text(result)
     assert " NumPy " in words
+    assert (
+        words.count("in one thread and in 2, the faster counts")
+        == len({"fastattn"} & set(result["engines"])) + 1
+    )
     assert "times as fast as NumPy" in words[words.index("In short") :]
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "way"), [(1, 2, harness.SINGLE), (2, 1, ""), (1, None, harness.SINGLE), (None, 1, "")]
+)
+def test_numpy_counts_with_the_threads_that_suit_it(one, two, way):
+    def worker(seconds):
+        answer = {"failed": "no"} if seconds is None else {"seconds": seconds, "way": ""}
+        return SimpleNamespace(broken=False, ask=lambda do, **_: dict(answer))
+
+    workers = {"numpy": worker(two), f"numpy {harness.SINGLE}": worker(one)}
+    problem = MaskedProblem(SMALL, "plain", "float32")
+    found = harness.compare(workers, problem, FULL._replace(rounds=1), 0.0)
+    assert found == {"numpy": {"seconds": 1, "way": way, "rounds": [1]}}
 
 
 def answers(**seconds):
@@ -350,13 +369,24 @@ def made_up(*engines, full=False):
 
 def test_the_table_of_ratios():
     """Two engines in one runtime count as the faster one."""
-    first = answers(fastattn=2, numpy=8, ort=5) | answers(**{"ort-mha": 3})
-    second = answers(fastattn=1, numpy=6, ort=0.5) | {"ort-mha": {"unsupported": "no"}}
+    first = answers(fastattn=2, fallback=20, numpy=8, ort=5) | answers(**{"ort-mha": 3})
+    second = answers(fastattn=1, fallback=9, numpy=6, ort=0.5) | {"ort-mha": {"unsupported": "no"}}
     words = text(made_up(first, second))
     lines = [line.split() for line in words.splitlines()]
-    assert ["no", "mask,", "float32", "NumPy", "onnxruntime", "time", "speed", "of", "limit"] in lines
-    assert ["first", "4.00x", "1.50x", "2.00", "s", "0", "GFLOP/s", "50%"] in lines
-    assert ["second", "6.00x", "0.50x", "1.00", "s", "1", "GFLOP/s", "100%"] in lines
+    assert [
+        "no",
+        "mask,",
+        "float32",
+        "fallback",
+        "NumPy",
+        "onnxruntime",
+        "time",
+        "speed",
+        "of",
+        "limit",
+    ] in lines
+    assert ["first", "10.0x", "4.00x", "1.50x", "2.00", "s", "0", "GFLOP/s", "50%"] in lines
+    assert ["second", "9.00x", "6.00x", "0.50x", "1.00", "s", "1", "GFLOP/s", "100%"] in lines
     assert (
         "In short, fastattn in float32 is 5.0 times as fast as NumPy and 1.0 times as fast as the fastest "
         "other library (slower in 1 of 2 rows), and reaches 75% of what the CPU can compute."
@@ -364,7 +394,8 @@ def test_the_table_of_ratios():
     assert "bench/README.md says how to install" in words.replace("\n", " ")
     assert "pip install" not in words
     whole = text(made_up(first, second, full=True))
-    assert ["no", "mask,", "float32", "numpy", "ort", "ort-mha", "time", "speed", "of", "limit"] in [
+    columns = ["fallback", "numpy", "ort", "ort-mha"]
+    assert ["no", "mask,", "float32", *columns, "time", "speed", "of", "limit"] in [
         line.split() for line in whole.splitlines()
     ]
     assert "ort-mha unsupported: no (no mask second)" in whole
@@ -402,6 +433,17 @@ def test_without_peers_no_other_library_is_spoken_of():
     words = text(made_up(answers(fastattn=1, numpy=2), answers(fastattn=1, numpy=2)))
     assert "In short, fastattn in float32 is 2.0 times as fast as NumPy, and reaches" in words
     assert "library" not in words
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_picture_says_what_the_table_says(busy):
+    matplotlib = pytest.importorskip("matplotlib")
+    result = made_up(*[answers(fastattn=1, fallback=8, numpy=4, ort=2)] * 2) | {"cpu_share": 1 - busy / 2}
+    figure = plot.picture(result)
+    words = [found.get_text() for found in figure.findobj(matplotlib.text.Text)]
+    for part in ("than fallback 1", "than NumPy 1", "8.0", "4.0", "first", "second"):
+        assert part in words
+    assert any("BUSY MACHINE" in each for each in words) == busy == ("BUSY MACHINE" in text(result))
 
 
 def test_a_result_that_is_wrong_has_no_time(measured, monkeypatch):
