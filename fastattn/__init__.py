@@ -3,6 +3,16 @@
 `attention` is the function; `explain` and `show_config` say what runs. `functional` has all others.
 """
 
+import signal
+import sys
+
+if (
+    sys.argv[:1] == ["-m"]
+    and "fastattn" in sys.orig_argv
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # `python -m fastattn`: no traceback of imports after Ctrl-C
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

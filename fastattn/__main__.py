@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib import util
@@ -256,6 +257,8 @@ def _require(package: str, what: str) -> None:
 def main() -> int:
     """Run the command line; returns the exit status."""
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of the package, while it was imported
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return _run()
         finally:  # what is still to be written, also by --help

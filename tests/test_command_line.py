@@ -2,8 +2,10 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import tiny_models as tiny
@@ -74,6 +76,39 @@ def test_a_full_disk_is_one_line(name, commands):
         done = run(commands[name], full)
     expected = f"error: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}: the standard output\n"
     assert (done.returncode, done.stderr) == (1, expected)
+
+
+def interruptible():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in the background
+
+
+@pytest.mark.parametrize("wait", [0, 0.3, 1])
+def test_ctrl_c_ends_the_bench_without_a_traceback(wait):
+    """A terminal sends it to the bench and to all engines, which may still be importing."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastattn", "bench"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=child_environment(),
+        text=True,
+        start_new_session=True,
+        preexec_fn=interruptible,
+    )
+    assert process.stdout.readline() == "This takes about 60 seconds.\n"
+    time.sleep(wait)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=120) == ("", "")
+    assert process.returncode == 128 + signal.SIGINT
+
+
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(tmp_path):
+    """A stand-in for NumPy is the import that it comes in."""
+    (tmp_path / "numpy.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = child_environment()
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])
+    command = [sys.executable, "-B", "-m", "fastattn", "info"]
+    done = subprocess.run(command, capture_output=True, env=environment, text=True, preexec_fn=interruptible)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def limited():

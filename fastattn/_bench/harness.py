@@ -9,12 +9,13 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata, util
 from math import inf
+from multiprocessing import resource_tracker
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -234,6 +235,14 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
+def _mask(how: str, signals: Iterable[int]) -> set[Any]:
+    """Signals that were blocked before, where a system can block them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        return set()
+    resource_tracker.ensure_running()  # else the first start of a process starts it, which unblocks Ctrl-C
+    return signal.pthread_sigmask(getattr(signal, how), signals)
+
+
 def _serve(pipe: Any, engine: Engine, threads: int) -> None:
     """The life of a worker: requests and replies, until the pipe is closed."""
     for output in (1, 2):
@@ -265,6 +274,7 @@ class WorkerProcess:
         self.arguments, (self.pipe, other), self.broken = (engine, threads), CONTEXT.Pipe(), False
         self.process = CONTEXT.Process(target=_serve, args=(other, engine, threads))
         before, cpus = dict(os.environ), getattr(os, "sched_getaffinity", lambda _: None)(0)
+        blocked = _mask("SIG_BLOCK", [signal.SIGINT])  # Ctrl-C is for the bench, which ends its workers
         os.environ.pop("FASTATTN_BACKEND", None)
         os.environ.update(dict.fromkeys(COUNTS, str(threads)) | SETTINGS)
         if cpus:  # some libraries start as many threads as the process has CPUs
@@ -274,6 +284,7 @@ class WorkerProcess:
         finally:
             os.environ.clear()
             os.environ.update(before)
+            _mask("SIG_SETMASK", blocked)
             if cpus:
                 os.sched_setaffinity(0, cpus)
         other.close()
@@ -339,6 +350,10 @@ def run(engines: dict[str, Engine], sections: Sections, effort: Effort, threads:
         for worker in workers.values():
             worker.ask("hello")  # from here on one process runs at a time
         measured = _measure(workers, sections, effort)
+    except BaseException:  # Ctrl-C, while some may still be importing
+        for worker in workers.values():
+            worker.process.kill()
+        raise
     finally:
         for worker in workers.values():
             worker.close()
