@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -136,6 +137,15 @@ def test_the_page_of_variants_names_what_there_is():
     index = page.split("\n## Find a variant by its name\n")[1].split("\n## ")[0]
     functions = {name for name in functional.__all__ if not name.endswith("_backward")}
     assert functions - set(re.findall(r"`F\.(\w+)", index)) == set()
+
+
+def test_the_picture_of_masks_has_the_masks_of_its_tool():
+    """The tool computes each mask from its title, and writes the titles into the file."""
+    pytest.importorskip("matplotlib")
+    tool = runpy.run_path(str(ROOT / "tools/variant_pictures.py"))
+    assert Image.open(ROOT / "docs/masks.png").text["Description"].splitlines() == tool["MASKS"]
+    for title in tool["MASKS"]:
+        assert isinstance(eval(title, vars(masks) | tool["ARGUMENTS"]), masks.Mask)
 
 
 def test_steps_with_prompts_of_different_lengths_are_the_full_pass():
