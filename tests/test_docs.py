@@ -144,6 +144,8 @@ def test_the_picture_of_masks_has_the_masks_of_its_tool():
     pytest.importorskip("matplotlib")
     tool = runpy.run_path(str(ROOT / "tools/variant_pictures.py"))
     assert Image.open(ROOT / "docs/masks.png").text["Description"].splitlines() == tool["MASKS"]
+    named = set(re.findall(r"\w+", " ".join(tool["MASKS"])))
+    assert set(masks.__all__) - named == {"Mask", "compile", "dense"}
     for title in tool["MASKS"]:
         assert isinstance(eval(title, vars(masks) | tool["ARGUMENTS"]), masks.Mask)
 

@@ -28,6 +28,7 @@ dilated(4, 4)
 causal() & chunked(16)
 documents(ids)
 causal() & documents(ids)
+shared_prefix(20, ids)
 documents(mixed_ids)
 causal() & (window(8) | first_keys(3))
 strided(8)
@@ -43,6 +44,9 @@ swin((8, 8), (4, 4), (2, 2))
 neighborhood((64,), 15)
 neighborhood((8, 8), (3, 3))
 neighborhood((8, 8), (3, 3), 2)
+sliding_tiles((4, 4), 3, 4)
+block_diffusion(8)
+block_diffusion(8, 32)
 """.strip().splitlines()  # each is the title of its picture, and its code
 
 
