@@ -220,7 +220,7 @@ def _warning(report: Json) -> Iterator[str]:
 
 
 def said_if_busy(report: Json) -> str:
-    """What is said where other programs were running; nothing on a quiet machine."""
+    """Sentences for a run beside other programs; an empty string on a quiet machine."""
     if report["cpu_share"] >= QUIET_SHARE:
         return ""
     return (
