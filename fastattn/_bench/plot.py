@@ -19,7 +19,8 @@ COLOURS = {
     "NumPy": "#9aa5b1",
     "fallback": "#c9a66b",
 }
-WIDE, THICK, LABEL = 4.5, 0.115, 0.22  # inches: the picture, as wide as a phone can show; a bar; a row's words
+# Inches: the picture, as wide as a phone can show, a bar, and the words of a row.
+WIDE, THICK, LABEL = 4.5, 0.115, 0.22
 GREY = "#444444"
 LEGEND = {"frameon": False, "fontsize": 8, "handlelength": 1.2, "ncols": 2, "alignment": "left"}
 LEGEND["title_fontproperties"] = {"size": 12, "weight": "bold"}
