@@ -11,6 +11,7 @@ from typing import Any
 
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.values import flag
+from fastattn.models._text import strings
 from fastattn.sentence_transformers import SentenceTransformer
 
 try:
@@ -65,11 +66,11 @@ class FastattnEmbeddingFunction(EmbeddingFunction[Documents]):  # type: ignore[m
 
     def __call__(self, input: Any) -> Any:
         """The vectors of documents, each an array of float32."""
-        return list(self._model.encode_document(list(input), normalize_embeddings=self._normalize))
+        return list(self._model.encode_document(list(strings("input", input)), normalize_embeddings=self._normalize))
 
     def embed_query(self, input: Any) -> Any:
         """The vectors of queries: models may have another prompt for these."""
-        return list(self._model.encode_query(list(input), normalize_embeddings=self._normalize))
+        return list(self._model.encode_query(list(strings("input", input)), normalize_embeddings=self._normalize))
 
     @staticmethod
     def name() -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn._args.errors import named
 from fastattn._args.types import Array, ArrayLike
-from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, short
+from fastattn._args.values import MOST_SIZE, as_array, integer, several, short
 from fastattn.masks import Mask
 from fastattn.masks._mask import dense_array, score_shape
 
@@ -58,7 +58,8 @@ def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: A
     len_q, len_k = array.shape[-2:]
     labels = None
     if tokens is not None:
-        labels = [str(token) for token in iterated("tokens", tokens, f"{len_k} strings, one a key")]
+        given = [*tokens] if isinstance(tokens, str) else tokens  # its characters
+        labels = [str(token) for token in several("tokens", given, f"{len_k} strings, one a key")]
         if len(labels) != len_k:
             raise ValueError(f"(): tokens has length {len(labels)}; expected {len_k}, one a key")
     maps = array if array.ndim == 3 else array[None]

@@ -101,7 +101,7 @@ class SentenceVectorizer(
 
         Parameters
         ----------
-        X : iterable of str
+        X : list, array or iterator of str
             Its texts are checked, unless it is an iterator: that is left for `transform`.
         y : ignored
 
@@ -128,7 +128,7 @@ class SentenceVectorizer(
 
         Parameters
         ----------
-        X : iterable of str
+        X : list, array or iterator of str
 
         Returns
         -------

@@ -7,7 +7,7 @@ together is checked in `attention.py`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeGuard
 
@@ -310,6 +310,18 @@ def iterated(name: str, x: Any, expected: str) -> Iterator[Any]:
         return iter(x)
     except TypeError:
         raise wrong_type(name, x, expected) from None
+
+
+def several(name: str, x: Any, expected: str) -> Iterator[Any]:
+    """An iterator over a list, a tuple, an array, a column or a generator; others have no order or no rows.
+
+    Of a table, a mapping or an open file, what comes out is not what `x` is taken for.
+    """
+    ordered = isinstance(x, (Sequence, Iterator)) or hasattr(x, "__array__")
+    is_file, is_table = hasattr(x, "readline"), hasattr(type(x), "columns")
+    if not ordered or is_file or is_table or isinstance(x, (str, bytes, bytearray, memoryview, Mapping)):
+        raise wrong_type(name, x, expected)
+    return iterated(name, x, expected)
 
 
 def require_broadcast(name: str, shape: Shape, target: Shape, dims: str, hint: str = "") -> None:

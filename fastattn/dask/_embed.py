@@ -244,9 +244,7 @@ class Embed:
 
     @named("embed")
     def __call__(self, texts: Any, number: int, path: str | None = None) -> Any:
-        texts = list(texts)
-        for i, text in enumerate(texts):
-            strings(f"texts, in partition {number} at {i},", [text])
+        texts = list(strings(f"texts.partitions[{number}]", texts))
         if path is not None and Path(path).exists():  # by a worker that died, or a run before this one
             self.check(Path(path))
             if require("pyarrow.parquet").read_table(path, columns=["text"])["text"].to_pylist() == texts:

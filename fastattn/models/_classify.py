@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +11,17 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.errors import named
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import flag, integer, iterated, short
+from fastattn._args.values import flag, integer, several, short
 from fastattn._args.words import not_an_argument
 from fastattn.models import _model
 from fastattn.models._encode_calls import Call, TextOptions, calls, given, watched
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import ModelError
 from fastattn.models._sentences import ACTIVATIONS, applied
-from fastattn.models._text import strings
+from fastattn.models._text import string, strings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     Texts = tuple[str, ...]  # one or two, which become one sequence
 
+_PAIR = "a pair, as (text, text), or a single text, as (text,)"
 _PAIRS = "pairs, as [(text, text)], or single texts, as [(text,)]"
 
 
@@ -199,7 +200,7 @@ class CrossEncoder(Classifier):
         Parameters
         ----------
         query : str
-        documents : iterable of str
+        documents : list, array or iterator of str
         top_k : int, optional
             How many; by default all.
         return_documents : bool, default False
@@ -225,9 +226,7 @@ class CrossEncoder(Classifier):
             raise ValueError(
                 f"(): the model has {self.num_labels} labels; expected one, or predict for these"
             )
-        if not isinstance(query, str):
-            raise TypeError(f"(): query is {short(query)}; expected a string")
-        (query,) = strings("query", [query])
+        query = string("query", query)
         texts = list(strings("documents", documents))
         top_k = None if top_k is None else integer("top_k", top_k, 1)
         with_text = flag("return_documents", return_documents)
@@ -290,13 +289,13 @@ def _pairs(name: str, inputs: Any) -> tuple[bool, Iterable[Texts]]:
         inputs = (inputs,)
     if isinstance(inputs, Sequence) and len(inputs) > 0 and isinstance(inputs[0], str):
         return True, [_pair(name, inputs)]
-    checked = (_pair(name, pair) for pair in iterated(name, inputs, _PAIRS))
-    return False, list(checked) if isinstance(inputs, Sequence) else checked
+    checked = (_pair(f"{name}[{i}]", pair) for i, pair in enumerate(several(name, inputs, _PAIRS)))
+    return False, checked if isinstance(inputs, Iterator) else list(checked)
 
 
 def _pair(name: str, pair: Any) -> Texts:
     if not isinstance(pair, (list, tuple)):
-        raise TypeError(f"(): {name} has one of type {type(pair).__name__}; expected {_PAIRS}")
+        raise TypeError(f"(): {name} is {short(pair)}; expected {_PAIR}")
     if len(pair) not in (1, 2):
-        raise ValueError(f"(): {name} has one of {len(pair)} texts; expected {_PAIRS}")
+        raise ValueError(f"(): {name} has {len(pair)} texts; expected {_PAIR}")
     return tuple(strings(name, pair))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastattn._args.errors import named, wrong_type
-from fastattn._args.values import as_array, integer, integers, iterated, short
+from fastattn._args.values import as_array, integer, integers, several, short
 from fastattn._engine.steps import Sequences
 from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _gguf, _gguf_config, _model, _session
@@ -330,7 +330,7 @@ class Decoder(Stepping):
             start, *found = (np.array(each.ids, np.int64) for each in encodings)
         else:
             start = one_sequence("prompt", prompt, self.vocab_size)
-            given = iterated("continuations", continuations, "several, as [ids]")
+            given = several("continuations", continuations, "several, as [ids]")
             found = [
                 np.append(start, one_sequence(f"continuations[{i}]", ids, self.vocab_size))
                 for i, ids in enumerate(given)

@@ -10,7 +10,7 @@ import numpy as np
 from fastattn._args.options import require_options
 from fastattn._args.values import flag, integer
 from fastattn.models._files import require
-from fastattn.models._text import strings
+from fastattn.models._text import string, strings
 from fastattn.models._vectors import quantize_embeddings, unit
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ class Call(NamedTuple):
 
 def one_or_several(sentences: Any, name: str = "sentences") -> tuple[bool, Iterable[str]]:
     """Return whether `sentences`, the argument `name`, is one text, and the checked texts."""
-    one = isinstance(sentences, str)
-    texts = [sentences] if one else sentences
-    return one, strings(name, texts, "a string, or several, as [text]")
+    if isinstance(sentences, str):
+        return True, [string(name, sentences)]
+    return False, strings(name, sentences, "a string, or several, as [text]")
 
 
 def watched(chunks: Iterator[Any], progress: bool, texts: Iterable[Any]) -> Iterator[Any]:

@@ -239,7 +239,7 @@ class Encoder(_model.Model):
 
         Parameters
         ----------
-        sentences : str or iterable of str
+        sentences : str or list, array or iterator of str
             What is longer than `max_seq_length` is cut.
         prompt_name : str, optional
             Which of `prompts` is put before each text; by default the one of `default_prompt_name`, if any.

@@ -145,9 +145,9 @@ class EntityRecognizer(EncoderWithHead):
 
         Parameters
         ----------
-        texts : str or iterable of str
+        texts : str or list, array or iterator of str
             Words past `max_words` are not read.
-        labels : iterable of str
+        labels : list, array or iterator of str
             Any names, as "person" or "name of a drug"; one that is there twice counts once.
         threshold : float, default 0.5
             The score that an entity exceeds, from 0 to 1.

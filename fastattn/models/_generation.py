@@ -11,7 +11,7 @@ import numpy as np
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.values import iterated, short
 from fastattn.models._answers import Part, overlap
-from fastattn.models._text import strings
+from fastattn.models._text import string
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -240,7 +240,9 @@ def prompts_of(given: Any) -> tuple[bool, list[str | Messages]] | None:
     if any(written) and not all(written):
         other = short(given[written.index(False)])
         raise TypeError(f"(): ids has texts or conversations, and {other}; expected no ids among them")
-    strings("ids", [each for each in given if isinstance(each, str)])
+    for i, each in enumerate(given):
+        if isinstance(each, str):
+            string("ids" if single else f"ids[{i}]", each)
     return (single, list(given)) if any(written) else None
 
 

@@ -168,7 +168,7 @@ def checked(name: str, image: Any) -> Any:
         _require_fitting(name, image.size[::-1])
         return image
     if not hasattr(image, "__array__"):  # lists of numbers are texts that somebody has mistaken
-        raise wrong_type(name, image, f"a string, {EXPECTED}, or several of them, as a list")
+        raise wrong_type(name, image, f"a string, or {EXPECTED}")
     image = as_array(name, image)
     if image.ndim != 3 or image.shape[2] != _CHANNELS:
         raise wrong_shape(name, image, f"(height, width, {_CHANNELS})")

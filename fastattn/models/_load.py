@@ -159,7 +159,7 @@ def load(
         Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8 or in blocks,
         faster where many tokens are computed at once, and in 4 bits where few are. Of a GGUF file, other
         maps keep their inputs. By default they are not rounded.
-    calibrate : iterable of str or False, optional
+    calibrate : list, array or iterator of str or False, optional
         With `activations`: texts like those that the model will see, some ten thousand tokens, with their
         prompts. The model reads all of them, and the inputs of each map are rounded on one grid, from the
         smallest to the largest that these texts gave it; what is beyond is cut. By default, each token has a

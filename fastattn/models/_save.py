@@ -65,7 +65,7 @@ def save(
         weights of linear maps and of tables, also ``"q8_0"``, ``"q6_k"``, ``"q4_k"``, ``"q4_1"`` or
         ``"q4_0"``, whose scales have the least squared errors. With ``"q4_k"``, the output layer is in
         ``"q6_k"``.
-    calibrate : iterable of str, optional
+    calibrate : list, array or iterator of str, optional
         Of a file in blocks: texts like those that the model will see, some ten thousand tokens. The model
         reads them, and each column of a weight makes up for the rounding of those before it, so that the
         products with these inputs err least (GPTQ [1]_). That needs a matrix (in_features, in_features) for

@@ -26,7 +26,7 @@ from fastattn.models._modules import (
 )
 from fastattn.models._parameters import Precision
 from fastattn.models._source import Source
-from fastattn.models._text import strings
+from fastattn.models._text import string
 from fastattn.models._tokenizers import LENGTHS, check_transformer
 from fastattn.models._vectors import SIMILARITIES, unit
 
@@ -300,10 +300,7 @@ class Sentences:
             if name is None:
                 name = next((name for name in names if name in self.prompts), self.default_prompt_name)
             return "" if name is None else self.prompts[choice("prompt_name", name, self.prompts)]
-        if not isinstance(prompt, str):
-            raise TypeError(f"(): prompt is {short(prompt)}; expected a string")
-        (prompt,) = strings("prompt", [prompt])
-        return str(prompt)
+        return string("prompt", prompt)
 
     def vectors(self, rows: Array, cu_seqlens: Ints, prompt_length: int) -> Array:
         """Vectors of texts, (n, features) in the lane type, from their hidden states."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -11,12 +11,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.errors import named, put_name, wrong_type
-from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, short
+from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, several, short
 from fastattn.models._files import ModelError, tokenizer_config
 from fastattn.models._tokenizers import GENERIC, length_limit, limited, open_tokenizer, read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from fastattn._args.types import Ints
@@ -119,7 +119,7 @@ class Text:
             except BaseException as error:  # a word is unknown, and has no id; a panic is no Exception
                 if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                     raise
-                _require_whole("there is a text", "".join(map("".join, batch)))
+                _require_whole("a text", "".join(map("".join, batch)))
                 came = f"{self._file} cannot encode a text: {error}"
                 raise ModelError(f"{came}; expected a tokenizer for any text") from error
             return found
@@ -218,31 +218,29 @@ class Said:
 
 
 def strings(name: str, texts: Any, expected: str = "several, as [text]") -> Iterable[str]:
-    """`texts`, the argument `name`: an iterable of strings that is not a string itself.
+    """`texts`, the argument `name`: a list, an array, a column or an iterator of strings.
 
-    A sequence is checked now; another iterable, which can be read only once, text by text.
+    An iterator, which can be read only once, is checked text by text; others now.
     """
-    if isinstance(texts, (str, bytes)):
-        raise wrong_type(name, texts, expected)
-    given = iterated(name, texts, expected)
+    checked = (string(f"{name}[{i}]", text) for i, text in enumerate(several(name, texts, expected)))
+    return checked if isinstance(texts, Iterator) else list(checked)
 
-    def checked() -> Iterator[str]:
-        for text in given:
-            if not isinstance(text, str):
-                raise TypeError(f"(): {name} has one of type {type(text).__name__}; expected strings")
-            _require_whole(f"{name} has one", text)
-            yield text
 
-    return list(checked()) if isinstance(texts, Sequence) else checked()
+def string(name: str, text: Any) -> str:
+    """`text`, the argument `name`: one string."""
+    if not isinstance(text, str):
+        raise TypeError(f"(): {name} is {short(text)}; expected a string")
+    _require_whole(name, text)
+    return text
 
 
 def _require_whole(came: str, text: str) -> None:
-    """Raise if the text has no bytes, which tokenizers take."""
+    """Raise if the text, which `came` is, has no bytes, which tokenizers take."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         what = f"{text[error.start : error.end]!r}, half of a surrogate pair"
-        raise ValueError(f"(): {came} with {what}; expected whole characters") from None
+        raise ValueError(f"(): {came} has {what}; expected whole characters") from None
 
 
 def _characters(text: _Input) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Any
@@ -11,19 +11,19 @@ import numpy as np
 
 from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import integers, iterated, real_array
+from fastattn._args.values import integers, real_array, several
 from fastattn.models._encode_calls import EncodeOptions, at_once, calls, given
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, tokenizer_config
 from fastattn.models._images import EXPECTED, checked, is_pillow
 from fastattn.models._routes import model_of
-from fastattn.models._text import strings
+from fastattn.models._text import string
 from fastattn.models._tokenizers import SIDES
 from fastattn.models._vectors import similarities
 from fastattn.models._vision import ShapedVision, mapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
@@ -220,24 +220,19 @@ class TwoTowers(Encoder):
     def _inputs(self, sentences: Any) -> tuple[bool, Iterable[Any]]:
         """Return whether `sentences` is one text or image, and the checked ones."""
 
-        def each(x: Any) -> Any:
-            if not isinstance(x, str):
-                return self._image(x)
-            (text,) = strings("sentences", [x])
-            return text
+        def each(name: str, x: Any) -> Any:
+            return string(name, x) if isinstance(x, str) else self._image(name, x)
 
         if isinstance(sentences, str) or is_pillow(sentences) or getattr(sentences, "ndim", 0) == 3:
-            return True, [each(sentences)]
+            return True, [each("sentences", sentences)]
         expected = f"a string, {EXPECTED}, or several of them, as a list"
-        if isinstance(sentences, bytes):  # whose elements are integers
-            raise wrong_type("sentences", sentences, expected)
-        given = iterated("sentences", sentences, expected)
-        several = isinstance(sentences, (Sequence, np.ndarray))
-        return False, list(map(each, given)) if several else map(each, given)
+        given = enumerate(several("sentences", sentences, expected))
+        found = (each(f"sentences[{i}]", x) for i, x in given)
+        return False, found if isinstance(sentences, Iterator) else list(found)
 
-    def _image(self, image: Any) -> Any:
-        """`image`, checked."""
-        image = checked("sentences", image)
+    def _image(self, name: str, image: Any) -> Any:
+        """`image`, the argument `name`, checked."""
+        image = checked(name, image)
         if self.images is None:
             there = f"{self.text.folder} has no preprocessor_config.json and no processor_config.json"
             raise ModelError(f"{there}; expected one that says how images become pixels")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastattn._args.errors import named
 from fastattn._args.values import choice
 from fastattn.models._encode_calls import DOCUMENT, QUERY
+from fastattn.models._text import strings
 from fastattn.models._vectors import SIMILARITIES
 from fastattn.sentence_transformers._base import Base, Options, renamed
 
@@ -81,7 +82,7 @@ class Vectors(Base):
     def preprocess(self, inputs: Any, prompt: str | None = None) -> dict[str, Array]:
         """Ids of several texts and which of them count, (n, length) each, in NumPy."""
         encoder: Any = getattr(self.model, "encoder", self.model)
-        tokens: dict[str, Array] = encoder.tokenize([(prompt or "") + text for text in inputs])
+        tokens: dict[str, Array] = encoder.tokenize([(prompt or "") + text for text in strings("inputs", inputs)])
         return tokens
 
     tokenize = preprocess

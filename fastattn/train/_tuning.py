@@ -16,7 +16,7 @@ from fastattn import ops
 from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.grad_types import OuterArgs
 from fastattn._args.types import FLOAT32
-from fastattn._args.values import as_array, generator, integer, integers, iterated, number, short
+from fastattn._args.values import as_array, generator, integer, integers, number, several, short
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
 from fastattn._safetensors import header, opened
@@ -285,7 +285,7 @@ class NextTokenTuning(Tuning):
     def loss(self, texts: Iterable[Any]) -> tuple[float, dict[str, Array]]:
         """The loss of texts, or of sequences of ids, and its gradients: for `Trainer`."""
         expected = "texts, or sequences of ids, at least one"
-        given = [] if isinstance(texts, str) else list(iterated("texts", texts, expected))
+        given = list(several("texts", texts, expected))
         if not given:
             raise TypeError(f"(): texts is {short(texts)}; expected {expected}")
         strings = [x for x in given if isinstance(x, str)]

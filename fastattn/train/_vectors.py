@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.values import iterated, short
+from fastattn._args.values import short
 from fastattn.grad import vjp
 from fastattn.models import Encoder
 from fastattn.models._model import pad
+from fastattn.models._text import strings
 from fastattn.train._tuning import Tuning
 
 if TYPE_CHECKING:
@@ -31,10 +32,11 @@ class EncoderTuning(Tuning):
             raise ValueError(f"(): the model has a {odd[0]} module; expected {expected}")
 
     def _encoded(self, name: str, texts: Any) -> list[list[int]]:
-        given = [] if isinstance(texts, str) else list(iterated(name, texts, "texts"))
-        if not given or not all(isinstance(text, str) for text in given):
-            raise TypeError(f"(): {name} is {short(texts)}; expected texts, at least one")
-        return list(self._model.text.encode(given))
+        expected = "texts, at least one"
+        found = list(self._model.text.encoded(strings(name, texts, expected)))
+        if not found:
+            raise TypeError(f"(): {name} is {short(texts)}; expected {expected}")
+        return found
 
     def _vectors(self, sequences: Sequence[Sequence[int]]) -> Array:
         """Vectors (n, features) of texts, without gradients."""

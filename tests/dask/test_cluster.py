@@ -173,8 +173,8 @@ def test_wrong_embeddings_are_errors_before_anything_runs(folder, tmp_path):
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [
-        (5, TypeError, r"one of type int; expected strings"),
-        ("\ud800", ValueError, r"one with '\\ud800', half of a surrogate pair"),
+        (5, TypeError, r"is 5; expected a string"),
+        ("\ud800", ValueError, r"has '\\ud800', half of a surrogate pair"),
     ],
 )
 def test_a_run_that_failed_is_continued(bad, error, message, folder, tmp_path, cluster):
@@ -187,7 +187,7 @@ def test_a_run_that_failed_is_continued(bad, error, message, folder, tmp_path, c
 
     with (
         dask.config.set(scheduler="sync"),
-        pytest.raises(error, match=r"^embed\(\): texts, in partition 4 at 1, has " + message),
+        pytest.raises(error, match=r"^embed\(\): texts.partitions\[4\]\[1\] " + message),
     ):
         run(faulty)
     assert not (out / "part.00004.parquet").exists()

@@ -76,7 +76,7 @@ def test_a_conversation_is_what_the_template_writes(writer, tmp_path):
         assert model.conversation_ids(messages, values) == prompt
     half = [{"role": "user", "content": "a \ud800"}]
     for name, call in (("generate", model.generate), ("conversation_ids", model.conversation_ids)):
-        with pytest.raises(ValueError, match=rf"^{name}\(\): there is a text with '\\ud800', half of a surr"):
+        with pytest.raises(ValueError, match=rf"^{name}\(\): a text has '\\ud800', half of a surr"):
             call(half)
     with pytest.raises(TypeError, match=r"conversation_ids\(\): messages is of type str; expected a list"):
         model.conversation_ids("What?")
@@ -235,7 +235,7 @@ def test_scores_of_texts(writer):
         (("a", "b"), TypeError, "continuations is of type str"),
         (("a", ["b", ""]), ValueError, r"continuations\[1\] adds no token to the prompt, with whose end"),
         (([{"role": "user"}], ["a"]), TypeError, r"prompt is a list of messages; expected a text or ids"),
-        (("a", [3]), TypeError, "continuations has one of type int"),
+        (("a", [3]), TypeError, r"continuations\[0\] is 3; expected a string"),
         (([[1]], [[2]]), ValueError, r"prompt has shape \(1, 1\); expected \(length,\)"),
         (([1], [[2], [999]]), ValueError, r"continuations\[1\] has 999; expected 0 to 255"),
         (("a", ["b" * 64]), ValueError, "a text has more than 64 tokens with its prompt; expected at most"),
@@ -254,7 +254,7 @@ def test_scores_of_texts(writer):
         ({"stop": ["a", 1.5]}, TypeError, "stop has dtype float64"),
         ({"stop": b"x"}, TypeError, "stop is of type bytes; expected ids and texts"),
         ({"stop": bytearray(b"x")}, TypeError, "stop is of type bytearray; expected ids and texts"),
-        ({"ids": "a \ud800"}, ValueError, r"ids has one with '\\ud800', half of a surrogate pair"),
+        ({"ids": "a \ud800"}, ValueError, r"ids has '\\ud800', half of a surrogate pair"),
         (
             {"ids": [{"role": "user", "content": ""}], "template_values": {"messages": []}},
             ValueError,

@@ -139,7 +139,7 @@ def test_a_gguf_file_has_no_place_for_them(tmp_path):
             "calibrate is given with activations None; expected activations='int8'",
         ),
         ({"calibrate": "the", **NARROW}, TypeError, "calibrate is of type str; expected several"),
-        ({"calibrate": ["the", 3], **NARROW}, TypeError, "calibrate has one of type int; expected strings"),
+        ({"calibrate": ["the", 3], **NARROW}, TypeError, r"calibrate\[1\] is 3; expected a string"),
         ({"calibrate": [], **NARROW}, ValueError, "calibrate has no text with a token"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,10 +14,11 @@ from tiny_models import CONFIGS
 from tiny_tokenizers import TEXTS, write_byte_tokenizer, write_tokenizer
 from tokenizers import Tokenizer, normalizers
 
-from fastattn import models
+from fastattn import models, train
 from fastattn.models import ModelError
 from fastattn.models import _text as tokenizing
 from fastattn.models._text import Said
+from fastattn.sentence_transformers import SentenceTransformer
 
 
 def test_long_texts_are_cut(encoder):
@@ -244,8 +246,45 @@ def test_texts_are_strings(encoder):
         encode("one text")
     with pytest.raises(TypeError, match=r"texts is of type NoneType; expected several"):
         encode(None)
-    with pytest.raises(TypeError, match=r"texts has one of type int; expected strings"):
+    with pytest.raises(TypeError, match=r"texts\[1\] is 2; expected a string"):
         encode(["one", 2])
+
+
+class Table:
+    """As tables of pandas, polars and others are: the names of columns come one by one."""
+
+    columns = property(lambda self: ["body"])
+
+    def __iter__(self):
+        return iter(self.columns)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array([["the cat"], ["a dog"]])
+
+
+CALLS = {
+    "encode": lambda folder, x: models.load(folder).encode(x),
+    "tokenize": lambda folder, x: models.load(folder).tokenize(x),
+    "ids": lambda folder, x: models.load(folder).text.encode(x),
+    "calibrate": lambda folder, x: models.load(
+        folder, weights_dtype="int8", activations="int8", calibrate=x
+    ),
+    "the facade": lambda folder, x: SentenceTransformer(folder).encode(x),
+    "its tokens": lambda folder, x: SentenceTransformer(folder).tokenize(x),
+    "tuning": lambda folder, x: train.ContrastiveTuning(models.load(folder)).loss((x, ["the cat", "a dog"])),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_several_texts_are_in_order_and_no_table(call, encoder):
+    (encoder / "lines").write_text("the cat\na dog\n")
+    with (encoder / "lines").open() as file:
+        for wrong in (Table(), {"the cat": 1, "a dog": 2}, {"the cat", "a dog"}, file, {"a": "the"}.values()):
+            with pytest.raises((TypeError, ValueError), match=r"\(\): .+; expected"):
+                call(encoder, wrong)
+    for several in (("the cat", "a dog"), np.array(["the cat", "a dog"]), deque(["the cat", "a dog"])):
+        call(encoder, several)
+    call(encoder, iter(["the cat", "a dog"]))
 
 
 def test_tokenizers_that_are_none(encoder):

@@ -136,8 +136,8 @@ WRONG = {
     "a table": (np.array([["a"], ["b"]]), ValueError, r"X has 2 dimensions; expected several texts"),
     "numbers": ([1, 2], TypeError, r"^transform\(\): X"),
     "a missing one": (["a", None], TypeError, r"^transform\(\): X"),
-    "an array of numbers": (np.array([1, 2]), TypeError, r"^transform\(\): X has one of type int"),
-    "an array with a missing one": (np.array(["a", None], object), TypeError, r"^transform\(\): X has one"),
+    "an array of numbers": (np.array([1, 2]), TypeError, r"^transform\(\): X\[0\] is"),
+    "an array with a missing one": (np.array(["a", None], object), TypeError, r"^transform\(\): X\[1\] is None"),
     "no text at all": (3, TypeError, r"^transform\(\): X"),
 }
 

@@ -193,8 +193,8 @@ def test_errors(tmp_path):
             ValueError,
             r"batch\[1\] has -1; exp",
         ),
-        (lambda: tuning.loss(("abc", "def")), TypeError, r"batch\[0\] is 'abc'; expected texts"),
-        (lambda: ClassifierTuning(model, 2).loss(("ab", [0, 1])), TypeError, r"batch\[0\] is 'ab'; expected"),
+        (lambda: tuning.loss(("abc", "def")), TypeError, r"batch\[0\] is of type str; expected texts"),
+        (lambda: ClassifierTuning(model, 2).loss(("ab", [0, 1])), TypeError, r"batch\[0\] is of type str; expected"),
         (lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [0.0, 1.0])), ValueError, "expected 2 integers"),
         (
             lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [[0], [0, 1]])),
@@ -315,7 +315,7 @@ def held(model):
 
 
 TEXTS_ERRORS = {
-    "texts is 'the cat'; expected texts, or sequences of ids": "the cat",
+    "texts is of type str; expected texts, or sequences of ids": "the cat",
     r"texts is \[\]; expected texts, or sequences of ids, at least one": [],
     r"texts\[0\] has dtype float64; expected integers": [[3.9, 4.2]],
     r"texts\[1\] has dtype bool; expected integers": [[3], [True, False]],
