@@ -20,7 +20,7 @@ _KINDS = {
 }
 
 
-def irregular(path: Path) -> str:
+def irregular(path: str | os.PathLike[str]) -> str:
     """A word for a thing at `path` that no file can replace, such as "a pipe"; else ""."""
     try:
         return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "")
@@ -44,7 +44,7 @@ def destination(path: Path, func: str = "") -> Path:
 
 def begin(new: Path, target: Path) -> None:
     """Make the empty file `new`, for nobody's eyes but those that may see `target`, if that is there."""
-    new.open("xb").close()
+    new.touch(exist_ok=False)
     if target.exists():
         new.chmod(_mode(target) | _OWNER)
 
@@ -66,13 +66,16 @@ def replaced(path: Path, func: str = "") -> Iterator[Path]:
     """
     target = destination(path, func)
     new = target.with_name(f".{target.name}.{secrets.token_hex(8)}{BEGUN}")
-    begin(new, target)
-    mode = _mode(new)
     try:
-        yield new
-        new.chmod(mode)
-        put(new, target)
-    finally:
+        try:
+            begin(new, target)
+            mode = _mode(new)
+            yield new
+            new.chmod(mode)
+            put(new, target)
+        finally:
+            new.unlink(missing_ok=True)
+    finally:  # Ctrl-C may have ended the line before this one
         new.unlink(missing_ok=True)
 
 

@@ -85,11 +85,13 @@ class Unfinished:
             self._lock()
             if goes_on:
                 self._require_same_run()
-        except ValueError:
+            elif self.run is not None:
+                self._said.write_text(json.dumps(self.run, indent=1) + "\n", encoding="utf-8")
+        except BaseException:
             self._file.close()
+            if not goes_on:  # Ctrl-C: nothing says yet what run this is
+                self._part.unlink(missing_ok=True)
             raise
-        if not goes_on and self.run is not None:
-            self._said.write_text(json.dumps(self.run, indent=1) + "\n", encoding="utf-8")
         self._write_header()
         self._start, size = self._file.tell(), self.features * self.dtype.itemsize
         self.rows = (self._file.seek(0, os.SEEK_END) - self._start) // size

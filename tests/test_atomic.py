@@ -197,3 +197,48 @@ def test_what_is_begun_is_seen_by_nobody_who_may_not_see_the_file(tmp_path, umas
         with replaced(path) as new:
             assert mode(new) == while_written
         assert mode(path) == mask
+
+
+def interrupted_at(event, function):
+    """Call a function, with a KeyboardInterrupt at this step of this module or contextlib; tell if it came."""
+    left = event
+
+    def trace(frame, what, argument):
+        nonlocal left
+        if Path(frame.f_code.co_filename).name not in ("_atomic.py", "contextlib.py"):
+            return None
+        frame.f_trace_opcodes = True
+        left -= what == "opcode"
+        if left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file may stay open
+def test_ctrl_c_leaves_no_file_behind_whenever_it_comes(tmp_path):
+    path = tmp_path / "file"
+
+    def write():
+        with replaced(path) as new:
+            new.write_text("after")
+
+    event, came = 0, True
+    while came:
+        path.write_text("before")
+        came = interrupted_at(event, write)
+        assert list(tmp_path.iterdir()) == [path], event
+        assert path.read_text() in ("before", "after")
+        event += 1
+    assert event > 100
+    assert path.read_text() == "after"
