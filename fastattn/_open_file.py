@@ -1,15 +1,35 @@
-"""Files open for reading. None is mapped: to touch what is cut off a mapped file ends the process."""
+"""Files open for reading. None is mapped: to touch what is cut off a mapped file ends the process.
+
+Only regular files are opened: a pipe would be waited for, and a device may have no end.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from fastattn._atomic import irregular
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from io import FileIO
 
     from typing_extensions import Self
+
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0)  # Windows has no pipes among files
+
+
+def regular(path: str | os.PathLike[str]) -> FileIO:
+    """The regular file at `path`, open for reading; an OSError for anything else."""
+    file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | _AT_ONCE))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        kind = irregular(path) or "no file"
+        raise OSError(errno.EINVAL, f"it is {kind}; expected a regular file", os.fsdecode(path))
+    return file
 
 
 class OpenFile:
@@ -20,7 +40,7 @@ class OpenFile:
 
     def __init__(self, path: str | os.PathLike[str], error: Callable[[str], Exception]):
         self._path, self._error, self._lock = path, error, Lock()
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (`__exit__` closes it)
+        self._file = regular(path)  # `__exit__` closes it
         try:
             self._read_header()
         except BaseException:

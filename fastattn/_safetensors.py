@@ -14,7 +14,7 @@ import numpy as np
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import short
 from fastattn._atomic import replaced
-from fastattn._open_file import OpenFile
+from fastattn._open_file import OpenFile, regular
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -127,7 +127,7 @@ def opened(file: str, stack: ExitStack) -> TensorFile:
     with suppress(ImportError):  # gives NumPy bfloat16, which files may hold
         import ml_dtypes  # noqa: F401
     try:
-        with safe_open(file, framework="numpy"):
+        with regular(file), safe_open(file, framework="numpy"):
             pass
     except SafetensorError as error:
         if reader:  # by its name it is another kind
@@ -170,7 +170,7 @@ def header(path: AnyPath, file: TensorFile, key: str) -> Any:
     text = file.metadata.get(key)
     try:
         return None if text is None else json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"(): the header of {os.fsdecode(path)} is not JSON: {error}") from error
 
 

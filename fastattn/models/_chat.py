@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import short
 from fastattn.models import _gguf, _gguf_tokenizer
-from fastattn.models._files import Config, ModelError, tokenizer_config
+from fastattn.models._files import Config, ModelError, read_bytes, tokenizer_config
 from fastattn.models._tokenizers import transformer_settings
 
 if TYPE_CHECKING:
@@ -165,11 +165,12 @@ def _uncut(text: Text, encoding: Any) -> list[int]:
 def _source(folder: Path, config: Config) -> tuple[Path, str, bool]:
     """The file that has the template, the template, and whether it is the only one of its model."""
     path = folder / "chat_template.jinja"
-    try:
-        if path.is_file():
-            return path, path.read_text(encoding="utf-8"), not (folder / "additional_chat_templates").is_dir()
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+    if path.exists():
+        try:
+            text = read_bytes(path).decode("utf-8").replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        return path, text, not (folder / "additional_chat_templates").is_dir()
     found = config.values.get("chat_template")
     one, there = isinstance(found, str), folder / "tokenizer_config.json"
     if isinstance(found, list) and all(isinstance(each, dict) for each in found):
@@ -184,7 +185,7 @@ def _source(folder: Path, config: Config) -> tuple[Path, str, bool]:
 def template_of(folder: Path) -> str | None:
     """The chat template of a folder; None where there is none."""
     config = tokenizer_config(folder)
-    there = (folder / "chat_template.jinja").is_file() or config.values.get("chat_template") is not None
+    there = (folder / "chat_template.jinja").exists() or config.values.get("chat_template") is not None
     return _source(folder, config)[1] if there else None
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import sys
+from contextlib import contextmanager
 from copy import copy
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,9 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from fastattn._args.values import short
+from fastattn._open_file import regular
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from io import FileIO
     from types import ModuleType
 
 
@@ -24,6 +28,7 @@ _T = TypeVar("_T")
 
 PACKAGES = ("safetensors", "tokenizers", "ml_dtypes", "tqdm", "jinja2")  # the extra "models"
 GLINER = "gliner_config.json"
+_MOST_BYTES = 2**26  # of a text file: that of the largest tokenizers is half of it
 _MOST = 2**62  # of an integer in config.json: sums and products with a float still hold it
 _REQUIRED: Any = object()
 _EXPECTED = {bool: "true or false", str: "a string", dict: "a table"}
@@ -44,16 +49,38 @@ def require(package: str) -> ModuleType:
         raise ImportError(f"models need {', '.join(missing)}: {how} ({error})") from error
 
 
-def read_json(path: Path, kind: type = dict) -> Any:
-    """Content of a JSON file, which must be a `kind`."""
+@contextmanager
+def opened(path: Path) -> Iterator[FileIO]:
+    """A file of a model's folder, open for reading. Every one is opened here, and only regular files are."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        with regular(path) as file:
+            yield file
     except FileNotFoundError:
         raise ModelError(f"{path.absolute()} is missing") from None
     except OSError as error:
+        if error.errno is None:  # not of the system: a signal's handler raised it
+            raise
         raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """Content of a file of a model's folder, which is bounded."""
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MOST_BYTES:
+            raise ModelError(f"{path} has {size} bytes; expected at most {_MOST_BYTES}")
+        return file.read(size)
+
+
+def read_json(path: Path, kind: type = dict) -> Any:
+    """Content of a JSON file, which must be a `kind`."""
+    data = read_bytes(path)
+    try:
+        values = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
+    except MemoryError as error:
+        raise ModelError(f"{path} holds more than there is memory for") from error
     if not isinstance(values, kind):
         raise ModelError(f"{path} holds a {type(values).__name__}; expected a {kind.__name__}")
     return values
@@ -72,7 +99,7 @@ def is_name(x: Any) -> bool:
 
 def lfs_hint(path: Path) -> str:
     """Advice on how to fetch a file that is only a pointer of git-lfs; empty for any other file."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         is_pointer = file.read(40).startswith(b"version https://git-lfs")
     return f"{path} is a git-lfs pointer, not the file: `git lfs pull` fetches it" if is_pointer else ""
 
@@ -88,7 +115,7 @@ class Config:
     def __init__(self, path: Path, optional: bool = False):
         """Read the file `path`, which may be missing if it is `optional`."""
         self.path: Path | str = path  # as messages say it
-        self.values: dict[str, Any] = {} if optional and not path.is_file() else read_json(path)
+        self.values: dict[str, Any] = {} if optional and not path.exists() else read_json(path)
 
     @classmethod
     def of(cls, path: Path | str, values: dict[str, Any], prefix: str = "") -> Config:

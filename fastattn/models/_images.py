@@ -53,7 +53,7 @@ class Images:
         nested = Config(folder / _NEW, optional=True)
         if nested.values.get("image_processor") is not None:
             config = nested.inner("image_processor", usual)
-        elif (folder / _OLD).is_file():
+        elif (folder / _OLD).exists():
             config = Config(folder / _OLD)
             given = {name: value for name, value in config.values.items() if value is not None}
             config.values = {**usual, **given}

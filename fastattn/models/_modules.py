@@ -45,7 +45,7 @@ class Router(NamedTuple):
 def _entries(folder: Path) -> list[Any]:
     """The entries of modules.json; none where it is missing."""
     path = folder / "modules.json"
-    entries: list[Any] = read_json(path, list) if path.is_file() else []
+    entries: list[Any] = read_json(path, list) if path.exists() else []
     return entries
 
 
@@ -119,7 +119,7 @@ def modules_of(folder: Path, route: str | None = None, towers: bool = False) -> 
         assert router is not None
         named = _routed(folder, router, route)
     kinds = [kind for kind, _ in named]
-    if not path.is_file() or (kinds == ["Transformer"] and is_cross_encoder(folder)):
+    if not path.exists() or (kinds == ["Transformer"] and is_cross_encoder(folder)):
         return []
     by_token = is_multi_vector(named) and (MASK in kinds or is_pylate(folder))
     if by_token or re.fullmatch(_HEADED, " ".join(kinds)):
@@ -171,7 +171,7 @@ def router_of(folder: Path) -> Router | None:
         return None
     at = _router_module(folder)[1]
     paths = [at / name for name in ROUTERS.values()]
-    config = Config(next(filter(Path.is_file, paths), paths[0]))
+    config = Config(next(filter(Path.exists, paths), paths[0]))
     known = (*_BEFORE, *AFTER_POOLING, _NO_PART, *_SPLADE, STATIC, SPARSE_STATIC)
     where = Path(config.path)
     routes: dict[str, list[Module]] = {}

@@ -66,7 +66,7 @@ class Source:
     @property
     def has_modules(self) -> bool:
         """Whether modules.json says what becomes of hidden states."""
-        return (self.outer / "modules.json").is_file()
+        return (self.outer / "modules.json").exists()
 
     def origin(self) -> Origin:
         """Origin of the parameters, which the model keeps."""

@@ -17,6 +17,7 @@ from fastattn._formats import FORMATS, Format
 from fastattn._safetensors import TensorFile
 from fastattn.models import _gguf, _mxfp4
 from fastattn.models._files import GLINER, ModelError, config_path, is_name, lfs_hint, read_json, require
+from fastattn.models._files import opened as in_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +112,7 @@ class Tensors:
         if _gguf.is_file(folder):
             return cls.of_gguf(folder, _gguf.opened(folder, stack), stored, stack)
         # A single file comes first, as in transformers: an index beside it may be left over.
-        is_indexed = not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file()
+        is_indexed = not (folder / WEIGHTS).exists() and (folder / INDEX).exists()
         path = folder / (INDEX if is_indexed else WEIGHTS)
         files = (_indexed if is_indexed else _single)(path, stack)
         tensors = cls(str(path), stored, _mxfp4.experts_apart(files))
@@ -287,7 +288,7 @@ def _joined(*types: str) -> str:
 
 
 def _single(path: Path, stack: ExitStack) -> dict[str, TensorFile]:
-    if not path.is_file():
+    if not path.exists():
         kinds = (".bin", ".safetensors", ".gguf")
         found = sorted(file.name for file in path.parent.iterdir() if file.suffix in kinds)
         there = ", ".join(found[:SHOWN]) or "no other file of weights"
@@ -323,13 +324,8 @@ def opened(path: Path, stack: ExitStack) -> TensorFile:
     """A file of tensors, which `stack` closes."""
     safetensors = require("safetensors")
     try:
-        path.open("rb").close()  # safe_open calls every file that it cannot open missing
-        with safetensors.safe_open(path, framework="np"):
+        with in_folder(path), safetensors.safe_open(path, framework="np"):
             return stack.enter_context(TensorFile(path, ModelError))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
     except safetensors.SafetensorError as error:
         what = lfs_hint(path) or f"{path} is truncated or no safetensors file: {error}"
         raise ModelError(what) from error

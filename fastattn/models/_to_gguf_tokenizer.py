@@ -14,7 +14,7 @@ import numpy as np
 from fastattn._args.values import short
 from fastattn._gguf import Strings
 from fastattn.models._chat import template_of
-from fastattn.models._files import Config, ModelError, require, tokenizer_config
+from fastattn.models._files import Config, ModelError, tokenizer_config
 from fastattn.models._gguf_tokenizer import (
     BYTE,
     CONTROL,
@@ -26,6 +26,7 @@ from fastattn.models._gguf_tokenizer import (
     cut_into,
     made,
 )
+from fastattn.models._tokenizers import opened
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +45,7 @@ def tokenizer_values(folder: Path, vocab_size: int, stop: tuple[int, ...]) -> di
     path, values = folder / "tokenizer.json", _ends(folder, stop)
     if not path.is_file():
         return values
-    tokenizer = require("tokenizers").Tokenizer.from_file(str(path))
+    tokenizer = opened(path)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     said, names = json.loads(tokenizer.to_str()), tokenizer_config(folder)

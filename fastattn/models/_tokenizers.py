@@ -6,10 +6,12 @@ They are tokenizer_config.json of transformers, and the file of sentence-transfo
 from __future__ import annotations
 
 import copy
+import json
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import short
-from fastattn.models._files import Config, ModelError, lfs_hint, require, tokenizer_config
+from fastattn.models._files import Config, ModelError, lfs_hint, read_json, require, tokenizer_config
+from fastattn.models._growth import require_bounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -173,17 +175,27 @@ def limited(tokenizer: Any, limit: int | None) -> Any:
 def read(folder: Path, other: Callable[[Path], Any] | None) -> Any:
     """The tokenizer as the folder has it."""
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         made = None if other is None else other(folder)
         if made is None:
             raise ModelError(f"{path} is missing; expected a tokenizer as the tokenizers library writes it")
         return made
+    return opened(path)
+
+
+def opened(path: Path) -> Any:
+    """The tokenizer of a tokenizer.json; refused where it makes a text longer without bound."""
+    of_json = require("tokenizers").Tokenizer.from_str
+    if hint := lfs_hint(path):
+        raise ModelError(hint)
+    values = read_json(path)
+    require_bounded(path, values)
     try:
-        return require("tokenizers").Tokenizer.from_file(str(path))
-    except ImportError:
-        raise
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelError(lfs_hint(path) or f"{path} is no tokenizer: {error}") from error
+        return of_json(json.dumps(values))  # what was checked: JSON may hold a key twice
+    except Exception as error:
+        if type(error) is not Exception:  # the library raises nothing narrower
+            raise
+        raise ModelError(f"{path} is no tokenizer: {error}") from error
 
 
 def _split(tokenizer: Any, markers: tuple[str, ...]) -> Iterator[str]:

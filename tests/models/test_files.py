@@ -1,8 +1,11 @@
 """Files that a model's folder may hold, and errors about a folder that makes up no model."""
 
+import base64
 import contextlib
 import json
+import os
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +15,11 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 from implementations import COMPILED, child_environment
-from model_folders import change_config, refused, write_parts
+from model_folders import change_config, refused, write_modules, write_parts
 from tiny_models import CONFIGS, VOCAB
 
 from fastattn import models
-from fastattn.models import ModelError, _tensors
+from fastattn.models import ModelError, _files, _tensors
 
 IDS = [[3, 1, 4, 1, 5, 9, 2, 6]]
 KINDS = list(CONFIGS)
@@ -474,3 +477,123 @@ def test_loading_holds_what_is_packed_and_one_tensor(tmp_path):
     env = child_environment() if COMPILED else child_environment(FASTATTN_BACKEND="numpy")
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert int(run.stdout) < 17 + 60 + 17 + 16
+
+
+def write_growing(folder, **parts):
+    """Add steps to tokenizer.json, by its keys."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **parts}))
+
+
+A = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+EMPTY = {"type": "Replace", "pattern": {"Regex": "(?=a)"}, "content": "a"}
+TABLE = base64.b64encode(struct.pack("<I", 4) + b"\0\0\0\0" + b"a" * 1000 + b"\0").decode()
+TWICE = {
+    "type": "TemplateProcessing",
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2,
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {},
+}
+
+
+def in_a_row(key, *steps):
+    return {"type": "Sequence", key: list(steps)}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": in_a_row("normalizers", A, A, A)},
+        {"normalizer": in_a_row("normalizers", A, in_a_row("normalizers", A, A))},
+        {"normalizer": in_a_row("normalizers", *[EMPTY] * 30)},
+        {"normalizer": in_a_row("normalizers", *[{"type": "Prepend", "prepend": "a" * 1000}, A] * 2)},
+        {"normalizer": in_a_row("normalizers", *[{"type": "Precompiled", "precompiled_charsmap": TABLE}] * 3)},
+        {"normalizer": A, "pre_tokenizer": in_a_row("pretokenizers", *[{"type": "ByteLevel"}] * 30)},
+        {"post_processor": in_a_row("processors", *[TWICE] * 30)},
+        {"decoder": in_a_row("decoders", A, A, A)},
+    ],
+    ids=["replace", "nested", "empty", "prepend", "table", "bytes", "template", "decoder"],
+)
+def test_a_tokenizer_that_multiplies_texts_is_refused(parts, encoder):
+    write_growing(encoder, **parts)
+    with pytest.raises(ModelError, match=r"tokenizer.json: .* can make a text \d+ times as long; expected"):
+        models.load(encoder).encode("a")
+
+
+def test_a_step_that_stands_twice_is_the_one_that_was_checked(encoder):
+    """JSON has the last one of a key, and the library of tokenizers the first one that is not null."""
+    path = encoder / "tokenizer.json"
+    growing = json.dumps(in_a_row("normalizers", A, A, A))
+    path.write_text(f'{{"normalizer": {growing}, {path.read_text().lstrip()[1:-1]}, "normalizer": null}}')
+    assert len(models.load(encoder).text.encode(["a"])[0]) == 3
+
+
+def test_an_unknown_step_of_a_tokenizer_is_refused(encoder):
+    write_growing(encoder, normalizer={"type": "Repeat"})
+    with pytest.raises(ModelError, match="has the step 'Repeat'; expected one of Strip"):
+        models.load(encoder).encode("a")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes in folders")
+@pytest.mark.parametrize("kind", ["pipe", "zeros", "terminal"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "modules.json",
+        "1_Pooling/config.json",
+        "2_Dense/config.json",
+        "2_Dense/model.safetensors",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "sentence_bert_config.json",
+        "config_sentence_transformers.json",
+    ],
+)
+def test_only_regular_files_are_read(name, kind, encoder):
+    dense = {"in_features": 24, "out_features": 24, "bias": False}
+    write_modules(encoder, ("Dense", dense, {"linear.weight": np.eye(24, dtype=np.float32)}))
+    models.load(encoder).encode("a")
+    path = encoder / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"zeros": "/dev/zero", "terminal": "/dev/tty"}[kind])
+    with pytest.raises(ModelError, match=rf"{name} cannot be read: .*"):
+        models.load(encoder).encode("a")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes in folders")
+def test_a_pipe_among_the_parts_of_weights(tmp_path):
+    tiny.write(tmp_path, "bert")
+    write_parts(tmp_path, "bert")
+    part = next(iter(json.loads((tmp_path / _tensors.INDEX).read_text())["weight_map"].values()))
+    (tmp_path / part).unlink()
+    os.mkfifo(tmp_path / part)
+    with pytest.raises(ModelError, match=f"{part} cannot be read: .*it is a pipe; expected a regular file"):
+        models.load(tmp_path)
+
+
+def test_a_file_of_json_is_bounded(encoder):
+    with (encoder / "config.json").open("rb+") as file:
+        file.truncate(2**26 + 1)
+    refused(encoder, f"config.json has {2**26 + 1} bytes; expected at most {2**26}")
+
+
+def test_an_error_of_a_signal_is_not_taken_for_the_files(encoder, monkeypatch):
+    def timed_out(file):
+        raise TimeoutError("time is up")
+
+    monkeypatch.setattr(_files, "regular", timed_out)
+    with pytest.raises(TimeoutError, match="time is up"):
+        models.load(encoder)
+
+
+def test_values_for_which_there_is_no_memory(encoder, monkeypatch):
+    def loads(text):
+        raise MemoryError
+
+    monkeypatch.setattr(_files.json, "loads", loads)
+    refused(encoder, "config.json holds more than there is memory for")

@@ -94,7 +94,7 @@ def test_instructor_models_leave_their_prompts_out(encoder, tmp_path, monkeypatc
 def test_inputs_that_are_no_texts(encoder):
     model = SentenceTransformer(encoder)
     for inputs in (3, None, [3], b"the cat"):
-        with pytest.raises(TypeError, match=r"^encode\(\): inputs "):
+        with pytest.raises(TypeError, match=r"^encode\(\): inputs(\[\d\])? "):
             model.encode(inputs)
     for device in ("cuda", ["cpu", "cuda:0"]):
         with pytest.raises(ValueError, match=r"^encode\(\): device is 'cuda"):

@@ -22,7 +22,7 @@ from fastattn.models._blocks import BlockNames, Blocks
 from fastattn.models._embeddings import SequenceRules
 from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import EncoderNames, read_encoder
-from fastattn.models._files import ModelError, require
+from fastattn.models._files import ModelError, opened, require
 from fastattn.models._images import Images
 from fastattn.models._sentences import Sentences
 from fastattn.models._text import Text
@@ -271,16 +271,23 @@ def _query(
 def _tokenizer(folder: Path) -> Any:
     """CLIP's tokenizer, of vocab.json and merges.txt as transformers makes it; None without these files."""
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
-    if not (vocab.is_file() and merges.is_file()):
+    if not (vocab.exists() and merges.exists()):
         return None
     library = require("tokenizers")
     normalizers, split = library.normalizers, library.pre_tokenizers
     try:
-        bpe = library.models.BPE.from_file(
-            str(vocab), str(merges), unk_token=_END, continuing_subword_prefix="", end_of_word_suffix="</w>"
-        )
+        with opened(vocab), opened(merges):
+            bpe = library.models.BPE.from_file(
+                str(vocab),
+                str(merges),
+                unk_token=_END,
+                continuing_subword_prefix="",
+                end_of_word_suffix="</w>",
+            )
         tokenizer = library.Tokenizer(bpe)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:
+        if type(error) is not Exception:  # the library raises nothing narrower
+            raise
         raise ModelError(f"{vocab} and {merges.name} are no tokenizer: {error}") from error
     missing = [token for token in (_BEGIN, _END) if tokenizer.token_to_id(token) is None]
     if missing:

@@ -117,7 +117,7 @@ def v3(source: Source) -> Encoder:
     config, found = source.config, _base(source)
     tasks: Any = config.values.get("lora_adaptations")
     if tasks is None:
-        tasks = [task for task in TASKS if (source.folder / folder_of(task) / CONFIG).is_file()]
+        tasks = [task for task in TASKS if (source.folder / folder_of(task) / CONFIG).exists()]
     elif (
         not isinstance(tasks, list)
         or not all(isinstance(task, str) and task not in ("", _USUAL) for task in tasks)
