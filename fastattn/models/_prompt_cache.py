@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import RLock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,12 +29,13 @@ class PromptCache:
     forgotten, but for sessions of answers that are still read. Finding one takes time in proportion to the
     tokens in the cache.
 
-    Several answers may be read in turn, in one thread.
+    Several answers may be read in turn, also by several threads, of which one computes at a time.
     """
 
     def __init__(self, make: Callable[[], Session], most_bytes: int):
         self._make, self._most, self.empty = make, most_bytes, make()
         self._sessions: list[Session] = []  # the latest comes last
+        self.lock = RLock()  # of who computes with one of them
 
     def __repr__(self) -> str:
         return f"<PromptCache: {len(self)} sessions, {self.nbytes} of {self._most} bytes>"

@@ -7,6 +7,7 @@ import hashlib
 import os
 import weakref
 from dataclasses import fields, is_dataclass
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,7 +45,8 @@ class Session:
     `Decoder.session` makes it, and `Decoder.load_session` reads it from a file. A call of `generate` computes
     the tokens of its prompt from where they differ from those that are here, which it forgets from there on.
     The answer is kept, too: the next turn of a conversation costs its own tokens alone. One call uses it at a
-    time; a call that is interrupted, or not read to its end, leaves what was complete.
+    time, in any thread: where another begins, the one before raises an error with its next token. A call that
+    is interrupted, or not read to its end, leaves what was complete.
 
     States of recurrent layers and convolutions cannot be cut back to any token. A model that has some takes
     copies of them at the end of each prompt, and after every 256th token. A call whose prompt differs begins
@@ -63,6 +65,7 @@ class Session:
         self._turn: Callable[[], _Turn | None] = lambda: None
         self._prompt = 0  # tokens of its prompt
         self._rotated: str | None = None  # a hash of the frequencies by which keys are rotated
+        self.lock = RLock()  # of who reads or changes the cache
 
     def __repr__(self) -> str:
         return f"<Session of {self._model.model_type}: {len(self._ids)} tokens, {self.nbytes} bytes>"
@@ -91,10 +94,12 @@ class Session:
     @named("Session.copy")
     def copy(self, length: int | None = None) -> Session:
         """A session that goes on from here by itself, with arrays of its own; from its token `length`."""
-        cache, ids = self._settled(None if length is None else integer("length", length, 0, len(self._ids)))
-        cache.own()
-        session = Session(self._model, self._frequencies, cache, ids)
-        session._rotated = self._rotated
+        with self.lock:
+            most = None if length is None else integer("length", length, 0, len(self._ids))
+            cache, ids = self._settled(most)
+            cache.own()
+            session = Session(self._model, self._frequencies, cache, ids)
+            session._rotated = self._rotated
         return session
 
     def __copy__(self) -> Session:
@@ -120,13 +125,14 @@ class Session:
         ImportError
             Without the safetensors package.
         """
-        cache, ids = self._settled()
-        if not ids:
-            raise ValueError("(): the session is empty; expected one that a prompt has been given")
-        arrays = {"ids": np.array(ids, np.int64), **cache._arrays()}
-        values = {"format": _FORMAT, "model": digest(self._model), "rotated": self._rotated}
-        values["digest"] = _digest([self._rotated, sorted(arrays.items())])
-        _safetensors.write(path, arrays, values, _KEY)
+        with self.lock:
+            cache, ids = self._settled()
+            if not ids:
+                raise ValueError("(): the session is empty; expected one that a prompt has been given")
+            arrays = {"ids": np.array(ids, np.int64), **cache._arrays()}
+            values = {"format": _FORMAT, "model": digest(self._model), "rotated": self._rotated}
+            values["digest"] = _digest([self._rotated, sorted(arrays.items())])
+            _safetensors.write(path, arrays, values, _KEY)
 
     def _begin(self, prompt: Ints, longest: int) -> tuple[int, _Turn]:
         """Keep what `prompt` begins with; return the number of these tokens, and a turn for `add`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -82,7 +83,32 @@ class Stepping(NextTokens):
         session: Session | PromptCache | None,
         speculation: Speculation | None,
     ) -> Iterator[Step]:
-        """Steps until all sequences have reached `stop`, or are `ended` by whoever reads them."""
+        """Steps until all sequences have reached `stop`, or are `ended` by whoever reads them.
+
+        One thread at a time computes with a session: a cache between two states has no meaning.
+        """
+        computed = self._computed(
+            prompts, max_new_tokens, sampler, stop, ended, cache_dtype, session, speculation
+        )
+        while True:
+            with nullcontext() if session is None else session.lock:
+                step = next(computed, None)
+            if step is None:
+                return
+            yield step
+
+    def _computed(
+        self,
+        prompts: list[Ints],
+        max_new_tokens: int,
+        sampler: Sampler,
+        stop: Ints,
+        ended: Bools,
+        cache_dtype: DTypeLike | None,
+        session: Session | PromptCache | None,
+        speculation: Speculation | None,
+    ) -> Iterator[Step]:
+        """`_steps`, for the thread that may compute them."""
         if not prompts or max_new_tokens == 0:
             return
         lengths = np.array([len(prompt) for prompt in prompts])

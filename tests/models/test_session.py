@@ -3,6 +3,8 @@
 import copy
 import json
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -149,6 +151,40 @@ def test_one_answer_at_a_time(tmp_path):
     with pytest.raises(RuntimeError, match=r"^generate\(\): cache has been given to another call meanwhile"):
         next(one)
     assert len(list(other)) == 5
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("cache", ["session", "prompt_cache"])
+def test_one_thread_at_a_time_computes_with_a_session(cache, kind, tmp_path, monkeypatch):
+    model = load(tmp_path, kind)
+    inside, hidden, errors = [], type(model)._hidden, []
+    expected = {i: answer(model, FIRST[i:]) for i in range(4)}
+
+    def alone(self, *others):
+        inside.append(1)
+        time.sleep(0.001)  # other threads run
+        assert len(inside) == 1
+        inside.pop()
+        return hidden(self, *others)
+
+    monkeypatch.setattr(type(model), "_hidden", alone)
+    shared = getattr(model, cache)()
+
+    def work(i):
+        for _ in range(5):
+            try:
+                assert answer(model, FIRST[i:], cache=shared) == expected[i]
+                if cache == "session":
+                    shared.copy()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert set(errors) <= {
+        "generate(): cache has been given to another call meanwhile; expected one answer at a time"
+    }
+    assert not errors or cache == "session"
 
 
 @pytest.mark.parametrize("convolutions", [2, 3])  # of 3 layers
