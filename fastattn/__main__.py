@@ -71,6 +71,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fastattn", description="FlashAttention for CPUs.")
+    parser.add_argument("--version", action="version", version=f"fastattn {fastattn.__version__}")
     natural, positive, threads = _whole(0), _whole(1), _whole(1, len(CPUS))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial, wraps
+from importlib.util import find_spec
 from io import TextIOWrapper
 from itertools import islice
 from os.path import abspath
@@ -30,8 +31,9 @@ from fastattn.models._routes import model_of
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
+    from fastattn._args.types import Array
     from fastattn.models import (
         CrossEncoder,
         Decoder,
@@ -98,7 +100,7 @@ def embed(options: argparse.Namespace) -> None:
     total, digest = texts.survey() if texts.again else (None, "")
     lines = texts.surveyed(digest) if texts.again else iter(texts)
     if output is None:
-        write_json_lines(with_bar(model._vectors(lines, call), total=total, disable=None), sys.stdout)
+        write_json_lines(_with_bar(model._vectors(lines, call), total=total), sys.stdout)
         return
     run = None
     if texts.again:
@@ -117,7 +119,7 @@ def embed(options: argparse.Namespace) -> None:
         unfinished = Unfinished(output, empty.shape[1], empty.dtype, run)
         try:
             rest = model._vectors(islice(lines, unfinished.rows, None), call)
-            for vectors in with_bar(rest, total=total, initial=unfinished.rows, disable=None):
+            for vectors in _with_bar(rest, total=total, initial=unfinished.rows):
                 unfinished.write(vectors)
             unfinished.finish()
         except Changed:
@@ -148,7 +150,7 @@ def predict(options: argparse.Namespace) -> None:
     model = _cross_encoder(options)
     labels = list(model.labels)
     chunks = model._scores(pairs, **{name: getattr(options, name) for name in _SCORED})
-    for scores in with_bar(chunks, disable=None):
+    for scores in _with_bar(chunks):
         for row in scores.tolist():
             print(json.dumps({"labels": labels, "scores": row}, ensure_ascii=False))
         sys.stdout.flush()
@@ -293,6 +295,12 @@ def _line(prompt: str) -> str | None:
             raise
         print()
         return ""
+
+
+def _with_bar(chunks: Iterator[Array], **how: Any) -> Iterator[Array]:
+    """`with_bar` on a terminal, where tqdm is installed."""
+    shown = sys.stderr is not None and sys.stderr.isatty() and find_spec("tqdm") is not None
+    return with_bar(chunks, **how) if shown else chunks
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import short
@@ -40,7 +41,8 @@ class Texts:
                 f"{self.option} is {self.column!r} for {kind}, which is lines of text; expected {expected}"
             )
         if self.path is not None and not self.path.exists():
-            raise ValueError(f"FILE {str(self.path)!r} is not there; expected a file of texts")
+            expected = "a file of texts (a text itself comes by the standard input: echo TEXT | python -m ...)"
+            raise ValueError(f"FILE {str(self.path)!r} is not there; expected {expected}")
 
     @property
     def again(self) -> bool:
@@ -102,7 +104,7 @@ class Changed(ValueError):
 
 
 class _NotThere(ValueError):
-    """A column is not in a file."""
+    """A column is not in a file, or is there twice."""
 
 
 @contextmanager
@@ -147,9 +149,10 @@ def _json_lines(file: BinaryIO, column: str) -> Iterator[Any]:
 
 def _csv(file: BinaryIO, column: str) -> Iterator[str]:
     csv.field_size_limit(_MOST_CHARACTERS)
-    rows = csv.reader((line.decode("utf-8") for line in file), strict=True)
+    lines = (line.decode("utf-8") for line in file)
+    rows = csv.reader(chain((line.removeprefix("\ufeff") for line in islice(lines, 1)), lines), strict=True)
     try:
-        names = [name.removeprefix("\ufeff") for name in next(rows, [])]
+        names = next(rows, [])
         index = _index(column, names)
         for row in filter(None, rows):  # without empty lines
             if len(row) != len(names):
@@ -171,6 +174,8 @@ def _index(column: str, names: list[str]) -> int:
     if column not in names:
         there = ", ".join(map(short, names)) or "none"
         raise _NotThere(f"column {column!r} is not there; expected one of {there} (--column names it)")
+    if names.count(column) > 1:
+        raise _NotThere(f"{names.count(column)} columns are called {column!r}; expected one of this name")
     return names.index(column)
 
 

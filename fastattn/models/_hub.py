@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,12 +57,14 @@ def place_of(
             raise _lacking(hub, model, revision, how, gguf_file, error) from error
     except ModelError:
         raise
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # of the network, the Hub's answers, and names that it does not take
+    except (OSError, ValueError, *_of_network()) as error:  # also the Hub's answers, and wrong names
         said = " ".join(str(error).split())  # in one line
         raise ModelError(f"{model} is no folder here, and cannot be fetched: {said}") from error
+
+
+def _of_network() -> tuple[type[Exception], ...]:
+    """Errors of the library by which huggingface_hub asks, where that is none of `requests`."""
+    return tuple(sys.modules[name].HTTPError for name in ("httpx", "httpx2") if name in sys.modules)
 
 
 _PATTERN = set("*?[")  # a name with these would fetch other files, too
@@ -112,7 +115,7 @@ def _lacking(
     """The error of a file that the repository, or offline the cache, lacks; it lists what is there."""
     try:
         files = hub.HfApi(token=how.get("token")).list_repo_files(name, revision=revision)
-    except OSError:  # offline
+    except (OSError, *_of_network()):  # offline
         return ModelError(
             f"{name} has no {file}, as far as it was fetched: {error or 'nothing else is known'}"
         )

@@ -222,6 +222,8 @@ def _loaded(path: Path, precise: Callable[..., Precision], precision: Precision)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"
         expected = "expected one with config.json and model.safetensors, or a GGUF file"
+        if len(path.parts) == 1 and not path.suffix == _gguf.SUFFIX:
+            expected += f", or a name of the Hub with its organisation, as sentence-transformers/{path}"
         what = "does not exist" if path.suffix == _gguf.SUFFIX else "is no folder"
         raise ModelError(f"{path} {what}; {expected}: {hint}")
     if not (path / "config.json").exists() and (found := sorted(x.name for x in path.glob("*.gguf"))):

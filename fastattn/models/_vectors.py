@@ -124,19 +124,25 @@ def single_vector(name: str, precision: str) -> ValueError:
     return ValueError(f"(): {name} is one for precision {precision!r}; expected {expected}")
 
 
-def similarities(kind: str, a: ArrayLike, b: ArrayLike, pairwise: bool) -> Array:
+def similarities(
+    kind: str,
+    a: ArrayLike,
+    b: ArrayLike,
+    pairwise: bool,
+    names: tuple[str, str] = ("embeddings1", "embeddings2"),
+) -> Array:
     """Similarity `kind` of each vector of a with each of b, (n, m); `pairwise` of a[i] with b[i], (n,)."""
-    x, y = (_vectors(name, z) for name, z in (("embeddings1", a), ("embeddings2", b)))
+    x, y = (vectors_of(name, z) for name, z in zip(names, (a, b), strict=True))
     dtype = np.result_type(x, y)
     x, y = x.astype(dtype, copy=False), y.astype(dtype, copy=False)
     if pairwise:
         if x.shape != y.shape:
-            raise wrong_shape("embeddings2", y, f"embeddings1's, {x.shape}")
+            raise wrong_shape(names[1], y, f"{names[0]}'s, {x.shape}")
         with np.errstate(**_QUIET):
             return np.asarray(_PAIRS[kind](x, y))
     x, y = np.atleast_2d(x), np.atleast_2d(y)
     if x.shape[1] != y.shape[1]:
-        raise wrong_shape("embeddings2", y, f"(m, {x.shape[1]}), as many features as embeddings1")
+        raise wrong_shape(names[1], y, f"(m, {x.shape[1]}), as many features as {names[0]}")
     if kind == "cosine":
         return _products(unit(x), unit(y))
     if kind == "dot":
@@ -171,7 +177,7 @@ _PAIRS: dict[str, Callable[[Array, Array], Any]] = {
 SIMILARITIES = tuple(_PAIRS)
 
 
-def _vectors(name: str, x: ArrayLike) -> Array:
+def vectors_of(name: str, x: ArrayLike) -> Array:
     """`x` as (n, features) or (features,) of float32, or of float64 if it is that."""
     array = real_array(name, x)
     if array.ndim not in (1, 2):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from fastattn._args.errors import put_name, wrong_type
 from fastattn._args.values import choice, flag, integer, short
+from fastattn._args.words import not_an_argument
 from fastattn.models import load
 from fastattn.models._files import Config
 from fastattn.models._hub import place_of
@@ -223,13 +224,13 @@ class Base:
         return "" if name is None else self.prompts[choice("prompt_name", name, self.prompts)] or ""
 
 
-def checked_call(batch_size: int, device: Any, others: Mapping[str, Any]) -> int:
-    """Check what every call takes; `others` may have a task, which changes nothing, and nothing else."""
+def checked_call(
+    batch_size: int, device: Any, others: Mapping[str, Any] | None = None, taken: Any = None
+) -> int:
+    """Check what every call takes; `others` of the function `taken` may have a task, and nothing else."""
     on_cpu(device)
-    for word in others.keys() - {"task"}:
-        raise ValueError(
-            f"(): {word} is not an argument that this model uses; expected those of the signature"
-        )
+    if others and others.keys() != {"task"}:
+        raise ValueError(*not_an_argument(others, taken, "task").args)
     return integer("batch_size", batch_size, 1)
 
 

@@ -109,7 +109,7 @@ class CrossEncoder(Base):
         `activation_fn` gets a tensor where torch is imported, else an array. Other arguments are those of
         `fastattn.models.CrossEncoder.predict` and of `SentenceTransformer.encode`.
         """
-        size = checked_call(batch_size, device, others)
+        size = checked_call(batch_size, device, others, CrossEncoder.predict)
         scores = self.model.predict(
             inputs,
             prompt=self._prompt(prompt, prompt_name),
@@ -152,7 +152,7 @@ class CrossEncoder(Base):
             top_k=top_k,
             return_documents=return_documents,
             prompt=self._prompt(prompt, prompt_name),
-            batch_size=checked_call(batch_size, device, {}),
+            batch_size=checked_call(batch_size, device),
             show_progress_bar=show_progress_bar,
             activation_fn=_of_arrays(self.activation_fn if activation_fn is None else activation_fn),
         )

@@ -129,7 +129,7 @@ class SentenceTransformer(Vectors):
         ndarray, (n, features), or (features,) for one str
             Or as the arguments say; (0,) for no texts.
         """
-        size = checked_call(batch_size, device, others)
+        size = checked_call(batch_size, device, others, SentenceTransformer.encode)
         prompt = self._prompt(prompt, prompt_name)
         precision = choice("precision", precision or "float32", PRECISIONS)
         one, texts = self._texts(inputs)
@@ -158,7 +158,7 @@ class SentenceTransformer(Vectors):
         return result[0] if one else result
 
     def _compared(self, a: Any, b: Any, pairwise: bool) -> Any:
-        (x, first), (y, second) = arrays_of(a), arrays_of(b)
+        (x, first), (y, second) = arrays_of("embeddings1", a), arrays_of("embeddings2", b)
         found = similarities(self.similarity_fn_name, x, y, pairwise)
         return torch_of("a tensor").from_numpy(found) if first or second else found
 

@@ -89,7 +89,7 @@ class SparseEncoder(Vectors):
         scipy.sparse.csr_array, (n, vocab_size), or coo_array, (vocab_size,) for one str
             Or tensors of torch.
         """
-        size = checked_call(batch_size, device, others)
+        size = checked_call(batch_size, device, others, SparseEncoder.encode)
         most = self.max_active_dims if max_active_dims is None else max_active_dims
         one, texts = one_or_several(inputs, "inputs")
         found = model_of(self.model, others.get("task"), optional=True).encode(

@@ -24,12 +24,15 @@ def is_tensor(x: Any) -> bool:
     return type(x).__module__.partition(".")[0] == "torch"
 
 
-def arrays_of(x: Any) -> tuple[Any, bool]:
-    """`x`, an array or a tensor or a list of them, in NumPy; and whether it was of torch."""
+def arrays_of(name: str, x: Any) -> tuple[Any, bool]:
+    """`x`, the argument `name`, an array or tensor or a list, in NumPy; and whether it was of torch."""
     if is_tensor(x):
         return x.detach().cpu().float().numpy() if x.is_floating_point() else x.cpu().numpy(), True
     if isinstance(x, (list, tuple)) and any(map(is_tensor, x)):
-        return np.stack([arrays_of(each)[0] for each in x]), True
+        rows = [arrays_of(name, each)[0] for each in x]
+        if len({np.shape(row) for row in rows}) > 1:
+            raise ValueError(f"(): {name} has vectors of different shapes; expected one shape")
+        return np.stack(rows), True
     return x, False
 
 

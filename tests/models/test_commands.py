@@ -1,6 +1,7 @@
 """`python -m fastattn embed` and `generate`, each in a process of its own."""
 
 import csv
+import io
 import json
 import shutil
 import subprocess
@@ -14,7 +15,8 @@ from implementations import COMPILED, child_environment
 from tiny_routes import write_router
 from tiny_tokenizers import TEXTS
 
-from fastattn import models
+import fastattn
+from fastattn import _cli_models, models
 from fastattn.__main__ import main
 from fastattn._cli_files import Unfinished
 from fastattn._cli_texts import Changed, Texts
@@ -209,6 +211,7 @@ def test_the_command_embed_refuses(encoder, writer, tmp_path):
     assert run("embed", "--model", tmp_path / "nowhere", status=1).startswith("error: ")
     wrong = run("embed", "--model", encoder, "the cat sat", status=1)
     assert "FILE 'the cat sat' is not there; expected a file of texts" in wrong
+    assert "a text itself comes by the standard input: echo TEXT | " in wrong
     wrong = run("embed", "--model", encoder, "--normalise", "lines.txt", status=2)
     assert wrong.startswith("usage: python -m fastattn embed ")
     assert wrong.endswith("error: not known: --normalise\n")
@@ -245,6 +248,7 @@ def test_the_command_embed_refuses(encoder, writer, tmp_path):
         ("a.csv", b"id,body\n1,x\n", "a.csv: column 'text' is not there; expected one of 'id', 'body'"),
         ("a.csv", b"id,text\n1,x\n2\n", "a.csv, row 2: 1 fields; expected 2, as in the first line"),
         ("a.csv", b'id,text\n1,"x\n', "a.csv, row 1: no CSV: "),
+        ("a.csv", b"text,id,text\n1,2,3\n", "a.csv: 2 columns are called 'text'; expected one of this name"),
         ("a.csv", b"", "a.csv: column 'text' is not there; expected one of none"),
         ("a.parquet", b"PAR1", "a.parquet, row 1: "),
     ],
@@ -257,6 +261,28 @@ def test_files_that_the_command_embed_refuses(name, data, message, encoder, tmp_
         "embed", "--model", encoder, tmp_path / name, "--output", tmp_path / "o.npy", status=1
     )
     assert not list(tmp_path.glob("o.npy*"))
+
+
+def test_a_csv_may_have_a_bom_before_quoted_names(tmp_path):
+    (tmp_path / "a.csv").write_text('"text","of ""whom"""\nthe cat,"a\nb"\n', encoding="utf-8-sig")
+    assert list(Texts(tmp_path / "a.csv", None)) == ["the cat"]
+    assert list(Texts(tmp_path / "a.csv", 'of "whom"')) == ["a\nb"]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_bar_is_shown_on_a_terminal(is_terminal, monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stderr", said := io.StringIO())
+    said.isatty = lambda: is_terminal
+    assert len(list(_cli_models._with_bar(iter([np.ones((2, 3))]), total=2))) == 1
+    assert ("2/2" in said.getvalue()) == is_terminal
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # without it, there is no bar
+    monkeypatch.setattr(_cli_models, "find_spec", lambda name: None)
+    assert len(list(_cli_models._with_bar(iter([np.ones((2, 3))]), total=2))) == 1
+
+
+def test_the_version():
+    assert run("--version") == f"fastattn {fastattn.__version__}\n"
 
 
 def test_a_file_of_lines_of_json_may_have_a_bom_and_empty_lines(encoder, tmp_path):

@@ -1,5 +1,7 @@
 """Errors about a config.json that describes no model that can be computed."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tiny_models as tiny
@@ -15,6 +17,10 @@ def test_folders_that_are_none(tmp_path):
         "nowhere is no folder; expected one with config.json and model.safetensors, or a GGUF file: `hf",
     )
     refused(tmp_path / ("e" * 5000), "is no folder; expected one with config.json")
+    refused(
+        Path("all-MiniLM-L12-v2"),
+        "or a name of the Hub with its organisation, as sentence-transformers/all-MiniLM-L12-v2",
+    )
     refused(None, "load(): folder is of type NoneType; expected a path", error=TypeError)
     refused(tmp_path, "config.json is missing")
     (tmp_path / "config.json").mkdir()

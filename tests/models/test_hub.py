@@ -157,6 +157,19 @@ def test_what_is_not_there(arguments, expected, run, hub):
     assert not [name for name in hub.fetched if not name.endswith((".json", ".jinja"))]
 
 
+def test_a_hub_that_cannot_be_reached(monkeypatch):
+    import huggingface_hub
+
+    library = pytest.importorskip("httpx2")
+
+    def refused(*arguments, **options):
+        raise library.ConnectError("Connection refused")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
+    with pytest.raises(ModelError, match="^a/b is no folder here, and cannot be fetched: Connection refused$"):
+        place_of("a/b", gguf_file="x.gguf")
+
+
 def test_offline_without_the_files(run, hub):
     embed = ("-m", "fastattn", "embed", "--model")
     said = run(*embed, "tiny/bert", status=1, HF_HUB_OFFLINE="1")

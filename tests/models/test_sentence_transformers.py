@@ -1,6 +1,7 @@
 """`fastattn.sentence_transformers` without torch, of folders and of names; tests/parity compares results."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,14 +12,14 @@ from small_hub import small_hub
 from tiny_tokenizers import TEXTS, write_tokenizer
 
 from fastattn import models
-from fastattn.sentence_transformers import SentenceTransformer
+from fastattn.sentence_transformers import SentenceTransformer, util
 
 
 def test_torch_is_not_imported(encoder, python):
     """Neither for vectors nor for an error that says how to install it."""
     code = f"""
 import sys
-from fastattn.sentence_transformers import SentenceTransformer
+from fastattn.sentence_transformers import SentenceTransformer, util
 model = SentenceTransformer({str(encoder)!r})
 vectors = model.encode({TEXTS!r})
 model.similarity(vectors, vectors), model.encode("a", output_value="token_embeddings")
@@ -44,7 +45,7 @@ def test_models_of_the_hub(encoder, python, tmp_path_factory):
     first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     with small_hub({"sentence-transformers/tiny": encoder, "tiny/bert": encoder}) as hub:
         code = f"""
-from fastattn.sentence_transformers import SentenceTransformer
+from fastattn.sentence_transformers import SentenceTransformer, util
 for name, options in (("tiny", {{}}), ("tiny/bert", {{"cache_folder": {str(second)!r}, "token": "hf_own"}})):
     print(SentenceTransformer(name, revision="v1", **options).encode("the cat").tolist())
 print(SentenceTransformer("tiny", revision="v1", local_files_only=True).encode("the cat").tolist())
@@ -108,3 +109,36 @@ def test_inputs_that_are_no_texts(encoder):
         model.encode("a", output_value="x")
     with pytest.raises(ValueError, match=r"^encode\(\): precision is int8 for vectors of tokens"):
         model.encode(["a"], output_value=None, precision="int8")
+
+
+WORDS = np.array(["a", "b"])
+ROWS = np.eye(3, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: util.cos_sim("a", "b"), "cos_sim(): a "),
+        (lambda: util.dot_score(ROWS, WORDS), "dot_score(): b "),
+        (lambda: util.dot_score(ROWS, ROWS[:, :2]), "dot_score(): b has shape (3, 2); expected (m, 3)"),
+        (lambda: util.normalize_embeddings("a"), "normalize_embeddings(): embeddings "),
+        (lambda: util.semantic_search(WORDS, ROWS), "semantic_search(): query_embeddings "),
+        (lambda: util.semantic_search(ROWS, WORDS), "semantic_search(): corpus_embeddings "),
+        (lambda: util.semantic_search(ROWS, ROWS[0]), "semantic_search(): corpus_embeddings has shape (3,)"),
+        (lambda: util.semantic_search(ROWS, ROWS, top_k=0), "semantic_search(): top_k is 0"),
+        (lambda: util.paraphrase_mining_embeddings("a"), "paraphrase_mining_embeddings(): embeddings "),
+        (lambda: util.paraphrase_mining_embeddings(ROWS, top_k=0), "paraphrase_mining_embeddings(): top_k is"),
+        (lambda: util.community_detection("ab"), "community_detection(): embeddings "),
+        (lambda: util.community_detection(ROWS, None), "community_detection(): threshold is None"),
+        (lambda: util.community_detection(ROWS, 0.5, 0), "community_detection(): min_community_size is 0"),
+        (lambda: util.quantize_embeddings("a", "int8"), "quantize_embeddings(): embeddings "),
+    ],
+)
+def test_functions_of_util_name_what_is_wrong(call, message):
+    with pytest.raises((TypeError, ValueError), match="^" + re.escape(message)):
+        call()
+
+
+def test_the_name_of_an_argument_in_another_library(encoder):
+    with pytest.raises(ValueError, match=r"^encode\(\): normalize is not an .*; expected normalize_embeddings$"):
+        SentenceTransformer(encoder).encode("a", normalize=True)
