@@ -41,7 +41,9 @@ class Texts:
                 f"{self.option} is {self.column!r} for {kind}, which is lines of text; expected {expected}"
             )
         if self.path is not None and not self.path.exists():
-            expected = "a file of texts (a text itself comes by the standard input: echo TEXT | python -m ...)"
+            expected = (
+                "a file of texts (a text itself comes by the standard input: echo TEXT | python -m ...)"
+            )
             raise ValueError(f"FILE {str(self.path)!r} is not there; expected {expected}")
 
     @property

@@ -66,11 +66,15 @@ class FastattnEmbeddingFunction(EmbeddingFunction[Documents]):  # type: ignore[m
 
     def __call__(self, input: Any) -> Any:
         """The vectors of documents, each an array of float32."""
-        return list(self._model.encode_document(list(strings("input", input)), normalize_embeddings=self._normalize))
+        return list(
+            self._model.encode_document(list(strings("input", input)), normalize_embeddings=self._normalize)
+        )
 
     def embed_query(self, input: Any) -> Any:
         """The vectors of queries: models may have another prompt for these."""
-        return list(self._model.encode_query(list(strings("input", input)), normalize_embeddings=self._normalize))
+        return list(
+            self._model.encode_query(list(strings("input", input)), normalize_embeddings=self._normalize)
+        )
 
     @staticmethod
     def name() -> str:

@@ -60,7 +60,9 @@ class FastattnEmbeddings(TextEmbeddingFunction):  # type: ignore[misc, unused-ig
 
     def generate_embeddings(self, texts: Any) -> Any:
         """The vectors of texts, each an array of float32."""
-        return list(self._loaded().encode_document(list(strings("texts", texts)), normalize_embeddings=self.normalize))
+        return list(
+            self._loaded().encode_document(list(strings("texts", texts)), normalize_embeddings=self.normalize)
+        )
 
     def compute_query_embeddings(self, query: str) -> Any:
         """The vector of a query, in a list: models may have another prompt for these."""

@@ -60,6 +60,10 @@ class StandardError(list):
     def flush(self):
         """There is nothing to do."""
 
+    def isatty(self):
+        """It is no terminal."""
+        return False
+
 
 def save(path, folder, monkeypatch):
     x = np.ones(3, np.float32)
@@ -200,7 +204,7 @@ def test_what_is_begun_is_seen_by_nobody_who_may_not_see_the_file(tmp_path, umas
 
 
 def interrupted_at(event, function):
-    """Call a function, with a KeyboardInterrupt at this step of this module or contextlib; tell if it came."""
+    """Call a function, with a KeyboardInterrupt at this step of _atomic or contextlib; tell if it came."""
     left = event
 
     def trace(frame, what, argument):

@@ -70,7 +70,7 @@ def _growth(path: Path, step: Any) -> int:
 
 
 def _of_table(said: Any) -> int:
-    """The longest text in a table of SentencePiece: a tree, its size before it, and texts that end in zeros."""
+    """The longest text in a table of SentencePiece, which follow a tree, each with a zero after it."""
     try:
         table = base64.b64decode(said)
     except (TypeError, ValueError):  # which the library refuses
@@ -80,4 +80,10 @@ def _of_table(said: Any) -> int:
 
 def _size(x: Any) -> int:
     """Bytes of a text, or elements of a list."""
-    return len(x.encode("utf-8", "surrogatepass")) if isinstance(x, str) else len(x) if isinstance(x, list) else 0
+    return (
+        len(x.encode("utf-8", "surrogatepass"))
+        if isinstance(x, str)
+        else len(x)
+        if isinstance(x, list)
+        else 0
+    )

@@ -57,14 +57,15 @@ def place_of(
             raise _lacking(hub, model, revision, how, gguf_file, error) from error
     except ModelError:
         raise
-    except (OSError, ValueError, *_of_network()) as error:  # also the Hub's answers, and wrong names
+    except _failures() as error:
         said = " ".join(str(error).split())  # in one line
         raise ModelError(f"{model} is no folder here, and cannot be fetched: {said}") from error
 
 
-def _of_network() -> tuple[type[Exception], ...]:
-    """Errors of the library by which huggingface_hub asks, where that is none of `requests`."""
-    return tuple(sys.modules[name].HTTPError for name in ("httpx", "httpx2") if name in sys.modules)
+def _failures() -> tuple[type[Exception], ...]:
+    """Errors of the network, of the Hub's answers, and of names that it does not take."""
+    libraries = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
+    return OSError, ValueError, *(library.HTTPError for library in libraries)
 
 
 _PATTERN = set("*?[")  # a name with these would fetch other files, too
@@ -115,7 +116,7 @@ def _lacking(
     """The error of a file that the repository, or offline the cache, lacks; it lists what is there."""
     try:
         files = hub.HfApi(token=how.get("token")).list_repo_files(name, revision=revision)
-    except (OSError, *_of_network()):  # offline
+    except _failures():  # offline
         return ModelError(
             f"{name} has no {file}, as far as it was fetched: {error or 'nothing else is known'}"
         )

@@ -222,7 +222,7 @@ def _loaded(path: Path, precise: Callable[..., Precision], precision: Precision)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"
         expected = "expected one with config.json and model.safetensors, or a GGUF file"
-        if len(path.parts) == 1 and not path.suffix == _gguf.SUFFIX:
+        if len(path.parts) == 1 and path.suffix != _gguf.SUFFIX:
             expected += f", or a name of the Hub with its organisation, as sentence-transformers/{path}"
         what = "does not exist" if path.suffix == _gguf.SUFFIX else "is no folder"
         raise ModelError(f"{path} {what}; {expected}: {hint}")

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fastattn._args.errors import named, put_name, wrong_type
+from fastattn._args.errors import named, put_name
 from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, several, short
 from fastattn.models._files import ModelError, tokenizer_config
 from fastattn.models._tokenizers import GENERIC, length_limit, limited, open_tokenizer, read

@@ -14,7 +14,7 @@ import numpy as np
 from fastattn._args.values import short
 from fastattn._gguf import Strings
 from fastattn.models._chat import template_of
-from fastattn.models._files import Config, ModelError, tokenizer_config
+from fastattn.models._files import Config, ModelError, require, tokenizer_config
 from fastattn.models._gguf_tokenizer import (
     BYTE,
     CONTROL,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.errors import named, wrong_shape, wrong_type
+from fastattn._args.errors import named, wrong_shape
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integers, real_array, several
 from fastattn.models._encode_calls import EncodeOptions, at_once, calls, given

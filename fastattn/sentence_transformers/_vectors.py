@@ -82,7 +82,9 @@ class Vectors(Base):
     def preprocess(self, inputs: Any, prompt: str | None = None) -> dict[str, Array]:
         """Ids of several texts and which of them count, (n, length) each, in NumPy."""
         encoder: Any = getattr(self.model, "encoder", self.model)
-        tokens: dict[str, Array] = encoder.tokenize([(prompt or "") + text for text in strings("inputs", inputs)])
+        tokens: dict[str, Array] = encoder.tokenize(
+            [(prompt or "") + text for text in strings("inputs", inputs)]
+        )
         return tokens
 
     tokenize = preprocess

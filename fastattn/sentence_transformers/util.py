@@ -137,7 +137,10 @@ def community_detection(
 ) -> list[list[int]]:
     """Group vectors around some of them, as `fastattn.models.communities` does: the middle comes first."""
     vectors = _several(embeddings)
-    least, size = number("threshold", threshold, FLOAT64), integer("min_community_size", min_community_size, 1)
+    least, size = (
+        number("threshold", threshold, FLOAT64),
+        integer("min_community_size", min_community_size, 1),
+    )
     return [group.tolist() for group in communities(vectors, least, size)]
 
 

@@ -507,7 +507,11 @@ def in_a_row(key, *steps):
         {"normalizer": in_a_row("normalizers", A, in_a_row("normalizers", A, A))},
         {"normalizer": in_a_row("normalizers", *[EMPTY] * 30)},
         {"normalizer": in_a_row("normalizers", *[{"type": "Prepend", "prepend": "a" * 1000}, A] * 2)},
-        {"normalizer": in_a_row("normalizers", *[{"type": "Precompiled", "precompiled_charsmap": TABLE}] * 3)},
+        {
+            "normalizer": in_a_row(
+                "normalizers", *[{"type": "Precompiled", "precompiled_charsmap": TABLE}] * 3
+            )
+        },
         {"normalizer": A, "pre_tokenizer": in_a_row("pretokenizers", *[{"type": "ByteLevel"}] * 30)},
         {"post_processor": in_a_row("processors", *[TWICE] * 30)},
         {"decoder": in_a_row("decoders", A, A, A)},

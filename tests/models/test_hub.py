@@ -166,7 +166,9 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
         raise library.ConnectError("Connection refused")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
-    with pytest.raises(ModelError, match="^a/b is no folder here, and cannot be fetched: Connection refused$"):
+    with pytest.raises(
+        ModelError, match=r"^a/b is no folder here, and cannot be fetched: Connection refused$"
+    ):
         place_of("a/b", gguf_file="x.gguf")
 
 

@@ -127,7 +127,10 @@ ROWS = np.eye(3, dtype=np.float32)
         (lambda: util.semantic_search(ROWS, ROWS[0]), "semantic_search(): corpus_embeddings has shape (3,)"),
         (lambda: util.semantic_search(ROWS, ROWS, top_k=0), "semantic_search(): top_k is 0"),
         (lambda: util.paraphrase_mining_embeddings("a"), "paraphrase_mining_embeddings(): embeddings "),
-        (lambda: util.paraphrase_mining_embeddings(ROWS, top_k=0), "paraphrase_mining_embeddings(): top_k is"),
+        (
+            lambda: util.paraphrase_mining_embeddings(ROWS, top_k=0),
+            "paraphrase_mining_embeddings(): top_k is",
+        ),
         (lambda: util.community_detection("ab"), "community_detection(): embeddings "),
         (lambda: util.community_detection(ROWS, None), "community_detection(): threshold is None"),
         (lambda: util.community_detection(ROWS, 0.5, 0), "community_detection(): min_community_size is 0"),
@@ -140,5 +143,7 @@ def test_functions_of_util_name_what_is_wrong(call, message):
 
 
 def test_the_name_of_an_argument_in_another_library(encoder):
-    with pytest.raises(ValueError, match=r"^encode\(\): normalize is not an .*; expected normalize_embeddings$"):
+    with pytest.raises(
+        ValueError, match=r"^encode\(\): normalize is not an .*; expected normalize_embeddings$"
+    ):
         SentenceTransformer(encoder).encode("a", normalize=True)

@@ -176,7 +176,7 @@ def test_one_thread_at_a_time_computes_with_a_session(cache, kind, tmp_path, mon
                 assert answer(model, FIRST[i:], cache=shared) == expected[i]
                 if cache == "session":
                     shared.copy()
-            except RuntimeError as error:
+            except RuntimeError as error:  # noqa: PERF203
                 errors.append(str(error))
 
     with ThreadPoolExecutor(4) as pool:

@@ -273,7 +273,7 @@ def test_wrong_arguments(tmp_path):
         (lambda: model.encode(3), TypeError, r"encode\(\): sentences is of type int; expected a string, an"),
         (lambda: model.encode(b"a"), TypeError, "sentences is of type bytes; expected"),
         (lambda: model.encode({"a": 1}), TypeError, "sentences is of type dict; expected a string, an"),
-        (lambda: model.encode([3]), TypeError, r"sentences\[0\] is of type int; expected a string, or an arr"),
+        (lambda: model.encode([3]), TypeError, r"sentences\[0\] is of type int; expected a string, or an a"),
         (lambda: model.encode(["a", None]), TypeError, r"sentences\[1\] is of type NoneType"),
         (lambda: model.encode([IMAGES[0], IMAGES[0, 0]]), ValueError, r"\(20, 3\); expected \(height, width"),
         (lambda: model.encode(IMAGES[:, :, :, :2]), ValueError, r"\(20, 20, 2\); expected \(height, wi"),

@@ -137,7 +137,11 @@ WRONG = {
     "numbers": ([1, 2], TypeError, r"^transform\(\): X"),
     "a missing one": (["a", None], TypeError, r"^transform\(\): X"),
     "an array of numbers": (np.array([1, 2]), TypeError, r"^transform\(\): X\[0\] is"),
-    "an array with a missing one": (np.array(["a", None], object), TypeError, r"^transform\(\): X\[1\] is None"),
+    "an array with a missing one": (
+        np.array(["a", None], object),
+        TypeError,
+        r"^transform\(\): X\[1\] is None",
+    ),
     "no text at all": (3, TypeError, r"^transform\(\): X"),
 }
 

@@ -194,7 +194,11 @@ def test_errors(tmp_path):
             r"batch\[1\] has -1; exp",
         ),
         (lambda: tuning.loss(("abc", "def")), TypeError, r"batch\[0\] is of type str; expected texts"),
-        (lambda: ClassifierTuning(model, 2).loss(("ab", [0, 1])), TypeError, r"batch\[0\] is of type str; expected"),
+        (
+            lambda: ClassifierTuning(model, 2).loss(("ab", [0, 1])),
+            TypeError,
+            r"batch\[0\] is of type str; expected",
+        ),
         (lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [0.0, 1.0])), ValueError, "expected 2 integers"),
         (
             lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [[0], [0, 1]])),
