@@ -122,9 +122,10 @@ static void place_points(const fa_deformable_args *a, int64_t b, int64_t h, int6
     vi_t any = {0};
     for (int64_t e = 0; e < s->n * s->rows; e += LANES) {
         const v_t width = v_load(s->width + e), height = v_load(s->height + e), w = v_load(s->w + e);
-        const v_t x = v_load(s->x + e) * width + shift, y = v_load(s->y + e) * height + shift;
+        const v_t at_x = v_load(s->x + e), at_y = v_load(s->y + e);
+        const v_t x = at_x * width + shift, y = at_y * height + shift; /* infinity times no width is NaN: nowhere */
         const sides of_x = sides_of(x, width, a->discrete), of_y = sides_of(y, height, a->discrete);
-        const vi_t is_nan = (((x != x) | (y != y)) & (w != 0)) | (w != w);
+        const vi_t is_nan = (((at_x != at_x) | (at_y != at_y)) & (w != 0)) | (w != w);
         any |= is_nan;
         v_store(s->x + e, x), v_store(s->y + e, y);
         v_store(s->nan + e, v_select(is_nan, v_splat((lane)NAN), v_splat(0)));

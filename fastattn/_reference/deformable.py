@@ -63,8 +63,9 @@ def _blocks(a: DeformableArgs) -> Iterator[_Block]:
             queries = slice(i, i + step)
             at, w = places[..., queries, points, :], weights[..., queries, points]
             size = np.array([width, height], at.dtype)
+            # Infinity times no width is NaN: nowhere.
             x = at * size + at.dtype.type(0.5 if a.discrete else -0.5)
-            nan = ((x != x).any(-1) & (w != 0)) | (w != w)
+            nan = ((at != at).any(-1) & (w != 0)) | (w != w)
             sides = [_side(x[..., axis], (width, height)[axis], a.discrete) for axis in (0, 1)]
             yield _Block(queries, points, (width, height), w, nan, sides, first)
 

@@ -214,6 +214,20 @@ def test_locations_that_are_not_finite(implementation, mode):
         assert mode == "discrete" or not found.any()
 
 
+@pytest.mark.parametrize("mode", ["bilinear", "discrete"])
+@pytest.mark.parametrize("empty", [(0, 3), (3, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("far", [np.inf, -np.inf])
+def test_an_infinite_location_on_an_empty_level_adds_nothing(implementation, far, empty, mode):
+    locations, weights = np.array([[[[0.5, 0.5], [far, far]]]], np.float32), np.ones((1, 1, 2), np.float32)
+    v = np.ones((1, 1, 1), np.float32)
+    out, pullback = vjp(deformable_attention, v, [(1, 1), empty], locations, weights, mode=mode)
+    assert out.item() == 1
+    dv, dlocations, dweights = pullback(np.ones_like(out))
+    assert dv.item() == 1
+    assert not dlocations[..., 1, :].any()
+    np.testing.assert_array_equal(dweights.ravel(), [1, 0])
+
+
 def test_the_gradient_on_a_line_between_pixels_is_the_right_one(implementation):
     v = np.array([1, 3, 7, 2], np.float32).reshape(1, 4, 1)
     at = np.array([1.5 / 4, 0.5], np.float32).reshape(1, 1, 1, 2)  # the centre of the second pixel
