@@ -144,18 +144,24 @@ def _beside_torch() -> None:
         core.watch_for_torch(False)
 
 
+def _thread_count(text: str) -> int:
+    """The number of threads that `text` says, or 0; Python refuses to read thousands of digits."""
+    digits = text.lstrip("0")
+    count = int(digits) if digits.isdecimal() and len(digits) <= len(str(MAX_THREADS)) else 0
+    return count if count <= MAX_THREADS else 0
+
+
 def _wanted_threads() -> tuple[int, str]:
     """Number of threads by the environment, or of CPUs that this process may use; and what says so."""
     name = "FASTATTN_NUM_THREADS"
     if value := os.environ.get(name):
-        if not value.isdecimal() or not 1 <= int(value) <= MAX_THREADS:
-            raise ValueError(f"{name} is {value!r}; expected an integer, 1 to {MAX_THREADS}")
-        return int(value), name
+        if not (count := _thread_count(value)):
+            raise ValueError(f"{name} is {short(value)}; expected an integer, 1 to {MAX_THREADS}")
+        return count, name
     # This may be a list, with a number for each nesting level. Invalid values are ignored, as OpenMP does.
     name = "OMP_NUM_THREADS"
-    value = os.environ.get(name, "").split(",")[0].strip()
-    if value.isdecimal() and 1 <= int(value) <= MAX_THREADS:
-        return int(value), name
+    if count := _thread_count(os.environ.get(name, "").split(",")[0].strip()):
+        return count, name
     quota = _cgroup_quota()
     # Where OpenMP binds threads, this one may be bound to a single CPU by now; OpenMP remembers the others.
     cpus = max(len(CPUS), core.openmp_threads()[1] if core is not None else 1)

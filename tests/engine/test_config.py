@@ -355,6 +355,15 @@ def test_what_asked_for_the_fallback_is_said(python):
     assert run.stdout == "asked for by FASTATTN_BACKEND\n"
 
 
+def test_a_number_of_threads_of_thousands_of_digits(python):
+    run = python("import fastattn", FASTATTN_NUM_THREADS="9" * 5000)
+    expected = r"ValueError: FASTATTN_NUM_THREADS is '9{35}\.\.\.'; expected an integer, 1 to 4096\n$"
+    assert re.search(expected, run.stderr)
+    code = "import fastattn; print(fastattn.get_num_threads())"
+    assert python(code, FASTATTN_NUM_THREADS="", OMP_NUM_THREADS="9" * 5000).stdout == python(code).stdout
+    assert python(code, FASTATTN_NUM_THREADS="0003").stdout == "3\n"
+
+
 @pytest.mark.parametrize("name", ["FASTATTN_BACKEND", "FASTATTN_ISA", "FASTATTN_NUM_THREADS"])
 def test_a_wrong_environment_is_a_line_on_the_command_line(name):
     """There is no traceback: who types `python -m fastattn info` did not write the code in it."""
