@@ -27,6 +27,7 @@ from fastattn._args.values import (
     integer,
     integers,
     number,
+    of_sequences,
     operand,
     readable,
     real_values,
@@ -38,7 +39,6 @@ from fastattn._engine.settings import require_backend, threads
 from fastattn.masks import Mask
 from fastattn.masks._mask import ScoreShape
 
-_BATCH = "the batch dimensions"
 _ROWS = "(..., heads_q, len_q)"
 
 
@@ -198,13 +198,26 @@ def raise_shapes(
         for axis in (heads_axis, -1):
             if size(shape, axis) < 1:
                 raise ValueError(f"(): {name} has {has(shape, axis)}, shape {shape}; expected at least 1")
+    hint = layout_hint(*shapes) if heads_axis == -3 else ""
     for (name, shape), axis, (other, wanted) in ((k, -1, q), (v, heads_axis, k), (v, length_axis, k)):
         if size(shape, axis) != size(wanted, axis):
-            expected = f"{has(wanted, axis)}, as {other} has, shape {wanted}"
+            expected = f"{has(wanted, axis)}, as {other} has, shape {wanted}{hint}"
             raise ValueError(f"(): {name} has {has(shape, axis)}, shape {shape}; expected {expected}")
     (name, shape), (other, wanted) = q, k
-    expected = f"a multiple of {other}'s {has(wanted, heads_axis)}, shape {wanted}"
+    expected = f"a multiple of {other}'s {has(wanted, heads_axis)}, shape {wanted}{hint}"
     raise ValueError(f"(): {name} has {has(shape, heads_axis)}, shape {shape}; expected {expected}")
+
+
+def layout_hint(*shapes: Shape) -> str:
+    """Hint of a message to one whose q, k and v would fit as (..., length, heads, head_dim)."""
+    if min(map(len, shapes)) < 3:
+        return ""
+    (_, heads_q, dim), (len_k, heads_k, k_dim), (len_v, heads_v, _) = (shape[-3:] for shape in shapes)
+    heads = heads_q, heads_k, heads_v
+    if 0 in heads or any(max(heads) % n for n in heads) or (len_k, dim) != (len_v, k_dim):
+        return ""
+    turned = "x.transpose(0, 2, 1, 3)" if set(map(len, shapes)) == {4} else "x.swapaxes(-3, -2)"
+    return f" (of arrays (..., length, heads, head_dim): {turned})"
 
 
 def _require_both(k_scale: Any, v_scale: Any) -> None:
@@ -279,10 +292,10 @@ def _add_ranges(
 
     length = np.array(len_k)
     if kv_lengths is not None:
-        length = integers("kv_lengths", kv_lengths, batch_shape, _BATCH, 0, len_k)
+        length = of_sequences("kv_lengths", kv_lengths, batch_shape, 0, len_k)
         ranges.append(key_ranges.lengths(length))
     if q_offset is not None:
-        offset = integers("q_offset", q_offset, batch_shape, _BATCH, -MAX_POSITION, MAX_POSITION)
+        offset = of_sequences("q_offset", q_offset, batch_shape, -MAX_POSITION, MAX_POSITION)
     else:
         offset = np.asarray(length - len_q)
         positional = causal or windowed or args.alibi_slopes is not None or structure is not None

@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn._args.dtypes import float_dtype
 from fastattn._args.types import FLOAT32, FLOAT64, Array, Ints
-from fastattn._args.values import MOST_SIZE, float_array, integer, integers, is_ready
+from fastattn._args.values import MOST_SIZE, float_array, integer, is_ready, of_sequences
 
 _ROUNDS = " (KVCache rounds to int8)"
 
@@ -43,7 +43,7 @@ def append_args(
     counts = None
     if lengths is not None:
         batch, _, tokens, _ = k.shape
-        counts = integers("lengths", lengths, (batch,), "(batch,)", 0, tokens)
+        counts = of_sequences("lengths", lengths, (batch,), 0, tokens)
         counts = np.broadcast_to(counts, (batch,))
     if kept_as == np.int8 and held and k.dtype.newbyteorder("=") == FLOAT64 and held[2].dtype == FLOAT32:
         for name, x in (("k", k), ("v", v)):

@@ -16,7 +16,7 @@ from fastattn._args.values import (
     flag,
     float_array,
     integer,
-    integers,
+    of_sequences,
     real_values,
     require_broadcast,
 )
@@ -79,13 +79,11 @@ def _place(a: AttentionArgs, causal: Any, q_offset: Any, kv_lengths: Any, block_
     length = np.array(a.len_k * size)
     ranges: list[key_ranges.Range] = []
     if kv_lengths is not None:
-        batch = a.batch_shape, "the batch dimensions"
-        length = integers("kv_lengths", kv_lengths, *batch, 0, a.len_k * size)
+        length = of_sequences("kv_lengths", kv_lengths, a.batch_shape, 0, a.len_k * size)
         ranges.append(key_ranges.lengths(-(-length // size)))
     offset = length - a.len_q
     if q_offset is not None:
-        batch = a.batch_shape, "the batch dimensions"
-        offset = integers("q_offset", q_offset, *batch, -MAX_POSITION, MAX_POSITION)
+        offset = of_sequences("q_offset", q_offset, a.batch_shape, -MAX_POSITION, MAX_POSITION)
     if flag("causal", causal):
         if q_offset is None and kv_lengths is not None and (offset < 0).any():
             came = f"kv_lengths has {length.min()} for {a.len_q} queries, and without q_offset"

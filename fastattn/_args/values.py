@@ -33,6 +33,9 @@ KEYS_VALUES = ("k", "v", "key", "value")
 # What DLPack calls memory that the CPU reads: its own, and what CUDA and ROCm have pinned or manage.
 _HOST = (1, 3, 11, 13)
 
+# What conversions to arrays and numbers raise, in other libraries, too; handlers of signals raise others.
+UNCONVERTED = TypeError, ValueError, ArithmeticError, AttributeError, BufferError, RuntimeError, Warning
+
 # Smallest and largest normal number of the lane types.
 _LIMITS = {dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)) for dtype in (FLOAT32, FLOAT64)}
 
@@ -56,9 +59,7 @@ def as_array(name: str, x: Any) -> Array:
         raise TypeError(f"(): {name} is a masked array; expected {expected}")
     try:
         array = shared(x)
-    except MemoryError:
-        raise
-    except Exception as error:  # an object's own __array__ may raise anything
+    except UNCONVERTED as error:
         kind = type(x).__name__
         hint = "; .float() makes it one" if "BFloat16" in str(error) else ""  # a tensor of torch
         raise TypeError(f"(): {name} is of type {kind}; expected an array ({error}{hint})") from error
@@ -225,6 +226,15 @@ def integers(
     return np.array(array, np.int64)
 
 
+def of_sequences(name: str, x: Any, batch_shape: Shape, low: int = -(2**62), high: int = 2**62) -> Ints:
+    """`x` as int64, one integer from `low` to `high` for all sequences, or one for each of `batch_shape`."""
+    array = integers(name, x, low=low, high=high)
+    if array.shape not in ((), batch_shape):
+        each = f", or one for each sequence, shape {batch_shape}" if batch_shape else ""
+        raise wrong_shape(name, array, f"one number{each}")
+    return array
+
+
 def sequence_begins(name: str, x: Any, of: str, tokens: int) -> Ints:
     """`x` as the begin of each sequence among the `tokens` of the argument `of`, and their end."""
     given = as_array(name, x)
@@ -257,20 +267,21 @@ def integer(name: str, x: Any, low: int, high: int | None = None) -> int:
 
 
 def number(name: str, x: Any, dtype: np.dtype[Any], positive: bool = False) -> float:
-    """`x` as a float that is finite in `dtype`, and if `positive`, above 0 in `dtype`."""
+    """`x` as a float that is finite in `dtype`, and if `positive`, a normal number of `dtype` above 0."""
     try:
         if type(x) is not float and (isinstance(x, _NO_NUMBERS) or is_masked(x) or np.ndim(x)):
             raise TypeError
         value = float(x)
-    except MemoryError:
-        raise
-    except Exception:  # an object's own __array__ and __float__ may raise anything
+    except UNCONVERTED:
         raise TypeError(f"(): {name} is {short(x)}; expected a real number") from None
     least, most = _LIMITS[dtype]
     if not abs(value) <= most:  # NaN fails this test
         raise ValueError(f"(): {name} is {value}; expected a number that is finite in {dtype}")
     if positive and value < least:
-        raise ValueError(f"(): {name} is {value}; expected a number above 0")
+        expected = (
+            f"at least {least}, the least normal number in {dtype}" if value > 0 else "a number above 0"
+        )
+        raise ValueError(f"(): {name} is {value}; expected {expected}")
     return value
 
 

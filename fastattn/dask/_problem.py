@@ -17,14 +17,13 @@ from fastattn._args.values import (
     flag,
     head_values,
     integer,
-    integers,
     number,
+    of_sequences,
     require_dtypes,
     short,
 )
 from fastattn._engine.settings import require_backend
 
-_BATCH = "the batch dimensions"
 _NAMES = ("q", "k", "v")
 
 
@@ -108,9 +107,9 @@ def problem(arrays: tuple[Any, Any, Any], options: Mapping[str, Any]) -> Problem
     }
     lengths = offset = None
     if options.get("kv_lengths") is not None:
-        lengths = integers("kv_lengths", options["kv_lengths"], batch_shape, _BATCH, 0, len_k)
+        lengths = of_sequences("kv_lengths", options["kv_lengths"], batch_shape, 0, len_k)
     if options.get("q_offset") is not None:
-        offset = integers("q_offset", options["q_offset"], batch_shape, _BATCH, -MAX_POSITION, MAX_POSITION)
+        offset = of_sequences("q_offset", options["q_offset"], batch_shape, -MAX_POSITION, MAX_POSITION)
     else:
         offset = np.asarray((len_k if lengths is None else lengths) - len_q)
         positional = causal or left is not None or right is not None or "alibi_slopes" in of_heads

@@ -127,11 +127,11 @@ def attention(
         One logit a head that enters the softmax's denominator only, as a key without a value; -inf is none.
         Integers, or any of the four dtypes.
     kv_lengths : int or array_like of int, optional
-        How many keys of each sequence count, from the first; over the batch dimensions.
+        How many keys count, from the first: one number for all sequences, or one for each.
     q_offset : int or array_like of int, optional
-        Position of the first query, from which causal, window and ALiBi count; over the batch dimensions. By
-        default the last query has that of the last key, as with a KV cache: ``kv_lengths - len_q``, or
-        ``len_k - len_q``. ``q_offset=0`` gives query i the position of key i.
+        Position of the first query, from which causal, window and ALiBi count: one number for all sequences,
+        or one for each. By default the last query has that of the last key, as with a KV cache:
+        ``kv_lengths - len_q``, or ``len_k - len_q``. ``q_offset=0`` gives query i the position of key i.
     row_ranges : (array_like of int, array_like of int), optional
         ``(begin, end)``: query i attends keys ``begin[i] <= j < end[i]``. Both broadcast to
         ``(..., heads_q, len_q)`` and are clipped to ``[0, len_k]``; where end <= begin, the range is empty.

@@ -431,7 +431,7 @@ def _selected(args: AttentionArgs, q: Array, k: Array, size: int, top_k: int, op
     """Blocks that each query head selects, its own among them, with heads as batch items."""
     group = args.heads_q // args.heads_kv
     queries = q.reshape(*q.shape[:-3], args.heads_kv, group, 1, *q.shape[-2:])
-    place = {name: _of_heads(x) for name, x in _lengths(args, options).items()}
+    place = {name: _of_heads(x, args) for name, x in _lengths(args, options).items()}
     selected: Ints = _select_keys(
         queries,
         k[..., None, None, :, :],
@@ -445,9 +445,10 @@ def _selected(args: AttentionArgs, q: Array, k: Array, size: int, top_k: int, op
     return selected
 
 
-def _of_heads(x: Any) -> Any:
+def _of_heads(x: Any, args: AttentionArgs) -> Ints:
     """An option of sequences, for calls whose heads are the last two axes of the batch."""
-    return np.asarray(x)[..., None, None]
+    group = args.heads_q // args.heads_kv
+    return np.broadcast_to(np.asarray(x)[..., None, None], (*args.batch_shape, args.heads_kv, group))
 
 
 def _attend_each_head(args: AttentionArgs, selected: Ints, size: int, options: Any) -> Steps[Array]:
@@ -455,7 +456,7 @@ def _attend_each_head(args: AttentionArgs, selected: Ints, size: int, options: A
     group = args.heads_q // args.heads_kv
     queries = args.q.reshape(*args.q.shape[:-3], args.heads_kv, group, 1, *args.q.shape[-2:])
     keys, values = (x[..., None, None, :, :] for x in (args.k, args.v))
-    place: dict[str, Any] = {name: _of_heads(x) for name, x in _places(options).items()}
+    place: dict[str, Any] = {name: _of_heads(x, args) for name, x in _places(options).items()}
     result, back = _selected_attention(
         queries,
         keys,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.attention import add_bias, add_mask, attention_args, dropout_of
+from fastattn._args.attention import add_bias, add_mask, attention_args, dropout_of, layout_hint
 from fastattn._args.backward import backward_args
 from fastattn._args.errors import put_name, wrong_type
 from fastattn._args.types import Array, ArrayLike, Ints, NDArray, Unpack
@@ -89,6 +89,7 @@ def scaled_dot_product_attention(
                 raise ValueError(
                     f"(): query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads; expected"
                     f" as many of each, or enable_gqa=True for groups of query heads that share a key head"
+                    f"{layout_hint(q.shape, k.shape, v.shape)}"
                 )
             q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
         q_offset = 0 if is_causal else None

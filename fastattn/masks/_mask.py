@@ -16,7 +16,7 @@ from fastattn._args import key_ranges
 from fastattn._args.errors import named
 from fastattn._args.key_ranges import RangeLists, Resolved
 from fastattn._args.types import ArrayLike, Bools, Ints, Shape
-from fastattn._args.values import MOST_SIZE, as_array, integer, integers, require_broadcast, short
+from fastattn._args.values import MOST_SIZE, as_array, integer, of_sequences, require_broadcast, short
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +223,7 @@ def score_shape(shape: Shape, q_offset: ArrayLike | None) -> ScoreShape:
         raise TypeError(f"(): shape is {short(shape)}; expected {expected}")
     *batch, heads, len_q, len_k = (integer(f"shape[{n}]", x, 0, MOST_SIZE) for n, x in enumerate(shape))
     offset: Any = len_k - len_q if q_offset is None else q_offset
-    offset = integers("q_offset", offset, tuple(batch), "the batch dimensions")
+    offset = of_sequences("q_offset", offset, tuple(batch))
     return ScoreShape(tuple(batch), heads, len_q, len_k, offset)
 
 

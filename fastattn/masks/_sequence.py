@@ -11,7 +11,7 @@ from fastattn._args import key_ranges
 from fastattn._args.errors import named
 from fastattn._args.key_ranges import RangeLists, Resolved
 from fastattn._args.types import ArrayLike
-from fastattn._args.values import integers
+from fastattn._args.values import integers, of_sequences
 from fastattn.masks._mask import Mask, ScoreShape, of_groups
 
 
@@ -67,7 +67,7 @@ class first_keys(Mask):
     Parameters
     ----------
     n : int or array_like of int
-        One number for all sequences, or one for each, which broadcast to the batch dimensions.
+        One number for all sequences, or one for each.
     """
 
     n: ArrayLike
@@ -77,7 +77,7 @@ class first_keys(Mask):
         self._set(n=integers("n", self.n, low=0))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        n = integers("n of first_keys()", self.n, shape.batch_shape, "the batch dimensions")
+        n = of_sequences("n of first_keys()", self.n, shape.batch_shape)
         return Resolved(*key_ranges.lengths(n))
 
 

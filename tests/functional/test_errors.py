@@ -48,6 +48,8 @@ Q = floats(*SHAPE)
 SHARED = floats(*SHAPE)
 MASKED = np.ma.masked_array(Q)
 LONGER = floats(2, 4, 6, 8)
+TURNED = r"\(of arrays \(..., length, heads, head_dim\): x.transpose\(0, 2, 1, 3\)\)$"
+ONE_EACH = r"expected one number, or one for each sequence, shape \(2,\)$"
 
 BAD_CALLS = [
     bad(TypeError, "q has dtype int64; expected float32, float64, float16 or bfloat16",
@@ -93,6 +95,12 @@ BAD_CALLS = [
     bad(ValueError, r"q has 2 heads, shape \(2, 2, 5, 8\); expected a multiple", q=floats(2, 2, 5, 8)),
     bad(ValueError, r"q has 1 head, shape \(5, 8\); expected a multiple of k's 4 heads, shape \(2, 4, 5, 8\)",
         q=Q[0, 0]),
+    bad(ValueError, rf"q has 6 heads, shape .*; expected a multiple of k's 5 heads, shape .* {TURNED}",
+        q=floats(2, 6, 4, 8), k=floats(2, 5, 4, 8), v=floats(2, 5, 4, 8)),
+    bad(ValueError, r"q has 6 heads, shape .*; expected a multiple of k's 5 heads, shape \(2, 5, 3, 8\)$",
+        q=floats(2, 6, 4, 8), k=floats(2, 5, 3, 8), v=floats(2, 5, 3, 8)),
+    bad(ValueError, r"q has 6 heads, .*: x.swapaxes\(-3, -2\)\)$",
+        q=floats(6, 4, 8), k=floats(5, 4, 8), v=floats(5, 4, 8)),
     bad(ValueError, r"k has a head_dim of 7, shape \(5, 7\); expected a head_dim of 8, as q has",
         k=floats(5, 7)),
     bad(ValueError, r"v has 1 head, shape \(5, 8\); expected 4 heads, as k has", v=Q[0, 0]),
@@ -128,6 +136,8 @@ BAD_CALLS = [
     bad(TypeError, "scale is .*Broken.*; expected a real number", scale=Broken()),
     bad(ValueError, "softcap is 0.0; expected a number above 0", softcap=0.0),
     bad(ValueError, "softcap is -1", softcap=-1),
+    bad(ValueError, "softcap is 1e-39; expected at least 1.175.*e-38, the least normal number in float32",
+        softcap=1e-39),
     bad(ValueError, "softcap is nan", softcap=np.nan),
     bad(TypeError, r"softcap is 'x{35}\.\.\.'; expected a real number", softcap="x" * 100),
     bad(TypeError, "alibi_slopes has dtype bool; expected .* or integers", alibi_slopes=np.ones(4, bool)),
@@ -150,7 +160,11 @@ BAD_CALLS = [
     bad(TypeError, r"window\[0\] is True; expected an integer", window=(True, 0)),
     bad(TypeError, "kv_lengths has dtype float64; expected integers", kv_lengths=[3.0, 5.0]),
     bad(TypeError, "kv_lengths has dtype bool", kv_lengths=[True, False]),
-    bad(ValueError, r"kv_lengths has shape \(3,\)", kv_lengths=[1, 2, 3]),
+    bad(ValueError, rf"kv_lengths has shape \(3,\); {ONE_EACH}", kv_lengths=[1, 2, 3]),
+    bad(ValueError, rf"kv_lengths has shape \(1,\); {ONE_EACH}", kv_lengths=[3]),
+    bad(ValueError, rf"q_offset has shape \(2, 1\); {ONE_EACH}", q_offset=[[0], [0]]),
+    bad(ValueError, rf"n of first_keys\(\) has shape \(1,\); {ONE_EACH}",
+        mask=fastattn.masks.first_keys([3])),
     bad(ValueError, "kv_lengths has 6; expected 0 to 5", kv_lengths=[5, 6]),
     bad(ValueError, "kv_lengths has -1; expected 0 to 5", kv_lengths=-1),
     bad(TypeError, "q_offset has dtype float64; expected integers", q_offset=0.0),
@@ -238,6 +252,28 @@ def test_nothing_is_written_before_everything_is_checked():
     assert (out == 7).all()
 
 
+class Alarm:
+    """What a signal's handler raises during a conversion, it raises there."""
+
+    def __float__(self):
+        raise TimeoutError("enough")
+
+    def __array__(self, dtype=None, copy=None):
+        raise TimeoutError("enough")
+
+
+@pytest.mark.parametrize("name", ["q", "mask", "scale", "softcap", "sinks", "kv_lengths"])
+def test_what_no_conversion_raises_is_passed_on(name):
+    with pytest.raises(TimeoutError, match=r"^enough$"):
+        fastattn.attention(**{"q": Q, "k": Q, "v": Q, name: Alarm()})
+
+
+def test_recurrences_know_the_other_layout():
+    x = floats(2, 5, 4, 8)
+    with pytest.raises(ValueError, match=rf"^linear_attention\(\): v has a length of 8; .* {TURNED}"):
+        functional.linear_attention(x, x, floats(2, 5, 8, 8), rule="linear")
+
+
 def test_options_are_keywords():
     with pytest.raises(TypeError, match="positional"):
         fastattn.attention(Q, Q, Q, np.ones((5, 5), bool))
@@ -265,6 +301,8 @@ SDPA = [
     bad(TypeError, "enable_gqa is 1; expected True or False", enable_gqa=1),
     bad(ValueError, "query, key and value have 8, 4 and 4 heads; expected .* enable_gqa=True",
         query=floats(2, 8, 5, 8)),
+    bad(ValueError, f"query, key and value have 6, 5 and 5 heads; .* {TURNED}",
+        query=floats(2, 6, 4, 8), key=floats(2, 5, 4, 8), value=floats(2, 5, 4, 8)),
     bad(TypeError, r"attn_mask has dtype int64; expected float32 or bool \(attn_mask != 0, where 1 att",
         attn_mask=np.ones((5, 5), int)),
     bad(TypeError, "attn_mask has dtype float16", attn_mask=np.ones((5, 5), np.float16)),

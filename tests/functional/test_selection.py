@@ -364,9 +364,9 @@ Q, K = np.ones((2, 4, 6, 8), np.float32), np.ones((2, 2, 10, 8), np.float32)
         ({"block_size": 0}, "block_size is 0; expected at least 1"),
         ({"block_size": 2**60}, "block_size is .*; expected 1 to"),
         ({"kv_lengths": 21, "block_size": 2}, "kv_lengths has 21; expected 0 to 20"),
-        ({"kv_lengths": [1, 2, 3]}, r"kv_lengths has shape \(3,\); expected one that fits"),
+        ({"kv_lengths": [1, 2, 3]}, r"kv_lengths has shape \(3,\); expected one number, or one for each"),
         ({"causal": True, "kv_lengths": 3}, "kv_lengths has 3 for 6 queries, and without q_offset"),
-        ({"q_offset": [1, 2, 3]}, r"q_offset has shape \(3,\); expected one that fits"),
+        ({"q_offset": [1, 2, 3]}, r"q_offset has shape \(3,\); expected one number, or one for each"),
         ({"activation": "gelu"}, "activation is 'gelu'; expected relu"),
         ({"weights": np.ones((4, 5))}, r"weights has shape \(4, 5\); expected one that fits"),
         (

@@ -109,7 +109,11 @@ def test_documents(shape):
 
 def test_of_each_sequence_and_head():
     rng = np.random.default_rng(1)
-    numbers, n, bitmap = rng.integers(-2, 3, (2, 1, 40)), np.array([[3], [0]]), rng.random((3, 5, 5)) < 0.5
+    numbers, n, bitmap = (
+        rng.integers(-2, 3, (2, 1, 40)),
+        np.array([[3] * 3, [0] * 3]),
+        rng.random((3, 5, 5)) < 0.5,
+    )
     array = masks.documents(numbers).to_array(40, batch_shape=(2, 3))
     want = (numbers[..., None] == numbers[..., None, :]) & (numbers[..., None] >= 0)
     np.testing.assert_array_equal(array, np.repeat(want, 3, 1))
@@ -120,7 +124,7 @@ def test_of_each_sequence_and_head():
     array = masks.block_sparse(bitmap, 8).to_array(40, num_heads=3)
     np.testing.assert_array_equal(array, bitmap.repeat(8, 1).repeat(8, 2))
     dense = rng.random((2, 1, 3, 1, 40)) < 0.5
-    array = masks.dense(dense).to_array(40, batch_shape=(2, 5), num_heads=3, q_offset=[1, 2, 3, 4, 5])
+    array = masks.dense(dense).to_array(40, batch_shape=(2, 5), num_heads=3, q_offset=[[1, 2, 3, 4, 5]] * 2)
     np.testing.assert_array_equal(array, np.broadcast_to(dense, (2, 5, 3, 40, 40)))
     array = masks.causal().to_array(4, 6, batch_shape=(2,), q_offset=[0, 2])
     np.testing.assert_array_equal(
