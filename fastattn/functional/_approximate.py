@@ -57,8 +57,7 @@ def linformer_attention(
     """
     arrays = (q, k, v, key_projection, value_projection)
     projections = _projections(*arrays, options)
-    with np.errstate(all="ignore"):  # as in the kernels
-        keys, values = (_projected(*each) for each in projections)
+    keys, values = (_projected(*each) for each in projections)
     args = attention_args(q, keys, values, return_lse=True, **options)
     dispatch.run(args, options.get("backend"))
     request = yield args.result[0]
@@ -171,15 +170,14 @@ def nystrom_attention(
         dispatch.run(call, options.get("backend"))
         return call
 
-    with np.errstate(all="ignore"):  # as in the kernels
-        queries, keys, vectors = (float_array(name, x) for name, x in given.items())
-        q_mean, k_mean = _segment_means(queries, n), _segment_means(keys, n)
-        lane = q_mean.dtype
-        weights = attention_weights(q_mean, k_mean, scale=args.scale)
-        guesses, summary = _pseudo_inverses(weights, num_iterations), call_of(q_mean, keys, vectors)
-        inverse, values = guesses[-1], summary.result[0]
-        last = call_of(queries, k_mean, inverse @ values)
-        out = np.asarray(last.result[0], args.out.dtype)
+    queries, keys, vectors = (float_array(name, x) for name, x in given.items())
+    q_mean, k_mean = _segment_means(queries, n), _segment_means(keys, n)
+    lane = q_mean.dtype
+    weights = attention_weights(q_mean, k_mean, scale=args.scale)
+    guesses, summary = _pseudo_inverses(weights, num_iterations), call_of(q_mean, keys, vectors)
+    inverse, values = guesses[-1], summary.result[0]
+    last = call_of(queries, k_mean, inverse @ values)
+    out = np.asarray(last.result[0], args.out.dtype)
     request = yield out
 
     found = ComposedGradients(request, options)
@@ -326,13 +324,12 @@ def lsh_attention(
     several rounds counts in each. Source: N. Kitaev, Ł. Kaiser and A. Levskaya, "Reformer: The Efficient
     Transformer", 2020, arXiv:2001.04451.
     """
-    with np.errstate(all="ignore"):  # as in the kernels
-        x = lsh_args(qk, v, num_buckets, chunk, num_rounds, rng, rotations, causal, options)
-        out = x.args.out
-        if out.size:
-            calls = x.attended(options)
-            shares, outs = x.shares(calls)[..., None], x.by_token(calls.args.out)
-            out = np.asarray((shares * outs).sum(axis=-3), out.dtype)
+    x = lsh_args(qk, v, num_buckets, chunk, num_rounds, rng, rotations, causal, options)
+    out = x.args.out
+    if out.size:
+        calls = x.attended(options)
+        shares, outs = x.shares(calls)[..., None], x.by_token(calls.args.out)
+        out = np.asarray((shares * outs).sum(axis=-3), out.dtype)
     request = yield out
 
     found = ComposedGradients(request, options)

@@ -33,6 +33,8 @@ class Request(NamedTuple):
     own_scale: bool = True  # and their scale
 
 
+_AS_KERNELS = functools.partial(np.errstate, all="ignore")
+
 # Yields the result, is sent the request of a pullback, and returns its gradients.
 Steps = Generator[R, Request, tuple[Any, ...]]
 
@@ -49,7 +51,7 @@ def differentiable(
 
     A plain call drops the generator at its yield, and so keeps nothing. For gradients it waits there, with
     all local variables. A function with an argument return_lse is asked for lse then, unless it keeps one
-    anyway. The second half runs without NumPy's warnings, as kernels do.
+    anyway. Both halves run without NumPy's warnings, as kernels do.
 
     `gradients` names the arguments that have some, beside those of `options`, but for the ones `without`.
     `require`, of the keyword arguments, raises where a plain call is possible and gradients are not.
@@ -59,7 +61,8 @@ def differentiable(
         @functools.wraps(steps)
         def function(*args: Any, **kwargs: Any) -> Any:
             try:
-                return next(steps(*args, **kwargs))
+                with _AS_KERNELS():
+                    return next(steps(*args, **kwargs))
             except Exception as error:
                 put_name(steps.__name__, error)
                 raise
@@ -102,7 +105,8 @@ def vjp_of(
             require(**chosen)
         shown = flag("return_lse", chosen.get("return_lse", False))
         running = steps(*arrays, **{**chosen, "return_lse": True} if with_lse else chosen)
-        result = next(running)
+        with _AS_KERNELS():
+            result = next(running)
         several = isinstance(result, tuple)
         out = result[0] if several else result
         second = result[1] if several and (shown or not with_lse) else None
@@ -129,7 +133,7 @@ def vjp_of(
 
         def back(request: Request) -> tuple[Any, ...]:
             try:
-                with np.errstate(all="ignore"):
+                with _AS_KERNELS():
                     running.send(request)
             except StopIteration as end:
                 found: tuple[Any, ...] = end.value

@@ -58,8 +58,7 @@ def cosine_attention(
     """
     args = variant_args(q, k, v, options, CosineOptions, return_lse)
     queries, keys = args.q, args.k
-    with np.errstate(all="ignore"):  # as in the kernels
-        factor, small = _cosines(args, scale, eps, options)
+    factor, small = _cosines(args, scale, eps, options)
     dispatch.run(args, options.get("backend"))
     request = yield args.result
 
@@ -217,7 +216,6 @@ def general_attention(
     return found.results()
 
 
-@np.errstate(all="ignore")  # as in the kernels
 def _projected(queries: Array, matrix: Array, lane: np.dtype[Any]) -> tuple[Array, Array]:
     """`matrix` in `lane`, and its product with queries, in their dtype."""
     matrix = matrix.astype(lane)
@@ -276,11 +274,10 @@ def differential_attention(
     first, second = args.calls
     for call in args.calls:
         dispatch.run(call, options.get("backend"))
-    with np.errstate(all="ignore"):  # as in the kernels
-        out: Array = first.out - args.factor * second.out
-        if args.share is not None:
-            out = ops.rms_norm(out, args.norm_weight, eps=args.eps, **how(options)) * args.share
-        out = out.astype(first.out.dtype, copy=False)
+    out: Array = first.out - args.factor * second.out
+    if args.share is not None:
+        out = ops.rms_norm(out, args.norm_weight, eps=args.eps, **how(options)) * args.share
+    out = out.astype(first.out.dtype, copy=False)
     request = yield out
 
     found = ComposedGradients(request, options)

@@ -22,7 +22,7 @@ from fastattn._args.variants import per_head, variant_args
 from fastattn._engine import dispatch
 from fastattn.functional._composed_gradients import NEED, ComposedGradients, cotangents, product_sums, shown
 from fastattn.functional._differentiable import Steps, differentiable
-from fastattn.functional._split_calls import apart, join
+from fastattn.functional._split_calls import apart, join, weighted
 
 
 @differentiable("q", "k", "v", "memory_k", "memory_v", "gate", options=VariantOptions, keeps_lse=True)
@@ -50,7 +50,7 @@ def memory_attention(
         Its values.
     gate : float or array_like, (..., heads_q), optional
         Memorizing Transformers: a softmax over either, mixed as ``g * memory + (1 - g) * local`` with
-        ``g = sigmoid(gate)``. Without, one softmax over all keys.
+        ``g = sigmoid(gate)``, where a weight of 0 leaves out. Without, one softmax over all keys.
     return_lse : bool, default False
         As in `attention`; not with `gate`.
     **options
@@ -73,7 +73,7 @@ def memory_attention(
     if weight is None:
         join((local, memory), args)
     else:
-        args.out[...] = weight * memory.out + (1 - weight) * local.out
+        args.out[...] = weighted(weight, memory.out) + weighted(1 - weight, local.out)
     request = yield args.result if return_lse or gate is not None else args.result[0]
 
     found = ComposedGradients(request, options)
@@ -113,8 +113,7 @@ def _memory_parts(
     weight = None
     if gate is not None:
         logits = per_head("gate", gate, args).astype(np.float64)[..., None, None]
-        with np.errstate(over="ignore"):
-            weight = (1 / (1 + np.exp(-logits))).astype(lane_dtype(args.q.dtype))
+        weight = (1 / (1 + np.exp(-logits))).astype(lane_dtype(args.q.dtype))
     return apart(args), apart(attention_args(queries, keys, values, **there)), weight
 
 
@@ -212,7 +211,6 @@ class _Latent(NamedTuple):
     of_values: Array
     absorbed: bool
 
-    @np.errstate(all="ignore")  # as in the kernels
     def absorbed_queries(self) -> Array:
         """Queries of the cache itself, (..., heads, len_q, rank + rope_dim)."""
         _, nope_dim, rank = self.of_keys.shape
@@ -223,7 +221,6 @@ class _Latent(NamedTuple):
         longer[..., rank:] = self.queries[..., nope_dim:]
         return longer
 
-    @np.errstate(all="ignore")
     def from_latents(self, latents: Array) -> Array:
         """Results, (..., heads, len_q, value_dim), of averages of latent vectors."""
         out = latents.astype(self.of_values.dtype, copy=False) @ self.of_values.swapaxes(-1, -2)
@@ -237,7 +234,6 @@ class _Latent(NamedTuple):
         dispatch.run(args, options.get("backend"))
         return self.from_latents(args.out), args.lse
 
-    @np.errstate(all="ignore")
     def expanded_args(self, options: InnerOptions, return_lse: bool) -> AttentionArgs:
         """The call of attention to keys and values of all heads, which are made here."""
         _, nope_dim, rank = self.of_keys.shape

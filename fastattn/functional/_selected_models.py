@@ -17,6 +17,7 @@ from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._memory import latent_args
 from fastattn.functional._selected import selected_attention
 from fastattn.functional._selection import SCORES, select_keys
+from fastattn.functional._split_calls import weighted
 
 _attention: Any = attention._vjp  # type: ignore[attr-defined]
 _selected_attention: Any = selected_attention._vjp  # type: ignore[attr-defined]
@@ -54,7 +55,7 @@ def moba_attention(
     """
     _require_options(options, ListedOptions, "block_size", "top_k")
     args = variant_args(q, k, v, options, ListedOptions)
-    size = integer("block_size", block_size, 1)
+    size = _within(args, integer("block_size", block_size, 1))
     means = _means(args.k, size)
     selected = _selected(args, args.q, means, size, top_k, options)
     return (yield from _attend_each_head(args, selected, size, options))
@@ -98,7 +99,7 @@ def quest_attention(
     """
     _require_options(options, ListedOptions, "page_size", "top_k", "bounds")
     args = variant_args(q, k, v, options, ListedOptions)
-    size = integer("page_size", page_size, 1)
+    size = _within(args, integer("page_size", page_size, 1))
     if bounds is None:
         first = np.arange(0, args.len_k, size)
         low, high = (f.reduceat(args.k, first, axis=-2) if len(first) else args.k for f in _EXTREMES)
@@ -144,7 +145,7 @@ def native_sparse_attention(
     q, k, v : array_like
         As in `attention`, like the result and the errors. Published for many query heads a key head.
     gates : array_like, (..., heads_q, len_q, 3)
-        The weights of the three, after their sigmoid.
+        The weights of the three, after their sigmoid. What has the weight 0 never reaches the result.
     compressed_k, compressed_v : array_like, (..., heads_kv, blocks, head_dim or head_dim_v), optional
         A key and a value for keys ``i * compress_stride`` to ``i * compress_stride + compress_size - 1``, of
         each i for which these are there, as a learned map makes them; by default the means.
@@ -178,6 +179,9 @@ def native_sparse_attention(
     for name, n in (("compress_size", width), ("block_size", size)):
         if n % stride:
             raise ValueError(f"(): {name} is {n}; expected a multiple of compress_stride, {stride}")
+    size, stride, width = (_within(args, n) for n in (size, stride, width))
+    always = integer("first", first, 0) + integer("last", last, 0)
+    top_k = min(integer("top_k", top_k, 1), max(-(-args.len_k // size), always))
     shares = float_array("gates", gates).astype(lane)
     shape = (*args.batch_shape, args.heads_q, args.len_q, 3)
     require_broadcast("gates", shares.shape, shape, "(..., heads_q, len_q, 3)")
@@ -187,7 +191,9 @@ def native_sparse_attention(
     scale: Any = {"scale": args.scale, **how(options)}
     place = {**scale, **_places(options)}
     position = offsets(args, options)[..., None, None] + np.arange(args.len_q)
-    last_key = np.minimum(position, np.asarray(options.get("kv_lengths", args.len_k))[..., None, None] - 1)
+    last_key = np.minimum(
+        position, np.asarray(_places(options).get("kv_lengths", args.len_k))[..., None, None] - 1
+    )
     visible = np.clip((last_key - width + 1) // stride + 1, 0, short.k.shape[-2])
     ranges = (0, visible)
     (seen, lse), of_seen = _attention(args.q, short.k, short.v, row_ranges=ranges, return_lse=True, **scale)
@@ -200,7 +206,7 @@ def native_sparse_attention(
     )
     near, of_near = _attention(args.q, args.k, args.v, window=(window - 1, 0), causal=True, **place)
     branches = seen, chosen, near
-    out = sum(shares[..., i, None] * x.astype(lane, copy=False) for i, x in enumerate(branches))
+    out = sum(weighted(shares[..., i, None], x.astype(lane, copy=False)) for i, x in enumerate(branches))
     out = np.asarray(out).astype(args.q.dtype, copy=False)
     request = yield out[0] if args.result.ndim == 2 else out
 
@@ -290,8 +296,7 @@ class _Compressed:
 
         def of_some(rows: Array, begin: int) -> Array:
             part = (..., slice(begin, begin + rows.shape[-2]), None)
-            with np.errstate(all="ignore"):
-                probs = np.exp(rows.astype(lane, copy=False) @ keys * lane.type(args.scale) - norms[part])
+            probs = np.exp(rows.astype(lane, copy=False) @ keys * lane.type(args.scale) - norms[part])
             probs = np.where(np.arange(count) < ends[part], probs, 0)
             by_group = probs.reshape(*probs.shape[:-3], args.heads_kv, group, *probs.shape[-2:])
             of_blocks: Array = by_group.sum(axis=-3) @ covers
@@ -345,6 +350,7 @@ def deepseek_sparse_attention(
     _require_options(options, SelectingOptions, "top_k", "return_lse")
     x = latent_args(q, cache, key_weight, value_weight, True, options)
     keys = _require_index(x, index_q, index_k, index_weights)
+    top_k = min(integer("top_k", top_k, 1), max(1, keys.shape[-2]))
     selected = _select_keys(
         index_q, keys[..., None, :, :], top_k, weights=index_weights, activation="relu", causal=True,
         **_places(options), **how(options),
@@ -411,6 +417,11 @@ def _lengths(args: AttentionArgs, options: Any) -> dict[str, Any]:
     return {"kv_lengths": args.len_k, "q_offset": offsets(args, options), **_places(options)}
 
 
+def _within(args: AttentionArgs, size: int) -> int:
+    """`size`, a number of keys, or where it is larger than that of all keys, the next one."""
+    return min(size, args.len_k + 1)
+
+
 def _sums(x: Array, size: int) -> Array:
     """Sums of `size` rows and the last ones, (..., blocks, width), in the lane dtype."""
     lane, first = lane_dtype(x.dtype), np.arange(0, x.shape[-2], size)
@@ -435,7 +446,7 @@ def _selected(args: AttentionArgs, q: Array, k: Array, size: int, top_k: int, op
     selected: Ints = _select_keys(
         queries,
         k[..., None, None, :, :],
-        top_k,
+        min(integer("top_k", top_k, 1), max(1, k.shape[-2])),
         causal=True,
         block_size=size,
         last=1,

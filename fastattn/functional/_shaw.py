@@ -83,7 +83,6 @@ class _Shaw:
     of_keys: Array  # (2 clip + 1, head_dim), lane dtype
     of_values: Array | None  # (2 clip + 1, head_dim_v)
 
-    @np.errstate(all="ignore")  # as in the kernels
     def attend(self, options: ShawOptions) -> None:
         """Fill the results of `args`."""
         parts = [self.near()]

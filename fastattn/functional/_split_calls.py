@@ -119,13 +119,11 @@ def parts_by_rows(
         for first in range(0, args.len_q, n_rows):
             rows = slice(first, min(first + n_rows, args.len_q))
             part = rows_of(item, rows)
-            with np.errstate(all="ignore"):  # the bias of hidden keys, too, which may hold NaN
-                bias = bias_of(b, rows)
+            bias = bias_of(b, rows)
             add_bias(part, bias)
             yield b, rows, part
 
 
-@np.errstate(all="ignore")
 def add_bias(args: AttentionArgs, computed: Array) -> None:
     """Add a bias that was computed to the one that the caller gave.
 
@@ -167,7 +165,11 @@ def rows_in(dtype: np.dtype[Any], x: Array) -> Array:
     return operand("x", np.asarray(x, dtype), [])
 
 
-@np.errstate(all="ignore")
+def weighted(share: Array, x: Array) -> Array:
+    """``share * x``, and 0 where the share is 0, whatever x is."""
+    return np.where(share == 0, 0, share * x)
+
+
 def sum_in(dtype: np.dtype[Any], *terms: Array) -> Array:
     """The sum of all terms, taken in the lane type of `dtype`, as `dtype`."""
     lane = lane_dtype(dtype)

@@ -222,8 +222,7 @@ def mamba2_scan(
         raise not_an_argument(others, mamba2_scan)
     h = _heads(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limits)
     compute: Any = {"num_threads": num_threads, "backend": backend}
-    with np.errstate(all="ignore"):
-        decays = without_nan(h.step * h.rates[:, None])
+    decays = without_nan(h.step * h.rates[:, None])
     with_state = flag("return_state", return_state) or out_state is not None
     if begins is not None:
         if h.x.ndim != 3:
@@ -327,9 +326,8 @@ def _heads(
     raw = given.astype(lane, copy=False)
     if bias is not None:
         raw = raw + bias[:, None]
-    with np.errstate(all="ignore"):  # a limit may be beyond float32
-        step = softplus(raw) if flag("dt_softplus", dt_softplus) else raw
-        step = np.clip(step, *map(lane.type, limits))
+    step = softplus(raw) if flag("dt_softplus", dt_softplus) else raw
+    step = np.clip(step, *map(lane.type, limits))
     return _Heads(values, b, c, raw, step, rates, skip, gate)
 
 

@@ -134,6 +134,13 @@ def test_latent_scale_of_none_is_the_default(absorbed):
     np.testing.assert_array_equal(got, expected)
 
 
+def test_a_memory_of_weight_0_is_left_out():
+    gate = np.array([-np.inf, 0, -np.inf, np.inf], np.float32)
+    got = functional.memory_attention(Q, K, V, K, np.full_like(V, np.inf), gate=gate)
+    np.testing.assert_array_equal(got[:, ::2], fastattn.attention(Q, K, V)[:, ::2])
+    assert np.isinf(got[:, 1::2]).all()
+
+
 @pytest.mark.parametrize("gate", [None, 0.5])
 @pytest.mark.parametrize("heads", [2, 1])
 def test_memory_of_queries_that_broadcast(heads, gate, implementation):

@@ -189,6 +189,49 @@ def test_padding_of_a_batch(implementation):
         np.testing.assert_allclose(got[1, :, :33], expected, rtol=0, atol=2e-6)
 
 
+MANY = {"compress_size": 9, "block_size": 9, "top_k": 9, "page_size": 9}
+
+
+@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("many", [3_000_000, 2**40, 2**70])
+def test_more_than_all_keys_is_all_keys(many, name):
+    """In no more time: sizes of users bound no loop."""
+    q, k, v = arrays((4, 2), 6, 6)
+    gates, indexer = RNG.random((2, 4, 6, 3)), latent(6, 6)
+    calls = {
+        ("compress_size", "block_size", "top_k"): lambda **sizes: vjp(
+            F.native_sparse_attention, q, k, v, gates, compress_stride=1, **sizes
+        ),
+        ("block_size", "top_k"): lambda **sizes: vjp(F.moba_attention, q, k, v, **sizes),
+        ("page_size", "top_k"): lambda **sizes: vjp(F.quest_attention, q, k, v, **sizes),
+        ("top_k",): lambda **sizes: vjp(
+            F.deepseek_sparse_attention,
+            *list(indexer.values())[:4],
+            **dict(list(indexer.items())[4:]),
+            **sizes,
+        ),
+    }
+    for taken, call in calls.items():
+        if name in taken:
+            out, pullback = call(**{name: many})
+            expected, pullback_expected = call(**{name: MANY[name]})
+            np.testing.assert_array_equal(out, expected)
+            for dx, dy in zip(pullback(out), pullback_expected(out), strict=True):
+                np.testing.assert_array_equal(dx, dy)
+
+
+def test_branches_of_weight_0_are_left_out():
+    q, k, v = arrays((4, 2), 40, 40)
+    gates = RNG.random((2, 4, 40, 3))
+    gates[..., 20:, 0] = gates[..., 20:, 1] = 0
+    sizes = {**NSA, "window": 5}
+    expected = F.native_sparse_attention(q, k, v, gates, **sizes)
+    v[:, :, 3] = np.inf
+    got = F.native_sparse_attention(q, k, v, gates, **sizes)
+    np.testing.assert_array_equal(got[..., 20:, :], expected[..., 20:, :])
+    assert not np.isfinite(got[..., 8:20, :]).any()
+
+
 def test_an_indexer_has_one_key_a_token():
     call = latent(20, 40)
     wrong = {
