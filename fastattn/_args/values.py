@@ -34,7 +34,9 @@ KEYS_VALUES = ("k", "v", "key", "value")
 _HOST = (1, 3, 11, 13)
 
 # What conversions to arrays and numbers raise, in other libraries, too; handlers of signals raise others.
-UNCONVERTED = TypeError, ValueError, ArithmeticError, AttributeError, BufferError, RuntimeError, Warning
+UNCONVERTED = (
+    TypeError, ValueError, ArithmeticError, AttributeError, BufferError, LookupError, RuntimeError, Warning,
+)  # fmt: skip
 
 # Smallest and largest normal number of the lane types.
 _LIMITS = {dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)) for dtype in (FLOAT32, FLOAT64)}

@@ -6,6 +6,7 @@ import pytest
 from formulas import doubles, latent, sigmoid
 from inputs_of_variants import assert_near, normal, qkv
 
+import fastattn
 from fastattn import functional
 
 DTYPES = {"float32": 2e-5, "float64": 1e-11, "float16": 1e-2, "bfloat16": 8e-2}
