@@ -16,8 +16,6 @@ if (
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fastattn import functional, grad, layers, masks, ops, plot, positions
-from fastattn._engine.config import show_config
 from fastattn._engine.settings import (
     FallbackWarning,
     available_isas,
@@ -26,12 +24,13 @@ from fastattn._engine.settings import (
     set_threading,
 )
 from fastattn._version import __version__
-from fastattn.functional._attention import attention, attention_weights, explain, merge_states
-from fastattn.functional._torch import scaled_dot_product_attention
-from fastattn.functional._varlen import varlen_attention
 
 if TYPE_CHECKING:
-    from fastattn import models, train
+    from fastattn import functional, grad, layers, masks, models, ops, plot, positions, train
+    from fastattn._engine.config import show_config
+    from fastattn.functional._attention import attention, attention_weights, explain, merge_states
+    from fastattn.functional._torch import scaled_dot_product_attention
+    from fastattn.functional._varlen import varlen_attention
 
 __all__ = [
     "FallbackWarning",
@@ -58,12 +57,30 @@ __all__ = [
     "varlen_attention",
 ]
 
+# What is imported when first used: modules, and functions by the modules that have them.
+_MODULES = ("functional", "grad", "layers", "masks", "models", "ops", "plot", "positions", "torch", "train")
+_FUNCTIONS = {
+    "show_config": "_engine.config",
+    **dict.fromkeys(("attention", "attention_weights", "explain", "merge_states"), "functional._attention"),
+    "scaled_dot_product_attention": "functional._torch",
+    "varlen_attention": "functional._varlen",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """`models`, `train` and `torch`, imported when first used: torch takes seconds, or is not there."""
-    if name in ("models", "train", "torch"):
+    if name in _MODULES:
         return import_module(f"fastattn.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _FUNCTIONS:
+        found = globals()[name] = getattr(import_module(f"fastattn.{_FUNCTIONS[name]}"), name)
+        return found
+    text = f"module {__name__!r} has no attribute {name!r}"
+    # A module that nobody has imported is none of the names.
+    if name.startswith("_") or import_module("importlib.util").find_spec(f"fastattn.{name}"):
+        raise AttributeError(text)
+    text += import_module("fastattn._args.words").nearest_name(name)
+    # `from fastattn import x` asks whether there is x, and hides all but an ImportError.
+    asked_by = sys._getframe(1).f_globals.get("__name__")
+    raise (ImportError if asked_by == "importlib._bootstrap" else AttributeError)(text)
 
 
 def __dir__() -> list[str]:

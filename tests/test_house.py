@@ -112,6 +112,36 @@ def test_no_circle_of_imports():
     list(TopologicalSorter(graph).static_order())  # raises a CycleError that names the circle
 
 
+SETTINGS = {
+    "_args", "_args.blocks", "_args.dtypes", "_args.errors", "_args.packed", "_args.types", "_args.values",
+    "_engine", "_engine.beside_torch", "_engine.core", "_engine.core._core", "_engine.settings", "_version",
+}  # fmt: skip
+
+
+def test_an_import_loads_the_settings_alone(python):
+    """All else is loaded when it is first used, and then is there as an attribute."""
+    code = "import sys, fastattn; print(*(name for name in sys.modules if name.startswith('fastattn.')))"
+    assert {name.partition(".")[2] for name in python(code).stdout.split()} <= SETTINGS
+    names = set(fastattn.__all__) - {"__version__"}
+    code = f"import fastattn; print(*(getattr(fastattn, name).__name__ for name in {sorted(names)}))"
+    assert {name.rpartition(".")[2] for name in python(code).stdout.split()} == names
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("MultiheadAttention", "layers.MultiHeadAttention"), ("flash_attn_func", "attention"),
+     ("sparsemax_atention", "functional.sparsemax_attention"), ("layer_norm", "ops.layer_norm"),
+     ("Layers", "layers")],
+)  # fmt: skip
+def test_unknown_names_are_told_the_nearest(name, expected):
+    message = rf"^module 'fastattn' has no attribute '{name}'; expected fastattn.{expected}$"
+    with pytest.raises(AttributeError, match=message):
+        getattr(fastattn, name)
+    with pytest.raises(ImportError, match=message):
+        exec(f"from fastattn import {name}")
+    assert not hasattr(fastattn, "something_else")
+
+
 STRAIGHT = ("fastattn.models", "fastattn.train")
 
 

@@ -68,7 +68,9 @@ SAID = {
         "cu_seqlens_q": ": varlen_attention takes it$",
         "no_such_word": "; expected one of q, k, v, mask, .*, stats, num_threads, backend$",
         "others": "; expected one of q,",
-        "return": "; expected one of q,",
+        "return": "; expected return_lse$",
+        "causl": "; expected causal$",
+        "colour": "; expected one of q, k, v, mask, bias, ",
     },
     "selective_scan": {
         "delta_bias": "; expected dt_bias$",

@@ -6,6 +6,8 @@ They are of torch, flash-attn, xFormers, JAX, Keras, Hugging Face and sentence-t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 # Other names of each argument. Where a word is of several arguments, all that a function takes are named.
@@ -141,6 +143,24 @@ _INSTEAD = {
     ),
 }
 
+# Functions of other libraries, and those in their places.
+_FUNCTIONS = {
+    **dict.fromkeys(("flash_attn_func", "memory_efficient_attention", "dot_product_attention"), ".attention"),
+    "flash_attn_varlen_func": ".varlen_attention",
+    "flash_attn_with_kvcache": ".attention",
+}
+
+
+def nearest_name(name: str) -> str:
+    """The end of a message to one who asks fastattn for `name`: the public name that is most like it."""
+    modules = ("", ".functional", ".layers", ".ops", ".masks", ".positions", ".grad")
+    public = [f"{m}.{each}" for m in reversed(modules) for each in import_module(f"fastattn{m}").__all__]
+    public.sort(key=lambda each: each.endswith(f".{name}"))  # of names that are alike, the last one is taken
+    plain = {each.rpartition(".")[2].replace("_", "").casefold(): each for each in public}
+    like = get_close_matches(name.replace("_", "").casefold(), plain, 1, 0.8)
+    found = _FUNCTIONS.get(name) or (plain[like[0]] if like else "")
+    return found and f"; expected fastattn{found}"
+
 
 def not_an_argument(given: Mapping[str, Any], taken: Any, *named: str) -> TypeError:
     """The error for the first of `given` that is no annotated argument of `taken`, a function or a class.
@@ -149,7 +169,10 @@ def not_an_argument(given: Mapping[str, Any], taken: Any, *named: str) -> TypeEr
     """
     names = [name for name in (*taken.__annotations__, *named) if name not in ("return", "others")]
     word = next(name for name in given if name not in names)
-    instead = _instead(word, names, named) or f"; expected one of {', '.join(names)}"
+    instead = _instead(word, names, named)
+    if not instead:
+        expected = get_close_matches(word, names, 1) or [f"one of {', '.join(names)}"]
+        instead = f"; expected {expected[0]}"
     return TypeError(f"(): {word} is not an argument{instead}")
 
 

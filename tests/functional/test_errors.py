@@ -253,7 +253,7 @@ def test_nothing_is_written_before_everything_is_checked():
 
 
 class Alarm:
-    """What a signal's handler raises during a conversion, it raises there."""
+    """A number during whose conversion a signal's handler raises."""
 
     def __float__(self):
         raise TimeoutError("enough")
