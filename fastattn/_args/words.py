@@ -5,7 +5,8 @@ They are of torch, flash-attn, xFormers, JAX, Keras, Hugging Face and sentence-t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -174,6 +175,27 @@ def not_an_argument(given: Mapping[str, Any], taken: Any, *named: str) -> TypeEr
         expected = get_close_matches(word, names, 1) or [f"one of {', '.join(names)}"]
         instead = f"; expected {expected[0]}"
     return TypeError(f"(): {word} is not an argument{instead}")
+
+
+def by_position(args: Sequence[Any], taken: Callable[..., Any], options: type | None = None) -> TypeError:
+    """The error for more `args` by position than the function `taken` has: it says what the next one may be.
+
+    The class `options` has those of its ``**options``.
+    """
+    parameters = inspect.signature(taken).parameters
+    named = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    others = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    others += [] if options is None else options.__annotations__
+    x = args[len(named)]
+    likely = ["mask"]
+    if isinstance(x, (bool, int, float)):
+        likely = ["causal"] if isinstance(x, bool) else ["dropout", "scale"]
+    elif getattr(getattr(x, "dtype", None), "kind", "b") != "b":
+        likely = ["bias"]
+    likely = [name for name in likely if name in others] or others[:1]
+    came = f"{len(args)} arguments are given by position"
+    expected = f"{', '.join(named)}, and others by name, as {' or '.join(f'{name}=' for name in likely)}"
+    return TypeError(f"(): {came}; expected {expected}")
 
 
 def _instead(word: str, names: list[str], own: Collection[str]) -> str:

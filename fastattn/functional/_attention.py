@@ -9,7 +9,7 @@ from fastattn._args.attention import attention_args, partial_states
 from fastattn._args.errors import named, put_name
 from fastattn._args.options import AttentionOptions, Backend, NoOptions, WeightsOptions, require_options
 from fastattn._args.types import ArrayLike, NDArray, Unpack
-from fastattn._args.words import not_an_argument
+from fastattn._args.words import by_position, not_an_argument
 from fastattn._engine import dispatch, settings
 from fastattn._engine.tiles import count_tiles
 from fastattn._reference import attention as reference
@@ -63,7 +63,7 @@ def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    *,
+    *more: object,
     mask: ArrayLike | Mask | None = None,
     bias: ArrayLike | None = None,
     causal: bool = False,
@@ -161,8 +161,8 @@ def attention(
     backend : {"compiled", "numpy"}, optional
         Run this implementation and no other. By default the compiled one, or where it is missing, NumPy,
         which is said once by a `FallbackWarning`.
-    **others
-        None: an error says what an argument of another library is called here.
+    *more, **others
+        None: an error says by which name an argument is passed here.
 
     Returns
     -------
@@ -228,6 +228,8 @@ def attention(
     (1, 8, 2, 64)
     """
     try:
+        if more:
+            raise by_position((q, k, v, *more), attention)
         if others:
             raise not_an_argument(others, attention)
         args = attention_args(

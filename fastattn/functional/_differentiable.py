@@ -16,6 +16,7 @@ from fastattn._args.ops import like
 from fastattn._args.recurrent import pair
 from fastattn._args.types import Array, lane_dtype
 from fastattn._args.values import flag, float_array, readable, real_values, require_broadcast
+from fastattn._args.words import by_position
 from fastattn.grad import Pullback
 
 P = ParamSpec("P")
@@ -61,6 +62,8 @@ def differentiable(
         @functools.wraps(steps)
         def function(*args: Any, **kwargs: Any) -> Any:
             try:
+                if len(args) > steps.__code__.co_argcount:
+                    raise by_position(args, steps, options)
                 with _AS_KERNELS():
                     return next(steps(*args, **kwargs))
             except Exception as error:

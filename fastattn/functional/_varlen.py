@@ -8,6 +8,7 @@ from fastattn._args.errors import put_name
 from fastattn._args.options import VarlenOptions, require_options
 from fastattn._args.types import ArrayLike, NDArray, Unpack
 from fastattn._args.varlen import varlen_args
+from fastattn._args.words import by_position
 from fastattn._engine import dispatch
 
 
@@ -39,7 +40,7 @@ def varlen_attention(
     v: ArrayLike,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
-    *,
+    *more: object,
     return_lse: bool = False,
     **options: Unpack[VarlenOptions],
 ) -> Any:
@@ -81,6 +82,8 @@ def varlen_attention(
         Return ``(out, lse)``, lse the natural logarithm of each row's softmax denominator, sink included.
     num_threads, backend : optional
         As in `attention`.
+    *more
+        None: an error says by which name an argument is passed here.
 
     Returns
     -------
@@ -114,6 +117,9 @@ def varlen_attention(
     (7, 8, 64)
     """
     try:
+        if more:
+            given = (q, k, v, cu_seqlens_q, cu_seqlens_k, *more)
+            raise by_position(given, varlen_attention, VarlenOptions)
         require_options(options, VarlenOptions, "return_lse")
         args = varlen_args(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **options)
     except Exception as error:

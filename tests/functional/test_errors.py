@@ -274,9 +274,24 @@ def test_recurrences_know_the_other_layout():
         functional.linear_attention(x, x, floats(2, 5, 8, 8), rule="linear")
 
 
-def test_options_are_keywords():
-    with pytest.raises(TypeError, match="positional"):
-        fastattn.attention(Q, Q, Q, np.ones((5, 5), bool))
+@pytest.mark.parametrize(
+    ("function", "more", "name"),
+    [
+        (fastattn.attention, [np.ones((5, 5), bool)], "mask="),
+        (fastattn.attention, [fastattn.masks.causal()], "mask="),
+        (fastattn.attention, [floats(5, 5)], "bias="),
+        (fastattn.attention, [True], "causal="),
+        (fastattn.attention, [0.0, None, True], "dropout= or scale="),  # flash-attn's order
+        (fastattn.varlen_attention, [[0, 5], [0, 5], True], "causal="),
+        (functional.sigmoid_attention, [np.ones((5, 5), bool)], "mask="),
+        (functional.top_k_attention, [7.5], "scale="),
+        (functional.moba_attention, [np.ones((5, 5), bool)], "block_size="),
+    ],
+)
+def test_options_are_keywords(function, more, name):
+    expected = rf"^{function.__name__}\(\): \d arguments are given by position; expected .*, as {name}$"
+    with pytest.raises(TypeError, match=expected):
+        function(Q, Q, Q, *more)
 
 
 def test_a_backend_that_is_missing():
