@@ -5,6 +5,7 @@
  * Exports   v_activate, v_activate_each, FEW, v_slope; v_erf, v_gelu, v_sigmoid, v_sigmoid_slope, v_gelu_tanh,
  *           v_gelu_tanh_slope (of the formulas). */
 #pragma once
+#include "activations.h"
 #include "softmax.inc.h"
 
 #define FEW 4 /* vectors that v_activate_each takes in step */

@@ -95,7 +95,7 @@ void fa_tune_for(int64_t known)
 #undef FA_SIZE
 }
 
-#define FA_ACTIVATION(constant, name, formula, slope) [constant] = #name,
-const char *const fa_activation_names[] = {
+#define FA_ACTIVATION(constant, name, formula, slope) #name,
+const char *const fa_activation_names[] = {"",
 #include "activations.inc"
-};
+                                           NULL};

@@ -126,12 +126,7 @@ typedef struct {
 
 /* The layers' kernels. Strides of rows are in bytes; a row is contiguous. */
 
-#define FA_ACTIVATION(constant, name, formula, slope) constant,
-typedef enum {
-    FA_NONE,
-#include "activations.inc"
-    FA_N_ACTIVATIONS
-} fa_activation;
+typedef int fa_activation; /* a constant of activations.h */
 
 #define FA_PANEL_BYTES                                                                                                 \
     128 /* that a panel holds of each input feature: of two in bfloat16, 4 in int8 and Q8, 8 in 4 bits */
@@ -664,9 +659,9 @@ int fa_cpu_ask_tiles(void); /* asks the system for what `amx` needs; whether it 
 /* dispatch.c. The ISAs that were compiled in, best first, index 0 .. fa_isa_count() - 1. */
 int fa_isa_count(void);
 const char *fa_isa_name(int isa);
-int fa_isa_available(int isa);                                  /* this CPU (and system) runs it */
-int fa_isa_default(int slow_pairs, int tiles);                  /* the first one available, not slow; amx with tiles */
-const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane);       /* FA_F32 or FA_F64 lanes */
-extern const char *const fa_activation_names[FA_N_ACTIVATIONS]; /* that of FA_NONE is NULL */
+int fa_isa_available(int isa);                            /* this CPU (and system) runs it */
+int fa_isa_default(int slow_pairs, int tiles);            /* the first one available, not slow; amx with tiles */
+const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane); /* FA_F32 or FA_F64 lanes */
+extern const char *const fa_activation_names[];           /* from FA_NONE on, whose name is ""; NULL ends them */
 
 #endif

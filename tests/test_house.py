@@ -103,7 +103,7 @@ def test_imports_go_down(module):
     own = floor_of(module)
     lazy = [("fastattn", f"fastattn.{name}") for name in ("models", "train")]  # imported when first used
     wrong = [o for o, _ in imports(module) if floor_of(o) > own and (module, o) not in lazy]
-    assert wrong == []
+    assert wrong == [], f"{source(module)} imports from above, by the floors of docs/architecture.md"
 
 
 def test_no_circle_of_imports():
@@ -232,7 +232,7 @@ def test_one_name_for_one_thing():
     wrong = [
         f"{where}({name}=)" for where, name in signatures() if name in forbidden or name.startswith("n_")
     ]
-    assert wrong == []
+    assert wrong == [], "docs/architecture.md says how these arguments are called"
     assert len(forbidden) > 10
 
 
@@ -240,7 +240,8 @@ def test_errors_know_the_names_that_are_never_used():
     """A caller who passes one is told the right one."""
     for row, never in glossary_rows():
         for word in never:
-            assert any(word in OTHER_NAMES.get(name, ()) for name in row), word
+            found = any(word in OTHER_NAMES.get(name, ()) for name in row)
+            assert found, f"OTHER_NAMES of fastattn/_args/words.py lacks {word} for {row}"
     assert set(OTHER_NAMES) <= {name for _, name in signatures()} | set(CallOptions.__annotations__) | set(
         DecoderOptions.__annotations__
     ) | set(SamplingOptions.__annotations__)
@@ -248,7 +249,8 @@ def test_errors_know_the_names_that_are_never_used():
 
 def test_the_glossary_names_what_there_is():
     options = set(fastattn._args.options.AttentionOptions.__annotations__)
-    assert set(glossary()) - {name for _, name in signatures()} - options == set()
+    unknown = set(glossary()) - {name for _, name in signatures()} - options
+    assert unknown == set(), "docs/architecture.md names arguments that no function has"
 
 
 def test_options_are_those_of_attention():
@@ -411,7 +413,7 @@ def test_every_function_refuses_the_options_that_it_does_not_take(name):
 def test_there_is_no_other_function_with_options():
     functions = {name for name in functional.__all__ if inspect.isfunction(getattr(functional, name))}
     with_options = {n for n in functions if "options" in inspect.signature(getattr(functional, n)).parameters}
-    assert with_options == set(REFUSED) - {"attention_weights", "explain"}
+    assert with_options == set(REFUSED) - {"attention_weights", "explain"}, "REFUSED of tests/test_house.py"
 
 
 RECIPES = re.findall(r"^### To add (.*)$", section("Recipes"), re.MULTILINE)

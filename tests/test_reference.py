@@ -70,7 +70,9 @@ def test_the_reference_lists_every_public_name(name):
         full = f"{name}.{public}"
         if full not in names and full != "fastattn.__version__":
             x = of(full)
-            assert inspect.ismodule(x) or id(x) in objects, full
+            pages = [p.name for p in PAGES.glob("*.md") if f":: {name}\n" in p.read_text(encoding="utf-8")]
+            there = inspect.ismodule(x) or id(x) in objects
+            assert there, f"{full} is not in docs/reference: {', '.join(pages) or 'a new page'}"
 
 
 def test_the_reference_lists_nothing_twice_and_nothing_else():

@@ -26,7 +26,7 @@ FLOAT64 = np.dtype(np.float64)
 
 _ALL = slice(None)
 
-# The formulas are in src/activations.inc, their NumPy twins in _reference/ops.py.
+# The formulas are in src/activations.inc, their NumPy twins in _reference/activations.py.
 Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu", "sigmoid", "quick_gelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 # What `linear` can round its input to: the argument `activations`. `Rounded` is the same after it was

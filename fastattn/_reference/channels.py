@@ -11,8 +11,7 @@ from fastattn._args.blocks import BLOCK
 from fastattn._args.grad_types import ConvGradArgs, ScanGradArgs
 from fastattn._args.recurrent_types import ConvArgs, ScanArgs, each_sequence
 from fastattn._args.types import Array
-from fastattn._reference.grad import DERIVATIVES
-from fastattn._reference.ops import activate
+from fastattn._reference.activations import activate, slope
 
 
 def _blocks(x: Array, width: int = 1) -> Iterator[tuple[int, int]]:
@@ -70,7 +69,7 @@ def conv_grad(args: ConvGradArgs) -> None:
             last = min(length, end + width - 1)  # dx needs dpre of later tokens
             dpre = args.dout[tokens][..., begin:last, :].astype(lane)
             if a.activation is not None:
-                dpre = dpre * DERIVATIVES[a.activation](_pre(a, x, state, begin, last))
+                dpre = dpre * slope(_pre(a, x, state, begin, last), a.activation)
             # dx of tokens from begin - (width - 1) on; those before the first are of the state.
             first = begin if begin else 1 - width
             dx = np.zeros((*x.shape[:-2], end - first, x.shape[-1]), lane)

@@ -9,44 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastattn._args.blocks import blocks
-from fastattn._args.types import Activation, Array, lane_dtype
-from fastattn._reference.ops import _erf, _sigmoid, activate, side_by_side
+from fastattn._args.types import Array, lane_dtype
+from fastattn._reference.activations import activate, slope
+from fastattn._reference.ops import side_by_side
 from fastattn._reference.philox import kept
 
 if TYPE_CHECKING:
     from fastattn._args.grad_types import DropoutArgs, LogitsArgs, OuterArgs, RowsGradArgs, ScatterArgs
-
-
-def _gelu(x: Array) -> Array:
-    density = np.exp(-0.5 * np.square(x)) / math.sqrt(2 * math.pi)
-    result: Array = 0.5 * (1 + _erf(x / math.sqrt(2))) + x * density
-    return result
-
-
-def _gelu_tanh(x: Array) -> Array:
-    x = np.clip(x, -30, 30)  # beyond, it is 0 or 1; x**2 might overflow
-    tanh = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-    inner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * np.square(x))
-    result: Array = 0.5 * (1 + tanh) + 0.5 * x * (1 - np.square(tanh)) * inner
-    return result
-
-
-def _silu(x: Array, factor: float = 1.0) -> Array:
-    """The derivative of x sigmoid(factor x)."""
-    x = np.clip(x, -1000, 1000)  # beyond, it is 0 or 1; factor * x might overflow
-    y = _sigmoid(factor * x)
-    return y + factor * x * y * _sigmoid(-factor * x)
-
-
-# Derivatives. NaN stays NaN in all of them.
-DERIVATIVES: dict[Activation, Callable[[Array], Array]] = {
-    "relu": lambda x: np.where(np.isnan(x), x, x > 0).astype(x.dtype),
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "silu": _silu,
-    "sigmoid": lambda x: _sigmoid(x) * _sigmoid(-x),
-    "quick_gelu": lambda x: _silu(x, 1.702),
-}
 
 
 @np.errstate(all="ignore")
@@ -68,19 +37,18 @@ def rows_grad(args: RowsGradArgs) -> None:
             if args.dup is not None:
                 args.dup[block] = dout * activate(x, args.activation)
             dx = dout if args.up is None else dout * wide(args.up[block])
-            if args.activation is not None:
-                dx = dx * DERIVATIVES[args.activation](x)
+            dx = dx * slope(x, args.activation)
         elif args.up is None:
             dx, _ = _norm_grad(args, block, dout, x, wide)
         else:
             up = wide(args.up[block])
-            gate, slope = activate(up, args.activation), DERIVATIVES[args.activation](up)  # type: ignore[index]
+            gate, of_gate = activate(up, args.activation), slope(up, args.activation)
             if args.gate_first:
                 dz, _ = _norm_grad(args, block, dout, x * gate, wide)
-                dx, dup = dz * gate, dz * x * slope
+                dx, dup = dz * gate, dz * x * of_gate
             else:
                 dx, normed = _norm_grad(args, block, dout * gate, x, wide)
-                dup = dout * normed * slope
+                dup = dout * normed * of_gate
             if args.dup is not None:
                 args.dup[block] = dup
         if args.dx is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,8 @@ import numpy as np
 
 from fastattn._args.blocks import blocks
 from fastattn._args.packed import TABLES, columns, features_apart
-from fastattn._args.types import Activation, Array, RopeArgs, RowsArgs, lane_dtype
+from fastattn._args.types import Array, RopeArgs, RowsArgs, lane_dtype
+from fastattn._reference.activations import activate
 from fastattn._reference.attention import exp_below
 
 if TYPE_CHECKING:
@@ -22,33 +22,6 @@ if TYPE_CHECKING:
 _BLOCK_ROWS = 1024
 _BLOCK_PANELS = 32
 _BLOCK_MULTIPLICATIONS = 1 << 30
-
-
-def _erf(x: Array) -> Array:
-    """The error function, which NumPy lacks; 0.1 microseconds an element."""
-    return np.array([math.erf(value) for value in x.ravel().tolist()], x.dtype).reshape(x.shape)
-
-
-def _sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), without its overflow."""
-    result: Array = 0.5 + 0.5 * np.tanh(0.5 * x)
-    return result
-
-
-# NaN stays NaN in all of them.
-ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
-    "relu": lambda x: np.maximum(x, 0),
-    "gelu": lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
-    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-    "silu": lambda x: _sigmoid(x) * x,
-    "sigmoid": _sigmoid,
-    "quick_gelu": lambda x: _sigmoid(1.702 * x) * x,
-}
-
-
-def activate(x: Array, name: Activation | None) -> Array:
-    """The activation `name` of x, float32 or float64."""
-    return x if name is None else ACTIVATIONS[name](x)
 
 
 @np.errstate(all="ignore")

@@ -47,15 +47,6 @@ static void make_rows_grad(int number)
     rows_grad_now = c;
 }
 
-/* The derivative, by differences of the formula. */
-static double slope_of(fa_activation activation, double x)
-{
-    const double step = 1e-5;
-    if (activation == FA_RELU) return x > 0;
-    return (activated(activation, (near){x + step, 0}, 0).value - activated(activation, (near){x - step, 0}, 0).value) /
-           (2 * step);
-}
-
 /* Row i of dx and dup, as they must be; adds to dweight and dbias, and to what they may err by. */
 static void expect_rows_grad(const rows_grad_case *c, int64_t i, near *dx, near *dup, near *dweight, near *dbias)
 {

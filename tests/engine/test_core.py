@@ -24,7 +24,7 @@ from fastattn._engine.steps import (
     X,
 )
 from fastattn._formats import FORMATS
-from fastattn._reference import ops as twins
+from fastattn._reference import activations as twins
 from fastattn.cache import Slots
 from fastattn.layers._mixers import ConvolutionMixer, MixStep
 

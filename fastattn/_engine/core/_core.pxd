@@ -45,8 +45,7 @@ cdef extern from "fastattn.h" nogil:
         int block_q, block_k, tiles, bf16_dot
         int64_t n_tasks, split_k, n_splits, scratch_bytes, partial_bytes
         double flops
-    ctypedef enum fa_activation:
-        FA_N_ACTIVATIONS
+    ctypedef int fa_activation
     ctypedef struct fa_linear_args:
         const char *x
         const char *residual

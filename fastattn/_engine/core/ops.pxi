@@ -1,8 +1,10 @@
 # The layers' operations: a part of _core.pyx, which includes it.
 
 # The names, in the order of src/activations.inc, and their numbers.
-ACTIVATIONS = tuple([fa_activation_names[i].decode() for i in range(1, FA_N_ACTIVATIONS)])
-cdef dict _ACTIVATIONS = {name: i for i, name in enumerate((None, *ACTIVATIONS))}
+cdef dict _ACTIVATIONS = {None: 0}
+while fa_activation_names[len(_ACTIVATIONS)] != NULL:
+    _ACTIVATIONS[fa_activation_names[len(_ACTIVATIONS)].decode()] = len(_ACTIVATIONS)
+ACTIVATIONS = tuple(_ACTIVATIONS)[1:]
 cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8, "q8": FA_Q8,
                       **dict.fromkeys(TABLES, FA_I4)}
 cdef dict _KINDS = {"layer_norm": FA_LAYER_NORM, "rms_norm": FA_RMS_NORM, "softmax": FA_SOFTMAX,
