@@ -168,7 +168,7 @@ def not_an_argument(given: Mapping[str, Any], taken: Any, *named: str) -> TypeEr
 
     Beside these, the message lists the arguments `named`.
     """
-    names = [name for name in (*taken.__annotations__, *named) if name not in ("return", "others")]
+    names = [name for name in (*taken.__annotations__, *named) if name not in ("return", "more", "others")]
     word = next(name for name in given if name not in names)
     instead = _instead(word, names, named)
     if not instead:
