@@ -414,9 +414,9 @@ def test_the_other_types_of_ml_dtypes(dtype):
 
 
 def test_explain_names_itself_for_what_is_no_argument():
-    expected = r"^explain\(\): drop is not an argument; expected one of .*, return_lse, stats$"
+    expected = r"^explain\(\): colour is not an argument; expected one of .*, return_lse, stats$"
     with pytest.raises(TypeError, match=expected):
-        fastattn.explain(Q, Q, Q, drop=0.1)
+        fastattn.explain(Q, Q, Q, colour=0.1)
 
 
 NEEDING = [
