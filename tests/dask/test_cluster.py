@@ -164,7 +164,7 @@ def test_wrong_embeddings_are_errors_before_anything_runs(folder, tmp_path):
     refused(ValueError, r"embed\(\): batch_size is 0; expected at least 1", bag, folder, batch_size=0)
     refused(ValueError, r"precision is 'int8'; expected float32, binary", bag, folder, precision="int8")
     refused(TypeError, r"show_progress_bar is not an argument", bag, folder, show_progress_bar=True)
-    refused(TypeError, r"embed\(\): batch is not an argument; expected one of", bag, folder, batch=3)
+    refused(TypeError, r"embed\(\): batch is not an argument; expected batch_size", bag, folder, batch=3)
     refused(ValueError, r"embed\(\): num_threads is 0; expected at least 1", bag, folder, num_threads=0)
     refused(TypeError, r"embed\(\): progress is 2; expected True or False", bag, folder, progress=2)
     assert sorted(path.name for path in (tmp_path / "full").iterdir()) == ["x"]
