@@ -9,7 +9,10 @@ FASTATTN_EMULATE_BF16_DOT=1   for tests: dot products of bfloat16 pairs on every
                               where there is no instruction for them
 FASTATTN_EMULATE_TILES=avx512 for tests: the instruction set `amx` for every CPU with AVX-512, its tiles
                               spelled out; or avx2, its vectors too
-FASTATTN_ISAS=avx2,avx512      compile no other instruction sets but these, and generic
+FASTATTN_ISAS=all              compile every instruction set of this architecture: the default but in place
+FASTATTN_ISAS=native           those that this CPU uses by default, and generic: the default in place, of
+                              `pip install -e` and `build_ext -i`
+FASTATTN_ISAS=avx2,avx512      these, and generic
 FASTATTN_OPENMP=0             leave OpenMP out, as where the compiler has none: threads are our own
 FASTATTN_TRACE=1              note which thread runs which task when, for tools/threads.py
 FASTATTN_SANITIZE=address,undefined  look for such errors at run time: tests/sanitize.sh
@@ -18,6 +21,7 @@ FASTATTN_SANITIZE=address,undefined  look for such errors at run time: tests/san
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import tempfile
@@ -37,7 +41,7 @@ SRC = Path("src")
 # -ffp-contract=off: every multiply-add is written as one; results do not depend on a compiler's taste.
 # Never -ffast-math: NaN rules, and it sets flush-to-zero in the process that loads the extension.
 # -fwrapv: most Pythons bring it; without it gcc 12 ends in an internal error on the doubles of `generic`.
-FLAGS = ["-std=gnu11", "-O3", "-g0", "-fwrapv", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
+FLAGS = ["-std=gnu11", "-g0", "-fwrapv", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 FLAGS += ["-Wall", "-Wextra"]
 if os.environ.get("FASTATTN_EMULATE_BF16_DOT") == "1":
     FLAGS.append("-DFA_EMULATE_BF16_DOT")
@@ -52,10 +56,13 @@ SANITIZE = os.environ.get("FASTATTN_SANITIZE", "")
 SANITIZED = ["-O1", "-g", f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all"] if SANITIZE else []
 TRACE = [("FA_TRACE", "1")] if os.environ.get("FASTATTN_TRACE") == "1" else []
 REQUIRED = os.environ.get("FASTATTN_REQUIRE_EXT") == "1"
+WANTED = os.environ.get("FASTATTN_ISAS", "")
 
 
 FAMILIES = sorted(path.stem for path in Path(SRC, "families").glob("*.c"))
-LONGEST = ("attention", "linear")  # to compile
+LONGEST = ("attention", "linear", "rowwise", "backward")  # to compile
+# With -O3. The others take 0.6 of the time with -O2, and are as fast within 2%; docs/notes/wheels.md.
+FASTEST = ("attention", "linear", "backward", "outer")
 COMMON = ("cpu.c", "dispatch.c", "lists.c")
 LANES = ("f32", "f64")
 OBJECTS = Path("build/objects")  # in the checkout: `pip install -e .` has a new build_temp each time
@@ -75,9 +82,26 @@ class InstructionSet(NamedTuple):
         return [(self.name if family in own else self.base, lane, family) for family in FAMILIES]
 
 
-def listed(tables):
-    """The tables as dispatch.c reads them."""
-    return " ".join(f"FAMILY({'_'.join(table)})" for table in tables)
+def optimisation(name, lane, family):
+    """How hard the compiler tries. `generic` is for CPUs that hardly anybody has; no bit depends on it."""
+    if lane == "f32" and family in FASTEST and name != "generic":
+        return ["-O3"]
+    return ["-O1" if name == "generic" else "-O2", "-Wno-maybe-uninitialized"]  # which is right with -O3 alone
+
+
+def listed(isas, compiled):
+    """The instruction sets, and the tables of those that are compiled, as dispatch.c reads them."""
+
+    def tables(isa, lane):
+        return " ".join(f"FAMILY({'_'.join(table)})" for table in isa.tables(lane) if isa in compiled)
+
+    return " ".join(f"ISA({isa.name}, {', '.join(tables(isa, lane) for lane in LANES)})" for isa in isas)
+
+
+def processes():
+    """Compilers to run at once: CPUs that the affinity and the cgroup allow."""
+    cpus = runpy.run_path("fastattn/_engine/cpus.py")
+    return min(len(cpus["CPUS"]), cpus["cgroup_quota"]() or len(cpus["CPUS"]))
 
 
 @cache
@@ -118,38 +142,78 @@ class BuildExt(build_ext):
             ext.extra_link_args += ["-pthread", *openmp]
         werror = ["-Werror"] if os.environ.get("FASTATTN_WERROR") == "1" else []
         flags = [*FLAGS, *SANITIZED, *werror]
-        known = {isa.name: isa for isa in instruction_sets() if self.takes(isa.flags)}
-        wanted = (os.environ.get("FASTATTN_ISAS") or ",".join(known)).split(",")
-        isas = [isa for isa in known.values() if isa.name in (*wanted, "generic")]
-        if not isas:
+        ours = instruction_sets()
+        known = {isa.name: isa for isa in ours if self.takes(isa.flags)}
+        if not known:
             raise CompileError("no working C compiler (or none that takes GNU C flags)")
+        wanted = self.wanted(known)
+        isas = [isa for isa in known.values() if isa.name in wanted]
         tables = {table: None for isa in isas for lane in LANES for table in isa.tables(lane)}
-        entries = [", ".join([isa.name, *map(listed, map(isa.tables, LANES))]) for isa in isas]
-        compiled = [("FA_COMPILED", " ".join(f"ISA({entry})" for entry in entries))]
+        compiled = [("FA_COMPILED", listed(ours, isas))]
 
         def kernels(name, lane, family):
             macros = [("FA_ISA_NAME", name), (f"FA_LANE_{lane.upper()}", "1")]
-            flags_of = self.gnu([*flags, *known[name].flags])
+            flags_of = self.gnu([*optimisation(name, lane, family), *flags, *known[name].flags])
             return self.compile(SRC / f"families/{family}.c", f"{name}_{lane}", flags_of, macros)
 
         compiler = [self.compiler.cc] if self.compiler.compiler_type == "msvc" else self.compiler.compiler_so
         version = subprocess.run([*compiler, "--version"], stdout=subprocess.PIPE).stdout
         self.command = [version, *compiler]
         [layer], ext.sources = ext.sources, []
-        layer_flags = [*ext.extra_compile_args, *self.gnu([f"-isystem{numpy.get_include()}"])]
+        layer_flags = ["-O1", *ext.extra_compile_args, *self.gnu([f"-isystem{numpy.get_include()}"])]
         folder = self.get_ext_filename("layer")  # each Python's own
         jobs = [partial(self.compile, layer, folder, layer_flags, ext.define_macros)]
         jobs += [partial(kernels, *table) for table in sorted(tables, key=lambda t: t[2] not in LONGEST)]
         jobs += [
-            partial(self.compile, SRC / name, "common", self.gnu([*flags, *TILES_FLAGS]), compiled)
+            partial(self.compile, SRC / name, "common", self.gnu(["-O2", *flags, *TILES_FLAGS]), compiled)
             for name in COMMON
         ]
         for path in SRC.rglob("*.*"):
             digest(str(path))  # before anything is compiled
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        names, count = " ".join(isa.name for isa in isas), processes()
+        print(f"kernels for {names}: {len(jobs)} files, {count} at a time, where they have changed", flush=True)
+        with ThreadPoolExecutor(count) as pool:
             ext.extra_objects = list(pool.map(lambda job: job(), jobs))
         ext.depends = ext.extra_objects
         super().build_extension(ext)
+
+    def finalize_options(self):
+        """Also keep what `run` forgets."""
+        super().finalize_options()
+        self.stays = bool(self.inplace)  # in this clone, for this machine
+
+    def wanted(self, known):
+        """Names of the instruction sets to compile, of those that the compiler takes."""
+        names = (WANTED or ("native" if self.stays else "all")).split(",")
+        if names == ["native"]:
+            names = self.native(known)
+        elif names == ["all"]:
+            names = known
+        elif unknown := set(names) - {isa.name for isa in instruction_sets()}:
+            expected = ", ".join(isa.name for isa in instruction_sets())
+            raise SystemExit(f"FASTATTN_ISAS has {', '.join(sorted(unknown))}; expected native, all or some of {expected}")
+        return {*names, "generic"}
+
+    def native(self, known):
+        """Those that this CPU uses by default, with AMX's tiles and without, as dispatch.c chooses among `known`."""
+        program = """
+            #include <stdio.h>
+            #include "fastattn.h"
+            int main(void)
+            {
+                for (int tiles = 0; tiles < 2; tiles++) puts(fa_isa_name(fa_isa_best(fa_cpu_slow_pairs(), tiles)));
+            }"""
+        flags = self.gnu(["-DFA_COMPILED=" + listed(known.values(), ()), *TILES_FLAGS])
+        with tempfile.TemporaryDirectory() as folder:
+            source, made = Path(folder, "native.c"), Path(folder, "native")
+            source.write_text(program)
+            sources = [str(source), str(SRC / "cpu.c"), str(SRC / "dispatch.c")]
+            try:
+                objects = self.compiler.compile(sources, folder, None, [str(SRC)], extra_postargs=flags)
+                self.compiler.link_executable(objects, str(made))
+                return subprocess.run([made], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+            except (CompileError, LinkError, OSError, subprocess.CalledProcessError):  # for another machine
+                return known
 
     def gnu(self, flags):
         """Flags of gcc and clang, as the compiler takes them."""

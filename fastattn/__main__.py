@@ -60,15 +60,6 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tune(options: argparse.Namespace) -> int:
-    """Measure which sizes of tasks suit this machine; write them only if asked."""
-    from fastattn._bench import tune
-
-    if options.reset and options.write is not None:
-        options.parser.error("--reset removes the file that --write writes: give one of them")
-    return tune.main(options.seconds, options.seed, options.write, options.reset)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fastattn", description="FlashAttention for CPUs.")
     parser.add_argument("--version", action="version", version=f"fastattn {fastattn.__version__}")
@@ -93,13 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     option("--threads", type=threads, metavar="N", help="of every engine (as many as fastattn uses)")
     option("--json", type=_file, metavar="FILE", help="write everything that was measured")
     option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")
-
-    option = command(_tune)
-    option("--seconds", type=positive, default=60, metavar="N", help="about how long (60)")
-    option("--seed", type=natural, metavar="N", help="of the shapes that are drawn (a new one)")
-    text = "write the sizes to FILE (FASTATTN_TUNING, or fastattn/tuning.json in the user's configuration)"
-    option("--write", type=_config, nargs="?", const=Path(), metavar="FILE", help=text)
-    option("--reset", action="store_true", help="remove that file, and measure nothing")
 
     def model_options(option: Callable[..., argparse.Action], placed: bool = False) -> None:
         text = "a folder of config.json and model.safetensors, a GGUF file, or a name of the Hub"
@@ -222,16 +206,11 @@ def _whole(least: int, cpus: int | None = None) -> Callable[[str], int]:
 
 def _file(text: str) -> Path:
     """Refuse a file that cannot be written now, not after minutes of measuring."""
-    path = _config(text)
-    if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: its folder does not exist")
-    return path
-
-
-def _config(text: str) -> Path:
     path = Path(text)
     if kind := irregular(path):
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is {kind}")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: its folder does not exist")
     return path
 
 

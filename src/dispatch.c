@@ -1,8 +1,9 @@
-/* What all instruction sets share: the sizes of tuning.inc, and the list of compiled instruction sets, best first. The
- * build defines FA_COMPILED, such as
+/* What all instruction sets share: the sizes of tuning.inc, and the list of this architecture's instruction sets, best
+ * first. The build defines FA_COMPILED, such as
  *
- *     ISA(avx2, FAMILY(avx2_f32_linear) FAMILY(avx2_f32_rows), FAMILY(avx2_f64_linear) FAMILY(avx2_f64_rows))
- *     ISA(generic, FAMILY(generic_f32_linear) ...): names, and the tables of families/ that each uses, by lane type. */
+ *     ISA(avx512, , ) ISA(avx2, FAMILY(avx2_f32_linear) FAMILY(avx2_f32_rows), FAMILY(avx2_f64_linear) ...)
+ *     ISA(generic, FAMILY(generic_f32_linear) ...): names, and the tables of families/ that each uses, by lane type; none
+ * where a set was not compiled. */
 #include "fastattn.h"
 
 #include <string.h>
@@ -54,25 +55,31 @@ __attribute__((constructor)) static void join_families(void)
 }
 
 const char *fa_isa_name(int isa) { return isas[isa].name; }
-int fa_isa_available(int isa) { return isas[isa].available(); }
-int fa_isa_default(int slow_pairs, int tiles)
+int fa_isa_compiled(int isa) { return isas[isa].families[0][0] != NULL; }
+int fa_isa_available(int isa) { return fa_isa_compiled(isa) && isas[isa].available(); }
+
+static int first_isa(int slow_pairs, int tiles, int compiled)
 {
     for (int isa = 0;; isa++) { /* generic is always there */
-        if (!isas[isa].available() || (slow_pairs && !strcmp(isas[isa].name, "avx512bf16"))) continue;
+        if (!isas[isa].available() || (compiled && !fa_isa_compiled(isa))) continue;
+        if (slow_pairs && !strcmp(isas[isa].name, "avx512bf16")) continue;
         if (tiles || strcmp(isas[isa].name, "amx") != 0) return isa;
     }
 }
 
+int fa_isa_default(int slow_pairs, int tiles) { return first_isa(slow_pairs, tiles, 1); }
+int fa_isa_best(int slow_pairs, int tiles) { return first_isa(slow_pairs, tiles, 0); }
+
 const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane) { return &isas[isa].lanes[lane == FA_F64].kernels; }
 
-#define FA_SIZE(name, unit, by_default, least, most) .name = by_default,
+#define FA_SIZE(name, by_default, least, most) .name = by_default,
 enum { level2 = 1 << 20 };
 fa_tuning fa_tuned = {
 #include "tuning.inc"
 };
 #undef FA_SIZE
 
-#define FA_SIZE(name, unit, by_default, least, most) {#name, unit, least, most},
+#define FA_SIZE(name, by_default, least, most) {#name, least, most},
 static const fa_size sizes[] = {
 #include "tuning.inc"
 };
@@ -88,7 +95,7 @@ static int64_t within(int64_t x, int64_t least, int64_t most) { return x < least
 void fa_tune_for(int64_t known)
 {
     const int64_t level2 = known > 0 ? within(known, 1, 1 << 30) : 1 << 20;
-#define FA_SIZE(name, unit, by_default, least, most) .name = within(by_default, least, most),
+#define FA_SIZE(name, by_default, least, most) .name = within(by_default, least, most),
     fa_tuned = (fa_tuning){
 #include "tuning.inc"
     };

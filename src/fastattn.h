@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 /* Sizes that are a matter of time alone. Whoever changes one does it while no plan is made. */
-#define FA_SIZE(name, unit, by_default, least, most) int64_t name;
+#define FA_SIZE(name, by_default, least, most) int64_t name;
 typedef struct {
 #include "tuning.inc"
 } fa_tuning;
@@ -641,7 +641,7 @@ typedef struct {
 extern fa_tuning fa_tuned;
 
 typedef struct {
-    const char *name, *unit;
+    const char *name;
     int64_t least, most;
 } fa_size;
 
@@ -656,11 +656,13 @@ int64_t fa_level2_cache(void);
 int fa_cpu_slow_pairs(void);
 int fa_cpu_ask_tiles(void); /* asks the system for what `amx` needs; whether it is granted */
 
-/* dispatch.c. The ISAs that were compiled in, best first, index 0 .. fa_isa_count() - 1. */
+/* dispatch.c. The ISAs of this architecture, best first, index 0 .. fa_isa_count() - 1. */
 int fa_isa_count(void);
 const char *fa_isa_name(int isa);
-int fa_isa_available(int isa);                            /* this CPU (and system) runs it */
+int fa_isa_compiled(int isa);
+int fa_isa_available(int isa);                            /* compiled, and this CPU (and system) runs it */
 int fa_isa_default(int slow_pairs, int tiles);            /* the first one available, not slow; amx with tiles */
+int fa_isa_best(int slow_pairs, int tiles);               /* the same, if all were compiled */
 const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane); /* FA_F32 or FA_F64 lanes */
 extern const char *const fa_activation_names[];           /* from FA_NONE on, whose name is ""; NULL ends them */
 

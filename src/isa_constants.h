@@ -6,7 +6,7 @@
  *                               12x2, 4x4, 4x6 and 2x8 are behind from 128 keys up. AVX2: 6x2 is 3% behind, with 8
  *                               loads for 12 multiply-adds and not 7; 8x2 spills. NEON: a vector holds but four
  *                               queries. generic: without fused multiply-adds a product takes one register more
- *     LINEAR_ROWS x LINEAR_NV   the same of the layers' matrix product
+ *     LINEAR_ROWS x LINEAR_NV   the same of the layers' matrix product. generic: each number of rows is code to compile
  *     BYTES_ROWS                its rows in int8 by int8: without an instruction for it, the dot product takes registers for
  *                               absolute values, 1 and products between
  *     V_I8_OFFSET               128 where the dot product of bytes takes one side unsigned (see v_dot_i8), or 0
@@ -18,7 +18,7 @@
 #define V_REGISTERS 16
 #define TILE 6
 #define NV 2
-#define LINEAR_ROWS 6
+#define LINEAR_ROWS 4
 #define LINEAR_NV 2
 #elif defined __AVX512F__ || defined FA_EMULATE_TILES /* whose vectors are as wide on every CPU */
 #define V_BYTES 64

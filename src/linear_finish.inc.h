@@ -1,6 +1,6 @@
 /* What becomes of a linear map's sums: out = activation(acc scale + bias) [up] + residual, while they are in the caches.
  *
- * Literals  activation, dtype.
+ * Literals  any: 1 where activation and dtype are no literals. activation, dtype.
  * Exports   panel_rows, rows_of_panel, finish_rows. */
 #pragma once
 #include "activation.inc.h"
@@ -62,22 +62,35 @@ INLINE v_t v_scaled(const panel_rows *p, int up, const lane *acc, row_grid x, in
     return p->bias && n > 0 ? y + v_load_part(p->bias + c + up * p->outputs, n) : y;
 }
 
+/* v_activate_each of FEW vectors, for any activation. */
+NOINLINE void activate_any(fa_activation activation, fa_dtype to, v_t *y)
+{
+    switch (activation) {
+#define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
+    case constant: v_activate_each(constant, to, FEW, y); break;
+#include "activations.inc"
+    default: break;
+    }
+}
+
 /* The results of `rows` rows, 1 or 2, at two vectors of columns from c on, n columns before the panel's end. A vector
  * waits for each of its steps: so four take them together. */
-INLINE void finish_few(fa_dtype dtype, fa_activation activation, int rows, const panel_rows *p, int64_t c, int64_t n)
+INLINE void finish_few(int any, fa_dtype dtype, fa_activation activation, int rows, const panel_rows *p, int64_t c,
+                       int64_t n)
 {
     const int64_t size = dtype_size(dtype), out_row = p->a->out_row, residual_row = p->a->residual_row;
     const int64_t pre_row = p->a->pre_row;
     const row_grid none = {1, 0};
-    v_t y[FEW];
+    v_t y[FEW] = {0};
     UNROLL_FOR(int i = 0; i < 2 * rows; i++) {
         const int64_t r = i / 2, at = i % 2 * LANES;
         y[i] = v_scaled(p, 0, p->acc + r * PANEL, p->sums ? p->grid[r] : none, c + at, n - at);
         if (p->pre && n > at) v_store_as_part(dtype, p->pre + r * pre_row + (c + at) * size, y[i], n - at);
     }
     /* The error of a short GELU, which is small beside its largest results, would be multiplied. */
-    if (activation == FA_GELU && p->gated) v_activate_each(activation, LANE_DTYPE, 2 * rows, y);
-    else v_activate_each(activation, dtype, 2 * rows, y);
+    const fa_dtype to = activation == FA_GELU && p->gated ? LANE_DTYPE : dtype;
+    if (any) activate_any(activation, to, y);
+    else v_activate_each(activation, to, 2 * rows, y);
     UNROLL_FOR(int i = 0; i < 2 * rows; i++) {
         const int64_t r = i / 2, at = i % 2 * LANES;
         if (p->gated) {
@@ -99,7 +112,7 @@ _Static_assert(FEW == 4, "two rows of two vectors");
 
 /* Finishes `rows` of them. p is the caller's copy, which no store can change: it stays in registers. Asks for what the
  * row's next panel will read and write. */
-INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, panel_rows p, int64_t rows)
+INLINE void finish_rows_as(int any, fa_dtype dtype, int64_t n, fa_activation activation, panel_rows p, int64_t rows)
 {
     const int64_t size = dtype_size(dtype), out_row = p.a->out_row, residual_row = p.a->residual_row;
     const int64_t pre_row = p.a->pre_row;
@@ -110,10 +123,9 @@ INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, 
                 __builtin_prefetch(p.out + r * out_row + b, 1, 3);
                 if (p.residual) __builtin_prefetch(p.residual + r * residual_row + b, 0, 3);
             }
-        UNROLL_FOR(int64_t c = 0; c < PANEL; c += 2 * LANES) {
-            if (c >= n) break;
-            if (here == 2) finish_few(dtype, activation, 2, &p, c, n - c);
-            else finish_few(dtype, activation, 1, &p, c, n - c);
+        for (int64_t c = 0; c < n; c += 2 * LANES) {
+            if (here == 2) finish_few(any, dtype, activation, 2, &p, c, n - c);
+            else finish_few(any, dtype, activation, 1, &p, c, n - c);
         }
         rows -= here;
         p.acc += here * PANEL, p.up += here * PANEL, p.grid += p.sums ? here : 0, p.out += here * out_row;
@@ -122,8 +134,15 @@ INLINE void finish_rows_as(fa_dtype dtype, int64_t n, fa_activation activation, 
     }
 }
 
-/* The same. Two cases are compiled with what they have as literals, for whole panels of the common types: floats, and
- * bytes by bytes, neither with a gate nor with `pre`. */
+/* Any rows, in one function for all activations, dtypes and parts of panels. */
+NOINLINE void finish_any(const panel_rows *p, int64_t rows)
+{
+    finish_rows_as(1, p->a->out_dtype, p->n, p->a->activation, *p, rows);
+}
+
+#if LANE_BITS == 32 && !defined FA_GENERIC
+/* Whole panels of the common types. Two cases are compiled with what they have as literals: floats, and bytes by bytes,
+ * neither with a gate nor with `pre`. */
 INLINE void finish_rows_by(fa_activation activation, const panel_rows *p, int64_t rows)
 {
     const fa_dtype dtype = p->a->out_dtype;
@@ -131,16 +150,15 @@ INLINE void finish_rows_by(fa_activation activation, const panel_rows *p, int64_
     panel_rows simple = *p, bytes = *p;
     simple.gated = simple.bytes = bytes.gated = 0, bytes.bytes = bytes.flush = 1;
     simple.scale = simple.sums = NULL, simple.pre = bytes.pre = NULL;
-    if (p->n < PANEL || (dtype != LANE_DTYPE && dtype != FA_BF16)) finish_rows_as(dtype, p->n, activation, *p, rows);
-    else if (plain && p->bytes) {
+    if (plain && p->bytes) {
         if (!p->scale || !p->sums) __builtin_unreachable();
-        if (dtype == LANE_DTYPE) finish_rows_as(LANE_DTYPE, PANEL, activation, bytes, rows);
-        else finish_rows_as(FA_BF16, PANEL, activation, bytes, rows);
+        if (dtype == LANE_DTYPE) finish_rows_as(0, LANE_DTYPE, PANEL, activation, bytes, rows);
+        else finish_rows_as(0, FA_BF16, PANEL, activation, bytes, rows);
     } else if (p->scale || p->sums || !plain) {
-        if (dtype == LANE_DTYPE) finish_rows_as(LANE_DTYPE, PANEL, activation, *p, rows);
-        else finish_rows_as(FA_BF16, PANEL, activation, *p, rows);
-    } else if (dtype == LANE_DTYPE) finish_rows_as(LANE_DTYPE, PANEL, activation, simple, rows);
-    else finish_rows_as(FA_BF16, PANEL, activation, simple, rows);
+        if (dtype == LANE_DTYPE) finish_rows_as(0, LANE_DTYPE, PANEL, activation, *p, rows);
+        else finish_rows_as(0, FA_BF16, PANEL, activation, *p, rows);
+    } else if (dtype == LANE_DTYPE) finish_rows_as(0, LANE_DTYPE, PANEL, activation, simple, rows);
+    else finish_rows_as(0, FA_BF16, PANEL, activation, simple, rows);
 }
 
 /* One function for each activation: in one for all, every call would load what any of them needs. */
@@ -149,16 +167,29 @@ INLINE void finish_rows_by(fa_activation activation, const panel_rows *p, int64_
 #include "activations.inc"
 NOINLINE void finish_FA_NONE(const panel_rows *p, int64_t rows) { finish_rows_by(FA_NONE, p, rows); }
 
-/* Finishes `rows` of those that wait, and moves p to the others. */
-NOINLINE void finish_rows(panel_rows *p, int64_t rows)
+NOINLINE void finish_panels(const panel_rows *p, int64_t rows)
 {
-    const fa_linear_args *a = p->a;
-    switch (a->activation) {
+    const fa_dtype dtype = p->a->out_dtype;
+    if (p->n < PANEL || (dtype != LANE_DTYPE && dtype != FA_BF16)) {
+        finish_any(p, rows);
+        return;
+    }
+    switch (p->a->activation) {
 #define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
     case constant: finish_##constant(p, rows); break;
 #include "activations.inc"
     default: finish_FA_NONE(p, rows);
     }
+}
+#else /* doubles, and the set for CPUs without AVX2 or NEON: rare, and a sixth of the time to compile */
+#define finish_panels finish_any
+#endif
+
+/* Finishes `rows` of those that wait, and moves p to the others. */
+NOINLINE void finish_rows(panel_rows *p, int64_t rows)
+{
+    const fa_linear_args *a = p->a;
+    finish_panels(p, rows);
     p->rows -= rows, p->acc += rows * PANEL, p->up += rows * PANEL, p->out += rows * a->out_row;
     if (p->sums) p->grid += rows;
     if (p->residual) p->residual += rows * a->residual_row;

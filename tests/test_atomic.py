@@ -16,7 +16,6 @@ from fastattn import train
 from fastattn.__main__ import main
 from fastattn._atomic import replaced
 from fastattn._bench import harness, plot, report
-from fastattn._engine import tuning
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes and pipes")
 
@@ -76,12 +75,6 @@ def embed(path, folder, monkeypatch):
     command(monkeypatch, "embed", "--model", folder, folder / "texts.txt", "--output", path)
 
 
-def tune(path, folder, monkeypatch):
-    if not COMPILED:
-        pytest.skip("of compiled kernels, and there are none")
-    tuning.write(path, {})
-
-
 def bench_json(path, folder, monkeypatch):
     monkeypatch.setattr(harness, "run", lambda *args, **options: {})
     monkeypatch.setattr(report, "text", lambda result: "")
@@ -110,7 +103,6 @@ WRITERS = {
     "embed.npy": embed,
     "embed.jsonl": embed,
     "embed.parquet": embed,
-    "tune.json": tune,
     "bench.json": bench_json,
     "bench.png": bench_plot,
     "part.00000.parquet": dask_embed,

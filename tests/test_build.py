@@ -62,6 +62,7 @@ def built(tmp_path_factory, compiler):
     core.joinpath("counts.pxi").write_text("count = fa_isa_count()\n")
     shutil.copytree(ROOT / "src", tree / "src")
     shutil.copy(ROOT / "setup.py", tree)
+    shutil.copy(ROOT / "fastattn/_engine/cpus.py", tree / "fastattn/_engine")
     assert build(tree, compiler) == KERNELS | COMMON | LAYER
     return tree
 

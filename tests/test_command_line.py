@@ -37,13 +37,12 @@ def commands(tmp_path_factory):
         "help-of-a-command": ["bench", "--help"],
         "selftest": ["selftest", "--cases", "1"],
         "bench": ["bench", "--seconds", "1"],
-        "tune": ["tune", "--seconds", "1"] if COMPILED else ["info"],
         "embed": ["embed", "--model", str(encoder), str(lines)],
         "generate": ["generate", "--model", str(writer), "Once", "--max-new-tokens", "60"],
     }
 
 
-NAMES = ["info", "help", "help-of-a-command", "selftest", "bench", "tune", "embed", "generate"]
+NAMES = ["info", "help", "help-of-a-command", "selftest", "bench", "embed", "generate"]
 
 
 def run(arguments, stdout, **more):

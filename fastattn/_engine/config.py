@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from fastattn._engine import settings, tuning
+from fastattn._engine import settings
 from fastattn._engine.settings import Report
 from fastattn._version import __version__
 
@@ -19,12 +19,11 @@ def show_config() -> Report:
     Report
         A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
         if it is compiled), ``isa`` in use (None on NumPy), ``isa_refused`` (why the system does not let a
-        better one run, or None), ``isas_available`` on this CPU, ``isas_compiled``,
-        ``num_threads`` and ``num_threads_from`` (which variable or limit sets it), ``threading``: whose
+        better one run, or None), ``isa_left_out`` (a better one of this CPU that was not
+        compiled, or None), ``isas_available`` on this CPU, ``isas_compiled``, ``num_threads`` and ``num_threads_from`` (which variable or limit sets it), ``threading``: whose
         threads compute ("openmp"; "team", our own; "borrowed", torch's, while `fastattn.torch` is imported;
         None on NumPy), and ``threading_available`` in this build,
-        ``level2_cache`` (bytes of a core's, if the system says), ``tuning`` (sizes of tasks that are not the
-        defaults, and the file that says so), ``compiler``, and the versions of NumPy and Python.
+        ``level2_cache`` (bytes of a core's, if the system says), ``compiler``, and the versions of NumPy and Python.
     """
     return Report(
         version=__version__,
@@ -32,6 +31,7 @@ def show_config() -> Report:
         why_numpy=settings.why_numpy(),
         isa=settings.core.get_isa() if settings.current.backend == "compiled" else None,
         isa_refused=settings.core.isa_refused if settings.core else None,
+        isa_left_out=settings.core.isa_left_out() if settings.core else None,
         isas_available=settings.available_isas(),
         isas_compiled=settings.core.COMPILED_ISAS if settings.core else (),
         num_threads=settings.get_num_threads(),
@@ -39,7 +39,6 @@ def show_config() -> Report:
         threading=settings.core.whose_threads() if settings.current.backend == "compiled" else None,
         threading_available=settings.available_threadings(),
         level2_cache=settings.core.LEVEL2_CACHE or None if settings.core else None,
-        tuning=tuning.said() if settings.current.backend == "compiled" else None,
         compiler=settings.core.COMPILER if settings.core else None,
         numpy=np.__version__,
         python=sys.version.split()[0],

@@ -1,8 +1,7 @@
 """The settings of this process: implementation, instruction set, threads and their number.
 
 The environment variables FASTATTN_BACKEND, FASTATTN_ISA, FASTATTN_THREADING and FASTATTN_NUM_THREADS are
-read once, when this module is imported. FASTATTN_TUNING, of tuning.py, is read when a compiled kernel is
-first needed.
+read once, when this module is imported.
 """
 
 from __future__ import annotations
@@ -11,21 +10,16 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from math import ceil
-from pathlib import Path
 from typing import Any
 
 from fastattn._args.errors import named, put_name
 from fastattn._args.values import integer, short
 from fastattn._engine.beside_torch import shares_openmp
-
-# The CPUs that this process may use.
-_ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-CPUS = tuple(sorted(_ALLOWED))
+from fastattn._engine.cpus import CPUS, cgroup_quota
 
 core: Any = None  # the compiled layer, fastattn/_engine/core/_core.pyx
 _IMPORT_ERROR = ""
@@ -41,7 +35,7 @@ _MOST_USEFUL = max(64, os.cpu_count() or 1)
 
 
 class FallbackWarning(RuntimeWarning):
-    """Attention runs on NumPy, several times slower, because the compiled kernels are missing."""
+    """This CPU's best kernels were not compiled: NumPy or a lesser instruction set is used instead."""
 
 
 class Report(dict[str, Any]):
@@ -80,37 +74,6 @@ class _Settings:
         if _most_used < _MOST_USEFUL:
             return "OMP_THREAD_LIMIT"
         return f"{self.wanted_from}: {self.wanted_threads}, of which {_most_used} are used"
-
-
-def _cgroup_quota(root: str = "/") -> int | None:
-    """Number of CPUs that the process's cgroups (v1 or v2) allow it, rounded up; None without a quota."""
-    try:
-        lines = Path(root, "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    quotas = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            mount, names = "sys/fs/cgroup", ["cpu.max"]
-        elif "cpu" in controllers.split(","):
-            mount, names = "sys/fs/cgroup/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-        else:
-            continue
-        # The quotas of all ancestors count. In a container, the path may be the host's; then only the mount
-        # itself exists.
-        levels = path.strip("/").split("/")
-        quotas += [_read_quota(Path(root, mount, *levels[:n]), names) for n in range(len(levels) + 1)]
-    return min((ceil(quota) for quota in quotas if quota), default=None)
-
-
-def _read_quota(folder: Path, names: list[str]) -> float | None:
-    """Number of CPUs that one cgroup allows; its files `names` hold a quota of time and the period for it."""
-    try:
-        quota, period = (int(word) for name in names for word in (folder / name).read_text().split())
-    except (OSError, ValueError):  # no such file, or the quota is "max"
-        return None
-    return quota / period if quota > 0 and period > 0 else None
 
 
 def available_threadings() -> tuple[str, ...]:
@@ -162,7 +125,7 @@ def _wanted_threads() -> tuple[int, str]:
     name = "OMP_NUM_THREADS"
     if count := _thread_count(os.environ.get(name, "").split(",")[0].strip()):
         return count, name
-    quota = _cgroup_quota()
+    quota = cgroup_quota()
     # Where OpenMP binds threads, this one may be bound to a single CPU by now; OpenMP remembers the others.
     cpus = max(len(CPUS), core.openmp_threads()[1] if core is not None else 1)
     return (cpus, "CPU affinity") if quota is None or cpus <= quota else (quota, "cgroup quota")
@@ -181,8 +144,21 @@ def _from_environment() -> _Settings:
         asked = os.environ.get("FASTATTN_THREADING")
         _use_threading("FASTATTN_THREADING", asked or available_threadings()[0])
         core.watch_for_torch(not asked, _beside_torch)
+        if not isa and backend != "numpy" and (better := core.isa_left_out()):
+            _warn_of_lesser(better)
     default = "numpy" if core is None else "compiled"
     return _Settings(backend or default, "FASTATTN_BACKEND" if backend else "", *_wanted_threads())
+
+
+def _warn_of_lesser(better: str) -> None:
+    """Warn that this build lacks `better`, the best instruction set of this CPU: it was built elsewhere."""
+    used = core.get_isa()
+    warn(
+        f"fastattn was built without {better}, the best instruction set of this CPU, and uses {used}, which is"
+        f" slower. Install it on this machine, or build it with FASTATTN_ISAS=all. Or set FASTATTN_ISA={used}"
+        " to use that without this warning.",
+        FallbackWarning,
+    )
 
 
 def _use_isa(what: str, isa: str) -> None:
@@ -222,7 +198,6 @@ def set_num_threads(num_threads: int) -> None:
     """
     current.wanted_threads = integer("num_threads", num_threads, 1, MAX_THREADS)
     current.wanted_from = "set_num_threads()"
-    _choose_sizes()
 
 
 def set_threading(threading: str) -> None:
@@ -294,13 +269,12 @@ def forced(
         _use_isa("forced(): isa", isa)
     try:
         current = settings
-        _choose_sizes()
         yield
     finally:
         current = before
         if isa is not None:
             core.set_isa(isa_before)
-        _choose_sizes()
+
 
 
 def warn_of_fallback() -> None:
@@ -319,8 +293,8 @@ def warn_of_fallback() -> None:
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the line that called a public function."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fastattn":
-        frame, level = frame.f_back, level + 1
+    while frame.f_back and (package := frame.f_globals.get("__name__", "").partition(".")[0]) in _OURS:
+        frame, level = frame.f_back, level + (package == "fastattn")  # warnings skips frames of imports
     warnings.warn(message, category, stacklevel=level)
 
 
@@ -332,19 +306,6 @@ def _missing() -> Any:
 def _no_kernels() -> str:
     """The end of a message to one who asked for the kernels."""
     return f"there are no kernels: {_missing().why}. {_missing().remedy}"
-
-
-def load_sizes_by(load: Callable[[], None]) -> None:
-    """Let `load` choose sizes of tasks, before the next compiled call and after each change of settings."""
-    global _load_sizes
-    _load_sizes = load
-    _choose_sizes()
-
-
-def _choose_sizes() -> None:
-    """Have the next compiled call look whether the file of sizes is of these settings."""
-    if core is not None:
-        core.before_next_plan(_load_sizes)
 
 
 def why_numpy(backend: str | None = None) -> str | None:
@@ -359,7 +320,7 @@ def why_numpy(backend: str | None = None) -> str | None:
 
 
 _warned = False
-_load_sizes: Callable[[], None] | None = None  # of tuning.py
+_OURS = "fastattn", "importlib"  # the latter where fastattn is just being imported
 _threading_lock = threading.Lock()
 _most_used = _MOST_USEFUL  # or fewer, where OpenMP has a limit
 try:

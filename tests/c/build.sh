@@ -24,9 +24,12 @@ build() {
     compile() { # compile OBJECT SOURCE FLAGS...: once
         [[ " $there " != *" $1 "* ]] || return 0
         there+=" $1"
-        jobs+=("$cc $setup_flags -Werror ${flags[*]} ${*:3} -Isrc -c $2 -o \"\$folder/$1.o\"")
+        jobs+=("$cc $setup_flags ${optimisation:--O2} -Werror ${flags[*]} ${*:3} -Isrc -c $2 -o \"\$folder/$1.o\"")
     }
     kernels() { # kernels ISA f32|f64 FAMILY FLAGS...
+        local optimisation="-O2 -Wno-maybe-uninitialized" # as in setup.py
+        [[ ! "$2_$3" =~ ^f32_(attention|linear|backward|outer)$ ]] || optimisation=-O3
+        [[ "$1" != generic* ]] || optimisation="-O1 -Wno-maybe-uninitialized"
         compile "$1_$2_$3" "src/families/$3.c" "-DFA_ISA_NAME=$1" "-DFA_LANE_${2^^}=1" "${@:4}"
     }
     flags_of() { # flags_of ISA

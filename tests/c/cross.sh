@@ -9,7 +9,7 @@ python=${PYTHON:-python3}
 zig=${ZIG:-$python -m ziglang cc}
 setup_flags=$(sed -n 's/^FLAGS = \[\(.*\)\]$/\1/p' setup.py | tr -d '",')
 # Without optimisation: minutes instead of an hour, and the same errors.
-flags="${setup_flags/-O3/-O0} -Wall -Wextra -Werror -Isrc"
+flags="$setup_flags -O0 -Wall -Wextra -Werror -Isrc"
 includes=$("$python" -c "import sysconfig; print(sysconfig.get_path('include'))")
 version=$("$python" -c "import numpy; print(numpy.__version__)")
 

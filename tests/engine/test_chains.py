@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 from implementations import COMPILED, each_isa, forced
+from sizes import forced_sizes
 from tiny_models import DECODERS, ENCODERS, VOCAB
 
 from fastattn import layers, models
-from fastattn._engine import program, settings, tuning
+from fastattn._engine import program, settings
 from fastattn._engine.steps import OUT, AddStep, NormStep, Sequences, X
 from fastattn.positions import rope_frequencies
 
@@ -39,10 +40,10 @@ def ran(monkeypatch):
 
 def both_ways(call, ran, threads=1):
     """The bits of a call by chains, with several blocks, and step by step."""
-    with settings.forced(num_threads=threads), tuning.forced(chain_rows=ROWS):
+    with settings.forced(num_threads=threads), forced_sizes(chain_rows=ROWS):
         chained = np.array(call())
     assert ROWS >= max(ran) > 0
-    with tuning.forced(chain_rows=0):
+    with forced_sizes(chain_rows=0):
         alone = np.array(call())
     return chained.view(np.uint8), alone.view(np.uint8)
 
@@ -117,7 +118,7 @@ def test_blocks_of_rows_do_not_share_what_steps_in_turn_may():
 @needs_kernels
 def test_few_rows_large_buffers_and_large_weights_go_step_by_step():
     core = settings.core
-    with tuning.forced(chain_rows=96, chain_bytes=1 << 20):
+    with forced_sizes(chain_rows=96, chain_bytes=1 << 20):
         assert core.chain_rows(4096, 1 << 12, 1 << 20, 2) == 94  # 44 tasks
         assert core.chain_rows(192, 1 << 12, 1 << 20, 2) == 96
         assert core.chain_rows(128, 1 << 12, 1 << 20, 2) == 64
@@ -126,7 +127,7 @@ def test_few_rows_large_buffers_and_large_weights_go_step_by_step():
         assert core.chain_rows(47, 1 << 12, 1 << 20, 2) == 0
         assert core.chain_rows(4096, 1 << 15, 1 << 20, 2) == 0
         assert core.chain_rows(4096, 1 << 12, (1 << 24) + 1, 2) == 0
-    with tuning.forced(chain_rows=0):
+    with forced_sizes(chain_rows=0):
         assert core.chain_rows(4096, 1 << 12, 1 << 20, 2) == 0
 
 

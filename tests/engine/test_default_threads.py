@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn._engine import settings
+from fastattn._engine import cpus
 
 THREADS = "import fastattn; print(fastattn.get_num_threads())"
 
@@ -46,21 +46,21 @@ def test_cgroup_quotas(tmp_path):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
 
-    assert settings._cgroup_quota(str(tmp_path)) is None
+    assert cpus.cgroup_quota(str(tmp_path)) is None
     write("proc/self/cgroup", "0::/a/b\n")
-    assert settings._cgroup_quota(str(tmp_path)) is None
+    assert cpus.cgroup_quota(str(tmp_path)) is None
     write("sys/fs/cgroup/a/b/cpu.max", "max 100000\n")
-    assert settings._cgroup_quota(str(tmp_path)) is None
+    assert cpus.cgroup_quota(str(tmp_path)) is None
     write("sys/fs/cgroup/a/cpu.max", "250000 100000\n")
-    assert settings._cgroup_quota(str(tmp_path)) == 3
+    assert cpus.cgroup_quota(str(tmp_path)) == 3
     write("sys/fs/cgroup/a/b/cpu.max", "50000 100000\n")
-    assert settings._cgroup_quota(str(tmp_path)) == 1
+    assert cpus.cgroup_quota(str(tmp_path)) == 1
     write("proc/self/cgroup", "4:memory:/x\n3:cpu,cpuacct:/a\n")
     write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "-1\n")
     write("sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n")
-    assert settings._cgroup_quota(str(tmp_path)) is None
+    assert cpus.cgroup_quota(str(tmp_path)) is None
     write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "400000\n")
-    assert settings._cgroup_quota(str(tmp_path)) == 4
+    assert cpus.cgroup_quota(str(tmp_path)) == 4
 
 
 def test_no_more_threads_than_are_of_use():

@@ -1,12 +1,13 @@
-"""Sizes that a machine may choose, src/tuning.inc: no bit of a result depends on any of them."""
+"""Sizes of tasks, src/tuning.inc: no bit of a result depends on any of them."""
 
 import numpy as np
 import pytest
 from implementations import COMPILED, each_isa, forced
+from sizes import forced_sizes
 
 import fastattn
 from fastattn import layers, ops
-from fastattn._engine import settings, tuning
+from fastattn._engine import settings
 
 BFLOAT16 = pytest.importorskip("ml_dtypes").bfloat16
 SIZES = settings.core.SIZES if COMPILED else {}
@@ -93,7 +94,7 @@ def test_no_bit_depends_on_a_size(isa, size, calls, expected):
     with forced(isa, num_threads=3):
         if (isa, calls) not in expected:
             expected[isa, calls] = bits(calls)
-        with tuning.forced(**{name: value}):
+        with forced_sizes(**{name: value}):
             assert bits(calls) == expected[isa, calls]
 
 
@@ -101,9 +102,9 @@ def test_no_bit_depends_on_a_size(isa, size, calls, expected):
 def test_sizes_cut_calls():
     """A task has as many of 10 blocks of rows as the size allows."""
     q, k, v = qkv(1, 1, 10 * 512, 64, 16)
-    with forced(COMPILED[-1], num_threads=1), tuning.forced(attention_tasks=1):
+    with forced(COMPILED[-1], num_threads=1), forced_sizes(attention_tasks=1):
         for tiles in (1, 4):
-            with tuning.forced(attention_tiles=tiles):
+            with forced_sizes(attention_tiles=tiles):
                 assert fastattn.explain(q, k, v)["blocks_q_per_task"] == tiles
 
 
@@ -119,11 +120,11 @@ def test_set_sizes_checks():
 def test_defaults_follow_from_the_second_level_cache():
     """They lie within their ranges, whatever its size is; 0 is one that the system does not say."""
     level2 = settings.core.LEVEL2_CACHE or 1 << 20
-    assert SIZES["head_copy_bytes"][1] == level2 // 2 or level2 > 1 << 27
-    assert SIZES["far_bytes"][1] == level2
-    assert SIZES["linear_copy_bytes"][1] == 4 * level2 or not 1 << 14 <= level2 <= 1 << 26
-    assert all(least <= default <= most for _, default, least, most in SIZES.values())
+    assert SIZES["head_copy_bytes"][0] == level2 // 2 or level2 > 1 << 27
+    assert SIZES["far_bytes"][0] == level2
+    assert SIZES["linear_copy_bytes"][0] == 4 * level2 or not 1 << 14 <= level2 <= 1 << 26
+    assert all(least <= default <= most for default, least, most in SIZES.values())
     assert all(least < most for *_, least, most in SIZES.values())
     expected = {"attention_tasks": 24, "attention_tiles": 8, "linear_rows": 128, "linear_panels": 16}
     expected |= {"linear_tasks": 6, "narrow_rows": 64, "parallel_flops": 10**6, "parallel_dot_flops": 10**5}
-    assert {name: SIZES[name][1] for name in expected} == expected
+    assert {name: SIZES[name][0] for name in expected} == expected

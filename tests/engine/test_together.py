@@ -14,7 +14,7 @@ from oracle import assert_same_bits
 
 import fastattn
 from fastattn import functional, grad, masks, ops, positions
-from fastattn._engine import recycled, settings, tuning
+from fastattn._engine import recycled, settings
 from fastattn.layers import Rope, TransformerEncoderLayer
 
 N_THREADS = 8
@@ -113,8 +113,6 @@ def test_settings_change_meanwhile():
             settings.set_num_threads(1 + n % 3)
         elif n % 4 == 1:
             settings.core.set_sizes({name: values[n // 4] for name, values in sizes.items()})
-        elif n % 4 == 2:
-            settings.core.before_next_plan(tuning.load)
         else:
             fastattn.show_config()
 

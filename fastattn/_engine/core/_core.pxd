@@ -389,7 +389,6 @@ cdef extern from "fastattn.h" nogil:
     fa_tuning fa_tuned
     ctypedef struct fa_size:
         const char *name
-        const char *unit
         int64_t least, most
     int fa_size_count()
     const fa_size *fa_size_at(int)
@@ -398,8 +397,10 @@ cdef extern from "fastattn.h" nogil:
     int64_t fa_level2_cache()
     int fa_isa_count()
     const char *fa_isa_name(int)
+    int fa_isa_compiled(int)
     int fa_isa_available(int)
     int fa_isa_default(int slow_pairs, int tiles)
+    int fa_isa_best(int slow_pairs, int tiles)
     int fa_cpu_slow_pairs()
     int fa_cpu_ask_tiles()
     const fa_kernels *fa_isa_kernels(int, fa_dtype)

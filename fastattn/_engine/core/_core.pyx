@@ -40,7 +40,8 @@ cdef extern from *:
     int fa_flag(const int *) noexcept nogil
     void fa_set_flag(int *, int) noexcept nogil
 
-COMPILED_ISAS = tuple([fa_isa_name(i).decode() for i in range(fa_isa_count())])  # best first
+cdef tuple _ISAS = tuple([fa_isa_name(i).decode() for i in range(fa_isa_count())])  # of this architecture, best first
+COMPILED_ISAS = tuple([name for i, name in enumerate(_ISAS) if fa_isa_compiled(i)])
 COMPILER = FA_COMPILER.decode()  # its name and version
 
 cdef int _slow_pairs = fa_cpu_slow_pairs()
@@ -48,24 +49,30 @@ cdef int _isa = fa_isa_default(_slow_pairs, True)
 cdef int _isa_without_tiles = fa_isa_default(_slow_pairs, False)
 # Best first: the defaults, and then as they were compiled.
 AVAILABLE_ISAS = tuple([
-    COMPILED_ISAS[i]
+    _ISAS[i]
     for i in sorted(range(fa_isa_count()), key=lambda i: (i != _isa, i != _isa_without_tiles))
     if fa_isa_available(i)
 ])
 isa_refused = None  # why an instruction set that this CPU has is not used, if so
-cdef int _tiles_due = COMPILED_ISAS[_isa] == "amx"  # atomic: whether the system was not asked for tiles yet
+cdef int _tiles_due = _ISAS[_isa] == "amx"  # atomic: whether the system was not asked for tiles yet
 
 
 def default_isa(bint slow_pairs, bint tiles):
     """The instruction set used at first where dot products of bfloat16 pairs are slow or not, with tiles or not."""
-    return COMPILED_ISAS[fa_isa_default(slow_pairs, tiles)]
+    return _ISAS[fa_isa_default(slow_pairs, tiles)]
+
+
+def isa_left_out():
+    """The instruction set that would be the default on this CPU, if it was not compiled; else None."""
+    best = fa_isa_best(_slow_pairs, isa_refused is None)
+    return None if fa_isa_compiled(best) else _ISAS[best]
 
 
 def get_isa():
     """The instruction set in use."""
     if fa_flag(&_tiles_due):
         _ask_for_tiles()
-    return COMPILED_ISAS[_isa]
+    return _ISAS[_isa]
 
 
 def set_isa(name):
@@ -74,7 +81,7 @@ def set_isa(name):
     if name not in AVAILABLE_ISAS:
         raise ValueError(f"isa {name!r} is not available; available here: {', '.join(AVAILABLE_ISAS)}")
     fa_set_flag(&_tiles_due, name == "amx")  # first: no other thread may use tiles unasked
-    _isa = COMPILED_ISAS.index(name)
+    _isa = _ISAS.index(name)
 
 
 cdef int _ask_for_tiles() except -1:
@@ -90,8 +97,8 @@ cdef int _ask_for_tiles() except -1:
     return 0
 
 
-cdef const fa_kernels *_permitted_kernels(fa_dtype dtype) except NULL:
-    """The kernels in use for numbers of `dtype`, as `_kernels`, for what makes no plan."""
+cdef const fa_kernels *_kernels(fa_dtype dtype) except NULL:
+    """The kernels in use for numbers of `dtype`."""
     if fa_flag(&_tiles_due):
         _ask_for_tiles()
     return fa_isa_kernels(_isa, dtype)

@@ -41,7 +41,7 @@ def fma_peak(dtype, num_threads):
     """
     cdef Loop loop
     cdef Peak peak
-    loop.kernels = _permitted_kernels(FA_F64 if dtype == "float64" else FA_F32)
+    loop.kernels = _kernels(FA_F64 if dtype == "float64" else FA_F32)
     peak.rounds, peak.dtype = 1 << 20, {"bfloat16": FA_BF16, "int8": FA_I8}.get(dtype, FA_F32)
     peak.bytes, peak.part = NULL, 0
     return _best_rate(&loop, &peak, num_threads)
@@ -51,7 +51,7 @@ def read_bandwidth(num_threads):
     """Bytes/s of reading memory once, an array far larger than the caches, the best of several runs."""
     cdef Loop loop
     cdef Peak peak
-    loop.kernels = _permitted_kernels(FA_F32)
+    loop.kernels = _kernels(FA_F32)
     peak.rounds, peak.dtype, peak.part = 0, FA_F32, (512 << 20) // num_threads // 4096 * 4096
     data = np.ones(num_threads * peak.part, np.uint8)
     peak.bytes = <const char *>cnp.PyArray_DATA(data)
