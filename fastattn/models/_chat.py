@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import lru_cache
 from importlib.metadata import version
 from itertools import takewhile, tee
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from fastattn._args.errors import wrong_type
 from fastattn._args.values import short
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._files import Config, ModelError, read_bytes, tokenizer_config
 from fastattn.models._tokenizers import transformer_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from fastattn.models._text import Text
@@ -39,7 +41,8 @@ _ARGUMENTS = {
 # With which templates end a turn, beside `eos_token`; in GPT-OSS, "<|end|>" ends a part of an answer.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>")
 _WHOLE = "<|return|>"  # of a template with such parts
-_MOST_FORM = 64  # characters
+# Of a subclass, the value that it adds methods to.
+_OWN: dict[type, Any] = {bool: bool, str: str.__str__, int: int.__int__, float: float.__float__}
 _SAFE = (3, 1, 6)  # templates get out of the sandbox of an older Jinja
 
 
@@ -147,8 +150,9 @@ def conversation(
 
 
 def _rendered(path: Path, template: Any, messages: Any, given: dict[str, Any], expected: str) -> str:
+    values = _plain({**given, "messages": messages})
     try:
-        rendered: str = template.render(messages=messages, **given)
+        rendered: str = template.render(values)
     except Exception as error:  # whatever the template does
         raise _failed(path, error, expected) from error
     return rendered
@@ -191,48 +195,43 @@ def template_of(folder: Path) -> str | None:
 
 @lru_cache(maxsize=8)
 def _compiled(path: Path, source: str) -> Any:
-    """The template, in an environment like that of transformers, with bounds."""
-    jinja2 = _jinja2()
-    from fastattn.models._sandbox import Sandbox  # it needs Jinja
+    """The template, in an environment as transformers has it."""
+    _require_jinja()
+    from fastattn.models._template import compiled  # it needs Jinja
 
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def strftime_now(form: str) -> str:
-        if len(form) > _MOST_FORM:  # a width in it makes more of it
-            raise jinja2.TemplateError(f"a time has {len(form)} characters; expected at most {_MOST_FORM}")
-        return datetime.now().strftime(form)
-
-    def tojson(
-        x: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: Sequence[str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        between: Any = separators
-        return json.dumps(
-            x, ensure_ascii=ensure_ascii, indent=indent, separators=between, sort_keys=sort_keys
-        )
-
-    functions = {"raise_exception": raise_exception, "strftime_now": strftime_now}
     try:
-        return Sandbox(functions, {"tojson": tojson}).template(source)
+        return compiled(source)
     except Exception as error:  # recursion, too
         raise _failed(path, error, "one that Jinja reads") from error
 
 
-def _jinja2() -> Any:
+def _plain(x: Any) -> Any:
+    """A value of Python's own types alone: methods of others, as NumPy's `tofile`, are not for templates."""
+    if isinstance(x, np.generic):
+        x = x.item()
+    if x is None:
+        return x
+    for kind, own in _OWN.items():
+        if isinstance(x, kind):
+            return own(x)
+    if isinstance(x, Mapping):
+        return {_plain(key): _plain(each) for key, each in x.items()}
+    if isinstance(x, (list, tuple)):
+        return (list if isinstance(x, list) else tuple)(_plain(each) for each in x)
+    expected = "texts, numbers, True, False, None, and lists and mappings of these"
+    raise wrong_type("a value for the chat template", x, expected)
+
+
+def _require_jinja() -> None:
     wanted = ".".join(map(str, _SAFE))
     how = f"pip install 'jinja2>={wanted}', or fastattn with the extra 'rerank'"
     try:
-        import jinja2.sandbox
+        import jinja2  # noqa: F401
     except ImportError as error:
         raise ImportError(f"chat templates need Jinja: {how} ({error})") from error
     there = version("jinja2")
     if tuple(int(part) for part in there.split(".")[:3] if part.isdecimal()) < _SAFE:
         raise ImportError(f"chat templates need a newer Jinja than {there}: {how}")
-    return jinja2
 
 
 def _failed(path: Path, error: Exception, expected: str) -> ModelError:

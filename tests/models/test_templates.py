@@ -1,0 +1,63 @@
+"""Chat templates of others: what they may call, and which values they read."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jinja2")
+
+from fastattn.models import ModelError
+from fastattn.models._chat import ChatTemplate
+
+PAIR = ("alpha", "bravo")
+
+
+def template(source, **values):
+    return ChatTemplate(Path("chat_template.jinja"), source, False, values)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% generation %}<{{ messages[0].content }}>{% endgeneration %}", "<alpha>"),
+        ("{% generation %}{% set x = 1 %}{% endgeneration %}{{ x is defined }}", "False"),
+        ("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}", "query"),
+        ("{{ ['<é>'] | tojson }}{{ strftime_now('%%') }}", '["<é>"]%'),
+        ("{{ '{:3}'.format(1) }}{{ 'a' | center(3) }}{{ 1.25 | round(1) }}", "  1 a 1.2"),
+        ("{% set n = namespace(self=1) %}{% set n.x = dict(a=2) %}{{ n.self }}{{ n.x.a }}", "12"),
+    ],
+)  # fmt: skip
+def test_what_a_template_writes(source, expected):
+    assert template(source).render("", PAIR) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ dict.update(messages[0], role='x') }}",
+        "{{ messages[0].update(role='x') }}",
+        "{% set n = namespace() %}{% set n.__call__ = 1 %}",
+        "{% set n = namespace(_x=1) %}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    ],
+)
+def test_what_a_template_may_not_do(source):
+    with pytest.raises(ModelError, match=r"^chat_template.jinja: the .* fails, (Security|Undefined)Error"):
+        template(source).render("", PAIR)
+
+
+def test_a_template_reads_only_values_of_python():
+    """Methods of others may write files, as `tofile` does."""
+    text = np.str_("alpha")
+    assert template("{{ x.tofile is defined }}{{ x }}", x=text).render("", PAIR) == "Falsealpha"
+    assert template("{{ messages[0].content.dump is defined }}").render("", (text, "")) == "False"
+    assert template("{{ x }}", x=[np.bool_(True), (np.int8(3),)]).render("", PAIR) == "[True, (3,)]"
+    with pytest.raises(TypeError, match=r"a value for the chat template is of type ndarray; expected texts"):
+        template("", x={"y": np.zeros(2)}).render("", PAIR)
+
+
+def test_an_error_that_a_template_writes_is_cut():
+    with pytest.raises(ModelError) as raised:
+        template("{{ raise_exception('a' * 100000) }}").render("", PAIR)
+    assert len(str(raised.value)) < 1200
