@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         CrossEncoder,
         Decoder,
         Encoder,
-        EntityRecognizer,
         MultiVectorEncoder,
         Piece,
         SparseEncoder,
@@ -57,7 +56,6 @@ _INSTEAD = {
     "TokenClassifier": "It is called with ids, in Python",
     "SparseEncoder": "Its encode makes sparse vectors, in Python",
     "MultiVectorEncoder": "Its encode makes a vector of each token, in Python",
-    "EntityRecognizer": "Its entities finds spans of texts, in Python",
     "Decoder": "The command generate continues a text",
 }
 
@@ -334,9 +332,7 @@ def _cross_encoder(options: argparse.Namespace) -> CrossEncoder:
 
 def _loaded(
     options: argparse.Namespace,
-) -> (
-    Encoder | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | EntityRecognizer | Decoder
-):
+) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
     """The model that the options name, in the types that they name; `options.model` becomes its place."""
     from fastattn.models import load
 

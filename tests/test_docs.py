@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_gliner
 import tiny_models as tiny
 import tiny_towers
 from implementations import COMPILED, forced
@@ -73,7 +72,6 @@ def folder(tmp_path, monkeypatch):
     write_byte_tokenizer(tmp_path / "Qwen3-0.6B")
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     (tmp_path / "Qwen3-0.6B" / "chat_template.jinja").write_text(template)
-    tiny_gliner.write(tmp_path / "gliner_small-v2.1")
     tiny_towers.write(tmp_path / "clip-vit-base-patch32", "clip")
     write_tokenizer(tmp_path / "clip-vit-base-patch32")
     for name in ("cat.jpg", "dog.jpg"):

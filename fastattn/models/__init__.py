@@ -7,14 +7,13 @@ does not fit.
 from fastattn.models._classify import CrossEncoder, TokenClassifier
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
-from fastattn.models._entities import Entity, EntityRecognizer
 from fastattn.models._files import ModelError
 from fastattn.models._generation import Piece, Score, message_of
 from fastattn.models._load import MODEL_TYPES, load
 from fastattn.models._multi_vector import MultiVectorEncoder
 from fastattn.models._prompt_cache import PromptCache
 from fastattn.models._save import save
-from fastattn.models._search import Nearest, communities, like_pairs, nearest
+from fastattn.models._search import Nearest, nearest
 from fastattn.models._session import Session
 from fastattn.models._sparse import SparseEncoder
 from fastattn.models._towers import TwoTowers
@@ -25,8 +24,6 @@ __all__ = [
     "CrossEncoder",
     "Decoder",
     "Encoder",
-    "Entity",
-    "EntityRecognizer",
     "ModelError",
     "MultiVectorEncoder",
     "Nearest",
@@ -37,8 +34,6 @@ __all__ = [
     "SparseEncoder",
     "TokenClassifier",
     "TwoTowers",
-    "communities",
-    "like_pairs",
     "load",
     "message_of",
     "nearest",

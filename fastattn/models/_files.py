@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 PACKAGES = ("safetensors", "tokenizers", "ml_dtypes", "tqdm", "jinja2")  # the extra "models"
-GLINER = "gliner_config.json"
 _MOST_BYTES = 2**26  # of a text file: that of the largest tokenizers is half of it
 _MOST = 2**62  # of an integer in config.json: sums and products with a float still hold it
 _REQUIRED: Any = object()
@@ -84,12 +83,6 @@ def read_json(path: Path, kind: type = dict) -> Any:
     if not isinstance(values, kind):
         raise ModelError(f"{path} holds a {type(values).__name__}; expected a {kind.__name__}")
     return values
-
-
-def config_path(folder: Path) -> Path:
-    """The file that says what a model is: config.json, or where there is none, GLiNER's."""
-    path, other = folder / "config.json", folder / GLINER
-    return other if not path.exists() and other.exists() else path
 
 
 def is_name(x: Any) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastattn.models import _adapters, _gguf
-from fastattn.models._files import Config, ModelError, config_path, is_name, read_json, require
+from fastattn.models._files import Config, ModelError, is_name, read_json, require
 from fastattn.models._modules import ROUTERS, SPARSE_STATIC, STATIC, first_of, inner_folders
 from fastattn.models._tensors import INDEX, SHOWN, WEIGHTS
 
@@ -90,7 +90,7 @@ def _folder(hub: Any, name: str, revision: str | None, how: dict[str, Any]) -> P
     if parts:
         fetch(parts)
     kind, main = first_of(folder)
-    needs = [] if kind in (STATIC, SPARSE_STATIC) else [config_path(main).name]
+    needs = [] if kind in (STATIC, SPARSE_STATIC) else ["config.json"]
     for needed in [] if kind in ROUTERS else [*needs, *(_parts(main)[:1] or [WEIGHTS])]:
         if not (main / needed).is_file():
             raise _lacking(hub, name, revision, how, needed)

@@ -21,7 +21,6 @@ from fastattn.models._families import (
     clip,
     deberta,
     gemma4,
-    gliner,
     gpt2,
     gpt_oss,
     granite,
@@ -34,7 +33,7 @@ from fastattn.models._families import (
     rotary,
     t5,
 )
-from fastattn.models._files import GLINER, Config, ModelError, config_path
+from fastattn.models._files import Config, ModelError
 from fastattn.models._gguf_config import config_of, in_its_words
 from fastattn.models._hub import place_of
 from fastattn.models._input_ranges import as_saved, calibrated
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
     from fastattn._args.options import NoOptions
     from fastattn._args.types import Rounding
     from fastattn.models._classify import CrossEncoder, TokenClassifier
-    from fastattn.models._entities import EntityRecognizer
     from fastattn.models._multi_vector import MultiVectorEncoder
 
     Loaded = (
@@ -127,27 +125,17 @@ def load(
     revision: str | None = None,
     gguf_file: str | None = None,
     **others: Unpack[NoOptions],
-) -> (
-    Encoder
-    | TwoTowers
-    | CrossEncoder
-    | TokenClassifier
-    | SparseEncoder
-    | MultiVectorEncoder
-    | EntityRecognizer
-    | Decoder
-):
+) -> Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
     """Load a model: config.json, and model.safetensors or the parts that its index lists; or a GGUF file.
 
     Parameters
     ----------
     folder : path
-        As save_pretrained of Hugging Face, or GLiNER, writes it, with tensors in float32, float16 or
-        bfloat16. The modules.json of a sentence-transformers folder says how `Encoder.encode` makes vectors.
-        Or a GGUF file of a Llama, Mistral, Ministral 3, Mixtral, Phi-3, SmolLM3, Qwen2, Qwen3, Qwen3-MoE,
-        OLMo 2 or 3, Granite, LFM2, GPT-OSS, Gemma 2 to 4, or BERT. A str ``"organisation/name"`` that is no
-        folder here is a model of the Hugging Face Hub, which `huggingface_hub` fetches once, and keeps in its
-        cache.
+        As save_pretrained of Hugging Face writes it, with tensors in float32, float16 or bfloat16. The
+        modules.json of a sentence-transformers folder says how `Encoder.encode` makes vectors. Or a GGUF file
+        of a Llama, Mistral, Ministral 3, Mixtral, Phi-3, SmolLM3, Qwen2, Qwen3, Qwen3-MoE, OLMo 2 or 3,
+        Granite, LFM2, GPT-OSS, Gemma 2 to 4, or BERT. A str ``"organisation/name"`` that is no folder here is
+        a model of the Hugging Face Hub, which `huggingface_hub` fetches once, and keeps in its cache.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : str, optional
@@ -177,8 +165,6 @@ def load(
     -------
     Encoder, TwoTowers, CrossEncoder, TokenClassifier, SparseEncoder, MultiVectorEncoder or Decoder
         By the `model_type` in config.json, one of `MODEL_TYPES`, its `architectures`, and modules.json.
-    EntityRecognizer
-        Of a folder of GLiNER, which has gliner_config.json in place of config.json.
 
     Raises
     ------
@@ -215,7 +201,7 @@ def load(
     return model if activations is None or calibrate is False else as_saved(model)
 
 
-def _loaded(path: Path, precise: Callable[..., Precision], precision: Precision) -> Loaded | EntityRecognizer:
+def _loaded(path: Path, precise: Callable[..., Precision], precision: Precision) -> Loaded:
     """The model of a folder or file, whose maps find the ranges of their inputs themselves."""
     if _gguf.is_file(path):
         return _of_gguf(path, precision)
@@ -230,9 +216,6 @@ def _loaded(path: Path, precise: Callable[..., Precision], precision: Precision)
         raise ModelError(
             f"{path} has no config.json; expected one, or the path of a GGUF file, as {found[0]}"
         )
-    if config_path(path).name == GLINER:
-        with ExitStack() as stack:
-            return gliner.gliner(Source(path, Config(path / GLINER), precise(), stack))
     router = router_of(path)
     if router is None:
         return _of_folder(path, precise)

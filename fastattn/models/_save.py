@@ -18,7 +18,7 @@ from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._calibration import moments
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder, EncoderWithHead
-from fastattn.models._files import ModelError, config_path, is_name, read_json, require
+from fastattn.models._files import ModelError, is_name, read_json, require
 from fastattn.models._gguf_config import config_of, usual_sampling
 from fastattn.models._input_ranges import header
 from fastattn.models._parameters import required
@@ -122,7 +122,7 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
     if dtype == "bfloat16":
         require("ml_dtypes")
     of_file = _gguf.is_file(origin.folder)
-    saved = config_path(origin.folder)
+    saved = origin.folder / "config.json"
     has_config = of_file or saved.is_file()
     said = read_json(saved) if has_config and not of_file else {}
     blocks, kept = said.get("quantization_config") is not None, header(model)

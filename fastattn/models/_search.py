@@ -1,4 +1,4 @@
-"""The nearest of many vectors, and what is made of them: pairs of like texts, groups of them."""
+"""The nearest of many vectors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.types import NearestArgs, lane_dtype
-from fastattn._args.values import choice, integer, is_float, number, real_array
+from fastattn._args.values import choice, integer, is_float, real_array
 from fastattn._engine import dispatch, settings
 from fastattn.models._vectors import unit
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _RUN = 1 << 12  # rows of the corpus that a thread looks at before it says which were the best
 _CANDIDATES = 1 << 22  # of all runs and some queries: 64 MB
-_NUMBERS = 1 << 22  # of like pairs at a time
 _WHOLE = 1 << 17  # features whose products of bytes an int32 holds the sum of
 _KINDS = ("cosine", "dot", "hamming")
 
@@ -143,115 +142,3 @@ def _narrowed(rows: Array, lane: np.dtype[np.generic]) -> Array:
     if narrow is not rows and (np.isinf(narrow) & np.isfinite(rows)).any():
         raise ValueError(f"(): queries has numbers beyond {lane}, in which products with the corpus are")
     return narrow
-
-
-@named("like_pairs")
-def like_pairs(
-    vectors: ArrayLike, max_pairs: int = 500_000, top_k: int = 100, *, similarity: str = "cosine"
-) -> tuple[Array, Ints]:
-    """Find the most similar pairs among vectors: paraphrases among texts.
-
-    Parameters
-    ----------
-    vectors : array_like, (n, features)
-    max_pairs : int, default 500000
-        How many pairs at most, the best ones.
-    top_k : int, default 100
-        How many others of each vector are looked at.
-    similarity : {"cosine", "dot"}, default "cosine"
-        As in `nearest`.
-
-    Returns
-    -------
-    scores : ndarray, (pairs,)
-        The best first.
-    pairs : ndarray of int64, (pairs, 2)
-        Two rows each, the lower number first.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit.
-    """
-    x = _vectors(vectors)
-    max_pairs, top_k = integer("max_pairs", max_pairs, 1), integer("top_k", top_k, 1)
-    by_angle = choice("similarity", similarity, _KINDS[:2]) == "cosine"
-    x = unit(x) if by_angle else x
-    scores, pairs = np.empty(0, x.dtype), np.empty((0, 2), np.int64)
-    each = max(1, _NUMBERS // (top_k + 1))
-    for first in range(0, len(x), each):
-        found = _found(x[first : first + each], x, min(top_k + 1, len(x)), "dot")
-        own = np.arange(first, first + len(found.ids))[:, None]
-        other = found.ids != own
-        other &= np.cumsum(other, axis=1) <= top_k  # where the vector itself is not among its nearest
-        left = np.broadcast_to(own, other.shape)[other]
-        new = np.sort(np.stack([left, found.ids[other]], axis=1), axis=1)
-        pairs, scores = np.concatenate([pairs, new]), np.concatenate([scores, found.scores[other]])
-        pairs, once = np.unique(pairs, axis=0, return_index=True)
-        scores = scores[once]
-        order = np.argsort(-scores, kind="stable")[:max_pairs]
-        scores, pairs = scores[order], pairs[order]
-    return scores, pairs
-
-
-@named("communities")
-def communities(vectors: ArrayLike, threshold: float = 0.75, min_size: int = 10) -> list[Ints]:
-    """Group vectors: each group is around one of them, to which the others have at least a cosine.
-
-    Parameters
-    ----------
-    vectors : array_like, (n, features)
-    threshold : float, default 0.75
-        The least cosine to the vector in the middle.
-    min_size : int, default 10
-        Vectors of a group at least.
-
-    Returns
-    -------
-    list of ndarray of int64
-        The rows of each group, the middle first, then the nearest; the largest group first. No vector is in
-        two: the one of more neighbours takes them.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit.
-    """
-    x = unit(_vectors(vectors))
-    least, size = number("threshold", threshold, x.dtype), integer("min_size", min_size, 1)
-    if len(x) < size:
-        return []
-    around: dict[int, Ints] = {}
-    rows, count = np.arange(len(x)), size
-    while rows.size:
-        more: list[int] = []
-        each = max(1, _NUMBERS // count)
-        for first in range(0, len(rows), each):
-            some = rows[first : first + each]
-            found = _found(x[some], x, count, "dot")
-            near = found.scores >= least
-            for i, ids, fits in zip(some.tolist(), found.ids, near, strict=True):
-                if fits[-1] and count < len(x):
-                    more.append(i)
-                elif fits.sum() >= size:
-                    around[i] = ids[fits]
-        rows, count = np.array(more, np.int64), min(2 * count, len(x))
-    used = np.zeros(len(x), np.bool_)
-    groups = []
-    for middle in sorted(sorted(around), key=lambda i: len(around[i]), reverse=True):
-        free = around[middle][~used[around[middle]]]
-        if used[middle] or len(free) < size:
-            continue
-        group = np.concatenate([[middle], free[free != middle]])
-        used[group] = True
-        groups.append(group)
-    return sorted(groups, key=len, reverse=True)
-
-
-def _vectors(given: ArrayLike) -> Array:
-    x = real_array("vectors", given)
-    if not is_float(x.dtype):
-        raise TypeError(f"(): vectors has dtype {x.dtype}; expected floats")
-    if x.ndim != 2:
-        raise wrong_shape("vectors", x, "(n, features)")
-    return x.astype(lane_dtype(x.dtype))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastattn._formats import FORMATS
-from fastattn.models._files import Config, ModelError, config_path, require
+from fastattn.models._files import Config, ModelError, require
 from fastattn.models._parameters import OF_FILE, Computed, Origin, Packed, Parameters, Vector, Whole
 from fastattn.models._tensors import SHOWN, Part, Tensors
 
@@ -157,7 +157,7 @@ class Source:
         ]
         if wrong:
             more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-            said_by = config_path(self.folder).name if self.folder.is_dir() else "its keys"
+            said_by = "config.json" if self.folder.is_dir() else "its keys"
             raise ModelError(f"{tensors.where} does not fit {said_by}: {'; '.join(wrong[:SHOWN])}{more}")
 
     def has_kind(self, kind: str) -> bool:

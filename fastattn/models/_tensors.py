@@ -16,7 +16,7 @@ from fastattn._engine.settings import get_num_threads
 from fastattn._formats import FORMATS, Format
 from fastattn._safetensors import TensorFile
 from fastattn.models import _gguf, _mxfp4
-from fastattn.models._files import GLINER, ModelError, config_path, is_name, lfs_hint, read_json, require
+from fastattn.models._files import ModelError, is_name, lfs_hint, read_json, require
 from fastattn.models._files import opened as in_folder
 
 if TYPE_CHECKING:
@@ -294,8 +294,7 @@ def _single(path: Path, stack: ExitStack) -> dict[str, TensorFile]:
         there = ", ".join(found[:SHOWN]) or "no other file of weights"
         if any(name.endswith(".bin") for name in found):
             how = "from_pretrained(), save_pretrained(..., safe_serialization=True)"
-            by = "gliner" if config_path(path.parent).name == GLINER else "transformers"
-            there += f"; {by} converts: {how}"
+            there += f"; transformers converts: {how}"
         if any(name.endswith(".gguf") for name in found):
             there += "; a GGUF file is loaded by its own path"
         raise ModelError(f"{path} is missing, and so is {INDEX}; there is {there}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Ints
 
-    _Input = str | tuple[str, ...] | list[str]
+    _Input = str | tuple[str, ...]
 
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that the first piece is decoded with
@@ -106,11 +106,11 @@ class Text:
             return "token_type_ids" in names
         return config.values.get("tokenizer_class") not in GENERIC
 
-    def encodings(self, texts: Iterable[_Input], special: bool = True, words: bool = False) -> Iterator[Any]:
-        """Encodings of each text, or pair of texts, or list of `words`, with `special` tokens or without."""
+    def encodings(self, texts: Iterable[_Input], special: bool = True) -> Iterator[Any]:
+        """Encodings of each text, or pair of texts, with `special` tokens or without."""
         encode_batch = self.tokenizer.encode_batch  # which releases the GIL, and `encode` does not
-        if not special or words:
-            encode_batch = partial(encode_batch, add_special_tokens=special, is_pretokenized=words)
+        if not special:
+            encode_batch = partial(encode_batch, add_special_tokens=False)
 
         def encodings(batch: list[_Input]) -> list[Any]:
             long = sum(map(_characters, batch)) > _SHORT

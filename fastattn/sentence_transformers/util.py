@@ -1,7 +1,7 @@
-"""Functions of `sentence_transformers.util` for search, pairs and groups, with its names and signatures.
+"""Functions of `sentence_transformers.util` for search, with its names and signatures.
 
-Arrays and tensors of torch are taken; similarities of tensors are tensors. `fastattn.models.nearest`,
-`like_pairs` and `communities` compute: nothing of the size queries times corpus is in memory.
+Arrays and tensors of torch are taken; similarities of tensors are tensors. `semantic_search` computes by
+`fastattn.models.nearest`: nothing of the size queries times corpus is in memory.
 """
 
 from __future__ import annotations
@@ -11,25 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.errors import named, wrong_dtype, wrong_shape
-from fastattn._args.types import FLOAT64
-from fastattn._args.values import integer, is_float, number, real_array
-from fastattn.models import communities, like_pairs, nearest, quantize_embeddings
+from fastattn._args.values import integer, is_float, real_array
+from fastattn.models import nearest, quantize_embeddings
 from fastattn.models._vectors import similarities, unit, vectors_of
 from fastattn.sentence_transformers._tensors import arrays_of, torch_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from fastattn._args.types import Array
-    from fastattn.sentence_transformers import SentenceTransformer
 
 __all__ = [
-    "community_detection",
     "cos_sim",
     "dot_score",
     "normalize_embeddings",
-    "paraphrase_mining",
-    "paraphrase_mining_embeddings",
     "quantize_embeddings",
     "semantic_search",
 ]
@@ -82,68 +77,6 @@ def semantic_search(
     ]
 
 
-@named("paraphrase_mining")
-def paraphrase_mining(
-    model: SentenceTransformer,
-    sentences: Sequence[str],
-    show_progress_bar: bool = False,
-    batch_size: int = 32,
-    query_chunk_size: int = 5000,
-    corpus_chunk_size: int = 100000,
-    max_pairs: int = 500000,
-    top_k: int = 100,
-    score_function: Callable[..., Any] = cos_sim,
-    truncate_dim: int | None = None,
-    prompt_name: str | None = None,
-    prompt: str | None = None,
-) -> list[list[float | int]]:
-    """Find the most similar pairs of texts: lists of score, and two numbers of texts; the best first."""
-    vectors = model.encode(
-        sentences,
-        prompt_name=prompt_name,
-        prompt=prompt,
-        batch_size=batch_size,
-        show_progress_bar=show_progress_bar,
-        truncate_dim=truncate_dim,
-    )
-    return paraphrase_mining_embeddings(
-        vectors, max_pairs=max_pairs, top_k=top_k, score_function=score_function
-    )
-
-
-@named("paraphrase_mining_embeddings")
-def paraphrase_mining_embeddings(
-    embeddings: Any,
-    query_chunk_size: int = 5000,
-    corpus_chunk_size: int = 100000,
-    max_pairs: int = 500000,
-    top_k: int = 100,
-    score_function: Callable[..., Any] = cos_sim,
-) -> list[list[float | int]]:
-    """Find the most similar pairs of vectors, as `paraphrase_mining` does."""
-    vectors, kind = _several(embeddings), _kind(score_function)
-    most, each = integer("max_pairs", max_pairs, 1), integer("top_k", top_k, 1)
-    scores, pairs = like_pairs(vectors, most, each, similarity=kind)
-    return [[score, *pair] for score, pair in zip(scores.tolist(), pairs.tolist(), strict=True)]
-
-
-@named("community_detection")
-def community_detection(
-    embeddings: Any,
-    threshold: float = 0.75,
-    min_community_size: int = 10,
-    batch_size: int = 1024,
-    show_progress_bar: bool = False,
-) -> list[list[int]]:
-    """Group vectors around some of them, as `fastattn.models.communities` does: the middle comes first."""
-    vectors = _several(embeddings)
-    least, size = (
-        number("threshold", threshold, FLOAT64),
-        integer("min_community_size", min_community_size, 1),
-    )
-    return [group.tolist() for group in communities(vectors, least, size)]
-
-
 def _kind(score_function: Any) -> str:
     """The similarity that a function of this module, or of sentence-transformers', computes."""
     name = getattr(score_function, "__name__", None)
@@ -165,14 +98,6 @@ def _checked(name: str, x: Any) -> Array:
     if array.ndim not in (1, 2):
         raise wrong_shape(name, array, "(n, features) or (features,)")
     return array
-
-
-def _several(embeddings: Any) -> Array:
-    """The argument `embeddings` as floats (n, features); none of (0, 0)."""
-    array = vectors_of("embeddings", arrays_of("embeddings", embeddings)[0])
-    if array.ndim == 1 and array.size:
-        raise wrong_shape("embeddings", array, "(n, features)")
-    return array.reshape(0, 0) if array.ndim == 1 else array
 
 
 def _returned(x: Any, of_torch: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The nearest of many vectors, like pairs and groups, by their definitions in float64."""
+"""The nearest of many vectors, by their definition in float64."""
 
 import ml_dtypes
 import numpy as np
@@ -146,41 +146,6 @@ def test_queries_in_float64_are_narrowed_at_length_1():
     np.testing.assert_allclose(found.scores, 1, rtol=1e-6)
     with pytest.raises(ValueError, match=r"^nearest\(\): queries has numbers beyond float32"):
         models.nearest(np.full((1, 5), 1e100), corpus, 1, similarity="dot")
-
-
-def test_like_pairs_by_their_definition(monkeypatch):
-    x = vectors(90, centres=30)
-    exact = cosines(x, x)
-    i, j = np.triu_indices(len(x), 1)
-    order = np.argsort(-exact[i, j])[:40]
-    for numbers in (1 << 22, 200):
-        monkeypatch.setattr(_search, "_NUMBERS", numbers)
-        scores, pairs = models.like_pairs(x, max_pairs=40, top_k=20)
-        np.testing.assert_array_equal(pairs, np.stack([i[order], j[order]], axis=1))
-        np.testing.assert_allclose(scores, exact[i, j][order], rtol=1e-5)
-    _, pairs = models.like_pairs(x, top_k=1)
-    nearest = np.argmax(exact - 2 * np.eye(len(x)), axis=1)
-    assert set(map(tuple, pairs.tolist())) == {(min(a, b), max(a, b)) for a, b in enumerate(nearest.tolist())}
-    assert len(models.like_pairs(x[:1])[0]) == 0
-
-
-def test_communities_by_their_definition(monkeypatch):
-    x = np.concatenate([vectors(120, centres=3, spread=0.2), vectors(40)])
-    exact = cosines(x, x)
-    for numbers in (1 << 22, 100):
-        monkeypatch.setattr(_search, "_NUMBERS", numbers)
-        groups = models.communities(x, 0.8, 5)
-        assert len(groups) == 3
-        assert [len(group) for group in groups] == sorted((len(group) for group in groups), reverse=True)
-        assert len(np.concatenate(groups)) == len(set(np.concatenate(groups).tolist()))
-        for group in groups:
-            assert (exact[group[0], group] >= 0.8).all()
-            assert len({i % 3 for i in group.tolist()}) == 1
-            assert list(exact[group[0], group[1:]]) == sorted(exact[group[0], group[1:]], reverse=True)
-    assert models.communities(x, 0.8, 60) == []
-    assert models.communities(x[:4], 0.8, 5) == []
-    everything = models.communities(np.ones((30, 4), np.float32), 0.9, 2)
-    assert [group.tolist() for group in everything] == [list(range(30))]
 
 
 @pytest.mark.parametrize(

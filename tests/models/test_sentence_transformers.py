@@ -126,14 +126,6 @@ ROWS = np.eye(3, dtype=np.float32)
         (lambda: util.semantic_search(ROWS, WORDS), "semantic_search(): corpus_embeddings "),
         (lambda: util.semantic_search(ROWS, ROWS[0]), "semantic_search(): corpus_embeddings has shape (3,)"),
         (lambda: util.semantic_search(ROWS, ROWS, top_k=0), "semantic_search(): top_k is 0"),
-        (lambda: util.paraphrase_mining_embeddings("a"), "paraphrase_mining_embeddings(): embeddings "),
-        (
-            lambda: util.paraphrase_mining_embeddings(ROWS, top_k=0),
-            "paraphrase_mining_embeddings(): top_k is",
-        ),
-        (lambda: util.community_detection("ab"), "community_detection(): embeddings "),
-        (lambda: util.community_detection(ROWS, None), "community_detection(): threshold is None"),
-        (lambda: util.community_detection(ROWS, 0.5, 0), "community_detection(): min_community_size is 0"),
         (lambda: util.quantize_embeddings("a", "int8"), "quantize_embeddings(): embeddings "),
     ],
 )

@@ -19,7 +19,6 @@ NEEDS = {
     "test_chroma.py": "chromadb",
     "test_classify.py": "sentence_transformers",
     "test_encode.py": "sentence_transformers",
-    "test_gliner.py": "gliner",
     "test_jax.py": "jax",
     "test_jina.py": "sentence_transformers",
     "test_lancedb.py": "lancedb",

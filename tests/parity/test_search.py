@@ -36,24 +36,6 @@ def test_semantic_search(name):
     assert isinstance(getattr(ours, name)(torch.from_numpy(queries), corpus), torch.Tensor)
 
 
-def test_paraphrase_mining():
-    vectors = around(200, 60)
-    expected = theirs.paraphrase_mining_embeddings(torch.from_numpy(vectors), max_pairs=70, top_k=30)
-    got = ours.paraphrase_mining_embeddings(vectors, max_pairs=70, top_k=30)
-    assert [pair[1:] for pair in got] == [list(pair[1:]) for pair in expected]
-    np.testing.assert_allclose([pair[0] for pair in got], [pair[0] for pair in expected], rtol=1e-5)
-
-
-def test_community_detection():
-    vectors = np.concatenate([around(90, 4), RNG.standard_normal((60, 32)).astype(np.float32)])
-    for threshold, size in ((0.8, 10), (0.8, 23), (0.3, 3)):
-        expected = theirs.community_detection(vectors, threshold, size)
-        got = ours.community_detection(vectors, threshold, size)
-        assert [sorted(group) for group in got] == [sorted(group) for group in expected]
-        assert [group[0] for group in got] == [group[0] for group in expected]
-    assert ours.community_detection([]) == theirs.community_detection([]) == []
-
-
 def test_functions_of_others_are_refused():
     with pytest.raises(ValueError, match=r"score_function is '<lambda>'; expected cos_sim or dot_score"):
         ours.semantic_search(around(2, 1), around(3, 1), score_function=lambda a, b: a @ b.T)
