@@ -11,7 +11,6 @@ from fastattn.models._files import ModelError
 from fastattn.models._generation import Piece, Score, message_of
 from fastattn.models._load import MODEL_TYPES, load
 from fastattn.models._multi_vector import MultiVectorEncoder
-from fastattn.models._prompt_cache import PromptCache
 from fastattn.models._save import save
 from fastattn.models._search import Nearest, nearest
 from fastattn.models._session import Session
@@ -28,7 +27,6 @@ __all__ = [
     "MultiVectorEncoder",
     "Nearest",
     "Piece",
-    "PromptCache",
     "Score",
     "Session",
     "SparseEncoder",

@@ -30,7 +30,6 @@ from fastattn.models._generation import (
 )
 from fastattn.models._grammar import Matcher, matchers
 from fastattn.models._model import one_sequence
-from fastattn.models._prompt_cache import PromptCache
 from fastattn.models._session import Session
 from fastattn.models._speculation import proposals_of
 from fastattn.models._steps import Stepping
@@ -63,7 +62,7 @@ class Decoder(Stepping):
         *,
         attention_mask: ArrayLike | None = None,
         stop: int | str | Sequence[int | str] | None = None,
-        cache: Session | PromptCache | None = None,
+        cache: Session | None = None,
         cache_dtype: DTypeLike | None = None,
         template_values: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -91,12 +90,11 @@ class Decoder(Stepping):
             Ids replace that default. After a text or messages also texts, which end the answer before they
             begin, in any tokens, and beside the default where there are no ids; `ids` of the last piece
             include theirs.
-        cache : Session or PromptCache, optional
+        cache : Session, optional
             Of one prompt: what `session` made. Its tokens with which the prompt begins are not computed
             again, and the new ones stay in it. The answer is that without it, but for rounding: the tokens of
             a prompt are computed with fewer others. A session whose keys were rotated for another length,
-            by a scaling that depends on it, begins anew. What `prompt_cache` made finds such a session for
-            each prompt.
+            by a scaling that depends on it, begins anew.
         cache_dtype : {"int8", "bfloat16", "float16"}, optional
             Keep keys and values in this type, as `KVCache` does, instead of the model's dtype: int8 is a
             quarter of the memory of float32 that a step reads, half of bfloat16's. The types of 16 bits are
@@ -191,8 +189,7 @@ class Decoder(Stepping):
             single, prompts, parts, turns = self._encoded(*written, values_of(template_values, tools))
             stop, texts = parted(stop)
         if cache is not None:
-            own = cache.empty if isinstance(cache, PromptCache) else cache
-            _session.require_fit(own, self, len(prompts), cache_dtype)
+            _session.require_fit(cache, self, len(prompts), cache_dtype)
         cache_dtype = self._kept_as(cache_dtype)
         proposals = proposals_of(speculate, self, prompts)
         n_new = integer("max_new_tokens", max_new_tokens, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-import weakref
 from dataclasses import fields, is_dataclass
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from fastattn.models._model_cache import ModelCache
 from fastattn.models._states import EVERY, StateCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from fastattn._args.types import Ints
     from fastattn.layers._mixers import Kind
@@ -33,10 +32,6 @@ _FORMAT = 3
 _KEY = "fastattn.session"  # of the values in a file's header
 _NOT_OF_KEYS = ("text", "origin", "stop", "mtp")  # fields of a model on which keys do not depend
 _LONG = 2**24  # tokens
-
-
-class _Turn:
-    """The right of a call to add tokens. It is gone when the call has ended."""
 
 
 class Session:
@@ -61,8 +56,7 @@ class Session:
         self, model: Model, frequencies: Sequence[Frequencies], cache: ModelCache, ids: Sequence[int] = ()
     ):
         self._model, self._frequencies, self._cache, self._ids = model, frequencies, cache, list(ids)
-        # A weak reference to that of the call of `generate` which may add tokens.
-        self._turn: Callable[[], _Turn | None] = lambda: None
+        self._turn: object = None  # of the call of `generate` that may add tokens
         self._prompt = 0  # tokens of its prompt
         self._rotated: str | None = None  # a hash of the frequencies by which keys are rotated
         self.lock = RLock()  # of who reads or changes the cache
@@ -79,17 +73,6 @@ class Session:
     def nbytes(self) -> int:
         """Bytes of memory of keys and values, of states and their copies."""
         return self._cache.nbytes
-
-    @property
-    def busy(self) -> bool:
-        """Whether an answer is still read that adds tokens."""
-        return self._turn() is not None
-
-    def shared(self, prompt: Ints) -> int:
-        """The number of tokens with which `prompt` begins, but for its last one, that are here."""
-        count = min(len(self._ids), len(prompt) - 1)  # logits are needed of the last token
-        differs = np.flatnonzero(np.array(self._ids[:count], np.int64) != prompt[:count])
-        return self._cache.reachable(int(differs[0]) if differs.size else count)
 
     @named("Session.copy")
     def copy(self, length: int | None = None) -> Session:
@@ -134,20 +117,23 @@ class Session:
             values["digest"] = _digest([self._rotated, sorted(arrays.items())])
             _safetensors.write(path, arrays, values, _KEY)
 
-    def _begin(self, prompt: Ints, longest: int) -> tuple[int, _Turn]:
+    def _begin(self, prompt: Ints, longest: int) -> tuple[int, object]:
         """Keep what `prompt` begins with; return the number of these tokens, and a turn for `add`.
 
         Scalings of rotary positions may depend on `longest`, the number of tokens.
         """
         self._prompt = len(prompt)
         rotated = _digest([of_length(x, longest) for x in self._frequencies])
-        count = self.shared(prompt) if self._rotated in (None, rotated) else 0
-        turn = _Turn()
-        self._rotated, self._turn = rotated, weakref.ref(turn)
+        count = min(len(self._ids), len(prompt) - 1)  # logits are needed of the last token
+        differs = np.flatnonzero(np.array(self._ids[:count], np.int64) != prompt[:count])
+        count = self._cache.reachable(int(differs[0]) if differs.size else count)
+        if self._rotated not in (None, rotated):
+            count = 0
+        self._rotated, self._turn = rotated, object()
         self._ids = self._ids[:count]
         if self._cache.batch is not None:
             self._cache.truncate(count)
-        return count, turn
+        return count, self._turn
 
     def _parts(self, new: Ints) -> list[Ints]:
         """The tokens `new` of a prompt, which follow those that are here, up to each copy of states."""
@@ -156,13 +142,13 @@ class Session:
         begin = len(self._ids)
         return np.split(new, range(EVERY - begin % EVERY, len(new), EVERY))
 
-    def _require(self, turn: _Turn | None) -> None:
+    def _require(self, turn: object) -> None:
         """Raise if another call has begun since `turn`."""
-        if turn is not self._turn():
+        if turn is not self._turn:
             came = "cache has been given to another call meanwhile"
             raise RuntimeError(f"generate(): {came}; expected one answer at a time")
 
-    def _add(self, tokens: Ints, turn: _Turn | None) -> None:
+    def _add(self, tokens: Ints, turn: object) -> None:
         """Count tokens whose keys and values, and states, are in the cache."""
         self._require(turn)
         self._ids += tokens.tolist()
@@ -190,7 +176,7 @@ def cache_dtypes(dtype: np.dtype[Any]) -> tuple[str, ...]:
 def require_fit(session: Any, model: Model, prompts: int, cache_dtype: Any) -> None:
     """Raise unless a call of `model.generate` may use `session`."""
     if not isinstance(session, Session):
-        raise wrong_type("cache", session, "what session() or prompt_cache() makes")
+        raise wrong_type("cache", session, "what session() makes")
     if cache_dtype is not None:
         raise ValueError("(): cache_dtype is given with a cache; expected it in session()")
     if session._model is not model:

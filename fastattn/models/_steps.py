@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named
-from fastattn._args.values import integer
 from fastattn._engine.steps import Sequences
 from fastattn.layers._mixers import by_rows
 from fastattn.models import _session
 from fastattn.models._embeddings import of_length
 from fastattn.models._generation import Step
 from fastattn.models._next_tokens import NextTokens
-from fastattn.models._prompt_cache import PromptCache
 from fastattn.models._session import Session, cache_dtypes
 from fastattn.models._speculation import MOST, Speculation
 
@@ -52,15 +49,6 @@ class Stepping(NextTokens):
         why = "" if self.dtype == np.float32 else f" of a model in {self.dtype}"
         return dtype_choice("cache_dtype", given, dtypes, why)
 
-    @named("prompt_cache")
-    def prompt_cache(self, most_bytes: int = 1 << 30, cache_dtype: DTypeLike | None = None) -> PromptCache:
-        """Make an empty cache of sessions, for ``generate(cache=)``, which takes up to `most_bytes`.
-
-        Keys are kept in `cache_dtype`, as in `session`.
-        """
-        kept = self._kept_as(cache_dtype)
-        return PromptCache(partial(self.session, kept), integer("most_bytes", most_bytes, 0))
-
     @named("load_session")
     def load_session(self, path: str | os.PathLike[str]) -> Session:
         """Read a session that `Session.save` wrote.
@@ -80,7 +68,7 @@ class Stepping(NextTokens):
         stop: Ints,
         ended: Bools,
         cache_dtype: DTypeLike | None,
-        session: Session | PromptCache | None,
+        session: Session | None,
         speculation: Speculation | None,
     ) -> Iterator[Step]:
         """Steps until all sequences have reached `stop`, or are `ended` by whoever reads them.
@@ -105,7 +93,7 @@ class Stepping(NextTokens):
         stop: Ints,
         ended: Bools,
         cache_dtype: DTypeLike | None,
-        session: Session | PromptCache | None,
+        session: Session | None,
         speculation: Speculation | None,
     ) -> Iterator[Step]:
         """`_steps`, for the thread that may compute them."""
@@ -114,8 +102,6 @@ class Stepping(NextTokens):
         lengths = np.array([len(prompt) for prompt in prompts])
         batch, longest = len(prompts), int(lengths.max())
         new, turn = np.concatenate(prompts), None
-        if isinstance(session, PromptCache):
-            session = session.taken(new)
         if session is None:
             cache = self._cache(longest + min(max_new_tokens - 1, _ROOM), cache_dtype)
         else:

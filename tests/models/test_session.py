@@ -154,8 +154,7 @@ def test_one_answer_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-@pytest.mark.parametrize("cache", ["session", "prompt_cache"])
-def test_one_thread_at_a_time_computes_with_a_session(cache, kind, tmp_path, monkeypatch):
+def test_one_thread_at_a_time_computes_with_a_session(kind, tmp_path, monkeypatch):
     model = load(tmp_path, kind)
     inside, hidden, errors = [], type(model)._hidden, []
     expected = {i: answer(model, FIRST[i:]) for i in range(4)}
@@ -168,14 +167,13 @@ def test_one_thread_at_a_time_computes_with_a_session(cache, kind, tmp_path, mon
         return hidden(self, *others)
 
     monkeypatch.setattr(type(model), "_hidden", alone)
-    shared = getattr(model, cache)()
+    session = model.session()
 
     def work(i):
         for _ in range(5):
             try:
-                assert answer(model, FIRST[i:], cache=shared) == expected[i]
-                if cache == "session":
-                    shared.copy()
+                assert answer(model, FIRST[i:], cache=session) == expected[i]
+                session.copy()
             except RuntimeError as error:  # noqa: PERF203
                 errors.append(str(error))
 
@@ -184,7 +182,6 @@ def test_one_thread_at_a_time_computes_with_a_session(cache, kind, tmp_path, mon
     assert set(errors) <= {
         "generate(): cache has been given to another call meanwhile; expected one answer at a time"
     }
-    assert not errors or cache == "session"
 
 
 @pytest.mark.parametrize("convolutions", [2, 3])  # of 3 layers
@@ -325,7 +322,7 @@ def test_what_is_refused(tmp_path):
     model, other = load(tmp_path / "one"), load(tmp_path / "other")
     session = model.session()
     cases = [
-        (TypeError, r"cache is of type dict; expected what session\(\) or prompt_cache", {"cache": {}}),
+        (TypeError, r"cache is of type dict; expected what session\(\) makes", {"cache": {}}),
         (ValueError, "cache_dtype is given with a cache", {"cache": session, "cache_dtype": "int8"}),
         (ValueError, "cache is a session of another llama", {"cache": other.session()}),
     ]
@@ -419,95 +416,3 @@ def test_the_digest_is_of_weights_and_types(tmp_path):
     ]
     assert len({digest(model) for model in same}) == 1
     assert len({digest(model) for model in same + others}) == 1 + len(others)
-
-
-LONG = RNG.integers(VOCAB, size=20).tolist()
-
-
-@pytest.mark.parametrize("kind", ["llama", "lfm2", "gemma4_text"])
-def test_a_prompt_cache_finds_what_a_prompt_goes_on_from(kind, tmp_path, implementation, monkeypatch):
-    """Two conversations after one instruction: each turn computes its new tokens alone."""
-    model = load(tmp_path, kind)
-    cache, talks = model.prompt_cache(), [LONG + FIRST, LONG + NEXT]
-    counts = computed(monkeypatch, model)
-    for turn in range(3):
-        for i, talk in enumerate(talks):
-            begun = len(counts)
-            said = answer(model, talk, 3, cache=cache)
-            alone = answer(model, talk, 3)
-            assert said == alone
-            if turn:
-                assert counts[begun] == 1 + len(NEXT)
-            elif i and kind == "llama":
-                assert counts[begun] == len(NEXT)  # the instruction was there
-            talks[i] = talk + said + NEXT
-    assert len(cache) == 2
-    assert cache.nbytes == sum(session.nbytes for session in cache._sessions)
-    assert repr(cache) == f"<PromptCache: 2 sessions, {cache.nbytes} of {1 << 30} bytes>"
-
-
-def test_a_prompt_cache_forgets_what_was_used_longest_ago(tmp_path):
-    model = load(tmp_path)
-    prompts = [[i, *LONG] for i in range(3)]
-    cache = model.prompt_cache(0)
-    for prompt in prompts:
-        answer(model, prompt, cache=cache)
-        assert len(cache) == 1
-    one = cache.nbytes
-    cache = model.prompt_cache(2 * one)
-    said = [answer(model, prompt, cache=cache) for prompt in prompts]
-    answer(model, prompts[1] + said[1] + NEXT, cache=cache)
-    assert [session.ids[0] for session in cache._sessions] == [2, 1]
-
-
-def test_a_prompt_that_comes_again_takes_its_session(tmp_path):
-    model = load(tmp_path)
-    cache = model.prompt_cache()
-    for ending in ([], [], NEXT):
-        prompt = LONG + FIRST + ending
-        assert answer(model, prompt, 3, cache=cache) == answer(model, prompt, 3)
-        assert len(cache) == 1
-    other = [*prompt[:-1], prompt[-1] - 1]  # differs in its last token: both are kept
-    assert answer(model, other, 3, cache=cache) == answer(model, other, 3)
-    assert len(cache) == 2
-
-
-def test_short_copies_of_a_long_session_are_forgotten_before_it(tmp_path):
-    model = load(tmp_path)
-    cache, long = model.prompt_cache(), LONG + FIRST + NEXT
-    answer(model, long, 1, cache=cache)
-    for token in (1, 2, 3):
-        answer(model, [*LONG, token, token], 1, cache=cache)
-    cache._most = cache.nbytes - 1
-    answer(model, [*LONG, 4, 4], 1, cache=cache)
-    assert [len(each.ids) for each in cache._sessions] == [22, 22, len(long), 22]
-    assert all(each.ids[-1] != 1 for each in cache._sessions)
-
-
-def test_answers_of_a_prompt_cache_that_are_read_in_turn(tmp_path):
-    """A session is not given to two calls, nor forgotten while its answer is read."""
-    model = load(tmp_path)
-    cache = model.prompt_cache(0)
-    first, second = (model.generate(LONG, 6, stop=(), cache=cache) for _ in range(2))
-    got = [[next(first)], [next(second)]]
-    assert len(cache) == 2
-    for _ in range(5):
-        got[0].append(next(first))
-        got[1].append(next(second))
-    assert got == [answer(model, LONG)] * 2
-    del first, second
-    assert not any(session.busy for session in cache._sessions)
-    answer(model, LONG, cache=cache)
-    assert len(cache) == 1
-
-
-def test_what_a_prompt_cache_refuses(tmp_path):
-    model, other = load(tmp_path / "one"), load(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"^generate\(\): cache is a session of another llama"):
-        other.generate(FIRST, cache=model.prompt_cache())
-    with pytest.raises(ValueError, match="cache is given with 2 prompts; expected one"):
-        model.generate([FIRST, NEXT], cache=model.prompt_cache())
-    with pytest.raises(ValueError, match=r"^prompt_cache\(\): most_bytes is -1; expected"):
-        model.prompt_cache(-1)
-    with pytest.raises(ValueError, match=r"^prompt_cache\(\): cache_dtype is 'int4'; expected"):
-        model.prompt_cache(cache_dtype="int4")

@@ -250,7 +250,7 @@ def test_tokens_that_a_head_proposes_are_those_of_plain_decoding(kind, how, tmp_
     model, several = with_head(tmp_path, kind, dtype="float64")[0], 0
     for seed in range(3):
         plain = list(model.generate(prompt_of(seed), 40, stop=(), **HOWS[how]))
-        for cache in (None, model.session(), model.prompt_cache()):
+        for cache in (None, model.session()):
             for _ in range(2):  # the second time, the head does not see the prompt
                 passes.clear()
                 options = {"stop": (), "speculate": "mtp", "cache": cache, **HOWS[how]}

@@ -222,22 +222,6 @@ def test_proposals_are_taken_back(tmp_path, few):
     assert max(session._cache.firsts) > 100
 
 
-def test_a_prompt_cache_takes_what_is_there(tmp_path, few, monkeypatch):
-    """An instruction whose keys are dropped is computed anew; the turns of a conversation are not."""
-    model = load(tmp_path, "mistral")
-    cache, instruction = model.prompt_cache(), some_ids(30).tolist()
-    talk = instruction + some_ids(100).tolist()
-    said = answer(model, talk, 3, cache=cache)
-    counts = computed(monkeypatch, model)
-    other = instruction + some_ids(9).tolist()
-    assert answer(model, other, 3, cache=cache) == answer(model, other, 3)
-    assert counts[0] == len(other)
-    counts.clear()
-    talk += said + some_ids(5).tolist()
-    assert answer(model, talk, 3, cache=cache) == answer(model, talk, 3)
-    assert counts[0] == 6
-
-
 def test_scores_are_those_of_all_keys(tmp_path, few):
     model = load(tmp_path, "gemma3-causal")
     prompt, ends = some_ids(100).tolist(), [some_ids(n).tolist() for n in (3, 1, 7)]
