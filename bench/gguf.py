@@ -28,16 +28,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 
 from fastattn._formats import FORMATS
-from fastattn._gguf_writer import Entry, write
 
 HIDDEN, INNER, KEYS, VOCAB, HEAD_DIM = 2048, 8192, 512, 32064, 64
 COLUMNS = "load", "prompt of 512", "of 2000", "token after 16", "after 2000", "8 sequences"
 # In an M file some values, what goes out of feed-forwards and the output layer have more bits.
 MIXED = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K")}
-_PLAIN = {"F32": (0, "<f4"), "BF16": (30, "<u2")}
+_PLAIN = ("F32", "BF16")
 _SCALES = {"d": 0.003, "m": -0.02, "dmin": 0.0003}
 
 
@@ -71,19 +71,24 @@ def write_model(path: Path, kind: str, layers: int) -> None:
         for name, shape in maps.items():
             is_more = i % 2 and name in ("attn_v", "ffn_down")
             shapes[f"blk.{i}.{name}"] = shape, more if is_more else usual
-    entries = []
+    writer = gguf.GGUFWriter(path, "llama")
     for name, (shape, of) in shapes.items():
         x = np.ones(shape, "<f4") if len(shape) == 1 else numbers(of, shape[0] * shape[1], rng)
-        number = _PLAIN[of][0] if of in _PLAIN else FORMATS[of].number
-        entries.append(Entry(f"{name}.weight", shape, number, x.nbytes, lambda x=x: [x]))  # type: ignore[misc]
+        rows = x.view(np.uint8).reshape(*shape[:-1], -1)
+        writer.add_tensor(f"{name}.weight", rows, raw_dtype=gguf.GGMLQuantizationType[of])
     sizes = {
         "vocab_size": VOCAB, "embedding_length": HIDDEN, "block_count": layers, "feed_forward_length": INNER,
         "attention.head_count": HIDDEN // HEAD_DIM, "attention.head_count_kv": KEYS // HEAD_DIM,
-        "context_length": 4096, "rope.dimension_count": HEAD_DIM, "rope.freq_base": 5e5,
-        "attention.layer_norm_rms_epsilon": 1e-5,
+        "context_length": 4096, "rope.dimension_count": HEAD_DIM,
     }  # fmt: skip
-    values = {"general.architecture": "llama", "tokenizer.ggml.model": "none"}
-    write(path, {**values, **{f"llama.{key}": x for key, x in sizes.items()}}, entries)
+    for key, size in sizes.items():
+        writer.add_uint32(f"llama.{key}", size)
+    writer.add_rope_freq_base(5e5)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("none")
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        step()
+    writer.close()
 
 
 def times(path: str, threads: int, **how: Any) -> list[float]:

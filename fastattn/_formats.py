@@ -2,8 +2,7 @@
 
 A format is described once. Its fields say what lies where in a block, and `Layout` what numbers they make:
 the kernel that packs blocks of files reads it, too. A number is ``scale * code + minimum`` in float32, in
-this order, as in ggml. A format with a writer is made of numbers, too: scales and minima are fitted to them,
-and they get the nearest codes.
+this order, as in ggml.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import numpy as np
 
 from fastattn._args.coded import Bits, Integers, Layout, Parts
 from fastattn._args.packed import FP4, IQ4
-from fastattn._least_squares import nearest
-from fastattn._writers import WRITERS, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +20,6 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array
 
 _FLOAT16, _BYTE, _SIGNED = "<f2", "u1", "i1"
-_PIECE = 1 << 18  # numbers that are encoded at once, by a few hundred calls of NumPy
-_DAMPING = 0.01
 _E2M1 = np.concatenate((FP4[8:], -FP4[8:]))  # the sign is the highest bit of a code
 
 
@@ -36,7 +31,6 @@ class Format(NamedTuple):
     packed: str  # the type of packed weights that holds its codes
     fields: np.dtype[Any]  # of a block
     layout: Layout
-    writer: Writer | None = None  # None: such blocks are only read
 
     @property
     def features(self) -> int:
@@ -62,90 +56,6 @@ class Format(NamedTuple):
                 numbers += minima[..., None]
         found: Array = numbers.reshape(-1)
         return found
-
-    def encoded(self, rows: Array) -> Array:
-        """Blocks (n, m), as `fields` says, of rows (n, m * features), with least squares of errors.
-
-        The format has a writer. A ValueError says what is wrong with the numbers, after "has".
-        """
-        width = rows.shape[1]
-        if width % self.features:
-            raise ValueError(f"rows of {width} in {self.name}; expected multiples of {self.features}")
-        blocks, numbers = np.zeros(rows.size // self.features, self.fields), rows.reshape(-1, self.features)
-        step = _PIECE // self.features
-        for begin in range(0, len(blocks), step):
-            x = numbers[begin : begin + step].astype(np.float32)
-            self.put(x, self.fitted(x, np.ones_like(x), blocks[begin : begin + step]))
-        return blocks.reshape(len(rows), width // self.features)
-
-    def compensated(self, rows: Array, feedback: Array) -> Array:
-        """Blocks as of `encoded`, in which columns make up for the errors of those before them.
-
-        `feedback` is what `feedback_of` makes of the inputs. The columns after one that errs by e change by
-        ``-e * feedback[j, j + 1 :] / feedback[j, j]``, which leaves the least error of products.
-        """
-        assert self.writer is not None
-        rest, size, features = rows.astype(np.float32), rows.shape[1] // self.features, self.features
-        blocks, own = np.zeros((len(rows), size), self.fields), np.diag(feedback)
-        if not np.isfinite(rest).all():
-            raise ValueError(f"values that are not finite as {self.name}; expected finite ones")
-        for i in range(size):
-            here = slice(i * features, (i + 1) * features)
-            x, b = rest[:, here].copy(), blocks[:, i].copy()
-            _, scales, minima = self.parts(self.fitted(x, np.tile(own[here] ** -2, (len(x), 1)), b))
-            shared = features // scales.shape[1]
-            for j, step in enumerate(feedback[here, here]):
-                scale = scales[:, j // shared, None]
-                minimum = np.zeros_like(scale) if minima is None else minima[:, j // shared, None]
-                column = x[:, j, None].copy()
-                x[:, j, None] = scale * nearest(column, scale, minimum, *self.writer.codes) + minimum
-                column -= x[:, j, None]
-                column /= step[j]
-                x[:, j + 1 :] -= column * step[j + 1 :]
-                rest[:, i * features + j] = column[:, 0]
-            rest[:, here.stop :] -= rest[:, here] @ feedback[here, here.stop :]
-            self.put(x, b)
-            blocks[:, i] = b
-        return blocks
-
-    def fitted(self, x: Array, w: Array, blocks: Array) -> Array:
-        """The `blocks` (n,) with scales and minima for numbers x, with weights w, both (n, features)."""
-        assert self.writer is not None
-        with np.errstate(all="ignore"):  # what is not finite is refused
-            self.writer.fit(x, w, blocks)
-            _, scales, minima = self.parts(blocks)
-        if not (
-            np.isfinite(x).all()
-            and np.isfinite(scales).all()
-            and (minima is None or np.isfinite(minima).all())
-        ):
-            raise ValueError(f"values that are not finite as {self.name}; expected finite ones")
-        return blocks
-
-    def put(self, x: Array, blocks: Array) -> None:
-        """Give numbers x (n, features) the nearest codes of the `blocks` (n,), which have scales."""
-        assert self.writer is not None
-        _, scales, minima = self.parts(blocks)
-        shared = x.reshape(*scales.shape, -1)
-        codes = nearest(
-            shared, scales[..., None], 0.0 if minima is None else minima[..., None], *self.writer.codes
-        )
-        self.writer.put(blocks, codes.reshape(x.shape).astype(np.int8))
-
-
-def feedback_of(moments: Array) -> Array:
-    """U (n, n), upper, of sums x x^T of inputs x (n,): their inverse is U^T U (GPTQ, arXiv:2210.17323).
-
-    An error e of a row of weights is one of e^T M e in products, where M are the sums. With some columns of e
-    given, the rest that is best follows from the inverse of M without the rows and columns of those. A
-    hundredth of the mean of M's diagonal is added to it, so that an inverse is there.
-    """
-    wide = moments.astype(float)
-    mean = np.diag(wide).mean()
-    wide /= mean or 1.0
-    wide[np.diag_indices(len(wide))] += _DAMPING
-    found: Array = np.linalg.cholesky(np.linalg.inv(wide)).T.astype(np.float32)
-    return found
 
 
 class _Fields:
@@ -198,7 +108,7 @@ def _format(
         features, dtype.itemsize, shared, unit=f.at("e" if "e" in f else "d"), exponent="e" in f,
         minimum=minimum, **integers(f),
     )  # fmt: skip
-    return Format(name, number, packed, dtype, layout, WRITERS.get(name))
+    return Format(name, number, packed, dtype, layout)
 
 
 FORMATS = {

@@ -19,7 +19,7 @@ from fastattn._formats import FORMATS, Format
 from fastattn._open_file import OpenFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from fastattn._args.types import Array, Shape
 
@@ -60,12 +60,6 @@ class Strings(NamedTuple):
     raw: bytes  # each string behind its length
     number: int
 
-    @classmethod
-    def of(cls, strings: Sequence[str]) -> Strings:
-        """Strings of which the lengths are not known yet."""
-        each = (text.encode() for text in strings)
-        return cls(b"".join(len(data).to_bytes(8, "little") + data for data in each), len(strings))
-
     def decoded(self) -> list[str]:
         """The strings; a UnicodeDecodeError if one is no UTF-8."""
         return [data.decode() for data in self._each()]
@@ -95,7 +89,6 @@ class GgufFile(OpenFile):
         self._at, self._buffer, self._buffered = 0, b"", 0
         self._elements = 0  # of all arrays so far
         self.metadata: dict[str, Any] = {}
-        self._values: dict[str, tuple[int, int]] = {}  # where each lies, with its type, and its size
         self.interleaved: dict[str, int] = {}
         self._tensors: dict[str, _Tensor] = {}
         if self._take(4) != MAGIC:
@@ -109,9 +102,7 @@ class GgufFile(OpenFile):
             name = self._string("the name of a key", _LONGEST)
             if name in self.metadata:
                 self._wrong(f"has the key {short(name)} twice")
-            begin = self._at
             self.metadata[name] = self._value(name, self._integer("<u4"))
-            self._values[name] = begin, self._at - begin
         infos = [self._info() for _ in range(n_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not (type(alignment) is int and 0 < alignment <= 1 << 20 and not alignment & (alignment - 1)):
@@ -131,10 +122,6 @@ class GgufFile(OpenFile):
             self._tensors[name] = tensor
         self.names = [name for name, *_ in infos]
         self._buffer = b""
-
-    def encoded(self, name: str) -> bytes:
-        """The value of a key as it lies there, behind its type."""
-        return self._bytes(*self._values[name])
 
     def shape(self, name: str) -> Shape:
         """The shape of a tensor, as NumPy has it."""

@@ -186,13 +186,6 @@ def _source(folder: Path, config: Config) -> tuple[Path, str, bool]:
     return there, found, one
 
 
-def template_of(folder: Path) -> str | None:
-    """The chat template of a folder; None where there is none."""
-    config = tokenizer_config(folder)
-    there = (folder / "chat_template.jinja").exists() or config.values.get("chat_template") is not None
-    return _source(folder, config)[1] if there else None
-
-
 @lru_cache(maxsize=8)
 def _compiled(path: Path, source: str) -> Any:
     """The template, in an environment as transformers has it."""

@@ -237,17 +237,6 @@ def renamed(model_type: str, name: str) -> str:
     return known_name(model_type, name) or name
 
 
-def tensor_names(model_type: str, layers: int, experts: int) -> dict[str, str]:
-    """Names of all tensors that a model may have, by those that transformers has for them."""
-    found = {f"{new}.weight": f"{old}.weight" for old, new in _NAMES.items()}
-    for number in range(layers):
-        for part in _OTHER_NAMES.get(model_type, _BLOCK_NAMES):
-            of_experts = [f"{part}.{i}" for i in range(experts)] if part.endswith("_exps") else [part]
-            names = [f"blk.{number}.{each}.{kind}" for each in of_experts for kind in ("weight", "bias")]
-            found |= {renamed(model_type, name): name for name in names}
-    return found
-
-
 def names_in_file(model_type: str, name: str) -> list[str]:
     """The names of which `renamed` makes this one, or what families make of it."""
     ends, top = ("weight", "bias"), _OTHER_TOPS.get(model_type, _NAMES)

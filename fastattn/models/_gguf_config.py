@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 _MOST_PAIRS = 1 << 16  # of dimensions of a head
 
 # What frequencies of rotary positions are divided by: in all models but Phi-3, and there in two ways.
-FACTORS = "rope_freqs.weight"
+_FACTORS = "rope_freqs.weight"
 _PHI3_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 # Keys under the architecture's name, and config.json's.
-SIZES = {
+_SIZES = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
@@ -97,7 +97,7 @@ _MADE_OF_TENSORS = {
     "vocab_size": "token_embd.weight",
     "vocab_size_per_layer_input": "per_layer_token_embd.weight",
 }
-SAMPLING = {
+_SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -115,7 +115,7 @@ def config_of(path: Path, file: GgufFile) -> Config:
     if parts > 1:
         raise ModelError(f"{path}: 'split.count' is {parts}; expected a model in one file")
     for name in file.names:
-        factors = _PHI3_FACTORS.values() if model_type == "phi3" else (FACTORS,)
+        factors = _PHI3_FACTORS.values() if model_type == "phi3" else (_FACTORS,)
         if known_name(model_type, name) is None and name not in factors:
             raise ModelError(f"{path}: the tensor {short(name)} is not known")
     ends = end_ids(said, _token_count(said, file))
@@ -135,7 +135,7 @@ def config_of(path: Path, file: GgufFile) -> Config:
     if not said.get(f"{prefix}.attention.causal", bool, True):
         raise ModelError(f"{path}: '{prefix}.attention.causal' is False; expected True")
     values: dict[str, Any] = {"model_type": model_type}
-    known = dict(SIZES)
+    known = dict(_SIZES)
     if model_type in ("granite", "granitemoehybrid"):
         known |= _OF_GRANITE
     elif found := [key for key in _OF_GRANITE if f"{prefix}.{key}" in file.metadata]:
@@ -195,7 +195,7 @@ def config_of(path: Path, file: GgufFile) -> Config:
 def in_its_words(file: GgufFile, model_type: str, message: str) -> str:
     """A message about what `config_of` and `renamed` give, with the file's own names of keys and tensors."""
     prefix = file.metadata["general.architecture"]
-    keys = {**SIZES, **_OF_GRANITE, **_gguf_bert.SIZES}
+    keys = {**_SIZES, **_OF_GRANITE, **_gguf_bert.SIZES}
     keys |= {f"rope.scaling.{key}": name for key, name in _SCALING.items()}
     names = {name: f"{prefix}.{key}" for key, name in keys.items()}
     names |= {name: f"{prefix}.{key}" for name, key in _MADE_OF.items()} | _MADE_OF_TENSORS
@@ -279,7 +279,7 @@ def _proportional(said: Config, scaling: dict[str, Any]) -> dict[str, Any]:
         return scaling
     rotated = divisors.count(1.0)
     if divisors[:rotated] != [1.0] * rotated or min(divisors[rotated:], default=1e30) < 1e20:
-        raise said.wrong(FACTORS, divisors, "1 for each pair that is rotated, then 1e30")
+        raise said.wrong(_FACTORS, divisors, "1 for each pair that is rotated, then 1e30")
     # A half more: what this becomes is cut to an integer.
     return {"rope_type": "proportional", "partial_rotary_factor": (rotated + 0.5) / len(divisors)}
 
@@ -289,7 +289,7 @@ def usual_sampling(path: Path) -> dict[str, Any]:
     with opened_alone(path) as file:
         said = Config.of(path, file.metadata)
     found = {}
-    for key, option in SAMPLING.items():
+    for key, option in _SAMPLING.items():
         value = said.values.get(name := f"general.sampling.{key}")
         if value is None:
             continue
@@ -323,7 +323,7 @@ def _scaling(path: Path, file: GgufFile, prefix: str) -> dict[str, Any]:
     if linear != 1:
         raise ModelError(f"{path}: '{prefix}.rope.scale_linear' is {linear}; expected '{begin}type'")
     found = {known[key]: x for key, x in given.items() if key in known}
-    names = _PHI3_FACTORS if prefix == "phi3" else dict.fromkeys(("short_factor", "long_factor"), FACTORS)
+    names = _PHI3_FACTORS if prefix == "phi3" else dict.fromkeys(("short_factor", "long_factor"), _FACTORS)
     if any(name in file.names for name in names.values()):
         if kind != "none" and (prefix, kind) != ("phi3", "longrope"):
             raise ModelError(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MOST_CUT = 1 << 26
 _NO_TOKEN = (1 << 32) - 1  # -1, as some files have it
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens
 
 # Tokens that end an answer, by keys and by texts, as in llama.cpp (`special_eog_ids` in src/llama-vocab.cpp).
 # Those of the last two lines end a file of code.
@@ -51,7 +51,7 @@ def _by_case(digits: str, after: str) -> str:
     return _BY_CASE % (_UPPER, _LOWER, after, _UPPER, _LOWER, after, digits)
 
 
-class Words(NamedTuple):
+class _Words(NamedTuple):
     """Rule by which texts become words."""
 
     pattern: str | None = None  # None: GPT-2's
@@ -61,18 +61,18 @@ class Words(NamedTuple):
     composed: bool = False  # characters are composed first, by NFC
 
 
-WORDS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jina-v2-code", "gpt-neox"), Words()),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Words(digits=True)),
+_WORDS = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jina-v2-code", "gpt-neox"), _Words()),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Words(digits=True)),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), Words(_LLAMA3, whole=True, begun=True)
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), _Words(_LLAMA3, whole=True, begun=True)
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Words(_LLAMA3)),
-    "qwen2": Words(_QWEN2, composed=True),
-    "qwen35": Words(_QWEN35, composed=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), Words(_QWEN2)),
-    **dict.fromkeys(("gpt-4o", "llama4"), Words(_by_case(r"\p{N}{1,3}", _CONTRACTIONS + "?"))),
-    "tekken": Words(_by_case(r"\p{N}", ""), whole=True, begun=True),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Words(_LLAMA3)),
+    "qwen2": _Words(_QWEN2, composed=True),
+    "qwen35": _Words(_QWEN35, composed=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), _Words(_QWEN2)),
+    **dict.fromkeys(("gpt-4o", "llama4"), _Words(_by_case(r"\p{N}{1,3}", _CONTRACTIONS + "?"))),
+    "tekken": _Words(_by_case(r"\p{N}", ""), whole=True, begun=True),
 }
 
 
@@ -136,14 +136,14 @@ def end_ids(said: Config, count: int) -> list[int]:
 
 def _is_end(text: str, kind: int) -> bool:
     """Tell whether a token of this text and type ends an answer; a "</s>" of users' is a tag of HTML."""
-    return text in _END_TEXTS and (kind == CONTROL or (kind == USER_DEFINED and text != "</s>"))
+    return text in _END_TEXTS and (kind == _CONTROL or (kind == _USER_DEFINED and text != "</s>"))
 
 
 def tokenizer_of(path: Path) -> Any:
     """The file's tokenizer, a `tokenizers.Tokenizer`."""
     config = _tokenizer(path)
     try:
-        return made(config)
+        return _made(config)
     except (ModelError, ImportError):
         raise
     except BaseException as error:  # a panic of the library is no Exception
@@ -152,7 +152,7 @@ def tokenizer_of(path: Path) -> Any:
         raise ModelError(f"{path}: its tokenizer cannot be made: {error}") from error
 
 
-def made(config: Config) -> Any:
+def _made(config: Config) -> Any:
     """The tokenizer that these keys describe, which have no prefix."""
     library, tokens = require("tokenizers"), _list(config, "tokens", str)
     kinds = _numbers(config, "token_type", "iu", len(tokens), np.ones(len(tokens), np.int32))
@@ -160,11 +160,11 @@ def made(config: Config) -> Any:
         "gpt2": _bytewise, "llama": _by_scores, "gemma4": _by_merges, "bert": _by_words, "t5": _by_chances
     }  # fmt: skip
     kinds = kinds.copy()
-    for i in np.flatnonzero(kinds == USER_DEFINED):
-        if _is_end(tokens[i], USER_DEFINED):
-            kinds[i] = CONTROL  # it is no part of the answer
+    for i in np.flatnonzero(kinds == _USER_DEFINED):
+        if _is_end(tokens[i], _USER_DEFINED):
+            kinds[i] = _CONTROL  # it is no part of the answer
     tokenizer, config = config.choice("model", makers)(config, tokens, kinds)
-    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
+    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         found = [
             library.AddedToken(tokens[i], normalized=False, special=special)
             for i in np.flatnonzero(kinds == kind)
@@ -235,11 +235,11 @@ def _token_id(config: Config, tokens: list[str], name: str, default: int | None 
 def _bytewise(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, Config]:
     """A tokenizer that merges pairs of bytes, as GPT-2's; and the keys, with usual ones."""
     library = require("tokenizers")
-    words = config.choice("pre", WORDS)
+    words = config.choice("pre", _WORDS)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     pairs = _merges(config, vocabulary)
     tokenizer = library.Tokenizer(library.models.BPE(vocabulary, pairs, ignore_merges=words.whole))
-    cut_into(tokenizer, words)
+    _cut_into(tokenizer, words)
     return tokenizer, _with_usual(config, add_bos_token=words.begun)
 
 
@@ -254,7 +254,7 @@ def _merges(config: Config, vocabulary: dict[str, int]) -> list[tuple[str, ...]]
     return pairs
 
 
-def cut_into(tokenizer: Any, words: Words) -> None:
+def _cut_into(tokenizer: Any, words: _Words) -> None:
     """Have the tokenizer cut texts into words by this rule, and then into bytes."""
     library = require("tokenizers")
     before = library.pre_tokenizers
@@ -280,7 +280,7 @@ def _by_scores(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, Co
     cuts = (
         (-scores[i], vocabulary[token[:at]], vocabulary[token[at:]])
         for i, token in enumerate(tokens)
-        if kinds[i] not in (CONTROL, BYTE, UNKNOWN)
+        if kinds[i] not in (_CONTROL, _BYTE, _UNKNOWN)
         for at in takewhile(len(token).__gt__, lengths)
         if at and token[:at] in vocabulary and token[at:] in vocabulary
     )
@@ -303,7 +303,7 @@ def _by_words(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, Con
     lower case if no token has an upper one.
     """
     library = require("tokenizers")
-    is_name = [kinds[i] == CONTROL or token[:1] + token[-1:] == "[]" for i, token in enumerate(tokens)]
+    is_name = [kinds[i] == _CONTROL or token[:1] + token[-1:] == "[]" for i, token in enumerate(tokens)]
     pieces = [
         token if named else token[1:] if token.startswith("▁") else f"##{token}"
         for token, named in zip(tokens, is_name, strict=True)
@@ -337,7 +337,7 @@ def _by_chances(config: Config, tokens: list[str], kinds: Array) -> tuple[Any, C
         raise config.wrong("scores", float(scores[~np.isfinite(scores)][0]), "finite numbers")
     pairs = list(zip(tokens, scores.tolist(), strict=True))
     unknown = _token_id(config, tokens, "unknown_token_id", 2)
-    model = library.models.Unigram(pairs, unk_id=unknown, byte_fallback=bool((kinds == BYTE).any()))
+    model = library.models.Unigram(pairs, unk_id=unknown, byte_fallback=bool((kinds == _BYTE).any()))
     tokenizer, steps = library.Tokenizer(model), []
     if (table := config.values.get("precompiled_charsmap")) is not None:
         if not isinstance(table, np.ndarray) or table.dtype.itemsize != 1:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.ops import integer_activations
@@ -36,7 +36,6 @@ from fastattn.models._families import (
 from fastattn.models._files import Config, ModelError
 from fastattn.models._gguf_config import config_of, in_its_words
 from fastattn.models._hub import place_of
-from fastattn.models._input_ranges import as_saved, calibrated
 from fastattn.models._modules import SPARSE_STATIC, STATIC, first_of, router_of
 from fastattn.models._parameters import OF_FILE, Precision
 from fastattn.models._routes import routed
@@ -46,11 +45,10 @@ from fastattn.models._sparse import SparseEncoder
 from fastattn.models._static import static_encoder, static_sparse_encoder
 from fastattn.models._task_heads import with_head
 from fastattn.models._tensors import Tensors
-from fastattn.models._text import strings
 from fastattn.models._towers import TwoTowers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from numpy.typing import DTypeLike
     from typing_extensions import Unpack
@@ -121,7 +119,6 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
     activations: Rounding | None = None,
-    calibrate: Iterable[str] | Literal[False] | None = None,
     revision: str | None = None,
     gguf_file: str | None = None,
     **others: Unpack[NoOptions],
@@ -147,13 +144,6 @@ def load(
         Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8 or in blocks,
         faster where many tokens are computed at once, and in 4 bits where few are. Of a GGUF file, other
         maps keep their inputs. By default they are not rounded.
-    calibrate : list, array or iterator of str or False, optional
-        With `activations`: texts like those that the model will see, some ten thousand tokens, with their
-        prompts. The model reads all of them, and the inputs of each map are rounded on one grid, from the
-        smallest to the largest that these texts gave it; what is beyond is cut. By default, each token has a
-        grid of its own, which errs less, unless `save` wrote such ranges beside the weights; with False, also
-        then. Inputs of experts and heads have grids of their own always; a CrossEncoder reads each text
-        alone, not in pairs.
     revision : str, optional
         Branch, tag or commit of a model of the Hub.
     gguf_file : str, optional
@@ -189,20 +179,7 @@ def load(
         raise wrong_type("folder", folder, "a path")
     precise = partial(Precision.of, dtype, weights_dtype, activations)
     precision = precise(of_file=True)  # refuses unknown names, whatever is there
-    texts = None
-    if calibrate is not None and calibrate is not False:
-        texts = list(strings("calibrate", calibrate))
-    if texts is not None and activations is None:
-        expected = "activations='int8', with weights in int8 or blocks"
-        raise ValueError(f"(): calibrate is given with activations None; expected {expected}")
-    model = _loaded(place_of(folder, revision, gguf_file), precise, precision)
-    if texts is not None:
-        return calibrated(model, texts)
-    return model if activations is None or calibrate is False else as_saved(model)
-
-
-def _loaded(path: Path, precise: Callable[..., Precision], precision: Precision) -> Loaded:
-    """The model of a folder or file, whose maps find the ranges of their inputs themselves."""
+    path = place_of(folder, revision, gguf_file)
     if _gguf.is_file(path):
         return _of_gguf(path, precision)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long

@@ -47,7 +47,6 @@ class Precision:
     dtype: np.dtype[Any]
     weights: str
     activations: Rounding | None = None
-    known_ranges: bool = False  # of these inputs
 
     @classmethod
     def of(cls, dtype: Any, weights_dtype: Any, activations: Any, of_file: bool = False) -> Precision:
@@ -75,7 +74,7 @@ class Precision:
         how = "as in the file" if self.weights == OF_FILE else f"in {self.weights}"
         kept = "" if self.weights == self.dtype.name else f", weights {how}"
         rounded = "" if self.activations is None else f", activations in {self.activations}"
-        return f"{self.dtype}{kept}{rounded}{' by known ranges' if self.known_ranges else ''}"
+        return f"{self.dtype}{kept}{rounded}"
 
 
 class Maker(Protocol[Made_co]):
@@ -206,7 +205,7 @@ class Parameters:
         """The shapes of the tensors, by their names."""
         return {part.name: part.shape for made in self._made for part in made.parts}
 
-    def maps(self, but: Any = None) -> set[str]:
+    def maps(self, but: Any) -> set[str]:
         """The names of the tensors that are weights of linear maps, but for those in the parameter `but`."""
         maps = [made for made in self._made if isinstance(made.parameter, PackedLinear)]
         left_out = {part.name for made in maps if made.parameter is but for part in made.parts}

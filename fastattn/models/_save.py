@@ -1,4 +1,4 @@
-"""Saving of models: a folder as transformers has it, or a GGUF file."""
+"""Saving of models: a folder as transformers has it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,18 @@ from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
 from fastattn._atomic import replaced
 from fastattn.models import _gguf, _gguf_tokenizer
-from fastattn.models._calibration import moments
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder, EncoderWithHead
 from fastattn.models._files import ModelError, is_name, read_json, require
 from fastattn.models._gguf_config import config_of, usual_sampling
-from fastattn.models._input_ranges import header
 from fastattn.models._parameters import required
 from fastattn.models._tensors import WEIGHTS, Tensors
-from fastattn.models._text import strings
-from fastattn.models._to_gguf import DTYPES, written
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from fastattn._args.types import Array
     from fastattn.models._parameters import Origin
 
-_OF_FOLDERS = ("float32", "float16", "bfloat16")
+_DTYPES = ("float32", "float16", "bfloat16")
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model", "artifact.metadata")  # files that say what a model is
 _LEFT = ("*.index.json",)
 # Models of which GGUF files have tensors that are not a folder's.
@@ -46,9 +40,8 @@ def save(
     path: str | os.PathLike[str],
     *,
     dtype: str = "float32",
-    calibrate: Iterable[str] | None = None,
 ) -> None:
-    """Write a model that `load` reads: a folder, or a GGUF file.
+    """Write a model as a folder that `load` reads.
 
     Parameters
     ----------
@@ -56,36 +49,21 @@ def save(
         Of `load`, also after `with_state_dict` or a tuning. Its tensors are written as `state_dict` has them,
         not as they are packed.
     path : path
-        One that ends with ``.gguf`` is a file, of a decoder of the families that docs/models.md names. Any
-        other is a folder, which is made where it is not there: model.safetensors, with the ranges that
-        ``load(..., calibrate=)`` found in its header, and config.json and what the model's own folder has
-        beside it.
-    dtype : str, default "float32"
-        The type of the tensors: ``"float32"``, ``"float16"`` or ``"bfloat16"``; in a GGUF file, that of the
-        weights of linear maps and of tables, also ``"q8_0"``, ``"q6_k"``, ``"q4_k"``, ``"q4_1"`` or
-        ``"q4_0"``, whose scales have the least squared errors. With ``"q4_k"``, the output layer is in
-        ``"q6_k"``.
-    calibrate : list, array or iterator of str, optional
-        Of a file in blocks: texts like those that the model will see, some ten thousand tokens. The model
-        reads them, and each column of a weight makes up for the rounding of those before it, so that the
-        products with these inputs err least (GPTQ [1]_). That needs a matrix (in_features, in_features) for
-        each product, and time for its inverse. Maps of experts are rounded as without.
+        The folder, which is made where it is not there: model.safetensors, and config.json and what the
+        model's own folder has beside it.
+    dtype : {"float32", "float16", "bfloat16"}, default "float32"
+        The type of the tensors.
 
     Raises
     ------
     ModelError
-        A ValueError: a GGUF file cannot say what the model is. The message names what.
+        A ValueError: the model is not one that a folder holds. The message names what.
     TypeError, ValueError
         If an argument does not fit, or weights are not finite in `dtype`. Nothing is written then.
 
     Notes
     -----
     A file is written beside its place, and put there when it is whole.
-
-    References
-    ----------
-    .. [1] E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-       Transformers", 2022, arXiv:2210.17323.
     """
     if not isinstance(model, (Decoder, Encoder, EncoderWithHead)):
         raise wrong_type("model", model, "a model of load()")
@@ -94,44 +72,23 @@ def save(
     if getattr(model, "routes", None) is not None:
         raise ModelError("(): model has routes for tasks; expected one that is a folder's only model")
     origin = required(model.encoder.origin if isinstance(model, EncoderWithHead) else model.origin)
-    target = Path(path)
-    if target.suffix.lower() != _gguf.SUFFIX:
-        dtype = dtype_choice("dtype", dtype, _OF_FOLDERS)
-        if calibrate is not None:
-            raise ValueError(
-                "(): calibrate is given for a folder; expected None, or path to end with '.gguf'"
-            )
-        _to_folder(origin, model, target, dtype)
-        return
-    if header(model):
-        came = "model has known ranges of inputs, for which a GGUF file has no place"
-        raise ModelError(f"(): {came}; expected the path of a folder")
-    dtype = dtype_choice("dtype", dtype, tuple(DTYPES))
-    if calibrate is not None and dtype in _OF_FOLDERS:
-        raise ValueError(f"(): calibrate is given for dtype {dtype!r}; expected None, or a dtype of blocks")
-    if not isinstance(model, Decoder):
-        raise wrong_type("model", model, "a Decoder for a GGUF file")
-    found = {} if calibrate is None else moments(model, strings("calibrate", calibrate))
-    with replaced(target, "(): ") as new:
-        written(model, new, dtype, found)
+    dtype = dtype_choice("dtype", dtype, _DTYPES)
+    _to_folder(origin, model, Path(path), dtype)
 
 
 def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
     """Write model.safetensors, and copy the files beside the model's own, or make them of a GGUF file."""
-    save_file, kind = require("safetensors.numpy").save_file, dtype
+    save_file = require("safetensors.numpy").save_file
     if dtype == "bfloat16":
         require("ml_dtypes")
     of_file = _gguf.is_file(origin.folder)
     saved = origin.folder / "config.json"
     has_config = of_file or saved.is_file()
     said = read_json(saved) if has_config and not of_file else {}
-    blocks, kept = said.get("quantization_config") is not None, header(model)
-    if kept and of_file:
-        came = f"model has known ranges of inputs, by the names of {origin.folder}"
-        raise ModelError(f"(): {came}; expected a model without, or of a folder")
+    blocks = said.get("quantization_config") is not None
     if blocks or (of_file and model.model_type.startswith(_APART)):
         came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder of floats"
-        raise ModelError(f"{came}; expected path to end with '.gguf'")
+        raise ModelError(f"{came}; expected a model whose tensors are")
     if not (has_config or (origin.folder / _MODULES).is_file()):
         raise ModelError(f"{origin.folder} holds one module of several; expected a model in one folder")
     tensors: dict[str, Array] = {}
@@ -143,14 +100,14 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
         for name, read in reads.items():
             new = _gguf.renamed(model.model_type, name) if of_file else name
             with np.errstate(over="ignore"):
-                tensors[new] = np.ascontiguousarray(read(name).astype(kind, copy=False))
+                tensors[new] = np.ascontiguousarray(read(name).astype(dtype, copy=False))
             if not np.isfinite(tensors[new]).all():
                 raise ValueError(
                     f"(): {name!r} has values that are not finite as {dtype}; expected finite ones"
                 )
     target.mkdir(parents=True, exist_ok=True)
     with replaced(target / WEIGHTS, "(): ") as file:
-        save_file(tensors, file, {"format": "pt", **kept})
+        save_file(tensors, file, {"format": "pt"})
     if of_file:
         config = _files_of_gguf(origin.folder, target)
     else:

@@ -242,9 +242,8 @@ def test_recurrent_layers(kind, stored, tmp_path):
     error = np.abs(own(IDS) - got(IDS)).max()
     assert error < 1e-2 * np.abs(got(IDS)).max() if stored == "Q6_K" else error < bound
     assert len(list(own.generate([1, 2, 3], 4))) == 4
-    for name in ("new.gguf", "saved"):
-        with pytest.raises(ModelError, match=f"holds a {kind}"):
-            models.save(own, tmp_path / name)
+    with pytest.raises(ModelError, match=f"holds a {kind}"):
+        models.save(own, tmp_path / "saved")
 
 
 @pytest.mark.parametrize(
