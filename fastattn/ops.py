@@ -115,7 +115,7 @@ def linear(
     *,
     activation: Activation | None = None,
     residual: ArrayLike | None = None,
-    activations: Rounding | tuple[float, float] | None = None,
+    activations: Rounding | None = None,
     transposed: bool = False,
     pre: Array | None = None,
     out: Array | None = None,
@@ -141,14 +141,13 @@ def linear(
         A name that `Activation` lists, for instance "relu"; see `activate`.
     residual : array_like, (..., out_features), optional
         Added last; in x's dtype. It may be `out` itself.
-    activations : {"int8"} or (low, high), optional
+    activations : {"int8"}, optional
         Round each row of x to int8 and multiply integers: for weights in int8 and in blocks, several times as
         fast where rows are many. A row has a grid of its own, 255 numbers from its smallest to its largest
         element, so with a step of ``(max(row) - min(row)) / 254``; each of its elements errs by half a step
         at most. One large element costs all others of its row their precision; rows of one value, or of two,
         lose none. NF4's numbers are rounded to multiples of 1 / 127, too. A row that holds NaN or infinity
-        gives NaN. With (low, high), the grid of all rows has the step ``(high - low) / 254``, and finite
-        elements beyond become low or high.
+        gives NaN.
     transposed : bool, default False
         Compute ``x @ weight`` in place of ``x @ weight.T``, from the same panels: the gradient of a linear
         map's input. x is (..., out_features); bias, residual and result have in_features. With a gated weight

@@ -143,9 +143,8 @@ typedef struct {
     const int8_t *codes; /* the same as int8, times `unit` */
     const void *sums;    /* lanes, (n_panels, columns): of w's rows, as int8 multiplies them; read with x_int8 alone */
     double unit;
-    const void *x_range; /* lanes: the smallest and the largest x of int8 x, beyond which it is cut; NULL: each row's */
-    const void *bias;    /* lanes, (n), gated (2, n); optional, as residual */
-    char *pre;           /* (m, n), gated (m, 2, n), optional: receives what the activation is applied to */
+    const void *bias; /* lanes, (n), gated (2, n); optional, as residual */
+    char *pre;        /* (m, n), gated (m, 2, n), optional: receives what the activation is applied to */
     int64_t x_row, residual_row, out_row, pre_row, m, n, k;
     fa_dtype dtype, out_dtype, weight; /* of x; of residual, out, pre; of the panels */
     int block;                         /* weights in blocks, 4 bits or Q8: features that share a scale, 16 or 32 */

@@ -1,10 +1,10 @@
 /* What a product with packed weights reads of x: rows where they lie, or a thread's copy of a task's rows, as lanes, as
- * pairs of bfloat16 for the dot product, or as int8 on a grid: the row's own, or of a range that the caller knows.
+ * pairs of bfloat16 for the dot product, or as int8 on the row's grid.
  *
  * An int8 row is (x - middle) / scale, rounded to nearest even: middle is that of the smallest and the largest element,
  * scale their distance / 254. So each element errs by scale / 2 at most. Of a row x times weights w, the middle makes
- * middle * sum(w), whose sums lie ready. Elements beyond a known range become its ends. A row that holds Inf or NaN has
- * a scale of NaN, and so has its result.
+ * middle * sum(w), whose sums lie ready. A row that holds Inf or NaN has a scale of NaN, and so
+ * has its result.
  *
  * Exports   LINEAR_ASKS, LINEAR_WIDE, TILES_ROWS, CODES_FEATURES; row_grid, linear_scratch, take_linear_scratch;
  *           linear_input, ready_input, x_in_place, x_copied_late, copied_row; by_tiles, panel_features,
@@ -166,24 +166,19 @@ INLINE int range_of_row(fa_dtype dtype, const char *from, int64_t k, lane range[
 /* Adding it to a number rounds that to an integer, in the lowest bits of the sum. */
 #define TO_INTEGER v_splat(0x1.8p23f)
 
-/* to (features_padded) = from (k) on its grid, in int8, and its sums. `known`: the caller gives its range. */
-INLINE row_grid quantise_row_as(fa_dtype dtype, int known, const fa_linear_args *a, const char *from, char *to,
-                                int32_t *sums)
+/* to (features_padded) = from (k) on its grid, in int8, and its sums. */
+INLINE row_grid quantise_row_as(fa_dtype dtype, const fa_linear_args *a, const char *from, char *to, int32_t *sums)
 {
     const int64_t size = dtype_size(dtype), k = a->k; /* which a store might change, for all gcc knows */
     lane range[2];
-    int finite = 1;
-    if (known) memcpy(range, a->x_range, sizeof range);
-    else finite = range_of_row(dtype, from, k, range);
+    const int finite = range_of_row(dtype, from, k, range);
     const lane middle = range[0] * 0.5f + range[1] * 0.5f; /* rounded: so either end may be the farther one */
     const lane half = fmaxf(fmaxf(range[1] - middle, middle - range[0]), LEAST_HALF);
-    const v_t low = v_splat(range[0]), high = v_splat(range[1]), centre = v_splat(middle), factor = v_splat(127 / half);
+    const v_t centre = v_splat(middle), factor = v_splat(127 / half);
     vi_t sum = {0};
-    v_t odd = v_splat(0);
     int64_t d = 0;
     for (; d + LANES <= k; d += LANES) {
-        v_t x = v_load_as(dtype, from + d * size);
-        if (known) odd = v_fma(x, v_splat(0), odd), x = v_min(v_max(x, low), high);
+        const v_t x = v_load_as(dtype, from + d * size);
         const vi_t rounded = (vi_t)((x - centre) * factor + TO_INTEGER);
         v_store_i8(to + d, rounded);
         sum += rounded;
@@ -191,14 +186,12 @@ INLINE row_grid quantise_row_as(fa_dtype dtype, int known, const fa_linear_args 
     sum -= (vi_t)TO_INTEGER * (ilane)(d / LANES); /* of the lowest 32 bits, which are all */
     if (d < k) {
         v_t x = v_load_as_n(dtype, from + d * size, k - d);
-        if (known) odd = v_fma(x, v_splat(0), odd), x = v_min(v_max(x, low), high);
         UNROLL_FOR(int i = 0; i < LANES; i++) x[i] = i < k - d ? x[i] : middle;
         const vi_t rounded = (vi_t)((x - centre) * factor + TO_INTEGER);
         v_store_i8_part(to + d, rounded, k - d);
         sum += rounded - (vi_t)TO_INTEGER;
     }
     memset(to + k, 0, round_up(k, 64) - k);
-    finite &= !v_any(odd != odd);
     if (in_blocks(a->weight)) sum_blocks(a->block, to, features_padded(a), sums);
     else if (V_I8_OFFSET) /* below 2^24: _args/ops.py */
         *sums = finite ? (int32_t)v_sum(__builtin_convertvector(sum, v_t)) : 0;
@@ -209,8 +202,7 @@ INLINE row_grid quantise_row_as(fa_dtype dtype, int known, const fa_linear_args 
 #define QUANTISE(name, dtype)                                                                                          \
     NOINLINE row_grid name(const fa_linear_args *a, const char *from, char *to, int32_t *sums)                         \
     {                                                                                                                  \
-        return a->x_range ? quantise_row_as(dtype, 1, a, from, to, sums)                                               \
-                          : quantise_row_as(dtype, 0, a, from, to, sums);                                              \
+        return quantise_row_as(dtype, a, from, to, sums);                                                              \
     }
 QUANTISE(quantise_f16, FA_F16)
 QUANTISE(quantise_bf16, FA_BF16)

@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-import re
 
 import ml_dtypes
 import numpy as np
@@ -100,16 +99,12 @@ def stored(weight, kind):
     return [x.reshape(n, blocks.shape[1] * 32)[:, :k] for x in results]
 
 
-def rounded(x, known="int8"):
+def rounded(x):
     """Rows of float64 x in int8, as `linear` documents it: scales times integers, middles, and the scales.
 
-    Also where a number is so nearly in the middle of two that float32 may take either. With a `known` range,
-    its grid is that of all.
+    Also where a number is so nearly in the middle of two that float32 may take either.
     """
     low, high = (least(x, axis=-1, keepdims=True).astype(np.float32) for least in (np.min, np.max))
-    if known != "int8":
-        low, high = (np.full_like(low, end) for end in known)
-        x = np.clip(x, low.astype(float), high.astype(float))
     middles = (low / 2 + high / 2).astype(float)  # rounded to float32
     scales = np.maximum(np.maximum(high - middles, middles - low), 2.0**-100) / 127
     each = (x - middles) / scales
@@ -128,7 +123,7 @@ def products(x, weight, kind, activations):
     slack = roundings * (np.abs(x) @ np.abs(exact).T)
     if activations is None:
         return x @ exact.T, slack
-    values, middles, scales, near = rounded(x, activations)
+    values, middles, scales, near = rounded(x)
     slack = slack + roundings * (np.abs(values) @ np.abs(multiplied).T) + 2.0**-22 * np.abs(middles * sums)
     return values @ multiplied.T + middles * sums, slack + (near * scales) @ np.abs(multiplied).T
 
@@ -141,7 +136,7 @@ def close(actual, expected, allowed):
     assert (error <= allowed).all(), f"{(error / allowed).max():.3g} of the bound"
 
 
-@pytest.mark.parametrize("activations", [None, "int8", (-1.5, 2.25), (0.5, 0.5)], ids=str)
+@pytest.mark.parametrize("activations", [None, "int8"])
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float16), BF16], ids=str)
@@ -246,18 +241,17 @@ def test_epilogue(implementation, dtype, gated, kind, activations):
     close(got, expected + residual.astype(float), bound)
 
 
-@pytest.mark.parametrize("activations", ["int8", (-2, 2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_are_not_numbers(implementation, kind, activations):
+def test_rows_that_are_not_numbers(implementation, kind):
     """Such a row is NaN, and the others keep their bits; so does a row of zeros, and one of denormals."""
     rng = np.random.default_rng(5)
     for n, rows in ((40, 9), (200, 100)):
         x, packed = normal(rng, rows, 77), ops.pack(normal(rng, n, 77), dtype=kind)
-        clean = ops.linear(x, packed, activations=activations)
+        clean = ops.linear(x, packed, activations="int8")
         for wrong in (np.nan, np.inf, -np.inf):
             bad = x.copy()
             bad[2, 76], bad[5] = wrong, 0
-            got = ops.linear(bad, packed, activations=activations)
+            got = ops.linear(bad, packed, activations="int8")
             assert np.isnan(got[2]).all()
             assert not got[5].any()
             others = np.setdiff1d(np.arange(rows), [2, 5])
@@ -404,7 +398,9 @@ def test_activations_need_narrow_weights(kind):
         ops.linear(X, ops.pack(np.ones((3, 4), np.float32), dtype=kind), activations="int8")
 
 
-@pytest.mark.parametrize("wrong", ["int4", "float32", "", 8, np.int8, ["int8"], np.array(["int8", "int8"])])
+@pytest.mark.parametrize(
+    "wrong", ["int4", "float32", "", 8, np.int8, ["int8"], (0, 1), np.array(["int8", "int8"])]
+)
 def test_activations_that_are_not_known(wrong):
     with pytest.raises((TypeError, ValueError), match=r"^linear\(\): activations is .*; expected"):
         ops.linear(X, ops.pack(np.ones((3, 4), np.float32), dtype="int8"), activations=wrong)
@@ -515,22 +511,3 @@ def test_all_implementations_have_the_same_integers():
             results.append(ops.linear(x, packed, activations="int8"))
     for result in results[1:]:
         np.testing.assert_allclose(result, results[0], rtol=1e-6, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        (7, ValueError, "activations is 7; expected 'int8', or a tuple (low, high)"),
-        ((1,), ValueError, "activations is (1,); expected two numbers, (low, high)"),
-        ((2, 1), ValueError, "activations is (2, 1); expected (low, high) with low <= high"),
-        ((0, np.inf), ValueError, "activations is inf; expected a number that is finite in float32"),
-        ((0, "x"), TypeError, "activations is 'x'; expected a real number"),
-        ([0, 1], ValueError, "activations is [0, 1]; expected 'int8', or a tuple (low, high)"),
-    ],
-)
-def test_ranges_that_are_refused(given, error, message):
-    x, packed = np.zeros((1, 32), np.float32), ops.pack(np.zeros((3, 32), np.float32), dtype="int8")
-    with pytest.raises(error, match="^" + re.escape(f"linear(): {message}")):
-        ops.linear(x, packed, activations=given)
-    with pytest.raises(ValueError, match=r"^linear\(\): activations is \(0, 1\) for weights in float32"):
-        ops.linear(x, ops.pack(np.zeros((3, 32), np.float32)), activations=(0, 1))

@@ -13,13 +13,11 @@ from fastattn._args.packed import INTEGERS, LinearArgs, PackedLinear
 from fastattn._args.results import result_array
 from fastattn._args.types import (
     ACTIVATIONS,
-    FLOAT32,
     FLOAT64,
     ROUNDINGS,
     Activation,
     Array,
     Ints,
-    Rounded,
     Rounding,
     RowsArgs,
     Shape,
@@ -35,7 +33,6 @@ from fastattn._args.values import (
     is_ready,
     number,
     readable,
-    short,
 )
 from fastattn._engine.settings import require_backend, threads
 
@@ -144,7 +141,7 @@ def linear_args(
     bias: Any,
     activation: Activation | None,
     residual: Any,
-    activations: Rounding | tuple[float, float] | None,
+    activations: Rounding | None,
     transposed: bool,
     out: Any,
     num_threads: int | None,
@@ -174,7 +171,7 @@ def linear_args(
         raise wrong_shape("x", array, f"({expected}) for this weight")
     if activation is not None:
         choice("activation", activation, ACTIVATIONS)
-    rounded = None if activations is None else _rounded(activations, weight)
+    integer_activations(activations, weight.dtype, weight.in_features)
     leading = array.shape[: array.ndim - len(width)]
     shape = (*leading, n)
     bias_array = vector("bias", bias, (2, n) if gated else (n,), lane)
@@ -199,7 +196,7 @@ def linear_args(
         None if residual_array is None else rows(residual_array),
         rows(full),
         threads(num_threads),
-        rounded,
+        activations,
         transposed,
         pre,
     )
@@ -216,10 +213,6 @@ def integer_activations(activations: Any, weights_dtype: str, in_features: int =
     if activations is None:
         return
     choice("activations", activations, ROUNDINGS)
-    _require_integers(activations, weights_dtype, in_features)
-
-
-def _require_integers(activations: Any, weights_dtype: str, in_features: int) -> None:
     if weights_dtype not in INTEGERS:
         expected = f"weights in {', '.join(INTEGERS)}, or activations None"
         came = f"activations is {activations!r} for weights in {weights_dtype}"
@@ -229,25 +222,6 @@ def _require_integers(activations: Any, weights_dtype: str, in_features: int) ->
             f"(): the weight has {in_features} input features; expected at most {_MOST_BYTES} for"
             " weights and activations in int8, whose sums have 32 bits"
         )
-
-
-def _rounded(activations: Any, weight: PackedLinear) -> Rounded:
-    """Check how an input is rounded: "int8", or from a range (low, high) to int8."""
-    if not (isinstance(activations, tuple) or (isinstance(activations, str) and activations in ROUNDINGS)):
-        expected = "'int8', or a tuple (low, high)"
-        raise ValueError(f"(): activations is {short(activations)}; expected {expected}")
-    _require_integers(activations, weight.dtype, weight.in_features)
-    return input_range("activations", activations) if isinstance(activations, tuple) else "int8"
-
-
-def input_range(name: str, pair: Any) -> Array:
-    """Two numbers (low, high) as an array (2,) in float32."""
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ValueError(f"(): {name} is {short(pair)}; expected two numbers, (low, high)")
-    low, high = (number(name, x, FLOAT32) for x in pair)
-    if low > high:
-        raise ValueError(f"(): {name} is {pair}; expected (low, high) with low <= high")
-    return np.array([low, high], np.float32)
 
 
 def rows_args(

@@ -16,7 +16,7 @@ import numpy as np
 from fastattn._args.blocks import aligned_empty, copied
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
-from fastattn._args.types import Activation, Array, Rounded
+from fastattn._args.types import Activation, Array, Rounding
 from fastattn._args.values import flag, integer
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ class LinearArgs:
     residual: Array | None  # (m, n), x's dtype
     out: Array  # (m, n), x's dtype
     num_threads: int
-    activations: Rounded | None = None  # how x is rounded before it is multiplied
+    activations: Rounding | None = None  # how x is rounded before it is multiplied
     transposed: bool = False
     pre: Array | None = None  # (m, n), or (m, 2 n) if gated, x's dtype: what the activation is applied to
 

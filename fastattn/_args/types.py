@@ -29,10 +29,8 @@ _ALL = slice(None)
 # The formulas are in src/activations.inc, their NumPy twins in _reference/activations.py.
 Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu", "sigmoid", "quick_gelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-# What `linear` can round its input to: the argument `activations`. `Rounded` is the same after it was
-# checked: an array has the smallest and the largest number that becomes an integer.
+# What `linear` can round its input to: the argument `activations`.
 Rounding: TypeAlias = Literal["int8"]
-Rounded: TypeAlias = "Rounding | Array"
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.packed import LinearArgs, PackedLinear
-from fastattn._args.types import Activation, Array, AttentionArgs, RopeArgs, Rounded, RowsArgs
+from fastattn._args.types import Activation, Array, AttentionArgs, RopeArgs, Rounding, RowsArgs
 from fastattn._engine import dispatch
 from fastattn._engine.scratch import keep, scratch
 from fastattn._engine.settings import get_num_threads
@@ -52,7 +52,7 @@ class Plain:
         x: Any,
         weight: PackedLinear,
         bias: Array | None,
-        rounding: Rounded | None = None,
+        rounding: Rounding | None = None,
         activation: Activation | None = None,
         residual: Any = None,
         *,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fastattn._args.types import Activation, Array, AttentionArgs, Ints, Rounded, plain_args
+from fastattn._args.types import Activation, Array, AttentionArgs, Ints, Rounding, plain_args
 from fastattn._engine import settings
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class LinearStep(Step):
 
     weight: PackedLinear
     bias: Array | None  # of the lane type and contiguous, like a norm's parameters
-    activations: Rounded | None = None  # an array: (2,), of the lane type
+    activations: Rounding | None = None
     activation: Activation | None = None
     residual: str | None = None  # a buffer; it may be `out`
 

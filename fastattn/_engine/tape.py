@@ -16,7 +16,7 @@ import numpy as np
 
 from fastattn._args.grad_types import DropoutArgs, OuterArgs, RowsGradArgs, rounds
 from fastattn._args.packed import LinearArgs, PackedLinear
-from fastattn._args.types import FLOAT64, Activation, Array, BackwardArgs, Rounded, RowsArgs, lane_dtype
+from fastattn._args.types import FLOAT64, Activation, Array, BackwardArgs, Rounding, RowsArgs, lane_dtype
 from fastattn._engine import dispatch
 from fastattn._engine.plain import Plain, by_columns
 from fastattn._engine.recycled import recycled_empty
@@ -159,7 +159,7 @@ class Tape(Plain):
         x: Value,
         weight: PackedLinear,
         bias: Array | None,
-        rounding: Rounded | None = None,
+        rounding: Rounding | None = None,
         activation: Activation | None = None,
         residual: Value | None = None,
         *,

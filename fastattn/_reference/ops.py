@@ -37,8 +37,7 @@ def linear(args: LinearArgs) -> None:
     for row in range(0, len(out), _BLOCK_ROWS):
         rows = slice(row, row + _BLOCK_ROWS)
         x = args.x[rows].astype(lane, copy=False)
-        known = args.activations if isinstance(args.activations, np.ndarray) else None
-        rounded = None if args.activations is None else quantised_rows(x, known)
+        rounded = None if args.activations is None else quantised_rows(x)
         for first in range(0, len(weight.panels), step):
             which = slice(first, first + step)
             if rounded is None:
@@ -96,19 +95,15 @@ def _transposed(args: LinearArgs) -> None:
 _LEAST_HALF = np.float32(2.0**-100)
 
 
-def quantised_rows(x: Array, known: Array | None = None) -> tuple[Array, Array, Array]:
+def quantised_rows(x: Array) -> tuple[Array, Array, Array]:
     """Rows x as integers (m, k), float32, scales and middles, (m, 1): integers * scale + middle is nearly x.
 
-    A scale is (max - min) / 254, or NaN if the row is not finite; the middle is that of both. These two are
-    each row's, or `known`: then numbers beyond become the nearer one.
+    A scale is (max - min) / 254, or NaN if the row is not finite; the middle is that of both.
     """
     given = x if x.shape[-1] else np.zeros((len(x), 1), x.dtype)
     low, high = given.min(axis=-1, keepdims=True), given.max(axis=-1, keepdims=True)
     finite = np.isfinite(low) & np.isfinite(high)
     low, high, x = (np.where(finite, each, np.float32(0)) for each in (low, high, x))
-    if known is not None:
-        low, high = np.broadcast_to(known[0], low.shape), np.broadcast_to(known[1], low.shape)
-        x = np.clip(x, low, high)
     middle = low * np.float32(0.5) + high * np.float32(0.5)
     half = np.maximum(np.maximum(high - middle, middle - low), _LEAST_HALF)
     integers = np.rint((x - middle) * (np.float32(127) / half))

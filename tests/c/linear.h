@@ -64,7 +64,6 @@ static fa_array random_floats(fa_dtype dtype, int64_t rows, int64_t cols, double
 typedef struct {
     fa_linear_args args;
     fa_array x, bias, residual;
-    float range[2];
     double *w;     /* (maps, output features, input features), with scales */
     near *want[2]; /* with lanes, and with the bfloat16 dot product; computed when first needed */
     near *pre[2];  /* of each row: what its activation is applied to, of one map or of two */
@@ -164,7 +163,6 @@ static linear_case linear_case_of(int number)
     a->activation = (fa_activation)below(FA_N_ACTIVATIONS);
     a->gated = (int)below(2);
     a->x_int8 = (a->weight == FA_I8 || has_blocks(a->weight)) && below(2);
-    if (a->x_int8 && below(2)) c.range[0] = (float)uniform(-1.1, 0.2), c.range[1] = (float)uniform(0.2, 1.1);
     a->unit = 1;
     new_weights(&c);
     if (!a->x_int8 && below(4) == 0) {
@@ -193,29 +191,22 @@ static near expect_linear(const linear_case *c, const double *x, int64_t map, in
     const fa_linear_args *a = &c->args;
     const double *w = c->w + (a->transposed ? j : (map * a->n + j) * a->k),
                  bias = a->bias ? get(&c->bias, 0, 0, map, j) : 0;
-    /* A known range's middle and what is added to it may be larger than x. */
-    const double far = c->range[0] < c->range[1] ? fmax(-(double)c->range[0], (double)c->range[1]) : 0;
     double sum = bias, terms = fabs(bias);
     FOR(d, a->k)
     {
         const double weight = w[a->transposed ? d * a->n : d], term = x[d] * weight;
         sum += term;
-        terms += fmax(fabs(term), far * fabs(weight));
+        terms += fabs(term);
     }
     const double parts = a->minima ? 4 : 1; /* a weight's product and minimum may each be larger than it is */
     return (near){sum, eps_of(lane_of(a->dtype)) * (2 + sqrt((double)smaller(a->k, 256))) * terms * parts};
 }
 
-/* x, rounded to 255 numbers of the range or, if it is empty, from the smallest to the largest, in the arithmetic of the
- * kernels. */
-static void round_to_int8(double *x, int64_t k, const float range[2])
+/* x, rounded to 255 numbers from the smallest to the largest, in the arithmetic of the kernels. */
+static void round_to_int8(double *x, int64_t k)
 {
     float low = (float)x[0], high = low;
     FOR(d, k) low = fminf(low, (float)x[d]), high = fmaxf(high, (float)x[d]);
-    if (range[0] < range[1]) {
-        low = range[0], high = range[1];
-        FOR(d, k) x[d] = fmin(fmax(x[d], low), high);
-    }
     const float middle = low * 0.5f + high * 0.5f, half = fmaxf(fmaxf(high - middle, middle - low), 0x1p-100f);
     const float factor = 127 / half;
     FOR(d, k) x[d] = (double)rintf(((float)x[d] - middle) * factor) * (double)(half / 127) + (double)middle;
@@ -243,7 +234,7 @@ static near *expect_linears(linear_case *c, int dot)
             x[d] = get(&c->x, 0, 0, i, d);
             if (dot) x[d] = from_half(half_of(FA_BF16), to_half(half_of(FA_BF16), x[d]));
         }
-        if (a->x_int8) round_to_int8(x, a->k, c->range);
+        if (a->x_int8) round_to_int8(x, a->k);
         FOR(j, a->n)
         {
             const near gate = expect_linear(c, x, 0, j), up = a->gated ? expect_linear(c, x, 1, j) : gate;
@@ -281,7 +272,6 @@ static linear_case linear_now;
 static const char *check_linear(int isa, const fa_kernels *kernels)
 {
     fa_linear_args a = linear_now.args;
-    a.x_range = linear_now.range[0] < linear_now.range[1] ? linear_now.range : NULL;
     const int tiles = !strncmp(fa_isa_name(isa), "amx", 3), of_one_map = a.transposed == 1 || a.k % 4 == 0;
     const int dot = a.weight == FA_BF16 && (a.transposed ? tiles && of_one_map : kernels->linear_between() == FA_BF16);
     const int64_t width = (1 + a.gated) * a.n;

@@ -57,7 +57,6 @@ cdef extern from "fastattn.h" nogil:
         const int8_t *codes
         const void *sums
         double unit
-        const void *x_range
         const void *bias
         char *pre
         int64_t x_row, residual_row, out_row, pre_row, m, n, k

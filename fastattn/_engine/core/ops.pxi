@@ -54,8 +54,6 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, 
     a.unit = 1
     if (a.weight == FA_F64) != (dtype == FA_F64):
         raise ValueError(f"fastattn: a weight in {weight.dtype} meets rows or a bias of another type")
-    if isinstance(activations, np.ndarray):
-        a.x_range = _data("activations", activations, 2, lane)
     if a.x_int8 and not (a.weight == FA_I8 or a.weight == FA_I4 or a.weight == FA_Q8):
         raise ValueError(f"fastattn: int8 activations meet a weight in {weight.dtype}")
     width = FA_PANEL_BYTES // (8 if dtype == FA_F64 else 4)

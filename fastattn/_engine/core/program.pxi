@@ -168,8 +168,7 @@ cdef class _LinearStep(_RowwiseStep):
         self.residual = -1 if step.residual is None else self._buffer(step.residual, buffers)
         _set_linear(&self.args, step.weight, step.bias, step.activation, step.activations,
                     FA_F64 if self.doubles else FA_F32)
-        known = step.activations if isinstance(step.activations, np.ndarray) else None
-        self._keep((step.weight.panels, step.weight.scales, step.weight.sums, step.bias, known))
+        self._keep((step.weight.panels, step.weight.scales, step.weight.sums, step.bias))
 
     cdef void bind(self, Call *c, Rowwise *step) except *:
         cdef int64_t x = c.buffers[self.x].columns, out = c.buffers[self.out].columns
