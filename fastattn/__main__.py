@@ -16,7 +16,7 @@ from fastattn import _cli_files, _cli_models
 from fastattn._args.errors import FULL, naming
 from fastattn._args.types import ROUNDINGS
 from fastattn._atomic import irregular, replaced
-from fastattn._engine.settings import CPUS
+from fastattn._engine.cpus import CPUS
 from fastattn.models._parameters import DTYPES as MODEL_DTYPES
 from fastattn.models._parameters import WEIGHT_DTYPES
 

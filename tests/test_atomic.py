@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_models as tiny
-from implementations import COMPILED
 from tiny_tokenizers import write_tokenizer
 
 from fastattn import train

@@ -25,6 +25,7 @@ import numpy as np
 import fastattn
 from fastattn._bench.cases import Array
 from fastattn._engine import settings
+from fastattn._engine.cpus import CPUS
 
 Json = dict[str, Any]
 CONTEXT = multiprocessing.get_context("spawn")
@@ -278,7 +279,7 @@ class WorkerProcess:
         os.environ.pop("FASTATTN_BACKEND", None)
         os.environ.update(dict.fromkeys(COUNTS, str(threads)) | SETTINGS)
         if cpus:  # some libraries start as many threads as the process has CPUs
-            os.sched_setaffinity(0, settings.CPUS[:threads])
+            os.sched_setaffinity(0, CPUS[:threads])
         try:
             self.process.start()
         finally:

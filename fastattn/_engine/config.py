@@ -19,11 +19,12 @@ def show_config() -> Report:
     Report
         A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
         if it is compiled), ``isa`` in use (None on NumPy), ``isa_refused`` (why the system does not let a
-        better one run, or None), ``isa_left_out`` (a better one of this CPU that was not
-        compiled, or None), ``isas_available`` on this CPU, ``isas_compiled``, ``num_threads`` and ``num_threads_from`` (which variable or limit sets it), ``threading``: whose
-        threads compute ("openmp"; "team", our own; "borrowed", torch's, while `fastattn.torch` is imported;
-        None on NumPy), and ``threading_available`` in this build,
-        ``level2_cache`` (bytes of a core's, if the system says), ``compiler``, and the versions of NumPy and Python.
+        better one run, or None), ``isa_left_out`` (a better one of this CPU that was not compiled, or None),
+        ``isas_available`` on this CPU, ``isas_compiled``, ``num_threads`` and ``num_threads_from`` (which
+        variable or limit sets it), ``threading``: whose threads compute ("openmp"; "team", our own;
+        "borrowed", torch's, while `fastattn.torch` is imported; None on NumPy), ``threading_available`` in
+        this build, ``level2_cache`` (bytes of a core's, if the system says), ``compiler``, and the versions
+        of NumPy and Python.
     """
     return Report(
         version=__version__,

@@ -35,7 +35,7 @@ _MOST_USEFUL = max(64, os.cpu_count() or 1)
 
 
 class FallbackWarning(RuntimeWarning):
-    """This CPU's best kernels were not compiled: NumPy or a lesser instruction set is used instead."""
+    """The best kernels of this CPU were not compiled: NumPy or a lesser instruction set runs instead."""
 
 
 class Report(dict[str, Any]):
@@ -154,9 +154,9 @@ def _warn_of_lesser(better: str) -> None:
     """Warn that this build lacks `better`, the best instruction set of this CPU: it was built elsewhere."""
     used = core.get_isa()
     warn(
-        f"fastattn was built without {better}, the best instruction set of this CPU, and uses {used}, which is"
-        f" slower. Install it on this machine, or build it with FASTATTN_ISAS=all. Or set FASTATTN_ISA={used}"
-        " to use that without this warning.",
+        f"fastattn was built without {better}, the best instruction set of this CPU, and uses {used}: slower."
+        f" Install it on this machine, or build it with FASTATTN_ISAS=all. Or set FASTATTN_ISA={used} to use"
+        " that without this warning.",
         FallbackWarning,
     )
 
@@ -274,7 +274,6 @@ def forced(
         current = before
         if isa is not None:
             core.set_isa(isa_before)
-
 
 
 def warn_of_fallback() -> None:

@@ -117,9 +117,11 @@ class Text:
             try:
                 found: list[Any] = _interruptible(encode_batch, batch) if long else encode_batch(batch)
             except BaseException as error:  # a word is unknown, and has no id; a panic is no Exception
-                if type(error) is not Exception and type(error).__name__ != "PanicException":
+                if type(error) not in (Exception, TypeError) and type(error).__name__ != "PanicException":
                     raise  # it is not the library's
                 _require_whole("a text", "".join(map("".join, batch)))
+                if isinstance(error, TypeError):
+                    raise
                 came = f"{self._file} cannot encode a text: {error}"
                 raise ModelError(f"{came}; expected a tokenizer for any text") from error
             return found

@@ -17,13 +17,14 @@ from fastattn.__main__ import main
 from fastattn._bench import report as bench_report
 from fastattn._bench.cases import Shape, make_inputs
 from fastattn._engine import missing, settings
+from fastattn._engine.cpus import CPUS
 
 SHAPE = Shape("config", batch=2, heads_q=8, heads_kv=2, len_q=200, len_k=500, head_dim=32)
 Q, K, V = make_inputs(SHAPE, "float32", np.random.default_rng(0))
 
-CONFIG_KEYS = ["version", "backend", "why_numpy", "isa", "isa_refused", "isa_left_out", "isas_available", "isas_compiled",
-               "num_threads", "num_threads_from", "threading", "threading_available", "level2_cache",
-               "compiler", "numpy", "python"]  # fmt: skip
+CONFIG_KEYS = ["version", "backend", "why_numpy", "isa", "isa_refused", "isa_left_out",
+               "isas_available", "isas_compiled", "num_threads", "num_threads_from", "threading", "threading_available",
+               "level2_cache", "compiler", "numpy", "python"]  # fmt: skip
 
 # Whatever the environment of the tests is: the extension if it is there.
 DEFAULT = {"FASTATTN_BACKEND": None, "FASTATTN_ISA": None}
@@ -379,7 +380,7 @@ def test_the_bench_s_threads(threads, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fastattn", "bench", "--threads", threads])
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert f"--threads: expected 1 to {len(settings.CPUS)}, the CPUs" in capsys.readouterr().err
+    assert f"--threads: expected 1 to {len(CPUS)}, the CPUs" in capsys.readouterr().err
 
 
 def test_the_bench_says_that_the_machine_was_busy():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn._engine import cpus
+from fastattn._engine import cpus, settings
 
 THREADS = "import fastattn; print(fastattn.get_num_threads())"
 
@@ -25,8 +25,8 @@ def test_the_environment_s_threads(environment, expected, python):
 
 def test_threads_without_a_word_are_the_cpus_that_we_may_use(python):
     run = python(THREADS, FASTATTN_NUM_THREADS=None, OMP_NUM_THREADS=None)
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert 1 <= int(run.stdout) <= cpus
+    most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert 1 <= int(run.stdout) <= most
     if hasattr(os, "sched_setaffinity"):
         one = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n" + THREADS
         assert python(one, FASTATTN_NUM_THREADS=None, OMP_NUM_THREADS=None).stdout == "1\n"

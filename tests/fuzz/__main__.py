@@ -47,7 +47,7 @@ import variants  # noqa: F401
 from draw import Draw
 
 import fastattn
-from fastattn._engine import settings
+from fastattn._engine.cpus import CPUS
 
 PARTS = {  # the files that have their recipes
     "gradients": ("gradients", "operation_gradients"),
@@ -98,7 +98,7 @@ def main():
     )
     parser.add_argument("--case", type=int, help="carry out this one only, and tell what it is")
     parser.add_argument("--only", help="calls of this recipe only, a function of the files here")
-    parser.add_argument("--jobs", type=int, default=len(settings.CPUS))
+    parser.add_argument("--jobs", type=int, default=len(CPUS))
     parser.add_argument("--seconds", type=float, default=60, help="that a case may take; default 60")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
