@@ -87,13 +87,6 @@ def write_model(scratch: Path, name: str) -> Path:
         own = transformers.AutoConfig.for_model(config["model_type"], **given)
         model = transformers.AutoModelForCausalLM.from_config(own)
     shapes = {key: tuple(x.shape) for key, x in model.state_dict().items() if key != "lm_head.weight"}
-    if name.startswith("qwen"):  # a head for more tokens, which transformers leaves out
-        layer = f"model.layers.{config['layer_types'].index('full_attention')}."
-        width = config["hidden_size"]
-        head = {key.replace(layer, "mtp.layers.0."): x for key, x in shapes.items() if key.startswith(layer)}
-        norms = ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
-        head |= {f"{norm}.weight": (width,) for norm in norms}
-        shapes |= {**head, "mtp.fc.weight": (width, 2 * width)}
     return files.write(scratch / name, {**own.to_dict(), "torch_dtype": "bfloat16"}, shapes)
 
 

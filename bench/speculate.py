@@ -8,7 +8,6 @@ First, the time of a step with several rows over that with one. Then answers wit
 without, a step of each in turn, so that both see the same machine: prompts that ask for a part of themselves,
 and draws at a high temperature, which repeat next to nothing. The tokens are compared, too. A hybrid
 model has random weights and no text. Its prompt is ids; where it is to repeat them, their logits are raised.
-Of a head, the time of a token over that of a step; being random, too, it proposes what is wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from bench.quality import gguf_file, text
 from fastattn import models
 from fastattn._engine.steps import Sequences
 from fastattn.layers._mixers import by_rows
-from fastattn.models._speculation import _Head
 from fastattn.models._states import StateCache
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -54,32 +52,10 @@ def rows(model: Any, rounds: int) -> str:
     return f"{1e3 * np.median(times[1]):.1f} ms; " + ", ".join(f"{n}: {x:.2f}" for n, x in ratios.items())
 
 
-def head(model: Any, rounds: int) -> str:
-    """The median time of a token that the model's head proposes, over that of a step."""
-    ids = np.random.default_rng(0).integers(0, model.vocab_size, 301).tolist()
-    times: tuple[list[float], list[float]] = [], []
-    for _ in range(rounds):
-        own, cache = _Head(model), model._cache(400)
-        own.see(model._hidden(np.array(ids[:300]), np.array([300]), 300, cache))
-        proposals = own.logits(ids)
-        next(proposals)
-        for _ in range(5):
-            start = time.perf_counter()
-            next(proposals)
-            between = time.perf_counter()
-            hidden = model._hidden(np.array(ids[-1:]), np.ones(1, np.int64), 301, cache)
-            model.logits.run(hidden, Sequences(1))
-            times[0].append(between - start)
-            times[1].append(time.perf_counter() - between)
-    return f"{np.median(np.array(times[0]) / np.array(times[1])):.2f}"
-
-
-def answers(
-    model: Any, ids: list[int], tokens: int, speculate: str = "lookup", **how: Any
-) -> tuple[int, float]:
+def answers(model: Any, ids: list[int], tokens: int, **how: Any) -> tuple[int, float]:
     """How many tokens an answer has, and the time of plain decoding over that of speculation."""
     written: list[list[int]] = [[], []]
-    steps = [model.generate(ids, tokens, speculate=each, **how) for each in (None, speculate)]
+    steps = [model.generate(ids, tokens, speculate=each, **how) for each in (None, "lookup")]
     seconds = [0.0, 0.0]
     for each, said in zip(steps, written, strict=True):
         said.append(next(each))
@@ -116,9 +92,6 @@ def hybrid(model: Any, arguments: argparse.Namespace) -> None:
     print(f"rows: {rows(model, arguments.rounds)}")
     compare("repeat", model, ids, arguments, {"logits_processor": again})
     compare("draws", model, ids, arguments, {"temperature": 1.5, "top_k": 1000, "seed": 0})
-    if model.mtp is not None:
-        print(f"head: a token takes {head(model, arguments.rounds)} of a step")
-        compare("wrong head", model, ids, arguments, {"logits_processor": again, "speculate": "mtp"})
 
 
 def main() -> None:

@@ -158,8 +158,8 @@ def _parser() -> argparse.ArgumentParser:
             choices=("int8", "bfloat16", "float16"),
             help="how keys and values are kept (as --dtype)",
         )
-        text = "several tokens a step, where the text repeats itself or by the model's head; the same answer"
-        option("--speculate", choices=("lookup", "mtp"), help=text)
+        text = "several tokens a step where the text repeats itself; the answer stays the same"
+        option("--speculate", choices=("lookup",), help=text)
 
     option = command(_cli_models.generate)
     writing_options(option, 128, "0")

@@ -68,7 +68,7 @@ class Decoder(Stepping):
         tools: Sequence[Mapping[str, Any]] | None = None,
         logprobs: int | None = None,
         grammar: Mapping[str, Any] | str | None = None,
-        speculate: Literal["lookup", "mtp"] | Decoder | None = None,
+        speculate: Literal["lookup"] | Decoder | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Any]:
         """Continue sequences, a token at a time, and yield each token as soon as it is known.
@@ -112,11 +112,10 @@ class Decoder(Stepping):
             A JSON schema, or a grammar in Lark's form, which each answer follows up to its end, an id of
             `stop`; by the package llguidance, whose documentation has both. Of the tokens that may follow the
             best is taken, or one is drawn. Where `max_new_tokens` ends it, an answer is not whole.
-        speculate : {"lookup", "mtp"} or Decoder, optional
+        speculate : {"lookup"} or Decoder, optional
             Propose tokens of one prompt's answer, and compute several in a step: "lookup", what followed the
-            last tokens where they occurred before, for answers that repeat parts of their prompt; "mtp", what
-            the model's own head for that predicts, which Qwen3-Next and Qwen3.5 have; or what a smaller model
-            with the same tokens writes. The answer stays the same, to the bit.
+            last tokens where they occurred before, for answers that repeat parts of their prompt; or what a
+            smaller model with the same tokens writes. The answer stays the same, to the bit.
         temperature : float, default 0.0
             What logits are divided by before a token is drawn. At 0 the best token is taken, and options that
             choose what may be drawn are an error.

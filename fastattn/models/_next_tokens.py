@@ -71,7 +71,6 @@ class NextTokens(_model.Model):
     query_growth: QueryGrowth | None = None  # queries then have a rotation after the `frequencies`' own
     layer_tokens: Array | PackedLinear | None = None  # (vocab_size, n): `Sequences.inputs` of tokens
     layer_scale: float = 1.0  # what these are multiplied by
-    mtp: NextTokens | None = None  # a head, of rows with a token's vector and the hidden state before it
 
     @property
     def has_gradients(self) -> bool:

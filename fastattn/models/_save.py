@@ -20,7 +20,7 @@ from fastattn.models._encoder import Encoder, EncoderWithHead
 from fastattn.models._files import ModelError, is_name, read_json, require
 from fastattn.models._gguf_config import config_of, usual_sampling
 from fastattn.models._parameters import required
-from fastattn.models._tensors import WEIGHTS, Tensors
+from fastattn.models._tensors import WEIGHTS
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array
@@ -94,9 +94,6 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
     tensors: dict[str, Array] = {}
     with ExitStack() as stack:
         reads = dict.fromkeys(origin.parameters.shapes(), origin.reader(stack))
-        if getattr(model, "mtp", None) is not None:  # a head, whose tensors are not the model's own
-            files = Tensors.of_folder(origin.folder, origin.precision.lane.name, stack)
-            reads |= {name: files.whole for name in files.names if name.startswith("mtp.")}
         for name, read in reads.items():
             new = _gguf.renamed(model.model_type, name) if of_file else name
             with np.errstate(over="ignore"):

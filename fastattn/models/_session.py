@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _FORMAT = 3
 _KEY = "fastattn.session"  # of the values in a file's header
-_NOT_OF_KEYS = ("text", "origin", "stop", "mtp")  # fields of a model on which keys do not depend
+_NOT_OF_KEYS = ("text", "origin", "stop")  # fields of a model on which keys do not depend
 _LONG = 2**24  # tokens
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from fastattn import ops
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import short
-from fastattn._engine.steps import Sequences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from fastattn._args.types import Array, Ints
+    from fastattn._args.types import Ints
 
     Proposer = Callable[[list[int], int], list[int]]
 
@@ -25,7 +20,6 @@ _SIZES = 8, 4, 2  # tokens of the ends that are looked up
 # Rows that may be wasted. One costs about a tenth of a step, and one that is accepted saves a step.
 _EVERY_STEP, _EVERY_ACCEPTED, _AT_FIRST, _AT_MOST = 0.1, 4.0, 4.0, 16.0
 _ROW = 0.1  # of a step
-_OF_HEAD = 4  # tokens that a head proposes: each is less sure than the one before
 
 
 class Speculation:
@@ -36,18 +30,11 @@ class Speculation:
     they fail, they are rare.
     """
 
-    def __init__(
-        self, proposer: Proposer, ids: Ints, cost: float = 0.0, see: Callable[[Array], None] | None = None
-    ):
-        self._propose, self._ids, self._see = proposer, ids.tolist(), see
+    def __init__(self, proposer: Proposer, ids: Ints, cost: float = 0.0):
+        self._propose, self._ids = proposer, ids.tolist()
         self._price = 1 + cost / _ROW
         self._proposed: list[int] = []
         self._most, self._credit = _MOST_AT_FIRST, _AT_FIRST
-
-    def see(self, hidden: Array) -> None:
-        """Take over the model's hidden states of tokens, one after another, of all before the last token."""
-        if self._see is not None:
-            self._see(hidden)
 
     def after(self, tokens: list[int], most: int) -> list[int]:
         """Propose at most `most` tokens after `tokens`: those that were accepted, and one more."""
@@ -102,41 +89,6 @@ class _Draft:
         return list(self._model.generate(ids, most, stop=(), cache=self._session)) if most else []
 
 
-class _Head:
-    """Proposals of a model's own head, which goes on from the model's last hidden state, and then its own.
-
-    Its keys are those of the tokens that it has seen.
-    """
-
-    def __init__(self, model: Any):
-        self._model, self._head, self._cache = model, model.mtp, model.mtp._cache()
-        self._new: list[Array] = []  # hidden states after those whose keys are there
-        self._known = 0  # keys of tokens that are not proposed
-
-    def see(self, hidden: Array) -> None:
-        """Take over hidden states."""
-        self._new.append(hidden)
-
-    def __call__(self, ids: list[int], most: int) -> list[int]:
-        return [int(logits.argmax()) for logits in islice(self.logits(ids), min(most, _OF_HEAD))]
-
-    def logits(self, ids: list[int]) -> Iterator[Array]:
-        """Logits of each token after `ids`, if those before it are the best ones."""
-        hidden, of, head = np.concatenate(self._new), self._model, self._head
-        tokens = ids[-len(hidden) :]
-        self._cache.truncate(self._known)
-        self._known += len(tokens)
-        self._new.clear()
-        while True:
-            norm = of.logits.steps[0]
-            normed = ops.rms_norm(hidden, norm.weight, eps=norm.eps)
-            x, call, _ = head._inputs(np.array(tokens), np.array([len(tokens)]), len(ids), self._cache)
-            hidden = head.program.run(np.concatenate([x, normed], axis=1), call)[-1:]
-            (logits,) = head.logits.run(hidden, Sequences(1))
-            yield logits
-            tokens, of = [int(logits.argmax())], head
-
-
 def _weights(model: Any) -> int:
     """Weights that a token reads, about: a layer has 12 for each pair of features."""
     found: int = model.hidden_size * (12 * model.hidden_size * model.num_layers + model.vocab_size)
@@ -150,18 +102,11 @@ def proposals_of(given: Any, model: Any, prompts: list[Ints]) -> Speculation | N
     if len(prompts) != 1:
         raise ValueError(f"(): speculate is given with {len(prompts)} prompts; expected one")
     if isinstance(given, str):
-        if given == "lookup":
-            return Speculation(_Lookup(), prompts[0])
-        if given != "mtp":
-            came = f"speculate is {short(given)}"
-            raise ValueError(f"(): {came}; expected 'lookup', 'mtp', a smaller model, or None")
-        if model.mtp is None:
-            came = f"speculate is 'mtp' for a {model.model_type} without a head that proposes tokens"
-            raise ValueError(f"(): {came}; expected tensors 'mtp.*' in its files, or 'lookup'")
-        head = _Head(model)
-        return Speculation(head, prompts[0], _weights(model.mtp) / _weights(model), head.see)
+        if given != "lookup":
+            raise ValueError(f"(): speculate is {short(given)}; expected 'lookup', a smaller model, or None")
+        return Speculation(_Lookup(), prompts[0])
     if not isinstance(given, type(model)):
-        raise wrong_type("speculate", given, "'lookup', 'mtp', or a language model that load() made")
+        raise wrong_type("speculate", given, "'lookup', or a language model that load() made")
     if given.vocab_size != model.vocab_size:
         came = f"speculate is a model of {given.vocab_size} tokens"
         raise ValueError(f"(): {came}; expected the tokens of this one, {model.vocab_size}")

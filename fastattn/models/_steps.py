@@ -108,15 +108,10 @@ class Stepping(NextTokens):
             cache, (known, turn) = session._cache, session._begin(new, longest)
             *earlier, new = session._parts(new[known:])
             for part in earlier:
-                hidden = self._hidden(part, np.array([len(part)]), longest, cache)
+                self._hidden(part, np.array([len(part)]), longest, cache)
                 session._add(part, turn)
-                if speculation is not None:
-                    speculation.see(hidden)
             lengths = np.array([len(new)])
-        hidden = self._hidden(new, lengths, longest, cache)
-        if speculation is not None:
-            speculation.see(hidden[:-1])
-        hidden = hidden[np.cumsum(lengths) - 1]
+        hidden = self._hidden(new, lengths, longest, cache)[np.cumsum(lengths) - 1]
         running = np.arange(batch)  # sequences that have not ended; the others are computed no more
         proposed: list[int] = []
         program = None if speculation is None or not self.states else by_rows(self.program)
@@ -147,7 +142,6 @@ class Stepping(NextTokens):
             if session is not None:
                 session._require(turn)
             if speculation is not None:
-                speculation.see(hidden[: len(accepted)])
                 proposed = self._proposed(speculation, accepted, max_new_tokens - step - 1, longest + step)
                 if self.num_layers:
                     cache.truncate(longest + step - 1)

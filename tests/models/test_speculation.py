@@ -1,19 +1,14 @@
 """Answers of which several tokens are computed in a step: they are those of plain decoding."""
 
-from itertools import islice
-
 import numpy as np
 import pytest
 import tiny_models as tiny
 from implementations import COMPILED
-from safetensors.numpy import load_file
 from tiny_hybrid import CONFIGS as HYBRIDS
-from tiny_hybrid import QWENS, drafted
 from tiny_models import DECODERS, EXPERTS, VOCAB
 
 from fastattn import models
-from fastattn.grad import vjp
-from fastattn.models._speculation import Speculation, _Head, _Lookup, proposals_of
+from fastattn.models._speculation import Speculation, _Lookup, proposals_of
 
 HOWS = (
     {},
@@ -215,98 +210,6 @@ def test_an_answer_that_is_not_read_to_its_end(kind, tmp_path):
         assert list(steps) == expected[count:]
 
 
-def with_head(folder, kind, changes=None, **options):
-    """A model with a head of its own, its config and its tensors."""
-    config = {**tiny.CONFIGS[kind], "mtp_num_hidden_layers": 1, **(changes or {})}
-    tensors = tiny.tensors(kind, config)
-    if config.get("tie_word_embeddings"):
-        del tensors["lm_head.weight"]
-    tiny.write(folder, kind, tensors, **config)
-    return models.load(folder, **options), config, tensors
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("kind", QWENS)
-def test_what_a_head_proposes(kind, dtype, tied, tmp_path, implementation):
-    """Logits of a head after a prompt, and after some of what it proposed was accepted."""
-    model, config, tensors = with_head(tmp_path, kind, {"tie_word_embeddings": tied}, dtype=dtype)
-    ids, head, known = prompt_of(0), _Head(model), 0
-    for end in (13, 15, 19):
-        counted = np.array(ids[: end - 1])
-        head.see(model._hidden(counted, np.array([len(counted)]), end)[known:])
-        known = end - 1
-        got = np.stack(list(islice(head.logits(ids[:end]), 3))).astype(np.float64)
-        expected = drafted(kind, config, tensors, np.array(ids[:end]), 3)
-        bound = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}[dtype] * abs(expected).max()
-        # A token that is nearly as good as the best one may be taken in its place, where rounding is coarse.
-        rows = 1 if dtype == "bfloat16" else 3
-        assert abs(got - expected)[:rows].max() < bound
-
-
-@pytest.mark.parametrize("how", range(len(HOWS)))
-@pytest.mark.parametrize("kind", QWENS)
-def test_tokens_that_a_head_proposes_are_those_of_plain_decoding(kind, how, tmp_path, implementation, passes):
-    model, several = with_head(tmp_path, kind, dtype="float64")[0], 0
-    for seed in range(3):
-        plain = list(model.generate(prompt_of(seed), 40, stop=(), **HOWS[how]))
-        for cache in (None, model.session()):
-            for _ in range(2):  # the second time, the head does not see the prompt
-                passes.clear()
-                options = {"stop": (), "speculate": "mtp", "cache": cache, **HOWS[how]}
-                assert list(model.generate(prompt_of(seed), 40, **options)) == plain
-                several += max(passes[1:]) > 1
-    assert several
-
-
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.8, "seed": 3}])
-def test_a_head_that_is_right_saves_steps(how, tmp_path, passes):
-    """Each token depends on the one before alone, and the head maps it as the model does."""
-    config = {**tiny.CONFIGS["qwen3_5_text"], "mtp_num_hidden_layers": 1, "rms_norm_eps": 1e-6}
-    tensors = tiny.tensors("qwen3_5_text", config)
-    for name, x in tensors.items():
-        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")) or "pre_fc" in name:
-            x[...] = 0
-    tensors["mtp.fc.weight"][...] = np.eye(24, 48)
-    tensors["mtp.norm.weight"][...] = tensors["model.norm.weight"]
-    tensors["lm_head.weight"] *= 4
-    tiny.write(tmp_path, "qwen3_5_text", tensors, **config)
-    model = models.load(tmp_path, dtype="float64")
-    plain = list(model.generate(prompt_of(0), 40, stop=(), **how))
-    passes.clear()
-    assert list(model.generate(prompt_of(0), 40, stop=(), speculate="mtp", **how)) == plain
-    assert sum(passes[1:]) >= 39
-    assert len(passes) < (11 if not how else 36)
-
-
-def test_a_head_is_no_parameter_of_its_model(tmp_path):
-    """It is not trained, and saved as it was; what it shares with the model changes with the model."""
-    model, _, tensors = with_head(tmp_path / "one", "qwen3_5_text")
-    state = model.state_dict()
-    assert state.keys() == {name for name in tensors if not name.startswith("mtp.")}
-    gradients = vjp(model, prompt_of(0))[1](np.ones((1, 19, VOCAB), np.float32))
-    assert gradients.keys() == state.keys()
-    other = model.with_state_dict({name: 1.5 * x for name, x in state.items()})
-    assert other.mtp.tokens is other.tokens is not model.tokens
-    assert other.mtp.logits.steps[-1].weight is other.logits.steps[-1].weight
-    assert other.mtp.program is model.mtp.program
-    plain = list(other.generate(prompt_of(0), 20, stop=()))
-    assert list(other.generate(prompt_of(0), 20, stop=(), speculate="mtp")) == plain
-    models.save(other, tmp_path / "other")
-    again = models.load(tmp_path / "other")
-    assert list(again.generate(prompt_of(0), 20, stop=(), speculate="mtp")) == plain
-    kept = load_file(tmp_path / "other/model.safetensors")
-    assert kept.keys() == tensors.keys()
-    for name in tensors.keys() - state.keys():
-        np.testing.assert_array_equal(kept[name], tensors[name])
-    models.save(model, tmp_path / "same")
-    saved = models.load(tmp_path / "same")
-    session = model.session()
-    list(model.generate(prompt_of(0), 3, cache=session))
-    session.save(tmp_path / "session")
-    assert saved.load_session(tmp_path / "session").ids == session.ids
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_scalings_by_length(kind, tmp_path, passes):
     """Nothing is proposed where they change the rotation of the keys."""
@@ -366,23 +269,11 @@ def test_what_is_refused(tmp_path):
     model = load(tmp_path / "a")
     other = load(tmp_path / "b", changes={"vocab_size": 70})
     for error, message, given, ids in (
-        (
-            ValueError,
-            "speculate is 'draft'; expected 'lookup', 'mtp', a smaller model, or None",
-            "draft",
-            [1],
-        ),
-        (ValueError, "speculate is 'mtp' for a llama without a head that proposes tokens", "mtp", [1]),
-        (TypeError, "speculate is of type int; expected 'lookup', 'mtp', or a language model", 3, [1]),
+        (ValueError, "speculate is 'draft'; expected 'lookup', a smaller model, or None", "draft", [1]),
+        (TypeError, "speculate is of type int; expected 'lookup', or a language model", 3, [1]),
         (ValueError, "speculate is a model of 70 tokens; expected the tokens of this one, 60", other, [1]),
         (ValueError, "speculate is given with 2 prompts; expected one", "lookup", [[1], [2]]),
     ):
         with pytest.raises(error, match=rf"^generate\(\): {message}"):
             model.generate(ids, 3, speculate=given)
     assert proposals_of(None, model, []) is None
-    _, config, tensors = with_head(tmp_path / "c", "qwen3_next")
-    tensors["mtp.layers.1.input_layernorm.weight"] = tensors.pop("mtp.layers.0.input_layernorm.weight")
-    tiny.write(tmp_path / "c", "qwen3_next", tensors, **config)
-    lacking = r"'mtp\.layers\.0\.input_layernorm\.weight' is missing; 'mtp\.layers\.1\..*' is not known"
-    with pytest.raises(models.ModelError, match=lacking):
-        models.load(tmp_path / "c")

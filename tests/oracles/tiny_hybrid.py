@@ -107,13 +107,7 @@ def _qwen_shapes(kind, c):
     mixed, values = 2 * keys + heads * dim_v, heads * dim_v
     found = {f"model.{name}.weight": (c["vocab_size"], h) for name in ("embed_tokens",)}
     found |= {"lm_head.weight": (c["vocab_size"], h), "model.norm.weight": (h,)}
-    layers = {f"model.layers.{i}.": own for i, own in enumerate(c["layer_types"])}
-    if c.get("mtp_num_hidden_layers"):
-        layers["mtp.layers.0."] = "full_attention"
-        found["mtp.fc.weight"] = (h, 2 * h)
-        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-            found[f"mtp.{name}.weight"] = (h,)
-    for prefix, own in layers.items():
+    for i, own in enumerate(c["layer_types"]):
         layer = {"input_layernorm": (h,), "post_attention_layernorm": (h,)}
         if own == "full_attention":
             layer |= {"self_attn.q_proj": (2 * q, h), "self_attn.o_proj": (h, q)}
@@ -126,52 +120,24 @@ def _qwen_shapes(kind, c):
             layer |= {f"linear_attn.in_proj_{name}": (n, h) for name, n in maps.items()}
             layer |= {"linear_attn.conv1d": (mixed, 1, 4), "linear_attn.norm": (dim_v,)}
             layer["linear_attn.out_proj"] = (h, values)
-            found |= {f"{prefix}linear_attn.{name}": (heads,) for name in ("A_log", "dt_bias")}
+            found |= {f"model.layers.{i}.linear_attn.{name}": (heads,) for name in ("A_log", "dt_bias")}
         forwards = {"mlp.": inner}
         if "num_experts" in c:
             forwards = {f"mlp.experts.{i}.": c["moe_intermediate_size"] for i in range(c["num_experts"])}
             forwards["mlp.shared_expert."] = c["shared_expert_intermediate_size"]
             layer |= {"mlp.gate": (c["num_experts"], h), "mlp.shared_expert_gate": (1, h)}
-        for at, n in forwards.items():
-            layer |= {f"{at}gate_proj": (n, h), f"{at}up_proj": (n, h), f"{at}down_proj": (h, n)}
-        found |= {f"{prefix}{name}.weight": shape for name, shape in layer.items()}
+        for prefix, n in forwards.items():
+            layer |= {f"{prefix}gate_proj": (n, h), f"{prefix}up_proj": (n, h), f"{prefix}down_proj": (h, n)}
+        found |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     return found
 
 
 def _qwen(kind, c, t, ids):
-    return _qwen_hidden(kind, c, t, ids) @ t.get("lm_head.weight", t["model.embed_tokens.weight"]).T
-
-
-def drafted(kind, c, t, ids, count):
-    """Logits (count, vocab) of the tokens after `ids` by the head; the model has read all but the last."""
-
-    def norm(x, name):
-        return rms_norm(x, 1 + t[f"mtp.{name}.weight"], c["rms_norm_eps"])
-
-    t, found = {name: x.astype(np.float64) for name, x in t.items()}, []
-    table, hidden, tokens = t["model.embed_tokens.weight"], _qwen_hidden(kind, c, t, ids[:-1]), ids[1:]
-    for _ in range(count):
-        rows = [norm(table[tokens], "pre_fc_norm_embedding"), norm(hidden, "pre_fc_norm_hidden")]
-        x = linear(np.concatenate(rows, axis=1), t, "mtp.fc")
-        last = norm(_qwen_layer(kind, c, t, "mtp.layers.0.", "full_attention", x), "norm")[-1:]
-        found.append((last @ t.get("lm_head.weight", table).T)[0])
-        hidden, tokens = np.concatenate([hidden, last]), np.append(tokens, found[-1].argmax())
-    return np.stack(found)
-
-
-def _qwen_hidden(kind, c, t, ids):
-    x = t["model.embed_tokens.weight"][ids]
-    for i, own in enumerate(c["layer_types"]):
-        x = _qwen_layer(kind, c, t, f"model.layers.{i}.", own, x)
-    return rms_norm(x, 1 + t["model.norm.weight"], c["rms_norm_eps"])
-
-
-def _qwen_layer(kind, c, t, layer, own, x):
-    n, head_dim = len(x), c["head_dim"]
+    n, eps, head_dim = len(ids), c["rms_norm_eps"], c["head_dim"]
     turned = int(head_dim * c["partial_rotary_factor"])
 
     def norm(x, name):
-        return rms_norm(x, 1 + t[f"{name}.weight"], c["rms_norm_eps"])
+        return rms_norm(x, 1 + t[f"{name}.weight"], eps)
 
     def feed_forward(y, prefix):
         inner = silu(linear(y, t, f"{prefix}gate_proj")) * linear(y, t, f"{prefix}up_proj")
@@ -180,28 +146,32 @@ def _qwen_layer(kind, c, t, layer, own, x):
     def turn(x):
         return np.concatenate([rotated(x[..., :turned], c["rope_theta"]), x[..., turned:]], axis=-1)
 
-    y = norm(x, f"{layer}input_layernorm")
-    if own == "full_attention":
-        attention = f"{layer}self_attn."
-        q, k, v = (linear(y, t, f"{attention}{part}_proj").reshape(n, -1, head_dim) for part in "qkv")
-        q, gate = q[:, ::2], q[:, 1::2]  # of each head, one after the other
-        q, k = turn(norm(q, f"{attention}q_norm")), turn(norm(k, f"{attention}k_norm"))
-        y = attend(q, k, v, np.tri(n)) * sigmoid(gate.reshape(n, -1))
-        x = x + linear(y, t, f"{attention}o_proj")
-    else:
-        x = x + delta_net(kind, c, t, f"{layer}linear_attn.", y)
-    y = norm(x, f"{layer}post_attention_layernorm")
-    if kind == "qwen3_5_text":
-        return x + feed_forward(y, f"{layer}mlp.")
-    chances = np.exp(linear(y, t, f"{layer}mlp.gate"))
-    share = sigmoid(linear(y, t, f"{layer}mlp.shared_expert_gate"))
-    x = x + share * feed_forward(y, f"{layer}mlp.shared_expert.")
-    for row, to, probs in zip(y, x, chances, strict=True):
-        best = np.argsort(-probs)[: c["num_experts_per_tok"]]
-        for j in best:
-            total = probs[best if c.get("norm_topk_prob", True) else slice(None)].sum()
-            to += probs[j] / total * feed_forward(row, f"{layer}mlp.experts.{j}.")
-    return x
+    x = t["model.embed_tokens.weight"][ids]
+    for i, own in enumerate(c["layer_types"]):
+        layer = f"model.layers.{i}."
+        y = norm(x, f"{layer}input_layernorm")
+        if own == "full_attention":
+            attention = f"{layer}self_attn."
+            q, k, v = (linear(y, t, f"{attention}{part}_proj").reshape(n, -1, head_dim) for part in "qkv")
+            q, gate = q[:, ::2], q[:, 1::2]  # of each head, one after the other
+            q, k = turn(norm(q, f"{attention}q_norm")), turn(norm(k, f"{attention}k_norm"))
+            y = attend(q, k, v, np.tri(n)) * sigmoid(gate.reshape(n, -1))
+            x = x + linear(y, t, f"{attention}o_proj")
+        else:
+            x = x + delta_net(kind, c, t, f"{layer}linear_attn.", y)
+        y = norm(x, f"{layer}post_attention_layernorm")
+        if kind == "qwen3_5_text":
+            x = x + feed_forward(y, f"{layer}mlp.")
+            continue
+        chances = np.exp(linear(y, t, f"{layer}mlp.gate"))
+        share = sigmoid(linear(y, t, f"{layer}mlp.shared_expert_gate"))
+        x = x + share * feed_forward(y, f"{layer}mlp.shared_expert.")
+        for row, to, probs in zip(y, x, chances, strict=True):
+            best = np.argsort(-probs)[: c["num_experts_per_tok"]]
+            for j in best:
+                total = probs[best if c.get("norm_topk_prob", True) else slice(None)].sum()
+                to += probs[j] / total * feed_forward(row, f"{layer}mlp.experts.{j}.")
+    return norm(x, "model.norm") @ t.get("lm_head.weight", t["model.embed_tokens.weight"]).T
 
 
 def delta_net(kind, c, t, prefix, y):

@@ -6,22 +6,15 @@ is rotated. Qwen3-Next and Qwen3.5-MoE have experts, one of which takes every to
 
 from __future__ import annotations
 
-from copy import copy
-from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastattn._engine.program import build
-from fastattn._engine.steps import NormStep
-from fastattn.layers._block import Norm, held_heads, model_program
 from fastattn.layers._delta_rules import DeltaMixer
 from fastattn.models import _gguf
 from fastattn.models._blocks import Blocks, Keys, projection
-from fastattn.models._families.hybrid import ATTENTION, convolved_tokens, linear, require_decoder
+from fastattn.models._families.hybrid import ATTENTION, convolved_tokens, require_decoder
 from fastattn.models._families.llama import LLAMA
 from fastattn.models._families.shared import frequencies, head_counts, read_decoder
-from fastattn.models._model_cache import KeyHeads
-from fastattn.models._parameters import Parameters
 
 if TYPE_CHECKING:
     from fastattn._args.types import Shape
@@ -43,8 +36,6 @@ _WITH_EXPERTS = _QWEN._replace(
         outer="down_proj",
     )
 )
-# Of the head that predicts more tokens: its first map, and the norms of what that reads.
-_FC, _PARTS = "mtp.fc", ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
 
 
 class _Deltas(NamedTuple):
@@ -177,44 +168,11 @@ def qwen_next(source: Source) -> Decoder:
         mixed=frozenset(i for i, kind in enumerate(kinds) if kind != ATTENTION),
         **(_experts(source, 10 if is_next else 8) if has_experts else {}),
     )
-    decoder = read_decoder(
+    return read_decoder(
         names,
         blocks,
         frequencies=lambda: (frequencies(config, head_dim, in_part=True, usual=0.25),),
         tied=config.get("tie_word_embeddings", bool, False),
-    )
-    return replace(decoder, mtp=_mtp(decoder, blocks)) if f"{_FC}.weight" in source else decoder
-
-
-def _mtp(decoder: Decoder, blocks: Blocks) -> Decoder:
-    """The head that predicts the token after the next one: a layer with attention, of both tokens' vectors.
-
-    It shares the tables of tokens and of the output. Its parameters are not among those of the model, whose
-    gradients do not reach them.
-    """
-    source, hidden, norm = copy(blocks.source), blocks.hidden, "mtp.norm"
-    source.parameters = Parameters()
-    source.drop_prefix()  # its names have none
-    names = blocks.names._replace(prefix="mtp.layers.{}.")
-    blocks = replace(blocks, source=source, names=names, num_layers=1, mixing=None, mixed=frozenset())
-    shapes = {f"{_FC}.weight": (hidden, 2 * hidden), **blocks.shapes()}
-    for name in (*_PARTS, norm):
-        shapes |= blocks.norm_shapes(name)
-    source.expect(shapes, own=("mtp.",))
-    each = blocks.read(rotations=[0])
-    weights = [f"{name}.weight" for name in _PARTS]
-    both = source.vector(*weights, shape=(2, hidden), offset=names.norm_offset)
-    first = Norm(names.norm, both, None, blocks.eps)  # of each half of a row
-    program, windows = model_program(each, first, widened=linear(source, _FC))
-    last, output = decoder.logits.steps
-    return replace(
-        decoder,
-        num_layers=1,
-        program=program,
-        windows=windows,
-        key_heads=tuple(KeyHeads(n, *kept) for kept, n in held_heads(each).items()),
-        states=(),
-        logits=build("model", [NormStep(last.x, last.out, *blocks.norm(norm)), output]),
     )
 
 
