@@ -12,7 +12,7 @@ from importlib import util
 from pathlib import Path
 
 import fastattn
-from fastattn import _cli_files, _cli_models
+from fastattn import _cli_models, _cli_texts
 from fastattn._args.errors import FULL, naming
 from fastattn._args.types import ROUNDINGS
 from fastattn._atomic import irregular, replaced
@@ -215,8 +215,8 @@ def _file(text: str) -> Path:
 
 
 def _vectors(text: str) -> Path:
-    if not text.endswith(_cli_files.SUFFIXES):
-        suffixes = ", ".join(_cli_files.SUFFIXES)
+    if not text.endswith(tuple(_cli_texts.WRITERS)):
+        suffixes = ", ".join(_cli_texts.WRITERS)
         raise argparse.ArgumentTypeError(f"expected a name that ends in one of {suffixes}, got {text!r}")
     return _file(text)
 

@@ -7,7 +7,6 @@ import sys
 from functools import partial, wraps
 from importlib.util import find_spec
 from io import TextIOWrapper
-from itertools import islice
 from os.path import abspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,10 +17,8 @@ from fastattn._args.errors import named, naming
 from fastattn._args.options import SamplingOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import short
-from fastattn._atomic import destination, replaced
-from fastattn._cli_files import Unfinished, digest_of_model, files_of, require_writable, write_json_lines
-from fastattn._cli_texts import Changed, Texts
-from fastattn._version import __version__
+from fastattn._atomic import replaced
+from fastattn._cli_texts import WRITERS, Texts, parquet_library, write_json_lines
 from fastattn.layers._sampling import Sampling
 from fastattn.models._encode_calls import with_bar
 from fastattn.models._files import require
@@ -78,15 +75,15 @@ def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Name
 @_said
 @named("embed")
 def embed(options: argparse.Namespace) -> None:
-    """Turn texts into vectors with an encoder, and go on where an interrupted run ended."""
+    """Turn texts into vectors with an encoder."""
     from fastattn.models import Encoder
 
-    output: Path | None = None if options.output is None else destination(options.output)
-    if output is not None:
-        require_writable(output.suffix)
+    output: Path | None = options.output
     texts = Texts(options.file, options.column)
     if output is not None:
-        texts.require_none_of(files_of(output))
+        texts.require_other(output)
+        if output.suffix == ".parquet":
+            parquet_library()
     model = _loaded(options)
     if not isinstance(model, Encoder):
         kind = type(model).__name__
@@ -95,36 +92,15 @@ def embed(options: argparse.Namespace) -> None:
     model = model_of(model, options.task)
     how = {name: getattr(options, name) for name in _ENCODED}
     call = model._checked(cast("EncodeOptions", how))
-    total, digest = texts.survey() if texts.again else (None, "")
-    lines = texts.surveyed(digest) if texts.again else iter(texts)
+    # A file is looked through first: what is no text is found before anything is computed.
+    total = sum(1 for _ in texts) if texts.again else None
+    vectors = _with_bar(model._vectors(iter(texts), call), total=total)
     if output is None:
-        write_json_lines(_with_bar(model._vectors(lines, call), total=total), sys.stdout)
+        write_json_lines(vectors, sys.stdout)
         return
-    run = None
-    if texts.again:
-        how = {name: getattr(options, name) for name in (*_LOADED, "task")}
-        how |= {
-            name: value for name, value in call._asdict().items() if name not in ("batch_size", "progress")
-        }
-        run = {
-            "input": digest,
-            "model": digest_of_model(options.model),
-            "options": how,
-            "version": __version__,
-        }
     empty = call.packed(np.empty((0, call.features), lane_dtype(model.dtype)))
-    with naming(output):
-        unfinished = Unfinished(output, empty.shape[1], empty.dtype, run)
-        try:
-            rest = model._vectors(islice(lines, unfinished.rows, None), call)
-            for vectors in _with_bar(rest, total=total, initial=unfinished.rows):
-                unfinished.write(vectors)
-            unfinished.finish()
-        except Changed:
-            unfinished.discard()
-            raise
-        finally:
-            unfinished.close()
+    with naming(output), replaced(output) as new:
+        WRITERS[output.suffix](new, vectors, empty)
 
 
 @_said

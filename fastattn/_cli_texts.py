@@ -1,9 +1,8 @@
-"""Files of texts that commands read, one text at a time: memory does not grow with their number."""
+"""Files of texts that commands read, and of vectors that they write, a part at a time."""
 
 from __future__ import annotations
 
 import csv
-import hashlib
 import importlib
 import json
 import sys
@@ -12,16 +11,20 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastattn._args.values import short
 from fastattn.models._files import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
-    from typing import BinaryIO
+    from typing import BinaryIO, TextIO
+
+    from fastattn._args.types import Array
 
 _COLUMN = "text"
-_BLOCK = 8192  # rows of a Parquet file that are read at a time
+_BLOCK = 8192  # rows of a Parquet file that are read or written at a time
 _MOST_CHARACTERS = 2**31 - 1  # of a field in a CSV file; the module's own limit is 131072
 
 
@@ -72,37 +75,10 @@ class Texts:
         except ValueError as error:
             raise ValueError(f"{name}, {unit} {number + 1}: {error}") from error
 
-    def survey(self) -> tuple[int, str]:
-        """Count texts and digest them all; raise where one is no text."""
-        count, digest = 0, hashlib.sha256()
-        for text in self:
-            _add(digest, text)
-            count += 1
-        return count, digest.hexdigest()
-
-    def surveyed(self, digest: str) -> Iterator[str]:
-        """The texts; `Changed` at the end if their digest is another."""
-        found = hashlib.sha256()
-        for text in self:
-            _add(found, text)
-            yield text
-        if found.hexdigest() != digest:
-            raise Changed(f"FILE {str(self.path)!r} was changed while it was read; expected it to stay")
-
-    def require_none_of(self, written: Iterable[Path]) -> None:
-        """Raise if the file is one that will be written."""
-        for path in written:
-            if self.path is not None and path.exists() and path.samefile(self.path):
-                raise ValueError(f"FILE {str(self.path)!r} is written by --output; expected another file")
-
-
-def _add(digest: Any, text: str) -> None:
-    data = text.encode()
-    digest.update(len(data).to_bytes(8, "little") + data)
-
-
-class Changed(ValueError):
-    """Texts are not those of the survey."""
+    def require_other(self, output: Path) -> None:
+        """Raise if the file is the one that will be written."""
+        if self.path is not None and output.exists() and output.samefile(self.path):
+            raise ValueError(f"FILE {str(self.path)!r} is written by --output; expected another file")
 
 
 class _NotThere(ValueError):
@@ -191,3 +167,59 @@ _COLUMNS: dict[str, Callable[[BinaryIO, str], Iterator[Any]]] = {
 def parquet_library() -> Any:
     require("pyarrow")
     return importlib.import_module("pyarrow.parquet")
+
+
+def write_json_lines(blocks: Iterable[Array], file: TextIO) -> None:
+    """One JSON list of numbers a line, each with as many digits as tell it from its neighbours."""
+    for vectors in blocks:
+        for vector in vectors:
+            file.write(f"[{', '.join(map(str, vector))}]\n")
+        file.flush()
+
+
+def _write_json(path: Path, blocks: Iterable[Array], empty: Array) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        write_json_lines(blocks, file)
+
+
+def _write_npy(path: Path, blocks: Iterable[Array], empty: Array) -> None:
+    """An array, whose header is written again when its rows are counted; NumPy leaves room for any number."""
+    header = {"descr": empty.dtype.str, "fortran_order": False, "shape": empty.shape}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        rows = 0
+        for vectors in blocks:
+            file.write(np.ascontiguousarray(vectors).data)
+            rows += len(vectors)
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, {**header, "shape": (rows, *empty.shape[1:])})
+
+
+def _write_parquet(path: Path, blocks: Iterable[Array], empty: Array) -> None:
+    """One column, "embedding", of lists of one length."""
+    parquet, arrow = parquet_library(), require("pyarrow")
+    kind = arrow.list_(arrow.from_numpy_dtype(empty.dtype), empty.shape[1])
+    schema = arrow.schema([("embedding", kind)])
+    with parquet.ParquetWriter(path, schema) as writer:
+        held: list[Array] = []
+
+        def write() -> None:
+            values = arrow.array(np.concatenate([empty, *held]).reshape(-1))
+            column = arrow.FixedSizeListArray.from_arrays(values, type=kind)
+            writer.write_table(arrow.table([column], schema=schema))
+            held.clear()
+
+        for block in blocks:
+            held.append(block)
+            if sum(map(len, held)) >= _BLOCK:
+                write()
+        if held:
+            write()
+
+
+# By suffix: what writes blocks of vectors to a path, given none, `empty`, for their length and type.
+WRITERS: dict[str, Callable[[Path, Iterable[Array], Array], None]] = {
+    ".npy": _write_npy,
+    ".jsonl": _write_json,
+    ".parquet": _write_parquet,
+}

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -18,8 +18,7 @@ from tiny_tokenizers import TEXTS
 import fastattn
 from fastattn import _cli_models, models
 from fastattn.__main__ import main
-from fastattn._cli_files import Unfinished
-from fastattn._cli_texts import Changed, Texts
+from fastattn._cli_texts import Texts
 
 
 def environment():
@@ -74,7 +73,7 @@ def test_the_command_embed(encoder, tmp_path):
     assert run("embed", "--model", encoder, stdin="") == ""
     run("embed", "--model", encoder, "--output", tmp_path / "out.npy", stdin="")
     assert np.load(tmp_path / "out.npy").shape == (0, 24)
-    assert not list(tmp_path.glob("*.part*"))
+    assert not list(tmp_path.glob("*.begun"))
 
 
 def test_the_command_embed_takes_a_task(tmp_path):
@@ -120,7 +119,9 @@ def test_the_command_embed_writes_parquet(precision, encoder, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     lines, output = tmp_path / "lines.txt", tmp_path / "out.parquet"
     lines.write_text("\n".join(TEXTS))
-    run("embed", "--model", encoder, lines, "--output", output, "--precision", precision)
+    options = "--precision", precision, "--batch-size", 2
+    run("embed", "--model", encoder, lines, "--output", output, *options)
+    assert parquet.ParquetFile(output).num_row_groups == 1
     table = parquet.read_table(output)
     expected = models.load(encoder).encode(TEXTS, precision=precision)
     assert table.column_names == ["embedding"]
@@ -129,53 +130,25 @@ def test_the_command_embed_writes_parquet(precision, encoder, tmp_path):
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".jsonl"])
-def test_the_command_embed_goes_on(suffix, encoder, tmp_path):
-    """A run is killed; the same command goes on, and computes nothing that is there a second time."""
-    lines, output, whole = tmp_path / "lines.txt", tmp_path / f"out{suffix}", tmp_path / f"whole{suffix}"
-    part = tmp_path / f"out{suffix}.part"
-    lines.write_text("".join(f"{TEXTS[3]} {TEXTS[n % 5]}\n" for n in range(20_000)))
-    command = ["embed", "--model", encoder, lines, "--output"]
-    run(*command, whole)
-    with subprocess.Popen(
-        [sys.executable, "-m", "fastattn", *map(str, command), str(output)],
-        env=environment(),
-        stderr=subprocess.PIPE,
-    ) as child:
-        try:
-            while not part.exists() or part.stat().st_size < 100_000:
-                assert child.poll() is None, "it ended before it could be killed"
-                time.sleep(0.001)
-        finally:
-            child.kill()
-    assert not output.exists()
-    rows = (part.stat().st_size - 128) // 96
-    assert 0 < rows < 20_000
-    with part.open("ab") as file:
-        file.write(b"torn")
-    with part.open("r+b") as file:  # rows that are there stay: not one of them is computed again
-        file.seek(128)
-        file.write(np.zeros(24, np.float32).tobytes())
-    said = run(*command, output, "--truncate-dim", 5, status=1)
-    assert f"{part} is of a run with another features; remove {part} to begin again" in said
-    lines.write_text(lines.read_text() + "one more\n")
-    assert "of a run with another input" in run(*command, output, status=1)
-    lines.write_text(lines.read_text().removesuffix("one more\n"))
-    (encoder / "sentence_bert_config.json").write_text("{}")
-    assert "of a run with another model" in run(*command, output, status=1)
-    (encoder / "sentence_bert_config.json").unlink()
-    run(*command, output, "--batch-size", 3)
-    if suffix == ".npy":
-        got, expected = np.load(output), np.load(whole)
-        assert not got[0].any()
-        np.testing.assert_array_equal(got[1:], expected[1:])
-    else:
-        assert output.read_text().splitlines()[1:] == whole.read_text().splitlines()[1:]
-    assert not list(tmp_path.glob("*.part*"))
-    part.write_bytes(b"")
-    assert "of a run that" in run(*command, output, status=1)
-    piped = run("embed", "--model", encoder, "--output", output, stdin="the cat", status=1)
-    assert "of a run with a file of texts; remove" in piped
+@pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])
+def test_the_command_embed_writes_all_or_nothing(suffix, encoder, tmp_path, monkeypatch):
+    """Ctrl-C after some vectors leaves the file that was there, and no other."""
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet")
+    lines, output, vectors = tmp_path / "lines.txt", tmp_path / f"out{suffix}", models.Encoder._vectors
+    lines.write_text("the cat\n" * 500)
+    output.write_text("before")
+
+    def interrupted(self, texts, call):
+        yield from islice(vectors(self, texts, call), 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models.Encoder, "_vectors", interrupted)
+    command = ["fastattn", "embed", "--model", str(encoder), str(lines), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert main() == 130
+    assert output.read_text() == "before"
+    assert list(tmp_path.glob("*out*")) == [output]
 
 
 def test_the_command_embed_writes_while_it_reads(encoder):
@@ -292,65 +265,12 @@ def test_a_file_of_lines_of_json_may_have_a_bom_and_empty_lines(encoder, tmp_pat
     np.testing.assert_array_equal(np.load(tmp_path / "o.npy"), models.load(encoder).encode(TEXTS))
 
 
-@pytest.mark.parametrize("end", ["", ".part", ".part.json", ".part.out"])
-def test_the_command_embed_does_not_overwrite_its_input(end, encoder, tmp_path):
-    file = tmp_path / f"x.jsonl{end}"
+def test_the_command_embed_does_not_overwrite_its_input(encoder, tmp_path):
+    file = tmp_path / "x.jsonl"
     file.write_text('{"text": "the cat"}\n')
-    said = run("embed", "--model", encoder, file, "--output", tmp_path / "x.jsonl", status=1)
+    said = run("embed", "--model", encoder, file, "--output", file, status=1)
     assert f"FILE '{file}' is written by --output; expected another file" in said
     assert file.read_text() == '{"text": "the cat"}\n'
-    assert not {path.name for path in tmp_path.glob("x*")} - {file.name}
-
-
-def test_texts_that_change_after_the_survey(encoder, tmp_path, monkeypatch, capsys):
-    """No vectors are left that could be taken for those of the texts before."""
-    path, output = tmp_path / "a.txt", tmp_path / "o.npy"
-    path.write_text("the cat\n")
-    texts = Texts(path, None)
-    _, digest = texts.survey()
-    assert list(texts.surveyed(digest)) == ["the cat"]
-    for changed in ("the cat\na dog\n", "the dog\n", ""):
-        path.write_text(changed)
-        with pytest.raises(Changed, match=r"a.txt' was changed while it was read; expected it to stay"):
-            list(texts.surveyed(digest))
-    survey = Texts.survey
-
-    def late(self):
-        path.write_text("the cat\n")
-        found = survey(self)
-        path.write_text("a dog\n")
-        return found
-
-    monkeypatch.setattr(Texts, "survey", late)
-    command = ["fastattn", "embed", "--model", str(encoder), str(path), "--output", str(output)]
-    monkeypatch.setattr(sys, "argv", command)
-    assert main() == 1
-    assert "was changed while it was read" in capsys.readouterr().err
-    assert not list(tmp_path.glob("o.npy*"))
-
-
-def test_rows_that_are_discarded(tmp_path):
-    output = tmp_path / "o.npy"
-    unfinished = Unfinished(output, 2, np.dtype(np.float32), {"input": "x"})
-    unfinished.write(np.ones((3, 2), np.float32))
-    unfinished.discard()
-    unfinished.close()
-    assert not list(tmp_path.glob("o.npy*"))
-
-
-def test_two_runs_with_one_output(tmp_path):
-    pytest.importorskip("fcntl")
-    how = tmp_path / "o.npy", 2, np.dtype(np.float32), {"input": "x"}
-    first = Unfinished(*how)
-    first.write(np.ones((3, 2), np.float32))
-    with pytest.raises(ValueError, match=r"another run is writing .*o.npy.part; expected to be alone"):
-        Unfinished(*how)
-    first.close()
-    second = Unfinished(*how)
-    assert second.rows == 3
-    second.finish()
-    np.testing.assert_array_equal(np.load(tmp_path / "o.npy"), 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["o.npy"]
 
 
 def test_a_column_of_lines(encoder, tmp_path):
