@@ -17,7 +17,6 @@ from fastattn._args.types import DTypeLike, Rounding
 from fastattn.torch._hugging_face import NAME, register
 from fastattn.torch._linear import TAKEN, FrozenLinear
 from fastattn.torch._measure import gains
-from fastattn.torch._memory import keep_freed
 from fastattn.torch._modules import hybrid_functions
 from fastattn.torch._sdpa import patch_sdpa, said
 from fastattn.torch._undo import Undo
@@ -41,8 +40,7 @@ def optimize(
     Models of transformers, and those inside of others, such as a SentenceTransformer's, get the attention
     implementation "fastattn", and what hybrid ones compute between attentions is computed here, see
     `register`; so are other calls of ``scaled_dot_product_attention``, see `patch_sdpa`. The weights of every
-    ``nn.Linear`` are frozen and packed. glibc's allocator keeps what is freed, up to 2 GB, where it would
-    give large blocks back to the system after each layer.
+    ``nn.Linear`` are frozen and packed.
 
     Parameters
     ----------
@@ -94,9 +92,6 @@ def optimize(
     try:
         lines += _replace_attention(model, measure, steps)
         lines += _replace_linears(model, dtype, activations, measure, steps)
-        if kept := keep_freed():
-            steps.append(kept.undo)
-            lines.append(repr(kept))
     except BaseException:
         Undo(steps).undo()
         raise
