@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 import fastattn
 from bench import SUITES
 from bench.suite import NoRows, Request, run, text
-from fastattn._atomic import replaced
 from fastattn._bench import plot
+from fastattn._regular_files import replaced
 
 ENGINES = tuple(dict.fromkeys(name for suite in SUITES.values() for name in suite.engines))
 DTYPES = tuple(dict.fromkeys(dtype for suite in SUITES.values() for dtype in suite.dtypes))

@@ -15,8 +15,8 @@ import fastattn
 from fastattn import _cli_models, _cli_texts
 from fastattn._args.errors import FULL, naming
 from fastattn._args.types import ROUNDINGS
-from fastattn._atomic import irregular, replaced
 from fastattn._engine.cpus import CPUS
+from fastattn._regular_files import irregular, replaced
 from fastattn.models._parameters import DTYPES as MODEL_DTYPES
 from fastattn.models._parameters import WEIGHT_DTYPES
 

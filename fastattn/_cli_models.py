@@ -17,8 +17,8 @@ from fastattn._args.errors import named, naming
 from fastattn._args.options import SamplingOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import short
-from fastattn._atomic import replaced
 from fastattn._cli_texts import WRITERS, Texts, parquet_library, write_json_lines
+from fastattn._regular_files import replaced
 from fastattn.layers._sampling import Sampling
 from fastattn.models._encode_calls import with_bar
 from fastattn.models._files import require

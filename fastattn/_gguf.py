@@ -16,7 +16,7 @@ import numpy as np
 
 from fastattn._args.values import short
 from fastattn._formats import FORMATS, Format
-from fastattn._open_file import OpenFile
+from fastattn._regular_files import OpenFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -13,8 +13,7 @@ import numpy as np
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import short
-from fastattn._atomic import replaced
-from fastattn._open_file import OpenFile, regular
+from fastattn._regular_files import OpenFile, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,9 +33,13 @@ _TYPES |= {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5
 
 
 class TensorFile(OpenFile):
-    """An open file, whose header the library safetensors has checked."""
+    """An open file, whose header the library safetensors checks."""
 
     def _read_header(self) -> None:
+        from safetensors import safe_open
+
+        with safe_open(self._path, framework="numpy"):
+            pass
         length = int.from_bytes(self._bytes(0, 8), "little")
         self._header: dict[str, Any] = json.loads(self._bytes(8, length))
         self._start = 8 + length
@@ -120,20 +123,18 @@ def opened(file: str, stack: ExitStack) -> TensorFile:
     if not os.path.exists(file):
         raise FileNotFoundError(f"(): {file} is missing; expected a safetensors file{or_read}")
     try:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
     except ImportError as error:
         needed = "the safetensors package: pip install safetensors"
         raise ImportError(f"(): reading {file} needs {needed}") from error
     with suppress(ImportError):  # gives NumPy bfloat16, which files may hold
         import ml_dtypes  # noqa: F401
     try:
-        with regular(file), safe_open(file, framework="numpy"):
-            pass
+        return stack.enter_context(TensorFile(file, lambda message: ValueError(f"(): {message}")))
     except SafetensorError as error:
         if reader:  # by its name it is another kind
             raise ValueError(f"(): {file} is not a safetensors file; expected one{or_read}") from None
         raise ValueError(f"(): {file} is not a sound safetensors file: {error}") from error
-    return stack.enter_context(TensorFile(file, lambda message: ValueError(f"(): {message}")))
 
 
 def write(path: AnyPath, arrays: Mapping[str, Array], values: Any, key: str) -> None:

@@ -6,10 +6,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from fastattn._atomic import replaced
 from fastattn._bench.attention import TINY, plan
 from fastattn._bench.harness import Json
 from fastattn._bench.report import RUNTIMES, said_if_busy, subject, subject_name
+from fastattn._regular_files import replaced
 
 COLOURS = {
     "onnxruntime": "#2f6fb7",

@@ -21,8 +21,8 @@ from dask.base import get_scheduler, is_dask_collection
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.types import Array, DTypeLike, Rounding, Unpack
 from fastattn._args.values import flag, integer
-from fastattn._atomic import BEGUN, irregular, replaced
 from fastattn._engine.settings import set_num_threads
+from fastattn._regular_files import BEGUN, irregular, replaced
 from fastattn.models._encode_calls import EncodeOptions
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, require

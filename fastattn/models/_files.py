@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from fastattn._args.values import short
-from fastattn._open_file import regular
+from fastattn._regular_files import regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

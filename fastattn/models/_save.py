@@ -13,7 +13,7 @@ import numpy as np
 
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
-from fastattn._atomic import replaced
+from fastattn._regular_files import replaced
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder, EncoderWithHead

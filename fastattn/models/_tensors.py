@@ -323,7 +323,7 @@ def opened(path: Path, stack: ExitStack) -> TensorFile:
     """A file of tensors, which `stack` closes."""
     safetensors = require("safetensors")
     try:
-        with in_folder(path), safetensors.safe_open(path, framework="np"):
+        with in_folder(path):
             return stack.enter_context(TensorFile(path, ModelError))
     except safetensors.SafetensorError as error:
         what = lfs_hint(path) or f"{path} is truncated or no safetensors file: {error}"

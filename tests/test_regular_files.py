@@ -13,8 +13,8 @@ from tiny_tokenizers import write_tokenizer
 
 from fastattn import train
 from fastattn.__main__ import main
-from fastattn._atomic import replaced
 from fastattn._bench import harness, plot, report
+from fastattn._regular_files import replaced
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes and pipes")
 
@@ -195,12 +195,12 @@ def test_what_is_begun_is_seen_by_nobody_who_may_not_see_the_file(tmp_path, umas
 
 
 def interrupted_at(event, function):
-    """Call a function, with a KeyboardInterrupt at this step of _atomic or contextlib; tell if it came."""
+    """Call a function, with a KeyboardInterrupt at this step of `replaced`; tell if it came."""
     left = event
 
     def trace(frame, what, argument):
         nonlocal left
-        if Path(frame.f_code.co_filename).name not in ("_atomic.py", "contextlib.py"):
+        if Path(frame.f_code.co_filename).name not in ("_regular_files.py", "contextlib.py"):
             return None
         frame.f_trace_opcodes = True
         left -= what == "opcode"
