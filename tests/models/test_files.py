@@ -602,4 +602,4 @@ def test_values_for_which_there_is_no_memory(encoder, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(_files.json, "loads", loads)
-    refused(encoder, "config.json holds more than there is memory for")
+    refused(encoder, ".json holds more than there is memory for")
