@@ -168,24 +168,6 @@ def _parser() -> argparse.ArgumentParser:
     option = command(_cli_models.chat)
     writing_options(option, 1024, "as the model's files say, and other options", placed=True)
     option("--system", metavar="TEXT", help="what the model is told first")
-
-    option = command(_cli_models.serve)
-    model_options(option)
-    option("--name", help="what requests call the model (the folder's name)")
-    option("--task", metavar="NAME", help="of a model that computes vectors in several ways: the one served")
-    option("--prompt-name", metavar="NAME", help="of the prompt where a request names none (the model's own)")
-    option("--host", default="127.0.0.1", help="the address to listen at (this machine alone)")
-    option("--port", type=natural, default=8000, help="0: a free one (8000)")
-    option("--batch-tokens", type=positive, default=768, metavar="N", help="that are computed together (768)")
-    option("--queue-texts", type=positive, default=4096, metavar="N", help="that wait, 429 to more (4096)")
-    option(
-        "--body-bytes", type=positive, default=1 << 22, metavar="N", help="of a request, 413 to more (4 MiB)"
-    )
-    option("--connections", type=positive, default=512, metavar="N", help="that are open, 503 to more (512)")
-    help = "for a request to come, and an answer to be read (60)"
-    option("--timeout", type=positive, default=60, metavar="SECONDS", help=help)
-    option("--grace", type=positive, default=20, metavar="SECONDS", help="that a stop waits for clients (20)")
-    option("--truncate", action="store_true", help="cut texts that are too long, in place of an error")
     return parser
 
 

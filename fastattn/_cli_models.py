@@ -7,7 +7,6 @@ import sys
 from functools import partial, wraps
 from importlib.util import find_spec
 from io import TextIOWrapper
-from os.path import abspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -204,41 +203,6 @@ def chat(options: argparse.Namespace) -> None:
                 pass
             print()
             messages.append(message_of(said))
-
-
-@_said
-def serve(options: argparse.Namespace) -> None:
-    """Serve an encoder or a cross-encoder over HTTP, as OpenAI and text-embeddings-inference do."""
-    from fastattn.models import CrossEncoder, Encoder
-
-    try:
-        from fastattn.serve import Limits
-        from fastattn.serve import serve as run
-    except ImportError as error:
-        needs = "fastapi, prometheus_client and uvicorn, the extra 'serve'"
-        raise ImportError(f"the command serve needs {needs} ({error})") from error
-    name = options.name
-    if name is None:  # a name of the Hub as it is; a link by its own name, not by that of its target
-        name = Path(abspath(options.model)).name if Path(options.model).exists() else options.model
-    if not name:
-        raise ValueError("--name is ''; expected what requests call the model")
-    model = _loaded(options)
-    if not isinstance(model, (Encoder, CrossEncoder)):
-        came = f"{options.model} holds a {type(model).__name__} ({model.model_type})"
-        raise ValueError(f"{came}; expected an Encoder or a CrossEncoder")
-    limits = Limits(options.batch_tokens, options.queue_texts, options.body_bytes, options.truncate)
-    run(
-        model,
-        name,
-        options.host,
-        options.port,
-        options.grace,
-        limits,
-        options.connections,
-        options.timeout,
-        options.task,
-        options.prompt_name,
-    )
 
 
 def _conversation(path: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,6 @@ OF_OTHERS = {  # and the package that each needs
     "fastattn.lancedb": "lancedb",
     "fastattn.langchain": "langchain_core",
     "fastattn.llama_index": "llama_index",
-    "fastattn.serve": "fastapi",
     "fastattn.sklearn": "sklearn",
     "fastattn.torch": "torch",
 }
