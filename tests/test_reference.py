@@ -21,12 +21,7 @@ FOUND = pkgutil.walk_packages(fastattn.__path__, "fastattn.", onerror=lambda nam
 PUBLIC = ["fastattn", *(found.name for found in FOUND if "._" not in found.name)]
 
 OF_OTHERS = {  # and the package that each needs
-    "fastattn.chroma": "chromadb",
     "fastattn.dask": "dask",
-    "fastattn.lancedb": "lancedb",
-    "fastattn.langchain": "langchain_core",
-    "fastattn.llama_index": "llama_index",
-    "fastattn.sklearn": "sklearn",
     "fastattn.torch": "torch",
 }
 

@@ -1,4 +1,4 @@
-"""Comparisons with other packages, and adapters to them, where these are installed: see [parity]."""
+"""Comparisons with other packages, and recipes for them, where these are installed: see [parity]."""
 
 import importlib.util
 import os
@@ -16,19 +16,14 @@ def missing(*packages):
 
 
 NEEDS = {
-    "test_chroma.py": "chromadb",
     "test_classify.py": "sentence_transformers",
     "test_encode.py": "sentence_transformers",
     "test_jax.py": "jax",
     "test_jina.py": "sentence_transformers",
-    "test_lancedb.py": "lancedb",
-    "test_langchain.py": "langchain_core",
-    "test_llama_index.py": "llama_index",
     "test_multi_vector.py": "sentence_transformers",
     "test_onnx.py": "onnx",
     "test_routes.py": "sentence_transformers",
     "test_sentence_transformers.py": "sentence_transformers",
-    "test_sklearn.py": "sklearn",
     "test_sparse.py": "sentence_transformers",
     "test_tiles.py": "onnxruntime",
 }
