@@ -99,7 +99,7 @@ SAID = {
     "attention_backward": {"attn_mask": "; expected mask", "softmax_scale": "; expected scale$"},
     "MultiHeadAttention": {
         "causal": "; expected is_causal$",
-        "need_weight": "; expected one of .*need_weights$",
+        "need_weight": "; expected need_weights$",
         "mask": f"; expected attn_mask {HIDES}$",
         "attention_mask": f"; expected key_padding_mask {HIDES}$",
         "kv_lengths": f"; expected key_padding_mask {HIDES}$",

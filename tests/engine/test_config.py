@@ -23,8 +23,8 @@ SHAPE = Shape("config", batch=2, heads_q=8, heads_kv=2, len_q=200, len_k=500, he
 Q, K, V = make_inputs(SHAPE, "float32", np.random.default_rng(0))
 
 CONFIG_KEYS = ["version", "backend", "why_numpy", "isa", "isa_refused", "isa_left_out",
-               "isas_available", "isas_compiled", "num_threads", "num_threads_from", "threading", "threading_available",
-               "level2_cache", "compiler", "numpy", "python"]  # fmt: skip
+               "isas_available", "isas_compiled", "num_threads", "num_threads_from", "threading",
+               "threading_available", "level2_cache", "compiler", "numpy", "python"]  # fmt: skip
 
 # Whatever the environment of the tests is: the extension if it is there.
 DEFAULT = {"FASTATTN_BACKEND": None, "FASTATTN_ISA": None}
