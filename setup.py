@@ -86,7 +86,10 @@ def optimisation(name, lane, family):
     """How hard the compiler tries. `generic` is for CPUs that hardly anybody has; no bit depends on it."""
     if lane == "f32" and family in FASTEST and name != "generic":
         return ["-O3"]
-    return ["-O1" if name == "generic" else "-O2", "-Wno-maybe-uninitialized"]  # which is right with -O3 alone
+    return [
+        "-O1" if name == "generic" else "-O2",
+        "-Wno-maybe-uninitialized",
+    ]  # which is right with -O3 alone
 
 
 def listed(isas, compiled):
@@ -171,7 +174,9 @@ class BuildExt(build_ext):
         for path in SRC.rglob("*.*"):
             digest(str(path))  # before anything is compiled
         names, count = " ".join(isa.name for isa in isas), processes()
-        print(f"kernels for {names}: {len(jobs)} files, {count} at a time, where they have changed", flush=True)
+        print(
+            f"kernels for {names}: {len(jobs)} files, {count} at a time, where they have changed", flush=True
+        )
         with ThreadPoolExecutor(count) as pool:
             ext.extra_objects = list(pool.map(lambda job: job(), jobs))
         ext.depends = ext.extra_objects
@@ -191,17 +196,20 @@ class BuildExt(build_ext):
             names = known
         elif unknown := set(names) - {isa.name for isa in instruction_sets()}:
             expected = ", ".join(isa.name for isa in instruction_sets())
-            raise SystemExit(f"FASTATTN_ISAS has {', '.join(sorted(unknown))}; expected native, all or some of {expected}")
+            raise SystemExit(
+                f"FASTATTN_ISAS has {', '.join(sorted(unknown))}; expected native, all or some of {expected}"
+            )
         return {*names, "generic"}
 
     def native(self, known):
-        """Those that this CPU uses by default, with AMX's tiles and without, as dispatch.c chooses among `known`."""
+        """Those of `known` that this CPU uses by default, with tiles and without, as dispatch.c chooses."""
         program = """
             #include <stdio.h>
             #include "fastattn.h"
             int main(void)
             {
-                for (int tiles = 0; tiles < 2; tiles++) puts(fa_isa_name(fa_isa_best(fa_cpu_slow_pairs(), tiles)));
+                const int slow_pairs = fa_cpu_slow_pairs();
+                for (int tiles = 0; tiles < 2; tiles++) puts(fa_isa_name(fa_isa_best(slow_pairs, tiles)));
             }"""
         flags = self.gnu(["-DFA_COMPILED=" + listed(known.values(), ()), *TILES_FLAGS])
         with tempfile.TemporaryDirectory() as folder:
