@@ -131,6 +131,7 @@ def test_an_import_loads_the_settings_alone(python):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("MultiheadAttention", "layers.MultiHeadAttention"), ("flash_attn_func", "attention"),
+     ("flash_attention", "attention"), ("layer", "layers"),
      ("sparsemax_atention", "functional.sparsemax_attention"), ("layer_norm", "ops.layer_norm"),
      ("Layers", "layers")],
 )  # fmt: skip

@@ -76,7 +76,7 @@ OTHER_NAMES = {
         "num_threads": "threads n_jobs num_workers",
         "backend": "implementation attn_implementation",
         "dtype": "torch_dtype",
-        "weights_dtype": "weight_dtype load_in_8bit load_in_4bit quantization_config",
+        "weights_dtype": "weight_dtype load_in_8bit load_in_4bit quantization quantization_config",
         "normalize_embeddings": "normalize",
         "truncate_dim": "dim dimensions",
         "show_progress_bar": "progress show_progress",
@@ -146,9 +146,12 @@ _INSTEAD = {
 
 # Functions of other libraries, and those in their places.
 _FUNCTIONS = {
-    **dict.fromkeys(("flash_attn_func", "memory_efficient_attention", "dot_product_attention"), ".attention"),
+    **dict.fromkeys(
+        ("flash_attn_func", "flash_attn_with_kvcache", "flash_attention", "flash_attn", "sdpa"), ".attention"
+    ),
+    **dict.fromkeys(("memory_efficient_attention", "dot_product_attention"), ".attention"),
     "flash_attn_varlen_func": ".varlen_attention",
-    "flash_attn_with_kvcache": ".attention",
+    **{"layer": ".layers", "mask": ".masks"},  # not their base classes
 }
 
 
