@@ -89,14 +89,6 @@ def bench_plot(path, folder, monkeypatch):
     plot.draw({"rows": [row], "engines": {"numpy": {}}}, path)
 
 
-def dask_embed(path, folder, monkeypatch):
-    pytest.importorskip("dask")
-    pytest.importorskip("pyarrow")
-    from fastattn.dask import _embed
-
-    _embed._write(str(path), ["the cat"], np.ones((1, 4), np.float32), b"{}")
-
-
 WRITERS = {
     "save.safetensors": save,
     "embed.npy": embed,
@@ -104,7 +96,6 @@ WRITERS = {
     "embed.parquet": embed,
     "bench.json": bench_json,
     "bench.png": bench_plot,
-    "part.00000.parquet": dask_embed,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, product
 from operator import getitem
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -15,8 +15,8 @@ from dask.highlevelgraph import HighLevelGraph
 
 from fastattn._args.errors import named
 from fastattn._args.types import Array, Shape, Unpack, lane_dtype
-from fastattn._args.values import choice, flag
-from fastattn.dask._arrays import Blocks, Reading, aligned, operand
+from fastattn._args.values import flag
+from fastattn.dask._arrays import aligned, key, operand
 from fastattn.dask._problem import chunk_sizes, problem
 from fastattn.functional._attention import attention as attend
 from fastattn.functional._attention import merge_states
@@ -37,8 +37,6 @@ def attention(
     v: Any,
     *,
     chunks: tuple[int, int],
-    strategy: Literal["tree"] = "tree",
-    reread: bool | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[BlockOptions],
 ) -> da.Array: ...
@@ -49,8 +47,6 @@ def attention(
     v: Any,
     *,
     chunks: tuple[int, int],
-    strategy: Literal["tree"] = "tree",
-    reread: bool | None = None,
     return_lse: Literal[True],
     **options: Unpack[BlockOptions],
 ) -> tuple[da.Array, da.Array]: ...
@@ -61,8 +57,6 @@ def attention(
     v: Any,
     *,
     chunks: tuple[int, int],
-    strategy: Literal["tree"] = "tree",
-    reread: bool | None = None,
     return_lse: bool = False,
     **options: Unpack[BlockOptions],
 ) -> Any:
@@ -74,24 +68,14 @@ def attention(
     Parameters
     ----------
     q : dask.array.Array, (..., heads_q, len_q, head_dim)
-        float32, float64, float16 or bfloat16. Also what lies on disk and is no array of Dask, a memmap or an
-        array of zarr or h5py: workers read its blocks from where it lies. Or an ndarray, or a memmap of mode
-        "c", which are sent.
+        float32, float64, float16 or bfloat16.
     k : dask.array.Array, (..., heads_kv, len_k, head_dim)
-        Likewise; dtypes and shapes fit as in `fastattn.attention`.
+        Keys; dtypes and shapes fit as in `fastattn.attention`.
     v : dask.array.Array, (..., heads_kv, len_k, head_dim_v)
-        Likewise.
+        Values.
     chunks : (int, int)
         Queries and keys of a block, ``(rows, keys)``. On batch axes the blocks are the chunks of q, on heads
         those of k; v, and what differs, is rechunked.
-    strategy : {"tree"}, default "tree"
-        How blocks meet; there is one way so far.
-    reread : bool, optional
-        Whether each task reads the blocks that it needs itself, and Dask holds none. By default it does so
-        for each array that lies on disk: a memmap as it is, an array of zarr or h5py, `from_zarr`,
-        `from_npy_stack`, also cut or in other chunks. Blocks of others, among them `from_array` of a memmap,
-        Dask holds, spilled if memory ends. False: it holds those of all, and reads each once. True: an array
-        that cannot be read so is an error.
     return_lse : bool, default False
         Return ``(out, lse)``, as `fastattn.attention` does.
     **options
@@ -125,27 +109,22 @@ def attention(
     (8, 1000, 64)
     """
     rows, keys = chunk_sizes(chunks)
-    choice("strategy", strategy, ("tree",))
     with_lse = flag("return_lse", return_lse)
-    if reread is not None:
-        reread = flag("reread", reread)
-    arrays = [operand(name, x, n) for name, x, n in (("q", q, rows), ("k", k, keys), ("v", v, keys))]
+    arrays = [operand(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     one_head = all(x.ndim == 2 for x in arrays)
     arrays = [x if x.ndim > 2 else x[None] for x in arrays]
     checked = problem((arrays[0], arrays[1], arrays[2]), options)
     aligned_arrays = aligned(arrays[0], arrays[1], arrays[2], rows, keys)
-    out, lse = _lazy(checked, aligned_arrays, reread, with_lse)
+    out, lse = _lazy(checked, aligned_arrays, with_lse)
     if one_head:
         out, lse = out[0], lse if lse is None else lse[0]
     return (out, lse) if with_lse else out
 
 
-def _lazy(
-    problem: Problem, arrays: tuple[Any, Any, Any], reread: bool | None, with_lse: bool
-) -> tuple[da.Array, da.Array | None]:
+def _lazy(problem: Problem, arrays: tuple[Any, Any, Any], with_lse: bool) -> tuple[da.Array, da.Array | None]:
     """The graph of all tasks, as arrays."""
-    q, k, v = (Blocks(name, x, reread) for name, x in zip("qkv", arrays, strict=True))
-    token = tokenize(problem, [x.name for x in arrays], reread, with_lse)
+    q, k, v = arrays
+    token = tokenize(problem, [x.name for x in arrays], with_lse)
     name, part = f"fastattn-attention-{token}", f"fastattn-part-{token}"
     batch_chunks = [
         next((x.chunks[axis] for x in arrays if x.ndim >= -axis and x.shape[axis] != 1), (1,))
@@ -164,20 +143,21 @@ def _lazy(
         for j in needed:
             options = problem.options(*place, rows, key_ranges[j], sinks=j == needed[0])
             index = (*where[:-1], j, 0)
-            tasks[j] = (Block(options, lse=with_lse or len(needed) > 1), q[(*where, 0)], k[index], v[index])
+            block = partial(attend, return_lse=with_lse or len(needed) > 1, **options)
+            tasks[j] = (block, key(q, (*where, 0)), key(k, index), key(v, index))
         if not needed:
             options = problem.options(*place, rows, range(0), sinks=True)
             sizes = tuple(map(len, ranges[:-2]))
-            tasks[0] = (Nothing(options, with_lse, sizes, problem.head_dim_v), q[(*where, 0)])
+            empty = partial(attend_nothing, sizes, problem.head_dim_v, return_lse=with_lse, **options)
+            tasks[0] = (empty, key(q, (*where, 0)))
         root = _tree(graph, tasks, (part, *where), with_lse)
         if with_lse:
             graph[(part, *where)] = root
             root = (getitem, (part, *where), 0)
             lses[(f"fastattn-lse-{token}", *where)] = (getitem, (part, *where), 1)
         graph[(name, *where, 0)] = root
-    held = [x.array for x in (q, k, v) if not x.read]
     chunks = (*batch_chunks, head_chunks, row_chunks)
-    layers = HighLevelGraph.from_collections(name, graph, dependencies=held)
+    layers = HighLevelGraph.from_collections(name, graph, dependencies=arrays)
     out = da.Array(layers, name, (*chunks, (problem.head_dim_v,)), dtype=problem.dtype)
     if not with_lse:
         return out, None
@@ -215,31 +195,10 @@ def _tree(graph: dict[Any, Any], tasks: Mapping[int, Any], name: tuple[Any, ...]
     return task
 
 
-@dataclass(frozen=True)
-class Block:
-    """One block of scores; `q`, `k` and `v` are arrays, or a `Reading` that brings them."""
-
-    options: Mapping[str, Any]
-    lse: bool  # whether it returns a state, and not out alone
-
-    def __call__(self, q: Any, k: Any, v: Any) -> Any:
-        q, k, v = (x() if isinstance(x, Reading) else x for x in (q, k, v))
-        return attend(q, k, v, return_lse=self.lse, **self.options)
-
-
-@dataclass(frozen=True)
-class Nothing:
-    """Rows that attend no key."""
-
-    options: Mapping[str, Any]
-    lse: bool
-    batch: Shape  # of the block: q may lack axes that k or v has
-    head_dim_v: int
-
-    def __call__(self, q: Any) -> Any:
-        q = q() if isinstance(q, Reading) else q
-        k, v = (np.empty((*self.batch, 1, 0, width), q.dtype) for width in (q.shape[-1], self.head_dim_v))
-        return attend(q, k, v, return_lse=self.lse, **self.options)
+def attend_nothing(batch: Shape, head_dim_v: int, q: Array, **options: Any) -> Any:
+    """Rows that attend no key; `batch` includes axes that k or v has and q lacks."""
+    k, v = (np.empty((*batch, 1, 0, width), q.dtype) for width in (q.shape[-1], head_dim_v))
+    return attend(q, k, v, **options)
 
 
 def merge(states: Iterable[State], with_lse: bool) -> State | Array:
