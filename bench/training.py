@@ -19,7 +19,8 @@ from bench.suite import (
     refuse_dense,
     scores,
 )
-from fastattn import layers, train
+from examples.language_model import LanguageModel
+from fastattn import train
 from fastattn._bench import runtimes
 from fastattn._bench.attention import NUMBERS, AttentionProblem, shape_of
 from fastattn._bench.cases import DTYPES, STRUCTURES, Array, Shape
@@ -59,7 +60,7 @@ class StepProblem(AttentionProblem):
         return ids[:, :-1].copy(), ids[:, 1:].copy()
 
     def weights(self) -> dict[str, Array]:
-        """Arrays by the names of `layers.LanguageModel`; the embedding also makes the logits."""
+        """Arrays by torch's names; the embedding also makes the logits."""
         rng, width = self.rng(1), self.width
         n_layers, vocabulary = self.model
 
@@ -122,19 +123,20 @@ def unit_norm(name: str, width: int) -> dict[str, Array]:
 
 
 def own_step(problem: StepProblem) -> Way:
-    """`layers.LanguageModel` and `train.AdamW`, which keeps float32 weights beside narrower ones."""
-    (n_layers, vocabulary), shape = problem.model, problem.shape
-    model = layers.LanguageModel(
+    """The example's model and `train.AdamW`, which keeps float32 weights beside narrower ones."""
+    (n_layers, vocabulary), shape, weights = problem.model, problem.shape, problem.weights()
+    model: Any = LanguageModel(
         vocabulary, shape.len_q, problem.width, shape.heads_q, n_layers, weights_dtype=problem.dtype
     )
-    model.load_state_dict(problem.weights())
-    optimizer = train.AdamW(model, lr=RATE)
+    model.table, model.positions = (weights.pop(f"{x}_embedding.weight") for x in ("token", "position"))
+    model.encoder.load_state_dict({name.removeprefix("encoder."): x for name, x in weights.items()})
+    optimizer = train.AdamW(model.parameters, lr=RATE)
     ids, targets = problem.tokens()
 
     def step() -> float:
         loss, grads = model.loss_and_gradients(ids, targets)
         optimizer.step(grads, max_norm=MAX_NORM)
-        return loss
+        return float(loss)
 
     return Way(step, read_loss)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
+from language_model import LanguageModel
 
-from fastattn.layers import LanguageModel
 from fastattn.train import AdamW, Batches, Schedule, Trainer
 
 SIZES = ("layers", "width", "heads", "length", "batch")
@@ -54,12 +54,12 @@ def evaluate(model, windows, batch):
 
 
 def written(model, letters, begin, count, rng):
-    """`begin`, continued. When the model's sequence is full, it goes on behind the latter half of it."""
+    """`begin`, continued. When the model's sequence is full, it goes on after the latter half of it."""
     ids = [letters.index(letter) for letter in begin]
     while len(ids) < count:
-        seen = ids[-(model.max_length // 2) :]
-        room = min(model.max_length - len(seen), count - len(ids))
-        ids += model.generate(seen, room, temperature=0.8, seed=int(rng.integers(2**63)))
+        seen = ids[-(len(model.positions) // 2) :]
+        room = min(len(model.positions) - len(seen), count - len(ids))
+        ids += model.generate(seen, room, temperature=0.8, rng=rng)
     return "".join(letters[i] for i in ids)
 
 
@@ -102,7 +102,7 @@ def main(argv=None):
     model = LanguageModel(
         len(letters), args.length, args.width, args.heads, args.layers, rng=np.random.default_rng(args.seed)
     )
-    optimizer = AdamW(model, args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = AdamW(model.parameters, args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     trainer = Trainer(
         lambda batch: model.loss_and_gradients(batch[:, :-1], batch[:, 1:]),
         optimizer,

@@ -18,12 +18,12 @@ from fastattn._args.types import lane_dtype
 from fastattn._args.values import short
 from fastattn._cli_texts import WRITERS, Texts, parquet_library, write_json_lines
 from fastattn._regular_files import replaced
-from fastattn.layers._sampling import Sampling
 from fastattn.models._encode_calls import with_bar
 from fastattn.models._files import require
 from fastattn.models._generation import checked, is_conversation
 from fastattn.models._hub import place_of
 from fastattn.models._routes import model_of
+from fastattn.models._sampling import Sampling
 
 if TYPE_CHECKING:
     import argparse

@@ -167,9 +167,8 @@ def targets_of(
     classes: int,
     ignore_index: Any,
     label_smoothing: Any,
-    like: str = "x without its last axis",
 ) -> tuple[Ints, Ints, float]:
-    """Checked targets (rows,), the rows that are not ignored, and the smoothing; `like` has their shape."""
+    """Checked targets (rows,), the rows that are not ignored, and the smoothing."""
     smoothing = number("label_smoothing", label_smoothing, FLOAT64)
     if not 0 <= smoothing <= 1:
         raise ValueError(f"(): label_smoothing is {label_smoothing}; expected 0 to 1")
@@ -177,7 +176,7 @@ def targets_of(
     given = as_array("targets", targets)
     index = integers("targets", given if given.size else np.zeros(given.shape, np.int64))
     if index.shape != shape:
-        raise wrong_shape("targets", index, f"{shape}, as {like}")
+        raise wrong_shape("targets", index, f"{shape}, as x without its last axis")
     index = index.ravel()
     counted = np.flatnonzero(index != ignored)
     used = index[counted]

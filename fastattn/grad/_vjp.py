@@ -10,7 +10,7 @@ from fastattn._args.types import ArrayLike
 
 _EXPECTED = (
     "attention, varlen_attention, a variant of fastattn.functional, a feature map, a layer, a function of"
-    " layers, or a model (a LanguageModel has loss_and_gradients, operations of ops have functions in grad)"
+    " layers, or a model (operations of ops have functions in grad)"
 )
 
 

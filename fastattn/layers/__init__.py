@@ -10,7 +10,6 @@ from fastattn.layers._basic import FeedForward, LayerNorm, Linear, RMSNorm
 from fastattn.layers._decoder_layer import TransformerDecoderLayer
 from fastattn.layers._delta_rules import GatedDeltaNet, KimiDeltaAttention
 from fastattn.layers._encoder_decoder import Transformer
-from fastattn.layers._language_model import LanguageModel
 from fastattn.layers._recurrent import RecurrentState, ShortConvolution
 from fastattn.layers._rotary import Rope
 from fastattn.layers._sets import induced_set_attention, perceiver, pooling_by_attention, set_attention
@@ -26,7 +25,6 @@ __all__ = [
     "GatedDeltaNet",
     "KVCache",
     "KimiDeltaAttention",
-    "LanguageModel",
     "Layer",
     "LayerNorm",
     "Linear",

@@ -11,7 +11,6 @@ import numpy as np
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.values import as_array, integer, integers, several, short
 from fastattn._engine.steps import Sequences
-from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _gguf, _gguf_config, _model, _session
 from fastattn.models._answers import Parts
 from fastattn.models._chat import conversation
@@ -30,6 +29,7 @@ from fastattn.models._generation import (
 )
 from fastattn.models._grammar import Matcher, matchers
 from fastattn.models._model import one_sequence
+from fastattn.models._sampling import Sampler, Sampling
 from fastattn.models._session import Session
 from fastattn.models._speculation import proposals_of
 from fastattn.models._steps import Stepping

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from fastattn._args.types import Bools, Ints
-    from fastattn.layers._sampling import Sampler
+    from fastattn.models._sampling import Sampler
 
 # The cache has room for so many new tokens at first; it doubles when it is full.
 _ROOM = 256

@@ -1,8 +1,6 @@
-"""Recipes for gradients of layers, of functions of several layers, and for a language model."""
+"""Recipes for gradients of layers, of functions of several layers."""
 
 import inspect
-from functools import wraps
-from itertools import islice
 
 import numpy as np
 from judge import Like, arrays_in
@@ -11,8 +9,6 @@ from recipes import RECIPES, Call, recipe, right
 from slopes import wrong_slope
 
 from fastattn import grad, layers
-from fastattn._args.types import lane_dtype
-from fastattn.layers._basic import ACTIVATIONS
 
 INPUTS = ("x", "y", "inducing", "seeds", "latents", "query", "key", "value", "src", "tgt", "memory")
 TRAINED = ("float32", "float64", "bfloat16")
@@ -149,95 +145,3 @@ def sets_gradients(d):
 
 
 RECIPES += [sets_gradients] * 2
-
-
-def language_model_fields(d):
-    head_dim = d.choose(2, 4, 8)
-    num_heads = d.choose(1, 2)
-    more = d.some(
-        0.3, activation=lambda: d.choose(*ACTIVATIONS), positions=lambda: "rope", bias=lambda: False,
-        tie_word_embeddings=lambda: False, norm=lambda: "rms_norm", dim_feedforward=d.size,
-        attention=lambda: d.some(0.4, num_kv_heads=lambda: 1, qk_norm=lambda: True, window=lambda: (2, 0)),
-    )  # fmt: skip
-    sizes = {"d_model": num_heads * head_dim, "num_heads": num_heads, "num_layers": d.choose(1, 2)}
-    return {"vocab_size": d.size(2, 12), "max_length": d.size(6, 12), **sizes, **more}
-
-
-@recipe
-def language_model_made(d):
-    made = made_of(d, layers.LanguageModel)
-    names = ("LanguageModel", "TransformerEncoderLayer", "TransformerEncoder", *NAMES, "rope_frequencies")
-    return Call(layers.LanguageModel, {**language_model_fields(d), **made}, names=names)
-
-
-@recipe
-def language_model(d):
-    """Logits, loss, gradients and tokens of a language model."""
-    made = made_of(d, layers.LanguageModel)
-    it = layers.LanguageModel(**language_model_fields(d), **made)
-    lane = lane_dtype(np.dtype("float64" if made["weights_dtype"] == "float64" else "float32"))
-    shape = (*d.choose((), (1,), (3,)), d.size(0, it.max_length if it.max_length < 13 else 6))
-    ids, kind = (
-        d.integers(0, it.vocab_size, *shape),
-        d.choose("call", "cache", "loss", *["gradients"] * 4, "generate"),
-    )
-    trained = made["weights_dtype"] in TRAINED
-    names = (f"LanguageModel.{kind}", "LanguageModel", "TransformerEncoder", *NAMES)
-    if kind == "call":
-        check = right([Like((*shape, it.vocab_size), lane)])
-        return Call(it, {"ids": ids}, None, names, TOLERANCE, it, check=check)
-    if kind == "cache":
-        cache = it.new_cache(d.choose(0, 4))
-        ids = d.integers(0, it.vocab_size, 2, 2)
-        for _ in range(d.choose(0, 1, 2)):
-            it(ids, cache=cache)
-        return Call(it, {"ids": ids, "cache": cache}, None, names, TOLERANCE, it)
-    if kind == "generate":
-        drawn = d.some(0.5, top_k=d.size, top_p=lambda: 0.8)
-        more = {"temperature": 0.7, "rng": 3, **drawn} if drawn else {}
-
-        @wraps(it.generate)
-        def generate(*values, **options):
-            return list(islice(it.generate(*values, **options), 3))
-
-        return Call(
-            generate, {"ids": ids, "max_new_tokens": d.size(0, 4), **more}, None, names, np.inf, it,
-            same_bits=lambda a: "temperature" not in a or type(a.get("rng")) is int,
-        )  # fmt: skip
-    targets = d.rng.integers(0, it.vocab_size, shape)
-    more = d.some(0.3, label_smoothing=lambda: 0.1, ignore_index=lambda: d.choose(0, -100))
-    if d.chance(0.3):
-        targets[d.rng.random(shape) < 0.4] = more.get("ignore_index", -100)
-    function = it.loss if kind == "loss" else it.loss_and_gradients
-    names = (f"LanguageModel.{function.__name__}", "pullback of TransformerEncoder", *names)
-    forward = {"ids": ids, "targets": targets, **more}
-    arguments = forward | (training(d, function) if kind == "gradients" else {})
-
-    def both(ids, targets, **options):
-        found = function(ids, targets, **options)
-        loss, gradients = found if isinstance(found, tuple) else (found, {})
-        return np.asarray(loss, lane), gradients
-
-    both.__signature__ = inspect.signature(function)
-    likes = [Like((), lane)]
-    if kind == "gradients":
-        likes += [Like(x.shape, x.dtype) for x in it.state_dict().values()]
-
-    def slope(found):
-        state = it.state_dict()
-
-        def value(at):
-            it.load_state_dict(at)
-            return function(**arguments)[0]
-
-        try:
-            return wrong_slope(value, state, dict(zip(state, found[1:], strict=True)), d.rng)
-        finally:
-            it.load_state_dict(state)
-
-    exact = kind == "gradients" and made["weights_dtype"] == "float64" and "relu" not in it.activation
-    check = right(likes, slope if exact else None) if trained or kind == "loss" else None
-    return Call(both, arguments, None, names, TOLERANCE, it, check=check)
-
-
-RECIPES += [language_model] * 3

@@ -12,7 +12,6 @@ from fastattn import positions
 from fastattn.grad import vjp
 from fastattn.layers import (
     FeedForward,
-    LanguageModel,
     LayerNorm,
     Linear,
     MultiHeadAttention,
@@ -195,8 +194,6 @@ def test_a_part_without_parameters_is_that_of_the_layer():
         (lambda: RMSNorm(WIDTH)(X, out=X), r"RMSNorm\(\): out shares memory with x"),
         (lambda: LayerNorm(16)(X, bogus=1), r"LayerNorm.__call__\(\) got an unexpected .* 'bogus'"),
         (lambda: RMSNorm(16)(), r"RMSNorm.__call__\(\) missing 1 required .*: 'x'"),
-        (lambda: LanguageModel(11, 12, 16, 3), r"LanguageModel\(\): d_model is 16; expected a multiple"),
-        (lambda: LanguageModel(11, 12, 16, 2, activation="x"), r"LanguageModel\(\): activation is 'x'"),
         (
             lambda: TransformerEncoderLayer(16, 2, attention={"softcap": -1}),
             r"TransformerEncoderLayer\(\): softcap is -1",

@@ -12,7 +12,6 @@ from fastattn._engine.program import Program
 from fastattn.grad import vjp
 from fastattn.layers import (
     KVCache,
-    LanguageModel,
     LayerNorm,
     MultiHeadAttention,
     Rope,
@@ -340,7 +339,7 @@ ERRORS = {
     ),
     "later": (lambda: pair(keys_from=[0, 2]), r"keys_from\[1\] is 2; expected 1, or a layer before it"),
     "of a borrower": (
-        lambda: LanguageModel(11, 8, 16, 2, 3, keys_from=[0, 0, 1]),
+        lambda: TransformerEncoder([own, *(layer(query_only=True) for _ in range(2))], keys_from=[0, 0, 1]),
         r"keys_from\[2\] is 1, which attends the keys of 0; expected a layer with keys of its own",
     ),
     "negative": (lambda: pair(keys_from=[0, -1]), r"keys_from\[1\] is -1"),
@@ -364,11 +363,6 @@ ERRORS = {
         lambda: randomized(pair())(x, cache=stack([0, 1]).new_cache()),
         "cache is for 2 layers; expected 1, as new_cache",
     ),
-    "option": (
-        lambda: LanguageModel(11, 8, 16, 2, 2, attention={"query_only": True}),
-        "attention has query_only; expected keys_from",
-    ),
-    "model": (lambda: LanguageModel(11, 8, 16, 2, 2, keys_from=[0, 3]), r"Model\(\): keys_from\[1\] is 3"),
 }  # fmt: skip
 
 

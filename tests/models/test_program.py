@@ -12,8 +12,8 @@ from tiny_models import DECODERS, EXPERTS, VOCAB
 from fastattn import models
 from fastattn._engine.steps import GateStep
 from fastattn.layers._mixers import MixStep
-from fastattn.layers._sampling import Sampler
 from fastattn.models import _decoder as decoder
+from fastattn.models._sampling import Sampler
 
 TOLERANCE = 1e-5
 

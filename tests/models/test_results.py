@@ -12,10 +12,10 @@ from tiny_models import CONFIGS, DECODERS, ENCODERS, EXPERTS, VOCAB
 from fastattn import models, ops
 from fastattn._args.packed import PackedLinear
 from fastattn._engine import scratch
-from fastattn.layers._sampling import Sampler, Sampling
 from fastattn.models import _decoder as decoder
 from fastattn.models import _embeddings as embeddings
 from fastattn.models._parameters import Parameters
+from fastattn.models._sampling import Sampler, Sampling
 
 KINDS = list(CONFIGS)
 # A few hundred roundings of float32 on results of size 1 to 10.

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations import mxfp4
 
 from fastattn import models
-from fastattn.layers._sampling import Sampler, Sampling
+from fastattn.models._sampling import Sampler, Sampling
 
 TOLERANCE = 1e-5
 VOCAB = 97

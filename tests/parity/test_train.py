@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from language_model import LanguageModel
 
 from fastattn import train
-from fastattn.layers import LanguageModel
 
 RNG = np.random.default_rng(1)
 DECAY = {"weight_decay": 0.1}
@@ -54,7 +54,7 @@ def test_clipping_in_place_is_torch_s():
 
 
 class Theirs(torch.nn.Module):
-    """LanguageModel of torch's modules, under the same names."""
+    """The example's model of torch's modules."""
 
     def __init__(self, vocab_size, max_length, d_model, num_heads, num_layers):
         super().__init__()
@@ -79,12 +79,19 @@ def test_training_is_torch_s(dtype):
     """One step to 1e-5 (float64: 1e-12) of the largest weight, and the losses of 50 to 1e-3."""
     sizes = 23, 32, 48, 4, 2
     ours = LanguageModel(*sizes, weights_dtype=dtype, rng=0)
-    state = ours.state_dict().items()
-    ours.load_state_dict({name: x + 0.1 * RNG.standard_normal(x.shape) * (x.ndim == 1) for name, x in state})
-    theirs = Theirs(*sizes).to(getattr(torch, dtype))
-    theirs.load_state_dict({name: torch.tensor(x) for name, x in ours.state_dict().items()})
+    state = ours.encoder.state_dict().items()
+    ours.encoder.load_state_dict(
+        {name: x + 0.1 * RNG.standard_normal(x.shape) * (x.ndim == 1) for name, x in state}
+    )
     options = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-    optimizer = train.AdamW(ours, **options, decay_vectors=True)
+    optimizer = train.AdamW(ours.parameters, **options, decay_vectors=True)
+    names = {"table": "token_embedding.weight", "positions": "position_embedding.weight"}
+
+    def state_dict():
+        return {names.get(name, name): x.copy() for name, x in optimizer.parameters.items()}
+
+    theirs = Theirs(*sizes).to(getattr(torch, dtype))
+    theirs.load_state_dict({name: torch.tensor(x) for name, x in state_dict().items()})
     other = torch.optim.AdamW(theirs.parameters(), **options)
     schedule = train.Schedule("cosine", 50, warmup=5)
     text = np.cumsum(RNG.integers(1, 4, 4000)) % sizes[0]
@@ -92,7 +99,7 @@ def test_training_is_torch_s(dtype):
     for step in range(50):
         begins = RNG.integers(len(text) - 33, size=8)[:, None] + np.arange(33)
         ids, targets = text[begins[:, :-1]], text[begins[:, 1:]]
-        before = ours.state_dict()
+        before = state_dict()
         loss, grads = ours.loss_and_gradients(ids, targets)
         optimizer.step(grads, factor=schedule(step), max_norm=1.0)
         other.zero_grad()
@@ -104,10 +111,11 @@ def test_training_is_torch_s(dtype):
         other.step()
         losses.append((loss, their_loss.item()))
         if step == 0:
+            after = state_dict()
             exact = 1e-5 if dtype == "float32" else 1e-12
             for name, x in theirs.state_dict().items():
-                largest = max(abs(optimizer.parameters[name]).max(), abs(before[name]).max())
-                difference = abs(optimizer.parameters[name] - x.numpy())
+                largest = max(abs(after[name]).max(), abs(before[name]).max())
+                difference = abs(after[name] - x.numpy())
                 if name.endswith("in_proj_bias"):
                     # The gradient of the keys' bias is 0. AdamW makes steps of what rounding leaves of it.
                     difference[48:96] = 0
