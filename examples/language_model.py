@@ -22,7 +22,7 @@ class LanguageModel:
 
     @property
     def parameters(self):
-        """What an optimizer of `fastattn.train` changes in place."""
+        """Arrays and layers for an optimizer of `fastattn.train`, which changes them in place."""
         return {"table": self.table, "positions": self.positions, "encoder": self.encoder}
 
     @property
