@@ -62,7 +62,6 @@ def calls() -> dict[str, Call]:
         "sigmoid": (functional.sigmoid_attention, q, k, v),
         "linear": (partial(functional.linear_attention, rule="linear"), q, k, v),
         "delta net": (functional.delta_net, q, k, v, -rates),
-        "general": (functional.general_attention, q, k, v, draw(16, 16)),
         "cosine": (functional.cosine_attention, q, k, v),
         "memory": (functional.memory_attention, q, k, v, k, v),
     }

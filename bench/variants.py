@@ -102,11 +102,6 @@ def _each_head(x: Inputs) -> tuple[Array, Array]:
     return np.repeat(x.k, group, axis=-3), np.repeat(x.v, group, axis=-3)
 
 
-def _location(x: Inputs) -> Call:
-    logits = x.draw(x.shape.batch, x.shape.heads_q, x.shape.len_q, x.shape.len_k)
-    return lambda: functional.location_attention(logits, x.v)
-
-
 def _deformable(x: Inputs) -> Call:
     """Levels are the halves of a grid of all values, nearly square; a query has 8 points on each."""
     shape, n = x.shape, x.shape.len_k
@@ -169,9 +164,6 @@ CALLS: dict[str, Make] = {
     ),
     "cosine": _function("cosine_attention", lambda x: (), scale=10.0),
     "qk_norm": _function("qk_norm_attention", lambda x: (x.draw(x.shape.head_dim), x.draw(x.shape.head_dim))),
-    "luong_general": _function(
-        "general_attention", lambda x: (x.draw(x.shape.head_dim, x.shape.head_dim) / 64,)
-    ),
     "differential": lambda x: (
         lambda: functional.differential_attention(x.q, x.k, x.v[:, : x.v.shape[1] // 2], 0.5)
     ),
@@ -187,10 +179,7 @@ CALLS: dict[str, Make] = {
             x.draw(x.shape.heads_kv, 64, x.shape.dim_v),
         ),
     ),
-    "dilated_window": _function("dilated_window_attention", lambda x: (), window=32, dilation=4),
-    "strided": _function("strided_attention", lambda x: (), stride=45),
     "induced_set": _induced,
-    "location": _location,
     "deformable": _deformable,
     "linformer": _linformer,
     "nystrom": _nystrom,

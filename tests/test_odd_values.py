@@ -108,10 +108,6 @@ INTEGERS = {
     r"disentangled_attention\(\): max_distance ": lambda n: functional.disentangled_attention(
         X, X, X, X[0], max_distance=n
     ),
-    r"dilated_window_attention\(\): dilation ": lambda n: functional.dilated_window_attention(
-        X, X, X, window=1, dilation=n
-    ),
-    r"strided_attention\(\): stride ": lambda n: functional.strided_attention(X, X, X, stride=n),
     r"top_k_attention\(\): top_k ": lambda n: functional.top_k_attention(X, X, X, top_k=n),
     r"lsh_attention\(\): num_buckets ": lambda n: functional.lsh_attention(X, X, num_buckets=n),
     r"lsh_attention\(\): num_rounds ": lambda n: functional.lsh_attention(X, X, num_buckets=2, num_rounds=n),

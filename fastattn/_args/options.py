@@ -222,14 +222,6 @@ class NeighborhoodOptions(ScaledOptions, _Softcap, _Sinks):
     """Options of `neighborhood_attention`, whose results are made a strip of the grid at a time."""
 
 
-class StridedOptions(_Scale, _Softcap, _Sinks, OutOption, ComputeOptions):
-    """Options of patterns that know no positions."""
-
-
-class LocationOptions(PlaceOptions, _Causal, OutOption, ComputeOptions):
-    """Options of `location_attention`, whose scores are given."""
-
-
 class StepOptions(_Scale, ComputeOptions, total=False):
     """Options of delta rules with several steps a token, whose results are made for all steps."""
 

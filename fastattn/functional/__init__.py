@@ -20,18 +20,15 @@ from fastattn.functional._gates import forgetting_attention, gated_attention
 from fastattn.functional._head_variants import (
     cosine_attention,
     differential_attention,
-    general_attention,
     qk_norm_attention,
 )
 from fastattn.functional._memory import latent_attention, memory_attention
 from fastattn.functional._neighborhood import neighborhood_attention
-from fastattn.functional._patterns import dilated_window_attention, strided_attention
 from fastattn.functional._recurrent import gated_linear_attention, linear_attention, retention
 from fastattn.functional._relative import disentangled_attention, transformer_xl_attention
 from fastattn.functional._scores import (
     additive_attention,
     entmax15_attention,
-    location_attention,
     sigmoid_attention,
     sparsemax_attention,
     talking_heads_attention,
@@ -59,7 +56,6 @@ __all__ = [
     "delta_net",
     "delta_product",
     "differential_attention",
-    "dilated_window_attention",
     "disentangled_attention",
     "entmax15_attention",
     "feature_maps",
@@ -69,11 +65,9 @@ __all__ = [
     "gated_delta_net",
     "gated_delta_net2",
     "gated_linear_attention",
-    "general_attention",
     "latent_attention",
     "linear_attention",
     "linformer_attention",
-    "location_attention",
     "lsh_attention",
     "mamba2_scan",
     "memory_attention",
@@ -91,7 +85,6 @@ __all__ = [
     "shaw_attention",
     "sigmoid_attention",
     "sparsemax_attention",
-    "strided_attention",
     "talking_heads_attention",
     "top_k_attention",
     "transformer_xl_attention",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.backward import gradients, like_result
-from fastattn._args.errors import named, wrong_dtype
-from fastattn._args.options import LocationOptions, NoSoftmaxOptions, SigmoidOptions
+from fastattn._args.errors import named
+from fastattn._args.options import NoSoftmaxOptions, SigmoidOptions
 from fastattn._args.rowwise_backward import rowwise_backward_args
 from fastattn._args.types import (
     Array,
@@ -20,10 +20,9 @@ from fastattn._args.types import (
     Unpack,
     lane_dtype,
 )
-from fastattn._args.values import broadcast_batch, float_array, number
+from fastattn._args.values import number
 from fastattn._args.variants import additive_args, rowwise_args, talking_heads_args, top_k_args, variant_args
 from fastattn._engine import dispatch
-from fastattn.functional._composed_gradients import ComposedGradients, cotangents
 from fastattn.functional._differentiable import Request, Steps, differentiable
 
 if TYPE_CHECKING:
@@ -58,86 +57,6 @@ def additive_attention(
     dispatch.run(args, options.get("backend"))
     request = yield args.attention.result
     return _gradients(args, request, options)
-
-
-@differentiable("logits", "v", options=LocationOptions, own_bias=False)
-def location_attention(
-    logits: ArrayLike, v: ArrayLike, *, return_lse: bool = False, **options: Unpack[LocationOptions]
-) -> Steps[Any]:
-    """``softmax(logits) @ v``: attention whose scores are given, as in Luong's location form.
-
-    There ``logits = q @ W.T``, of the query alone; Synthesizers and MLP mixers with softmax have others.
-
-    Parameters
-    ----------
-    logits : array_like, (..., heads_q, len_q, len_k)
-        float32 or v's dtype; -inf masks. 2-D logits are those of all heads.
-    v : array_like, (..., heads_kv, len_k, head_dim_v)
-        float32, float64, float16 or bfloat16.
-    return_lse : bool, default False
-        As in `attention`.
-    **options
-        mask, causal, window, kv_lengths, q_offset, row_ranges, out, num_threads and backend of `attention`.
-        Grouped heads, too.
-
-    Returns
-    -------
-    out : ndarray, (..., heads_q, len_q, head_dim_v)
-        In v's dtype.
-    lse : ndarray, (..., heads_q, len_q)
-        Only with `return_lse`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
-
-    Notes
-    -----
-    The kernels of `attention`, with logits for a bias; O(len_q * len_k * head_dim_v) a head. Sources: M.-T.
-    Luong, H. Pham and C. D. Manning, "Effective Approaches to Attention-based Neural Machine Translation",
-    2015, arXiv:1508.04025; Y. Tay et al., "Synthesizer: Rethinking Self-Attention in Transformer Models",
-    2020, arXiv:2005.00743.
-
-    Examples
-    --------
-    >>> import fastattn, numpy as np
-    >>> fastattn.functional.location_attention(np.zeros((1, 2)), np.array([[1.0], [3.0]]))
-    array([[2.]])
-    """
-    args = _location_args(logits, v, options, return_lse)
-    dispatch.run(args, options.get("backend"))
-    request = yield args.result
-
-    found = ComposedGradients(request, options)
-    call = found.attend(args, *cotangents(args, request), uses={"dbias": ("dlogits",)})
-    found.add("dlogits", call.dbias)
-    found.add("dv", call.dv)
-    return found.results()
-
-
-def _location_args(logits: Any, v: Any, options: LocationOptions, return_lse: bool) -> AttentionArgs:
-    """The call of attention that location attention is: logits are its bias."""
-    scores = float_array("logits", logits, least_dims=2)
-    values = float_array("v", v, least_dims=2)
-    if scores.shape[-1] != values.shape[-2]:
-        came = f"logits has shape {scores.shape} and v {values.shape}"
-        expected = "(..., heads, len_q, len_k) and (..., heads, len_k, head_dim_v)"
-        raise ValueError(f"(): {came}; expected {expected}")
-    dtype, given = (x.dtype.newbyteorder("=") for x in (values, scores))
-    if given not in (np.float32, dtype):
-        raise wrong_dtype("logits", scores, f"float32 or v's, {dtype}")
-    if scores.ndim == 2 and values.ndim > 2:
-        scores = np.broadcast_to(scores, (values.shape[-3], *scores.shape))
-    heads, heads_kv = (x.shape[-3] if x.ndim > 2 else 1 for x in (scores, values))
-    if not heads or not heads_kv or heads % heads_kv:
-        expected = f"a multiple of v's {heads_kv}, shape {values.shape}"
-        raise ValueError(f"(): logits has {heads} heads, shape {scores.shape}; expected {expected}")
-    broadcast_batch(logits=scores.shape[:-3], v=values.shape[:-3])
-    q = np.zeros((*scores.shape[:-1], 1), dtype)
-    k = np.broadcast_to(np.zeros(1, dtype), (*values.shape[:-1], 1))
-    fixed: Any = {"bias": scores, "scale": 1.0}
-    return variant_args(q, k, values, options, LocationOptions, return_lse, **fixed)
 
 
 @differentiable("q", "k", "v", "pre", "post", options=NoSoftmaxOptions)

@@ -131,7 +131,6 @@ def _options_calls():
         "cosine": v.cosine_attention,
         "cosine_scales": lambda *x, **o: v.cosine_attention(*x, scale=np.full(4, 2.0), **o),
         "layer_norm": lambda *x, **o: v.qk_norm_attention(*x, norm="layer_norm", **o),
-        "general": lambda *x, **o: v.general_attention(*x, w.T @ w, **o),
         "differential": lambda q, k, v, **o: functional.differential_attention(q, k, v[:, :1], 0.5, **o),
         "gated": lambda *x, **o: v.gated_attention(*x, gate, **o),
         "memory": lambda *x, **o: v.memory_attention(*x, *memory, **o),

@@ -13,7 +13,7 @@ from fastattn.grad import vjp
 
 HOW_MANY = 3  # draws of each function in a default run
 NO_LSE = ("differential", "linformer", "memory_gated", "nystrom", "lsh")
-NO_PLACES = ("dilated_window", "strided", "neighborhood", "linformer", "nystrom", "lsh")
+NO_PLACES = ("neighborhood", "linformer", "nystrom", "lsh")
 NOT_CAUSAL = (*NO_PLACES, "forgetting")
 
 
@@ -29,8 +29,6 @@ class Draw:
         self.heads = self.heads_kv * group
         self.len_q, self.len_k = (int(n) for n in pick([1, 2, 9, 34], 2))
         self.dim, self.dim_v = (int(n) for n in pick([5, 8, 17], 2))
-        if name in ("dilated_window", "strided"):
-            self.len_k = self.len_q
         if name == "nystrom":
             self.heads = self.heads_kv
         self.heads_out = self.heads
@@ -63,10 +61,6 @@ class Draw:
         self.put(q_weight=(self.dim,), k_weight=(self.dim,))
         self.fixed["norm"] = "layer_norm" if self.maybe() else "rms_norm"
 
-    def _general(self):
-        self.put(weight=(self.dim, 6) if self.maybe() else (self.heads, self.dim, 6))
-        self.put(k=(*self.some(), self.heads_kv, self.len_k, 6))
-
     def _differential(self):
         self.arrays["lambda_"] = np.array(0.4) if self.maybe() else self.rng.random(self.heads_out)
         if self.maybe():
@@ -93,13 +87,6 @@ class Draw:
         self.put(q=(*self.lead, self.heads, self.len_q, 5), cache=(*self.lead, self.len_k, 6))
         self.put(key_weight=(self.heads, 3, 4), value_weight=(self.heads, self.dim_v, 4))
 
-    def _dilated_window(self):
-        self.fixed |= {"window": int(self.rng.integers(4)), "dilation": int(self.rng.integers(1, 5))}
-        self.fixed["causal"] = self.maybe()
-
-    def _strided(self):
-        self.fixed["stride"] = int(self.rng.integers(1, 6))
-
     def _neighborhood(self):
         grid = [(7,), (4, 5), (3, 4, 2)][self.rng.choice(3)]
         self.fixed["kernel"] = tuple(int(self.rng.integers(1, min(n, 3) + 1)) for n in grid)
@@ -122,10 +109,6 @@ class Draw:
         self.put(key_table=(n, self.dim))
         if self.maybe(0.6):
             self.put(value_table=(n, self.dim_v))
-
-    def _location(self):
-        del self.arrays["q"], self.arrays["k"]
-        self.put(logits=(*self.lead, self.heads, self.len_q, self.len_k))
 
     def _linformer(self):
         self.put(key_projection=(4, self.len_k))
@@ -156,17 +139,17 @@ class Draw:
                 fixed["q_offset"] = int(rng.integers(-3, self.len_k))
             if self.maybe():
                 fixed["window"] = (int(rng.integers(20)), None if self.maybe() else int(rng.integers(20)))
-            if self.maybe() and self.name != "location":
+            if self.maybe():
                 self.put(bias=scores if self.maybe(0.7) else (*scores[:-1], 1))
-            if self.maybe() and self.name not in ("location", "shaw"):
+            if self.maybe() and self.name != "shaw":
                 self.put(alibi_slopes=(self.heads_out,))
         if self.name not in NOT_CAUSAL and self.maybe():
             fixed["causal"] = True
-        if self.maybe() and self.name not in ("linformer", "nystrom", "lsh", "forgetting", "location"):
+        if self.maybe() and self.name not in ("linformer", "nystrom", "lsh", "forgetting"):
             self.put(sinks=(self.heads_out,))
-        if self.maybe() and not relative and self.name not in ("linformer", "nystrom", "lsh", "location"):
+        if self.maybe() and not relative and self.name not in ("linformer", "nystrom", "lsh"):
             self.arrays["softcap"] = np.array(2.5)
-        if self.maybe(0.5) and self.name not in ("cosine", "transformer_xl", "disentangled", "location"):
+        if self.maybe(0.5) and self.name not in ("cosine", "transformer_xl", "disentangled"):
             self.arrays["scale"] = np.array(rng.choice([0.4, 1.0]))
 
     def numbers(self, arrays):

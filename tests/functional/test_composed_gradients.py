@@ -35,8 +35,8 @@ def draw(*shape, seed=0):
 def calls(len_q, len_k):
     """Calls by name; a grid has as many rows as queries, up to 3."""
 
-    def qkv(k=len_k, dim=D, **more):
-        return {"q": draw(B, H, len_q, D), "k": draw(B, K, k, dim), "v": draw(B, K, k, E), **more}
+    def qkv(**more):
+        return {"q": draw(B, H, len_q, D), "k": draw(B, K, len_k, D), "v": draw(B, K, len_k, E), **more}
 
     def grid(heads, width):
         return draw(B, heads, min(3, len_q), 5, width)
@@ -48,8 +48,6 @@ def calls(len_q, len_k):
         "cosine, one scale": Call("cosine", qkv(scale=np.array(3.0))),
         "qk_norm": Call("qk_norm", qkv(q_weight=draw(D), k_weight=draw(D, seed=1)), {"scale": 0.7}),
         "qk_norm, layer_norm": Call("qk_norm", qkv(), {"norm": "layer_norm"}),
-        "general": Call("general", qkv(dim=5, weight=draw(D, 5))),
-        "general, a weight a head": Call("general", qkv(dim=5, weight=draw(H, D, 5))),
         "differential": Call("differential", {**halves, "lambda_": np.array([0.3, 0.4])}, lse=False),
         "differential, normed": Call(
             "differential",
@@ -75,8 +73,6 @@ def calls(len_q, len_k):
                 "value_weight": draw(H, E, 5),
             },
         ),
-        "dilated_window": Call("dilated_window", qkv(len_q), {"window": 1, "dilation": 2}, OPTIONS[1::2]),
-        "strided": Call("strided", qkv(len_q), {"stride": 2}, OPTIONS[1::2]),
         "neighborhood": Call(
             "neighborhood",
             {"q": grid(H, D), "k": grid(K, D), "v": grid(K, E)},
@@ -100,12 +96,6 @@ def calls(len_q, len_k):
         "disentangled, keys": Call("disentangled", qkv(position_keys=draw(H, 6, D)), taken=OPTIONS[:3]),
         "shaw": Call("shaw", qkv(key_table=draw(5, D)), taken=OPTIONS[:2]),
         "shaw, values": Call("shaw", qkv(key_table=draw(5, D), value_table=draw(5, E)), taken=OPTIONS[:2]),
-        "location": Call(
-            "location", {"logits": draw(B, H, len_q, len_k), "v": draw(B, K, len_k, E)}, taken=()
-        ),
-        "location, one for all heads": Call(
-            "location", {"logits": draw(len_q, len_k), "v": draw(K, len_k, E)}, taken=()
-        ),
         "linformer": Call(
             "linformer",
             qkv(key_projection=draw(4, len_k), value_projection=draw(K, 4, len_k)),
@@ -141,7 +131,7 @@ def options(call, len_q=L, len_k=M):
         "alibi_slopes": np.linspace(0.1, 0.4, heads),
         "softcap": np.array(2.0),
     }
-    causal = {"q_offset": 1} if "bias" in call.taken or call.function == "location" else {}
+    causal = {"q_offset": 1} if "bias" in call.taken else {}
     if causal and call.function != "forgetting":
         causal["causal"] = True
     return {name: arrays[name] for name in call.taken}, causal
@@ -210,7 +200,6 @@ def test_each_gradient_alone_of_empty_lengths(lengths, name, implementation):
     arrays, fixed = {**call.arrays, **more}, {**call.fixed, **causal}
     if call.function not in (
         "cosine",
-        "location",
         "transformer_xl",
         "disentangled",
     ):  # the others' is a float

@@ -7,7 +7,7 @@ from composition_checks import B, D, H, N, V, close, drawn, each_dtype, tokens
 from differences import assert_gradient
 from formulas import doubles, softmax
 
-from fastattn import attention, positions
+from fastattn import attention, masks, positions
 from fastattn import functional as F
 from fastattn.grad import vjp
 
@@ -116,6 +116,26 @@ def test_path_attention(implementation, dtype, forgets):
         sums = np.cumsum(log_forget, axis=-1)
         s += np.tril(sums[..., :, None] - sums[..., None, :])
     close(out, causal_softmax(s) @ v, dtype)
+
+
+@each_dtype
+def test_given_scores_and_luong(implementation, dtype):
+    q, k, v = tokens(dtype, D, D, V)
+    weight, logits = drawn(dtype, (D, D), seed=1)[0], drawn(dtype, (B, H, N, N), seed=2)[0]
+    given = compositions.given_scores(logits, v, causal=True)
+    general = attention((q @ weight).astype(q.dtype), k, v, scale=1.0)
+    projected = (q @ weight).astype(q.dtype)
+    projected, k, v, logits = doubles(projected, k, v, logits)
+    close(given, causal_softmax(logits) @ v, dtype)
+    close(general, softmax(projected @ k.swapaxes(-1, -2)) @ v, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize(("window", "dilation"), [(0, 1), (3, 4), (2, 64), (100, 3)])
+def test_dilated_windows_cost_their_keys(implementation, dtype, window, dilation):
+    q, k, v = tokens(dtype, D, D, V)
+    expected = attention(*doubles(q, k, v), mask=masks.dilated(window, dilation), causal=True)
+    close(compositions.dilated_window(q, k, v, window, dilation, causal=True), expected, dtype)
 
 
 @each_dtype

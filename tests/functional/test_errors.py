@@ -428,17 +428,15 @@ NEEDING = [
 # A right value for each required parameter, by its name; some functions want others than most.
 RIGHT = {
     "lse": LSE, "log_decay": -LSE, "beta": LSE, "log_forget": -LSE, "key_table": floats(3, 8),
-    "rule": "linear", "top_k": 1, "window": 1, "dilation": 1, "stride": 1, "kernel": 1, "num_buckets": 2,
+    "rule": "linear", "top_k": 1, "window": 1, "kernel": 1, "num_buckets": 2,
     "chunk": 2, "num_landmarks": 2, "activation": "gelu", "cu_seqlens_q": [0, 4], "cu_seqlens_k": [0, 4],
     "key_weight": floats(4, 8, 8), "value_weight": floats(4, 8, 8), "targets": [0] * 4, "cache": floats(5, 8),
     "weight": ops.pack(floats(5, 5)), "key_projection": floats(2, 5), "relative_keys": floats(4, 9, 8),
 }  # fmt: skip
 OTHERS = {
     "additive_attention": {"weight": floats(8)},
-    "general_attention": {"weight": floats(8, 8)},
     "gated_linear_attention": {"log_decay": -Q},
     "differential_attention": {"v": floats(2, 2, 5, 8), "lambda_": 0.3},
-    "location_attention": {"logits": floats(2, 4, 5, 5)},
     "varlen_attention_backward": dict.fromkeys(("q", "k", "v", "dout", "out"), Q[0]) | {"lse": LSE[0].T},
     "linear": {"dout": LSE[0], "x": LSE[0]},
     "causal_conv1d": {"weight": floats(8, 4)},

@@ -60,21 +60,6 @@ def test_qk_norm(norm, dtype, implementation):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_luong(dtype, implementation):
-    q, k, v = qkv(20, 33, dtype, dim=6)
-    longer = normal(2, 4, 20, 10, dtype=dtype)
-    for weight in (normal(10, 6) / 4, normal(4, 10, 6) / 4):
-        projected = longer.astype(float) @ weight.astype(float)
-        expected = naive.attention(projected, *doubles(k, v), scale=1.0)[0]
-        out = functional.general_attention(longer, k, v, weight)
-        np.testing.assert_allclose(out.astype(float), expected, atol=4 * DTYPES[dtype])
-    dot = naive.attention(*doubles(q, k, v), scale=1.0)[0]
-    close(fastattn.attention(q, k, v, scale=1.0), dot, dtype)
-    close(functional.general_attention(q, k, v, np.eye(6)), dot, dtype)
-    close(functional.general_attention(q[0, 0], k[0, 0], v[0, 0], np.eye(6)), dot[0, 0], dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_differential(lengths, dtype, implementation):
     q, k, v = qkv(*lengths, dtype, heads=8, heads_kv=4)
@@ -169,11 +154,6 @@ Q, K, V = qkv(5, 6)
         (lambda: functional.qk_norm_attention(Q, K, V, norm=K), ValueError, "norm is an array of shape"),
         (lambda: functional.qk_norm_attention(Q, K, V, np.ones(3)), ValueError, r"q_weight has shape \(3,\)"),
         (
-            lambda: functional.general_attention(Q, K, V, np.ones((3, 3))),
-            ValueError,
-            r"weight has shape \(3, 3\)",
-        ),
-        (
             lambda: functional.differential_attention(Q[:, :3], K, V, 0.1),
             ValueError,
             r"q has shape .* 2 \* heads",
@@ -233,12 +213,6 @@ Q, K, V = qkv(5, 6)
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_general_scale_of_none_is_the_default():
-    weight = np.eye(K.shape[-1])[: Q.shape[-1]]
-    expected = functional.general_attention(Q, K, V, weight)
-    np.testing.assert_array_equal(functional.general_attention(Q, K, V, weight, scale=None), expected)
 
 
 def test_integers_for_each_head():

@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 import rowwise_oracle as oracle
-from oracle import check as check_attention
-from oracle import expect
 from rowwise_oracle import OPTIONS, check, inputs, lane, wider
 
 from fastattn._bench.cases import DTYPES, STRUCTURES, Shape, as_dtype
-from fastattn.functional import additive_attention, location_attention
+from fastattn.functional import additive_attention
 
 
 def weight(heads=4, head_dim=24):
@@ -117,41 +115,9 @@ def test_layouts_bits_and_nothing(implementation):
     assert (additive_attention(q, k[:, :, :0], v[:, :, :0], weight()) == 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", ["plain", "causal", "window", "kv_lengths", "mask"])
-def test_given_scores(implementation, variant, dtype):
-    q, k, v, arguments = inputs(as_dtype(dtype), variant)
-    logits = np.random.default_rng(1).standard_normal((2, 4, 37, 150), np.float32) * 3
-    logits[:, :, 5, ::3] = -np.inf
-    got = location_attention(logits, v, return_lse=True, **arguments)
-    check_attention(got, expect(q * 0, k, v, bias=logits, **arguments))
-
-
-def test_given_scores_of_one_head():
-    logits, v = np.zeros((3, 4)), np.arange(8.0).reshape(4, 2)
-    np.testing.assert_array_equal(location_attention(logits, v), [[3, 4]] * 3)
-    np.testing.assert_array_equal(location_attention(logits, np.stack([v, v])), [[[3, 4]] * 3] * 2)
-
-
 def test_errors():
     q = np.ones((2, 5, 4), np.float32)
     with pytest.raises(ValueError, match=r"additive_attention\(\): weight has shape \(3,\)"):
         additive_attention(q, q, q, np.ones(3))
     with pytest.raises(TypeError, match=r"additive_attention\(\): weight has dtype int64"):
         additive_attention(q, q, q, np.ones(4, int))
-    with pytest.raises(ValueError, match=r"location_attention\(\): logits has shape \(2, 5, 4\) and v"):
-        location_attention(q, q)
-    with pytest.raises(ValueError, match=r"location_attention\(\): logits has 4 heads, .* multiple of v's 0"):
-        location_attention(np.ones((4, 5, 5)), np.ones((0, 5, 4)))
-    with pytest.raises(TypeError, match=r"location_attention\(\): logits has dtype int64"):
-        location_attention(np.ones((5, 5), int), q)
-    with pytest.raises(TypeError, match=r"logits has dtype float64; expected float32 or v's, float32"):
-        location_attention(np.ones((5, 5)), q)
-    with pytest.raises(
-        ValueError, match=r"logits has 3 heads, shape \(3, 5, 5\); expected a multiple of v's 2"
-    ):
-        location_attention(np.ones((3, 5, 5), np.float32), q)
-    with pytest.raises(
-        ValueError, match=r"logits and v have batch dimensions \(3,\) and \(4,\); expected ones"
-    ):
-        location_attention(np.ones((3, 2, 5, 5), np.float32), np.ones((4, 2, 5, 4), np.float32))

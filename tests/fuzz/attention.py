@@ -153,16 +153,6 @@ def additive_attention(d):
 
 
 @recipe
-def location_attention(d):
-    s = Scores.draw(d)
-    more = options(
-        d, s, only=("mask", "causal", "window", "kv_lengths", "q_offset", "return_lse", "num_threads")
-    )
-    logits = d.floats(*(s.shape[-2:] if s.one_head else s.shape))
-    return Call(functional.location_attention, {"logits": logits, "v": s.kv(d)[1], **more})
-
-
-@recipe
 def neighborhood_attention(d):
     grid_shape = d.choose((d.size(),), (d.size(1, 5), d.size(1, 5)), (2, 3, d.size(1, 3)))
     heads, dim = d.size(1, 3), d.size()

@@ -42,13 +42,6 @@ def qk_norm_attention(d):
 
 
 @recipe
-def general_attention(d):
-    s = Scores.draw(d)
-    weight = d.floats(*d.choose((), (s.heads_q,)), s.head_dim, s.head_dim)
-    return with_scores(d, s, functional.general_attention, weight=weight)
-
-
-@recipe
 def memory_attention(d):
     s = Scores.draw(d)
     heads = () if s.one_head else (s.heads_kv,)
@@ -83,17 +76,6 @@ def disentangled_attention(d):
     keys, queries = (d.floats(s.heads_q, 6, s.head_dim) for _ in range(2))
     more = d.some(0.5, position_queries=lambda: queries, max_distance=lambda: 20)
     return with_scores(d, s, functional.disentangled_attention, "softcap", position_keys=keys, **more)
-
-
-@recipe
-def dilated_window_attention(d):
-    s = Scores.draw(d)
-    return with_scores(d, s, functional.dilated_window_attention, window=d.size(0), dilation=d.size())
-
-
-@recipe
-def strided_attention(d):
-    return with_scores(d, Scores.draw(d), functional.strided_attention, stride=d.size())
 
 
 @recipe

@@ -174,6 +174,21 @@ def path(q, k, v, w, beta, **options):
     return attention(q, k, v, bias=-taken, causal=True, **options)
 
 
+def given_scores(logits, v, **options):
+    """``softmax(logits) @ v``, as in Luong's location form and Synthesizers: the logits are a bias."""
+    q, k = (np.zeros((*x.shape[:-1], 1), v.dtype) for x in (logits, v))
+    return attention(q, k, v, bias=logits, **options)
+
+
+def dilated_window(q, k, v, window, dilation, **options):
+    """Attention with `masks.dilated`, at the cost of its keys: plain windows over every n-th token."""
+    out = np.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
+    for first in range(min(dilation, q.shape[-2])):
+        parts = (x[..., first::dilation, :] for x in (q, k, v))
+        out[..., first::dilation, :] = attention(*parts, window=(window, window), **options)
+    return out
+
+
 def multi_token(q, k, v, kernel):
     """Multi-token attention's convolution of scores, causal; `kernel` is (heads, queries, keys)."""
     scores = np.tril(q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5)
@@ -181,7 +196,7 @@ def multi_token(q, k, v, kernel):
     more = [(0, 0)] * (q.ndim - 2) + [(c_q - 1, 0), ((c_k - 1) // 2, c_k // 2)]
     near = np.lib.stride_tricks.sliding_window_view(np.pad(scores, more), (c_q, c_k), axis=(-2, -1))
     logits = np.einsum("...hijab,hab->...hij", near, kernel[:, ::-1, ::-1])
-    return F.location_attention(logits, v, causal=True)
+    return given_scores(logits, v, causal=True)
 
 
 def laser(q, k, v, **options):

@@ -253,15 +253,6 @@ def _selected(x):
     return selected.selected_attention(x.q, x.k, x.v, lists, 16, causal=True)[0]
 
 
-def _pattern(attends):
-    """Each query attends the keys at which `attends(distance)` holds."""
-    return lambda x: naive.attention(x.q, x.k, x.v, mask=attends(behind(x.shape.len_q, x.shape.len_k)))[0]
-
-
-def _scores(x):
-    return x.draw(x.shape.batch, x.shape.heads_q, x.shape.len_q, x.shape.len_k)
-
-
 def _deformable(x):
     """Levels are the halves of the grid (10, 15)."""
     points = (*x.v.shape[:2], x.shape.len_q, 16)
@@ -283,9 +274,6 @@ FORMULAS = {
     )[0],
     "cosine": lambda x: naive.attention(unit(x.q), unit(x.k), x.v, scale=10.0)[0],
     "qk_norm": _qk_norm,
-    "luong_general": lambda x: naive.attention(
-        x.q @ (x.draw(x.shape.head_dim, x.shape.head_dim) / 64), x.k, x.v, scale=1.0
-    )[0],
     "differential": lambda x: differential(x.q, x.k, x.v[:, : x.v.shape[1] // 2], 0.5),
     "gated": lambda x: naive.attention(x.q, x.k, x.v)[0] * sigmoid(x.draw(*x.q.shape[:-1], x.shape.dim_v)),
     "latent_plain": _latent,
@@ -293,10 +281,7 @@ FORMULAS = {
     "memory": lambda x: memory(
         x.q, x.k, x.v, *(x.draw(x.shape.heads_kv, 64, n) for n in (x.shape.head_dim, x.shape.dim_v))
     ),
-    "dilated_window": _pattern(lambda distance: (abs(distance) <= 32 * 4) & (distance % 4 == 0)),
-    "strided": _pattern(lambda distance: (distance >= 0) & ((distance <= 45) | (distance % 45 == 0))),
     "induced_set": _induced,
-    "location": lambda x: softmax(_scores(x)) @ repeated(x.v, x.q),
     "deformable": _deformable,
     "linformer": lambda x: linformer(x.q, x.k, x.v, *(x.draw(64, x.shape.len_k) / 32 for _ in range(2))),
     "selected": _selected,
