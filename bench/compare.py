@@ -61,7 +61,7 @@ def calls() -> dict[str, Call]:
         "sparsemax": (functional.sparsemax_attention, q, k, v),
         "sigmoid": (functional.sigmoid_attention, q, k, v),
         "linear": (partial(functional.linear_attention, rule="linear"), q, k, v),
-        "delta net": (functional.delta_net, q, k, v, -rates),
+        "delta rule": (partial(functional.linear_attention, rule="delta", beta=-rates), q, k, v),
         "cosine": (functional.cosine_attention, q, k, v),
         "memory": (functional.memory_attention, q, k, v, k, v),
     }

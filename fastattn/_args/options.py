@@ -251,17 +251,6 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | np.random.SeedSequence | None
 
 
-class DecayOptions(_Scale, OutOption, ComputeOptions, total=False):
-    """Options of `linear_attention` that named rules with normalisation take: then states are pairs."""
-
-    normalize: bool
-    eps: float
-    state: Array | tuple[Array, Array] | None
-    begins: ArrayLike | None
-    return_state: bool
-    out_state: Array | tuple[Array, Array] | None
-
-
 def require_options(options: Mapping[str, Any], taken: type, *named: str) -> None:
     """Raise unless `taken`, one of the classes above, has all `options`; messages list those `named`, too."""
     for name in options:

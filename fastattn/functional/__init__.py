@@ -10,9 +10,7 @@ from fastattn.functional._backward import attention_backward, varlen_attention_b
 from fastattn.functional._deformable import deformable_attention
 from fastattn.functional._delta_rules import (
     comba,
-    delta_net,
     delta_product,
-    gated_delta_net,
     gated_delta_net2,
     rwkv7,
 )
@@ -24,7 +22,7 @@ from fastattn.functional._head_variants import (
 )
 from fastattn.functional._memory import latent_attention, memory_attention
 from fastattn.functional._neighborhood import neighborhood_attention
-from fastattn.functional._recurrent import gated_linear_attention, linear_attention, retention
+from fastattn.functional._recurrent import linear_attention
 from fastattn.functional._relative import disentangled_attention, transformer_xl_attention
 from fastattn.functional._scores import (
     additive_attention,
@@ -53,7 +51,6 @@ __all__ = [
     "cosine_attention",
     "deepseek_sparse_attention",
     "deformable_attention",
-    "delta_net",
     "delta_product",
     "differential_attention",
     "disentangled_attention",
@@ -62,9 +59,7 @@ __all__ = [
     "flex_attention",
     "forgetting_attention",
     "gated_attention",
-    "gated_delta_net",
     "gated_delta_net2",
-    "gated_linear_attention",
     "latent_attention",
     "linear_attention",
     "linformer_attention",
@@ -77,7 +72,6 @@ __all__ = [
     "nystrom_attention",
     "qk_norm_attention",
     "quest_attention",
-    "retention",
     "rwkv7",
     "select_keys",
     "selected_attention",

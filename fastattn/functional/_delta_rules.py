@@ -17,7 +17,6 @@ from fastattn._args.types import Array, ArrayLike, Shape, Unpack, lane_dtype
 from fastattn._args.values import (
     broadcast_batch,
     flag,
-    float_array,
     operand,
     real_array,
     require_broadcast,
@@ -34,72 +33,6 @@ if TYPE_CHECKING:
 # The kernel decays the state first. Rules that erase before that divide their keys by the decay, here at
 # least exp(-10): elements of a key of length 1 then stay below 22027, which float16 holds.
 _LEAST_LOG_DECAY = -10.0
-
-
-@differentiable("q", "k", "v", "beta", "state", options=DeltaOptions)
-def delta_net(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    beta: ArrayLike,
-    *,
-    unit_keys: bool = True,
-    **options: Unpack[DeltaOptions],
-) -> Steps[Result]:
-    """DeltaNet (Yang et al. 2024, arXiv:2406.06484): ``S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T``.
-
-    Parameters
-    ----------
-    q, k, v : array_like
-        As in `linear_attention`.
-    beta : array_like, (..., heads, len)
-    unit_keys : bool, default True
-        Divide each query and key by its length first, as the paper does: `feature_maps.unit`.
-    **options
-        As in `retention`, but normalize and eps.
-    """
-    fixed = {"rule": "delta", "beta": beta}
-    return (yield from _delta_rule(q, k, v, unit_keys, options, fixed))
-
-
-@differentiable("q", "k", "v", "log_decay", "beta", "state", options=DeltaOptions)
-def gated_delta_net(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    log_decay: ArrayLike,
-    beta: ArrayLike,
-    *,
-    unit_keys: bool = True,
-    **options: Unpack[DeltaOptions],
-) -> Steps[Result]:
-    """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next: the delta rule on a_t S_{t-1}.
-
-    Parameters
-    ----------
-    q, k, v : array_like
-        As in `linear_attention`.
-    log_decay, beta : array_like, (..., heads, len)
-    unit_keys, **options
-        As in `delta_net`.
-    """
-    fixed = {"rule": "gated_delta", "log_decay": log_decay, "beta": beta}
-    return (yield from _delta_rule(q, k, v, unit_keys, options, fixed))
-
-
-def _delta_rule(
-    q: Any, k: Any, v: Any, unit_keys: bool, options: DeltaOptions, fixed: dict[str, Any]
-) -> Steps[Result]:
-    """Run a delta rule on queries and keys, of length 1 if `unit_keys`."""
-    if not flag("unit_keys", unit_keys):
-        request = yield run_rule(q, k, v, options, DeltaOptions, fixed)
-        return gradients_of(request, q, k, v, fixed | options)
-    q, k = float_array("q", q, 1), float_array("k", k, 1)
-    unit_q, unit_k = unit(q), unit(k)
-    request = yield run_rule(unit_q, unit_k, v, options, DeltaOptions, fixed)
-
-    found = dict(zip(request.need, gradients_of(request, unit_q, unit_k, v, fixed | options), strict=True))
-    return _before_unit(request, found, q, k, unit_keys)
 
 
 @differentiable("q", "k", "v", "log_decay", "erase_gate", "write_gate", "state", options=DeltaOptions)
@@ -129,8 +62,11 @@ def gated_delta_net2(
         b_t, from 0 to 1. It broadcasts to k.
     write_gate : array_like, (..., heads_v, len, head_dim_v)
         w_t, from 0 to 1. It broadcasts to v.
-    unit_keys, **options
-        As in `delta_net`.
+    unit_keys : bool, default True
+        Divide each query and key by its length first, as the paper does: `feature_maps.unit`.
+    **options
+        scale, state, begins, return_state, out_state, out, num_threads, backend: as in `linear_attention`, as
+        what is returned and raised.
 
     Notes
     -----
@@ -185,12 +121,12 @@ def comba(
     correction : array_like, (heads,) or (..., heads, len), optional
         d; 0 if left out.
     unit_keys, **options
-        As in `delta_net`.
+        As in `gated_delta_net2`.
 
     Notes
     -----
     The kernel erases from ``a_t S_{t-1}``, by the key ``e_t k_t / a_t``, and so log_decay is bounded. The
-    cost is that of `gated_delta_net`, and some passes over q, k and v. In 16 bits these keys, ``beta_t v_t``
+    cost is that of rule "gated_delta", and some passes over q, k and v. In 16 bits these keys, ``beta_t v_t``
     and ``q_t - d k_t`` are rounded, as k, v and q were.
     """
     require_options(options, DeltaOptions)
@@ -249,14 +185,14 @@ def delta_product(
     log_decay : array_like, (heads,) or (..., heads, len), optional
         log a_t; there are no decays if left out.
     unit_keys : bool, default True
-        As in `delta_net`.
+        As in `gated_delta_net2`.
     **options
         scale, state, begins, return_state, out_state, num_threads, backend: as in `linear_attention`, as what
         is returned and raised.
 
     Notes
     -----
-    The cost in time is that of `delta_net`, or with decays of `gated_delta_net`, for ``steps * len`` tokens.
+    The cost in time is that of rule "delta", or with decays of "gated_delta", for ``steps * len`` tokens.
     Queries and results of all steps are in memory, too: before the last step, queries are 0, and results are
     dropped.
     """

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fastattn._args.errors import named, wrong_shape
+from fastattn._args.errors import named
 from fastattn._args.options import (
     Backend,
     ComputeOptions,
-    DecayOptions,
     NoOptions,
     require_options,
 )
@@ -18,7 +17,7 @@ from fastattn._args.recurrent import recurrent_args
 from fastattn._args.recurrent_backward import recurrent_backward_args
 from fastattn._args.recurrent_types import RecurrentBackwardArgs
 from fastattn._args.types import Array, ArrayLike, Shape, Unpack
-from fastattn._args.values import float_array, is_float, real_array, shared, short
+from fastattn._args.values import is_float, shared
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn.functional._differentiable import Request, Steps, differentiable
@@ -195,70 +194,6 @@ def gradients_of(request: Request, q: Any, k: Any, v: Any, forward: dict[str, An
     args = recurrent_backward_args(request.dout, q, k, v, request.need, request.dmore, **given)
     dispatch.run(args, forward.get("backend"))
     return _results(args, request.need, forward)
-
-
-@differentiable("q", "k", "v", "gamma", "state", options=DecayOptions)
-def retention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, gamma: ArrayLike | None = None, **options: Unpack[DecayOptions]
-) -> Steps[Result]:
-    """Retention (RetNet, Sun et al. 2023, arXiv:2307.08621): ``S_t = gamma S_{t-1} + k_t v_t^T``.
-
-    Parameters
-    ----------
-    q, k, v : array_like
-        As in `linear_attention`. RetNet turns q and k by their positions first (`positions.apply_rope`).
-    gamma : array_like, (heads,), optional
-        Each head's decay, above 0 and at most 1; the paper's ``1 - 2**(-5 - h)`` if left out.
-    **options
-        scale, normalize, eps, state, begins, return_state, out_state, out, num_threads, backend: as in
-        `linear_attention`, as what is returned and raised.
-    """
-    k, v = float_array("k", k), float_array("v", v)
-    decays, log_decay = _retention_decays(k, v, gamma)
-    fixed: Any = {"rule": "decay", "log_decay": log_decay}
-    request = yield run_rule(q, k, v, options, DecayOptions, fixed)
-
-    inner = tuple("dlog_decay" if name == "dgamma" else name for name in request.need)
-    results = list(gradients_of(request._replace(need=inner), q, k, v, fixed | options))
-    for i, name in enumerate(request.need):
-        if name == "dgamma":
-            dgamma = results[i] / decays.reshape(-1)
-            results[i] = dgamma.reshape(decays.shape).astype(_dtype_of(gamma, decays.dtype))
-    return tuple(results)
-
-
-def _retention_decays(k: Array, v: Array, gamma: Any) -> tuple[Array, Array]:
-    """`gamma` in float64, the paper's if it is None, and its logarithms, (heads,) or one for all heads."""
-    heads = max(k.shape[-3:-2] + v.shape[-3:-2], default=1)
-    if gamma is None:
-        less = 2.0 ** (-5 - np.arange(heads))
-        return 1 - less, np.log1p(-less)
-    decays = real_array("gamma", gamma).astype(np.float64)
-    if not ((decays > 0) & (decays <= 1)).all():  # NaN is neither
-        raise ValueError(f"(): gamma is {short(gamma)}; expected numbers above 0 and at most 1")
-    if decays.shape not in ((), (1,), (heads,)):
-        raise wrong_shape("gamma", decays, f"(heads,) = {(heads,)}")
-    return decays, np.log(decays).reshape(-1)
-
-
-@differentiable("q", "k", "v", "log_decay", "state", options=DecayOptions)
-def gated_linear_attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, log_decay: ArrayLike, **options: Unpack[DecayOptions]
-) -> Steps[Result]:
-    """GLA (Yang et al. 2024, arXiv:2312.06635): ``S_t = diag(a_t) S_{t-1} + k_t v_t^T``.
-
-    Parameters
-    ----------
-    q, k, v : array_like
-        As in `linear_attention`.
-    log_decay : array_like, (..., heads, len, head_dim)
-        log a_t: in the paper ``log_sigmoid(x W) / 16``.
-    **options
-        As in `retention`.
-    """
-    fixed: Any = {"rule": "gated", "log_decay": log_decay}
-    request = yield run_rule(q, k, v, options, DecayOptions, fixed)
-    return gradients_of(request, q, k, v, fixed | options)
 
 
 def run_rule(q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, fixed: dict[str, Any]) -> Result:

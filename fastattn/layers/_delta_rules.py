@@ -13,7 +13,6 @@ from fastattn._args.ops import epsilon
 from fastattn._args.types import FLOAT32, Array, Shape
 from fastattn._args.values import choice, number
 from fastattn._reference.channels import softplus
-from fastattn.functional._delta_rules import gated_delta_net
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._recurrent import linear_attention
 from fastattn.functional._state_space import without_nan
@@ -87,10 +86,10 @@ class DeltaMixer(Mixer):
         mixed = convolved(tape, tokens, self.conv_weight, self.conv_bias, carried)
         q, k, v = split(tape, mixed, sizes, [(groups, dim), (groups, dim), (heads, dim_v)])
         decays = tape.call(_decays, {"x": a, "dt_bias": self.dt_bias, "A_log": self.A_log})
-        given = {"q": q, "k": k, "v": v}
+        given = {"q": tape.call(unit, {"x": q}), "k": tape.call(unit, {"x": k}), "v": v}
         (given["log_decay"],) = split(tape, decays, sizes, [(heads, None)])
         given["beta"] = tape.call(_sigmoid, {"x": b}, times=self.beta_scale)
-        read = tape.call(gated_delta_net, given, **carried[1])
+        read = tape.call(linear_attention, given, rule="gated_delta", **carried[1])
         normed = tape.gated_norm(tape.by_row(read), gate, self.norm_weight, self.eps, "silu")
         return split(tape, normed, sizes, [inner])[0]
 

@@ -44,7 +44,9 @@ def attention_calls():
     yield fastattn.attention(*qkv(8, 2, 1, 3000, 64))
     yield fastattn.attention(*qkv(2, 2, 3, 1700, 64, BFLOAT16), causal=True)
     yield fastattn.functional.sparsemax_attention(*qkv(2, 2, 70, 90, 16))
-    yield fastattn.functional.retention(*qkv(2, 2, 130, 130, 16))
+    yield fastattn.functional.linear_attention(
+        *qkv(2, 2, 130, 130, 16), rule="decay", log_decay=[-0.03, -0.02]
+    )
 
 
 def linear_calls():

@@ -67,7 +67,7 @@ def make_calls():
         "float64": lambda: fastattn.attention(*(a.astype(np.float64) for a in (q, k, v))),
         "float16": lambda: fastattn.attention(*(a.astype(np.float16) for a in (q, k, v))),
         "sparsemax": lambda: functional.sparsemax_attention(q, k, v),
-        "delta net": lambda: functional.delta_net(q, k, v, np.full(q.shape[:-1], 0.5, np.float32)),
+        "delta rule": lambda: functional.linear_attention(q / 6, k / 6, v, rule="delta", beta=q[..., 0]),
         "backward": lambda: functional.attention_backward(out, q, k, v, out, lse),
         "pack": lambda: ops.pack(wide, dtype="int8").scales,
         "norm": lambda: ops.layer_norm(wide, wide[0], wide[1]),

@@ -41,7 +41,7 @@ def test_hgrn2(implementation, dtype):
     """Keys are tied to the gates, as in gated linear attention with ``k = 1 - a``."""
     q, gates, v = tokens(dtype, D, D, V)
     f = 0.3 + 0.7 * sigmoid(gates)  # never below the bound of its layer
-    out = F.gated_linear_attention(q, 1 - f, v, np.log(f), scale=1.0)
+    out = F.linear_attention(q, 1 - f, v, rule="gated", log_decay=np.log(f), scale=1.0)
     q, f, v = doubles(q, f, v)
     expected = [np.einsum("bhk,bhkv->bhv", q[:, :, t], s) for t, s in enumerate(states(1 - f, v, f))]
     close(out, np.stack(expected, axis=-2), dtype)
@@ -308,10 +308,10 @@ def test_gradient_of_gated_slot_attention():
     options = {"rule": "decay", "log_decay": per_slot(log_decay), "scale": 1.0}
     s, first = vjp(F.linear_attention, q, k, per_slot(write)[..., None], **options)
     p = ops.softmax(back_to_slots(s))
-    out, second = vjp(F.gated_linear_attention, p, write, v, log_decay, scale=1.0)
+    out, second = vjp(F.linear_attention, p, write, v, rule="gated", log_decay=log_decay, scale=1.0)
     np.testing.assert_array_equal(out, whole())
     (dout,) = drawn(np.float64, out.shape, seed=1)
-    dp, dwrite, dv, ddecay = second(dout)
+    dp, dwrite, dv, ddecay = second(dout, need=("dq", "dk", "dv", "dlog_decay"))
     ds = per_slot(grad.softmax(dp, p))[..., None]
     dq, dk, dvalues, dfirst = first(ds, need=("dq", "dk", "dv", "dlog_decay"))
     dwrite = dwrite + back_to_slots(dvalues)

@@ -7,10 +7,8 @@ from pullbacks import gradients
 
 from fastattn.functional import (
     comba,
-    delta_net,
     delta_product,
     feature_maps,
-    gated_delta_net,
     gated_delta_net2,
     linear_attention,
     rwkv7,
@@ -260,17 +258,21 @@ def test_scalar_gates_are_kimi_delta(implementation):
 def test_special_cases(implementation):
     """Gated DeltaNet is Comba that erases as much as it writes, and a product of one step."""
     q, k, v, decay, beta, _, _ = inputs("comba", 40)
-    expected = gated_delta_net(q, k, v, decay, beta)
+    units = feature_maps.unit(q), feature_maps.unit(k)
+    expected = linear_attention(*units, v, rule="gated_delta", log_decay=decay, beta=beta)
     np.testing.assert_allclose(
         comba(q, k, v, decay, beta, beta * np.exp(decay)), expected, rtol=1e-11, atol=1e-12
     )
     one = k[:, :, None], v[:, :, None], beta[..., None]
     np.testing.assert_array_equal(delta_product(q, *one, decay), expected)
-    np.testing.assert_array_equal(delta_product(q, *one), delta_net(q, k, v, beta))
-    heads = [np.repeat(x, 2, axis=0) for x in (q, beta[..., None], decay)]
     np.testing.assert_array_equal(
-        delta_product(heads[0], one[0], one[1], one[2], decay), gated_delta_net(heads[0], k, v, decay, beta)
+        delta_product(q, *one), linear_attention(*units, v, rule="delta", beta=beta)
     )
+    heads = [np.repeat(x, 2, axis=0) for x in (q, beta[..., None], decay)]
+    expected = linear_attention(
+        feature_maps.unit(heads[0]), units[1], v, rule="gated_delta", log_decay=decay, beta=beta
+    )
+    np.testing.assert_array_equal(delta_product(heads[0], *one, decay), expected)
     zeros = np.zeros_like(k)
     w = np.broadcast_to(decay[..., None], k.shape) / 4
     plain = linear_attention(q, k, v, rule="gated", log_decay=w, scale=1.0)

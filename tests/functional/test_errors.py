@@ -435,7 +435,6 @@ RIGHT = {
 }  # fmt: skip
 OTHERS = {
     "additive_attention": {"weight": floats(8)},
-    "gated_linear_attention": {"log_decay": -Q},
     "differential_attention": {"v": floats(2, 2, 5, 8), "lambda_": 0.3},
     "varlen_attention_backward": dict.fromkeys(("q", "k", "v", "dout", "out"), Q[0]) | {"lse": LSE[0].T},
     "linear": {"dout": LSE[0], "x": LSE[0]},

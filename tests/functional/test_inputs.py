@@ -277,8 +277,10 @@ INTEGER_VALUES = {
     "gate": (lambda x, n: functional.memory_attention(*x, *(y[0] for y in x[1:]), gate=n), 1),
     "log_forget": (lambda x, n: functional.forgetting_attention(*x, np.broadcast_to(n, 70)), -1),
     "log_decay": (lambda x, n: functional.linear_attention(*x, rule="decay", log_decay=n), [0, -1]),
-    "beta": (lambda x, n: functional.delta_net(*x, np.broadcast_to(n, (2, 70))), 1),
-    "gamma": (lambda x, n: functional.retention(*x, n), [1, 1]),
+    "beta": (
+        lambda x, n: functional.linear_attention(*x, rule="delta", beta=np.broadcast_to(n, (2, 70))),
+        0,
+    ),
 }
 
 

@@ -119,12 +119,6 @@ def named(function):
     tokens, state = (2, TOKENS), rng.standard_normal((len(BEGINS) - 1, 2, 8, 12)).astype(np.float32)
     decay, beta = -rng.random(tokens, np.float32), rng.random(tokens, np.float32)
     found = {"q": q, "k": k, "v": v, "state": state}
-    if function == "delta_net":
-        return found | {"beta": beta}
-    if function == "gated_delta_net":
-        return found | {"log_decay": decay, "beta": beta}
-    if function == "gated_linear_attention":
-        return found | {"log_decay": more["log_decay"]}
     if function == "comba":
         return found | {"log_decay": decay, "beta": beta, "erase_strength": beta / 2}
     if function == "gated_delta_net2":
@@ -134,10 +128,7 @@ def named(function):
     return {"r": q, "k": k, "v": v, "state": state, **own}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["delta_net", "gated_delta_net", "gated_linear_attention", "comba", "gated_delta_net2", "rwkv7"],
-)
+@pytest.mark.parametrize("name", ["comba", "gated_delta_net2", "rwkv7"])
 def test_named(implementation, name):
     by_token = ("log_decay", "beta", "erase_strength")
     require_same(getattr(functional, name), named(name), by_token)
@@ -185,4 +176,4 @@ def test_errors(changed, message):
         functional.rwkv7(**tokens, begins=[0, 5])
     for name in ("cu_seqlens", "seq_idx"):
         with pytest.raises(TypeError, match=f"{name} is not an argument; expected begins"):
-            functional.gated_linear_attention(**given("gated"), **{name: BEGINS})
+            functional.linear_attention(**given("gated"), rule="gated", **{name: BEGINS})

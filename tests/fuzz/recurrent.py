@@ -76,19 +76,8 @@ def attended(a, finite):
 def by_its_paper(d):
     """Rules of linear attention by the names of their papers."""
     _, arguments, gates = tokens(d)
-    name = d.choose(
-        "retention",
-        "gated_linear_attention",
-        "delta_net",
-        "gated_delta_net",
-        "gated_delta_net2",
-        "comba",
-        "rwkv7",
-    )
-    if name in ("gated_linear_attention", "gated_delta_net2", "rwkv7"):
-        arguments["log_decay"] = gates["vector"]
-    if name in ("gated_delta_net", "comba"):
-        arguments["log_decay"] = gates["scalar"]
+    name = d.choose("gated_delta_net2", "comba", "rwkv7")
+    arguments["log_decay"] = gates["scalar" if name == "comba" else "vector"]
     if name == "gated_delta_net2":
         unit = abs(np.asarray(arguments["k"], np.float64))
         arguments |= {"erase_gate": unit / (1 + unit), "write_gate": 0.5}
@@ -97,9 +86,9 @@ def by_its_paper(d):
     if name == "rwkv7":
         zero = np.zeros(np.shape(arguments["k"]), d.dtype)
         arguments = {"r": arguments.pop("q"), **arguments, "read_by": zero, "write_by": arguments["k"]}
-    if name in ("delta_net", "gated_delta_net", "comba"):
+    if name == "comba":
         arguments["beta"] = gates["beta"]
-    if "delta" in name or name == "comba":
+    if name != "rwkv7":
         arguments |= d.some(0.2, unit_keys=lambda: False)
     finite = arguments.get("unit_keys", True)
     tolerance = 1.0 if finite else np.inf

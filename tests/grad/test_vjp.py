@@ -131,7 +131,7 @@ def test_arguments_that_are_refused_do_not_use_a_pullback_up():
         (vjp(functional.sparsemax_attention, Q, K, V), (Q,)),
         (vjp(functional.nystrom_attention, Q, K, V, num_landmarks=2), (Q,)),
         (vjp(functional.flex_attention, Q, K, V), (Q,)),
-        (vjp(functional.retention, Q, K, V, return_state=True), (Q, state)),
+        (vjp(functional.linear_attention, Q, K, V, rule="linear", return_state=True), (Q, state)),
     ]
     for (_, pullback), given in calls:
         for wrong in ({"need": ("dz",)}, {"need": "dq"}, {"need": ("dq", "dq")}, {"dmore": Q[0]}):

@@ -15,7 +15,9 @@ def rebased_features(x, gamma, beta):
 
 def slot_scores(q, k, write, log_decay):
     """Products of q with each slot's key: the state times q, as a gradient of q is the state times dout."""
-    _, pullback = vjp(F.gated_linear_attention, write, write, k, log_decay, scale=1.0)  # of any queries
+    _, pullback = vjp(
+        F.linear_attention, write, write, k, rule="gated", log_decay=log_decay, scale=1.0
+    )  # of any queries
     return pullback(q, need=("dq",))[0]
 
 
@@ -33,7 +35,7 @@ def slot_scores_by_heads(q, k, write, log_decay):
 def gated_slots(q, k, v, write, log_decay, scores=slot_scores):
     """Gated slot attention; `write` and `log_decay` are (..., heads, len, slots)."""
     p = ops.softmax(scores(q, k, write, log_decay))
-    return F.gated_linear_attention(p, write, v, log_decay, scale=1.0)
+    return F.linear_attention(p, write, v, rule="gated", log_decay=log_decay, scale=1.0)
 
 
 def bounded_memory(q, k, v, control):
@@ -72,8 +74,8 @@ def rwkv6(r, k, v, log_w, u):
     """
     out = (r * u[:, None] * k).sum(-1, keepdims=True) * v
     gates = log_w if log_w.shape[-2] == 1 else log_w[..., :-1, :]
-    out[..., 1:, :] += F.gated_linear_attention(
-        r[..., 1:, :], k[..., :-1, :], v[..., :-1, :], gates, scale=1.0
+    out[..., 1:, :] += F.linear_attention(
+        r[..., 1:, :], k[..., :-1, :], v[..., :-1, :], rule="gated", log_decay=gates, scale=1.0
     )
     return out
 

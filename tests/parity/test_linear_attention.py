@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from fastattn.functional import gated_delta_net, linear_attention
+from fastattn.functional import feature_maps, linear_attention
 
 BATCH, HEADS, LENGTH, DIM, DIM_V = 2, 4, 150, 24, 40
 RNG = np.random.default_rng(0)
@@ -83,6 +83,7 @@ def test_qwen3_next(function):
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    out, after = gated_delta_net(q, k, v, log_decay, beta, state=state, return_state=True)
+    units, options = (feature_maps.unit(x) for x in (q, k)), {"log_decay": log_decay, "beta": beta}
+    out, after = linear_attention(*units, v, rule="gated_delta", state=state, return_state=True, **options)
     np.testing.assert_allclose(out.swapaxes(1, 2), expected.numpy(), atol=2e-5)
     np.testing.assert_allclose(after, expected_state.numpy(), atol=2e-5)
