@@ -110,6 +110,11 @@ def test_other_flags_compile_everything(tree, compiler):
     assert build(tree, f"{compiler} -DMORE", CFLAGS="-DOTHER") == KERNELS | COMMON | LAYER
 
 
+def test_names_of_no_instruction_set_are_refused(tree, compiler):
+    with pytest.raises(AssertionError, match="FASTATTN_ISAS has avx9; expected native, all or some of .*generic"):
+        build(tree, compiler, FASTATTN_ISAS="generic,avx9")
+
+
 def test_what_failed_to_compile_is_compiled_again(tree, compiler):
     path = tree / "src/rope.inc.h"
     was = path.read_text(encoding="utf-8")

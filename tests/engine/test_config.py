@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -444,3 +445,20 @@ new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.s
 print(sorted(name for name in new - {"numpy"} if "cython" not in name))  # of NumPy, some modules load late
 """
     assert python(code).stdout == "['fastattn']\n"
+
+
+@pytest.mark.skipif(not BUILT, reason="of compiled kernels, and there are none")
+def test_a_build_for_another_cpu_says_so_once(monkeypatch):
+    """A better set that was not compiled is named when fastattn is imported, unless a set was asked for."""
+    own = settings.core
+    core = SimpleNamespace(**{name: getattr(own, name) for name in dir(own)} | {"isa_left_out": lambda: "amx"})
+    monkeypatch.setattr(settings, "core", core)
+    monkeypatch.delenv("FASTATTN_BACKEND", raising=False)
+    monkeypatch.delenv("FASTATTN_ISA", raising=False)
+    with pytest.warns(fastattn.FallbackWarning, match=r"built without amx, .* FASTATTN_ISA=\w+ to use") as caught:
+        settings._from_environment()
+    assert len(caught) == 1
+    for name, value in (("FASTATTN_ISA", own.get_isa()), ("FASTATTN_BACKEND", "numpy")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            settings._from_environment()
