@@ -8,7 +8,7 @@ import sys
 
 if (
     sys.argv[:1] == ["-m"]
-    and "fastattn" in sys.orig_argv
+    and ("-m", "fastattn") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
     and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 ):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # `python -m fastattn`: no traceback of imports after Ctrl-C

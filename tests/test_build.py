@@ -111,7 +111,7 @@ def test_other_flags_compile_everything(tree, compiler):
 
 
 def test_names_of_no_instruction_set_are_refused(tree, compiler):
-    with pytest.raises(AssertionError, match="FASTATTN_ISAS has avx9; expected native, all or some of .*generic"):
+    with pytest.raises(AssertionError, match=r"FASTATTN_ISAS has avx9; expected native, all or .*generic"):
         build(tree, compiler, FASTATTN_ISAS="generic,avx9")
 
 

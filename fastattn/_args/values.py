@@ -270,12 +270,15 @@ def integer(name: str, x: Any, low: int, high: int | None = None) -> int:
 
 def number(name: str, x: Any, dtype: np.dtype[Any], positive: bool = False) -> float:
     """`x` as a float that is finite in `dtype`, and if `positive`, a normal number of `dtype` above 0."""
-    try:
-        if type(x) is not float and (isinstance(x, _NO_NUMBERS) or is_masked(x) or np.ndim(x)):
-            raise TypeError
-        value = float(x)
-    except UNCONVERTED:
-        raise TypeError(f"(): {name} is {short(x)}; expected a real number") from None
+    if type(x) is float:
+        value = x
+    else:
+        try:
+            if isinstance(x, _NO_NUMBERS) or is_masked(x) or np.ndim(x):
+                raise TypeError
+            value = float(x)
+        except UNCONVERTED:
+            raise TypeError(f"(): {name} is {short(x)}; expected a real number") from None
     least, most = _LIMITS[dtype]
     if not abs(value) <= most:  # NaN fails this test
         raise ValueError(f"(): {name} is {value}; expected a number that is finite in {dtype}")

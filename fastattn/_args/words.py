@@ -191,8 +191,13 @@ def by_position(args: Sequence[Any], taken: Callable[..., Any], options: type | 
     others += [] if options is None else options.__annotations__
     x = args[len(named)]
     likely = ["mask"]
-    if isinstance(x, (bool, int, float)):
+    required = [name for name in others if name in parameters and parameters[name].default is inspect._empty]
+    if required:
+        likely = required
+    elif isinstance(x, (bool, float)):
         likely = ["causal"] if isinstance(x, bool) else ["dropout", "scale"]
+    elif isinstance(x, int):  # flash-attn's longest lengths
+        likely = []
     elif getattr(getattr(x, "dtype", None), "kind", "b") != "b":
         likely = ["bias"]
     likely = [name for name in likely if name in others] or others[:1]

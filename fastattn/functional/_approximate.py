@@ -21,6 +21,8 @@ from fastattn.functional._composed_gradients import ComposedGradients, cotangent
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._hashed import EPS, lsh_args
 
+_MOST_ITERATIONS = 1000  # each doubles the correct digits at least: after some tens nothing changes
+
 
 @differentiable("q", "k", "v", "key_projection", "value_projection", options=ScaledOptions)
 def linformer_attention(
@@ -133,8 +135,8 @@ def nystrom_attention(
         Segments differ in length by one at most. Where there are no more queries or keys than landmarks, the
         result is that of `attention`.
     num_iterations : int, default 6
-        Of the pseudo-inverse, each of the fourth order; it begins with the transposed matrix, divided by its
-        head's largest sum of a column.
+        Fourth-order Newton steps for the pseudo-inverse, at most 1000. The first guess is the transposed
+        matrix, divided by its head's largest sum of a column.
     **options
         scale, num_threads and backend of `attention`.
 
@@ -154,7 +156,7 @@ def nystrom_attention(
     if args.heads_q != args.heads_kv:
         came = f"q has {args.heads_q} heads and k {args.heads_kv}"
         raise ValueError(f"(): {came}; expected the same number of both")
-    integer("num_iterations", num_iterations, 0)
+    integer("num_iterations", num_iterations, 0, _MOST_ITERATIONS)
     given: dict[str, Any] = {"q": q, "k": k, "v": v}
     n = integer("num_landmarks", num_landmarks, 1)
     if n >= min(args.len_q, args.len_k):

@@ -77,10 +77,10 @@ def deformable_attention(
     no memory beside the result.
 
     What has no weight is not read: NaN in v shows in a result only if a pixel has a share of it. A location
-    that is NaN makes its query's result NaN, unless the weight is 0. One that is infinite is far
-    away: outside, or with "discrete" cut to the level. A level without pixels adds nothing. Where a location
-    is on a line between pixels, its gradient is that to the right and downwards, as torch's, and reads the
-    pixels there. A weight's gradient is the sample, also where the weight is 0.
+    that is NaN makes its query's result NaN, unless the weight is 0. One that is infinite is far away:
+    outside, or with "discrete" cut to the level. A level without pixels adds nothing but such NaN. Where a
+    location is on a line between pixels, its gradient is that to the right and downwards, as torch's, and
+    reads the pixels there. A weight's gradient is the sample, also where the weight is 0.
 
     Gradients of v are sums over queries in their order, so that threads change no bit. Source: X. Zhu et al.,
     "Deformable DETR: Deformable Transformers for End-to-End Object Detection", 2020, arXiv:2010.04159;

@@ -451,14 +451,29 @@ print(sorted(name for name in new - {"numpy"} if "cython" not in name))  # of Nu
 def test_a_build_for_another_cpu_says_so_once(monkeypatch):
     """A better set that was not compiled is named when fastattn is imported, unless a set was asked for."""
     own = settings.core
-    core = SimpleNamespace(**{name: getattr(own, name) for name in dir(own)} | {"isa_left_out": lambda: "amx"})
+    names = {name: getattr(own, name) for name in dir(own)}
+    core = SimpleNamespace(**names | {"isa_left_out": lambda: "amx"})
     monkeypatch.setattr(settings, "core", core)
     monkeypatch.delenv("FASTATTN_BACKEND", raising=False)
     monkeypatch.delenv("FASTATTN_ISA", raising=False)
-    with pytest.warns(fastattn.FallbackWarning, match=r"built without amx, .* FASTATTN_ISA=\w+ to use") as caught:
+    with pytest.warns(fastattn.FallbackWarning, match=r"built without amx, .* FASTATTN_ISA=\w+ to") as caught:
         settings._from_environment()
     assert len(caught) == 1
     for name, value in (("FASTATTN_ISA", own.get_isa()), ("FASTATTN_BACKEND", "numpy")):
         with monkeypatch.context() as patched:
             patched.setenv(name, value)
             settings._from_environment()
+
+
+def test_the_handler_of_ctrl_c_is_left_to_other_programs(tmp_path):
+    """The package changes it for its own command alone, while that is imported."""
+    (tmp_path / "tools").mkdir()
+    code = "import signal\nbefore = signal.getsignal(signal.SIGINT)\nimport fastattn\n"
+    (tmp_path / "tools/__init__.py").write_text(code)
+    code = "import signal, tools\nprint(signal.getsignal(signal.SIGINT) is tools.before)\n"
+    (tmp_path / "tools/one.py").write_text(code)
+    environment = child_environment()
+    environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    command = [sys.executable, "-m", "tools.one", "fastattn"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.stdout == "True\n", run.stderr

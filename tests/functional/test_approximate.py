@@ -126,6 +126,10 @@ def test_errors():
         functional.linformer_attention(q, q, q, np.ones((5, 50)), scale="a")
     with pytest.raises(TypeError, match=r"linformer_attention\(\): out has dtype float64"):
         functional.linformer_attention(q, q, q, np.ones((5, 50)), out=np.ones((2, 50, 4)))
+    with pytest.raises(ValueError, match=r"nystrom_attention\(\): num_iterations is .*; expected 0 to 1000"):
+        functional.nystrom_attention(
+            *np.ones((3, 1, 8, 4), np.float32), num_landmarks=2, num_iterations=2**40
+        )
     with pytest.raises(ValueError, match=r"nystrom_attention\(\): num_landmarks is 0"):
         functional.nystrom_attention(q, q, q, num_landmarks=0)
     with pytest.raises(ValueError, match=r"nystrom_attention\(\): q has 2 heads and k 1"):

@@ -284,7 +284,8 @@ def test_recurrences_know_the_other_layout():
         (fastattn.attention, [0.0, None, True], "dropout= or scale="),  # flash-attn's order
         (fastattn.varlen_attention, [[0, 5], [0, 5], True], "causal="),
         (functional.sigmoid_attention, [np.ones((5, 5), bool)], "mask="),
-        (functional.top_k_attention, [7.5], "scale="),
+        (functional.top_k_attention, [7.5], "top_k="),
+        (functional.nystrom_attention, [2], "num_landmarks="),
         (functional.moba_attention, [np.ones((5, 5), bool)], "block_size="),
     ],
 )
