@@ -247,14 +247,14 @@ def test_arguments_of_encoders(encoder):
     for value in (HUGE[2], [[HUGE[2]]], [[2**63]], np.array([[2**63]], np.uint64)):
         assert raises(r"bert\(\): input_ids has", encoder, value)
     for value in (3, np.array(3), None, b"text", [b"text"], [3]):
-        assert raises(r"encode\(\): sentences ", encoder.encode, value)
+        assert raises(r"encode\(\): sentences(\[0\])? ", encoder.encode, value)
 
 
 def test_texts_that_have_no_bytes(encoder, writer):
     """Half of a surrogate pair, as a JSON file may hold it."""
     for start, call in (
-        (r"encode\(\): sentences has one with '\\ud800'", encoder.encode),
-        (r"encode\(\): texts has one with '\\ud800'", writer.text.encode),
+        (r"encode\(\): sentences\[\d\] has '\\ud800'", encoder.encode),
+        (r"encode\(\): texts\[\d\] has '\\ud800'", writer.text.encode),
     ):
         assert raises(start, call, ["the cat", "the \ud800"])
     assert encoder.encode(["the \N{CAT}", "a\0b"]).shape == (2, 24)

@@ -266,7 +266,6 @@ CALLS = {
     "encode": lambda folder, x: models.load(folder).encode(x),
     "tokenize": lambda folder, x: models.load(folder).tokenize(x),
     "ids": lambda folder, x: models.load(folder).text.encode(x),
-    "calibrate": lambda folder, x: models.load(folder, weights_dtype="int8", activations="int8", calibrate=x),
     "the facade": lambda folder, x: SentenceTransformer(folder).encode(x),
     "its tokens": lambda folder, x: SentenceTransformer(folder).tokenize(x),
     "tuning": lambda folder, x: train.ContrastiveTuning(models.load(folder)).loss((x, ["the cat", "a dog"])),
