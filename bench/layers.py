@@ -22,7 +22,7 @@ from fastattn._args.types import Rounding
 from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
 from fastattn._bench.harness import Engine, Sections, Unsupported, Way, own_engines
-from fastattn.cache import DecoderCache, KVCache
+from fastattn.layers import DecoderCache, KVCache
 from fastattn.positions import apply_rope
 
 DTYPES = tuple(WEIGHT_BYTES)

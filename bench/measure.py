@@ -39,10 +39,9 @@ from fastattn._engine.experts import Experts, ExpertsStep
 from fastattn._engine.plain import PLAIN
 from fastattn._engine.program import build
 from fastattn._engine.steps import OUT, AttendStep, Sequences, X
-from fastattn.cache import KVCache
 from fastattn.functional import mamba2_scan, selective_scan
 from fastattn.grad import vjp
-from fastattn.layers import TransformerEncoder, TransformerEncoderLayer
+from fastattn.layers import KVCache, TransformerEncoder, TransformerEncoderLayer
 from fastattn.models import _vectors
 from fastattn.models._families.deberta import DisentangledStep
 

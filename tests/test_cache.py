@@ -9,7 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import fastattn
-from fastattn.cache import DecoderCache, KVCache, restored_on_error
+from fastattn.layers import DecoderCache, KVCache
+from fastattn.layers._cache import restored_on_error
 
 RNG = np.random.default_rng(0)
 

@@ -340,7 +340,7 @@ class RowsArgs:
 class RopeArgs:
     """out = x (..., heads, length, head_dim) rotated; cos and sin are (..., 1, length, pairs), lane dtype.
 
-    With `scale`, each row is then rounded to int8; see `fastattn.cache.KVCache`.
+    With `scale`, each row is then rounded to int8; see `fastattn.layers.KVCache`.
     """
 
     kernel: ClassVar[str] = "rope"

@@ -4,9 +4,9 @@ A layer checks its arguments and its parameters. A TypeError or a ValueError nam
 what came and what was expected; without parameters, it says how to load some.
 """
 
-from fastattn.cache import Caches, DecoderCache, KVCache
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import FeedForward, LayerNorm, Linear, RMSNorm
+from fastattn.layers._cache import Cached, Caches, DecoderCache, KVCache
 from fastattn.layers._decoder_layer import TransformerDecoderLayer
 from fastattn.layers._delta_rules import GatedDeltaNet, KimiDeltaAttention
 from fastattn.layers._encoder_decoder import Transformer
@@ -19,6 +19,7 @@ from fastattn.layers._state_space import Mamba, Mamba2
 from fastattn.layers._transformer import TransformerEncoderLayer
 
 __all__ = [
+    "Cached",
     "Caches",
     "DecoderCache",
     "FeedForward",

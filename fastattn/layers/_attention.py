@@ -17,10 +17,10 @@ from fastattn._args.types import Array, ArrayLike, AttentionArgs, Bools, Ints, U
 from fastattn._args.values import flag
 from fastattn._engine import settings
 from fastattn._engine.plain import PLAIN
-from fastattn.cache import Cached, KVCache, restored_on_error
 from fastattn.functional._attention import attention_weights
 from fastattn.layers import _computation
 from fastattn.layers._attention_parameters import AttentionParameters, CallOptions, MaskOptions
+from fastattn.layers._cache import Cached, KVCache, restored_on_error
 from fastattn.layers._computation import Computation
 from fastattn.layers._scores import Names, add_extra_keys, add_masks
 

@@ -28,7 +28,7 @@ from fastattn.layers._state import Layer, Parameter, constant, lane_of, normal, 
 
 if TYPE_CHECKING:
     from fastattn._engine.values import Gradients
-    from fastattn.cache import KVCache
+    from fastattn.layers._cache import KVCache
     from fastattn.layers._state import Fields, Taken
 
     KeysValues = tuple[Array, Array]

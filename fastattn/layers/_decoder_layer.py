@@ -14,11 +14,11 @@ from fastattn._args.options import require_options
 from fastattn._args.types import Array, ArrayLike, Ints, Unpack
 from fastattn._args.values import as_array, flag
 from fastattn._engine.plain import PLAIN
-from fastattn.cache import Cached, DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _computation
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._attention_parameters import HeadOptions
 from fastattn.layers._basic import NormLayer
+from fastattn.layers._cache import Cached, DecoderCache, KVCache, restored_on_error
 from fastattn.layers._computation import Computation
 from fastattn.layers._scores import Names
 from fastattn.layers._transformer import TransformerLayer

@@ -17,10 +17,10 @@ from fastattn._args.types import Array, ArrayLike, DTypeLike, Unpack
 from fastattn._args.values import flag, integers, iterated
 from fastattn._args.words import not_an_argument
 from fastattn._engine.plain import PLAIN
-from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _computation, _state
 from fastattn.layers._basic import NormLayer
 from fastattn.layers._block import model_program
+from fastattn.layers._cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers._computation import Computation
 from fastattn.layers._decoder_layer import DecoderOptions, OverMemoryOptions, TransformerDecoderLayer
 from fastattn.layers._scores import Names, padding_alone

@@ -18,12 +18,12 @@ from fastattn._args.words import not_an_argument
 from fastattn._engine.plain import PLAIN
 from fastattn._engine.program import Program, build
 from fastattn._engine.steps import OUT, Sequences, X
-from fastattn.cache import KVCache
 from fastattn.layers import _computation, _state
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._attention_parameters import HeadOptions
 from fastattn.layers._basic import ACTIVATIONS, FeedForward, LayerNorm, NormLayer, RMSNorm
 from fastattn.layers._block import Block, Norm, Projection
+from fastattn.layers._cache import KVCache
 from fastattn.layers._computation import Computation
 from fastattn.layers._scores import Names, padding_alone
 from fastattn.layers._state import Layer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn.cache import KVCache
+from fastattn.layers._cache import KVCache
 from fastattn.models._speculation import MOST
 
 if TYPE_CHECKING:

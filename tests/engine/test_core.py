@@ -11,6 +11,7 @@ from fastattn._args.packed import LinearArgs, PackArgs, RowBlock
 from fastattn._args.types import ACTIVATIONS, RopeArgs, RowsArgs, plain_args
 from fastattn._engine import settings
 from fastattn._engine.program import build
+from fastattn._engine.slots import Slots
 from fastattn._engine.steps import (
     INPUTS,
     OUT,
@@ -25,7 +26,6 @@ from fastattn._engine.steps import (
 )
 from fastattn._formats import FORMATS
 from fastattn._reference import activations as twins
-from fastattn.cache import Slots
 from fastattn.layers._mixers import ConvolutionMixer, MixStep
 
 pytestmark = pytest.mark.parametrize("core", [settings.core] if COMPILED else [NOTHING_COMPILED])

@@ -8,7 +8,7 @@ from fastattn import ops
 from fastattn._args import key_ranges
 from fastattn._engine.program import build
 from fastattn._engine.steps import OUT, AttendStep, LinearStep, Sequences, X
-from fastattn.cache import KVCache
+from fastattn.layers import KVCache
 from fastattn.positions import rope_frequencies, rope_tables
 
 HEADS, HEADS_KV, HEAD_DIM, WIDTH = 4, 2, 8, 20

@@ -13,8 +13,8 @@ import fastattn
 from fastattn import functional
 from fastattn._args import options
 from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape, combine
-from fastattn.cache import KVCache
 from fastattn.grad import vjp
+from fastattn.layers import KVCache
 
 # Both kernels, several blocks, splits and tasks; sizes that are no multiples of anything.
 SHAPES = [

@@ -17,7 +17,7 @@ from layer_oracle import (
 )
 
 from fastattn import layers
-from fastattn.cache import Caches, DecoderCache, KVCache
+from fastattn.layers import Caches, DecoderCache, KVCache
 from fastattn.positions import rope_frequencies
 
 MEMORY = draw(BATCH, 8, WIDTH, seed=3)

@@ -24,10 +24,10 @@ from layer_oracle import (
 )
 
 from fastattn._engine import dispatch, settings
-from fastattn.cache import KVCache
 from fastattn.grad import vjp
 from fastattn.layers import (
     FeedForward,
+    KVCache,
     LayerNorm,
     Linear,
     MultiHeadAttention,

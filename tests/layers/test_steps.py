@@ -16,8 +16,8 @@ from layer_oracle import (
     randomized,
 )
 
-from fastattn.cache import KVCache
 from fastattn.layers import (
+    KVCache,
     LayerNorm,
     Transformer,
     TransformerDecoder,

@@ -9,7 +9,7 @@ from implementations import COMPILED, forced
 from safetensors.numpy import load_file, save_file
 
 from fastattn import models
-from fastattn.cache import KVCache
+from fastattn.layers import KVCache
 from fastattn.models import _model_cache
 from fastattn.models._model_cache import PART, ModelCache
 from fastattn.models._session import _digest, digest

@@ -17,15 +17,9 @@ from fastattn._args.types import Array, ArrayLike, DTypeLike, Ints, Shape, lane_
 from fastattn._args.values import integer, integers, is_float
 from fastattn._engine.slots import Slots
 
-__all__ = ["Cached", "Caches", "DecoderCache", "KVCache"]
-
 _LEAST_CAPACITY = 16
 _FORMAT, _KEY = 1, "fastattn.cache"  # of files
 _NAMES = ("k", "v", "k_scale", "v_scale")  # of the arrays that a cache holds
-
-
-def __dir__() -> list[str]:
-    return __all__
 
 
 class _Cached(NamedTuple):
