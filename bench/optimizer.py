@@ -41,7 +41,6 @@ def ours(layers: int, width: int) -> None:
     rng = np.random.default_rng(0)
     grads = {name: rng.standard_normal(x.shape, np.float32) for name, x in optimizer.parameters.items()}
     print(f"{sum(x.size for x in grads.values()):,} parameters")
-    print(f"fastattn: norm {median(lambda: train.grad_norm(grads))}")
     print(f"fastattn: packing {median(lambda: layer.load_state_dict(optimizer.parameters))}")
     print(f"fastattn: step, with both {median(lambda: optimizer.step(grads, max_norm=1.0))}")
     plain = train.AdamW({name: x.copy() for name, x in optimizer.parameters.items()})

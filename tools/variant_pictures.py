@@ -18,7 +18,6 @@ ARGUMENTS = {
     "parents": [-1, *((np.arange(1, 32) - 1) // 2)],  # a binary tree, level by level
 }
 MASKS = """
-all_keys()
 causal()
 first_keys(40)
 causal() | first_keys(20)

@@ -55,7 +55,7 @@ plot.mask(mask.to_array(64, batch_shape=(1,), num_heads=1)[0, 0], 64)
 q = k = v = np.zeros((1, 1, 4096, 64), np.float32)
 shares = {}
 for title, mask in {
-    "none": masks.all_keys(),
+    "none": masks.first_keys(4096),
     "causal": masks.causal(),
     "window of 512": masks.causal() & masks.window(511),
     "BigBird": masks.bigbird(64),

@@ -11,7 +11,6 @@ from fastattn.masks._grid import axial, neighborhood, swin
 from fastattn.masks._mask import Mask
 from fastattn.masks._named import block_diffusion, shared_prefix, sliding_tiles
 from fastattn.masks._sequence import (
-    all_keys,
     causal,
     chunked,
     dilated,
@@ -26,7 +25,6 @@ from fastattn.masks._sparse import bigbird, block_sparse, dense, global_tokens
 
 __all__ = [
     "Mask",
-    "all_keys",
     "axial",
     "bigbird",
     "block_diffusion",

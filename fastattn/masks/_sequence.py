@@ -16,14 +16,6 @@ from fastattn.masks._mask import Mask, ScoreShape, of_groups
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class all_keys(Mask):
-    """Every query attends every key."""
-
-    def resolve(self, shape: ScoreShape) -> Resolved:
-        return Resolved()
-
-
-@dataclass(frozen=True, repr=False, eq=False)
 class causal(Mask):
     """Keys up to the query's own position, as ``attention(causal=True)``."""
 

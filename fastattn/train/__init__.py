@@ -7,7 +7,6 @@ the gradient that is not finite.
 from fastattn.train._batches import Batches
 from fastattn.train._classifier import ClassifierTuning
 from fastattn.train._contrastive import ContrastiveTuning
-from fastattn.train._gradients import clip_grad_norm, grad_norm
 from fastattn.train._optimizer import Optimizer
 from fastattn.train._progress import Step
 from fastattn.train._schedule import Schedule
@@ -27,6 +26,4 @@ __all__ = [
     "Step",
     "Trainer",
     "Tuning",
-    "clip_grad_norm",
-    "grad_norm",
 ]

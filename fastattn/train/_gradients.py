@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.errors import named, wrong_shape, wrong_type
-from fastattn._args.types import FLOAT32
+from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.updates import Update, UpdateArgs
-from fastattn._args.values import float_array, number
+from fastattn._args.values import float_array
 from fastattn._engine import dispatch
-from fastattn._engine.settings import get_num_threads, require_backend, threads
-from fastattn.train._checks import require_apart
+from fastattn._engine.settings import get_num_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,7 +56,7 @@ def _gradient(name: str, x: Any, param: Array) -> Array:
         return np.require(array, param.dtype, ("C", "ALIGNED"))
 
 
-def norm_of(arrays: Iterable[Array], num_threads: int, backend: str | None = None) -> float:
+def norm_of(arrays: Iterable[Array], num_threads: int) -> float:
     """The square root of the sum of all squares; NaN or infinity if an element is that.
 
     Its bits depend on the arrays and the instruction set alone.
@@ -69,7 +67,7 @@ def norm_of(arrays: Iterable[Array], num_threads: int, backend: str | None = Non
         by_dtype.setdefault(array.dtype, []).append(array)
     for each in by_dtype.values():
         args = UpdateArgs("squares", [Update(array) for array in each], num_threads)
-        dispatch.run(args, backend)
+        dispatch.run(args)
         total += sum_of(args.sums)
     if math.isfinite(total):
         return math.sqrt(total)
@@ -88,71 +86,11 @@ def sum_of(numbers: Array) -> float:
     return math.fsum(numbers.tolist()) if np.isfinite(numbers).all() else math.nan
 
 
-@named("grad_norm")
-def grad_norm(
-    grads: Mapping[str, Array], *, num_threads: int | None = None, backend: str | None = None
-) -> float:
-    """The norm of all gradients together: the square root of the sum of the squares of all elements.
-
-    Parameters
-    ----------
-    grads : mapping of str to array_like
-        Of any floating type.
-    num_threads : int, optional
-    backend : {"compiled", "numpy"}, optional
-
-    Returns
-    -------
-    float
-        NaN if an element is NaN, infinity if one is infinite. Its bits do not depend on `num_threads`.
-    """
-    if backend is not None:
-        require_backend(backend)
-    return norm_of(_lanes(grads).values(), threads(num_threads), backend)
-
-
-@named("clip_grad_norm")
-def clip_grad_norm(grads: Mapping[str, Array], max_norm: float) -> float:
-    """Scale all gradients in place so that their common norm is at most `max_norm`; returns what it was.
-
-    Optimizers do the same as part of a step: ``optimizer.step(grads, max_norm=1.0)``, without a pass over
-    memory.
-
-    Parameters
-    ----------
-    grads : mapping of str to ndarray
-        Writable arrays, which share no memory. Those whose norm is not finite stay as they are.
-    max_norm : float
-        The factor is ``max_norm / (norm + 1e-6)``, as torch's, if that is below 1.
-    """
-    most = number("max_norm", max_norm, FLOAT32, positive=True)
-    for name, array in mapping("grads", grads).items():
-        if not isinstance(array, np.ndarray) or not array.flags.writeable:
-            raise ValueError(f"(): the gradient of {name} cannot be changed; expected a writable ndarray")
-    require_apart("grads", grads)
-    norm = norm_of(_lanes(grads).values(), get_num_threads())
-    factor = clip_factor(norm, most)
-    if factor < 1:
-        for array in grads.values():
-            array *= array.dtype.type(factor)
-    return norm
-
-
 def clip_factor(norm: float, max_norm: float | None) -> float:
     """Factor that clips gradients of this norm; 1 if it is not finite."""
     if max_norm is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
-
-
-def _lanes(grads: Any) -> dict[str, Array]:
-    """`grads` as the kernels read them, float32 or float64."""
-    arrays = {}
-    for name, x in mapping("grads", grads).items():
-        array = float_array(f"the gradient of {name}", x)
-        lane = np.float64 if array.dtype.itemsize == 8 else np.float32
-        arrays[name] = np.require(array, lane, ("C", "ALIGNED"))
-    return arrays
 
 
 class Sum:

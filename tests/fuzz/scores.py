@@ -135,7 +135,6 @@ def compiled(d, s):
 
 
 MASKS = {
-    "all_keys": lambda d, s: masks.all_keys(),
     "causal": lambda d, s: masks.causal(),
     "window": lambda d, s: masks.window(*window(d, s)),
     "prefix": lambda d, s: masks.first_keys(lengths(d, s, s.len_k)),

@@ -213,41 +213,6 @@ def optimizer_loaded(d):
 
 
 @recipe
-def norms(d):
-    """The norm of gradients, and gradients that are clipped to one."""
-    grads = {name: x.astype(d.dtype) for name, x in arrays_of(d).items()}
-    exact = math.sqrt(sum(np.square(x.astype(np.float64)).sum() for x in grads.values()))
-    bound = {2: 2e-2, 4: 1e-4, 8: 1e-9}[d.dtype.itemsize]
-
-    def check(found):
-        return off(found[:1], {"the norm": np.float64(exact)}, bound)
-
-    if d.chance(0.5):
-        more = d.some(0.3, num_threads=lambda: d.choose(1, 2), backend=lambda: None)
-        given = {name: d.laid_out(x) for name, x in grads.items()}
-
-        def norm(grads, *, num_threads=None, backend=None):
-            found = train.grad_norm(grads, num_threads=num_threads, backend=backend)
-            with np.errstate(over="ignore"):
-                return np.asarray(found, lane(d))
-
-        return Call(norm, {"grads": given, **more}, names=("grad_norm",), check=check)
-
-    def clip(into, max_norm):
-        norm = train.clip_grad_norm(into, max_norm)
-        return np.asarray(norm, lane(d)), into
-
-    def clipped(found):
-        factor = min(1.0, most / (exact + 1e-6))
-        return check(found) or off(
-            found[1:], {n: factor * x.astype(np.float64) for n, x in before.items()}, bound
-        )
-
-    before, most = {name: x.copy() for name, x in grads.items()}, d.choose(0.1, 1.0, 1e3)
-    return Call(clip, {"into": grads, "max_norm": most}, names=("clip_grad_norm",), check=clipped)
-
-
-@recipe
 def schedule(d):
     warmup = d.choose(0, 0, d.size())
     kind = d.choose("constant", "cosine", "linear")

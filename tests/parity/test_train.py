@@ -42,17 +42,6 @@ def test_steps_are_torch_s(name, dtype):
             )
 
 
-def test_clipping_in_place_is_torch_s():
-    grads = arrays(np.float32)
-    tensors = [torch.nn.Parameter(torch.tensor(x)) for x in grads.values()]
-    for tensor, x in zip(tensors, grads.values(), strict=True):
-        tensor.grad = torch.tensor(x)
-    norm = torch.nn.utils.clip_grad_norm_(tensors, 3.0)
-    assert train.clip_grad_norm(grads, 3.0) == pytest.approx(norm.item(), rel=1e-6)
-    for tensor, x in zip(tensors, grads.values(), strict=True):
-        np.testing.assert_allclose(x, tensor.grad.numpy(), rtol=1e-6)
-
-
 class Theirs(torch.nn.Module):
     """The example's model of torch's modules."""
 
