@@ -10,9 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import fastattn
-from bench import SUITES
+from bench import SUITES, plot
 from bench.suite import NoRows, Request, run, text
-from fastattn._bench import plot
 from fastattn._regular_files import replaced
 
 ENGINES = tuple(dict.fromkeys(name for suite in SUITES.values() for name in suite.engines))

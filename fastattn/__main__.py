@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from importlib import util
 from pathlib import Path
 
 import fastattn
@@ -40,7 +39,7 @@ def _selftest(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     """Time attention beside NumPy, the fallback and every other library that is installed, for a minute."""
-    from fastattn._bench import attention, harness, plot, report
+    from fastattn._bench import attention, harness, report
 
     print(f"This takes about {options.seconds} seconds.", flush=True)
     result = harness.run(
@@ -54,9 +53,6 @@ def _bench(options: argparse.Namespace) -> int:
     if options.json:
         with naming(options.json), replaced(options.json) as file:
             file.write_text(json.dumps(result, indent=1) + "\n")
-    if options.plot:
-        with naming(options.plot):
-            plot.draw(result, options.plot)
     return 0
 
 
@@ -83,7 +79,6 @@ def _parser() -> argparse.ArgumentParser:
     option("--seconds", type=positive, default=60, metavar="N", help="about how long (60)")
     option("--threads", type=threads, metavar="N", help="of every engine (as many as fastattn uses)")
     option("--json", type=_file, metavar="FILE", help="write everything that was measured")
-    option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")
 
     def model_options(option: Callable[..., argparse.Action], placed: bool = False) -> None:
         text = "a folder of config.json and model.safetensors, a GGUF file, or a name of the Hub"
@@ -201,19 +196,6 @@ def _vectors(text: str) -> Path:
         suffixes = ", ".join(_cli_texts.WRITERS)
         raise argparse.ArgumentTypeError(f"expected a name that ends in one of {suffixes}, got {text!r}")
     return _file(text)
-
-
-def _picture(text: str) -> Path:
-    if not text.endswith(".png"):
-        raise argparse.ArgumentTypeError(f"expected a name that ends in .png, got {text!r}")
-    _require("matplotlib", "drawing")
-    return _file(text)
-
-
-def _require(package: str, what: str) -> None:
-    """Raise unless `package` is there, which `what` needs."""
-    if util.find_spec(package) is None:
-        raise argparse.ArgumentTypeError(f"{what} needs {package}: pip install {package}")
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from tiny_tokenizers import write_tokenizer
 
 from fastattn import train
 from fastattn.__main__ import main
-from fastattn._bench import harness, plot, report
+from fastattn._bench import harness, report
 from fastattn._regular_files import replaced
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes and pipes")
@@ -80,22 +80,12 @@ def bench_json(path, folder, monkeypatch):
     command(monkeypatch, "bench", "--json", path)
 
 
-def bench_plot(path, folder, monkeypatch):
-    pytest.importorskip("matplotlib")
-    row = {"section": "a", "dtype": "float32", "variant": "plain", "shape": {"name": "b"}, "engines": {}}
-    monkeypatch.setattr(plot, "_panel", lambda *args: None)
-    monkeypatch.setattr(plot, "_words", lambda *args: None)
-    monkeypatch.setattr(plot, "subject", lambda result: "fastattn")
-    plot.draw({"rows": [row], "engines": {"numpy": {}}}, path)
-
-
 WRITERS = {
     "save.safetensors": save,
     "embed.npy": embed,
     "embed.jsonl": embed,
     "embed.parquet": embed,
     "bench.json": bench_json,
-    "bench.png": bench_plot,
 }
 
 

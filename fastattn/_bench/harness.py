@@ -180,13 +180,6 @@ def sample(call: Callable[[], Any], repeat: int) -> float:
     return (time.perf_counter() - begin) / repeat
 
 
-def fma_peak(dtype: str, threads: int) -> tuple[float, float]:
-    """FLOP/s of multiply-adds, and the share of the CPU time that the threads got meanwhile."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    flops: float = settings.core.fma_peak(dtype, threads)
-    return flops, (time.process_time() - cpu) / (threads * (time.perf_counter() - wall))
-
-
 class _Worker:
     """Answers requests about one engine, in its process. It holds the problem that it prepared last."""
 
@@ -223,12 +216,14 @@ class _Worker:
         return {"seconds": time_call(self.way.call, seconds)}
 
     def limits(self, dtype: str) -> Json:
-        """The most that the machine can do, as the extension measures it."""
+        """The most that the machine can do, and the share of the CPU time that busy threads get."""
         # Where the CPU has no instruction for products of a narrow type, the limit is that of float32.
         narrow = dtype == "float16" or not settings.core.fma_peak(dtype, self.threads)
         bandwidth = settings.core.read_bandwidth(self.threads)
         # Now that all threads are awake:
-        flops, share = fma_peak("float32" if narrow else dtype, self.threads)
+        wall, cpu = time.perf_counter(), time.process_time()
+        flops = settings.core.fma_peak("float32" if narrow else dtype, self.threads)
+        share = (time.process_time() - cpu) / (self.threads * (time.perf_counter() - wall))
         return {"flops": flops, "bytes": bandwidth, "cpu_share": share}
 
 

@@ -13,7 +13,7 @@ import bench
 import fastattn
 from bench import __main__ as command
 from bench import embeddings as embeddings_suite
-from bench import files, texts
+from bench import files, plot, texts
 from bench import models as models_suite
 from bench.attention import SIGMOID, MaskedProblem
 from bench.embeddings import TextProblem
@@ -30,7 +30,7 @@ from bench.search import SearchProblem, SearchShape
 from bench.suite import FULL, INT8_INPUTS, Request, chosen, run, text
 from bench.training import MASKED, MODIFIED, GradientProblem, StepProblem
 from fastattn._bench import attention as minute
-from fastattn._bench import harness, plot, report
+from fastattn._bench import harness, report
 from fastattn._bench.cases import Shape
 
 SUITES = bench.SUITES
