@@ -34,12 +34,6 @@ CALLS = {
     "linear_attention": lambda **named: functional.linear_attention(Q, Q, Q, rule="linear", **named),
     "selective_scan": lambda **named: functional.selective_scan(X, X, X[0].T, X, X, **named),
     "attention_backward": lambda **named: functional.attention_backward(Q, Q, Q, Q, Q, Q[..., 0], **named),
-    "flex_attention_backward": lambda **named: functional.flex_attention_backward(
-        Q, Q, Q, Q, Q, Q[..., 0], **named
-    ),
-    "linear_attention_backward": lambda **named: functional.linear_attention_backward(
-        Q, Q, Q, Q, rule="linear", **named
-    ),
     "MultiHeadAttention": lambda **named: HEADS(X, **named),
     "TransformerEncoderLayer": lambda **named: LAYER(X, **named),
     "vjp(TransformerEncoderLayer)": lambda **named: vjp(LAYER, X, **named),
