@@ -100,10 +100,11 @@ class Transformer(Layer):
         """Encode src (B, S, d_model), decode tgt (B, T, d_model) over it: (B, T, d_model).
 
         Arguments are those of `MultiHeadAttention` and of `TransformerDecoderLayer`. True hides in a bool
-        mask. The decoder is causal if `tgt_mask` or `tgt_is_causal` says so. Without
-        `memory_key_padding_mask` it attends all rows of src, also those that `src_key_padding_mask` hides, as
-        in torch. Step by step: ``memory = model.encoder(src)`` once, then
-        ``model.decoder(tgt, memory, cache=...)``.
+        mask. The decoder is causal if `tgt_mask` or `tgt_is_causal` says so. It attends all rows of src that
+        `memory_key_padding_mask` does not hide, also those that `src_key_padding_mask` hides, as in torch.
+        Step by step: ``memory = model.encoder(src, src_key_padding_mask=padding)`` once, then
+        ``model.decoder(tgt, memory, memory_key_padding_mask=padding, cache=...)``: the rows of padding are 0
+        in such a memory.
         """
         masks: dict[str, Any] = {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask}
         return self._computation(src, tgt, src_is_causal=src_is_causal, **masks, **options).result()
@@ -121,10 +122,10 @@ class Transformer(Layer):
         require_options(options, OverMemoryOptions)
         self._require_parts()
         padding = src_key_padding_mask
-        if padding is not None and options.get("memory_key_padding_mask") is None:
+        if padding is not None:
             padding = mask_array("src_key_padding_mask", padding)
-            if padding.dtype == np.bool_:  # as floats: the encoder computes its rows, which are attended
-                padding = np.where(padding, -np.inf, 0)
+            if padding.dtype == np.bool_ and not _hides(options.get("memory_key_padding_mask"), padding):
+                padding = np.where(padding, -np.inf, 0)  # as floats: the encoder computes rows to attend
         masks: dict[str, Any] = {"mask": src_mask, "src_key_padding_mask": padding}
         source = self.encoder._computation(src, is_causal=src_is_causal, **masks)
         target = self.decoder._computation(tgt, source.inputs["src"], **options)
@@ -134,3 +135,12 @@ class Transformer(Layer):
 
         inputs = {"src": source.inputs["src"], "tgt": target.inputs["tgt"]}
         return Computation([self], inputs, run, target.shape, by_block=True)
+
+
+def _hides(memory_padding: ArrayLike | None, padding: Array) -> bool:
+    """Whether `memory_padding` hides all that the bool mask `padding` hides."""
+    if memory_padding is None:
+        return False
+    mask = mask_array("memory_key_padding_mask", memory_padding)
+    hidden = mask if mask.dtype == np.bool_ else mask == -np.inf
+    return hidden.shape == padding.shape and bool(hidden[padding].all())

@@ -311,6 +311,13 @@ def test_transformer(options, dtype, implementation):
         expected_rows = module(t(src), t(tgt), **{name: t(mask) for name, mask in padded.items()})
         same(ours(src, tgt, **padded), expected_rows, dtype)
 
+    odd = np.tile(np.arange(LEN_K) % 2 == 1, (BATCH, 1))
+    over = [np.zeros_like(odd), odd, src_padding, src_padding | odd]  # none, some or all of the padding
+    for hidden in over + [np.where(mask, -np.inf, 0).astype(dtype) for mask in over]:
+        padded = {"src_key_padding_mask": src_padding, "memory_key_padding_mask": hidden}
+        expected_rows = module(t(src), t(tgt), **{name: t(mask) for name, mask in padded.items()})
+        same(ours(src, tgt, **padded), expected_rows, dtype)
+
     memory = ours.encoder(src, mask=src_mask, src_key_padding_mask=src_padding)
     cache = ours.decoder.new_cache()
     steps = [
