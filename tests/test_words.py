@@ -20,6 +20,7 @@ LAYER = layers.TransformerEncoderLayer(8, 2, 16, rng=0)
 STACK = layers.TransformerEncoder([LAYER])
 DECODER = layers.TransformerDecoderLayer(8, 2, 16, rng=0)
 ATTENDS, HIDES = r"\(True attends", r"\(True hides, floats are added\)"
+EACH_OWN = "a sequence of layers, each its own: "
 WEIGHTS = ": fastattn.attention_weights, and need_weights=True of MultiHeadAttention, return the weights"
 
 CALLS = {
@@ -43,6 +44,7 @@ CALLS = {
     "made MultiHeadAttention": lambda **named: layers.MultiHeadAttention(8, 2, **named),
     "made TransformerEncoderLayer": lambda **named: layers.TransformerEncoderLayer(8, 2, **named),
     "made TransformerEncoder": lambda **named: layers.TransformerEncoder(LAYER, **named),
+    "made TransformerDecoder": lambda **named: layers.TransformerDecoder(DECODER, **named),
     "made LayerNorm": lambda **named: layers.LayerNorm(**named),
 }
 SAID = {
@@ -131,9 +133,13 @@ SAID = {
     },
     "made TransformerEncoder": {
         **dict.fromkeys(
-            ("num_layers", "encoder_layer"), r"; expected layers \(a list of layers, each its own"
+            ("num_layers", "encoder_layer"),
+            rf"; expected layers \({EACH_OWN}\[TransformerEncoderLayer\(...\) for _ in range\(6\)\]\)$",
         ),
         "enable_nested_tensor": ": rows of padding are left out without it$",
+    },
+    "made TransformerDecoder": {
+        "num_layers": rf"; expected layers \({EACH_OWN}\[TransformerDecoderLayer\(...\) for _",
     },
     "made LayerNorm": {"normalized_shape": "; expected features$"},
     "made TransformerEncoderLayer": {

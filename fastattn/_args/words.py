@@ -93,11 +93,11 @@ for _name, _others in OTHER_NAMES.items():
         _WORDS.setdefault(_word, []).append(_name)
 
 # What an argument's name does not say to those who know it by another one.
-_MEANINGS = {
+MEANINGS = {
     "kv_lengths": "how many keys of each sequence count",
     "window": "a pair (left, right), None for no bound",
     "bias": "added to the scores",
-    "layers": "a list of layers, each its own",
+    "layers": "a sequence of layers, each its own: [{kind}(...) for _ in range(6)]",
     "dropout": "with a seed",
     "dropout_p": "with a seed",
     "weights_dtype": '"int8", "q8", "int4" or "uint4"',
@@ -173,7 +173,8 @@ def not_an_argument(given: Mapping[str, Any], taken: Any, *named: str) -> TypeEr
     """
     names = [name for name in (*taken.__annotations__, *named) if name not in ("return", "more", "others")]
     word = next(name for name in given if name not in names)
-    instead = _instead(word, names, named)
+    kind = str(taken.__annotations__.get("layers")).partition("[")[2].rstrip("]")  # Sequence[kind]
+    instead = _instead(word, names, named).replace("{kind}", kind)
     if not instead:
         expected = get_close_matches(word, names, 1) or [f"one of {', '.join(names)}"]
         instead = f"; expected {expected[0]}"
@@ -220,7 +221,7 @@ def _instead(word: str, names: list[str], own: Collection[str]) -> str:
         return f": attention={{{min(found)!r}: ...}} takes it"
     expected = []
     for name in same:
-        meaning = None if name in own else _MEANINGS.get(name)
+        meaning = None if name in own else MEANINGS.get(name)
         if name.endswith("mask"):
             floats = "" if name == "mask" and not hides else ", floats are added"
             meaning = f"True {'hides' if hides else 'attends'}{floats}"

@@ -15,7 +15,7 @@ from fastattn._args.ops import rows
 from fastattn._args.options import require_options
 from fastattn._args.types import Array, ArrayLike, DTypeLike, Unpack
 from fastattn._args.values import flag, integers, iterated
-from fastattn._args.words import not_an_argument
+from fastattn._args.words import MEANINGS, not_an_argument
 from fastattn._engine.plain import PLAIN
 from fastattn.layers import _computation, _state
 from fastattn.layers._basic import NormLayer
@@ -92,7 +92,7 @@ class LayerStack(Layer):
         """Raise unless layers and norm fit together. The caller may have changed the list of layers."""
         kind = self._kind.__name__
         if not isinstance(self.layers, list):
-            expected = f"a sequence of layers, each its own: [{kind}(...) for _ in range(6)]"
+            expected = MEANINGS["layers"].format(kind=kind)
             self._change({"layers": list(iterated("layers", self.layers, expected))})
         if not self.layers:
             raise ValueError("(): layers is empty; expected at least one layer")
