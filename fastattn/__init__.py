@@ -73,14 +73,7 @@ def __getattr__(name: str) -> Any:
     if name in _FUNCTIONS:
         found = globals()[name] = getattr(import_module(f"fastattn.{_FUNCTIONS[name]}"), name)
         return found
-    text = f"module {__name__!r} has no attribute {name!r}"
-    # A module that nobody has imported is none of the names.
-    if name.startswith("_") or import_module("importlib.util").find_spec(f"fastattn.{name}"):
-        raise AttributeError(text)
-    text += import_module("fastattn._args.words").nearest_name(name)
-    # `from fastattn import x` asks whether there is x, and hides all but an ImportError.
-    asked_by = sys._getframe(1).f_globals.get("__name__")
-    raise (ImportError if asked_by == "importlib._bootstrap" else AttributeError)(text)
+    raise import_module("fastattn._args.names").missing_name(__name__, name, sys._getframe(1))
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 from fastattn._args.blocks import blocks, copied
 from fastattn._args.channels import conv_args, next_inputs
 from fastattn._args.errors import named, put_name, wrong_shape
+from fastattn._args.names import show_public
 from fastattn._args.ops import group_args, linear_args, rows_args
 from fastattn._args.options import Backend, ComputeOptions, OutOption
 from fastattn._args.pack import pack_args
@@ -39,10 +40,7 @@ __all__ = [
     "rms_norm",
     "softmax",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+show_public(__name__)
 
 
 class _NormOptions(OutOption, ComputeOptions, total=False):

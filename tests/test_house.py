@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import pickle
 import re
 import sys
 from graphlib import TopologicalSorter
@@ -129,19 +130,39 @@ def test_an_import_loads_the_settings_alone(python):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("MultiheadAttention", "layers.MultiHeadAttention"), ("flash_attn_func", "attention"),
-     ("flash_attention", "attention"), ("layer", "layers"),
-     ("sparsemax_atention", "functional.sparsemax_attention"), ("layer_norm", "ops.layer_norm"),
-     ("Layers", "layers")],
+    ("module", "name", "expected"),
+    [("", "MultiheadAttention", "layers.MultiHeadAttention"), ("", "flash_attn_func", "attention"),
+     ("", "flash_attention", "attention"), ("", "layer", "layers"),
+     ("", "sparsemax_atention", "functional.sparsemax_attention"), ("", "layer_norm", "ops.layer_norm"),
+     ("", "Layers", "layers"), ("layers", "MultiheadAttention", "layers.MultiHeadAttention"),
+     ("functional", "atention", "attention"), ("masks", "casual", "masks.causal"),
+     ("models", "laod", "models.load"), ("positions", "aliby_slopes", "positions.alibi_slopes"),
+     ("grad", "layernorm", "grad.layer_norm"), ("ops", "layernorm", "ops.layer_norm"),
+     ("train", "Adamw", "train.AdamW")],
 )  # fmt: skip
-def test_unknown_names_are_told_the_nearest(name, expected):
-    message = rf"^module 'fastattn' has no attribute '{name}'; expected fastattn.{expected}$"
+def test_unknown_names_are_told_the_nearest(module, name, expected):
+    module = f"fastattn.{module}".rstrip(".")
+    message = rf"^module '{module}' has no attribute '{name}'; expected fastattn.{expected}$"
+    with pytest.raises(AttributeError, match=message) as error:
+        getattr(importlib.import_module(module), name)
     with pytest.raises(AttributeError, match=message):
-        getattr(fastattn, name)
-    with pytest.raises(ImportError, match=message):
-        exec(f"from fastattn import {name}")
-    assert not hasattr(fastattn, "something_else")
+        raise pickle.loads(pickle.dumps(error.value))
+    if module != "fastattn.ops":  # no package: Python's own error names the file
+        with pytest.raises(ImportError, match=message):
+            exec(f"from {module} import {name}")
+
+
+def test_to_ask_for_a_name_imports_no_module(python):
+    """Nor do the names that Python and its tools ask for, or a name that is none, raise another error."""
+    asked = ["something_else", "MultiheadAttention", "__wrapped__", "_private", "a.b", ""]
+    code = f"""
+import sys, fastattn, fastattn._args.names, fastattn.ops
+before = {{name for name in sys.modules if name.startswith("fastattn")}}
+for module in (fastattn, fastattn.ops):
+    assert [getattr(module, name, 0) for name in {asked}] == [0] * {len(asked)}
+print({{name for name in sys.modules if name.startswith("fastattn")}} - before)
+"""
+    assert python(code).stdout.strip() == "set()"
 
 
 STRAIGHT = ("fastattn.models", "fastattn.train")

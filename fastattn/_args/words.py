@@ -155,13 +155,17 @@ _FUNCTIONS = {
 }
 
 
-def nearest_name(name: str) -> str:
-    """The end of a message to one who asks fastattn for `name`: the public name that is most like it."""
-    modules = ("", ".functional", ".layers", ".ops", ".masks", ".positions", ".grad")
-    public = [f"{m}.{each}" for m in reversed(modules) for each in import_module(f"fastattn{m}").__all__]
-    public.sort(key=lambda each: each.endswith(f".{name}"))  # of names that are alike, the last one is taken
+def nearest_name(module: str, name: str) -> str:
+    """The end of a message to one who asks a public `module` for `name`: the public name most like it."""
+    own = module.removeprefix("fastattn")
+    modules = ("train", "models", "grad", "positions", "masks", "ops", "layers", "functional")
+    asked = [*(f".{m}" for m in modules), "", own]  # of names that are alike, the last one is taken
+    public = [f"{m}.{each}" for m in asked for each in import_module(f"fastattn{m}").__all__]
+    public.sort(key=lambda each: each.endswith(f".{name}"))
     plain = {each.rpartition(".")[2].replace("_", "").casefold(): each for each in public}
-    like = get_close_matches(name.replace("_", "").casefold(), plain, 1, 0.8)
+    word = name.replace("_", "").casefold()
+    near = {key: each for key, each in plain.items() if each.rpartition(".")[0] == own}
+    like = get_close_matches(word, plain, 1, 0.8) or get_close_matches(word, near, 1, 0.7)
     found = _FUNCTIONS.get(name) or (plain[like[0]] if like else "")
     return found and f"; expected fastattn{found}"
 

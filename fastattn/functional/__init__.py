@@ -4,6 +4,7 @@ What is only an argument of `fastattn.attention` (causal, windows, grouped heads
 function here. docs/variants.md is the table of all variants; `fastattn.grad.vjp` has the gradients of all.
 """
 
+from fastattn._args.names import show_public
 from fastattn.functional import feature_maps
 from fastattn.functional._approximate import linformer_attention, lsh_attention, nystrom_attention
 from fastattn.functional._backward import attention_backward, varlen_attention_backward
@@ -84,3 +85,5 @@ __all__ = [
     "transformer_xl_attention",
     "varlen_attention_backward",
 ]
+
+show_public(__name__)

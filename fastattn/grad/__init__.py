@@ -7,6 +7,7 @@ float64 where x is. Their bits do not depend on the number of threads. Options a
 function; with others, gradients are wrong, without an error.
 """
 
+from fastattn._args.names import show_public
 from fastattn.grad._channels import causal_conv1d
 from fastattn.grad._linear import linear
 from fastattn.grad._loss import cross_entropy
@@ -29,6 +30,4 @@ __all__ = [
     "vjp",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+show_public(__name__)

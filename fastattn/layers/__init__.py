@@ -4,6 +4,7 @@ A layer checks its arguments and its parameters. A TypeError or a ValueError nam
 what came and what was expected; without parameters, it says how to load some.
 """
 
+from fastattn._args.names import show_public
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import FeedForward, LayerNorm, Linear, RMSNorm
 from fastattn.layers._cache import Cached, Caches, DecoderCache, KVCache
@@ -46,3 +47,5 @@ __all__ = [
     "pooling_by_attention",
     "set_attention",
 ]
+
+show_public(__name__)

@@ -6,6 +6,7 @@ keys that some query attends, so the cost is that of these blocks. `compile` mak
 and resolves a mask once for many calls; ``to_array`` shows a mask.
 """
 
+from fastattn._args.names import show_public
 from fastattn.masks._compile import compile
 from fastattn.masks._grid import axial, neighborhood, swin
 from fastattn.masks._mask import Mask
@@ -46,3 +47,5 @@ __all__ = [
     "tree",
     "window",
 ]
+
+show_public(__name__)

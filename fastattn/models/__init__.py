@@ -4,6 +4,7 @@
 does not fit.
 """
 
+from fastattn._args.names import show_public
 from fastattn.models._classify import CrossEncoder, TokenClassifier
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
@@ -38,3 +39,5 @@ __all__ = [
     "quantize_embeddings",
     "save",
 ]
+
+show_public(__name__)

@@ -4,6 +4,7 @@ See docs/training.md. A TypeError or a ValueError names the argument that does n
 the gradient that is not finite.
 """
 
+from fastattn._args.names import show_public
 from fastattn.train._batches import Batches
 from fastattn.train._classifier import ClassifierTuning
 from fastattn.train._contrastive import ContrastiveTuning
@@ -27,3 +28,5 @@ __all__ = [
     "Trainer",
     "Tuning",
 ]
+
+show_public(__name__)
