@@ -105,10 +105,7 @@ def _tokenizer(path: Path) -> Config:
 
 
 def end_ids(said: Config, count: int) -> list[int]:
-    """The ids that end an answer, of `count` tokens, by all keys of a file.
-
-    "<|end|>" ends a part of an answer alone where other tokens end the answer, as in GPT-OSS.
-    """
+    """The ids that end an answer, of `count` tokens, by all keys of a file and by their texts."""
     ids = []
     for name in _END_KEYS:
         i = said.optional_id(key := f"tokenizer.ggml.{name}_token_id")
@@ -122,21 +119,23 @@ def end_ids(said: Config, count: int) -> list[int]:
         if given.dtype.kind not in "iu" or (given < 0).any() or (given >= count).any():
             raise said.wrong(key, more, f"an array of ids of the {count} tokens")
         ids += more.tolist()
-    tokens, kinds = (said.values.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
-    if isinstance(tokens, Strings) and isinstance(kinds, np.ndarray) and len(kinds) == tokens.number:
-        places = tokens.places(_END_TEXTS).items()
-        found = {text: i for text, i in places if _is_end(text, kinds[i])}
-        calls = not found.keys().isdisjoint(("<|call|>", "<|calls|>"))
-        if calls and not found.keys().isdisjoint(("<|return|>", "<|flush|>")):
-            part = found.pop("<|end|>", None)
-            ids = [i for i in ids if i != part]
-        ids += found.values()
-    return list(dict.fromkeys(ids))
+    tokens = said.values.get("tokenizer.ggml.tokens")
+    by_text, others = _ends(tokens) if isinstance(tokens, Strings) else ([], [])
+    return [i for i in dict.fromkeys([*ids, *by_text]) if i not in others]
 
 
-def _is_end(text: str, kind: int) -> bool:
-    """Tell whether a token of this text and type ends an answer; a "</s>" of users' is a tag of HTML."""
-    return text in _END_TEXTS and (kind == _CONTROL or (kind == _USER_DEFINED and text != "</s>"))
+def _ends(tokens: Strings) -> tuple[list[int], list[int]]:
+    """The tokens that end an answer by their text, whatever their type, and those that end none.
+
+    "<|end|>" ends a part of an answer alone where other tokens end the answer, as in GPT-OSS; "</s>" is a tag
+    of HTML beside Gemma 4's "<|tool_response>".
+    """
+    found = tokens.places(_END_TEXTS)
+    calls = not found.keys().isdisjoint(("<|call|>", "<|calls|>"))
+    parts = calls and not found.keys().isdisjoint(("<|return|>", "<|flush|>"))
+    no_ends = {"<|end|>": parts, "</s>": "<|tool_response>" in found}
+    others = [found.pop(text) for text, is_none in no_ends.items() if is_none and text in found]
+    return list(found.values()), others
 
 
 def tokenizer_of(path: Path) -> Any:
@@ -144,11 +143,9 @@ def tokenizer_of(path: Path) -> Any:
     config = _tokenizer(path)
     try:
         return _made(config)
-    except (ModelError, ImportError):
-        raise
     except BaseException as error:  # a panic of the library is no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
+        if type(error) not in (Exception, TypeError, ValueError) and type(error).__name__ != "PanicException":
+            raise  # it is not the library's
         raise ModelError(f"{path}: its tokenizer cannot be made: {error}") from error
 
 
@@ -160,9 +157,7 @@ def _made(config: Config) -> Any:
         "gpt2": _bytewise, "llama": _by_scores, "gemma4": _by_merges, "bert": _by_words, "t5": _by_chances
     }  # fmt: skip
     kinds = kinds.copy()
-    for i in np.flatnonzero(kinds == _USER_DEFINED):
-        if _is_end(tokens[i], _USER_DEFINED):
-            kinds[i] = _CONTROL  # it is no part of the answer
+    kinds[_ends(config.values["tokens"])[0]] = _CONTROL  # they are no part of the answer
     tokenizer, config = config.choice("model", makers)(config, tokens, kinds)
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         found = [

@@ -18,7 +18,7 @@ from fastattn._args.packed import PackedLinear
 from fastattn._formats import FORMATS
 from fastattn._gguf import GgufFile
 from fastattn.grad import vjp
-from fastattn.models import ModelError, _gguf, _tensors
+from fastattn.models import ModelError, _gguf, _gguf_tokenizer, _tensors
 from fastattn.positions import rope_frequencies
 
 TYPES = ("F32", "F16", "BF16", *FORMATS)
@@ -553,7 +553,8 @@ def with_tokenizer(path, **changes):
         "tokenizer.ggml.eos_token_id": 259,
         **changes,
     }
-    tiny_gguf.write(path, "llama", "F32", vocab=270, **{key: tiny_gguf.typed(x) for key, x in found.items()})
+    given = {key: tiny_gguf.typed(x) for key, x in found.items() if x is not None}
+    tiny_gguf.write(path, "llama", "F32", vocab=270, **given)
     return models.load(path)
 
 
@@ -598,17 +599,18 @@ ENDS = [
 
 def stop_of(path, texts, kind=3, **keys):
     """The ids that end answers of a model whose last tokens are `texts`, from 258 on."""
-    keys |= {"tokens": [*BYTES, "th", "the", *texts], "token_type": [1] * 258 + [kind] * len(texts)}
+    kinds = kind and [1] * 258 + [kind] * len(texts)  # None: the file does not say any
+    keys |= {"tokens": [*BYTES, "th", "the", *texts], "token_type": kinds}
     keys = {"eos_token_id": 0, **keys}
     return with_tokenizer(path, **{f"tokenizer.ggml.{name}": x for name, x in keys.items()}).stop
 
 
-@pytest.mark.parametrize("kind", [1, 3, 4])
+@pytest.mark.parametrize("kind", [1, 3, 4, 6, None])
 def test_texts_that_end_answers(kind, tmp_path):
-    """Tokens of words are words; so is "</s>", a tag of HTML, where it is no control token."""
+    """Whatever the tokens' type is."""
     for i in range(0, len(ENDS), 10):
         texts = ENDS[i : i + 10]
-        ends = [258 + n for n, text in enumerate(texts) if kind == 3 or (kind == 4 and text != "</s>")]
+        ends = range(258, 258 + len(texts))
         assert set(stop_of(tmp_path / "model.gguf", [*texts, "<|start|>"], kind)) == {0, *ends}
 
 
@@ -620,10 +622,11 @@ def test_texts_that_end_answers(kind, tmp_path):
         ("<|end|> <|flush|> <|calls|>", (259, 260)),
         ("<|end|> <|return|> <|flush|>", (258, 259, 260)),
         ("<|end|> <|call|> <|calls|>", (258, 259, 260)),
+        ("</s> <eos> <|tool_response>", (259, 260)),
     ],
 )
 def test_ends_of_parts_of_answers(texts, stop, tmp_path):
-    """After its reasoning, an answer of GPT-OSS continues."""
+    """After its reasoning, an answer of GPT-OSS continues; after a tag of HTML, one of Gemma 4."""
     assert stop_of(tmp_path / "model.gguf", texts.split(), eos_token_id=258) == stop
 
 
@@ -639,10 +642,23 @@ def test_ids_that_end_answers(tmp_path):
             stop_of(path, ["x"], eos_token_ids=wrong)
 
 
-def test_ends_are_no_part_of_answers(tmp_path):
+@pytest.mark.parametrize("kind", [1, 4, 6, None])
+def test_ends_are_no_part_of_answers(kind, tmp_path):
     path = tmp_path / "model.gguf"
-    stop_of(path, ["<|im_end|>", "<tool>"], kind=4)
-    assert models.load(path).text.decode([[257, 259, 258]]) == ["the<tool>"]
+    stop_of(path, ["<|im_end|>", "<tool>"], kind)
+    text = models.load(path).text
+    assert text.decode([[257, 259, 258]]) == ["the<tool>"]
+    assert text.encode(["the<|im_end|>"]) == [[257, 258]]
+
+
+def test_an_error_of_a_signal_is_not_taken_for_the_tokenizers(tmp_path, monkeypatch):
+    def timed_out(*args):
+        raise TimeoutError("time is up")
+
+    model = with_tokenizer(tmp_path / "model.gguf")
+    monkeypatch.setattr(_gguf_tokenizer, "_made", timed_out)
+    with pytest.raises(TimeoutError, match=r"^time is up$"):
+        model.text.encode(["the"])
 
 
 def test_a_tokenizer_of_scores(tmp_path):
@@ -762,7 +778,7 @@ def test_a_number_for_each_layer(kind, tmp_path):
     for key, size in sizes.items():
         for wrong, message in (
             ([size] * (layers + 1), f"a number for each of {layers} layers"),
-            ([size + 1, *[size] * (layers - 1)], "an integer of at least 1|for all layers"),
+            ([size + 1, *[size] * (layers - 1)], "for all layers"),
         ):
             tiny_gguf.write(path, kind, "F32", **{f"{name}.{key}": tiny_gguf.typed(wrong)})
             with pytest.raises(ModelError, match=rf"'{name}.{key}' is .*; expected .*({message})"):
