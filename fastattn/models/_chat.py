@@ -150,10 +150,12 @@ def conversation(
 
 
 def _rendered(path: Path, template: Any, messages: Any, given: dict[str, Any], expected: str) -> str:
+    from fastattn.models._template import FAILURES  # it needs Jinja
+
     values = _plain({**given, "messages": messages})
     try:
         rendered: str = template.render(values)
-    except Exception as error:  # whatever the template does
+    except FAILURES as error:
         raise _failed(path, error, expected) from error
     return rendered
 
@@ -190,11 +192,11 @@ def _source(folder: Path, config: Config) -> tuple[Path, str, bool]:
 def _compiled(path: Path, source: str) -> Any:
     """The template, in an environment as transformers has it."""
     _require_jinja()
-    from fastattn.models._template import compiled  # it needs Jinja
+    from fastattn.models._template import FAILURES, compiled  # it needs Jinja
 
     try:
         return compiled(source)
-    except Exception as error:  # recursion, too
+    except FAILURES as error:
         raise _failed(path, error, "one that Jinja reads") from error
 
 

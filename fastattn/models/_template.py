@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 
+# What Jinja raises, or a template by what it does; others come from elsewhere, as from a signal's handler.
+FAILURES = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError,
+    TypeError, ValueError,
+)  # fmt: skip
+
+
 class _Generation(Extension):  # type: ignore[misc]
     """``{% generation %}``, which marks an answer for training: its text is written as without the tag."""
 

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("jinja2")
 
-from fastattn.models import ModelError
+from fastattn.models import ModelError, _template
 from fastattn.models._chat import ChatTemplate
 
 PAIR = ("alpha", "bravo")
@@ -55,6 +55,31 @@ def test_a_template_reads_only_values_of_python():
     assert template("{{ x }}", x=[np.bool_(True), (np.int8(3),)]).render("", PAIR) == "[True, (3,)]"
     with pytest.raises(TypeError, match=r"a value for the chat template is of type ndarray; expected texts"):
         template("", x={"y": np.zeros(2)}).render("", PAIR)
+
+
+class Stop(Exception):
+    """An error that no template raises."""
+
+
+@pytest.mark.parametrize("error", [TimeoutError, Stop])
+def test_an_error_of_a_signal_is_not_taken_for_a_templates(error, monkeypatch):
+    def stopped(*args):
+        raise error("time is up")
+
+    monkeypatch.setattr(_template, "_raise", stopped)
+    with pytest.raises(error, match=r"^time is up$"):
+        template("{{ raise_exception('a') }}" + error.__name__).render("", PAIR)
+    monkeypatch.setattr(_template, "compiled", stopped)
+    with pytest.raises(error, match=r"^time is up$"):
+        template("not compiled yet: " + error.__name__).render("", PAIR)
+
+
+@pytest.mark.parametrize(
+    "source", ["{% break %}", "{{ 'a' * 10**15 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+)
+def test_what_a_template_fails_with_is_its_own(source):
+    with pytest.raises(ModelError, match=r"^chat_template.jinja: the chat template fails, "):
+        template(source).render("", PAIR)
 
 
 def test_an_error_that_a_template_writes_is_cut():
