@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,10 @@ _STEPS = {
     **dict.fromkeys(("NFC", "NFD", "BertProcessing", "RobertaProcessing"), 3),
     **{"ByteLevel": 4, "Metaspace": 5, "NFKC": 11, "NFKD": 11, "BertNormalizer": 12},
 }
+# Expressions that match a character at least: characters and classes in a row, none of them optional. Others
+# may match nothing; their grammar is the library's, where "a{2}?" does.
+_ONE = r"(?:\\[][dDnrsStwW.*+?(){}|^$\\/-]|\[\^?(?:[^\[\]\\&]|\\\w)+\]|[^\\\[\](){}|?*+^$])"
+_MATCHES_SOME = re.compile(rf"(?:{_ONE}(?:\+|\{{[1-9]\d*(?:,|,[1-9]\d*)?\}})?)+")
 _INNER = ("normalizers", "pretokenizers", "decoders", "processors")  # where a Sequence has its steps
 _BEFORE, _AFTER = ("normalizer", "pre_tokenizer", "post_processor"), ("decoder",)  # the model
 
@@ -51,9 +56,10 @@ def _growth(path: Path, step: Any) -> int:
     """How many times as long a step makes a text, at most."""
     kind = step.get("type") if isinstance(step, dict) else None
     if kind == "Replace":
-        pattern, most = step.get("pattern"), _size(step.get("content"))
-        found = _size(pattern.get("String")) if isinstance(pattern, dict) else 0
-        return max(1, -(-most // found)) if found else 1 + most  # an expression may match nothing
+        most, given = _size(step.get("content")), step.get("pattern")
+        pattern = given if isinstance(given, dict) else {}
+        least = _size(pattern.get("String")) or bool(_MATCHES_SOME.fullmatch(str(pattern.get("Regex", ""))))
+        return max(1, -(-most // least)) if least else 1 + most
     if kind == "Prepend":
         return 1 + _size(step.get("prepend"))
     if kind == "Precompiled":

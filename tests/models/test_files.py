@@ -488,7 +488,6 @@ def write_growing(folder, **parts):
 
 
 A = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
-EMPTY = {"type": "Replace", "pattern": {"Regex": "(?=a)"}, "content": "a"}
 TABLE = base64.b64encode(struct.pack("<I", 4) + b"\0\0\0\0" + b"a" * 1000 + b"\0").decode()
 TWICE = {
     "type": "TemplateProcessing",
@@ -502,12 +501,33 @@ def in_a_row(key, *steps):
     return {"type": "Sequence", key: list(steps)}
 
 
+MAY_BE_EMPTY = [
+    "(?=a)",
+    "a*",
+    "a|",
+    "a{2}?",
+    "a{0,2}",
+    r"a\K",
+    "a(?#)*",
+    "a++*",
+    r"\b",
+    "[[a]]*",
+    "[a]?",
+    "$",
+]
+
+
+def expressions(regex, count):
+    step = {"type": "Replace", "pattern": {"Regex": regex}, "content": "a"}
+    return in_a_row("normalizers", *[step] * count)
+
+
 @pytest.mark.parametrize(
     "parts",
     [
         {"normalizer": in_a_row("normalizers", A, A, A)},
         {"normalizer": in_a_row("normalizers", A, in_a_row("normalizers", A, A))},
-        {"normalizer": in_a_row("normalizers", *[EMPTY] * 30)},
+        *({"normalizer": expressions(each, 30)} for each in MAY_BE_EMPTY),
         {"normalizer": in_a_row("normalizers", *[{"type": "Prepend", "prepend": "a" * 1000}, A] * 2)},
         {
             "normalizer": in_a_row(
@@ -518,12 +538,18 @@ def in_a_row(key, *steps):
         {"post_processor": in_a_row("processors", *[TWICE] * 30)},
         {"decoder": in_a_row("decoders", A, A, A)},
     ],
-    ids=["replace", "nested", "empty", "prepend", "table", "bytes", "template", "decoder"],
+    ids=["replace", "nested", *MAY_BE_EMPTY, "prepend", "table", "bytes", "template", "decoder"],
 )
 def test_a_tokenizer_that_multiplies_texts_is_refused(parts, encoder):
     write_growing(encoder, **parts)
     with pytest.raises(ModelError, match=r"tokenizer.json: .* can make a text \d+ times as long; expected"):
         models.load(encoder).encode("a")
+
+
+@pytest.mark.parametrize("regex", [r"\s+", " {2,}", r"\r\n", r"[^\w ]{1,3}", r"\.+", "a", "é{2}b"])
+def test_expressions_that_match_a_character_make_no_text_longer(regex, encoder):
+    write_growing(encoder, normalizer=expressions(regex, 30))
+    assert len(models.load(encoder).encode("a")) == 24
 
 
 def test_a_step_that_stands_twice_is_the_one_that_was_checked(encoder):
