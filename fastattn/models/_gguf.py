@@ -178,8 +178,12 @@ def _join_layers(said: Config, model_type: str) -> None:
         layers = said.size(f"{prefix}.block_count")
         if each.size != layers:
             raise said.wrong(key, each, f"a number for each of {layers} layers")
-        if (each == each[0]).all() and not (key.endswith("_kv") and model_type in _gguf_hybrid.BY_HEADS):
+        if key.endswith("_kv") and model_type in _gguf_hybrid.BY_HEADS:
+            continue
+        if (each == each[0]).all():
             said.values[key] = each[0].item()
+        elif model_type != "gemma4_text" or key.endswith("head_count"):
+            raise said.wrong(key, each.tolist(), "the same number for all layers")
 
 
 def opened_alone(path: Path) -> GgufFile:

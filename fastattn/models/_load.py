@@ -182,6 +182,8 @@ def load(
     path = place_of(folder, revision, gguf_file)
     if _gguf.is_file(path):
         return _of_gguf(path, precision)
+    if os.path.isfile(path):
+        raise ModelError(f"{path} is a file; expected its folder, {path.absolute().parent}, or a GGUF file")
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"
         expected = "expected one with config.json and model.safetensors, or a GGUF file"
@@ -189,10 +191,13 @@ def load(
             expected += f", or a name of the Hub with its organisation, as sentence-transformers/{path}"
         what = "does not exist" if path.suffix == _gguf.SUFFIX else "is no folder"
         raise ModelError(f"{path} {what}; {expected}: {hint}")
-    if not (path / "config.json").exists() and (found := sorted(x.name for x in path.glob("*.gguf"))):
-        raise ModelError(
-            f"{path} has no config.json; expected one, or the path of a GGUF file, as {found[0]}"
-        )
+    if not (path / "config.json").exists():
+        came = f"{path} has no config.json; expected one"
+        if found := sorted(x.name for x in path.glob("*.gguf")):
+            raise ModelError(f"{came}, or the path of a GGUF file, as {found[0]}")
+        inner = sorted(path.glob("[!0-9]*/config.json"))  # the others are modules'
+        if inner and not (path / "modules.json").exists():
+            raise ModelError(f"{came}; there is one in {inner[0].parent}")
     router = router_of(path)
     if router is None:
         return _of_folder(path, precise)

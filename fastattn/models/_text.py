@@ -231,7 +231,8 @@ def strings(name: str, texts: Any, expected: str = "several, as [text]") -> Iter
 def string(name: str, text: Any) -> str:
     """`text`, the argument `name`: one string."""
     if not isinstance(text, str):
-        raise TypeError(f"(): {name} is {short(text)}; expected a string")
+        hint = ", as its column's .to_pylist() has them" if hasattr(text, "as_py") else ""
+        raise TypeError(f"(): {name} is {short(text)}; expected a string{hint}")
     _require_whole(name, text)
     return text
 

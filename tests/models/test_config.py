@@ -1,6 +1,7 @@
 """Errors about a config.json that describes no model that can be computed."""
 
 from pathlib import Path
+from shutil import rmtree
 
 import numpy as np
 import pytest
@@ -23,6 +24,13 @@ def test_folders_that_are_none(tmp_path):
     )
     refused(None, "load(): folder is of type NoneType; expected a path", error=TypeError)
     refused(tmp_path, "config.json is missing")
+    for name in ("1_Pooling", "model"):
+        tiny.write(tmp_path / name, "bert")
+    refused(tmp_path, f"{tmp_path} has no config.json; expected one; there is one in {tmp_path / 'model'}")
+    for name in ("config.json", "model.safetensors"):
+        file = tmp_path / "model" / name
+        refused(file, f"{file} is a file; expected its folder, {tmp_path / 'model'}, or a GGUF file")
+    rmtree(tmp_path / "model")
     (tmp_path / "config.json").mkdir()
     refused(tmp_path, "config.json cannot be read")
 

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -248,6 +249,9 @@ def test_texts_are_strings(encoder):
         encode(None)
     with pytest.raises(TypeError, match=r"texts\[1\] is 2; expected a string"):
         encode(["one", 2])
+    scalar = SimpleNamespace(as_py=None)  # as pyarrow's
+    with pytest.raises(TypeError, match=r"texts\[0\] is .*; expected a string, as its column's .to_pylist"):
+        encode([scalar])
 
 
 class Table:
