@@ -16,8 +16,6 @@ import pytest
 # wait for threads that do not run. Both read these when imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Tests of how calls are cut expect the default sizes.
-os.environ.setdefault("FASTATTN_TUNING", "off")
 
 sys.path.append(
     str(Path(__file__).parents[1])
