@@ -45,6 +45,10 @@ RULES = {
 }
 
 
+def _turned(arrays: list[Array]) -> str:
+    return layout_hint(*(x.shape for x in arrays))
+
+
 def recurrent_args(
     q: Any,
     k: Any,
@@ -77,7 +81,6 @@ def recurrent_args(
     dtype, lane = q_array.dtype, lane_dtype(q_array.dtype)
     if not (k_array.dtype is dtype and v_array.dtype is dtype):
         require_dtypes({"q": q_array, "k": k_array, "v": v_array})
-    hint = layout_hint(*(x.shape for x in arrays))
     heads_q, len_q, head_dim = q_array.shape[-3:]
     heads_k, len_k, _ = k_array.shape[-3:]
     heads_v, len_v, head_dim_v = v_array.shape[-3:]
@@ -85,14 +88,15 @@ def recurrent_args(
     if k_array.shape[-1] != head_dim:
         raise ValueError(f"(): k has head_dim {k_array.shape[-1]}; expected q's, {head_dim}")
     if len_v != len_k:
-        raise ValueError(f"(): v has a length of {len_v}; expected k's, {len_k}{hint}")
+        raise ValueError(f"(): v has a length of {len_v}; expected k's, {len_k}{_turned(arrays)}")
     if causal and len_q != len_k:
-        raise ValueError(f"(): q has a length of {len_q}; expected k's, {len_k}, if causal{hint}")
+        raise ValueError(f"(): q has a length of {len_q}; expected k's, {len_k}, if causal{_turned(arrays)}")
     heads = max(heads_k, heads_v)
     if heads % heads_k or heads % heads_v or (heads_q % heads and heads % heads_q):
         raise ValueError(
             f"(): q, k and v have {heads_q}, {heads_k} and {heads_v} heads; expected those of k and v"
-            f" to divide the larger of both, and those of q to be a multiple of it or divide it, too{hint}"
+            " to divide the larger of both, and those of q to be a multiple of it or divide it, too"
+            f"{_turned(arrays)}"
         )
     starts = None
     batch_shape = q_array.shape[:-3]

@@ -14,7 +14,7 @@ from fastattn._engine import dispatch
 from fastattn.functional._differentiable import Steps, differentiable
 
 
-@differentiable("v", "locations", "weights")
+@differentiable("v", "locations", "weights", calls_kernels=True)
 def deformable_attention(
     v: ArrayLike,
     spatial_shapes: ArrayLike,

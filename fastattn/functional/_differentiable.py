@@ -40,6 +40,11 @@ _AS_KERNELS = functools.partial(np.errstate, all="ignore")
 Steps = Generator[R, Request, tuple[Any, ...]]
 
 
+def _first_half(running: Steps[R]) -> R:
+    with _AS_KERNELS():
+        return next(running)
+
+
 def differentiable(
     *gradients: str,
     options: type | None = None,
@@ -47,16 +52,19 @@ def differentiable(
     own_bias: bool = True,
     keeps_lse: bool = False,
     require: Callable[..., None] | None = None,
+    calls_kernels: bool = False,
 ) -> Callable[[Callable[P, Steps[R]]], Callable[P, R]]:
     """Decorate steps: make the function of their first half, whose `_vjp` goes on with the second.
 
     A plain call drops the generator at its yield, and so keeps nothing. For gradients it waits there, with
     all local variables. A function with an argument return_lse is asked for lse then, unless it keeps one
-    anyway. Both halves run without NumPy's warnings, as kernels do.
+    anyway. Both halves run without NumPy's warnings, as kernels do. A first half that `calls_kernels` alone
+    has none, and saves the microsecond that it takes to ask for that.
 
     `gradients` names the arguments that have some, beside those of `options`, but for the ones `without`.
     `require`, of the keyword arguments, raises where a plain call is possible and gradients are not.
     """
+    begin: Callable[[Steps[Any]], Any] = next if calls_kernels else _first_half
 
     def decorate(steps: Callable[..., Any]) -> Any:
         @functools.wraps(steps)
@@ -64,8 +72,7 @@ def differentiable(
             try:
                 if len(args) > steps.__code__.co_argcount:
                     raise by_position(args, steps, options)
-                with _AS_KERNELS():
-                    return next(steps(*args, **kwargs))
+                return begin(steps(*args, **kwargs))
             except Exception as error:
                 put_name(steps.__name__, error)
                 raise
@@ -74,7 +81,7 @@ def differentiable(
         function.__signature__ = signature  # type: ignore[attr-defined]
         function.__annotations__ = {**steps.__annotations__, "return": signature.return_annotation}
         function._vjp = vjp_of(  # type: ignore[attr-defined]
-            steps, gradients, options, without, own_bias, keeps_lse, require
+            steps, gradients, options, without, own_bias, keeps_lse, require, begin
         )
         return function
 
@@ -89,6 +96,7 @@ def vjp_of(
     own_bias: bool = True,
     keeps_lse: bool = False,
     require: Callable[..., None] | None = None,
+    begin: Callable[[Steps[Any]], Any] = next,
 ) -> Callable[..., Any]:
     """Make the function of `steps` that `grad.vjp` calls; the others are as in `differentiable`."""
     parameters = inspect.signature(steps).parameters
@@ -108,8 +116,7 @@ def vjp_of(
             require(**chosen)
         shown = flag("return_lse", chosen.get("return_lse", False))
         running = steps(*arrays, **{**chosen, "return_lse": True} if with_lse else chosen)
-        with _AS_KERNELS():
-            result = next(running)
+        result = begin(running)
         several = isinstance(result, tuple)
         out = result[0] if several else result
         second = result[1] if several and (shown or not with_lse) else None

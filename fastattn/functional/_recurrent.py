@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Result = Array | tuple[Array, State]  # the state where it is asked for
 
 
-@differentiable("q", "k", "v", "log_decay", "beta", "erase", "state")
+@differentiable("q", "k", "v", "log_decay", "beta", "erase", "state", calls_kernels=True)
 def linear_attention(
     q: ArrayLike,
     k: ArrayLike,

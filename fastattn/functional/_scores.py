@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fastattn._args.backward import Gradients
 
 
-@differentiable("q", "k", "v", "weight", options=NoSoftmaxOptions, without=("scale",))
+@differentiable("q", "k", "v", "weight", options=NoSoftmaxOptions, without=("scale",), calls_kernels=True)
 def additive_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, weight: ArrayLike, **options: Unpack[NoSoftmaxOptions]
 ) -> Steps[Array]:
@@ -59,7 +59,7 @@ def additive_attention(
     return _gradients(args, request, options)
 
 
-@differentiable("q", "k", "v", "pre", "post", options=NoSoftmaxOptions)
+@differentiable("q", "k", "v", "pre", "post", options=NoSoftmaxOptions, calls_kernels=True)
 def talking_heads_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -97,7 +97,7 @@ def talking_heads_attention(
     return _gradients(args, request, options)
 
 
-@differentiable("q", "k", "v", options=NoSoftmaxOptions)
+@differentiable("q", "k", "v", options=NoSoftmaxOptions, calls_kernels=True)
 def sparsemax_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[NoSoftmaxOptions]
 ) -> Steps[Array]:
@@ -135,7 +135,7 @@ def sparsemax_attention(
     return _gradients(args, request, options)
 
 
-@differentiable("q", "k", "v", options=NoSoftmaxOptions)
+@differentiable("q", "k", "v", options=NoSoftmaxOptions, calls_kernels=True)
 def entmax15_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[NoSoftmaxOptions]
 ) -> Steps[Array]:
@@ -159,7 +159,7 @@ def entmax15_attention(
     return _gradients(args, request, options)
 
 
-@differentiable("q", "k", "v", options=NoSoftmaxOptions)
+@differentiable("q", "k", "v", options=NoSoftmaxOptions, calls_kernels=True)
 def top_k_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, top_k: int, **options: Unpack[NoSoftmaxOptions]
 ) -> Steps[Array]:
@@ -194,7 +194,7 @@ def top_k_attention(
     return _gradients(args, request, options)
 
 
-@differentiable("q", "k", "v", options=SigmoidOptions)
+@differentiable("q", "k", "v", options=SigmoidOptions, calls_kernels=True)
 def sigmoid_attention(
     q: ArrayLike,
     k: ArrayLike,

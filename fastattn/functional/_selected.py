@@ -15,7 +15,7 @@ from fastattn.functional._composed_gradients import ComposedGradients, cotangent
 from fastattn.functional._differentiable import Steps, differentiable
 
 
-@differentiable("q", "k", "v", options=SelectedOptions)
+@differentiable("q", "k", "v", options=SelectedOptions, calls_kernels=True)
 def selected_attention(
     q: ArrayLike,
     k: ArrayLike,

@@ -114,7 +114,7 @@ def _require_slope(score_mod: Any = None, score_mod_backward: Any = None, **othe
         raise ValueError(f"(): score_mod_backward is None, but score_mod is given; expected {expected}")
 
 
-@differentiable("q", "k", "v", require=_require_slope)
+@differentiable("q", "k", "v", require=_require_slope, calls_kernels=True)
 def flex_attention(
     q: ArrayLike,
     k: ArrayLike,
