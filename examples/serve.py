@@ -98,7 +98,7 @@ class Batches:
 
     def __init__(self, model):
         self.model, self.waiting, self.jobs = model, 0, deque()
-        self.thread = ThreadPoolExecutor(1)  # one: each that computes would have OpenMP threads of its own
+        self.thread = ThreadPoolExecutor(1)  # one: each would start its own OpenMP threads
         self.compute([("warm",)], {})
 
     def compute(self, items, options):

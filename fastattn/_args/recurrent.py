@@ -94,8 +94,8 @@ def recurrent_args(
     heads = max(heads_k, heads_v)
     if heads % heads_k or heads % heads_v or (heads_q % heads and heads % heads_q):
         raise ValueError(
-            f"(): q, k and v have {heads_q}, {heads_k} and {heads_v} heads; expected those of k and v"
-            " to divide the larger of both, and those of q to be a multiple of it or divide it, too"
+            f"(): q, k and v have {heads_q}, {heads_k} and {heads_v} heads; expected the larger of k's and"
+            " v's to be a multiple of the other, and q's a multiple or a divisor of it"
             f"{_turned(arrays)}"
         )
     starts = None

@@ -32,7 +32,7 @@ from fastattn.models._model import one_sequence
 from fastattn.models._sampling import Sampler, Sampling
 from fastattn.models._session import Session
 from fastattn.models._speculation import proposals_of
-from fastattn.models._steps import Stepping
+from fastattn.models._steps import Stepping, one_at_a_time
 from fastattn.models._text import NO_TOKEN, Said, strings
 from fastattn.positions import RopeFrequencies
 
@@ -206,6 +206,7 @@ class Decoder(Stepping):
         sampler = Sampler(prompts, self.vocab_size, options, single, follow)
         ended = np.zeros(len(prompts), np.bool_)
         steps = self._steps(prompts, n_new, sampler, ends, ended, cache_dtype, cache, proposals)
+        steps = one_at_a_time(steps, cache)
         if written is None:
             return _tokens(steps, len(prompts), single)
         ending = set(ends.tolist())

@@ -71,32 +71,7 @@ class Stepping(NextTokens):
         session: Session | None,
         speculation: Speculation | None,
     ) -> Iterator[Step]:
-        """Steps until all sequences have reached `stop`, or are `ended` by whoever reads them.
-
-        One thread at a time computes with a session: a cache between two states has no meaning.
-        """
-        computed = self._computed(
-            prompts, max_new_tokens, sampler, stop, ended, cache_dtype, session, speculation
-        )
-        while True:
-            with nullcontext() if session is None else session.lock:
-                step = next(computed, None)
-            if step is None:
-                return
-            yield step
-
-    def _computed(
-        self,
-        prompts: list[Ints],
-        max_new_tokens: int,
-        sampler: Sampler,
-        stop: Ints,
-        ended: Bools,
-        cache_dtype: DTypeLike | None,
-        session: Session | None,
-        speculation: Speculation | None,
-    ) -> Iterator[Step]:
-        """`_steps`, for the thread that may compute them."""
+        """Steps until all sequences have reached `stop`, or are `ended` by whoever reads them."""
         if not prompts or max_new_tokens == 0:
             return
         lengths = np.array([len(prompt) for prompt in prompts])
@@ -166,3 +141,13 @@ class Stepping(NextTokens):
             ):
                 most = 0
         return speculation.after(accepted, most)
+
+
+def one_at_a_time(steps: Iterator[Step], session: Session | None) -> Iterator[Step]:
+    """The same steps, each under the session's lock: a cache between two states has no meaning."""
+    while True:
+        with nullcontext() if session is None else session.lock:
+            step = next(steps, None)
+        if step is None:
+            return
+        yield step
