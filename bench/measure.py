@@ -1,4 +1,4 @@
-"""Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
+"""Measure what docs/dev/ says of one thread, and how much of a layer or a step is Python.
 
     python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,shared,session,experts,
                              step,maxsim,select,selected,tensors,scaling,gated_norm,deberta}

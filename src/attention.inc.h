@@ -12,7 +12,7 @@
  *
  * The tiles of a task share copies of keys and values, made once a block where a copy pays: narrow elements are widened
  * and scaled (or values interleaved in pairs, for the bfloat16 dot product). Rows whose
- * strides fall on few sets of the first-level cache are gathered (lies_well; docs/notes/attention-kernel.md). The copies may serve
+ * strides fall on few sets of the first-level cache are gathered (lies_well; docs/dev/attention-kernel.md). The copies may serve
  * several tasks of a KV head: keeps_copy in tasks.inc.h says when.
  *
  * Exports   block_scores, sum_now; tile_begin, tile_attend, tile_end, tile_finish. */

@@ -109,7 +109,7 @@ int fa_cpu_has_amx(void)
 int fa_cpu_has_avxvnni(void) { return fa_cpu_has_avx2() && has(cpuid(7, 1).a, 1u << 4); }
 
 /* Intel's begin a vdpbf16ps every other cycle, but two multiply-adds in each: a Granite Rapids has 115 GFLOP/s of the
- * one and 230 of the other, AMD's from Zen 4 on twice as many of pairs (docs/notes/intel.md). */
+ * one and 230 of the other, AMD's from Zen 4 on twice as many of pairs (docs/dev/intel.md). */
 int fa_cpu_slow_pairs(void)
 {
     const words vendor = cpuid(0, 0);

@@ -5,7 +5,7 @@
  *
  * OpenMP's threads help in a parallel region that no caller enters, since all threads of a region meet at its end, also
  * those that found no task. Beside other programs, a caller would wait there for a thread that has no core: an encoder
- * layer took 7 and 20 ms beside one and two, 1.2 alone (docs/notes/threads.md). */
+ * layer took 7 and 20 ms beside one and two, 1.2 alone (docs/dev/threads.md). */
 #include "team.h"
 
 #ifdef _OPENMP
@@ -59,7 +59,7 @@ static fa_team *fa_new_team(enum fa_threads kind)
 #ifdef _OPENMP
 /* Seconds that a region without calls stays. Meanwhile libgomp counts its threads, and where they are more than
  * processors together with those of another library that has the same libgomp, that library's threads sleep sooner:
- * small layers of torch took 1.4 to 1.8 times as long (docs/notes/threads.md). */
+ * small layers of torch took 1.4 to 1.8 times as long (docs/dev/threads.md). */
 static const double fa_kept = 3;
 
 /* Under fa_free_lock: let the team's helpers go, which is nobody's and in no list. */

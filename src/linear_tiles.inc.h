@@ -11,7 +11,7 @@
  * blocks_by_tiles.
  *
  * The panels are those of all other instruction sets: 16 steps of 16 columns are a tile. A row's bits depend on that row
- * alone: tiles of one row or of 16 do the same for each. docs/notes/intel.md has what was measured.
+ * alone: tiles of one row or of 16 do the same for each. docs/dev/intel.md has what was measured.
  *
  * Literals  bytes: 1 for int8, 0 for pairs of bfloat16. hi: 1 where there are more than 16 rows.
  * Exports   tiles_panels, linear_tiles, CODES_LEAST_ROWS, blocks_by_tiles. */

@@ -1,6 +1,6 @@
 /* What is done to scores before softmax. A modifier has constants in `modifiers`, which modifiers_of and same_modifiers
  * must know, and a formula in v_modify. If it has other values for other rows, `row_lanes` and modify_rows hold them.
- * docs/architecture.md says how to add one.
+ * docs/dev/architecture.md says how to add one.
  *
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *

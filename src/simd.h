@@ -120,7 +120,7 @@ typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere i
 #define UNROLL_2_FOR _Pragma("GCC unroll 2") for /* 5% where four instructions issue a cycle: 29 a step, 16 of them FMA */
 /* clang sees that addresses lie a constant apart, derives one from the other, and gathers the loads of several steps
  * before the arithmetic: more than there are registers. Of a hidden number it cannot see that. Short loops that it
- * unrolls of itself suffer likewise. gcc needs neither: docs/notes/compilers.md. */
+ * unrolls of itself suffer likewise. gcc needs neither: docs/dev/compilers.md. */
 #ifdef __clang__
 #define HIDE(number) __asm__("" : "+r"(number))
 #define ROLLED_FOR _Pragma("GCC unroll 1") for

@@ -1,6 +1,6 @@
 /* The tiles of Intel's AMX: eight registers of up to 16 rows of 64 bytes. A part of simd.h, which includes it where
  * V_TILES is 1. With FA_EMULATE_TILES they are spelled out, to the bit; where the compiler has no AVX-512,
- * vectors are, too, and softmax may differ in its last bit (docs/notes/intel.md).
+ * vectors are, too, and softmax may differ in its last bit (docs/dev/intel.md).
  *
  *   tile_shapes(lo, hi, bytes)  starts the use of tiles, all 0, for products of rows of so many bytes, up to TILE_BYTES.
  *                            0, 1, 4 have lo rows; 2, 3, 5 hi; 4 and 5 of `bytes`; 6, 7 have bytes / 4

@@ -81,7 +81,7 @@ struct fa_team {
 /* Seconds that who waits keeps its core to itself: what it waits for comes within microseconds, as a rule, and another
  * program that is offered a core may keep it for milliseconds. */
 static const double fa_spins = 20e-6;
-/* Seconds that a helper without a task stays awake: being woken costs a call 60 to 200 us (docs/notes/threads.md). */
+/* Seconds that a helper without a task stays awake: being woken costs a call 60 to 200 us (docs/dev/threads.md). */
 static const double fa_awake = 1e-3;
 
 /* Another pool, whose threads work in place of helpers: a function that calls `work` on so many of them, its caller

@@ -1,5 +1,5 @@
 /* The matrix micro-kernels: outer products whose accumulators, TILE x NV vectors, stay in registers. In attention the
- * lanes are queries: for each key, or dimension, a tile has a row of BLOCK_Q lanes (docs/architecture.md draws it).
+ * lanes are queries: for each key, or dimension, a tile has a row of BLOCK_Q lanes (docs/dev/architecture.md draws it).
  *
  * Literals  nv: 1, NV; in layers LINEAR_NV. nx, rows at a time: 1 .. TILE_MAX. nd, the same of values: 1 .. TILE.
  *           fetch, the cache lines that a step prefetches: 0 .. 2.

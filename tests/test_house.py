@@ -21,7 +21,7 @@ from fastattn.layers._decoder_layer import DecoderOptions
 
 PACKAGE = Path(fastattn.__file__).parent
 ROOT = Path(__file__).parents[1]
-PLAN = ROOT.joinpath("docs/architecture.md").read_text(encoding="utf-8")
+PLAN = ROOT.joinpath("docs/dev/architecture.md").read_text(encoding="utf-8")
 FILES = [path for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyx")]
 NAMES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in FILES}
 MODULES = sorted(name.removesuffix(".__init__") for name in NAMES if not name.endswith("__main__"))
@@ -49,7 +49,7 @@ def floor_of(module):
         for name in names
         if path == name or (name.endswith("/") and f"{path}/".startswith(name))
     ]
-    assert found, f"{module} is on no floor of docs/architecture.md"
+    assert found, f"{module} is on no floor of docs/dev/architecture.md"
     return max(found)[1]  # the longest name that fits
 
 
@@ -104,7 +104,7 @@ def test_imports_go_down(module):
     own = floor_of(module)
     lazy = [("fastattn", f"fastattn.{name}") for name in ("models", "train")]  # imported when first used
     wrong = [o for o, _ in imports(module) if floor_of(o) > own and (module, o) not in lazy]
-    assert wrong == [], f"{source(module)} imports from above, by the floors of docs/architecture.md"
+    assert wrong == [], f"{source(module)} imports from above, by the floors of docs/dev/architecture.md"
 
 
 def test_no_circle_of_imports():
@@ -235,7 +235,7 @@ def test_one_name_for_one_thing():
     wrong = [
         f"{where}({name}=)" for where, name in signatures() if name in forbidden or name.startswith("n_")
     ]
-    assert wrong == [], "docs/architecture.md says how these arguments are called"
+    assert wrong == [], "docs/dev/architecture.md says how these arguments are called"
     assert len(forbidden) > 10
 
 
@@ -253,7 +253,7 @@ def test_errors_know_the_names_that_are_never_used():
 def test_the_glossary_names_what_there_is():
     options = set(fastattn._args.options.AttentionOptions.__annotations__)
     unknown = set(glossary()) - {name for _, name in signatures()} - options
-    assert unknown == set(), "docs/architecture.md names arguments that no function has"
+    assert unknown == set(), "docs/dev/architecture.md names arguments that no function has"
 
 
 def test_options_are_those_of_attention():

@@ -2,7 +2,7 @@
 
 Each step is written on the operations of a tape: `PLAIN` runs it on NumPy, where there are no kernels, and a
 `Tape` records it for its gradients. A new kind of step is a class here and one in ``core/program.pxi``;
-docs/architecture.md has the recipe.
+docs/dev/architecture.md has the recipe.
 """
 
 from __future__ import annotations

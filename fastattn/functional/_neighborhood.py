@@ -24,7 +24,7 @@ from fastattn.masks._grid import neighborhood_sizes
 from fastattn.masks._mask import ScoreShape
 
 # Rows of the grid whose queries make up a tile: with 4, the 32 queries of a tile lie in 4 rows and 8 columns,
-# and what they attend together is least. Of 2, 4, 6 and 8 the fastest: docs/notes/masks.md.
+# and what they attend together is least. Of 2, 4, 6 and 8 the fastest: docs/dev/masks.md.
 _STRIP = 4
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Names = tuple[str, ...]
 
 # Tokens that go through the layers at a time: so few that their rows stay in the caches, and enough for the
-# products. docs/notes/layers-and-models.md has the times by this number.
+# products. docs/dev/layers-and-models.md has the times by this number.
 _CALL_TOKENS = 768
 QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of prompts, the first one there is
 

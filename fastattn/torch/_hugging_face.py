@@ -17,7 +17,7 @@ from fastattn.torch._undo import Undo
 from fastattn.torch._variants import selected_op
 
 NAME = "fastattn"
-# Traced calls cannot measure. With AMX, 16 bits are known to be faster in torch (docs/notes/intel.md),
+# Traced calls cannot measure. With AMX, 16 bits are known to be faster in torch (docs/dev/intel.md),
 # except bfloat16 where kernels with tiles are compiled in here.
 _LEFT: tuple[torch.dtype, ...] = ()
 if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
