@@ -323,15 +323,12 @@ def test_no_error_of_a_check_lacks_the_function_s_name(module, x):
 NONE = frozenset()
 NO_PLACES = {"mask", "causal", "window", "kv_lengths", "q_offset", "row_ranges", "bias", "alibi_slopes"}
 APPROXIMATE = NO_PLACES | {"softcap", "sinks"}
-RULE = NO_PLACES | {"softcap", "sinks"}
 LISTED = NO_PLACES - {"kv_lengths", "q_offset"} | {"softcap", "sinks", "out"}
 REFUSED = {
     "additive_attention": {"sinks"},
     "attention_backward": {"out"},
     "attention_weights": {"out", "num_threads", "backend"},
-    "comba": RULE,
     "cosine_attention": {"scale"},
-    "delta_product": RULE | {"out"},
     "differential_attention": {"out"},
     "deepseek_sparse_attention": LISTED - {"softcap", "sinks"},
     "disentangled_attention": {"softcap"},
@@ -339,7 +336,6 @@ REFUSED = {
     "explain": NONE,
     "forgetting_attention": {"causal", "sinks"},
     "gated_attention": NONE,
-    "gated_delta_net2": RULE,
     "latent_attention": {"out"},
     "linformer_attention": APPROXIMATE,
     "lsh_attention": APPROXIMATE | {"out"},
@@ -350,7 +346,6 @@ REFUSED = {
     "nystrom_attention": APPROXIMATE | {"out"},
     "qk_norm_attention": NONE,
     "quest_attention": LISTED,
-    "rwkv7": RULE | {"out"},
     "selected_attention": {"mask", "bias", "alibi_slopes", "row_ranges"},
     "shaw_attention": {"softcap", "alibi_slopes"},
     "sigmoid_attention": {"sinks"},

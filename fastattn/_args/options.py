@@ -222,19 +222,6 @@ class NeighborhoodOptions(ScaledOptions, _Softcap, _Sinks):
     """Options of `neighborhood_attention`, whose results are made a strip of the grid at a time."""
 
 
-class StepOptions(_Scale, ComputeOptions, total=False):
-    """Options of delta rules with several steps a token, whose results are made for all steps."""
-
-    state: Array | None
-    begins: ArrayLike | None
-    return_state: bool
-    out_state: Array | None
-
-
-class DeltaOptions(StepOptions, OutOption):
-    """Options of `linear_attention` that the named delta rules take."""
-
-
 class SamplingOptions(TypedDict, total=False):
     """Options of the choice of next tokens."""
 

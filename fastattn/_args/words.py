@@ -70,7 +70,6 @@ OTHER_NAMES = {
         "dt_bias": "delta_bias",
         "dt_softplus": "delta_softplus",
         "log_decay": "g",
-        "unit_keys": "use_qk_l2norm_in_kernel",
         "logits_processor": "logits_processors logits_warper",
         "state_dict": "state_dicts params",
         "num_threads": "threads n_jobs num_workers",
@@ -120,6 +119,7 @@ _OF_TEXTS = "pool", "chunk_size"
 # What there is in the place of arguments that have no counterpart.
 _INSTEAD = {
     "enable_gqa": "k and v may have fewer heads than q",
+    "use_qk_l2norm_in_kernel": "feature_maps.unit makes queries and keys of length 1",
     "score_mod": "functional.flex_attention takes it",
     **dict.fromkeys(
         ("return_attn_probs", "need_weights", "output_attentions", "return_attention_scores"),

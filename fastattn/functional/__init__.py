@@ -9,12 +9,6 @@ from fastattn.functional import feature_maps
 from fastattn.functional._approximate import linformer_attention, lsh_attention, nystrom_attention
 from fastattn.functional._backward import attention_backward, varlen_attention_backward
 from fastattn.functional._deformable import deformable_attention
-from fastattn.functional._delta_rules import (
-    comba,
-    delta_product,
-    gated_delta_net2,
-    rwkv7,
-)
 from fastattn.functional._gates import forgetting_attention, gated_attention
 from fastattn.functional._head_variants import (
     cosine_attention,
@@ -48,11 +42,9 @@ from fastattn.functional._torch import flex_attention
 __all__ = [
     "additive_attention",
     "attention_backward",
-    "comba",
     "cosine_attention",
     "deepseek_sparse_attention",
     "deformable_attention",
-    "delta_product",
     "differential_attention",
     "disentangled_attention",
     "entmax15_attention",
@@ -60,7 +52,6 @@ __all__ = [
     "flex_attention",
     "forgetting_attention",
     "gated_attention",
-    "gated_delta_net2",
     "latent_attention",
     "linear_attention",
     "linformer_attention",
@@ -73,7 +64,6 @@ __all__ = [
     "nystrom_attention",
     "qk_norm_attention",
     "quest_attention",
-    "rwkv7",
     "select_keys",
     "selected_attention",
     "selective_scan",

@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastattn._args.errors import named
-from fastattn._args.options import (
-    Backend,
-    ComputeOptions,
-    NoOptions,
-    require_options,
-)
+from fastattn._args.options import Backend, NoOptions
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.recurrent_backward import recurrent_backward_args
 from fastattn._args.recurrent_types import RecurrentBackwardArgs
@@ -21,7 +16,6 @@ from fastattn._args.values import is_float, shared
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn.functional._differentiable import Request, Steps, differentiable
-from fastattn.functional._split_calls import run
 
 if TYPE_CHECKING:
     Rule = Literal["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
@@ -194,13 +188,6 @@ def gradients_of(request: Request, q: Any, k: Any, v: Any, forward: dict[str, An
     args = recurrent_backward_args(request.dout, q, k, v, request.need, request.dmore, **given)
     dispatch.run(args, forward.get("backend"))
     return _results(args, request.need, forward)
-
-
-def run_rule(q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, fixed: dict[str, Any]) -> Result:
-    """Run `linear_attention` with `fixed` arguments for a function that takes the options `taken`."""
-    require_options(options, taken)
-    result: Result = run(recurrent_args(q, k, v, **fixed, **options), options)
-    return result
 
 
 def _results(args: RecurrentBackwardArgs, need: tuple[str, ...], given: dict[str, Any]) -> tuple[Any, ...]:

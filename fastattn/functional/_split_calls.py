@@ -10,7 +10,6 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from fastattn._args import key_ranges
-from fastattn._args.recurrent_types import RecurrentArgs
 from fastattn._args.types import AXES, Array, AttentionArgs, Ints, lane_dtype
 from fastattn._args.values import operand
 from fastattn._engine import dispatch
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 _PIECE_SCORES, _LEAST_ROWS = 2**18, 32
 
 
-def run(args: AttentionArgs | RecurrentArgs, options: ComputeOptions) -> Any:
+def run(args: AttentionArgs, options: ComputeOptions) -> Any:
     """Run `args`, on the backend of `options` if there is one, and return the result."""
     dispatch.run(args, options.get("backend"))
     return args.result

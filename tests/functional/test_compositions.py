@@ -186,6 +186,84 @@ def test_rwkv6(implementation, dtype, fixed):
     close(out, np.stack(expected, axis=-2), dtype)
 
 
+# The delta rules of papers, of one head: s is (head_dim, head_dim_v). Each yields the results of tokens.
+
+
+def paper_gdn2(q, k, v, log_decay, erase_gate, write_gate, s):
+    for t in range(len(q)):
+        d = np.exp(log_decay[t])[:, None] * s
+        s = d + np.outer(k[t], write_gate[t] * v[t] - d.T @ (erase_gate[t] * k[t]))
+        yield s.T @ q[t]
+
+
+def paper_comba(q, k, v, log_decay, beta, erase_strength, correction, s):
+    w = s.T  # as the paper has it
+    for t in range(len(q)):
+        a = np.exp(log_decay[t]) * np.eye(len(k[t])) - erase_strength[t] * np.outer(k[t], k[t])
+        w = w @ a + beta[t] * np.outer(v[t], k[t])
+        yield w @ (q[t] - correction[t] * k[t])
+
+
+def paper_delta_product(q, k, v, beta, log_decay, s):
+    w = s.T
+    for t in range(len(q)):
+        w = np.exp(log_decay[t]) * w
+        for key, value, b in zip(k[t], v[t], beta[t], strict=True):
+            w = w @ (np.eye(len(key)) - b * np.outer(key, key)) + b * np.outer(value, key)
+        yield w @ q[t]
+
+
+def paper_rwkv7(r, log_w, k, v, a, b, s):
+    w = s.T
+    for t in range(len(r)):
+        w = w @ (np.diag(np.exp(log_w[t])) + np.outer(a[t], b[t])) + np.outer(v[t], k[t])
+        yield w @ r[t]
+
+
+def delta_arrays(name, dtype, length, rng):
+    """The arrays of a call in order, with the first state last."""
+
+    def uniform(low, high, *more):
+        return rng.uniform(low, high, (H, length, *more)).astype(dtype)
+
+    q, k, v, s = drawn(dtype, (H, length, D), (H, length, D), (H, length, V), (H, D, V))
+    if name == "gated_delta_net2":
+        return [q, k, v, uniform(-1, 0, D), uniform(0, 1, D), uniform(0, 1, V), s]
+    if name == "comba":
+        decays = uniform(-2, 0)
+        decays[:, ::3] = -10  # division by the least one costs no digits
+        return [q, k, v, decays, uniform(0, 1), uniform(0, 0.5), uniform(-1, 1), s]
+    if name == "delta_product":
+        k, v = drawn(dtype, (H, length, 3, D), (H, length, 3, V), seed=1)
+        return [q, k, v, uniform(0, 2, 3), uniform(-1, 0), s]
+    kappa = F.feature_maps.unit(k)
+    decays = uniform(-0.6, 0, D)
+    decays[:, ::3] = -10
+    return [q, decays, uniform(-1, 1, D), v, -kappa, kappa * uniform(0, 1, D), s]
+
+
+PAPERS = {
+    "gated_delta_net2": paper_gdn2,
+    "comba": paper_comba,
+    "delta_product": paper_delta_product,
+    "rwkv7": paper_rwkv7,
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("length", [1, 5, N])
+def test_delta_rules(implementation, dtype, name, length):
+    *arrays, state = delta_arrays(name, dtype, length, np.random.default_rng(2))
+    more = {} if name == "rwkv7" else {"scale": 1.0}
+    out = getattr(compositions, name)(*arrays, state=state, **more)
+    arrays = doubles(*arrays, state)
+    if name != "rwkv7":
+        arrays[:2] = (x / np.sqrt(np.square(x).sum(-1, keepdims=True) + 1e-6) for x in arrays[:2])
+    expected = [list(PAPERS[name](*(x[h] for x in arrays))) for h in range(H)]
+    close(out, np.reshape(expected, (H, length, V)), dtype)
+
+
 @each_dtype
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("full", [False, True], ids=["simple", "full"])

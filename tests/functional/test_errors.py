@@ -455,10 +455,6 @@ OTHERS = {
         "C": floats(2, 4, 5, 3),
     },
     "mamba2_scan": {"dt": floats(2, 4, 5), "A": -abs(floats(4))},
-    "gated_delta_net2": {"log_decay": -abs(Q), "erase_gate": abs(Q), "write_gate": abs(Q)},
-    "comba": {"erase_strength": abs(Q[..., 0])},
-    "delta_product": {name: floats(2, 4, 5, 3, 8) for name in "kv"} | {"beta": floats(2, 4, 5, 3)},
-    "rwkv7": {"log_decay": -abs(Q)},
     "cross_entropy": {"x": LSE[0]},
 }
 

@@ -30,8 +30,6 @@ FORWARD = [
     variants.differential_attention,
     variants.latent_attention,
     *[recurrent.linear_attention] * 3,
-    recurrent.by_its_paper,
-    recurrent.several_steps,
 ]
 RESULTS = ("out", "return_lse", "stats", "out_state", "return_state")  # arguments of the forward pass alone
 FUSED = {  # gradients that take its results

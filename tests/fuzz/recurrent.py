@@ -60,7 +60,7 @@ RECIPES += [linear_attention] * 2
 
 def attended(a, finite):
     """The result that the arguments `a` should give, of finite numbers if `finite`."""
-    q, k, v = (np.asarray(a[name]) for name in ("r" if "r" in a else "q", "k", "v"))
+    q, k, v = (np.asarray(a[name]) for name in ("q", "k", "v"))
     states = max(k.shape[-3], v.shape[-3])
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     lane = lane_dtype(native(q))
@@ -70,49 +70,6 @@ def attended(a, finite):
         if a.get("normalize"):
             found.append(Like((*batch, states, q.shape[-1]), lane, finite))
     return found
-
-
-@recipe
-def by_its_paper(d):
-    """Rules of linear attention by the names of their papers."""
-    _, arguments, gates = tokens(d)
-    name = d.choose("gated_delta_net2", "comba", "rwkv7")
-    arguments["log_decay"] = gates["scalar" if name == "comba" else "vector"]
-    if name == "gated_delta_net2":
-        unit = abs(np.asarray(arguments["k"], np.float64))
-        arguments |= {"erase_gate": unit / (1 + unit), "write_gate": 0.5}
-    if name == "comba":
-        arguments |= {"erase_strength": gates["beta"], **d.some(0.5, correction=lambda: gates["beta"])}
-    if name == "rwkv7":
-        zero = np.zeros(np.shape(arguments["k"]), d.dtype)
-        arguments = {"r": arguments.pop("q"), **arguments, "read_by": zero, "write_by": arguments["k"]}
-    if name == "comba":
-        arguments["beta"] = gates["beta"]
-    if name != "rwkv7":
-        arguments |= d.some(0.2, unit_keys=lambda: False)
-    finite = arguments.get("unit_keys", True)
-    tolerance = 1.0 if finite else np.inf
-    return Call(getattr(functional, name), arguments, lambda a: attended(a, finite), (), tolerance)
-
-
-@recipe
-def several_steps(d):
-    """A token's steps are tokens of the k and v that `tokens` draws."""
-    s, arguments, gates = tokens(d)
-    steps = d.size(1, 3)
-    shape = (*s.batch, s.heads_q, s.len_k, steps)
-    for name, dim in (("k", s.head_dim), ("v", s.head_dim_v)):
-        arguments[name] = d.floats(*shape, dim)
-    arguments["beta"] = d.laid_out(d.rng.random(shape).astype(d.dtype))
-    arguments |= d.some(0.5, log_decay=lambda: gates["scalar"])
-
-    def result(a):
-        q, k, v = (np.asarray(a[name]) for name in "qkv")
-        batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-4], v.shape[:-4])
-        heads = max(q.shape[-3], k.shape[-4], v.shape[-4])
-        return [Like((*batch, heads, q.shape[-2], v.shape[-1]), native(q))]
-
-    return Call(functional.delta_product, arguments, result)
 
 
 @recipe

@@ -80,6 +80,53 @@ def rwkv6(r, k, v, log_w, u):
     return out
 
 
+def gated_delta_net2(q, k, v, log_decay, erase_gate, write_gate, **options):
+    """Gated DeltaNet-2: gates of what is erased (..., len, head_dim) and written (..., len, head_dim_v)."""
+    q, k = F.feature_maps.unit(q), F.feature_maps.unit(k)
+    options |= {"rule": "kimi_delta", "log_decay": log_decay, "erase": erase_gate * k}
+    return F.linear_attention(q, k, write_gate * v, **options)
+
+
+def comba(q, k, v, log_decay, beta, erase_strength, correction, **options):
+    """Comba, with numbers (..., heads, len); log_decay is at least -10.
+
+    It erases from the state before the decay, the kernel after it: so keys are divided by the decay.
+    """
+    q, k = F.feature_maps.unit(q), F.feature_maps.unit(k)
+    erase = k * (erase_strength * np.exp(-log_decay))[..., None]
+    q, v = q - correction[..., None] * k, beta[..., None] * v
+    return F.linear_attention(q, k, v, rule="gated_delta", log_decay=log_decay, erase=erase, **options)
+
+
+def as_tokens(*steps):
+    """The steps of each token, (..., len, dim), as tokens (..., len * steps, dim)."""
+    x = np.stack(steps, axis=-2)
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
+def delta_product(q, k, v, beta, log_decay, **options):
+    """DeltaProduct: k, v (..., len, steps, dim), beta (..., len, steps), log_decay (..., len)."""
+    steps = k.shape[-2]
+    q, k = F.feature_maps.unit(q), F.feature_maps.unit(k)
+    keys, values = (x.reshape(*x.shape[:-3], -1, x.shape[-1]) for x in (k, v))
+    decays = np.zeros_like(beta)
+    decays[..., 0] = log_decay
+    of_steps = {n: x.reshape(*x.shape[:-2], -1) for n, x in (("beta", beta), ("log_decay", decays))}
+    out = F.linear_attention(as_tokens(*[q] * steps), keys, values, rule="gated_delta", **of_steps, **options)
+    return out[..., steps - 1 :: steps, :]
+
+
+def rwkv7(r, log_w, k, v, a, b, **options):
+    """RWKV-7, log_w (..., len, head_dim) at least -10: a token takes two steps of Kimi's delta rule.
+
+    The first one erases by ``-a / w`` and writes by b, the second one erases nothing and writes v by k.
+    """
+    none, decays = np.zeros_like(a), as_tokens(log_w, np.zeros_like(log_w))
+    keys, values = as_tokens(b, k), as_tokens(np.zeros_like(v), v)
+    options |= {"rule": "kimi_delta", "log_decay": decays, "erase": as_tokens(-a * np.exp(-log_w), none)}
+    return F.linear_attention(as_tokens(r, r), keys, values, scale=1.0, **options)[..., 1::2, :]
+
+
 def hopfield(state, stored, beta, steps):
     """Modern Hopfield network: states (..., heads, n, d) move towards what is stored (..., heads, m, d)."""
     for _ in range(steps):
