@@ -471,34 +471,6 @@ def selected(dtype: str) -> None:
     if find_spec("torch"):
         _beside_masks(rng, dtype, 16, 1, 512, 2048, 1)
         _beside_masks(rng, dtype, 64, 4, 256, 16, 64)
-    heads, length, d = 16, 8192, 128
-    q, k, v = (normal((n, length, d), dtype) for n in (heads, 1, 1))
-    index = normal((64, length, d), dtype), normal((length, d), dtype), normal((64, length))
-    latent = normal((heads, length, d + 64), dtype), normal((length, 512 + 64), dtype)
-    weights = [normal((heads, d, 512)) / 16 for _ in range(2)]
-    gates = normal((heads, length, 3))
-    calls = {
-        "moba_attention": lambda: functional.moba_attention(q, k, v),
-        "quest_attention": lambda: functional.quest_attention(q, k, v, top_k=64),
-        "native_sparse_attention": lambda: functional.native_sparse_attention(q, k, v, gates),
-    }
-    (dense,) = best(lambda: fastattn.attention(q, k, v, causal=True))
-    for name, call in calls.items():
-        (seconds,) = best(call)
-        print(f"{name}, {heads} heads, {length} tokens: {1e3 * seconds:.0f} ms, causal {1e3 * dense:.0f}")
-    seconds, dense = best(
-        lambda: functional.deepseek_sparse_attention(*latent, *weights, *index),
-        lambda: functional.latent_attention(*latent, *weights, causal=True, absorbed=False),
-    )
-    name = f"deepseek_sparse_attention, {heads} heads, {length} tokens"
-    print(f"{name}: {1e3 * seconds:.0f} ms, all keys {1e3 * dense:.0f}")
-    few = tuple(x[:4, :4096] for x in (q, k, v))
-    seconds, dense = best(
-        lambda: vjp(functional.moba_attention, *few)[1](few[0]),
-        lambda: vjp(fastattn.attention, *few, causal=True)[1](few[0]),
-    )
-    name = "moba_attention and its gradients, 4 heads, 4096 tokens"
-    print(f"{name}: {1e3 * seconds:.0f} ms, causal {1e3 * dense:.0f}")
 
 
 def _beside_masks(

@@ -323,14 +323,12 @@ def test_no_error_of_a_check_lacks_the_function_s_name(module, x):
 NONE = frozenset()
 NO_PLACES = {"mask", "causal", "window", "kv_lengths", "q_offset", "row_ranges", "bias", "alibi_slopes"}
 APPROXIMATE = NO_PLACES | {"softcap", "sinks"}
-LISTED = NO_PLACES - {"kv_lengths", "q_offset"} | {"softcap", "sinks", "out"}
 REFUSED = {
     "additive_attention": {"sinks"},
     "attention_backward": {"out"},
     "attention_weights": {"out", "num_threads", "backend"},
     "cosine_attention": {"scale"},
     "differential_attention": {"out"},
-    "deepseek_sparse_attention": LISTED - {"softcap", "sinks"},
     "disentangled_attention": {"softcap"},
     "entmax15_attention": {"sinks"},
     "explain": NONE,
@@ -340,12 +338,9 @@ REFUSED = {
     "linformer_attention": APPROXIMATE,
     "lsh_attention": APPROXIMATE | {"out"},
     "memory_attention": NONE,
-    "moba_attention": LISTED,
-    "native_sparse_attention": LISTED,
     "neighborhood_attention": NO_PLACES | {"out"},
     "nystrom_attention": APPROXIMATE | {"out"},
     "qk_norm_attention": NONE,
-    "quest_attention": LISTED,
     "selected_attention": {"mask", "bias", "alibi_slopes", "row_ranges"},
     "shaw_attention": {"softcap", "alibi_slopes"},
     "sigmoid_attention": {"sinks"},

@@ -171,17 +171,6 @@ class SelectedOptions(
     q_offset: ArrayLike | None
 
 
-class ListedOptions(_Scale, ComputeOptions, total=False):
-    """Options of attentions that select blocks of keys for several inner ones."""
-
-    kv_lengths: ArrayLike | None
-    q_offset: ArrayLike | None
-
-
-class SelectingOptions(_Softcap, _Sinks, ListedOptions):
-    """Options of `deepseek_sparse_attention`, which is one attention."""
-
-
 class NoSoftmaxOptions(_Scores, OutOption, ComputeOptions):
     """Options of attention without softmax, which has no sinks and one result."""
 

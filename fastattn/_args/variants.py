@@ -14,7 +14,7 @@ from fastattn._args.types import Array, AttentionArgs, Ints, RowwiseArgs, Shape,
 from fastattn._args.values import float_array, head_values, integer, require_broadcast
 
 if TYPE_CHECKING:
-    from fastattn._args.options import ComputeOptions, ListedOptions, PlacedOptions, PlaceOptions
+    from fastattn._args.options import ComputeOptions, PlacedOptions, PlaceOptions
 
 
 def variant_args(
@@ -44,7 +44,7 @@ def with_shape(name: str, x: Any, shape: Shape, dims: str, n_last: int, lane: np
     return np.asarray(array, lane)
 
 
-def offsets(args: AttentionArgs, options: PlaceOptions | ListedOptions) -> Ints:
+def offsets(args: AttentionArgs, options: PlaceOptions) -> Ints:
     """Position of each sequence's first query; broadcasts to the batch dimensions. `options` are checked."""
     given = options.get("q_offset")
     if given is not None:

@@ -28,12 +28,6 @@ from fastattn.functional._scores import (
     top_k_attention,
 )
 from fastattn.functional._selected import selected_attention
-from fastattn.functional._selected_models import (
-    deepseek_sparse_attention,
-    moba_attention,
-    native_sparse_attention,
-    quest_attention,
-)
 from fastattn.functional._selection import select_keys
 from fastattn.functional._shaw import shaw_attention
 from fastattn.functional._state_space import mamba2_scan, selective_scan
@@ -43,7 +37,6 @@ __all__ = [
     "additive_attention",
     "attention_backward",
     "cosine_attention",
-    "deepseek_sparse_attention",
     "deformable_attention",
     "differential_attention",
     "disentangled_attention",
@@ -58,12 +51,9 @@ __all__ = [
     "lsh_attention",
     "mamba2_scan",
     "memory_attention",
-    "moba_attention",
-    "native_sparse_attention",
     "neighborhood_attention",
     "nystrom_attention",
     "qk_norm_attention",
-    "quest_attention",
     "select_keys",
     "selected_attention",
     "selective_scan",

@@ -3,6 +3,7 @@
 import compositions
 import numpy as np
 import pytest
+import selected as by_definition
 from composition_checks import B, D, H, V, close, drawn, each_dtype, tokens
 from formulas import doubles, softmax
 
@@ -76,6 +77,33 @@ def test_hyper_attention(implementation, dtype, bits):
             weights = times * np.exp(s[i])
             expected[i] = weights @ v[b, h] / weights.sum()
         close(out[b, h], expected, dtype)
+
+
+LENGTHS = [(100, 100), (1, 75), (20, 64), (40, 40)]
+SELECTING = {"moba": (16, 3), "quest": (8, 4), "native_sparse": (8, 4, 16, 4, 20)}
+
+
+@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=str)
+@pytest.mark.parametrize(("len_q", "len_k"), LENGTHS)
+def test_selected_blocks(implementation, name, heads, len_q, len_k):
+    shapes = (heads[0], len_q, D), (heads[1], len_k, D), (heads[1], len_k, V)
+    arrays = drawn(np.float64, *((B, *shape) for shape in shapes), seed=1)
+    if name == "native_sparse":
+        arrays += drawn(np.float64, (B, heads[0], len_q, 3))
+    got, expected = (getattr(of, name)(*arrays, *SELECTING[name]) for of in (compositions, by_definition))
+    close(got, expected, np.float64)
+
+
+@pytest.mark.parametrize(("len_q", "len_k"), LENGTHS)
+@pytest.mark.parametrize("heads", [1, 4])
+def test_deepseek_sparse_attention(implementation, heads, len_q, len_k):
+    latent = (B, heads, len_q, 12 + 4), (B, len_k, 10 + 4), (heads, 12, 10), (heads, 9, 10)
+    index = (B, 3, len_q, 8), (B, len_k, 8), (B, 3, len_q)
+    call = drawn(np.float64, *latent, *index)
+    close(compositions.deepseek_sparse(*call, 9), by_definition.deepseek_sparse(*call, 9), np.float64)
+    every = compositions.deepseek_sparse(*call, len_k)
+    close(every, F.latent_attention(*doubles(*call[:4]), causal=True), np.float64)
 
 
 def gray_codes(bits):

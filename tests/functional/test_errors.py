@@ -286,7 +286,6 @@ def test_recurrences_know_the_other_layout():
         (functional.sigmoid_attention, [np.ones((5, 5), bool)], "mask="),
         (functional.top_k_attention, [7.5], "top_k="),
         (functional.nystrom_attention, [2], "num_landmarks="),
-        (functional.moba_attention, [np.ones((5, 5), bool)], "block_size="),
     ],
 )
 def test_options_are_keywords(function, more, name):
@@ -441,8 +440,6 @@ OTHERS = {
     "linear": {"dout": LSE[0], "x": LSE[0]},
     "causal_conv1d": {"weight": floats(8, 4)},
     "selected_attention": {"selected": [[[0, 1]]]},
-    "native_sparse_attention": {"gates": floats(2, 4, 5, 3)},
-    "deepseek_sparse_attention": {"index_k": floats(5, 8), "index_weights": floats(4, 5)},
     "deformable_attention": {
         "spatial_shapes": [(1, 5)],
         "locations": floats(2, 4, 3, 2, 2),

@@ -290,6 +290,79 @@ def routing(x, v, centroids):
     return np.take_along_axis(out, np.argsort(order, axis=-1)[..., None], axis=-2)
 
 
+def attend_blocks(q, k, v, queries, blocks, block_size, top_k):
+    """Causal attention of each query head to its own block of keys and the best others, `top_k` in all.
+
+    Scores are products of `queries`, (..., heads_q, len_q, any), and `blocks`, (..., heads_kv, blocks, any).
+    """
+    heads = k.shape[-3], q.shape[-3] // k.shape[-3], 1  # each query head is a batch item: it has its own list
+    q, queries = (x.reshape(*x.shape[:-3], *heads, *x.shape[-2:]) for x in (q, queries))
+    k, v, blocks = (x[..., None, None, :, :] for x in (k, v, blocks))
+    how = {"block_size": block_size, "causal": True}
+    selected = F.select_keys(queries, blocks, top_k, last=1, kv_lengths=k.shape[-2], **how)
+    out = F.selected_attention(q, k, v, selected, **how)
+    return out.reshape(*out.shape[:-5], -1, *out.shape[-2:])
+
+
+def moba(q, k, v, block_size=512, top_k=3):
+    """Mixture of block attention, by the means of blocks of keys."""
+    first = np.arange(0, k.shape[-2], block_size)
+    sizes = np.diff(first, append=k.shape[-2])[:, None]
+    means = np.add.reduceat(k, first, axis=-2) / sizes.astype(k.dtype)
+    return attend_blocks(q, k, v, q, means, block_size, top_k)
+
+
+def quest(q, k, v, page_size=16, top_k=128):
+    """Quest, by the largest score that a page may have: of its features' bounds, which a cache may keep."""
+    low, high = (
+        f.reduceat(k, np.arange(0, k.shape[-2], page_size), axis=-2) for f in (np.minimum, np.maximum)
+    )
+    queries = np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], axis=-1)
+    return attend_blocks(q, k, v, queries, np.concatenate([high, low], axis=-1), page_size, top_k)
+
+
+def native_sparse(q, k, v, gates, size=32, stride=16, block_size=64, top_k=16, window=512):
+    """Native sparse attention: means of `size` keys each, blocks by their probabilities, and a window.
+
+    `gates` is (..., heads_q, len_q, 3). There are `size` keys at least. Models learn what means are here.
+    """
+    len_q, len_k, heads_kv = q.shape[-2], k.shape[-2], k.shape[-3]
+    short_k, short_v = (
+        np.lib.stride_tricks.sliding_window_view(x, size, axis=-2)[..., ::stride, :, :].mean(-1)
+        for x in (k, v)
+    )
+    number = np.arange(short_k.shape[-2])
+    ends = np.clip((np.arange(len_k - len_q, len_k) - size + 1) // stride + 1, 0, len(number))
+    seen, lse = attention(q, short_k, short_v, row_ranges=(0, ends), return_lse=True)
+    strides = (number[:, None] * stride + np.arange(0, size, stride)) // block_size
+    covers = (strides[..., None] == np.arange(-(-len_k // block_size))).sum(1).astype(q.dtype)
+
+    def score(rows, begin):  # of blocks: the probabilities of their strides, over the heads of a group
+        of = slice(begin, begin + rows.shape[-2])
+        keys = np.repeat(short_k, q.shape[-3] // heads_kv, axis=-3).swapaxes(-1, -2)
+        p = np.exp(rows @ keys * q.shape[-1] ** -0.5 - lse[..., of, None])
+        p = np.where(number < ends[of, None], p, 0)
+        return p.reshape(*p.shape[:-3], heads_kv, -1, *p.shape[-2:]).sum(-3) @ covers
+
+    how = {"block_size": block_size, "causal": True}
+    of_blocks = k[..., ::block_size, :]  # as many rows as blocks: `score` counts, not they
+    selected = F.select_keys(q, of_blocks, top_k, score=score, kv_lengths=len_k, first=1, last=2, **how)
+    chosen = F.selected_attention(q, k, v, selected, **how)
+    near = attention(q, k, v, causal=True, window=(window - 1, 0))
+    return sum(gates[..., i, None] * x for i, x in enumerate((seen, chosen, near)))
+
+
+def deepseek_sparse(q, cache, key_weight, value_weight, index_q, index_k, index_weights, top_k=2048):
+    """DeepSeek sparse attention: latent attention, absorbed, to the keys that a lightning indexer selects."""
+    how = {"weights": index_weights, "activation": "relu", "causal": True}
+    selected = F.select_keys(index_q, index_k[..., None, :, :], top_k, **how)
+    nope, rank = key_weight.shape[-2:]
+    queries = np.concatenate([q[..., :nope] @ key_weight, q[..., nope:]], axis=-1)
+    keys, scale = cache[..., None, :, :], q.shape[-1] ** -0.5
+    latents = F.selected_attention(queries, keys, keys[..., :rank], selected, causal=True, scale=scale)
+    return latents @ value_weight.swapaxes(-1, -2)
+
+
 def hyper(q, k, v, rotations, block, sample):
     """HyperAttention: blocks of queries and keys in the order of hashes, and a sample of the other keys.
 

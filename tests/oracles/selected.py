@@ -101,18 +101,14 @@ def quest(q, k, v, page_size, top_k):
     return attend(q, k, v, _spread(chosen, page_size, len_k) & (np.arange(len_k) <= position))[0]
 
 
-def native_sparse(q, k, v, gates, width, stride, block_size, top_k, first, last, window, compressed=None):
+def native_sparse(q, k, v, gates, width, stride, block_size, top_k, window):
     q, k, v, gates = _doubles(q, k, v, gates)
     len_q, len_k, group = q.shape[-2], k.shape[-2], q.shape[-3] // k.shape[-3]
     position, key = len_k - len_q + np.arange(len_q)[:, None], np.arange(len_k)
     begins = np.arange(0, max(0, len_k - width + 1), stride)
-    if compressed is None:
-        compressed = [x[..., :0, :] for x in (k, v)]
-        for i in begins:
-            mean = (x[..., i : i + width, :].mean(-2, keepdims=True) for x in (k, v))
-            compressed = [np.concatenate(pair, axis=-2) for pair in zip(compressed, mean, strict=True)]
+    compressed = [np.stack([x[..., i : i + width, :].mean(-2) for i in begins], axis=-2) for x in (k, v)]
     seen = np.broadcast_to(begins + width - 1 <= position, (*q.shape[:-1], len(begins)))
-    near, probs = attend(q, *_doubles(*compressed), seen)
+    near, probs = attend(q, *compressed, seen)
     probs = probs.reshape(*probs.shape[:-3], k.shape[-3], group, *probs.shape[-2:]).sum(axis=-3)
     blocks = np.arange(0, len_k, block_size)
     scores = np.zeros((*probs.shape[:-1], len(blocks)))
@@ -120,7 +116,7 @@ def native_sparse(q, k, v, gates, width, stride, block_size, top_k, first, last,
         for chunk in range(begin, begin + width, stride):
             scores[..., chunk // block_size] += probs[..., i]
     own = position // block_size
-    kept = (blocks // block_size < first) | (blocks // block_size > own - last)
+    kept = (blocks < block_size) | (blocks // block_size > own - 2)  # the first one, and the last two
     chosen = best(scores, np.broadcast_to(blocks <= position, scores.shape), top_k, kept)
     mask = np.repeat(_spread(chosen, block_size, len_k), group, axis=-3) & (key <= position)
     far = attend(q, k, v, mask)[0]
