@@ -676,7 +676,7 @@ def main() -> None:
     measures = {f.__name__: f for f in functions}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=measures)
-    parser.add_argument("--isa", choices=fastattn.available_isas())
+    parser.add_argument("--isa", choices=fastattn.show_config()["isas_available"])
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "float16", "bfloat16"))
     arguments = parser.parse_args()
     with settings.forced(isa=arguments.isa):

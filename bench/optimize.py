@@ -149,7 +149,7 @@ ENGINES = {
             "inference": Engine(_OWN, partial(_operator, "inference"), "the same in inference_mode"),
             "learning": Engine(_OWN, partial(_operator, "learning"), "the same, gradients wanted"),
         }
-        if fastattn.available_isas()
+        if fastattn.show_config()["isas_available"]
         else {}
     ),
     "torch": Engine(_PACKAGES, _torch, "the model as it is; scaled_dot_product_attention"),

@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("many", "few"))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--isa", choices=fastattn.available_isas())
+    parser.add_argument("--isa", choices=fastattn.show_config()["isas_available"])
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=tuple(KINDS))
     parser.add_argument(
         "--transposed", action="store_true", help="products with the weight, not its transpose"

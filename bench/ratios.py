@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--isa", choices=fastattn.available_isas())
+    parser.add_argument("--isa", choices=fastattn.show_config()["isas_available"])
     options = parser.parse_args()
     shape = shape_of(1, options.heads, options.length, options.length, 64)
     with settings.forced(isa=options.isa):

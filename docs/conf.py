@@ -38,9 +38,6 @@ nitpicky = True
 
 # Reference: types stand in the docstrings.
 autosummary_generate = True
-autosummary_filename_map = {  # files whose names differ by case alone
-    "fastattn.functional.feature_maps.Favor": "fastattn.functional.feature_maps.Favor-class",
-}
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False  # the template lists them

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastattn._engine.settings import (
     FallbackWarning,
-    available_isas,
     get_num_threads,
     set_num_threads,
     set_threading,
@@ -37,7 +36,6 @@ __all__ = [
     "__version__",
     "attention",
     "attention_weights",
-    "available_isas",
     "explain",
     "functional",
     "get_num_threads",

@@ -28,7 +28,6 @@ from fastattn._args.values import as_array, flag, float_array, integers
 from fastattn._engine import dispatch
 
 __all__ = [
-    "Activation",
     "PackedLinear",
     "activate",
     "causal_conv1d",
@@ -136,7 +135,7 @@ def linear(
         `activations` says otherwise.
     bias : array_like, (out_features,) or, gated, (2, out_features), optional
     activation : str, optional
-        A name that `Activation` lists, for instance "relu"; see `activate`.
+        A name that `activate` takes, for instance "relu".
     residual : array_like, (..., out_features), optional
         Added last; in x's dtype. It may be `out` itself.
     activations : {"int8"}, optional
@@ -412,8 +411,8 @@ def activate(
     ----------
     x : array_like, (..., n)
     activation : str
-        A name that `Activation` lists, for instance "relu". "gelu" is the exact one, by the error function,
-        "gelu_tanh" and "quick_gelu" its approximations (Hendrycks & Gimpel 2016).
+        "relu", "gelu" (exact, by the error function), "gelu_tanh" or "quick_gelu" (its approximations,
+        Hendrycks & Gimpel 2016), "silu" or "sigmoid".
     up : array_like, (..., n), optional
         x's shape and dtype.
     out, num_threads, backend : optional
@@ -472,7 +471,7 @@ def causal_conv1d(
         1 to 8 wide, the last column for the token itself; as torch's ``Conv1d.weight[:, 0]``.
     bias : array_like, (channels,), optional
     activation : str, optional
-        A name that `Activation` lists, mostly "silu".
+        A name that `activate` takes; mostly "silu".
     state : array_like, (..., width - 1, channels), optional
         The inputs before the first token, in x's dtype; 0 if left out. With `begins`, (sequences, width - 1,
         channels).

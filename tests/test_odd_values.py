@@ -13,7 +13,6 @@ from tokenizers import models as tokenizer_models
 import fastattn
 from fastattn import functional, layers, masks, models, ops, positions
 from fastattn._args.values import short
-from fastattn.functional import feature_maps
 from fastattn.models import ModelError
 
 X = np.ones((1, 2, 6, 8), np.float32)
@@ -114,8 +113,6 @@ INTEGERS = {
     r"lsh_attention\(\): chunk ": lambda n: functional.lsh_attention(X, X, num_buckets=2, chunk=n),
     r"neighborhood_attention\(\): kernel": lambda n: functional.neighborhood_attention(X, X, X, kernel=(n,)),
     r"embedding\(\): ids ": lambda n: ops.embedding(n, ROWS),
-    r"favor\(\): head_dim ": lambda n: feature_maps.favor(n, 4),
-    r"favor\(\): num_features ": lambda n: feature_maps.favor(4, n),
     r"rope_frequencies\(\): rotary_dim ": positions.rope_frequencies,
     r"rope_frequencies\(\): seq_len ": lambda n: positions.rope_frequencies(8, seq_len=n),
     r"sinusoidal\(\): length ": lambda n: positions.sinusoidal(n, 4),

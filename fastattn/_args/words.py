@@ -52,7 +52,6 @@ OTHER_NAMES = {
         "num_rounds": "n_rounds n_hashes",
         "num_landmarks": "n_landmarks",
         "num_iterations": "n_iterations",
-        "num_features": "n_features",
         "top_k": "k_keys topk",
         "layers": "encoder_layer decoder_layer num_layers",
         "features": "normalized_shape",

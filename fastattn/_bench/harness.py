@@ -141,7 +141,7 @@ def _own(way: Callable[[Any, str], Way], backend: str, problem: Any, threads: in
 
 def own_engines(way: Callable[[Any, str], Way], *packages: str) -> dict[str, Engine]:
     """fastattn and its fallback: `way(problem, backend)` is called where that backend is in force."""
-    needs, kernels = ("fastattn", *packages), bool(fastattn.available_isas())
+    needs, kernels = ("fastattn", *packages), bool(fastattn.show_config()["isas_available"])
     compiled = {"fastattn": Engine(needs, partial(_own, way, "compiled"), "the compiled kernels")}
     fallback = Engine(needs, partial(_own, way, "numpy"), "fastattn without its extension")
     return {**(compiled if kernels else {}), "fallback": fallback}

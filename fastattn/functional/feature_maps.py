@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.errors import named, wrong_dtype, wrong_shape
 from fastattn._args.ops import epsilon
 from fastattn._args.types import Array, ArrayLike, lane_dtype
-from fastattn._args.values import float_array, generator, integer, real_array, require_broadcast
+from fastattn._args.values import float_array
 from fastattn.functional._differentiable import Steps, differentiable
 
-__all__ = ["Favor", "elu", "favor", "taylor", "unit"]
-
-_MOST_FEATURES = 1 << 24  # the square of which NumPy can still count
+__all__ = ["elu", "taylor", "unit"]
 
 
 def __dir__() -> list[str]:
@@ -116,144 +109,3 @@ def taylor(x: ArrayLike) -> Steps[Array]:
     dproducts += dproducts.swapaxes(-1, -2).copy()
     dy = dout[..., 1 : 1 + dim] + (dproducts * y[..., None, :]).sum(-1)
     return (np.asarray(dy * root, request.dout.dtype),)
-
-
-@dataclass(frozen=True, eq=False)
-class Favor:
-    """Positive random features whose products estimate exp(q @ k / sqrt(head_dim)): of `favor`."""
-
-    projection: Array  # (num_features, head_dim), float64
-
-    @np.errstate(all="ignore")
-    @named("queries")
-    def queries(self, q: ArrayLike) -> Array:
-        """Features (..., length, num_features) of q (..., length, head_dim), in its dtype.
-
-        Each query's features are divided by the largest of them, which `normalize` takes out again.
-        """
-        exponents, dtype = self._exponents("q", q)
-        return self._features(exponents - exponents.max(axis=-1, keepdims=True), dtype)
-
-    @np.errstate(all="ignore")
-    @named("shift")
-    def shift(self, k: ArrayLike) -> Array:
-        """The largest exponent of the keys of each head, (..., 1, 1), for k (..., length, head_dim)."""
-        return np.asarray(self._exponents("k", k)[0].max((-1, -2), keepdims=True, initial=-np.inf))
-
-    @np.errstate(all="ignore")
-    @named("keys")
-    def keys(self, k: ArrayLike, shift: ArrayLike | None = None) -> Array:
-        """Features (..., length, num_features) of k (..., length, head_dim), in its dtype.
-
-        They are divided by exp(shift), by default that of these keys' `shift`, so that none overflows. One
-        and the same factor for all keys of a head cancels where results are normalised. Keys that come in
-        several calls, with a state carried on, need one `shift` for all of them: that of the first call, or
-        0 where no exponent gets near 88, the largest of float32.
-        """
-        exponents, dtype = self._exponents("k", k)
-        if shift is None:
-            down = exponents.max(axis=(-1, -2), keepdims=True, initial=-np.inf)
-        else:
-            down = real_array("shift", shift)
-            one_each = (*exponents.shape[:-1], 1)
-            require_broadcast("shift", down.shape, one_each, "(..., length, 1)")
-        return self._features(exponents - down.astype(np.float64), dtype)
-
-    @np.errstate(all="ignore")
-    @named("queries_backward")
-    def queries_backward(self, dout: ArrayLike, q: ArrayLike) -> Array:
-        """The gradient of q, from that of ``queries(q)``; q's shape and dtype, which dout's features have."""
-        return self._backward("q", dout, q, (-1,))
-
-    @np.errstate(all="ignore")
-    @named("keys_backward")
-    def keys_backward(self, dout: ArrayLike, k: ArrayLike, shift: ArrayLike | None = None) -> Array:
-        """The gradient of k, from that of ``keys(k, shift)``; a given shift is a constant."""
-        axes = (-1, -2)
-        if shift is None:
-            return self._backward("k", dout, k, axes)
-        exponents, _ = self._exponents("k", k)
-        down = real_array("shift", shift)
-        require_broadcast("shift", down.shape, (*exponents.shape[:-1], 1), "(..., length, 1)")
-        return self._backward("k", dout, k, axes, down.astype(np.float64))
-
-    def _backward(
-        self, name: str, dout: ArrayLike, x: ArrayLike, axes: tuple[int, ...], down: Any = None
-    ) -> Array:
-        """The gradient of x through features that are divided by exp(down), or the largest of `axes`."""
-        exponents, dtype = self._exponents(name, x)
-        given, array = float_array("dout", dout, least_dims=2), float_array(name, x)
-        if given.shape != exponents.shape:
-            raise wrong_shape("dout", given, exponents.shape)
-        if given.dtype.newbyteorder("=") != dtype:
-            raise wrong_dtype("dout", given, f"{name}'s, {dtype}")
-        lane = lane_dtype(dtype)
-        largest = exponents.max(axes, keepdims=True, initial=-np.inf)
-        moved = exponents - (largest if down is None else down)
-        dexponents = np.exp(moved) / math.sqrt(len(self.projection)) * given.astype(lane)
-        if down is None:  # it is one of the exponents, or several equal ones share it
-            is_largest = exponents == largest
-            share = dexponents.sum(axes, keepdims=True) / is_largest.sum(axes, keepdims=True)
-            dexponents = dexponents - is_largest * share
-        factor = lane.type(array.shape[-1] ** -0.25)
-        dy = dexponents @ self.projection.astype(lane) - dexponents.sum(-1, keepdims=True) * (
-            array.astype(lane) * factor
-        )
-        return np.asarray(dy * factor, dtype)
-
-    def _exponents(self, name: str, x: ArrayLike) -> tuple[Array, np.dtype[Any]]:
-        """w . y - |y|^2 / 2 for each feature w, y = x / head_dim^(1/4), in the accumulator's dtype."""
-        array = float_array(name, x, least_dims=2)
-        head_dim = self.projection.shape[1]
-        if array.shape[-1] != head_dim:
-            raise wrong_shape(name, array, f"(..., length, {head_dim})")
-        lane = lane_dtype(array.dtype)
-        y = array.astype(lane) * lane.type(array.shape[-1] ** -0.25)
-        exponents: Array = y @ self.projection.T.astype(lane) - 0.5 * np.square(y).sum(-1, keepdims=True)
-        return exponents, array.dtype.newbyteorder("=")
-
-    def _features(self, exponents: Array, dtype: np.dtype[Any]) -> Array:
-        """Return exp(exponents) / sqrt(num_features)."""
-        return np.asarray(np.exp(exponents) / math.sqrt(len(self.projection)), dtype)
-
-
-@named("favor")
-def favor(head_dim: int, num_features: int, rng: np.random.Generator | int | None = None) -> Favor:
-    """Performer's positive orthogonal random features, FAVOR+.
-
-    Parameters
-    ----------
-    head_dim : int
-    num_features : int
-        More of them estimate better; ``head_dim * log(head_dim)`` is the paper's order of magnitude.
-    rng : Generator, int or None, optional
-        Where the directions come from: the same for queries and keys, and in every call of a model.
-
-    Returns
-    -------
-    Favor
-        With ``phi = favor(...)``, ``linear_attention(phi.queries(q), phi.keys(k), v, rule="linear",
-        normalize=True, eps=0)`` estimates softmax attention, causal or not. (The features are positive but
-        may be small: `eps` would count.)
-
-    Raises
-    ------
-    TypeError, ValueError
-        If a number is no integer of at least 1, or a seed none of at least 0.
-
-    Notes
-    -----
-    ``phi(x) = exp(w . y - |y|^2 / 2) / sqrt(num_features)`` with ``y = x / head_dim^(1/4)``. The directions w
-    are orthogonal in blocks of head_dim, of the lengths that independent normal vectors have. Mapping costs
-    ``2 * len * head_dim * num_features`` FLOP, by NumPy.
-    Source: K. Choromanski et al., "Rethinking Attention with Performers", 2021, arXiv:2009.14794.
-    """
-    head_dim = integer("head_dim", head_dim, 1, _MOST_FEATURES)
-    num_features = integer("num_features", num_features, 1, _MOST_FEATURES)
-    rng = generator("rng", rng)
-    blocks = []
-    for _ in range(math.ceil(num_features / head_dim)):
-        directions, signs = np.linalg.qr(rng.standard_normal((head_dim, head_dim)))
-        blocks.append((directions * np.sign(np.diag(signs))).T)  # uniform over rotations
-    lengths = np.linalg.norm(rng.standard_normal((num_features, head_dim)), axis=1, keepdims=True)
-    return Favor(np.concatenate(blocks)[:num_features] * lengths)

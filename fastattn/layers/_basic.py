@@ -12,7 +12,7 @@ from fastattn import ops
 from fastattn._args.errors import put_name, wrong_shape
 from fastattn._args.ops import data, epsilon, linear_args, rows, rows_args
 from fastattn._args.types import ACTIVATIONS as PLAIN_ACTIVATIONS
-from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding
+from fastattn._args.types import FLOAT32, Activation, Array, ArrayLike, Rounding
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # For each activation of a feed-forward: what `ops.linear` calls it, and whether its result multiplies a
 # second map of the input (a gated feed-forward).
-ACTIVATIONS: dict[str, tuple[ops.Activation, bool]] = {
+ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
     **{name: (name, False) for name in PLAIN_ACTIVATIONS},
     "glu": ("sigmoid", True),
     "reglu": ("relu", True),
@@ -76,7 +76,7 @@ class Linear(Layer):
         self,
         x: ArrayLike,
         *,
-        activation: ops.Activation | None = None,
+        activation: Activation | None = None,
         residual: ArrayLike | None = None,
         out: Array | None = None,
     ) -> Array:
@@ -93,7 +93,7 @@ class Linear(Layer):
         return result
 
     def _computation(
-        self, x: ArrayLike, *, activation: ops.Activation | None = None, **others: Any
+        self, x: ArrayLike, *, activation: Activation | None = None, **others: Any
     ) -> Computation:
         if others:
             raise not_an_argument(others, Linear._computation)

@@ -295,7 +295,7 @@ def test_steps_of_training(measured):
 def test_operators_of_torch(measured):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    if not fastattn.available_isas():
+    if not fastattn.show_config()["isas_available"]:
         pytest.skip("of compiled kernels, and there are none")
     sections = Request(seed=3).section(TorchProblem, "call", [TINY], "float32")
     (row,) = measured("optimize", sections)["rows"]

@@ -15,7 +15,7 @@ from fastattn._engine import settings
 from fastattn.functional import attention_backward
 
 tiles = pytest.mark.skipif(
-    "amx" not in fastattn.available_isas(), reason="no tiles: of an Intel Xeon, or emulated"
+    "amx" not in fastattn.show_config()["isas_available"], reason="no tiles: of an Intel Xeon, or emulated"
 )
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 timers = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timers")
@@ -45,7 +45,7 @@ def results(rows=70, keys=9000):
 
 @pytest.fixture(autouse=True)
 def _use_amx():
-    if "amx" not in fastattn.available_isas():
+    if "amx" not in fastattn.show_config()["isas_available"]:
         yield
         return
     with settings.forced(isa="amx", backend="compiled"):
@@ -188,7 +188,7 @@ def test_sums_of_bytes_are_those_of_other_instruction_sets(dtype, rows, features
     x, weight = draw(rows, features).astype(np.float32), draw(70, features).astype(np.float32)
     packed = ops.pack(weight, dtype=dtype)
     expected = ops.linear(x, packed, activations="int8")
-    for isa in fastattn.available_isas():
+    for isa in fastattn.show_config()["isas_available"]:
         if isa != "generic":  # which has no fused multiply-adds for the scales
             with settings.forced(isa=isa):
                 assert_same_bits(ops.linear(x, packed, activations="int8"), expected)

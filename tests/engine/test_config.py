@@ -1,4 +1,4 @@
-"""Tests of show_config, explain and available_isas, and of how the environment changes them."""
+"""Tests of show_config and explain, and of how the environment changes them."""
 
 import os
 import platform
@@ -29,7 +29,7 @@ CONFIG_KEYS = ["version", "backend", "why_numpy", "isa", "isa_refused", "isa_lef
 
 # Whatever the environment of the tests is: the extension if it is there.
 DEFAULT = {"FASTATTN_BACKEND": None, "FASTATTN_ISA": None}
-BUILT = bool(fastattn.available_isas())
+BUILT = bool(fastattn.show_config()["isas_available"])
 
 
 def test_what_is_exported():
@@ -44,7 +44,7 @@ def test_show_config():
     assert list(config) == CONFIG_KEYS
     assert config["version"] == fastattn.__version__
     assert config["num_threads"] == fastattn.get_num_threads()
-    assert config["isas_available"] == fastattn.available_isas()
+    assert config["isas_available"] == settings.available_isas()
     assert set(config["isas_available"]) <= set(config["isas_compiled"])
     assert config["backend"] == ("compiled" if COMPILED else "numpy")
     assert (config["why_numpy"] is None) == bool(COMPILED)
@@ -208,7 +208,7 @@ def test_available_isas_come_best_first():
         "neon",
         "generic",
     ]
-    isas = fastattn.available_isas()
+    isas = fastattn.show_config()["isas_available"]
     without_tiles = [isa for isa in isas if isa != "amx"]
     first = [isa for isa in without_tiles[:1] if isa == "avx512vnni"]  # where dot products of pairs are slow
     assert list(isas) == sorted(isas, key=lambda isa: (isa != "amx", isa not in first, order.index(isa)))
@@ -239,7 +239,8 @@ def test_an_isa_for_the_calls_that_ask_for_kernels(python):
     code = """
 import numpy as np, fastattn
 q = np.ones((2, 4))
-print(fastattn.explain(q, q, q, backend="compiled" if fastattn.available_isas() else None)["isa"])
+backend = "compiled" if fastattn.show_config()["isas_available"] else None
+print(fastattn.explain(q, q, q, backend=backend)["isa"])
 """
     run = python(code, FASTATTN_BACKEND="numpy", FASTATTN_ISA="generic")
     assert run.stdout == "generic\n" if BUILT else run.returncode == 0
@@ -248,12 +249,12 @@ print(fastattn.explain(q, q, q, backend="compiled" if fastattn.available_isas() 
         assert "FASTATTN_ISA is 'sse9'; available here: " in run.stderr
 
 
-@pytest.mark.parametrize("isa", ["sse9", "AVX2", "avx2" if "neon" in fastattn.available_isas() else "neon"])
+@pytest.mark.parametrize("isa", ["sse9", "AVX2", "avx2" if "neon" in settings.available_isas() else "neon"])
 def test_an_isa_that_is_not_available(isa, python):
     run = python("import fastattn", **{**DEFAULT, "FASTATTN_ISA": isa})
     assert run.returncode == 1
     assert f"FASTATTN_ISA is {isa!r}; available here: " in run.stderr
-    for available in fastattn.available_isas():
+    for available in fastattn.show_config()["isas_available"]:
         assert available in run.stderr
     with pytest.raises(ValueError, match=isa), settings.forced(isa=isa):
         pass
@@ -404,8 +405,8 @@ def test_without_the_extension(python):
 import warnings
 import numpy as np
 import fastattn
-assert fastattn.available_isas() == ()
 config = fastattn.show_config()
+assert config["isas_available"] == ()
 assert config["backend"] == "numpy" and config["isa"] is None and config["isas_compiled"] == (), config
 assert "_core" in config["why_numpy"], config
 q = np.ones((3, 4))

@@ -57,6 +57,37 @@ def test_based(implementation, dtype):
     close(out, means(1 + s + s * s / 2, v), dtype)
 
 
+def test_random_directions_are_orthogonal_and_as_long_as_normal_vectors():
+    directions = compositions.random_directions(24, 60, np.random.default_rng(1))
+    assert directions.shape == (60, 24)
+    for first in (0, 24, 48):
+        block = F.feature_maps.unit(directions[first : first + 24], eps=0.0)
+        np.testing.assert_allclose(block @ block.T, np.eye(len(block)), atol=1e-12)
+    many = compositions.random_directions(24, 6000, np.random.default_rng(2))
+    np.testing.assert_allclose(np.square(many).sum(1).mean(), 24, rtol=0.02)
+    np.testing.assert_allclose(many.mean(0), 0, atol=0.05)
+
+
+@each_dtype
+@pytest.mark.parametrize("size", [0.5, 100.0])
+def test_performer(implementation, dtype, size):
+    """Features of the formula, but for factors that cancel, and keep them from overflow."""
+    q, k, v = tokens(dtype, D, D, V)
+    w = compositions.random_directions(D, 4096 if size < 1 else 8, np.random.default_rng(3)).astype(dtype)
+    q, k = q * dtype.type(size), k * dtype.type(size)
+    phi_q, phi_k = compositions.favor(q, w, -1), compositions.favor(k, w, (-1, -2))
+    assert phi_q.max() <= 1
+    assert phi_k.max() <= 1
+    if size > 1:
+        return
+    out = F.linear_attention(phi_q, phi_k, v, rule="linear", normalize=True, eps=0.0)
+    q, k, v, w = doubles(q, k, v, w)
+    features = [np.exp(x / 2 @ w.T - np.square(x / 2).sum(-1, keepdims=True) / 2) for x in (q, k)]
+    close(out, means(features[0] @ features[1].swapaxes(-1, -2), v), dtype)
+    exact = means(np.exp(q @ k.swapaxes(-1, -2) / np.sqrt(D)), v)
+    assert np.abs(out - exact).mean() < 0.02  # of the estimate
+
+
 @each_dtype
 def test_rebased(implementation, dtype):
     q, k, v = tokens(dtype, D, D, V)

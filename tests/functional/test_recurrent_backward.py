@@ -451,25 +451,6 @@ def test_feature_maps(dtype):
             np.testing.assert_allclose((got * direction).sum(), slope, rtol=1e-7)
 
 
-def test_random_features():
-    rng, phi = np.random.default_rng(6), feature_maps.favor(8, 12, rng=0)
-    x, dout, along = (rng.standard_normal((2, 5, n)) for n in (8, 12, 8))
-    shift = phi.shift(x)
-    for features, backward in (
-        (phi.queries, phi.queries_backward),
-        (phi.keys, phi.keys_backward),
-        (lambda k: phi.keys(k, shift), lambda dout, k: phi.keys_backward(dout, k, shift)),
-    ):
-        slope = slopes(lambda x, f=features: (f(x) * dout).sum(), x, along)
-        np.testing.assert_allclose((backward(dout, x) * along).sum(), slope, rtol=1e-6)
-    assert phi.keys_backward(dout.astype(BF16), x.astype(BF16)).dtype == BF16
-    assert phi.queries_backward(dout[:, :0], x[:, :0]).shape == (2, 0, 8)
-    with pytest.raises(ValueError, match=r"^queries_backward\(\): dout has shape \(2, 5, 8\); expected"):
-        phi.queries_backward(x, x)
-    with pytest.raises(TypeError, match=r"^keys_backward\(\): dout has dtype float32; expected k's, float64"):
-        phi.keys_backward(dout.astype(np.float32), x)
-
-
 X = np.ones((2, 5, 4), np.float32)
 GATE = np.full((2, 5), -1, np.float32)
 S = np.zeros((2, 4, 4), np.float32)

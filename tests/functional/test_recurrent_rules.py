@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from fastattn import attention
 from fastattn.functional import feature_maps, linear_attention
 
 RNG = np.random.default_rng(0)
@@ -17,8 +16,7 @@ def test_elu(implementation):
         y = feature_maps.elu(x.astype(dtype))
         assert y.dtype == dtype
         np.testing.assert_allclose(y, expected.astype(dtype), rtol=2 * np.finfo(dtype).eps, atol=1e-30)
-    phi = feature_maps.favor(16, 4, rng=0)
-    for function in (feature_maps.elu, feature_maps.unit, feature_maps.taylor, phi.queries, phi.keys):
+    for function in (feature_maps.elu, feature_maps.unit, feature_maps.taylor):
         for dtype in (np.float32, np.float64):
             x = Q.astype(dtype)
             got = function(x.astype(x.dtype.newbyteorder()))  # as all other results, in native byte order
@@ -34,54 +32,6 @@ def test_softmax_free_attention_is_a_matrix_product(implementation):
     np.testing.assert_allclose(out, expected, atol=2e-5)
     whole = linear_attention(phi(Q), phi(K), V, rule="linear", normalize=True, causal=False)
     np.testing.assert_allclose(whole[..., -1, :], out[..., -1, :], atol=2e-6)
-
-
-def test_directions_are_orthogonal_and_as_long_as_normal_vectors():
-    projection = feature_maps.favor(24, 60, rng=1).projection
-    assert projection.shape == (60, 24)
-    for first in (0, 24, 48):
-        block = projection[first : first + 24]
-        directions = block / np.linalg.norm(block, axis=1, keepdims=True)
-        np.testing.assert_allclose(directions @ directions.T, np.eye(len(block)), atol=1e-12)
-    many = feature_maps.favor(24, 6000, rng=np.random.default_rng(2)).projection
-    np.testing.assert_allclose(np.square(many).sum(1).mean(), 24, rtol=0.02)
-    np.testing.assert_allclose(many.mean(0), 0, atol=0.05)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_favor_estimates_softmax(implementation, causal):
-    q, k, phi = Q / 2, K / 2, feature_maps.favor(16, 4096, rng=3)
-    options = {"rule": "linear", "normalize": True, "eps": 0.0, "causal": causal}
-    out = linear_attention(phi.queries(q), phi.keys(k), V, **options)
-    expected = attention(q, k, V, causal=causal)
-    few = feature_maps.favor(16, 64, rng=3)
-    worse = linear_attention(few.queries(q), few.keys(k), V, **options)
-    error = np.abs(out - expected).mean()
-    assert error < 0.02
-    assert error < np.abs(worse - expected).mean() / 3
-
-
-def test_favor_features_are_exact_whatever_the_shift(implementation):
-    phi = feature_maps.favor(16, 32, rng=4)
-    y = K.astype(np.float64) / 2
-    expected = np.exp(y @ phi.projection.T - np.square(y).sum(-1, keepdims=True) / 2) / np.sqrt(32)
-    np.testing.assert_allclose(phi.keys(K, 0), expected, rtol=1e-5)
-    np.testing.assert_allclose(phi.keys(K) * np.exp(phi.shift(K)), expected, rtol=1e-5)
-    np.testing.assert_allclose(phi.keys(K).max((-1, -2)), 32**-0.5, rtol=1e-6)
-    assert phi.keys(100 * K).max() <= 1  # nothing overflows
-    options = {"rule": "linear", "normalize": True, "eps": 0.0}
-    whole = linear_attention(phi.queries(Q), phi.keys(K), V, **options)
-    state, shift = None, phi.shift(K[..., :30, :])
-    for tokens in (slice(0, 30), slice(30, 80)):
-        q, k = phi.queries(Q[..., tokens, :]), phi.keys(K[..., tokens, :], shift)
-        out, state = linear_attention(q, k, V[..., tokens, :], state=state, return_state=True, **options)
-        np.testing.assert_allclose(out, whole[..., tokens, :], atol=2e-4)
-
-
-def test_favor_of_nothing(implementation):
-    phi = feature_maps.favor(16, 8, rng=5)
-    none = np.zeros((2, 0, 16), np.float32)
-    assert phi.queries(none).shape == phi.keys(none).shape == (2, 0, 8)
 
 
 def test_unit(implementation):
@@ -120,33 +70,6 @@ def test_retention(implementation):
         (lambda: feature_maps.elu([1, 2]), TypeError, r"^elu\(\): x has dtype int64"),
         (lambda: feature_maps.taylor([[1, 2]]), TypeError, r"^taylor\(\): x has dtype int64"),
         (lambda: feature_maps.taylor(np.float32(1)), ValueError, r"^taylor\(\): x has shape \(\)"),
-        (lambda: feature_maps.favor(0, 4), ValueError, r"^favor\(\): head_dim is 0; expected 1 to"),
-        (lambda: feature_maps.favor(4, 1.5), TypeError, r"^favor\(\): num_features is 1.5"),
-        (
-            lambda: feature_maps.favor(4, 4, rng="a"),
-            TypeError,
-            r"^favor\(\): rng is 'a'; expected a numpy",
-        ),
-        (
-            lambda: feature_maps.favor(4, 4, rng=-1),
-            ValueError,
-            r"^favor\(\): rng is -1; expected at least 0",
-        ),
-        (
-            lambda: feature_maps.favor(16, 4).keys(K, shift="a"),
-            TypeError,
-            r"^keys\(\): shift has dtype <U1; expected float32",
-        ),
-        (
-            lambda: feature_maps.favor(16, 4).keys(K, shift=np.ones(7)),
-            ValueError,
-            r"^keys\(\): shift has shape \(7,\); expected one that fits \(..., length, 1\)",
-        ),
-        (
-            lambda: feature_maps.favor(4, 4).queries(Q),
-            ValueError,
-            r"^queries\(\): q has shape .* length, 4\)",
-        ),
         (lambda: feature_maps.unit(Q, eps="x"), TypeError, r"^unit\(\): eps is 'x'"),
         (lambda: feature_maps.unit(Q, eps=-1.0), ValueError, r"^unit\(\): eps is -1.0"),
     ],

@@ -67,7 +67,7 @@ CASES = {"calls": 10_000, **dict.fromkeys(PARTS, 5_000), "files": 1_000, "gguf":
 
 def made(kind, seed, case):
     """A function that draws the case, always the same one, and the instruction set that it runs on."""
-    isas = fastattn.available_isas()
+    isas = fastattn.show_config()["isas_available"]
     isa = isas[case % len(isas)] if isas else None
     return lambda: KINDS[kind](Draw(np.random.default_rng([seed, case]))), isa
 

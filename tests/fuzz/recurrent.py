@@ -8,7 +8,6 @@ from scores import Scores
 from fastattn import functional
 from fastattn._args.types import lane_dtype
 from fastattn.functional import feature_maps
-from fastattn.functional.feature_maps import Favor
 
 
 def tokens(d):
@@ -74,17 +73,9 @@ def attended(a, finite):
 
 @recipe
 def feature_map(d):
-    dim = d.size()
-    x = d.floats(*d.batch(), d.length(), dim)
-    phi = Favor(d.rng.standard_normal((d.size(), dim)))
-    seed = d.some(0.5, rng=lambda: d.choose(3, np.random.default_rng(3)))
-    shift = d.some(0.5, shift=lambda: d.choose(0, 1.0, np.zeros((1, 1))))
+    x = d.floats(*d.batch(), d.length(), d.size())
     return d.choose(
         Call(feature_maps.elu, {"x": x}, same("x")),
         Call(feature_maps.unit, {"x": x, **d.some(0.3, eps=lambda: 1e-3)}, same("x")),
         Call(feature_maps.taylor, {"x": x}),
-        Call(phi.queries, {"q": x}),
-        Call(phi.keys, {"k": x, **shift}),
-        Call(phi.shift, {"k": x}),
-        Call(feature_maps.favor, {"head_dim": d.size(), "num_features": d.size(), **seed}),
     )

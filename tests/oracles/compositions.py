@@ -13,6 +13,27 @@ def rebased_features(x, gamma, beta):
     return F.feature_maps.taylor(ops.layer_norm(x, gamma, beta))[..., 1 + x.shape[-1] :]
 
 
+def random_directions(head_dim, num_features, rng):
+    """FAVOR+'s directions: orthogonal by blocks of head_dim, as long as independent normal vectors."""
+    blocks = []
+    for _ in range(-(-num_features // head_dim)):
+        directions, signs = np.linalg.qr(rng.standard_normal((head_dim, head_dim)))
+        blocks.append((directions * np.sign(np.diag(signs))).T)  # uniform over rotations
+    lengths = np.linalg.norm(rng.standard_normal((num_features, head_dim)), axis=1, keepdims=True)
+    return np.concatenate(blocks)[:num_features] * lengths
+
+
+def favor(x, directions, axes):
+    """Performer's positive random features, whose products estimate ``exp(q @ k / sqrt(head_dim))``.
+
+    `axes` are -1 for queries, (-1, -2) for keys: a factor for each query, and one for all keys of a head,
+    keep features at 1 or less, and cancel where results are normalised (with eps=0).
+    """
+    y = x * x.dtype.type(x.shape[-1] ** -0.25)
+    exponents = y @ directions.T - np.square(y).sum(-1, keepdims=True) / 2
+    return np.exp(exponents - exponents.max(axes, keepdims=True)).astype(x.dtype)
+
+
 def slot_scores(q, k, write, log_decay):
     """Products of q with each slot's key: the state times q, as a gradient of q is the state times dout."""
     _, pullback = vjp(
