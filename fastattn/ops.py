@@ -1,9 +1,8 @@
-"""The operations between attention calls: linear maps, norms, activations, softmax, embeddings.
+"""Operations between attention calls: linear maps, norms, activations, softmax, convolutions, embeddings.
 
-Each is one compiled kernel, on as many threads as the work is worth, with a twin in NumPy that runs without
-compiled kernels. All take float32, float64, float16 and bfloat16, compute in float32 (float64 for float64),
-return x's dtype, and accept any leading dimensions. An input is copied if its last axis is not contiguous, or
-if no single stride reaches all its rows.
+Each is one multi-threaded compiled kernel with a NumPy twin. All take float32, float64, float16 and bfloat16,
+compute in float32 (float64 for float64), return x's dtype, and accept any leading dimensions. An input is
+copied if its last axis is not contiguous, or if no single stride reaches all of its rows.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class _GateOptions(_NormOptions, total=False):
 
 
 class _ConvOptions(OutOption, ComputeOptions, total=False):
-    """Keyword arguments of `causal_conv1d`, except those of its state after the last token."""
+    """Keyword arguments of `causal_conv1d`, except `return_state` and `out_state`."""
 
     activation: Activation | None
     state: ArrayLike | None
@@ -72,7 +71,7 @@ def pack(
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> PackedLinear:
-    """Pack the weight of a linear map, once, for `linear`, in O(weight) time and memory.
+    """Pack the weight of a linear map for `linear`, once, in O(weight) time and memory.
 
     Parameters
     ----------
@@ -81,19 +80,24 @@ def pack(
     gate : array_like, (out_features, in_features), optional
         Makes a gated pair: `linear` computes ``activation(x @ gate.T) * (x @ weight.T)`` in one pass.
     dtype : {"float32", "float64", "bfloat16", "int8", "q8", "int4", "uint4", "nf4", "iq4", "fp4"}, optional
-        How the weight is stored, by name or as a NumPy type; default its own dtype (float32 for float16).
-        bfloat16 is rounded to nearest even; int8 is symmetric, with one scale for each output feature,
-        ``max(abs(row)) / 127``. The others have a scale, float16, for every 32 input features of an output
-        feature. q8 is int8 in such blocks (GGUF's Q8_0). int4 divides them by an eighth of the one of largest
-        magnitude, negated, so that they become -8 to 7 (Q4_0); an element errs by half a scale, and by a
-        whole one at the opposite end. NF4 divides them by their largest magnitude and takes the nearest of
-        sixteen quantiles of the normal distribution (Dettmers et al. 2023); it errs by up to 0.152 scales.
-        uint4 subtracts a minimum, float16, and divides by a fifteenth of what is left (Q4_1). iq4 and fp4
-        make the one of largest magnitude -127 and -12, and take the nearest number of IQ4_NL and of MXFP4.
-        Where numbers are so small that float16 has few digits of their scale, or none, rounding it adds up to
+        Storage type, by name or as a NumPy type; default the weight's dtype (float32 for float16). bfloat16
+        rounds to nearest even. int8 is symmetric, with one scale per output feature, ``max(abs(row)) / 127``.
+        The others have a float16 scale per block of 32 input features:
+
+        - q8: int8 (GGUF's Q8_0).
+        - int4: -8 to 7 (Q4_0); the element of largest magnitude becomes -8. Elements err by half a
+          scale, at the opposite end by a whole one.
+        - uint4: 0 to 15 (Q4_1), after subtracting a float16 minimum; the scale is a fifteenth of the
+          range.
+        - nf4: the nearest of sixteen quantiles of the normal distribution (Dettmers et al. 2023), scaled
+          by the largest magnitude. Elements err by up to 0.152 scales.
+        - iq4, fp4: the nearest number of IQ4_NL and of MXFP4; the element of largest magnitude becomes
+          -127 and -12.
+
+        Where the scale is too small for the precision of float16, its rounding adds an error of up to
         ``2**-25`` times the largest code: ``2**-22`` in int4, ``2**-18`` in q8.
     num_threads, backend
-        As of `linear`.
+        As in `linear`.
 
     Raises
     ------
@@ -128,36 +132,35 @@ def linear(
     Parameters
     ----------
     x : array_like, (..., in_features)
-        float32, float16 or bfloat16; float64 for a weight in float64.
+        float32, float16 or bfloat16; float64 for a float64 weight.
     weight : PackedLinear
-        From `pack`. For a bfloat16 weight, x is rounded to bfloat16 if the CPU has a dot product of bfloat16
-        pairs, else the weight is widened. Weights in int8 and in blocks are widened to float32, unless
-        `activations` says otherwise.
+        From `pack`. With a bfloat16 weight, x is rounded to bfloat16 if the CPU has a dot product of bfloat16
+        pairs; otherwise the weight is widened. int8 and block weights are widened to float32 unless
+        `activations` is given.
     bias : array_like, (out_features,) or, gated, (2, out_features), optional
     activation : str, optional
         A name that `activate` takes, for instance "relu".
     residual : array_like, (..., out_features), optional
-        Added last; in x's dtype. It may be `out` itself.
+        Added last; in x's dtype. May be `out`.
     activations : {"int8"}, optional
-        Round each row of x to int8 and multiply integers: for weights in int8 and in blocks, several times as
-        fast where rows are many. A row has a grid of its own, 255 numbers from its smallest to its largest
-        element, so with a step of ``(max(row) - min(row)) / 254``; each of its elements errs by half a step
-        at most. One large element costs all others of its row their precision; rows of one value, or of two,
-        lose none. NF4's numbers are rounded to multiples of 1 / 127, too. A row that holds NaN or infinity
-        gives NaN.
+        Round each row of x to int8 and multiply integers, for int8 and block weights: several times as fast
+        for many rows. Each row has 255 levels from its smallest to its largest element, with the step
+        ``(max(row) - min(row)) / 254``, so elements err by at most half a step: one large element makes its
+        row coarse. Rows of one or two distinct values are exact. NF4's numbers are rounded to multiples of 1
+        / 127, too. A row with NaN or infinity gives NaN.
     transposed : bool, default False
-        Compute ``x @ weight`` in place of ``x @ weight.T``, from the same panels: the gradient of a linear
-        map's input. x is (..., out_features); bias, residual and result have in_features. With a gated weight
-        x is (..., 2, out_features), and the product ``x[..., 0, :] @ gate + x[..., 1, :] @ weight``. The
-        weight is widened exactly, whatever its dtype, and x is not rounded. So many rows take about the time
-        of float32. Tiles (AMX) alone multiply a bfloat16 weight as it is, and round x to it. Few rows wait
-        until the weight has been turned: one row takes 1.5 times as long as a plain product in float32, and 3
-        to 5 times as long in the narrower types. Where single rows come often, `pack` the transpose, too.
+        Compute ``x @ weight`` instead of ``x @ weight.T``, from the same panels: the gradient of a linear
+        map's input. x is (..., out_features); bias, residual and result have in_features. With a gated
+        weight, x is (..., 2, out_features) and the product ``x[..., 0, :] @ gate + x[..., 1, :] @ weight``.
+        The weight is widened exactly and x is not rounded, except on AMX, whose tiles multiply bfloat16
+        weights by x rounded to bfloat16. Many rows take about as long as in float32. Few rows wait for the
+        weight to be turned: one row takes 1.5 times as long as a plain float32 product, and 3 to 5 times as
+        long in narrower types; `pack` the transpose, too, if single rows are frequent.
     pre : ndarray, (..., out_features) or, gated, (..., 2, out_features), optional
-        A C-contiguous array in x's dtype that receives what the activation is applied to, of a gated pair the
-        gate's and the other's: `fastattn.grad.linear` reads it.
+        C-contiguous array in x's dtype for the input of the activation (gated: first of the gate, then of the
+        other map), which `fastattn.grad.linear` reads.
     out : ndarray, (..., out_features), optional
-        Array for the result: in x's dtype, with a contiguous last axis and rows at equal distances.
+        Array for the result: in x's dtype, with a contiguous last axis and equally spaced rows.
     num_threads, backend : optional
         As in `fastattn.attention`.
 
@@ -173,21 +176,21 @@ def linear(
 
     Notes
     -----
-    ``2 * rows * in_features * out_features`` FLOP, twice that if gated. A row of the result does not depend
-    on the other rows, to the bit. One accumulator sums at most 256 products; with the dot product of bfloat16
-    pairs 256 of these; of blocks by int8, the exact sums of 64 blocks.
+    ``2 * rows * in_features * out_features`` FLOP, twice that if gated. The bits of a row do not depend on
+    other rows. One accumulator sums at most 256 products, or 256 dot products of bfloat16 pairs, or, of
+    blocks by int8, the exact sums of 64 blocks.
 
-    Rounding the weights w changes an element of the product by at most ``sum(abs(x) * e)`` over its k: e is
-    the error of each weight, as `pack` states it, ``dw / 2`` in int8 with a scale dw. Int8 `activations` add
-    ``sum((abs(w) + e) * dx / 2)`` with the row's step dx, which is at least ``2**-100 / 127``. In int8 this
-    is ``sum(abs(x) * dw / 2 + abs(w) * dx / 2 + dx * dw / 4)`` together. NF4's e grows by ``dw / 254`` then.
-    Beside these, float32 rounds as it does in every product. Of int8 by int8, the sums are exact integers.
-    The middle of the row's grid is multiplied by the sum of the weights, and added: both parts round like
-    products of ``max(abs(row))``, and overflow like them.
+    Rounding the weights w changes an element of the product by at most ``sum(abs(x) * e)`` over its k, where
+    e is the error of each weight stated by `pack`; in int8, ``dw / 2`` with a scale dw. Int8 `activations`
+    add ``sum((abs(w) + e) * dx / 2)`` with the row's step dx, at least ``2**-100 / 127``. In int8 both are
+    ``sum(abs(x) * dw / 2 + abs(w) * dx / 2 + dx * dw / 4)``. NF4's e then grows by ``dw / 254``. To this add
+    the rounding of float32, as in every product. Sums of int8 by int8 are exact integers; the middle of the
+    row's range, multiplied by the sum of the weights, is added: both parts round like products of
+    ``max(abs(row))``, and overflow like them.
 
-    Before results in bfloat16 are rounded, "gelu" without a gate errs by at most 2.5e-5. That is more than
-    the small results of arguments below -2.8 are rounded by. The other activations err by 5e-6 of themselves.
-    Where products are of int8 by int8 or of bfloat16 pairs, denormal results in bfloat16 may be 0.
+    Before bfloat16 results are rounded, "gelu" without a gate errs by at most 2.5e-5, which for arguments
+    below -2.8 exceeds the rounding. Other activations err by 5e-6 relative to their value. Denormal bfloat16
+    results may be 0 in products of int8 by int8 and of bfloat16 pairs.
     """
     try:
         args, result = linear_args(
@@ -221,32 +224,28 @@ def grouped_linear(
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> Array:
-    """`linear` of rows in groups, each with a weight of its own: the experts of a mixture.
+    """`linear` for groups of rows with different weights: the experts of a mixture.
 
     Parameters
     ----------
     x : array_like, (rows, in_features)
-        The rows of the first group, then those of the second, and so on.
+        The rows of the first group, then of the second, and so on.
     weights : sequence of PackedLinear
-        One for each group: of the same features and dtype, gated or not. One without rows is not read.
+        One per group: of the same features and dtype, gated or not. Weights without rows are not read.
     counts : array_like of int, (groups,)
-        The rows of each group.
+        Number of rows of each group.
     activation, activations, out, num_threads, backend : optional
         As in `linear`.
 
     Returns
     -------
     out : ndarray, (rows, out_features)
-        In x's dtype.
+        In x's dtype, with the bits of `linear`.
 
     Raises
     ------
     TypeError, ValueError
         If an argument does not fit; nothing was computed.
-
-    Notes
-    -----
-    A row has the bits that `linear` gives it, whatever its group.
     """
     try:
         first, total = group_args(weights, counts)
@@ -300,11 +299,11 @@ def layer_norm(
     weight, bias : array_like, (features,), optional
     eps : float, default 1e-5
     residual : array_like, (..., features), optional
-        Added to x first; in x's shape and dtype.
+        Added to x first, in x's shape and dtype.
     return_sum : bool, default False
         Return ``(out, x + residual)``.
     out : ndarray, (..., features), optional
-        Array for the result, in x's dtype; it shares no memory with an input.
+        Array for the result, in x's dtype, without memory of an input.
     num_threads, backend : optional
         As in `linear`.
 
@@ -362,14 +361,14 @@ def rms_norm(
     Parameters
     ----------
     x, weight, eps, residual, return_sum, out, num_threads, backend
-        As in `layer_norm`, like the results and the errors.
+        As in `layer_norm`, like results and errors.
     gate : array_like, (..., features), optional
-        The result is times ``activation(gate)``, in the same pass; in x's shape and dtype. Not with
-        `residual` and `return_sum`.
+        Multiply the result by ``activation(gate)`` in the same pass; in x's shape and dtype. Not with
+        `residual` or `return_sum`.
     activation : str, default "silu"
         As in `activate`: "silu" in Qwen3-Next, "sigmoid" in Kimi Linear.
     gate_first : bool, default False
-        The norm is of ``x * activation(gate)`` instead, as in Mamba-2.
+        Normalize ``x * activation(gate)`` instead, as in Mamba-2.
     """
     args, result, total = rows_args(
         "rms_norm", x, out, num_threads, backend, weight, None, eps, residual, return_sum, gate, activation,
@@ -388,8 +387,7 @@ def softmax(
 ) -> Array:
     """Softmax over the last axis of x (..., n).
 
-    A row whose every element is -inf gives 0; a NaN makes its whole row NaN.
-    Parameters, results and errors as in `layer_norm`.
+    A row of -inf gives 0; NaN makes its whole row NaN. Parameters, results and errors as in `layer_norm`.
     """
     args, result, _ = rows_args("softmax", x, out, num_threads, backend)
     dispatch.run(args, backend)
@@ -405,7 +403,7 @@ def activate(
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> Array:
-    """``activation(x)``, or ``activation(x) * up`` for a gated form that is not fused into `linear`.
+    """``activation(x)``, or ``activation(x) * up`` for gated forms that are not fused into `linear`.
 
     Parameters
     ----------
@@ -414,9 +412,9 @@ def activate(
         "relu", "gelu" (exact, by the error function), "gelu_tanh" or "quick_gelu" (its approximations,
         Hendrycks & Gimpel 2016), "silu" or "sigmoid".
     up : array_like, (..., n), optional
-        x's shape and dtype.
+        In x's shape and dtype.
     out, num_threads, backend : optional
-        As in `layer_norm`, like the result and the errors.
+        As in `layer_norm`, like results and errors.
     """
     args, result, _ = rows_args("activate", x, out, num_threads, backend, up=up, activation=activation)
     dispatch.run(args, backend)
@@ -460,30 +458,25 @@ def causal_conv1d(
 ) -> Any:
     """Causal depthwise convolution: ``activation(bias + sum of weight[:, w] * x[t - width + 1 + w])``.
 
-    The short convolution of hybrid models (Mamba, gated DeltaNet, Kimi Linear, LFM2), whose layers keep the
-    last ``width - 1`` inputs from token to token.
+    The short convolution of hybrid models (Mamba, gated DeltaNet, Kimi Linear, LFM2). Its state is the last
+    ``width - 1`` inputs.
 
     Parameters
     ----------
     x : array_like, (..., length, channels) or, with `begins`, (tokens, channels)
         float32, float64, float16 or bfloat16.
     weight : array_like, (channels, width)
-        1 to 8 wide, the last column for the token itself; as torch's ``Conv1d.weight[:, 0]``.
+        Width 1 to 8, the last column for the token itself; as torch's ``Conv1d.weight[:, 0]``.
     bias : array_like, (channels,), optional
     activation : str, optional
         A name that `activate` takes; mostly "silu".
     state : array_like, (..., width - 1, channels), optional
-        The inputs before the first token, in x's dtype; 0 if left out. With `begins`, (sequences, width - 1,
+        The inputs before the first token, in x's dtype; default 0. With `begins`, (sequences, width - 1,
         channels).
-    begins : array_like of int, (sequences + 1,), optional
-        Sequences of different lengths lie end to end: tokens ``begins[s]`` to ``begins[s + 1]`` of x are
-        those of sequence s. It begins with 0 and ends with the number of tokens.
-    return_state : bool, default False
-        Return ``(out, state)``: with it, a later call goes on where this one ended.
-    out_state : ndarray, optional
-        Where that state goes; it may be `state` itself, and implies `return_state`.
+    begins, return_state, out_state
+        As in `fastattn.functional.linear_attention`.
     out : ndarray, optional
-        Array for the result, in x's shape and dtype; it shares no memory with an input.
+        Array for the result, in x's shape and dtype, without memory of an input.
     num_threads, backend : optional
         As in `linear`.
 
@@ -501,9 +494,9 @@ def causal_conv1d(
 
     Notes
     -----
-    ``2 * width`` FLOP an element, summed in one accumulator. Memory is the limit, and x is read once. An
-    output does not depend on the other sequences, nor on where a sequence was split, to the bit. A channel
-    that is not finite reaches no other one, and no earlier token.
+    ``2 * width`` FLOP per element, summed in one accumulator. Bound by memory bandwidth; x is read once.
+    Neither other sequences nor splitting a sequence change a bit. NaN and infinities stay in their channel
+    and reach no earlier tokens.
 
     Examples
     --------
@@ -539,7 +532,7 @@ def _keep_inputs(args: ConvArgs, after: Array) -> None:
 def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> Array:
     """Rows of `table` (n_rows, features) at the integers `ids` (...): an array (..., features).
 
-    NumPy gathers them: it copies whole rows, so memory bandwidth is the limit.
+    NumPy copies whole rows, bound by memory bandwidth.
 
     Raises
     ------

@@ -106,15 +106,15 @@ INTEGERS = ("int8", *BLOCKED)  # the types that multiply inputs in int8
 
 
 class PackedLinear:
-    """The weight of a linear map, or of a gated pair of them, ready for `fastattn.ops.linear`.
+    """Packed weight of a linear map, or of a gated pair, for `fastattn.ops.linear`.
 
-    Made by `pack`; read-only. A layer keeps no other copy of the weight; `unpack` returns the weight.
+    Made by `pack`; read-only. `unpack` returns the weight, of which no other copy is kept.
 
     Attributes
     ----------
     in_features, out_features : int
     dtype : str
-        How the weight is stored: a name of `WEIGHT_DTYPES`.
+        Storage type: a name of `WEIGHT_DTYPES`.
     gated : bool
         Whether there are two maps, ``activation(gate(x)) * up(x)``.
     panels : ndarray
@@ -124,13 +124,13 @@ class PackedLinear:
         columns, 4)`` of bytes, each with one of four features in its lower half and one of the next four in
         its upper half. Panels of a gated pair alternate: gate, up, gate, up.
     scales : ndarray or None
-        For int8 ``(n_panels, columns)``, float32: the factor of each output feature. For q8 and in 4 bits
-        ``(n_panels, blocks, columns)``, float16: that of `block` input features.
+        For int8 ``(n_panels, columns)``, float32: one scale per output feature. For q8 and in 4 bits
+        ``(n_panels, blocks, columns)``, float16: one scale per `block` input features.
     minima : ndarray or None
-        For uint4, and q8 that a file has so, as `scales`: what is added to the codes times the scale.
+        For uint4, and q8 files with minima, in the shape of `scales`: added to the codes times the scale.
     sums : ndarray or None
-        For integers ``(n_panels, columns)``, float32: of each output feature, the sum of its weights. Of NF4
-        they are those that multiply int8, rounded to multiples of 1 / 127.
+        For integers ``(n_panels, columns)``, float32: the sum of the weights of each output feature; for NF4
+        after rounding to multiples of 1 / 127, as multiplied by int8.
     """
 
     __slots__ = ("dtype", "gated", "in_features", "minima", "out_features", "panels", "scales", "sums")
@@ -208,18 +208,18 @@ class PackedLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the weights take."""
+        """Memory of the weights in bytes."""
         arrays = self.panels, self.scales, self.sums, self.minima
         return sum(0 if array is None else array.nbytes for array in arrays)
 
     @property
     def block(self) -> int:
-        """Input features that share a scale: 32 or 16, in types of blocks."""
+        """Number of input features that share a scale: 32 or 16, in block types."""
         n_blocks = self.scales.shape[1] if self.scales is not None and self.dtype in BLOCKED else 0
         return STORED[self.dtype].features * self.panels.shape[1] // n_blocks if n_blocks else BLOCK
 
     def floats(self, which: slice = _ALL) -> Array:
-        """Panels `which`, (panels, in_features, columns), as floating numbers."""
+        """Panels `which` as floating numbers, (panels, in_features, columns)."""
         return self.rows_of(which).swapaxes(1, 2)
 
     def rows_of(self, which: slice) -> Array:
@@ -263,7 +263,7 @@ class PackedLinear:
     def unpack(self) -> Array:
         """The weight, (out_features, in_features), or (2, out_features, in_features): gate and up.
 
-        In float64 if it is stored in float64, else in float32, which holds the other types exactly.
+        float64 if it is stored in float64, else float32, which represents the other types exactly.
         """
         n_maps, width, k = 1 + self.gated, columns(self.dtype), self.in_features
         lane = np.float64 if self.dtype == "float64" else np.float32

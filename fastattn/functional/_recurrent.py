@@ -1,4 +1,4 @@
-"""Attention without softmax: a state of fixed size is carried from token to token."""
+"""Linear attention: tokens read and update a state of fixed size."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def linear_attention(
     backend: Backend | None = None,
     **others: Unpack[NoOptions],
 ) -> Steps[Result]:
-    r"""``out_t = scale * S_t.T @ q_t``, where every token writes to the state S (head_dim, head_dim_v).
+    r"""Linear attention with a recurrent state, ``out_t = scale * S_t.T @ q_t``.
+
+    Each token updates the state S (head_dim, head_dim_v):
 
     ============= ================================================================== =====================
     rule          S_t                                                                who
@@ -60,54 +62,53 @@ def linear_attention(
     "kimi_delta"  ``diag(a) S + b k (v - (diag(a) S)^T k)^T``                        Kimi Linear [7]_
     ============= ================================================================== =====================
 
-    with S of the token before, ``a = exp(log_decay)`` and ``b = beta``. With `erase`, the delta rules have
-    ``S^T erase`` for ``S^T k``.
+    Here S is the state after the previous token, ``a = exp(log_decay)`` and ``b = beta``. With `erase`, delta
+    rules compute ``S^T erase`` instead of ``S^T k``.
 
     Parameters
     ----------
     q : array_like, (..., heads_q, len, head_dim)
-        float32, float64, float16 or bfloat16; features of queries, where the rule asks for a feature map
+        Queries: float32, float64, float16 or bfloat16. Apply a feature map first where the rule needs one
         (`fastattn.functional.feature_maps`).
     k : array_like, (..., heads_k, len, head_dim)
-        q's dtype, or 16-bit with v, for float32 queries. The delta rules expect vectors of length 1 at most
-        (as models ensure by normalising them), or the state may grow without bound.
+        Keys in q's dtype, or 16-bit with v for float32 queries. Normalize the keys of delta rules to length 1
+        at most (`feature_maps.unit`), or the state may grow without bound.
     v : array_like, (..., heads_v, len, head_dim_v)
-        There are ``heads = max(heads_k, heads_v)`` states, a multiple of both: state h reads head
-        ``h // (heads // heads_k)`` of k, and so for v. heads_q is a multiple of heads (grouped queries: query
-        head h reads state ``h // (heads_q // heads)``), or divides it (as in Qwen3-Next, where queries and
-        keys have fewer heads than values).
+        Values. There are ``heads = max(heads_k, heads_v)`` states, a multiple of both numbers. State h reads
+        head ``h // (heads // heads_k)`` of k, and head ``h // (heads // heads_v)`` of v. heads_q is a
+        multiple of heads (query head h reads state ``h // (heads_q // heads)``), or divides it (as in
+        Qwen3-Next).
     rule : {"linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"}
     log_decay : array_like, (heads,), (..., heads, len) or, gated and kimi_delta, (..., heads, len, head_dim)
-        Logarithms of decays, 0 or less; -inf forgets all that was, but for NaN and infinities, which `begins`
-        keeps out of the next document. A length of 1 is the same for all tokens.
+        Logarithms of the decays, at most 0; -inf clears the state, except for NaN and infinities (use
+        `begins` to separate documents). A length of 1 applies to all tokens.
     beta : array_like, (..., heads, len), optional
-        Write strength of the delta rules, 1 if left out. It may exceed 1; NaN reaches what comes after it.
+        Write strength of delta rules, default 1; may exceed 1.
     erase : array_like, (..., heads_k, len, head_dim), optional
-        In k's dtype: keys that the delta rules read the state by, to find what to replace; k if left out. Far
-        from k, they may let the state grow.
+        Keys by which delta rules read the value to replace, in k's dtype; default k. If they differ much from
+        k, the state may grow.
     causal : bool, default True
-        If False, which only "linear" knows, every query reads the state after the last key, and the length
-        of q may be another than that of k.
+        If False (rule "linear" only), every query reads the last state, and q and k may differ in length.
     scale : float, optional
         Default ``head_dim ** -0.5``; with `normalize`, 1.
     normalize : bool, default False
-        Divide each result by ``scale * q_t . z_t + eps``, where z is the sum of the keys, decayed as the
-        state is. Not with the delta rules.
+        Divide each result by ``scale * q_t . z_t + eps``, where z is the sum of keys, decayed as the state.
+        Not for delta rules.
     eps : float, default 1e-6
     state : ndarray, (..., heads, head_dim, head_dim_v), optional
-        What stood before the first token; 0 if left out. float32, float64 for float64 q, k and v. With
-        `normalize` a pair of it and z, (..., heads, head_dim). With `begins`, ... is (sequences,).
+        Initial state, default 0: float32, or float64 for float64 inputs. With `normalize`, a pair of it and
+        z, (..., heads, head_dim). With `begins`, ... is (sequences,).
     begins : array_like of int, (sequences + 1,), optional
-        Sequences of different lengths lie end to end, in arrays without a batch: tokens ``begins[s]`` to
-        ``begins[s + 1]`` are those of sequence s. It begins with 0 and ends with the number of tokens.
+        Boundaries of sequences of different lengths, concatenated without a batch dimension: sequence s has
+        tokens ``begins[s]`` to ``begins[s + 1] - 1``. Starts with 0 and ends with the number of tokens.
     return_state : bool, default False
-        Return ``(out, state)``: with it, a later call goes on where this one ended.
+        Return ``(out, state)``; a later call with this `state` continues the sequence.
     out_state : ndarray, optional
-        Where that state goes (a pair with `normalize`); it may be `state` itself, and implies `return_state`.
+        Array for the last state (a pair with `normalize`); may be `state`. Implies `return_state`.
     out, num_threads, backend
         As in `attention`; out has the shape of the result below.
     **others
-        None: an error says what an argument of another library is called here.
+        None are accepted; the error suggests the name that is used here.
 
     Returns
     -------
@@ -123,12 +124,12 @@ def linear_attention(
 
     Notes
     -----
-    About ``4 * heads * len * head_dim * head_dim_v`` FLOP, half as much again with the delta rules. Tokens
-    are taken 32 at a time (16 with a decay for every dimension), up to 4 of them one by one: decoding reads
-    and writes the state once. Decays are multiplied and never divided by, so that nothing overflows. What is
-    not finite reaches the results of its token and of those after it, and a decay of 0 does not clear it; it
-    reaches no earlier one. A sequence of `begins` has the bits of a call of its own. `log_decay` and `beta`
-    are converted to the state's dtype where they have another.
+    About ``4 * heads * len * head_dim * head_dim_v`` FLOP, 1.5 times that for delta rules. Tokens are
+    processed in chunks of 32 (16 with per-feature decay), up to 4 tokens one by one: a decoding step reads
+    and writes the state once. Decays are multiplied, never divided by, so nothing overflows. NaN and
+    infinities reach results of their token and of later ones, even after a decay of 0, but no earlier ones.
+    Sequences of `begins` have the bits of separate calls. `log_decay` and `beta` are converted to the state's
+    dtype.
 
     References
     ----------
@@ -178,12 +179,12 @@ def linear_attention(
 def linear_attention_backward(
     dout: Any, q: Any, k: Any, v: Any, need: tuple[str, ...], **forward: Any
 ) -> tuple[Any, ...]:
-    """Gradients of `linear_attention`, without its forward pass, of which they need nothing."""
+    """Gradients of `linear_attention`, without its forward pass."""
     return gradients_of(Request(dout, None, need), q, k, v, forward)
 
 
 def gradients_of(request: Request, q: Any, k: Any, v: Any, forward: dict[str, Any]) -> tuple[Any, ...]:
-    """Gradients of `linear_attention` with the arguments `forward`; results among them do not count."""
+    """Gradients of `linear_attention` with the arguments `forward`; result arrays among them are ignored."""
     given = {name: x for name, x in forward.items() if name not in ("return_state", "out_state", "out")}
     args = recurrent_backward_args(request.dout, q, k, v, request.need, request.dmore, **given)
     dispatch.run(args, forward.get("backend"))
@@ -212,14 +213,14 @@ def _results(args: RecurrentBackwardArgs, need: tuple[str, ...], given: dict[str
 
 
 def summed_like(given: Any, x: Array, token_axis: int = 1) -> Array:
-    """`x` in the shape and dtype of `given`: (heads,), or what broadcasts to x. See `_added`."""
+    """`x` in the shape and dtype of `given`: (heads,), or one that broadcasts to x. See `_added`."""
     shape = shared(given).shape
     whole = (*shape, 1) if token_axis == 1 and len(shape) == 1 else shape
     return _added(x, whole, token_axis).reshape(shape).astype(_dtype_of(given, x.dtype), copy=False)
 
 
 def _dscale(args: RecurrentBackwardArgs) -> float:
-    """The sum of q dq, dq being that of queries times the scale."""
+    """The sum of q dq, where dq is the gradient of scaled queries."""
     dq: Any = args.dq
     heads, heads_q = dq.shape[-3], args.forward.heads_q
     q = args.forward.q
@@ -232,13 +233,13 @@ def _dscale(args: RecurrentBackwardArgs) -> float:
 
 
 def _dtype_of(given: Any, otherwise: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype of `given`, in native byte order; `otherwise` where that is no floating one."""
+    """The dtype of `given` in native byte order, or `otherwise` if it is not floating."""
     dtype = shared(given).dtype if hasattr(given, "dtype") else otherwise
     return dtype.newbyteorder("=") if is_float(dtype) else otherwise
 
 
 def _added(x: Array, shape: Shape, token_axis: int) -> Array:
-    """`x` added up to `shape`: heads that share one, axes of length 1, and axes that are not there.
+    """`x` summed to `shape`: over heads that share one, axes of length 1, and missing axes.
 
     One term after the other, so that the bits of a sum do not depend on what is computed beside it. Only
     tokens, whose axis is the last but `token_axis` - 1, may be many: they are added in float64.

@@ -1,4 +1,4 @@
-"""Attention of each query to keys that are listed for it, and what is made of it."""
+"""Attention of each query to the keys listed for it, and its gradients."""
 
 from __future__ import annotations
 
@@ -26,57 +26,57 @@ def selected_attention(
     return_lse: bool = False,
     **options: Unpack[SelectedOptions],
 ) -> Steps[Any]:
-    """Attention of each query to the keys, or the blocks of keys, that are listed for it, fused.
+    """Fused attention of each query to listed keys, or blocks of keys.
 
     Parameters
     ----------
     q, k, v : array_like
         As in `attention`.
     selected : array_like of int, (..., heads_kv, len_q, any number)
-        For each query and key head the numbers of keys, or of blocks of `block_size` keys, in any order; -1
-        is none, and a number twice counts once. Block b has the keys from ``b * block_size`` on, the last one
-        perhaps fewer. It broadcasts over the batch and key heads. `select_keys` makes such lists.
+        Key numbers, or numbers of blocks of `block_size` keys, for each query and key head, in any order. -1
+        is ignored, and duplicates count once. Block b has keys ``b * block_size`` to ``(b + 1) * block_size -
+        1``; the last block may be shorter. Broadcasts over batch and key heads. `select_keys` makes such
+        lists.
     block_size : int, default 1
-        Keys of a block.
     return_lse : bool, default False
         As in `attention`.
     **options
-        Keyword arguments of `attention`: causal, window, kv_lengths and q_offset, which hide selected keys,
-        too; scale, softcap, sinks, k_scale, v_scale, out, num_threads, backend.
+        Keyword arguments of `attention`: causal, window, kv_lengths and q_offset, which also apply to
+        selected keys; scale, softcap, sinks, k_scale, v_scale, out, num_threads, backend.
 
     Returns
     -------
     out : ndarray, (..., heads_q, len_q, head_dim_v)
-        In q's dtype. A query without keys gets 0.
+        In q's dtype; 0 for a query without keys.
     lse : ndarray, (..., heads_q, len_q)
-        Only with `return_lse`, as from `attention`; of a query without keys -inf, or its sink.
+        Only with `return_lse`, as in `attention`; for a query without keys -inf, or its sink.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit: a number in `selected` below -1, or beyond the last block. Nothing was
+        If an argument does not fit, or `selected` has a number below -1 or past the last block; nothing was
         computed.
 
     See Also
     --------
-    select_keys : scores and the largest of them.
-    fastattn.masks.block_sparse : a mask by blocks; what many queries share needs no lists.
+    select_keys : computes scores and selects the largest.
+    fastattn.masks.block_sparse : a mask of blocks, for selections that many queries share.
 
     Notes
     -----
-    Time is O(n * (head_dim + head_dim_v)) a query and head, n the keys that it attends, beside one bit for
-    4096 blocks of all. No number of keys that are not selected is read. Neighbouring queries, up to 256 rows
-    of all heads of a group, share what they load where their lists are alike; which do is a function of their
-    own lists. Memory beyond inputs and output is about 32 MB, or the lists of 256 queries; a thread has 4 MB
-    for its sets of blocks, or two bits a block where those are more; lists that are not int64 are copied. The
-    same input gives the same bits for any number of threads, and whatever else is in the batch.
+    Time is O(n * (head_dim + head_dim_v)) per query and head for n selected keys, plus one bit per 4096
+    blocks. Unselected keys are never read. Neighbouring queries, up to 256 rows of all heads of a group,
+    share loads where their lists agree. Memory beyond inputs and output is about 32 MB, or the lists of 256
+    queries if larger; each thread has 4 MB for its sets of blocks, or two bits a block if larger. Lists that
+    are not int64 are copied. The same input gives the same bits, for any number of threads and whatever else
+    is in the batch.
 
-    Gradients of blocks of 16 keys or more are those of attention with ranges of keys. Of smaller ones they
-    gather the keys of some queries at a time, and each query is computed apart, which takes many times the
-    forward pass where heads do not share lists. The selection has none. Sources: DeepSeek-AI, "DeepSeek-V3.2:
-    Pushing the Frontier of Open Large Language Models", 2025, arXiv:2512.02556; J. Yuan et al., "Native
-    Sparse Attention", 2025, arXiv:2502.11089; E. Lu et al., "MoBA: Mixture of Block Attention for
-    Long-Context LLMs", 2025, arXiv:2502.13189.
+    Gradients of blocks of 16 keys and more are computed by attention with ranges of keys. For smaller ones,
+    each query is computed separately from gathered keys, which takes many times the forward pass unless heads
+    share lists. Lists have no gradient. Sources: DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open
+    Large Language Models", 2025, arXiv:2512.02556; J. Yuan et al., "Native Sparse Attention", 2025,
+    arXiv:2502.11089; E. Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025,
+    arXiv:2502.13189.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Which keys, or blocks of keys, attention is to look at: the best by scores of their own."""
+"""Selection of the best-scoring keys, or blocks of keys, for each query."""
 
 from __future__ import annotations
 
@@ -38,51 +38,51 @@ def select_keys(
     backend: Backend | None = None,
     **others: Unpack[NoOptions],
 ) -> NDArray[np.int64]:
-    """Numbers of the `top_k` keys, or blocks of keys, with the largest scores, for each query and key head.
+    """Indices of the `top_k` best keys, or blocks of keys, for each query and key head.
 
-    The score of row j of k is the sum over the query heads h of a group of ``weights[h] * f(q[h] @ k[j])``.
-    The scores of all queries are never in memory.
+    The score of row j of k sums ``weights[h] * f(q[h] @ k[j])`` over the query heads h of a group. Scores are
+    never stored for all queries.
 
     Parameters
     ----------
     q : array_like, (..., heads_q, len_q, head_dim)
-        Queries; float32, float64, float16 or bfloat16, strides as in `attention`.
+        Queries: float32, float64, float16 or bfloat16.
     k : array_like, (..., heads_kv, num_blocks, head_dim)
-        A row for each block of `block_size` keys, such as their mean; of a single key, the key. q's dtype, or
-        16-bit for float32 queries, or int8 with `k_scale`. ``heads_q`` is a multiple of ``heads_kv``.
+        A row for each block of `block_size` keys, such as their mean; for a block of one key, the key. q's
+        dtype, or 16-bit for float32 queries, or int8 with `k_scale`. ``heads_q`` is a multiple of
+        ``heads_kv``.
     top_k : int
-        How many are selected of each query's, at least 1.
+        Number of selected rows per query, at least 1.
     weights : array_like, (..., heads_q, len_q), optional
-        What each query head's share of a score is times; 1 if left out.
+        Weight of each query head's share of the score; default 1.
     activation : {"relu"}, optional
-        f; the identity if left out.
+        f; default identity.
     score : callable, optional
-        Other scores: ``score(q_rows, begin)`` returns those of ``q_rows = q[..., begin:begin + rows, :]``, an
-        array (..., heads_kv, rows, num_blocks) or one that broadcasts to it. It is called block by block.
-        There is neither weights, activation nor k_scale then, and the numbers in q and k do not matter.
+        Function for other scores: ``score(q_rows, begin)`` returns the scores of ``q_rows = q[...,
+        begin:begin + rows, :]``, an array that broadcasts to (..., heads_kv, rows, num_blocks). It is called
+        block by block. Excludes weights, activation and k_scale; the numbers in q and k do not matter.
     k_scale : array_like, (..., heads_kv, num_blocks), optional
-        What each row of an int8 k is times.
+        Scale of each row of an int8 k.
     causal : bool, default False
-        Let a query select the blocks alone whose first key is not behind its own position.
+        Let a query select only blocks whose first key is not after its own position.
     q_offset : int or array_like of int, optional
-        Position of the first query, one a sequence. By default the last query stands at the last key.
+        Position of the first query, per sequence. By default the last query has the position of the last key.
     kv_lengths : int or array_like of int, optional
-        How many keys, not blocks, each sequence has: ``num_blocks * block_size`` if left out, so give it
-        where the last block is a part of one. Blocks behind it are never selected.
+        Number of keys (not blocks) per sequence, default ``num_blocks * block_size``: required if the last
+        block is shorter. Later blocks are never selected.
     block_size : int, default 1
-        Keys of a block.
     first, last : int, default 0
-        How many of the `top_k` are always the first, and the last, of the blocks that the query may select.
-        With `causal` the last one is the query's own.
+        How many of the first, and of the last, blocks that a query may select always count among its `top_k`.
+        With `causal`, the last one is the query's own.
     num_threads, backend
         As in `attention`.
     **others
-        None: an error says what an argument of another library is called here.
+        None are accepted; the error suggests the name that is used here.
 
     Returns
     -------
     selected : ndarray of int64, (..., heads_kv, len_q, top_k)
-        Row numbers of k, ascending, each once; -1 at the end, where a query may select fewer.
+        Row numbers of k, ascending, without duplicates; padded with -1 if a query may select fewer.
 
     Raises
     ------
@@ -91,14 +91,14 @@ def select_keys(
 
     Notes
     -----
-    Of equal scores the first is selected. A score of NaN counts as larger than all others. Blocks that no
-    query may select are not read. A positive factor of all scores changes nothing: there is no scale.
+    Among equal scores the first wins. NaN counts as the largest score. Blocks that no query may select are
+    not read. A positive factor of all scores changes nothing, so there is no scale.
 
-    ``2 * heads_q * head_dim`` FLOP a query and row of k, and O(num_blocks) to select. Memory beyond the
-    result is O(threads * num_blocks). There is no gradient. Sources, with what k holds there: DeepSeek-V3.2,
-    arXiv:2512.02556, a key an index, ReLU and weights; E. Lu et al., "MoBA", 2025, arXiv:2502.13189, means of
-    blocks, last=1; J. Yuan et al., "Native Sparse Attention", 2025, arXiv:2502.11089, compressed keys; J.
-    Tang et al., "Quest", 2024, arXiv:2406.10774, bounds of a page, which need `score`.
+    ``2 * heads_q * head_dim`` FLOP per query and row of k, and O(num_blocks) to select. Memory beyond the
+    result is O(threads * num_blocks). There is no gradient. Sources: DeepSeek-V3.2, arXiv:2512.02556 (one key
+    a row, ReLU and weights); E. Lu et al., "MoBA", 2025, arXiv:2502.13189 (means of blocks, last=1); J. Yuan
+    et al., "Native Sparse Attention", 2025, arXiv:2502.11089 (with `score`); J. Tang et al., "Quest", 2024,
+    arXiv:2406.10774 (bounds of pages).
 
     Examples
     --------

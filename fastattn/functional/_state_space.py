@@ -1,4 +1,4 @@
-"""State space models: every channel, or every head, carries a state of its own from token to token."""
+"""State space models: Mamba's scan by channels, Mamba-2's by heads."""
 
 from __future__ import annotations
 
@@ -48,42 +48,36 @@ def selective_scan(
 ) -> Steps[Result]:
     r"""Selective scan of Mamba: ``h_t = exp(s_t A) h_{t-1} + s_t x_t B_t``, ``out_t = h_t @ C_t + D x_t``.
 
-    Each channel has a state of its own, of a few numbers. s_t is its step: ``dt_t + dt_bias``, or softplus of
-    it.
+    Each channel has a state of a few numbers. The step s_t is ``dt_t + dt_bias``, or its softplus.
 
     Parameters
     ----------
     x : array_like, (..., length, channels) or, with `begins`, (tokens, channels)
         float32, float64, float16 or bfloat16.
-    dt : array_like, as x
+    dt : array_like, x's shape
     A : array_like, (channels, states)
-        In the paper ``-exp(A_log)``; above 0, states grow without a bound.
+        In the paper ``-exp(A_log)``; above 0, states grow without bound.
     B, C : array_like, (..., length, states) or, with `begins`, (tokens, states)
         In x's dtype.
     D : array_like, (channels,), optional
-    z : array_like, as x, optional
-        Gates: the result is times ``silu(z)``.
+    z : array_like, x's shape, optional
+        Gates: the result is multiplied by ``silu(z)``.
     dt_bias : array_like, (channels,), optional
     dt_softplus : bool, default False
     state : array_like, (..., channels, states) or, with `begins`, (sequences, channels, states), optional
-        What stood before the first token; 0 if left out. float32, float64 for float64 x.
-    begins : array_like of int, (sequences + 1,), optional
-        Sequences of different lengths lie end to end: tokens ``begins[s]`` to ``begins[s + 1]`` of x are
-        those of sequence s. It begins with 0 and ends with the number of tokens.
-    return_state : bool, default False
-        Return ``(out, state)``: with it, a later call goes on where this one ended.
-    out_state : ndarray, optional
-        Where that state goes; it may be `state` itself, and implies `return_state`.
+        Initial state, default 0: float32, or float64 for float64 x.
+    begins, return_state, out_state
+        As in `linear_attention`.
     out, num_threads, backend
         As in `attention`; out has x's shape and dtype.
     **others
-        None: an error says what an argument of another library is called here.
+        None are accepted; the error suggests the name that is used here.
 
     Returns
     -------
     out : ndarray
         In x's shape and dtype.
-    state : ndarray, of the shape of `state`
+    state : ndarray, `state`'s shape
         Only with `return_state` or `out_state`.
 
     Raises
@@ -93,10 +87,9 @@ def selective_scan(
 
     Notes
     -----
-    An exponential and three multiply-adds for each token, channel and number of a state. A result does not
-    depend on the other sequences, to the bit. Gradients compute the states again, and keep one for every 32
-    tokens. Source: A. Gu and T. Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces",
-    2023, arXiv:2312.00752.
+    One exponential and three multiply-adds per number of a state. A result has the same bits whatever the
+    other sequences. Gradients recompute the states from one kept for every 32 tokens. Source: A. Gu and T.
+    Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023, arXiv:2312.00752.
 
     Examples
     --------
@@ -160,8 +153,8 @@ def mamba2_scan(
 ) -> Steps[Result]:
     r"""Scan of Mamba-2: ``S_t = exp(s_t A) S_{t-1} + B_t (s_t x_t)^T``, ``out_t = S_t^T C_t + D x_t``.
 
-    A head has one decay, and its state is a matrix. s_t is its step: ``dt_t + dt_bias``, or softplus of it,
-    cut to `dt_limits`. This is `linear_attention` with rule "decay", queries C, keys B and values s_t x_t.
+    Each head has one decay and a matrix as its state. The step s_t is ``dt_t + dt_bias``, or its softplus,
+    clipped to `dt_limits`. Equals `linear_attention` with rule "decay", queries C, keys B and values s_t x_t.
 
     Parameters
     ----------
@@ -169,34 +162,29 @@ def mamba2_scan(
         float32, float64, float16 or bfloat16.
     dt : array_like, (..., heads, length)
     A : array_like, (heads,)
-        0 or less: in the paper ``-exp(A_log)``.
+        At most 0; in the paper ``-exp(A_log)``.
     B, C : array_like, (..., groups, length, states)
         In x's dtype. Head h reads group ``h // (heads // groups)``.
     D : array_like, (heads,), optional
-    z : array_like, as x, optional
-        Gates: the result is times ``silu(z)``.
+    z : array_like, x's shape, optional
+        Gates: the result is multiplied by ``silu(z)``.
     dt_bias : array_like, (heads,), optional
     dt_softplus : bool, default False
     dt_limits : (float, float), default (0, inf)
     state : array_like, (..., heads, states, head_dim), optional
-        What stood before the first token; 0 if left out. float32, float64 for float64 x. Other libraries have
-        it as (..., heads, head_dim, states). With `begins`, (sequences, heads, states, head_dim).
-    begins : array_like of int, (sequences + 1,), optional
-        Sequences of different lengths lie end to end: tokens ``begins[s]`` to ``begins[s + 1]`` of x, dt, B,
-        C and z are those of sequence s. It begins with 0 and ends with the number of tokens.
-    return_state : bool, default False
-        Return ``(out, state)``: with it, a later call goes on where this one ended.
-    out_state : ndarray, optional
-        Where that state goes; it may be `state` itself, and implies `return_state`.
+        Initial state, default 0: float32, or float64 for float64 x. Other libraries store
+        (..., heads, head_dim, states). With `begins`, (sequences, heads, states, head_dim).
+    begins, return_state, out_state
+        As in `linear_attention`.
     num_threads, backend
         As in `attention`.
     **others
-        None: an error says what an argument of another library is called here.
+        None are accepted; the error suggests the name that is used here.
 
     Returns
     -------
-    out : ndarray, as x
-    state : ndarray, of the shape of `state`
+    out : ndarray, x's shape
+    state : ndarray, `state`'s shape
         Only with `return_state` or `out_state`.
 
     Raises
@@ -206,8 +194,8 @@ def mamba2_scan(
 
     Notes
     -----
-    The cost is that of `linear_attention`, and of z a pass over x. Source: T. Dao and A. Gu, "Transformers
-    are SSMs", 2024, arXiv:2405.21060.
+    Costs as much as `linear_attention`, and with z a pass over x. Source: T. Dao and A. Gu, "Transformers are
+    SSMs", 2024, arXiv:2405.21060.
 
     Examples
     --------
@@ -281,7 +269,7 @@ _OF_RECURRENCE = {
 
 
 class _Heads(NamedTuple):
-    """The arguments of `mamba2_scan`, checked; numbers of heads and tokens in lanes."""
+    """Checked arguments of `mamba2_scan`; numbers of heads and tokens in lanes."""
 
     x: Array
     b: Array
@@ -296,7 +284,7 @@ class _Heads(NamedTuple):
 def _heads(
     x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, dt_softplus: Any, dt_limits: Any
 ) -> _Heads:
-    """Check the arguments of `mamba2_scan`, but for those that `linear_attention` checks."""
+    """Check the arguments of `mamba2_scan`, except those that `linear_attention` checks."""
     values = operand("x", x, [])
     if values.ndim < 3:
         raise wrong_shape("x", values, "(..., heads, length, head_dim)")
@@ -332,24 +320,24 @@ def _heads(
 
 
 def _slopes(h: _Heads, by_softplus: bool, limits: tuple[float, float]) -> Array:
-    """The derivative of each step by its dt: 0 where the step was cut."""
+    """Derivative of each step with respect to its dt; 0 where the step was clipped."""
     given = softplus(h.raw) if by_softplus else h.raw
     slopes: Array = 0.5 + 0.5 * np.tanh(0.5 * h.raw) if by_softplus else np.ones_like(h.raw)
     return slopes * ((given >= limits[0]) & (given <= limits[1]))
 
 
 def without_nan(log_decay: Array) -> Array:
-    """`log_decay` with 0 for NaN, which the values of the same token carry on."""
+    """`log_decay` with 0 for NaN; the values of that token carry the NaN on."""
     found: Array = np.where(np.isnan(log_decay), log_decay.dtype.type(0), log_decay)
     return found
 
 
 def _sum_to_heads(x: Array) -> Array:
-    """The sums (heads,) over tokens and the batch of x (..., heads, length)."""
+    """Sums (heads,) of x (..., heads, length) over tokens and batch."""
     total: Array = x.sum((*range(x.ndim - 2), -1))
     return total
 
 
 def _as(x: Array, dtype: Any) -> Array:
-    """`x` in the dtype of what it is the gradient of, if that has one."""
+    """`x` in the dtype of its argument, if that has one."""
     return x if dtype is None else x.astype(dtype.newbyteorder("="), copy=False)

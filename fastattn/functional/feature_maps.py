@@ -1,4 +1,4 @@
-"""Feature maps for `linear_attention`: phi(q) . phi(k) takes the place of exp(q . k)."""
+"""Feature maps for `linear_attention`, where phi(q) . phi(k) replaces exp(q . k)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def __dir__() -> list[str]:
 
 @differentiable("x")
 def elu(x: ArrayLike) -> Steps[Array]:
-    """``elu(x) + 1`` (Katharopoulos et al. 2020): x + 1 above 0, else exp(x); x's shape and dtype.
+    """``elu(x) + 1`` (Katharopoulos et al. 2020): x + 1 for positive x, else exp(x), in x's shape and dtype.
 
     Raises
     ------
@@ -40,12 +40,12 @@ def elu(x: ArrayLike) -> Steps[Array]:
 
 @differentiable("x")
 def unit(x: ArrayLike, *, eps: float = 1e-6) -> Steps[Array]:
-    """``x / sqrt(sum(x**2) + eps)`` over the last axis: the keys, and often queries, of the delta rules.
+    """``x / sqrt(sum(x**2) + eps)`` over the last axis, for keys and queries of delta rules.
 
     Raises
     ------
     TypeError, ValueError
-        If x is no array of float32, float64, float16 or bfloat16, or eps is no number of 0 or more.
+        If x is no array of float32, float64, float16 or bfloat16, or eps is negative or no number.
     """
     array = float_array("x", x, least_dims=1)
     lane, dim = lane_dtype(array.dtype), max(1, array.shape[-1])
@@ -63,30 +63,30 @@ def unit(x: ArrayLike, *, eps: float = 1e-6) -> Steps[Array]:
 
 @differentiable("x")
 def taylor(x: ArrayLike) -> Steps[Array]:
-    """Features whose products are ``1 + s + s**2 / 2``, near exp(s), with ``s = q @ k / sqrt(head_dim)``.
+    """Features with products ``1 + s + s**2 / 2``, near exp(s), for ``s = q @ k / sqrt(head_dim)``.
 
     Parameters
     ----------
     x : array_like, (..., head_dim)
-        Queries or keys; float32, float64, float16 or bfloat16.
+        Queries or keys: float32, float64, float16 or bfloat16.
 
     Returns
     -------
     ndarray, (..., 1 + head_dim + head_dim * (head_dim + 1) / 2)
-        1, ``y = x / head_dim^(1/4)``, and ``y_i y_j`` of all pairs i <= j, with i = j divided by ``sqrt(2)``;
-        in x's dtype.
+        1, ``y = x / head_dim^(1/4)``, and ``y_i y_j`` for i <= j, divided by ``sqrt(2)`` if i = j; in x's
+        dtype.
 
     Raises
     ------
     TypeError, ValueError
-        If x is no array of these dtypes, or a number.
+        If x has another dtype, or no axis.
 
     Notes
     -----
-    The polynomial is at least 1/2: ``linear_attention(taylor(q), taylor(k), v, rule="linear", normalize=True,
-    eps=0)`` never divides by 0. Its state has about head_dim^2 / 2 rows; Based takes a head_dim of 16.
-    Source: S. Arora et al., "Simple Linear Attention Language Models Balance the Recall-Throughput Tradeoff",
-    2024, arXiv:2402.18668.
+    The polynomial is at least 1/2, so ``linear_attention(taylor(q), taylor(k), v, rule="linear",
+    normalize=True, eps=0)`` never divides by 0. Its state has about head_dim^2 / 2 rows; Based takes a
+    head_dim of 16. Source: S. Arora et al., "Simple Linear Attention Language Models Balance the
+    Recall-Throughput Tradeoff", 2024, arXiv:2402.18668.
     """
     array = float_array("x", x, least_dims=1)
     lane, dim = lane_dtype(array.dtype), array.shape[-1]

@@ -1,10 +1,10 @@
-"""Gradients of what lies between attention calls: vector-Jacobian products of `fastattn.ops` and more.
+"""Gradients of operations between attention calls, and `vjp` for functions, layers and models.
 
-Each function takes the gradient of a result, `dout`, and what the forward function took, and returns the
-gradients that `need` names, in its order. All are pure: they write only to what they return. Gradients have
-the shape and dtype of what they are gradients of. Those of parameters are sums over rows: float32, and
-float64 where x is. Their bits do not depend on the number of threads. Options are those of the forward
-function; with others, gradients are wrong, without an error.
+A gradient function takes the gradient `dout` of a result and the arguments of the forward function, and
+returns the gradients in `need`, in that order. It writes only to what it returns. Gradients have the shape
+and dtype of their argument; for parameters, they are sums over rows in float32, or float64 for float64 x.
+The bits do not depend on the number of threads. Pass the options of the forward function: with others,
+gradients are wrong, without an error.
 """
 
 from fastattn._args.names import show_public

@@ -1,4 +1,4 @@
-"""Gradients of the causal convolution."""
+"""Gradients of causal convolutions."""
 
 from __future__ import annotations
 
@@ -38,21 +38,20 @@ def causal_conv1d(
     Parameters
     ----------
     dout : array_like
-        The gradient of the result; in x's shape and dtype.
+        Gradient of the result, in x's shape and dtype.
     x, weight, bias, activation, state, begins
-        As the forward function had them. What the activation is applied to is computed again.
-    dstate_out : array_like, of the shape of `state`, optional
-        The gradient of the state that ``return_state=True`` returned, in x's dtype; 0 if left out.
+        As in the forward call. The input of the activation is recomputed.
+    dstate_out : array_like, `state`'s shape, optional
+        Gradient of the state that ``return_state=True`` returned, in x's dtype; default 0.
     need : sequence of {"dx", "dweight", "dbias", "dstate"}
-        Which gradients.
     num_threads, backend : optional
-        As in `layer_norm`, like the errors.
+        As in `layer_norm`, like errors.
 
     Returns
     -------
     tuple of ndarray
         In the order of `need`: dx and dstate in x's dtype; dweight (channels, width) and dbias (channels,) in
-        float32, for x in float64 in float64. dstate is there whether there was a state or not.
+        float32, or float64 for float64 x. dstate exists even without a state.
     """
     forward = {
         "x": x, "weight": weight, "bias": bias, "activation": activation, "state": state, "begins": begins,
@@ -69,7 +68,7 @@ def causal_conv1d(
 
 
 def _add_kept_inputs(args: ConvGradArgs, after: Array) -> None:
-    """Add the gradient of the last inputs of each sequence, which the state after it is."""
+    """Add the gradient of the last inputs of each sequence, which are the state after it."""
     a, many = args.forward, after.shape[-2]
     for tokens, s in each_sequence(a):
         length = a.x[tokens].shape[-2]

@@ -38,35 +38,34 @@ def linear(
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> tuple[Array, ...]:
-    """Gradients of `fastattn.ops.linear`. That of its residual is `dout`.
+    """Gradients of `fastattn.ops.linear`. The gradient of its residual is `dout`.
 
     Parameters
     ----------
     dout : array_like, (..., out_features)
-        The gradient of the result; in x's dtype.
+        Gradient of the result, in x's dtype.
     x, weight, bias, activation
-        As the forward function had them. Nothing checks that: without its activation, gradients are wrong.
+        As in the forward call, which is not checked.
     pre : array_like, (..., out_features) or, gated, (..., 2, out_features), optional
-        What `linear` left in its argument of this name. Where it is None and there is an activation or a
-        gated weight, it is computed again.
+        The array that the forward call filled; recomputed if None and the map has an activation or a gate.
     need : sequence of {"dx", "dweight", "dbias"}
-        Which gradients. Weights in int8 and in blocks are frozen: they have no dweight.
+        int8 and block weights are frozen: they have no dweight.
     into, num_threads, backend : optional
-        As in `layer_norm`, like the errors.
+        As in `layer_norm`, like errors.
 
     Returns
     -------
     tuple of ndarray
-        In the order of `need`. dx (..., in_features) in x's dtype. dweight (out_features, in_features), gated
-        (2, out_features, in_features), gate first, as `PackedLinear.unpack` has it; dbias (out_features,),
-        gated (2, out_features): float32, for x in float64 in float64.
+        In the order of `need`: dx (..., in_features) in x's dtype; dweight (out_features, in_features) and
+        dbias (out_features,) in float32, or float64 for float64 x. If gated, dweight is (2, out_features,
+        in_features), gate first as in `PackedLinear.unpack`, and dbias (2, out_features).
 
     Notes
     -----
     ``dx = dpre @ weight``, ``dweight = dpre.T @ x``, ``dbias = sum(dpre)`` with ``dpre = dout *
-    activation'(pre)``: ``4 * rows * in_features * out_features`` FLOP, twice that if gated. Where x or
-    the weight is in bfloat16, dweight is of x and dpre rounded to it, if the instruction set has a dot
-    product of its pairs. For dx of such a weight dpre is rounded on `amx` alone.
+    activation'(pre)``: ``4 * rows * in_features * out_features`` FLOP, twice that if gated. If x or the
+    weight is bfloat16 and the instruction set has a dot product of bfloat16 pairs, dweight is computed from x
+    and dpre rounded to bfloat16. For dx of a bfloat16 weight, dpre is rounded on `amx` only.
     """
     if backend is not None:
         require_backend(backend)

@@ -1,4 +1,4 @@
-"""Cross-entropy and its gradient in one."""
+"""Cross-entropy and its gradients in one pass."""
 
 from __future__ import annotations
 
@@ -45,44 +45,44 @@ def cross_entropy(
 ) -> tuple[float | Array, ...]:
     """The loss ``-log(softmax(x @ weight.T + bias)[target])`` and its gradients, in one pass.
 
-    Logits are computed for some rows at a time, become their own gradient, and are never held whole.
+    Logits are computed a block of rows at a time and replaced by their gradient.
 
     Parameters
     ----------
     x : array_like, (..., in_features) or (..., num_classes)
-        The input of the last linear map; the logits themselves if `weight` is None.
+        Input of the last linear map, or the logits if `weight` is None.
     weight : PackedLinear, (num_classes, in_features), or None
-        From `fastattn.ops.pack`, not gated. Weights in int8 and in blocks are frozen: they have no dweight.
+        From `fastattn.ops.pack`, not gated. int8 and block weights are frozen: they have no dweight.
     targets : array_like of int, (...)
-        The right class of each row, or `ignore_index`.
+        Class of each row, or `ignore_index`.
     bias : array_like, (num_classes,), optional
         Of the linear map.
     ignore_index : int, default -100
-        Rows with this target count nothing, whatever they hold: their gradient is 0.
+        Rows with this target are ignored, whatever they hold: their gradient is 0.
     label_smoothing : float, default 0.0
-        The share of each row's target that is spread evenly over all classes.
+        Share of each target that is spread evenly over all classes.
     reduction : {"mean", "sum", "none"}
-        "mean" divides the sum of all losses by the number of rows that are not ignored; without any, loss and
-        gradients are 0.
+        "mean" divides by the number of rows that are not ignored; without such rows, loss and gradients are
+        0.
     dloss : array_like, default 1.0
-        The gradient of the loss: a number; with "none" it may have an element for each row.
+        Gradient of the loss: a number, or with "none" optionally one per row.
     need : sequence of {"dx", "dweight", "dbias"}, optional
-        Which gradients; by default dx, and what is there of dweight and dbias. ``()``: the loss alone.
+        Default: dx, and dweight and dbias where they exist. ``()`` computes the loss alone.
     into, num_threads, backend : optional
-        As in `layer_norm`, like the errors.
+        As in `layer_norm`, like errors.
 
     Returns
     -------
     loss : float or ndarray
-        With "none" (...): float32, for x in float64 in float64; 0 where ignored.
+        With "none" (...), float32, or float64 for float64 x; 0 for ignored rows.
     *gradients : ndarray
         In the order of `need`: dx in x's shape and dtype; dweight (num_classes, in_features) and dbias
-        (num_classes,) in float32, for x in float64 in float64.
+        (num_classes,) in float32, or float64 for float64 x.
 
     Notes
     -----
-    ``6 * rows * in_features * num_classes`` FLOP. Logits are float32 (float64) for x in 16 bits, too.
-    Their gradients are rounded to bfloat16 for dweight and dx as in `linear`, if the weight is in it.
+    ``6 * rows * in_features * num_classes`` FLOP. Logits are float32 for 16-bit x, too. For a bfloat16
+    weight, their gradients are rounded to bfloat16 for dweight and dx as in `linear`.
     """
     if backend is not None:
         require_backend(backend)
@@ -148,7 +148,7 @@ def cross_entropy(
 
 
 def _classes(weight: Any, x: Array) -> int:
-    """The classes of a checked weight."""
+    """Number of classes of a checked weight."""
     if not isinstance(weight, PackedLinear):
         raise wrong_type("weight", weight, "what ops.pack() returns, or None")
     if weight.gated:
@@ -168,7 +168,7 @@ def targets_of(
     ignore_index: Any,
     label_smoothing: Any,
 ) -> tuple[Ints, Ints, float]:
-    """Checked targets (rows,), the rows that are not ignored, and the smoothing."""
+    """Checked targets (rows,), indices of rows that are not ignored, and the smoothing."""
     smoothing = number("label_smoothing", label_smoothing, FLOAT64)
     if not 0 <= smoothing <= 1:
         raise ValueError(f"(): label_smoothing is {label_smoothing}; expected 0 to 1")

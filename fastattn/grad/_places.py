@@ -1,4 +1,4 @@
-"""Gradients of what depends on places: rows of a table, rotary positions, dropout."""
+"""Gradients of embeddings and rotary positions; dropout."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def embedding(dout: ArrayLike, ids: ArrayLike, num_rows: int, *, add_to: Array |
     Parameters
     ----------
     dout : array_like, (..., features)
-        The gradient of the result.
+        Gradient of the result.
     ids : array_like of int, (...)
-        As the forward function had them.
+        As in the forward call.
     num_rows : int
         Rows of the table.
     add_to : ndarray, (num_rows, features), optional
-        An array that the gradient is added to, and that is returned: of a table that is also the last linear
-        map's weight, or of earlier batches. float32, or float64 for `dout` in float64.
+        Array to add to and return: the gradient of a table that is also the last linear map's weight, or of
+        earlier batches. float32, or float64 for float64 `dout`.
 
     Returns
     -------
     ndarray, (num_rows, features)
-        float32, for `dout` in float64 float64.
+        float32, or float64 for float64 `dout`.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def embedding(dout: ArrayLike, ids: ArrayLike, num_rows: int, *, add_to: Array |
 
     Notes
     -----
-    Rows are added in the order of `ids`, so the bits are the same in every run.
+    Rows are added in the order of `ids`, so every run gives the same bits.
     """
     array = data("dout", dout)
     num_rows = integer("num_rows", num_rows, 0, MOST_SIZE)
@@ -72,16 +72,16 @@ def embedding(dout: ArrayLike, ids: ArrayLike, num_rows: int, *, add_to: Array |
 def rope(
     dout: ArrayLike, cos: ArrayLike, sin: ArrayLike, *, interleaved: bool = False, out: Array | None = None
 ) -> Array:
-    """Gradient of the input of `fastattn.positions.apply_rope`: `dout` is turned back, the sine negated.
+    """Gradient of `fastattn.positions.apply_rope`: inverse rotation of `dout`.
 
     Parameters
     ----------
     dout : array_like, (..., heads, length, head_dim)
-        The gradient of the result.
+        Gradient of the result.
     cos, sin, interleaved
-        As the forward function had them.
+        As in the forward call.
     out : ndarray, optional
-        Array for the result; it may be `dout` itself.
+        Array for the result; may be `dout`.
     """
     table = float_array("sin", sin)
     return rotated("dout", dout, cos, np.negative(table), interleaved, out)
@@ -97,10 +97,10 @@ def dropout(
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Array:
-    """Each element of x becomes 0 with probability `rate`, else it is times ``1 / (1 - rate)``.
+    """Zero each element of x with probability `rate`, and multiply the others by ``1 / (1 - rate)``.
 
-    It is linear, so it is its own gradient: ``dropout(dout, rate, seed=seed, stream=stream)``. What is
-    dropped is a function of `seed`, `stream`, and the element's place, on all instruction sets and in NumPy.
+    The gradient is the same function: ``dropout(dout, rate, seed=seed, stream=stream)``. Which elements are
+    dropped depends only on `seed`, `stream` and their place, on all instruction sets and in NumPy.
 
     Parameters
     ----------
@@ -110,9 +110,9 @@ def dropout(
     seed : int
         64 bits.
     stream : int, default 0
-        32 bits: numbers that one seed serves, such as the layers of a model.
+        32 bits: distinguishes uses of one seed, such as the layers of a model.
     out : ndarray, (..., n), optional
-        Array for the result, in x's dtype; it may be x itself.
+        Array for the result, in x's dtype; may be x.
     num_threads : int, optional
         As in `fastattn.ops.linear`.
 
@@ -128,9 +128,9 @@ def dropout(
 
     Notes
     -----
-    Philox4x32-10 (Salmon et al. 2011) with `seed` as its key. The counter of column j of row i, all leading
-    axes flattened, is ``(i, j // 64 * 16 + j % 16, stream, 0)``. Word ``j // 16 % 4`` decides: the element is
-    kept where it is at least ``int(rate * 2**32)``.
+    Philox4x32-10 (Salmon et al. 2011) with `seed` as its key. The counter for column j of row i (leading axes
+    flattened) is ``(i, j // 64 * 16 + j % 16, stream, 0)``. The element is kept if word ``j // 16 % 4`` is at
+    least ``int(rate * 2**32)``.
     """
     args, result = dropout_args(x, "x", rate, seed, stream, out, num_threads)
     dispatch.run_grad(args)

@@ -1,4 +1,4 @@
-"""Gradients of what goes row by row: norms, softmax, activations."""
+"""Gradients of row-wise operations: norms, softmax, activations."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def layer_norm(
     Parameters
     ----------
     dout : array_like, (..., features)
-        The gradient of the result; in x's shape and dtype.
+        Gradient of the result, in x's shape and dtype.
     x, weight, eps, residual
-        As the forward function had them. Mean and variance are computed again, in the same pass.
+        As in the forward call. Mean and variance are recomputed in the same pass.
     dsum : array_like, (..., features), optional
-        The gradient of the sum that ``return_sum=True`` returned, or of x where it also goes around the norm,
-        as in a residual connection: it is added to dx.
+        Gradient of the sum that ``return_sum=True`` returned, or of x where it also bypasses the norm, as in
+        a residual connection; added to dx.
     need : sequence of {"dx", "dweight", "dbias"}
-        Which gradients. That of `residual` is dx, too.
+        The gradient of `residual` is dx.
     into : sequence of (ndarray or None), optional
-        Arrays for them, in the order of `need`; None is a new one. They share no memory with an input.
+        Arrays for the gradients, in the order of `need`, without memory of an input; None makes a new one.
     num_threads, backend : optional
         As in `fastattn.ops.linear`.
 
     Returns
     -------
     tuple of ndarray
-        In the order of `need`: dx (..., features) in x's dtype, dweight and dbias (features,) in float32, for
-        x in float64 in float64. Without a weight, dweight is that of a weight of ones.
+        In the order of `need`: dx (..., features) in x's dtype; dweight and dbias (features,) in float32, or
+        float64 for float64 x. Without a weight, dweight is the gradient of a weight of ones.
 
     Raises
     ------
@@ -75,10 +75,10 @@ def rms_norm(
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> tuple[Array, ...]:
-    """Gradients of `fastattn.ops.rms_norm`: "dx", "dweight" and, where there is a gate, "dgate".
+    """Gradients of `fastattn.ops.rms_norm`: "dx", "dweight" and, with a gate, "dgate".
 
-    Parameters, results and errors as in `layer_norm`; `gate`, `activation` and `gate_first` as the forward
-    function had them. `dsum` is not for gated norms.
+    Parameters, results and errors as in `layer_norm`; `gate`, `activation` and `gate_first` as in the forward
+    call. Gated norms take no `dsum`.
     """
     norm = {"weight": weight, "eps": eps, "residual": residual, "dsum": dsum}
     norm |= {"gate": gate, "activation": activation, "gate_first": gate_first}
@@ -93,18 +93,18 @@ def softmax(
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> Array:
-    """Gradient of `fastattn.ops.softmax`'s input: ``out * (dout - sum(dout * out))``, row by row.
+    """Gradient of `fastattn.ops.softmax`: ``out * (dout - sum(dout * out))`` for each row.
 
     Parameters
     ----------
     dout : array_like, (..., n)
-        The gradient of the result; in `out`'s shape and dtype.
+        Gradient of the result, in `out`'s shape and dtype.
     out : array_like, (..., n)
-        What the forward function returned. A row of zeros gives zeros.
+        Result of the forward call. A row of zeros gives zeros.
     into : ndarray, optional
-        Array for the result.
+        Array for the gradient.
     num_threads, backend : optional
-        As in `layer_norm`, like the errors.
+        As in `layer_norm`, like errors.
     """
     known = ("dx",)
     return _run("softmax", dout, out, known, known, (into,), num_threads, backend, called="out")[0]
@@ -126,13 +126,13 @@ def activate(
     Parameters
     ----------
     dout : array_like, (..., n)
-        The gradient of the result; in x's shape and dtype.
+        Gradient of the result, in x's shape and dtype.
     x, activation, up
-        As the forward function had them, which nothing checks. relu's derivative at 0 is 0.
+        As in the forward call, which is not checked. The derivative of relu at 0 is 0.
     need : sequence of {"dx", "dup"}, optional
-        Which gradients; by default dx, and dup where there is an `up`.
+        Default: dx, and dup with `up`.
     into, num_threads, backend : optional
-        As in `layer_norm`, like the errors.
+        As in `layer_norm`, like errors.
 
     Returns
     -------
@@ -156,7 +156,7 @@ def _run(
     backend: Any,
     **more: Any,
 ) -> tuple[Array, ...]:
-    """Check the arguments, of which `more` are the kernel's own, and compute."""
+    """Check the arguments (`more` is specific to the kernel) and compute."""
     args, results = rows_grad_args(kernel, dout, x, need, known, into, num_threads, backend, **more)
     dispatch.run_grad(args, backend)
     return results()

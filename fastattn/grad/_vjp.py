@@ -1,4 +1,4 @@
-"""Gradients of everything that is composed: functions of attention, layers, models."""
+"""Vector-Jacobian products of functions of attention, layers and models."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _EXPECTED = (
 
 
 class Pullback:
-    """Map from the gradient of a result to those of what it was computed from; call it once.
+    """Map from the gradient of a result to the gradients of its inputs; call it once.
 
-    ``pullback(dout)`` takes the gradient of a scalar with respect to the result, in its shape and dtype.
-    `vjp` says what it returns. A call frees what was kept of the forward pass, so there is no second one; it
-    stays usable where an argument was refused. Inputs and the result are not copied: leave them as they are.
+    ``pullback(dout)`` takes the gradient of a scalar with respect to the result, in its shape and dtype, and
+    returns what `vjp` documents. A call frees what the forward pass kept; after an error about an argument,
+    it may be called again. Inputs and result are not copied: do not modify them before.
     """
 
     def __init__(self, check: Callable[..., tuple[Any, ...]], back: Callable[..., Any]):
@@ -54,39 +54,37 @@ class Pullback:
 
 
 def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[Any, Pullback]:
-    """Result of a function, a layer or a model, and its pullback: a vector-Jacobian product.
+    """Result and pullback of a function, a layer or a model: a vector-Jacobian product.
 
     Parameters
     ----------
     function : callable
-        `fastattn.attention`, `fastattn.varlen_attention`, a function of `fastattn.functional`, one of
-        `fastattn.functional.feature_maps` that has no random numbers, a layer, a function of layers such as
+        `fastattn.attention`, `fastattn.varlen_attention`, a function of `fastattn.functional` or
+        `fastattn.functional.feature_maps`, a layer, a function of layers such as
         `fastattn.layers.set_attention`, or a model.
     *arrays : array_like
         Its positional arguments.
     **options
-        Its keyword arguments, but for `out`, `out_state` and `stats`. Layers and models also take
+        Its keyword arguments, except `out`, `out_state` and `stats`. Layers and models also take
 
-        - ``checkpoint=True``: keep only the inputs of each layer, and compute it again for its gradients;
-        - ``dropout=0.1, seed=1``: drop this share where torch's layers do.
+        - ``checkpoint=True``: keep only the inputs of each layer, and recompute it for its gradients;
+        - ``dropout=0.1, seed=1``: apply dropout where torch's layers do.
 
     Returns
     -------
     result
-        What ``function(*arrays, **options)`` returns.
+        ``function(*arrays, **options)``.
     pullback : Pullback
         For functions, ``pullback(dout, dmore=None, *, need=None)`` returns a tuple with the gradient of each
-        of `arrays` that has one and is not None, in their order: integers, and what only selects, have none.
-        With ``return_lse=True`` or ``return_state=True``, `dmore` is the gradient of the second result; 0 by
-        default. `need` names others, and arrays that were passed by keyword: a tuple such as
-        ``("dq", "dbias", "dscale")``, of arguments that have gradients. Where no array was passed by
-        position, it has to be there.
+        positional array that has one and is not None, in their order; integers and selections have none.
+        `dmore` is the gradient of the second result, with ``return_lse=True`` or ``return_state=True``;
+        default 0. `need` names gradients explicitly, such as ``("dq", "dbias", "dscale")``, including
+        arguments passed by keyword; it is required if no array was passed by position.
 
-        For layers, ``pullback(dout)`` returns a tuple: the gradient of each input that is an array of
-        floating numbers, and then a dict of the gradients of the parameters, by their names in `state_dict`;
-        of several layers, such a dict for each. That of a `MultiHeadAttention` takes the gradient of `out`.
-        An array that is several inputs of an attention, as in ``vjp(layer, x, x, x)``, has one gradient. For
-        models, whose inputs have none, it returns the dict.
+        For layers, ``pullback(dout)`` returns a tuple: the gradient of each floating-point input, then a dict
+        of the gradients of the parameters, by their names in `state_dict`; for several layers, one dict each.
+        For `MultiHeadAttention`, `dout` is the gradient of `out`. An array passed as several inputs of an
+        attention, as in ``vjp(layer, x, x, x)``, has one gradient. For models, it returns the dict.
 
     Raises
     ------
@@ -95,15 +93,15 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
 
     Notes
     -----
-    The forward pass runs the same kernels and gives the same bits as a plain call, but for encoders of
+    The forward pass runs the same kernels and gives the same bits as a plain call, except for encoders of
     `fastattn.models` in float32 with int8 activations, which may keep bfloat16 between products in a plain
     call. It keeps what gradients need: for attention out and lse, never scores. A gradient has the shape and
-    dtype of its argument, summed over axes that were broadcast. Gradients of parameters are float32, and
-    float64 in a layer of float64. The same input gives the same bits for any number of threads.
+    dtype of its argument, summed over broadcast axes. Gradients of parameters are float32, or float64 in a
+    float64 layer. The same input gives the same bits for any number of threads.
 
     See Also
     --------
-    fastattn.functional.attention_backward : the fused gradients of `attention`, from its saved results.
+    fastattn.functional.attention_backward : fused gradients of `attention`, from its saved results.
 
     Examples
     --------
