@@ -1,19 +1,22 @@
 """Linear attention against its recurrence in float64, on every instruction set and on the fallback."""
 
-import ml_dtypes
 import numpy as np
 import pytest
-from implementations import COMPILED, forced
+from precisions import BF16, each_dtype, lane
 from recurrence import RULES, Recurrence, problem
 
 from fastattn.functional import linear_attention
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
 # Around the kernel's steps (4), gated chunks (16), chunks (32), passes (12 rows, 32 columns) and depth (128).
-DELTA_RULES = RULES[3:]
 LENGTHS = [0, 1, 2, 4, 5, 15, 16, 17, 31, 32, 33, 64, 65, 200]
 DIMS = [(1, 1), (3, 5), (16, 32), (33, 31), (64, 64), (65, 97), (130, 40), (300, 17)]
+
+
+# Each rule, and the delta rules with keys to erase by.
+CASES = [*((rule, False) for rule in RULES), *((rule, True) for rule in RULES if "delta" in rule)]
+each_case = pytest.mark.parametrize(
+    ("rule", "erase"), CASES, ids=[rule + " erase" * erase for rule, erase in CASES]
+)
 
 
 def recurrence(*arguments, **options):
@@ -35,60 +38,49 @@ def close(actual, expected, dtype, factor=64):
     assert (error <= bound + np.finfo(np.float32).tiny).all(), f"{(error / bound).max():.3g} of the bound"
 
 
-@pytest.mark.parametrize("rule", RULES)
+def check(rule, *shape, scale=0.5, factor=64, **options):
+    """A call with the inputs of `problem` against the recurrence."""
+    q, k, v, more = problem(rule, *shape, **options)
+    out, state = linear_attention(q, k, v, rule=rule, scale=scale, return_state=True, **more)
+    expected, s, _ = recurrence(q, k, v, rule, scale=scale, **more)
+    assert (out.dtype, state.dtype) == (q.dtype, lane(q.dtype))
+    close(out, expected, q.dtype, factor)
+    close(state, s, state.dtype, factor)
+
+
+@each_case
 @pytest.mark.parametrize("n", LENGTHS)
-def test_lengths(implementation, rule, n):
-    q, k, v, more = problem(rule, 2, n, 24, 40)
-    out, state = linear_attention(q, k, v, rule=rule, return_state=True, **more)
-    expected, s, _ = recurrence(q, k, v, rule, scale=24**-0.5, **more)
-    close(out, expected, np.float32)
-    close(state, s, np.float32)
-    assert out.dtype == state.dtype == np.float32
+def test_lengths(implementation, rule, erase, n):
+    check(rule, 2, n, 24, 40, scale=24**-0.5, erase=erase)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each_case
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_dims(implementation, rule, dims):
+def test_dims(implementation, rule, erase, dims):
     for n in (3, 70):
-        q, k, v, more = problem(rule, 2, n, *dims)
-        out, state = linear_attention(q, k, v, rule=rule, scale=0.5, return_state=True, **more)
-        expected, s, _ = recurrence(q, k, v, rule, scale=0.5, **more)
-        close(out, expected, np.float32, factor=128)
-        close(state, s, np.float32, factor=128)
+        check(rule, 2, n, *dims, factor=128, erase=erase)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(implementation, rule, dtype):
+@each_case
+@each_dtype
+def test_dtypes(implementation, rule, erase, dtype):
     for n in (3, 90):
-        q, k, v, more = problem(rule, 2, n, 36, 44, dtype)
-        out, state = linear_attention(q, k, v, rule=rule, return_state=True, **more)
-        expected, s, _ = recurrence(q, k, v, rule, scale=36**-0.5, **more)
-        assert out.dtype == dtype
-        assert state.dtype == (np.float64 if dtype == np.float64 else np.float32)
-        close(out, expected, dtype)
-        close(state, s, np.dtype(state.dtype))
+        check(rule, (6, 1, 3) if erase else 2, n, 36, 44, dtype, erase=erase)
 
 
 @pytest.mark.parametrize("rule", ["decay", "gated", "gated_delta", "kimi_delta"])
 def test_strong_decays_and_resets(implementation, rule):
     for n in (4, 150):
-        q, k, v, more = problem(rule, 2, n, 20, 20, strong=True)
-        out, state = linear_attention(q, k, v, rule=rule, return_state=True, **more)
-        expected, s, _ = recurrence(q, k, v, rule, scale=20**-0.5, **more)
-        close(out, expected, np.float32)
-        close(state, s, np.float32)
+        check(rule, 2, n, 20, 20, strong=True)
+        if "delta" in rule:
+            check(rule, 2, n, 20, 20, strong=True, erase=True)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("heads", [(4, 2, 2), (2, 2, 6), (6, 1, 3), (1, 4, 2), (8, 2, 4)], ids=str)
 def test_grouped_heads(implementation, rule, heads):
     for n in (2, 70):
-        q, k, v, more = problem(rule, heads, n, 16, 24)
-        out, state = linear_attention(q, k, v, rule=rule, return_state=True, **more)
-        expected, s, _ = recurrence(q, k, v, rule, scale=0.25, **more)
-        close(out, expected, np.float32)
-        close(state, s, np.float32)
+        check(rule, heads, n, 16, 24)
 
 
 @pytest.mark.parametrize("rule", ["linear", "decay", "gated"])
@@ -137,17 +129,20 @@ def test_bidirectional(implementation, lengths, normalize):
     close(state[0] if normalize else state, s, np.float32)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_in_pieces(implementation, rule):
-    q, k, v, more = problem(rule, 2, 150, 40, 70)
-    whole, last = linear_attention(q, k, v, rule=rule, return_state=True, **more)
-    state, parts, begin = None, [], 0
+@each_case
+def test_in_pieces(implementation, rule, erase):
+    q, k, v, more = problem(rule, 2, 150, 40, 70, erase=erase)
+    before = np.random.default_rng(2).standard_normal((2, 40, 70)).astype(np.float32)
+    whole, last = linear_attention(q, k, v, rule=rule, state=before, return_state=True, **more)
+    pair = before, 0 * before[..., 0]
+    close(whole, recurrence(q, k, v, rule, scale=40**-0.5, state=pair, **more)[0], np.float32)
+    state, parts, begin = before.copy(), [], 0
     for end in (1, 4, 70, 71, 71, 150):
-        piece = {name: x[:, begin:end] for name, x in more.items()}
         tokens = slice(begin, end)
-        out, state = linear_attention(
-            q[:, tokens], k[:, tokens], v[:, tokens], rule=rule, state=state, return_state=True, **piece
-        )
+        piece = {name: x[:, tokens] for name, x in more.items()}
+        inputs = q[:, tokens], k[:, tokens], v[:, tokens]
+        out, same = linear_attention(*inputs, rule=rule, state=state, out_state=state, **piece)
+        assert same is state
         parts.append(out)
         begin = end
     close(np.concatenate(parts, axis=1), whole.astype(float), np.float32)
@@ -160,11 +155,9 @@ def test_state_in_place(implementation, rule):
         q, k, v, more = problem(rule, 2, n, 20, 90)
         before = np.random.default_rng(2).standard_normal((2, 20, 90)).astype(np.float32)
         out, after = linear_attention(q, k, v, rule=rule, state=before, return_state=True, **more)
-        state = before.copy()
-        again, same = linear_attention(
-            q, k, v, rule=rule, state=state, out_state=state, num_threads=3, **more
+        again, state = linear_attention(
+            q, k, v, rule=rule, state=before, out_state=before, num_threads=3, **more
         )
-        assert same is state
         np.testing.assert_array_equal(state, after)
         np.testing.assert_array_equal(again, out)
 
@@ -185,10 +178,10 @@ def test_normalized_state_in_place(implementation):
         close(out, recurrence(q, k, v, "linear", normalize=True, state=before)[0], np.float32)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_bits_depend_on_neither_threads_nor_neighbours(implementation, rule):
+@each_case
+def test_bits_depend_on_neither_threads_nor_neighbours(implementation, rule, erase):
     for n in (2, 100):
-        problems = [problem(rule, 2, n, 32, 80, seed=seed) for seed in range(3)]
+        problems = [problem(rule, 2, n, 32, 80, seed=seed, erase=erase) for seed in range(3)]
         q, k, v = (np.stack([p[i] for p in problems]) for i in range(3))
         more = {name: np.stack([p[3][name] for p in problems]) for name in problems[0][3]}
         whole = linear_attention(q, k, v, rule=rule, num_threads=1, **more)
@@ -200,19 +193,20 @@ def test_bits_depend_on_neither_threads_nor_neighbours(implementation, rule):
             close(alone, whole[b].astype(float), np.float32)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each_case
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_what_is_not_finite_reaches_no_earlier_token(implementation, rule, name):
+def test_what_is_not_finite_reaches_no_earlier_token(implementation, rule, erase, name):
     def same(actual, expected):
         if implementation == "numpy":  # whose BLAS chooses by shape
             close(actual, expected.astype(float), np.float32)
         else:
             np.testing.assert_array_equal(actual, expected)
 
-    for at in (0, 3, 37, 90):
-        q, k, v, more = problem(rule, 2, 100, 20, 24)
+    name = "erase" if erase and name == "k" else name
+    for n, at in ((4, 3), (100, 0), (100, 3), (100, 37), (100, 90)):
+        q, k, v, more = problem(rule, 2, n, 20, 24, erase=erase)
         clean = linear_attention(q, k, v, rule=rule, **more)
-        {"q": q, "k": k, "v": v}[name][0, at, 5] = np.nan
+        ({"q": q, "k": k, "v": v} | more)[name][0, at, 5] = np.nan
         out = linear_attention(q, k, v, rule=rule, **more)
         same(out[0, :at], clean[0, :at])
         same(out[1], clean[1])
@@ -221,6 +215,8 @@ def test_what_is_not_finite_reaches_no_earlier_token(implementation, rule, name)
             same(out[0, at + 1 :], clean[0, at + 1 :])
         elif name == "v":
             same(np.delete(out, 5, axis=-1), np.delete(clean, 5, axis=-1))
+        elif name == "erase":
+            assert np.isnan(out[0, at:]).all()
 
 
 def test_strides_and_broadcasting(implementation):
@@ -243,7 +239,7 @@ def test_strides_and_broadcasting(implementation):
 
 @pytest.mark.parametrize("rule", ["decay", "gated", "delta", "kimi_delta"])
 def test_gates_in_any_memory(implementation, rule):
-    q, k, v, gates = problem(rule, 2, 70, 16, 16)
+    q, k, v, gates = problem(rule, 2, 70, 16, 16, erase="delta" in rule)
     expected = linear_attention(q, k, v, rule=rule, **gates)
     for name, x in gates.items():
         unaligned = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
@@ -251,6 +247,12 @@ def test_gates_in_any_memory(implementation, rule):
         for other in (unaligned, np.repeat(x, 2, axis=-1)[..., ::2], np.asfortranarray(x), x.astype(">f4")):
             got = linear_attention(q, k, v, rule=rule, **{**gates, name: other})
             np.testing.assert_array_equal(got, expected)
+    if "erase" in gates:  # one batch item of keys to erase by for all, and the keys themselves
+        erase, shared = gates.pop("erase"), {name: np.stack([x, x]) for name, x in gates.items()}
+        twice = linear_attention(np.stack([q, q]), k, v, rule=rule, erase=erase, **shared)
+        close(twice[1], expected.astype(float), np.float32)
+        own, plain = (linear_attention(q, k, v, rule=rule, **gates, **x) for x in ({"erase": k}, {}))
+        close(own, plain.astype(float), np.float32)
 
 
 def test_constant_decay_and_default_beta(implementation):
@@ -264,98 +266,6 @@ def test_constant_decay_and_default_beta(implementation):
         linear_attention(q, k, v, rule="delta"),
         linear_attention(q, k, v, rule="delta", beta=np.ones((2, 70), np.float32)),
     )
-
-
-@pytest.mark.parametrize("rule", DELTA_RULES)
-@pytest.mark.parametrize("n", LENGTHS)
-def test_keys_to_erase_by(implementation, rule, n):
-    q, k, v, more = problem(rule, (2, 1, 2), n, 24, 40, erase=True)
-    before = np.random.default_rng(1).standard_normal((2, 24, 40)).astype(np.float32)
-    for state in (None, before):
-        out, after = linear_attention(q, k, v, rule=rule, state=state, return_state=True, **more)
-        pair = None if state is None else (state, 0 * state[..., 0])
-        expected, s, _ = recurrence(q, k, v, rule, scale=24**-0.5, state=pair, **more)
-        close(out, expected, np.float32)
-        close(after, s, np.float32)
-
-
-@pytest.mark.parametrize("rule", DELTA_RULES)
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_dims_of_keys_to_erase_by(implementation, rule, dims):
-    for n in (3, 70):
-        q, k, v, more = problem(rule, 2, n, *dims, erase=True)
-        out, state = linear_attention(q, k, v, rule=rule, scale=0.5, return_state=True, **more)
-        expected, s, _ = recurrence(q, k, v, rule, scale=0.5, **more)
-        close(out, expected, np.float32, factor=128)
-        close(state, s, np.float32, factor=128)
-
-
-@pytest.mark.parametrize("rule", DELTA_RULES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_and_memory_of_keys_to_erase_by(implementation, rule, dtype):
-    for n in (3, 90):
-        q, k, v, more = problem(rule, (6, 1, 3), n, 36, 44, dtype, erase=True)
-        out = linear_attention(q, k, v, rule=rule, **more)
-        close(out, recurrence(q, k, v, rule, scale=36**-0.5, **more)[0], dtype)
-        erase = more.pop("erase")
-        for other in (
-            np.asfortranarray(erase),
-            np.repeat(erase, 2, axis=-1)[..., ::2],
-            erase[:, ::-1][:, ::-1],
-        ):
-            np.testing.assert_array_equal(linear_attention(q, k, v, rule=rule, erase=other, **more), out)
-        both = (
-            linear_attention(q, k, v, rule=rule, erase=k, **more),
-            linear_attention(q, k, v, rule=rule, **more),
-        )
-        if implementation == "numpy":  # whose BLAS has another product for a matrix and itself
-            close(both[0], both[1].astype(float), dtype)
-        else:
-            np.testing.assert_array_equal(*both)
-
-
-@pytest.mark.parametrize("rule", DELTA_RULES)
-def test_pieces_resets_and_threads_of_keys_to_erase_by(implementation, rule):
-    q, k, v, more = problem(rule, 2, 150, 40, 70, strong=rule != "delta", erase=True)
-    whole, last = linear_attention(q, k, v, rule=rule, return_state=True, num_threads=1, **more)
-    close(whole, recurrence(q, k, v, rule, scale=40**-0.5, **more)[0], np.float32)
-    again = linear_attention(q, k, v, rule=rule, num_threads=5, **more)
-    np.testing.assert_array_equal(again, whole)
-    both = {name: np.stack([x, x]) for name, x in more.items() if name != "erase"}
-    twice = linear_attention(np.stack([q, q]), k, v, rule=rule, erase=more["erase"], **both)
-    close(twice[1], whole.astype(float), np.float32)
-    state, parts, begin = np.zeros_like(last), [], 0
-    for end in (1, 4, 70, 71, 71, 150):
-        tokens = slice(begin, end)
-        piece = {name: x[:, tokens] for name, x in more.items()}
-        inputs = q[:, tokens], k[:, tokens], v[:, tokens]
-        parts.append(linear_attention(*inputs, rule=rule, state=state, out_state=state, **piece)[0])
-        begin = end
-    close(np.concatenate(parts, axis=1), whole.astype(float), np.float32)
-    close(state, last.astype(float), np.float32)
-
-
-@pytest.mark.parametrize("rule", DELTA_RULES)
-def test_a_key_to_erase_by_that_is_not_finite_reaches_no_earlier_token(implementation, rule):
-    for at in (0, 3, 37):
-        for n in (4, 60):
-            q, k, v, more = problem(rule, 2, n, 20, 24, erase=True)
-            clean = linear_attention(q, k, v, rule=rule, **more)
-            more["erase"][0, min(at, n - 1), 5] = np.nan
-            out = linear_attention(q, k, v, rule=rule, **more)
-            close(out[0, : min(at, n - 1)], clean[0, : min(at, n - 1)].astype(float), np.float32)
-            close(out[1], clean[1].astype(float), np.float32)
-            assert np.isnan(out[0, min(at, n - 1) :]).all()
-
-
-@pytest.mark.skipif(not COMPILED, reason="compares the kernels with NumPy, and there are none")
-@pytest.mark.parametrize("n", [3, 300])
-def test_implementations_agree(n):
-    for rule in RULES:
-        q, k, v, more = problem(rule, 2, n, 48, 48)
-        with forced("numpy"):
-            expected = linear_attention(q, k, v, rule=rule, **more)
-        close(linear_attention(q, k, v, rule=rule, **more), expected.astype(float), np.float32)
 
 
 X = np.ones((2, 5, 4), np.float32)
