@@ -1,19 +1,21 @@
 """Gradients of linear attention: the recurrence in float64, on every instruction set and the fallback."""
 
-import ml_dtypes
 import numpy as np
 import pytest
-from implementations import COMPILED, forced
+from differences import assert_gradient
+from precisions import BF16, each_dtype
 from pullbacks import gradients
-from recurrence import Recurrence
+from recurrence import RULES, Recurrence
 
 from fastattn.functional import feature_maps, linear_attention
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
-RULES = ["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
 # Around the ends of chunks (16, 32), of the parts that are solved (8), and of passes (12).
 DELTA_RULES = RULES[3:]
+# Each rule, and the delta rules with keys to erase by.
+CASES = [*((rule, False) for rule in RULES), *((rule, True) for rule in DELTA_RULES)]
+each_case = pytest.mark.parametrize(
+    ("rule", "erase"), CASES, ids=[rule + " erase" * erase for rule, erase in CASES]
+)
 LENGTHS = [0, 1, 2, 7, 12, 13, 16, 17, 31, 32, 33, 64, 65, 150]
 DIMS = [(1, 1), (3, 5), (16, 32), (33, 31), (64, 64), (65, 97), (130, 40), (300, 17)]
 HEADS = [(2, 2, 2), (4, 2, 2), (2, 2, 6), (6, 1, 3), (1, 4, 2), (8, 2, 4)]
@@ -122,52 +124,49 @@ def check(problem, factor=64):
     assert abs(found["dscale"] - expected["dscale"]) <= bound
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("more", [False, True])
-def test_the_recurrence_by_finite_differences(rule, more):
-    """The oracle itself: one direction at random in each input. More: sums of keys, or keys to erase by."""
-    normalize, erase = more and "delta" not in rule, more and "delta" in rule
-    problem = Problem(rule, 9, (3, 4), (4, 2, 2), np.float64, normalize, erase=erase)
+@each_case
+@pytest.mark.parametrize("normalize", [False, True])
+def test_finite_differences(implementation, rule, erase, normalize):
+    normalize = normalize and "delta" not in rule
+    problem = Problem(rule, 5, (3, 2), (4, 2, 2), np.float64, normalize, erase=erase)
     dout, *arrays = problem.arrays
-    rng, small = np.random.default_rng(5), 1e-6
-    state = problem.state if normalize else (problem.state, 0 * problem.state[..., 0])
-    dstate = problem.dstate if normalize else (problem.dstate, 0 * problem.state[..., 0])
-    inputs = dict(zip(("q", "k", "v", "state", "norm"), (*arrays, *state), strict=True))
-    optional = ("log_decay", "beta", "erase")
-    inputs |= {name: problem.options[name] for name in optional if name in problem.options}
+    inputs, options = dict(zip("qkv", arrays, strict=True)), {}
+    for name, x in problem.options.items():
+        (inputs if isinstance(x, np.ndarray) else options)[name] = x
+    state, dstate = (x if normalize else (x,) for x in (problem.state, problem.dstate))
+    inputs |= dict(zip(("state", "norm"), state, strict=False))
+    cotangents = np.concatenate([x.ravel() for x in (dout, *dstate)])
 
-    def loss(**moved):
-        x = inputs | moved
-        options = problem.options | {name: x[name] for name in optional if name in x}
-        call = Recurrence(x["q"], x["k"], x["v"], state=(x["state"], x["norm"]), **options)
-        return (call.out * dout).sum() + (call.s[-1] * dstate[0]).sum() + (call.z[-1] * dstate[1]).sum()
+    def both(**moved):
+        given = inputs | moved
+        if normalize:
+            given["state"] = given["state"], given.pop("norm")
+        out, after = linear_attention(**given, return_state=True, **options)
+        return np.concatenate([x.ravel() for x in (out, *(after if normalize else (after,)))])
 
-    options = problem.options
-    found = Recurrence(*arrays, state=state, **options).gradients(dout, *dstate)
+    found = problem.gradients()
+    if normalize:
+        found["dstate"], found["dnorm"] = found["dstate"]
     for name, x in inputs.items():
-        gradient = found[f"d{name}"]
-        gradient = gradient.sum(-1) if name == "log_decay" and x.ndim == 2 else gradient
-        direction = rng.standard_normal(x.shape)
-        slope = (loss(**{name: x + small * direction}) - loss(**{name: x - small * direction})) / (2 * small)
-        np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=2e-6, atol=1e-6)
+        assert_gradient(found[f"d{name}"], lambda y, name=name: both(**{name: y}), x, cotangents, 1e-6)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each_case
 @pytest.mark.parametrize("n", LENGTHS)
-def test_lengths(implementation, rule, n):
-    check(Problem(rule, n))
+def test_lengths(implementation, rule, erase, n):
+    check(Problem(rule, n, erase=erase))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each_case
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_dims(implementation, rule, dims):
-    check(Problem(rule, 70, dims), factor=128)
+def test_dims(implementation, rule, erase, dims):
+    check(Problem(rule, 70, dims, erase=erase), factor=128)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(implementation, rule, dtype):
-    check(Problem(rule, 90, (36, 44), dtype=dtype), factor=128)
+@each_case
+@each_dtype
+def test_dtypes(implementation, rule, erase, dtype):
+    check(Problem(rule, 90, (36, 44), dtype=dtype, erase=erase), factor=128)
 
 
 @pytest.mark.parametrize("rule", ["decay", "gated", "gated_delta", "kimi_delta"])
@@ -178,37 +177,11 @@ def test_strong_decays_and_resets(implementation, rule):
     assert (problem.gradients()["dlog_decay"][reset] == 0).mean() > 0.99  # and the rest is rounding
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each_case
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_grouped_heads(implementation, rule, heads):
+def test_grouped_heads(implementation, rule, erase, heads):
     for n in (2, 70):
-        check(Problem(rule, n, (16, 24), heads))
-
-
-@pytest.mark.parametrize("rule", DELTA_RULES)
-@pytest.mark.parametrize("n", LENGTHS)
-def test_keys_to_erase_by(implementation, rule, n):
-    check(Problem(rule, n, erase=True))
-
-
-@pytest.mark.parametrize("rule", DELTA_RULES)
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_dims_of_keys_to_erase_by(implementation, rule, dims):
-    check(Problem(rule, 70, dims, erase=True), factor=128)
-
-
-@pytest.mark.parametrize("rule", DELTA_RULES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_of_keys_to_erase_by(implementation, rule, dtype):
-    check(Problem(rule, 90, (36, 44), dtype=dtype, erase=True), factor=128)
-
-
-@pytest.mark.parametrize("rule", DELTA_RULES)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_heads_segments_and_resets_of_keys_to_erase_by(implementation, rule, heads):
-    check(Problem(rule, 70, (16, 24), heads, erase=True, strong=rule != "delta"))
-    if heads == HEADS[0]:
-        check(Problem(rule, 300, (130, 200), (1, 1, 1), erase=True), factor=256)
+        check(Problem(rule, n, (16, 24), heads, erase=erase, strong=erase and rule != "delta"))
 
 
 def test_16_bit_keys_to_erase_by(implementation):
@@ -257,10 +230,10 @@ def test_bidirectional(implementation, lengths, normalize):
     check(Problem("linear", n, (20, 33), (4, 2, 2), normalize=normalize, causal=False, len_q=len_q))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_several_segments(implementation, rule):
+@each_case
+def test_several_segments(implementation, rule, erase):
     """States of this size are kept every four chunks."""
-    check(Problem(rule, 300, (130, 200), (1, 1, 1)), factor=256)
+    check(Problem(rule, 300, (130, 200), (1, 1, 1), erase=erase), factor=256)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -408,47 +381,19 @@ def test_no_sequences(implementation, rule, batch):
     assert found["dscale"] == 0
 
 
-@pytest.mark.skipif(not COMPILED, reason="compares the kernels with NumPy, and there are none")
-@pytest.mark.parametrize("rule", RULES)
-def test_implementations_agree(rule):
-    problem = Problem(rule, 300, (48, 48))
-    with forced("numpy"):
-        expected = problem.gradients()
-    for name, x in problem.gradients().items():
-        close(x, expected[name] if isinstance(x, float) else expected[name].astype(float), factor=128)
-
-
-def slopes(loss, x, direction, small=1e-6):
-    return (loss(x + small * direction) - loss(x - small * direction)) / (2 * small)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_feature_maps(dtype):
-    rng = np.random.default_rng(4)
-    x, dout = (rng.standard_normal((3, 5, 8)).astype(dtype) for _ in range(2))
-    y, given = x.astype(np.float64), dout.astype(np.float64)
-    tolerance = {np.float64: 1e-12, np.float32: 1e-6}.get(dtype.type, 1e-2 if dtype == BF16 else 2e-3)
-    dx = gradients(feature_maps.elu, dout, x)[0]
+@each_dtype
+@pytest.mark.parametrize("name", ["elu", "unit", "taylor"])
+def test_feature_maps(name, dtype):
+    phi, rng = getattr(feature_maps, name), np.random.default_rng(4)
+    x = rng.standard_normal((3, 5, 4)).astype(dtype)
+    dout = rng.standard_normal(phi(x).shape).astype(dtype)
+    (dx,) = gradients(phi, dout, x)
     assert dx.dtype == dtype
-    np.testing.assert_allclose(dx.astype(float), np.where(y > 0, 1, np.exp(y)) * given, atol=2 * tolerance)
-    length = np.sqrt(np.square(y).sum(-1, keepdims=True) + 1e-6)
-    expected = given / length - y * (y * given).sum(-1, keepdims=True) / length**3
-    dx = gradients(feature_maps.unit, dout, x)[0]
-    assert dx.dtype == dtype
-    np.testing.assert_allclose(dx.astype(float), expected, atol=tolerance)
-    features = rng.standard_normal((3, 5, 1 + 8 + 36)).astype(dtype)
-    dtaylor = gradients(feature_maps.taylor, features, x)[0]
-    assert dtaylor.dtype == dtype
-    whole = gradients(feature_maps.taylor, features.astype(np.float64), y)[0]
-    np.testing.assert_allclose(dtaylor.astype(float), whole, atol=4 * tolerance)
+    wide = x.astype(np.float64), dout.astype(np.float64)
     if dtype == np.float64:
-        direction = rng.standard_normal(x.shape)
-        for function, got, weights in (
-            (feature_maps.unit, dx, dout),
-            (feature_maps.taylor, dtaylor, features),
-        ):
-            slope = slopes(lambda x, f=function, w=weights: (f(x) * w).sum(), x, direction)
-            np.testing.assert_allclose((got * direction).sum(), slope, rtol=1e-7)
+        assert_gradient(dx, phi, *wide)
+    tolerance = {np.float64: 1e-12, np.float32: 4e-6}.get(dtype.type, 4e-2 if dtype == BF16 else 8e-3)
+    np.testing.assert_allclose(dx.astype(float), gradients(phi, *wide[::-1])[0], atol=tolerance)
 
 
 X = np.ones((2, 5, 4), np.float32)
