@@ -10,7 +10,6 @@ from fastattn._args.names import show_public
 from fastattn.masks._compile import compile
 from fastattn.masks._grid import axial, neighborhood, swin
 from fastattn.masks._mask import Mask
-from fastattn.masks._named import block_diffusion, shared_prefix, sliding_tiles
 from fastattn.masks._sequence import (
     causal,
     chunked,
@@ -28,7 +27,6 @@ __all__ = [
     "Mask",
     "axial",
     "bigbird",
-    "block_diffusion",
     "block_sparse",
     "causal",
     "chunked",
@@ -40,8 +38,6 @@ __all__ = [
     "fixed",
     "global_tokens",
     "neighborhood",
-    "shared_prefix",
-    "sliding_tiles",
     "strided",
     "swin",
     "tree",

@@ -250,6 +250,15 @@ def given_scores(logits, v, **options):
     return attention(q, k, v, bias=logits, **options)
 
 
+def block_diffusion(size, length):
+    """Bitmap of block diffusion's training: a noised copy of `length` tokens, then the clean ones.
+
+    Noised blocks attend themselves and clean blocks before; clean ones are block-causal.
+    """
+    own, past = np.eye(length // size, dtype=bool), np.tri(length // size, k=-1, dtype=bool)
+    return np.block([[own, past], [own & past, own | past]])
+
+
 def dilated_window(q, k, v, window, dilation, **options):
     """Attention with `masks.dilated`, at the cost of its keys: plain windows over every n-th token."""
     out = np.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
