@@ -4,10 +4,13 @@ import compositions
 import numpy as np
 import pytest
 import selected as by_definition
-from composition_checks import B, D, H, V, close, drawn, each_dtype, tokens
-from formulas import doubles, softmax
+from composition_checks import B, D, H, N, V, close, drawn, each_dtype, tokens
+from differences import assert_gradient
+from formulas import doubles, linformer, nystrom, reformer, set_attention, softmax
 
+from fastattn import attention, layers
 from fastattn import functional as F
+from fastattn.grad import vjp
 
 
 @each_dtype
@@ -112,3 +115,74 @@ def gray_codes(bits):
     for _ in range(bits):
         codes = [(False, *code) for code in codes] + [(True, *code) for code in reversed(codes)]
     return codes
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(11, N), (H, 11, N)])
+def test_linformer(implementation, dtype, shape):
+    q, k, v = tokens(dtype, D, D, V)
+    e, f = drawn(dtype, shape, shape, seed=1)
+    e, f = e / 8, f / 8
+    close(attention(q, e @ k, f @ v), linformer(*doubles(q, k, v, e, f)), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("length", [96, 101])
+def test_nystromformer(implementation, dtype, length):
+    """Iterations of the inverse amplify roundings."""
+    q, k, v = tokens(dtype, D, D, V, length=length)
+    out = compositions.nystrom(q, k, v, 12)
+    close(out, nystrom(*doubles(q, k, v), 12, 6, D**-0.5), dtype, factor=4000)
+
+
+@each_dtype
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 35])
+def test_reformer(implementation, dtype, chunk, causal, rounds):
+    x, v = tokens(dtype, D, V)
+    (rotations,) = drawn(dtype, (H, rounds, D, 3), seed=1)
+    out = compositions.reformer(x, v, rotations, chunk, causal, scale=0.7)
+    for b, h in np.ndindex(B, H):
+        expected = reformer(*doubles(x[b, h], v[b, h], rotations[h]), chunk, causal, 0.7)
+        close(out[b, h], expected, dtype, factor=200)
+
+
+def set_layer(weights_dtype, **options):
+    layer = layers.TransformerEncoderLayer(24, 4, 40, rng=1, weights_dtype=weights_dtype, **options)
+    state = layer.state_dict()
+    moved = drawn(weights_dtype, *(x.shape for x in state.values()), seed=2)
+    layer.load_state_dict({name: x + d / 10 for (name, x), d in zip(state.items(), moved, strict=True)})
+    return layer
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_blocks_of_sets(implementation, norm_first):
+    """MAB, and ISAB and PMA, which are made of it; Perceiver's, whose layer has its norms first."""
+    layer = set_layer("float32", norm_first=norm_first)
+    x, y, few = drawn(np.float32, (3, 50, 24), (3, 70, 24), (6, 24))
+    hidden = np.arange(70) >= np.array([70, 20, 1])[:, None]
+    points = np.broadcast_to(few, (3, 6, 24))
+    out = compositions.set_block(layer, x, y, key_padding_mask=hidden)
+    np.testing.assert_allclose(out, set_attention(layer, x, y, hidden), atol=2e-5)
+    induced = compositions.set_block(layer, x, compositions.set_block(layer, points, x))
+    np.testing.assert_allclose(induced, set_attention(layer, x, set_attention(layer, few, x)), atol=2e-5)
+    if not norm_first:
+        np.testing.assert_allclose(compositions.set_block(layer, x, x), layer(x), atol=2e-6)
+
+
+def test_gradient_of_a_block_of_sets():
+    """Pullbacks chained: of both norms, of feed-forward, and of attention to other keys."""
+    layer = set_layer("float64")
+    x, y = drawn(np.float64, (2, 3, 24), (2, 4, 24))
+    (attended, _), of_attention = vjp(layer.self_attn, x, y, y)
+    h, of_norm1 = vjp(layer.norm1, x + attended)
+    hidden, of_forward = vjp(layer.feed_forward, h)
+    out, of_norm2 = vjp(layer.norm2, h + hidden)
+    np.testing.assert_allclose(out, compositions.set_block(layer, x, y), atol=1e-12)
+    (dout,) = drawn(np.float64, out.shape, seed=3)
+    dsum, _ = of_norm2(dout)
+    dsum, _ = of_norm1(dsum + of_forward(dsum)[0])
+    dx, dy, _ = of_attention(dsum)
+    assert_gradient(dsum + dx, lambda x: compositions.set_block(layer, x, y), x, dout)
+    assert_gradient(dy, lambda y: compositions.set_block(layer, x, y), y, dout)

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from composition_checks import B, D, H, N, V, close, drawn, each_dtype, tokens
 from differences import assert_gradient
-from formulas import doubles, softmax
+from formulas import doubles, forgetting, rms, shaw, sigmoid, softmax, transformer_xl, unit
 
-from fastattn import attention, masks, positions
+from fastattn import attention, masks, ops, positions
 from fastattn import functional as F
 from fastattn.grad import vjp
 
@@ -84,6 +84,79 @@ def test_selective_attention(implementation, dtype, rows):
     close(out, expected, dtype)
 
 
+@each_dtype
+def test_cosine_attention(implementation, dtype):
+    """A scale for each head, of queries, or one for all."""
+    q, k, v = tokens(dtype, D, D, V)
+    bias, scale = drawn(dtype, (H, N, N), seed=1)[0], np.array([0.5, 2, 10], dtype)[:, None, None]
+    q1, k1 = (F.feature_maps.unit(x, eps=1e-24) for x in (q, k))
+    by_head, by_call = attention(q1 * scale, k1, v, scale=1.0, bias=bias), attention(q1, k1, v, scale=3.0)
+    q, k, v, bias, scale = doubles(q, k, v, bias, scale)
+    cosines = unit(q) @ unit(k).swapaxes(-1, -2)
+    close(by_head, softmax(scale * cosines + bias) @ v, dtype)
+    close(by_call, softmax(3 * cosines) @ v, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("norm", [ops.rms_norm, ops.layer_norm])
+def test_qk_norm(implementation, dtype, norm):
+    q, k, v = tokens(dtype, D, D, V)
+    weights = drawn(dtype, D, D, seed=1)
+    out = attention(norm(q, weights[0], eps=1e-6), norm(k, weights[1], eps=1e-6), v, causal=True)
+    q, k, v, *weights = doubles(q, k, v, *weights)
+    if norm is ops.layer_norm:
+        q, k = (x - x.mean(-1, keepdims=True) for x in (q, k))
+    close(out, causal_softmax(scores(rms(q) * weights[0], rms(k) * weights[1])) @ v, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", [16, 128])
+def test_transformer_xl(implementation, dtype, rows, causal):
+    """Keys begin with the memory of the segment before."""
+    (q,), (k, v) = tokens(dtype, D, length=40), tokens(dtype, D, V)
+    relative, u, w = drawn(dtype, (H, 40 + N - 1, D), (H, D), (H, D), seed=1)
+    out = compositions.transformer_xl(q, k, v, relative, u, w, rows, causal=causal)
+    close(out, transformer_xl(q, k, v, relative, u, w, causal=causal)[0], dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("clip", [1, 5, 100])
+def test_shaw(implementation, dtype, clip, causal):
+    (q,), (k, v) = tokens(dtype, D, length=40), tokens(dtype, D, V)
+    tables = drawn(dtype, (2 * clip + 1, D), (2 * clip + 1, V), seed=1)
+    out = compositions.shaw(q, k, v, *tables, rows=16, causal=causal)
+    close(out, shaw(q, k, v, *tables, causal=causal)[0], dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("rows", [16, 512])
+def test_forgetting_transformer(implementation, dtype, rows):
+    """Gates whose logarithms sum to -100: a bias of all keys from the first one on would lose digits."""
+    q, k, v = tokens(dtype, D, D, V)
+    (logits,) = drawn(dtype, (B, H, N), seed=1)
+    log_forget = -np.logaddexp(0, logits) * 2
+    assert log_forget.sum(-1).max() < -60
+    out = compositions.forgetting(q, k, v, log_forget, rows)
+    close(out, forgetting(q, k, v, log_forget)[0], dtype, factor=64 + 16)
+
+
+@each_dtype
+def test_memories(implementation, dtype):
+    """Keys that all queries attend, of all sequences: in one softmax with the others, or mixed by a gate."""
+    q, k, v = tokens(dtype, D, D, V)
+    memory_k, memory_v, gate = drawn(dtype, (H, 5, D), (H, 5, V), H, seed=1)
+    joined = compositions.memory(q, k, v, memory_k, memory_v, causal=True)
+    mixed = compositions.memory(q, k, v, memory_k, memory_v, gate, causal=True)
+    q, k, v, memory_k, memory_v, gate = doubles(q, k, v, memory_k, memory_v, gate)
+    far, share = scores(q, memory_k), sigmoid(gate)[:, None, None]
+    near = np.where(np.tri(N, dtype=bool), scores(q, k), -np.inf)
+    p = softmax(np.concatenate([far, near], axis=-1))
+    close(joined, p[..., :5] @ memory_v + p[..., 5:] @ v, dtype)
+    close(mixed, share * (softmax(far) @ memory_v) + (1 - share) * (softmax(near) @ v), dtype)
+
+
 def reflected_scores(q, k, w, beta):
     """Products of PaTH: of each query with each key, reflected by all tokens from behind the key on."""
     s = np.empty((*q.shape[:-1], k.shape[-2]))
@@ -106,8 +179,9 @@ def test_path_attention(implementation, dtype, forgets):
     beta = 2 / (1 + np.exp(-logits[..., 0]))
     log_forget = -np.logaddexp(0, -logits[..., 1]) / 8
     if forgets:
-        bias = -F.linear_attention(q, w, np.tril(w @ k.swapaxes(-1, -2), -1), rule="delta", beta=beta)
-        out = F.forgetting_attention(q, k, v, log_forget, bias=bias)
+        taken = F.linear_attention(q, w, np.tril(w @ k.swapaxes(-1, -2), -1), rule="delta", beta=beta)
+        c = np.cumsum(log_forget, axis=-1)
+        out = attention(q, k, v, bias=c[..., :, None] - c[..., None, :] - taken, causal=True)
     else:
         out = compositions.path(q, k, v, w, beta)
     q, k, v, w, beta, log_forget = doubles(q, k, v, w, beta, log_forget)

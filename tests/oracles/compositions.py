@@ -1,8 +1,9 @@
 """Variants of attention that take several lines over fastattn: as a user writes them."""
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
-from fastattn import attention, merge_states, ops
+from fastattn import attention, attention_weights, merge_states, ops
 from fastattn import functional as F
 from fastattn import masks as M
 from fastattn.grad import vjp
@@ -416,3 +417,132 @@ def hyper(q, k, v, rotations, block, sample):
     weight = of_far.dtype.type(np.log(k.shape[-2] / len(sample)))
     out, _ = merge_states((near, far), (of_near, of_far + weight))
     return np.take_along_axis(out, np.argsort(by_query, axis=-2), axis=-2)
+
+
+def by_distance(x, len_k):
+    """View (..., rows, len_k) of x (..., rows, rows + len_k - 1), whose columns are distances between tokens.
+
+    The first column is that of the last query and the first key.
+    """
+    *lead, row, column = x.strides
+    shape = (*x.shape[:-1], len_k)
+    return as_strided(x[..., x.shape[-2] - 1 :], shape, (*lead, row - column, column))
+
+
+def transformer_xl(q, k, v, relative, of_content, of_position, rows=128, **options):
+    """Transformer-XL; `relative` (heads, len_q + len_k - 1, d) is of distances i - j, from the largest down.
+
+    `of_content` and `of_position` (heads, d) are added to queries. The bias is made by rows.
+    """
+    out, len_q, len_k = [], q.shape[-2], k.shape[-2]
+    for first in range(0, len_q, rows):
+        queries = q[..., first : first + rows, :]
+        last = first + queries.shape[-2]
+        table = relative[:, len_q - last : len_q - first + len_k - 1].swapaxes(-1, -2)
+        products = (queries + of_position[:, None]) * q.shape[-1] ** -0.5 @ table
+        place = {"bias": by_distance(products, len_k), "q_offset": len_k - len_q + first}
+        out.append(attention(queries + of_content[:, None], k, v, **place, **options))
+    return np.concatenate(out, axis=-2)
+
+
+def shaw(q, k, v, of_keys, of_values, rows=128, **options):
+    """Attention to ``k_j + a_r`` of ``v_j + b_r``, r the distance j - i, clipped; made by rows.
+
+    `of_keys` and `of_values` (2 clip + 1, d) are a and b.
+    """
+    out, len_q, len_k, clip = [], q.shape[-2], k.shape[-2], len(of_keys) // 2
+    for first in range(0, len_q, rows):
+        queries = q[..., first : first + rows, :]
+        place = len_k - len_q + first  # of the first of these queries
+        n = queries.shape[-2] + len_k - 1
+        r = np.clip(np.arange(n) - (place + n - len_k), -clip, clip) + clip
+        products = queries * q.shape[-1] ** -0.5 @ of_keys[r].T
+        how = {"bias": by_distance(products, len_k), "q_offset": place, **options}
+        p = attention_weights(queries, k, **how)
+        products[...] = 0
+        by_distance(products, len_k)[...] = p  # of each distance
+        out.append(p @ v + products @ of_values[r])
+    return np.concatenate(out, axis=-2)
+
+
+def forgetting(q, k, v, log_forget, rows=512, **options):
+    """Forgetting Transformer, causal; `log_forget` (..., heads, len) has logarithms of gates.
+
+    The sum of gates between key and query is a difference of two sums, of which that of the query cancels.
+    Sums are relative to one in the middle of some queries, for float32 to be enough.
+    """
+    out, length = [], q.shape[-2]
+    sums = np.cumsum(log_forget, axis=-1, dtype=np.float64)
+    for first in range(0, length, rows):
+        last = min(first + rows, length)
+        bias = (sums[..., (first + last) // 2, None] - sums[..., :last]).astype(q.dtype)[..., None, :]
+        parts = q[..., first:last, :], k[..., :last, :], v[..., :last, :]
+        out.append(attention(*parts, bias=bias, causal=True, **options))
+    return np.concatenate(out, axis=-2)
+
+
+def memory(q, k, v, memory_k, memory_v, gate=None, **options):
+    """Attention to the keys of the sequence, with `options`, and to all of a memory.
+
+    It is one softmax over both, or with a `gate` (heads,) a mean of two.
+    """
+    near, of_near = attention(q, k, v, return_lse=True, **options)
+    far, of_far = attention(q, memory_k, memory_v, return_lse=True)
+    if gate is None:
+        return merge_states((near, far), (of_near, of_far))[0]
+    share = ops.activate(gate, "sigmoid")[:, None, None]
+    return share * far + (1 - share) * near
+
+
+def nystrom(q, k, v, landmarks, iterations=6):
+    """Nyström's method on the probabilities; landmarks are the means of as many segments."""
+
+    def means(x):
+        edges = np.arange(landmarks + 1) * x.shape[-2] // landmarks
+        return np.add.reduceat(x, edges[:-1], axis=-2) / np.diff(edges)[:, None].astype(x.dtype)
+
+    q_mean, k_mean = means(q), means(k)
+    a, one = attention_weights(q_mean, k_mean), np.eye(landmarks, dtype=q.dtype)
+    inverse = a.swapaxes(-1, -2) / a.sum(axis=-2).max(axis=-1)[..., None, None]
+    for _ in range(iterations):
+        ax = a @ inverse
+        inverse = inverse @ (13 * one - ax @ (15 * one - ax @ (7 * one - ax))) / 4
+    return attention(q, k_mean, inverse @ attention(q_mean, k, v))
+
+
+def reformer(x, v, rotations, chunk, causal=False, **options):
+    """Reformer: each token of x (..., heads, len, d), both query and key, attends tokens hashed near to it.
+
+    `rotations` is (heads, rounds, d, buckets / 2); chunks divide the length, and there are at least two.
+    """
+    rotated = x[..., None, :, :] @ rotations
+    order = np.argmax(np.concatenate([rotated, -rotated], axis=-1), axis=-1).argsort(axis=-1, kind="stable")
+
+    def chunks(y):  # (..., heads, chunks of all rounds, chunk, d)
+        y = np.take_along_axis(y, order[..., None], axis=-2)
+        return y.reshape(*y.shape[:-3], -1, chunk, y.shape[-1])
+
+    def with_previous(y):
+        return np.concatenate([np.roll(y, 1, axis=-3), y], axis=-2)
+
+    q, k, v = (chunks(y[..., None, :, :]) for y in (x, ops.rms_norm(x, eps=1e-6), v))
+    i = order.reshape(*q.shape[:-1], 1)
+    j = with_previous(i).swapaxes(-1, -2)
+    bias = np.where(i == j, -1e5, 0)  # itself only where there is nothing else
+    if causal:
+        bias = np.where(j > i, -np.inf, bias)
+    kv = with_previous(k), with_previous(v)
+    out, lse = attention(q, *kv, bias=bias.astype(x.dtype), return_lse=True, **options)
+    back = order.argsort(axis=-1)
+    rounds = np.take_along_axis(out.reshape(*order.shape, -1), back[..., None], axis=-2)
+    lses = np.take_along_axis(lse.reshape(order.shape), back, axis=-1)
+    return np.einsum("...rnd,...nr->...nd", rounds, ops.softmax(lses.swapaxes(-1, -2)))
+
+
+def set_block(layer, x, y, **masks):
+    """MAB of the Set Transformer: `layer`, of an encoder, whose queries are x and whose keys come from y."""
+    if layer.norm_first:
+        h = x + layer.self_attn(layer.norm1(x), y, y, **masks)[0]
+        return h + layer.feed_forward(layer.norm2(h))
+    h = layer.norm1(x + layer.self_attn(x, y, y, **masks)[0])
+    return layer.norm2(h + layer.feed_forward(h))
