@@ -62,8 +62,6 @@ def calls() -> dict[str, Call]:
         "sigmoid": (functional.sigmoid_attention, q, k, v),
         "linear": (partial(functional.linear_attention, rule="linear"), q, k, v),
         "delta rule": (partial(functional.linear_attention, rule="delta", beta=-rates), q, k, v),
-        "cosine": (functional.cosine_attention, q, k, v),
-        "memory": (functional.memory_attention, q, k, v, k, v),
     }
     slopes, bias, mask = 0.5 ** np.arange(8), draw(8, 1024, 1024), rng.random((1024, 1024)) < 0.7
     return {

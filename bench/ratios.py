@@ -101,13 +101,11 @@ def neighborhood(shape: Shape) -> None:
         ((16, 16, 16), (5, 5, 5), 1),
     ):  # fmt: skip
         tokens = int(np.prod(grid))
-        flat = arrays(shape_of(1, shape.heads_q, tokens, tokens, 64))
-        q, k, v = (x.reshape(1, shape.heads_q, *grid, 64) for x in flat)
+        q, k, v = arrays(shape_of(1, shape.heads_q, tokens, tokens, 64))
+        mask = masks.compile(masks.neighborhood(grid, kernel, dilation), (1, shape.heads_q, tokens, tokens))
         took = ratio(
-            lambda q=q, k=k, v=v, kernel=kernel, dilation=dilation: functional.neighborhood_attention(
-                q, k, v, kernel=kernel, dilation=dilation
-            ),
-            lambda flat=flat: fastattn.attention(*flat),
+            lambda q=q, k=k, v=v, mask=mask: fastattn.attention(q, k, v, mask=mask),
+            lambda q=q, k=k, v=v: fastattn.attention(q, k, v),
         )
         f = np.prod(kernel) / tokens
         row(f"grid {grid}, kernel {kernel}, dilation {dilation}", took, f"f {f:.4f}, {took / f:5.2f} of f")

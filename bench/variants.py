@@ -13,13 +13,12 @@ from bench.suite import (
     Suite,
     flops,
 )
-from fastattn import functional, layers
+from fastattn import functional
 from fastattn._bench import runtimes
 from fastattn._bench.attention import NUMBERS, AttentionProblem, shape_of
 from fastattn._bench.cases import DTYPES, VARIANTS, Array, Shape, as_dtype
 from fastattn._bench.harness import Engine, Sections, Unsupported, Way, own_engines
 from fastattn._engine import settings
-from fastattn.layers import TransformerEncoderLayer
 
 
 class Inputs(NamedTuple):
@@ -56,15 +55,6 @@ def _function(name: str, more: Callable[[Inputs], tuple[Array, ...]], **options:
     return make
 
 
-def _shaw(x: Inputs) -> tuple[Array, ...]:
-    return x.draw(33, x.shape.head_dim), x.draw(33, x.shape.dim_v)
-
-
-def _transformer_xl(x: Inputs) -> tuple[Array, ...]:
-    heads, dim = x.shape.heads_q, x.shape.head_dim
-    return x.draw(heads, x.shape.len_k, dim), x.draw(heads, dim), x.draw(heads, dim)
-
-
 def _deberta(x: Inputs) -> tuple[Array, ...]:
     return tuple(x.draw(x.shape.heads_q, 512, x.shape.head_dim) / 8 for _ in range(2))
 
@@ -83,25 +73,6 @@ def _latent(absorbed: bool) -> Make:
     return make
 
 
-def _induced(x: Inputs) -> Call:
-    """ISAB of width heads * head_dim with 32 inducing points; its layers compute in float32 or float64."""
-    width, lane = x.shape.heads_q * x.shape.head_dim, "float64" if x.q.dtype == np.float64 else "float32"
-    first, second = (
-        TransformerEncoderLayer(
-            width, x.shape.heads_q, width, weights_dtype=lane, rng=np.random.default_rng(n)
-        )
-        for n in (0, 1)
-    )
-    points, tokens = x.draw(32, width), x.draw(x.shape.batch, x.shape.len_q, width)
-    return lambda: layers.induced_set_attention(first, second, points, tokens)
-
-
-def _each_head(x: Inputs) -> tuple[Array, Array]:
-    """K and v repeated, so that they have as many heads as q."""
-    group = x.q.shape[-3] // x.k.shape[-3]
-    return np.repeat(x.k, group, axis=-3), np.repeat(x.v, group, axis=-3)
-
-
 def _deformable(x: Inputs) -> Call:
     """Levels are the halves of a grid of all values, nearly square; a query has 8 points on each."""
     shape, n = x.shape, x.shape.len_k
@@ -114,27 +85,12 @@ def _deformable(x: Inputs) -> Call:
     return lambda: functional.deformable_attention(x.v, levels, locations, weights)
 
 
-def _linformer(x: Inputs) -> Call:
-    e, f = (x.draw(64, x.shape.len_k) / 32 for _ in range(2))
-    return lambda: functional.linformer_attention(x.q, x.k, x.v, e, f)
-
-
 def _selected(x: Inputs) -> Call:
     """Blocks of 16 keys: each query of the first ones, of its own and of every fourth one before."""
     own = np.arange(x.shape.len_q)[:, None] // 16
     blocks = own - 4 * np.arange(max(1, x.shape.len_k // 64))
     lists = np.where(blocks < 0, 0, blocks)[None]
     return lambda: functional.selected_attention(x.q, x.k, x.v, lists, block_size=16, causal=True)
-
-
-def _nystrom(x: Inputs) -> Call:
-    k, v = _each_head(x)
-    return lambda: functional.nystrom_attention(x.q, k, v)
-
-
-def _reformer(x: Inputs) -> Call:
-    v = _each_head(x)[1]
-    return lambda: functional.lsh_attention(x.q, v, num_buckets=64, num_rounds=2)
 
 
 def _statistics(x: Inputs) -> Call:
@@ -156,14 +112,7 @@ OPTIONS = {
 # other variants are compared with it.
 CALLS: dict[str, Make] = {
     **{name: _options(case) for name, case in OPTIONS.items()},
-    "shaw": _function("shaw_attention", _shaw),
-    "transformer_xl": _function("transformer_xl_attention", _transformer_xl, causal=True),
     "deberta": _function("disentangled_attention", _deberta, max_distance=512),
-    "forgetting": _function(
-        "forgetting_attention", lambda x: (-abs(x.draw(x.shape.batch, x.shape.heads_q, x.shape.len_k)),)
-    ),
-    "cosine": _function("cosine_attention", lambda x: (), scale=10.0),
-    "qk_norm": _function("qk_norm_attention", lambda x: (x.draw(x.shape.head_dim), x.draw(x.shape.head_dim))),
     "differential": lambda x: (
         lambda: functional.differential_attention(x.q, x.k, x.v[:, : x.v.shape[1] // 2], 0.5)
     ),
@@ -172,19 +121,8 @@ CALLS: dict[str, Make] = {
     ),
     "latent_plain": _latent(absorbed=False),
     "latent_absorbed": _latent(absorbed=True),
-    "memory": _function(
-        "memory_attention",
-        lambda x: (
-            x.draw(x.shape.heads_kv, 64, x.shape.head_dim),
-            x.draw(x.shape.heads_kv, 64, x.shape.dim_v),
-        ),
-    ),
-    "induced_set": _induced,
     "deformable": _deformable,
-    "linformer": _linformer,
-    "nystrom": _nystrom,
     "selected": _selected,
-    "reformer": _reformer,
     "all_statistics": _statistics,
     "dropout": _dropout,
 }

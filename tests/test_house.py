@@ -322,32 +322,21 @@ def test_no_error_of_a_check_lacks_the_function_s_name(module, x):
 # Options of attention that a function does not take, besides return_lse and stats.
 NONE = frozenset()
 NO_PLACES = {"mask", "causal", "window", "kv_lengths", "q_offset", "row_ranges", "bias", "alibi_slopes"}
-APPROXIMATE = NO_PLACES | {"softcap", "sinks"}
 REFUSED = {
     "additive_attention": {"sinks"},
     "attention_backward": {"out"},
     "attention_weights": {"out", "num_threads", "backend"},
-    "cosine_attention": {"scale"},
     "differential_attention": {"out"},
     "disentangled_attention": {"softcap"},
     "entmax15_attention": {"sinks"},
     "explain": NONE,
-    "forgetting_attention": {"causal", "sinks"},
     "gated_attention": NONE,
     "latent_attention": {"out"},
-    "linformer_attention": APPROXIMATE,
-    "lsh_attention": APPROXIMATE | {"out"},
-    "memory_attention": NONE,
-    "neighborhood_attention": NO_PLACES | {"out"},
-    "nystrom_attention": APPROXIMATE | {"out"},
-    "qk_norm_attention": NONE,
     "selected_attention": {"mask", "bias", "alibi_slopes", "row_ranges"},
-    "shaw_attention": {"softcap", "alibi_slopes"},
     "sigmoid_attention": {"sinks"},
     "sparsemax_attention": {"sinks"},
     "talking_heads_attention": {"sinks"},
     "top_k_attention": {"sinks"},
-    "transformer_xl_attention": {"softcap"},
     "varlen_attention_backward": NO_PLACES - {"causal", "window", "alibi_slopes"} | {"out"},
 }
 

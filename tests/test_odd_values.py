@@ -73,7 +73,6 @@ STRINGS = {
     r"attention\(\): (an entry of )?stats ": lambda s: fastattn.attention(X, X, X, stats=s),
     r"attention\(\): an entry of stats is": lambda s: fastattn.attention(X, X, X, stats=(s,)),
     r"linear_attention\(\): rule is": lambda s: functional.linear_attention(X, X, X, rule=s),
-    r"qk_norm_attention\(\): norm is": lambda s: functional.qk_norm_attention(X, X, X, norm=s),
     r"FeedForward\(\): activation is": lambda s: layers.FeedForward(4, 8, s),
     r"Linear\(\): weights_dtype is": lambda s: layers.Linear(4, 8, weights_dtype=s),
     r"MultiHeadAttention\(\): weights_dtype is": lambda s: layers.MultiHeadAttention(8, 2, weights_dtype=s),
@@ -103,15 +102,14 @@ INTEGERS = {
     r"attention\(\): window\[1\] ": lambda n: fastattn.attention(X, X, X, window=(None, n)),
     r"attention\(\): row_ranges\[0\] ": lambda n: fastattn.attention(X, X, X, row_ranges=(n, 3)),
     r"attention\(\): num_threads ": lambda n: fastattn.attention(X, X, X, num_threads=n),
-    r"shaw_attention\(\): q_offset ": lambda n: functional.shaw_attention(X, X, X, X[0, 0, :5], q_offset=n),
+    r"disentangled_attention\(\): q_offset ": lambda n: functional.disentangled_attention(
+        X, X, X, X[0], q_offset=n
+    ),
     r"disentangled_attention\(\): max_distance ": lambda n: functional.disentangled_attention(
         X, X, X, X[0], max_distance=n
     ),
     r"top_k_attention\(\): top_k ": lambda n: functional.top_k_attention(X, X, X, top_k=n),
-    r"lsh_attention\(\): num_buckets ": lambda n: functional.lsh_attention(X, X, num_buckets=n),
-    r"lsh_attention\(\): num_rounds ": lambda n: functional.lsh_attention(X, X, num_buckets=2, num_rounds=n),
-    r"lsh_attention\(\): chunk ": lambda n: functional.lsh_attention(X, X, num_buckets=2, chunk=n),
-    r"neighborhood_attention\(\): kernel": lambda n: functional.neighborhood_attention(X, X, X, kernel=(n,)),
+    r"neighborhood\(\): kernel": lambda n: masks.neighborhood((4,), (n,)),
     r"embedding\(\): ids ": lambda n: ops.embedding(n, ROWS),
     r"rope_frequencies\(\): rotary_dim ": positions.rope_frequencies,
     r"rope_frequencies\(\): seq_len ": lambda n: positions.rope_frequencies(8, seq_len=n),

@@ -179,36 +179,12 @@ class SigmoidOptions(NoSoftmaxOptions, _KeyScale, _ValueScale):
     """Options of `sigmoid_attention`, which the kernels of `attention` run."""
 
 
-class CosineOptions(_Keys, _Causal, _Softcap, _Alibi, _Sinks, OutOption, ComputeOptions):
-    """Options of `cosine_attention`, whose scale is its own."""
-
-
-class ForgettingOptions(_Keys, _Scale, _Softcap, _Alibi, OutOption, ComputeOptions):
-    """Options of `forgetting_attention`, which is causal."""
-
-
 class PlacedOptions(_Keys, _Causal, _Scale, _Sinks, ComputeOptions):
     """Options of relative positions, which have no soft cap."""
 
 
-class ShawOptions(PlacedOptions, OutOption):
-    """Options of `shaw_attention`, which takes keys apart by their distance."""
-
-
 class RelativeOptions(PlacedOptions, _Alibi, OutOption):
     """Options of relative positions that are a bias."""
-
-
-class ScaledOptions(_Scale, ComputeOptions):
-    """Options of approximations, which return something else than the attention inside them."""
-
-
-class LinformerOptions(ScaledOptions, OutOption):
-    """Options of `linformer_attention`."""
-
-
-class NeighborhoodOptions(ScaledOptions, _Softcap, _Sinks):
-    """Options of `neighborhood_attention`, whose results are made a strip of the grid at a time."""
 
 
 class SamplingOptions(TypedDict, total=False):

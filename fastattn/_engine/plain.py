@@ -179,10 +179,6 @@ class Plain:
             dispatch.run(args)
         return out
 
-    def repeated(self, x: Any, times: int) -> Any:
-        """The rows of x that often."""
-        return np.tile(x, (times, 1))
-
     def block(self, compute: Callable[..., Any], *inputs: Any) -> Any:
         """``compute(tape, *inputs)``; a tape with `by_block` keeps nothing else of it."""
         return compute(self, *inputs)

@@ -429,16 +429,6 @@ class Tape(Plain):
 
         return self.note(out, back)
 
-    def repeated(self, x: Value, times: int) -> Value:
-        """The rows of x that often."""
-        array = x.array
-
-        def back(dout: Array, owned: bool) -> None:
-            total = dout.reshape(times, *array.shape).sum(axis=0, dtype=lane_dtype(dout.dtype))
-            x.put(total.astype(dout.dtype, copy=False), owned=True)
-
-        return self.note(super().repeated(array, times), back)
-
     def block(self, compute: Callable[..., Any], *inputs: Value) -> Any:
         """``compute(tape, *inputs)``; a tape with `by_block` keeps nothing else of it."""
         return self.checkpoint(compute, *inputs) if self.by_block else compute(self, *inputs)

@@ -6,19 +6,12 @@ function here. docs/variants.md is the table of all variants; `fastattn.grad.vjp
 
 from fastattn._args.names import show_public
 from fastattn.functional import feature_maps
-from fastattn.functional._approximate import linformer_attention, lsh_attention, nystrom_attention
 from fastattn.functional._backward import attention_backward, varlen_attention_backward
 from fastattn.functional._deformable import deformable_attention
-from fastattn.functional._gates import forgetting_attention, gated_attention
-from fastattn.functional._head_variants import (
-    cosine_attention,
-    differential_attention,
-    qk_norm_attention,
-)
-from fastattn.functional._memory import latent_attention, memory_attention
-from fastattn.functional._neighborhood import neighborhood_attention
+from fastattn.functional._head_variants import differential_attention, gated_attention
+from fastattn.functional._memory import latent_attention
 from fastattn.functional._recurrent import linear_attention
-from fastattn.functional._relative import disentangled_attention, transformer_xl_attention
+from fastattn.functional._relative import disentangled_attention
 from fastattn.functional._scores import (
     additive_attention,
     entmax15_attention,
@@ -29,40 +22,29 @@ from fastattn.functional._scores import (
 )
 from fastattn.functional._selected import selected_attention
 from fastattn.functional._selection import select_keys
-from fastattn.functional._shaw import shaw_attention
 from fastattn.functional._state_space import mamba2_scan, selective_scan
 from fastattn.functional._torch import flex_attention
 
 __all__ = [
     "additive_attention",
     "attention_backward",
-    "cosine_attention",
     "deformable_attention",
     "differential_attention",
     "disentangled_attention",
     "entmax15_attention",
     "feature_maps",
     "flex_attention",
-    "forgetting_attention",
     "gated_attention",
     "latent_attention",
     "linear_attention",
-    "linformer_attention",
-    "lsh_attention",
     "mamba2_scan",
-    "memory_attention",
-    "neighborhood_attention",
-    "nystrom_attention",
-    "qk_norm_attention",
     "select_keys",
     "selected_attention",
     "selective_scan",
-    "shaw_attention",
     "sigmoid_attention",
     "sparsemax_attention",
     "talking_heads_attention",
     "top_k_attention",
-    "transformer_xl_attention",
     "varlen_attention_backward",
 ]
 

@@ -26,7 +26,6 @@ class ComposedGradients:
     def __init__(self, request: Request, options: Mapping[str, Any]) -> None:
         self.options, self.given, self.names = options, request.given, request.need
         self.bias = request.own_bias  # else the function adds the caller's
-        self.of_scale = request.own_scale  # the float of attention
         self.sums: dict[str, Any] = {}
 
     def wants(self, *names: str) -> bool:
@@ -57,7 +56,7 @@ class ComposedGradients:
             rows_in(args.q.dtype, x) for x in (args.q, args.k, args.v, args.out, dout)
         )
         call = BackwardArgs(args, dout, dlse)
-        of_scale = self.of_scale and self.wants("dscale")
+        of_scale = self.wants("dscale")
         call.dq_factor = 1.0 if of_scale else args.scale
         shapes = {
             "dq": (*rows, args.head_dim),

@@ -31,7 +31,6 @@ class Request(NamedTuple):
     need: tuple[str, ...]
     given: Mapping[str, Any] = MappingProxyType({})  # by name what the caller passed
     own_bias: bool = True  # the bias of the calls is the caller's
-    own_scale: bool = True  # and their scale
 
 
 _AS_KERNELS = functools.partial(np.errstate, all="ignore")
@@ -50,16 +49,15 @@ def differentiable(
     options: type | None = None,
     without: tuple[str, ...] = (),
     own_bias: bool = True,
-    keeps_lse: bool = False,
     require: Callable[..., None] | None = None,
     calls_kernels: bool = False,
 ) -> Callable[[Callable[P, Steps[R]]], Callable[P, R]]:
     """Decorate steps: make the function of their first half, whose `_vjp` goes on with the second.
 
     A plain call drops the generator at its yield, and so keeps nothing. For gradients it waits there, with
-    all local variables. A function with an argument return_lse is asked for lse then, unless it keeps one
-    anyway. Both halves run without NumPy's warnings, as kernels do. A first half that `calls_kernels` alone
-    has none, and saves the microsecond that it takes to ask for that.
+    all local variables. A function with an argument return_lse is called with it then. Both halves run
+    without NumPy's warnings, as kernels do. A first half that `calls_kernels` alone has none, and saves the
+    microsecond that it takes to ask for that.
 
     `gradients` names the arguments that have some, beside those of `options`, but for the ones `without`.
     `require`, of the keyword arguments, raises where a plain call is possible and gradients are not.
@@ -81,7 +79,7 @@ def differentiable(
         function.__signature__ = signature  # type: ignore[attr-defined]
         function.__annotations__ = {**steps.__annotations__, "return": signature.return_annotation}
         function._vjp = vjp_of(  # type: ignore[attr-defined]
-            steps, gradients, options, without, own_bias, keeps_lse, require, begin
+            steps, gradients, options, without, own_bias, require, begin
         )
         return function
 
@@ -94,13 +92,12 @@ def vjp_of(
     options: type | None = None,
     without: tuple[str, ...] = (),
     own_bias: bool = True,
-    keeps_lse: bool = False,
     require: Callable[..., None] | None = None,
     begin: Callable[[Steps[Any]], Any] = next,
 ) -> Callable[..., Any]:
     """Make the function of `steps` that `grad.vjp` calls; the others are as in `differentiable`."""
     parameters = inspect.signature(steps).parameters
-    name, with_lse = steps.__name__.removeprefix("_"), "return_lse" in parameters and not keeps_lse
+    name, with_lse = steps.__name__.removeprefix("_"), "return_lse" in parameters
     steps.__qualname__ = name  # for Python's own errors
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     taken = {*parameters, *(() if options is None else options.__annotations__)} - {*gradients, *without}
@@ -134,8 +131,7 @@ def vjp_of(
             if dmore is not None:
                 like_second: Any = _like_lse if "return_lse" in parameters else _like_state
                 dmore = like_second(dmore, second)
-            own = own_bias, "scale" not in gradients
-            request = Request(_like(dout, out), dmore, tuple(names), given, *own)
+            request = Request(_like(dout, out), dmore, tuple(names), given, own_bias)
             if need is None and not first:
                 expected = f'need=("d{sources[0]}", ...), as no array was passed by position'
                 raise ValueError(f"(): need is None; expected {expected}")

@@ -1,160 +1,79 @@
-"""Variants that change queries and keys before their product, or the result of each head."""
+"""Variants that change the result of each head: gates, and the difference of two softmaxes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn import grad, ops
 from fastattn._args.attention import attention_args
 from fastattn._args.backward import summed_to
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.ops import epsilon, vector
-from fastattn._args.options import CosineOptions, InnerOptions, VariantOptions, require_options
-from fastattn._args.types import FLOAT64, Array, ArrayLike, AttentionArgs, Unpack, lane_dtype
-from fastattn._args.values import choice, float_array, number, operand
+from fastattn._args.options import InnerOptions, VariantOptions, require_options
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Unpack, lane_dtype
+from fastattn._args.values import float_array, number, operand, require_broadcast
 from fastattn._args.variants import how, per_head, variant_args
 from fastattn._engine import dispatch
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents, product_sums, shown
 from fastattn.functional._differentiable import Steps, differentiable
 
-if TYPE_CHECKING:
-    from fastattn._args.options import ComputeOptions
 
-# The norms of queries and keys: functions of `ops`, with gradients in `grad`.
-Norm = Literal["rms_norm", "layer_norm"]
-
-
-@differentiable("q", "k", "v", "scale", options=CosineOptions)
-def cosine_attention(
+@differentiable("q", "k", "v", "gate", options=VariantOptions)
+def gated_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
+    gate: ArrayLike,
     *,
-    scale: ArrayLike = 1.0,
-    eps: float = 1e-12,
-    return_lse: bool = False,
-    **options: Unpack[CosineOptions],
-) -> Steps[Any]:
-    """Cosine attention, ``softmax(scale * cos(q_i, k_j) + bias) @ v``, as in Swin v2 and QKNorm.
-
-    Parameters
-    ----------
-    q, k, v, return_lse
-        As in `attention`, like the results and errors.
-    scale : float or array_like, (..., heads_q), default 1
-        Swin v2's ``exp(min(logit_scale, log(100)))``, one a head; QKNorm's g.
-    eps : float, default 1e-12
-        Lengths are ``sqrt(sum(x**2) + eps**2)``.
-    **options
-        All other keyword arguments of `attention`, but stats.
-
-    Notes
-    -----
-    `attention`, and one pass over q and k. Scores are bounded by scale. Sources: Z. Liu et al., "Swin
-    Transformer V2", 2022, arXiv:2111.09883; A. Henry et al., "Query-Key Normalization for Transformers",
-    2020, arXiv:2010.04245.
-    """
-    args = variant_args(q, k, v, options, CosineOptions, return_lse)
-    queries, keys = args.q, args.k
-    factor, small = _cosines(args, scale, eps, options)
-    dispatch.run(args, options.get("backend"))
-    request = yield args.result
-
-    found = ComposedGradients(request, options)
-    once = factor.size == 1  # then it is the call's scale, and else q has been multiplied by it
-    args.scale, scaled = (1.0, args.q * args.scale) if once else (1.0, args.q)
-    args.q = np.ascontiguousarray(scaled, args.q.dtype)
-    call = found.attend(args, *cotangents(args, request), uses={"dq": ("dq", "dscale")})
-    factor = factor.reshape(()) if once else factor[..., None, None]
-    if found.wants("dscale"):
-        units = ops.rms_norm(queries, eps=small, **how(options))
-        found.add("dscale", product_sums(shown(units, call.dq), call.dq) / args.head_dim)
-    if found.wants("dq"):
-        found.add("dq", _through(grad.rms_norm, call.dq * factor, queries, None, small, options)[0])
-    if found.wants("dk"):
-        found.add("dk", _through(grad.rms_norm, call.dk, keys, None, small, options)[0])
-    found.add("dv", call.dv)
-    return found.results()
-
-
-def _cosines(args: AttentionArgs, scale: Any, eps: Any, options: ComputeOptions) -> tuple[Array, float]:
-    """Normalise the queries and keys of `args`, and set its scale.
-
-    Returns the factor of products of normalised queries and keys, (..., heads_q), and the eps of the norm.
-    """
-    factor = per_head("scale", scale, args)
-    small = number("eps", eps, FLOAT64, positive=True) ** 2 / args.head_dim
-    if small > float(np.finfo(lane_dtype(args.q.dtype)).max):
-        raise ValueError(f"(): eps is {eps}; expected a number whose square is finite")
-    # rms_norm leaves a length of sqrt(head_dim): the two of them are divided out of the scale.
-    args.q, args.k = (ops.rms_norm(x, eps=small, **how(options)) for x in (args.q, args.k))
-    factor = factor / args.head_dim
-    args.scale = 1.0
-    if factor.size == 1:
-        args.scale = float(factor.ravel()[0])
-    else:
-        args.q = np.ascontiguousarray(args.q * factor[..., None, None], args.q.dtype)
-    return factor, small
-
-
-@differentiable("q", "k", "v", "q_weight", "k_weight", options=VariantOptions)
-def qk_norm_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    q_weight: ArrayLike | None = None,
-    k_weight: ArrayLike | None = None,
-    *,
-    norm: Norm = "rms_norm",
-    eps: float = 1e-6,
     return_lse: bool = False,
     **options: Unpack[VariantOptions],
 ) -> Steps[Any]:
-    """Attention of normalised queries and keys, each head's on its own: ``attention(norm(q), norm(k), v)``.
+    """Gated attention: ``attention(q, k, v) * sigmoid(gate)``.
 
     Parameters
     ----------
     q, k, v, return_lse
         As in `attention`, like the results and errors.
-    q_weight, k_weight : array_like, (head_dim,), optional
-        The norms' weights.
-    norm : {"rms_norm", "layer_norm"}
-        RMSNorm as in Qwen3 and OLMo 2, LayerNorm as in ViT-22B.
-    eps : float, default 1e-6
+    gate : array_like, (..., heads_q, len_q, head_dim_v) or (..., heads_q, len_q, 1)
+        Logits, of the layer's input; the second form is one gate a head. q's dtype.
     **options
-        Keyword arguments of `attention`, but stats. Rotary positions come between norm and attention: there
-        `ops.rms_norm` and `positions.apply_rope` do the same.
+        Keyword arguments of `attention`, but stats.
 
     Notes
     -----
-    `attention`, and one pass over q and k. Source: M. Dehghani et al., "Scaling Vision Transformers to 22
-    Billion Parameters", 2023, arXiv:2302.05442.
+    `attention`, and one pass over the result. `layers.MultiHeadAttention` has it as ``output_gate=True``.
+    Source: Z. Qiu et al., "Gated Attention for Large Language Models", 2025, arXiv:2505.06708.
     """
     args = variant_args(q, k, v, options, VariantOptions, return_lse)
-    queries, keys = args.q, args.k
-    choice("norm", norm, get_args(Norm))
-    lane = lane_dtype(args.q.dtype)
-    of_queries = vector("q_weight", q_weight, (args.head_dim,), lane)
-    of_keys = vector("k_weight", k_weight, (args.head_dim,), lane)
-    small = epsilon("eps", eps, lane)
-    normalise: Any = getattr(ops, norm)
-    args.q = normalise(queries, of_queries, eps=small, **how(options))
-    args.k = normalise(keys, of_keys, eps=small, **how(options))
+    share = _shares(args, gate, options)
     dispatch.run(args, options.get("backend"))
+    np.multiply(args.out, share, out=args.out)
     request = yield args.result
 
     found = ComposedGradients(request, options)
-    uses = {f"d{x}": (f"d{x}", f"d{x}_weight") for x in "qk"}
-    call = found.attend(args, *cotangents(args, request), uses=uses)
-    for name, dx, x, weight in (("q", call.dq, queries, of_queries), ("k", call.dk, keys, of_keys)):
-        if found.wants(f"d{name}", f"d{name}_weight"):
-            dx, dweight = _through(getattr(grad, norm), dx, x, weight, small, options)
-            found.add(f"d{name}", dx)
-            found.add(f"d{name}_weight", dweight)
-    found.add("dv", call.dv)
+    dout, dlse = cotangents(args, request)
+    lane = lane_dtype(args.q.dtype)
+    share, dout, gated = share.astype(lane), dout.astype(lane), args.out.astype(lane)
+    terms = np.where(gated == 0, 0, dout * gated)  # a row without keys has no gradient
+    found.add("dgate", terms * (1 - share))
+    # The kernels need the sum over features of dout * out of attention itself: it is that of `terms`, which
+    # dlse carries. A row of zeros stands for out; its last axis is one that kernels read.
+    args.out = np.broadcast_to(np.zeros(args.out.shape[-1], args.out.dtype), args.out.shape)
+    dlse = (0 if dlse is None else dlse) - terms.sum(axis=-1)
+    found.add_all(found.attend(args, dout * share, dlse))
     return found.results()
+
+
+def _shares(args: AttentionArgs, gate: Any, options: VariantOptions) -> Array:
+    """Sigmoids of the gates, which broadcast to the result."""
+    logits = float_array("gate", gate)
+    if logits.dtype.newbyteorder("=") != args.q.dtype:
+        raise wrong_dtype("gate", logits, f"q's, {args.q.dtype}")
+    dims = "(..., heads_q, len_q, head_dim_v), or 1 for the last,"
+    require_broadcast("gate", logits.shape, args.out.shape, dims)
+    return ops.activate(np.atleast_1d(logits), "sigmoid", **how(options))
 
 
 @differentiable("q", "k", "v", "lambda_", "norm_weight", options=InnerOptions)

@@ -1,4 +1,4 @@
-"""Attention over keys that are kept elsewhere: in a memory, or compressed to one short vector a token."""
+"""Attention over keys that are compressed to one short vector a token."""
 
 from __future__ import annotations
 
@@ -8,113 +8,18 @@ import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
-from fastattn._args.options import InnerOptions, VariantOptions, require_options
+from fastattn._args.options import InnerOptions, require_options
 from fastattn._args.types import Array, ArrayLike, AttentionArgs, Unpack, lane_dtype
 from fastattn._args.values import (
     broadcast_batch,
     flag,
     float_array,
     operand,
-    require_broadcast,
     require_dtypes,
 )
-from fastattn._args.variants import per_head, variant_args
 from fastattn._engine import dispatch
-from fastattn.functional._composed_gradients import NEED, ComposedGradients, cotangents, product_sums, shown
+from fastattn.functional._composed_gradients import ComposedGradients, cotangents, shown
 from fastattn.functional._differentiable import Steps, differentiable
-from fastattn.functional._split_calls import apart, join, weighted
-
-
-@differentiable("q", "k", "v", "memory_k", "memory_v", "gate", options=VariantOptions, keeps_lse=True)
-def memory_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    memory_k: ArrayLike,
-    memory_v: ArrayLike,
-    *,
-    gate: ArrayLike | None = None,
-    return_lse: bool = False,
-    **options: Unpack[VariantOptions],
-) -> Steps[Any]:
-    """Attention to the keys of the sequence and to those of a memory, which every query attends.
-
-    Parameters
-    ----------
-    q, k, v : array_like
-        As in `attention`, like the results and errors.
-    memory_k : array_like, (..., heads_kv, len_m, head_dim)
-        Keys of the memory: learned ones (persistent memory, prefix tuning), or such as were kept or
-        retrieved (Memorizing Transformers).
-    memory_v : array_like, (..., heads_kv, len_m, head_dim_v)
-        Its values.
-    gate : float or array_like, (..., heads_q), optional
-        Memorizing Transformers: a softmax over either, mixed as ``g * memory + (1 - g) * local`` with
-        ``g = sigmoid(gate)``, where a weight of 0 leaves out. Without, one softmax over all keys.
-    return_lse : bool, default False
-        As in `attention`; not with `gate`.
-    **options
-        Keyword arguments of `attention`, but stats, for the sequence's own keys; scale and softcap hold for
-        both.
-
-    Notes
-    -----
-    Two calls of `attention` whose results are joined by their lse: keys are not copied together, and
-    positions count the sequence's keys alone. One memory serves the whole batch by broadcasting. Sources: S.
-    Sukhbaatar et al., "Augmenting Self-attention with Persistent Memory", 2019, arXiv:1907.01470; Y. Wu et
-    al., "Memorizing Transformers", 2022, arXiv:2203.08913.
-    """
-    if flag("return_lse", return_lse) and gate is not None:
-        raise ValueError("(): return_lse is True; expected False with gate: there are two softmaxes")
-    args = variant_args(q, k, v, options, VariantOptions, gate is None)
-    local, memory, weight = _memory_parts(args, memory_k, memory_v, gate, options)
-    for part in (local, memory):
-        dispatch.run(part, options.get("backend"))
-    if weight is None:
-        join((local, memory), args)
-    else:
-        args.out[...] = weighted(weight, memory.out) + weighted(1 - weight, local.out)
-    request = yield args.result if return_lse or gate is not None else args.result[0]
-
-    found = ComposedGradients(request, options)
-    dout, dlse = cotangents(args, request)
-    shares: Any = (1, 1)
-    if weight is None:
-        for part in (local, memory):
-            part.out, part.lse = args.out, args.lse
-    else:
-        dout = dout.astype(weight.dtype)
-        shares = (1 - weight, weight)
-        slopes = (weight * (1 - weight))[..., 0, 0]
-        found.add("dgate", slopes * (product_sums(memory.out, dout) - product_sums(local.out, dout)))
-    of_parts = (NEED, ("dq", "dmemory_k", "dmemory_v"))
-    for part, share, names in zip((local, memory), shares, of_parts, strict=True):
-        uses = {inner: (name,) for inner, name in zip(NEED, names, strict=True)}
-        found.add_all(found.attend(part, dout * share, dlse, uses=uses), names)
-    return found.results()
-
-
-def _memory_parts(
-    args: AttentionArgs, memory_k: Any, memory_v: Any, gate: Any, options: InnerOptions
-) -> tuple[AttentionArgs, AttentionArgs, Array | None]:
-    """The calls to the sequence's keys and to the memory's, and with a gate the share of the latter."""
-    shared = ("scale", "softcap", "num_threads", "backend")
-    there: Any = {name: x for name, x in options.items() if name in shared}
-    keys, values = operand("memory_k", memory_k, []), operand("memory_v", memory_v, [])
-    require_dtypes({"q": args.q, "memory_k": keys, "memory_v": values})
-    of_heads, dims = (args.heads_kv, keys.shape[-2]), "(..., heads_kv, len_m, head_dim)"
-    for name, x, dim in (("memory_k", keys, args.head_dim), ("memory_v", values, args.head_dim_v)):
-        expected = (*args.batch_shape, *of_heads, dim)
-        require_broadcast(name, x.shape, expected, dims)
-        if (x.shape if x.ndim > 2 else (1, *x.shape))[-3:] != expected[-3:]:
-            raise wrong_shape(name, x, f"{dims} = {expected}")
-    keys, values = (x.reshape((1,) * (3 - x.ndim) + x.shape) for x in (keys, values))
-    queries = np.broadcast_to(args.q, (*args.batch_shape, *args.q.shape[-3:]))
-    weight = None
-    if gate is not None:
-        logits = per_head("gate", gate, args).astype(np.float64)[..., None, None]
-        weight = (1 / (1 + np.exp(-logits))).astype(lane_dtype(args.q.dtype))
-    return apart(args), apart(attention_args(queries, keys, values, **there)), weight
 
 
 @differentiable("q", "cache", "key_weight", "value_weight", options=InnerOptions)

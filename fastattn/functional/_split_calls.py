@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from fastattn._args import key_ranges
-from fastattn._args.types import AXES, Array, AttentionArgs, Ints, lane_dtype
+from fastattn._args.types import AXES, Array, AttentionArgs, lane_dtype
 from fastattn._args.values import operand
 from fastattn._engine import dispatch
-from fastattn._reference import attention as reference
 
 if TYPE_CHECKING:
     from fastattn._args.options import ComputeOptions
@@ -37,18 +35,6 @@ def rows_of(args: AttentionArgs, rows: slice) -> AttentionArgs:
     return part
 
 
-def keys_of(args: AttentionArgs, keys: slice) -> AttentionArgs:
-    """The call over some of the keys, counted from 0. Not for ALiBi: q_position stays as it is."""
-    part = args.cut(len_k=keys)
-    for name in ("row_begin", "row_end"):
-        x = getattr(args, name)
-        if x is not None:
-            setattr(part, name, np.clip(x - keys.start, 0, part.len_k))
-    if args.ranges is not None:
-        part.ranges = args.ranges - keys.start
-    return part
-
-
 def item_of(args: AttentionArgs, b: tuple[int, ...]) -> AttentionArgs:
     """The call of one batch item."""
     part = copy(args)
@@ -62,36 +48,6 @@ def item_of(args: AttentionArgs, b: tuple[int, ...]) -> AttentionArgs:
         else:
             setattr(part, name, np.broadcast_to(x, (*args.batch_shape, *x.shape[x.ndim - n :]))[b])
     return part
-
-
-def apart(args: AttentionArgs) -> AttentionArgs:
-    """The call with results of its own, lse included."""
-    part = copy(args)
-    part.out = np.empty(args.out.shape, args.out.dtype)
-    part.lse = np.empty(args.out.shape[:-1], lane_dtype(args.q.dtype))
-    return part
-
-
-def narrowed(args: AttentionArgs, begin: Ints | None, end: Ints | None) -> AttentionArgs:
-    """The call over keys begin <= j < end of each row alone, with results of its own, lse included."""
-    part = apart(args)
-    both = [(args.row_begin, args.row_end), (begin, end)]
-    part.row_begin, part.row_end = key_ranges.intersect(both, args.len_k)
-    return part
-
-
-def has_keys(args: AttentionArgs) -> bool:
-    """Whether some row's range is not empty."""
-    first = 0 if args.row_begin is None else args.row_begin
-    last = args.len_k if args.row_end is None else args.row_end
-    return bool(np.less(first, last).any())
-
-
-def join(parts: Sequence[AttentionArgs], args: AttentionArgs) -> None:
-    """Merge the results of `parts`, over disjoint keys, to those of `args`."""
-    lses: list[Any] = [part.lse for part in parts]
-    lse = np.empty_like(lses[0]) if args.lse is None else args.lse
-    reference.merge_states([part.out for part in parts], lses, args.out, lse)
 
 
 def attend_by_rows(
@@ -150,12 +106,6 @@ def by_distance(x: Array, n_keys: int, writeable: bool = False) -> Array:
     return as_strided(x[..., n_rows - 1 :], shape, (*lead, row - column, column), writeable=writeable)
 
 
-def band_of(x: Array, n: int) -> Array:
-    """View (..., rows, n) of x (..., rows, rows + n - 1): of row i the n columns from i on."""
-    *lead, row, column = x.strides
-    return as_strided(x, (*x.shape[:-1], n), (*lead, row + column, column))
-
-
 def rows_in(dtype: np.dtype[Any], x: Array) -> Array:
     """`x` as `dtype`, its rows contiguous, as kernels read them.
 
@@ -167,12 +117,3 @@ def rows_in(dtype: np.dtype[Any], x: Array) -> Array:
 def weighted(share: Array, x: Array) -> Array:
     """``share * x``, and 0 where the share is 0, whatever x is."""
     return np.where(share == 0, 0, share * x)
-
-
-def sum_in(dtype: np.dtype[Any], *terms: Array) -> Array:
-    """The sum of all terms, taken in the lane type of `dtype`, as `dtype`."""
-    lane = lane_dtype(dtype)
-    total = terms[0].astype(lane, copy=False)
-    for term in terms[1:]:
-        total = total + term.astype(lane, copy=False)
-    return rows_in(dtype, total)

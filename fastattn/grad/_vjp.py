@@ -9,8 +9,8 @@ from fastattn._args.errors import put_name
 from fastattn._args.types import ArrayLike
 
 _EXPECTED = (
-    "attention, varlen_attention, a variant of fastattn.functional, a feature map, a layer, a function of"
-    " layers, or a model (operations of ops have functions in grad)"
+    "attention, varlen_attention, a variant of fastattn.functional, a feature map, a layer"
+    " or a model (operations of ops have functions in grad)"
 )
 
 
@@ -60,8 +60,7 @@ def vjp(function: Callable[..., Any], *arrays: object, **options: Any) -> tuple[
     ----------
     function : callable
         `fastattn.attention`, `fastattn.varlen_attention`, a function of `fastattn.functional` or
-        `fastattn.functional.feature_maps`, a layer, a function of layers such as
-        `fastattn.layers.set_attention`, or a model.
+        `fastattn.functional.feature_maps`, a layer, or a model.
     *arrays : array_like
         Its positional arguments.
     **options

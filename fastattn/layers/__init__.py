@@ -13,7 +13,6 @@ from fastattn.layers._delta_rules import GatedDeltaNet, KimiDeltaAttention
 from fastattn.layers._encoder_decoder import Transformer
 from fastattn.layers._recurrent import RecurrentState, ShortConvolution
 from fastattn.layers._rotary import Rope
-from fastattn.layers._sets import induced_set_attention, perceiver, pooling_by_attention, set_attention
 from fastattn.layers._stacks import TransformerDecoder, TransformerEncoder
 from fastattn.layers._state import Layer
 from fastattn.layers._state_space import Mamba, Mamba2
@@ -42,10 +41,6 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
-    "induced_set_attention",
-    "perceiver",
-    "pooling_by_attention",
-    "set_attention",
 ]
 
 show_public(__name__)

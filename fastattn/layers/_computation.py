@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn._args.attention import dropout_of
-from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import cotangent, data, rows
 from fastattn._args.types import FLOAT32, FLOAT64, Array, ArrayLike, Shape
 from fastattn._args.values import as_array, converted, flag, float_array, of_lists
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from fastattn.layers._state import Layer
-
-P = ParamSpec("P")
 
 
 class Computation(NamedTuple):
@@ -76,29 +72,6 @@ def _by_name(layer: Layer, tape: Tape) -> dict[str, Array]:
     for _, part in layer._walk():
         part._settle(tape.gradients)
     return layer._all_named(tape.gradients.of)
-
-
-def differentiable(computation: Callable[P, Computation]) -> Callable[P, Array]:
-    """Turn a function that makes a `Computation` into one that runs it, and that `grad.vjp` takes."""
-
-    @functools.wraps(computation)
-    def function(*args: P.args, **kwargs: P.kwargs) -> Array:
-        try:
-            return computation(*args, **kwargs).result()
-        except Exception as error:
-            put_name(computation.__name__, error)
-            raise
-
-    def record(
-        *args: Any, checkpoint: bool = False, dropout: float = 0.0, seed: int | None = None, **options: Any
-    ) -> tuple[Array, Pullback]:
-        found: Computation = computation(*args, **options)
-        return found.with_pullback(checkpoint, dropout, seed)
-
-    function._vjp = record  # type: ignore[attr-defined]
-    function.__signature__ = inspect.signature(computation).replace(return_annotation="Array")  # type: ignore[attr-defined]
-    function.__annotations__ = {**computation.__annotations__, "return": "Array"}
-    return function
 
 
 def checked(name: str, x: Any, features: int, weights_dtype: str) -> Array:

@@ -12,9 +12,7 @@ from fastattn import functional
 from fastattn.grad import vjp
 
 HOW_MANY = 3  # draws of each function in a default run
-NO_LSE = ("differential", "linformer", "memory_gated", "nystrom", "lsh")
-NO_PLACES = ("neighborhood", "linformer", "nystrom", "lsh")
-NOT_CAUSAL = (*NO_PLACES, "forgetting")
+NO_LSE = ("differential",)
 
 
 class Draw:
@@ -22,21 +20,18 @@ class Draw:
 
     def __init__(self, name, seed):
         self.name, self.rng = name, np.random.default_rng([seed, *name.encode()])
-        self.function = "memory" if name == "memory_gated" else name
         pick = self.rng.choice
         self.lead = [(3,), (2, 3), ()][pick(3)]
         self.heads_kv, group = int(pick([1, 2])), int(pick([1, 2]))
         self.heads = self.heads_kv * group
         self.len_q, self.len_k = (int(n) for n in pick([1, 2, 9, 34], 2))
         self.dim, self.dim_v = (int(n) for n in pick([5, 8, 17], 2))
-        if name == "nystrom":
-            self.heads = self.heads_kv
         self.heads_out = self.heads
         self.arrays, self.fixed = {}, {}
         if name == "differential":
             self.heads, self.heads_kv = 2 * self.heads, 2 * self.heads_kv
         q, k = (*self.lead, self.heads, self.len_q), (*self.some(), self.heads_kv, self.len_k)
-        v = (*self.some(), self.heads_out if name == "lsh" else self.heads_kv, self.len_k, self.dim_v)
+        v = (*self.some(), self.heads_kv, self.len_k, self.dim_v)
         if name == "differential":
             v = (*v[:-3], self.heads_kv // 2, *v[-2:])
         self.put(q=(*q, self.dim), k=(*k, self.dim), v=v)
@@ -54,13 +49,6 @@ class Draw:
     def put(self, **shapes):
         self.arrays |= {name: self.rng.standard_normal(shape) for name, shape in shapes.items()}
 
-    def _cosine(self):
-        self.arrays["scale"] = np.array(2.0) if self.maybe() else 1 + self.rng.random(self.heads)
-
-    def _qk_norm(self):
-        self.put(q_weight=(self.dim,), k_weight=(self.dim,))
-        self.fixed["norm"] = "layer_norm" if self.maybe() else "rms_norm"
-
     def _differential(self):
         self.arrays["lambda_"] = np.array(0.4) if self.maybe() else self.rng.random(self.heads_out)
         if self.maybe():
@@ -72,103 +60,55 @@ class Draw:
             gate=(*self.lead, self.heads, self.len_q, self.dim_v) if self.maybe() else (self.heads, 1, 1)
         )
 
-    def _forgetting(self):
-        self.arrays["log_forget"] = -abs(self.rng.standard_normal((*self.lead, self.heads, self.len_k)))
-
-    def _memory(self):
-        self.put(memory_k=(self.heads_kv, 3, self.dim), memory_v=(*self.lead, self.heads_kv, 3, self.dim_v))
-
-    def _memory_gated(self):
-        self._memory()
-        self.put(gate=(self.heads,))
-
     def _latent(self):
         self.arrays = {}
         self.put(q=(*self.lead, self.heads, self.len_q, 5), cache=(*self.lead, self.len_k, 6))
         self.put(key_weight=(self.heads, 3, 4), value_weight=(self.heads, self.dim_v, 4))
-
-    def _neighborhood(self):
-        grid = [(7,), (4, 5), (3, 4, 2)][self.rng.choice(3)]
-        self.fixed["kernel"] = tuple(int(self.rng.integers(1, min(n, 3) + 1)) for n in grid)
-        self.put(
-            q=(*self.lead, self.heads, *grid, self.dim), k=(*self.some(), self.heads_kv, *grid, self.dim)
-        )
-        self.put(v=(*self.some(), self.heads_kv, *grid, self.dim_v))
-
-    def _transformer_xl(self):
-        self.put(relative_keys=(self.heads, self.len_q + self.len_k - 1, self.dim))
-        self.put(content_bias=(self.heads, self.dim), position_bias=(self.heads, self.dim))
 
     def _disentangled(self):
         self.put(position_keys=(self.heads, 6, self.dim))
         if self.maybe(0.6):
             self.put(position_queries=(self.heads, 6, self.dim))
 
-    def _shaw(self):
-        n = 1 + 2 * int(self.rng.integers(1, 4))
-        self.put(key_table=(n, self.dim))
-        if self.maybe(0.6):
-            self.put(value_table=(n, self.dim_v))
-
-    def _linformer(self):
-        self.put(key_projection=(4, self.len_k))
-        if self.maybe():
-            self.put(value_projection=(self.heads_kv, 4, self.len_k))
-
-    def _nystrom(self):
-        self.fixed |= {"num_landmarks": int(self.rng.integers(1, 6)), "num_iterations": 3}
-
-    def _lsh(self):
-        self.arrays = {}
-        shape = (*self.lead, self.heads, self.len_q)
-        self.put(qk=(*shape, self.dim), v=(*shape, self.dim_v))
-        self.fixed |= {"num_buckets": 4, "chunk": int(self.rng.integers(1, 7)), "causal": self.maybe(0.5)}
-        self.fixed |= {"num_rounds": int(self.rng.integers(1, 4)), "rng": 3}
-
     def _options(self):
         """Draw about a third of the options that the function takes."""
         rng, fixed, heads = self.rng, self.fixed, (1 if self.maybe(0.5) else self.heads_out)
         scores = (*self.some(), heads, self.len_q if self.maybe(0.7) else 1, self.len_k)
-        relative = self.name in ("transformer_xl", "disentangled", "shaw")
-        if self.name not in NO_PLACES:
-            if self.maybe():
-                fixed["mask"] = rng.random(scores) < 0.7
-            if self.maybe():
-                fixed["kv_lengths"] = rng.integers(0, self.len_k + 1, self.lead)
-            if self.maybe() or "kv_lengths" in fixed:
-                fixed["q_offset"] = int(rng.integers(-3, self.len_k))
-            if self.maybe():
-                fixed["window"] = (int(rng.integers(20)), None if self.maybe() else int(rng.integers(20)))
-            if self.maybe():
-                self.put(bias=scores if self.maybe(0.7) else (*scores[:-1], 1))
-            if self.maybe() and self.name != "shaw":
-                self.put(alibi_slopes=(self.heads_out,))
-        if self.name not in NOT_CAUSAL and self.maybe():
+        if self.maybe():
+            fixed["mask"] = rng.random(scores) < 0.7
+        if self.maybe():
+            fixed["kv_lengths"] = rng.integers(0, self.len_k + 1, self.lead)
+        if self.maybe() or "kv_lengths" in fixed:
+            fixed["q_offset"] = int(rng.integers(-3, self.len_k))
+        if self.maybe():
+            fixed["window"] = (int(rng.integers(20)), None if self.maybe() else int(rng.integers(20)))
+        if self.maybe():
+            self.put(bias=scores if self.maybe(0.7) else (*scores[:-1], 1))
+        if self.maybe():
+            self.put(alibi_slopes=(self.heads_out,))
+        if self.maybe():
             fixed["causal"] = True
-        if self.maybe() and self.name not in ("linformer", "nystrom", "lsh", "forgetting"):
+        if self.maybe():
             self.put(sinks=(self.heads_out,))
-        if self.maybe() and not relative and self.name not in ("linformer", "nystrom", "lsh"):
+        if self.maybe() and self.name != "disentangled":
             self.arrays["softcap"] = np.array(2.5)
-        if self.maybe(0.5) and self.name not in ("cosine", "transformer_xl", "disentangled"):
+        if self.maybe(0.5) and self.name != "disentangled":
             self.arrays["scale"] = np.array(rng.choice([0.4, 1.0]))
 
     def numbers(self, arrays):
         """`arrays`, with floats for what takes no array."""
-        return {
-            name: float(x) if name == "softcap" or (name == "scale" and self.name != "cosine") else x
-            for name, x in arrays.items()
-        }
+        return {name: float(x) if name in ("softcap", "scale") else x for name, x in arrays.items()}
 
     def forward(self, arrays):
         """The results, as a tuple."""
         lse = {} if self.name in NO_LSE else {"return_lse": True}
-        function = getattr(functional, f"{self.function}_attention")
+        function = getattr(functional, f"{self.name}_attention")
         found = function(**self.numbers(arrays), **self.fixed, **lse)
         return found if lse else (found,)
 
     def backward(self, results, cotangents, need, **how):
         """The gradients by name."""
-        function = getattr(functional, f"{self.function}_attention")
+        function = getattr(functional, f"{self.name}_attention")
         more = {} if self.name in NO_LSE else {"return_lse": True}
         again, pullback = vjp(function, **self.numbers(self.arrays), **self.fixed, **more, **how)
         assert_same_bits(again if more else [again], results)
@@ -181,9 +121,7 @@ NAMES = [name[1:] for name in vars(Draw) if name[:1] == "_" and name[:2] != "__"
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Calls are cut also where they are as short as here."""
-    monkeypatch.setattr("fastattn.functional._shaw._NEAR_ROWS", 5)
     monkeypatch.setattr("fastattn.functional._split_calls._PIECE_SCORES", 1)
-    monkeypatch.setattr("fastattn.functional._gates._ROWS", 7)
 
 
 @pytest.mark.parametrize("name", NAMES)

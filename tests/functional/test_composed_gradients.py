@@ -15,6 +15,7 @@ from fastattn._engine import dispatch
 from fastattn.grad import vjp
 
 B, H, K, L, M, D, E = 2, 4, 2, 7, 9, 6, 3
+NARROW = ("q", "k", "v", "gate", "cache")  # in 16 bits where results are
 OPTIONS = ("bias", "sinks", "alibi_slopes", "softcap")
 
 
@@ -33,21 +34,13 @@ def draw(*shape, seed=0):
 
 
 def calls(len_q, len_k):
-    """Calls by name; a grid has as many rows as queries, up to 3."""
+    """Calls by name."""
 
     def qkv(**more):
         return {"q": draw(B, H, len_q, D), "k": draw(B, K, len_k, D), "v": draw(B, K, len_k, E), **more}
 
-    def grid(heads, width):
-        return draw(B, heads, min(3, len_q), 5, width)
-
     halves = {"q": draw(B, H, len_q, D), "k": draw(B, K, len_k, D), "v": draw(B, 1, len_k, E)}
-    same_heads = {"q": draw(B, H, len_q, D), "k": draw(B, H, len_k, D), "v": draw(B, H, len_k, E)}
     return {
-        "cosine": Call("cosine", qkv(scale=np.array([1.0, 2, 3, 4]))),
-        "cosine, one scale": Call("cosine", qkv(scale=np.array(3.0))),
-        "qk_norm": Call("qk_norm", qkv(q_weight=draw(D), k_weight=draw(D, seed=1)), {"scale": 0.7}),
-        "qk_norm, layer_norm": Call("qk_norm", qkv(), {"norm": "layer_norm"}),
         "differential": Call("differential", {**halves, "lambda_": np.array([0.3, 0.4])}, lse=False),
         "differential, normed": Call(
             "differential",
@@ -57,13 +50,6 @@ def calls(len_q, len_k):
         ),
         "gated": Call("gated", qkv(gate=draw(B, H, len_q, E))),
         "gated, heads": Call("gated", qkv(gate=draw(H, len_q, 1))),
-        "forgetting": Call(
-            "forgetting", qkv(log_forget=-abs(draw(B, H, len_k))), taken=OPTIONS[::2] + OPTIONS[3:]
-        ),
-        "memory": Call("memory", qkv(memory_k=draw(K, 3, D), memory_v=draw(B, K, 3, E))),
-        "memory, gated": Call(
-            "memory", qkv(memory_k=draw(K, 3, D), memory_v=draw(B, K, 3, E), gate=draw(H)), lse=False
-        ),
         "latent": Call(
             "latent",
             {
@@ -73,48 +59,12 @@ def calls(len_q, len_k):
                 "value_weight": draw(H, E, 5),
             },
         ),
-        "neighborhood": Call(
-            "neighborhood",
-            {"q": grid(H, D), "k": grid(K, D), "v": grid(K, E)},
-            {"kernel": (3, 3)},
-            OPTIONS[1::2],
-        ),
-        "transformer_xl": Call(
-            "transformer_xl",
-            qkv(
-                relative_keys=draw(H, max(0, len_q + len_k - 1), D),
-                content_bias=draw(H, D, seed=1),
-                position_bias=draw(H, D, seed=2),
-            ),
-            taken=OPTIONS[:3],
-        ),
         "disentangled": Call(
             "disentangled",
             qkv(position_keys=draw(H, 6, D), position_queries=draw(H, 6, D, seed=1)),
             taken=OPTIONS[:3],
         ),
         "disentangled, keys": Call("disentangled", qkv(position_keys=draw(H, 6, D)), taken=OPTIONS[:3]),
-        "shaw": Call("shaw", qkv(key_table=draw(5, D)), taken=OPTIONS[:2]),
-        "shaw, values": Call("shaw", qkv(key_table=draw(5, D), value_table=draw(5, E)), taken=OPTIONS[:2]),
-        "linformer": Call(
-            "linformer",
-            qkv(key_projection=draw(4, len_k), value_projection=draw(K, 4, len_k)),
-            {"scale": 0.3},
-            (),
-            lse=False,
-        ),
-        "linformer, one projection": Call(
-            "linformer", qkv(key_projection=draw(4, len_k)), taken=(), lse=False
-        ),
-        "nystrom": Call("nystrom", same_heads, {"num_landmarks": 3, "num_iterations": 4}, (), lse=False),
-        "nystrom, of many landmarks": Call("nystrom", same_heads, {"num_landmarks": 7}, (), lse=False),
-        "lsh": Call(
-            "lsh",
-            {"qk": draw(B, H, len_k, D), "v": draw(B, H, len_k, E)},
-            {"num_buckets": 4, "chunk": 4, "num_rounds": 3, "causal": True},
-            (),
-            lse=False,
-        ),
     }
 
 
@@ -132,7 +82,7 @@ def options(call, len_q=L, len_k=M):
         "softcap": np.array(2.0),
     }
     causal = {"q_offset": 1} if "bias" in call.taken else {}
-    if causal and call.function != "forgetting":
+    if causal:
         causal["causal"] = True
     return {name: arrays[name] for name in call.taken}, causal
 
@@ -191,25 +141,20 @@ def test_finite_differences(call, with_options, implementation):
         assert_slope(call, arrays, fixed, cotangents, name, got[f"d{name}"])
 
 
-# A grid has at least one place.
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "neighborhood"])
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("lengths", [(0, M), (L, 0), (0, 0)], ids=["no queries", "no keys", "neither"])
 def test_each_gradient_alone_of_empty_lengths(lengths, name, implementation):
     call = calls(*lengths)[name]
     more, causal = options(call, *lengths)
     arrays, fixed = {**call.arrays, **more}, {**call.fixed, **causal}
-    if call.function not in (
-        "cosine",
-        "transformer_xl",
-        "disentangled",
-    ):  # the others' is a float
+    if call.function != "disentangled":
         arrays["scale"] = np.array(fixed.pop("scale", 0.4))
     results = forward(call, arrays, fixed)
     cotangents = cotangents_of(results)
     for x in arrays:
         [got] = backward(call, arrays, fixed, cotangents, results, [f"d{x}"]).values()
         assert_slope(call, arrays, fixed, cotangents, x, got)
-    if "bias" in arrays and call.function not in ("forgetting", "transformer_xl", "disentangled", "shaw"):
+    if "bias" in arrays and call.function != "disentangled":
         [got] = backward(call, arrays, fixed, cotangents, results, ["dbias_diagonals"]).values()
         np.testing.assert_array_equal(got, np.zeros((len(arrays["bias"]), max(0, sum(lengths) - 1))))
 
@@ -235,8 +180,7 @@ def test_dtypes(call, dtype, implementation):
     """Gradients have each array's dtype, and are close to those of the same numbers in float64."""
     arrays, kind = {}, as_dtype(dtype)
     for name, x in call.arrays.items():
-        narrow = name in ("q", "k", "qk", "v", "gate", "cache", "memory_k", "memory_v", "logits")
-        narrow = narrow and not (name == "gate" and call.function == "memory")
+        narrow = name in NARROW
         arrays[name] = x.astype(kind if narrow else np.float32)
     wide = {name: x.astype(float) for name, x in arrays.items()}
     exact = forward(call, wide, call.fixed)
@@ -261,9 +205,7 @@ def test_broadcast_views(call, axes, dtype, implementation):
         once = x[tuple(slice(0, 1) if axis - x.ndim in of_x else slice(None) for axis in range(x.ndim))]
         return np.broadcast_to(once, x.shape)
 
-    narrow = {"q", "k", "v", "qk", "cache", "memory_k", "memory_v", "logits"}
-    narrow |= set() if call.function == "memory" else {"gate"}
-    arrays = {n: broadcast(x.astype(dtype if n in narrow else "f4")) for n, x in call.arrays.items()}
+    arrays = {n: broadcast(x.astype(dtype if n in NARROW else "f4")) for n, x in call.arrays.items()}
     whole = {name: np.array(x, order="C") for name, x in arrays.items()}
     results = forward(call, whole, call.fixed)
     again = forward(call, arrays, call.fixed)
@@ -303,38 +245,17 @@ def test_what_masks_hide_never_shows(name, implementation):
         if place in dirty:
             dirty[place][..., [2, 6], :] = np.nan
     dirty["q"][..., 3, :] = np.nan
-    # A memory is not masked: there, every query attends something.
-    if call.function == "memory":
-        dirty["q"] = clean["q"]
     found = []
     for arrays in (clean, dirty):
         results = forward(call, arrays, fixed)
         cotangents = cotangents_of(results)
-        if arrays is dirty and call.function != "memory":
+        if arrays is dirty:
             for x in cotangents:
                 x[..., 3, :] = np.nan if x.ndim == 4 and x.shape[-1] == E else x[..., 3, :]
         found.append(backward(call, arrays, fixed, cotangents, results))
     for name, x in found[0].items():
         assert np.isfinite(x).all(), name
         np.testing.assert_array_equal(found[1][name], x, err_msg=name)
-
-
-def test_rows_of_forgetting_attention_in_pieces(monkeypatch, implementation):
-    """More queries than share a point of reference, and queries before the first key."""
-    monkeypatch.setattr("fastattn.functional._gates._ROWS", 3)
-    call = CALLS["forgetting"]
-    arrays = {**call.arrays, "bias": draw(1, H, 1, M), "alibi_slopes": np.linspace(0.1, 0.4, H)}
-    for fixed in ({"q_offset": 1}, {}):
-        results = forward(call, arrays, fixed)
-        cotangents = cotangents_of(results)
-        got = backward(call, arrays, fixed, cotangents, results)
-        for name, x in arrays.items():
-            step = 1e-6 * draw(*x.shape, seed=9)
-            slope = 0.0
-            for sign in (1, -1):
-                moved = forward(call, {**arrays, name: x + sign * step}, fixed)
-                slope += sign * sum((a * b).sum() for a, b in zip(moved, cotangents, strict=True)) / 2
-            np.testing.assert_allclose((got[f"d{name}"] * step).sum(), slope, rtol=1e-5, err_msg=name)
 
 
 def test_both_forms_of_latent_attention_have_the_same_gradients(implementation):
@@ -350,36 +271,17 @@ def test_both_forms_of_latent_attention_have_the_same_gradients(implementation):
 
 # The products of attention that each gradient is made of, where they are not that of its own name.
 MADE_OF = {
-    "dscale": {"dq"},  # of cosine attention, and of the option
-    "dq_weight": {"dq"},
-    "dk_weight": {"dk"},
-    "dweight": {"dq"},
+    "dscale": {"dq"},
     "dlambda_": set(),
     "dnorm_weight": set(),
     "dgate": set(),
-    "dlog_forget": {"dbias"},
-    "dmemory_k": {"dk"},
-    "dmemory_v": {"dv"},
     "dcache": {"dk", "dv"},
     "dkey_weight": {"dk"},
     "dvalue_weight": {"dv"},
-    "drelative_keys": {"dbias"},
-    "dcontent_bias": {"dq"},
-    "dposition_bias": {"dbias"},
     "dposition_keys": {"dbias"},
     "dposition_queries": {"dbias"},
-    "dlogits": {"dbias"},
-    "dkey_projection": {"dk"},
-    "dvalue_projection": {"dv"},
-    "dkey_table": {"dk", "dbias"},
-    "dvalue_table": {"dv"},
-    "dqk": {"dq", "dk"},
-    ("shaw", "dq"): {"dq", "dbias"},
     ("disentangled", "dq"): {"dq", "dbias"},
     ("disentangled", "dk"): {"dk", "dbias"},
-    ("transformer_xl", "dq"): {"dq", "dbias"},
-    ("nystrom", "dq"): {"dq", "dv"},  # dv: of what the landmarks gather
-    ("nystrom", "dk"): {"dk", "dv"},
 }
 PRODUCTS = ("dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes", "dsoftcap", "dbias_diagonals")
 
@@ -404,10 +306,6 @@ def test_what_is_not_asked_for_is_not_computed(call, monkeypatch):
         asked.clear()
         alone = backward(call, arrays, fixed, cotangents, results, (name,))
         expected = MADE_OF.get((call.function, name), MADE_OF.get(name, {name}))
-        if call.fixed.get("num_landmarks") == L:  # then it is plain attention
-            expected = {name}
-        if name == "dkey_projection" and "value_projection" not in arrays:
-            expected = {"dk", "dv"}
         assert asked == expected, name
         np.testing.assert_array_equal(alone[name], x, err_msg=name)
 
@@ -430,22 +328,14 @@ def test_errors(call):
         backward(call, call.arrays, call.fixed, more, results)
 
 
-def test_a_gated_memory_has_no_lse():
-    call = CALLS["memory, gated"]
-    with pytest.raises(
-        ValueError, match=r"^memory_attention\(\): return_lse is True; expected False with gate"
-    ):
-        vjp(functional.memory_attention, **call.arrays, return_lse=True)
-
-
 def test_dscale_of_a_scale_of_1_and_a_dlse_that_is_not_aligned(implementation):
     x = np.random.default_rng(0).standard_normal((2, 3, 8, 4))
-    _, lse = functional.qk_norm_attention(x, x, x, scale=1, return_lse=True)
+    _, lse = functional.gated_attention(x, x, x, x, scale=1, return_lse=True)
     odd = np.empty(lse.nbytes + 1, np.uint8)[1:].view(lse.dtype).reshape(lse.shape)
     odd[...] = lse
     need = ("dq", "dscale")
-    got = vjp(functional.qk_norm_attention, x, x, x, scale=1, return_lse=True)[1](x, odd, need=need)
+    got = vjp(functional.gated_attention, x, x, x, x, scale=1, return_lse=True)[1](x, odd, need=need)
     close = {"scale": 1 + 1e-12, "return_lse": True}
-    ref = vjp(functional.qk_norm_attention, x, x, x, **close)[1](x, lse, need=need)
+    ref = vjp(functional.gated_attention, x, x, x, x, **close)[1](x, lse, need=need)
     for name, a, b in zip(need, got, ref, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=name)

@@ -285,7 +285,6 @@ def test_recurrences_know_the_other_layout():
         (fastattn.varlen_attention, [[0, 5], [0, 5], True], "causal="),
         (functional.sigmoid_attention, [np.ones((5, 5), bool)], "mask="),
         (functional.top_k_attention, [7.5], "top_k="),
-        (functional.nystrom_attention, [2], "num_landmarks="),
     ],
 )
 def test_options_are_keywords(function, more, name):
@@ -429,7 +428,7 @@ NEEDING = [
 RIGHT = {
     "lse": LSE, "log_decay": -LSE, "beta": LSE, "log_forget": -LSE, "key_table": floats(3, 8),
     "rule": "linear", "top_k": 1, "window": 1, "kernel": 1, "num_buckets": 2,
-    "chunk": 2, "num_landmarks": 2, "activation": "gelu", "cu_seqlens_q": [0, 4], "cu_seqlens_k": [0, 4],
+    "activation": "gelu", "cu_seqlens_q": [0, 4], "cu_seqlens_k": [0, 4],
     "key_weight": floats(4, 8, 8), "value_weight": floats(4, 8, 8), "targets": [0] * 4, "cache": floats(5, 8),
     "weight": ops.pack(floats(5, 5)), "key_projection": floats(2, 5), "relative_keys": floats(4, 9, 8),
 }  # fmt: skip

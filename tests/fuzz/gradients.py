@@ -18,14 +18,7 @@ FORWARD = [
     attention.sigmoid_attention,
     attention.talking_heads_attention,
     attention.additive_attention,
-    attention.neighborhood_attention,
-    attention.linformer_attention,
     variants.gated_attention,
-    variants.forgetting_attention,
-    variants.cosine_attention,
-    variants.qk_norm_attention,
-    variants.memory_attention,
-    variants.transformer_xl_attention,
     variants.disentangled_attention,
     variants.differential_attention,
     variants.latent_attention,
@@ -66,7 +59,6 @@ def gradients(d):
     arguments = {name: x for name, x in call.arguments.items() if name not in RESULTS}
     function, name = call.function, call.function.__name__
     with_lse = "return_lse" in inspect.signature(function).parameters
-    with_lse = with_lse and not (name == "memory_attention" and arguments.get("gate") is not None)
     try:
         found = function(**arguments, **({"return_lse": True} if with_lse else {}))
     except (TypeError, ValueError):  # not all recipes give right calls only

@@ -4,7 +4,7 @@ import inspect
 
 import numpy as np
 from judge import Like, arrays_in
-from layers import MAKERS, NAMES, TOLERANCE, changed, inputs, made_of, make, result, width
+from layers import NAMES, TOLERANCE, changed, inputs, make, result
 from recipes import RECIPES, Call, recipe, right
 from slopes import wrong_slope
 
@@ -114,34 +114,3 @@ def layer_gradients(d):
 
 
 RECIPES += [layer_gradients] * 6
-
-
-@recipe
-def sets_gradients(d):
-    """Gradients of set attention and of other functions that take layers."""
-    kind, fields = MAKERS["TransformerEncoderLayer"](d)
-    first, second = (kind(**fields, **made) for made in [made_of(d, kind)] * 2)
-    changes, abused = changed(d, first, 0.2)
-    batch, n, m = d.size(1, 3), d.size(), d.size()
-    x, few = d.floats(batch, n, width(first)), d.floats(m, width(first))
-    more = d.some(0.3, key_padding_mask=lambda: d.rng.random((batch, n)) < 0.3)
-    second = d.choose(first, second)
-    name, arguments, parts, rows = d.choose(
-        ("set_attention", {"layer": first, "x": few, "y": x}, [first], m),
-        (
-            "induced_set_attention",
-            {"first": first, "second": second, "inducing": few, "x": x},
-            [first, second],
-            n,
-        ),
-        ("pooling_by_attention", {"layer": first, "seeds": few, "x": x}, [first], m),
-        ("perceiver", {"cross": first, "latent": second, "latents": few, "x": x}, [first, second], m),
-    )
-    forward = getattr(layers, name)
-    arguments |= {**more, **training(d, forward)}
-    names = (f"pullback of {name}", name, *(f"pullback of {x}" for x in NAMES), *NAMES)
-    like = Like((batch, rows, width(first)), d.dtype)
-    return pulled_call(d, forward, arguments, like, names, parts, (parts, changes), abused)
-
-
-RECIPES += [sets_gradients] * 2

@@ -404,25 +404,3 @@ def kv_cache(d):
             cache.truncate, {"length": int(d.rng.integers(cache.length + 1))}, names=("KVCache.truncate",)
         )
     return Call(cache.select, {"sequences": d.integers(0, batch, d.size(0, 4))}, names=("KVCache.select",))
-
-
-@recipe
-def sets(d):
-    """Set attention and other functions that take layers."""
-    first, second = (make(d, "TransformerEncoderLayer") for _ in range(2))
-    changes, abused = changed(d, first, 0.3)
-    batch, n, m = d.size(1, 3), d.size(), d.size()
-    x = d.floats(batch, n, width(first))
-    masked = d.some(0.3, key_padding_mask=lambda: d.rng.random((batch, n)) < 0.3)
-    few = d.floats(m, width(first))
-    name = d.choose("set_attention", "induced_set_attention", "pooling_by_attention", "perceiver")
-    arguments = {
-        "set_attention": {"layer": first, "x": few, "y": x},
-        "induced_set_attention": {"first": first, "second": d.choose(first, second), "inducing": few, "x": x},
-        "pooling_by_attention": {"layer": first, "seeds": few, "x": x},
-        "perceiver": {"cross": first, "latent": d.choose(first, None), "latents": few, "x": x},
-    }[name]
-    names = (name, *NAMES)
-    return Call(
-        getattr(layers, name), {**arguments, **masked}, None, names, TOLERANCE, (first, changes), abused
-    )

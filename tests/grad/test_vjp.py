@@ -129,7 +129,6 @@ def test_arguments_that_are_refused_do_not_use_a_pullback_up():
         (vjp(fastattn.attention, Q, K, V), (Q,)),
         (vjp(functional.gated_attention, Q, K, V, GATE), (Q,)),
         (vjp(functional.sparsemax_attention, Q, K, V), (Q,)),
-        (vjp(functional.nystrom_attention, Q, K, V, num_landmarks=2), (Q,)),
         (vjp(functional.flex_attention, Q, K, V), (Q,)),
         (vjp(functional.linear_attention, Q, K, V, rule="linear", return_state=True), (Q, state)),
     ]
@@ -150,11 +149,3 @@ def test_gradients_of_feature_maps_are_those_that_are_needed():
         ):
             with pytest.raises(ValueError, match=rf"^pullback of {function.__name__}\(\): .*{message}"):
                 vjp(function, Q)[1](Q, need=need)
-
-
-def test_a_memory_of_one_head_has_no_axis_of_heads(implementation):
-    arrays = Q[0], K[0], V[0], K[1], V[1]
-    for gate in (None, 0.5):
-        out, pullback = vjp(functional.memory_attention, *arrays, gate=gate)
-        assert out.shape == (5, 8)
-        assert [x.shape for x in pullback(out)] == [(5, 8)] * 5

@@ -6,7 +6,6 @@ import pytest
 from oracle import check, expect, spread_inputs
 
 import fastattn
-from fastattn import functional as F
 from fastattn import masks as M
 from fastattn._bench.cases import DTYPES, Shape
 
@@ -71,17 +70,3 @@ def test_attention(name, dtype, implementation):
     want = np.broadcast_to(attends(*np.ogrid[:LENGTH, :LENGTH]), (LENGTH, LENGTH))
     got = fastattn.attention(q, k, v, mask=mask, return_lse=True)
     check(got, expect(q, k, v, mask=want), telling=False)
-
-
-def test_a_prefix_shared_by_a_batch(implementation):
-    """Kept once, in a memory: each sequence is what it is behind a prefix of its own."""
-    shape = Shape("", batch=3, heads_q=4, heads_kv=2, len_q=40, len_k=40, head_dim=24)
-    rng = np.random.default_rng(0)
-    q, k, v = spread_inputs(shape, "float32", rng)
-    prefix_k, prefix_v = rng.standard_normal((2, 2, PREFIX, 24), dtype=np.float32)
-    got = F.memory_attention(q, k, v, prefix_k, prefix_v, causal=True, return_lse=True)
-    k, v = (
-        np.concatenate([np.broadcast_to(p, (3, *p.shape)), x], axis=-2)
-        for p, x in ((prefix_k, k), (prefix_v, v))
-    )
-    check(got, expect(q, k, v, causal=True), telling=False)

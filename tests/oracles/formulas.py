@@ -12,7 +12,6 @@ import selected
 
 from bench.variants import OPTIONS
 from fastattn._bench.cases import VARIANTS
-from fastattn.layers import TransformerEncoderLayer
 
 
 def doubles(*arrays):
@@ -116,12 +115,6 @@ def latent(q, cache, w, u, **options):
     return naive.attention(q, k, np.einsum("hdr,bxjr->bhjd", u, compressed), **options)[:2]
 
 
-def memory(q, k, v, memory_k, memory_v):
-    """Attention over the sequence and over stored keys and values (heads_kv, n, d)."""
-    kept = [np.broadcast_to(x, (len(q), *x.shape)) for x in (memory_k, memory_v)]
-    return naive.attention(q, *(np.concatenate(pair, -2) for pair in zip(kept, (k, v), strict=True)))[0]
-
-
 def linformer(q, k, v, e, f):
     keys, values = repeated(e @ k, q), repeated(f @ v, q)
     return softmax(q @ keys.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ values
@@ -214,36 +207,12 @@ def _deberta(x):
     return deberta(x.q, x.k, x.v, kr, qr, bucket)[0]
 
 
-def _qk_norm(x):
-    q, k = (rms(array) * x.draw(x.shape.head_dim) for array in (x.q, x.k))
-    return naive.attention(q, k, x.v)[0]
-
-
 def _latent(x):
     heads, dim, rank = x.shape.heads_q, x.shape.head_dim, 4 * x.shape.head_dim
     q = x.draw(x.shape.batch, heads, x.shape.len_q, dim + dim // 2)
     cache = x.draw(x.shape.batch, x.shape.len_k, rank + dim // 2)
     w, u = (x.draw(heads, n, rank) / 16 for n in (dim, x.shape.dim_v))
     return latent(q, cache, w, u, causal=True)[0]
-
-
-def _induced(x):
-    width, heads = x.shape.heads_q * x.shape.head_dim, x.shape.heads_q
-    first, second = (
-        TransformerEncoderLayer(width, heads, width, weights_dtype="float64", rng=np.random.default_rng(seed))
-        for seed in (0, 1)
-    )
-    points, tokens = x.draw(32, width), x.draw(x.shape.batch, x.shape.len_q, width)
-    return set_attention(second, tokens, set_attention(first, points, tokens))
-
-
-def _reformer(x):
-    v, num_rounds = repeated(x.v, x.q), 2
-    rotations = np.random.default_rng(0).standard_normal((x.shape.heads_q, num_rounds, x.shape.head_dim, 32))
-    out = np.empty((*x.q.shape[:-1], x.shape.dim_v))
-    for b, h in np.ndindex(*x.q.shape[:2]):
-        out[b, h] = reformer(x.q[b, h], v[b, h], rotations[h], 64, False, x.shape.head_dim**-0.5)
-    return out
 
 
 def _selected(x):
@@ -263,32 +232,13 @@ def _deformable(x):
 # Each takes the `Inputs` of a call, in float64.
 FORMULAS = {
     **{name: _option(case) for name, case in OPTIONS.items()},
-    "shaw": lambda x: shaw(x.q, x.k, x.v, x.draw(33, x.shape.head_dim), x.draw(33, x.shape.dim_v))[0],
-    "transformer_xl": lambda x: transformer_xl(
-        x.q, x.k, x.v, x.draw(x.shape.heads_q, x.shape.len_k, x.shape.head_dim),
-        *(x.draw(x.shape.heads_q, x.shape.head_dim) for _ in range(2)), causal=True,
-    )[0],
     "deberta": _deberta,
-    "forgetting": lambda x: forgetting(
-        x.q, x.k, x.v, -abs(x.draw(x.shape.batch, x.shape.heads_q, x.shape.len_k))
-    )[0],
-    "cosine": lambda x: naive.attention(unit(x.q), unit(x.k), x.v, scale=10.0)[0],
-    "qk_norm": _qk_norm,
     "differential": lambda x: differential(x.q, x.k, x.v[:, : x.v.shape[1] // 2], 0.5),
     "gated": lambda x: naive.attention(x.q, x.k, x.v)[0] * sigmoid(x.draw(*x.q.shape[:-1], x.shape.dim_v)),
     "latent_plain": _latent,
     "latent_absorbed": _latent,
-    "memory": lambda x: memory(
-        x.q, x.k, x.v, *(x.draw(x.shape.heads_kv, 64, n) for n in (x.shape.head_dim, x.shape.dim_v))
-    ),
-    "induced_set": _induced,
     "deformable": _deformable,
-    "linformer": lambda x: linformer(x.q, x.k, x.v, *(x.draw(64, x.shape.len_k) / 32 for _ in range(2))),
     "selected": _selected,
-    "nystrom": lambda x: nystrom(
-        x.q, repeated(x.k, x.q), repeated(x.v, x.q), 64, 6, x.shape.head_dim**-0.5
-    ),
-    "reformer": _reformer,
     "all_statistics": _option("plain"),
     "dropout": lambda x: naive.attention(x.q, x.k, x.v, dropout=0.1, seed=1)[0],
 }  # fmt: skip

@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 import torch
 from torch_modules import drawn, split
-from transformers import DebertaV2Config, DeepseekV2Config, Swinv2Config, XLNetConfig
+from transformers import DebertaV2Config, DeepseekV2Config
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
-from transformers.models.swinv2.modeling_swinv2 import Swinv2SelfAttention
-from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
 
 import fastattn
 from fastattn import functional
@@ -69,34 +67,6 @@ def test_deepseek_v2(absorbed):
     )
     out = module.o_proj(torch.from_numpy(out).transpose(1, 2).reshape(batch, length, -1))
     np.testing.assert_allclose(out, expected, atol=2e-5)
-
-
-def test_xlnet_has_the_attention_of_transformer_xl():
-    batch, heads, len_q, len_k, dim = 2, 4, 50, 80, 16
-    module = drawn(XLNetRelativeAttention(XLNetConfig(d_model=heads * dim, n_head=heads, d_head=dim)))
-    q, k, v = (
-        normal(batch, heads, len_q, dim),
-        normal(batch, heads, len_k, dim),
-        normal(batch, heads, len_k, dim),
-    )
-    relative = normal(batch, heads, len_k + len_q, dim)  # of the distances len_k to 1 - len_q
-    tensors = [torch.from_numpy(x).permute(2, 0, 1, 3) for x in (q, k, v, relative)]
-    expected = module.rel_attn_core(*tensors).permute(1, 2, 0, 3)
-    biases = module.r_w_bias.numpy(), module.r_r_bias.numpy()
-    out = functional.transformer_xl_attention(q, k, v, relative[..., 1:, :], *biases)
-    np.testing.assert_allclose(out, expected, atol=2e-5)
-
-
-def test_swin_v2():
-    module = drawn(Swinv2SelfAttention(Swinv2Config(), 32, 4, window_size=(5, 5)))
-    x = torch.from_numpy(normal(3, 25, 32))
-    expected = module(x)[0]
-    q, k, v = (split(f(x), 4) for f in (module.query, module.key, module.value))
-    table = module.continuous_position_bias_mlp(module.relative_coords_table).view(-1, 4)
-    bias = 16 * torch.sigmoid(table[module.relative_position_index.view(-1)].view(25, 25, 4).permute(2, 0, 1))
-    scale = module.logit_scale.clamp(max=np.log(100)).exp().numpy().ravel()
-    out = functional.cosine_attention(q, k, v, scale=scale, bias=bias.numpy())
-    np.testing.assert_allclose(out, split(expected, 4), atol=2e-5)
 
 
 def test_gpt_oss_sinks():
