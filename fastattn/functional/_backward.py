@@ -42,60 +42,56 @@ def attention_backward(
 ) -> tuple[Any, ...]:
     """Gradients of `fastattn.attention` with respect to its inputs, fused: vector-Jacobian products.
 
-    Probabilities are computed again, tile by tile, from lse: neither they nor a mask are ever held whole.
+    Probabilities are recomputed from lse, tile by tile; neither they nor a mask are stored.
 
     Parameters
     ----------
     dout : array_like, (..., heads_q, len_q, head_dim_v)
-        The gradient of a scalar with respect to `out`, in q's dtype.
+        Gradient of a scalar with respect to `out`, in q's dtype.
     q, k, v : array_like
-        As they were given to `attention`; int8 keys and values have no gradients.
+        Inputs of `attention`; int8 keys and values have no gradients.
     out : array_like, (..., heads_q, len_q, head_dim_v)
-        The result of ``attention(q, k, v, return_lse=True, ...)`` with the same options.
+        Result of ``attention(q, k, v, return_lse=True, ...)`` with the same options.
     lse : array_like, (..., heads_q, len_q)
         Its lse: float32, or float64 for float64.
     dlse : array_like, optional
-        The gradient with respect to `lse`; it broadcasts to lse's shape. Results that are merged by
-        `merge_states` have one. Default 0.
+        Gradient with respect to `lse`, as after `merge_states`; broadcasts to lse's shape. Default 0.
     need : tuple of str, default ("dq", "dk", "dv")
-        Which gradients to compute, and in which order to return them: ``"dq"``, ``"dk"``, ``"dv"``, of the
-        options that are given ``"dbias"``, ``"dsinks"``, ``"dalibi_slopes"``, ``"dsoftcap"``, and
-        ``"dscale"``. ``"dbias_diagonals"``, (..., len_q + len_k - 1), is dbias summed along its diagonals:
-        the number ``j - i + len_q - 1`` is that of query i and key j. It suffices for a bias of distances,
-        such as T5's, and never takes ``len_q * len_k`` numbers.
+        Gradients to compute, in the order of the results: ``"dq"``, ``"dk"``, ``"dv"``, ``"dscale"``, and for
+        given options ``"dbias"``, ``"dsinks"``, ``"dalibi_slopes"``, ``"dsoftcap"``. ``"dbias_diagonals"``,
+        (..., len_q + len_k - 1), is dbias summed along its diagonals: number ``j - i + len_q - 1`` for query
+        i and key j. For a bias of distances, such as T5's, it avoids ``len_q * len_k`` numbers.
     into : tuple of ndarray or None, optional
-        Arrays for the results, in the order of `need`; None makes a new one. Their shapes and dtypes are
-        those of the results, their last axes contiguous.
+        Arrays for the results, in the order of `need`, with their shapes, dtypes and contiguous last axes;
+        None makes a new one.
     **options
-        Those of `attention` that it was called with, but for `out`, `return_lse` and `stats`. Nothing checks
-        that they are the same: with others, gradients are wrong.
+        Options of the call of `attention`, except `out`, `return_lse` and `stats`. They are not checked: with
+        others, gradients are wrong.
 
     Returns
     -------
     tuple
-        A gradient for each name in `need`, with the shape and dtype of what it is the gradient of: summed
-        over axes that this was broadcast along. Of scale and softcap a float.
+        A gradient for each name in `need`, in its source's shape and dtype, summed over broadcast axes. A
+        float for scale and softcap.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit. The message says what came and what was expected; nothing was computed.
+        If an argument does not fit, before anything is computed.
 
     Notes
     -----
     Time is that of five matrix products, where `attention` takes two: ``2 * len_q * len_k * (3 * head_dim + 2
-    * head_dim_v)`` FLOP a head, less what masks skip. Memory beyond inputs and results is O(threads) tiles
-    and O(len_q) a head, and of up to 8 queries a number for each of them and 64 to 256 keys. A gradient in 16
-    bits, or of what was broadcast over batch dimensions, takes an array in float32 of the whole batch's shape
-    first.
+    * head_dim_v)`` FLOP per head, less what masks skip. Memory beyond inputs and results is O(threads) tiles,
+    O(len_q) per head, and for up to 8 queries a number for each and 64 to 256 keys. A gradient in 16 bits, or
+    of what was broadcast over batch dimensions, takes an array in float32 of the whole batch's shape first.
 
-    Of up to 8 queries in float32 or float64, probabilities are divided by their sum, as the rounding of lse
-    shows in them. A sum that differs from 1 by more than ``4 * eps * max(1, abs(lse))`` is no rounding: lse
-    then counts more keys than these, as for merged results, and nothing is divided.
+    For up to 8 queries in float32 or float64, probabilities are divided by their sum, as the rounding of lse
+    shows in them. A sum that differs from 1 by more than ``4 * eps * max(1, abs(lse))`` is not rounding: lse
+    counts other keys, too, as after `merge_states`, and nothing is divided.
 
-    A query that may attend nothing gives 0, and so does a key that no query attends. Whatever stands in keys,
-    values, queries and rows of dout that masks keep from a gradient, NaN included, never reaches it. The same
-    input gives the same bits for any number of threads.
+    A query without keys and a key without queries get 0. Masked keys, values, queries and rows of dout, NaN
+    included, never affect a gradient. The same input gives the same bits for any number of threads.
 
     Sources: T. Dao et al., "FlashAttention", 2022, arXiv:2205.14135, algorithm 4; T. Dao, "FlashAttention-2",
     2023, arXiv:2307.08691.
@@ -133,14 +129,14 @@ def varlen_attention_backward(
     into: Sequence[NDArray[Any] | None] | None = None,
     **options: Unpack[VarlenBackwardOptions],
 ) -> tuple[Any, ...]:
-    """Gradients of `fastattn.varlen_attention`: of each sequence those of its own call.
+    """Per-sequence gradients of `fastattn.varlen_attention`.
 
     Parameters
     ----------
     dout : array_like, (tokens_q, heads_q, head_dim_v)
-        The gradient of a scalar with respect to `out`, in q's dtype.
+        Gradient of a scalar with respect to `out`, in q's dtype.
     q, k, v, cu_seqlens_q, cu_seqlens_k : array_like
-        As they were given to `varlen_attention`.
+        Inputs of `varlen_attention`.
     out : array_like, (tokens_q, heads_q, head_dim_v)
         Its result with ``return_lse=True`` and the same options.
     lse : array_like, (heads_q, tokens_q)
@@ -148,7 +144,7 @@ def varlen_attention_backward(
     dlse, need, into
         As in `attention_backward`; there is no bias.
     **options
-        Those of `varlen_attention` that it was called with, but for `out` and `return_lse`; not checked.
+        Options of the call of `varlen_attention`, except `out` and `return_lse`; not checked.
 
     Returns
     -------
@@ -158,7 +154,7 @@ def varlen_attention_backward(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; nothing was computed.
+        If an argument does not fit, before anything is computed.
 
     See Also
     --------

@@ -28,38 +28,37 @@ def deformable_attention(
     backend: Backend | None = None,
     **others: Unpack[NoOptions],
 ) -> Steps[Array]:
-    """Multi-scale deformable attention: the weighted sum of values sampled at a query's points.
+    """Multi-scale deformable attention: weighted sum of values sampled at each query's points.
 
-    Values lie on levels, grids of different sizes. There are no keys and no softmax: whoever calls computes
-    locations and weights of the query.
+    Values are on levels, grids of different sizes. There are no keys and no softmax: locations and weights
+    are computed from the query by the caller.
 
     Parameters
     ----------
     v : array_like, (..., heads, len_v, head_dim)
-        Values, level after level, each row by row. float32, float64, float16 or bfloat16. Arrays
-        (..., len_v, heads, head_dim) are read in place as ``v.swapaxes(-3, -2)``, and results then lie in
-        memory likewise.
+        Values, level after level, each row by row. float32, float64, float16 or bfloat16. Arrays (..., len_v,
+        heads, head_dim) are read in place as ``v.swapaxes(-3, -2)``; the result then has the same memory
+        layout.
     spatial_shapes : array_like of int, (levels, 2)
         Height and width of each level, at most 2**24. Their products add up to len_v.
     locations : array_like, (..., heads, len_q, points, 2)
         (x, y) of each point, the points of the first level first. (0, 0) is the upper left corner of a level,
-        (1, 1) the lower right one: pixel i of n has its centre at (i + 1/2) / n. Computed in float32, float64
-        for float64 v, as weights are.
+        (1, 1) the lower right one: the centre of pixel i of n is at (i + 1/2) / n. Computed in float32
+        (float64 for float64 v), as are weights.
     weights : array_like, (..., heads, len_q, points)
         Usually a softmax over all points.
     num_points : array_like of int, (levels,), optional
-        Number of points of each level. By default all have the same.
+        Points of each level; by default as many on all.
     mode : {"bilinear", "discrete"}, default "bilinear"
-        "bilinear": between the four pixels around a location, where a pixel outside is 0, as torch's
-        ``grid_sample`` with ``align_corners=False``. "discrete": the pixel x * width + 1/2 and
-        y * height + 1/2, rounded down and cut to the level, as RT-DETRv2 has it: locations have gradients
-        of 0.
+        "bilinear" interpolates between the four nearest pixels, with 0 outside, as torch's ``grid_sample``
+        with ``align_corners=False``. "discrete" takes pixel (x * width + 1/2, y * height + 1/2), rounded down
+        and clipped to the level, as RT-DETRv2; locations then have gradient 0.
     out : ndarray, (..., heads, len_q, head_dim), optional
         In v's dtype.
     num_threads, backend
         As in `attention`.
     **others
-        None: an error says what an argument of another library is called here.
+        None; errors name the right argument.
 
     Returns
     -------
@@ -69,20 +68,19 @@ def deformable_attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; nothing was computed.
+        If an argument does not fit, before anything is computed.
 
     Notes
     -----
-    Batch dimensions broadcast. Time is O(len_q * points * head_dim) a head, whatever len_v is, and there is
-    no memory beside the result.
+    Batch dimensions broadcast. Time is O(len_q * points * head_dim) per head, whatever len_v is; no memory
+    beyond the result.
 
-    What has no weight is not read: NaN in v shows in a result only if a pixel has a share of it. A location
-    that is NaN makes its query's result NaN, unless the weight is 0. One that is infinite is far away:
-    outside, or with "discrete" cut to the level. A level without pixels adds nothing but such NaN. Where a
-    location is on a line between pixels, its gradient is that to the right and downwards, as torch's, and
-    reads the pixels there. A weight's gradient is the sample, also where the weight is 0.
+    Pixels without weight are not read, so their NaN has no effect. A location of NaN makes its query's result
+    NaN, unless its weight is 0; an infinite one is outside, or clipped with "discrete". On a line between
+    pixels, the gradient of a location is the one to the right and downwards, as in torch, and reads the
+    pixels there. A weight's gradient is the sample, also where the weight is 0.
 
-    Gradients of v are sums over queries in their order, so that threads change no bit. Source: X. Zhu et al.,
+    Gradients of v are summed over queries in order: the bits do not depend on threads. Source: X. Zhu et al.,
     "Deformable DETR: Deformable Transformers for End-to-End Object Detection", 2020, arXiv:2010.04159;
     "discrete": W. Lv et al., "RT-DETRv2", 2024, arXiv:2407.17140.
 

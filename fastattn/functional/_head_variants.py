@@ -30,21 +30,21 @@ def gated_attention(
     return_lse: bool = False,
     **options: Unpack[VariantOptions],
 ) -> Steps[Any]:
-    """Gated attention: ``attention(q, k, v) * sigmoid(gate)``.
+    """Gated attention, ``attention(q, k, v) * sigmoid(gate)``.
 
     Parameters
     ----------
     q, k, v, return_lse
-        As in `attention`, like the results and errors.
+        As in `attention`, also for results and errors.
     gate : array_like, (..., heads_q, len_q, head_dim_v) or (..., heads_q, len_q, 1)
-        Logits, of the layer's input; the second form is one gate a head. q's dtype.
+        Logits, computed from the layer's input; per feature or per head. q's dtype.
     **options
-        Keyword arguments of `attention`, but stats.
+        Keyword arguments of `attention` except stats.
 
     Notes
     -----
-    `attention`, and one pass over the result. `layers.MultiHeadAttention` has it as ``output_gate=True``.
-    Source: Z. Qiu et al., "Gated Attention for Large Language Models", 2025, arXiv:2505.06708.
+    `attention` and one pass over the result; ``output_gate=True`` in `layers.MultiHeadAttention`. Source: Z.
+    Qiu et al., "Gated Attention for Large Language Models", 2025, arXiv:2505.06708.
     """
     args = variant_args(q, k, v, options, VariantOptions, return_lse)
     share = _shares(args, gate, options)
@@ -93,20 +93,22 @@ def differential_attention(
     Parameters
     ----------
     q : array_like, (..., 2 * heads_q, len_q, head_dim)
-        q1 and q2 of each head, one after the other.
+        q1 and q2 of each head, alternating.
     k : array_like, (..., 2 * heads_kv, len_k, head_dim)
-        Likewise k1 and k2.
+        k1 and k2 of each head, alternating.
     v : array_like, (..., heads_kv, len_k, head_dim_v)
-        One for both; in the paper head_dim_v is 2 * head_dim.
+        Shared by both; in the paper head_dim_v is 2 * head_dim.
     lambda_ : float or array_like, (..., heads_q)
         The paper's ``exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init``.
     lambda_init : float, optional
-        With it each head's result goes through RMSNorm and is multiplied by ``1 - lambda_init``; the paper's
-        is ``0.8 - 0.6 * exp(-0.3 * layer)``, layers counted from 0.
+        Apply RMSNorm to each head's result and multiply it by ``1 - lambda_init``. In the paper
+        ``0.8 - 0.6 * exp(-0.3 * layer)``, with layers from 0.
     norm_weight : array_like, (head_dim_v,), optional
-        That norm's weight, as `eps` is its.
+        Weight of that norm.
+    eps : float, default 1e-5
+        Added to its mean square.
     **options
-        Keyword arguments of `attention`, but out, return_lse and stats, for both softmaxes.
+        Keyword arguments of `attention` except out, return_lse and stats, for both softmaxes.
 
     Returns
     -------
@@ -116,13 +118,12 @@ def differential_attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; nothing was computed.
+        If an argument does not fit, before anything is computed.
 
     Notes
     -----
     Two calls of `attention` on strided views, and one pass over the result. In 16 bits both results are
-    rounded before they are subtracted.
-    Source: T. Ye et al., "Differential Transformer", 2024, arXiv:2410.05258.
+    rounded before the subtraction. Source: T. Ye et al., "Differential Transformer", 2024, arXiv:2410.05258.
     """
     args = _differential_args(q, k, v, lambda_, lambda_init, norm_weight, eps, options)
     first, second = args.calls

@@ -35,27 +35,27 @@ def latent_attention(
 ) -> Steps[Any]:
     """Multi-head latent attention of DeepSeek-V2 and V3, over the compressed cache.
 
-    ``k_jh = [W_h c_j, r_j]`` and ``v_jh = U_h c_j``: c_j is the latent vector of token j, r_j its key with
-    rotary position, which all heads share.
+    ``k_jh = [W_h c_j, r_j]`` and ``v_jh = U_h c_j``: c_j is the latent vector of token j, r_j its rotary key,
+    shared by all heads.
 
     Parameters
     ----------
     q : array_like, (..., heads, len_q, nope_dim + rope_dim)
-        Queries, the part with rotary position last, and rotated.
+        Queries, the rotated part last.
     cache : array_like, (..., len_k, rank + rope_dim)
-        ``[c_j, r_j]`` of each token: c after its norm, r rotated. This is all that decoding keeps.
+        ``[c_j, r_j]`` of each token: c normalised, r rotated. Decoding caches nothing else.
     key_weight : array_like, (heads, nope_dim, rank)
-        W; with `value_weight` the rows of each head of ``kv_b_proj.weight``, first these, then those.
+        W. `key_weight` and `value_weight` are the rows of each head of ``kv_b_proj.weight``, in this order.
     value_weight : array_like, (heads, value_dim, rank)
         U.
     absorbed : bool, optional
-        True: W goes into the queries and U into the result, and all heads attend to the cache itself, of
-        which nothing is copied. False: keys and values of all heads are made first. The same numbers up to
-        rounding; by default what takes fewer operations for these dimensions and that many queries.
+        True: apply W to the queries and U to the result; all heads attend the cache itself, without a copy.
+        False: compute keys and values of all heads first. Results are equal up to rounding; by default what
+        takes fewer operations for these dimensions and number of queries.
     return_lse : bool, default False
         As in `attention`.
     **options
-        Keyword arguments of `attention`, but out and stats. Scale is by default
+        Keyword arguments of `attention` except out and stats. Scale defaults to
         ``1 / sqrt(nope_dim + rope_dim)``.
 
     Returns
@@ -72,11 +72,10 @@ def latent_attention(
 
     Notes
     -----
-    Absorbed, a pair of a query and a key costs ``2 * rank + rope_dim`` multiply-adds a head. Otherwise it
-    costs ``nope_dim + rope_dim + value_dim``, which is less, but every key costs ``rank * (nope_dim +
-    value_dim)`` a head first. Absorbed, a step of decoding reads the cache once for all heads.
-    Source: DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model",
-    2024, arXiv:2405.04434, section 2.1.
+    Absorbed, a query and key cost ``2 * rank + rope_dim`` multiply-adds per head; otherwise
+    ``nope_dim + rope_dim + value_dim``, and ``rank * (nope_dim + value_dim)`` for the key and value of a
+    token and head. Source: DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts
+    Language Model", 2024, arXiv:2405.04434, section 2.1.
     """
     require_options(options, InnerOptions)
     x = latent_args(q, cache, key_weight, value_weight, absorbed, options)

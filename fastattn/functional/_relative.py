@@ -39,29 +39,29 @@ def disentangled_attention(
     return_lse: bool = False,
     **options: Unpack[RelativeOptions],
 ) -> Steps[Any]:
-    """DeBERTa's attention: scores ``scale * (q_i @ k_j + q_i @ kr_b + k_j @ qr_b)``, b of i - j.
+    """DeBERTa's attention: scores ``scale * (q_i @ k_j + q_i @ kr_b + k_j @ qr_b)``, b the bucket of i - j.
 
     Parameters
     ----------
     q, k, v, return_lse
-        As in `attention`, like the results and errors.
+        As in `attention`, also for results and errors.
     position_keys, position_queries : array_like, (heads_q, 2 * span, head_dim)
-        kr (content to position) and qr (position to content): the projected embeddings of relative
-        positions, by their bucket b. At least one of both.
+        kr (content to position) and qr (position to content): projected embeddings of relative positions, by
+        bucket. At least one of them.
     max_distance : int, optional
-        With it distances beyond ``span // 2`` share buckets, logarithmically up to this one, as in version 2
-        (``max_relative_positions``, where span is ``position_buckets``). Without, distance d is in bucket
+        Share buckets logarithmically beyond ``span // 2``, up to this distance, as in version 2
+        (``max_relative_positions``; span is ``position_buckets``). By default distance d is in bucket
         ``clip(d + span, 0, 2 * span - 1)``.
     **options
-        Keyword arguments of `attention`, but softcap and stats, with one q_offset for all.
-        Scale is by default ``1 / sqrt(head_dim * terms)``, of 2 or 3 terms.
+        Keyword arguments of `attention` except softcap and stats, with one q_offset for all. Scale defaults
+        to ``1 / sqrt(head_dim * terms)``, with 2 or 3 terms.
 
     Notes
     -----
-    Both terms depend on content and position: they are gathered into a bias for a run of queries at a time,
-    about 2**18 scores a head. Time is that of a dense bias, of two gathers of len_q * len_k numbers a head,
-    and of the products with the tables. Source: P. He et al., "DeBERTa: Decoding-enhanced BERT with
-    Disentangled Attention", 2020, arXiv:2006.03654.
+    Both terms are gathered into a bias for some queries at a time, about 2**18 scores per head. Time is that
+    of a dense bias, of two gathers of len_q * len_k numbers per head, and of the products with the tables.
+    Source: P. He et al., "DeBERTa: Decoding-enhanced BERT with Disentangled Attention", 2020,
+    arXiv:2006.03654.
     """
     arrays = (q, k, v, position_keys, position_queries)
     x = _disentangled_args(*arrays, max_distance, options, return_lse)

@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 def additive_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, weight: ArrayLike, **options: Unpack[NoSoftmaxOptions]
 ) -> Steps[Array]:
-    """``softmax(scores) @ v`` with ``scores[i, j] = weight @ tanh(q[i] + k[j])``, Bahdanau's attention.
+    """Additive (Bahdanau) attention: softmax of ``scores[i, j] = weight @ tanh(q[i] + k[j])``, times v.
 
     Parameters
     ----------
     q, k : array_like, (..., heads, len, head_dim)
-        Projected: W s and U h of the paper, a bias of theirs included.
+        Projected queries and keys: W s and U h of the paper, biases included. Grouped heads are allowed.
     v : array_like, (..., heads_kv, len_k, head_dim_v)
-        The states themselves, in the paper.
+        Values; in the paper, the states themselves.
     weight : array_like, (head_dim,) or (heads_q, head_dim)
         Any of the four dtypes.
     **options
-        Keyword arguments of `attention`, but sinks, return_lse and stats. Scale, a factor of the scores, is 1
-        by default. Grouped heads, too. Result and errors are those of `attention`.
+        Keyword arguments of `attention` except sinks, return_lse and stats. Scale defaults to 1. Masks,
+        result and errors are as in `attention`.
 
     Notes
     -----
-    len_q * len_k * head_dim hyperbolic tangents a head, none of which is stored; memory O(threads * len_k)
-    for scores. Masked as in `attention`. Source: D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine
-    Translation by Jointly Learning to Align and Translate", 2015, arXiv:1409.0473.
+    len_q * len_k * head_dim hyperbolic tangents per head, none stored; O(threads * len_k) memory for scores.
+    Source: D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine Translation by Jointly Learning to Align and
+    Translate", 2015, arXiv:1409.0473.
     """
     args = additive_args(q, k, v, weight, options)
     dispatch.run(args, options.get("backend"))
@@ -68,7 +68,7 @@ def talking_heads_attention(
     post: ArrayLike | None = None,
     **options: Unpack[NoSoftmaxOptions],
 ) -> Steps[Array]:
-    """Attention whose scores are mixed across heads before the softmax, and probabilities after it.
+    """Talking-heads attention: heads are mixed before the softmax, and after it.
 
     With ``S[h] = scale * q[h] @ k[h].T``: ``M[g] = sum_h pre[h, g] S[h]``, ``P[g] = softmax(M[g])``,
     ``out[f] = sum_g post[g, f] P[g] @ v[f]``.
@@ -76,20 +76,20 @@ def talking_heads_attention(
     Parameters
     ----------
     q, k, v : array_like
-        As in `attention`, like the result and the errors. Grouped heads, too: heads are those of q.
+        As in `attention`, also for the result and errors. With grouped heads, q's heads are mixed.
     pre, post : array_like, (heads_q, heads_q), optional
-        What head h gives to head g is ``[h, g]``; left out, heads do not mix there. Any of the four dtypes.
+        Weight ``[h, g]`` of head h in head g; by default no mixing. Any of the four dtypes.
     **options
-        Keyword arguments of `attention`, but sinks, return_lse and stats. Masks, bias, softcap and ALiBi are
-        of the mixed scores.
+        Keyword arguments of `attention` except sinks, return_lse and stats. Masks, bias, softcap and ALiBi
+        apply to the mixed scores.
 
     Notes
     -----
-    ``4 * heads * head_dim + 2 * heads * head_dim_v + 6 * heads**2`` FLOP a query and key: scores are computed
-    and mixed twice, so that memory is O(threads * heads), whatever the lengths. A key that no mixed head lets
-    a query attend never reaches that query's results; one that some head does reaches all with which that
-    head mixes. A query that may attend nothing in a head gets no share from it. Source: N. Shazeer, Z. Lan,
-    Y. Cheng, N. Ding and L. Hou, "Talking-Heads Attention", 2020, arXiv:2003.02436.
+    ``4 * heads * head_dim + 2 * heads * head_dim_v + 6 * heads**2`` FLOP per query and key: scores are
+    computed and mixed twice, for O(threads * heads) memory. A key that a query attends in no mixed head never
+    affects its results; one that it attends in some head affects all heads mixed with that one. A head
+    without keys contributes nothing. Source: N. Shazeer, Z. Lan, Y. Cheng, N. Ding and L. Hou, "Talking-Heads
+    Attention", 2020, arXiv:2003.02436.
     """
     args = talking_heads_args(q, k, v, pre, post, options)
     dispatch.run(args, options.get("backend"))
@@ -101,26 +101,26 @@ def talking_heads_attention(
 def sparsemax_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[NoSoftmaxOptions]
 ) -> Steps[Array]:
-    """``sparsemax(scale * q @ k.T) @ v``: each row of scores projected onto the probabilities.
+    """Sparsemax attention, ``sparsemax(scale * q @ k.T) @ v``: scores projected onto the probabilities.
 
-    ``sparsemax(s) = max(s - tau, 0)``, with the tau that makes them sum to 1: exact, and exactly 0 for
-    keys whose scores lie 1 or more below the largest.
+    ``sparsemax(s) = max(s - tau, 0)``, with tau such that the sum is 1. It is exact: keys whose scores are 1
+    or more below the largest get exactly 0.
 
     Parameters
     ----------
     q, k, v : array_like
-        As in `attention`, like the result and the errors. Grouped heads, too.
+        As in `attention`, also for the result and errors. Grouped heads are allowed.
     **options
-        Keyword arguments of `attention`, but sinks, return_lse and stats.
+        Keyword arguments of `attention` except sinks, return_lse and stats.
 
     Notes
     -----
-    O(len_q * len_k * head_dim) a head for the scores; values are read only where some query of a tile gives
-    them weight. tau by Newton's method, a few passes over the keys that may still matter. Memory O(threads *
-    len_k) for scores, at most 32 float32 rows of len_k a thread. What stands in the value of a key with
-    probability 0, NaN and Inf included, never reaches the result; a query that may attend nothing gets 0.
-    Source: A. F. T. Martins and R. F. Astudillo, "From Softmax to Sparsemax: A Sparse Model of Attention and
-    Multi-Label Classification", 2016, arXiv:1602.02068.
+    O(len_q * len_k * head_dim) per head for the scores; values are read only where some query of a tile gives
+    them weight. tau is found by Newton's method, in a few passes over the remaining keys. Memory is O(threads
+    * len_k) for scores, at most 32 float32 rows of len_k per thread. Values of keys with probability 0, NaN
+    and Inf included, never affect the result; a query without keys gets 0. Source: A. F. T. Martins and R. F.
+    Astudillo, "From Softmax to Sparsemax: A Sparse Model of Attention and Multi-Label Classification", 2016,
+    arXiv:1602.02068.
 
     Examples
     --------
@@ -139,14 +139,14 @@ def sparsemax_attention(
 def entmax15_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[NoSoftmaxOptions]
 ) -> Steps[Array]:
-    """``entmax15(scale * q @ k.T) @ v``: between softmax (alpha = 1) and sparsemax (alpha = 2).
+    """Entmax-1.5 attention, ``entmax15(scale * q @ k.T) @ v``: between softmax and sparsemax.
 
-    ``entmax15(s) = max(s / 2 - tau, 0) ** 2``, with the tau that makes them sum to 1.
+    ``entmax15(s) = max(s / 2 - tau, 0) ** 2``, with tau such that the sum is 1.
 
     Parameters
     ----------
     q, k, v, **options
-        As in `sparsemax_attention`, like the result and the errors.
+        As in `sparsemax_attention`, also for the result and errors.
 
     Notes
     -----
@@ -163,23 +163,22 @@ def entmax15_attention(
 def top_k_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, top_k: int, **options: Unpack[NoSoftmaxOptions]
 ) -> Steps[Array]:
-    """Softmax over the `top_k` largest scores of each query, ``softmax(top_k(scale * q @ k.T)) @ v``.
+    """Attention to the `top_k` largest scores of each query, ``softmax(top_k(scale * q @ k.T)) @ v``.
 
     Parameters
     ----------
     q, k, v, **options
-        As in `sparsemax_attention`, like the result and the errors.
+        As in `sparsemax_attention`, also for the result and errors.
     top_k : int
-        At least 1. Of the keys that a query may attend, those with the largest scores: exactly so many, or
-        all if there are fewer. Of equal scores the keys with the lowest index.
+        Number of keys that each query attends, at least 1; all keys if there are fewer. Ties go to the lowest
+        index.
 
     Notes
     -----
-    The selection is by bisection of the k-th largest score, up to 32 passes over the scores (64 in
-    float64), typically half of them. Time and memory otherwise as of `sparsemax_attention`. The values of
-    keys that are not selected never reach the result; a score of NaN makes its row NaN.
-    Source: A. Gupta, G. Dar, S. Goodman, D. Ciprut and J. Berant, "Memory-efficient Transformers via Top-k
-    Attention", 2021, arXiv:2106.06899.
+    The k-th largest score is found by bisection, in up to 32 passes over the scores (64 in float64),
+    typically half of them. Other costs are as for `sparsemax_attention`. Values of other keys never affect
+    the result; a score of NaN makes its row NaN. Source: A. Gupta, G. Dar, S. Goodman, D. Ciprut and J.
+    Berant, "Memory-efficient Transformers via Top-k Attention", 2021, arXiv:2106.06899.
 
     Examples
     --------
@@ -205,27 +204,24 @@ def sigmoid_attention(
 ) -> Steps[Array]:
     """Sigmoid attention, ``sigmoid(scale * q @ k.T + sigmoid_bias) @ v``, fused.
 
-    Each weight is between 0 and 1 whatever the others are; a row's weights need not sum to anything. So there
-    is no denominator: no lse, no sinks, and results over disjoint keys simply add up (of calls with the same
-    `sigmoid_bias`).
+    Weights are between 0 and 1, independent of each other. There is no denominator: no lse and no sinks, and
+    results over disjoint keys (with the same `sigmoid_bias`) add up.
 
     Parameters
     ----------
     q, k, v : array_like
-        As in `attention`, like the result and the errors.
+        As in `attention`, also for the result and errors.
     sigmoid_bias : float, optional
-        Added to every score, after everything else; default ``-log(len_k)``, as the paper has it, by which
-        the weights of a row start out summing to about 1. It is that of the array k, whatever masks hide.
+        Added to every score, last; default ``-log(len_k)`` as in the paper, so that a row's weights sum to
+        about 1 before training. len_k is that of the array, whatever masks hide.
     **options
-        Keyword arguments of `attention`, but sinks, return_lse and stats. What is masked has the weight 0. A
-        bias of each head goes to bias, as ``bias[:, None, None]``.
+        Keyword arguments of `attention` except sinks, return_lse and stats. Masked keys have weight 0. Pass a
+        bias per head as ``bias[:, None, None]``.
 
     Notes
     -----
-    Time and memory are those of `attention`, whose kernels run it, with the same rules: a query that attends
-    nothing gets 0, what it does not attend never reaches its result, and the same input gives the same bits.
-    Source: J. Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention", 2024,
-    arXiv:2409.04431.
+    Runs in the kernels of `attention`, with the same time, memory and guarantees. Source: J. Ramapuram et
+    al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention", 2024, arXiv:2409.04431.
 
     Examples
     --------
@@ -250,7 +246,7 @@ def sigmoid_attention_backward(
     sigmoid_bias: float | None = None,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Gradients of `sigmoid_attention`, without its forward pass, of which they need nothing."""
+    """Gradients of `sigmoid_attention`, which need nothing of its forward pass."""
     args = sigmoid_args(q, k, v, sigmoid_bias, options)
     given = {"q": q, "k": k, "v": v, **options}
     request = Request(like_result("dout", dout, args, np.shape(args.result), []), None, need, given)

@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
     seed: int | None = None,
     **others: Unpack[NoOptions],
 ) -> NDArray[Any]:
-    """`attention` with the name, arguments and semantics of torch's function, on NumPy arrays.
+    """`attention` with the arguments and semantics of torch's function, on NumPy arrays.
 
     Parameters
     ----------
@@ -48,15 +48,15 @@ def scaled_dot_product_attention(
     dropout_p : float, default 0.0
         `dropout` of `attention`.
     is_causal : bool, default False
-        Query i attends the keys up to key i: counted from the first key (top-left), where `attention` by
-        default counts from the last. Not together with `attn_mask`.
+        Query i attends keys up to i, aligned to the first key (top-left), while `attention` aligns to the
+        last. Not together with `attn_mask`.
     enable_gqa : bool, default False
-        Allow fewer key and value heads than query heads: query's number a multiple of key's. Key and value
-        have the same number, as torch's documentation asks; its code also takes two different ones.
+        Allow grouped heads: query's number is a multiple of key's. Key and value have the same number, as in
+        torch's documentation; its code also takes different ones.
     seed : int, optional
-        Names what is dropped, as in `attention`. torch has a hidden state instead.
+        Seed of `dropout_p`, as in `attention`; torch has a global state instead.
     **others
-        None: an error says what an argument of another library is called here.
+        None; errors name the right argument.
 
     Returns
     -------
@@ -70,9 +70,8 @@ def scaled_dot_product_attention(
 
     Notes
     -----
-    Where torch leaves things open, or does otherwise, the contract of `attention` holds: a query that may
-    attend nothing gets 0 and not NaN; NaN and Inf in masked keys and values have no effect; of a float mask,
-    -inf masks.
+    Where torch leaves the result open or differs, it is that of `attention`: 0 and not NaN for a query
+    without keys; masked NaN and Inf have no effect; -inf in a float mask masks.
     """
     try:
         if others:
@@ -128,38 +127,37 @@ def flex_attention(
     return_lse: bool = False,
     **others: Unpack[NoOptions],
 ) -> Steps[Any]:
-    """Attention whose scores pass through a function of yours: for trying out what has no kernel.
+    """Attention whose scores pass through a Python function, to try out what has no kernel.
 
-    **Slow**: with `score_mod` it runs on NumPy, always, several times slower than `attention`, whose options
-    (bias, softcap, ALiBi) cover the usual functions. Who attends whom belongs into `mask`, which may be
-    ``masks.compile(predicate, shape)``: that runs in the kernels, and what it hides is not computed.
+    **Slow**: with `score_mod` it runs in NumPy, several times slower than `attention`, whose options (bias,
+    softcap, ALiBi) cover the usual functions. Use `mask` for masking, also
+    ``masks.compile(predicate, shape)``: masked blocks are not computed.
 
     Parameters
     ----------
     q, k, v, mask, scale, q_offset, return_lse
-        As in `attention`, like the results: in a mask True attends.
+        As in `attention`, also for the results.
     score_mod : callable, optional
-        ``f(scores, b, h, i, j) -> scores``, called on blocks: scores (group, rows, keys) after scaling, in
-        float32 (float64 for float64); b an int, the sequence, counted over all batch dimensions; and integer
-        arrays that broadcast to the scores: h, query heads; i, positions of queries; j, keys. Its result
-        broadcasts to the scores; -inf in it masks. Without it this is `attention`.
+        ``f(scores, b, h, i, j) -> scores``, called on blocks of scaled scores (group, rows, keys) in float32
+        (float64 for float64). b is the number of the sequence over all batch dimensions; h (query heads), i
+        (positions of queries) and j (keys) are integer arrays that broadcast to the scores. The result
+        broadcasts to the scores; -inf masks. Without `score_mod` this is `attention`.
     score_mod_backward : callable, optional
-        ``f(dscores, scores, b, h, i, j) -> dscores``, for `grad.vjp`: from the gradient of the result of
-        `score_mod` to that of the scores that it got, both (group, rows, keys): ``dscores`` times the
-        derivative. It is called once for each block, one after another, so it may also sum gradients of
-        arrays that `score_mod` reads, such as a table.
+        ``f(dscores, scores, b, h, i, j) -> dscores``, for `grad.vjp`: the gradient of the scores from that of
+        `score_mod`'s result, ``dscores`` times the derivative, both (group, rows, keys). Called once per
+        block, one after another, so it may also accumulate gradients of arrays that `score_mod` reads.
     **others
-        None: an error says what an argument of another library is called here.
+        None; errors name the right argument.
 
     Raises
     ------
     TypeError, ValueError
-        As `attention`, and if `score_mod` is no function, or returns no floating numbers that broadcast.
+        As `attention`, and if `score_mod` is not a function or does not return floats that broadcast.
 
     Notes
     -----
-    O(len_q * len_k * (head_dim + head_dim_v)) a head, less the blocks that `mask` hides; memory O(block). The
-    name and the signature of the function are those of torch's ``flex_attention``.
+    O(len_q * len_k * (head_dim + head_dim_v)) per head, less the blocks that `mask` skips; O(block) memory.
+    Name and signature of the function are as in torch's ``flex_attention``.
 
     Examples
     --------

@@ -44,10 +44,10 @@ def varlen_attention(
     return_lse: bool = False,
     **options: Unpack[VarlenOptions],
 ) -> Any:
-    """Attention of each sequence of a ragged batch to itself or to keys of its own, in one call.
+    """Attention over a ragged batch: each sequence attends its own keys, in one call.
 
-    The tokens of all sequences lie end to end, without padding. Each sequence has, bit for bit, the result of
-    its own call of `attention`.
+    The tokens of all sequences are concatenated, without padding. Each sequence's result is bit-identical to
+    a separate call of `attention`.
 
     Parameters
     ----------
@@ -61,10 +61,10 @@ def varlen_attention(
         Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` (exclusive): the first is 0,
         the last ``tokens_q``. A sequence may be empty.
     cu_seqlens_k : array_like of int, (sequences + 1,)
-        Likewise the keys and values that these queries attend.
+        The same for keys and values.
     causal : bool, default False
-        Let each query attend the keys up to its own position. In each sequence the last query stands at the
-        last key.
+        Let each query attend the keys up to its own position. The last query of a sequence is at its last
+        key.
     window : (int or None, int or None), optional
         ``(left, right)``: keys from ``position - left`` to ``position + right``; None is unbounded.
     scale, softcap : float, optional
@@ -72,18 +72,18 @@ def varlen_attention(
     alibi_slopes, sinks : array_like, (heads_q,) or (sequences, heads_q), optional
         As in `attention`.
     k_scale, v_scale : array_like, (tokens_k, heads_kv), optional
-        What int8 keys and values are multiplied by, as in `attention`.
+        Scales of int8 keys and values, as in `attention`.
     dropout, seed : optional
-        As in `attention`. The number of the sequence counts as that of the batch item, so the mask is that of
-        the padded batch; a call of the sequence alone has it only if the sequence is the first.
+        As in `attention`. The number of the sequence counts as the batch item, so the mask is that of the
+        padded batch.
     out : ndarray, (tokens_q, heads_q, head_dim_v), optional
-        Where the result goes, as in `attention`.
+        Array for the result, as in `attention`.
     return_lse : bool, default False
-        Return ``(out, lse)``, lse the natural logarithm of each row's softmax denominator, sink included.
+        Return ``(out, lse)``: lse is the natural logarithm of each row's softmax denominator, sink included.
     num_threads, backend : optional
         As in `attention`.
     *more
-        None: an error says by which name an argument is passed here.
+        None; errors name the right argument.
 
     Returns
     -------
@@ -95,7 +95,7 @@ def varlen_attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit. The message says what came and what was expected; nothing was computed.
+        If an argument does not fit, before anything is computed.
 
     See Also
     --------
@@ -103,11 +103,11 @@ def varlen_attention(
 
     Notes
     -----
-    Time is the sum of O(len_q * len_k * (head_dim + head_dim_v)) a head over the sequences. Memory beyond
-    inputs and output is O(threads), 400 bytes a sequence, and with causal or window 40 bytes a query.
+    Time is the sum of O(len_q * len_k * (head_dim + head_dim_v)) per head over the sequences. Memory beyond
+    inputs and output is O(threads), 400 bytes per sequence, and with causal or window 40 bytes per query.
 
-    ``cu_seqlens`` are those of the flash-attention package (T. Dao, "FlashAttention-2", 2023,
-    arXiv:2307.08691). Its window of -1 is None here.
+    ``cu_seqlens`` are as in the flash-attention package (T. Dao, "FlashAttention-2", 2023, arXiv:2307.08691).
+    Its window of -1 is None here.
 
     Examples
     --------

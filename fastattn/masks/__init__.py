@@ -1,9 +1,9 @@
-"""Masks that say which keys each query attends by their structure, without an array of all scores.
+"""Structural masks: which keys each query attends, without an array of all scores.
 
 ``attention(q, k, v, mask=masks.causal() & masks.documents(ids))``. Masks combine with ``&``, ``|`` and ``~``,
-and print as they were made. Each becomes ranges of keys for each query row. The kernel touches only blocks of
-keys that some query attends, so the cost is that of these blocks. `compile` makes a mask of any predicate,
-and resolves a mask once for many calls; ``to_array`` shows a mask.
+and print as they were made. Each becomes ranges of keys per query row; the kernel computes only blocks with
+attended keys. `compile` makes a mask of any predicate, and resolves a mask once for many calls; ``to_array``
+shows a mask.
 """
 
 from fastattn._args.names import show_public

@@ -56,9 +56,9 @@ def compile(
     ----------
     mask : Mask or callable
         A mask, or a function ``f(b, h, i, j)`` that returns a bool array, True where the query attends the
-        key. Its arguments are integer arrays that broadcast against each other: the number of the sequence
-        over all batch dimensions, the query head, the position of the query, the index of the key. It is
-        called on blocks of at most about a million scores.
+        key. Its arguments are integer arrays that broadcast against each other: number of the sequence over
+        all batch dimensions, query head, position of the query, index of the key. Called on blocks of at most
+        about a million scores.
     shape : tuple of int
         Shape of the scores, (..., heads_q, len_q, len_k); heads_q is 1 for 2-D arrays.
     q_offset : int or array_like of int, optional
@@ -67,18 +67,17 @@ def compile(
     Returns
     -------
     Mask
-        It holds the ranges, and fits only this shape and this offset.
+        Holds the ranges, for this shape and offset only.
 
     Raises
     ------
     TypeError, ValueError
-        If `mask` is neither a mask nor a function, or the function returns anything but a bool array that
+        If `mask` is neither a mask nor a function, or the function does not return a bool array that
         broadcasts to the scores.
 
     Notes
     -----
-    A predicate takes O(scores) time, less where it does not depend on b or h, and memory for one block and
-    the ranges.
+    O(scores) time for a predicate, less if it does not depend on b or h; memory for one block and the ranges.
 
     Examples
     --------

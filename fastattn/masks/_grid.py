@@ -17,16 +17,16 @@ from fastattn.masks._mask import Mask, ScoreShape, of_groups
 
 @dataclass(frozen=True, repr=False, eq=False)
 class axial(Mask):
-    """Places that differ from the query's along `axis` only.
+    """Axial attention: places that differ from the query's only along `axis`.
 
-    Axial attention, Ho et al. 2019, arXiv:1912.12180.
+    Ho et al. 2019, arXiv:1912.12180.
 
     Parameters
     ----------
     shape : tuple of int
         Shape of the grid.
     axis : int or tuple of int
-        One axis, or several.
+        One axis or several.
     """
 
     shape: Shape
@@ -48,19 +48,19 @@ class axial(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class swin(Mask):
-    """Places of the query's own window, where windows divide the grid and are shifted cyclically.
+    """Swin Transformer: places of the query's own window, in a grid of cyclically shifted windows.
 
-    Swin Transformer, Liu et al. 2021, arXiv:2103.14030. The shift brings parts of opposite borders together
-    in one window; such parts do not attend each other.
+    Liu et al. 2021, arXiv:2103.14030. Parts of opposite borders that the shift brings into one window do not
+    attend each other.
 
     Parameters
     ----------
     shape : tuple of int
         Shape of the grid.
     window : int or tuple of int
-        Size of a window, along all axes or along each.
+        Window size, for all axes or for each.
     shift : int or tuple of int, default 0
-        How far windows are shifted, along all axes or along each; less than `window`.
+        Shift of the windows, for all axes or for each; less than `window`.
     """
 
     shape: Shape
@@ -88,24 +88,23 @@ class swin(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class neighborhood(Mask):
-    """The `kernel` places nearest to the query's along each axis; at borders the window moves inwards.
+    """Neighborhood attention: the `kernel` places nearest to the query's along each axis.
 
-    Neighborhood attention as NATTEN defines it: Hassani et al. 2023, arXiv:2204.07143; with a dilation,
-    Hassani and Shi 2022, arXiv:2209.15001. Without `causal`, all queries attend the same number of keys, and
-    each attends its own.
+    As NATTEN: Hassani et al. 2023, arXiv:2204.07143; dilated, Hassani and Shi 2022, arXiv:2209.15001. At
+    borders the window moves inwards. Without `causal`, all queries attend as many keys, their own included.
 
     Parameters
     ----------
     shape : tuple of int
-        Shape of the grid, which has 1, 2, 3 or more axes.
+        Shape of the grid, with any number of axes.
     kernel : int or tuple of int
-        Places along all axes or along each; ``kernel * dilation`` is at most the length of the axis. If it is
-        even, one place more lies before the query than behind it.
+        Places for all axes or for each; ``kernel * dilation`` is at most the length of the axis. An even
+        window has one more place before the query than after it.
     dilation : int or tuple of int, default 1
-        Distance between neighbouring places, along all axes or along each.
+        Distance between neighbouring places, for all axes or for each.
     causal : bool or tuple of bool, default False
-        Whether the window holds the `kernel` places up to the query's (fewer at the border), along all axes
-        or along each.
+        Whether the window is the `kernel` places up to the query's (fewer at the border), for all axes or for
+        each.
     """
 
     shape: Shape

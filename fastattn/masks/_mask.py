@@ -62,12 +62,11 @@ class ScoreShape:
 
 
 class Mask:
-    """Rule for the keys that each query attends, for ``attention(mask=...)``; True in ``to_array`` attends.
+    """Rule for the keys that each query attends, for ``attention(mask=...)``.
 
-    ``a & b`` allows what both masks allow, ``a | b`` what at least one allows, ``~a`` what `a` forbids. The
-    position of a query is ``q_offset`` plus its row; the position of a key is its index. A mask has no shape.
-    Each call turns it into ranges of keys, in O(rows) or O(ranges) time and memory, and never into an array
-    as large as the scores. `compile` does this once for many calls.
+    Masks combine: ``a & b``, ``a | b``, ``~a``. The position of a query is ``q_offset`` plus its row, that of
+    a key its index. A mask has no shape: each call turns it into ranges of keys, in O(rows) or O(ranges) time
+    and memory, never into an array of all scores. `compile` does this once for many calls.
     """
 
     __array_ufunc__ = None  # so that `array & mask` is an error and not an array of masks
@@ -119,7 +118,7 @@ class Mask:
         num_heads: int | None = None,
         q_offset: ArrayLike | None = None,
     ) -> Bools:
-        """Return the mask as a dense array, to look at it.
+        """Mask as a dense array, for inspection.
 
         Parameters
         ----------
@@ -259,7 +258,7 @@ def of_groups(query: Ints, key: Ints, len_k: int) -> RangeLists:
     end = np.append(begin[1:], len_k)[: len(begin)]
     end[end <= begin] = len_k
     group = key[change]
-    # Each sequence has a list for each group, and an empty one behind them for queries in no group.
+    # Each sequence has a list for each group, and an empty one after them for queries in no group.
     each = n_groups + 1
     n_lists = math.prod(shape) * each
     number = np.arange(0, n_lists, each).reshape(*shape, 1, 1) + np.where(query < 0, n_groups, query)

@@ -30,8 +30,8 @@ class window(Mask):
     Parameters
     ----------
     left, right : int or None
-        Keys on each side of the query's own; None is unbounded. A query attends ``left + right + 1`` keys,
-        so what some models call a sliding window of size n is ``window(n - 1)``.
+        Keys on each side of the query's own; None is unbounded. A query attends ``left + right + 1`` keys: a
+        sliding window of size n is ``window(n - 1)``.
     """
 
     left: int | None
@@ -51,10 +51,10 @@ class window(Mask):
 class first_keys(Mask):
     """The first `n` keys.
 
-    ``first_keys(lengths)`` leaves out padding behind sequences of these lengths, as
-    ``attention(kv_lengths=lengths)``. ``causal() | first_keys(n)`` is a prefix language model (Raffel et al.
-    2020, arXiv:1910.10683). ``causal() & (window(w) | first_keys(4))`` keeps the attention sinks that a
-    sliding window would lose (StreamingLLM, Xiao et al. 2024, arXiv:2309.17453).
+    ``first_keys(lengths)`` masks padding after these lengths, as ``attention(kv_lengths=lengths)``.
+    ``causal() | first_keys(n)`` is a prefix language model (Raffel et al. 2020, arXiv:1910.10683).
+    ``causal() & (window(w) | first_keys(4))`` keeps the attention sinks of a sliding window (StreamingLLM,
+    Xiao et al. 2024, arXiv:2309.17453).
 
     Parameters
     ----------
@@ -95,11 +95,11 @@ class documents(Mask):
     Parameters
     ----------
     ids : array_like of int, (len_k,) or (..., len_k)
-        The document of each key, in any order; leading axes broadcast to the batch dimensions. A negative
-        number is padding, which attends nothing and which nobody attends.
+        Document of each key, in any order; leading axes broadcast to the batch dimensions. Negative numbers
+        are padding, which neither attends nor is attended.
     query_ids : array_like of int, (len_q,) or (..., len_q), optional
-        The document of each query. By default it is that of the key at the query's position; a query at
-        whose position there is no key then attends nothing.
+        Document of each query. Default: that of the key at the query's position; without such a key, a query
+        attends nothing.
     """
 
     ids: ArrayLike
@@ -127,7 +127,7 @@ class documents(Mask):
         key = number[: ids.size].reshape(ids.shape)
         if own is not None:
             query = number[ids.size :].reshape(own.shape)[..., None, :]
-        else:  # look the query's position up among the keys; an entry behind the last key is padding
+        else:  # look the query's position up among the keys; an entry after the last key is padding
             table = np.pad(key, [(0, 0)] * (key.ndim - 1) + [(0, 1)], constant_values=-1)[..., None, :]
             position = shape.by_position(-1)
             ndim = max(table.ndim, position.ndim)
@@ -217,7 +217,7 @@ def _residues(shape: ScoreShape, step: int) -> RangeLists:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class tree(Mask):
-    """The last keys are a tree of guessed tokens: each attends itself, its ancestors and all keys before it.
+    """Tree of guessed tokens, the last keys: each attends itself, its ancestors and all earlier keys.
 
     Speculative decoding: SpecInfer, Miao et al. 2024, arXiv:2305.09781; Medusa, Cai et al. 2024,
     arXiv:2401.10774.
@@ -225,12 +225,12 @@ class tree(Mask):
     Parameters
     ----------
     parents : array_like of int, (nodes,) or (..., nodes)
-        The parent of each node, which comes before it; -1 for a root. Leading axes broadcast to the batch
+        Parent of each node, an earlier node, or -1 for a root. Leading axes broadcast to the batch
         dimensions. Queries at positions before the tree attend causally.
 
     Notes
     -----
-    There is one range for each pair of a node and its ancestor: a chain of n nodes takes O(n**2) memory.
+    One range per pair of a node and an ancestor: a chain of n nodes takes O(n**2) memory.
     """
 
     parents: ArrayLike

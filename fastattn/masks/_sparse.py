@@ -21,7 +21,7 @@ from fastattn.masks._mask import Mask, ScoreShape, bools, runs_of
 class dense(Mask):
     """A bool array, True where a query attends a key; it broadcasts to (..., heads, len_q, len_k).
 
-    It is ``attention(mask=array)``, but combines with other masks, and `compile` reads it only once.
+    As ``attention(mask=array)``, but it combines with other masks, and `compile` reads it only once.
     """
 
     array: ArrayLike
@@ -48,10 +48,10 @@ class block_sparse(Mask):
     Parameters
     ----------
     bitmap : array_like of bool, (..., blocks_q, blocks_k)
-        True where the queries of a block attend the keys of a block; leading axes are (..., heads). Queries
-        at positions behind its last block attend nothing, and nobody attends keys behind its last block.
+        True where the queries of a block attend the keys of a block; leading axes are (..., heads). Positions
+        after the last block are masked.
     block : int or (int, int)
-        Query positions and keys of a block.
+        Block size in query positions and keys.
     """
 
     bitmap: ArrayLike
@@ -75,7 +75,7 @@ class block_sparse(Mask):
         owner, begin, end = runs_of(bitmap)
         block = shape.position // min(block_q, key_ranges.UNBOUNDED)
         block_k = min(block_k, max(1, shape.len_k))
-        n = math.prod(bitmap.shape[:-1])  # the number of an empty list, for queries behind the last block
+        n = math.prod(bitmap.shape[:-1])  # the number of an empty list, for queries after the last block
         first = np.arange(0, n, blocks_q or 1).reshape(*lead, 1) if lead else np.zeros((1, 1), np.int64)
         number = np.where((block >= 0) & (block < blocks_q), first + block, n)
         lists = key_ranges.union(number, n + 1, owner, begin * block_k, end * block_k, shape.len_k)
@@ -84,7 +84,7 @@ class block_sparse(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class global_tokens(Mask):
-    """Tokens at the positions `index` attend all keys, and all queries attend them.
+    """Tokens at positions `index` attend all keys, and all queries attend them.
 
     ``window(256, 256) | global_tokens([0])`` is Longformer, Beltagy et al. 2020, arXiv:2004.05150.
     """
@@ -105,23 +105,23 @@ class global_tokens(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class bigbird(Mask):
-    """A window of blocks around the query's own, some global blocks, and some random ones.
+    """BigBird: a window of blocks around the query's own, global blocks, and random blocks.
 
-    BigBird, Zaheer et al. 2020, arXiv:2007.14062.
+    Zaheer et al. 2020, arXiv:2007.14062.
 
     Parameters
     ----------
     block : int
-        Positions of a block.
+        Positions per block.
     window : int, default 3
-        Blocks in the window, an odd number: the query's own block is the middle one.
+        Blocks in the window, an odd number, with the query's own in the middle.
     global_blocks : int, default 1
-        So many first blocks attend all keys, and all queries attend them.
+        Number of first blocks that attend all keys and are attended by all queries.
     random : int, default 3
-        Further blocks for each block of queries, the same for all heads, drawn without repetition.
+        Random blocks per block of queries, without repetition, the same for all heads.
     rng : numpy.random.Generator, int or None, default 0
-        What draws the random blocks: a generator or its seed, None for a new one. The mask keeps a seed, so
-        that it draws the same blocks in each call.
+        Generator of the random blocks or its seed; None for a new one. The mask keeps a seed, so every call
+        has the same blocks.
     """
 
     block: int

@@ -1,4 +1,4 @@
-"""Positions that are added: sinusoidal vectors to inputs, ALiBi's slopes and T5's biases to scores."""
+"""Positions that are added: sinusoidal vectors to inputs, ALiBi slopes and T5 biases to scores."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fastattn._args.values import MAX_POSITION, MOST_SIZE, flag, float_array, in
 def sinusoidal(
     length: int, d_model: int, *, offset: int = 0, dtype: DTypeLike = np.float32, base: float = 10000.0
 ) -> NDArray[Any]:
-    """Sinusoidal position vectors, which are added to the inputs [1]_.
+    """Sinusoidal position vectors, to be added to inputs [1]_.
 
     Parameters
     ----------
     length : int
         Number of positions.
     d_model : int
-        Length of a vector; if it is odd, the last cosine is left out.
+        Features; if odd, the last cosine is left out.
     offset : int, default 0
         The first position.
     dtype : dtype, default float32
-        dtype of the result, which is computed in float64.
+        dtype of the result; computed in float64.
     base : float, default 10000
         Sets the frequencies ``w_k = base ** (-2 k / d_model)``.
 
@@ -41,7 +41,7 @@ def sinusoidal(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; nothing was computed.
+        If an argument does not fit, before anything is computed.
 
     References
     ----------
@@ -61,7 +61,7 @@ def sinusoidal(
 
 @named("alibi_slopes")
 def alibi_slopes(num_heads: int) -> NDArray[np.float32]:
-    """Slopes of ALiBi for ``attention(alibi_slopes=...)``: one a head, from steep to flat.
+    """ALiBi slopes for ``attention(alibi_slopes=...)``, one per head, from steep to flat.
 
     Parameters
     ----------
@@ -71,9 +71,8 @@ def alibi_slopes(num_heads: int) -> NDArray[np.float32]:
     Returns
     -------
     ndarray of float32, (num_heads,)
-        For n heads, a power of two, ``2 ** (-8 i / n)`` with i from 1 to n. For another number: the slopes of
-        the next lower power of two n, then every second slope of 2 n, as in the authors' code [1]_, BLOOM
-        and MPT.
+        ``2 ** (-8 i / n)``, i from 1 to n, for n heads, a power of two. Otherwise the slopes of the next
+        lower power of two n, then every second slope of 2 n, as in the authors' code [1]_, BLOOM and MPT.
 
     Raises
     ------
@@ -102,7 +101,7 @@ def t5_buckets(
     bidirectional: bool = True,
     q_offset: int | None = None,
 ) -> NDArray[np.int64]:
-    """T5's bucket of each pair of a query and a key, which depends on their distance.
+    """T5 bucket of each query and key, by their distance.
 
     Parameters
     ----------
@@ -111,29 +110,27 @@ def t5_buckets(
     num_buckets : int, default 32
         Number of buckets: at least 2, or 4 if `bidirectional`.
     max_distance : int, default 128
-        All distances from this one on share the last bucket. It exceeds the distances that have a bucket of
-        their own.
+        Distances from here on share the last bucket. It exceeds the distances with separate buckets.
     bidirectional : bool, default True
-        True, as in an encoder: the upper half of the buckets is for keys after the query. False, as in a
-        decoder: all keys after the query are in bucket 0.
+        True, as in encoders: the upper half of the buckets is for keys after the query. False, as in
+        decoders: all keys after the query are in bucket 0.
     q_offset : int, optional
-        Position of the first query, as in `attention`; default ``len_k - len_q``, so that the last query
-        stands at the last key. This is 0 in an encoder and the length of the cache in a decoder.
+        Position of the first query, as in `attention`; default ``len_k - len_q``, for the last query at the
+        last key: 0 in an encoder, the length of the cache in a decoder.
 
     Returns
     -------
     ndarray of int64, (len_q, len_k)
-        Numbers in ``[0, num_buckets)``: a read-only view of ``len_q + len_k - 1`` integers, one for each
-        diagonal.
+        In ``[0, num_buckets)``: a read-only view of ``len_q + len_k - 1`` integers, one per diagonal.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; nothing was computed.
+        If an argument does not fit, before anything is computed.
 
     Notes
     -----
-    One direction has n buckets. Each distance below ``n // 2`` has its own; the other buckets are spaced
+    Of the n buckets of one direction, the first ``n // 2`` are single distances; the others are spaced
     logarithmically up to `max_distance` [1]_.
 
     References
@@ -156,7 +153,7 @@ def t5_bias(
     bidirectional: bool = True,
     q_offset: int | None = None,
 ) -> NDArray[Any]:
-    """T5's relative bias for ``attention(bias=...)``, in O(heads * (len_q + len_k)) memory.
+    """T5 relative bias for ``attention(bias=...)``, in O(heads * (len_q + len_k)) memory.
 
     Parameters
     ----------
@@ -168,18 +165,17 @@ def t5_bias(
     Returns
     -------
     ndarray, (heads, len_q, len_k)
-        ``table[t5_buckets(...)]`` with the heads first, in table's dtype. It is a read-only view of an array
+        ``table[t5_buckets(...)]`` with heads first, in table's dtype: a read-only view of an array
         (heads, len_q + len_k - 1), which `attention` reads in place.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; nothing was computed.
+        If an argument does not fit, before anything is computed.
 
     Notes
     -----
-    T5 does not scale its scores: ``attention(q, k, v, bias=bias, scale=1.0)``. Its cross-attention has no
-    bias.
+    T5 does not scale scores: ``attention(q, k, v, bias=bias, scale=1.0)``. Its cross-attention has no bias.
     """
     rows = float_array("table", table)
     if rows.ndim != 2:

@@ -1,6 +1,6 @@
 """Rotary positions (RoPE): tables of cos and sin, and the rotation of queries and keys by them.
 
-Pair k of a vector's dimensions is turned by the angle ``position * inv_freq[k]``. The product of a query and
+Pair k of a vector's dimensions is rotated by the angle ``position * inv_freq[k]``. The product of a query and
 a key then depends only on the distance between them. `_rotary_scaling.py` computes the frequencies.
 """
 
@@ -23,32 +23,32 @@ from fastattn.positions._rotary_scaling import RopeFrequencies
 def rope_tables(
     positions: ArrayLike, frequencies: RopeFrequencies, dtype: DTypeLike = np.float32
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Tables of cos and sin for `apply_rope`.
+    """Cos and sin tables for `apply_rope`.
 
     Parameters
     ----------
     positions : array_like of int, (length,) or (..., length)
-        Position of each query or key: ``np.arange(length)``, or with a cache the same from ``cache.length``.
+        Position of each query or key: ``np.arange(length)``, with a cache from ``cache.length`` on.
     frequencies : RopeFrequencies
         From `rope_frequencies`.
     dtype : dtype, default float32
-        dtype of the tables; angles are computed in float64. `apply_rope` reads float32 without a conversion,
-        and float64 if it rotates float64.
+        dtype of the tables, computed in float64. `apply_rope` reads float32 (float64 for float64 x) without
+        conversion.
 
     Returns
     -------
     cos, sin : ndarray, (..., length, rotary_dim / 2)
-        ``attention_factor * cos(position * inv_freq)``, and the same with sin.
+        ``attention_factor * cos(position * inv_freq)``, and sin.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; nothing was computed.
+        If an argument does not fit, before anything is computed.
 
     Notes
     -----
-    Implementations that compute angles in float32 differ from these tables: at position 100,000 their
-    cosines are off by up to 0.007 (base 10000, 128 dimensions).
+    Implementations with float32 angles differ: at position 100,000 their cosines are off by up to 0.007
+    (base 10000, 128 dimensions).
 
     Examples
     --------
@@ -83,13 +83,13 @@ def apply_rope(
     x : array_like, (..., heads, length, head_dim)
         float32, float64, float16 or bfloat16, in any strides. A 2-D array is one head.
     cos, sin : array_like, (length, rotary_dim / 2) or (..., length, rotary_dim / 2)
-        From `rope_tables`; all heads share them. Leading dimensions broadcast to x's, without the heads.
+        From `rope_tables`, shared by all heads. Leading dimensions broadcast to x's, without the heads.
     interleaved : bool, default False
-        Which of the ``r = 2 * cos.shape[-1]`` dimensions form a pair: k and k + r/2 (Llama, GPT-NeoX and most
-        models in Hugging Face's form), or if True 2k and 2k + 1 (RoFormer, GPT-J, Llama in Meta's form).
+        Pairs of the ``r = 2 * cos.shape[-1]`` dimensions: k and k + r/2 (Llama, GPT-NeoX and most models in
+        Hugging Face format), or if True 2k and 2k + 1 (RoFormer, GPT-J, Llama in Meta's format).
     out : ndarray, optional
-        Array for the result, with x's shape and dtype and a contiguous last axis: x itself, to rotate in
-        place, or an array that shares no memory with an input.
+        Array for the result, with x's shape and dtype and a contiguous last axis: x itself (in place), or one
+        that shares no memory with an input.
 
     Returns
     -------
@@ -99,11 +99,11 @@ def apply_rope(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; nothing was computed.
+        If an argument does not fit, before anything is computed.
 
     Notes
     -----
-    Computed in float32, for float64 in float64; tables of another dtype are converted.
+    Computed in float32 (float64 for float64); tables of another dtype are converted.
 
     References
     ----------

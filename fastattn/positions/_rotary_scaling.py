@@ -63,20 +63,19 @@ def rope_frequencies(
     Parameters
     ----------
     rotary_dim : int
-        Number of dimensions of a head that are rotated, even: ``head_dim``, or less where rotation is partial
-        (``int(head_dim * partial_rotary_factor)``).
+        Rotated dimensions of a head, even: ``head_dim``, or ``int(head_dim * partial_rotary_factor)``.
     base : float, optional
-        Above 1; configs call it ``rope_theta``. Default: the one in `scaling`, or without a scaling 10000, as
-        in the paper. A scaling needs one of the two: older configs have ``rope_theta`` beside the dict, and
-        10000 in its place would silently be wrong.
+        Above 1; ``rope_theta`` in configs. Default: that of `scaling`, or 10000 without a scaling, as in the
+        paper. A scaling needs one of the two: older configs have ``rope_theta`` beside the dict, where a
+        default of 10000 would silently be wrong.
     scaling : mapping, optional
-        ``rope_scaling`` or ``rope_parameters`` of a Hugging Face config, unchanged. Its type is under
-        ``rope_type`` or, in older configs, ``type``. The types, their required keys and [optional keys]:
+        ``rope_scaling`` or ``rope_parameters`` of a Hugging Face config, unchanged, with its type in
+        ``rope_type`` or ``type`` (older configs). Types, required keys and [optional keys]:
 
         - ``default``
         - ``linear``: factor. Position interpolation [2]_
         - ``ntk``: factor. NTK-aware: base becomes ``base * factor ** (d / (d - 2))`` [3]_
-        - ``dynamic``: factor. NTK-aware, with a factor that grows with `seq_len` once that exceeds
+        - ``dynamic``: factor. NTK-aware, with a factor that grows with `seq_len` beyond
           `max_position_embeddings`
         - ``yarn``: original_max_position_embeddings [factor, attention_factor, beta_fast, beta_slow, mscale,
           mscale_all_dim, truncate] [3]_
@@ -84,18 +83,18 @@ def rope_frequencies(
         - ``longrope``: short_factor, long_factor, original_max_position_embeddings [factor,
           attention_factor] [5]_; long_factor applies where `seq_len` exceeds
           original_max_position_embeddings
-        - ``proportional``: [partial_rotary_factor, factor]; `rotary_dim` is the whole head, and the
-          frequencies behind its rotated part are 0
+        - ``proportional``: [partial_rotary_factor, factor]; `rotary_dim` is the whole head, and
+          frequencies after its rotated part are 0
 
-        A key whose value is None counts as left out. Every type accepts ``rope_theta``, and also
-        ``partial_rotary_factor``, which `rotary_dim` already accounts for. Add keys that a model keeps beside
+        Keys of None are ignored. Every type accepts ``rope_theta`` and ``partial_rotary_factor``, which
+        `rotary_dim` includes. Add keys that a model keeps beside
         the dict (``original_max_position_embeddings`` of Phi-3).
     max_position_embeddings : int, optional
-        From the config. ``dynamic`` requires it. ``yarn`` and ``longrope`` require it if they have no factor:
-        the factor is then its ratio to original_max_position_embeddings.
+        From the config. Required by ``dynamic``, and by ``yarn`` and ``longrope`` without factor, which is
+        then its ratio to original_max_position_embeddings.
     seq_len : int, optional
-        Length of the sequence: the largest position + 1. ``dynamic`` and ``longrope`` require it; the other
-        types ignore it.
+        Length of the sequence: the largest position + 1. Required by ``dynamic`` and ``longrope``, ignored by
+        other types.
 
     Returns
     -------
@@ -106,13 +105,12 @@ def rope_frequencies(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit, or `scaling` has an unknown type, lacks a required key, or has a key that
-        its type does not use.
+        If an argument does not fit, or `scaling` has an unknown type, or missing or unused keys.
 
     Notes
     -----
-    Where frequencies depend on `seq_len`, cached keys that were rotated for another `seq_len` do not match
-    new queries. Compute the frequencies once for the longest sequence, or rotate the cached keys again.
+    Where frequencies depend on `seq_len`, cached keys rotated for another one do not match new queries.
+    Compute frequencies once for the longest sequence, or rotate the cached keys again.
 
     References
     ----------
