@@ -1,4 +1,4 @@
-"""``python -m bench``: whole suites, from a checkout."""
+"""``python -m bench``: whole suites, records of them, and other measurements, from a checkout."""
 
 from __future__ import annotations
 
@@ -6,24 +6,36 @@ import argparse
 import json
 import secrets
 import sys
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import fastattn
-from bench import SUITES, plot
+from bench import SUITES
 from bench.suite import NoRows, Request, run, text
+from fastattn._bench.harness import brief
 from fastattn._regular_files import replaced
 
 ENGINES = tuple(dict.fromkeys(name for suite in SUITES.values() for name in suite.engines))
 DTYPES = tuple(dict.fromkeys(dtype for suite in SUITES.values() for dtype in suite.dtypes))
+# Modules with options of their own; those of the second line time fastattn alone, or beside one library.
+OTHERS = {
+    "record": "rows of docs/performance.md on this CPU, to bench/results/",
+    "report": "docs/performance.md and its picture, from bench/results/",
+}
 
 
 def main() -> int:
     """Run the command line; returns the exit status."""
+    if sys.argv[1:2] and sys.argv[1] in OTHERS:
+        status: int | None = import_module(f"bench.{sys.argv[1]}").main(sys.argv[2:])
+        return status or 0
     kinds = "\n".join(f"  {name:12} {suite.minutes}" for name, suite in SUITES.items())
+    others = "\n".join(f"  {name:13} {what}" for name, what in OTHERS.items())
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description=f"Time fastattn beside other libraries. Suites, and how long each takes:\n{kinds}",
+        epilog=f"Other commands, each with a --help:\n{others}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     option = parser.add_argument
@@ -42,9 +54,6 @@ def main() -> int:
         help="write everything that was measured; a list of it, of suites",
     )
     option(
-        "--plot", type=Path, metavar="FILE.png", help="draw the ratios to the peers of one suite (matplotlib)"
-    )
-    option(
         "--seed", type=int, default=secrets.randbelow(10**6), metavar="N", help="of inputs and fresh shapes"
     )
     options = parser.parse_args()
@@ -54,8 +63,6 @@ def main() -> int:
             parser.error(f"no suite {name!r}; there are {', '.join(SUITES)}")
         if options.dtype not in (None, *SUITES[name].dtypes):
             parser.error(f"{name} has no {options.dtype}: {', '.join(SUITES[name].dtypes)}")
-    if options.plot and len(names) > 1:
-        parser.error("--plot draws one suite")
     results = []
     for name in names:
         time = SUITES[name].minutes if options.seconds is None else f"about {options.seconds} seconds"
@@ -67,7 +74,7 @@ def main() -> int:
                 results.append(
                     run(
                         name, SUITES[name], request, only=options.only, peers=options.peers or (),
-                        seconds=options.seconds, threads=options.threads,
+                        effort=brief(options.seconds) if options.seconds else None, threads=options.threads,
                     )
                 )  # fmt: skip
             except NoRows as error:
@@ -76,8 +83,6 @@ def main() -> int:
     if options.json:
         with replaced(options.json) as file:
             file.write_text(json.dumps(results if len(results) > 1 else results[0], indent=1) + "\n")
-    if options.plot:
-        plot.draw(results[0], options.plot)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The bench as a picture: how many times faster fastattn is than each peer, for calls that people make."""
+"""The picture of a CPU's results: how many times faster fastattn is than each peer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from fastattn._bench.attention import TINY, plan
 from fastattn._bench.harness import Json
-from fastattn._bench.report import RUNTIMES, said_if_busy, subject, subject_name
 from fastattn._regular_files import replaced
 
+# Rows of the suite "attention", as users know them.
+CALLS = {
+    "no mask 1,12,128,128,64, float32": "12 heads, 128 tokens",
+    "no mask 8,12,128,128,32, float32": "8 texts, 12 heads, 128 tokens",
+    "no mask 1,12,512,512,64, float32": "12 heads, 512 tokens",
+    "no mask 1,8,2048,2048,64, float32": "8 heads, 2048 tokens",
+    "causal 1,12,512,512,64, float32": "12 heads, 512 tokens, causal",
+    "causal 1,8,2048,2048,128, float32": "8 heads, 2048 tokens, causal",
+    "grouped heads 1,32:8,1,4096,128, float32": "32 heads (8 of keys), next token of 4096",
+    "no mask 8,12,1,1024,64, float32": "8 texts, 12 heads, next token of 1024",
+}
 COLOURS = {
     "onnxruntime": "#2f6fb7",
     "OpenVINO": "#2e9e6b",
@@ -26,67 +35,46 @@ LEGEND = {"frameon": False, "fontsize": 8, "handlelength": 1.2, "ncols": 2, "ali
 LEGEND["title_fontproperties"] = {"size": 12, "weight": "bold"}
 
 
-def draw(report: Json, path: Path) -> None:
-    """Write a PNG of the minute's float32 rows, or of a suite's first section where it has none of these."""
+def draw(cpu: str, data: Json, path: Path) -> None:
+    """Write a PNG of the results of a CPU, whose name in words is `cpu`."""
     with replaced(path) as file:
-        picture(report).savefig(file, format="png")
+        picture(cpu, data).savefig(file, format="png")
 
 
-def picture(report: Json) -> Any:
+def picture(cpu: str, data: Json) -> Any:
     """The figure that `draw` writes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    usual = _usual()
-    rows = sorted(
-        (row for row in report["rows"] if _key(row) in usual), key=lambda row: usual.index(_key(row))
-    )
-    rows = rows or [row for row in report["rows"] if row["section"] == report["rows"][0]["section"]]
-    others = report["engines"].keys() - {subject(report)}
-    bars = [label for label in COLOURS if RUNTIMES[label][0] in others]
+    known = {row["row"]: row for row in data["rows"] if row["suite"] == "attention"}
+    rows = {words: known[name] for name, words in CALLS.items() if name in known}
+    bars = [label for label in COLOURS if any(label in row["ratios"] for row in rows.values())]
     height = 2 + len(rows) * (LABEL + THICK * len(bars))
     figure = Figure(figsize=(WIDE, height), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
-    _panel(figure.subplots(), rows, subject(report), bars)
-    _words(figure, report, rows, bars)
+    _panel(figure.subplots(), rows, bars)
+    versions = {name: version for row in rows.values() for name, version in row["versions"].items()}
+    names = {label: f"than {label} {versions.get(label, '')}".rstrip() for label in bars}
+    names["fallback"] = "than its NumPy fallback"
+    patches = [Patch(color=COLOURS[label], label=names[label]) for label in bars]
+    heading = "How many times faster fastattn is"
+    figure.legend(handles=patches, title=heading, loc="outside upper left", **LEGEND)
+    day = max(row["date"] for row in rows.values())
+    words = f"Attention, float32, {cpu}, {data['threads']} threads, {day}: python -m bench record attention"
+    figure.supxlabel(textwrap.fill(words, 80), fontsize=7.5, color=GREY, x=0.02, ha="left")
     return figure
 
 
-def _key(row: Json) -> tuple[str, str, str]:
-    return row["dtype"], row["variant"], row["shape"]["name"]
-
-
-def _usual() -> list[tuple[str, str, str]]:
-    problems = [problem for of_title in plan().values() for problem in of_title]
-    return [(x.dtype, x.variant, x.name) for x in problems if x.dtype == "float32" and x.shape != TINY]
-
-
-def in_words(row: Json) -> str:
-    """The call of a row, as "12 heads, 512 tokens, causal"; the shape's name where it has no such sizes."""
-    shape, variant = row["shape"], row["variant"]
-    if "len_q" not in shape:
-        return str(shape["name"])
-    heads, heads_kv, tokens = shape["heads_q"], shape["heads_kv"], f"{shape['len_q']} tokens"
-    if shape["len_q"] == 1:
-        tokens = f"next token of {shape['len_k']}"
-    elif shape["len_q"] != shape["len_k"]:
-        tokens += f" to {shape['len_k']}"
-    parts = [f"{heads} heads" + f" ({heads_kv} of keys)" * (heads != heads_kv), tokens]
-    texts = [f"{shape['batch']} texts"] if shape["batch"] > 1 else []
-    return ", ".join(texts + parts + [variant.replace("_", " ")] * (variant != "plain"))
-
-
-def _panel(axis: Any, rows: list[Json], own: str, bars: list[str]) -> None:
+def _panel(axis: Any, rows: dict[str, Json], bars: list[str]) -> None:
     """A group of bars for each row, below its words; each bar from 1 to a peer's time divided by our own."""
     pitch = LABEL + THICK * len(bars)
-    for i, row in enumerate(rows):
-        times = {name: answer["seconds"] for name, answer in row["engines"].items() if "seconds" in answer}
-        axis.annotate(in_words(row), (1, i * pitch + LABEL), (3, 0), textcoords="offset points", fontsize=8.5)
+    for i, (words, row) in enumerate(rows.items()):
+        axis.annotate(words, (1, i * pitch + LABEL), (3, 0), textcoords="offset points", fontsize=8.5)
         for index, label in enumerate(bars):
-            measured = [times[name] for name in RUNTIMES[label] if name in times]
-            if own not in times or not measured:
+            if label not in row["ratios"]:
                 continue
-            ratio, y = min(measured) / times[own], i * pitch + LABEL + (index + 0.8) * THICK
+            ratio, y = row["ratios"][label], i * pitch + LABEL + (index + 0.8) * THICK
             axis.barh(y, ratio - 1, left=1, height=THICK * 0.88, color=COLOURS[label])
             number = f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
             look = {"textcoords": "offset points", "va": "center", "fontsize": 7, "color": GREY}
@@ -104,21 +92,3 @@ def _panel(axis: Any, rows: list[Json], own: str, bars: list[str]) -> None:
     axis.set_axisbelow(True)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-
-
-def _words(figure: Any, report: Json, rows: list[Json], bars: list[str]) -> None:
-    """Title and legend above the panel, machine and command below it."""
-    from matplotlib.patches import Patch
-
-    config, engines = report["config"], report["engines"]
-    names = {label: f"than {label} {engines[RUNTIMES[label][0]]['version']}" for label in bars}
-    patches = [Patch(color=COLOURS[label], label=name) for label, name in names.items()]
-    title = f"How many times faster {subject_name(report)} is"
-    figure.legend(handles=patches, title=title, loc="outside upper left", **LEGEND)
-    setting = "".join(f"{key}={value} " for key, value in report["environment"].items())
-    kernels = f" ({config['isa']})" if subject(report) == "fastattn" else ""
-    machine = f"{rows[0]['dtype']}.  fastattn {config['version']}{kernels} on {report['machine']['cpu']}, "
-    said = [f"{machine}{report['threads']} threads.", f"{setting}{report['command']}", said_if_busy(report)]
-    figure.supxlabel(
-        "\n".join(textwrap.fill(x, 80) for x in said if x), fontsize=7.5, color=GREY, x=0.02, ha="left"
-    )

@@ -151,24 +151,24 @@ def run(
     *,
     only: str,
     peers: Iterable[str],
-    seconds: int | None,
+    effort: harness.Effort | None,
     threads: int,
+    keep: harness.Keep = lambda row, limits: None,
 ) -> Json:
-    """Measure a suite: all of it, or as much as `seconds` allow."""
+    """Measure a suite: all of it, or as much as `effort` allows; `keep` gets each row."""
     engines = {
         name: engine
         for name, engine in suite.engines.items()
         if engine.packages[0] == "fastattn" or not peers or name in peers
     }
-    effort = FULL if seconds is None else harness.brief(seconds)
     more = {
         "suite": title,
-        "full": request.full and seconds is None,
+        "full": request.full and effort is None,
         "seed": request.seed,
         "shapes": suite.shapes,
     }
     with naming(request.folder):
-        return harness.run(engines, chosen(suite.plan(request), only), effort, threads, **more)
+        return harness.run(engines, chosen(suite.plan(request), only), effort or FULL, threads, keep, **more)
 
 
 def text(result: Json) -> str:

@@ -70,7 +70,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
-html_sidebars = {page: [] for page in ("index", "tutorial", "benchmarks")}
+html_sidebars = {page: [] for page in ("index", "tutorial")}
 html_theme_options = {
     "logo": {"text": html_title},
     "header_links_before_dropdown": 7,

@@ -28,6 +28,7 @@ from fastattn._engine import settings
 from fastattn._engine.cpus import CPUS
 
 Json = dict[str, Any]
+Keep = Callable[[Json, dict[str, Json]], None]
 CONTEXT = multiprocessing.get_context("spawn")
 
 # The largest error of a right answer: several times what any engine shows on standard normal inputs.
@@ -333,8 +334,18 @@ def brief(seconds: float) -> Effort:
     return Effort(seconds=0.05, rounds=15, most=1.0, total=seconds)
 
 
-def run(engines: dict[str, Engine], sections: Sections, effort: Effort, threads: int, **more: Any) -> Json:
-    """Measure all problems. Text, picture and ``--json`` are made from the result, which has `more`, too."""
+def run(
+    engines: dict[str, Engine],
+    sections: Sections,
+    effort: Effort,
+    threads: int,
+    keep: Keep = lambda row, limits: None,
+    **more: Any,
+) -> Json:
+    """Measure all problems. Text and ``--json`` are made from the result, which has `more`, too.
+
+    `keep` is called with each row as soon as it is measured, and the limits by dtype.
+    """
     missing = {package for engine in engines.values() for package in engine.missing()}
     engines = {name: engine for name, engine in engines.items() if not engine.missing()}
     workers: dict[str, WorkerProcess] = {}
@@ -345,7 +356,7 @@ def run(engines: dict[str, Engine], sections: Sections, effort: Effort, threads:
                 workers[f"{name} {SINGLE}"] = WorkerProcess(engine, 1)
         for worker in workers.values():
             worker.ask("hello")  # from here on one process runs at a time
-        measured = _measure(workers, sections, effort)
+        measured = _measure(workers, sections, effort, keep)
     except BaseException:  # Ctrl-C, while some may still be importing
         for worker in workers.values():
             worker.process.kill()
@@ -370,7 +381,9 @@ def run(engines: dict[str, Engine], sections: Sections, effort: Effort, threads:
     }
 
 
-def _measure(workers: dict[str, WorkerProcess], sections: Sections, effort: Effort) -> Json:
+def _measure(
+    workers: dict[str, WorkerProcess], sections: Sections, effort: Effort, keep: Keep
+) -> Json:
     """Facts that only the workers can tell."""
     try:
         from tqdm import tqdm as progress
@@ -391,6 +404,7 @@ def _measure(workers: dict[str, WorkerProcess], sections: Sections, effort: Effo
         rows.append(
             {"section": title, "shape": shape, **row, "engines": compare(workers, problem, effort, end)}
         )
+        keep(rows[-1], limits[0])
     limits.append(_limits(workers, dtypes))
     return {
         "limits": {  # other programs can only make a measured limit too low, so the higher one counts
