@@ -1,18 +1,6 @@
 """The suites of the bench, by name: ``python -m bench`` and ``pytest bench/`` run them from a checkout."""
 
-from bench import (
-    attention,
-    embeddings,
-    hybrids,
-    layers,
-    models,
-    normalisers,
-    optimize,
-    recurrent,
-    search,
-    training,
-    variants,
-)
+from bench import attention, embeddings, hybrids, layers, models, optimize, search, training, variants
 
 SUITES = {
     "attention": attention.SUITE,
@@ -20,9 +8,7 @@ SUITES = {
     "models": models.SUITE,
     "embeddings": embeddings.SUITE,
     "search": search.SUITE,
-    "recurrent": recurrent.SUITE,
     "hybrids": hybrids.SUITE,
-    "normalisers": normalisers.SUITE,
     "variants": variants.SUITE,
     "training": training.SUITE,
     "optimize": optimize.SUITE,

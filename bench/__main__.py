@@ -18,18 +18,24 @@ from fastattn._regular_files import replaced
 
 ENGINES = tuple(dict.fromkeys(name for suite in SUITES.values() for name in suite.engines))
 DTYPES = tuple(dict.fromkeys(dtype for suite in SUITES.values() for dtype in suite.dtypes))
-# Modules with options of their own; those of the second line time fastattn alone, or beside one library.
+# Modules that have other options.
 OTHERS = {
     "record": "rows of docs/performance.md on this CPU, to bench/results/",
     "report": "docs/performance.md and its picture, from bench/results/",
+    "ratios": "variants, statistics and masks beside plain attention",
+    "measure": "shares of the peak and of the bandwidth on one thread, and of Python in a layer",
+    "products": "ops.linear in every type, many rows and few",
+    "gguf": "language models of GGUF files, beside llama.cpp",
+    "quality": "what narrow weights cost: perplexity, cosines, retrieval",
+    "mteb": "MTEB tasks whose data is on disk, in several precisions",
 }
 
 
 def main() -> int:
     """Run the command line; returns the exit status."""
     if sys.argv[1:2] and sys.argv[1] in OTHERS:
-        status: int | None = import_module(f"bench.{sys.argv[1]}").main(sys.argv[2:])
-        return status or 0
+        import_module(f"bench.{sys.argv[1]}").main(sys.argv[2:])
+        return 0
     kinds = "\n".join(f"  {name:12} {suite.minutes}" for name, suite in SUITES.items())
     others = "\n".join(f"  {name:13} {what}" for name, what in OTHERS.items())
     parser = argparse.ArgumentParser(

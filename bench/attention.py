@@ -6,15 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.suite import (
-    PREFILL,
-    SHAPES,
-    Request,
-    Suite,
-    grouped,
-    has_bfloat16,
-    refuse_dense,
-)
+from bench.suite import PREFILL, SHAPES, Request, Suite, grouped, has_bfloat16, refuse_dense
 from fastattn import functional, masks
 from fastattn._bench import attention, runtimes
 from fastattn._bench.attention import TINY, AttentionProblem, shape_of

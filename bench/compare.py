@@ -26,7 +26,7 @@ def calls() -> dict[str, Call]:
     import numpy as np
 
     import fastattn
-    from fastattn import functional, layers, ops
+    from fastattn import functional, grad, layers, ops
 
     rng = np.random.default_rng(0)
 
@@ -84,6 +84,8 @@ def calls() -> dict[str, Call]:
         "linear, 1 row, int8": linear(1, 2048, 2048, "int8"),
         "linear, 512 rows": linear(512, 1024, 1024, "float32"),
         "layer_norm": lambda: ops.layer_norm(rows, ones, ones),
+        "layer_norm, gradients": lambda: grad.layer_norm(rows, rows, ones),
+        "gelu, gradient": lambda: grad.activate(rows, rows, "gelu"),
         "softmax": lambda: ops.softmax(rows),
         "encoder layer, 16": lambda: encoder(small),
         "encoder layer, 8 x 128": lambda: encoder(large),

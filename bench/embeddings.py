@@ -29,17 +29,9 @@ from bench.graphs import (
     demand_integers,
     openvino_calibrated,
     refuse_without_nncf,
-    session_options,
 )
 from bench.models import DTYPES, INT8_BFLOAT16, onnx_int8, torch_int8
-from bench.suite import (
-    INT8_INPUTS,
-    Request,
-    Suite,
-    WeightProblem,
-    mean_cosine,
-    peak_memory,
-)
+from bench.suite import INT8_INPUTS, Request, Suite, WeightProblem, mean_cosine, peak_memory
 from fastattn import models
 from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
@@ -315,8 +307,10 @@ def onnxruntime(problem: TextProblem, threads: int) -> dict[str, Way]:
     """Both graphs."""
 
     def session(path: str, streams: int, each: int) -> Compute:
-        kind, providers = import_module("onnxruntime").InferenceSession, ["CPUExecutionProvider"]
-        made = kind(path, session_options(each), providers=providers)
+        library = import_module("onnxruntime")
+        options = library.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = each, 4
+        made = library.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         wanted = {value.name for value in made.get_inputs()}
 
         def compute(ids: Array, mask: Array) -> Array:
@@ -400,101 +394,29 @@ def ctranslate2(problem: TextProblem, threads: int) -> dict[str, Way]:
     return _ways(problem, threads, {"": model}, 4, 8, 16)
 
 
-def fastembed(problem: TextProblem, threads: int) -> dict[str, Way]:
-    """A model of its own kind in a local folder. It keeps the order of texts: they are sorted before."""
-    paths = _onnx_files(problem)
-    for path in paths:
-        file(problem, path)
-    chosen = problem.texts()
-    order = sorted(range(len(chosen)), key=lambda i: -len(chosen[i]))
-    inverse, ordered = np.argsort(order), [chosen[i] for i in order]
-
-    def model(path: str) -> Any:
-        library = import_module("fastembed")
-        description = import_module("fastembed.common.model_description")
-        name = f"bench/{path}"
-        library.TextEmbedding.add_custom_model(
-            model=name,
-            pooling=description.PoolingType.MEAN,
-            normalization=True,
-            sources=description.ModelSource(hf=name),
-            dim=384,
-            model_file=path,
-        )
-        folder = str(file(problem, path).parents[1])
-        return library.TextEmbedding(name, specific_model_path=folder, threads=threads)
-
-    made = {}
-    for path in paths:
-        loaded = cache(partial(model, path))
-        for size in _sizes(problem, 8, 32):  # its default, 256, is far slower
-
-            def call(size: int = size, loaded: Any = loaded) -> Array:
-                return np.stack(list(loaded().embed(ordered, batch_size=size)))[inverse]
-
-            made[f"{path}, batches of {size}"] = Way(call, load=loaded)
-    return made
-
-
 def sentence_transformers(problem: TextProblem, threads: int) -> dict[str, Way]:
-    """Encoder on torch; in int8 by torch's dynamic quantisation."""
+    """Encoder on torch; in int8 by torch's dynamic quantisation. It sorts by length."""
     if problem.dtype == "int8" and problem.rest == "bfloat16":
         raise Unsupported("quantises a model in float32")
 
-    def model() -> Any:
+    @cache
+    def loaded() -> Any:
         torch = runtimes.torch_inference(threads)
-        made = _sentence_transformer(problem, "torch", {"torch_dtype": getattr(torch, problem.rest)})
-        return torch_int8(made) if problem.dtype == "int8" else made
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        import_module("transformers").logging.set_verbosity_error()
+        kind = import_module("sentence_transformers").SentenceTransformer
+        options = {"torch_dtype": getattr(torch, problem.rest)}
+        model = kind(str(problem.folder()), device="cpu", model_kwargs=options)
+        return torch_int8(model) if problem.dtype == "int8" else model
 
-    return _sentence_ways(problem, {"": model})
-
-
-def sentence_transformers_onnx(problem: TextProblem, threads: int) -> dict[str, Way]:
-    def model(path: str) -> Any:
-        more = {"file_name": path, "provider": "CPUExecutionProvider"}
-        more["session_options"] = session_options(threads)
-        return _sentence_transformer(problem, "onnx", more)
-
-    paths = _onnx_files(problem)
-    for path in paths:
-        file(problem, path)
-    return _sentence_ways(problem, {f"{path}, ": partial(model, path) for path in paths})
-
-
-def sentence_transformers_openvino(problem: TextProblem, threads: int) -> dict[str, Way]:
-    path = _openvino_file(problem)
-    file(problem, path)
-
-    def model() -> Any:
-        more = {"file_name": path, "ov_config": _openvino_settings(problem, 1, threads)}
-        return _sentence_transformer(problem, "openvino", more)
-
-    return _sentence_ways(problem, {"": model})
-
-
-def _sentence_transformer(problem: TextProblem, backend: str, options: dict[str, Any]) -> Any:
-    """The model of its own folder, or of the one with the runtimes' files."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import_module("transformers").logging.set_verbosity_error()
-    library = import_module("sentence_transformers")
-    folder = problem.folder()
-    if backend != "torch":
-        folder = file(problem, options["file_name"]).parents[1]
-    return library.SentenceTransformer(str(folder), device="cpu", backend=backend, model_kwargs=options)
-
-
-def _sentence_ways(problem: TextProblem, models: Mapping[str, Callable[[], Any]]) -> dict[str, Way]:
-    """It sorts by length; its default is 32 texts a batch."""
     chosen, made = problem.texts(), {}
-    for name, model in models.items():
-        loaded = cache(model)
-        for size in _sizes(problem, 8, 16, 32):
+    for size in _sizes(problem, 8, 16, 32):  # its default is 32 texts a batch
 
-            def call(size: int = size, loaded: Any = loaded) -> Array:
-                vectors = loaded().encode(chosen, batch_size=size, show_progress_bar=False)
-                return np.asarray(vectors, np.float32)
+        def call(size: int = size) -> Array:
+            vectors = loaded().encode(chosen, batch_size=size, show_progress_bar=False)
+            return np.asarray(vectors, np.float32)
 
-            made[f"{name}batches of {size}"] = Way(call, load=loaded)
+        made[f"batches of {size}"] = Way(call, load=loaded)
     return made
 
 
@@ -535,18 +457,7 @@ ENGINES = {
     "ort": Engine(_ONNX, onnxruntime, "onnxruntime, torch's export, as it is and optimised"),
     "openvino": Engine(("openvino", *_TORCH), openvino, "OpenVINO, torch's graph"),
     "ct2": Engine(("ctranslate2", *_TORCH), ctranslate2, "CTranslate2, its own converter"),
-    "fastembed": Engine(("fastembed", *_ONNX), fastembed, "fastembed, the files of ort"),
     "st": Engine(("sentence_transformers",), sentence_transformers, "sentence-transformers on torch"),
-    "st-onnx": Engine(
-        ("sentence_transformers", "optimum", *_ONNX),
-        sentence_transformers_onnx,
-        "the same on onnxruntime, by the files of ort",
-    ),
-    "st-ov": Engine(
-        ("sentence_transformers", "optimum", "openvino", *_TORCH),
-        sentence_transformers_openvino,
-        "the same on OpenVINO, by the files of openvino",
-    ),
 }
 
 

@@ -51,18 +51,6 @@ LLAMA = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-
-# Of a model with experts, of which a token passes four in each layer.
-MIXTRAL = {
-    **LLAMA,
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "hidden_size": 1024,
-    "intermediate_size": 512,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "num_experts_per_tok": 4,
-}
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I64": np.int64}
 _PERIOD = 1_000_003  # The random numbers repeat after a prime, so that no two rows of a weight are the same.
 _STD = 0.02
@@ -85,12 +73,6 @@ def llama(scratch: Path, layers: int, vocab: int) -> Path:
     """The folder of a model like Llama 3.2 1B, whose 16 layers and 128256 words make 1.24e9 weights."""
     config = {**LLAMA, "num_hidden_layers": layers, "vocab_size": vocab}
     return write(scratch / f"llama-{layers}-{vocab}", config, llama_shapes(config))
-
-
-def mixtral(scratch: Path, layers: int, vocab: int, experts: int) -> Path:
-    """The folder of a Mixtral with small experts; 8 layers of 32 and 32000 words make 4.6e8 weights."""
-    config = {**MIXTRAL, "num_hidden_layers": layers, "vocab_size": vocab, "num_local_experts": experts}
-    return write(scratch / f"mixtral-{layers}-{vocab}-{experts}", config, llama_shapes(config))
 
 
 def bert_shapes(config: Json) -> dict[str, tuple[int, ...]]:
@@ -119,7 +101,7 @@ def bert_shapes(config: Json) -> dict[str, tuple[int, ...]]:
 
 
 def llama_shapes(config: Json) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a Llama, or a Mixtral, whose output layer is its embedding."""
+    """The shape of every tensor of a Llama whose output layer is its embedding."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -136,31 +118,9 @@ def llama_shapes(config: Json) -> dict[str, tuple[int, ...]]:
             f"{layer}.input_layernorm.weight": (hidden,),
             f"{layer}.post_attention_layernorm.weight": (hidden,),
         }
-        if config["model_type"] == "llama":
-            maps = {f"{layer}.mlp.{name}_proj": name == "down" for name in ("gate", "up", "down")}
-        else:
-            mixed, experts = f"{layer}.block_sparse_moe", config["num_local_experts"]
-            shapes[f"{mixed}.gate.weight"] = experts, hidden
-            maps = {f"{mixed}.experts.{e}.w{n}": n == 2 for e in range(experts) for n in (1, 2, 3)}
-        for name, is_last in maps.items():
-            shapes[f"{name}.weight"] = (hidden, inner) if is_last else (inner, hidden)
+        for name in ("gate", "up", "down"):
+            shapes[f"{layer}.mlp.{name}_proj.weight"] = (hidden, inner) if name == "down" else (inner, hidden)
     return shapes
-
-
-def with_words(folder: Path, words: list[str]) -> Path:
-    """A folder beside it that has the same model and a tokenizer of these words, as CTranslate2 asks for."""
-    tokenizers, made = import_module("tokenizers"), folder.with_name(f"{folder.name}-words")
-    made.mkdir(exist_ok=True)
-    for path in folder.iterdir():
-        if not Path(made, path.name).exists():
-            Path(made, path.name).symlink_to(path.resolve())
-    vocabulary = {word: i for i, word in enumerate(words)}
-    model = tokenizers.models.WordLevel(vocabulary, unk_token=words[0])
-    tokenizers.Tokenizer(model).save(str(Path(made, "tokenizer.json")))
-    names = {f"{name}_token": words[0] for name in ("unk", "bos", "eos")}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    Path(made, "tokenizer_config.json").write_text(json.dumps(settings))
-    return made
 
 
 def read_config(folder: Path) -> Json:

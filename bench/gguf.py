@@ -1,7 +1,6 @@
 """Measure language models of GGUF files: a Llama of 3.2 1B's shape, of random blocks, beside llama.cpp.
 
-    python -m bench.gguf [--types Q4_K_M Q8_0] [--layers 16] [--threads 2] [--rounds 3] [--llama-cpp PROGRAM]
-    python -m bench.gguf --load [--types Q4_K Q6_K Q8_0] ...
+    python -m bench gguf [--types Q4_K_M Q8_0] [--layers 16] [--threads 2] [--rounds 3] [--llama-cpp PROGRAM]
 
 Loading, prompts of 512 and 2000 tokens, a token after 16 and after 2000, and a token of each of eight
 sequences after 16, in milliseconds: medians of rounds in which the engines take turns, each in a process of
@@ -9,22 +8,15 @@ its own. The last line of a type is the shortest time in which a loop that only 
 from memory. fastattn runs with inputs as they are, and rounded to int8 as llama.cpp rounds them; in BF16
 and F32 in the file's type. PROGRAM is bench/llama_cpp.cpp, which says how it is built. The vocabulary has
 32,064 tokens, and the output layer is the table of tokens.
-
-With --load, loading beside reading: so many threads read the file from the page cache into new memory, and in
-turn the model is loaded. Medians of rounds, of their ratio, too; and the most memory that the process had at
-a time, without that of its imports, over the bytes of the weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,73 +112,14 @@ def times(path: str, threads: int, **how: Any) -> list[float]:
     return [1e3 * x for x in (loaded, *prompts, *tokens, limit)]
 
 
-def read(path: str, threads: int) -> int:
-    """Read a whole file into new memory, by several threads; returns its size."""
-    data, piece = np.empty(os.stat(path).st_size, np.uint8).data, 1 << 22
-    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(threads) as pool:
-        begins = range(0, len(data), piece)
-        return sum(pool.map(lambda at: os.preadv(file.fileno(), [data[at : at + piece]], at), begins))
-
-
-def most_memory() -> int:
-    """Bytes that this process had at most; what getrusage says is also its parent's."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
-
-
-def load_times(path: str, threads: int, rounds: int) -> list[float]:
-    """Milliseconds of loading and of reading, their ratio, and the peak of memory over the weights' bytes."""
-    import fastattn
-    from fastattn import models
-    from fastattn._args.packed import PackedLinear
-
-    fastattn.set_num_threads(threads)
-    before = most_memory()
-    model: Any = models.load(path)
-    peak = most_memory() - before
-    made = (x.parameter for x in model.origin.parameters)
-    weights = sum(x.nbytes for x in made if isinstance(x, PackedLinear))
-    del model, made
-    found = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        model = models.load(path)
-        loaded = time.perf_counter()
-        del model
-        begun = time.perf_counter()
-        read(path, threads)
-        found.append([1e3 * (loaded - start), 1e3 * (time.perf_counter() - begun)])
-    times = np.array(found)
-    return [*np.median(times, axis=0), float(np.median(times[:, 0] / times[:, 1])), peak / weights]
-
-
-def load(given: argparse.Namespace) -> None:
-    """Print a line for each type: loading beside reading."""
-    print(f"{'':8}{'load':>13}{'read':>13}{'ratio':>8}{'memory':>8}")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.gguf"
-        for kind in given.types:
-            write_model(path, kind, given.layers)
-            call = f"load_times({str(path)!r}, {given.threads}, {given.rounds})"
-            command = [sys.executable, "-c", f"from bench.gguf import load_times; print(*{call})"]
-            out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            loaded, read, ratio, peak = map(float, out.split())
-            print(f"{kind:8}{loaded:10.1f} ms{read:10.1f} ms{ratio:8.2f}{peak:8.2f}", flush=True)
-
-
-def main() -> None:
-    """Print a line for each type and engine."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gguf", description=__doc__.partition("\n")[0])
+def main(words: list[str]) -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(prog="python -m bench gguf", description=__doc__.partition("\n")[0])
     parser.add_argument("--types", nargs="+", default=["Q4_K_M", "Q8_0", "Q4_0", "BF16"])
     for name, default in (("layers", 16), ("threads", 2), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--llama-cpp", metavar="PROGRAM")
-    parser.add_argument("--load", action="store_true", help="loading beside reading the file, and memory")
-    given = parser.parse_args()
-    if given.load:
-        load(given)
-        return
+    given = parser.parse_args(words)
     print(f"{'':28}" + "".join(f"{name:>16}" for name in COLUMNS))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
@@ -214,7 +147,3 @@ def main() -> None:
                 print(f"{kind:8}{name:20}{each}", flush=True)
             least = min(each for rounds in limits.values() for each in rounds)
             print(f"{kind:8}{'reading':20}{least:{13 + 16 * 3}.2f} ms", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -16,27 +16,6 @@ from fastattn._bench.cases import Array
 from fastattn._bench.harness import Unsupported, Way
 
 
-def onnxruntime_way(
-    model: bytes | str,
-    dtype: str,
-    threads: int,
-    feeds: Mapping[str, Array],
-    out: Array,
-    sizes: Mapping[str, int] = runtimes.NONE,
-) -> Way:
-    """A model in a dtype that onnxruntime has products of; for the others see `runtimes.onnxruntime_way`."""
-    if dtype == "bfloat16":
-        raise Unsupported("has no bfloat16 product on CPUs")
-    return runtimes.onnxruntime_way(model, threads, feeds, out, sizes=sizes)
-
-
-def session_options(threads: int) -> Any:
-    """Options of onnxruntime: so many threads, and silence."""
-    options = import_module("onnxruntime").SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 4
-    return options
-
-
 def bert_exported(folder: Path, path: Path, inputs: Sequence[str], out: str) -> None:
     """Write the graph of a folder's BERT as torch exports it, for any batch and length.
 

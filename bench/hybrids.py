@@ -1,4 +1,4 @@
-"""The suite "hybrids": what hybrid models compute between their attentions, beside transformers on torch."""
+"""The suite "hybrids": linear attention, and what hybrid models compute, beside transformers on torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fastattn._bench.harness import Engine, Sections, Unsupported, Way, own_engi
 from fastattn.functional import linear_attention, mamba2_scan, selective_scan
 
 DTYPES = ("float32", "bfloat16")
-VARIANTS = ("conv", "gated_delta", "kimi_delta", "mamba2", "mamba")
+RULES = ("linear", "decay", "gated", "delta", "gated_delta", "kimi_delta")  # of `linear_attention`
+VARIANTS = ("conv", "mamba2", "mamba", *RULES)
 WIDTH, STATES, HEAD_STATES = 4, 16, 128  # of convolutions; of Mamba's states, a channel; of Mamba-2's, a head
 # transformers' functions: of a text, and of one token. The module has them by these names.
 NAMES = {
@@ -53,14 +54,15 @@ class HybridProblem(AttentionProblem):
         sizes = known.get(self.variant, heads)
         arrays = {name: normal((*tokens, *size)).astype(as_dtype(self.dtype)) for name, size in sizes.items()}
         more: dict[str, Array] = {}
-        if "delta" in self.variant:
+        if self.variant in RULES:
             k = arrays["k"].astype(np.float32)
             arrays["k"] = (k / np.linalg.norm(k, axis=-1, keepdims=True)).astype(arrays["k"].dtype)
-            dims = (s.head_dim,) if self.variant == "kimi_delta" else ()
-            step = self.decode
-            decays = 0.0 if step else -np.exp(normal((*tokens, s.heads_q, *dims)) - 2)
-            more["log_decay"] = np.broadcast_to(decays, (*tokens, s.heads_q, *dims))
-            more["beta"] = np.ones((*tokens, s.heads_q)) if step else uniform(0, 1, (*tokens, s.heads_q))
+            heads_of = (*tokens, s.heads_q)
+            if self.variant not in ("linear", "delta"):
+                gates = (*heads_of, s.head_dim) if self.variant in ("gated", "kimi_delta") else heads_of
+                more["log_decay"] = np.zeros(gates) if self.decode else -np.exp(normal(gates) - 2)
+            if "delta" in self.variant:
+                more["beta"] = np.ones(heads_of) if self.decode else uniform(0, 1, heads_of)
         elif self.variant == "conv":
             more = {"weight": normal((channels, WIDTH)), "bias": normal(channels)}
         else:
@@ -94,23 +96,24 @@ class HybridProblem(AttentionProblem):
             whole = np.concatenate([state, x["x"]], axis=1)
             total = sum(x["weight"][:, w] * whole[:, w : w + length] for w in range(WIDTH)) + x["bias"]
             return np.asarray(total / (1 + np.exp(-total)), dtype)
-        step = np.logaddexp(0, x["dt"] + x["dt_bias"]) if "dt" in x else x["beta"]
+        step = np.logaddexp(0, x["dt"] + x["dt_bias"]) if "dt" in x else None
         for t in range(length):
-            if self.variant == "mamba":
+            if step is not None and self.variant == "mamba":
                 s, given, b, c = step[:, t, :, None], x["x"][:, t], x["B"][:, t, None], x["C"][:, t, None]
                 state = np.exp(s * x["A"]) * state + s * given[..., None] * b
                 out.append((state * c).sum(-1) + x["D"] * given)
                 continue
-            s = step[:, t, :, None, None]
-            if self.variant == "mamba2":
-                key, query = x["B"][:, t, :, :, None], x["C"][:, t]
+            if step is not None:
+                s, key, query = step[:, t, :, None, None], x["B"][:, t, :, :, None], x["C"][:, t]
                 value = s * x["x"][:, t, :, None]
                 state = np.exp(s * x["A"][:, None, None]) * state + key * value
                 read = (query[:, :, None] @ state)[:, :, 0] + x["D"][:, None] * x["x"][:, t]
             else:
-                decay = np.exp(x["log_decay"][:, t]).reshape(*state.shape[:2], -1, 1)
-                key, state = x["k"][:, t, :, :, None], decay * state
-                value = s * (x["v"][:, t, :, None] - key.swapaxes(-1, -2) @ state)
+                if "log_decay" in x:
+                    state = np.exp(x["log_decay"][:, t]).reshape(*state.shape[:2], -1, 1) * state
+                key, value = x["k"][:, t, :, :, None], x["v"][:, t, :, None]
+                if "beta" in x:
+                    value = x["beta"][:, t, :, None, None] * (value - key.swapaxes(-1, -2) @ state)
                 state = state + key * value
                 read = dtype(self.shape.head_dim**-0.5) * (x["q"][:, t, :, None] @ state)[:, :, 0]
             out.append(read.reshape(1, -1))
@@ -129,7 +132,8 @@ class HybridProblem(AttentionProblem):
             return 2.0 * self.state().nbytes
         tokens, channels = s.batch * s.len_q, s.heads_q * s.head_dim
         each = {"conv": 2 * WIDTH, "mamba": 8 * STATES, "mamba2": 4 * HEAD_STATES}
-        return float(tokens * channels * each.get(self.variant, 6 * s.head_dim))
+        rule = 6 if "delta" in self.variant else 4
+        return float(tokens * channels * each.get(self.variant, rule * s.head_dim))
 
 
 # Channels of 1024 tokens as in Qwen3-Next (32 heads of 128), Kimi Linear, Mamba-2 2.7B and Mamba 2.8B.
@@ -143,7 +147,7 @@ SHAPES = {
 
 
 def plan(request: Request) -> Sections:
-    """A text of 1024 tokens, one token, and one of each of 64 sequences; with `full` 8192 tokens, too."""
+    """A text of 1024 tokens, one token, and one of each of 64 sequences; with `full` 8192, and all rules."""
     sizes = {"text": (1, 1024), "one token": (1, 1), "one token of 64": (64, 1)}
     if request.full:
         sizes["long text"] = (1, 8192)
@@ -158,6 +162,12 @@ def plan(request: Request) -> Sections:
             ).popitem()[1]
         ]  # fmt: skip
         sections[f"{title}, {request.dtype or 'float32'}"] = rows
+    if request.full:
+        shapes = [shape_of(1, 8, 4096, 4096, dim) for dim in (64, 128)]
+        sections |= request.section(HybridProblem, "length 4096", shapes, request.dtype or "float32", RULES)
+        shapes = [shape_of(1, 8, length, length, 64) for length in (1024, 2048, 8192, 16384, 32768)]
+        rules = ("linear", "gated_delta")
+        sections |= request.section(HybridProblem, "lengths", shapes, request.dtype or "float32", rules)
     return sections
 
 
@@ -176,8 +186,8 @@ def _own(problem: HybridProblem, backend: str) -> Way:
     if variant == "conv":
         x = {**x, "activation": "silu"}
         return Way(lambda: ops.causal_conv1d(**x, **options))
-    if state is not None:
-        options["out_state"] = state
+    if state is not None:  # a rule that adds to its state would let it grow
+        options["out_state"] = np.empty_like(state) if variant in RULES[:3] else state
 
     def first(result: Any) -> Array:
         out: Array = result if state is None else result[0]
@@ -200,6 +210,8 @@ def _torch(problem: HybridProblem, threads: int) -> Way:
     from importlib import import_module
 
     torch = runtimes.torch_inference(threads)
+    if problem.variant not in NAMES:
+        raise Unsupported("has no such function in transformers")
     family, text, token = NAMES[problem.variant]
     module = import_module(f"transformers.models.{family}.modeling_{family}")
     function: Any = getattr(module, token if problem.decode else text)
@@ -254,7 +266,7 @@ def _torch(problem: HybridProblem, threads: int) -> Way:
 
 def _numpy(problem: HybridProblem, threads: int) -> Way:
     """Token by token, all heads at a time."""
-    if problem.shape.len_q > 1024 or problem.shape.batch > 1 or problem.dtype != "float32":
+    if problem.shape.len_q > 4096 or problem.shape.batch > 1 or problem.dtype != "float32":
         raise Unsupported("takes too long, or is another type")
     return Way(lambda: problem.definition(np.float32))
 
@@ -265,4 +277,4 @@ ENGINES = {
     "torch": Engine(("torch", "transformers"), _torch, "transformers' own functions"),
 }
 
-SUITE = Suite(ENGINES, plan, DTYPES, "batch, heads, length, head_dim", "about five minutes")
+SUITE = Suite(ENGINES, plan, DTYPES, "batch, heads, length, head_dim", "about ten minutes")

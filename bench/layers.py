@@ -8,21 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import plain
-from bench.graphs import bert_optimised, onnxruntime_way, openvino_way
-from bench.suite import (
-    INT8_INPUTS,
-    WEIGHT_BYTES,
-    Request,
-    Suite,
-    WeightProblem,
-)
+from bench.graphs import bert_optimised, openvino_way
+from bench.suite import INT8_INPUTS, WEIGHT_BYTES, Request, Suite, WeightProblem
 from fastattn import layers, ops
 from fastattn._args.packed import from_bfloat16_bits, to_bfloat16_bits
 from fastattn._args.types import Rounding
 from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
 from fastattn._bench.harness import Engine, Sections, Unsupported, Way, own_engines
-from fastattn.layers import DecoderCache, KVCache
 from fastattn.positions import apply_rope
 
 DTYPES = tuple(WEIGHT_BYTES)
@@ -33,7 +26,7 @@ class LayerShape(NamedTuple):
     """x is (batch, length, width)."""
 
     name: str
-    kind: str  # "linear", "layer_norm", "gelu", "rope", "encoder", "decoder", "step"
+    kind: str  # "linear", "layer_norm", "gelu", "rope", "encoder", "decoder"
     batch: int
     length: int
     width: int
@@ -47,10 +40,7 @@ class LayerShape(NamedTuple):
 
 
 class LayerProblem(WeightProblem):
-    """A linear map, one pass over memory, or a layer.
-
-    A "step" is the last row of a decoder layer; the keys and values of the rows before it are cached.
-    """
+    """A linear map, one pass over memory, or a layer."""
 
     shape: LayerShape
 
@@ -98,7 +88,7 @@ class LayerProblem(WeightProblem):
         return weights | vectors("linear1.bias", inner) | vectors("linear2.bias", d)
 
     def compute(self, dtype: Any, batch: slice = slice(None)) -> Array:
-        """The result in plain NumPy: (B, L, out), of a step its last row only; of rope (B, H, L, D)."""
+        """The result in plain NumPy: (B, L, out); of rope (B, H, L, D)."""
         weights = {name: array.astype(dtype) for name, array in self.weights().items()}
         x, memory = self.x()[batch].astype(dtype), self.memory()[batch].astype(dtype)
         return plain_layer(self.shape, x, memory, weights, self.tables)
@@ -126,7 +116,7 @@ class LayerProblem(WeightProblem):
     def work(self) -> float:
         """Operations of the matrix products.
 
-        Of few rows and of a step it is the bytes of the weights, of one pass those that are read and written.
+        Of few rows it is the bytes of the weights, of one pass the bytes that are read and written.
         """
         s = self.shape
         d, n = s.width, s.rows
@@ -136,9 +126,6 @@ class LayerProblem(WeightProblem):
             return 2.0 * n * d * s.inner if n > FEW else float(d * s.inner * WEIGHT_BYTES[self.dtype])
         if s.kind == "encoder":
             return 2.0 * n * (4 * d * d + 2 * d * s.inner) + 4.0 * n * s.length * d
-        if s.kind == "step":  # the keys and values of the memory are cached, too
-            cached = 2 * 4 * s.batch * d * (s.length + s.memory)
-            return float((6 * d * d + 2 * d * s.inner) * WEIGHT_BYTES[self.dtype] + cached)
         products = 2.0 * n * (6 * d * d + 2 * d * s.inner) + 2.0 * s.batch * s.memory * 2 * d * d
         return products + 4.0 * n * d * (s.length / 2 + s.memory)
 
@@ -156,32 +143,17 @@ def plain_layer(shape: LayerShape, x: Array, memory: Array, weights: plain.Weigh
         return plain.rope(x, *(table.astype(x.dtype) for table in tables()))
     if shape.kind == "encoder":
         return plain.encoder_layer(x, weights, shape.heads)
-    out = plain.decoder_layer(x, memory, weights, shape.heads)
-    return out[:, -1:] if shape.kind == "step" else out
+    return plain.decoder_layer(x, memory, weights, shape.heads)
 
 
 def rounded(weight: Array, dtype: str) -> Array:
-    """A weight (out, in) rounded to the values that `dtype` holds.
-
-    int8 has one scale for each row, int4 one for each 32 numbers of it, whose largest becomes -8.
-    """
+    """A weight (out, in) rounded to the values that `dtype` holds; int8 has one scale for each row."""
     if dtype == "bfloat16":
         return from_bfloat16_bits(to_bfloat16_bits(weight))
     if dtype == "int8":
         scale = np.abs(weight).max(1, keepdims=True) / np.float32(127)
         weight = np.rint(weight / scale) * scale
-    if dtype == "int4":
-        codes, scale = in_4_bits(weight)
-        weight = ((codes - 8) * scale).reshape(weight.shape)
     return weight
-
-
-def in_4_bits(weight: Array) -> tuple[Array, Array]:
-    """Codes 0 .. 15 (out, blocks, 32) and scales (out, blocks, 1), float32, of a weight (out, in)."""
-    blocks = weight.reshape(len(weight), -1, 32)
-    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=2)[..., None], axis=2)
-    scale = (largest / -8).astype(np.float16).astype(np.float32)
-    return np.clip(np.rint(blocks / scale), -8, 7) + np.float32(8), scale
 
 
 def linear(rows: int, width: int, inner: int) -> LayerShape:
@@ -193,9 +165,9 @@ def encoder(batch: int, length: int, width: int) -> LayerShape:
     return LayerShape(name, "encoder", batch, length, width, 4 * width, 12)
 
 
-def decoder(kind: str, batch: int, length: int, width: int, memory: int) -> LayerShape:
-    name = f"{kind} {batch},{length},{width} over {memory}"
-    return LayerShape(name, kind, batch, length, width, 4 * width, width // 64, memory)
+def decoder(batch: int, length: int, width: int, memory: int) -> LayerShape:
+    name = f"decoder {batch},{length},{width} over {memory}"
+    return LayerShape(name, "decoder", batch, length, width, 4 * width, width // 64, memory)
 
 
 # Encoders 384 and 768 wide, a cube, then MiniLM's: many rows, and 128 of them.
@@ -214,7 +186,7 @@ VECTORS = (linear(1, 2048, 2048), linear(1, 4096, 11008))
 EIGHT = (linear(8, 4096, 11008),)
 ENCODERS = (encoder(32, 128, 384), encoder(1, 16, 384), encoder(32, 128, 768), encoder(1, 16, 768))
 SMALL_ENCODERS = (encoder(8, 128, 384), ENCODERS[1])
-DECODERS = (decoder("decoder", 8, 128, 512, 128), decoder("step", 1, 128, 1024, 128))
+DECODER = decoder(8, 128, 512, 128)
 PASSES = (
     LayerShape("layer_norm 4096,768", "layer_norm", 32, 128, 768),
     LayerShape("gelu 4096,3072", "gelu", 32, 128, 3072),
@@ -228,7 +200,7 @@ def plan(request: Request) -> Sections:
     sections: Sections = {}
 
     def section(title: str, shapes: Any, dtype: str) -> None:
-        maps = title in ("linear", "one row", "eight rows") and dtype in ("int8", "int4")
+        maps = title in ("linear", "one row", "eight rows") and dtype == "int8"
         variants = ("plain", INT8_INPUTS) if maps else ("plain",)
         sections.update(request.section(LayerProblem, title, shapes, dtype, variants))
 
@@ -236,7 +208,7 @@ def plan(request: Request) -> Sections:
         main = dtype == "float32"
         section("linear", MATRICES if full else MATRICES[:3] if main else MATRICES[1:2], dtype)
         if main:
-            section("layer", (*(ENCODERS if full else SMALL_ENCODERS), *DECODERS), dtype)
+            section("layer", (*(ENCODERS if full else SMALL_ENCODERS), DECODER), dtype)
         section("one row", VECTORS if full else VECTORS[:1], dtype)
         if full and not main:
             section("eight rows", EIGHT, dtype)
@@ -302,23 +274,7 @@ def graph_of(problem: LayerProblem, inputs: str = FREE) -> tuple[bytes, dict[str
 
 def _linear(graph: _Graph, weight: Array, problem: LayerProblem, inputs: str) -> None:
     """The product with a constant weight; int8 has a scale for each output feature and is widened."""
-    if problem.dtype == "int4":
-        codes, scale = in_4_bits(weight)
-        codes = codes.astype(np.uint8)
-        graph.add(
-            "MatMulNBits",
-            "x",
-            codes[..., ::2] | codes[..., 1::2] << 4,
-            scale.reshape(-1),
-            out="out",
-            domain="com.microsoft",
-            K=weight.shape[1],
-            N=len(weight),
-            bits=4,
-            block_size=32,
-            accuracy_level=4 if problem.variant == INT8_INPUTS else 0,  # 4: by int8
-        )
-    elif problem.dtype == "int8":
+    if problem.dtype == "int8":
         scale = np.abs(weight).max(1) / np.float32(127)
         quantised = np.rint(weight / scale[:, None]).astype(np.int8)
         zeros = np.zeros(len(scale), np.int8)
@@ -374,8 +330,8 @@ def torch_eager(problem: LayerProblem, threads: int) -> Way:
     """torch.nn; if the weights are bfloat16, so are the inputs."""
     if problem.variant == INT8_INPUTS and problem.dtype == "int8":
         return _torch_int8(problem, threads)
-    if problem.dtype in ("int8", "int4"):
-        raise Unsupported(f"has no product of float32 and {problem.dtype}")
+    if problem.dtype == "int8":
+        raise Unsupported("has no product of float32 and int8")
     torch = runtimes.torch_inference(threads)
     functional = torch.nn.functional
     shape, kind = problem.shape, problem.shape.kind
@@ -401,8 +357,6 @@ def torch_eager(problem: LayerProblem, threads: int) -> Way:
     layer.load_state_dict(weights)
     if kind == "encoder":
         return way(lambda: layer(x))
-    if kind == "step":
-        return way(_torch_step(layer, x, memory))
     mask = torch.nn.Transformer.generate_square_subsequent_mask(shape.length)
     return way(lambda: layer(x, memory, tgt_mask=mask, tgt_is_causal=True))
 
@@ -430,45 +384,9 @@ def _torch_rope(x: Any, cos: Any, sin: Any) -> Any:
     return call
 
 
-def _torch_step(layer: Any, x: Any, memory: Any) -> Any:
-    """torch's decoder layer has no cache: here are its functions, called on its parameters and a cache."""
-    from torch.nn import functional
-
-    heads = layer.self_attn.num_heads
-    last = x[:, -1:].contiguous()
-
-    def split(y: Any) -> Any:
-        return y.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-    def kept(attention: Any, tokens: Any) -> list[Any]:
-        y = functional.linear(tokens, attention.in_proj_weight, attention.in_proj_bias)
-        return [split(part).contiguous() for part in y.chunk(3, -1)[1:]]
-
-    own, over = kept(layer.self_attn, x), kept(layer.multihead_attn, memory)
-    cross_weight = layer.multihead_attn.in_proj_weight[: x.shape[-1]]
-    cross_bias = layer.multihead_attn.in_proj_bias[: x.shape[-1]]
-
-    def attend(attention: Any, q: Any, keys_values: list[Any]) -> Any:
-        context = functional.scaled_dot_product_attention(q, *keys_values)
-        return attention.out_proj(context.transpose(1, 2).flatten(2))
-
-    def step() -> Any:
-        attention = layer.self_attn
-        projected = functional.linear(last, attention.in_proj_weight, attention.in_proj_bias)
-        q, *new = (split(part) for part in projected.chunk(3, -1))
-        for cache, row in zip(own, new, strict=True):
-            cache[:, :, -1:] = row
-        y = layer.norm1(last + attend(attention, q, own))
-        q = split(functional.linear(y, cross_weight, cross_bias))
-        y = layer.norm2(y + attend(layer.multihead_attn, q, over))
-        return layer.norm3(y + layer.linear2(functional.gelu(layer.linear1(y))))
-
-    return step
-
-
 def _graphs(problem: LayerProblem) -> dict[str, tuple[bytes, dict[str, Array], Array]]:
     """The layer's graph; one for each way to round the inputs, where they may be rounded."""
-    if problem.shape.kind in ("decoder", "step"):
+    if problem.shape.kind == "decoder":
         raise Unsupported("decoder layers are not built as a graph")
     rounding = problem.dtype == "int8" and problem.variant == INT8_INPUTS
     ways = (FREE, DYNAMIC, STATIC) if rounding else (FREE,)
@@ -477,8 +395,10 @@ def _graphs(problem: LayerProblem) -> dict[str, tuple[bytes, dict[str, Array], A
 
 def onnxruntime(problem: LayerProblem, threads: int) -> dict[str, Way]:
     """The graph, with the optimisations that a session makes by itself."""
+    if problem.dtype == "bfloat16":
+        raise Unsupported("has no bfloat16 product on CPUs")
     return {
-        name: onnxruntime_way(model, problem.dtype, threads, feeds, out)
+        name: runtimes.onnxruntime_way(model, threads, feeds, out)
         for name, (model, feeds, out) in _graphs(problem).items()
     }
 
@@ -489,12 +409,12 @@ def onnxruntime_bert(problem: LayerProblem, threads: int) -> Way:
         raise Unsupported("is for encoder layers in float32")
     model, feeds, out = _graphs(problem)[FREE]
     model = bert_optimised(model, problem.shape.heads, problem.shape.width)
-    return onnxruntime_way(model, problem.dtype, threads, feeds, out)
+    return runtimes.onnxruntime_way(model, threads, feeds, out)
 
 
 def openvino(problem: LayerProblem, threads: int) -> dict[str, Way]:
     """The graph in OpenVINO; where the inputs are to stay exact, OpenVINO is told not to round them."""
-    exact = problem.dtype in ("int8", "int4") and problem.variant != INT8_INPUTS
+    exact = problem.dtype == "int8" and problem.variant != INT8_INPUTS
     more = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if exact else {}
     ways = {}
     for name, (model, feeds, out) in _graphs(problem).items():
@@ -517,7 +437,7 @@ def _own(problem: LayerProblem, backend: str) -> Way:
         result = np.empty((*x.shape[:-1], packed.out_features), x.dtype)
         activations: Rounding | None = "int8" if problem.variant == INT8_INPUTS else None
         return Way(lambda: ops.linear(x, packed, activations=activations, out=result))
-    if kind in ("encoder", "decoder", "step"):
+    if kind in ("encoder", "decoder"):
         return Way(_layer(problem, x, weights))
     out = np.empty_like(x)
     if kind == "layer_norm":
@@ -530,7 +450,7 @@ def _own(problem: LayerProblem, backend: str) -> Way:
 
 
 def _layer(problem: LayerProblem, x: Array, weights: dict[str, Array]) -> Any:
-    """A call of an encoder layer, of a decoder layer, or of a decoder layer's next step over its caches."""
+    """A call of an encoder layer or a decoder layer."""
     shape = problem.shape
     kind = layers.TransformerEncoderLayer if shape.kind == "encoder" else layers.TransformerDecoderLayer
     layer: Any = kind(shape.width, shape.heads, shape.inner, "gelu", weights_dtype=problem.dtype)
@@ -538,50 +458,15 @@ def _layer(problem: LayerProblem, x: Array, weights: dict[str, Array]) -> Any:
     if shape.kind == "encoder":
         return lambda: layer(x)
     memory = problem.memory()
-    if shape.kind == "decoder":
-        return lambda: layer(x, memory, tgt_is_causal=True)
-    cache = DecoderCache(KVCache(shape.length))
-    layer(x[:, :-1], memory, cache=cache)
-    last = x[:, -1:].copy()
-
-    def step() -> Array:
-        cache.tokens.truncate(shape.length - 1)
-        out: Array = layer(last, cache=cache)
-        return out
-
-    return step
+    return lambda: layer(x, memory, tgt_is_causal=True)
 
 
 def _numpy(problem: LayerProblem, threads: int) -> Way:
-    """Layer by its definition, in float32; a step keeps its keys and values."""
+    """Layer by its definition, in float32."""
     shape, x, memory, tables = problem.shape, problem.x(), problem.memory(), problem.tables
     weights = problem.weights()
-    if shape.kind == "step":
-        return Way(_numpy_step(problem, x, memory, weights))
     cached = tables() if shape.kind == "rope" else None
     return Way(lambda: plain_layer(shape, x, memory, weights, lambda: cached))
-
-
-def _numpy_step(problem: LayerProblem, x: Array, memory: Array, weights: dict[str, Array]) -> Any:
-    heads, last = problem.shape.heads, x[:, -1:].copy()
-    own, over = (
-        [plain.project(tokens, weights, name, part, heads).copy() for part in (1, 2)]
-        for tokens, name in ((x, "self_attn"), (memory, "multihead_attn"))
-    )
-
-    def step() -> Array:
-        q, *new = (plain.project(last, weights, "self_attn", part, heads) for part in range(3))
-        for cache, row in zip(own, new, strict=True):
-            cache[:, :, -1:] = row
-        y = plain.linear(plain.attention(q, own[0], own[1]), weights, "self_attn.out_proj")
-        y = plain.layer_norm(last + y, weights, "norm1")
-        q = plain.project(y, weights, "multihead_attn", 0, heads)
-        attended = plain.linear(plain.attention(q, over[0], over[1]), weights, "multihead_attn.out_proj")
-        y = plain.layer_norm(y + attended, weights, "norm2")
-        inner = plain.gelu(plain.linear(y, weights, "linear1"))
-        return plain.layer_norm(y + plain.linear(inner, weights, "linear2"), weights, "norm3")
-
-    return step
 
 
 ENGINES = {

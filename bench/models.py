@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import files, plain
-from bench.graphs import (
-    bert_exported,
-    bert_optimised,
-    onnxruntime_way,
-    openvino_calibrated,
-    openvino_way,
-    refuse_without_nncf,
-)
+from bench.graphs import bert_exported, bert_optimised, openvino_calibrated, openvino_way, refuse_without_nncf
 from bench.suite import (
     INT8_INPUTS,
     WEIGHT_BYTES,
@@ -57,7 +50,6 @@ class ModelShape(NamedTuple):
     makes: str  # a call makes `batch` of these
     layers: int = 6
     vocab: int = 0
-    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,10 +63,7 @@ class ModelProblem(WeightProblem):
         """Folder of config.json and model.safetensors; they are written if they do not exist."""
         if self.shape.kind == "minilm":
             return files.minilm(Path(self.scratch))
-        sizes = self.shape.layers, self.shape.vocab
-        if self.shape.experts:
-            return files.mixtral(Path(self.scratch), *sizes, self.shape.experts)
-        return files.llama(Path(self.scratch), *sizes)
+        return files.llama(Path(self.scratch), self.shape.layers, self.shape.vocab)
 
     def config(self) -> dict[str, Any]:
         return files.read_config(self.folder())
@@ -111,8 +100,7 @@ class ModelProblem(WeightProblem):
         if self.shape.kind == "minilm":
             return int(config["num_hidden_layers"] * (4 * hidden * hidden + 2 * hidden * inner))
         kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-        chosen = config.get("num_experts_per_tok", 1)
-        layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner * chosen
+        layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner
         return int(config["num_hidden_layers"] * layer + config["vocab_size"] * hidden)
 
     @property
@@ -147,29 +135,20 @@ def minilm(batch: int, length: int) -> ModelShape:
     return ModelShape(f"MiniLM {batch},{length}", "minilm", batch, length, "sentences")
 
 
-def _named(layers: int, experts: int) -> str:
-    return f"{'Mixtral' if experts else 'Llama'}, {layers} layer{'s' * (layers > 1)}"
+def llama(layers: int, vocab: int) -> ModelShape:
+    name = f"Llama, {layers} layer{'s' * (layers > 1)}"
+    return ModelShape(name, "llama", 1, PROMPT, "tokens", layers, vocab)
 
 
-def llama(layers: int, vocab: int, experts: int = 0) -> ModelShape:
-    return ModelShape(_named(layers, experts), "llama", 1, PROMPT, "tokens", layers, vocab, experts)
-
-
-def prefill(length: int, layers: int, vocab: int, experts: int = 0) -> ModelShape:
-    name = f"{_named(layers, experts)}, {length} tokens"
-    return ModelShape(name, PREFILL, 1, length, "prompts", layers, vocab, experts)
+def prefill(length: int, layers: int, vocab: int) -> ModelShape:
+    name = f"{llama(layers, vocab).name}, {length} tokens"
+    return ModelShape(name, PREFILL, 1, length, "prompts", layers, vocab)
 
 
 ENCODERS = (minilm(1, 16), minilm(1, 128), minilm(32, 32), minilm(32, 128), minilm(8, 256))
 DECODER = llama(16, 128256)
-EXPERTS = llama(8, 32000, 32)
-PROMPTS = (prefill(512, 16, 128256), prefill(512, 8, 32000, 32))
+PROMPT_OF_512 = prefill(512, 16, 128256)
 SMALL_DECODER = llama(1, 8000)  # 77 million weights, which is still more than caches hold
-SMALL = {
-    DECODER: SMALL_DECODER,
-    EXPERTS: llama(1, 8000, 5),
-    **{shape: prefill(shape.length, 1, 8000, 5 * (shape.experts > 0)) for shape in PROMPTS},
-}
 
 
 def plan(request: Request) -> Sections:
@@ -191,8 +170,8 @@ def plan(request: Request) -> Sections:
         return sections
     for dtype in dtypes:
         section(hidden, ENCODERS, dtype)
-        section("one step", [DECODER, EXPERTS], dtype)
-        section(PREFILL, PROMPTS, dtype)
+        section("one step", [DECODER], dtype)
+        section(PREFILL, [PROMPT_OF_512], dtype)
     return sections
 
 
@@ -242,8 +221,7 @@ def _transformers(problem: ModelProblem, **options: Any) -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     bert = problem.shape.kind == "minilm"
-    decoder = "MixtralForCausalLM" if problem.shape.experts else "LlamaForCausalLM"
-    kind = transformers.BertModel if bert else getattr(transformers, decoder)
+    kind = transformers.BertModel if bert else transformers.LlamaForCausalLM
     if bert:
         options["add_pooling_layer"] = False
     return kind.from_pretrained(problem.folder(), **options).eval()
@@ -281,7 +259,7 @@ def onnxruntime_bert(problem: ModelProblem, threads: int) -> Way:
 
 
 def _onnxruntime(problem: ModelProblem, threads: int, *, optimise: bool) -> Way:
-    if problem.variant == INT8_BFLOAT16:
+    if problem.dtype == "bfloat16" or problem.variant == INT8_BFLOAT16:
         raise Unsupported("has no bfloat16 product on CPUs")
     model = _exported(problem, masked=optimise)
     if optimise:
@@ -297,7 +275,7 @@ def _onnxruntime(problem: ModelProblem, threads: int, *, optimise: bool) -> Way:
         model = _onnxruntime_int8(model)
     feeds, out = _feeds(problem, masked=optimise)
     sizes = {"batch": problem.shape.batch, "length": problem.shape.length}
-    return onnxruntime_way(model, problem.dtype, threads, feeds, out, sizes=sizes)
+    return runtimes.onnxruntime_way(model, threads, feeds, out, sizes=sizes)
 
 
 def _onnxruntime_int8(model: str) -> str:
@@ -323,33 +301,6 @@ def onnx_int8(model: str, path: Path) -> None:
         per_channel=True,
         extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
     )
-
-
-def ctranslate2(problem: ModelProblem, threads: int) -> Way:
-    """Its generator, which makes one token behind the prompt."""
-    if problem.shape.kind != PREFILL:
-        raise Unsupported("is measured in whole texts, and behind whole prompts")
-    library = import_module("ctranslate2")
-    computed = "int8_bfloat16" if problem.variant == INT8_BFLOAT16 else problem.dtype
-    if computed not in library.get_supported_compute_types("cpu"):
-        raise Unsupported(f"has no {computed} on this CPU")
-    words = [f"<{i}>" for i in range(problem.config()["vocab_size"])]
-    folder = Path(problem.scratch, f"ctranslate2-{problem.dtype}")
-    if not folder.exists():
-        converters: Any = import_module("ctranslate2.converters")
-        named = files.with_words(problem.folder(), words)
-        converters.TransformersConverter(str(named)).convert(str(folder), quantization=problem.dtype)
-    generator = library.Generator(
-        str(folder), device="cpu", compute_type=computed, inter_threads=1, intra_threads=threads
-    )
-    prompt = [words[i] for i in problem.ids()[0]]
-
-    def first(**options: Any) -> Any:
-        return generator.generate_batch(
-            [prompt], max_length=1, include_prompt_in_result=False, end_token=[], **options
-        )
-
-    return Way(first, lambda _: np.array(first(return_logits_vocab=True)[0].logits[0][0])[None])
 
 
 def openvino(problem: ModelProblem, threads: int) -> Way:
@@ -441,7 +392,6 @@ ENGINES = {
         ("onnxruntime", "onnx", *_TORCH), onnxruntime_bert, "the same after its BERT optimiser"
     ),
     "openvino": Engine(("openvino", "onnx", *_TORCH), openvino, "OpenVINO, the exported graph"),
-    "ct2": Engine(("ctranslate2", *_TORCH), ctranslate2, "CTranslate2's generator"),
 }
 
 

@@ -2,7 +2,7 @@
 
     pip install mteb                                      # brings torch
     hf download --repo-type dataset mteb/stsbenchmark-sts --local-dir DATA/mteb/stsbenchmark-sts
-    python -m bench.mteb --tasks STSBenchmark --model FOLDER --data DATA [--choices float32 int8]
+    python -m bench mteb --tasks STSBenchmark --model FOLDER --data DATA [--choices float32 int8]
 
 Without --data, data is taken from the cache of Hugging Face. Nothing is downloaded: a task without its data
 is named and left out. Scores are the tasks' main ones, in points, with the difference to the first row's.
@@ -56,7 +56,6 @@ def tasks_of(names: list[str], data: Path | None) -> list[Any]:
             print(f"{task.metadata.name}: no data: {' '.join(str(error).split())[:200]}")
         else:
             found.append(task)
-    return found
 
 
 def scores(model: Model, tasks: list[Any]) -> dict[str, float]:
@@ -65,14 +64,15 @@ def scores(model: Model, tasks: list[Any]) -> dict[str, float]:
     return {each.task_name: 100 * each.get_score() for each in result.task_results}
 
 
-def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
+def main(words: list[str]) -> None:
+    """Parse the command line, measure and print."""
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser = argparse.ArgumentParser(prog="python -m bench mteb", description=__doc__, formatter_class=style)
     parser.add_argument("--tasks", nargs="+", required=True, help="names of MTEB")
     parser.add_argument("--model", type=Path, required=True, help="folder of the model")
     parser.add_argument("--data", type=Path, help="folder of datasets, by their names on the Hub")
     parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(words)
     logging.getLogger("mteb").setLevel(logging.ERROR)  # it recommends other versions of tasks
     warnings.simplefilter("ignore")
     tasks = tasks_of(args.tasks, args.data)
@@ -84,8 +84,3 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
         first = found[args.choices[0]]
         points = (f"{task} {x:.2f} ({x - first[task]:+.2f})" for task, x in found[name].items())
         print(f"{name:14} {', '.join(points)}", flush=True)
-    return found
-
-
-if __name__ == "__main__":
-    main()

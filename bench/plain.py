@@ -162,27 +162,11 @@ def llama(ids: Array, weights: Weights, config: Mapping[str, Any], dtype: Any) -
         context = attention(rope(q, cos, sin), rope(k, cos, sin), v, causal=True)
         x = x + linear(context, layer, "self_attn.o_proj")
         y = rms_norm(x, layer, "post_attention_layernorm", eps)
-        if "num_local_experts" in config:
-            x = x + experts(y, layer, config["num_experts_per_tok"])
-            continue
         gate = linear(y, layer, "mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, layer, "mlp.up_proj"), layer, "mlp.down_proj")
     x = rms_norm(x[:, -1], Widened(weights, "model.", dtype), "norm", eps)
     logits: Array = x @ weights["model.embed_tokens.weight"].astype(dtype).T
     return logits
-
-
-def experts(x: Array, layer: Weights, chosen: int) -> Array:
-    """Mixtral's experts for x (B, L, width), one token at a time."""
-    chances, out = np.exp(linear(x, layer, "block_sparse_moe.gate")), np.zeros_like(x)
-    for at in np.ndindex(x.shape[:2]):
-        best = np.argsort(-chances[at])[:chosen]
-        for expert in best:
-            name = f"block_sparse_moe.experts.{expert}"
-            gate = linear(x[at], layer, f"{name}.w1")
-            inner = gate / (1 + np.exp(-gate)) * linear(x[at], layer, f"{name}.w3")
-            out[at] += chances[at][expert] / chances[at][best].sum() * linear(inner, layer, f"{name}.w2")
-    return out
 
 
 class Widened(Mapping[str, Array]):

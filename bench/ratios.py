@@ -1,12 +1,11 @@
 """Measure what calls cost relative to plain attention on the same arrays: medians of interleaved rounds.
 
-    python -m bench.ratios variants [NAME ...]   calls of the bench's suite "variants" (default: all)
-    python -m bench.ratios statistics            stats= and sigmoid_attention
-    python -m bench.ratios structures            masks of the bench, beside their share of all pairs
-    python -m bench.ratios neighborhood          13 x 13 on 64 x 64, and others
-    python -m bench.ratios gradients             attention_backward, and attention beside it
+    python -m bench ratios variants [NAME ...]   calls of the bench's suite "variants" (default: all)
+    python -m bench ratios statistics            stats= and sigmoid_attention
+    python -m bench ratios structures            masks of the bench, beside their share of all pairs
+    python -m bench ratios neighborhood          13 x 13 on 64 x 64, and others
 
-Options: --length, --heads (of 64 dimensions), --dtype (of gradients; float32), --isa.
+Options: --length, --heads (of 64 dimensions), --isa.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 
 import fastattn
 from bench.clock import Call, rounds_of
-from bench.variants import CALLS, VariantProblem
+from bench.variants import CALLS, NORMALISERS, VariantProblem
 from fastattn import functional, masks
 from fastattn._args.key_ranges import as_lists
 from fastattn._bench.attention import shape_of
@@ -48,7 +47,7 @@ def arrays(shape: Shape) -> tuple[Array, Array, Array]:
 
 def variants(shape: Shape, names: list[str]) -> None:
     plain = VariantProblem(shape, "plain", "float32", 0).timed()
-    for name in names or CALLS:
+    for name in names or (*CALLS, *NORMALISERS):
         took = ratio(VariantProblem(shape, name, "float32", 0).timed(), plain)
         target = TARGETS.get(name, np.inf)
         row(
@@ -111,67 +110,18 @@ def neighborhood(shape: Shape) -> None:
         row(f"grid {grid}, kernel {kernel}, dilation {dilation}", took, f"f {f:.4f}, {took / f:5.2f} of f")
 
 
-def gradients(shape: Shape, dtype: str) -> None:
-    q, k, v = make_inputs(shape, dtype, np.random.default_rng(0))
-    rng = np.random.default_rng(1)
-    dout, into = (
-        rng.standard_normal(q.shape, np.float32).astype(q.dtype),
-        tuple(map(np.empty_like, (q, k, v))),
+def main(words: list[str]) -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench ratios", description=(__doc__ or "").splitlines()[0]
     )
-
-    def backward(need: tuple[str, ...] = ("dq", "dk", "dv"), **options: Any) -> Call:
-        out, lse = fastattn.attention(q, k, v, return_lse=True, **options)
-        room = into + tuple(None for _ in need[3:])
-        return lambda: functional.attention_backward(dout, q, k, v, out, lse, need=need, into=room, **options)
-
-    plain, room = backward(), np.empty_like(q)
-    took = ratio(lambda: fastattn.attention(q, k, v, out=room), plain)
-    print("speed of five products backward, as a share of that of two forward; the aim is at least 0.95")
-    row("backward", 2.5 * took)
-    print("time beside plain gradients; f is the share of pairs, and the aim at most 1.2 f + 5%")
-    compiled = {
-        name: masks.compile(STRUCTURES[name](shape, rng), (1, shape.heads_q, shape.len_q, shape.len_k))
-        for name in ("sliding_window", "packed_documents", "block_sparse")
-    }
-    for name, mask in compiled.items():
-        took, f = ratio(backward(mask=mask), plain), share(mask)
-        row(name, took, f"f {f:.4f}, {'kept' if took <= 1.2 * f + 0.05 else 'missed'}")
-    bias = rng.standard_normal((shape.heads_q, shape.len_q, shape.len_k), np.float32)
-    slopes = np.exp2(-np.arange(1, shape.heads_q + 1, dtype=np.float32))
-    modified = {
-        "causal": (0.56, backward(causal=True)),
-        "bias": (1.25, backward(bias=bias)),
-        "bias, with its gradient": (1.25, backward(("dq", "dk", "dv", "dbias"), bias=bias)),
-        "softcap": (1.25, backward(softcap=20.0)),
-        "alibi_slopes": (1.25, backward(alibi_slopes=slopes)),
-        "sinks": (1.25, backward(sinks=slopes)),
-        "dropout": (1.15, backward(dropout=0.1, seed=1)),
-    }
-    for name, (target, call) in modified.items():
-        took = ratio(call, plain)
-        row(name, took, f"at most {target}: {'kept' if took <= target else 'missed'}")
-    took = ratio(
-        lambda: fastattn.attention(q, k, v, out=room, dropout=0.1, seed=1),
-        lambda: fastattn.attention(q, k, v, out=room),
-    )
-    row("dropout, forward", took, f"at most 1.3: {'kept' if took <= 1.3 else 'missed'}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    measures = {f.__name__: f for f in (variants, statistics, structures, neighborhood, gradients)}
+    measures = {f.__name__: f for f in (variants, statistics, structures, neighborhood)}
     parser.add_argument("what", choices=measures)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of variants")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--isa", choices=fastattn.show_config()["isas_available"])
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     shape = shape_of(1, options.heads, options.length, options.length, 64)
     with settings.forced(isa=options.isa):
-        more = {"variants": [options.names], "gradients": [options.dtype]}
-        measures[options.what](shape, *more.get(options.what, []))
-
-
-if __name__ == "__main__":
-    main()
+        measures[options.what](shape, *[options.names] * (options.what == "variants"))

@@ -224,7 +224,7 @@ def said(line: Json | None) -> str:
     return f"{line['ms']} ms, {', '.join(f'{name} {x:.2f}' for name, x in line['ratios'].items())}"
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str]) -> None:
     """Run the command line ``python -m bench record``."""
     parser = argparse.ArgumentParser(
         prog="python -m bench record",
@@ -247,4 +247,3 @@ def main(words: list[str]) -> int:
             print(f"{name}: {sum(len([*labels(part)]) for part in parts)} rows to {path}", flush=True)
             seconds = options.seconds * len(parts) / len(PAGE[name])
             measure(name, parts, path, seconds, options.peers, options.threads)
-    return 0

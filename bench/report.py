@@ -145,7 +145,7 @@ def _short(row: str) -> str:
     return row
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str]) -> None:
     """Run the command line ``python -m bench report``."""
     found = results()
     parser = argparse.ArgumentParser(
@@ -160,4 +160,3 @@ def main(words: list[str]) -> int:
         from bench import plot
 
         plot.draw(title(options.cpu), found[options.cpu], DOCS / "bench.png")
-    return 0

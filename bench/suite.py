@@ -19,7 +19,7 @@ from fastattn._bench.harness import Engine, Json, Problem, Sections, Unsupported
 
 INT8_INPUTS = "int8 inputs"  # the variant of products that may round their inputs
 # Bytes of one weight, by the dtype in which layers and models keep their weights.
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 4.5 / 8}
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 FULL = harness.Effort(seconds=0.15, rounds=5, most=8.0, total=float("inf"))
 # The least ratio of the medians of fresh and fixed shapes; below it, kernels were tuned to the fixed ones.
 FRESH_SHARE = 0.9
@@ -96,7 +96,7 @@ class WeightProblem(Problem):
     def limit(self) -> str:
         if self.variant.startswith(INT8_INPUTS):
             return "int8"
-        return "float32" if self.dtype in ("int8", "int4") else self.dtype
+        return "float32" if self.dtype == "int8" else self.dtype
 
 
 class Request(NamedTuple):

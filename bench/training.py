@@ -9,16 +9,7 @@ import numpy as np
 import fastattn
 from bench import plain
 from bench.attention import MaskedProblem
-from bench.suite import (
-    PREFILL,
-    Request,
-    Suite,
-    grouped,
-    has_bfloat16,
-    peak_memory,
-    refuse_dense,
-    scores,
-)
+from bench.suite import PREFILL, Request, Suite, grouped, has_bfloat16, peak_memory, refuse_dense, scores
 from examples.language_model import LanguageModel
 from fastattn import train
 from fastattn._bench import runtimes

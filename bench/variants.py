@@ -8,11 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
-from bench.suite import (
-    Request,
-    Suite,
-    flops,
-)
+from bench.suite import Request, Suite, flops
 from fastattn import functional
 from fastattn._bench import runtimes
 from fastattn._bench.attention import NUMBERS, AttentionProblem, shape_of
@@ -126,6 +122,16 @@ CALLS: dict[str, Make] = {
     "all_statistics": _statistics,
     "dropout": _dropout,
 }
+# Other normalisers and mixed heads, which are not among the calls that the tests take.
+NORMALISERS: dict[str, Make] = {
+    "sparsemax": _function("sparsemax_attention", lambda x: ()),
+    "entmax15": _function("entmax15_attention", lambda x: ()),
+    "top_k": _function("top_k_attention", lambda x: (), top_k=32),
+    "talking_heads": _function(
+        "talking_heads_attention",
+        lambda x: tuple(x.draw(*[x.shape.heads_q] * 2) / x.shape.heads_q**0.5 for _ in range(2)),
+    ),
+}
 
 
 class VariantProblem(AttentionProblem):
@@ -144,7 +150,7 @@ class VariantProblem(AttentionProblem):
             return rng.standard_normal(shape, np.float32).astype(held).astype(wanted)
 
         q, k, v = (x.astype(wanted) for x in self.arrays())
-        return CALLS[self.variant](Inputs(self.shape, q, k, v, draw))
+        return (CALLS | NORMALISERS)[self.variant](Inputs(self.shape, q, k, v, draw))
 
     def reference(self) -> tuple[Array, Array]:
         """All rows, by the fallback in float64; the tests compare the fallback with the formulas."""
@@ -166,7 +172,7 @@ SHORT = shape_of(8, 12, 128, 128, 64)
 def plan(request: Request) -> Sections:
     """The first variants on a long text, or with `full` all variants on a long text and on short ones."""
     dtype = request.dtype or "float32"
-    shapes, names = ((LONG, SHORT), list(CALLS)) if request.full else ((LONG,), list(CALLS)[:8])
+    shapes, names = ((LONG, SHORT), [*CALLS, *NORMALISERS]) if request.full else ((LONG,), list(CALLS)[:8])
     sections: Sections = {}
     for shape in shapes:
         sections |= request.section(VariantProblem, shape.name, [shape], dtype, names)
@@ -242,10 +248,4 @@ ENGINES = {
 }
 
 
-SUITE = Suite(
-    ENGINES,
-    plan,
-    DTYPES,
-    f"{NUMBERS}, and variants of attention below them",
-    "about five minutes",
-)
+SUITE = Suite(ENGINES, plan, DTYPES, f"{NUMBERS}, and variants of attention below them", "about five minutes")

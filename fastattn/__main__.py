@@ -47,7 +47,10 @@ def _bench(options: argparse.Namespace) -> int:
         attention.plan(),
         harness.brief(options.seconds),
         options.threads or fastattn.get_num_threads(),
-        **{"suite": "attention", "full": False, "seed": 0, "shapes": attention.NUMBERS},
+        suite="attention",
+        full=False,
+        seed=0,
+        shapes=attention.NUMBERS,
     )
     print(report.text(result))
     if options.json:

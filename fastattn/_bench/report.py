@@ -18,8 +18,7 @@ RUNTIMES = {
     "OpenVINO": ("openvino",),
     "JAX": ("jax",),
     "CTranslate2": ("ct2",),
-    "fastembed": ("fastembed",),
-    "sentence-tr.": ("st", "st-onnx", "st-ov"),
+    "sentence-tr.": ("st",),
     "faiss": ("faiss",),
     "usearch": ("usearch",),
 }
