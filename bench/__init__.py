@@ -1,4 +1,4 @@
-"""The suites of the bench, by name: ``python -m bench`` and ``pytest bench/`` run them from a checkout."""
+"""The suites of the bench, by name: ``python -m bench`` runs them from a checkout."""
 
 from bench import attention, embeddings, hybrids, layers, models, optimize, search, training, variants
 

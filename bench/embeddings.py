@@ -1,6 +1,6 @@
 """The suite "embeddings": texts in, vectors out.
 
-The peers' files lie in a copy of MiniLM's folder, where sentence-transformers and fastembed look for them.
+The peers' files lie in a copy of MiniLM's folder, where sentence-transformers looks for it.
 Each peer makes vectors as its documentation says: all sort texts by length, so that a batch holds little
 padding. Of the batch sizes, and of the ways to use several threads, the fastest counts. The sizes that are
 tried were the best of 1 to 64 for each.

@@ -26,7 +26,7 @@ from fastattn._bench.harness import Effort, Json, Sections, cpu_name
 from fastattn._regular_files import replaced
 
 RESULTS = Path(__file__).with_name("results")
-SECONDS = 150  # of a suite; to start the peers, make their files and lay out problems comes on top
+SECONDS = 100  # of a suite; to start the peers, make their files and lay out problems comes on top
 
 
 class Part(NamedTuple):

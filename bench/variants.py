@@ -126,6 +126,7 @@ CALLS: dict[str, Make] = {
 NORMALISERS: dict[str, Make] = {
     "sparsemax": _function("sparsemax_attention", lambda x: ()),
     "entmax15": _function("entmax15_attention", lambda x: ()),
+    "additive": _function("additive_attention", lambda x: (x.draw(x.shape.heads_q, x.shape.head_dim),)),
     "top_k": _function("top_k_attention", lambda x: (), top_k=32),
     "talking_heads": _function(
         "talking_heads_attention",
@@ -174,8 +175,9 @@ def plan(request: Request) -> Sections:
     dtype = request.dtype or "float32"
     shapes, names = ((LONG, SHORT), [*CALLS, *NORMALISERS]) if request.full else ((LONG,), list(CALLS)[:8])
     sections: Sections = {}
-    for shape in shapes:
-        sections |= request.section(VariantProblem, shape.name, [shape], dtype, names)
+    for shape in shapes:  # NumPy's additive scores hold a number for each feature
+        kept = [name for name in names if name != "additive" or shape != LONG]
+        sections |= request.section(VariantProblem, shape.name, [shape], dtype, kept)
     return sections
 
 
