@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from fastattn._engine.settings import available_isas
 from fastattn.torch._attention import attention_op, with_lse_op
-from fastattn.torch._measure import attention_key, gains, sample
-from fastattn.torch._modules import measures, replace_functions
+from fastattn.torch._measure import attention_key, gains, measuring, sample, torchs
+from fastattn.torch._modules import IN_USE, measures
 from fastattn.torch._tensors import traced
 from fastattn.torch._undo import Undo
 from fastattn.torch._variants import selected_op
@@ -90,7 +90,7 @@ def register(*, measure: bool = True) -> Undo:
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
-    return Undo([replace_functions(measure)], lambda: _SAID)
+    return Undo([IN_USE.use(measure)], lambda: _SAID)
 
 
 _SAID = (
@@ -191,7 +191,10 @@ def attention_forward(
     ):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
+        call = sdpa_attention_forward
+        if not torch.compiler.is_compiling():
+            call = partial(torchs, call)  # sdpa that is patched does not choose anew
+        return call(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, 0.0, scaling, causal, **kwargs
         )
     bias = position_bias
@@ -215,25 +218,20 @@ def _left_to_torch(
     module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None, causal: bool
 ) -> bool:
     """Whether transformers' "sdpa" is as fast or faster for such calls."""
-    if not measures():
+    if not measures() or measuring():
         return False
     if traced():
         return query.dtype in _LEFT
     if type(query) is not torch.Tensor or not query.numel() or not key.numel():
         return False  # a fake tensor's time says nothing
 
-    def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
+    def pair() -> tuple[Callable[[], Any], Callable[[], Any]]:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        q, k, v, part = sample(query, key, value, mask)
-        whole = None if part is None or part.dtype is torch.bool else part
-        options = {"causal": causal, "scale": scaling, "q_offset": 0 if causal else None}
-        yield (
-            lambda: sdpa_attention_forward(module, q, k, v, part, 0.0, scaling, causal),
-            lambda: attention_op(q, k, v, part if whole is None else None, whole, None, **options),
-        )
+        args = module, *sample(query, key, value, mask), 0.0, scaling, causal
+        return partial(sdpa_attention_forward, *args), partial(attention_forward, *args)
 
-    return not gains(attention_key("transformers", query, key, value, mask, causal), pairs)
+    return not gains(attention_key("transformers", query, key, mask, causal), pair)
 
 
 def _collects_weights() -> bool:
@@ -285,13 +283,13 @@ def _attend_lists(
             return None
     options = {"causal": causal, "scale": scaling, "softcap": softcap, "q_offset": 0 if causal else None}
 
-    def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
+    def pair() -> tuple[Callable[[], Any], Callable[[], Any]]:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         q, k, v = (x[:1].detach() for x in (query[:, :, -_SAMPLE:], key, value))
         rows = lists[:1, :, -_SAMPLE:]
         later = options | {"causal": False, "q_offset": None}
-        yield (
+        return (
             lambda: sdpa_attention_forward(
                 module, q, k, v, _masked(q, k, rows, size, False, None), 0.0, scaling
             ),
@@ -299,9 +297,8 @@ def _attend_lists(
         )
 
     if measures() and not traced() and query.numel() and sinks is None and softcap is None:
-        number = lists.shape[3] * size
-        kind = attention_key("transformers", query, key, value, None, causal)
-        if not gains((*kind, f"selected < {2 ** number.bit_length()}"), pairs):
+        kind = attention_key("transformers", query, key, None, causal)
+        if not gains((*kind, (lists.shape[3] * size).bit_length()), pair):
             return None
     return selected_op(query, key, value, lists, sinks, block_size=size, **options)
 

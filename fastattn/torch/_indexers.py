@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -293,19 +293,18 @@ class _Scores:
         """Whether selecting gains for such calls, timed at the first of a kind."""
         if not self.measures:
             return True
-        queries, keys = (2 ** int(n).bit_length() for n in self.shape[1:])
-        heads, dim = self.q.shape[2:]
+        queries, keys = self.shape[1:]
 
-        def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
+        def pair() -> tuple[Callable[[], Any], Callable[[], Any]]:
             rows = slice(max(0, self.shape[1] - _SAMPLE), None)
             steps = {
                 name: x[:1, rows] if name in ("weights", "allowed") else x for name, x in self.steps.items()
             }
             part = _Scores(False, self.q[:1, rows], self.k[:1], **steps)
-            yield lambda: part._computed().topk(k, dim=-1), lambda: part._selected(k, ends[:1, rows])
+            return lambda: part._computed().topk(k, dim=-1), lambda: part._selected(k, ends[:1, rows])
 
-        sizes = f"{heads} heads of {dim}", f"queries < {queries}", f"keys < {keys}"
-        return gains(("indexer", *sizes, f"selected < {2 ** k.bit_length()}"), pairs)
+        key = _text, *self.q.shape[2:], queries.bit_length(), keys.bit_length(), k.bit_length()
+        return gains(key, pair)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -326,6 +325,12 @@ class _Chosen:
 
     def __getitem__(self, i: int) -> Any:
         return (self.values, self.indices)[i]
+
+
+def _text(heads: int, dim: int, *sizes: int) -> str:
+    """What is measured, for `measured`."""
+    queries, keys, selected = (2**n for n in sizes)
+    return f"indexer {heads} heads of {dim} queries < {queries} keys < {keys} selected < {selected}"
 
 
 def _of_tensor(name: str) -> Callable[..., Any]:

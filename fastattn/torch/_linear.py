@@ -19,6 +19,8 @@ from fastattn.torch._library import define
 from fastattn.torch._tensors import array_of, num_threads, tensor_of, traced
 
 TAKEN = (torch.float32, torch.float16, torch.bfloat16)
+# Classes of calls that are timed apart, by the number of rows that is timed.
+CLASSES = {1: "calls of 1 row", 16: "2 to 64 rows", 256: "more than 64 rows"}
 
 
 class FrozenLinear:
@@ -29,11 +31,16 @@ class FrozenLinear:
     """
 
     def __init__(
-        self, parameters: dict[str, Any], weights_dtype: str | None, activations: Rounding | None
+        self,
+        parameters: dict[str, Any],
+        weights_dtype: str | None,
+        activations: Rounding | None,
+        slower: tuple[bool, ...] = (),
     ) -> None:
         self.parameters = parameters
         self.dtype = weights_dtype
         self.activations = activations
+        self.slower = slower  # for which of `CLASSES` torch is faster; empty: for none
         self.in_use = True  # until it is undone: what wraps the module's forward pass may still call this
         self._pack()
         with _lock:
@@ -41,7 +48,8 @@ class FrozenLinear:
             _NUMBERED[self.number] = self
 
     def __reduce__(self) -> Any:
-        return FrozenLinear, (self.parameters, self.dtype, self.activations), {"in_use": self.in_use}
+        args = self.parameters, self.dtype, self.activations, self.slower
+        return FrozenLinear, args, {"in_use": self.in_use}
 
     def _pack(self) -> None:
         self.weight, self.bias = self._current()
@@ -78,6 +86,12 @@ class FrozenLinear:
     def _covers(self, x: Any, weight: Any, bias: Any) -> bool:
         if not (self.in_use and isinstance(x, torch.Tensor) and self._packs(weight, bias)):
             return False
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            if type(x) is not torch.Tensor or traced() or x.is_neg():
+                return False
+            if self.slower and self._is_slower(x.numel(), weight.shape[1]):
+                return False
         dtype = weight.dtype
         if x.dtype is not dtype or (bias is not None and bias.dtype is not dtype) or dtype not in TAKEN:
             return False  # an error of torch's, mostly
@@ -87,11 +101,13 @@ class FrozenLinear:
             return False  # numbers of linear maps are those of this process
         if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and x.requires_grad):
             return False  # derivatives are torch's
-        if not torch.compiler.is_compiling() and (type(x) is not torch.Tensor or traced() or x.is_neg()):
-            return False
         if not (x.layout is weight.layout is torch.strided and x.ndim and x.shape[-1:] == weight.shape[1:]):
             return False  # mostly an error, too, as a bias of another length
         return bias is None or bias.shape == weight.shape[:1]
+
+    def _is_slower(self, count: int, features: int) -> bool:
+        """Whether torch is faster for inputs of `count` numbers."""
+        return self.slower[(count > features) + (count > 64 * features)]
 
     def _packs(self, weight: Any, bias: Any) -> bool:
         """Whether the module's parameters are those that are packed, or may be packed instead."""

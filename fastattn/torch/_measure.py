@@ -6,10 +6,9 @@ A flag of the CPU is no promise: where torch has AMX, its products in bfloat16 a
 from __future__ import annotations
 
 import heapq
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +19,7 @@ from fastattn._engine.settings import Report
 if TYPE_CHECKING:
     Pair = tuple[Callable[[], Any], Callable[[], Any]]  # the same, by torch and by us
 
-# Ours takes the place of torch's from this gain on, the geometric mean over sizes, and if no size loses more
-# than the second number says. Between 1 and that, a measurement says nothing.
-_GAIN, _LEAST = 1.05, 0.95
+GAIN = 1.05  # from which ours takes the place of torch's
 # Calls take turns until they settle or this time is over; calls longer than the second number have one turn.
 _SECONDS, _LONG = 0.1, 0.01
 
@@ -38,14 +35,20 @@ def measured() -> Report:
     Returns
     -------
     Report
-        A dict that prints as a table. Its keys say what was measured: operation, dtype, sizes as powers of 2
-        that they are less than, number of threads, instruction set. At the end come the functions of hybrid
-        models of which transformers computed calls that are refused here: how many, and why the first one.
-        Reasons that differ in their numbers alone are one.
+        A dict that prints as a table. Keys name what was measured: operation, dtype, sizes (as powers of 2
+        above them), number of threads, instruction set. After these, the functions of hybrid models with
+        calls that are refused here and computed by transformers: number of calls, and the first reason.
+        Reasons that differ only in numbers count as one.
+
+    Notes
+    -----
+    An ``nn.Linear`` is replaced if it gains 5% at one number of rows, and then wherever it is not slower.
     """
-    found = {
-        " ".join(map(str, key)): f"{ratio:.2f}, {_winner(ratio)}" for key, ratio in list(_ratios.items())
-    }
+    found = {}
+    for (text, *key, threads, isa), ratio in list(_ratios.items()):
+        said = f"{text(*key)} {threads} threads {isa}".replace("torch.", "")
+        least = 1 if said.startswith("linear ") else GAIN
+        found[said] = f"{ratio:.2f}, {'fastattn' if ratio >= least else 'torch'}"
     for (name, _), (calls, why) in list(_refused.items()):
         found[f"{name} refused: {why}"] = f"{calls} call{'s' * (calls > 1)}, torch"
     return Report(found)
@@ -57,34 +60,43 @@ def refused(name: str, why: str) -> None:
         _refused.setdefault((name, "".join(x for x in why if not x.isdigit())), [0, why])[0] += 1
 
 
-def gains(key: tuple[Any, ...], pairs: Callable[[], Iterable[Pair]]) -> bool:
-    """Whether ours gains for what `key` says: measured once in a process, and the same answer ever after."""
-    key = (*key, f"{torch.get_num_threads()} threads", settings.core.get_isa())
-    if key not in _ratios:
+def gains(key: tuple[Any, ...], pair: Callable[[], Pair]) -> bool:
+    """Whether ours gains for what `key` says: measured once in a process, and the same answer ever after.
+
+    The first item of `key` is a function that makes a text of the others, only for `measured`.
+    """
+    return ratio_of(key, pair) >= GAIN
+
+
+def ratio_of(key: tuple[Any, ...], pair: Callable[[], Pair]) -> float:
+    """Return torch's time over ours, as `gains` measures it."""
+    key = (*key, torch.get_num_threads(), settings.core.get_isa())
+    try:
+        return _ratios[key]
+    except KeyError:
         with _lock:  # measurements at once would disturb each other
             if key not in _ratios:
-                _ratios[key] = _measure(pairs)
-    return _winner(_ratios[key]) == "fastattn"
+                _ratios[key] = torchs(_measure, pair)
+    return _ratios[key]
 
 
-def _measure(pairs: Callable[[], Iterable[Pair]]) -> float:
-    _here.measuring = True
+def _measure(pair: Callable[[], Pair]) -> float:
+    with torch.inference_mode(), torch.random.fork_rng(devices=[]):  # the program's numbers stay its own
+        return ratio(*pair())
+
+
+def torchs(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function within which torch's functions are torch's, patched or not."""
+    before, _here.measuring = measuring(), True
     try:
-        with torch.inference_mode(), torch.random.fork_rng(devices=[]):  # the program's numbers stay its own
-            found = [ratio(*pair) for pair in pairs()]
+        return function(*args, **options)
     finally:
-        _here.measuring = False
-    mean = math.exp(sum(map(math.log, found)) / len(found))
-    return mean if min(found) >= _LEAST else min(found)
+        _here.measuring = before
 
 
 def measuring() -> bool:
-    """Whether this thread is measuring: then torch's functions are to be torch's."""
+    """Whether this thread is within `torchs`."""
     return getattr(_here, "measuring", False)
-
-
-def _winner(ratio: float) -> str:
-    return "fastattn" if ratio >= _GAIN else "torch"
 
 
 def ratio(torchs: Callable[[], Any], ours: Callable[[], Any]) -> float:
@@ -104,17 +116,22 @@ def ratio(torchs: Callable[[], Any], ours: Callable[[], Any]) -> float:
 
 def _settled(times: list[float]) -> bool:
     """Whether the three fastest of five and more calls agree: whatever else runs only makes calls slower."""
-    return len(times) > 4 and heapq.nsmallest(3, times)[-1] <= _GAIN * min(times)
+    return len(times) > 4 and heapq.nsmallest(3, times)[-1] <= GAIN * min(times)
 
 
-def attention_key(kind: str, q: Any, k: Any, v: Any, mask: Any, causal: bool) -> tuple[Any, ...]:
-    """Return the kind of a call of attention; q is (batch, heads, len_q, head_dim), k and v likewise."""
-    queries, keys = (2 ** int(x.shape[2]).bit_length() for x in (q, k))
-    masked = "causal" if causal else "plain" if mask is None else f"mask {_short(mask.dtype)}"
-    return (
-        kind, _short(q.dtype), masked, f"head_dim {q.shape[3]}", f"queries < {queries}", f"keys < {keys}",
-        f"heads < {2 ** int(q.shape[0] * q.shape[1]).bit_length()}",
-    )  # fmt: skip
+def attention_key(kind: str, q: Any, k: Any, mask: Any, causal: bool) -> tuple[Any, ...]:
+    """Return the kind of a call of attention, for `gains`; q is (batch, heads, len_q, head_dim), k as q."""
+    batch, heads, len_q, head_dim = q.shape
+    masked = "causal" if causal else "plain" if mask is None else mask.dtype
+    sizes = len_q.bit_length(), k.shape[2].bit_length(), (batch * heads).bit_length()
+    return _attention_text, kind, q.dtype, masked, head_dim, *sizes
+
+
+def _attention_text(kind: str, dtype: Any, masked: Any, head_dim: int, *sizes: int) -> str:
+    masked = masked if isinstance(masked, str) else f"mask {masked}"
+    queries, keys, heads, *selected = (2**n for n in sizes)
+    text = f"{kind} {dtype} {masked} head_dim {head_dim} queries < {queries} keys < {keys} heads < {heads}"
+    return f"{text} selected < {selected[0]}" if selected else text
 
 
 def sample(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
@@ -125,7 +142,3 @@ def sample(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
         mask = mask[..., : len_q if mask.shape[-2] > 1 else 1, : len_k if mask.shape[-1] > 1 else 1]
     parts = q[:1, :, :len_q], k[:1, :, :len_k], v[:1, :, :len_k]
     return (*(x.detach() for x in parts), mask if mask is None else mask.detach())
-
-
-def _short(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

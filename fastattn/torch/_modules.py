@@ -17,6 +17,7 @@ from fastattn.torch._hybrids import FUNCTIONS, PACKED, REFUSED, NotTaken
 from fastattn.torch._indexers import with_promises, without_loops
 from fastattn.torch._measure import gains, measuring, refused
 from fastattn.torch._tensors import traced
+from fastattn.torch._undo import Shared
 
 # The attribute by which parts of models keep a function of their module from the start.
 _HELD = {"multi_scale_deformable_attention_v2": "ms_deformable_attn_core"}
@@ -31,33 +32,27 @@ _PROMISING = (
 _INDEXERS = {f"{family}Indexer": with_promises for family in _PROMISING}
 _INDEXERS["Qwen4ExpTextQSAIndexer"] = without_loops
 _OURS = "_of_fastattn"  # what our replacements have as an attribute
-_in_use: dict[object, bool] = {}  # of each register() that is not undone: whether it measures
 # A module or a class, a name, what transformers has there or None, and ours.
 _replaced: list[tuple[Any, str, Any, Any]] = []
 
 
 def measures() -> bool:
     """Whether calls are timed beside torch's first: as the last `register` says that is not undone."""
-    return next(reversed(_in_use.values()), True)
+    return next(reversed(IN_USE.users.values()), True)
 
 
-def replace_functions(measure: bool) -> Callable[[], None]:
-    """Let modules of transformers call our functions; returns what undoes it, once."""
-    if not _in_use:
-        try:
-            _replace_in([module for name, module in list(sys.modules.items()) if _is_of_models(name)])
-            sys.meta_path.insert(0, _Later)
-        except BaseException:
-            _put_back()
-            raise
-    key = object()
-    _in_use[key] = measure
+def _replace() -> Callable[[], None]:
+    try:
+        _replace_in([module for name, module in list(sys.modules.items()) if _is_of_models(name)])
+        sys.meta_path.insert(0, _Later)
+    except BaseException:
+        _put_back()
+        raise
+    return _put_back
 
-    def undo() -> None:
-        if _in_use.pop(key, None) is not None and not _in_use:
-            _put_back()
 
-    return undo
+# Users are those of `register` that are not undone, their values whether they measure.
+IN_USE = Shared(_replace)
 
 
 def _replace_in(modules: Iterable[ModuleType]) -> None:
@@ -96,7 +91,7 @@ class _Later:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            if _in_use:
+            if IN_USE.users:
                 _replace_in([module])
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -155,7 +150,7 @@ def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if not _in_use or traced() or measuring():
+        if not IN_USE.users or traced() or measuring():
             return own(*args, **kwargs)
         ours, reason = FUNCTIONS[name], None
         try:
@@ -188,7 +183,7 @@ def _indexing(own: Callable[..., Any], make: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        ours = _in_use and not traced() and not measuring()
+        ours = IN_USE.users and not traced() and not measuring()
         return selecting(*args, **kwargs) if ours else own(*args, **kwargs)
 
     setattr(forward, _OURS, True)
@@ -231,8 +226,8 @@ def _gains(name: str, own: Callable[..., Any], ours: Callable[..., Any], given: 
     tensors = [x for x in given.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
     if name in _SAMPLING and tensors[0].itemsize == 2:
         return True
-    sizes = " and ".join("x".join(str(2 ** int(n).bit_length()) for n in x.shape) for x in tensors[:2])
-    key = (name, str(tensors[0].dtype).removeprefix("torch."), f"less than {sizes}")
+    sizes = (tuple(map(int.bit_length, x.shape)) for x in tensors[:2])
+    key = _text, name, tensors[0].dtype, *sizes
 
     def sample() -> dict[str, Any]:
         """The arguments, cut to some tokens; updates write to copies of their states."""
@@ -245,8 +240,13 @@ def _gains(name: str, own: Callable[..., Any], ours: Callable[..., Any], given: 
                 part[argument] = x.detach().clone() if argument in _WRITTEN else x.detach()
         return part
 
-    def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
+    def pair() -> tuple[Callable[[], Any], Callable[[], Any]]:
         first, second = sample(), sample()
-        yield lambda: own(**first), lambda: ours(**second)
+        return lambda: own(**first), lambda: ours(**second)
 
-    return gains(key, pairs)
+    return gains(key, pair)
+
+
+def _text(name: str, dtype: Any, *sizes: tuple[int, ...]) -> str:
+    """What is measured, for `measured`."""
+    return f"{name} {dtype} less than {' and '.join('x'.join(str(2**n) for n in x) for x in sizes)}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from fastattn._args.ops import integer_activations
 from fastattn._args.packed import STORED
 from fastattn._args.types import DTypeLike, Rounding
 from fastattn.torch._hugging_face import NAME, register
-from fastattn.torch._linear import TAKEN, FrozenLinear
-from fastattn.torch._measure import gains
+from fastattn.torch._linear import CLASSES, TAKEN, FrozenLinear
+from fastattn.torch._measure import GAIN, ratio_of
+from fastattn.torch._memory import keep_freed as keep_freed_memory
 from fastattn.torch._modules import hybrid_functions
 from fastattn.torch._sdpa import patch_sdpa, said
 from fastattn.torch._undo import Undo
@@ -34,6 +36,7 @@ def optimize(
     *,
     activations: Rounding | None = None,
     measure: bool = True,
+    keep_freed: bool = False,
 ) -> Undo:
     """Make a model of torch faster for inference on CPUs, where it stands.
 
@@ -52,8 +55,12 @@ def optimize(
         See `ops.linear`.
     measure : bool, default True
         Leave to torch what would not gain 5%: each kind of ``nn.Linear`` (dtype, powers of two of its
-        features, up to 1024) is timed now, with 16 and 256 rows; attention at its first call of each kind,
-        see `patch_sdpa`. False: everything is replaced.
+        features, up to 1024) is timed now, with 1, 16 and 256 rows; attention at its first call of each
+        kind, see `patch_sdpa`. An ``nn.Linear`` that gains at some numbers of rows only calls torch at the
+        others. False: everything is replaced.
+    keep_freed : bool, default False
+        Let glibc's allocator keep up to 2 GB of freed memory in this process, instead of returning large
+        blocks to the system after each layer. `undo` returns the memory.
 
     Returns
     -------
@@ -92,6 +99,10 @@ def optimize(
     try:
         lines += _replace_attention(model, measure, steps)
         lines += _replace_linears(model, dtype, activations, measure, steps)
+        if keep_freed:
+            end, kept = keep_freed_memory()
+            steps.append(end)
+            lines.append(f"freed memory: {kept}")
     except BaseException:
         Undo(steps).undo()
         raise
@@ -149,17 +160,23 @@ def _replace_linears(
     for module in model.modules():
         if not isinstance(module, torch.nn.Linear):
             continue
-        if why := _why_kept(module) or (measure and _why_slower(module, dtype, activations)):
+        why = _why_kept(module)
+        slower = _slower(module, dtype, activations) if measure and not why else ()
+        if slower and all(slower):
+            own = str(module.weight.dtype).removeprefix("torch.")
+            why = f"torch is as fast or faster here in {own} than packed in {dtype or own}; see measured()"
+        if why:
             kept[why] += 1
             continue
-        linear = FrozenLinear(module._parameters, dtype, activations)
+        linear = FrozenLinear(module._parameters, dtype, activations, slower if any(slower) else ())
         frozen = [name for name, p in module.named_parameters() if p.requires_grad]
         parameters = [module._parameters[name] for name in frozen]
         steps.append(partial(_thaw, module, linear, frozen, parameters))
         for parameter in parameters:
             parameter.requires_grad_(False)
         module.forward = linear.forward
-        packed[linear.packed.dtype] += 1
+        of_torch = " and ".join(compress(CLASSES.values(), slower))
+        packed[linear.packed.dtype + (of_torch and f"; torch computes {of_torch}")] += 1
     lines = [f"{n} nn.Linear packed in {name}" for name, n in packed.items()]
     lines += [f"{n} nn.Linear left alone: {why}" for why, n in kept.items()]
     if torch.backends.mha.get_fastpath_enabled() and any(isinstance(x, _FAST) for x in model.modules()):
@@ -170,23 +187,32 @@ def _replace_linears(
     return lines
 
 
-def _why_slower(module: Any, dtype: str | None, activations: Rounding | None) -> str | None:
-    """Why packing would not gain, or None; weights are (out_features, in_features)."""
-    sizes = [min(2 ** (int(n) - 1).bit_length(), _MOST_MEASURED) for n in module.weight.shape]
-    own = str(module.weight.dtype).removeprefix("torch.")
-    packed = dtype or own
-    kind = ("linear", own, f"packed in {packed}" + (f", {activations} inputs" if activations else ""))
+def _slower(module: Any, dtype: str | None, activations: Rounding | None) -> tuple[bool, ...]:
+    """Whether torch is faster, for each class of rows; everywhere if none gains. Weights are (out, in)."""
+    sizes = [min(2 ** (int(n) - 1).bit_length(), _MOST_MEASURED) for n in reversed(module.weight.shape)]
+    own = module.weight.dtype
 
-    def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
-        like = torch.nn.Linear(sizes[1], sizes[0], dtype=module.weight.dtype).requires_grad_(False)
-        ours = FrozenLinear(like._parameters, dtype, activations)
-        for rows in (16, 256):
-            x = torch.randn(rows, sizes[1]).to(module.weight.dtype)
-            yield partial(like, x), partial(ours.forward, x)
+    @cache
+    def modules() -> tuple[Any, Any]:
+        """Modules of this kind, as they are called: torch's, and a packed one."""
+        theirs, ours = (torch.nn.Linear(*sizes, dtype=own).requires_grad_(False) for _ in range(2))
+        ours.forward = FrozenLinear(ours._parameters, dtype, activations).forward
+        return theirs, ours
 
-    if gains((*kind, f"{sizes[1]} to {sizes[0]}"), pairs):
-        return None
-    return f"torch is as fast or faster here in {own} than packed in {packed}; see measured()"
+    def pair(rows: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        x = torch.randn(rows, sizes[0]).to(own)
+        theirs, ours = modules()
+        return partial(theirs, x), partial(ours, x)
+
+    kind = _text, own, dtype or own, activations, *sizes
+    found = [ratio_of((*kind, rows), partial(pair, rows)) for rows in CLASSES]
+    return tuple(ratio < 1 or max(found) < GAIN for ratio in found)
+
+
+def _text(own: Any, dtype: Any, activations: Rounding | None, features: int, out: int, rows: int) -> str:
+    """What is measured, for `measured`."""
+    inputs = f", {activations} inputs" if activations else ""
+    return f"linear {own} packed in {dtype}{inputs} {features} to {out}, rows: {rows}"
 
 
 def _why_kept(module: Any) -> str | None:

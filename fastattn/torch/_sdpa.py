@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,14 +15,11 @@ from fastattn._args.errors import named
 from fastattn._engine import dispatch, settings
 from fastattn.torch._measure import attention_key, gains, measured, measuring, sample
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
-from fastattn.torch._undo import Undo
+from fastattn.torch._undo import Shared, Undo
 
 _OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_lock = threading.Lock()
-_patches = 0  # those that have not been undone
-_unmeasured = 0  # those of them that replace every call
-_library: Any = None
+_unmeasured: set[object] = set()  # patches that replace every call, while they last
 
 
 def patch_sdpa(*, measure: bool = True) -> Undo:
@@ -57,15 +53,13 @@ def patch_sdpa(*, measure: bool = True) -> Undo:
     what it does not give to that kernel: dropout, nested tensors, other devices, fewer than four dimensions,
     a head_dim of values other than that of keys, gradients of masks. Gradients of q, k and v are torch's.
     """
-    global _patches, _unmeasured, _library
     if why := settings.why_numpy():
         raise RuntimeError(f"patch_sdpa(): this process runs on NumPy: {why}")
-    with _lock:
-        if not _patches:
-            _library = _patched()
-        _patches += 1
-        _unmeasured += not measure
-    return Undo([partial(_end, measure)], lambda: said(measure))
+    steps = [_PATCH.use()]
+    if not measure:
+        _unmeasured.add(steps[0])
+        steps.append(partial(_unmeasured.discard, steps[0]))
+    return Undo(steps, lambda: said(measure))
 
 
 def said(measure: bool) -> str:
@@ -77,23 +71,16 @@ def said(measure: bool) -> str:
     return f"{calls}, if faster; measured at the first call of a kind{''.join(found)}"
 
 
-def _end(measure: bool) -> None:
-    global _patches, _unmeasured, _library
-    with _lock:
-        _patches -= 1
-        _unmeasured -= not measure
-        if not _patches:
-            _library._destroy()
-            _library = None
-
-
-def _patched() -> Any:
+def _patched() -> Callable[[], None]:
     library = torch.library.Library("aten", "IMPL")
     torchs = torch.library.get_kernel(_OP, "CPU")
     with warnings.catch_warnings():  # it is replaced on purpose
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         library.impl(_OP._opname, _kernel(torchs), "CPU", with_keyset=True)
-    return library
+    return library._destroy  # type: ignore[no-any-return]
+
+
+_PATCH = Shared(_patched)
 
 
 def _kernel(torchs: Any) -> Callable[..., Any]:
@@ -119,8 +106,8 @@ def _kernel(torchs: Any) -> Callable[..., Any]:
             return torch_s(*call)
         try:
             if _unmeasured or gains(
-                attention_key("sdpa", *call, is_causal),
-                lambda: [(partial(torch_s, *sample(*call)), partial(ours, *sample(*call)))],
+                attention_key("sdpa", q, k, attn_mask, is_causal),
+                lambda: (partial(torch_s, *sample(*call)), partial(ours, *sample(*call))),
             ):
                 return ours(*call)
         except (TypeError, ValueError):  # before anything was computed: torch has a result, or its own error

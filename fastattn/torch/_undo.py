@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -32,3 +33,29 @@ class Undo:
 
     def __repr__(self) -> str:
         return self._report() if self._steps else f"{self._report()}\n(undone)"
+
+
+class Shared:
+    """A change of the whole process: made for the first of its users, undone after the last."""
+
+    def __init__(self, make: Callable[[], Callable[[], None]]) -> None:
+        self.users: dict[object, Any] = {}
+        self._make = make  # returns what undoes it
+        self._lock = threading.Lock()
+
+    def use(self, value: Any = None) -> Callable[[], None]:
+        """Add a user, whose `value` is among `users` until the function that is returned is called."""
+        user = object()
+        with self._lock:
+            if not self.users:
+                self._undo = self._make()
+            self.users[user] = value
+
+        def end() -> None:
+            with self._lock:
+                if user in self.users:
+                    del self.users[user]
+                    if not self.users:
+                        self._undo()
+
+        return end

@@ -332,9 +332,7 @@ def test_measured_calls_are_as_the_model_makes_them(monkeypatch):
     """Numbers of Mamba-2's heads stay expanded: its updates take no others."""
     timed = []
     monkeypatch.setattr(_measure, "_ratios", {})
-    monkeypatch.setattr(
-        _measure, "_measure", lambda pairs: timed.extend(call() for pair in pairs() for call in pair) or 2.0
-    )
+    monkeypatch.setattr(_measure, "_measure", lambda pair: timed.extend(call() for call in pair()) or 2.0)
     with ft.register():
         tiny("mamba2").generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False)
     counted = {key: value for key, value in ft.measured().items() if "mamba2_selective_state_update" in key}

@@ -197,11 +197,10 @@ def test_what_is_timed_beside_ours_makes_scores_each_time(monkeypatch):
     computed = _indexers._Scores._computed
     monkeypatch.setattr(_indexers._Scores, "_computed", lambda self: made.append(1) or computed(self))
 
-    def gains(key, pairs):
-        for theirs, ours in pairs():
-            before = len(made)
-            theirs(), theirs(), ours()
-            found.append(len(made) - before)
+    def gains(key, pair):
+        (theirs, ours), before = pair(), len(made)
+        theirs(), theirs(), ours()
+        found.append(len(made) - before)
         return True
 
     monkeypatch.setattr(_indexers, "gains", gains)

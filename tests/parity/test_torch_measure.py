@@ -1,15 +1,20 @@
 """Nothing replaces torch's kernels that does not gain: measured once, or left alone, and said."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 from implementations import COMPILED
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from transformers.integrations import sdpa_attention
 
 import fastattn.torch
+from fastattn import ops
 from fastattn._engine import dispatch
-from fastattn.torch import _measure, measured, optimize, patch_sdpa, register
+from fastattn.torch import _hugging_face, _measure, measured, optimize, patch_sdpa, register
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="of compiled kernels, and there are none")
 RATIO = _measure.ratio  # before the fixture of these tests replaces it
@@ -51,11 +56,69 @@ def test_linear_maps_stay_torch_s_where_packing_gains_nothing(ratio, packed, tor
     assert not any("forward" in vars(module) for module in model)
 
 
-def test_one_size_that_loses_is_enough(monkeypatch):
-    ratios = iter([4.0, 0.9] * 2)
-    monkeypatch.setattr(_measure, "ratio", lambda *calls: next(ratios))
-    with optimize(layers()) as change:
-        assert "2 nn.Linear left alone: torch is as fast" in repr(change)
+@pytest.fixture
+def spend(monkeypatch):
+    """A function that lets time pass, which stands still otherwise."""
+    now = [0.0]
+    monkeypatch.setattr(_measure, "ratio", RATIO)
+    monkeypatch.setattr(_measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+
+def slowed(spend, seconds, function):
+    """The function, which takes so long; `seconds` may be a function of its arguments."""
+
+    def call(*args, **options):
+        spend(seconds(*args) if callable(seconds) else seconds)
+        return function(*args, **options)
+
+    return call
+
+
+@pytest.mark.parametrize(("ours", "said", "rows"), [
+    ({1: 4e-5, 16: 1.5e-5, 256: 2.1e-5}, "packed in float32; torch computes calls of 1 row and more than 64",
+     [2, 64]),
+    ({1: 1e-5, 16: 1e-5, 256: 1.9e-5}, "packed in float32\n", [1, 2, 64, 65]),
+    # Less than 5% of a module's call, and a third of the product alone.
+    (dict.fromkeys((1, 16, 256), 1.95e-5), "left alone: torch is as fast or faster", []),
+])  # fmt: skip
+def test_linear_maps_are_timed_as_modules_by_number_of_rows(ours, said, rows, spend, ran, monkeypatch):
+    model = layers()
+    with pytest.MonkeyPatch.context() as timed:
+        timed.setattr(torch.nn.functional, "linear", slowed(spend, 2e-5, torch.nn.functional.linear))
+        timed.setattr(ops, "linear", slowed(spend, lambda x, *_: ours[len(x)], ops.linear))
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: spend(1e-5))
+        change = optimize(model)
+        hook.remove()
+    with change, torch.no_grad():
+        assert said in f"{change}\n"
+        for copied in (model, copy.deepcopy(model)):
+            found = []
+            for n in (1, 2, 64, 65):
+                del ran[:]
+                copied(torch.randn(n, 24))
+                found += [n] * (ran == ["linear"] * 2)
+            assert found == rows
+
+
+def test_attention_is_timed_with_all_that_is_around_it(spend, ran, monkeypatch):
+    """And what is torch's is not measured again by a patch below it."""
+    module, q = torch.nn.Module(), torch.randn(1, 4, 30, 16)
+    names = {"attention_op": 1.5e-5, "_check_keywords": 1e-5}
+    for name, seconds in names.items():
+        function = getattr(_hugging_face, name)
+        monkeypatch.setattr(_hugging_face, name, slowed(spend, seconds, function))
+    theirs = slowed(spend, 2e-5, sdpa_attention.sdpa_attention_forward)
+    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", theirs)
+    with patch_sdpa():
+        del ran[:]
+        for _ in range(2):
+            _hugging_face.attention_forward(module, q, q, q, None, is_causal=False)
+            found = list(measured().items())
+            assert len(found) == 1
+            assert found[0][0].startswith("transformers float32 plain head_dim 16 queries < 32 keys < 32 he")
+            assert found[0][1] == "0.80, torch"
+            assert ran.count("attention") == 6  # all of them in the measurement
 
 
 def test_what_is_measured_once_is_remembered(torch_s_time_over_ours):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import platform
 import warnings
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fastattn.torch
 from fastattn._engine import dispatch, settings
-from fastattn.torch import Undo, _hugging_face, optimize, patch_sdpa, register
+from fastattn.torch import Undo, _hugging_face, _memory, optimize, patch_sdpa, register
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
 DECODER = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 90, "pad_token_id": 0}
@@ -284,6 +285,76 @@ def test_weights_of_other_types(weights_dtype, activations, error, dtype):
         assert out.dtype is dtype
         assert (out.double() - expected).abs().max() < bound
         assert out.shape == (5, 3, 7)
+
+
+@needs_kernels
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator can be told")
+def test_freed_memory_is_kept(python):
+    """Pages of a model's results are cleared once, not in every call; `undo` gives them back."""
+    done = python(
+        """
+import resource
+import torch
+import fastattn.torch
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        model(x)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1])
+
+model = torch.nn.Sequential(torch.nn.Linear(16, 4096), torch.nn.GELU()).eval()
+with torch.inference_mode():
+    x = torch.randn(4096, 16)  # two results of 64 MB each
+    model(x)
+    first = faults()
+    one, two = (fastattn.torch.optimize(model, keep_freed=True) for _ in range(2))
+    model(x)
+    model(x)
+    two.undo()
+    print(first, faults(), resident(), end=" ")
+    one.undo()
+    print(resident())
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    first, kept, before, after = map(int, done.stdout.split())
+    assert kept < 0.25 * first  # a block of the heap may move, once
+    assert before - after > 0.1 * first  # pages, of 10 results
+
+
+@needs_kernels
+@pytest.mark.parametrize("most", [2**31 - 1, 32 << 20])  # of blocks, in newer and older versions of glibc
+def test_the_allocator_is_told_once_and_on_request_alone(most, monkeypatch):
+    calls = []
+
+    class Libc:
+        def mallopt(self, which, size):
+            calls.append((which, size))
+            return which == -1 or size <= most
+
+        def malloc_trim(self, pad):
+            calls.append("trimmed")
+
+    monkeypatch.setattr(_memory.ctypes, "CDLL", lambda name: Libc())
+    with optimize(layers()) as change:
+        assert "freed memory" not in str(change)
+    assert not calls
+    one, two = (optimize(layers(), keep_freed=True) for _ in range(2))
+    assert str(two).splitlines()[-1] == "freed memory: kept by the process, up to 2 GB"
+    kept = [(-1, 2**31 - 1), (-3, 2**31 - 1)]
+    assert calls == kept + [(-3, 32 << 20)] * (most < 2**31 - 1)
+    two.undo()
+    two.undo()
+    assert len(calls) <= 3
+    one.undo()
+    assert calls[-3:] == [(-1, 64 << 20), (-3, 32 << 20), "trimmed"]
+    monkeypatch.setattr(_memory.ctypes, "CDLL", lambda name: object())  # as with other allocators
+    with optimize(layers(), keep_freed=True) as change:
+        assert str(change).splitlines()[-1].startswith("freed memory: returned to the system")
 
 
 def load_assigned(model, other):
