@@ -1,6 +1,6 @@
-"""Attention and embeddings on a cluster of Dask: arrays larger than one machine's memory.
+"""Attention and embeddings on a Dask cluster, for arrays larger than one machine's memory.
 
-Importing this package imports dask (the extra ``[dask]``). docs/scale.md describes all of it.
+Importing this package imports dask (the extra ``[dask]``). docs/scale.md is the guide.
 """
 
 try:

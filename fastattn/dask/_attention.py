@@ -32,24 +32,14 @@ _CHILDREN = 4  # states that one task of the tree merges
 
 @overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    chunks: tuple[int, int],
-    return_lse: Literal[False] = False,
+    q: Any, k: Any, v: Any, *, chunks: tuple[int, int], return_lse: Literal[False] = False,
     **options: Unpack[BlockOptions],
-) -> da.Array: ...
+) -> da.Array: ...  # fmt: skip
 @overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    chunks: tuple[int, int],
-    return_lse: Literal[True],
+    q: Any, k: Any, v: Any, *, chunks: tuple[int, int], return_lse: Literal[True],
     **options: Unpack[BlockOptions],
-) -> tuple[da.Array, da.Array]: ...
+) -> tuple[da.Array, da.Array]: ...  # fmt: skip
 @named("attention")
 def attention(
     q: Any,
@@ -60,10 +50,10 @@ def attention(
     return_lse: bool = False,
     **options: Unpack[BlockOptions],
 ) -> Any:
-    """`fastattn.attention` of arrays in blocks, which any number of workers computes: exact, and lazy.
+    """Exact attention of Dask arrays, computed lazily in blocks by any number of workers.
 
-    Each needed block of scores is one task, whose result is a part of `out` and `lse`. A tree of tasks merges
-    up to four of these at a time, always the same four: the bits do not depend on the workers.
+    Each needed block of scores is one task, whose result is a part of `out` and `lse`. A fixed tree of tasks
+    merges up to four of these at a time, so the bits do not depend on the workers.
 
     Parameters
     ----------
@@ -74,15 +64,15 @@ def attention(
     v : dask.array.Array, (..., heads_kv, len_k, head_dim_v)
         Values.
     chunks : (int, int)
-        Queries and keys of a block, ``(rows, keys)``. On batch axes the blocks are the chunks of q, on heads
-        those of k; v, and what differs, is rechunked.
+        Queries and keys per block, ``(rows, keys)``. Batch axes are split as in q, heads as in k; other
+        arrays are rechunked.
     return_lse : bool, default False
         Return ``(out, lse)``, as `fastattn.attention` does.
     **options
         ``causal``, ``window``, ``scale``, ``softcap``, ``alibi_slopes``, ``sinks``, ``kv_lengths``,
         ``q_offset``, ``num_threads`` and ``backend`` of `fastattn.attention`: numbers or arrays in memory.
-        ``num_threads``, by default 1, is of each task, and counts whatever OMP_NUM_THREADS says: Dask sets
-        that to 1. A worker runs as many tasks at a time as it has threads of its own.
+        ``num_threads`` (default 1) applies to each task, whatever OMP_NUM_THREADS is: Dask sets that to 1. A
+        worker runs as many tasks at a time as it has threads.
 
     Returns
     -------
@@ -94,12 +84,12 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit. The message says what came and what was expected; nothing was computed.
+        If an argument is invalid, before anything is computed.
 
     Notes
     -----
-    Blocks that causal, a window or lengths rule out are not there at all. A task holds a block of each of q,
-    k, v and out, and a merge five blocks of out. Results in 16 bits are rounded at each level of the tree.
+    Blocks masked by `causal`, a window or lengths are skipped. A task holds a block of each of q, k, v and
+    out, and a merge five blocks of out. Results in 16 bits are rounded at each level of the tree.
 
     Examples
     --------

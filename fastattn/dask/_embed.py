@@ -37,28 +37,28 @@ def embed(
     activations: Rounding | None = None,
     **options: Unpack[EncodeOptions],
 ) -> da.Array:
-    """One vector for each text, as `encode` of the model makes it, by all workers.
+    """Embed texts on all workers, with the vectors of the model's `encode`.
 
     Parameters
     ----------
     texts : dask.bag.Bag, dask.dataframe.Series or dask.array.Array, (n,)
-        Strings, as ``dask.dataframe.read_parquet("texts/*.parquet")["text"]``. A partition is a task.
+        Strings, as ``dask.dataframe.read_parquet("texts/*.parquet")["text"]``; a task per partition.
     folder : path
-        The model's, at the same path on all machines. A process loads it once for all tasks of a call.
+        Model folder, at the same path on all machines. Each process loads it once per call.
     dtype, weights_dtype, activations : optional
         As in `fastattn.models.load`.
     **options
-        Options of `encode`. The precisions "int8" and "uint8" are errors, as they depend on all vectors.
+        Options of `encode`, except the precisions "int8" and "uint8", which depend on all vectors.
 
     Returns
     -------
     dask.array.Array, (n, features)
-        The vectors, not computed yet, in the chunks of `texts`. From a bag or a series, n is unknown.
+        Lazy vectors, in the chunks of `texts`. From a bag or a series, n is unknown.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit.
+        If an argument is invalid.
     ModelError
         If the folder cannot be loaded, or its model makes no vectors of texts.
     """

@@ -1,7 +1,7 @@
-"""Operators of torch with gradients, on tensors whose memory is shared and never copied.
+"""Kernels for torch's CPU tensors, in shared memory: operators with gradients, and faster models.
 
-Importing this package defines ``torch.ops.fastattn.attention`` and others, and lets torch's threads do the
-work of all calls of this process: two pools would take each other's cores. docs/torch.md describes all of it.
+Importing this package defines ``torch.ops.fastattn.attention`` and others, and makes all calls of the process
+use torch's threads: two pools would compete for the cores. docs/torch.md is the guide.
 """
 
 try:

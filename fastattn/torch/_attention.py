@@ -101,17 +101,9 @@ def _fake_with_lse(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any
 
 @named("attention")
 def _backward(
-    dout: Any,
-    dlse: Any,
-    out: Any,
-    lse: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    *tensors: Any,
-    need: Sequence[str],
+    dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, *tensors: Any, need: Sequence[str],
     **options: Any,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     inputs = {"dq": array_of(q), "dk": array_of(k), "dv": array_of(v)}
     options = _named(tensors, {**options, "dlse": dlse, "need": tuple(need)})
     options["into"] = [heads_inside(inputs[n].shape, inputs[n].dtype) if n in inputs else None for n in need]

@@ -34,57 +34,48 @@ HARMLESS = frozenset((
 
 
 def register(*, measure: bool = True) -> Undo:
-    """Let models of transformers and sentence-transformers have ``attn_implementation="fastattn"``.
+    """Register ``attn_implementation="fastattn"`` for transformers and sentence-transformers.
 
-    It holds for `from_pretrained`, for `model.set_attn_implementation` of a loaded model, and in
-    ``SentenceTransformer(..., model_kwargs={"attn_implementation": "fastattn"})``. Hybrid models get their
-    convolutions, delta rules and scans of state spaces from here at once, whatever their attention is, and
-    models that detect objects their deformable attention. All of it holds for every model of the process.
-    Calling it again changes nothing but `measure`, until it is undone.
+    Use it with `from_pretrained`, with `model.set_attn_implementation` of a loaded model, or as
+    ``SentenceTransformer(..., model_kwargs={"attn_implementation": "fastattn"})``. Convolutions, delta rules
+    and scans of hybrid models, deformable attention of detectors, and indexers of sparse attention are
+    replaced at once, with any attention implementation. All of this applies to every model of the process.
+    Further calls change only `measure`, until they are undone.
 
     Parameters
     ----------
     measure : bool, default True
-        Time transformers' "sdpa" beside ours at the first call of each kind that both compute, see
-        `patch_sdpa`, and leave to it what would not gain 5%; `measured` says what. With softcaps,
-        sinks or position biases nothing is measured, nor in traced models, which leave 16 bits to torch
-        where the CPU has AMX. Functions of hybrid models are timed likewise, beside transformers' own. False:
-        every call is computed here.
+        Time transformers' "sdpa" and this attention at the first call of each kind (see `patch_sdpa`), and
+        keep "sdpa" unless this gains 5%; `measured` has the results. Not timed: attention with softcaps,
+        sinks or position biases, and traced models, which leave 16 bits to torch on CPUs with AMX.
+        Functions of hybrid models are timed in the same way. False: replace every call.
 
     Returns
     -------
     Undo
-        ``undo()``, or the end of a ``with`` block, gives models transformers' functions back. The name
-        of the attention implementation stays, since models may have it.
+        ``undo()``, or the end of a ``with`` block, restores transformers' functions. The name of the
+        attention implementation stays, since models may have it.
 
     Raises
     ------
     ImportError
-        If transformers is not installed, or older than 4.53, where the interfaces are missing.
+        If transformers is not installed, or older than 4.53.
 
     Notes
     -----
-    Masks are those that transformers makes for its "sdpa": bools, or none where causal is all. Models that
-    are not made for "sdpa" get those of "eager". Softcaps, sinks, position biases and the keys that an
-    indexer selects go to the kernel, too, with their gradients. Calls with dropout, on other devices, with
-    nested tensors or with a paged cache go to transformers' own "sdpa" function. A call raises
-    NotImplementedError where weights are wanted (``output_attentions=True``), or where a model passes a
-    keyword that is not known here.
+    Masks are those of "sdpa": bools, or none for plain causal attention. Models without "sdpa" support get
+    the masks of "eager". Softcaps, sinks, position biases and keys selected by an indexer are supported, with
+    gradients. Calls with dropout, on other devices, with nested tensors or with a paged cache use
+    transformers' "sdpa" function. A NotImplementedError is raised if weights are requested
+    (``output_attentions=True``), or if a model passes an unknown keyword.
 
-    The functions of hybrid models (qwen3_next, kimi_linear, mamba2, lfm2 and others) are replaced by the
-    names that transformers 5.24 has for them, in modules imported before and later. So is deformable
-    attention, a function or the `forward` of a class, in models made before and later: deformable_detr,
-    grounding_dino, mm_grounding_dino, lw_detr, rf_detr, omdet_turbo, rt_detr, rt_detr_v2, d_fine, deimv2,
-    pp_doclayout_v2 to v4, mask2former, oneformer. Gradients flow through all of them, first derivatives.
-    transformers computes itself what is traced, in float64, on other devices, or refused here (see
-    `measured`), and updates of states by one token where gradients are wanted. Packed sequences are kept
-    apart; it refuses them.
+    Functions of hybrid models and deformable attention have first-order gradients. transformers computes
+    calls that are traced, in float64, on other devices, or refused here (see `measured`), and single-token
+    updates of states that need gradients. Packed sequences are kept apart.
 
-    Indexers that score keys with ReLU and weights of heads (deepseek_v32, deepseek_v4, glm_moe_dsa,
-    glm5_next, axk2, dots3_note, hy_v4, mistral_large4) select keys here, of equal scores the first, and make
-    no scores of all keys, unless the mask leaves others than the first keys, under autocast, or where that
-    gains nothing. That of minimax_m3_vl makes scores of some queries at a time. That of qwen4_exp pools keys
-    once, not for each of several queries, where each sees the first of the tokens that the last one sees.
+    Indexers select keys without storing all scores (the first of equal scores), unless the mask leaves other
+    keys than the first ones of each query, under autocast, or if that gains nothing. docs/torch.md lists all
+    families.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -94,9 +85,8 @@ def register(*, measure: bool = True) -> Undo:
 
 
 _SAID = (
-    'attn_implementation="fastattn" is there, in all of this process; it stays\n'
-    "convolutions, delta rules and scans of hybrid models, and deformable attention: computed here, in all of"
-    " this process"
+    'attn_implementation="fastattn": registered in the whole process, also after undo\n'
+    "convolutions, delta rules and scans of hybrid models, deformable attention: replaced in the whole process"
 )
 
 
@@ -130,29 +120,16 @@ def _subclasses(of: Any) -> Iterator[Any]:
 
 
 def attention_forward(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: Any = None,
-    softcap: float | None = None,
-    s_aux: Any = None,
-    sinks: Any = None,
-    indices: Any = None,
-    block_indices: Any = None,
-    output_attentions: bool | None = None,
-    cache: Any = None,
-    **kwargs: Any,
-) -> tuple[Any, None]:
-    """Attention as transformers calls it: the result is (batch, length, heads, head_dim).
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, position_bias: Any = None,
+    softcap: float | None = None, s_aux: Any = None, sinks: Any = None, indices: Any = None,
+    block_indices: Any = None, output_attentions: bool | None = None, cache: Any = None, **kwargs: Any,
+) -> tuple[Any, None]:  # fmt: skip
+    """Attention as transformers calls it; the result is (batch, length, heads, head_dim).
 
-    `s_aux` are sinks of heads, `sinks` (batch, heads, length, 1) those of each query. A model's indexer
-    selects keys for each query: `indices` (batch, length, any number) or, of blocks of keys, `block_indices`
-    (batch, groups, length, any number), where -1 is none.
+    `s_aux` are sinks per head, `sinks` (batch, heads, length, 1) per query. An indexer selects keys for each
+    query: `indices` (batch, length, any number) or, for blocks of keys, `block_indices` (batch, groups,
+    length, any number), where -1 is none.
     """
     if cache is None:
         _check_keywords(output_attentions or _collects_weights(), kwargs)
@@ -161,7 +138,8 @@ def attention_forward(
     # As in transformers' own function: a mask says all, and one query attends every key.
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
     why = _left_to_sdpa(query, dropout, cache)
-    if indices is not None or block_indices is not None:
+    selects = indices is not None or block_indices is not None
+    if selects:
         size = module.indexer.block_size if indices is None else 1
         lists = block_indices if indices is None else indices[:, None]
         if lists.shape[1] not in (1, key.shape[1]):  # groups of heads that were repeated
@@ -180,9 +158,9 @@ def attention_forward(
         given = {"softcap": softcap, "position_bias": position_bias, "cache": cache}
         kwargs |= {name: x for name, x in given.items() if x is not None}
         if s_aux is not None or sinks is not None:
-            raise NotImplementedError(f"fastattn: attention with sinks takes no {why}")
-        if cache is not None and (indices is not None or block_indices is not None):
-            raise NotImplementedError(f"fastattn: attention to keys that an indexer selects takes no {why}")
+            raise NotImplementedError(f"fastattn: attention with sinks does not support {why}")
+        if cache is not None and selects:
+            raise NotImplementedError(f"fastattn: attention to selected keys does not support {why}")
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
@@ -259,18 +237,9 @@ def _check_keywords(output_attentions: bool | None, others: dict[str, Any]) -> N
 
 
 def _attend_lists(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    lists: Any,
-    size: int,
-    sinks: Any,
-    causal: bool,
-    scaling: float | None,
-    softcap: float | None,
-) -> Any:
+    module: Any, query: Any, key: Any, value: Any, mask: Any, lists: Any, size: int, sinks: Any, causal: bool,
+    scaling: float | None, softcap: float | None,
+) -> Any:  # fmt: skip
     """Attention to the keys in `lists`, or to blocks of `size` keys; None where it does not gain.
 
     A mask that adds anything but 0 and what hides gives None, too.

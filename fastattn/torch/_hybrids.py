@@ -75,20 +75,20 @@ def causal_conv1d_update(
     return tensor_of(out).transpose(1, 2)
 
 
-def _delta_rule(rule: str, unit: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Make the function of a delta rule: in chunks or token by token, which is one function here."""
+def _delta_rule(rule: str, over_root: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Make the function of a delta rule: in chunks or token by token, which is one function here.
+
+    `over_root` divides queries and keys by the roots of numbers, with the rounding of the model.
+    """
+
+    def unit(x: Any) -> Any:
+        x = x.float()
+        return over_root(x, (x * x).sum(-1, keepdim=True) + 1e-6)
 
     def compute(
-        query: Any,
-        key: Any,
-        value: Any,
-        g: Any,
-        beta: Any,
-        initial_state: Any = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+        query: Any, key: Any, value: Any, g: Any, beta: Any, initial_state: Any = None,
+        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """Run it on (batch, length, heads, head_dim), with decays g as it or without its last axis."""
         begins = _begins(query, kwargs)  # as flash-linear-attention: with a state for each sequence
         dtype, state, shape = query.dtype, initial_state, value.shape
@@ -110,35 +110,15 @@ def _delta_rule(rule: str, unit: Callable[[Any], Any]) -> Callable[..., Any]:
     return compute
 
 
-def _unit_by_rsqrt(x: Any) -> Any:
-    x = x.float()
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-def _unit_by_sqrt(x: Any) -> Any:
-    x = x.float()
-    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-gated_delta_rule = _delta_rule("gated_delta", _unit_by_rsqrt)
-kimi_delta_rule = _delta_rule("kimi_delta", _unit_by_sqrt)
+gated_delta_rule = _delta_rule("gated_delta", lambda x, n: x * torch.rsqrt(n))
+kimi_delta_rule = _delta_rule("kimi_delta", lambda x, n: x / torch.sqrt(n))
 
 
 def mamba2_chunk_scan(
-    hidden_states: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    chunk_size: int,
-    D: Any = None,
-    dt_bias: Any = None,
-    initial_states: Any = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    **kwargs: Any,
-) -> Any:
+    hidden_states: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, D: Any = None, dt_bias: Any = None,
+    initial_states: Any = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Scan (batch, length, heads, head_dim) in float32; states are (batch, heads, head_dim, states)."""
     if D is not None and D.ndim != 1:
         raise NotTaken(f"D has {D.ndim} axes, not one")
@@ -161,18 +141,9 @@ def mamba2_chunk_scan(
 
 
 def mamba_selective_scan(
-    hidden_states: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any = None,
-    z: Any = None,
-    delta_bias: Any = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **kwargs: Any,
-) -> Any:
+    hidden_states: Any, dt: Any, A: Any, B: Any, C: Any, D: Any = None, z: Any = None, delta_bias: Any = None,
+    delta_softplus: bool = False, return_last_state: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Scan (batch, channels, length), with B and C (batch, states, length)."""
     if _begins(hidden_states.transpose(1, 2), kwargs) is not None:
         raise NotTaken("sequences are packed")
@@ -189,78 +160,56 @@ def mamba_selective_scan(
 
 
 def mamba_selective_state_update(
-    state: Any,
-    hidden_states: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any = None,
-    dt_bias: Any = None,
-    dt_softplus: bool = False,
-    z: Any = None,
-    **kwargs: Any,
-) -> Any:
+    state: Any, hidden_states: Any, dt: Any, A: Any, B: Any, C: Any, D: Any = None, dt_bias: Any = None,
+    dt_softplus: bool = False, z: Any = None, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Scan one token (batch, channels), and change `state` (batch, channels, states) in place."""
     _require_constant(state, hidden_states, dt, A, B, C, D, dt_bias, z)
-    _require_writable(state)
-    kept = state if state.dtype is torch.float32 and state.stride(-1) == 1 else state.float().contiguous()
     tensors = _of_one_dtype({"x": hidden_states, "dt": dt, "B": B, "C": C, "z": z})
     arrays: dict[str, Any] = {name: array_of(_rows(x.detach())[:, None]) for name, x in tensors.items()}
     numbers = {"A": A, "D": D, "dt_bias": dt_bias}
     arrays |= {name: None if x is None else array_of(x.detach().float()) for name, x in numbers.items()}
+    out = _updated(functional.selective_scan, state, arrays, dt_softplus)
+    return out[:, 0].to(hidden_states.dtype)
+
+
+def mamba2_selective_state_update(
+    state: Any, hidden_states: Any, dt: Any, A: Any, B: Any, C: Any, D: Any = None, dt_bias: Any = None,
+    dt_softplus: bool = False, z: Any = None, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Scan one token (batch, heads, head_dim), and change `state` (..., head_dim, states) in place.
+
+    A head's numbers come expanded to its channels. Only states of `mamba2_chunk_scan` are contiguous for
+    the kernel.
+    """
+    numbers = dt, A, *(x for x in (D, dt_bias) if x is not None)
+    _require_constant(state, hidden_states, B, C, z, *numbers)
+    if any(x.stride(-1) for x in numbers) or A.stride(-2):
+        raise NotTaken("dt, A, D or dt_bias may differ within a head")
+    tokens = {"x": hidden_states, "B": B, "C": C}
+    arrays: dict[str, Any] = {
+        n: array_of(x.detach().float()[:, :, None].contiguous()) for n, x in tokens.items()
+    }
+    lanes = {"D": D, "dt_bias": dt_bias}
+    arrays |= {n: None if x is None else array_of(x.detach().float())[:, 0] for n, x in lanes.items()}
+    arrays["dt"], arrays["A"] = array_of(dt.detach().float())[..., :1], array_of(A.detach().float())[:, 0, 0]
+    out = _updated(functional.mamba2_scan, state.transpose(-1, -2), arrays, dt_softplus)[:, :, 0]
+    out = out if z is None else out * torch.nn.functional.silu(z)
+    return out.to(hidden_states.dtype)
+
+
+def _updated(scan: Callable[..., Any], state: Any, arrays: dict[str, Any], dt_softplus: bool) -> Any:
+    """Run a scan that writes to `state` where it is, if it is contiguous, else to a copy first."""
+    if state.is_inference() and not torch.is_inference_mode_enabled():  # torch would not let it write
+        raise NotTaken("state is one of inference mode")
+    kept = state if state.dtype is torch.float32 and state.is_contiguous() else state.float().contiguous()
     own = array_of(kept.detach())
-    out, _ = functional.selective_scan(
-        **arrays, dt_softplus=dt_softplus, state=own, out_state=own, num_threads=num_threads()
-    )
+    out, _ = scan(**arrays, dt_softplus=dt_softplus, state=own, out_state=own, num_threads=num_threads())
     if kept is state:
         torch.autograd.graph.increment_version(state)
     else:
         state.copy_(kept)
-    return tensor_of(out)[:, 0].to(hidden_states.dtype)
-
-
-def mamba2_selective_state_update(
-    state: Any,
-    hidden_states: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any = None,
-    dt_bias: Any = None,
-    dt_softplus: bool = False,
-    z: Any = None,
-    **kwargs: Any,
-) -> Any:
-    """Scan one token (batch, heads, head_dim), and change `state` (..., head_dim, states) in place.
-
-    A head's numbers come expanded to its channels. The kernel writes to a state of `mamba2_chunk_scan` where
-    it is; of another one it gets a transposed copy, which is copied back.
-    """
-    numbers = dt, A, *(x for x in (D, dt_bias) if x is not None)
-    _require_constant(state, hidden_states, B, C, z, *numbers)
-    _require_writable(state)
-    if any(x.stride(-1) for x in numbers) or A.stride(-2):
-        raise NotTaken("dt, A, D or dt_bias may differ within a head")
-    turned = state.transpose(-1, -2)
-    kept = turned if turned.is_contiguous() and state.dtype is torch.float32 else turned.float().contiguous()
-    own: Any = array_of(kept.detach())
-    tokens = [array_of(x.detach().float()[:, :, None].contiguous()) for x in (hidden_states, B, C)]
-    lanes = [None if x is None else array_of(x.detach().float()) for x in (D, dt_bias)]
-    skip, bias = (None if x is None else x[:, 0] for x in lanes)
-    out, _ = functional.mamba2_scan(
-        tokens[0], array_of(dt.detach().float())[..., :1], array_of(A.detach().float())[:, 0, 0], tokens[1],
-        tokens[2], skip, dt_bias=bias, dt_softplus=dt_softplus, state=own, out_state=own,
-        num_threads=num_threads(),
-    )  # fmt: skip
-    if kept is turned:
-        torch.autograd.graph.increment_version(state)
-    else:
-        state.copy_(kept.transpose(-1, -2))
-    result = tensor_of(out)[:, :, 0]
-    result = result if z is None else result * torch.nn.functional.silu(z)
-    return result.to(hidden_states.dtype)
+    return tensor_of(out)
 
 
 def _begins(x: Any, given: dict[str, Any]) -> Any:
@@ -303,15 +252,9 @@ def multi_scale_deformable_attention(
 
 
 def multi_scale_deformable_forward(
-    self: Any,
-    value: Any,
-    value_spatial_shapes: Any,
-    value_spatial_shapes_list: Any,
-    level_start_index: Any,
-    sampling_locations: Any,
-    attention_weights: Any,
-    im2col_step: int,
-) -> Any:
+    self: Any, value: Any, value_spatial_shapes: Any, value_spatial_shapes_list: Any, level_start_index: Any,
+    sampling_locations: Any, attention_weights: Any, im2col_step: int,
+) -> Any:  # fmt: skip
     """Sample as `forward` of the class `MultiScaleDeformableAttention` does."""
     return multi_scale_deformable_attention(
         value, value_spatial_shapes_list, sampling_locations, attention_weights
@@ -319,27 +262,17 @@ def multi_scale_deformable_forward(
 
 
 def multi_scale_deformable_attention_v2(
-    value: Any,
-    value_spatial_shapes: Any,
-    sampling_locations: Any,
-    attention_weights: Any,
-    num_points_list: list[int],
-    method: str = "default",
-) -> Any:
+    value: Any, value_spatial_shapes: Any, sampling_locations: Any, attention_weights: Any,
+    num_points_list: list[int], method: str = "default",
+) -> Any:  # fmt: skip
     """Sample at (batch, len_q, heads, points, 2): levels may differ in their numbers of points."""
     if method not in ("default", "discrete"):
         raise NotTaken(f"method is {method!r}")
     mode = "bilinear" if method == "default" else "discrete"
     if mode == "discrete":  # no gradient flows there
         sampling_locations = sampling_locations.detach()
-    return _sampled(
-        value,
-        value_spatial_shapes,
-        sampling_locations,
-        attention_weights,
-        num_points=num_points_list,
-        mode=mode,
-    )
+    options = {"num_points": num_points_list, "mode": mode}
+    return _sampled(value, value_spatial_shapes, sampling_locations, attention_weights, **options)
 
 
 def _sampled(value: Any, shapes: Any, locations: Any, weights: Any, **options: Any) -> Any:
@@ -377,12 +310,6 @@ def _rows(x: Any) -> Any:
 def _require_activation(activation: Any) -> None:
     if activation not in _ACTIVATIONS:
         raise NotTaken(f"activation is {activation!r}")
-
-
-def _require_writable(state: Any) -> None:
-    """Refuse a state that torch would not let a function write to."""
-    if state.is_inference() and not torch.is_inference_mode_enabled():
-        raise NotTaken("state is one of inference mode")
 
 
 def _require_constant(*tensors: Any) -> None:

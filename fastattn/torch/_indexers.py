@@ -3,12 +3,11 @@
 An indexer multiplies queries with keys, takes the ReLU, weighs heads, masks, and looks for the largest. While
 its `forward` runs, the product is a promise, which remembers these steps. `topk` of it is `select_keys`. The
 largest scores of blocks of keys (`amax`) are made of some queries at a time. Whatever else is asked of it
-makes it the tensor that it stands for. An indexer that loops over queries is written anew.
+turns it into the tensor. An indexer that loops over queries is rewritten.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +34,6 @@ _SAMPLE, _ROWS = 64, 64  # queries of a measurement, the last ones; and of a mas
 def with_promises(own: Callable[..., Any], measures: Callable[[], bool]) -> Callable[..., Any]:
     """Make `own`, the `forward` of an indexer, one that selects without all scores."""
 
-    @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad(), _Promising(measures()):  # numbers of keys have no gradient
             result = own(*args, **kwargs)
@@ -47,21 +45,16 @@ def with_promises(own: Callable[..., Any], measures: Callable[[], bool]) -> Call
 def without_loops(own: Callable[..., Any], measures: Callable[[], bool]) -> Callable[..., Any]:
     """Make `own`, the `forward` of an indexer that pools blocks of keys for each query, pool them once.
 
-    It returns a mask (batch, 1, len_q, keys) of the tokens in the best blocks and of those behind the last
-    whole block. `own` computes where a query sees others than the first of the tokens that the last one sees,
+    It returns a mask (batch, 1, len_q, keys) of the tokens in the best blocks and after the last whole block.
+    `own` computes where a query sees others than the first of the tokens that the last one sees,
     and of a single query, where it is faster.
     """
 
-    @functools.wraps(own)
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def forward(
-        self: Any,
-        hidden_states: Any,
-        position_embeddings: Any,
-        attention_mask: Any,
-        cache: Any = None,
+        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any = None,
         **others: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         given = (self, hidden_states, position_embeddings, attention_mask)
         if others:  # a cache by a name: they differ between versions
             return own(*given, **others)
@@ -94,7 +87,7 @@ def without_loops(own: Callable[..., Any], measures: Callable[[], bool]) -> Call
             result[b] = chosen[:, blocks[b]] | (blocks[b] >= ends[b, :, None])
         return (result & visible)[:, None]
 
-    return forward
+    return forward  # type: ignore[no-any-return]
 
 
 def _select(q: Any, k: Any, top_k: int, weights: Any, ends: Any) -> Any:
@@ -240,12 +233,12 @@ class _Scores:
 
     @property
     def dtype(self) -> Any:
-        """Type of the tensor that it stands for."""
+        """Type of the tensor."""
         return self.q.dtype
 
     @property
     def device(self) -> Any:
-        """Device of the tensor that it stands for."""
+        """Device of the tensor."""
         return self.q.device
 
     def squeeze(self, *axes: Any, **named: Any) -> Any:
@@ -256,7 +249,7 @@ class _Scores:
 
     @property
     def shape(self) -> Any:
-        """Shape of the tensor that it stands for."""
+        """Shape of the tensor."""
         if "later" in self.steps:
             return self.tensor().shape
         batch, len_q, heads = self.q.shape[:3]

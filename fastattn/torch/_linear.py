@@ -66,7 +66,7 @@ class FrozenLinear:
             return self.parameters["weight"], self.parameters["bias"]
         except KeyError:
             raise RuntimeError(
-                "optimize(): the weight or bias of an nn.Linear is no parameter of it any more; expected a"
+                "optimize(): the weight or bias of an nn.Linear is no longer its parameter; expected a"
                 " model that is pruned or parametrized before it is optimized"
             ) from None
 

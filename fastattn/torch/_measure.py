@@ -30,15 +30,15 @@ _refused: dict[tuple[str, str], list[Any]] = {}  # calls and the first reason, b
 
 
 def measured() -> Report:
-    """Report what was measured in this process: torch's time over ours, and whose kernels compute it since.
+    """Report what was measured in this process: ratios of torch's time to ours, and who computes such calls.
 
     Returns
     -------
     Report
         A dict that prints as a table. Keys name what was measured: operation, dtype, sizes (as powers of 2
-        above them), number of threads, instruction set. After these, the functions of hybrid models with
-        calls that are refused here and computed by transformers: number of calls, and the first reason.
-        Reasons that differ only in numbers count as one.
+        above them), number of threads, instruction set. Then functions of hybrid models whose calls were
+        refused here and computed by transformers: number of calls, and the first reason. Reasons that differ
+        only in numbers count as one.
 
     Notes
     -----

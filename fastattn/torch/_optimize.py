@@ -1,4 +1,4 @@
-"""A model of torch, made faster where it stands."""
+"""Optimization of a torch model in place."""
 
 from __future__ import annotations
 
@@ -38,26 +38,25 @@ def optimize(
     measure: bool = True,
     keep_freed: bool = False,
 ) -> Undo:
-    """Make a model of torch faster for inference on CPUs, where it stands.
+    """Make a torch model faster for inference on CPUs, in place.
 
-    Models of transformers, and those inside of others, such as a SentenceTransformer's, get the attention
-    implementation "fastattn", and what hybrid ones compute between attentions is computed here, see
-    `register`; so are other calls of ``scaled_dot_product_attention``, see `patch_sdpa`. The weights of every
-    ``nn.Linear`` are frozen and packed.
+    Models of transformers, also within others such as a SentenceTransformer, get the attention implementation
+    "fastattn" and the replacements of `register`; other calls of ``scaled_dot_product_attention`` go through
+    `patch_sdpa`. The weights of every ``nn.Linear`` are frozen and packed.
 
     Parameters
     ----------
     model : torch.nn.Module
-        On a CPU. It is changed in place, in evaluation mode or not.
+        On a CPU, in evaluation mode or not.
     weights_dtype : str, optional
-        How weights are packed, see `ops.pack`; default as they are. Narrower ones change results.
+        Type of packed weights, see `ops.pack`; by default their own. Narrower types change results.
     activations : {"int8"}, optional
         See `ops.linear`.
     measure : bool, default True
-        Leave to torch what would not gain 5%: each kind of ``nn.Linear`` (dtype, powers of two of its
-        features, up to 1024) is timed now, with 1, 16 and 256 rows; attention at its first call of each
-        kind, see `patch_sdpa`. An ``nn.Linear`` that gains at some numbers of rows only calls torch at the
-        others. False: everything is replaced.
+        Replace only what gains 5%. Each kind of ``nn.Linear`` (dtype, powers of two of its features, up to
+        1024) is timed now, with 1, 16 and 256 rows; attention at the first call of each kind, see
+        `patch_sdpa`. An ``nn.Linear`` that gains at some numbers of rows calls torch where it is slower.
+        False: replace everything.
     keep_freed : bool, default False
         Let glibc's allocator keep up to 2 GB of freed memory in this process, instead of returning large
         blocks to the system after each layer. `undo` returns the memory.
@@ -65,25 +64,24 @@ def optimize(
     Returns
     -------
     Undo
-        Its text says what was replaced and what was not; ``undo()``, or the end of a ``with`` block, gives
-        the model back as it was.
+        Prints what was replaced and what was not. ``undo()``, or the end of a ``with`` block, restores the
+        model.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit.
+        If an argument is invalid.
     RuntimeError
         If there are no compiled kernels.
 
     Notes
     -----
-    Modules stay what they are: their types, names, parameters and hooks. Packed weights are kept beside the
-    parameters, so that memory grows by their size. A parameter that is replaced, or written to in place, as
-    by `load_state_dict`, is packed again. Writes that torch does not count are not seen: those through
-    ``.data`` or NumPy, to parameters made in inference mode, and those of fused optimizers. Where a
-    derivative is wanted, under autocast, in float64, on other devices and where a call is traced (by
-    `torch.export`, `torch.jit`, `make_fx`, a dispatch mode), a module computes as before.
-    Weights are frozen: ``requires_grad`` is False until `undo`.
+    Modules keep their types, names, parameters and hooks. Memory grows by the size of the packed weights. A
+    parameter that is replaced, or written in place, as by `load_state_dict`, is packed again. Not seen are
+    writes that torch does not count: through ``.data`` or NumPy, to parameters made in inference mode, and by
+    fused optimizers. torch computes calls that need a derivative, under autocast, in float64, on other
+    devices, and traced calls (`torch.export`, `torch.jit`, `make_fx`, a dispatch mode). Weights are frozen:
+    ``requires_grad`` is False until `undo`.
     """
     if not isinstance(model, torch.nn.Module):
         raise wrong_type("model", model, "a torch.nn.Module")
@@ -126,7 +124,7 @@ def _replace_attention(model: Any, measure: bool, steps: list[Callable[[], None]
         change = f"{was} -> {now}" if now != was else f"{now}, as before"
         lines.append(f"attention of {_called(name, module)}: {change}")
         if functions := hybrid_functions(module):
-            lines.append(f"{', '.join(functions)} of transformers: computed here, in all of this process")
+            lines.append(f"{', '.join(functions)} of transformers: replaced in the whole process")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention on CPUs, computed here."""
+"""A kernel for torch's scaled_dot_product_attention on CPUs."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _unmeasured: set[object] = set()  # patches that replace every call, while they 
 
 
 def patch_sdpa(*, measure: bool = True) -> Undo:
-    """Have ``torch.nn.functional.scaled_dot_product_attention`` on CPUs computed here, until it is undone.
+    """Replace the CPU kernel of ``torch.nn.functional.scaled_dot_product_attention`` until undone.
 
     A switch, ``patch = patch_sdpa()`` and later ``patch.undo()``, or a context manager, ``with
-    patch_sdpa():``. It holds for the whole process, all threads and all that calls the function, compiled or
-    not, such as ``nn.MultiheadAttention``; several patches end with the last one.
+    patch_sdpa():``. It applies to the whole process: all threads and all callers of the function, compiled or
+    not, such as ``nn.MultiheadAttention``. Several patches end with the last one.
 
     Parameters
     ----------
     measure : bool, default True
         Time both kernels at the first call of each kind (dtype, mask, head_dim, powers of two of the other
-        sizes), on at most 512 of its queries and 2048 keys, and leave to torch what would not gain 5%.
-        False, here or in another patch that has not ended: every call is computed here.
+        sizes), on at most 512 queries and 2048 keys, and keep torch's unless this gains 5%. False, here or in
+        another active patch: replace every call.
 
     Returns
     -------
     Undo
-        ``undo()`` ends it. Its text says what was measured until then, as `measured` does.
+        ``undo()`` ends the patch. Prints what was measured so far, as `measured` does.
 
     Raises
     ------
@@ -48,10 +48,9 @@ def patch_sdpa(*, measure: bool = True) -> Undo:
 
     Notes
     -----
-    It takes the place of torch's flash kernel behind the dispatcher
-    (``_scaled_dot_product_flash_attention_for_cpu``). So torch's own function still chooses, and computes
-    what it does not give to that kernel: dropout, nested tensors, other devices, fewer than four dimensions,
-    a head_dim of values other than that of keys, gradients of masks. Gradients of q, k and v are torch's.
+    The replaced kernel is ``_scaled_dot_product_flash_attention_for_cpu``, below torch's dispatcher. torch
+    still computes what never reaches it: dropout, nested tensors, other devices, fewer than four dimensions,
+    values of another head_dim than keys, gradients of masks. Gradients of q, k and v are torch's.
     """
     if why := settings.why_numpy():
         raise RuntimeError(f"patch_sdpa(): this process runs on NumPy: {why}")
@@ -85,16 +84,9 @@ _PATCH = Shared(_patched)
 
 def _kernel(torchs: Any) -> Callable[..., Any]:
     def kernel(
-        keyset: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        attn_mask: Any = None,
-        scale: float | None = None,
-    ) -> Any:
+        keyset: Any, q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, *,
+        attn_mask: Any = None, scale: float | None = None,
+    ) -> Any:  # fmt: skip
         def torch_s(q: Any, k: Any, v: Any, mask: Any) -> Any:
             return torchs.call_boxed(keyset, q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)
 

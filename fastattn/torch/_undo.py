@@ -9,17 +9,14 @@ from typing import Any
 
 
 class Undo:
-    """A change that can be undone, by `undo` or at the end of a ``with`` block.
-
-    Its text says what was changed.
-    """
+    """A change that is undone by `undo`, or at the end of a ``with`` block. Prints what was changed."""
 
     def __init__(self, steps: Iterable[Callable[[], None]], report: Callable[[], str] = str) -> None:
         self._steps = list(steps)
         self._report = report
 
     def undo(self) -> None:
-        """Undo it, once: further calls do nothing."""
+        """Undo the change; further calls do nothing."""
         steps, self._steps = self._steps, []
         with ExitStack() as stack:  # which takes the last step first, and the others where one fails
             for step in steps:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from model_folders import change_config
 from sentence_transformers import CrossEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
@@ -104,18 +103,6 @@ def test_predict(kind, labels, tmp_path, implementation):
     require_close(ours.predict("the cat"), theirs.predict("the cat"))
 
 
-@pytest.mark.parametrize("kind", OF_TEXTS)
-def test_rank(kind, tmp_path):
-    made(tmp_path, kind, "SequenceClassification", 1)
-    theirs, ours = CrossEncoder(str(tmp_path), device="cpu"), models.load(tmp_path)
-    documents = [second for _, second in PAIRS[:-3]]
-    for options in ({}, {"top_k": 4}, {"return_documents": True}, {"prompt": "a mat "}):
-        expected = theirs.rank("the cat sat", documents, **options)
-        got = ours.rank("the cat sat", documents, **options)
-        assert [each | {"score": 0} for each in got] == [each | {"score": 0} for each in expected]
-        require_close(*(np.array([each["score"] for each in ranked]) for ranked in (got, expected)))
-
-
 @pytest.mark.parametrize("name", ["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"])
 def test_activations_and_prompts_that_it_saves(name, tmp_path):
     made(tmp_path, "bert", "SequenceClassification", 5)
@@ -132,21 +119,6 @@ def test_activations_and_prompts_that_it_saves(name, tmp_path):
     assert ours.text.limit == 16
     require_close(ours.predict(PAIRS), theirs.predict(PAIRS))
     require_close(ours.predict(PAIRS, prompt=""), theirs.predict(PAIRS, prompt=""))
-
-
-def test_the_activation_of_older_folders(tmp_path):
-    made(tmp_path, "roberta", "SequenceClassification", 1, model_max_length=40)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    tanh = "torch.nn.modules.activation.Tanh"
-    for said in (
-        {"sentence_transformers": {"activation_fn": tanh}},
-        {"sbert_ce_default_activation_function": tanh},
-    ):
-        path.write_text(json.dumps({**config, **said}))
-        require_close(
-            models.load(tmp_path).predict(PAIRS), CrossEncoder(str(tmp_path), device="cpu").predict(PAIRS)
-        )
 
 
 @pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
@@ -252,13 +224,6 @@ def test_rerankers_that_are_language_models(kind, changes, tmp_path, implementat
         *(np.array([each["score"] for each in ranked]) for ranked in (got, expected))
     )  # cut, some tie
     assert isinstance(models.load(tmp_path), models.Decoder)
-
-
-def test_a_reranker_that_is_tied_to_another_tensor(tmp_path):
-    made_reranker(tmp_path, "qwen3", model_max_length=220)
-    change_config(tmp_path / "saved", tie_word_embeddings=True)
-    theirs = CrossEncoder(str(tmp_path / "saved"), device="cpu", activation_fn=torch.nn.Tanh())
-    require_close(models.load(tmp_path / "saved").predict(LONGER), theirs.predict(LONGER))
 
 
 def test_a_reranker_that_takes_texts_without_a_template(tmp_path):

@@ -54,19 +54,6 @@ def assert_same(layer, module, dtype, inputs, theirs, ours, counted=True):
 
 
 @every_dtype
-def test_linear_and_norms(dtype, implementation):
-    x = draw(np.random.default_rng(0), 2, 5, 33, dtype=dtype)
-    for kind, module in (
-        (layers.Linear, nn.Linear),
-        (layers.LayerNorm, nn.LayerNorm),
-        (layers.RMSNorm, nn.RMSNorm),
-    ):
-        sizes = (33, 21) if kind is layers.Linear else (33, 1e-3)
-        theirs = randomized(module(*sizes), dtype)
-        assert_same(load(kind(*sizes, weights_dtype=dtype), theirs), theirs, dtype, [x], {}, {})
-
-
-@every_dtype
 @pytest.mark.parametrize("mask", ["none", "bool", "float of heads", "padding", "float, padding"])
 @pytest.mark.parametrize(
     "options",
@@ -105,20 +92,6 @@ def test_encoder_layer(norm_first, activation, mask, dtype, implementation):
     masks = {name: mask for name, mask in masks.items() if mask is not None}
     counted = True if padding is None else ~padding[..., None]
     assert_same(layer, module, dtype, [x], masks, masks, counted)
-
-
-@every_dtype
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_decoder_layer(norm_first, dtype, implementation):
-    options = {"norm_first": norm_first, "activation": "gelu"}
-    module = randomized(nn.TransformerDecoderLayer(WIDTH, HEADS, 100, batch_first=True, **options), dtype)
-    layer = load(layers.TransformerDecoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
-    rng = np.random.default_rng(2)
-    inputs = [draw(rng, BATCH, n, WIDTH, dtype=dtype) for n in (LEN_Q, LEN_K)]
-    own, _ = masks_of("bool", rng, LEN_Q, LEN_Q, dtype)
-    over, over_padding = masks_of("bool, padding", rng, LEN_Q, LEN_K, dtype)
-    masks = {"tgt_mask": own, "memory_mask": over, "memory_key_padding_mask": over_padding}
-    assert_same(layer, module, dtype, inputs, masks, masks)
 
 
 @every_dtype

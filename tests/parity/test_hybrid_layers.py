@@ -29,16 +29,8 @@ MODULES = {
         {"layer_types": ["conv"]},
         lambda c: layers.ShortConvolution(WIDTH, c.conv_bias, kernel_size=c.conv_L_cache),
     ),
-    "Lfm2ShortConv, bias": (
-        {"layer_types": ["conv"], "conv_bias": True, "conv_L_cache": 4},
-        lambda c: layers.ShortConvolution(WIDTH, c.conv_bias, kernel_size=c.conv_L_cache),
-    ),
     "Qwen3NextGatedDeltaNet": (
         DELTA, lambda c: layers.GatedDeltaNet(WIDTH, 6, 2, 16, 8, eps=c.rms_norm_eps)
-    ),
-    "Qwen3NextGatedDeltaNet, narrow": (
-        {**DELTA, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2},
-        lambda c: layers.GatedDeltaNet(WIDTH, 2, 2, 16, 8, eps=c.rms_norm_eps, kernel_size=2),
     ),
     "Qwen3_5GatedDeltaNet": (
         DELTA, lambda c: layers.GatedDeltaNet(WIDTH, 6, 2, 16, 8, eps=c.rms_norm_eps, names="qwen3_5")
@@ -71,10 +63,6 @@ MODULES = {
         lambda c: layers.Mamba2(WIDTH, 8, 8, 16, 1, True, conv_bias=False, dt_limits=(0.2, 0.7)),
     ),
     "MambaMixer": ({"state_size": 8}, lambda c: layers.Mamba(WIDTH, state_size=8)),
-    "MambaMixer, bias": (
-        {"use_bias": True, "use_conv_bias": False, "expand": 3, "time_step_rank": 5, "conv_kernel": 3},
-        lambda c: layers.Mamba(WIDTH, 96, 16, 5, True, conv_bias=False, kernel_size=3),
-    ),
     "KimiLinearDeltaAttention": (
         {"linear_num_heads": 3, "linear_head_dim": 8, "layer_types": ["linear_attention"]},
         lambda c: layers.KimiDeltaAttention(WIDTH, 3, 8, eps=c.rms_norm_eps),

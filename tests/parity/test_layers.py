@@ -102,8 +102,6 @@ def test_self_attention(options, mask, dtype, implementation):
     expected = theirs(t(x), t(x), t(x), attn_mask=t(attn_mask), key_padding_mask=t(padding))
     same(out, expected[0], dtype)
     same(weights, expected[1], dtype)
-    np.testing.assert_array_equal(ours(x, x, x, **masks)[0], out)
-    np.testing.assert_allclose(ours(x, x.copy(), **masks)[0], out, atol=TOLERANCES[dtype])
 
 
 @every_dtype
@@ -120,26 +118,6 @@ def test_is_causal(lengths, options, dtype, implementation):
         out, weights = ours(query, key, attn_mask=attn_mask, is_causal=True, need_weights=True)
         same(out, expected, dtype)
         same(weights, expected_weights, dtype)
-
-
-@every_dtype
-def test_one_sequence(dtype):
-    ours, theirs = attention_pair({"kdim": 20, "vdim": 33}, dtype)
-    rng = np.random.default_rng(3)
-    query, key, value = (draw(rng, n, w, dtype=dtype) for n, w in ((5, WIDTH), (6, 20), (6, 33)))
-    padding = np.arange(6) > 3
-    out, weights = ours(query, key, value, key_padding_mask=padding, need_weights=True)
-    expected = theirs(t(query), t(key), t(value), key_padding_mask=t(padding))
-    same(out, expected[0], dtype)
-    same(weights, expected[1], dtype)
-
-
-@pytest.mark.parametrize("heads", [1, 3, 16, 48])
-@pytest.mark.parametrize("width", [48, 96])
-def test_any_head_dim(width, heads, implementation):
-    ours, theirs = attention_pair({}, "float32", width, heads)
-    x = draw(np.random.default_rng(4), BATCH, LEN_Q, width)
-    same(ours(x)[0], theirs(t(x), t(x), t(x))[0], "float32")
 
 
 def test_rows_without_any_key_are_out_projs_bias(implementation):
@@ -330,34 +308,26 @@ def test_transformer(options, dtype, implementation):
     same(np.concatenate(steps, axis=1), expected, dtype)
 
 
-@pytest.mark.parametrize("layer", ["linear", "attention", "separate", "encoder", "transformer"])
+DRAWN = {
+    "linear": (layers.Linear, nn.Linear, (64, 96), {}),
+    "attention": (layers.MultiHeadAttention, nn.MultiheadAttention, (64, 4), {"add_bias_kv": True}),
+    "separate": (layers.MultiHeadAttention, nn.MultiheadAttention, (64, 4), {"kdim": 20, "vdim": 100}),
+    "encoder": (layers.TransformerEncoderLayer, nn.TransformerEncoderLayer, (64, 4, 200), {}),
+    "transformer": (layers.Transformer, nn.Transformer, (64, 4, 1, 1, 200), {}),
+}
+
+
+@pytest.mark.parametrize("layer", DRAWN)
 def test_random_weights_are_spread_as_torchs(layer):
     """Each parameter has the deviation and the range of torch's, to a tenth."""
+    ours, theirs, sizes, options = DRAWN[layer]
     rng = np.random.default_rng(12)
-    ours, theirs = {
-        "linear": (lambda: layers.Linear(64, 96, rng=rng), lambda: nn.Linear(64, 96)),
-        "attention": (
-            lambda: layers.MultiHeadAttention(64, 4, add_bias_kv=True, rng=rng),
-            lambda: nn.MultiheadAttention(64, 4, add_bias_kv=True),
-        ),
-        "separate": (
-            lambda: layers.MultiHeadAttention(64, 4, kdim=20, vdim=100, rng=rng),
-            lambda: nn.MultiheadAttention(64, 4, kdim=20, vdim=100),
-        ),
-        "encoder": (
-            lambda: layers.TransformerEncoderLayer(64, 4, 200, rng=rng),
-            lambda: nn.TransformerEncoderLayer(64, 4, 200),
-        ),
-        "transformer": (
-            lambda: layers.Transformer(64, 4, 1, 1, 200, rng=rng),
-            lambda: nn.Transformer(64, 4, 1, 1, 200, batch_first=True),
-        ),
-    }[layer]
     with torch.inference_mode(False):
         drawn = [
-            ({n: x.detach().numpy() for n, x in theirs().state_dict().items()}, ours().state_dict())
+            ({n: x.detach().numpy() for n, x in theirs(*sizes, **options).state_dict().items()},
+             ours(*sizes, **options, rng=rng).state_dict())
             for _ in range(40)
-        ]
+        ]  # fmt: skip
     for name in drawn[0][0]:
         reference, sample = (np.stack([pair[i][name] for pair in drawn]) for i in (0, 1))
         assert sample.std() == pytest.approx(reference.std(), rel=0.1), name

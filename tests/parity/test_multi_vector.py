@@ -102,27 +102,6 @@ def test_queries_that_are_filled_up(kind, attend, tmp_path, implementation):
 
 
 @pytest.mark.parametrize(
-    "knobs",
-    [
-        {},
-        {"query_length": 5, "document_length": 7},
-        {"query_expansion": {"strategy": "min", "length": 9}},
-        {"query_expansion": {"strategy": "min", "length": 6, "attend": True}, "query_length": 10},
-        {
-            "query_expansion": {"strategy": "fixed", "length": 9, "token": "dog"},
-            "tasks": ["query", "document"],
-        },
-        {"query_expansion": {"strategy": "fixed", "length": 9}, "mask": None},
-        {"similarity": "meanmaxsim", "prompts": {"query": "the dog ", "document": "a "}},
-        {"extra": (dense(16, 24, bias=True, use_residual=True),), "words": ()},
-    ],
-    ids=str,
-)
-def test_settings(knobs, tmp_path):
-    require_same(*both(tmp_path, **knobs))
-
-
-@pytest.mark.parametrize(
     ("saved_by_it", "model_type"),
     [
         ({"query_length": 8, "document_length": 12, "attend_to_expansion_tokens": False}, "ColBERT"),
@@ -161,7 +140,6 @@ def test_folders_of_pylate(saved_by_it, model_type, markers, tmp_path):
     "metadata",
     [
         None,
-        {"query_maxlen": 8, "doc_maxlen": 12, "mask_punctuation": False},
         {"query_maxlen": 9, "attend_to_mask_tokens": True, "query_token_id": "cat", "doc_token_id": "dog"},
     ],
 )

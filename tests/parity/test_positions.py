@@ -66,18 +66,6 @@ def test_frequencies(scaling, base, seq_len):
     assert factor == pytest.approx(their_factor, rel=1e-12)
 
 
-@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, *SCALINGS], ids=str)
-def test_rope_parameters_of_a_config_are_taken_as_they_are(scaling):
-    settings = llama(scaling)
-    module = LlamaRotaryEmbedding(settings)
-    theirs = module.original_inv_freq
-    ours, factor = rope_frequencies(
-        HEAD_DIM, scaling=settings.rope_parameters, max_position_embeddings=TRAINED, seq_len=1
-    )
-    np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-6)
-    assert factor == pytest.approx(module.attention_scaling, rel=1e-12)
-
-
 @pytest.mark.parametrize("scaling", [{"rope_type": "default"}, YARN], ids=str)
 def test_rotation_of_llama(scaling):
     x, positions = torch.randn(2, 3, 9, HEAD_DIM), torch.stack([torch.arange(9), torch.arange(50, 59)])

@@ -134,20 +134,6 @@ def test_a_router(default, tmp_path, implementation):
     require_close(got, theirs.encode(TEXTS[:1], task="document", output_value="token_embeddings")[0].numpy())
 
 
-def test_tasks_that_are_not_there(tmp_path):
-    parts = routed(tmp_path, default_route=None, allow_empty_key=False)
-    theirs, model, shim = both(tmp_path / "saved", parts)
-    for each, error in ((theirs, ValueError), (model, ValueError), (shim, ValueError)):
-        for task in (None, "other"):
-            with pytest.raises(error, match="task"):
-                each.encode("the cat", task=task)
-    require_close(model.encode_query(LONG), theirs.encode_query(LONG))
-    with pytest.raises(ValueError, match=r"encode\(\): task is 'other'; expected one of 'query', 'document'"):
-        model.encode("the cat", task="other")
-    with pytest.raises(ValueError, match="task is 'query'; expected None"):
-        models.load(tmp_path / "bert").encode("the cat", task="query")
-
-
 def test_mappings_of_tasks(tmp_path):
     mappings = {("search", "text"): "query", ("keep", None): "document", (None, "text"): "document"}
     parts = routed(tmp_path, route_mappings=mappings)
@@ -197,14 +183,6 @@ def test_sparse_routes(first, tmp_path, implementation):
     assert [[word for word, _ in each] for each in got] == [[word for word, _ in each] for each in there]
 
 
-def test_a_sparse_static_embedding_alone(tmp_path):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(bert(tmp_path))
-    module = SparseStaticEmbedding(tokenizer, torch.arange(1.0, 14))
-    theirs, model, _ = both(tmp_path / "saved", [module], "SparseEncoder")
-    require_close(model.encode(LONG), theirs.encode(LONG))
-    assert model.get_sentence_embedding_dimension() == 13
-
-
 def test_a_router_after_pooling(tmp_path):
     """The older use of the name Asym: another map for queries than for documents."""
     first = modules.Transformer(str(bert(tmp_path)), max_seq_length=32)
@@ -214,22 +192,16 @@ def test_a_router_after_pooling(tmp_path):
         require_close(getattr(model, call)(LONG), getattr(theirs, call)(LONG))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"types": {}}, "route 'query' is .*; expected a list of names in 'types'"),
-        ({"structure": {}}, "'structure' is {}; expected a table of routes"),
-        ({"parameters": {"default_route": "x"}}, "there is no route 'x'; expected query, document"),
-        ({"parameters": {"route_mappings": {"query": "query"}}}, "'route_mappings' has 'query'"),
-        ({"structure": {"query": ["../x"]}}, "route 'query' is .*; expected a list"),
-        ({"structure": {"query": [["x"]]}}, "route 'query' is .*; expected a list"),
-        (
-            {"parameters": {"route_mappings": {"('a', [])": "query"}}},
-            "'route_mappings' has .*; expected a task",
-        ),
-        ({"parameters": {"route_mappings": {"('a', None)": ["x"]}}}, "there is no route .*; expected query"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"types": {}}, "route 'query' is .*; expected a list of names in 'types'"),
+    ({"structure": {}}, "'structure' is {}; expected a table of routes"),
+    ({"parameters": {"default_route": "x"}}, "there is no route 'x'; expected query, document"),
+    ({"parameters": {"route_mappings": {"query": "query"}}}, "'route_mappings' has 'query'"),
+    ({"structure": {"query": ["../x"]}}, "route 'query' is .*; expected a list"),
+    ({"structure": {"query": [["x"]]}}, "route 'query' is .*; expected a list"),
+    ({"parameters": {"route_mappings": {"('a', [])": "query"}}}, "'route_mappings' has .*; expected a task"),
+    ({"parameters": {"route_mappings": {"('a', None)": ["x"]}}}, "there is no route .*; expected query"),
+])  # fmt: skip
 def test_a_router_that_does_not_fit(change, message, tmp_path):
     both(tmp_path / "saved", routed(tmp_path))
     path = tmp_path / "saved" / "router_config.json"

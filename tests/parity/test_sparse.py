@@ -5,7 +5,6 @@ import warnings
 import numpy as np
 import pytest
 import transformers
-from model_folders import change_config
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 from tiny_tokenizers import TEXTS
@@ -61,29 +60,3 @@ def test_encode(kind, strategy, function, tmp_path, implementation):
     texts = [*TEXTS, "the cat " * 40]
     require_close(ours.encode(texts), theirs.encode(texts))
     require_close(ours.encode(texts, max_active_dims=3), theirs.encode(texts, max_active_dims=3))
-
-
-@pytest.mark.parametrize("said", [False, True])  # where config.json ties them, the file counts
-@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
-def test_an_output_of_its_own(kind, said, tmp_path):
-    both(tmp_path, kind, tie_word_embeddings=False)
-    change_config(tmp_path / "saved", tie_word_embeddings=said)
-    theirs, ours = SparseEncoder(str(tmp_path / "saved"), device="cpu"), models.load(tmp_path / "saved")
-    require_close(ours.encode(TEXTS), theirs.encode(TEXTS))
-
-
-@pytest.mark.parametrize("similarity", [None, "cosine", "euclidean"])
-def test_settings(similarity, tmp_path):
-    prompts = {"query": "the dog ", "document": "a tree "}
-    theirs, ours = both(tmp_path, prompts=prompts, max_active_dims=5, similarity_fn_name=similarity)
-    assert ours.similarity_fn_name == theirs.similarity_fn_name
-    for call in ("encode", "encode_query", "encode_document"):
-        for options in ({}, {"prompt": "the cat "}):
-            require_close(getattr(ours, call)(TEXTS, **options), getattr(theirs, call)(TEXTS, **options))
-    a, b = ours.encode(TEXTS), theirs.encode(TEXTS)
-    dense = b.to_dense()  # it warns of sparse ones
-    expected = theirs.similarity(dense, dense).numpy()
-    near = 1e-4 if similarity != "euclidean" else 5e-3  # they take roots of differences near zero
-    assert np.abs(ours.similarity(a, a) - expected).max() < near
-    for ours_of, theirs_of in zip(ours.decode(a, 3), theirs.decode(b, 3), strict=True):
-        assert [word for word, _ in ours_of] == [word for word, _ in theirs_of]

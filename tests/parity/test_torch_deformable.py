@@ -214,17 +214,6 @@ def test_functions_of_parts_made_before_and_while_in_use():
     assert copied.ms_deformable_attn_core is mine
 
 
-def test_undone_all_is_as_before():
-    from transformers.models.deformable_detr import modeling_deformable_detr as module
-
-    before = vars(module.MultiScaleDeformableAttention)["forward"], list(sys.meta_path)
-    change = ft.register(measure=False)
-    assert "deformable" in repr(change)
-    assert vars(module.MultiScaleDeformableAttention)["forward"] is not before[0]
-    change.undo()
-    assert (vars(module.MultiScaleDeformableAttention)["forward"], sys.meta_path) == before
-
-
 def test_a_kernel_of_the_hub_stays():
     """It is put into a part of a model, and not into its class."""
     from transformers.models.deformable_detr import modeling_deformable_detr as module

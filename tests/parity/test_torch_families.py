@@ -152,21 +152,6 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["DeepseekV32ForCausalLM", "MiniMaxM3VLForCausalLM"])
-def test_generation_with_an_indexer(name):
-    """A cache of keys, of which the indexer selects some for each new token."""
-    register()
-    model, _, _ = ready(getattr(transformers, name), {"DeepseekV32Attention", "MiniMaxM3VLAttention"})
-    ids = torch.randint(5, 90, (2, 17), generator=torch.Generator().manual_seed(0))
-    found = []
-    for implementation in ("eager", "fastattn"):
-        model.set_attn_implementation(implementation)
-        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "output_logits": True}
-        found.append(model.generate(ids, return_dict_in_generate=True, **options).logits)
-    for x, y in zip(*found, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-3, rtol=1e-3)
-
-
 def reference(query, key, value, seen):
     scores = (query @ key.mT).masked_fill(~seen, -torch.inf)
     return torch.softmax(scores, -1).nan_to_num() @ value

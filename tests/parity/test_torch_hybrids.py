@@ -2,8 +2,6 @@
 
 import importlib
 import inspect
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -139,20 +137,6 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(name):
     assert (ours - exact).abs().max() <= 1.5 * (theirs - exact).abs().max() + 1e-3
 
 
-def test_undone_all_is_as_before():
-    from transformers.integrations import hub_kernels
-    from transformers.models.mamba2 import modeling_mamba2 as module
-
-    before = module.causal_conv1d_fn, module.mamba2_chunk_scan, hub_kernels.__dict__.copy()
-    first, second = ft.register(measure=False), ft.register(measure=False)
-    assert "computed here" in repr(first)
-    assert module.causal_conv1d_fn is not before[0]
-    first.undo(), first.undo()
-    assert module.causal_conv1d_fn is not before[0]  # the second one still wants it
-    second.undo()
-    assert (module.causal_conv1d_fn, module.mamba2_chunk_scan, hub_kernels.__dict__) == before
-
-
 def test_optimize_says_that_it_holds_for_the_process_and_undoes_it():
     from transformers.models.mamba2 import modeling_mamba2 as module
 
@@ -162,33 +146,13 @@ def test_optimize_says_that_it_holds_for_the_process_and_undoes_it():
         expected = model(ids).logits
         change, again = ft.optimize(model, measure=False), ft.optimize(model, measure=False)
         assert "causal_conv1d_fn, causal_conv1d_update, mamba2_chunk_scan" in repr(change)
-        assert "in all of this process" in repr(change)
+        assert "replaced in the whole process" in repr(change)
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
         change.undo()
         assert module.causal_conv1d_fn is not before
         again.undo()
         assert module.causal_conv1d_fn is before
         torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=0)
-
-
-LATER = """
-import torch, transformers
-import fastattn.torch as ft
-change = ft.register(measure=False)
-from fastattn.torch._hybrids import FUNCTIONS
-from transformers.models.mamba2 import modeling_mamba2 as module
-x, weight = torch.randn(1, 8, 20), torch.randn(8, 4)
-out = module.causal_conv1d_fn(x, weight)
-change.undo()
-assert torch.allclose(out, module.causal_conv1d_fn(x, weight), atol=1e-5)
-assert out.stride() == (160, 1, 8), out.stride()  # as ours lies
-print("fine")
-"""
-
-
-def test_modules_that_are_imported_later_have_them_too():
-    run = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, check=False)
-    assert run.stdout == "fine\n", run.stderr
 
 
 BORDERS = [0, 5, 6, 20]
@@ -299,19 +263,6 @@ def test_packed_sequences_that_are_not_clear_are_refused():
             )
         rows = module.causal_conv1d_fn(x, weight, seq_idx=torch.zeros(2, 20))  # one sequence a row
         torch.testing.assert_close(rows, module.causal_conv1d_fn(x, weight))
-
-
-def test_updates_write_to_their_state():
-    from transformers.models.mamba2 import modeling_mamba2 as module
-
-    torch.manual_seed(0)
-    x, weight, state = torch.randn(2, 8, 1), torch.randn(8, 4), torch.randn(2, 8, 4)
-    kept = state.clone()
-    expected = module.causal_conv1d_update(x, kept, weight, None, "silu")
-    with ft.register(measure=False):
-        got = module.causal_conv1d_update(x, state, weight, None, "silu")
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(state, kept, rtol=0, atol=0)
 
 
 def test_updates_of_several_types_keep_the_wider(calls):

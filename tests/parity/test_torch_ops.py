@@ -93,28 +93,6 @@ def test_memory_is_shared():
     np.testing.assert_allclose(out.float(), scaled_dot_product_attention(x, x, x).float(), atol=2e-2)
 
 
-def test_attention_itself_takes_tensors():
-    """NumPy reads their memory; what it cannot read is refused."""
-    q, k, v = operands(grad=False)
-    expected = in_numpy(q, k, v, (), {})
-    bias = torch.linspace(-1, 1, 13)
-    assert np.array_equal(fastattn.attention(q, k, v), expected[0])
-    found = fastattn.attention(q, k, v, bias=bias, kv_lengths=torch.tensor([5, 0]))
-    assert np.array_equal(found, fastattn.attention(q, k, v, bias=bias.numpy(), kv_lengths=[5, 0]))
-    back = fastattn.functional.attention_backward(torch.from_numpy(expected[0]), q, k, v, *expected)
-    assert [x.dtype for x in back] == [np.float32] * 3
-    for wrong, message in (
-        (q.bfloat16(), r"\.float\(\) makes it one"),
-        (q.clone().requires_grad_(), r"requires grad"),
-        (q.to("meta"), r"meta"),
-        (q.to_sparse(), r"[Ss]parse"),
-    ):
-        with pytest.raises(
-            TypeError, match=rf"^attention\(\): q is of type Tensor; expected an array .*{message}"
-        ):
-            fastattn.attention(wrong, k, v)
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_gradcheck(call):
     tensors, options = CALLS[call]

@@ -61,16 +61,6 @@ def test_opcheck(rule):
     torch.library.opcheck(linear.default, operands(rule, torch.float32), {"rule": rule})
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's compiler uses what torch deprecates
-def test_compile():
-    inputs = operands("gated", torch.float32)
-    compiled = torch.compile(lambda *x: linear(*x, rule="gated").square().sum(), fullgraph=True)
-    found = torch.autograd.grad(compiled(*inputs), inputs[:4])
-    expected = torch.autograd.grad(linear(*inputs, rule="gated").square().sum(), inputs[:4])
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y)
-
-
 SIGMOID = {
     "plain": ((), {}),
     "causal": ((), {"causal": True, "sigmoid_bias": -0.5}),

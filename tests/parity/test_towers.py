@@ -81,19 +81,6 @@ def test_vectors_and_logits(name, tmp_path):
         same(narrow.image_features(PIXELS), torch.tensor(images), bound)
 
 
-def test_padding_of_clip(tmp_path):
-    """Padding is on the right, with its mask or without: a causal text does not see what follows its end."""
-    theirs = towers("clip")
-    theirs.save_pretrained(tmp_path)
-    ours = models.load(tmp_path)
-    mask = np.arange(11) < np.array([[7], [11], [9], [8]])
-    with torch.no_grad():
-        inputs = {"input_ids": torch.tensor(IDS), "attention_mask": torch.tensor(mask.astype(int))}
-        expected = theirs.get_text_features(**inputs).pooler_output
-    same(ours.text_features(IDS, mask), expected)
-    same(ours.text_features(IDS), expected)
-
-
 def drawn(height, width):
     """An image with edges and noise."""
     small = RNG.integers(0, 200, (height // 5 + 1, width // 5 + 1, 3), np.uint8)
@@ -125,29 +112,6 @@ def test_what_becomes_of_images(name, tmp_path):
             got = ours.images(each, np.dtype("f4"))
             assert got.shape == expected.shape
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["old clip", "siglip"])
-def test_from_images_and_texts(name, tmp_path):
-    theirs = towers(name)
-    theirs.save_pretrained(tmp_path)
-    write_tokenizer(tmp_path)
-    kind, changes = PROCESSORS[name.removeprefix("old ")]
-    tokens = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "tokenizer.json"), model_max_length=LENGTH, **tokens
-    )
-    tokenizer.save_pretrained(tmp_path)
-    processor = kind(**changes)
-    processor.save_pretrained(tmp_path)
-    ours = models.load(tmp_path)
-    images = [drawn(40, 67), drawn(51, 30), drawn(36, 36)]
-    padding = "max_length" if name == "siglip" else True
-    ids = tokenizer(TEXTS, padding=padding, truncation=True, return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        pixels = processor(images, return_tensors="pt")["pixel_values"]
-        same(ours.encode(images), theirs.get_image_features(pixel_values=pixels).pooler_output)
-        same(ours.encode(TEXTS), theirs.get_text_features(input_ids=ids).pooler_output)
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789!'"
