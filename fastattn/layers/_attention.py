@@ -19,20 +19,22 @@ from fastattn._engine import settings
 from fastattn._engine.plain import PLAIN
 from fastattn.functional._attention import attention_weights
 from fastattn.layers import _computation
-from fastattn.layers._attention_parameters import AttentionParameters, CallOptions, MaskOptions
+from fastattn.layers._attention_parameters import AttentionParameters, CallOptions
 from fastattn.layers._cache import Cached, KVCache, restored_on_error
-from fastattn.layers._computation import Computation
-from fastattn.layers._scores import Names, add_extra_keys, add_masks
+from fastattn.layers._computation import Made
+from fastattn.layers._scores import add_extra_keys, add_masks
 
 if TYPE_CHECKING:
     from fastattn._engine.plain import Plain
     from fastattn.layers._attention_parameters import KeysValues, StackedMaps
+    from fastattn.layers._scores import Masks
 
     # Keys and values, values of a tape, or what a cache returned of them.
     Attended = tuple[Any, Any] | Cached
 
 _NOTHING = nullcontext()
-_NAMES = Names("query", "attn_mask", "key_padding_mask")
+_NAMES = ("query", "attn_mask", "key_padding_mask")
+_NO_MASKS = _NAMES, None, None, False
 
 
 @dataclass(eq=False)
@@ -119,7 +121,7 @@ class MultiHeadAttention(AttentionParameters):
         need_weights: Literal[True],
         **options: Unpack[CallOptions],
     ) -> tuple[Array, Array]: ...
-    @named("{cls}", "key_padding_mask and attn_mask")
+    @_computation.computed("key_padding_mask and attn_mask")
     def __call__(
         self,
         query: ArrayLike,
@@ -128,7 +130,7 @@ class MultiHeadAttention(AttentionParameters):
         *,
         need_weights: bool = False,
         **options: Any,
-    ) -> Any:
+    ) -> Made:
         """Attend from query (B, L, embed_dim) to key (B, S, kdim) and value (B, S, vdim).
 
         Parameters
@@ -166,50 +168,38 @@ class MultiHeadAttention(AttentionParameters):
         weights : ndarray, (B, L, S) or (B, num_heads, L, S), or None
             None without `need_weights`. The keys of add_bias_kv and add_zero_attn come last.
         """
-        require_options(options, CallOptions, "need_weights")
+        average, residual = True, None  # what follows is skipped in a plain call, to save microseconds
         need_weights = flag("need_weights", need_weights)
-        average = flag("average_attn_weights", options.pop("average_attn_weights", True))
-        residual = options.pop("residual", None)
-        x, batched, k, v = self._checked(query, key, value, options)
+        if options:
+            require_options(options, CallOptions, "need_weights")
+            average = flag("average_attn_weights", options.pop("average_attn_weights", True))
+            residual = options.pop("residual", None)
+        x, sizes, key_length, memory, masks = self._checked(query, key, value, options)
         residual = like("residual", residual, x.shape, x.dtype, "query")
-        batch, length, _ = batched.shape
-        key_length = length
-        if k is not None or v is not None:
-            key_length = (v if k is None else k).shape[1]
-            k, v = (None if array is None else rows(array) for array in (k, v))
         residual = None if residual is None else rows(residual)
-        more = need_weights, key_length
-        out, weights, _ = self._attend(PLAIN, rows(x), (batch, length), k, v, residual, *more, **options)
-        out = out.reshape(x.shape)
-        if not need_weights:
-            return out, None
-        weights = weights.mean(axis=1) if average else weights
-        return out, weights if x.ndim == 3 else weights[0]
+        only_value = memory and "key" not in memory
+        found: Any = None
 
-    def _computation(
-        self, query: ArrayLike, key: ArrayLike | None = None, value: ArrayLike | None = None, **options: Any
-    ) -> Computation:
-        require_options(options, MaskOptions)
-        x, batched, *memory = self._checked(query, key, value, options)
-        batch, length, _ = batched.shape
-        inputs = {"query": x}
-        for name, array in zip(("key", "value"), memory, strict=True):
-            if array is not None:
-                inputs[name] = array if x.ndim == 3 else array[0]
-        names = list(inputs)[1:]
+        def run(tape: Plain, x: Any, k: Any = None, v: Any = None) -> Any:
+            nonlocal found
+            own = (residual, need_weights, key_length, *((None, k) if only_value else (k, v)))
+            out, found, _ = self._attend(tape, x, sizes, masks, *own, **options)
+            return out
 
-        def run(tape: Plain, x: Any, *others: Any) -> Any:
-            given = dict(zip(names, others, strict=True))
-            return self._attend(tape, x, (batch, length), **given, **options)[0]
+        def weights() -> Any:
+            if found is None:
+                return None
+            each = found.mean(axis=1) if average else found
+            return each if x.ndim == 3 else each[0]
 
-        return Computation([self], inputs, run, x.shape, pair=True)
+        return [self], {"query": x, **memory}, run, x.shape, False, weights
 
     def _checked(
         self, query: ArrayLike, key: Any, value: Any, options: dict[str, Any]
-    ) -> tuple[Array, Array, Any, Any]:
-        """The query as it came; it, key and value as batches; None for what is the one before.
+    ) -> tuple[Array, tuple[int, int], int, dict[str, Array], Masks]:
+        """The query; its batch and length; that of the keys; key and value, if given; the masks.
 
-        Changes `options` to match.
+        A key that is the query, or a value that is the key, is not given. `options` lose the masks.
         """
         self._require_parts()
         x = _computation.checked("query", query, self.embed_dim, self.weights_dtype)
@@ -217,24 +207,30 @@ class MultiHeadAttention(AttentionParameters):
             value = None
         if key is query:
             key = None
-        batched = _computation.batch_first("query", x)
+        batched, masks = _computation.batch_first("query", x), _NO_MASKS
         if batched is not x:
-            key, value = (_computation.one_batch("key", key), _computation.one_batch("value", value))
-            name = "key_padding_mask"
-            options[name] = _computation.one_batch(name, options.get(name))
-        if "is_causal" in options:
-            options["is_causal"] = flag("is_causal", options["is_causal"])
+            key, value = _computation.one_batch("key", key), _computation.one_batch("value", value)
+        if options:
+            padding, attn_mask = options.pop("key_padding_mask", None), options.pop("attn_mask", None)
+            padding = padding if batched is x else _computation.one_batch("key_padding_mask", padding)
+            masks = _NAMES, attn_mask, padding, flag("is_causal", options.pop("is_causal", False))
+        batch, length, _ = batched.shape
+        key_length, memory = length, dict[str, Array]()
         if (given := options.get("keys_values")) is not None:
             if not (key is None and value is None and options.get("cache") is None):
                 came = "keys_values is given with key, value or cache"
                 raise ValueError(f"(): {came}; expected it alone")
             heads_kv, head_dim = self._heads_kv, self._head_dim
-            given = _computation.keys_values(given, len(batched), heads_kv, head_dim, x.dtype)
+            given = _computation.keys_values(given, batch, heads_kv, head_dim, x.dtype)
             options["keys_values"] = given
         elif not self.query_only and (key is not None or value is not None or self.all_maps is None):
-            k, v = self._memory(batched if key is None else key, value, len(batched))
-            key, value = None if key is None else k, None if value is None else v
-        return x, batched, key, value
+            k, v = self._memory(batched if key is None else key, value, batch)
+            key_length = k.shape[1]
+            if key is not None:
+                memory["key"] = k if batched is x else k[0]
+            if value is not None:
+                memory["value"] = v if batched is x else v[0]
+        return x, (batch, length), key_length, memory, masks
 
     @named("{cls}")
     def project_keys_values(self, key: ArrayLike, value: ArrayLike | None = None) -> KeysValues:
@@ -252,21 +248,17 @@ class MultiHeadAttention(AttentionParameters):
         tape: Plain,
         x: Any,
         sizes: tuple[int, int],
-        key: Any = None,
-        value: Any = None,
+        masks: Masks,
         residual: Any = None,
         need_weights: bool = False,
         key_length: int | None = None,
-        *,
-        key_padding_mask: Any = None,
-        attn_mask: Any = None,
-        is_causal: bool = False,
+        key: Any = None,
+        value: Any = None,
         cache: KVCache | None = None,
         lengths: Any = None,
         keys_values: Attended | None = None,
         q_offset: Ints | int = 0,
         counted: Bools | None = None,
-        names: Names = _NAMES,
         share: bool = False,
     ) -> tuple[Any, Any, Attended | None]:
         """A call's output; the weights of each head, or None; with `share`, the keys and values attended.
@@ -290,11 +282,11 @@ class MultiHeadAttention(AttentionParameters):
             if cache.batch not in (None, batch):
                 expected = f"({cache.batch}, length, {self.embed_dim}), the batch in the cache"
                 query = tape.array(x).reshape(*sizes, self.embed_dim)
-                raise wrong_shape(names.query, query, expected)
+                raise wrong_shape(masks[0][0], query, expected)
             q_offset = cache.offset
         elif cached is not None:
             q_offset = cached.q_offset
-        options = self._options.copy()
+        options, (_, attn_mask, key_padding_mask, is_causal) = self._options.copy(), masks
         if self.sink_logits is not None:
             options["sinks"] = self.sink_logits
 
@@ -337,8 +329,7 @@ class MultiHeadAttention(AttentionParameters):
             if is_causal or self._positional or self._extra:
                 options["causal"], options["q_offset"] = is_causal, q_offset
             if attn_mask is not None or key_padding_mask is not None:
-                shape = (batch, self.num_heads, length, tape.array(k).shape[2])
-                add_masks(options, names, attn_mask, key_padding_mask, shape, dtype)
+                add_masks(options, masks, (batch, self.num_heads, length, tape.array(k).shape[2]), dtype)
             if self._extra:
                 k, v = self._with_extra_keys(tape, options, length, k, v, dtype)
             mixed = tape.empty("mixed", batch * length, self._width, dtype)

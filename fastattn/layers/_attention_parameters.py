@@ -132,17 +132,12 @@ class HeadOptions(TypedDict, total=False):
     add_zero_attn: bool
 
 
-class MaskOptions(TypedDict, total=False):
-    """Keyword arguments of a `MultiHeadAttention`'s call that gradients have, too."""
+class CallOptions(TypedDict, total=False):
+    """Keyword arguments of a `MultiHeadAttention`'s call, but for `need_weights`."""
 
     key_padding_mask: ArrayLike | None
     attn_mask: ArrayLike | None
     is_causal: bool
-
-
-class CallOptions(MaskOptions, total=False):
-    """Keyword arguments of a `MultiHeadAttention`'s call, but for `need_weights`."""
-
     average_attn_weights: bool
     residual: ArrayLike | None
     cache: KVCache | None

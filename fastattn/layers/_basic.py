@@ -14,12 +14,11 @@ from fastattn._args.ops import data, epsilon, linear_args, rows, rows_args
 from fastattn._args.types import ACTIVATIONS as PLAIN_ACTIVATIONS
 from fastattn._args.types import FLOAT32, Activation, Array, ArrayLike, Rounding
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
-from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn._engine.plain import PLAIN
 from fastattn.layers import _computation
 from fastattn.layers._block import Norm, Projection
-from fastattn.layers._computation import Computation
+from fastattn.layers._computation import Made
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
@@ -92,11 +91,7 @@ class Linear(Layer):
         dispatch.run(args)
         return result
 
-    def _computation(
-        self, x: ArrayLike, *, activation: Activation | None = None, **others: Any
-    ) -> Computation:
-        if others:
-            raise not_an_argument(others, Linear._computation)
+    def _computation(self, x: ArrayLike, *, activation: Activation | None = None) -> Made:
         array = _computation.checked("x", x, self.in_features, self.weights_dtype)
         if activation is not None:
             choice("activation", activation, PLAIN_ACTIVATIONS)
@@ -104,7 +99,7 @@ class Linear(Layer):
         def run(tape: Plain, x: Any) -> Any:
             return tape.linear(x, *self._projection(), activation=activation)
 
-        return Computation([self], {"x": array}, run, array.shape)
+        return [self], {"x": array}, run, (*array.shape[:-1], self.out_features)
 
     def _projection(self) -> Projection:
         return Projection(self.packed_weight, self.bias_vector, self.activations)
@@ -169,11 +164,9 @@ class NormLayer(Layer):
         put_name(type(self).__name__, error, self._kind)
         return error
 
-    def _computation(self, x: ArrayLike, **others: Any) -> Computation:
-        if others:
-            raise not_an_argument(others, NormLayer._computation)
+    def _computation(self, x: ArrayLike) -> Made:
         array = self._input(x)
-        return Computation([self], {"x": array}, self._forward, array.shape)
+        return [self], {"x": array}, self._forward, array.shape
 
     def _input(self, x: ArrayLike) -> Array:
         """`x`, checked: of any of the four types, in which the parameters then are."""
@@ -296,11 +289,9 @@ class FeedForward(Layer):
             put_name(type(self).__name__, error)
             raise
 
-    def _computation(self, x: ArrayLike, **others: Any) -> Computation:
-        if others:
-            raise not_an_argument(others, FeedForward._computation)
+    def _computation(self, x: ArrayLike) -> Made:
         array = _computation.checked("x", x, self.d_model, self.weights_dtype)
-        return Computation([self], {"x": array}, self._forward, array.shape)
+        return [self], {"x": array}, self._forward, array.shape
 
     def _forward(self, tape: Plain, x: Any, residual: Any = None, over: bool = False) -> Any:
         """The feed-forward of rows, plus `residual`; with `over`, it may be written over that."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from fastattn._args.attention import dropout_of
-from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import cotangent, data, rows
 from fastattn._args.types import FLOAT32, FLOAT64, Array, ArrayLike, Shape
 from fastattn._args.values import as_array, converted, flag, float_array, of_lists
+from fastattn._args.words import not_an_argument
 from fastattn._engine.plain import PLAIN
 from fastattn._engine.tape import Drops, Tape
 from fastattn._engine.values import Value
@@ -18,27 +21,22 @@ from fastattn.grad import Pullback
 if TYPE_CHECKING:
     import numpy as np
 
-    from fastattn.layers._state import Layer
+P = ParamSpec("P")
 
 
 class Computation(NamedTuple):
     """One call, checked; `run` computes it on the operations of a tape."""
 
-    layers: Sequence[Layer]
+    layers: Sequence[Any]  # each a `Layer`
     inputs: Mapping[str, Array]  # (..., features)
     run: Callable[..., Any]  # from a tape and the inputs' values, which are rows, to the value of the result
-    shape: Shape  # of the result, but for its features
+    shape: Shape  # of the result
     by_block: bool = False  # `run` makes checkpoints of its blocks
-    pair: bool = False  # a call returns its result and None, the weights of attention
-
-    def result(self) -> Array:
-        """The result, with nothing kept."""
-        out: Array = self.run(PLAIN, *map(rows, self.inputs.values()))
-        return out.reshape(*self.shape[:-1], out.shape[-1])
+    more: Callable[[], Any] | None = None  # the second result of a call, after `run`
 
     def with_pullback(self, checkpoint: bool, dropout: float, seed: int | None) -> tuple[Any, Pullback]:
-        """The result and its pullback, as `fastattn.grad.vjp` returns them."""
-        inputs, layers = self.inputs, self.layers
+        """What a call returns, and its pullback, as `fastattn.grad.vjp` returns them."""
+        inputs, layers, shape = self.inputs, self.layers, self.shape
         checkpoint = flag("checkpoint", checkpoint)
         tape = Tape(drops=Drops(*dropout_of(dropout, seed)), by_block=checkpoint)
         (first, x), *others = inputs.items()
@@ -50,8 +48,7 @@ class Computation(NamedTuple):
         versions = [layer._versions() for layer in layers]
         values = [Value(rows(x)) for x in inputs.values()]
         out = self.run(tape, *values) if self.by_block else tape.block(self.run, *values)
-        result = out.array.reshape(*self.shape[:-1], out.array.shape[-1])
-        shape, dtype = result.shape, result.dtype
+        result, dtype = out.array.reshape(shape), out.array.dtype
 
         def check(dout: ArrayLike, **others: Any) -> tuple[Array]:
             if [layer._versions() for layer in layers] != versions:
@@ -64,14 +61,64 @@ class Computation(NamedTuple):
             found = (value.found().reshape(x.shape) for value, x in zip(values, inputs.values(), strict=True))
             return *found, *(_by_name(layer, tape) for layer in layers)
 
-        return (result, None) if self.pair else result, Pullback(check, back)
+        return result if self.more is None else (result, self.more()), Pullback(check, back)
 
 
-def _by_name(layer: Layer, tape: Tape) -> dict[str, Array]:
+# The fields of a `Computation`, of which a call makes a tuple: that takes less time.
+Made = tuple[Any, ...]
+
+
+def _by_name(layer: Any, tape: Tape) -> dict[str, Array]:
     """The gradients of a layer's parameters."""
     for _, part in layer._walk():
         part._settle(tape.gradients)
-    return layer._all_named(tape.gradients.of)
+    found: dict[str, Array] = layer._all_named(tape.gradients.of)
+    return found
+
+
+def _returning_array(function: Any, computation: Any) -> Any:
+    """`function` with the signature of `computation`, but for what it returns."""
+    signature = inspect.signature(computation).replace(return_annotation="Array")
+    function.__signature__ = signature
+    function.__annotations__ = {**computation.__annotations__, "return": "Array"}
+    return function
+
+
+def computed(by_name: str = "") -> Callable[[Callable[P, Made]], Callable[P, Any]]:
+    """Decorate a layer's `__call__` that returns what it `Made`: calls run it, and `grad.vjp` records it.
+
+    Python's error for too many positional arguments also says which ones are passed `by_name`.
+    """
+
+    def decorate(computation: Callable[P, Made]) -> Callable[P, Any]:
+        @functools.wraps(computation)
+        def call(*args: P.args, **options: P.kwargs) -> Any:
+            try:
+                made = computation(*args, **options)
+                _, inputs, run, shape, *_ = made
+                out = run(PLAIN, *map(rows, inputs.values())).reshape(shape)
+            except Exception as error:
+                raise told(error, type(args[0]).__name__, computation, options, by_name) from error.__cause__
+            return out if len(made) < 6 else (out, made[5]())
+
+        call.computation = computation  # type: ignore[attr-defined]
+        decorated: Callable[P, Any] = _returning_array(call, computation)
+        return decorated
+
+    return decorate
+
+
+def told(
+    error: Exception, name: str, function: Callable[..., Any], options: Mapping[str, Any], by_name: str = ""
+) -> Exception:
+    """`error` of `function`, a call of the layer `name` with these `options`, as its caller reads it."""
+    text, own = str(error), function.__qualname__
+    if isinstance(error, TypeError) and text.startswith(f"{own}() got an unexpected keyword"):
+        error = not_an_argument(options, function)
+    elif by_name and "positional argument" in text:
+        error.args = (f"{text}; {by_name} are passed by name",)
+    put_name(name, error, own)
+    return error
 
 
 def checked(name: str, x: Any, features: int, weights_dtype: str) -> Array:

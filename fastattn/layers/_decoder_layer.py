@@ -8,31 +8,29 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from fastattn._args.errors import named, wrong_shape
-from fastattn._args.ops import rows
+from fastattn._args.errors import wrong_shape
 from fastattn._args.options import require_options
-from fastattn._args.types import Array, ArrayLike, Ints, Unpack
+from fastattn._args.types import Array, ArrayLike, Unpack
 from fastattn._args.values import as_array, flag
-from fastattn._engine.plain import PLAIN
 from fastattn.layers import _computation
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._attention_parameters import HeadOptions
 from fastattn.layers._basic import NormLayer
-from fastattn.layers._cache import Cached, DecoderCache, KVCache, restored_on_error
-from fastattn.layers._computation import Computation
-from fastattn.layers._scores import Names
+from fastattn.layers._cache import Cached, DecoderCache, restored_on_error
+from fastattn.layers._computation import Made
 from fastattn.layers._transformer import TransformerLayer
 
 if TYPE_CHECKING:
     from fastattn._engine.plain import Plain
     from fastattn.layers._attention import Attended
+    from fastattn.layers._transformer import Call
 
 _NOTHING = nullcontext()
-_TGT = Names("tgt", "tgt_mask", "tgt_key_padding_mask")
-_MEMORY = Names("tgt", "memory_mask", "memory_key_padding_mask")
+_TGT = ("tgt", "tgt_mask", "tgt_key_padding_mask")
+_MEMORY = ("tgt", "memory_mask", "memory_key_padding_mask")
 
 
-class OverMemoryOptions(TypedDict, total=False):
+class DecoderOptions(TypedDict, total=False):
     """Options of a decoder's call that `TransformerDecoderLayer` documents."""
 
     tgt_mask: ArrayLike | None
@@ -41,11 +39,6 @@ class OverMemoryOptions(TypedDict, total=False):
     memory_key_padding_mask: ArrayLike | None
     tgt_is_causal: bool | None
     memory_is_causal: bool
-
-
-class DecoderOptions(OverMemoryOptions, total=False):
-    """Options of a decoder's call, with or without a cache."""
-
     lengths: ArrayLike | None
 
 
@@ -68,7 +61,7 @@ class TransformerDecoderLayer(TransformerLayer):
 
     _parts = ("self_attn", "multihead_attn", "feed_forward", "norm1", "norm2", "norm3")
 
-    @named("{cls}", "tgt_mask and memory_mask")
+    @_computation.computed("tgt_mask and memory_mask")
     def __call__(
         self,
         tgt: ArrayLike,
@@ -76,8 +69,8 @@ class TransformerDecoderLayer(TransformerLayer):
         *,
         cache: DecoderCache | None = None,
         **options: Unpack[DecoderOptions],
-    ) -> Array:
-        """The layer of tgt, (B, L, d_model), over memory, (B, S, d_model); both may lack the batch axis.
+    ) -> Made:
+        """Compute the layer of tgt, (B, L, d_model), over memory, (B, S, d_model), or of both without B.
 
         Parameters
         ----------
@@ -85,108 +78,78 @@ class TransformerDecoderLayer(TransformerLayer):
             For the attention to itself, as in `MultiHeadAttention`: True hides, as in torch, the opposite of
             `attention`. By default causal only with a cache.
         memory_mask, memory_key_padding_mask, memory_is_causal
-            For the attention over the memory. With a cache, tgt stands after its tokens here, too.
+            For the attention over the memory. With a cache, tgt follows its tokens here, too.
         cache : DecoderCache, optional
             Takes tgt's keys. The first call also puts the memory's keys and its key padding mask there; later
-            calls may leave both out, and must not bring others.
+            calls may leave both out, and must not pass others.
         lengths : array_like of int, (B,), optional
             With `cache`: how many of these tokens count in each sequence.
         """
-        array, sizes, masks = self._checked(tgt, cache, options)
-        over = None if cache is not None else rows(self._memory(memory, sizes[0]))
-        out: Array = self._forward(PLAIN, rows(array), over, sizes, memory, cache, **masks)
-        return out.reshape(array.shape)
+        if cache is not None:
+            _computation.require("cache", cache, DecoderCache, "a DecoderCache")
+        return self._decoding(self, tgt, memory, cache, options)
 
-    def _computation(self, tgt: ArrayLike, memory: ArrayLike | None = None, **options: Any) -> Computation:
-        require_options(options, OverMemoryOptions)
-        array, sizes, options = self._checked(tgt, None, options)
-
-        def run(tape: Plain, x: Any, over: Any) -> Any:
-            return self._forward(tape, x, over, sizes, **options)
-
-        inputs = {"tgt": array, "memory": self._memory(memory, sizes[0])}
-        return Computation([self], inputs, run, array.shape)
-
-    def _checked(
-        self, tgt: ArrayLike, cache: DecoderCache | None, options: Any
-    ) -> tuple[Array, tuple[int, int], dict[str, Any]]:
-        """The input of a call, its batch and length, and its options."""
+    def _decoding(
+        self, whole: Any, tgt: ArrayLike, memory: Any, cache: Any, options: Any, by_block: bool = False
+    ) -> Made:
+        """A call of `whole`, this layer or the stack that begins with it."""
         require_options(options, DecoderOptions)
-        array, batched = self._input("tgt", tgt, cache, DecoderCache)
+        array, batched = self._input("tgt", tgt)
         if batched is not array:
-            for name in (_TGT.key_padding_mask, _MEMORY.key_padding_mask):
-                options[name] = _computation.one_batch(name, options.get(name))
-        batch, length, _ = batched.shape
-        return array, (batch, length), options
+            paddings = {names[2]: options.get(names[2]) for names in (_TGT, _MEMORY)}
+            options |= {name: _computation.one_batch(name, mask) for name, mask in paddings.items()}
+        is_causal = options.get("tgt_is_causal")
+        causal = (
+            cache is not None if is_causal is None else flag("tgt_is_causal", is_causal),
+            flag("memory_is_causal", options.get("memory_is_causal", False)),
+        )
+        own, of_memory = (
+            (names, options.get(names[1]), options.get(names[2]), each)
+            for names, each in zip((_TGT, _MEMORY), causal, strict=True)
+        )
+        sizes, inputs = batched.shape[:2], {"tgt": array}
+        call = sizes, (own, of_memory), options.get("lengths"), memory
+        if cache is None:
+            inputs["memory"] = self._memory(memory, sizes[0])
+
+        def run(tape: Plain, x: Any, *over: Any) -> Any:
+            return whole._forward(tape, x, *over, call=call, cache=cache)
+
+        return [whole], inputs, run, array.shape, by_block
 
     def _forward(
         self,
         tape: Plain,
         x: Any,
-        over: Any,
-        sizes: tuple[int, int],
-        memory: ArrayLike | None = None,
-        cache: DecoderCache | None = None,
+        over: Any = None,
         *,
-        tgt_mask: Any = None,
-        memory_mask: Any = None,
-        tgt_key_padding_mask: Any = None,
-        memory_key_padding_mask: Any = None,
-        tgt_is_causal: bool | None = None,
-        memory_is_causal: bool = False,
-        lengths: Any = None,
+        call: Call,
+        cache: DecoderCache | None = None,
         keys_values: Attended | None = None,
         share: bool = False,
     ) -> Any:
-        """A call's result, of rows x over the memory's rows, or over `memory` in a cache; in rows.
+        """A call's result, of rows x over the memory's rows, or over that in a cache; in rows.
 
         With `share`, also the keys and values of the attention to itself; `keys_values` are those that an
         earlier layer shared.
         """
-        of_memory = None
-        is_causal = cache is not None
-        if tgt_is_causal is not None:
-            is_causal = flag("tgt_is_causal", tgt_is_causal)
-        memory_is_causal = flag("memory_is_causal", memory_is_causal)
+        sizes, (masks, over_masks), lengths, memory = call
+        of_memory: Any = None
+        tokens: Any = None
+        position: Any = 0
         with _NOTHING if cache is None else restored_on_error((cache,)):
             if cache is not None:
-                self._keep(memory, memory_key_padding_mask, sizes[0], cache)
-                of_memory, memory_key_padding_mask = cache.keys_values, cache.key_padding_mask
-            tokens: KVCache | None = None
-            position: Ints | int = 0
+                names, mask, padding, is_causal = over_masks
+                self._keep(memory, padding, sizes[0], cache)
+                of_memory, over_masks = cache.keys_values, (names, mask, cache.key_padding_mask, is_causal)
             if isinstance(keys_values, Cached):
                 position = keys_values.q_offset
             elif cache is not None:
                 tokens, position = cache.tokens, cache.tokens.offset  # before tgt is appended
-            x, keys = self._add_attention(
-                tape,
-                self.norm1,
-                x,
-                self.self_attn,
-                sizes,
-                key_padding_mask=tgt_key_padding_mask,
-                attn_mask=tgt_mask,
-                is_causal=is_causal,
-                cache=tokens,
-                lengths=lengths,
-                keys_values=keys_values,
-                names=_TGT,
-                share=share,
-            )
-            x, _ = self._add_attention(
-                tape,
-                self.norm2,
-                x,
-                self.multihead_attn,
-                sizes,
-                key=over,
-                key_padding_mask=memory_key_padding_mask,
-                attn_mask=memory_mask,
-                is_causal=memory_is_causal,
-                keys_values=of_memory,
-                q_offset=position,
-                names=_MEMORY,
-            )
+            more: Any = {"cache": tokens, "lengths": lengths, "keys_values": keys_values, "share": share}
+            x, keys = self._add_attention(tape, self.norm1, x, self.self_attn, sizes, masks, **more)
+            more = {"key": over, "keys_values": of_memory, "q_offset": position}
+            x, _ = self._add_attention(tape, self.norm2, x, self.multihead_attn, sizes, over_masks, **more)
             x = self._add_feed_forward(tape, self.norm3, x)
             return (x, keys) if share else x
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.errors import named
 from fastattn._args.options import require_options
 from fastattn._args.types import Array, ArrayLike, Rounding, Unpack
 from fastattn._args.values import integer, mask_array
+from fastattn.layers import _computation
 from fastattn.layers._attention_parameters import HeadOptions
-from fastattn.layers._computation import Computation
-from fastattn.layers._decoder_layer import OverMemoryOptions, TransformerDecoderLayer
+from fastattn.layers._computation import Made
+from fastattn.layers._decoder_layer import DecoderOptions, TransformerDecoderLayer
 from fastattn.layers._stacks import TransformerDecoder, TransformerEncoder
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
@@ -86,7 +86,7 @@ class Transformer(Layer):
             draws = {name: xavier_uniform if len(p.shape) == 2 else p.draw for name, p in parameters}
             self.load_state_dict({name: draws[name](source, p.shape) for name, p in parameters})
 
-    @named("{cls}", "src_mask and tgt_mask")
+    @_computation.computed("src_mask and tgt_mask")
     def __call__(
         self,
         src: ArrayLike,
@@ -95,8 +95,8 @@ class Transformer(Layer):
         src_mask: ArrayLike | None = None,
         src_key_padding_mask: ArrayLike | None = None,
         src_is_causal: bool = False,
-        **options: Unpack[OverMemoryOptions],
-    ) -> Array:
+        **options: Unpack[DecoderOptions],
+    ) -> Made:
         """Encode src (B, S, d_model), decode tgt (B, T, d_model) over it: (B, T, d_model).
 
         Arguments are those of `MultiHeadAttention` and of `TransformerDecoderLayer`. True hides in a bool
@@ -106,20 +106,7 @@ class Transformer(Layer):
         ``model.decoder(tgt, memory, memory_key_padding_mask=padding, cache=...)``: the rows of padding are 0
         in such a memory.
         """
-        masks: dict[str, Any] = {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask}
-        return self._computation(src, tgt, src_is_causal=src_is_causal, **masks, **options).result()
-
-    def _computation(
-        self,
-        src: ArrayLike,
-        tgt: ArrayLike,
-        *,
-        src_mask: Any = None,
-        src_key_padding_mask: Any = None,
-        src_is_causal: bool = False,
-        **options: Any,
-    ) -> Computation:
-        require_options(options, OverMemoryOptions)
+        require_options(options, DecoderOptions)
         self._require_parts()
         padding = src_key_padding_mask
         if padding is not None:
@@ -127,14 +114,13 @@ class Transformer(Layer):
             if padding.dtype == np.bool_ and not _hides(options.get("memory_key_padding_mask"), padding):
                 padding = np.where(padding, -np.inf, 0)  # as floats: the encoder computes rows to attend
         masks: dict[str, Any] = {"mask": src_mask, "src_key_padding_mask": padding}
-        source = self.encoder._computation(src, is_causal=src_is_causal, **masks)
-        target = self.decoder._computation(tgt, source.inputs["src"], **options)
+        _, sources, encode, *_ = self.encoder._computation(src, is_causal=src_is_causal, **masks)
+        _, targets, decode, shape, _ = self.decoder._computation(tgt, sources["src"], **options)
 
         def run(tape: Plain, x: Any, y: Any) -> Any:
-            return target.run(tape, y, source.run(tape, x))
+            return decode(tape, y, encode(tape, x))
 
-        inputs = {"src": source.inputs["src"], "tgt": target.inputs["tgt"]}
-        return Computation([self], inputs, run, target.shape, by_block=True)
+        return [self], {**sources, "tgt": targets["tgt"]}, run, shape, True
 
 
 def _hides(memory_padding: ArrayLike | None, padding: Array) -> bool:

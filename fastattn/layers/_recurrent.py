@@ -10,21 +10,15 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.channels import MOST_WIDTH
-from fastattn._args.errors import put_name, wrong_dtype, wrong_shape
-from fastattn._args.ops import rows
+from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.types import Array, ArrayLike, Ints, Rounding, Shape
 from fastattn._args.values import MOST_SIZE, as_array, flag, integer, sequence_begins
-from fastattn._args.words import not_an_argument
-from fastattn._engine.plain import PLAIN
 from fastattn.layers import _computation
-from fastattn.layers._computation import Computation
+from fastattn.layers._computation import Made
 from fastattn.layers._mixers import ConvolutionMixer, convolved, state_kinds
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fastattn._args.options import NoOptions
     from fastattn._engine.plain import Plain
     from fastattn.layers._mixers import Carried, Sizes
     from fastattn.layers._state import Fields, Taken
@@ -139,6 +133,7 @@ class RecurrentLayer(Layer):
         """From the rows of `in_map` to those of the map out."""
         raise NotImplementedError
 
+    @_computation.computed()
     def __call__(
         self,
         x: ArrayLike,
@@ -146,8 +141,7 @@ class RecurrentLayer(Layer):
         state: RecurrentState | None = None,
         key_padding_mask: ArrayLike | None = None,
         begins: ArrayLike | None = None,
-        **others: Unpack[NoOptions],
-    ) -> Array:
+    ) -> Made:
         """Mix tokens along a sequence: each reads itself and those before.
 
         Parameters
@@ -167,40 +161,20 @@ class RecurrentLayer(Layer):
         -------
         ndarray, as x
         """
-        try:
-            if others:
-                raise not_an_argument(others, RecurrentLayer.__call__)
-            array, call = self._checked(x, key_padding_mask, begins)
-            carried: Carried = [{}, {}]
-            if state is not None:
-                _computation.require("state", state, RecurrentState, "a RecurrentState")
-                kinds = state_kinds(array.dtype, self.kernel_size, self._channels, self._recurrences)
-                carried = state._turn([((call.sequences, *shape), dtype) for shape, dtype in kinds])
-            out = self._forward(PLAIN, rows(array), call, carried)
-        except Exception as error:
-            put_name(type(self).__name__, error)
-            raise
-        if state is not None:
-            state._keep()
-        result: Array = out.reshape(array.shape)
-        return result
-
-    def _computation(
-        self,
-        x: ArrayLike,
-        *,
-        key_padding_mask: ArrayLike | None = None,
-        begins: ArrayLike | None = None,
-        **others: Any,
-    ) -> Computation:
-        if others:
-            raise not_an_argument(others, RecurrentLayer._computation)
         array, call = self._checked(x, key_padding_mask, begins)
+        carried: Carried = [{}, {}]
+        if state is not None:
+            _computation.require("state", state, RecurrentState, "a RecurrentState")
+            kinds = state_kinds(array.dtype, self.kernel_size, self._channels, self._recurrences)
+            carried = state._turn([((call.sequences, *shape), dtype) for shape, dtype in kinds])
 
         def run(tape: Plain, x: Any) -> Any:
-            return self._forward(tape, x, call, [{}, {}])
+            out = self._forward(tape, x, call, carried)
+            if state is not None:
+                state._keep()
+            return out
 
-        return Computation([self], {"x": array}, run, array.shape)
+        return [self], {"x": array}, run, array.shape
 
     def _checked(self, x: Any, key_padding_mask: Any, begins: Any) -> tuple[Array, _Call]:
         """`x`, and how its tokens make sequences."""

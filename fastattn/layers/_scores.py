@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,10 @@ from fastattn._args.values import is_float, mask_array
 
 if TYPE_CHECKING:
     Options = dict[str, Any]
+    # What messages call a layer's input, attn_mask and key_padding_mask.
+    Names = tuple[str, str, str]
+    # Of one attention: attn_mask and key_padding_mask (bool: True hides; float: added), and is_causal.
+    Masks = tuple[Names, Any, Any, bool]
 
 
 def wrong_mask(name: str, mask: Array) -> TypeError:
@@ -21,25 +25,14 @@ def wrong_mask(name: str, mask: Array) -> TypeError:
     return wrong_dtype(name, mask, f"bool (True hides; {name} == 0, where 1 attends) or floats to add")
 
 
-class Names(NamedTuple):
-    """Names, in messages, of a layer and of the arguments that it passes on to `MultiHeadAttention`."""
-
-    query: str
-    attn_mask: str
-    key_padding_mask: str
-
-
-def add_masks(
-    options: Options, names: Names, attn_mask: Any, key_padding_mask: Any, shape: Shape, dtype: np.dtype[Any]
-) -> None:
-    """Put masks as in torch (bool: True hides; float: added) into `options`.
+def add_masks(options: Options, masks: Masks, shape: Shape, dtype: np.dtype[Any]) -> None:
+    """Put the first two `masks` into `options`.
 
     `shape` is (B, H, L, S). Floats of any type are converted to the lane type of `dtype`.
     """
     hidden: list[Array] = []
     added: list[Array] = []
-    masks = ((names.attn_mask, attn_mask, _mask_4d), (names.key_padding_mask, key_padding_mask, _padding_4d))
-    for name, x, with_four_axes in masks:
+    for name, x, with_four_axes in zip(masks[0][1:], masks[1:3], (_mask_4d, _padding_4d), strict=True):
         if x is None:
             continue
         array = with_four_axes(name, mask_array(name, x), shape)
@@ -56,14 +49,17 @@ def add_masks(
         options["bias"] = _as_lane(bias, lane_dtype(dtype))
 
 
-def padding_alone(names: Names, key_padding_mask: Any, shape: Shape) -> tuple[bool, Bools | None]:
-    """Whether `key_padding_mask` is None or bool and of `shape`, (B, S); and that mask.
+def padding_alone(masks: Masks, shape: Shape) -> tuple[bool, Bools | None]:
+    """Whether there is no mask, or only a bool key_padding_mask of `shape`, (B, S); and that mask.
 
     Masks of floats or of another shape, and errors in them, are `add_masks`'s.
     """
-    if key_padding_mask is None:
+    names, attn_mask, padding, is_causal = masks
+    if is_causal or attn_mask is not None:
+        return False, None
+    if padding is None:
         return True, None
-    array = mask_array(names.key_padding_mask, key_padding_mask)
+    array = mask_array(names[2], padding)
     found = array if array.dtype == np.bool_ and array.shape == shape else None
     return found is not None, found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,35 +11,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastattn._args.cache import cache_args
 from fastattn._args.errors import named, wrong_shape, wrong_type
-from fastattn._args.ops import rows
-from fastattn._args.options import require_options
-from fastattn._args.types import Array, ArrayLike, DTypeLike, Unpack
-from fastattn._args.values import flag, integers, iterated
-from fastattn._args.words import MEANINGS, not_an_argument
-from fastattn._engine.plain import PLAIN
-from fastattn.layers import _computation, _state
+from fastattn._args.types import ArrayLike, DTypeLike, Unpack
+from fastattn._args.values import integers, iterated
+from fastattn._args.words import MEANINGS
+from fastattn.layers import _computation
 from fastattn.layers._basic import NormLayer
-from fastattn.layers._block import model_program
 from fastattn.layers._cache import Caches, DecoderCache, KVCache, restored_on_error
-from fastattn.layers._computation import Computation
-from fastattn.layers._decoder_layer import DecoderOptions, OverMemoryOptions, TransformerDecoderLayer
-from fastattn.layers._scores import Names, padding_alone
+from fastattn.layers._computation import Made
+from fastattn.layers._decoder_layer import DecoderOptions, TransformerDecoderLayer
+from fastattn.layers._scores import padding_alone
 from fastattn.layers._state import Layer
-from fastattn.layers._transformer import (
-    TransformerEncoderLayer,
-    run_plain,
-)
+from fastattn.layers._transformer import TransformerEncoderLayer, program_of, run_plain
 
 if TYPE_CHECKING:
-    from fastattn._args.options import NoOptions
     from fastattn._engine.plain import Plain
-    from fastattn._engine.program import Program
-    from fastattn.layers._rotary import Rope
-
+    from fastattn.layers._transformer import Call, Prepared
 
 _NOTHING = nullcontext()
-_MOST_ROTATIONS = 4  # of a program: MAX_ROTATIONS in core/program.pxi
-_NAMES = Names("src", "mask", "src_key_padding_mask")  # of an encoder's arguments
+_NAMES = ("src", "mask", "src_key_padding_mask")  # of an encoder's arguments
 # What attentions that share keys have in common: fields, and the options that set them.
 _OF_KEYS = {"_heads_kv": "num_kv_heads", "_head_dim": "head_dim", "rope": "rope"}
 
@@ -142,20 +131,15 @@ class LayerStack(Layer):
         parts = {f"layers.{i}.": layer for i, layer in enumerate(self.layers)}
         return parts if self.norm is None else {**parts, "norm.": self.norm}
 
-    def _one_by_one(
-        self, tape: Plain, x: Any, caches: Sequence[Any], forward: Callable[..., Any], *memory: Any
-    ) -> Any:
-        """One layer after another, of rows x and the memory's, and the norm.
-
-        `forward` is the layers' `_forward`, called with a layer, the layer's cache, the tape and the rows.
-        """
+    def _forward(self, tape: Plain, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
+        """One layer after another, of rows x and the memory's, and the norm; in rows."""
         givers, shared = set(self._borrowed.values()), dict[int | None, Any]()
-        with _NOTHING if caches[0] is None else restored_on_error(caches):
-            for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-                keys_values, share = shared.get(self._borrowed.get(i)), i in givers
-                compute = partial(forward, layer, cache, keys_values=keys_values, share=share)
-                x = tape.block(compute, x, *memory)
-                if share:
+        caches = self._one_each(cache)
+        with _NOTHING if cache is None else restored_on_error(caches):
+            for i, (layer, own) in enumerate(zip(self.layers, caches, strict=True)):
+                more = {"keys_values": shared.get(self._borrowed.get(i)), "share": i in givers}
+                x = tape.block(partial(layer._forward, call=call, cache=own, **more), x, *memory)
+                if i in givers:
                     x, shared[i] = x
             return x if self.norm is None else self.norm._forward(tape, x)
 
@@ -207,11 +191,10 @@ class TransformerEncoder(LayerStack):
     layers: Sequence[TransformerEncoderLayer]
     norm: NormLayer | None = None
     keys_from: Sequence[int] | None = None
-    # The last change and the layers when it was made, and the program of calls without masks: see `_program`.
-    _plain: tuple[Any, tuple[Program, list[Rope]] | None] = field(init=False, default=((), None), repr=False)
+    _plain: Prepared = field(init=False, default=((), None), repr=False)
     _kind, _cache_kind = TransformerEncoderLayer, KVCache
 
-    @named("{cls}")
+    @_computation.computed()
     def __call__(
         self,
         src: ArrayLike,
@@ -221,98 +204,32 @@ class TransformerEncoder(LayerStack):
         *,
         cache: Sequence[KVCache] | None = None,
         lengths: ArrayLike | None = None,
-        **others: Unpack[NoOptions],
-    ) -> Array:
-        """The stack's result for src, (B, L, d_model) or (L, d_model).
+    ) -> Made:
+        """Compute the stack of src, (B, L, d_model) or (L, d_model).
 
-        Arguments are those of `TransformerEncoderLayer`, `mask` its src_mask: True hides in a bool mask.
-        `cache` is of `new_cache`.
+        Arguments are as in `TransformerEncoderLayer`, its src_mask as `mask`; `cache` is from `new_cache`.
         """
-        if others:
-            raise not_an_argument(others, TransformerEncoder.__call__)
-        array, sizes, padding = self._checked(src, src_key_padding_mask)
-        out: Array = self._forward(PLAIN, rows(array), sizes, mask, padding, is_causal, cache, lengths)
-        return out.reshape(array.shape)
-
-    def _computation(
-        self,
-        src: ArrayLike,
-        mask: Any = None,
-        src_key_padding_mask: Any = None,
-        is_causal: bool = False,
-        **others: Any,
-    ) -> Computation:
-        if others:
-            raise not_an_argument(others, TransformerEncoder._computation)
-        array, sizes, padding = self._checked(src, src_key_padding_mask)
-
-        def run(tape: Plain, x: Any) -> Any:
-            return self._forward(tape, x, sizes, mask, padding, is_causal)
-
-        return Computation([self], {"src": array}, run, array.shape, by_block=True)
-
-    def _checked(self, src: ArrayLike, padding: Any) -> tuple[Array, tuple[int, int], Any]:
-        """The input of a call, its batch and length, and its padding mask as a batch."""
         self._require_layers()
         self._require_parts()
-        return self.layers[0]._checked(src, padding, None)
+        masks = mask, src_key_padding_mask, is_causal
+        return self.layers[0]._encoding(self, _NAMES, src, *masks, cache, lengths, by_block=True)
 
-    def _forward(
-        self,
-        tape: Plain,
-        x: Any,
-        sizes: tuple[int, int],
-        src_mask: Any = None,
-        src_key_padding_mask: Any = None,
-        is_causal: bool = False,
-        cache: Sequence[KVCache] | None = None,
-        lengths: Any = None,
-    ) -> Any:
-        """A call's result, of rows x and in rows."""
-        is_causal = flag("is_causal", is_causal)
-        unmasked = src_mask is cache is lengths is None and not is_causal
+    def _forward(self, tape: Plain, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
         plain, padding = False, None
-        if unmasked:
-            plain, padding = padding_alone(_NAMES, src_key_padding_mask, sizes)
-        if plain and self._borrowed and (found := self._program(padding is not None)) is not None:
-            return run_plain(*found, tape, x, sizes, padding)
-        masks = src_mask, src_key_padding_mask, is_causal
-
-        def forward(
-            layer: TransformerEncoderLayer, cache: KVCache | None, tape: Plain, x: Any, **shared: Any
-        ) -> Any:
-            return layer._forward(tape, x, sizes, *masks, cache, lengths, **shared, names=_NAMES)
-
-        out = self._one_by_one(tape, x, self._one_each(cache), forward)
+        sizes, (masks,), lengths, _ = call
+        if cache is None and lengths is None:
+            plain, padding = padding_alone(masks, sizes)
+        # To leave rows out of heads that are rotated or normed would change the last bits.
+        placed = padding is not None and any(x.self_attn.rope or x.self_attn.qk_norm for x in self.layers)
+        if plain and self._borrowed and not placed:
+            found = program_of(self, self.layers, self._borrowed, self.norm)
+            if found is not None:
+                return run_plain(*found, tape, x, sizes, padding)
+        out = super()._forward(tape, x, call=call, cache=cache)
         if self.norm is None or padding is None:
             return out
         # The norm makes its bias of rows that are 0.
         return tape.cleared(out, padding.ravel(), over=True)
-
-    def _program(self, padded: bool) -> tuple[Program, list[Rope]] | None:
-        """The program of all layers for calls without masks, and its rotations; None if one is not plain.
-
-        None, too, if a call is `padded` and heads are rotated or normed: to leave rows out would change the
-        last bits.
-        """
-        key = (_state.last_change, *self.layers)  # the caller may change the list
-        if self._plain[0] != key:
-            heads = [layer.self_attn for layer in self.layers]
-            ropes = list(dict.fromkeys(own.rope for own in heads if own.rope is not None))
-            rotations = [0 if own.rope is None else ropes.index(own.rope) for own in heads]
-            blocks = [
-                layer._block(self._borrowed.get(i), rotation)
-                for i, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True))
-            ]
-            whole = [block for block in blocks if block is not None]
-            found = None
-            if len(whole) == len(blocks) and len(ropes) <= _MOST_ROTATIONS:
-                last = None if self.norm is None else self.norm._of_block()
-                found = model_program(whole, None, last, keeps_input=True)[0], ropes
-            self.__dict__["_plain"] = key, found
-        if padded and any(layer.self_attn.rope or layer.self_attn.qk_norm for layer in self.layers):
-            return None
-        return self._plain[1]
 
     def _holders(self) -> Sequence[int]:
         return [i for i in range(len(self.layers)) if i not in self._borrowed]
@@ -342,7 +259,7 @@ class TransformerDecoder(LayerStack):
     keys_from: Sequence[int] | None = None
     _kind, _cache_kind = TransformerDecoderLayer, DecoderCache
 
-    @named("{cls}", "tgt_mask and memory_mask")
+    @_computation.computed("tgt_mask and memory_mask")
     def __call__(
         self,
         tgt: ArrayLike,
@@ -350,50 +267,14 @@ class TransformerDecoder(LayerStack):
         *,
         cache: Sequence[DecoderCache] | None = None,
         **options: Unpack[DecoderOptions],
-    ) -> Array:
-        """The stack's result for tgt, (B, L, d_model), over memory.
+    ) -> Made:
+        """Compute the stack of tgt, (B, L, d_model), over memory.
 
-        Arguments are those of `TransformerDecoderLayer`; `cache` is of `new_cache`.
+        Arguments are as in `TransformerDecoderLayer`; `cache` is of `new_cache`.
         """
-        array, sizes, masks = self._checked(tgt, options)
-        over = None if cache is not None else rows(self.layers[0]._memory(memory, sizes[0]))
-        out: Array = self._forward(PLAIN, rows(array), over, sizes, masks, memory, cache)
-        return out.reshape(array.shape)
-
-    def _computation(self, tgt: ArrayLike, memory: ArrayLike | None = None, **options: Any) -> Computation:
-        require_options(options, OverMemoryOptions)
-        array, sizes, options = self._checked(tgt, options)
-
-        def run(tape: Plain, x: Any, over: Any) -> Any:
-            return self._forward(tape, x, over, sizes, options)
-
-        inputs = {"tgt": array, "memory": self.layers[0]._memory(memory, sizes[0])}
-        return Computation([self], inputs, run, array.shape, by_block=True)
-
-    def _checked(self, tgt: ArrayLike, options: Any) -> tuple[Array, tuple[int, int], dict[str, Any]]:
-        """The input of a call, its batch and length, and its options."""
         self._require_layers()
         self._require_parts()
-        return self.layers[0]._checked(tgt, None, options)
-
-    def _forward(
-        self,
-        tape: Plain,
-        x: Any,
-        over: Any,
-        sizes: tuple[int, int],
-        options: dict[str, Any],
-        memory: ArrayLike | None = None,
-        cache: Sequence[DecoderCache] | None = None,
-    ) -> Any:
-        """A call's result, of rows x over the memory's rows, or over `memory` in a cache; in rows."""
-
-        def forward(
-            layer: TransformerDecoderLayer, cache: Any, tape: Plain, x: Any, over: Any, **shared: Any
-        ) -> Any:
-            return layer._forward(tape, x, over, sizes, memory, cache, **options, **shared)
-
-        return self._one_by_one(tape, x, self._one_each(cache), forward, over)
+        return self.layers[0]._decoding(self, tgt, memory, cache, options, by_block=True)
 
     @named("{cls}.new_cache")
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[DecoderCache]:

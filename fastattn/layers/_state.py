@@ -28,6 +28,7 @@ from fastattn._args.types import Array, DTypeLike, Rounding, Shape
 from fastattn._args.values import MOST_SIZE, as_array, generator, is_float, short
 from fastattn._args.words import not_an_argument
 from fastattn._safetensors import opened
+from fastattn.layers import _computation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -99,16 +100,6 @@ class ParametersMissing(AttributeError, ValueError):
     """A layer is used before it has parameters; for `hasattr`, an attribute that is not there."""
 
 
-def _shown_as(shown: str, name: str, function: FunctionType) -> FunctionType:
-    """Copy a method, which a subclass may share: Python's own errors call it `shown`."""
-    own = FunctionType(
-        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
-    )
-    functools.update_wrapper(own, function)
-    own.__kwdefaults__, own.__qualname__ = function.__kwdefaults__, shown
-    return own
-
-
 def _building(post_init: Callable[..., None]) -> Callable[..., None]:
     """Decorate a `__post_init__`: its errors get the name of the outermost layer that is being made."""
 
@@ -140,10 +131,13 @@ class Layer:
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
-        for name, shown in (("_computation", cls.__name__), ("__call__", f"{cls.__name__}.__call__")):
-            method = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
-            if isinstance(method, FunctionType):
-                setattr(cls, name, _shown_as(shown, name, method))
+        call = next((vars(c)["__call__"] for c in cls.__mro__ if "__call__" in vars(c)), None)
+        if isinstance(call, FunctionType) and not hasattr(call, "computation"):
+            # A subclass may share it, and Python's own errors call it by its name.
+            how = "__call__", call.__defaults__, call.__closure__
+            own: Any = functools.update_wrapper(FunctionType(call.__code__, call.__globals__, *how), call)
+            own.__kwdefaults__, own.__qualname__ = call.__kwdefaults__, f"{cls.__name__}.__call__"
+            cls.__call__ = own  # type: ignore[method-assign]
         if "__post_init__" in vars(cls):
             cls.__post_init__ = _building(vars(cls)["__post_init__"])  # type: ignore[attr-defined]
 
@@ -176,8 +170,8 @@ class Layer:
         return {name: array for name, array in held if array is not None}
 
     def _computation(self, *inputs: Any, **options: Any) -> Any:
-        """A call, checked: a `Computation`, which knows layers."""
-        raise NotImplementedError
+        """A call, checked: a `Computation`."""
+        return type(self).__call__.computation(self, *inputs, **options)  # type: ignore[attr-defined]
 
     def _vjp(
         self,
@@ -195,9 +189,12 @@ class Layer:
                 expected = _WITHOUT_GRADIENTS[name]
                 raise ValueError(f"(): {name} is given; expected {expected}")
         options = {name: x for name, x in options.items() if name not in _WITHOUT_GRADIENTS}
-        computation = self._computation(*inputs, **options)
-        found: tuple[Any, Pullback] = computation.with_pullback(checkpoint, dropout, seed)
-        return found
+        call = getattr(type(self).__call__, "computation", type(self)._computation)
+        try:
+            computation = _computation.Computation(*call(self, *inputs, **options))
+            return computation.with_pullback(checkpoint, dropout, seed)
+        except Exception as error:
+            raise _computation.told(error, type(self).__name__, call, options) from error.__cause__
 
     def _settle(self, gradients: Gradients) -> None:
         """Move gradients of packed parameters to the fields that share them."""

@@ -9,33 +9,37 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.dtypes import dtype_choice
-from fastattn._args.errors import put_name
-from fastattn._args.ops import epsilon, integer_activations, rows
+from fastattn._args.ops import epsilon, integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES
-from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding, Unpack
+from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding
 from fastattn._args.values import MOST_SIZE, choice, flag, integer, short
-from fastattn._args.words import not_an_argument
-from fastattn._engine.plain import PLAIN
-from fastattn._engine.program import Program, build
-from fastattn._engine.steps import OUT, Sequences, X
+from fastattn._engine.steps import Sequences
 from fastattn.layers import _computation, _state
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._attention_parameters import HeadOptions
 from fastattn.layers._basic import ACTIVATIONS, FeedForward, LayerNorm, NormLayer, RMSNorm
-from fastattn.layers._block import Block, Norm, Projection
+from fastattn.layers._block import Block, Norm, Projection, model_program
 from fastattn.layers._cache import KVCache
-from fastattn.layers._computation import Computation
-from fastattn.layers._scores import Names, padding_alone
+from fastattn.layers._computation import Made
+from fastattn.layers._scores import padding_alone
 from fastattn.layers._state import Layer
 
 if TYPE_CHECKING:
-    from fastattn._args.options import NoOptions
     from fastattn._args.types import Bools
     from fastattn._engine.plain import Plain
+    from fastattn._engine.program import Program
     from fastattn.layers._attention import Attended
     from fastattn.layers._rotary import Rope
+    from fastattn.layers._scores import Masks, Names
 
-_SRC = Names("src", "src_mask", "src_key_padding_mask")
+    # The last change and the layers when it was made, and then the program for calls without masks.
+    Prepared = tuple[Any, tuple[Program, list[Rope]] | None]
+    # A call of an encoder or a decoder: batch and length; masks of the attention to itself, and of that over
+    # the memory; lengths; and with a cache, the memory as the caller gave it.
+    Call = tuple[tuple[int, int], Sequence[Masks], Any, Any]
+
+_MOST_ROTATIONS = 4  # of a program: MAX_ROTATIONS in core/program.pxi
+_SRC = ("src", "src_mask", "src_key_padding_mask")
 
 
 def require_head_options(name: str, given: Any) -> None:
@@ -121,23 +125,28 @@ class TransformerLayer(Layer):
             return RMSNorm(self.d_model, self.layer_norm_eps, weights_dtype=dtype)
         return LayerNorm(self.d_model, self.layer_norm_eps, self.bias, weights_dtype=dtype)
 
-    def _input(self, name: str, x: ArrayLike, cache: Any, kind: type) -> tuple[Array, Array]:
-        """`x`, the argument `name`, as it is, and (batch, length, d_model); `cache` is None or of `kind`."""
-        if cache is not None:
-            _computation.require("cache", cache, kind, f"a {kind.__name__}")
+    def _input(self, name: str, x: ArrayLike) -> tuple[Array, Array]:
+        """`x`, the argument `name`, checked, and as a batch."""
         self._require_parts()
         array = _computation.checked(name, x, self.d_model, self.weights_dtype)
         return array, _computation.batch_first(name, array)
 
     def _add_attention(
-        self, tape: Plain, norm: NormLayer, x: Any, attention: MultiHeadAttention, sizes: Any, **options: Any
+        self,
+        tape: Plain,
+        norm: NormLayer,
+        x: Any,
+        attention: MultiHeadAttention,
+        sizes: tuple[int, int],
+        masks: Masks,
+        **options: Any,
     ) -> tuple[Any, Attended | None]:
         """Rows x plus attention of them, with the norm; the keys and values that it shares.
 
         `options` are those of `_attend`.
         """
         normed = norm._forward(tape, x) if self.norm_first else x
-        total, _, keys = attention._attend(tape, normed, sizes, residual=x, **options)
+        total, _, keys = attention._attend(tape, normed, sizes, masks, x, **options)
         return total if self.norm_first else norm._forward(tape, total, over=True), keys
 
     def _add_feed_forward(self, tape: Plain, norm: NormLayer, x: Any) -> Any:
@@ -178,12 +187,11 @@ class TransformerEncoderLayer(TransformerLayer):
         As in `MultiHeadAttention`.
     """
 
-    # (last change to any layer, program) for calls without masks or cache; rebuilt when a layer has changed.
-    # The program is None if the attention has options that programs do not have.
-    _plain: tuple[object, Program | None] = field(init=False, default=(None, None), repr=False)
+    _plain: Prepared = field(init=False, default=((), None), repr=False)
 
     _parts = ("self_attn", "feed_forward", "norm1", "norm2")
 
+    @_computation.computed()
     def __call__(
         self,
         src: ArrayLike,
@@ -193,111 +201,75 @@ class TransformerEncoderLayer(TransformerLayer):
         *,
         cache: KVCache | None = None,
         lengths: ArrayLike | None = None,
-        **others: Unpack[NoOptions],
-    ) -> Array:
-        """The layer of src, (B, L, d_model) or (L, d_model); arguments as in `MultiHeadAttention`.
+    ) -> Made:
+        """Compute the layer of src, (B, L, d_model) or (L, d_model).
 
-        In bool masks True hides. Rows that a bool `src_key_padding_mask` hides are 0 in the result if no
-        other mask, `is_causal` or `cache` is given; what stands in them, NaN included, reaches nothing. With
-        `is_causal` and a `cache` this is the layer of a decoder-only model.
+        Arguments are as in `MultiHeadAttention`: True hides in a bool mask. Rows that a bool
+        `src_key_padding_mask` hides are 0 in the result if no other mask, `is_causal` or `cache` is given;
+        what is in them, NaN included, has no effect. With `is_causal` and a `cache` this is the layer of a
+        decoder-only model.
         """
-        try:
-            if others:
-                raise not_an_argument(others, TransformerEncoderLayer.__call__)
-            array, sizes, padding = self._checked(src, src_key_padding_mask, cache)
-            out: Array = self._forward(
-                PLAIN, rows(array), sizes, src_mask, padding, is_causal, cache, lengths
-            )
-        except Exception as error:
-            put_name(type(self).__name__, error)
-            raise
-        return out.reshape(array.shape)
+        if cache is not None:
+            _computation.require("cache", cache, KVCache, "a KVCache")
+        return self._encoding(self, _SRC, src, src_mask, src_key_padding_mask, is_causal, cache, lengths)
 
-    def _computation(
+    def _encoding(
         self,
+        whole: Any,
+        names: Names,
         src: ArrayLike,
-        src_mask: Any = None,
-        src_key_padding_mask: Any = None,
-        is_causal: bool = False,
-        **others: Any,
-    ) -> Computation:
-        if others:
-            raise not_an_argument(others, TransformerEncoderLayer._computation)
-        array, sizes, padding = self._checked(src, src_key_padding_mask)
+        mask: Any,
+        padding: Any,
+        is_causal: bool,
+        cache: Any,
+        lengths: Any,
+        by_block: bool = False,
+    ) -> Made:
+        """A call of `whole`, this layer or the stack that begins with it."""
+        array, batched = self._input("src", src)
+        if batched is not array:
+            padding = _computation.one_batch(names[2], padding)
+        if is_causal is not False:
+            is_causal = flag("is_causal", is_causal)
+        call = batched.shape[:2], ((names, mask, padding, is_causal),), lengths, None
 
         def run(tape: Plain, x: Any) -> Any:
-            return self._forward(tape, x, sizes, src_mask, padding, is_causal)
+            return whole._forward(tape, x, call=call, cache=cache)
 
-        return Computation([self], {"src": array}, run, array.shape)
-
-    def _checked(
-        self, src: ArrayLike, padding: Any, cache: KVCache | None = None
-    ) -> tuple[Array, tuple[int, int], Any]:
-        """The input of a call, its batch and length, and its padding mask as a batch."""
-        array, batched = self._input("src", src, cache, KVCache)
-        if batched is not array:
-            padding = _computation.one_batch(_SRC.key_padding_mask, padding)
-        batch, length, _ = batched.shape
-        return array, (batch, length), padding
+        return [whole], {"src": array}, run, array.shape, by_block
 
     def _forward(
         self,
         tape: Plain,
         x: Any,
-        sizes: tuple[int, int],
-        src_mask: Any = None,
-        src_key_padding_mask: Any = None,
-        is_causal: bool = False,
+        *,
+        call: Call,
         cache: KVCache | None = None,
-        lengths: Any = None,
         keys_values: Attended | None = None,
         share: bool = False,
-        names: Names = _SRC,
     ) -> Any:
         """A call's result, of rows x and in rows; with `share`, also the keys and values that it attended.
 
         `keys_values` are those that an earlier layer shared.
         """
-        if is_causal is not False:
-            is_causal = flag("is_causal", is_causal)
+        sizes, (masks,), lengths, _ = call
         plain, padding = False, None
-        if not is_causal and src_mask is None and cache is None and lengths is None:
-            plain, padding = padding_alone(names, src_key_padding_mask, sizes)
+        if cache is None and lengths is None:
+            plain, padding = padding_alone(masks, sizes)
         heads = self.self_attn
-        placed = heads.rope is not None or heads.q_norm is not None
-        counted = None if padding is None else ~padding.ravel()
         # Leaving hidden rows out moves the blocks of keys, and with them the last bits.
-        plain = plain and not (share or heads.query_only or (placed and padding is not None))
-        if plain and (program := self._program()) is not None:
-            return run_plain(program, [] if heads.rope is None else [heads.rope], tape, x, sizes, padding)
+        moved = padding is not None and (heads.rope is not None or heads.q_norm is not None)
+        plain = plain and not (share or heads.query_only or moved)
+        if plain and (found := program_of(self, [self])) is not None:
+            return run_plain(*found, tape, x, sizes, padding)
+        counted = None if padding is None else ~padding.ravel()
         x = x if counted is None else tape.rows(x, counted)
-        x, keys = self._add_attention(
-            tape,
-            self.norm1,
-            x,
-            self.self_attn,
-            sizes,
-            key_padding_mask=src_key_padding_mask,
-            attn_mask=src_mask,
-            is_causal=is_causal,
-            cache=cache,
-            lengths=lengths,
-            keys_values=keys_values,
-            counted=counted,
-            names=names,
-            share=share,
-        )
+        more: Any = {"cache": cache, "lengths": lengths, "keys_values": keys_values}
+        more |= {"counted": counted, "share": share}
+        x, keys = self._add_attention(tape, self.norm1, x, heads, sizes, masks, **more)
         x = self._add_feed_forward(tape, self.norm2, x)
         x = x if counted is None else tape.spread(x, counted)
         return (x, keys) if share else x
-
-    def _program(self) -> Program | None:
-        """The program of calls without masks."""
-        if self._plain[0] is not (change := _state.last_change):
-            block = self._block()
-            program = None if block is None else build("layer", block.steps(X, OUT))
-            self.__dict__["_plain"] = change, program
-        return self._plain[1]
 
     def _block(self, keys_from: int | None = None, rotation: int = 0) -> Block | None:
         """The layer as a block; None if it is not plain. It may attend the keys of another one of a stack."""
@@ -326,6 +298,33 @@ class TransformerEncoderLayer(TransformerLayer):
         )
 
 
+def program_of(
+    whole: Any,
+    layers: Sequence[TransformerEncoderLayer],
+    borrowed: Mapping[int, int] | None = None,
+    norm: NormLayer | None = None,
+) -> tuple[Program, list[Rope]] | None:
+    """The program of `layers` and `norm` for calls without masks, and its rotations; made after a change.
+
+    None if a layer has options that programs lack. `whole` keeps it; `borrowed` is that of `LayerStack`.
+    """
+    key = (_state.last_change, *layers)  # the caller of a stack may change its list
+    if whole._plain[0] != key:
+        heads = [layer.self_attn for layer in layers]
+        ropes = list(dict.fromkeys(own.rope for own in heads if own.rope is not None))
+        found = None
+        if len(ropes) <= _MOST_ROTATIONS:
+            rotations = [0 if own.rope is None else ropes.index(own.rope) for own in heads]
+            given = borrowed or {}
+            blocks = [layer._block(given.get(i), rotations[i]) for i, layer in enumerate(layers)]
+            if None not in blocks:
+                last = None if norm is None else norm._of_block()
+                found = model_program(blocks, None, last, keeps_input=True)[0], ropes  # type: ignore[arg-type]
+        whole.__dict__["_plain"] = key, found
+    prepared: Prepared = whole._plain
+    return prepared[1]
+
+
 def run_plain(
     program: Program,
     ropes: Sequence[Rope],
@@ -337,8 +336,10 @@ def run_plain(
     """The result of a program without masks, of rows x; those that are `padding` are left out, and 0."""
     batch, length = sizes
     if padding is None:
-        tables = (rope.tables(0, length, tape.array(x).dtype) for rope in ropes)
-        rotations = tuple((cos[None], sin[None]) for cos, sin in tables)
+        rotations: Any = ()
+        if ropes:
+            tables = (rope.tables(0, length, tape.array(x).dtype) for rope in ropes)
+            rotations = tuple((cos[None], sin[None]) for cos, sin in tables)
         return program.on(tape, x, Sequences(batch, rotations=rotations), tape.by_block)
     ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
     counted = ~padding.ravel()

@@ -137,7 +137,7 @@ def test_an_encoder_layer_is_seven_kernels(monkeypatch):
     layer(x, src_mask=nothing)
     assert ran == ["linear", (), "linear", "rows", "linear", "linear", "rows"]
     layer(x)
-    assert [step.op for step in layer._plain[1].steps] == [
+    assert [step.op for step in layer._plain[1][0].steps] == [
         "linear", "attend", "linear", "norm", "linear", "linear", "norm",
     ]  # fmt: skip
 
