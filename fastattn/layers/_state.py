@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from fastattn._engine.values import Gradients
+    from fastattn._safetensors import TensorFile
     from fastattn.grad import Pullback
 
     Fields = dict[str, Any]
@@ -333,49 +334,35 @@ class Layer:
         prefix: str = "",
         weights_dtype: DTypeLike | None = None,
     ) -> None:
-        """Take over all parameters, by the names of torch's modules, and pack the weights.
+        """Load all parameters, by the names of torch's modules, and pack the weights.
 
         Parameters
         ----------
         state_dict : mapping of str to array_like, or path
             Arrays of any floating type: ``np.load("x.npz")``, or a torch module's ``state_dict()``. Or a
-            safetensors file, which the safetensors package reads.
+            safetensors file (requires the safetensors package).
         prefix : str, default ""
-            Read only names that begin with it, and drop it: for one layer of a whole model.
+            Read only names that start with it, and remove it: for one layer of a whole model.
         weights_dtype : str, optional
-            Store the weights so from now on, in a `dtype` of `fastattn.ops.pack`; default as the layer does.
-            With ``activations="int8"``, a layer takes int8 and types of blocks only.
+            New type of the stored weights, a `dtype` of `fastattn.ops.pack`; default unchanged. With
+            ``activations="int8"``, only int8 and types of blocks.
 
         Raises
         ------
         TypeError, ValueError
-            If names are missing or not known, or arrays do not fit: all of them in one message. The layer is
-            as before.
+            If names are missing or unknown, or arrays do not fit; one message lists all, and nothing changes.
         FileNotFoundError
             If `state_dict` is a path, and no file is there.
 
         Notes
         -----
-        NaN and infinities are refused, and so are numbers that are infinite in the type they are stored in.
-        Only ``sinks``, which are logits, may hold -inf: no sink for that head.
+        NaN, infinities, and numbers that are infinite in the stored type raise. Only ``sinks``, which are
+        logits, may be -inf: no sink for that head.
         """
         if weights_dtype is not None:
             weights_dtype = dtype_choice("weights_dtype", weights_dtype, WEIGHT_DTYPES)
-        if not isinstance(prefix, str):
-            raise TypeError(f"(): prefix is {short(prefix)}; expected a string")
         with ExitStack() as stack:
-            names: Collection[str]
-            read: Callable[[str], Any]
-            if isinstance(state_dict, (str, os.PathLike)):
-                file = opened(os.fsdecode(state_dict), stack)
-                names, read = file.names, file.get_tensor
-            elif not isinstance(state_dict, Mapping):
-                expected = "a mapping of names to arrays, or the path of a safetensors file"
-                if hasattr(state_dict, "state_dict"):
-                    expected = "its state_dict()"
-                raise wrong_type("state_dict", state_dict, expected)
-            else:
-                names, read = state_dict.keys(), state_dict.__getitem__
+            names, read, _ = reader(state_dict, prefix, stack)
             # Walk once: another thread may replace a part meanwhile.
             walked = [(path, layer, weights_dtype or layer.weights_dtype) for path, layer in self._walk()]
             for _, layer, dtype in walked:
@@ -385,7 +372,7 @@ class Layer:
                 for path, layer, dtype in walked
                 for name, parameter in layer._parameters().items()
             }
-            arrays = _checked(known, names, read, prefix)
+            arrays = checked_state(known, names, read, prefix)
             packed = []
             for path, layer, dtype in walked:
                 own = {name: arrays[path + name] for name in layer._parameters()}
@@ -421,7 +408,23 @@ def _copied(parameter: Array | PackedLinear | None) -> Array | None:
     return parameter.unpack()
 
 
-def _checked(
+def reader(
+    state_dict: Any, prefix: Any, stack: ExitStack
+) -> tuple[Collection[str], Callable[[str], Any], TensorFile | None]:
+    """Names in a state dict, a function from a name to its array, and the open file if it is one."""
+    if not isinstance(prefix, str):
+        raise TypeError(f"(): prefix is {short(prefix)}; expected a string")
+    if isinstance(state_dict, (str, os.PathLike)):
+        file = opened(os.fsdecode(state_dict), stack)
+        return file.names, file.get_tensor, file
+    if not isinstance(state_dict, Mapping):
+        expected = "a mapping of names to arrays, or the path of a safetensors file"
+        own = "its state_dict()" if hasattr(state_dict, "state_dict") else expected
+        raise wrong_type("state_dict", state_dict, own)
+    return state_dict.keys(), state_dict.__getitem__, None
+
+
+def checked_state(
     known: Mapping[str, tuple[Parameter, str]],
     names: Collection[Any],
     read: Callable[[str], Any],

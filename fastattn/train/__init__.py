@@ -6,14 +6,11 @@ the gradient that is not finite.
 
 from fastattn._args.names import show_public
 from fastattn.train._batches import Batches
-from fastattn.train._classifier import ClassifierTuning
-from fastattn.train._contrastive import ContrastiveTuning
-from fastattn.train._optimizer import Optimizer
-from fastattn.train._progress import Step
+from fastattn.train._encoders import ClassifierTuning, ContrastiveTuning
 from fastattn.train._schedule import Schedule
 from fastattn.train._steps import SGD, AdamW
-from fastattn.train._trainer import Trainer
-from fastattn.train._tuning import NextTokenTuning, Tuning
+from fastattn.train._trainer import Step, Trainer
+from fastattn.train._tuning import NextTokenTuning
 
 __all__ = [
     "SGD",
@@ -22,11 +19,9 @@ __all__ = [
     "ClassifierTuning",
     "ContrastiveTuning",
     "NextTokenTuning",
-    "Optimizer",
     "Schedule",
     "Step",
     "Trainer",
-    "Tuning",
 ]
 
 show_public(__name__)

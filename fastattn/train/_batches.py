@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class Batches(Iterable[Any]):
-    """Rows of arrays, a batch at a time; a loop over them is one epoch: every row once, in a new order.
+    """Iterate over rows of arrays in batches; a loop is one epoch: every row once, in a new order.
 
-    Each ``for`` begins a new epoch. Only the first one after `load_state_dict` goes on in the epoch of that
-    state. There is one place for all loops, the one that `state_dict` returns.
+    Each ``for`` starts a new epoch, except the first one after `load_state_dict`, which continues the epoch
+    of that state. All loops share one position, which `state_dict` returns.
 
     Parameters
     ----------
     *arrays : array_like
-        All with one number of rows. A batch has the same rows of each: an array, or a tuple of several.
+        All with the same number of rows. A batch has the same rows of each: an array, or a tuple of several.
         Windows of a text need no memory: ``numpy.lib.stride_tricks.sliding_window_view(tokens, length + 1)``.
     batch_size : int
-        Rows of a batch. Those that are left over at the end of an epoch are not seen in it.
+        Rows of a batch. Remaining rows at the end of an epoch are skipped.
     shuffle : bool, default True
-        Whether their order is drawn; if not, it is that of the arrays.
+        Whether to draw the order of the rows.
     rng : Generator or int, optional
         Draws the orders.
     """
@@ -60,7 +60,7 @@ class Batches(Iterable[Any]):
         self._begin()
 
     def __len__(self) -> int:
-        """Number of batches of an epoch."""
+        """Number of batches in an epoch."""
         return self._num_rows // self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
@@ -69,13 +69,18 @@ class Batches(Iterable[Any]):
         return self._epoch()
 
     def _epoch(self) -> Iterator[Any]:
-        yield self._take()
-        while self._done < len(self):
-            yield self._take()
-
-    def repeat(self) -> Repeated:
-        """Batches without an end: those of this epoch from its place on, then of one epoch after another."""
-        return Repeated(self)
+        while True:
+            if self._done == len(self):  # another loop has taken the last one
+                self._begin()
+            part: Any = slice(self._done * self.batch_size, (self._done + 1) * self.batch_size)
+            if self._order is not None:
+                part = self._order[part]
+            batch = tuple(x[part] for x in self._arrays)
+            self._done += 1
+            self._loaded = False
+            yield batch[0] if len(batch) == 1 else batch
+            if self._done == len(self):
+                return
 
     def _begin(self) -> None:
         """Draw the order of an epoch."""
@@ -83,20 +88,8 @@ class Batches(Iterable[Any]):
         self._order: Array | None = self.rng.permutation(self._num_rows) if self.shuffle else None
         self._done = 0
 
-    def _take(self) -> Any:
-        """The next batch, at the end of an epoch the first one of another."""
-        if self._done == len(self):
-            self._begin()
-        part: Any = slice(self._done * self.batch_size, (self._done + 1) * self.batch_size)
-        if self._order is not None:
-            part = self._order[part]
-        batch = tuple(x[part] for x in self._arrays)
-        self._done += 1
-        self._loaded = False
-        return batch[0] if len(batch) == 1 else batch
-
     def state_dict(self) -> dict[str, Any]:
-        """Place in the batches: numbers and the generator's states, which JSON can hold."""
+        """Return the position: numbers and the generator's states, which JSON can hold."""
         return {
             "drawn_at": rng_state(self._drawn_at),
             "rng": rng_state(self.rng.bit_generator.state),
@@ -108,7 +101,7 @@ class Batches(Iterable[Any]):
 
     @named("Batches.load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to where the `state_dict` was taken, of batches of the same arrays."""
+        """Continue where `state_dict` was taken, with batches of the same arrays."""
         if not isinstance(state_dict, Mapping):
             raise wrong_type("state_dict", state_dict, "what state_dict() returned")
         own = self.state_dict()
@@ -120,7 +113,7 @@ class Batches(Iterable[Any]):
             if state_dict[name] != own[name]:
                 raise ValueError(f"(): {name} is {state_dict[name]!r}; expected {own[name]!r}")
         done = integer("done", state_dict["done"], 0, len(self))
-        if done != self._done or state_dict != own:  # else it stands there already: nothing is drawn
+        if done != self._done or state_dict != own:  # else it is there already: nothing is drawn
             for name in ("drawn_at", "rng"):
                 require_rng_state(self.rng, state_dict[name])
             set_rng_state(self.rng, state_dict["drawn_at"])
@@ -128,17 +121,6 @@ class Batches(Iterable[Any]):
             self._done = done
             set_rng_state(self.rng, state_dict["rng"])
         self._loaded = True
-
-
-class Repeated(Iterator[Any]):
-    """The iterator of `Batches.repeat`; its place is that of the batches."""
-
-    def __init__(self, batches: Batches):
-        self._batches = batches
-        self.state_dict, self.load_state_dict = batches.state_dict, batches.load_state_dict
-
-    def __next__(self) -> Any:
-        return self._batches._take()
 
 
 def rng_state(state: Any) -> Any:

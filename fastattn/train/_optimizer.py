@@ -34,7 +34,7 @@ _SAFE = 1e15
 
 
 class Group(TypedDict, total=False):
-    """Parameters with options of their own: of `groups` of an optimizer."""
+    """Parameter group with its own options."""
 
     params: str | Sequence[str]
     lr: float
@@ -147,38 +147,37 @@ class Optimizer:
         scale: float = 1.0,
         nonfinite: str = "raise",
     ) -> float:
-        """Change all parameters in place by their gradients; then the layer, if there is one, has them.
+        """Update all parameters in place by their gradients, and pack them into the layer.
 
         Parameters
         ----------
         grads : mapping of str to array_like
-            The gradient of each parameter that is not frozen, by its name. Those of frozen ones do not count.
+            Gradient of each parameter by name; gradients of frozen ones are ignored.
         factor : float, default 1
-            Multiplies every learning rate: what a `Schedule` says, 0 or more.
+            Multiplies every learning rate: the result of a `Schedule`, 0 or more.
         max_norm : float, optional
             Scale all gradients so that their common norm is at most this, as torch's ``clip_grad_norm_``.
         scale : float, default 1
-            Multiplies every gradient, before they are clipped.
+            Multiplies every gradient before clipping.
         nonfinite : {"raise", "skip"}, default "raise"
-            What to do if a gradient has NaN or infinities, or if the new weights would not be finite as the
-            layer stores them: raise, or change nothing and go on.
+            What to do if a gradient has NaN or infinities, or if new weights would not be finite as the layer
+            stores them: raise, or skip the step.
 
         Returns
         -------
         float
-            The norm of all gradients, before they are clipped. It is not finite if the step was skipped.
+            Norm of all gradients before clipping; not finite if the step was skipped.
 
         Raises
         ------
         FloatingPointError
-            If a gradient is not finite, or the new weights do not fit the type the layer stores them in.
-            Nothing was changed then.
+            If a gradient is not finite, or new weights do not fit the stored type. Nothing was changed.
         TypeError, ValueError
-            If an argument does not fit, or a gradient is missing. Nothing was changed then.
+            If an argument does not fit, or a gradient is missing. Nothing was changed.
 
         Notes
         -----
-        What has been loaded into the layer meanwhile counts: the step begins at these weights. Moments stay.
+        The step starts at weights that were loaded into the layer since the last one; moments stay.
         """
         factor = rate("factor", factor)
         most = None if max_norm is None else number("max_norm", max_norm, FLOAT64, positive=True)
@@ -277,14 +276,10 @@ class Optimizer:
 
     @named("{cls}.state_dict")
     def state_dict(self) -> dict[str, Any]:
-        """Weights and moments, "params.<name>", "first.<name>" and so on, not copied; and "steps".
+        """Return weights and moments, "params.<name>", "first.<name>" and so on, not copied; and "steps".
 
-        The weights are the layer's: what has been loaded into it since the last step counts.
-
-        Raises
-        ------
-        TypeError
-            If the layer stores its weights in another type now.
+        Weights that were loaded into the layer since the last step are included. A TypeError says that the
+        layer stores them in another type now.
         """
         self._take_over()
         return self._state()
@@ -299,12 +294,9 @@ class Optimizer:
 
     @named("{cls}.load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, of an optimizer with the same parameters, those frozen included.
+        """Load what `state_dict` returned, of an optimizer with the same parameters, frozen ones included.
 
-        Raises
-        ------
-        TypeError, ValueError
-            If names, shapes or dtypes do not fit. Nothing was changed then.
+        A TypeError or a ValueError says that names, shapes or dtypes do not fit. Nothing was changed then.
         """
         given, own = mapping("state_dict", state_dict), self._state()
         for name in sorted(own.keys() ^ given.keys(), key=str):

@@ -14,18 +14,18 @@ KINDS = ("constant", "cosine", "linear")
 
 @dataclass(frozen=True)
 class Schedule:
-    """A factor of the learning rate by the step, as in ``Schedule("cosine", 1000, warmup=50)(step)``.
+    """Factor of the learning rate by step, as in ``Schedule("cosine", 1000, warmup=50)(step)``.
 
     Parameters
     ----------
     kind : {"constant", "cosine", "linear"}
-        How the factor goes from 1 to `final`: not at all, along half a cosine, along a line.
+        Curve of the factor from 1 to `final`.
     num_steps : int, optional
-        The step at which it is `final`, as at all later ones. "constant" needs none.
+        Step from which on the factor is `final`; not needed for "constant".
     warmup : int, default 0
-        So many steps come before that, with the factors ``1 / warmup``, ``2 / warmup`` and so on to 1.
+        Linear warm-up steps, with the factors ``1 / warmup``, ``2 / warmup`` and so on to 1.
     final : float, default 0
-        Of "cosine" and "linear".
+        Last factor of "cosine" and "linear".
     """
 
     kind: str = "constant"
@@ -47,7 +47,7 @@ class Schedule:
 
     @named("Schedule")
     def __call__(self, step: int) -> float:
-        """The factor of the step that comes after `step` steps."""
+        """Return the factor of the step after `step` steps."""
         step = integer("step", step, 0)
         if step < self.warmup:
             return (step + 1) / self.warmup

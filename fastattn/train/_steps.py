@@ -19,41 +19,41 @@ if TYPE_CHECKING:
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019), the steps of torch's ``AdamW``.
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019), with the steps of torch's ``AdamW``.
 
     Parameters
     ----------
-    parameters : Layer, Tuning, or mapping of str to Layer or ndarray
-        A layer: its weights are kept here in full precision, and packed again after every step. Arrays in
-        float32 or float64 are changed in place. Several of them have names: parameters of a layer are called
-        by its name, a dot and their own. Not ``layer.state_dict()``, which is a copy that the layer never
-        sees. Weights that a layer keeps in int8 or in blocks are frozen.
+    parameters : Layer, tuning, or mapping of str to Layer or ndarray
+        A layer or a tuning: its weights are kept here in full precision, and packed again after every step.
+        Arrays in float32 or float64 are updated in place. In a mapping, parameters of a layer are named
+        ``"key.name"``. Not ``layer.state_dict()``, a copy that the layer never sees. Weights that a layer
+        stores in int8 or in blocks are frozen.
     lr : float, default 1e-3
-        The learning rate; `step` multiplies it by its `factor`.
+        Learning rate; `step` multiplies it by its `factor`.
     betas : (float, float), default (0.9, 0.999)
-        How much of the means of the gradients and of their squares stays at each step.
+        Decay of the means of gradients and of squared gradients.
     eps : float, default 1e-8
         Above 0 in the dtype of the parameters.
     weight_decay : float, default 0.01
     groups : sequence of dict, default ()
-        Parameters with rates of their own: ``{"params": patterns, "lr": ..., "weight_decay": ...}``, one
-        pattern of names or several, ``"encoder.*"``, ``"*.bias"``. The first group that has a name counts.
+        Parameters with their own rates: ``{"params": patterns, "lr": ..., "weight_decay": ...}``, with one
+        pattern of names or several, ``"encoder.*"``, ``"*.bias"``. The first group with a name counts.
     frozen : str or sequence of str, default ()
-        Patterns of parameters that stay as they are.
+        Patterns of parameters that are not trained.
     decay_vectors : bool, default False
-        Whether biases and norms decay, too, as all parameters do in torch. By default only matrices do, and
-        what a group says so of.
+        Whether biases and norms decay, too, as in torch. By default only matrices and groups with a
+        ``weight_decay`` do.
 
     Attributes
     ----------
     parameters : dict of str to ndarray
-        The weights. What was loaded into the layer since is in them after `step` or `state_dict`.
+        The weights. What was loaded into the layer is here after `step` or `state_dict`.
     trained : dict of str to ndarray
-        Those that are not frozen.
+        Parameters that are not frozen.
     moments : dict
         "first" and "second": the means, by name.
     steps : int
-        How many steps have been done.
+        Number of steps done.
     """
 
     _moments, _kind = ("first", "second"), "adamw"
@@ -93,7 +93,7 @@ class AdamW(Optimizer):
 
 
 class SGD(Optimizer):
-    """Gradient descent with momentum, the steps of torch's ``SGD``.
+    """Gradient descent with momentum, with the steps of torch's ``SGD``.
 
     Parameters
     ----------

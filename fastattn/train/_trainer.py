@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,16 +17,14 @@ from fastattn._args.errors import named, wrong_type
 from fastattn._args.types import FLOAT64
 from fastattn._args.values import choice, flag, integer, number, short
 from fastattn._engine.settings import warn
-from fastattn.train import _files
 from fastattn.train._batches import rng_state, set_rng_state
 from fastattn.train._checks import rate
 from fastattn.train._gradients import Sum, require_known
 from fastattn.train._interrupts import interrupts_wait
 from fastattn.train._optimizer import NONFINITE, Optimizer
-from fastattn.train._progress import Step, bar, show
 from fastattn.train._schedule import Schedule
 from fastattn.train._source import END, KINDS, Source
-from fastattn.train._tuning import Tuning
+from fastattn.train._tuning import KEY, Tuning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,38 +33,67 @@ if TYPE_CHECKING:
 
     Loss = Callable[[Any], tuple[float, Mapping[str, Array]]]
 
+_FORMAT = 2  # of the values in a file
+_VALUES: dict[str, tuple[Any, str]] = {
+    "optimizer": (str, "a name"),
+    "optimizer_steps": (int, "a number"),
+    "steps": (int, "a number"),
+    "schedule": ((str, NoneType), "a schedule's name, or null"),
+    "place": (dict, "a place in the data"),
+}
+
+
+class Step(NamedTuple):
+    """One step of `Trainer.fit`."""
+
+    step: int  # its number, from 1 on
+    loss: float  # mean over its batches, before the step
+    factor: float  # of the learning rate
+    grad_norm: float  # before clipping; not finite if the step was skipped
+    tokens: int
+    seconds: float
+
+    @property
+    def skipped(self) -> bool:
+        """True if the step was skipped: loss, gradients or new weights were not finite."""
+        return not math.isfinite(self.grad_norm)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second."""
+        return self.tokens / max(self.seconds, 1e-9)
+
 
 class Trainer:
-    """Trains: takes batches, adds up gradients, clips them, steps, changes the learning rate.
+    """Training loop: batches, gradient accumulation, clipping, steps, schedule, and resumable runs.
 
     Parameters
     ----------
     loss : callable
-        ``loss(batch)`` returns the mean loss of a batch, a number, and its gradients by the names of the
-        optimizer's parameters.
+        ``loss(batch)`` returns the mean loss of a batch, and its gradients by the names of the optimizer's
+        parameters.
     optimizer : AdamW or SGD
     batches : iterable
-        Begun anew at its end, where it can be: a generator cannot. The place in it is saved and resumed if it
-        has ``state_dict`` and ``load_state_dict``, as `Batches` has, or is a sequence, such as a list.
+        Restarted at its end, except a generator. Its position is saved and resumed if it has ``state_dict``
+        and ``load_state_dict``, as `Batches`, or is a sequence such as a list.
     schedule : callable, optional
-        ``schedule(step)`` is the factor of the learning rate after that many steps, 0 or more: a `Schedule`.
-        It stays when a run is loaded.
+        ``schedule(step)`` returns the factor of the learning rate after that many steps, 0 or more: a
+        `Schedule`. Loading a run does not change it.
     accumulate : int, default 1
-        Batches of a step. Its gradients are the means of theirs.
+        Batches per step, whose gradients are averaged.
     max_norm, nonfinite
-        As in the optimizer's ``step``. A loss that is not finite counts as such a gradient.
+        As in `AdamW.step`. A loss that is not finite counts as a gradient that is not.
     rng : Generator, optional
-        One that `loss` draws from, such as seeds of dropout: its state is saved. What else `loss` changes,
-        such as a counter, is not.
+        Generator that `loss` draws from, such as seeds of dropout: its state is saved. Nothing else that
+        `loss` changes is.
     tokens : callable, optional
-        ``tokens(batch)`` is how many tokens a batch has, for the speed. By default, the tokens of all
-        texts that `loss` gave to the ``loss`` of the optimizer's `ContrastiveTuning`, `ClassifierTuning` or
-        `NextTokenTuning`; if it gave none, the number of elements of the batch's first array.
+        ``tokens(batch)`` counts the tokens of a batch, for the speed. By default, the tokens given to the
+        ``loss`` of the optimizer's tuning; without one, the elements of the batch's first array.
 
     Attributes
     ----------
     steps : int
-        How many steps there have been. Skipped ones count here, and not in ``optimizer.steps``.
+        Number of steps, with skipped ones, which ``optimizer.steps`` leaves out.
     """
 
     @named("Trainer")
@@ -106,7 +134,7 @@ class Trainer:
 
     @property
     def batches(self) -> Iterable[Any]:
-        """Batches that it was made with."""
+        """The batches."""
         batches: Iterable[Any] = self._source.batches
         return batches
 
@@ -119,7 +147,7 @@ class Trainer:
         log_every: int | None = None,
         show_progress_bar: bool | None = None,
     ) -> list[Step]:
-        """Train until there have been `num_steps` steps, with those of earlier calls, or the batches end.
+        """Train until `num_steps` steps are done, earlier calls included, or the batches end.
 
         Parameters
         ----------
@@ -127,20 +155,19 @@ class Trainer:
         callback : callable, optional
             Called with each `Step` after it; training ends if it returns True. It may save the run.
         log_every : int, optional
-            Print the loss and the speed after every so many steps, and at the end. The loss is the mean of
-            those that are finite. If steps were skipped, it says how many.
+            Print the mean of finite losses, the speed and skipped steps this often, and at the end.
         show_progress_bar : bool, optional
-            Whether to show one, by tqdm; by default not.
+            Whether to show a tqdm progress bar; by default not.
 
         Returns
         -------
         list of Step
-            Those of this call.
+            Steps of this call.
 
         Warns
         -----
         UserWarning
-            If the batches end before and cannot begin anew. Those too few for a step are not used.
+            If the batches end and cannot restart. Batches too few for a step are dropped.
 
         Raises
         ------
@@ -149,8 +176,8 @@ class Trainer:
         FloatingPointError
             If the loss or a gradient is not finite, unless `nonfinite` is "skip".
         KeyboardInterrupt
-            After Ctrl-C. The weights are those after some whole step, as are the place in `batches`, if it
-            is known, and the state of `rng`: ``fit`` or ``save`` may follow.
+            After Ctrl-C. Weights, the position in `batches`, if known, and the state of `rng` are those after
+            a whole step: ``fit`` or ``save`` may follow.
         """
         last = integer("num_steps", num_steps, 0)
         every = None if log_every is None else integer("log_every", log_every, 1)
@@ -160,7 +187,7 @@ class Trainer:
         done: list[Step] = []
         skipped = 0
         with ExitStack() as stack:
-            drawn = stack.enter_context(bar(last, self.steps)) if progress else None
+            drawn = stack.enter_context(_bar(last, self.steps)) if progress else None
             while self.steps < last:
                 with self._whole():
                     step = self._step()
@@ -170,7 +197,7 @@ class Trainer:
                 done.append(step)
                 skipped += step.skipped
                 if every and (step.step % every == 0 or step.step == last):
-                    show(done[-(step.step % every or every) :], last)
+                    _show(done[-(step.step % every or every) :], last)
                 if drawn is not None:
                     speed, lost = f"{step.tokens_per_second:,.0f}/s", {"skipped": skipped} if skipped else {}
                     drawn.set_postfix(loss=f"{step.loss:.4f}", tokens=speed, **lost)
@@ -256,21 +283,14 @@ class Trainer:
 
     @named("Trainer.save")
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the run to a safetensors file: weights, moments, step, place in the data, generators.
+        """Write the run to a safetensors file: weights, moments, step, position in the data, generators.
 
-        The file is whole at every moment: it replaces the old one at once. A layer reads its weights alone:
-        ``layer.load_state_dict(path, prefix="params.")``.
-
-        Raises
-        ------
-        ImportError
-            Without the safetensors package.
-        OSError
-            If the file cannot be written.
+        The file replaces an older one atomically. ``layer.load_state_dict(path, prefix="params.")`` reads a
+        layer's weights alone. Requires the safetensors package.
         """
         state = self.optimizer.state_dict()
         values = {
-            "format": _files.FORMAT,
+            "format": _FORMAT,
             "optimizer": type(self.optimizer).__name__,
             "optimizer_steps": state.pop("steps"),
             "steps": self.steps,
@@ -278,31 +298,31 @@ class Trainer:
             "place": self._place,
             "tuning": None if self._run is None else self._run.values(),
         }
-        _safetensors.write(path, state, values, _files.KEY)
+        _safetensors.write(path, state, values, KEY)
 
     @named("Trainer.load")
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from where `save` wrote `path`.
+        """Continue a run that `save` wrote.
 
-        The next steps have the bits that they would have had, if the trainer is made as that one was. What it
-        was made with stays: loss, schedule, options, and the rates of the optimizer.
+        The next steps have the same bits as without the interruption, if this trainer is built like the saved
+        one. Its loss, schedule, options and rates are not loaded.
 
         Warns
         -----
         UserWarning
-            If the file names another schedule than this trainer has, or the place in `batches` is not known:
-            neither a sequence, nor with ``state_dict``. They begin anew then.
+            If the file names another schedule, or if `batches` is neither a sequence nor has ``state_dict``,
+            so that it restarts.
 
         Raises
         ------
         TypeError, ValueError
-            If the file holds no run, or one of other parameters, or of adapters with another `alpha` or of
-            another model. Nothing was changed then.
+            If the file holds no run, or one with other parameters, another `alpha` or another model. Nothing
+            was changed.
         FileNotFoundError
             If no file is there.
         """
-        arrays, values = _safetensors.read(path, _files.KEY, "training run", _files.FORMAT)
-        _files.require_fit(path, values, type(self.optimizer).__name__)
+        arrays, values = _safetensors.read(path, KEY, "training run", _FORMAT)
+        _require_fit(path, values, type(self.optimizer).__name__)
         if self._run is not None:
             self._run.require_same(path, values.get("tuning"))
         place = values["place"]
@@ -358,3 +378,35 @@ def _number(loss: Any) -> float:
         return float(loss)
     except (TypeError, ValueError):
         raise TypeError(f"(): loss returned {short(loss)} as the loss; expected a number") from None
+
+
+def _show(steps: list[Step], last: int) -> None:
+    """Print the mean of the losses that are finite, the speed, and how many steps were skipped."""
+    losses = [step.loss for step in steps if math.isfinite(step.loss)]
+    loss = math.fsum(losses) / len(losses) if losses else math.nan
+    speed = sum(step.tokens for step in steps) / max(1e-9, sum(step.seconds for step in steps))
+    skipped = sum(step.skipped for step in steps)
+    end = f", {skipped} of {len(steps)} steps skipped" if skipped else ""
+    print(f"step {steps[-1].step} of {last}: loss {loss:.4f}, {speed:,.0f} tokens/s{end}")
+
+
+def _bar(total: int, done: int) -> Any:
+    """A progress bar of tqdm."""
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ImportError("(): a progress bar needs the tqdm package: pip install tqdm") from error
+    return tqdm(total=total, initial=done, unit=" steps")
+
+
+def _require_fit(path: str | os.PathLike[str], values: Any, optimizer: str) -> None:
+    """Raise unless `values` are those of a run with this optimizer."""
+    where = os.fsdecode(path)
+    for name, (kind, expected) in _VALUES.items():
+        x = values.get(name)
+        if name not in values or not isinstance(x, kind) or (isinstance(x, int) and (x is True or x < 0)):
+            came = f"is {short(x)}" if name in values else "is missing"
+            raise ValueError(f"(): {name!r} in the header of {where} {came}; expected {expected}")
+    if values["optimizer"] != optimizer:
+        came = f"of the optimizer {values['optimizer']}"
+        raise ValueError(f"(): {where} is {came}; expected {optimizer}")

@@ -8,33 +8,31 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.errors import named, wrong_shape, wrong_type
+from fastattn._args.errors import named, wrong_shape
 from fastattn._args.grad_types import OuterArgs
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import as_array, generator, integer, integers, number, several, short
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
-from fastattn._safetensors import header, opened
+from fastattn._safetensors import header
 from fastattn.grad._linear import TRAINED
-from fastattn.layers._state import Parameter, _checked, constant
+from fastattn.layers._state import Parameter, checked_state, constant, reader
 from fastattn.models import Decoder, Encoder
 from fastattn.models._model import pad
 from fastattn.models._parameters import TunedModel
-from fastattn.train import _files
 from fastattn.train._checks import matching
 from fastattn.train._interrupts import interrupts_wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
     from fastattn._args.types import Array, Ints
 
 _DOWN, _UP = ".lora_a", ".lora_b"
+KEY = "fastattn.train"  # in the header of a run's file
 
 
 class Run:
@@ -88,28 +86,9 @@ class Run:
 
 
 class Tuning:
-    """A model with tensors that an optimizer changes: all of them, or low-rank adapters of its matrices.
+    """Base of tunings: a model with tensors, or low-rank adapters, that an optimizer changes.
 
-    Parameters
-    ----------
-    model : Encoder or Decoder
-        Of `fastattn.models.load`, in a floating `weights_dtype`.
-    rank : int, optional
-        Train adapters of this rank in place of the tensors: ``W + alpha / rank * up @ down`` (LoRA, Hu et al.
-        2021). At most as many as the smaller side of each of these matrices. By default the tensors
-        themselves.
-    alpha : float, optional
-        With `rank`, above 0; by default twice the rank.
-    targets : str or sequence of str, default ``"*"``
-        Patterns, as of `fnmatch`: which tensors are trained; with `rank` only weights of linear maps, and no
-        table of tokens, which the output layer may share.
-    rng : Generator or int, default 0
-        Draws ``down``; ``up`` begins as 0, so that nothing changes before the first step.
-
-    Notes
-    -----
-    `model` always has the adapters merged: it computes as fast as before. The gradients of adapters are those
-    of the whole matrices, projected: a step costs what training all would, its moments are small.
+    `ContrastiveTuning` documents the parameters.
     """
 
     @named("{cls}")
@@ -174,10 +153,10 @@ class Tuning:
 
     @property
     def model(self) -> Any:
-        """The model as it is now, adapters merged. It stays so: training goes on with another one.
+        """The model as it is now, adapters merged; later steps do not change it.
 
-        It has copies of the tensors that change for its ``state_dict``: the first time that it is asked for
-        after a step takes them. The next step makes new weights, later ones write over them.
+        The first access after a step copies the trained tensors for its ``state_dict``. The next step
+        allocates new weights, which later steps overwrite.
         """
         return self._weights.snapshot({*self._parameters, *self._adapted})
 
@@ -187,59 +166,48 @@ class Tuning:
         return self._weights.current
 
     def state_dict(self) -> dict[str, Array]:
-        """Copies of what is trained, by name: tensors or adapters, and the parameters of a head."""
+        """Return copies of the trained tensors or adapters, and of the parameters of a head, by name."""
         return {name: x.copy() for name, x in self._parameters.items()}
 
     @named("{cls}.load_state_dict")
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | str | os.PathLike[str], *, prefix: str = ""
     ) -> None:
-        """Take over what `state_dict` returned, of a tuning with the same options, and pack the model again.
+        """Load what `state_dict` returned, of a tuning with the same options, and pack the model again.
 
-        An optimizer's next step begins at these weights; its moments stay.
+        An optimizer's next step starts at these weights; its moments stay.
 
         Parameters
         ----------
         state_dict : mapping of str to array_like, or path
-            Arrays of any floating type. Or a safetensors file, which the safetensors package reads: with
-            ``prefix="params."`` one that ``Trainer.save`` wrote.
+            Arrays of any floating type. Or a safetensors file (requires the safetensors package): with
+            ``prefix="params."`` one of ``Trainer.save``.
         prefix : str, default ""
-            Read only names that begin with it, and drop it.
+            Read only names that start with it, and remove it.
 
         Raises
         ------
         TypeError, ValueError
-            If names are missing or not known, or arrays do not fit: all of them in one message. Or if the
-            file is of a run with another `rank` or `alpha`, or of another model. Nothing was changed then.
+            If names are missing or unknown, or arrays do not fit (one message lists all), or the file is of a
+            run with another `rank`, `alpha` or model. Nothing was changed.
         FileNotFoundError
             If `state_dict` is a path, and no file is there.
 
         Notes
         -----
-        Mappings, and files that ``Trainer.save`` did not write, say neither `alpha` nor of which model they
-        are: both must be the same.
+        Mappings, and files that ``Trainer.save`` did not write, contain neither `alpha` nor a checksum of the
+        model: both must be the same.
         """
-        if not isinstance(prefix, str):
-            raise TypeError(f"(): prefix is {short(prefix)}; expected a string")
+        known = {
+            name: (Parameter(x.shape, constant(0.0)), x.dtype.name) for name, x in self._parameters.items()
+        }
         with ExitStack() as stack:
-            names: Collection[str]
-            read: Callable[[str], Any]
-            if isinstance(state_dict, (str, os.PathLike)):
-                file = opened(os.fsdecode(state_dict), stack)
-                values = header(state_dict, file, _files.KEY)
+            names, read, file = reader(state_dict, prefix, stack)
+            if file is not None:
+                values = header(cast("str", state_dict), file, KEY)
                 if isinstance(values, dict):
-                    self._run.require_same(state_dict, values.get("tuning"))
-                names, read = file.names, file.get_tensor
-            elif isinstance(state_dict, Mapping):
-                names, read = state_dict.keys(), state_dict.__getitem__
-            else:
-                expected = "a mapping of names to arrays, or the path of a safetensors file"
-                raise wrong_type("state_dict", state_dict, expected)
-            known = {
-                name: (Parameter(x.shape, constant(0.0)), x.dtype.name)
-                for name, x in self._parameters.items()
-            }
-            arrays = _checked(known, names, read, prefix)
+                    self._run.require_same(cast("str", state_dict), values.get("tuning"))
+            arrays = checked_state(known, names, read, prefix)
         with interrupts_wait(), np.errstate(all="ignore"):  # what is not finite is refused
             before = self.state_dict()
             try:
@@ -276,14 +244,18 @@ class Tuning:
 
 
 class NextTokenTuning(Tuning):
-    """A decoder that learns texts: the loss is the mean cross-entropy of each next token.
+    """Train a decoder on texts: the loss is the mean cross-entropy of each next token.
 
-    Parameters are those of `Tuning`; the model is a `Decoder`.
+    Parameters
+    ----------
+    model : Decoder
+    rank, alpha, targets, rng
+        As in `ContrastiveTuning`.
     """
 
     @named("{cls}.loss")
     def loss(self, texts: Iterable[Any]) -> tuple[float, dict[str, Array]]:
-        """The loss of texts, or of sequences of ids, and its gradients: for `Trainer`."""
+        """Compute the loss of texts, or of sequences of ids, and its gradients: for `Trainer`."""
         expected = "texts, or sequences of ids, at least one"
         given = list(several("texts", texts, expected))
         if not given:

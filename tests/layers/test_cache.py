@@ -1,6 +1,5 @@
 """Step by step with a decoder over a memory, and with whole stacks: what caches hold, select and refuse."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 from layer_oracle import (
@@ -270,11 +269,3 @@ def test_keys_values_of_16_bits():
     kept = layer.project_keys_values(MEMORY)
     out, _ = layer(X, keys_values=[x.astype(np.float16) for x in kept])
     np.testing.assert_allclose(out, layer(X, MEMORY)[0], rtol=0, atol=0.02)
-
-
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_a_cache_of_a_named_type(name):
-    model = layers.Transformer(WIDTH, HEADS, 1, 1, 96, rng=np.random.default_rng(0))
-    cache = model.decoder.new_cache(dtype=name)
-    model.decoder(X, MEMORY, cache=cache)
-    assert cache[0].tokens.append(K, K).k.dtype == ml_dtypes.finfo(name).dtype

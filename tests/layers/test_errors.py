@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from layer_oracle import BATCH, FEATURES, HEADS, LENGTH, MASK, WIDTH, X, attention_layer, draw, randomized
+from refused import assert_refused, refused
 
 from fastattn import positions
 from fastattn.grad import vjp
@@ -76,81 +77,42 @@ def test_a_finite_mask_stays_finite():
     np.testing.assert_array_equal(layer(X, attn_mask=mask, key_padding_mask=padding)[0], expected)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda e, d: e(X, src_mask=MASK[:5]),
-            ValueError,
-            r"TransformerEncoderLayer\(\): src_mask has shape",
-        ),
-        (
-            lambda e, d: e(X, src_mask=MASK.astype(int)),
-            TypeError,
-            r"src_mask has dtype int64; expected bool \(True hides; src_mask == 0, where 1 attends\) or",
-        ),
-        (
-            lambda e, d: e(X.tolist()),
-            TypeError,
-            r"src has dtype float64; .*, for weights in float32 \(.* list: np.array\(src, np.float32\)\)$",
-        ),
-        (
-            lambda e, d: e(X.astype(float)),
-            TypeError,
-            r"src has dtype float64; expected float32, .* for weights in float32: src.astype\(np.float32\)$",
-        ),
-        (lambda e, d: e(X.astype(int)), TypeError, r"src has dtype int64; .*: src.astype\(np.float32\)$"),
-        (
-            lambda e, d: e.feed_forward(X.astype(float)),
-            TypeError,
-            r"FeedForward\(\): x has dtype float64; .*: x.astype\(np.float32\)$",
-        ),
-        (
-            lambda e, d: e.self_attn.out_proj(X.astype(float)),
-            TypeError,
-            r"Linear\(\): x has dtype float64; .*: x.astype\(np.float32\)$",
-        ),
-        (
-            lambda e, d: e(X.reshape(BATCH, LENGTH, HEADS, -1)),
-            ValueError,
-            r"src has shape \(3, 11, 4, 16\); expected \(..., 64\), heads side by side$",
-        ),
-        (
-            lambda e, d: d(X, X, MASK),
-            TypeError,
-            "but 4 .*; tgt_mask and memory_mask are passed by name$",
-        ),
-        (
-            lambda e, d: d.self_attn(X, X, X, MASK),
-            TypeError,
-            "arguments but 5 .*; key_padding_mask and attn_mask are passed by name$",
-        ),
-        (lambda e, d: e.load_state_dict(e), TypeError, r"is of type .*Layer; expected its state_dict\(\)$"),
-        (lambda e, d: e(X, src_key_padding_mask=MASK), ValueError, "src_key_padding_mask has shape"),
-        (lambda e, d: e(X, is_causal=1), TypeError, r"TransformerEncoderLayer\(\): is_causal is 1"),
-        (
-            lambda e, d: e(X, lengths=[1] * 3),
-            ValueError,
-            r"TransformerEncoderLayer\(\): lengths is given without",
-        ),
-        (
-            lambda e, d: d(X, X, tgt_mask=MASK[:5]),
-            ValueError,
-            r"TransformerDecoderLayer\(\): tgt_mask has shape",
-        ),
-        (lambda e, d: d(X, X, memory_mask=MASK[:5]), ValueError, "memory_mask has shape"),
-        (lambda e, d: d(X, X, memory_key_padding_mask=MASK), ValueError, "memory_key_padding_mask has shape"),
-        (lambda e, d: d(X, X[..., :5]), ValueError, r"memory has shape \(3, 11, 5\); expected \(..., 64\)"),
-        (lambda e, d: d(X, X.astype(int)), TypeError, "memory has dtype int64"),
-        (lambda e, d: d(X), ValueError, "memory is None; expected an array"),
-    ],
-)
-def test_errors_name_the_arguments_of_their_layer(call, error, message):
-    layers = (
-        randomized(kind(WIDTH, HEADS, 96)) for kind in (TransformerEncoderLayer, TransformerDecoderLayer)
-    )
-    with pytest.raises(error, match=message):
-        call(*layers)
+CALLS = r"""
+e(X, src_mask=MASK[:5]) -> ValueError: TransformerEncoderLayer\(\): src_mask has shape
+e(X, src_mask=MASK.astype(int))
+    -> TypeError: src_mask has dtype int64; expected bool \(True hides; src_mask == 0, where 1 attends\) or
+e(X.tolist())
+    -> TypeError: src has dtype float64; .*, for weights in float32 \(.* list: np.array\(src, np.float32\)\)$
+e(X.astype(float))
+    -> TypeError: src has dtype float64; expected float32, .* for weights in float32: src.astype\(np.fl
+e(X.astype(int)) -> TypeError: src has dtype int64; .*: src.astype\(np.float32\)$
+e.feed_forward(X.astype(float))
+    -> TypeError: FeedForward\(\): x has dtype float64; .*: x.astype\(np.float32\)$
+e.self_attn.out_proj(X.astype(float))
+    -> TypeError: Linear\(\): x has dtype float64; .*: x.astype\(np.float32\)$
+e(X.reshape(BATCH, LENGTH, HEADS, -1))
+    -> ValueError: src has shape \(3, 11, 4, 16\); expected \(..., 64\), heads side by side$
+d(X, X, MASK) -> TypeError: but 4 .*; tgt_mask and memory_mask are passed by name$
+d.self_attn(X, X, X, MASK)
+    -> TypeError: arguments but 5 .*; key_padding_mask and attn_mask are passed by name$
+e.load_state_dict(e) -> TypeError: is of type .*Layer; expected its state_dict\(\)$
+e(X, src_key_padding_mask=MASK) -> ValueError: src_key_padding_mask has shape
+e(X, is_causal=1) -> TypeError: TransformerEncoderLayer\(\): is_causal is 1
+e(X, lengths=[1] * 3) -> ValueError: TransformerEncoderLayer\(\): lengths is given without
+d(X, X, tgt_mask=MASK[:5]) -> ValueError: TransformerDecoderLayer\(\): tgt_mask has shape
+d(X, X, memory_mask=MASK[:5]) -> ValueError: memory_mask has shape
+d(X, X, memory_key_padding_mask=MASK) -> ValueError: memory_key_padding_mask has shape
+d(X, X[..., :5]) -> ValueError: memory has shape \(3, 11, 5\); expected \(..., 64\)
+d(X, X.astype(int)) -> TypeError: memory has dtype int64
+d(X) -> ValueError: memory is None; expected an array
+"""
+
+
+@refused(CALLS)
+def test_errors_name_the_arguments_of_their_layer(code, error):
+    kinds = TransformerEncoderLayer, TransformerDecoderLayer
+    e, d = (randomized(kind(WIDTH, HEADS, 96)) for kind in kinds)
+    assert_refused(code, error, e=e, d=d, X=X, MASK=MASK, BATCH=BATCH, LENGTH=LENGTH, HEADS=HEADS)
 
 
 @pytest.mark.parametrize("options", [{}, {"vdim": 7}, {"kdim": 5, "vdim": 7}, {"num_kv_heads": 2}], ids=str)
@@ -303,10 +265,6 @@ def test_a_tensor_that_numpy_cannot_read():
     layer = Linear(3, 4, bias=False)
     with pytest.raises(ValueError, match=r"weight is of type Bfloat16Tensor; .*BFloat16; .float\(\) makes"):
         layer.load_state_dict({"weight": Bfloat16Tensor()})
-
-
-def test_rotary_names_are_in_one_public_place():
-    assert {"RopeFrequencies", "apply_rope", "rope_frequencies", "rope_tables"} <= set(positions.__all__)
 
 
 def test_a_prefix_that_is_no_string():

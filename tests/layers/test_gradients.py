@@ -1,7 +1,5 @@
 """Gradients of layers against finite differences in float64, and what holds of them besides."""
 
-import inspect
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,7 +7,6 @@ from implementations import COMPILED, forced, has_pairs
 from layer_oracle import HEADS, WIDTH, assert_gradients, every_feature, output, randomized
 from oracle import assert_same_bits
 
-from fastattn import layers
 from fastattn.grad import vjp
 from fastattn.layers import (
     FeedForward,
@@ -477,13 +474,3 @@ def test_what_is_expected_is_taken(layer):
     positional = ("x", "query", "key", "value", "src", "tgt", "memory")
     for name in set(expected) - set(positional):
         vjp(layer, *inputs, **{name: False if name.endswith("causal") else None})
-
-
-def test_every_layer_has_it():
-    kinds = [
-        kind for kind in vars(layers).values() if inspect.isclass(kind) and hasattr(kind, "load_state_dict")
-    ]
-    assert len(kinds) > 8
-    for kind in kinds:
-        has = hasattr(kind, "_vjp") or hasattr(kind, "loss_and_gradients")
-        assert has or kind is layers.Layer, kind

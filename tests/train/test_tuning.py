@@ -1,13 +1,15 @@
-"""Fine-tuning: losses and their gradients against finite differences, adapters, and some steps."""
+"""Fine-tuning: losses, gradients against finite differences, adapters, steps; what is saved and loaded."""
 
 import os
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import tiny_models as tiny
 from implementations import COMPILED
+from refused import assert_refused, refused
 from tiny_tokenizers import write_tokenizer
 
 from fastattn import models
@@ -131,83 +133,43 @@ def test_a_model_without_gradients_is_refused_at_once(tmp_path):
         ContrastiveTuning(loaded(tmp_path, "deberta-v2", dtype="float32"))
 
 
-def test_errors(tmp_path):
+REFUSED = r"""
+NextTokenTuning(model) -> TypeError: model is of type Encoder; expected a Decoder
+ContrastiveTuning(3) -> TypeError: model is of type int; expected an Encoder
+ContrastiveTuning(model, temperature=0) -> ValueError: temperature is 0
+ContrastiveTuning(model, rank=0) -> ValueError: rank is 0; expected at least 1
+ContrastiveTuning(model, targets='nothing')
+    -> ValueError: has 'nothing', which fits no name; expected a pattern of whole names: there is 'enc
+ContrastiveTuning(model, targets=['query']) -> ValueError: '\*query\*' has \d+ of them, such
+ContrastiveTuning(model, targets='*embeding*') -> ValueError: there is 'embeddings', as in
+ContrastiveTuning(model, rank=25) -> ValueError: rank is 25; expected at most 24, as \S+ is \(24, 24\)
+ContrastiveTuning(model, alpha=8) -> ValueError: alpha is 8, and rank is None
+ContrastiveTuning(model, rank=2, alpha=0) -> ValueError: alpha is 0.0; expected a number above
+ContrastiveTuning(model, rank=2, alpha=-1) -> ValueError: alpha is -1.0; expected a number above
+ContrastiveTuning(model, lora_rank=4)
+    -> TypeError: ContrastiveTuning\(\): lora_rank is not known; expected temperature, .*, rank, .*, rng
+AdamW(model) -> TypeError: is of type Encoder; expected a layer, .* ContrastiveTuning\(model\)
+models.load(tmp_path, weights_dtype='float64') -> ValueError: comes with dtype='float64'
+model.with_state_dict('model.safetensors') -> TypeError: type str; expected a mapping of names
+tuning.loss(TEXTS) -> TypeError: expected \(anchors, positives
+tuning.loss((TEXTS[:2], TEXTS[:3])) -> ValueError: 2 anchors and 3 positives
+tuning.loss(([], [])) -> TypeError: batch\[0\] is \[\]; expected texts
+ClassifierTuning(model, 1) -> ValueError: num_labels is 1
+ClassifierTuning(model, 2 ** 62) -> ValueError: ^ClassifierTuning\(\): num_labels is 4611686
+ClassifierTuning(model, 2).loss((TEXTS[:2], [0, 2])) -> ValueError: has 2; expected 0 to 1
+ClassifierTuning(model, 2).loss((TEXTS[:2], [-1, 0])) -> ValueError: batch\[1\] has -1; exp
+tuning.loss(('abc', 'def')) -> TypeError: batch\[0\] is of type str; expected texts
+ClassifierTuning(model, 2).loss(('ab', [0, 1])) -> TypeError: batch\[0\] is of type str; expected
+ClassifierTuning(model, 2).loss((TEXTS[:2], [0.0, 1.0])) -> ValueError: expected 2 integers
+ClassifierTuning(model, 2).loss((TEXTS[:2], [[0], [0, 1]]))
+    -> TypeError: ^ClassifierTuning.loss\(\): batch\[1\]
+"""
+
+
+@refused(REFUSED)
+def test_errors(code, error, tmp_path):
     model = loaded(tmp_path)
-    tuning = ContrastiveTuning(model)
-    for call, kind, message in [
-        (lambda: NextTokenTuning(model), TypeError, "model is of type Encoder; expected a Decoder"),
-        (lambda: ContrastiveTuning(3), TypeError, "model is of type int; expected an Encoder"),
-        (lambda: ContrastiveTuning(model, temperature=0), ValueError, "temperature is 0"),
-        (lambda: ContrastiveTuning(model, rank=0), ValueError, "rank is 0; expected at least 1"),
-        (
-            lambda: ContrastiveTuning(model, targets="nothing"),
-            ValueError,
-            "has 'nothing', which fits no name; expected a pattern of whole names: there is 'enc",
-        ),
-        (
-            lambda: ContrastiveTuning(model, targets=["query"]),
-            ValueError,
-            r"'\*query\*' has \d+ of them, such",
-        ),
-        (lambda: ContrastiveTuning(model, targets="*embeding*"), ValueError, "there is 'embeddings', as in"),
-        (
-            lambda: ContrastiveTuning(model, rank=25),
-            ValueError,
-            r"rank is 25; expected at most 24, as \S+ is \(24, 24\)",
-        ),
-        (lambda: ContrastiveTuning(model, alpha=8), ValueError, "alpha is 8, and rank is None"),
-        (
-            lambda: ContrastiveTuning(model, rank=2, alpha=0),
-            ValueError,
-            "alpha is 0.0; expected a number above",
-        ),
-        (
-            lambda: ContrastiveTuning(model, rank=2, alpha=-1),
-            ValueError,
-            "alpha is -1.0; expected a number above",
-        ),
-        (
-            lambda: ContrastiveTuning(model, lora_rank=4),
-            TypeError,
-            r"ContrastiveTuning\(\): lora_rank is not known; expected temperature, .*, rank, .*, rng",
-        ),
-        (
-            lambda: AdamW(model),
-            TypeError,
-            r"is of type Encoder; expected a layer, .* ContrastiveTuning\(model\)",
-        ),
-        (lambda: models.load(tmp_path, weights_dtype="float64"), ValueError, "comes with dtype='float64'"),
-        (
-            lambda: model.with_state_dict("model.safetensors"),
-            TypeError,
-            "type str; expected a mapping of names",
-        ),
-        (lambda: tuning.loss(TEXTS), TypeError, "expected \\(anchors, positives"),
-        (lambda: tuning.loss((TEXTS[:2], TEXTS[:3])), ValueError, "2 anchors and 3 positives"),
-        (lambda: tuning.loss(([], [])), TypeError, r"batch\[0\] is \[\]; expected texts"),
-        (lambda: ClassifierTuning(model, 1), ValueError, "num_labels is 1"),
-        (lambda: ClassifierTuning(model, 2**62), ValueError, r"^ClassifierTuning\(\): num_labels is 4611686"),
-        (lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [0, 2])), ValueError, "has 2; expected 0 to 1"),
-        (
-            lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [-1, 0])),
-            ValueError,
-            r"batch\[1\] has -1; exp",
-        ),
-        (lambda: tuning.loss(("abc", "def")), TypeError, r"batch\[0\] is of type str; expected texts"),
-        (
-            lambda: ClassifierTuning(model, 2).loss(("ab", [0, 1])),
-            TypeError,
-            r"batch\[0\] is of type str; expected",
-        ),
-        (lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [0.0, 1.0])), ValueError, "expected 2 integers"),
-        (
-            lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [[0], [0, 1]])),
-            TypeError,
-            r"^ClassifierTuning.loss\(\): batch\[1\] ",
-        ),
-    ]:
-        with pytest.raises(kind, match=message):
-            call()
+    assert_refused(code, error, model=model, tuning=ContrastiveTuning(model), TEXTS=TEXTS, tmp_path=tmp_path)
 
 
 @pytest.mark.parametrize("weights_dtype", ["int8", "q8", "int4", "uint4", "nf4"])
@@ -372,7 +334,7 @@ import sys
 import numpy as np
 from fastattn import models
 from fastattn.grad import vjp
-from fastattn.train import AdamW, ClassifierTuning, ContrastiveTuning, _contrastive, _tuning
+from fastattn.train import AdamW, ClassifierTuning, ContrastiveTuning, _encoders, _tuning
 
 kind, folder = sys.argv[1:]
 rng = np.random.default_rng(0)
@@ -380,7 +342,7 @@ if kind == "products":
     a, b, c = (rng.standard_normal(shape, np.float32) for shape in ((700, 900), (900, 500), (700, 600)))
     vectors = rng.standard_normal((600, 700), np.float32)
     found = [_tuning.product(a, b), _tuning.outer(a, c)]
-    found += _contrastive.info_nce(vectors, 200, 0.1, symmetric=True)
+    found += _encoders.info_nce(vectors, 200, 0.1, symmetric=True)
 else:
     texts = ["the cat sat on the mat", "a dog ran", "the cat", "a tree ran on the dog"]
     model = models.load(folder)
@@ -409,3 +371,138 @@ def test_bits_do_not_depend_on_threads_of_numpy(kind, tmp_path):
         command = [sys.executable, "-c", BITS, kind, str(tmp_path)]
         found.add(subprocess.run(command, env=env, check=True, capture_output=True).stdout)
     assert len(found) == 1
+
+
+def single(tmp_path, kind="bert"):
+    return loaded(tmp_path, kind, dtype="float32")
+
+
+def test_a_run_is_saved_and_resumed_to_the_bit(tmp_path):
+    pytest.importorskip("safetensors")
+    model = single(tmp_path)
+
+    def run():
+        tuning = ContrastiveTuning(model, rank=2)
+        return tuning, Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(TEXTS[:3], TEXTS[3:])])
+
+    tuning, trainer = run()
+    steps = trainer.fit(2)
+    assert steps[0].tokens == sum(map(len, model.text.encode(TEXTS)))
+    trainer.save(tmp_path / "run.safetensors")
+    trainer.fit(4)
+    other, resumed = run()
+    resumed.load(tmp_path / "run.safetensors")
+    resumed.fit(4)
+    for name, x in tuning.state_dict().items():
+        np.testing.assert_array_equal(other.state_dict()[name], x)
+    np.testing.assert_array_equal(other.model.encode(TEXTS), tuning.model.encode(TEXTS))
+
+
+@pytest.mark.parametrize("options", [{}, {"targets": "*query.weight"}, {"rank": 2}])
+def test_a_model_keeps_what_it_was(options, tmp_path):
+    tuning = ClassifierTuning(single(tmp_path), 2, **options)
+    trainer = Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(TEXTS[:2], [0, 1])])
+    trainer.fit(1)
+    best = tuning.model
+    assert tuning.model is best
+    vectors, state = best.encode(TEXTS), best.state_dict()
+    trainer.fit(3)
+    assert not np.array_equal(tuning.model.encode(TEXTS), vectors)
+    again = best.with_state_dict(state)
+    for x in state.values():
+        x[...] = 0.0
+    np.testing.assert_array_equal(again.with_state_dict(best.state_dict()).encode(TEXTS), vectors)
+    np.testing.assert_array_equal(best.with_state_dict(again.state_dict()).encode(TEXTS), vectors)
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 2, "alpha": 8.0}])
+def test_what_was_trained_is_loaded(options, tmp_path):
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    model, run, own = single(tmp_path), tmp_path / "run.st", tmp_path / "own.st"
+    tuning = ClassifierTuning(model, 2, **options)
+    trainer = Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(TEXTS[:2], [0, 1])])
+    trainer.fit(2)
+    trainer.save(run)
+    save_file(tuning.state_dict(), own)
+    for x in tuning.state_dict().values():
+        x[...] = 0.0  # they are copies
+    expected = tuning.predict(TEXTS)
+    for source, prefix in ((run, "params."), (own, ""), (tuning.state_dict(), "")):
+        other = ClassifierTuning(model, 2, **options)
+        optimizer = AdamW(other, lr=1e-2)
+        assert not np.array_equal(other.predict(TEXTS), expected)
+        other.load_state_dict(source, prefix=prefix)
+        np.testing.assert_array_equal(other.predict(TEXTS), expected)
+        np.testing.assert_array_equal(other.model.encode(TEXTS), tuning.model.encode(TEXTS))
+    last = list(tuning.state_dict())[-2]
+    wrong = tuning.state_dict() | {"more": np.ones(2)}
+    wrong[last][...] = np.nan
+    with pytest.raises(ValueError, match=f"(?s)not known: more.*{last}: values that are not finite"):
+        other.load_state_dict(wrong)
+    # Both go on from the same weights; a first step of a new AdamW has no moments.
+    AdamW(tuning, lr=1e-2).step(tuning.loss((TEXTS[:2], [0, 1]))[1])
+    optimizer.step(other.loss((TEXTS[:2], [0, 1]))[1])
+    np.testing.assert_array_equal(other.predict(TEXTS), tuning.predict(TEXTS))
+    for wrong, message in (({"a.b": 1}, "missing: "), (3, "is of type int; expected a mapping")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            other.load_state_dict(wrong)
+    with pytest.raises(TypeError, match="prefix is 3"):
+        other.load_state_dict({}, prefix=3)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "t5"])
+def test_a_folder_with_what_was_trained_is_loaded(kind, tmp_path):
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    model, ids = single(tmp_path, kind), [[3, 5, 4, 6]]
+    tuning = (NextTokenTuning if isinstance(model, models.Decoder) else ContrastiveTuning)(model)
+    tuning.load_state_dict({name: 1.1 * x for name, x in tuning.state_dict().items()})
+    save_file(tuning.model.state_dict(), tmp_path / "model.safetensors")
+    again = models.load(tmp_path)
+    np.testing.assert_array_equal(again(ids), tuning.model(ids))
+    assert not np.array_equal(again(ids), model(ids))
+
+
+def test_adapters_that_do_not_fit_when_merged_change_nothing(tmp_path):
+    tuning = ContrastiveTuning(single(tmp_path), rank=2)
+    before, vectors = tuning.state_dict(), tuning.model.encode(TEXTS)
+    with pytest.raises(ValueError, match=r"ContrastiveTuning.load_state_dict\(\): .* not finite"):
+        tuning.load_state_dict({name: np.full(x.shape, 3e38) for name, x in before.items()})
+    for name, x in tuning.state_dict().items():
+        np.testing.assert_array_equal(x, before[name])
+    np.testing.assert_array_equal(tuning.model.encode(TEXTS), vectors)
+
+
+def test_a_run_belongs_to_its_alpha_and_its_model(tmp_path):
+    pytest.importorskip("safetensors")
+    model, path = single(tmp_path), tmp_path / "run.safetensors"
+
+    def run(base, make=ContrastiveTuning, **options):
+        tuning = make(base, **options)
+        return tuning, Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(TEXTS[:3], TEXTS[3:])])
+
+    def refused(path, message, *args, **options):
+        tuning, trainer = run(*args, **options)
+        before = tuning.state_dict()
+        for load in (trainer.load, partial(tuning.load_state_dict, prefix="params.")):
+            with pytest.raises(ValueError, match=message):
+                load(path)
+        for name, x in tuning.state_dict().items():
+            np.testing.assert_array_equal(x, before[name])
+
+    tuning, trainer = run(model, rank=2, alpha=8)
+    trainer.fit(2)
+    trainer.save(path)
+    refused(path, r"the alpha in .*run.safetensors is 8.0; expected 4.0$", model, rank=2)
+    refused(path, "the rank in .* is 2; expected None$", model)
+    merged = tuning.model
+    refused(
+        path, r"tensors' checksum is '\w{8}'; expected '\w{8}', that of the model", merged, rank=2, alpha=8
+    )
+    # The type that a model computes in is no other model, and of what is trained itself nothing is left over.
+    run(models.load(tmp_path), rank=2, alpha=8)[1].load(path)
+    run(models.load(tmp_path, dtype="float64"), rank=2, alpha=8)[0].load_state_dict(path, prefix="params.")
+    run(model)[1].save(path)
+    run(merged)[1].load(path)
+    targets = "embeddings.*"
+    run(model, targets=targets)[1].save(path)
+    refused(path, "checksum is", merged, targets=targets)

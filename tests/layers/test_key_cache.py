@@ -6,6 +6,7 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import assert_refused, refused
 from safetensors.numpy import save_file
 
 import fastattn
@@ -348,48 +349,36 @@ def test_lists_and_foreign_byte_order():
     np.testing.assert_array_equal(got.v, np.concatenate([v, v], axis=2))
 
 
-@pytest.mark.parametrize(
-    ("what", "error", "message"),
-    [
-        (
-            lambda c: c.append(*tokens(1, batch=3)),
-            ValueError,
-            r"k has shape \(3, 3, 1, 4\); expected \(2, 3,",
-        ),
-        (lambda c: c.append(*tokens(1, heads=2)), ValueError, "k has shape"),
-        (lambda c: c.append(*tokens(1, head_dim_v=6)), ValueError, "v has shape"),
-        (
-            lambda c: c.append(*tokens(1, dtype=np.float64)),
-            TypeError,
-            "k has dtype float64; expected float32",
-        ),
-        (lambda c: c.append(tokens(1)[0], tokens(2)[1]), ValueError, "k and v have shapes"),
-        (lambda c: c.append(*tokens(2), lengths=[3, 1]), ValueError, "lengths has 3; expected 0 to 2"),
-        (lambda c: c.append(*tokens(2), lengths=[1, 1, 1]), ValueError, "lengths has shape"),
-        (lambda c: c.append(*tokens(2), lengths=[1.0, 1.0]), TypeError, "lengths has dtype float64"),
-        (lambda c: c.truncate(6), ValueError, "length is 6; expected 0 to 5"),
-        (lambda c: c.select([2]), ValueError, "sequences has 2; expected 0 to 1"),
-        (lambda c: c.select(0), ValueError, r"sequences has shape \(\)"),
-        (lambda c: KVCache().select([0]), ValueError, "the cache is empty"),
-        (lambda c: KVCache(-1), ValueError, "capacity is -1"),
-        (lambda c: KVCache(dtype=np.int16), TypeError, "dtype is .*int16.*float16, bfloat16 or int8"),
-        (lambda c: DecoderCache(True), TypeError, "tokens is of type bool; expected a KVCache"),
-        (lambda c: KVCache(dtype="fp16"), TypeError, "dtype is 'fp16'; expected float32"),
-        (
-            lambda c: c.append(tokens(1)[0], tokens(1, dtype=np.float64)[1]),
-            TypeError,
-            "v has dtype float64; expected k's, float32",
-        ),
-        (lambda c: c.append(*(x.astype(int) for x in tokens(1))), TypeError, "k has dtype int64; expected"),
-        (lambda c: c.append(tokens(1)[0], None), TypeError, r"append\(\): v is None; expected an array"),
-    ],
-)
-def test_errors_change_nothing(what, error, message):
+ERRORS = r"""
+c.append(*tokens(1, batch=3)) -> ValueError: k has shape \(3, 3, 1, 4\); expected \(2, 3,
+c.append(*tokens(1, heads=2)) -> ValueError: k has shape
+c.append(*tokens(1, head_dim_v=6)) -> ValueError: v has shape
+c.append(*tokens(1, dtype=np.float64)) -> TypeError: k has dtype float64; expected float32
+c.append(tokens(1)[0], tokens(2)[1]) -> ValueError: k and v have shapes
+c.append(*tokens(2), lengths=[3, 1]) -> ValueError: lengths has 3; expected 0 to 2
+c.append(*tokens(2), lengths=[1, 1, 1]) -> ValueError: lengths has shape
+c.append(*tokens(2), lengths=[1.0, 1.0]) -> TypeError: lengths has dtype float64
+c.truncate(6) -> ValueError: length is 6; expected 0 to 5
+c.select([2]) -> ValueError: sequences has 2; expected 0 to 1
+c.select(0) -> ValueError: sequences has shape \(\)
+KVCache().select([0]) -> ValueError: the cache is empty
+KVCache(-1) -> ValueError: capacity is -1
+KVCache(dtype=np.int16) -> TypeError: dtype is .*int16.*float16, bfloat16 or int8
+DecoderCache(True) -> TypeError: tokens is of type bool; expected a KVCache
+KVCache(dtype='fp16') -> TypeError: dtype is 'fp16'; expected float32
+c.append(tokens(1)[0], tokens(1, dtype=np.float64)[1])
+    -> TypeError: v has dtype float64; expected k's, float32
+c.append(*(x.astype(int) for x in tokens(1))) -> TypeError: k has dtype int64; expected
+c.append(tokens(1)[0], None) -> TypeError: append\(\): v is None; expected an array
+"""
+
+
+@refused(ERRORS)
+def test_errors_change_nothing(code, error):
     cache = KVCache()
     k, _, _, _ = cache.append(*tokens(5))
     before = k.copy()
-    with pytest.raises(error, match=message):
-        what(cache)
+    assert_refused(code, error, c=cache, tokens=tokens)
     np.testing.assert_array_equal(cache.append(*tokens(0)).k, before)
     assert "5 of 16 tokens" in repr(cache)
 
