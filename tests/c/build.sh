@@ -12,6 +12,10 @@ instruction_sets() { # instruction_sets ARCHITECTURE: lines "name|base|families 
     sed -nE "s/^FA_ISA\((\w+), ($1|any), \"(.*)\", (\w+), \"(.*)\"\)$/\1|\4|\5|\3/p" src/isa.inc
 }
 
+own_kernels() { # own_kernels ISA FAMILIES: a pattern of the lines of `driver list` whose kernels no other set has
+    if [ "$2" = all ]; then echo "^$1(_emulated)? "; else echo "^$1 (${2// /|})$"; fi
+}
+
 # build NAME ARCHITECTURE CC FLAGS...: $out/NAME/driver, with every instruction set that the compiler takes, and
 # $out/NAME/own, patterns of those lines of `driver list` whose kernels are not those of another line.
 #   LEAVE_OUT  names of instruction sets to do without
@@ -66,7 +70,7 @@ build() {
             floats+="FAMILY(${of}_f32_$family) " doubles+="FAMILY(${base}_f64_$family) "
         done
         list+=" ISA($isa,$floats,$doubles)"
-        if [ "$own" = all ]; then echo "^${isa}(_emulated)? "; else echo "^$isa (${own// /|})$"; fi >>"$folder/own"
+        own_kernels "$isa" "$own" >>"$folder/own"
         if [[ " ${EMULATE-} " == *" $isa "* ]]; then
             floats=""
             for family in $families; do
@@ -84,6 +88,17 @@ build() {
     printf '%s\n' "${jobs[@]}" | xargs -d '\n' -P "$(nproc)" -I{} sh -c '{}'
     # shellcheck disable=SC2086
     $cc "${flags[@]}" "$folder"/*.o -lm -o "$folder/driver"
+}
+
+link_built() { # link_built ARCHITECTURE CC: $out/built/driver, with the objects that setup.py has left
+    local isa base own flags objects
+    mkdir "$out/built"
+    while IFS="|" read -r isa base own flags; do
+        own_kernels "$isa" "$own" >>"$out/built/own"
+    done < <(instruction_sets "$1")
+    mapfile -t objects < <(find build/objects -path '*/src/*.o')
+    # shellcheck disable=SC2086
+    $2 $setup_flags -O1 -Werror -Isrc tests/c/driver.c "${objects[@]}" -lm -o "$out/built/driver"
 }
 
 # run_driver NAME COMMAND...: all that $out/NAME/driver can run, by the command, as many processes at once as there are

@@ -1,11 +1,20 @@
 #!/usr/bin/env bash
-# The kernels against plain C on every instruction set of this machine, once as they are shipped and once with
-# sanitizers. CC is the compiler, SANITIZERS what it is to look for: clang needs minutes to compile for "undefined".
+# The kernels against plain C on every instruction set of this machine.
+#
+#   run.sh         once as they are shipped and once with sanitizers, which are all compiled here. CC is the compiler,
+#                  SANITIZERS what it looks for: clang needs minutes to compile for "undefined"
+#   run.sh built   the objects of a build in place (build/objects), with which the driver alone is compiled
+#   CASES=/10      one case of ten
 source "$(dirname "${BASH_SOURCE[0]}")/build.sh"
 cc=${CC:-cc}
 sanitizers=${SANITIZERS:-address,undefined}
 arch=$(uname -m)
 arch=${arch/arm64/aarch64}
+if [ "${1-}" = built ]; then
+    link_built "$arch" "$cc"
+    run_driver built
+    exit
+fi
 EMULATE="amx_on_avx512 amx_on_avx2 avx512 generic"
 
 build plain "$arch" "$cc"
