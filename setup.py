@@ -273,6 +273,7 @@ class BuildExt(build_ext):
 
 def extensions():
     """The one extension."""
+    runpy.run_path("src/declarations.py", run_name="__main__")
     ext = Extension(
         "fastattn._engine.core._core",
         ["fastattn/_engine/core/_core.pyx"],

@@ -23,6 +23,7 @@ compile() { # compile TARGET SOURCE FLAGS...: adds to `jobs`
     jobs+=("$zig -target $1 ${*:3} -c $2 -o \"$out/$1-${#jobs[@]}.o\"")
 }
 
+"$python" src/declarations.py
 "$python" -m cython -3 fastattn/_engine/core/_core.pyx -o "$out/_core.c"
 core_flags="-O0 -w -DNDEBUG -DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION -Isrc"
 jobs=()
