@@ -118,14 +118,6 @@ def test_the_tutorial_tells_kernels_from_numpy(capsys):
     assert capsys.readouterr().out == "False\nnumpy False\n"
 
 
-def test_every_page_with_examples_is_there():
-    subjects = ("attention", "layers", "models", "ops", "positions", "torch", "training")
-    others = ("chat", "embed", "evaluate", "frameworks", "mask")
-    others = (*(f"howto/{page}" for page in others), "how-it-works", "variants", "sentence-transformers")
-    pages = [f"docs/{page}.md" for page in (*subjects, *others)]
-    assert {name.split(":")[0] for name in EXAMPLES} == {"README.md", *pages}
-
-
 def test_the_page_of_variants_names_what_there_is():
     """Its index has all functions of `fastattn.functional` but those of gradients."""
     page = (ROOT / "docs/variants.md").read_text(encoding="utf-8")

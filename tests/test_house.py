@@ -165,22 +165,6 @@ print({{name for name in sys.modules if name.startswith("fastattn")}} - before)
     assert python(code).stdout.strip() == "set()"
 
 
-STRAIGHT = ("fastattn.models", "fastattn.train")
-
-
-@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith(STRAIGHT)])
-def test_functions_import_only_what_may_be_missing(module):
-    """Extras, and `_template`, which needs one of them."""
-    tree = ast.parse(source(module).read_text(encoding="utf-8"))
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    within = [node for function in functions for node in ast.walk(function)]
-    names = [node.module for node in within if isinstance(node, ast.ImportFrom)]
-    names += [alias.name for node in within if isinstance(node, ast.Import) for alias in node.names]
-    own = {name for name in names if name.startswith("fastattn")}
-    assert own <= {"fastattn.models._template"}
-    assert {name.partition(".")[0] for name in set(names) - own} <= {"PIL", "jinja2", "safetensors", "tqdm"}
-
-
 def test_a_module_s_name_is_not_that_of_a_function():
     """A statement `import fastattn.x as x` then always gives a module."""
     public = {f"{module.__name__}.{name}" for module in PUBLIC for name in module.__all__}

@@ -1,9 +1,7 @@
-"""Installed parts: metadata, type information, docstrings, and the commands of README.md."""
+"""Installed parts: metadata, docstrings, and the commands of README.md."""
 
 import inspect
 import re
-import runpy
-import sys
 from importlib.metadata import metadata, requires, version
 from pathlib import Path
 
@@ -43,44 +41,6 @@ def test_pages_name_extras_that_there_are():
     assert {"bench", "dask", "test", "torch"} <= named <= set(metadata("fastattn").get_all("Provides-Extra"))
 
 
-@pytest.fixture
-def project():
-    """The table [project] of pyproject.toml; the extra [docs] is for Python 3.11 and up."""
-    tomllib = pytest.importorskip("tomllib")
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-
-
-@pytest.fixture
-def site(project, monkeypatch):
-    """Run docs/conf.py in an environment with these variables."""
-
-    def read(**environment):
-        monkeypatch.delenv("FASTATTN_REPOSITORY", raising=False)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        return runpy.run_path(str(ROOT / "docs/conf.py"))
-
-    return read
-
-
-def test_the_site_needs_what_its_extra_installs(site, project):
-    own = {path.stem for path in (ROOT / "docs/_site").glob("*.py")}
-    modules = {name.partition(".")[0] for name in site()["extensions"]} - own - {"sphinx"}
-    extra = project["optional-dependencies"]["docs"]
-    assert "sphinx_copybutton" in modules
-    assert modules <= {re.match(r"[\w-]+", each)[0].lower().replace("-", "_") for each in extra}
-
-
-def test_the_site_shows_the_version_and_links_to_the_repository(site, project):
-    given, theirs = "https://example.org/code", project.get("urls", {}).get("Repository")
-    options = site(FASTATTN_REPOSITORY=given)["html_theme_options"]
-    assert options["logo"]["text"] == f"fastattn {fastattn.__version__}"
-    assert [link["url"] for link in options["icon_links"]] == [theirs or given]
-    options = site()["html_theme_options"]
-    assert [link["url"] for link in options["icon_links"]] == ([theirs] if theirs else [])
-
-
 def test_metadata():
     assert version("fastattn") == fastattn.__version__
     about = metadata("fastattn")
@@ -91,12 +51,6 @@ def test_metadata():
 
 def test_type_information_is_installed():
     assert Path(fastattn.__file__).with_name("py.typed").exists()
-
-
-def test_importing_is_light(python):
-    loaded = set(python("import sys, fastattn; print(*sys.modules)").stdout.split())
-    assert "fastattn" in loaded
-    assert not {"matplotlib", "tqdm", "pytest", "torch", "scipy", "fastattn._bench"} & loaded
 
 
 def test_torch_is_imported_when_first_used(python, tmp_path):
@@ -123,10 +77,9 @@ def test_public_names_have_docstrings(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_public_functions_are_typed_and_every_parameter_is_documented(name):
+def test_every_parameter_is_documented(name):
     function = getattr(fastattn, name)
     parameters = inspect.signature(function).parameters
-    assert set(function.__annotations__) == {*parameters, "return"}
     documented = inspect.getdoc(function)
     if "The parameters and errors are those of `attention`." not in documented:
         assert [p for p in parameters if not re.search(rf"\b{p}\b", documented)] == []

@@ -47,6 +47,15 @@ class PlaceOptions(TypedDict, total=False):
     row_ranges: tuple[ArrayLike, ArrayLike] | None
 
 
+class _Window(TypedDict, total=False):
+    window: tuple[int | None, int | None] | None
+
+
+class _Offsets(TypedDict, total=False):
+    kv_lengths: ArrayLike | None
+    q_offset: ArrayLike | None
+
+
 class _Keys(PlaceOptions, total=False):
     bias: ArrayLike | None
 
@@ -112,19 +121,8 @@ class BackwardOptions(InnerOptions, _Dropout):
     """Options that `attention_backward` shares with `attention`."""
 
 
-class VarlenBackwardOptions(
-    _Causal,
-    _Scale,
-    _Softcap,
-    _Alibi,
-    _Sinks,
-    _Dropout,
-    ComputeOptions,
-    total=False,
-):
+class VarlenBackwardOptions(_Causal, _Scale, _Softcap, _Alibi, _Sinks, _Dropout, ComputeOptions, _Window):
     """Options that `varlen_attention_backward` shares with `varlen_attention`."""
-
-    window: tuple[int | None, int | None] | None
 
 
 class VarlenOptions(
@@ -138,37 +136,20 @@ class VarlenOptions(
     _Dropout,
     OutOption,
     ComputeOptions,
-    total=False,
+    _Window,
 ):
     """Options of `varlen_attention`, but for `return_lse`."""
 
-    window: tuple[int | None, int | None] | None
 
-
-class BlockOptions(_Causal, _Scale, _Softcap, _Alibi, _Sinks, ComputeOptions, total=False):
+class BlockOptions(_Causal, _Scale, _Softcap, _Alibi, _Sinks, ComputeOptions, _Window, _Offsets):
     """Options of `fastattn.dask.attention`, which computes blocks of rows and keys apart."""
-
-    window: tuple[int | None, int | None] | None
-    kv_lengths: ArrayLike | None
-    q_offset: ArrayLike | None
 
 
 class SelectedOptions(
-    _Causal,
-    _Scale,
-    _Softcap,
-    _Sinks,
-    _KeyScale,
-    _ValueScale,
-    OutOption,
-    ComputeOptions,
-    total=False,
+    _Causal, _Scale, _Softcap, _Sinks, _KeyScale, _ValueScale, OutOption, ComputeOptions, _Window, _Offsets
 ):
     """Options of `selected_attention`, but for `return_lse`."""
 
-    window: tuple[int | None, int | None] | None
-    kv_lengths: ArrayLike | None
-    q_offset: ArrayLike | None
 
 
 class NoSoftmaxOptions(_Scores, OutOption, ComputeOptions):

@@ -101,16 +101,8 @@ MEANINGS = {
 _COMPILED = "masks.compile makes one of a function"
 _AT_CALLS = {"is_causal", "attn_mask", "key_padding_mask"}  # of layers
 _AT_HEADS = {
-    "num_kv_heads",
-    "head_dim",
-    "rope",
-    "qk_norm",
-    "sinks",
-    "window",
-    "softcap",
-    "scale",
-    "alibi_slopes",
-}
+    "num_kv_heads", "head_dim", "rope", "qk_norm", "sinks", "window", "softcap", "scale", "alibi_slopes",
+}  # fmt: skip
 _OF_TEXTS = "pool", "chunk_size"
 # What there is in the place of arguments that have no counterpart.
 _INSTEAD = {

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from fastattn._args.recurrent_types import ConvArgs, RecurrentArgs, RecurrentBackwardArgs, ScanArgs
-from fastattn._args.types import (
-    AttentionArgs,
-    BackwardArgs,
-    DeformableArgs,
-    NearestArgs,
-    RopeArgs,
-    RowsArgs,
-    RowwiseArgs,
-    RowwiseBackwardArgs,
-    SelectedArgs,
-    SelectionArgs,
-    lane_dtype,
-)
+from fastattn._args.types import lane_dtype
 from fastattn._engine import settings
 from fastattn._reference import attention as reference
 from fastattn._reference import (
@@ -41,49 +28,26 @@ from fastattn._reference import (
 )
 
 if TYPE_CHECKING:
-    from fastattn._args.grad_types import (
-        ConvGradArgs,
-        DeformableGradArgs,
-        DropoutArgs,
-        LogitsArgs,
-        OuterArgs,
-        RowsGradArgs,
-        ScanGradArgs,
-        ScatterArgs,
-    )
-    from fastattn._args.packed import LinearArgs, PackArgs, PackedLinear
-    from fastattn._args.types import Array, Ints
-    from fastattn._args.updates import UpdateArgs
+    from fastattn._args.packed import LinearArgs, PackedLinear
+    from fastattn._args.types import Array, AttentionArgs, Ints
 
-    AnyArgs = (
-        AttentionArgs
-        | BackwardArgs
-        | ConvArgs
-        | DeformableArgs
-        | LinearArgs
-        | NearestArgs
-        | PackArgs
-        | RecurrentArgs
-        | RecurrentBackwardArgs
-        | RopeArgs
-        | RowsArgs
-        | RowwiseArgs
-        | RowwiseBackwardArgs
-        | ScanArgs
-        | SelectedArgs
-        | SelectionArgs
-        | UpdateArgs
-    )
-    AnyGradArgs = (
-        ConvGradArgs
-        | DeformableGradArgs
-        | DropoutArgs
-        | LogitsArgs
-        | OuterArgs
-        | RowsGradArgs
-        | ScanGradArgs
-        | ScatterArgs
-    )
+    class KernelArgs(Protocol):
+        """The arguments of a kernel, whose name is `kernel`."""
+
+        kernel: ClassVar[str]
+
+    class ResultArgs(KernelArgs, Protocol):
+        """Arguments with an array for the result."""
+
+        @property
+        def out(self) -> Array: ...
+
+    class GradArgs(KernelArgs, Protocol):
+        """Arguments of a gradient, which may be a sum over no rows: `empty`."""
+
+        @property
+        def empty(self) -> bool: ...
+
 
 # The name of a kernel, which its arguments have as `kernel`, is the same in both implementations.
 _TWINS: dict[str, Callable[[Any], None]] = {
@@ -116,7 +80,7 @@ _TWINS: dict[str, Callable[[Any], None]] = {
 _COMPILED = {name: getattr(settings.core, name) for name in _TWINS} if settings.core else {}
 
 
-def run(args: AnyArgs, backend: str | None = None) -> None:
+def run(args: ResultArgs, backend: str | None = None) -> None:
     """Compute `args` on `backend`, a checked name, or on the default one."""
     # An empty result may still have more batch items than a loop could visit. A recurrence has to write its
     # state even so.
@@ -144,7 +108,7 @@ def run_groups(
         run(replace(args, x=x, weight=weights[i], bias=bias, out=out), backend)
 
 
-def run_grad(args: AnyGradArgs, backend: str | None = None) -> None:
+def run_grad(args: GradArgs, backend: str | None = None) -> None:
     """Compute the arguments of a gradient, which may be a sum over no rows."""
     if args.empty:
         _TWINS[args.kernel](args)
@@ -152,7 +116,7 @@ def run_grad(args: AnyGradArgs, backend: str | None = None) -> None:
         _run(args, backend)
 
 
-def _run(args: AnyArgs | AnyGradArgs, backend: str | None) -> None:
+def _run(args: KernelArgs, backend: str | None) -> None:
     if (backend or settings.current.backend) == "compiled":
         _COMPILED[args.kernel](args)
         return

@@ -67,15 +67,12 @@ class ExpertsStep(Step):
 
     op = None
     has_gradients = False
+    sources = ("x", "residual", "router_x")
 
     experts: Experts
     activation: Activation
     residual: str | None  # a buffer; it may be `out`
     router_x: str | None = None  # what the router sees: a buffer of as many features; None: x
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.x, self.residual, self.router_x) if name is not None)
 
     @property
     def columns(self) -> int:

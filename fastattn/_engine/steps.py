@@ -72,6 +72,7 @@ class Step:
     op: ClassVar[str | None]  # its name in ``core/program.pxi``; None: it runs in Python only
     along: ClassVar[bool] = False  # rows read others of their sequence
     has_gradients: ClassVar[bool] = True  # a tape can record it
+    sources: ClassVar[tuple[str, ...]] = ("x",)  # the fields that name a buffer it reads, or None
 
     x: str
     out: str
@@ -79,7 +80,7 @@ class Step:
     @property
     def reads(self) -> tuple[str, ...]:
         """The buffers that it reads."""
-        return (self.x,)
+        return tuple(name for field in self.sources if (name := getattr(self, field)) is not None)
 
     @property
     def columns(self) -> int:
@@ -101,16 +102,13 @@ class LinearStep(Step):
     """`ops.linear`; `out` must not be `x`."""
 
     op = "linear"
+    sources = ("x", "residual")
 
     weight: PackedLinear
     bias: Array | None  # of the lane type and contiguous, like a norm's parameters
     activations: Rounding | None = None
     activation: Activation | None = None
     residual: str | None = None  # a buffer; it may be `out`
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x,) if self.residual is None else (self.x, self.residual)
 
     @property
     def columns(self) -> int:
@@ -149,13 +147,10 @@ class AddStep(Step):
     """``out = x + residual``, after a norm; a `LinearStep` adds its residual itself."""
 
     op = "add"
+    sources = ("x", "residual")
 
     residual: str  # a buffer; it may be `out`, as `x` may
     features: int
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.x, self.residual
 
     @property
     def columns(self) -> int:
@@ -170,15 +165,12 @@ class GateStep(Step):
     """``out = x * activation(gate)``, with the `features` from `begin` on of the rows of a buffer."""
 
     op = "gate"
+    sources = ("x", "gate")
 
     gate: str
     begin: int
     features: int
     activation: Activation | None = "sigmoid"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.x, self.gate
 
     @property
     def columns(self) -> int:
@@ -221,6 +213,7 @@ class AttendStep(Step):
 
     op = "attend"
     along = True
+    sources = ("x", "keys")
 
     heads: int
     heads_kv: int
@@ -237,10 +230,6 @@ class AttendStep(Step):
     keys: str | None = None  # the `x` of the step whose keys and values it attends; None: its own
     keys_begin: int = 0  # the first feature of these keys there
     gives: bool = False  # later steps attend its keys and values
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.x,) if self.keys is None else (self.x, self.keys)
 
     @property
     def given(self) -> str:

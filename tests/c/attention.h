@@ -37,8 +37,6 @@ static void drop_attention(void)
     if (attention_case.c.statistics) drop_statistics(&attention_case.statistics);
 }
 
-static fa_dtype attention_dtype(void) { return attention_case.c.q; }
-
 static void describe_attention(void) { describe(&attention_case.c); }
 
 /* Runs all tasks, for the first time or `again`. */
@@ -146,9 +144,7 @@ static const char *check_attention(int isa, const fa_kernels *kernels)
     return wrong || !c->statistics ? wrong : wrong_statistics(calls, &attention_case.x, &attention_case.statistics);
 }
 
-static const family attention_family = {
-    "attention", N_CASES, make_attention, attention_dtype, check_attention, describe_attention, drop_attention,
-};
+FAMILY(attention, N_CASES, make_attention, attention_case.c.q, describe_attention, drop_attention);
 
 /* Prints what ran. Returns whether enough of the compared numbers were neither 0 nor NaN. */
 static int report_attention(const char *only_isa)

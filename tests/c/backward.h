@@ -258,8 +258,6 @@ static const char *check_backward(int isa, const fa_kernels *kernels)
     return NULL;
 }
 
-static fa_dtype backward_dtype(void) { return backward_now.c.q; }
-
 static void describe_backward(void)
 {
     printf("%s%s", backward_now.args.dlse.data ? "dlse, " : "", backward_now.shared ? "dbias shared, " : "");
@@ -268,8 +266,6 @@ static void describe_backward(void)
 
 static void drop_backward(void) { FOR(which, N_BACKWARD) free(backward_now.want[which]); }
 
-static const family backward_family = {
-    "backward", BACKWARD_CASES, make_backward, backward_dtype, check_backward, describe_backward, drop_backward,
-};
+FAMILY(backward, BACKWARD_CASES, make_backward, backward_now.c.q, describe_backward, drop_backward);
 
 #endif

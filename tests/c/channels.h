@@ -132,8 +132,6 @@ static void add_to(near *sum, near x, double eps)
 
 static near *new_nears(int64_t n) { return calloc((size_t)n + 1, sizeof(near)); }
 
-static fa_dtype sequences_dtype(void) { return sequences_now.dtype; }
-
 static void describe_sequences(void)
 {
     printf("dtype %d, channels %d, lengths", sequences_now.dtype, (int)sequences_now.channels);
@@ -298,13 +296,9 @@ static void describe_conv(void)
 
 static void drop_conv(void) { free(conv_now.out), free(conv_now.dx), free(conv_now.dstate), free(conv_now.dweight); }
 
-static const family conv_family = {
-    "conv", CONV_CASES, make_conv, sequences_dtype, check_conv, describe_conv, drop_conv,
-};
+FAMILY(conv, CONV_CASES, make_conv, sequences_now.dtype, describe_conv, drop_conv);
 
-static const family conv_grad_family = {
-    "conv_grad", CONV_CASES, make_conv, sequences_dtype, check_conv_grad, describe_conv, drop_conv,
-};
+FAMILY(conv_grad, CONV_CASES, make_conv, sequences_now.dtype, describe_conv, drop_conv);
 
 /* The scan. Results: of tokens, of states, of channels; then db and dc, which are sums over channels. */
 enum { OUT, DX, DDT, STATE_OUT, DSTATE, DRATES, DSKIP, DDT_BIAS, DB, DC, N_SCAN_RESULTS };
@@ -548,12 +542,8 @@ static void describe_scan(void)
 
 static void drop_scan(void) { FOR(i, N_SCAN_RESULTS) free(scan_now.want[i]); }
 
-static const family scan_family = {
-    "scan", SCAN_CASES, make_scan, sequences_dtype, check_scan, describe_scan, drop_scan,
-};
+FAMILY(scan, SCAN_CASES, make_scan, sequences_now.dtype, describe_scan, drop_scan);
 
-static const family scan_grad_family = {
-    "scan_grad", SCAN_CASES, make_scan, sequences_dtype, check_scan_grad, describe_scan, drop_scan,
-};
+FAMILY(scan_grad, SCAN_CASES, make_scan, sequences_now.dtype, describe_scan, drop_scan);
 
 #endif

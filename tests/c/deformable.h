@@ -253,8 +253,6 @@ static const char *check_deformable_grad(int isa, const fa_kernels *kernels)
     return wrong;
 }
 
-static fa_dtype deformable_dtype(void) { return deformable_now.args.forward.v.dtype; }
-
 static void describe_deformable(void)
 {
     const fa_deformable_args *a = &deformable_now.args.forward;
@@ -267,14 +265,10 @@ static void describe_deformable(void)
 
 static void drop_deformable(void) { FOR(r, N_DEFORMABLE_RESULTS) free(deformable_now.want[r]); }
 
-static const family deformable_family = {
-    "deformable",     DEFORMABLE_CASES,    make_deformable, deformable_dtype,
-    check_deformable, describe_deformable, drop_deformable,
-};
+FAMILY(deformable, DEFORMABLE_CASES, make_deformable, deformable_now.args.forward.v.dtype, describe_deformable,
+       drop_deformable);
 
-static const family deformable_grad_family = {
-    "deformable_grad",     DEFORMABLE_CASES,    make_deformable, deformable_dtype,
-    check_deformable_grad, describe_deformable, drop_deformable,
-};
+FAMILY(deformable_grad, DEFORMABLE_CASES, make_deformable, deformable_now.args.forward.v.dtype, describe_deformable,
+       drop_deformable);
 
 #endif

@@ -83,8 +83,6 @@ static void make_disentangled(int number)
     expect_disentangled();
 }
 
-static fa_dtype disentangled_dtype(void) { return disentangled_now.c.q; }
-
 /* Twice: the second time from the last task to the first, with other garbage in the scratch memory. */
 static const char *check_disentangled(int isa, const fa_kernels *kernels)
 {
@@ -123,9 +121,7 @@ static void drop_disentangled(void)
     free(disentangled_now.want);
 }
 
-static const family disentangled_family = {
-    "disentangled",     DISENTANGLED_CASES,    make_disentangled, disentangled_dtype,
-    check_disentangled, describe_disentangled, drop_disentangled,
-};
+FAMILY(disentangled, DISENTANGLED_CASES, make_disentangled, disentangled_now.c.q, describe_disentangled,
+       drop_disentangled);
 
 #endif

@@ -18,6 +18,10 @@ typedef struct {
     void (*drop)(void); /* what is not mapped */
 } family;
 
+#define FAMILY(name, cases, make, dtype_of_case, describe, drop)                                                       \
+    static fa_dtype name##_dtype(void) { return dtype_of_case; }                                                       \
+    static const family name##_family = {#name, cases, make, name##_dtype, check_##name, describe, drop}
+
 /* The case that is running, which crashed() names. */
 static const family *running;
 static const char *running_isa;

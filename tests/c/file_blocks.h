@@ -249,8 +249,7 @@ static void describe_file_blocks(void)
     }
 }
 
-static const family file_blocks_family = {
-    "file_blocks", FILE_CASES, make_file_blocks, pack_dtype, check_file_blocks, describe_file_blocks, drop_nothing,
-};
+FAMILY(file_blocks, FILE_CASES, make_file_blocks, pack_now.args.weight == FA_F64 ? FA_F64 : FA_F32,
+       describe_file_blocks, drop_nothing);
 
 #endif

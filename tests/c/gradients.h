@@ -156,8 +156,6 @@ static const char *check_rows_grad(int isa, const fa_kernels *kernels)
     return only_rows(out + 1, 1, 1, a.m, n) ? NULL : BETWEEN_ROWS;
 }
 
-static fa_dtype rows_grad_dtype(void) { return rows_grad_now.args.dtype; }
-
 static void describe_rows_grad(void)
 {
     const fa_rows_grad_args *a = &rows_grad_now.args;
@@ -166,9 +164,7 @@ static void describe_rows_grad(void)
            a->gate_first ? " first" : "");
 }
 
-static const family rows_grad_family = {
-    "rows_grad", GRAD_CASES, make_rows_grad, rows_grad_dtype, check_rows_grad, describe_rows_grad, drop_nothing,
-};
+FAMILY(rows_grad, GRAD_CASES, make_rows_grad, rows_grad_now.args.dtype, describe_rows_grad, drop_nothing);
 
 /* Cross-entropy. */
 static const int64_t logits_n[] = {1, 3, 16, 65, 300};
@@ -237,16 +233,12 @@ static const char *check_logits(int isa, const fa_kernels *kernels)
     return only_rows(x + 1, 1, 1, a.m, a.n) ? NULL : BETWEEN_ROWS;
 }
 
-static fa_dtype logits_dtype(void) { return logits_now.dtype; }
-
 static void describe_logits(void)
 {
     printf("dtype %d, n %d, smoothing %g", logits_now.dtype, (int)logits_now.args.n, logits_now.args.label_smoothing);
 }
 
-static const family logits_family = {
-    "logits", LOGITS_CASES, make_logits, logits_dtype, check_logits, describe_logits, drop_nothing,
-};
+FAMILY(logits, LOGITS_CASES, make_logits, logits_now.dtype, describe_logits, drop_nothing);
 
 /* Dropout. */
 static const int64_t dropout_n[] = {1, 15, 64, 130};
@@ -308,16 +300,12 @@ static const char *check_dropout(int isa, const fa_kernels *kernels)
     return only_rows(out + 1, 1, 1, a.m, a.n) ? NULL : BETWEEN_ROWS;
 }
 
-static fa_dtype dropout_dtype(void) { return dropout_now.args.dtype; }
-
 static void describe_dropout(void)
 {
     printf("dtype %d, n %d, rate %g", dropout_now.args.dtype, (int)dropout_now.args.n, dropout_now.args.rate);
 }
 
-static const family dropout_family = {
-    "dropout", DROPOUT_CASES, make_dropout, dropout_dtype, check_dropout, describe_dropout, drop_nothing,
-};
+FAMILY(dropout, DROPOUT_CASES, make_dropout, dropout_now.args.dtype, describe_dropout, drop_nothing);
 
 /* Sums of rows by their place: place 0 gets most of them, some places one, one none. */
 enum { SCATTERED = 600, SCATTER_PLACES = 4, SCATTER_CASES = COUNT(rows_n) * COUNT(floats) };
@@ -370,12 +358,8 @@ static const char *check_scatter(int isa, const fa_kernels *kernels)
     return only_rows(out + 1, 1, 1, SCATTER_PLACES, a.n) ? NULL : BETWEEN_ROWS;
 }
 
-static fa_dtype scatter_dtype(void) { return scatter_now.args.dtype; }
-
 static void describe_scatter(void) { printf("dtype %d, n %d", scatter_now.args.dtype, (int)scatter_now.args.n); }
 
-static const family scatter_family = {
-    "scatter", SCATTER_CASES, make_scatter, scatter_dtype, check_scatter, describe_scatter, drop_nothing,
-};
+FAMILY(scatter, SCATTER_CASES, make_scatter, scatter_now.args.dtype, describe_scatter, drop_nothing);
 
 #endif

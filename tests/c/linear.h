@@ -303,8 +303,6 @@ static const char *check_linear(int isa, const fa_kernels *kernels)
 
 static void make_linear(int number) { linear_now = linear_case_of(number); }
 
-static fa_dtype linear_dtype(void) { return linear_now.args.dtype; }
-
 static void describe_linear(void)
 {
     const fa_linear_args *a = &linear_now.args;
@@ -319,8 +317,6 @@ static void drop_linear(void)
     free(linear_now.w);
 }
 
-static const family linear_family = {
-    "linear", LINEAR_CASES, make_linear, linear_dtype, check_linear, describe_linear, drop_linear,
-};
+FAMILY(linear, LINEAR_CASES, make_linear, linear_now.args.dtype, describe_linear, drop_linear);
 
 #endif

@@ -94,8 +94,6 @@ static const char *check_lists(int isa, const fa_kernels *kernels)
     return NULL;
 }
 
-static fa_dtype lists_dtype(void) { return FA_F32; }
-
 static void describe_lists(void)
 {
     const fa_lists_args *a = &lists_case.inputs;
@@ -105,6 +103,6 @@ static void describe_lists(void)
 
 static void drop_lists(void) {}
 
-static const family lists_family = {"lists", 1500, make_lists, lists_dtype, check_lists, describe_lists, drop_lists};
+FAMILY(lists, 1500, make_lists, FA_F32, describe_lists, drop_lists);
 
 #endif

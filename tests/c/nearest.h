@@ -61,8 +61,6 @@ static void make_nearest(int number)
     FOR(r, a->len_q) FOR(j, a->len_k) nearest_now.scores[r * a->len_k + j] = nearest_score(a, &q, &k, r, j);
 }
 
-static fa_dtype nearest_dtype(void) { return nearest_now.args.q_dtype; }
-
 /* What was found for a query of `scores`: rows in order, and none left out that is nearer, or comes first of equals. */
 static const char *wrong_nearest(const fa_nearest_args *a, const fa_array *found, int64_t query, const double *scores)
 {
@@ -123,8 +121,6 @@ static void describe_nearest(void)
 
 static void drop_nearest(void) { free(nearest_now.scores); }
 
-static const family nearest_family = {
-    "nearest", NEAREST_CASES, make_nearest, nearest_dtype, check_nearest, describe_nearest, drop_nearest,
-};
+FAMILY(nearest, NEAREST_CASES, make_nearest, nearest_now.args.q_dtype, describe_nearest, drop_nearest);
 
 #endif

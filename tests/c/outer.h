@@ -96,8 +96,6 @@ static const char *check_outer(int isa, const fa_kernels *kernels)
 
 static void make_outer(int number) { outer_now = outer_case_of(number); }
 
-static fa_dtype outer_dtype(void) { return outer_now.args.a_dtype; }
-
 static void describe_outer(void)
 {
     const fa_outer_args *a = &outer_now.args;
@@ -107,8 +105,6 @@ static void describe_outer(void)
 
 static void drop_outer(void) { free(outer_now.want[0]), free(outer_now.want[1]); }
 
-static const family outer_family = {
-    "outer", OUTER_CASES, make_outer, outer_dtype, check_outer, describe_outer, drop_outer,
-};
+FAMILY(outer, OUTER_CASES, make_outer, outer_now.args.a_dtype, describe_outer, drop_outer);
 
 #endif

@@ -88,8 +88,6 @@ static void make_pack(int number)
     }
 }
 
-static fa_dtype pack_dtype(void) { return pack_now.args.weight == FA_F64 ? FA_F64 : FA_F32; }
-
 /* The weight as a float, or a double: 0 where no block has it. */
 static double pack_source(int64_t map, int64_t feature, int64_t d)
 {
@@ -232,8 +230,6 @@ static void describe_pack(void)
     FOR(i, a->n_blocks) printf(" %d", a->blocks[i].dtype);
 }
 
-static const family pack_family = {
-    "pack", PACK_CASES, make_pack, pack_dtype, check_pack, describe_pack, drop_nothing,
-};
+FAMILY(pack, PACK_CASES, make_pack, pack_now.args.weight == FA_F64 ? FA_F64 : FA_F32, describe_pack, drop_nothing);
 
 #endif

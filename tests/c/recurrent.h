@@ -197,8 +197,6 @@ static const char *check_recurrent(int isa, const fa_kernels *kernels)
     return BETWEEN_ROWS;
 }
 
-static fa_dtype recurrent_dtype(void) { return recurrent_now.args.q.dtype; }
-
 static void describe_recurrent(void)
 {
     const fa_recurrent_args *a = &recurrent_now.args;
@@ -213,8 +211,6 @@ static void describe_recurrent(void)
 
 static void drop_recurrent(void) { free(recurrent_now.out), free(recurrent_now.state), free(recurrent_now.norm); }
 
-static const family recurrent_family = {
-    "recurrent", RECURRENT_CASES, make_recurrent, recurrent_dtype, check_recurrent, describe_recurrent, drop_recurrent,
-};
+FAMILY(recurrent, RECURRENT_CASES, make_recurrent, recurrent_now.args.q.dtype, describe_recurrent, drop_recurrent);
 
 #endif

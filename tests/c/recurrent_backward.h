@@ -258,9 +258,7 @@ static void drop_recurrent_backward(void)
     drop_recurrent();
 }
 
-static const family recurrent_backward_family = {
-    "recurrent_backward",     RECURRENT_CASES,    make_recurrent_backward, recurrent_dtype,
-    check_recurrent_backward, describe_recurrent, drop_recurrent_backward,
-};
+FAMILY(recurrent_backward, RECURRENT_CASES, make_recurrent_backward, recurrent_now.args.q.dtype, describe_recurrent,
+       drop_recurrent_backward);
 
 #endif

@@ -41,8 +41,6 @@ static void make_rope(int number)
     }
 }
 
-static fa_dtype rope_dtype(void) { return rope_now.args.x.dtype; }
-
 static near expect_rope(int64_t b, int64_t h, int64_t i, int64_t d)
 {
     const fa_rope_args *a = &rope_now.args;
@@ -126,8 +124,6 @@ static void describe_rope(void)
            rope_now.in_place, rope_now.int8);
 }
 
-static const family rope_family = {
-    "rope", ROPE_CASES, make_rope, rope_dtype, check_rope, describe_rope, drop_nothing,
-};
+FAMILY(rope, ROPE_CASES, make_rope, rope_now.args.x.dtype, describe_rope, drop_nothing);
 
 #endif

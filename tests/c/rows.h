@@ -138,8 +138,6 @@ static const char *check_rows(int isa, const fa_kernels *kernels)
 
 static void make_rows(int number) { rows_now = rows_case_of(number); }
 
-static fa_dtype rows_dtype(void) { return rows_now.args.dtype; }
-
 static void describe_rows(void)
 {
     const fa_rows_args *a = &rows_now.args;
@@ -149,8 +147,6 @@ static void describe_rows(void)
 
 static void drop_nothing(void) {}
 
-static const family rows_family = {
-    "rows", ROWS_CASES, make_rows, rows_dtype, check_rows, describe_rows, drop_nothing,
-};
+FAMILY(rows, ROWS_CASES, make_rows, rows_now.args.dtype, describe_rows, drop_nothing);
 
 #endif

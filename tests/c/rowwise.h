@@ -173,8 +173,6 @@ static void make_rowwise(int number)
     else expect_by_scores(r, &rowwise_now.x, rowwise_now.want);
 }
 
-static fa_dtype rowwise_dtype(void) { return rowwise_now.c.q; }
-
 /* Twice: the second time from the last task to the first, with other garbage in the scratch memory. */
 static const char *check_rowwise(int isa, const fa_kernels *kernels)
 {
@@ -213,8 +211,6 @@ static void drop_rowwise(void)
     free(rowwise_now.want);
 }
 
-static const family rowwise_family = {
-    "rowwise", ROWWISE_CASES, make_rowwise, rowwise_dtype, check_rowwise, describe_rowwise, drop_rowwise,
-};
+FAMILY(rowwise, ROWWISE_CASES, make_rowwise, rowwise_now.c.q, describe_rowwise, drop_rowwise);
 
 #endif

