@@ -1,4 +1,4 @@
-"""``python -m fastattn``: what is installed, whether it computes correctly, and how fast it is."""
+"""``python -m fastattn``: configuration, self-test, benchmark, and commands that run models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIGNALLED = 128  # a shell adds it to the number of the signal that ended a com
 
 
 def _info(options: argparse.Namespace) -> int:
-    """Print the configuration: instruction set, threads, compiler, backend; or what is in a GGUF file."""
+    """Print the configuration (instruction set, threads, compiler, backend), or a GGUF file's metadata."""
     if options.model is None:
         print(fastattn.show_config())
         return 0
@@ -31,14 +31,14 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _selftest(options: argparse.Namespace) -> int:
-    """Test every instruction set and the fallback against float64; the exit status is the verdict."""
+    """Test every instruction set and the fallback against float64; the exit status is 0 if all pass."""
     from fastattn._bench import selftest
 
     return selftest.main(options.cases, options.seed)
 
 
 def _bench(options: argparse.Namespace) -> int:
-    """Time attention beside NumPy, the fallback and every other library that is installed, for a minute."""
+    """Compare attention with NumPy, the fallback and every installed peer library, for a minute."""
     from fastattn._bench import attention, harness, report
 
     print(f"This takes about {options.seconds} seconds.", flush=True)
@@ -72,100 +72,89 @@ def _parser() -> argparse.ArgumentParser:
         return sub.add_argument
 
     option = command(_info)
-    option("model", type=Path, nargs="?", metavar="MODEL.gguf", help="print what this file says of itself")
+    option("model", type=Path, nargs="?", metavar="MODEL.gguf", help="print the metadata of this file")
 
     option = command(_selftest)
-    option("--cases", type=positive, default=300, metavar="N", help="how many random calls (300)")
-    option("--seed", type=natural, default=0, metavar="N", help="which calls (0)")
+    option("--cases", type=positive, default=300, metavar="N", help="number of random calls (300)")
+    option("--seed", type=natural, default=0, metavar="N", help="random seed (0)")
 
     option = command(_bench)
-    option("--seconds", type=positive, default=60, metavar="N", help="about how long (60)")
-    option("--threads", type=threads, metavar="N", help="of every engine (as many as fastattn uses)")
-    option("--json", type=_file, metavar="FILE", help="write everything that was measured")
+    option("--seconds", type=positive, default=60, metavar="N", help="approximate duration (60)")
+    option("--threads", type=threads, metavar="N", help="threads of every engine (fastattn's default)")
+    option("--json", type=_file, metavar="FILE", help="write all measurements as JSON")
 
     def model_options(option: Callable[..., argparse.Action], placed: bool = False) -> None:
-        text = "a folder of config.json and model.safetensors, a GGUF file, or a name of the Hub"
+        text = "folder with config.json and model.safetensors, GGUF file, or name on the Hugging Face Hub"
         if placed:
             option("model", metavar="MODEL", help=text)
         else:
             option("--model", required=True, metavar="MODEL", help=text)
-        option("--revision", metavar="NAME", help="branch, tag or commit of a model of the Hub")
-        option("--gguf-file", metavar="NAME", help="a GGUF file in that folder or repository")
-        option("--dtype", choices=MODEL_DTYPES, default="float32", help="what is computed in (float32)")
-        option(
-            "--weights-dtype",
-            choices=(*WEIGHT_DTYPES, "file"),
-            help="how weights are kept in memory (as --dtype; file: as a GGUF file has them, its default)",
-        )
-        text = "round the inputs of linear maps, for weights in int8 or in blocks (they are not rounded)"
+        option("--revision", metavar="NAME", help="branch, tag or commit on the Hub")
+        option("--gguf-file", metavar="NAME", help="GGUF file in that folder or repository")
+        option("--dtype", choices=MODEL_DTYPES, default="float32", help="compute type (float32)")
+        text = "storage type of weights; file: as stored in a GGUF file (file for GGUF, else --dtype)"
+        option("--weights-dtype", choices=(*WEIGHT_DTYPES, "file"), help=text)
+        text = "round inputs of linear maps, for weights in int8 or in blocks (no rounding)"
         option("--activations", choices=ROUNDINGS, help=text)
+
+    def text_options(option: Callable[..., argparse.Action], prompted: str) -> None:
+        text = "texts, one per line, or .jsonl, .csv or .parquet (lines of standard input)"
+        option("file", type=Path, nargs="?", metavar="FILE", help=text)
+        option("--column", metavar="NAME", help="column of the texts in files with columns (text)")
+        option("--prompt-name", metavar="NAME", help="name of a prompt in the model's configuration")
+        option("--prompt", metavar="TEXT", help=f"text prepended to {prompted}")
+        option("--batch-size", type=positive, metavar="N", help="maximum batch size (about 768 tokens)")
 
     option = command(_cli_models.embed)
     model_options(option)
-    text = "lines of text, or .jsonl, .csv or .parquet (lines from the standard input)"
-    option("file", type=Path, nargs="?", metavar="FILE", help=text)
-    option("--column", metavar="NAME", help="of the texts in files that have columns (text)")
+    text_options(option, "each text")
     option("--output", type=_vectors, metavar="FILE", help=".npy, .jsonl or .parquet (JSON lines, printed)")
-    option("--prompt-name", metavar="NAME", help="of a prompt in the model's folder, put before each text")
-    option("--prompt", metavar="TEXT", help="put before each text")
-    option("--task", metavar="NAME", help="of a model that computes vectors in several ways: one of them")
-    option("--batch-size", type=positive, metavar="N", help="texts at a time at most (of about 768 tokens)")
-    text = "to length 1, even if the model's folder does not say so"
+    option("--task", metavar="NAME", help="task, for models with several")
+    text = "scale vectors to length 1, even if the model's configuration does not"
     option("--normalize", dest="normalize_embeddings", action="store_true", help=text)
     option("--truncate-dim", type=positive, metavar="N", help="keep the first N features of a vector")
-    text = "of a feature: a float, or a bit (float32)"
+    text = "type of a feature: a float, or one bit (float32)"
     option("--precision", choices=("float32", "binary", "ubinary"), default="float32", help=text)
-
-    def scored_options(option: Callable[..., argparse.Action]) -> None:
-        text = "lines of text, or .jsonl, .csv or .parquet (lines from the standard input)"
-        option("file", type=Path, nargs="?", metavar="FILE", help=text)
-        option("--column", metavar="NAME", help="of the texts in files that have columns (text)")
-        option("--prompt-name", metavar="NAME", help="of a prompt in the model's folder")
-        option("--prompt", metavar="TEXT", help="put before the query, or before the first text of a pair")
-        option("--batch-size", type=positive, metavar="N", help="at a time at most (of about 768 tokens)")
 
     option = command(_cli_models.rerank)
     model_options(option)
-    option("query", metavar="QUERY", help="what the texts are ranked by")
-    scored_options(option)
-    option("--top-k", type=positive, metavar="K", help="the best K texts (all)")
+    option("query", metavar="QUERY", help="query that the texts are ranked for")
+    text_options(option, "the query")
+    option("--top-k", type=positive, metavar="K", help="number of best texts to print (all)")
 
     option = command(_cli_models.predict)
     model_options(option)
-    scored_options(option)
-    option("--pair", metavar="NAME", help="of the column with the second text of each pair")
+    text_options(option, "the first text of each pair")
+    option("--pair", metavar="NAME", help="column of the second text of each pair")
 
     def writing_options(
         option: Callable[..., argparse.Action], most: int, usual: str, placed: bool = False
     ) -> None:
         model_options(option, placed)
-        option("--max-new-tokens", type=natural, default=most, metavar="N", help=f"where to end ({most})")
-        option("--temperature", type=float, metavar="T", help=f"0 takes the best token ({usual})")
+        option("--max-new-tokens", type=natural, default=most, metavar="N", help=f"most new tokens ({most})")
+        option("--temperature", type=float, metavar="T", help=f"sampling temperature, 0: greedy ({usual})")
         needs = "(needs --temperature)"
-        option("--top-k", type=positive, metavar="K", help=f"draw from the K best tokens {needs}")
-        option("--top-p", type=float, metavar="P", help=f"draw from the best that have probability P {needs}")
-        option("--min-p", type=float, metavar="P", help=f"and at least P times the best one's {needs}")
-        option("--typical-p", type=float, metavar="P", help=f"draw from the typical that have P {needs}")
-        option("--repetition-penalty", type=float, metavar="R", help="of tokens that were there (1)")
-        option("--presence-penalty", type=float, metavar="R", help="taken from their logits (0)")
-        option("--frequency-penalty", type=float, metavar="R", help="as often as they were (0)")
-        option("--seed", type=natural, metavar="N", help="of the draws, else a new one")
-        option("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
-        option(
-            "--cache-dtype",
-            choices=("int8", "bfloat16", "float16"),
-            help="how keys and values are kept (as --dtype)",
-        )
-        text = "several tokens a step where the text repeats itself; the answer stays the same"
+        option("--top-k", type=positive, metavar="K", help=f"sample from the K most likely tokens {needs}")
+        option("--top-p", type=float, metavar="P", help=f"sample from the best tokens of mass P {needs}")
+        option("--min-p", type=float, metavar="P", help=f"least share of the highest probability {needs}")
+        option("--typical-p", type=float, metavar="P", help=f"locally typical sampling of mass P {needs}")
+        option("--repetition-penalty", type=float, metavar="R", help="penalty factor of earlier tokens (1)")
+        option("--presence-penalty", type=float, metavar="R", help="subtracted from their logits (0)")
+        option("--frequency-penalty", type=float, metavar="R", help="subtracted once per occurrence (0)")
+        option("--seed", type=natural, metavar="N", help="random seed (a new one)")
+        option("--stop", action="append", metavar="TEXT", help="stop before this text; repeatable")
+        text = "type of cached keys and values (--dtype)"
+        option("--cache-dtype", choices=("int8", "bfloat16", "float16"), help=text)
+        text = "several tokens per step in repetitive text; the answer stays the same"
         option("--speculate", choices=("lookup",), help=text)
 
     option = command(_cli_models.generate)
     writing_options(option, 128, "0")
-    option("prompt", metavar="PROMPT", help="the text to continue; -: the standard input")
+    option("prompt", metavar="PROMPT", help="text to continue; -: standard input")
 
     option = command(_cli_models.chat)
-    writing_options(option, 1024, "as the model's files say, and other options", placed=True)
-    option("--system", metavar="TEXT", help="what the model is told first")
+    writing_options(option, 1024, "the model's default, as for other options", placed=True)
+    option("--system", metavar="TEXT", help="system message")
     return parser
 
 

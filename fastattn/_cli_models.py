@@ -48,11 +48,11 @@ _ENCODED = ("prompt_name", "prompt", "batch_size", "precision", "normalize_embed
 
 # What to do with other models, by their classes.
 _INSTEAD = {
-    "CrossEncoder": "The commands rerank and predict take it",
-    "TokenClassifier": "It is called with ids, in Python",
-    "SparseEncoder": "Its encode makes sparse vectors, in Python",
-    "MultiVectorEncoder": "Its encode makes a vector of each token, in Python",
-    "Decoder": "The command generate continues a text",
+    "CrossEncoder": "Use the commands rerank and predict",
+    "TokenClassifier": "Call it with ids, in Python",
+    "SparseEncoder": "Use its encode, in Python, for sparse vectors",
+    "MultiVectorEncoder": "Use its encode, in Python, for one vector per token",
+    "Decoder": "Use the command generate",
 }
 
 
@@ -74,7 +74,7 @@ def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Name
 @_said
 @named("embed")
 def embed(options: argparse.Namespace) -> None:
-    """Turn texts into vectors with an encoder."""
+    """Embed texts with an encoder."""
     from fastattn.models import Encoder
 
     output: Path | None = options.output
@@ -104,7 +104,7 @@ def embed(options: argparse.Namespace) -> None:
 
 @_said
 def rerank(options: argparse.Namespace) -> None:
-    """Rank the texts of a file by how well they fit a query, with a cross-encoder: one JSON line each."""
+    """Rank texts by relevance to a query with a cross-encoder; prints one JSON line per text."""
     texts = Texts(options.file, options.column)
     model = _cross_encoder(options)
     how = {name: getattr(options, name) for name in ("top_k", *_SCORED)}
@@ -115,7 +115,7 @@ def rerank(options: argparse.Namespace) -> None:
 @_said
 @named("predict")
 def predict(options: argparse.Namespace) -> None:
-    """Score texts, or pairs of them, with a cross-encoder or classifier: one JSON line each."""
+    """Score texts or pairs with a cross-encoder or classifier; prints one JSON line each."""
     firsts = Texts(options.file, options.column)
     pairs: Iterable[tuple[str, ...]] = ((text,) for text in firsts)
     if options.pair is not None:  # the second column, read beside the first one
@@ -131,7 +131,7 @@ def predict(options: argparse.Namespace) -> None:
 
 @_said
 def info(options: argparse.Namespace) -> None:
-    """Print what a GGUF file says of itself."""
+    """Print the metadata of a GGUF file."""
     from fastattn.models._gguf import described
 
     print(described(options.model))
@@ -152,7 +152,7 @@ def generate(options: argparse.Namespace) -> None:
 
 @_said
 def chat(options: argparse.Namespace) -> None:
-    """Talk with a language model: /reset, /save FILE, /load FILE, /quit; Ctrl-C ends an answer."""
+    """Chat with a language model: /reset, /save FILE, /load FILE, /quit; Ctrl-C ends an answer."""
     from fastattn.models import message_of
 
     require("jinja2")  # which templates need, before a model is read and a question is asked

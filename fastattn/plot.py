@@ -1,4 +1,4 @@
-"""Pictures of attention: weights, masks, entropies. They need matplotlib, the extra ``[plot]``."""
+"""Pictures of attention: weights, masks, entropies. Requires matplotlib, the extra ``[plot]``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def __dir__() -> list[str]:
 
 @named("attention_map")
 def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: Any = None) -> Any:
-    """Draw the weights of attention: queries downwards, keys to the right; larger weights are darker.
+    """Draw attention weights: queries downwards, keys to the right; larger weights are darker.
 
     Parameters
     ----------
     weights : array_like, (len_q, len_k) or (heads, len_q, len_k)
-        As `attention_weights` returns them; heads are drawn side by side.
+        From `attention_weights`; heads are drawn side by side.
     tokens : sequence of str, optional
-        Labels of the keys, and of the queries if there are as many.
+        Labels of the keys, and of the queries if their number is the same.
     ax : Axes, optional
-        Where to draw: one Axes, or one for each head. Default: a new figure.
+        One Axes, or one per head; default: a new figure.
 
     Returns
     -------
@@ -46,7 +46,7 @@ def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: A
     ImportError
         If matplotlib is not installed.
     TypeError, ValueError
-        If an argument does not fit.
+        If an argument is invalid.
 
     Examples
     --------
@@ -90,14 +90,14 @@ def mask(
     Parameters
     ----------
     mask : Mask or array_like of bool, (len_q, len_k)
-        A mask of `fastattn.masks`, or an array that is True where a query attends a key.
+        A mask of `fastattn.masks`, or an array, True where a query attends a key.
     len_q, len_k : int
-        Numbers of queries and of keys; by default ``len_k = len_q``.
+        Numbers of queries and keys; default ``len_k = len_q``.
     ax : Axes, optional
-        Where to draw; default a new figure.
+        Default: a new figure.
     block : int, optional
-        Queries and keys of a block. A block is darker the more of its pairs are attended. By default the
-        picture has at most 128 blocks on a side.
+        Queries and keys per block; a block is darker the more of its pairs are attended. Default: at most
+        128 blocks per side.
     q_offset : int, optional
         Position of the first query, as in `attention`.
 
@@ -108,7 +108,7 @@ def mask(
 
     Notes
     -----
-    O(len_q * len_k) time, and one byte of memory for each pair.
+    O(len_q * len_k) time, and one byte of memory per pair.
     """
     len_q = integer("len_q", len_q, 1, MOST_SIZE)
     len_k = len_q if len_k is None else integer("len_k", len_k, 1, MOST_SIZE)
@@ -135,28 +135,28 @@ def mask(
 
 @named("selected")
 def selected(selected: ArrayLike, len_k: int, ax: Any = None, *, block_size: int = 1) -> Any:
-    """Draw which keys queries have selected: queries downwards, keys to the right.
+    """Draw the keys that queries selected: queries downwards, keys to the right.
 
     Parameters
     ----------
     selected : array_like of int, (len_q, any number)
-        Numbers of keys, or of blocks of keys, for each query, as `functional.select_keys` returns them for a
-        head; -1 is none.
+        Indices of keys, or of blocks of keys, per query, from `functional.select_keys` for one head; -1 is
+        none.
     len_k : int
         Number of keys.
     ax : Axes, optional
-        Where to draw; default a new figure.
+        Default: a new figure.
     block_size : int, default 1
-        Keys of a block.
+        Keys per block.
 
     Returns
     -------
     Axes
-        At most 128 fields on a side, the darker the more is selected. Errors are as in `attention_map`.
+        At most 128 cells per side, darker the more is selected. Errors are as in `attention_map`.
 
     Notes
     -----
-    The time is that of sorting the lists; no memory is taken for pairs of a query and a key.
+    Time of sorting the lists; no memory per pair of query and key.
     """
     array = as_array("selected", selected)
     if array.dtype.kind not in "iu":
@@ -183,19 +183,19 @@ def selected(selected: ArrayLike, len_k: int, ax: Any = None, *, block_size: int
 
 @named("entropy")
 def entropy(entropies: ArrayLike, ax: Any = None) -> Any:
-    """Draw the entropy of attention of each layer and head: layers downwards, heads to the right.
+    """Draw the attention entropy of each layer and head: layers downwards, heads to the right.
 
     Parameters
     ----------
     entropies : array_like, (layers, heads)
-        For example means over the queries of ``-sum(p * log(p))``.
+        For example the mean over queries of ``-sum(p * log(p))``.
     ax : Axes, optional
-        Where to draw; default a new figure.
+        Default: a new figure.
 
     Returns
     -------
     Axes
-        A colour bar is beside it. Errors are as in `attention_map`.
+        With a colour bar. Errors are as in `attention_map`.
     """
     array = _numbers("entropies", entropies, (2,), "(layers, heads)")
     ax = _axes(ax, 1)[0]

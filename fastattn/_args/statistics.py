@@ -14,14 +14,14 @@ NAMES = ("row_max", "entropy", "top_k:k", "key_sums", "mean_weights")
 
 
 class TopK(NamedTuple):
-    """The largest weights of each row, best first, and the keys that have them."""
+    """The largest weights of each row, in descending order, and their keys."""
 
-    weights: NDArray[Any]  # (..., heads_q, len_q, k); 0 behind the last key that the row attends
+    weights: NDArray[Any]  # (..., heads_q, len_q, k); 0 after the last key that the row attends
     keys: NDArray[np.int64]  # the same shape; -1 there
 
 
 class Statistics(TypedDict, total=False):
-    """Statistics that `attention` returns for `stats`, with the entries that were asked for."""
+    """Statistics that `attention` returns for `stats`; only the requested entries exist."""
 
     row_max: NDArray[Any]
     entropy: NDArray[Any]

@@ -1,4 +1,4 @@
-"""Report of what is installed, and of what a call would use."""
+"""Report of the installation and of what a call uses."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fastattn._version import __version__
 
 
 def show_config() -> Report:
-    """Report what is installed and what a call would use.
+    """Report the installation and the settings of calls.
 
     Returns
     -------
     Report
         A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
-        if it is compiled), ``isa`` in use (None on NumPy), ``isa_refused`` (why the system does not let a
-        better one run, or None), ``isa_left_out`` (a better one of this CPU that was not compiled, or None),
-        ``isas_available`` on this CPU, ``isas_compiled``, ``num_threads`` and ``num_threads_from`` (which
-        variable or limit sets it), ``threading``: whose threads compute ("openmp"; "team", our own;
-        "borrowed", torch's, while `fastattn.torch` is imported; None on NumPy), ``threading_available`` in
-        this build, ``level2_cache`` (bytes of a core's, if the system says), ``compiler``, and the versions
-        of NumPy and Python.
+        if compiled), ``isa`` in use (None on NumPy), ``isa_refused`` (why the system does not allow a better
+        one, or None), ``isa_left_out`` (a better one for this CPU that was not compiled, or None),
+        ``isas_available`` on this CPU, ``isas_compiled``, ``num_threads``, ``num_threads_from`` (the variable
+        or limit that sets it), ``threading`` ("openmp"; "team", fastattn's pool; "borrowed", torch's pool
+        while `fastattn.torch` is imported; None on NumPy), ``threading_available`` in this build,
+        ``level2_cache`` (bytes per core, or None if unknown), ``compiler``, and the versions of NumPy and
+        Python.
     """
     return Report(
         version=__version__,

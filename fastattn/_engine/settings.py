@@ -35,11 +35,11 @@ _MOST_USEFUL = max(64, os.cpu_count() or 1)
 
 
 class FallbackWarning(RuntimeWarning):
-    """The best kernels of this CPU were not compiled: NumPy or a lesser instruction set runs instead."""
+    """Warning: the best kernels for this CPU were not compiled; NumPy or a lesser instruction set runs."""
 
 
 class Report(dict[str, Any]):
-    """A dict that prints as a table, with one entry in each line."""
+    """A dict that prints as a table, one entry per line."""
 
     def __repr__(self) -> str:
         width = max(map(len, self), default=0)
@@ -77,7 +77,7 @@ class _Settings:
 
 
 def available_threadings() -> tuple[str, ...]:
-    """Return whose threads this build can use, the default first: "openmp", "team" (our own)."""
+    """Return the thread pools of this build, the default first: "openmp", "team" (fastattn's)."""
     if core is None:
         return ()
     return ("openmp", "team") if core.openmp_threads()[0] else ("team",)
@@ -174,7 +174,7 @@ def _use_isa(what: str, isa: str) -> None:
 
 
 def available_isas() -> tuple[str, ...]:
-    """Names of the compiled instruction sets that this CPU supports, best first; () without the extension."""
+    """Return the compiled instruction sets that this CPU supports, best first; () without the extension."""
     return () if core is None else core.AVAILABLE_ISAS
 
 
@@ -187,9 +187,8 @@ def get_num_threads() -> int:
 def set_num_threads(num_threads: int) -> None:
     """Set the number of threads of calls without ``num_threads=``, for the whole process.
 
-    Larger numbers than the machine has CPUs, or than 64 if it has fewer, or than OMP_THREAD_LIMIT, count as
-    that limit, as `show_config` says. There are fewer where the system refuses to create a thread (``ulimit
-    -u``).
+    Limited to the number of CPUs, or 64 if there are fewer, and to OMP_THREAD_LIMIT; `show_config` reports
+    the limit. Fewer threads run if the system cannot create more (``ulimit -u``).
 
     Raises
     ------
@@ -201,22 +200,23 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def set_threading(threading: str) -> None:
-    """Choose whose threads compute, from the next call on, for the whole process.
+    """Choose the thread pool of all later calls, for the whole process.
 
-    No bit of a result depends on it. While `fastattn.torch` is imported, torch's threads compute instead.
-    Without this call and FASTATTN_THREADING, it is "team" once torch is imported and runs on the OpenMP of
-    this build: two pools in one OpenMP would slow each other down. So it is for builds from source.
+    Results do not depend on it, bit for bit. While `fastattn.torch` is imported, torch's threads compute
+    instead. By default (without this call and FASTATTN_THREADING), the pool becomes "team" once torch is
+    imported and uses the OpenMP of this build, as builds from source do: two pools in one OpenMP slow each
+    other down.
 
     Parameters
     ----------
     threading : {"openmp", "team"}
-        OpenMP's threads, the default where it was built in, to which OpenMP's environment variables apply
-        (OMP_THREAD_LIMIT, OMP_PROC_BIND, OMP_PLACES, OMP_DISPLAY_AFFINITY and others); or threads of our own.
+        "openmp", the default if built in, is subject to OpenMP's environment variables (OMP_THREAD_LIMIT,
+        OMP_PROC_BIND, OMP_PLACES, OMP_DISPLAY_AFFINITY and others); "team" is fastattn's own pool.
 
     Raises
     ------
     ValueError
-        If `threading` is neither, or not in this build: ``show_config()["threading_available"]``.
+        If `threading` is not one of ``show_config()["threading_available"]``.
     """
     with _threading_lock:
         _use_threading("set_threading(): threading", threading)
@@ -310,11 +310,11 @@ def _no_kernels() -> str:
 def why_numpy(backend: str | None = None) -> str | None:
     """Return why a call with `backend` runs on NumPy; None if it does not."""
     if backend == "numpy":
-        return "asked for by backend='numpy'"
+        return "set by backend='numpy'"
     if (backend or current.backend) == "compiled":
         return None
     if current.asked_by:
-        return f"asked for by {current.asked_by}"
+        return f"set by {current.asked_by}"
     return f"there are no compiled kernels: {_missing().why}"
 
 

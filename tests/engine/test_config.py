@@ -344,7 +344,7 @@ def test_a_layer_warns_on_its_callers_line(layer, python):
 
 def test_what_asked_for_the_fallback_is_said(python):
     run = python("import fastattn; print(fastattn.show_config()['why_numpy'])", FASTATTN_BACKEND="numpy")
-    assert run.stdout == "asked for by FASTATTN_BACKEND\n"
+    assert run.stdout == "set by FASTATTN_BACKEND\n"
 
 
 def test_a_number_of_threads_of_thousands_of_digits(python):

@@ -88,5 +88,5 @@ def test_what_the_commands_refuse(tmp_path):
     message = run("predict", "--model", tmp_path / "one", "--pair", "b", stdin="a\n", status=1)
     assert "--pair is 'b' for the standard input" in message
     message = run("embed", "--model", tmp_path / "one", stdin="a\n", status=1)
-    said = "holds a CrossEncoder (bert); expected an Encoder. The commands rerank and predict take it"
+    said = "holds a CrossEncoder (bert); expected an Encoder. Use the commands rerank and predict"
     assert said in message
