@@ -96,22 +96,7 @@ def test_explain(implementation):
 
 
 def test_explain_counts_tiles(implementation):
-    """For any mask skipped, full and edge tiles are all tiles, and what is masked is skipped."""
-    mask = np.zeros((200, 500), bool)
-    mask[:, :1] = True
-    for arguments in (
-        {"causal": True},
-        {"causal": True, "q_offset": 0},
-        {"window": (20, 0)},
-        {"mask": mask},
-        {"mask": mask, "kv_lengths": 300},
-        {"bias": np.where(mask, 0, -np.inf).astype(np.float32)},
-        {"kv_lengths": [10, 0]},
-        {"row_ranges": (7, 9)},
-    ):
-        report = fastattn.explain(Q, K, V, **arguments)
-        assert report["tiles"] == report["tiles_skipped"] + report["tiles_full"] + report["tiles_edge"]
-        assert report["tiles_edge"] > 0 or "kv_lengths" in arguments
+    """`count_tiles` is tested in test_tiles.py."""
     nothing = fastattn.explain(Q, K, V, kv_lengths=0)
     assert nothing["tiles_skipped"] == nothing["tiles"] > 0
     long = make_inputs(SHAPE._replace(len_q=2000, len_k=2000), "float32", np.random.default_rng(0))
@@ -119,27 +104,6 @@ def test_explain_counts_tiles(implementation):
     assert 0.3 < causal["tiles_skipped"] / causal["tiles"] < 0.5
     window = fastattn.explain(*long, window=(100, 0))
     assert 0.5 < window["tiles_skipped"] / window["tiles"] < 1
-
-
-@pytest.mark.parametrize("heads_q", [1, 3, 5, 8, 40, 71])
-@pytest.mark.parametrize("by_head", [False, True])
-def test_explain_counts_every_tile(by_head, heads_q, implementation):
-    """Blocks count (query, head in group) pairs, also where they cut through the heads of a query."""
-    rng = np.random.default_rng(heads_q)
-    q, k = np.zeros((1, heads_q, 33, 16), np.float32), np.zeros((1, 1, 300, 16), np.float32)
-    begin = rng.integers(0, 200, (heads_q if by_head else 1, 33))
-    end = begin + rng.integers(0, 200, begin.shape)
-    attends = (begin[..., None] <= np.arange(300)) & (np.arange(300) < end[..., None])
-    rows = np.broadcast_to(attends, (heads_q, 33, 300)).swapaxes(0, 1).reshape(-1, 300)
-    for arguments in ({"row_ranges": (begin, end)}, {"mask": attends}):
-        report = fastattn.explain(q, k, k, **arguments)
-        block_q, block_k = report["block_q"], report["block_k"]
-        tiles = [rows[r : r + block_q, j : j + block_k]
-                 for r in range(0, len(rows), block_q) for j in range(0, 300, block_k)]  # fmt: skip
-        assert report["tiles"] == len(tiles)
-        if "mask" in arguments:
-            assert report["tiles_skipped"] == sum(not tile.any() for tile in tiles)
-        assert report["tiles_full"] == sum(bool(tile.all()) for tile in tiles)
 
 
 def test_conversions_are_said(implementation):

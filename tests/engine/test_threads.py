@@ -14,41 +14,13 @@ from implementations import COMPILED, IMPLEMENTATIONS, child_environment, forced
 from oracle import assert_same_bits, spread_inputs
 
 import fastattn
-from fastattn._bench.cases import Shape, combine
+from fastattn._bench.cases import Shape
 from fastattn._engine import settings
 
 SHAPE = Shape("threads", batch=2, heads_q=4, heads_kv=2, len_q=120, len_k=300, head_dim=32)
 
 pytestmark = pytest.mark.usefixtures("threading_of")
 posix = pytest.mark.skipif(os.name != "posix", reason="POSIX signals and forks")
-
-
-def test_several_python_threads_at_once(implementation):
-    variants = ["plain", "causal", "mask", "alibi", "kv_lengths", "sinks", "bias", "window"]
-    calls, expected = [], []
-    for seed, variant in enumerate(variants):
-        rng = np.random.default_rng(seed)
-        calls.append((spread_inputs(SHAPE, "float32", rng), combine((variant,), SHAPE, rng)))
-        expected.append(fastattn.attention(*calls[-1][0], **calls[-1][1], return_lse=True))
-    errors = []
-    start = threading.Barrier(len(calls))
-
-    def work(n):
-        arrays, arguments = calls[n]
-        try:
-            start.wait()
-            for num_threads in (1, 2, 3) * 4:
-                got = fastattn.attention(*arrays, **arguments, return_lse=True, num_threads=num_threads)
-                assert_same_bits(got, expected[n])
-        except BaseException as error:
-            errors.append(error)
-
-    workers = [threading.Thread(target=work, args=(n,)) for n in range(len(calls))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not errors, errors[0]
 
 
 def test_an_error_in_one_thread_is_that_thread_s_own(implementation):
@@ -129,29 +101,6 @@ def test_a_forked_child_computes(implementation):
                          env=child_environment(), capture_output=True, text=True)  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert not run.stderr
-
-
-MULTIPROCESSING = """
-import multiprocessing
-import numpy as np
-import fastattn
-
-def work(seed):
-    q = np.random.default_rng(seed).standard_normal((4, 200, 32), np.float32)
-    return fastattn.attention(q, q, q)
-
-if __name__ == "__main__":
-    work(0)
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        for seed, out in enumerate(pool.map(work, range(4))):
-            assert (out == work(seed)).all()
-"""
-
-
-@posix
-def test_a_pool_of_forked_processes(python):
-    run = python("import warnings; warnings.simplefilter('ignore')\n" + MULTIPROCESSING)
-    assert run.returncode == 0, run.stderr
 
 
 SOON = 2.0  # seconds, of which 0.1 are what it takes, and the rest for a machine that is busy

@@ -54,8 +54,10 @@ def make_calls():
     out, lse = fastattn.attention(q, k, v, return_lse=True)
     options = {
         "plain": {}, "causal": {"causal": True}, "mask": {"mask": masks.causal() & masks.window(9)},
-        "lengths": {"kv_lengths": [70, 3]}, "lse": {"return_lse": True},
-        "dropout": {"dropout": 0.2, "seed": 1},
+        "dense mask": {"mask": rng.random((70, 70)) < 0.7}, "lengths": {"kv_lengths": [70, 3]},
+        "lse": {"return_lse": True, "window": (9, 3)}, "dropout": {"dropout": 0.2, "seed": 1},
+        "modifiers": {"alibi_slopes": np.ones(4), "sinks": np.ones(4), "bias": np.ones((70, 70), np.float32)},
+        "threads": {"num_threads": 3},
     }  # fmt: skip
     calls = {
         name: lambda chosen=chosen: fastattn.attention(q, k, v, **chosen) for name, chosen in options.items()
