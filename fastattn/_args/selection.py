@@ -40,17 +40,8 @@ def selection_args(
     backend: Any,
 ) -> SelectionArgs:
     """Check and normalise the arguments of `select_keys`, whose names these are."""
-    a = attention_args(
-        q,
-        k,
-        k,
-        k_scale=k_scale,
-        v_scale=k_scale,
-        names=("q", "k", "k"),
-        scales="k_scale",
-        num_threads=num_threads,
-        backend=backend,
-    )
+    how = {"scales": "k_scale", "num_threads": num_threads, "backend": backend}
+    a = attention_args(q, k, k, k_scale=k_scale, v_scale=k_scale, names=("q", "k", "k"), **how)
     one_head = a.result.ndim == 2
     shapes = [np.shape(x) for x in (q, k)]
     if len(shapes[1]) < len(shapes[0]) and a.heads_kv > 1:  # more likely a batch than heads

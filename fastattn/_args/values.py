@@ -95,7 +95,7 @@ def shared(x: Any) -> Array:
         return np.asarray(x)
     kind, number = x.__dlpack_device__()
     if kind not in _HOST:
-        raise BufferError(f"it lies on device {number} of DLPack's type {int(kind)}, not in the CPU's memory")
+        raise BufferError(f"it is on device {number} of DLPack's type {int(kind)}, not in the CPU's memory")
     return np.from_dlpack(x)
 
 

@@ -77,7 +77,7 @@ class BackwardTask(Task):
             if allowed is not True:
                 probs, dscores = (np.where(allowed, x, 0) for x in (probs, dscores))
             if args.dv is not None:
-                dv[keys] += _weighted(_flat(self.dropped(probs, keys)).T, _flat(dout), _transposed(allowed))
+                dv[keys] += weighted(flat(self.dropped(probs, keys)).T, flat(dout), _transposed(allowed))
             self.add_modifiers(args, keys, dscores)
             if forward.softcap:
                 dscores *= self.softcap_slopes(keys)[0]
@@ -86,12 +86,12 @@ class BackwardTask(Task):
             if self.call.score_mod_backward is not None:
                 dscores = np.where(allowed, self.of_scores(dscores, keys), 0)
             if args.dk is not None:
-                dk[keys] += dtype.type(forward.scale) * _weighted(
-                    _flat(dscores).T, _flat(self.q), _transposed(allowed)
+                dk[keys] += dtype.type(forward.scale) * weighted(
+                    flat(dscores).T, flat(self.q), _transposed(allowed)
                 )
             if args.dq is not None:
-                rows = None if allowed is True else _flat(np.broadcast_to(allowed, dscores.shape))
-                dq += _weighted(_flat(dscores), k, rows).reshape(dq.shape)
+                rows = None if allowed is True else flat(np.broadcast_to(allowed, dscores.shape))
+                dq += weighted(flat(dscores), k, rows).reshape(dq.shape)
         if args.dq is not None:
             args.dq[self.where] = dq * dtype.type(args.dq_factor)
         if args.dsinks is not None:
@@ -167,23 +167,26 @@ def _exp_from(scores: Array, lse: Array) -> Array:
     return probs
 
 
-def _flat(x: Array) -> Array:
+def flat(x: Array) -> Array:
     """Rows of all heads of a group, (group * rows, n)."""
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(x.shape[0] * x.shape[1], x.shape[-1])
 
 
 def _transposed(allowed: Any) -> Any:
-    return None if allowed is True else _flat(allowed).T
+    return None if allowed is True else flat(allowed).T
 
 
-def _weighted(weights: Array, x: Array, allowed: Any) -> Array:
-    """weights (n, m) @ x (m, d), in which no row touches what `allowed` (n, m) does not let it attend."""
+def weighted(weights: Array, x: Array, allowed: Any = ...) -> Array:
+    """weights (n, m) @ x (m, d), in which no row touches what `allowed` (n, m) does not let it attend.
+
+    By default, a weight of 0 hides a row of x that is not finite; with None, nothing is hidden.
+    """
     if allowed is None:
         return weights @ x
     finite = np.asarray(np.isfinite(x).all(axis=-1))
     product = weights @ (x if finite.all() else np.where(finite[:, None], x, 0))
     for j in np.flatnonzero(~finite):  # a weight of 0 does not hide a NaN, as 0 * NaN is NaN
-        some: Array = allowed[:, j, None]
+        some: Array = weights[:, j, None] != 0 if allowed is ... else allowed[:, j, None]
         product += np.where(some, weights[:, j, None] * x[j], 0)
     return product
 

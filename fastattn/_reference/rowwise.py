@@ -5,7 +5,7 @@ A task has all keys of its query rows at once, as sparsemax, entmax and the k la
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -114,25 +114,35 @@ def _talking_heads(args: RowwiseArgs) -> Iterator[tuple[Any, Array]]:
     a = args.attention
     call, group = Call(a), a.heads_q // a.heads_kv
     step = max(1, TILE_SCORES // (a.heads_q * max(1, a.len_k)))
-    every = slice(0, a.len_k)
+    every, own = slice(0, a.len_k), [slice(h * group, (h + 1) * group) for h in range(a.heads_kv)]
     for b in np.ndindex(a.batch_shape):
         for i in range(0, a.len_q, step):
             rows = slice(i, min(i + step, a.len_q))
             heads = [Mixed(call, b, h, rows) for h in range(a.heads_kv)]
-            mixed = mix(np.concatenate([Task.products(task, every) for task in heads]), args.pre)
-            probs, attends = np.zeros_like(mixed), np.zeros(mixed.shape, bool)
-            for h, task in enumerate(heads):
-                own = slice(h * group, (h + 1) * group)
-                task.mixed, keys = mixed[own], task.keys()
-                if (allowed := task.allowed(keys)) is not False:
-                    attends[own][..., keys] = allowed
-                    probs[own][..., keys] = task.weights(task.scores(keys, allowed), allowed)
+            _, probs, attends = mixed_probs(heads, own, args.pre)
             probs = mix(probs, args.post)
             if args.post is not None:  # each head may get weights from every other
                 attends[:] = attends.any(axis=0)
-            for h, task in enumerate(heads):
-                own = slice(h * group, (h + 1) * group)
-                yield task.where, task.weighted_values(probs[own], every, attends[own])
+            for task, of in zip(heads, own, strict=True):
+                yield task.where, task.weighted_values(probs[of], every, attends[of])
+
+
+def mixed_probs(
+    heads: Sequence[Mixed], own: Sequence[slice], pre: Array | None
+) -> tuple[Array, Array, Array]:
+    """Products, probabilities and who attends whom, (heads_q, rows, len_k), where scores are mixed by `pre`.
+
+    `own` are the query heads of each KV head.
+    """
+    products = np.concatenate([Task.products(task, slice(0, len(task.k))) for task in heads])
+    mixed = mix(products, pre)
+    probs, attends = np.zeros_like(mixed), np.zeros(mixed.shape, bool)
+    for task, of in zip(heads, own, strict=True):
+        task.mixed, keys = mixed[of], task.keys()
+        if (allowed := task.allowed(keys)) is not False:
+            attends[of][..., keys] = allowed
+            probs[of][..., keys] = task.weights(task.scores(keys, allowed), allowed)
+    return products, probs, attends
 
 
 def mix(x: Array, matrix: Array | None) -> Array:

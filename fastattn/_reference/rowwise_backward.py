@@ -16,8 +16,8 @@ import numpy as np
 
 from fastattn._args.types import Array, RowwiseArgs, RowwiseBackwardArgs
 from fastattn._reference.attention import TILE_SCORES, Call, Task, exp_below, tasks
-from fastattn._reference.backward import BackwardTask
-from fastattn._reference.rowwise import Additive, Mixed, entmax, largest, mix
+from fastattn._reference.backward import BackwardTask, flat, weighted
+from fastattn._reference.rowwise import Additive, Mixed, entmax, largest, mix, mixed_probs
 
 
 @np.errstate(all="ignore")
@@ -83,7 +83,7 @@ def _one_head(task: BackwardTask, args: RowwiseBackwardArgs, forward: RowwiseArg
     delta = _shielded(weights, dprobs).sum(axis=-1, keepdims=True) / total
     dscores = _shielded(weights, dprobs - delta)
     if args.dv is not None:
-        args.dv[(*task.batch, task.h_kv)][keys] += _product(_flat(probs).T, _flat(dout))
+        args.dv[(*task.batch, task.h_kv)][keys] += weighted(flat(probs).T, flat(dout))
     task.add_modifiers(args, keys, dscores)
     if task.call.args.softcap:
         dscores = _shielded(dscores, task.softcap_slopes(keys)[0])
@@ -115,33 +115,19 @@ def _add_products(task: Task, args: RowwiseBackwardArgs, keys: slice, dscores: A
     """Fill dq, and add to dk, what dscores of scale * q @ k.T make of them."""
     dtype = task.call.dtype
     if args.dk is not None:
-        dk = _product(_flat(dscores).T, _flat(task.q))
+        dk = weighted(flat(dscores).T, flat(task.q))
         args.dk[(*task.batch, task.h_kv)][keys] += dtype.type(task.call.args.scale) * dk
     if args.dq is not None:
         k = np.ascontiguousarray(task.k[keys], dtype=dtype)
-        dq = _product(_flat(dscores), k).reshape(task.q.shape)
+        dq = weighted(flat(dscores), k).reshape(task.q.shape)
         args.dq[task.where] = dq * dtype.type(args.dq_factor)
 
 
 def _times_values(task: Task, dout: Array, keys: slice) -> Array:
     """dout @ v.T, (group, rows, keys)."""
     v = np.ascontiguousarray(task.v[keys], dtype=task.call.dtype)
-    products: Array = (_flat(dout) @ v.T).reshape(*dout.shape[:2], len(v))
+    products: Array = (flat(dout) @ v.T).reshape(*dout.shape[:2], len(v))
     return products
-
-
-def _flat(x: Array) -> Array:
-    """Rows of all heads of a group, (group * rows, n)."""
-    return x.reshape(x.shape[0] * x.shape[1], x.shape[-1])
-
-
-def _product(weights: Array, x: Array) -> Array:
-    """weights (n, m) @ x (m, d), in which a weight of 0 hides a row of x that is not finite."""
-    finite = np.asarray(np.isfinite(x).all(axis=-1))
-    product: Array = weights @ (x if finite.all() else np.where(finite[:, None], x, 0))
-    for j in np.flatnonzero(~finite):
-        product += _shielded(weights[:, j, None], x[j])
-    return product
 
 
 class _Mixed(Mixed, BackwardTask):
@@ -165,14 +151,7 @@ def _mixed_heads(heads: list[_Mixed], args: RowwiseBackwardArgs, forward: Rowwis
     a, b, pre, post = args.attention, heads[0].batch, forward.pre, forward.post
     group, every = a.heads_q // a.heads_kv, slice(0, a.len_k)
     own = [slice(h * group, (h + 1) * group) for h in range(a.heads_kv)]
-    products = np.concatenate([Task.products(task, every) for task in heads])
-    mixed = mix(products, pre)
-    probs, attends = np.zeros_like(mixed), np.zeros(mixed.shape, bool)
-    for task, of in zip(heads, own, strict=True):
-        task.mixed, keys = mixed[of], task.keys()
-        if (allowed := task.allowed(keys)) is not False:
-            attends[of][..., keys] = allowed
-            probs[of][..., keys] = task.weights(task.scores(keys, allowed), allowed)
+    products, probs, attends = mixed_probs(heads, own, pre)
     some = attends.any(axis=0)
     douts = [np.asarray(args.dout[task.where], task.call.dtype) for task in heads]
     dweights = np.concatenate([_times_values(*x, every) for x in zip(heads, douts, strict=True)])
@@ -194,7 +173,7 @@ def _mixed_heads(heads: list[_Mixed], args: RowwiseBackwardArgs, forward: Rowwis
     if args.dv is not None:
         weights = mix(probs, post)
         for task, of, dout in zip(heads, own, douts, strict=True):
-            args.dv[(*b, task.h_kv)] += _product(_flat(weights[of]).T, _flat(dout))
+            args.dv[(*b, task.h_kv)] += weighted(flat(weights[of]).T, flat(dout))
 
 
 def _over_rows(weights: Array, x: Array) -> Array:

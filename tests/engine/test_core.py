@@ -265,64 +265,43 @@ def test_operations_that_do_not_fit(core, function, args, changes):
         getattr(core, function)(dataclasses.replace(args, **changes))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"v": ones(2, 2, 7, 8, dtype=np.float16)},
-        {"q": ones(2, 4, 5, 7)},
-        {"k": ones(2, 2, 6, 8)},
-        {"v": ones(2, 2, 9, 8)},
-        {"k": ones(2, 3, 7, 8)},
-        {"out": ones(1, 2, 4, 5, 8)},
-        {"out": ones(2, 4, 4, 8)},
-        {"lse": ones(2, 4, 4)},
-        {"mask": ones(5, 6, dtype=bool)},
-        {"lse": ones(2, 4, 5, dtype=np.float64)},
-        {"row_end": ones(1, 4, dtype=np.int64)},
-        {"sinks": ones(3)},
-        {"row_begin": ones(1, 5)},
-        {"q": ones(2, 4, 5, 16)[..., ::2]},
-    ],
-    ids=lambda changes: "-".join(changes),
-)
+ATTENTION = [
+    {"v": ones(2, 2, 7, 8, dtype=np.float16)}, {"q": ones(2, 4, 5, 7)}, {"k": ones(2, 2, 6, 8)},
+    {"v": ones(2, 2, 9, 8)}, {"k": ones(2, 3, 7, 8)}, {"out": ones(1, 2, 4, 5, 8)}, {"out": ones(2, 4, 4, 8)},
+    {"lse": ones(2, 4, 4)}, {"mask": ones(5, 6, dtype=bool)}, {"lse": ones(2, 4, 5, dtype=np.float64)},
+    {"row_end": ones(1, 4, dtype=np.int64)}, {"sinks": ones(3)}, {"row_begin": ones(1, 5)},
+    {"q": ones(2, 4, 5, 16)[..., ::2]},
+]  # fmt: skip
+OF_INT8 = [
+    {"k": ones(2, 2, 7, 8)}, {"v": ones(2, 2, 7, 8)}, {"k_scale": ones(2, 2, 6)}, {"v_scale": ones(3, 7)},
+    {"v_scale": ones(2, 2, 7, dtype=np.float64)}, {"v_scale": None},
+]  # fmt: skip
+SCALES = {"k_scale": ones(2, 2, 7), "v_scale": ones(2, 2, 7)}
+
+
+def attention_args(keys, **changes):
+    made = plain_args(ones(2, 4, 5, 8), keys, keys, ones(2, 4, 5, 8), 1)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize("changes", ATTENTION, ids=lambda changes: "-".join(changes))
 def test_attention_that_does_not_fit(core, changes):
-    def args(**changes):
-        made = plain_args(ones(2, 4, 5, 8), ones(2, 2, 7, 8), ones(2, 2, 7, 8), ones(2, 4, 5, 8), 1)
-        for name, value in changes.items():
-            setattr(made, name, value)
-        return made
-
-    core.attention(args())
+    keys = ones(2, 2, 7, 8)
+    core.attention(attention_args(keys))
     with pytest.raises(ValueError, match=f"fastattn: {'|'.join(changes)} has shape"):
-        core.attention(args(**changes))
+        core.attention(attention_args(keys, **changes))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"k": ones(2, 2, 7, 8)},
-        {"v": ones(2, 2, 7, 8)},
-        {"k_scale": ones(2, 2, 6)},
-        {"v_scale": ones(3, 7)},
-        {"v_scale": ones(2, 2, 7, dtype=np.float64)},
-        {"v_scale": None},
-    ],
-    ids=lambda changes: "-".join(changes),
-)
+@pytest.mark.parametrize("changes", OF_INT8, ids=lambda changes: "-".join(changes))
 def test_int8_keys_that_do_not_fit(core, changes):
-    def args(**changes):
-        codes = ones(2, 2, 7, 8, dtype=np.int8)
-        made = plain_args(ones(2, 4, 5, 8), codes, codes, ones(2, 4, 5, 8), 1)
-        for name, value in {"k_scale": ones(2, 2, 7), "v_scale": ones(2, 2, 7), **changes}.items():
-            setattr(made, name, value)
-        return made
-
-    core.attention(args())
+    codes = ones(2, 2, 7, 8, dtype=np.int8)
+    core.attention(attention_args(codes, **SCALES))
     with pytest.raises(ValueError, match=r"fastattn: (v|k|k_scale|v_scale) has shape"):
-        core.attention(args(**changes))
-    without = args(k_scale=None, v_scale=None)
+        core.attention(attention_args(codes, **SCALES | changes))
     with pytest.raises(TypeError, match="no kernel reads int8"):
-        core.attention(without)
+        core.attention(attention_args(codes))
 
 
 def test_one_list_of_activations(core):
