@@ -16,23 +16,7 @@ from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
-from fastattn.models._families import (
-    bert,
-    clip,
-    deberta,
-    gemma4,
-    gpt2,
-    gpt_oss,
-    granite,
-    granite_hybrid,
-    jina,
-    lfm2,
-    llama,
-    olmo,
-    qwen_next,
-    rotary,
-    t5,
-)
+from fastattn.models._families import bert, clip, deberta, gemma4, gpt, hybrid, jina, llama, rotary, t5
 from fastattn.models._files import Config, ModelError
 from fastattn.models._gguf_config import config_of, in_its_words
 from fastattn.models._hub import place_of
@@ -65,45 +49,28 @@ if TYPE_CHECKING:
 _TOWERS = ("clip", "siglip", "siglip2")
 # By the `model_type` of config.json.
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), jina.by_positions),
-    **dict.fromkeys(("gemma2", "gemma3_text"), llama.gemma),
-    "gemma3": llama.gemma3,
     "albert": bert.albert,
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), jina.by_positions),
     **dict.fromkeys(_TOWERS, clip.clip),
     "deberta-v2": deberta.deberta,
-    **dict.fromkeys(("embedding_gemma2", "embedding_gemma2_text"), gemma4.embedding_gemma2),
-    **dict.fromkeys(("gemma4", "gemma4_text"), gemma4.gemma4),
     "distilbert": bert.distilbert,
-    "gpt2": gpt2.gpt2,
-    "gpt_oss": gpt_oss.gpt_oss,
-    "granite": granite.granite,
-    "granitemoehybrid": granite_hybrid.granite_hybrid,
+    **dict.fromkeys(("embedding_gemma2", "embedding_gemma2_text"), gemma4.embedding_gemma2),
+    **dict.fromkeys(("gemma2", "gemma3_text"), llama.gemma),
+    "gemma3": llama.gemma3,
+    **dict.fromkeys(("gemma4", "gemma4_text"), gemma4.gemma4),
+    "gpt2": gpt.gpt2,
+    "gpt_oss": gpt.gpt_oss,
+    "granitemoehybrid": hybrid.granite_hybrid,
     "jina_embeddings_v3": jina.v3,
-    "lfm2": lfm2.lfm2,
-    **dict.fromkeys(("new", "gte"), rotary.gte),
+    "lfm2": hybrid.lfm2,
     "mistral3": llama.mistral3,
     "modernbert": rotary.modernbert,
     "mpnet": bert.mpnet,
+    **dict.fromkeys(("new", "gte"), rotary.gte),
     "nomic_bert": rotary.nomic,
-    **dict.fromkeys(("olmo2", "olmo3"), olmo.olmo),
-    **dict.fromkeys(
-        (
-            "eurobert",
-            "llama",
-            "ministral",
-            "ministral3",
-            "mistral",
-            "mixtral",
-            "phi3",
-            "qwen2",
-            "qwen3",
-            "qwen3_moe",
-            "smollm3",
-        ),
-        llama.llama,
-    ),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), qwen_next.qwen_next),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), hybrid.qwen_next),
     **dict.fromkeys(("t5", "mt5"), t5.t5),
+    **dict.fromkeys(llama.TYPES, llama.llama),
 }
 MODEL_TYPES = tuple(_BUILDERS)
 _STATIC: dict[str, Callable[[Source], Encoder | SparseEncoder]] = {  # by the kind of the first module

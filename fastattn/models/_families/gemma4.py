@@ -22,10 +22,29 @@ from fastattn.layers._block import BesideExperts, LayerInput, Norm
 from fastattn.models import _gguf
 from fastattn.models._blocks import Blocks
 from fastattn.models._encoder import Encoder, ProjectedEncoder
-from fastattn.models._families.gpt_oss import renamed
+from fastattn.models._families.gpt import renamed
 from fastattn.models._families.hybrid import linear, require_decoder
-from fastattn.models._families.llama import ALL, KEYS, LLAMA, NEAR, as_encoder, of_text
-from fastattn.models._families.shared import LayerInputs, head_counts, read_decoder, read_encoder, scaled
+from fastattn.models._families.llama import (
+    HEAD_NORMS,
+    KEYS,
+    LLAMA,
+    POST_NORMS,
+    as_encoder,
+    decoder_blocks,
+    of_text,
+)
+from fastattn.models._families.shared import (
+    ALL,
+    NEAR,
+    LayerInputs,
+    expert_counts,
+    kinds_of,
+    read_decoder,
+    read_encoder,
+    scaled,
+    tables_of_kinds,
+    windows_of,
+)
 from fastattn.models._sentences import Sentences
 
 if TYPE_CHECKING:
@@ -42,8 +61,8 @@ if TYPE_CHECKING:
 
 _NAMES = LLAMA.block._replace(
     inner_norm="pre_feedforward_layernorm",
-    post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-    head_norms=("self_attn.q_norm", "self_attn.k_norm"),
+    post_norms=POST_NORMS,
+    head_norms=HEAD_NORMS,
 )
 _QUERIES, _KEYS, _VALUES = LLAMA.block.qkv
 _TABLE, _MAP, _NORM = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
@@ -176,27 +195,21 @@ def _filled(size: int, dtype: np.dtype[Any], tensors: Tensors, name: str) -> Arr
     return np.full(size, tensors.whole(name).astype(dtype)[0], dtype)
 
 
+def _text(source: Source) -> Source:
+    """The source of the text model, of a model with towers, too."""
+    model_type = source.config.get("model_type", str)
+    return source if model_type.endswith("_text") else of_text(source, f"{model_type}_text")
+
+
 def _base(source: Source, heads_kv: int) -> Blocks:
     """Blocks as if all were alike; so many key heads there are by default."""
-    config = source.config
-    heads, _ = head_counts(config, heads_kv)
-    biased = (*_NAMES.qkv, _NAMES.attended) if config.get("attention_bias", bool, False) else ()
-    return Blocks.of(
-        source,
-        _NAMES,
-        KEYS._replace(activation="hidden_activation"),
-        eps=1e-6,
-        activation="gelu_pytorch_tanh",
-        heads=heads,
-        head_dim=config.size("head_dim", 256),
-        biased=frozenset(biased),
-    )
+    keys, activation = KEYS._replace(activation="hidden_activation"), "gelu_pytorch_tanh"
+    return decoder_blocks(source, _NAMES, keys, activation=activation, heads_kv=heads_kv, head_dim=256)
 
 
 def gemma4(source: Source) -> Decoder:
     """Build Gemma 4's text model; its towers for images and sound are left out."""
-    if source.config.get("model_type", str) == "gemma4":
-        source = of_text(source, "gemma4_text")
+    source = _text(source)
     config = source.config
     require_decoder(source)
     config.refuse(attn_logit_softcapping=None)
@@ -222,11 +235,11 @@ def gemma4(source: Source) -> Decoder:
     vocab, own_vocab = config.size("vocab_size"), config.size("vocab_size_per_layer_input", 262144)
     if inputs and own_vocab < vocab:
         raise config.wrong("vocab_size_per_layer_input", own_vocab, f"at least 'vocab_size', {vocab}")
-    experts = 0
+    beside = {}
     if config.get("enable_moe_block", bool, False):
-        experts, chosen = source.depth("num_experts"), config.size("top_k_experts")
-        if chosen > experts:
-            raise config.wrong("top_k_experts", chosen, f"at most 'num_experts', {experts}")
+        counts = expert_counts(source, "num_experts", None, "top_k_experts")
+        inner = config.size("moe_intermediate_size")
+        beside = {"beside": counts["experts"], "beside_chosen": counts["chosen"], "beside_inner": inner}
     widest = max(variants.values(), key=lambda own: own.heads * own.head_dim, default=base)
     blocks = _Blocks(
         **{name: getattr(widest, name) for name in Blocks.__dataclass_fields__ if name != "inner"},
@@ -234,9 +247,7 @@ def gemma4(source: Source) -> Decoder:
         each=tuple(variants[kind, i >= first] for i, kind in enumerate(kinds)),
         givers=givers,
         inputs=inputs,
-        beside=experts,
-        beside_chosen=chosen if experts else 0,
-        beside_inner=config.size("moe_intermediate_size") if experts else 0,
+        **beside,
     )
     width = config.size("sliding_window", 512)
     longest = config.optional_size("max_position_embeddings")
@@ -249,7 +260,7 @@ def gemma4(source: Source) -> Decoder:
         ),
         blocks,
         scales=[1.0] * count,
-        windows=[(width - 1, 0) if kind == NEAR else None for kind in kinds],
+        windows=windows_of(kinds, width),
         rotations=[list(sizes).index(kind) for kind in kinds],
         token_scale=float(source.precision.dtype.type(base.hidden**0.5)),  # as transformers rounds it
         frequencies=lambda: tuple(_frequencies(config, kind, sizes[kind][0], longest) for kind in sizes),
@@ -261,8 +272,7 @@ def gemma4(source: Source) -> Decoder:
 
 def embedding_gemma2(source: Source) -> Encoder:
     """Build EmbeddingGemma 2's text model; its towers for images and sound are left out."""
-    if source.config.get("model_type", str) == "embedding_gemma2":
-        source = of_text(source, "embedding_gemma2_text")
+    source = _text(source)
     config = source.config
     source.rename(lambda name: name.replace(".ple_block.", ".").removeprefix("ple."))
     base = _base(source, 2)
@@ -284,7 +294,7 @@ def embedding_gemma2(source: Source) -> Encoder:
         blocks,
         longest=longest,
         scales=[1.0] * count,
-        windows=[(width, width) if kind == NEAR else None for kind in kinds],
+        windows=windows_of(kinds, width, causal=False),
         rotations=[list(sizes).index(kind) for kind in kinds],
         token_scale=float(source.precision.dtype.type(base.hidden**0.5)),  # as transformers rounds it
         frequencies=lambda: tuple(_frequencies(config, kind, sizes[kind][0], longest) for kind in sizes),
@@ -305,9 +315,7 @@ def _renamed(name: str) -> str:
 
 def _kinds(config: Config, count: int) -> list[str]:
     """The kind of each layer: the last one has no window."""
-    kinds = config.words("layer_types", (ALL, NEAR), count)
-    if kinds is None:
-        kinds = [NEAR if (i + 1) % 6 and i + 1 < count else ALL for i in range(count)]
+    kinds = kinds_of(config, count, lambda i: (i + 1) % 6 > 0 and i + 1 < count)
     if kinds and kinds[-1] != ALL:
         raise config.wrong("layer_types", kinds, f"{ALL} for the last layer")
     return kinds
@@ -353,7 +361,5 @@ def _sizes(config: Config, kinds: Sequence[str], kind: str, heads: int) -> tuple
 
 def _frequencies(config: Config, kind: str, head_dim: int, longest: int | None) -> Frequencies:
     """The frequencies of rotary positions in layers of a kind."""
-    given = config.get("rope_parameters", dict, {})
-    if not (given.keys() <= _ROPE.keys() and all(isinstance(x, dict | None) for x in given.values())):
-        raise config.wrong("rope_parameters", given, f"a table for each of {', '.join(_ROPE)}")
-    return scaled(config, head_dim, {**(given.get(kind) or _ROPE[kind])}, longest)
+    given = tables_of_kinds(config, _ROPE).get(kind)
+    return scaled(config, head_dim, {**(given or _ROPE[kind])}, longest)

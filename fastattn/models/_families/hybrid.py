@@ -1,19 +1,43 @@
-"""Readers that families with mixers in place of attention share."""
+"""Decoders with mixers in place of attention in most layers: LFM2, Granite's hybrids, Qwen3-Next, Qwen3.5.
+
+LFM2 has short convolutions, Granite Mamba 2, Qwen gated DeltaNets. Qwen's attention has a gate, too, of each
+result, its norms multiply by 1 + weight, and a part of each head is rotated. Qwen3-Next and Qwen3.5-MoE have
+experts, one of which takes every token.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import re
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn._args.channels import MOST_WIDTH
-from fastattn.models._blocks import projection
+from fastattn.layers._delta_rules import DeltaMixer
+from fastattn.layers._mixers import ConvolutionMixer
+from fastattn.layers._state_space import Mamba2Mixer
+from fastattn.models import _gguf
+from fastattn.models._blocks import Keys, projection
+from fastattn.models._families.llama import (
+    EXPERTS,
+    HEAD_NORMS,
+    decoder_blocks,
+    multiplied,
+    with_block,
+    without_offset,
+)
+from fastattn.models._families.shared import ALL, expert_counts, frequencies, kinds_of, read_decoder
 from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:
+    from fastattn._args.types import Shape
     from fastattn.layers._block import Projection
+    from fastattn.layers._mixers import Mixer
+    from fastattn.models._decoder import Decoder
     from fastattn.models._files import Config
     from fastattn.models._source import Source
 
-ATTENTION = "full_attention"  # a kind of layers
+_KEYS = Keys(eps="rms_norm_eps", activation=None)
 
 
 def linear(source: Source, name: str, biased: bool = False) -> Projection:
@@ -41,3 +65,380 @@ def convolved_tokens(config: Config, key: str, usual: int) -> int:
     if width > MOST_WIDTH:
         raise config.wrong(key, width, f"at most {MOST_WIDTH}")
     return width
+
+
+_LFM2 = with_block(
+    attention_norm="operator_norm",
+    attended="self_attn.out_proj",
+    inner_norm="ffn_norm",
+    inner="feed_forward.w3",
+    gate="feed_forward.w1",
+    outer="feed_forward.w2",
+    head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+)._replace(norm="embedding_norm")
+
+
+class _Convolutions(NamedTuple):
+    """Mixers' sizes and names; see `Mixing`."""
+
+    width: int
+    biased: bool
+    flat: bool  # the convolution's weight has two axes, as in GGUF
+
+    def shapes(self, hidden: int) -> dict[str, Shape]:
+        """The shapes of a mixer's tensors."""
+        rows = {"conv.conv": hidden, "conv.in_proj": 3 * hidden, "conv.out_proj": hidden}
+        shapes: dict[str, Shape] = {f"{name}.weight": (n, hidden) for name, n in rows.items()}
+        shapes["conv.conv.weight"] = (hidden, self.width) if self.flat else (hidden, 1, self.width)
+        return shapes | {f"{name}.bias": (n,) for name, n in rows.items() if self.biased}
+
+    def read(self, source: Source, prefix: str) -> tuple[Projection, Mixer, Projection]:
+        """The map in, the mixer, and the map out."""
+        convolution, *maps = (f"{prefix}conv.{name}" for name in ("conv", "in_proj", "out_proj"))
+        channels = source.shape(f"{convolution}.weight")[0]
+        taps = source.vector(f"{convolution}.weight", shape=(channels, 1, self.width))
+        first, second = (linear(source, name, self.biased) for name in maps)
+        bias = source.vector(f"{convolution}.bias") if self.biased else None
+        return first, ConvolutionMixer(taps, bias), second
+
+
+def lfm2(source: Source) -> Decoder:
+    """Build LFM2."""
+    config = source.config
+    require_decoder(source)
+    layers, attends = source.depth("num_hidden_layers"), config.values.get("full_attn_idxs")
+    if attends is not None and not (isinstance(attends, list) and all(type(i) is int for i in attends)):
+        raise config.wrong("full_attn_idxs", attends, "a list of numbers of layers")
+    kinds = kinds_of(config, layers, lambda i: attends is not None and i not in attends, (ALL, "conv"))
+    width, biased = convolved_tokens(config, "conv_L_cache", 3), config.get("conv_bias", bool, False)
+    blocks = decoder_blocks(
+        source,
+        _LFM2.block,
+        _KEYS._replace(eps="norm_eps"),
+        heads_kv=8,
+        eps=1e-5,
+        inner=_inner(config),
+        biased=frozenset(),
+        mixing=_Convolutions(width, biased, _gguf.is_file(source.folder)),
+        mixed=frozenset(i for i, kind in enumerate(kinds) if kind != ALL),
+    )
+    tied: Any = config.get("tie_word_embeddings", bool, True)
+    return read_decoder(
+        _LFM2,
+        blocks,
+        frequencies=lambda: (frequencies(config, blocks.head_dim, 1e6),),
+        tied=config.get("tie_embedding", bool, tied),
+    )
+
+
+def _inner(config: Config) -> int:
+    """Features within LFM2's feed-forward, of which config.json has what they are made of."""
+    inner = config.size("block_ff_dim" if "block_ff_dim" in config.values else "intermediate_size")
+    if not config.get("block_auto_adjust_ff_dim", bool, True):
+        return inner
+    inner = int(2 * inner / 3)
+    if config.values.get("block_ffn_dim_multiplier", 1.0) is None:
+        return inner
+    unit = config.size("block_multiple_of", 256)
+    inner = int(config.number("block_ffn_dim_multiplier", 1.0) * inner)
+    return unit * ((inner + unit - 1) // unit)
+
+
+_GRANITE = with_block(
+    inner="shared_mlp.input_linear", gate="shared_mlp.input_linear", outer="shared_mlp.output_linear"
+)
+_GRANITE_EXPERTS = with_block(
+    inner="input_linear",
+    gate="input_linear",
+    outer="output_linear",
+    router="block_sparse_moe.router.layer",
+    experts="block_sparse_moe.experts.{}.",
+    shared=(None, "shared_mlp."),
+)
+_OF_EXPERTS = re.compile(r"\.block_sparse_moe\.(\w+)_linear\.weight\.(\d+)")
+
+
+class _Mambas(NamedTuple):
+    """Mixers' sizes and names; see `Mixing`."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    states: int
+    width: int
+    eps: float
+    conv_biased: bool
+    biased: bool  # both maps
+    limits: tuple[float, float]
+    of_file: bool  # a GGUF file has -exp(A_log), an axis more of A_log, D and norms, one less of convolutions
+
+    def shapes(self, hidden: int) -> dict[str, Shape]:
+        """The shapes of a mixer's tensors."""
+        inner = self.heads * self.head_dim
+        mixed = inner + 2 * self.groups * self.states
+        rows = {"in_proj": inner + mixed + self.heads, "out_proj": hidden}
+        shapes: dict[str, Shape] = {f"{name}.bias": (n,) for name, n in rows.items() if self.biased}
+        shapes |= {"in_proj.weight": (rows["in_proj"], hidden), "out_proj.weight": (hidden, inner)}
+        shapes |= {"conv1d.weight": (mixed, 1, self.width), "norm.weight": (inner,)}
+        shapes |= {"conv1d.bias": (mixed,)} if self.conv_biased else {}
+        shapes |= dict.fromkeys(("dt_bias", "A_log", "D"), (self.heads,))
+        if self.of_file:
+            norm = self.groups, inner // self.groups
+            shapes |= {"conv1d.weight": (mixed, self.width), "norm.weight": norm}
+            shapes |= dict.fromkeys(("A_log", "D"), (self.heads, 1))
+        return {f"mamba.{name}": shape for name, shape in shapes.items()}
+
+    def read(self, source: Source, prefix: str) -> tuple[Projection, Mixer, Projection]:
+        """The map in, the mixer, and the map out."""
+        prefix = f"{prefix}mamba."
+        inner = self.heads * self.head_dim
+        shape = inner + 2 * self.groups * self.states, 1, self.width
+        taps = source.vector(f"{prefix}conv1d.weight", shape=shape)
+        bias, skip = (source.vector(f"{prefix}{name}", shape=(self.heads,)) for name in ("dt_bias", "D"))
+        rates = source.vector(f"{prefix}A_log", shape=(self.heads,), of_rates=self.of_file)
+        norm = source.vector(f"{prefix}norm.weight", shape=(self.groups, inner // self.groups))
+        own = source.vector(f"{prefix}conv1d.bias") if self.conv_biased else None
+        sizes = self.groups, self.states, self.eps, self.limits
+        mixer = Mamba2Mixer(taps, own, bias, rates, skip, norm, *sizes)
+        first, second = (linear(source, f"{prefix}{name}", self.biased) for name in ("in_proj", "out_proj"))
+        return first, mixer, second
+
+
+def granite_hybrid(source: Source) -> Decoder:
+    """Build Granite's hybrids."""
+    config = source.config
+    require_decoder(source)
+    config.refuse(hidden_act="silu")
+    forward: dict[str, Any] = {"inner": config.size("shared_intermediate_size", 1024)}
+    experts = config.size("num_local_experts", 8, low=0)
+    if experts:
+        source.rename(lambda name: _OF_EXPERTS.sub(r".block_sparse_moe.experts.\2.\1_linear.weight", name))
+        config.values["num_local_experts"] = experts
+        forward = {"shared": forward["inner"], "inner": config.size("intermediate_size", 11008)}
+        forward |= expert_counts(source, "num_local_experts", 2)
+    all_names, of_file = _GRANITE_EXPERTS if experts else _GRANITE, _gguf.is_file(source.folder)
+    if of_file:  # it has the halves of gated pairs apart
+        prefix = "" if experts else "shared_mlp."
+        maps = {"inner": "up", "gate": "gate", "outer": "down"}
+        all_names = with_block(all_names, **{name: f"{prefix}{x}_proj" for name, x in maps.items()})
+    layers = source.depth("num_hidden_layers")
+    name = "layers_block_type" if "layers_block_type" in config.values else "layer_types"
+    kinds = config.words(name, (ALL, "attention", "linear_attention", "mamba"), layers)
+    own, hidden = config.size("mamba_n_heads", 128), config.size("hidden_size")
+    features = config.size("mamba_expand", 2) * hidden
+    head_dim = features // own
+    if config.values.get("mamba_d_head", "auto") != "auto":
+        head_dim = config.size("mamba_d_head")
+    groups = config.size("mamba_n_groups", 1)
+    if head_dim * own != features:
+        raise config.wrong("mamba_n_heads", own, f"as many as make {features} features, of {head_dim} each")
+    if own % groups:
+        raise config.wrong("mamba_n_heads", own, f"a multiple of 'mamba_n_groups', {groups}")
+    mambas = _Mambas(
+        own,
+        head_dim,
+        groups,
+        config.size("mamba_d_state", 256),
+        convolved_tokens(config, "mamba_d_conv", 4),
+        config.number("rms_norm_eps", 1e-6),
+        config.get("mamba_conv_bias", bool, True),
+        config.get("mamba_proj_bias", bool, False),
+        _limits(config),
+        of_file,
+    )
+    blocks = decoder_blocks(
+        source,
+        all_names.block,
+        _KEYS,
+        mixing=mambas,
+        mixed=frozenset(
+            i for i in range(layers) if kinds is None or kinds[i] in ("mamba", "linear_attention")
+        ),
+        **forward,
+    )
+    kind = config.values.get("position_embedding_type")
+    if kind not in (None, "nope", "rope"):
+        raise config.wrong("position_embedding_type", kind, "rope, nope or null")
+    rotary = (lambda: (frequencies(config, blocks.head_dim),)) if kind == "rope" else None
+    return multiplied(all_names, blocks, frequencies=rotary)
+
+
+def _limits(config: Config) -> tuple[float, float]:
+    """The range of Mamba's steps."""
+    said = config.values.get("time_step_limit")
+    found = [0.0, math.inf] if said is None else said
+    if isinstance(found, list):  # transformers writes infinity as a table
+        found = [float(x["__float__"]) if x == {"__float__": "Infinity"} else x for x in found]
+    if not (isinstance(found, list) and len(found) == 2 and all(type(x) in (int, float) for x in found)):
+        raise config.wrong("time_step_limit", said, "two numbers")
+    low, high = map(float, found)
+    if not 0 <= low <= high:
+        raise config.wrong("time_step_limit", said, "two numbers, 0 or more, the larger one last")
+    return low, high
+
+
+_QWEN = with_block(head_norms=HEAD_NORMS, norm_offset=1.0)
+_QWEN_EXPERTS = with_block(
+    _QWEN, router="mlp.gate", shared=("mlp.shared_expert_gate", "mlp.shared_expert."), **EXPERTS
+)
+
+
+class _Qwen(NamedTuple):
+    """A row of `_QWENS`."""
+
+    heads_kv: int = 2
+    chosen: int = 8  # experts for a token; 0: there are none
+    together: tuple[str, ...] = ()  # see `_Deltas`: in folders, and in GGUF files
+    together_in_file: tuple[str, ...] = ()
+    tiled: bool = True  # in GGUF files
+    divides: bool = True  # the experts' weights, whatever config.json says
+
+
+_QWENS = {
+    "qwen3_5_text": _Qwen(heads_kv=4, chosen=0),
+    "qwen3_5_moe_text": _Qwen(),
+    "qwen3_next": _Qwen(2, 10, ("qkvz", "ba"), ("ba",), tiled=False, divides=False),
+}
+
+
+class _Deltas(NamedTuple):
+    """Gated DeltaNets of Qwen; see `Mixing`.
+
+    A GGUF file has ``-exp(A_log)`` as A_log, and convolutions of two axes.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    head_dim_v: int
+    width: int
+    eps: float
+    together: tuple[str, ...]  # maps in which the rows of a key head and its values lie together
+    of_file: bool
+    tiled: bool  # the first value head of every key head comes first, then the second of each
+
+    @property
+    def channels(self) -> int:
+        """Features that are convolved."""
+        return 2 * self.key_heads * self.head_dim + self.heads * self.head_dim_v
+
+    def shapes(self, hidden: int) -> dict[str, Shape]:
+        """The shapes of a mixer's tensors."""
+        inner, both = self.heads * self.head_dim_v, self.channels
+        maps = {"qkvz": both + inner} if "qkvz" in self.together else {"qkv": both, "z": inner}
+        maps |= {"ba": 2 * self.heads} if "ba" in self.together else {"b": self.heads, "a": self.heads}
+        shapes: dict[str, Shape] = {f"in_proj_{name}.weight": (n, hidden) for name, n in maps.items()}
+        taps = (both, self.width) if self.of_file else (both, 1, self.width)
+        shapes |= {"conv1d.weight": taps, "out_proj.weight": (hidden, inner)}
+        shapes |= {"norm.weight": (self.head_dim_v,), **dict.fromkeys(("dt_bias", "A_log"), (self.heads,))}
+        return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+
+    def read(self, source: Source, prefix: str) -> tuple[Projection, Mixer, Projection]:
+        """The map in, the mixer, and the map out."""
+        prefix = f"{prefix}linear_attn."
+        rows = [(f"{prefix}in_proj_{name}.weight", begin, n) for name, begin, n in self._rows()]
+        taps = source.vector_rows(
+            *self._channels(f"{prefix}conv1d.weight"), shape=(self.channels, 1, self.width)
+        )
+        bias = source.vector_rows(*self._values(f"{prefix}dt_bias"))
+        rates = source.vector_rows(*self._values(f"{prefix}A_log"), of_rates=self.of_file)
+        norm = source.vector(f"{prefix}norm.weight")
+        mixer = DeltaMixer(taps, None, bias, rates, norm, self.key_heads, self.head_dim, self.eps)
+        first = projection(source, source.pack_rows(*rows), None)
+        tiles = (self.heads // self.key_heads, self.key_heads) if self.tiled else (1, 1)
+        second = source.pack([f"{prefix}out_proj.weight"], tiles=tiles)
+        return first, mixer, projection(source, second, None)
+
+    def _rows(self) -> list[tuple[str, int, int]]:
+        """Rows of the maps in: of all queries, keys and values, then of z, b and a."""
+        each, dim_v = self.heads // self.key_heads, self.head_dim_v
+        if "qkvz" in self.together:
+            rows = self._by_key_head("qkvz", [self.head_dim] * 2 + [each * dim_v] * 2)
+        else:
+            rows = self._channels("qkv") + self._values("z", dim_v)
+        if "ba" in self.together:
+            return rows + self._by_key_head("ba", [each] * 2)
+        return rows + self._values("b") + self._values("a")
+
+    def _by_key_head(self, name: str, widths: list[int]) -> list[tuple[str, int, int]]:
+        """Rows of a tensor that has these, one after another, for each key head."""
+        begins = accumulate(widths, initial=0)
+        return [
+            (name, group * sum(widths) + begin, n)
+            for begin, n in zip(begins, widths, strict=False)
+            for group in range(self.key_heads)
+        ]
+
+    def _channels(self, name: str) -> list[tuple[str, int, int]]:
+        """Rows of a tensor of what is convolved: queries and keys, and then values."""
+        keys = 2 * self.key_heads * self.head_dim
+        return [(name, 0, keys), *self._values(name, self.head_dim_v, keys)]
+
+    def _values(self, name: str, n: int = 1, begin: int = 0) -> list[tuple[str, int, int]]:
+        """Rows of the value heads in a tensor, `n` of each, from `begin` on."""
+        if not self.tiled:
+            return [(name, begin, self.heads * n)]
+        each = self.heads // self.key_heads
+        places = (i % each * self.key_heads + i // each for i in range(self.heads))
+        return [(name, begin + place * n, n) for place in places]
+
+
+def qwen_next(source: Source) -> Decoder:
+    """Build Qwen3-Next, or the text model of Qwen3.5 or Qwen3.5-MoE."""
+    config = source.config
+    require_decoder(source)
+    config.refuse(hidden_act="silu")
+    family = config.choice("model_type", _QWENS)
+    of_file = _gguf.is_file(source.folder)
+    names = without_offset(source, _QWEN_EXPERTS if family.chosen else _QWEN)
+
+    def mixes(i: int) -> bool:
+        return (i + 1) % config.size("full_attention_interval", 4) > 0
+
+    kinds = kinds_of(config, source.depth("num_hidden_layers"), mixes, (ALL, "linear_attention"))
+    key_heads, own = config.size("linear_num_key_heads", 16), config.size("linear_num_value_heads", 32)
+    if own % key_heads:
+        expected = f"a multiple of 'linear_num_key_heads', {key_heads}"
+        raise config.wrong("linear_num_value_heads", own, expected)
+    deltas = _Deltas(
+        own,
+        key_heads,
+        config.size("linear_key_head_dim", 128),
+        config.size("linear_value_head_dim", 128),
+        convolved_tokens(config, "linear_conv_kernel_dim", 4),
+        config.number("rms_norm_eps", 1e-6),
+        family.together_in_file if of_file else family.together,
+        of_file,
+        of_file and family.tiled and own != key_heads,
+    )
+    blocks = decoder_blocks(
+        source,
+        names.block,
+        _KEYS,
+        heads_kv=family.heads_kv,
+        head_dim=256,
+        gated=True,
+        mixing=deltas,
+        mixed=frozenset(i for i, kind in enumerate(kinds) if kind != ALL),
+        **(_experts(source, family) if family.chosen else {}),
+    )
+    return read_decoder(
+        names,
+        blocks,
+        frequencies=lambda: (frequencies(config, blocks.head_dim, in_part=True, usual=0.25),),
+        tied=config.get("tie_word_embeddings", bool, False),
+    )
+
+
+def _experts(source: Source, family: _Qwen) -> dict[str, Any]:
+    """The sizes of experts, as `Blocks` has them."""
+    config = source.config
+    config.refuse(mlp_only_layers=[], decoder_sparse_step=1)
+    if family.divides:
+        config.refuse(norm_topk_prob=True)  # transformers always divides
+    return {
+        "normalised": config.get("norm_topk_prob", bool, True),
+        "inner": config.size("moe_intermediate_size", 512),
+        "shared": config.size("shared_expert_intermediate_size", 512),
+        **expert_counts(source, "num_experts", family.chosen),
+    }

@@ -1,40 +1,46 @@
-"""Llama and its family: the names of their tensors, and the keys of config.json.
+"""Llama and its family: rows of a table, each with names of tensors, defaults of config.json, and switches.
 
-They differ in which maps have biases (Llama and SmolLM3 as configured; Qwen2 those of queries, keys and
-values) or share a tensor (Phi-3), in a norm of each query and key head (Qwen3, Gemma 3), in which layers have
-no rotary positions (SmolLM3), and in which attend to a sliding window only. A folder with modules.json is an
-encoder (Qwen3-Embedding, Qwen3-Reranker, E5-Mistral, EmbeddingGemma), so is one with a head that scores
-texts, and any other is a decoder. EuroBERT is always an encoder, whose tokens see those after them.
+A folder with modules.json is an encoder (Qwen3-Embedding, Qwen3-Reranker, E5-Mistral, EmbeddingGemma), and so
+is one with a head that scores texts; any other is a decoder. EuroBERT is always an encoder, whose tokens see
+those after them.
 
-Qwen3-MoE and Mixtral have experts in place of the feed-forward, of which a router chooses a few for a token.
+Qwen3-MoE and Mixtral have experts in place of the feed-forward; a router chooses a few for each token. OLMo
+norms what attention and the feed-forward give, not their inputs; one norm is of all query heads together, one
+of all key heads. Granite is Llama with multipliers of tokens, scores, logits and of what is added to the
+residual.
 
-In Gemma 2 and 3, norms stand before and after attention and feed-forward, and multiply by 1 + weight. Vectors
-of tokens are scaled. Gemma 2 caps scores and logits; in Gemma 3 layers with a window have rotary positions of
-their own.
+In Gemma 2 and 3, norms come before and after attention and feed-forward, and multiply by 1 + weight. Vectors
+of tokens are scaled. Gemma 2 caps scores and logits. In Gemma 3 and OLMo 3, layers with a window have their
+own rotary positions, which no scaling changes.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn.models import _gguf
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._families.shared import (
+    ALL,
+    NEAR,
     DecoderNames,
     EncoderNames,
+    expert_counts,
     frequencies,
     frequencies_by_kind,
-    head_counts,
+    kinds_of,
     read_decoder,
     read_encoder,
+    windows_of,
 )
 from fastattn.models._files import Config
 from fastattn.models._next_tokens import QueryGrowth
 
 if TYPE_CHECKING:
-    from fastattn.layers._block import Window
     from fastattn.models._decoder import Decoder
     from fastattn.models._encoder import Encoder
     from fastattn.models._source import Source
@@ -56,24 +62,131 @@ LLAMA = DecoderNames(
     norm="norm",
     ignored=re.compile(r"\.rotary_emb\.inv_freq$"),  # config.json gives them; old files hold them
 )
-_PHI3 = LLAMA._replace(
-    block=LLAMA.block._replace(qkv=("self_attn.qkv_proj",), inner="mlp.gate_up_proj", gate="mlp.gate_up_proj")
+
+
+def with_block(names: DecoderNames = LLAMA, **changes: Any) -> DecoderNames:
+    """Names of a decoder whose blocks differ in these."""
+    return names._replace(block=names.block._replace(**changes))
+
+
+HEAD_NORMS = "self_attn.q_norm", "self_attn.k_norm"
+POST_NORMS = "post_attention_layernorm", "post_feedforward_layernorm"
+EXPERTS: Any = {"gate": "gate_proj", "inner": "up_proj", "outer": "down_proj", "experts": "mlp.experts.{}."}
+_PHI3 = with_block(qkv=("self_attn.qkv_proj",), inner="mlp.gate_up_proj", gate="mlp.gate_up_proj")
+_MIXTRAL = with_block(
+    router="block_sparse_moe.gate", experts="block_sparse_moe.experts.{}.", gate="w1", inner="w3", outer="w2"
 )
-_QWEN3 = LLAMA._replace(block=LLAMA.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
-_QWEN3_MOE = _QWEN3._replace(
-    block=_QWEN3.block._replace(
-        router="mlp.gate", experts="mlp.experts.{}.", gate="gate_proj", inner="up_proj", outer="down_proj"
+_OLMO = with_block(
+    attention_norm=None, inner_norm=None, post_norms=POST_NORMS, head_norms=HEAD_NORMS, norms_of_all=True
+)
+_GEMMA: Any = {"inner_norm": "pre_feedforward_layernorm", "post_norms": POST_NORMS, "norm_offset": 1.0}
+KEYS = Keys(eps="rms_norm_eps")
+# The older name of the base of rotary positions of each kind of layers, and its default.
+_OLMO_THETAS = dict.fromkeys((ALL, NEAR), ("rope_theta", 5e5))
+_GEMMA_THETAS = {ALL: ("rope_theta", 1e6), NEAR: ("rope_local_base_freq", 1e4)}
+_MINISTRAL3 = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+
+class _Family(NamedTuple):
+    """A family like Llama: defaults of config.json's keys, and what differs from Llama."""
+
+    names: DecoderNames = LLAMA
+    eps: float = 1e-6
+    heads_kv: int | None = None  # None: as many as heads of queries
+    head_dim: int | None = None  # None: equal parts of the hidden size
+    theta: float = 1e4
+    tied: bool = False
+    biases: tuple[str, ...] = ()  # which of `_BIASES` are read
+    biased: tuple[str, ...] = ()  # maps that always have a bias
+    width: int | None = None  # of windows
+    slides: Callable[[Config, int], bool] | bool = (
+        False  # layers with windows; True: whatever `layer_types` is
     )
-)
-_MIXTRAL = LLAMA._replace(
-    block=LLAMA.block._replace(
-        router="block_sparse_moe.gate",
-        experts="block_sparse_moe.experts.{}.",
-        gate="w1",
-        inner="w3",
-        outer="w2",
-    )
-)
+    switched: bool = False  # windows by `use_sliding_window`
+    experts: Callable[[Source], dict[str, Any]] | None = None
+    thetas: Mapping[str, tuple[str, float]] | None = None  # by kind of layers
+    rotates_part: bool = False  # of each head, where config.json says so
+    skips_rotation: bool = False  # in layers with windows
+    multiplied: bool = False  # by Granite's multipliers
+    grown: bool = False  # queries, with their positions
+    encodes: bool = True  # where the folder says so
+    bidirectional: bool = False  # an encoder in any case
+
+
+def _late(config: Config, i: int) -> bool:
+    return i >= config.size("max_window_layers", 28, low=0)
+
+
+def _mixtral_experts(source: Source) -> dict[str, Any]:
+    return {"normalised": True, **expert_counts(source, "num_local_experts", 2)}
+
+
+def _qwen_experts(source: Source) -> dict[str, Any]:
+    config = source.config
+    key = "num_experts" if "num_experts" in config.values else "num_local_experts"  # older files, and newer
+    config.refuse(mlp_only_layers=[], decoder_sparse_step=1)
+    sizes = {"inner": config.size("moe_intermediate_size", 768), **expert_counts(source, key, 8)}
+    return {"normalised": config.get("norm_topk_prob", bool, False), **sizes}
+
+
+_BIASES = _OF_ATTENTION, _ = "attention_bias", "mlp_bias"
+_MISTRAL = _Family(heads_kv=8, width=4096, slides=lambda config, i: True)
+_QWEN2 = _Family(biased=LLAMA.block.qkv, width=4096, slides=_late, switched=True)
+_QWEN3 = _QWEN2._replace(names=with_block(head_norms=HEAD_NORMS), biases=(_OF_ATTENTION,), biased=())
+_OLMO2 = _Family(_OLMO, 1e-5, biases=(_OF_ATTENTION,), encodes=False)
+_FAMILIES = {
+    "eurobert": _Family(eps=1e-5, biases=_BIASES, bidirectional=True),
+    "granite": _Family(biases=_BIASES, multiplied=True, encodes=False),
+    "llama": _Family(biases=_BIASES),
+    "ministral": _MISTRAL,
+    "ministral3": _Family(eps=1e-5, heads_kv=8, head_dim=128, slides=True, grown=True),
+    "mistral": _MISTRAL,
+    "mixtral": _Family(_MIXTRAL, 1e-5, heads_kv=8, theta=1e6, slides=True, experts=_mixtral_experts),
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2._replace(width=4096, slides=lambda config, i: (i + 1) % 4 > 0, thetas=_OLMO_THETAS),
+    "phi3": _Family(_PHI3, 1e-5, slides=True, rotates_part=True),
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3._replace(head_dim=128),
+    "qwen3_moe": _QWEN3._replace(
+        names=with_block(_QWEN3.names, router="mlp.gate", **EXPERTS),
+        heads_kv=4, slides=True, experts=_qwen_experts,
+    ),
+    "smollm3": _Family(
+        heads_kv=4, theta=2e6, tied=True, biases=_BIASES, switched=True, skips_rotation=True,
+        slides=lambda config, i: not _rotated(config, i + 1)[i],
+    ),
+}  # fmt: skip
+TYPES = tuple(_FAMILIES)
+
+
+def decoder_blocks(
+    source: Source,
+    names: BlockNames,
+    keys: Keys = KEYS,
+    *,
+    heads_kv: int | None = None,
+    head_dim: int | None = None,
+    eps: float = 1e-6,
+    activation: str = "silu",
+    biased: frozenset[str] | None = None,
+    **others: Any,
+) -> Blocks:
+    """`Blocks.of` with these defaults; attention's maps have biases if config.json says so."""
+    config = source.config
+    heads = config.size("num_attention_heads")
+    heads_kv = config.optional_size("num_key_value_heads") or heads_kv or heads
+    if heads % heads_kv:
+        raise config.wrong("num_attention_heads", heads, f"a multiple of 'num_key_value_heads', {heads_kv}")
+    head_dim = config.optional_size("head_dim") or head_dim
+    head_dim = head_dim or config.divided("hidden_size", "num_attention_heads")
+    if biased is None:
+        has = config.get("attention_bias", bool, False)
+        biased = frozenset((*names.qkv, names.attended) if has else ())
+    sizes = {"heads": heads, "heads_kv": heads_kv, "head_dim": head_dim, "biased": biased}
+    return Blocks.of(source, names, keys, eps=eps, activation=activation, **sizes, **others)
 
 
 def as_encoder(names: DecoderNames) -> EncoderNames:
@@ -87,76 +200,116 @@ def as_encoder(names: DecoderNames) -> EncoderNames:
     )
 
 
-_GEMMA: Any = {
-    "inner_norm": "pre_feedforward_layernorm",
-    "post_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
-    "norm_offset": 1.0,
-}
-_GEMMA2 = LLAMA._replace(block=LLAMA.block._replace(**_GEMMA))
-_GEMMA3 = _QWEN3._replace(block=_QWEN3.block._replace(**_GEMMA))
-KEYS = Keys(eps="rms_norm_eps")
-# Where config.json does not say.
-_HEADS_KV = {"mistral": 8, "ministral": 8, "ministral3": 8, "mixtral": 8, "qwen3_moe": 4, "smollm3": 4}
-_MINISTRAL3 = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
-ALL, NEAR = "full_attention", "sliding_attention"  # kinds of layers
-# The older name of the base of rotary positions of each kind in Gemma 3, and its default.
-_THETAS = {ALL: ("rope_theta", 1e6), NEAR: ("rope_local_base_freq", 1e4)}
-
-
 def llama(source: Source) -> Decoder | Encoder:
-    """Build Llama, Mistral, Ministral, Mixtral, Phi-3, Qwen2, Qwen3, Qwen3-MoE, SmolLM3 or EuroBERT."""
+    """Build a model of one of `TYPES`."""
     config = source.config
-    model_type = config.get("model_type", str)
-    is_eurobert = model_type == "eurobert"
-    each = {"qwen3": _QWEN3, "phi3": _PHI3, "qwen3_moe": _QWEN3_MOE, "mixtral": _MIXTRAL}
-    names = each.get(model_type, LLAMA)
-    heads, heads_kv = head_counts(config, _HEADS_KV.get(model_type))
-    head_dim = config.optional_size("head_dim") or (
-        128 if model_type in ("qwen3", "ministral3") else config.divided("hidden_size", "num_attention_heads")
-    )
-    blocks = Blocks.of(
+    family = config.choice("model_type", _FAMILIES)
+    blocks = decoder_blocks(
         source,
-        names.block,
-        KEYS,
-        eps=1e-5 if model_type in ("phi3", "ministral3", "mixtral", "eurobert") else 1e-6,
-        activation="silu",
-        heads=heads,
-        heads_kv=heads_kv,
-        head_dim=head_dim,
-        biased=biased(source, model_type, names.block),
-        **({} if names.block.router is None else _experts(source, model_type)),
+        family.names.block,
+        heads_kv=family.heads_kv,
+        head_dim=family.head_dim,
+        eps=family.eps,
+        biased=_biased(source, family),
+        **({} if family.experts is None else family.experts(source)),
     )
-    theta = {"smollm3": 2e6, "mixtral": 1e6}.get(model_type, 1e4)
-    growth = None
-    if model_type == "ministral3":
+    layers, growth = blocks.num_layers, None
+    if family.grown:
         config, growth = _growing(config)
-    rotary = partial(frequencies, config, head_dim, theta, model_type == "phi3")
     said = config.values.get("architectures")
     scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
-    if growth is None and (scores or source.has_modules or is_eurobert):
-        causal = config.get("is_causal", bool, True) and not is_eurobert
-        return read_encoder(
-            as_encoder(names),
-            blocks,
-            longest=config.optional_size("max_position_embeddings"),
-            windows=_windows(config, model_type, blocks.num_layers, causal),
-            rotations=[0] * blocks.num_layers,
-            causal=causal,
-            frequencies=lambda: (rotary(),),
-        )
+    is_encoder = growth is None and family.encodes and (scores or source.has_modules or family.bidirectional)
+    causal = not is_encoder or (config.get("is_causal", bool, True) and not family.bidirectional)
+    slides = family.slides
+    width = config.optional_size("sliding_window", family.width) if slides else None
+    if isinstance(slides, bool):
+        kinds = [NEAR if slides else ALL] * layers
+    else:
+        kinds = kinds_of(config, layers, partial(slides, config))
+    if family.switched and not config.get("use_sliding_window", bool, False):
+        width = None
+    if family.skips_rotation and width is None and NEAR in (config.values.get("layer_types") or ()):
+        came = config.values.get("use_sliding_window")
+        raise config.wrong("use_sliding_window", came, f"true, as 'layer_types' has {NEAR}")
+    rotations: list[int | None] = [0] * layers
+    if family.thetas is not None:
+        rotations = [list(family.thetas).index(kind) for kind in kinds]
+    elif family.skips_rotation and not is_encoder:
+        rotations = [0 if rotated else None for rotated in _rotated(config, layers)]
+
+    def rotary() -> Any:
+        if family.thetas is not None:
+            return frequencies_by_kind(config, family.thetas, blocks.head_dim)
+        return (frequencies(config, blocks.head_dim, family.theta, family.rotates_part),)
+
+    windows = windows_of(kinds, width, causal)
+    each: Any = {"windows": windows, "rotations": rotations, "frequencies": rotary}
+    if is_encoder:
+        longest = config.optional_size("max_position_embeddings")
+        return read_encoder(as_encoder(family.names), blocks, longest=longest, causal=causal, **each)
     config.refuse(is_causal=True)
+    if family.multiplied:
+        return multiplied(family.names, blocks, **each)
+    tied = config.get("tie_word_embeddings", bool, family.tied)
+    return read_decoder(family.names, blocks, **each, query_growth=growth, tied=tied)
+
+
+def multiplied(names: DecoderNames, blocks: Blocks, **how: Any) -> Decoder:
+    """The decoder of `blocks` with Granite's multipliers.
+
+    Without multiplying what is added: every reader of the residual is an RMS norm, whose result is the same
+    for x / c and an eps of ``eps / c**2``. So the tokens' vectors are divided by that multiplier instead.
+    """
+    config = blocks.source.config
+    added = config.number("residual_multiplier", 1.0)
     return read_decoder(
         names,
-        blocks,
-        windows=_windows(config, model_type, blocks.num_layers),
-        rotations=_rotations(config, blocks.num_layers) if model_type == "smollm3" else None,
-        frequencies=lambda: (rotary(),),
-        query_growth=growth,
-        tied=config.get("tie_word_embeddings", bool, model_type == "smollm3"),
+        replace(blocks, eps=blocks.eps / added**2),
+        scales=[config.number("attention_multiplier", 1.0)] * blocks.num_layers,
+        token_scale=config.number("embedding_multiplier", 1.0) / added,
+        logit_scale=1 / config.number("logits_scaling", 1.0),
+        tied=config.get("tie_word_embeddings", bool, False),
+        **how,
     )
+
+
+def _biased(source: Source, family: _Family) -> frozenset[str]:
+    """The maps that have a bias: by config.json, or in a GGUF file by its tensors."""
+    if family.biased:
+        return frozenset(family.biased)
+    names = family.names.block
+    inner = (names.inner,) if names.gate is None else (names.gate, names.inner)
+    together = names.qkv, (names.attended,), inner, (names.outer,)
+    if _gguf.is_file(source.folder):
+        own = [name.removesuffix(".bias") for name in source.names if name.endswith(".bias")]
+        has = [any(name.endswith(each) for name in own) for each in together]
+    else:
+        said = {key: source.config.get(key, bool, False) for key in family.biases}
+        has = [said.get(key, False) for key in _BIASES for _ in range(2)]
+    return frozenset(name for each, biased in zip(together, has, strict=True) if biased for name in each)
+
+
+def _rotated(config: Config, num_layers: int) -> list[bool]:
+    """Whether each layer of SmolLM3 has rotary positions: all but every fourth one."""
+    interval = config.size("no_rope_layer_interval", 4)
+    has: Any = config.values.get("no_rope_layers")  # 1 where there are rotary positions, whatever its name
+    if has is None:
+        has = [(i + 1) % interval != 0 for i in range(num_layers)]
+    if not isinstance(has, list) or len(has) < num_layers or any(x not in (0, 1) for x in has):
+        raise config.wrong("no_rope_layers", has, f"a list of {num_layers} of 0 and 1")
+    return has[:num_layers]
+
+
+def _growing(config: Config) -> tuple[Config, QueryGrowth | None]:
+    """Ministral 3's config with its rotary positions, and what these say of queries."""
+    given = {**config.get("rope_scaling", dict, {}), **config.get("rope_parameters", dict, {})} or _MINISTRAL3
+    said = Config.of(f"{config.path}: 'rope_parameters'", given)
+    growth = None
+    if given.get("llama_4_scaling_beta"):
+        growth = QueryGrowth(
+            said.number("llama_4_scaling_beta"), said.size("original_max_position_embeddings")
+        )
+    return Config.of(config.path, {**config.values, "rope_scaling": None, "rope_parameters": given}), growth
 
 
 def mistral3(source: Source) -> Decoder | Encoder:
@@ -190,152 +343,68 @@ def _text_prefix(found: re.Match[str]) -> str:
     return "model." if found[1] or found[2] else ""
 
 
-def _growing(config: Config) -> tuple[Config, QueryGrowth | None]:
-    """Ministral 3's config with its rotary positions, and what these say of queries."""
-    given = {**config.get("rope_scaling", dict, {}), **config.get("rope_parameters", dict, {})} or _MINISTRAL3
-    said = Config.of(f"{config.path}: 'rope_parameters'", given)
-    growth = None
-    if given.get("llama_4_scaling_beta"):
-        growth = QueryGrowth(
-            said.number("llama_4_scaling_beta"), said.size("original_max_position_embeddings")
-        )
-    return Config.of(config.path, {**config.values, "rope_scaling": None, "rope_parameters": given}), growth
+class _Gemma(NamedTuple):
+    """Gemma 2 or 3: names, caps of scores and of logits, every how many layers one has no window, bases."""
+
+    names: DecoderNames
+    score_cap: float | None
+    logit_cap: float | None
+    pattern: int
+    thetas: Mapping[str, tuple[str, float]] | None  # None: one for all layers
 
 
-def _experts(source: Source, model_type: str) -> dict[str, Any]:
-    """The sizes of experts, as `Blocks` has them."""
-    config = source.config
-    if model_type == "mixtral":
-        key = "num_local_experts"
-        found: dict[str, Any] = {"normalised": True, "chosen": config.size("num_experts_per_tok", 2)}
-    else:
-        key = (
-            "num_experts" if "num_experts" in config.values else "num_local_experts"
-        )  # older files, and newer
-        config.refuse(mlp_only_layers=[], decoder_sparse_step=1)
-        found = {
-            "normalised": config.get("norm_topk_prob", bool, False),
-            "chosen": config.size("num_experts_per_tok", 8),
-            "inner": config.size("moe_intermediate_size", 768),
-        }
-    experts = source.depth(key)
-    if found["chosen"] > experts:
-        raise config.wrong("num_experts_per_tok", found["chosen"], f"at most {key!r}, {experts}")
-    return {**found, "experts": experts}
-
-
-def _rotations(config: Config, num_layers: int) -> list[int | None]:
-    """Rotary positions of each layer of SmolLM3: all but every fourth one has the first ones."""
-    interval = config.size("no_rope_layer_interval", 4)
-    has: Any = config.values.get("no_rope_layers")  # 1 where there are rotary positions, whatever its name
-    if has is None:
-        has = [(i + 1) % interval != 0 for i in range(num_layers)]
-    if not isinstance(has, list) or len(has) < num_layers or any(x not in (0, 1) for x in has):
-        raise config.wrong("no_rope_layers", has, f"a list of {num_layers} of 0 and 1")
-    return [0 if rotated else None for rotated in has[:num_layers]]
-
-
-def biased(source: Source, model_type: str, names: BlockNames) -> frozenset[str]:
-    """The maps that have a bias: by config.json, or in a GGUF file by its tensors."""
-    if model_type == "qwen2":
-        return frozenset(names.qkv)
-    inner = (names.inner,) if names.gate is None else (names.gate, names.inner)
-    together = names.qkv, (names.attended,), inner, (names.outer,)
-    if _gguf.is_file(source.folder):
-        own = [name.removesuffix(".bias") for name in source.names if name.endswith(".bias")]
-        has = [any(name.endswith(each) for name in own) for each in together]
-    else:
-        config, as_llama = source.config, model_type in ("llama", "granite", "smollm3", "eurobert")
-        attends = as_llama or model_type in ("qwen3", "qwen3_moe")
-        has = [attends and config.get("attention_bias", bool, False)] * 2
-        has += [as_llama and config.get("mlp_bias", bool, False)] * 2
-    return frozenset(name for each, biased in zip(together, has, strict=True) if biased for name in each)
-
-
-def _windows(config: Config, model_type: str, num_layers: int, causal: bool = True) -> list[Window]:
-    """Window of each layer: a token and the `sliding_window - 1` before it; None for all tokens.
-
-    If the model is not causal, `sliding_window` tokens on either side, as in transformers.
-    """
-    if model_type in ("llama", "eurobert"):
-        return [None] * num_layers
-    no_width = model_type in ("phi3", "ministral3", "mixtral", "smollm3")
-    width = config.optional_size("sliding_window", None if no_width else 4096)
-    if model_type in ("ministral3", "mixtral", "phi3"):
-        slides = [True] * num_layers
-    elif model_type in ("mistral", "ministral"):
-        said = config.words("layer_types", (ALL, NEAR), num_layers)
-        slides = [kind == NEAR for kind in said or [NEAR] * num_layers]
-    else:
-        if not config.get("use_sliding_window", bool, False):
-            width = None
-        elif model_type == "qwen3_moe":
-            return [(width - 1, 0) if width else None] * num_layers
-        kinds = config.words("layer_types", (ALL, NEAR), num_layers)
-        if kinds is not None and NEAR in kinds and width is None and model_type == "smollm3":
-            came = config.values.get("use_sliding_window")
-            raise config.wrong("use_sliding_window", came, f"true, as 'layer_types' has {NEAR}")
-        if kinds is None and model_type == "smollm3":
-            slides = [rotated is None for rotated in _rotations(config, num_layers)]
-        elif kinds is None:
-            first = config.size("max_window_layers", 28, low=0)
-            slides = [i >= first for i in range(num_layers)]
-        else:
-            slides = [kind == NEAR for kind in kinds]
-    if width is None:
-        return [None] * num_layers
-    window = (width - 1, 0) if causal else (width, width)
-    return [window if sliding else None for sliding in slides]
+_GEMMAS = {
+    "gemma2": _Gemma(with_block(**_GEMMA), 50.0, 30.0, 2, None),
+    "gemma3_text": _Gemma(with_block(head_norms=HEAD_NORMS, **_GEMMA), None, None, 6, _GEMMA_THETAS),
+}
 
 
 def gemma(source: Source) -> Decoder | Encoder:
     """Build Gemma 2, or Gemma 3's text model."""
     config = source.config
-    second = config.get("model_type", str) == "gemma2"
-    all_names = _GEMMA2 if second else _GEMMA3
-    if _gguf.is_file(source.folder):  # its norms have 1 added
-        all_names = all_names._replace(block=all_names.block._replace(norm_offset=0.0))
-    names = all_names.block
+    family = config.choice("model_type", _GEMMAS)
+    names, thetas = without_offset(source, family.names), family.thetas
     causal = not config.get("use_bidirectional_attention", bool, False)
     config.refuse(is_causal=True)  # `use_bidirectional_attention` says otherwise
-    heads, heads_kv = head_counts(config, 4)
-    biased = (*names.qkv, names.attended) if config.get("attention_bias", bool, False) else ()
-    blocks = Blocks.of(
+    blocks = decoder_blocks(
         source,
-        names,
+        names.block,
         KEYS._replace(activation="hidden_activation"),
-        eps=1e-6,
         activation="gelu_pytorch_tanh",
-        heads=heads,
-        heads_kv=heads_kv,
-        head_dim=config.size("head_dim", 256),
-        biased=frozenset(biased),
-        softcap=_cap(config, "attn_logit_softcapping", 50.0 if second else None) or 0.0,
+        heads_kv=4,
+        head_dim=256,
+        softcap=_cap(config, "attn_logit_softcapping", family.score_cap) or 0.0,
     )
-    kinds = config.words("layer_types", (ALL, NEAR), blocks.num_layers)
-    if kinds is None:
-        pattern = config.size("sliding_window_pattern", 2 if second else 6)
-        kinds = [NEAR if (i + 1) % pattern else ALL for i in range(blocks.num_layers)]
-    width, window = config.optional_size("sliding_window", 4096), None
-    if width is not None:  # half of it to either side, if keys may be after a query
-        window = (width - 1, 0) if causal else (width // 2, width // 2)
-    longest = config.optional_size("max_position_embeddings")
+
+    def slides(i: int) -> bool:
+        return (i + 1) % config.size("sliding_window_pattern", family.pattern) > 0
+
+    kinds = kinds_of(config, blocks.num_layers, slides)
+    width = config.optional_size("sliding_window", 4096)
+    if width is not None and not causal:
+        width //= 2
     each: Any = {
         "scales": [config.number("query_pre_attn_scalar", 256) ** -0.5] * blocks.num_layers,
-        "windows": [window if kind == NEAR else None for kind in kinds],
-        "rotations": [0 if second else list(_THETAS).index(kind) for kind in kinds],
+        "windows": windows_of(kinds, width, causal),
+        "rotations": [0 if thetas is None else list(thetas).index(kind) for kind in kinds],
         "token_scale": float(source.precision.dtype.type(blocks.hidden**0.5)),  # as transformers rounds it
         "frequencies": lambda: (
             (frequencies(config, blocks.head_dim),)
-            if second
-            else frequencies_by_kind(config, _THETAS, blocks.head_dim, longest, (ALL,))
+            if thetas is None
+            else frequencies_by_kind(config, thetas, blocks.head_dim)
         ),
     }
     if causal and not source.has_modules:
         tied = config.get("tie_word_embeddings", bool, True)
-        cap = _cap(config, "final_logit_softcapping", 30.0 if second else None)
-        return read_decoder(all_names, blocks, **each, tied=tied, softcap=cap)
-    return read_encoder(as_encoder(all_names), blocks, longest=longest, causal=causal, **each)
+        cap = _cap(config, "final_logit_softcapping", family.logit_cap)
+        return read_decoder(names, blocks, **each, tied=tied, softcap=cap)
+    longest = config.optional_size("max_position_embeddings")
+    return read_encoder(as_encoder(names), blocks, longest=longest, causal=causal, **each)
+
+
+def without_offset(source: Source, names: DecoderNames) -> DecoderNames:
+    """Names of norms that multiply by 1 + weight; in a GGUF file the weights have 1 added."""
+    return with_block(names, norm_offset=0.0) if _gguf.is_file(source.folder) else names
 
 
 def _cap(config: Config, name: str, default: float | None) -> float | None:

@@ -15,12 +15,17 @@ from typing import TYPE_CHECKING, Any
 from fastattn._args.values import short
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Keys
 from fastattn.models._families.shared import (
+    ALL,
+    NEAR,
     EncoderNames,
+    expert_counts,
     frequencies,
     frequencies_by_kind,
     kind,
+    kinds_of,
     read_encoder,
     scaled,
+    windows_of,
 )
 from fastattn.models._files import ModelError
 
@@ -100,8 +105,7 @@ _MODERNBERT = EncoderNames(
     prefixes=("model.",),
 )
 # Kinds of attention, with the older name and the default of its theta.
-_FULL, _SLIDING = ("global_rope_theta", 160_000.0), ("local_rope_theta", 10_000.0)
-_KINDS = {"full_attention": _FULL, "sliding_attention": _SLIDING}
+_KINDS = {ALL: ("global_rope_theta", 160_000.0), NEAR: ("local_rope_theta", 10_000.0)}
 
 
 def gte(source: Source) -> Encoder:
@@ -205,11 +209,9 @@ def _nomic_experts(source: Source) -> dict[str, Any]:
     config.refuse(moe_normalize_expert_weights=False, expert_choice_router=False)
     config.refuse(num_shared_experts=0, ffn_div=1)
     source.rename(lambda name: _EXPERT.sub(r".mlp.experts.\2.mlp.fc\1.weight", name))
-    experts, chosen = source.depth("num_experts"), config.size("moe_top_k", 1)
-    if chosen > experts:
-        raise config.wrong("moe_top_k", chosen, f"at most 'num_experts', {experts}")
+    counts = expert_counts(source, "num_experts", 1, "moe_top_k")
     routed = frozenset(i for i in range(source.depth("n_layer")) if i % every == 1)
-    return {"experts": experts, "chosen": chosen, "normalised": False, "routed": routed}
+    return {"normalised": False, "routed": routed, **counts}
 
 
 def _refuse_unknown(config: Config) -> None:
@@ -255,19 +257,18 @@ def modernbert(source: Source) -> Encoder:
     names = _MODERNBERT._replace(block=block._replace(norm_bias=config.get("norm_bias", bool, False)))
     keys = Keys(eps="norm_eps", activation="hidden_activation")
     blocks = Blocks.of(source, names.block, keys, eps=1e-5, biased=frozenset(biased))
-    kinds = config.words("layer_types", tuple(_KINDS), blocks.num_layers)
-    if kinds is None:
-        every = config.size("global_attn_every_n_layers", 3)
-        kinds = ["sliding_attention" if i % every else "full_attention" for i in range(blocks.num_layers)]
+    kinds = kinds_of(
+        config, blocks.num_layers, lambda i: i % config.size("global_attn_every_n_layers", 3) > 0
+    )
     side = config.optional_size("sliding_window") or config.size("local_attention", 128) // 2
     thetas = _KINDS
-    if config.values.get(_SLIDING[0], 0) is None:  # null: that of the other kind
-        thetas = dict.fromkeys(_KINDS, _FULL)
+    if config.values.get(_KINDS[NEAR][0], 0) is None:  # null: that of the other kind
+        thetas = dict.fromkeys(_KINDS, _KINDS[ALL])
     return read_encoder(
         names,
         blocks,
         longest=longest,
-        windows=[(side, side) if kind == "sliding_attention" else None for kind in kinds],
+        windows=windows_of(kinds, side, causal=False),
         rotations=[list(_KINDS).index(kind) for kind in kinds],
         frequencies=lambda: frequencies_by_kind(config, thetas, blocks.head_dim, longest, _KINDS),
     )

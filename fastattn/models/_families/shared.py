@@ -1,6 +1,6 @@
 """Readers that families share: from the names of tensors to the model, and parts of config.json.
 
-The parts are rotary positions and numbers of heads.
+The parts are rotary positions, windows and numbers of experts.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from fastattn.models._embeddings import AlibiBiases, BucketBiases, Frequencies
     from fastattn.models._files import Config
     from fastattn.models._next_tokens import QueryGrowth
+    from fastattn.models._source import Source
+
+ALL, NEAR = "full_attention", "sliding_attention"  # kinds of layers
 
 
 class EncoderNames(NamedTuple):
@@ -316,16 +319,16 @@ def frequencies_by_kind(
     config: Config,
     thetas: Mapping[str, tuple[str, float]],
     head_dim: int,
-    longest: int | None,
-    rescaled: Collection[str],
+    longest: int | None = None,
+    rescaled: Collection[str] = (ALL,),
 ) -> tuple[Frequencies, ...]:
     """The frequencies of each kind of layer in `thetas`: the older name of its base, and the usual base.
 
     `rope_parameters` describes each; in older files `rope_scaling` is of the kinds that are `rescaled`.
+    `longest` is the default of `max_position_embeddings`.
     """
-    given = config.get("rope_parameters", dict, {})
-    if not (given.keys() <= thetas.keys() and all(isinstance(x, dict | None) for x in given.values())):
-        raise config.wrong("rope_parameters", given, f"a table for each of {', '.join(thetas)}")
+    given = tables_of_kinds(config, thetas)
+    longest = config.optional_size("max_position_embeddings") or longest
     found = []
     for kind, (name, theta) in thetas.items():
         scaling: dict[str, Any] = {**(given.get(kind) or {})}
@@ -336,10 +339,35 @@ def frequencies_by_kind(
     return tuple(found)
 
 
-def head_counts(config: Config, usual: int | None = None) -> tuple[int, int]:
-    """The numbers of heads of queries and of keys: without a number `usual` ones, or as many as queries."""
-    heads = config.size("num_attention_heads")
-    heads_kv = config.optional_size("num_key_value_heads") or usual or heads
-    if heads % heads_kv:
-        raise config.wrong("num_attention_heads", heads, f"a multiple of 'num_key_value_heads', {heads_kv}")
-    return heads, heads_kv
+def tables_of_kinds(config: Config, kinds: Collection[str]) -> dict[str, Any]:
+    """`rope_parameters`, with a table for each of these kinds of layers, or for some."""
+    given = config.get("rope_parameters", dict, {})
+    if not (given.keys() <= set(kinds) and all(isinstance(x, dict | None) for x in given.values())):
+        raise config.wrong("rope_parameters", given, f"a table for each of {', '.join(kinds)}")
+    return given
+
+
+def kinds_of(
+    config: Config, count: int, slides: Callable[[int], bool], kinds: tuple[str, str] = (ALL, NEAR)
+) -> list[str]:
+    """The kind of each layer, by default the second of `kinds` where ``slides(i)``."""
+    said = config.words("layer_types", kinds, count)
+    return [kinds[slides(i)] for i in range(count)] if said is None else said
+
+
+def windows_of(kinds: Sequence[str], width: int | None, causal: bool = True) -> list[Window]:
+    """Window of each layer, None where all tokens are seen: a token and the `width - 1` before it.
+
+    If the model is not causal, `width` tokens on either side, as in transformers.
+    """
+    window = None if width is None else (width - 1, 0) if causal else (width, width)
+    return [window if kind == NEAR else None for kind in kinds]
+
+
+def expert_counts(source: Source, key: str, usual: int | None, chosen: str = "num_experts_per_tok") -> Any:
+    """The numbers of experts, under `key`, and of those `chosen` for a token, as `Blocks` has them."""
+    config, experts = source.config, source.depth(key)
+    count = config.size(chosen) if usual is None else config.size(chosen, usual)
+    if count > experts:
+        raise config.wrong(chosen, count, f"at most {key!r}, {experts}")
+    return {"experts": experts, "chosen": count}
