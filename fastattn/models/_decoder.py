@@ -1,19 +1,31 @@
-"""Language models: decoders that generate text."""
+"""Language models: logits of the next token, their gradients, and generation step by step over a cache."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from fastattn._args.errors import named, wrong_type
-from fastattn._args.values import as_array, integer, integers, several, short
+from fastattn._args import key_ranges
+from fastattn._args.attention import dropout_of
+from fastattn._args.dtypes import dtype_choice
+from fastattn._args.errors import named, wrong_shape, wrong_type
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import as_array, flag, integer, integers, several, short
+from fastattn._engine.program import Program
 from fastattn._engine.steps import Sequences
+from fastattn._engine.tape import Drops, Tape
+from fastattn._engine.values import Value
+from fastattn.grad import cross_entropy, embedding
+from fastattn.grad._loss import targets_of
+from fastattn.layers._mixers import by_rows
 from fastattn.models import _gguf, _gguf_config, _model, _session
 from fastattn.models._answers import Parts
 from fastattn.models._chat import conversation
+from fastattn.models._embeddings import of_length, token_rows
 from fastattn.models._files import usual_sampling
 from fastattn.models._generation import (
     Score,
@@ -28,31 +40,95 @@ from fastattn.models._generation import (
     values_of,
 )
 from fastattn.models._grammar import Matcher, matchers
-from fastattn.models._model import one_sequence
+from fastattn.models._model import Recorded, one_sequence, pullback_of
+from fastattn.models._model_cache import ModelCache
+from fastattn.models._parameters import required
 from fastattn.models._sampling import Sampler, Sampling
-from fastattn.models._session import Session
-from fastattn.models._speculation import proposals_of
-from fastattn.models._steps import Stepping, one_at_a_time
+from fastattn.models._session import Session, cache_dtypes
+from fastattn.models._speculation import MOST, Speculation, proposals_of
 from fastattn.models._text import NO_TOKEN, Said, strings
-from fastattn.positions import RopeFrequencies
+from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import ArrayLike, DTypeLike
     from typing_extensions import Unpack
 
     from fastattn._args.options import SamplingOptions
-    from fastattn._args.types import Array, Ints
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array, Bools, Ints
+    from fastattn._engine.slots import Slots
+    from fastattn.grad import Pullback
+    from fastattn.layers._block import Window
+    from fastattn.layers._mixers import Kind
+    from fastattn.models._embeddings import Frequencies
     from fastattn.models._generation import Messages
+    from fastattn.models._model_cache import KeyHeads
 
+# The cache has room for so many new tokens at first; it doubles when it is full.
+_ROOM = 256
 # Continuations that `score` computes together: each has a copy of the prompt's keys.
 _SCORED_AT_ONCE = 8
 
 
+class QueryGrowth(NamedTuple):
+    """Growth of queries with their positions p: they are times ``1 + beta log(1 + floor(p / length))``."""
+
+    beta: float
+    length: int
+
+    def __call__(self, positions: Ints) -> Array:
+        """The factors of queries."""
+        found: Array = 1 + self.beta * np.log1p(positions // self.length)
+        return found
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Decoder(Stepping):
+class Decoder(_model.Model):
     """A language model; call it for the logits of all tokens, or `generate` with it."""
+
+    num_kv_heads: int
+    head_dim: int
+    key_heads: tuple[KeyHeads, ...]  # of all layers together that have keys
+    states: tuple[tuple[Kind, ...], ...]  # of a sequence, in each of the layers that carry some
+    max_length: int | None  # tokens of a sequence; None without a table of positions
+    tokens: Array | PackedLinear  # (vocab_size, hidden_size); the output layer itself, if the two are tied
+    positions: Array | None  # (max_length, hidden_size)
+    frequencies: tuple[Frequencies, ...]  # of which each attention may have one
+    windows: tuple[Window, ...]  # of which each attention has one: see `model_program`
+    logits: Program
+    stop: tuple[int, ...]  # ids that end a text
+    token_scale: float = 1.0  # what the tokens' vectors are multiplied by
+    softcap: float | None = None  # logits x become ``cap * tanh(x / cap)``
+    query_growth: QueryGrowth | None = None  # queries then have a rotation after the `frequencies`' own
+    layer_tokens: Array | PackedLinear | None = None  # (vocab_size, n): `Sequences.inputs` of tokens
+    layer_scale: float = 1.0  # what these are multiplied by
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether `vjp`, and what trains a model, take it."""
+        return self.program.has_gradients and self.softcap is None and self.layer_tokens is None
+
+    @named("{self.model_type}")
+    def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
+        """Logits of the token after each token.
+
+        Parameters
+        ----------
+        ids, attention_mask
+            As in a call of `Encoder`.
+
+        Returns
+        -------
+        ndarray, (batch, length, vocab_size)
+            In the model's dtype, as from `Encoder`.
+        """
+        tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
+        hidden = self._hidden(tokens if mask is None else tokens[mask], lengths, int(lengths.max(initial=0)))
+        logits = self._capped(self.logits.run(hidden, Sequences(1)))
+        return _model.unpacked(logits, mask, (*tokens.shape, self.vocab_size))
 
     @named("generate")
     def generate(
@@ -206,7 +282,7 @@ class Decoder(Stepping):
         sampler = Sampler(prompts, self.vocab_size, options, single, follow)
         ended = np.zeros(len(prompts), np.bool_)
         steps = self._steps(prompts, n_new, sampler, ends, ended, cache_dtype, cache, proposals)
-        steps = one_at_a_time(steps, cache)
+        steps = _one_at_a_time(steps, cache)
         if written is None:
             return _tokens(steps, len(prompts), single)
         ending = set(ends.tolist())
@@ -389,6 +465,330 @@ class Decoder(Stepping):
         if any(len(prompt) == 0 for prompt in prompts):
             raise ValueError("generate(): ids has a prompt without a token; expected at least one in each")
         return single, prompts
+
+    @named("session")
+    def session(self, cache_dtype: DTypeLike | None = None) -> Session:
+        """Make an empty session, for ``generate(cache=)``, whose `cache_dtype` is as there."""
+        return Session(self, self.frequencies, self._cache(dtype=self._kept_as(cache_dtype)))
+
+    def _kept_as(self, given: Any) -> str | None:
+        """The argument `cache_dtype`, checked."""
+        if given is None:
+            return None
+        dtypes = cache_dtypes(self.dtype)
+        why = "" if self.dtype == np.float32 else f" of a model in {self.dtype}"
+        return dtype_choice("cache_dtype", given, dtypes, why)
+
+    @named("load_session")
+    def load_session(self, path: str | os.PathLike[str]) -> Session:
+        """Read a session that `Session.save` wrote.
+
+        Raises
+        ------
+        FileNotFoundError, ValueError
+            If no file is there, or it holds no session of this model with these weights in these types.
+        """
+        return _session.load(path, self, self.frequencies, self.key_heads, self.states)
+
+    @named("loss_and_gradients")
+    def loss_and_gradients(
+        self,
+        ids: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        *,
+        targets: ArrayLike | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        checkpoint: bool = False,
+        dropout: float = 0.0,
+        seed: int | None = None,
+    ) -> tuple[float, dict[str, Array]]:
+        """The mean cross-entropy of the next tokens, and its gradients by the names of the tensors.
+
+        Parameters
+        ----------
+        ids, attention_mask
+            As in a call.
+        targets : array_like of int, (batch, length), optional
+            What follows each token, or `ignore_index`; by default the next token that counts, and nothing
+            after the last one.
+        ignore_index, label_smoothing
+            Of `fastattn.grad.cross_entropy`, which never holds all logits.
+        checkpoint, dropout, seed
+            As in `fastattn.grad.vjp`.
+
+        Returns
+        -------
+        loss : float
+        gradients : dict of str to ndarray
+            Gradients of the tensors, by name.
+        """
+        tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
+        ignored = int(integers("ignore_index", ignore_index, (), "one number"))
+        flat = (tokens if mask is None else tokens[mask]).reshape(-1)
+        if targets is None:
+            expected = np.append(flat[1:], ignored)[: len(flat)]
+            expected[np.cumsum(lengths)[lengths > 0] - 1] = ignored
+        else:
+            given = as_array("targets", targets)
+            given = np.atleast_2d(integers("targets", given if given.size else given.astype(np.int64)))
+            if given.shape != tokens.shape:
+                raise wrong_shape("targets", given, f"ids', {tokens.shape}")
+            expected = (given if mask is None else given[mask]).reshape(-1)
+        targets_of(expected, flat.shape, self.vocab_size, ignore_index, label_smoothing)
+        recorded = self._record(flat, lengths, checkpoint, dropout, seed)
+        output: Any = self.logits.steps[-1]
+        how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        found: Any = cross_entropy(recorded.out.array, output.weight, expected, bias=output.bias, **how)
+        loss, dhidden, *others = found
+        for parameter, gradient in zip((output.weight, output.bias), others, strict=False):
+            recorded.tape.gradients.add(parameter, gradient)
+        return float(loss), recorded.gradients(dhidden)
+
+    def _vjp(
+        self,
+        ids: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        *,
+        logits: bool = True,
+        checkpoint: bool = False,
+        dropout: float = 0.0,
+        seed: int | None = None,
+    ) -> tuple[Array, Pullback]:
+        """Logits, or the hidden states that the output layer maps to them; and their pullback."""
+        tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
+        counted = tokens if mask is None else tokens[mask]
+        recorded = self._record(counted, lengths, checkpoint, dropout, seed)
+        if flag("logits", logits):
+            output: Any = self.logits.steps[-1]
+            recorded.out = recorded.tape.linear(recorded.out, output.weight, output.bias, output.activations)
+        shape = (*tokens.shape, recorded.out.array.shape[1])
+        pullback = pullback_of(recorded, mask, shape)
+        return _model.unpacked(recorded.out.array, mask, shape), pullback
+
+    def _record(
+        self, tokens: Ints, lengths: Ints, checkpoint: bool, dropout: float, seed: int | None
+    ) -> Recorded:
+        """Hidden states after the last norm, on a tape, of sequences end to end."""
+        if not self.has_gradients:
+            raise NotImplementedError(f"(): models of type {self.model_type} have no gradients yet")
+        origin, checkpoint = required(self.origin), flag("checkpoint", checkpoint)
+        flat = tokens.reshape(-1)
+        array, call, positions = self._inputs(flat, lengths, int(lengths.max(initial=0)))
+        tape, x = Tape(drops=Drops(*dropout_of(dropout, seed))), Value(array)
+        norm: Any = self.logits.steps[0]
+        out = self.program.on(tape, x, call, checkpoint)
+        out = tape.norm(out, norm.kind, norm.weight, norm.bias, norm.eps)
+
+        def finish() -> None:
+            dx, gradients = x.found(), tape.gradients
+            scale = lane_dtype(dx.dtype).type(self.token_scale)
+            gradients.add(self.tokens, embedding(dx if scale == 1 else dx * scale, flat, self.vocab_size))
+            if self.positions is not None:
+                rows = positions
+                if rows.size != len(flat):  # those of each sequence
+                    rows = np.broadcast_to(positions, (len(lengths), len(positions)))
+                gradients.add(self.positions, embedding(dx, rows.reshape(-1), len(self.positions)))
+
+        return Recorded(tape, out, finish, origin)
+
+    def _hidden(
+        self,
+        tokens: Ints,
+        lengths: Ints,
+        longest: int,
+        cache: ModelCache | None = None,
+        program: Program | None = None,
+    ) -> Array:
+        """Hidden states (n, hidden_size) of new tokens (n,), before the last norm.
+
+        Those of sequences are end to end, `lengths` (batch,) of each. A cache, one of `_cache`, holds the
+        heads and states of all layers, and they follow the tokens in it. `longest` is the length of the
+        longest sequence then: some scalings of rotary positions depend on it. A
+        `program` in place of the model's is that of `by_rows`.
+        """
+        x, call, _ = self._inputs(tokens, lengths, longest, cache)
+        if not self.num_layers:
+            return x
+        hidden = (program or self.program).run(x, call)
+        if cache is not None and self.states:
+            cache.keep()
+        return hidden
+
+    def _cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> ModelCache:
+        """An empty cache for `_hidden`."""
+        return ModelCache(self.key_heads, capacity, dtype, self.states)
+
+    def _inputs(
+        self, tokens: Ints, lengths: Ints, longest: int, cache: ModelCache | None = None
+    ) -> tuple[Array, Sequences, Ints]:
+        """Inputs of the program (n, hidden_size), its `Sequences`, and the tokens' positions."""
+        batch, length = len(lengths), int(lengths.max(initial=0))
+        starts = 0 if cache is None else cache.offset
+        begins = np.append(0, np.cumsum(lengths))
+        ragged = begins[-1] != batch * length
+        if ragged:
+            positions = np.arange(begins[-1]) - np.repeat(begins[:-1] - starts, lengths)
+        else:  # (length,), or (batch, length) where sequences begin at different positions
+            positions = np.asarray(starts)[..., None] + np.arange(length)
+        x = self._scaled(self.tokens, tokens.reshape(-1), self.token_scale)
+        if self.positions is not None:
+            rows = x if ragged else x.reshape(batch, length, self.hidden_size)
+            rows += self.positions[positions]
+        rotations = []
+        for frequencies in self.frequencies:
+            tables = rope_tables(positions, of_length(frequencies, longest), lane_dtype(self.dtype))
+            rotations.append((tables[0][..., None, :, :], tables[1][..., None, :, :]))
+        if self.query_growth is not None:
+            growth = self.query_growth(positions)[..., None, :, None].astype(lane_dtype(self.dtype))
+            cos, sin = rotations[0]
+            rotations.append((cos * growth, sin * growth))
+        slots: tuple[Slots, ...] = ()
+        ends, len_k = None, length
+        if cache is not None and self.num_layers:
+            slots = cache.extend(batch, length, self.dtype, lengths if ragged else None)
+            ends, len_k = slots[0].ends, cache.length
+            if ends is not None:
+                ends = ends + cache.firsts[0]
+        if ragged:  # each sequence has its own keys alone
+            ranges = self._ranges(positions, True, None, np.repeat(lengths + starts, lengths))
+        else:
+            ranges = self._ranges(positions[..., None, :], length > 1, ends, len_k)
+        if cache is not None:
+            ranges = cache.ranges(ranges, self.windows)
+        call = Sequences(batch, ranges, tuple(rotations), slots, begins if ragged else None)
+        if cache is not None and self.states:
+            call = call._replace(states=cache.carried(batch))
+        if self.layer_tokens is not None:
+            inputs = self._scaled(self.layer_tokens, tokens.reshape(-1), self.layer_scale)
+            call = call._replace(inputs=inputs)
+        return x, call, positions
+
+    def _scaled(self, table: Array | PackedLinear, ids: Ints, scale: float) -> Array:
+        """The vectors of tokens `ids` (n,), times `scale`, in new memory."""
+        x = token_rows(table, ids, self.dtype)
+        if scale == 1:
+            return x
+        lane = lane_dtype(self.dtype)
+        found: Array = (x.astype(lane, copy=False) * lane.type(scale)).astype(self.dtype, copy=False)
+        return found
+
+    def _ranges(
+        self, positions: Ints, causal: bool, ends: Ints | None, len_k: int | Ints
+    ) -> tuple[key_ranges.Range, ...]:
+        """Ranges of the `len_k` keys that the queries at `positions` attend, for each window.
+
+        Of each sequence, the first `ends` (batch,) keys count; None: all. A token alone, the last of its
+        sequence, sees all of them without being causal.
+        """
+        shared = [] if ends is None else [key_ranges.lengths(ends)]
+        if causal:
+            shared.append(key_ranges.causal(positions))
+        sliding = ([key_ranges.window(positions, *w)] if w is not None else [] for w in self.windows)
+        return tuple(key_ranges.intersect(shared + window, len_k) for window in sliding)
+
+    def _capped(self, logits: Array) -> Array:
+        """The logits, which it may overwrite, kept within `softcap`."""
+        if self.softcap is None:
+            return logits
+        cap = lane_dtype(logits.dtype).type(self.softcap)
+        wide = logits.astype(cap.dtype, copy=False)
+        np.divide(wide, cap, out=wide)
+        np.tanh(wide, out=wide)
+        np.multiply(wide, cap, out=wide)
+        return wide.astype(logits.dtype, copy=False)
+
+    def _steps(
+        self,
+        prompts: list[Ints],
+        max_new_tokens: int,
+        sampler: Sampler,
+        stop: Ints,
+        ended: Bools,
+        cache_dtype: DTypeLike | None,
+        session: Session | None,
+        speculation: Speculation | None,
+    ) -> Iterator[Step]:
+        """Steps until all sequences have reached `stop`, or are `ended` by whoever reads them."""
+        if not prompts or max_new_tokens == 0:
+            return
+        lengths = np.array([len(prompt) for prompt in prompts])
+        batch, longest = len(prompts), int(lengths.max())
+        new, turn = np.concatenate(prompts), None
+        if session is None:
+            cache = self._cache(longest + min(max_new_tokens - 1, _ROOM), cache_dtype)
+        else:
+            cache, (known, turn) = session._cache, session._begin(new, longest)
+            *earlier, new = session._parts(new[known:])
+            for part in earlier:
+                self._hidden(part, np.array([len(part)]), longest, cache)
+                session._add(part, turn)
+            lengths = np.array([len(new)])
+        hidden = self._hidden(new, lengths, longest, cache)[np.cumsum(lengths) - 1]
+        running = np.arange(batch)  # sequences that have not ended; the others are computed no more
+        proposed: list[int] = []
+        program = None if speculation is None or not self.states else by_rows(self.program)
+        seen, step = cache, 0
+        while True:
+            cache.forget()
+            logits = self._capped(self.logits.run(hidden, Sequences(len(hidden))))
+            accepted: list[int] = []
+            for row, each in enumerate(np.split(logits, len(proposed) + 1)):
+                if proposed:
+                    cache.go_on(seen, row)
+                if session is not None:
+                    session._add(new, turn)
+                new, step = sampler(each), step + 1
+                yield Step(running, new, each)
+                # np.isin takes three times as long.
+                kept = np.flatnonzero((new[:, None] != stop).all(axis=1) & ~ended[running])
+                if not kept.size or step == max_new_tokens:
+                    return
+                accepted += new.tolist()
+                if accepted != proposed[: len(accepted)]:
+                    break
+            if kept.size < len(running):
+                running, new = running[kept], new[kept]
+                sampler.select(kept)
+                if self.num_layers:  # without layers, nothing is in the cache
+                    cache.select(kept)
+            if session is not None:
+                session._require(turn)
+            if speculation is not None:
+                proposed = self._proposed(speculation, accepted, max_new_tokens - step - 1, longest + step)
+                if self.num_layers:
+                    cache.truncate(longest + step - 1)
+            if proposed:
+                rows = np.append(new, proposed)
+                seen = cache.staggered(len(rows)) if self.num_layers else cache
+                hidden = self._hidden(rows, np.ones(len(rows), np.int64), longest + step, seen, program)
+            else:
+                hidden = self._hidden(new, np.ones(len(new), np.int64), longest + step, cache)
+
+    def _proposed(self, speculation: Speculation, accepted: list[int], most: int, length: int) -> list[int]:
+        """Proposals of what follows `accepted`, in a text that has `length` tokens with it.
+
+        Keys of all rows are rotated alike. So nothing is proposed where a scaling changes between them.
+        """
+        most = min(most, MOST)
+        for each in self.frequencies:
+            one, other = (of_length(each, n) for n in (length, length + most))
+            if one is not other and not (
+                np.array_equal(one.inv_freq, other.inv_freq)
+                and one.attention_factor == other.attention_factor
+            ):
+                most = 0
+        return speculation.after(accepted, most)
+
+
+def _one_at_a_time(steps: Iterator[Step], session: Session | None) -> Iterator[Step]:
+    """The same steps, each under the session's lock: a cache between two states has no meaning."""
+    while True:
+        with nullcontext() if session is None else session.lock:
+            step = next(steps, None)
+        if step is None:
+            return
+        yield step
 
 
 def _tokens(steps: Iterator[Step], batch: int, single: bool) -> Iterator[Any]:

@@ -1,4 +1,7 @@
-"""Caches of language models: keys and values of all layers, of those with windows no more than is needed."""
+"""Caches of language models: keys and values of all layers, and states of those without attention.
+
+Of layers with windows, no more keys are kept than are needed; of states, copies at earlier places.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,14 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints
     from fastattn._engine.slots import Slots
     from fastattn.layers._block import Window
+    from fastattn.layers._mixers import Carried, Kind
 
 # Keys are dropped in multiples of so many tokens. Kernels merge what they have of keys at multiples of it,
 # counted from the first key (PART_K in `src/operands.inc.h`): so results keep their bits. A text can be cut
 # back by so many tokens at least.
 PART = 4096
+# Tokens between two snapshots that are taken within a text.
+EVERY = 256
 
 
 class KeyHeads(NamedTuple):
@@ -35,19 +41,40 @@ class KeyHeads(NamedTuple):
     left: int | None  # so many keys before a query are attended; None: all
 
 
-class ModelCache:
-    """Keys and values of all layers of a model, in a `KVCache` for each of its `KeyHeads`.
+class _Snapshot(NamedTuple):
+    """States after so many tokens of a sequence."""
 
-    Those with a window are dropped when `forget` finds that they are in no window any more. Then the first
+    length: int
+    states: tuple[Array, ...]
+
+
+class ModelCache:
+    """Keys and values of all layers of a model, in a `KVCache` for each of its `KeyHeads`; and states.
+
+    Keys with a window are dropped when `forget` finds that they are in no window any more. Then the first
     keys that are there have the positions `firsts`.
+
+    States, of which each layer without attention has these `kinds`, are after the tokens of all calls that
+    ended. They cannot be cut back as keys can. So a session takes snapshots of them, to which `truncate` goes
+    back. Their number grows with the logarithm of the text's length: where a text is cut, at most as many
+    tokens are computed again as are cut off, or `EVERY`.
     """
 
     def __init__(
-        self, key_heads: Sequence[KeyHeads], capacity: int = 0, dtype: DTypeLike | None = None
+        self,
+        key_heads: Sequence[KeyHeads],
+        capacity: int = 0,
+        dtype: DTypeLike | None = None,
+        kinds: Sequence[Sequence[Kind]] = (),
     ) -> None:
         self._heads = tuple(key_heads)
         self.groups = [KVCache(capacity, dtype) for _ in key_heads]
         self.firsts = (0,) * len(self.groups)
+        self.kinds = kinds
+        self._now = _Snapshot(0, ())  # empty before the first token
+        self._spare: tuple[Array, ...] = ()  # of the same shapes: the next call writes there
+        self._snapshots: list[_Snapshot] = []
+        self._rows: tuple[Array, ...] = ()  # of a `staggered` cache: states before each row, and at the end
 
     def __copy__(self) -> Self:
         """A cache that goes on by itself, over the same arrays."""
@@ -78,7 +105,8 @@ class ModelCache:
     @property
     def nbytes(self) -> int:
         """Bytes of memory of all arrays."""
-        return sum(each.nbytes for each in self.groups)
+        states = (*self._now.states, *self._spare, *(x for each in self._snapshots for x in each.states))
+        return sum(each.nbytes for each in self.groups) + sum(x.nbytes for x in states)
 
     def extend(self, batch: int, tokens: int, dtype: np.dtype[Any], counts: Ints | None) -> tuple[Slots, ...]:
         """Make room for new tokens and count them; the positions in these slots are from `firsts` on."""
@@ -113,12 +141,45 @@ class ModelCache:
                 groups[i]._forget(count, capacity)
                 vars(self).update(groups=groups, firsts=tuple(firsts))  # at once: it may be interrupted
 
+    def carried(self, batch: int) -> list[Carried]:
+        """The arguments of a call of each layer: it reads the states as they are, and writes to others."""
+        kinds = [kind for each in self.kinds for kind in each]
+        if not self._rows and not self._spare:
+            self._spare = tuple(np.empty((batch, *shape), dtype) for shape, dtype in kinds)
+        no_states: list[Any] = [None] * len(kinds)
+        before = iter([x[:-1] for x in self._rows] or self._now.states or no_states)
+        after = iter([x[1:] for x in self._rows] or self._spare)
+        found = [[{"state": next(before), "out_state": next(after)} for _ in each] for each in self.kinds]
+        return [(*each, {}) if len(each) == 1 else each for each in found]
+
+    def keep(self) -> None:
+        """Hold the states that a call has written, of the tokens whose keys are here."""
+        self._now, self._spare = _Snapshot(self.length, self._spare), self._now.states
+
+    def take_snapshot(self) -> None:
+        """Copy the states as they are now, and forget copies that are not needed."""
+        kept: list[_Snapshot] = []
+        now = self._now
+        every = [each for each in self._snapshots if each.length < now.length]
+        every.append(_Snapshot(now.length, tuple(x.copy() for x in now.states)))
+        for i, each in enumerate(every):
+            begin = kept[-1].length if kept else 0
+            # Without it, a text that is cut before the next one goes back by less than is cut off.
+            if each is every[-1] or every[i + 1].length - begin > now.length - every[i + 1].length:
+                kept.append(each)
+        self._snapshots = kept
+
     def reachable(self, length: int) -> int:
-        """The most tokens, up to `length`, to which it can be cut back: so many, or 0."""
-        for heads, first in zip(self._heads, self.firsts, strict=True):
-            if heads.left is not None and first and length - heads.left < first:
-                return 0
-        return length
+        """The most tokens, up to `length`, to which it can be cut back."""
+        if self.kinds:
+            lengths = [0, *(each.length for each in (*self._snapshots, self._now))]
+            return max(n for n in lengths if n <= length and (not n or self._keys_reach(n)))
+        return length if self._keys_reach(length) else 0
+
+    def _keys_reach(self, length: int) -> bool:
+        """Whether all keys are here that tokens from `length` on attend."""
+        each = zip(self._heads, self.firsts, strict=True)
+        return not any(x.left is not None and first and length - x.left < first for x, first in each)
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from `length` on, which is `reachable`."""
@@ -126,39 +187,68 @@ class ModelCache:
             self.firsts = (0,) * len(self.groups)
         for each, first in zip(self.groups, self.firsts, strict=True):
             each.truncate(length - first)
+        self._snapshots = [each for each in self._snapshots if each.length <= length]
+        if self.kinds and self._now.length != length:
+            found = (each.states for each in self._snapshots if each.length == length)
+            self._now = _Snapshot(length, tuple(x.copy() for x in next(found, ())))
 
     def own(self) -> None:
         """Hold everything in memory of its own, without room for more tokens."""
         if self.batch is not None:
             for each in self.groups:
                 each._forget(0, each.length)
+        self._now, self._snapshots = copy.deepcopy((self._now, self._snapshots))
+        self._spare = ()
 
     def select(self, sequences: ArrayLike) -> None:
         """Keep the sequences of these indices, as `KVCache.select` does."""
         for each in self.groups:
             each.select(sequences)
+        if self.kinds:
+            index = np.asarray(sequences)
+            self._now, self._spare = _Snapshot(self.length, tuple(x[index] for x in self._now.states)), ()
 
     def staggered(self, tokens: int) -> Self:
-        """Count more tokens of the only sequence, and return their cache: see `KVCache._staggered`."""
+        """Count more tokens of the only sequence, and return their cache: see `KVCache._staggered`.
+
+        It has memory for their states.
+        """
         cache = copy.copy(self)
         cache.groups = [each._staggered(tokens) for each in self.groups]
+        cache._rows = tuple(np.empty((tokens + 1, *x.shape[1:]), x.dtype) for x in self._now.states)
+        for rows, x in zip(cache._rows, self._now.states, strict=True):
+            rows[:1] = x
         return cache
 
     def go_on(self, staggered: Self, row: int) -> None:
-        """Take over what that row of a `staggered` cache has made beside keys and values: nothing."""
+        """Take over the states after that row, the next token, of a `staggered` cache."""
+        if self.kinds:
+            states = tuple(x[row + 1 : row + 2].copy() for x in staggered._rows)
+            self._now = _Snapshot(self._now.length + 1, states)
 
     def _arrays(self) -> dict[str, Array]:
-        """Keys, values, scales, lengths and positions of the first keys, by name: copies."""
+        """Keys, values, scales, lengths, positions of the first keys and all states, by name: copies."""
         found = {"lengths": self.lengths, "firsts": np.array(self.firsts)}
         for i, each in enumerate(self.groups):
             arrays = each._arrays()
             del arrays["lengths"]
             found |= {_numbered(name, i): x for name, x in arrays.items()}
+        for at in (self._now, *self._snapshots):
+            found |= {f"states.{at.length}.{i}": x.copy() for i, x in enumerate(at.states)}
         return found
 
     @classmethod
-    def of(cls, key_heads: Sequence[KeyHeads], arrays: dict[str, Array], where: str) -> ModelCache:
+    def of(
+        cls,
+        key_heads: Sequence[KeyHeads],
+        kinds: Sequence[Sequence[Kind]],
+        arrays: dict[str, Array],
+        where: str,
+    ) -> ModelCache:
         """The cache of one sequence with these `_arrays`, of the file `where`."""
+        names = [name for name in arrays if kinds and name.startswith("states.")]
+        states = {name: arrays[name] for name in names}
+        arrays = {name: x for name, x in arrays.items() if name not in states}
         scaled, plain = (
             [{name: _numbered(name, i) for name in names} for i in range(len(key_heads))]
             for names in (("k", "v", "k_scale", "v_scale"), ("k", "v"))
@@ -168,7 +258,7 @@ class ModelCache:
             came = f"{where} has the arrays {', '.join(arrays)}"
             expected = f"{', '.join(_names(scaled))}, or {', '.join(_names(plain))}"
             raise ValueError(f"(): {came}; expected {expected}")
-        cache, firsts, lengths = cls(key_heads), arrays["firsts"], arrays["lengths"]
+        cache, firsts, lengths = cls(key_heads, kinds=kinds), arrays["firsts"], arrays["lengths"]
         if firsts.shape != (len(groups),) or firsts.dtype != np.int64:
             came = f"firsts {firsts.shape} in {firsts.dtype}"
             raise ValueError(f"(): {where} has {came}; expected ({len(groups)},) in int64")
@@ -180,10 +270,27 @@ class ModelCache:
             KVCache._of({**{name: arrays[own] for name, own in each.items()}, "lengths": lengths - n}, where)
             for each, n in zip(groups, cache.firsts, strict=True)
         ]
-        if cache.reachable(cache.length) < cache.length:
+        if cache.length and not cache._keys_reach(cache.length):
             came = f"keys from the positions {cache.firsts} on"
             raise ValueError(f"(): {where} has {came}; expected all that the next token's windows reach")
+        if kinds:
+            cache._take_over(states, where)
         return cache
+
+    def _take_over(self, states: dict[str, Array], where: str) -> None:
+        """Hold the states of the file `where`."""
+        flat = [((1, *shape), dtype) for each in self.kinds for shape, dtype in each]
+        lengths = sorted({int(part) for name in states if (part := name.split(".")[1]).isdecimal()})
+        expected = {f"states.{length}.{i}": kind for length in lengths for i, kind in enumerate(flat)}
+        found = {name: (x.shape, x.dtype) for name, x in states.items()}
+        if found != expected or not lengths or not 0 < lengths[0] <= lengths[-1] == self.length:
+            came = f"states after {lengths} tokens, of {len(found)} arrays"
+            raise ValueError(f"(): {where} has {came}; expected what a session of this model holds")
+        self._snapshots = [
+            _Snapshot(length, tuple(states[f"states.{length}.{i}"] for i in range(len(flat))))
+            for length in lengths
+        ]
+        self._now = _Snapshot(lengths[-1], tuple(x.copy() for x in self._snapshots[-1].states))
 
 
 def _numbered(name: str, i: int) -> str:

@@ -16,8 +16,7 @@ from fastattn._args.errors import named, wrong_type
 from fastattn._args.packed import PackedLinear
 from fastattn._args.values import integer, integers, one_of
 from fastattn.models._embeddings import of_length
-from fastattn.models._model_cache import ModelCache
-from fastattn.models._states import EVERY, StateCache
+from fastattn.models._model_cache import EVERY, ModelCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,7 +136,7 @@ class Session:
 
     def _parts(self, new: Ints) -> list[Ints]:
         """The tokens `new` of a prompt, which follow those that are here, up to each copy of states."""
-        if not isinstance(self._cache, StateCache):
+        if not self._cache.kinds:
             return [new]
         begin = len(self._ids)
         return np.split(new, range(EVERY - begin % EVERY, len(new), EVERY))
@@ -153,7 +152,7 @@ class Session:
         self._require(turn)
         self._ids += tokens.tolist()
         length = len(self._ids)
-        if isinstance(self._cache, StateCache) and (length == self._prompt or not length % EVERY):
+        if self._cache.kinds and (length == self._prompt or not length % EVERY):
             self._cache.take_snapshot()
 
     def _settled(self, length: int | None = None) -> tuple[ModelCache, list[int]]:
@@ -203,10 +202,7 @@ def load(
     if values.get("digest") != _digest([values.get("rotated"), sorted(arrays.items())]):
         raise ValueError(f"(): {where} is damaged; expected the ids and keys that were written")
     ids = arrays.pop("ids", np.zeros(0))
-    if states:
-        cache: ModelCache = StateCache.read(states, key_heads, arrays, where)
-    else:
-        cache = ModelCache.of(key_heads, arrays, where)
+    cache = ModelCache.of(key_heads, states, arrays, where)
     if ids.dtype != np.int64 or cache.lengths.tolist() != [ids.size]:
         came = f"ids {ids.shape} in {ids.dtype} and keys of {cache.lengths.tolist()} tokens"
         raise ValueError(f"(): {where} has {came}; expected as many of one sequence, in int64")

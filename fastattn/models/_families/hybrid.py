@@ -106,7 +106,9 @@ def lfm2(source: Source) -> Decoder:
     """Build LFM2."""
     config = source.config
     require_decoder(source)
-    layers, attends = source.depth("num_hidden_layers"), config.values.get("full_attn_idxs")
+    layers, attends = source.depth("num_hidden_layers"), None
+    if config.values.get("layer_types") is None:
+        attends = config.values.get("full_attn_idxs")
     if attends is not None and not (isinstance(attends, list) and all(type(i) is int for i in attends)):
         raise config.wrong("full_attn_idxs", attends, "a list of numbers of layers")
     kinds = kinds_of(config, layers, lambda i: attends is not None and i not in attends, (ALL, "conv"))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn.models import _gguf
 from fastattn.models._blocks import BlockNames, Blocks, Keys
+from fastattn.models._decoder import QueryGrowth
 from fastattn.models._families.shared import (
     ALL,
     NEAR,
@@ -38,7 +39,6 @@ from fastattn.models._families.shared import (
     windows_of,
 )
 from fastattn.models._files import Config
-from fastattn.models._next_tokens import QueryGrowth
 
 if TYPE_CHECKING:
     from fastattn.models._decoder import Decoder
@@ -185,7 +185,7 @@ def decoder_blocks(
     if biased is None:
         has = config.get("attention_bias", bool, False)
         biased = frozenset((*names.qkv, names.attended) if has else ())
-    sizes = {"heads": heads, "heads_kv": heads_kv, "head_dim": head_dim, "biased": biased}
+    sizes: Any = {"heads": heads, "heads_kv": heads_kv, "head_dim": head_dim, "biased": biased}
     return Blocks.of(source, names, keys, eps=eps, activation=activation, **sizes, **others)
 
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from fastattn._engine.steps import Step
     from fastattn.layers._block import Window
     from fastattn.models._blocks import BlockNames, Blocks
+    from fastattn.models._decoder import QueryGrowth
     from fastattn.models._embeddings import AlibiBiases, BucketBiases, Frequencies
     from fastattn.models._files import Config
-    from fastattn.models._next_tokens import QueryGrowth
     from fastattn.models._source import Source
 
 ALL, NEAR = "full_attention", "sliding_attention"  # kinds of layers
