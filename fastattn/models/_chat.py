@@ -13,8 +13,8 @@ import numpy as np
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import short
-from fastattn.models import _gguf, _gguf_tokenizer
-from fastattn.models._files import Config, ModelError, read_bytes, tokenizer_config
+from fastattn.models import _gguf_tokenizer
+from fastattn.models._files import Config, ModelError, is_gguf, read_bytes, tokenizer_config
 from fastattn.models._tokenizers import transformer_settings
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def conversation(
     folder: Path, messages: list[dict[str, Any]], values: dict[str, Any]
 ) -> tuple[str, str, list[str]]:
     """A conversation up to the next answer, as a chat template writes it; the template; what ends a turn."""
-    if _gguf.is_file(folder):
+    if is_gguf(folder):
         config = _gguf_tokenizer.tokenizer_config(folder)
         source = config.get("chat_template", str)
         path = folder

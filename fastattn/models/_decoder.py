@@ -22,11 +22,11 @@ from fastattn._engine.values import Value
 from fastattn.grad import cross_entropy, embedding
 from fastattn.grad._loss import targets_of
 from fastattn.layers._mixers import by_rows
-from fastattn.models import _gguf, _gguf_config, _model, _session
+from fastattn.models import _gguf, _model, _session
 from fastattn.models._answers import Parts
 from fastattn.models._chat import conversation
 from fastattn.models._embeddings import of_length, token_rows
-from fastattn.models._files import usual_sampling
+from fastattn.models._files import is_gguf, usual_sampling
 from fastattn.models._generation import (
     Score,
     Step,
@@ -424,7 +424,7 @@ class Decoder(_model.Model):
         ``general.sampling``. Empty where they recommend none: the best token.
         """
         folder = self.text.folder
-        return _gguf_config.usual_sampling(folder) if _gguf.is_file(folder) else usual_sampling(folder)
+        return _gguf.usual_sampling(folder) if is_gguf(folder) else usual_sampling(folder)
 
     @named("conversation_ids")
     def conversation_ids(

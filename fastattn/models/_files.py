@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from fastattn._args.values import short
+from fastattn._gguf import MAGIC, GgufFile
 from fastattn._regular_files import regular
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+GGUF = ".gguf"  # the suffix of such files
 PACKAGES = ("safetensors", "tokenizers", "ml_dtypes", "tqdm", "jinja2")  # the extra "models"
 _MOST_BYTES = 2**26  # of a text file: that of the largest tokenizers is half of it
 _MOST = 2**62  # of an integer in config.json: sums and products with a float still hold it
@@ -95,6 +97,29 @@ def lfs_hint(path: Path) -> str:
     with opened(path) as file:
         is_pointer = file.read(40).startswith(b"version https://git-lfs")
     return f"{path} is a git-lfs pointer, not the file: `git lfs pull` fetches it" if is_pointer else ""
+
+
+def is_gguf(path: Path) -> bool:
+    """Tell whether the path is that of a GGUF file, by its name or its first bytes."""
+    if not os.path.isfile(path):  # unlike Path.is_file(), it raises nothing for a name that is too long
+        return False
+    if path.suffix.lower() == GGUF:
+        return True
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == MAGIC
+    except OSError:
+        return False
+
+
+def opened_gguf(path: Path) -> GgufFile:
+    """The file, which the caller closes; its tensors are as they lie there."""
+    try:
+        return GgufFile(path, ModelError)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}; expected a GGUF file") from error
+    except ModelError as error:
+        raise ModelError(lfs_hint(path) or str(error)) from None
 
 
 class Config:

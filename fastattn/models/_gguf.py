@@ -1,155 +1,527 @@
-"""GGUF files of models: how they are recognised, opened and described, and what their tensors are called."""
+"""GGUF files of models: how they are opened and described, and what they say as folders of models say it.
+
+A row for each `model_type` has the names of tensors, and which keys it needs, takes, or says otherwise.
+"""
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.values import short
-from fastattn._gguf import MAGIC, GgufFile, Strings
-from fastattn.models import _gguf_bert, _gguf_hybrid
-from fastattn.models._files import Config, ModelError, lfs_hint
+from fastattn._gguf import GgufFile, Strings
+from fastattn.models._files import Config, ModelError, opened_gguf
+from fastattn.models._gguf_tokenizer import end_ids
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
     from pathlib import Path
 
-SUFFIX = ".gguf"
+    Values = Callable[[Config, str, dict[str, Any], GgufFile], dict[str, Any]]
 
-# By the file's `general.architecture`, the `model_type` of config.json, and whether the rows of each head of
-# queries and keys are interleaved: there pairs of rotary positions are neighbours.
-ARCHITECTURES = {
-    "bert": ("bert", False),
-    "gemma2": ("gemma2", False),
-    "gemma3": ("gemma3_text", False),
-    "gemma4": ("gemma4_text", False),
-    "gpt-oss": ("gpt_oss", False),
-    "granite": ("granite", True),
-    "granitehybrid": ("granitemoehybrid", True),
-    "lfm2": ("lfm2", False),
-    "llama": ("llama", True),
-    "mistral3": ("ministral3", True),
-    "olmo2": ("olmo2", False),
-    "phi3": ("phi3", False),
-    "qwen2": ("qwen2", False),
-    "qwen3": ("qwen3", False),
-    "qwen3moe": ("qwen3_moe", False),
-    "qwen3next": ("qwen3_next", False),
-    "qwen35": ("qwen3_5_text", False),
-    "qwen35moe": ("qwen3_5_moe_text", False),
-    "smollm3": ("smollm3", True),
-}
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_BLOCK_NAMES = {
+_FORWARD = "gate", "up", "down"  # maps of feed-forwards
+# Names of tensors: those outside of blocks, and in blocks.
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NAMES = {
     "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in _FORWARD},
+    **{f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in _FORWARD},
 }
-_POST_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_GEMMA_NAMES = {**_BLOCK_NAMES, "ffn_norm": "pre_feedforward_layernorm", **_POST_NORMS}
+_POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
+_OLMO = {**_NAMES, **_POST_NORM, "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA = {**_OLMO, "ffn_norm": "pre_feedforward_layernorm"}
+_GEMMA4 = {
+    **_GEMMA, "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm", "layer_output_scale": "layer_scalar",
+}  # fmt: skip
 _GEMMA4_TOP = {
-    **_NAMES,
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    **_TOP, "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
+}  # fmt: skip
+_GPT_OSS = {**_NAMES, **_POST_NORM, "attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"}
+_MIXTRAL = {
+    **_NAMES, "ffn_gate_inp": "block_sparse_moe.gate",
+    **{f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{own}"
+       for part, own in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
+}  # fmt: skip
+_PHI3 = {**_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_LFM2_TOP = {**_TOP, "token_embd_norm": "model.embedding_norm"}  # and no "output_norm"
+del _LFM2_TOP["output_norm"]
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"attn_{part}_norm": f"self_attn.{part}_layernorm" for part in "qk"},
+    "attn_output": "self_attn.out_proj",
+    "ffn_norm": "ffn_norm",
+    **{f"ffn_{part}": f"feed_forward.{own}" for part, own in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
+    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
 }
-_GEMMA4_NAMES = {
-    **_GEMMA_NAMES,
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-    "layer_output_scale": "layer_scalar",
-}
-_OLMO_NAMES = {**_BLOCK_NAMES, **_POST_NORMS}
-_GPT_OSS_NAMES = {
-    **_BLOCK_NAMES,
-    "attn_sinks": "self_attn.sinks",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.router",
-}
-_MIXTRAL_NAMES = {
-    **_BLOCK_NAMES,
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-}
-_PHI3_NAMES = {**_BLOCK_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_QWEN_NEXT_NAMES = {**_BLOCK_NAMES, **_gguf_hybrid.QWEN_NAMES}
-del _QWEN_NEXT_NAMES["ffn_norm"]
-_OTHER_NAMES = {
-    "bert": _gguf_bert.BLOCK,
-    "gemma2": _GEMMA_NAMES,
-    "gemma3_text": _GEMMA_NAMES,
-    "gemma4_text": _GEMMA4_NAMES,
-    "gpt_oss": _GPT_OSS_NAMES,
-    "granitemoehybrid": {**_BLOCK_NAMES, **_gguf_hybrid.GRANITE_NAMES},
-    "lfm2": _gguf_hybrid.LFM2_NAMES,
-    "mixtral": _MIXTRAL_NAMES,
-    **dict.fromkeys(("olmo2", "olmo3"), _OLMO_NAMES),
-    "phi3": _PHI3_NAMES,
-    **dict.fromkeys(_gguf_hybrid.QWENS, _QWEN_NEXT_NAMES),
-}
-_OTHER_TOPS = {"bert": _gguf_bert.TOP, "gemma4_text": _GEMMA4_TOP, "lfm2": _gguf_hybrid.LFM2_TOP}
+_QWEN_NEXT = {
+    **{name: x for name, x in _NAMES.items() if name != "ffn_norm"}, **_POST_NORM,
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_ba": "linear_attn.in_proj_ba", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in _FORWARD},
+}  # fmt: skip
+_GRANITE = {
+    **_NAMES, "ffn_gate_inp": "block_sparse_moe.router.layer",
+    **{f"ffn_{part}{end}": f"shared_mlp.{part}_proj" for end in ("", "_shexp") for part in _FORWARD},
+    **{f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{part}_proj" for part in _FORWARD},
+    "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}  # fmt: skip
+_BERT_TOP = {
+    "token_embd": "embeddings.word_embeddings", "position_embd": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings", "token_embd_norm": "embeddings.LayerNorm",
+}  # fmt: skip
+_BERT = {
+    "attn_q": "attention.self.query", "attn_k": "attention.self.key", "attn_v": "attention.self.value",
+    "attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_output_norm": "output.LayerNorm",
+}  # fmt: skip
+# Vectors of a mixer, whose names do not end with ".weight" there.
+_OF_MIXERS = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
+_OF_MIXER = re.compile(rf"blk\.(\d+)\.({'|'.join(map(re.escape, _OF_MIXERS))})")
 _OF_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _RENAMED = re.compile(r"(?:model\.layers|encoder\.layer)\.(\d+)\.(?:.*\bexperts\.(\d+)\.)?.*")
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(?:\.(\d+))?\.(weight|bias)")
 _MOST_EXPERTS = 1 << 12
 _MOST_TENSORS = 1 << 18  # where those of experts are apart: more than three times those of the largest models
+_MOST_PAIRS = 1 << 16  # of dimensions of a head
+
+# What frequencies of rotary positions are divided by: in all models but Phi-3, and there in two ways.
+_FACTORS = "rope_freqs.weight"
+_LONG_FACTORS = dict.fromkeys(("short_factor", "long_factor"), _FACTORS)
+_PHI3_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+# Keys under the architecture's name, and config.json's.
+_SIZES = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_OF_GRANITE = {
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+# What files of experts may say otherwise, and what is supported: a softmax, and no expert for every token.
+_OF_EXPERTS = {
+    "expert_shared_count": 0,
+    "expert_gating_func": 1,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.0,
+    "leading_dense_block_count": 0,
+}
+# Keys of other models' attention and experts, which change results.
+_OF_OTHERS = ("attention.clamp_kqv", "attention.max_alibi_bias", "swiglu_clamp_exp", "swiglu_clamp_shexp")
+_SCALING = {
+    "type": "rope_type",
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "yarn_attn_factor": "attention_factor",
+    "yarn_log_multiplier": "mscale_all_dim",
+}
+# And config.json's names of what is made of other keys, or of tensors.
+_MADE_OF = {
+    "conv_L_cache": "shortconv.l_cache",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    **dict.fromkeys(("mamba_d_conv", "linear_conv_kernel_dim"), "ssm.conv_kernel"),
+    **dict.fromkeys(("mamba_d_state", "linear_key_head_dim"), "ssm.state_size"),
+    **dict.fromkeys(("mamba_n_groups", "linear_num_key_heads"), "ssm.group_count"),
+    **dict.fromkeys(("mamba_n_heads", "linear_num_value_heads"), "ssm.time_step_rank"),
+    "num_experts": "expert_count",
+    "layer_types": "attention.sliding_window_pattern",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "per_layer_config": "attention.head_count_kv",
+    "partial_rotary_factor": "rope.dimension_count",
+    "rope_parameters": "rope.scaling.type",
+    "llama_4_scaling_beta": "attention.temperature_scale",
+}
+_MADE_OF_TENSORS = {
+    "vocab_size": "token_embd.weight",
+    "vocab_size_per_layer_input": "per_layer_token_embd.weight",
+}
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+_BERT_SIZES = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "context_length": "max_position_embeddings",
+}
+_BERT_TABLES = {"vocab_size": "token_embd.weight", "type_vocab_size": "token_types.weight"}
+_POOLINGS = ("mean", "mean", "cls", "lasttoken")  # the first: none, as where a folder says nothing
 
 
-def is_file(path: Path) -> bool:
-    """Tell whether the path is that of a GGUF file, by its name or its first bytes."""
-    if not os.path.isfile(path):  # unlike Path.is_file(), it raises nothing for a name that is too long
-        return False
-    if path.suffix.lower() == SUFFIX:
-        return True
-    try:
-        with open(path, "rb") as file:
-            return file.read(4) == MAGIC
-    except OSError:
-        return False
+def _of_llama(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    """What else a file of this architecture may be."""
+    other = (
+        "mixtral" if values.get("num_local_experts") else "mistral" if values.get("sliding_window") else ""
+    )
+    return {"model_type": other} if other else {}
+
+
+def _of_olmo(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    return (
+        {"model_type": "olmo3", "layer_types": _kinds(said, prefix)} if values.get("sliding_window") else {}
+    )
+
+
+def _of_gemma(largest: int) -> Values:
+    """The scale of scores that llama.cpp has, another one for so many layers."""
+
+    def values_of(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+        sizes = f"{prefix}.embedding_length", f"{prefix}.attention.head_count"
+        is_largest = values.get("num_hidden_layers") == largest
+        return {"query_pre_attn_scalar": said.divided(*sizes) if is_largest else values["head_dim"]}
+
+    return values_of
+
+
+def _of_ministral3(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    growth = said.values.get(f"{prefix}.attention.temperature_scale")
+    return {"rope_scaling": {**values["rope_scaling"], "llama_4_scaling_beta": growth}}
+
+
+def _of_gpt_oss(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    scaling = values["rope_scaling"]  # as it was trained, though llama.cpp does truncate
+    return {"rope_scaling": {**scaling, "truncate": False}} if scaling["rope_type"] == "yarn" else {}
+
+
+def _of_lfm2(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    """Values of LFM2 that a file says otherwise."""
+    return {
+        **_by_heads(said, prefix, values, "conv"),
+        "conv_L_cache": said.size(f"{prefix}.shortconv.l_cache"),
+        "norm_eps": values.get("rms_norm_eps"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _of_granite(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    """Values of Granite's hybrids that a file says otherwise."""
+    sizes = {
+        "conv_kernel": "mamba_d_conv",
+        "state_size": "mamba_d_state",
+        "group_count": "mamba_n_groups",
+        "time_step_rank": "mamba_n_heads",
+    }
+    shared = said.size(f"{prefix}.expert_shared_feed_forward_length", values.get("intermediate_size", 0))
+    rotated = said.get(f"{prefix}.rope.scaling.finetuned", bool, True)
+    return {
+        **_by_heads(said, prefix, values, "mamba"),
+        **{name: said.size(f"{prefix}.ssm.{key}") for key, name in sizes.items()},
+        "mamba_expand": said.divided(f"{prefix}.ssm.inner_size", f"{prefix}.embedding_length"),
+        "shared_intermediate_size": shared,
+        "num_local_experts": values.get("num_local_experts", 0),
+        "position_embedding_type": "rope" if rotated else "nope",
+    }
+
+
+def _by_heads(said: Config, prefix: str, values: dict[str, Any], other: str) -> dict[str, Any]:
+    """Heads of keys, and kinds of layers: those without heads are the `other` kind."""
+    heads = values.get("num_key_value_heads")
+    if not (isinstance(heads, list) and len({x for x in heads if x}) == 1):
+        name = f"{prefix}.attention.head_count_kv"
+        raise said.wrong(name, heads, "a number for each layer: 0, or the same for all others")
+    kinds = ["full_attention" if x else other for x in heads]
+    return {"num_key_value_heads": max(heads), "layer_types": kinds}
+
+
+def _layers(said: Config, prefix: str) -> int:
+    """The number of layers before those that guess further tokens."""
+    count, further = said.size(f"{prefix}.block_count"), said.size(f"{prefix}.nextn_predict_layers", 0, low=0)
+    if further >= count:
+        raise said.wrong(f"{prefix}.nextn_predict_layers", further, f"fewer than all {count} layers")
+    return count - further
+
+
+def _of_qwen(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    """Values of Qwens that a file says otherwise: sizes have the names of Mamba's."""
+    sizes = {
+        "conv_kernel": "linear_conv_kernel_dim",
+        "state_size": "linear_key_head_dim",
+        "group_count": "linear_num_key_heads",
+        "time_step_rank": "linear_num_value_heads",
+    }
+    found = {name: said.size(f"{prefix}.ssm.{key}") for key, name in sizes.items()}
+    found["linear_value_head_dim"] = said.divided(f"{prefix}.ssm.inner_size", f"{prefix}.ssm.time_step_rank")
+    if (sections := said.values.get(key := f"{prefix}.rope.dimension_sections")) is not None:
+        # Those of a text share positions, if they have all pairs that are rotated.
+        pairs = said.size(f"{prefix}.rope.dimension_count") // 2
+        if not (isinstance(sections, np.ndarray) and sections[:3].sum() == sections.sum() == pairs):
+            raise said.wrong(key, sections, f"three numbers of pairs, together {pairs}")
+    found["num_hidden_layers"] = _layers(said, prefix)
+    found["full_attention_interval"] = said.size(f"{prefix}.full_attention_interval", 4)
+    if experts := values.get("num_local_experts"):
+        found["num_experts"] = experts
+        found["shared_expert_intermediate_size"] = said.size(f"{prefix}.expert_shared_feed_forward_length")
+    return found
+
+
+def _of_bert(said: Config, file: GgufFile) -> dict[str, Any]:
+    """The values, by config.json's names; and "pooling", a mode of sentence-transformers.
+
+    Files do not say which GELU it is. The models that are converted have the exact one.
+    """
+    if said.get("bert.attention.causal", bool, False):
+        raise said.wrong("bert.attention.causal", True, "False")
+    said.number("bert.attention.layer_norm_epsilon")
+    kind = said.size("bert.pooling_type", 0, low=0)
+    if kind >= len(_POOLINGS):
+        raise said.wrong("bert.pooling_type", kind, "0 to 3: vectors of texts, and no scores of pairs")
+    values: dict[str, Any] = {"model_type": "bert", "hidden_act": "gelu", "pooling": _POOLINGS[kind]}
+    values |= {name: said.values.get(f"bert.{key}") for key, name in _BERT_SIZES.items()}
+    return values | {name: file.shape(x)[0] for name, x in _BERT_TABLES.items() if x in file.names}
+
+
+def _of_gemma4(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    """Values of Gemma 4 that a file says otherwise: each layer has its sizes."""
+    count, kinds = said.size(f"{prefix}.block_count"), _kinds(said, prefix)
+    if kinds is None:
+        name = f"{prefix}.attention.sliding_window_pattern"
+        raise said.wrong(name, None, f"{count} of bool")
+    shared = said.size(f"{prefix}.attention.shared_kv_layers", 0, low=0)
+    near = said.size(f"{prefix}.attention.key_length_swa")
+    said.refuse(**{f"{prefix}.{key}_swa": near for key in ("attention.value_length", "rope.dimension_count")})
+    sizes = {"full_attention": values["head_dim"], "sliding_attention": near}
+    heads, inner = values.get("num_key_value_heads"), values.get("intermediate_size")
+    if not isinstance(heads, list):
+        heads = [heads] * count
+    doubled = isinstance(inner, list)
+    if isinstance(inner, list):
+        if inner != [inner[0] * (2 if i >= count - shared else 1) for i in range(count)]:
+            name = f"{prefix}.feed_forward_length"
+            raise said.wrong(
+                name, inner, "the same for all layers, or twice as many in those with others' keys"
+            )
+        inner = inner[0]
+    own = [i for i in range(count - shared) if kinds[i] == "full_attention"]
+    given = "per_layer_token_embd.weight" in file.names
+    return {
+        "num_key_value_heads": heads[0],
+        "intermediate_size": inner,
+        "use_double_wide_mlp": doubled,
+        "num_kv_shared_layers": shared,
+        "layer_types": kinds,
+        "per_layer_config": {
+            str(i): {"head_dim": sizes[kind], "num_key_value_heads": heads[i]} for i, kind in enumerate(kinds)
+        },
+        "attention_k_eq_v": not any(f"blk.{i}.attn_v.weight" in file.names for i in own),
+        "hidden_size_per_layer_input": said.size(f"{prefix}.embedding_length_per_layer_input", 0, low=0),
+        "vocab_size_per_layer_input": file.shape("per_layer_token_embd.weight")[0] if given else None,
+        "rope_parameters": {
+            "full_attention": {
+                **_proportional(said, values["rope_scaling"]),
+                "rope_theta": values.get("rope_theta"),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": said.number(f"{prefix}.rope.freq_base_swa", 1e4),
+            },
+        },
+        "rope_scaling": None,
+    }
+
+
+def _proportional(said: Config, scaling: dict[str, Any]) -> dict[str, Any]:
+    """A scaling whose divisors are 1, and beyond all numbers for pairs that are not rotated."""
+    divisors = scaling.get("long_factor")
+    if divisors is None:
+        return scaling
+    rotated = divisors.count(1.0)
+    if divisors[:rotated] != [1.0] * rotated or min(divisors[rotated:], default=1e30) < 1e20:
+        raise said.wrong(_FACTORS, divisors, "1 for each pair that is rotated, then 1e30")
+    # A half more: what this becomes is cut to an integer.
+    return {"rope_type": "proportional", "partial_rotary_factor": (rotated + 0.5) / len(divisors)}
+
+
+def _kinds(said: Config, prefix: str) -> list[str] | None:
+    """The kinds of layers, as config.json would say them; None if the file does not."""
+    slides = said.values.get(key := f"{prefix}.attention.sliding_window_pattern")
+    if slides is None:
+        return None
+    count = said.size(f"{prefix}.block_count")
+    if not (isinstance(slides, np.ndarray) and slides.dtype == np.bool_ and slides.size == count):
+        raise said.wrong(key, slides, f"{count} of bool")
+    return [("full_attention", "sliding_attention")[slid] for slid in slides.tolist()]
+
+
+def _scaling(path: Path, file: GgufFile, prefix: str, names: Mapping[str, str]) -> dict[str, Any]:
+    """The scaling of rotary positions, as config.json would say it."""
+    said = Config.of(path, file.metadata)
+    begin = f"{prefix}.rope.scaling."
+    kind = said.choice(f"{begin}type", {x: x for x in ("none", "linear", "yarn", "longrope")}, "none")
+    given = {key.removeprefix(begin): x for key, x in file.metadata.items() if key.startswith(begin)}
+    both = names is not _LONG_FACTORS  # those of short texts, and of long ones
+    known = {**_SCALING, "attn_factor": "attention_factor"} if both else _SCALING
+    if unknown := sorted(given.keys() - {*known, "finetuned"}):
+        raise ModelError(f"{path}: {begin + unknown[0]!r} is not known; expected one of {', '.join(known)}")
+    linear = said.number(f"{prefix}.rope.scale_linear", 1.0)
+    if linear != 1:
+        raise ModelError(f"{path}: '{prefix}.rope.scale_linear' is {linear}; expected '{begin}type'")
+    found = {known[key]: x for key, x in given.items() if key in known}
+    if any(name in file.names for name in names.values()):
+        if kind != "none" and not (both and kind == "longrope"):
+            raise ModelError(
+                f"{path}: there are {', '.join(set(names.values()))}, and a scaling; expected one"
+            )
+        each = {key: _factors(path, file, name) for key, name in names.items()}
+        usual = {"attention_factor": 1.0, "original_max_position_embeddings": 2}
+        return {**usual, **(found if both else {}), **each, "rope_type": "longrope"}
+    if "mscale_all_dim" in found:
+        found["mscale"] = 1.0
+    return {"rope_type": "default"} if kind == "none" else found
+
+
+def _factors(path: Path, file: GgufFile, name: str) -> list[float]:
+    """Divisors of the frequencies."""
+    prefix = file.metadata["general.architecture"]
+    rotated = Config.of(path, file.metadata).size(f"{prefix}.rope.dimension_count", _head_dim(path, file))
+    shape = (rotated // 2,)
+    if (
+        name in file.names
+        and file.kind(name) == "F32"
+        and file.shape(name) == shape
+        and shape[0] <= _MOST_PAIRS
+    ):
+        factors = file.get_tensor(name)
+        if np.isfinite(factors).all() and (factors > 0).all():
+            found: list[float] = factors.tolist()
+            return found
+    expected = f"float32 numbers above 0, as many as {path} rotates pairs"
+    raise ModelError(f"{path}: {name!r}: there are others; expected {expected}")
+
+
+class _Row(NamedTuple):
+    """What files of a model have."""
+
+    names: Mapping[str, str] = _NAMES
+    top: Mapping[str, str] = _TOP
+    block: str = "model.layers"  # the prefix of a block, as transformers has it
+    interleaved: bool = False  # rows of heads of queries and keys: there pairs that rotate are neighbours
+    mixer: str | None = None  # in place of attention, in some layers
+    needs: tuple[str, ...] = ()  # keys beside those of all models, where config.json's may be missing
+    only: Mapping[str, Any] = {}  # what alone is supported of keys
+    experts: bool = False
+    multiplied: bool = False  # by Granite's multipliers
+    grown: bool = False  # queries, with their positions
+    rotates_part: bool = False  # of each head
+    guesses: bool = False  # tokens, in further layers
+    mixes_by_heads: bool = False  # in layers without heads of keys
+    sizes_by_layer: bool = False  # of keys and feed-forwards
+    apart: bool = False  # tensors that are not a folder's
+    factors: Mapping[str, str] = _LONG_FACTORS  # tensors that frequencies are divided by
+    values: Values | None = None  # of config.json that a file says otherwise
+    alone: Callable[[Config, GgufFile], dict[str, Any]] | None = None  # all values
+
+
+_WINDOW, _OF_EXPERT = "attention.sliding_window", "expert_feed_forward_length"
+_HYBRID = _Row(apart=True, only={_WINDOW: 0}, mixes_by_heads=True)
+_QWEN = _Row(
+    _QWEN_NEXT, mixer="linear_attn", needs=(_OF_EXPERT,),
+    only={_WINDOW: None, "attention.recurrent_layers": None},
+    experts=True, rotates_part=True, guesses=True, apart=True, values=_of_qwen,
+)  # fmt: skip
+_ROWS = {
+    "bert": _Row(_BERT, _BERT_TOP, "encoder.layer", alone=_of_bert),
+    "gemma2": _Row(_GEMMA, apart=True, values=_of_gemma(46)),
+    "gemma3_text": _Row(_GEMMA, needs=(_WINDOW,), apart=True, values=_of_gemma(62)),
+    "gemma4_text": _Row(
+        _GEMMA4, _GEMMA4_TOP, needs=(_WINDOW,), sizes_by_layer=True, apart=True, values=_of_gemma4
+    ),
+    "gpt_oss": _Row(
+        _GPT_OSS, needs=(_WINDOW,), only={f"{_WINDOW}_pattern": 2},  # layers in turn have one
+        experts=True, apart=True, values=_of_gpt_oss,
+    ),
+    "granite": _Row(  # heads are rotated where this key is true
+        interleaved=True, needs=("logit_scale",), only={"rope.scaling.finetuned": True}, multiplied=True
+    ),
+    "granitemoehybrid": _HYBRID._replace(
+        names=_GRANITE, mixer="mamba", interleaved=True, only={**_HYBRID.only, "ssm.dt_b_c_rms": False},
+        experts=True, multiplied=True, values=_of_granite,
+    ),
+    "lfm2": _HYBRID._replace(names=_LFM2, top=_LFM2_TOP, values=_of_lfm2),
+    "llama": _Row(interleaved=True, experts=True, values=_of_llama),
+    "ministral3": _Row(interleaved=True, grown=True, values=_of_ministral3),
+    "mixtral": _Row(_MIXTRAL),
+    "olmo2": _Row(_OLMO, values=_of_olmo),
+    "olmo3": _Row(_OLMO),
+    "phi3": _Row(_PHI3, rotates_part=True, factors=_PHI3_FACTORS),
+    "qwen2": _Row(),
+    "qwen3": _Row(),
+    "qwen3_moe": _Row(needs=(_OF_EXPERT,), experts=True),
+    "qwen3_next": _QWEN,
+    "qwen3_5_text": _QWEN._replace(needs=(), experts=False),
+    "qwen3_5_moe_text": _QWEN,
+    "smollm3": _Row(interleaved=True),
+}  # fmt: skip
+# By the file's `general.architecture`, the `model_type` of config.json.
+ARCHITECTURES = {
+    "bert": "bert", "gemma2": "gemma2", "gemma3": "gemma3_text", "gemma4": "gemma4_text",
+    "gpt-oss": "gpt_oss", "granite": "granite", "granitehybrid": "granitemoehybrid", "lfm2": "lfm2",
+    "llama": "llama", "mistral3": "ministral3", "olmo2": "olmo2", "phi3": "phi3", "qwen2": "qwen2",
+    "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "qwen3next": "qwen3_next", "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text", "smollm3": "smollm3",
+}  # fmt: skip
 
 
 def opened(path: Path, stack: ExitStack) -> GgufFile:
     """The file, which `stack` closes."""
-    file = stack.enter_context(opened_alone(path))
-    model_type, interleaved = architecture(path, file.metadata)
-    _join_layers(Config.of(path, file.metadata), model_type)
-    if model_type in _gguf_hybrid.QWENS:  # further layers guess tokens
-        layers = _gguf_hybrid.layers(Config.of(path, file.metadata), file.metadata["general.architecture"])
+    file = stack.enter_context(opened_gguf(path))
+    said = Config.of(path, file.metadata)
+    row = _ROWS[_model_type(said)]
+    _join_layers(said, row)
+    if row.guesses:  # in further layers
+        layers = _layers(said, file.metadata["general.architecture"])
         blocks = [_BLOCK.match(name) for name in file.names]
         file.names = [
             name for name, x in zip(file.names, blocks, strict=True) if x is None or int(x[1]) < layers
         ]
     if (types := "token_types.weight") in file.names and len(file.shape(types)) == 1:
         file.as_row(types)  # older converters wrote a table of one type so
-    if interleaved:
+    if row.interleaved:
         for name in file.names:
             found = _IN_BLOCK.fullmatch(name)
             if found and found[2] in ("attn_q", "attn_k"):
-                file.interleaved[name] = head_dim_of(path, file)
+                file.interleaved[name] = _head_dim(path, file)
     names: list[str] = []
     for name in file.names:
         found = _IN_BLOCK.fullmatch(name)
@@ -169,7 +541,7 @@ def opened(path: Path, stack: ExitStack) -> GgufFile:
     return file
 
 
-def _join_layers(said: Config, model_type: str) -> None:
+def _join_layers(said: Config, row: _Row) -> None:
     """Make one number of an array that has the same one for each layer, but where it tells their kinds."""
     prefix = said.values["general.architecture"]
     for key in (f"{prefix}.{name}" for name in _OF_LAYERS):
@@ -178,29 +550,19 @@ def _join_layers(said: Config, model_type: str) -> None:
         layers = said.size(f"{prefix}.block_count")
         if each.size != layers:
             raise said.wrong(key, each, f"a number for each of {layers} layers")
-        if key.endswith("_kv") and model_type in _gguf_hybrid.BY_HEADS:
+        if key.endswith("_kv") and row.mixes_by_heads:
             continue
         if (each == each[0]).all():
             said.values[key] = each[0].item()
-        elif model_type != "gemma4_text" or key.endswith("head_count"):
+        elif not row.sizes_by_layer or key.endswith("head_count"):
             raise said.wrong(key, each.tolist(), "the same number for all layers")
-
-
-def opened_alone(path: Path) -> GgufFile:
-    """The file, which the caller closes; its tensors are as they lie there."""
-    try:
-        return GgufFile(path, ModelError)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}; expected a GGUF file") from error
-    except ModelError as error:
-        raise ModelError(lfs_hint(path) or str(error)) from None
 
 
 def described(path: Path) -> str:
     """The keys of a file, arrays by their sizes, and its tensors by type, as lines of text."""
     if path.is_dir():
         raise ModelError(f"{path} is a folder; expected a GGUF file")
-    with opened_alone(path) as file:
+    with opened_gguf(path) as file:
         named = ((name if name.isprintable() else short(name), x) for name, x in file.metadata.items())
         lines = [f"{name:40} {_shown(value)}" for name, value in named]
         kinds = Counter(file.kind(name) for name in file.names)
@@ -219,12 +581,121 @@ def _shown(value: Any) -> str:
     return short(value)
 
 
-def architecture(path: Path, metadata: dict[str, Any]) -> tuple[str, bool]:
-    """The entry of `ARCHITECTURES` for a file's metadata."""
-    return Config.of(path, metadata).choice("general.architecture", ARCHITECTURES)
+def _model_type(said: Config) -> str:
+    return said.choice("general.architecture", ARCHITECTURES)
 
 
-def head_dim_of(path: Path, file: GgufFile) -> int:
+def config_of(path: Path, file: GgufFile) -> Config:
+    """The values that config.json would have; keys of other models that change results are refused."""
+    said = Config.of(path, file.metadata)
+    model_type = _model_type(said)
+    row, prefix = _ROWS[model_type], file.metadata["general.architecture"]
+    parts = said.size("split.count", 1, low=0)
+    if parts > 1:
+        raise ModelError(f"{path}: 'split.count' is {parts}; expected a model in one file")
+    for name in file.names:
+        if _known_name(model_type, name) is None and name not in row.factors.values():
+            raise ModelError(f"{path}: the tensor {short(name)} is not known")
+    ends = end_ids(said, _token_count(said, file))
+    if row.alone is not None:
+        return Config.of(path, row.alone(said, file))
+    if experts := said.size(f"{prefix}.expert_count", 0, low=0):
+        if not row.experts:
+            came = f"'{prefix}.expert_count' is {experts}"
+            raise ModelError(f"{path}: {came}; expected none in a {model_type}")
+        said.refuse(**{f"{prefix}.{key}": value for key, value in _OF_EXPERTS.items()})
+    if found := [key for key in _OF_OTHERS if f"{prefix}.{key}" in file.metadata]:
+        raise ModelError(f"{path}: there is a '{prefix}.{found[0]}'; expected none in a {model_type}")
+    said.refuse(**{f"{prefix}.{key}": value for key, value in row.only.items()})
+    if not said.get(f"{prefix}.attention.causal", bool, True):
+        raise ModelError(f"{path}: '{prefix}.attention.causal' is False; expected True")
+    values: dict[str, Any] = {"model_type": model_type}
+    known = dict(_SIZES)
+    if row.multiplied:
+        known |= _OF_GRANITE
+    elif found := [key for key in _OF_GRANITE if f"{prefix}.{key}" in file.metadata]:
+        raise ModelError(f"{path}: there is a '{prefix}.{found[0]}'; expected none in a {model_type}")
+    for key, name in known.items():
+        value = file.metadata.get(f"{prefix}.{key}")
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        if key == "attention.sliding_window" and value == 0:  # as Phi-4 says that there is none
+            value, values[name] = None, None
+        if value is not None:
+            values[name] = value
+    for key in ("attention.layer_norm_rms_epsilon", *row.needs):
+        said.number(f"{prefix}.{key}")
+    if experts:
+        said.size(f"{prefix}.expert_used_count")
+    head_dim = _head_dim(path, file)
+    usual = {"num_key_value_heads": values.get("num_attention_heads"), "rope_theta": 1e4}
+    values = {**usual, "attention_multiplier": head_dim**-0.5, **values}  # as llama.cpp
+    values["norm_topk_prob"] = True  # llama.cpp always does
+    if "token_embd.weight" in file.names:
+        values["vocab_size"] = file.shape("token_embd.weight")[0]
+    values["tie_word_embeddings"] = "output.weight" not in file.names
+    values["attention_bias"] = any(name.endswith(".attn_output.bias") for name in file.names)
+    rotated = said.size(f"{prefix}.rope.dimension_count", head_dim)
+    if row.rotates_part and rotated <= head_dim:
+        values["partial_rotary_factor"] = rotated / head_dim
+    elif rotated != head_dim:
+        raise ModelError(f"{path}: '{prefix}.rope.dimension_count' is {rotated}; expected {head_dim}")
+    values["head_dim"] = head_dim
+    values["rope_scaling"] = _scaling(path, file, prefix, row.factors)
+    if not row.grown and f"{prefix}.attention.temperature_scale" in file.metadata:
+        raise ModelError(f"{path}: there is a '{prefix}.attention.temperature_scale'; expected a mistral3")
+    values["eos_token_id"] = ends or None
+    if row.values is not None:
+        values |= row.values(said, prefix, values, file)
+    return Config.of(path, values)
+
+
+def in_its_words(file: GgufFile, model_type: str, message: str) -> str:
+    """A message about what `config_of` and `renamed` give, with the file's own names of keys and tensors."""
+    prefix = file.metadata["general.architecture"]
+    keys = {**_SIZES, **_OF_GRANITE, **_BERT_SIZES}
+    keys |= {f"rope.scaling.{key}": name for key, name in _SCALING.items()}
+    names = {name: f"{prefix}.{key}" for key, name in keys.items()}
+    names |= {name: f"{prefix}.{key}" for name, key in _MADE_OF.items()} | _MADE_OF_TENSORS
+
+    def own(found: re.Match[str]) -> str:
+        if (name := found[1]) in names:
+            return f"'{names[name]}'"
+        return " or ".join(f"'{x}'" for x in _names_in_file(model_type, name)) or found[0]
+
+    message = re.sub(r"'([\w.]+)'", own, message)
+    return re.sub(r"'(blk\.\d+\.\w+_exps)\.(\d+)\.(weight|bias)'", r"'\1.\3' of expert \2", message)
+
+
+def _token_count(said: Config, file: GgufFile) -> int:
+    """The number of tokens, at most the rows of their table: further rows are padding."""
+    table, tokens = "token_embd.weight", said.values.get(key := "tokenizer.ggml.tokens")
+    if table not in file.names:
+        raise ModelError(f"{said.path}: {table!r} is missing")
+    count = file.shape(table)[0]
+    if not isinstance(tokens, Strings):
+        return count
+    if tokens.number > count:
+        came = f"{key!r} has {tokens.number} strings"
+        raise ModelError(f"{said.path}: {came}; expected at most {count}, the rows of {table!r}")
+    return tokens.number
+
+
+def usual_sampling(path: Path) -> dict[str, Any]:
+    """Options of `generate` that a file recommends."""
+    with opened_gguf(path) as file:
+        said = Config.of(path, file.metadata)
+    found = {}
+    for key, option in _SAMPLING.items():
+        value = said.values.get(name := f"general.sampling.{key}")
+        if value is None:
+            continue
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise said.wrong(name, value, "a number of at least 0")
+        found[option] = value
+    return found if found.get("temperature") else {}
+
+
+def _head_dim(path: Path, file: GgufFile) -> int:
     """Features of a head of queries or keys."""
     prefix = file.metadata["general.architecture"]
     config = Config.of(path, file.metadata)
@@ -238,35 +709,41 @@ def head_dim_of(path: Path, file: GgufFile) -> int:
 
 def renamed(model_type: str, name: str) -> str:
     """The name of a model's tensor as transformers has it."""
-    return known_name(model_type, name) or name
+    return _known_name(model_type, name) or name
 
 
-def names_in_file(model_type: str, name: str) -> list[str]:
+def _names_in_file(model_type: str, name: str) -> list[str]:
     """The names of which `renamed` makes this one, or what families make of it."""
-    ends, top = ("weight", "bias"), _OTHER_TOPS.get(model_type, _NAMES)
-    candidates = [f"{part}.{kind}" for part in top for kind in ends]
+    ends, row = ("weight", "bias"), _row(model_type)
+    candidates = [f"{part}.{kind}" for part in row.top for kind in ends]
     if found := _RENAMED.fullmatch(name):
         block, expert = f"blk.{found[1]}.", f".{found[2]}"
-        parts = _OTHER_NAMES.get(model_type, _BLOCK_NAMES)
-        each = [part + expert * part.endswith("_exps") for part in parts]
+        each = [part + expert * part.endswith("_exps") for part in row.names]
         candidates = [f"{block}{part}.{kind}" for part in each for kind in ends]
-        candidates += [block + part for part in _gguf_hybrid.OF_MIXERS]
-    return [x for x in candidates if known_name(model_type, x) in (name, f"{name}.weight")]
+        candidates += [block + part for part in _OF_MIXERS]
+    return [x for x in candidates if _known_name(model_type, x) in (name, f"{name}.weight")]
 
 
-def known_name(model_type: str, name: str) -> str | None:
+def _known_name(model_type: str, name: str) -> str | None:
     """The name of a tensor as transformers has it; None for one that no model here has."""
-    if found := _gguf_hybrid.OF_MIXER.fullmatch(name):
-        mixer = _gguf_hybrid.MIXERS.get(model_type)
-        return mixer and f"model.layers.{found[1]}.{mixer}.{_gguf_hybrid.OF_MIXERS[found[2]]}"
+    row = _row(model_type)
+    if found := _OF_MIXER.fullmatch(name):
+        return row.mixer and f"model.layers.{found[1]}.{row.mixer}.{_OF_MIXERS[found[2]]}"
     if found := _IN_BLOCK.fullmatch(name):
         number, part, expert, kind = found.groups()
-        names = _OTHER_NAMES.get(model_type, _BLOCK_NAMES)
-        if part not in names or (expert is None) == part.endswith("_exps"):
+        if part not in row.names or (expert is None) == part.endswith("_exps"):
             return None
-        block = "encoder.layer" if model_type == "bert" else "model.layers"
-        return f"{block}.{number}.{names[part].format(expert)}.{kind}"
+        return f"{row.block}.{number}.{row.names[part].format(expert)}.{kind}"
     stem, _, kind = name.rpartition(".")
-    names = _OTHER_TOPS.get(model_type, _NAMES)
     kinds = ("weight", "bias") if stem == "token_embd_norm" else ("weight",)
-    return f"{names[stem]}.{kind}" if stem in names and kind in kinds else None
+    return f"{row.top[stem]}.{kind}" if stem in row.top and kind in kinds else None
+
+
+def has_own_tensors(model_type: str) -> bool:
+    """Whether tensors in GGUF files of these models are not those of folders, under other names."""
+    return _row(model_type).apart
+
+
+def _row(model_type: str) -> _Row:
+    """The row of a model, or of those without anything of their own."""
+    return _ROWS.get(model_type, _Row())

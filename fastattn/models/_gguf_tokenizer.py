@@ -11,8 +11,7 @@ import numpy as np
 
 from fastattn._args.values import short
 from fastattn._gguf import Strings
-from fastattn.models._files import Config, ModelError, require
-from fastattn.models._gguf import opened_alone
+from fastattn.models._files import Config, ModelError, opened_gguf, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +98,7 @@ def _tokenizer_config(path: Path, *version: int) -> Config:
 
 def _tokenizer(path: Path) -> Config:
     """The keys of the tokenizer, without the prefix "tokenizer.ggml."."""
-    with opened_alone(path) as file:
+    with opened_gguf(path) as file:
         keys = [(name.removeprefix("tokenizer."), x) for name, x in file.metadata.items()]
     return Config.of(path, {name.removeprefix("ggml."): x for name, x in keys}, "tokenizer.ggml.")
 

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastattn.models import _adapters, _gguf
-from fastattn.models._files import Config, ModelError, is_name, read_json, require
+from fastattn.models import _adapters
+from fastattn.models._files import GGUF, Config, ModelError, is_name, read_json, require
 from fastattn.models._modules import ROUTERS, SPARSE_STATIC, STATIC, first_of, inner_folders
 from fastattn.models._tensors import INDEX, SHOWN, WEIGHTS
 
@@ -38,8 +38,8 @@ def place_of(
         if value is not None and not isinstance(value, str):
             raise TypeError(f"(): {name} is of type {type(value).__name__}; expected a string")
     path = Path(model)
-    if gguf_file is not None and not gguf_file.endswith(_gguf.SUFFIX):
-        raise ValueError(f"(): gguf_file is {gguf_file!r}; expected a name that ends with {_gguf.SUFFIX}")
+    if gguf_file is not None and not gguf_file.endswith(GGUF):
+        raise ValueError(f"(): gguf_file is {gguf_file!r}; expected a name that ends with {GGUF}")
     if not isinstance(model, str) or not _NAME.fullmatch(model) or os.path.exists(model):
         if revision is not None:
             raise ValueError(f"(): revision is given for the path {path}; expected it with organisation/name")
@@ -123,5 +123,5 @@ def _lacking(
     found = sorted((x for x in files if x.endswith(_FORMATS)), key=lambda x: (not x.endswith(".gguf"), x))
     there = ", ".join(found[:SHOWN]) or "no file of weights"
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    hint = "; gguf_file= takes a GGUF file" if any(x.endswith(_gguf.SUFFIX) for x in found) else ""
+    hint = "; gguf_file= takes a GGUF file" if any(x.endswith(GGUF) for x in found) else ""
     return ModelError(f"{name} has no {file}; there is {there}{more}{hint}")

@@ -17,8 +17,7 @@ from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
 from fastattn.models._families import bert, clip, deberta, gemma4, gpt, hybrid, jina, llama, rotary, t5
-from fastattn.models._files import Config, ModelError
-from fastattn.models._gguf_config import config_of, in_its_words
+from fastattn.models._files import GGUF, Config, ModelError, is_gguf
 from fastattn.models._hub import place_of
 from fastattn.models._modules import SPARSE_STATIC, STATIC, first_of, router_of
 from fastattn.models._parameters import OF_FILE, Precision
@@ -147,16 +146,16 @@ def load(
     precise = partial(Precision.of, dtype, weights_dtype, activations)
     precision = precise(of_file=True)  # refuses unknown names, whatever is there
     path = place_of(folder, revision, gguf_file)
-    if _gguf.is_file(path):
+    if is_gguf(path):
         return _of_gguf(path, precision)
     if os.path.isfile(path):
         raise ModelError(f"{path} is a file; expected its folder, {path.absolute().parent}, or a GGUF file")
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"
         expected = "expected one with config.json and model.safetensors, or a GGUF file"
-        if len(path.parts) == 1 and path.suffix != _gguf.SUFFIX:
+        if len(path.parts) == 1 and path.suffix != GGUF:
             expected += f", or a name of the Hub with its organisation, as sentence-transformers/{path}"
-        what = "does not exist" if path.suffix == _gguf.SUFFIX else "is no folder"
+        what = "does not exist" if path.suffix == GGUF else "is no folder"
         raise ModelError(f"{path} {what}; {expected}: {hint}")
     if not (path / "config.json").exists():
         came = f"{path} has no config.json; expected one"
@@ -210,7 +209,7 @@ def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
     """The model of a GGUF file."""
     with ExitStack() as stack:
         file = _gguf.opened(path, stack)
-        config, tensors = config_of(path, file), Tensors.of_gguf(path, file, precision.weights, stack)
+        config, tensors = _gguf.config_of(path, file), Tensors.of_gguf(path, file, precision.weights, stack)
         source = Source(path, config, precision, stack, tensors=tensors)
         model_type = config.get("model_type", str)
         source.rename(partial(_gguf.renamed, model_type))
@@ -218,7 +217,7 @@ def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
         try:
             model = _BUILDERS[model_type](source)
         except ModelError as error:
-            raise ModelError(in_its_words(file, model_type, str(error))) from None
+            raise ModelError(_gguf.in_its_words(file, model_type, str(error))) from None
         if isinstance(model, Encoder):
             pooling = Pooling((config.get("pooling", str),))
             model = replace(model, sentences=replace(model.sentences, pooling=pooling))

@@ -17,8 +17,7 @@ from fastattn._regular_files import replaced
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder, EncoderWithHead
-from fastattn.models._files import ModelError, is_name, read_json, require
-from fastattn.models._gguf_config import config_of, usual_sampling
+from fastattn.models._files import ModelError, is_gguf, is_name, read_json, require
 from fastattn.models._parameters import required
 from fastattn.models._tensors import WEIGHTS
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 _DTYPES = ("float32", "float16", "bfloat16")
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model", "artifact.metadata")  # files that say what a model is
 _LEFT = ("*.index.json",)
-# Models of which GGUF files have tensors that are not a folder's.
-_APART = "gemma", "gpt_oss", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5"
 _MODULES, _INNER = "modules.json", ("additional_chat_templates",)  # folders in it are copied, too
 
 
@@ -81,12 +78,12 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
     save_file = require("safetensors.numpy").save_file
     if dtype == "bfloat16":
         require("ml_dtypes")
-    of_file = _gguf.is_file(origin.folder)
+    of_file = is_gguf(origin.folder)
     saved = origin.folder / "config.json"
     has_config = of_file or saved.is_file()
     said = read_json(saved) if has_config and not of_file else {}
     blocks = said.get("quantization_config") is not None
-    if blocks or (of_file and model.model_type.startswith(_APART)):
+    if blocks or (of_file and _gguf.has_own_tensors(model.model_type)):
         came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder of floats"
         raise ModelError(f"{came}; expected a model whose tensors are")
     if not (has_config or (origin.folder / _MODULES).is_file()):
@@ -136,14 +133,14 @@ def _files_of_gguf(path: Path, target: Path) -> dict[str, Any]:
     """Write the tokenizer of a GGUF file, its template and what it recommends; return its config.json."""
     with ExitStack() as stack:
         file = _gguf.opened(path, stack)
-        config = config_of(path, file)
+        config = _gguf.config_of(path, file)
         has_tokens = "tokenizer.ggml.tokens" in file.metadata
     if has_tokens:
         _gguf_tokenizer.tokenizer_of(path).save(str(target / "tokenizer.json"))
         said = _gguf_tokenizer.tokenizer_config(path).values
         given = {key: value for key, value in said.items() if value is not None}
         _write(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **given})
-    sampling = usual_sampling(path)
+    sampling = _gguf.usual_sampling(path)
     ends = config.values.get("eos_token_id")
     _write(
         target / "generation_config.json",

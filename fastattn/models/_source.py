@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastattn._formats import FORMATS
-from fastattn.models._files import Config, ModelError, require
+from fastattn.models._files import Config, ModelError, is_gguf, require
 from fastattn.models._parameters import OF_FILE, Computed, Origin, Packed, Parameters, Vector, Whole
 from fastattn.models._tensors import SHOWN, Part, Tensors
 
@@ -56,6 +56,11 @@ class Source:
         self.parameters = Parameters()
         self._stored = {name: name for name in self.tensors.names}
         self._prefix = ""
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file, of which some tensors are not as in a folder."""
+        return is_gguf(self.folder)
 
     def with_config(self, config: Config) -> Source:
         """Return this source with a part of config.json in place of the whole."""

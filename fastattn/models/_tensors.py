@@ -16,7 +16,7 @@ from fastattn._engine.settings import get_num_threads
 from fastattn._formats import FORMATS, Format
 from fastattn._safetensors import TensorFile
 from fastattn.models import _gguf, _mxfp4
-from fastattn.models._files import ModelError, is_name, lfs_hint, read_json, require
+from fastattn.models._files import ModelError, is_gguf, is_name, lfs_hint, read_json, require
 from fastattn.models._files import opened as in_folder
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Tensors:
     @classmethod
     def of_folder(cls, folder: Path, stored: str, stack: ExitStack) -> Tensors:
         """Tensors of the folder's safetensors files, or of a GGUF file, which `stack` closes."""
-        if _gguf.is_file(folder):
+        if is_gguf(folder):
             return cls.of_gguf(folder, _gguf.opened(folder, stack), stored, stack)
         # A single file comes first, as in transformers: an index beside it may be left over.
         is_indexed = not (folder / WEIGHTS).exists() and (folder / INDEX).exists()

@@ -896,21 +896,21 @@ def test_models_that_are_refused(tmp_path):
 )
 def test_errors_have_the_names_of_files(kind, tmp_path, monkeypatch):
     """Keys with other values, and tensors that are missing, have no names of config.json and folders."""
-    path, opened_alone = tmp_path / "model.gguf", _gguf.opened_alone
+    path, opened_gguf = tmp_path / "model.gguf", _gguf.opened_gguf
     tiny_gguf.write(path, kind, "Q8_0")
 
-    with opened_alone(path) as file:
+    with opened_gguf(path) as file:
         changes = [(key, "metadata", {**file.metadata, key: x}) for key in file.metadata for x in ("x", 3)]
         changes += [(name, "names", dict.fromkeys(x for x in file.names if x != name)) for name in file.names]
     wrong = set()
     for name, field, value in changes:
 
         def changed(path, field=field, value=value):
-            file = opened_alone(path)
+            file = opened_gguf(path)
             setattr(file, field, value)
             return file
 
-        monkeypatch.setattr(_gguf, "opened_alone", changed)
+        monkeypatch.setattr(_gguf, "opened_gguf", changed)
         try:
             models.load(path)
         except ModelError as error:

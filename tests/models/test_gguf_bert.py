@@ -127,7 +127,7 @@ def test_values_that_are_refused(tmp_path):
 
 def test_errors_have_the_names_of_files(tmp_path, monkeypatch):
     """Keys and tensors that are missing; and the file's own, where special tokens are more than a text."""
-    tensors, path, opened = tiny.write(tmp_path, "bert"), tmp_path / "model.gguf", _gguf.opened_alone
+    tensors, path, opened = tiny.write(tmp_path, "bert"), tmp_path / "model.gguf", _gguf.opened_gguf
     write(path, tmp_path, tensors)
     with opened(path) as file:
         keys = [x for x in file.metadata if x.endswith(("_length", "_count", "epsilon")) and "type" not in x]
@@ -141,7 +141,7 @@ def test_errors_have_the_names_of_files(tmp_path, monkeypatch):
             file.names = [x for x in file.names if x != name]
             return file
 
-        monkeypatch.setattr(_gguf, "opened_alone", without)
+        monkeypatch.setattr(_gguf, "opened_gguf", without)
         with pytest.raises(ModelError, match=rf"^{path}( does not fit its keys)?: '{name}' is missing"):
             models.load(path)
     monkeypatch.undo()

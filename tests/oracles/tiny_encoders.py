@@ -1,7 +1,10 @@
-"""Families of encoders for `tiny_models`: configs, the shapes of their tensors, results in plain NumPy."""
+"""Families of encoders for `tiny_models`: configs, names and shapes of tensors, results in plain NumPy."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
-from tiny_numpy import attend, gelu, gelu_tanh, layer_norm, linear, rms_norm, rotated, silu
+from tiny_numpy import attend, gelu, gelu_tanh, layer_norm, linear, rotated, silu
 
 VOCAB = 60
 
@@ -9,32 +12,32 @@ SIZES = {
     "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
     "num_attention_heads": 3, "max_position_embeddings": 32,
 }  # fmt: skip
+_EPS = {**SIZES, "layer_norm_eps": 1e-5}
 CONFIGS = {
+    "bert": {**_EPS, "type_vocab_size": 2},
+    "roberta": {**SIZES, "max_position_embeddings": 34, "type_vocab_size": 1, "pad_token_id": 1},
     "modernbert": {
         **SIZES, "num_hidden_layers": 3, "global_attn_every_n_layers": 2, "local_attention": 4,
         "global_rope_theta": 1000.0, "local_rope_theta": 100.0,
-    },
-    "eurobert": {
-        **SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 100.0, "rms_norm_eps": 1e-5
     },
     "distilbert": {
         "vocab_size": VOCAB, "dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 3,
         "max_position_embeddings": 32,
     },
     "jina-v2": {
-        **SIZES, "model_type": "bert", "layer_norm_eps": 1e-5, "type_vocab_size": 2,
+        **_EPS, "model_type": "bert", "type_vocab_size": 2,
         "position_embedding_type": "alibi", "feed_forward_type": "geglu",
     },
     "jina-v2-code": {
-        **SIZES, "model_type": "bert", "layer_norm_eps": 1e-5, "type_vocab_size": 2,
+        **_EPS, "model_type": "bert", "type_vocab_size": 2,
         "position_embedding_type": "alibi", "feed_forward_type": "geglu",
     },
     "mpnet": {**SIZES, "max_position_embeddings": 34, "layer_norm_eps": 1e-5},
     "nomic_bert": {
-        **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 2, "rope_parameters": {"rope_theta": 100.0},
+        **_EPS, "type_vocab_size": 2, "rope_parameters": {"rope_theta": 100.0},
     },
     "jina_embeddings_v3": {
-        **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 1,
+        **_EPS, "type_vocab_size": 1,
         "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
     },
     "nomic-experts": {
@@ -45,32 +48,238 @@ CONFIGS = {
         "moe_every_n_layers": 2,
     },
     "new": {
-        **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 1, "rope_theta": 20.0,
+        **_EPS, "type_vocab_size": 1, "rope_theta": 20.0,
         "rope_scaling": {"type": "ntk", "factor": 4.0},
     },
     "gte": {
-        **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 0,
+        **_EPS, "type_vocab_size": 0,
         "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
     },
     "albert": {
-        **SIZES, "layer_norm_eps": 1e-5, "embedding_size": 16, "num_hidden_groups": 2, "num_hidden_layers": 3,
+        **_EPS, "embedding_size": 16, "num_hidden_groups": 2, "num_hidden_layers": 3,
     },
     "deberta-v2": {
-        **SIZES, "layer_norm_eps": 1e-5, "relative_attention": True, "position_buckets": 4,
+        **_EPS, "relative_attention": True, "position_buckets": 4,
         "max_relative_positions": -1, "pos_att_type": "p2c|c2p", "share_att_key": True,
         "norm_rel_ebd": "layer_norm", "position_biased_input": False,
     },
 }  # fmt: skip
 
 
+class _Names(NamedTuple):
+    """Names of the tensors of an encoder with norms after attention and feed-forward: BERT's, and others."""
+
+    layer: str = "encoder.layer.{}."
+    qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    out: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    inner: tuple[str, ...] = ("intermediate.dense",)
+    outer: str = "output.dense"
+    norm: str = "output.LayerNorm"
+    first_norm: str = "embeddings.LayerNorm"
+    gate: int | None = (
+        None  # which half of the inner features, if one multiplies the other; these have no bias
+    )
+    activation: Callable = gelu
+    places: bool = True  # a table of positions
+    biased: bool = True
+    more: tuple[str, ...] = ()  # further norms
+
+
+_ROTATED = _Names(
+    "encoder.layers.{}.", ("attn.Wqkv",), "attn.out_proj", "norm1", ("mlp.fc1",), "mlp.fc2", "norm2",
+    "emb_ln", places=False,
+)  # fmt: skip
+_JINA = _Names(inner=("mlp.gated_layers",), outer="mlp.wo", norm="mlp.layernorm", gate=0, places=False)
+_GTE = _Names(
+    qkv=("attention.qkv_proj",), out="attention.o_proj", attention_norm="attn_ln",
+    inner=("mlp.up_gate_proj",), outer="mlp.down_proj", norm="mlp_ln", gate=1, places=False,
+)  # fmt: skip
+_NAMES = {
+    **dict.fromkeys(("bert", "roberta"), _Names()),
+    "albert": _Names(
+        "encoder.albert_layer_groups.{}.albert_layers.0.",
+        ("attention.query", "attention.key", "attention.value"), "attention.dense", "attention.LayerNorm",
+        ("ffn",), "ffn_output", "full_layer_layer_norm", activation=gelu_tanh,
+    ),
+    "deberta-v2": _Names(
+        qkv=tuple(f"attention.self.{x}_proj" for x in ("query", "key", "value")), places=False
+    ),
+    "distilbert": _Names(
+        "transformer.layer.{}.", ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+        "attention.out_lin", "sa_layer_norm", ("ffn.lin1",), "ffn.lin2", "output_layer_norm",
+    ),
+    **dict.fromkeys(("gte", "new"), _GTE),
+    "jina-v2": _JINA,
+    "jina-v2-code": _JINA._replace(
+        inner=("mlp.up_gated_layer",), outer="mlp.down_layer", norm="layer_norm_2", gate=1,
+        more=("attention.self.layer_norm_q", "attention.self.layer_norm_k", "layer_norm_1"),
+    ),
+    "jina_embeddings_v3": _ROTATED._replace(qkv=("mixer.Wqkv",), out="mixer.out_proj"),
+    "mpnet": _Names(
+        qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"), out="attention.attn.o",
+        attention_norm="attention.LayerNorm",
+    ),
+    "nomic_bert": _ROTATED._replace(inner=("mlp.fc11", "mlp.fc12"), gate=1, activation=silu, biased=False),
+    "nomic-experts": _ROTATED,
+}  # fmt: skip
+
+
+def size(c, *names):
+    """The value of the one of these keys that a config has."""
+    return next(c[name] for name in names if name in c)
+
+
+def sizes_of(c):
+    """Features of hidden states and within feed-forwards, heads, layers with tensors of their own."""
+    return (
+        size(c, "hidden_size", "dim", "n_embd"),
+        size(c, "intermediate_size", "hidden_dim", "n_inner"),
+        size(c, "num_attention_heads", "n_heads", "n_head"),
+        size(c, "num_hidden_groups", "num_hidden_layers", "n_layers", "n_layer"),
+    )
+
+
 def shapes(kind, c):
     """Shape of every tensor by its name."""
-    return _FAMILIES[kind][0](c)
+    if kind == "modernbert":
+        return _modernbert_shapes(c)
+    f, (h, inner, heads, layers) = _NAMES[kind], sizes_of(c)
+    width, tables = c.get("embedding_size", h), {"word": VOCAB}
+    if f.places:
+        tables["position"] = c["max_position_embeddings"]
+    if types := c.get("type_vocab_size", 2 if kind == "albert" else 0):
+        tables["token_type"] = types
+    found = {f"embeddings.{name}_embeddings.weight": (n, width) for name, n in tables.items()}
+    found |= both(f.first_norm, width)
+    if width != h:
+        found |= maps("encoder.", {"embedding_hidden_mapping_in": (width, h)})
+    if kind == "mpnet":
+        found["encoder.relative_attention_bias.weight"] = (32, heads)
+    if kind == "deberta-v2":
+        found |= {
+            "encoder.rel_embeddings.weight": (2 * c["position_buckets"], h),
+            **both("encoder.LayerNorm", h),
+        }
+    for i in range(layers):
+        layer = f.layer.format(i)
+        found |= maps(layer, {name: (h, 3 * h // len(f.qkv)) for name in f.qkv} | {f.out: (h, h)}, f.biased)
+        if i % c.get("moe_every_n_layers", 1) == 1:
+            found |= maps(f"{layer}mlp.", {"router.layer": (h, c["num_experts"])}, biased=False)
+            found |= {f"{layer}mlp.experts.mlp.w{part}": (c["num_experts"] * inner, h) for part in (1, 2)}
+            found[f"{layer}mlp.experts.bias"] = (h,)
+        else:
+            n = inner if f.gate is None else 2 * inner // len(f.inner)
+            found |= maps(layer, dict.fromkeys(f.inner, (h, n)), f.gate is None)
+            found |= maps(layer, {f.outer: (inner, h)}, f.biased)
+        for name in (f.attention_norm, *f.more, f.norm):
+            found |= both(f"{layer}{name}", h)
+    return found
 
 
 def result(kind, c, t, ids):
     """Hidden states (L, hidden); ids is (L,)."""
-    return _FAMILIES[kind][1](c, t, ids)
+    if kind == "modernbert":
+        return _modernbert(c, t, ids)
+    f, (h, _, heads, groups), n = _NAMES[kind], sizes_of(c), len(ids)
+    eps = c.get("layer_norm_eps", c.get("layer_norm_epsilon", 1e-12))
+    layers = size(c, "num_hidden_layers", "n_layers", "n_layer")
+    theta, slower = _rotation(c, h // heads)
+    padding = {"mpnet": 1, "roberta": c.get("pad_token_id")}.get(kind)
+
+    def norm(x, name):
+        return layer_norm(x, t, name, eps)
+
+    x = t["embeddings.word_embeddings.weight"][ids]
+    if "embeddings.token_type_embeddings.weight" in t:
+        x = x + t["embeddings.token_type_embeddings.weight"][0]
+    if f.places:
+        places = np.arange(n) if padding is None else counted(ids, padding)
+        x = x + t["embeddings.position_embeddings.weight"][places]
+    x = norm(x, f.first_norm)
+    if "encoder.embedding_hidden_mapping_in.weight" in t:
+        x = linear(x, t, "encoder.embedding_hidden_mapping_in")
+    for i in range(layers):
+        layer = f.layer.format(int(i / (layers / groups)))
+        if len(f.qkv) == 1:
+            parts = linear(x, t, layer + f.qkv[0]).reshape(n, 3, -1).transpose(1, 0, 2)
+        else:
+            parts = [linear(x, t, layer + name) for name in f.qkv]
+        if f.more:
+            parts = [norm(parts[0], layer + f.more[0]), norm(parts[1], layer + f.more[1]), parts[2]]
+        q, k, v = (part.reshape(n, heads, -1) for part in parts)
+        if theta is not None:
+            q, k = rotated(q, theta, slower), rotated(k, theta, slower)
+        bias = _bias(kind, c, t, n)
+        if kind == "deberta-v2":
+            bias = _disentangled(c, t, [layer + name for name in f.qkv[:2]], q, k)
+            q = q / 3**0.5  # one scale for three terms
+        y = linear(attend(q, k, v, np.ones((n, n)), bias), t, layer + f.out)
+        y = norm(x + y, layer + f.attention_norm)
+        x = norm(x + y, layer + f.more[2]) if f.more else y
+        if f"{layer}mlp.router.layer.weight" in t:
+            y = _experts(c, t, layer, x)
+        else:
+            inner = np.concatenate([linear(x, t, layer + name) for name in f.inner], axis=1)
+            if f.gate is None:
+                inner = f.activation(inner)
+            else:
+                halves = np.split(inner, 2, axis=1)
+                inner = f.activation(halves[f.gate]) * halves[1 - f.gate]
+            y = linear(inner, t, layer + f.outer)
+        x = norm(x + y, layer + f.norm)
+    return x
+
+
+def _rotation(c, head_dim):
+    """The base of rotary positions, None without any, and what divides all frequencies."""
+    if "rope_scaling" in c:
+        factor = c["rope_scaling"]["factor"]
+        return c["rope_theta"] * factor, factor ** (2 / head_dim)
+    return c.get("rope_parameters", {}).get("rope_theta", c.get("rotary_emb_base")), 1.0
+
+
+def _bias(kind, c, t, n):
+    """What is added to scores by distance."""
+    away = np.arange(n) - np.arange(n)[:, None]  # a key's place behind its query
+    if kind == "mpnet":
+        far = 8 + np.log2(np.maximum(np.abs(away), 8) / 8) / 4 * 8  # log(128 / 8) is 4
+        bucket = np.where(np.abs(away) < 8, np.abs(away), np.minimum(far, 15)).astype(int) + 16 * (away > 0)
+        return t["encoder.relative_attention_bias.weight"][bucket].transpose(2, 0, 1)
+    if kind in ("jina-v2", "jina-v2-code"):
+        assert c["num_attention_heads"] == 3  # whose slopes are those of two heads, and the first one of four
+        return -np.array([2.0**-4, 2.0**-8, 2.0**-2])[:, None, None] * np.abs(away)
+    return 0.0
+
+
+def _experts(c, t, layer, x):
+    """Nomic's mix of experts, of which each row has the best ones."""
+    chances = np.exp(linear(x, t, f"{layer}mlp.router.layer"))
+    chances /= chances.sum(-1, keepdims=True)
+    least = np.sort(chances)[:, -c["moe_top_k"], None]
+    shape = c["num_experts"], c["n_inner"], -1
+    w1, w2 = (t[f"{layer}mlp.experts.mlp.w{part}"].reshape(shape) for part in (1, 2))
+    y = sum(
+        np.where(chances >= least, chances, 0)[:, e, None] * (gelu(x @ w1[e].T) @ w2[e])
+        for e in range(c["num_experts"])
+    )
+    return y + t[f"{layer}mlp.experts.bias"]
+
+
+def _disentangled(c, t, maps, q, k):
+    """DeBERTa's scores by distance, of queries and of keys with vectors of positions."""
+    n, heads, d = q.shape
+    span, away = c["position_buckets"], np.arange(n)[:, None] - np.arange(n)
+    middle = span // 2
+    steps = np.log(np.maximum(np.abs(away), middle) / middle) / np.log(31 / middle) * (middle - 1)
+    bucket = np.where(np.abs(away) <= middle, away, np.sign(away) * (np.ceil(steps) + middle)).astype(int)
+    bucket = np.clip(bucket + span, 0, 2 * span - 1)
+    places = layer_norm(t["encoder.rel_embeddings.weight"], t, "encoder.LayerNorm")
+    rows, columns = np.indices((n, n))
+    qr, kr = (linear(places, t, part).reshape(2 * span, heads, -1) for part in maps)
+    by_query = np.einsum("ihd,bhd->hib", q, kr)[:, rows, bucket]
+    by_key = np.einsum("jhd,bhd->hjb", k, qr)[:, columns, bucket]
+    return (by_query + by_key) / (3 * d) ** 0.5
 
 
 def counted(ids, padding):
@@ -118,363 +327,3 @@ def _modernbert(c, t, ids):
         gate, up = np.split(linear(layer_norm(x, t, f"{layer}mlp_norm"), t, f"{layer}mlp.Wi"), 2, axis=1)
         x = x + linear(gelu(gate) * up, t, f"{layer}mlp.Wo")
     return layer_norm(x, t, "final_norm")
-
-
-def _eurobert_shapes(c):
-    h, inner = c["hidden_size"], c["intermediate_size"]
-    kv = h * c["num_key_value_heads"] // c["num_attention_heads"]
-    found = {"embed_tokens.weight": (VOCAB, h), "norm.weight": (h,)}
-    for layer in (f"layers.{i}." for i in range(c["num_hidden_layers"])):
-        sizes = {"self_attn.q_proj": (h, h), "self_attn.k_proj": (h, kv), "self_attn.v_proj": (h, kv)}
-        sizes |= {"self_attn.o_proj": (h, h), "mlp.gate_proj": (h, inner), "mlp.up_proj": (h, inner)}
-        found |= maps(layer, {**sizes, "mlp.down_proj": (inner, h)}, biased=False)
-        found |= {f"{layer}{name}_layernorm.weight": (h,) for name in ("input", "post_attention")}
-    return found
-
-
-def _eurobert(c, t, ids):
-    n, heads, kv = len(ids), c["num_attention_heads"], c["num_key_value_heads"]
-    theta, eps = c["rope_theta"], c["rms_norm_eps"]
-    x = t["embed_tokens.weight"][ids]
-    for layer in (f"layers.{i}." for i in range(c["num_hidden_layers"])):
-        y = rms_norm(x, t[f"{layer}input_layernorm.weight"], eps)
-        q, k, v = (linear(y, t, f"{layer}self_attn.{part}_proj") for part in "qkv")
-        q, k = rotated(q.reshape(n, heads, -1), theta), rotated(k.reshape(n, kv, -1), theta)
-        v = v.reshape(n, kv, -1)
-        x = x + linear(attend(q, k, v, np.ones((n, n))), t, f"{layer}self_attn.o_proj")
-        y = rms_norm(x, t[f"{layer}post_attention_layernorm.weight"], eps)
-        y = silu(linear(y, t, f"{layer}mlp.gate_proj")) * linear(y, t, f"{layer}mlp.up_proj")
-        x = x + linear(y, t, f"{layer}mlp.down_proj")
-    return rms_norm(x, t["norm.weight"], eps)
-
-
-def _distilbert_shapes(c):
-    h, inner = c["dim"], c["hidden_dim"]
-    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("embeddings.LayerNorm", h)}
-    found["embeddings.position_embeddings.weight"] = (c["max_position_embeddings"], h)
-    for i in range(c["n_layers"]):
-        layer = f"transformer.layer.{i}."
-        found |= maps(f"{layer}attention.", dict.fromkeys(("q_lin", "k_lin", "v_lin", "out_lin"), (h, h)))
-        found |= maps(f"{layer}ffn.", {"lin1": (h, inner), "lin2": (inner, h)})
-        found |= both(f"{layer}sa_layer_norm", h) | both(f"{layer}output_layer_norm", h)
-    return found
-
-
-def _distilbert(c, t, ids):
-    n = len(ids)
-    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.position_embeddings.weight"][:n]
-    x = layer_norm(x, t, "embeddings.LayerNorm", 1e-12)
-    for layer in (f"transformer.layer.{i}." for i in range(c["n_layers"])):
-        q, k, v = (linear(x, t, f"{layer}attention.{p}_lin").reshape(n, c["n_heads"], -1) for p in "qkv")
-        x = x + linear(attend(q, k, v, np.ones((n, n))), t, f"{layer}attention.out_lin")
-        x = layer_norm(x, t, f"{layer}sa_layer_norm", 1e-12)
-        x = x + linear(gelu(linear(x, t, f"{layer}ffn.lin1")), t, f"{layer}ffn.lin2")
-        x = layer_norm(x, t, f"{layer}output_layer_norm", 1e-12)
-    return x
-
-
-def _mpnet_shapes(c):
-    h, inner = c["hidden_size"], c["intermediate_size"]
-    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("embeddings.LayerNorm", h)}
-    found["embeddings.position_embeddings.weight"] = (c["max_position_embeddings"], h)
-    found["encoder.relative_attention_bias.weight"] = (32, c["num_attention_heads"])
-    for i in range(c["num_hidden_layers"]):
-        layer = f"encoder.layer.{i}."
-        found |= maps(f"{layer}attention.attn.", dict.fromkeys("qkvo", (h, h)))
-        found |= maps(layer, {"intermediate.dense": (h, inner), "output.dense": (inner, h)})
-        found |= both(f"{layer}attention.LayerNorm", h) | both(f"{layer}output.LayerNorm", h)
-    return found
-
-
-def _mpnet(c, t, ids):
-    n, heads = len(ids), c["num_attention_heads"]
-    away = np.arange(n) - np.arange(n)[:, None]  # a key's place behind its query
-    far = 8 + np.log2(np.maximum(np.abs(away), 8) / 8) / 4 * 8  # log(128 / 8) is 4
-    bucket = np.where(np.abs(away) < 8, np.abs(away), np.minimum(far, 15)).astype(int) + 16 * (away > 0)
-    bias = t["encoder.relative_attention_bias.weight"][bucket].transpose(2, 0, 1)
-    x = (
-        t["embeddings.word_embeddings.weight"][ids]
-        + t["embeddings.position_embeddings.weight"][counted(ids, 1)]
-    )
-    x = layer_norm(x, t, "embeddings.LayerNorm")
-    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
-        q, k, v = (linear(x, t, f"{layer}attention.attn.{p}").reshape(n, heads, -1) for p in "qkv")
-        x = x + linear(attend(q, k, v, np.ones((n, n)), bias), t, f"{layer}attention.attn.o")
-        x = layer_norm(x, t, f"{layer}attention.LayerNorm")
-        x = x + linear(gelu(linear(x, t, f"{layer}intermediate.dense")), t, f"{layer}output.dense")
-        x = layer_norm(x, t, f"{layer}output.LayerNorm")
-    return x
-
-
-def _jina_v2_shapes(c):
-    h, inner = c["hidden_size"], c["intermediate_size"]
-    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("embeddings.LayerNorm", h)}
-    found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
-    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
-        names = "self.query", "self.key", "self.value", "output.dense"
-        found |= maps(f"{layer}attention.", dict.fromkeys(names, (h, h)))
-        found |= maps(layer, {"mlp.gated_layers": (h, 2 * inner)}, biased=False)
-        found |= maps(layer, {"mlp.wo": (inner, h)})
-        found |= both(f"{layer}attention.output.LayerNorm", h) | both(f"{layer}mlp.layernorm", h)
-    return found
-
-
-def _jina_v2_code_shapes(c):
-    h, inner = c["hidden_size"], c["intermediate_size"]
-    found = {name: shape for name, shape in _jina_v2_shapes(c).items() if ".mlp." not in name}
-    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
-        found |= maps(layer, {"mlp.up_gated_layer": (h, 2 * inner)}, biased=False)
-        found |= maps(layer, {"mlp.down_layer": (inner, h)})
-        for name in (
-            "attention.self.layer_norm_q",
-            "attention.self.layer_norm_k",
-            "layer_norm_1",
-            "layer_norm_2",
-        ):
-            found |= both(f"{layer}{name}", h)
-    return found
-
-
-def _jina_v2(c, t, ids):
-    n, heads, eps = len(ids), c["num_attention_heads"], c["layer_norm_eps"]
-    assert heads == 3  # whose slopes are those of two heads, and the first one of four
-    slopes = np.array([2.0**-4, 2.0**-8, 2.0**-2])
-    bias = -slopes[:, None, None] * np.abs(np.arange(n) - np.arange(n)[:, None])
-    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
-    x = layer_norm(x, t, "embeddings.LayerNorm", eps)
-    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
-        names = (f"{layer}attention.self.{part}" for part in ("query", "key", "value"))
-        q, k, v = (linear(x, t, name) for name in names)
-        for_code = f"{layer}layer_norm_1.weight" in t
-        if for_code:
-            q, k = (
-                layer_norm(each, t, f"{layer}attention.self.layer_norm_{part}", eps)
-                for each, part in ((q, "q"), (k, "k"))
-            )
-        q, k, v = (each.reshape(n, heads, -1) for each in (q, k, v))
-        y = linear(attend(q, k, v, np.ones((n, n)), bias), t, f"{layer}attention.output.dense")
-        y = layer_norm(x + y, t, f"{layer}attention.output.LayerNorm", eps)
-        if for_code:
-            x = layer_norm(x + y, t, f"{layer}layer_norm_1", eps)
-            up, gate = np.split(linear(x, t, f"{layer}mlp.up_gated_layer"), 2, axis=1)
-            y = linear(up * gelu(gate), t, f"{layer}mlp.down_layer")
-            x = layer_norm(x + y, t, f"{layer}layer_norm_2", eps)
-            continue
-        x = y
-        gate, up = np.split(linear(x, t, f"{layer}mlp.gated_layers"), 2, axis=1)
-        x = layer_norm(x + linear(gelu(gate) * up, t, f"{layer}mlp.wo"), t, f"{layer}mlp.layernorm", eps)
-    return x
-
-
-def _nomic_shapes(c):
-    h, inner = c["hidden_size"], c["intermediate_size"]
-    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("emb_ln", h)}
-    found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
-    for i in range(c["num_hidden_layers"]):
-        layer = f"encoder.layers.{i}."
-        sizes = {"attn.Wqkv": (h, 3 * h), "attn.out_proj": (h, h)}
-        sizes |= {"mlp.fc11": (h, inner), "mlp.fc12": (h, inner), "mlp.fc2": (inner, h)}
-        found |= {**maps(layer, sizes, biased=False), **both(f"{layer}norm1", h), **both(f"{layer}norm2", h)}
-    return found
-
-
-def _nomic(c, t, ids):
-    n, heads, theta = len(ids), c["num_attention_heads"], c["rope_parameters"]["rope_theta"]
-    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
-    x = layer_norm(x, t, "emb_ln")
-    for layer in (f"encoder.layers.{i}." for i in range(c["num_hidden_layers"])):
-        q, k, v = linear(x, t, f"{layer}attn.Wqkv").reshape(n, 3, heads, -1).transpose(1, 0, 2, 3)
-        y = attend(rotated(q, theta), rotated(k, theta), v, np.ones((n, n)))
-        x = layer_norm(x + linear(y, t, f"{layer}attn.out_proj"), t, f"{layer}norm1")
-        y = linear(x, t, f"{layer}mlp.fc11") * silu(linear(x, t, f"{layer}mlp.fc12"))
-        x = layer_norm(x + linear(y, t, f"{layer}mlp.fc2"), t, f"{layer}norm2")
-    return x
-
-
-def _jina_v3_shapes(c):
-    h, inner = c["hidden_size"], c["intermediate_size"]
-    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("emb_ln", h)}
-    found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
-    for layer in (f"encoder.layers.{i}." for i in range(c["num_hidden_layers"])):
-        found |= maps(layer, {"mixer.Wqkv": (h, 3 * h), "mixer.out_proj": (h, h)})
-        found |= maps(layer, {"mlp.fc1": (h, inner), "mlp.fc2": (inner, h)})
-        found |= {**both(f"{layer}norm1", h), **both(f"{layer}norm2", h)}
-    return found
-
-
-def _jina_v3(c, t, ids):
-    n, heads, theta = len(ids), c["num_attention_heads"], c["rope_parameters"]["rope_theta"]
-    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
-    x = layer_norm(x, t, "emb_ln")
-    for layer in (f"encoder.layers.{i}." for i in range(c["num_hidden_layers"])):
-        q, k, v = linear(x, t, f"{layer}mixer.Wqkv").reshape(n, 3, heads, -1).transpose(1, 0, 2, 3)
-        y = attend(rotated(q, theta), rotated(k, theta), v, np.ones((n, n)))
-        x = layer_norm(x + linear(y, t, f"{layer}mixer.out_proj"), t, f"{layer}norm1")
-        y = linear(gelu(linear(x, t, f"{layer}mlp.fc1")), t, f"{layer}mlp.fc2")
-        x = layer_norm(x + y, t, f"{layer}norm2")
-    return x
-
-
-def _nomic_experts_shapes(c):
-    h, inner, experts = c["n_embd"], c["n_inner"], c["num_experts"]
-    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("emb_ln", h)}
-    found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
-    for i in range(c["n_layer"]):
-        layer = f"encoder.layers.{i}."
-        found |= maps(layer, {"attn.Wqkv": (h, 3 * h), "attn.out_proj": (h, h)})
-        if i % c["moe_every_n_layers"] == 1:
-            found |= maps(f"{layer}mlp.", {"router.layer": (h, experts)}, biased=False)
-            found |= {f"{layer}mlp.experts.mlp.w{part}": (experts * inner, h) for part in (1, 2)}
-            found[f"{layer}mlp.experts.bias"] = (h,)
-        else:
-            found |= maps(f"{layer}mlp.", {"fc1": (h, inner), "fc2": (inner, h)})
-        found |= {**both(f"{layer}norm1", h), **both(f"{layer}norm2", h)}
-    return found
-
-
-def _nomic_experts(c, t, ids):
-    n, heads, theta = len(ids), c["n_head"], c["rotary_emb_base"]
-    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
-    x = layer_norm(x, t, "emb_ln")
-    for i, layer in enumerate(f"encoder.layers.{i}." for i in range(c["n_layer"])):
-        q, k, v = linear(x, t, f"{layer}attn.Wqkv").reshape(n, 3, heads, -1).transpose(1, 0, 2, 3)
-        y = attend(rotated(q, theta), rotated(k, theta), v, np.ones((n, n)))
-        x = layer_norm(x + linear(y, t, f"{layer}attn.out_proj"), t, f"{layer}norm1")
-        if i % c["moe_every_n_layers"] == 1:
-            chances = np.exp(linear(x, t, f"{layer}mlp.router.layer"))
-            chances /= chances.sum(-1, keepdims=True)
-            least = np.sort(chances)[:, -c["moe_top_k"], None]
-            shape = c["num_experts"], c["n_inner"], -1
-            w1, w2 = (t[f"{layer}mlp.experts.mlp.w{part}"].reshape(shape) for part in (1, 2))
-            y = sum(
-                np.where(chances >= least, chances, 0)[:, e, None] * (gelu(x @ w1[e].T) @ w2[e])
-                for e in range(c["num_experts"])
-            )
-            y = y + t[f"{layer}mlp.experts.bias"]
-        else:
-            y = linear(gelu(linear(x, t, f"{layer}mlp.fc1")), t, f"{layer}mlp.fc2")
-        x = layer_norm(x + y, t, f"{layer}norm2")
-    return x
-
-
-def _gte_shapes(c):
-    h, inner = c["hidden_size"], c["intermediate_size"]
-    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("embeddings.LayerNorm", h)}
-    if c["type_vocab_size"]:
-        found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
-    for i in range(c["num_hidden_layers"]):
-        layer = f"encoder.layer.{i}."
-        found |= maps(layer, {"attention.qkv_proj": (h, 3 * h), "attention.o_proj": (h, h)})
-        found |= maps(layer, {"mlp.up_gate_proj": (h, 2 * inner)}, biased=False)
-        found |= maps(layer, {"mlp.down_proj": (inner, h)})
-        found |= {**both(f"{layer}attn_ln", h), **both(f"{layer}mlp_ln", h)}
-    return found
-
-
-def _gte(c, t, ids):
-    n, heads = len(ids), c["num_attention_heads"]
-    x = t["embeddings.word_embeddings.weight"][ids]
-    theta, slower = c.get("rope_theta"), 1.0
-    if "rope_scaling" in c:
-        factor = c["rope_scaling"]["factor"]
-        theta, slower = theta * factor, factor ** (2 * heads / c["hidden_size"])
-        x = x + t["embeddings.token_type_embeddings.weight"][0]
-    else:
-        theta = c["rope_parameters"]["rope_theta"]
-    x = layer_norm(x, t, "embeddings.LayerNorm")
-    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
-        q, k, v = linear(x, t, f"{layer}attention.qkv_proj").reshape(n, 3, heads, -1).transpose(1, 0, 2, 3)
-        y = attend(rotated(q, theta, slower), rotated(k, theta, slower), v, np.ones((n, n)))
-        x = layer_norm(x + linear(y, t, f"{layer}attention.o_proj"), t, f"{layer}attn_ln")
-        up, gate = np.split(linear(x, t, f"{layer}mlp.up_gate_proj"), 2, axis=1)
-        x = layer_norm(x + linear(up * gelu(gate), t, f"{layer}mlp.down_proj"), t, f"{layer}mlp_ln")
-    return x
-
-
-def _albert_shapes(c):
-    h, e, inner = c["hidden_size"], c["embedding_size"], c["intermediate_size"]
-    found = {"embeddings.word_embeddings.weight": (VOCAB, e), **both("embeddings.LayerNorm", e)}
-    found["embeddings.position_embeddings.weight"] = (c["max_position_embeddings"], e)
-    found["embeddings.token_type_embeddings.weight"] = (2, e)
-    found |= maps("encoder.", {"embedding_hidden_mapping_in": (e, h)})
-    for i in range(c["num_hidden_groups"]):
-        layer = f"encoder.albert_layer_groups.{i}.albert_layers.0."
-        found |= maps(f"{layer}attention.", dict.fromkeys(("query", "key", "value", "dense"), (h, h)))
-        found |= maps(layer, {"ffn": (h, inner), "ffn_output": (inner, h)})
-        found |= both(f"{layer}attention.LayerNorm", h) | both(f"{layer}full_layer_layer_norm", h)
-    return found
-
-
-def _albert(c, t, ids):
-    n, layers, groups = len(ids), c["num_hidden_layers"], c["num_hidden_groups"]
-    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.position_embeddings.weight"][:n]
-    x = layer_norm(x + t["embeddings.token_type_embeddings.weight"][0], t, "embeddings.LayerNorm")
-    x = linear(x, t, "encoder.embedding_hidden_mapping_in")
-    for i in range(layers):
-        layer = f"encoder.albert_layer_groups.{int(i / (layers / groups))}.albert_layers.0."
-        q, k, v = (
-            linear(x, t, f"{layer}attention.{part}").reshape(n, c["num_attention_heads"], -1)
-            for part in ("query", "key", "value")
-        )
-        x = x + linear(attend(q, k, v, np.ones((n, n))), t, f"{layer}attention.dense")
-        x = layer_norm(x, t, f"{layer}attention.LayerNorm")
-        x = x + linear(gelu_tanh(linear(x, t, f"{layer}ffn")), t, f"{layer}ffn_output")
-        x = layer_norm(x, t, f"{layer}full_layer_layer_norm")
-    return x
-
-
-def _deberta_shapes(c):
-    h, inner = c["hidden_size"], c["intermediate_size"]
-    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("embeddings.LayerNorm", h)}
-    found |= {"encoder.rel_embeddings.weight": (2 * c["position_buckets"], h), **both("encoder.LayerNorm", h)}
-    for i in range(c["num_hidden_layers"]):
-        layer = f"encoder.layer.{i}."
-        names = "self.query_proj", "self.key_proj", "self.value_proj", "output.dense"
-        found |= maps(f"{layer}attention.", dict.fromkeys(names, (h, h)))
-        found |= maps(layer, {"intermediate.dense": (h, inner), "output.dense": (inner, h)})
-        found |= both(f"{layer}attention.output.LayerNorm", h) | both(f"{layer}output.LayerNorm", h)
-    return found
-
-
-def _deberta(c, t, ids):
-    n, heads, span = len(ids), c["num_attention_heads"], c["position_buckets"]
-    away = np.arange(n)[:, None] - np.arange(n)
-    middle = span // 2
-    steps = np.log(np.maximum(np.abs(away), middle) / middle) / np.log(31 / middle) * (middle - 1)
-    bucket = np.where(np.abs(away) <= middle, away, np.sign(away) * (np.ceil(steps) + middle)).astype(int)
-    bucket = np.clip(bucket + span, 0, 2 * span - 1)
-    x = layer_norm(t["embeddings.word_embeddings.weight"][ids], t, "embeddings.LayerNorm")
-    places = layer_norm(t["encoder.rel_embeddings.weight"], t, "encoder.LayerNorm")
-    rows, columns = np.indices((n, n))
-    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
-        parts = [f"{layer}attention.self.{part}_proj" for part in ("query", "key", "value")]
-        q, k, v = (linear(x, t, part).reshape(n, heads, -1) for part in parts)
-        kr, qr = (linear(places, t, part).reshape(2 * span, heads, -1) for part in (parts[1], parts[0]))
-        by_query = np.einsum("ihd,bhd->hib", q, kr)[:, rows, bucket]
-        by_key = np.einsum("jhd,bhd->hjb", k, qr)[:, columns, bucket]
-        d = q.shape[-1]
-        q = q / 3**0.5  # one scale for three terms
-        y = attend(q, k, v, np.ones((n, n)), (by_query + by_key) / (3 * d) ** 0.5)
-        x = layer_norm(
-            x + linear(y, t, f"{layer}attention.output.dense"), t, f"{layer}attention.output.LayerNorm"
-        )
-        x = x + linear(gelu(linear(x, t, f"{layer}intermediate.dense")), t, f"{layer}output.dense")
-        x = layer_norm(x, t, f"{layer}output.LayerNorm")
-    return x
-
-
-_FAMILIES = {
-    "modernbert": (_modernbert_shapes, _modernbert),
-    "eurobert": (_eurobert_shapes, _eurobert),
-    "distilbert": (_distilbert_shapes, _distilbert),
-    "jina-v2": (_jina_v2_shapes, _jina_v2),
-    "jina-v2-code": (_jina_v2_code_shapes, _jina_v2),
-    "mpnet": (_mpnet_shapes, _mpnet),
-    "nomic_bert": (_nomic_shapes, _nomic),
-    "jina_embeddings_v3": (_jina_v3_shapes, _jina_v3),
-    "nomic-experts": (_nomic_experts_shapes, _nomic_experts),
-    "new": (_gte_shapes, _gte),
-    "gte": (_gte_shapes, _gte),
-    "albert": (_albert_shapes, _albert),
-    "deberta-v2": (_deberta_shapes, _deberta),
-}

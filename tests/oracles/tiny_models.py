@@ -16,89 +16,49 @@ import tiny_hybrid
 import tiny_t5
 from safetensors.numpy import save_file
 from tiny_encoders import VOCAB, both
-from tiny_numpy import attend, gelu, gelu_tanh, layer_norm, linear, rms_norm, rotated, silu
+from tiny_numpy import attend, gelu_tanh, layer_norm, linear, rms_norm, rotated, silu
 
+_SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
 CONFIGS = {
-    "bert": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 3, "max_position_embeddings": 32, "type_vocab_size": 2, "layer_norm_eps": 1e-5,
-    },
-    "roberta": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 3, "max_position_embeddings": 34, "type_vocab_size": 1, "pad_token_id": 1,
-    },
     "gpt2": {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32},
-    "llama": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 100.0,
-    },
-    "mistral": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 10, "sliding_window": 4,
-    },
-    "qwen2": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
-    },
-    "qwen3": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
-    },
-    "ministral": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4,
-    },
+    "llama": {**_SIZES, "rope_theta": 100.0},
+    "mistral": {**_SIZES, "num_key_value_heads": 1, "head_dim": 10, "sliding_window": 4},
+    "qwen2": {**_SIZES, "tie_word_embeddings": True},
+    "qwen3": {**_SIZES, "head_dim": 8, "rms_norm_eps": 1e-5},
+    "ministral": {**_SIZES, "sliding_window": 4},
     "ministral3": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
-        "rope_theta": 100.0, "rope_parameters": {
+        **_SIZES, "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 100.0, "rope_parameters": {
             "rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 4, "mscale": 1.0,
             "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
         },
     },
-    "phi3": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-    },
+    "phi3": {**_SIZES, "head_dim": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "smollm3": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "no_rope_layer_interval": 2,
-        "tie_word_embeddings": True, "rope_theta": 100.0,
+        **_SIZES, "num_hidden_layers": 3, "no_rope_layer_interval": 2, "tie_word_embeddings": True,
+        "rope_theta": 100.0,
     },
     "mixtral": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2,
+        **_SIZES, "intermediate_size": 32, "num_local_experts": 5, "num_experts_per_tok": 2,
         "rope_theta": 100.0, "rms_norm_eps": 1e-5,
     },
     "qwen3_moe": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 6,
-        "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+        **_SIZES, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
     },
     "granite": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 0.7,
+        **_SIZES, "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4,
+        "logits_scaling": 0.7,
     },
-    "olmo2": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 100.0,
-    },
+    "olmo2": {**_SIZES, "rms_norm_eps": 1e-5, "rope_theta": 100.0},
     "olmo3": {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 100.0,
-        "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+        **_SIZES, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 100.0, "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
-    "qwen3-embedding": {
-        "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "tie_word_embeddings": True,
-    },
-    "e5-mistral": {
-        "model_type": "mistral", "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4,
-    },
+    "qwen3-embedding": {**_SIZES, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
+    "e5-mistral": {**_SIZES, "model_type": "mistral", "sliding_window": 4},
+    "eurobert": {**_SIZES, "max_position_embeddings": 32, "rope_theta": 100.0, "rms_norm_eps": 1e-5},
     **tiny_encoders.CONFIGS,
     **tiny_t5.CONFIGS,
     **tiny_gemma.CONFIGS,
@@ -125,7 +85,7 @@ TRAINED_DECODERS = tuple(kind for kind in DECODERS if kind not in UNTRAINED)
 FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
 _MODULES = tiny_encoders, tiny_t5, tiny_gemma, tiny_gemma4, tiny_gpt_oss, tiny_hybrid
 _ELSEWHERE = {kind: module for module in _MODULES for kind in module.CONFIGS}
-ENCODERS = ("bert", "roberta", *FROM_DECODERS, *(kind for kind in _ELSEWHERE if kind not in DECODERS))
+ENCODERS = ("eurobert", *FROM_DECODERS, *(kind for kind in _ELSEWHERE if kind not in DECODERS))
 
 
 def shapes(kind, config):
@@ -145,20 +105,6 @@ def shapes(kind, config):
                 found |= {f"h.{i}.{name}.weight": (n_in, n_out), f"h.{i}.{name}.bias": (n_out,)}
         return found
     h, inner, layers = c["hidden_size"], c["intermediate_size"], range(c["num_hidden_layers"])
-    if kind in ("bert", "roberta"):
-        found = both("embeddings.LayerNorm", h)
-        found["embeddings.word_embeddings.weight"] = (c["vocab_size"], h)
-        found["embeddings.position_embeddings.weight"] = (c["max_position_embeddings"], h)
-        found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
-        for layer in (f"encoder.layer.{i}." for i in layers):
-            for name, n_in, n_out in (
-                ("attention.self.query", h, h), ("attention.self.key", h, h), ("attention.self.value", h, h),
-                ("attention.output.dense", h, h), ("intermediate.dense", h, inner),
-                ("output.dense", inner, h),
-            ):  # fmt: skip
-                found |= {f"{layer}{name}.weight": (n_out, n_in), f"{layer}{name}.bias": (n_out,)}
-            found |= both(f"{layer}attention.output.LayerNorm", h) | both(f"{layer}output.LayerNorm", h)
-        return found
     head_dim = c.get("head_dim", h // c["num_attention_heads"])
     q, kv = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim
     prefix, kind = _llama_names(kind, c)
@@ -219,7 +165,7 @@ def mixed(kind, c, t, layer, y):
 
 def _llama_names(kind, config):
     """The prefix of all tensors but the output's, and the `model_type`."""
-    return "" if kind in FROM_DECODERS else "model.", config.get("model_type", kind)
+    return "" if kind in ("eurobert", *FROM_DECODERS) else "model.", config.get("model_type", kind)
 
 
 def tensors(kind, config, seed=0):
@@ -264,29 +210,8 @@ def write_modules(folder, pooling):
 def result(kind, config, t, ids):
     """Hidden states of an encoder, logits of a decoder; ids is (L,), the result (L, n)."""
     t = {name: x.astype(np.float64) for name, x in t.items()}
-    own = {"bert": _bert, "roberta": _bert, "gpt2": _gpt2}
-    own |= {other: module.result for other, module in _ELSEWHERE.items()}
+    own = {"gpt2": _gpt2} | {other: module.result for other, module in _ELSEWHERE.items()}
     return own.get(kind, _llama)(kind, config, t, np.array(ids))
-
-
-def _bert(kind, c, t, ids):
-    heads, n = c["num_attention_heads"], len(ids)
-    eps = c.get("layer_norm_eps", 1e-12)
-
-    places = tiny_encoders.counted(ids, c["pad_token_id"]) if kind == "roberta" else np.arange(n)
-    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
-    x = x + t["embeddings.position_embeddings.weight"][places]
-    x = layer_norm(x, t, "embeddings.LayerNorm", eps)
-    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
-        q, k, v = (
-            linear(x, t, f"{layer}attention.self.{part}").reshape(n, heads, -1)
-            for part in ("query", "key", "value")
-        )
-        x = x + linear(attend(q, k, v, np.ones((n, n))), t, f"{layer}attention.output.dense")
-        x = layer_norm(x, t, f"{layer}attention.output.LayerNorm", eps)
-        inner = gelu(linear(x, t, f"{layer}intermediate.dense"))
-        x = layer_norm(x + linear(inner, t, f"{layer}output.dense"), t, f"{layer}output.LayerNorm", eps)
-    return x
 
 
 def _gpt2(kind, c, t, ids):
@@ -334,7 +259,7 @@ def _llama(kind, c, t, ids):
     added = c.get("residual_multiplier", 1.0)
     for i, layer in enumerate(f"{prefix}layers.{i}." for i in range(c["num_hidden_layers"])):
         width = c.get("sliding_window", n) if kinds[i] == "sliding_attention" else n
-        allowed = (back >= 0) & (back < width)
+        allowed = (back >= 0) & (back < width) if kind != "eurobert" else np.ones((n, n))
         has_positions = (i + 1) % c.get("no_rope_layer_interval", n + 2)
         y = x if kind in OLMO else rms_norm(x, t[f"{layer}input_layernorm.weight"], eps)
         q, k, v = (linear(y, t, f"{layer}self_attn.{part}_proj") for part in "qkv")

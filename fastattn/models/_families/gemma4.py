@@ -19,7 +19,6 @@ import numpy as np
 from fastattn._engine.experts import Experts
 from fastattn._engine.steps import INPUTS, AddStep, LinearStep, NormStep, X
 from fastattn.layers._block import BesideExperts, LayerInput, Norm
-from fastattn.models import _gguf
 from fastattn.models._blocks import Blocks
 from fastattn.models._encoder import Encoder, ProjectedEncoder
 from fastattn.models._families.gpt import renamed
@@ -169,7 +168,7 @@ class _Blocks(Blocks):
     def layer_inputs(self) -> LayerInputs:
         """The table of the tokens' second vectors, and what is added to it for all blocks."""
         source, half, name = self.source, 2**-0.5, "inputs of layers"
-        is_file = _gguf.is_file(source.folder)  # whose table may be in blocks
+        is_file = source.is_gguf  # whose table may be in blocks
         table: Any = source.pack([f"{_TABLE}.weight"]) if is_file else source.table(f"{_TABLE}.weight")
         steps = [*self.computed_inputs(name, half), AddStep(name, INPUTS, INPUTS, self.all_inputs)]
         return LayerInputs(table, float(source.precision.dtype.type(self.inputs**0.5)) * half, steps)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from fastattn.models import _gguf
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._families.llama import EXPERTS, KEYS, decoder_blocks, with_block
 from fastattn.models._families.shared import (
@@ -77,7 +76,7 @@ _YARN = {
 def gpt_oss(source: Source) -> Decoder:
     """Build GPT-OSS."""
     config, all_names = source.config, _NAMES
-    if not _gguf.is_file(source.folder):
+    if not source.is_gguf:
         source.rename(renamed)
         both, transposed = "gate_up_proj", not source.has_kind("MXFP4")
         all_names = with_block(

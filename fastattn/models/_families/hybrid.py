@@ -16,7 +16,6 @@ from fastattn._args.channels import MOST_WIDTH
 from fastattn.layers._delta_rules import DeltaMixer
 from fastattn.layers._mixers import ConvolutionMixer
 from fastattn.layers._state_space import Mamba2Mixer
-from fastattn.models import _gguf
 from fastattn.models._blocks import Keys, projection
 from fastattn.models._families.llama import (
     EXPERTS,
@@ -121,7 +120,7 @@ def lfm2(source: Source) -> Decoder:
         eps=1e-5,
         inner=_inner(config),
         biased=frozenset(),
-        mixing=_Convolutions(width, biased, _gguf.is_file(source.folder)),
+        mixing=_Convolutions(width, biased, source.is_gguf),
         mixed=frozenset(i for i, kind in enumerate(kinds) if kind != ALL),
     )
     tied: Any = config.get("tie_word_embeddings", bool, True)
@@ -218,7 +217,7 @@ def granite_hybrid(source: Source) -> Decoder:
         config.values["num_local_experts"] = experts
         forward = {"shared": forward["inner"], "inner": config.size("intermediate_size", 11008)}
         forward |= expert_counts(source, "num_local_experts", 2)
-    all_names, of_file = _GRANITE_EXPERTS if experts else _GRANITE, _gguf.is_file(source.folder)
+    all_names, of_file = _GRANITE_EXPERTS if experts else _GRANITE, source.is_gguf
     if of_file:  # it has the halves of gated pairs apart
         prefix = "" if experts else "shared_mlp."
         maps = {"inner": "up", "gate": "gate", "outer": "down"}
@@ -391,7 +390,7 @@ def qwen_next(source: Source) -> Decoder:
     require_decoder(source)
     config.refuse(hidden_act="silu")
     family = config.choice("model_type", _QWENS)
-    of_file = _gguf.is_file(source.folder)
+    of_file = source.is_gguf
     names = without_offset(source, _QWEN_EXPERTS if family.chosen else _QWEN)
 
     def mixes(i: int) -> bool:

@@ -22,7 +22,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastattn.models import _gguf
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._decoder import QueryGrowth
 from fastattn.models._families.shared import (
@@ -280,7 +279,7 @@ def _biased(source: Source, family: _Family) -> frozenset[str]:
     names = family.names.block
     inner = (names.inner,) if names.gate is None else (names.gate, names.inner)
     together = names.qkv, (names.attended,), inner, (names.outer,)
-    if _gguf.is_file(source.folder):
+    if source.is_gguf:
         own = [name.removesuffix(".bias") for name in source.names if name.endswith(".bias")]
         has = [any(name.endswith(each) for name in own) for each in together]
     else:
@@ -404,7 +403,7 @@ def gemma(source: Source) -> Decoder | Encoder:
 
 def without_offset(source: Source, names: DecoderNames) -> DecoderNames:
     """Names of norms that multiply by 1 + weight; in a GGUF file the weights have 1 added."""
-    return with_block(names, norm_offset=0.0) if _gguf.is_file(source.folder) else names
+    return with_block(names, norm_offset=0.0) if source.is_gguf else names
 
 
 def _cap(config: Config, name: str, default: float | None) -> float | None:
