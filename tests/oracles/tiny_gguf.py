@@ -58,7 +58,8 @@ def typed(x):
     kind = gguf.GGUFValueType
     if isinstance(x, list):
         return x, kind.ARRAY
-    return x, kind.BOOL if isinstance(x, bool) else kind.STRING if isinstance(x, str) else kind.UINT32
+    kinds = {bool: kind.BOOL, str: kind.STRING, float: kind.FLOAT32}
+    return x, kinds.get(type(x), kind.UINT32)
 
 
 def config(kind, vocab=None):
@@ -166,6 +167,8 @@ def write_sizes(writer, settings):
 def write(path, kind, stored, vocab=None, more=None, queries=None, without=(), **metadata):
     """Write a model whose maps are `stored`, those of queries as `queries`, `without` some keys.
 
+    `metadata` are other keys, those that begin with a dot of the architecture, by their values, or these and
+    their types.
     Returns its tensors and its config as transformers has them.
     """
     settings = config(kind, vocab)
@@ -242,8 +245,9 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, without=(), *
     for key in without:
         del writer.kv_data[0][f"{architecture}.{key}"]
     for key, value in metadata.items():
+        key = f"{architecture}{key}" if key.startswith(".") else key
         writer.kv_data[0].pop(key, None)
-        writer.add_key_value(key, *value)
+        writer.add_key_value(key, *(value if isinstance(value, tuple) else typed(value)))
     tensors: dict = {}
     of_experts: dict = {}  # by name in GGUF: those of all experts of a layer are one tensor
     for i, (name, x) in enumerate(tiny.tensors(kind, settings).items()):
