@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fastattn
-from fastattn import _cli_models, _cli_texts
+from fastattn import _cli_models
 from fastattn._args.errors import FULL, naming
 from fastattn._args.types import ROUNDINGS
 from fastattn._engine.cpus import CPUS
@@ -184,8 +184,8 @@ def _file(text: str) -> Path:
 
 
 def _vectors(text: str) -> Path:
-    if not text.endswith(tuple(_cli_texts.WRITERS)):
-        suffixes = ", ".join(_cli_texts.WRITERS)
+    if not text.endswith(tuple(_cli_models.WRITERS)):
+        suffixes = ", ".join(_cli_models.WRITERS)
         raise argparse.ArgumentTypeError(f"expected a name that ends in one of {suffixes}, got {text!r}")
     return _file(text)
 
@@ -197,7 +197,7 @@ def main() -> int:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return _run()
-        finally:  # what is still to be written, also by --help
+        finally:  # also of --help
             if sys.stdout is not None:
                 sys.stdout.flush()
     except KeyboardInterrupt:
@@ -225,7 +225,7 @@ def _run() -> int:
         parser.print_help(sys.stderr)
         return 2
     options, unknown = parser.parse_known_args()
-    if unknown:  # name the options only: a value behind an unknown option is not the mistake
+    if unknown:  # name the options only: a value after an unknown option is not the mistake
         named = [argument for argument in unknown if argument.startswith("-")] or unknown
         options.parser.error(f"not known: {' '.join(named)}")
     status: int = options.run(options)

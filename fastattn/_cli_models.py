@@ -1,22 +1,27 @@
-"""``python -m fastattn embed``, ``rerank``, ``predict``, ``generate``, ``chat``: models and texts."""
+"""``python -m fastattn embed``, ``rerank``, ``predict``, ``generate``, ``chat``, and their files of texts."""
 
 from __future__ import annotations
 
+import csv
+import importlib
 import json
 import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
 from importlib.util import find_spec
 from io import TextIOWrapper
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn import models
 from fastattn._args.errors import named, naming
 from fastattn._args.options import SamplingOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import short
-from fastattn._cli_texts import WRITERS, Texts, parquet_library, write_json_lines
 from fastattn._regular_files import replaced
 from fastattn.models._encode_calls import with_bar
 from fastattn.models._files import require
@@ -28,32 +33,27 @@ from fastattn.models._sampling import Sampling
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Iterator
+    from typing import BinaryIO, TextIO
 
     from fastattn._args.types import Array
-    from fastattn.models import (
-        CrossEncoder,
-        Decoder,
-        Encoder,
-        MultiVectorEncoder,
-        Piece,
-        SparseEncoder,
-        TokenClassifier,
-    )
-    from fastattn.models._encode_calls import EncodeOptions
+    from fastattn.models import Piece
 
 # Options that are arguments of `load`, and of `encode`; what the others say does not change a vector.
 _LOADED = ("dtype", "weights_dtype", "activations")
 _SCORED = ("prompt_name", "prompt", "batch_size")
-_ENCODED = ("prompt_name", "prompt", "batch_size", "precision", "normalize_embeddings", "truncate_dim")
-
-# What to do with other models, by their classes.
-_INSTEAD = {
-    "CrossEncoder": "Use the commands rerank and predict",
-    "TokenClassifier": "Call it with ids, in Python",
-    "SparseEncoder": "Use its encode, in Python, for sparse vectors",
-    "MultiVectorEncoder": "Use its encode, in Python, for one vector per token",
-    "Decoder": "Use the command generate",
+_ENCODED = (*_SCORED, "precision", "normalize_embeddings", "truncate_dim")
+_INSTEAD = {  # by the classes of models
+    "Encoder": "The command embed takes it",
+    "TwoTowers": "The command embed takes it",
+    "CrossEncoder": "The commands rerank and predict take it",
+    "TokenClassifier": "It is called with ids, in Python",
+    "SparseEncoder": "Its encode makes sparse vectors, in Python",
+    "MultiVectorEncoder": "Its encode makes a vector of each token, in Python",
+    "Decoder": "The commands generate and chat take it",
 }
+_COLUMN = "text"
+_BLOCK = 8192  # rows of a Parquet file that are read or written at a time
+_MOST_CHARACTERS = 2**31 - 1  # of a field in a CSV file; the module's own limit is 131072
 
 
 def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
@@ -74,23 +74,17 @@ def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Name
 @_said
 @named("embed")
 def embed(options: argparse.Namespace) -> None:
-    """Embed texts with an encoder."""
-    from fastattn.models import Encoder
-
+    """Turn texts into vectors with an encoder."""
     output: Path | None = options.output
     texts = Texts(options.file, options.column)
     if output is not None:
         texts.require_other(output)
         if output.suffix == ".parquet":
             parquet_library()
-    model = _loaded(options)
-    if not isinstance(model, Encoder):
-        kind = type(model).__name__
-        came = f"{options.model} holds a {kind} ({model.model_type})"
-        raise ValueError(f"{came}; expected an Encoder. {_INSTEAD[kind]}")
+    model = _loaded(options, models.Encoder)
     model = model_of(model, options.task)
-    how = {name: getattr(options, name) for name in _ENCODED}
-    call = model._checked(cast("EncodeOptions", how))
+    how: Any = {name: getattr(options, name) for name in _ENCODED}
+    call = model._checked(how)
     # A file is looked through first: what is no text is found before anything is computed.
     total = sum(1 for _ in texts) if texts.again else None
     vectors = _with_bar(model._vectors(iter(texts), call), total=total)
@@ -106,7 +100,7 @@ def embed(options: argparse.Namespace) -> None:
 def rerank(options: argparse.Namespace) -> None:
     """Rank texts by relevance to a query with a cross-encoder; prints one JSON line per text."""
     texts = Texts(options.file, options.column)
-    model = _cross_encoder(options)
+    model = _loaded(options, models.CrossEncoder)
     how = {name: getattr(options, name) for name in ("top_k", *_SCORED)}
     for found in model.rank(options.query, list(texts), return_documents=True, **how):
         print(json.dumps(found, ensure_ascii=False))
@@ -120,9 +114,10 @@ def predict(options: argparse.Namespace) -> None:
     pairs: Iterable[tuple[str, ...]] = ((text,) for text in firsts)
     if options.pair is not None:  # the second column, read beside the first one
         pairs = zip(firsts, Texts(options.file, options.pair, "--pair"), strict=True)
-    model = _cross_encoder(options)
+    model = _loaded(options, models.CrossEncoder)
     labels = list(model.labels)
-    chunks = model._scores(pairs, **{name: getattr(options, name) for name in _SCORED})
+    how: Any = {name: getattr(options, name) for name in _SCORED}
+    chunks = model._scores(pairs, how)
     for scores in _with_bar(chunks):
         for row in scores.tolist():
             print(json.dumps({"labels": labels, "scores": row}, ensure_ascii=False))
@@ -152,10 +147,8 @@ def generate(options: argparse.Namespace) -> None:
 
 @_said
 def chat(options: argparse.Namespace) -> None:
-    """Chat with a language model: /reset, /save FILE, /load FILE, /quit; Ctrl-C ends an answer."""
-    from fastattn.models import message_of
-
-    require("jinja2")  # which templates need, before a model is read and a question is asked
+    """Talk with a language model: /reset, /save FILE, /load FILE, /quit; Ctrl-C ends an answer."""
+    require("jinja2")  # before a model is read and a question is asked
     model = _decoder(options)
     given = _sampling(options)
     session = model.session(given.pop("cache_dtype"))
@@ -182,10 +175,9 @@ def chat(options: argparse.Namespace) -> None:
                 elif messages == first:
                     raise ValueError("nothing has been said; no file is written")
                 else:
+                    written = json.dumps(messages, ensure_ascii=False, indent=1) + "\n"
                     with naming(Path(name.strip())), replaced(Path(name.strip())) as file:
-                        file.write_text(
-                            json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
-                        )
+                        file.write_text(written, encoding="utf-8")
                     done = "messages are in"
                 print(f"{len(messages)} {done} {name.strip()}", file=sys.stderr)
             except (OSError, ValueError) as error:  # what was said is not lost
@@ -202,7 +194,7 @@ def chat(options: argparse.Namespace) -> None:
             except KeyboardInterrupt:  # what was said stays
                 pass
             print()
-            messages.append(message_of(said))
+            messages.append(models.message_of(said))
 
 
 def _conversation(path: Path) -> list[dict[str, Any]]:
@@ -247,34 +239,216 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     return {**others, **found}
 
 
-def _decoder(options: argparse.Namespace) -> Decoder:
-    from fastattn.models import Decoder
-
+def _decoder(options: argparse.Namespace) -> models.Decoder:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model writes characters that a terminal may not show
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    model = _loaded(options)
-    if not isinstance(model, Decoder):
-        raise ValueError(f"{options.model} holds a {model.model_type}; expected a decoder, as gpt2 or llama")
+    model: models.Decoder = _loaded(options, models.Decoder)
     return model
 
 
-def _cross_encoder(options: argparse.Namespace) -> CrossEncoder:
-    from fastattn.models import CrossEncoder
-
-    model = _loaded(options)
-    if not isinstance(model, CrossEncoder):
-        came = f"{options.model} holds a {model.model_type}; its class is {type(model).__name__}"
-        raise ValueError(f"{came}; expected a CrossEncoder, with a head for texts")
-    return model
-
-
-def _loaded(
-    options: argparse.Namespace,
-) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
-    """The model that the options name, in the types that they name; `options.model` becomes its place."""
-    from fastattn.models import load
-
+def _loaded(options: argparse.Namespace, kind: type[Any]) -> Any:
+    """The model that the options name, which must be a `kind`; `options.model` becomes its place."""
     options.model = place_of(options.model, options.revision, options.gguf_file)
-    return load(options.model, **{name: getattr(options, name) for name in _LOADED})
+    model: Any = models.load(options.model, **{name: getattr(options, name) for name in _LOADED})
+    if not isinstance(model, kind):
+        there = type(model).__name__
+        came = f"{options.model} holds a {there} ({model.model_type})"
+        raise ValueError(f"{came}; expected a model of the class {kind.__name__}. {_INSTEAD[there]}")
+    return model
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts of a file, whose suffix is its format, or lines of the standard input."""
+
+    path: Path | None
+    column: str | None  # in files that have columns
+    option: str = "--column"  # that names it
+
+    def __post_init__(self) -> None:
+        kind = "the standard input" if self.path is None else f"a file {self.path.suffix!r}"
+        if self.column is not None and self._columns is None:
+            expected = f"it for {', '.join(_COLUMNS)}"
+            came = f"{self.option} is {self.column!r} for {kind}, which is lines of text"
+            raise ValueError(f"{came}; expected {expected}")
+        if self.path is not None and not self.path.exists():
+            expected = "a file of texts (for a text itself, use standard input: echo TEXT | python -m ...)"
+            raise ValueError(f"FILE {str(self.path)!r} does not exist; expected {expected}")
+
+    @property
+    def again(self) -> bool:
+        """Whether they can be read a second time, which a pipe cannot."""
+        return self.path is not None and self.path.is_file()
+
+    @property
+    def _columns(self) -> Callable[[BinaryIO, str], Iterator[Any]] | None:
+        return None if self.path is None else _COLUMNS.get(self.path.suffix.lower())
+
+    def __iter__(self) -> Iterator[str]:
+        name, number = "the standard input" if self.path is None else str(self.path), 0
+        read, unit = (_lines, "line") if self._columns is None else (self._columns, "row")
+        try:
+            with _binary(self.path) as file:
+                for text in map(_text, read(file, self.column or _COLUMN)):
+                    yield text
+                    number += 1
+        except OSError as error:
+            raise ValueError(f"FILE {name!r} cannot be read, {error.strerror or error}") from error
+        except UnicodeError as error:
+            raise ValueError(f"{name} is not UTF-8 in {unit} {number + 1}: {error}") from error
+        except _NotThere as error:
+            raise ValueError(f"{name}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{name}, {unit} {number + 1}: {error}") from error
+
+    def require_other(self, output: Path) -> None:
+        """Raise if the file is the one that will be written."""
+        if self.path is not None and output.exists() and output.samefile(self.path):
+            raise ValueError(f"FILE {str(self.path)!r} is written by --output; expected another file")
+
+
+class _NotThere(ValueError):
+    """A column is not in a file, or is there twice."""
+
+
+@contextmanager
+def _binary(path: Path | None) -> Iterator[BinaryIO]:
+    if path is None:
+        yield sys.stdin.buffer
+        return
+    with path.open("rb") as file:
+        yield file
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{short(value)} is no text; expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON may hold such
+        what = f"{value[error.start : error.end]!r}, half of a surrogate pair"
+        raise ValueError(f"the text has {what}; expected whole characters") from None
+    return value
+
+
+def _lines(file: BinaryIO, column: str) -> Iterator[str]:
+    """Lines of text; only a line feed ends one, or a carriage return before it."""
+    for line in file:
+        yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+
+
+def _json_lines(file: BinaryIO, column: str) -> Iterator[Any]:
+    for i, line in enumerate(_lines(file, column)):
+        line = line if i else line.removeprefix("\ufeff")
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except RecursionError as error:
+            raise ValueError(str(error)) from None
+        if not isinstance(row, dict) or column not in row:
+            raise ValueError(f"{short(row)} has no {column!r}; expected it (--column names another)")
+        yield row[column]
+
+
+def _csv(file: BinaryIO, column: str) -> Iterator[str]:
+    csv.field_size_limit(_MOST_CHARACTERS)
+    lines = (line.decode("utf-8") for line in file)
+    rows = csv.reader(chain((line.removeprefix("\ufeff") for line in islice(lines, 1)), lines), strict=True)
+    try:
+        names = next(rows, [])
+        index = _index(column, names)
+        for row in filter(None, rows):  # without empty lines
+            if len(row) != len(names):
+                raise ValueError(f"{len(row)} fields; expected {len(names)}, as in the first line")
+            yield row[index]
+    except csv.Error as error:
+        raise ValueError(f"no CSV: {error}") from error
+
+
+def _parquet(file: BinaryIO, column: str) -> Iterator[Any]:
+    parquet = parquet_library().ParquetFile(file)
+    _index(column, parquet.schema_arrow.names)
+    for batch in parquet.iter_batches(_BLOCK, columns=[column]):
+        yield from batch.column(0).to_pylist()
+
+
+def _index(column: str, names: list[str]) -> int:
+    """Index of the column with this name."""
+    if column not in names:
+        there = ", ".join(map(short, names)) or "none"
+        raise _NotThere(f"column {column!r} is not there; expected one of {there} (--column names it)")
+    if names.count(column) > 1:
+        raise _NotThere(f"{names.count(column)} columns are called {column!r}; expected one of this name")
+    return names.index(column)
+
+
+_COLUMNS: dict[str, Callable[[BinaryIO, str], Iterator[Any]]] = {
+    ".jsonl": _json_lines,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+
+
+def parquet_library() -> Any:
+    """The module `pyarrow.parquet`."""
+    require("pyarrow")
+    return importlib.import_module("pyarrow.parquet")
+
+
+def write_json_lines(blocks: Iterable[Array], file: TextIO) -> None:
+    """One JSON list of numbers a line, each with as many digits as tell it from its neighbours."""
+    for vectors in blocks:
+        for vector in vectors:
+            file.write(f"[{', '.join(map(str, vector))}]\n")
+        file.flush()
+
+
+def _write_json(path: Path, blocks: Iterable[Array], empty: Array) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        write_json_lines(blocks, file)
+
+
+def _write_npy(path: Path, blocks: Iterable[Array], empty: Array) -> None:
+    """An array, whose header is written again when its rows are counted; NumPy leaves room for any number."""
+    header = {"descr": empty.dtype.str, "fortran_order": False, "shape": empty.shape}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        rows = 0
+        for vectors in blocks:
+            file.write(np.ascontiguousarray(vectors).data)
+            rows += len(vectors)
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, {**header, "shape": (rows, *empty.shape[1:])})
+
+
+def _write_parquet(path: Path, blocks: Iterable[Array], empty: Array) -> None:
+    """One column, "embedding", of lists of one length."""
+    parquet, arrow = parquet_library(), require("pyarrow")
+    kind = arrow.list_(arrow.from_numpy_dtype(empty.dtype), empty.shape[1])
+    schema = arrow.schema([("embedding", kind)])
+    with parquet.ParquetWriter(path, schema) as writer:
+        held: list[Array] = []
+
+        def write() -> None:
+            values = arrow.array(np.concatenate([empty, *held]).reshape(-1))
+            column = arrow.FixedSizeListArray.from_arrays(values, type=kind)
+            writer.write_table(arrow.table([column], schema=schema))
+            held.clear()
+
+        for block in blocks:
+            held.append(block)
+            if sum(map(len, held)) >= _BLOCK:
+                write()
+        if held:
+            write()
+
+
+# By suffix: what writes blocks of vectors to a path, given none, `empty`, for their length and type.
+WRITERS: dict[str, Callable[[Path, Iterable[Array], Array], None]] = {
+    ".npy": _write_npy,
+    ".jsonl": _write_json,
+    ".parquet": _write_parquet,
+}

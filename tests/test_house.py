@@ -18,6 +18,8 @@ from fastattn._args.options import SamplingOptions
 from fastattn._args.words import OTHER_NAMES
 from fastattn.layers._attention_parameters import CallOptions
 from fastattn.layers._decoder_layer import DecoderOptions
+from fastattn.models._classify import PredictOptions
+from fastattn.models._encode_calls import EncodeOptions
 
 PACKAGE = Path(fastattn.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -229,9 +231,9 @@ def test_errors_know_the_names_that_are_never_used():
         for word in never:
             found = any(word in OTHER_NAMES.get(name, ()) for name in row)
             assert found, f"OTHER_NAMES of fastattn/_args/words.py lacks {word} for {row}"
-    assert set(OTHER_NAMES) <= {name for _, name in signatures()} | set(CallOptions.__annotations__) | set(
-        DecoderOptions.__annotations__
-    ) | set(SamplingOptions.__annotations__)
+    options = (CallOptions, DecoderOptions, SamplingOptions, EncodeOptions, PredictOptions)
+    known = {name for kind in options for name in kind.__annotations__} | {name for _, name in signatures()}
+    assert set(OTHER_NAMES) <= known
 
 
 def test_the_glossary_names_what_there_is():

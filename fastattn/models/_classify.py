@@ -10,11 +10,11 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.errors import named
+from fastattn._args.options import require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag, integer, several, short
-from fastattn._args.words import not_an_argument
 from fastattn.models import _model
-from fastattn.models._encode_calls import Call, TextOptions, calls, given, watched
+from fastattn.models._encode_calls import Call, TextOptions, calls, watched
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import ModelError
 from fastattn.models._sentences import ACTIVATIONS, applied
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import NoOptions
     from fastattn._args.types import Array, Ints
     from fastattn.models._chat import ChatTemplate
     from fastattn.models._sentences import Dense, LayerNorm, Pooling
@@ -35,6 +34,18 @@ if TYPE_CHECKING:
 
 _PAIR = "a pair, as (text, text), or a single text, as (text,)"
 _PAIRS = "pairs, as [(text, text)], or single texts, as [(text,)]"
+
+
+class RankOptions(TextOptions, total=False):
+    """Keyword arguments of `CrossEncoder.rank`, which `predict` documents."""
+
+    activation_fn: Callable[[Array], ArrayLike] | None
+
+
+class PredictOptions(RankOptions, total=False):
+    """Keyword arguments of `CrossEncoder.predict`, which documents them."""
+
+    apply_softmax: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -109,70 +120,49 @@ class CrossEncoder(Classifier):
         return self._scored(self.pooling(rows, cu_seqlens))
 
     @named("predict")
-    def predict(
-        self,
-        inputs: str | Iterable[Any],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        activation_fn: Callable[[Array], ArrayLike] | None = None,
-        apply_softmax: bool = False,
-        **others: Unpack[NoOptions],
-    ) -> Array:
-        """The scores of each pair of texts.
-
-        The bits of scores depend on their pair alone, not on other pairs or on `batch_size`.
+    def predict(self, inputs: str | Iterable[Any], **options: Unpack[PredictOptions]) -> Array:
+        """Score each pair of texts.
 
         Parameters
         ----------
         inputs : iterable of (str, str), or one pair
-            A tuple of one text, or one str, is scored alone. Of a pair that has more tokens than
-            `text.limit`, the longer text is cut first.
+            A tuple of one text, or one str, is scored alone. Of pairs longer than `max_seq_length` tokens,
+            the longer text is cut first.
         prompt_name, prompt : str, optional
-            As in `Encoder.encode`: what is put before the first text of each pair, or with a chat template
-            the system message.
-        batch_size : int, optional
-            The most pairs that go through the layers at a time; see `Encoder.encode`.
-        show_progress_bar : bool, optional
-            Whether to show one, by tqdm; by default not.
+            As in `Encoder.encode`: put before the first text of each pair, or with a chat template the system
+            message.
+        batch_size, show_progress_bar : optional
+            As in `Encoder.encode`.
         activation_fn : callable, optional
-            What becomes of the logits (n, num_labels), an array of the same shape. By default `activation`:
-            what the folder says, or else a sigmoid for one label, and nothing for several.
+            Function of the logits (n, num_labels) that returns an array of the same shape. By default
+            `activation`: as the folder says, or a sigmoid for one label, and none for several.
         apply_softmax : bool, default False
-            Whether the scores of several labels become probabilities, after the activation.
-        **others
-            None: an error says what an argument of another library is called here.
+            Apply a softmax over several labels, after the activation.
 
         Returns
         -------
         ndarray, (n,) for one label, (n, num_labels) for several; without the first axis for one pair
-            float32, or float64 for a model in float64.
+            float32, or float64 for a model in float64. The bits depend on the pair alone, not on other pairs
+            or on `batch_size`.
 
         Raises
         ------
-        TypeError, ValueError
-            If an argument does not fit.
         ModelError
             If the folder has no tokenizer.json, or one that does not fit the model.
         """
-        if others:
-            raise not_an_argument(others, CrossEncoder.predict)
-        options = given(TextOptions, prompt_name, prompt, batch_size, show_progress_bar)
-        return self._predict(inputs, options, activation_fn, apply_softmax)
+        require_options(options, PredictOptions)
+        return self._predict(inputs, **options)
 
     def _predict(
-        self, inputs: Any, options: TextOptions, activation_fn: Any, apply_softmax: bool = False
+        self, inputs: Any, activation_fn: Any = None, apply_softmax: bool = False, **options: Any
     ) -> Array:
-        """Scores of pairs, as `predict` returns them."""
         one, pairs = _pairs("inputs", inputs)
-        call = Call.of(options, TextOptions, self.encoder.sentences, ())
+        call = Call.of(options, TextOptions, self.encoder.sentences)
         softmax = flag("apply_softmax", apply_softmax)
         if activation_fn is not None and not callable(activation_fn):
             raise TypeError(f"(): activation_fn is {short(activation_fn)}; expected a function")
-        chunks = self._chunks(call.prompt, pairs, call.batch_size)
         empty = np.empty((0, self.num_labels), lane_dtype(self.encoder.dtype))
-        scores = np.concatenate([empty, *watched(chunks, call.progress, pairs)])
+        scores = np.concatenate([empty, *watched(self._chunks(call, pairs), call.progress, pairs)])
         scores = self._activated(scores, activation_fn)
         if self.num_labels == 1:
             scores = scores[:, 0]
@@ -188,40 +178,32 @@ class CrossEncoder(Classifier):
         documents: Iterable[str],
         top_k: int | None = None,
         return_documents: bool = False,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        activation_fn: Callable[[Array], ArrayLike] | None = None,
-        **others: Unpack[NoOptions],
+        **options: Unpack[RankOptions],
     ) -> list[dict[str, Any]]:
-        """The documents that fit a query best, the best one first; equal ones stay in order.
+        """Rank documents by their score with a query, best first; ties keep the given order.
 
         Parameters
         ----------
         query : str
         documents : list, array or iterator of str
         top_k : int, optional
-            How many; by default all.
+            Number of documents; by default all.
         return_documents : bool, default False
-            Whether the results have the documents.
-        prompt_name, prompt, batch_size, show_progress_bar, activation_fn
-            As in `predict`.
-        **others
-            None: an error says what an argument of another library is called here.
+            Include the documents in the results.
+        **options
+            `prompt_name`, `prompt`, `batch_size`, `show_progress_bar`, `activation_fn`, as in `predict`.
 
         Returns
         -------
         list of dict
-            "corpus_id", the place in `documents`; "score", a float; and "text" if asked.
+            "corpus_id", the index in `documents`; "score", a float; and "text" with `return_documents`.
 
         Raises
         ------
-        TypeError, ValueError
-            If an argument does not fit; if the model has several labels.
+        ValueError
+            If the model has several labels.
         """
-        if others:
-            raise not_an_argument(others, CrossEncoder.rank)
+        require_options(options, RankOptions, "query", "documents", "top_k", "return_documents")
         if self.num_labels != 1:
             raise ValueError(
                 f"(): the model has {self.num_labels} labels; expected one, or predict for these"
@@ -230,9 +212,7 @@ class CrossEncoder(Classifier):
         texts = list(strings("documents", documents))
         top_k = None if top_k is None else integer("top_k", top_k, 1)
         with_text = flag("return_documents", return_documents)
-        pairs = [(query, text) for text in texts]
-        options = given(TextOptions, prompt_name, prompt, batch_size, show_progress_bar)
-        scores = self._predict(pairs, options, activation_fn)
+        scores = self._predict([(query, text) for text in texts], **options)
         found: list[dict[str, Any]] = [{"corpus_id": i, "score": x} for i, x in enumerate(scores.tolist())]
         found = sorted(found, key=lambda each: each["score"], reverse=True)[:top_k]
         return [{**each, "text": texts[each["corpus_id"]]} for each in found] if with_text else found
@@ -243,30 +223,23 @@ class CrossEncoder(Classifier):
             return self.template.encoded(self.text, prompt, pairs)
         return self.text.encoded_pairs((prompt + first, *rest) for first, *rest in pairs)
 
-    def _chunks(self, prompt: str, pairs: Iterable[Texts], batch_size: int | None) -> Iterator[Array]:
+    def _chunks(self, call: Call, pairs: Iterable[Texts]) -> Iterator[Array]:
         """The logits in order, an array (n, num_labels) at a time."""
         kinds = 1 if self.encoder.embeddings.types is None else len(self.encoder.embeddings.types)
         typed = kinds > 1 and self.text.has_types
-        for call in calls(self._encoded(prompt, pairs), batch_size):
-            call = [each.reshape(-1, 2) for each in call]
-            types = [each[:, 1] for each in call] if typed else None
+        for rows in calls(self._encoded(call.prompt, pairs), call.batch_size):
+            rows = [each.reshape(-1, 2) for each in rows]
+            types = [each[:, 1] for each in rows] if typed else None
             most = max((int(each.max(initial=0)) for each in types or ()), default=0)
             if most >= kinds:
                 came = f"{self.text.folder / 'tokenizer.json'} gives a token the type {most}"
                 raise ModelError(f"{came}; expected one of the model's {kinds}, which begin with 0")
-            yield self._pooled(*self.encoder.hidden([each[:, 0] for each in call], types))
+            yield self._pooled(*self.encoder.hidden([each[:, 0] for each in rows], types))
 
-    def _scores(
-        self,
-        pairs: Iterable[Texts],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-    ) -> Iterator[Array]:
-        """Scores as of `predict`, an array (n, num_labels) at a time; pairs are read when they are needed."""
-        prompt = self.encoder.sentences.prompt(prompt_name, prompt)
-        chunks = self._chunks(prompt, pairs, batch_size)
-        return (self._activated(logits, None) for logits in chunks)
+    def _scores(self, pairs: Iterable[Texts], options: TextOptions) -> Iterator[Array]:
+        """Yield the scores of `predict`, (n, num_labels) each; pairs are read as they are needed."""
+        call = Call.of(options, TextOptions, self.encoder.sentences)
+        return (self._activated(logits, None) for logits in self._chunks(call, pairs))
 
     def _activated(self, logits: Array, activation_fn: Callable[[Array], ArrayLike] | None) -> Array:
         if activation_fn is not None:

@@ -1,23 +1,28 @@
-"""Calls that make vectors of texts: their options, and how many texts go through the layers together."""
+"""Models that make vectors of texts: their common methods, the options of a call, and its batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 import numpy as np
 
+from fastattn._args.errors import named
 from fastattn._args.options import require_options
 from fastattn._args.values import flag, integer
 from fastattn.models._files import require
+from fastattn.models._routes import Routes, model_of
 from fastattn.models._text import string, strings
 from fastattn.models._vectors import quantize_embeddings, unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from typing_extensions import Unpack
+
     from fastattn._args.types import Array, Ints
     from fastattn.models._sentences import Sentences
+    from fastattn.models._text import Text
 
     Names = tuple[str, ...]
 
@@ -28,7 +33,7 @@ QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of prom
 
 
 class TextOptions(TypedDict, total=False):
-    """Keyword arguments of every `encode`."""
+    """Keyword arguments of every `encode` and `predict`."""
 
     prompt_name: str | None
     prompt: str | None
@@ -44,10 +49,98 @@ class EncodeOptions(TextOptions, total=False):
     truncate_dim: int | None
 
 
-def given(kind: type[Any], *values: Any, **others: Any) -> Any:
-    """Options of a `kind`, a TypedDict, by its names; `others` are an error, which lists them and `task`."""
-    require_options(others, kind, "task")
-    return dict(zip(kind.__annotations__, values, strict=True))
+class SparseOptions(TextOptions, total=False):
+    """Keyword arguments of `SparseEncoder.encode`, which documents them."""
+
+    max_active_dims: int | None
+
+
+class MultiVectorOptions(TextOptions, total=False):
+    """Keyword arguments of `MultiVectorEncoder.encode`, which documents them."""
+
+    normalize_embeddings: bool
+
+
+class _AnyOptions(EncodeOptions, SparseOptions, total=False):
+    """Options of all kinds of models; each refuses the options that it does not take."""
+
+
+class TextModel:
+    """A model with a tokenizer that cuts texts."""
+
+    __slots__ = ()
+    text: Text
+    routes: Routes | None = None  # where texts go by their task
+    _pairs: ClassVar[bool] = False  # whether two texts may become one sequence
+
+    @property
+    def max_seq_length(self) -> int | None:
+        """Maximum number of tokens of a text, or of a pair, with special tokens; longer texts are cut.
+
+        Can be set, up to the model's own maximum. Running calls keep the length that they started with.
+        """
+        return self.text.limit
+
+    @max_seq_length.setter
+    @named("{cls}")
+    def max_seq_length(self, tokens: int) -> None:
+        self._replace_text(self.text.shortened(tokens, self._pairs))
+        if self.routes is not None and self.routes.make is None:
+            for model in self.routes.models.values():
+                model.max_seq_length = tokens
+
+    def _replace_text(self, text: Text) -> None:
+        object.__setattr__(self, "text", text)
+
+
+class Compared:
+    """Similarities of the vectors that a model makes."""
+
+    __slots__ = ()
+
+    @named("similarity")
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Similarity of each text of `embeddings1` to each of `embeddings2`, (n, m).
+
+        `similarity_fn_name` is the measure: "cosine", "dot", "euclidean" and "manhattan" (negative
+        distances) of vectors, (n, features) and (m, features), or (features,) for one; "maxsim" and
+        "meanmaxsim" of a `MultiVectorEncoder`: the sum, or mean, over the query's tokens of the largest
+        product with a token of the document. These take lists of arrays (tokens, features), or an array
+        (n, tokens, features) padded with zeros; a document without tokens scores -1e9. Results are float32,
+        or float64 if an argument is.
+        """
+        return self._compared(embeddings1, embeddings2, pairwise=False)
+
+    @named("similarity_pairwise")
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Similarity of each text of `embeddings1` to the one at the same index of `embeddings2`, (n,)."""
+        return self._compared(embeddings1, embeddings2, pairwise=True)
+
+    def _compared(self, a: Any, b: Any, pairwise: bool) -> Any:
+        raise NotImplementedError
+
+
+class TextEncoder(Compared, TextModel):
+    """A model that makes vectors of texts, with other prompts for queries and documents."""
+
+    __slots__ = ()
+
+    @named("encode_query")
+    def encode_query(self, sentences: str | Iterable[str], **options: Unpack[_AnyOptions]) -> Any:
+        """Encode queries: `encode` with the task "query" and, by default, the prompt "query"."""
+        return model_of(self, "query", optional=True)._encode(sentences, options, QUERY, "query")
+
+    @named("encode_document")
+    def encode_document(self, sentences: str | Iterable[str], **options: Unpack[_AnyOptions]) -> Any:
+        """Encode documents: `encode` with the task "document" and, by default, the prompt "document".
+
+        Without a prompt of that name, "passage" is used, then "corpus".
+        """
+        return model_of(self, "document", optional=True)._encode(sentences, options, DOCUMENT, "document")
+
+    def _encode(self, sentences: Any, options: Any, names: Names = (), task: str | None = None) -> Any:
+        """`encode`; the prompts `names` come before the default prompt."""
+        raise NotImplementedError
 
 
 class Call(NamedTuple):
@@ -62,9 +155,9 @@ class Call(NamedTuple):
     features: int = 0  # of a vector, before it is packed
 
     @classmethod
-    def of(cls, options: Any, kind: type[Any], settings: Sentences, names: Names) -> Call:
-        """Check the options of a `kind` that every `encode` has; `names` are those of prompts."""
-        require_options(options, kind)
+    def of(cls, options: Any, kind: type[Any], settings: Sentences, names: Names = ()) -> Call:
+        """Check the options of a `kind` that every `encode` has; `names` are names of prompts."""
+        require_options(options, kind, "task")
         size, shows = options.get("batch_size"), options.get("show_progress_bar")
         return cls(
             settings.prompt(options.get("prompt_name"), options.get("prompt"), names),

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn import ops
 from fastattn._args.attention import dropout_of
 from fastattn._args.errors import named, wrong_shape
-from fastattn._args.options import NoOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag, integer
 from fastattn._engine.tape import Drops, Tape
 from fastattn._engine.values import Value
 from fastattn.models import _model
 from fastattn.models._encode_calls import (
-    DOCUMENT,
-    QUERY,
     Call,
     EncodeOptions,
+    TextEncoder,
+    TextModel,
     calls,
-    given,
     one_or_several,
     watched,
 )
@@ -50,8 +48,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Encoder(_model.Model):
-    """An encoder: call it for hidden states, or `encode` texts with it."""
+class Encoder(TextEncoder, _model.Model):
+    """An encoder: a call returns hidden states, `encode` vectors of texts."""
 
     sentences: Sentences
     max_length: int | None  # tokens of a sequence
@@ -72,15 +70,15 @@ class Encoder(_model.Model):
         ----------
         input_ids : array_like of int, (batch, length) or (length,)
         attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
-            True or 1: which tokens count. Padding may be on either side: positions are counted from the first
-            token that counts.
+            True or 1 for tokens that count. Padding can be on either side: positions start at the first token
+            that counts.
         token_type_ids : array_like of int, (batch, length), optional
-            0 for all by default.
+            Default 0.
 
         Returns
         -------
         ndarray, (batch, length, hidden_size)
-            In the model's dtype; one sequence (length,) is a batch of one. 0 where a token does not count.
+            In the model's dtype, 0 at padding; one sequence (length,) is a batch of one.
         """
         tokens, lengths, mask, types = self._arguments(input_ids, attention_mask, token_type_ids)
         rows = self._rows(tokens[_counted(mask)].reshape(-1), lengths, types)
@@ -140,21 +138,21 @@ class Encoder(_model.Model):
         types: Sequence[Ints] | None = None,
         attended: Sequence[int] | None = None,
     ) -> tuple[Array, Ints]:
-        """Hidden states of the last layer, (tokens, hidden_size), of all sequences end to end.
+        """Hidden states of the last layer, of sequences end to end.
 
         Parameters
         ----------
         sequences : list of ndarray of int64, (length,)
-            Their ids.
+            Token ids.
         types : list of ndarray of int64, (length,), optional
-            Their token types.
+            Token types.
         attended : list of int, optional
-            How many tokens of each sequence are attended, the first ones; by default all.
+            Number of leading tokens of each sequence that are attended; by default all.
 
         Returns
         -------
         rows : ndarray, (tokens, hidden_size)
-            In the model's dtype. The bits of a sequence's rows do not depend on the other sequences.
+            In the model's dtype. The bits of a sequence's rows do not depend on other sequences.
         cu_seqlens : ndarray of int64, (n + 1,)
             Sequence i is ``rows[cu_seqlens[i] : cu_seqlens[i + 1]]``.
         """
@@ -172,44 +170,26 @@ class Encoder(_model.Model):
 
     @property
     def prompts(self) -> dict[str, str]:
-        """The folder's prompts by their names."""
+        """Prompts of the folder, by name."""
         return dict(self.sentences.prompts)
 
     @property
     def default_prompt_name(self) -> str | None:
-        """The name of the prompt that `encode` puts before a text unless it is told another."""
+        """Name of the default prompt of `encode`."""
         return self.sentences.default_prompt_name
 
     @property
     def similarity_fn_name(self) -> str:
-        """Name of what `similarity` computes: "cosine", "dot", "euclidean" or "manhattan"."""
+        """Measure of `similarity`: "cosine", "dot", "euclidean" or "manhattan"."""
         return self.sentences.similarity
 
-    @property
-    def max_seq_length(self) -> int | None:
-        """The most tokens of a text, special ones included; what is longer is cut.
-
-        It can be set, as in sentence-transformers, up to what the model takes. Calls that have begun go on
-        with the length that they began with.
-        """
-        return self.text.limit
-
-    @max_seq_length.setter
-    @named("{cls}")
-    def max_seq_length(self, tokens: int) -> None:
-        object.__setattr__(self, "text", self.text.shortened(tokens))
-        if self.routes is not None and self.routes.make is None:
-            for model in self.routes.models.values():
-                model.max_seq_length = tokens
-
     def get_sentence_embedding_dimension(self) -> int:
-        """Features of a vector that `encode` makes."""
-        sentences = self.sentences
-        return min(sentences.features, sentences.truncate_dim or sentences.features)
+        """Number of features of vectors from `encode`."""
+        return min(self.sentences.features, self.sentences.truncate_dim or self.sentences.features)
 
     @named("tokenize")
     def tokenize(self, texts: Iterable[str]) -> dict[str, Array]:
-        """Ids of several texts, padded on the right, and which of them count: what a call of the model takes.
+        """Token ids of texts, padded on the right, and their attention mask.
 
         Returns
         -------
@@ -221,93 +201,51 @@ class Encoder(_model.Model):
 
     @named("encode")
     def encode(
-        self,
-        sentences: str | Iterable[str],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        precision: str = "float32",
-        normalize_embeddings: bool = False,
-        truncate_dim: int | None = None,
-        task: str | None = None,
-        **others: Unpack[NoOptions],
+        self, sentences: str | Iterable[str], *, task: str | None = None, **options: Unpack[EncodeOptions]
     ) -> Array:
         """Make a vector of each text.
-
-        The bits of a vector depend on its text alone, not on other texts or on `batch_size`.
 
         Parameters
         ----------
         sentences : str or list, array or iterator of str
-            What is longer than `max_seq_length` is cut.
-        prompt_name : str, optional
-            Which of `prompts` is put before each text; by default the one of `default_prompt_name`, if any.
-        prompt : str, optional
-            What is put before each text; `prompt_name` does not count then.
-        batch_size : int, optional
-            The most texts that go through the layers at a time. By default, and at most, as many as have 768
-            tokens. There is no padding, so it says how much memory a call takes and little else.
-        show_progress_bar : bool, optional
-            Whether to show one, by tqdm; by default not.
-        precision : {"float32", "int8", "uint8", "binary", "ubinary"}, default "float32"
-            The others are what `quantize_embeddings` makes of the vectors; "int8" and "uint8" take the ranges
-            of this call's vectors.
-        normalize_embeddings : bool, default False
-            Whether to scale vectors to length 1; if the folder says so, they have it already.
-        truncate_dim : int, optional
-            Keep the first so many features, before vectors are scaled; by default as the folder says, or all.
+            Texts longer than `max_seq_length` are cut.
         task : str, optional
-            Of a model that computes vectors in several ways, the name of one of them.
-        **others
-            None: an error says what an argument of another library is called here.
+            Name of a route or adapter, for models that have several.
+        prompt_name : str, optional
+            Key of `prompts`: the prompt put before each text. By default `default_prompt_name`, if any.
+        prompt : str, optional
+            Text put before each text, in place of `prompt_name`.
+        batch_size : int, optional
+            Maximum number of texts per pass through the layers; by default as many as have 768 tokens, which
+            is also the upper limit. There is no padding, so it bounds memory and hardly changes speed.
+        show_progress_bar : bool, optional
+            Show a progress bar of tqdm. Default False.
+        precision : {"float32", "int8", "uint8", "binary", "ubinary"}, default "float32"
+            Quantization by `quantize_embeddings`; "int8" and "uint8" use the ranges of this call's vectors.
+        normalize_embeddings : bool, default False
+            Scale vectors to length 1. Models whose folder has a Normalize module always do.
+        truncate_dim : int, optional
+            Number of leading features to keep, before scaling; by default as the folder says, or all.
 
         Returns
         -------
         ndarray, (n, features), or (features,) for one str
-            float32, or float64 for a model in float64; int8 or uint8 for the other precisions.
+            float32, or float64 for a model in float64; int8 or uint8 for the other precisions. A vector's
+            bits depend on its text alone, not on other texts or on `batch_size`.
 
         Raises
         ------
-        TypeError, ValueError
-            If an argument does not fit.
         ModelError
             If the folder has no tokenizer.json, or a malformed one.
         """
-        values = prompt_name, prompt, batch_size, show_progress_bar
-        own = precision, normalize_embeddings, truncate_dim
-        return model_of(self, task)._encode(sentences, given(EncodeOptions, *values, *own, **others))
+        return model_of(self, task)._encode(sentences, options)
 
-    @named("encode_query")
-    def encode_query(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
-        """`encode` for what is searched with: without another prompt, with that of the name "query"."""
-        return model_of(self, "query", optional=True)._encode(sentences, options, QUERY)
+    def _compared(self, a: ArrayLike, b: ArrayLike, pairwise: bool) -> Array:
+        return similarities(self.similarity_fn_name, a, b, pairwise)
 
-    @named("encode_document")
-    def encode_document(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
-        """`encode` for what is searched: without another prompt, with that of "document".
-
-        Where `prompts` does not have that name, "passage" counts, and then "corpus".
-        """
-        return model_of(self, "document", optional=True)._encode(sentences, options, DOCUMENT)
-
-    @named("similarity")
-    def similarity(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:
-        """Similarity of each vector of (n, features) to each of (m, features): (n, m).
-
-        The folder says which, `similarity_fn_name`; "euclidean" and "manhattan" are negative distances.
-        A single vector (features,) counts as one of (1, features).
-        """
-        return similarities(self.similarity_fn_name, embeddings1, embeddings2, pairwise=False)
-
-    @named("similarity_pairwise")
-    def similarity_pairwise(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:
-        """Similarity of each vector of (n, features) to the one in the same place: (n,)."""
-        kind = self.similarity_fn_name
-        return similarities(kind, embeddings1, embeddings2, pairwise=True)
-
-    def _encode(self, sentences: Any, options: EncodeOptions, names: Names = ()) -> Array:
-        """`encode`; `names` are those of prompts that come before the default one."""
+    def _encode(
+        self, sentences: Any, options: EncodeOptions, names: Names = (), task: str | None = None
+    ) -> Array:
         one, lines = self._inputs(sentences)
         call = self._checked(options, names)
         ranged = call.precision in RANGED
@@ -333,13 +271,13 @@ class Encoder(_model.Model):
         return one_or_several(sentences)
 
     def _encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """The ids of each text; texts are read when they are needed."""
+        """Token ids of each text; texts are read as they are needed."""
         return self.text.encoded(texts)
 
     def _vectors(self, texts: Iterable[Any], call: Call) -> Iterator[Array]:
-        """The vectors in order, an array (n, features) at a time; texts are read when they are needed.
+        """Yield vectors (n, features) in order; texts are read as they are needed.
 
-        Precisions for which the ranges of all vectors count are left to the caller.
+        Precisions that depend on the ranges of all vectors are left to the caller.
         """
         encoded = self._encoded(call.prompt + text for text in texts)
         for sequences in calls(encoded, call.batch_size):
@@ -360,7 +298,7 @@ class Encoder(_model.Model):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ProjectedEncoder(Encoder):
-    """An encoder whose hidden states are those of its blocks, mapped."""
+    """An encoder with a linear map after its blocks."""
 
     projection: Projection
 
@@ -371,11 +309,10 @@ class ProjectedEncoder(Encoder):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class EncoderWithHead(_model.Fixed):
+class EncoderWithHead(TextModel, _model.Fixed):
     """The base of models that are an encoder, and something else after it."""
 
     encoder: Encoder
-    _pairs: ClassVar[bool] = False  # whether two texts may become one sequence
 
     @property
     def model_type(self) -> str:
@@ -383,19 +320,9 @@ class EncoderWithHead(_model.Fixed):
         return self.encoder.model_type
 
     @property
-    def text(self) -> Text:
+    def text(self) -> Text:  # type: ignore[override]
         """The tokenizer."""
         return self.encoder.text
-
-    @property
-    def max_seq_length(self) -> int | None:
-        """The most tokens of a text, or of a pair; it can be set: see `Encoder.max_seq_length`."""
-        return self.text.limit
-
-    @max_seq_length.setter
-    @named("{cls}")
-    def max_seq_length(self, tokens: int) -> None:
-        self._replace_text(self.text.shortened(tokens, self._pairs))
 
     def _replace_text(self, text: Text) -> None:
         object.__setattr__(self.encoder, "text", text)

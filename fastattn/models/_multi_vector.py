@@ -9,23 +9,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._args.errors import named
-from fastattn._args.options import NoOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, short
 from fastattn.models._encode_calls import (
-    DOCUMENT,
-    QUERY,
     Call,
-    TextOptions,
+    MultiVectorOptions,
+    TextEncoder,
     calls,
-    given,
     one_or_several,
     watched,
 )
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import Config, ModelError, tokenizer_config
 from fastattn.models._sentences import applied
-from fastattn.models._vectors import maxsim, maxsim_pairs, unit
+from fastattn.models._vectors import maxsim, unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -39,12 +36,6 @@ if TYPE_CHECKING:
     Names = tuple[str, ...]
 
 TASKS = ("query", "document")
-
-
-class MultiVectorOptions(TextOptions, total=False):
-    """Keyword arguments of `MultiVectorEncoder.encode`, which documents them."""
-
-    normalize_embeddings: bool
 
 
 class Expansion(NamedTuple):
@@ -66,7 +57,7 @@ class Settings(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class MultiVectorEncoder(EncoderWithHead):
+class MultiVectorEncoder(TextEncoder, EncoderWithHead):
     """An encoder with a vector for each token of a text: `encode` texts with it."""
 
     modules: tuple[Dense | LayerNorm | Normalize, ...]  # after the encoder, for each token
@@ -83,7 +74,7 @@ class MultiVectorEncoder(EncoderWithHead):
         return self._described(self.features)
 
     def _replace_text(self, text: Text) -> None:
-        """Tasks that have a length of their own keep it."""
+        """Replace the tokenizer, except of tasks that have another length."""
         own = {task: each for task, each in self.texts.items() if each is not self.text}
         object.__setattr__(self, "texts", {**dict.fromkeys(self.texts, text), **own})
         super(MultiVectorEncoder, self)._replace_text(text)
@@ -96,79 +87,39 @@ class MultiVectorEncoder(EncoderWithHead):
     def encode(
         self,
         sentences: str | Iterable[str],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        normalize_embeddings: bool = False,
+        *,
         task: str | None = None,
-        **others: Unpack[NoOptions],
+        **options: Unpack[MultiVectorOptions],
     ) -> Any:
-        """The vectors of each text's tokens; `encode_query` and `encode_document` are what retrieval needs.
-
-        The bits of vectors depend on their text alone, not on other texts or on `batch_size`.
+        """Make vectors of each text's tokens; retrieval needs `encode_query` and `encode_document`.
 
         Parameters
         ----------
-        sentences, prompt_name, prompt, batch_size, show_progress_bar
+        sentences, prompt_name, prompt, batch_size, show_progress_bar, normalize_embeddings
             As in `Encoder.encode`.
-        normalize_embeddings : bool, default False
-            Whether to scale vectors to length 1; most folders say so, and they have it already.
         task : {"query", "document"}, optional
-            What is done with the tokens: queries are cut to their length and filled up, documents are cut to
-            theirs. Tokens that the folder names, as punctuation, have no vector in a document, and in a text
-            without a task.
-        **others
-            None: an error says what an argument of another library is called here.
+            Queries are cut to the folder's query length and filled up to it, documents are cut to the
+            document length. In documents, and without a task, tokens that the folder names, such as
+            punctuation, have no vector.
 
         Returns
         -------
         list of ndarray, (tokens, features) each; one ndarray for one str
-            float32, or float64 for a model in float64.
+            float32, or float64 for a model in float64. A text's bits depend on this text alone.
 
         Raises
         ------
-        TypeError, ValueError
-            If an argument does not fit.
         ModelError
             If the folder has no tokenizer.json, or one that does not fit the model.
         """
-        values = prompt_name, prompt, batch_size, show_progress_bar, normalize_embeddings
-        options = given(MultiVectorOptions, *values, **others)
-        task = None if task is None else choice("task", task, TASKS)
-        return self._encode(sentences, options, task)
+        return self._encode(sentences, options, task=None if task is None else choice("task", task, TASKS))
 
-    @named("encode_query")
-    def encode_query(self, sentences: str | Iterable[str], **options: Unpack[MultiVectorOptions]) -> Any:
-        """`encode` for what is searched with: the task "query", and by default the prompt of that name."""
-        return self._encode(sentences, options, "query", QUERY)
-
-    @named("encode_document")
-    def encode_document(self, sentences: str | Iterable[str], **options: Unpack[MultiVectorOptions]) -> Any:
-        """`encode` for what is searched: the task "document", a prompt as in `Encoder.encode_document`."""
-        return self._encode(sentences, options, "document", DOCUMENT)
-
-    @named("similarity")
-    def similarity(self, embeddings1: Any, embeddings2: Any) -> Array:
-        """The score of each query with each document, (n, m).
-
-        MaxSim: the sum over the query's tokens of the largest product with a token of the document; for
-        "meanmaxsim" the mean. Both arguments are lists as `encode` makes them, one array (tokens, features),
-        or an array (n, tokens, features) that is padded with zeros. A document without tokens has -1e9.
-        """
-        mean = self.similarity_fn_name == "meanmaxsim"
-        return maxsim(embeddings1, embeddings2, mean)
-
-    @named("similarity_pairwise")
-    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Array:
-        """The score of each query with the document in the same place, (n,); see `similarity`."""
-        mean = self.similarity_fn_name == "meanmaxsim"
-        return maxsim_pairs(embeddings1, embeddings2, mean)
+    def _compared(self, a: Any, b: Any, pairwise: bool) -> Array:
+        return maxsim(a, b, self.similarity_fn_name == "meanmaxsim", pairwise)
 
     def _encode(
-        self, sentences: Any, options: MultiVectorOptions, task: str | None, names: Names = ()
+        self, sentences: Any, options: MultiVectorOptions, names: Names = (), task: str | None = None
     ) -> Any:
-        """`encode`; `names` are those of prompts that come before the default one."""
         one, lines = one_or_several(sentences)
         call = Call.of(options, MultiVectorOptions, self.encoder.sentences, names)
         tokens = calls(self._tokens((call.prompt + line for line in lines), task), call.batch_size)

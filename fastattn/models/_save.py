@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model", "artifact.metadata")  # files that say what a model is
-_LEFT = ("*.index.json",)
+_LEFT = "*.index.json"
 _MODULES, _INNER = "modules.json", ("additional_chat_templates",)  # folders in it are copied, too
 
 
@@ -43,24 +43,24 @@ def save(
     Parameters
     ----------
     model : Encoder, Decoder, CrossEncoder, TokenClassifier, SparseEncoder or MultiVectorEncoder
-        Of `load`, also after `with_state_dict` or a tuning. Its tensors are written as `state_dict` has them,
-        not as they are packed.
+        A model from `load`, `with_state_dict` or a tuning. Its tensors are written as `state_dict` returns
+        them, not as they are packed.
     path : path
-        The folder, which is made where it is not there: model.safetensors, and config.json and what the
-        model's own folder has beside it.
+        Folder, created if missing, for model.safetensors, config.json, and the other files of the model's
+        own folder.
     dtype : {"float32", "float16", "bfloat16"}, default "float32"
-        The type of the tensors.
+        Dtype of the tensors.
 
     Raises
     ------
     ModelError
-        A ValueError: the model is not one that a folder holds. The message names what.
-    TypeError, ValueError
-        If an argument does not fit, or weights are not finite in `dtype`. Nothing is written then.
+        A ValueError: a folder cannot hold this kind of model.
+    ValueError
+        If weights are not finite in `dtype`. Nothing is written then.
 
     Notes
     -----
-    A file is written beside its place, and put there when it is whole.
+    Files are written under a temporary name and then renamed.
     """
     if not isinstance(model, (Decoder, Encoder, EncoderWithHead)):
         raise wrong_type("model", model, "a model of load()")
@@ -96,22 +96,17 @@ def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
             with np.errstate(over="ignore"):
                 tensors[new] = np.ascontiguousarray(read(name).astype(dtype, copy=False))
             if not np.isfinite(tensors[new]).all():
-                raise ValueError(
-                    f"(): {name!r} has values that are not finite as {dtype}; expected finite ones"
-                )
+                came = f"{name!r} has values that are not finite as {dtype}"
+                raise ValueError(f"(): {came}; expected finite ones")
     target.mkdir(parents=True, exist_ok=True)
     with replaced(target / WEIGHTS, "(): ") as file:
         save_file(tensors, file, {"format": "pt"})
-    if of_file:
-        config = _files_of_gguf(origin.folder, target)
-    else:
+    config = _files_of_gguf(origin.folder, target) if of_file else said
+    if not of_file:
         _copied(origin.folder, target)
-        config = said
     if config:
-        _write(
-            target / ("config.json" if of_file else saved.name),
-            {**config, **{key: dtype for key in ("dtype", "torch_dtype") if key in config}},
-        )
+        config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
+        _write(target / "config.json", config)
 
 
 def _copied(folder: Path, target: Path) -> None:
@@ -119,7 +114,7 @@ def _copied(folder: Path, target: Path) -> None:
     modules = read_json(folder / _MODULES, list) if (folder / _MODULES).is_file() else []
     inner = [each["path"] for each in modules if isinstance(each, dict) and each.get("path")]
     files = {file for pattern in _COPIED for file in folder.glob(pattern) if file.is_file()}
-    files -= {file for pattern in _LEFT for file in folder.glob(pattern)}
+    files -= set(folder.glob(_LEFT))
     for name in filter(is_name, dict.fromkeys([*inner, *_INNER])):
         files |= {file for file in (folder / name).rglob("*") if file.is_file()}
     for file in sorted(files):
@@ -142,10 +137,8 @@ def _files_of_gguf(path: Path, target: Path) -> dict[str, Any]:
         _write(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **given})
     sampling = _gguf.usual_sampling(path)
     ends = config.values.get("eos_token_id")
-    _write(
-        target / "generation_config.json",
-        {"do_sample": True, **sampling, "eos_token_id": ends} if sampling else {"eos_token_id": ends},
-    )
+    drawn = {"do_sample": True, **sampling} if sampling else {}
+    _write(target / "generation_config.json", {**drawn, "eos_token_id": ends})
     return config.values
 
 

@@ -24,9 +24,9 @@ _KINDS = ("cosine", "dot", "hamming")
 
 
 class Nearest(NamedTuple):
-    """The nearest vectors of each query, the best first; equal ones in order."""
+    """Nearest vectors of each query, best first; ties in the order of the corpus."""
 
-    ids: Ints  # (queries, top_k), rows of the corpus
+    ids: Ints  # (queries, top_k), row indices of the corpus
     scores: Array  # (queries, top_k), float32, or float64 of a corpus in float64; int64 of bits
 
 
@@ -45,34 +45,28 @@ def nearest(
     ----------
     queries : array_like, (queries, features) or (features,)
     corpus : array_like, (vectors, features)
-        In float32, float64, float16, bfloat16 or int8, whose integers are the numbers; for "hamming" in uint8
-        or int8, eight features a byte, as `quantize_embeddings` packs them. A memory map is read where it is.
+        float32, float64, float16, bfloat16, or int8 integers; for "hamming" uint8 or int8 with eight features
+        per byte, as `quantize_embeddings` packs them. A memory map is read in place.
     top_k : int, default 10
-        How many of each query; all, if the corpus has fewer.
+        Number of results per query, at most the number of vectors.
     similarity : {"cosine", "dot", "hamming"}, default "cosine"
-        The cosine; the product; or the number of bits that differ, where fewer are nearer.
+        Cosine similarity, dot product, or number of differing bits (fewer are nearer).
     num_threads : int, optional
         As in `fastattn.attention`.
 
     Returns
     -------
     Nearest
-        ``(ids, scores)``, each (queries, top_k), or (top_k,) of a single query.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit.
+        ``(ids, scores)``, each (queries, top_k), or (top_k,) for a single query.
 
     Notes
     -----
-    ``2 * queries * vectors * features`` FLOP. Scores of all are never in memory: the best of each 4,096
-    vectors are kept. The corpus is copied only if its features do not lie side by side, aligned, in the
-    machine's byte order. Products are of float32; of float64, if the corpus is; of whole numbers, exact
-    before the last rounding, where queries and corpus are int8. Cosines are right for lengths from 1e-12 to
-    1e19: those of longer vectors are 0 in float32, those of shorter ones too small. On compiled kernels, a
-    vector's score does not depend on what else is searched for or in. A score of NaN, as a vector with NaN or
-    infinity may have, counts as the best.
+    ``2 * queries * vectors * features`` FLOP. Only the best scores of each 4,096 vectors are stored. The
+    corpus is copied if its features are not contiguous, aligned and in native byte order. Products are
+    float32; float64 if the corpus is; exact integers, before the last rounding, if queries and corpus are
+    int8. Cosines are right for lengths from 1e-12 to 1e19; in float32, those of longer vectors are 0, those
+    of shorter ones too small. With compiled kernels, a score is independent of the other queries and
+    vectors. NaN scores, from vectors with NaN or infinity, count as best.
     """
     x = real_array("corpus", corpus)
     kind = choice("similarity", similarity, _KINDS)
@@ -84,9 +78,8 @@ def nearest(
         raise TypeError(f"(): corpus has dtype {x.dtype}; expected floats or int8{bits_of}")
     asked = real_array("queries", queries)
     if bits and asked.dtype != x.dtype:
-        raise TypeError(
-            f"(): queries has dtype {asked.dtype}; expected the corpus's, {x.dtype}, for 'hamming'"
-        )
+        expected = f"the corpus's, {x.dtype}, for 'hamming'"
+        raise TypeError(f"(): queries has dtype {asked.dtype}; expected {expected}")
     if x.ndim != 2:
         raise wrong_shape("corpus", x, "(vectors, features)")
     if asked.ndim not in (1, 2) or asked.shape[-1] != x.shape[1]:
@@ -96,10 +89,8 @@ def nearest(
     return Nearest(found.ids[0], found.scores[0]) if asked.ndim == 1 else found
 
 
-def _found(
-    rows: Array, corpus: Array, top_k: int, similarity: str, num_threads: int | None = None
-) -> Nearest:
-    """The `top_k` nearest of each row, (n, features)."""
+def _found(rows: Array, corpus: Array, top_k: int, similarity: str, num_threads: int | None) -> Nearest:
+    """Nearest `top_k` vectors of each row, (n, features)."""
     by_angle, bits = similarity == "cosine", similarity == "hamming"
     whole = rows.dtype == corpus.dtype == np.int8 and corpus.shape[1] < _WHOLE and not bits
     narrow = corpus.dtype.itemsize == 1
@@ -121,24 +112,22 @@ def _found(
     if whole and by_angle:
         lengths = np.sqrt(np.square(rows, dtype=lane).sum(axis=1, keepdims=True))
         scores /= np.maximum(lengths, lane.type(1e-12))
-    order = np.lexsort(
-        (-scores, ~np.isnan(scores)), axis=-1
-    )  # of equal scores the first comes first, as in ids
+    order = np.lexsort((-scores, ~np.isnan(scores)), axis=-1)  # ties in the order of ids
     ids, scores = np.take_along_axis(ids, order, axis=1), np.take_along_axis(scores, order, axis=1)
     return Nearest(ids, -scores.astype(np.int64) if bits else scores)
 
 
 def _side_by_side(x: Array) -> Array:
-    """The rows themselves, or a copy if their elements do not lie side by side, aligned, in native order."""
+    """The rows, copied unless their elements are contiguous, aligned and in native byte order."""
     if x.flags.aligned and x.dtype.isnative and (x.shape[1] < 2 or x.strides[1] == x.itemsize):
         return x
     return np.array(x, x.dtype.newbyteorder("="), order="C")
 
 
 def _narrowed(rows: Array, lane: np.dtype[np.generic]) -> Array:
-    """The queries in the lane type; raises where it has no such number."""
+    """Queries in the lane type; raises if it cannot hold a value."""
     with np.errstate(over="ignore"):
         narrow = rows.astype(lane, copy=False)
     if narrow is not rows and (np.isinf(narrow) & np.isfinite(rows)).any():
-        raise ValueError(f"(): queries has numbers beyond {lane}, in which products with the corpus are")
+        raise ValueError(f"(): queries has values beyond {lane}, the dtype of products with the corpus")
     return narrow

@@ -9,19 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.errors import named, wrong_shape, wrong_type
-from fastattn._args.options import NoOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integer
-from fastattn.models._encode_calls import (
-    DOCUMENT,
-    QUERY,
-    Call,
-    TextOptions,
-    calls,
-    given,
-    one_or_several,
-    watched,
-)
+from fastattn.models._encode_calls import Call, SparseOptions, TextEncoder, calls, one_or_several, watched
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import require
 from fastattn.models._routes import Routes, model_of
@@ -35,19 +25,12 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Ints
     from fastattn.models._sentences import Dense, LayerNorm
-    from fastattn.models._text import Text
 
     Head = tuple[Dense, LayerNorm, Dense]
     Names = tuple[str, ...]
 
 _LOGITS = 1 << 23  # at a time: 32 MB of float32, of hundreds of tokens where the vocabulary is BERT's
 STRATEGIES, FUNCTIONS = ("max", "sum"), ("relu", "log1p_relu")
-
-
-class SparseOptions(TextOptions, total=False):
-    """Keyword arguments of `SparseEncoder.encode`, which documents them."""
-
-    max_active_dims: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +46,7 @@ class SpladePooling:
         vocab, lane = head[-1].weight.out_features, lane_dtype(states.dtype)
         step = max(1, _LOGITS // vocab)
         logits, begin, end = np.empty((0, vocab), lane), 0, 0  # of tokens begin to end
-        ends = cu_seqlens.tolist()
-        for first, last in pairwise(ends):
+        for first, last in pairwise(cu_seqlens.tolist()):
             pooled = np.zeros(vocab, logits.dtype)
             while first < last:
                 if first == end:
@@ -73,7 +55,9 @@ class SpladePooling:
                 stop = min(last, end)
                 self._add(pooled, logits[first - begin : stop - begin])
                 first = stop
-            yield self._kept(pooled)
+            tokens = np.flatnonzero(pooled)
+            weights = pooled[tokens]
+            yield self.largest(tokens, weights if self.strategy == "sum" else self._weights(weights))
 
     def _add(self, pooled: Array, logits: Array) -> None:
         if self.strategy == "max":  # the function of the largest is the largest of the functions
@@ -86,12 +70,6 @@ class SpladePooling:
         x = np.log1p(x)
         return np.log1p(x) if self.function == "log1p_relu" else x
 
-    def _kept(self, pooled: Array) -> tuple[Ints, Array]:
-        tokens: Ints = np.flatnonzero(pooled)
-        return self.largest(
-            tokens, pooled[tokens] if self.strategy == "sum" else self._weights(pooled[tokens])
-        )
-
     def largest(self, tokens: Ints, weights: Array) -> tuple[Ints, Array]:
         """The tokens whose weights are kept, and these."""
         if self.most is not None and self.most < len(tokens):
@@ -101,7 +79,7 @@ class SpladePooling:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class SparseEncoder(EncoderWithHead):
+class SparseEncoder(TextEncoder, EncoderWithHead):
     """An encoder with a weight for each token of the vocabulary: `encode` texts with it."""
 
     head: Head  # to the logits of all tokens
@@ -118,71 +96,34 @@ class SparseEncoder(EncoderWithHead):
 
     @named("encode")
     def encode(
-        self,
-        sentences: str | Iterable[str],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        max_active_dims: int | None = None,
-        task: str | None = None,
-        **others: Unpack[NoOptions],
+        self, sentences: str | Iterable[str], *, task: str | None = None, **options: Unpack[SparseOptions]
     ) -> Any:
-        """A sparse vector for each text.
-
-        The bits of a vector depend on its text alone, not on other texts or on `batch_size`.
+        """Make a sparse vector of each text.
 
         Parameters
         ----------
-        sentences, prompt_name, prompt, batch_size, show_progress_bar, task
+        sentences, task, prompt_name, prompt, batch_size, show_progress_bar
             As in `Encoder.encode`.
         max_active_dims : int, optional
-            Keep the largest weights, so many of each vector; by default as the folder says, or all.
-        **others
-            None: an error says what an argument of another library is called here.
+            Number of largest weights to keep in each vector; by default as the folder says, or all.
 
         Returns
         -------
         scipy.sparse.csr_array, (n, vocab_size); (1, vocab_size) for one str
-            float32, or float64 for a model in float64.
+            float32, or float64 for a model in float64. A vector's bits depend on its text alone.
 
         Raises
         ------
-        TypeError, ValueError
-            If an argument does not fit.
         ImportError
-            If there is no scipy.
+            If scipy is missing.
         """
-        values = prompt_name, prompt, batch_size, show_progress_bar, max_active_dims
-        return model_of(self, task)._encode(sentences, given(SparseOptions, *values, **others))
-
-    @named("encode_query")
-    def encode_query(self, sentences: str | Iterable[str], **options: Unpack[SparseOptions]) -> Any:
-        """`encode` for what is searched with; see `Encoder.encode_query`."""
-        return model_of(self, "query", optional=True)._encode(sentences, options, QUERY)
-
-    @named("encode_document")
-    def encode_document(self, sentences: str | Iterable[str], **options: Unpack[SparseOptions]) -> Any:
-        """`encode` for what is searched; see `Encoder.encode_document`."""
-        return model_of(self, "document", optional=True)._encode(sentences, options, DOCUMENT)
-
-    @named("similarity")
-    def similarity(self, embeddings1: Any, embeddings2: Any) -> Array:
-        """Similarity of each sparse vector of (n, vocab_size) to each of (m, vocab_size): (n, m)."""
-        x, y = (self._vectors("embeddings1", embeddings1), self._vectors("embeddings2", embeddings2))
-        return compared(self.similarity_fn_name, x, y, pairwise=False)
-
-    @named("similarity_pairwise")
-    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Array:
-        """Similarity of each sparse vector of (n, vocab_size) to the one in the same place: (n,)."""
-        x, y = (self._vectors("embeddings1", embeddings1), self._vectors("embeddings2", embeddings2))
-        return compared(self.similarity_fn_name, x, y, pairwise=True)
+        return model_of(self, task)._encode(sentences, options)
 
     @named("decode")
     def decode(self, embeddings: Any, top_k: int | None = None) -> list[list[tuple[str, float]]]:
-        """The tokens of each sparse vector of (n, vocab_size) and their weights, the largest first.
+        """Tokens of each sparse vector of (n, vocab_size) and their weights, largest first.
 
-        `top_k` is how many; by default all that have a weight.
+        `top_k` is the number of tokens; by default all that have a weight.
         """
         vectors = self._vectors("embeddings", embeddings)
         top_k = None if top_k is None else integer("top_k", top_k, 1)
@@ -202,8 +143,13 @@ class SparseEncoder(EncoderWithHead):
             raise wrong_shape(name, x, f"(n, {self.get_sentence_embedding_dimension()})")
         return sparse.csr_array(x)
 
-    def _encode(self, sentences: Any, options: SparseOptions, names: Names = ()) -> Any:
-        """`encode`; `names` are those of prompts that come before the default one."""
+    def _compared(self, a: Any, b: Any, pairwise: bool) -> Array:
+        x, y = self._vectors("embeddings1", a), self._vectors("embeddings2", b)
+        return compared(self.similarity_fn_name, x, y, pairwise)
+
+    def _encode(
+        self, sentences: Any, options: SparseOptions, names: Names = (), task: str | None = None
+    ) -> Any:
         sparse, pooling = require("scipy.sparse"), self.pooling
         _, lines = one_or_several(sentences)
         call = Call.of(options, SparseOptions, self.encoder.sentences, names)
@@ -223,11 +169,6 @@ class SparseEncoder(EncoderWithHead):
     def _weighted(self, sequences: list[Ints], pooling: SpladePooling) -> Iterator[tuple[Ints, Array]]:
         """Yield the tokens that have a weight, and their weights, of each of these texts' ids."""
         return pooling.rows(self.head, *self.encoder.hidden(sequences))
-
-    def _replace_text(self, text: Text) -> None:
-        super(SparseEncoder, self)._replace_text(text)
-        for model in () if self.routes is None else self.routes.models.values():
-            model.max_seq_length = text.asked
 
 
 def compared(kind: str, x: Any, y: Any, pairwise: bool) -> Array:

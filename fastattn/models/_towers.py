@@ -12,7 +12,7 @@ import numpy as np
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integers, real_array, several
-from fastattn.models._encode_calls import EncodeOptions, at_once, calls, given
+from fastattn.models._encode_calls import EncodeOptions, at_once, calls
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, tokenizer_config
 from fastattn.models._images import EXPECTED, checked, is_pillow
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import NoOptions
     from fastattn._args.types import Array, Ints
     from fastattn.layers._block import Projection
     from fastattn.models._encode_calls import Call
@@ -65,7 +64,7 @@ class TextHead:
 class TwoTowers(Encoder):
     """CLIP or SigLIP: `encode` makes vectors of texts and of images, which `similarity` compares.
 
-    The rest of an `Encoder` is that of the tower of texts; a call gives its hidden states.
+    Other methods of `Encoder` are those of the text tower; a call returns its hidden states.
     """
 
     vision: Vision | ShapedVision
@@ -76,24 +75,24 @@ class TwoTowers(Encoder):
 
     @property
     def logit_scale(self) -> float:
-        """The logarithm of what `logits` multiplies by."""
+        """Logarithm of the factor of `logits`."""
         return float(self.scale.item())
 
     @property
     def logit_bias(self) -> float:
-        """The number that `logits` adds."""
+        """Offset of `logits`."""
         return 0.0 if self.shift is None else float(self.shift.item())
 
     @named("{self.model_type}")
     def text_features(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
-        """The vectors of texts that are given as ids, as `get_text_features` of transformers.
+        """Make vectors of texts given as token ids, as `get_text_features` of transformers.
 
         Parameters
         ----------
         ids : array_like of int, (batch, length) or (length,)
-            As the tokenizer makes them. SigLIP knows only texts that are padded to the full length.
+            SigLIP expects texts padded to the full length.
         attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
-            True or 1: which tokens count. The others are left out, as if they were not there.
+            True or 1 for tokens that count; the others are left out.
 
         Returns
         -------
@@ -106,56 +105,42 @@ class TwoTowers(Encoder):
 
     @named("{self.model_type}")
     def image_features(self, pixels: ArrayLike, spatial_shapes: ArrayLike | None = None) -> Array:
-        """The vectors of images that are given as pixels, as `get_image_features` of transformers.
+        """Make vectors of images given as pixels, as `get_image_features` of transformers.
 
         Parameters
         ----------
         pixels : array_like, (batch, 3, height, width) or (3, height, width)
-            Of the model's size, and normalised: ``pixel_values`` of transformers. SigLIP 2 takes squares of
-            images, (batch, squares, pixels of a square), of which an image's come first.
+            ``pixel_values`` of transformers: of the model's size, normalized. SigLIP 2 takes patches,
+            (batch, patches, pixels of a patch), with padding at the end.
         spatial_shapes : array_like of int, (batch, 2), optional
-            Of SigLIP 2: how many squares are above and beside one another in each image. There is no mask:
-            the rest does not count.
+            For SigLIP 2: rows and columns of patches of each image. There is no mask: further patches do not
+            count.
 
         Returns
         -------
         ndarray, (batch, features)
             float32, or float64 for a model in float64; not scaled.
         """
-        array = real_array("pixels", pixels)
+        x: Any = real_array("pixels", pixels)
         if isinstance(self.vision, ShapedVision):
-            return self._of_shaped(self.vision, array, spatial_shapes)
-        if spatial_shapes is not None:
+            x = _shaped(x, spatial_shapes, self.vision.patches.weight.in_features)
+        elif spatial_shapes is not None:
             raise ValueError("(): spatial_shapes is given; expected None, as images have one size")
-        size = self.vision.image_size
-        if array.ndim not in (3, 4) or array.shape[-3:] != (3, size, size):
-            raise wrong_shape("pixels", array, f"(batch, 3, {size}, {size})")
-        array = array.reshape(-1, 3, size, size)
+        else:
+            size = self.vision.image_size
+            if x.ndim not in (3, 4) or x.shape[-3:] != (3, size, size):
+                raise wrong_shape("pixels", x, f"(batch, 3, {size}, {size})")
+            x = x.reshape(-1, 3, size, size)
         count = at_once(self.vision.length)
-        parts = [self.vision(array[i : i + count], self.dtype) for i in range(0, len(array), count)]
-        return np.concatenate([np.empty((0, self._features), lane_dtype(self.dtype)), *parts])
-
-    def _of_shaped(self, vision: ShapedVision, array: Array, spatial_shapes: ArrayLike | None) -> Array:
-        """`image_features` of images that keep their shape."""
-        features = vision.patches.weight.in_features
-        if array.ndim != 3 or array.shape[2] != features:
-            raise wrong_shape("pixels", array, f"(batch, squares, {features})")
-        most = array.shape[1]
-        shapes = integers("spatial_shapes", np.asarray(spatial_shapes), low=1, high=max(most, 1))
-        if shapes.shape != (len(array), 2) or (shapes.prod(axis=1) > most).any():
-            raise wrong_shape("spatial_shapes", shapes, f"({len(array)}, 2), of at most {most} squares each")
-        images = [x[: h * w].reshape(h, w, -1) for x, (h, w) in zip(array, shapes.tolist(), strict=True)]
-        count = at_once(vision.length)
-        parts = [vision(images[i : i + count], self.dtype) for i in range(0, len(images), count)]
+        parts = [self.vision(x[i : i + count], self.dtype) for i in range(0, len(x), count)]
         return np.concatenate([np.empty((0, self._features), lane_dtype(self.dtype)), *parts])
 
     @named("logits")
     def logits(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:
-        """``exp(logit_scale) * cosine + logit_bias`` of each of (n, features) with each of (m, features).
+        """``exp(logit_scale) * cosine + logit_bias`` of vectors (n, features) and (m, features): (n, m).
 
-        The result is (n, m). With the vectors of images first and those of texts second, it is
-        ``logits_per_image`` of transformers. CLIP's probabilities are its softmax over the texts, those of
-        SigLIP its sigmoid.
+        With images first and texts second, this is ``logits_per_image`` of transformers. Probabilities are
+        the softmax over texts for CLIP, and the sigmoid for SigLIP.
         """
         cosine = similarities("cosine", embeddings1, embeddings2, pairwise=False)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -163,33 +148,17 @@ class TwoTowers(Encoder):
             return np.asarray(cosine * scale + cosine.dtype.type(self.logit_bias))
 
     @named("encode")
-    def encode(
-        self,
-        sentences: Any,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        precision: str = "float32",
-        normalize_embeddings: bool = False,
-        truncate_dim: int | None = None,
-        task: str | None = None,
-        **others: Unpack[NoOptions],
-    ) -> Array:
-        """Make a vector of each text or image; its bits depend on no other text or image.
+    def encode(self, sentences: Any, *, task: str | None = None, **options: Unpack[EncodeOptions]) -> Array:
+        """Make a vector of each text or image.
 
         Parameters
         ----------
         sentences : str, image, or iterable of them
-            An image is one of Pillow, or an array (height, width, 3) of uint8, or of floats from 0 to 1. An
-            array with one more axis, in front, is several. Images of another size than the model's are
-            resized by Pillow, in integers, as the folder says.
-        prompt_name, prompt : str, optional
-            As in `Encoder.encode`; only texts have one.
-        batch_size, show_progress_bar, precision, normalize_embeddings, truncate_dim, task : optional
-            As in `Encoder.encode`.
-        **others
-            None: an error says what an argument of another library is called here.
+            An image is a Pillow image or an array (height, width, 3), of uint8 or of floats from 0 to 1; an
+            array with a further leading axis is a batch. Images of other sizes than the model's are resized
+            by Pillow, in integers, as the folder says.
+        task, **options
+            As in `Encoder.encode`; prompts are put before texts only.
 
         Returns
         -------
@@ -198,16 +167,12 @@ class TwoTowers(Encoder):
 
         Raises
         ------
-        TypeError, ValueError
-            If an argument does not fit.
         ModelError
             If the folder has no tokenizer.json for texts, or no preprocessor_config.json for images.
         ImportError
             If Pillow is needed and missing.
         """
-        values = prompt_name, prompt, batch_size, show_progress_bar
-        own = precision, normalize_embeddings, truncate_dim
-        return model_of(self, task)._encode(sentences, given(EncodeOptions, *values, *own, **others))
+        return model_of(self, task)._encode(sentences, options)
 
     @property
     def _features(self) -> int:
@@ -273,3 +238,14 @@ class TwoTowers(Encoder):
         for first in left:
             some = chain([first], islice(left, count - 1))
             yield self.vision([self.images(image, lane) for image in some], self.dtype)
+
+
+def _shaped(x: Array, spatial_shapes: Any, features: int) -> list[Array]:
+    """Images (rows, columns, features) of patches (batch, patches, features)."""
+    if x.ndim != 3 or x.shape[2] != features:
+        raise wrong_shape("pixels", x, f"(batch, squares, {features})")
+    most = x.shape[1]
+    shapes = integers("spatial_shapes", np.asarray(spatial_shapes), low=1, high=max(most, 1))
+    if shapes.shape != (len(x), 2) or (shapes.prod(axis=1) > most).any():
+        raise wrong_shape("spatial_shapes", shapes, f"({len(x)}, 2), of at most {most} squares each")
+    return [image[: h * w].reshape(h, w, -1) for image, (h, w) in zip(x, shapes.tolist(), strict=True)]

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array
 
 PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
@@ -43,29 +42,24 @@ def quantize_embeddings(
     ranges: ArrayLike | None = None,
     calibration_embeddings: ArrayLike | None = None,
 ) -> Array:
-    """Vectors in fewer bits, as sentence-transformers' function of this name makes them.
+    """Quantize vectors, as the function of this name in sentence-transformers.
 
     Parameters
     ----------
     embeddings : array_like, (n, features) or (features,)
     precision : {"float32", "int8", "uint8", "binary", "ubinary"}
-        A byte for each feature: 256 equal steps from the feature's least value to its largest, what lies
-        beyond them clipped. Or a bit, whether it is above 0; eight of them make a byte, as `numpy.packbits`
-        makes it, minus 128 for "binary".
+        "int8" and "uint8" have 256 equal steps from the feature's minimum to its maximum; values beyond are
+        clipped. "binary" and "ubinary" have one bit per feature, set above 0; bytes of eight bits as from
+        `numpy.packbits`, minus 128 for "binary".
     ranges : array_like, (2, features), optional
-        The least and the largest value of each feature, for "int8" and "uint8".
+        Minimum and maximum of each feature, for "int8" and "uint8".
     calibration_embeddings : array_like, (m, features), optional
-        Vectors that have these least and largest values; by default `embeddings`, which must then be several.
+        Vectors from which ranges are taken; by default `embeddings`, which must be several then.
 
     Returns
     -------
     ndarray, (n, features) or (n, ceil(features / 8))
         float32, int8 or uint8.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit.
     """
     vectors = float_array("embeddings", embeddings)
     if vectors.ndim not in (1, 2):
@@ -86,7 +80,7 @@ def quantize_embeddings(
 
 
 def _limits(vectors: Array, precision: str, ranges: Any, calibration: Any) -> Array | None:
-    """Least and largest value (2, features) of each feature, in float32; None for other precisions."""
+    """Minimum and maximum of each feature, (2, features), in float32; None for other precisions."""
     features = vectors.shape[-1:]
     given = {"ranges": ranges, "calibration_embeddings": calibration}
     names = [name for name, x in given.items() if x is not None]
@@ -96,7 +90,7 @@ def _limits(vectors: Array, precision: str, ranges: Any, calibration: Any) -> Ar
         return None
     for name, x in (("embeddings", vectors), *given.items()):
         if x is not None and not np.isfinite(float_array(name, x)).all():
-            raise ValueError(f"(): {name} has numbers that are not finite; expected finite ones")
+            raise _not_finite(name)
     if len(names) == 2:
         raise ValueError("(): ranges and calibration_embeddings are given; expected one of them")
     if ranges is not None:
@@ -104,7 +98,7 @@ def _limits(vectors: Array, precision: str, ranges: Any, calibration: Any) -> Ar
         if limits.shape != (2, *features):
             raise wrong_shape("ranges", limits, (2, *features))
         if not (limits[0] <= limits[1]).all():
-            raise ValueError("(): ranges has a least value above the largest; expected none")
+            raise ValueError("(): ranges has a minimum above the maximum; expected none")
         return limits
     name, sample = "embeddings", vectors
     if calibration is not None:
@@ -177,11 +171,16 @@ _PAIRS: dict[str, Callable[[Array, Array], Any]] = {
 SIMILARITIES = tuple(_PAIRS)
 
 
-def vectors_of(name: str, x: ArrayLike) -> Array:
-    """`x` as (n, features) or (features,) of float32, or of float64 if it is that."""
+def vectors_of(
+    name: str,
+    x: ArrayLike,
+    dims: tuple[int, ...] = (1, 2),
+    expected: str = "(n, features) or (features,)",
+) -> Array:
+    """`x` as an array of `dims` axes, of float32, or of float64 if it is that."""
     array = real_array(name, x)
-    if array.ndim not in (1, 2):
-        raise wrong_shape(name, array, "(n, features) or (features,)")
+    if array.ndim not in dims:
+        raise wrong_shape(name, array, expected)
     return array.astype(lane_dtype(array.dtype), copy=False)
 
 
@@ -191,27 +190,22 @@ _QUERY_TOKENS, _DOCUMENT_TOKENS, _PRODUCTS = 1 << 11, 1 << 13, 1 << 20
 NO_TOKEN = -1e9  # the score of a document that has no token, as in sentence-transformers
 
 
-def maxsim(a: Any, b: Any, mean: bool) -> Array:
-    """Scores of each query with each document, (n, m): see `MultiVectorEncoder.similarity`."""
+def maxsim(a: Any, b: Any, mean: bool, pairwise: bool) -> Array:
+    """Scores of each query with each document, (n, m); `pairwise` with the one at its index, (n,)."""
     queries, documents = _both(a, b)
-    out = np.empty((len(queries), len(documents)), _dtype(queries, documents))
+    dtype = _dtype(queries, documents)
+    if pairwise:
+        if len(queries) != len(documents):
+            came = f"embeddings2 is of {len(documents)} texts"
+            raise ValueError(f"(): {came}; expected {len(queries)}, as many as embeddings1")
+        pairs = zip(queries, documents, strict=True)
+        return np.array([_scores([query], [document], mean)[0, 0] for query, document in pairs], dtype)
+    out = np.empty((len(queries), len(documents)), dtype)
     for first, last in _blocks(queries, _QUERY_TOKENS):
         tokens = sum(map(len, queries[first:last]))
         most = min(_DOCUMENT_TOKENS, _PRODUCTS // max(1, tokens))
         for begin, end in _blocks(documents, most):
             out[first:last, begin:end] = _scores(queries[first:last], documents[begin:end], mean)
-    return out
-
-
-def maxsim_pairs(a: Any, b: Any, mean: bool) -> Array:
-    """Score of each query with the document in the same place, (n,)."""
-    queries, documents = _both(a, b)
-    if len(queries) != len(documents):
-        came = f"embeddings2 is of {len(documents)} texts"
-        raise ValueError(f"(): {came}; expected {len(queries)}, as many as embeddings1")
-    out = np.empty(len(queries), _dtype(queries, documents))
-    for i, (query, document) in enumerate(zip(queries, documents, strict=True)):
-        out[i] = _scores([query], [document], mean)[0, 0]
     return out
 
 
@@ -223,7 +217,11 @@ def _scores(queries: list[Array], documents: list[Array], mean: bool) -> Array:
     some, full = np.flatnonzero(lengths), np.flatnonzero(sizes)
     if some.size and full.size:
         x, y = np.concatenate(queries), np.concatenate(documents)
-        products = ops.linear(x, _packed(y))  # (tokens of queries, tokens of documents)
+        try:
+            packed = ops.pack(y)
+        except ValueError:  # which calls them a weight
+            raise _not_finite("embeddings2") from None
+        products = ops.linear(x, packed)  # (tokens of queries, tokens of documents)
         best = np.maximum.reduceat(products, _begins(sizes[full]), axis=1)
         out[np.ix_(some, full)] = np.add.reduceat(best, _begins(lengths[some]), axis=0)
     out[:, sizes == 0] = NO_TOKEN
@@ -232,15 +230,8 @@ def _scores(queries: list[Array], documents: list[Array], mean: bool) -> Array:
     return out
 
 
-def _packed(y: Array) -> PackedLinear:
-    try:
-        return ops.pack(y)
-    except ValueError:  # which calls them a weight
-        raise _not_finite("embeddings2") from None
-
-
 def _not_finite(name: str) -> ValueError:
-    return ValueError(f"(): {name} has numbers that are not finite; expected finite ones")
+    return ValueError(f"(): {name} has values that are not finite; expected finite ones")
 
 
 def _begins(lengths: Array) -> Array:
@@ -285,13 +276,4 @@ def _texts(name: str, x: Any) -> list[Array]:
         return [text[text.any(axis=1)] for text in _texts(name, list(x))]
     several = not (isinstance(x, np.ndarray) and x.ndim == 2)
     texts = iterated(name, x, "vectors of tokens, as encode makes them") if several else [x]
-    arrays = [real_array(name, text) for text in texts]
-    for array in arrays:
-        if array.ndim != 2:
-            raise wrong_shape(name, array, "(tokens, features) of each text")
-    return [_lane(array) for array in arrays]
-
-
-def _lane(x: Array) -> Array:
-    """`x` in float32, or in float64 if it is that."""
-    return x.astype(lane_dtype(x.dtype), copy=False)
+    return [vectors_of(name, text, (2,), "(tokens, features) of each text") for text in texts]

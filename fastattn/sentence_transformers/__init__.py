@@ -1,12 +1,10 @@
 """The classes of sentence-transformers for inference, with its names and signatures, over `fastattn.models`.
 
-The import is all that changes in a program. Results are NumPy arrays; torch is imported only where a call
-asks for tensors. docs/sentence-transformers.md lists what differs.
+Only the import changes in a program. Results are NumPy arrays; torch is imported only if a call requests
+tensors. docs/sentence-transformers.md lists the differences.
 """
 
-from fastattn.sentence_transformers._cross_encoder import CrossEncoder
-from fastattn.sentence_transformers._sentence_transformer import SentenceTransformer
-from fastattn.sentence_transformers._sparse_encoder import SparseEncoder
+from fastattn.sentence_transformers._models import CrossEncoder, SentenceTransformer, SparseEncoder
 
 __all__ = ["CrossEncoder", "SentenceTransformer", "SparseEncoder"]
 

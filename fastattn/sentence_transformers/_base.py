@@ -1,4 +1,4 @@
-"""The base of the three classes: the constructor, prompts, and what stands for devices and processes."""
+"""What the classes share: constructors, prompts, devices and processes, arrays and tensors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ import inspect
 import os
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from fastattn._args.errors import put_name, wrong_type
+import numpy as np
+
+from fastattn._args.errors import named, wrong_type
 from fastattn._args.values import choice, flag, integer, short
 from fastattn._args.words import not_an_argument
 from fastattn.models import load
+from fastattn.models._encode_calls import DOCUMENT, QUERY, Compared
 from fastattn.models._files import Config
 from fastattn.models._hub import place_of
 from fastattn.models._modules import first_of
+from fastattn.models._text import strings
+from fastattn.models._vectors import SIMILARITIES, similarities
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
+    from fastattn._args.types import Array
 
 BACKENDS = ("fastattn", "torch")  # the second is the default of sentence-transformers: here it is this one
 # Keys of `model_kwargs`: arguments of `load`, and others that change no result here.
@@ -76,25 +83,25 @@ def renamed(**names: str) -> Callable[[Any], Any]:
 
 
 class Base:
-    """A model of `fastattn.models`, as `model`, under the names of sentence-transformers.
+    """A model of `fastattn.models`, as `model`, with the interface of sentence-transformers.
 
     Parameters
     ----------
     model_name_or_path : path or str
         A folder, or a name of the Hub.
     prompts, default_prompt_name : optional
-        Prompts beside the folder's, or in their place; and the one that counts where a call says none.
+        Prompts added to the folder's, and the prompt of calls that name none.
     cache_folder, revision, local_files_only, token : optional
-        Arguments of huggingface_hub; the first also from SENTENCE_TRANSFORMERS_HOME.
+        Arguments of huggingface_hub; the cache also from SENTENCE_TRANSFORMERS_HOME.
     model_kwargs : mapping, optional
         `dtype` or `torch_dtype`, `weights_dtype`, `activations`, `gguf_file`, as in `fastattn.models.load`.
-        "auto" is the type in config.json where models can have it, else float32.
+        "auto" selects the type in config.json if models can have it, else float32.
     processor_kwargs : mapping, optional
-        `model_max_length`, the most tokens of a text.
+        `model_max_length`, the maximum number of tokens of a text.
     device, backend, trust_remote_code : optional
-        "cpu"; "fastattn" or "torch", one thing here; no code of a repository is run, whatever it says.
+        "cpu"; "fastattn" or "torch", which are the same here; no effect, as code of a repository never runs.
     modules, config_kwargs, model_card_data : None
-        They are refused.
+        Not supported.
     """
 
     prompts: dict[str, str]
@@ -102,16 +109,8 @@ class Base:
     _kinds: tuple[type[Any], ...]  # of `model`
     _organization: str | None = None  # of names without one
 
-    def __init__(self, model_name_or_path: str | os.PathLike[str] | None, options: Options):
-        name = type(self).__name__
-        try:
-            self.model: Any = self._loaded(model_name_or_path, options)
-        except Exception as error:
-            put_name(name, error)
-            raise
-
-    def _loaded(self, name: Any, options: Options) -> Any:
-        """The model, and this object's settings."""
+    @named("{cls}")
+    def __init__(self, name: Any, options: Options):
         taken: dict[str, Any] = {**dict.fromkeys(Options.__annotations__), **options}
         for word in options.keys() - Options.__annotations__.keys():
             own = (name for name in inspect.signature(type(self)).parameters if name != "options")
@@ -158,19 +157,19 @@ class Base:
             )
         if length is not None:
             model.max_seq_length = length
-        return model
+        self.model: Any = model
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r})"
 
     def __getattr__(self, name: str) -> Any:
-        """Raise an error that says what stands in the place of what is not here."""
+        """Raise an error that names the alternative to an attribute of sentence-transformers."""
         instead = f": {_ABSENT[name]}" if name in _ABSENT else ""
         raise AttributeError(f"{type(self).__name__} has no {name}{instead}", name=name, obj=self)
 
     @property
     def max_seq_length(self) -> int | None:
-        """The most tokens of a text; it can be set."""
+        """Maximum number of tokens of a text; can be set."""
         found: int | None = self.model.max_seq_length
         return found
 
@@ -184,7 +183,7 @@ class Base:
 
     @property
     def tokenizer(self) -> Any:
-        """The `tokenizers.Tokenizer`; sentence-transformers has one of transformers here."""
+        """The `tokenizers.Tokenizer`; in sentence-transformers a tokenizer of transformers."""
         return self.model.text.tokenizer
 
     @property
@@ -192,21 +191,18 @@ class Base:
         """The device, "cpu"."""
         return "cpu"
 
+    @named("to")
     def to(self, device: Any) -> Any:
-        """Return the model, which stays on the CPU; another device is refused."""
-        try:
-            on_cpu(device)
-        except ValueError as error:
-            put_name("to", error)
-            raise
+        """Return the model, which stays on the CPU; other devices raise."""
+        on_cpu(device)
         return self
 
     def eval(self) -> Any:
-        """Return the model, which is never in training."""
+        """Return the model, which is always in inference mode."""
         return self
 
     def start_multi_process_pool(self, target_devices: Sequence[str] | None = None) -> dict[str, Any]:
-        """A pool without processes: one process uses all CPUs, so calls with a pool compute in place."""
+        """Return a pool without processes: calls compute in this process, which uses all CPUs."""
         on_cpu(list(target_devices or ()))
         return {"input": None, "output": None, "processes": []}
 
@@ -214,38 +210,163 @@ class Base:
     def stop_multi_process_pool(pool: Mapping[str, Any]) -> None:
         """End a pool, which has no processes."""
 
-    def _prompt(self, prompt: str | None, prompt_name: str | None) -> str:
-        """The prompt of a call."""
-        if prompt is not None:
-            if not isinstance(prompt, str):
-                raise wrong_type("prompt", prompt, "a string")
-            return prompt
-        name = self.default_prompt_name if prompt_name is None else prompt_name
-        return "" if name is None else self.prompts[choice("prompt_name", name, self.prompts)] or ""
+    def _call(
+        self,
+        taken: Any,
+        prompt_name: str | None,
+        prompt: str | None,
+        batch_size: int,
+        progress: bool | None,
+        device: Any,
+        others: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Checked options of the model's function; `others`, of the method `taken`, may only be a task."""
+        on_cpu(device)
+        if others and others.keys() != {"task"}:
+            raise ValueError(*not_an_argument(others, taken, "task").args)
+        if prompt is None:
+            name = self.default_prompt_name if prompt_name is None else prompt_name
+            prompt = "" if name is None else self.prompts[choice("prompt_name", name, self.prompts)] or ""
+        elif not isinstance(prompt, str):
+            raise wrong_type("prompt", prompt, "a string")
+        size = integer("batch_size", batch_size, 1)
+        return {"prompt": prompt, "batch_size": size, "show_progress_bar": progress}
 
 
-def checked_call(
-    batch_size: int, device: Any, others: Mapping[str, Any] | None = None, taken: Any = None
-) -> int:
-    """Check what every call takes; `others` of the function `taken` may have a task, and nothing else."""
-    on_cpu(device)
-    if others and others.keys() != {"task"}:
-        raise ValueError(*not_an_argument(others, taken, "task").args)
-    return integer("batch_size", batch_size, 1)
+class Vectors(Compared, Base):
+    """The base of `SentenceTransformer` and `SparseEncoder`: queries, documents and similarities."""
+
+    def __init__(self, model_name_or_path: Any, options: Options, similarity_fn_name: Any):
+        super().__init__(model_name_or_path, options)
+        usual = self.model.similarity_fn_name
+        self.similarity_fn_name = usual if similarity_fn_name is None else similarity_fn_name
+
+    @property
+    def similarity_fn_name(self) -> str:
+        """Name of the measure of `similarity`; can be set, also to a member of their enum."""
+        return self._similarity
+
+    @similarity_fn_name.setter
+    @named("{cls}")
+    def similarity_fn_name(self, name: Any) -> None:
+        name = getattr(name, "value", name)
+        self._similarity = choice("similarity_fn_name", name or SIMILARITIES[0], SIMILARITIES)
+
+    def get_embedding_dimension(self) -> int:
+        """Features of a vector."""
+        features: int = self.model.get_sentence_embedding_dimension()
+        return features
+
+    def get_sentence_embedding_dimension(self) -> int:
+        """`get_embedding_dimension` under its older name."""
+        return self.get_embedding_dimension()
+
+    @renamed(sentences="inputs")
+    def encode_query(self, inputs: Any, *more: Any, **options: Any) -> Any:
+        """Encode queries: `encode` with the task and, by default, the prompt "query"."""
+        return self._of_task("query", QUERY, inputs, *more, **options)
+
+    @renamed(sentences="inputs")
+    def encode_document(self, inputs: Any, *more: Any, **options: Any) -> Any:
+        """Encode documents; the default prompt is "document", "passage" or "corpus", the first there is."""
+        return self._of_task("document", DOCUMENT, inputs, *more, **options)
+
+    def encode_multi_process(self, sentences: Any, pool: Any = None, *more: Any, **options: Any) -> Any:
+        """`encode`, in this process, which uses all CPUs."""
+        return self.encode(sentences, *more, **options)
+
+    @named("preprocess")
+    def preprocess(self, inputs: Any, prompt: str | None = None) -> dict[str, Array]:
+        """Token ids of texts and their attention mask, (n, length) each, as arrays."""
+        encoder: Any = getattr(self.model, "encoder", self.model)
+        texts = [(prompt or "") + text for text in strings("inputs", inputs)]
+        tokens: dict[str, Array] = encoder.tokenize(texts)
+        return tokens
+
+    tokenize = preprocess
+
+    def _of_task(
+        self,
+        task: str,
+        names: Sequence[str],
+        inputs: Any,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        *more: Any,
+        **options: Any,
+    ) -> Any:
+        """`encode` for a task; without another prompt with the first of the prompts `names` that exists."""
+        if prompt_name is None and prompt is None:
+            prompt_name = next((name for name in names if name in self.prompts), None)
+        return self.encode(inputs, prompt_name, prompt, *more, **options, task=task)
 
 
 def on_cpu(device: Any) -> None:
-    """Raise unless a device, or each of several, is the CPU: several are one here."""
+    """Raise unless a device, or each of several, is the CPU."""
     for each in device if isinstance(device, (list, tuple)) else [device]:
         if each is not None and str(each) not in ("cpu", "cpu:0"):
             raise ValueError(f"(): device is {short(str(each))}; expected 'cpu'")
 
 
 def _dtype(given: Any, place: Path) -> str:
-    """The type of a model, by a name, a type of torch or "auto"; by default float32."""
+    """Dtype of a model, from a name, a dtype of torch or "auto"; by default float32."""
     name = str(given or "float32").removeprefix("torch.")
     if name != "auto":
         return choice("dtype of model_kwargs", name, _TYPES)
     config = Config(first_of(place)[1] / "config.json", optional=True).values
     said = config.get("dtype", config.get("torch_dtype"))
     return said if said in _TYPES else _TYPES[0]
+
+
+def torch_of(reason: str) -> Any:
+    """The module torch, where a tensor is asked for."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(f"(): {reason} needs torch: pip install torch ({error})") from error
+    return torch
+
+
+def is_tensor(x: Any) -> bool:
+    """Tell whether x is a tensor of torch, without importing it."""
+    return type(x).__module__.partition(".")[0] == "torch"
+
+
+def arrays_of(name: str, x: Any) -> tuple[Any, bool]:
+    """`x`, the argument `name`, an array or tensor or a list, in NumPy; and whether it was of torch."""
+    if is_tensor(x):
+        return x.detach().cpu().float().numpy() if x.is_floating_point() else x.cpu().numpy(), True
+    if isinstance(x, (list, tuple)) and any(map(is_tensor, x)):
+        rows = [arrays_of(name, each)[0] for each in x]
+        if len({np.shape(row) for row in rows}) > 1:
+            raise ValueError(f"(): {name} has vectors of different shapes; expected one shape")
+        return np.stack(rows), True
+    return x, False
+
+
+def as_asked(x: Array, one: bool, to_numpy: bool, to_tensor: bool) -> Any:
+    """Array x (n, ...) as it is, as a tensor, or a list of n tensors; without rows, of the shape (0,).
+
+    With `one`, x is a single row, and so is the result.
+    """
+    x = np.asarray(x)[None] if one else x
+    found: Any = x if len(x) else np.array([])
+    if to_tensor:
+        torch = torch_of("convert_to_tensor=True")
+        found = torch.from_numpy(x) if len(x) else torch.tensor([])
+    elif not to_numpy:
+        found = list(torch_of("convert_to_numpy=False").from_numpy(x)) if len(x) else []
+    return found[0] if one else found
+
+
+def returned(x: Array, of_torch: bool) -> Any:
+    """`x`, or a tensor of it."""
+    return torch_of("a tensor").from_numpy(x) if of_torch else x
+
+
+def compared(
+    kind: str, a: Any, b: Any, pairwise: bool, names: tuple[str, str] = ("embeddings1", "embeddings2")
+) -> Any:
+    """Similarity `kind` of vectors, the arguments `names`: an array, or a tensor if either is of torch."""
+    (x, first), (y, second) = arrays_of(names[0], a), arrays_of(names[1], b)
+    return returned(similarities(kind, x, y, pairwise, names), first or second)

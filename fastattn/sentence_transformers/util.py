@@ -1,7 +1,7 @@
 """Functions of `sentence_transformers.util` for search, with its names and signatures.
 
-Arrays and tensors of torch are taken; similarities of tensors are tensors. `semantic_search` computes by
-`fastattn.models.nearest`: nothing of the size queries times corpus is in memory.
+Arguments are arrays or tensors of torch; similarities of tensors are tensors. `semantic_search` uses
+`fastattn.models.nearest`, which needs no memory for all queries times all vectors.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 from fastattn._args.errors import named, wrong_dtype, wrong_shape
 from fastattn._args.values import integer, is_float, real_array
 from fastattn.models import nearest, quantize_embeddings
-from fastattn.models._vectors import similarities, unit, vectors_of
-from fastattn.sentence_transformers._tensors import arrays_of, torch_of
+from fastattn.models._vectors import unit, vectors_of
+from fastattn.sentence_transformers._base import arrays_of, compared, returned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,21 +36,21 @@ def __dir__() -> list[str]:
 
 @named("cos_sim")
 def cos_sim(a: Any, b: Any) -> Any:
-    """Cosine of each vector with each, (n, m)."""
-    return _compared("cosine", a, b)
+    """Cosine similarity of each vector of `a` with each of `b`, (n, m)."""
+    return compared("cosine", a, b, False, ("a", "b"))
 
 
 @named("dot_score")
 def dot_score(a: Any, b: Any) -> Any:
-    """Product of each vector with each, (n, m)."""
-    return _compared("dot", a, b)
+    """Dot product of each vector of `a` with each of `b`, (n, m)."""
+    return compared("dot", a, b, False, ("a", "b"))
 
 
 @named("normalize_embeddings")
 def normalize_embeddings(embeddings: Any) -> Any:
-    """The vectors at length 1."""
+    """Scale vectors to length 1."""
     x, of_torch = arrays_of("embeddings", embeddings)
-    return _returned(unit(vectors_of("embeddings", x)), of_torch)
+    return returned(unit(vectors_of("embeddings", x)), of_torch)
 
 
 @named("semantic_search")
@@ -62,9 +62,9 @@ def semantic_search(
     top_k: int = 10,
     score_function: Callable[..., Any] = cos_sim,
 ) -> list[list[dict[str, int | float]]]:
-    """Find the vectors nearest to each query: a list of ``{"corpus_id": ..., "score": ...}``, the best first.
+    """Find the nearest vectors of each query: lists of ``{"corpus_id": ..., "score": ...}``, best first.
 
-    `score_function` is `cos_sim` or `dot_score`. The sizes of chunks change nothing.
+    `score_function` is `cos_sim` or `dot_score`. Chunk sizes have no effect.
     """
     queries = np.atleast_2d(_checked("query_embeddings", query_embeddings))
     corpus = _checked("corpus_embeddings", corpus_embeddings)
@@ -85,11 +85,6 @@ def _kind(score_function: Any) -> str:
     return "dot" if name == "dot_score" else "cosine"
 
 
-def _compared(kind: str, a: Any, b: Any) -> Any:
-    (x, of_torch), (y, too) = arrays_of("a", a), arrays_of("b", b)
-    return _returned(similarities(kind, x, y, False, ("a", "b")), of_torch or too)
-
-
 def _checked(name: str, x: Any) -> Array:
     """Vectors (n, features) or (features,), floats or bytes, in the type that they have."""
     array = real_array(name, arrays_of(name, x)[0])
@@ -98,7 +93,3 @@ def _checked(name: str, x: Any) -> Array:
     if array.ndim not in (1, 2):
         raise wrong_shape(name, array, "(n, features) or (features,)")
     return array
-
-
-def _returned(x: Any, of_torch: bool) -> Any:
-    return torch_of("a tensor").from_numpy(x) if of_torch else x

@@ -18,7 +18,7 @@ from tiny_tokenizers import TEXTS
 import fastattn
 from fastattn import _cli_models, models
 from fastattn.__main__ import main
-from fastattn._cli_texts import Texts
+from fastattn._cli_models import Texts
 
 
 def environment():

@@ -257,9 +257,8 @@ def test_kinds_of_sentences(folder):
     np.testing.assert_array_equal(model.encode("the cat"), several[-1])
     np.testing.assert_array_equal(model.encode(text for text in TEXTS), several)
     np.testing.assert_array_equal(model.encode(np.array(TEXTS)), several)
-    np.testing.assert_array_equal(
-        model.encode(TEXTS, None, "", 2, False, "float32", False, 10), several[:, :10]
-    )
+    options = {"prompt": "", "batch_size": 2, "show_progress_bar": False, "truncate_dim": 10}
+    np.testing.assert_array_equal(model.encode(TEXTS, **options), several[:, :10])
     assert model.encode([]).shape == (0, 24)
     assert model.encode([], precision="int8", truncate_dim=5).shape == (0, 5)
     assert model.encode([], precision="ubinary").shape == (0, 3)
@@ -288,8 +287,8 @@ def test_prompts(folder):
     plain = expected("")
     np.testing.assert_array_equal(model.encode(TEXTS), expected("the tree "))
     np.testing.assert_array_equal(model.encode(TEXTS, prompt="a "), expected("a "))
-    np.testing.assert_array_equal(model.encode(TEXTS, "query"), expected("the dog "))
-    np.testing.assert_array_equal(model.encode(TEXTS, "query", "a "), expected("a "))
+    np.testing.assert_array_equal(model.encode(TEXTS, prompt_name="query"), expected("the dog "))
+    np.testing.assert_array_equal(model.encode(TEXTS, prompt_name="query", prompt="a "), expected("a "))
     np.testing.assert_array_equal(model.encode_query(TEXTS), expected("the dog "))
     np.testing.assert_array_equal(model.encode_query(TEXTS, prompt="a "), expected("a "))
     np.testing.assert_array_equal(model.encode_document(TEXTS), plain)  # an empty one that is always there
