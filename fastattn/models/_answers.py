@@ -33,9 +33,9 @@ class Part(NamedTuple):
 
 
 class Parts:
-    """The parts of one answer, whose text comes piece by piece; markers are left out.
+    """The parts of one answer, whose text arrives in pieces; markers are left out.
 
-    Characters with which a marker may begin wait until it is clear, and calls until they are whole.
+    Characters that may begin a marker are held back until that is decided, and calls until they are complete.
     """
 
     def __init__(self, template: str, prompt: str, tools: bool):
@@ -111,9 +111,9 @@ class Parts:
         if self._kind == "header":  # text that stands in none is not lost, nor is one that was cut
             between = self._opened not in _HEADERS[:2] and marker != _MESSAGE
             between = between and not _RECIPIENT.fullmatch(text.strip())
-            return (
-                [Part(("" if between else self._opened) + text)] if text and (between or not marker) else []
-            )
+            if not text or (marker and not between):
+                return []
+            return [Part(text if between else self._opened + text)]
         if recipient := _RECIPIENT.search(self._header) if self._kind == "tool_call" else None:
             called = f"{recipient[1]}[ARGS]{text}" if marker == "<|call|>" else ""
             return _called(called, text, self._opened + text + marker)
@@ -123,9 +123,8 @@ class Parts:
         whole = (
             marker or None in [end for begin, end, _ in _CALLS if begin == self._opened] or not self._opened
         )
-        return _called(
-            text if whole else "", text, self._opened + text + ("" if marker == self._opened else marker)
-        )
+        written = self._opened + text + ("" if marker == self._opened else marker)
+        return _called(text if whole else "", text, written)
 
 
 def _called(calls: str, text: str, written: str) -> list[Part]:

@@ -205,9 +205,8 @@ class CrossEncoder(Classifier):
         """
         require_options(options, RankOptions, "query", "documents", "top_k", "return_documents")
         if self.num_labels != 1:
-            raise ValueError(
-                f"(): the model has {self.num_labels} labels; expected one, or predict for these"
-            )
+            came = f"the model has {self.num_labels} labels"
+            raise ValueError(f"(): {came}; expected one: use predict for several")
         query = string("query", query)
         texts = list(strings("documents", documents))
         top_k = None if top_k is None else integer("top_k", top_k, 1)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Matcher:
-    """The tokens of one answer so far, and those that may follow."""
+    """Tokens of one answer so far, and which tokens may follow."""
 
     def __init__(self, matcher: Any, vocab_size: int):
         self._matcher, self._size = matcher, vocab_size
@@ -45,20 +45,19 @@ def matchers(grammar: Any, text: Text, vocab_size: int, ends: Sequence[int], cou
         source = kind.grammar_from_json_schema(json.dumps(dict(grammar)))
     elif isinstance(grammar, str):
         if grammar.lstrip().startswith("{"):
-            raise ValueError("(): grammar is JSON in a text; expected a schema as a mapping, by json.loads")
+            raise ValueError(
+                "(): grammar is a string of JSON; expected the schema as a mapping, from json.loads"
+            )
         source = kind.grammar_from_lark(grammar)
     else:
         raise wrong_type("grammar", grammar, "a JSON schema, as a mapping, or a grammar in Lark's form")
     if not ends:
-        raise ValueError(
-            "(): grammar is given, and stop has no id; expected one, which ends what is complete"
-        )
+        raise ValueError("(): grammar is given, and stop has no id; expected one, to end the text")
     tokenizer = _tokenizer(text.tokenizer, vocab_size, tuple(ends))
     made = [kind(tokenizer, source) for _ in range(count)]
     if made and (error := made[0].get_error()):
-        raise ValueError(
-            f"(): grammar is not sound: {' '.join(error.split())}; expected one that llguidance takes"
-        )
+        said = " ".join(error.split())
+        raise ValueError(f"(): grammar is invalid: {said}; expected one that llguidance takes")
     return [Matcher(each, vocab_size) for each in made]
 
 

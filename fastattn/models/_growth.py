@@ -86,10 +86,5 @@ def _of_table(said: Any) -> int:
 
 def _size(x: Any) -> int:
     """Bytes of a text, or elements of a list."""
-    return (
-        len(x.encode("utf-8", "surrogatepass"))
-        if isinstance(x, str)
-        else len(x)
-        if isinstance(x, list)
-        else 0
-    )
+    x = x.encode("utf-8", "surrogatepass") if isinstance(x, str) else x
+    return len(x) if isinstance(x, (bytes, list)) else 0

@@ -103,11 +103,8 @@ def _parts(folder: Path) -> list[str]:
     if (folder / WEIGHTS).is_file() or not path.is_file():
         return []
     listed = read_json(path).get("weight_map")
-    return (
-        sorted({x for x in listed.values() if is_name(x) and not _PATTERN & set(x)})
-        if isinstance(listed, dict)
-        else []
-    )
+    files = listed.values() if isinstance(listed, dict) else ()
+    return sorted({x for x in files if is_name(x) and not _PATTERN & set(x)})
 
 
 def _lacking(
@@ -117,9 +114,8 @@ def _lacking(
     try:
         files = hub.HfApi(token=how.get("token")).list_repo_files(name, revision=revision)
     except _failures():  # offline
-        return ModelError(
-            f"{name} has no {file}, as far as it was fetched: {error or 'nothing else is known'}"
-        )
+        said = error or "nothing else is known"
+        return ModelError(f"{name} has no {file}, as far as it was fetched: {said}")
     found = sorted((x for x in files if x.endswith(_FORMATS)), key=lambda x: (not x.endswith(".gguf"), x))
     there = ", ".join(found[:SHOWN]) or "no file of weights"
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""

@@ -129,10 +129,8 @@ class Images:
                 image = _part(image, wanted, rows, columns, self.resample)
                 rows = columns = slice(None)
             else:
-                most = max(
-                    wanted[0] * max(width, wanted[1]), height * wanted[1]
-                )  # between Pillow's passes, too
-                if most > _MOST_PIXELS:
+                between = height * wanted[1], wanted[0] * width  # Pillow's passes
+                if max(math.prod(wanted), *between) > _MOST_PIXELS:
                     came = f"an image of {height} by {width} is resized to {wanted[0]} by {wanted[1]}"
                     raise ValueError(f"encode(): {came} by {self.path}; expected {_FITTING}")
                 whole = _pillow().fromarray(np.ascontiguousarray(image))

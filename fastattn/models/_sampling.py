@@ -1,7 +1,7 @@
-"""The choice of the next token from its logits: what changes them, what may be drawn, and the draw.
+"""Sampling of the next token from its logits.
 
 The order is that of transformers: `logit_bias`, penalties, `logits_processor`; then, with a temperature above
-0, this, `top_k`, `top_p`, `min_p`, `typical_p`.
+0, temperature, `top_k`, `top_p`, `min_p`, `typical_p`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHARES = {"top_p": (0.0, 1.0, 1.0), "min_p": (0.0, 1.0, 0.0), "typical_p": (0.0
 
 
 class Sampling:
-    """The options of a choice, checked; `named` are the other arguments of the function that has them."""
+    """Checked sampling options; `named` are the other arguments of the function."""
 
     def __init__(self, options: SamplingOptions, *named: str):
         require_options(options, SamplingOptions, *named)
@@ -40,7 +40,7 @@ class Sampling:
         if self.temperature == 0:
             for name in ("top_k", *_SHARES):
                 if name in self.shares or (name == "top_k" and self.top_k):
-                    came = f"{name} is {short(given[name])} and temperature 0, which draws nothing"
+                    came = f"{name} is {short(given[name])} and temperature 0, which does not sample"
                     raise ValueError(f"(): {came}; expected a temperature above 0")
         self.repetition = number("repetition_penalty", given.get("repetition_penalty", 1.0), FLOAT64)
         if not self.repetition > 0:
@@ -79,9 +79,9 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses a token for each of the `prompts`; every one draws from a random generator of its own.
+    """Choice of the next token of each of the `prompts`, with one random generator per prompt.
 
-    One that is `single` draws from the seed, of several number i from its i-th child.
+    A `single` prompt uses the seed, prompt i of several its i-th child.
     """
 
     def __init__(
@@ -101,9 +101,8 @@ class Sampler:
         key = sampling.seed.spawn_key
         keys = [key] if single else [(*key, i) for i in range(len(prompts))]
         entropy: Any = sampling.seed.entropy
-        self.generators = [
-            np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=key)) for key in keys
-        ]
+        seeds = [np.random.SeedSequence(entropy, spawn_key=key) for key in keys]
+        self.generators = [np.random.default_rng(seed) for seed in seeds]
         self.counts: Any = None
         if sampling.counts:
             self.counts = np.stack([np.bincount(prompt, minlength=vocab_size) for prompt in prompts])
@@ -201,10 +200,8 @@ def _bias(given: Any) -> tuple[Ints, Array]:
     if not isinstance(given, Mapping):
         raise wrong_type("logit_bias", given, "a mapping of ids to numbers")
     ids = [integer("an id of logit_bias", i, 0) for i in given]
-    values = np.array(
-        [-np.inf if x == -np.inf else number(f"logit_bias[{i}]", x, FLOAT32) for i, x in given.items()]
-    )
-    return np.array(ids, np.int64), values
+    values = [-np.inf if x == -np.inf else number(f"logit_bias[{i}]", x, FLOAT32) for i, x in given.items()]
+    return np.array(ids, np.int64), np.array(values)
 
 
 def _seed(given: Any) -> np.random.SeedSequence:

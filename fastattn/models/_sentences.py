@@ -244,9 +244,7 @@ class Normalize:
         return unit(x)
 
 
-_MODULES: dict[str, type[Dense | LayerNorm | Normalize]] = dict(
-    zip(AFTER_POOLING, (Dense, LayerNorm, Normalize), strict=True)
-)
+_MODULES: dict[str, Any] = dict(zip(AFTER_POOLING, (Dense, LayerNorm, Normalize), strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -286,9 +284,8 @@ class Sentences:
         prompts = _prompts(config)
         default = config.values.get("default_prompt_name")
         if default is not None and not (isinstance(default, str) and default in prompts):
-            raise config.wrong(
-                "default_prompt_name", default, f"one in 'prompts': {', '.join(map(short, prompts))}"
-            )
+            expected = f"one in 'prompts': {', '.join(map(short, prompts))}"
+            raise config.wrong("default_prompt_name", default, expected)
         kinds = {kind: kind for kind in SIMILARITIES}
         similarity = "cosine" if by_token else config.choice("similarity_fn_name", kinds, "cosine")
         truncate_dim = config.optional_size("truncate_dim")

@@ -64,10 +64,7 @@ def static_encoder(source: Source) -> StaticEncoder:
     """Build an encoder of StaticEmbedding."""
     table = next((name for name in _TABLES if name in source), _TABLES[0])
     shape = source.shape(table) if table in source else ()
-    if len(shape) == 2:
-        source.expect({table: shape}, ("",))
-    else:
-        source.expect({table: (0, 0)}, ("",))
+    source.expect({table: shape if len(shape) == 2 else (0, 0)}, ("",))
     text = Text(source.folder, None, shape[0], special=False, alone=True)
     return _encoder(source, STATIC, source.table(table), text, Sentences.of(source, shape[1]))
 
@@ -79,13 +76,8 @@ def static_sparse_encoder(source: Source) -> StaticSparseEncoder:
     source.expect({_WEIGHTS: (vocab,)}, ("",))
     weights = source.vector(_WEIGHTS, shape=(vocab, 1))
     settings = sentences_config(source.outer)
-    encoder = _encoder(
-        source,
-        SPARSE_STATIC,
-        weights,
-        Text(source.folder, None, vocab, special=False),
-        Sentences.of(source, 1),
-    )
+    text = Text(source.folder, None, vocab, special=False)
+    encoder = _encoder(source, SPARSE_STATIC, weights, text, Sentences.of(source, 1))
     similarity = settings.choice("similarity_fn_name", {kind: kind for kind in SIMILARITIES}, "dot")
     most = settings.optional_size("max_active_dims")
     no_head: Any = ()

@@ -216,9 +216,8 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: Path) -> SparseEnco
     names = _VOCABULARY_HEADS.get(encoder.model_type)
     if names is None:
         expected = f"one of {', '.join(_VOCABULARY_HEADS)}, or another module"
-        raise ModelError(
-            f"{config.path}: 'model_type' of SpladePooling is {encoder.model_type!r}; expected {expected}"
-        )
+        came = f"'model_type' of SpladePooling is {encoder.model_type!r}"
+        raise ModelError(f"{config.path}: {came}; expected {expected}")
     pooling = Config(inner / "config.json")
     strategies, functions = ({name: name for name in kind} for kind in (STRATEGIES, FUNCTIONS))
     settings = sentences_config(source.outer)
@@ -321,13 +320,12 @@ def _multi_vector_encoder(
     asked = {None: None, "query": query_length, "document": own.optional_size("document_length")}
     text = replace(encoder.text, markers=tuple(prefixes.values()))
     similarity = saved.values.get("similarity_fn_name")
+    similarity = similarity if similarity in _BY_TOKEN else _BY_TOKEN[0]
     return MultiVectorEncoder(
         encoder=replace(encoder, text=text, sentences=replace(sentences, prompts=prompts)),
         modules=layers,
         features=features,
-        settings=Settings(
-            expansion, words, skipped_in, similarity if similarity in _BY_TOKEN else _BY_TOKEN[0]
-        ),
+        settings=Settings(expansion, words, skipped_in, similarity),
         texts={task: text if most is None else replace(text, asked=most) for task, most in asked.items()},
     )
 
@@ -349,11 +347,11 @@ def _pylate(saved: Config) -> dict[str, Any]:
 
 
 def _stanford(metadata: Config) -> dict[str, Any]:
-    attend, length = (
-        metadata.get("attend_to_mask_tokens", bool, False),
-        metadata.size("query_maxlen", _QUERY_LENGTH),
-    )
-    expansion = {"strategy": "fixed", "attend": attend, "length": length}
+    expansion = {
+        "strategy": "fixed",
+        "attend": metadata.get("attend_to_mask_tokens", bool, False),
+        "length": metadata.size("query_maxlen", _QUERY_LENGTH),
+    }
     return {"query_expansion": expansion, "document_length": metadata.optional_size("doc_maxlen")}
 
 
@@ -381,9 +379,8 @@ def _require_fitting(
     """Raise unless queries can have that length, and the model takes tokens that others do not attend."""
     length, most = expansion.length, encoder.max_length
     if query_length is not None and query_length < length:
-        raise config.wrong(
-            "query_length", query_length, f"at least the 'length' of 'query_expansion', {length}"
-        )
+        expected = f"at least the 'length' of 'query_expansion', {length}"
+        raise config.wrong("query_length", query_length, expected)
     if most is not None and length > most:
         came = f"'length' of 'query_expansion' is {length}"
         raise ModelError(f"{config.path}: {came}; expected at most {most}, the model's positions")

@@ -137,10 +137,7 @@ def open_tokenizer(
     """
     tokenizers, tokenizer = require("tokenizers"), read(folder, other)
     tokenizer.no_padding()
-    config, transformer = (
-        tokenizer_config(folder),
-        transformer_settings(folder),
-    )
+    config, transformer = tokenizer_config(folder), transformer_settings(folder)
     processor = of_processor(transformer)
     for each in (config, processor):  # the second counts where both say something
         _normalize(tokenizer, each, config.values.get("tokenizer_class"))
@@ -149,18 +146,15 @@ def open_tokenizer(
         both = [normalizers.Lowercase(), *([] if given is None else [given])]
         tokenizer.normalizer = normalizers.Sequence(both)
     if markers:
-        added = [
-            tokenizers.AddedToken(token, normalized=False, special=True)
-            for token in _split(tokenizer, markers)
-        ]
-        tokenizer.add_special_tokens(added)
+        tokens, how = _split(tokenizer, markers), {"normalized": False, "special": True}
+        tokenizer.add_special_tokens([tokenizers.AddedToken(token, **how) for token in tokens])
     side = (tokenizer.truncation or {}).get("direction", "right")
     for each in (config, processor):
         side = each.choice("truncation_side", SIDES, side)
     if limit is None:
         tokenizer.no_truncation()
-        return tokenizer
-    tokenizer.enable_truncation(limit, direction=side)
+    else:
+        tokenizer.enable_truncation(limit, direction=side)
     return tokenizer
 
 

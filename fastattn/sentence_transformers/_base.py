@@ -129,9 +129,8 @@ class Base:
         given = taken["model_kwargs"] or {}
         how = {"dtype" if key == "torch_dtype" else key: x for key, x in given.items() if key not in _MOOT}
         for word in how.keys() - _LOADED:
-            raise ValueError(
-                f"(): model_kwargs has {word!r}; expected of {', '.join(sorted({*_LOADED, *_MOOT}))}"
-            )
+            known = ", ".join(sorted({*_LOADED, *_MOOT}))
+            raise ValueError(f"(): model_kwargs has {word!r}; expected one of {known}")
         on_cpu([x for x in [given.get("device_map")] if x != "auto"])
         hub = {
             "cache_dir": taken["cache_folder"] or os.environ.get("SENTENCE_TRANSFORMERS_HOME"),
@@ -152,9 +151,8 @@ class Base:
         processor = dict(taken["processor_kwargs"] or {})
         length = processor.pop("model_max_length", None)
         if processor:
-            raise ValueError(
-                f"(): processor_kwargs has {next(iter(processor))!r}; expected 'model_max_length'"
-            )
+            came = f"processor_kwargs has {next(iter(processor))!r}"
+            raise ValueError(f"(): {came}; expected 'model_max_length'")
         if length is not None:
             model.max_seq_length = length
         self.model: Any = model

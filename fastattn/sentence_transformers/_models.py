@@ -214,9 +214,8 @@ def _content(x: Any) -> Any:
     if not isinstance(x, dict):
         return x
     if len(x) != 1 or not x.keys() <= {"text", "image"}:
-        raise ValueError(
-            f"(): inputs has a dict with {', '.join(map(str, x))}; expected 'text' or 'image' alone"
-        )
+        there = ", ".join(map(str, x))
+        raise ValueError(f"(): inputs has a dict with {there}; expected 'text' or 'image' alone")
     return next(iter(x.values()))
 
 
