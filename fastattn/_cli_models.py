@@ -254,7 +254,7 @@ def _loaded(options: argparse.Namespace, kind: type[Any]) -> Any:
     model: Any = models.load(options.model, **{name: getattr(options, name) for name in _LOADED})
     if not isinstance(model, kind):
         there = type(model).__name__
-        came = f"{options.model} holds a {there} ({model.model_type})"
+        came = f"{options.model} holds {'an' if there[0] in 'AEIOU' else 'a'} {there} ({model.model_type})"
         raise ValueError(f"{came}; expected a model of the class {kind.__name__}. {_INSTEAD[there]}")
     return model
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 from implementations import assert_same_rows, child_environment
+from model_folders import write_reranker
 from tiny_routes import write_entries, write_router, write_static
 from tiny_tokenizers import write_tokenizer
 
@@ -148,9 +149,8 @@ def test_answers_have_the_shape_of_openai_s(server, model, given, encoding_forma
     assert (answer["object"], answer["model"]) == ("list", "tiny")
     tokens = sum(len(ids) for ids in model.text.encode(texts))
     assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
-    assert [(item["object"], item["index"]) for item in answer["data"]] == [
-        ("embedding", i) for i in range(len(texts))
-    ]
+    places = [(item["object"], item["index"]) for item in answer["data"]]
+    assert places == [("embedding", i) for i in range(len(texts))]
     vectors = [item["embedding"] for item in answer["data"]]
     if encoding_format == "base64":
         vectors = [np.frombuffer(base64.b64decode(vector), "<f4") for vector in vectors]
@@ -165,37 +165,61 @@ def test_fewer_dimensions_are_the_first_ones_at_length_1(server, model):
 
 
 LONG = " ".join(["cat"] * 40)  # more than the model's 32 positions
-WRONG = {
+ARRAY, STRING = "Input should be a valid array", "Input should be a valid string"
+WRONG = {  # of OpenAI's interface: body, status, parameter, message
     "no body": (b"", 400, None, "the body: "),
     "no JSON": (b"{input", 400, None, "the body: Invalid JSON"),
+    "no object": (["the cat"], 400, None, "the body: "),
     "no input": ({"model": "tiny"}, 400, "input", "input: Field required"),
-    "a number": ({"input": 3}, 400, "input", "input: Input should be a valid array"),
-    "token ids": ({"input": [[3, 4]]}, 400, "input", "input: item 0: Input should be a valid string"),
+    "no texts": ({"input": []}, 400, "input", "input: List should have at least 1 item"),
+    "a number": ({"input": 3}, 400, "input", f"input: {ARRAY}"),
+    "token ids": ({"input": [[3, 4]]}, 400, "input", f"input: item 0: {STRING}"),
     "half a pair": ({"input": "\ud800"}, 400, None, "the body: Invalid JSON"),
     "empty": ({"input": ["a", ""]}, 400, "input", "input: item 1: String should have at least 1 character"),
     "too long": ({"input": ["a", LONG]}, 400, "input", "input: item 1 has more than 32 tokens"),
     "too many": ({"input": ["a"] * 2049}, 400, "input", "input: List should have at most 2048 items"),
+    "format": ({"input": "a", "encoding_format": "int8"}, 400, "encoding_format", "encoding_format: Input"),
+    "dimensions 0": ({"input": "a", "dimensions": 0}, 400, "dimensions", "dimensions: "),
     "dimensions 25": ({"input": "a", "dimensions": 25}, 400, "dimensions", "dimensions: got 25; expected"),
+    "dimensions true": ({"input": "a", "dimensions": True}, 400, "dimensions", "dimensions: "),
     "unknown field": ({"input": "a", "task": "x"}, 400, "task", "task: there is no such field; expected"),
     "long name": ({"input": "a", "b" * 99: 1}, 400, "b" * 80, f"{'b' * 80}: there is no such field"),
-    "unknown model": (
-        {"input": "a", "model": "ada"}, 404, "model", "model: there is no model 'ada'; expected 'tiny'"
-    ),
+    "unknown model": ({"input": "a", "model": "ada"}, 404, "model", "model: there is no model 'ada'; exp"),
     "too large": ({"input": "a" * 20_001}, 413, None, "a body of more than 20000 bytes"),
 }  # fmt: skip
+TEI_WRONG = {  # of text-embeddings-inference: path, body, status, message
+    "no texts": ("/embed", {"inputs": []}, 422, "inputs: List should have at least 1 item"),
+    "token ids": ("/embed", {"inputs": [[3]]}, 422, f"inputs: item 0: {STRING}"),
+    "empty": ("/embed", {"inputs": ["a", ""]}, 422, "inputs: item 1: String should have at least 1 char"),
+    "field": ("/embed", {"inputs": "a", "task": 1}, 422, "task: there is no such field; expected inputs"),
+    "dimensions": ("/embed", {"inputs": "a", "dimensions": 25}, 422, "dimensions: got 25; expected 1 to 24"),
+    "prompt": ("/embed", {"inputs": "a", "prompt_name": "no"}, 422, "prompt_name: expected one of ["),
+    "too long": ("/embed", {"inputs": LONG}, 413, "inputs: item 0 has more than 32 tokens"),
+    "too large": ("/embed", {"inputs": "a" * 20_001}, 413, "a body of more than 20000 bytes"),
+    "no scores": ("/rerank", {"query": "a", "texts": ["a"]}, 404, "the model makes vectors; expected POST"),
+    "no labels": ("/predict", {"inputs": "a"}, 404, "the model makes vectors; expected POST /embed or"),
+    "three": ("/predict", {"inputs": [["a", "b", "c"]]}, 422, "inputs: item 0: List should have at most 2"),
+    "one text": ("/rerank", {"query": "a", "texts": "a"}, 422, f"texts: {ARRAY}"),
+    "no JSON": ("/embed", b"{", 422, "the body: Invalid JSON"),
+}  # fmt: skip
+ALL_WRONG = [("/v1/embeddings", *each) for each in WRONG.values()]
+ALL_WRONG += [(path, body, status, None, said) for path, body, status, said in TEI_WRONG.values()]
 
 
-@pytest.mark.parametrize(("body", "status", "name", "message"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_named(server, body, status, name, message, monkeypatch):
+@pytest.mark.parametrize(("path", "body", "status", "name", "message"), ALL_WRONG, ids=[*WRONG, *TEI_WRONG])
+def test_what_is_wrong_is_named(server, path, body, status, name, message, monkeypatch):
     monkeypatch.setattr(serve, "BODY_BYTES", 20_000)
     calls = len(server.gate.calls)
-    came, answer, _ = server.embed(body)
+    came, answer, _ = server.ask("POST", path, body)
     assert came == status
-    assert set(answer["error"]) == {"message", "type", "param", "code"}
-    assert answer["error"]["message"].startswith(message)
-    assert answer["error"]["param"] == name
-    assert len(server.gate.calls) == calls
-    assert server.batches.waiting == 0
+    if path.startswith("/v1"):
+        answer = answer["error"]
+        assert set(answer) == {"message", "type", "param", "code"}
+        assert (answer["message"][: len(message)], answer["param"]) == (message, name)
+    else:
+        assert set(answer) == {"error", "error_type"}
+        assert answer["error"].startswith(message)
+    assert (len(server.gate.calls), server.batches.waiting) == (calls, 0)
 
 
 def test_features_as_text_embeddings_inference_gives_them(server, model):
@@ -203,9 +227,8 @@ def test_features_as_text_embeddings_inference_gives_them(server, model):
         texts = [given] if isinstance(given, str) else given
         status, vectors, _ = server.ask("POST", "/embed", {"inputs": given})
         assert status == 200
-        np.testing.assert_array_equal(
-            np.array(vectors, np.float32), model.encode(texts, normalize_embeddings=True)
-        )
+        expected = model.encode(texts, normalize_embeddings=True)
+        np.testing.assert_array_equal(np.array(vectors, np.float32), expected)
     _, vectors, _ = server.ask("POST", "/embed", {"inputs": TEXTS, "normalize": False, "dimensions": 7})
     np.testing.assert_array_equal(np.array(vectors, np.float32), model.encode(TEXTS)[:, :7])
     status, vectors, _ = server.ask("POST", "/embed", {"inputs": LONG, "truncate": True})
@@ -226,9 +249,8 @@ def test_prompts_go_by_their_names(folder, tmp_path):
         expected = own.encode(TEXTS, normalize_embeddings=True)
         assert not np.array_equal(vectors, expected)
         _, answer, _ = server.embed({"input": TEXTS})
-        np.testing.assert_array_equal(
-            np.array([item["embedding"] for item in answer["data"]], np.float32), expected
-        )
+        vectors = [item["embedding"] for item in answer["data"]]
+        np.testing.assert_array_equal(np.array(vectors, np.float32), expected)
         server.gate.is_open.clear()  # two prompts that wait are two calls of the model
         with ThreadPoolExecutor(3) as pool:
             first = pool.submit(server.embed, {"input": "a"})
@@ -251,18 +273,8 @@ def test_prompts_go_by_their_names(folder, tmp_path):
 @pytest.fixture(scope="module", params=[1, 3])
 def scoring(request, tmp_path_factory):
     """A server of a tiny cross-encoder with so many labels, and the model."""
-    folder, labels = tmp_path_factory.mktemp("scores"), request.param
-    changes = {
-        "architectures": ["BertForSequenceClassification"],
-        "id2label": {str(i): f"kind {i}" for i in range(labels)},
-    }
-    weights = {f"bert.{name}": x for name, x in tiny.tensors("bert", tiny.CONFIGS["bert"]).items()}
-    rng = np.random.default_rng(5)
-    for name, shape in {"bert.pooler.dense": (24, 24), "classifier": (labels, 24)}.items():
-        weights[f"{name}.weight"] = rng.standard_normal(shape, np.float32)
-        weights[f"{name}.bias"] = rng.standard_normal(shape[0], np.float32)
-    tiny.write(folder, "bert", weights, **changes)
-    write_tokenizer(folder)
+    folder = tmp_path_factory.mktemp("scores")
+    write_reranker(folder, [f"kind {i}" for i in range(request.param)])
     model = models.load(folder)
     running = Running(model)
     yield running, model
@@ -302,9 +314,8 @@ def test_scores_as_text_embeddings_inference_gives_them(scoring):
     assert_same_scores(one, answers[1])
     _, single, _ = server.ask("POST", "/predict", {"inputs": TEXTS[0], "raw_scores": True})
     expected = np.atleast_1d(model.predict((TEXTS[0],), activation_fn=raw))
-    assert {each["label"]: each["score"] for each in single} == {
-        f"kind {i}": x for i, x in enumerate(expected.tolist())
-    }
+    named = {f"kind {i}": x for i, x in enumerate(expected.tolist())}
+    assert {each["label"]: each["score"] for each in single} == named
     _, mixed, _ = server.ask("POST", "/predict", {"inputs": [[TEXTS[0]], ["a", "dog"]], "raw_scores": True})
     assert_same_scores(mixed[0], single)
     for path in ("/embed", "/v1/embeddings"):
@@ -321,28 +332,6 @@ def assert_same_scores(got, expected):
     """Assert the same labels in the same order, and their scores as rows in other company."""
     assert [each["label"] for each in got] == [each["label"] for each in expected]
     assert_same_rows([each["score"] for each in got], [each["score"] for each in expected])
-
-
-TEI_WRONG = {
-    "field": ("/embed", {"inputs": "a", "task": 1}, 422, "task: there is no such field; expected inputs"),
-    "dimensions": ("/embed", {"inputs": "a", "dimensions": 25}, 422, "dimensions: got 25; expected 1 to 24"),
-    "prompt": ("/embed", {"inputs": "a", "prompt_name": "no"}, 422, "prompt_name: expected one of ["),
-    "too long": ("/embed", {"inputs": LONG}, 413, "inputs: item 0 has more than 32 tokens"),
-    "no scores": ("/rerank", {"query": "a", "texts": ["a"]}, 404, "the model makes vectors; expected POST"),
-    "no labels": ("/predict", {"inputs": "a"}, 404, "the model makes vectors; expected POST /embed or"),
-    "three": ("/predict", {"inputs": [["a", "b", "c"]]}, 422, "inputs: item 0: List should have at most 2"),
-    "one text": ("/rerank", {"query": "a", "texts": "a"}, 422, "texts: Input should be a valid array"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("path", "body", "status", "message"), TEI_WRONG.values(), ids=TEI_WRONG)
-def test_errors_in_the_shape_of_text_embeddings_inference(server, path, body, status, message, monkeypatch):
-    monkeypatch.setattr(serve, "BODY_BYTES", 20_000)
-    calls = len(server.gate.calls)
-    came, answer, _ = server.ask("POST", path, body)
-    assert (came, set(answer)) == (status, {"error", "error_type"})
-    assert answer["error"].startswith(message)
-    assert (len(server.gate.calls), server.batches.waiting) == (calls, 0)
 
 
 def head(length, more=""):

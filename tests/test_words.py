@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import tiny_models as tiny
-from model_folders import write_settings
+from model_folders import write_reranker, write_settings
 from tiny_tokenizers import write_byte_tokenizer, write_tokenizer
 
 import fastattn
@@ -194,15 +194,7 @@ def folders(tmp_path_factory):
     tiny.write(encoder, "bert")
     write_tokenizer(encoder)
     write_settings(encoder)
-    config = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "a"}}
-    weights = tiny.tensors("bert", {**tiny.CONFIGS["bert"], **config})
-    for name, rows in (("bert.pooler.dense", 24), ("classifier", 1)):
-        weights |= {
-            f"{name}.weight": np.ones((rows, 24), np.float32),
-            f"{name}.bias": np.ones(rows, np.float32),
-        }
-    tiny.write(pairs, "bert", weights, **config)
-    write_tokenizer(pairs)
+    write_reranker(pairs)
     tiny.write(
         writer, "gpt2", tiny.tensors("gpt2", {**tiny.CONFIGS["gpt2"], "vocab_size": 256}), vocab_size=256
     )

@@ -19,101 +19,59 @@ CALL = '{"name": "f", "arguments": {"x": 1}}'
 READ = {"name": "f", "arguments": {"x": 1}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
+
+def said(text):
+    return Part(text)
+
+
+def thought(text):
+    return Part(text, "reasoning")
+
+
+def called(text):
+    return Part(text, "tool_call", READ)
+
+
+def bad(text):
+    return Part(text, "malformed_call")
+
+
+NAMELESS, CUT = '<tool_call>{"name": 3, "arguments": {}}</tool_call>', '[TOOL_CALLS]f[ARGS]{"x":'
+BEGIN, JSON_OF, TO_F = "<|start|>assistant", '<|message|>{"x": 1}<|call|>', " to=functions.f"
+FINAL, THINKS, TELLS = (f"<|channel|>{kind}" for kind in ("final", "analysis", "commentary"))
+# Template, end of the prompt, answer, and its parts.
 CASES = [
-    (QWEN, "", "no marker < or > at all", [("no marker < or > at all", "text", None)]),
-    (QWEN, "", "<think>why?</think>so", [("why?", "reasoning", None), ("so", "text", None)]),
-    (QWEN, "<think>\n", "why?</think>so", [("why?", "reasoning", None), ("so", "text", None)]),
-    (QWEN, "<think>\n\n</think>\n\n", "so</thin", [("so</thin", "text", None)]),
-    (QWEN, "<think>", "why <tool_call>", [("why <tool_call>", "reasoning", None)]),
-    (
-        QWEN,
-        "",
-        f"a<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>",
-        [
-            ("a", "text", None),
-            (f"\n{CALL}\n", "tool_call", READ),
-            ("\n", "text", None),
-            (CALL, "tool_call", READ),
-        ],
-    ),
-    (
-        QWEN,
-        "",
-        '<tool_call>{"name": </tool_call>b',
-        [('<tool_call>{"name": </tool_call>', "malformed_call", None), ("b", "text", None)],
-    ),
-    (QWEN, "", f"<tool_call>{CALL}", [(f"<tool_call>{CALL}", "malformed_call", None)]),
-    (
-        QWEN,
-        "",
-        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
-        [('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "malformed_call", None)],
-    ),
-    (
-        MISTRAL,
-        "",
-        f"a[TOOL_CALLS] [{CALL}, {CALL}]",
-        [("a", "text", None), (f" [{CALL}, {CALL}]", "tool_call", READ), ("", "tool_call", READ)],
-    ),
-    (
-        MISTRAL,
-        "",
-        '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]f[ARGS]{"x":',
-        [('f[ARGS]{"x": 1}', "tool_call", READ), ('[TOOL_CALLS]f[ARGS]{"x":', "malformed_call", None)],
-    ),
-    (
-        LLAMA,
-        "",
-        '\n{"name": "f", "parameters": {"x": 1}}',
-        [('\n{"name": "f", "parameters": {"x": 1}}', "tool_call", READ)],
-    ),
-    (LLAMA, "", f"<|python_tag|>{CALL}", [(CALL, "tool_call", READ)]),
-    (LLAMA, "", " say {}", [(" say {}", "text", None)]),
-    (LLAMA, "", "  ", [("  ", "text", None)]),
-    (LLAMA, "", "{x", [("{x", "malformed_call", None)]),
-    (
-        HARMONY,
-        "<|start|>assistant",
-        "<|channel|>analysis<|message|>why?<|end|><|start|>assistant"
-        "<|channel|>final<|message|>a < b<|return|>",
-        [("why?", "reasoning", None), ("a < b", "text", None)],
-    ),
-    (
-        HARMONY,
-        "",
-        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>',
-        [('{"x": 1}', "tool_call", READ)],
-    ),
-    (
-        HARMONY,
-        "",
-        "<|channel|>commentary<|message|>first<|end|><|start|>assistant to=functions.f<|channel|>commentary"
-        '<|message|>{"x": 1}<|call|>',
-        [("first", "text", None), ('{"x": 1}', "tool_call", READ)],
-    ),
-    (
-        HARMONY,
-        "",
-        '<|channel|>commentary to=functions.f<|message|>{"x"',
-        [('<|message|>{"x"', "malformed_call", None)],
-    ),
-    (HARMONY, "", "no header", [("no header", "text", None)]),
-    (
-        HARMONY,
-        "<|start|>assistant",
-        ' to=functions.f<|channel|>commentary<|message|>{"x": 1}<|call|>',
-        [('{"x": 1}', "tool_call", READ)],
-    ),
-    (HARMONY, "", "Hello world<|return|>", [("Hello world", "text", None)]),
-    (
-        HARMONY,
-        "",
-        "<|channel|>final<|message|>a<|end|>b<|start|>assistant<|channel|>final analysis<|message|>c",
-        [("abc", "text", None)],
-    ),
-    (HARMONY, "", "<|channel|>anal", [("<|channel|>anal", "text", None)]),
-    ("<tool_call> alone", "", "<think>", [("<think>", "text", None)]),
-]
+    (QWEN, "", "no marker < or > at all", [said("no marker < or > at all")]),
+    (QWEN, "", "<think>why?</think>so", [thought("why?"), said("so")]),
+    (QWEN, "<think>\n", "why?</think>so", [thought("why?"), said("so")]),
+    (QWEN, "<think>\n\n</think>\n\n", "so</thin", [said("so</thin")]),
+    (QWEN, "<think>", "why <tool_call>", [thought("why <tool_call>")]),
+    (QWEN, "", f"a<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>",
+        [said("a"), called(f"\n{CALL}\n"), said("\n"), called(CALL)]),
+    (QWEN, "", '<tool_call>{"name": </tool_call>b', [bad('<tool_call>{"name": </tool_call>'), said("b")]),
+    (QWEN, "", f"<tool_call>{CALL}", [bad(f"<tool_call>{CALL}")]),
+    (QWEN, "", NAMELESS, [bad(NAMELESS)]),
+    (MISTRAL, "", f"a[TOOL_CALLS] [{CALL}, {CALL}]", [said("a"), called(f" [{CALL}, {CALL}]"), called("")]),
+    (MISTRAL, "", '[TOOL_CALLS]f[ARGS]{"x": 1}' + CUT, [called('f[ARGS]{"x": 1}'), bad(CUT)]),
+    (LLAMA, "", "\n" + CALL.replace("arguments", "parameters"),
+        [called("\n" + CALL.replace("arguments", "parameters"))]),
+    (LLAMA, "", f"<|python_tag|>{CALL}", [called(CALL)]),
+    (LLAMA, "", " say {}", [said(" say {}")]),
+    (LLAMA, "", "  ", [said("  ")]),
+    (LLAMA, "", "{x", [bad("{x")]),
+    (HARMONY, BEGIN, f"{THINKS}<|message|>why?<|end|>{BEGIN}{FINAL}<|message|>a < b<|return|>",
+        [thought("why?"), said("a < b")]),
+    (HARMONY, "", f"{TELLS}{TO_F} <|constrain|>json{JSON_OF}", [called('{"x": 1}')]),
+    (HARMONY, "", f"{TELLS}<|message|>first<|end|>{BEGIN}{TO_F}{TELLS}{JSON_OF}",
+        [said("first"), called('{"x": 1}')]),
+    (HARMONY, "", TELLS + TO_F + '<|message|>{"x"', [bad('<|message|>{"x"')]),
+    (HARMONY, "", "no header", [said("no header")]),
+    (HARMONY, BEGIN, f"{TO_F}{TELLS}{JSON_OF}", [called('{"x": 1}')]),
+    (HARMONY, "", "Hello world<|return|>", [said("Hello world")]),
+    (HARMONY, "", f"{FINAL}<|message|>a<|end|>b{BEGIN}{FINAL} analysis<|message|>c", [said("abc")]),
+    (HARMONY, "", "<|channel|>anal", [said("<|channel|>anal")]),
+    ("<tool_call> alone", "", "<think>", [said("<think>")]),
+]  # fmt: skip
 
 
 def joined(parts):
@@ -127,12 +85,12 @@ def joined(parts):
     return found
 
 
-@pytest.mark.parametrize(("template", "prompt", "said", "expected"), CASES)
-def test_an_answer_has_the_same_parts_however_it_is_cut(template, prompt, said, expected):
-    for size in range(1, len(said) + 1):
+@pytest.mark.parametrize(("template", "prompt", "answer", "expected"), CASES)
+def test_an_answer_has_the_same_parts_however_it_is_cut(template, prompt, answer, expected):
+    for size in range(1, len(answer) + 1):
         parts, found = Parts(template, prompt, tools=True), []
-        for begin in range(0, len(said), size):
-            found += parts.add(said[begin : begin + size])
+        for begin in range(0, len(answer), size):
+            found += parts.add(answer[begin : begin + size])
         assert joined([*found, *parts.rest()]) == expected
 
 
@@ -160,11 +118,8 @@ def folder(tmp_path_factory):
 def told(folder, tmp_path, template):
     """A model with this template, and what makes `generate` write a text."""
     shutil.copytree(folder, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | tojson }}{{ end }}{# "
-        + template
-        + " #}"
-    )
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | tojson }}{{ end }}{# "
+    (tmp_path / "model" / "chat_template.jinja").write_text(f"{source}{template} #}}")
     model = models.load(tmp_path / "model")
 
     def saying(text, prompt):
@@ -212,14 +167,11 @@ def test_pieces_of_an_answer(folder, tmp_path):
 @pytest.mark.parametrize(
     ("template", "token", "ends"),
     [
-        ("<|im_end|>", "<|im_end|>", True),
-        ("<end_of_turn>", "<end_of_turn>", True),
-        ("{{ eos_token }}", "[END]", True),
-        ("<|end|>", "<|end|>", True),
-        ("<|end|><|return|>", "<|end|>", False),
+        *((token, token, True) for token in ("<|im_end|>", "<end_of_turn>", "<|end|>")),
+        ("{{ eos_token }}", "[END]", True), ("<|end|><|return|>", "<|end|>", False),
         ("plain", "<|im_end|>", False),
     ],
-)
+)  # fmt: skip
 def test_an_answer_ends_where_the_template_ends_a_turn(template, token, ends, folder, tmp_path):
     model, saying = told(folder, tmp_path, template.replace("{{", "").replace("}}", ""))
     path = tmp_path / "model/tokenizer.json"
@@ -264,12 +216,9 @@ def test_tools_are_what_the_template_sees(folder, tmp_path):
         ({"ids": [1], "tools": [TOOL]}, ValueError, "tools are given with ids; expected a text or messages"),
         ({"ids": MESSAGES, "tools": TOOL}, TypeError, "tools is of type dict; expected a list of JSON"),
         ({"ids": MESSAGES, "tools": [len]}, TypeError, "tools is of type builtin.*; expected a list of JSON"),
-        (
-            {"ids": MESSAGES, "tools": [TOOL], "template_values": {"tools": []}},
-            ValueError,
-            "template_values has 'tools', which is given, too; expected one of the two",
-        ),
-    ):
+        ({"ids": MESSAGES, "tools": [TOOL], "template_values": {"tools": []}}, ValueError,
+            "template_values has 'tools', which is given, too; expected one of the two"),
+    ):  # fmt: skip
         with pytest.raises(error, match=rf"^generate\(\): {message}"):
             model.generate(**given)
 
@@ -283,9 +232,8 @@ def test_reasoning_goes_by_the_name_that_the_template_has(folder, tmp_path):
 
 def test_tools_need_a_template_that_writes_them(folder, tmp_path):
     model, _ = told(folder, tmp_path, "")
-    (tmp_path / "model" / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(source)
     for call in (model.conversation_ids, model.generate):
         with pytest.raises(ValueError, match=r"tools are given, and the chat template of .* writes none"):
             call(MESSAGES, tools=[TOOL])

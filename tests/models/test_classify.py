@@ -43,10 +43,7 @@ def write(folder, kind="bert", task="SequenceClassification", labels=1, types=2,
     for name, n_out in heads.items():
         weights[f"{name}.weight"] = 0.3 * RNG.standard_normal((n_out, 24), np.float32)
         weights[f"{name}.bias"] = 0.3 * RNG.standard_normal(n_out, np.float32)
-    stored = {
-        name if name.startswith("classifier") else f"{base}.{name}": weight
-        for name, weight in weights.items()
-    }
+    stored = {name if name.startswith("classifier") else f"{base}.{name}": x for name, x in weights.items()}
     tiny.write(folder, base, stored, **changes, model_type=kind)
     write_tokenizer(folder)
     return weights
@@ -108,9 +105,7 @@ def test_max_seq_length_is_that_of_pairs(tmp_path):
     with pytest.raises(ValueError, match=r"^CrossEncoder\(\): max_seq_length is 3; expected 4 to"):
         model.max_seq_length = 3  # the special tokens of a pair
     for name in ("labels", "activation", "no_such_field"):
-        with pytest.raises(
-            AttributeError, match=rf"^CrossEncoder.{name} cannot be set: .* max_seq_length can"
-        ):
+        with pytest.raises(AttributeError, match=rf"^CrossEncoder.{name} cannot be set: .* max_seq_length c"):
             setattr(model, name, None)
 
 
@@ -267,9 +262,8 @@ def test_rank(tmp_path):
 
 def test_prompts(tmp_path):
     write(tmp_path)
-    write_settings(
-        tmp_path, prompts={"rank": "the dog "}, default_prompt_name="rank", model_type="CrossEncoder"
-    )
+    settings = {"default_prompt_name": "rank", "model_type": "CrossEncoder"}
+    write_settings(tmp_path, prompts={"rank": "the dog "}, **settings)
     model = models.load(tmp_path)
     plain = model.predict(PAIRS, prompt="")
     expected = model.predict([("the dog " + first, second) for first, second in PAIRS], prompt="")
@@ -310,15 +304,15 @@ def test_activations_of_the_folder(name, tmp_path, implementation):
     write(tmp_path, labels=2)
     logits = models.load(tmp_path).predict(PAIRS)
     expected = FUNCTIONS[name](logits.astype(np.float64))
-    change_config(tmp_path, sbert_ce_default_activation_function=name)
-    np.testing.assert_allclose(models.load(tmp_path).predict(PAIRS), expected, rtol=1e-6, atol=1e-6)
-    change_config(
-        tmp_path, sentence_transformers={"activation_fn": name}, sbert_ce_default_activation_function="x"
-    )
-    np.testing.assert_allclose(models.load(tmp_path).predict(PAIRS), expected, rtol=1e-6, atol=1e-6)
-    change_config(tmp_path, sentence_transformers={"activation_fn": "x"})
-    write_settings(tmp_path, activation_fn=name)
-    np.testing.assert_allclose(models.load(tmp_path).predict(PAIRS), expected, rtol=1e-6, atol=1e-6)
+    old, inner = {"sbert_ce_default_activation_function": name}, {"activation_fn": name}
+    for config, own in (
+        (old, {}),
+        ({"sentence_transformers": inner, "sbert_ce_default_activation_function": "x"}, {}),
+        ({"sentence_transformers": {"activation_fn": "x"}}, inner),
+    ):
+        change_config(tmp_path, **config)
+        write_settings(tmp_path, **own)
+        np.testing.assert_allclose(models.load(tmp_path).predict(PAIRS), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_an_activation_of_the_caller(tmp_path):
@@ -326,9 +320,7 @@ def test_an_activation_of_the_caller(tmp_path):
     model = models.load(tmp_path)
     logits = model.predict(PAIRS)
     np.testing.assert_array_equal(model.predict(PAIRS, activation_fn=np.square), logits**2)
-    with pytest.raises(
-        ValueError, match=r"predict\(\): activation_fn returned float32 of shape \(5,\); expected f"
-    ):
+    with pytest.raises(ValueError, match=r"predict\(\): activation_fn returned float32 of shape \(5,\); exp"):
         model.predict(PAIRS, activation_fn=lambda x: x[:, 0])
 
 
@@ -364,9 +356,7 @@ def test_what_a_folder_becomes(tmp_path):
         change_config(tmp_path, architectures=architectures)
         assert isinstance(models.load(tmp_path), Encoder)
     write_settings(tmp_path, model_type="CrossEncoder")
-    refused(
-        tmp_path, "'architectures' is []", "is one of a CrossEncoder; expected one that ends with ForSequence"
-    )
+    refused(tmp_path, "'architectures' is []", "is one of a CrossEncoder; expected one that ends with For")
 
 
 def test_labels(tmp_path):
@@ -394,9 +384,7 @@ def test_heads_that_do_not_fit(tmp_path):
         refused(tmp_path, "model.safetensors", *parts)
     write(tmp_path)
     write_settings(tmp_path, activation_fn="my.Function")
-    refused(
-        tmp_path, "config_sentence_transformers.json: 'activation_fn' is 'my.Function'; expected one of Ident"
-    )
+    refused(tmp_path, "config_sentence_transformers.json: 'activation_fn' is 'my.Function'; expected one of")
 
 
 WRONG = [
@@ -411,11 +399,8 @@ WRONG = [
     ({"inputs": [()]}, ValueError, r"inputs\[0\] has 0 texts"),
     ({"inputs": [("a", "\ud800")]}, ValueError, r"half of a surrogate pair; expected whole"),
     ({"batch_size": 0}, ValueError, r"predict\(\): batch_size is 0; expected at least 1"),
-    ({"show_progress_bar": 3}, TypeError, r"show_progress_bar is 3"),
     ({"activation_fn": "sigmoid"}, TypeError, r"activation_fn is 'sigmoid'; expected a function"),
     ({"apply_softmax": "yes"}, TypeError, r"apply_softmax is 'yes'"),
-    ({"prompt": 3}, TypeError, r"predict\(\): prompt is 3; expected a string"),
-    ({"prompt_name": "other"}, ValueError, r"prompt_name is 'other'; expected one of"),
 ]
 
 
@@ -436,15 +421,13 @@ def test_wrong_arguments_of_rank(tmp_path):
         ({"documents": {"a", "b"}}, TypeError, r"rank\(\): documents is of type set"),
         ({"documents": [3]}, TypeError, r"rank\(\): documents\[0\] is 3; expected a string"),
         ({"top_k": 0}, ValueError, r"rank\(\): top_k is 0; expected at least 1"),
-        ({"prompt": 3}, TypeError, r"^rank\(\): prompt is 3; expected a string"),
-        ({"batch_size": 0}, ValueError, r"^rank\(\): batch_size is 0"),
         ({"activation_fn": "sigmoid"}, TypeError, r"^rank\(\): activation_fn is 'sigmoid'; expected a func"),
         ({"return_documents": 2}, TypeError, r"rank\(\): return_documents is 2"),
     ):
         with pytest.raises(error, match=message):
             model.rank(**{"query": "a", "documents": ["b"], **changes})
     write(tmp_path, labels=2)
-    with pytest.raises(ValueError, match=r"rank\(\): the model has 2 labels; expected one, or predict"):
+    with pytest.raises(ValueError, match=r"rank\(\): the model has 2 labels; expected one: use predict"):
         models.load(tmp_path).rank("a", ["b"])
 
 
@@ -452,8 +435,6 @@ def test_types_that_the_model_does_not_have(tmp_path):
     write(tmp_path, types=3)
     text = (tmp_path / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text.replace('"type_id": 1', '"type_id": 3'))
-    refused_types = (
-        r"tokenizer.json gives a token the type 3; expected one of the model's 3, which begin with 0"
-    )
-    with pytest.raises(models.ModelError, match=refused_types):
+    message = r"tokenizer.json gives a token the type 3; expected one of the model's 3, which begin with 0"
+    with pytest.raises(models.ModelError, match=message):
         models.load(tmp_path).predict(PAIRS)

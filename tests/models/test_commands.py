@@ -1,8 +1,9 @@
-"""`python -m fastattn embed` and `generate`, each in a process of its own."""
+"""`python -m fastattn embed`, `rerank`, `predict`, `generate` and `chat`."""
 
 import csv
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,35 +12,32 @@ from itertools import islice
 
 import numpy as np
 import pytest
+import tiny_models as tiny
 from implementations import COMPILED, child_environment
+from model_folders import write_reranker
 from tiny_routes import write_router
-from tiny_tokenizers import TEXTS
+from tiny_tokenizers import TEXTS, write_tokenizer
 
 import fastattn
 from fastattn import _cli_models, models
 from fastattn.__main__ import main
 from fastattn._cli_models import Texts
 
-
-def environment():
-    """The environment of a child that does not warn of the fallback where nothing was compiled."""
-    return child_environment() if COMPILED else child_environment(FASTATTN_BACKEND="numpy")
+ENVIRONMENT = child_environment() if COMPILED else child_environment(FASTATTN_BACKEND="numpy")
 
 
 def run(*arguments, stdin="", status=0, **variables):
-    """`python -m fastattn` with `arguments` and environment `variables`; its standard output."""
+    """`python -m fastattn` with `arguments` and environment `variables`; its standard output, or error."""
     command = [sys.executable, "-W", "error", "-m", "fastattn", *map(str, arguments)]
-    done = subprocess.run(
-        command,
-        input=stdin.encode(),
-        capture_output=True,
-        env=environment() | variables,
-        timeout=120,
-        check=False,
-    )
+    how = {"capture_output": True, "env": ENVIRONMENT | variables, "timeout": 120, "check": False}
+    done = subprocess.run(command, input=stdin.encode(), **how)
     assert done.returncode == status, done.stderr.decode()
     assert b"Traceback" not in done.stderr
     return done.stdout.decode() if status == 0 else done.stderr.decode()
+
+
+def rows(printed):
+    return [json.loads(line) for line in printed.splitlines()]
 
 
 def test_the_command_embed(encoder, tmp_path):
@@ -47,29 +45,25 @@ def test_the_command_embed(encoder, tmp_path):
     lines = tmp_path / "lines.txt"
     lines.write_bytes("\n".join(TEXTS).encode() + b"\n")
     printed = run("embed", "--model", encoder, lines)
-    vectors = [json.loads(line) for line in printed.splitlines()]
-    np.testing.assert_array_equal(np.array(vectors, np.float32), expected)
+    np.testing.assert_array_equal(np.array(rows(printed), np.float32), expected)
     assert run("embed", "--model", encoder, stdin="\r\n".join(TEXTS) + "\n") == printed
     assert run("embed", "--model", encoder, lines, "--output", tmp_path / "out.jsonl") == ""
     assert (tmp_path / "out.jsonl").read_text() == printed
     run("embed", "--model", encoder, "--output", tmp_path / "out.npy", stdin="\n".join(TEXTS))
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
-    options = ["--normalize", "--batch-size", 2, "--weights-dtype", "bfloat16", "--truncate-dim", 9]
-    run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", *options)
-    model = models.load(encoder, weights_dtype="bfloat16")
-    wanted = model.encode(TEXTS, normalize_embeddings=True, truncate_dim=9)
-    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted)
-    options = ["--weights-dtype", "int4", "--activations", "int8", "--precision", "ubinary"]
-    run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", *options)
-    model = models.load(encoder, weights_dtype="int4", activations="int8")
-    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), model.encode(TEXTS, precision="ubinary"))
+    for options, loaded, given in (
+        (["--normalize", "--batch-size", 2, "--weights-dtype", "bfloat16", "--truncate-dim", 9],
+            {"weights_dtype": "bfloat16"}, {"normalize_embeddings": True, "truncate_dim": 9}),
+        (["--weights-dtype", "int4", "--activations", "int8", "--precision", "ubinary"],
+            {"weights_dtype": "int4", "activations": "int8"}, {"precision": "ubinary"}),
+        (["--dtype", "float64", "--prompt", "the "], {"dtype": "float64"}, {"prompt": "the "}),
+    ):  # fmt: skip
+        run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", *options)
+        wanted, got = models.load(encoder, **loaded).encode(TEXTS, **given), np.load(tmp_path / "out.npy")
+        np.testing.assert_array_equal(got, wanted)
+        assert got.dtype == wanted.dtype
     said = run("embed", "--model", encoder, lines, "--activations", "int8", status=1)
     assert "activations is 'int8' for weights in float32" in said
-    options = ["--dtype", "float64", "--prompt", "the "]
-    run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", *options)
-    wanted = models.load(encoder, dtype="float64").encode(TEXTS, prompt="the ")
-    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted)
-    assert np.load(tmp_path / "out.npy").dtype == np.float64
     assert run("embed", "--model", encoder, stdin="") == ""
     run("embed", "--model", encoder, "--output", tmp_path / "out.npy", stdin="")
     assert np.load(tmp_path / "out.npy").shape == (0, 24)
@@ -80,7 +74,7 @@ def test_the_command_embed_takes_a_task(tmp_path):
     write_router(tmp_path)
     for options in ((), ("--task", "query")):
         printed = run("embed", "--model", tmp_path, *options, stdin="\n".join(TEXTS))
-        vectors = np.array([json.loads(line) for line in printed.splitlines()], np.float32)
+        vectors = np.array(rows(printed), np.float32)
         expected = models.load(tmp_path).encode(TEXTS, task=options[1] if options else None)
         np.testing.assert_array_equal(vectors, expected)
     said = run("embed", "--model", tmp_path, "--task", "no", status=1)
@@ -165,7 +159,7 @@ def test_the_command_embed_writes_while_it_reads(encoder):
         child.stdin.write(lines[0])
         child.stdin.close()
 
-    with subprocess.Popen(command, env=environment(), **pipes) as child:
+    with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as child:
         writer, too_late = threading.Thread(target=write, daemon=True), threading.Timer(120, child.kill)
         writer.start()
         too_late.start()
@@ -179,31 +173,26 @@ def test_the_command_embed_writes_while_it_reads(encoder):
 
 
 def test_the_command_embed_refuses(encoder, writer, tmp_path):
-    wrong = run("embed", "--model", writer, status=1)
-    assert "holds a Decoder (gpt2); expected an Encoder. The command generate" in wrong
-    assert run("embed", "--model", tmp_path / "nowhere", status=1).startswith("error: ")
-    wrong = run("embed", "--model", encoder, "the cat sat", status=1)
-    assert "FILE 'the cat sat' is not there; expected a file of texts" in wrong
-    assert "a text itself comes by the standard input: echo TEXT | " in wrong
-    wrong = run("embed", "--model", encoder, "--normalise", "lines.txt", status=2)
-    assert wrong.startswith("usage: python -m fastattn embed ")
-    assert wrong.endswith("error: not known: --normalise\n")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
-    assert "latin.txt is not UTF-8 in line 1" in run(
-        "embed", "--model", encoder, tmp_path / "latin.txt", status=1
-    )
-    lines = b"\n".join([b"the cat"] * 50 + [b"caf\xe9"])
-    (tmp_path / "latin.txt").write_bytes(lines)
-    output = tmp_path / "out.jsonl"
-    wrong = run("embed", "--model", encoder, tmp_path / "latin.txt", "--output", output, status=1)
-    assert "latin.txt is not UTF-8 in line 51" in wrong
+    latin, output = tmp_path / "latin.txt", tmp_path / "out.jsonl"
+    latin.write_bytes(b"\n".join([b"the cat"] * 50 + [b"caf\xe9"]))
+    (tmp_path / "x.jsonl").write_text('{"text": "the cat"}\n')
+    for folder, options, status, said in (
+        (writer, [], 1, "holds a Decoder (gpt2); expected a model of the class Encoder. The commands g"),
+        (tmp_path / "nowhere", [], 1, "error: "),
+        (encoder, ["the cat sat"], 1, "FILE 'the cat sat' does not exist; expected a file of texts"),
+        (encoder, ["the cat sat"], 1, "(for a text itself, use standard input: echo TEXT | "),
+        (encoder, ["--normalise", "lines.txt"], 2, "usage: python -m fastattn embed "),
+        (encoder, ["--normalise", "lines.txt"], 2, "error: not known: --normalise\n"),
+        (encoder, [latin, "--output", output], 1, "latin.txt is not UTF-8 in line 51"),
+        (encoder, ["--output", "out.txt"], 2, "ends in one of .npy, .jsonl, .parquet"),
+        (encoder, ["--output", tmp_path / "no" / "out.npy"], 2, "its folder does not exist"),
+        (encoder, [tmp_path / "x.jsonl", "--output", tmp_path / "x.jsonl"], 1, "x.jsonl' is written by --o"),
+        (encoder, [latin, "--column", "a"], 1, "--column is 'a' for a file '.txt', which is lines of text"),
+        (encoder, ["--column", "text"], 1, "for the standard input"),
+    ):  # fmt: skip
+        assert said in run("embed", "--model", folder, *options, status=status)
     assert not list(tmp_path.glob("out*"))  # a file is looked through before anything is computed
-    assert "ends in one of .npy, .jsonl, .parquet" in run(
-        "embed", "--model", encoder, "--output", "out.txt", status=2
-    )
-    assert "its folder does not exist" in run(
-        "embed", "--model", encoder, "--output", tmp_path / "no" / "out.npy", status=2
-    )
+    assert (tmp_path / "x.jsonl").read_text() == '{"text": "the cat"}\n'
 
 
 @pytest.mark.parametrize(
@@ -212,11 +201,7 @@ def test_the_command_embed_refuses(encoder, writer, tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "a.jsonl, row 2: 3 is no text; expected a string"),
         ("a.jsonl", b'{"text": "x"}\n{\n', "a.jsonl, row 2: "),
         ("a.jsonl", b'["x"]\n', "a.jsonl, row 1: ['x'] has no 'text'; expected it"),
-        (
-            "a.jsonl",
-            b'{"text": "\\ud800"}\n',
-            "a.jsonl, row 1: the text has '\\ud800', half of a surrogate pair; exp",
-        ),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "row 1: the text has '\\ud800', half of a surrogate pair; exp"),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl is not UTF-8 in row 1"),
         ("a.csv", b"id,body\n1,x\n", "a.csv: column 'text' is not there; expected one of 'id', 'body'"),
         ("a.csv", b"id,text\n1,x\n2\n", "a.csv, row 2: 1 fields; expected 2, as in the first line"),
@@ -226,20 +211,21 @@ def test_the_command_embed_refuses(encoder, writer, tmp_path):
         ("a.parquet", b"PAR1", "a.parquet, row 1: "),
     ],
 )
-def test_files_that_the_command_embed_refuses(name, data, message, encoder, tmp_path):
+def test_files_that_are_refused(name, data, message, tmp_path):
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow.parquet")
     (tmp_path / name).write_bytes(data)
-    assert message in run(
-        "embed", "--model", encoder, tmp_path / name, "--output", tmp_path / "o.npy", status=1
-    )
-    assert not list(tmp_path.glob("o.npy*"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        list(Texts(tmp_path / name, None))
 
 
-def test_a_csv_may_have_a_bom_before_quoted_names(tmp_path):
+def test_a_file_may_have_a_bom_and_empty_lines(tmp_path):
     (tmp_path / "a.csv").write_text('"text","of ""whom"""\nthe cat,"a\nb"\n', encoding="utf-8-sig")
     assert list(Texts(tmp_path / "a.csv", None)) == ["the cat"]
     assert list(Texts(tmp_path / "a.csv", 'of "whom"')) == ["a\nb"]
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (tmp_path / "a.jsonl").write_text("\n".join([lines[0], "", *lines[1:], " ", ""]), encoding="utf-8-sig")
+    assert list(Texts(tmp_path / "a.jsonl", None)) == TEXTS
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -258,30 +244,6 @@ def test_the_version():
     assert run("--version") == f"fastattn {fastattn.__version__}\n"
 
 
-def test_a_file_of_lines_of_json_may_have_a_bom_and_empty_lines(encoder, tmp_path):
-    rows = [json.dumps({"text": text}) for text in TEXTS]
-    (tmp_path / "a.jsonl").write_text("\n".join([rows[0], "", *rows[1:], " ", ""]), encoding="utf-8-sig")
-    run("embed", "--model", encoder, tmp_path / "a.jsonl", "--output", tmp_path / "o.npy")
-    np.testing.assert_array_equal(np.load(tmp_path / "o.npy"), models.load(encoder).encode(TEXTS))
-
-
-def test_the_command_embed_does_not_overwrite_its_input(encoder, tmp_path):
-    file = tmp_path / "x.jsonl"
-    file.write_text('{"text": "the cat"}\n')
-    said = run("embed", "--model", encoder, file, "--output", file, status=1)
-    assert f"FILE '{file}' is written by --output; expected another file" in said
-    assert file.read_text() == '{"text": "the cat"}\n'
-
-
-def test_a_column_of_lines(encoder, tmp_path):
-    (tmp_path / "a.txt").write_text("the cat\n")
-    wrong = run("embed", "--model", encoder, tmp_path / "a.txt", "--column", "text", status=1)
-    assert (
-        "--column is 'text' for a file '.txt', which is lines of text; expected it for .jsonl, .csv" in wrong
-    )
-    assert "for the standard input" in run("embed", "--model", encoder, "--column", "text", status=1)
-
-
 def test_the_command_generate(writer):
     model = models.load(writer)
     prompt = model.text.encode(["Once, a café"])[0]
@@ -293,11 +255,8 @@ def test_the_command_generate(writer):
                   "--top-k", 50, "--top-p", 0.95, "--seed", 3)  # fmt: skip
     assert printed == expected + "\n"
     assert len(printed) > 10
-    greedy = run("generate", "--model", writer, "Once", "--max-new-tokens", 5)
-    assert greedy == run("generate", "--model", writer, "Once", "--max-new-tokens", 5)
-    assert greedy == run(
-        "generate", "--model", writer, "Once", "--max-new-tokens", 5, "--speculate", "lookup"
-    )
+    short = "generate", "--model", writer, "Once", "--max-new-tokens", 5
+    assert run(*short) == run(*short) == run(*short, "--speculate", "lookup")
     assert run("generate", "--model", writer, "Once", "--max-new-tokens", 0) == "\n"
 
 
@@ -307,9 +266,8 @@ def talker(writer, tmp_path):
     folder = tmp_path / "talker"
     shutil.copytree(writer, folder)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
-    (folder / "generation_config.json").write_text(
-        json.dumps({"do_sample": True, "top_p": 0.9, "temperature": 0.8})
-    )
+    usual = {"do_sample": True, "top_p": 0.9, "temperature": 0.8}
+    (folder / "generation_config.json").write_text(json.dumps(usual))
     return folder
 
 
@@ -348,9 +306,8 @@ def test_chat_goes_on_with_a_file(talker, tmp_path):
 
 def test_chat_takes_any_bytes(talker):
     command = [sys.executable, "-m", "fastattn", "chat", str(talker), "--max-new-tokens", "2"]
-    done = subprocess.run(
-        command, input=b"Hi\xff\nAnd?\n", capture_output=True, env=environment(), check=True
-    )
+    how = {"capture_output": True, "env": ENVIRONMENT, "check": True}
+    done = subprocess.run(command, input=b"Hi\xff\nAnd?\n", **how)
     assert done.stdout.count(b"\n") >= 2
     assert not done.stderr
 
@@ -365,20 +322,19 @@ def test_the_command_generate_replaces_what_cannot_be_shown(writer):
 
 
 def test_the_command_generate_refuses(encoder, writer, tmp_path):
-    assert "expected a decoder" in run("generate", "--model", encoder, "the", status=1)
-    assert "PROMPT has no token" in run("generate", "--model", writer, "", status=1)
-    wrong = run("generate", "--model", writer, "--tempreature", 0.8, "Once", status=2)
-    assert wrong.startswith("usage: python -m fastattn generate ")
-    assert wrong.endswith("error: not known: --tempreature\n")
-    wrong = run("generate", "--model", writer, "Once", "--max-new-tokens", 5, "--top-k", 3, status=1)
-    assert "top_k is 3 and temperature 0" in wrong
-    help_text = run("generate", "--help")
-    assert "needs --temperature" in help_text
-    too_long = run("generate", "--model", writer, "Once", "--max-new-tokens", 61, status=1)
-    assert "max_new_tokens is 61 after a prompt of 4 tokens; expected at most 64 together" in too_long
-    wrong = ["--max-new-tokens", 5, "--temperature", -1]
-    assert "temperature is -1.0" in run("generate", "--model", writer, "Once", *wrong, status=1)
-    assert run("generate", "--model", tmp_path / "nowhere", "Once", status=1).startswith("error: ")
+    short = "Once", "--max-new-tokens", 5
+    for folder, options, status, said in (
+        (encoder, ["the"], 1, "expected a model of the class Decoder. The command embed takes it"),
+        (writer, [""], 1, "PROMPT has no token"),
+        (writer, ["--tempreature", 0.8, "Once"], 2, "usage: python -m fastattn generate "),
+        (writer, ["--tempreature", 0.8, "Once"], 2, "error: not known: --tempreature\n"),
+        (writer, [*short, "--top-k", 3], 1, "top_k is 3 and temperature 0"),
+        (writer, [*short[:2], 61], 1, "max_new_tokens is 61 after a prompt of 4 tokens; expected at most 64"),
+        (writer, [*short, "--temperature", -1], 1, "temperature is -1.0"),
+        (tmp_path / "nowhere", ["Once"], 1, "error: "),
+    ):
+        assert said in run("generate", "--model", folder, *options, status=status)
+    assert "needs --temperature" in run("generate", "--help")
 
 
 def test_the_command_line_alone_lists_its_commands():
@@ -388,7 +344,57 @@ def test_the_command_line_alone_lists_its_commands():
 
 def test_the_command_line_survives_a_closed_pipe(writer):
     command = f"{sys.executable} -m fastattn generate --model {writer} Once --max-new-tokens 60 | head -c 1"
-    done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, env=environment(), timeout=120, check=True
-    )
-    assert done.stderr == b""
+    how = {"capture_output": True, "env": ENVIRONMENT, "timeout": 120, "check": True}
+    assert subprocess.run(["bash", "-c", command], **how).stderr == b""
+
+
+def write_scorer(folder, labels=1):
+    write_reranker(folder, [f"kind {i}" for i in range(labels)])
+    return models.load(folder)
+
+
+def test_the_command_rerank(tmp_path):
+    model, lines = write_scorer(tmp_path), "".join(f"{text}\n" for text in TEXTS)
+    expected = model.rank("the cat", TEXTS, return_documents=True)
+    assert rows(run("rerank", "--model", tmp_path, "the cat", stdin=lines)) == expected
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
+    told = ("--column", "body", "--top-k", 2, "--prompt", "a dog ", "--batch-size", 1)
+    expected = model.rank("the cat", TEXTS, 2, return_documents=True, prompt="a dog ")
+    assert rows(run("rerank", "--model", tmp_path, "the cat", file, *told)) == expected
+    assert run("rerank", "--model", tmp_path, "the cat") == ""
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_the_command_predict(labels, tmp_path):
+    model, lines = write_scorer(tmp_path, labels), "".join(f"{text}\n" for text in TEXTS)
+    names = [f"kind {i}" for i in range(labels)]
+    expected = model.predict([(text,) for text in TEXTS]).reshape(5, labels).tolist()
+    got = rows(run("predict", "--model", tmp_path, stdin=lines))
+    assert got == [{"labels": names, "scores": row} for row in expected]
+    file = tmp_path / "pairs.csv"
+    pairs = list(zip(TEXTS, TEXTS[::-1], strict=True))
+    file.write_text("".join(f"{a},{b}\n" for a, b in (("text", "other"), *pairs)))
+    expected = model.predict(pairs, prompt="a dog ").reshape(5, labels).tolist()
+    got = rows(run("predict", "--model", tmp_path, file, "--pair", "other", "--prompt", "a dog "))
+    assert [row["scores"] for row in got] == expected
+
+
+def test_what_the_commands_refuse(tmp_path):
+    write_scorer(tmp_path / "three", 3)
+    write_scorer(tmp_path / "one")
+    tiny.write(tmp_path / "plain", "bert")
+    write_tokenizer(tmp_path / "plain")
+    for command, folder, options, said in (
+        ("rerank", "plain", ["a"], "holds an Encoder (bert); expected a model of the class CrossEncoder"),
+        ("predict", "plain", [], "holds an Encoder (bert); expected a model of the class CrossEncoder"),
+        ("rerank", "three", ["a"], "the model has 3 labels"),
+        ("predict", "one", ["--pair", "b"], "--pair is 'b' for the standard input"),
+        (
+            "embed",
+            "one",
+            [],
+            "expected a model of the class Encoder. The commands rerank and predict take it",
+        ),
+    ):
+        assert said in run(command, "--model", tmp_path / folder, *options, stdin="a\n", status=1)

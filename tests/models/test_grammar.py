@@ -109,9 +109,9 @@ def test_an_answer_that_is_cut_says_so(model):
 @pytest.mark.parametrize(
     ("grammar", "error", "message"),
     [
-        ({"type": "nothing"}, ValueError, "grammar is not sound: .*nothing"),
-        ("start: [", ValueError, "grammar is not sound: "),
-        (json.dumps(PERSON), ValueError, "grammar is JSON in a text; expected a schema as a mapping"),
+        ({"type": "nothing"}, ValueError, "grammar is invalid: .*nothing"),
+        ("start: [", ValueError, "grammar is invalid: "),
+        (json.dumps(PERSON), ValueError, "grammar is a string of JSON; expected the schema"),
         (3, TypeError, "grammar is of type int; expected a JSON schema"),
         ([PERSON], TypeError, "grammar is of type list"),
     ],

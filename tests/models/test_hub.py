@@ -137,15 +137,9 @@ def test_adapters_lie_in_folders(run, hub, tmp_path_factory):
     ("arguments", "expected"),
     [
         (["tiny/blocks"], "tiny/blocks has no config.json; there is a.gguf, b.gguf; gguf_file= takes a GGUF"),
-        (
-            ["tiny/blocks", "--gguf-file", "c.gguf"],
-            "tiny/blocks has no c.gguf; there is a.gguf, b.gguf; gguf",
-        ),
+        (["tiny/blocks", "--gguf-file", "c.gguf"], "tiny/blocks has no c.gguf; there is a.gguf, b.gguf; g"),
         (["tiny/old"], "tiny/old has no model.safetensors; there is pytorch_model.bin"),
-        (
-            ["tiny/none"],
-            "tiny/none is no folder here, and cannot be fetched: .* Repository Not Found for url: ",
-        ),
+        (["tiny/none"], "tiny/none is no folder here, and cannot .*: .* Repository Not Found for url: "),
         (["tiny/bert", "--revision", "v2"], "tiny/bert is no .* fetched: .* Revision Not Found for url: "),
         (["tiny/bert", "--gguf-file", "x.bin"], "gguf_file is 'x.bin'; expected a name that ends with .gguf"),
     ],
@@ -166,9 +160,8 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
         raise library.ConnectError("Connection refused")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
-    with pytest.raises(
-        ModelError, match=r"^a/b is no folder here, and cannot be fetched: Connection refused$"
-    ):
+    message = r"^a/b is no folder here, and cannot be fetched: Connection refused$"
+    with pytest.raises(ModelError, match=message):
         place_of("a/b", gguf_file="x.gguf")
 
 
@@ -182,13 +175,9 @@ def test_offline_without_the_files(run, hub):
 
 
 def test_without_the_package_the_error_says_what_to_install(run):
-    code = (
-        "import sys; sys.modules['huggingface_hub'] = None; from fastattn import models; models.load('a/b')"
-    )
+    code = "import sys; sys.modules['huggingface_hub'] = None; import fastattn; fastattn.models.load('a/b')"
     said = run("-c", code, status=1)
-    assert (
-        "ImportError: a/b is no folder here; as a name of the Hub, models need huggingface_hub: pip" in said
-    )
+    assert "a/b is no folder here; as a name of the Hub, models need huggingface_hub: pip" in said
 
 
 def test_paths_are_paths(tmp_path, monkeypatch):
@@ -202,13 +191,18 @@ def test_paths_are_paths(tmp_path, monkeypatch):
     for path in ("nowhere", "./tiny/none", "tiny/none/x", "../none", tmp_path / "x", "~/none"):
         with pytest.raises(ModelError, match=r"is no folder; expected one with config.json"):
             models.load(path)
-    with pytest.raises(ModelError, match=r"x.gguf does not exist"):
-        models.load("tiny/x.gguf")
-    with pytest.raises(ModelError, match=r"x.gguf does not exist"):
-        models.load("tiny/bert", gguf_file="x.gguf")
-    with pytest.raises(ValueError, match=r"^load\(\): revision is given for the path tiny/bert; expected it"):
-        models.load("tiny/bert", revision="main")
-    with pytest.raises(TypeError, match=r"^load\(\): gguf_file is of type int; expected a string"):
-        models.load("tiny/none", gguf_file=3)
+    for name, given, error, message in (
+        ("tiny/x.gguf", {}, ModelError, "x.gguf does not exist"),
+        ("tiny/bert", {"gguf_file": "x.gguf"}, ModelError, "x.gguf does not exist"),
+        (
+            "tiny/bert",
+            {"revision": "main"},
+            ValueError,
+            r"^load\(\): revision is given for the path",
+        ),
+        ("tiny/none", {"gguf_file": 3}, TypeError, r"^load\(\): gguf_file is of type int; expected a string"),
+    ):
+        with pytest.raises(error, match=message):
+            models.load(name, **given)
     with pytest.raises(ImportError, match="tiny/none is no folder here"):
         place_of("tiny/none")

@@ -2,13 +2,11 @@
 
 import json
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tiny_models as tiny
-from implementations import child_environment, each_isa, forced
+from implementations import each_isa, forced
 from model_folders import change_config, refused, write_settings
 from safetensors.numpy import save_file
 from tiny_tokenizers import write_byte_tokenizer
@@ -142,16 +140,6 @@ def test_forms_of_templates(tmp_path):
         np.testing.assert_array_equal(got, expected)
 
 
-def test_what_a_template_may_call(tmp_path):
-    source = """{% for m in messages %}{% if m.role == 'skip' %}{% break %}{% endif -%}
-    {{ m | tojson }}{% endfor %}{{ strftime_now('%%') }}{{ unk_token is defined }}{{ tools is none }}"""
-    write(tmp_path, template=source)
-    template = models.load(tmp_path).template
-    first, second = ({"role": r, "content": x} for r, x in (("query", "<é>"), ("document", "b")))
-    expected = json.dumps(first, ensure_ascii=False) + json.dumps(second) + "%FalseTrue"
-    assert template.render("", ("<é>", "b")) == expected
-
-
 def test_without_messages_the_tokenizer_takes_both_texts(tmp_path):
     for modalities in ({"text": LOGITS}, None):
         write(tmp_path, template=None, transformer={"modality_config": modalities})
@@ -247,9 +235,8 @@ def test_templates_that_fail(template, message, tmp_path):
 def test_a_template_that_fails_later(tmp_path):
     refusing = "{% if messages[0].content == 'b' %}{{ raise_exception('not b') }}{% endif %}"
     write(tmp_path, template=refusing + TEMPLATE)
-    model = models.load(tmp_path)
     with pytest.raises(models.ModelError, match=r"chat_template\.jinja: the chat template fails, .*: not b;"):
-        model.predict([("a", "b"), ("b", "a")])
+        models.load(tmp_path).predict([("a", "b"), ("b", "a")])
 
 
 def test_templates_that_are_not_there(tmp_path):
@@ -265,23 +252,20 @@ def test_templates_that_are_not_there(tmp_path):
     refused(tmp_path, "'format' is 'other'; expected one of flat, structured, auto")
 
 
-CHILD = """
+def test_without_jinja(tmp_path, python, monkeypatch):
+    write(tmp_path)
+    code = f"""
 import sys
 sys.modules["jinja2"] = None
 from fastattn import models
 try:
-    models.load(sys.argv[1])
+    models.load({str(tmp_path)!r})
 except ImportError as error:
     print(error)
 """
-
-
-def test_without_jinja(tmp_path, monkeypatch):
-    write(tmp_path)
-    command = [sys.executable, "-c", CHILD, str(tmp_path)]
-    run = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=True)
-    assert "chat templates need Jinja: pip install 'jinja2>=3.1.6', or" in run.stdout
-    assert "fastattn with the extra 'rerank'" in run.stdout
+    said = python(code).stdout
+    assert "chat templates need Jinja: pip install 'jinja2>=3.1.6', or" in said
+    assert "fastattn with the extra 'rerank'" in said
     monkeypatch.setattr(_chat, "version", lambda name: "3.1.5")
     _chat._compiled.cache_clear()
     refused(tmp_path, "chat templates need a newer Jinja than 3.1.5", error=ImportError)

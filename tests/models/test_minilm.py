@@ -39,7 +39,7 @@ def test_the_folder_says_to_normalise(model):
     np.testing.assert_allclose(model.encode(example.SENTENCES), unit, rtol=0, atol=1e-6)
 
 
-def test_padding_does_not_reach_a_sentence(model):
+def test_each_sentence_alone(model):
     alone = np.concatenate([pooled(model, [text]) for text in example.SENTENCES])
     np.testing.assert_allclose(alone, EXPECTED, rtol=0, atol=1e-5)
 
@@ -47,15 +47,10 @@ def test_padding_does_not_reach_a_sentence(model):
 @pytest.mark.parametrize(
     ("weights", "activations", "cosine"),
     [
-        ("bfloat16", None, 0.9995),
-        ("int8", None, 0.995),
-        ("int8", "int8", 0.985),
-        ("int4", None, 0.9),
-        ("int4", "int8", 0.9),
-        ("nf4", None, 0.93),
-        ("nf4", "int8", 0.92),
+        ("bfloat16", None, 0.9995), ("int8", None, 0.995), ("int8", "int8", 0.985), ("int4", None, 0.9),
+        ("int4", "int8", 0.9), ("nf4", None, 0.93), ("nf4", "int8", 0.92),
     ],
-)
+)  # fmt: skip
 def test_smaller_weights_stay_close(minilm_folder, weights, activations, cosine):
     model = models.load(minilm_folder, weights_dtype=weights, activations=activations)
     got = model.encode(example.SENTENCES)
@@ -70,14 +65,8 @@ def test_long_texts_are_cut_to_what_the_folder_says(model):
 
 
 def test_the_script_prints_the_matrix(minilm_folder):
-    command = [
-        sys.executable,
-        example.__file__,
-        "--model",
-        str(minilm_folder),
-        "One sentence.",
-        "Another sentence.",
-    ]
+    texts = "One sentence.", "Another sentence."
+    command = [sys.executable, example.__file__, "--model", str(minilm_folder), *texts]
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=child_environment())
     rows = [line.split()[1:3] for line in run.stdout.splitlines()]
     assert rows == [["1.00", rows[0][1]], [rows[0][1], "1.00"]]

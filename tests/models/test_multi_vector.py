@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -164,7 +165,7 @@ def test_forms_of_vectors(tmp_path):
     assert model.similarity([a], []).shape == (1, 0)
     assert model.similarity_pairwise([], []).shape == (0,)
     for n, vectors in ((2, ([a], [np.where(b > 1, np.nan, b)])), (1, ([np.where(a > 1, np.inf, a)], [b]))):
-        with pytest.raises(ValueError, match=f"similarity.*: embeddings{n} has numbers that are not finite"):
+        with pytest.raises(ValueError, match=f"similarity.*: embeddings{n} has values that are not finite"):
             model.similarity(*vectors)
 
 
@@ -172,34 +173,19 @@ def test_forms_of_vectors(tmp_path):
     ("a", "b", "error", "message"),
     [
         (3, [[[1.0]]], TypeError, "embeddings1"),
-        (
-            [[1.0]],
-            [[[1.0]]],
-            ValueError,
-            "embeddings1 has shape (1,); expected (tokens, features) of each text",
-        ),
-        (
-            [[[1.0]]],
-            [[[1.0, 2.0]]],
-            ValueError,
-            "embeddings2 has shape (1, 2); expected (tokens, 1), as others",
-        ),
         (["a"], [[[1.0]]], TypeError, "embeddings1"),
+        ([[1.0]], [[[1.0]]], ValueError, "embeddings1 has shape (1,); expected (tokens, features) of each"),
+        ([[[1.0]]], [[[1.0, 2.0]]], ValueError, "embeddings2 has shape (1, 2); expected (tokens, 1), as oth"),
     ],
 )
 def test_wrong_vectors(a, b, error, message, tmp_path):
     write(tmp_path)
     model = models.load(tmp_path)
     for call in (model.similarity, model.similarity_pairwise):
-        with pytest.raises(error) as raised:
+        with pytest.raises(error, match=re.escape(message)):
             call(a, b)
-        assert message in str(raised.value)
-
-
-def test_pairs_have_to_be_as_many(tmp_path):
-    write(tmp_path)
     with pytest.raises(ValueError, match="embeddings2 is of 2 texts; expected 1, as many as embeddings1"):
-        models.load(tmp_path).similarity_pairwise([[[1.0]]], [[[1.0]], [[1.0]]])
+        model.similarity_pairwise([[[1.0]]], [[[1.0]], [[1.0]]])
 
 
 def test_prompts_and_other_forms(tmp_path):
@@ -235,10 +221,8 @@ def test_vectors_are_scaled_where_asked(tmp_path):
 def test_other_types(dtype, tmp_path):
     write(tmp_path, query_expansion=FIXED)
     near = 1e-5 if dtype == "float64" else 0.1
-    expected, got = (
-        models.load(tmp_path).encode_query(TEXTS),
-        models.load(tmp_path, dtype=dtype).encode_query(TEXTS),
-    )
+    expected = models.load(tmp_path).encode_query(TEXTS)
+    got = models.load(tmp_path, dtype=dtype).encode_query(TEXTS)
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == (np.float64 if dtype == "float64" else np.float32)
         np.testing.assert_allclose(a, b, atol=near)
@@ -257,9 +241,7 @@ def test_a_document_of_skipped_words_has_no_vectors(tmp_path):
 def test_the_folder_names_the_mask(tmp_path):
     write(tmp_path, query_expansion={**FIXED, "token": None})
     model = models.load(tmp_path)
-    with pytest.raises(
-        ModelError, match=r"tokenizer.json has none of '\[MASK\]', '<mask>'; expected a token"
-    ):
+    with pytest.raises(ModelError, match=r"tokenizer.json has none of '\[MASK\]', '<mask>'; expected a to"):
         model.encode_query("a")
     for says in ({"mask_token": {"content": "tree"}}, {"mask_token": None, "eos_token": "tree"}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(says))
@@ -345,11 +327,10 @@ def test_modules_that_do_not_fit(tmp_path):
 def test_wrong_arguments(tmp_path):
     write(tmp_path)
     model = models.load(tmp_path)
-    with pytest.raises(ValueError, match=r"encode\(\): task is 'passage'; expected one of"):
-        model.encode("a", task="passage")
-    with pytest.raises(TypeError, match=r"encode_query\(\)"):
-        model.encode_query("a", truncate_dim=3)
-    with pytest.raises(ValueError, match=r"encode_document\(\): batch_size is 0"):
-        model.encode_document("a", batch_size=0)
-    with pytest.raises(TypeError, match=r"encode\(\): sentences"):
-        model.encode(3)
+    for call, given, error, message in (
+        (model.encode, {"task": "passage"}, ValueError, r"encode\(\): task is 'passage'; expected one of"),
+        (model.encode_query, {"truncate_dim": 3}, TypeError, r"encode_query\(\): truncate_dim"),
+        (model.encode_document, {"batch_size": 0}, ValueError, r"encode_document\(\): batch_size is 0"),
+    ):
+        with pytest.raises(error, match=message):
+            call("a", **given)

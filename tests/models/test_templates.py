@@ -24,6 +24,7 @@ def template(source, **values):
         ("{% generation %}{% set x = 1 %}{% endgeneration %}{{ x is defined }}", "False"),
         ("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}", "query"),
         ("{{ ['<é>'] | tojson }}{{ strftime_now('%%') }}", '["<é>"]%'),
+        ("{{ unk_token is defined }}{{ tools is none }}", "FalseTrue"),
         ("{{ '{:3}'.format(1) }}{{ 'a' | center(3) }}{{ 1.25 | round(1) }}", "  1 a 1.2"),
         ("{% set n = namespace(self=1) %}{% set n.x = dict(a=2) %}{{ n.self }}{{ n.x.a }}", "12"),
     ],
@@ -35,13 +36,11 @@ def test_what_a_template_writes(source, expected):
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ dict.update(messages[0], role='x') }}",
-        "{{ messages[0].update(role='x') }}",
-        "{% set n = namespace() %}{% set n.__call__ = 1 %}",
-        "{% set n = namespace(_x=1) %}",
+        "{{ dict.update(messages[0], role='x') }}", "{{ messages[0].update(role='x') }}",
+        "{% set n = namespace() %}{% set n.__call__ = 1 %}", "{% set n = namespace(_x=1) %}",
         "{{ '{0.__class__.__mro__}'.format(messages) }}",
     ],
-)
+)  # fmt: skip
 def test_what_a_template_may_not_do(source):
     with pytest.raises(ModelError, match=r"^chat_template.jinja: the .* fails, (Security|Undefined)Error"):
         template(source).render("", PAIR)

@@ -54,9 +54,7 @@ def test_settings_of_a_module_count_only_with_modules_json(encoder):
 def test_a_decoder_has_no_attribute_that_can_be_set(writer):
     model = models.load(writer)
     for name in ("max_seq_length", "stop"):
-        with pytest.raises(
-            AttributeError, match=rf"^Decoder.{name} cannot be set: weights change by with_state"
-        ):
+        with pytest.raises(AttributeError, match=rf"^Decoder.{name} cannot be set: weights change by with_s"):
             setattr(model, name, 3)
 
 
@@ -93,12 +91,12 @@ def test_older_names_of_the_settings(name, encoder):
     assert models.load(encoder).max_seq_length == 7
 
 
-def test_settings_of_the_tokenizer(encoder):
-    path = encoder / "sentence_bert_config.json"
-    for key in ("tokenizer_args", "processor_kwargs"):
-        inner = {"model_max_length": 6, "truncation_side": "left", "padding_side": "left"}
-        path.write_text(json.dumps({"max_seq_length": 9, key: inner}))
-        assert models.load(encoder).text.encode(["the cat sat on a mat"]) == [[1, 8, 10, 5, 11, 2]]
+@pytest.mark.parametrize("key", ["tokenizer_args", "processor_kwargs"])
+def test_settings_of_the_tokenizer(key, encoder):
+    inner = {"model_max_length": 6, "truncation_side": "left", "padding_side": "left"}
+    said = json.dumps({"max_seq_length": 9, key: inner})
+    (encoder / "sentence_bert_config.json").write_text(said)
+    assert models.load(encoder).text.encode(["the cat sat on a mat"]) == [[1, 8, 10, 5, 11, 2]]
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "tokenizer.json"])
@@ -116,11 +114,10 @@ def test_the_side_where_texts_are_cut(place, encoder):
 @pytest.mark.parametrize(
     ("key", "value", "text", "ids"),
     [
-        ("do_lower_case", False, "The CAT", [3, 3]),
-        ("strip_accents", False, "the cát", [4, 3]),
+        ("do_lower_case", False, "The CAT", [3, 3]), ("strip_accents", False, "the cát", [4, 3]),
         ("tokenize_chinese_chars", False, "the 日cat", [4, 3]),
     ],
-)
+)  # fmt: skip
 def test_what_is_done_with_letters(key, value, text, ids, encoder):
     """tokenizer_config.json counts, unless the class of the tokenizer does not know such keys."""
     path = encoder / "tokenizer.json"
@@ -200,9 +197,7 @@ def test_a_tokenizer_of_another_model(encoder):
     tiny.write(encoder, "bert", tiny.tensors("bert", {**CONFIGS["bert"], "vocab_size": 6}), vocab_size=6)
     model = models.load(encoder)
     assert model.encode(["the a"]).shape == (1, 24)
-    with pytest.raises(
-        ModelError, match=r"tokenizer.json gives a token the id 8; expected less than 'vocab_"
-    ):
+    with pytest.raises(ModelError, match=r"tokenizer.json gives a token the id 8; expected less than 'vo"):
         model.encode(["the a", "the sat"])
 
 
@@ -225,9 +220,8 @@ def test_a_tokenizer_that_names_what_it_does_not_have(tmp_path):
     write_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     values = json.loads(path.read_text())
-    values["post_processor"]["special_tokens"]["other"] = values["post_processor"]["special_tokens"].pop(
-        "<s>"
-    )
+    special = values["post_processor"]["special_tokens"]
+    special["other"] = special.pop("<s>")
     path.write_text(json.dumps(values))
     with pytest.raises(ModelError, match=r"tokenizer.json (cannot encode a text|is no tokenizer): "):
         models.load(tmp_path).encode(["the cat"])
@@ -243,15 +237,15 @@ def test_threads_may_tokenize_at_once(encoder):
 
 def test_texts_are_strings(encoder):
     encode = models.load(encoder).text.encode
-    with pytest.raises(TypeError, match=r"texts is of type str; expected several, as"):
-        encode("one text")
-    with pytest.raises(TypeError, match=r"texts is of type NoneType; expected several"):
-        encode(None)
-    with pytest.raises(TypeError, match=r"texts\[1\] is 2; expected a string"):
-        encode(["one", 2])
     scalar = SimpleNamespace(as_py=None)  # as pyarrow's
-    with pytest.raises(TypeError, match=r"texts\[0\] is .*; expected a string, as its column's .to_pylist"):
-        encode([scalar])
+    for wrong, message in (
+        ("one text", r"texts is of type str; expected several, as"),
+        (None, r"texts is of type NoneType; expected several"),
+        (["one", 2], r"texts\[1\] is 2; expected a string"),
+        ([scalar], r"texts\[0\] is .*; expected a string, as its column's .to_pylist"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            encode(wrong)
 
 
 class Table:
@@ -288,8 +282,12 @@ def test_several_texts_are_in_order_and_no_table(call, encoder):
     call(encoder, iter(["the cat", "a dog"]))
 
 
-def test_tokenizers_that_are_none(encoder):
+def test_tokenizers_that_are_none(encoder, monkeypatch):
     model = models.load(encoder)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "tokenizers", None)
+        with pytest.raises(ImportError, match=r"models need tokenizers: pip install tokenizers"):
+            model.encode(["one"])
     (encoder / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(ModelError, match=r"tokenizer.json is no tokenizer"):
         model.encode(["one"])
@@ -379,14 +377,16 @@ def test_ids_become_texts(writer):
     assert model.text.decode(batch) == [model.text.tokenizer.decode(row) for row in rows]
     pieces, wanted = (list(model.text.stream(prompts[0], ids)) for ids in (batch[0], rows[0]))
     assert pieces == wanted
-    with pytest.raises(TypeError, match=r"decode\(\): sequences is no list of sequences of ids"):
-        model.text.decode(ids[0])
-    with pytest.raises(ValueError, match=r"decode\(\): sequences is -2; expected -1 to 4294967295"):
-        model.text.decode([[1, -2]])
-    with pytest.raises(TypeError, match=r"stream\(\): prompt is .*Broken.*; expected an integer"):
-        list(model.text.stream([Broken()], []))
-    with pytest.raises(TypeError, match=r"stream\(\): ids has an array of shape \(2,\).*; expected ids"):
-        list(model.text.stream(prompts[0], model.generate(prompts, 8)))
+    stream, decode = model.text.stream, model.text.decode
+    for call, error, message in (
+        (lambda: decode(ids[0]), TypeError, r"decode\(\): sequences is no list of sequences of ids"),
+        (lambda: decode([[1, -2]]), ValueError, r"decode\(\): sequences is -2; expected -1 to 4294967295"),
+        (lambda: list(stream([Broken()], [])), TypeError, r"stream\(\): prompt is .*Broken.*; expected an i"),
+        (lambda: list(stream(prompts[0], model.generate(prompts, 8))), TypeError,
+            r"stream\(\): ids has an array of shape \(2,\).*; expected ids"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_a_words_space_is_kept_between_prompt_and_text(encoder):
@@ -394,10 +394,3 @@ def test_a_words_space_is_kept_between_prompt_and_text(encoder):
     text = models.load(encoder).text
     prompt, ids = text.encode(["the cat", "sat on"])
     assert "".join(text.stream(prompt[:-1], ids[1:-1])) == " sat on"
-
-
-def test_a_missing_library_is_named(encoder, monkeypatch):
-    model = models.load(encoder)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"models need tokenizers: pip install tokenizers"):
-        model.encode(["one"])

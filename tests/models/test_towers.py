@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from safetensors.numpy import save_file
 from tiny_tokenizers import TEXTS, WORDS, write_tokenizer
 
 from fastattn import models
-from fastattn.__main__ import main
 from fastattn.models import _encode_calls
 
 RNG = np.random.default_rng(2)
@@ -38,21 +36,15 @@ def close(got, expected, bound=1e-5):
     assert np.abs(got - expected).max() <= bound * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("end", [2, 59, 50])
-def test_texts_of_clip(end, tmp_path, implementation):
-    """The vector is that of the token that ends a text: of old files the largest."""
-    change = {"eos_token_id": end}
-    weights = tiny.write(tmp_path, "clip", text=change)
-    values = tiny.config("clip", text=change)
+@pytest.mark.parametrize(
+    ("kind", "change"), [("siglip", {}), *(("clip", {"eos_token_id": end}) for end in (2, 59, 50))]
+)
+def test_texts(kind, change, tmp_path, implementation):
+    """The vector of CLIP is that of the token that ends a text: of old files the largest."""
+    weights, values = tiny.write(tmp_path, kind, text=change), tiny.config(kind, text=change)
     got = models.load(tmp_path).text_features(IDS)
-    close(got, [tiny.text_vector("clip", values, weights, ids) for ids in IDS])
+    close(got, [tiny.text_vector(kind, values, weights, ids) for ids in IDS])
     assert got.dtype == np.float32
-
-
-def test_texts_of_siglip(tmp_path, implementation):
-    weights = tiny.write(tmp_path, "siglip")
-    got = models.load(tmp_path).text_features(IDS)
-    close(got, [tiny.text_vector("siglip", tiny.config("siglip"), weights, ids) for ids in IDS])
 
 
 @both
@@ -127,9 +119,8 @@ def test_logits(kind, tmp_path):
     got = model.logits(images, texts)
     assert got.shape == (5, 3)
     assert got.dtype == np.float32
-    np.testing.assert_allclose(
-        got, cosine(images, texts) * np.exp(weights["logit_scale"]) + bias, rtol=1e-5, atol=1e-6
-    )
+    expected = cosine(images, texts) * np.exp(weights["logit_scale"]) + bias
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"logits\(\): embeddings2 has shape"):
         model.logits(images, texts[:, :3])
 
@@ -247,17 +238,17 @@ def test_tensors_that_are_missing_or_not_known(kind, tmp_path):
         save_file(rest, tmp_path / "model.safetensors")
         tiny.write(tmp_path, kind, rest)
         refused(tmp_path, f"{name!r} is missing")
-    tiny.write(
-        tmp_path, kind, {**weights, "vision_model.encoder.layers.2.mlp.fc1.weight": np.ones((2, 2), "f4")}
-    )
-    refused(tmp_path, "'vision_model.encoder.layers.2.mlp.fc1.weight' is not known")
+    more = "vision_model.encoder.layers.2.mlp.fc1.weight"
+    tiny.write(tmp_path, kind, {**weights, more: np.ones((2, 2), "f4")})
+    refused(tmp_path, f"{more!r} is not known")
     places = np.arange(tiny.LENGTH)[None]  # which old files hold
     tiny.write(tmp_path, kind, {**weights, "text_model.embeddings.position_ids": places})
     models.load(tmp_path)
-    bad = weights["vision_model.embeddings.patch_embedding.weight"].copy()
+    name = "vision_model.embeddings.patch_embedding.weight"
+    bad = weights[name].copy()
     bad[0, 0, 0, 0] = np.nan
-    tiny.write(tmp_path, kind, {**weights, "vision_model.embeddings.patch_embedding.weight": bad})
-    refused(tmp_path, "'vision_model.embeddings.patch_embedding.weight' has values that are not finite")
+    tiny.write(tmp_path, kind, {**weights, name: bad})
+    refused(tmp_path, f"{name!r} has values that are not finite")
 
 
 def test_wrong_arguments(tmp_path):
@@ -288,30 +279,22 @@ def test_wrong_arguments(tmp_path):
             call()
 
 
-def test_the_command_embed(tmp_path, monkeypatch):
-    tiny.write(tmp_path, "siglip")
-    write_tokenizer(tmp_path)
-    (tmp_path / "lines.txt").write_text("the cat\na dog\n")
-    arguments = ["embed", "--model", tmp_path, tmp_path / "lines.txt", "--output", tmp_path / "vectors.npy"]
-    monkeypatch.setattr(sys, "argv", ["fastattn", *map(str, arguments)])
-    assert main() == 0
-    expected = models.load(tmp_path).encode(["the cat", "a dog"])
-    np.testing.assert_array_equal(np.load(tmp_path / "vectors.npy"), expected)
-
-
 @pytest.mark.parametrize("module", ["CLIPModel", "Transformer"])
 def test_a_folder_of_sentence_transformers(module, tmp_path):
     inner = tmp_path / "0_CLIPModel" if module == "CLIPModel" else tmp_path
     tiny.write(inner, "clip")
     write_tokenizer(inner)
     plain = models.load(inner)
-    types = [module, "Normalize", "Dropout"]
-    entries = [
-        f'{{"path": "{inner.name if module == "CLIPModel" and not i else f"{i}_{kind}" if i else ""}",'
-        f' "type": "sentence_transformers.models.{kind}"}}'
-        for i, kind in enumerate(types)
-    ]
-    (tmp_path / "modules.json").write_text(f"[{', '.join(entries)}]")
+    first = {
+        "path": inner.name if inner != tmp_path else "",
+        "type": f"sentence_transformers.models.{module}",
+    }
+    others = {kind: f"sentence_transformers.models.{kind}" for kind in ("Normalize", "Dropout", "Pooling")}
+
+    def write(*entries):
+        (tmp_path / "modules.json").write_text(json.dumps(entries))
+
+    write(first, *({"path": f"1_{kind}", "type": others[kind]} for kind in ("Normalize", "Dropout")))
     write_settings(tmp_path, prompts={"query": "the "}, similarity_fn_name="dot")
     model = models.load(tmp_path)
     for inputs in (TEXTS, IMAGES):
@@ -321,14 +304,11 @@ def test_a_folder_of_sentence_transformers(module, tmp_path):
     assert model.similarity_fn_name == "dot"
     if module == "CLIPModel":
         change_config(inner, model_type="bert")
-        refused(
-            tmp_path, "'model_type' is 'bert'; expected clip or siglip, as ", "modules.json has a CLIPModel"
-        )
+        refused(tmp_path, "'model_type' is 'bert'; expected clip or siglip, as modules.json has a CLIPModel")
         change_config(inner, model_type="clip")
-    (tmp_path / "modules.json").write_text(f"[{entries[0]}, {entries[0]}]")
+    write(first, first)
     refused(tmp_path, f"modules.json has {module}, {module}; expected Transformer or CLIPModel first, once")
-    pooling = '{"path": "1", "type": "sentence_transformers.Pooling"}'
-    (tmp_path / "modules.json").write_text(f"[{entries[0]}, {pooling}]")
+    write(first, {"path": "1", "type": others["Pooling"]})
     refused(tmp_path, "modules.json has a module 'Pooling'; expected one of Transformer, CLIPModel, Dense")
 
 

@@ -43,9 +43,9 @@ def test_quantize_embeddings():
         (ValueError, r"embeddings is one for precision 'int8'; expected sever", {"embeddings": [[1.0, 2.0]]}),
         (ValueError, r"embeddings is one for precision 'int8'; expected several", {"embeddings": [1.0, 2.0]}),
         (ValueError, r"ranges has shape \(1, 2\); expected \(2, 2\)", {"ranges": [[1.0, 2.0]]}),
-        (ValueError, r"ranges has a least value above the largest", {"ranges": [[1.0, 2.0], [2.0, 1.0]]}),
-        (ValueError, r"ranges has numbers that are not finite", {"ranges": [[1.0, np.nan], [2.0, 1.0]]}),
-        (ValueError, r"embeddings has numbers that are not f", {"embeddings": [[1.0, np.inf], [2.0, 1.0]]}),
+        (ValueError, r"ranges has a minimum above the maximum", {"ranges": [[1.0, 2.0], [2.0, 1.0]]}),
+        (ValueError, r"ranges has values that are not finite", {"ranges": [[1.0, np.nan], [2.0, 1.0]]}),
+        (ValueError, r"embeddings has values that are not f", {"embeddings": [[1.0, np.inf], [2.0, 1.0]]}),
         (ValueError, r"calibration_embeddings has shape \(2,\)", {"calibration_embeddings": [1.0, 2.0]}),
         (ValueError, r"calibration_embeddings has shape \(2, 1", {"calibration_embeddings": [[1.0], [2.0]]}),
         (ValueError, r"calibration_embeddings is one for", {"calibration_embeddings": [[1.0, 2.0]]}),
@@ -98,15 +98,17 @@ def test_numbers_that_are_not_finite_stay_with_their_vectors(folder, n, odd):
 
 def test_similarities_refuse(folder):
     model = models.load(folder)
-    with pytest.raises(
-        ValueError, match=r"similarity\(\): embeddings2 has shape \(2, 4\); expected \(m, 3\)"
+    for call, a, b, error, message in (
+        (
+            "similarity",
+            np.zeros((1, 3)),
+            np.zeros((2, 4)),
+            ValueError,
+            r"embeddings2 has shape \(2, 4\)",
+        ),
+        ("similarity_pairwise", np.zeros((1, 3)), np.zeros((2, 3)), ValueError, r"embeddings2 has shape \(2"),
+        ("similarity", [[[1.0]]], [[1.0]], ValueError, r"embeddings1 has shape \(1, 1, 1\); expected \(n, f"),
+        ("similarity", ["x"], [[1.0]], TypeError, r"embeddings1 has dtype <U1; expected"),
     ):
-        model.similarity(np.zeros((1, 3)), np.zeros((2, 4)))
-    with pytest.raises(
-        ValueError, match=r"similarity_pairwise\(\): embeddings2 has shape \(2, 3\); expected"
-    ):
-        model.similarity_pairwise(np.zeros((1, 3)), np.zeros((2, 3)))
-    with pytest.raises(ValueError, match=r"embeddings1 has shape \(1, 1, 1\); expected \(n, features\)"):
-        model.similarity([[[1.0]]], [[1.0]])
-    with pytest.raises(TypeError, match=r"embeddings1 has dtype <U1; expected"):
-        model.similarity(["x"], [[1.0]])
+        with pytest.raises(error, match=rf"{call}\(\): {message}"):
+            getattr(model, call)(a, b)

@@ -12,13 +12,14 @@ from fastattn import models
 from fastattn.models import ModelError
 
 
-def write_reranker(folder):
-    """Write the folder of a tiny BERT with a head of one label, and its tokenizer."""
-    scores = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "score"}}
+def write_reranker(folder, labels=("score",)):
+    """Write the folder of a tiny BERT with a head of these labels, and its tokenizer."""
+    names = {str(i): label for i, label in enumerate(labels)}
+    scores = {"architectures": ["BertForSequenceClassification"], "id2label": names}
     config = {**tiny.CONFIGS["bert"], "type_vocab_size": 2}
     weights = {f"bert.{name}": x for name, x in tiny.tensors("bert", config).items()}
     rng = np.random.default_rng(0)
-    for name, features in (("bert.pooler.dense", 24), ("classifier", 1)):
+    for name, features in (("bert.pooler.dense", 24), ("classifier", len(labels))):
         weights[f"{name}.weight"] = rng.standard_normal((features, 24)).astype(np.float32)
         weights[f"{name}.bias"] = np.zeros(features, np.float32)
     tiny.write(folder, "bert", weights, type_vocab_size=2, **scores)
