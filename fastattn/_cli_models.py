@@ -29,6 +29,7 @@ from fastattn.models._generation import checked, is_conversation
 from fastattn.models._hub import place_of
 from fastattn.models._routes import model_of
 from fastattn.models._sampling import Sampling
+from fastattn.models._text import require_whole
 
 if TYPE_CHECKING:
     import argparse
@@ -301,7 +302,7 @@ class Texts:
         except _NotThere as error:
             raise ValueError(f"{name}: {error}") from None
         except ValueError as error:
-            raise ValueError(f"{name}, {unit} {number + 1}: {error}") from error
+            raise ValueError(f"{name}, {unit} {number + 1}: {str(error).removeprefix('(): ')}") from error
 
     def require_other(self, output: Path) -> None:
         """Raise if the file is the one that will be written."""
@@ -325,11 +326,7 @@ def _binary(path: Path | None) -> Iterator[BinaryIO]:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{short(value)} is no text; expected a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # JSON may hold such
-        what = f"{value[error.start : error.end]!r}, half of a surrogate pair"
-        raise ValueError(f"the text has {what}; expected whole characters") from None
+    require_whole("the text", value)  # JSON may hold halves of characters
     return value
 
 

@@ -75,9 +75,7 @@ class ChatTemplate:
         path, source, one = _source(folder, config)
         if style == "auto":
             style = "flat" if one and not any(part in source for part in _STRUCTURED) else "structured"
-        special = {name: config.token(name) for name in _SPECIAL}
-        special = {name: token for name, token in special.items() if token is not None}
-        template = cls(path, source, style == "structured", {**special, **values}, restore)
+        template = cls(path, source, style == "structured", {**_special(config), **values}, restore)
         template._check()
         return template
 
@@ -92,13 +90,12 @@ class ChatTemplate:
     def render(self, prompt: str, texts: Texts) -> str:
         """The conversation of one or two `texts` as one text: a prompt is its system message."""
         named = [*([("system", prompt)] if prompt else []), *zip(_ROLES[len(texts)], texts, strict=True)]
-        messages = [{"role": role, "content": self._part(text)} for role, text in named]
-        given = {"tools": None, "documents": None, "add_generation_prompt": False, **self.values}
-        template = _compiled(self.path, self.source)
-        return _rendered(self.path, template, messages, given, "one for query and document")
-
-    def _part(self, text: str) -> Any:
-        return [{"type": "text", "text": text}] if self.structured else text
+        messages = [
+            {"role": role, "content": [{"type": "text", "text": text}] if self.structured else text}
+            for role, text in named
+        ]
+        given = {"add_generation_prompt": False, **self.values}
+        return _rendered(self.path, self.source, messages, given, "one for query and document")
 
     def encoded(self, text: Text, prompt: str, pairs: Iterable[Texts]) -> Iterator[list[tuple[int, int]]]:
         """Ids and types of each conversation, cut to the limit of `text`; the template's end comes back."""
@@ -135,9 +132,8 @@ def conversation(
     else:
         config = tokenizer_config(folder)
         path, source, _ = _source(folder, config)
-    special = {name: token for name in _SPECIAL if (token := config.token(name)) is not None}
-    given = {"tools": None, "documents": None, "add_generation_prompt": True, **special, **values}
-    template = _compiled(path, source)
+    special = _special(config)
+    given = {"add_generation_prompt": True, **special, **values}
     if ".thinking" in source:  # what GPT-OSS calls it
         messages = [
             {"thinking" if key == "reasoning_content" else key: value for key, value in message.items()}
@@ -146,13 +142,19 @@ def conversation(
     ends = [text for text in END_OF_TURN if text in source and _WHOLE not in source]
     if "eos_token" in source and "eos_token" in special:
         ends.append(special["eos_token"])
-    return _rendered(path, template, messages, given, "one for these messages"), source, ends
+    return _rendered(path, source, messages, given, "one for these messages"), source, ends
 
 
-def _rendered(path: Path, template: Any, messages: Any, given: dict[str, Any], expected: str) -> str:
+def _special(config: Config) -> dict[str, str]:
+    """Special tokens by the names that templates have for them."""
+    return {name: token for name in _SPECIAL if (token := config.token(name)) is not None}
+
+
+def _rendered(path: Path, source: str, messages: Any, given: dict[str, Any], expected: str) -> str:
+    template = _compiled(path, source)
     from fastattn.models._template import FAILURES  # it needs Jinja
 
-    values = _plain({**given, "messages": messages})
+    values = _plain({"tools": None, "documents": None, **given, "messages": messages})
     try:
         rendered: str = template.render(values)
     except FAILURES as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +12,16 @@ from fastattn import ops
 from fastattn._args.errors import named
 from fastattn._args.options import require_options
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import flag, integer, several, short
+from fastattn._args.values import flag, integer, short
 from fastattn.models import _model
 from fastattn.models._encode_calls import Call, TextOptions, calls, watched
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import ModelError
 from fastattn.models._sentences import ACTIVATIONS, applied
-from fastattn.models._text import string, strings
+from fastattn.models._text import each_checked, string, strings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
@@ -57,7 +57,7 @@ class Classifier(EncoderWithHead):
 
     @property
     def num_labels(self) -> int:
-        """Scores of a pair, a text or a token."""
+        """Number of scores of a pair, a text or a token."""
         return len(self.labels)
 
     def __repr__(self) -> str:
@@ -70,12 +70,12 @@ class Classifier(EncoderWithHead):
         attention_mask: ArrayLike | None = None,
         token_type_ids: ArrayLike | None = None,
     ) -> Array:
-        """Logits; arguments are those of a call of `encoder`.
+        """Logits, for the arguments of a call of `encoder`.
 
         Returns
         -------
         ndarray, (batch, num_labels), or (batch, length, num_labels) of a `TokenClassifier`
-            float32, or float64 for a model in float64. 0 where a token does not count.
+            float32, or float64 for a model in float64; 0 at padding.
         """
         states = self.encoder(input_ids, attention_mask, token_type_ids)
         tokens = _model.token_ids(input_ids, self.encoder.vocab_size)
@@ -92,7 +92,7 @@ class Classifier(EncoderWithHead):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TokenClassifier(Classifier):
-    """An encoder with scores for each token: call it with ids."""
+    """An encoder with a head that scores each token; call it with token ids."""
 
     def _logits(self, states: Array, mask: Array) -> Array:
         out = np.zeros((*mask.shape, self.num_labels), lane_dtype(states.dtype))
@@ -102,7 +102,7 @@ class TokenClassifier(Classifier):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CrossEncoder(Classifier):
-    """An encoder with scores for each pair of texts, or each text: `predict`, `rank`, or call it with ids."""
+    """An encoder with a head that scores texts or pairs: `predict`, `rank`, or a call with token ids."""
 
     activation: str  # of the logits, by its name in torch.nn
     pooling: Pooling  # before the head
@@ -261,8 +261,7 @@ def _pairs(name: str, inputs: Any) -> tuple[bool, Iterable[Texts]]:
         inputs = (inputs,)
     if isinstance(inputs, Sequence) and len(inputs) > 0 and isinstance(inputs[0], str):
         return True, [_pair(name, inputs)]
-    checked = (_pair(f"{name}[{i}]", pair) for i, pair in enumerate(several(name, inputs, _PAIRS)))
-    return False, checked if isinstance(inputs, Iterator) else list(checked)
+    return False, each_checked(name, inputs, _PAIRS, _pair)
 
 
 def _pair(name: str, pair: Any) -> Texts:

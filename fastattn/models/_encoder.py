@@ -310,7 +310,7 @@ class ProjectedEncoder(Encoder):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class EncoderWithHead(TextModel, _model.Fixed):
-    """The base of models that are an encoder, and something else after it."""
+    """The base of models that are an encoder with a head."""
 
     encoder: Encoder
 
@@ -328,7 +328,7 @@ class EncoderWithHead(TextModel, _model.Fixed):
         object.__setattr__(self.encoder, "text", text)
 
     def state_dict(self) -> dict[str, Array]:
-        """The tensors of encoder and head; see `Encoder.state_dict`."""
+        """Tensors of encoder and head; see `Encoder.state_dict`."""
         return self.encoder.state_dict()
 
     @named("with_state_dict")

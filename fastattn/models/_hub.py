@@ -29,10 +29,10 @@ _FORMATS = (".safetensors", ".gguf", ".bin", ".h5", ".onnx", ".msgpack", ".ckpt"
 def place_of(
     model: str | os.PathLike[str], revision: str | None = None, gguf_file: str | None = None, **how: Any
 ) -> Path:
-    """The folder or the GGUF file of `model`, a path, or a name of the Hub, whose files are fetched.
+    """Return the folder or GGUF file of `model`, a path or a name of the Hub, whose files are fetched.
 
-    A folder that exists is a folder. `how` are arguments of huggingface_hub's functions: `cache_dir`, `token`
-    and `local_files_only`.
+    An existing folder takes precedence. `how` are arguments of huggingface_hub: `cache_dir`, `token` and
+    `local_files_only`.
     """
     for name, value in (("revision", revision), ("gguf_file", gguf_file)):
         if value is not None and not isinstance(value, str):

@@ -35,11 +35,16 @@ _POOLED = f"(Transformer Pooling|{STATIC}){_AFTER}", "Transformer and Pooling fi
 
 
 class Router(NamedTuple):
-    """The modules of each route of a folder, and which route a text takes."""
+    """The modules of a folder, those of each route, and which route a text takes."""
 
+    modules: list[Module]
     routes: dict[str, list[Module]]
     usual: str | None  # of a text without a task
     mappings: dict[tuple[str | None, str | None], str]  # routes by (task, modality)
+
+    def on(self, route: str) -> list[Module]:
+        """The modules on a `route`: before the Router, of it, and after it."""
+        return [x for each in self.modules for x in (self.routes[route] if each[0] in ROUTERS else [each])]
 
 
 def _entries(folder: Path) -> list[Any]:
@@ -54,10 +59,8 @@ def first_of(folder: Path, route: str | None = None) -> Module:
 
     A folder of its own counts for modules that are no Transformer.
     """
-    if route is not None:
-        router = router_of(folder)
-        assert router is not None
-        return _routed(folder, router, route)[0]
+    if route is not None and (router := router_of(folder)) is not None:
+        return router.on(route)[0]
     for entry in _entries(folder)[:1]:
         said = entry if isinstance(entry, dict) else {}
         kind, inner = str(said.get("type")).rpartition(".")[2], said.get("path")
@@ -111,13 +114,11 @@ def modules_of(folder: Path, route: str | None = None, towers: bool = False) -> 
     tokens and two `towers` have none.
     """
     path = folder / "modules.json"
-    if route is None:
+    if route is not None and (router := router_of(folder)) is not None:
+        named = router.on(route)
+    else:
         of_texts = *_BEFORE, *AFTER_POOLING, _NO_PART, *_SPLADE, MASK, SCORE, STATIC, SPARSE_STATIC
         named = _named(path, (_BEFORE[0], _TOWERS, *AFTER_POOLING, _NO_PART) if towers else of_texts)
-    else:
-        router = router_of(folder)
-        assert router is not None
-        named = _routed(folder, router, route)
     kinds = [kind for kind, _ in named]
     if not path.exists() or (kinds == ["Transformer"] and is_cross_encoder(folder)):
         return []
@@ -169,7 +170,11 @@ def router_of(folder: Path) -> Router | None:
     names = [str(entry.get("type")) for entry in _entries(folder) if isinstance(entry, dict)]
     if not any(name.rpartition(".")[2] in ROUTERS for name in names):
         return None
-    at = _router_module(folder)[1]
+    modules = _named(folder / "modules.json", (*_BEFORE, *AFTER_POOLING, _NO_PART, *ROUTERS))
+    ats = [at for kind, at in modules if kind in ROUTERS]
+    if len(ats) != 1:
+        raise ModelError(f"{folder / 'modules.json'} has {len(ats)} routers; expected one")
+    at = ats[0]
     paths = [at / name for name in ROUTERS.values()]
     config = Config(next(filter(Path.exists, paths), paths[0]))
     known = (*_BEFORE, *AFTER_POOLING, _NO_PART, *_SPLADE, STATIC, SPARSE_STATIC)
@@ -191,7 +196,7 @@ def router_of(folder: Path) -> Router | None:
     for route in (*mappings.values(), usual):
         if route is not None and not (isinstance(route, str) and route in routes):
             raise ModelError(f"{where}: there is no route {short(route)}; expected {', '.join(routes)}")
-    return Router(routes, usual, mappings)
+    return Router(modules, routes, usual, mappings)
 
 
 def _key(path: Path, key: str) -> tuple[str | None, str | None]:
@@ -205,19 +210,3 @@ def _key(path: Path, key: str) -> tuple[str | None, str | None]:
         came = f"{path}: 'route_mappings' has {short(key)}"
         raise ModelError(f"{came}; expected a task and a modality, as \"('query', None)\"")
     return found
-
-
-def _router_module(folder: Path) -> Module:
-    """The only Router of modules.json."""
-    known = (*_BEFORE, *AFTER_POOLING, _NO_PART, *ROUTERS)
-    found = [module for module in _named(folder / "modules.json", known) if module[0] in ROUTERS]
-    if len(found) != 1:
-        raise ModelError(f"{folder / 'modules.json'} has {len(found)} routers; expected one")
-    return found[0]
-
-
-def _routed(folder: Path, router: Router, route: str) -> list[Module]:
-    """The modules on a `route`: before the Router, of it, and after it."""
-    known = (*_BEFORE, *AFTER_POOLING, _NO_PART, *ROUTERS)
-    named = _named(folder / "modules.json", known)
-    return [part for module in named for part in (router.routes[route] if module[0] in ROUTERS else [module])]

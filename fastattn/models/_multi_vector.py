@@ -39,7 +39,7 @@ TASKS = ("query", "document")
 
 
 class Expansion(NamedTuple):
-    """Filling of queries up to a length, by mask tokens, which have vectors, too."""
+    """Expansion of queries with mask tokens, which have vectors, too."""
 
     length: int  # tokens that a query has at least
     fixed: bool  # and at most
@@ -48,7 +48,7 @@ class Expansion(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Settings in the folder: filling, tokens without a vector, similarity."""
+    """Settings of the folder: query expansion, tokens without a vector, similarity."""
 
     expansion: Expansion | None
     skipped: tuple[str, ...]  # tokens that have no vector
@@ -58,7 +58,7 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MultiVectorEncoder(TextEncoder, EncoderWithHead):
-    """An encoder with a vector for each token of a text: `encode` texts with it."""
+    """A late-interaction encoder, with a vector for each token of a text."""
 
     modules: tuple[Dense | LayerNorm | Normalize, ...]  # after the encoder, for each token
     features: int  # of a vector
@@ -67,7 +67,7 @@ class MultiVectorEncoder(TextEncoder, EncoderWithHead):
 
     @property
     def similarity_fn_name(self) -> str:
-        """Name of what `similarity` computes: "maxsim" or "meanmaxsim"."""
+        """Measure of `similarity`: "maxsim" or "meanmaxsim"."""
         return self.settings.similarity
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class MultiVectorEncoder(TextEncoder, EncoderWithHead):
         super(MultiVectorEncoder, self)._replace_text(text)
 
     def get_embedding_dimension(self) -> int:
-        """Features of a vector."""
+        """Number of features of a vector."""
         return self.features
 
     @named("encode")

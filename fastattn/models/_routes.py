@@ -59,7 +59,7 @@ def routed(
 
 
 def model_of(model: _Model, task: Any, optional: bool = False) -> _Model:
-    """The model that texts of a `task` go to; one that has no routes has no task, unless it is `optional`."""
+    """Return the model of a `task`; without routes there are no tasks, and one raises unless `optional`."""
     routes: Routes | None = getattr(model, "routes")  # noqa: B009
     if routes is not None:
         found: Any = routes.of(task)

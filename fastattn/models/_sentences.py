@@ -112,7 +112,7 @@ ACTIVATIONS: dict[str, Activation | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Pooling of the hidden states of texts to one vector each: several modes stand side by side."""
+    """Pooling of the hidden states of each text to one vector; several modes are concatenated."""
 
     modes: tuple[str, ...] = ("mean",)
     include_prompt: bool = True  # whether a prompt's tokens count

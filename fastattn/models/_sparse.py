@@ -80,18 +80,18 @@ class SpladePooling:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SparseEncoder(TextEncoder, EncoderWithHead):
-    """An encoder with a weight for each token of the vocabulary: `encode` texts with it."""
+    """A sparse encoder, with a weight for each token of the vocabulary."""
 
     head: Head  # to the logits of all tokens
     pooling: SpladePooling
-    similarity_fn_name: str  # what `similarity` computes: "dot", "cosine", "euclidean" or "manhattan"
+    similarity_fn_name: str  # measure of `similarity`: "dot", "cosine", "euclidean" or "manhattan"
     routes: Routes | None = field(default=None, kw_only=True)  # where texts go by their task
 
     def __repr__(self) -> str:
         return self._described(self.get_sentence_embedding_dimension())
 
     def get_sentence_embedding_dimension(self) -> int:
-        """Features of a vector: the size of the vocabulary."""
+        """Number of features of a vector: the size of the vocabulary."""
         return self.head[-1].weight.out_features
 
     @named("encode")

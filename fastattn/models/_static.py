@@ -46,10 +46,10 @@ class StaticEncoder(Encoder):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StaticSparseEncoder(SparseEncoder):
-    """A sparse encoder whose weights are those of a text's tokens, whatever stands around them."""
+    """A sparse encoder with a fixed weight for each token, independent of its context."""
 
     def get_sentence_embedding_dimension(self) -> int:
-        """Features of a vector: the size of the vocabulary."""
+        """Number of features of a vector: the size of the vocabulary."""
         return self.encoder.vocab_size
 
     def _weighted(self, sequences: list[Ints], pooling: SpladePooling) -> Iterator[tuple[Ints, Array]]:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastattn._args.errors import named, put_name
 from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, several, short
@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 
     _Input = str | tuple[str, ...]
 
+_T = TypeVar("_T")
+
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that the first piece is decoded with
 NO_TOKEN = -1  # what `generate` yields for a sequence that has ended
 _MOST_BYTES = 4  # of a character in UTF-8
 
 # Characters that go to the tokenizer at a time: enough work for all its threads, in bounded memory. It
-# ignores signals, so it runs in a thread of its own, except for short batches, which take milliseconds.
+# ignores signals, so it runs in a separate thread, except for short batches, which take milliseconds.
 _BATCH_CHARACTERS, _BATCH_TEXTS, _SHORT = 1 << 19, 1 << 13, 1 << 13
 _SECONDS_BETWEEN_SIGNALS = 0.05
 
@@ -42,16 +44,16 @@ class Text:
     max_length: int | None = None  # what the model can take at most
     vocab_size: int | None = None  # of the model, if ids are checked
     other: Callable[[Path], Any] | None = None  # makes one of other files; None: they are not there
-    asked: int | None = None  # how long a text may be, whatever the folder's files say of it
-    markers: tuple[str, ...] = ()  # that stand before texts; one that is in the vocabulary is one token
+    asked: int | None = None  # maximum length, in place of the folder's
+    markers: tuple[str, ...] = ()  # put before texts; one that is in the vocabulary is one token
     is_prompt: bool = False  # whether texts are prompts, which a model without `max_length` takes whole
-    special: bool = True  # whether special tokens stand around a text
-    lower: bool = False  # whether texts become lower case, whatever files say
+    special: bool = True  # whether special tokens are added to a text
+    lower: bool = False  # whether texts become lower case, in any case
     alone: bool = False  # whether tokenizer.json, and no other file, says how texts are cut and read
 
     @cached_property
     def tokenizer(self) -> Any:
-        """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`; in lower case if asked."""
+        """A `tokenizers.Tokenizer` without padding that truncates at `limit`."""
         if self.alone:
             return limited(read(self.folder, None), self.asked)
         return open_tokenizer(self.folder, self.limit, self.other, self.markers, self.lower)
@@ -64,11 +66,11 @@ class Text:
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of a text, within the model's limit."""
+        """Maximum number of tokens of a text, at most the model's maximum."""
         return self._limit[0]
 
     def shortened(self, tokens: int, pairs: bool = False) -> Text:
-        """Return a tokenizer that cuts texts, or pairs, at `tokens`: the `max_seq_length`."""
+        """Return a tokenizer that truncates texts, or pairs, at `tokens`."""
         name, most = "max_seq_length", MOST_SIZE if self.max_length is None else self.max_length
         asked = integer(name, tokens, -MOST_SIZE)
         text = replace(self, asked=min(max(1, asked), most))
@@ -78,28 +80,28 @@ class Text:
         return text
 
     def prompt_length(self, prompt: str) -> int:
-        """Tokens of `prompt` when a text follows: without a special token at its end."""
+        """Number of tokens of `prompt` before a text, without a special token at its end."""
         (ids,) = self.encode([prompt])
         added = self.tokenizer.get_added_tokens_decoder()
         return len(ids) - (bool(ids) and ids[-1] in added and added[ids[-1]].special)
 
     @named("encode")
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
-        """Ids of each text, special tokens included, cut to `limit`."""
+        """Token ids of each text, with special tokens, truncated to `limit`."""
         return list(self.encoded(strings("texts", texts)))
 
     def encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """Ids of each text, as `encode` has them; `texts` are read when they are needed, a batch ahead."""
+        """Yield the ids of each text, as `encode`; `texts` are read as they are needed, a batch ahead."""
         return (encoding.ids for encoding in self.encodings(texts, self.special))
 
     def encoded_pairs(self, pairs: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[int, int]]]:
-        """Ids and types of each pair of texts, which become one sequence, or of each (text,)."""
+        """Yield ids and token types of each pair of texts, as one sequence, or of each (text,)."""
         inputs = (pair[0] if len(pair) == 1 else pair for pair in pairs)
         return (list(zip(each.ids, each.type_ids, strict=True)) for each in self.encodings(inputs))
 
     @cached_property
     def has_types(self) -> bool:
-        """Tell whether a model takes types of tokens, by tokenizer_config.json, as in transformers 5."""
+        """Whether a model takes token types, by tokenizer_config.json, as in transformers 5."""
         config = tokenizer_config(self.folder)
         names = config.values.get("model_input_names")
         if isinstance(names, list):
@@ -119,7 +121,7 @@ class Text:
             except BaseException as error:  # a word is unknown, and has no id; a panic is no Exception
                 if type(error) not in (Exception, TypeError) and type(error).__name__ != "PanicException":
                     raise  # it is not the library's
-                _require_whole("a text", "".join(map("".join, batch)))
+                require_whole("a text", "".join(map("".join, batch)))
                 if isinstance(error, TypeError):
                     raise
                 came = f"{self._file} cannot encode a text: {error}"
@@ -134,7 +136,7 @@ class Text:
         return self.folder if self.other else self.folder / "tokenizer.json"
 
     def _fitting(self, encoding: Any) -> Any:
-        """Check that the model takes an encoding: a tokenizer leaves special tokens, whatever the limit."""
+        """Check that the model takes an encoding: tokenizers keep special tokens beyond the limit."""
         limit, said_by = self._limit
         if limit is not None and len(encoding.ids) > limit:
             came = f"{said_by} cuts texts to {limit}"
@@ -148,7 +150,7 @@ class Text:
 
     @named("decode")
     def decode(self, sequences: Iterable[Sequence[int] | Ints]) -> list[str]:
-        """The text of each sequence of ids, without special tokens and the -1 that `generate` ends with."""
+        """Text of each sequence of ids, without special tokens and the -1 that `generate` ends with."""
         name, rows = "sequences", []
         for ids in iterated(name, sequences, "sequences of ids, as [ids]"):
             if as_array(name, ids).ndim != 1:
@@ -158,9 +160,9 @@ class Text:
         return decoded
 
     def stream(self, prompt: Sequence[int], ids: Iterable[int]) -> Iterator[str]:
-        """Text of one sequence's `ids`, which follow `prompt`: a piece as soon as its characters are whole.
+        """Yield the text of one sequence's `ids` after `prompt`, in pieces of complete characters.
 
-        It leaves out -1, which `generate` yields for a sequence of a batch that has ended.
+        -1, which `generate` yields for finished sequences of a batch, is left out.
         """
         try:
             said = Said(self, _ids("prompt", prompt))
@@ -175,7 +177,7 @@ class Text:
 
 
 class Said:
-    """The text of tokens that come one by one after a prompt."""
+    """Text of tokens that arrive one by one after a prompt."""
 
     def __init__(self, text: Text, prompt: Iterable[int]):
         self._decode, self._tokens = text.tokenizer.decode, list(prompt)
@@ -194,7 +196,7 @@ class Said:
         return decoded
 
     def add(self, token: int) -> str:
-        """The characters that are whole with one more token; often none."""
+        """Characters that one more token completes; often none."""
         if token in self._special:  # else a run of them would be decoded again with each
             return ""
         self._tokens.append(token)
@@ -215,17 +217,22 @@ class Said:
         return whole[len(before) :]
 
     def rest(self) -> str:
-        """Characters of the last tokens, whole or not."""
+        """Characters of the last tokens, complete or not."""
         return self._text(self._first)[len(self._text(self._first, self._done)) :]
 
 
 def strings(name: str, texts: Any, expected: str = "several, as [text]") -> Iterable[str]:
-    """`texts`, the argument `name`: a list, an array, a column or an iterator of strings.
+    """`texts`, the argument `name`: a list, an array, a column or an iterator of strings."""
+    return each_checked(name, texts, expected, string)
 
-    An iterator, which can be read only once, is checked text by text; others now.
+
+def each_checked(name: str, x: Any, expected: str, check: Callable[[str, Any], _T]) -> Iterable[_T]:
+    """Elements of `x`, the argument `name`, as `check` returns them by their names.
+
+    An iterator, which can be read only once, is checked element by element; others now.
     """
-    checked = (string(f"{name}[{i}]", text) for i, text in enumerate(several(name, texts, expected)))
-    return checked if isinstance(texts, Iterator) else list(checked)
+    checked = (check(f"{name}[{i}]", each) for i, each in enumerate(several(name, x, expected)))
+    return checked if isinstance(x, Iterator) else list(checked)
 
 
 def string(name: str, text: Any) -> str:
@@ -233,12 +240,12 @@ def string(name: str, text: Any) -> str:
     if not isinstance(text, str):
         hint = ", as its column's .to_pylist() has them" if hasattr(text, "as_py") else ""
         raise TypeError(f"(): {name} is {short(text)}; expected a string{hint}")
-    _require_whole(name, text)
+    require_whole(name, text)
     return text
 
 
-def _require_whole(came: str, text: str) -> None:
-    """Raise if the text, which `came` is, has no bytes, which tokenizers take."""
+def require_whole(came: str, text: str) -> None:
+    """Raise if the text, which `came` names, cannot be encoded in UTF-8, as tokenizers need it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -251,7 +258,7 @@ def _characters(text: _Input) -> int:
 
 
 def _batches(texts: Iterable[_Input]) -> Iterator[list[_Input]]:
-    """The texts in batches of up to `_BATCH_CHARACTERS`; a longer text is a batch of its own.
+    """Yield batches of texts of up to `_BATCH_CHARACTERS` together; a longer text is one batch.
 
     Texts are counted, too: encodings of short ones, and of empty ones, take memory as well.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Any
@@ -11,19 +10,19 @@ import numpy as np
 
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import integers, real_array, several
+from fastattn._args.values import integers, real_array
 from fastattn.models._encode_calls import EncodeOptions, at_once, calls
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, tokenizer_config
 from fastattn.models._images import EXPECTED, checked, is_pillow
 from fastattn.models._routes import model_of
-from fastattn.models._text import string
+from fastattn.models._text import each_checked, string
 from fastattn.models._tokenizers import SIDES
 from fastattn.models._vectors import similarities
 from fastattn.models._vision import ShapedVision, mapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
@@ -44,7 +43,7 @@ ENDS: dict[str, Callable[[Ints, int], int]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextHead:
-    """Head of texts: the vector of a text is the hidden state of one token, mapped."""
+    """Text head: a linear map of the hidden state of one token."""
 
     linear: Projection
     end: str  # of `ENDS`
@@ -191,9 +190,7 @@ class TwoTowers(Encoder):
         if isinstance(sentences, str) or is_pillow(sentences) or getattr(sentences, "ndim", 0) == 3:
             return True, [each("sentences", sentences)]
         expected = f"a string, {EXPECTED}, or several of them, as a list"
-        given = enumerate(several("sentences", sentences, expected))
-        found = (each(f"sentences[{i}]", x) for i, x in given)
-        return False, found if isinstance(sentences, Iterator) else list(found)
+        return False, each_checked("sentences", sentences, expected, each)
 
     def _image(self, name: str, image: Any) -> Any:
         """`image`, the argument `name`, checked."""

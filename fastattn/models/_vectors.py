@@ -149,7 +149,7 @@ def similarities(
 
 
 def _products(x: Array, y: Array) -> Array:
-    """x @ y.T by our own kernel: a row has the same bits whatever the others are."""
+    """x @ y.T by the kernels of `ops`: the bits of a row do not depend on other rows."""
     if not x.size or not y.size:
         return np.zeros((len(x), len(y)), x.dtype)
     if len(x) < len(y):  # packing copies

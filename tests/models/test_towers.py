@@ -285,11 +285,9 @@ def test_a_folder_of_sentence_transformers(module, tmp_path):
     tiny.write(inner, "clip")
     write_tokenizer(inner)
     plain = models.load(inner)
-    first = {
-        "path": inner.name if inner != tmp_path else "",
-        "type": f"sentence_transformers.models.{module}",
-    }
-    others = {kind: f"sentence_transformers.models.{kind}" for kind in ("Normalize", "Dropout", "Pooling")}
+    package, path = "sentence_transformers.models", inner.name if inner != tmp_path else ""
+    first = {"path": path, "type": f"{package}.{module}"}
+    others = {kind: f"{package}.{kind}" for kind in ("Normalize", "Dropout", "Pooling")}
 
     def write(*entries):
         (tmp_path / "modules.json").write_text(json.dumps(entries))
