@@ -6,7 +6,7 @@ import csv
 import importlib
 import json
 import sys
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from importlib.util import find_spec
@@ -291,7 +291,7 @@ class Texts:
         name, number = "the standard input" if self.path is None else str(self.path), 0
         read, unit = (_lines, "line") if self._columns is None else (self._columns, "row")
         try:
-            with _binary(self.path) as file:
+            with nullcontext(sys.stdin.buffer) if self.path is None else self.path.open("rb") as file:
                 for text in map(_text, read(file, self.column or _COLUMN)):
                     yield text
                     number += 1
@@ -312,15 +312,6 @@ class Texts:
 
 class _NotThere(ValueError):
     """A column is not in a file, or is there twice."""
-
-
-@contextmanager
-def _binary(path: Path | None) -> Iterator[BinaryIO]:
-    if path is None:
-        yield sys.stdin.buffer
-        return
-    with path.open("rb") as file:
-        yield file
 
 
 def _text(value: Any) -> str:

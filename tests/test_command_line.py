@@ -46,17 +46,10 @@ NAMES = ["info", "help", "help-of-a-command", "selftest", "bench", "embed", "gen
 
 
 def run(arguments, stdout, **more):
+    command = [sys.executable, "-B", "-m", "fastattn", *arguments]
+    how = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "timeout": 120}
     chosen = {} if COMPILED else {"FASTATTN_BACKEND": "numpy"}
-    return subprocess.run(
-        [sys.executable, "-B", "-m", "fastattn", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        env=child_environment(**chosen),
-        text=True,
-        timeout=120,
-        **more,
-    )
+    return subprocess.run(command, stdout=stdout, env=child_environment(**chosen), **how, **more)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -84,15 +77,10 @@ def interruptible():
 @pytest.mark.parametrize("wait", [0, 0.3, 1])
 def test_ctrl_c_ends_the_bench_without_a_traceback(wait):
     """A terminal sends it to the bench and to all engines, which may still be importing."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastattn", "bench"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=child_environment(),
-        text=True,
-        start_new_session=True,
-        preexec_fn=interruptible,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    alone = {"start_new_session": True, "preexec_fn": interruptible}
+    command = [sys.executable, "-m", "fastattn", "bench"]
+    process = subprocess.Popen(command, env=child_environment(), **pipes, **alone)
     assert process.stdout.readline() == "This takes about 60 seconds.\n"
     time.sleep(wait)
     os.killpg(process.pid, signal.SIGINT)

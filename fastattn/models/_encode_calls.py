@@ -102,12 +102,12 @@ class Compared:
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Similarity of each text of `embeddings1` to each of `embeddings2`, (n, m).
 
-        `similarity_fn_name` is the measure: "cosine", "dot", "euclidean" and "manhattan" (negative
-        distances) of vectors, (n, features) and (m, features), or (features,) for one; "maxsim" and
-        "meanmaxsim" of a `MultiVectorEncoder`: the sum, or mean, over the query's tokens of the largest
-        product with a token of the document. These take lists of arrays (tokens, features), or an array
-        (n, tokens, features) padded with zeros; a document without tokens scores -1e9. Results are float32,
-        or float64 if an argument is.
+        `similarity_fn_name` is the measure. "cosine", "dot", "euclidean" and "manhattan" (negative
+        distances) take vectors (n, features) and (m, features), or (features,) for one, sparse ones
+        for a `SparseEncoder`. "maxsim" and "meanmaxsim", of a `MultiVectorEncoder`, are the sum and the
+        mean over query tokens of the largest dot product with a document token; they take lists of arrays
+        (tokens, features), or an array (n, tokens, features) padded with zeros. A document without tokens
+        scores -1e9.
         """
         return self._compared(embeddings1, embeddings2, pairwise=False)
 
@@ -157,7 +157,7 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, options: Any, kind: type[Any], settings: Sentences, names: Names = ()) -> Call:
         """Check the options of a `kind` that every `encode` has; `names` are names of prompts."""
-        require_options(options, kind, "task")
+        require_options(options, kind, *(() if names else ("task",)))  # queries and documents have theirs
         size, shows = options.get("batch_size"), options.get("show_progress_bar")
         return cls(
             settings.prompt(options.get("prompt_name"), options.get("prompt"), names),

@@ -23,7 +23,6 @@ from fastattn.models._tensors import WEIGHTS
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array
-    from fastattn.models._parameters import Origin
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model", "artifact.metadata")  # files that say what a model is
@@ -70,12 +69,7 @@ def save(
         raise ModelError("(): model has routes for tasks; expected one that is a folder's only model")
     origin = required(model.encoder.origin if isinstance(model, EncoderWithHead) else model.origin)
     dtype = dtype_choice("dtype", dtype, _DTYPES)
-    _to_folder(origin, model, Path(path), dtype)
-
-
-def _to_folder(origin: Origin, model: Any, target: Path, dtype: str) -> None:
-    """Write model.safetensors, and copy the files beside the model's own, or make them of a GGUF file."""
-    save_file = require("safetensors.numpy").save_file
+    target, save_file = Path(path), require("safetensors.numpy").save_file
     if dtype == "bfloat16":
         require("ml_dtypes")
     of_file = is_gguf(origin.folder)

@@ -69,8 +69,8 @@ def nearest(
     vectors. NaN scores, from vectors with NaN or infinity, count as best.
     """
     x = real_array("corpus", corpus)
-    kind = choice("similarity", similarity, _KINDS)
-    bits = kind == "hamming"
+    similarity = choice("similarity", similarity, _KINDS)
+    bits = similarity == "hamming"
     if bits and x.dtype not in (np.uint8, np.int8):
         raise TypeError(f"(): corpus has dtype {x.dtype}; expected uint8 or int8, the bits for 'hamming'")
     if not bits and x.dtype != np.int8 and not is_float(x.dtype):
@@ -85,13 +85,7 @@ def nearest(
     if asked.ndim not in (1, 2) or asked.shape[-1] != x.shape[1]:
         raise wrong_shape("queries", asked, f"(queries, features) of {x.shape[1]} features")
     top_k = min(integer("top_k", top_k, 1), len(x))
-    found = _found(np.atleast_2d(asked), x, top_k, kind, num_threads)
-    return Nearest(found.ids[0], found.scores[0]) if asked.ndim == 1 else found
-
-
-def _found(rows: Array, corpus: Array, top_k: int, similarity: str, num_threads: int | None) -> Nearest:
-    """Nearest `top_k` vectors of each row, (n, features)."""
-    by_angle, bits = similarity == "cosine", similarity == "hamming"
+    rows, corpus, by_angle = np.atleast_2d(asked), x, similarity == "cosine"
     whole = rows.dtype == corpus.dtype == np.int8 and corpus.shape[1] < _WHOLE and not bits
     narrow = corpus.dtype.itemsize == 1
     lane = np.dtype(np.float32) if narrow else lane_dtype(corpus.dtype)
@@ -114,7 +108,8 @@ def _found(rows: Array, corpus: Array, top_k: int, similarity: str, num_threads:
         scores /= np.maximum(lengths, lane.type(1e-12))
     order = np.lexsort((-scores, ~np.isnan(scores)), axis=-1)  # ties in the order of ids
     ids, scores = np.take_along_axis(ids, order, axis=1), np.take_along_axis(scores, order, axis=1)
-    return Nearest(ids, -scores.astype(np.int64) if bits else scores)
+    scores = -scores.astype(np.int64) if bits else scores
+    return Nearest(ids[0], scores[0]) if asked.ndim == 1 else Nearest(ids, scores)
 
 
 def _side_by_side(x: Array) -> Array:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastattn._args.errors import named, put_name
 from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, several, short
 from fastattn.models._files import ModelError, tokenizer_config
-from fastattn.models._tokenizers import GENERIC, length_limit, limited, open_tokenizer, read
+from fastattn.models._tokenizers import GENERIC, length_limit, open_tokenizer, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +55,11 @@ class Text:
     def tokenizer(self) -> Any:
         """A `tokenizers.Tokenizer` without padding that truncates at `limit`."""
         if self.alone:
-            return limited(read(self.folder, None), self.asked)
+            tokenizer = read(self.folder, None)
+            tokenizer.no_padding()
+            if self.asked is not None:  # else it cuts texts where it did
+                tokenizer.enable_truncation(self.asked)
+            return tokenizer
         return open_tokenizer(self.folder, self.limit, self.other, self.markers, self.lower)
 
     @cached_property

@@ -160,14 +160,6 @@ def open_tokenizer(
     return tokenizer
 
 
-def limited(tokenizer: Any, limit: int | None) -> Any:
-    """A tokenizer that does not pad; without a `limit`, it cuts texts where it did."""
-    tokenizer.no_padding()
-    if limit is not None:
-        tokenizer.enable_truncation(limit)
-    return tokenizer
-
-
 def read(folder: Path, other: Callable[[Path], Any] | None) -> Any:
     """The tokenizer as the folder has it."""
     path = folder / "tokenizer.json"

@@ -204,18 +204,17 @@ class TwoTowers(Encoder):
         if self.text_head.pad_id is None:
             yield from self.text.encoded(texts)
             return
-        pad, length = self._pad_id(), self.text.limit or 0
-        usual = "left" if self.model_type == "siglip2" else "right"
-        left = tokenizer_config(self.text.folder).choice("padding_side", SIDES, usual) == "left"
+        config, length = tokenizer_config(self.text.folder), self.text.limit or 0
+        token = config.token("pad_token")
+        found = None if token is None else self.text.tokenizer.token_to_id(token)
+        pad = self.text_head.pad_id if found is None else int(found)
+        left = (
+            config.choice("padding_side", SIDES, "left" if self.model_type == "siglip2" else "right")
+            == "left"
+        )
         for ids in self.text.encoded(texts):
             fill = [pad] * (length - len(ids))
             yield fill + ids if left else ids + fill
-
-    def _pad_id(self) -> int:
-        """Id of the padding token: the tokenizer's, or else that of config.json."""
-        token = tokenizer_config(self.text.folder).token("pad_token")
-        found = None if token is None else self.text.tokenizer.token_to_id(token)
-        return int(self.text_head.pad_id or 0) if found is None else int(found)
 
     def _vectors(self, texts: Iterable[Any], call: Call) -> Iterator[Array]:
         """Vectors of texts and images; those of one kind in a row go through the layers together."""

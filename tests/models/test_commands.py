@@ -390,11 +390,6 @@ def test_what_the_commands_refuse(tmp_path):
         ("predict", "plain", [], "holds an Encoder (bert); expected a model of the class CrossEncoder"),
         ("rerank", "three", ["a"], "the model has 3 labels"),
         ("predict", "one", ["--pair", "b"], "--pair is 'b' for the standard input"),
-        (
-            "embed",
-            "one",
-            [],
-            "expected a model of the class Encoder. The commands rerank and predict take it",
-        ),
+        ("embed", "one", [], "expected a model of the class Encoder. The commands rerank and predict t"),
     ):
         assert said in run(command, "--model", tmp_path / folder, *options, stdin="a\n", status=1)

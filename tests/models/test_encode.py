@@ -425,9 +425,12 @@ def test_encode_refuses(folder):
         with pytest.raises(error, match=rf"^encode_document\(\): {message}"):
             model.encode_document(["one"], **options)
     for call in (model.encode, model.encode_query):
-        message = rf"{call.__name__}\(\): pooling is not an argument; .*, truncate_dim, task$"
+        own = ", task" if call.__name__ == "encode" else ""
+        message = rf"{call.__name__}\(\): pooling is not an argument; .*, truncate_dim{own}$"
         with pytest.raises(TypeError, match=message):
             call(["one"], pooling="cls")
+    with pytest.raises(TypeError, match=r"^encode_query\(\): task is not an argument; expected one of"):
+        model.encode_query(["one"], task="query")
     for one in ("one", ["one"], iter(["one"])):
         with pytest.raises(ValueError, match=r"sentences is one for precision 'int8'; expected several, or"):
             model.encode(one, precision="int8")

@@ -167,15 +167,6 @@ def test_bits_do_not_depend_on_company(isa, tmp_path, monkeypatch):
         np.testing.assert_array_equal(copy.predict(pairs), expected)
 
 
-@pytest.mark.parametrize("types", [("float64", None), ("float32", "int8"), ("bfloat16", None)])
-def test_other_types(types, tmp_path):
-    write(tmp_path)
-    expected = models.load(tmp_path).predict(PAIRS)
-    got = models.load(tmp_path, dtype=types[0], weights_dtype=types[1]).predict(PAIRS)
-    assert got.dtype == ("float64" if types[0] == "float64" else "float32")
-    assert 0 < np.abs(got - expected).max() < (1e-5 if types[0] == "float64" else 0.2)
-
-
 def test_scores_that_do_not_fit(tmp_path):
     config = "config.json: "
     for score, *parts in (

@@ -9,6 +9,7 @@ from fastattn import models
 from fastattn.models import quantize_embeddings
 
 RNG = np.random.default_rng(1)
+ROW = np.zeros((1, 3))
 
 
 @pytest.fixture
@@ -101,12 +102,12 @@ def test_similarities_refuse(folder):
     for call, a, b, error, message in (
         (
             "similarity",
-            np.zeros((1, 3)),
+            ROW,
             np.zeros((2, 4)),
             ValueError,
-            r"embeddings2 has shape \(2, 4\)",
+            r"embeddings2 has shape \(2, 4\); expected \(m, 3\)",
         ),
-        ("similarity_pairwise", np.zeros((1, 3)), np.zeros((2, 3)), ValueError, r"embeddings2 has shape \(2"),
+        ("similarity_pairwise", ROW, np.zeros((2, 3)), ValueError, r"embeddings2 has shape \(2, 3\); exp"),
         ("similarity", [[[1.0]]], [[1.0]], ValueError, r"embeddings1 has shape \(1, 1, 1\); expected \(n, f"),
         ("similarity", ["x"], [[1.0]], TypeError, r"embeddings1 has dtype <U1; expected"),
     ):
