@@ -1,4 +1,4 @@
-/* One task of the tile kernel: up to TILES blocks of query rows against the keys of their ranges, queries on the lanes.
+/* One task of the tile kernel: up to TASK_TILES blocks of query rows against the keys of their ranges, queries on the lanes.
  *
  *     Q^T = transpose(scale * Q)                       rows of one KV head: (query, head in group) pairs
  *     for each block of keys, and each tile of rows that attends some of it:
@@ -21,19 +21,19 @@
 #include "sigmoid.inc.h"
 
 /* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
-INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *rows, int dot, tile_scratch *scratch)
+INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *rows, int bf16, tile_scratch *scratch)
 {
     key_block *block = &scratch->block;
     bad_rows *bad = &block->bad;
-    const int64_t width = a->head_dim_v, bytes = (dot ? padded_v(width) : width) * (int64_t)sizeof(lane);
+    const int64_t width = a->head_dim_v, bytes = (bf16 ? padded_v(width) : width) * (int64_t)sizeof(lane);
     if (block->checked) return;
     block->checked = 1;
-    if (dot && !in_a_row(&a->v, block->first, block->n)) /* load_block has copied them */
+    if (bf16 && !in_a_row(&a->v, block->first, block->n)) /* load_block has copied them */
         find_bad_rows(FA_BF16, (const char *)scratch->listed, width * 2, block->n, width, bad);
-    else if (dot) find_bad_rows(FA_BF16, at_key(&a->v, rows, block->first), a->v.row, block->n, width, bad);
+    else if (bf16) find_bad_rows(FA_BF16, at_key(&a->v, rows, block->first), a->v.row, block->n, width, bad);
     else find_bad_rows(LANE_DTYPE, block->v, block->v_row, block->n, width, bad);
     if (!bad->n) return;
-    if (!dot) {
+    if (!bf16) {
         copy_good_rows(bad, block->v, block->v_row, block->n, bytes, (char *)scratch->clean);
         return;
     }
@@ -85,54 +85,54 @@ INLINE void pair_probs(int nv, const lane *probs, int64_t n, lane *pairs)
 }
 
 /* How many of n keys from j0 on some row of the first NV_LOW vectors may attend: under a causal mask the diagonal cuts
- * through a tile. With `dot`, whole pairs. */
-static int64_t keys_of_low(const row_block *rows, int64_t j0, int64_t n, int dot)
+ * through a tile. With `bf16`, whole pairs. */
+static int64_t keys_of_low(const row_block *rows, int64_t j0, int64_t n, int bf16)
 {
     int64_t end = j0;
     for (int64_t r = 0; r < smaller(rows->n, NV_LOW * LANES); r++) end = larger(end, rows->end[r]);
-    return smaller(n, dot ? round_up(end - j0, 2) : end - j0);
+    return smaller(n, bf16 ? round_up(end - j0, 2) : end - j0);
 }
 
 /* Whether scores wait for their factor until softmax, which then costs nothing. */
-INLINE int scaled_later(const fa_attention_args *a, int dot)
+INLINE int scaled_later(const fa_attention_args *a, int bf16)
 {
     const int plain = a->mods.softcap == 0 && !a->mods.bias.data && !a->mods.alibi_slopes.data;
     const int normal = LANE_MIN <= a->mods.scale && a->mods.scale <= LANE_MAX / 2; /* times log2(e), too */
-    return V_TILES && dot && plain && normal && !a->sigmoid && !a->stats.second_pass;
+    return V_AMX && bf16 && plain && normal && !a->sigmoid && !a->stats.second_pass;
 }
 
 /* softmax_update. By tiles probabilities go into pairs, and stay in s with `keep` alone. */
-INLINE int tile_softmax(int nv, int dot, int keep, int64_t n, const tile_state *tile, const tile_scratch *scratch)
+INLINE int tile_softmax(int nv, int bf16, int keep, int64_t n, const tile_state *tile, const tile_scratch *scratch)
 {
     lane *s = scratch->s, *log = tile->row_log;
-#if V_TILES
-    if (dot) {
+#if V_AMX
+    if (bf16) {
         const amx_softmax_args p = {
             s, n, tile->factor, tile->row_max, tile->row_sum, log, scratch->alpha, scratch->pairs};
         return log ? amx_softmax(nv, keep, 1, &p) : amx_softmax(nv, keep, 0, &p);
     }
 #endif
     (void)keep;
-    if (log) return softmax_update(nv, dot, s, n, tile->row_max, tile->row_sum, log, scratch->alpha);
-    return softmax_update(nv, dot, s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
+    if (log) return softmax_update(nv, bf16, s, n, tile->row_max, tile->row_sum, log, scratch->alpha);
+    return softmax_update(nv, bf16, s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
 }
 
 /* S^T, by tiles where there are any. */
-INLINE void block_scores(int nv, int dot, int64_t n, const outer_product *p, const fetched_rows *ahead)
+INLINE void block_scores(int nv, int bf16, int64_t n, const outer_product *p, const fetched_rows *ahead)
 {
-#if V_TILES
-    if (dot) {
+#if V_AMX
+    if (bf16) {
         amx_outer(nv, n, p);
         return;
     }
 #endif
-    block_outer(nv, dot, n, p, ahead);
+    block_outer(nv, bf16, n, p, ahead);
 }
 
 /* O^T of the tile that waits for it, if one does. */
 INLINE void sum_waiting(tile_scratch *scratch)
 {
-#if V_TILES
+#if V_AMX
     if (scratch->waiting_nv == 1) amx_values(1, &scratch->waiting);
     else if (scratch->waiting_nv) amx_values(NV, &scratch->waiting);
 #endif
@@ -141,91 +141,116 @@ INLINE void sum_waiting(tile_scratch *scratch)
 
 /* O^T. By tiles, the product waits until the next tile has its scores: what was just stored can not be loaded into a tile
  * before the store has reached the cache. */
-INLINE void sum_values(int nv, int dot, const value_product *p, tile_scratch *scratch)
+INLINE void sum_values(int nv, int bf16, const value_product *p, tile_scratch *scratch)
 {
-#if V_TILES
-    if (dot) {
+#if V_AMX
+    if (bf16) {
         if (p->mode == ACC_SCALE) amx_scale(nv, p->head_dim_v, p->alpha, p->out); /* now, for the same reason */
         scratch->waiting = *p, scratch->waiting_nv = nv;
         return;
     }
 #endif
     (void)scratch;
-    block_values(nv, dot, p);
+    block_values(nv, bf16, p);
 }
 
 /* The same at once, of a product without ACC_SCALE. */
-INLINE void sum_now(int nv, int dot, const value_product *p)
+INLINE void sum_now(int nv, int bf16, const value_product *p)
 {
-#if V_TILES
-    if (dot) {
+#if V_AMX
+    if (bf16) {
         amx_values(nv, p);
         return;
     }
 #endif
-    block_values(nv, dot, p);
+    block_values(nv, bf16, p);
 }
 
-/* One tile against a run of keys of the block. */
-INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv, int dot, tile_state *tile,
-                       key_run run, tile_scratch *scratch)
+/* scratch->s = the tile's scores, modified and masked. Returns how many keys the first NV_LOW vectors attend, of n. */
+INLINE int64_t finish_scores(const fa_attention_args *a, const modifiers *mods, int nv, int bf16,
+                             const tile_state *tile, const score_tile *scores, tile_scratch *scratch)
 {
-    key_block *block = &scratch->block;
-    const row_block *rows = &tile->rows;
-    const int64_t j0 = run.j0, n = run.n, skip = j0 - block->first;
-    const block_kind kind = load_additive(a, tile, nv, run, scratch);
-    const score_tile scores = {rows, &tile->lanes, j0, n, kind, scratch->s, scratch->add};
-    if (kind & BLOCK_EMPTY) return;
-    if (!block->k) load_block(a, rows, dot, scratch);
+    const key_block *block = &scratch->block;
+    const int64_t n = scores->n;
     outer_product product = {.y = tile->qt, .pitch = BLOCK_Q, .factor = mods->q_factor, .out = scratch->s};
-    if (scaled_later(a, dot)) product.factor = 1;
-    product.x = block->k + skip * block->k_row, product.x_row = block->k_row;
-    product.depth = dot ? padded_k(a->head_dim) / 2 : a->head_dim;
-    const int cut = nv == NV && NV_LOW > 0 && kind & BLOCK_EDGE && !(V_TILES && dot);
-    const int64_t n_low = cut ? keys_of_low(rows, j0, n, dot) : n;
-    block_scores(nv, dot, n_low, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
+    if (scaled_later(a, bf16)) product.factor = 1;
+    product.x = block->k + (scores->j0 - block->first) * block->k_row, product.x_row = block->k_row;
+    product.depth = bf16 ? padded_k(a->head_dim) / 2 : a->head_dim;
+    const int cut = nv == NV && NV_LOW > 0 && scores->kind & BLOCK_EDGE && !(V_AMX && bf16);
+    const int64_t n_low = cut ? keys_of_low(scores->rows, scores->j0, n, bf16) : n;
+    block_scores(nv, bf16, n_low, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
     if (nv == NV && n_low < n) { /* modify_tile hides the other scores */
         product.x += n_low * product.x_row, product.y += NV_LOW * LANES;
         product.out += n_low * BLOCK_Q + NV_LOW * LANES;
-        block_outer(NV - NV_LOW, dot, n - n_low, &product, NULL);
+        block_outer(NV - NV_LOW, bf16, n - n_low, &product, NULL);
     }
     sum_waiting(scratch);
-    modify_tile(a, nv, mods, &scores);
-    if (a->stats.second_pass) {
-        weigh_tile(a, nv, tile, &scores, scratch->by_row);
-        return;
-    }
-    if (hides(kind)) take_out_bad_values(a, rows, dot, scratch);
-    const int bad = hides(kind) && block->bad.n;
-    if (bad) mark_attending(nv, &scores);
+    modify_tile(a, nv, mods, scores);
+    return n_low;
+}
 
+/* Scores become probabilities, with bf16 pairs of them, and the rows' maxima and sums follow. Returns whether older sums
+ * have to be scaled by alpha. `bad`: some values are not finite, and add_bad_value will read scratch->s. */
+INLINE int finish_probs(const fa_attention_args *a, int nv, int bf16, int bad, tile_state *tile,
+                        const score_tile *scores, tile_scratch *scratch)
+{
+    const int64_t j0 = scores->j0, n = scores->n;
+    const int drops = a->dropout > 0;
+    int moved = 0;
     if (a->stats.n_top) {
         tile->top_first = j0 / PART_K * PART_K;
         top_insert_tile(nv, a->stats.n_top, scratch->s, n, (ilane)(j0 - tile->top_first), tile->top_score,
                         tile->top_key);
     }
-    int moved = 0;
-    const int drops = a->dropout > 0, keep = bad || drops;
     if (a->sigmoid) sigmoid_update(nv, scratch->s, n, (lane)a->sigmoid_bias);
-    else if (keep) moved = tile_softmax(nv, dot, 1, n, tile, scratch);
-    else moved = tile_softmax(nv, dot, 0, n, tile, scratch);
-    mark_rows(nv, &scores, bad, tile->row_max);
+    else if (bad || drops) moved = tile_softmax(nv, bf16, 1, n, tile, scratch);
+    else moved = tile_softmax(nv, bf16, 0, n, tile, scratch);
+    mark_rows(nv, scores, bad, tile->row_max);
     if (drops) drop_tile(nv, &scratch->drop, tile->counters, j0, n, scratch->s);
-    if (dot && (!V_TILES || a->sigmoid || drops)) pair_probs(nv, scratch->s, n, scratch->pairs);
+    if (bf16 && (!V_AMX || a->sigmoid || drops)) pair_probs(nv, scratch->s, n, scratch->pairs);
+    return moved;
+}
+
+/* tile->ot = alpha ot, if `moved`, + V^T P. */
+INLINE void accumulate(const fa_attention_args *a, int nv, int bf16, int bad, int moved, tile_state *tile,
+                       const score_tile *scores, int64_t n_low, tile_scratch *scratch)
+{
+    const key_block *block = &scratch->block;
+    const int64_t j0 = scores->j0, n = scores->n, skip = j0 - block->first;
     value_product values = {.alpha = scratch->alpha, .out = tile->ot, .head_dim_v = a->head_dim_v, .pitch = BLOCK_Q};
-    values.v_row = bad ? (dot ? padded_v(a->head_dim_v) : a->head_dim_v) * (int64_t)sizeof(lane) : block->v_row;
-    values.v = (bad ? (const char *)scratch->clean : block->v) + (dot ? skip / 2 : skip) * values.v_row;
-    values.n = dot ? ceil_div(n, 2) : n, values.n_low = dot ? ceil_div(n_low, 2) : n_low;
-    values.probs = dot ? scratch->pairs : scratch->s;
+    values.v_row = bad ? (bf16 ? padded_v(a->head_dim_v) : a->head_dim_v) * (int64_t)sizeof(lane) : block->v_row;
+    values.v = (bad ? (const char *)scratch->clean : block->v) + (bf16 ? skip / 2 : skip) * values.v_row;
+    values.n = bf16 ? ceil_div(n, 2) : n, values.n_low = bf16 ? ceil_div(n_low, 2) : n_low;
+    values.probs = bf16 ? scratch->pairs : scratch->s;
     values.mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
-    sum_values(nv, dot, &values, scratch);
+    sum_values(nv, bf16, &values, scratch);
     tile->fresh = 0;
     if (bad) sum_waiting(scratch);
     for (int64_t i = 0; bad && i < block->bad.n; i++) {
         const int64_t key = block->first + block->bad.row[i], row = (key - j0) * BLOCK_Q;
         if (j0 <= key && key < j0 + n)
-            add_bad_value(a, nv, 1, rows, key, scratch->s + row, scratch->add + row, tile->ot);
+            add_bad_value(a, nv, 1, scores->rows, key, scratch->s + row, scratch->add + row, tile->ot);
     }
+}
+
+/* One tile against a run of keys of the block. */
+INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv, int bf16, tile_state *tile,
+                       key_run run, tile_scratch *scratch)
+{
+    const block_kind kind = load_additive(a, tile, nv, run, scratch);
+    const score_tile scores = {&tile->rows, &tile->lanes, run.j0, run.n, kind, scratch->s, scratch->add};
+    if (kind & BLOCK_EMPTY) return;
+    if (!scratch->block.k) load_block(a, &tile->rows, bf16, scratch);
+    const int64_t n_low = finish_scores(a, mods, nv, bf16, tile, &scores, scratch);
+    if (a->stats.second_pass) {
+        weigh_tile(a, nv, tile, &scores, scratch->by_row);
+        return;
+    }
+    if (hides(kind)) take_out_bad_values(a, &tile->rows, bf16, scratch);
+    const int bad = hides(kind) && scratch->block.bad.n;
+    if (bad) mark_attending(nv, &scores);
+    const int moved = finish_probs(a, nv, bf16, bad, tile, &scores, scratch);
+    accumulate(a, nv, bf16, bad, moved, tile, &scores, n_low, scratch);
 }
 
 INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
@@ -296,12 +321,12 @@ static void tile_finish(const fa_attention_args *a, const tile_scratch *scratch,
 }
 
 /* Ranges, queries and the empty state of a tile, of which tile->rows names the rows. */
-INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int dot, int64_t key_begin, int64_t key_end,
+INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int bf16, int64_t key_begin, int64_t key_end,
                        tile_state *tile)
 {
     row_block *rows = &tile->rows;
     ranges_begin(a, rows, key_begin, key_end);
-    load_queries(a, rows, dot, mods->q_factor, tile->qt);
+    load_queries(a, rows, bf16, mods->q_factor, tile->qt);
     memset(tile->lanes.slope, 0, BLOCK_Q * sizeof(lane));
     const int by_row = a->mods.bias.data || mods->alibi;
     EACH_ROW(rows, r, id) {
@@ -312,7 +337,7 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int do
     for (int64_t r = rows->n; a->mods.bias.data && r < BLOCK_Q; r++)
         tile->bias[r] = tile->bias[rows->n - 1]; /* a lane without a row hides what the last row hides */
     tile->parts = 0;
-    tile->factor = scaled_later(a, dot) ? mods->q_factor : 1;
+    tile->factor = scaled_later(a, bf16) ? mods->q_factor : 1;
     tile_reset(a, tile);
     if (!a->stats.second_pass) return;
     memset(tile->row_sum, 0, BLOCK_Q * sizeof(lane));
@@ -338,10 +363,10 @@ INLINE fetched_rows keys_after(const fa_attention_args *a, const row_block *rows
 }
 
 /* The states of the tiles of rows `all` over keys [key_begin, key_end), left in scratch->tiles: for tile_end. */
-INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block *all, int64_t key_begin,
+INLINE void tile_attend_as(const fa_attention_args *a, int bf16, const row_block *all, int64_t key_begin,
                            int64_t key_end, tile_scratch *scratch)
 {
-    const modifiers mods = modifiers_of(a, dot);
+    const modifiers mods = modifiers_of(a, bf16);
     const int tiles = (int)ceil_div(all->n, BLOCK_Q);
     begin_head(a, all, &scratch->copy);
     if (a->dropout > 0) scratch->drop = philox_key_of(a);
@@ -350,16 +375,16 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
         rows->b = all->b, rows->h_kv = all->h_kv, rows->group = all->group;
         rows->row0 = all->row0 + i * BLOCK_Q;
         rows->n = smaller(all->n - i * BLOCK_Q, BLOCK_Q);
-        tile_begin(a, &mods, dot, key_begin, key_end, scratch->tiles + i);
+        tile_begin(a, &mods, bf16, key_begin, key_end, scratch->tiles + i);
         if (a->dropout > 0) count_rows(a, rows, &scratch->drop, scratch->tiles[i].counters);
     }
     scratch->waiting_nv = 0;
-    key_walk walk = walk_begin(&scratch->tiles->rows, tiles, sizeof(tile_state), a->masks.ranges != NULL, key_step(dot),
-                               key_end);
+    key_walk walk = walk_begin(&scratch->tiles->rows, tiles, sizeof(tile_state), a->masks.ranges != NULL,
+                               key_step(bf16), key_end);
     for (int64_t part = walk.first / PART_K; walk_next(&walk); part = walk.grid / PART_K) {
         if (walk.grid / PART_K != part) {
             if (given_up(a->watch)) return;
-            if (dot) tiles_begin(); /* whoever was asked may have used them */
+            if (bf16) tiles_begin(); /* whoever was asked may have used them */
             sum_waiting(scratch);
             for (int i = 0; i < tiles; i++)
                 if (!scratch->tiles[i].fresh) tile_end_part(a, scratch, scratch->tiles + i);
@@ -370,16 +395,16 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
         for (int i = 0; i < tiles; i++) {
             tile_state *tile = scratch->tiles + i;
             const int64_t j0 = larger(tile->rows.first, walk.begin), end = smaller(tile->rows.last, walk.end);
-            const key_run run = masked_run(a, &tile->rows, key_step(dot), j0, end - j0);
+            const key_run run = masked_run(a, &tile->rows, key_step(bf16), j0, end - j0);
             if (run.mask == BLOCK_EMPTY) continue;
-            const int listed = a->k.blocks && !(V_TILES && dot);
+            const int listed = a->k.blocks && !(V_AMX && bf16);
             if (listed) scratch->ahead = keys_after(a, all, walk.next, walk.last, i, tiles, scratch->next);
             else if (walk.next < walk.last) prefetch_block(a, all, &scratch->copy, walk.next, walk.last, i, tiles);
             else if (scratch->later.n) prefetch_task(a, &scratch->later, i, tiles);
             const int in_place = bias_in_place(a, &tile->rows, run.mask);
             if (!listed) scratch->ahead = in_place ? bias_after(scratch, i, &walk) : (fetched_rows){NULL, 0, 0, 0};
-            if (tile->rows.n <= LANES) tile_block(a, &mods, 1, dot, tile, run, scratch);
-            else tile_block(a, &mods, NV, dot, tile, run, scratch);
+            if (tile->rows.n <= LANES) tile_block(a, &mods, 1, bf16, tile, run, scratch);
+            else tile_block(a, &mods, NV, bf16, tile, run, scratch);
         }
     }
     sum_waiting(scratch);

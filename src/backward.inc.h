@@ -144,7 +144,7 @@ static void add_dq(const fa_backward_args *call, const back_shared *shared, cons
 }
 
 /* A block of queries, number i of head `head`, against block `block` of keys. */
-INLINE void rows_gradients(const fa_backward_args *call, const modifiers *mods, int dot, const back_shared *shared,
+INLINE void rows_gradients(const fa_backward_args *call, const modifiers *mods, int bf16, const back_shared *shared,
                            int64_t head, int64_t i, int64_t block, back_scratch *scratch)
 {
     const fa_attention_args *a = &call->attention;
@@ -160,15 +160,15 @@ INLINE void rows_gradients(const fa_backward_args *call, const modifiers *mods, 
         for (int64_t r = 0; r < rows->n; r++) rows->begin[r] = j0, rows->end[r] = j1;
     } else ranges_begin(a, rows, j0, a->masks.ranges ? a->len_k : j1);
     const int64_t row = head * a->len_q + rows->row0;
-    load_back_rows(call, mods, dot, state, shared->delta + row, few_queries(a) ? shared->norm + row : NULL, scratch);
+    load_back_rows(call, mods, bf16, state, shared->delta + row, few_queries(a) ? shared->norm + row : NULL, scratch);
     memset(scratch->tile.dq, 0, rows->n * scratch->tile.width * sizeof(lane));
-    if (dot) tiles_begin();
+    if (bf16) tiles_begin();
     for (int64_t sub = 0; sub < subs && j0 + sub * BLOCK_K < j1; sub++) {
         back_keys *keys = scratch->keys + sub;
         if (a->masks.ranges) ranges_enter(rows, keys->first, keys->first + keys->n);
-        some |= tile_gradients(call, mods, dot, &scratch->queries, keys, &scratch->tile);
+        some |= tile_gradients(call, mods, bf16, &scratch->queries, keys, &scratch->tile);
     }
-    if (dot) tiles_end();
+    if (bf16) tiles_end();
     if (a->masks.ranges) state->next = rows->next;
     if (some && call->dq.data) add_dq(call, shared, rows, head, &scratch->tile);
 }
@@ -187,17 +187,17 @@ static int fold_diagonals(const fa_backward_args *call, const back_shared *share
 }
 
 /* All queries of a KV head, number `kv` of all, against block `block` of its keys. */
-INLINE void block_gradients(const fa_backward_args *call, const fa_backward_plan *plan, int dot,
+INLINE void block_gradients(const fa_backward_args *call, const fa_backward_plan *plan, int bf16,
                             const back_shared *shared, int64_t kv, int64_t block, back_scratch *scratch)
 {
     const fa_attention_args *a = &call->attention;
-    const modifiers mods = modifiers_of(a, dot);
+    const modifiers mods = modifiers_of(a, bf16);
     const int64_t group = a->heads_q / a->heads_kv, blocks = query_blocks(a), most = back_subs(a) * BLOCK_K;
     const int64_t j0 = block * most, j1 = smaller(j0 + most, a->len_k), subs = ceil_div(j1 - j0, BLOCK_K);
     const row_block of_kv = {.b = a->first + kv / a->heads_kv, .h_kv = kv % a->heads_kv};
     int64_t met = 0;
     for (int64_t sub = 0; sub < subs; sub++)
-        load_back_keys(a, dot, &of_kv, j0 + sub * BLOCK_K, scratch, scratch->keys + sub);
+        load_back_keys(a, bf16, &of_kv, j0 + sub * BLOCK_K, scratch, scratch->keys + sub);
     for (int64_t g = 0; g < group; g++) {
         const int64_t head = kv * group + g;
         back_tile *tile = &scratch->tile;
@@ -211,7 +211,7 @@ INLINE void block_gradients(const fa_backward_args *call, const fa_backward_plan
             if (bias_turn && !await_turn(a->watch, bias_turn, head)) return;
             if (given_up(a->watch)) return;
             if (takes) {
-                rows_gradients(call, &mods, dot, shared, head, i, block, scratch);
+                rows_gradients(call, &mods, bf16, shared, head, i, block, scratch);
                 __atomic_store_n(&state->turn, block + 1, __ATOMIC_RELEASE);
                 met++;
             }

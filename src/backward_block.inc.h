@@ -1,7 +1,7 @@
 /* The operands of the backward pass, as tiles read them: a block of keys, and a tile of queries. And what all threads
  * share.
  *
- * Literals  dot; dtype: of q, out and dout.
+ * Literals  bf16; dtype: of q, out and dout.
  * Exports   BACK_FOLD, back_subs, back_scratch, cut_back_scratch; query_state, back_shared, cut_back_shared,
  *           few_queries, query_blocks; head_rows, name_back_keys, load_back_keys, fold_keys, store_keys,
  *           load_scaled_rows, load_back_rows, row_product. */
@@ -20,7 +20,7 @@ INLINE int64_t back_subs(const fa_attention_args *a)
  * place, and they by as much of themselves; where many rows add to a key's gradient this evens out. */
 INLINE int few_queries(const fa_attention_args *a)
 {
-    return a->len_q <= DOT_ROWS && a->q.dtype == LANE_DTYPE && !a->sigmoid;
+    return a->len_q <= FEW_ROWS && a->q.dtype == LANE_DTYPE && !a->sigmoid;
 }
 INLINE int64_t query_blocks(const fa_attention_args *a) { return ceil_div(a->len_q, BACK_Q); }
 
@@ -97,39 +97,39 @@ static void name_back_keys(const fa_attention_args *a, const row_block *rows, in
     keys->first = first, keys->n = smaller(BLOCK_K, a->len_k - first), keys->source = at_key(&a->k, rows, first);
 }
 
-/* to (width, BLOCK_K) = x^T; with dot in pairs, which are 0 up to a whole step. */
-static void keys_to_lanes(fa_dtype dtype, int dot, const char *const *x, int64_t width, lane *to)
+/* to (width, BLOCK_K) = x^T; with bf16 in pairs, which are 0 up to a whole step. */
+static void keys_to_lanes(fa_dtype dtype, int bf16, const char *const *x, int64_t width, lane *to)
 {
-    const int64_t rows = dot ? ceil_div(width, 2) : width, whole = dot ? padded_k(width) / 2 : width;
-    transpose_rows(dtype, dot, x, BLOCK_K, width, 1, BLOCK_K, to);
+    const int64_t rows = bf16 ? ceil_div(width, 2) : width, whole = bf16 ? padded_k(width) / 2 : width;
+    transpose_rows(dtype, bf16, x, BLOCK_K, width, 1, BLOCK_K, to);
     memset(to + rows * BLOCK_K, 0, (whole - rows) * BLOCK_K * sizeof(lane));
 }
 
 /* The same, as products read it. */
-static void load_back_keys(const fa_attention_args *a, int dot, const row_block *rows, int64_t first,
+static void load_back_keys(const fa_attention_args *a, int bf16, const row_block *rows, int64_t first,
                            back_scratch *scratch, back_keys *keys)
 {
     name_back_keys(a, rows, first, keys);
     const int64_t n = keys->n, width = scratch->tile.width;
-    const int64_t size = dot ? 2 : (int64_t)sizeof(lane);
+    const int64_t size = bf16 ? 2 : (int64_t)sizeof(lane);
     const char *k[BLOCK_K] = {NULL}, *v[BLOCK_K] = {NULL};
     keys->fresh = 1, keys->summed = 0;
     for (int64_t j = 0; j < n; j++) k[j] = at_key(&a->k, rows, first + j), v[j] = at_key(&a->v, rows, first + j);
-    if (!few_queries(a)) keys_to_lanes(a->k.dtype, dot, k, a->head_dim, keys->kt);
-    keys_to_lanes(a->v.dtype, dot, v, a->head_dim_v, keys->vt);
-    char *copy = (char *)(dot ? scratch->copy : keys->k);
+    if (!few_queries(a)) keys_to_lanes(a->k.dtype, bf16, k, a->head_dim, keys->kt);
+    keys_to_lanes(a->v.dtype, bf16, v, a->head_dim_v, keys->vt);
+    char *copy = (char *)(bf16 ? scratch->copy : keys->k);
     for (int64_t j = 0; j < n; j++) {
         char *row = copy + j * width * size;
         memset(row, 0, width * size);
-        if (dot) memcpy(row, k[j], a->head_dim * 2);
+        if (bf16) memcpy(row, k[j], a->head_dim * 2);
         else load_row(a->k.dtype, k[j], a->head_dim, 1, (lane *)row);
     }
     bad_rows bad;
     find_bad_rows_of(a->k.dtype, k[0], a->k.row, n, a->head_dim, &bad);
     for (int64_t i = 0; i < bad.n; i++) memset(copy + bad.row[i] * width * size, 0, width * size);
-    if (!dot) return;
+    if (!bf16) return;
     pair_values(copy, width * 2, n, width, width, keys->k);
-    for (int64_t j = round_up(n, 2); j < round_up(n, key_step(dot)); j += 2)
+    for (int64_t j = round_up(n, 2); j < round_up(n, key_step(bf16)); j += 2)
         memset(keys->k + j / 2 * width, 0, width * sizeof(lane));
 }
 
@@ -167,23 +167,23 @@ static void store_keys(const fa_backward_args *call, const row_block *rows, back
 }
 
 /* Rows of x, (rows, width), as the scores' products read them: in place or in `copy`. */
-INLINE const char *rows_of_products(int dot, const fa_array *x, const row_block *rows, int64_t width, lane *copy,
+INLINE const char *rows_of_products(int bf16, const fa_array *x, const row_block *rows, int64_t width, lane *copy,
                                     int64_t *row_bytes)
 {
-    if (!dot) return rows_as_lanes(x, &(fa_array){0}, rows, rows->row0, rows->n, width, 0, copy, row_bytes);
+    if (!bf16) return rows_as_lanes(x, &(fa_array){0}, rows, rows->row0, rows->n, width, 0, copy, row_bytes);
     return rows_as_pairs(x, rows, rows->row0, rows->n, width, 0, copy, row_bytes);
 }
 
 /* The same rows as sums over them read them: those in place, unless some are not finite or pairs are to be made. */
-INLINE const char *rows_of_sums(int dot, const fa_array *x, const row_block *rows, int64_t width, int plain,
+INLINE const char *rows_of_sums(int bf16, const fa_array *x, const row_block *rows, int64_t width, int plain,
                                 const char *made, int64_t made_row, lane *copy, bad_rows *bad, int64_t *row_bytes)
 {
     bad->n = 0;
     *row_bytes = made_row;
     if (!plain) find_bad_rows_of(x->dtype, at_key(x, rows, rows->row0), x->row, rows->n, width, bad);
-    if (!dot && !bad->n) return made;
+    if (!bf16 && !bad->n) return made;
     *row_bytes = width * (int64_t)sizeof(lane);
-    if (!dot) {
+    if (!bf16) {
         copy_good_rows(bad, made, made_row, rows->n, *row_bytes, (char *)copy);
         return (const char *)copy;
     }
@@ -195,7 +195,7 @@ INLINE const char *rows_of_sums(int dot, const fa_array *x, const row_block *row
 
 /* The queries that queries->rows names, with their scores' factor: so they have the bits that the forward pass
  * multiplies keys by. And their lse. Returns them without the factor. */
-static const char *load_scaled_rows(const fa_attention_args *a, const modifiers *mods, int dot, back_scratch *scratch,
+static const char *load_scaled_rows(const fa_attention_args *a, const modifiers *mods, int bf16, back_scratch *scratch,
                                     int64_t *row_bytes)
 {
     back_rows *queries = &scratch->queries;
@@ -205,9 +205,9 @@ static const char *load_scaled_rows(const fa_attention_args *a, const modifiers 
         queries->base[r] = a->sigmoid ? 0 : *(const lane_u *)at(&a->lse, rows->b, rows->h_kv, rows->row0 + r, 0);
         if (queries->base[r] == -(lane)INFINITY) queries->base[r] = INFINITY;
     }
-    const char *q = rows_of_products(dot, &a->q, rows, a->head_dim, scratch->q, row_bytes);
+    const char *q = rows_of_products(bf16, &a->q, rows, a->head_dim, scratch->q, row_bytes);
     queries->q = q, queries->q_row = *row_bytes;
-    if (dot) return q; /* its products have the factor */
+    if (bf16) return q; /* its products have the factor */
     for (int64_t r = 0; r < rows->n; r++)
         for (int64_t d = 0; d < width; d += LANES) {
             const lane *from = (const lane *)(q + r * *row_bytes) + d;
@@ -218,7 +218,7 @@ static const char *load_scaled_rows(const fa_attention_args *a, const modifiers 
 }
 
 /* The queries that queries->rows names; delta and, of few queries, norm are their first row's. */
-static void load_back_rows(const fa_backward_args *call, const modifiers *mods, int dot, const query_state *state,
+static void load_back_rows(const fa_backward_args *call, const modifiers *mods, int bf16, const query_state *state,
                            const lane *delta, const lane *norm, back_scratch *scratch)
 {
     const fa_attention_args *a = &call->attention;
@@ -227,11 +227,11 @@ static void load_back_rows(const fa_backward_args *call, const modifiers *mods, 
     bad_rows bad;
     int64_t q_row;
     queries->delta = delta, queries->norm = norm;
-    const char *q = load_scaled_rows(a, mods, dot, scratch, &q_row);
-    queries->dout = rows_of_products(dot, &call->dout, rows, a->head_dim_v, scratch->dout, &queries->dout_row);
-    queries->q_sum = rows_of_sums(dot, &a->q, rows, a->head_dim, (int)state->plain, q, q_row, scratch->q_sum, &bad,
+    const char *q = load_scaled_rows(a, mods, bf16, scratch, &q_row);
+    queries->dout = rows_of_products(bf16, &call->dout, rows, a->head_dim_v, scratch->dout, &queries->dout_row);
+    queries->q_sum = rows_of_sums(bf16, &a->q, rows, a->head_dim, (int)state->plain, q, q_row, scratch->q_sum, &bad,
                                   &queries->q_sum_row);
-    queries->dout_sum = rows_of_sums(dot, &call->dout, rows, a->head_dim_v, (int)state->plain, queries->dout,
+    queries->dout_sum = rows_of_sums(bf16, &call->dout, rows, a->head_dim_v, (int)state->plain, queries->dout,
                                      queries->dout_row, scratch->dout_sum, &queries->bad, &queries->dout_sum_row);
 }
 

@@ -1,6 +1,6 @@
 /* The gradients of one tile: queries of a head against a block of keys, keys on the lanes.
  *
- *     S  = modifiers of Q K^T                 Q broadcast, or by tiles; modifiers.inc.h, as the dot kernel has it
+ *     S  = modifiers of Q K^T                 Q broadcast, or by tiles; modifiers.inc.h, as the few-row kernel has it
  *     P  = exp(S - lse)                       of few queries, P / sum(P)
  *     dS = P (dO V^T - delta)                 dO broadcast in place, or by tiles
  *     dV^T += dO^T P,  dK^T += Q^T dS         the forward pass's product of values, roles exchanged
@@ -8,41 +8,41 @@
  *
  * Columns are taken a few vectors at a time, and of these only the rows that attend some key of them.
  *
- * Literals  dot.
+ * Literals  bf16.
  * Exports   tile_sums, tile_gradients. */
 #pragma once
 #include "backward_weights.inc.h"
 #include "decode.inc.h"
 
 /* out (rows, vectors) = x y, or += with `more`. Not inlined: three of the five products are it. */
-INLINE void outer_columns_as(int dot, int64_t n_rows, int64_t vectors, const outer_product *whole)
+INLINE void outer_columns_as(int bf16, int64_t n_rows, int64_t vectors, const outer_product *whole)
 {
     outer_product p = *whole;
     int64_t u = 0;
     for (; u + BACK_NV <= vectors; u += BACK_NV, p.y += BACK_KEYS, p.out += BACK_KEYS)
-        block_scores(BACK_NV, dot, n_rows, &p, NULL);
-    for (; u < vectors; u++, p.y += LANES, p.out += LANES) block_scores(1, dot, n_rows, &p, NULL);
+        block_scores(BACK_NV, bf16, n_rows, &p, NULL);
+    for (; u < vectors; u++, p.y += LANES, p.out += LANES) block_scores(1, bf16, n_rows, &p, NULL);
 }
 
-NOINLINE void outer_columns(int dot, int64_t n_rows, int64_t vectors, const outer_product *whole)
+NOINLINE void outer_columns(int bf16, int64_t n_rows, int64_t vectors, const outer_product *whole)
 {
-    if (dot) outer_columns_as(V_BF16_DOT, n_rows, vectors, whole);
+    if (bf16) outer_columns_as(V_BF16_DOT, n_rows, vectors, whole);
     else outer_columns_as(0, n_rows, vectors, whole);
 }
 
 /* out (width, vectors) += x (n, width)^T weights (n, vectors), pitch BLOCK_K; or = where there is nothing yet. */
-INLINE void sum_columns_as(int dot, int64_t vectors, const value_product *whole)
+INLINE void sum_columns_as(int bf16, int64_t vectors, const value_product *whole)
 {
     value_product p = *whole;
     int64_t u = 0;
     p.pitch = BLOCK_K;
-    for (; u + BACK_NV <= vectors; u += BACK_NV, p.probs += BACK_KEYS, p.out += BACK_KEYS) sum_now(BACK_NV, dot, &p);
-    for (; u < vectors; u++, p.probs += LANES, p.out += LANES) sum_now(1, dot, &p);
+    for (; u + BACK_NV <= vectors; u += BACK_NV, p.probs += BACK_KEYS, p.out += BACK_KEYS) sum_now(BACK_NV, bf16, &p);
+    for (; u < vectors; u++, p.probs += LANES, p.out += LANES) sum_now(1, bf16, &p);
 }
 
-NOINLINE void sum_columns(int dot, int64_t vectors, const value_product *whole)
+NOINLINE void sum_columns(int bf16, int64_t vectors, const value_product *whole)
 {
-    if (dot) sum_columns_as(V_BF16_DOT, vectors, whole);
+    if (bf16) sum_columns_as(V_BF16_DOT, vectors, whole);
     else sum_columns_as(0, vectors, whole);
 }
 
@@ -80,83 +80,83 @@ static void add_bad_douts(const fa_backward_args *call, const back_rows *queries
 }
 
 /* dV^T and dK^T += sums over the group's rows of P and of dS. */
-INLINE void add_key_gradients(const fa_backward_args *call, int dot, const back_rows *queries,
+INLINE void add_key_gradients(const fa_backward_args *call, int bf16, const back_rows *queries,
                               const column_group *group, const back_keys *keys, int64_t skip, const back_tile *tile)
 {
     const fa_attention_args *a = &call->attention;
-    const int64_t row0 = dot ? group->row0 / 2 : group->row0, at = row0 * BLOCK_K + group->first;
-    const int64_t n = dot ? ceil_div(group->row1, 2) - row0 : group->row1 - row0;
+    const int64_t row0 = bf16 ? group->row0 / 2 : group->row0, at = row0 * BLOCK_K + group->first;
+    const int64_t n = bf16 ? ceil_div(group->row1, 2) - row0 : group->row1 - row0;
     value_product p = {.n = n, .n_low = n, .mode = ACC_KEEP};
     if (call->dv.data) {
-        if (dot) pair_tile_rows(tile->s, group, tile->pairs);
+        if (bf16) pair_tile_rows(tile->s, group, tile->pairs);
         p.v = queries->dout_sum + row0 * queries->dout_sum_row, p.v_row = queries->dout_sum_row;
         p.head_dim_v = a->head_dim_v;
-        p.probs = (dot ? tile->pairs : tile->s) + at, p.out = keys->dvt + skip + group->first;
-        sum_columns(dot, group->vectors, &p);
+        p.probs = (bf16 ? tile->pairs : tile->s) + at, p.out = keys->dvt + skip + group->first;
+        sum_columns(bf16, group->vectors, &p);
         if (queries->bad.n) add_bad_douts(call, queries, group, keys, skip, tile);
     }
     if (call->dk.data) {
-        if (dot) pair_tile_rows(tile->ds, group, tile->pairs);
+        if (bf16) pair_tile_rows(tile->ds, group, tile->pairs);
         p.v = queries->q_sum + row0 * queries->q_sum_row, p.v_row = queries->q_sum_row;
         p.head_dim_v = a->head_dim;
-        p.probs = (dot ? tile->pairs : tile->ds) + at, p.out = keys->dkt + skip + group->first;
-        sum_columns(dot, group->vectors, &p);
+        p.probs = (bf16 ? tile->pairs : tile->ds) + at, p.out = keys->dkt + skip + group->first;
+        sum_columns(bf16, group->vectors, &p);
     }
 }
 
 /* dQ += dS K, of n keys from skip + group->first on. */
-INLINE void add_query_gradients(int dot, const column_group *group, const back_keys *keys, int64_t skip, int64_t n,
+INLINE void add_query_gradients(int bf16, const column_group *group, const back_keys *keys, int64_t skip, int64_t n,
                                 const back_tile *tile)
 {
     const int64_t row0 = group->row0, n_rows = group->row1 - row0;
     outer_product p = {.pitch = tile->width, .more = 1, .factor = 1, .x_row = BLOCK_K * (int64_t)sizeof(lane)};
     p.x = (const char *)(tile->ds + row0 * BLOCK_K + group->first), p.depth = n;
     p.y = keys->k + (skip + group->first) * tile->width, p.out = tile->dq + row0 * tile->width;
-    if (dot) {
+    if (bf16) {
         char *pairs = (char *)tile->pairs;
         p.x = pairs, p.x_row = BLOCK_K * 2, p.depth = ceil_div(n, 2);
         p.y = keys->k + (skip + group->first) / 2 * tile->width;
         for (int64_t r = 0; r < n_rows; r++) {
             char *row = pairs + r * p.x_row;
-            memset(row + n * 2, 0, (round_up(n, key_step(dot)) - n) * 2);
+            memset(row + n * 2, 0, (round_up(n, key_step(bf16)) - n) * 2);
             round_row_as(LANE_DTYPE, (const char *)(tile->ds + (row0 + r) * BLOCK_K + group->first), n, row);
         }
     }
-    outer_columns(dot, n_rows, tile->width / LANES, &p);
+    outer_columns(bf16, n_rows, tile->width / LANES, &p);
 }
 
-/* Scores of a few queries as the dot kernel has them: with the bits that made the lse, if that kernel did, and with
+/* Scores of a few queries as the few-row kernel has them: with the bits that made the lse, if that kernel did, and with
  * less rounding than a sum over head_dim in one lane has. And no K^T is needed. */
-INLINE void few_scores_as(fa_dtype dtype, const fa_attention_args *a, const back_rows *queries, const back_keys *keys,
-                          key_run run, const back_tile *tile)
+INLINE void back_few_scores_as(fa_dtype dtype, const fa_attention_args *a, const back_rows *queries,
+                               const back_keys *keys, key_run run, const back_tile *tile)
 {
-    const dot_product p = {.k = keys->source + (run.j0 - keys->first) * a->k.row,
+    const few_product p = {.k = keys->source + (run.j0 - keys->first) * a->k.row,
                            .k_row = a->k.row,
                            .n = run.n,
                            .head_dim = a->head_dim,
                            .depth = tile->width,
                            .q = (const lane *)queries->q,
                            .s = tile->s};
-#define SCORES(nr) dot_scores(dtype, nr, &p, r)
+#define SCORES(nr) few_scores(dtype, nr, &p, r)
     EACH_ROWS(&queries->rows, r, SCORES);
 #undef SCORES
     for (int64_t r = 0; r < queries->rows.n; r++)
         for (int64_t j = run.n; j < round_up(run.n, LANES); j++) tile->s[r * BLOCK_K + j] = 0;
 }
 
-static void few_scores(const fa_attention_args *a, const back_rows *queries, const back_keys *keys, key_run run,
-                       const back_tile *tile)
+static void back_few_scores(const fa_attention_args *a, const back_rows *queries, const back_keys *keys, key_run run,
+                            const back_tile *tile)
 {
-    WITH_DTYPE(a->k.dtype, dtype, few_scores_as(dtype, a, queries, keys, run, tile));
+    WITH_DTYPE(a->k.dtype, dtype, back_few_scores_as(dtype, a, queries, keys, run, tile));
 }
 
 /* Keys of the block that some query attends, what they are to the tile, and what is added to its scores. */
-INLINE block_kind load_run(const fa_attention_args *a, int dot, const back_rows *queries, const back_keys *keys,
+INLINE block_kind load_run(const fa_attention_args *a, int bf16, const back_rows *queries, const back_keys *keys,
                            const back_tile *tile, key_run *found)
 {
     const row_block *rows = &queries->rows;
     const int64_t first = larger(keys->first, rows->first), stop = smaller(keys->first + keys->n, rows->last);
-    const int64_t step = larger(LANES, key_step(dot)), aligned = first - (first - keys->first) % step;
+    const int64_t step = larger(LANES, key_step(bf16)), aligned = first - (first - keys->first) % step;
     const key_run run = masked_run(a, rows, (int)step, aligned, first < stop ? stop - aligned : 0);
     *found = run;
     if (run.mask == BLOCK_EMPTY) return BLOCK_EMPTY;
@@ -190,40 +190,40 @@ static void tile_sums(const fa_attention_args *a, const modifiers *mods, const b
     key_run run;
     const block_kind kind = load_run(a, 0, queries, keys, tile, &run);
     if (kind == BLOCK_EMPTY) return;
-    few_scores(a, queries, keys, run, tile);
+    back_few_scores(a, queries, keys, run, tile);
     modify_scores(a, mods, &queries->rows, run, kind, tile);
     add_sums(kind, queries, run.j0, run.n, tile, sums);
 }
 
 /* Adds to the gradients what comes of the queries and a block of keys of the grid; whether there was anything. */
-INLINE int tile_gradients(const fa_backward_args *call, const modifiers *mods, int dot, back_rows *queries,
+INLINE int tile_gradients(const fa_backward_args *call, const modifiers *mods, int bf16, back_rows *queries,
                           back_keys *keys, back_tile *tile)
 {
     const fa_attention_args *a = &call->attention;
     const row_block *rows = &queries->rows;
     key_run run;
-    const block_kind kind = load_run(a, dot, queries, keys, tile, &run);
+    const block_kind kind = load_run(a, bf16, queries, keys, tile, &run);
     if (kind == BLOCK_EMPTY) return 0;
     const int64_t skip = run.j0 - keys->first;
     column_group groups[BACK_GROUPS];
-    const int64_t n_groups = column_groups(rows, run, kind, dot, groups);
+    const int64_t n_groups = column_groups(rows, run, kind, bf16, groups);
     outer_product p = {.pitch = BLOCK_K, .factor = mods->q_factor};
     if (keys->fresh) { /* not all columns may be touched */
         memset(keys->dkt, 0, padded_v(a->head_dim) * BLOCK_K * sizeof(lane));
         memset(keys->dvt, 0, padded_v(a->head_dim_v) * BLOCK_K * sizeof(lane));
         keys->fresh = 0;
     }
-    if (queries->norm) few_scores(a, queries, keys, run, tile);
+    if (queries->norm) back_few_scores(a, queries, keys, run, tile);
     for (int64_t g = 0; g < n_groups; g++) {
         const int64_t row0 = groups[g].row0, at = skip + groups[g].first;
         p.x = queries->q + row0 * queries->q_row, p.x_row = queries->q_row;
-        p.depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
+        p.depth = bf16 ? ceil_div(a->head_dim, 2) : a->head_dim;
         p.y = keys->kt + at, p.out = tile->s + row0 * BLOCK_K + groups[g].first, p.factor = mods->q_factor;
-        if (!queries->norm) outer_columns(dot, groups[g].row1 - row0, groups[g].vectors, &p);
+        if (!queries->norm) outer_columns(bf16, groups[g].row1 - row0, groups[g].vectors, &p);
         p.x = queries->dout + row0 * queries->dout_row, p.x_row = queries->dout_row;
-        p.depth = dot ? ceil_div(a->head_dim_v, 2) : a->head_dim_v;
+        p.depth = bf16 ? ceil_div(a->head_dim_v, 2) : a->head_dim_v;
         p.y = keys->vt + at, p.out = tile->ds + row0 * BLOCK_K + groups[g].first, p.factor = 1;
-        outer_columns(dot, groups[g].row1 - row0, groups[g].vectors, &p);
+        outer_columns(bf16, groups[g].row1 - row0, groups[g].vectors, &p);
     }
     modify_scores(a, mods, rows, run, kind, tile);
     if (a->dropout > 0) load_keep(a, rows, keys->first, skip, run.n, tile);
@@ -231,15 +231,15 @@ INLINE int tile_gradients(const fa_backward_args *call, const modifiers *mods, i
         const column_group *group = groups + g;
         const int64_t n = smaller(run.n - group->first, group->vectors * LANES);
         if (a->dropout > 0) drop_group(group, tile, tile->ds);
-        weigh_group(kind, dot, a, queries, group, run.j0 + group->first, tile);
+        weigh_group(kind, bf16, a, queries, group, run.j0 + group->first, tile);
         if (queries->norm) normalise_group(queries, group, tile);
         clear_tail(group, n, tile);
         if (a->dropout > 0) drop_group(group, tile, tile->s);
         if (call->dbias.data || call->dbias_diagonals.data || call->dalibi_slopes.data || call->dsoftcap.data)
             add_modifiers(call, queries, group, run.j0 + group->first, n, tile);
         if (mods->softcap != 0) scale_by_slope(group, n, tile);
-        add_key_gradients(call, dot, queries, group, keys, skip, tile);
-        if (call->dq.data) add_query_gradients(dot, group, keys, skip, n, tile);
+        add_key_gradients(call, bf16, queries, group, keys, skip, tile);
+        if (call->dq.data) add_query_gradients(bf16, group, keys, skip, n, tile);
     }
     return 1;
 }

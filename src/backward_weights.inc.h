@@ -1,11 +1,11 @@
 /* What the backward pass does with a tile of scores, element by element, keys on the lanes; and what it works on.
  *
- *     S = softcap of S, dropout's mask           the other modifiers are those of the dot kernel: modifiers.inc.h
+ *     S = softcap of S, dropout's mask           the other modifiers are those of the few-row kernel: modifiers.inc.h
  *     P = exp(S - lse), or sigmoids
  *     dS = P (dP - delta), or P (1 - P) dP       dP = dO V^T
  *     the gradients of the modifiers += dS
  *
- * Literals  dot; hidden: whether some row does not attend some key; sigmoid.
+ * Literals  bf16; hidden: whether some row does not attend some key; sigmoid.
  * Exports   BACK_Q, BACK_NV, BACK_KEYS, BACK_GROUPS; back_keys, back_rows, back_tile, cut_back_tile; column_group,
  *           column_groups; cap_rows, load_keep, drop_group, weigh_group, normalise_group, add_sums, clear_tail,
  *           scale_by_slope, add_modifiers. */
@@ -23,8 +23,8 @@ _Static_assert(BACK_Q <= BLOCK_K, "bad_rows holds as many");
 typedef struct {
     int64_t first, n;
     const char *source;      /* its first key, where it was given */
-    lane *kt, *vt;           /* (head_dim, BLOCK_K), (head_dim_v, BLOCK_K); with dot in pairs of dimensions */
-    lane *k;                 /* (BLOCK_K, width), 0 where a row is not finite; with dot in pairs of keys */
+    lane *kt, *vt;           /* (head_dim, BLOCK_K), (head_dim_v, BLOCK_K); with bf16 in pairs of dimensions */
+    lane *k;                 /* (BLOCK_K, width), 0 where a row is not finite; with bf16 in pairs of keys */
     lane *dkt, *dvt;         /* (head_dim, BLOCK_K), (head_dim_v, BLOCK_K); by tiles, whole vectors of dimensions */
     lane *dkt_sum, *dvt_sum; /* the same: of the queries up to the last time these were added up */
     int fresh, summed;       /* dkt and dvt hold nothing; the sums hold something */
@@ -34,7 +34,7 @@ typedef struct {
 typedef struct {
     row_block rows;               /* `h_kv` is the head of q, `group` 1: what is asked is of queries alone */
     const char *q, *dout;         /* rows as the products with keys and values read them, q with the scores' factor */
-    const char *q_sum, *dout_sum; /* and as sums over queries do: 0 where not finite, with dot in pairs of rows */
+    const char *q_sum, *dout_sum; /* and as sums over queries do: 0 where not finite, with bf16 in pairs of rows */
     int64_t q_row, dout_row, q_sum_row, dout_sum_row; /* strides in bytes */
     const lane *delta;                                /* of each row: sum(dO O) - dlse */
     const lane *norm;                                 /* with few queries: what its P is multiplied by */
@@ -47,7 +47,7 @@ typedef struct {
     lane *s, *ds, *add;   /* (BACK_Q, BLOCK_K): scores, then P; dO V^T, then dS; what is added to scores */
     lane *keep;           /* the same, with dropout: what P is multiplied by, 0 or 1 / (1 - dropout) */
     lane *slope, *of_cap; /* the same, with a softcap: its derivatives by the score and by the cap */
-    lane *pairs;          /* (BACK_Q / 2, BLOCK_K): pairs of rows, with dot; or (BACK_Q, BLOCK_K / 2): of keys */
+    lane *pairs;          /* (BACK_Q / 2, BLOCK_K): pairs of rows, with bf16; or (BACK_Q, BLOCK_K / 2): of keys */
     lane *dq;             /* (BACK_Q, width), whole vectors */
     int64_t width;        /* head_dim, filled up to whole vectors */
     double sums[2];       /* what the tiles of a block of keys and a head add to dalibi_slopes and dsoftcap */
@@ -70,7 +70,7 @@ typedef struct {
 } column_group;
 
 /* The columns of a run of keys by groups; all are one where no row's range ends among them. */
-static int64_t column_groups(const row_block *rows, key_run run, block_kind kind, int dot, column_group *groups)
+static int64_t column_groups(const row_block *rows, key_run run, block_kind kind, int bf16, column_group *groups)
 {
     const int64_t vectors = ceil_div(run.n, LANES);
     int64_t n = 0;
@@ -86,8 +86,8 @@ static int64_t column_groups(const row_block *rows, key_run run, block_kind kind
         if (row0 == row1) continue;
         /* Products and sums take whole steps of rows, and store what comes of all: so those beside the group's belong to
          * it, hidden, or lie behind the last, where nobody reads. */
-        row0 -= row0 % key_step(dot);
-        row1 = smaller(round_up(row1, key_step(dot)), rows->n);
+        row0 -= row0 % key_step(bf16);
+        row1 = smaller(round_up(row1, key_step(bf16)), rows->n);
         groups[n++] = (column_group){u * LANES, smaller(BACK_NV, vectors - u), row0, row1};
     }
     return n;
@@ -107,7 +107,7 @@ static void cap_rows(const modifiers *mods, int64_t n_rows, int64_t n, const bac
 
 /* P and dS of the group, whose first key is j0. Range's ends are compared with here, and not by modify_rows. What a mask
  * hides, the additive tile says, if there is one: the score of an attended key may be -Inf, too. */
-INLINE void weigh_group_as(int hidden, int sigmoid, int dot, const fa_attention_args *a, block_kind kind,
+INLINE void weigh_group_as(int hidden, int sigmoid, int bf16, const fa_attention_args *a, block_kind kind,
                            const back_rows *queries, const column_group *group, int64_t j0, const back_tile *tile)
 {
     const lane *add = kind & BLOCK_ADDS ? tile->add + group->first : NULL;
@@ -127,7 +127,7 @@ INLINE void weigh_group_as(int hidden, int sigmoid, int dot, const fa_attention_
                 p = e * other;
                 slope = p * other * v_load(ds + j);
             } else {
-                p = dot ? v_exp_short(score - base) : v_exp_prob(score - base);
+                p = bf16 ? v_exp_short(score - base) : v_exp_prob(score - base);
                 slope = p * (v_load(ds + j) - delta);
             }
             if (hidden) {
@@ -142,14 +142,14 @@ INLINE void weigh_group_as(int hidden, int sigmoid, int dot, const fa_attention_
     }
 }
 
-NOINLINE void weigh_group(block_kind kind, int dot, const fa_attention_args *a, const back_rows *queries,
+NOINLINE void weigh_group(block_kind kind, int bf16, const fa_attention_args *a, const back_rows *queries,
                           const column_group *group, int64_t j0, const back_tile *tile)
 {
     const int hidden = hides(kind);
     if (a->sigmoid) weigh_group_as(1, 1, 0, a, kind, queries, group, j0, tile);
-    else if (hidden && dot) weigh_group_as(1, 0, 1, a, kind, queries, group, j0, tile);
+    else if (hidden && bf16) weigh_group_as(1, 0, 1, a, kind, queries, group, j0, tile);
     else if (hidden) weigh_group_as(1, 0, 0, a, kind, queries, group, j0, tile);
-    else if (dot) weigh_group_as(0, 0, 1, a, kind, queries, group, j0, tile);
+    else if (bf16) weigh_group_as(0, 0, 1, a, kind, queries, group, j0, tile);
     else weigh_group_as(0, 0, 0, a, kind, queries, group, j0, tile);
 }
 

@@ -1,4 +1,4 @@
-/* One task of the dot kernel: the few rows of one KV head against a run of keys, head_dim (scores) and head_dim_v
+/* One task of the few-row kernel: the few rows of one KV head against a run of keys, head_dim (scores) and head_dim_v
  * (accumulators) on the lanes. It reads K and V once, at the speed of the memory, and computes next to nothing.
  *
  *     for each block of keys that some row attends:
@@ -8,8 +8,8 @@
  *         p, m, l = online softmax of s, row by row
  *         acc (rows, head_dim_v) = alpha acc + p V
  *
- * Literals  dtype: of K and V. nr, rows at a time: 1, 2 or 4. nd, vectors of head_dim_v at a time: 1 or DOT_CHUNK.
- * Exports   DOT_ROWS, dot_scratch, cut_dot_scratch; dot_product, dot_scores, EACH_ROWS; dot_attend. */
+ * Literals  dtype: of K and V. nr, rows at a time: 1, 2 or 4. nd, vectors of head_dim_v at a time: 1 or FEW_CHUNK.
+ * Exports   FEW_ROWS, few_scratch, cut_few_scratch; few_product, few_scores, EACH_ROWS; few_attend. */
 #pragma once
 #include "modifiers.inc.h"
 #include "partial.inc.h"
@@ -17,31 +17,31 @@
 #include "sigmoid.inc.h"
 #include "philox.inc.h"
 
-#define DOT_ROWS 8  /* rows per KV head up to which this kernel is used; above, the tile kernel */
-#define DOT_CHUNK 4 /* 4 rows x 4 vectors of accumulators fit 32 registers */
+#define FEW_ROWS 8  /* rows per KV head up to which this kernel is used; above, the tile kernel */
+#define FEW_CHUNK 4 /* 4 rows x 4 vectors of accumulators fit 32 registers */
 
 typedef struct {
-    lane *q;                   /* (DOT_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
-    lane *s, *add;             /* (DOT_ROWS, BLOCK_K) */
+    lane *q;                   /* (FEW_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
+    lane *s, *add;             /* (FEW_ROWS, BLOCK_K) */
     lane *v;                   /* (BLOCK_K, head_dim_v): values without those that are not finite, in V's dtype */
-    lane *base, *factor;       /* (DOT_ROWS): the rows' norm, in the second pass */
+    lane *base, *factor;       /* (FEW_ROWS): the rows' norm, in the second pass */
     lane *scale;               /* (BLOCK_K): of int8 keys, then of their values */
     char *listed_k, *listed_v; /* (BLOCK_K, head_dim), (BLOCK_K, head_dim_v), in their dtype: rows that blocks name */
     int64_t depth;
     philox_key drop;
-} dot_scratch;
+} few_scratch;
 
-static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scratch *scratch, row_block *rows)
+static int64_t cut_few_scratch(arena *from, const fa_attention_args *a, few_scratch *scratch, row_block *rows)
 {
     scratch->depth = round_up(a->head_dim, LANES);
-    CUT_LANES(from, DOT_ROWS * scratch->depth, &scratch->q);
-    CUT_LANES(from, DOT_ROWS * BLOCK_K, &scratch->s, &scratch->add);
+    CUT_LANES(from, FEW_ROWS * scratch->depth, &scratch->q);
+    CUT_LANES(from, FEW_ROWS * BLOCK_K, &scratch->s, &scratch->add);
     CUT_LANES(from, BLOCK_K * a->head_dim_v, &scratch->v);
-    CUT_LANES(from, DOT_ROWS, &scratch->base, &scratch->factor);
+    CUT_LANES(from, FEW_ROWS, &scratch->base, &scratch->factor);
     CUT_LANES(from, BLOCK_K, &scratch->scale);
     CUT(from, scratch->listed_k, a->k.blocks ? BLOCK_K * a->head_dim * dtype_size(a->k.dtype) : 0);
     CUT(from, scratch->listed_v, a->v.blocks ? BLOCK_K * a->head_dim_v * dtype_size(a->v.dtype) : 0);
-    cut_rows(from, DOT_ROWS, rows);
+    cut_rows(from, FEW_ROWS, rows);
     return from->used;
 }
 
@@ -59,10 +59,10 @@ typedef struct {
     const lane *q;
     fetch_ahead next; /* beside the first rows */
     lane *s;          /* (rows, BLOCK_K) */
-} dot_product;
+} few_product;
 
 /* Scores of nr rows from r0 on and LANES / nr keys from j0 on: one vector of sums. */
-INLINE void dot_tile(fa_dtype dtype, int nr, const dot_product *p, int64_t r0, int64_t j0)
+INLINE void few_tile(fa_dtype dtype, int nr, const few_product *p, int64_t r0, int64_t j0)
 {
     const int keys = LANES / nr;
     const int64_t size = dtype_size(dtype), depth = p->depth, whole = p->head_dim / LANES * LANES;
@@ -99,7 +99,7 @@ INLINE lane sum_as_each(v_t acc)
 }
 
 /* All scores of nr rows from r0 on. Keys past the last whole tile go one by one. */
-INLINE void dot_scores(fa_dtype dtype, int nr, const dot_product *p, int64_t r0)
+INLINE void few_scores(fa_dtype dtype, int nr, const few_product *p, int64_t r0)
 {
     const int keys = LANES / nr, fetch = r0 == 0 && p->next.data;
     int64_t j = 0;
@@ -110,7 +110,7 @@ INLINE void dot_scores(fa_dtype dtype, int nr, const dot_product *p, int64_t r0)
         for (int64_t i = j + keys; i < smaller(j + 2 * keys, p->n); i++)
             for (int64_t d = 0; d < p->head_dim * dtype_size(dtype); d += 64)
                 __builtin_prefetch(p->k + i * p->k_row + d, 0, 3);
-        dot_tile(dtype, nr, p, r0, j);
+        few_tile(dtype, nr, p, r0, j);
     }
     for (; j < p->n; j++)
         for (int64_t r = r0; r < r0 + nr; r++) {
@@ -134,15 +134,15 @@ typedef struct {
     fetch_ahead next;          /* beside the first rows and columns */
     lane *acc;
     int64_t acc_row;
-} dot_weighting;
+} few_weighting;
 
 /* acc of nr rows from r0 on: nd vectors from dimension d on. The last has `last` lanes, or all where that is 0. */
-INLINE void dot_values(fa_dtype dtype, int nr, int nd, const dot_weighting *p, int64_t r0, int64_t d, int64_t last)
+INLINE void few_values(fa_dtype dtype, int nr, int nd, const few_weighting *p, int64_t r0, int64_t d, int64_t last)
 {
     const int fetch = r0 == 0 && d == 0 && p->next.data;
     const char *v = p->v + d * dtype_size(dtype);
     const lane *probs = p->probs + r0 * BLOCK_K;
-    v_t sum[4][DOT_CHUNK];
+    v_t sum[4][FEW_CHUNK];
     UNROLL_FOR(int r = 0; r < nr; r++)
         UNROLL_FOR(int c = 0; c < nd; c++) sum[r][c] = v_splat(0); /* added at the end, as in tile_values */
     for (int64_t j = 0; j < p->n; j++, v += p->v_row) {
@@ -161,17 +161,17 @@ INLINE void dot_values(fa_dtype dtype, int nr, int nd, const dot_weighting *p, i
 }
 
 /* All of acc of nr rows from r0 on. */
-INLINE void dot_accumulate(fa_dtype dtype, int nr, const dot_weighting *p, int64_t r0)
+INLINE void few_accumulate(fa_dtype dtype, int nr, const few_weighting *p, int64_t r0)
 {
     const int64_t width = p->head_dim_v;
     int64_t d = 0;
-    for (; d + DOT_CHUNK * LANES <= width; d += DOT_CHUNK * LANES) dot_values(dtype, nr, DOT_CHUNK, p, r0, d, 0);
-    for (; d + LANES <= width; d += LANES) dot_values(dtype, nr, 1, p, r0, d, 0);
-    if (d < width) dot_values(dtype, nr, 1, p, r0, d, width - d);
+    for (; d + FEW_CHUNK * LANES <= width; d += FEW_CHUNK * LANES) few_values(dtype, nr, FEW_CHUNK, p, r0, d, 0);
+    for (; d + LANES <= width; d += LANES) few_values(dtype, nr, 1, p, r0, d, 0);
+    if (d < width) few_values(dtype, nr, 1, p, r0, d, width - d);
 }
 
 /* One row's online softmax over s (n), as softmax_update; returns alpha. In whole vectors, what is past n becomes 0. */
-INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *row_log)
+INLINE lane few_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *row_log)
 {
     v_t max = v_splat(*row_max), sum = v_splat(0), log = v_splat(0);
     for (int64_t j = n; j < round_up(n, LANES); j++) s[j] = -INFINITY;
@@ -194,7 +194,7 @@ INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *
 }
 
 /* Second pass, as weigh_tile. */
-static void weigh_rows(const fa_attention_args *a, const score_tile *scores, const dot_scratch *scratch)
+static void weigh_rows(const fa_attention_args *a, const score_tile *scores, const few_scratch *scratch)
 {
     const row_block *rows = scores->rows;
     const int64_t n = scores->n;
@@ -214,7 +214,7 @@ static void weigh_rows(const fa_attention_args *a, const score_tile *scores, con
  * scales are at least 1 / WIDEST_I8. A key whose scaled elements may not be finite, or whose scale is not, is scored as
  * it is defined. */
 static void scale_scores(const fa_attention_args *a, const row_block *rows, int64_t j0, int64_t n,
-                         const dot_scratch *scratch)
+                         const few_scratch *scratch)
 {
     const int all = load_scales(&a->k_scale, rows, j0, n, WIDEST_I8, 0, scratch->scale);
     for (int64_t r = 0; r < rows->n; r++) {
@@ -237,7 +237,7 @@ static void scale_scores(const fa_attention_args *a, const row_block *rows, int6
  * probabilities: they are added one by one. */
 #define LEAST_SCALE ((lane)0x1p-100)
 static void find_odd_scales(const fa_attention_args *a, const row_block *rows, int64_t j0, int64_t n,
-                            const dot_scratch *scratch, bad_rows *bad)
+                            const few_scratch *scratch, bad_rows *bad)
 {
     bad->n = 0;
     if (load_scales(&a->v_scale, rows, j0, n, 1, LEAST_SCALE, scratch->scale)) return;
@@ -246,7 +246,7 @@ static void find_odd_scales(const fa_attention_args *a, const row_block *rows, i
 }
 
 /* weights (rows, n) = probabilities times the scales of int8 values. */
-INLINE const lane *scaled_probs(const row_block *rows, int64_t n, const dot_scratch *scratch, lane *weights)
+INLINE const lane *scaled_probs(const row_block *rows, int64_t n, const few_scratch *scratch, lane *weights)
 {
     for (int64_t r = 0; r < rows->n; r++)
         for (int64_t j = 0; j < n; j += LANES)
@@ -264,8 +264,8 @@ INLINE const lane *scaled_probs(const row_block *rows, int64_t n, const dot_scra
     } while (0)
 
 /* A run of keys, one block at most. */
-INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifiers *mods, const row_block *rows,
-                      key_run run, const dot_scratch *scratch, const partial *part)
+INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifiers *mods, const row_block *rows,
+                      key_run run, const few_scratch *scratch, const partial *part)
 {
     const int64_t j0 = run.j0, n = run.n, width = a->head_dim_v, size = dtype_size(dtype);
     block_kind kind = range_kind(rows, j0, n);
@@ -275,11 +275,11 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
 
     const int listed = a->k.blocks != NULL;
     if (listed) prefetch_keys(&a->v, rows, j0, n, width);
-    dot_product product = {.n = n, .q = scratch->q};
+    few_product product = {.n = n, .q = scratch->q};
     product.k = key_rows(&a->k, rows, j0, n, a->head_dim, scratch->listed_k, &product.k_row);
     product.head_dim = a->head_dim, product.depth = scratch->depth, product.s = scratch->s;
     if (!listed && !a->stats.second_pass) product.next = (fetch_ahead){at_key(&a->v, rows, j0), a->v.row, width * size};
-#define SCORES(nr) dot_scores(dtype, nr, &product, r)
+#define SCORES(nr) few_scores(dtype, nr, &product, r)
     EACH_ROWS(rows, r, SCORES);
 #undef SCORES
     if (dtype == FA_I8) scale_scores(a, rows, j0, n, scratch);
@@ -292,7 +292,7 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     const char *v = key_rows(&a->v, rows, j0, n, width, scratch->listed_v, &v_row);
     bad_rows bad;
     bad.n = 0; /* an initialiser would clear all of it, which shows in the time of a block */
-    uint8_t attends[BLOCK_K][DOT_ROWS];
+    uint8_t attends[BLOCK_K][FEW_ROWS];
     if (dtype == FA_I8) find_odd_scales(a, rows, j0, n, scratch, &bad); /* the integers themselves are finite */
     else if (hides(kind)) find_bad_rows(dtype, v, v_row, n, width, &bad);
     const int copied = dtype != FA_I8 && bad.n;
@@ -300,25 +300,25 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     for (int64_t i = 0; i < bad.n; i++)
         for (int64_t r = 0; r < rows->n; r++) attends[i][r] = row_attends(&scores, r, bad.row[i]);
 
-    lane alpha[DOT_ROWS];
+    lane alpha[FEW_ROWS];
     for (int64_t r = 0; r < rows->n; r++) {
         lane *s = scratch->s + r * BLOCK_K, *row_log = part->row_log ? part->row_log + r : NULL;
         if (a->stats.n_top) top_insert_row(a->stats.n_top, s, n, j0, row_top(a, part, r));
         alpha[r] = 1;
-        if (a->sigmoid) dot_sigmoid(s, n, (lane)a->sigmoid_bias);
-        else alpha[r] = dot_softmax(s, n, part->row_max + r, part->row_sum + r, row_log);
+        if (a->sigmoid) few_sigmoid(s, n, (lane)a->sigmoid_bias);
+        else alpha[r] = few_softmax(s, n, part->row_max + r, part->row_sum + r, row_log);
         for (int64_t j = 0; j < n && part->row_max[r] == -(lane)INFINITY; j++)
             if (row_attends(&scores, r, j)) part->row_max[r] = -LANE_MAX; /* as in mark_rows */
     }
     if (a->dropout > 0) drop_rows(a, rows, &scratch->drop, j0, n, scratch->s);
-    dot_weighting values = {.v = copied ? (const char *)scratch->v : v, .v_row = copied ? width * size : v_row};
+    few_weighting values = {.v = copied ? (const char *)scratch->v : v, .v_row = copied ? width * size : v_row};
     values.n = n, values.head_dim_v = width, values.probs = scratch->s, values.alpha = alpha;
     if (dtype == FA_I8) values.probs = scaled_probs(rows, n, scratch, scratch->add); /* which is free by now */
     values.acc = part->acc, values.acc_row = part->acc_row;
     if (listed) prefetch_keys(&a->k, rows, j0 + n, smaller(n, a->len_k - j0 - n), a->head_dim);
     else if (j0 + 2 * n <= a->len_k)
         values.next = (fetch_ahead){at_key(&a->k, rows, j0 + n), a->k.row, a->head_dim * size};
-#define VALUES(nr) dot_accumulate(dtype, nr, &values, r)
+#define VALUES(nr) few_accumulate(dtype, nr, &values, r)
     EACH_ROWS(rows, r, VALUES);
 #undef VALUES
     for (int64_t i = 0; i < bad.n; i++)
@@ -330,8 +330,8 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
 }
 
 /* The state of the KV head's rows over keys [key_begin, key_end), as a partial. */
-INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block *rows, int64_t key_begin,
-                          int64_t key_end, dot_scratch *scratch, const partial *part)
+INLINE void few_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block *rows, int64_t key_begin,
+                          int64_t key_end, few_scratch *scratch, const partial *part)
 {
     const modifiers mods = modifiers_of(a, 0);
     const lane q_share = dtype == FA_I8 ? (lane)1 / WIDEST_I8 : 1; /* scale_scores */
@@ -351,13 +351,13 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
     }
     for (key_walk walk = walk_begin(rows, 1, 0, a->masks.ranges != NULL, 1, key_end); walk_next(&walk);) {
         const key_run run = masked_run(a, rows, 1, walk.begin, walk.end - walk.begin);
-        if (run.mask != BLOCK_EMPTY) dot_block(a, dtype, &mods, rows, run, scratch, part);
+        if (run.mask != BLOCK_EMPTY) few_block(a, dtype, &mods, rows, run, scratch, part);
     }
 }
 
-static void dot_attend(const fa_attention_args *a, row_block *rows, int64_t key_begin, int64_t key_end,
-                       dot_scratch *scratch, const partial *part)
+static void few_attend(const fa_attention_args *a, row_block *rows, int64_t key_begin, int64_t key_end,
+                       few_scratch *scratch, const partial *part)
 {
-    if (a->k.dtype == FA_I8) dot_attend_as(a, FA_I8, rows, key_begin, key_end, scratch, part);
-    else WITH_DTYPE(a->k.dtype, dtype, dot_attend_as(a, dtype, rows, key_begin, key_end, scratch, part));
+    if (a->k.dtype == FA_I8) few_attend_as(a, FA_I8, rows, key_begin, key_end, scratch, part);
+    else WITH_DTYPE(a->k.dtype, dtype, few_attend_as(a, dtype, rows, key_begin, key_end, scratch, part));
 }

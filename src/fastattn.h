@@ -79,12 +79,12 @@ typedef struct {
 } fa_attention_args;
 
 typedef enum {
-    FA_TILE, /* queries on the lanes: attention.inc.h */
-    FA_DOT   /* head_dim on the lanes, for few rows per KV head: decode.inc.h */
+    FA_TILE,    /* queries on the lanes: attention.inc.h */
+    FA_FEW_ROWS /* head_dim on the lanes, for few rows per KV head: decode.inc.h */
 } fa_kernel_kind;
 
 /* How a call is cut into tasks: a function of (ISA, dtypes, shape of q, head_dim) alone, never of batch or thread
- * count, so that a row's bits depend on neither. FA_DOT is for KV heads that attend more keys than there are queries.
+ * count, so that a row's bits depend on neither. FA_FEW_ROWS is for KV heads that attend more keys than there are queries.
  * Where len_k, which is that of the longest sequence, is one split, a tile takes run() alone: the bits of one partial.
  *
  * The rows of one KV head are its group * len_q (query, head in group) pairs, query-major. If they fill more than one

@@ -2,7 +2,7 @@
  * which one it is.
  *
  *     V_BYTES, V_REGISTERS      bytes of a vector; vector registers, which every tile below must fit
- *     TILE x NV                 accumulators of the attention tile, of TILE * NV + NV + 1 registers. AVX-512: 8x3,
+ *     MR x NV                 accumulators of the attention tile, of MR * NV + NV + 1 registers. AVX-512: 8x3,
  *                               12x2, 4x4, 4x6 and 2x8 are behind from 128 keys up. AVX2: 6x2 is 3% behind, with 8
  *                               loads for 12 multiply-adds and not 7; 8x2 spills. NEON: a vector holds but four
  *                               queries. generic: without fused multiply-adds a product takes one register more
@@ -16,28 +16,28 @@
 #if defined FA_GENERIC
 #define V_BYTES 16
 #define V_REGISTERS 16
-#define TILE 6
+#define MR 6
 #define NV 2
 #define LINEAR_ROWS 4
 #define LINEAR_NV 2
 #elif defined __AVX512F__ || defined FA_EMULATE_TILES /* whose vectors are as wide on every CPU */
 #define V_BYTES 64
 #define V_REGISTERS 32
-#define TILE 8
+#define MR 8
 #define NV 2
 #define LINEAR_ROWS 12
 #define LINEAR_NV 2
 #elif defined __AVX2__
 #define V_BYTES 32
 #define V_REGISTERS 16
-#define TILE 4
+#define MR 4
 #define NV 3
 #define LINEAR_ROWS 6
 #define LINEAR_NV 2
 #elif defined __aarch64__
 #define V_BYTES 16
 #define V_REGISTERS 32
-#define TILE 4
+#define MR 4
 #define NV 4
 #define LINEAR_ROWS 6
 #define LINEAR_NV 4

@@ -16,7 +16,7 @@
  *     b h i j d   batch, head, query, key, dimension   j0, n    the first key of a block; how many there are
  *     u           a vector of a tile's row             p        the product that a micro-kernel computes
  *     nv          how many; a literal: 1 for at most LANES rows, or NV
- *     dot         a literal: 1 where products are of bfloat16 pairs, only if V_BF16_DOT */
+ *     bf16        a literal: 1 where products are of bfloat16 pairs, only if V_BF16_DOT */
 #pragma once
 #include "fastattn.h"
 #include "simd.h"

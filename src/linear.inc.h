@@ -35,7 +35,7 @@ INLINE int64_t task_rows(const fa_linear_args *a)
 static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *plan)
 {
     const int maps = 1 + a->gated, tiles = by_tiles(a);
-    const int64_t panels = maps * ceil_div(a->n, PANEL), least_rows = tiles ? 2 * TILES_ROWS : LINEAR_LEAST_ROWS;
+    const int64_t panels = maps * ceil_div(a->n, PANEL), least_rows = tiles ? 2 * AMX_BLOCK_ROWS : LINEAR_LEAST_ROWS;
     const int64_t most_blocks = a->m / least_rows, least_tasks = threads * fa_tuned.linear_tasks;
     const int64_t most_panels = larger(maps, (tiles ? tiles_panels(a) : fa_tuned.linear_panels) / maps * maps);
     /* Tasks have fewer panels before they have fewer rows; by tiles the other way round, as x is read for each of them. */
@@ -44,7 +44,7 @@ static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *pl
     const int64_t row_blocks = larger(larger(1, ceil_div(a->m, task_rows(a))), smaller(wanted, most_blocks));
     const int64_t share = panels * row_blocks / least_tasks;
     const int64_t most = larger(maps, smaller(share, most_panels) / maps * maps);
-    plan->rows = (int)round_up(ceil_div(a->m, row_blocks), tiles ? TILES_ROWS : 1);
+    plan->rows = (int)round_up(ceil_div(a->m, row_blocks), tiles ? AMX_BLOCK_ROWS : 1);
     plan->panel_tasks = ceil_div(panels, most);
     plan->panels = plan->panel_tasks ? (int)round_up(ceil_div(panels, plan->panel_tasks), maps) : maps;
     plan->n_tasks = plan->rows ? ceil_div(a->m, plan->rows) * plan->panel_tasks : 0;
@@ -123,20 +123,20 @@ static void turn_part(const fa_linear_args *a, int64_t panel, int map, int64_t f
 }
 
 /* out (rows, PANEL) = or += a product with `features` of lanes or pairs. */
-INLINE void multiply_plain(int dot, int64_t rows, const packed_product *p)
+INLINE void multiply_plain(int bf16, int64_t rows, const packed_product *p)
 {
     const outer_product plain = {
         .x = p->x,
         .x_row = p->x_row,
         .y = (const lane *)p->part,
         .pitch = PANEL,
-        .depth = dot ? ceil_div(p->features, 2) : p->features,
+        .depth = bf16 ? ceil_div(p->features, 2) : p->features,
         .factor = 1,
         .more = p->more,
         .ahead = p->part + (rows > LINEAR_ROWS ? PART_AHEAD : NEAR_AHEAD),
         .out = p->out,
     };
-    multiply(PANEL, dot, 0, rows, &plain);
+    multiply(PANEL, bf16, 0, rows, &plain);
 }
 
 /* The same with weights that are narrower: integers, or widened in registers. */

@@ -6,7 +6,7 @@
  * middle * sum(w), whose sums lie ready. A row that holds Inf or NaN has a scale of NaN, and so
  * has its result.
  *
- * Exports   LINEAR_ASKS, LINEAR_WIDE, TILES_ROWS, CODES_FEATURES; row_grid, linear_scratch, take_linear_scratch;
+ * Exports   LINEAR_ASKS, LINEAR_WIDE, AMX_BLOCK_ROWS, CODES_FEATURES; row_grid, linear_scratch, take_linear_scratch;
  *           linear_input, ready_input, x_in_place, x_copied_late, copied_row; by_tiles, panel_features,
  *           features_padded, pass_rows, sums_of_row, x_size. */
 #pragma once
@@ -15,10 +15,10 @@
 #define LINEAR_ASKS (1 << 20) /* products of each column between two calls of given_up(): a fraction of a millisecond */
 #define WIDE_ROW (1 << 16)    /* features of a row whose copying takes long enough to ask before each */
 #define LINEAR_WIDE 1024      /* features of a part of a panel that is widened to memory: 128 KB */
-#define TILES_ROWS 32         /* rows of a product by tiles: two tiles of x and two of a panel are four of acc */
-#define TILES_STEPS 16        /* steps of a panel that make a tile */
+#define AMX_BLOCK_ROWS 32     /* rows of a product by tiles: two tiles of x and two of a panel are four of acc */
+#define AMX_STEPS 16          /* steps of a panel that make a tile */
 #define CODES_FEATURES 1024   /* features of a panel of 4 bits that are unpacked for tiles: 32 KB */
-#define COPIED_LATE (5 << 10) /* bytes of a row: 2 TILES_ROWS of them are 320 KB */
+#define COPIED_LATE (5 << 10) /* bytes of a row: 2 AMX_BLOCK_ROWS of them are 320 KB */
 #define LEAST_HALF 0x1p-100f  /* of a row's range: below it, 127 / half could overflow */
 
 /* An int8 row of x: its elements are scale times the integers, plus the middle. Of 4 bits, the scale times a->unit. */
@@ -29,13 +29,13 @@ typedef struct {
 /* A thread's memory. It outlives a task: the next one, if it has the same rows, finds x ready. */
 typedef struct {
     int64_t *block; /* the block of rows that x holds, counted from 1: 0 is none */
-    char *x;        /* (rows, features) as linear_input says, or two times TILES_ROWS of them: x_copied_late */
+    char *x;        /* (rows, features) as linear_input says, or two times AMX_BLOCK_ROWS of them: x_copied_late */
     row_grid *grid; /* (rows): of int8 x */
     int32_t *sums;  /* (rows, blocks): of int8 x */
     lane *wide;     /* (LINEAR_WIDE, PANEL): a part of a panel, widened; or its last tiles, filled up */
     char *codes;    /* (CODES_FEATURES, PANEL): of 4 bits by int8, where tiles multiply them; else NULL */
     lane *acc;      /* (panels, rows, PANEL) of a task; of a panel or pair, if all features are one block. By tiles,
-                       (panels, TILES_ROWS, PANEL); then two panels or pairs, if all features are one block */
+                       (panels, AMX_BLOCK_ROWS, PANEL); then two panels or pairs, if all features are one block */
     char *turned;   /* the task's panels of w^T, where tiles multiply them; else NULL */
 } linear_scratch;
 
@@ -59,14 +59,14 @@ INLINE int64_t features_padded(const fa_linear_args *a)
 /* Whether tiles multiply. */
 INLINE int by_tiles(const fa_linear_args *a)
 {
-    return V_TILES && (multiplication_of(a) == BY_PAIRS || multiplication_of(a) == BY_BYTES);
+    return V_AMX && (multiplication_of(a) == BY_PAIRS || multiplication_of(a) == BY_BYTES);
 }
 
 /* Features of x that the product reads. */
 INLINE int64_t features_read(const fa_linear_args *a)
 {
     const int64_t features = features_padded(a);
-    return by_tiles(a) ? round_up(features, TILES_STEPS * features_per_step(a->weight)) : features;
+    return by_tiles(a) ? round_up(features, AMX_STEPS * features_per_step(a->weight)) : features;
 }
 
 /* Whether x is read where it is: if it is what the product takes, its rows do not meet in one set of the first-level
@@ -75,7 +75,7 @@ INLINE int64_t features_read(const fa_linear_args *a)
 INLINE int x_in_place(const fa_linear_args *a)
 {
     const int pairs = multiplication_of(a) == BY_PAIRS;
-#if V_TILES
+#if V_AMX
     if (by_tiles(a) && !tiles_fit(a->x, a->x_row)) return 0;
 #endif
     return !a->x_int8 && a->dtype == (pairs ? FA_BF16 : LANE_DTYPE) && a->x_row % 4096 && a->k == features_read(a);
@@ -119,18 +119,18 @@ static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const f
 {
     const int64_t pair = 1 + a->gated, two = by_tiles(a) ? 2 : 1; /* one is finished while another is summed */
     const int64_t kept = plan->blocks == 1 ? two * pair : plan->panels;
-    const int64_t kept_rows = by_tiles(a) ? TILES_ROWS : plan->rows;
+    const int64_t kept_rows = by_tiles(a) ? AMX_BLOCK_ROWS : plan->rows;
     CUT(from, scratch->block, 1);
-    const int64_t rows = x_copied_late(a) ? smaller(2 * TILES_ROWS, plan->rows) : plan->rows;
+    const int64_t rows = x_copied_late(a) ? smaller(2 * AMX_BLOCK_ROWS, plan->rows) : plan->rows;
     CUT(from, scratch->x, x_in_place(a) ? 0 : rows * copied_row(a));
     CUT(from, scratch->grid, a->x_int8 ? plan->rows : 0);
     CUT(from, scratch->sums, a->x_int8 ? plan->rows * sums_of_row(a) : 0);
-    CUT(from, scratch->wide, plan->widen ? LINEAR_WIDE * PANEL : by_tiles(a) ? TILES_STEPS * PANEL : 0);
+    CUT(from, scratch->wide, plan->widen ? LINEAR_WIDE * PANEL : by_tiles(a) ? AMX_STEPS * PANEL : 0);
     CUT(from, scratch->acc, kept * kept_rows * PANEL);
     scratch->codes = NULL, scratch->turned = NULL;
     if (a->transposed && by_tiles(a))
         CUT(from, scratch->turned, plan->panels * features_padded(a) / features_per_step(a->weight) * FA_PANEL_BYTES);
-    if (V_TILES && multiplication_of(a) == BY_BLOCKS) CUT(from, scratch->codes, CODES_FEATURES * PANEL);
+    if (V_AMX && multiplication_of(a) == BY_BLOCKS) CUT(from, scratch->codes, CODES_FEATURES * PANEL);
     return from->used;
 }
 

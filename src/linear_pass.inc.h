@@ -12,7 +12,7 @@
  *                               eight of two rows and two columns, where there is one   squares_pass
  *   Q8, 4 bits       int8       the same; each block of features is scaled              blocks_pass
  *
- * Literals  columns: a multiple of GROUP. dot: 1 only if V_BF16_DOT. fetch: 0 .. STEP_LINES, of bytes_pass 0, 1.
+ * Literals  columns: a multiple of GROUP. bf16: 1 only if V_BF16_DOT. fetch: 0 .. STEP_LINES, of bytes_pass 0, 1.
  *           triangular: 0, 1. weight: FA_BF16, FA_I8, FA_I4, FA_Q8; of blocks_pass the last two. rows: 1 .. LINEAR_ROWS,
  *           of bytes_pass BYTES_ROWS, of blocks_pass BLOCK_ROWS.
  *           runs: 1, 2 with two rows at most, WIDE_RUNS with one. by_bytes, in_order: 1 only if FA_I4.
@@ -28,7 +28,7 @@
 /* A pass has LINEAR_ROWS x LINEAR_NV accumulators at most, and needs LINEAR_NV vectors and a broadcast beside them. */
 #define GROUP (LINEAR_NV * LANES) /* columns of a pass */
 _Static_assert(LINEAR_ROWS *LINEAR_NV + LINEAR_NV + 1 <= V_REGISTERS, "the tile spills");
-_Static_assert(LINEAR_ROWS <= TILE_MAX && PANEL % GROUP == 0, "passes fill a panel");
+_Static_assert(LINEAR_ROWS <= MR_MAX && PANEL % GROUP == 0, "passes fill a panel");
 _Static_assert(BYTES_ROWS <= LINEAR_ROWS && (!V_I8_SQUARES || BYTES_ROWS == LINEAR_ROWS), "see narrow_pass");
 
 #define PACKED_BLOCK 32 /* input features that pack gives a scale; panels in blocks are whole ones of these */
@@ -71,9 +71,9 @@ INLINE int64_t features_per_step(fa_dtype weight)
     } while (0)
 
 /* One pass: n rows of a product, GROUP columns. */
-INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
+INLINE void multiply_pass(int bf16, int fetch, int64_t n, const outer_product *p)
 {
-    WITH_ROWS(n, LINEAR_ROWS, tile_outer, LINEAR_NV, dot, fetch, p, 0);
+    WITH_ROWS(n, LINEAR_ROWS, tile_outer, LINEAR_NV, bf16, fetch, p, 0);
 }
 
 /* With one or two passes, the arithmetic takes no longer than memory takes to bring the weights. Asking for a line or two
@@ -83,7 +83,7 @@ INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
 #define PART_AHEAD (1 << 15)
 /* The same with a single pass over one run of features. An Intel with AMX reads a row's weights in float32 at 28 GB/s so,
  * and at 22 from PART_AHEAD on; 4 bits by int8 at 25 and 23. Elsewhere to be measured. */
-#define NEAR_AHEAD (V_TILES ? 3 << 10 : PART_AHEAD)
+#define NEAR_AHEAD (V_AMX ? 3 << 10 : PART_AHEAD)
 #define STEP_LINES (FA_PANEL_BYTES / 64) /* of a step */
 
 /* Lines to ask for at each step. */
@@ -91,7 +91,7 @@ INLINE int lines_ahead(int64_t n_passes, int64_t pass) { return n_passes == 1 ? 
 
 /* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, so many are read. Lines
  * of `ahead`, if it is not NULL, are prefetched beside the first GROUP columns. */
-INLINE void multiply(int64_t columns, int dot, int triangular, int64_t rows, const outer_product *whole)
+INLINE void multiply(int64_t columns, int bf16, int triangular, int64_t rows, const outer_product *whole)
 {
     const int64_t n_passes = ceil_div(rows, LINEAR_ROWS);
     const char *ahead = whole->ahead;
@@ -103,9 +103,9 @@ INLINE void multiply(int64_t columns, int dot, int triangular, int64_t rows, con
             p.depth += triangular ? r + n : 0;
             p.ahead = ahead;
             const int fetch = ahead && c == 0 ? lines_ahead(n_passes, n_passes - passes) : 0;
-            if (fetch == 2) multiply_pass(dot, 2, n, &p);
-            else if (fetch == 1) multiply_pass(dot, 1, n, &p);
-            else multiply_pass(dot, 0, n, &p);
+            if (fetch == 2) multiply_pass(bf16, 2, n, &p);
+            else if (fetch == 1) multiply_pass(bf16, 1, n, &p);
+            else multiply_pass(bf16, 0, n, &p);
             ahead += fetch * p.depth * 64;
         }
         r += n;
@@ -187,7 +187,7 @@ INLINE void wide_pass(int rows, int runs, fa_dtype weight, int by_bytes, int64_t
     const int64_t ahead = scales_ahead(weight, p->a), in_block = p->a->block - 1;
     const char *part = p->part + c * (int64_t)sizeof(lane);
     const vi_t codes = by_bytes ? v_table_i8(p->a->codes) : (vi_t){0};
-    v_t sum[TILE_MAX][LINEAR_NV], scale[WIDE_RUNS][LINEAR_NV], minimum[WIDE_RUNS][LINEAR_NV], wide[LINEAR_NV];
+    v_t sum[MR_MAX][LINEAR_NV], scale[WIDE_RUNS][LINEAR_NV], minimum[WIDE_RUNS][LINEAR_NV], wide[LINEAR_NV];
     vi_t bytes[LINEAR_NV];
     UNROLL_FOR(int r = 0; r < rows * runs; r++)
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_splat(0);
@@ -252,11 +252,11 @@ INLINE vi_t first_sum(const packed_product *p, int r, int64_t block)
 /* One pass of int8 by int8, in integers. */
 INLINE void bytes_pass(int rows, int fetch, int64_t c, const packed_product *p)
 {
-    const char *part = p->part + c * (int64_t)sizeof(lane), *x[TILE_MAX / 3];
+    const char *part = p->part + c * (int64_t)sizeof(lane), *x[MR_MAX / 3];
     /* Every third row, as in tile_outer; a few rows are the first and multiples of x_row. */
-    const int apart = V_I8_DOT ? 3 : TILE_MAX;
+    const int apart = V_I8_DOT ? 3 : MR_MAX;
     int64_t x_row = p->x_row;
-    vi_t sum[TILE_MAX][LINEAR_NV], step[LINEAR_NV];
+    vi_t sum[MR_MAX][LINEAR_NV], step[LINEAR_NV];
     UNROLL_FOR(int r = 0; r < rows; r += apart) {
         x[r / apart] = p->x + r * x_row;
         HIDE(x[r / apart]);
@@ -310,7 +310,7 @@ INLINE void squares_pass(int rows, int64_t c, const packed_product *p)
     typedef int64_t eight_u __attribute__((aligned(1), may_alias));
     static const char none[FA_PANEL_BYTES]; /* for the second half of eight features, of which there are four */
     const char *part = p->part + c * (int64_t)sizeof(lane), *x = p->x;
-    vi_t sum[TILE_MAX / 2][2 * LINEAR_NV];
+    vi_t sum[MR_MAX / 2][2 * LINEAR_NV];
     UNROLL_FOR(int r = 0; r < rows; r += 2)
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
             const lane *from = p->out + r * PANEL + c + u * LANES, *other = from + (r + 1 < rows ? PANEL : 0);
@@ -319,7 +319,7 @@ INLINE void squares_pass(int rows, int64_t c, const packed_product *p)
         }
     for (int64_t d = 0; d < p->features; d += 8, part += 2 * FA_PANEL_BYTES, x += 8) {
         const char *next = d + 4 < p->features ? part + FA_PANEL_BYTES : none;
-        vi_t both[TILE_MAX / 2];
+        vi_t both[MR_MAX / 2];
         fetch_step(p, d / 4), fetch_step(p, d / 4 + 1);
         UNROLL_FOR(int r = 0; r < rows; r += 2) {
             const char *row = x + r * p->x_row, *other = row + (r + 1 < rows ? p->x_row : 0);
@@ -410,7 +410,7 @@ typedef enum { BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS } multiplica
 /* Whether transposed weights become pairs that tiles take. Not where a pair would be of two maps. */
 INLINE int turns_pairs(const fa_linear_args *a)
 {
-    return V_TILES && a->weight == FA_BF16 && (a->transposed == 1 || a->k % 4 == 0);
+    return V_AMX && a->weight == FA_BF16 && (a->transposed == 1 || a->k % 4 == 0);
 }
 
 INLINE multiplication multiplication_of(const fa_linear_args *a)

@@ -17,7 +17,7 @@
  * Exports   tiles_panels, linear_tiles, CODES_LEAST_ROWS, blocks_by_tiles. */
 #pragma once
 #include "linear_finish.inc.h"
-#if V_TILES
+#if V_AMX
 #include "tile_amx.inc.h"
 #endif
 
@@ -32,7 +32,7 @@ INLINE int64_t tiles_panels(const fa_linear_args *a)
 #define CODES_SUMS 4        /* blocks whose sums have memory */
 _Static_assert(CODES_BEHIND < CODES_SUMS, "sums are used before others take their memory");
 
-#if V_TILES
+#if V_AMX
 /* Rows of x that are multiplied next, beside the features of a product. */
 typedef struct {
     int64_t rows;
@@ -42,7 +42,7 @@ typedef struct {
     int64_t to_row;
 } rows_to_come;
 
-/* Copies TILE_BYTES of each from byte `at` on, or asks for them; of copied rows, asks for as many of those behind them. */
+/* Copies AMX_BYTES of each from byte `at` on, or asks for them; of copied rows, asks for as many of those behind them. */
 NOINLINE void bring_rows(const rows_to_come *p, int64_t at)
 {
     const int64_t row = p->from_row, to_row = p->to_row, ahead = p->to ? p->rows * row : 0;
@@ -85,23 +85,23 @@ INLINE void tiles_multiply(int bytes, int hi, const tiles_product *p)
     const int64_t share = ceil_div(p->waiting->rows, larger(1, steps));
     const char *x = p->x, *part = p->part;
     load_tiles(2, hi, p->more ? ACC_KEEP : ACC_ZERO, p->acc, PANEL);
-    for (int64_t t = 1; t <= steps; t++, x += TILE_BYTES, part += TILE_ROWS * FA_PANEL_BYTES) {
+    for (int64_t t = 1; t <= steps; t++, x += AMX_BYTES, part += AMX_ROWS * FA_PANEL_BYTES) {
         const char *y = t == steps ? p->last : part;
-        TILE_LOAD(6, y, FA_PANEL_BYTES);
-        TILE_LOAD(4, x, x_row);
-        if (bytes) TILE_DOT_I8(0, 4, 6);
-        else TILE_DOT_BF16(0, 4, 6);
-        TILE_LOAD(7, y + TILE_BYTES, FA_PANEL_BYTES);
-        if (bytes) TILE_DOT_I8(1, 4, 7);
-        else TILE_DOT_BF16(1, 4, 7);
+        AMX_LOAD(6, y, FA_PANEL_BYTES);
+        AMX_LOAD(4, x, x_row);
+        if (bytes) AMX_DOT_I8(0, 4, 6);
+        else AMX_DOT_BF16(0, 4, 6);
+        AMX_LOAD(7, y + AMX_BYTES, FA_PANEL_BYTES);
+        if (bytes) AMX_DOT_I8(1, 4, 7);
+        else AMX_DOT_BF16(1, 4, 7);
         if (hi) {
-            TILE_LOAD(5, x + TILE_ROWS * x_row, x_row);
-            if (bytes) TILE_DOT_I8(2, 5, 6);
-            else TILE_DOT_BF16(2, 5, 6);
-            if (bytes) TILE_DOT_I8(3, 5, 7);
-            else TILE_DOT_BF16(3, 5, 7);
+            AMX_LOAD(5, x + AMX_ROWS * x_row, x_row);
+            if (bytes) AMX_DOT_I8(2, 5, 6);
+            else AMX_DOT_BF16(2, 5, 6);
+            if (bytes) AMX_DOT_I8(3, 5, 7);
+            else AMX_DOT_BF16(3, 5, 7);
         }
-        if (p->next.rows) bring_rows(&p->next, (t - 1) * TILE_BYTES);
+        if (p->next.rows) bring_rows(&p->next, (t - 1) * AMX_BYTES);
         if (p->waiting->rows) finish_rows(p->waiting, smaller(share, p->waiting->rows));
     }
     if (p->waiting->rows) finish_rows(p->waiting, p->waiting->rows); /* without features there was no step */
@@ -112,9 +112,9 @@ INLINE void tiles_multiply(int bytes, int hi, const tiles_product *p)
 INLINE const char *last_tile(fa_dtype weight, const char *part, int64_t features, lane *to)
 {
     const int64_t steps = ceil_div(features, features_per_step(weight));
-    if (steps >= TILE_ROWS) return part;
+    if (steps >= AMX_ROWS) return part;
     memcpy(to, part, steps * FA_PANEL_BYTES);
-    memset((char *)to + steps * FA_PANEL_BYTES, 0, (TILE_ROWS - steps) * FA_PANEL_BYTES);
+    memset((char *)to + steps * FA_PANEL_BYTES, 0, (AMX_ROWS - steps) * FA_PANEL_BYTES);
     return (const char *)to;
 }
 
@@ -143,8 +143,8 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
                          int64_t end, linear_input x, const linear_scratch *scratch)
 {
     const int64_t maps = 1 + a->gated, each = features_per_step(a->weight), features = features_padded(a);
-    const int64_t panel_bytes = features / each * FA_PANEL_BYTES, of_tile = TILE_ROWS * each,
-                  square = TILES_ROWS * PANEL;
+    const int64_t panel_bytes = features / each * FA_PANEL_BYTES, of_tile = AMX_ROWS * each,
+                  square = AMX_BLOCK_ROWS * PANEL;
     const int bytes = a->x_int8;
     int64_t done = 0, shaped = 0; /* products of each column, since it last asked; rows that tiles have */
     const int late = x_copied_late(a);
@@ -154,20 +154,20 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
     for (int64_t i = panel; a->transposed && i < end; i++)
         turn_panel(a, i, scratch->turned + (i - panel) * panel_bytes);
     if (a->transposed) panels = scratch->turned;
-    for (int64_t r = 0; late && r < smaller(rows, TILES_ROWS); r++)
+    for (int64_t r = 0; late && r < smaller(rows, AMX_BLOCK_ROWS); r++)
         memcpy(scratch->x + r * x_row, x.x + r * x.x_row, features * 2);
-    for (int64_t r = 0; r < rows; r += TILES_ROWS) {
-        const int64_t n = smaller(rows - r, TILES_ROWS), low = smaller(n, TILE_ROWS);
-        if (n != shaped) tile_shapes(low, n - low, TILE_BYTES);
+    for (int64_t r = 0; r < rows; r += AMX_BLOCK_ROWS) {
+        const int64_t n = smaller(rows - r, AMX_BLOCK_ROWS), low = smaller(n, AMX_ROWS);
+        if (n != shaped) tile_shapes(low, n - low, AMX_BYTES);
         shaped = n;
         for (int64_t b = 0; b < plan->blocks; b++) { /* one without features, too: out becomes its bias */
             const int64_t d = b * plan->features, here = smaller(features - d, plan->features);
             const int64_t parts = smaller(end - panel, 8); /* at the last panels: rows copied sooner push others out */
-            char *const copy[2] = {scratch->x + d * 2, scratch->x + TILES_ROWS * x_row + d * 2};
-            const int odd = r / TILES_ROWS % 2;
-            rows_to_come next = {.from = x.x + (r + TILES_ROWS) * x.x_row + d * x_size(a), .from_row = x.x_row};
+            char *const copy[2] = {scratch->x + d * 2, scratch->x + AMX_BLOCK_ROWS * x_row + d * 2};
+            const int odd = r / AMX_BLOCK_ROWS % 2;
+            rows_to_come next = {.from = x.x + (r + AMX_BLOCK_ROWS) * x.x_row + d * x_size(a), .from_row = x.x_row};
             if (late) next.to = copy[!odd], next.to_row = x_row;
-            if (late || x_in_place(a)) next.rows = smaller(larger(0, rows - r - TILES_ROWS), TILES_ROWS);
+            if (late || x_in_place(a)) next.rows = smaller(larger(0, rows - r - AMX_BLOCK_ROWS), AMX_BLOCK_ROWS);
             tiles_product p = {.x_row = x_row, .steps = ceil_div(here, of_tile), .more = b > 0, .waiting = &waiting};
             p.x = late ? copy[odd] : x.x + r * x.x_row + d * x_size(a);
             for (int64_t i = panel; i < end; i++) {
@@ -176,9 +176,9 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
                 p.acc = scratch->acc + (plan->blocks > 1 ? i - panel : (i - panel) % (2 * maps)) * square;
                 p.part = panels + (i - panel) * panel_bytes + d / each * FA_PANEL_BYTES;
                 p.last = last_tile(a->weight, p.part + last / each * FA_PANEL_BYTES, here - last, scratch->wide);
-                if (bytes && n > TILE_ROWS) tiles_multiply(1, 1, &p);
+                if (bytes && n > AMX_ROWS) tiles_multiply(1, 1, &p);
                 else if (bytes) tiles_multiply(1, 0, &p);
-                else if (n > TILE_ROWS) tiles_multiply(0, 1, &p);
+                else if (n > AMX_ROWS) tiles_multiply(0, 1, &p);
                 else tiles_multiply(0, 0, &p);
                 if (map + 1 < maps || b + 1 < plan->blocks) continue;
                 const lane *acc = p.acc - map * square;
@@ -186,13 +186,13 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
             }
             if ((done += n * here * (end - panel)) > LINEAR_ASKS) {
                 if (given_up(a->watch)) rows = 0;
-                tile_shapes(low, n - low, TILE_BYTES); /* whoever was asked may have used them */
+                tile_shapes(low, n - low, AMX_BYTES); /* whoever was asked may have used them */
                 done = 0;
             }
         }
     }
     if (waiting.rows) finish_rows(&waiting, waiting.rows);
-    TILES_END();
+    AMX_END();
 }
 
 /* to (features / 4, PANEL) of four int8 = the codes of a part of a panel of 4 bits. */
@@ -214,43 +214,42 @@ static void blocks_by_tiles(int64_t rows, const packed_product *p, char *codes)
 {
     const int64_t block = p->a->block, blocks = block_at(p->a, p->features), block_bytes = block / 4 * FA_PANEL_BYTES;
     const char *bytes = p->a->weight == FA_Q8 ? p->part : codes;
-    lane sums[CODES_SUMS][TILE_ROWS * LANES] __attribute__((aligned(64))) = {0};
+    lane sums[CODES_SUMS][AMX_ROWS * LANES] __attribute__((aligned(64))) = {0};
     if (p->a->weight == FA_I4) unpack_codes(p, codes);
-    for (int64_t r = 0, shaped = 0; r < rows; r += TILE_ROWS) {
-        const int64_t n = smaller(rows - r, TILE_ROWS);
+    for (int64_t r = 0, shaped = 0; r < rows; r += AMX_ROWS) {
+        const int64_t n = smaller(rows - r, AMX_ROWS);
         if (n != shaped) tile_shapes(n, 0, (int)block);
         shaped = n;
         for (int64_t c = 0; c < PANEL; c += LANES) {
             lane *out = p->out + r * PANEL + c;
-            v_t total[TILE_ROWS];
-            UNROLL_FOR(int i = 0; i < TILE_ROWS; i++)
-                total[i] = p->more && i < n ? v_load(out + i * PANEL) : v_splat(0);
+            v_t total[AMX_ROWS];
+            UNROLL_FOR(int i = 0; i < AMX_ROWS; i++) total[i] = p->more && i < n ? v_load(out + i * PANEL) : v_splat(0);
             for (int64_t b = 0; b < blocks + CODES_BEHIND; b++) {
                 if (b < blocks) {
-                    TILE_ZERO(0);
-                    TILE_LOAD(4, p->x + r * p->x_row + b * block, p->x_row);
-                    TILE_LOAD(6, bytes + b * block_bytes + c * (int64_t)sizeof(lane), FA_PANEL_BYTES);
-                    TILE_DOT_I8(0, 4, 6);
-                    TILE_STORE(0, sums[b % CODES_SUMS], TILE_BYTES);
+                    AMX_ZERO(0);
+                    AMX_LOAD(4, p->x + r * p->x_row + b * block, p->x_row);
+                    AMX_LOAD(6, bytes + b * block_bytes + c * (int64_t)sizeof(lane), FA_PANEL_BYTES);
+                    AMX_DOT_I8(0, 4, 6);
+                    AMX_STORE(0, sums[b % CODES_SUMS], AMX_BYTES);
                 }
                 const int64_t done = b - CODES_BEHIND;
                 if (done < 0) continue;
                 const v_t scale = v_load_f16(p->scales + (done * PANEL + c) * 2);
-                UNROLL_FOR(int i = 0; i < TILE_ROWS; i++) {
+                UNROLL_FOR(int i = 0; i < AMX_ROWS; i++) {
                     const vi_t sum = (vi_t)v_load(sums[done % CODES_SUMS] + i * LANES);
                     total[i] = v_fma(__builtin_convertvector(sum, v_t), scale, total[i]);
                 }
                 if (!p->minima) continue;
                 const v_t minimum = v_load_f16(p->minima + (done * PANEL + c) * 2);
-                UNROLL_FOR(int i = 0; i < TILE_ROWS; i++)
+                UNROLL_FOR(int i = 0; i < AMX_ROWS; i++)
                     if (i < n)
                         total[i] = v_fma(minimum, v_splat((lane)p->sums[(r + i) * p->sums_row + done]), total[i]);
             }
-            UNROLL_FOR(int i = 0; i < TILE_ROWS; i++)
+            UNROLL_FOR(int i = 0; i < AMX_ROWS; i++)
                 if (i < n) v_store(out + i * PANEL, total[i]);
         }
     }
-    TILES_END();
+    AMX_END();
 }
 #else
 static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, int64_t row, int64_t rows, int64_t panel,

@@ -13,8 +13,8 @@
 
 #include <string.h>
 
-#define TILE 32   /* rows that are computed at once, by the widest vectors */
-#define GATHER 22 /* the cost of a key and its value from afar, in that of one row's products with them */
+#define ROWS_AT_ONCE 32 /* rows that are computed at once, by the widest vectors */
+#define GATHER 22       /* the cost of a key and its value from afar, in that of one row's products with them */
 
 #define SET_BYTES ((int64_t)4 << 20) /* of a thread's sets, where one query's do not take more: beside its caches */
 
@@ -61,7 +61,7 @@ static int64_t of_item(const fa_array *x, int64_t item, int64_t query, int64_t i
  * from some of the rows takes as long as the products. */
 static int64_t cost_of(const fa_lists_args *a, const set *x, int64_t rows)
 {
-    const int64_t whole = rows <= 8 ? rows : rows <= 16 ? 29 : (rows + TILE - 1) / TILE * TILE;
+    const int64_t whole = rows <= 8 ? rows : rows <= 16 ? 29 : (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
     return x->size * a->block_size * (GATHER + (x->size > x->least ? 2 * whole : whole));
 }
 

@@ -5,8 +5,8 @@
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *
  * Exports   modifiers, modifiers_of, score_tile, row_lanes; capped_score, v_softcap_slopes; modify_tile, mark_attending,
- *           mark_rows (queries on the lanes, for tile kernels); modify_rows, row_attends (keys on the lanes, for the dot
- *           kernel). */
+ *           mark_rows (queries on the lanes, for tile kernels); modify_rows, row_attends (keys on the lanes, for the
+ *           few-row kernel). */
 #pragma once
 #include "masks.inc.h"
 #include "softmax.inc.h"
@@ -22,13 +22,13 @@ INLINE int same_modifiers(const modifiers *x, const modifiers *y)
     return x->s_factor == y->s_factor && x->softcap == y->softcap && x->alibi == y->alibi;
 }
 
-/* A factor above 1 multiplies the product: q times it might overflow where the product does not. `dot`: the kernel
+/* A factor above 1 multiplies the product: q times it might overflow where the product does not. `bf16`: the kernel
  * applies q_factor to the product in any case. */
-static modifiers modifiers_of(const fa_attention_args *a, int dot)
+static modifiers modifiers_of(const fa_attention_args *a, int bf16)
 {
     const double exact = a->mods.softcap != 0 ? a->mods.scale / a->mods.softcap : a->mods.scale;
     const lane factor = (lane)fmax(-LANE_MAX, fmin(LANE_MAX, exact)); /* no Inf: that times 0 is NaN */
-    const int fold = dot || (-1 <= factor && factor <= 1);
+    const int fold = bf16 || (-1 <= factor && factor <= 1);
     return (modifiers){
         .q_factor = fold ? factor : 1,
         .s_factor = fold ? 1 : factor,
@@ -44,7 +44,7 @@ typedef struct {
 } row_lanes;
 
 /* Scores of keys [j0, j0 + n), before and after modifiers: s and, with BLOCK_ADDS, the additive tile. The tile kernels
- * store both as (n, BLOCK_Q), the dot kernel as (rows, BLOCK_K). */
+ * store both as (n, BLOCK_Q), the few-row kernel as (rows, BLOCK_K). */
 typedef struct {
     const row_block *rows;
     const row_lanes *lanes; /* of the tile kernels */
@@ -199,7 +199,7 @@ INLINE void modify_rows(const fa_attention_args *a, const modifiers *mods, const
     }
 }
 
-/* Whether row r of the dot kernel attends key j0 + j. */
+/* Whether row r of the few-row kernel attends key j0 + j. */
 INLINE int row_attends(const score_tile *scores, int64_t r, int64_t j)
 {
     const int64_t key = scores->j0 + j;

@@ -2,20 +2,20 @@
  * transposed, the additive tile, blocks of keys and values in place or copied.
  *
  * Literals  dtype: of q.
- * Exports   TILES, PART_K; tile_state, cut_tile; head_copy, cut_head_copy, begin_head; key_block, tile_scratch,
+ * Exports   TASK_TILES, PART_K; tile_state, cut_tile; head_copy, cut_head_copy, begin_head; key_block, tile_scratch,
  *           cut_tile_scratch; transpose_rows, load_queries; load_additive, bias_in_place; load_block,
  *           is_dense, lies_well, rows_as_lanes, pair_values, rows_as_pairs, pair_rows, clear_paired_row, prefetch_block,
  *           prefetch_task. */
 #pragma once
 #include "modifiers.inc.h"
-#if V_TILES
+#if V_AMX
 #include "tile_amx.inc.h"
 #endif
 #include "partial.inc.h"
 #include "nonfinite.inc.h"
 #include "philox.inc.h"
 
-#define TILES 8 /* most tiles of a task */
+#define TASK_TILES 8 /* most tiles of a task */
 
 /* After so many keys, at multiples of it, a tile's state becomes a partial and is merged into that of the keys before.
  * So one accumulator adds up at most 64 blocks; 64 blocks of 64 keys are the fewest additions in a row. */
@@ -56,7 +56,7 @@ typedef struct {
 } head_copy;
 
 typedef struct {
-    tile_state tiles[TILES];
+    tile_state tiles[TASK_TILES];
     key_block block;
     head_copy copy;      /* without `head`, each task copies into k and v below anew */
     fetched_rows ahead;  /* rows of a bias, or of keys and values, that are fetched meanwhile; NULL: none */
@@ -100,7 +100,7 @@ static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int til
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim_v, LANES), &scratch->v, &scratch->clean);
     CUT(from, scratch->next, a->k.blocks ? 2 * BLOCK_K : 0);
     CUT(from, scratch->listed, a->v.blocks ? BLOCK_K * a->head_dim_v : 0);
-    CUT(from, scratch->v_odd, V_TILES ? BLOCK_K * round_up(a->head_dim_v, LANES) : 0);
+    CUT(from, scratch->v_odd, V_AMX ? BLOCK_K * round_up(a->head_dim_v, LANES) : 0);
     CUT_LANES(from, BLOCK_Q, &scratch->alpha);
     scratch->copy.head = NULL;
     scratch->later.n = scratch->odd = 0;
@@ -125,10 +125,10 @@ INLINE void begin_head(const fa_attention_args *a, const row_block *rows, const 
     memset(copy->blocks, 0, ceil_div(a->len_k, BLOCK_K));
 }
 
-/* One vector of a query row, from lane d on, of which n lanes are left; with `dot` lanes are pairs of bfloat16. */
-INLINE v_t load_query(fa_dtype dtype, int dot, const char *q, int64_t d, int64_t n, int64_t head_dim)
+/* One vector of a query row, from lane d on, of which n lanes are left; with `bf16` lanes are pairs of bfloat16. */
+INLINE v_t load_query(fa_dtype dtype, int bf16, const char *q, int64_t d, int64_t n, int64_t head_dim)
 {
-    if (!dot) return v_load_as_part(dtype, q + d * dtype_size(dtype), n);
+    if (!bf16) return v_load_as_part(dtype, q + d * dtype_size(dtype), n);
     const char *from = q + d * sizeof(lane);
     if (n > LANES || head_dim % 2 == 0) return v_load_part(from, n);
     lane part[LANES] = {0};
@@ -136,20 +136,20 @@ INLINE v_t load_query(fa_dtype dtype, int dot, const char *q, int64_t d, int64_t
     return v_load(part);
 }
 
-/* to (width, `pitch`) = transpose(factor * rows), or with `dot` pairs, unscaled. n_lanes, a multiple of LANES, are
+/* to (width, `pitch`) = transpose(factor * rows), or with `bf16` pairs, unscaled. n_lanes, a multiple of LANES, are
  * written; those without a row, NULL, become 0. */
-INLINE void transpose_rows_as(fa_dtype dtype, int dot, const char *const *row, int64_t n_lanes, int64_t width,
+INLINE void transpose_rows_as(fa_dtype dtype, int bf16, const char *const *row, int64_t n_lanes, int64_t width,
                               lane factor, int64_t pitch, lane *to)
 {
-    const int64_t depth = dot ? ceil_div(width, 2) : width;
+    const int64_t depth = bf16 ? ceil_div(width, 2) : width;
     for (int64_t r = 0; r < n_lanes; r += LANES)
         for (int64_t d = 0; d < depth; d += LANES) {
             const int64_t n = depth - d;
             v_t square[LANES];
             UNROLL_FOR(int i = 0; i < LANES; i++) {
                 const char *from = row[r + i];
-                const v_t x = from ? load_query(dtype, dot, from, d, n, width) : v_splat(0);
-                square[i] = dot ? x : x * v_splat(factor);
+                const v_t x = from ? load_query(dtype, bf16, from, d, n, width) : v_splat(0);
+                square[i] = bf16 ? x : x * v_splat(factor);
             }
             v_transpose(square);
             UNROLL_FOR(int i = 0; i < LANES; i++) {
@@ -159,21 +159,21 @@ INLINE void transpose_rows_as(fa_dtype dtype, int dot, const char *const *row, i
         }
 }
 
-static void transpose_rows(fa_dtype from, int dot, const char *const *row, int64_t n_lanes, int64_t width, lane factor,
+static void transpose_rows(fa_dtype from, int bf16, const char *const *row, int64_t n_lanes, int64_t width, lane factor,
                            int64_t pitch, lane *to)
 {
-    if (dot) transpose_rows_as(FA_BF16, 1, row, n_lanes, width, factor, pitch, to);
+    if (bf16) transpose_rows_as(FA_BF16, 1, row, n_lanes, width, factor, pitch, to);
     else WITH_DTYPE(from, dtype, transpose_rows_as(dtype, 0, row, n_lanes, width, factor, pitch, to));
 }
 
 /* qt (head_dim, BLOCK_Q) = transpose(factor * q). */
-static void load_queries(const fa_attention_args *a, const row_block *rows, int dot, lane factor, lane *qt)
+static void load_queries(const fa_attention_args *a, const row_block *rows, int bf16, lane factor, lane *qt)
 {
     const char *q_row[BLOCK_Q] = {NULL};
     char *first = at_row(&a->q, rows, first_row(rows));
     EACH_ROW(rows, r, id) q_row[r] = at_nth_row(&a->q, rows, first, r, id);
-    transpose_rows(a->q.dtype, dot, q_row, BLOCK_Q, a->head_dim, factor, BLOCK_Q, qt);
-    if (!dot) return;
+    transpose_rows(a->q.dtype, bf16, q_row, BLOCK_Q, a->head_dim, factor, BLOCK_Q, qt);
+    if (!bf16) return;
     const int64_t depth = ceil_div(a->head_dim, 2);
     memset(qt + depth * BLOCK_Q, 0, (padded_k(a->head_dim) / 2 - depth) * BLOCK_Q * sizeof(lane));
 }
@@ -297,10 +297,10 @@ INLINE const char *rows_as_pairs(const fa_array *x, const row_block *rows, int64
                                  int there, lane *copy, int64_t *row_bytes)
 {
     const char *from = at_key(x, rows, first);
-    const int64_t padded = padded_k(width), whole = V_TILES ? round_up(n, TILE_KEYS) : n;
+    const int64_t padded = padded_k(width), whole = V_AMX ? round_up(n, AMX_KEYS) : n;
     int copies = padded > width || whole > n || !in_a_row(x, first, n);
-    copies |= V_TILES ? !is_dense(x, width) : !lies_well(x, width, n);
-#if V_TILES
+    copies |= V_AMX ? !is_dense(x, width) : !lies_well(x, width, n);
+#if V_AMX
     copies |= !tiles_fit(from, x->row);
 #endif
     *row_bytes = copies ? padded * 2 : x->row;
@@ -315,10 +315,10 @@ INLINE const char *rows_as_pairs(const fa_array *x, const row_block *rows, int64
 }
 
 /* Pairs of n rows of bfloat16 as sums over rows read them, padded_v(width) lanes each: by tiles transposed, of each
- * TILE_KEYS rows. */
+ * AMX_KEYS rows. */
 INLINE void pair_rows(const char *x, int64_t x_row, int64_t n, int64_t width, lane *to)
 {
-#if V_TILES
+#if V_AMX
     transpose_values(x, x_row, n, width, to);
 #else
     pair_values(x, x_row, n, width, width, to);
@@ -334,13 +334,13 @@ INLINE void clear_paired_row(int64_t row, int64_t width, lane *pairs)
 }
 
 /* The block's keys and values, copied where that is needed: a part of the head's copy is a whole block of the grid. */
-INLINE void load_block(const fa_attention_args *a, const row_block *rows, int dot, tile_scratch *scratch)
+INLINE void load_block(const fa_attention_args *a, const row_block *rows, int bf16, tile_scratch *scratch)
 {
     key_block *block = &scratch->block;
     const int64_t width = a->head_dim, width_v = a->head_dim_v;
     int64_t first = block->first, n = block->n;
     scratch->odd = !scratch->odd; /* here: no product waits for a block that nobody loads */
-    lane *k = scratch->k, *v = V_TILES && dot && scratch->odd ? scratch->v_odd : scratch->v;
+    lane *k = scratch->k, *v = V_AMX && bf16 && scratch->odd ? scratch->v_odd : scratch->v;
     int there = 0;
     if (scratch->copy.head) {
         uint8_t *copied = scratch->copy.blocks + first / BLOCK_K;
@@ -349,7 +349,7 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
         there = *copied, *copied = 1;
     }
     const int64_t skip = block->first - first;
-    if (!dot) {
+    if (!bf16) {
         block->k = rows_as_lanes(&a->k, &a->k_scale, rows, first, n, width, there, k, &block->k_row);
         block->k += skip * block->k_row;
         if (a->stats.second_pass) return;

@@ -7,17 +7,17 @@
  *       for each panel
  *         out (strip, PANEL) += strip^T panel               in registers
  *
- * By tiles a strip has TILES_STRIP columns and is transposed, a piece has 2 MAX_DEPTH rows, and sums come by way of memory.
+ * By tiles a strip has AMX_STRIP columns and is transposed, a piece has 2 MAX_DEPTH rows, and sums come by way of memory.
  *
  * The lanes are columns of b; a is broadcast. A task is some columns of each. It goes through all rows in order, so that
  * the bits depend neither on the tasks nor on who runs them. What is copied next, lines far apart, is prefetched while
  * products are computed: without that, copies took a quarter of the time.
  *
- * Literals  nx: 1 .. LINEAR_ROWS. dot: 1 only if V_BF16_DOT. dtype.
+ * Literals  nx: 1 .. LINEAR_ROWS. bf16: 1 only if V_BF16_DOT. dtype.
  * Exports   outer_plan, outer_run. */
 #pragma once
 #include "linear_pass.inc.h"
-#if V_TILES
+#if V_AMX
 #include "tile_amx.inc.h"
 #endif
 
@@ -28,13 +28,13 @@
 #define STRIP_VECTORS ((LINEAR_ROWS + LANES - 1) / LANES)
 
 /* Of a strip that tiles take: its columns, and the bytes between two, a cache line more than a piece of rows has. */
-#define TILES_STRIP 32
-#define TILES_STRIP_ROW (4 * MAX_DEPTH + 64)
+#define AMX_STRIP 32
+#define AMX_STRIP_ROW (4 * MAX_DEPTH + 64)
 
 /* Columns of a strip. */
-INLINE int64_t strip_columns(int dot) { return V_TILES && dot ? TILES_STRIP : LINEAR_ROWS; }
+INLINE int64_t strip_columns(int bf16) { return V_AMX && bf16 ? AMX_STRIP : LINEAR_ROWS; }
 
-/* Rows that are prefetched, one a step, with `dot` two. */
+/* Rows that are prefetched, one a step, with `bf16` two. */
 typedef struct {
     const char *line;
     int64_t row;
@@ -44,7 +44,7 @@ typedef struct {
 typedef struct {
     const lane *x; /* (depth, nx), side by side */
     const lane *y; /* (depth, PANEL), from a column of the panel on */
-    int64_t depth; /* with `dot` in pairs */
+    int64_t depth; /* with `bf16` in pairs */
     int more;
     int64_t columns; /* of out that there are from here on */
     lane *out;
@@ -52,9 +52,9 @@ typedef struct {
     rows_ahead ahead;
 } outer_sum;
 
-INLINE void tile_sum(int nx, int dot, const outer_sum *p)
+INLINE void tile_sum(int nx, int bf16, const outer_sum *p)
 {
-    v_t acc[TILE_MAX][NV_MAX];
+    v_t acc[MR_MAX][NV_MAX];
     const char *x = (const char *)p->x, *ahead = p->ahead.line;
     const lane *y = p->y;
     UNROLL_FOR(int j = 0; j < nx; j++)
@@ -64,11 +64,11 @@ INLINE void tile_sum(int nx, int dot, const outer_sum *p)
         }
     UNROLL_2_FOR(int64_t d = 0; d < p->depth; d++, y += PANEL, x += nx * sizeof(lane)) {
         v_t row[NV_MAX];
-        UNROLL_FOR(int i = 0; i < 1 + dot; i++, ahead += p->ahead.row) __builtin_prefetch(ahead, 0, 2);
+        UNROLL_FOR(int i = 0; i < 1 + bf16; i++, ahead += p->ahead.row) __builtin_prefetch(ahead, 0, 2);
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) row[u] = v_load(y + u * LANES);
         UNROLL_FOR(int j = 0; j < nx; j++) {
             const v_t element = v_splat(*(const lane_u *)(x + j * sizeof(lane)));
-            UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) acc[j][u] = v_madd(dot, element, row[u], acc[j][u]);
+            UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) acc[j][u] = v_madd(bf16, element, row[u], acc[j][u]);
         }
     }
     UNROLL_FOR(int j = 0; j < nx; j++)
@@ -81,28 +81,28 @@ INLINE void tile_sum(int nx, int dot, const outer_sum *p)
         }
 }
 
-static void tile_sum_of(int dot, int64_t nx, const outer_sum *p)
+static void tile_sum_of(int bf16, int64_t nx, const outer_sum *p)
 {
-    if (dot) WITH_ROWS(nx, LINEAR_ROWS, tile_sum, V_BF16_DOT, p);
+    if (bf16) WITH_ROWS(nx, LINEAR_ROWS, tile_sum, V_BF16_DOT, p);
     else WITH_ROWS(nx, LINEAR_ROWS, tile_sum, 0, p);
 }
 
 /* Copies nx columns of `rows` rows of a side by side; of an odd last row of pairs, the other half is 0. The last vector
  * of a row fills up the next one's place. sums (nx) = those of the rows. */
-INLINE void copy_strip(int dot, fa_dtype dtype, const fa_outer_args *a, int64_t row, int64_t rows, int64_t column,
+INLINE void copy_strip(int bf16, fa_dtype dtype, const fa_outer_args *a, int64_t row, int64_t rows, int64_t column,
                        int64_t nx, lane *to, lane *sums)
 {
     const int64_t size = dtype_size(dtype);
     const char *from = a->a + row * a->a_row + column * size;
-    v_t sum[TILE_MAX];
+    v_t sum[MR_MAX];
     UNROLL_FOR(int i = 0; i < STRIP_VECTORS; i++) sum[i] = v_splat(0);
-    for (int64_t r = 0; r < rows; r += 1 + dot, from += (1 + dot) * a->a_row, to += nx)
+    for (int64_t r = 0; r < rows; r += 1 + bf16, from += (1 + bf16) * a->a_row, to += nx)
         UNROLL_FOR(int i = 0; i < STRIP_VECTORS; i++) {
             const int64_t left = a->n - column - i * LANES;
             if (i * LANES >= nx) break;
             v_t x = v_load_as_part(dtype, from + i * LANES * size, left), next = v_splat(0);
             sum[i] += x;
-            if (dot) {
+            if (bf16) {
                 if (r + 1 < rows) next = v_load_as_part(dtype, from + a->a_row + i * LANES * size, left);
                 sum[i] += next;
                 x = v_pack_bf16(x, next);
@@ -112,7 +112,7 @@ INLINE void copy_strip(int dot, fa_dtype dtype, const fa_outer_args *a, int64_t 
     UNROLL_FOR(int i = 0; i < STRIP_VECTORS; i++) v_store(sums + i * LANES, sum[i]);
 }
 
-#if V_TILES
+#if V_AMX
 /* to (nx, rows) = those columns of `rows` rows of a, in pairs, as tiles load them: up to a whole step of rows 0. */
 INLINE void turn_strip(fa_dtype dtype, const fa_outer_args *a, int64_t row, int64_t rows, int64_t column, int64_t nx,
                        lane *to, lane *sums)
@@ -133,8 +133,8 @@ INLINE void turn_strip(fa_dtype dtype, const fa_outer_args *a, int64_t row, int6
                 pairs[i] = v_pack_bf16(first, second);
             }
             v_transpose(pairs);
-            char *step = (char *)to + c * TILES_STRIP_ROW + r * 2;
-            UNROLL_FOR(int i = 0; i < LANES; i++) v_store(step + i * TILES_STRIP_ROW, pairs[i]);
+            char *step = (char *)to + c * AMX_STRIP_ROW + r * 2;
+            UNROLL_FOR(int i = 0; i < LANES; i++) v_store(step + i * AMX_STRIP_ROW, pairs[i]);
         }
         v_store(sums, sum);
     }
@@ -142,18 +142,18 @@ INLINE void turn_strip(fa_dtype dtype, const fa_outer_args *a, int64_t row, int6
 #endif
 
 /* Of b, panel by panel: (panels, MAX_DEPTH, PANEL). Behind the last column, and up to a whole step of rows, stand zeros. */
-INLINE void copy_panels(int dot, fa_dtype dtype, const fa_outer_args *a, int64_t row, int64_t rows, int64_t column,
+INLINE void copy_panels(int bf16, fa_dtype dtype, const fa_outer_args *a, int64_t row, int64_t rows, int64_t column,
                         int64_t columns, lane *to)
 {
-    const int64_t size = dtype_size(dtype), whole = round_up(rows, key_step(dot));
+    const int64_t size = dtype_size(dtype), whole = round_up(rows, key_step(bf16));
     const char *from = a->b + row * a->b_row + column * size;
-    for (int64_t r = 0; r < whole; r += 1 + dot, from += (1 + dot) * a->b_row, to += PANEL)
+    for (int64_t r = 0; r < whole; r += 1 + bf16, from += (1 + bf16) * a->b_row, to += PANEL)
         for (int64_t c = 0; c < round_up(columns, PANEL); c += LANES) {
             const int64_t left = r < rows ? a->k - column - c : 0;
             v_t y = v_splat(0), next = y;
             if (left > 0) y = v_load_as_part(dtype, from + c * size, left);
-            if (dot && left > 0 && r + 1 < rows) next = v_load_as_part(dtype, from + a->b_row + c * size, left);
-            v_store(to + c / PANEL * (MAX_DEPTH * PANEL) + c % PANEL, dot ? v_pack_bf16(y, next) : y);
+            if (bf16 && left > 0 && r + 1 < rows) next = v_load_as_part(dtype, from + a->b_row + c * size, left);
+            v_store(to + c / PANEL * (MAX_DEPTH * PANEL) + c % PANEL, bf16 ? v_pack_bf16(y, next) : y);
         }
 }
 
@@ -163,11 +163,11 @@ typedef struct {
 
 static int64_t take_outer_scratch(arena *from, const fa_outer_plan *plan, outer_scratch *scratch)
 {
-    const int64_t of_tiles = V_TILES ? TILES_STRIP * TILES_STRIP_ROW / (int64_t)sizeof(lane) : 0;
+    const int64_t of_tiles = V_AMX ? AMX_STRIP * AMX_STRIP_ROW / (int64_t)sizeof(lane) : 0;
     CUT(from, scratch->strip, larger(of_tiles, LINEAR_ROWS * MAX_DEPTH + LANES));
     CUT(from, scratch->panels, plan->b_columns * MAX_DEPTH);
-    CUT(from, scratch->sums, larger(STRIP_VECTORS * LANES, V_TILES ? TILES_STRIP : 0));
-    CUT(from, scratch->acc, V_TILES ? TILES_STRIP * PANEL : 0);
+    CUT(from, scratch->sums, larger(STRIP_VECTORS * LANES, V_AMX ? AMX_STRIP : 0));
+    CUT(from, scratch->acc, V_AMX ? AMX_STRIP * PANEL : 0);
     return from->used;
 }
 
@@ -198,7 +198,7 @@ typedef struct {
     int64_t row, rows;
 } outer_place;
 
-#if V_TILES
+#if V_AMX
 /* outer_strip by tiles: sums of a panel come by way of scratch->acc, and the next strip is asked for meanwhile. */
 static void tiles_strip(const fa_outer_args *a, const outer_place *at, int64_t column, int64_t nx,
                         const outer_scratch *scratch)
@@ -206,7 +206,7 @@ static void tiles_strip(const fa_outer_args *a, const outer_place *at, int64_t c
     const int64_t size = dtype_size(a->a_dtype), next = column + nx;
     const int64_t panels = ceil_div(at->columns_b, PANEL), share = ceil_div(at->rows, larger(1, panels));
     const int more = a->more || at->row;
-    outer_product p = {.x = (const char *)scratch->strip, .x_row = TILES_STRIP_ROW, .pitch = PANEL, .factor = 1};
+    outer_product p = {.x = (const char *)scratch->strip, .x_row = AMX_STRIP_ROW, .pitch = PANEL, .factor = 1};
     p.depth = ceil_div(at->rows, 2), p.out = scratch->acc;
     tiles_begin();
     for (int64_t i = 0; i < panels; i++) {
@@ -215,7 +215,7 @@ static void tiles_strip(const fa_outer_args *a, const outer_place *at, int64_t c
         amx_outer(2, nx, &p);
         if (next < at->end_a)
             prefetch_rows(a->a + (at->row + first) * a->a_row + next * size, a->a_row, smaller(share, at->rows - first),
-                          smaller(TILES_STRIP, at->end_a - next) * size);
+                          smaller(AMX_STRIP, at->end_a - next) * size);
         for (int64_t j = 0; j < nx; j++)
             for (int64_t c = 0; c < smaller(left, PANEL); c += LANES) {
                 lane *to = (lane *)(a->out + (column + j) * a->out_row) + at->first_b + i * PANEL + c;
@@ -229,12 +229,12 @@ static void tiles_strip(const fa_outer_args *a, const outer_place *at, int64_t c
 
 /* out of one strip, nx columns of a from `column` on. Its first panel's product prefetches the next strip, those of the
  * others for a line each of the next rows of b. */
-INLINE void outer_strip(int dot, const fa_outer_args *a, const outer_place *at, int64_t column, int64_t nx,
+INLINE void outer_strip(int bf16, const fa_outer_args *a, const outer_place *at, int64_t column, int64_t nx,
                         int64_t *line, const outer_scratch *scratch)
 {
     const int64_t a_size = dtype_size(a->a_dtype), b_size = dtype_size(a->b_dtype), next = at->row + at->rows;
-#if V_TILES
-    if (dot) {
+#if V_AMX
+    if (bf16) {
         tiles_strip(a, at, column, nx, scratch);
         return;
     }
@@ -243,7 +243,7 @@ INLINE void outer_strip(int dot, const fa_outer_args *a, const outer_place *at, 
         outer_sum p = {
             .x = scratch->strip,
             .y = scratch->panels + c / PANEL * (MAX_DEPTH * PANEL) + c % PANEL,
-            .depth = dot ? ceil_div(at->rows, 2) : at->rows,
+            .depth = bf16 ? ceil_div(at->rows, 2) : at->rows,
             .more = a->more || at->row,
             .columns = at->columns_b - c,
             .out = (lane *)(a->out + column * a->out_row) + at->first_b + c,
@@ -257,28 +257,28 @@ INLINE void outer_strip(int dot, const fa_outer_args *a, const outer_place *at, 
             p.ahead = (rows_ahead){a->b + next * a->b_row + at->first_b * b_size + *line, a->b_row};
             *line += 64;
         }
-        tile_sum_of(dot, nx, &p);
+        tile_sum_of(bf16, nx, &p);
     }
 }
 
 /* Copies the strip, as products take it. */
-INLINE void load_strip(int dot, fa_dtype dtype, const fa_outer_args *a, const outer_place *at, int64_t column,
+INLINE void load_strip(int bf16, fa_dtype dtype, const fa_outer_args *a, const outer_place *at, int64_t column,
                        int64_t nx, const outer_scratch *scratch)
 {
-#if V_TILES
-    if (dot) {
+#if V_AMX
+    if (bf16) {
         turn_strip(dtype, a, at->row, at->rows, column, nx, scratch->strip, scratch->sums);
         return;
     }
 #endif
-    copy_strip(dot, dtype, a, at->row, at->rows, column, nx, scratch->strip, scratch->sums);
+    copy_strip(bf16, dtype, a, at->row, at->rows, column, nx, scratch->strip, scratch->sums);
 }
 
-INLINE void outer_rows(int dot, const fa_outer_args *a, const fa_outer_plan *plan, int64_t task, void *memory)
+INLINE void outer_rows(int bf16, const fa_outer_args *a, const fa_outer_plan *plan, int64_t task, void *memory)
 {
     outer_scratch scratch;
     take_outer_scratch(&(arena){.memory = memory}, plan, &scratch);
-    const int64_t most = (1 + dot) * MAX_DEPTH;
+    const int64_t most = (1 + bf16) * MAX_DEPTH;
     int64_t done = 0; /* products of each column of a, since it last asked */
     outer_place at = {.first_a = task / plan->b_tasks * plan->a_columns,
                       .first_b = task % plan->b_tasks * plan->b_columns};
@@ -287,20 +287,20 @@ INLINE void outer_rows(int dot, const fa_outer_args *a, const fa_outer_plan *pla
     do { /* without rows, out becomes 0 */
         at.rows = smaller(a->m - at.row, most);
         WITH_DTYPE(a->b_dtype, dtype,
-                   copy_panels(dot, dtype, a, at.row, at.rows, at.first_b, at.columns_b, scratch.panels));
+                   copy_panels(bf16, dtype, a, at.row, at.rows, at.first_b, at.columns_b, scratch.panels));
         int64_t line = 0, nx = 0;
         for (int64_t c = at.first_a; c < at.end_a; c += nx) {
             if ((done += at.rows * at.columns_b) > OUTER_ASKS) {
                 if (given_up(a->watch)) return;
                 done = 0;
             }
-            nx = ceil_div(at.end_a - c, ceil_div(at.end_a - c, strip_columns(dot)));
-            WITH_DTYPE(a->a_dtype, dtype, load_strip(dot, dtype, a, &at, c, nx, &scratch));
+            nx = ceil_div(at.end_a - c, ceil_div(at.end_a - c, strip_columns(bf16)));
+            WITH_DTYPE(a->a_dtype, dtype, load_strip(bf16, dtype, a, &at, c, nx, &scratch));
             for (int64_t i = 0; a->sums && !at.first_b && i < nx; i++) {
                 lane *sum = (lane *)a->sums + c + i;
                 *sum = a->more || at.row ? *sum + scratch.sums[i] : scratch.sums[i];
             }
-            outer_strip(dot, a, &at, c, nx, &line, &scratch);
+            outer_strip(bf16, a, &at, c, nx, &line, &scratch);
         }
         at.row += most;
     } while (at.row < a->m);

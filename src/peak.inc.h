@@ -29,32 +29,32 @@ static double dot_i8_rounds(int64_t rounds)
 #endif
 }
 
-#if V_TILES
+#if V_AMX
 /* The same of products of tiles: four accumulators. */
 static double tile_rounds(int64_t rounds, int bytes)
 {
-    tile_shapes(TILE_ROWS, TILE_ROWS, TILE_BYTES);
+    tile_shapes(AMX_ROWS, AMX_ROWS, AMX_BYTES);
     for (int64_t i = 0; i < rounds; i++) {
         if (bytes) {
-            TILE_DOT_I8(0, 4, 6);
-            TILE_DOT_I8(1, 4, 7);
-            TILE_DOT_I8(2, 5, 6);
-            TILE_DOT_I8(3, 5, 7);
+            AMX_DOT_I8(0, 4, 6);
+            AMX_DOT_I8(1, 4, 7);
+            AMX_DOT_I8(2, 5, 6);
+            AMX_DOT_I8(3, 5, 7);
         } else {
-            TILE_DOT_BF16(0, 4, 6);
-            TILE_DOT_BF16(1, 4, 7);
-            TILE_DOT_BF16(2, 5, 6);
-            TILE_DOT_BF16(3, 5, 7);
+            AMX_DOT_BF16(0, 4, 6);
+            AMX_DOT_BF16(1, 4, 7);
+            AMX_DOT_BF16(2, 5, 6);
+            AMX_DOT_BF16(3, 5, 7);
         }
     }
-    TILES_END();
-    return (double)rounds * 4 * 2 * TILE_ROWS * LANES * TILE_BYTES / (bytes ? 1 : 2);
+    AMX_END();
+    return (double)rounds * 4 * 2 * AMX_ROWS * LANES * AMX_BYTES / (bytes ? 1 : 2);
 }
 #endif
 
 static double fma_rounds(int64_t rounds, fa_dtype kind)
 {
-#if V_TILES
+#if V_AMX
     if (kind == FA_I8 || kind == FA_BF16) return tile_rounds(rounds / 4, kind == FA_I8);
 #endif
     if (kind == FA_I8) return dot_i8_rounds(rounds);

@@ -1,5 +1,5 @@
 /* Dropout's mask. Philox4x32-10 (Salmon et al. 2011) makes it, a function of a counter and a key: so a mask depends on
- * no order, and forward and backward pass, tile and dot kernel, and every instruction set have the same one.
+ * no order, and forward and backward pass, tile and few-row kernel, and every instruction set have the same one.
  *
  * The key is the seed. Word j % 64 / 16 of the counter (i, j / 64 * 16 + j % 16, head, 0) decides about query i and key
  * j, which is kept where the word is at least the threshold. `head` counts over the batch. One evaluation decides about
@@ -195,7 +195,7 @@ static void drop_tile(int nv, const philox_key *drop, const philox_row *rows, in
     }
 }
 
-/* The same of the dot kernel: (rows, n) in whole vectors, rows BLOCK_K apart. */
+/* The same of the few-row kernel: (rows, n) in whole vectors, rows BLOCK_K apart. */
 static void drop_rows(const fa_attention_args *a, const row_block *rows, const philox_key *drop, int64_t j0, int64_t n,
                       lane *probs)
 {

@@ -1,5 +1,5 @@
 /* int8 keys and values: row j of k stands for k_scale[j] times its integers, and v likewise. The tile kernels widen and
- * scale rows in the copy that they make anyway. The dot kernel reads the bytes in place, and applies the scales of keys
+ * scale rows in the copy that they make anyway. The few-row kernel reads the bytes in place, and applies the scales of keys
  * to their scores, and those of values to the probabilities.
  *
  * Exports   WIDEST_I8, scale_of, is_plain, load_scales. */

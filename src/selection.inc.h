@@ -12,7 +12,7 @@
  * Scores of different keys have nothing to do with one another. So keys are cut anywhere: where tasks are few, score()
  * fills the rows of all first, a run of keys a task, and run() chooses from these.
  *
- * Literals  nv, dot, relu, weighs.
+ * Literals  nv, bf16, relu, weighs.
  * Exports   selection_plan, selection_score, selection_run. */
 #pragma once
 #include "largest.inc.h"
@@ -108,7 +108,7 @@ static int64_t last_candidate(const fa_selection_args *call, const query_block *
 }
 
 static void load_query_tile(const fa_selection_args *call, const fa_selection_plan *plan, const query_block *queries,
-                            int64_t i, int dot, query_tile *tile)
+                            int64_t i, int bf16, query_tile *tile)
 {
     const fa_attention_args *a = &call->attention;
     const int64_t group = a->heads_q / a->heads_kv;
@@ -121,7 +121,7 @@ static void load_query_tile(const fa_selection_args *call, const fa_selection_pl
         rows->h_kv = queries->h_kv * group + i, rows->group = 1, rows->row0 = queries->query;
         rows->n = queries->n;
     }
-    load_queries(a, rows, dot, 1, tile->qt);
+    load_queries(a, rows, bf16, 1, tile->qt);
     if (!call->weights.data) return;
     memset(tile->weight, 0, BLOCK_Q * sizeof(lane));
     EACH_ROW(rows, r, id) tile->weight[r] = *(const lane_u *)at_row(&call->weights, rows, id);
@@ -188,21 +188,21 @@ INLINE void prefetch_part(const fa_attention_args *a, const row_block *keys, int
 }
 
 /* Rows of scores `to`, `pitch` lanes apart, of keys [begin, end); begin is a multiple of BLOCK_K. 0: given up. */
-INLINE int score_keys_as(const fa_selection_args *call, const fa_selection_plan *plan, int dot,
+INLINE int score_keys_as(const fa_selection_args *call, const fa_selection_plan *plan, int bf16,
                          const query_block *queries, int64_t begin, int64_t end, lane *to, int64_t pitch,
                          selection_scratch *scratch)
 {
     const fa_attention_args *a = &call->attention;
     const row_block keys = {.b = queries->b, .h_kv = queries->h_kv};
-    const int64_t step = V_TILES && dot ? TILE_KEYS : BLOCK_K;
+    const int64_t step = V_AMX && bf16 ? AMX_KEYS : BLOCK_K;
     int64_t asked = 0;
-    for (int64_t i = 0; i < plan->tiles; i++) load_query_tile(call, plan, queries, i, dot, scratch->tiles + i);
+    for (int64_t i = 0; i < plan->tiles; i++) load_query_tile(call, plan, queries, i, bf16, scratch->tiles + i);
     for (int64_t j0 = begin; j0 < end; j0 += BLOCK_K) {
         const int64_t n = smaller(BLOCK_K, end - j0);
         outer_product product = {.pitch = BLOCK_Q, .factor = 1};
-        product.x = dot ? rows_as_pairs(&a->k, &keys, j0, n, a->head_dim, 0, scratch->k, &product.x_row)
-                        : rows_as_lanes(&a->k, &a->k_scale, &keys, j0, n, a->head_dim, 0, scratch->k, &product.x_row);
-        product.depth = dot ? padded_k(a->head_dim) / 2 : a->head_dim;
+        product.x = bf16 ? rows_as_pairs(&a->k, &keys, j0, n, a->head_dim, 0, scratch->k, &product.x_row)
+                         : rows_as_lanes(&a->k, &a->k_scale, &keys, j0, n, a->head_dim, 0, scratch->k, &product.x_row);
+        product.depth = bf16 ? padded_k(a->head_dim) / 2 : a->head_dim;
         const int64_t pieces = ceil_div(n, step), all = plan->tiles * pieces;
         for (int64_t p = 0; p <= all; p++) { /* scores wait for the next piece: by then those of AMX are in the cache */
             if (p < all) {
@@ -211,8 +211,8 @@ INLINE int score_keys_as(const fa_selection_args *call, const fa_selection_plan 
                 outer_product part = product;
                 prefetch_part(a, &keys, j0 + BLOCK_K, end, p, all);
                 part.x += c * product.x_row, part.y = tile->qt, part.out = scratch->s[p % 2];
-                if (tile->rows.n <= LANES) block_scores(1, dot, some, &part, NULL);
-                else block_scores(NV, dot, some, &part, NULL);
+                if (tile->rows.n <= LANES) block_scores(1, bf16, some, &part, NULL);
+                else block_scores(NV, bf16, some, &part, NULL);
             }
             if (!p) continue;
             const query_tile *before = scratch->tiles + (p - 1) / pieces;
@@ -222,7 +222,7 @@ INLINE int score_keys_as(const fa_selection_args *call, const fa_selection_plan 
             else add_head(call, before == scratch->tiles, before, s, some, scratch->sums + c * BLOCK_Q);
             if (++asked % SELECTION_ASKS) continue;
             if (given_up(a->watch)) return 0;
-            if (dot) tiles_begin(); /* whoever was asked may have used them */
+            if (bf16) tiles_begin(); /* whoever was asked may have used them */
         }
         if (!plan->by_pairs) transpose(scratch->sums, BLOCK_Q, n, queries->n, to + j0, pitch);
     }

@@ -1,7 +1,7 @@
 /* Sigmoid attention (Ramapuram et al. 2024): p = 1 / (1 + exp(-(s + bias))) takes the place of the online softmax. It
  * has no maximum, no sum, nothing to rescale: keys do not compete. A masked key, -inf, gives 0; NaN stays NaN.
  *
- * Exports   SIGMOID_MAX; sigmoid_update (queries on the lanes), dot_sigmoid (keys on the lanes). */
+ * Exports   SIGMOID_MAX; sigmoid_update (queries on the lanes), few_sigmoid (keys on the lanes). */
 #pragma once
 #include "softmax.inc.h"
 
@@ -31,7 +31,7 @@ INLINE void sigmoid_update(int nv, lane *s, int64_t n, lane bias)
 }
 
 /* The same for s (n) of one row, in pairs of vectors: s holds BLOCK_K. */
-INLINE void dot_sigmoid(lane *s, int64_t n, lane bias)
+INLINE void few_sigmoid(lane *s, int64_t n, lane bias)
 {
     _Static_assert(BLOCK_K % (2 * LANES) == 0, "a block is whole pairs of vectors");
     for (int64_t j = n; j < round_up(n, 2 * LANES); j++) s[j] = -INFINITY;

@@ -65,11 +65,11 @@ typedef uint32_t wlane;
 #endif
 
 #if LANE_BITS == 32 && (defined __AMX_TILE__ || defined FA_EMULATE_TILES)
-#define V_TILES 1
+#define V_AMX 1
 #else
-#define V_TILES 0
+#define V_AMX 0
 #endif
-#if LANE_BITS == 32 && (V_TILES || defined __AVX512BF16__ || defined V_NEON_BF16 || defined FA_EMULATE_BF16_DOT)
+#if LANE_BITS == 32 && (V_AMX || defined __AVX512BF16__ || defined V_NEON_BF16 || defined FA_EMULATE_BF16_DOT)
 #define V_BF16_DOT 1
 #else
 #define V_BF16_DOT 0
@@ -179,7 +179,7 @@ INLINE v_t v_fma(v_t a, v_t b, v_t c)
     return vfmaq_f64(c, a, b);
 #elif defined V_NEON
     return vfmaq_f32(c, a, b);
-#elif V_TILES
+#elif V_AMX
     UNROLL_FOR(int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
     return c;
 #else
@@ -377,7 +377,7 @@ INLINE v_t v_max_each(v_t r[LANES])
 }
 
 #include "simd_narrow.h"
-#if V_TILES
+#if V_AMX
 #include "simd_tile.h"
 #endif
 

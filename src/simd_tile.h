@@ -1,16 +1,16 @@
 /* The tiles of Intel's AMX: eight registers of up to 16 rows of 64 bytes. A part of simd.h, which includes it where
- * V_TILES is 1. With FA_EMULATE_TILES they are spelled out, to the bit; where the compiler has no AVX-512,
+ * V_AMX is 1. With FA_EMULATE_TILES they are spelled out, to the bit; where the compiler has no AVX-512,
  * vectors are, too, and softmax may differ in its last bit (docs/dev/intel.md).
  *
- *   tile_shapes(lo, hi, bytes)  starts the use of tiles, all 0, for products of rows of so many bytes, up to TILE_BYTES.
+ *   tile_shapes(lo, hi, bytes)  starts the use of tiles, all 0, for products of rows of so many bytes, up to AMX_BYTES.
  *                            0, 1, 4 have lo rows; 2, 3, 5 hi; 4 and 5 of `bytes`; 6, 7 have bytes / 4
- *   TILES_END()              ends it: a task that begins does end; between them no other code has tiles
- *   TILE_LOAD(t, p, row)     rows from memory, `row` bytes apart         TILE_STORE(t, p, row)
- *   TILE_ZERO(t)
- *   TILE_DOT_BF16(c, a, b)   c (rows, 16 floats) += a (rows, 16 pairs) b (16, 16 pairs), pairs of bfloat16. Denormal
+ *   AMX_END()              ends it: a task that begins does end; between them no other code has tiles
+ *   AMX_LOAD(t, p, row)     rows from memory, `row` bytes apart         AMX_STORE(t, p, row)
+ *   AMX_ZERO(t)
+ *   AMX_DOT_BF16(c, a, b)   c (rows, 16 floats) += a (rows, 16 pairs) b (16, 16 pairs), pairs of bfloat16. Denormal
  *                            numbers are 0. The sums of first and of second halves begin at 0, are fused multiply-adds
  *                            in order, and are added; then c is
- *   TILE_DOT_I8(c, a, b)     the same of four int8, in integers that wrap
+ *   AMX_DOT_I8(c, a, b)     the same of four int8, in integers that wrap
  *
  * Rows that lie in two cache lines take several times as long to load, and NumPy's large arrays begin 16 bytes beside
  * one. So operands are copied unless tiles_fit.
@@ -24,23 +24,23 @@ typedef struct {
 } tile_config;
 _Static_assert(sizeof(tile_config) == 64, "as the instruction reads it");
 
-#define TILE_ROWS 16
-#define TILE_BYTES 64 /* of a row */
+#define AMX_ROWS 16
+#define AMX_BYTES 64 /* of a row */
 
 #ifndef FA_EMULATE_TILES
-#define TILES_BEGIN(config) __asm__ volatile("ldtilecfg %0" ::"m"(*(config)) : "memory")
-#define TILES_END() __asm__ volatile("tilerelease" ::: "memory")
-#define TILE_LOAD(t, p, row)                                                                                           \
+#define AMX_BEGIN(config) __asm__ volatile("ldtilecfg %0" ::"m"(*(config)) : "memory")
+#define AMX_END() __asm__ volatile("tilerelease" ::: "memory")
+#define AMX_LOAD(t, p, row)                                                                                            \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void *)(p)), "r"((int64_t)(row)) : "memory")
-#define TILE_STORE(t, p, row)                                                                                          \
+#define AMX_STORE(t, p, row)                                                                                           \
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void *)(p)), "r"((int64_t)(row)) : "memory")
-#define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
-#define TILE_DOT_BF16(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
-#define TILE_DOT_I8(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#define AMX_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
+#define AMX_DOT_BF16(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#define AMX_DOT_I8(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 #else
 #include <xmmintrin.h>
 typedef struct {
-    uint8_t row[TILE_ROWS][TILE_BYTES];
+    uint8_t row[AMX_ROWS][AMX_BYTES];
 } tile_data;
 static __thread tile_config tile_shape;
 static __thread tile_data tile_of[8];
@@ -109,13 +109,13 @@ NOINLINE void emulated_dot_i8(int c, int a, int b)
     tile_of[c] = out;
 }
 
-#define TILES_BEGIN(config) emulated_begin(config)
-#define TILES_END() ((void)0)
-#define TILE_LOAD(t, p, row) emulated_load(t, (const char *)(p), row)
-#define TILE_STORE(t, p, row) emulated_store(t, (char *)(p), row)
-#define TILE_ZERO(t) memset(&tile_of[t], 0, sizeof tile_of[t])
-#define TILE_DOT_BF16(c, a, b) emulated_dot_bf16(c, a, b)
-#define TILE_DOT_I8(c, a, b) emulated_dot_i8(c, a, b)
+#define AMX_BEGIN(config) emulated_begin(config)
+#define AMX_END() ((void)0)
+#define AMX_LOAD(t, p, row) emulated_load(t, (const char *)(p), row)
+#define AMX_STORE(t, p, row) emulated_store(t, (char *)(p), row)
+#define AMX_ZERO(t) memset(&tile_of[t], 0, sizeof tile_of[t])
+#define AMX_DOT_BF16(c, a, b) emulated_dot_bf16(c, a, b)
+#define AMX_DOT_I8(c, a, b) emulated_dot_i8(c, a, b)
 #endif
 
 /* What softmax takes beside tiles. y - floor(y), below 1; of -infinity 0. */
@@ -141,15 +141,15 @@ INLINE v_t v_times_power(v_t x, v_t y)
 }
 
 /* Whether rows lie as tiles load them fast. */
-INLINE int tiles_fit(const void *x, int64_t row) { return ((intptr_t)x | row) % TILE_BYTES == 0; }
+INLINE int tiles_fit(const void *x, int64_t row) { return ((intptr_t)x | row) % AMX_BYTES == 0; }
 
 INLINE void tile_shapes(int64_t lo, int64_t hi, int bytes)
 {
     tile_config config = {.palette = 1};
-    for (int t = 0; t < 8; t++) config.row_bytes[t] = TILE_BYTES;
+    for (int t = 0; t < 8; t++) config.row_bytes[t] = AMX_BYTES;
     config.row_bytes[4] = config.row_bytes[5] = (uint16_t)bytes;
     config.rows[0] = config.rows[1] = config.rows[4] = (uint8_t)lo;
     config.rows[2] = config.rows[3] = config.rows[5] = (uint8_t)(hi ? hi : 1);
     config.rows[6] = config.rows[7] = (uint8_t)(bytes / 4);
-    TILES_BEGIN(&config);
+    AMX_BEGIN(&config);
 }

@@ -1,6 +1,6 @@
 /* exp and tanh on vectors, and the online softmax down the keys of a tile.
  *
- * Literals  row_log: NULL or not. dot.
+ * Literals  row_log: NULL or not. bf16.
  * Exports   LOG2_E, LN_2, EXP_BIAS; v_exp, v_exp_prob, v_exp_short, lane_exp; v_abs, v_flush, v_tanh, v_tanh_small, TANH_SMALL,
  *           v_tanh_slope, v_softcap; v_horner, v_horner_each, COUNT; v_base, v_log_weight, softmax_update. */
 #pragma once
@@ -164,9 +164,10 @@ INLINE v_t v_base(v_t max) { return v_select(max == v_splat(-INFINITY), v_splat(
  * row_max (m) and row_sum (l) are updated; alpha receives exp(m - m'), by which the accumulators must be scaled.
  * Returns whether some alpha differs from 1. Where m' is -inf (no key yet) 0 stands for it, and every p_j is 0.
  *
- * row_log, if not NULL, is sum_j p_j (s_j - m), from which the entropy is made: it is updated, too. With `dot`, the
+ * row_log, if not NULL, is sum_j p_j (s_j - m), from which the entropy is made: it is updated, too. With `bf16`, the
  * p_j will be rounded to bfloat16. */
-INLINE int softmax_update(int nv, int dot, lane *s, int64_t n, lane *row_max, lane *row_sum, lane *row_log, lane *alpha)
+INLINE int softmax_update(int nv, int bf16, lane *s, int64_t n, lane *row_max, lane *row_sum, lane *row_log,
+                          lane *alpha)
 {
     v_t max[NV], odd[NV], base[NV], sum[NV], log[NV];
     vi_t moved = {0};
@@ -194,7 +195,7 @@ INLINE int softmax_update(int nv, int dot, lane *s, int64_t n, lane *row_max, la
     for (int64_t j = 0; j < n; j++)
         UNROLL_FOR(int u = 0; u < nv; u++) {
             const v_t x = v_load(s + j * BLOCK_Q + u * LANES) - base[u];
-            const v_t prob = dot ? v_exp_short(x) : v_exp_prob(x);
+            const v_t prob = bf16 ? v_exp_short(x) : v_exp_prob(x);
             sum[u] += prob;
             if (row_log) log[u] = v_fma(prob, v_log_weight(x), log[u]);
             v_store(s + j * BLOCK_Q + u * LANES, prob);

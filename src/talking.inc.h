@@ -42,7 +42,7 @@ INLINE void mix_heads_as(int nv, int64_t heads, const lane *mix, const lane *fro
     p.x = (const char *)mix, p.x_row = heads * (int64_t)sizeof(lane);
     for (int64_t j = 0; j < n; j++, p.y += BLOCK_Q, p.out += BLOCK_Q) {
         int64_t g = 0;
-        for (; g + TILE <= heads; g += TILE) tile_outer(TILE, nv, 0, 0, &p, g);
+        for (; g + MR <= heads; g += MR) tile_outer(MR, nv, 0, 0, &p, g);
         for (; g + 2 <= heads; g += 2) tile_outer(2, nv, 0, 0, &p, g);
         for (; g < heads; g++) tile_outer(1, nv, 0, 0, &p, g);
     }

@@ -49,11 +49,11 @@ static row_block rows_of(const fa_attention_args *a, const fa_plan *plan, int64_
     return rows;
 }
 
-/* Whether all rows of a KV head take the dot kernel. A sequence with no more keys than queries attends itself, and is
+/* Whether all rows of a KV head take the few-row kernel. A sequence with no more keys than queries attends itself, and is
  * padded to many rows beside longer ones: for the same bits it takes the tile kernel whatever else is in the batch. */
-static int takes_dot(const fa_attention_args *a, const fa_plan *plan, const row_block *rows)
+static int takes_few_rows(const fa_attention_args *a, const fa_plan *plan, const row_block *rows)
 {
-    if (plan->kind != FA_DOT || !a->masks.row_end.data) return plan->kind == FA_DOT;
+    if (plan->kind != FA_FEW_ROWS || !a->masks.row_end.data) return plan->kind == FA_FEW_ROWS;
     EACH_ROW(rows, r, id) {
         int64_t begin, end;
         row_range(a, rows, id, &begin, &end);
@@ -66,17 +66,17 @@ static int takes_dot(const fa_attention_args *a, const fa_plan *plan, const row_
 static int64_t kernel_scratch(const fa_attention_args *a, const fa_plan *plan)
 {
     const int64_t for_tile = cut_tile_scratch(&(arena){0}, a, plan->tiles, &(tile_scratch){0});
-    if (plan->kind != FA_DOT) return for_tile;
-    return larger(for_tile, cut_dot_scratch(&(arena){0}, a, &(dot_scratch){0}, &(row_block){0}));
+    if (plan->kind != FA_FEW_ROWS) return for_tile;
+    return larger(for_tile, cut_few_scratch(&(arena){0}, a, &(few_scratch){0}, &(row_block){0}));
 }
 
-INLINE int64_t most_tiles(void) { return smaller(fa_tuned.attention_tiles, TILES); }
+INLINE int64_t most_tiles(void) { return smaller(fa_tuned.attention_tiles, TASK_TILES); }
 
 /* A task is a run of keys: shorter where tasks would be few, but not below 128, where preparing queries would show. */
 static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *plan)
 {
     const int64_t owners = a->batch * (a->stats.mean_weights.data ? 1 : a->heads_kv);
-    plan->tiles = plan->kind == FA_DOT ? 1 : (int)smaller(ceil_div(rows_per_head(a), plan->block_q), most_tiles());
+    plan->tiles = plan->kind == FA_FEW_ROWS ? 1 : (int)smaller(ceil_div(rows_per_head(a), plan->block_q), most_tiles());
     plan->split_k = 0;
     plan->n_splits = 1;
     plan->run_k = 16 * BLOCK_K;
@@ -89,12 +89,12 @@ static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *p
 static void attention_plan(const fa_attention_args *a, int threads, fa_plan *plan)
 {
     const int64_t n_rows = rows_per_head(a), heads = a->batch * a->heads_kv;
-    plan->kind = n_rows <= DOT_ROWS && a->len_k > a->len_q ? FA_DOT : FA_TILE;
-    plan->block_q = plan->kind == FA_DOT ? DOT_ROWS : BLOCK_Q;
+    plan->kind = n_rows <= FEW_ROWS && a->len_k > a->len_q ? FA_FEW_ROWS : FA_TILE;
+    plan->block_q = plan->kind == FA_FEW_ROWS ? FEW_ROWS : BLOCK_Q;
     plan->block_k = BLOCK_K;
     plan->bf16_dot = plan->kind == FA_TILE && dots_pairs(a);
     /* One split of a tile is finished from its accumulators: a third faster at 32 tokens of 32 dimensions. */
-    const int split = n_rows <= plan->block_q && (plan->kind == FA_DOT || a->len_k > SPLIT_K);
+    const int split = n_rows <= plan->block_q && (plan->kind == FA_FEW_ROWS || a->len_k > SPLIT_K);
     plan->split_k = split ? SPLIT_K : 0;
     plan->n_splits = plan->split_k && a->len_k ? ceil_div(a->len_k, SPLIT_K) : 1;
     const int64_t tiles = ceil_div(n_rows, plan->block_q), wanted = threads * fa_tuned.attention_tasks;
@@ -157,15 +157,15 @@ static void attention_merge(const fa_attention_args *a, const fa_plan *plan, int
 static void attend_rows(const fa_attention_args *a, const fa_plan *plan, row_block *rows, int64_t begin, int64_t end,
                         void *memory, const partial *into)
 {
-    if (takes_dot(a, plan, rows)) {
-        dot_scratch scratch;
-        cut_dot_scratch(&(arena){.memory = memory}, a, &scratch, rows);
-        dot_attend(a, rows, begin, end, &scratch, into);
+    if (takes_few_rows(a, plan, rows)) {
+        few_scratch scratch;
+        cut_few_scratch(&(arena){.memory = memory}, a, &scratch, rows);
+        few_attend(a, rows, begin, end, &scratch, into);
         return;
     }
     tile_scratch scratch;
     cut_tile_scratch(&(arena){.memory = memory}, a, 1, &scratch);
-    for (int64_t r = 0; r < rows->n; r += BLOCK_Q) { /* DOT_ROWS may be several tiles */
+    for (int64_t r = 0; r < rows->n; r += BLOCK_Q) { /* FEW_ROWS may be several tiles */
         row_block tile = *rows;
         tile.row0 += r;
         tile.n = smaller(rows->n - r, BLOCK_Q);
@@ -197,7 +197,7 @@ static void run_second_pass(const fa_attention_args *a, const fa_plan *plan, int
             row_block rows = rows_of(a, plan, head, tile, plan->tiles);
             if (!attends_some(a, &rows, begin, end)) continue;
             if (given_up(a->watch)) return;
-            if (plan->kind == FA_DOT) {
+            if (plan->kind == FA_FEW_ROWS) {
                 attend_rows(a, plan, &rows, begin, end, memory, NULL);
                 continue;
             }

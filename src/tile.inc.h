@@ -1,50 +1,50 @@
-/* The matrix micro-kernels: outer products whose accumulators, TILE x NV vectors, stay in registers. In attention the
+/* The matrix micro-kernels: outer products whose accumulators, MR x NV vectors, stay in registers. In attention the
  * lanes are queries: for each key, or dimension, a tile has a row of BLOCK_Q lanes (docs/dev/architecture.md draws it).
  *
- * Literals  nv: 1, NV; in layers LINEAR_NV. nx, rows at a time: 1 .. TILE_MAX. nd, the same of values: 1 .. TILE.
+ * Literals  nv: 1, NV; in layers LINEAR_NV. nx, rows at a time: 1 .. MR_MAX. nd, the same of values: 1 .. MR.
  *           fetch, the cache lines that a step prefetches: 0 .. 2.
- * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, TILE_MAX; TILE_KEYS, key_step, padded_k, padded_v;
+ * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, MR_MAX; AMX_KEYS, key_step, padded_k, padded_v;
  *           tiles_begin, tiles_end; v_madd; outer_product, tile_outer, fetched_rows, block_outer; acc_mode,
  *           value_product, ACC_ZERO, ACC_KEEP, ACC_SCALE, block_values; transpose. */
 #pragma once
 #include "convert.inc.h"
 
-_Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
+_Static_assert(MR *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 
 #define BLOCK_Q (NV * LANES) /* query rows of a tile */
 #define BLOCK_K 64           /* keys of a block: BLOCK_K x BLOCK_Q probabilities stay in the first-level cache */
-#define TILE_MAX 12          /* rows and vectors of any tile: the arrays below lie in registers */
+#define MR_MAX 12            /* rows and vectors of any tile: the arrays below lie in registers */
 #define NV_MAX 4
 
 /* Most products that one accumulator sums. With 1024, rounding would be twice that of a BLAS, which has several. */
 #define MAX_DEPTH 256
 
-#define TILE_KEYS 32 /* keys of a step of values, and dimensions of one of scores */
+#define AMX_KEYS 32 /* keys of a step of values, and dimensions of one of scores */
 
 /* Keys that products take at once: runs begin at multiples of it and, but for the last key of all, end there. */
-INLINE int key_step(int dot) { return !dot ? 1 : V_TILES ? TILE_KEYS : 2; }
+INLINE int key_step(int bf16) { return !bf16 ? 1 : V_AMX ? AMX_KEYS : 2; }
 
 /* Dimensions of a row of K, and of V, as products of pairs read them. */
-INLINE int64_t padded_k(int64_t head_dim) { return round_up(head_dim, V_TILES ? TILE_KEYS : 2); }
-INLINE int64_t padded_v(int64_t head_dim_v) { return round_up(head_dim_v, V_TILES ? LANES : 1); }
+INLINE int64_t padded_k(int64_t head_dim) { return round_up(head_dim, V_AMX ? AMX_KEYS : 2); }
+INLINE int64_t padded_v(int64_t head_dim_v) { return round_up(head_dim_v, V_AMX ? LANES : 1); }
 
 /* Around products of pairs. */
 INLINE void tiles_begin(void)
 {
-#if V_TILES
-    tile_shapes(TILE_ROWS, TILE_ROWS, TILE_BYTES);
+#if V_AMX
+    tile_shapes(AMX_ROWS, AMX_ROWS, AMX_BYTES);
 #endif
 }
 
 INLINE void tiles_end(void)
 {
-#if V_TILES
-    TILES_END();
+#if V_AMX
+    AMX_END();
 #endif
 }
 
 /* c + a b, on lanes or on pairs of bfloat16. */
-INLINE v_t v_madd(int dot, v_t a, v_t b, v_t c) { return dot ? v_dot_bf16(a, b, c) : v_fma(a, b, c); }
+INLINE v_t v_madd(int bf16, v_t a, v_t b, v_t c) { return bf16 ? v_dot_bf16(a, b, c) : v_fma(a, b, c); }
 
 /* out (rows, nv) = x (rows, depth) y (depth, nv). Scores: x is K, y is Q^T. A layer: x is its input, y its weights. */
 typedef struct {
@@ -52,20 +52,20 @@ typedef struct {
     int64_t x_row;
     const lane *y; /* rows `pitch` lanes apart, as in out */
     int64_t pitch;
-    int64_t depth;     /* with `dot` in pairs */
-    lane factor;       /* with `dot` out is multiplied by it: folded into a bfloat16 y it would be rounded once more */
+    int64_t depth;     /* with `bf16` in pairs */
+    lane factor;       /* with `bf16` out is multiplied by it: folded into a bfloat16 y it would be rounded once more */
     int more;          /* out += the product */
     const char *ahead; /* `fetch` lines are prefetched at each step, from here on */
     lane *out;
 } outer_product;
 
 /* Rows [first, first + nx) of out. */
-INLINE void tile_outer(int nx, int nv, int dot, int fetch, const outer_product *p, int64_t first)
+INLINE void tile_outer(int nx, int nv, int bf16, int fetch, const outer_product *p, int64_t first)
 {
-    v_t acc[TILE_MAX][NV_MAX];
+    v_t acc[MR_MAX][NV_MAX];
     int64_t x_row = p->x_row;
     /* Every third row: an address is such a register and x_row, once or twice. */
-    const char *x[TILE_MAX / 3];
+    const char *x[MR_MAX / 3];
     const lane *y = p->y;
     UNROLL_FOR(int j = 0; j < nx; j += 3) {
         x[j / 3] = p->x + (first + j) * x_row;
@@ -80,14 +80,14 @@ INLINE void tile_outer(int nx, int nv, int dot, int fetch, const outer_product *
         UNROLL_FOR(int u = 0; u < nv; u++) row[u] = v_load(y + u * LANES);
         UNROLL_FOR(int j = 0; j < nx; j++) {
             v_t element = v_splat(*(const lane_u *)(x[j / 3] + j % 3 * x_row));
-            UNROLL_FOR(int u = 0; u < nv; u++) acc[j][u] = v_madd(dot, element, row[u], acc[j][u]);
+            UNROLL_FOR(int u = 0; u < nv; u++) acc[j][u] = v_madd(bf16, element, row[u], acc[j][u]);
         }
         UNROLL_FOR(int j = 0; j < nx; j += 3) x[j / 3] += sizeof(lane);
     }
     UNROLL_FOR(int j = 0; j < nx; j++)
         UNROLL_FOR(int u = 0; u < nv; u++) {
             lane *to = p->out + (first + j) * p->pitch + u * LANES;
-            const v_t product = dot ? acc[j][u] * v_splat(p->factor) : acc[j][u];
+            const v_t product = bf16 ? acc[j][u] * v_splat(p->factor) : acc[j][u];
             v_store(to, p->more ? v_load(to) + product : product);
         }
 }
@@ -98,17 +98,17 @@ typedef struct {
     int64_t n_rows, begin, end;
 } fetched_rows;
 
-/* Asks for the share of TILE keys among BLOCK_K, `j` being the first: all at once would wait for one another. */
+/* Asks for the share of MR keys among BLOCK_K, `j` being the first: all at once would wait for one another. */
 INLINE void prefetch_ahead(const fetched_rows *ahead, int64_t j)
 {
-    const int64_t stop = (j + TILE) * ahead->n_rows / BLOCK_K;
+    const int64_t stop = (j + MR) * ahead->n_rows / BLOCK_K;
     for (int64_t r = j * ahead->n_rows / BLOCK_K; r < stop; r++)
         for (int64_t byte = ahead->begin; byte < ahead->end; byte += 64)
             __builtin_prefetch(ahead->rows[r] + byte, 0, 3);
 }
 
 /* All n rows of a product. Meanwhile `ahead`, if not NULL, is fetched. */
-INLINE void block_outer(int nv, int dot, int64_t n, const outer_product *whole, const fetched_rows *ahead)
+INLINE void block_outer(int nv, int bf16, int64_t n, const outer_product *whole, const fetched_rows *ahead)
 {
     for (int64_t d = 0; d < whole->depth; d += MAX_DEPTH) {
         outer_product p = *whole;
@@ -116,22 +116,22 @@ INLINE void block_outer(int nv, int dot, int64_t n, const outer_product *whole, 
         p.depth = smaller(whole->depth - d, MAX_DEPTH);
         p.more = whole->more || d > 0;
         int64_t j = 0;
-        for (; j + TILE <= n; j += TILE) {
+        for (; j + MR <= n; j += MR) {
             if (ahead && !p.more) prefetch_ahead(ahead, j);
-            tile_outer(TILE, nv, dot, 0, &p, j);
+            tile_outer(MR, nv, bf16, 0, &p, j);
         }
         switch (n - j) { /* in one piece: each waits for its own sums */
         case 0: break;
-        case 1: tile_outer(1, nv, dot, 0, &p, j); break;
-        case 2: tile_outer(2, nv, dot, 0, &p, j); break;
-        case 3: tile_outer(3, nv, dot, 0, &p, j); break;
-#if TILE > 4
-        case 4: tile_outer(4, nv, dot, 0, &p, j); break;
-        case 5: tile_outer(5, nv, dot, 0, &p, j); break;
+        case 1: tile_outer(1, nv, bf16, 0, &p, j); break;
+        case 2: tile_outer(2, nv, bf16, 0, &p, j); break;
+        case 3: tile_outer(3, nv, bf16, 0, &p, j); break;
+#if MR > 4
+        case 4: tile_outer(4, nv, bf16, 0, &p, j); break;
+        case 5: tile_outer(5, nv, bf16, 0, &p, j); break;
 #endif
-#if TILE > 6
-        case 6: tile_outer(6, nv, dot, 0, &p, j); break;
-        case 7: tile_outer(7, nv, dot, 0, &p, j); break;
+#if MR > 6
+        case 6: tile_outer(6, nv, bf16, 0, &p, j); break;
+        case 7: tile_outer(7, nv, bf16, 0, &p, j); break;
 #endif
         }
     }
@@ -143,7 +143,7 @@ typedef enum { ACC_ZERO, ACC_KEEP, ACC_SCALE } acc_mode;
 /* Of NV vectors, the first half ends at the key n_low of value_product. */
 #define NV_LOW (NV / 2)
 
-/* out (head_dim_v, nv) = mode(out) + v (n, head_dim_v)^T probs (n, nv); with `dot` n counts pairs of keys. From n_low
+/* out (head_dim_v, nv) = mode(out) + v (n, head_dim_v)^T probs (n, nv); with `bf16` n counts pairs of keys. From n_low
  * on, probabilities of the first NV_LOW of NV vectors are 0 and not read. */
 typedef struct {
     const char *v;
@@ -156,9 +156,9 @@ typedef struct {
 
 /* Rows d .. d + nd - 1 of out. The product is summed from 0 and then added: values of one sign, summed onto all that
  * came before, would be rounded at the size of the whole at every key. */
-INLINE void tile_values(int nd, int nv, int dot, int64_t d, const value_product *p)
+INLINE void tile_values(int nd, int nv, int bf16, int64_t d, const value_product *p)
 {
-    v_t acc[TILE][NV];
+    v_t acc[MR][NV];
     const char *v = p->v + d * (int64_t)sizeof(lane);
     const lane *probs = p->probs;
     UNROLL_FOR(int c = 0; c < nd; c++)
@@ -171,7 +171,7 @@ INLINE void tile_values(int nd, int nv, int dot, int64_t d, const value_product 
             UNROLL_FOR(int u = first; u < nv; u++) prob[u] = v_load(probs + u * LANES);
             UNROLL_FOR(int c = 0; c < nd; c++) {
                 v_t value = v_splat(*(const lane_u *)(v + c * sizeof(lane)));
-                UNROLL_FOR(int u = first; u < nv; u++) acc[c][u] = v_madd(dot, value, prob[u], acc[c][u]);
+                UNROLL_FOR(int u = first; u < nv; u++) acc[c][u] = v_madd(bf16, value, prob[u], acc[c][u]);
             }
         }
     }
@@ -184,12 +184,12 @@ INLINE void tile_values(int nd, int nv, int dot, int64_t d, const value_product 
         }
 }
 
-INLINE void block_values(int nv, int dot, const value_product *p)
+INLINE void block_values(int nv, int bf16, const value_product *p)
 {
     int64_t d = 0;
-    for (; d + TILE <= p->head_dim_v; d += TILE) tile_values(TILE, nv, dot, d, p);
-    for (; d + 2 <= p->head_dim_v; d += 2) tile_values(2, nv, dot, d, p);
-    for (; d < p->head_dim_v; d++) tile_values(1, nv, dot, d, p);
+    for (; d + MR <= p->head_dim_v; d += MR) tile_values(MR, nv, bf16, d, p);
+    for (; d + 2 <= p->head_dim_v; d += 2) tile_values(2, nv, bf16, d, p);
+    for (; d < p->head_dim_v; d++) tile_values(1, nv, bf16, d, p);
 }
 
 /* dst (cols, rows) = src (rows, cols) transposed. Whole vectors are written: what lies past `rows` becomes 0. */

@@ -1,4 +1,4 @@
-/* The two products of attention by the tiles of AMX, in bfloat16, and the softmax between them; only if V_TILES. As in
+/* The two products of attention by the tiles of AMX, in bfloat16, and the softmax between them; only if V_AMX. As in
  * tile.inc.h lanes are queries: so masks, modifiers and results are as they are without tiles. Products of gradients are
  * the same two, of other operands.
  *
@@ -7,7 +7,7 @@
  *     O^T += V^T P^T  16 dimensions x 32 keys of V^T     16 pairs of keys x queries         16 dimensions x 16 queries
  *
  * Four accumulators are 32 keys, or dimensions, x BLOCK_Q queries. K is read in place if its rows are whole tiles and
- * begin at cache lines; V^T is made of a block once (transpose_values). Keys are taken in steps of TILE_KEYS of the
+ * begin at cache lines; V^T is made of a block once (transpose_values). Keys are taken in steps of AMX_KEYS of the
  * sequence, so that a row's bits do not depend on where others begin: ranges.inc.h.
  *
  * Literals  nv: 1, NV. hi, keep, logs: 0, 1. count: nv, 2 * nv.
@@ -15,57 +15,57 @@
 #pragma once
 #include "softmax.inc.h"
 
-_Static_assert(BLOCK_Q == 2 * TILE_ROWS && BLOCK_K % TILE_KEYS == 0, "tiles fill a block");
+_Static_assert(BLOCK_Q == 2 * AMX_ROWS && BLOCK_K % AMX_KEYS == 0, "tiles fill a block");
 
 /* out (32 or, without `hi`, 16 rows; 32 or 16 columns): accumulators as they begin, 0 or out, and as they end. */
 INLINE void load_tiles(int nv, int hi, acc_mode mode, const lane *out, int64_t pitch)
 {
-    const lane *high = out + TILE_ROWS * pitch;
+    const lane *high = out + AMX_ROWS * pitch;
     const int64_t row = pitch * (int64_t)sizeof(lane);
     if (mode == ACC_ZERO) {
-        TILE_ZERO(0);
-        if (nv > 1) TILE_ZERO(1);
-        if (hi) TILE_ZERO(2);
-        if (hi && nv > 1) TILE_ZERO(3);
+        AMX_ZERO(0);
+        if (nv > 1) AMX_ZERO(1);
+        if (hi) AMX_ZERO(2);
+        if (hi && nv > 1) AMX_ZERO(3);
         return;
     }
-    TILE_LOAD(0, out, row);
-    if (nv > 1) TILE_LOAD(1, out + LANES, row);
-    if (hi) TILE_LOAD(2, high, row);
-    if (hi && nv > 1) TILE_LOAD(3, high + LANES, row);
+    AMX_LOAD(0, out, row);
+    if (nv > 1) AMX_LOAD(1, out + LANES, row);
+    if (hi) AMX_LOAD(2, high, row);
+    if (hi && nv > 1) AMX_LOAD(3, high + LANES, row);
 }
 
 INLINE void store_tiles(int nv, int hi, lane *out, int64_t pitch)
 {
-    lane *high = out + TILE_ROWS * pitch;
+    lane *high = out + AMX_ROWS * pitch;
     const int64_t row = pitch * (int64_t)sizeof(lane);
-    TILE_STORE(0, out, row);
-    if (hi) TILE_STORE(2, high, row);
-    if (nv > 1) TILE_STORE(1, out + LANES, row);
-    if (hi && nv > 1) TILE_STORE(3, high + LANES, row);
+    AMX_STORE(0, out, row);
+    if (hi) AMX_STORE(2, high, row);
+    if (nv > 1) AMX_STORE(1, out + LANES, row);
+    if (hi && nv > 1) AMX_STORE(3, high + LANES, row);
 }
 
 /* block_outer, for n and depth rounded up to whole steps: of x and of out there are as many rows. With `more`, the factor
  * is 1. */
 INLINE void amx_outer(int nv, int64_t n, const outer_product *p)
 {
-    const int64_t pitch = p->pitch * sizeof(lane), k_row = p->x_row, high = TILE_ROWS * k_row;
+    const int64_t pitch = p->pitch * sizeof(lane), k_row = p->x_row, high = AMX_ROWS * k_row;
     const char *k = p->x;
     lane *s = p->out;
-    for (int64_t j = 0; j < n; j += TILE_KEYS, k += TILE_KEYS * k_row, s += TILE_KEYS * p->pitch) {
+    for (int64_t j = 0; j < n; j += AMX_KEYS, k += AMX_KEYS * k_row, s += AMX_KEYS * p->pitch) {
         load_tiles(nv, 1, p->more ? ACC_KEEP : ACC_ZERO, s, p->pitch);
-        for (int64_t d = 0; d < p->depth; d += TILE_KEYS / 2) {
+        for (int64_t d = 0; d < p->depth; d += AMX_KEYS / 2) {
             const char *x = k + d * (int64_t)sizeof(lane);
             const lane *y = p->y + d * p->pitch;
-            TILE_LOAD(4, x, k_row);
-            TILE_LOAD(6, y, pitch);
-            TILE_DOT_BF16(0, 4, 6);
-            TILE_LOAD(5, x + high, k_row);
-            TILE_DOT_BF16(2, 5, 6);
+            AMX_LOAD(4, x, k_row);
+            AMX_LOAD(6, y, pitch);
+            AMX_DOT_BF16(0, 4, 6);
+            AMX_LOAD(5, x + high, k_row);
+            AMX_DOT_BF16(2, 5, 6);
             if (nv == 1) continue;
-            TILE_LOAD(7, y + LANES, pitch);
-            TILE_DOT_BF16(1, 4, 7);
-            TILE_DOT_BF16(3, 5, 7);
+            AMX_LOAD(7, y + LANES, pitch);
+            AMX_DOT_BF16(1, 4, 7);
+            AMX_DOT_BF16(3, 5, 7);
         }
         store_tiles(nv, 1, s, p->pitch);
     }
@@ -166,7 +166,7 @@ INLINE int amx_softmax(int nv, int keep, int logs, const amx_softmax_args *p)
         j += 2;
     }
     _mm_setcsr(before);
-    for (; j < round_up(n, TILE_KEYS); j += 2)
+    for (; j < round_up(n, AMX_KEYS); j += 2)
         UNROLL_FOR(int u = 0; u < nv; u++) v_store(pairs + j / 2 * BLOCK_Q + u * LANES, v_splat(0));
     UNROLL_FOR(int u = 0; u < nv; u++) {
         const v_t all = sum[u][0] + sum[u][1];
@@ -179,21 +179,21 @@ INLINE int amx_softmax(int nv, int keep, int logs, const amx_softmax_args *p)
 /* Rows [d, d + 16 or, with `hi`, 32) of out. */
 INLINE void amx_value_tiles(int nv, int hi, int64_t d, const value_product *p)
 {
-    const int64_t pitch = p->pitch * sizeof(lane), square = TILE_ROWS * TILE_BYTES;
+    const int64_t pitch = p->pitch * sizeof(lane), square = AMX_ROWS * AMX_BYTES;
     lane *out = p->out + d * p->pitch;
-    const char *v = p->v + d * TILE_BYTES;
+    const char *v = p->v + d * AMX_BYTES;
     load_tiles(nv, hi, p->mode, out, p->pitch);
-    for (int64_t j = 0; j < p->n; j += TILE_KEYS / 2, v += TILE_KEYS / 2 * p->v_row) {
+    for (int64_t j = 0; j < p->n; j += AMX_KEYS / 2, v += AMX_KEYS / 2 * p->v_row) {
         const lane *probs = p->probs + j * p->pitch;
-        TILE_LOAD(4, v, TILE_BYTES);
-        TILE_LOAD(6, probs, pitch);
-        TILE_DOT_BF16(0, 4, 6);
-        if (hi) TILE_LOAD(5, v + square, TILE_BYTES);
-        if (hi) TILE_DOT_BF16(2, 5, 6);
+        AMX_LOAD(4, v, AMX_BYTES);
+        AMX_LOAD(6, probs, pitch);
+        AMX_DOT_BF16(0, 4, 6);
+        if (hi) AMX_LOAD(5, v + square, AMX_BYTES);
+        if (hi) AMX_DOT_BF16(2, 5, 6);
         if (nv == 1) continue;
-        TILE_LOAD(7, probs + LANES, pitch);
-        TILE_DOT_BF16(1, 4, 7);
-        if (hi) TILE_DOT_BF16(3, 5, 7);
+        AMX_LOAD(7, probs + LANES, pitch);
+        AMX_DOT_BF16(1, 4, 7);
+        if (hi) AMX_DOT_BF16(3, 5, 7);
     }
     store_tiles(nv, hi, out, p->pitch);
 }
@@ -212,18 +212,18 @@ INLINE void amx_scale(int nv, int64_t width, const lane *alpha, lane *out)
 INLINE void amx_values(int nv, const value_product *p)
 {
     const int64_t width = padded_v(p->head_dim_v);
-    for (int64_t d = 0; d < width; d += 2 * TILE_ROWS) {
-        if (d + TILE_ROWS < width) amx_value_tiles(nv, 1, d, p);
+    for (int64_t d = 0; d < width; d += 2 * AMX_ROWS) {
+        if (d + AMX_ROWS < width) amx_value_tiles(nv, 1, d, p);
         else amx_value_tiles(nv, 0, d, p);
     }
 }
 
-/* to = V^T of n keys: of each TILE_KEYS, tiles of 16 dimensions x keys, 0 where there are none. */
+/* to = V^T of n keys: of each AMX_KEYS, tiles of 16 dimensions x keys, 0 where there are none. */
 static void transpose_values(const char *v, int64_t v_row, int64_t n, int64_t width, lane *to)
 {
     static const uint16_t zeros[LANES];
-    for (int64_t j = 0; j < n; j += TILE_KEYS, v += TILE_KEYS * v_row)
-        for (int64_t d = 0; d < width; d += LANES, to += TILE_ROWS * LANES) {
+    for (int64_t j = 0; j < n; j += AMX_KEYS, v += AMX_KEYS * v_row)
+        for (int64_t d = 0; d < width; d += LANES, to += AMX_ROWS * LANES) {
             v_t pairs[LANES];
             UNROLL_FOR(int i = 0; i < LANES; i++) {
                 const char *row0 = v + 2 * i * v_row + d * 2, *row1 = row0 + v_row;

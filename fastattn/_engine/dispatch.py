@@ -146,5 +146,5 @@ def _conversions(args: AttentionArgs, plan: dict[str, Any]) -> Iterator[str]:
             yield f"{name} widened, block by block: {x.dtype} to float32"
         elif name == "v" and dotted:
             yield "v interleaved, block by block: pairs of rows for the bfloat16 dot product"
-        elif name != "q" and plan["kernel"] != "dot" and x.strides[-2] != x.shape[-1] * x.itemsize:
+        elif name != "q" and plan["kernel"] != "few_rows" and x.strides[-2] != x.shape[-1] * x.itemsize:
             yield f"{name} gathered, block by block: rows {x.strides[-2]} bytes apart"

@@ -321,7 +321,7 @@ def explain(
     -------
     Report
         A dict that prints as a table. ``backend``; ``why_numpy`` (None if compiled); the kernel's plan:
-        ``kernel`` ("tile", or "dot" for few query rows), ``isa``, ``block_q`` and ``block_k`` (query rows of
+        ``kernel`` ("tile", or "few_rows"), ``isa``, ``block_q`` and ``block_k`` (query rows of
         all heads of a group, and keys, of a tile), ``split_k`` (keys per run of work, None if not split);
         ``tiles``, of which ``tiles_skipped`` are never touched, ``tiles_full`` need no test and
         ``tiles_edge`` do; ``second_pass``, whether statistics compute the scores again; ``copies``, what is

@@ -8,7 +8,7 @@
 
 /* Results of one instruction set. */
 static struct {
-    int tile, tiles, bf16_dot, dot, splits;
+    int tile, tiles, bf16_dot, few_rows, splits;
     double elements, numbers; /* all, and those expected to be neither 0 nor NaN */
 } counts[16];
 
@@ -132,7 +132,7 @@ static const char *check_attention(int isa, const fa_kernels *kernels)
         run_attention(kernels, call, &second, (int)again);
     }
     counts[isa].tile += p.kind == FA_TILE;
-    counts[isa].dot += p.kind == FA_DOT;
+    counts[isa].few_rows += p.kind == FA_FEW_ROWS;
     counts[isa].bf16_dot += p.bf16_dot;
     counts[isa].splits += p.n_splits > 1;
     for (const expected *e = attention_case.want, *end = e + a->batch * a->heads_q * a->len_q * (a->head_dim_v + 1);
@@ -154,8 +154,9 @@ static int report_attention(const char *only_isa)
     {
         const char *name = fa_isa_name((int)isa);
         if (!fa_isa_available((int)isa) || (only_isa && strcmp(only_isa, name) != 0)) continue;
-        printf("%s: tile kernel %d (several tiles a task %d, bfloat16 dot %d), dot kernel %d, several splits %d\n",
-               name, counts[isa].tile, counts[isa].tiles, counts[isa].bf16_dot, counts[isa].dot, counts[isa].splits);
+        printf("%s: tile kernel %d (several tiles a task %d, bfloat16 dot %d), few-row kernel %d, several splits %d\n",
+               name, counts[isa].tile, counts[isa].tiles, counts[isa].bf16_dot, counts[isa].few_rows,
+               counts[isa].splits);
         if (2 * counts[isa].numbers >= counts[isa].elements) continue;
         puts("FAILED: most elements are 0 or NaN, so that the comparison says little");
         told = 0;

@@ -219,20 +219,20 @@ static near shortened(const fa_linear_args *a, near y)
     return y;
 }
 
-/* All results. `dot`: x is rounded to bfloat16 first, as the dot product takes it. */
-static near *expect_linears(linear_case *c, int dot)
+/* All results. `bf16`: x is rounded to bfloat16 first, as the dot product takes it. */
+static near *expect_linears(linear_case *c, int bf16)
 {
     const fa_linear_args *a = &c->args;
     const double eps = eps_of(lane_of(a->dtype));
     near *all = calloc((size_t)(a->m * a->n), sizeof *all), *next = all;
     double *x = calloc((size_t)a->k, sizeof *x);
-    near *pre = c->pre[dot] = calloc((size_t)(a->m * (1 + a->gated) * a->n), sizeof *pre);
+    near *pre = c->pre[bf16] = calloc((size_t)(a->m * (1 + a->gated) * a->n), sizeof *pre);
     FOR(i, a->m)
     {
         FOR(d, a->k)
         {
             x[d] = get(&c->x, 0, 0, i, d);
-            if (dot) x[d] = from_half(half_of(FA_BF16), to_half(half_of(FA_BF16), x[d]));
+            if (bf16) x[d] = from_half(half_of(FA_BF16), to_half(half_of(FA_BF16), x[d]));
         }
         if (a->x_int8) round_to_int8(x, a->k);
         FOR(j, a->n)
@@ -273,11 +273,11 @@ static const char *check_linear(int isa, const fa_kernels *kernels)
 {
     fa_linear_args a = linear_now.args;
     const int tiles = !strncmp(fa_isa_name(isa), "amx", 3), of_one_map = a.transposed == 1 || a.k % 4 == 0;
-    const int dot = a.weight == FA_BF16 && (a.transposed ? tiles && of_one_map : kernels->linear_between() == FA_BF16);
+    const int bf16 = a.weight == FA_BF16 && (a.transposed ? tiles && of_one_map : kernels->linear_between() == FA_BF16);
     const int64_t width = (1 + a.gated) * a.n;
     fa_array out[2], pre[2];
     int aligned = 1;
-    if (!linear_now.want[dot]) linear_now.want[dot] = expect_linears(&linear_now, dot);
+    if (!linear_now.want[bf16]) linear_now.want[bf16] = expect_linears(&linear_now, bf16);
     FOR(again, 2)
     {
         out[again] = new_floats(a.out_dtype, 1, 1, a.m, a.n, again ? GAP : REVERSED);
@@ -290,12 +290,12 @@ static const char *check_linear(int isa, const fa_kernels *kernels)
     if (!aligned) return UNALIGNED;
     FOR(i, a.m) FOR(j, a.n)
     {
-        const char *wrong = differs("out", out, out + 1, 0, 0, i, j, linear_now.want[dot][i * a.n + j]);
+        const char *wrong = differs("out", out, out + 1, 0, 0, i, j, linear_now.want[bf16][i * a.n + j]);
         if (wrong) return wrong;
     }
     FOR(i, a.pre ? a.m : 0) FOR(j, width)
     {
-        const char *wrong = differs("pre", pre, pre + 1, 0, 0, i, j, linear_now.pre[dot][i * width + j]);
+        const char *wrong = differs("pre", pre, pre + 1, 0, 0, i, j, linear_now.pre[bf16][i * width + j]);
         if (wrong) return wrong;
     }
     return only_rows(out + 1, 1, 1, a.m, a.n) ? NULL : BETWEEN_ROWS;
@@ -313,7 +313,7 @@ static void describe_linear(void)
 
 static void drop_linear(void)
 {
-    FOR(dot, 2) free(linear_now.want[dot]), free(linear_now.pre[dot]);
+    FOR(bf16, 2) free(linear_now.want[bf16]), free(linear_now.pre[bf16]);
     free(linear_now.w);
 }
 

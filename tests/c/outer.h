@@ -32,7 +32,7 @@ static outer_case outer_case_of(int number)
     return c;
 }
 
-static near *expect_outer(const outer_case *c, int dot)
+static near *expect_outer(const outer_case *c, int bf16)
 {
     const fa_outer_args *a = &c->args;
     const fa_dtype lane = lane_of(a->a_dtype);
@@ -44,7 +44,7 @@ static near *expect_outer(const outer_case *c, int dot)
         FOR(r, a->m)
         {
             double x = get(&c->a, 0, 0, r, i < a->n ? i : j), y = i < a->n ? get(&c->b, 0, 0, r, j) : 1;
-            if (dot && i < a->n) {
+            if (bf16 && i < a->n) {
                 x = from_half(half_of(FA_BF16), to_half(half_of(FA_BF16), x));
                 y = from_half(half_of(FA_BF16), to_half(half_of(FA_BF16), y));
             }
@@ -62,11 +62,11 @@ static const char *check_outer(int isa, const fa_kernels *kernels)
 {
     fa_outer_args a = outer_now.args;
     const fa_dtype lane = lane_of(a.a_dtype);
-    const int dot = a.pairs && lane == FA_F32 && kernels->linear_between() == FA_BF16;
+    const int bf16 = a.pairs && lane == FA_F32 && kernels->linear_between() == FA_BF16;
     const int64_t width = larger(a.n, a.k);
     fa_array out[2], sums[2];
     int aligned = 1;
-    if (!outer_now.want[dot]) outer_now.want[dot] = expect_outer(&outer_now, dot);
+    if (!outer_now.want[bf16]) outer_now.want[bf16] = expect_outer(&outer_now, bf16);
     FOR(again, 2)
     {
         fa_outer_plan p;
@@ -83,12 +83,12 @@ static const char *check_outer(int isa, const fa_kernels *kernels)
     if (!aligned) return UNALIGNED;
     FOR(i, a.n) FOR(j, a.k)
     {
-        const char *wrong = differs("out", out, out + 1, 0, 0, i, j, outer_now.want[dot][i * width + j]);
+        const char *wrong = differs("out", out, out + 1, 0, 0, i, j, outer_now.want[bf16][i * width + j]);
         if (wrong) return wrong;
     }
     FOR(j, a.n)
     {
-        const char *wrong = differs("sums", sums, sums + 1, 0, 0, 0, j, outer_now.want[dot][a.n * width + j]);
+        const char *wrong = differs("sums", sums, sums + 1, 0, 0, 0, j, outer_now.want[bf16][a.n * width + j]);
         if (wrong) return wrong;
     }
     return only_rows(out + 1, 1, 1, a.n, a.k) ? NULL : BETWEEN_ROWS;

@@ -128,5 +128,5 @@ def test_defaults_follow_from_the_second_level_cache():
     assert all(least <= default <= most for default, least, most in SIZES.values())
     assert all(least < most for *_, least, most in SIZES.values())
     expected = {"attention_tasks": 24, "attention_tiles": 8, "linear_rows": 128, "linear_panels": 16}
-    expected |= {"linear_tasks": 6, "narrow_rows": 64, "parallel_flops": 10**6, "parallel_dot_flops": 10**5}
+    expected |= {"linear_tasks": 6, "narrow_rows": 64, "parallel_flops": 10**6, "parallel_few_flops": 10**5}
     assert {name: SIZES[name][0] for name in expected} == expected

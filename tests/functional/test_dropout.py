@@ -282,4 +282,4 @@ def test_numbers_of_numpy_are_taken():
     got = fastattn.attention(X, X, X, dropout=np.float32(0.5), seed=np.uint64(2**64 - 1))
     assert_same_bits([got], [fastattn.attention(X, X, X, dropout=0.5, seed=2**64 - 1)])
     assert fastattn.attention(X, X, X, dropout=0).shape == X.shape
-    assert fastattn.explain(X, X, X, dropout=0.1, seed=1)["kernel"] in ("tile", "dot", "numpy")
+    assert fastattn.explain(X, X, X, dropout=0.1, seed=1)["kernel"] in ("tile", "few_rows", "numpy")

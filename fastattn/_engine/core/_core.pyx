@@ -195,7 +195,7 @@ def plan(args):
     _set_args(&a, args, False)  # the plan looks at shapes and dtypes only
     _kernels(a.q.dtype).plan(&a, args.num_threads, &p)
     return {
-        "kernel": "dot" if p.kind == FA_DOT else "tile",
+        "kernel": "few_rows" if p.kind == FA_FEW_ROWS else "tile",
         "isa": get_isa(),
         "bf16_dot": bool(p.bf16_dot),
         "block_q": p.block_q,

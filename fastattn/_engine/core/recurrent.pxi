@@ -64,7 +64,7 @@ cdef int _run_recurrent(fa_recurrent_args *a, int threads) except -1:
     a.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), a, &plan
     loop.kernels.recurrent_plan(a, threads, &plan)
-    if plan.flops < (fa_tuned.parallel_dot_flops if plan.steps else fa_tuned.parallel_flops):
+    if plan.flops < (fa_tuned.parallel_few_flops if plan.steps else fa_tuned.parallel_flops):
         threads = 1
     return _run(&loop, _recurrent_task, plan.n_tasks, threads, plan.scratch_bytes)
 

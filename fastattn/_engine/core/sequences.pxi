@@ -197,7 +197,7 @@ cdef int _run_jobs(fa_attention_args *a, int threads, Jobs w) except -1:
         n_items += plan.n_tasks * plan.n_splits
         scratch_bytes = max(scratch_bytes, plan.scratch_bytes)
         w.partial_bytes = max(w.partial_bytes, plan.partial_bytes)
-        pays += plan.flops / (fa_tuned.parallel_dot_flops if plan.kind == FA_DOT else fa_tuned.parallel_flops)
+        pays += plan.flops / (fa_tuned.parallel_few_flops if plan.kind == FA_FEW_ROWS else fa_tuned.parallel_flops)
     if w.ragged:
         scratch_bytes += 64  # which job the thread is at
     if pays < 1:
