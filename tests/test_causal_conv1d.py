@@ -2,18 +2,15 @@
 
 from itertools import pairwise
 
-import ml_dtypes
 import numpy as np
 import pytest
-from channels import conv, split
+from channels import conv
 from differences import assert_gradient
 from implementations import forced
+from precisions import EPS, each_dtype, lane
 
 from fastattn import grad, ops
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
-EPS = {np.dtype(np.float32): 2**-23, np.dtype(np.float64): 2**-52, np.dtype(np.float16): 2**-10, BF16: 2**-7}
 # Around the kernel's tokens (8, 32) and channels (16, 256).
 LENGTHS = [0, 1, 2, 7, 8, 9, 31, 33, 70, 300]
 CHANNELS = [1, 15, 16, 17, 255, 256, 300]
@@ -21,10 +18,9 @@ CHANNELS = [1, 15, 16, 17, 255, 256, 300]
 
 def problem(shape, width, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
-    lane = np.float64 if dtype == np.float64 else np.float32
     x = rng.standard_normal(shape).astype(dtype)
-    weight = rng.standard_normal((shape[-1], width)).astype(lane)
-    bias = rng.standard_normal(shape[-1]).astype(lane)
+    weight = rng.standard_normal((shape[-1], width)).astype(lane(dtype))
+    bias = rng.standard_normal(shape[-1]).astype(lane(dtype))
     state = rng.standard_normal((*shape[:-2], width - 1, shape[-1])).astype(dtype)
     return x, weight, bias, state
 
@@ -32,9 +28,8 @@ def problem(shape, width, dtype=np.float32, seed=0):
 def close(got, expected, dtype, factor=16):
     assert got.dtype == dtype
     assert got.shape == expected.shape
-    lane = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     most = np.abs(expected).max(initial=1)
-    bound = factor * EPS[lane] * most + EPS[np.dtype(dtype)] * np.abs(expected)
+    bound = factor * EPS[lane(dtype)] * most + EPS[np.dtype(dtype)] * np.abs(expected)
     assert (np.abs(got.astype(np.float64) - expected) <= bound).all()
 
 
@@ -50,7 +45,7 @@ def test_sizes(implementation, channels, length, width):
     np.testing.assert_array_equal(last, inputs.astype(np.float32))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 def test_dtypes(implementation, dtype):
     x, weight, bias, state = problem((3, 40, 50), 4, dtype)
     close(ops.causal_conv1d(x, weight, bias, state=state), conv(x, weight, bias, None, state)[0], dtype)
@@ -76,13 +71,13 @@ def test_sequences_end_to_end(implementation, lengths):
     state = np.random.default_rng(3).standard_normal((len(lengths), 3, 40)).astype(np.float32)
     out, after = ops.causal_conv1d(x, weight, bias, state=state, begins=begins, return_state=True)
     assert (out.shape, after.shape) == (x.shape, state.shape)
-    for s, (part,) in enumerate(split(begins, x)):
-        alone, last = ops.causal_conv1d(part, weight, bias, state=state[s], return_state=True)
-        np.testing.assert_array_equal(out[begins[s] : begins[s + 1]], alone)
+    for s, (i, j) in enumerate(pairwise(begins)):
+        alone, last = ops.causal_conv1d(x[i:j], weight, bias, state=state[s], return_state=True)
+        np.testing.assert_array_equal(out[i:j], alone)
         np.testing.assert_array_equal(after[s], last)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 @pytest.mark.parametrize("shape", [(2, 45, 40), (1, 70, 300), (3, 1, 17), (2, 31, 1)], ids=str)
 def test_tokens_may_lie_side_by_side(implementation, shape, dtype):
     x, weight, bias, state = problem(shape, 4, dtype)
@@ -162,7 +157,7 @@ def test_gradients_against_differences(implementation, activation, ragged, width
         assert_gradient(got, lambda y, name=name: both(**{name: y}), given[name], cotangents, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 @pytest.mark.parametrize("shape", [(1, 700, 40), (3, 65, 300), (2, 0, 5), (0, 4, 5)], ids=str)
 def test_gradients_against_those_of_float64(implementation, shape, dtype):
     x, weight, bias, state = problem(shape, 4, dtype)
@@ -172,9 +167,8 @@ def test_gradients_against_those_of_float64(implementation, shape, dtype):
     with forced("numpy"):
         wide = [y.astype(np.float64) for y in (dout, x, weight, bias)]
         expected = grad.causal_conv1d(*wide, activation="silu", state=state.astype(np.float64), need=need)
-    lane = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     for name, got, want in zip(need, found, expected, strict=True):
-        close(got, want, lane if name in ("dweight", "dbias") else np.dtype(dtype), factor=64)
+        close(got, want, lane(dtype) if name in ("dweight", "dbias") else np.dtype(dtype), factor=64)
 
 
 @pytest.mark.parametrize("length", [1, 2, 9, 40])
@@ -199,50 +193,40 @@ def test_gradients_do_not_depend_on_threads(implementation):
         np.testing.assert_array_equal(a, b)
 
 
+ONES = np.ones((2, 5, 6), np.float32)
+WRONG = {
+    ValueError: {
+        r"x has shape \(4,\); expected \(..., length, channels\)": {"x": np.ones(4, np.float32)},
+        r"weight has shape \(3, 4\); expected .*\(6, 1 to 8\)": {"weight": np.ones((3, 4), np.float32)},
+        r"weight has shape \(6, 9\)": {"weight": np.ones((6, 9), np.float32)},
+        r"bias has shape \(5,\); expected \(6,\)": {"bias": np.ones(5, np.float32)},
+        r"activation is 'swish'; expected one of relu": {"activation": "swish"},
+        r"state has shape .*; expected \(2, 3, 6\)": {"state": np.ones((2, 4, 6), np.float32)},
+        r"x has shape \(2, 5, 6\); expected \(tokens, channels\), as begins": {"begins": [0, 5]},
+        r"begins goes from 0 to 4; expected 0 to 5": {"x": ONES[0], "begins": [0, 4]},
+        r"begins falls from 4 to 2": {"x": ONES[0], "begins": [0, 4, 2, 5]},
+        r"out has shape": {"out": np.ones((2, 5, 7), np.float32)},
+        r"out shares memory with x": {"out": ONES},
+    },
+    TypeError: {
+        r"state has dtype float64; expected float32": {"state": np.ones((2, 3, 6))},
+        r"return_state is 1; expected True or False": {"return_state": 1},
+        r"out_state has dtype float64": {"out_state": np.ones((2, 3, 6))},
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        (
-            {"x": np.ones(4, np.float32)},
-            ValueError,
-            r"x has shape \(4,\); expected \(..., length, channels\)",
-        ),
-        (
-            {"weight": np.ones((3, 4), np.float32)},
-            ValueError,
-            r"weight has shape \(3, 4\); expected .*\(6, 1 to 8\)",
-        ),
-        ({"weight": np.ones((6, 9), np.float32)}, ValueError, r"weight has shape \(6, 9\)"),
-        ({"bias": np.ones(5, np.float32)}, ValueError, r"bias has shape \(5,\); expected \(6,\)"),
-        ({"activation": "swish"}, ValueError, "activation is 'swish'; expected one of relu"),
-        ({"state": np.ones((2, 4, 6), np.float32)}, ValueError, r"state has shape .*; expected \(2, 3, 6\)"),
-        ({"state": np.ones((2, 3, 6))}, TypeError, "state has dtype float64; expected float32"),
-        (
-            {"begins": [0, 5]},
-            ValueError,
-            r"x has shape \(2, 5, 6\); expected \(tokens, channels\), as begins",
-        ),
-        (
-            {"x": np.ones((5, 6), np.float32), "begins": [0, 4]},
-            ValueError,
-            "begins goes from 0 to 4; expected 0 to 5",
-        ),
-        ({"x": np.ones((5, 6), np.float32), "begins": [0, 4, 2, 5]}, ValueError, "begins falls from 4 to 2"),
-        ({"return_state": 1}, TypeError, "return_state is 1; expected True or False"),
-        ({"out": np.ones((2, 5, 7), np.float32)}, ValueError, "out has shape"),
-        ({"out_state": np.ones((2, 3, 6))}, TypeError, "out_state has dtype float64"),
-    ],
+    ("error", "message", "changed"),
+    [(error, *each) for error, calls in WRONG.items() for each in calls.items()],
 )
 def test_errors_come_before_anything_is_computed(implementation, changed, error, message):
-    given = {"x": np.ones((2, 5, 6), np.float32), "weight": np.ones((6, 4), np.float32)}
     with pytest.raises(error, match=r"^causal_conv1d\(\): " + message):
-        ops.causal_conv1d(**given | changed)
+        ops.causal_conv1d(**{"x": ONES, "weight": np.ones((6, 4), np.float32)} | changed)
 
 
-def test_a_result_may_not_lie_where_an_input_is(implementation):
-    x = np.ones((2, 5, 6), np.float32)
-    with pytest.raises(ValueError, match="out shares memory with x"):
-        ops.causal_conv1d(x, np.ones((6, 4), np.float32), out=x)
+def test_a_state_may_not_lie_where_an_input_is(implementation):
+    x = ONES
     state = np.ones((2, 3, 6), np.float32)
     with pytest.raises(ValueError, match="out_state shares memory with state"):
         ops.causal_conv1d(x, np.ones((6, 4), np.float32), state=state, out_state=state[::-1])

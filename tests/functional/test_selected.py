@@ -1,20 +1,18 @@
 """Attention to selected keys against a mask of all of them, in float64, on every implementation."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 import selected as oracle
 from hypothesis import given
 from hypothesis import strategies as st
 from implementations import COMPILED
+from precisions import BF16, EPS
 
 import fastattn
 from fastattn._engine import settings
 from fastattn.functional import selected_attention
 from fastattn.grad import vjp
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-EPS = {np.dtype(np.float32): 2**-23, np.dtype(np.float64): 2**-52, np.dtype(np.float16): 2**-10, BF16: 2**-7}
 # Few rows of a key head and many, a tile's and more: (heads_q, heads_kv).
 HEADS = [(1, 1), (4, 4), (6, 2), (16, 1), (40, 1), (300, 1)]
 # How alike the lists of neighbouring queries are: 0 is not at all. Alike ones are joined.

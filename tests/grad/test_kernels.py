@@ -7,15 +7,12 @@ import numpy as np
 import pytest
 from activations import ACTIVATIONS
 from implementations import has_pairs
+from precisions import BF16, EPS, each_dtype, lane
 
 from fastattn import grad, ops
 from fastattn._args.types import ACTIVATIONS as NAMES
 
 RNG = np.random.default_rng(1)
-BF16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
-EPS = {np.dtype(np.float32): 2**-23, np.dtype(np.float64): 2**-52, np.dtype(np.float16): 2**-10, BF16: 2**-7}
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def normal(*shape, dtype=np.float64):
@@ -24,10 +21,6 @@ def normal(*shape, dtype=np.float64):
 
 def wide(*arrays):
     return [np.asarray(x, np.float64) for x in arrays]
-
-
-def lane(dtype):
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def close(got, expected, error, dtype):

@@ -1,7 +1,5 @@
 """Causal convolution and the selective scan by their definitions, token by token in float64."""
 
-from itertools import pairwise
-
 import numpy as np
 
 
@@ -11,12 +9,6 @@ def softplus(x):
 
 def silu(x):
     return x * (0.5 + 0.5 * np.tanh(x / 2))
-
-
-def split(begins, *arrays):
-    """The arrays of each sequence; of tokens, whose sequences lie end to end."""
-    for i, j in pairwise(begins):
-        yield tuple(x[i:j] for x in arrays)
 
 
 def conv(x, weight, bias=None, activation=None, state=None):
