@@ -127,18 +127,34 @@ def assert_slope(call, arrays, fixed, cotangents, name, got):
     np.testing.assert_allclose((got * step).sum(), slope, rtol=1e-5, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("with_options", [False, True], ids=["plain", "options"])
+def placed(call):
+    """A mask, lengths and positions, by which some rows attend nothing; a scale, and a bias of keys."""
+    mask = np.random.default_rng(1).random((L, M)) < 0.8
+    places = {"mask": mask, "kv_lengths": np.array([6, M]), "q_offset": -1, "window": (5, 4)}
+    arrays = {"bias": draw(1, 1, M), "scale": np.array(0.4)}
+    if call.function == "disentangled":
+        arrays.pop("scale")
+    return arrays, places
+
+
+@pytest.mark.parametrize("how", [lambda call: ({}, {}), options, placed], ids=["plain", "options", "placed"])
 @every_call
-def test_finite_differences(call, with_options, implementation):
-    arrays, fixed = dict(call.arrays), dict(call.fixed)
-    if with_options:
-        more, causal = options(call)
-        arrays, fixed = {**arrays, **more}, {**fixed, **causal}
+def test_finite_differences(call, how, monkeypatch, implementation):
+    """With any number of threads, in pieces of few rows; where keys broadcast over the batch, too."""
+    monkeypatch.setattr("fastattn.functional._split_calls._PIECE_SCORES", 1)
+    monkeypatch.setattr("fastattn.functional._split_calls._LEAST_ROWS", 3)
+    more, chosen = how(call)
+    arrays, fixed = {**call.arrays, **more}, {**call.fixed, **chosen}
+    if how is placed:
+        arrays |= {name: arrays[name][:1] for name in ("k", "cache") if name in arrays}
     results = forward(call, arrays, fixed)
     cotangents = cotangents_of(results)
-    got = backward(call, arrays, fixed, cotangents, results)
+    got = backward(call, arrays, {**fixed, "num_threads": 1}, cotangents, results)
     for name in arrays:
         assert_slope(call, arrays, fixed, cotangents, name, got[f"d{name}"])
+    for threads in (2, 5):
+        again = backward(call, arrays, {**fixed, "num_threads": threads}, cotangents, results)
+        assert_same_bits(map(np.asarray, again.values()), map(np.asarray, got.values()))
 
 
 @pytest.mark.parametrize("name", CALLS)

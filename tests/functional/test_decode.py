@@ -25,14 +25,6 @@ def shape_of(group, len_q=1, len_k=700, batch=2, heads_kv=2, head_dim=32):
     return Shape("", batch, heads_kv * group, heads_kv, len_q, len_k, head_dim)
 
 
-@every_dtype
-@pytest.mark.parametrize("len_q", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("group", GROUPS)
-def test_groups_and_rows(group, len_q, dtype, implementation):
-    """Rows per KV head decide the kernel: both sides of the threshold, in every dtype."""
-    check_case(shape_of(group, len_q, len_k=300), ("plain",), dtype)
-
-
 @pytest.mark.parametrize("len_k", [511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049, 4097, 9000])
 @pytest.mark.parametrize("group", [1, 8, 32])
 def test_long_caches(group, len_k, implementation):

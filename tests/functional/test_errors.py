@@ -412,12 +412,6 @@ def test_the_other_types_of_ml_dtypes(dtype):
             call()
 
 
-def test_explain_names_itself_for_what_is_no_argument():
-    expected = r"^explain\(\): colour is not an argument; expected one of .*, return_lse, stats$"
-    with pytest.raises(TypeError, match=expected):
-        fastattn.explain(Q, Q, Q, colour=0.1)
-
-
 NEEDING = [
     getattr(module, name)
     for module in (functional, grad)
@@ -426,11 +420,10 @@ NEEDING = [
 ]
 # A right value for each required parameter, by its name; some functions want others than most.
 RIGHT = {
-    "lse": LSE, "log_decay": -LSE, "beta": LSE, "log_forget": -LSE, "key_table": floats(3, 8),
-    "rule": "linear", "top_k": 1, "window": 1, "kernel": 1, "num_buckets": 2,
+    "lse": LSE, "log_decay": -LSE, "beta": LSE, "rule": "linear", "top_k": 1, "window": 1,
     "activation": "gelu", "cu_seqlens_q": [0, 4], "cu_seqlens_k": [0, 4],
     "key_weight": floats(4, 8, 8), "value_weight": floats(4, 8, 8), "targets": [0] * 4, "cache": floats(5, 8),
-    "weight": ops.pack(floats(5, 5)), "key_projection": floats(2, 5), "relative_keys": floats(4, 9, 8),
+    "weight": ops.pack(floats(5, 5)),
 }  # fmt: skip
 OTHERS = {
     "additive_attention": {"weight": floats(8)},

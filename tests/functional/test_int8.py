@@ -373,7 +373,3 @@ def test_int8_has_no_gradients(function):
     none = dict.fromkeys(given)
     floats = (q, k.astype(np.float32), v.astype(np.float32), *more)
     assert len(vjp(function, *floats, **none)[1](function(*floats))) == 3
-
-
-def test_the_functions_that_take_int8_are_found():
-    assert {x.__name__ for x in DIFFERENTIABLE} >= {"attention", "varlen_attention", "sigmoid_attention"}

@@ -39,13 +39,6 @@ def test_one_part_is_itself():
     assert_same_bits(fastattn.merge_states([out], [lse]), (out, lse))
 
 
-def test_one_part_carries_the_sinks(implementation):
-    q, k, v = inputs()
-    sinks = np.array([-1, 0, 2, 5], np.float32)
-    parts = [attention(q, k[:, :, :40], v[:, :, :40], sinks=sinks), attention(q, k[:, :, 40:], v[:, :, 40:])]
-    check(fastattn.merge_states(*zip(*parts, strict=True)), expect(q, k, v, sinks=sinks))
-
-
 def test_parts_that_attend_nothing_have_no_weight():
     out, lse = (x.copy() for x in attention(*inputs()))
     nothing = np.full(out.shape, np.nan, np.float32), np.full(lse.shape, -np.inf, np.float32)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import rowwise_oracle as oracle
-from implementations import forced
 from rowwise_oracle import OPTIONS, check, inputs, lane, wider
 
 import fastattn
@@ -180,10 +179,3 @@ def test_errors():
             run("top_k", q, q, q, top_k=top_k)
     with pytest.raises(ValueError, match=r"sparsemax_attention\(\): backend is 'cuda'"):
         run("sparsemax", q, q, q, backend="cuda")
-
-
-def test_the_fallback_is_as_exact():
-    q, k, v, _ = inputs("float32")
-    for kind in KINDS:
-        with forced("numpy"):
-            hold(kind, q, k, v)

@@ -9,7 +9,7 @@ from shapes import by_case, by_shape, every_dtype
 
 import fastattn
 from fastattn import functional
-from fastattn._bench.cases import Shape, as_dtype
+from fastattn._bench.cases import Shape
 
 PREFILL = Shape("prefill", batch=1, heads_q=4, heads_kv=2, len_q=35, len_k=300, head_dim=32)
 DECODE = Shape("decode", batch=1, heads_q=3, heads_kv=3, len_q=1, len_k=1500, head_dim=32)
@@ -292,9 +292,3 @@ def test_probabilities_below_2_to_that_power_are_0(dtype, bits, len_q, isa):
                 functional.sigmoid_attention(q, k, v, sigmoid_bias=-below),
             ]
         assert [bool((out == 0).all()) for out in outs] == [is_0] * len(outs)
-
-
-def test_dtypes_are_rounded_once():
-    """The 16-bit types have the precision that the bounds assume."""
-    assert as_dtype("bfloat16").itemsize == as_dtype("float16").itemsize == 2
-    assert ml_dtypes.finfo(as_dtype("bfloat16")).eps == 2**-7

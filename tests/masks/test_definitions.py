@@ -1,5 +1,6 @@
 """fastattn.masks: who attends whom, by each mask's definition, and how masks combine."""
 
+import compositions
 import numpy as np
 import pytest
 from hypothesis import given
@@ -57,6 +58,47 @@ def by_bigbird(i, j):
     for r, c in np.ndindex(attend.shape):
         attend[r, c] = 0 <= i[r, 0] < 8 * n and bitmap[i[r, 0] // 8, j[0, c] // 8]
     return attend
+
+
+IDS = np.repeat([0, 1, 2, 3], [19, 40, 40, 41])  # three continuations of one prefix
+TILES, TILE = (4, 6), 4  # tiles of 4 tokens each
+
+
+def in_training(i, j):
+    """Blocks of the noised half attend themselves, and clean blocks before; clean ones are block-causal."""
+    own = (i % 48 // 8 == j % 48 // 8) & ((i >= 48) == (j >= 48))
+    past = (i % 48 // 8 > j % 48 // 8) & (i < 48) & (j >= 48)
+    clean = (i % 48 // 8 >= j % 48 // 8) & (i >= 48) & (j >= 48)
+    return own | past | clean
+
+
+def near_tiles(i, j):
+    """The window of 3 x 3 tiles around the query's, whose middle keeps a tile's distance from the border."""
+    found = True
+    for axis, n in enumerate(TILES):
+        tile_i, tile_j = (np.unravel_index(x // TILE, TILES)[axis] for x in (i, j))
+        found = found & (abs(np.clip(tile_i, 1, n - 2) - tile_j) <= 1)
+    return found
+
+
+# Published masks that are expressions of others, over 96 tokens.
+EXPRESSIONS = {
+    "block diffusion": (masks.causal() | masks.chunked(10), lambda i, j: j // 10 <= i // 10),
+    "block diffusion, training": (masks.block_sparse(compositions.block_diffusion(8, 48), 8), in_training),
+    "shared prefix": (masks.causal() & (masks.first_keys(19) | masks.documents(IDS[:96])),
+                      lambda i, j: (j <= i) & ((j < 19) | (IDS[i] == IDS[j]))),
+    "sliding tiles": (masks.block_sparse(masks.neighborhood(TILES, 3).to_array(24), TILE), near_tiles),
+    "criss-cross": (masks.axial((8, 12), 0) | masks.axial((8, 12), 1),
+                    lambda i, j: (i // 12 == j // 12) | (i % 12 == j % 12)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_expressions(name):
+    mask, attends = EXPRESSIONS[name]
+    want = attends(*np.ogrid[:96, :96])
+    assert 0 < want.mean() < 1
+    np.testing.assert_array_equal(mask.to_array(96), want)
 
 
 CASES = {
