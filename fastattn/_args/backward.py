@@ -11,7 +11,16 @@ import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.results import require_apart, result_array
-from fastattn._args.types import FLOAT64, Array, AttentionArgs, BackwardArgs, Shape, lane_dtype
+from fastattn._args.types import (
+    FLOAT64,
+    Array,
+    AttentionArgs,
+    BackwardArgs,
+    RowwiseArgs,
+    RowwiseBackwardArgs,
+    Shape,
+    lane_dtype,
+)
 from fastattn._args.values import (
     as_array,
     is_float,
@@ -260,3 +269,24 @@ def _room(backward: BackwardArgs, name: str, result: Any) -> _Wanted:
             sums[...] = 0
     setattr(backward, name, sums)
     return _Wanted(name, result, place, sums)
+
+
+def rowwise_backward_args(
+    args: RowwiseArgs, dout: Any, given: Mapping[str, Any], need: Sequence[str]
+) -> Gradients:
+    """Check dout and need; `given` holds by name what the caller passed, of all that can have a gradient."""
+    names = gradient_names(need, given)
+    forward = args.attention
+    shape = np.shape(forward.result)
+    cotangent = like_result("dout", dout, forward, shape, [])
+    scale = 1.0 if "dscale" in names else forward.scale
+    backward = RowwiseBackwardArgs(forward, cotangent, dq_factor=scale, rowwise=args)
+    found = gradients(backward, names, given)
+    lane = lane_dtype(forward.q.dtype)
+    for each in found.wanted:
+        if each.name in ("dk", "dv"):
+            if each.sums.dtype != lane:
+                each.sums = np.empty(each.sums.shape, lane)
+            each.sums[...] = 0
+            setattr(backward, each.name, each.sums)
+    return found

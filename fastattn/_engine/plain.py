@@ -14,7 +14,7 @@ import numpy as np
 from fastattn._args.packed import LinearArgs, PackedLinear
 from fastattn._args.types import Activation, Array, AttentionArgs, RopeArgs, Rounding, RowsArgs
 from fastattn._engine import dispatch
-from fastattn._engine.scratch import keep, scratch
+from fastattn._engine.memory import keep, scratch
 from fastattn._engine.settings import get_num_threads
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._engine import settings
+from fastattn._engine.memory import keep, scratch
 from fastattn._engine.plain import PLAIN
-from fastattn._engine.scratch import keep, scratch
 from fastattn._engine.steps import INPUTS, OUT, AttendStep, GateStep, LinearStep, NormStep, Sequences, Step, X
 from fastattn._engine.tape import Tape
 
@@ -61,7 +61,7 @@ class Program:
     `X` and `OUT` are the caller's arrays. The other buffers live in scratch memory during a call.
     """
 
-    use: str  # which scratch memory: see `scratch.py`
+    use: str  # which scratch memory: see `memory.py`
     steps: tuple[Step, ...]
     rounds: bool = False  # of float32 rows, some buffers may be bfloat16: see `_between`
     columns: int = field(init=False)  # of OUT

@@ -18,8 +18,8 @@ from fastattn._args.grad_types import DropoutArgs, OuterArgs, RowsGradArgs, roun
 from fastattn._args.packed import LinearArgs, PackedLinear
 from fastattn._args.types import FLOAT64, Activation, Array, BackwardArgs, Rounding, RowsArgs, lane_dtype
 from fastattn._engine import dispatch
+from fastattn._engine.memory import recycled_empty
 from fastattn._engine.plain import Plain, by_columns
-from fastattn._engine.recycled import recycled_empty
 from fastattn._engine.settings import get_num_threads
 from fastattn._engine.values import Gradients, Part, Value
 

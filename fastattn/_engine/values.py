@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastattn._args.types import Array
-from fastattn._engine.recycled import recycled_empty
+from fastattn._engine.memory import recycled_empty
 
 if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear

@@ -8,8 +8,7 @@ import numpy as np
 
 from fastattn._args.errors import named
 from fastattn._args.options import Backend, NoOptions
-from fastattn._args.recurrent import recurrent_args
-from fastattn._args.recurrent_backward import recurrent_backward_args
+from fastattn._args.recurrent import recurrent_args, recurrent_backward_args
 from fastattn._args.recurrent_types import RecurrentBackwardArgs
 from fastattn._args.types import Array, ArrayLike, Shape, Unpack
 from fastattn._args.values import is_float, shared

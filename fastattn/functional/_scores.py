@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.backward import gradients, like_result
+from fastattn._args.backward import gradients, like_result, rowwise_backward_args
 from fastattn._args.errors import named
 from fastattn._args.options import NoSoftmaxOptions, SigmoidOptions
-from fastattn._args.rowwise_backward import rowwise_backward_args
 from fastattn._args.types import (
     Array,
     ArrayLike,

@@ -4,8 +4,8 @@ import gc
 
 import numpy as np
 
-from fastattn._engine import recycled
-from fastattn._engine.recycled import recycled_empty
+from fastattn._engine import memory
+from fastattn._engine.memory import recycled_empty
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -33,9 +33,9 @@ def test_what_is_kept_goes_when_other_sizes_come():
     x = recycled_empty((1 << 19,), FLOAT32)
     del x
     gc.collect()
-    assert 1 << 21 in recycled._kept
+    assert 1 << 21 in memory._kept
     recycled_empty((1 << 20,), FLOAT32)
-    assert not recycled._kept.get(1 << 21)
+    assert not memory._kept.get(1 << 21)
 
 
 def test_small_arrays_are_numpy_s():

@@ -14,7 +14,7 @@ from oracle import assert_same_bits
 
 import fastattn
 from fastattn import functional, grad, masks, ops, positions
-from fastattn._engine import recycled, settings
+from fastattn._engine import memory, settings
 from fastattn.layers import Rope, TransformerEncoderLayer
 
 N_THREADS = 8
@@ -76,7 +76,7 @@ def make_calls():
         "norm's gradients": lambda: grad.layer_norm(wide, wide, wide[0]),
         "rotary": lambda: rope.tables(50, 40, q.dtype),
         "layer": lambda: layer(x),
-        "recycled": lambda: np.array(recycled.recycled_empty((600, 500), q.dtype).shape),
+        "recycled": lambda: np.array(memory.recycled_empty((600, 500), q.dtype).shape),
     }
 
 

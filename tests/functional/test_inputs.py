@@ -356,7 +356,7 @@ def test_dlpack_shares_memory(implementation):
 def test_memory_of_a_device_is_refused():
     x = np.ones((2, 3, 4), np.float32)
     expected = (
-        r"^attention\(\): k is of type OnlyDLPack; expected an array \(it lies on device 1 of DLPack's type 2"
+        r"^attention\(\): k is of type OnlyDLPack; expected an array \(it is on device 1 of DLPack's type 2"
     )
     with pytest.raises(TypeError, match=expected):
         fastattn.attention(x, OnlyDLPack(x, (2, 1)), x)

@@ -11,7 +11,7 @@ from tiny_models import CONFIGS, DECODERS, ENCODERS, EXPERTS, VOCAB
 
 from fastattn import models, ops
 from fastattn._args.packed import PackedLinear
-from fastattn._engine import scratch
+from fastattn._engine import memory
 from fastattn.models import _decoder as decoder
 from fastattn.models import _embeddings as embeddings
 from fastattn.models._parameters import Parameters
@@ -64,7 +64,7 @@ def test_results_do_not_depend_on_where_they_are_written(kind, tmp_path, impleme
     ids = some_ids(2, 11)
     mask = np.arange(11) < np.array([[11], [4]])
     small = model(ids), model(ids, mask)[mask]
-    monkeypatch.setattr(scratch, "_LEAST_KEPT", 0)
+    monkeypatch.setattr(memory, "_LEAST_SCRATCH", 0)
     np.testing.assert_array_equal(model(ids), small[0])
     np.testing.assert_array_equal(model(ids, mask)[mask], small[1])
 
