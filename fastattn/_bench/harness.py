@@ -381,9 +381,7 @@ def run(
     }
 
 
-def _measure(
-    workers: dict[str, WorkerProcess], sections: Sections, effort: Effort, keep: Keep
-) -> Json:
+def _measure(workers: dict[str, WorkerProcess], sections: Sections, effort: Effort, keep: Keep) -> Json:
     """Facts that only the workers can tell."""
     try:
         from tqdm import tqdm as progress

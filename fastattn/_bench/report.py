@@ -20,7 +20,6 @@ RUNTIMES = {
     "CTranslate2": ("ct2",),
     "sentence-tr.": ("st",),
     "faiss": ("faiss",),
-    "usearch": ("usearch",),
 }
 OWN = ("fastattn", "fallback")
 WIDTH = 110
