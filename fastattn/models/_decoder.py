@@ -87,7 +87,7 @@ class QueryGrowth(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Decoder(_model.Model):
-    """A language model; call it for the logits of all tokens, or `generate` with it."""
+    """Language model: call it for the logits of all tokens; `generate` continues texts."""
 
     num_kv_heads: int
     head_dim: int
@@ -113,7 +113,7 @@ class Decoder(_model.Model):
 
     @named("{self.model_type}")
     def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
-        """Logits of the token after each token.
+        """Compute logits of the token after each token.
 
         Parameters
         ----------
@@ -147,86 +147,88 @@ class Decoder(_model.Model):
         speculate: Literal["lookup"] | Decoder | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Any]:
-        """Continue sequences, a token at a time, and yield each token as soon as it is known.
+        """Continue sequences token by token, and yield each token as soon as it is known.
 
         Parameters
         ----------
         ids : array_like of int, (length,) or (batch, length), or a list of lists of different lengths
-            The prompts: at least one token in each. Or a text; or messages, ``[{"role": "user", "content":
-            "a question"}]``, which the model's chat template writes; or a list of these: then `Piece` by
-            `Piece` of the answers comes, and `index` says of which.
+            Prompts of at least one token. Or a text; or messages, ``[{"role": "user", "content": "a
+            question"}]``, formatted by the model's chat template; or a list of texts and conversations. For
+            texts and messages, the answer is yielded as `Piece` objects; `index` is the prompt's number.
         max_new_tokens : int, default 128
-            Where every sequence ends, if it has not before. In a model with a table of positions (GPT-2), the
-            longest prompt and these must fit into it.
+            Maximum number of new tokens. In a model with a table of positions (GPT-2), the longest prompt and
+            these must fit into the table.
         attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
-            True or 1: which tokens of an array `ids` count. The others are left out, wherever they are.
+            True or 1 for tokens of an array `ids` that count. Other tokens are ignored, wherever they are.
         stop : int, str or sequence of these, optional
-            Ids that end a sequence; by default the `eos_token_id` of the model's folder, and after messages
-            also the tokens with which the chat template ends a turn; none with ``()``.
-            Ids replace that default. After a text or messages also texts, which end the answer before they
-            begin, in any tokens, and beside the default where there are no ids; `ids` of the last piece
-            include theirs.
+            Ids that end a sequence; by default the `eos_token_id` of the model's folder, and for messages
+            also the tokens with which the chat template ends a turn; none with ``()``. Ids replace the
+            default. For a text or messages, strings are allowed, too: the answer ends before the first of
+            them, however it is tokenized. Without ids, strings add to the default. The `ids` of the last
+            piece include the tokens of a stop string.
         cache : Session, optional
-            Of one prompt: what `session` made. Its tokens with which the prompt begins are not computed
-            again, and the new ones stay in it. The answer is that without it, but for rounding: the tokens of
-            a prompt are computed with fewer others. A session whose keys were rotated for another length,
-            by a scaling that depends on it, begins anew.
+            Result of `session`, for one prompt. Tokens that it shares with the start of the prompt are not
+            computed again, and new tokens are added to it. The answer is the same but for rounding, since
+            fewer tokens are computed together. If a scaling of rotary positions depends on the length, a
+            session whose keys were rotated for another length is computed from the start.
         cache_dtype : {"int8", "bfloat16", "float16"}, optional
-            Keep keys and values in this type, as `KVCache` does, instead of the model's dtype: int8 is a
-            quarter of the memory of float32 that a step reads, half of bfloat16's. The types of 16 bits are
-            of models in float32. Prompts attend what is kept, too.
+            Store keys and values in this type, as `KVCache` does, instead of the model's dtype. int8 takes a
+            quarter of the memory of float32, half of bfloat16. The 16-bit types require a model in float32.
+            Prompts attend the stored values, too.
         template_values : mapping of str, optional
-            What the chat template sees beside the messages: what models have their own names for, such as
-            ``{"enable_thinking": False}``.
+            Variables of the chat template beside the messages, such as ``{"enable_thinking": False}``; their
+            names depend on the model.
         tools : sequence of mappings, optional
-            Functions that the answer may call, which the chat template writes: JSON schemas, as ``{"type":
-            "function", "function": {"name": ..., "description": ..., "parameters": ...}}``. A call comes as a
+            Functions that the answer may call, as JSON schemas for the chat template: ``{"type": "function",
+            "function": {"name": ..., "description": ..., "parameters": ...}}``. A call is yielded as a
             `Piece` with a `tool_call`.
         logprobs : int, optional
-            Put the logarithms of probabilities into each `Piece`: of its tokens, and of so many best ones.
+            Add log-probabilities to each `Piece`: of its tokens, and of this many best tokens.
         grammar : mapping or str, optional
-            A JSON schema, or a grammar in Lark's form, which each answer follows up to its end, an id of
-            `stop`; by the package llguidance, whose documentation has both. Of the tokens that may follow the
-            best is taken, or one is drawn. Where `max_new_tokens` ends it, an answer is not whole.
+            JSON schema, or grammar in Lark's format, that each answer follows until an id of `stop` ends it;
+            see the documentation of the package llguidance, which implements both. The next token is the best
+            of the allowed ones, or sampled from them. An answer cut by `max_new_tokens` is incomplete.
         speculate : {"lookup"} or Decoder, optional
-            Propose tokens of one prompt's answer, and compute several in a step: "lookup", what followed the
-            last tokens where they occurred before, for answers that repeat parts of their prompt; or what a
-            smaller model with the same tokens writes. The answer stays the same, to the bit.
+            Speculative decoding for one prompt: tokens are proposed, and several are computed in one step.
+            "lookup" proposes what followed the last tokens at their previous occurrence, for answers that
+            repeat parts of the prompt; a smaller model with the same vocabulary proposes its own
+            continuation. The answer is unchanged, to the bit.
         temperature : float, default 0.0
-            What logits are divided by before a token is drawn. At 0 the best token is taken, and options that
-            choose what may be drawn are an error.
+            Divisor of the logits before sampling. 0 takes the best token; options that restrict sampling are
+            an error then.
         top_k : int, optional
-            Draw from the `top_k` best tokens only, and those that equal the last of them; 0 is all.
+            Sample from the `top_k` best tokens only, and ties with the last of them; 0: all.
         top_p : float, optional
-            Of these, draw only from the fewest best tokens whose probabilities reach `top_p`; 1 is all.
+            Of these, sample from the smallest set of best tokens whose probability reaches `top_p`; 1: all.
         min_p : float, optional
-            Then only from those that have at least `min_p` times the best one's probability; 0 is all.
+            Then only from tokens with at least `min_p` times the probability of the best one; 0: all.
         typical_p : float, optional
-            Then only from those whose surprise is nearest to its mean, the fewest that reach this share [1]_.
+            Then only from the smallest set of tokens that reaches this probability, ordered by how near their
+            information content is to the entropy [1]_.
         repetition_penalty : float, default 1.0
-            What the logits of tokens that are in the prompt or were generated are divided by where they are
-            above 0, and multiplied by elsewhere [2]_.
+            Factor for tokens in the prompt or the answer so far: it divides their positive logits, and
+            multiplies their negative ones [2]_.
         presence_penalty, frequency_penalty : float, default 0.0
-            Taken from the logit of each such token, and of the latter as often as it was there.
+            Subtracted from the logit of each such token: once, and once for each occurrence.
         logit_bias : mapping of int to float, optional
-            Added to the logits of these ids, before all else; -inf forbids one.
+            Added to the logits of these ids before anything else; -inf forbids a token.
         logits_processor : callable, optional
-            ``logits_processor(ids, logits)`` returns the logits (vocab_size,) of a sequence that has tokens
-            `ids` (n,), its prompt included: after penalties and before the temperature, for each sequence by
-            itself. It may write to `logits`.
+            ``logits_processor(ids, logits)`` returns new logits (vocab_size,) for a sequence with tokens
+            `ids` (n,), including its prompt. It is called for each sequence, after penalties and before the
+            temperature, and may write to `logits`.
         seed : int or numpy.random.SeedSequence, optional
-            For the same tokens in every run. A prompt (length,) draws from it, number i of several from its
-            i-th child, ``SeedSequence(seed).spawn(n)[i]``, whatever other sequences there are. But where a
-            scaling of rotary positions depends on the length ("dynamic", "longrope"), the longest sequence of
-            a step decides the frequencies of all.
+            Seed for reproducible answers. A prompt (length,) uses the seed itself; prompt i of several uses
+            its i-th child, ``SeedSequence(seed).spawn(n)[i]``, so that its answer does not depend on the
+            others. But where a scaling of rotary positions depends on the length ("dynamic", "longrope"), the
+            longest sequence of a step determines the frequencies of all.
 
         Yields
         ------
         int, ndarray of int64, (batch,), or Piece
             The next token of a single prompt (length,), or of each prompt. An id of `stop` is still yielded;
-            after it, -1 stands for its sequence until the others have ended, too. ``text.stream`` turns the
-            former into text, ``text.decode`` what has been collected of the latter. After a text or messages,
-            the next piece of text; the last one says why the text ends.
+            later tokens of its sequence are -1 until all sequences have ended. ``text.stream`` decodes
+            the tokens of a single prompt, ``text.decode`` collected ones. For a text or messages, the next
+            piece of text; the `finish_reason` of the last one is set.
 
         Raises
         ------
@@ -235,10 +237,10 @@ class Decoder(_model.Model):
 
         Notes
         -----
-        A step reads the weights and the keys so far once, for the sequences that have not ended. Keys and
-        values take ``2 * num_layers * num_kv_heads * head_dim`` numbers a token, as many tokens a sequence as
-        the longest has; layers that attend another's keys have none. At first there is room for 256 new
-        tokens; the room doubles when it is full.
+        Each step reads the weights and the keys so far once, for the sequences that have not ended. Keys and
+        values take ``2 * num_layers * num_kv_heads * head_dim`` numbers per token, and each sequence takes
+        the memory of the longest; layers that attend another layer's keys store none. Memory is allocated for
+        256 new tokens at first, and doubles when it is full.
 
         References
         ----------
@@ -331,15 +333,15 @@ class Decoder(_model.Model):
     def score(
         self, prompt: str | ArrayLike, continuations: Sequence[str] | Sequence[ArrayLike]
     ) -> list[Score]:
-        """Log-probabilities of what may follow a prompt, as evaluations and multiple choice need them.
+        """Compute log-probabilities of continuations of a prompt, for evaluations and multiple choice.
 
         Parameters
         ----------
         prompt : str, or array_like of int, (length,)
             At least one token.
         continuations : sequence of str, or of array_like of int, (length,)
-            At least one token in each. A text is split into tokens together with the prompt; its own are
-            those after as many as the prompt has alone. Spaces at the prompt's end count to the texts, as in
+            At least one token in each. A text is tokenized together with the prompt; the tokens after the
+            prompt's count as its own. Trailing spaces of the prompt belong to the continuations, as in
             lm-evaluation-harness.
 
         Returns
@@ -354,8 +356,8 @@ class Decoder(_model.Model):
 
         Notes
         -----
-        Tokens with which all begin are computed once, but where a scaling of rotary positions depends on the
-        length. What a continuation gets depends on the others in rounding alone.
+        Common first tokens are computed once, unless a scaling of rotary positions depends on the length. The
+        score of a continuation depends on the others only by rounding.
         """
         wholes, begin = self._continued(prompt, continuations)
         longest = max(map(len, wholes), default=0)
@@ -418,10 +420,10 @@ class Decoder(_model.Model):
 
     @named("usual_sampling")
     def usual_sampling(self) -> dict[str, Any]:
-        """Options of `generate` that the model's files recommend: `temperature`, `top_k`, `top_p` and others.
+        """Return options of `generate` that the model's files recommend: `temperature`, `top_k` and others.
 
-        Those of generation_config.json, of a draw if it says `do_sample`; or of a GGUF file's
-        ``general.sampling``. Empty where they recommend none: the best token.
+        They come from generation_config.json, options of sampling only if `do_sample` is true; or from
+        ``general.sampling`` in a GGUF file. Empty without a recommendation: greedy decoding.
         """
         folder = self.text.folder
         return _gguf.usual_sampling(folder) if is_gguf(folder) else usual_sampling(folder)
@@ -433,14 +435,14 @@ class Decoder(_model.Model):
         template_values: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Ids of a conversation as the model's chat template writes it, up to where its answer begins.
+        """Tokenize a conversation with the model's chat template, up to the start of the answer.
 
         Parameters
         ----------
         messages : list of mappings
-            Each with a `role` and what the template reads, mostly `content`.
+            Each with a `role` and the fields that the template reads, mostly `content`.
         template_values, tools : optional
-            As of `generate`, which takes these ids, and those of several conversations as a list of lists.
+            As for `generate`, which takes these ids, or a list with the ids of several conversations.
 
         Returns
         -------
@@ -468,7 +470,7 @@ class Decoder(_model.Model):
 
     @named("session")
     def session(self, cache_dtype: DTypeLike | None = None) -> Session:
-        """Make an empty session, for ``generate(cache=)``, whose `cache_dtype` is as there."""
+        """Create an empty session for ``generate(cache=)``; `cache_dtype` is as for `generate`."""
         return Session(self, self.frequencies, self._cache(dtype=self._kept_as(cache_dtype)))
 
     def _kept_as(self, given: Any) -> str | None:
@@ -481,12 +483,12 @@ class Decoder(_model.Model):
 
     @named("load_session")
     def load_session(self, path: str | os.PathLike[str]) -> Session:
-        """Read a session that `Session.save` wrote.
+        """Load a session that `Session.save` wrote.
 
         Raises
         ------
         FileNotFoundError, ValueError
-            If no file is there, or it holds no session of this model with these weights in these types.
+            If the file is missing, or is not a session of this model with the same weights and types.
         """
         return _session.load(path, self, self.frequencies, self.key_heads, self.states)
 
@@ -503,17 +505,17 @@ class Decoder(_model.Model):
         dropout: float = 0.0,
         seed: int | None = None,
     ) -> tuple[float, dict[str, Array]]:
-        """The mean cross-entropy of the next tokens, and its gradients by the names of the tensors.
+        """Compute the mean cross-entropy of the next tokens, and its gradients.
 
         Parameters
         ----------
         ids, attention_mask
             As in a call.
         targets : array_like of int, (batch, length), optional
-            What follows each token, or `ignore_index`; by default the next token that counts, and nothing
-            after the last one.
+            Next token of each token, or `ignore_index`; by default the next token that counts, and
+            `ignore_index` for the last one.
         ignore_index, label_smoothing
-            Of `fastattn.grad.cross_entropy`, which never holds all logits.
+            As for `fastattn.grad.cross_entropy`, which never stores all logits.
         checkpoint, dropout, seed
             As in `fastattn.grad.vjp`.
 

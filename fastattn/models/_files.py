@@ -36,7 +36,7 @@ _EXPECTED = {bool: "true or false", str: "a string", dict: "a table"}
 
 
 class ModelError(ValueError):
-    """A model cannot be loaded: the message names the file, what is there, and what was expected."""
+    """Error in a model's files: the message names the file, its content and what was expected."""
 
 
 def require(package: str) -> ModuleType:
@@ -113,7 +113,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def opened_gguf(path: Path) -> GgufFile:
-    """The file, which the caller closes; its tensors are as they lie there."""
+    """The file, which the caller closes; its tensors are as the file has them."""
     try:
         return GgufFile(path, ModelError)
     except OSError as error:
@@ -123,7 +123,7 @@ def opened_gguf(path: Path) -> GgufFile:
 
 
 class Config:
-    """Values of config.json, each checked when it is asked for.
+    """Values of config.json, each checked when it is read.
 
     A value that is missing or null is the default; without a default, that is an error.
     """
@@ -240,7 +240,7 @@ class Config:
                 raise ModelError(f"{self.path}: {name!r} is {short(value)}; only {wanted!r} is supported")
 
     def refuse_others(self, **names: str) -> None:
-        """Raise if a key is there and differs from the one, of another name, that stands for it."""
+        """Raise if a key differs from the one, of another name, that replaces it."""
         self.refuse(**{name: self.values.get(other) for name, other in names.items() if other in self.values})
 
 

@@ -28,23 +28,23 @@ _ROWS = 64  # of logits, which are as long as the vocabulary, at a time
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some of a text that is being written, in whole characters; ``str`` of it is its text.
+    """Piece of a generated text, in whole characters; ``str(piece)`` is its text.
 
     Attributes
     ----------
     text : str
     ids : tuple of int
-        The tokens that were generated since the piece before.
+        Tokens generated since the previous piece.
     finish_reason : {"stop", "length"} or None
-        Why the text ends: a token or text of `stop`, or `max_new_tokens`. None, but for the last piece.
+        Why the text ends: a token or text of `stop`, or `max_new_tokens`. None except in the last piece.
     index : int
-        The number of the prompt, of several.
+        Number of the prompt, if there are several.
     logprobs : tuple of dict, or None
-        With `logprobs`, for each of `ids` the logarithms of probabilities, by token: its own, and the best
-        ones. They are the model's, before a temperature or anything else changes them.
+        With `logprobs`, for each of `ids` log-probabilities by token: of itself and of the best tokens. They
+        are the model's, before temperature and other options.
     kind : {"text", "reasoning", "tool_call", "malformed_call"}
-        Which part of an answer to messages it is, by markers that the chat template has. A call of a tool
-        comes whole; one that cannot be read is text as it was written, of the last kind.
+        Part of an answer to messages, by markers of the chat template. A tool call is one piece; a call that
+        cannot be parsed is its text, with kind "malformed_call".
     tool_call : dict or None
         The call, ``{"name": "a_function", "arguments": {"its": "arguments"}}``.
     """
@@ -185,18 +185,18 @@ def chances_of(logits: Array, tokens: Ints, best: int) -> list[dict[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Log-probabilities of a text that may follow a prompt.
+    """Log-probabilities of a continuation of a prompt.
 
     Attributes
     ----------
     logprob : float
-        Of the whole text: the sum of `logprobs`.
+        Log-probability of the whole text: the sum of `logprobs`.
     ids : tuple of int
-        Its tokens.
+        Tokens of the text.
     logprobs : tuple of float
-        Of each token, after those before it.
+        Log-probability of each token, given the tokens before it.
     is_greedy : bool
-        Whether each token is the best one, as greedy generation would choose it.
+        Whether greedy decoding would choose each token.
     """
 
     logprob: float
@@ -248,7 +248,7 @@ def prompts_of(given: Any) -> tuple[bool, list[str | Messages]] | None:
 
 @named("message_of")
 def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
-    """The message of an answer, for the conversation that goes on.
+    """Convert the pieces of an answer to a message, to continue the conversation.
 
     Parameters
     ----------
@@ -258,13 +258,13 @@ def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
     Returns
     -------
     dict
-        `role` and `content`, and where there are any, `reasoning_content` and `tool_calls`, as chat templates
-        read them.
+        `role` and `content`, and, if present, `reasoning_content` and `tool_calls`, as chat templates read
+        them.
 
     Raises
     ------
     TypeError
-        If there is anything else than pieces.
+        If an item is not a `Piece`.
     """
     said: dict[str, str] = {"text": "", "reasoning": ""}
     calls: list[Mapping[str, Any]] = []

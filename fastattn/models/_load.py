@@ -89,48 +89,49 @@ def load(
     gguf_file: str | None = None,
     **others: Unpack[NoOptions],
 ) -> Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
-    """Load a model: config.json, and model.safetensors or the parts that its index lists; or a GGUF file.
+    """Load a model from a Hugging Face folder or a GGUF file.
 
     Parameters
     ----------
     folder : path
-        As save_pretrained of Hugging Face writes it, with tensors in float32, float16 or bfloat16. The
-        modules.json of a sentence-transformers folder says how `Encoder.encode` makes vectors. Or a GGUF file
-        of a Llama, Mistral, Ministral 3, Mixtral, Phi-3, SmolLM3, Qwen2, Qwen3, Qwen3-MoE, OLMo 2 or 3,
-        Granite, LFM2, GPT-OSS, Gemma 2 to 4, or BERT. A str ``"organisation/name"`` that is no folder here is
-        a model of the Hugging Face Hub, which `huggingface_hub` fetches once, and keeps in its cache.
+        Folder with config.json and model.safetensors, or the parts listed in its index, as save_pretrained
+        writes them, with tensors in float32, float16 or bfloat16. In a sentence-transformers folder,
+        modules.json defines the vectors of `Encoder.encode`. Or a GGUF file of a Llama, Mistral, Ministral 3,
+        Mixtral, Phi-3, SmolLM3, Qwen2, Qwen3, Qwen3-MoE, OLMo 2 or 3, Granite, LFM2, GPT-OSS, Gemma 2 to 4,
+        or BERT. A str ``"organisation/name"`` that is not a local folder is a model of the Hugging Face Hub,
+        which `huggingface_hub` downloads to its cache.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
-        The type between layers and in the cache of keys and values; a NumPy type does, too.
+        Type between layers and of cached keys and values. NumPy types are accepted.
     weights_dtype : str, optional
-        How the weights of linear maps are kept, a `dtype` of `fastattn.ops.pack`; by default in `dtype`, and
-        in float64 only with that one. Of a GGUF file, or a GPT-OSS in MXFP4, by default "file": blocks are
-        kept as they are, numbers in `dtype`. Generation reads all weights for each token: where memory is the
-        limit, half or a quarter of the bytes is two or four times the speed.
+        Storage type of the weights of linear maps, a `dtype` of `fastattn.ops.pack`; default `dtype`.
+        float64 requires ``dtype="float64"``. For a GGUF file, or GPT-OSS in MXFP4, the default is "file":
+        quantized blocks are kept, other numbers are stored in `dtype`. Generation reads all weights for each
+        token, so half or a quarter of the bytes is about two or four times the speed.
     activations : {"int8"}, optional
-        Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8 or in blocks,
-        faster where many tokens are computed at once, and in 4 bits where few are. Of a GGUF file, other
-        maps keep their inputs. By default they are not rounded.
+        Round the inputs of linear maps, as `fastattn.ops.linear` does; requires weights in int8 or in blocks.
+        Faster if many tokens are computed at once, and for 4-bit weights also with few. In a GGUF file, maps
+        with other weights keep their inputs. Default: not rounded.
     revision : str, optional
-        Branch, tag or commit of a model of the Hub.
+        Branch, tag or commit of a Hub model.
     gguf_file : str, optional
-        Name of a GGUF file in the folder, or in the repository of the Hub, which is then fetched alone.
+        Name of a GGUF file in the folder or in the Hub repository, of which only this file is downloaded.
     **others
-        None: an error says what an argument of another library is called here.
+        Not accepted: the error names the equivalent of another library's argument.
 
     Returns
     -------
     Encoder, TwoTowers, CrossEncoder, TokenClassifier, SparseEncoder, MultiVectorEncoder or Decoder
-        By the `model_type` in config.json, one of `MODEL_TYPES`, its `architectures`, and modules.json.
+        Depends on `model_type` in config.json, one of `MODEL_TYPES`, on `architectures` and modules.json.
 
     Raises
     ------
     ModelError
-        A ValueError: the files are not such a model, or hold weights that are not finite. The message names
-        the file, what is there and what was expected.
+        A ValueError, if the files do not describe a supported model, or weights are not finite. The message
+        names the file, what it contains and what was expected.
     TypeError, ValueError
-        If an argument does not fit.
+        If an argument is invalid.
     ImportError
-        If a package is missing; the message names it.
+        If a required package is missing.
 
     Examples
     --------

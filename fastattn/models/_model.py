@@ -71,17 +71,17 @@ class Model(Fixed):
 
     @property
     def weights_dtype(self) -> str:
-        """Type that the weights of linear maps are kept in."""
+        """Storage type of the weights of linear maps."""
         return self.precision.weights
 
     @property
     def activations(self) -> Rounding | None:
-        """Type that the inputs of linear maps are rounded to, or None."""
+        """Type to which inputs of linear maps are rounded, or None."""
         return self.precision.activations
 
     @property
     def has_gradients(self) -> bool:
-        """Whether `vjp`, and what trains a model, take it."""
+        """Whether `vjp` and training support the model."""
         return self.program.has_gradients
 
     def __repr__(self) -> str:
@@ -89,25 +89,25 @@ class Model(Fixed):
 
     @named("state_dict")
     def state_dict(self) -> dict[str, Array]:
-        """The tensors that the model consists of: copies, in float32 or float64, by the names in its files.
+        """Return copies of the model's tensors, in float32 or float64, by their names in its files.
 
-        They are what was read, not rounded to `weights_dtype`.
+        They are the values of the files, not rounded to `weights_dtype`.
         """
         return required(self.origin).state_dict()
 
     @named("with_state_dict")
     def with_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> Self:
-        """Make a model with other tensors: after a step of an optimizer, for instance.
+        """Return a copy of the model with other tensors, for example after an optimizer step.
 
         Parameters
         ----------
         state_dict : mapping of str to array_like
-            As `state_dict` returns it: all names, shapes as they were. They are copied.
+            All names and shapes of `state_dict`. The arrays are copied.
 
         Raises
         ------
         TypeError, ValueError
-            If names are missing or not known, or arrays do not fit.
+            If names are missing or unknown, or arrays have the wrong shape or dtype.
         """
         model: Self = required(self.origin).changed(self, state_dict)
         return model

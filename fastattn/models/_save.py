@@ -37,29 +37,29 @@ def save(
     *,
     dtype: str = "float32",
 ) -> None:
-    """Write a model as a folder that `load` reads.
+    """Save a model as a folder for `load`.
 
     Parameters
     ----------
     model : Encoder, Decoder, CrossEncoder, TokenClassifier, SparseEncoder or MultiVectorEncoder
-        A model from `load`, `with_state_dict` or a tuning. Its tensors are written as `state_dict` returns
-        them, not as they are packed.
+        Result of `load`, also after `with_state_dict` or training. The tensors of `state_dict` are written,
+        not the packed weights.
     path : path
-        Folder, created if missing, for model.safetensors, config.json, and the other files of the model's
-        own folder.
+        Folder, which is created if missing. It gets model.safetensors, config.json and the other files of the
+        model's folder.
     dtype : {"float32", "float16", "bfloat16"}, default "float32"
-        Dtype of the tensors.
+        Type of the tensors.
 
     Raises
     ------
     ModelError
-        A ValueError: a folder cannot hold this kind of model.
-    ValueError
-        If weights are not finite in `dtype`. Nothing is written then.
+        A ValueError, if the model cannot be saved as one folder. The message says why.
+    TypeError, ValueError
+        If an argument is invalid, or weights are not finite in `dtype`. Nothing is written then.
 
     Notes
     -----
-    Files are written under a temporary name and then renamed.
+    The weights are written to a temporary file, which replaces model.safetensors when it is complete.
     """
     if not isinstance(model, (Decoder, Encoder, EncoderWithHead)):
         raise wrong_type("model", model, "a model of load()")

@@ -34,21 +34,21 @@ _LONG = 2**24  # tokens
 
 
 class Session:
-    """The tokens of one sequence with their keys and values, for ``generate(cache=)``.
+    """Tokens of one sequence with their keys and values, for ``generate(cache=)``.
 
-    `Decoder.session` makes it, and `Decoder.load_session` reads it from a file. A call of `generate` computes
-    the tokens of its prompt from where they differ from those that are here, which it forgets from there on.
-    The answer is kept, too: the next turn of a conversation costs its own tokens alone. One call uses it at a
-    time, in any thread: where another begins, the one before raises an error with its next token. A call that
-    is interrupted, or not read to its end, leaves what was complete.
+    `Decoder.session` creates it, and `Decoder.load_session` loads it from a file. A call of `generate` keeps
+    the tokens that the session shares with the start of the prompt, drops the others, and computes the rest
+    of the prompt. The answer is kept, too, so the next turn of a conversation computes only its new tokens.
+    One call uses a session at a time, in any thread: when another call starts, the earlier one raises an
+    error at its next token. A call that is interrupted, or not read to its end, leaves all complete tokens.
 
-    States of recurrent layers and convolutions cannot be cut back to any token. A model that has some takes
-    copies of them at the end of each prompt, and after every 256th token. A call whose prompt differs begins
-    after the latest copy before that. Copies are dropped as the text goes on, and never so that more tokens
-    are computed again than are forgotten, or 256.
+    States of recurrent layers and convolutions cannot be cut back to an arbitrary token. They are copied at
+    the end of each prompt and after every 256 tokens. If a prompt differs, computation resumes from the last
+    copy before the difference. Copies are dropped as the text grows, but never so that more tokens are
+    recomputed than are dropped, or 256.
 
-    Keys of layers with a window are dropped some thousand tokens behind it. A call whose prompt differs
-    before what is left begins anew.
+    Keys of layers with a window are dropped some thousand tokens after they leave it. If a prompt differs
+    before the keys that are left, it is computed from the start.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class Session:
 
     @property
     def ids(self) -> list[int]:
-        """The tokens whose keys and values are here."""
+        """Tokens whose keys and values are stored."""
         return self._ids.copy()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of keys and values, of states and their copies."""
+        """Bytes of memory of keys, values, states and copies of states."""
         return self._cache.nbytes
 
     @named("Session.copy")
     def copy(self, length: int | None = None) -> Session:
-        """A session that goes on from here by itself, with arrays of its own; from its token `length`."""
+        """Copy the session, or its first `length` tokens; the copy shares no memory with it."""
         with self.lock:
             most = None if length is None else integer("length", length, 0, len(self._ids))
             cache, ids = self._settled(most)
@@ -95,10 +95,9 @@ class Session:
 
     @named("Session.save")
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the session to a safetensors file, which `Decoder.load_session` reads.
+        """Write the session to a safetensors file for `Decoder.load_session`.
 
-        The file also says which model it belongs to: a hash of its weights, which takes about the time of
-        reading them.
+        The file also contains a hash of the model's weights, which takes about as long as reading them.
 
         Raises
         ------

@@ -105,16 +105,14 @@ def with_rows(rows):
         ({"kind": with_rows(lambda n: np.arange(2 * n - 1))}, "expected rising numbers below 40"),
         ({"kind": with_rows(lambda n: np.arange(2 * n - 1)[::-1] // 10)}, "rows has shape"),
         ({"kind": with_rows(lambda n: np.abs(np.arange(2 * n - 1) // 10 - 3))}, "rising numbers below 40"),
-        (
-            {"kind": with_rows(lambda n: np.arange(2 * n - 1) // (5 if n == 100 else 2))},
-            "rising numbers below",
-        ),
+        ({"kind": with_rows(lambda n: np.arange(2 * n - 1) // (5 if n == 100 else 2))},
+         "rising numbers below"),
         ({"position_keys": np.zeros((HEADS, 2 * SPAN, 8), np.float32)}, "position_keys has shape"),
         ({"position_keys": np.zeros((HEADS, 2 * SPAN, 16))}, "position_keys has shape"),
         ({"position_keys": None, "position_queries": None}, "has no vectors of distances for its heads"),
     ],
     ids=range(8),
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused_before_it_is_read(changes, message):
     with pytest.raises(ValueError, match=message):
         program(**changes).run(inputs(LENGTHS.sum()), told(LENGTHS))

@@ -169,12 +169,10 @@ def test_logprobs_are_the_models(writer, best):
         ({"eos_token_id": 3}, {}),
         ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
         ({"do_sample": True}, {"temperature": 1.0, "top_k": 50}),
-        (
-            {"do_sample": True, "temperature": 0.6, "top_k": None, "top_p": 0.95, "min_p": 0.1, "other": 3},
-            {"temperature": 0.6, "top_k": 50, "top_p": 0.95, "min_p": 0.1},
-        ),
+        ({"do_sample": True, "temperature": 0.6, "top_k": None, "top_p": 0.95, "min_p": 0.1, "other": 3},
+         {"temperature": 0.6, "top_k": 50, "top_p": 0.95, "min_p": 0.1}),
     ],
-)
+)  # fmt: skip
 def test_what_the_files_recommend(said, expected, writer, tmp_path):
     for path in writer.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -255,11 +253,8 @@ def test_scores_of_texts(writer):
         ({"stop": b"x"}, TypeError, "stop is of type bytes; expected ids and texts"),
         ({"stop": bytearray(b"x")}, TypeError, "stop is of type bytearray; expected ids and texts"),
         ({"ids": "a \ud800"}, ValueError, r"ids has '\\ud800', half of a surrogate pair"),
-        (
-            {"ids": [{"role": "user", "content": ""}], "template_values": {"messages": []}},
-            ValueError,
-            "template_values has 'messages', which are given as such; expected other names",
-        ),
+        ({"ids": [{"role": "user", "content": ""}], "template_values": {"messages": []}}, ValueError,
+         "template_values has 'messages', which are given as such; expected other names"),
         ({"attention_mask": [1]}, ValueError, "attention_mask is given with a text; expected None"),
         ({"template_values": {}}, ValueError, "template_values are given with a text"),
         ({"ids": [1], "template_values": {}}, ValueError, "template_values are given with ids"),
@@ -267,17 +262,13 @@ def test_scores_of_texts(writer):
         ({"ids": [1], "logprobs": 2}, ValueError, "logprobs is given with ids; expected a text or messages"),
         ({"logprobs": -1}, ValueError, "logprobs is -1; expected 0 to 256"),
         ({"ids": ["Once", 3]}, TypeError, "ids has texts or conversations, and 3; expected no ids"),
-        (
-            {"ids": [{"role": "user"}]},
-            ValueError,
-            "the message .*; expected a 'content', too",
-        ),
+        ({"ids": [{"role": "user"}]}, ValueError, "the message .*; expected a 'content', too"),
         ({"ids": ["Once", ""]}, ValueError, "a prompt without a token"),
         ({"ids": ["Once"], "template_values": {}}, ValueError, "template_values are given with a text"),
         ({"ids": [1], "stop": "a"}, TypeError, "stop has dtype <U1; expected integers"),
         ({"top_k": 3}, ValueError, "top_k is 3 and temperature 0"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused_before_anything_is_computed(model, changed, error, message):
     with pytest.raises(error, match=rf"^generate\(\): .*{message}|^.*{message}"):
         model.generate(**{"ids": "Once", "max_new_tokens": 4, **changed})

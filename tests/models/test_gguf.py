@@ -621,24 +621,13 @@ def test_a_tokenizer_of_merges(tmp_path):
         ({"token_type": [1]}, r"token_type' has 1 numbers in int32 for 260 tokens"),
         ({"tokens": 5}, r"tokens' is 5; expected an array of strings"),
         ({"token_type": 1}, "token_type' is 1; expected an array of numbers"),
-        (
-            {"model": "llama", "scores": [1] * 260},
-            "scores' has 260 numbers in int32",
-        ),
-        (
-            {"add_bos_token": True, "bos_token_id": 999},
-            "'tokenizer.ggml.bos_token_id' is",
-        ),
+        ({"model": "llama", "scores": [1] * 260}, "scores' has 260 numbers in int32"),
+        ({"add_bos_token": True, "bos_token_id": 999}, "'tokenizer.ggml.bos_token_id' is"),
         ({"add_bos_token": 1}, "'tokenizer.ggml.add_bos_token' is 1; expected true or false"),
         ({"eos_token_id": 260}, "'tokenizer.ggml.eos_token_id' is 260; expected less .* 260$"),
-        (
-            {"eot_token_id": 2**31},
-            "'tokenizer.ggml.eot_token_id' is 2147483648; expected less",
-        ),
-        (
-            {"tokens": [*BYTES, *map(str, range(15))]},
-            r"tokens' has 271 strings; expected at most 270, the rows of 'token_embd.weight'",
-        ),
+        ({"eot_token_id": 2**31}, "'tokenizer.ggml.eot_token_id' is 2147483648; expected less"),
+        ({"tokens": [*BYTES, *map(str, range(15))]},
+         r"tokens' has 271 strings; expected at most 270, the rows of 'token_embd.weight'"),
         (
             {
                 "model": "llama",
@@ -648,7 +637,7 @@ def test_a_tokenizer_of_merges(tmp_path):
             r"has strings of 260 lengths up to 4160, \d+ characters to cut for merges; expected at most 67",
         ),
     ],
-)
+)  # fmt: skip
 def test_tokenizers_that_are_refused(changes, message, tmp_path):
     with pytest.raises(ModelError, match=message):
         with_tokenizer(tmp_path / "model.gguf", **changes).text.encode(["the"])
@@ -834,13 +823,10 @@ def array(name, kind, *numbers):
         (array(b"a", 8, 2, 2**27), (0, 1), "has a header that needs byte 134217785; expected at most"),
         (array(b"a", 8, 10**8), (0, 1), "counts 100000000 in 'a'; expected at most 4194304"),
         (array(b"a", 0, 10**8), (0, 1), "counts 100000000 in 'a'; expected at most 4194304"),
-        (
-            array(b"a", 0, 2**22) + bytes(2**22) + array(b"b", 8, 1),
-            (0, 2),
-            "counts 1 in 'b'; expected at most 0",
-        ),
+        (array(b"a", 0, 2**22) + bytes(2**22) + array(b"b", 8, 1), (0, 2),
+         "counts 1 in 'b'; expected at most 0"),
     ],
-)
+)  # fmt: skip
 def test_headers_of_files_with_holes(keys, counts, message, tmp_path):
     """Such a file seems to have the bytes for anything."""
     path = tmp_path / "model.gguf"

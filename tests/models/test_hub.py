@@ -143,7 +143,7 @@ def test_adapters_lie_in_folders(run, hub, tmp_path_factory):
         (["tiny/bert", "--revision", "v2"], "tiny/bert is no .* fetched: .* Revision Not Found for url: "),
         (["tiny/bert", "--gguf-file", "x.bin"], "gguf_file is 'x.bin'; expected a name that ends with .gguf"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_there(arguments, expected, run, hub):
     said = run("-m", "fastattn", "embed", "--model", *arguments, status=1)
     assert re.search(expected, said)

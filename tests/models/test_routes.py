@@ -52,13 +52,10 @@ def test_a_static_embedding_is_saved(tmp_path):
         ({"weight": np.ones((13, 4), np.float32)}, "'embedding.weight' is missing"),
         ({"embedding.weight": np.ones(13, np.float32)}, "'embedding.weight' has shape (13,)"),
         ({"embeddings": np.ones((13, 4), np.int8)}, "'embeddings' has dtype I8; expected one of F32"),
-        (
-            {"embeddings": np.ones((13, 4), np.float32), "mapping": np.arange(13)},
-            "'mapping' is not known",
-        ),
+        ({"embeddings": np.ones((13, 4), np.float32), "mapping": np.arange(13)}, "'mapping' is not known"),
         ({"embedding.weight": np.full((13, 4), np.nan, np.float32)}, "values that are not finite"),
     ],
-)
+)  # fmt: skip
 def test_tables_that_do_not_fit(tensors, message, tmp_path):
     write_static(tmp_path, **tensors)
     write_entries(tmp_path, "StaticEmbedding")

@@ -288,7 +288,7 @@ def frequencies(
     said = [scaling.pop("partial_rotary_factor", None), config.values.get("partial_rotary_factor")]
     factor = next((x for x in said if x is not None), usual)
     if not (isinstance(factor, (int, float)) and 0 < factor <= 1 and (in_part or factor == 1)):
-        expected = "a number above 0 and at most 1" if in_part else "1.0, which alone is supported"
+        expected = "a number above 0 and at most 1" if in_part else "1.0, the only supported value"
         raise config.wrong("partial_rotary_factor", factor, expected)
     return scaled(config, int(head_dim * factor), scaling, config.optional_size("max_position_embeddings"))
 
