@@ -205,7 +205,7 @@ def _conversation(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; expected a file that /save wrote") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}; expected what /save wrote") from None
+        raise ValueError(f"{path} is not JSON: {error}; expected a file that /save wrote") from None
     if not is_conversation(messages):
         raise ValueError(f"{path} holds {short(messages)}; expected a list of messages, as /save writes it")
     try:
@@ -272,7 +272,7 @@ class Texts:
         kind = "the standard input" if self.path is None else f"a file {self.path.suffix!r}"
         if self.column is not None and self._columns is None:
             expected = f"it for {', '.join(_COLUMNS)}"
-            came = f"{self.option} is {self.column!r} for {kind}, which is lines of text"
+            came = f"{self.option} is {self.column!r} for {kind}, which has lines of text"
             raise ValueError(f"{came}; expected {expected}")
         if self.path is not None and not self.path.exists():
             expected = "a file of texts (for a text itself, use standard input: echo TEXT | python -m ...)"
@@ -316,7 +316,7 @@ class _NotThere(ValueError):
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{short(value)} is no text; expected a string")
+        raise ValueError(f"{short(value)} is not a text; expected a string")
     require_whole("the text", value)  # JSON may hold halves of characters
     return value
 
@@ -353,7 +353,7 @@ def _csv(file: BinaryIO, column: str) -> Iterator[str]:
                 raise ValueError(f"{len(row)} fields; expected {len(names)}, as in the first line")
             yield row[index]
     except csv.Error as error:
-        raise ValueError(f"no CSV: {error}") from error
+        raise ValueError(f"not CSV: {error}") from error
 
 
 def _parquet(file: BinaryIO, column: str) -> Iterator[Any]:
@@ -367,9 +367,9 @@ def _index(column: str, names: list[str]) -> int:
     """Index of the column with this name."""
     if column not in names:
         there = ", ".join(map(short, names)) or "none"
-        raise _NotThere(f"column {column!r} is not there; expected one of {there} (--column names it)")
+        raise _NotThere(f"column {column!r} is missing; expected one of {there} (--column names it)")
     if names.count(column) > 1:
-        raise _NotThere(f"{names.count(column)} columns are called {column!r}; expected one of this name")
+        raise _NotThere(f"{names.count(column)} columns have the name {column!r}; expected one")
     return names.index(column)
 
 

@@ -173,5 +173,5 @@ def _filler(text: Text, expansion: Expansion) -> int:
     found = next((token for token in ids if token is not None), None)
     if found is None:
         came = f"{text.folder / 'tokenizer.json'} has none of {', '.join(map(short, names)) or 'no names'}"
-        raise ModelError(f"{came}; expected a token that queries are filled up with")
+        raise ModelError(f"{came}; expected a token for the expansion of queries")
     return int(found)

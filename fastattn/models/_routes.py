@@ -68,5 +68,5 @@ def model_of(model: _Model, task: Any, optional: bool = False) -> _Model:
         same: _Model = found
         return same
     if task is not None and not optional:
-        raise ValueError(f"(): task is {short(task)}; expected None: this model has one way for all texts")
+        raise ValueError(f"(): task is {short(task)}; expected None: this model has no tasks")
     return model

@@ -118,7 +118,7 @@ class Sampler:
         chosen: Ints = np.argmax(logits, axis=1)  # NaN if there is one
         best = logits[np.arange(len(chosen)), chosen]
         if np.isnan(best).any():
-            raise ValueError("(): the logits have NaN; expected numbers")
+            raise ValueError("(): the logits contain NaN; expected numbers")
         if (best == -np.inf).any():
             raise ValueError("(): the logits are all -inf; expected a token to choose")
         if self.sampling.temperature > 0:

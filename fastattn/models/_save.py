@@ -79,7 +79,7 @@ def save(
     blocks = said.get("quantization_config") is not None
     if blocks or (of_file and _gguf.has_own_tensors(model.model_type)):
         came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder of floats"
-        raise ModelError(f"{came}; expected a model whose tensors are")
+        raise ModelError(f"{came}; expected a model of a folder of floats")
     if not (has_config or (origin.folder / _MODULES).is_file()):
         raise ModelError(f"{origin.folder} holds one module of several; expected a model in one folder")
     tensors: dict[str, Array] = {}

@@ -158,7 +158,7 @@ class Text:
         name, rows = "sequences", []
         for ids in iterated(name, sequences, "sequences of ids, as [ids]"):
             if as_array(name, ids).ndim != 1:
-                raise TypeError(f"(): {name} is no list of sequences of ids; expected one, as [ids]")
+                raise TypeError(f"(): {name} is not a list of sequences of ids; expected one, as [ids]")
             rows.append(list(_ids(name, ids)))
         decoded: list[str] = self.tokenizer.decode_batch(rows, skip_special_tokens=True)
         return decoded

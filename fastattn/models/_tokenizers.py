@@ -88,7 +88,7 @@ def check_transformer(folder: Path, task: str | None, read_elsewhere: tuple[str,
         output, name = _TASKS[said]
         text, wanted = modalities.get("text"), {"method": "forward", "method_output_name": output}
         if text != wanted:
-            came = "'modality_config' has something else for 'text'"
+            came = "'modality_config' has an unsupported 'text'"
             raise ModelError(f"{config.path}: {came}; only {wanted} is supported")
         if "message" in modalities and said in ("feature-extraction", "fill-mask", "sequence-classification"):
             came = "'modality_config' has 'message', with which texts go through a chat template"
@@ -218,7 +218,7 @@ def _normalize(tokenizer: Any, config: Config, tokenizer_class: Any) -> None:
         lowers = normalizer is not None and "A" not in normalizer.normalize_str("A")
         if lowers != said["do_lower_case"]:
             came = f"{config.path}: 'do_lower_case' is {said['do_lower_case']}"
-            raise ModelError(f"{came}, and tokenizer.json does the other; expected them to agree")
+            raise ModelError(f"{came}, unlike in tokenizer.json; expected the same")
 
 
 # Growth of texts in a tokenizer.json: steps that make a text longer follow one another, and multiply.
@@ -279,7 +279,7 @@ def _growth(path: Path, step: Any) -> int:
         return max(1, _size(step.get("single")), _size(step.get("pair"))) * max(1, most)
     if kind not in _STEPS:
         expected = ", ".join((*_STEPS, "Replace", "Prepend", "Precompiled", "TemplateProcessing"))
-        raise ModelError(f"{path} has the step {short(kind)}; expected one of {expected}")
+        raise ModelError(f"{path} has the unknown step {short(kind)}; expected one of {expected}")
     return _STEPS[kind]
 
 

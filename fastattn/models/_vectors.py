@@ -115,7 +115,7 @@ def _limits(vectors: Array, precision: str, ranges: Any, calibration: Any) -> Ar
 def single_vector(name: str, precision: str) -> ValueError:
     """The error of one vector where ranges of several are wanted."""
     expected = "several, or quantize_embeddings(..., calibration_embeddings=others)"
-    return ValueError(f"(): {name} is one for precision {precision!r}; expected {expected}")
+    return ValueError(f"(): {name} has one item for precision {precision!r}; expected {expected}")
 
 
 def similarities(

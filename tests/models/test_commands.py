@@ -187,7 +187,7 @@ def test_the_command_embed_refuses(encoder, writer, tmp_path):
         (encoder, ["--output", "out.txt"], 2, "ends in one of .npy, .jsonl, .parquet"),
         (encoder, ["--output", tmp_path / "no" / "out.npy"], 2, "its folder does not exist"),
         (encoder, [tmp_path / "x.jsonl", "--output", tmp_path / "x.jsonl"], 1, "x.jsonl' is written by --o"),
-        (encoder, [latin, "--column", "a"], 1, "--column is 'a' for a file '.txt', which is lines of text"),
+        (encoder, [latin, "--column", "a"], 1, "--column is 'a' for a file '.txt', which has lines of text"),
         (encoder, ["--column", "text"], 1, "for the standard input"),
     ):  # fmt: skip
         assert said in run("embed", "--model", folder, *options, status=status)
@@ -198,16 +198,16 @@ def test_the_command_embed_refuses(encoder, writer, tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "a.jsonl, row 2: 3 is no text; expected a string"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "a.jsonl, row 2: 3 is not a text; expected a string"),
         ("a.jsonl", b'{"text": "x"}\n{\n', "a.jsonl, row 2: "),
         ("a.jsonl", b'["x"]\n', "a.jsonl, row 1: ['x'] has no 'text'; expected it"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "row 1: the text has '\\ud800', half of a surrogate pair; exp"),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl is not UTF-8 in row 1"),
-        ("a.csv", b"id,body\n1,x\n", "a.csv: column 'text' is not there; expected one of 'id', 'body'"),
+        ("a.csv", b"id,body\n1,x\n", "a.csv: column 'text' is missing; expected one of 'id', 'body'"),
         ("a.csv", b"id,text\n1,x\n2\n", "a.csv, row 2: 1 fields; expected 2, as in the first line"),
-        ("a.csv", b'id,text\n1,"x\n', "a.csv, row 1: no CSV: "),
-        ("a.csv", b"text,id,text\n1,2,3\n", "a.csv: 2 columns are called 'text'; expected one of this name"),
-        ("a.csv", b"", "a.csv: column 'text' is not there; expected one of none"),
+        ("a.csv", b'id,text\n1,"x\n', "a.csv, row 1: not CSV: "),
+        ("a.csv", b"text,id,text\n1,2,3\n", "a.csv: 2 columns have the name 'text'; expected one"),
+        ("a.csv", b"", "a.csv: column 'text' is missing; expected one of none"),
         ("a.parquet", b"PAR1", "a.parquet, row 1: "),
     ],
 )

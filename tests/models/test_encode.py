@@ -432,7 +432,9 @@ def test_encode_refuses(folder):
     with pytest.raises(TypeError, match=r"^encode_query\(\): task is not an argument; expected one of"):
         model.encode_query(["one"], task="query")
     for one in ("one", ["one"], iter(["one"])):
-        with pytest.raises(ValueError, match=r"sentences is one for precision 'int8'; expected several, or"):
+        with pytest.raises(
+            ValueError, match=r"sentences has one item for precision 'int8'; expected several, or"
+        ):
             model.encode(one, precision="int8")
 
 
@@ -441,6 +443,6 @@ def test_nothing_is_computed_before_a_mistake_is_found(folder, monkeypatch):
     calls = calls_of(model, monkeypatch)
     with pytest.raises(TypeError, match=r"sentences\[\d+\] is 3; expected a string"):
         model.encode([*TEXTS, 3], batch_size=1)
-    with pytest.raises(ValueError, match="one for precision"):
+    with pytest.raises(ValueError, match="one item for precision"):
         model.encode(["one"][0], precision="uint8")
     assert not calls

@@ -562,7 +562,7 @@ def test_a_step_that_stands_twice_is_the_one_that_was_checked(encoder):
 
 def test_an_unknown_step_of_a_tokenizer_is_refused(encoder):
     write_growing(encoder, normalizer={"type": "Repeat"})
-    with pytest.raises(ModelError, match="has the step 'Repeat'; expected one of Strip"):
+    with pytest.raises(ModelError, match="has the unknown step 'Repeat'; expected one of Strip"):
         models.load(encoder).encode("a")
 
 

@@ -411,7 +411,7 @@ def test_draws_have_the_probabilities():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_no_numbers_are_an_error(temperature):
     sampler = sampler_of(1, 3, temperature=temperature)
-    with pytest.raises(ValueError, match=r"generate\(\): the logits have NaN"):
+    with pytest.raises(ValueError, match=r"generate\(\): the logits contain NaN"):
         sampler(np.array([[0.0, np.nan]], np.float32))
     with pytest.raises(ValueError, match=r"generate\(\): the logits are all -inf"):
         sampler(np.full((1, 3), -np.inf, np.float32))

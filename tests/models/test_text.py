@@ -134,7 +134,7 @@ def test_what_is_done_with_letters(key, value, text, ids, encoder):
 def test_what_is_done_with_letters_of_other_tokenizers(encoder):
     said = {"do_lower_case": True, "tokenizer_class": "AlbertTokenizer"}
     (encoder / "tokenizer_config.json").write_text(json.dumps(said))
-    with pytest.raises(ModelError, match=r"'do_lower_case' is True, and tokenizer.json does the other"):
+    with pytest.raises(ModelError, match=r"'do_lower_case' is True, unlike in tokenizer.json"):
         models.load(encoder).encode(["the"])
     (encoder / "tokenizer_config.json").write_text(json.dumps({**said, "do_lower_case": False}))
     assert models.load(encoder).text.encode(["the"]) == [[1, 4, 2]]
@@ -379,7 +379,7 @@ def test_ids_become_texts(writer):
     assert pieces == wanted
     stream, decode = model.text.stream, model.text.decode
     for call, error, message in (
-        (lambda: decode(ids[0]), TypeError, r"decode\(\): sequences is no list of sequences of ids"),
+        (lambda: decode(ids[0]), TypeError, r"decode\(\): sequences is not a list of sequences of ids"),
         (lambda: decode([[1, -2]]), ValueError, r"decode\(\): sequences is -2; expected -1 to 4294967295"),
         (lambda: list(stream([Broken()], [])), TypeError, r"stream\(\): prompt is .*Broken.*; expected an i"),
         (lambda: list(stream(prompts[0], model.generate(prompts, 8))), TypeError,
