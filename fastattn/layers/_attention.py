@@ -39,56 +39,54 @@ _NO_MASKS = _NAMES, None, None, False
 
 @dataclass(eq=False)
 class MultiHeadAttention(AttentionParameters):
-    """Attention between projections: ``out_proj(attention(q_proj(query), k_proj(key), v_proj(value)))``.
+    """Multi-head attention: ``out_proj(attention(q_proj(query), k_proj(key), v_proj(value)))``.
 
-    It has the names, options and parameters of torch's ``nn.MultiheadAttention``, batch first, and from
-    num_kv_heads on what later models have added. All options combine.
+    Names, options and parameters are torch's (``nn.MultiheadAttention``), batch first; options from
+    num_kv_heads on are additions of later models. All options combine.
 
     Parameters
     ----------
     embed_dim, num_heads : int
         Width of queries and output; query heads.
     bias : bool, default True
-        Whether all projections have one.
-    add_bias_kv : bool, default False
-        One more key and value, parameters, that every query attends.
-    add_zero_attn : bool, default False
-        One more key and value of zeros that every query attends.
+        Whether all projections have a bias.
+    add_bias_kv, add_zero_attn : bool, default False
+        Append a key and a value that every query attends: parameters, or zeros.
     kdim, vdim : int, optional
-        Width of keys and values before they are projected; default embed_dim.
+        Width of keys and values before projection; default embed_dim.
     num_kv_heads : int, optional
         Key and value heads, each for a group of query heads (Ainslie et al. 2023); default num_heads.
     head_dim : int, optional
         Default ``embed_dim // num_heads``.
     query_only : bool, default False
-        Project no keys and values: they are those of another layer, of `project_keys_values` or of an earlier
-        layer of a stack, whose number of key and value heads and head_dim this one has.
+        Project queries only, and attend the keys and values of `project_keys_values`, or of an earlier layer
+        of a stack, with the same num_kv_heads and head_dim.
     rope : Rope, optional
-        Rotates queries and keys by their positions: those in a call, after those in its cache.
+        Rotate queries and keys by their positions, which follow those in a cache.
     qk_norm : bool, default False
         RMSNorm of each head's queries and keys before `rope`.
     qk_norm_eps : float, default 1e-6
     output_gate : bool, default False
         Multiply the heads by ``sigmoid(gate_proj(query))`` before out_proj (Qiu et al. 2025).
     sinks : bool, default False
-        A logit a query head, a parameter, that enters the softmax's denominator only.
+        One logit per query head, a parameter, in the softmax's denominator only.
     window, softcap, scale, alibi_slopes : optional
-        As in `fastattn.attention`. Query i stands at key i, after the keys of a cache.
+        As in `fastattn.attention`. Query i has the position of key i, after the keys of a cache.
     weights_dtype : str, default "float32"
-        How the projections' weights are stored, a `dtype` of `fastattn.ops.pack`; "float64" for float64
-        input, the others for all others.
+        Stored type of the projections' weights, a `dtype` of `fastattn.ops.pack`; "float64" for float64
+        input, and only for it.
     activations : {"int8"}, optional
-        Round the inputs of the projections, as `fastattn.ops.linear` does, for weights in int8 or in blocks.
+        Round the inputs of the projections, as in `fastattn.ops.linear`, for weights in int8 or in blocks.
     rng : Generator or int, optional
-        Draws the parameters as torch does: a generator, or the seed of a new one, with which layers of one
-        shape are alike. Without it, they are missing until `load_state_dict`.
+        Draws the parameters as torch does: a generator, or a seed, which gives layers of one shape the same
+        parameters. Without it, `load_state_dict` has to follow.
 
     Notes
     -----
-    The parameters are as in torch: ``in_proj_weight`` (queries, keys, values, one below the other; with kdim
-    or vdim ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight``), ``in_proj_bias``, ``out_proj.weight``,
+    Parameters are torch's: ``in_proj_weight`` (queries, keys, values stacked; with kdim or vdim
+    ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight``), ``in_proj_bias``, ``out_proj.weight``,
     ``out_proj.bias``, ``bias_k``, ``bias_v``; and ``q_norm.weight``, ``k_norm.weight``, ``gate_proj.weight``,
-    ``gate_proj.bias`` and ``sinks``. With `query_only`, there are ``q_proj_weight`` and the queries' part of
+    ``gate_proj.bias`` and ``sinks``. With `query_only`: ``q_proj_weight`` and the queries' part of
     ``in_proj_bias``. All projections of one input are one `linear`.
 
     Examples
@@ -136,14 +134,14 @@ class MultiHeadAttention(AttentionParameters):
         Parameters
         ----------
         query : array_like, (B, L, embed_dim)
-            Or (L, embed_dim), with results to match; then key and value are 2-D, too.
+            Or (L, embed_dim); then key, value and results have no batch axis either.
         key, value : array_like, optional
             Default: key is query, value is key.
         key_padding_mask : array_like, (B, S), optional
             Bool: **True hides a key**, as in torch, the opposite of `fastattn.attention`'s mask. Float: added
-            to the key's scores. With a cache, S counts its keys, too.
+            to the key's scores. With a cache, S includes its keys.
         need_weights : bool, default False
-            Return the weights, too; torch's default is True. The fused kernel still computes the output.
+            Also return the weights; torch's default is True. The fused kernel still computes the output.
         attn_mask : array_like, (L, S), (B * num_heads, L, S) or (B, num_heads, L, S), optional
             Bool: **True hides**. Float, of any type: added to the scores. In the last form, axes of length 1
             broadcast.
@@ -152,11 +150,11 @@ class MultiHeadAttention(AttentionParameters):
         is_causal : bool, default False
             Query i attends the keys up to key i, after those of the cache, unless a mask hides them.
         residual : array_like, (B, L, embed_dim), optional
-            Added to the output, by the same kernel as out_proj.
+            Added to the output, in the kernel of out_proj.
         cache : KVCache, optional
-            Append the keys and values, and attend to all that it then holds.
+            Append the keys and values, and attend all keys in it.
         lengths : array_like of int, (B,), optional
-            With `cache`: how many of this call's tokens count in each sequence, from the first.
+            With `cache`: number of tokens of this call in each sequence; the rest is padding.
         keys_values : (ndarray, ndarray), optional
             From `project_keys_values`, instead of key and value. Both are (B, num_kv_heads, S, head_dim) in
             query's dtype, or for float32 both in a 16-bit one.
@@ -166,7 +164,7 @@ class MultiHeadAttention(AttentionParameters):
         out : ndarray, (B, L, embed_dim)
             In query's dtype. A query that may attend nothing gets out_proj's bias, where torch gives NaN.
         weights : ndarray, (B, L, S) or (B, num_heads, L, S), or None
-            None without `need_weights`. The keys of add_bias_kv and add_zero_attn come last.
+            None without `need_weights`. The keys of add_bias_kv and add_zero_attn are last.
         """
         average, residual = True, None  # what follows is skipped in a plain call, to save microseconds
         need_weights = flag("need_weights", need_weights)
@@ -234,7 +232,7 @@ class MultiHeadAttention(AttentionParameters):
 
     @named("{cls}")
     def project_keys_values(self, key: ArrayLike, value: ArrayLike | None = None) -> KeysValues:
-        """Keys and values of a memory, (B, heads_kv, S, head_dim), once for many calls: see `keys_values`."""
+        """Project a memory to keys and values (B, heads_kv, S, head_dim), for `keys_values` of many calls."""
         if self.query_only:
             raise ValueError("(): query_only is True; expected a layer with keys")
         keys, values = self._memory(key, None if value is key else value, None)

@@ -79,7 +79,7 @@ class Linear(Layer):
         residual: ArrayLike | None = None,
         out: Array | None = None,
     ) -> Array:
-        """``activation(x @ weight.T + bias) + residual``: x is (..., in_features)."""
+        """Compute ``activation(x @ weight.T + bias) + residual`` of x, (..., in_features)."""
         weight, bias = self.packed_weight, self.bias_vector
         try:
             args, result = linear_args(
@@ -146,7 +146,7 @@ class NormLayer(Layer):
         self._set_up(np.random.default_rng(0))  # the parameters are ones and zeros: nothing is drawn
 
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
-        """The normalised ``x + residual``: x is (..., features)."""
+        """Normalise ``x + residual``, (..., features)."""
         try:
             weight, bias = self.weight_vector, self.bias_vector
             args, result, _ = rows_args(self._kind, x, out, None, None, weight, bias, self.eps, residual)
@@ -201,7 +201,7 @@ class LayerNorm(NormLayer):
     weights_dtype : str
         "float64" keeps the parameters in float64; anything else in float32.
     rng : Generator or int, optional
-        Ignored: the parameters begin as ones and zeros.
+        Ignored: the parameters start as ones and zeros.
     """
 
     bias: bool = True
@@ -213,8 +213,8 @@ class LayerNorm(NormLayer):
 class RMSNorm(NormLayer):
     """``x / sqrt(mean(x**2) + eps) * weight``: torch's ``nn.RMSNorm`` over the last axis.
 
-    The parameters are those of `LayerNorm`, without a bias. eps is 1e-6 by default, as in most models;
-    torch's default is the type's machine epsilon.
+    Parameters as in `LayerNorm`, without a bias. eps is 1e-6 by default, as in most models; torch's default
+    is the type's machine epsilon.
     """
 
     eps: float = 1e-6
@@ -240,7 +240,7 @@ class FeedForward(Layer):
     Notes
     -----
     Parameters are ``linear1.*`` and ``linear2.*`` as in torch's layers, and ``linear_gate.*``, which torch
-    does not have. One kernel computes the first map, its gate and their product.
+    lacks. One kernel computes the first map, its gate and their product.
     """
 
     d_model: int
@@ -272,7 +272,7 @@ class FeedForward(Layer):
         self._set_up(rng)
 
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
-        """The feed-forward of x, (..., d_model), plus `residual`, which may be `out` itself."""
+        """Compute the feed-forward of x, (..., d_model), plus `residual`, which may be `out` itself."""
         try:
             array = _computation.checked("x", x, self.d_model, self.weights_dtype)
             if residual is None and out is None:

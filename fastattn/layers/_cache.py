@@ -30,11 +30,11 @@ class _Cached(NamedTuple):
 
 
 class Cached(_Cached):
-    """Arguments of `fastattn.attention` for the tokens just appended, as `KVCache.append` returns them.
+    """Arguments of `fastattn.attention` for the tokens just appended, from `KVCache.append`.
 
-    A tuple ``(k, v, kv_lengths, q_offset)``. Of a cache in int8 it has attributes ``k_scale`` and
-    ``v_scale``, too, (batch, heads_kv, len_k); else they are None. ``attention(q, **cached._asdict())``
-    passes all that is there. ``_replace`` and ``repr`` know the scales; unpacking leaves them behind.
+    A tuple ``(k, v, kv_lengths, q_offset)``. For a cache in int8, it also has the attributes ``k_scale`` and
+    ``v_scale``, (batch, heads_kv, len_k), otherwise None. ``attention(q, **cached._asdict())`` passes
+    everything. ``_replace`` and ``repr`` include the scales; unpacking does not.
     """
 
     k_scale: Array | None = None
@@ -70,14 +70,14 @@ class Cached(_Cached):
 class KVCache:
     """Keys and values of one attention layer, appended in place.
 
-    The arrays are ``(batch, heads_kv, capacity, head_dim)``, and attention reads them without a copy. When
-    they are full, the capacity doubles, so that appending a token takes O(1), amortised. Sequences may have
-    different lengths: sequence b has the first ``lengths[b]`` keys.
+    The arrays are ``(batch, heads_kv, capacity, head_dim)``, and attention reads them without a copy. Their
+    capacity doubles when they are full, so that appending a token takes amortised O(1) time. Sequences may
+    have different lengths: sequence b has the first ``lengths[b]`` keys.
 
     Parameters
     ----------
     capacity : int, default 0
-        Tokens of each sequence that the first append makes room for.
+        Tokens of each sequence to allocate for at the first append.
     dtype : dtype, optional
         dtype of the arrays; default that of the first keys. "float16" or "bfloat16" halves the memory that a
         step of float32 queries reads, "int8" quarters it.
@@ -101,11 +101,10 @@ class KVCache:
 
     Notes
     -----
-    In "int8" each key and each value, of one token and head, is rounded to integers from -127 to 127 times a
-    scale of its own, its largest magnitude / 127: every element errs by at most half the scale. The Notes of
-    `fastattn.attention` say what that is of scores and results. A key or value that holds NaN or Inf becomes
-    NaN as a whole: its scale is NaN. Scales are float32, float64 for a cache that begins with float64. Later
-    float64 has to fit scales in float32.
+    In "int8", each key and value of a token and head is rounded to integers from -127 to 127 times its scale,
+    the largest magnitude / 127: elements err by at most half the scale. The Notes of `fastattn.attention`
+    give the error of scores and results. A key or value with NaN or Inf becomes NaN as a whole: its scale is
+    NaN. Scales are float32, or float64 if the first keys are; later float64 has to fit scales in float32.
     """
 
     @named("KVCache")
@@ -125,17 +124,17 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens of each sequence that there is room for."""
+        """Allocated tokens of each sequence."""
         return self._capacity
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens in the longest sequence."""
         return self._length
 
     @property
     def lengths(self) -> Ints:
-        """Tokens of each sequence, (batch,)."""
+        """Number of tokens in each sequence, (batch,)."""
         if self._lengths is not None:
             return self._lengths.copy()
         return np.full(self.batch or 0, self._length, np.int64)
@@ -152,11 +151,11 @@ class KVCache:
 
     @property
     def offset(self) -> Ints | int:
-        """Position of the next token: one number, or one for each sequence, (batch,)."""
+        """Position of the next token: an integer, or an array (batch,)."""
         return self._length if self._lengths is None else self._lengths
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> Cached:
-        """Append the keys and values of the next tokens, in O(tokens) time, amortised.
+        """Append the keys and values of the next tokens, in amortised O(tokens) time.
 
         Parameters
         ----------
@@ -164,19 +163,18 @@ class KVCache:
         v : array_like, (batch, heads_kv, tokens, head_dim_v)
             In k's dtype.
         lengths : array_like of int, (batch,), optional
-            How many of the tokens count in each sequence; the tokens behind them are padding. Default: all.
+            Number of new tokens in each sequence; the rest is padding. Default: all.
 
         Returns
         -------
         Cached
-            ``(k, v, kv_lengths, q_offset)``: views of all keys and values so far, and the arguments that tell
-            `attention` where they end and where the new tokens stand. Of a cache in int8, it has also
-            ``k_scale`` and ``v_scale``; ``**cached._asdict()`` passes everything.
+            ``(k, v, kv_lengths, q_offset)``: views of all keys and values, and the lengths and positions for
+            `attention`. ``**cached._asdict()`` also passes the scales of a cache in int8.
 
         Raises
         ------
         TypeError, ValueError
-            If k and v do not fit those in the cache, or their numbers its scales; nothing was changed.
+            If k and v do not fit the cache, or their values its scales; nothing was changed.
         """
         try:
             new_k, new_v, counts = append_args(k, v, lengths, self._held, self._dtype)
@@ -235,7 +233,7 @@ class KVCache:
 
     @named("KVCache.truncate")
     def truncate(self, length: int) -> None:
-        """Forget all tokens from position `length` on, such as tokens that a model only guessed."""
+        """Drop all tokens from position `length` on, such as rejected guesses."""
         length = integer("length", length, 0, self._length)
         if self._lengths is None:
             self._length = length
@@ -244,7 +242,7 @@ class KVCache:
 
     @named("KVCache.select")
     def select(self, sequences: ArrayLike) -> None:
-        """Keep the sequences of these indices, in this order: to drop finished ones, or to follow beams.
+        """Keep these sequences, in this order: to drop finished ones, or to follow beams.
 
         An index may occur several times. All keys and values are copied.
         """
@@ -255,27 +253,13 @@ class KVCache:
 
     @named("KVCache.save")
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what the cache holds to a safetensors file.
-
-        Raises
-        ------
-        ValueError
-            If the cache is empty.
-        ImportError
-            Without the safetensors package.
-        """
+        """Write the cache to a safetensors file, if it is not empty; requires the safetensors package."""
         _safetensors.write(path, self._arrays(), {"format": _FORMAT}, _KEY)
 
     @classmethod
     @named("KVCache.load")
     def load(cls, path: str | os.PathLike[str]) -> KVCache:
-        """Read a cache that `save` wrote.
-
-        Raises
-        ------
-        FileNotFoundError, ValueError
-            If no file is there, or it does not hold a cache.
-        """
+        """Read a cache that `save` wrote."""
         arrays, _ = _safetensors.read(path, _KEY, "cache", _FORMAT)
         return cls._of(arrays, os.fsdecode(path))
 
@@ -357,7 +341,7 @@ def _index(sequences: ArrayLike, held: Sequence[Array] | None) -> Ints:
 
 @dataclass(eq=False, repr=False)
 class DecoderCache:
-    """State of a decoder layer between steps: its own tokens, and the memory's keys and values.
+    """State of a decoder layer between steps: keys and values of its tokens and of the memory.
 
     Select sequences here: selecting in `tokens` alone would pair sequences with the memory of others.
     """
@@ -378,7 +362,7 @@ class DecoderCache:
 
     @named("DecoderCache.truncate")
     def truncate(self, length: int) -> None:
-        """Forget all tokens from position `length` on; the memory stays."""
+        """Drop all tokens from position `length` on; the memory stays."""
         if self.tokens._held or self.keys_values is None:
             self.tokens.truncate(length)
         else:
@@ -386,9 +370,9 @@ class DecoderCache:
 
     @named("DecoderCache.select")
     def select(self, sequences: ArrayLike) -> None:
-        """Keep these sequences, as `KVCache.select` does, with their part of the memory and its mask.
+        """Keep these sequences, as `KVCache.select` does, with their memory and its mask.
 
-        Later calls must leave out the memory and its mask: the caller's arrays have the old order.
+        Later calls must omit the memory and its mask: the caller's arrays have the old order.
         """
         index = _index(sequences, self.tokens._held or self.keys_values)
         with restored_on_error((self,)):
@@ -405,16 +389,16 @@ OneCache = TypeVar("OneCache", KVCache, DecoderCache)
 
 
 class Caches(list[OneCache]):
-    """A list of caches, one for each layer, that truncates and selects in all; `new_cache` makes it."""
+    """List of caches, one for each layer, from `new_cache`."""
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens from position `length` on, in all layers."""
+        """Drop all tokens from position `length` on, in all layers."""
         with restored_on_error(self):
             for cache in self:
                 cache.truncate(length)
 
     def select(self, sequences: ArrayLike) -> None:
-        """Keep the sequences of these indices, in this order, in all layers; see `KVCache.select`."""
+        """Keep these sequences, in this order, in all layers; see `KVCache.select`."""
         with restored_on_error(self):
             for cache in self:
                 cache.select(sequences)
@@ -425,7 +409,7 @@ def restored_on_error(caches: Sequence[KVCache | DecoderCache | None]) -> Iterat
     """Context manager that restores `caches` if its block raises."""
     held: list[Any] = [cache for cache in caches if cache is not None]
     held += [cache.tokens for cache in held if isinstance(cache, DecoderCache)]
-    # References are enough: a cache writes to its arrays only behind the tokens that it counts.
+    # References are enough: a cache writes to its arrays only after the tokens that it counts.
     states = [dict(vars(cache)) for cache in held]
     try:
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from fastattn.layers._state import Parameter
 if TYPE_CHECKING:
     from fastattn._engine.plain import Plain
     from fastattn.layers._mixers import Carried, Sizes
+    from fastattn.layers._recurrent import Held
 
 
 @differentiable("x", "dt_bias", "A_log")
@@ -94,24 +94,19 @@ class DeltaMixer(Mixer):
         return split(tape, normed, sizes, [inner])[0]
 
 
-def _ordered(found: Mapping[str, Parameter], order: str) -> dict[str, Parameter]:
-    """Parameters in the `order` of words, which leave out ".weight"."""
-    return {name: found[name] for x in order.split() for name in (x, f"{x}.weight") if name in found}
-
-
-# By family the parameters in their order, the maps in, and other names than Qwen3-Next's.
-_DELTA_NAMES: dict[str, tuple[str, str, dict[str, str]]] = {
+# By family the parameters in their order, the maps in, and the names of the norm and the map out.
+_DELTA_NAMES = {
     "qwen3_next": (
-        "dt_bias A_log conv1d in_proj_qkvz in_proj_ba norm out_proj", "in_proj_qkvz in_proj_ba", {},
+        "dt_bias A_log conv1d in_proj_qkvz in_proj_ba norm out_proj", "in_proj_qkvz in_proj_ba",
+        "norm", "out_proj",
     ),
     "qwen3_5": (
         "dt_bias A_log conv1d norm out_proj in_proj_qkv in_proj_z in_proj_b in_proj_a",
-        "in_proj_qkv in_proj_z in_proj_b in_proj_a", {},
+        "in_proj_qkv in_proj_z in_proj_b in_proj_a", "norm", "out_proj",
     ),
     "olmo_hybrid": (
         "A_log dt_bias q_proj k_proj v_proj a_proj b_proj g_proj o_proj conv1d o_norm",
-        "q_proj k_proj v_proj g_proj b_proj a_proj",
-        {"norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"},
+        "q_proj k_proj v_proj g_proj b_proj a_proj", "o_norm", "o_proj",
     ),
 }  # fmt: skip
 
@@ -125,35 +120,34 @@ class GatedDeltaNet(RecurrentLayer):
         o_t = S_t^T q_t / \sqrt{head\_dim},\quad
         out_t = W\,(norm(o_t) \cdot silu(z_t))
 
-    q, k and v are ``silu(conv(...))`` of one map of the token, q and k then of length 1; z is of that map,
-    too. ``g = -exp(A_log) * softplus(a + dt_bias)`` and ``beta = sigmoid(b)``, with a and b of another map.
+    q, k and v are ``silu(conv(...))`` of one map of the token, with q and k normalised to length 1; z is from
+    the same map. ``g = -exp(A_log) * softplus(a + dt_bias)`` and ``beta = sigmoid(b)``, with a and b from
+    another map.
 
     Parameters
     ----------
     d_model : int
         Features of a token.
-    num_heads : int
-        Heads of values, each with a state.
-    num_key_heads : int
-        Heads of queries and keys, a divisor of num_heads.
+    num_heads, num_key_heads : int
+        Heads of values, each with a state; heads of queries and keys, a divisor of num_heads.
     head_dim, head_dim_v : int
         Features of a query or key, and of a value.
     kernel_size : int, default 4
-        Tokens that the convolution reads, 1 to 8.
+        Width of the convolution, 1 to 8.
     eps : float, default 1e-6
-        Of the norm over a head's results; 1e-5 in OLMo.
+        Of the norm of a head's results; 1e-5 in OLMo.
     beta_scale : float, default 1
-        beta is so much times the sigmoid; 2 in OLMo.
+        Factor of beta; 2 in OLMo.
     names : {"qwen3_next", "qwen3_5", "olmo_hybrid"}
-        The family whose names and maps the parameters have.
+        Family that the names and maps of the parameters follow.
     weights_dtype, activations, rng
         As in `MultiHeadAttention`.
 
     Notes
     -----
-    The parameters are those of transformers' ``Qwen3NextGatedDeltaNet``: ``dt_bias``, ``A_log``,
+    Parameters are named as in transformers' ``Qwen3NextGatedDeltaNet``: ``dt_bias``, ``A_log``,
     ``conv1d.weight``, ``in_proj_qkvz.weight``, ``in_proj_ba.weight``, ``norm.weight``, ``out_proj.weight``;
-    or those of ``Qwen3_5GatedDeltaNet`` or ``OlmoHybridGatedDeltaNet``. All maps in are one `linear` here. A
+    or as in ``Qwen3_5GatedDeltaNet`` or ``OlmoHybridGatedDeltaNet``. All maps in are one `linear` here. The
     state is (batch, num_heads, head_dim, head_dim_v). Source: S. Yang, J. Kautz and A. Hatamizadeh, "Gated
     Delta Networks: Improving Mamba2 with Delta Rule", 2024, arXiv:2412.06464.
     """
@@ -171,7 +165,6 @@ class GatedDeltaNet(RecurrentLayer):
     norm_weight: Array = field(init=False, repr=False)
 
     _sizes = ("num_heads", "num_key_heads", "head_dim", "head_dim_v")
-    _vectors = (("dt_bias", "dt_bias"), ("A_log", "A_log"), ("norm.weight", "norm_weight"))
 
     def _derive(self) -> None:
         self.eps = epsilon("eps", self.eps, FLOAT32)
@@ -183,7 +176,8 @@ class GatedDeltaNet(RecurrentLayer):
         self._inner = self.num_heads * self.head_dim_v
         self._channels = 2 * groups * self.head_dim + self._inner
         self._recurrences = ((self.num_heads, self.head_dim, self.head_dim_v),)
-        _, maps, self._renamed = _DELTA_NAMES[choice("names", self.names, _DELTA_NAMES)]
+        self._words, maps, self._norm, out = _DELTA_NAMES[choice("names", self.names, _DELTA_NAMES)]
+        self._names = "conv1d", out
         widths = [self._channels + self._inner, 2 * self.num_heads]
         if self.names != "qwen3_next":
             keys, heads = groups * self.head_dim, self.num_heads
@@ -201,11 +195,13 @@ class GatedDeltaNet(RecurrentLayer):
         parts = [*np.split(qkvz, ends, axis=1), *np.split(ba, 2, axis=1)]
         self._order = np.concatenate([part.ravel() for part in parts])
 
-    def _parameters(self) -> dict[str, Parameter]:
+    def _own(self) -> Held:
         heads = (self.num_heads,)
-        numbers = {"dt_bias": Parameter(heads, ONES), "A_log": Parameter(heads, log_uniform(0.01, 16))}
-        found = self._arranged(numbers, {"norm.weight": Parameter((self.head_dim_v,), ONES)})
-        return _ordered(found, _DELTA_NAMES[self.names][0])
+        return {
+            "dt_bias": ("dt_bias", Parameter(heads, ONES)),
+            "A_log": ("A_log", Parameter(heads, log_uniform(0.01, 16))),
+            f"{self._norm}.weight": ("norm_weight", Parameter((self.head_dim_v,), ONES)),
+        }
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         parameters = self.conv_weight, self.conv_bias_vector, self.dt_bias, self.A_log, self.norm_weight
@@ -230,38 +226,38 @@ _KIMI_NAMES = {
 
 @dataclass(eq=False)
 class KimiDeltaAttention(RecurrentLayer):
-    r"""Kimi Delta Attention, of Kimi Linear: a delta rule whose decay every feature has of its own.
+    r"""Kimi Delta Attention, as in Kimi Linear: a delta rule with per-feature decay.
 
     .. math::
         S_t = diag(e^{g_t}) S_{t-1} + \beta_t k_t (v_t - (diag(e^{g_t}) S_{t-1})^T k_t)^T,\quad
         o_t = S_t^T q_t / \sqrt{head\_dim},\quad
         out_t = W\,(norm(o_t) \cdot sigmoid(z_t))
 
-    q, k and v are ``silu(conv(...))`` of maps of the token, q and k then of length 1. ``g = -exp(A_log) *
-    softplus(f + dt_bias)``, where f and z come from head_dim numbers each, and ``beta = sigmoid(b)``.
+    q, k and v are ``silu(conv(...))`` of maps of the token, with q and k normalised to length 1. ``g =
+    -exp(A_log) * softplus(f + dt_bias)``, with low-rank maps for f and z, and ``beta = sigmoid(b)``.
 
     Parameters
     ----------
     d_model, num_heads, head_dim : int
-        Heads, each with a state, and features of queries, keys and values.
+        head_dim is also the rank of the maps for f and z.
     eps : float, default 1e-5
-        Of the norm over a head's results.
+        Of the norm of a head's results.
     lowest_decay : float, optional
         Below 0: then ``g = lowest_decay * sigmoid(exp(A_log) * (f + dt_bias))``; -5 in Bailing.
     names : {"kimi_linear", "bailing_hybrid"}
-        The family whose names and maps the parameters have; in the latter, f and z come from one map each.
+        Family that the names and maps of the parameters follow; the latter has one full map each for f and z.
     kernel_size, weights_dtype, activations, rng
         As in `GatedDeltaNet`.
 
     Notes
     -----
-    The parameters are those of transformers' ``BailingHybridDeltaAttention``, or of its
-    ``KimiLinearDeltaAttention``: ``q_proj.weight``,
-    ``k_proj.weight``, ``v_proj.weight``, ``conv1d.weight``, ``forget_gate.dt_bias``, ``forget_gate.A_log``,
-    ``forget_gate.f_a_proj.weight``, ``forget_gate.f_b_proj.weight``, ``b_proj.weight``, ``g_a_proj.weight``,
-    ``g_b_proj.weight``, ``o_norm.weight``, ``o_proj.weight``. The maps of a token are one `linear` here.
-    A state is (batch, num_heads, head_dim, head_dim). Source: Kimi Team, "Kimi Linear: An Expressive,
-    Efficient Attention Architecture", 2025, arXiv:2510.26692.
+    Parameters are named as in transformers' ``BailingHybridDeltaAttention``, or as in
+    ``KimiLinearDeltaAttention``: ``q_proj.weight``, ``k_proj.weight``, ``v_proj.weight``, ``conv1d.weight``,
+    ``forget_gate.dt_bias``, ``forget_gate.A_log``, ``forget_gate.f_a_proj.weight``,
+    ``forget_gate.f_b_proj.weight``, ``b_proj.weight``, ``g_a_proj.weight``, ``g_b_proj.weight``,
+    ``o_norm.weight``, ``o_proj.weight``. Maps of a token are one `linear` here. The state is (batch,
+    num_heads, head_dim, head_dim). Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention
+    Architecture", 2025, arXiv:2510.26692.
     """
 
     num_heads: int
@@ -276,11 +272,8 @@ class KimiDeltaAttention(RecurrentLayer):
     forget_map: ops.PackedLinear | None = field(init=False, default=None, repr=False)
     gate_map: ops.PackedLinear | None = field(init=False, default=None, repr=False)
 
-    _names = ("conv1d", "o_proj")
+    _names = "conv1d", "o_proj"
     _sizes = ("num_heads", "head_dim")
-    _vectors = (
-        ("forget_gate.dt_bias", "dt_bias"), ("forget_gate.A_log", "A_log"), ("o_norm.weight", "norm_weight")
-    )  # fmt: skip
 
     def _derive(self) -> None:
         self.eps = epsilon("eps", self.eps, FLOAT32)
@@ -290,24 +283,25 @@ class KimiDeltaAttention(RecurrentLayer):
             self.lowest_decay = number("lowest_decay", self.lowest_decay, FLOAT32)
             if not self.lowest_decay < 0:
                 raise ValueError(f"(): lowest_decay is {self.lowest_decay}; expected one below 0, or None")
-        _, self._forget, self._gate = _KIMI_NAMES[choice("names", self.names, _KIMI_NAMES)]
+        self._words, self._forget, self._gate = _KIMI_NAMES[choice("names", self.names, _KIMI_NAMES)]
         self._low = self._inner if len(self._gate) == 1 else dim
         self._rows = dict.fromkeys(("q_proj", "k_proj", "v_proj"), self._inner)
         self._rows |= {self._forget[0]: self._low, "b_proj": heads, self._gate[0]: self._low}
         self._recurrences = ((heads, dim, dim),)
 
-    def _held(self) -> list[tuple[str, str, bool]]:
-        maps = {"forget_map": self._forget, "gate_map": self._gate}
-        return super()._held() + [(f"{x[1]}.weight", to, True) for to, x in maps.items() if len(x) > 1]
-
-    def _parameters(self) -> dict[str, Parameter]:
+    def _own(self) -> Held:
         heads, dim, inner = self.num_heads, self.head_dim, self._inner
         two = len(self._gate) > 1
         rates = Parameter((1, 1, heads, 1) if two else (heads,), log_uniform(1, 16))
-        numbers = {"forget_gate.dt_bias": Parameter((inner,), step_bias), "forget_gate.A_log": rates}
-        maps = linear(self._forget[1], inner, dim) | linear(self._gate[1], inner, dim) if two else {}
-        found = self._arranged(numbers, maps | {"o_norm.weight": Parameter((dim,), ONES)})
-        return _ordered(found, _KIMI_NAMES[self.names][0])
+        found = {
+            "forget_gate.dt_bias": ("dt_bias", Parameter((inner,), step_bias)),
+            "forget_gate.A_log": ("A_log", rates),
+            "o_norm.weight": ("norm_weight", Parameter((dim,), ONES)),
+        }
+        if two:
+            for to, name in (("forget_map", self._forget[1]), ("gate_map", self._gate[1])):
+                found[f"{name}.weight"] = to, linear(name, inner, dim)[f"{name}.weight"]
+        return found
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         heads, dim, inner = self.num_heads, self.head_dim, self._inner

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fastattn.layers._mixers import Carried, Sizes
     from fastattn.layers._state import Fields, Taken
 
+    Held = dict[str, tuple[str, Parameter]]  # by name the field of a parameter, and what it is
+
 ONES = constant(1.0)
 
 
@@ -36,11 +38,10 @@ class _Call(NamedTuple):
 
 
 class RecurrentState:
-    """The memory of a recurrent layer: its size does not grow with the number of tokens before.
+    """State of a recurrent layer, whose size does not depend on the number of tokens.
 
-    Pass it empty to a layer's first call, and again to the later ones, which go on where the one before
-    ended and have as many sequences. A call that raises leaves it as it was. ``copy.deepcopy`` makes a
-    branch.
+    Pass an empty one to a layer's first call, and the same one to later calls with as many sequences, which
+    continue after it. A call that raises leaves it unchanged. ``copy.deepcopy`` makes a branch.
 
     Examples
     --------
@@ -104,8 +105,8 @@ class RecurrentLayer(Layer):
     bias = False
     conv_bias = False
     _sizes: ClassVar[tuple[str, ...]] = ()  # fields that are sizes
-    _names: ClassVar[tuple[str, str]] = ("conv1d", "out_proj")  # in the state dict
-    _matrices: ClassVar[tuple[tuple[str, str], ...]] = ()  # maps of other inputs, as `_vectors`
+    _names = "conv1d", "out_proj"  # of the convolution and the map out, in the state dict
+    _words = ""  # the parameters in their order, without ".weight" and ".bias"
 
     def _place(self) -> str:
         return f"a {type(self).__name__} with d_model {self.d_model}"
@@ -121,13 +122,16 @@ class RecurrentLayer(Layer):
         self._rows: dict[str, int] = {}
         self._order: Any = slice(None)
         self._recurrences: tuple[Shape, ...] = ()  # shapes of a sequence's state, one or none
-        self._renamed: dict[str, str] = {}  # other names than those here
         self._derive()
         self._set_up(rng)
 
     def _derive(self) -> None:
         """Check the sizes together, and set what follows from them."""
         raise NotImplementedError
+
+    def _own(self) -> Held:
+        """Parameters beside those of the convolution, of `in_map` and of the map out."""
+        return {}
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         """From the rows of `in_map` to those of the map out."""
@@ -142,20 +146,19 @@ class RecurrentLayer(Layer):
         key_padding_mask: ArrayLike | None = None,
         begins: ArrayLike | None = None,
     ) -> Made:
-        """Mix tokens along a sequence: each reads itself and those before.
+        """Mix tokens along a sequence: each reads itself and earlier ones.
 
         Parameters
         ----------
         x : array_like, (batch, length, d_model)
             Or (length, d_model), one sequence.
         state : RecurrentState, optional
-            Goes on after the tokens of the calls before, and then has these, too.
+            Continue after the tokens of earlier calls, and include these.
         key_padding_mask : array_like of bool, (batch, length), optional
-            **True hides a token**, wherever it stands: the others are as if it was not there, and its result
-            is 0.
+            **True hides a token**, wherever it is: it does not affect others, and its result is 0.
         begins : array_like of int, (sequences + 1,), optional
-            Sequences lie end to end in x (tokens, d_model): tokens ``begins[s]`` to ``begins[s + 1]`` are
-            those of sequence s. It begins with 0 and ends with the number of tokens.
+            Packed sequences in x (tokens, d_model): sequence s has the tokens ``begins[s]`` to
+            ``begins[s + 1]``. From 0 to the number of tokens.
 
         Returns
         -------
@@ -215,36 +218,32 @@ class RecurrentLayer(Layer):
         """``silu`` of the convolution of x (*sizes, channels)."""
         return convolved(tape, x, self.conv_weight, self.conv_bias_vector, carried)
 
-    def _arranged(
-        self, first: dict[str, Parameter], between: dict[str, Parameter] | None = None
-    ) -> dict[str, Parameter]:
-        """All parameters in torch's order: `first`, convolution, maps in, those `between`, the map out."""
+    def _held(self) -> Held:
+        """All parameters but those of `in_map`, each with its field, in which maps are packed."""
         taps, (conv, out) = uniform(self.kernel_size**-0.5), self._names
-        found = {**first, f"{conv}.weight": Parameter((self._channels, 1, self.kernel_size), taps)}
+        found = {
+            **self._own(),
+            f"{conv}.weight": ("conv_weight", Parameter((self._channels, 1, self.kernel_size), taps)),
+        }
         if self.conv_bias:
-            found[f"{conv}.bias"] = Parameter((self._channels,), taps)
+            found[f"{conv}.bias"] = "conv_bias_vector", Parameter((self._channels,), taps)
+        maps = linear(out, self.d_model, self._inner, self.bias)
+        return found | {name: (f"out_{'bias' if 'bias' in name else 'map'}", p) for name, p in maps.items()}
+
+    def _parameters(self) -> dict[str, Parameter]:
+        found = {name: parameter for name, (_, parameter) in self._held().items()}
         for name, many in self._rows.items():
             found |= linear(name, many, self.d_model, self.bias)
-        found |= (between or {}) | linear(out, self.d_model, self._inner, self.bias)
-        return {self._renamed.get(name, name): parameter for name, parameter in found.items()}
-
-    def _held(self) -> list[tuple[str, str, bool]]:
-        """Names of parameters, but for `in_map`'s, the fields of them, and whether these are packed."""
-        conv, out = self._names
-        vectors = [*self._vectors, (f"{conv}.weight", "conv_weight"), (f"{conv}.bias", "conv_bias_vector")]
-        vectors.append((f"{out}.bias", "out_bias"))
-        maps = (*self._matrices, (f"{out}.weight", "out_map"))
-        every = [(*pair, False) for pair in vectors] + [(*pair, True) for pair in maps]
-        return [(self._renamed.get(name, name), held, packed) for name, held, packed in every]
+        names = (name for word in self._words.split() for name in (word, f"{word}.weight", f"{word}.bias"))
+        return {name: found[name] for name in names if name in found}
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
         lane, fields = lane_of(weights_dtype), dict[str, Any]()
-        for name, held, packed in self._held():
-            array = arrays.get(name)
-            if packed:
-                fields[held] = ops.pack(arrays[name], dtype=weights_dtype)
-            else:
-                fields[held] = None if array is None else array.astype(lane)
+        for name, (held, _) in self._held().items():
+            packed = held.endswith("_map")
+            fields[held] = (
+                ops.pack(arrays[name], dtype=weights_dtype) if packed else arrays[name].astype(lane)
+            )
         weights = np.concatenate([arrays[f"{name}.weight"] for name in self._rows])
         fields["in_map"] = ops.pack(weights[self._order], dtype=weights_dtype)
         if self.bias:
@@ -253,7 +252,7 @@ class RecurrentLayer(Layer):
         return fields
 
     def _named(self, plain: Taken) -> dict[str, Array]:
-        taken = ((name, plain(getattr(self, held))) for name, held, _ in self._held())
+        taken = ((name, plain(getattr(self, held))) for name, (held, _) in self._held().items())
         arrays = {name: array for name, array in taken if array is not None}
         ends = np.cumsum([*self._rows.values()])[:-1]
         for kind, whole in (("weight", plain(self.in_map)), ("bias", plain(self.in_bias))):
@@ -291,25 +290,25 @@ def step_bias(rng: np.random.Generator, shape: Shape) -> Array:
 
 @dataclass(eq=False)
 class ShortConvolution(RecurrentLayer):
-    r"""LFM2's gated convolution: ``out_proj(C * conv(B * x))`` with ``B, C, x = in_proj(input)``.
+    r"""Gated causal convolution of LFM2: ``out_proj(C * conv(B * x))`` with ``B, C, x = in_proj(input)``.
 
-    conv is causal and goes along the tokens channel by channel: `fastattn.ops.causal_conv1d`.
+    conv is a depthwise `fastattn.ops.causal_conv1d` along the tokens.
 
     Parameters
     ----------
     d_model : int
         Features of a token.
     bias : bool, default False
-        Whether both maps and the convolution have one.
+        Whether both maps and the convolution have a bias.
     kernel_size : int, default 3
-        Tokens that the convolution reads, 1 to 8.
+        Width of the convolution, 1 to 8.
     weights_dtype, activations, rng
         As in `MultiHeadAttention`.
 
     Notes
     -----
-    The parameters are those of transformers' ``Lfm2ShortConv``: ``conv.weight`` (d_model, 1, kernel_size),
-    ``in_proj.weight`` (3 * d_model, d_model), ``out_proj.weight`` (d_model, d_model), and their biases. Its
+    Parameters are named as in transformers' ``Lfm2ShortConv``: ``conv.weight`` (d_model, 1, kernel_size),
+    ``in_proj.weight`` (3 * d_model, d_model), ``out_proj.weight`` (d_model, d_model), and their biases. The
     state holds the last ``kernel_size - 1`` products B x of each channel. Source: Liquid AI, "LFM2 Technical
     Report", 2025, arXiv:2511.23404.
     """
@@ -318,15 +317,13 @@ class ShortConvolution(RecurrentLayer):
     _: KW_ONLY
     kernel_size: int = 3
 
-    _names = ("conv", "out_proj")
+    _names = "conv", "out_proj"
+    _words = "conv in_proj out_proj"
 
     def _derive(self) -> None:
         self.conv_bias = self.bias
         self._inner = self._channels = self.d_model
         self._rows = {"in_proj": 3 * self.d_model}
-
-    def _parameters(self) -> dict[str, Parameter]:
-        return self._arranged({})
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         mixer = ConvolutionMixer(self.conv_weight, self.conv_bias_vector)

@@ -19,7 +19,7 @@ _LEAST_POSITIONS = 64
 
 
 class Rope:
-    """Rotary positions, as the ``rope=`` of attention layers; pass one to all layers of a model.
+    """Rotary positions for the ``rope=`` of attention layers; share one between all layers of a model.
 
     Parameters
     ----------

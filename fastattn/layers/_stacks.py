@@ -1,31 +1,43 @@
-"""Stacks of encoder layers, and of decoder layers (Vaswani et al. 2017)."""
+"""Stacks of encoder layers and of decoder layers, and the Transformer of both (Vaswani et al. 2017)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from fastattn._args.cache import cache_args
 from fastattn._args.errors import named, wrong_shape, wrong_type
-from fastattn._args.types import ArrayLike, DTypeLike, Unpack
-from fastattn._args.values import integers, iterated
+from fastattn._args.options import require_options
+from fastattn._args.types import Array, ArrayLike, DTypeLike, Rounding, Unpack
+from fastattn._args.values import integer, integers, iterated, mask_array
 from fastattn._args.words import MEANINGS
 from fastattn.layers import _computation
+from fastattn.layers._attention_parameters import HeadOptions
 from fastattn.layers._basic import NormLayer
 from fastattn.layers._cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers._computation import Made
-from fastattn.layers._decoder_layer import DecoderOptions, TransformerDecoderLayer
 from fastattn.layers._scores import padding_alone
-from fastattn.layers._state import Layer
-from fastattn.layers._transformer import TransformerEncoderLayer, program_of, run_plain
+from fastattn.layers._state import Layer, xavier_uniform
+from fastattn.layers._transformer import (
+    DecoderOptions,
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+    TransformerLayer,
+    program_of,
+    require_fields,
+    run_plain,
+)
 
 if TYPE_CHECKING:
     from fastattn._engine.plain import Plain
     from fastattn.layers._transformer import Call, Prepared
+
 
 _NOTHING = nullcontext()
 _NAMES = ("src", "mask", "src_key_padding_mask")  # of an encoder's arguments
@@ -165,27 +177,27 @@ class LayerStack(Layer):
 
 @dataclass(eq=False)
 class TransformerEncoder(LayerStack):
-    """Encoder layers one after another; with `is_causal` and a cache, the stack of a decoder-only model.
+    """Stack of encoder layers; with `is_causal` and a cache, of a decoder-only model.
 
-    Its state has torch's names: ``layers.0.*``, ``layers.1.*``, ..., ``norm.*``.
+    State names are torch's: ``layers.0.*``, ``layers.1.*``, ..., ``norm.*``.
 
     Parameters
     ----------
     layers : sequence of TransformerEncoderLayer
-        Each its own, where torch copies one: ``[TransformerEncoderLayer(...) for _ in range(6)]``.
+        Separate layers, where torch copies one: ``[TransformerEncoderLayer(...) for _ in range(6)]``.
     norm : LayerNorm or RMSNorm, optional
-        Applied to the result; pre-norm layers want one.
+        Applied to the result; for pre-norm layers.
     keys_from : sequence of int, optional
-        For each layer the layer whose keys and values it attends: its own number, or that of one before it.
-        Layers that attend another's are built with ``attention={"query_only": True}``, and with its rope,
-        head_dim and number of key and value heads. Default: the nearest layer before that has keys.
+        For each layer the index of the layer whose keys and values it attends: its own, or an earlier one.
+        Layers that attend another's keys are built with ``attention={"query_only": True}`` and its rope,
+        head_dim and num_kv_heads. Default: the nearest earlier layer with keys.
 
     Notes
     -----
     ``keys_from=[0, 0, 2, 2]`` is the cross-layer attention of Brandon et al. 2024 (arXiv:2405.12981) and
-    MLKV (Zuhri et al. 2024, arXiv:2406.09297); ``[0, 1, 2, 2, 2]``, where later layers all share one, is that
-    of YOCO (Sun et al. 2024, arXiv:2405.05254). In models with two kinds of layers (Gemma 3n), it is the last
-    one of the same kind. A cache has no keys for layers that share.
+    MLKV (Zuhri et al. 2024, arXiv:2406.09297); ``[0, 1, 2, 2, 2]`` is YOCO (Sun et al. 2024,
+    arXiv:2405.05254). Models with two kinds of layers (Gemma 3n) share within each kind. A cache has no keys
+    for layers that share.
     """
 
     layers: Sequence[TransformerEncoderLayer]
@@ -236,7 +248,7 @@ class TransformerEncoder(LayerStack):
 
     @named("{cls}.new_cache")
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[KVCache]:
-        """Empty caches, one for each layer with keys of its own: see `KVCache`."""
+        """Make empty caches, one for each layer that has keys: see `KVCache`."""
         room, kept = cache_args(capacity, dtype)
         self._require_layers()
         return Caches(KVCache(room, kept) for _ in self._holders())
@@ -244,14 +256,14 @@ class TransformerEncoder(LayerStack):
 
 @dataclass(eq=False)
 class TransformerDecoder(LayerStack):
-    """Decoder layers one after another, all over the same memory; its state is like `TransformerEncoder`'s.
+    """Stack of decoder layers over one memory; state names are as in `TransformerEncoder`.
 
     Parameters
     ----------
     layers : sequence of TransformerDecoderLayer
     norm : LayerNorm or RMSNorm, optional
     keys_from : sequence of int, optional
-        As in `TransformerEncoder`, for the attention to itself. Each layer has its own keys of the memory.
+        As in `TransformerEncoder`, for self-attention. Each layer has its own keys of the memory.
     """
 
     layers: Sequence[TransformerDecoderLayer]
@@ -278,6 +290,111 @@ class TransformerDecoder(LayerStack):
 
     @named("{cls}.new_cache")
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[DecoderCache]:
-        """Empty caches, one a layer: see `KVCache` and `DecoderCache`."""
+        """Make empty caches, one for each layer: see `KVCache` and `DecoderCache`."""
         room, kept = cache_args(capacity, dtype)
         return Caches(DecoderCache(KVCache(room, kept)) for _ in self.layers)
+
+
+# Fields of `Transformer` that it hands to all of its layers.
+_SHARED = [field.name for field in fields(TransformerLayer) if field.init]
+
+
+@dataclass(eq=False)
+class Transformer(Layer):
+    """Encoder, and decoder over its result: torch's ``nn.Transformer``, batch first.
+
+    State names are torch's: ``encoder.*``, ``decoder.*``. Embeddings and positions are not included.
+
+    Parameters
+    ----------
+    d_model, num_heads : int, default 512 and 8
+    num_encoder_layers, num_decoder_layers : int, default 6
+    dim_feedforward, activation, norm_first, norm, layer_norm_eps, bias, weights_dtype, activations
+        As in `TransformerEncoderLayer`.
+    attention, cross_attention : dict, optional
+        Options of `MultiHeadAttention` for self-attention, on both sides, and for attention over the memory.
+    rng : Generator or int, optional
+        Draws the parameters, all matrices from Xavier's uniform distribution, as torch does here.
+    """
+
+    d_model: int = 512
+    num_heads: int = 8
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    dim_feedforward: int = 2048
+    activation: str = "relu"
+    _: KW_ONLY
+    norm_first: bool = False
+    norm: str = "layer_norm"
+    layer_norm_eps: float = 1e-5
+    bias: bool = True
+    attention: HeadOptions | None = None
+    cross_attention: HeadOptions | None = None
+    weights_dtype: str = "float32"
+    activations: Rounding | None = None
+    rng: InitVar[np.random.Generator | int | None] = None
+    encoder: TransformerEncoder = field(init=False, repr=False)
+    decoder: TransformerDecoder = field(init=False, repr=False)
+
+    _parts = ("encoder", "decoder")
+
+    def __post_init__(self, rng: np.random.Generator | int | None) -> None:
+        require_fields(self)
+        for name in ("num_encoder_layers", "num_decoder_layers"):
+            setattr(self, name, integer(name, getattr(self, name), 1))
+        shared: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
+        encoder = [TransformerEncoderLayer(**shared) for _ in range(self.num_encoder_layers)]
+        shared["cross_attention"] = self.cross_attention
+        decoder = [TransformerDecoderLayer(**shared) for _ in range(self.num_decoder_layers)]
+        self.encoder = TransformerEncoder(encoder, encoder[0]._new_norm())
+        self.decoder = TransformerDecoder(decoder, decoder[0]._new_norm())
+        self._set_up(None)
+        source = self._source(rng)
+        if source is not None:
+            parameters = self.parameters().items()
+            draws = {name: xavier_uniform if len(p.shape) == 2 else p.draw for name, p in parameters}
+            self.load_state_dict({name: draws[name](source, p.shape) for name, p in parameters})
+
+    @_computation.computed("src_mask and tgt_mask")
+    def __call__(
+        self,
+        src: ArrayLike,
+        tgt: ArrayLike,
+        *,
+        src_mask: ArrayLike | None = None,
+        src_key_padding_mask: ArrayLike | None = None,
+        src_is_causal: bool = False,
+        **options: Unpack[DecoderOptions],
+    ) -> Made:
+        """Encode src (B, S, d_model), decode tgt (B, T, d_model) over it: (B, T, d_model).
+
+        Arguments are as in `MultiHeadAttention` and `TransformerDecoderLayer`: True hides in a bool mask. The
+        decoder is causal with `tgt_is_causal` or a causal `tgt_mask`. As in torch, it attends all rows of src
+        that `memory_key_padding_mask` does not hide, even if `src_key_padding_mask` does. Step by step: once
+        ``memory = model.encoder(src, src_key_padding_mask=padding)``, whose rows of padding are 0, then
+        ``model.decoder(tgt, memory, memory_key_padding_mask=padding, cache=...)``.
+        """
+        require_options(options, DecoderOptions)
+        self._require_parts()
+        padding = src_key_padding_mask
+        if padding is not None:
+            padding = mask_array("src_key_padding_mask", padding)
+            if padding.dtype == np.bool_ and not _hides(options.get("memory_key_padding_mask"), padding):
+                padding = np.where(padding, -np.inf, 0)  # as floats: the encoder computes rows to attend
+        masks: dict[str, Any] = {"mask": src_mask, "src_key_padding_mask": padding}
+        _, sources, encode, *_ = self.encoder._computation(src, is_causal=src_is_causal, **masks)
+        _, targets, decode, shape, _ = self.decoder._computation(tgt, sources["src"], **options)
+
+        def run(tape: Plain, x: Any, y: Any) -> Any:
+            return decode(tape, y, encode(tape, x))
+
+        return [self], {**sources, "tgt": targets["tgt"]}, run, shape, True
+
+
+def _hides(memory_padding: ArrayLike | None, padding: Array) -> bool:
+    """Whether `memory_padding` hides all that the bool mask `padding` hides."""
+    if memory_padding is None:
+        return False
+    mask = mask_array("memory_key_padding_mask", memory_padding)
+    hidden = mask if mask.dtype == np.bool_ else mask == -np.inf
+    return hidden.shape == padding.shape and bool(hidden[padding].all())

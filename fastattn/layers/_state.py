@@ -117,9 +117,9 @@ def _building(post_init: Callable[..., None]) -> Callable[..., None]:
 
 
 class Layer:
-    """A layer with named parameters, those of torch's modules.
+    """A layer with the named parameters of torch's modules.
 
-    Without ``rng=`` it holds none until `load_state_dict`, and cannot be called.
+    Without ``rng=`` it has none, and cannot be called, until `load_state_dict`.
     """
 
     weights_dtype: str
@@ -287,7 +287,7 @@ class Layer:
             yield from child._walk(prefix + name)
 
     def parameters(self) -> dict[str, Parameter]:
-        """Shape and random initialisation of all parameters by name, with those of the parts."""
+        """Return shape and random initialisation of all parameters by name, including parts."""
         return {
             prefix + name: parameter
             for prefix, layer in self._walk()
@@ -295,13 +295,7 @@ class Layer:
         }
 
     def state_dict(self) -> dict[str, Array]:
-        """Return all parameters by torch's names: copies, in float32, or float64 where they are stored so.
-
-        Raises
-        ------
-        ValueError
-            If the layer has no parameters yet.
-        """
+        """Return copies of all parameters by torch's names, in float32, or float64 where stored so."""
         return self._all_named(_copied)
 
     def _own_state(self) -> dict[str, Array]:

@@ -22,6 +22,7 @@ from fastattn.layers._state import Parameter
 if TYPE_CHECKING:
     from fastattn._engine.plain import Plain
     from fastattn.layers._mixers import Carried, Sizes
+    from fastattn.layers._recurrent import Held
     from fastattn.layers._state import Fields, Taken
 
 
@@ -86,32 +87,32 @@ class Mamba2(RecurrentLayer):
         S_t = e^{s_t A} S_{t-1} + B_t (s_t x_t)^T,\quad y_t = S_t^T C_t + D x_t,\quad
         out_t = W\,norm(y_t \cdot silu(z_t))
 
-    One map of the token gives z, what ``silu(conv(...))`` makes x, B and C of, and dt. Steps are ``s =
+    One map of the token gives z, the input of ``silu(conv(...))`` for x, B and C, and dt. Steps are ``s =
     softplus(dt + dt_bias)``, and ``A = -exp(A_log)``.
 
     Parameters
     ----------
     d_model, num_heads, head_dim : int
-        Heads, each with a state, and their features; in models ``num_heads * head_dim`` is 2 d_model.
+        In models, ``num_heads * head_dim`` is 2 d_model.
     state_size : int, default 128
         Rows of a head's state.
     num_groups : int, default 1
-        Heads of a group share B and C, and are normed together; a divisor of num_heads.
+        Groups of heads that share B and C, and are normed together; a divisor of num_heads.
     bias : bool, default False
-        Whether both maps have one.
+        Whether both maps have a bias.
     conv_bias : bool, default True
     dt_limits : (float, float), default (0, inf)
-        Range that steps are cut to.
+        Range that steps are clipped to.
     eps : float, default 1e-5
     kernel_size, weights_dtype, activations, rng
         As in `GatedDeltaNet`.
 
     Notes
     -----
-    The parameters are those of transformers' ``Mamba2Mixer``: ``dt_bias``, ``A_log``, ``D``,
-    ``conv1d.weight``, ``conv1d.bias``, ``in_proj.weight``, ``norm.weight``, ``out_proj.weight``. Bamba,
-    Granite, Zamba 2 and Nemotron H have the same. A state is (batch, num_heads, state_size, head_dim).
-    Source: T. Dao and A. Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
+    Parameters are named as in transformers' ``Mamba2Mixer``: ``dt_bias``, ``A_log``, ``D``,
+    ``conv1d.weight``, ``conv1d.bias``, ``in_proj.weight``, ``norm.weight``, ``out_proj.weight``; the same in
+    Bamba, Granite, Zamba 2 and Nemotron H. The state is (batch, num_heads, state_size, head_dim). Source: T.
+    Dao and A. Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
     """
 
     num_heads: int
@@ -129,7 +130,7 @@ class Mamba2(RecurrentLayer):
     norm_weights: Array = field(init=False, repr=False)  # (num_groups, features)
 
     _sizes = ("num_heads", "head_dim", "state_size", "num_groups")
-    _vectors = (("dt_bias", "dt_bias"), ("A_log", "A_log"), ("D", "D"), ("norm.weight", "norm_weights"))
+    _words = "dt_bias A_log D conv1d in_proj norm out_proj"
 
     def _derive(self) -> None:
         self.eps = epsilon("eps", self.eps, FLOAT32)
@@ -150,14 +151,14 @@ class Mamba2(RecurrentLayer):
         arrays = super()._named(plain)
         return arrays | {name: x.reshape(-1) for name, x in arrays.items() if name == "norm.weight"}
 
-    def _parameters(self) -> dict[str, Parameter]:
+    def _own(self) -> Held:
         heads = (self.num_heads,)
-        numbers = {
-            "dt_bias": Parameter(heads, step_bias),
-            "A_log": Parameter(heads, logarithms),
-            "D": Parameter(heads, ONES),
+        return {
+            "dt_bias": ("dt_bias", Parameter(heads, step_bias)),
+            "A_log": ("A_log", Parameter(heads, logarithms)),
+            "D": ("D", Parameter(heads, ONES)),
+            "norm.weight": ("norm_weights", Parameter((self._inner,), ONES)),
         }
-        return self._arranged(numbers, {"norm.weight": Parameter((self._inner,), ONES)})
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         numbers = self.dt_bias, self.A_log, self.D, self.norm_weights
@@ -174,30 +175,30 @@ class Mamba(RecurrentLayer):
         h_t = e^{s_t A} h_{t-1} + s_t x_t B_t,\quad y_t = h_t \cdot C_t + D x_t,\quad
         out_t = W\,(y_t \cdot silu(z_t))
 
-    One map of the token gives what ``x = silu(conv(...))`` is made of, and z. A map of x gives B, C and
-    dt_rank numbers, of which dt_proj makes steps: ``s = softplus(dt_proj(...))``. ``A = -exp(A_log)``.
+    One map of the token gives the input of ``x = silu(conv(...))``, and z. A map of x gives B, C and dt_rank
+    numbers, from which dt_proj computes steps: ``s = softplus(dt_proj(...))``. ``A = -exp(A_log)``.
 
     Parameters
     ----------
     d_model : int
         Features of a token.
     d_inner : int, optional
-        Channels, each with a state of its own; default 2 d_model.
+        Channels; default 2 d_model.
     state_size : int, default 16
-        Numbers of a channel's state.
+        Size of a channel's state.
     dt_rank : int, optional
         Default ``ceil(d_model / 16)``.
     bias : bool, default False
-        Whether the maps in and out have one.
+        Whether the maps in and out have a bias.
     conv_bias : bool, default True
     kernel_size, weights_dtype, activations, rng
         As in `GatedDeltaNet`.
 
     Notes
     -----
-    The parameters are those of transformers' ``MambaMixer``: ``A_log``, ``D``, ``conv1d.weight``,
+    Parameters are named as in transformers' ``MambaMixer``: ``A_log``, ``D``, ``conv1d.weight``,
     ``conv1d.bias``, ``in_proj.weight``, ``x_proj.weight``, ``dt_proj.weight``, ``dt_proj.bias``,
-    ``out_proj.weight``. A state is (batch, d_inner, state_size). Source: A. Gu and T. Dao, "Mamba:
+    ``out_proj.weight``. The state is (batch, d_inner, state_size). Source: A. Gu and T. Dao, "Mamba:
     Linear-Time Sequence Modeling with Selective State Spaces", 2023, arXiv:2312.00752.
     """
 
@@ -214,8 +215,7 @@ class Mamba(RecurrentLayer):
     dt_bias: Array = field(init=False, repr=False)
 
     _sizes = ("d_inner", "state_size", "dt_rank")
-    _vectors = (("A_log", "A_log"), ("D", "D"), ("dt_proj.bias", "dt_bias"))
-    _matrices = (("x_proj.weight", "x_map"), ("dt_proj.weight", "dt_map"))
+    _words = "A_log D conv1d in_proj x_proj dt_proj out_proj"
 
     def _derive(self) -> None:
         self._inner = self._channels = self.d_inner or 2 * self.d_model
@@ -223,12 +223,16 @@ class Mamba(RecurrentLayer):
         self._rows = {"in_proj": 2 * self._inner}
         self._recurrences = ((self._inner, self.state_size),)
 
-    def _parameters(self) -> dict[str, Parameter]:
+    def _own(self) -> Held:
         inner, states, rank = self._inner, self.state_size, self._rank
-        numbers = {"A_log": Parameter((inner, states), logarithms), "D": Parameter((inner,), ONES)}
-        bias = {"dt_proj.bias": Parameter((inner,), step_bias)}
-        maps = linear("x_proj", rank + 2 * states, inner) | linear("dt_proj", inner, rank) | bias
-        return self._arranged(numbers, maps)
+        maps = linear("x_proj", rank + 2 * states, inner) | linear("dt_proj", inner, rank)
+        return {
+            "A_log": ("A_log", Parameter((inner, states), logarithms)),
+            "D": ("D", Parameter((inner,), ONES)),
+            "x_proj.weight": ("x_map", maps["x_proj.weight"]),
+            "dt_proj.weight": ("dt_map", maps["dt_proj.weight"]),
+            "dt_proj.bias": ("dt_bias", Parameter((inner,), step_bias)),
+        }
 
     def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
         inner, states, rank = (self._inner,), (self.state_size,), self._rank

@@ -7,8 +7,8 @@ the gradient that is not finite.
 from fastattn._args.names import show_public
 from fastattn.train._batches import Batches
 from fastattn.train._encoders import ClassifierTuning, ContrastiveTuning
+from fastattn.train._optimizer import SGD, AdamW
 from fastattn.train._schedule import Schedule
-from fastattn.train._steps import SGD, AdamW
 from fastattn.train._trainer import Step, Trainer
 from fastattn.train._tuning import NextTokenTuning
 

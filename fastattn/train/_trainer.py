@@ -17,13 +17,12 @@ from fastattn._args.errors import named, wrong_type
 from fastattn._args.types import FLOAT64
 from fastattn._args.values import choice, flag, integer, number, short
 from fastattn._engine.settings import warn
-from fastattn.train._batches import rng_state, set_rng_state
+from fastattn.train._batches import END, SOURCES, Source, rng_state, set_rng_state
 from fastattn.train._checks import rate
 from fastattn.train._gradients import Sum, require_known
 from fastattn.train._interrupts import interrupts_wait
 from fastattn.train._optimizer import NONFINITE, Optimizer
 from fastattn.train._schedule import Schedule
-from fastattn.train._source import END, KINDS, Source
 from fastattn.train._tuning import KEY, Tuning
 
 if TYPE_CHECKING:
@@ -326,7 +325,7 @@ class Trainer:
         if self._run is not None:
             self._run.require_same(path, values.get("tuning"))
         place = values["place"]
-        wanted, given = self._where().keys(), place.keys() - (set() if self._source.kind else KINDS)
+        wanted, given = self._where().keys(), place.keys() - (set() if self._source.kind else SOURCES)
         if wanted != given:
             came = ", ".join(sorted(given)) or "nothing"
             expected = ", ".join(sorted(wanted)) or "nothing"
