@@ -119,8 +119,9 @@ class PackedLinear:
         Whether there are two maps, ``activation(gate(x)) * up(x)``.
     panels : ndarray
         ``(n_panels, in_features, columns)``; bfloat16: ``(n_panels, ceil(in_features / 2), columns, 2)`` of
-        its bits; int8: ``(n_panels, ceil(in_features / 4), columns, 4)``; q8: ``(n_panels, 8 * ceil(in_features
-        / 32), columns, 4)``; 4 bits: ``(n_panels, 4 * ceil(in_features / 32), columns, 4)`` of bytes, each
+        its bits; int8: ``(n_panels, ceil(in_features / 4), columns, 4)``; q8: ``(n_panels,
+        8 * ceil(in_features / 32), columns, 4)``; 4 bits: ``(n_panels, 4 * ceil(in_features / 32), columns,
+        4)`` of bytes, each
         with one of four features in its lower half and one of the next four in its upper half. Panels of a
         gated pair alternate: gate, up, gate, up.
     scales : ndarray or None
