@@ -151,7 +151,6 @@ class SelectedOptions(
     """Options of `selected_attention`, but for `return_lse`."""
 
 
-
 class NoSoftmaxOptions(_Scores, OutOption, ComputeOptions):
     """Options of attention without softmax, which has no sinks and one result."""
 
