@@ -295,10 +295,7 @@ def test_bits_depend_on_neither_threads_nor_neighbours(implementation, rule):
 def test_what_is_not_finite_reaches_only_what_depends_on_it(implementation, rule, name):
     """A row of dout or q: no later key or value. A key or value: no earlier query. And no other head."""
     for at in (0, 3, 37, 90):
-        clean, spoiled = (
-            Problem(rule, 100, (20, 24), states=False),
-            Problem(rule, 100, (20, 24), states=False),
-        )
+        clean, spoiled = (Problem(rule, 100, (20, 24), states=False) for _ in range(2))
         spoiled.arrays[["dout", "q", "k", "v"].index(name)][0, at, 5] = np.nan
         a, b = clean.gradients(), spoiled.gradients()
         safe = {"dq": [slice(0, 0)], "dk": [slice(0, 0)], "dv": [slice(0, 0)]}
@@ -422,26 +419,3 @@ def test_errors(options, error, message):
     call = {"dout": X, "q": X, "k": X, "v": X, "rule": "linear", **options}
     with pytest.raises(error, match=r"^pullback of linear_attention\(\): .*" + message):
         gradients(linear_attention, **call)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda: gradients(linear_attention, X, X, X, X, rule="a"),
-            ValueError,
-            "rule is 'a'; expected one of",
-        ),
-        (
-            lambda: gradients(linear_attention, X, X, X, X, rule="linear", dmore=None, out_state=S),
-            ValueError,
-            "out_state is given",
-        ),
-        (lambda: gradients(feature_maps.elu, X, X[:1]), ValueError, "dout has shape"),
-        (lambda: gradients(feature_maps.unit, X, X.astype(float)), TypeError, "dout has dtype float32"),
-        (lambda: gradients(feature_maps.unit, X, X, eps=-1.0), ValueError, "eps is -1.0"),
-    ],
-)
-def test_errors_of_names(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

@@ -4,6 +4,7 @@ import naive
 import numpy as np
 import pytest
 from oracle import assert_close, assert_same_bits, eps, poison, spread_inputs
+from precisions import lane
 from shapes import EDGES
 from structures import dense
 
@@ -23,10 +24,6 @@ VARIANTS = [
     ("documents",),
     ("window", "bias_heads"),
 ]
-
-
-def lane(dtype):
-    return np.dtype(np.float64 if dtype == "float64" else np.float32)
 
 
 def measured(q, k, v, dtype, **arguments):

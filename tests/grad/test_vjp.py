@@ -79,7 +79,7 @@ def test_arguments_are_checked_as_in_a_plain_call():
     _, pullback = vjp(fastattn.attention, Q, K, V, out=None, stats=None)
     with pytest.raises(ValueError, match=r"^pullback of attention\(\): need has 'dz'; expected dq, dk, dv"):
         pullback(Q, need=("dz",))
-    for name in ("out", "stats"):
+    for name in ("out", "stats", "out_state"):
         with pytest.raises(ValueError, match=rf"^vjp\(\): {name} is given; expected None"):
             vjp(fastattn.attention, Q, K, V, **{name: Q})
 
