@@ -12,7 +12,6 @@ FUNCTIONS = ("score_mod", "predicate", "progress", "activation_fn", "callback", 
 # Arguments that a function writes to: results, and what carries a state.
 WRITTEN = ("out", "into", "add_to", "out_state", "stats", "pre", "cache", "rng")
 LOOPS = {
-    "num_features": 1000,
     "num_layers": 20,
     "num_encoder_layers": 20,
     "num_decoder_layers": 20,
