@@ -126,8 +126,7 @@ def selective_scan(
         "dx": back.dx, "ddt": back.ddt, "dA": back.drates, "dB": back.db, "dC": back.dc, "dD": back.dskip,
         "ddt_bias": back.dbias, "dstate": back.dstate,
     }  # fmt: skip
-    given: Any = {name: np.asarray(x).dtype for name, x in request.given.items() if x is not None}
-    return tuple(_as(found[name], given.get(name[1:])) for name in request.need)
+    return _results(request, found)
 
 
 @differentiable("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "state")
@@ -254,8 +253,7 @@ def mamba2_scan(
             dstep = dstep + parts["dlog_decay"] * h.rates[:, None]
         found["ddt"] = dstep * _slopes(h, dt_softplus, dt_limits)
         found["ddt_bias"] = _sum_to_heads(found["ddt"])
-    given: Any = {name: np.asarray(x).dtype for name, x in request.given.items() if x is not None}
-    return tuple(_as(found[name], given.get(name[1:])) for name in request.need)
+    return _results(request, found)
 
 
 # Which gradients of the recurrence those of `mamba2_scan` are made of.
@@ -338,6 +336,7 @@ def _sum_to_heads(x: Array) -> Array:
     return total
 
 
-def _as(x: Array, dtype: Any) -> Array:
-    """`x` in the dtype of its argument, if that has one."""
-    return x if dtype is None else x.astype(dtype.newbyteorder("="), copy=False)
+def _results(request: Request, found: dict[str, Any]) -> tuple[Array, ...]:
+    """The gradients that are needed, in the dtypes of their arguments."""
+    dtypes: Any = {name: np.asarray(request.given[name[1:]]).dtype for name in request.need}
+    return tuple(found[name].astype(x.newbyteorder("="), copy=False) for name, x in dtypes.items())
