@@ -132,12 +132,6 @@ def cotangents(args: AttentionArgs, request: Request) -> tuple[Array, Array | No
     return request.dout.reshape(args.out.shape), dlse
 
 
-def add_up(total: Array, x: Array | None) -> None:
-    """total += x, if that was computed."""
-    if x is not None:
-        total += x
-
-
 def product_sums(x: Array, dx: Array) -> Array:
     """Sums over rows and features of x * dx, (..., heads), in float64. A dx of 0 hides what is in x."""
     found: Array = np.where(dx == 0, 0, dx * x.astype(dx.dtype)).sum(axis=(-2, -1), dtype=float)

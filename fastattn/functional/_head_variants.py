@@ -140,8 +140,11 @@ def differential_attention(
     dout = cotangents(first, request)[0].astype(lane)
     if args.share is not None:
         x = first.out.astype(lane) - args.factor * second.out.astype(lane)
-        normed = shown(dout * args.share, x)  # 0 in a row without keys
-        dout, dweight = _through(grad.rms_norm, normed, x, args.norm_weight, args.eps, options)
+        normed = summed_to(x.shape, shown(dout * args.share, x))  # 0 in a row without keys
+        need = ("dx", "dweight")
+        dout, dweight = grad.rms_norm(
+            normed, shown(x, normed), args.norm_weight, eps=args.eps, need=need, **how(options)
+        )
         found.add("dnorm_weight", dweight)
     found.add("dlambda_", -product_sums(dout, second.out.astype(lane)))
     for n, (each, factor) in enumerate(zip(args.calls, (lane.type(1), -args.factor), strict=True)):
@@ -191,12 +194,3 @@ def _differential_args(
     elif norm_weight is not None:
         raise ValueError("(): norm_weight is given without lambda_init; expected both or neither")
     return _Differential((first, second), factor, share, norm_weight, eps)
-
-
-def _through(
-    norm: Any, dx: Any, x: Array, weight: Array | None, eps: float, options: Any
-) -> tuple[Array, Array]:
-    """Gradients of x (..., head_dim) and of the weight of a norm, from the gradient of its result."""
-    dx = summed_to(x.shape, dx)
-    dx, dweight = norm(dx, shown(x, dx), weight, eps=eps, need=("dx", "dweight"), **how(options))
-    return dx, dweight

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from fastattn._args.options import RelativeOptions
-from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, Unpack, lane_dtype
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, Unpack
 from fastattn._args.values import float_array, integer
 from fastattn._args.variants import relative_args, with_shape
 from fastattn._reference.backward import add_to
-from fastattn.functional._composed_gradients import ComposedGradients, add_up, cotangents, shown
+from fastattn.functional._composed_gradients import ComposedGradients, cotangents, shown
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._split_calls import attend_by_rows, by_distance, parts_by_rows
 
@@ -69,28 +68,40 @@ def disentangled_attention(
     request = yield x.args.result
 
     found = ComposedGradients(request, options)
+    dout, dlse = cotangents(x.args, request)
     args, scale = x.args, x.lane.type(x.args.scale)
     group, keys = args.heads_q // args.heads_kv, np.arange(args.len_k)
     n = len(next(iter(x.tables.values()))[0])
-    dq = np.zeros(x.queries.shape, x.lane)
     sums = {name: np.zeros(table.shape, x.lane) for name, table in x.tables.items()}
-    dk = np.zeros((*args.batch_shape, args.heads_kv, args.len_k, args.head_dim), x.lane)
+    uses = {"dbias": ("dbias", "dq", "dk", *(f"d{name}" for name in sums))}
+    dq = np.zeros(x.queries.shape, x.lane)
+    of_heads = (*args.batch_shape, args.heads_kv, args.len_k)
+    dk, dk_of_tables = (np.zeros((*of_heads, args.head_dim), x.lane) for _ in range(2))
+    dv = np.zeros((*of_heads, args.head_dim_v), x.lane)
+    dbias = np.zeros(args.bias.shape, x.lane) if args.bias is not None and found.wants("dbias") else None
     of_keys = np.zeros((args.heads_q, args.len_k * n) if "position_queries" in sums else 0)
-
-    def add(b: tuple[int, ...], rows: slice, call: Any) -> None:
-        places = x.places(rows)
+    if not args.len_k:  # sinks alone
+        found.attend(args, dout, dlse)
+    for b, rows, part in parts_by_rows(args, x.bias_of) if args.len_k else ():
         place: Any = (*b, slice(None), rows)
+        own = None if dlse is None else dlse[place]
+        call = found.attend(part, dout[place], own, (b, args.batch_shape), uses)
+        for total, dx in ((dk, call.dk), (dv, call.dv)):
+            if dx is not None:
+                total[b] += dx
+        if dbias is not None:
+            add_to(dbias, b, (slice(None), rows, slice(None)), call.dbias)
         if call.dq is not None:
             dq[place] = call.dq
         if call.dbias is None:
-            return
+            continue
+        places = x.places(rows)
         if "position_keys" in sums:
-            table = x.tables["position_keys"]
             n_rows = rows.stop - rows.start
             of_rows = np.zeros((args.heads_q, n_rows * n))
             _add_by_bin(of_rows, places + np.arange(n_rows)[:, None] * n, call.dbias)
             dproducts = of_rows.reshape(args.heads_q, n_rows, n).astype(x.lane)
-            dq[place] += scale * (dproducts @ table)
+            dq[place] += scale * (dproducts @ x.tables["position_keys"])
             queries = shown(x.scaled(x.queries[b][:, rows]), dproducts)
             sums["position_keys"] += dproducts.swapaxes(-1, -2) @ queries
         if "position_queries" in sums:
@@ -99,15 +110,11 @@ def disentangled_attention(
                 dproducts = of_keys.reshape(args.heads_q, args.len_k, n).astype(x.lane)
                 sums["position_queries"] += dproducts.swapaxes(-1, -2) @ shown(x.scaled_keys(b), dproducts)
                 dkeys = scale * (dproducts @ x.tables["position_queries"])
-                dk[b] = dkeys.reshape(args.heads_kv, group, *dkeys.shape[-2:]).sum(axis=1)
+                dk_of_tables[b] = dkeys.reshape(args.heads_kv, group, *dkeys.shape[-2:]).sum(axis=1)
                 of_keys[...] = 0
-
-    uses = {"dbias": ("dbias", "dq", "dk", *(f"d{name}" for name in sums))}
-    _by_rows(found, args, x.bias_of, cotangents(args, request), add, uses)
-    found.add("dk", dk)
-    found.add("dq", dq)
-    for name, total in sums.items():
-        found.add(f"d{name}", total)
+    of_tables = ((f"d{name}", total) for name, total in sums.items())
+    for name, dx in (("dk", dk), ("dv", dv), ("dbias", dbias), ("dk", dk_of_tables), ("dq", dq), *of_tables):
+        found.add(name, dx)
     return found.results()
 
 
@@ -208,36 +215,3 @@ def _add_by_bin(sums: Array, bins: Array, x: Array) -> None:
     """Add x (heads, rows, keys) to sums (heads, n), by the number in bins (rows, keys), in float64."""
     for total, each in zip(sums, x, strict=True):
         total += np.bincount(bins.ravel(), each.ravel(), len(total))
-
-
-def _by_rows(
-    found: ComposedGradients,
-    args: AttentionArgs,
-    bias_of: Callable[[tuple[int, ...], slice], Array],
-    cotangents_: tuple[Array, Any],
-    add: Callable[[tuple[int, ...], slice, Any], None],
-    uses: Mapping[str, Sequence[str]],
-) -> None:
-    """Differentiate the calls of `attend_by_rows`; `add` takes the gradients of q and of the bias.
-
-    `uses` is as in `ComposedGradients.attend`.
-    """
-    dout, dlse = cotangents_
-    lane = lane_dtype(args.q.dtype)
-    keys = (*args.batch_shape, args.heads_kv, args.len_k)
-    dk, dv = (np.zeros((*keys, n), lane) for n in (args.head_dim, args.head_dim_v))
-    dbias = np.zeros(args.bias.shape, lane) if args.bias is not None and found.wants("dbias") else None
-    if args.len_k:
-        for b, rows, part in parts_by_rows(args, bias_of):
-            place: Any = (*b, slice(None), rows)
-            own = None if dlse is None else dlse[place]
-            call = found.attend(part, dout[place], own, (b, args.batch_shape), uses)
-            add_up(dk[b], call.dk)
-            add_up(dv[b], call.dv)
-            if dbias is not None:
-                add_to(dbias, b, (slice(None), rows, slice(None)), call.dbias)
-            add(b, rows, call)
-    else:  # of sinks alone
-        found.attend(args, dout, dlse)
-    for name, x in (("dk", dk), ("dv", dv), ("dbias", dbias)):
-        found.add(name, x)

@@ -94,7 +94,7 @@ def add_bias(args: AttentionArgs, computed: Array) -> None:
     args.bias = np.where(given == -np.inf, given, np.maximum(bias + given, least))
 
 
-def by_distance(x: Array, n_keys: int, writeable: bool = False) -> Array:
+def by_distance(x: Array, n_keys: int) -> Array:
     """View (..., rows, n_keys) of x (..., rows, rows + n_keys - 1): row i without its first rows - 1 - i.
 
     Columns of x are distances, from the largest (the last query and key 0) down to the smallest (the first
@@ -103,7 +103,7 @@ def by_distance(x: Array, n_keys: int, writeable: bool = False) -> Array:
     *lead, row, column = x.strides
     n_rows = x.shape[-2]
     shape = (*x.shape[:-1], n_keys)
-    return as_strided(x[..., n_rows - 1 :], shape, (*lead, row - column, column), writeable=writeable)
+    return as_strided(x[..., n_rows - 1 :], shape, (*lead, row - column, column), writeable=False)
 
 
 def rows_in(dtype: np.dtype[Any], x: Array) -> Array:
