@@ -1,7 +1,7 @@
-"""Every attention but the plain one: other scores, normalisers, positions, recurrences, approximations.
+"""Attention variants: other scores, normalisers and positions, selected keys, recurrences.
 
-What is only an argument of `fastattn.attention` (causal, windows, grouped heads, ALiBi, sinks, ...) has no
-function here. docs/variants.md is the table of all variants; `fastattn.grad.vjp` has the gradients of all.
+Options of `fastattn.attention` (causal, windows, grouped heads, ALiBi, sinks, ...) have no function here.
+docs/variants.md lists all variants, with recipes for others; `fastattn.grad.vjp` has the gradients.
 """
 
 from fastattn._args.names import show_public

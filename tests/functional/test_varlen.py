@@ -3,7 +3,6 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from implementations import IMPLEMENTATIONS, forced
 
 import fastattn
 
@@ -59,76 +58,64 @@ def require_equal(got, expected):
         np.testing.assert_array_equal(np.asarray(x, np.float64), np.asarray(y, np.float64))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("which", LENGTHS)
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_bits_of_single_calls(implementation, which, options, num_threads):
-    with forced(implementation):
-        call = ragged(which)
-        got = fastattn.varlen_attention(*call, return_lse=True, num_threads=num_threads, **options)
-        require_equal(got, one_by_one(*call, **options))
+    call = ragged(which)
+    got = fastattn.varlen_attention(*call, return_lse=True, num_threads=num_threads, **options)
+    require_equal(got, one_by_one(*call, **options))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("which", ["self", "cross", "cache"])
 def test_dtypes(implementation, dtype, which):
-    with forced(implementation):
-        call = ragged(which, dtype)
-        got = fastattn.varlen_attention(*call, return_lse=True, causal=True)
-        assert got[0].dtype == dtype
-        require_equal(got, one_by_one(*call, causal=True))
+    call = ragged(which, dtype)
+    got = fastattn.varlen_attention(*call, return_lse=True, causal=True)
+    assert got[0].dtype == dtype
+    require_equal(got, one_by_one(*call, causal=True))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("which", ["cross", "cache"])
 def test_int8_keys_and_values(implementation, which):
     q, k, v, *begins = ragged(which)
     rng = np.random.default_rng(1)
     k, v = (rng.integers(-127, 128, x.shape).astype(np.int8) for x in (k, v))
     scales = {name: rng.random((len(k), 2), np.float32) / 64 for name in ("k_scale", "v_scale")}
-    with forced(implementation):
-        got = fastattn.varlen_attention(q, k, v, *begins, return_lse=True, window=(100, 0), **scales)
-        require_equal(got, one_by_one(q, k, v, *begins, window=(100, 0), **scales))
+    got = fastattn.varlen_attention(q, k, v, *begins, return_lse=True, window=(100, 0), **scales)
+    require_equal(got, one_by_one(q, k, v, *begins, window=(100, 0), **scales))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_slopes_and_sinks_of_each_sequence(implementation):
     call = ragged("cross")
     numbers = np.random.default_rng(2).random((len(LENGTHS["cross"][0]), 4))
-    with forced(implementation):
-        options = {"alibi_slopes": numbers, "sinks": numbers[::-1]}
-        got = fastattn.varlen_attention(*call, return_lse=True, **options)
-        require_equal(got, one_by_one(*call, **options))
-        once = {name: x[:1] for name, x in options.items()}  # one row for all
-        got = fastattn.varlen_attention(*call, return_lse=True, **once)
-        require_equal(got, one_by_one(*call, **{name: x[0] for name, x in once.items()}))
+    options = {"alibi_slopes": numbers, "sinks": numbers[::-1]}
+    got = fastattn.varlen_attention(*call, return_lse=True, **options)
+    require_equal(got, one_by_one(*call, **options))
+    once = {name: x[:1] for name, x in options.items()}  # one row for all
+    got = fastattn.varlen_attention(*call, return_lse=True, **once)
+    require_equal(got, one_by_one(*call, **{name: x[0] for name, x in once.items()}))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_strides_and_out(implementation):
     """Queries, keys and values side by side, as a linear map writes them, and a place for the result."""
     *_, begins, _ = ragged("self")
     qkv = np.random.default_rng(3).standard_normal((begins[-1], 8, 32)).astype(np.float32)
     q, k, v = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
     place = np.full((begins[-1], 6, 32), 7, np.float32)
-    with forced(implementation):
-        out = fastattn.varlen_attention(q, k, v, begins, begins, out=place[:, 1:5])
-        expected, _ = one_by_one(q, k, v, begins, begins)
+    out = fastattn.varlen_attention(q, k, v, begins, begins, out=place[:, 1:5])
+    expected, _ = one_by_one(q, k, v, begins, begins)
     assert out.base is place
     np.testing.assert_array_equal(place[:, 1:5], expected)
     assert (place[:, ::5] == 7).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nobody_sees_nan_of_another_sequence(implementation):
     q, k, v, begins_q, begins_k = ragged("cross")
-    with forced(implementation):
-        expected = fastattn.varlen_attention(q, k, v, begins_q, begins_k)
-        for x, begins in ((k, begins_k), (v, begins_k), (q, begins_q)):
-            x[begins[2] : begins[3]] = np.nan
-        out = fastattn.varlen_attention(q, k, v, begins_q, begins_k)
+    expected = fastattn.varlen_attention(q, k, v, begins_q, begins_k)
+    for x, begins in ((k, begins_k), (v, begins_k), (q, begins_q)):
+        x[begins[2] : begins[3]] = np.nan
+    out = fastattn.varlen_attention(q, k, v, begins_q, begins_k)
     others = np.r_[: begins_q[2], begins_q[3] : len(q)]
     np.testing.assert_array_equal(out[others], expected[others])
     assert np.isnan(out[begins_q[2] : begins_q[3]]).all()
