@@ -118,20 +118,22 @@ class PackedLinear:
     gated : bool
         Whether there are two maps, ``activation(gate(x)) * up(x)``.
     panels : ndarray
-        ``(n_panels, in_features, columns)``; bfloat16: ``(n_panels, ceil(in_features / 2), columns, 2)`` of
-        its bits; int8: ``(n_panels, ceil(in_features / 4), columns, 4)``; q8: ``(n_panels,
-        8 * ceil(in_features / 32), columns, 4)``; 4 bits: ``(n_panels, 4 * ceil(in_features / 32), columns,
-        4)`` of bytes, each
-        with one of four features in its lower half and one of the next four in its upper half. Panels of a
-        gated pair alternate: gate, up, gate, up.
+        - float32, float64: ``(n_panels, in_features, columns)``
+        - bfloat16: ``(n_panels, ceil(in_features / 2), columns, 2)``, bits
+        - int8: ``(n_panels, ceil(in_features / 4), columns, 4)``
+        - q8: ``(n_panels, 8 * ceil(in_features / 32), columns, 4)``
+        - 4 bits: ``(n_panels, 4 * ceil(in_features / 32), columns, 4)``, bytes: one of four features in
+          the lower half, one of the next four in the upper half
+
+        Panels of a gated pair alternate: gate, up, gate, up.
     scales : ndarray or None
-        For int8 ``(n_panels, columns)``, float32: one scale per output feature. For q8 and in 4 bits
-        ``(n_panels, blocks, columns)``, float16: one scale per `block` input features.
+        int8: ``(n_panels, columns)``, float32, one factor per output feature. q8 and 4 bits: ``(n_panels,
+        blocks, columns)``, float16, one factor per `block` input features.
     minima : ndarray or None
-        For uint4, and q8 files with minima, in the shape of `scales`: added to the codes times the scale.
+        uint4, and q8 from files with minima: added to codes times scales; shaped as `scales`.
     sums : ndarray or None
-        For integers ``(n_panels, columns)``, float32: the sum of the weights of each output feature; for NF4
-        after rounding to multiples of 1 / 127, as multiplied by int8.
+        Integer formats: ``(n_panels, columns)``, float32, the sum of the weights of each output feature; for
+        NF4, of the weights that multiply int8, rounded to multiples of 1 / 127.
     """
 
     __slots__ = ("dtype", "gated", "in_features", "minima", "out_features", "panels", "scales", "sums")
