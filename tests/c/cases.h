@@ -51,34 +51,18 @@ static const fa_dtype dtypes[][2] = {{FA_F32, FA_F32},   {FA_F64, FA_F64}, {FA_F
 #define OPTIONS(X)                                                                                                     \
     X(CAUSAL) X(WINDOW) X(RANGES) X(MASK) X(PADDING) X(BIAS) X(KEY_BIAS) X(ALIBI) X(SOFTCAP) X(SINKS) X(NO_LSE)        \
     X(LAYOUT) X(NAN_HIDDEN) X(NAN_VALUES) X(NAN_KEYS) X(DROPOUT) X(LISTS) X(SIGMOID) X(STATISTICS)
-/* clang-format on */
 #define X(name) BIT_##name,
 enum { OPTIONS(X) N_OPTIONS };
 #undef X
 #define X(name) name = 1 << BIT_##name,
 enum { OPTIONS(X) };
 #undef X
-static const int alone[] = {0,
-                            CAUSAL,
-                            WINDOW,
-                            RANGES,
-                            RANGES | NAN_HIDDEN,
-                            RANGES | NAN_VALUES,
-                            CAUSAL | NAN_KEYS,
-                            MASK,
-                            PADDING,
-                            MASK | NAN_VALUES,
-                            MASK | NAN_KEYS,
-                            BIAS,
-                            KEY_BIAS,
-                            ALIBI,
-                            SOFTCAP,
-                            SINKS,
-                            NO_LSE,
-                            LAYOUT,
-                            DROPOUT,
-                            DROPOUT | CAUSAL,
-                            DROPOUT | RANGES | NAN_VALUES};
+static const int alone[] = {
+    0, CAUSAL, WINDOW, RANGES, RANGES | NAN_HIDDEN, RANGES | NAN_VALUES, CAUSAL | NAN_KEYS, MASK, PADDING,
+    MASK | NAN_VALUES, MASK | NAN_KEYS, BIAS, KEY_BIAS, ALIBI, SOFTCAP, SINKS, NO_LSE, LAYOUT, DROPOUT,
+    DROPOUT | CAUSAL, DROPOUT | RANGES | NAN_VALUES,
+};
+/* clang-format on */
 
 /* Behind those come, for every shape, two cases with lists of ranges, one with sigmoids, two with statistics. */
 enum { PER_SHAPE = 3, ALONE = 2 * COUNT(alone), TOGETHER = PER_SHAPE * (COUNT(shapes) - 2) };

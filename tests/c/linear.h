@@ -148,7 +148,9 @@ static void new_weights(linear_case *c)
     a->scales = scales ? (void *)scales : halves.data;
 }
 
-static linear_case linear_case_of(int number)
+static linear_case linear_now;
+
+static void make_linear(int number)
 {
     int i = number;
     linear_case c = {0};
@@ -181,7 +183,7 @@ static linear_case linear_case_of(int number)
         c.residual = random_floats(a->out_dtype, a->m, a->n, -1, 1);
         a->residual = c.residual.data, a->residual_row = c.residual.row;
     }
-    return c;
+    linear_now = c;
 }
 
 /* x w^T + bias, or x w + bias. A result may err by a few units in the last place of the sum of its terms' absolute
@@ -266,8 +268,6 @@ static int run_linear(const fa_kernels *kernels, fa_linear_args a, int64_t begin
     return p.scratch_bytes % 64 == 0;
 }
 
-static linear_case linear_now;
-
 /* Computes twice, the second time a third of the rows and then the others: a row's bits depend on the row alone. */
 static const char *check_linear(int isa, const fa_kernels *kernels)
 {
@@ -300,8 +300,6 @@ static const char *check_linear(int isa, const fa_kernels *kernels)
     }
     return only_rows(out + 1, 1, 1, a.m, a.n) ? NULL : BETWEEN_ROWS;
 }
-
-static void make_linear(int number) { linear_now = linear_case_of(number); }
 
 static void describe_linear(void)
 {

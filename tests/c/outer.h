@@ -14,7 +14,9 @@ typedef struct {
     near *want[2];         /* with lanes, and with the bfloat16 dot product; (n + 1, larger(n, k)) */
 } outer_case;
 
-static outer_case outer_case_of(int number)
+static outer_case outer_now;
+
+static void make_outer(int number)
 {
     int i = number;
     outer_case c = {0};
@@ -29,7 +31,7 @@ static outer_case outer_case_of(int number)
     c.a = random_floats(a->a_dtype, a->m, a->n, -1, 1), c.b = random_floats(a->b_dtype, a->m, a->k, -1, 1);
     a->a = c.a.data, a->a_row = c.a.row, a->b = c.b.data, a->b_row = c.b.row;
     c.before = random_floats(lane_of(a->a_dtype), a->n + 1, larger(a->n, a->k), -1, 1);
-    return c;
+    outer_now = c;
 }
 
 static near *expect_outer(const outer_case *c, int bf16)
@@ -54,8 +56,6 @@ static near *expect_outer(const outer_case *c, int bf16)
     }
     return all;
 }
-
-static outer_case outer_now;
 
 /* Computes twice, the second time cut for many threads, the last task first. */
 static const char *check_outer(int isa, const fa_kernels *kernels)
@@ -93,8 +93,6 @@ static const char *check_outer(int isa, const fa_kernels *kernels)
     }
     return only_rows(out + 1, 1, 1, a.n, a.k) ? NULL : BETWEEN_ROWS;
 }
-
-static void make_outer(int number) { outer_now = outer_case_of(number); }
 
 static void describe_outer(void)
 {

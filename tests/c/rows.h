@@ -12,7 +12,9 @@ typedef struct {
     fa_array x, residual, up, weight, bias;
 } rows_case;
 
-static rows_case rows_case_of(int number)
+static rows_case rows_now;
+
+static void make_rows(int number)
 {
     int i = number;
     rows_case c = {0};
@@ -48,7 +50,7 @@ static rows_case rows_case_of(int number)
         c.bias = random_floats(lane_of(a->dtype), 1, a->n, -1, 1);
         a->bias = c.bias.data;
     }
-    return c;
+    rows_now = c;
 }
 
 /* Element j of row i of up, of which `each` rows of n lie side by side. */
@@ -102,8 +104,6 @@ static void expect_rows(const rows_case *c, int64_t i, near *total, near *out)
     }
 }
 
-static rows_case rows_now;
-
 /* Computes twice, the second time row by row, the last one first, and without total. */
 static const char *check_rows(int isa, const fa_kernels *kernels)
 {
@@ -135,8 +135,6 @@ static const char *check_rows(int isa, const fa_kernels *kernels)
     }
     return only_rows(out + 1, 1, 1, a.m, a.n) ? NULL : BETWEEN_ROWS;
 }
-
-static void make_rows(int number) { rows_now = rows_case_of(number); }
 
 static void describe_rows(void)
 {
