@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w-][\w.-]*")  # organisation/name, and no file
 # What is read of a model's folder, beside the weights; chat templates that have names lie in a folder.
 _SETTINGS = ("*.json", "*.jinja", "merges.txt", "artifact.metadata")
+_ADAPTED = ("jina_embeddings_v3",)  # model types with adapters in folders
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _FORMATS = (".safetensors", ".gguf", ".bin", ".h5", ".onnx", ".msgpack", ".ckpt", ".pt")  # that errors list
 
@@ -81,7 +82,7 @@ def _folder(hub: Any, name: str, revision: str | None, how: dict[str, Any]) -> P
     folder = fetch(_SETTINGS, "*/*")
     revision = folder.name  # the commit: what follows is of the same one
     kind = Config(folder / "config.json", optional=True).values.get("model_type")
-    adapters = [f"*/{name}" for name in _adapters.FILES] if kind == "jina_embeddings_v3" else []
+    adapters = [f"*/{name}" for name in _adapters.FILES] if kind in _ADAPTED else []
     roots = ["", *(f"{x}/" for x in inner_folders(folder) if not _PATTERN.intersection(x))]
     inner = [f"{root}{kind}" for root in roots[1:] for kind in _SETTINGS]
     # huggingface_hub warns where nothing matches: one of these two settings always does.

@@ -45,12 +45,11 @@ if TYPE_CHECKING:
         Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder
     )
 
-_TOWERS = ("clip", "siglip", "siglip2")
 # By the `model_type` of config.json.
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "albert": bert.albert,
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), jina.by_positions),
-    **dict.fromkeys(_TOWERS, clip.clip),
+    **dict.fromkeys(bert.TYPES, jina.by_positions),
+    **dict.fromkeys(clip.TYPES, clip.clip),
     "deberta-v2": deberta.deberta,
     "distilbert": bert.distilbert,
     **dict.fromkeys(("embedding_gemma2", "embedding_gemma2_text"), gemma4.embedding_gemma2),
@@ -72,6 +71,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(llama.TYPES, llama.llama),
 }
 MODEL_TYPES = tuple(_BUILDERS)
+_QUANTIZED = {("gpt_oss", "mxfp4")}  # model types with a `quant_method` that is read
 _STATIC: dict[str, Callable[[Source], Encoder | SparseEncoder]] = {  # by the kind of the first module
     STATIC: static_encoder,
     SPARSE_STATIC: static_sparse_encoder,
@@ -191,13 +191,12 @@ def _of_folder(outer: Path, precise: Callable[..., Precision], route: str | None
     model_type = config.get("model_type", str)
     if model_type not in _BUILDERS:
         raise config.wrong("model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")
-    if path != outer and route is None and model_type not in _TOWERS:
+    if path != outer and route is None and model_type not in clip.TYPES:
         expected = f"clip or siglip, as {outer / 'modules.json'} has a CLIPModel"
         raise config.wrong("model_type", model_type, expected)
     quantized = config.values.get("quantization_config")
-    blocks = (
-        model_type == "gpt_oss" and isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
-    )
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    blocks = (model_type, method) in _QUANTIZED
     if quantized is not None and not blocks:
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
     with ExitStack() as stack:

@@ -78,8 +78,8 @@ def save(
     said = read_json(saved) if has_config and not of_file else {}
     blocks = said.get("quantization_config") is not None
     if blocks or (of_file and _gguf.has_own_tensors(model.model_type)):
-        came = f"{origin.folder} holds a {model.model_type}, whose tensors are not as in a folder of floats"
-        raise ModelError(f"{came}; expected a model of a folder of floats")
+        came = f"{origin.folder} holds a {model.model_type} with quantized or converted tensors"
+        raise ModelError(f"{came}; expected tensors as in a folder of floating-point weights")
     if not (has_config or (origin.folder / _MODULES).is_file()):
         raise ModelError(f"{origin.folder} holds one module of several; expected a model in one folder")
     tensors: dict[str, Array] = {}

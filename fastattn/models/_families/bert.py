@@ -40,6 +40,10 @@ BERT = EncoderNames(
 _OLD_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")  # names of TensorFlow, and so of bert-base-uncased
 _NEW_NORM = {"gamma": "weight", "beta": "bias"}
 
+# Whether positions begin after the padding token's id.
+_COUNTS = {"bert": False, **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), True)}
+TYPES = tuple(_COUNTS)
+
 _DISTILBERT = BERT._replace(
     types=None,
     block=BlockNames(
@@ -91,8 +95,8 @@ def bert(source: Source) -> Encoder:
     config = source.config
     table, blocks = config.size("max_position_embeddings"), Blocks.of(source, BERT.block)
     config.refuse(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
-    is_bert = config.get("model_type", str) == "bert"
-    first = 0 if is_bert else config.size("pad_token_id", 1, low=0) + 1
+    counts = config.choice("model_type", _COUNTS)
+    first = config.size("pad_token_id", 1, low=0) + 1 if counts else 0
     if first >= table:
         expected = f"'max_position_embeddings' - 1, {table - 1}, as positions begin after it"
         raise config.wrong("pad_token_id", first - 1, f"less than {expected}")

@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -37,45 +37,58 @@ if TYPE_CHECKING:
     from fastattn.models._source import Source
     from fastattn.models._tensors import Tensors
 
-# Defaults of config.json, where the tables of the towers may be nearly empty.
-_BASE = {"num_hidden_layers": 12, "num_attention_heads": 12}
-_TEXT: dict[str, dict[str, Any]] = {
-    "clip": {
-        **_BASE, "vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8,
-        "max_position_embeddings": 77, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
-        "eos_token_id": 49407,
+_SIZES: Any = {
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+}
+_HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+
+class _Kind(NamedTuple):
+    """A kind of towers: defaults of config.json's tables, which may be nearly empty, and of images."""
+
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    images: dict[str, Any]
+    is_clip: bool = False
+    shaped: bool = False  # images of any shape
+
+
+_SIGLIP = _Kind(
+    {
+        **_SIZES, "vocab_size": 32000, "max_position_embeddings": 64, "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6, "pad_token_id": 1,
     },
-    "siglip": {
-        **_BASE, "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 3072,
-        "max_position_embeddings": 64, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
-        "pad_token_id": 1,
+    {
+        **_SIZES, "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
     },
+    {"do_resize": True, "size": {"height": 224, "width": 224}, "resample": 3, **_HALVES},
+)  # fmt: skip
+_KINDS = {
+    "clip": _Kind(
+        {
+            **_SIZES, "vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048,
+            "num_attention_heads": 8, "max_position_embeddings": 77, "hidden_act": "quick_gelu",
+            "layer_norm_eps": 1e-5, "eos_token_id": 49407,
+        },
+        {**_SIZES, "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+        {
+            "do_resize": True, "size": {"shortest_edge": 224}, "resample": 3, "do_center_crop": True,
+            "crop_size": {"height": 224, "width": 224}, "image_mean": [0.48145466, 0.4578275, 0.40821073],
+            "image_std": [0.26862954, 0.26130258, 0.27577711],
+        },
+        is_clip=True,
+    ),
+    "siglip": _SIGLIP,
+    "siglip2": _SIGLIP._replace(
+        vision={**_SIGLIP.vision, "num_patches": 256}, shaped=True,
+        images={"resample": 2, "max_num_patches": 256, **_HALVES},
+    ),
 }  # fmt: skip
-_VISION: dict[str, dict[str, Any]] = {
-    "clip": {
-        **_BASE, "hidden_size": 768, "intermediate_size": 3072, "image_size": 224, "patch_size": 32,
-        "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
-    },
-    "siglip": {
-        **_BASE, "hidden_size": 768, "intermediate_size": 3072, "image_size": 224, "patch_size": 16,
-        "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
-    },
-}  # fmt: skip
-_IMAGES: dict[str, dict[str, Any]] = {
-    "clip": {
-        "do_resize": True, "size": {"shortest_edge": 224}, "resample": 3,
-        "do_center_crop": True, "crop_size": {"height": 224, "width": 224},
-        "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
-    },
-    "siglip": {
-        "do_resize": True, "size": {"height": 224, "width": 224}, "resample": 3,
-        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-    },
-}  # fmt: skip
-_SHAPED = "siglip2"
-_TEXT[_SHAPED] = _TEXT["siglip"]
-_VISION[_SHAPED] = {**_VISION["siglip"], "num_patches": 256}
-_IMAGES[_SHAPED] = {"resample": 2, "max_num_patches": 256, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+TYPES = tuple(_KINDS)
 _OLD_END = 2  # `eos_token_id` of the first files, which is not the one that the tokenizer has
 
 
@@ -108,12 +121,13 @@ _WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\
 
 def clip(source: Source) -> TwoTowers:
     """Build CLIP or SigLIP."""
-    config, kind = source.config, source.config.get("model_type", str)
-    is_clip = kind == "clip"
-    text, vision = _tower(config, "text_config", _TEXT[kind]), _tower(config, "vision_config", _VISION[kind])
+    config, model_type = source.config, source.config.get("model_type", str)
+    kind = _KINDS[model_type]
+    is_clip, shaped = kind.is_clip, kind.shaped
+    text, vision = _tower(config, "text_config", kind.text), _tower(config, "vision_config", kind.vision)
     vision.refuse(num_channels=3, vision_use_head=True)
     texts, images = _blocks(source, text, "text_model"), _blocks(source, vision, "vision_model")
-    patch, shaped = vision.size("patch_size"), kind == _SHAPED
+    patch = vision.size("patch_size")
     size = patch if shaped else vision.size("image_size")
     if patch > size:
         raise vision.wrong("patch_size", patch, f"at most 'image_size', {size}")
@@ -146,7 +160,7 @@ def clip(source: Source) -> TwoTowers:
         sentences=Sentences.of(source, features, towers=True),
     )
     end_id = text.size("eos_token_id", low=0) if is_clip else 0
-    own = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | {"model_type": kind}
+    own = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | {"model_type": model_type}
     if is_clip:
         own["text"] = Text(source.folder, encoder.max_length, other=_tokenizer)
     if shaped:
@@ -160,7 +174,7 @@ def clip(source: Source) -> TwoTowers:
             end_id,
             None if is_clip else text.size("pad_token_id", low=0),
         ),
-        images=Images.of(source.folder, size, _IMAGES[kind]),
+        images=Images.of(source.folder, size, kind.images),
         scale=source.table("logit_scale"),
         shift=None if is_clip else source.table("logit_bias"),
     )

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fastattn.models._source import Source
 
 ALL, NEAR = "full_attention", "sliding_attention"  # kinds of layers
+_OLDER_SCALINGS = {"phi3": ("su", "yarn")}  # names that "longrope" has there, too
 
 
 class EncoderNames(NamedTuple):
@@ -276,7 +277,8 @@ def frequencies(
     """
     scaling = {**config.get("rope_scaling", dict, {}), **config.get("rope_parameters", dict, {})}
     scaling.setdefault("rope_theta", config.number("rope_theta", theta))
-    if config.values.get("model_type") == "phi3" and kind(scaling) in ("su", "yarn"):  # older names there
+    older = _OLDER_SCALINGS.get(str(config.values.get("model_type")), ())
+    if kind(scaling) in older:
         scaling |= {"rope_type": "longrope"}
     if kind(scaling) in ("yarn", "llama3", "longrope"):  # the trained length may be beside it, or the same
         trained = config.optional_size("original_max_position_embeddings")

@@ -44,12 +44,13 @@ _FEED_FORWARDS = {
     **{f"gated-{name}": (activation, True) for name, activation in ACTIVATIONS.items()},
     "gated-gelu": (ACTIVATIONS["gelu_new"], True),
 }
+_USUAL = {"t5": "relu", "mt5": "gated-gelu"}
 
 
 def t5(source: Source) -> Encoder:
     """Build T5's or mT5's encoder."""
     config = source.config
-    usual = "relu" if config.get("model_type", str) == "t5" else "gated-gelu"
+    usual = config.choice("model_type", _USUAL)
     activation, gated = config.choice("feed_forward_proj", _FEED_FORWARDS, usual)
     config.refuse(is_gated_act=gated)  # which files repeat, as well as the activation
     repeated = config.values.get("dense_act_fn")
