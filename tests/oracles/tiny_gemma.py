@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+from tiny_numpy import attend, capped, gelu_tanh, linear, rms_norm, rotated
 
 VOCAB = 60
 _SIZES = {
@@ -41,21 +42,13 @@ def shapes(kind, c):
 def result(kind, c, t, ids):
     """Hidden states (L, hidden), or logits; ids is (L,)."""
     causal, t = kind != "gemma3_text", {name.removeprefix("model."): x for name, x in t.items()}
-    n, head_dim, groups = len(ids), c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
+    n, head_dim = len(ids), c["head_dim"]
     back = np.arange(n)[:, None] - np.arange(n)
     near = (back >= 0) & (back < c["sliding_window"]) if causal else abs(back) <= c["sliding_window"] // 2
+    scale, cap = c["query_pre_attn_scalar"] ** -0.5, c.get("attn_logit_softcapping")
 
     def norm(x, name):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * (1 + t[f"{name}.weight"])
-
-    def linear(x, name):
-        return x @ t[f"{name}_proj.weight"].T
-
-    def rotated(x, theta):
-        angles = np.outer(np.arange(n), theta ** -(np.arange(0, head_dim, 2) / head_dim))
-        cos, sin = (np.concatenate([f(angles)] * 2, axis=1)[:, None] for f in (np.cos, np.sin))
-        half = head_dim // 2
-        return x * cos + np.concatenate([-x[..., half:], x[..., :half]], axis=-1) * sin
+        return rms_norm(x, 1 + t[f"{name}.weight"], 1e-6)
 
     x = t["embed_tokens.weight"][ids] * math.sqrt(c["hidden_size"])
     for i in range(c["num_hidden_layers"]):
@@ -63,24 +56,14 @@ def result(kind, c, t, ids):
         own = f"{layer}self_attn."
         theta = c["rope_local_base_freq" if slides and kind != "gemma2" else "rope_theta"]
         y = norm(x, f"{layer}input_layernorm")
-        q, k, v = (linear(y, f"{own}{part}").reshape(n, -1, head_dim) for part in "qkv")
+        q, k, v = (linear(y, t, f"{own}{part}_proj").reshape(n, -1, head_dim) for part in "qkv")
         if kind != "gemma2":
             q, k = norm(q, f"{own}q_norm"), norm(k, f"{own}k_norm")
-        q, k = rotated(q, theta), rotated(k, theta)
-        k, v = (np.repeat(part, groups, axis=1) for part in (k, v))
-        scores = np.einsum("ihd,jhd->hij", q, k) / math.sqrt(c["query_pre_attn_scalar"])
-        scores = capped(scores, c.get("attn_logit_softcapping"))
-        probs = np.exp(scores) * (near if slides else back >= 0 if causal else np.ones((n, n)))
-        y = np.einsum("hij,jhd->ihd", probs / probs.sum(-1, keepdims=True), v).reshape(n, -1)
-        x = x + norm(linear(y, f"{own}o"), f"{layer}post_attention_layernorm")
+        seen = near if slides else back >= 0 if causal else np.ones((n, n))
+        y = attend(rotated(q, theta), rotated(k, theta), v, seen, scale=scale, cap=cap)
+        x = x + norm(linear(y, t, f"{own}o_proj"), f"{layer}post_attention_layernorm")
         y = norm(x, f"{layer}pre_feedforward_layernorm")
-        gate = linear(y, f"{layer}mlp.gate")
-        gate *= 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-        y = linear(gate * linear(y, f"{layer}mlp.up"), f"{layer}mlp.down")
-        x = x + norm(y, f"{layer}post_feedforward_layernorm")
+        y = gelu_tanh(linear(y, t, f"{layer}mlp.gate_proj")) * linear(y, t, f"{layer}mlp.up_proj")
+        x = x + norm(linear(y, t, f"{layer}mlp.down_proj"), f"{layer}post_feedforward_layernorm")
     x = norm(x, "norm")
     return capped(x @ t["embed_tokens.weight"].T, c.get("final_logit_softcapping")) if causal else x
-
-
-def capped(x, cap):
-    return x if cap is None else cap * np.tanh(x / cap)

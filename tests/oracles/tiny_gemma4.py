@@ -6,7 +6,7 @@ Its last two layers attend the keys of the two before them.
 import math
 
 import numpy as np
-from tiny_numpy import gelu_tanh
+from tiny_numpy import attend, capped, gelu_tanh
 
 VOCAB = 60
 NEAR, ALL = "sliding_attention", "full_attention"
@@ -141,9 +141,7 @@ def result(kind, c, t, ids):
             k = linear(y, f"{own}k_proj").reshape(length, -1, size)
             v = linear(y, f"{own}v_proj").reshape(k.shape) if f"{own}v_proj.weight" in t else k
             keys[i] = rotated(norm(k, f"{own}k_norm"), rope), norm(v)
-        k, v = (np.repeat(part, heads // part.shape[1], axis=1) for part in keys[giver(c, i)])
-        probs = np.exp(np.einsum("ihd,jhd->hij", q, k)) * seen[its_kind]
-        y = np.einsum("hij,jhd->ihd", probs / probs.sum(-1, keepdims=True), v).reshape(length, -1)
+        y = attend(q, *keys[giver(c, i)], seen[its_kind], scale=1.0)
         x = x + norm(linear(y, f"{own}o_proj"), f"{layer}post_attention_layernorm")
         y = norm(x, f"{layer}pre_feedforward_layernorm")
         y = gelu_tanh(linear(y, f"{layer}mlp.gate_proj")) * linear(y, f"{layer}mlp.up_proj")
@@ -156,5 +154,4 @@ def result(kind, c, t, ids):
             y = gelu_tanh(linear(x, f"{layer}per_layer_input_gate")) * inputs[:, i]
             x = x + norm(linear(y, f"{layer}per_layer_projection"), f"{layer}post_per_layer_input_norm")
         x = x * t[f"{layer}layer_scalar"]
-    logits, cap = norm(x, "norm") @ t["embed_tokens.weight"].T, c["final_logit_softcapping"]
-    return logits if cap is None else cap * np.tanh(logits / cap)
+    return capped(norm(x, "norm") @ t["embed_tokens.weight"].T, c["final_logit_softcapping"])

@@ -1,7 +1,7 @@
 """GPT-OSS for `tiny_models`: config, shapes of tensors, result in plain NumPy."""
 
 import numpy as np
-from tiny_numpy import linear, rms_norm, rotated
+from tiny_numpy import attend, linear, rms_norm, rotated
 
 VOCAB = 60
 CONFIGS = {
@@ -41,8 +41,7 @@ def shapes(kind, c):
 def result(kind, c, t, ids):
     """Logits (L, vocab); ids is (L,)."""
     n, size = len(ids), c["head_dim"]
-    groups, eps = c["num_attention_heads"] // c["num_key_value_heads"], 1e-5
-    eps = c.get("rms_norm_eps", eps)
+    eps = c.get("rms_norm_eps", 1e-5)
     back = np.arange(n)[:, None] - np.arange(n)
     x = t["model.embed_tokens.weight"][ids]
     for i in range(c["num_hidden_layers"]):
@@ -51,10 +50,7 @@ def result(kind, c, t, ids):
         y = rms_norm(x, t[f"{layer}input_layernorm.weight"], eps)
         q, k, v = (linear(y, t, f"{layer}self_attn.{part}_proj").reshape(n, -1, size) for part in "qkv")
         q, k = rotated(q, c["rope_theta"]), rotated(k, c["rope_theta"])
-        k, v = (np.repeat(part, groups, axis=1) for part in (k, v))
-        weights = np.exp(np.einsum("ihd,jhd->hij", q, k) / size**0.5) * near
-        total = weights.sum(-1, keepdims=True) + np.exp(t[f"{layer}self_attn.sinks"])[:, None, None]
-        y = np.einsum("hij,jhd->ihd", weights / total, v).reshape(n, -1)
+        y = attend(q, k, v, near, sinks=t[f"{layer}self_attn.sinks"])
         x = x + linear(y, t, f"{layer}self_attn.o_proj")
         y = rms_norm(x, t[f"{layer}post_attention_layernorm.weight"], eps)
         x = x + np.stack([_mixed(c, t, f"{layer}mlp.", row) for row in y])

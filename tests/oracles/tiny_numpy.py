@@ -39,9 +39,21 @@ def rotated(x, theta, slower=1.0):
     return x * cos + np.concatenate([-x[..., half:], x[..., :half]], axis=-1) * sin
 
 
-def attend(q, k, v, allowed, bias=0.0):
-    """q is (L, heads, D), k and v (L, heads_kv, D), allowed (L, L); result (L, heads * D)."""
+def attend(q, k, v, allowed, bias=0.0, scale=None, cap=None, sinks=None):
+    """q is (L, heads, D), k and v (L, heads_kv, D), allowed (L, L); result (L, heads * D).
+
+    Scores are kept within `cap`; `sinks` (heads,) enter the denominator alone.
+    """
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    scores = np.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1]) + bias
-    probs = np.exp(scores - scores.max(-1, keepdims=True)) * allowed
-    return np.einsum("hij,jhd->ihd", probs / probs.sum(-1, keepdims=True), v).reshape(len(q), -1)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = capped(np.einsum("ihd,jhd->hij", q, k) * scale + bias, cap)
+    most = scores.max(-1, keepdims=True)
+    probs = np.exp(scores - most) * allowed
+    total = probs.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[:, None, None] - most)
+    return np.einsum("hij,jhd->ihd", probs / total, v).reshape(len(q), -1)
+
+
+def capped(x, cap):
+    return x if cap is None else cap * np.tanh(x / cap)

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+from tiny_numpy import attend, gelu_tanh, linear, rms_norm
 
 VOCAB = 60
 SIZES = {
@@ -36,10 +37,7 @@ def result(kind, c, t, ids):
     n, heads = len(ids), c["num_heads"]
 
     def norm(x, name):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * t[f"{name}.weight"]
-
-    def linear(x, name):
-        return x @ t[f"{name}.weight"].T
+        return rms_norm(x, t[f"{name}.weight"], 1e-6)
 
     def bucket(distance):
         """Half of the buckets for keys behind the query; of these half for one distance each."""
@@ -54,16 +52,13 @@ def result(kind, c, t, ids):
     x = t["shared.weight"][ids]
     for layer in (f"encoder.block.{i}.layer." for i in range(c["num_layers"])):
         y = norm(x, f"{layer}0.layer_norm")
-        q, k, v = (linear(y, f"{layer}0.SelfAttention.{part}").reshape(n, heads, -1) for part in "qkv")
-        probs = np.exp(np.einsum("ihd,jhd->hij", q, k) + bias)
-        context = np.einsum("hij,jhd->ihd", probs / probs.sum(-1, keepdims=True), v).reshape(n, -1)
-        x = x + linear(context, f"{layer}0.SelfAttention.o")
+        q, k, v = (linear(y, t, f"{layer}0.SelfAttention.{part}").reshape(n, heads, -1) for part in "qkv")
+        y = attend(q, k, v, np.ones((n, n)), bias, scale=1.0)
+        x = x + linear(y, t, f"{layer}0.SelfAttention.o")
         y, inner = norm(x, f"{layer}1.layer_norm"), f"{layer}1.DenseReluDense."
         if kind == "t5":
-            z = np.maximum(linear(y, f"{inner}wi"), 0)
+            z = np.maximum(linear(y, t, f"{inner}wi"), 0)
         else:
-            gate = linear(y, f"{inner}wi_0")
-            gate *= 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-            z = gate * linear(y, f"{inner}wi_1")
-        x = x + linear(z, f"{inner}wo")
+            z = gelu_tanh(linear(y, t, f"{inner}wi_0")) * linear(y, t, f"{inner}wi_1")
+        x = x + linear(z, t, f"{inner}wo")
     return norm(x, "encoder.final_layer_norm")
