@@ -220,6 +220,10 @@ ENCODERS = {
     "embedding-gemma2, whole": whole_embedding_gemma2,
     "e5-mistral": lambda: decoder("mistral").model,
     "llama, not causal": lambda: decoder("llama", is_causal=False).model,
+    "qwen3-moe, not causal, windows": lambda: decoder(
+        "qwen3-moe", is_causal=False, use_sliding_window=True, sliding_window=3
+    ).model,
+    "smollm3, some rotated": lambda: decoder("smollm3", no_rope_layer_interval=2).model,
     "qwen2, not causal, windows": lambda: decoder(
         "qwen2", is_causal=False, use_sliding_window=True, sliding_window=3, max_window_layers=1
     ).model,
@@ -333,7 +337,9 @@ MODULES = [
     {"path": "", "type": "sentence_transformers.models.Transformer"},
     {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
 ]
-FROM_DECODERS = ("Gemma3TextModel", "LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+FROM_DECODERS = (
+    "Gemma3TextModel", "LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel", "SmolLM3Model"
+)  # fmt: skip
 NO_POSITIONS = (  # T5 has none, and the others count them from ids
     "RobertaModel", "XLMRobertaModel", "CamembertModel", "MPNetModel", "T5EncoderModel", "MT5EncoderModel"
 )  # fmt: skip

@@ -233,7 +233,7 @@ def llama(source: Source) -> Decoder | Encoder:
     rotations: list[int | None] = [0] * layers
     if family.thetas is not None:
         rotations = [list(family.thetas).index(kind) for kind in kinds]
-    elif family.skips_rotation and not is_encoder:
+    elif family.skips_rotation:
         rotations = [0 if rotated else None for rotated in _rotated(config, layers)]
 
     def rotary() -> Any:

@@ -65,7 +65,7 @@ def read_encoder(
     longest: int | None = None,
     scales: Sequence[float] | None = None,
     windows: Sequence[Window] | None = None,
-    rotations: Sequence[int] | None = None,
+    rotations: Sequence[int | None] | None = None,
     causal: bool = False,
     token_scale: float = 1.0,
     features: int | None = None,
