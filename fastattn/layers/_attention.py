@@ -148,7 +148,7 @@ class MultiHeadAttention(AttentionParameters):
         average_attn_weights : bool, default True
             Return the mean of the heads' weights, (B, L, S), instead of (B, num_heads, L, S).
         is_causal : bool, default False
-            Query i attends the keys up to key i, after those of the cache, unless a mask hides them.
+            Query i attends the keys up to key i, after the keys of the cache, unless a mask hides them.
         residual : array_like, (B, L, embed_dim), optional
             Added to the output, in the kernel of out_proj.
         cache : KVCache, optional
@@ -262,7 +262,7 @@ class MultiHeadAttention(AttentionParameters):
         """A call's output; the weights of each head, or None; with `share`, the keys and values attended.
 
         x, key, value, residual and the output are rows. `key` is None if it is the query, `value` if it is
-        the key. Without a cache, the first query stands at `q_offset`, and the first of `keys_values` at 0.
+        the key. Without a cache, the first query is at `q_offset`, and the first of `keys_values` at 0.
         Of the rows of `sizes`, x, residual and the output have those that are `counted`; None: all. A
         recording tape takes no cache and gives no weights.
         """

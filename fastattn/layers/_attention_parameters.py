@@ -1,7 +1,7 @@
 """Parameters of a multi-head attention: its options, its stacked projections, and their names.
 
 Maps of one input are stacked in one packed weight: one `linear` for all, or for some neighbours. Each map
-begins at a panel of its own, so that neighbours are a slice of the panels and not a copy.
+begins at its own panel, so that neighbours are a slice of the panels and not a copy.
 """
 
 from __future__ import annotations

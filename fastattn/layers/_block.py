@@ -102,7 +102,7 @@ class Block:
     head_dim: int
     scale: float
     attended: Projection  # what follows attention
-    inner_norm: Norm | None  # None, likewise
+    inner_norm: Norm | None  # None, as above
     inner: Projection | Experts  # a gated pair where the activation multiplies
     activation: Activation
     outer: Projection | None  # None with experts
@@ -120,7 +120,7 @@ class Block:
     keys_from: int | None = None
     beside: BesideExperts | None = None  # only with `post_norms`
     layer_input: LayerInput | None = None  # only with `norm_first`
-    scale_of_all: Array | None = None  # of its result, (features,): see `ScaleStep`; likewise
+    scale_of_all: Array | None = None  # of its result, (features,): see `ScaleStep`; as above
     # Without `norm_first`: of the sum of x and what the norm after attention gives, before the feed-forward.
     second_norm: Norm | None = None
 

@@ -269,7 +269,7 @@ class KVCache:
             raise ValueError("(): the cache is empty; expected one that has been filled")
         lengths = self.lengths
         held = {name: x[:, :, : self._length].copy() for name, x in zip(_NAMES, self._held, strict=False)}
-        for x in held.values():  # where nothing was written stands any memory of the process
+        for x in held.values():  # what was not written may be any memory of the process
             x.swapaxes(1, 2)[np.arange(self._length) >= lengths[:, None]] = 0
         return {**held, "lengths": lengths}
 
@@ -315,7 +315,7 @@ class KVCache:
     def _forget(self, count: int, capacity: int) -> None:
         """Drop the first `count` tokens, which all sequences have, and hold the others in new memory.
 
-        Caches that share the old memory keep what they see. The tokens behind have earlier positions then.
+        Caches that share the old memory keep what they see. Later tokens have earlier positions then.
         """
         shapes = ((*x.shape[:2], capacity, *x.shape[3:]) for x in self._held)
         self._move(tuple(np.empty(n, x.dtype) for n, x in zip(shapes, self._held, strict=True)), count)

@@ -74,7 +74,7 @@ class Rope:
         return cos[positions], sin[positions]
 
     def rotate(self, tape: Plain, x: Any, offset: Ints | int) -> Any:
-        """Rotate x (batch, heads, length, head_dim) in place. Its first token stands at `offset`."""
+        """Rotate x (batch, heads, length, head_dim) in place. Its first token is at `offset`."""
         array = tape.array(x)
         cos, sin = self.tables(offset, array.shape[-2], array.dtype)
         return tape.rotate(x, cos[..., None, :, :], sin[..., None, :, :], self.interleaved)

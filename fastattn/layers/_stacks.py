@@ -119,16 +119,14 @@ class LayerStack(Layer):
         borrowed: dict[int, int] = {}
         for i, (own, source) in enumerate(zip(attentions, sources, strict=True)):
             if own.query_only == (source == i):
-                expected = (
-                    "False, for keys of its own" if source == i else f"True, for those of layers[{source}]"
-                )
+                expected = "False, to have keys" if source == i else f"True, for the keys of layers[{source}]"
                 came = f"layers[{i}].self_attn.query_only is {own.query_only}"
                 raise ValueError(f"(): {came}; expected {expected}")
             if source == i:
                 continue
             if source in borrowed:
                 came = f"keys_from[{i}] is {source}, which attends the keys of {borrowed[source]}"
-                raise ValueError(f"(): {came}; expected a layer with keys of its own")
+                raise ValueError(f"(): {came}; expected a layer that has keys")
             borrowed[i] = source
             for field_name, option in _OF_KEYS.items():
                 mine, theirs = (getattr(x, field_name) for x in (own, attentions[source]))

@@ -156,7 +156,7 @@ SOURCES = {"batches", "sequence"}
 
 
 class Source:
-    """Batches, begun anew at their end, and the place in them if it can be told.
+    """Batches, restarted at their end, and the position in them if it is known.
 
     `kind` says how: "batches" tell their place, of a "sequence" those taken are counted. None: it cannot.
     """
@@ -212,5 +212,5 @@ class Source:
             self._taken = integer("taken", taken, 0, length)
 
     def anew(self) -> None:
-        """Ask the batches for a new iterator. One that is an iterator itself goes on."""
+        """Take a new iterator of the batches; an iterator continues."""
         self._iterator = None

@@ -348,15 +348,13 @@ class Trainer:
             then, now = (name or "a function" for name in (begun, own))
             came = f"{os.fsdecode(path)} has the schedule {then}"
             warn(
-                f"Trainer.load(): {came}; it goes on with the trainer's, {now}, so not to the bit",
+                f"Trainer.load(): {came}; it continues with the trainer's, {now}, so bits differ",
                 UserWarning,
             )
         if self._source.kind is None:
             came = f"batches is of type {type(self.batches).__name__}, whose place is not known"
             expected = "a sequence, or batches with state_dict and load_state_dict"
-            warn(
-                f"Trainer.load(): {came}: it begins anew, so not to the bit; expected {expected}", UserWarning
-            )
+            warn(f"Trainer.load(): {came}: it restarts, so bits differ; expected {expected}", UserWarning)
 
     def _named_schedule(self) -> str | None:
         return repr(self.schedule) if isinstance(self.schedule, Schedule) else None

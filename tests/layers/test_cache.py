@@ -14,6 +14,7 @@ from layer_oracle import (
     every_stack,
     randomized,
 )
+from refused import assert_refused, refused
 
 from fastattn import layers
 from fastattn.layers import Caches, DecoderCache, KVCache
@@ -234,34 +235,27 @@ def test_what_is_no_cache(cache):
 K = np.ascontiguousarray(X.reshape(BATCH, LENGTH, HEADS, -1).swapaxes(1, 2))
 
 
-@pytest.mark.parametrize(
-    ("kept", "error", "message"),
-    [
-        (X, TypeError, "keys_values is of type ndarray; expected a pair"),
-        ((K,), TypeError, "keys_values is of type tuple; expected a pair"),
-        ((K, None), TypeError, r"keys_values\[1\] is None"),
-        (
-            (X, X),
-            ValueError,
-            r"keys_values have shapes \(3, 11, 64\) and .*expected \(3, 4, length, 16\) for both",
-        ),
-        ((K[:1], K[:1]), ValueError, r"keys_values have shapes \(1, 4, 11, 16\)"),
-        ((K[:, :2], K[:, :2]), ValueError, r"keys_values have shapes \(3, 2, 11, 16\)"),
-        ((K, K[..., :5]), ValueError, r"keys_values have shapes .* and \(3, 4, 11, 5\)"),
-        ((K, K[:, :, :5]), ValueError, r"keys_values have shapes .* and \(3, 4, 5, 16\)"),
-        ((K[0], K[0]), ValueError, r"keys_values have shapes \(4, 11, 16\)"),
-        ((K.astype(float), K.astype(float)), TypeError, "keys_values have dtypes float64 and float64"),
-        (
-            (K, K.astype(np.float16)),
-            TypeError,
-            "keys_values have dtypes float32 and float16; expected float32",
-        ),
-        ((K.astype(int), K), TypeError, r"keys_values\[0\] has dtype int64"),
-    ],
-)
-def test_keys_values_are_checked(kept, error, message):
-    with pytest.raises(error, match=message):
-        attention_layer({})(X, keys_values=kept)
+KEPT = r"""
+layer(X, keys_values=X) -> TypeError: keys_values is of type ndarray; expected a pair
+layer(X, keys_values=(K,)) -> TypeError: keys_values is of type tuple; expected a pair
+layer(X, keys_values=(K, None)) -> TypeError: keys_values\[1\] is None
+layer(X, keys_values=(X, X))
+    -> ValueError: keys_values have shapes \(3, 11, 64\) and .*expected \(3, 4, length, 16\) for both
+layer(X, keys_values=(K[:1], K[:1])) -> ValueError: keys_values have shapes \(1, 4, 11, 16\)
+layer(X, keys_values=(K[:, :2], K[:, :2])) -> ValueError: keys_values have shapes \(3, 2, 11, 16\)
+layer(X, keys_values=(K, K[..., :5])) -> ValueError: keys_values have shapes .* and \(3, 4, 11, 5\)
+layer(X, keys_values=(K, K[:, :, :5])) -> ValueError: keys_values have shapes .* and \(3, 4, 5, 16\)
+layer(X, keys_values=(K[0], K[0])) -> ValueError: keys_values have shapes \(4, 11, 16\)
+layer(X, keys_values=(K.astype(float),) * 2) -> TypeError: keys_values have dtypes float64 and float64
+layer(X, keys_values=(K, K.astype(np.float16)))
+    -> TypeError: keys_values have dtypes float32 and float16; expected float32
+layer(X, keys_values=(K.astype(int), K)) -> TypeError: keys_values\[0\] has dtype int64
+"""
+
+
+@refused(KEPT)
+def test_keys_values_are_checked(code, error):
+    assert_refused(code, error, layer=attention_layer({}), X=X, K=K)
 
 
 def test_keys_values_of_16_bits():

@@ -87,16 +87,6 @@ def test_weights_dtype_of_a_load_is_for_all_parts():
     assert layer.feed_forward.weight1.dtype == layer.self_attn.out_proj.packed_weight.dtype == "int8"
 
 
-def test_weights_are_read_only_panels():
-    layer = randomized(layers.MultiHeadAttention(36, 4))
-    for packed in (layer.all_maps.weight, layer.query_maps.weight, layer.out_proj.packed_weight):
-        with pytest.raises(ValueError, match="read-only"):
-            packed.panels[...] = 0
-    # Parts of it are slices, not copies: projections of 36 outputs begin at panels of their own.
-    for part in (layer.query_maps, layer.key_map, layer.value_map, layer.key_value_maps):
-        assert np.shares_memory(part.weight.panels, layer.all_maps.weight.panels)
-
-
 def test_one_error_lists_all_and_changes_nothing():
     layer = randomized(layers.TransformerEncoderLayer(36, 4, 40))
     before = layer.state_dict()
