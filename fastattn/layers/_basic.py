@@ -59,6 +59,7 @@ class Linear(Layer):
     packed_weight: ops.PackedLinear = field(init=False, repr=False)
     bias_vector: Array | None = field(init=False, default=None, repr=False)
 
+    _matrices = (("weight", "packed_weight"),)
     _vectors = (("bias", "bias_vector"),)
     _zero_bias = False  # torch draws the bias of an attention's out_proj as zeros
 
@@ -110,14 +111,6 @@ class Linear(Layer):
         if self.bias:
             parameters["bias"] = Parameter((self.out_features,), constant(0.0) if self._zero_bias else draw)
         return parameters
-
-    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
-        packed = ops.pack(arrays["weight"], dtype=weights_dtype)
-        return {"packed_weight": packed, **super()._pack(arrays, weights_dtype)}
-
-    def _named(self, plain: Taken) -> dict[str, Array]:
-        weight = plain(self.packed_weight)
-        return {**({} if weight is None else {"weight": weight}), **super()._named(plain)}
 
 
 @dataclass(eq=False)
@@ -256,6 +249,7 @@ class FeedForward(Layer):
     bias1: Array | None = field(init=False, default=None, repr=False)  # gated: (2, dim_feedforward)
     bias2: Array | None = field(init=False, default=None, repr=False)
 
+    _matrices = (("linear2.weight", "weight2"),)
     _vectors = (("linear2.bias", "bias2"),)
 
     def _place(self) -> str:
@@ -327,15 +321,12 @@ class FeedForward(Layer):
         gate = arrays.get("linear_gate.weight")
         return {
             "weight1": ops.pack(arrays["linear1.weight"], gate=gate, dtype=weights_dtype),
-            "weight2": ops.pack(arrays["linear2.weight"], dtype=weights_dtype),
             "bias1": bias1,
             **super()._pack(arrays, weights_dtype),
         }
 
     def _named(self, plain: Taken) -> dict[str, Array]:
         arrays = super()._named(plain)
-        if (outer := plain(self.weight2)) is not None:
-            arrays["linear2.weight"] = outer
         for kind, inner in (("weight", plain(self.weight1)), ("bias", plain(self.bias1))):
             if inner is not None:
                 maps = inner if self._gated else inner[None]

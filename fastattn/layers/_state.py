@@ -29,6 +29,7 @@ from fastattn._args.values import MOST_SIZE, as_array, generator, is_float, shor
 from fastattn._args.words import not_an_argument
 from fastattn._safetensors import opened
 from fastattn.layers import _computation
+from fastattn.ops import pack
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -126,8 +127,9 @@ class Layer:
     activations: Rounding | None = None  # what the inputs of its linear maps are rounded to
     _changes = 0  # how often its fields were set: whether optimizers and pullbacks know its weights
     _built = False  # True from the end of construction on: fields cannot be set any more
-    # Names of parameters that are kept as they are, in the lane type, and the fields that hold them.
+    # Names of parameters that are kept as they are, in the lane type, or packed; the fields that hold them.
     _vectors: ClassVar[tuple[tuple[str, str], ...]] = ()
+    _matrices: ClassVar[tuple[tuple[str, str], ...]] = ()
     _parts: ClassVar[tuple[str, ...]] = ()  # fields that hold other layers
 
     def __init_subclass__(cls, **named: Any) -> None:
@@ -160,14 +162,15 @@ class Layer:
         return {f"{name}.": getattr(self, name) for name in self._parts}
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
-        """The fields that hold the own parameters `arrays`; here those of `_vectors`."""
+        """The fields that hold the own parameters `arrays`; here of `_matrices` and `_vectors`."""
         lane = lane_of(weights_dtype)
+        packed = {field: pack(arrays[name], dtype=weights_dtype) for name, field in self._matrices}
         held = ((field, arrays.get(name)) for name, field in self._vectors)
-        return {field: None if array is None else array.astype(lane) for field, array in held}
+        return packed | {field: None if x is None else x.astype(lane) for field, x in held}
 
     def _named(self, plain: Taken) -> dict[str, Array]:
-        """Results of `plain` for the fields, by the names that `_pack` takes; here for `_vectors`."""
-        held = ((name, plain(getattr(self, field))) for name, field in self._vectors)
+        """Results of `plain` for the fields, by the names that `_pack` takes."""
+        held = ((name, plain(getattr(self, field))) for name, field in self._matrices + self._vectors)
         return {name: array for name, array in held if array is not None}
 
     def _computation(self, *inputs: Any, **options: Any) -> Any:

@@ -131,7 +131,7 @@ class ContrastiveTuning(EncoderTuning):
                 f"(): batch has {n} anchors and {len(parts[1])} positives; expected the same number"
             )
         sequences = [ids for part in parts for ids in part]
-        self._run.tokens += sum(map(len, sequences))
+        self._tokens += sum(map(len, sequences))
         chunks = [sequences[i : i + self.chunk_size] for i in range(0, len(sequences), self.chunk_size)]
         several = len(chunks) > 1
         if several:
@@ -182,7 +182,7 @@ class ClassifierTuning(EncoderTuning):
             raise TypeError(f"(): batch is {short(batch)}; expected (texts, labels)")
         sequences = self._encoded("batch[0]", batch[0])
         labels = self._labels(batch[1], len(sequences))
-        self._run.tokens += sum(map(len, sequences))
+        self._tokens += sum(map(len, sequences))
         vectors, back = self._pooled(sequences, checkpoint=False)
         head, bias = ops.pack(self._parameters["head.weight"]), self._parameters["head.bias"]
         found: Any = cross_entropy(vectors, head, labels, bias=bias)

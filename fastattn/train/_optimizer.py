@@ -454,7 +454,7 @@ class _Layers(Layer):
 def _held_by(parameters: Any) -> tuple[Layer | Tuning | None, dict[str, Array]]:
     """Return what is packed again after a step, if anything is, and all arrays that a step changes."""
     if isinstance(parameters, Tuning):
-        return parameters, parameters._run.parameters
+        return parameters, parameters._parameters
     if isinstance(parameters, Layer):
         return parameters, parameters.state_dict()
     given = parameters if isinstance(parameters, Mapping) else {}

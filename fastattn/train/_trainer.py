@@ -125,8 +125,7 @@ class Trainer:
         self.nonfinite = choice("nonfinite", nonfinite, NONFINITE)
         self.rng = rng
         self.steps = 0
-        layer = optimizer.layer
-        self._run = layer._run if isinstance(layer, Tuning) else None
+        self._tuning = optimizer.layer if isinstance(optimizer.layer, Tuning) else None
         self._tokens = self._default_tokens if tokens is None else tokens
         self._sum = Sum()
         self._place = self._where()
@@ -241,8 +240,8 @@ class Trainer:
         begin, losses, tokens = time.perf_counter(), [], 0
         factor, norm = rate(f"schedule({self.steps})", self.schedule(self.steps)), math.nan
         grads: Mapping[str, Array] = {}
-        if self._run is not None:
-            self._run.take_tokens()
+        if self._tuning is not None:
+            self._tuning._take_tokens()
         for i in range(self.accumulate):
             batch = self._source.take()
             if batch is END:
@@ -278,7 +277,7 @@ class Trainer:
         return Step(self.steps, loss, factor, norm, tokens, time.perf_counter() - begin)
 
     def _default_tokens(self, batch: Any) -> int:
-        return (0 if self._run is None else self._run.take_tokens()) or _tokens(batch)
+        return (0 if self._tuning is None else self._tuning._take_tokens()) or _tokens(batch)
 
     @named("Trainer.save")
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -295,7 +294,7 @@ class Trainer:
             "steps": self.steps,
             "schedule": self._named_schedule(),
             "place": self._place,
-            "tuning": None if self._run is None else self._run.values(),
+            "tuning": None if self._tuning is None else self._tuning._run_values(),
         }
         _safetensors.write(path, state, values, KEY)
 
@@ -322,8 +321,8 @@ class Trainer:
         """
         arrays, values = _safetensors.read(path, KEY, "training run", _FORMAT)
         _require_fit(path, values, type(self.optimizer).__name__)
-        if self._run is not None:
-            self._run.require_same(path, values.get("tuning"))
+        if self._tuning is not None:
+            self._tuning._require_same(path, values.get("tuning"))
         place = values["place"]
         wanted, given = self._where().keys(), place.keys() - (set() if self._source.kind else SOURCES)
         if wanted != given:

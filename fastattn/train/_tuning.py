@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,56 +33,6 @@ if TYPE_CHECKING:
 
 _DOWN, _UP = ".lora_a", ".lora_b"
 KEY = "fastattn.train"  # in the header of a run's file
-
-
-class Run:
-    """Facts of a tuning for trainers and optimizers: parameters, tokens of losses, what runs share."""
-
-    def __init__(
-        self,
-        kind: str,
-        rank: int | None,
-        alpha: float | None,
-        frozen: Mapping[str, Array],
-        parameters: dict[str, Array],
-    ):
-        self.parameters = parameters  # which an optimizer changes
-        self.tokens = 0  # that losses were given since a trainer took them
-        self._kind, self._rank, self._alpha, self._frozen = kind, rank, alpha, frozen
-
-    def take_tokens(self) -> int:
-        """Number of tokens that losses were given since the last call."""
-        tokens, self.tokens = self.tokens, 0
-        return tokens
-
-    @cached_property
-    def _checksum(self) -> str:
-        """CRC of the frozen tensors; a run loads only onto the same ones.
-
-        It is the same for all types that the model computes in.
-        """
-        crc = 0
-        for name in sorted(self._frozen):
-            tensor = np.ascontiguousarray(self._frozen[name], np.float32)
-            crc = zlib.crc32(tensor.data, zlib.crc32(name.encode(), crc))
-        return f"{crc:08x}"
-
-    def values(self) -> dict[str, Any]:
-        """Values that a run must share with one that goes on with it, beside the parameters: for JSON."""
-        return {"rank": self._rank, "alpha": self._alpha, "checksum": self._checksum}
-
-    def require_same(self, path: str | os.PathLike[str], given: Any) -> None:
-        """Raise unless `given` are the `values` of a run like this one."""
-        where, own = os.fsdecode(path), self.values()
-        if not isinstance(given, dict) or given.keys() != own.keys():
-            raise ValueError(f"(): {where} holds no fine-tuning; expected one of {self._kind}")
-        for name in ("rank", "alpha"):
-            if given[name] != own[name]:
-                raise ValueError(f"(): the {name} in {where} is {short(given[name])}; expected {own[name]}")
-        if given["checksum"] != own["checksum"]:
-            came = f"is of a model whose frozen tensors' checksum is {short(given['checksum'])}"
-            expected = f"{own['checksum']!r}, that of the model given to {self._kind}"
-            raise ValueError(f"(): {where} {came}; expected {expected}")
 
 
 class Tuning:
@@ -141,8 +91,41 @@ class Tuning:
                 down = source.standard_normal((self.rank, columns)) / columns**0.5
                 self._parameters[name + _DOWN] = down.astype(self._base[name].dtype)
                 self._parameters[name + _UP] = np.zeros((rows, self.rank), self._base[name].dtype)
-        frozen = {name: x for name, x in self._base.items() if name not in self._parameters}
-        self._run = Run(type(self).__name__, self.rank, self.alpha, frozen, self._parameters)
+        self._tokens = 0  # that losses were given since a trainer took them
+
+    def _take_tokens(self) -> int:
+        """Number of tokens that losses were given since the last call."""
+        tokens, self._tokens = self._tokens, 0
+        return tokens
+
+    @cached_property
+    def _checksum(self) -> str:
+        """CRC of the frozen tensors; a run loads only onto the same ones.
+
+        It is the same for all types that the model computes in.
+        """
+        crc = 0
+        for name in sorted(self._base.keys() - self._parameters.keys()):
+            tensor = np.ascontiguousarray(self._base[name], np.float32)
+            crc = zlib.crc32(tensor.data, zlib.crc32(name.encode(), crc))
+        return f"{crc:08x}"
+
+    def _run_values(self) -> dict[str, Any]:
+        """Values that a run must share with one that continues it, beside the parameters: for JSON."""
+        return {"rank": self.rank, "alpha": self.alpha, "checksum": self._checksum}
+
+    def _require_same(self, path: Any, given: Any) -> None:
+        """Raise unless `given` are the `_run_values` of a run like this one."""
+        where, own, kind = os.fsdecode(path), self._run_values(), type(self).__name__
+        if not isinstance(given, dict) or given.keys() != own.keys():
+            raise ValueError(f"(): {where} holds no fine-tuning; expected one of {kind}")
+        for name in ("rank", "alpha"):
+            if given[name] != own[name]:
+                raise ValueError(f"(): the {name} in {where} is {short(given[name])}; expected {own[name]}")
+        if given["checksum"] != own["checksum"]:
+            came = f"is of a model whose frozen tensors' checksum is {short(given['checksum'])}"
+            expected = f"{own['checksum']!r}, that of the model given to {kind}"
+            raise ValueError(f"(): {where} {came}; expected {expected}")
 
     @staticmethod
     def _require(model: Any) -> None:
@@ -204,9 +187,10 @@ class Tuning:
         with ExitStack() as stack:
             names, read, file = reader(state_dict, prefix, stack)
             if file is not None:
-                values = header(cast("str", state_dict), file, KEY)
+                path: Any = state_dict
+                values = header(path, file, KEY)
                 if isinstance(values, dict):
-                    self._run.require_same(cast("str", state_dict), values.get("tuning"))
+                    self._require_same(path, values.get("tuning"))
             arrays = checked_state(known, names, read, prefix)
         with interrupts_wait(), np.errstate(all="ignore"):  # what is not finite is refused
             before = self.state_dict()
@@ -267,7 +251,7 @@ class NextTokenTuning(Tuning):
             most = self._model.vocab_size - 1
             given = [_ids(f"texts[{i}]", x, most) for i, x in enumerate(given)]
         ids, mask = pad(self._model.text.encode(strings) if strings else given)
-        self._run.tokens += int(mask.sum())
+        self._tokens += int(mask.sum())
         loss, grads = self._model.loss_and_gradients(ids, mask)
         return loss, self._own(grads)
 
