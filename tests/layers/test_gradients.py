@@ -171,14 +171,6 @@ def stacks():
     }
 
 
-@pytest.mark.parametrize("kind", ["encoder", "decoder", "both"])
-def test_stacks_say_what_checkpoint_takes(kind):
-    stack, inputs = randomized(stacks()[kind]), [normal(2, 5, WIDTH)] * (1 if kind == "encoder" else 2)
-    name = type(stack).__name__
-    with pytest.raises(TypeError, match=rf"^{name}\(\): checkpoint is 1; expected True or"):
-        vjp(stack, *inputs, checkpoint=1)
-
-
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("ndim", [2, 3])
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "both"])
@@ -430,12 +422,8 @@ def test_errors(code, error):
     )
 
 
-def test_a_pullback_is_called_once_and_nothing_may_be_none():
-    layer, x, dout = single()
-    _, pullback = vjp(layer, x)
-    pullback(dout)
-    with pytest.raises(RuntimeError, match="called before"):
-        pullback(dout)
+def test_what_has_no_gradients_may_be_none():
+    layer, x, _ = single()
     for it, name in ((layer, "cache"), (layer, "lengths"), (layer.self_attn, "residual")):
         np.testing.assert_array_equal(output(vjp(it, x, **{name: None})[0]), output(it(x)))
 

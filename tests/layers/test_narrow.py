@@ -11,11 +11,9 @@ import fastattn
 from fastattn import ops
 from fastattn.layers import (
     FeedForward,
-    KVCache,
     Linear,
     MultiHeadAttention,
     Transformer,
-    TransformerDecoder,
     TransformerDecoderLayer,
     TransformerEncoder,
     TransformerEncoderLayer,
@@ -107,22 +105,6 @@ def test_a_program_has_the_same_products(implementation, kind):
     plain, masked = layer(x), layer(x, src_mask=np.zeros((9, 9), bool))
     assert layer._plain[1] is not None
     np.testing.assert_allclose(plain, masked, rtol=0, atol=0.05)  # a near tie may go either way
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_step_by_step(implementation, kind):
-    """A row's bits do not depend on its neighbours, so a cache gives what the whole gives."""
-    how = {"weights_dtype": kind, "activations": "int8"}
-    encoder = TransformerEncoder([randomized(TransformerEncoderLayer(WIDTH, HEADS, 96, **how))])
-    decoder = TransformerDecoder([randomized(TransformerDecoderLayer(WIDTH, HEADS, 96, **how))])
-    x, memory = draw(2, 7, WIDTH), draw(2, 5, WIDTH)
-    whole, cache = encoder(x, is_causal=True), encoder.new_cache()
-    steps = [encoder(x[:, i : i + 1], is_causal=True, cache=cache) for i in range(7)]
-    np.testing.assert_allclose(np.concatenate(steps, axis=1), whole, rtol=0, atol=0.1)
-    whole, cache = decoder(x, memory, tgt_is_causal=True), decoder.new_cache()
-    steps = [decoder(x[:, i : i + 1], memory, cache=cache) for i in range(7)]
-    np.testing.assert_allclose(np.concatenate(steps, axis=1), whole, rtol=0, atol=0.1)
-    assert isinstance(cache[0].tokens, KVCache)
 
 
 def test_parts_may_differ(implementation):

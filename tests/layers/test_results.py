@@ -1,7 +1,6 @@
 """Layers: what they compute beyond torch's (tests/parity has that), and how they behave as values."""
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pre_norm_encoder
@@ -23,7 +22,7 @@ from layer_oracle import (
 )
 from refused import assert_refused, refused
 
-from fastattn._engine import dispatch, settings
+from fastattn._engine import dispatch
 from fastattn.grad import vjp
 from fastattn.layers import (
     KVCache,
@@ -169,20 +168,6 @@ def test_a_plain_layer_notices_new_parameters():
     np.testing.assert_array_equal(one(x), np.ones_like(x))
 
 
-@pytest.mark.parametrize("options", [{}, {"norm": "rms_norm", "activation": "swiglu", "norm_first": True}])
-def test_same_bits_for_any_threads_and_batch(options, implementation):
-    layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 96, **options))
-    x = draw(4, 70, WIDTH)
-    with settings.forced(num_threads=1):
-        expected = layer(x, is_causal=True)
-    for num_threads in (2, 3, 8):
-        with settings.forced(num_threads=num_threads):
-            np.testing.assert_array_equal(layer(x, is_causal=True), expected)
-    if implementation != "numpy":  # whose matmul is BLAS's
-        np.testing.assert_array_equal(layer(x[2:3], is_causal=True), expected[2:3])
-        np.testing.assert_array_equal(layer(x[2], is_causal=True), expected[2])
-
-
 def test_results_outlive_the_next_call(implementation):
     """Layers keep memory from call to call, but never that of a result, a cache or projected keys."""
     layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 256, attention={"output_gate": True}))
@@ -201,16 +186,6 @@ def test_results_outlive_the_next_call(implementation):
     layer.feed_forward(other)
     for array, expected in zip(kept, before, strict=True):
         np.testing.assert_array_equal(array, expected)
-
-
-def test_several_python_threads_at_once():
-    layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 256))
-    inputs = [draw(4, 200, WIDTH, seed=i) for i in range(8)]
-    expected = [layer(x) for x in inputs]
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(5):
-            for out, wanted in zip(pool.map(layer, inputs), expected, strict=True):
-                np.testing.assert_array_equal(out, wanted)
 
 
 def test_the_example_of_another_arrangement(implementation):

@@ -148,24 +148,6 @@ def test_a_file_holds_arrays_and_json(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
 
 
-def test_a_file_is_replaced_at_once(tmp_path, monkeypatch):
-    path = tmp_path / "run.safetensors"
-    run = Run()
-    run.trainer.fit(3)
-    run.trainer.save(path)
-    before = path.read_bytes()
-    run.trainer.fit(5)
-
-    def fails(*args):
-        raise OSError("no space")
-
-    monkeypatch.setattr("os.replace", fails)
-    with pytest.raises(OSError, match="no space"):
-        run.trainer.save(path)
-    assert path.read_bytes() == before
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_files_that_do_not_fit_change_nothing(tmp_path):
     path = tmp_path / "run.safetensors"
     run, sgd = Run(), Run(train.SGD)
