@@ -159,12 +159,8 @@ class SigmoidOptions(NoSoftmaxOptions, _KeyScale, _ValueScale):
     """Options of `sigmoid_attention`, which the kernels of `attention` run."""
 
 
-class PlacedOptions(_Keys, _Causal, _Scale, _Sinks, ComputeOptions):
-    """Options of relative positions, which have no soft cap."""
-
-
-class RelativeOptions(PlacedOptions, _Alibi, OutOption):
-    """Options of relative positions that are a bias."""
+class RelativeOptions(_Keys, _Causal, _Scale, _Sinks, ComputeOptions, _Alibi, OutOption):
+    """Options of relative positions that are a bias, without softcap."""
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -9,12 +9,12 @@ import numpy as np
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import vector
-from fastattn._args.options import NoSoftmaxOptions, require_options
+from fastattn._args.options import NoSoftmaxOptions, RelativeOptions, require_options
 from fastattn._args.types import Array, AttentionArgs, Ints, RowwiseArgs, Shape, lane_dtype
 from fastattn._args.values import float_array, head_values, integer, require_broadcast
 
 if TYPE_CHECKING:
-    from fastattn._args.options import ComputeOptions, PlacedOptions, PlaceOptions
+    from fastattn._args.options import ComputeOptions
 
 
 def variant_args(
@@ -44,20 +44,11 @@ def with_shape(name: str, x: Any, shape: Shape, dims: str, n_last: int, lane: np
     return np.asarray(array, lane)
 
 
-def offsets(args: AttentionArgs, options: PlaceOptions) -> Ints:
-    """Position of each sequence's first query; broadcasts to the batch dimensions. `options` are checked."""
-    given = options.get("q_offset")
-    if given is not None:
-        return np.asarray(given, np.int64)
-    lengths = options.get("kv_lengths")
-    return np.asarray((args.len_k if lengths is None else np.asarray(lengths, np.int64)) - args.len_q)
-
-
 def relative_args(
-    q: Any, k: Any, v: Any, options: PlacedOptions, taken: type, return_lse: bool
+    q: Any, k: Any, v: Any, options: RelativeOptions, return_lse: bool
 ) -> tuple[AttentionArgs, np.dtype[Any], int]:
     """Return `variant_args`, the lane type, and the first query's position, the same in all sequences."""
-    args = variant_args(q, k, v, options, taken, return_lse)
+    args = variant_args(q, k, v, options, RelativeOptions, return_lse)
     lane = lane_dtype(args.q.dtype)
     if options.get("q_offset") is not None:
         return args, lane, integer("q_offset", options["q_offset"], -(2**53), 2**53)

@@ -177,7 +177,7 @@ def _disentangled_args(
     return_lse: bool,
 ) -> _Disentangled:
     """Check the arguments of DeBERTa's attention."""
-    args, lane, offset = relative_args(q, k, v, options, RelativeOptions, return_lse)
+    args, lane, offset = relative_args(q, k, v, options, return_lse)
     tables = {"position_keys": position_keys, "position_queries": position_queries}
     given = {name: float_array(name, x, 2) for name, x in tables.items() if x is not None}
     if not given:
