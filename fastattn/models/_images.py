@@ -287,14 +287,6 @@ def _sinc(x: float) -> float:
     return 1.0 if x == 0 else math.sin(x * math.pi) / (x * math.pi)
 
 
-def _lanczos(x: float) -> float:
-    return _sinc(x) * _sinc(x / 3) if -3 <= x < 3 else 0.0
-
-
-def _bilinear(x: float) -> float:
-    return max(1 - abs(x), 0.0)
-
-
 def _bicubic(x: float) -> float:
     x, a = abs(x), -0.5
     if x < 1:
@@ -302,20 +294,16 @@ def _bicubic(x: float) -> float:
     return (((x - 5) * x + 8) * x - 4) * a if x < 2 else 0.0
 
 
-def _box(x: float) -> float:
-    return float(-0.5 < x <= 0.5)
-
-
 def _hamming(x: float) -> float:
     a, b = float(np.float32(0.54)), float(np.float32(0.46))  # as Pillow has them
     return _sinc(x) * (a + b * math.cos(x * math.pi)) if -1 < x < 1 else 0.0
 
 
-# How far a filter reaches, and what it weighs a pixel at a distance, by Pillow's numbers.
+# Support of a filter, and its weight of a pixel at a distance, by Pillow's numbers.
 _FILTERS: dict[int, tuple[float, Callable[[float], float]]] = {
-    1: (3.0, _lanczos),
-    2: (1.0, _bilinear),
+    1: (3.0, lambda x: _sinc(x) * _sinc(x / 3) if -3 <= x < 3 else 0.0),  # Lanczos
+    2: (1.0, lambda x: max(1 - abs(x), 0.0)),  # bilinear
     3: (2.0, _bicubic),
-    4: (0.5, _box),
+    4: (0.5, lambda x: float(-0.5 < x <= 0.5)),  # box
     5: (1.0, _hamming),
 }

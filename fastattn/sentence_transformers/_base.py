@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from fastattn._args.errors import named, wrong_type
+from fastattn._args.options import require_options
 from fastattn._args.values import choice, flag, integer, short
 from fastattn._args.words import not_an_argument
 from fastattn.models import load
@@ -112,10 +113,8 @@ class Base:
     @named("{cls}")
     def __init__(self, name: Any, options: Options):
         taken: dict[str, Any] = {**dict.fromkeys(Options.__annotations__), **options}
-        for word in options.keys() - Options.__annotations__.keys():
-            own = (name for name in inspect.signature(type(self)).parameters if name != "options")
-            expected = ", ".join((*own, *Options.__annotations__))
-            raise TypeError(f"(): {word} is not an argument; expected one of {expected}")
+        own = (name for name in inspect.signature(type(self)).parameters if name != "options")
+        require_options(options, Options, *own)
         for word in ("modules", "config_kwargs", "model_card_data"):
             if taken[word]:
                 raise ValueError(f"(): {word} is given; expected none: models are read from folders")

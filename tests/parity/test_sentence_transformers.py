@@ -391,7 +391,7 @@ def test_errors_of_calls(name, folders):
         ({"config_kwargs": {"x": 1}}, "config_kwargs is given; expected none"),
         ({"model_card_data": 1}, "model_card_data is given; expected none"),
         ({"backend": "onnx"}, "backend is 'onnx'; expected "),
-        ({"model_kwargs": {"file_name": "x"}}, "model_kwargs has 'file_name'; expected of activations, "),
+        ({"model_kwargs": {"file_name": "x"}}, "model_kwargs has 'file_name'; expected one of activations, "),
         ({"model_kwargs": {"dtype": "float16"}}, "dtype of model_kwargs is 'float16'; expected "),
         ({"processor_kwargs": {"x": 1}}, "processor_kwargs has 'x'; expected 'model_max_length'"),
         ({"default_prompt_name": "x"}, "default_prompt_name is 'x'; expected "),
