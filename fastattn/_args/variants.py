@@ -10,7 +10,7 @@ from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import vector
 from fastattn._args.options import NoSoftmaxOptions, RelativeOptions, require_options
-from fastattn._args.types import Array, AttentionArgs, Ints, RowwiseArgs, Shape, lane_dtype
+from fastattn._args.types import Array, AttentionArgs, RowwiseArgs, Shape, lane_dtype
 from fastattn._args.values import float_array, head_values, integer, require_broadcast
 
 if TYPE_CHECKING:
