@@ -86,7 +86,7 @@ def register(*, measure: bool = True) -> Undo:
 
 _SAID = (
     'attn_implementation="fastattn": registered in the whole process, also after undo\n'
-    "convolutions, delta rules, scans of hybrid models, deformable attention: replaced in the whole process"
+    "convolutions, delta rules and scans of hybrid models, deformable attention: replaced there, too"
 )
 
 

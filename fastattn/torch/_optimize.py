@@ -122,7 +122,8 @@ def _replace_attention(model: Any, measure: bool, steps: list[Callable[[], None]
             module.set_attn_implementation(NAME)
         now = module.config._attn_implementation
         change = f"{was} -> {now}" if now != was else f"{now}, as before"
-        lines.append(f"attention of {_called(name, module)}: {change}")
+        called = f"{type(module).__name__} {name}".rstrip()
+        lines.append(f"attention of {called}: {change}")
         if functions := hybrid_functions(module):
             lines.append(f"{', '.join(functions)} of transformers: replaced in the whole process")
     return lines
@@ -140,10 +141,6 @@ def _configs(model: Any) -> Iterator[Any]:
 def _set_back(before: list[tuple[Any, str]]) -> None:
     for config, implementation in before:
         config._attn_implementation = implementation
-
-
-def _called(name: str, module: Any) -> str:
-    return f"{type(module).__name__} {name}".rstrip()
 
 
 def _replace_linears(

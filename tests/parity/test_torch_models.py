@@ -4,6 +4,7 @@ import copy
 import pickle
 import platform
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-import fastattn.torch
 from fastattn._engine import dispatch, settings
 from fastattn.torch import Undo, _hugging_face, _memory, optimize, patch_sdpa, register
 
@@ -25,6 +25,8 @@ CONFIGS = {
     "llama": transformers.LlamaConfig(**DECODER),
     "gemma2": transformers.Gemma2Config(**DECODER, sliding_window=5, attn_logit_softcapping=0.5),
 }  # fmt: skip
+# Without C++ code, which takes long to compile: that is in test_torch_ops.py.
+compiled_whole = partial(torch.compile, fullgraph=True, backend="aot_eager")
 needs_kernels = pytest.mark.skipif(not COMPILED, reason="of compiled kernels, and there are none")
 
 
@@ -81,7 +83,7 @@ def test_compiled_model():
     model, inputs = model_of("llama"), tokens()
     expected = model(**inputs).last_hidden_state
     model.set_attn_implementation("fastattn")
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = compiled_whole(model)
     torch.testing.assert_close(compiled(**inputs).last_hidden_state, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -266,13 +268,13 @@ import resource, torch, fastattn.torch
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(5):
+    for _ in range(3):
         model(x)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 model = torch.nn.Sequential(torch.nn.Linear(16, 4096), torch.nn.GELU()).eval()
 with torch.inference_mode():
-    x = torch.randn(4096, 16)  # two results of 64 MB each
+    x = torch.randn(2304, 16)  # two results of 38 MB each
     first = faults()
     with fastattn.torch.optimize(model, keep_freed=True):
         faults()
@@ -283,7 +285,7 @@ with torch.inference_mode():
     assert done.returncode == 0, done.stderr
     first, kept, before, after = map(int, done.stdout.split())
     assert kept < 0.25 * first  # a block of the heap may move, once
-    assert before - after > 0.1 * first  # pages, of 10 results
+    assert before - after > 0.1 * first  # pages, of 6 results
 
 
 @needs_kernels
@@ -378,7 +380,8 @@ def test_weights_that_are_lent():
         own = model(x)
         for weights in given:
             torch.testing.assert_close(f(weights), other(x))
-            torch.testing.assert_close(torch.compile(f, fullgraph=True)(weights), other(x))
+            compiled = compiled_whole(f)
+            torch.testing.assert_close(compiled(weights), other(x))
             assert torch.equal(model(x), own)
         other.requires_grad_(False)
         torch.testing.assert_close(f(given[0]), other(x))
@@ -482,16 +485,16 @@ def test_copies_have_weights_of_their_own(copied, ran):
     with torch.no_grad(), optimize(model, "bfloat16"):
         twin = copied(model)
         expected = model(x)
-        compiled = torch.compile(model, fullgraph=True)(x)  # its GELU may round otherwise
+        compiled = compiled_whole(model)(x)  # its GELU may round otherwise
         assert torch.equal(twin(x), expected)
         twin[0].weight.zero_()
         twin[2].bias.zero_()
         del ran[:]
-        for call in (twin, torch.compile(twin, fullgraph=True)):
+        for call in (twin, compiled_whole(twin)):
             assert not torch.allclose(call(x), expected)
             torch.testing.assert_close(call(x), twin[2](twin[1](twin[0].bias.expand(3, -1))))
         assert ran.count("linear") == 10
-        assert torch.equal(torch.compile(model, fullgraph=True)(x), compiled)
+        assert torch.equal(compiled_whole(model)(x), compiled)
 
 
 @needs_kernels
@@ -502,7 +505,7 @@ def test_derivatives_in_forward_mode_are_torchs():
     sliced = torch.func.vmap(model)(x)
     with optimize(model), torch.no_grad():
         torch.testing.assert_close(torch.func.jvp(model, (x,), (x,)), expected)
-        compiled = torch.compile(lambda x: torch.func.jvp(model, (x,), (x,)), fullgraph=True)
+        compiled = compiled_whole(lambda x: torch.func.jvp(model, (x,), (x,)))
         torch.testing.assert_close(compiled(x), expected)
         torch.testing.assert_close(torch.func.vmap(model)(x), sliced)
 
@@ -569,7 +572,7 @@ def test_what_is_left_alone():
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_optimized_and_compiled(dynamic):
     model = layers()
-    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    compiled = compiled_whole(model, dynamic=dynamic)
     with torch.no_grad(), optimize(model):
         for rows in (3, 6):
             x = torch.randn(rows, 40)
@@ -630,11 +633,3 @@ def test_a_refused_change_leaves_nothing(ran):
     assert model[0].weight.requires_grad
     sdpa(x, x, x)
     assert "attention" not in ran
-
-
-def test_fastattn_torch_is_imported_when_first_used(python):
-    """Importing the package alone does not import torch."""
-    code = "import sys, fastattn; assert 'torch' not in sys.modules; print(fastattn.torch.optimize.__name__)"
-    done = python(code)
-    assert done.stdout == "optimize\n", done.stderr
-    assert fastattn.torch.__all__ == ["Undo", "measured", "optimize", "patch_sdpa", "register"]
