@@ -63,7 +63,7 @@ class TextHead:
 class TwoTowers(Encoder):
     """CLIP or SigLIP: `encode` makes vectors of texts and of images, which `similarity` compares.
 
-    Other methods of `Encoder` are those of the text tower; a call returns its hidden states.
+    Other methods of `Encoder` run the text tower; a call returns its hidden states.
     """
 
     vision: Vision | ShapedVision

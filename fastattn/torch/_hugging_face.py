@@ -63,7 +63,7 @@ def register(*, measure: bool = True) -> Undo:
 
     Notes
     -----
-    Masks are those of "sdpa": bools, or none for plain causal attention. Models without "sdpa" support get
+    Masks are as for "sdpa": bools, or none for plain causal attention. Models without "sdpa" support get
     the masks of "eager". Softcaps, sinks, position biases and keys selected by an indexer are supported, with
     gradients. Calls with dropout, on other devices, with nested tensors or with a paged cache use
     transformers' "sdpa" function. A NotImplementedError is raised if weights are requested

@@ -338,7 +338,8 @@ MODULES = [
     {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
 ]
 FROM_DECODERS = (
-    "Gemma3TextModel", "LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel", "SmolLM3Model"
+    "Gemma3TextModel", "LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel",
+    "SmolLM3Model",
 )  # fmt: skip
 NO_POSITIONS = (  # T5 has none, and the others count them from ids
     "RobertaModel", "XLMRobertaModel", "CamembertModel", "MPNetModel", "T5EncoderModel", "MT5EncoderModel"
