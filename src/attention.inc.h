@@ -1,4 +1,4 @@
-/* One task of the tile kernel: up to TASK_TILES blocks of query rows against the keys of their ranges, queries on the lanes.
+/* One task of the tile kernel: up to TASK_TILES tiles of query rows against the keys of their ranges; lanes are queries.
  *
  *     Q^T = transpose(scale * Q)                       rows of one KV head: (query, head in group) pairs
  *     for each block of keys, and each tile of rows that attends some of it:
@@ -15,7 +15,7 @@
  * strides fall on few sets of the first-level cache are gathered (lies_well; docs/dev/attention-kernel.md). The copies may serve
  * several tasks of a KV head: keeps_copy in tasks.inc.h says when.
  *
- * Exports   block_scores, sum_now; tile_begin, tile_attend, tile_end, tile_finish. */
+ * Exports   product_scores, product_values; tile_begin, tile_attend, tile_end, tile_finish. */
 #pragma once
 #include "operands.inc.h"
 #include "sigmoid.inc.h"
@@ -101,7 +101,7 @@ INLINE int scaled_later(const fa_attention_args *a, int bf16)
     return V_AMX && bf16 && plain && normal && !a->sigmoid && !a->stats.second_pass;
 }
 
-/* softmax_update. By tiles probabilities go into pairs, and stay in s with `keep` alone. */
+/* softmax_update; with AMX amx_softmax, which writes pairs, and writes s only with `keep`. */
 INLINE int tile_softmax(int nv, int bf16, int keep, int64_t n, const tile_state *tile, const tile_scratch *scratch)
 {
     lane *s = scratch->s, *log = tile->row_log;
@@ -117,8 +117,8 @@ INLINE int tile_softmax(int nv, int bf16, int keep, int64_t n, const tile_state 
     return softmax_update(nv, bf16, s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
 }
 
-/* S^T, by tiles where there are any. */
-INLINE void block_scores(int nv, int bf16, int64_t n, const outer_product *p, const fetched_rows *ahead)
+/* S^T, by AMX where bf16 and V_AMX; then `ahead` is not fetched. */
+INLINE void product_scores(int nv, int bf16, int64_t n, const outer_product *p, const fetched_rows *ahead)
 {
 #if V_AMX
     if (bf16) {
@@ -129,8 +129,8 @@ INLINE void block_scores(int nv, int bf16, int64_t n, const outer_product *p, co
     block_outer(nv, bf16, n, p, ahead);
 }
 
-/* O^T of the tile that waits for it, if one does. */
-INLINE void sum_waiting(tile_scratch *scratch)
+/* O^T of the tile whose product waits (product_values_later), if one does. */
+INLINE void product_values_waiting(tile_scratch *scratch)
 {
 #if V_AMX
     if (scratch->waiting_nv == 1) amx_values(1, &scratch->waiting);
@@ -139,9 +139,9 @@ INLINE void sum_waiting(tile_scratch *scratch)
     scratch->waiting_nv = 0;
 }
 
-/* O^T. By tiles, the product waits until the next tile has its scores: what was just stored can not be loaded into a tile
- * before the store has reached the cache. */
-INLINE void sum_values(int nv, int bf16, const value_product *p, tile_scratch *scratch)
+/* O^T. With AMX the product waits until the next tile of queries has its scores: what was just stored cannot be loaded
+ * into AMX's registers before the store has reached the cache. */
+INLINE void product_values_later(int nv, int bf16, const value_product *p, tile_scratch *scratch)
 {
 #if V_AMX
     if (bf16) {
@@ -154,8 +154,8 @@ INLINE void sum_values(int nv, int bf16, const value_product *p, tile_scratch *s
     block_values(nv, bf16, p);
 }
 
-/* The same at once, of a product without ACC_SCALE. */
-INLINE void sum_now(int nv, int bf16, const value_product *p)
+/* The same at once. Not for ACC_SCALE, which AMX's registers cannot do. */
+INLINE void product_values(int nv, int bf16, const value_product *p)
 {
 #if V_AMX
     if (bf16) {
@@ -166,7 +166,8 @@ INLINE void sum_now(int nv, int bf16, const value_product *p)
     block_values(nv, bf16, p);
 }
 
-/* scratch->s = the tile's scores, modified and masked. Returns how many keys the first NV_LOW vectors attend, of n. */
+/* scratch->s = the tile's scores, modified and masked. Returns after how many of the n keys the first NV_LOW vectors
+ * attend none: n where that was not asked. Meanwhile the product that waits is computed. */
 INLINE int64_t finish_scores(const fa_attention_args *a, const modifiers *mods, int nv, int bf16,
                              const tile_state *tile, const score_tile *scores, tile_scratch *scratch)
 {
@@ -178,19 +179,19 @@ INLINE int64_t finish_scores(const fa_attention_args *a, const modifiers *mods, 
     product.depth = bf16 ? padded_k(a->head_dim) / 2 : a->head_dim;
     const int cut = nv == NV && NV_LOW > 0 && scores->kind & BLOCK_EDGE && !(V_AMX && bf16);
     const int64_t n_low = cut ? keys_of_low(scores->rows, scores->j0, n, bf16) : n;
-    block_scores(nv, bf16, n_low, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
+    product_scores(nv, bf16, n_low, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
     if (nv == NV && n_low < n) { /* modify_tile hides the other scores */
         product.x += n_low * product.x_row, product.y += NV_LOW * LANES;
         product.out += n_low * BLOCK_Q + NV_LOW * LANES;
         block_outer(NV - NV_LOW, bf16, n - n_low, &product, NULL);
     }
-    sum_waiting(scratch);
+    product_values_waiting(scratch);
     modify_tile(a, nv, mods, scores);
     return n_low;
 }
 
-/* Scores become probabilities, with bf16 pairs of them, and the rows' maxima and sums follow. Returns whether older sums
- * have to be scaled by alpha. `bad`: some values are not finite, and add_bad_value will read scratch->s. */
+/* Scores become probabilities, and with `bf16` pairs of these, too; the rows' maxima and sums follow. Returns whether
+ * older sums have to be scaled by alpha. `bad`: some values are not finite, and add_bad_value will read scratch->s. */
 INLINE int finish_probs(const fa_attention_args *a, int nv, int bf16, int bad, tile_state *tile,
                         const score_tile *scores, tile_scratch *scratch)
 {
@@ -223,9 +224,9 @@ INLINE void accumulate(const fa_attention_args *a, int nv, int bf16, int bad, in
     values.n = bf16 ? ceil_div(n, 2) : n, values.n_low = bf16 ? ceil_div(n_low, 2) : n_low;
     values.probs = bf16 ? scratch->pairs : scratch->s;
     values.mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
-    sum_values(nv, bf16, &values, scratch);
+    product_values_later(nv, bf16, &values, scratch);
     tile->fresh = 0;
-    if (bad) sum_waiting(scratch);
+    if (bad) product_values_waiting(scratch);
     for (int64_t i = 0; bad && i < block->bad.n; i++) {
         const int64_t key = block->first + block->bad.row[i], row = (key - j0) * BLOCK_Q;
         if (j0 <= key && key < j0 + n)
@@ -264,12 +265,15 @@ INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
     tile->fresh = 1;
 }
 
-/* Row maxima times the factor that scores wait for. */
+/* Row maxima times the factor that scores wait for. A product that overflows is marked: -inf says that a row has no
+ * key. */
 INLINE void scale_maxima(tile_state *tile)
 {
     for (int64_t r = 0; tile->factor != 1 && r < BLOCK_Q; r += LANES) {
         const v_t max = v_load(tile->row_max + r), mark = v_splat(-LANE_MAX); /* of mark_rows */
-        v_store(tile->row_max + r, v_select(max == mark, mark, max * v_splat(tile->factor)));
+        const v_t scaled = max * v_splat(tile->factor);
+        const vi_t lost = (scaled < mark) & (max > v_splat(-INFINITY));
+        v_store(tile->row_max + r, v_select((max == mark) | lost, mark, scaled));
     }
 }
 
@@ -384,8 +388,8 @@ INLINE void tile_attend_as(const fa_attention_args *a, int bf16, const row_block
     for (int64_t part = walk.first / PART_K; walk_next(&walk); part = walk.grid / PART_K) {
         if (walk.grid / PART_K != part) {
             if (given_up(a->watch)) return;
-            if (bf16) tiles_begin(); /* whoever was asked may have used them */
-            sum_waiting(scratch);
+            if (bf16) amx_begin(); /* whoever was asked may have used them */
+            product_values_waiting(scratch);
             for (int i = 0; i < tiles; i++)
                 if (!scratch->tiles[i].fresh) tile_end_part(a, scratch, scratch->tiles + i);
         }
@@ -407,17 +411,17 @@ INLINE void tile_attend_as(const fa_attention_args *a, int bf16, const row_block
             else tile_block(a, &mods, NV, bf16, tile, run, scratch);
         }
     }
-    sum_waiting(scratch);
+    product_values_waiting(scratch);
 }
 
 static void tile_attend(const fa_attention_args *a, const row_block *rows, int64_t key_begin, int64_t key_end,
                         tile_scratch *scratch)
 {
-    if (!dots_pairs(a)) {
+    if (!takes_pairs(a)) {
         tile_attend_as(a, 0, rows, key_begin, key_end, scratch);
         return;
     }
-    tiles_begin();
+    amx_begin();
     tile_attend_as(a, 1, rows, key_begin, key_end, scratch);
-    tiles_end();
+    amx_end();
 }

@@ -162,13 +162,13 @@ INLINE void rows_gradients(const fa_backward_args *call, const modifiers *mods, 
     const int64_t row = head * a->len_q + rows->row0;
     load_back_rows(call, mods, bf16, state, shared->delta + row, few_queries(a) ? shared->norm + row : NULL, scratch);
     memset(scratch->tile.dq, 0, rows->n * scratch->tile.width * sizeof(lane));
-    if (bf16) tiles_begin();
+    if (bf16) amx_begin();
     for (int64_t sub = 0; sub < subs && j0 + sub * BLOCK_K < j1; sub++) {
         back_keys *keys = scratch->keys + sub;
         if (a->masks.ranges) ranges_enter(rows, keys->first, keys->first + keys->n);
         some |= tile_gradients(call, mods, bf16, &scratch->queries, keys, &scratch->tile);
     }
-    if (bf16) tiles_end();
+    if (bf16) amx_end();
     if (a->masks.ranges) state->next = rows->next;
     if (some && call->dq.data) add_dq(call, shared, rows, head, &scratch->tile);
 }
@@ -276,7 +276,7 @@ static void backward_run(const fa_backward_args *call, const fa_backward_plan *p
     cut_back_shared(&(arena){.memory = memory}, call, &shared);
     cut_back_scratch(&(arena){.memory = scratch_memory}, call, &scratch);
     for (int64_t block = first; block < last && !given_up(call->attention.watch); block++) {
-        if (dots_pairs(&call->attention)) block_gradients(call, plan, 1, &shared, kv, block, &scratch);
+        if (takes_pairs(&call->attention)) block_gradients(call, plan, 1, &shared, kv, block, &scratch);
         else block_gradients(call, plan, 0, &shared, kv, block, &scratch);
     }
 }

@@ -12,7 +12,7 @@
  * Exports   tile_sums, tile_gradients. */
 #pragma once
 #include "backward_weights.inc.h"
-#include "decode.inc.h"
+#include "few_rows.inc.h"
 
 /* out (rows, vectors) = x y, or += with `more`. Not inlined: three of the five products are it. */
 INLINE void outer_columns_as(int bf16, int64_t n_rows, int64_t vectors, const outer_product *whole)
@@ -20,8 +20,8 @@ INLINE void outer_columns_as(int bf16, int64_t n_rows, int64_t vectors, const ou
     outer_product p = *whole;
     int64_t u = 0;
     for (; u + BACK_NV <= vectors; u += BACK_NV, p.y += BACK_KEYS, p.out += BACK_KEYS)
-        block_scores(BACK_NV, bf16, n_rows, &p, NULL);
-    for (; u < vectors; u++, p.y += LANES, p.out += LANES) block_scores(1, bf16, n_rows, &p, NULL);
+        product_scores(BACK_NV, bf16, n_rows, &p, NULL);
+    for (; u < vectors; u++, p.y += LANES, p.out += LANES) product_scores(1, bf16, n_rows, &p, NULL);
 }
 
 NOINLINE void outer_columns(int bf16, int64_t n_rows, int64_t vectors, const outer_product *whole)
@@ -36,8 +36,9 @@ INLINE void sum_columns_as(int bf16, int64_t vectors, const value_product *whole
     value_product p = *whole;
     int64_t u = 0;
     p.pitch = BLOCK_K;
-    for (; u + BACK_NV <= vectors; u += BACK_NV, p.probs += BACK_KEYS, p.out += BACK_KEYS) sum_now(BACK_NV, bf16, &p);
-    for (; u < vectors; u++, p.probs += LANES, p.out += LANES) sum_now(1, bf16, &p);
+    for (; u + BACK_NV <= vectors; u += BACK_NV, p.probs += BACK_KEYS, p.out += BACK_KEYS)
+        product_values(BACK_NV, bf16, &p);
+    for (; u < vectors; u++, p.probs += LANES, p.out += LANES) product_values(1, bf16, &p);
 }
 
 NOINLINE void sum_columns(int bf16, int64_t vectors, const value_product *whole)
@@ -130,15 +131,15 @@ INLINE void add_query_gradients(int bf16, const column_group *group, const back_
 INLINE void back_few_scores_as(fa_dtype dtype, const fa_attention_args *a, const back_rows *queries,
                                const back_keys *keys, key_run run, const back_tile *tile)
 {
-    const few_product p = {.k = keys->source + (run.j0 - keys->first) * a->k.row,
-                           .k_row = a->k.row,
-                           .n = run.n,
-                           .head_dim = a->head_dim,
-                           .depth = tile->width,
-                           .q = (const lane *)queries->q,
-                           .s = tile->s};
+    const few_score_product p = {.k = keys->source + (run.j0 - keys->first) * a->k.row,
+                                 .k_row = a->k.row,
+                                 .n = run.n,
+                                 .head_dim = a->head_dim,
+                                 .depth = tile->width,
+                                 .q = (const lane *)queries->q,
+                                 .s = tile->s};
 #define SCORES(nr) few_scores(dtype, nr, &p, r)
-    EACH_ROWS(&queries->rows, r, SCORES);
+    IN_FOURS_TWOS_ONES(&queries->rows, r, SCORES);
 #undef SCORES
     for (int64_t r = 0; r < queries->rows.n; r++)
         for (int64_t j = run.n; j < round_up(run.n, LANES); j++) tile->s[r * BLOCK_K + j] = 0;

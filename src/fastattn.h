@@ -80,11 +80,11 @@ typedef struct {
 
 typedef enum {
     FA_TILE,    /* queries on the lanes: attention.inc.h */
-    FA_FEW_ROWS /* head_dim on the lanes, for few rows per KV head: decode.inc.h */
+    FA_FEW_ROWS /* head_dim on the lanes, for few rows per KV head: few_rows.inc.h */
 } fa_kernel_kind;
 
-/* How a call is cut into tasks: a function of (ISA, dtypes, shape of q, head_dim) alone, never of batch or thread
- * count, so that a row's bits depend on neither. FA_FEW_ROWS is for KV heads that attend more keys than there are queries.
+/* How a call is cut into tasks. What decides bits (kind, block sizes, split_k, n_splits) is a function of ISA, dtypes,
+ * heads in a group, len_q and len_k alone, never of batch or thread count. FA_FEW_ROWS is for KV heads that attend more keys than there are queries.
  * Where len_k, which is that of the longest sequence, is one split, a tile takes run() alone: the bits of one partial.
  *
  * The rows of one KV head are its group * len_q (query, head in group) pairs, query-major. If they fill more than one
@@ -100,7 +100,7 @@ typedef enum {
 typedef struct {
     fa_kernel_kind kind;
     int block_q, block_k;  /* rows and keys of a tile */
-    int tiles;             /* row blocks of a task: scheduling, which alone depends on batch and threads */
+    int tiles;             /* row blocks of a task: as all scheduling, it depends on batch and threads */
     int ahead;             /* prefetch distance in tasks; 0: none */
     int keep_copy;         /* a thread keeps the copy of a head's keys and values from task to task */
     int in_turn;           /* tasks go through the KV heads in turn: scheduling */

@@ -1,8 +1,8 @@
 /* What differs between instruction sets besides intrinsics. simd.h includes this; but for cpu.c, no other file asks
  * which one it is.
  *
- *     V_BYTES, V_REGISTERS      bytes of a vector; vector registers, which every tile below must fit
- *     MR x NV                 accumulators of the attention tile, of MR * NV + NV + 1 registers. AVX-512: 8x3,
+ *     V_BYTES, V_REGISTERS      bytes of a vector; vector registers, which all accumulators below must fit
+ *     MR x NV                   accumulators of attention's products, of MR * NV + NV + 1 registers. AVX-512: 8x3,
  *                               12x2, 4x4, 4x6 and 2x8 are behind from 128 keys up. AVX2: 6x2 is 3% behind, with 8
  *                               loads for 12 multiply-adds and not 7; 8x2 spills. NEON: a vector holds but four
  *                               queries. generic: without fused multiply-adds a product takes one register more

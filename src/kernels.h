@@ -13,10 +13,10 @@
  *     tile        rows with their state                scratch  a thread's memory
  *     block, run  a block of keys; some keys of it     part     a result over some of the keys
  *     s, probs    scores; probabilities                add      what is added to scores
- *     b h i j d   batch, head, query, key, dimension   j0, n    the first key of a block; how many there are
+ *     b h i j d   batch, head, query, key, dimension   j0, n    the first key of a run; how many there are
  *     u           a vector of a tile's row             p        the product that a micro-kernel computes
- *     nv          how many; a literal: 1 for at most LANES rows, or NV
- *     bf16        a literal: 1 where products are of bfloat16 pairs, only if V_BF16_DOT */
+ *     nv          how many of these; a literal: 1 for at most LANES rows, or NV
+ *     bf16        a literal: 1 where products are of bfloat16 pairs (takes_pairs); 0 also where bfloat16 is widened */
 #pragma once
 #include "fastattn.h"
 #include "simd.h"

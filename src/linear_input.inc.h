@@ -76,7 +76,7 @@ INLINE int x_in_place(const fa_linear_args *a)
 {
     const int pairs = multiplication_of(a) == BY_PAIRS;
 #if V_AMX
-    if (by_tiles(a) && !tiles_fit(a->x, a->x_row)) return 0;
+    if (by_tiles(a) && !amx_fit(a->x, a->x_row)) return 0;
 #endif
     return !a->x_int8 && a->dtype == (pairs ? FA_BF16 : LANE_DTYPE) && a->x_row % 4096 && a->k == features_read(a);
 }

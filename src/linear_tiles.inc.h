@@ -84,7 +84,7 @@ INLINE void tiles_multiply(int bytes, int hi, const tiles_product *p)
     const int64_t x_row = p->x_row, steps = p->steps;
     const int64_t share = ceil_div(p->waiting->rows, larger(1, steps));
     const char *x = p->x, *part = p->part;
-    load_tiles(2, hi, p->more ? ACC_KEEP : ACC_ZERO, p->acc, PANEL);
+    amx_load_sums(2, hi, p->more ? ACC_KEEP : ACC_ZERO, p->acc, PANEL);
     for (int64_t t = 1; t <= steps; t++, x += AMX_BYTES, part += AMX_ROWS * FA_PANEL_BYTES) {
         const char *y = t == steps ? p->last : part;
         AMX_LOAD(6, y, FA_PANEL_BYTES);
@@ -105,7 +105,7 @@ INLINE void tiles_multiply(int bytes, int hi, const tiles_product *p)
         if (p->waiting->rows) finish_rows(p->waiting, smaller(share, p->waiting->rows));
     }
     if (p->waiting->rows) finish_rows(p->waiting, p->waiting->rows); /* without features there was no step */
-    store_tiles(2, hi, p->acc, PANEL);
+    amx_store_sums(2, hi, p->acc, PANEL);
 }
 
 /* to = the last tiles of a panel, of which `features` are left. */
@@ -158,7 +158,7 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
         memcpy(scratch->x + r * x_row, x.x + r * x.x_row, features * 2);
     for (int64_t r = 0; r < rows; r += AMX_BLOCK_ROWS) {
         const int64_t n = smaller(rows - r, AMX_BLOCK_ROWS), low = smaller(n, AMX_ROWS);
-        if (n != shaped) tile_shapes(low, n - low, AMX_BYTES);
+        if (n != shaped) amx_shapes(low, n - low, AMX_BYTES);
         shaped = n;
         for (int64_t b = 0; b < plan->blocks; b++) { /* one without features, too: out becomes its bias */
             const int64_t d = b * plan->features, here = smaller(features - d, plan->features);
@@ -186,7 +186,7 @@ static void linear_tiles(const fa_linear_args *a, const fa_linear_plan *plan, in
             }
             if ((done += n * here * (end - panel)) > LINEAR_ASKS) {
                 if (given_up(a->watch)) rows = 0;
-                tile_shapes(low, n - low, AMX_BYTES); /* whoever was asked may have used them */
+                amx_shapes(low, n - low, AMX_BYTES); /* whoever was asked may have used them */
                 done = 0;
             }
         }
@@ -218,7 +218,7 @@ static void blocks_by_tiles(int64_t rows, const packed_product *p, char *codes)
     if (p->a->weight == FA_I4) unpack_codes(p, codes);
     for (int64_t r = 0, shaped = 0; r < rows; r += AMX_ROWS) {
         const int64_t n = smaller(rows - r, AMX_ROWS);
-        if (n != shaped) tile_shapes(n, 0, (int)block);
+        if (n != shaped) amx_shapes(n, 0, (int)block);
         shaped = n;
         for (int64_t c = 0; c < PANEL; c += LANES) {
             lane *out = p->out + r * PANEL + c;

@@ -12,7 +12,7 @@ typedef struct {
 } key_run;
 
 /* What a dense mask leaves of n keys from j0 on. Where all rows share the mask, as they share a padding mask, the keys
- * are trimmed to those attended, at multiples of `step` from j0, one of them: often that leaves a full block. */
+ * are trimmed to those attended, at multiples of `step`, as j0 is: often that leaves a full block. */
 static key_run trimmed_run(const fa_attention_args *a, const row_block *rows, int step, int64_t j0, int64_t n)
 {
     const int64_t col = a->masks.mask.col;

@@ -60,7 +60,7 @@ INLINE int modifies(const modifiers *mods, block_kind kind)
 }
 
 /* One vector of scores: `add` is of the additive tile, distance = |position of query - key|, `inside` the lanes within
- * their rows' ranges. A finite bias never masks: a sum that overflows is clamped, unless the score was -inf before. */
+ * their rows' ranges. A finite bias never masks: a sum that overflows to -inf is clamped, unless the score was -inf before. */
 INLINE v_t v_modify(const modifiers *mods, block_kind kind, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
 {
     const v_t hidden = v_splat(-INFINITY);
@@ -120,7 +120,8 @@ INLINE void hide_edges(int nv, const score_tile *scores)
     }
 }
 
-/* Modifiers and masks of a tile. One modifier alone, with nothing hidden, has a loop of its own: those are usual. */
+/* Modifiers and masks of a tile. Usual ones have loops of their own: a softcap or ALiBi alone where nothing is added or
+ * hidden, edges alone, an additive tile alone. */
 INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mods, const score_tile *scores)
 {
     const row_block *rows = scores->rows;

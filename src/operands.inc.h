@@ -18,7 +18,8 @@
 #define TASK_TILES 8 /* most tiles of a task */
 
 /* After so many keys, at multiples of it, a tile's state becomes a partial and is merged into that of the keys before.
- * So one accumulator adds up at most 64 blocks; 64 blocks of 64 keys are the fewest additions in a row. */
+ * A sum is then of 64 keys within a block and of 64 blocks: for 4096 keys the fewest roundings in a row. Parts are merged
+ * by two-sums. */
 #define PART_K (64 * BLOCK_K)
 
 typedef struct {
@@ -26,7 +27,7 @@ typedef struct {
     row_lanes lanes;
     lane *qt, *ot;           /* Q^T (head_dim, BLOCK_Q), O^T (head_dim_v, BLOCK_Q) */
     lane *row_max, *row_sum; /* (BLOCK_Q); in the second pass the rows' norm stands there */
-    lane factor;             /* that row_max and top_score are to be multiplied by, as all scores until then */
+    lane factor;             /* what row_max and top_score still have to be multiplied by (scaled_later) */
     lane *row_log;           /* (BLOCK_Q), or NULL */
     const char **bias;       /* (BLOCK_Q): where the bias of each row begins */
     lane *top_score;         /* (n_top, BLOCK_Q) */
@@ -166,7 +167,8 @@ static void transpose_rows(fa_dtype from, int bf16, const char *const *row, int6
     else WITH_DTYPE(from, dtype, transpose_rows_as(dtype, 0, row, n_lanes, width, factor, pitch, to));
 }
 
-/* qt (head_dim, BLOCK_Q) = transpose(factor * q). */
+/* qt = transpose(factor * q): (head_dim, BLOCK_Q). With `bf16` pairs, unscaled: (padded_k / 2, BLOCK_Q), 0 past
+ * head_dim. */
 static void load_queries(const fa_attention_args *a, const row_block *rows, int bf16, lane factor, lane *qt)
 {
     const char *q_row[BLOCK_Q] = {NULL};
@@ -301,7 +303,7 @@ INLINE const char *rows_as_pairs(const fa_array *x, const row_block *rows, int64
     int copies = padded > width || whole > n || !in_a_row(x, first, n);
     copies |= V_AMX ? !is_dense(x, width) : !lies_well(x, width, n);
 #if V_AMX
-    copies |= !tiles_fit(from, x->row);
+    copies |= !amx_fit(from, x->row);
 #endif
     *row_bytes = copies ? padded * 2 : x->row;
     if (!copies) return from;
@@ -339,7 +341,7 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int bf
     key_block *block = &scratch->block;
     const int64_t width = a->head_dim, width_v = a->head_dim_v;
     int64_t first = block->first, n = block->n;
-    scratch->odd = !scratch->odd; /* here: no product waits for a block that nobody loads */
+    scratch->odd = !scratch->odd; /* only here: a product that waits reads the other one */
     lane *k = scratch->k, *v = V_AMX && bf16 && scratch->odd ? scratch->v_odd : scratch->v;
     int there = 0;
     if (scratch->copy.head) {

@@ -208,7 +208,7 @@ static void tiles_strip(const fa_outer_args *a, const outer_place *at, int64_t c
     const int more = a->more || at->row;
     outer_product p = {.x = (const char *)scratch->strip, .x_row = AMX_STRIP_ROW, .pitch = PANEL, .factor = 1};
     p.depth = ceil_div(at->rows, 2), p.out = scratch->acc;
-    tiles_begin();
+    amx_begin();
     for (int64_t i = 0; i < panels; i++) {
         const int64_t left = at->columns_b - i * PANEL, first = i * share;
         p.y = scratch->panels + i * (MAX_DEPTH * PANEL);
@@ -223,7 +223,7 @@ static void tiles_strip(const fa_outer_args *a, const outer_place *at, int64_t c
                 v_store_part(to, more ? sum + v_load_part(to, left - c) : sum, left - c);
             }
     }
-    tiles_end();
+    amx_end();
 }
 #endif
 

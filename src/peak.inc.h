@@ -33,7 +33,7 @@ static double dot_i8_rounds(int64_t rounds)
 /* The same of products of tiles: four accumulators. */
 static double tile_rounds(int64_t rounds, int bytes)
 {
-    tile_shapes(AMX_ROWS, AMX_ROWS, AMX_BYTES);
+    amx_shapes(AMX_ROWS, AMX_ROWS, AMX_BYTES);
     for (int64_t i = 0; i < rounds; i++) {
         if (bytes) {
             AMX_DOT_I8(0, 4, 6);

@@ -32,7 +32,7 @@ typedef struct {
     int64_t full_first, full_last;  /* the intersection */
     range_list *lists;              /* of each row */
     int64_t *pair_begin, *pair_end; /* what a row attends of list.pair; INT64_MAX where there is no further pair */
-    int64_t *like;                  /* the first of the rows up to this one that have its list, one after the other */
+    int64_t *like;                  /* first row of the run of neighbours with this row's list */
     int one_list;                   /* all rows have the same list */
     int several;                    /* some row has several ranges in the block */
     int64_t next;                   /* the next key that some row attends, from the block's end on */

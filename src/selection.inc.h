@@ -211,8 +211,8 @@ INLINE int score_keys_as(const fa_selection_args *call, const fa_selection_plan 
                 outer_product part = product;
                 prefetch_part(a, &keys, j0 + BLOCK_K, end, p, all);
                 part.x += c * product.x_row, part.y = tile->qt, part.out = scratch->s[p % 2];
-                if (tile->rows.n <= LANES) block_scores(1, bf16, some, &part, NULL);
-                else block_scores(NV, bf16, some, &part, NULL);
+                if (tile->rows.n <= LANES) product_scores(1, bf16, some, &part, NULL);
+                else product_scores(NV, bf16, some, &part, NULL);
             }
             if (!p) continue;
             const query_tile *before = scratch->tiles + (p - 1) / pieces;
@@ -222,7 +222,7 @@ INLINE int score_keys_as(const fa_selection_args *call, const fa_selection_plan 
             else add_head(call, before == scratch->tiles, before, s, some, scratch->sums + c * BLOCK_Q);
             if (++asked % SELECTION_ASKS) continue;
             if (given_up(a->watch)) return 0;
-            if (bf16) tiles_begin(); /* whoever was asked may have used them */
+            if (bf16) amx_begin(); /* whoever was asked may have used them */
         }
         if (!plan->by_pairs) transpose(scratch->sums, BLOCK_Q, n, queries->n, to + j0, pitch);
     }
@@ -232,10 +232,10 @@ INLINE int score_keys_as(const fa_selection_args *call, const fa_selection_plan 
 static int score_keys(const fa_selection_args *call, const fa_selection_plan *plan, const query_block *queries,
                       int64_t begin, int64_t end, lane *to, int64_t pitch, selection_scratch *scratch)
 {
-    if (!dots_pairs(&call->attention)) return score_keys_as(call, plan, 0, queries, begin, end, to, pitch, scratch);
-    tiles_begin();
+    if (!takes_pairs(&call->attention)) return score_keys_as(call, plan, 0, queries, begin, end, to, pitch, scratch);
+    amx_begin();
     const int done = score_keys_as(call, plan, 1, queries, begin, end, to, pitch, scratch);
-    tiles_end();
+    amx_end();
     return done;
 }
 

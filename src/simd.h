@@ -1,4 +1,4 @@
-/* The vector type and its operations. Intrinsics are here, in simd_narrow.h and in simd_tile.h, which this includes, and
+/* The vector type and its operations. Intrinsics are here, in simd_narrow.h and in simd_amx.h, which this includes, and
  * in tile_amx.inc.h, for one instruction set.
  *
  * One lane type a compilation: FA_LANE_F64 makes it double, else float. v_t is a native register of LANES lanes, vi_t
@@ -378,7 +378,7 @@ INLINE v_t v_max_each(v_t r[LANES])
 
 #include "simd_narrow.h"
 #if V_AMX
-#include "simd_tile.h"
+#include "simd_amx.h"
 #endif
 
 #endif

@@ -3,7 +3,7 @@
  * Exports   attention_plan, attention_run, attention_splits, attention_run_split, attention_merge. */
 #pragma once
 #include "attention.inc.h"
-#include "decode.inc.h"
+#include "few_rows.inc.h"
 
 #define SPLIT_K 512 /* keys of a split: enough to be worth a task (tens of microseconds), few enough for many cores */
 _Static_assert(SPLIT_K % BLOCK_K == 0, "splits begin at block boundaries");
@@ -39,7 +39,7 @@ static int in_turn(const fa_attention_args *a, const fa_plan *plan, int64_t task
     return a->masks.row_end.data && tasks < 4 * threads && !plan->split_k && !plan->keep_copy;
 }
 
-/* Of these rows `tiles` blocks of block_q, from block `tile` on. */
+/* The rows of `tiles` tiles of a KV head (numbered over the batch), from its tile number `tile` on. */
 static row_block rows_of(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t tile, int64_t tiles)
 {
     row_block rows = {
@@ -92,8 +92,9 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     plan->kind = n_rows <= FEW_ROWS && a->len_k > a->len_q ? FA_FEW_ROWS : FA_TILE;
     plan->block_q = plan->kind == FA_FEW_ROWS ? FEW_ROWS : BLOCK_Q;
     plan->block_k = BLOCK_K;
-    plan->bf16_dot = plan->kind == FA_TILE && dots_pairs(a);
-    /* One split of a tile is finished from its accumulators: a third faster at 32 tokens of 32 dimensions. */
+    plan->bf16_dot = plan->kind == FA_TILE && takes_pairs(a);
+    /* A tile whose keys fit one split is not split: tile_finish writes from the accumulators, a third faster at 32 tokens
+     * of 32 dimensions. */
     const int split = n_rows <= plan->block_q && (plan->kind == FA_FEW_ROWS || a->len_k > SPLIT_K);
     plan->split_k = split ? SPLIT_K : 0;
     plan->n_splits = plan->split_k && a->len_k ? ceil_div(a->len_k, SPLIT_K) : 1;

@@ -1,25 +1,26 @@
 /* The matrix micro-kernels: outer products whose accumulators, MR x NV vectors, stay in registers. In attention the
  * lanes are queries: for each key, or dimension, a tile has a row of BLOCK_Q lanes (docs/dev/architecture.md draws it).
  *
- * Literals  nv: 1, NV; in layers LINEAR_NV. nx, rows at a time: 1 .. MR_MAX. nd, the same of values: 1 .. MR.
+ * Literals  nv: 1 .. NV_MAX. nx, rows at a time: 1 .. MR_MAX. nd, the same of values: MR, 2, 1.
  *           fetch, the cache lines that a step prefetches: 0 .. 2.
  * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, MR_MAX; AMX_KEYS, key_step, padded_k, padded_v;
- *           tiles_begin, tiles_end; v_madd; outer_product, tile_outer, fetched_rows, block_outer; acc_mode,
+ *           amx_begin, amx_end; v_madd; outer_product, tile_outer, fetched_rows, block_outer; acc_mode,
  *           value_product, ACC_ZERO, ACC_KEEP, ACC_SCALE, block_values; transpose. */
 #pragma once
 #include "convert.inc.h"
 
-_Static_assert(MR *NV + NV + 1 <= V_REGISTERS, "the tile spills");
+_Static_assert(MR *NV + NV + 1 <= V_REGISTERS, "the accumulators spill");
 
 #define BLOCK_Q (NV * LANES) /* query rows of a tile */
 #define BLOCK_K 64           /* keys of a block: BLOCK_K x BLOCK_Q probabilities stay in the first-level cache */
-#define MR_MAX 12            /* rows and vectors of any tile: the arrays below lie in registers */
+#define MR_MAX 12            /* most rows of accumulators: MR, and LINEAR_ROWS of layers; NV_MAX: their vectors */
 #define NV_MAX 4
+_Static_assert(MR <= 8 && MR_MAX % 3 == 0, "remainders of block_outer, pointers of tile_outer");
 
 /* Most products that one accumulator sums. With 1024, rounding would be twice that of a BLAS, which has several. */
 #define MAX_DEPTH 256
 
-#define AMX_KEYS 32 /* keys of a step of values, and dimensions of one of scores */
+#define AMX_KEYS 32 /* numbers that one AMX product sums: dimensions of scores, keys of values; and keys of two tiles */
 
 /* Keys that products take at once: runs begin at multiples of it and, but for the last key of all, end there. */
 INLINE int key_step(int bf16) { return !bf16 ? 1 : V_AMX ? AMX_KEYS : 2; }
@@ -29,14 +30,14 @@ INLINE int64_t padded_k(int64_t head_dim) { return round_up(head_dim, V_AMX ? AM
 INLINE int64_t padded_v(int64_t head_dim_v) { return round_up(head_dim_v, V_AMX ? LANES : 1); }
 
 /* Around products of pairs. */
-INLINE void tiles_begin(void)
+INLINE void amx_begin(void)
 {
 #if V_AMX
-    tile_shapes(AMX_ROWS, AMX_ROWS, AMX_BYTES);
+    amx_shapes(AMX_ROWS, AMX_ROWS, AMX_BYTES);
 #endif
 }
 
-INLINE void tiles_end(void)
+INLINE void amx_end(void)
 {
 #if V_AMX
     AMX_END();
@@ -64,7 +65,7 @@ INLINE void tile_outer(int nx, int nv, int bf16, int fetch, const outer_product 
 {
     v_t acc[MR_MAX][NV_MAX];
     int64_t x_row = p->x_row;
-    /* Every third row: an address is such a register and x_row, once or twice. */
+    /* One pointer for three rows: x, x + x_row and x + 2 x_row are addressing modes. */
     const char *x[MR_MAX / 3];
     const lane *y = p->y;
     UNROLL_FOR(int j = 0; j < nx; j += 3) {
@@ -140,7 +141,7 @@ INLINE void block_outer(int nv, int bf16, int64_t n, const outer_product *whole,
 /* What becomes of the accumulators before a product is added. */
 typedef enum { ACC_ZERO, ACC_KEEP, ACC_SCALE } acc_mode;
 
-/* Of NV vectors, the first half ends at the key n_low of value_product. */
+/* Of NV vectors, the first NV_LOW may attend no key from n_low on. */
 #define NV_LOW (NV / 2)
 
 /* out (head_dim_v, nv) = mode(out) + v (n, head_dim_v)^T probs (n, nv); with `bf16` n counts pairs of keys. From n_low

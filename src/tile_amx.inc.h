@@ -11,14 +11,14 @@
  * sequence, so that a row's bits do not depend on where others begin: ranges.inc.h.
  *
  * Literals  nv: 1, NV. hi, keep, logs: 0, 1. count: nv, 2 * nv.
- * Exports   load_tiles, store_tiles, amx_outer; amx_softmax_args, amx_softmax; amx_scale, amx_values, transpose_values. */
+ * Exports   amx_load_sums, amx_store_sums, amx_outer; amx_softmax_args, amx_softmax; amx_scale, amx_values, transpose_values. */
 #pragma once
 #include "softmax.inc.h"
 
 _Static_assert(BLOCK_Q == 2 * AMX_ROWS && BLOCK_K % AMX_KEYS == 0, "tiles fill a block");
 
 /* out (32 or, without `hi`, 16 rows; 32 or 16 columns): accumulators as they begin, 0 or out, and as they end. */
-INLINE void load_tiles(int nv, int hi, acc_mode mode, const lane *out, int64_t pitch)
+INLINE void amx_load_sums(int nv, int hi, acc_mode mode, const lane *out, int64_t pitch)
 {
     const lane *high = out + AMX_ROWS * pitch;
     const int64_t row = pitch * (int64_t)sizeof(lane);
@@ -35,7 +35,7 @@ INLINE void load_tiles(int nv, int hi, acc_mode mode, const lane *out, int64_t p
     if (hi && nv > 1) AMX_LOAD(3, high + LANES, row);
 }
 
-INLINE void store_tiles(int nv, int hi, lane *out, int64_t pitch)
+INLINE void amx_store_sums(int nv, int hi, lane *out, int64_t pitch)
 {
     lane *high = out + AMX_ROWS * pitch;
     const int64_t row = pitch * (int64_t)sizeof(lane);
@@ -53,7 +53,7 @@ INLINE void amx_outer(int nv, int64_t n, const outer_product *p)
     const char *k = p->x;
     lane *s = p->out;
     for (int64_t j = 0; j < n; j += AMX_KEYS, k += AMX_KEYS * k_row, s += AMX_KEYS * p->pitch) {
-        load_tiles(nv, 1, p->more ? ACC_KEEP : ACC_ZERO, s, p->pitch);
+        amx_load_sums(nv, 1, p->more ? ACC_KEEP : ACC_ZERO, s, p->pitch);
         for (int64_t d = 0; d < p->depth; d += AMX_KEYS / 2) {
             const char *x = k + d * (int64_t)sizeof(lane);
             const lane *y = p->y + d * p->pitch;
@@ -67,7 +67,7 @@ INLINE void amx_outer(int nv, int64_t n, const outer_product *p)
             AMX_DOT_BF16(1, 4, 7);
             AMX_DOT_BF16(3, 5, 7);
         }
-        store_tiles(nv, 1, s, p->pitch);
+        amx_store_sums(nv, 1, s, p->pitch);
     }
     for (int64_t j = 0; p->factor != 1 && j < n; j++)
         UNROLL_FOR(int u = 0; u < nv; u++) {
@@ -85,7 +85,7 @@ static const lane exp2_tiles_poly[] = {1,
                                        0.055830604118836362919f,
                                        0.0089797184347966757739f,
                                        0.0018826946939539721723f};
-INLINE void v_exp2_tiles(int count, const v_t *y, v_t *power)
+INLINE void v_exp2_amx(int count, const v_t *y, v_t *power)
 {
     v_t f[2 * NV];
     UNROLL_FOR(int i = 0; i < count; i++) f[i] = v_above_whole(y[i]);
@@ -144,7 +144,7 @@ INLINE int amx_softmax(int nv, int keep, int logs, const amx_softmax_args *p)
         v_t y[2 * NV], prob[2 * NV];
         UNROLL_FOR(int i = 0; i < 2 * nv; i++)
             y[i] = (v_load(s + (j + i % 2) * BLOCK_Q + i / 2 * LANES) - base[i / 2]) * per_score;
-        v_exp2_tiles(2 * nv, y, prob);
+        v_exp2_amx(2 * nv, y, prob);
         UNROLL_FOR(int i = 0; i < 2 * nv; i++) {
             sum[i / 2][i % 2] += prob[i];
             if (logs) log[i / 2] = v_fma(prob[i], v_log_weight(y[i] * v_splat((lane)LN_2)), log[i / 2]);
@@ -156,7 +156,7 @@ INLINE int amx_softmax(int nv, int keep, int logs, const amx_softmax_args *p)
     if (j < n) {
         v_t y[NV], prob[NV];
         UNROLL_FOR(int u = 0; u < nv; u++) y[u] = (v_load(s + j * BLOCK_Q + u * LANES) - base[u]) * per_score;
-        v_exp2_tiles(nv, y, prob);
+        v_exp2_amx(nv, y, prob);
         UNROLL_FOR(int u = 0; u < nv; u++) {
             sum[u][0] += prob[u];
             if (logs) log[u] = v_fma(prob[u], v_log_weight(y[u] * v_splat((lane)LN_2)), log[u]);
@@ -182,7 +182,7 @@ INLINE void amx_value_tiles(int nv, int hi, int64_t d, const value_product *p)
     const int64_t pitch = p->pitch * sizeof(lane), square = AMX_ROWS * AMX_BYTES;
     lane *out = p->out + d * p->pitch;
     const char *v = p->v + d * AMX_BYTES;
-    load_tiles(nv, hi, p->mode, out, p->pitch);
+    amx_load_sums(nv, hi, p->mode, out, p->pitch);
     for (int64_t j = 0; j < p->n; j += AMX_KEYS / 2, v += AMX_KEYS / 2 * p->v_row) {
         const lane *probs = p->probs + j * p->pitch;
         AMX_LOAD(4, v, AMX_BYTES);
@@ -195,7 +195,7 @@ INLINE void amx_value_tiles(int nv, int hi, int64_t d, const value_product *p)
         AMX_DOT_BF16(1, 4, 7);
         if (hi) AMX_DOT_BF16(3, 5, 7);
     }
-    store_tiles(nv, hi, out, p->pitch);
+    amx_store_sums(nv, hi, out, p->pitch);
 }
 
 /* out (width, nv) *= alpha (nv), as ACC_SCALE. */

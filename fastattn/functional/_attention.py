@@ -189,7 +189,7 @@ def attention(
     Notes
     -----
     Time is O(len_q * len_k * (head_dim + head_dim_v)) per head, less what masks skip. Memory beyond inputs
-    and output is O(threads) for one tile of scores each, and 168 bytes per batch item; causal, window,
+    and output is O(threads) for one tile of scores each, and 184 bytes per batch item; causal, window,
     lengths and row ranges take up to 48 bytes per query row (per head if they differ by head), masks 16 bytes
     per range. Products are accumulated in float32 (float64 for float64).
 
@@ -321,8 +321,8 @@ def explain(
     -------
     Report
         A dict that prints as a table. ``backend``; ``why_numpy`` (None if compiled); the kernel's plan:
-        ``kernel`` ("tile", or "few_rows"), ``isa``, ``block_q`` and ``block_k`` (query rows of
-        all heads of a group, and keys, of a tile), ``split_k`` (keys per run of work, None if not split);
+        ``kernel`` ("tile"; "few_rows", for up to 8 query rows of a key head; "numpy"), ``isa``, ``block_q`` and
+        ``block_k`` (query rows of all heads of a group, and keys, of a tile), ``split_k`` (keys per run of work, None if not split);
         ``tiles``, of which ``tiles_skipped`` are never touched, ``tiles_full`` need no test and
         ``tiles_edge`` do; ``second_pass``, whether statistics compute the scores again; ``copies``, what is
         copied and why; ``conversions``, what the kernel converts or gathers block by block; ``num_threads``.

@@ -65,7 +65,7 @@ cdef class _Tables:
     cdef cnp.ndarray kept  # what was made for a table, and nobody else holds
 
     def __cinit__(self, tuple shape, int n, bint filled=True):
-        """Room for n tables; they stay empty unless `filled`: some callers need only shapes and types."""
+        """Room for n tables; they stay empty unless `filled`: some callers need no batch offsets."""
         self.shape, self.n, self.batch = shape, n, 1
         for size in shape:
             self.batch *= size

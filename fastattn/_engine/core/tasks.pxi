@@ -145,7 +145,7 @@ cdef void _task(void *context, int64_t task, int thread, int first) noexcept nog
     cdef char *scratch = loop.scratch + thread * loop.scratch_bytes
     cdef double begin = fa_now()
     if first and loop.scratch_bytes:
-        (<int64_t *>scratch)[0] = 0  # see fa_linear_plan
+        (<int64_t *>scratch)[0] = 0  # see fa_plan, fa_linear_plan
     loop.run(loop, task, scratch)
     fa_note(task, thread, begin)
 

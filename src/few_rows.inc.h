@@ -8,8 +8,8 @@
  *         p, m, l = online softmax of s, row by row
  *         acc (rows, head_dim_v) = alpha acc + p V
  *
- * Literals  dtype: of K and V. nr, rows at a time: 1, 2 or 4. nd, vectors of head_dim_v at a time: 1 or FEW_CHUNK.
- * Exports   FEW_ROWS, few_scratch, cut_few_scratch; few_product, few_scores, EACH_ROWS; few_attend. */
+ * Literals  dtype: of K and V. nr, rows at a time: 1, 2 or 4. nd, vectors of head_dim_v at a time: 1 or FEW_NV.
+ * Exports   FEW_ROWS, few_scratch, cut_few_scratch; few_score_product, few_scores, IN_FOURS_TWOS_ONES; few_attend. */
 #pragma once
 #include "modifiers.inc.h"
 #include "partial.inc.h"
@@ -17,8 +17,8 @@
 #include "sigmoid.inc.h"
 #include "philox.inc.h"
 
-#define FEW_ROWS 8  /* rows per KV head up to which this kernel is used; above, the tile kernel */
-#define FEW_CHUNK 4 /* 4 rows x 4 vectors of accumulators fit 32 registers */
+#define FEW_ROWS 8 /* most rows per KV head of this kernel, which also wants len_k > len_q (attention_plan) */
+#define FEW_NV 4   /* 4 rows x 4 vectors of accumulators fit 32 registers */
 
 typedef struct {
     lane *q;                   /* (FEW_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
@@ -59,10 +59,10 @@ typedef struct {
     const lane *q;
     fetch_ahead next; /* beside the first rows */
     lane *s;          /* (rows, BLOCK_K) */
-} few_product;
+} few_score_product;
 
 /* Scores of nr rows from r0 on and LANES / nr keys from j0 on: one vector of sums. */
-INLINE void few_tile(fa_dtype dtype, int nr, const few_product *p, int64_t r0, int64_t j0)
+INLINE void few_sums(fa_dtype dtype, int nr, const few_score_product *p, int64_t r0, int64_t j0)
 {
     const int keys = LANES / nr;
     const int64_t size = dtype_size(dtype), depth = p->depth, whole = p->head_dim / LANES * LANES;
@@ -99,7 +99,7 @@ INLINE lane sum_as_each(v_t acc)
 }
 
 /* All scores of nr rows from r0 on. Keys past the last whole tile go one by one. */
-INLINE void few_scores(fa_dtype dtype, int nr, const few_product *p, int64_t r0)
+INLINE void few_scores(fa_dtype dtype, int nr, const few_score_product *p, int64_t r0)
 {
     const int keys = LANES / nr, fetch = r0 == 0 && p->next.data;
     int64_t j = 0;
@@ -110,7 +110,7 @@ INLINE void few_scores(fa_dtype dtype, int nr, const few_product *p, int64_t r0)
         for (int64_t i = j + keys; i < smaller(j + 2 * keys, p->n); i++)
             for (int64_t d = 0; d < p->head_dim * dtype_size(dtype); d += 64)
                 __builtin_prefetch(p->k + i * p->k_row + d, 0, 3);
-        few_tile(dtype, nr, p, r0, j);
+        few_sums(dtype, nr, p, r0, j);
     }
     for (; j < p->n; j++)
         for (int64_t r = r0; r < r0 + nr; r++) {
@@ -134,15 +134,15 @@ typedef struct {
     fetch_ahead next;          /* beside the first rows and columns */
     lane *acc;
     int64_t acc_row;
-} few_weighting;
+} few_value_product;
 
 /* acc of nr rows from r0 on: nd vectors from dimension d on. The last has `last` lanes, or all where that is 0. */
-INLINE void few_values(fa_dtype dtype, int nr, int nd, const few_weighting *p, int64_t r0, int64_t d, int64_t last)
+INLINE void few_values(fa_dtype dtype, int nr, int nd, const few_value_product *p, int64_t r0, int64_t d, int64_t last)
 {
     const int fetch = r0 == 0 && d == 0 && p->next.data;
     const char *v = p->v + d * dtype_size(dtype);
     const lane *probs = p->probs + r0 * BLOCK_K;
-    v_t sum[4][FEW_CHUNK];
+    v_t sum[4][FEW_NV];
     UNROLL_FOR(int r = 0; r < nr; r++)
         UNROLL_FOR(int c = 0; c < nd; c++) sum[r][c] = v_splat(0); /* added at the end, as in tile_values */
     for (int64_t j = 0; j < p->n; j++, v += p->v_row) {
@@ -161,11 +161,11 @@ INLINE void few_values(fa_dtype dtype, int nr, int nd, const few_weighting *p, i
 }
 
 /* All of acc of nr rows from r0 on. */
-INLINE void few_accumulate(fa_dtype dtype, int nr, const few_weighting *p, int64_t r0)
+INLINE void few_accumulate(fa_dtype dtype, int nr, const few_value_product *p, int64_t r0)
 {
     const int64_t width = p->head_dim_v;
     int64_t d = 0;
-    for (; d + FEW_CHUNK * LANES <= width; d += FEW_CHUNK * LANES) few_values(dtype, nr, FEW_CHUNK, p, r0, d, 0);
+    for (; d + FEW_NV * LANES <= width; d += FEW_NV * LANES) few_values(dtype, nr, FEW_NV, p, r0, d, 0);
     for (; d + LANES <= width; d += LANES) few_values(dtype, nr, 1, p, r0, d, 0);
     if (d < width) few_values(dtype, nr, 1, p, r0, d, width - d);
 }
@@ -255,7 +255,7 @@ INLINE const lane *scaled_probs(const row_block *rows, int64_t n, const few_scra
 }
 
 /* call(nr), for four rows at a time, then two, then one, from row r on. A macro each, so that nr is a literal. */
-#define EACH_ROWS(rows, r, call)                                                                                       \
+#define IN_FOURS_TWOS_ONES(rows, r, call)                                                                              \
     do {                                                                                                               \
         int64_t r = 0;                                                                                                 \
         for (; LANES >= 4 && r + 4 <= (rows)->n; r += 4) call(4);                                                      \
@@ -275,12 +275,12 @@ INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifier
 
     const int listed = a->k.blocks != NULL;
     if (listed) prefetch_keys(&a->v, rows, j0, n, width);
-    few_product product = {.n = n, .q = scratch->q};
+    few_score_product product = {.n = n, .q = scratch->q};
     product.k = key_rows(&a->k, rows, j0, n, a->head_dim, scratch->listed_k, &product.k_row);
     product.head_dim = a->head_dim, product.depth = scratch->depth, product.s = scratch->s;
     if (!listed && !a->stats.second_pass) product.next = (fetch_ahead){at_key(&a->v, rows, j0), a->v.row, width * size};
 #define SCORES(nr) few_scores(dtype, nr, &product, r)
-    EACH_ROWS(rows, r, SCORES);
+    IN_FOURS_TWOS_ONES(rows, r, SCORES);
 #undef SCORES
     if (dtype == FA_I8) scale_scores(a, rows, j0, n, scratch);
     modify_rows(a, mods, &scores);
@@ -311,7 +311,7 @@ INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifier
             if (row_attends(&scores, r, j)) part->row_max[r] = -LANE_MAX; /* as in mark_rows */
     }
     if (a->dropout > 0) drop_rows(a, rows, &scratch->drop, j0, n, scratch->s);
-    few_weighting values = {.v = copied ? (const char *)scratch->v : v, .v_row = copied ? width * size : v_row};
+    few_value_product values = {.v = copied ? (const char *)scratch->v : v, .v_row = copied ? width * size : v_row};
     values.n = n, values.head_dim_v = width, values.probs = scratch->s, values.alpha = alpha;
     if (dtype == FA_I8) values.probs = scaled_probs(rows, n, scratch, scratch->add); /* which is free by now */
     values.acc = part->acc, values.acc_row = part->acc_row;
@@ -319,7 +319,7 @@ INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     else if (j0 + 2 * n <= a->len_k)
         values.next = (fetch_ahead){at_key(&a->k, rows, j0 + n), a->k.row, a->head_dim * size};
 #define VALUES(nr) few_accumulate(dtype, nr, &values, r)
-    EACH_ROWS(rows, r, VALUES);
+    IN_FOURS_TWOS_ONES(rows, r, VALUES);
 #undef VALUES
     for (int64_t i = 0; i < bad.n; i++)
         for (int64_t r = 0; r < rows->n; r++)
