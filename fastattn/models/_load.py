@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 # By the `model_type` of config.json.
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
-    "albert": bert.albert,
     **dict.fromkeys(bert.TYPES, jina.by_positions),
+    "albert": bert.albert,
     **dict.fromkeys(clip.TYPES, clip.clip),
     "deberta-v2": deberta.deberta,
     "distilbert": bert.distilbert,

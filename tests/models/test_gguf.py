@@ -669,21 +669,17 @@ def test_a_number_for_each_layer(kind, tmp_path):
 def test_biases_of_some_maps(maps, tmp_path):
     """Any map of Llama may have one; queries, keys and values have them together."""
     path, folder, rng = tmp_path / "model.gguf", tmp_path / "model", np.random.default_rng(0)
-    sizes = {**dict.fromkeys(("attn_q", "attn_output", "ffn_down"), 256), "attn_k": 128, "attn_v": 128}
-    sizes |= {"ffn_gate": 512, "ffn_up": 512}
-    biases = {
-        f"blk.{i}.{name}.bias": rng.standard_normal(sizes[name], np.float32)
-        for i in range(2)
-        for name in sizes
-    }
-    given = {name: x for name, x in biases.items() if name.split(".")[2] in maps.split()}
+    sizes = dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"), 256)
+    sizes |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), 128)
+    sizes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), 512)
+    parts = [(f"model.layers.{i}.{part}.bias", n) for i in range(2) for part, n in sizes.items()]
+    biases = {name: rng.standard_normal(n, np.float32) for name, n in parts}
+    named = {name: tiny_gguf.name_of(name) for name in biases}
+    given = {named[name]: x for name, x in biases.items() if named[name].split(".")[2] in maps.split()}
     tensors, config = tiny_gguf.write(path, "llama", "F32", more=given)
-    names = {new: old for old, new in tiny_gguf.NAMES.items() if old.startswith(("mlp", "self_attn"))}
     for name, x in biases.items():
-        _, i, part, _ = name.split(".")
-        if part in ("attn_q", "attn_k"):
-            x = tiny_gguf.halves(x, 64)
-        tensors[f"model.layers.{i}.{names[part]}.bias"] = x if name in given else np.zeros_like(x)
+        x = tiny_gguf.halves(x, 64) if name.endswith(("q_proj.bias", "k_proj.bias")) else x
+        tensors[name] = x if named[name] in given else np.zeros_like(x)
     tiny.write(folder, "llama", tensors, **config, attention_bias=True, mlp_bias=True)
     np.testing.assert_allclose(models.load(path)(IDS), models.load(folder)(IDS), rtol=0, atol=1e-5)
     if " " in maps:

@@ -145,13 +145,13 @@ def shapes(kind, c):
     if kind == "modernbert":
         return _modernbert_shapes(c)
     f, (h, inner, heads, layers) = _NAMES[kind], sizes_of(c)
-    width, tables = c.get("embedding_size", h), {"word": VOCAB}
+    width, tables = c.get("embedding_size", h), {}
     if f.places:
         tables["position"] = c["max_position_embeddings"]
     if types := c.get("type_vocab_size", 2 if kind == "albert" else 0):
         tables["token_type"] = types
-    found = {f"embeddings.{name}_embeddings.weight": (n, width) for name, n in tables.items()}
-    found |= both(f.first_norm, width)
+    found = {"embeddings.word_embeddings.weight": (c["vocab_size"], width), **both(f.first_norm, width)}
+    found |= {f"embeddings.{name}_embeddings.weight": (n, width) for name, n in tables.items()}
     if width != h:
         found |= maps("encoder.", {"embedding_hidden_mapping_in": (width, h)})
     if kind == "mpnet":

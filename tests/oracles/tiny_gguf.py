@@ -1,6 +1,6 @@
 """GGUF files of tiny models: random blocks of any type, and the same numbers as a folder in safetensors."""
 
-from functools import partial
+from functools import cache, partial
 
 import gguf
 import numpy as np
@@ -8,41 +8,16 @@ import tiny_gguf_hybrid as hybrid
 import tiny_models as tiny
 
 BLOCK = 256  # the most features of a block
-NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
 EXPERTS = {
     "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
     "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps",
 }  # fmt: skip
-NAMES |= {"mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp"}
-OF_GEMMA = {
-    "pre_feedforward_layernorm": "ffn_norm", "post_attention_layernorm": "post_attention_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+ARCHITECTURES = {
+    "mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3-causal": "gemma3",
+    "gemma4_text": "gemma4", "gpt_oss": "gpt-oss", "ministral3": "mistral3", "olmo3": "olmo2",
+    **{kind: gguf.MODEL_ARCH_NAMES[x] for kind, x in hybrid.ARCHITECTURES.items()},
 }  # fmt: skip
-OF_GEMMA4 = {
-    **OF_GEMMA, "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm", "layer_scalar": "layer_output_scale",
-}  # fmt: skip
-OF_LFM2 = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
-    "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
-    "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj",
-    "conv.out_proj": "shortconv.out_proj",
-}  # fmt: skip
-TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-TOP["model.embedding_norm"] = "token_embd_norm"
-TOP |= {
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
-}
+NUMBERS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where they lie
 
 
@@ -92,25 +67,18 @@ def random_blocks(name, rows, features, seed=0):
     return data.reshape(rows, -1)
 
 
-OF_GPT_OSS = {
-    "post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp",
-    "self_attn.sinks": "attn_sinks",
-}  # fmt: skip
-OF_OLMO = {key: x for key, x in OF_GEMMA.items() if key.startswith("post")}
+@cache
+def names_of(architecture):
+    return gguf.get_tensor_name_map(NUMBERS[architecture], 4)
 
 
 def name_of(name, kind="llama"):
-    """A tensor's name in GGUF."""
-    stem, _, last = (name + ".weight" * name.endswith((".sinks", ".layer_scalar"))).rpartition(".")
-    if stem in TOP:
-        return f"{TOP[stem]}.{last}"
-    _, _, number, part = stem.split(".", 3)
-    if ".experts." in part:
-        return f"blk.{number}.{EXPERTS[part.rpartition('.')[2]]}.{last}"
-    others = {"gpt_oss": OF_GPT_OSS, "lfm2": OF_LFM2, **dict.fromkeys(tiny.OLMO, OF_OLMO)}
-    others |= {"gemma2": OF_GEMMA, "gemma3-causal": OF_GEMMA, "gemma4_text": OF_GEMMA4}
-    names = {**NAMES, **others.get(kind, {})}
-    return f"blk.{number}.{names[part]}.{last}"
+    """A tensor's name in GGUF, as llama.cpp's converter has it; those of all experts are one tensor."""
+    stem, _, last = name.rpartition(".")
+    if ".experts." in name:
+        return f"blk.{name.split('.')[2]}.{EXPERTS[stem.rpartition('.')[2]]}.{last}"
+    found = names_of(ARCHITECTURES.get(kind, kind)).get_name(name, try_suffixes=(".weight", ".bias"))
+    return found + ".weight" * name.endswith((".sinks", ".layer_scalar"))
 
 
 def interleaved(x, head_dim):
@@ -172,18 +140,7 @@ def write(path, kind, stored, vocab=None, more=None, queries=None, without=(), *
     Returns its tensors and its config as transformers has them.
     """
     settings = config(kind, vocab)
-    others = {
-        "mistral": "llama",
-        "mixtral": "llama",
-        "qwen3_moe": "qwen3moe",
-        "gemma3-causal": "gemma3",
-        "gemma4_text": "gemma4",
-        "gpt_oss": "gpt-oss",
-        "ministral3": "mistral3",
-        "olmo3": "olmo2",
-    }
-    others |= {other: gguf.MODEL_ARCH_NAMES[x] for other, x in hybrid.ARCHITECTURES.items()}
-    architecture = others.get(kind, kind)
+    architecture = ARCHITECTURES.get(kind, kind)
     writer = gguf.GGUFWriter(path, architecture)
     keys = {
         "embedding_length": "hidden_size", "block_count": "num_hidden_layers",

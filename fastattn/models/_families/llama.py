@@ -219,6 +219,7 @@ def llama(source: Source) -> Decoder | Encoder:
     scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
     is_encoder = growth is None and family.encodes and (scores or source.has_modules or family.bidirectional)
     causal = not is_encoder or (config.get("is_causal", bool, True) and not family.bidirectional)
+    rotated = _rotated(config, layers) if family.skips_rotation else [True] * layers
     slides = family.slides
     width = config.optional_size("sliding_window", family.width) if slides else None
     if isinstance(slides, bool):
@@ -230,11 +231,9 @@ def llama(source: Source) -> Decoder | Encoder:
     if family.skips_rotation and width is None and NEAR in (config.values.get("layer_types") or ()):
         came = config.values.get("use_sliding_window")
         raise config.wrong("use_sliding_window", came, f"true, as 'layer_types' has {NEAR}")
-    rotations: list[int | None] = [0] * layers
+    rotations = [0 if has else None for has in rotated]
     if family.thetas is not None:
         rotations = [list(family.thetas).index(kind) for kind in kinds]
-    elif family.skips_rotation:
-        rotations = [0 if rotated else None for rotated in _rotated(config, layers)]
 
     def rotary() -> Any:
         if family.thetas is not None:
