@@ -150,7 +150,8 @@ def shapes(kind, c):
         tables["position"] = c["max_position_embeddings"]
     if types := c.get("type_vocab_size", 2 if kind == "albert" else 0):
         tables["token_type"] = types
-    found = {"embeddings.word_embeddings.weight": (c["vocab_size"], width), **both(f.first_norm, width)}
+    first, words = both(f.first_norm, width), {"embeddings.word_embeddings.weight": (c["vocab_size"], width)}
+    found = {**first, **words} if kind in ("bert", "roberta") else {**words, **first}  # tensors are drawn so
     found |= {f"embeddings.{name}_embeddings.weight": (n, width) for name, n in tables.items()}
     if width != h:
         found |= maps("encoder.", {"embedding_hidden_mapping_in": (width, h)})
