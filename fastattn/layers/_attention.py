@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 
@@ -119,7 +119,7 @@ class MultiHeadAttention(AttentionParameters):
         need_weights: Literal[True],
         **options: Unpack[CallOptions],
     ) -> tuple[Array, Array]: ...
-    @_computation.computed("key_padding_mask and attn_mask")
+    @_computation.computed("key_padding_mask and attn_mask", "tuple[Array, Array | None]")
     def __call__(
         self,
         query: ArrayLike,
@@ -173,8 +173,8 @@ class MultiHeadAttention(AttentionParameters):
             average = flag("average_attn_weights", options.pop("average_attn_weights", True))
             residual = options.pop("residual", None)
         x, sizes, key_length, memory, masks = self._checked(query, key, value, options)
-        residual = like("residual", residual, x.shape, x.dtype, "query")
-        residual = None if residual is None else rows(residual)
+        if residual is not None:
+            residual = rows(cast("Array", like("residual", residual, x.shape, x.dtype, "query")))
         only_value = memory and "key" not in memory
         found: Any = None
 
@@ -213,7 +213,8 @@ class MultiHeadAttention(AttentionParameters):
             padding = padding if batched is x else _computation.one_batch("key_padding_mask", padding)
             masks = _NAMES, attn_mask, padding, flag("is_causal", options.pop("is_causal", False))
         batch, length, _ = batched.shape
-        key_length, memory = length, dict[str, Array]()
+        key_length = length
+        memory: dict[str, Array] = {}
         if (given := options.get("keys_values")) is not None:
             if not (key is None and value is None and options.get("cache") is None):
                 came = "keys_values is given with key, value or cache"

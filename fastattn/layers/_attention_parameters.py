@@ -7,7 +7,7 @@ begins at its own panel, so that neighbours are a slice of the panels and not a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -109,27 +109,6 @@ def _norms(head_norms: Array, num_heads: int) -> Fields:
     head_norms.flags.writeable = False
     k_norm = head_norms[num_heads] if len(head_norms) > num_heads else None
     return {"head_norms": head_norms, "q_norm": head_norms[0], "k_norm": k_norm}
-
-
-class HeadOptions(TypedDict, total=False):
-    """Fields of `MultiHeadAttention` that Transformer layers pass on to it."""
-
-    kdim: int | None
-    vdim: int | None
-    num_kv_heads: int | None
-    head_dim: int | None
-    rope: Rope | None
-    qk_norm: bool
-    qk_norm_eps: float
-    output_gate: bool
-    sinks: bool
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
-    scale: float | None
-    alibi_slopes: ArrayLike | None
-    query_only: bool
-    add_bias_kv: bool
-    add_zero_attn: bool
 
 
 class CallOptions(TypedDict, total=False):
@@ -357,3 +336,8 @@ class AttentionParameters(Layer):
             if (x := plain(held)) is not None:
                 arrays[name] = x.reshape(1, 1, -1)
         return {**arrays, **super()._named(plain)}
+
+
+# Fields that Transformer layers pass on as options of their attentions; the others are their own.
+_OF_LAYERS = {"embed_dim", "num_heads", "bias", "weights_dtype", "activations"}
+HEAD_OPTIONS = [x.name for x in fields(AttentionParameters) if x.init and x.name not in _OF_LAYERS]

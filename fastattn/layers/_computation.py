@@ -76,15 +76,7 @@ def _by_name(layer: Any, tape: Tape) -> dict[str, Array]:
     return found
 
 
-def _returning_array(function: Any, computation: Any) -> Any:
-    """`function` with the signature of `computation`, but for what it returns."""
-    signature = inspect.signature(computation).replace(return_annotation="Array")
-    function.__signature__ = signature
-    function.__annotations__ = {**computation.__annotations__, "return": "Array"}
-    return function
-
-
-def computed(by_name: str = "") -> Callable[[Callable[P, Made]], Callable[P, Any]]:
+def computed(by_name: str = "", returns: str = "Array") -> Callable[[Callable[P, Made]], Callable[P, Any]]:
     """Decorate a layer's `__call__` that returns what it `Made`: calls run it, and `grad.vjp` records it.
 
     Python's error for too many positional arguments also says which ones are passed `by_name`.
@@ -95,15 +87,17 @@ def computed(by_name: str = "") -> Callable[[Callable[P, Made]], Callable[P, Any
         def call(*args: P.args, **options: P.kwargs) -> Any:
             try:
                 made = computation(*args, **options)
-                _, inputs, run, shape, *_ = made
+                _, inputs, run, shape = made[:4]
                 out = run(PLAIN, *map(rows, inputs.values())).reshape(shape)
             except Exception as error:
                 raise told(error, type(args[0]).__name__, computation, options, by_name) from error.__cause__
             return out if len(made) < 6 else (out, made[5]())
 
         call.computation = computation  # type: ignore[attr-defined]
-        decorated: Callable[P, Any] = _returning_array(call, computation)
-        return decorated
+        signature = inspect.signature(computation).replace(return_annotation=returns)
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        call.__annotations__ = {**computation.__annotations__, "return": returns}
+        return call
 
     return decorate
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from functools import partial
@@ -18,7 +18,6 @@ from fastattn._args.types import Array, ArrayLike, DTypeLike, Rounding, Unpack
 from fastattn._args.values import integer, integers, iterated, mask_array
 from fastattn._args.words import MEANINGS
 from fastattn.layers import _computation
-from fastattn.layers._attention_parameters import HeadOptions
 from fastattn.layers._basic import NormLayer
 from fastattn.layers._cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers._computation import Made
@@ -57,13 +56,15 @@ def layer_numbers(name: str, x: Any, count: int) -> list[int]:
     return numbers
 
 
+@dataclass(eq=False)
 class LayerStack(Layer):
     """Layers one after another, and an optional norm after them."""
 
     layers: Sequence[Any]
-    norm: NormLayer | None
-    keys_from: Sequence[int] | None
-    _borrowed: dict[int, int]  # layers that attend the keys of another, and that one
+    norm: NormLayer | None = None
+    keys_from: Sequence[int] | None = None
+    # Layers that attend the keys of another, and that one.
+    _borrowed: dict[int, int] = field(init=False, default_factory=dict, repr=False)
     _kind: ClassVar[type[Layer]]  # of the layers
     _cache_kind: ClassVar[type]
 
@@ -199,8 +200,6 @@ class TransformerEncoder(LayerStack):
     """
 
     layers: Sequence[TransformerEncoderLayer]
-    norm: NormLayer | None = None
-    keys_from: Sequence[int] | None = None
     _plain: Prepared = field(init=False, default=((), None), repr=False)
     _kind, _cache_kind = TransformerEncoderLayer, KVCache
 
@@ -265,8 +264,6 @@ class TransformerDecoder(LayerStack):
     """
 
     layers: Sequence[TransformerDecoderLayer]
-    norm: NormLayer | None = None
-    keys_from: Sequence[int] | None = None
     _kind, _cache_kind = TransformerDecoderLayer, DecoderCache
 
     @_computation.computed("tgt_mask and memory_mask")
@@ -326,8 +323,8 @@ class Transformer(Layer):
     norm: str = "layer_norm"
     layer_norm_eps: float = 1e-5
     bias: bool = True
-    attention: HeadOptions | None = None
-    cross_attention: HeadOptions | None = None
+    attention: Mapping[str, Any] | None = None
+    cross_attention: Mapping[str, Any] | None = None
     weights_dtype: str = "float32"
     activations: Rounding | None = None
     rng: InitVar[np.random.Generator | int | None] = None

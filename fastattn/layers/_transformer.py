@@ -19,7 +19,7 @@ from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, sh
 from fastattn._engine.steps import Sequences
 from fastattn.layers import _computation, _state
 from fastattn.layers._attention import MultiHeadAttention
-from fastattn.layers._attention_parameters import HeadOptions
+from fastattn.layers._attention_parameters import HEAD_OPTIONS
 from fastattn.layers._basic import ACTIVATIONS, FeedForward, LayerNorm, NormLayer, RMSNorm
 from fastattn.layers._block import Block, Norm, Projection, model_program
 from fastattn.layers._cache import Cached, DecoderCache, KVCache, restored_on_error
@@ -47,11 +47,11 @@ _SRC = ("src", "src_mask", "src_key_padding_mask")
 
 def require_head_options(name: str, given: Any) -> None:
     """Raise unless `given` is None or has options of `MultiHeadAttention`, by their names alone."""
-    known = HeadOptions.__annotations__
+    known = ", ".join(HEAD_OPTIONS)
     if given is not None and not isinstance(given, Mapping):
-        raise TypeError(f"(): {name} is {short(given)}; expected a dict of {', '.join(known)}")
-    if unknown := [key for key in given or () if key not in known]:
-        raise TypeError(f"(): {name} has {short(unknown[0])}; expected {', '.join(known)}")
+        raise TypeError(f"(): {name} is {short(given)}; expected a dict of {known}")
+    if unknown := [key for key in given or () if key not in HEAD_OPTIONS]:
+        raise TypeError(f"(): {name} has {short(unknown[0])}; expected {known}")
 
 
 def require_fields(layer: Any) -> None:
@@ -95,7 +95,7 @@ class TransformerLayer(Layer):
     norm: str = "layer_norm"
     layer_norm_eps: float = 1e-5
     bias: bool = True
-    attention: HeadOptions | None = None
+    attention: Mapping[str, Any] | None = None
     weights_dtype: str = "float32"
     activations: Rounding | None = None
     rng: InitVar[np.random.Generator | int | None] = None
@@ -377,7 +377,7 @@ class TransformerDecoderLayer(TransformerLayer):
         Options of `MultiHeadAttention` for self-attention and for attention over the memory.
     """
 
-    cross_attention: HeadOptions | None = field(default=None, kw_only=True)
+    cross_attention: Mapping[str, Any] | None = field(default=None, kw_only=True)
     multihead_attn: MultiHeadAttention = field(init=False, repr=False)
     norm3: NormLayer = field(init=False, repr=False)
 
