@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _NOTHING = nullcontext()
 _NAMES = ("query", "attn_mask", "key_padding_mask")
 _NO_MASKS = _NAMES, None, None, False
+_pair: Any = _computation.computed("key_padding_mask and attn_mask", "tuple[Array, Array | None]")
 
 
 @dataclass(eq=False)
@@ -119,7 +120,7 @@ class MultiHeadAttention(AttentionParameters):
         need_weights: Literal[True],
         **options: Unpack[CallOptions],
     ) -> tuple[Array, Array]: ...
-    @_computation.computed("key_padding_mask and attn_mask", "tuple[Array, Array | None]")
+    @_pair  # type: ignore[untyped-decorator]
     def __call__(
         self,
         query: ArrayLike,

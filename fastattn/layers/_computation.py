@@ -76,13 +76,13 @@ def _by_name(layer: Any, tape: Tape) -> dict[str, Array]:
     return found
 
 
-def computed(by_name: str = "", returns: str = "Array") -> Callable[[Callable[P, Made]], Callable[P, Any]]:
+def computed(by_name: str = "", returns: str = "Array") -> Callable[[Callable[P, Made]], Callable[P, Array]]:
     """Decorate a layer's `__call__` that returns what it `Made`: calls run it, and `grad.vjp` records it.
 
     Python's error for too many positional arguments also says which ones are passed `by_name`.
     """
 
-    def decorate(computation: Callable[P, Made]) -> Callable[P, Any]:
+    def decorate(computation: Callable[P, Made]) -> Callable[P, Array]:
         @functools.wraps(computation)
         def call(*args: P.args, **options: P.kwargs) -> Any:
             try:
