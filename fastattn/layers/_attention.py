@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -20,7 +19,7 @@ from fastattn._engine.plain import PLAIN
 from fastattn.functional._attention import attention_weights
 from fastattn.layers import _computation
 from fastattn.layers._attention_parameters import AttentionParameters, CallOptions
-from fastattn.layers._cache import Cached, KVCache, restored_on_error
+from fastattn.layers._cache import Cached, KVCache
 from fastattn.layers._computation import Made
 from fastattn.layers._scores import add_extra_keys, add_masks
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     # Keys and values, values of a tape, or what a cache returned of them.
     Attended = tuple[Any, Any] | Cached
 
-_NOTHING = nullcontext()
 _NAMES = ("query", "attn_mask", "key_padding_mask")
 _NO_MASKS = _NAMES, None, None, False
 _pair: Any = _computation.computed("key_padding_mask and attn_mask", "tuple[Array, Array | None]")
@@ -312,7 +310,8 @@ class MultiHeadAttention(AttentionParameters):
             q = self._placed(tape, q, self.q_norm, q_offset)
             if keys_values is None:
                 k = self._placed(tape, k, self.k_norm, q_offset)
-        with _NOTHING if cache is None else restored_on_error((cache,)):
+        before = None if cache is None else dict(vars(cache))  # see `restored_on_error`, which takes longer
+        try:
             if cache is not None:
                 cached = cache.append(k, v, lengths)
             elif share:
@@ -341,6 +340,10 @@ class MultiHeadAttention(AttentionParameters):
             arrays = tape.array(q), tape.array(k), tape.array(v), by_head(mixed)[0]
             args = _attention_call(*arrays, options, keys_values is None)
             attended = tape.attend([(args, q, k, v)], mixed, by_head, self.sink_logits)
+        except BaseException:
+            if cache is not None and before is not None:
+                vars(cache).update(before)
+            raise
         gated = attended if gate is None else tape.gate(gate, attended)
         if counted is not None:
             gated = tape.rows(gated, counted)

@@ -261,8 +261,12 @@ class TransformerEncoderLayer(TransformerLayer):
         # Leaving hidden rows out moves the blocks of keys, and with them the last bits.
         moved = padding is not None and (heads.rope is not None or heads.q_norm is not None)
         plain = plain and not (share or heads.query_only or moved)
-        if plain and (found := program_of(self, [self])) is not None:
-            return run_plain(*found, tape, x, sizes, padding)
+        if plain:
+            kept, found = self._plain
+            if kept != (_state.last_change, self):
+                found = program_of(self, (self,))
+            if found is not None:
+                return run_plain(found[0], found[1], tape, x, sizes, padding)
         counted = None if padding is None else ~padding.ravel()
         x = x if counted is None else tape.rows(x, counted)
         more: Any = {"cache": cache, "lengths": lengths, "keys_values": keys_values}
