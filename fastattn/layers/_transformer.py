@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fastattn.layers._rotary import Rope
     from fastattn.layers._scores import Masks, Names
 
-    # The last change and the layers when it was made, and then the program for calls without masks.
+    # The last change, and the layers of a stack, when the program for calls without masks was made; and it.
     Prepared = tuple[Any, tuple[Program, list[Rope]] | None]
     # A call of an encoder or a decoder: batch and length; masks of the attention to itself, and of that over
     # the memory; lengths; and with a cache, the memory as the caller gave it.
@@ -263,7 +263,7 @@ class TransformerEncoderLayer(TransformerLayer):
         plain = plain and not (share or heads.query_only or moved)
         if plain:
             kept, found = self._plain
-            if kept != (_state.last_change, self):
+            if kept != (_state.last_change,):
                 found = program_of(self, (self,))
             if found is not None:
                 return run_plain(found[0], found[1], tape, x, sizes, padding)
@@ -313,7 +313,9 @@ def program_of(
 
     None if a layer has options that programs lack. `whole` keeps it; `borrowed` is that of `LayerStack`.
     """
-    key = (_state.last_change, *layers)  # the caller of a stack may change its list
+    key: tuple[Any, ...] = (_state.last_change,)
+    if whole is not layers[0]:  # a layer that referred to itself would be freed late
+        key += tuple(layers)  # the caller of a stack may change its list
     if whole._plain[0] != key:
         heads = [layer.self_attn for layer in layers]
         ropes = list(dict.fromkeys(own.rope for own in heads if own.rope is not None))

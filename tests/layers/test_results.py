@@ -1,6 +1,7 @@
 """Layers: what they compute beyond torch's (tests/parity has that), and how they behave as values."""
 
 import math
+import weakref
 
 import numpy as np
 import pre_norm_encoder
@@ -154,6 +155,15 @@ def test_a_plain_layer_is_the_layer(dtype, norm_first, norm, implementation):
         np.testing.assert_allclose(layer(x), masked, rtol=0, atol=1e-5 if dtype == "float32" else 1e-13)
         assert (layer._plain[1] is not None) == (heads != {"head_dim": 24} or layer.self_attn.is_plain())
         np.testing.assert_array_equal(layer(x[:, ::-1])[:, ::-1], layer(x[:, ::-1].copy())[:, ::-1])
+
+
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: TransformerEncoder([x])], ids=["layer", "stack"])
+def test_a_layer_that_was_called_is_freed_at_once(make):
+    layer = make(TransformerEncoderLayer(WIDTH, HEADS, 96, rng=0))
+    layer(X)
+    freed = weakref.ref(layer)
+    del layer
+    assert freed() is None
 
 
 def test_a_plain_layer_notices_new_parameters():
