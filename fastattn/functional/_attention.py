@@ -321,11 +321,12 @@ def explain(
     -------
     Report
         A dict that prints as a table. ``backend``; ``why_numpy`` (None if compiled); the kernel's plan:
-        ``kernel`` ("tile"; "few_rows", for up to 8 query rows of a key head; "numpy"), ``isa``, ``block_q`` and
-        ``block_k`` (query rows of all heads of a group, and keys, of a tile), ``split_k`` (keys per run of work, None if not split);
-        ``tiles``, of which ``tiles_skipped`` are never touched, ``tiles_full`` need no test and
-        ``tiles_edge`` do; ``second_pass``, whether statistics compute the scores again; ``copies``, what is
-        copied and why; ``conversions``, what the kernel converts or gathers block by block; ``num_threads``.
+        ``kernel`` ("tile"; "few_rows", for up to 8 query rows of a key head; "numpy"), ``isa``, ``block_q``
+        and ``block_k`` (query rows of all heads of a group, and keys, of a tile), ``split_k`` (keys per run
+        of work, None if not split); ``tiles``, of which ``tiles_skipped`` are never touched, ``tiles_full``
+        need no test and ``tiles_edge`` do; ``second_pass``, whether statistics compute the scores again;
+        ``copies``, what is copied and why; ``conversions``, what the kernel converts or gathers block by
+        block; ``num_threads``.
 
     Notes
     -----

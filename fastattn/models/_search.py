@@ -64,9 +64,9 @@ def nearest(
     ``2 * queries * vectors * features`` FLOP. Only the best scores of each 4,096 vectors are stored. The
     corpus is copied if its features are not contiguous, aligned and in native byte order. Products are
     float32; float64 if the corpus is; exact integers, before the last rounding, if queries and corpus are
-    int8. Cosines are right for lengths from 1e-12 to 1e19; in float32, cosines of longer
-    vectors are 0, of shorter ones too small. With compiled kernels, a score is independent of the other queries and
-    vectors. NaN scores, from vectors with NaN or infinity, count as best.
+    int8. Cosines are right for lengths from 1e-12 to 1e19; in float32, cosines of longer vectors are 0, of
+    shorter ones too small. With compiled kernels, a score is independent of the other queries and vectors.
+    NaN scores, from vectors with NaN or infinity, count as best.
     """
     x = real_array("corpus", corpus)
     similarity = choice("similarity", similarity, _KINDS)
