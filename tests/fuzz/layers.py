@@ -273,7 +273,7 @@ def other(d, value):
     """A value to put in place of a field's."""
     if isinstance(value, layers.Layer):
         return make(d, d.choose(type(value).__name__, type(value).__name__, "LayerNorm", "FeedForward"))
-    if isinstance(value, list):  # of layers
+    if isinstance(value, list) and all(isinstance(x, layers.Layer) for x in value):
         return d.choose(
             value * 2, value[:-1], [*value, make(d, type(value[0]).__name__)], tuple(value), value[0]
         )
