@@ -117,7 +117,9 @@ def instruction_sets():
     """Read the names of isa.inc for this architecture, best first."""
     machine = platform.machine().lower().replace("arm64", "aarch64").replace("amd64", "x86_64")
     line = r'^FA_ISA\((\w+), (\w+), "(.*)", (\w+), "(.*)"\)$'
-    lines = re.findall(line, (SRC / "isa.inc").read_text(), re.MULTILINE)
+    text = (SRC / "isa.inc").read_text()
+    lines = re.findall(line, text, re.MULTILINE)
+    assert len(lines) == text.count("\nFA_ISA("), "isa.inc: a set for each FA_ISA, on one line"
     flags_of = {name: flags.split() for name, _, flags, _, _ in lines}
     base_of = {name: base for name, _, _, base, _ in lines}
     if TILES_ON:

@@ -81,7 +81,7 @@ def test_every_parameter_is_documented(name):
     function = getattr(fastattn, name)
     parameters = inspect.signature(function).parameters
     documented = inspect.getdoc(function)
-    if "The parameters and errors are those of `attention`." not in documented:
+    if "Parameters and errors are as in `attention`." not in documented:
         assert [p for p in parameters if not re.search(rf"\b{p}\b", documented)] == []
 
 
