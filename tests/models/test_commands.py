@@ -360,7 +360,7 @@ def test_the_command_rerank(tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
     told = ("--column", "body", "--top-k", 2, "--prompt", "a dog ", "--batch-size", 1)
-    expected = model.rank("the cat", TEXTS, 2, return_documents=True, prompt="a dog ")
+    expected = model.rank("the cat", TEXTS, 2, return_documents=True, prompt="a dog ", batch_size=1)
     assert rows(run("rerank", "--model", tmp_path, "the cat", file, *told)) == expected
     assert run("rerank", "--model", tmp_path, "the cat") == ""
 
