@@ -28,8 +28,8 @@ SHORTER = {
 INTRODUCTION = """
 The time of the fastest other library divided by the time of fastattn: above 1, fastattn is faster,
 **below 1** slower. Peers: {peers}. Engines take turns in separate processes, with {threads} threads on
-the same arrays. A column has the day of its rows; a cell measured on another day has that. The commits,
-all peers and {total} rows, of which {shown} are here, are in `bench/results/`.
+the same arrays. The header of a column has the day of its rows; a cell of another day has its own. Empty:
+not measured on that CPU. `bench/results/` has the commits, all peers, and {total} rows, of which {shown} are here.
 
 {medians}
 
@@ -135,7 +135,7 @@ def _cell(x: Cell, usual: str) -> str:
 
 def _ratio(x: Cell) -> str:
     number = f"{x.ratio:.2f}" if x.ratio < 10 else f"{x.ratio:.0f}"
-    return f"{f'**{number}**' if x.ratio < 1 else number} {x.peer}"
+    return f"{f'**{number}**' if float(number) < 1 else number} {x.peer}"
 
 
 def _short(row: str) -> str:

@@ -1,6 +1,6 @@
 """Variants that choose by content who attends whom, as compositions, against formulas in float64."""
 
-import compositions
+import attention_variants as compositions
 import numpy as np
 import pytest
 import selected as by_definition

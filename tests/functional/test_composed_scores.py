@@ -1,6 +1,6 @@
 """Variants with other scores or another normaliser that are compositions, against formulas in float64."""
 
-import compositions
+import attention_variants as compositions
 import numpy as np
 import pytest
 from composition_checks import B, D, H, N, V, close, drawn, each_dtype, tokens

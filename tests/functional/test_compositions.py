@@ -1,6 +1,6 @@
 """Variants of attention that are compositions, against their papers' formulas in float64."""
 
-import compositions
+import attention_variants as compositions
 import numpy as np
 import pytest
 from composition_checks import B, D, H, N, V, close, drawn, each_dtype, means, tokens

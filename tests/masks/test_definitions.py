@@ -1,6 +1,6 @@
 """fastattn.masks: who attends whom, by each mask's definition, and how masks combine."""
 
-import compositions
+import attention_variants as compositions
 import numpy as np
 import pytest
 from hypothesis import given

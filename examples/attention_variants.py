@@ -1,4 +1,7 @@
-"""Variants of attention that take several lines over fastattn: as a user writes them."""
+"""Variants of attention in a few lines over fastattn, to copy with these imports, or to import.
+
+q, k and v are (..., heads, len, head_dim) where nothing else is said; docs/variants.md has formulas and papers.
+"""
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -139,9 +142,10 @@ def delta_product(q, k, v, beta, log_decay, **options):
 
 
 def rwkv7(r, log_w, k, v, a, b, **options):
-    """RWKV-7, log_w (..., len, head_dim) at least -10: a token takes two steps of Kimi's delta rule.
+    """RWKV-7: r, log_w (at least -10), k, a and b (..., len, head_dim), v (..., len, head_dim_v).
 
-    The first one erases by ``-a / w`` and writes by b, the second one erases nothing and writes v by k.
+    A token takes two steps of Kimi's delta rule: the first one erases by ``-a / w`` and
+    writes by b, the second one erases nothing and writes v by k.
     """
     none, decays = np.zeros_like(a), as_tokens(log_w, np.zeros_like(log_w))
     keys, values = as_tokens(b, k), as_tokens(np.zeros_like(v), v)
@@ -495,7 +499,7 @@ def memory(q, k, v, memory_k, memory_v, gate=None, **options):
 
 
 def nystrom(q, k, v, landmarks, iterations=6):
-    """Nyström's method on the probabilities; landmarks are the means of as many segments."""
+    """Nyström's method on the probabilities; `landmarks`, a number, of means of as many segments."""
 
     def means(x):
         edges = np.arange(landmarks + 1) * x.shape[-2] // landmarks
@@ -540,7 +544,10 @@ def reformer(x, v, rotations, chunk, causal=False, **options):
 
 
 def set_block(layer, x, y, **masks):
-    """MAB of the Set Transformer: `layer`, of an encoder, whose queries are x and whose keys come from y."""
+    """MAB of the Set Transformer: a `layer` of an encoder, x (batch, n, d_model) attends y (batch, m, d_model).
+
+    ISAB: set_block(second, x, set_block(first, points, x)); PMA: set_block(layer, seeds, x).
+    """
     if layer.norm_first:
         h = x + layer.self_attn(layer.norm1(x), y, y, **masks)[0]
         return h + layer.feed_forward(layer.norm2(h))
