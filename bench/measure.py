@@ -228,27 +228,6 @@ def selected(dtype: str) -> None:
                 lambda q=q, k=keys, v=values: fastattn.attention(q, k, v),
             )
             print(f"{name}, {number * size} keys, {alike:.0%} alike: {1e3 * ours:.2f} ms, {ours / dense:.2f}")
-    heads, length, d = 16, 8192, 128
-    q, k, v = (normal((n, length, d), dtype) for n in (heads, 1, 1))
-    index = normal((64, length, d), dtype), normal((length, d), dtype), normal((64, length))
-    latent = normal((heads, length, d + 64), dtype), normal((length, 512 + 64), dtype)
-    weights = [normal((heads, d, 512)) / 16 for _ in range(2)]
-    gates = normal((heads, length, 3))
-    calls: dict[str, tuple[Call, Call]] = {
-        name: (call, lambda: fastattn.attention(q, k, v, causal=True))
-        for name, call in {
-            "moba_attention": lambda: functional.moba_attention(q, k, v),
-            "quest_attention": lambda: functional.quest_attention(q, k, v, top_k=64),
-            "native_sparse_attention": lambda: functional.native_sparse_attention(q, k, v, gates),
-        }.items()
-    }
-    calls["deepseek_sparse_attention"] = (
-        lambda: functional.deepseek_sparse_attention(*latent, *weights, *index),
-        lambda: functional.latent_attention(*latent, *weights, causal=True, absorbed=False),
-    )
-    for name, both in calls.items():
-        seconds, dense = best(*both)
-        print(f"{name}, {heads} heads, {length} tokens: {1e3 * seconds:.0f} ms, all keys {1e3 * dense:.0f}")
 
 
 def main(words: list[str]) -> None:

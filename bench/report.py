@@ -28,8 +28,9 @@ SHORTER = {
 INTRODUCTION = """
 The time of the fastest other library divided by the time of fastattn: above 1, fastattn is faster,
 **below 1** slower. Peers: {peers}. Engines take turns in separate processes, with {threads} threads on
-the same arrays. The header of a column has the day of its rows; a cell of another day has its own. Empty:
-not measured on that CPU. `bench/results/` has the commits, all peers, and {total} rows, of which {shown} are here.
+the same arrays. The header of a column has the day of its rows; a cell of another day has its own.
+Empty: not measured on that CPU. `bench/results/` has the commits, all peers, and {total} rows, of which
+{shown} are here.
 
 {medians}
 

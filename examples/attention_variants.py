@@ -1,6 +1,8 @@
 """Variants of attention in a few lines over fastattn, to copy with these imports, or to import.
 
-q, k and v are (..., heads, len, head_dim) where nothing else is said; docs/variants.md has formulas and papers.
+q, k and v are (..., heads, len, head_dim), all with as many heads, where nothing else is said;
+docs/variants.md has formulas and papers. `options` go to the inner calls: scale, softcap, num_threads and
+the like. Where these are made by `rows`, an array of a mask or ``return_lse=True`` does not fit.
 """
 
 import numpy as np
@@ -129,6 +131,13 @@ def as_tokens(*steps):
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
+def last_steps(found, steps):
+    """The rows of each token's last step; after them the state, if `found` has one."""
+    if isinstance(found, tuple):
+        return found[0][..., steps - 1 :: steps, :], *found[1:]
+    return found[..., steps - 1 :: steps, :]
+
+
 def delta_product(q, k, v, beta, log_decay, **options):
     """DeltaProduct: k, v (..., len, steps, dim), beta (..., len, steps), log_decay (..., len)."""
     steps = k.shape[-2]
@@ -137,8 +146,8 @@ def delta_product(q, k, v, beta, log_decay, **options):
     decays = np.zeros_like(beta)
     decays[..., 0] = log_decay
     of_steps = {n: x.reshape(*x.shape[:-2], -1) for n, x in (("beta", beta), ("log_decay", decays))}
-    out = F.linear_attention(as_tokens(*[q] * steps), keys, values, rule="gated_delta", **of_steps, **options)
-    return out[..., steps - 1 :: steps, :]
+    options |= {"rule": "gated_delta", **of_steps}
+    return last_steps(F.linear_attention(as_tokens(*[q] * steps), keys, values, **options), steps)
 
 
 def rwkv7(r, log_w, k, v, a, b, **options):
@@ -150,7 +159,7 @@ def rwkv7(r, log_w, k, v, a, b, **options):
     none, decays = np.zeros_like(a), as_tokens(log_w, np.zeros_like(log_w))
     keys, values = as_tokens(b, k), as_tokens(np.zeros_like(v), v)
     options |= {"rule": "kimi_delta", "log_decay": decays, "erase": as_tokens(-a * np.exp(-log_w), none)}
-    return F.linear_attention(as_tokens(r, r), keys, values, scale=1.0, **options)[..., 1::2, :]
+    return last_steps(F.linear_attention(as_tokens(r, r), keys, values, scale=1.0, **options), 2)
 
 
 def hopfield(state, stored, beta, steps):
@@ -461,8 +470,8 @@ def shaw(q, k, v, of_keys, of_values, rows=128, **options):
         n = queries.shape[-2] + len_k - 1
         r = np.clip(np.arange(n) - (place + n - len_k), -clip, clip) + clip
         products = queries * q.shape[-1] ** -0.5 @ of_keys[r].T
-        how = {"bias": by_distance(products, len_k), "q_offset": place, **options}
-        p = attention_weights(queries, k, **how)
+        how = {"bias": by_distance(products, len_k), "q_offset": place}
+        p = attention_weights(queries, k, **how, **options)
         products[...] = 0
         by_distance(products, len_k)[...] = p  # of each distance
         out.append(p @ v + products @ of_values[r])
@@ -475,12 +484,12 @@ def forgetting(q, k, v, log_forget, rows=512, **options):
     The sum of gates between key and query is a difference of two sums, of which that of the query cancels.
     Sums are relative to one in the middle of some queries, for float32 to be enough.
     """
-    out, length = [], q.shape[-2]
+    out, length, before = [], k.shape[-2], k.shape[-2] - q.shape[-2]  # the last query is at the last key
     sums = np.cumsum(log_forget, axis=-1, dtype=np.float64)
-    for first in range(0, length, rows):
+    for first in range(before, length, rows):
         last = min(first + rows, length)
         bias = (sums[..., (first + last) // 2, None] - sums[..., :last]).astype(q.dtype)[..., None, :]
-        parts = q[..., first:last, :], k[..., :last, :], v[..., :last, :]
+        parts = q[..., first - before : last - before, :], k[..., :last, :], v[..., :last, :]
         out.append(attention(*parts, bias=bias, causal=True, **options))
     return np.concatenate(out, axis=-2)
 
@@ -532,7 +541,7 @@ def reformer(x, v, rotations, chunk, causal=False, **options):
     q, k, v = (chunks(y[..., None, :, :]) for y in (x, ops.rms_norm(x, eps=1e-6), v))
     i = order.reshape(*q.shape[:-1], 1)
     j = with_previous(i).swapaxes(-1, -2)
-    bias = np.where(i == j, -1e5, 0)  # itself only where there is nothing else
+    bias = np.where(i == j, -1e4, 0)  # itself only where there is nothing else; finite in float16
     if causal:
         bias = np.where(j > i, -np.inf, bias)
     kv = with_previous(k), with_previous(v)
@@ -540,11 +549,11 @@ def reformer(x, v, rotations, chunk, causal=False, **options):
     back = order.argsort(axis=-1)
     rounds = np.take_along_axis(out.reshape(*order.shape, -1), back[..., None], axis=-2)
     lses = np.take_along_axis(lse.reshape(order.shape), back, axis=-1)
-    return np.einsum("...rnd,...nr->...nd", rounds, ops.softmax(lses.swapaxes(-1, -2)))
+    return np.einsum("...rnd,...nr->...nd", rounds, ops.softmax(lses.swapaxes(-1, -2))).astype(x.dtype)
 
 
 def set_block(layer, x, y, **masks):
-    """MAB of the Set Transformer: a `layer` of an encoder, x (batch, n, d_model) attends y (batch, m, d_model).
+    """MAB of the Set Transformer: x (batch, n, d_model) attends y (batch, m, d_model), in a `layer`.
 
     ISAB: set_block(second, x, set_block(first, points, x)); PMA: set_block(layer, seeds, x).
     """

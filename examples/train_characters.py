@@ -4,8 +4,8 @@
     python examples/train_characters.py --layers 6 --width 384 --heads 6 --length 256 --batch 16 --steps 5000
 
 The text comes with Python: what `help()` shows. `--save run.safetensors` writes the run now and then, and
-goes on with it if the file is there, at the same sizes. Another `--steps` is another schedule of the learning
-rate: the run goes on with that, and a warning. `--plot loss.png` draws the loss.
+continues with it if it exists, at the same sizes. Another `--steps` is another schedule of the learning
+rate: the run continues with that, and a warning. `--plot loss.png` draws the loss.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SIZES = ("layers", "width", "heads", "length", "batch")
 
 
 class Windows(Batches):
-    """Batches whose place, as it is saved, has the sizes of the run, too: it goes on at these alone."""
+    """Batches whose place, as it is saved, has the sizes of the run, too: it continues at these alone."""
 
     def __init__(self, windows, sizes, rng):
         self.sizes = sizes
@@ -54,7 +54,7 @@ def evaluate(model, windows, batch):
 
 
 def written(model, letters, begin, count, rng):
-    """`begin`, continued. When the model's sequence is full, it goes on after the latter half of it."""
+    """`begin`, continued. When the model's sequence is full, it continues after the latter half of it."""
     ids = [letters.index(letter) for letter in begin]
     while len(ids) < count:
         seen = ids[-(len(model.positions) // 2) :]
@@ -119,9 +119,9 @@ def main(argv=None):
         except (OSError, ValueError) as error:
             raise SystemExit(f"error: {args.save}: {error}") from None
         if trainer.steps < args.steps:
-            print(f"{args.save}: goes on at step {trainer.steps}")
+            print(f"{args.save}: continues at step {trainer.steps}")
         else:
-            print(f"{args.save}: finished, at step {trainer.steps}; a larger --steps goes on")
+            print(f"{args.save}: finished, at step {trainer.steps}; a larger --steps continues")
 
     every = max(1, args.steps // 6)
     tested = [(trainer.steps, evaluate(model, unseen, args.batch))]

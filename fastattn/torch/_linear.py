@@ -90,7 +90,7 @@ class FrozenLinear:
         if not compiling:
             if type(x) is not torch.Tensor or traced() or x.is_neg():
                 return False
-            if self.slower and self._is_slower(x.numel(), weight.shape[1]):
+            if self.slower and self._is_slower(x.numel(), weight.shape[-1]):
                 return False
         dtype = weight.dtype
         if x.dtype is not dtype or (bias is not None and bias.dtype is not dtype) or dtype not in TAKEN:

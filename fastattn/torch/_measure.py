@@ -42,13 +42,13 @@ def measured() -> Report:
 
     Notes
     -----
-    An ``nn.Linear`` is replaced if it gains 5% at one number of rows, and then wherever it is not slower.
+    Several ratios decide about an ``nn.Linear``: what `optimize` returns prints who computes it.
     """
     found = {}
     for (text, *key, threads, isa), ratio in list(_ratios.items()):
         said = f"{text(*key)} {threads} threads {isa}".replace("torch.", "")
-        least = 1 if said.startswith("linear ") else GAIN
-        found[said] = f"{ratio:.2f}, {'fastattn' if ratio >= least else 'torch'}"
+        who = "" if said.startswith("linear ") else f", {'fastattn' if ratio >= GAIN else 'torch'}"
+        found[said] = f"{ratio:.2f}{who}"
     for (name, _), (calls, why) in list(_refused.items()):
         found[f"{name} refused: {why}"] = f"{calls} call{'s' * (calls > 1)}, torch"
     return Report(found)

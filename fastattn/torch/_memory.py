@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 
 from fastattn.torch._undo import Shared
 
-# From glibc's malloc.h, with the most that glibc raises each to by itself.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 64 << 20), (-3, 32 << 20)
+
+def _usual(name: str, most: int) -> int:
+    """The user's setting, or the most that glibc raises it to by itself."""
+    text = os.environ.get(f"MALLOC_{name}_THRESHOLD_", "")
+    return int(text) if text.isdigit() else most
+
+
+# From glibc's malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, _usual("TRIM", 64 << 20)), (-3, _usual("MMAP", 32 << 20))
 _KEPT = 2**31 - 1
 
 

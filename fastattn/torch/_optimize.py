@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import compress
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fastattn._args.errors import named, wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.packed import STORED
 from fastattn._args.types import DTypeLike, Rounding
+from fastattn._args.values import flag
 from fastattn.torch._hugging_face import NAME, register
 from fastattn.torch._linear import CLASSES, TAKEN, FrozenLinear
 from fastattn.torch._measure import GAIN, ratio_of
@@ -55,7 +57,8 @@ def optimize(
     measure : bool, default True
         Replace only what gains 5%. Each kind of ``nn.Linear`` (dtype, powers of two of its features, up to
         1024) is timed now, with 1, 16 and 256 rows; attention at the first call of each kind, see
-        `patch_sdpa`. An ``nn.Linear`` that gains at some numbers of rows calls torch where it is slower.
+        `patch_sdpa`. An ``nn.Linear`` that gains at some numbers of rows calls torch where it is slower;
+        with `weights_dtype` or `activations`, the geometric mean decides for all numbers of rows.
         False: replace everything.
     keep_freed : bool, default False
         Let glibc's allocator keep up to 2 GB of freed memory in this process, instead of returning large
@@ -91,13 +94,14 @@ def optimize(
         dtype = dtype_choice("weights_dtype", weights_dtype, allowed)
     if activations is not None:
         integer_activations(activations, dtype or _OWN)
+    keeps = flag("keep_freed", keep_freed)
     patch = patch_sdpa(measure=measure)
     steps: list[Callable[[], None]] = [patch.undo]
     lines = []
     try:
         lines += _replace_attention(model, measure, steps)
         lines += _replace_linears(model, dtype, activations, measure, steps)
-        if keep_freed:
+        if keeps:
             end, kept = keep_freed_memory()
             steps.append(end)
             lines.append(f"freed memory: {kept}")
@@ -201,6 +205,8 @@ def _slower(module: Any, dtype: str | None, activations: Rounding | None) -> tup
 
     kind = _text, own, dtype or own, activations, *sizes
     found = [ratio_of((*kind, rows), partial(pair, rows)) for rows in CLASSES]
+    if dtype is not None or activations is not None:  # one precision, whatever the number of rows
+        found = [prod(found) ** (1 / len(found))] * len(found)
     return tuple(ratio < 1 or max(found) < GAIN for ratio in found)
 
 

@@ -143,6 +143,7 @@ def test_reformer(implementation, dtype, chunk, causal, rounds):
     x, v = tokens(dtype, D, V)
     (rotations,) = drawn(dtype, (H, rounds, D, 3), seed=1)
     out = compositions.reformer(x, v, rotations, chunk, causal, scale=0.7)
+    assert out.dtype == dtype
     for b, h in np.ndindex(B, H):
         expected = reformer(*doubles(x[b, h], v[b, h], rotations[h]), chunk, causal, 0.7)
         close(out[b, h], expected, dtype, factor=200)

@@ -288,6 +288,8 @@ def test_delta_rules(implementation, dtype, name, length):
     *arrays, state = delta_arrays(name, dtype, length, np.random.default_rng(2))
     more = {} if name == "rwkv7" else {"scale": 1.0}
     out = getattr(compositions, name)(*arrays, state=state, **more)
+    again, _ = getattr(compositions, name)(*arrays, state=state, **more, return_state=True)
+    np.testing.assert_array_equal(again, out)
     arrays = doubles(*arrays, state)
     if name != "rwkv7":
         arrays[:2] = (x / np.sqrt(np.square(x).sum(-1, keepdims=True) + 1e-6) for x in arrays[:2])

@@ -384,6 +384,33 @@ def some_ids(shape, seed=0):
     return np.random.default_rng(seed).integers(4, VOCAB, shape)  # past the padding ids
 
 
+OPTIONAL = (  # keys whose defaults change no shapes
+    "rms_norm_eps", "rope_theta", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers",
+    "hidden_act",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [
+    "granite", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3-moe",
+    "smollm3",
+])  # fmt: skip
+def test_defaults(family, tmp_path):
+    """Keys that are not in config.json have transformers' defaults; tiny embeddings let the norms' eps be seen."""
+    model = randomised(decoder(family))
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(0.003)
+    config = json.loads((saved(model, tmp_path) / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if key not in OPTIONAL}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ours, ids = models.load(tmp_path), some_ids((1, 30))
+    expected = theirs(torch.from_numpy(ids)).logits.detach().numpy()
+    np.testing.assert_allclose(ours(ids), expected, atol=1e-5 * np.abs(expected).max())
+    width = getattr(theirs.config, "sliding_window", None)
+    kinds = getattr(theirs.config, "layer_types", None) or [NEAR] * theirs.config.num_hidden_layers
+    assert set(ours.windows) == {(width - 1, 0) if width and kind == NEAR else None for kind in kinds}
+
+
 def theirs(model, ids, mask=None, **more):
     """Run transformers in the model's type; positions are counted from the mask as `generate` does."""
     arguments = {"input_ids": torch.tensor(ids), **more}
