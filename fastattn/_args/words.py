@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -143,12 +143,6 @@ _FUNCTIONS = {
 }
 
 
-def _bare(name: str) -> str:
-    """What distinguishes a name: without "attention", which most functions end with."""
-    word = name.replace("_", "").casefold()
-    return word.removesuffix("attention") or word
-
-
 def nearest_name(module: str, name: str) -> str:
     """The end of a message to one who asks a public `module` for `name`: the public name most like it."""
     own = module.removeprefix("fastattn")
@@ -156,10 +150,13 @@ def nearest_name(module: str, name: str) -> str:
     asked = [*(f".{m}" for m in modules), "", own]  # of names that are alike, the last one is taken
     public = [f"{m}.{each}" for m in asked for each in import_module(f"fastattn{m}").__all__]
     public.sort(key=lambda each: each.endswith(f".{name}"))
-    plain = {_bare(each.rpartition(".")[2]): each for each in public}
-    word = _bare(name)
+    plain = {each.rpartition(".")[2].replace("_", "").casefold(): each for each in public}
+    word = name.replace("_", "").casefold()
     near = {key: each for key, each in plain.items() if each.rpartition(".")[0] == own}
     like = get_close_matches(word, plain, 1, 0.8) or get_close_matches(word, near, 1, 0.7)
+    if like:  # not by "attention" alone, which most functions end with
+        words = [x.removesuffix("attention") or x for x in (word, like[0])]
+        like = like if SequenceMatcher(None, *words).ratio() > 0.5 else []
     found = _FUNCTIONS.get(name) or (plain[like[0]] if like else "")
     return found and f"; expected fastattn{found}"
 

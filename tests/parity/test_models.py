@@ -385,17 +385,17 @@ def some_ids(shape, seed=0):
 
 
 OPTIONAL = (  # keys whose defaults change no shapes
-    "rms_norm_eps", "rope_theta", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers",
-    "hidden_act",
+    "rms_norm_eps", "rope_theta", "rope_parameters", "sliding_window", "use_sliding_window",
+    "max_window_layers", "hidden_act",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("family", [
-    "granite", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3-moe",
-    "smollm3",
+    "granite", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
+    "qwen3-moe", "smollm3",
 ])  # fmt: skip
 def test_defaults(family, tmp_path):
-    """Keys that are not in config.json have transformers' defaults; tiny embeddings let the norms' eps be seen."""
+    """Keys that config.json lacks have transformers' defaults; tiny embeddings let the norms' eps be seen."""
     model = randomised(decoder(family))
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(0.003)

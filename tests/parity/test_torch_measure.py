@@ -76,8 +76,8 @@ def slowed(spend, seconds, function):
 
 
 @pytest.mark.parametrize(("dtype", "ours", "said", "rows"), [
-    (None, {1: 4e-5, 16: 1.5e-5, 256: 2.1e-5}, "packed in float32; torch computes calls of 1 row and more than 64",
-     [2, 64]),
+    (None, {1: 4e-5, 16: 1.5e-5, 256: 2.1e-5},
+     "packed in float32; torch computes calls of 1 row and more than 64", [2, 64]),
     (None, {1: 1e-5, 16: 1e-5, 256: 1.9e-5}, "packed in float32\n", [1, 2, 64, 65]),
     # One precision for all numbers of rows, by the geometric mean.
     ("int8", {1: 4e-5, 16: 1e-5, 256: 1e-5}, "packed in int8\n", [1, 2, 64, 65]),
