@@ -20,12 +20,12 @@ def test_characters_are_learnt_and_a_run_goes_on(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "The " in text
     assert train_characters.main([*options, "--steps", "30"]) == tested[-1:]
-    assert f"{save}: finished, at step 30; a larger --steps goes on" in capsys.readouterr().out
+    assert f"{save}: finished, at step 30; a larger --steps continues" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"run.safetensors: --heads is 3; expected 2, with which the run"):
         train_characters.main([*options, "--heads", "3"])
     with pytest.warns(UserWarning, match="num_steps=30, .* continues with .*num_steps=37"):
         again = train_characters.main([*options, "--steps", "37"])
-    assert f"{save}: goes on at step 30" in capsys.readouterr().out
+    assert f"{save}: continues at step 30" in capsys.readouterr().out
     assert again[0] == tested[-1]
     assert again[-1][0] == 37
 
