@@ -155,8 +155,8 @@ def nearest_name(module: str, name: str) -> str:
     near = {key: each for key, each in plain.items() if each.rpartition(".")[0] == own}
     like = get_close_matches(word, plain, 1, 0.8) or get_close_matches(word, near, 1, 0.7)
     if like:  # not by "attention" alone, which most functions end with
-        own, theirs = (x.removesuffix("attention") or x for x in (word, like[0]))
-        like = like if SequenceMatcher(None, own, theirs).ratio() > 0.5 else []
+        ours, theirs = (x.removesuffix("attention") or x for x in (word, like[0]))
+        like = like if SequenceMatcher(None, ours, theirs).ratio() > 0.5 else []
     found = _FUNCTIONS.get(name) or (plain[like[0]] if like else "")
     return found and f"; expected fastattn{found}"
 

@@ -4,7 +4,9 @@ Only the import changes in a program. Results are NumPy arrays; torch is importe
 tensors. docs/sentence-transformers.md lists the differences.
 """
 
-from fastattn.sentence_transformers._models import CrossEncoder, SentenceTransformer, SparseEncoder
+from fastattn.sentence_transformers._cross_encoder import CrossEncoder
+from fastattn.sentence_transformers._sentence_transformer import SentenceTransformer
+from fastattn.sentence_transformers._sparse_encoder import SparseEncoder
 
 __all__ = ["CrossEncoder", "SentenceTransformer", "SparseEncoder"]
 

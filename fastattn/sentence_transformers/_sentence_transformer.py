@@ -1,0 +1,213 @@
+"""The class SentenceTransformer, over the encoders of `fastattn.models`."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import models
+from fastattn._args.errors import named
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import choice, integer
+from fastattn.models._encode_calls import calls, one_or_several, watched
+from fastattn.models._routes import model_of
+from fastattn.models._vectors import PRECISIONS
+from fastattn.sentence_transformers._base import (
+    Options,
+    Vectors,
+    as_asked,
+    compared,
+    renamed,
+    torch_of,
+)
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from typing_extensions import Unpack
+
+    from fastattn._args.types import Array
+
+_VECTORS, _TOKENS = "sentence_embedding", "token_embeddings"
+_INSTRUCTOR = tuple(f"hkunlp/instructor-{size}" for size in ("base", "large", "xl"))  # leave out prompts
+
+
+class SentenceTransformer(Vectors):
+    """`sentence_transformers.SentenceTransformer` for inference, over `fastattn.models.Encoder`.
+
+    Parameters
+    ----------
+    model_name_or_path, **options
+        As in `_base.Base`; names without an organisation are of sentence-transformers.
+    similarity_fn_name : {"cosine", "dot", "euclidean", "manhattan"}, optional
+        Measure of `similarity`; by default as the folder says.
+    truncate_dim : int, optional
+        Number of features to keep; by default as the folder says. Both can be set later.
+    """
+
+    _kinds = (models.Encoder, models.TwoTowers)
+    _organization = "sentence-transformers"
+
+    @renamed(tokenizer_kwargs="processor_kwargs", use_auth_token="token")
+    def __init__(
+        self,
+        model_name_or_path: str | os.PathLike[str] | None = None,
+        *,
+        similarity_fn_name: Any = None,
+        truncate_dim: int | None = None,
+        **options: Unpack[Options],
+    ):
+        super().__init__(model_name_or_path, options, similarity_fn_name)
+        settings = self.model.sentences
+        given = settings.truncate_dim if truncate_dim is None else truncate_dim
+        self.truncate_dim: int | None = None if given is None else integer("truncate_dim", given, 1)
+        if model_name_or_path in _INSTRUCTOR:
+            self.set_pooling_include_prompt(False)
+
+    def get_embedding_dimension(self) -> int:
+        """Features of a vector."""
+        features: int = self.model.sentences.features
+        return min(features, self.truncate_dim or features)
+
+    @contextmanager
+    def truncate_embeddings(self, truncate_dim: int | None) -> Iterator[None]:
+        """Set `truncate_dim` within a block."""
+        before, self.truncate_dim = self.truncate_dim, truncate_dim
+        try:
+            yield
+        finally:
+            self.truncate_dim = before
+
+    truncate_sentence_embeddings = truncate_embeddings
+
+    def set_pooling_include_prompt(self, include_prompt: bool) -> None:
+        """Include a prompt's tokens in pooling, or leave them out."""
+        settings = self.model.sentences
+        pooling = replace(settings.pooling, include_prompt=include_prompt)
+        object.__setattr__(self.model, "sentences", replace(settings, pooling=pooling))
+
+    @renamed(sentences="inputs")
+    @named("encode")
+    def encode(
+        self,
+        inputs: Any,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int = 32,
+        show_progress_bar: bool | None = None,
+        output_value: str | None = _VECTORS,
+        precision: str | None = "float32",
+        convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False,
+        device: Any = None,
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+        pool: Any = None,
+        chunk_size: int | None = None,
+        **others: Any,
+    ) -> Any:
+        """Make a vector of each text, or of each of its tokens.
+
+        Parameters
+        ----------
+        inputs : str, or list of str
+            {"text": str} is a text, too. Models of images take images, as `fastattn.models.TwoTowers.encode`.
+        prompt_name, prompt, batch_size, show_progress_bar, precision, normalize_embeddings : optional
+            As in `fastattn.models.Encoder.encode`.
+        output_value : {"sentence_embedding", "token_embeddings", None}
+            "token_embeddings" returns a list of arrays (tokens, features), None a dict of both for each text.
+        convert_to_numpy, convert_to_tensor : bool
+            Return tensors of torch, one or a list, if the second is true, or the first is false.
+        truncate_dim : int, optional
+            By default the attribute.
+        device, pool, chunk_size, task : optional
+            "cpu"; without effect, as one process uses all CPUs; the route of a model that has several.
+
+        Returns
+        -------
+        ndarray, (n, features), or (features,) for one str
+            Or as the arguments say; (0,) for no texts.
+        """
+        call = self._call(
+            SentenceTransformer.encode, prompt_name, prompt, batch_size, show_progress_bar, device, others
+        )
+        precision = choice("precision", precision or "float32", PRECISIONS)
+        one, texts = self._texts(inputs)
+        model = model_of(self.model, others.get("task"), optional=True)
+        if output_value != _VECTORS:
+            outputs = (_VECTORS, _TOKENS)
+            choice("output_value", _TOKENS if output_value is None else output_value, outputs)
+            if precision != "float32":
+                raise ValueError(f"(): precision is {precision} for vectors of tokens; expected float32")
+            found: Any = self._of_tokens(model, texts, truncate_dim, **call)
+            if convert_to_tensor or not convert_to_numpy:
+                torch = torch_of("convert_to_tensor=True")
+                found = ({name: torch.from_numpy(x) for name, x in each.items()} for each in found)
+            found = [each if output_value is None else each[output_value] for each in found]
+            return found[0] if one else found
+        vectors = model.encode(
+            texts[0] if one else texts,
+            precision=precision,
+            normalize_embeddings=normalize_embeddings,
+            truncate_dim=self._dim(truncate_dim),
+            **call,
+        )
+        return as_asked(vectors, one, convert_to_numpy, convert_to_tensor)
+
+    def _compared(self, a: Any, b: Any, pairwise: bool) -> Any:
+        return compared(self.similarity_fn_name, a, b, pairwise)
+
+    def _dim(self, given: int | None) -> int:
+        """Features that are kept."""
+        features: int = self.model.sentences.features
+        dim = self.truncate_dim if given is None else given
+        return features if dim is None else integer("truncate_dim", dim, 1)
+
+    def _texts(self, inputs: Any) -> tuple[bool, Any]:
+        """Return whether `inputs` is one, and the list of them."""
+        if isinstance(inputs, dict):
+            inputs = _content(inputs)
+        elif isinstance(inputs, (list, tuple)):
+            inputs = [_content(each) for each in inputs]
+        images = isinstance(self.model, models.TwoTowers)
+        one, texts = self.model._inputs(inputs) if images else one_or_several(inputs, "inputs")
+        return one, list(texts)
+
+    def _of_tokens(
+        self,
+        model: Any,
+        texts: Any,
+        dim: int | None,
+        prompt: str,
+        batch_size: int,
+        show_progress_bar: bool | None,
+    ) -> Iterator[dict[str, Array]]:
+        """Yield the ids, the vectors of tokens and the vector of each text."""
+        if isinstance(model, models.TwoTowers):
+            raise ValueError("(): output_value is for texts of models without images; expected the usual one")
+        settings, dim = model.sentences, self._dim(dim)
+        skipped = 0 if settings.pooling.include_prompt or not prompt else model.text.prompt_length(prompt)
+        encoded = calls(model.text.encoded(prompt + text for text in texts), batch_size)
+        for ids in watched(encoded, bool(show_progress_bar), texts):
+            rows, cu_seqlens = model.hidden(ids)
+            vectors = settings.vectors(rows, cu_seqlens, skipped)[:, :dim]
+            rows = rows.astype(lane_dtype(rows.dtype), copy=False)
+            for each, vector, (begin, end) in zip(ids, vectors, pairwise(cu_seqlens.tolist()), strict=True):
+                mask = np.ones(len(each), np.int64)
+                found = {"input_ids": each, "attention_mask": mask, _TOKENS: rows[begin:end].copy()}
+                yield {**found, _VECTORS: vector}
+
+
+def _content(x: Any) -> Any:
+    """The text of {"text": text}, the image of {"image": image}; anything else as it is."""
+    if not isinstance(x, dict):
+        return x
+    if len(x) != 1 or not x.keys() <= {"text", "image"}:
+        there = ", ".join(map(str, x))
+        raise ValueError(f"(): inputs has a dict with {there}; expected 'text' or 'image' alone")
+    return next(iter(x.values()))
