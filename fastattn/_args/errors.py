@@ -50,6 +50,9 @@ def named(func: str, by_name: str = "") -> Callable[[Callable[P, R]], Callable[P
             except Exception as error:
                 first = args[0] if args else None
                 put_name(func.format(cls=type(first).__name__, self=first), error)
+                text, own = str(error), f"{function.__qualname__}()"
+                if isinstance(error, TypeError) and "." in own and text.startswith(own):  # Python's
+                    error.args = (text.replace(own, f"{type(first).__name__}.{function.__name__}()", 1),)
                 if by_name and "positional argument" in str(error):
                     error.args = (f"{error}; {by_name} are passed by name",)
                 raise

@@ -113,3 +113,12 @@ def test_similarities_refuse(folder):
     ):
         with pytest.raises(error, match=rf"{call}\(\): {message}"):
             getattr(model, call)(a, b)
+
+
+def test_python_s_own_errors_name_the_model(folder):
+    """And not the private class that has the method."""
+    model = models.load(folder)
+    with pytest.raises(TypeError, match=r"^Encoder\.similarity\(\) missing 1 required"):
+        model.similarity(ROW)
+    with pytest.raises(TypeError, match=r"^Encoder\.encode_query\(\) takes 2 positional"):
+        model.encode_query("a", "query")
