@@ -37,9 +37,9 @@ def put_name(func: str, error: Exception, inner: str = "") -> None:
 def named(func: str, by_name: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a public function: the errors of its checks get its name.
 
-    In `func`, {cls} is the class of the first argument, and {self} that argument. Functions that take a few
-    microseconds call `put_name` themselves: a decorator costs some tenths of one. Python's error for too many
-    positional arguments also says which are passed `by_name`.
+    In `func`, {self} is the first argument, and {cls} its class, or itself in a classmethod. Functions that
+    take a few microseconds call `put_name` themselves: a decorator costs some tenths of one. Python's error
+    for too many positional arguments also says which are passed `by_name`.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -49,10 +49,12 @@ def named(func: str, by_name: str = "") -> Callable[[Callable[P, R]], Callable[P
                 return function(*args, **kwargs)
             except Exception as error:
                 first = args[0] if args else None
-                put_name(func.format(cls=type(first).__name__, self=first), error)
+                cls = first if isinstance(first, type) else type(first)
+                put_name(func.format(cls=cls.__name__, self=first), error)
                 text, own = str(error), f"{function.__qualname__}()"
-                if isinstance(error, TypeError) and "." in own and text.startswith(own):  # Python's
-                    error.args = (text.replace(own, f"{type(first).__name__}.{function.__name__}()", 1),)
+                if isinstance(error, TypeError) and text.startswith(own) and hasattr(cls, function.__name__):
+                    # Python's, which names the class that defines the method
+                    error.args = (text.replace(own, f"{cls.__name__}.{function.__name__}()", 1),)
                 if by_name and "positional argument" in str(error):
                     error.args = (f"{error}; {by_name} are passed by name",)
                 raise
