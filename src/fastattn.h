@@ -99,19 +99,20 @@ typedef enum {
  * A task of the second pass is all rows, in order, against a run of keys. No other task adds to what it adds to. */
 typedef struct {
     fa_kernel_kind kind;
-    int block_q, block_k;  /* rows and keys of a tile */
-    int tiles;             /* row blocks of a task: as all scheduling, it depends on batch and threads */
-    int ahead;             /* prefetch distance in tasks; 0: none */
-    int keep_copy;         /* a thread keeps the copy of a head's keys and values from task to task */
-    int in_turn;           /* tasks go through the KV heads in turn: scheduling */
-    int bf16_dot;          /* the bfloat16 dot-product instruction runs */
-    int64_t n_tasks;       /* for run() */
-    int64_t split_k;       /* 0: run() only */
-    int64_t n_splits;      /* ceil(len_k / split_k), at least 1 */
-    int64_t run_k;         /* keys of a task of the second pass: scheduling */
-    int64_t scratch_bytes; /* per thread */
-    int64_t partial_bytes; /* per (KV head, split), a multiple of 64 */
-    double flops;          /* of the whole call, as if nothing were masked: to judge whether threads pay */
+    int block_q, block_k;       /* rows and keys of a tile */
+    int tiles;                  /* row blocks of a task: as all scheduling, it depends on batch and threads */
+    int ahead;                  /* prefetch distance in tasks; 0: none */
+    int k_in_place, v_in_place; /* whole blocks of lanes are read where they are, whatever their stride */
+    int keep_copy;              /* a thread keeps the copy of a head's keys and values from task to task */
+    int in_turn;                /* tasks go through the KV heads in turn: scheduling */
+    int bf16_dot;               /* the bfloat16 dot-product instruction runs */
+    int64_t n_tasks;            /* for run() */
+    int64_t split_k;            /* 0: run() only */
+    int64_t n_splits;           /* ceil(len_k / split_k), at least 1 */
+    int64_t run_k;              /* keys of a task of the second pass: scheduling */
+    int64_t scratch_bytes;      /* per thread */
+    int64_t partial_bytes;      /* per (KV head, split), a multiple of 64 */
+    double flops;               /* of the whole call, as if nothing were masked: to judge whether threads pay */
 } fa_plan;
 
 /* DeBERTa's attention: disentangled.inc.h. Of `attention` q, k, v, out, their sizes, scale, ranges and watch; as many heads

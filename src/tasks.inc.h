@@ -23,9 +23,8 @@ static int keeps_copy(const fa_attention_args *a, const fa_plan *plan)
 {
     const int64_t bytes = a->len_k * (a->head_dim + a->head_dim_v) * (int64_t)sizeof(lane) / (plan->bf16_dot ? 2 : 1);
     const int several = plan->n_tasks > a->batch * a->heads_kv;
-    const int64_t n = smaller(a->len_k, BLOCK_K);
-    const int in_place = lies_well(&a->k, a->head_dim, n) && lies_well(&a->v, a->head_dim_v, n);
-    if ((in_place && a->k.dtype == LANE_DTYPE) || plan->kind != FA_TILE || a->stats.second_pass || plan->split_k)
+    if ((plan->k_in_place && plan->v_in_place && a->k.dtype == LANE_DTYPE) || plan->kind != FA_TILE ||
+        a->stats.second_pass || plan->split_k)
         return 0;
     return several && !a->k.blocks && bytes <= fa_tuned.head_copy_bytes;
 }
@@ -105,6 +104,8 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     plan->ahead = heads * a->len_k * row_bytes > fa_tuned.far_bytes ? threads : 0;
     plan->n_tasks = heads * ceil_div(tiles, plan->tiles);
     plan->run_k = 0;
+    plan->k_in_place = plan->kind == FA_FEW_ROWS || lies_well(&a->k, a->head_dim, smaller(a->len_k, BLOCK_K));
+    plan->v_in_place = plan->kind == FA_FEW_ROWS || lies_well(&a->v, a->head_dim_v, smaller(a->len_k, BLOCK_K));
     plan->keep_copy = keeps_copy(a, plan);
     plan->in_turn = in_turn(a, plan, ceil_div(tiles, plan->tiles), threads);
     plan->partial_bytes = partial_at(a, plan->block_q, NULL, NULL);

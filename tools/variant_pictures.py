@@ -1,6 +1,7 @@
 """Draw every mask of fastattn.masks into one picture: python tools/variant_pictures.py docs/masks.png."""
 
 import sys
+import textwrap
 
 import matplotlib
 import numpy as np
@@ -53,7 +54,7 @@ def main(path, columns=5):
     figure, grid = pyplot.subplots(rows, columns, figsize=(2 * columns, 2.15 * rows), layout="constrained")
     for ax, name in zip(grid.ravel(), MASKS, strict=False):
         plot.mask(eval(name, vars(masks) | ARGUMENTS), N, ax=ax)
-        ax.set_title(name, fontsize=6.5)
+        ax.set_title(textwrap.fill(name, 36), fontsize=6.5)
         ax.set_xticks([])
         ax.set_yticks([])
     for unused in grid.ravel()[len(MASKS) :]:

@@ -132,13 +132,13 @@ def plan(args: AttentionArgs, backend: str | None) -> dict[str, Any]:
     else:
         block_q, block_k = reference.block_sizes(args)
         rows = block_q * (args.heads_q // args.heads_kv)
-        plan = {"kernel": "numpy", "isa": None, "block_q": rows, "block_k": block_k}
-    return {**plan, "conversions": tuple(_conversions(args, plan))}
+        plan = {"kernel": "numpy", "isa": None, "block_q": rows, "block_k": block_k, "gathers": ""}
+    gathers = plan.pop("gathers")
+    return {**plan, "conversions": tuple(_conversions(args, plan.get("bf16_dot", False), gathers))}
 
 
-def _conversions(args: AttentionArgs, plan: dict[str, Any]) -> Iterator[str]:
-    """Say what `plan` converts or gathers, block by block, while it runs."""
-    dotted = plan.get("bf16_dot", False)
+def _conversions(args: AttentionArgs, dotted: bool, gathers: str) -> Iterator[str]:
+    """Say what is converted or gathered, block by block, while the kernel runs."""
     for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
         if x.itemsize == 1:
             yield f"{name} widened and scaled, block by block: int8 to {lane_dtype(args.q.dtype)}"
@@ -146,5 +146,5 @@ def _conversions(args: AttentionArgs, plan: dict[str, Any]) -> Iterator[str]:
             yield f"{name} widened, block by block: {x.dtype} to float32"
         elif name == "v" and dotted:
             yield "v interleaved, block by block: pairs of rows for the bfloat16 dot product"
-        elif name != "q" and plan["kernel"] != "few_rows" and x.strides[-2] != x.shape[-1] * x.itemsize:
+        elif name in gathers:
             yield f"{name} gathered, block by block: rows {x.strides[-2]} bytes apart"
