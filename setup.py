@@ -96,7 +96,9 @@ def listed(isas, compiled):
     """The instruction sets, and the tables of those that are compiled, as dispatch.c reads them."""
 
     def tables(isa, lane):
-        return " ".join(f"FAMILY({'_'.join(table)})" for table in isa.tables(lane) if isa in compiled)
+        return " ".join(
+            f"FAMILY({name}_{of}, {family})" for name, of, family in isa.tables(lane) if isa in compiled
+        )
 
     return " ".join(f"ISA({isa.name}, {', '.join(tables(isa, lane) for lane in LANES)})" for isa in isas)
 

@@ -8,6 +8,7 @@
  * Literals  small: 0, or 1 if no |q + k| is beyond TANH_SMALL.
  * Exports   additive_scratch, additive_begin, block_additive. */
 #pragma once
+#include "interface/rowwise.h"
 #include "any_nv.inc.h"
 
 #define ADDITIVE_DEPTH 64 /* dimensions that are summed before they are added: less is rounded away; an even number */

@@ -10,6 +10,7 @@
  *           column_groups; cap_rows, load_keep, drop_group, weigh_group, normalise_group, add_sums, clear_tail,
  *           scale_by_slope, add_modifiers. */
 #pragma once
+#include "interface/backward.h"
 #include "attention.inc.h"
 
 #define BACK_Q 64                                    /* queries of a tile */

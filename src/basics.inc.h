@@ -3,7 +3,6 @@
  * Exports   smaller, larger, round_up, ceil_div; load_int, at; WITH_LITERAL, WITH_DTYPE,
  *           WITH_FLAG; arena, cut, CUT, CUT_LANES; given_up. */
 #pragma once
-#include "fastattn.h"
 #include "simd.h"
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

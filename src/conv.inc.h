@@ -10,6 +10,7 @@
  * Literals  dtype. rows: CONV_ROWS or 1. width: 4, the usual one, or not.
  * Exports   conv_scratch_bytes, conv_run; conv_grad_scratch_bytes, conv_grad_run. */
 #pragma once
+#include "interface/channels.h"
 #include "rows_grad.inc.h"
 
 #define CONV_ROWS 8    /* accumulators: 4 cycles of latency, 2 multiply-adds a cycle */

@@ -8,7 +8,14 @@ from pathlib import Path
 
 SRC = Path(__file__).parent
 MADE = SRC.parent / "fastattn/_engine/core/_core.pxd"
-HEADERS = ("fastattn.h", "lists.h")
+HEADERS = (
+    "interface/arrays.h",
+    *re.findall(
+        '^#include "(interface/.*)"$', (SRC / "fastattn.h").read_text(encoding="utf-8"), re.MULTILINE
+    ),
+    "fastattn.h",
+    "lists.h",
+)
 TYPES = "int8_t, int32_t, int64_t, uint8_t, uint64_t"
 POINTER = " noexcept nogil"  # what Cython assumes of a function, but not of a pointer to one
 
@@ -28,7 +35,8 @@ def declarations(header):
     sizes = re.findall(r"^FA_SIZE\((\w+)", (SRC / "tuning.inc").read_text(encoding="utf-8"), re.MULTILINE)
     text = text.replace('#include "tuning.inc"', "".join(f"int64_t {name};" for name in sizes))
     constants = re.findall(r"^#define (\w+) +\d", text, re.MULTILINE)
-    yield from ("enum:", *(f"    {name}" for name in constants))
+    if constants:
+        yield from ("enum:", *(f"    {name}" for name in constants))
     text = re.sub(r"^#.*", "", text, flags=re.MULTILINE)
     for kind, body, name, one in re.findall(
         r"typedef (enum|struct) \{(.*?)\} (\w+);|([^;{}]+);", text, re.DOTALL

@@ -17,6 +17,7 @@
  * Literals  dtype. nv: 1, 2 or 4.
  * Exports   deformable_scratch_bytes, deformable_run; deformable_grad_scratch_bytes, deformable_grad_run. */
 #pragma once
+#include "interface/deformable.h"
 #include "convert.inc.h"
 
 #define BLOCK_POINTS 64           /* of a block: where its sums are made, they take a vector for each of 4 places */

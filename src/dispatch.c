@@ -1,14 +1,14 @@
 /* What all instruction sets share: the sizes of tuning.inc, and the list of this architecture's instruction sets, best
  * first. The build defines FA_COMPILED, such as
  *
- *     ISA(avx512, , ) ISA(avx2, FAMILY(avx2_f32_linear) FAMILY(avx2_f32_rows), FAMILY(avx2_f64_linear) ...)
- *     ISA(generic, FAMILY(generic_f32_linear) ...): names, and the tables of families/ that each uses, by lane type; none
+ *     ISA(avx512, , ) ISA(avx2, FAMILY(avx2_f32, linear) FAMILY(avx2_f32, rows), FAMILY(avx2_f64, linear) ...)
+ *     ISA(generic, FAMILY(generic_f32, linear) ...): names, and the tables of families/ that each uses, by lane type; none
  * where a set was not compiled. */
 #include "fastattn.h"
 
 #include <string.h>
 
-#define FAMILY(table) extern const fa_kernels fa_kernels_##table;
+#define FAMILY(set, family) extern const fa_##family##_kernels fa_kernels_##set##_##family;
 #define ISA(isa, floats, doubles)                                                                                      \
     int fa_cpu_has_##isa(void);                                                                                        \
     floats doubles
@@ -16,25 +16,13 @@ FA_COMPILED
 #undef FAMILY
 #undef ISA
 
-typedef void (*any_kernel)(void);
-enum { N_KERNELS = sizeof(fa_kernels) / sizeof(any_kernel), N_LANES = 2 };
-
-typedef union {
-    fa_kernels kernels;
-    any_kernel each[N_KERNELS];
-} any_kernels;
-
-static struct {
+static const struct {
     const char *name;
     int (*available)(void);
-    const fa_kernels *const *families[N_LANES]; /* up to NULL */
-    any_kernels lanes[N_LANES];                 /* of all families */
+    fa_kernels f32, f64;
 } isas[] = {
-#define FAMILY(table) &fa_kernels_##table,
-#define ISA(isa, floats, doubles)                                                                                      \
-    {.name = #isa,                                                                                                     \
-     .available = fa_cpu_has_##isa,                                                                                    \
-     .families = {(const fa_kernels *const[]){floats NULL}, (const fa_kernels *const[]){doubles NULL}}},
+#define FAMILY(set, family) .family = &fa_kernels_##set##_##family,
+#define ISA(isa, floats, doubles) {.name = #isa, .available = fa_cpu_has_##isa, .f32 = {floats}, .f64 = {doubles}},
     FA_COMPILED
 #undef FAMILY
 #undef ISA
@@ -42,20 +30,8 @@ static struct {
 
 int fa_isa_count(void) { return sizeof isas / sizeof isas[0]; }
 
-/* Before anybody asks for a table. A kernel is in one family. */
-__attribute__((constructor)) static void join_families(void)
-{
-    for (int isa = 0; isa < fa_isa_count(); isa++)
-        for (int lane = 0; lane < N_LANES; lane++)
-            for (const fa_kernels *const *family = isas[isa].families[lane]; *family; family++) {
-                const any_kernels *from = (const any_kernels *)*family;
-                for (int i = 0; i < N_KERNELS; i++)
-                    if (from->each[i]) isas[isa].lanes[lane].each[i] = from->each[i];
-            }
-}
-
 const char *fa_isa_name(int isa) { return isas[isa].name; }
-int fa_isa_compiled(int isa) { return isas[isa].families[0][0] != NULL; }
+int fa_isa_compiled(int isa) { return isas[isa].f32.attention != NULL; }
 int fa_isa_available(int isa) { return fa_isa_compiled(isa) && isas[isa].available(); }
 
 static int first_isa(int slow_pairs, int tiles, int compiled)
@@ -70,7 +46,7 @@ static int first_isa(int slow_pairs, int tiles, int compiled)
 int fa_isa_default(int slow_pairs, int tiles) { return first_isa(slow_pairs, tiles, 1); }
 int fa_isa_best(int slow_pairs, int tiles) { return first_isa(slow_pairs, tiles, 0); }
 
-const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane) { return &isas[isa].lanes[lane == FA_F64].kernels; }
+const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane) { return lane == FA_F64 ? &isas[isa].f64 : &isas[isa].f32; }
 
 #define FA_SIZE(name, by_default, least, most) .name = by_default,
 enum { level2 = 1 << 20 };

@@ -4,6 +4,7 @@
  * Literals  dtype.
  * Exports   dropout_run. */
 #pragma once
+#include "interface/rows.h"
 #include "philox.inc.h"
 
 #define DROP_ROWS (DROP_VECTORS / PHILOX_PARTS) /* at a time: a product waits for the one before */

@@ -18,11 +18,10 @@
  *     nv          how many of these; a literal: 1 for at most LANES rows, or NV
  *     bf16        a literal: 1 where products are of bfloat16 pairs (takes_pairs); 0 also where bfloat16 is widened */
 #pragma once
-#include "fastattn.h"
 #include "simd.h"
 
 #pragma GCC diagnostic ignored "-Wunused-function" /* of other families */
 
 #define TABLE_(isa, lane, family) fa_kernels_##isa##_##lane##_##family
 #define TABLE(isa, lane, family) TABLE_(isa, lane, family)
-#define FAMILY(name) const fa_kernels TABLE(FA_ISA_NAME, LANE_NAME, name)
+#define FAMILY(name) const fa_##name##_kernels TABLE(FA_ISA_NAME, LANE_NAME, name)

@@ -21,6 +21,7 @@
  *           BY_BYTES, BY_BLOCKS, turns_pairs, multiplication, multiplication_of; features_per_step, packed_product,
  *           narrow_pass, wide_runs, v_code_bytes, v_widen. */
 #pragma once
+#include "interface/linear.h"
 #include "tile.inc.h"
 
 #define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))

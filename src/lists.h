@@ -2,7 +2,8 @@
 #ifndef FASTATTN_LISTS_H
 #define FASTATTN_LISTS_H
 
-#include "fastattn.h"
+#include "interface/arrays.h"
+#include "interface/arrays.h"
 
 /* For queries first_query .. first_query + queries - 1 of items first_item .. of the batch. Results are by place: of the
  * items counted from first_item, one after the other, their queries. A unit is some neighbouring queries that share a

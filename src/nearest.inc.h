@@ -18,6 +18,7 @@
  * Literals  whole: 1 of FA_WHOLE; n_rows, n_queries.
  * Exports   nearest_plan, nearest_run, nearest_finish. */
 #pragma once
+#include "interface/selection.h"
 #include "largest.inc.h"
 
 #define NEAREST_BLOCK 64

@@ -4,6 +4,7 @@
  * Literals  nv, within this file; squared: 1 for entmax-1.5. above: 0, 1.
  * Exports   kept_scores, keep_near, find_threshold, support_width, normalise, selects, ordered, ROWWISE_ASKS. */
 #pragma once
+#include "interface/rowwise.h"
 #include "any_nv.inc.h"
 
 /* The keys that may matter to some row of a tile, in order, and their scores s (n, BLOCK_Q). */

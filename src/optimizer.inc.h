@@ -7,6 +7,7 @@
  * Literals  momentum, nesterov: 0, 1.
  * Exports   update_run. */
 #pragma once
+#include "interface/rows.h"
 #include "convert.inc.h"
 
 /* The elements of a block. */

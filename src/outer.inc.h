@@ -16,6 +16,7 @@
  * Literals  nx: 1 .. LINEAR_ROWS. bf16: 1 only if V_BF16_DOT. dtype.
  * Exports   outer_plan, outer_run. */
 #pragma once
+#include "interface/outer.h"
 #include "linear_pass.inc.h"
 #if V_AMX
 #include "tile_amx.inc.h"

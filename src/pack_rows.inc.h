@@ -4,6 +4,7 @@
  *           pack_row; of_file, side_by_side, pack_features; load_source, v_magnitude_bits, v_most_bits, most_bits,
  *           most_of, judge; join_codes. */
 #pragma once
+#include "interface/pack.h"
 #include "linear_pass.inc.h"
 
 #define PACK_WORDS 1024                   /* of each row: PANEL rows of them stay in the second-level cache */

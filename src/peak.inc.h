@@ -2,7 +2,6 @@
  *
  * Exports   fma_rounds, read_bytes. */
 #pragma once
-#include "fastattn.h"
 #include "simd.h"
 
 /* FLOP that `rounds` rounds of multiply-adds take; of FA_BF16 and FA_I8, of the instruction that multiplies and adds

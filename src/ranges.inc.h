@@ -10,6 +10,7 @@
  * row attends. With lists, what lies between two ranges costs nothing; within a block a row has one range again, unless
  * several of its list lie in it (`several`): then the additive tile hides what is between them, masks.inc.h. */
 #pragma once
+#include "interface/attention.h"
 #include "tile.inc.h"
 
 /* A row of a KV head: its rows are (query, head in group) pairs, query-major. */

@@ -14,6 +14,7 @@
  * Exports   RECURRENT_ASKS, recurrent_task, recurrent_task_of, tokens_of, query_group, panel_width, add_skipped, strength_of;
  *           load_state, store_state, load_norm, store_norm; decay_at. */
 #pragma once
+#include "interface/recurrent.h"
 #include "softmax.inc.h"
 #include "linear_pass.inc.h"
 

@@ -3,6 +3,7 @@
  *
  * Exports   rope_run. */
 #pragma once
+#include "interface/rows.h"
 #include "softmax.inc.h"
 
 /* Rotates x (head_dim) in place; cos and sin are (pairs). */

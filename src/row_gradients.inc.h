@@ -4,6 +4,7 @@
  * Exports   row_copy, copy_rows, add_weighted_rows, add_score_gradients, through_softcap, add_product_gradients,
  *           store_query_gradients, turn_of, take_turn, pass_turn. */
 #pragma once
+#include "interface/rowwise.h"
 #include "any_nv.inc.h"
 #include "backward.inc.h"
 

@@ -4,6 +4,7 @@
  * Literals  squares: 0, 1. activation: any fa_activation.
  * Exports   ROW_ASKS, EACH_BLOCK, row_sum_of, activate_row_of, times_row, up_offset; rows_scratch_bytes, rows_run. */
 #pragma once
+#include "interface/rows.h"
 #include "activation.inc.h"
 
 #define ROW_ASKS (1 << 18) /* elements of a row between two calls of given_up(): a fraction of a millisecond */

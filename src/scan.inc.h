@@ -12,6 +12,7 @@
  *           load_states, store_states, load_scan_terms, load_scan_rates, load_channels, store_channels, load_scan_block;
  *           scan_scratch_bytes, scan_tasks, scan_run. */
 #pragma once
+#include "interface/channels.h"
 #include "activation.inc.h"
 
 #define SCAN_CHANNELS 128   /* of a task: with 64, rows of 256 bytes cost two thirds more time than the arithmetic */

@@ -3,6 +3,7 @@
  *
  * Exports   scatter_scratch_bytes, scatter_run. */
 #pragma once
+#include "interface/rows.h"
 #include "tile.inc.h"
 
 static int64_t scatter_scratch_bytes(int64_t n) { return n * (int64_t)sizeof(lane); }

@@ -15,6 +15,7 @@
  * Literals  nv, bf16, relu, weighs.
  * Exports   selection_plan, selection_score, selection_run. */
 #pragma once
+#include "interface/selection.h"
 #include "largest.inc.h"
 
 #define SELECTION_RUN (8 * BLOCK_K) /* fewest keys of a task of score(): tens of microseconds */

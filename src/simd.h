@@ -19,6 +19,7 @@
 #ifndef FASTATTN_SIMD_H
 #define FASTATTN_SIMD_H
 
+#include "interface/arrays.h"
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

@@ -98,7 +98,13 @@ def test_a_changed_file_compiles_the_families_that_include_it(tree, compiler, ch
 def test_a_change_in_cython_compiles_its_module_alone(tree, compiler):
     add(tree / "fastattn/_engine/core/counts.pxi", "twice = 2 * count\n")
     assert build(tree, compiler) == LAYER
-    add(tree / "src/fastattn.h", "/* changed */\n")
+
+
+def test_a_change_of_the_interface_compiles_its_family_and_who_calls_it(tree, compiler):
+    add(tree / "src/interface/outer.h", "/* changed */\n")
+    callers = LAYER | {"common/cpu", "common/dispatch"}
+    assert build(tree, compiler) == callers | {"generic_f32/outer", "generic_f64/outer"}
+    add(tree / "src/interface/arrays.h", "/* changed */\n")
     assert build(tree, compiler) == KERNELS | COMMON | LAYER
 
 

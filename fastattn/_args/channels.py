@@ -25,7 +25,7 @@ from fastattn._args.values import (
 )
 from fastattn._engine.settings import require_backend, threads
 
-MOST_WIDTH = 8  # FA_MOST_WIDTH of src/fastattn.h
+MOST_WIDTH = 8  # FA_MOST_WIDTH of interface/channels.h
 
 
 def _tokens(name: str, x: Any, turned: bool = False) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 
 from fastattn._args.types import Array
 
-UPDATE_BLOCK = 4096  # elements whose squares are summed together: FA_UPDATE_BLOCK of fastattn.h
+UPDATE_BLOCK = 4096  # elements whose squares are summed together: FA_UPDATE_BLOCK of interface/rows.h
 
 
 class Update(NamedTuple):

@@ -1,4 +1,5 @@
 /* Attention: which keys a row attends, what is done to their scores, and what comes of them. */
+#include "interface/attention.h"
 #include "kernels.h"
 
 #include "disentangled.inc.h"

@@ -1,12 +1,13 @@
 /* The gradients of attention. */
+#include "interface/backward.h"
 #include "kernels.h"
 
 #include "backward.inc.h"
 
 FAMILY(backward) = {
-    .backward_plan = backward_plan,
-    .backward_sums = backward_sums,
-    .backward_begin = backward_begin,
-    .backward_run = backward_run,
-    .backward_end = backward_end,
+    .plan = backward_plan,
+    .sums = backward_sums,
+    .begin = backward_begin,
+    .run = backward_run,
+    .end = backward_end,
 };

@@ -1,4 +1,5 @@
 /* What goes along the tokens channel by channel: causal convolution and the selective scan, and their gradients. */
+#include "interface/channels.h"
 #include "kernels.h"
 
 #include "conv.inc.h"

@@ -1,10 +1,11 @@
 /* Linear maps, as layers have them. */
+#include "interface/linear.h"
 #include "kernels.h"
 
 #include "linear.inc.h"
 
 FAMILY(linear) = {
-    .linear_plan = linear_plan,
-    .linear_run = linear_run,
-    .linear_between = linear_between,
+    .plan = linear_plan,
+    .run = linear_run,
+    .between = linear_between,
 };

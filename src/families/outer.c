@@ -1,9 +1,10 @@
 /* The gradients of linear maps' weights. */
+#include "interface/outer.h"
 #include "kernels.h"
 
 #include "outer.inc.h"
 
 FAMILY(outer) = {
-    .outer_plan = outer_plan,
-    .outer_run = outer_run,
+    .plan = outer_plan,
+    .run = outer_run,
 };

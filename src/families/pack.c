@@ -1,9 +1,10 @@
 /* Weights of linear maps, packed into panels. */
+#include "interface/pack.h"
 #include "kernels.h"
 
 #include "pack.inc.h"
 
 FAMILY(pack) = {
-    .pack_scratch_bytes = pack_scratch_bytes,
-    .pack_run = pack_run,
+    .scratch_bytes = pack_scratch_bytes,
+    .run = pack_run,
 };

@@ -1,4 +1,5 @@
 /* Measurements of the machine. */
+#include "interface/peak.h"
 #include "kernels.h"
 
 #include "peak.inc.h"

@@ -1,12 +1,13 @@
 /* Linear attention, and its gradients. */
+#include "interface/recurrent.h"
 #include "kernels.h"
 
 #include "recurrent.inc.h"
 #include "recurrent_backward.inc.h"
 
 FAMILY(recurrent) = {
-    .recurrent_plan = recurrent_plan,
-    .recurrent_run = recurrent_run,
-    .recurrent_backward_plan = recurrent_backward_plan,
-    .recurrent_backward_run = recurrent_backward_run,
+    .plan = recurrent_plan,
+    .run = recurrent_run,
+    .backward_plan = recurrent_backward_plan,
+    .backward_run = recurrent_backward_run,
 };

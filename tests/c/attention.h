@@ -52,13 +52,13 @@ static void run_attention(const fa_kernels *kernels, const fa_attention_args *a,
         FOR(head, p->n_tasks)
         {
             int64_t first, last;
-            kernels->splits(a, p, head, &first, &last);
+            kernels->attention->splits(a, p, head, &first, &last);
             for (int64_t split = last - 1; split >= first; split--)
-                kernels->run_split(a, p, head, split, partials + split * p->partial_bytes, scratch);
+                kernels->attention->run_split(a, p, head, split, partials + split * p->partial_bytes, scratch);
             for (int64_t split = first; split < last; split++)
-                kernels->merge(a, p, head, split, state, partials + split * p->partial_bytes);
+                kernels->attention->merge(a, p, head, split, state, partials + split * p->partial_bytes);
         }
-    } else FOR(task, p->n_tasks) kernels->run(a, p, again ? p->n_tasks - 1 - task : task, scratch);
+    } else FOR(task, p->n_tasks) kernels->attention->run(a, p, again ? p->n_tasks - 1 - task : task, scratch);
     release(mark);
 }
 
@@ -120,14 +120,14 @@ static const char *check_attention(int isa, const fa_kernels *kernels)
             call->lse = new_floats(lane_of(c->q), a->batch, a->heads_q, a->len_q, 1, c->out_layout);
         call->out = new_floats(c->q, a->batch, a->heads_q, a->len_q, a->head_dim_v, c->out_layout);
         new_statistics(c, call);
-        kernels->plan(call, again ? 64 : 1, &p);
+        kernels->attention->plan(call, again ? 64 : 1, &p);
         if (p.scratch_bytes % 64 || p.partial_bytes % 64) return UNALIGNED;
         run_attention(kernels, call, &p, (int)again);
         counts[isa].tiles += p.tiles > 1;
         if (!call->stats.norm.data) continue;
         fa_plan second;
         call->stats.second_pass = 1;
-        kernels->plan(call, again ? 64 : 1, &second);
+        kernels->attention->plan(call, again ? 64 : 1, &second);
         if (second.scratch_bytes % 64) return UNALIGNED;
         run_attention(kernels, call, &second, (int)again);
     }

@@ -199,19 +199,19 @@ static int run_backward(const fa_kernels *kernels, const fa_backward_args *call,
     const int64_t heads = a->batch * a->heads_q;
     const int in_order = call->bias_shared || call->dbias_diagonals.data != NULL; /* a head waits for the one before */
     fa_backward_plan p;
-    kernels->backward_plan(call, again ? 64 : 1, &p);
+    kernels->backward->plan(call, again ? 64 : 1, &p);
     const int mark = n_mappings;
     char *scratch = allocate((size_t)p.scratch_bytes), *shared = allocate((size_t)p.shared_bytes);
     if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes), memset(shared, 0x55, (size_t)p.shared_bytes);
     FOR(task, p.few ? p.n_tasks : 0)
-    kernels->backward_sums(call, &p, again ? p.n_tasks - 1 - task : task, shared, scratch);
-    FOR(task, heads) kernels->backward_begin(call, &p, again ? heads - 1 - task : task, shared, scratch);
+    kernels->backward->sums(call, &p, again ? p.n_tasks - 1 - task : task, shared, scratch);
+    FOR(task, heads) kernels->backward->begin(call, &p, again ? heads - 1 - task : task, shared, scratch);
     FOR(task, p.n_tasks)
     {
         const int64_t head = task % p.n_heads, turned = task - head + p.n_heads - 1 - head;
-        kernels->backward_run(call, &p, again && !in_order ? turned : task, shared, scratch);
+        kernels->backward->run(call, &p, again && !in_order ? turned : task, shared, scratch);
     }
-    FOR(task, heads) kernels->backward_end(call, &p, again ? heads - 1 - task : task, shared);
+    FOR(task, heads) kernels->backward->end(call, &p, again ? heads - 1 - task : task, shared);
     release(mark);
     return p.scratch_bytes % 64 == 0 && p.shared_bytes % 64 == 0;
 }
@@ -221,7 +221,7 @@ static const char *check_backward(int isa, const fa_kernels *kernels)
     fa_backward_args calls[2];
     const fa_attention_args *a = &backward_now.args.attention;
     const double eps = eps_of(lane_of(a->q.dtype));
-    const double blur = a->q.dtype == FA_BF16 && kernels->linear_between() == FA_BF16 ? 0x1p-7 : 0;
+    const double blur = a->q.dtype == FA_BF16 && kernels->linear->between() == FA_BF16 ? 0x1p-7 : 0;
     if (a->len_q == 0) return NULL; /* there is nothing to run */
     FOR(again, 2)
     {

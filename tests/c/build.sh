@@ -49,7 +49,7 @@ build() {
                 [[ " $own " != *" $family "* ]] || of=amx_on_$on
                 kernels "$of" f32 "$family" "$(flags_of "$on")" "$([ "$of" = "$on" ] || echo "$tiles")"
                 kernels "$on" f64 "$family" "$(flags_of "$on")"
-                floats+="FAMILY(${of}_f32_$family) " doubles+="FAMILY(${on}_f64_$family) "
+                floats+="FAMILY(${of}_f32,$family) " doubles+="FAMILY(${on}_f64,$family) "
             done
             list+=" ISA(amx_on_$on,$floats,$doubles)"
             echo "^amx_on_$on (${own// /|})$" >>"$folder/own"
@@ -67,7 +67,7 @@ build() {
             [[ " $own " != *" $family "* ]] || of=$isa
             kernels "$of" f32 "$family" "$(flags_of "$of")"
             kernels "$base" f64 "$family" "$(flags_of "$base")"
-            floats+="FAMILY(${of}_f32_$family) " doubles+="FAMILY(${base}_f64_$family) "
+            floats+="FAMILY(${of}_f32,$family) " doubles+="FAMILY(${base}_f64,$family) "
         done
         list+=" ISA($isa,$floats,$doubles)"
         own_kernels "$isa" "$own" >>"$folder/own"
@@ -75,7 +75,7 @@ build() {
             floats=""
             for family in $families; do
                 kernels "${isa}_emulated" f32 "$family" "$isa_flags" -DFA_EMULATE_BF16_DOT
-                floats+="FAMILY(${isa}_emulated_f32_$family) "
+                floats+="FAMILY(${isa}_emulated_f32,$family) "
             done
             list+=" ISA(${isa}_emulated,$floats,$doubles)"
             defines+=" -Dfa_cpu_has_${isa}_emulated=fa_cpu_has_$isa"

@@ -232,7 +232,7 @@ static const char *check_conv(int isa, const fa_kernels *kernels)
 {
     fa_conv_args a = conv_now.args.forward;
     const int64_t tokens = sequences_now.tokens, step = sequences_now.step;
-    const size_t size = (size_t)kernels->conv_scratch_bytes(&a);
+    const size_t size = (size_t)kernels->channels->conv_scratch_bytes(&a);
     char *scratch = allocate(size);
     fa_array out[2];
     (void)isa;
@@ -240,9 +240,9 @@ static const char *check_conv(int isa, const fa_kernels *kernels)
     FOR(again, 2)
     {
         a.out = out[again] = new_rows(a.x.dtype, a.channels, again ? sequences_now.layout : GAP);
-        if (!again) kernels->conv_run(&a, 0, tokens, scratch);
+        if (!again) kernels->channels->conv_run(&a, 0, tokens, scratch);
         for (int64_t end = tokens; again && end > 0; end -= step)
-            kernels->conv_run(&a, larger(0, end - step), end, memset(scratch, 0x55, size));
+            kernels->channels->conv_run(&a, larger(0, end - step), end, memset(scratch, 0x55, size));
     }
     return wrong_rows("out", out, a.channels, conv_now.out);
 }
@@ -254,7 +254,7 @@ static const char *check_conv_grad(int isa, const fa_kernels *kernels)
     const fa_conv_args *a = &g.forward;
     const fa_dtype lane = lane_of(a->x.dtype);
     const int64_t n = (a->width + 1) * a->channels, tokens = sequences_now.tokens;
-    const size_t size = (size_t)kernels->conv_grad_scratch_bytes(&g);
+    const size_t size = (size_t)kernels->channels->conv_grad_scratch_bytes(&g);
     char *scratch = allocate(size);
     fa_array dx[2] = {{0}}, dstate[2] = {{0}}, total[2];
     const char *wrong = NULL;
@@ -270,9 +270,10 @@ static const char *check_conv_grad(int isa, const fa_kernels *kernels)
             dstate[again] = new_floats(a->x.dtype, a->sequences, 1, a->width - 1, a->channels, again ? REVERSED : GAP);
         g.dx = dx[again], g.dstate = dstate[again];
         for (int64_t task = tasks - 1; task >= 0; task--)
-            kernels->conv_grad_run(&g, task * step, smaller(tokens, task * step + step),
-                                   sums ? sums + task * n * bytes_of(lane) : NULL, memset(scratch, 0x55, size));
-        if (sums) kernels->rows_grad_add(sums, tasks, n, n, total[again].data);
+            kernels->channels->conv_grad_run(&g, task * step, smaller(tokens, task * step + step),
+                                             sums ? sums + task * n * bytes_of(lane) : NULL,
+                                             memset(scratch, 0x55, size));
+        if (sums) kernels->rows->grad_add(sums, tasks, n, n, total[again].data);
     }
     if (dx->data) wrong = wrong_rows("dx", dx, a->channels, conv_now.dx);
     if (!wrong && dstate->data) wrong = wrong_states("dstate", dstate, a->width - 1, a->channels, conv_now.dstate);
@@ -455,8 +456,8 @@ static const char *check_scan(int isa, const fa_kernels *kernels)
 {
     fa_scan_args a = scan_now.args.forward;
     const fa_dtype lane = lane_of(a.x.dtype);
-    const int64_t n = a.channels, tasks = kernels->scan_tasks(&a);
-    const size_t size = (size_t)kernels->scan_scratch_bytes(&a);
+    const int64_t n = a.channels, tasks = kernels->channels->scan_tasks(&a);
+    const size_t size = (size_t)kernels->channels->scan_scratch_bytes(&a);
     char *scratch = allocate(size);
     fa_array out[2], state[2];
     (void)isa;
@@ -469,7 +470,7 @@ static const char *check_scan(int isa, const fa_kernels *kernels)
         FOR(task, tasks)
         { /* the first 8 bytes are 0 before a thread's first task, or once more */
             if (again || !task) memset(memset(scratch, 0x55, size), 0, 8);
-            kernels->scan_run(&a, again ? tasks - 1 - task : task, scratch);
+            kernels->channels->scan_run(&a, again ? tasks - 1 - task : task, scratch);
         }
     }
     const char *wrong = wrong_rows("out", out, n, scan_now.want[OUT]);
@@ -496,8 +497,8 @@ static const char *check_scan_grad(int isa, const fa_kernels *kernels)
     fa_scan_grad_args g = scan_now.args;
     const fa_scan_args *a = &g.forward;
     const fa_dtype lane = lane_of(a->x.dtype);
-    const int64_t n = a->channels, tasks = kernels->scan_tasks(a), blocks = tasks / larger(1, a->sequences);
-    const size_t size = (size_t)kernels->scan_grad_scratch_bytes(&g);
+    const int64_t n = a->channels, tasks = kernels->channels->scan_tasks(a), blocks = tasks / larger(1, a->sequences);
+    const size_t size = (size_t)kernels->channels->scan_grad_scratch_bytes(&g);
     char *scratch = allocate(size);
     fa_array x[N_SCAN_RESULTS][2] = {{{0}}};
     const char *wrong = NULL;
@@ -515,7 +516,8 @@ static const char *check_scan_grad(int isa, const fa_kernels *kernels)
         }
         g.dx = x[DX][again], g.ddt = x[DDT][again], g.dstate = x[DSTATE][again], g.drates = x[DRATES][again];
         g.dskip = x[DSKIP][again], g.dbias = x[DDT_BIAS][again], g.db = x[DB][again].data, g.dc = x[DC][again].data;
-        FOR(task, tasks) kernels->scan_grad_run(&g, again ? tasks - 1 - task : task, memset(scratch, 0x55, size));
+        FOR(task, tasks)
+        kernels->channels->scan_grad_run(&g, again ? tasks - 1 - task : task, memset(scratch, 0x55, size));
         for (int i = DB; i <= DC; i++)
             if (x[i][again].data) x[i][again] = sum_of_blocks(&x[i][again], blocks, a->states);
     }

@@ -43,7 +43,7 @@ while read -r target arch platform; do
             if [ "$isa" = "$base" ]; then
                 compile "$target" "$source" "$flags $isa_flags -DFA_ISA_NAME=$isa -DFA_LANE_F64=1"
             fi
-            floats+="FAMILY(${of}_f32_$family) " doubles+="FAMILY(${base}_f64_$family) "
+            floats+="FAMILY(${of}_f32,$family) " doubles+="FAMILY(${base}_f64,$family) "
         done
         list+=" ISA($isa, $floats, $doubles)"
     done <"$out/sets"

@@ -202,7 +202,7 @@ static const char *check_deformable(int isa, const fa_kernels *kernels)
 {
     fa_deformable_args a = deformable_now.args.forward;
     const int64_t units = a.batch * a.heads * ((a.len_q + FA_DEFORMABLE_QUERIES - 1) / FA_DEFORMABLE_QUERIES);
-    const size_t size = (size_t)kernels->deformable_scratch_bytes(&a);
+    const size_t size = (size_t)kernels->deformable->scratch_bytes(&a);
     char *scratch = allocate(size);
     fa_array out[2];
     (void)isa;
@@ -211,9 +211,9 @@ static const char *check_deformable(int isa, const fa_kernels *kernels)
     {
         a.out = out[again] = new_floats(a.v.dtype, a.batch, a.heads, a.len_q, a.head_dim,
                                         again ? deformable_now.layout : GAP);
-        if (!again) kernels->deformable_run(&a, 0, units, scratch);
+        if (!again) kernels->deformable->run(&a, 0, units, scratch);
         for (int64_t unit = units; again && unit-- > 0;)
-            kernels->deformable_run(&a, unit, unit + 1, memset(scratch, 0x55, size));
+            kernels->deformable->run(&a, unit, unit + 1, memset(scratch, 0x55, size));
     }
     return wrong_result(SAMPLED, "out", out);
 }
@@ -225,7 +225,7 @@ static const char *check_deformable_grad(int isa, const fa_kernels *kernels)
     fa_deformable_grad_args g = deformable_now.args;
     const fa_deformable_args *a = &g.forward;
     const int64_t tasks = a->batch * a->n_levels;
-    const size_t size = (size_t)kernels->deformable_grad_scratch_bytes(&g);
+    const size_t size = (size_t)kernels->deformable->grad_scratch_bytes(&g);
     char *scratch = allocate(size);
     fa_array x[N_DEFORMABLE_RESULTS][2] = {{{0}}};
     (void)isa;
@@ -242,9 +242,9 @@ static const char *check_deformable_grad(int isa, const fa_kernels *kernels)
         FOR(h, a->heads) FOR(i, deformable_now.len_v) FOR(j, a->head_dim) set(&g.dv, b, h, i, j, 0);
         FOR(task, tasks)
         {
-            if (!again) kernels->deformable_grad_run(&g, task, 0, a->heads, scratch);
+            if (!again) kernels->deformable->grad_run(&g, task, 0, a->heads, scratch);
             for (int64_t h = a->heads; again && h-- > 0;)
-                kernels->deformable_grad_run(&g, tasks - 1 - task, h, h + 1, memset(scratch, 0x55, size));
+                kernels->deformable->grad_run(&g, tasks - 1 - task, h, h + 1, memset(scratch, 0x55, size));
         }
     }
     const char *wrong = NULL;

@@ -95,15 +95,16 @@ static const char *check_disentangled(int isa, const fa_kernels *kernels)
         fa_disentangled_args *call = calls + again;
         call->attention.out = new_floats(a->q.dtype, a->batch, a->heads_q, a->len_q, a->head_dim_v,
                                          disentangled_now.c.out_layout);
-        const int64_t n_tasks = kernels->disentangled_tasks(call), bytes = kernels->disentangled_scratch_bytes(call);
+        const int64_t n_tasks = kernels->attention->disentangled_tasks(call),
+                      bytes = kernels->attention->disentangled_scratch_bytes(call);
         if (bytes % 64) return UNALIGNED;
         const int mark = n_mappings;
         char *scratch = allocate((size_t)bytes);
         if (again) memset(scratch, 0x55, (size_t)bytes);
-        FOR(task, n_tasks) kernels->disentangled_run(call, again ? n_tasks - 1 - task : task, scratch);
+        FOR(task, n_tasks) kernels->attention->disentangled_run(call, again ? n_tasks - 1 - task : task, scratch);
         release(mark);
     }
-    kernels->plan(a, 1, &p);
+    kernels->attention->plan(a, 1, &p);
     const fa_attention_args both[2] = {calls[0].attention, calls[1].attention};
     return wrong_out(both, disentangled_now.want, p.bf16_dot);
 }

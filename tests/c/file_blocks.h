@@ -212,7 +212,7 @@ static const char *check_file_blocks(int isa, const fa_kernels *kernels)
     fa_pack_args *a = &pack_now.args;
     const int64_t panels = pack_panels(), shared = panels * 32 * (a->k / a->block) * 2;
     const size_t bytes = (size_t)(panels * pack_steps() * 128);
-    const size_t scratch_bytes = (size_t)kernels->pack_scratch_bytes(a);
+    const size_t scratch_bytes = (size_t)kernels->pack->scratch_bytes(a);
     int needs_minima = a->k / 32 % 3 == 2, any_bad = 0;
     (void)isa;
     FOR(i, a->n_blocks) needs_minima |= file_now.layouts[i].minimum >= 0;
@@ -221,7 +221,7 @@ static const char *check_file_blocks(int isa, const fa_kernels *kernels)
     a->sums = allocate((size_t)panels * 128), a->bad = (unsigned char *)memset(allocate(4), 0, 4);
     char *scratch = allocate(scratch_bytes);
     for (int64_t i = panels - 1; i >= 0; i -= 2) /* one panel or two at a time */
-        kernels->pack_run(a, i > 0 ? i - 1 : 0, i + 1, memset(scratch, 0xff, scratch_bytes));
+        kernels->pack->run(a, i > 0 ? i - 1 : 0, i + 1, memset(scratch, 0xff, scratch_bytes));
     FOR(i, a->n_blocks)
     {
         const int bad = file_is_bad(&a->blocks[i]);

@@ -118,7 +118,7 @@ static const char *check_rows_grad(int isa, const fa_kernels *kernels)
     const int64_t split = 2, n = a.n;
     near dweight[300] = {{0, 0}}, dbias[300] = {{0, 0}}, dx[300], dup[300];
     fa_array out[2], ups[2], sums = new_floats(lane, 1, 1, 2, 2 * n, 0), total = new_floats(lane, 1, 1, 1, 2 * n, 0);
-    char *scratch = allocate((size_t)kernels->rows_grad_scratch_bytes(n));
+    char *scratch = allocate((size_t)kernels->rows->grad_scratch_bytes(n));
     char *none = a.kind <= FA_RMS_NORM ? sums.data : NULL, *other = none ? none + 2 * n * bytes_of(lane) : NULL;
     (void)isa;
     FOR(again, 2)
@@ -131,10 +131,10 @@ static const char *check_rows_grad(int isa, const fa_kernels *kernels)
         }
         a.dx = out[again].data, a.dx_row = out[again].row;
         if (a.kind == FA_ACTIVATE || a.up) a.dup = ups[again].data, a.dup_row = ups[again].row;
-        kernels->rows_grad_run(&a, split, a.m, other, scratch);
-        kernels->rows_grad_run(&a, 0, split, none, scratch);
+        kernels->rows->grad_run(&a, split, a.m, other, scratch);
+        kernels->rows->grad_run(&a, 0, split, none, scratch);
     }
-    kernels->rows_grad_add(sums.data, 2, 2 * n, 2 * n, total.data);
+    kernels->rows->grad_add(sums.data, 2, 2 * n, 2 * n, total.data);
     FOR(i, a.m)
     {
         expect_rows_grad(&rows_grad_now, i, dx, dup, dweight, dbias);
@@ -206,9 +206,9 @@ static const char *check_logits(int isa, const fa_kernels *kernels)
         loss[again] = new_floats(lane, 1, 1, 1, a.m, 0);
         FOR(i, a.m) FOR(j, a.n) set(&x[again], 0, 0, i, j, get(&logits_now.x, 0, 0, i, j));
         a.logits = x[again].data, a.row = x[again].row, a.loss = loss[again].data;
-        if (!again) kernels->logits_run(&a, 0, a.m);
+        if (!again) kernels->rows->logits_run(&a, 0, a.m);
         else
-            for (int64_t i = a.m - 1; i >= 0; i--) kernels->logits_run(&a, i, i + 1);
+            for (int64_t i = a.m - 1; i >= 0; i--) kernels->rows->logits_run(&a, i, i + 1);
     }
     FOR(i, a.m)
     {
@@ -284,9 +284,9 @@ static const char *check_dropout(int isa, const fa_kernels *kernels)
     {
         out[again] = new_floats(a.dtype, 1, 1, a.m, a.n, again ? GAP : REVERSED);
         a.out = out[again].data, a.out_row = out[again].row;
-        if (!again) kernels->dropout_run(&a, 0, a.m);
+        if (!again) kernels->rows->dropout_run(&a, 0, a.m);
         else
-            for (int64_t i = a.m - 1; i >= 0; i--) kernels->dropout_run(&a, i, i + 1);
+            for (int64_t i = a.m - 1; i >= 0; i--) kernels->rows->dropout_run(&a, i, i + 1);
     }
     FOR(i, a.m) FOR(j, a.n)
     {
@@ -335,15 +335,15 @@ static const char *check_scatter(int isa, const fa_kernels *kernels)
     fa_scatter_args a = scatter_now.args;
     const fa_dtype lane = lane_of(a.dtype);
     fa_array out[2];
-    char *scratch = allocate((size_t)kernels->scatter_scratch_bytes(a.n));
+    char *scratch = allocate((size_t)kernels->rows->scatter_scratch_bytes(a.n));
     (void)isa;
     FOR(again, 2)
     {
         out[again] = new_floats(lane, 1, 1, SCATTER_PLACES, a.n, again ? GAP : REVERSED);
         FOR(i, SCATTER_PLACES) FOR(j, a.n) set(&out[again], 0, 0, i, j, 0.5);
         a.out = out[again].data, a.out_row = out[again].row;
-        kernels->scatter_run(&a, 0, again ? 1 : SCATTER_PLACES, scratch);
-        if (again) kernels->scatter_run(&a, 1, SCATTER_PLACES, scratch);
+        kernels->rows->scatter_run(&a, 0, again ? 1 : SCATTER_PLACES, scratch);
+        if (again) kernels->rows->scatter_run(&a, 1, SCATTER_PLACES, scratch);
     }
     FOR(p, SCATTER_PLACES) FOR(j, a.n)
     {

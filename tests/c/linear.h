@@ -259,11 +259,11 @@ static int run_linear(const fa_kernels *kernels, fa_linear_args a, int64_t begin
     a.x += begin * a.x_row, a.out += begin * a.out_row, a.m = end - begin;
     if (a.residual) a.residual += begin * a.residual_row;
     if (a.pre) a.pre += begin * a.pre_row;
-    kernels->linear_plan(&a, again ? 64 : 1, &p);
+    kernels->linear->plan(&a, again ? 64 : 1, &p);
     char *scratch = allocate((size_t)p.scratch_bytes);
     if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
     memset(scratch, 0, 8);
-    FOR(task, p.n_tasks) kernels->linear_run(&a, &p, again ? p.n_tasks - 1 - task : task, scratch);
+    FOR(task, p.n_tasks) kernels->linear->run(&a, &p, again ? p.n_tasks - 1 - task : task, scratch);
     release(mark);
     return p.scratch_bytes % 64 == 0;
 }
@@ -273,7 +273,8 @@ static const char *check_linear(int isa, const fa_kernels *kernels)
 {
     fa_linear_args a = linear_now.args;
     const int tiles = !strncmp(fa_isa_name(isa), "amx", 3), of_one_map = a.transposed == 1 || a.k % 4 == 0;
-    const int bf16 = a.weight == FA_BF16 && (a.transposed ? tiles && of_one_map : kernels->linear_between() == FA_BF16);
+    const int bf16 = a.weight == FA_BF16 &&
+                     (a.transposed ? tiles && of_one_map : kernels->linear->between() == FA_BF16);
     const int64_t width = (1 + a.gated) * a.n;
     fa_array out[2], pre[2];
     int aligned = 1;

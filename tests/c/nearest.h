@@ -95,7 +95,7 @@ static const char *check_nearest(int isa, const fa_kernels *kernels)
     {
         fa_nearest_args call = nearest_now.args;
         fa_nearest_plan p;
-        kernels->nearest_plan(&call, &p);
+        kernels->selection->nearest_plan(&call, &p);
         if (p.scratch_bytes % 64) return UNALIGNED;
         const int64_t found = call.len_q * p.runs * call.kept;
         const fa_array scores = new_floats(lane, 1, 1, call.len_q, call.top_k, 0);
@@ -104,8 +104,8 @@ static const char *check_nearest(int isa, const fa_kernels *kernels)
         call.rows = (int64_t *)allocate((size_t)(call.len_q * call.top_k) * 8), call.scores = scores.data;
         char *scratch = allocate((size_t)p.scratch_bytes);
         if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
-        FOR(task, p.n_tasks) kernels->nearest_run(&call, &p, again ? p.n_tasks - 1 - task : task, scratch);
-        FOR(query, call.len_q) kernels->nearest_finish(&call, &p, query, scratch);
+        FOR(task, p.n_tasks) kernels->selection->nearest_run(&call, &p, again ? p.n_tasks - 1 - task : task, scratch);
+        FOR(query, call.len_q) kernels->selection->nearest_finish(&call, &p, query, scratch);
         FOR(query, call.len_q)
         if (!wrong) wrong = wrong_nearest(&call, &scores, query, nearest_now.scores + query * call.len_k);
     }

@@ -62,7 +62,7 @@ static const char *check_outer(int isa, const fa_kernels *kernels)
 {
     fa_outer_args a = outer_now.args;
     const fa_dtype lane = lane_of(a.a_dtype);
-    const int bf16 = a.pairs && lane == FA_F32 && kernels->linear_between() == FA_BF16;
+    const int bf16 = a.pairs && lane == FA_F32 && kernels->linear->between() == FA_BF16;
     const int64_t width = larger(a.n, a.k);
     fa_array out[2], sums[2];
     int aligned = 1;
@@ -75,9 +75,9 @@ static const char *check_outer(int isa, const fa_kernels *kernels)
         FOR(i, a.more ? a.n : 0) FOR(j, a.k) set(&out[again], 0, 0, i, j, get(&outer_now.before, 0, 0, i, j));
         FOR(j, a.more ? a.n : 0) set(&sums[again], 0, 0, 0, j, get(&outer_now.before, 0, 0, a.n, j));
         a.out = out[again].data, a.out_row = out[again].row, a.sums = sums[again].data;
-        kernels->outer_plan(&a, again ? 64 : 1, &p);
+        kernels->outer->plan(&a, again ? 64 : 1, &p);
         char *scratch = allocate((size_t)p.scratch_bytes);
-        FOR(task, p.n_tasks) kernels->outer_run(&a, &p, again ? p.n_tasks - 1 - task : task, scratch);
+        FOR(task, p.n_tasks) kernels->outer->run(&a, &p, again ? p.n_tasks - 1 - task : task, scratch);
         aligned &= p.scratch_bytes % 64 == 0;
     }
     if (!aligned) return UNALIGNED;

@@ -187,7 +187,7 @@ static const char *check_pack(int isa, const fa_kernels *kernels)
 {
     fa_pack_args calls[2] = {pack_now.args, pack_now.args};
     const int64_t panels = pack_panels(), bytes = panels * pack_steps() * 128, scale_bytes = pack_scale_bytes();
-    const size_t scratch_bytes = (size_t)kernels->pack_scratch_bytes(calls), sum_bytes = (size_t)panels * 128;
+    const size_t scratch_bytes = (size_t)kernels->pack->scratch_bytes(calls), sum_bytes = (size_t)panels * 128;
     (void)isa;
     FOR(again, 2)
     {
@@ -197,10 +197,10 @@ static const char *check_pack(int isa, const fa_kernels *kernels)
         a->bad = (unsigned char *)memset(allocate(4), 0, 4);
         if (a->k == 0) memset(a->scales, 0, (size_t)scale_bytes); /* nothing is written where nothing is read */
         char *scratch = allocate(scratch_bytes);
-        if (!again) kernels->pack_run(a, 0, panels, scratch);
+        if (!again) kernels->pack->run(a, 0, panels, scratch);
         else
             for (int64_t i = panels - 1; i >= 0; i--)
-                kernels->pack_run(a, i, i + 1, memset(scratch, 0x55, scratch_bytes));
+                kernels->pack->run(a, i, i + 1, memset(scratch, 0x55, scratch_bytes));
         FOR(i, a->n_blocks) if (a->bad[i]) return "finite numbers are called bad";
     }
     if (memcmp(calls[0].panels, calls[1].panels, (size_t)bytes) != 0) return "panels differ the second time";
@@ -212,7 +212,7 @@ static const char *check_pack(int isa, const fa_kernels *kernels)
         if (wrong) return wrong;
     }
     calls[0].beyond = 0x1p-140; /* now what is not 0 is too large, of each block by itself */
-    kernels->pack_run(calls, 0, panels, allocate(scratch_bytes));
+    kernels->pack->run(calls, 0, panels, allocate(scratch_bytes));
     FOR(i, calls[0].n_blocks)
     {
         const fa_pack_rows *rows = &pack_now.rows[i];

@@ -134,10 +134,10 @@ static int run_recurrent(const fa_kernels *kernels, fa_recurrent_args a, int64_t
     FOR(i, COUNT(tokens))
     if (tokens[i]->data) tokens[i]->data += begin * tokens[i]->row;
     if (a.causal) a.len_q = a.len_k = end - begin;
-    kernels->recurrent_plan(&a, again ? 64 : 1, &p);
+    kernels->recurrent->plan(&a, again ? 64 : 1, &p);
     char *scratch = allocate((size_t)p.scratch_bytes);
     if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
-    FOR(task, p.n_tasks) kernels->recurrent_run(&a, &p, again ? p.n_tasks - 1 - task : task, scratch);
+    FOR(task, p.n_tasks) kernels->recurrent->run(&a, &p, again ? p.n_tasks - 1 - task : task, scratch);
     release(mark);
     return p.scratch_bytes % 64 == 0;
 }

@@ -230,11 +230,11 @@ static const char *check_recurrent_backward(int isa, const fa_kernels *kernels)
                 *gradient_of(x, (int)i) = new_floats(types[i], a->batch, g->heads[i], g->rows[i], g->cols[i], rows);
         }
         const int mark = n_mappings;
-        kernels->recurrent_backward_plan(x, &p);
+        kernels->recurrent->backward_plan(x, &p);
         if (p.scratch_bytes % 64) return UNALIGNED;
         char *scratch = allocate((size_t)p.scratch_bytes);
         if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
-        FOR(task, p.n_tasks) kernels->recurrent_backward_run(x, &p, again ? p.n_tasks - 1 - task : task, scratch);
+        FOR(task, p.n_tasks) kernels->recurrent->backward_run(x, &p, again ? p.n_tasks - 1 - task : task, scratch);
         release(mark);
     }
     FOR(i, N_GRADIENTS)

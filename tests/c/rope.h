@@ -101,9 +101,10 @@ static const char *check_rope(int isa, const fa_kernels *kernels)
             call->x = call->out;
         }
         const int64_t rows = a->batch * a->length;
-        if (!again) kernels->rope_run(call, 0, rows, scratch);
+        if (!again) kernels->rows->rope_run(call, 0, rows, scratch);
         else
-            for (int64_t i = rows - 1; i >= 0; i--) kernels->rope_run(call, i, i + 1, memset(scratch, 0x55, size));
+            for (int64_t i = rows - 1; i >= 0; i--)
+                kernels->rows->rope_run(call, i, i + 1, memset(scratch, 0x55, size));
     }
     if (rope_now.int8) wrong = wrong_rounding(calls);
     FOR(b, a->batch)

@@ -110,7 +110,7 @@ static const char *check_rows(int isa, const fa_kernels *kernels)
     fa_rows_args a = rows_now.args;
     near want[2][300];
     const fa_array total = new_floats(a.dtype, 1, 1, a.m, a.n, GAP);
-    const size_t size = (size_t)kernels->rows_scratch_bytes(a.n);
+    const size_t size = (size_t)kernels->rows->scratch_bytes(a.n);
     char *scratch = allocate(size);
     fa_array out[2];
     (void)isa;
@@ -119,9 +119,9 @@ static const char *check_rows(int isa, const fa_kernels *kernels)
         out[again] = new_floats(a.dtype, 1, 1, a.m, a.n, again ? GAP : REVERSED);
         a.out = out[again].data, a.out_row = out[again].row;
         a.total = again ? NULL : total.data, a.total_row = total.row;
-        if (!again) kernels->rows_run(&a, 0, a.m, scratch);
+        if (!again) kernels->rows->run(&a, 0, a.m, scratch);
         else
-            for (int64_t i = a.m - 1; i >= 0; i--) kernels->rows_run(&a, i, i + 1, memset(scratch, 0x55, size));
+            for (int64_t i = a.m - 1; i >= 0; i--) kernels->rows->run(&a, i, i + 1, memset(scratch, 0x55, size));
     }
     FOR(i, a.m)
     {

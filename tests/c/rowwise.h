@@ -185,12 +185,12 @@ static const char *check_rowwise(int isa, const fa_kernels *kernels)
         fa_rowwise_plan p;
         call->attention.out = new_floats(a->q.dtype, a->batch, a->heads_q, a->len_q, a->head_dim_v,
                                          rowwise_now.c.out_layout);
-        kernels->rowwise_plan(call, &p);
+        kernels->rowwise->plan(call, &p);
         if (p.scratch_bytes % 64) return UNALIGNED;
         const int mark = n_mappings;
         char *scratch = allocate((size_t)p.scratch_bytes);
         if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
-        FOR(task, p.n_tasks) kernels->rowwise_run(call, &p, again ? p.n_tasks - 1 - task : task, scratch);
+        FOR(task, p.n_tasks) kernels->rowwise->run(call, &p, again ? p.n_tasks - 1 - task : task, scratch);
         release(mark);
     }
     const fa_attention_args both[2] = {calls[0].attention, calls[1].attention};

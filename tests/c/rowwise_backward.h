@@ -282,14 +282,14 @@ static const char *check_rowwise_backward(int isa, const fa_kernels *kernels)
         call.dpre = (double *)x[DPRE].data, call.dpost = (double *)x[DPOST].data;
         call.batch_shares = backward_now.shared && a->batch > 1,
         call.heads_share = backward_now.shared && a->heads_kv > 1;
-        kernels->rowwise_backward_plan(&call, &p);
+        kernels->rowwise->backward_plan(&call, &p);
         if (p.scratch_bytes % 64) return UNALIGNED;
         const int mark = n_mappings;
         char *scratch = allocate((size_t)p.scratch_bytes);
         call.turns = (int64_t *)allocate((size_t)p.n_turns * sizeof(int64_t));
         memset(call.turns, 0, (size_t)p.n_turns * sizeof(int64_t));
         if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
-        FOR(task, p.n_tasks) kernels->rowwise_backward_run(&call, &p, task, scratch);
+        FOR(task, p.n_tasks) kernels->rowwise->backward_run(&call, &p, task, scratch);
         release(mark);
     }
     FOR(which, N_GRADIENTS_OF_ROWS)

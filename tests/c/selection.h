@@ -129,7 +129,7 @@ static const char *check_selection(int isa, const fa_kernels *kernels)
             call.scores = new_floats(lane_of(a->q.dtype), a->batch, a->heads_kv, a->len_q, a->len_k, ODD | GAP);
             EACH(a->heads_kv, a->len_q, a->len_k) set(&call.scores, b, h, i, j, s++->value);
         }
-        kernels->selection_plan(&call, again ? 64 : 1, &p);
+        kernels->selection->plan(&call, again ? 64 : 1, &p);
         if (p.scratch_bytes % 64) return UNALIGNED;
         char *scratch = allocate((size_t)p.scratch_bytes);
         if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
@@ -138,9 +138,9 @@ static const char *check_selection(int isa, const fa_kernels *kernels)
             FOR(b, a->batch) begins[b] = b * n_rows * p.pitch * lane;
             call.scores.data = allocate((size_t)(a->batch * n_rows * p.pitch * lane));
             call.scores.batch = begins, call.scores.row = p.pitch * lane, call.scores.head = a->len_q * p.pitch * lane;
-            for (int64_t task = p.n_tasks * p.runs; task-- > 0;) kernels->selection_score(&call, &p, task, scratch);
+            for (int64_t task = p.n_tasks * p.runs; task-- > 0;) kernels->selection->score(&call, &p, task, scratch);
         }
-        FOR(task, p.n_tasks) kernels->selection_run(&call, &p, again ? p.n_tasks - 1 - task : task, scratch);
+        FOR(task, p.n_tasks) kernels->selection->run(&call, &p, again ? p.n_tasks - 1 - task : task, scratch);
         FOR(b, a->batch) FOR(h, a->heads_kv) FOR(i, a->len_q)
         {
             const score *s = selection_now.scores + ((b * a->heads_kv + h) * a->len_q + i) * a->len_k;

@@ -122,9 +122,9 @@ static const char *check_update(int isa, const fa_kernels *kernels)
             block += (update_now.n[p] + FA_UPDATE_BLOCK - 1) / FA_UPDATE_BLOCK;
         }
         a.parameters = parameters;
-        if (!again) kernels->update_run(&a, 0, block);
+        if (!again) kernels->rows->update_run(&a, 0, block);
         else
-            for (int64_t b = block - 1; b >= 0; b--) kernels->update_run(&a, b, b + 1);
+            for (int64_t b = block - 1; b >= 0; b--) kernels->rows->update_run(&a, b, b + 1);
     }
     if (a.kind == FA_SQUARES)
         return memcmp(sums[0], sums[1], (size_t)update_now.blocks * sizeof(double)) ? "other sums the second time"

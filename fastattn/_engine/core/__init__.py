@@ -1,1 +1,1 @@
-"""The compiled layer: fills the structs of src/fastattn.h, runs their tasks, knows no semantics."""
+"""The compiled layer: fills the structs of src/interface/, runs their tasks, knows no semantics."""

@@ -193,7 +193,7 @@ def plan(args):
     cdef fa_attention_args a
     cdef fa_plan p
     _set_args(&a, args, False)  # the plan reads no batch tables
-    _kernels(a.q.dtype).plan(&a, args.num_threads, &p)
+    _kernels(a.q.dtype).attention.plan(&a, args.num_threads, &p)
     return {
         "kernel": "few_rows" if p.kind == FA_FEW_ROWS else "tile",
         "isa": get_isa(),

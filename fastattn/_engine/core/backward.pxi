@@ -38,25 +38,25 @@ cdef void _backward_args(const fa_backward_args *all, const Job *job, fa_backwar
 cdef void _backward_begin(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef fa_backward_args own
     cdef const BackwardJob *job = _backward_job(loop, task, True, &own)
-    loop.kernels.backward_begin(&own, &job.plan, task - job.heads, loop.shared + job.shared, scratch)
+    loop.kernels.backward.begin(&own, &job.plan, task - job.heads, loop.shared + job.shared, scratch)
 
 
 cdef void _backward_sums(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef fa_backward_args own
     cdef const BackwardJob *job = _backward_job(loop, task, False, &own)
-    loop.kernels.backward_sums(&own, &job.plan, task - job.tasks, loop.shared + job.shared, scratch)
+    loop.kernels.backward.sums(&own, &job.plan, task - job.tasks, loop.shared + job.shared, scratch)
 
 
 cdef void _backward_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef fa_backward_args own
     cdef const BackwardJob *job = _backward_job(loop, task, False, &own)
-    loop.kernels.backward_run(&own, &job.plan, task - job.tasks, loop.shared + job.shared, scratch)
+    loop.kernels.backward.run(&own, &job.plan, task - job.tasks, loop.shared + job.shared, scratch)
 
 
 cdef void _backward_end(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef fa_backward_args own
     cdef const BackwardJob *job = _backward_job(loop, task, True, &own)
-    loop.kernels.backward_end(&own, &job.plan, task - job.heads, loop.shared + job.shared)
+    loop.kernels.backward.end(&own, &job.plan, task - job.heads, loop.shared + job.shared)
 
 
 cdef int _run_backward(fa_backward_args *c, int threads, _Sequences sequences=None) except -1:
@@ -81,7 +81,7 @@ cdef int _run_backward(fa_backward_args *c, int threads, _Sequences sequences=No
             job = &w.jobs[i]
             job.of = NULL if sequences is None else &sequences.jobs[i]
             _backward_args(c, job.of, &own)
-            loop.kernels.backward_plan(&own, threads, &job.plan)
+            loop.kernels.backward.plan(&own, threads, &job.plan)
             job.tasks, job.heads, job.shared = tasks, heads, shared
             tasks += job.plan.n_tasks
             heads += own.attention.batch * own.attention.heads_q

@@ -67,7 +67,7 @@ cdef enum:
 
 cdef void _conv_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef int64_t begin = task * loop.step
-    loop.kernels.conv_run(<const fa_conv_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
+    loop.kernels.channels.conv_run(<const fa_conv_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
 
 
 cdef int _run_conv(fa_conv_args *a, int64_t tokens, int threads) except -1:
@@ -79,7 +79,7 @@ cdef int _run_conv(fa_conv_args *a, int64_t tokens, int threads) except -1:
     loop.n = tokens
     loop.step = max(LEAST_CONV_TOKENS, min(MOST_CONV_TOKENS, loop.n // (4 * threads)))
     return _run(&loop, _conv_task, (loop.n + loop.step - 1) // loop.step, threads,
-                loop.kernels.conv_scratch_bytes(a))
+                loop.kernels.channels.conv_scratch_bytes(a))
 
 
 def conv(args):
@@ -94,7 +94,7 @@ cdef void _conv_grad_task(Loop *loop, int64_t task, void *scratch) noexcept nogi
     cdef const fa_conv_grad_args *a = <const fa_conv_grad_args *>loop.args
     cdef int64_t begin = task * loop.step, size = 8 if a.forward.x.dtype == FA_F64 else 4
     cdef int64_t sums = (a.forward.width + 1) * a.forward.channels * size
-    loop.kernels.conv_grad_run(a, begin, min(loop.n, begin + loop.step),
+    loop.kernels.channels.conv_grad_run(a, begin, min(loop.n, begin + loop.step),
                                loop.shared + task * sums if loop.plan != NULL else NULL, scratch)
 
 
@@ -118,11 +118,11 @@ def conv_grad(args):
     n_tasks = (loop.n + loop.step - 1) // loop.step
     _start(&loop, _conv_grad_task, n_tasks,
            args.forward.num_threads if loop.n * f.channels >= fa_tuned.parallel_elements else 1,
-           loop.kernels.conv_grad_scratch_bytes(&a), n_tasks * n * size if sums != NULL else 0)
+           loop.kernels.channels.conv_grad_scratch_bytes(&a), n_tasks * n * size if sums != NULL else 0)
     with nogil:
         _tasks(&loop, n_tasks)
         if sums != NULL:
-            loop.kernels.rows_grad_add(loop.shared, n_tasks, n, n, sums)
+            loop.kernels.rows.grad_add(loop.shared, n_tasks, n, n, sums)
     _end(&loop)
 
 
@@ -150,7 +150,7 @@ cdef int _scan_threads(_Channels channels, const fa_scan_args *a, int threads):
 
 
 cdef void _scan_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.scan_run(<const fa_scan_args *>loop.args, task, scratch)
+    loop.kernels.channels.scan_run(<const fa_scan_args *>loop.args, task, scratch)
 
 
 def scan(args):
@@ -162,12 +162,12 @@ def scan(args):
     channels.set(&a.state_out, "state_out", args.state_out, _lane(a.x.dtype), a.channels, a.states)
     a.watch = &loop.watch
     loop.kernels, loop.args = _kernels(a.x.dtype), &a
-    _run(&loop, _scan_task, loop.kernels.scan_tasks(&a), _scan_threads(channels, &a, args.num_threads),
-         loop.kernels.scan_scratch_bytes(&a))
+    _run(&loop, _scan_task, loop.kernels.channels.scan_tasks(&a), _scan_threads(channels, &a, args.num_threads),
+         loop.kernels.channels.scan_scratch_bytes(&a))
 
 
 cdef void _scan_grad_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.scan_grad_run(<const fa_scan_grad_args *>loop.args, task, scratch)
+    loop.kernels.channels.scan_grad_run(<const fa_scan_grad_args *>loop.args, task, scratch)
 
 
 def scan_grad(args):
@@ -187,7 +187,7 @@ def scan_grad(args):
     channels.set(&a.dstate, "dstate", args.dstate, lane, f.channels, f.states)
     f.watch = &loop.watch
     loop.kernels, loop.args = _kernels(f.x.dtype), &a
-    n_tasks = loop.kernels.scan_tasks(f)
+    n_tasks = loop.kernels.channels.scan_tasks(f)
     parts = {}  # sums of a task; they are added in order
     for name, shape in (("drates", (*batch, f.channels, f.states)), ("dskip", (*batch, 1, f.channels)),
                         ("dbias", (*batch, 1, f.channels))):
@@ -201,7 +201,7 @@ def scan_grad(args):
     a.db = NULL if parts["db"] is None else cnp.PyArray_DATA(parts["db"])
     a.dc = NULL if parts["dc"] is None else cnp.PyArray_DATA(parts["dc"])
     _run(&loop, _scan_grad_task, n_tasks, _scan_threads(channels, f, args.forward.num_threads),
-         loop.kernels.scan_grad_scratch_bytes(&a))
+         loop.kernels.channels.scan_grad_scratch_bytes(&a))
     for name, part in parts.items():
         if part is not None:
             to = getattr(args, name)

@@ -33,7 +33,7 @@ cdef _Tables _set_deformable(fa_deformable_args *a, args, int n_arrays):
 
 cdef void _deformable_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef int64_t begin = task * loop.step
-    loop.kernels.deformable_run(<const fa_deformable_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
+    loop.kernels.deformable.run(<const fa_deformable_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
 
 
 def deformable(args):
@@ -52,12 +52,12 @@ def deformable(args):
     loop.n = a.batch * a.heads * ((a.len_q + FA_DEFORMABLE_QUERIES - 1) // FA_DEFORMABLE_QUERIES)
     loop.step = max(1, min(a.heads, loop.n // (8 * threads)))  # heads that take turns stay with a thread
     _run(&loop, _deformable_task, (loop.n + loop.step - 1) // loop.step, threads,
-         loop.kernels.deformable_scratch_bytes(&a))
+         loop.kernels.deformable.scratch_bytes(&a))
 
 
 cdef void _deformable_grad_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef int64_t groups = (loop.n + loop.step - 1) // loop.step, first = task % groups * loop.step
-    loop.kernels.deformable_grad_run(<const fa_deformable_grad_args *>loop.args, task // groups, first,
+    loop.kernels.deformable.grad_run(<const fa_deformable_grad_args *>loop.args, task // groups, first,
                                      min(loop.n, first + loop.step), scratch)
 
 
@@ -84,4 +84,4 @@ def deformable_grad(args):
     loop.n = f.heads
     loop.step = max(1, min(f.heads, f.batch * f.heads * f.n_levels // (8 * threads)))
     _run(&loop, _deformable_grad_task, f.batch * f.n_levels * ((loop.n + loop.step - 1) // loop.step), threads,
-         loop.kernels.deformable_grad_scratch_bytes(&a))
+         loop.kernels.deformable.grad_scratch_bytes(&a))

@@ -15,7 +15,7 @@ cdef void _disentangled_task(Loop *loop, int64_t task, void *scratch) noexcept n
     cdef const Jobs *w = <const Jobs *>loop.plan
     cdef const Job *job = &w.jobs[_job_of(w, task)]
     cdef fa_disentangled_args own
-    loop.kernels.disentangled_run(_own_distances(loop, job, &own), task - job.first, scratch)
+    loop.kernels.attention.disentangled_run(_own_distances(loop, job, &own), task - job.first, scratch)
 
 
 cdef class _DisentangledStep(_AttendStep):
@@ -75,8 +75,8 @@ cdef class _DisentangledStep(_AttendStep):
         for i in range(w.n):
             each = _own_distances(&loop, &w.jobs[i], &own)
             w.jobs[i].first = n_tasks
-            n_tasks += loop.kernels.disentangled_tasks(each)
-            scratch_bytes = max(scratch_bytes, loop.kernels.disentangled_scratch_bytes(each))
+            n_tasks += loop.kernels.attention.disentangled_tasks(each)
+            scratch_bytes = max(scratch_bytes, loop.kernels.attention.disentangled_scratch_bytes(each))
             # Products of each query and each key: with the key, its value, and two vectors of distances.
             flops += 8.0 * each.attention.batch * a.heads_q * each.attention.len_q * each.attention.len_k * a.head_dim
         if flops < fa_tuned.parallel_flops:

@@ -2,7 +2,7 @@
 
 
 cdef void _outer_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.outer_run(<const fa_outer_args *>loop.args, <const fa_outer_plan *>loop.plan, task, scratch)
+    loop.kernels.outer.run(<const fa_outer_args *>loop.args, <const fa_outer_plan *>loop.plan, task, scratch)
 
 
 def outer(args):
@@ -26,7 +26,7 @@ def outer(args):
     a.pairs, a.more = args.pairs, args.more
     a.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(lane), &a, &plan
-    loop.kernels.outer_plan(&a, args.num_threads, &plan)
+    loop.kernels.outer.plan(&a, args.num_threads, &plan)
     _run(&loop, _outer_task, plan.n_tasks, args.num_threads if plan.flops >= fa_tuned.parallel_flops else 1,
          plan.scratch_bytes)
 
@@ -41,7 +41,7 @@ cdef enum:
 cdef void _rows_grad_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef const fa_rows_grad_args *a = <const fa_rows_grad_args *>loop.args
     cdef int64_t begin = task * loop.step, size = 8 if a.dtype == FA_F64 else 4
-    loop.kernels.rows_grad_run(a, begin, min(loop.n, begin + loop.step),
+    loop.kernels.rows.grad_run(a, begin, min(loop.n, begin + loop.step),
                                loop.shared + task * 2 * a.n * size if loop.plan != NULL else NULL, scratch)
 
 
@@ -70,25 +70,25 @@ def rows_grad(args):
     a.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(a.dtype), &a, NULL
     if dweight == NULL and dbias == NULL:
-        _run_rows_of(&loop, _rows_grad_task, a.m, a.n, args.num_threads, loop.kernels.rows_grad_scratch_bytes(a.n))
+        _run_rows_of(&loop, _rows_grad_task, a.m, a.n, args.num_threads, loop.kernels.rows.grad_scratch_bytes(a.n))
         return
     loop.plan = &a  # anything but NULL: there are sums
     loop.n, loop.step = a.m, max(LEAST_ROWS_SUMMED, (a.m + MOST_PARTIALS - 1) // MOST_PARTIALS)
     n_tasks = (a.m + loop.step - 1) // loop.step
     _start(&loop, _rows_grad_task, n_tasks, args.num_threads if a.m * a.n >= fa_tuned.parallel_elements else 1,
-           loop.kernels.rows_grad_scratch_bytes(a.n), n_tasks * 2 * a.n * size)
+           loop.kernels.rows.grad_scratch_bytes(a.n), n_tasks * 2 * a.n * size)
     with nogil:
         _tasks(&loop, n_tasks)
         if dweight != NULL:
-            loop.kernels.rows_grad_add(loop.shared, n_tasks, 2 * a.n, a.n, dweight)
+            loop.kernels.rows.grad_add(loop.shared, n_tasks, 2 * a.n, a.n, dweight)
         if dbias != NULL:
-            loop.kernels.rows_grad_add(loop.shared + a.n * size, n_tasks, 2 * a.n, a.n, dbias)
+            loop.kernels.rows.grad_add(loop.shared + a.n * size, n_tasks, 2 * a.n, a.n, dbias)
     _end(&loop)
 
 
 cdef void _logits_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef int64_t begin = task * loop.step
-    loop.kernels.logits_run(<const fa_logits_args *>loop.args, begin, min(loop.n, begin + loop.step))
+    loop.kernels.rows.logits_run(<const fa_logits_args *>loop.args, begin, min(loop.n, begin + loop.step))
 
 
 def logits(args):
@@ -113,7 +113,7 @@ def logits(args):
 
 cdef void _dropout_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef int64_t begin = task * loop.step
-    loop.kernels.dropout_run(<const fa_dropout_args *>loop.args, begin, min(loop.n, begin + loop.step))
+    loop.kernels.rows.dropout_run(<const fa_dropout_args *>loop.args, begin, min(loop.n, begin + loop.step))
 
 
 def dropout(args):
@@ -132,7 +132,7 @@ def dropout(args):
 
 cdef void _scatter_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef int64_t begin = task * loop.step
-    loop.kernels.scatter_run(<const fa_scatter_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
+    loop.kernels.rows.scatter_run(<const fa_scatter_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
 
 
 def scatter(args):
@@ -159,4 +159,4 @@ def scatter(args):
     loop.step = max(1, fa_tuned.row_task_elements * places // max(1, m * a.n))
     n_tasks = (places + loop.step - 1) // loop.step
     _run(&loop, _scatter_task, n_tasks, args.num_threads if m * a.n >= fa_tuned.parallel_elements else 1,
-         loop.kernels.scatter_scratch_bytes(a.n))
+         loop.kernels.rows.scatter_scratch_bytes(a.n))

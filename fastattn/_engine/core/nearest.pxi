@@ -4,11 +4,11 @@ cdef dict _NEAREST_KINDS = {"lanes": FA_LANES, "whole": FA_WHOLE, "bits": FA_BIT
 
 
 cdef void _nearest_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.nearest_run(<const fa_nearest_args *>loop.args, <const fa_nearest_plan *>loop.plan, task, scratch)
+    loop.kernels.selection.nearest_run(<const fa_nearest_args *>loop.args, <const fa_nearest_plan *>loop.plan, task, scratch)
 
 
 cdef void _nearest_end_task(Loop *loop, int64_t query, void *scratch) noexcept nogil:
-    loop.kernels.nearest_finish(<const fa_nearest_args *>loop.args, <const fa_nearest_plan *>loop.plan, query, scratch)
+    loop.kernels.selection.nearest_finish(<const fa_nearest_args *>loop.args, <const fa_nearest_plan *>loop.plan, query, scratch)
 
 
 def nearest(args):
@@ -37,7 +37,7 @@ def nearest(args):
     a.scores = _data("scores", args.scores, a.len_q * a.top_k, _lane_type(lane))
     a.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(lane), &a, &plan
-    loop.kernels.nearest_plan(&a, &plan)
+    loop.kernels.selection.nearest_plan(&a, &plan)
     if plan.flops < fa_tuned.parallel_flops:
         threads = 1
     found = a.len_q * plan.runs * a.kept

@@ -84,7 +84,7 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, 
 
 
 cdef void _linear_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.linear_run(<const fa_linear_args *>loop.args, <const fa_linear_plan *>loop.plan, task, scratch)
+    loop.kernels.linear.run(<const fa_linear_args *>loop.args, <const fa_linear_plan *>loop.plan, task, scratch)
 
 
 cdef int _run_linear(fa_linear_args *a, int threads) except -1:
@@ -92,7 +92,7 @@ cdef int _run_linear(fa_linear_args *a, int threads) except -1:
     cdef fa_linear_plan plan
     a.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(a.dtype), a, &plan
-    loop.kernels.linear_plan(a, threads, &plan)
+    loop.kernels.linear.plan(a, threads, &plan)
     return _run(&loop, _linear_task, plan.n_tasks, threads if plan.flops >= fa_tuned.parallel_flops else 1,
                 plan.scratch_bytes)
 
@@ -112,7 +112,7 @@ def linear(args):
 
 cdef void _pack_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef int64_t begin = task * loop.step
-    loop.kernels.pack_run(<const fa_pack_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
+    loop.kernels.pack.run(<const fa_pack_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
 
 
 cdef void _set_pack_rows(fa_pack_rows *to, block, int64_t n, int64_t k, table) except *:
@@ -186,19 +186,19 @@ def pack(args):
     a.watch = &loop.watch
     loop.kernels, loop.args = _kernels(lane), &a
     _run_rows_of(&loop, _pack_task, count, width * a.k, args.num_threads,
-                 loop.kernels.pack_scratch_bytes(&a))
+                 loop.kernels.pack.scratch_bytes(&a))
 
 
 cdef void _rows_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef int64_t begin = task * loop.step
-    loop.kernels.rows_run(<const fa_rows_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
+    loop.kernels.rows.run(<const fa_rows_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
 
 
 cdef int _run_rows(fa_rows_args *a, int threads) except -1:
     cdef Loop loop
     a.watch = &loop.watch
     loop.kernels, loop.args = _kernels(a.dtype), a
-    return _run_rows_of(&loop, _rows_task, a.m, a.n, threads, loop.kernels.rows_scratch_bytes(a.n))
+    return _run_rows_of(&loop, _rows_task, a.m, a.n, threads, loop.kernels.rows.scratch_bytes(a.n))
 
 
 def rows(args):
@@ -222,7 +222,7 @@ def rows(args):
 
 cdef void _rope_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef int64_t begin = task * loop.step
-    loop.kernels.rope_run(<const fa_rope_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
+    loop.kernels.rows.rope_run(<const fa_rope_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
 
 
 cdef int _run_rope(fa_rope_args *a, int threads) except -1:

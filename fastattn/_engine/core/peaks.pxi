@@ -10,9 +10,9 @@ cdef struct Peak:
 cdef void _peak_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef const Peak *peak = <const Peak *>loop.args
     if peak.rounds:
-        (<double *>loop.shared)[task] = loop.kernels.fma_rounds(peak.rounds, peak.dtype)
+        (<double *>loop.shared)[task] = loop.kernels.peak.fma_rounds(peak.rounds, peak.dtype)
     else:
-        loop.kernels.read_bytes(peak.bytes + task * peak.part, peak.part)
+        loop.kernels.peak.read_bytes(peak.bytes + task * peak.part, peak.part)
 
 
 cdef double _best_rate(Loop *loop, Peak *peak, int threads) except -1:

@@ -453,10 +453,10 @@ cdef void _chain_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
             plan = <fa_linear_plan *>chain.steps[i].plans + (m < chain.rows)
             (<int64_t *>scratch)[0] = 0  # see fa_linear_plan
             for j in range(plan.n_tasks):
-                loop.kernels.linear_run(&a, plan, j, scratch)
+                loop.kernels.linear.run(&a, plan, j, scratch)
         for j in range(chain.steps[i].times):
             r = _rows_at(&chain.steps[i], here, m, j)
-            loop.kernels.rows_run(&r, 0, m, scratch)
+            loop.kernels.rows.run(&r, 0, m, scratch)
 
 
 def chain_rows(int64_t n, int64_t row_bytes, int64_t weights, int threads):
@@ -512,11 +512,11 @@ cdef class _Chain(_Step):
                 _bind(self.steps[i], c, &steps[i])
                 steps[i].linear.watch = steps[i].rows.watch = &loop.watch
                 if not steps[i].product:
-                    kernels_bytes = max(kernels_bytes, loop.kernels.rows_scratch_bytes(steps[i].rows.n))
+                    kernels_bytes = max(kernels_bytes, loop.kernels.rows.scratch_bytes(steps[i].rows.n))
                     continue
                 for j in range(2):
                     a = _linear_at(&steps[i], c.buffers, (c.m - 1) % chain.rows + 1 if j else chain.rows)
-                    loop.kernels.linear_plan(&a, 1, &steps[i].plans[j])
+                    loop.kernels.linear.plan(&a, 1, &steps[i].plans[j])
                     kernels_bytes = max(kernels_bytes, steps[i].plans[j].scratch_bytes)
                 flops += steps[i].plans[0].flops * c.m / chain.rows
             chain.buffers, bytes = c.buffers, (kernels_bytes + 63) // 64 * 64
@@ -586,7 +586,7 @@ cdef class Program:
             step.require_kept()
         c.dtype, c.between, c.size = _dtype(x), _dtype(x), cnp.PyArray_ITEMSIZE(x)
         if c.dtype == FA_F32 and not call.slots:
-            c.between = _kernels(c.dtype).linear_between()
+            c.between = _kernels(c.dtype).linear.between()
         c.batch, c.m = call.batch, len(x)
         if call.begins is not None:
             begins = call.begins

@@ -2,7 +2,7 @@
 
 cdef void _recurrent_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef const fa_recurrent_plan *plan = <const fa_recurrent_plan *>loop.plan
-    loop.kernels.recurrent_run(<const fa_recurrent_args *>loop.args, plan, task, scratch)
+    loop.kernels.recurrent.run(<const fa_recurrent_args *>loop.args, plan, task, scratch)
 
 
 cdef int _set_recurrent(fa_recurrent_args *a, args, _Tables tables) except -1:
@@ -63,7 +63,7 @@ cdef int _run_recurrent(fa_recurrent_args *a, int threads) except -1:
     cdef Loop loop
     a.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), a, &plan
-    loop.kernels.recurrent_plan(a, threads, &plan)
+    loop.kernels.recurrent.plan(a, threads, &plan)
     if plan.flops < (fa_tuned.parallel_few_flops if plan.steps else fa_tuned.parallel_flops):
         threads = 1
     return _run(&loop, _recurrent_task, plan.n_tasks, threads, plan.scratch_bytes)
@@ -85,7 +85,7 @@ def recurrent(args):
 
 cdef void _recurrent_backward_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef const fa_recurrent_backward_plan *plan = <const fa_recurrent_backward_plan *>loop.plan
-    loop.kernels.recurrent_backward_run(<const fa_recurrent_backward_args *>loop.args, plan, task, scratch)
+    loop.kernels.recurrent.backward_run(<const fa_recurrent_backward_args *>loop.args, plan, task, scratch)
 
 
 def recurrent_backward(args):
@@ -119,7 +119,7 @@ def recurrent_backward(args):
     _begin_sequences(f, args.forward.begins, tables, of_tokens, 13)
     f.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(f.q.dtype), &a, &plan
-    loop.kernels.recurrent_backward_plan(&a, &plan)
+    loop.kernels.recurrent.backward_plan(&a, &plan)
     if plan.flops < fa_tuned.parallel_flops:
         threads = 1
     _run(&loop, _recurrent_backward_task, plan.n_tasks, threads, plan.scratch_bytes)

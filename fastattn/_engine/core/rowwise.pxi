@@ -5,7 +5,7 @@ cdef dict _ROWWISE = {"sparsemax": FA_SPARSEMAX, "entmax15": FA_ENTMAX15, "top_k
 
 
 cdef void _rowwise_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.rowwise_run(<const fa_rowwise_args *>loop.args, <const fa_rowwise_plan *>loop.plan, task, scratch)
+    loop.kernels.rowwise.run(<const fa_rowwise_args *>loop.args, <const fa_rowwise_plan *>loop.plan, task, scratch)
 
 
 cdef _Tables _set_rowwise(fa_rowwise_args *r, args):
@@ -30,6 +30,6 @@ def rowwise(args):
     cdef _Tables _tables = _set_rowwise(&r, args)  # which must outlive the kernels
     r.attention.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(r.attention.q.dtype), &r, &plan
-    loop.kernels.rowwise_plan(&r, &plan)
+    loop.kernels.rowwise.plan(&r, &plan)
     _run(&loop, _rowwise_task, plan.n_tasks, threads if plan.flops >= fa_tuned.parallel_flops else 1,
          plan.scratch_bytes)

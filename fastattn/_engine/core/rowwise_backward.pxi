@@ -1,7 +1,7 @@
 # Gradients of attention with other normalisers and other scores: a part of _core.pyx, which includes it.
 
 cdef void _rowwise_backward_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.rowwise_backward_run(<const fa_rowwise_backward_args *>loop.args,
+    loop.kernels.rowwise.backward_run(<const fa_rowwise_backward_args *>loop.args,
                                       <const fa_rowwise_backward_plan *>loop.plan, task, scratch)
 
 
@@ -47,7 +47,7 @@ def rowwise_backward(args):
         raise _misfit("dout", args.dout, f"the type of q, {args.attention.q.dtype}")
     a.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), &r, &plan
-    loop.kernels.rowwise_backward_plan(&r, &plan)
+    loop.kernels.rowwise.backward_plan(&r, &plan)
     if plan.flops < fa_tuned.parallel_flops:
         threads = 1
     _start(&loop, _rowwise_backward_task, plan.n_tasks, threads, plan.scratch_bytes,

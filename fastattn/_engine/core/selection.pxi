@@ -1,12 +1,12 @@
 # The keys with the largest scores: a part of _core.pyx, which includes it.
 
 cdef void _score_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.selection_score(<const fa_selection_args *>loop.args, <const fa_selection_plan *>loop.plan, task,
+    loop.kernels.selection.score(<const fa_selection_args *>loop.args, <const fa_selection_plan *>loop.plan, task,
                                  scratch)
 
 
 cdef void _selection_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.selection_run(<const fa_selection_args *>loop.args, <const fa_selection_plan *>loop.plan, task,
+    loop.kernels.selection.run(<const fa_selection_args *>loop.args, <const fa_selection_plan *>loop.plan, task,
                                scratch)
 
 
@@ -41,10 +41,10 @@ def selection(args):
         raise ValueError(f"fastattn: first={c.first} and last={c.last} of top_k={c.top_k}")
     a.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), &c, &plan
-    loop.kernels.selection_plan(&c, threads, &plan)
+    loop.kernels.selection.plan(&c, threads, &plan)
     if plan.flops < fa_tuned.parallel_flops:
         threads = 1
-        loop.kernels.selection_plan(&c, threads, &plan)
+        loop.kernels.selection.plan(&c, threads, &plan)
     if not plan.runs:
         _run(&loop, _selection_task, plan.n_tasks, threads, plan.scratch_bytes)
         return

@@ -106,7 +106,7 @@ cdef void _attention_task(Loop *loop, int64_t task, void *scratch) noexcept nogi
         memory += 64
         if (<int64_t *>scratch)[0] != low + 1:  # what another job left there is not what this one's plan expects
             (<int64_t *>scratch)[0], (<int64_t *>memory)[0] = low + 1, 0
-    loop.kernels.run(_job_args(loop, job, &own), &job.plan, task - job.first, memory)
+    loop.kernels.attention.run(_job_args(loop, job, &own), &job.plan, task - job.first, memory)
 
 
 cdef void _split_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
@@ -117,9 +117,9 @@ cdef void _split_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef const fa_attention_args *a = _job_args(loop, job, &own)
     if item.split < 0:
         (<int64_t *>scratch)[0] = 0  # as above
-        loop.kernels.run(a, &job.plan, item.head, scratch)
+        loop.kernels.attention.run(a, &job.plan, item.head, scratch)
     else:
-        loop.kernels.run_split(a, &job.plan, item.head, item.split, w.partials + task * w.partial_bytes, scratch)
+        loop.kernels.attention.run_split(a, &job.plan, item.head, item.split, w.partials + task * w.partial_bytes, scratch)
 
 
 cdef void _merge(Loop *loop, int64_t i) noexcept nogil:
@@ -129,7 +129,7 @@ cdef void _merge(Loop *loop, int64_t i) noexcept nogil:
     cdef const Job *job = &w.jobs[item.job]
     cdef fa_attention_args own
     if item.split >= 0:
-        loop.kernels.merge(_job_args(loop, job, &own), &job.plan, item.head, item.split, w.state,
+        loop.kernels.attention.merge(_job_args(loop, job, &own), &job.plan, item.head, item.split, w.state,
                            w.partials + i * w.partial_bytes)
 
 
@@ -146,7 +146,7 @@ cdef bint _next_head(Loop *loop, Item *at, int64_t *last) noexcept nogil:
         job = &w.jobs[at.job]
     at.split, last[0] = -1, 0
     if job.plan.split_k:
-        loop.kernels.splits(_job_args(loop, job, &own), &job.plan, at.head, &at.split, last)
+        loop.kernels.attention.splits(_job_args(loop, job, &own), &job.plan, at.head, &at.split, last)
     return True
 
 
@@ -191,7 +191,7 @@ cdef int _run_jobs(fa_attention_args *a, int threads, Jobs w) except -1:
     w.partial_bytes = 0
     for i in range(w.n):
         plan = &w.jobs[i].plan
-        loop.kernels.plan(_job_args(&loop, &w.jobs[i], &own), threads, plan)
+        loop.kernels.attention.plan(_job_args(&loop, &w.jobs[i], &own), threads, plan)
         w.jobs[i].first = n_tasks
         n_tasks += plan.n_tasks
         n_items += plan.n_tasks * plan.n_splits

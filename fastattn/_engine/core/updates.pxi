@@ -15,7 +15,7 @@ cdef void *_elements(name, cnp.ndarray array, cnp.ndarray like, bint written) ex
 
 cdef void _update_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef int64_t begin = task * loop.step
-    loop.kernels.update_run(<const fa_update_args *>loop.args, begin, min(loop.n, begin + loop.step))
+    loop.kernels.rows.update_run(<const fa_update_args *>loop.args, begin, min(loop.n, begin + loop.step))
 
 
 def update(args):

@@ -1,0 +1,35 @@
+/* Deformable attention, and its gradient. */
+#pragma once
+#include "arrays.h"
+
+/* Deformable attention: deformable.inc.h. Levels are grids of rows of v, one after the other. */
+#define FA_DEFORMABLE_QUERIES 16 /* of a unit of work: of one head */
+typedef struct {
+    int64_t height, width; /* at most 2^24, which lanes hold */
+    int64_t row;           /* the first row of v; row + height * width <= len_v */
+    int64_t end;           /* the number of the first point that is of later levels */
+} fa_level;
+
+typedef struct {
+    fa_array v, out;             /* (batch, heads, len_v or len_q, head_dim), rows contiguous */
+    fa_array locations, weights; /* lanes, rows contiguous, (batch, heads, len_q, 2 * points or points) */
+    const fa_level *levels;      /* (n_levels); the last one's `end` is `points` */
+    int64_t batch, heads, len_q, head_dim, n_levels, points; /* points of a query, level after level */
+    int discrete;
+    const fa_watch *watch; /* optional */
+} fa_deformable_args;
+
+typedef struct {
+    fa_deformable_args forward;    /* `out` plays no part */
+    fa_array dout;                 /* as out */
+    fa_array dv;                   /* as v, lanes; added to. Optional, as those that follow */
+    fa_array dlocations, dweights; /* as locations and weights, written */
+} fa_deformable_grad_args;
+
+typedef struct {
+    int64_t (*scratch_bytes)(const fa_deformable_args *);
+    void (*run)(const fa_deformable_args *, int64_t begin, int64_t end, void *scratch); /* units */
+    int64_t (*grad_scratch_bytes)(const fa_deformable_grad_args *);
+    void (*grad_run)(const fa_deformable_grad_args *, int64_t task, int64_t first_head, int64_t end_head,
+                     void *scratch);
+} fa_deformable_kernels;
