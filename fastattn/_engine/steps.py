@@ -1,7 +1,7 @@
 """Steps of programs: each operation of a model once, over rows in named buffers.
 
 Each step is written on the operations of a tape: `PLAIN` runs it on NumPy, where there are no kernels, and a
-`Tape` records it for its gradients. A new kind of step is a class here and one in ``core/program.pxi``;
+`Tape` records it for its gradients. A new kind of step is a class here and one in ``core/row_steps.pxi``;
 docs/dev/architecture.md has the recipe.
 """
 
@@ -69,7 +69,7 @@ def _of_rows(bound: Ints | None, rows: slice) -> Ints | None:
 class Step:
     """One kernel: it reads buffer `x` and writes buffer `out`."""
 
-    op: ClassVar[str | None]  # its name in ``core/program.pxi``; None: it runs in Python only
+    op: ClassVar[str | None]  # its name in ``core/attend_step.pxi``'s _STEPS; None: it runs in Python only
     along: ClassVar[bool] = False  # rows read others of their sequence
     has_gradients: ClassVar[bool] = True  # a tape can record it
     sources: ClassVar[tuple[str, ...]] = ("x",)  # the fields that name a buffer it reads, or None
