@@ -95,7 +95,7 @@ cdef void _conv_grad_task(Loop *loop, int64_t task, void *scratch) noexcept nogi
     cdef int64_t begin = task * loop.step, size = 8 if a.forward.x.dtype == FA_F64 else 4
     cdef int64_t sums = (a.forward.width + 1) * a.forward.channels * size
     loop.kernels.channels.conv_grad_run(a, begin, min(loop.n, begin + loop.step),
-                               loop.shared + task * sums if loop.plan != NULL else NULL, scratch)
+                                        loop.shared + task * sums if loop.plan != NULL else NULL, scratch)
 
 
 def conv_grad(args):

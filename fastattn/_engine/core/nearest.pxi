@@ -4,11 +4,13 @@ cdef dict _NEAREST_KINDS = {"lanes": FA_LANES, "whole": FA_WHOLE, "bits": FA_BIT
 
 
 cdef void _nearest_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.selection.nearest_run(<const fa_nearest_args *>loop.args, <const fa_nearest_plan *>loop.plan, task, scratch)
+    loop.kernels.selection.nearest_run(<const fa_nearest_args *>loop.args, <const fa_nearest_plan *>loop.plan, task,
+                                       scratch)
 
 
 cdef void _nearest_end_task(Loop *loop, int64_t query, void *scratch) noexcept nogil:
-    loop.kernels.selection.nearest_finish(<const fa_nearest_args *>loop.args, <const fa_nearest_plan *>loop.plan, query, scratch)
+    loop.kernels.selection.nearest_finish(<const fa_nearest_args *>loop.args, <const fa_nearest_plan *>loop.plan,
+                                          query, scratch)
 
 
 def nearest(args):

@@ -119,7 +119,8 @@ cdef void _split_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
         (<int64_t *>scratch)[0] = 0  # as above
         loop.kernels.attention.run(a, &job.plan, item.head, scratch)
     else:
-        loop.kernels.attention.run_split(a, &job.plan, item.head, item.split, w.partials + task * w.partial_bytes, scratch)
+        loop.kernels.attention.run_split(a, &job.plan, item.head, item.split,
+                                         w.partials + task * w.partial_bytes, scratch)
 
 
 cdef void _merge(Loop *loop, int64_t i) noexcept nogil:
@@ -130,7 +131,7 @@ cdef void _merge(Loop *loop, int64_t i) noexcept nogil:
     cdef fa_attention_args own
     if item.split >= 0:
         loop.kernels.attention.merge(_job_args(loop, job, &own), &job.plan, item.head, item.split, w.state,
-                           w.partials + i * w.partial_bytes)
+                                     w.partials + i * w.partial_bytes)
 
 
 cdef bint _next_head(Loop *loop, Item *at, int64_t *last) noexcept nogil:
