@@ -23,11 +23,9 @@ _SIGNALLED = 128  # a shell adds it to the number of the signal that ended a com
 
 
 def _info(options: argparse.Namespace) -> int:
-    """Print the configuration (instruction set, threads, compiler, backend), or a GGUF file's metadata."""
-    if options.model is None:
-        print(fastattn.show_config())
-        return 0
-    return _cli_models.info(options)
+    """Print the configuration: instruction set, threads, compiler, backend."""
+    print(fastattn.show_config())
+    return 0
 
 
 def _selftest(options: argparse.Namespace) -> int:
@@ -71,8 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=function, parser=sub)
         return sub.add_argument
 
-    option = command(_info)
-    option("model", type=Path, nargs="?", metavar="MODEL.gguf", help="print the metadata of this file")
+    command(_info)
 
     option = command(_selftest)
     option("--cases", type=positive, default=300, metavar="N", help="number of random calls (300)")
@@ -98,9 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         option("--activations", choices=ROUNDINGS, help=text)
 
     def text_options(option: Callable[..., argparse.Action], prompted: str) -> None:
-        text = "texts, one per line, or .jsonl, .csv or .parquet (lines of standard input)"
+        text = "texts, one per line, or .jsonl (lines of standard input)"
         option("file", type=Path, nargs="?", metavar="FILE", help=text)
-        option("--column", metavar="NAME", help="column of the texts in files with columns (text)")
+        option("--column", metavar="NAME", help="key of the texts in .jsonl (text)")
         option("--prompt-name", metavar="NAME", help="name of a prompt in the model's configuration")
         option("--prompt", metavar="TEXT", help=f"text prepended to {prompted}")
         option("--batch-size", type=positive, metavar="N", help="maximum batch size (about 768 tokens)")
@@ -108,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     option = command(_cli_models.embed)
     model_options(option)
     text_options(option, "each text")
-    option("--output", type=_vectors, metavar="FILE", help=".npy, .jsonl or .parquet (JSON lines, printed)")
+    option("--output", type=_vectors, metavar="FILE", help="array of NumPy, .npy (JSON lines, printed)")
     option("--task", metavar="NAME", help="task, for models with several")
     text = "scale vectors to length 1, even if the model's configuration does not"
     option("--normalize", dest="normalize_embeddings", action="store_true", help=text)
@@ -121,11 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     option("query", metavar="QUERY", help="query that the texts are ranked for")
     text_options(option, "the query")
     option("--top-k", type=positive, metavar="K", help="number of best texts to print (all)")
-
-    option = command(_cli_models.predict)
-    model_options(option)
-    text_options(option, "the first text of each pair")
-    option("--pair", metavar="NAME", help="column of the second text of each pair")
 
     def writing_options(
         option: Callable[..., argparse.Action], most: int, usual: str, placed: bool = False
@@ -184,9 +176,8 @@ def _file(text: str) -> Path:
 
 
 def _vectors(text: str) -> Path:
-    if not text.endswith(tuple(_cli_models.WRITERS)):
-        suffixes = ", ".join(_cli_models.WRITERS)
-        raise argparse.ArgumentTypeError(f"expected a name that ends in one of {suffixes}, got {text!r}")
+    if not text.endswith(".npy"):
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .npy, got {text!r}")
     return _file(text)
 
 

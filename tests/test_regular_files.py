@@ -69,8 +69,6 @@ def save(path, folder, monkeypatch):
 
 
 def embed(path, folder, monkeypatch):
-    if path.suffix == ".parquet":
-        pytest.importorskip("pyarrow")
     command(monkeypatch, "embed", "--model", folder, folder / "texts.txt", "--output", path)
 
 
@@ -83,8 +81,6 @@ def bench_json(path, folder, monkeypatch):
 WRITERS = {
     "save.safetensors": save,
     "embed.npy": embed,
-    "embed.jsonl": embed,
-    "embed.parquet": embed,
     "bench.json": bench_json,
 }
 

@@ -1,4 +1,4 @@
-"""GGUF files of models: how they are opened and described, and what they say as folders of models say it.
+"""GGUF files of models: how they are opened, and what they say as folders of models say it.
 
 A row for each `model_type` has the names of tensors, and which keys it needs, takes, or says otherwise.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -556,29 +555,6 @@ def _join_layers(said: Config, row: _Row) -> None:
             said.values[key] = each[0].item()
         elif not row.sizes_by_layer or key.endswith("head_count"):
             raise said.wrong(key, each.tolist(), "the same number for all layers")
-
-
-def described(path: Path) -> str:
-    """The keys of a file, arrays by their sizes, and its tensors by type, as lines of text."""
-    if path.is_dir():
-        raise ModelError(f"{path} is a folder; expected a GGUF file")
-    with opened_gguf(path) as file:
-        named = ((name if name.isprintable() else short(name), x) for name, x in file.metadata.items())
-        lines = [f"{name:40} {_shown(value)}" for name, value in named]
-        kinds = Counter(file.kind(name) for name in file.names)
-        sizes = dict.fromkeys(kinds, 0)
-        for name in file.names:
-            sizes[file.kind(name)] += math.prod(file.shape(name))
-        lines += [f"{kind:40} {kinds[kind]} tensors, {sizes[kind]:,} numbers" for kind in kinds]
-    return "\n".join(lines)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Strings):
-        return f"{value.number:,} strings"
-    if isinstance(value, np.ndarray):
-        return f"{value.size:,} numbers in {value.dtype}"
-    return short(value)
 
 
 def _model_type(said: Config) -> str:

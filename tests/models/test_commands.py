@@ -1,6 +1,5 @@
-"""`python -m fastattn embed`, `rerank`, `predict`, `generate` and `chat`."""
+"""`python -m fastattn embed`, `rerank`, `generate` and `chat`."""
 
-import csv
 import io
 import json
 import re
@@ -47,9 +46,8 @@ def test_the_command_embed(encoder, tmp_path):
     printed = run("embed", "--model", encoder, lines)
     np.testing.assert_array_equal(np.array(rows(printed), np.float32), expected)
     assert run("embed", "--model", encoder, stdin="\r\n".join(TEXTS) + "\n") == printed
-    assert run("embed", "--model", encoder, lines, "--output", tmp_path / "out.jsonl") == ""
-    assert (tmp_path / "out.jsonl").read_text() == printed
-    run("embed", "--model", encoder, "--output", tmp_path / "out.npy", stdin="\n".join(TEXTS))
+    texts = "\n".join(TEXTS)
+    assert run("embed", "--model", encoder, "--output", tmp_path / "out.npy", stdin=texts) == ""
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
     for options, loaded, given in (
         (["--normalize", "--batch-size", 2, "--weights-dtype", "bfloat16", "--truncate-dim", 9],
@@ -82,22 +80,13 @@ def test_the_command_embed_takes_a_task(tmp_path):
 
 
 def write_texts(path, texts, column="text"):
-    """The texts in a file of the kind that its suffix says."""
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts)))
-    elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            csv.writer(file).writerows([["id", column], *enumerate(texts)])
-    else:
-        parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(sys.modules["pyarrow"].table({"id": range(len(texts)), column: texts}), path)
+    path.write_text("".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts)))
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-def test_the_command_embed_reads_columns(suffix, encoder, tmp_path):
+def test_the_command_embed_reads_columns(encoder, tmp_path):
     texts = [*TEXTS, 'the "cat",\nsat', "die Größe"]
     expected = models.load(encoder).encode(texts)
-    file = tmp_path / f"texts{suffix}"
+    file = tmp_path / "texts.jsonl"
     for options, column in (([], "text"), (["--column", "a body"], "a body")):
         write_texts(file, texts, column)
         run("embed", "--model", encoder, file, "--output", tmp_path / "out.npy", *options)
@@ -108,28 +97,9 @@ def test_the_command_embed_reads_columns(suffix, encoder, tmp_path):
     assert "--column" in wrong
 
 
-@pytest.mark.parametrize("precision", ["float32", "binary"])
-def test_the_command_embed_writes_parquet(precision, encoder, tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    lines, output = tmp_path / "lines.txt", tmp_path / "out.parquet"
-    lines.write_text("\n".join(TEXTS))
-    options = "--precision", precision, "--batch-size", 2
-    run("embed", "--model", encoder, lines, "--output", output, *options)
-    assert parquet.ParquetFile(output).num_row_groups == 1
-    table = parquet.read_table(output)
-    expected = models.load(encoder).encode(TEXTS, precision=precision)
-    assert table.column_names == ["embedding"]
-    assert table.schema.field("embedding").type.list_size == expected.shape[1]
-    got = np.array(table["embedding"].to_pylist(), expected.dtype)
-    np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])
-def test_the_command_embed_writes_all_or_nothing(suffix, encoder, tmp_path, monkeypatch):
+def test_the_command_embed_writes_all_or_nothing(encoder, tmp_path, monkeypatch):
     """Ctrl-C after some vectors leaves the file that was there, and no other."""
-    if suffix == ".parquet":
-        pytest.importorskip("pyarrow.parquet")
-    lines, output, vectors = tmp_path / "lines.txt", tmp_path / f"out{suffix}", models.Encoder._vectors
+    lines, output, vectors = tmp_path / "lines.txt", tmp_path / "out.npy", models.Encoder._vectors
     lines.write_text("the cat\n" * 500)
     output.write_text("before")
 
@@ -173,9 +143,9 @@ def test_the_command_embed_writes_while_it_reads(encoder):
 
 
 def test_the_command_embed_refuses(encoder, writer, tmp_path):
-    latin, output = tmp_path / "latin.txt", tmp_path / "out.jsonl"
+    latin, output = tmp_path / "latin.txt", tmp_path / "out.npy"
     latin.write_bytes(b"\n".join([b"the cat"] * 50 + [b"caf\xe9"]))
-    (tmp_path / "x.jsonl").write_text('{"text": "the cat"}\n')
+    (tmp_path / "x.npy").write_text("the cat\n")
     for folder, options, status, said in (
         (writer, [], 1, "holds a Decoder (gpt2); expected a model of the class Encoder. The commands g"),
         (tmp_path / "nowhere", [], 1, "error: "),
@@ -184,15 +154,15 @@ def test_the_command_embed_refuses(encoder, writer, tmp_path):
         (encoder, ["--normalise", "lines.txt"], 2, "usage: python -m fastattn embed "),
         (encoder, ["--normalise", "lines.txt"], 2, "error: not known: --normalise\n"),
         (encoder, [latin, "--output", output], 1, "latin.txt is not UTF-8 in line 51"),
-        (encoder, ["--output", "out.txt"], 2, "ends in one of .npy, .jsonl, .parquet"),
+        (encoder, ["--output", "out.txt"], 2, "expected a name that ends in .npy, got 'out.txt'"),
         (encoder, ["--output", tmp_path / "no" / "out.npy"], 2, "its folder does not exist"),
-        (encoder, [tmp_path / "x.jsonl", "--output", tmp_path / "x.jsonl"], 1, "x.jsonl' is written by --o"),
+        (encoder, [tmp_path / "x.npy", "--output", tmp_path / "x.npy"], 1, "x.npy' is written by --o"),
         (encoder, [latin, "--column", "a"], 1, "--column is 'a' for a file '.txt', which has lines of text"),
         (encoder, ["--column", "text"], 1, "for the standard input"),
     ):  # fmt: skip
         assert said in run("embed", "--model", folder, *options, status=status)
     assert not list(tmp_path.glob("out*"))  # a file is looked through before anything is computed
-    assert (tmp_path / "x.jsonl").read_text() == '{"text": "the cat"}\n'
+    assert (tmp_path / "x.npy").read_text() == "the cat\n"
 
 
 @pytest.mark.parametrize(
@@ -203,26 +173,15 @@ def test_the_command_embed_refuses(encoder, writer, tmp_path):
         ("a.jsonl", b'["x"]\n', "a.jsonl, row 1: ['x'] has no 'text'; expected it"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "row 1: the text has '\\ud800', half of a surrogate pair; exp"),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl is not UTF-8 in row 1"),
-        ("a.csv", b"id,body\n1,x\n", "a.csv: column 'text' is missing; expected one of 'id', 'body'"),
-        ("a.csv", b"id,text\n1,x\n2\n", "a.csv, row 2: 1 fields; expected 2, as in the first line"),
-        ("a.csv", b'id,text\n1,"x\n', "a.csv, row 1: not CSV: "),
-        ("a.csv", b"text,id,text\n1,2,3\n", "a.csv: 2 columns have the name 'text'; expected one"),
-        ("a.csv", b"", "a.csv: column 'text' is missing; expected one of none"),
-        ("a.parquet", b"PAR1", "a.parquet, row 1: "),
     ],
 )
 def test_files_that_are_refused(name, data, message, tmp_path):
-    if name.endswith(".parquet"):
-        pytest.importorskip("pyarrow.parquet")
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=re.escape(message)):
         list(Texts(tmp_path / name, None))
 
 
 def test_a_file_may_have_a_bom_and_empty_lines(tmp_path):
-    (tmp_path / "a.csv").write_text('"text","of ""whom"""\nthe cat,"a\nb"\n', encoding="utf-8-sig")
-    assert list(Texts(tmp_path / "a.csv", None)) == ["the cat"]
-    assert list(Texts(tmp_path / "a.csv", 'of "whom"')) == ["a\nb"]
     lines = [json.dumps({"text": text}) for text in TEXTS]
     (tmp_path / "a.jsonl").write_text("\n".join([lines[0], "", *lines[1:], " ", ""]), encoding="utf-8-sig")
     assert list(Texts(tmp_path / "a.jsonl", None)) == TEXTS
@@ -271,11 +230,11 @@ def talker(writer, tmp_path):
     return folder
 
 
-def test_the_command_chat(talker, tmp_path):
+def test_the_command_chat(talker):
     """Turns of a conversation; the model's files say how tokens are drawn, unless a temperature is given."""
-    model, file = models.load(talker), tmp_path / "talk.json"
+    model = models.load(talker)
     usual = {"temperature": 0.8, "top_p": 0.9, "top_k": 50}
-    said = f"Hi\n/save {file}\n/nothing\nAnd?\n/reset\n/save {file}\nHi\n/quit\nno more\n"
+    said = "Hi\n/nothing\nAnd?\n/reset\nHi\n/quit\nno more\n"
     for options, own in (((), usual), (("--temperature", 0), {})):
         printed = run("chat", talker, "--max-new-tokens", 5, "--seed", 3, *options, stdin=said)
         messages, expected = [], []
@@ -285,23 +244,6 @@ def test_the_command_chat(talker, tmp_path):
             messages.append({"role": "assistant", "content": answer})
             expected.append(answer)
         assert printed == "".join(f"{answer}\n" for answer in expected)
-        saved = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": expected[0]}]
-        assert json.loads(file.read_text(encoding="utf-8")) == saved  # an empty one has not replaced it
-
-
-def test_chat_goes_on_with_a_file(talker, tmp_path):
-    file, again = tmp_path / "talk.json", tmp_path / "again.json"
-    options = [talker, "--max-new-tokens", 5, "--temperature", 0]
-    whole = run("chat", *options, stdin=f"Hi\n/save {file}\nAnd?\n/save {again}\n")
-    loaded = run("chat", *options, stdin=f"/load {file}\nAnd?\n/save {file}\n")
-    assert whole.endswith(loaded)
-    assert json.loads(file.read_text(encoding="utf-8")) == json.loads(again.read_text(encoding="utf-8"))
-    said = [json.loads(file.read_text(encoding="utf-8"))]
-    for wrong in ("{", "3", '[{"role": 3, "content": ""}]'):  # what was said stays
-        again.write_text(wrong)
-        run("chat", *options, stdin=f"/load {file}\n/load {again}\n/load {tmp_path}\n/save {file}\n")
-        said.append(json.loads(file.read_text(encoding="utf-8")))
-    assert said == said[:1] * 4
 
 
 def test_chat_takes_any_bytes(talker):
@@ -365,21 +307,6 @@ def test_the_command_rerank(tmp_path):
     assert run("rerank", "--model", tmp_path, "the cat") == ""
 
 
-@pytest.mark.parametrize("labels", [1, 3])
-def test_the_command_predict(labels, tmp_path):
-    model, lines = write_scorer(tmp_path, labels), "".join(f"{text}\n" for text in TEXTS)
-    names = [f"kind {i}" for i in range(labels)]
-    expected = model.predict([(text,) for text in TEXTS]).reshape(5, labels).tolist()
-    got = rows(run("predict", "--model", tmp_path, stdin=lines))
-    assert got == [{"labels": names, "scores": row} for row in expected]
-    file = tmp_path / "pairs.csv"
-    pairs = list(zip(TEXTS, TEXTS[::-1], strict=True))
-    file.write_text("".join(f"{a},{b}\n" for a, b in (("text", "other"), *pairs)))
-    expected = model.predict(pairs, prompt="a dog ").reshape(5, labels).tolist()
-    got = rows(run("predict", "--model", tmp_path, file, "--pair", "other", "--prompt", "a dog "))
-    assert [row["scores"] for row in got] == expected
-
-
 def test_what_the_commands_refuse(tmp_path):
     write_scorer(tmp_path / "three", 3)
     write_scorer(tmp_path / "one")
@@ -387,9 +314,7 @@ def test_what_the_commands_refuse(tmp_path):
     write_tokenizer(tmp_path / "plain")
     for command, folder, options, said in (
         ("rerank", "plain", ["a"], "holds an Encoder (bert); expected a model of the class CrossEncoder"),
-        ("predict", "plain", [], "holds an Encoder (bert); expected a model of the class CrossEncoder"),
         ("rerank", "three", ["a"], "the model has 3 labels"),
-        ("predict", "one", ["--pair", "b"], "--pair is 'b' for the standard input"),
-        ("embed", "one", [], "expected a model of the class Encoder. The commands rerank and predict t"),
+        ("embed", "one", [], "expected a model of the class Encoder. The command rerank takes it"),
     ):
         assert said in run(command, "--model", tmp_path / folder, *options, stdin="a\n", status=1)
