@@ -14,19 +14,16 @@ from fastattn._args.values import as_array, is_float
 from fastattn.models._files import Config, ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from fastattn._args.types import Array, Ints, Shape
+    from fastattn._args.types import Array, Shape
 
 _WHOLE = 255  # of a pixel in integers
 _CHANNELS = 3
 _NEW, _OLD = "processor_config.json", "preprocessor_config.json"  # the first one has a table of it
 _MOST_SIDE, _MOST_PIXELS = 65535, 89_478_485  # of JPEG, and of what Pillow opens without a warning
 _FITTING = f"sides of at most {_MOST_SIDE}, and at most {_MOST_PIXELS} pixels"
-_MOST_CUT = 32  # times the model's size: an enlarged image that has more is not made whole
-_NEAREST = 0  # Pillow's filter that takes one pixel
-_BITS = 22  # after the point of a weight in integers
 EXPECTED = "an array (height, width, 3) or an image of Pillow"
 
 
@@ -42,14 +39,10 @@ class Images:
     scale: float  # of pixels from 0 to 255
     mean: tuple[float, ...]  # of each channel, subtracted after that
     std: tuple[float, ...]  # what it is divided by then
-    most: int | None = None  # squares of `image_size` that an image becomes, which then keeps its shape
 
     @classmethod
     def of(cls, folder: Path, image_size: int, usual: Mapping[str, Any]) -> Images | None:
-        """Read it from the folder, with defaults from `usual`; None if there is no such file.
-
-        With a `max_num_patches` in `usual`, images become as many squares of `image_size`, at most.
-        """
+        """Read it from the folder, with defaults from `usual`; None if there is no such file."""
         nested = Config(folder / _NEW, optional=True)
         if nested.values.get("image_processor") is not None:
             config = nested.inner("image_processor", usual)
@@ -60,10 +53,7 @@ class Images:
         else:
             return None
         config.refuse(do_rescale=True, do_pad=False)
-        most = config.size("max_num_patches") if "max_num_patches" in usual else None
-        if most is not None:
-            config.refuse(do_resize=True, do_center_crop=False, patch_size=image_size)
-        size = _size(config, "size", "do_resize", shorter=True) if most is None else None
+        size = _size(config, "size", "do_resize", shorter=True)
         crop = _size(config, "crop_size", "do_center_crop")
         mean, std = (0.0,) * _CHANNELS, (1.0,) * _CHANNELS
         if config.get("do_normalize", bool, True):
@@ -79,18 +69,15 @@ class Images:
             expected = f"the model's, {image_size} by {image_size}"
             raise ModelError(f"{config.path}: {name!r} is {found[0]} by {found[1]}; expected {expected}")
         scale = config.number("rescale_factor", 1 / _WHOLE)
-        return cls(config.path, image_size, size, crop, resample, scale, mean, std, most)
+        return cls(config.path, image_size, size, crop, resample, scale, mean, std)
 
     def __call__(self, image: Any, dtype: np.dtype[Any]) -> Array:
-        """The pixels in `dtype`, float32 or float64, of a checked image: (3, image_size, image_size).
-
-        Of an image that keeps its shape, (rows, columns, pixels of a square).
-        """
+        """The pixels in `dtype`, float32 or float64, of a checked image: (3, image_size, image_size)."""
         if is_pillow(image):
             image = np.asarray(image.convert("RGB"))
         wanted = self._wanted(*image.shape[:2])
         found = wanted if self.crop is None else self.crop
-        if self.most is None and found != (self.image_size,) * 2:
+        if found != (self.image_size,) * 2:
             came = f"{self.path} makes {found[0]} by {found[1]} of an image"
             expected = f"the model's size, {self.image_size} by {self.image_size}"
             raise ValueError(f"encode(): {came}; expected {expected}")
@@ -98,16 +85,10 @@ class Images:
         scale = self.scale if image.dtype == np.uint8 else self.scale * _WHOLE
         pixels = (image * np.float64(scale)).astype(dtype)
         normed: Array = (pixels - np.array(self.mean, dtype)) / np.array(self.std, dtype)
-        if self.most is None:
-            return normed.transpose(2, 0, 1)
-        side = self.image_size
-        squares = normed.reshape(found[0] // side, side, found[1] // side, side, _CHANNELS)
-        return squares.swapaxes(1, 2).reshape(*squares.shape[:3:2], -1)
+        return normed.transpose(2, 0, 1)
 
     def _wanted(self, height: int, width: int) -> tuple[int, int]:
         """The height and width to which an image is resized."""
-        if self.most is not None:
-            return _in_squares(height, width, self.image_size, self.most)
         if self.size is None:
             return height, width
         if isinstance(self.size, tuple):
@@ -124,34 +105,14 @@ class Images:
             if image.dtype != np.uint8:
                 image = np.rint(image.astype(np.float64) * _WHOLE).astype(np.uint8)
                 out = out.astype(np.uint8)
-            enlarged = wanted[0] >= height and wanted[1] >= width
-            if enlarged and math.prod(wanted) > _MOST_CUT * math.prod(found):
-                image = _part(image, wanted, rows, columns, self.resample)
-                rows = columns = slice(None)
-            else:
-                between = height * wanted[1], wanted[0] * width  # Pillow's passes
-                if max(math.prod(wanted), *between) > _MOST_PIXELS:
-                    came = f"an image of {height} by {width} is resized to {wanted[0]} by {wanted[1]}"
-                    raise ValueError(f"encode(): {came} by {self.path}; expected {_FITTING}")
-                whole = _pillow().fromarray(np.ascontiguousarray(image))
-                image = np.asarray(whole.resize(wanted[::-1], self.resample))
+            between = height * wanted[1], wanted[0] * width  # Pillow's passes
+            if max(math.prod(wanted), *between) > _MOST_PIXELS:
+                came = f"an image of {height} by {width} is resized to {wanted[0]} by {wanted[1]}"
+                raise ValueError(f"encode(): {came} by {self.path}; expected {_FITTING}")
+            whole = _pillow().fromarray(np.ascontiguousarray(image))
+            image = np.asarray(whole.resize(wanted[::-1], self.resample))
         out[to_rows, to_columns] = image[rows, columns]
         return out
-
-
-def _in_squares(height: int, width: int, side: int, most: int) -> tuple[int, int]:
-    """The largest size in whole squares, at most so many, that nearly has an image's shape."""
-
-    def scaled(by: float) -> tuple[int, int]:
-        rows, columns = (max(1, math.ceil(size * by / side)) for size in (height, width))
-        return rows, columns
-
-    low, high = 1e-6, 100.0  # as transformers halves it, to this difference
-    while high - low >= 1e-5:
-        middle = (low + high) / 2
-        low, high = (middle, high) if math.prod(scaled(middle)) <= most else (low, middle)
-    rows, columns = scaled(low)
-    return rows * side, columns * side
 
 
 def is_pillow(x: Any) -> bool:
@@ -234,76 +195,3 @@ def _numbers(config: Config, name: str) -> tuple[float, ...]:
     if len(numbers) != _CHANNELS or not all(type(x) in (int, float) and abs(x) < 1e30 for x in numbers):
         raise config.wrong(name, value, f"{_CHANNELS} numbers")
     return tuple(map(float, numbers))
-
-
-# A part of an enlarged image, to the bit as Pillow makes it, which would enlarge the whole.
-
-
-def _part(image: Array, size: Shape, rows: slice, columns: slice, resample: int) -> Array:
-    """`rows` and `columns` of the uint8 `image` (height, width, 3) enlarged to `size`, (height, width)."""
-    if resample == _NEAREST:
-        indices = (_nearest(*each) for each in zip(image.shape, size, (rows, columns), strict=False))
-        return image[np.ix_(*indices)]
-    begins, weights = _weights(image.shape[0], size[0], rows, resample)
-    first, last = begins.min(), (begins + weights.shape[1]).max()
-    # Pillow rounds to integers between the passes, the first of which is along rows where it enlarges.
-    wide = _summed(image[first:last], *_weights(image.shape[1], size[1], columns, resample))
-    return _summed(wide.swapaxes(0, 1), begins - first, weights).swapaxes(0, 1)
-
-
-def _nearest(old: int, new: int, kept: slice) -> Ints:
-    """The pixels that Pillow takes. It adds steps up, so that their rounding counts at a tie."""
-    steps = np.full(kept.stop, old / new)
-    steps[0] /= 2
-    return steps.cumsum()[kept].astype(np.int64)
-
-
-def _weights(old: int, new: int, kept: slice, resample: int) -> tuple[Ints, Ints]:
-    """The first pixel of each sum (n,), and the weights (n, count) of it and of those that follow it."""
-    support, weigh = _FILTERS[resample]
-    scale = old / new
-    stretch = max(scale, 1.0)
-    centers = (np.arange(kept.start, kept.stop) + 0.5) * scale
-    begins = np.maximum(centers - support * stretch + 0.5, 0).astype(np.int64)
-    ends = np.minimum(centers + support * stretch + 0.5, old).astype(np.int64)
-    pixels = begins[:, None] + np.arange((ends - begins).max())
-    distances = (pixels - centers[:, None] + 0.5) * (1 / stretch)
-    weights = np.where(pixels < ends[:, None], np.vectorize(weigh, [float])(distances), 0.0)
-    total = weights.cumsum(axis=1)[:, -1:]  # one after another
-    weights = np.divide(weights, total, out=weights, where=total != 0) * (1 << _BITS)
-    return begins, np.trunc(weights + np.where(weights < 0, -0.5, 0.5)).astype(np.int64)
-
-
-def _summed(image: Array, begins: Ints, weights: Ints) -> Array:
-    """Weighted sums of pixels side by side: (rows, n, 3) of an image (rows, old, 3)."""
-    total = np.full((len(image), len(begins), image.shape[2]), 1 << _BITS - 1, np.int32)
-    for i in range(weights.shape[1]):
-        columns = np.minimum(begins + i, image.shape[1] - 1)  # after the end, weights are 0
-        total += image[:, columns] * weights[:, i, None].astype(np.int32)
-    return (total >> _BITS).clip(0, 255).astype(np.uint8)
-
-
-def _sinc(x: float) -> float:
-    return 1.0 if x == 0 else math.sin(x * math.pi) / (x * math.pi)
-
-
-def _bicubic(x: float) -> float:
-    x, a = abs(x), -0.5
-    if x < 1:
-        return ((a + 2) * x - (a + 3)) * x * x + 1
-    return (((x - 5) * x + 8) * x - 4) * a if x < 2 else 0.0
-
-
-def _hamming(x: float) -> float:
-    a, b = float(np.float32(0.54)), float(np.float32(0.46))  # as Pillow has them
-    return _sinc(x) * (a + b * math.cos(x * math.pi)) if -1 < x < 1 else 0.0
-
-
-# Support of a filter, and its weight of a pixel at a distance, by Pillow's numbers.
-_FILTERS: dict[int, tuple[float, Callable[[float], float]]] = {
-    1: (3.0, lambda x: _sinc(x) * _sinc(x / 3) if -3 <= x < 3 else 0.0),  # Lanczos
-    2: (1.0, lambda x: max(1 - abs(x), 0.0)),  # bilinear
-    3: (2.0, _bicubic),
-    4: (0.5, lambda x: float(-0.5 < x <= 0.5)),  # box
-    5: (1.0, _hamming),
-}

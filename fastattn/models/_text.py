@@ -48,7 +48,6 @@ class Text:
     markers: tuple[str, ...] = ()  # put before texts; one that is in the vocabulary is one token
     is_prompt: bool = False  # whether texts are prompts, which a model without `max_length` takes whole
     special: bool = True  # whether special tokens are added to a text
-    lower: bool = False  # whether texts become lower case, in any case
     alone: bool = False  # whether tokenizer.json, and no other file, says how texts are cut and read
 
     @cached_property
@@ -60,7 +59,7 @@ class Text:
             if self.asked is not None:  # else it cuts texts where it did
                 tokenizer.enable_truncation(self.asked)
             return tokenizer
-        return open_tokenizer(self.folder, self.limit, self.other, self.markers, self.lower)
+        return open_tokenizer(self.folder, self.limit, self.other, self.markers)
 
     @cached_property
     def _limit(self) -> tuple[int | None, Path | str]:

@@ -131,9 +131,8 @@ def open_tokenizer(
     limit: int | None,
     other: Callable[[Path], Any] | None,
     markers: tuple[str, ...],
-    lower: bool,
 ) -> Any:
-    """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`; in lower case if asked.
+    """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`.
 
     Without tokenizer.json, `other` makes one. Of `markers`, those in the vocabulary become one token each.
     """
@@ -143,7 +142,7 @@ def open_tokenizer(
     processor = of_processor(transformer)
     for each in (config, processor):  # the second counts where both say something
         _normalize(tokenizer, each, config.values.get("tokenizer_class"))
-    if lower or transformer.get("do_lower_case", bool, False):
+    if transformer.get("do_lower_case", bool, False):
         normalizers, given = tokenizers.normalizers, tokenizer.normalizer
         both = [normalizers.Lowercase(), *([] if given is None else [given])]
         tokenizer.normalizer = normalizers.Sequence(both)

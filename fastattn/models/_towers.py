@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import integers, real_array
+from fastattn._args.values import real_array
 from fastattn.models._encode_calls import EncodeOptions, at_once, calls
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, tokenizer_config
@@ -19,7 +19,7 @@ from fastattn.models._routes import model_of
 from fastattn.models._text import each_checked, string
 from fastattn.models._tokenizers import SIDES
 from fastattn.models._vectors import similarities
-from fastattn.models._vision import ShapedVision, mapped
+from fastattn.models._vision import mapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -66,7 +66,7 @@ class TwoTowers(Encoder):
     Other methods of `Encoder` run the text tower; a call returns its hidden states.
     """
 
-    vision: Vision | ShapedVision
+    vision: Vision
     text_head: TextHead
     images: Images | None  # None: the folder does not say what is done with images
     scale: Array  # one number, its logarithm, as in the file
@@ -103,33 +103,23 @@ class TwoTowers(Encoder):
         return self._of_ids(list(kept))
 
     @named("{self.model_type}")
-    def image_features(self, pixels: ArrayLike, spatial_shapes: ArrayLike | None = None) -> Array:
+    def image_features(self, pixels: ArrayLike) -> Array:
         """Make vectors of images given as pixels, as `get_image_features` of transformers.
 
         Parameters
         ----------
         pixels : array_like, (batch, 3, height, width) or (3, height, width)
-            ``pixel_values`` of transformers: of the model's size, normalized. SigLIP 2 takes patches,
-            (batch, patches, pixels of a patch), with padding at the end.
-        spatial_shapes : array_like of int, (batch, 2), optional
-            For SigLIP 2: rows and columns of patches of each image. There is no mask: further patches do not
-            count.
+            ``pixel_values`` of transformers: of the model's size, normalized.
 
         Returns
         -------
         ndarray, (batch, features)
             float32, or float64 for a model in float64; not scaled.
         """
-        x: Any = real_array("pixels", pixels)
-        if isinstance(self.vision, ShapedVision):
-            x = _shaped(x, spatial_shapes, self.vision.patches.weight.in_features)
-        elif spatial_shapes is not None:
-            raise ValueError("(): spatial_shapes is given; expected None, as images have one size")
-        else:
-            size = self.vision.image_size
-            if x.ndim not in (3, 4) or x.shape[-3:] != (3, size, size):
-                raise wrong_shape("pixels", x, f"(batch, 3, {size}, {size})")
-            x = x.reshape(-1, 3, size, size)
+        x, size = real_array("pixels", pixels), self.vision.image_size
+        if x.ndim not in (3, 4) or x.shape[-3:] != (3, size, size):
+            raise wrong_shape("pixels", x, f"(batch, 3, {size}, {size})")
+        x = x.reshape(-1, 3, size, size)
         count = at_once(self.vision.length)
         parts = [self.vision(x[i : i + count], self.dtype) for i in range(0, len(x), count)]
         return np.concatenate([np.empty((0, self._features), lane_dtype(self.dtype)), *parts])
@@ -208,10 +198,7 @@ class TwoTowers(Encoder):
         token = config.token("pad_token")
         found = None if token is None else self.text.tokenizer.token_to_id(token)
         pad = self.text_head.pad_id if found is None else int(found)
-        left = (
-            config.choice("padding_side", SIDES, "left" if self.model_type == "siglip2" else "right")
-            == "left"
-        )
+        left = config.choice("padding_side", SIDES, "right") == "left"
         for ids in self.text.encoded(texts):
             fill = [pad] * (length - len(ids))
             yield fill + ids if left else ids + fill
@@ -234,14 +221,3 @@ class TwoTowers(Encoder):
         for first in left:
             some = chain([first], islice(left, count - 1))
             yield self.vision([self.images(image, lane) for image in some], self.dtype)
-
-
-def _shaped(x: Array, spatial_shapes: Any, features: int) -> list[Array]:
-    """Images (rows, columns, features) of patches (batch, patches, features)."""
-    if x.ndim != 3 or x.shape[2] != features:
-        raise wrong_shape("pixels", x, f"(batch, squares, {features})")
-    most = x.shape[1]
-    shapes = integers("spatial_shapes", np.asarray(spatial_shapes), low=1, high=max(most, 1))
-    if shapes.shape != (len(x), 2) or (shapes.prod(axis=1) > most).any():
-        raise wrong_shape("spatial_shapes", shapes, f"({len(x)}, 2), of at most {most} squares each")
-    return [image[: h * w].reshape(h, w, -1) for image, (h, w) in zip(x, shapes.tolist(), strict=True)]

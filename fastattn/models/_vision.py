@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,43 +97,3 @@ class Vision:
         sequences, _ = self.sequence_rules(np.full(n, self.length), dtype)
         rows = self.program.run(x.reshape(n * self.length, -1), sequences)
         return self.head(rows.reshape(x.shape))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ShapedVision:
-    """Vision transformer of images of any shape, whose table of positions is resized to each: NaFlex."""
-
-    side: int  # of the table, a square
-    patches: Projection  # from the pixels of a square, (height, width, 3), to a row
-    positions: Array  # (side * side, hidden), lane type
-    program: Program
-    sequence_rules: SequenceRules
-    head: Probe
-    length: int  # rows of an image, mostly
-
-    def __call__(self, images: Sequence[Array], dtype: np.dtype[Any]) -> Array:
-        """The vectors (n, features), in the lane type, of images (rows, columns, pixels of a square)."""
-        lengths = np.array([len(each) * each.shape[1] for each in images], np.int64)
-        ends = np.append(0, np.cumsum(lengths)).tolist()
-        pixels = np.concatenate([each.reshape(-1, each.shape[2]) for each in images])
-        x = mapped(pixels.astype(dtype, copy=False), self.patches)
-        for each, begin, end in zip(images, ends, ends[1:], strict=False):
-            x[begin:end] += self._places(*each.shape[:2])
-        sequences, _ = self.sequence_rules(lengths, dtype)
-        rows = self.program.run(x.astype(dtype, copy=False), sequences)
-        return np.concatenate([self.head(rows[None, begin:end]) for begin, end in pairwise(ends)])
-
-    def _places(self, height: int, width: int) -> Array:
-        """The positions (height * width, hidden) of an image of so many squares."""
-        rows, columns = (_resizing(self.side, n).astype(self.positions.dtype) for n in (height, width))
-        wide = (rows @ self.positions.reshape(self.side, -1)).reshape(height, self.side, -1)
-        places: Array = np.matmul(columns, wide).reshape(height * width, -1)
-        return places
-
-
-def _resizing(old: int, new: int) -> Array:
-    """The matrix (new, old) that resizes an axis: bilinear, with wider triangles where it becomes shorter."""
-    centers, stretch = (np.arange(new) + 0.5) * (old / new), max(old / new, 1.0)
-    weights = np.maximum(1 - np.abs(np.arange(old) + 0.5 - centers[:, None]) / stretch, 0)
-    found: Array = weights / weights.sum(axis=1, keepdims=True)
-    return found

@@ -1,7 +1,6 @@
 """Preparation of images for a model, as preprocessor_config.json says."""
 
 import json
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -50,36 +49,6 @@ def test_the_shorter_edge_and_the_middle(tmp_path):
     close(images(wide[:20, :20], np.dtype("f4")), normed(wide[:20, :20]))
     small = drawn(7, 7)
     close(images(small, np.dtype("f4")), normed(resized(small, 20, 20)))
-
-
-@pytest.mark.parametrize("resample", range(6))
-@pytest.mark.parametrize("shape", [(1, 1500), (2, 999), (19, 1234), (1400, 1), (701, 3), (640, 18)])
-def test_of_a_long_image_the_middle_alone_is_enlarged(shape, resample, tmp_path, monkeypatch):
-    """Pixels are those that the middle has in the whole."""
-    images, (height, width) = images_of(tmp_path, resample=resample), shape
-    image = RNG.integers(0, 256, (height, width, 3), np.uint8)
-    longer = SIZE * max(shape) // min(shape)
-    begin = (longer - SIZE) // 2
-    if height < width:
-        expected = normed(resized(image, longer, SIZE, resample)[:, begin : begin + SIZE])
-    else:
-        expected = normed(resized(image, SIZE, longer, resample)[begin : begin + SIZE])
-    monkeypatch.setattr(Image.Image, "resize", None)
-    close(images(image, np.dtype("f4")), expected)
-    close(images(Image.fromarray(image), np.dtype("f4")), expected)
-    close(images(image / 255, np.dtype("f4")), expected)
-
-
-@pytest.mark.parametrize("resample", range(6))
-@pytest.mark.parametrize("shape", [(1, 60_000), (60_000, 1)])
-def test_a_long_image_takes_little_memory(shape, resample, tmp_path):
-    """Enlarged as a whole, it would have 24 million pixels, and 96 MB."""
-    images, image = images_of(tmp_path, resample=resample), np.zeros((*shape, 3), np.uint8)
-    tracemalloc.start()
-    images(image, np.dtype("f4"))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 16 << 20
 
 
 def test_images_of_too_many_pixels(tmp_path):

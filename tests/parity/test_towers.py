@@ -8,10 +8,8 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tiny_tokenizers import TEXTS, write_tokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
 from fastattn import models
 
@@ -115,106 +113,6 @@ def test_what_becomes_of_images(name, tmp_path):
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789!'"
-
-
-def shaped(folder, **processor):
-    """A SigLIP 2 of images of any shape, its tokenizer and its processor, saved in the folder."""
-    config = transformers.Siglip2Config(
-        text_config={**TEXT, "eos_token_id": 2},
-        vision_config={**SIZES, "patch_size": 6, "num_patches": 25},
-    )
-    theirs = transformers.Siglip2Model(config).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter += 0.15 * torch.randn(parameter.shape, generator=generator)
-    theirs.save_pretrained(folder)
-    write_tokenizer(folder)
-    names = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>"}
-    path = str(folder / "tokenizer.json")
-    saved = transformers.PreTrainedTokenizerFast(tokenizer_file=path, model_max_length=LENGTH, **names)
-    saved.save_pretrained(folder)
-    images = Siglip2ImageProcessorPil(patch_size=6, max_num_patches=30, **processor)
-    images.save_pretrained(folder)
-    return theirs, images
-
-
-def test_images_of_any_shape(tmp_path, implementation):
-    theirs, processor = shaped(tmp_path)
-    ours = models.load(tmp_path)
-    sizes = ((36, 36), (40, 67), (51, 30), (7, 9), (12, 370), (300, 201), (2, 90))
-    images = [drawn(*size) for size in sizes]
-    inputs = processor(images, return_tensors="pt")
-    assert len({tuple(shape) for shape in inputs["spatial_shapes"].tolist()}) > 3
-    with torch.no_grad():
-        expected = theirs.get_image_features(**inputs).pooler_output
-        texts = theirs.get_text_features(input_ids=torch.tensor(IDS)).pooler_output
-        logits = theirs(input_ids=torch.tensor(IDS), **inputs).logits_per_image
-    got = ours.encode(images)
-    same(got, expected)
-    assert np.abs(got - ours.encode([images[0]] * len(images))).max() > 0.1
-    same(ours.image_features(inputs["pixel_values"].numpy(), inputs["spatial_shapes"].numpy()), expected)
-    same(ours.text_features(IDS), texts)
-    same(ours.logits(got, ours.text_features(IDS)), logits)
-    for image, vector in zip(images, got, strict=True):
-        np.testing.assert_allclose(ours.encode(Image.fromarray(image)), vector, rtol=0, atol=1e-5)
-        squares = ours.images(image, np.dtype("f4"))
-        pixels = processor(image, return_tensors="np")
-        assert squares.shape[:2] == tuple(pixels["spatial_shapes"][0])
-        kept = pixels["pixel_values"][0, : squares.shape[0] * squares.shape[1]]
-        np.testing.assert_allclose(squares.reshape(kept.shape), kept, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_texts_of_siglip_2(side, tmp_path):
-    """They become lower case, and are filled up where the folder says, by default at their beginning."""
-    theirs, _ = shaped(tmp_path)
-    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "\u2581", *LETTERS[:26], "ca", "cat"]
-    vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = transformers.Siglip2Tokenizer(vocab, [("c", "a"), ("ca", "t")], model_max_length=LENGTH)
-    tokenizer.save_pretrained(tmp_path)
-    path = tmp_path / "tokenizer_config.json"
-    values = {key: x for key, x in json.loads(path.read_text()).items() if key != "padding_side"}
-    path.write_text(json.dumps({**values, **({"padding_side": side} if side == "right" else {})}))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    lines = ["The CAT sat", *TEXTS]
-    ids = tokenizer(lines, padding="max_length", max_length=LENGTH, truncation=True, return_tensors="pt")
-    ids = ids["input_ids"]
-    assert (ids[0, 0] == 0) == (side == "left")
-    assert (ids == vocab["cat"]).any(dim=1)[0]
-    with torch.no_grad():
-        expected = theirs.get_text_features(input_ids=ids).pooler_output
-    same(models.load(tmp_path).encode(lines), expected)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"patch_size": 7}, "'patch_size' is 7; only 6 is supported"),
-        ({"do_resize": False}, "'do_resize' is False; only True is supported"),
-        ({"max_num_patches": 0}, "'max_num_patches' is 0; expected an integer of at least 1"),
-    ],
-)
-def test_processors_of_siglip_2_that_do_not_fit(changes, message, tmp_path):
-    shaped(tmp_path)
-    path = tmp_path / "preprocessor_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    with pytest.raises(models.ModelError, match=message):
-        models.load(tmp_path)
-
-
-def test_squares_that_do_not_fit(tmp_path):
-    shaped(tmp_path)
-    ours, squares = models.load(tmp_path), np.zeros((2, 12, 108), np.float32)
-    for pixels, shapes in (
-        (squares, [[3, 4]]),
-        (squares, [[3, 5], [1, 1]]),
-        (squares[..., 1:], [[3, 4]] * 2),
-    ):
-        with pytest.raises(ValueError, match=r"siglip2\(\): (pixels|spatial_shapes) "):
-            ours.image_features(pixels, shapes)
-    with pytest.raises((TypeError, ValueError), match="spatial_shapes"):
-        ours.image_features(squares)
 
 
 MERGES = [("t", "h"), ("th", "e</w>"), ("c", "a"), ("ca", "t</w>"), ("o", "n")]

@@ -1,15 +1,14 @@
 """CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023): tensors' names, and the keys of config.json.
 
 Both towers consist of the same blocks. CLIP's texts are causal, and their vector is that of the token that
-ends them. SigLIP's are padded, padding is attended, and their vector is that of the last token. In SigLIP 2
-(Tschannen et al. 2025), "NaFlex" takes images of any shape; its models of one size have the type siglip.
+ends them. SigLIP's are padded, padding is attended, and their vector is that of the last token. SigLIP 2
+(Tschannen et al. 2025) with images of one size has the type siglip, too.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +26,7 @@ from fastattn.models._images import Images
 from fastattn.models._sentences import Sentences
 from fastattn.models._text import Text
 from fastattn.models._towers import TextHead, TwoTowers
-from fastattn.models._vision import ClassToken, Probe, ShapedVision, Vision
+from fastattn.models._vision import ClassToken, Probe, Vision
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +52,6 @@ class _Kind(NamedTuple):
     vision: dict[str, Any]
     images: dict[str, Any]
     is_clip: bool = False
-    shaped: bool = False  # images of any shape
 
 
 _SIGLIP = _Kind(
@@ -83,10 +81,6 @@ _KINDS = {
         is_clip=True,
     ),
     "siglip": _SIGLIP,
-    "siglip2": _SIGLIP._replace(
-        vision={**_SIGLIP.vision, "num_patches": 256}, shaped=True,
-        images={"resample": 2, "max_num_patches": 256, **_HALVES},
-    ),
 }  # fmt: skip
 TYPES = tuple(_KINDS)
 _OLD_END = 2  # `eos_token_id` of the first files, which is not the one that the tokenizer has
@@ -123,17 +117,14 @@ def clip(source: Source) -> TwoTowers:
     """Build CLIP or SigLIP."""
     config, model_type = source.config, source.config.get("model_type", str)
     kind = _KINDS[model_type]
-    is_clip, shaped = kind.is_clip, kind.shaped
+    is_clip = kind.is_clip
     text, vision = _tower(config, "text_config", kind.text), _tower(config, "vision_config", kind.vision)
     vision.refuse(num_channels=3, vision_use_head=True)
     texts, images = _blocks(source, text, "text_model"), _blocks(source, vision, "vision_model")
     patch = vision.size("patch_size")
-    size = patch if shaped else vision.size("image_size")
+    size = vision.size("image_size")
     if patch > size:
         raise vision.wrong("patch_size", patch, f"at most 'image_size', {size}")
-    count = vision.size("num_patches") if shaped else (size // patch) ** 2
-    if math.isqrt(count) ** 2 != count:
-        raise vision.wrong("num_patches", count, "a square number")
     if is_clip:
         features = config.size("projection_dim", 512)
     else:
@@ -144,8 +135,7 @@ def clip(source: Source) -> TwoTowers:
             )
 
     head = "text_projection" if is_clip else "text_model.head"
-    square = (3 * patch * patch,) if shaped else (3, patch, patch)
-    shapes = _vision_shapes(images, square, count, is_clip)
+    shapes = _vision_shapes(images, patch, (size // patch) ** 2, is_clip)
     shapes |= {f"{head}.weight": (features, texts.hidden), "logit_scale": () if is_clip else (1,)}
     if is_clip:
         shapes["visual_projection.weight"] = features, images.hidden
@@ -163,11 +153,9 @@ def clip(source: Source) -> TwoTowers:
     own = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | {"model_type": model_type}
     if is_clip:
         own["text"] = Text(source.folder, encoder.max_length, other=_tokenizer)
-    if shaped:
-        own["text"] = replace(encoder.text, lower=True)
     return TwoTowers(
         **own,
-        vision=_shaped_vision(images, count) if shaped else _vision(images, vision, is_clip),
+        vision=_vision(images, vision, is_clip),
         text_head=TextHead(
             _map(source, head, biased=not is_clip),
             ("largest" if end_id == _OLD_END else "first") if is_clip else "last",
@@ -192,10 +180,10 @@ def _blocks(source: Source, config: Config, tower: str) -> Blocks:
     return Blocks.of(source.with_config(config), _block(tower), eps=None, activation=None)
 
 
-def _vision_shapes(blocks: Blocks, square: Shape, patches: int, is_clip: bool) -> dict[str, Shape]:
+def _vision_shapes(blocks: Blocks, patch: int, patches: int, is_clip: bool) -> dict[str, Shape]:
     """The shape of every tensor of the tower of images."""
     hidden, inner = blocks.hidden, blocks.inner
-    shapes: dict[str, Shape] = {f"{_PATCHES}.weight": (hidden, *square), **blocks.shapes()}
+    shapes: dict[str, Shape] = {f"{_PATCHES}.weight": (hidden, 3, patch, patch), **blocks.shapes()}
     shapes |= {_POSITIONS: (patches + is_clip, hidden), **blocks.norm_shapes(_LAST_NORM)}
     if is_clip:
         return {**shapes, _TOKEN: (hidden,), **blocks.norm_shapes(_FIRST_NORM)}
@@ -241,16 +229,6 @@ def _vision(blocks: Blocks, config: Config, is_clip: bool) -> Vision:
         sequence_rules=SequenceRules(windows),
         head=head,
     )
-
-
-def _shaped_vision(blocks: Blocks, count: int) -> ShapedVision:
-    """The tower of images of any shape, with so many positions, whose tensors are there."""
-    source, precision = blocks.source, blocks.source.precision
-    program, windows = model_program(blocks.read(), None, blocks.norm(_LAST_NORM), rounds=True)
-    patches = _map(source, _PATCHES)._replace(activations=precision.activations)
-    integer_activations(precision.activations, precision.weights, patches.weight.in_features)
-    positions, rules = source.vector(_POSITIONS), SequenceRules(windows)
-    return ShapedVision(math.isqrt(count), patches, positions, program, rules, _probe(blocks), count)
 
 
 def _probe(blocks: Blocks) -> Probe:
