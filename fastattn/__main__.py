@@ -110,8 +110,6 @@ def _parser() -> argparse.ArgumentParser:
     text = "scale vectors to length 1, even if the model's configuration does not"
     option("--normalize", dest="normalize_embeddings", action="store_true", help=text)
     option("--truncate-dim", type=positive, metavar="N", help="keep the first N features of a vector")
-    text = "type of a feature: a float, or one bit (float32)"
-    option("--precision", choices=("float32", "binary", "ubinary"), default="float32", help=text)
 
     option = command(_cli_models.rerank)
     model_options(option)

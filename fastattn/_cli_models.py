@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # Options that are arguments of `load`, and of `encode`; what the others say does not change a vector.
 _LOADED = ("dtype", "weights_dtype", "activations")
 _SCORED = ("prompt_name", "prompt", "batch_size")
-_ENCODED = (*_SCORED, "precision", "normalize_embeddings", "truncate_dim")
+_ENCODED = (*_SCORED, "normalize_embeddings", "truncate_dim")
 _INSTEAD = {  # by the classes of models
     "Encoder": "The command embed takes it",
     "TwoTowers": "The command embed takes it",

@@ -230,7 +230,6 @@ def writer(tmp_path_factory):
 def test_arguments_of_encoders(encoder):
     texts = ["the cat"]
     for value in NO_STRINGS:
-        assert raises(r"encode\(\): precision is", lambda x: encoder.encode(texts, precision=x), value)
         assert raises(r"encode\(\): prompt_name is", lambda x: encoder.encode(texts, prompt_name=x), value)
         if not isinstance(value, str):
             assert raises(r"encode\(\): prompt is", lambda x: encoder.encode(texts, prompt=x), value)

@@ -22,7 +22,6 @@ from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
 from fastattn.models._load import load
 from fastattn.models._parameters import Precision
-from fastattn.models._vectors import RANGED
 
 _LOADING = Lock()  # one thread of a process loads, the others wait for it
 
@@ -48,7 +47,7 @@ def embed(
     dtype, weights_dtype, activations : optional
         As in `fastattn.models.load`.
     **options
-        Options of `encode`, except the precisions "int8" and "uint8", which depend on all vectors.
+        Options of `encode`.
 
     Returns
     -------
@@ -64,9 +63,6 @@ def embed(
     """
     if not isinstance(folder, (str, os.PathLike)):
         raise wrong_type("folder", folder, "a path")
-    if options.get("precision", "float32") in RANGED:
-        precision = options.get("precision")
-        raise ValueError(f"(): precision is {precision!r}; expected float32, binary or ubinary")
     parts, sizes = _partitions(texts)
     Precision.of(dtype, weights_dtype, activations)
     # A call's own mark: where the folder's files change, later calls load them again.

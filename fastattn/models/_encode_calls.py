@@ -13,7 +13,7 @@ from fastattn._args.values import flag, integer
 from fastattn.models._files import require
 from fastattn.models._routes import Routes, model_of
 from fastattn.models._text import string, strings
-from fastattn.models._vectors import quantize_embeddings, unit
+from fastattn.models._vectors import unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -44,7 +44,6 @@ class TextOptions(TypedDict, total=False):
 class EncodeOptions(TextOptions, total=False):
     """Keyword arguments of `Encoder.encode`, which documents them."""
 
-    precision: str
     normalize_embeddings: bool
     truncate_dim: int | None
 
@@ -151,8 +150,7 @@ class Call(NamedTuple):
     progress: bool
     normalize: bool
     prompt_length: int = 0  # tokens
-    precision: str = "float32"
-    features: int = 0  # of a vector, before it is packed
+    features: int = 0  # of a vector
 
     @classmethod
     def of(cls, options: Any, kind: type[Any], settings: Sentences, names: Names = ()) -> Call:
@@ -167,12 +165,9 @@ class Call(NamedTuple):
         )
 
     def packed(self, vectors: Array) -> Array:
-        """Cut, scale and quantize pooled vectors (n, features or more) for the caller."""
+        """Cut and scale pooled vectors (n, features or more) for the caller."""
         vectors = vectors[:, : self.features]
-        vectors = unit(vectors) if self.normalize else vectors
-        if self.precision in ("binary", "ubinary"):
-            return quantize_embeddings(vectors, self.precision)
-        return np.ascontiguousarray(vectors)
+        return np.ascontiguousarray(unit(vectors) if self.normalize else vectors)
 
 
 def one_or_several(sentences: Any, name: str = "sentences") -> tuple[bool, Iterable[str]]:

@@ -12,7 +12,7 @@ from fastattn import ops
 from fastattn._args.attention import dropout_of
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import choice, flag, integer
+from fastattn._args.values import flag, integer
 from fastattn._engine.tape import Drops, Tape
 from fastattn._engine.values import Value
 from fastattn.models import _model
@@ -29,7 +29,7 @@ from fastattn.models._model import Recorded, pullback_of
 from fastattn.models._parameters import required
 from fastattn.models._routes import Routes, model_of
 from fastattn.models._text import strings
-from fastattn.models._vectors import PRECISIONS, RANGED, quantize_embeddings, similarities, single_vector
+from fastattn.models._vectors import similarities
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -220,8 +220,6 @@ class Encoder(TextEncoder, _model.Model):
             is also the upper limit. There is no padding, so it bounds memory and hardly changes speed.
         show_progress_bar : bool, optional
             Show a progress bar of tqdm. Default False.
-        precision : {"float32", "int8", "uint8", "binary", "ubinary"}, default "float32"
-            Quantization by `quantize_embeddings`; "int8" and "uint8" use the ranges of this call's vectors.
         normalize_embeddings : bool, default False
             Scale vectors to length 1. Models whose folder has a Normalize module always do.
         truncate_dim : int, optional
@@ -230,8 +228,8 @@ class Encoder(TextEncoder, _model.Model):
         Returns
         -------
         ndarray, (n, features), or (features,) for one str
-            float32, or float64 for a model in float64; int8 or uint8 for the other precisions. A vector's
-            bits depend on its text alone, not on other texts or on `batch_size`.
+            float32, or float64 for a model in float64. A vector's bits depend on its text alone, not on other
+            texts or on `batch_size`.
 
         Raises
         ------
@@ -248,9 +246,6 @@ class Encoder(TextEncoder, _model.Model):
     ) -> Array:
         one, lines = self._inputs(sentences)
         call = self._checked(options, names)
-        ranged = call.precision in RANGED
-        if one and ranged:
-            raise single_vector("sentences", call.precision)
         chunks = deque(watched(self._vectors(lines, call), call.progress, lines))
         if not chunks:
             chunks.append(call.packed(np.empty((0, call.features), lane_dtype(self.dtype))))
@@ -260,10 +255,6 @@ class Encoder(TextEncoder, _model.Model):
             chunk = chunks.popleft()
             vectors[done : done + len(chunk)] = chunk
             done += len(chunk)
-        if ranged:
-            if len(vectors) == 1:
-                raise single_vector("sentences", call.precision)
-            vectors = quantize_embeddings(vectors, call.precision)
         return vectors[0] if one else vectors
 
     def _inputs(self, sentences: Any) -> tuple[bool, Iterable[Any]]:
@@ -275,10 +266,7 @@ class Encoder(TextEncoder, _model.Model):
         return self.text.encoded(texts)
 
     def _vectors(self, texts: Iterable[Any], call: Call) -> Iterator[Array]:
-        """Yield vectors (n, features) in order; texts are read as they are needed.
-
-        Precisions that depend on the ranges of all vectors are left to the caller.
-        """
+        """Yield vectors (n, features) in order; texts are read as they are needed."""
         encoded = self._encoded(call.prompt + text for text in texts)
         for sequences in calls(encoded, call.batch_size):
             rows, cu_seqlens = self.hidden(sequences)
@@ -289,8 +277,7 @@ class Encoder(TextEncoder, _model.Model):
         call, most = Call.of(options, EncodeOptions, self.sentences, names), self.sentences.features
         dim = options.get("truncate_dim")
         dim = self.sentences.truncate_dim if dim is None else integer("truncate_dim", dim, 1)
-        precision = choice("precision", options.get("precision", "float32"), PRECISIONS)
-        call = call._replace(precision=precision, features=min(most, dim or most))
+        call = call._replace(features=min(most, dim or most))
         if call.prompt and not self.sentences.pooling.include_prompt:
             return call._replace(prompt_length=self.text.prompt_length(call.prompt))
         return call

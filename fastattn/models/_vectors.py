@@ -108,14 +108,9 @@ def _limits(vectors: Array, precision: str, ranges: Any, calibration: Any) -> Ar
     if sample.ndim == 2 and not len(vectors):
         return np.zeros((2, *features), np.float32)
     if sample.ndim == 1 or len(sample) < 2:
-        raise single_vector(name, precision)
+        expected = "several, or quantize_embeddings(..., calibration_embeddings=others)"
+        raise ValueError(f"(): {name} has one item for precision {precision!r}; expected {expected}")
     return np.stack([sample.min(axis=0), sample.max(axis=0)]).astype(np.float32)
-
-
-def single_vector(name: str, precision: str) -> ValueError:
-    """The error of one vector where ranges of several are wanted."""
-    expected = "several, or quantize_embeddings(..., calibration_embeddings=others)"
-    return ValueError(f"(): {name} has one item for precision {precision!r}; expected {expected}")
 
 
 def similarities(

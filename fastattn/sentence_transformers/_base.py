@@ -1,4 +1,4 @@
-"""What the classes share: constructors, prompts, devices and processes, arrays and tensors."""
+"""What the classes share: constructors, prompts, devices, arrays and tensors."""
 
 from __future__ import annotations
 
@@ -32,19 +32,6 @@ BACKENDS = ("fastattn", "torch")  # the second is the default of sentence-transf
 _LOADED = {"dtype", "weights_dtype", "activations", "gguf_file"}
 _MOOT = ("attn_implementation", "device_map", "low_cpu_mem_usage", "use_safetensors")
 _TYPES = ("float32", "float64", "bfloat16")
-# Methods of sentence-transformers that are not here, and what is.
-_ABSENT = {
-    name: instead
-    for names, instead in {
-        "fit old_fit smart_batching_collate": "fastattn.train trains models",
-        "save save_pretrained save_to_hub push_to_hub": "fastattn.models.save writes a folder",
-        "half bfloat16 float dtype": 'model_kwargs={"dtype": ...} says the type',
-        "cuda cpu compile gradient_checkpointing_enable": "it computes on CPUs, compiled",
-        "forward transformers_model config processor": "`model` is the model of fastattn",
-        "evaluate": "evaluators' own functions take arrays of `encode`",
-    }.items()
-    for name in names.split()
-}
 
 
 class Options(TypedDict, total=False):
@@ -159,11 +146,6 @@ class Base:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r})"
 
-    def __getattr__(self, name: str) -> Any:
-        """Raise an error that names the alternative to an attribute of sentence-transformers."""
-        instead = f": {_ABSENT[name]}" if name in _ABSENT else ""
-        raise AttributeError(f"{type(self).__name__} has no {name}{instead}", name=name, obj=self)
-
     @property
     def max_seq_length(self) -> int | None:
         """Maximum number of tokens of a text; can be set."""
@@ -198,15 +180,6 @@ class Base:
         """Return the model, which is always in inference mode."""
         return self
 
-    def start_multi_process_pool(self, target_devices: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return a pool without processes: calls compute in this process, which uses all CPUs."""
-        on_cpu(list(target_devices or ()))
-        return {"input": None, "output": None, "processes": []}
-
-    @staticmethod
-    def stop_multi_process_pool(pool: Mapping[str, Any]) -> None:
-        """End a pool, which has no processes."""
-
     def _call(
         self,
         taken: Any,
@@ -232,6 +205,8 @@ class Base:
 
 class Vectors(Compared, Base):
     """The base of `SentenceTransformer` and `SparseEncoder`: queries, documents and similarities."""
+
+    encode: Callable[..., Any]
 
     def __init__(self, model_name_or_path: Any, options: Options, similarity_fn_name: Any):
         super().__init__(model_name_or_path, options)
@@ -267,10 +242,6 @@ class Vectors(Compared, Base):
     def encode_document(self, inputs: Any, *more: Any, **options: Any) -> Any:
         """Encode documents; the default prompt is "document", "passage" or "corpus", the first there is."""
         return self._of_task("document", DOCUMENT, inputs, *more, **options)
-
-    def encode_multi_process(self, sentences: Any, pool: Any = None, *more: Any, **options: Any) -> Any:
-        """`encode`, in this process, which uses all CPUs."""
-        return self.encode(sentences, *more, **options)
 
     @named("preprocess")
     def preprocess(self, inputs: Any, prompt: str | None = None) -> dict[str, Array]:

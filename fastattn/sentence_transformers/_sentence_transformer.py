@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from fastattn import models
 from fastattn._args.errors import named
-from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, integer
-from fastattn.models._encode_calls import calls, one_or_several, watched
+from fastattn.models._encode_calls import one_or_several
 from fastattn.models._routes import model_of
-from fastattn.models._vectors import PRECISIONS
+from fastattn.models._vectors import PRECISIONS, quantize_embeddings
 from fastattn.sentence_transformers._base import (
     Options,
     Vectors,
     as_asked,
     compared,
     renamed,
-    torch_of,
 )
 
 if TYPE_CHECKING:
@@ -31,9 +26,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array
 
-_VECTORS, _TOKENS = "sentence_embedding", "token_embeddings"
 _INSTRUCTOR = tuple(f"hkunlp/instructor-{size}" for size in ("base", "large", "xl"))  # leave out prompts
 
 
@@ -100,7 +93,7 @@ class SentenceTransformer(Vectors):
         prompt: str | None = None,
         batch_size: int = 32,
         show_progress_bar: bool | None = None,
-        output_value: str | None = _VECTORS,
+        output_value: str | None = "sentence_embedding",
         precision: str | None = "float32",
         convert_to_numpy: bool = True,
         convert_to_tensor: bool = False,
@@ -111,16 +104,18 @@ class SentenceTransformer(Vectors):
         chunk_size: int | None = None,
         **others: Any,
     ) -> Any:
-        """Make a vector of each text, or of each of its tokens.
+        """Make a vector of each text.
 
         Parameters
         ----------
         inputs : str, or list of str
             {"text": str} is a text, too. Models of images take images, as `fastattn.models.TwoTowers.encode`.
-        prompt_name, prompt, batch_size, show_progress_bar, precision, normalize_embeddings : optional
+        prompt_name, prompt, batch_size, show_progress_bar, normalize_embeddings : optional
             As in `fastattn.models.Encoder.encode`.
-        output_value : {"sentence_embedding", "token_embeddings", None}
-            "token_embeddings" returns a list of arrays (tokens, features), None a dict of both for each text.
+        output_value : "sentence_embedding"
+            No others: a call of `model` returns vectors of tokens.
+        precision : {"float32", "int8", "uint8", "binary", "ubinary"}
+            As in `fastattn.models.quantize_embeddings`, with the ranges of these vectors.
         convert_to_numpy, convert_to_tensor : bool
             Return tensors of torch, one or a list, if the second is true, or the first is false.
         truncate_dim : int, optional
@@ -136,27 +131,18 @@ class SentenceTransformer(Vectors):
         call = self._call(
             SentenceTransformer.encode, prompt_name, prompt, batch_size, show_progress_bar, device, others
         )
+        choice("output_value", output_value, ("sentence_embedding",))
         precision = choice("precision", precision or "float32", PRECISIONS)
         one, texts = self._texts(inputs)
         model = model_of(self.model, others.get("task"), optional=True)
-        if output_value != _VECTORS:
-            outputs = (_VECTORS, _TOKENS)
-            choice("output_value", _TOKENS if output_value is None else output_value, outputs)
-            if precision != "float32":
-                raise ValueError(f"(): precision is {precision} for vectors of tokens; expected float32")
-            found: Any = self._of_tokens(model, texts, truncate_dim, **call)
-            if convert_to_tensor or not convert_to_numpy:
-                torch = torch_of("convert_to_tensor=True")
-                found = ({name: torch.from_numpy(x) for name, x in each.items()} for each in found)
-            found = [each if output_value is None else each[output_value] for each in found]
-            return found[0] if one else found
         vectors = model.encode(
             texts[0] if one else texts,
-            precision=precision,
             normalize_embeddings=normalize_embeddings,
             truncate_dim=self._dim(truncate_dim),
             **call,
         )
+        if precision != "float32":
+            vectors = quantize_embeddings(vectors, precision)
         return as_asked(vectors, one, convert_to_numpy, convert_to_tensor)
 
     def _compared(self, a: Any, b: Any, pairwise: bool) -> Any:
@@ -177,30 +163,6 @@ class SentenceTransformer(Vectors):
         images = isinstance(self.model, models.TwoTowers)
         one, texts = self.model._inputs(inputs) if images else one_or_several(inputs, "inputs")
         return one, list(texts)
-
-    def _of_tokens(
-        self,
-        model: Any,
-        texts: Any,
-        dim: int | None,
-        prompt: str,
-        batch_size: int,
-        show_progress_bar: bool | None,
-    ) -> Iterator[dict[str, Array]]:
-        """Yield the ids, the vectors of tokens and the vector of each text."""
-        if isinstance(model, models.TwoTowers):
-            raise ValueError("(): output_value is for texts of models without images; expected the usual one")
-        settings, dim = model.sentences, self._dim(dim)
-        skipped = 0 if settings.pooling.include_prompt or not prompt else model.text.prompt_length(prompt)
-        encoded = calls(model.text.encoded(prompt + text for text in texts), batch_size)
-        for ids in watched(encoded, bool(show_progress_bar), texts):
-            rows, cu_seqlens = model.hidden(ids)
-            vectors = settings.vectors(rows, cu_seqlens, skipped)[:, :dim]
-            rows = rows.astype(lane_dtype(rows.dtype), copy=False)
-            for each, vector, (begin, end) in zip(ids, vectors, pairwise(cu_seqlens.tolist()), strict=True):
-                mask = np.ones(len(each), np.int64)
-                found = {"input_ids": each, "attention_mask": mask, _TOKENS: rows[begin:end].copy()}
-                yield {**found, _VECTORS: vector}
 
 
 def _content(x: Any) -> Any:

@@ -114,30 +114,6 @@ class SparseEncoder(Vectors):
         found = self.model.decode(rows, top_k if top_k is None else integer("top_k", top_k, 1))
         return found[0] if one else found
 
-    @staticmethod
-    @named("sparsity")
-    def sparsity(embeddings: Any) -> dict[str, float]:
-        """Mean number of nonzero weights, "active_dims", and fraction of zeros, "sparsity_ratio"."""
-        rows, _, _ = _rows(embeddings)
-        if 0 in rows.shape:
-            return {"active_dims": 0.0, "sparsity_ratio": 1.0}
-        active = float(rows.count_nonzero() / rows.shape[0])
-        return {"active_dims": active, "sparsity_ratio": 1.0 - active / rows.shape[1]}
-
-    @staticmethod
-    @named("intersection")
-    def intersection(embeddings_1: Any, embeddings_2: Any) -> Any:
-        """Elementwise product of one sparse vector with another one, or with several."""
-        (x, one, first), (y, single, second) = _rows(embeddings_1), _rows(embeddings_2)
-        if not one or x.shape[1] != y.shape[1]:
-            raise wrong_shape("embeddings_1", x, f"({y.shape[1]},)")
-        found = require("scipy.sparse").csr_array(y.multiply(np.asarray(x.toarray())))
-        found.eliminate_zeros()
-        if first or second:
-            tensor = _tensor(found, True)
-            return tensor[0] if single else tensor
-        return _row(found) if single else found
-
     def _compared(self, a: Any, b: Any, pairwise: bool) -> Any:
         (x, one, first), (y, other, second) = _rows(a), _rows(b)
         found = _sparse.compared(self.similarity_fn_name, x, y, pairwise)

@@ -52,8 +52,8 @@ def test_the_command_embed(encoder, tmp_path):
     for options, loaded, given in (
         (["--normalize", "--batch-size", 2, "--weights-dtype", "bfloat16", "--truncate-dim", 9],
             {"weights_dtype": "bfloat16"}, {"normalize_embeddings": True, "truncate_dim": 9}),
-        (["--weights-dtype", "int4", "--activations", "int8", "--precision", "ubinary"],
-            {"weights_dtype": "int4", "activations": "int8"}, {"precision": "ubinary"}),
+        (["--weights-dtype", "int4", "--activations", "int8"],
+            {"weights_dtype": "int4", "activations": "int8"}, {}),
         (["--dtype", "float64", "--prompt", "the "], {"dtype": "float64"}, {"prompt": "the "}),
     ):  # fmt: skip
         run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", *options)

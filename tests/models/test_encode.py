@@ -1,4 +1,4 @@
-"""Texts to vectors: what is pooled, the modules after it, prompts, precisions and similarities."""
+"""Texts to vectors: what is pooled, the modules after it, prompts, bytes and similarities."""
 
 import copy
 
@@ -253,9 +253,6 @@ def test_kinds_of_sentences(folder):
     options = {"prompt": "", "batch_size": 2, "show_progress_bar": False, "truncate_dim": 10}
     np.testing.assert_array_equal(model.encode(TEXTS, **options), several[:, :10])
     assert model.encode([]).shape == (0, 24)
-    assert model.encode([], precision="int8", truncate_dim=5).shape == (0, 5)
-    assert model.encode([], precision="ubinary").shape == (0, 3)
-    assert model.encode([], precision="binary").dtype == np.int8
 
 
 def test_a_bar_is_shown_only_if_asked(folder, capsys):
@@ -389,7 +386,7 @@ def test_vectors_are_cut_before_they_are_scaled(folder):
 @pytest.mark.parametrize("precision", ["int8", "uint8"])
 def test_bytes(precision, folder):
     vectors = models.load(folder).encode(TEXTS)
-    got = models.load(folder).encode(TEXTS, precision=precision)
+    got = models.quantize_embeddings(vectors, precision)
     assert got.dtype == precision
     low, high = vectors.min(axis=0), vectors.max(axis=0)
     codes = got.astype(np.float64) + (128 if precision == "int8" else 0)
@@ -412,7 +409,6 @@ def test_encode_refuses(folder):
                 getattr(model, name)(wrong)
     for error, message, options in (
         (ValueError, "batch_size is 0; expected at least 1", {"batch_size": 0}),
-        (ValueError, "precision is 'int4'; expected one of float32", {"precision": "int4"}),
         (TypeError, "normalize_embeddings is 1; expected True or False", {"normalize_embeddings": 1}),
         (TypeError, "show_progress_bar is 1; expected True or False", {"show_progress_bar": 1}),
         (ValueError, "truncate_dim is 0; expected at least 1", {"truncate_dim": 0}),
@@ -431,11 +427,6 @@ def test_encode_refuses(folder):
             call(["one"], pooling="cls")
     with pytest.raises(TypeError, match=r"^encode_query\(\): task is not an argument; expected one of"):
         model.encode_query(["one"], task="query")
-    for one in ("one", ["one"], iter(["one"])):
-        with pytest.raises(
-            ValueError, match=r"sentences has one item for precision 'int8'; expected several, or"
-        ):
-            model.encode(one, precision="int8")
 
 
 def test_nothing_is_computed_before_a_mistake_is_found(folder, monkeypatch):
@@ -443,6 +434,4 @@ def test_nothing_is_computed_before_a_mistake_is_found(folder, monkeypatch):
     calls = calls_of(model, monkeypatch)
     with pytest.raises(TypeError, match=r"sentences\[\d+\] is 3; expected a string"):
         model.encode([*TEXTS, 3], batch_size=1)
-    with pytest.raises(ValueError, match="one item for precision"):
-        model.encode(["one"][0], precision="uint8")
     assert not calls

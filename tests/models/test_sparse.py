@@ -185,8 +185,8 @@ def test_wrong_arguments(options, error, message, tmp_path):
     model = models.load(tmp_path)
     with pytest.raises(error, match=message):
         model.encode(**{"sentences": TEXTS, **options})
-    with pytest.raises(TypeError, match=r"encode_query\(\): precision is not an argument"):
-        model.encode_query(TEXTS, precision="int8")
+    with pytest.raises(TypeError, match=r"encode_query\(\): truncate_dim is not an argument"):
+        model.encode_query(TEXTS, truncate_dim=3)
 
 
 def test_folders_that_do_not_fit(tmp_path):

@@ -273,7 +273,6 @@ def test_wrong_arguments(tmp_path):
         (lambda: model.encode(np.full((9, 9, 3), np.nan)), ValueError, "values from nan to nan"),
         (lambda: model.encode(IMAGES[0, :0]), ValueError, "an image without pixels"),
         (lambda: model.encode("\ud800"), ValueError, "half of a surrogate pair"),
-        (lambda: model.encode(IMAGES[0], precision="int8"), ValueError, "sentences has one item"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             call()

@@ -7,7 +7,6 @@ from model_folders import write_settings
 
 from fastattn import models
 from fastattn.models import quantize_embeddings
-from fastattn.sentence_transformers import SparseEncoder
 
 RNG = np.random.default_rng(1)
 ROW = np.zeros((1, 3))
@@ -123,5 +122,3 @@ def test_python_s_own_errors_name_the_model(folder):
         model.similarity(ROW)
     with pytest.raises(TypeError, match=r"^Encoder\.encode_query\(\) takes 2 positional"):
         model.encode_query("a", "query")
-    with pytest.raises(TypeError, match=r"^SparseEncoder\.sparsity\(\) missing 1 required"):
-        SparseEncoder.sparsity()
