@@ -53,7 +53,6 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "deberta-v2": deberta.deberta,
     "distilbert": bert.distilbert,
     **dict.fromkeys(("embedding_gemma2", "embedding_gemma2_text"), gemma4.embedding_gemma2),
-    **dict.fromkeys(("gemma2", "gemma3_text"), llama.gemma),
     "gemma3": llama.gemma3,
     **dict.fromkeys(("gemma4", "gemma4_text"), gemma4.gemma4),
     "gpt2": gpt.gpt2,

@@ -13,7 +13,6 @@ import tiny_gguf_hybrid as hybrid
 import tiny_models as tiny
 
 from fastattn import models
-from fastattn.__main__ import main
 from fastattn._args.packed import PackedLinear
 from fastattn._formats import FORMATS
 from fastattn._gguf import GgufFile
@@ -851,28 +850,6 @@ def test_any_byte_changed_or_cut(tmp_path):
         path.write_bytes(data)
         with contextlib.suppress(ModelError):
             models.load(path)
-
-
-def test_what_a_file_says_is_printed(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "model.gguf"
-    with_tokenizer(path)
-    monkeypatch.setattr("sys.argv", ["fastattn", "info", str(path)])
-    assert main() == 0
-    printed = capsys.readouterr().out
-    for line in (
-        r"general.architecture +'llama'", r"tokenizer.ggml.tokens +260 strings",
-        r"tokenizer.ggml.token_type +260 numbers in int32", r"llama.rope.freq_base +10000.0",
-        r"F32 +\d+ tensors, [\d,]+ numbers",
-    ):  # fmt: skip
-        assert re.search(f"^{line}$", printed, re.MULTILINE), line
-    path.write_bytes(b"GGUG")
-    assert main() == 1
-    assert "does not begin with 'GGUF'" in capsys.readouterr().err
-    path.unlink()
-    for place, wrong in ((path, "cannot be read: No such file or directory"), (tmp_path, "is a folder")):
-        monkeypatch.setattr("sys.argv", ["fastattn", "info", str(place)])
-        assert main() == 1
-        assert capsys.readouterr().err == f"error: {place} {wrong}; expected a GGUF file\n"
 
 
 def test_a_model_that_people_use(smollm):

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._embeddings import BucketBiases
-from fastattn.models._families.shared import EncoderNames, read_encoder
+from fastattn.models._families.shared import ModelNames, read_encoder
 
 if TYPE_CHECKING:
     from fastattn.models._encoder import Encoder
     from fastattn.models._source import Source
 
-BERT = EncoderNames(
+BERT = ModelNames(
     tokens="embeddings.word_embeddings",
     positions="embeddings.position_embeddings",
     types="embeddings.token_type_embeddings",

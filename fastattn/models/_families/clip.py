@@ -20,7 +20,7 @@ from fastattn.layers._block import Projection, model_program
 from fastattn.models._blocks import BlockNames, Blocks
 from fastattn.models._embeddings import SequenceRules
 from fastattn.models._encoder import Encoder
-from fastattn.models._families.shared import EncoderNames, read_encoder
+from fastattn.models._families.shared import ModelNames, read_encoder
 from fastattn.models._files import ModelError, opened, require
 from fastattn.models._images import Images
 from fastattn.models._sentences import Sentences
@@ -98,7 +98,7 @@ def _block(tower: str) -> BlockNames:
     )
 
 
-_NAMES = EncoderNames(
+_NAMES = ModelNames(
     tokens="text_model.embeddings.token_embedding",
     positions="text_model.embeddings.position_embedding",
     last_norm="text_model.final_layer_norm",

@@ -28,9 +28,9 @@ from fastattn.models._families.llama import (
     KEYS,
     LLAMA,
     POST_NORMS,
-    as_encoder,
     decoder_blocks,
     of_text,
+    rounded_root,
 )
 from fastattn.models._families.shared import (
     ALL,
@@ -261,7 +261,7 @@ def gemma4(source: Source) -> Decoder:
         scales=[1.0] * count,
         windows=windows_of(kinds, width),
         rotations=[list(sizes).index(kind) for kind in kinds],
-        token_scale=float(source.precision.dtype.type(base.hidden**0.5)),  # as transformers rounds it
+        token_scale=rounded_root(source, base.hidden),
         frequencies=lambda: tuple(_frequencies(config, kind, sizes[kind][0], longest) for kind in sizes),
         softcap=None if cap is None else config.number("final_logit_softcapping"),
         inputs=blocks.layer_inputs if inputs else None,
@@ -289,13 +289,13 @@ def embedding_gemma2(source: Source) -> Encoder:
     width, longest = config.size("sliding_window", 512), config.optional_size("max_position_embeddings")
     features = config.size("embedding_dim", 768)
     encoder = read_encoder(
-        as_encoder(LLAMA._replace(block=_NAMES)),
+        LLAMA._replace(block=_NAMES),
         blocks,
         longest=longest,
         scales=[1.0] * count,
         windows=windows_of(kinds, width, causal=False),
         rotations=[list(sizes).index(kind) for kind in kinds],
-        token_scale=float(source.precision.dtype.type(base.hidden**0.5)),  # as transformers rounds it
+        token_scale=rounded_root(source, base.hidden),
         frequencies=lambda: tuple(_frequencies(config, kind, sizes[kind][0], longest) for kind in sizes),
         others={f"{_PROJECTION}.weight": (features, base.hidden)},
         sentences=Sentences.of(source, features),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._families.llama import EXPERTS, KEYS, decoder_blocks, with_block
 from fastattn.models._families.shared import (
-    DecoderNames,
+    ModelNames,
     expert_counts,
     frequencies,
     kinds_of,
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from fastattn.models._decoder import Decoder
     from fastattn.models._source import Source
 
-_GPT2 = DecoderNames(
-    prefix="transformer.",
+_GPT2 = ModelNames(
+    prefixes=("transformer.",),
     tokens="wte",
     positions="wpe",
     block=BlockNames(
@@ -39,7 +39,7 @@ _GPT2 = DecoderNames(
         outer="mlp.c_proj",
         transposed=True,
     ),
-    norm="ln_f",
+    last_norm="ln_f",
     ignored=re.compile(r"\.attn\.(bias|masked_bias)$"),  # the causal mask, in old files
 )
 _GPT2_KEYS = Keys("n_embd", "n_inner", "n_head", "n_layer", "layer_norm_epsilon", "activation_function")

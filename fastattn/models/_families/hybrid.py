@@ -74,7 +74,7 @@ _LFM2 = with_block(
     gate="feed_forward.w1",
     outer="feed_forward.w2",
     head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
-)._replace(norm="embedding_norm")
+)._replace(last_norm="embedding_norm")
 
 
 class _Convolutions(NamedTuple):

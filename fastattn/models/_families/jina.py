@@ -22,7 +22,7 @@ from fastattn.models._adapters import CONFIG, joined, of_peft
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._embeddings import AlibiBiases
 from fastattn.models._families.bert import BERT, bert
-from fastattn.models._families.shared import EncoderNames, frequencies, read_encoder, scaled
+from fastattn.models._families.shared import ModelNames, frequencies, read_encoder, scaled
 from fastattn.models._files import Config, ModelError
 from fastattn.models._routes import routed
 from fastattn.models._source import Source
@@ -59,7 +59,7 @@ _V2_CODE = _V2._replace(  # jina-embeddings-v2-base-code
 )
 _GATES: dict[str, Activation] = {"geglu": "gelu", "reglu": "relu"}
 _ORIGINAL, _LORA = ".parametrizations.weight.original", ".parametrizations.weight.0.lora_"
-_V3 = EncoderNames(
+_V3 = ModelNames(
     tokens="embeddings.word_embeddings",
     types="embeddings.token_type_embeddings",
     first_norm="emb_ln",

@@ -27,8 +27,7 @@ from fastattn.models._decoder import QueryGrowth
 from fastattn.models._families.shared import (
     ALL,
     NEAR,
-    DecoderNames,
-    EncoderNames,
+    ModelNames,
     expert_counts,
     frequencies,
     frequencies_by_kind,
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
     from fastattn.models._encoder import Encoder
     from fastattn.models._source import Source
 
-LLAMA = DecoderNames(
-    prefix="model.",
+LLAMA = ModelNames(
+    prefixes=("model.",),
     tokens="embed_tokens",
     block=BlockNames(
         prefix="layers.{}.",
@@ -58,12 +57,12 @@ LLAMA = DecoderNames(
         outer="mlp.down_proj",
         norm="rms_norm",
     ),
-    norm="norm",
+    last_norm="norm",
     ignored=re.compile(r"\.rotary_emb\.inv_freq$"),  # config.json gives them; old files hold them
 )
 
 
-def with_block(names: DecoderNames = LLAMA, **changes: Any) -> DecoderNames:
+def with_block(names: ModelNames = LLAMA, **changes: Any) -> ModelNames:
     """Names of a decoder whose blocks differ in these."""
     return names._replace(block=names.block._replace(**changes))
 
@@ -92,7 +91,7 @@ _MINISTRAL3 = {
 class _Family(NamedTuple):
     """A family like Llama: defaults of config.json's keys, and what differs from Llama."""
 
-    names: DecoderNames = LLAMA
+    names: ModelNames = LLAMA
     eps: float = 1e-6
     heads_kv: int | None = None  # None: as many as heads of queries
     head_dim: int | None = None  # None: equal parts of the hidden size
@@ -113,6 +112,9 @@ class _Family(NamedTuple):
     grown: bool = False  # queries, with their positions
     encodes: bool = True  # where the folder says so
     bidirectional: bool = False  # an encoder in any case
+    activation: tuple[str, str] = ("hidden_act", "silu")  # its key, and the default
+    gemma: bool = False  # scales of tokens and of scores, and which attention is not causal
+    caps: tuple[float | None, float | None] = (None, None)  # of scores and of logits
 
 
 def _late(config: Config, i: int) -> bool:
@@ -136,8 +138,18 @@ _MISTRAL = _Family(heads_kv=8, width=4096, slides=lambda config, i: True)
 _QWEN2 = _Family(biased=LLAMA.block.qkv, width=4096, slides=_late, switched=True)
 _QWEN3 = _QWEN2._replace(names=with_block(head_norms=HEAD_NORMS), biases=(_OF_ATTENTION,), biased=())
 _OLMO2 = _Family(_OLMO, 1e-5, biases=(_OF_ATTENTION,), encodes=False)
+_GEMMA2 = _Family(
+    with_block(**_GEMMA), heads_kv=4, head_dim=256, tied=True, biases=(_OF_ATTENTION,), width=4096,
+    slides=lambda config, i: (i + 1) % config.size("sliding_window_pattern", 2) > 0,
+    activation=("hidden_activation", "gelu_pytorch_tanh"), gemma=True, caps=(50.0, 30.0),
+)  # fmt: skip
 _FAMILIES = {
     "eurobert": _Family(eps=1e-5, biases=_BIASES, bidirectional=True),
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2._replace(
+        names=with_block(head_norms=HEAD_NORMS, **_GEMMA), thetas=_GEMMA_THETAS, caps=_Family().caps,
+        slides=lambda config, i: (i + 1) % config.size("sliding_window_pattern", 6) > 0,
+    ),
     "granite": _Family(biases=_BIASES, multiplied=True, encodes=False),
     "llama": _Family(biases=_BIASES),
     "ministral": _MISTRAL,
@@ -188,37 +200,45 @@ def decoder_blocks(
     return Blocks.of(source, names, keys, eps=eps, activation=activation, **sizes, **others)
 
 
-def as_encoder(names: DecoderNames) -> EncoderNames:
-    """The names of a decoder's tensors as those of an encoder, without an output layer."""
-    return EncoderNames(
-        block=names.block,
-        tokens=names.tokens,
-        last_norm=names.norm,
-        prefixes=(names.prefix,),
-        ignored=names.ignored,
-    )
-
-
 def llama(source: Source) -> Decoder | Encoder:
     """Build a model of one of `TYPES`."""
     config = source.config
     family = config.choice("model_type", _FAMILIES)
+    names, (key, activation) = without_offset(source, family.names), family.activation
+    caps = family.caps
+    if family.gemma:
+        caps = (
+            _cap(config, "attn_logit_softcapping", caps[0]),
+            _cap(config, "final_logit_softcapping", caps[1]),
+        )
     blocks = decoder_blocks(
         source,
-        family.names.block,
+        names.block,
+        KEYS._replace(activation=key),
         heads_kv=family.heads_kv,
         head_dim=family.head_dim,
         eps=family.eps,
+        activation=activation,
         biased=_biased(source, family),
+        softcap=caps[0] or 0.0,
         **({} if family.experts is None else family.experts(source)),
     )
     layers, growth = blocks.num_layers, None
     if family.grown:
         config, growth = _growing(config)
-    said = config.values.get("architectures")
-    scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
-    is_encoder = growth is None and family.encodes and (scores or source.has_modules or family.bidirectional)
-    causal = not is_encoder or (config.get("is_causal", bool, True) and not family.bidirectional)
+    scales: dict[str, Any] = {}
+    if family.gemma:
+        causal = not config.get("use_bidirectional_attention", bool, False)
+        config.refuse(is_causal=True)  # `use_bidirectional_attention` says otherwise
+        is_encoder = source.has_modules or not causal
+        scales["scales"] = [config.number("query_pre_attn_scalar", 256) ** -0.5] * layers
+        scales["token_scale"] = rounded_root(source, blocks.hidden)
+    else:
+        said = config.values.get("architectures")
+        scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
+        encodes = scores or source.has_modules or family.bidirectional
+        is_encoder = growth is None and family.encodes and encodes
+        causal = not is_encoder or (config.get("is_causal", bool, True) and not family.bidirectional)
     rotated = _rotated(config, layers) if family.skips_rotation else [True] * layers
     slides = family.slides
     width = config.optional_size("sliding_window", family.width) if slides else None
@@ -228,6 +248,8 @@ def llama(source: Source) -> Decoder | Encoder:
         kinds = kinds_of(config, layers, partial(slides, config))
     if family.switched and not config.get("use_sliding_window", bool, False):
         width = None
+    if family.gemma and not causal:
+        width = width and width // 2
     if family.skips_rotation and width is None and NEAR in (config.values.get("layer_types") or ()):
         came = config.values.get("use_sliding_window")
         raise config.wrong("use_sliding_window", came, f"true, as 'layer_types' has {NEAR}")
@@ -241,18 +263,18 @@ def llama(source: Source) -> Decoder | Encoder:
         return (frequencies(config, blocks.head_dim, family.theta, family.rotates_part),)
 
     windows = windows_of(kinds, width, causal)
-    each: Any = {"windows": windows, "rotations": rotations, "frequencies": rotary}
+    each: Any = {"windows": windows, "rotations": rotations, "frequencies": rotary, **scales}
     if is_encoder:
         longest = config.optional_size("max_position_embeddings")
-        return read_encoder(as_encoder(family.names), blocks, longest=longest, causal=causal, **each)
+        return read_encoder(names, blocks, longest=longest, causal=causal, **each)
     config.refuse(is_causal=True)
     if family.multiplied:
-        return multiplied(family.names, blocks, **each)
+        return multiplied(names, blocks, **each)
     tied = config.get("tie_word_embeddings", bool, family.tied)
-    return read_decoder(family.names, blocks, **each, query_growth=growth, tied=tied)
+    return read_decoder(names, blocks, **each, query_growth=growth, softcap=caps[1], tied=tied)
 
 
-def multiplied(names: DecoderNames, blocks: Blocks, **how: Any) -> Decoder:
+def multiplied(names: ModelNames, blocks: Blocks, **how: Any) -> Decoder:
     """The decoder of `blocks` with Granite's multipliers.
 
     Without multiplying what is added: every reader of the residual is an RMS norm, whose result is the same
@@ -319,7 +341,7 @@ def gemma3(source: Source) -> Decoder | Encoder:
     """Build the text model of Gemma 3; its tower for images is left out."""
     source = of_text(source, "gemma3_text")
     usual = {"num_attention_heads": 8, "vocab_size": 262208}  # files leave them out
-    return gemma(source.with_config(Config.of(source.config.path, {**usual, **source.config.values})))
+    return llama(source.with_config(Config.of(source.config.path, {**usual, **source.config.values})))
 
 
 def of_text(source: Source, *model_types: str) -> Source:
@@ -341,68 +363,14 @@ def _text_prefix(found: re.Match[str]) -> str:
     return "model." if found[1] or found[2] else ""
 
 
-class _Gemma(NamedTuple):
-    """Gemma 2 or 3: names, caps of scores and of logits, every how many layers one has no window, bases."""
-
-    names: DecoderNames
-    score_cap: float | None
-    logit_cap: float | None
-    pattern: int
-    thetas: Mapping[str, tuple[str, float]] | None  # None: one for all layers
-
-
-_GEMMAS = {
-    "gemma2": _Gemma(with_block(**_GEMMA), 50.0, 30.0, 2, None),
-    "gemma3_text": _Gemma(with_block(head_norms=HEAD_NORMS, **_GEMMA), None, None, 6, _GEMMA_THETAS),
-}
-
-
-def gemma(source: Source) -> Decoder | Encoder:
-    """Build Gemma 2, or Gemma 3's text model."""
-    config = source.config
-    family = config.choice("model_type", _GEMMAS)
-    names, thetas = without_offset(source, family.names), family.thetas
-    causal = not config.get("use_bidirectional_attention", bool, False)
-    config.refuse(is_causal=True)  # `use_bidirectional_attention` says otherwise
-    blocks = decoder_blocks(
-        source,
-        names.block,
-        KEYS._replace(activation="hidden_activation"),
-        activation="gelu_pytorch_tanh",
-        heads_kv=4,
-        head_dim=256,
-        softcap=_cap(config, "attn_logit_softcapping", family.score_cap) or 0.0,
-    )
-
-    def slides(i: int) -> bool:
-        return (i + 1) % config.size("sliding_window_pattern", family.pattern) > 0
-
-    kinds = kinds_of(config, blocks.num_layers, slides)
-    width = config.optional_size("sliding_window", 4096)
-    if width is not None and not causal:
-        width //= 2
-    each: Any = {
-        "scales": [config.number("query_pre_attn_scalar", 256) ** -0.5] * blocks.num_layers,
-        "windows": windows_of(kinds, width, causal),
-        "rotations": [0 if thetas is None else list(thetas).index(kind) for kind in kinds],
-        "token_scale": float(source.precision.dtype.type(blocks.hidden**0.5)),  # as transformers rounds it
-        "frequencies": lambda: (
-            (frequencies(config, blocks.head_dim),)
-            if thetas is None
-            else frequencies_by_kind(config, thetas, blocks.head_dim)
-        ),
-    }
-    if causal and not source.has_modules:
-        tied = config.get("tie_word_embeddings", bool, True)
-        cap = _cap(config, "final_logit_softcapping", family.logit_cap)
-        return read_decoder(names, blocks, **each, tied=tied, softcap=cap)
-    longest = config.optional_size("max_position_embeddings")
-    return read_encoder(as_encoder(names), blocks, longest=longest, causal=causal, **each)
-
-
-def without_offset(source: Source, names: DecoderNames) -> DecoderNames:
+def without_offset(source: Source, names: ModelNames) -> ModelNames:
     """Names of norms that multiply by 1 + weight; in a GGUF file the weights have 1 added."""
     return with_block(names, norm_offset=0.0) if source.is_gguf else names
+
+
+def rounded_root(source: Source, hidden: int) -> float:
+    """The scale of Gemma's tokens, rounded as in transformers."""
+    return float(source.precision.dtype.type(hidden**0.5))
 
 
 def _cap(config: Config, name: str, default: float | None) -> float | None:

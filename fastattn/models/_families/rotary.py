@@ -17,7 +17,7 @@ from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Keys
 from fastattn.models._families.shared import (
     ALL,
     NEAR,
-    EncoderNames,
+    ModelNames,
     expert_counts,
     frequencies,
     frequencies_by_kind,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fastattn.models._files import Config
     from fastattn.models._source import Source
 
-_GTE = EncoderNames(
+_GTE = ModelNames(
     tokens="embeddings.word_embeddings",
     types="embeddings.token_type_embeddings",
     first_norm="embeddings.LayerNorm",
@@ -87,7 +87,7 @@ _OLD_KEYS = Keys("n_embd", "n_inner", "n_head", "n_layer", "layer_norm_epsilon",
 _MULTIPLE = 256  # of Nomic's inner size, which older files round up
 _GATED: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "glu": "sigmoid"}
 
-_MODERNBERT = EncoderNames(
+_MODERNBERT = ModelNames(
     tokens="embeddings.tok_embeddings",
     first_norm="embeddings.norm",
     block=BlockNames(

@@ -41,8 +41,8 @@ ALL, NEAR = "full_attention", "sliding_attention"  # kinds of layers
 _OLDER_SCALINGS = {"phi3": ("su", "yarn")}  # names that "longrope" has there, too
 
 
-class EncoderNames(NamedTuple):
-    """The names of an encoder's tensors, without ".weight" and ".bias"."""
+class ModelNames(NamedTuple):
+    """The names of a model's tensors, without ".weight" and ".bias". A decoder's output is "lm_head"."""
 
     block: BlockNames
     tokens: str
@@ -51,12 +51,12 @@ class EncoderNames(NamedTuple):
     types: str | None = None
     widened: str | None = None  # a map from the tokens' vectors to the blocks' width
     last_norm: str | None = None  # after the last block
-    prefixes: tuple[str, ...] = ()  # of all tensors; some files leave it out
+    prefixes: tuple[str, ...] = ()  # of all tensors but a decoder's output; some files leave it out
     ignored: re.Pattern[str] = NOTHING  # tensors that were not learned, in old files
 
 
 def read_encoder(
-    names: EncoderNames,
+    names: ModelNames,
     blocks: Blocks,
     *,
     types: int = 0,
@@ -165,19 +165,8 @@ class LayerInputs(NamedTuple):
     steps: list[Step]  # what is done with them before the blocks
 
 
-class DecoderNames(NamedTuple):
-    """The names of a decoder's tensors, without ".weight" and ".bias". The output is "lm_head"."""
-
-    prefix: str  # of all tensors but the output's; some files leave it out
-    tokens: str
-    block: BlockNames
-    norm: str  # after the last block
-    ignored: re.Pattern[str] = NOTHING  # tensors that were not learned, in old files
-    positions: str | None = None
-
-
 def read_decoder(
-    names: DecoderNames,
+    names: ModelNames,
     blocks: Blocks,
     *,
     scales: Sequence[float] | None = None,
@@ -203,15 +192,16 @@ def read_decoder(
     source = blocks.source
     config, precision = source.config, source.precision
     vocab = config.size("vocab_size")
-    source.drop_prefix(names.prefix)
+    source.drop_prefix(*names.prefixes)
     tokens = f"{names.tokens}.weight"
     output = source.tied(tokens, "lm_head.weight", tied)
     positions = None if names.positions is None else f"{names.positions}.weight"
+    assert names.last_norm is not None
     shapes: dict[str, Shape] = dict.fromkeys((tokens, output), (vocab, blocks.hidden))
-    shapes |= blocks.norm_shapes(names.norm)
+    shapes |= blocks.norm_shapes(names.last_norm)
     if positions is not None and max_length is not None:
         shapes[positions] = (max_length, blocks.hidden)
-    own = [name for name in (names.tokens, names.positions, names.norm) if name is not None]
+    own = [name for name in (names.tokens, names.positions, names.last_norm) if name is not None]
     of_blocks = blocks.shapes()
     firsts = (f"{name.partition('.')[0]}." for name in (*own, *of_blocks))
     source.expect(
@@ -230,7 +220,7 @@ def read_decoder(
     of_layers = None if inputs is None else inputs()
     program, all_windows = model_program(each, before=() if of_layers is None else of_layers.steps)
     weight = source.pack([output])
-    norm = NormStep(X, "normed", *blocks.norm(names.norm, logit_scale))
+    norm = NormStep(X, "normed", *blocks.norm(names.last_norm, logit_scale))
     logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.rounding(weight))])
     table = None if positions is None else source.vector(positions, dtype=precision.dtype)
     return Decoder(
