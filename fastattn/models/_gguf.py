@@ -446,29 +446,28 @@ class _Row(NamedTuple):
     guesses: bool = False  # tokens, in further layers
     mixes_by_heads: bool = False  # in layers without heads of keys
     sizes_by_layer: bool = False  # of keys and feed-forwards
-    apart: bool = False  # tensors that are not a folder's
     factors: Mapping[str, str] = _LONG_FACTORS  # tensors that frequencies are divided by
     values: Values | None = None  # of config.json that a file says otherwise
     alone: Callable[[Config, GgufFile], dict[str, Any]] | None = None  # all values
 
 
 _WINDOW, _OF_EXPERT = "attention.sliding_window", "expert_feed_forward_length"
-_HYBRID = _Row(apart=True, only={_WINDOW: 0}, mixes_by_heads=True)
+_HYBRID = _Row(only={_WINDOW: 0}, mixes_by_heads=True)
 _QWEN = _Row(
     _QWEN_NEXT, mixer="linear_attn", needs=(_OF_EXPERT,),
     only={_WINDOW: None, "attention.recurrent_layers": None},
-    experts=True, rotates_part=True, guesses=True, apart=True, values=_of_qwen,
+    experts=True, rotates_part=True, guesses=True, values=_of_qwen,
 )  # fmt: skip
 _ROWS = {
     "bert": _Row(_BERT, _BERT_TOP, "encoder.layer", alone=_of_bert),
-    "gemma2": _Row(_GEMMA, apart=True, values=_of_gemma(46)),
-    "gemma3_text": _Row(_GEMMA, needs=(_WINDOW,), apart=True, values=_of_gemma(62)),
+    "gemma2": _Row(_GEMMA, values=_of_gemma(46)),
+    "gemma3_text": _Row(_GEMMA, needs=(_WINDOW,), values=_of_gemma(62)),
     "gemma4_text": _Row(
-        _GEMMA4, _GEMMA4_TOP, needs=(_WINDOW,), sizes_by_layer=True, apart=True, values=_of_gemma4
+        _GEMMA4, _GEMMA4_TOP, needs=(_WINDOW,), sizes_by_layer=True, values=_of_gemma4
     ),
     "gpt_oss": _Row(
         _GPT_OSS, needs=(_WINDOW,), only={f"{_WINDOW}_pattern": 2},  # layers in turn have one
-        experts=True, apart=True, values=_of_gpt_oss,
+        experts=True, values=_of_gpt_oss,
     ),
     "granite": _Row(  # heads are rotated where this key is true
         interleaved=True, needs=("logit_scale",), only={"rope.scaling.finetuned": True}, multiplied=True
@@ -713,11 +712,6 @@ def _known_name(model_type: str, name: str) -> str | None:
     stem, _, kind = name.rpartition(".")
     kinds = ("weight", "bias") if stem == "token_embd_norm" else ("weight",)
     return f"{row.top[stem]}.{kind}" if stem in row.top and kind in kinds else None
-
-
-def has_own_tensors(model_type: str) -> bool:
-    """Whether tensors in GGUF files of these models are not those of folders, under other names."""
-    return _row(model_type).apart
 
 
 def _row(model_type: str) -> _Row:
