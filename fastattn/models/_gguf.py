@@ -96,7 +96,6 @@ _OF_MIXERS = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
 _OF_MIXER = re.compile(rf"blk\.(\d+)\.({'|'.join(map(re.escape, _OF_MIXERS))})")
 _OF_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
-_RENAMED = re.compile(r"(?:model\.layers|encoder\.layer)\.(\d+)\.(?:.*\bexperts\.(\d+)\.)?.*")
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(?:\.(\d+))?\.(weight|bias)")
 _MOST_EXPERTS = 1 << 12
 _MOST_TENSORS = 1 << 18  # where those of experts are apart: more than three times those of the largest models
@@ -149,26 +148,6 @@ _SCALING = {
     "yarn_beta_slow": "beta_slow",
     "yarn_attn_factor": "attention_factor",
     "yarn_log_multiplier": "mscale_all_dim",
-}
-# And config.json's names of what is made of other keys, or of tensors.
-_MADE_OF = {
-    "conv_L_cache": "shortconv.l_cache",
-    "norm_eps": "attention.layer_norm_rms_epsilon",
-    **dict.fromkeys(("mamba_d_conv", "linear_conv_kernel_dim"), "ssm.conv_kernel"),
-    **dict.fromkeys(("mamba_d_state", "linear_key_head_dim"), "ssm.state_size"),
-    **dict.fromkeys(("mamba_n_groups", "linear_num_key_heads"), "ssm.group_count"),
-    **dict.fromkeys(("mamba_n_heads", "linear_num_value_heads"), "ssm.time_step_rank"),
-    "num_experts": "expert_count",
-    "layer_types": "attention.sliding_window_pattern",
-    "num_kv_shared_layers": "attention.shared_kv_layers",
-    "per_layer_config": "attention.head_count_kv",
-    "partial_rotary_factor": "rope.dimension_count",
-    "rope_parameters": "rope.scaling.type",
-    "llama_4_scaling_beta": "attention.temperature_scale",
-}
-_MADE_OF_TENSORS = {
-    "vocab_size": "token_embd.weight",
-    "vocab_size_per_layer_input": "per_layer_token_embd.weight",
 }
 _SAMPLING = {
     "temp": "temperature",
@@ -624,23 +603,6 @@ def config_of(path: Path, file: GgufFile) -> Config:
     return Config.of(path, values)
 
 
-def in_its_words(file: GgufFile, model_type: str, message: str) -> str:
-    """A message about what `config_of` and `renamed` give, with the file's own names of keys and tensors."""
-    prefix = file.metadata["general.architecture"]
-    keys = {**_SIZES, **_OF_GRANITE, **_BERT_SIZES}
-    keys |= {f"rope.scaling.{key}": name for key, name in _SCALING.items()}
-    names = {name: f"{prefix}.{key}" for key, name in keys.items()}
-    names |= {name: f"{prefix}.{key}" for name, key in _MADE_OF.items()} | _MADE_OF_TENSORS
-
-    def own(found: re.Match[str]) -> str:
-        if (name := found[1]) in names:
-            return f"'{names[name]}'"
-        return " or ".join(f"'{x}'" for x in _names_in_file(model_type, name)) or found[0]
-
-    message = re.sub(r"'([\w.]+)'", own, message)
-    return re.sub(r"'(blk\.\d+\.\w+_exps)\.(\d+)\.(weight|bias)'", r"'\1.\3' of expert \2", message)
-
-
 def _token_count(said: Config, file: GgufFile) -> int:
     """The number of tokens, at most the rows of their table: further rows are padding."""
     table, tokens = "token_embd.weight", said.values.get(key := "tokenizer.ggml.tokens")
@@ -685,18 +647,6 @@ def _head_dim(path: Path, file: GgufFile) -> int:
 def renamed(model_type: str, name: str) -> str:
     """The name of a model's tensor as transformers has it."""
     return _known_name(model_type, name) or name
-
-
-def _names_in_file(model_type: str, name: str) -> list[str]:
-    """The names of which `renamed` makes this one, or what families make of it."""
-    ends, row = ("weight", "bias"), _row(model_type)
-    candidates = [f"{part}.{kind}" for part in row.top for kind in ends]
-    if found := _RENAMED.fullmatch(name):
-        block, expert = f"blk.{found[1]}.", f".{found[2]}"
-        each = [part + expert * part.endswith("_exps") for part in row.names]
-        candidates = [f"{block}{part}.{kind}" for part in each for kind in ends]
-        candidates += [block + part for part in _OF_MIXERS]
-    return [x for x in candidates if _known_name(model_type, x) in (name, f"{name}.weight")]
 
 
 def _known_name(model_type: str, name: str) -> str | None:

@@ -216,7 +216,7 @@ def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
         try:
             model = _BUILDERS[model_type](source)
         except ModelError as error:
-            raise ModelError(_gguf.in_its_words(file, model_type, str(error))) from None
+            raise ModelError(f"{error}; keys and tensors by their names in folders") from None
         if isinstance(model, Encoder):
             pooling = Pooling((config.get("pooling", str),))
             model = replace(model, sentences=replace(model.sentences, pooling=pooling))

