@@ -305,19 +305,19 @@ class Blocks:
             def rows(kind: str) -> list[tuple[str, int, int]]:
                 return [(f"{prefix}{name}.{kind}", begin, n) for name, begin, n in parts]
 
-            bias = source.vector_rows(*rows("bias")) if first in self.biased else None
-            return projection(source, source.pack_rows(*rows("weight")), bias)
+            bias = source.vector(*rows("bias")) if first in self.biased else None
+            return projection(source, source.pack(rows("weight")), bias)
 
         def inner() -> Projection:
+            first, both = first_map(""), None
             if names.gate is None:
-                return linear(names.inner)
-            if names.gate != names.inner:
+                both = bias(names.inner)
+            elif names.gate != names.inner:
                 both = bias(names.gate, names.inner, shape=(2, self.inner))
-                return projection(source, packed(names.inner, gate=names.gate), both)
-            pair, both = source.pack_pair(f"{prefix}{names.inner}.weight", names.gate_first), None
-            if names.inner in self.biased:
-                both = source.pair_vector(f"{prefix}{names.inner}.bias", names.gate_first)
-            return projection(source, pair, both)
+            elif names.inner in self.biased:
+                up, gate = source.halves(f"{prefix}{names.inner}.bias", names.gate_first)
+                both = source.vector(*gate, *up, shape=(2, self.inner))
+            return projection(source, first, both)
 
         def rounding(maps: Sequence[Sequence[PackedLinear]]) -> Rounding | None:
             found = {precision.rounding(weight) for each in maps for weight in each}
@@ -327,7 +327,7 @@ class Blocks:
             if names.gate is None:
                 return packed(f"{part}{names.inner}")
             if names.gate == names.inner:
-                return source.pack_pair(f"{prefix}{part}{names.inner}.weight", names.gate_first)
+                return source.pack(*source.halves(f"{prefix}{part}{names.inner}.weight", names.gate_first))
             return packed(f"{part}{names.inner}", gate=f"{part}{names.gate}")
 
         def experts() -> Experts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from copy import copy
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -179,7 +178,7 @@ class Source:
 
     def vector(
         self,
-        *names: str,
+        *names: str | Rows,
         shape: Shape | None = None,
         dtype: np.dtype[Any] | None = None,
         begin: int = 0,
@@ -193,22 +192,7 @@ class Source:
         The `offset` is added, and the first row of the tensor `added`; the sum is times `scale`. Rows
         ``-exp(x)``, if they are `of_rates`, become x.
         """
-        return self._vector(self._parts(names, begin), shape, dtype, offset, added, scale, of_rates)
-
-    def pair_vector(self, name: str, gate_first: bool) -> Array:
-        """A vector of a gated pair, whose halves belong to the two maps: (2, n), the gate first."""
-        return self._vector(self._halves(name, gate_first), (2, self.shape(name)[0] // 2))
-
-    def _vector(
-        self,
-        parts: Sequence[Part],
-        shape: Shape | None = None,
-        dtype: np.dtype[Any] | None = None,
-        offset: float = 0.0,
-        added: str | None = None,
-        scale: float = 1.0,
-        of_rates: bool = False,
-    ) -> Array:
+        parts = self._parts(names, begin)
         whole = (sum(part.rows for part in parts), *parts[0].shape[1:])
         added = None if added is None else self._stored[added]
         dtype = self.precision.lane if dtype is None else dtype
@@ -217,7 +201,7 @@ class Source:
 
     def pack(
         self,
-        *maps: Sequence[str],
+        *maps: Sequence[str | Rows],
         transposed: bool = False,
         begin: int = 0,
         stored: str | None = None,
@@ -232,30 +216,19 @@ class Source:
         parts: list[Part] = []
         for names in reversed(maps):
             parts += self._parts(names, begin, transposed, sum(part.rows for part in parts))
-        return self._packed(parts, len(maps), stored, tiles)
-
-    def pack_rows(self, *rows: Rows) -> PackedLinear:
-        """Rows of tensors end to end, packed as `pack` does."""
-        return self._packed(self._ranges(rows), 1)
-
-    def vector_rows(self, *rows: Rows, shape: Shape | None = None, of_rates: bool = False) -> Array:
-        """Rows of tensors end to end, as `vector` has them."""
-        return self._vector(self._ranges(rows), shape, of_rates=of_rates)
-
-    def pack_pair(self, name: str, gate_first: bool) -> PackedLinear:
-        """The tensor of a gated pair, one map's rows after the other's, packed as `pack` does."""
-        return self._packed(self._halves(name, gate_first), 2)
-
-    def _packed(
-        self, parts: Sequence[Part], maps: int, stored: str | None = None, tiles: tuple[int, int] = (1, 1)
-    ) -> PackedLinear:
         shape = parts[0].shape
         n_in = shape[0] if parts[0].transposed else math.prod(shape[1:])
-        n_out = sum(part.rows for part in parts) // maps
+        n_out = sum(part.rows for part in parts) // len(maps)
         stored = stored or self.precision.weights
         if stored == OF_FILE:
             stored = self.tensors.own_dtype(parts, self.precision.dtype.name)
-        return self._make(Packed(n_in, n_out, maps, stored, tiles), parts)
+        return self._make(Packed(n_in, n_out, len(maps), stored, tiles), parts)
+
+    def halves(self, name: str, gate_first: bool) -> tuple[list[Rows], list[Rows]]:
+        """Rows of one tensor that are the maps of a gated pair, up and gate."""
+        n = self.shape(name)[0] // 2
+        first, second = [(name, 0, n)], [(name, n, n)]
+        return (second, first) if gate_first else (first, second)
 
     def computed(self, function: Callable[..., Any], *names: str) -> Any:
         """Parameter that ``function(tensors, *stored)`` makes; pickle must find the function."""
@@ -265,28 +238,15 @@ class Source:
         return self.parameters.make(maker, parts, self.tensors)
 
     def _parts(
-        self, names: Sequence[str], begin: int = 0, transposed: bool = False, first: int = 0
+        self, names: Sequence[str | Rows], begin: int = 0, transposed: bool = False, first: int = 0
     ) -> list[Part]:
-        """Rows of each tensor from `begin` on, which follow one another in a parameter."""
+        """Rows of each tensor, these or all from `begin` on, which follow one another in a parameter."""
         parts = []
-        for name in names:
+        for rows in names:
+            name, start, count = (rows, begin, None) if isinstance(rows, str) else rows
             shape = self.shape(name)
-            rows = math.prod(shape[1:]) if transposed else shape[0] if shape else 1
-            parts.append(Part(self._stored[name], shape, rows - begin, first, begin, transposed))
-            first += rows - begin
+            if count is None:
+                count = (math.prod(shape[1:]) if transposed else shape[0] if shape else 1) - start
+            parts.append(Part(self._stored[name], shape, count, first, start, transposed))
+            first += count
         return parts
-
-    def _ranges(self, rows: Sequence[Rows]) -> list[Part]:
-        """The parts that are these rows, which follow one another in a parameter."""
-        firsts = accumulate((n for _, _, n in rows), initial=0)
-        return [
-            Part(self._stored[name], self.shape(name), n, first, begin)
-            for (name, begin, n), first in zip(rows, firsts, strict=False)
-        ]
-
-    def _halves(self, name: str, gate_first: bool) -> list[Part]:
-        """The parts of a gated pair, gate and up, that are halves of one tensor."""
-        shape = self.shape(name)
-        n = shape[0] // 2
-        begins = (0, n) if gate_first else (n, 0)
-        return [Part(self._stored[name], shape, n, i * n, begin) for i, begin in enumerate(begins)]

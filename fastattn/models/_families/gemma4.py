@@ -131,10 +131,9 @@ class _Blocks(Blocks):
     def _experts(self, prefix: str) -> BesideExperts:
         source, numbers = self.source, range(self.beside)
         lane = source.precision.lane
+        pairs = [source.halves(f"{prefix}experts.{i}.gate_up_proj.weight", gate_first=True) for i in numbers]
         maps = (
-            tuple(
-                source.pack_pair(f"{prefix}experts.{i}.gate_up_proj.weight", gate_first=True) for i in numbers
-            ),
+            tuple(source.pack(*pair) for pair in pairs),
             tuple(source.pack([f"{prefix}experts.{i}.down_proj.weight"]) for i in numbers),
         )
         rounding = source.precision.rounding(maps[0][0])

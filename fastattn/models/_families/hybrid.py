@@ -338,14 +338,12 @@ class _Deltas(NamedTuple):
         """The map in, the mixer, and the map out."""
         prefix = f"{prefix}linear_attn."
         rows = [(f"{prefix}in_proj_{name}.weight", begin, n) for name, begin, n in self._rows()]
-        taps = source.vector_rows(
-            *self._channels(f"{prefix}conv1d.weight"), shape=(self.channels, 1, self.width)
-        )
-        bias = source.vector_rows(*self._values(f"{prefix}dt_bias"))
-        rates = source.vector_rows(*self._values(f"{prefix}A_log"), of_rates=self.of_file)
+        taps = source.vector(*self._channels(f"{prefix}conv1d.weight"), shape=(self.channels, 1, self.width))
+        bias = source.vector(*self._values(f"{prefix}dt_bias"))
+        rates = source.vector(*self._values(f"{prefix}A_log"), of_rates=self.of_file)
         norm = source.vector(f"{prefix}norm.weight")
         mixer = DeltaMixer(taps, None, bias, rates, norm, self.key_heads, self.head_dim, self.eps)
-        first = projection(source, source.pack_rows(*rows), None)
+        first = projection(source, source.pack(rows), None)
         tiles = (self.heads // self.key_heads, self.key_heads) if self.tiled else (1, 1)
         second = source.pack([f"{prefix}out_proj.weight"], tiles=tiles)
         return first, mixer, projection(source, second, None)
