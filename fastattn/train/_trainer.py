@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 from fastattn import _safetensors
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.types import FLOAT64
-from fastattn._args.values import choice, flag, integer, number, short
+from fastattn._args.values import choice, integer, number, short
 from fastattn._engine.settings import warn
 from fastattn.train._batches import END, SOURCES, Source, rng_state, set_rng_state
 from fastattn.train._checks import rate
@@ -143,7 +143,6 @@ class Trainer:
         *,
         callback: Callable[[Step], bool | None] | None = None,
         log_every: int | None = None,
-        show_progress_bar: bool | None = None,
     ) -> list[Step]:
         """Train until `num_steps` steps are done, earlier calls included, or the batches end.
 
@@ -154,8 +153,6 @@ class Trainer:
             Called with each `Step` after it; training ends if it returns True. It may save the run.
         log_every : int, optional
             Print the mean of finite losses, the speed and skipped steps this often, and at the end.
-        show_progress_bar : bool, optional
-            Whether to show a tqdm progress bar; by default not.
 
         Returns
         -------
@@ -181,27 +178,18 @@ class Trainer:
         every = None if log_every is None else integer("log_every", log_every, 1)
         if callback is not None and not callable(callback):
             raise wrong_type("callback", callback, "a function")
-        progress = show_progress_bar is not None and flag("show_progress_bar", show_progress_bar)
         done: list[Step] = []
-        skipped = 0
-        with ExitStack() as stack:
-            drawn = stack.enter_context(_bar(last, self.steps)) if progress else None
-            while self.steps < last:
-                with self._whole():
-                    step = self._step()
-                if isinstance(step, int):
-                    self._require_begun(last, len(done), step)
-                    break
-                done.append(step)
-                skipped += step.skipped
-                if every and (step.step % every == 0 or step.step == last):
-                    _show(done[-(step.step % every or every) :], last)
-                if drawn is not None:
-                    speed, lost = f"{step.tokens_per_second:,.0f}/s", {"skipped": skipped} if skipped else {}
-                    drawn.set_postfix(loss=f"{step.loss:.4f}", tokens=speed, **lost)
-                    drawn.update()
-                if callback is not None and callback(step):
-                    break
+        while self.steps < last:
+            with self._whole():
+                step = self._step()
+            if isinstance(step, int):
+                self._require_begun(last, len(done), step)
+                break
+            done.append(step)
+            if every and (step.step % every == 0 or step.step == last):
+                _show(done[-(step.step % every or every) :], last)
+            if callback is not None and callback(step):
+                break
         return done
 
     def _require_begun(self, last: int, done: int, left: int) -> None:
@@ -384,15 +372,6 @@ def _show(steps: list[Step], last: int) -> None:
     skipped = sum(step.skipped for step in steps)
     end = f", {skipped} of {len(steps)} steps skipped" if skipped else ""
     print(f"step {steps[-1].step} of {last}: loss {loss:.4f}, {speed:,.0f} tokens/s{end}")
-
-
-def _bar(total: int, done: int) -> Any:
-    """A progress bar of tqdm."""
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError("(): a progress bar needs the tqdm package: pip install tqdm") from error
-    return tqdm(total=total, initial=done, unit=" steps")
 
 
 def _require_fit(path: str | os.PathLike[str], values: Any, optimizer: str) -> None:
