@@ -3,12 +3,11 @@
 An indexer multiplies queries with keys, takes the ReLU, weighs heads, masks, and looks for the largest. While
 its `forward` runs, the product is a promise, which remembers these steps. `topk` of it is `select_keys`. The
 largest scores of blocks of keys (`amax`) are made of some queries at a time. Whatever else is asked of it
-turns it into the tensor. An indexer that loops over queries is rewritten.
+turns it into the tensor.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -42,61 +41,13 @@ def with_promises(own: Callable[..., Any], measures: Callable[[], bool]) -> Call
     return forward
 
 
-def without_loops(own: Callable[..., Any], measures: Callable[[], bool]) -> Callable[..., Any]:
-    """Make `own`, the `forward` of an indexer that pools blocks of keys for each query, pool them once.
-
-    It returns a mask (batch, 1, len_q, keys) of the tokens in the best blocks and after the last whole block.
-    `own` computes where a query sees others than the first of the tokens that the last one sees,
-    and of a single query, where it is faster.
-    """
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def forward(
-        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any = None,
-        **others: Any,
-    ) -> Any:  # fmt: skip
-        given = (self, hidden_states, position_embeddings, attention_mask)
-        if others:  # a cache by a name: they differ between versions
-            return own(*given, **others)
-        if attention_mask.shape[2] == 1 or torch.is_autocast_enabled("cpu"):
-            return own(*given, cache)
-        visible = (attention_mask if attention_mask.dtype is torch.bool else attention_mask == 0)[:, 0]
-        counts, seen = visible.sum(-1), visible[:, -1]
-        places = seen.cumsum(-1) - 1
-        first = seen[:, None] & (places[:, None] < counts[..., None])
-        if not visible.is_cpu or not torch.equal(visible, first):
-            return own(*given, cache)
-        turned = inspect.unwrap(own).__globals__["apply_rotary_pos_emb"]
-        size, dim, (cos, sin) = self.compress_ratio, self.index_head_dim, position_embeddings
-        now = slice(-hidden_states.shape[1], None)
-        q, k = self.index_qk_proj(hidden_states).split([self.index_n_heads * dim, dim], -1)
-        q = self.q_layernorm(q.unflatten(-1, (-1, dim)))
-        q = turned(q, cos=cos[:, now], sin=sin[:, now], unsqueeze_dim=2).float()
-        k = k if cache is None else cache.update_indexer(k, self.layer_idx)
-        ends, blocks, result = counts // size, places.clamp(min=0) // size, torch.empty_like(visible)
-        for b in range(len(visible)):
-            tokens = seen[b].nonzero()[:, 0]
-            number = len(tokens) // size
-            tokens = tokens[: number * size].view(number, size)
-            chosen = visible.new_zeros((visible.shape[1], number + 1))
-            if count := min(self.block_topk, number):
-                pooled = self.k_layernorm(k[b, tokens].float().mean(1).to(k.dtype))[:, None]
-                pooled = turned(pooled, cos=cos[b, tokens[:, 0]], sin=sin[b, tokens[:, 0]])[:, 0].float()
-                found = _select(q[b : b + 1], pooled.T[None], count, None, ends[b : b + 1])[0]
-                chosen.scatter_(-1, found.masked_fill(found < 0, number), True)
-            result[b] = chosen[:, blocks[b]] | (blocks[b] >= ends[b, :, None])
-        return (result & visible)[:, None]
-
-    return forward  # type: ignore[no-any-return]
-
-
 def _select(q: Any, k: Any, top_k: int, weights: Any, ends: Any) -> Any:
     """Numbers (batch, len_q, top_k) of the first `ends` keys; q, k and weights are those of `_Scores`."""
     args = selection_args(
         array_of(q.transpose(1, 2)),
         np.ascontiguousarray(array_of(k.transpose(1, 2)))[:, None],
         top_k,
-        weights=None if weights is None else array_of(weights[:, :, 0].transpose(1, 2)),
+        weights=array_of(weights[:, :, 0].transpose(1, 2)),
         activation="relu",
         num_threads=num_threads(),
         **_LEFT_OUT,

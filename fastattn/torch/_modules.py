@@ -14,7 +14,7 @@ import torch
 
 from fastattn._args.errors import put_name
 from fastattn.torch._hybrids import FUNCTIONS, PACKED, REFUSED, NotTaken
-from fastattn.torch._indexers import with_promises, without_loops
+from fastattn.torch._indexers import with_promises
 from fastattn.torch._measure import gains, measuring, refused
 from fastattn.torch._tensors import traced
 from fastattn.torch._undo import Shared
@@ -25,12 +25,10 @@ _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # Classes of indexers, but for the end of their names, whose `forward` is computed by promises.
-_PROMISING = (
+_INDEXERS = (
     "DeepseekV32", "DeepseekV4", "GlmMoeDsa", "Glm5NextText", "AXK2", "Dots3NoteText", "HYV4", "HYV4VL",
     "MiniMaxM3VL", "MistralLarge4Text",
 )  # fmt: skip
-_INDEXERS = {f"{family}Indexer": with_promises for family in _PROMISING}
-_INDEXERS["Qwen4ExpTextQSAIndexer"] = without_loops
 _OURS = "_of_fastattn"  # what our replacements have as an attribute
 # A module or a class, a name, what transformers has there or None, and ours.
 _replaced: list[tuple[Any, str, Any, Any]] = []
@@ -122,8 +120,9 @@ def _places(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     """Find where a module's functions are called: in it, in a class of that name, or held by parts."""
     for name, part in list(vars(module).items()):
         forward = getattr(part, "forward", None) if isinstance(part, type) else None
-        if name in _INDEXERS and forward is not None and not hasattr(forward, _OURS):
-            yield part, "forward", _indexing(forward, _INDEXERS[name])
+        indexes = name.endswith("Indexer") and name.removesuffix("Indexer") in _INDEXERS
+        if indexes and forward is not None and not hasattr(forward, _OURS):
+            yield part, "forward", _indexing(forward)
     for function in FUNCTIONS:
         own = vars(module).get(function)
         if isinstance(own, type):
@@ -177,9 +176,9 @@ def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _indexing(own: Callable[..., Any], make: Callable[..., Any]) -> Callable[..., Any]:
+def _indexing(own: Callable[..., Any]) -> Callable[..., Any]:
     """Make the `forward` of an indexer one that selects here."""
-    selecting = make(own, measures)
+    selecting = with_promises(own, measures)
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:

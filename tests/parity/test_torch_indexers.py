@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("own_functions")
 FAMILIES = [
     "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "AXK2ForCausalLM", "MistralLarge4TextModel",
     "HYV4ForCausalLM", "DeepseekV4ForCausalLM", "Glm5NextTextModel", "MiniMaxM3VLForCausalLM",
-    "Qwen4ExpForCausalLM",
 ]  # fmt: skip
 # Families to whose attention transformers gives a mask of floats: of these, only indexers are watched.
 MASKS = ("HYV4ForCausalLM", "DeepseekV4ForCausalLM", "Glm5NextTextModel")
@@ -75,22 +73,6 @@ def first_of_equal(monkeypatch):
         return Chosen(values.narrow(dim, 0, k), indices.narrow(dim, 0, k))
 
     monkeypatch.setattr(torch.Tensor, "topk", topk)
-
-
-def test_a_budget_below_a_block_selects_the_last_tokens_alone():
-    from transformers.models.qwen4_exp import modeling_qwen4_exp as module
-
-    torch.manual_seed(0)
-    config = SimpleNamespace(
-        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=2, indexer_compress_ratio=4,
-        hidden_size=12, rms_norm_eps=1e-6,
-    )  # fmt: skip
-    indexer = module.Qwen4ExpTextQSAIndexer(config, 0)
-    mask = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
-    args = torch.randn(1, 9, 12), (torch.randn(1, 9, 8),) * 2, mask, None
-    expected = indexer(*args)
-    with ft.register(measure=False):
-        assert torch.equal(indexer(*args), expected)
 
 
 def test_indexers_are_transformers_where_a_mode_records(selected):
