@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastattn.models import _adapters
-from fastattn.models._files import GGUF, Config, ModelError, is_name, read_json, require
+from fastattn.models._files import GGUF, ModelError, is_name, read_json, require
 from fastattn.models._modules import ROUTERS, SPARSE_STATIC, STATIC, first_of, inner_folders
 from fastattn.models._tensors import INDEX, SHOWN, WEIGHTS
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w-][\w.-]*")  # organisation/name, and no file
 # What is read of a model's folder, beside the weights; chat templates that have names lie in a folder.
 _SETTINGS = ("*.json", "*.jinja", "merges.txt", "artifact.metadata")
-_ADAPTED = ("jina_embeddings_v3",)  # model types with adapters in folders
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _FORMATS = (".safetensors", ".gguf", ".bin", ".h5", ".onnx", ".msgpack", ".ckpt", ".pt")  # that errors list
 
@@ -81,12 +79,10 @@ def _folder(hub: Any, name: str, revision: str | None, how: dict[str, Any]) -> P
 
     folder = fetch(_SETTINGS, "*/*")
     revision = folder.name  # the commit: what follows is of the same one
-    kind = Config(folder / "config.json", optional=True).values.get("model_type")
-    adapters = [f"*/{name}" for name in _adapters.FILES] if kind in _ADAPTED else []
     roots = ["", *(f"{x}/" for x in inner_folders(folder) if not _PATTERN.intersection(x))]
     inner = [f"{root}{kind}" for root in roots[1:] for kind in _SETTINGS]
     # huggingface_hub warns where nothing matches: one of these two settings always does.
-    fetch(["config.json", "modules.json", _TEMPLATES, *inner, *adapters, *(root + WEIGHTS for root in roots)])
+    fetch(["config.json", "modules.json", _TEMPLATES, *inner, *(root + WEIGHTS for root in roots)])
     parts = [root + part for root in roots for part in _parts(folder / root)]
     if parts:
         fetch(parts)

@@ -12,7 +12,6 @@ import tiny_models as tiny
 import tiny_towers
 from implementations import COMPILED, child_environment
 from model_folders import change_config, write_parts
-from safetensors.numpy import save_file
 from small_hub import small_hub
 from tiny_models import CONFIGS
 from tiny_routes import write_router
@@ -113,24 +112,6 @@ def test_routes_lie_in_folders(run, hub, tmp_path_factory):
     run("-c", f"from fastattn import models; {code}")
     same = {f"{name}/tokenizer.json" for name in ("query_0_StaticEmbedding", "document_0_Transformer")}
     assert set(hub.files("tiny/routes")) - same == set(hub.fetched) - same  # one of them is there already
-
-
-def test_adapters_lie_in_folders(run, hub, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("jina")
-    tiny.write(folder, "jina_embeddings_v3")
-    write_tokenizer(folder)
-    (folder / "separation").mkdir()
-    (folder / "separation/adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
-    matrices = {"lora_A": np.ones((1, 24), np.float32), "lora_B": np.ones((40, 1), np.float32)}
-    tensors = {f"base_model.model.layers.0.mlp.fc1.{part}.weight": x for part, x in matrices.items()}
-    save_file(tensors, folder / "separation/adapter_model.safetensors")
-    hub.folders["tiny/jina"] = folder
-    run("-c", "from fastattn import models; models.load('tiny/jina').encode('a', task='separation')")
-    assert set(hub.fetched) == set(hub.files("tiny/jina"))
-    model = models.load(folder)
-    moved = model.encode("the cat", task="separation") - model.encode("the cat")
-    assert np.abs(moved).max() > 0.1
-    assert model.routes.of("base").encode("the cat").tobytes() == model.encode("the cat").tobytes()
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,8 @@ from transformers_folders import SIZES, randomised, save_tokenizer
 
 from fastattn import models
 from fastattn import sentence_transformers as ours
-from fastattn.models import ModelError
 
 TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
-FOLDERS = ["retrieval_query", "retrieval_passage", "separation", "classification", "text_matching"]
 RANK, ALPHA = 3, 2.0
 PROMPTS = {"retrieval.query": "the dog sat ", "retrieval.passage": "a tree "}
 RNG = np.random.default_rng(4)
@@ -83,24 +81,6 @@ def write_modules(folder, first="sentence_transformers.models.Transformer", **se
     (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
 
 
-def write_peft(folder, theirs, found):
-    """The folder of transformers' port, with adapters as PEFT writes them."""
-    theirs.save_pretrained(folder)
-    for name, adapter in zip(FOLDERS, found, strict=True):
-        tensors = {}
-        for module, (b, a) in adapter.items():
-            if "embeddings" in module:  # PEFT has the adapter of the transposed table
-                pair = {"lora_embedding_A": b.T.copy(), "lora_embedding_B": a.T.copy()}
-            else:
-                pair = {"lora_A.weight": a, "lora_B.weight": b}
-            tensors |= {f"base_model.model.{module}.{key}": x for key, x in pair.items()}
-        (folder / name).mkdir()
-        save_file(tensors, folder / name / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "rank_pattern": {}}
-        (folder / name / "adapter_config.json").write_text(json.dumps(config))
-    write_modules(folder, prompts=PROMPTS)
-
-
 def write_original(folder, theirs, found):
     """The folder as Jina publishes it: one file, with the names of torch's parametrizations."""
     theirs.save_pretrained(folder)
@@ -143,11 +123,10 @@ def write_original(folder, theirs, found):
     write_modules(folder, "custom_st.Transformer", prompts=PROMPTS)
 
 
-@pytest.mark.parametrize("original", [False, True])
-def test_adapters(original, tmp_path, quiet_torch, implementation):
+def test_adapters(tmp_path, quiet_torch, implementation):
     theirs = model()
     found = adapters(theirs)
-    for adapter in found if original else ():
+    for adapter in found:
         for name in [name for name in adapter if name.endswith("q_proj")]:
             for part in "kv":
                 other = name.replace("q_proj", f"{part}_proj")
@@ -157,7 +136,7 @@ def test_adapters(original, tmp_path, quiet_torch, implementation):
         each.mkdir()
         save_tokenizer(each)
     theirs.save_pretrained(plain)
-    (write_original if original else write_peft)(folder, theirs, found)
+    write_original(folder, theirs, found)
     loaded, shim = models.load(folder), ours.SentenceTransformer(str(folder))
     base = vectors(theirs, plain)
     require_close(loaded.encode(TEXTS), base)
@@ -189,26 +168,3 @@ def test_without_adapters(tmp_path):
         expected = theirs(torch.from_numpy(ids)).last_hidden_state.numpy()
     require_close(loaded(ids), expected)
     assert loaded.routes is None
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"use_dora": True}, "'use_dora' is True; only False is supported"),
-        ({"rank_pattern": {"q_proj": 8}}, "'rank_pattern' is .*; only {} is supported"),
-        ({"peft_type": "IA3"}, "'peft_type' is 'IA3'; only 'LORA'"),
-        ({"r": 4}, "matrices of rank .*; expected lora_A and lora_B of rank 4, as adapter_config.json says"),
-    ],
-)
-def test_adapters_that_are_not_known(change, message, tmp_path):
-    theirs = model()
-    write_peft(tmp_path, theirs, adapters(theirs))
-    path = tmp_path / "separation/adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    save_tokenizer(tmp_path)
-    loaded = models.load(tmp_path)
-    with pytest.raises(ModelError, match=rf"adapter_(config|model)\.\w+(:| has).*{message}"):
-        loaded.encode("the cat", task="separation")
-    (tmp_path / "classification/adapter_model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"adapter_model.safetensors is missing"):
-        loaded.encode("the cat", task="classification")

@@ -3,9 +3,9 @@
 jina-embeddings-v2 (Günther et al. 2023) has a gated feed-forward, and takes from scores what grows with the
 distance, to either side (ALiBi). The one for code norms queries and keys, and once more after attention.
 
-jina-embeddings-v3 (Sturua et al. 2024) has rotary positions, and for each task an adapter of low rank. In the
-folder of transformers' port, adapters lie in folders of their own, as PEFT writes them; in the original one,
-all are in one file, as torch names parametrizations.
+jina-embeddings-v3 (Sturua et al. 2024) has rotary positions, and for each task an adapter of low rank (LoRA): to
+a tensor, a product of two narrow matrices is added. They are in the file of the weights, as torch names
+parametrizations; transformers' port has them in folders, which are not read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn.models._adapters import CONFIG, joined, of_peft
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._embeddings import AlibiBiases
 from fastattn.models._families.bert import BERT, bert
@@ -31,11 +30,12 @@ from fastattn.positions import alibi_slopes
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fastattn._args.types import Activation
-    from fastattn.models._adapters import Pairs
+    from fastattn._args.types import Activation, Array
     from fastattn.models._embeddings import Frequencies
     from fastattn.models._encoder import Encoder
     from fastattn.models._parameters import Precision
+
+    Pairs = dict[str, tuple[Array, Array]]  # of a tensor (n, m), by its name: (n, rank) and (rank, m)
 
 _V2 = BERT._replace(
     positions=None,
@@ -107,18 +107,11 @@ def v2(source: Source) -> Encoder:
     )
 
 
-def folder_of(task: str) -> str:
-    """The folder of a task's adapter."""
-    return re.sub(r"\W", "_", task)
-
-
 def v3(source: Source) -> Encoder:
     """Build jina-embeddings-v3, with a route for each adapter."""
     config, found = source.config, _base(source)
     tasks: Any = config.values.get("lora_adaptations")
-    if tasks is None:
-        tasks = [task for task in TASKS if (source.folder / folder_of(task) / CONFIG).exists()]
-    elif (
+    if tasks is not None and (
         not isinstance(tasks, list)
         or not all(isinstance(task, str) and task not in ("", _USUAL) for task in tasks)
         or len(set(tasks)) < len(tasks)
@@ -165,28 +158,12 @@ def _adapted(folder: Path, outer: Path, precision: Precision, sentences: Any, ta
         source = Source(folder, config, precision, stack, outer)
         source.rename(lambda name: name.replace(_ORIGINAL, ".weight"))
         source.drop_prefix(*_V3.prefixes)
-        tasks = config.values.get("lora_adaptations")
-        pairs = _of_folder(folder / folder_of(task)) if tasks is None else _of_file(source, tasks.index(task))
-        source.add(pairs)
+        source.add(_of_file(source, config.values["lora_adaptations"].index(task)))
         return replace(_base(source), sentences=sentences, origin=None)
 
 
-def _of_folder(folder: Path) -> Pairs:
-    """The pairs of an adapter that PEFT wrote for transformers' modules, by the names of files."""
-
-    def renamed(name: str) -> str:
-        name = re.sub(r"^(roberta\.)?(encoder\.)?layers\.", "encoder.layers.", name)
-        return name.removeprefix("roberta.").replace("self_attn.o_proj", "mixer.out_proj")
-
-    pairs = of_peft(folder, renamed)
-    for layer in {name.partition("self_attn.")[0] for name in pairs if "self_attn." in name}:
-        names = tuple(f"{layer}self_attn.{part}_proj.weight" for part in "qkv")
-        pairs = joined(pairs, names, f"{layer}mixer.Wqkv.weight")
-    return {name: pair for name, pair in pairs.items() if not name.startswith("pooler.")}
-
-
 def _of_file(source: Source, number: int) -> Pairs:
-    """The pairs of the adapter with this number, in the original file."""
+    """The pairs of the adapter with this number."""
     scale = source.config.number("lora_alpha", 1) / source.config.size("lora_rank", 4)
     pairs: Pairs = {}
     for name in source.names:
