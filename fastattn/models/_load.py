@@ -171,9 +171,9 @@ def load(
     dense = {route: model for route, model in by_route.items() if isinstance(model, Encoder)}
     sparse = {route: model for route, model in by_route.items() if isinstance(model, SparseEncoder)}
     if len(dense) == len(by_route):
-        return routed(dense, router.usual, router.mappings)
+        return routed(dense, router.usual, {})
     if len(sparse) == len(by_route):
-        return routed(sparse, router.usual, router.mappings)
+        return routed(sparse, router.usual, {})
     came = ", ".join(f"{route} has a {type(model).__name__}" for route, model in by_route.items())
     raise ModelError(f"{path / 'modules.json'} has a Router: {came}; expected Encoders, or SparseEncoders")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +39,6 @@ class Router(NamedTuple):
     modules: list[Module]
     routes: dict[str, list[Module]]
     usual: str | None  # of a text without a task
-    mappings: dict[tuple[str | None, str | None], str]  # routes by (task, modality)
 
     def on(self, route: str) -> list[Module]:
         """The modules on a `route`: before the Router, of it, and after it."""
@@ -192,21 +190,7 @@ def router_of(folder: Path) -> Router | None:
     usual: Any = said.get("default_route", str, "") or None
     if usual is None and said.get("allow_empty_key", bool, True):
         usual = next(iter(routes))
-    mappings = {_key(where, key): route for key, route in said.get("route_mappings", dict, {}).items()}
-    for route in (*mappings.values(), usual):
-        if route is not None and not (isinstance(route, str) and route in routes):
-            raise ModelError(f"{where}: there is no route {short(route)}; expected {', '.join(routes)}")
-    return Router(modules, routes, usual, mappings)
-
-
-def _key(path: Path, key: str) -> tuple[str | None, str | None]:
-    """A key of route_mappings, (task, modality), which the file has as Python writes it."""
-    try:
-        found = ast.literal_eval(key)
-        hash(found)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        found = None
-    if not isinstance(found, tuple) or len(found) != 2:
-        came = f"{path}: 'route_mappings' has {short(key)}"
-        raise ModelError(f"{came}; expected a task and a modality, as \"('query', None)\"")
-    return found
+    said.refuse(route_mappings={})
+    if usual is not None and usual not in routes:
+        raise ModelError(f"{where}: there is no route {short(usual)}; expected {', '.join(routes)}")
+    return Router(modules, routes, usual)

@@ -22,29 +22,26 @@ class Routes:
 
     models: dict[str, Any]
     usual: str | None  # of a text without a task
-    mappings: Mapping[tuple[str | None, str | None], str]  # routes by (task, modality)
+    mappings: Mapping[str, str]  # of other tasks to routes
     make: Callable[[str], Any] | None = None
 
     def of(self, task: Any) -> Any:
         """The model of a `task`."""
-        keys = (task, "text"), (task, None), (None, "text"), (None, None)
         if task is None or isinstance(task, str):
-            found = next((self.mappings[key] for key in keys if key in self.mappings), None)
-            found = found or next((name for name in (task, "text") if name in self.models), None)
-            found = found or (self.usual if task is None else None)
+            names = self.mappings.get(task or ""), task, "text", self.usual if task is None else None
+            found = next((name for name in names if name in self.models), None)
             if found is not None:
                 if self.models[found] is None and self.make is not None:
                     self.models[found] = self.make(found)
                 return self.models[found]
-        mapped = [name for name, _ in self.mappings if name is not None]
-        expected = ", ".join(map(short, dict.fromkeys([*self.models, *mapped])))
+        expected = ", ".join(map(short, dict.fromkeys([*self.models, *self.mappings])))
         raise ValueError(f"(): task is {short(task)}; expected one of {expected}")
 
 
 def routed(
     models: Mapping[str, _Model | None],
     usual: str | None,
-    mappings: Any,
+    mappings: Mapping[str, str],
     make: Callable[[str], _Model] | None = None,
 ) -> _Model:
     """One of `models`, the `usual` one, which sends texts to the others by their task: see `Routes`.

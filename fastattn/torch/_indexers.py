@@ -1,9 +1,8 @@
 """Indexers of models: their scores are never made, but for those that no kernel here knows.
 
 An indexer multiplies queries with keys, takes the ReLU, weighs heads, masks, and looks for the largest. While
-its `forward` runs, the product is a promise, which remembers these steps. `topk` of it is `select_keys`. The
-largest scores of blocks of keys (`amax`) are made of some queries at a time. Whatever else is asked of it
-turns it into the tensor.
+its `forward` runs, the product is a promise, which remembers these steps. `topk` of it is `select_keys`.
+Whatever else is asked of it turns it into the tensor.
 """
 
 from __future__ import annotations
@@ -108,13 +107,7 @@ class _Scores:
         scores = scores.squeeze(-2) if "squeezed" in self.steps else scores
         if "allowed" in self.steps:
             scores = scores.masked_fill(~self.steps["allowed"], self.steps.get("hidden", -torch.inf))
-        for later in self.steps.get("later", ()):
-            scores = later(scores, slice(None))
         return scores
-
-    def _later(self, step: Callable[[Any, slice], Any]) -> _Scores:
-        """Add a step of scores and of their rows, where q is (batch, heads, len_q, dim)."""
-        return self._with(later=(*self.steps.get("later", ()), step))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,9 +117,6 @@ class _Scores:
             weights, own = args
             if _is_plain(weights) and weights.shape == (*own.q.shape[:2], 1, own.q.shape[2]):
                 return own._with(weights=weights)
-        pads = func is torch.nn.functional.pad and len(args) > 1 and len(args[1]) == 2  # the last axis
-        if pads and type(args[0]) is cls and args[0]._has("later"):
-            return args[0]._later(lambda x, _: func(x, *args[1:], **(kwargs or {})))
         made = tree_map(lambda x: x.tensor() if type(x) is cls else x, (args, kwargs or {}))
         return func(*made[0], **made[1])
 
@@ -159,28 +149,7 @@ class _Scores:
         fits = isinstance(value, float) and value <= torch.finfo(self.dtype).min and mask.ndim == 3
         if fits and mask.shape[1:] == self.shape[1:] and self._has("relu", "weights", "squeezed"):
             return self._with(allowed=(~mask).expand(self.shape), hidden=value)
-        if self._has() and mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[2] == self.shape[2]:
-            return self._later(lambda x, rows: x.masked_fill(mask[:, :, rows], value))
         return self.tensor().masked_fill(mask, value)
-
-    def view(self, *shape: Any) -> Any:
-        """Split keys into blocks, or do as `Tensor.view` does."""
-        if len(shape) == 5 and shape[:3] == self.q.shape[:3] and self._has("later"):
-            return self._later(lambda x, _: x.unflatten(-1, shape[3:]))
-        return self.tensor().view(*shape)
-
-    def amax(self, *axes: Any, **named: Any) -> Any:
-        """Find the largest, as `Tensor.amax` does; of some queries at a time."""
-        if not self._has("later") or axes or named != {"dim": -1}:
-            return self.tensor().amax(*axes, **named)
-        found = []
-        for i in range(0, self.q.shape[2], _ROWS):
-            rows = slice(i, i + _ROWS)
-            scores = _Scores(False, self.q[:, :, rows], self.k, factor=self.steps.get("factor", 1.0)).tensor()
-            for later in self.steps["later"]:
-                scores = later(scores, rows)
-            found.append(scores.amax(-1))
-        return torch.cat(found, 2)
 
     @property
     def dtype(self) -> Any:
@@ -201,8 +170,6 @@ class _Scores:
     @property
     def shape(self) -> Any:
         """Shape of the tensor."""
-        if "later" in self.steps:
-            return self.tensor().shape
         batch, len_q, heads = self.q.shape[:3]
         heads = () if "squeezed" in self.steps else (1,) if "weights" in self.steps else (heads,)
         return torch.Size((batch, len_q, *heads, self.k.shape[-1]))

@@ -27,7 +27,7 @@ _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 # Classes of indexers, but for the end of their names, whose `forward` is computed by promises.
 _INDEXERS = (
     "DeepseekV32", "DeepseekV4", "GlmMoeDsa", "Glm5NextText", "AXK2", "Dots3NoteText", "HYV4", "HYV4VL",
-    "MiniMaxM3VL", "MistralLarge4Text",
+    "MistralLarge4Text",
 )  # fmt: skip
 _OURS = "_of_fastattn"  # what our replacements have as an attribute
 # A module or a class, a name, what transformers has there or None, and ours.

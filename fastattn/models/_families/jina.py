@@ -3,8 +3,8 @@
 jina-embeddings-v2 (Günther et al. 2023) has a gated feed-forward, and takes from scores what grows with the
 distance, to either side (ALiBi). The one for code norms queries and keys, and once more after attention.
 
-jina-embeddings-v3 (Sturua et al. 2024) has rotary positions, and for each task an adapter of low rank (LoRA): to
-a tensor, a product of two narrow matrices is added. They are in the file of the weights, as torch names
+jina-embeddings-v3 (Sturua et al. 2024) has rotary positions, and for each task an adapter: a product of two
+narrow matrices is added to a tensor. Adapters are in the file of the weights, under torch's names for
 parametrizations; transformers' port has them in folders, which are not read.
 """
 
@@ -78,7 +78,7 @@ _V3 = ModelNames(
 )
 TASKS = ("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching")
 _USUAL = "base"  # of a text without a task: no adapter
-_ROUTES = {("query", None): TASKS[0], ("document", None): TASKS[1]}  # of encode_query and encode_document
+_ROUTES = {"query": TASKS[0], "document": TASKS[1]}  # of encode_query and encode_document
 
 
 def by_positions(source: Source) -> Encoder:
@@ -120,7 +120,7 @@ def v3(source: Source) -> Encoder:
     if not tasks or source.route is not None:
         return found
     prompts = dict(found.sentences.prompts)
-    for (name, _), task in _ROUTES.items():
+    for name, task in _ROUTES.items():
         prompts[name] = prompts.get(name) or prompts.get(task, "")
     found = replace(found, sentences=replace(found.sentences, prompts=prompts))
     make = partial(_adapted, source.folder, source.outer, source.precision, found.sentences)
