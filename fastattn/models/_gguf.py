@@ -156,14 +156,14 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-_BERT_SIZES = {
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_epsilon": "layer_norm_eps",
-    "context_length": "max_position_embeddings",
-}
+_BERT_KEYS = (
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+    "context_length",
+)
+_BERT_SIZES = {**{key: _SIZES[key] for key in _BERT_KEYS}, "attention.layer_norm_epsilon": "layer_norm_eps"}
 _BERT_TABLES = {"vocab_size": "token_embd.weight", "type_vocab_size": "token_types.weight"}
 _POOLINGS = ("mean", "mean", "cls", "lasttoken")  # the first: none, as where a folder says nothing
 
@@ -215,22 +215,22 @@ def _of_lfm2(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) 
 
 def _of_granite(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
     """Values of Granite's hybrids that a file says otherwise."""
-    sizes = {
-        "conv_kernel": "mamba_d_conv",
-        "state_size": "mamba_d_state",
-        "group_count": "mamba_n_groups",
-        "time_step_rank": "mamba_n_heads",
-    }
     shared = said.size(f"{prefix}.expert_shared_feed_forward_length", values.get("intermediate_size", 0))
     rotated = said.get(f"{prefix}.rope.scaling.finetuned", bool, True)
     return {
         **_by_heads(said, prefix, values, "mamba"),
-        **{name: said.size(f"{prefix}.ssm.{key}") for key, name in sizes.items()},
+        **_mixer_sizes(said, prefix, "mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads"),
         "mamba_expand": said.divided(f"{prefix}.ssm.inner_size", f"{prefix}.embedding_length"),
         "shared_intermediate_size": shared,
         "num_local_experts": values.get("num_local_experts", 0),
         "position_embedding_type": "rope" if rotated else "nope",
     }
+
+
+def _mixer_sizes(said: Config, prefix: str, *names: str) -> dict[str, Any]:
+    """Sizes of mixers, under config.json's names."""
+    keys = "conv_kernel", "state_size", "group_count", "time_step_rank"
+    return {name: said.size(f"{prefix}.ssm.{key}") for key, name in zip(keys, names, strict=True)}
 
 
 def _by_heads(said: Config, prefix: str, values: dict[str, Any], other: str) -> dict[str, Any]:
@@ -253,13 +253,8 @@ def _layers(said: Config, prefix: str) -> int:
 
 def _of_qwen(said: Config, prefix: str, values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
     """Values of Qwens that a file says otherwise: sizes have the names of Mamba's."""
-    sizes = {
-        "conv_kernel": "linear_conv_kernel_dim",
-        "state_size": "linear_key_head_dim",
-        "group_count": "linear_num_key_heads",
-        "time_step_rank": "linear_num_value_heads",
-    }
-    found = {name: said.size(f"{prefix}.ssm.{key}") for key, name in sizes.items()}
+    names = "conv_kernel_dim", "key_head_dim", "num_key_heads", "num_value_heads"
+    found = _mixer_sizes(said, prefix, *(f"linear_{name}" for name in names))
     found["linear_value_head_dim"] = said.divided(f"{prefix}.ssm.inner_size", f"{prefix}.ssm.time_step_rank")
     if (sections := said.values.get(key := f"{prefix}.rope.dimension_sections")) is not None:
         # Those of a text share positions, if they have all pairs that are rotated.

@@ -45,14 +45,7 @@ class CrossEncoder(Base):
 
     _kinds = (models.CrossEncoder,)
 
-    @renamed(
-        tokenizer_kwargs="processor_kwargs",
-        tokenizer_args="processor_kwargs",
-        automodel_args="model_kwargs",
-        cache_dir="cache_folder",
-        model_name="model_name_or_path",
-        default_activation_function="activation_fn",
-    )
+    @renamed(tokenizer_kwargs="processor_kwargs")
     def __init__(
         self,
         model_name_or_path: str | os.PathLike[str] | None = None,

@@ -46,7 +46,7 @@ class SentenceTransformer(Vectors):
     _kinds = (models.Encoder, models.TwoTowers)
     _organization = "sentence-transformers"
 
-    @renamed(tokenizer_kwargs="processor_kwargs", use_auth_token="token")
+    @renamed(tokenizer_kwargs="processor_kwargs")
     def __init__(
         self,
         model_name_or_path: str | os.PathLike[str] | None = None,

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class EncoderTuning(Tuning):
     """Base of tunings whose loss is of an encoder's vectors."""
 
-    @staticmethod
-    def _require(model: Any) -> None:
-        if not isinstance(model, Encoder):
-            raise TypeError(f"(): model is of type {type(model).__name__}; expected an Encoder")
+    _kind = Encoder
+
+    def _require(self, model: Any) -> None:
+        super()._require(model)
         odd = [type(x).__name__ for x in model.sentences.modules if type(x).__name__ != "Normalize"]
         if odd:
             expected = "pooling, and Normalize at most, after the Transformer"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -127,12 +127,14 @@ class Tuning:
             expected = f"{own['checksum']!r}, that of the model given to {kind}"
             raise ValueError(f"(): {where} {came}; expected {expected}")
 
-    @staticmethod
-    def _require(model: Any) -> None:
+    _kind: ClassVar[type[Any]]  # of the model
+
+    def _require(self, model: Any) -> None:
         """Raise unless `model` can be trained so."""
-        if not isinstance(model, (Encoder, Decoder)):
-            expected = "an Encoder or a Decoder of models.load()"
-            raise TypeError(f"(): model is of type {type(model).__name__}; expected {expected}")
+        if not isinstance(model, self._kind):
+            article = "an" if self._kind is Encoder else "a"
+            came = f"model is of type {type(model).__name__}"
+            raise TypeError(f"(): {came}; expected {article} {self._kind.__name__}")
 
     @property
     def model(self) -> Any:
@@ -237,6 +239,8 @@ class NextTokenTuning(Tuning):
         As in `ContrastiveTuning`.
     """
 
+    _kind = Decoder
+
     @named("{cls}.loss")
     def loss(self, texts: Iterable[Any]) -> tuple[float, dict[str, Array]]:
         """Compute the loss of texts, or of sequences of ids, and its gradients: for `Trainer`."""
@@ -254,11 +258,6 @@ class NextTokenTuning(Tuning):
         self._tokens += int(mask.sum())
         loss, grads = self._model.loss_and_gradients(ids, mask)
         return loss, self._own(grads)
-
-    @staticmethod
-    def _require(model: Any) -> None:
-        if not isinstance(model, Decoder):
-            raise TypeError(f"(): model is of type {type(model).__name__}; expected a Decoder")
 
 
 def product(a: Array, b: Array, added: Array | None = None, out: Array | None = None) -> Array:

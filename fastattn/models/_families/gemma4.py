@@ -220,7 +220,7 @@ def gemma4(source: Source) -> Decoder:
     first = count - config.size("num_kv_shared_layers", 0, low=0)
     givers = _givers(config, kinds, first)
     wide = config.get("use_double_wide_mlp", bool, False)
-    sizes = {kind: _sizes(config, kinds, kind, base.heads) for kind in (ALL, NEAR) if kind in kinds}
+    sizes = _sizes_by_kind(config, kinds, base.heads)
     variants: dict[tuple[str, bool], Blocks] = {}
     for kind, (head_dim, heads_kv) in sizes.items():
         alike = kind == ALL and config.get("attention_k_eq_v", bool, False)
@@ -247,8 +247,6 @@ def gemma4(source: Source) -> Decoder:
         inputs=inputs,
         **beside,
     )
-    width = config.size("sliding_window", 512)
-    longest = config.optional_size("max_position_embeddings")
     cap = config.values.get("final_logit_softcapping")
     unread = "|".join(str(i) for i in range(first, count)) or "(?!)"
     return read_decoder(
@@ -257,11 +255,7 @@ def gemma4(source: Source) -> Decoder:
             ignored=re.compile(rf"layers\.({unread})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."),
         ),
         blocks,
-        scales=[1.0] * count,
-        windows=windows_of(kinds, width),
-        rotations=[list(sizes).index(kind) for kind in kinds],
-        token_scale=rounded_root(source, base.hidden),
-        frequencies=lambda: tuple(_frequencies(config, kind, sizes[kind][0], longest) for kind in sizes),
+        **_how(source, base, kinds, sizes, causal=True),
         softcap=None if cap is None else config.number("final_logit_softcapping"),
         inputs=blocks.layer_inputs if inputs else None,
         tied=config.get("tie_word_embeddings", bool, True),
@@ -275,7 +269,7 @@ def embedding_gemma2(source: Source) -> Encoder:
     source.rename(lambda name: name.replace(".ple_block.", ".").removeprefix("ple."))
     base = _base(source, 2)
     count, kinds = base.num_layers, _kinds(config, base.num_layers)
-    sizes = {kind: _sizes(config, kinds, kind, base.heads) for kind in (ALL, NEAR) if kind in kinds}
+    sizes = _sizes_by_kind(config, kinds, base.heads)
     own = {kind: replace(base, head_dim=d, heads_kv=heads_kv) for kind, (d, heads_kv) in sizes.items()}
     widest = max(own.values(), key=lambda each: each.head_dim, default=base)
     blocks = _Blocks(
@@ -285,17 +279,12 @@ def embedding_gemma2(source: Source) -> Encoder:
         inputs=config.size("hidden_size_per_layer_input", 512),
         tables=False,
     )
-    width, longest = config.size("sliding_window", 512), config.optional_size("max_position_embeddings")
     features = config.size("embedding_dim", 768)
     encoder = read_encoder(
         LLAMA._replace(block=_NAMES),
         blocks,
-        longest=longest,
-        scales=[1.0] * count,
-        windows=windows_of(kinds, width, causal=False),
-        rotations=[list(sizes).index(kind) for kind in kinds],
-        token_scale=rounded_root(source, base.hidden),
-        frequencies=lambda: tuple(_frequencies(config, kind, sizes[kind][0], longest) for kind in sizes),
+        longest=config.optional_size("max_position_embeddings"),
+        **_how(source, base, kinds, sizes, causal=False),
         others={f"{_PROJECTION}.weight": (features, base.hidden)},
         sentences=Sentences.of(source, features),
         before=lambda: blocks.computed_inputs(INPUTS),
@@ -303,6 +292,21 @@ def embedding_gemma2(source: Source) -> Encoder:
     )
     held = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | {"hidden_size": features}
     return ProjectedEncoder(**held, projection=linear(source, _PROJECTION))
+
+
+def _how(
+    source: Source, base: Blocks, kinds: Sequence[str], sizes: dict[str, tuple[int, int]], causal: bool
+) -> dict[str, Any]:
+    """Options of both readers."""
+    config = source.config
+    longest = config.optional_size("max_position_embeddings")
+    return {
+        "scales": [1.0] * len(kinds),
+        "windows": windows_of(kinds, config.size("sliding_window", 512), causal),
+        "rotations": [list(sizes).index(kind) for kind in kinds],
+        "token_scale": rounded_root(source, base.hidden),
+        "frequencies": lambda: tuple(_frequencies(config, x, sizes[x][0], longest) for x in sizes),
+    }
 
 
 def _renamed(name: str) -> str:
@@ -326,6 +330,10 @@ def _givers(config: Config, kinds: Sequence[str], first: int) -> tuple[int | Non
         raise config.wrong("num_kv_shared_layers", came, expected)
     last = {kind: i for i, kind in enumerate(kinds[:first])}
     return tuple(None if i < first else last[kind] for i, kind in enumerate(kinds))
+
+
+def _sizes_by_kind(config: Config, kinds: Sequence[str], heads: int) -> dict[str, tuple[int, int]]:
+    return {kind: _sizes(config, kinds, kind, heads) for kind in (ALL, NEAR) if kind in kinds}
 
 
 def _sizes(config: Config, kinds: Sequence[str], kind: str, heads: int) -> tuple[int, int]:
