@@ -127,7 +127,6 @@ def _parser() -> argparse.ArgumentParser:
         option("--top-k", type=positive, metavar="K", help=f"sample from the K most likely tokens {needs}")
         option("--top-p", type=float, metavar="P", help=f"sample from the best tokens of mass P {needs}")
         option("--min-p", type=float, metavar="P", help=f"least share of the highest probability {needs}")
-        option("--typical-p", type=float, metavar="P", help=f"locally typical sampling of mass P {needs}")
         option("--repetition-penalty", type=float, metavar="R", help="penalty factor of earlier tokens (1)")
         option("--presence-penalty", type=float, metavar="R", help="subtracted from their logits (0)")
         option("--frequency-penalty", type=float, metavar="R", help="subtracted once per occurrence (0)")

@@ -170,7 +170,6 @@ class SamplingOptions(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
-    typical_p: float | None
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float

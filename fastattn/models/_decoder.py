@@ -202,12 +202,9 @@ class Decoder(_model.Model):
             Of these, sample from the smallest set of best tokens whose probability reaches `top_p`; 1: all.
         min_p : float, optional
             Then only from tokens with at least `min_p` times the probability of the best one; 0: all.
-        typical_p : float, optional
-            Then only from the smallest set of tokens that reaches this probability, ordered by how near their
-            information content is to the entropy [1]_.
         repetition_penalty : float, default 1.0
             Factor for tokens in the prompt or the answer so far: it divides their positive logits, and
-            multiplies their negative ones [2]_.
+            multiplies their negative ones [1]_.
         presence_penalty, frequency_penalty : float, default 0.0
             Subtracted from the logit of each such token: once, and once for each occurrence.
         logit_bias : mapping of int to float, optional
@@ -244,8 +241,7 @@ class Decoder(_model.Model):
 
         References
         ----------
-        .. [1] C. Meister et al., "Locally Typical Sampling", 2022, arXiv:2202.00666.
-        .. [2] N. S. Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable
+        .. [1] N. S. Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable
            Generation", 2019, arXiv:1909.05858.
         """
         named = "ids", "max_new_tokens", "attention_mask", "stop", "cache", "cache_dtype", "template_values"

@@ -255,13 +255,15 @@ def sentences_config(folder: Path) -> Config:
 
 
 # Options of a draw in generation_config.json, and what transformers takes where they are missing.
-_DRAWN = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None, "typical_p": None}
+_DRAWN = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None}
 
 
 def usual_sampling(folder: Path) -> dict[str, Any]:
     """Options of `generate` that generation_config.json has; those of a draw if it says `do_sample`."""
     config = Config(folder / "generation_config.json", optional=True)
-    names = ("repetition_penalty", *(_DRAWN if config.get("do_sample", bool, False) else ()))
+    draws = config.get("do_sample", bool, False)
+    config.refuse(**{"typical_p": 1.0} if draws else {})
+    names = ("repetition_penalty", *(_DRAWN if draws else ()))
     given = {**_DRAWN, **{name: x for name, x in config.values.items() if x is not None}}
     found = {name: given[name] for name in names if given.get(name) is not None}
     return Config.of(config.path, found).numbers()

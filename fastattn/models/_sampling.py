@@ -1,7 +1,7 @@
 """Sampling of the next token from its logits.
 
 The order is that of transformers: `logit_bias`, penalties, `logits_processor`; then, with a temperature above
-0, temperature, `top_k`, `top_p`, `min_p`, `typical_p`.
+0, temperature, `top_k`, `top_p`, `min_p`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fastattn._args.options import SamplingOptions, require_options
 from fastattn._args.types import FLOAT32, FLOAT64, Array, Ints, lane_dtype
 from fastattn._args.values import integer, is_float, number, short
 
-# Options that choose what may be drawn: the least, the most, and the value of one that is off.
-_SHARES = {"top_p": (0.0, 1.0, 1.0), "min_p": (0.0, 1.0, 0.0), "typical_p": (0.0, 1.0, 1.0)}
+# Options from 0 to 1 that choose what may be drawn, and their values that allow all.
+_SHARES = {"top_p": 1.0, "min_p": 0.0}
 
 
 class Sampling:
@@ -31,10 +31,10 @@ class Sampling:
             raise ValueError(f"(): temperature is {self.temperature}; expected 0 or more")
         self.top_k = integer("top_k", given.get("top_k", 0), 0)
         self.shares: dict[str, float] = {}
-        for name, (low, high, off) in _SHARES.items():
+        for name, off in _SHARES.items():
             share = number(name, given.get(name, off), FLOAT64)
-            if not low <= share <= high:
-                raise ValueError(f"(): {name} is {share}; expected {low:g} to {high:g}")
+            if not 0 <= share <= 1:
+                raise ValueError(f"(): {name} is {share}; expected 0 to 1")
             if share != off:
                 self.shares[name] = share
         if self.temperature == 0:
@@ -71,7 +71,7 @@ class Sampling:
             with np.errstate(over="ignore"):  # a tiny temperature
                 probs = np.exp((scores - best) / self.temperature)
         probs /= probs.sum()
-        for name, keeps in (("top_p", _fewest), ("min_p", _likely), ("typical_p", _typical)):
+        for name, keeps in (("top_p", _fewest), ("min_p", _likely)):
             if name in self.shares:
                 stay = keeps(probs, self.shares[name])
                 tokens, probs = tokens[stay], probs[stay] / probs[stay].sum()
@@ -183,16 +183,6 @@ def _fewest(probs: Array, share: float) -> Ints:
 def _likely(probs: Array, share: float) -> Ints:
     """Tokens that have at least a share of the most probable one's probability."""
     return np.flatnonzero(probs >= share * probs.max())
-
-
-def _typical(probs: Array, share: float) -> Ints:
-    """Tokens whose surprise is nearest to its mean, the fewest that reach a share (arXiv:2202.00666)."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        surprise = -np.log(probs)
-        away = np.abs(surprise - np.where(probs > 0, probs * surprise, 0).sum())
-    order = np.argsort(away, kind="stable")
-    last = min(int((np.cumsum(probs[order]) < share).sum()), len(order) - 1)
-    return np.flatnonzero(away <= away[order[last]])
 
 
 def _bias(given: Any) -> tuple[Ints, Array]:

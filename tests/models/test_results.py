@@ -488,7 +488,6 @@ WRONG_CALLS = [
     ({"top_p": 0.9, "temperature": 0}, ValueError, r"top_p is 0.9 and temperature 0"),
     ({"min_p": 0.1}, ValueError, r"min_p is 0.1 and temperature 0"),
     ({"top_k": -1}, ValueError, r"top_k is -1; expected at least 0"),
-    ({"typical_p": -0.1}, ValueError, r"typical_p is -0.1; expected 0 to 1"),
     ({"repetition_penalty": 0}, ValueError, r"repetition_penalty is 0.0; expected a number above 0"),
     ({"presence_penalty": np.nan}, ValueError, r"presence_penalty is nan"),
     ({"logit_bias": {60: 1.0}}, ValueError, r"logit_bias has the token 60; expected ids below .* 60"),

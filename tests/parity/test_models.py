@@ -644,7 +644,7 @@ def test_greedy_generation(name, tmp_path):
     [(1.0, None, None), (0.7, 10, None), (1.3, None, 0.8), (0.9, 20, 0.5), (1.0, 1, None), (1.0, None, 0.0),
      (1.0, 500, 1.0)],
 )  # fmt: skip
-@pytest.mark.parametrize("more", [{}, {"min_p": 0.05}, {"typical_p": 0.7}, {"min_p": 0.02, "typical_p": 0.9}])
+@pytest.mark.parametrize("more", [{}, {"min_p": 0.05}])
 def test_what_may_be_drawn(temperature, top_k, top_p, more):
     """The distribution after each restriction is that of transformers."""
     scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
@@ -656,8 +656,6 @@ def test_what_may_be_drawn(temperature, top_k, top_p, more):
         warpers.append(transformers.TopPLogitsWarper(top_p))
     if "min_p" in more:
         warpers.append(transformers.MinPLogitsWarper(more["min_p"]))
-    if "typical_p" in more:
-        warpers.append(transformers.TypicalLogitsWarper(more["typical_p"]))
     warped = scores
     for warper in warpers:
         warped = warper(None, warped)
