@@ -246,18 +246,14 @@ class ModelCache:
         where: str,
     ) -> ModelCache:
         """The cache of one sequence with these `_arrays`, of the file `where`."""
-        names = [name for name in arrays if kinds and name.startswith("states.")]
-        states = {name: arrays[name] for name in names}
+        states = {name: x for name, x in arrays.items() if kinds and name.startswith("states.")}
         arrays = {name: x for name, x in arrays.items() if name not in states}
-        scaled, plain = (
-            [{name: _numbered(name, i) for name in names} for i in range(len(key_heads))]
-            for names in (("k", "v", "k_scale", "v_scale"), ("k", "v"))
-        )
-        groups = scaled if "k_scale" in arrays else plain
-        if arrays.keys() != {*_names(groups)}:
+        names = ("k", "v", "k_scale", "v_scale") if "k_scale" in arrays else ("k", "v")
+        groups = [{name: _numbered(name, i) for name in names} for i in range(len(key_heads))]
+        expected = [*(own for each in groups for own in each.values()), "lengths", "firsts"]
+        if arrays.keys() != {*expected}:
             came = f"{where} has the arrays {', '.join(arrays)}"
-            expected = f"{', '.join(_names(scaled))}, or {', '.join(_names(plain))}"
-            raise ValueError(f"(): {came}; expected {expected}")
+            raise ValueError(f"(): {came}; expected {', '.join(expected)}")
         cache, firsts, lengths = cls(key_heads, kinds=kinds), arrays["firsts"], arrays["lengths"]
         if firsts.shape != (len(groups),) or firsts.dtype != np.int64:
             came = f"firsts {firsts.shape} in {firsts.dtype}"
@@ -296,8 +292,3 @@ class ModelCache:
 def _numbered(name: str, i: int) -> str:
     """The name of an array of the group i."""
     return f"{name}.{i}" if i else name
-
-
-def _names(groups: Sequence[dict[str, str]]) -> list[str]:
-    """The names of all arrays of a cache, with those of its groups."""
-    return [*(name for each in groups for name in each.values()), "lengths", "firsts"]

@@ -18,7 +18,6 @@ from fastattn.models._encode_calls import DOCUMENT, QUERY, Compared
 from fastattn.models._files import Config
 from fastattn.models._hub import place_of
 from fastattn.models._modules import first_of
-from fastattn.models._text import strings
 from fastattn.models._vectors import SIMILARITIES, similarities
 
 if TYPE_CHECKING:
@@ -242,16 +241,6 @@ class Vectors(Compared, Base):
     def encode_document(self, inputs: Any, *more: Any, **options: Any) -> Any:
         """Encode documents; the default prompt is "document", "passage" or "corpus", the first there is."""
         return self._of_task("document", DOCUMENT, inputs, *more, **options)
-
-    @named("preprocess")
-    def preprocess(self, inputs: Any, prompt: str | None = None) -> dict[str, Array]:
-        """Token ids of texts and their attention mask, (n, length) each, as arrays."""
-        encoder: Any = getattr(self.model, "encoder", self.model)
-        texts = [(prompt or "") + text for text in strings("inputs", inputs)]
-        tokens: dict[str, Array] = encoder.tokenize(texts)
-        return tokens
-
-    tokenize = preprocess
 
     def _of_task(
         self,

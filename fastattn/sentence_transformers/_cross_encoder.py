@@ -129,14 +129,8 @@ class CrossEncoder(Base):
         device: Any = None,
         pool: Any = None,
         chunk_size: int | None = None,
-        apply_softmax: bool = False,
-        convert_to_numpy: bool = True,
-        convert_to_tensor: bool = False,
     ) -> list[dict[str, Any]]:
-        """Rank documents by their score with a query, as `fastattn.models.CrossEncoder.rank`.
-
-        The last three arguments are of version 5 and have no effect: scores are floats of one label.
-        """
+        """Rank documents by their score with a query, as `fastattn.models.CrossEncoder.rank`."""
         call = self._call(CrossEncoder.rank, prompt_name, prompt, batch_size, show_progress_bar, device)
         call["activation_fn"] = _of_arrays(self.activation_fn if activation_fn is None else activation_fn)
         found: list[dict[str, Any]] = self.model.rank(query, documents, top_k, return_documents, **call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from fastattn.sentence_transformers._base import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
 
     from typing_extensions import Unpack
 
@@ -66,17 +64,6 @@ class SentenceTransformer(Vectors):
         """Features of a vector."""
         features: int = self.model.sentences.features
         return min(features, self.truncate_dim or features)
-
-    @contextmanager
-    def truncate_embeddings(self, truncate_dim: int | None) -> Iterator[None]:
-        """Set `truncate_dim` within a block."""
-        before, self.truncate_dim = self.truncate_dim, truncate_dim
-        try:
-            yield
-        finally:
-            self.truncate_dim = before
-
-    truncate_sentence_embeddings = truncate_embeddings
 
     def set_pooling_include_prompt(self, include_prompt: bool) -> None:
         """Include a prompt's tokens in pooling, or leave them out."""

@@ -397,7 +397,7 @@ def test_files_with_heads_of_two_sizes(cache_dtype, tmp_path):
         with pytest.raises(ValueError, match=rf"^load_session\(\): .*{message}"):
             model.load_session(file)
 
-    refused("has the arrays .*; expected k, v, k_scale, v_scale, k.1, v.1, ", **{"k.1": None})
+    refused("has the arrays .*; expected k, v, .*k.1, v.1, ", **{"k.1": None})
     refused("expected what a cache holds", **{"k.1": good["k.1"][:, :, 1:]})
     refused("expected what a cache holds", **{"v.1": good["v.1"].astype(np.float64)})
     halves = {name: np.ascontiguousarray(good[name][..., ::2]) for name in ("k.1", "v.1")}
