@@ -43,7 +43,6 @@ _INSTEAD = {  # by the classes of models
     "Encoder": "The command embed takes it",
     "TwoTowers": "The command embed takes it",
     "CrossEncoder": "The command rerank takes it",
-    "TokenClassifier": "It is called with ids, in Python",
     "SparseEncoder": "Its encode makes sparse vectors, in Python",
     "MultiVectorEncoder": "Its encode makes a vector of each token, in Python",
     "Decoder": "The commands generate and chat take it",

@@ -5,7 +5,7 @@ does not fit.
 """
 
 from fastattn._args.names import show_public
-from fastattn.models._classify import CrossEncoder, TokenClassifier
+from fastattn.models._classify import CrossEncoder
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
@@ -31,7 +31,6 @@ __all__ = [
     "Score",
     "Session",
     "SparseEncoder",
-    "TokenClassifier",
     "TwoTowers",
     "load",
     "message_of",

@@ -1,4 +1,4 @@
-"""Encoders with a head that scores: pairs of texts, texts, or tokens."""
+"""Encoders with a head that scores pairs of texts, or texts."""
 
 from __future__ import annotations
 
@@ -49,15 +49,20 @@ class PredictOptions(RankOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Classifier(EncoderWithHead):
-    """The base of `CrossEncoder` and `TokenClassifier`."""
+class CrossEncoder(EncoderWithHead):
+    """An encoder with a head that scores texts or pairs: `predict`, `rank`, or a call with token ids."""
 
     head: tuple[Dense | LayerNorm, ...]  # one after another
     labels: tuple[str, ...]  # their names
+    activation: str  # of the logits, by its name in torch.nn
+    pooling: Pooling  # before the head
+    template: ChatTemplate | None = None  # that makes a text of a pair; else the tokenizer takes both
+    late: bool = False  # whether scores are pooled, those of all tokens
+    _pairs = True
 
     @property
     def num_labels(self) -> int:
-        """Number of scores of a pair, a text or a token."""
+        """Number of scores of a pair or a text."""
         return len(self.labels)
 
     def __repr__(self) -> str:
@@ -74,44 +79,18 @@ class Classifier(EncoderWithHead):
 
         Returns
         -------
-        ndarray, (batch, num_labels), or (batch, length, num_labels) of a `TokenClassifier`
-            float32, or float64 for a model in float64; 0 at padding.
+        ndarray, (batch, num_labels)
+            float32, or float64 for a model in float64.
         """
         states = self.encoder(input_ids, attention_mask, token_type_ids)
         tokens = _model.token_ids(input_ids, self.encoder.vocab_size)
         mask = _model.attended(attention_mask, tokens)
-        return self._logits(states, np.ones(tokens.shape, np.bool_) if mask is None else mask)
-
-    def _logits(self, states: Array, mask: Array) -> Array:
-        raise NotImplementedError
+        mask = np.ones(tokens.shape, np.bool_) if mask is None else mask
+        return self._pooled(states[mask], np.append(0, np.cumsum(mask.sum(axis=1))))
 
     def _scored(self, x: Array) -> Array:
         """The head's scores (n, num_labels) of vectors (n, hidden_size)."""
         return applied(self.head, x.astype(lane_dtype(x.dtype), copy=False))
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class TokenClassifier(Classifier):
-    """An encoder with a head that scores each token; call it with token ids."""
-
-    def _logits(self, states: Array, mask: Array) -> Array:
-        out = np.zeros((*mask.shape, self.num_labels), lane_dtype(states.dtype))
-        out[mask] = self._scored(states[mask])
-        return out
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class CrossEncoder(Classifier):
-    """An encoder with a head that scores texts or pairs: `predict`, `rank`, or a call with token ids."""
-
-    activation: str  # of the logits, by its name in torch.nn
-    pooling: Pooling  # before the head
-    template: ChatTemplate | None = None  # that makes a text of a pair; else the tokenizer takes both
-    late: bool = False  # whether scores are pooled, those of all tokens
-    _pairs = True
-
-    def _logits(self, states: Array, mask: Array) -> Array:
-        return self._pooled(states[mask], np.append(0, np.cumsum(mask.sum(axis=1))))
 
     def _pooled(self, rows: Array, cu_seqlens: Ints) -> Array:
         """The scores of sequences, of the hidden states of their tokens end to end."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w-][\w.-]*")  # organisation/name, and no file
 # What is read of a model's folder, beside the weights; chat templates that have names lie in a folder.
-_SETTINGS = ("*.json", "*.jinja", "merges.txt", "artifact.metadata")
+_SETTINGS = ("*.json", "*.jinja", "merges.txt")
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _FORMATS = (".safetensors", ".gguf", ".bin", ".h5", ".onnx", ".msgpack", ".ckpt", ".pt")  # that errors list
 

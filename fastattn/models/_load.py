@@ -38,12 +38,10 @@ if TYPE_CHECKING:
 
     from fastattn._args.options import NoOptions
     from fastattn._args.types import Rounding
-    from fastattn.models._classify import CrossEncoder, TokenClassifier
+    from fastattn.models._classify import CrossEncoder
     from fastattn.models._multi_vector import MultiVectorEncoder
 
-    Loaded = (
-        Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder
-    )
+    Loaded = Encoder | TwoTowers | CrossEncoder | SparseEncoder | MultiVectorEncoder | Decoder
 
 # By the `model_type` of config.json.
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
@@ -87,7 +85,7 @@ def load(
     revision: str | None = None,
     gguf_file: str | None = None,
     **others: Unpack[NoOptions],
-) -> Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
+) -> Encoder | TwoTowers | CrossEncoder | SparseEncoder | MultiVectorEncoder | Decoder:
     """Load a model from a Hugging Face folder or a GGUF file.
 
     Parameters
@@ -119,7 +117,7 @@ def load(
 
     Returns
     -------
-    Encoder, TwoTowers, CrossEncoder, TokenClassifier, SparseEncoder, MultiVectorEncoder or Decoder
+    Encoder, TwoTowers, CrossEncoder, SparseEncoder, MultiVectorEncoder or Decoder
         Depends on `model_type` in config.json, one of `MODEL_TYPES`, on `architectures` and modules.json.
 
     Raises

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_COPIED = ("*.json", "*.txt", "*.jinja", "*.model", "artifact.metadata")  # files that say what a model is
+_COPIED = ("*.json", "*.txt", "*.jinja", "*.model")  # files that say what a model is
 _LEFT = "*.index.json"
 _MODULES, _INNER = "modules.json", ("additional_chat_templates",)  # folders in it are copied, too
 
@@ -40,7 +40,7 @@ def save(
 
     Parameters
     ----------
-    model : Encoder, Decoder, CrossEncoder, TokenClassifier, SparseEncoder or MultiVectorEncoder
+    model : Encoder, Decoder, CrossEncoder, SparseEncoder or MultiVectorEncoder
         Result of `load` of a folder, also after `with_state_dict` or training. The tensors of `state_dict`
         are written, not the packed weights.
     path : path

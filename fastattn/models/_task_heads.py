@@ -1,7 +1,7 @@
 """Models that are an encoder with a head: the names of their tensors, and what their folders say of them.
 
 Heads score texts or tokens, make sparse vectors, or a vector of each token, as ColBERT: its folders are those
-of sentence-transformers, of PyLate, and of Stanford's own code.
+of sentence-transformers and of PyLate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastattn._args.values import short
 from fastattn._engine.steps import NormStep
 from fastattn.models._blocks import ACTIVATIONS as OURS
 from fastattn.models._chat import ChatTemplate
-from fastattn.models._classify import CrossEncoder, TokenClassifier
+from fastattn.models._classify import CrossEncoder
 from fastattn.models._files import Config, ModelError, sentences_config
 from fastattn.models._modules import MASK, SCORE, is_cross_encoder, is_multi_vector, modules_of
 from fastattn.models._multi_vector import Expansion, MultiVectorEncoder, Settings
@@ -60,7 +60,7 @@ class VocabularyNames(NamedTuple):
 
 
 # By the end of a name in `architectures`, and by `model_type`.
-_TEXTS, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
+_TEXTS = "ForSequenceClassification"
 _TEXT_HEADS = {
     **dict.fromkeys(("bert", "new", "gte", "nomic_bert"), HeadNames("pooler.dense", "classifier")),
     **dict.fromkeys(
@@ -90,10 +90,6 @@ _VOCABULARY_HEADS = {
         "vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias", "activation"
     ),
 }
-_TOKEN_HEADS = {
-    **{name: HeadNames(None, "classifier") for name, head in _TEXT_HEADS.items() if not head.last},
-    "modernbert": _TEXT_HEADS["modernbert"],
-}
 _LANGUAGE_MODELS = ("llama", "mistral", "qwen2", "qwen3")  # of LogitScore
 _LATE = "late"  # of `classifier_pooling`: the mean of the scores of all tokens
 _POOLINGS = {"cls": Pooling(("cls",)), "mean": Pooling(("mean",))}  # by `classifier_pooling`
@@ -109,7 +105,7 @@ _ALL_ATTEND = ("deberta-v2",)  # families of which every token is attended
 
 def with_head(
     source: Source, encoder: Encoder
-) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder:
+) -> Encoder | CrossEncoder | SparseEncoder | MultiVectorEncoder:
     """The encoder, with the head that the folder says it has; heads that make no scores are left out.
 
     Where modules.json makes vectors of texts, that counts.
@@ -122,24 +118,25 @@ def with_head(
     if modules and modules[-1][0] == SCORE:
         activation = _activation(source.folder, source.config, 1)
         return _logit_score_encoder(source, encoder, modules[-1][1], activation)
-    if is_multi_vector(modules) or (task == _STANFORD and not modules):
+    if task == _STANFORD and not modules:
+        came = f"{source.config.path}: 'architectures' has {_STANFORD!r}"
+        how = "sentence_transformers.MultiVectorEncoder(folder).save_pretrained(path) writes one"
+        raise ModelError(f"{came}; expected a folder with modules.json: {how}")
+    if is_multi_vector(modules):
         return _multi_vector_encoder(source, encoder, modules)
-    if modules or not task.endswith((_TEXTS, _TOKENS)):
+    if modules or not task.endswith(_TEXTS):
         if is_cross_encoder(source.folder):
             came = f"'architectures' is {short(said)}, and the folder is one of a CrossEncoder"
             raise ModelError(f"{source.config.path}: {came}; expected one that ends with {_TEXTS}")
         return encoder
-    known = _TEXT_HEADS if task.endswith(_TEXTS) else _TOKEN_HEADS
-    names = known.get(encoder.model_type)
+    names = _TEXT_HEADS.get(encoder.model_type)
     if names is None:
-        expected = f"a head of {', '.join(known)}"
+        expected = f"a head of {', '.join(_TEXT_HEADS)}"
         raise ModelError(f"{source.config.path}: 'architectures' has {short(task)}; expected {expected}")
     found = source.config.get("id2label", dict, {})
     count = len(found) or source.config.size("num_labels", 2)
     labels = tuple(str(found.get(str(i), f"LABEL_{i}")) for i in range(count))
     head = _read(source, names, encoder, count)
-    if task.endswith(_TOKENS):
-        return TokenClassifier(encoder, head, labels)
     activation = _activation(source.folder, source.config, count)
     if names.last:
         return CrossEncoder(encoder, head, labels, activation, Pooling(("lasttoken",)))
@@ -283,24 +280,14 @@ def _difference(ids: Sequence[int], lane: np.dtype[Any], tensors: Tensors, outpu
 def _multi_vector_encoder(
     source: Source, encoder: Encoder, modules: list[tuple[str, Path]]
 ) -> MultiVectorEncoder:
-    """Read the modules of modules.json; a folder without any is one that Stanford's code wrote."""
+    """Read the modules of modules.json."""
     folder, sentences = source.folder, encoder.sentences
     saved = sentences_config(folder)
-    prompts, layers, features = dict(sentences.prompts), sentences.modules, sentences.features
-    if modules:
-        prefixes = {task: saved.get(key, str, "") for key, task in _PREFIXES.items() if key in saved.values}
-        for task, prefix in prefixes.items():
-            prompts[task] = prefix + prompts[task].removeprefix(prefix)
-        lengths, words = _pylate(saved), _words(saved, "skiplist_words", string.punctuation)
-    else:
-        metadata = Config(folder / "artifact.metadata", optional=True)
-        markers = (("query", "query_token_id", "[unused0]"), ("document", "doc_token_id", "[unused1]"))
-        prefixes = {task: f"{metadata.get(key, str, usual)} " for task, key, usual in markers}
-        prompts |= {task: prefix for task, prefix in prefixes.items() if not prompts[task]}
-        lengths = _stanford(metadata)
-        words = tuple(string.punctuation) if metadata.get("mask_punctuation", bool, True) else ()
-        linear = _linear(source, encoder.hidden_size)
-        layers, features = (linear,), linear.weight.out_features
+    prompts, layers = dict(sentences.prompts), sentences.modules
+    prefixes = {task: saved.get(key, str, "") for key, task in _PREFIXES.items() if key in saved.values}
+    for task, prefix in prefixes.items():
+        prompts[task] = prefix + prompts[task].removeprefix(prefix)
+    words = _words(saved, "skiplist_words", string.punctuation)
     skipped_in: tuple[str, ...] = ("document",)
     mask = next((inner for kind, inner in modules if kind == MASK), None)
     if mask is None:
@@ -311,7 +298,7 @@ def _multi_vector_encoder(
         words, skipped_in = _words(config, "skiplist_words"), _words(config, "skiplist_tasks", skipped_in)
 
     own = transformer_settings(folder)
-    own.values = {**lengths, **own.values}
+    own.values = {**_pylate(saved), **own.values}
     expansion, query_length = _expansion(own), own.optional_size("query_length")
     if expansion is not None:
         _require_fitting(own, expansion, query_length, encoder)
@@ -324,7 +311,7 @@ def _multi_vector_encoder(
     return MultiVectorEncoder(
         encoder=replace(encoder, text=text, sentences=replace(sentences, prompts=prompts)),
         modules=layers,
-        features=features,
+        features=sentences.features,
         settings=Settings(expansion, words, skipped_in, similarity),
         texts={task: text if most is None else replace(text, asked=most) for task, most in asked.items()},
     )
@@ -344,23 +331,6 @@ def _pylate(saved: Config) -> dict[str, Any]:
         length = found.pop("query_length") or _QUERY_LENGTH
         found["query_expansion"] = {"strategy": "fixed", "attend": attend, "length": length}
     return found
-
-
-def _stanford(metadata: Config) -> dict[str, Any]:
-    expansion = {
-        "strategy": "fixed",
-        "attend": metadata.get("attend_to_mask_tokens", bool, False),
-        "length": metadata.size("query_maxlen", _QUERY_LENGTH),
-    }
-    return {"query_expansion": expansion, "document_length": metadata.optional_size("doc_maxlen")}
-
-
-def _linear(source: Source, hidden: int) -> Dense:
-    """The map after a BERT, whose tensor lies beside the others."""
-    name = "linear.weight"
-    size = source.shape(name)[0] if name in source else 128
-    source.expect({name: (size, hidden)}, ("linear.",))
-    return Dense(source.pack([name], stored=source.precision.lane.name), None)
 
 
 def _expansion(config: Config) -> Expansion | None:

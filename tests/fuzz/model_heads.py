@@ -26,7 +26,6 @@ HEADS = {
         {"bert.pooler.dense": (WIDTH, WIDTH), "classifier": (1, WIDTH)},
         "BertForSequenceClassification",
     ),
-    "tokens": ({"classifier": (LABELS, WIDTH)}, "BertForTokenClassification"),
     "sparse": ({"cls.predictions.transform.dense": (WIDTH, WIDTH)}, "BertForMaskedLM"),
     "vectors": ({}, "BertModel"),
 }
@@ -112,11 +111,11 @@ def words(d):
 
 @recipe
 def classifier_call(d):
-    it = model_of(d, "pairs", "score", "tokens")
+    it = model_of(d, "pairs", "score")
     arguments = tokens(d, "input_ids")
     arguments["input_ids"] = arguments["input_ids"] % len(WORDS)
     shape = np.atleast_2d(arguments["input_ids"]).shape
-    each = shape if isinstance(it, models.TokenClassifier) else shape[:1]
+    each = shape[:1]
     check = right([Like((*each, it.num_labels), lane(it))])
     mask = np.atleast_2d(arguments.get("attention_mask", np.ones(shape)))
     if shape[1] == 0 or not mask.any(axis=1).all():  # what a text without tokens has is the head's of nothing

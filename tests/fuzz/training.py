@@ -317,9 +317,9 @@ def trainer(d):
 
     cut = d.choose(0, 1, 3)
 
-    def run(num_steps, *, log_every=None, callback=None, show_progress_bar=None, **how):
+    def run(num_steps, *, log_every=None, callback=None, **how):
         through, optimizer = built(**how)
-        shown = {"log_every": log_every, "callback": callback, "show_progress_bar": show_progress_bar}
+        shown = {"log_every": log_every, "callback": callback}
         with redirect_stdout(StringIO()):
             steps = through.fit(num_steps, **shown)
         first, _ = built(**how)

@@ -12,7 +12,7 @@ from model_folders import change_config, refused, write_settings
 from tiny_tokenizers import WORDS, write_tokenizer
 
 from fastattn import models
-from fastattn.models import CrossEncoder, Encoder, TokenClassifier, _encode_calls
+from fastattn.models import CrossEncoder, Encoder, _encode_calls
 
 PAIRS = [
     ("the cat sat", "a dog ran on the mat"),
@@ -38,8 +38,6 @@ def write(folder, kind="bert", task="SequenceClassification", labels=1, types=2,
     heads = {"pooler.dense": 24, "classifier": labels}
     if base == "roberta":
         heads = {"classifier.dense": 24, "classifier.out_proj": labels}
-    if task == "TokenClassification":
-        heads = {"classifier": labels}
     for name, n_out in heads.items():
         weights[f"{name}.weight"] = 0.3 * RNG.standard_normal((n_out, 24), np.float32)
         weights[f"{name}.bias"] = 0.3 * RNG.standard_normal(n_out, np.float32)
@@ -182,20 +180,6 @@ def test_a_call_takes_ids(tmp_path):
     assert_same_rows(model(tokens[0][0], token_type_ids=[tokens[0][1]]), expected[:1])
     assert model(np.zeros((0, 4), np.int64)).shape == (0, 3)
     assert model(np.zeros((2, 0), np.int64)).shape == (2, 3)
-
-
-@pytest.mark.parametrize("kind", NAMES)
-def test_scores_of_tokens(kind, tmp_path, implementation):
-    weights = write(tmp_path, kind, "TokenClassification", labels=5)
-    model = models.load(tmp_path)
-    assert isinstance(model, TokenClassifier)
-    ids, mask = np.array([[0, 0, 1, 4, 2], [1, 5, 6, 7, 2]]), [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
-    states = model.encoder(ids, mask).astype(np.float64)
-    expected = states @ weights["classifier.weight"].T + weights["classifier.bias"]
-    expected[0, :2] = 0
-    got = model(ids, mask)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @each_isa

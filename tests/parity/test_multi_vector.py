@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
@@ -134,24 +133,3 @@ def test_folders_of_pylate(saved_by_it, model_type, markers, tmp_path):
     if not markers:  # ordinary text then, of words that are not known
         assert ours.text.encode(["[Q] a"]) == [[1, 3, 5, 2]]
     require_same(theirs, ours)
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        None,
-        {"query_maxlen": 9, "attend_to_mask_tokens": True, "query_token_id": "cat", "doc_token_id": "dog"},
-    ],
-)
-def test_folders_of_stanford(metadata, tmp_path):
-    transformer(tmp_path, "bert", "tree", ("[unused0]", "[unused1]", "!"))
-    path = tmp_path / "model.safetensors"
-    weights = {f"bert.{name}": weight for name, weight in load_file(path).items()}
-    weights["linear.weight"] = np.random.default_rng(1).standard_normal((16, 48), np.float32)
-    save_file(weights, path, {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["HF_ColBERT"]}))
-    if metadata is not None:
-        (tmp_path / "artifact.metadata").write_text(json.dumps(metadata))
-    theirs, ours = MultiVectorEncoder(str(tmp_path), device="cpu"), models.load(tmp_path)
-    require_same(theirs, ours, [*LONG, "the ! cat"])
