@@ -236,12 +236,6 @@ def test_errors_know_the_names_that_are_never_used():
     assert set(OTHER_NAMES) <= known
 
 
-def test_the_glossary_names_what_there_is():
-    options = set(fastattn._args.options.AttentionOptions.__annotations__)
-    unknown = set(glossary()) - {name for _, name in signatures()} - options
-    assert unknown == set(), "docs/dev/architecture.md names arguments that no function has"
-
-
 def test_options_are_those_of_attention():
     """One definition: users read its names, and all defaults are those of the check."""
     checked = inspect.signature(fastattn._args.attention.attention_args).parameters
@@ -254,36 +248,6 @@ def test_options_are_those_of_attention():
     types = fastattn._args.options.AttentionOptions.__annotations__
     plain = {name: getattr(types[name], "__forward_arg__", types[name]) for name in options}
     assert {name: seen[name].annotation.replace("NDArray[Any]", "Array") for name in options} == plain
-
-
-def test_cython_has_the_axes_of_the_table():
-    """Cython checks each array of an attention call against the axes that the table names."""
-    text = (PACKAGE / "_engine/core/_core.pyx").read_text(encoding="utf-8")
-    set_up = re.findall(
-        r"tables\.set(_rows)?\(&[\w.]+, \"(\w+)\", (?:args|tables)\.\w+, (.*)\)$", text, re.MULTILINE
-    )
-    found = {
-        name: tuple(re.findall(r"a\.(heads_\w+|len_\w+|head_dim\w*)", sizes)) for _, name, sizes in set_up
-    }
-    assert found == fastattn._args.types.AXES
-
-
-def test_public_signatures_are_typed():
-    """`Any` is an axis of matplotlib, or a result that return_lse decides on; options are a TypedDict."""
-    for module in PUBLIC:
-        for name in module.__all__:
-            function = getattr(module, name)
-            if not inspect.isfunction(function) or module is plot or name == "vjp":  # whose function decides
-                continue
-            signature = inspect.signature(function)
-            for parameter in signature.parameters.values():
-                assert parameter.annotation not in (parameter.empty, "Any"), (name, parameter)
-                if parameter.kind == parameter.VAR_KEYWORD:
-                    (options,) = re.findall(r"^Unpack\[(\w+)\]$", parameter.annotation)
-                    assert hasattr(fastattn._args.options, options), name
-            overloaded = f"@overload\ndef {name}(" in source(function.__module__).read_text(encoding="utf-8")
-            decided = overloaded or "return_lse" in signature.parameters
-            assert decided or signature.return_annotation not in (signature.empty, "Any"), name
 
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
@@ -373,62 +337,3 @@ def test_there_is_no_other_function_with_options():
     functions = {name for name in functional.__all__ if inspect.isfunction(getattr(functional, name))}
     with_options = {n for n in functions if "options" in inspect.signature(getattr(functional, n)).parameters}
     assert with_options == set(REFUSED) - {"attention_weights", "explain"}, "REFUSED of tests/test_house.py"
-
-
-RECIPES = re.findall(r"^### To add (.*)$", section("Recipes"), re.MULTILINE)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_name_files_that_exist(recipe):
-    text = section("Recipes").split(f"\n### To add {recipe}\n", 1)[1].split("\n### ", 1)[0]
-    assert re.search(r"^1\. `", text, re.MULTILINE)
-    root = PACKAGE.parent
-    if (root / "src").exists():  # not of an installed wheel
-        files = re.findall(r"`((?:bench|fastattn|src|tests|docs|tools)/[\w./]+\.\w+)`", text)
-        assert [name for name in files if not (root / name).exists()] == []
-
-
-SOURCES = ROOT / "src"
-C_FILES = [*SOURCES.glob("*.inc*"), *SOURCES.glob("families/*.c")]
-TEXTS = {path.name: path.read_text(encoding="utf-8") for path in C_FILES}
-CODE = {name: re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL) for name, text in TEXTS.items()}
-HEADED = sorted(name for name in TEXTS if name.endswith(".inc.h"))
-
-
-def words(name):
-    return set(re.findall(r"\w+", CODE[name]))
-
-
-def defined(name):
-    """Macros that last, functions, tables, types and constants of a C file."""
-    function = r"(?:INLINE|NOINLINE|static)\b[\w *]*?(\w+)[(\[]"
-    starts = (r"#define (\w+)", function, r"(?:typedef .*)?\} (\w+);")
-    names = {n for start in starts for n in re.findall(f"^{start}", CODE[name], re.MULTILINE)}
-    constants = re.findall(r"[A-Z]\w+", " ".join(re.findall(r"enum \{(.*?)\}", CODE[name], re.DOTALL)))
-    undefined = re.findall(r"^#undef (\w+)", "\n".join(CODE.values()), re.MULTILINE)
-    return names.union(constants).difference(undefined)
-
-
-def listed(name, title):
-    """Read what the head of a C file lists under a title; remarks stand in parentheses."""
-    head = re.match(r"/\*.*?\*/", TEXTS[name], re.DOTALL)[0]
-    entry = re.search(rf"^ \* {title}  (.*?)(?=^ \*(?: [A-Z]|$)|\*/)", head, re.DOTALL | re.MULTILINE)
-    assert entry, f"the head of {name} has no {title}"
-    return set(re.findall(r"[\w.]*\w", re.sub(r"\(.*?\)", "", entry[1], flags=re.DOTALL)))
-
-
-def included(name):
-    """The files that a file includes, and those that they include."""
-    direct = set(re.findall(r'^#include "([\w.]+\.inc\.h)"', CODE[name], re.MULTILINE))
-    return direct.union(*map(included, direct))
-
-
-@pytest.mark.parametrize("name", HEADED)
-def test_heads_of_c_files_are_true(name):
-    """A file exports what others use, uses the rest, and includes all whose exports it uses."""
-    others = set().union(*(words(other) for other in CODE if other != name))
-    assert listed(name, "Exports") == defined(name) & others
-    own = defined(name) - others
-    assert {each for each in own if len(re.findall(rf"\b{each}\b", CODE[name])) == 1} == set()
-    used = {other: defined(other) & words(name) for other in HEADED if other != name}
-    assert {other for other in used if used[other]} <= included(name)
