@@ -90,14 +90,6 @@ def test_statistics(name, variants, dtype, implementation):
     assert_same_bits((out, lse), fastattn.attention(q, k, v, return_lse=True, **arguments))
 
 
-@pytest.mark.parametrize("mask", [masks.strided(7), masks.causal() & masks.window(20) | masks.first_keys(3)])
-@pytest.mark.parametrize("name", SHAPES)
-def test_structural_masks(name, mask, implementation):
-    q, k, v = spread_inputs(SHAPES[name], "float32", np.random.default_rng(3))
-    _, stats = fastattn.attention(q, k, v, mask=mask, stats=ALL)
-    check(stats, q, k, v, mask=mask)
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_alone_any_threads_any_neighbours(name, implementation):
     shape = SHAPES[name]._replace(batch=3)
