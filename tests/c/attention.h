@@ -37,8 +37,6 @@ static void drop_attention(void)
     if (attention_case.c.statistics) drop_statistics(&attention_case.statistics);
 }
 
-static void describe_attention(void) { describe(&attention_case.c); }
-
 /* Runs all tasks, for the first time or `again`. */
 static void run_attention(const fa_kernels *kernels, const fa_attention_args *a, const fa_plan *p, int again)
 {
@@ -107,7 +105,7 @@ static void scatter_keys(int number, fa_attention_args *a)
     seed = before;
 }
 
-static const char *check_attention(int isa, const fa_kernels *kernels)
+static const char *check_attention(const fa_kernels *kernels)
 {
     const test_case *c = &attention_case.c;
     fa_attention_args calls[2] = {attention_case.inputs, attention_case.inputs}, *a = calls;
@@ -123,7 +121,7 @@ static const char *check_attention(int isa, const fa_kernels *kernels)
         kernels->plan(call, again ? 64 : 1, &p);
         if (p.scratch_bytes % 64 || p.partial_bytes % 64) return UNALIGNED;
         run_attention(kernels, call, &p, (int)again);
-        counts[isa].tiles += p.tiles > 1;
+        counts[running_number].tiles += p.tiles > 1;
         if (!call->stats.norm.data) continue;
         fa_plan second;
         call->stats.second_pass = 1;
@@ -131,20 +129,20 @@ static const char *check_attention(int isa, const fa_kernels *kernels)
         if (second.scratch_bytes % 64) return UNALIGNED;
         run_attention(kernels, call, &second, (int)again);
     }
-    counts[isa].tile += p.kind == FA_TILE;
-    counts[isa].few_rows += p.kind == FA_FEW_ROWS;
-    counts[isa].bf16_dot += p.bf16_dot;
-    counts[isa].splits += p.n_splits > 1;
+    counts[running_number].tile += p.kind == FA_TILE;
+    counts[running_number].few_rows += p.kind == FA_FEW_ROWS;
+    counts[running_number].bf16_dot += p.bf16_dot;
+    counts[running_number].splits += p.n_splits > 1;
     for (const expected *e = attention_case.want, *end = e + a->batch * a->heads_q * a->len_q * (a->head_dim_v + 1);
          e < end; e++) {
-        counts[isa].elements++;
-        counts[isa].numbers += isfinite(e->value) && e->value != 0;
+        counts[running_number].elements++;
+        counts[running_number].numbers += isfinite(e->value) && e->value != 0;
     }
     const char *wrong = wrong_out(calls, attention_case.want, p.bf16_dot);
     return wrong || !c->statistics ? wrong : wrong_statistics(calls, &attention_case.x, &attention_case.statistics);
 }
 
-FAMILY(attention, N_CASES, make_attention, attention_case.c.q, describe_attention, drop_attention);
+FAMILY(attention, N_CASES, make_attention, attention_case.c.q, &attention_case.c, drop_attention);
 
 /* Prints what ran. Returns whether enough of the compared numbers were neither 0 nor NaN. */
 static int report_attention(const char *only_isa)

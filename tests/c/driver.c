@@ -1,5 +1,5 @@
-/* Every compiled instruction set that this CPU runs, on thousands of small calls, against what is computed by its
- * definition in double precision.
+/* Every compiled instruction set that this CPU runs, on thousands of small calls, against definitions in double
+ * precision, or against the generic kernels of that.
  *
  *     driver [isa [family [case]]]      all, or some; `all` is every instruction set or family, and /N one case of
  *                                       N, drawn; the exit status tells whether all passed
@@ -16,7 +16,6 @@
 #include "outer.h"
 #include "pack.h"
 #include "recurrent.h"
-#include "recurrent_backward.h"
 #include "rope.h"
 #include "rows.h"
 #include "rowwise.h"

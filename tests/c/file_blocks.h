@@ -207,14 +207,13 @@ static int file_is_bad(const fa_pack_rows *rows)
     return bad;
 }
 
-static const char *check_file_blocks(int isa, const fa_kernels *kernels)
+static const char *check_file_blocks(const fa_kernels *kernels)
 {
     fa_pack_args *a = &pack_now.args;
     const int64_t panels = pack_panels(), shared = panels * 32 * (a->k / a->block) * 2;
     const size_t bytes = (size_t)(panels * pack_steps() * 128);
     const size_t scratch_bytes = (size_t)kernels->pack_scratch_bytes(a);
     int needs_minima = a->k / 32 % 3 == 2, any_bad = 0;
-    (void)isa;
     FOR(i, a->n_blocks) needs_minima |= file_now.layouts[i].minimum >= 0;
     a->panels = allocate(bytes), a->scales = allocate((size_t)shared);
     a->minima = needs_minima ? allocate((size_t)shared) : NULL;
@@ -237,19 +236,6 @@ static const char *check_file_blocks(int isa, const fa_kernels *kernels)
     return NULL;
 }
 
-static void describe_file_blocks(void)
-{
-    const fa_pack_args *a = &pack_now.args;
-    printf("weight %d, %d maps (%d, %d), blocks of %d", a->weight, a->maps, (int)pack_now.n, (int)a->k, a->block);
-    FOR(i, a->n_blocks)
-    {
-        const fa_layout *f = a->blocks[i].layout;
-        printf("; %d in %d bytes, %d to a scale, %d + %d bits", f->features, f->bytes, f->shared, f->codes.width,
-               f->codes.high_width);
-    }
-}
-
-FAMILY(file_blocks, FILE_CASES, make_file_blocks, pack_now.args.weight == FA_F64 ? FA_F64 : FA_F32,
-       describe_file_blocks, drop_nothing);
+FAMILY(file_blocks, FILE_CASES, make_file_blocks, pack_now.args.weight == FA_F64 ? FA_F64 : FA_F32, NULL, drop_nothing);
 
 #endif

@@ -4,13 +4,11 @@
 #define LINEAR_H
 
 #include "activations.h"
-#include "cases.h"
-#include "family.h"
+#include "results.h"
 
 static const int64_t linear_m[] = {1, 2, 3, 4, 6, 7, 12, 13, 97}, linear_k[] = {1, 31, 33, 255, 513, 1100};
 static const int64_t linear_n[] = {1, 17, 32, 33, 70};
 static const fa_dtype linear_weights[] = {FA_F32, FA_BF16, FA_I8, FA_I4, FA_Q8, FA_F64};
-static const fa_dtype floats[] = {FA_F32, FA_F16, FA_BF16, FA_F64};
 enum { LINEAR_CASES = COUNT(linear_m) * COUNT(linear_k) * COUNT(linear_n) * COUNT(linear_weights) };
 
 static double activation_of(fa_activation activation, double x)
@@ -52,13 +50,6 @@ static near product(near x, near y, double eps)
 {
     return (near){x.value * y.value,
                   fabs(x.value) * y.error + (fabs(y.value) + y.error) * x.error + eps * fabs(x.value * y.value)};
-}
-
-static fa_array random_floats(fa_dtype dtype, int64_t rows, int64_t cols, double low, double high)
-{
-    const fa_array x = new_floats(dtype, 1, 1, rows, cols, (int)below(8) & (GAP | REVERSED));
-    FOR(i, rows) FOR(j, cols) set(&x, 0, 0, i, j, uniform(low, high));
-    return x;
 }
 
 typedef struct {
@@ -269,10 +260,10 @@ static int run_linear(const fa_kernels *kernels, fa_linear_args a, int64_t begin
 }
 
 /* Computes twice, the second time a third of the rows and then the others: a row's bits depend on the row alone. */
-static const char *check_linear(int isa, const fa_kernels *kernels)
+static const char *check_linear(const fa_kernels *kernels)
 {
     fa_linear_args a = linear_now.args;
-    const int tiles = !strncmp(fa_isa_name(isa), "amx", 3), of_one_map = a.transposed == 1 || a.k % 4 == 0;
+    const int tiles = !strncmp(running_isa, "amx", 3), of_one_map = a.transposed == 1 || a.k % 4 == 0;
     const int bf16 = a.weight == FA_BF16 && (a.transposed ? tiles && of_one_map : kernels->linear_between() == FA_BF16);
     const int64_t width = (1 + a.gated) * a.n;
     fa_array out[2], pre[2];
@@ -301,20 +292,12 @@ static const char *check_linear(int isa, const fa_kernels *kernels)
     return only_rows(out + 1, 1, 1, a.m, a.n) ? NULL : BETWEEN_ROWS;
 }
 
-static void describe_linear(void)
-{
-    const fa_linear_args *a = &linear_now.args;
-    printf("dtype %d to %d, weight %d, (%d, %d, %d), gated %d, transposed %d, activation %d%s%s", a->dtype,
-           a->out_dtype, a->weight, (int)a->m, (int)a->n, (int)a->k, a->gated, a->transposed, a->activation,
-           a->bias ? ", bias" : "", a->residual ? ", residual" : "");
-}
-
 static void drop_linear(void)
 {
     FOR(bf16, 2) free(linear_now.want[bf16]), free(linear_now.pre[bf16]);
     free(linear_now.w);
 }
 
-FAMILY(linear, LINEAR_CASES, make_linear, linear_now.args.dtype, describe_linear, drop_linear);
+FAMILY(linear, LINEAR_CASES, make_linear, linear_now.args.dtype, NULL, drop_linear);
 
 #endif

@@ -86,11 +86,10 @@ static const char *wrong_nearest(const fa_nearest_args *a, const fa_array *found
 }
 
 /* Twice: the last task first, with other garbage in the scratch memory. */
-static const char *check_nearest(int isa, const fa_kernels *kernels)
+static const char *check_nearest(const fa_kernels *kernels)
 {
     const fa_dtype lane = lane_of(nearest_now.args.q_dtype);
     const char *wrong = NULL;
-    (void)isa;
     FOR(again, 2)
     {
         fa_nearest_args call = nearest_now.args;
@@ -112,15 +111,8 @@ static const char *check_nearest(int isa, const fa_kernels *kernels)
     return wrong;
 }
 
-static void describe_nearest(void)
-{
-    const fa_nearest_args *a = &nearest_now.args;
-    printf("kind %d, k dtype %d, %d queries, %d rows of %d, top_k %d, runs of %d%s", a->kind, a->k_dtype, (int)a->len_q,
-           (int)a->len_k, (int)a->depth, (int)a->top_k, (int)a->run, a->by_length ? ", by length" : "");
-}
-
 static void drop_nearest(void) { free(nearest_now.scores); }
 
-FAMILY(nearest, NEAREST_CASES, make_nearest, nearest_now.args.q_dtype, describe_nearest, drop_nearest);
+FAMILY(nearest, NEAREST_CASES, make_nearest, nearest_now.args.q_dtype, NULL, drop_nearest);
 
 #endif

@@ -183,12 +183,11 @@ static const char *check_packed(const fa_pack_args *a, int64_t map, int64_t feat
 }
 
 /* Packs all at once, and again panel by panel from the last one on, where one number is too large. */
-static const char *check_pack(int isa, const fa_kernels *kernels)
+static const char *check_pack(const fa_kernels *kernels)
 {
     fa_pack_args calls[2] = {pack_now.args, pack_now.args};
     const int64_t panels = pack_panels(), bytes = panels * pack_steps() * 128, scale_bytes = pack_scale_bytes();
     const size_t scratch_bytes = (size_t)kernels->pack_scratch_bytes(calls), sum_bytes = (size_t)panels * 128;
-    (void)isa;
     FOR(again, 2)
     {
         fa_pack_args *a = calls + again;
@@ -223,13 +222,6 @@ static const char *check_pack(int isa, const fa_kernels *kernels)
     return NULL;
 }
 
-static void describe_pack(void)
-{
-    const fa_pack_args *a = &pack_now.args;
-    printf("weight %d, %d maps (%d, %d), blocks of types", a->weight, a->maps, (int)pack_now.n, (int)a->k);
-    FOR(i, a->n_blocks) printf(" %d", a->blocks[i].dtype);
-}
-
-FAMILY(pack, PACK_CASES, make_pack, pack_now.args.weight == FA_F64 ? FA_F64 : FA_F32, describe_pack, drop_nothing);
+FAMILY(pack, PACK_CASES, make_pack, pack_now.args.weight == FA_F64 ? FA_F64 : FA_F32, NULL, drop_nothing);
 
 #endif

@@ -80,14 +80,13 @@ static const char *wrong_rounding(const fa_rope_args calls[2])
 }
 
 /* Computes twice, the second time row by row, the last one first. */
-static const char *check_rope(int isa, const fa_kernels *kernels)
+static const char *check_rope(const fa_kernels *kernels)
 {
     const fa_rope_args *a = &rope_now.args;
     const size_t size = (size_t)(a->head_dim * bytes_of(lane_of(a->x.dtype)));
     fa_rope_args calls[2] = {*a, *a};
     char *scratch = allocate(size);
     const char *wrong = NULL;
-    (void)isa;
     FOR(again, 2)
     {
         fa_rope_args *call = calls + again;
@@ -116,14 +115,6 @@ static const char *check_rope(int isa, const fa_kernels *kernels)
     return BETWEEN_ROWS;
 }
 
-static void describe_rope(void)
-{
-    const fa_rope_args *a = &rope_now.args;
-    printf("dtype %d to %d, (%d, %d, %d, %d), pairs %d, interleaved %d, in place %d, int8 %d", a->x.dtype, rope_now.to,
-           (int)a->batch, (int)a->heads, (int)a->length, (int)a->head_dim, (int)a->pairs, a->interleaved,
-           rope_now.in_place, rope_now.int8);
-}
-
-FAMILY(rope, ROPE_CASES, make_rope, rope_now.args.x.dtype, describe_rope, drop_nothing);
+FAMILY(rope, ROPE_CASES, make_rope, rope_now.args.x.dtype, NULL, drop_nothing);
 
 #endif

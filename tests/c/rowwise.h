@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "normalisers.h"
+#include "results.h"
 
 enum { ROWWISE_KINDS = FA_TALKING_HEADS + 1, ROWWISE_CASES = ROWWISE_KINDS * COUNT(shapes) * COUNT(dtypes) };
 enum { MOST_HEADS = 34 }; /* more than those that are mixed at a time */
@@ -15,28 +16,15 @@ static struct {
     expected *want;
 } rowwise_now;
 
-/* A square or oblong matrix of lanes in memory, and the numbers in it. */
-static const void *new_matrix(fa_dtype lane, int64_t rows, int64_t cols, double low, double high)
+static double entry(const void *matrix, int64_t cols, int64_t i, int64_t j)
 {
-    const fa_array x = new_floats(lane, 1, 1, rows, cols, 0);
-    FOR(i, rows) FOR(j, cols) set(&x, 0, 0, i, j, uniform(low, high));
-    return x.data;
-}
-
-static double entry_of(fa_dtype q, const void *matrix, int64_t cols, int64_t i, int64_t j)
-{
-    const fa_dtype lane = lane_of(q);
+    const fa_dtype lane = lane_of(rowwise_now.c.q);
     const fa_array x = {.data = (char *)matrix,
                         .batch = (int64_t[]){0},
                         .row = cols * bytes_of(lane),
                         .col = bytes_of(lane),
                         .dtype = lane};
     return get(&x, 0, 0, i, j);
-}
-
-static double entry(const void *matrix, int64_t cols, int64_t i, int64_t j)
-{
-    return entry_of(rowwise_now.c.q, matrix, cols, i, j);
 }
 
 /* w . tanh(q + k); its terms are of the size that exponentials of q and k are off by. */
@@ -174,11 +162,10 @@ static void make_rowwise(int number)
 }
 
 /* Twice: the second time from the last task to the first, with other garbage in the scratch memory. */
-static const char *check_rowwise(int isa, const fa_kernels *kernels)
+static const char *check_rowwise(const fa_kernels *kernels)
 {
     fa_rowwise_args calls[2] = {rowwise_now.args, rowwise_now.args};
     const fa_attention_args *a = &calls[0].attention;
-    (void)isa;
     FOR(again, 2)
     {
         fa_rowwise_args *call = calls + again;
@@ -197,20 +184,12 @@ static const char *check_rowwise(int isa, const fa_kernels *kernels)
     return wrong_out(both, rowwise_now.want, 0);
 }
 
-static void describe_rowwise(void)
-{
-    static const char *const kinds[] = {"sparsemax", "entmax-1.5", "top-k", "additive", "talking heads"};
-    const fa_rowwise_args *r = &rowwise_now.args;
-    printf("%s%s%s, k %d, ", kinds[r->kind], r->pre ? ", pre" : "", r->post ? ", post" : "", (int)r->k_keys);
-    describe(&rowwise_now.c);
-}
-
 static void drop_rowwise(void)
 {
     drop_operands(&rowwise_now.x);
     free(rowwise_now.want);
 }
 
-FAMILY(rowwise, ROWWISE_CASES, make_rowwise, rowwise_now.c.q, describe_rowwise, drop_rowwise);
+FAMILY(rowwise, ROWWISE_CASES, make_rowwise, rowwise_now.c.q, &rowwise_now.c, drop_rowwise);
 
 #endif

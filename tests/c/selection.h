@@ -112,12 +112,11 @@ static const char *wrong_selection(const int64_t *got, int64_t allowed, const sc
 
 /* Three times: of one thread; of many, from the last task to the first, with other garbage in the scratch memory; and, of
  * exact scores, from these. */
-static const char *check_selection(int isa, const fa_kernels *kernels)
+static const char *check_selection(const fa_kernels *kernels)
 {
     const fa_attention_args *a = &selection_now.args.attention;
     const int64_t n_rows = a->heads_kv * a->len_q, lane = bytes_of(lane_of(a->q.dtype));
     const char *wrong = NULL;
-    (void)isa;
     FOR(again, 2 + selection_now.exact)
     {
         fa_selection_args call = selection_now.args;
@@ -155,21 +154,12 @@ static const char *check_selection(int isa, const fa_kernels *kernels)
     return wrong;
 }
 
-static void describe_selection(void)
-{
-    const fa_selection_args *r = &selection_now.args;
-    printf("top_k %d, first %d, last %d%s%s%s%s, ", (int)r->top_k, (int)r->first, (int)r->last, r->relu ? ", relu" : "",
-           r->weights.data ? ", weights" : "", r->attention.masks.row_end.data ? ", row_end" : "",
-           selection_now.exact ? ", exact" : "");
-    describe(&selection_now.c);
-}
-
 static void drop_selection(void)
 {
     drop_operands(&selection_now.x);
     free(selection_now.scores);
 }
 
-FAMILY(selection, SELECTION_CASES, make_selection, selection_now.c.q, describe_selection, drop_selection);
+FAMILY(selection, SELECTION_CASES, make_selection, selection_now.c.q, NULL, drop_selection);
 
 #endif
