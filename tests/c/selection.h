@@ -2,14 +2,18 @@
 #ifndef SELECTION_H
 #define SELECTION_H
 
-#include "attention.h"
+#include "results.h"
 
 enum { SELECTION_CASES = 4 * COUNT(shapes) * COUNT(dtypes) };
+
+/* A score, and the sum of its terms' absolute values. */
+typedef struct {
+    double value, size;
+} score;
 
 static struct {
     test_case c;
     fa_selection_args args;
-    operands x;
     int exact; /* scores are whole numbers: of equal ones the first is selected */
     score *scores;
 } selection_now;
@@ -22,8 +26,13 @@ static score selection_score_of(int64_t b, int64_t h_kv, int64_t i, int64_t j)
     const int64_t group = a->heads_q / a->heads_kv;
     score sum = {0, 0};
     for (int64_t h = h_kv * group; h < (h_kv + 1) * group; h++) {
-        const double *k = selection_now.x.k + (first_key(a, b, h) + j) * a->head_dim;
-        score s = product_of(a->head_dim, query_of(a, &selection_now.x, b, h, i), k);
+        score s = {0, 0};
+        FOR(d, a->head_dim)
+        {
+            const double x = get(&a->k, b, h_kv, j, d), scale = a->k_scale.data ? get(&a->k_scale, b, h_kv, j, 0) : 1;
+            const double term = get(&a->q, b, h, i, d) * (a->k_scale.dtype == FA_F32 ? (float)(x * scale) : x * scale);
+            s.value += term, s.size += fabs(term);
+        }
         const double weight = r->weights.data ? get(&r->weights, b, h, i, 0) : 1;
         if (r->relu && s.value < 0) s.value = 0;
         sum.value += weight * s.value;
@@ -75,7 +84,6 @@ static void make_selection(int number)
     }
     r->top_k = below(3) ? 1 + below(9) : 1 + below(a->len_k + 2);
     if (below(2)) r->first = below(r->top_k + 1), r->last = below(r->top_k + 1 - r->first);
-    selection_now.x = operands_of(a);
     score *s = calloc((size_t)(a->batch * a->heads_kv * a->len_q * a->len_k) + 1, sizeof *s);
     selection_now.scores = s;
     EACH(a->heads_kv, a->len_q, a->len_k) *s++ = selection_score_of(b, h, i, j);
@@ -154,11 +162,7 @@ static const char *check_selection(const fa_kernels *kernels)
     return wrong;
 }
 
-static void drop_selection(void)
-{
-    drop_operands(&selection_now.x);
-    free(selection_now.scores);
-}
+static void drop_selection(void) { free(selection_now.scores); }
 
 FAMILY(selection, SELECTION_CASES, make_selection, selection_now.c.q, NULL, drop_selection);
 
