@@ -6,6 +6,7 @@ import inspect
 import pickle
 import re
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def section(title):
     return PLAN.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
 
 
+@cache
 def floors():
     """The plan's list of floors, from the ground up: the modules of each, a folder standing for all in it."""
     lists = re.findall(r"^\d+\. (.*?): ", section("Floors"), re.MULTILINE | re.DOTALL)
@@ -55,37 +57,24 @@ def floor_of(module):
     return max(found)[1]  # the longest name that fits
 
 
+@cache
 def imports(module):
-    """(other module, whether it is imported when `module` is), of all its imports within the package."""
+    """All that `module` imports within the package."""
     path = source(module)
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":  # Cython
-        yield from (
-            (name, True) for name in re.findall(r"^\s*(?:from|import) (fastattn[\w.]*)", text, re.MULTILINE)
-        )
-        return
-    tree = ast.parse(text)
-    later = {
-        id(node)
-        for outer in ast.walk(tree)
-        if isinstance(outer, (ast.FunctionDef, ast.If)) and (
-            isinstance(outer, ast.FunctionDef) or ast.unparse(outer.test) == "TYPE_CHECKING"
-        )
-        for node in ast.walk(outer)
-    }  # fmt: skip
-    for node in ast.walk(tree):
+        return set(re.findall(r"^\s*(?:from|import) (fastattn[\w.]*)", text, re.MULTILINE))
+    found = set()
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} imports by a relative name"
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                if inner.partition(".")[0] == "fastattn":
-                    yield (inner if inner in MODULES else node.module), id(node) not in later
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in inner}
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name.partition(".")[0] == "fastattn"]
-            yield from ((name, id(node) not in later) for name in names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
-            named = [a.value for a in node.args if isinstance(a, ast.Constant) and "fastattn" in str(a.value)]
-            yield from ((name, id(node) not in later) for name in named)
+            found |= {str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)}
+    return {name for name in found if name.partition(".")[0] == "fastattn"}
 
 
 def source(module):
@@ -105,13 +94,13 @@ def test_imports_go_down(module):
         return
     own = floor_of(module)
     lazy = [("fastattn", f"fastattn.{name}") for name in ("models", "train")]  # imported when first used
-    wrong = [o for o, _ in imports(module) if floor_of(o) > own and (module, o) not in lazy]
+    wrong = [o for o in imports(module) if floor_of(o) > own and (module, o) not in lazy]
     assert wrong == [], f"{source(module)} imports from above, by the floors of docs/dev/architecture.md"
 
 
 def test_no_circle_of_imports():
     """Imports within functions and for type checkers count."""
-    graph = {module: {other for other, _ in imports(module)} for module in MODULES}
+    graph = {module: imports(module) for module in MODULES}
     list(TopologicalSorter(graph).static_order())  # raises a CycleError that names the circle
 
 
