@@ -146,13 +146,24 @@ static int run_into(run_results *run, const fa_kernels *kernels, int again, int 
     return aligned;
 }
 
-/* Ends a case's making. */
-static void expect_results(run_results *run)
+static void expect_of(run_results *run, fa_dtype lane, int wide)
 {
     int generic = 0;
     while (strcmp(fa_isa_name(generic), "generic") != 0) generic++;
-    run_into(run, fa_isa_kernels(generic, FA_F64), 0, 1);
+    run_into(run, fa_isa_kernels(generic, lane), 0, wide);
     FOR(n, n_results) results[n].want = results[n].got[0];
+}
+
+/* Ends a case's making. */
+static void expect_results(run_results *run) { expect_of(run, FA_F64, 1); }
+
+/* The same of what has no twin in double precision, such as packed weights. */
+static void expect_same(run_results *run, fa_dtype lane) { expect_of(run, lane, 0); }
+
+/* Bytes, which must be those of the generic kernels. */
+static result *add_bytes(const char *name, int there, int64_t n)
+{
+    return add_result(name, there, FA_I8, 1, 1, 1, n, 0);
 }
 
 /* Says what is wrong with both runs. A result may err by so many roundings of its largest number, or of 1, and by
@@ -173,7 +184,8 @@ static const char *wrong_results(double roundings, double blur)
         EACH_OF(r) FOR(again, 1 + r->sum)
         {
             const double x = get(&r->want, b, h, i, j);
-            const near want = stored((near){x, error + 4 * eps * fabs(x)}, r->dtype);
+            near want = {x, error + 4 * eps * fabs(x)};
+            want = r->dtype == FA_I8 ? (near){x, 0} : stored(want, r->dtype);
             const fa_array *other = r->sum ? r->got + again : r->got + 1;
             const char *wrong = differs(r->name, r->got + again, other, b, h, i, j, want);
             if (wrong) return wrong;
