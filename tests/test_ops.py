@@ -2,8 +2,8 @@
 
 import math
 
-import ml_dtypes
 import numpy as np
+import precisions
 import pytest
 from activations import ACTIVATIONS
 from implementations import each_isa, forced
@@ -34,13 +34,8 @@ def normal(rng, *shape, dtype=np.float32):
 
 
 def close(actual, expected, bound, dtype):
-    """`got` is off by at most `bound`, absolute, and one rounding to its dtype, and is not all zero."""
-    assert actual.dtype == dtype
-    assert actual.shape == expected.shape
-    error = np.abs(actual.astype(np.float64) - expected)
-    smallest = float(ml_dtypes.finfo(dtype).smallest_subnormal)
-    allowed = bound + np.abs(expected) * EPS[np.dtype(dtype)] + smallest
-    assert (error <= allowed).all(), f"{(error / allowed).max():.3g} of the bound"
+    """`actual` is off by at most `bound`, absolute, and one rounding to its dtype, and is not all zero."""
+    precisions.close(actual, expected, bound, dtype)
     assert expected.size == 0 or np.count_nonzero(actual) > actual.size // 3
 
 
