@@ -113,6 +113,6 @@ static const char *check_attention(const fa_kernels *kernels)
     return wrong_results(1000, attention_now.bf16_dot ? 0x1p-7 : 0);
 }
 
-FAMILY(attention, N_CASES, make_attention, attention_now.c.q, &attention_now.c, drop_nothing);
+FAMILY(attention, N_CASES, make_attention, attention_now.c.q, &attention_now.c);
 
 #endif

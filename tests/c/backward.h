@@ -112,6 +112,6 @@ static const char *check_backward(const fa_kernels *kernels)
     return check_results(run_backward, kernels, 4000, pairs ? 0x1p-5 : 0);
 }
 
-FAMILY(backward, BACKWARD_CASES, make_backward, backward_now.c.q, &backward_now.c, drop_nothing);
+FAMILY(backward, BACKWARD_CASES, make_backward, backward_now.c.q, &backward_now.c);
 
 #endif

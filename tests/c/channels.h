@@ -145,9 +145,9 @@ static void make_conv_grad(int number)
 
 CHECK(conv_grad, run_conv_grad, 400)
 
-FAMILY(conv, CONV_CASES, make_conv, sequences_now.dtype, NULL, drop_nothing);
+FAMILY(conv, CONV_CASES, make_conv, sequences_now.dtype, NULL);
 
-FAMILY(conv_grad, CONV_CASES, make_conv_grad, sequences_now.dtype, NULL, drop_nothing);
+FAMILY(conv_grad, CONV_CASES, make_conv_grad, sequences_now.dtype, NULL);
 
 /* The scan. */
 static fa_scan_grad_args scan_now[2]; /* the second one with twins */
@@ -256,8 +256,8 @@ static void make_scan_grad(int number)
 
 CHECK(scan_grad, run_scan_grad, 400)
 
-FAMILY(scan, SCAN_CASES, make_scan, sequences_now.dtype, NULL, drop_nothing);
+FAMILY(scan, SCAN_CASES, make_scan, sequences_now.dtype, NULL);
 
-FAMILY(scan_grad, SCAN_CASES, make_scan_grad, sequences_now.dtype, NULL, drop_nothing);
+FAMILY(scan_grad, SCAN_CASES, make_scan_grad, sequences_now.dtype, NULL);
 
 #endif

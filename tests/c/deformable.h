@@ -133,8 +133,8 @@ static void make_deformable_grad(int number)
 
 CHECK(deformable_grad, run_deformable_grad, 4000)
 
-FAMILY(deformable, DEFORMABLE_CASES, make_deformable, deformable_now->forward.v.dtype, NULL, drop_nothing);
+FAMILY(deformable, DEFORMABLE_CASES, make_deformable, deformable_now->forward.v.dtype, NULL);
 
-FAMILY(deformable_grad, DEFORMABLE_CASES, make_deformable_grad, deformable_now->forward.v.dtype, NULL, drop_nothing);
+FAMILY(deformable_grad, DEFORMABLE_CASES, make_deformable_grad, deformable_now->forward.v.dtype, NULL);
 
 #endif

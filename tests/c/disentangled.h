@@ -63,6 +63,6 @@ static const char *check_disentangled(const fa_kernels *kernels)
     return check_results(run_disentangled, kernels, 1000, p.bf16_dot ? 0x1p-7 : 0);
 }
 
-FAMILY(disentangled, DISENTANGLED_CASES, make_disentangled, disentangled_now.c.q, &disentangled_now.c, drop_nothing);
+FAMILY(disentangled, DISENTANGLED_CASES, make_disentangled, disentangled_now.c.q, &disentangled_now.c);
 
 #endif

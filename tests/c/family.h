@@ -15,19 +15,16 @@ typedef struct {
     fa_dtype (*dtype)(void);                         /* of the case: says with which lanes it runs */
     const char *(*check)(const fa_kernels *kernels); /* what is wrong, or NULL */
     const test_case *c;                              /* of attention's families */
-    void (*drop)(void);                              /* what is not mapped */
 } family;
 
-#define FAMILY(name, cases, make, dtype_of_case, c, drop)                                                              \
+#define FAMILY(name, cases, make, dtype_of_case, c)                                                                    \
     static fa_dtype name##_dtype(void) { return dtype_of_case; }                                                       \
-    static const family name##_family = {#name, cases, make, name##_dtype, check_##name, c, drop}
-
-static void drop_nothing(void) {}
+    static const family name##_family = {#name, cases, make, name##_dtype, check_##name, c}
 
 /* The case that is running, which crashed() names. */
 static const family *running;
 static const char *running_isa;
-static int running_number, running_case;
+static int running_case;
 
 static void failed(const char *wrong)
 {
@@ -82,7 +79,7 @@ static void run_family(const family *f, const char *only_isa, int only_case, int
         protect();
         FOR(isa, fa_isa_count())
         {
-            running_isa = fa_isa_name((int)isa), running_number = (int)isa;
+            running_isa = fa_isa_name((int)isa);
             if (!fa_isa_available((int)isa) || (only_isa && strcmp(only_isa, running_isa) != 0)) continue;
             const char *wrong = f->check(fa_isa_kernels((int)isa, lane_of(f->dtype())));
             if (wrong) failed(wrong);
@@ -90,7 +87,6 @@ static void run_family(const family *f, const char *only_isa, int only_case, int
             release(mark);
         }
         release(0);
-        f->drop();
     }
 }
 

@@ -65,7 +65,7 @@ static int run_file_blocks(const fa_kernels *kernels, int again, int wide)
         kernels->pack_run(&a, larger(0, end - step), end, memset(scratch, 0xff, scratch_bytes));
     FOR(i, a.n_blocks)
     FOR(n, a.bad[i] ? n_results : 0) /* then nobody asks for the rest */
-        if (n != 3 && results[n].there) memset(results[n].got[again].data, 0, (size_t)results[n].cols);
+    if (n != 3 && results[n].there) memset(results[n].got[again].data, 0, (size_t)results[n].cols);
     return !wide;
 }
 
@@ -125,6 +125,6 @@ static void make_file_blocks(int number)
 
 CHECK(file_blocks, run_file_blocks, 0)
 
-FAMILY(file_blocks, FILE_CASES, make_file_blocks, FA_F32, NULL, drop_nothing);
+FAMILY(file_blocks, FILE_CASES, make_file_blocks, FA_F32, NULL);
 
 #endif

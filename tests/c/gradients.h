@@ -87,7 +87,7 @@ static void make_rows_grad(int number)
 
 CHECK(rows_grad, run_rows_grad, 4000)
 
-FAMILY(rows_grad, GRAD_CASES, make_rows_grad, rows_grad_now.args.dtype, NULL, drop_nothing);
+FAMILY(rows_grad, GRAD_CASES, make_rows_grad, rows_grad_now.args.dtype, NULL);
 
 /* Cross-entropy. */
 static const int64_t logits_n[] = {1, 3, 16, 65, 300};
@@ -134,7 +134,7 @@ static void make_logits(int number)
 
 CHECK(logits, run_logits, 4000)
 
-FAMILY(logits, LOGITS_CASES, make_logits, logits_now.dtype, NULL, drop_nothing);
+FAMILY(logits, LOGITS_CASES, make_logits, logits_now.dtype, NULL);
 
 /* Dropout. */
 static const int64_t dropout_n[] = {1, 15, 64, 130};
@@ -170,7 +170,7 @@ static void make_dropout(int number)
 
 CHECK(dropout, run_dropout, 4)
 
-FAMILY(dropout, DROPOUT_CASES, make_dropout, dropout_now.args.dtype, NULL, drop_nothing);
+FAMILY(dropout, DROPOUT_CASES, make_dropout, dropout_now.args.dtype, NULL);
 
 /* Sums of rows by their place: place 0 gets most of them, some places one, one none. */
 enum { SCATTERED = 600, SCATTER_PLACES = 4, SCATTER_CASES = COUNT(rows_n) * COUNT(floats) };
@@ -212,6 +212,6 @@ static void make_scatter(int number)
 
 CHECK(scatter, run_scatter, 400)
 
-FAMILY(scatter, SCATTER_CASES, make_scatter, scatter_now.args.dtype, NULL, drop_nothing);
+FAMILY(scatter, SCATTER_CASES, make_scatter, scatter_now.args.dtype, NULL);
 
 #endif

@@ -172,6 +172,6 @@ static const char *check_linear(const fa_kernels *kernels)
     return check_results(run_linear, kernels, 1000, bf16 ? 0x1p-6 : 0);
 }
 
-FAMILY(linear, LINEAR_CASES, make_linear, linear_now.args.dtype, NULL, drop_nothing);
+FAMILY(linear, LINEAR_CASES, make_linear, linear_now.args.dtype, NULL);
 
 #endif

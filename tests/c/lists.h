@@ -94,8 +94,6 @@ static const char *check_lists(const fa_kernels *kernels)
     return NULL;
 }
 
-static void drop_lists(void) {}
-
-FAMILY(lists, 1500, make_lists, FA_F32, NULL, drop_lists);
+FAMILY(lists, 1500, make_lists, FA_F32, NULL);
 
 #endif

@@ -68,6 +68,6 @@ static void make_nearest(int number)
 
 CHECK(nearest, run_nearest, nearest_now.by_length ? 64 : 0)
 
-FAMILY(nearest, NEAREST_CASES, make_nearest, nearest_now.q_dtype, NULL, drop_nothing);
+FAMILY(nearest, NEAREST_CASES, make_nearest, nearest_now.q_dtype, NULL);
 
 #endif

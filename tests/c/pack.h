@@ -113,6 +113,6 @@ static void make_pack(int number)
 
 CHECK(pack, run_pack, 0)
 
-FAMILY(pack, PACK_CASES, make_pack, pack_lane(), NULL, drop_nothing);
+FAMILY(pack, PACK_CASES, make_pack, pack_lane(), NULL);
 
 #endif

@@ -188,7 +188,7 @@ static const char *check_recurrent(const fa_kernels *kernels)
     return wrong || !recurrent_now->causal ? wrong : check_results(run_two_calls, kernels, 1000, 0);
 }
 
-FAMILY(recurrent, RECURRENT_CASES, make_recurrent, recurrent_now->q.dtype, NULL, drop_nothing);
+FAMILY(recurrent, RECURRENT_CASES, make_recurrent, recurrent_now->q.dtype, NULL);
 
 /* The gradients. */
 static fa_recurrent_backward_args recurrent_backward_now[2];
@@ -241,6 +241,6 @@ static const char *check_recurrent_backward(const fa_kernels *kernels)
     return check_results(run_recurrent_backward, kernels, recurrent_spoiled ? INFINITY : 4000, 0);
 }
 
-FAMILY(recurrent_backward, RECURRENT_CASES, make_recurrent_backward, recurrent_now->q.dtype, NULL, drop_nothing);
+FAMILY(recurrent_backward, RECURRENT_CASES, make_recurrent_backward, recurrent_now->q.dtype, NULL);
 
 #endif

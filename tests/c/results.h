@@ -96,6 +96,7 @@ typedef struct {
     int tokens;               /* rows are those of sequences */
     int zero;                 /* what it is added to */
     int sum;                  /* of tasks: the second run, which has others, may have other bits */
+    double off;               /* how far off bytes may be */
     fa_array got[2], want;
 } result;
 
@@ -188,7 +189,7 @@ static const char *wrong_results(double roundings, double blur)
             const double x = get(&r->want, b, h, i, j);
             near want = {x, error + 4 * eps * fabs(x)};
             if (rounded_now) want = stored(want, r->dtype);
-            want = r->dtype == FA_I8 ? (near){x, 0} : stored(want, r->dtype);
+            want = r->dtype == FA_I8 ? (near){x, r->off} : stored(want, r->dtype);
             const fa_array *other = r->sum ? r->got + again : r->got + 1;
             const char *wrong = differs(r->name, r->got + again, other, b, h, i, j, want);
             if (wrong) return wrong;

@@ -91,6 +91,6 @@ static void make_rows(int number)
 
 CHECK(rows, run_rows, 4000)
 
-FAMILY(rows, ROWS_CASES, make_rows, rows_now.args.dtype, NULL, drop_nothing);
+FAMILY(rows, ROWS_CASES, make_rows, rows_now.args.dtype, NULL);
 
 #endif

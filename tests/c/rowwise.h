@@ -61,6 +61,6 @@ static void make_rowwise(int number)
 
 CHECK(rowwise, run_rowwise, 4000)
 
-FAMILY(rowwise, ROWWISE_CASES, make_rowwise, rowwise_now.c.q, &rowwise_now.c, drop_nothing);
+FAMILY(rowwise, ROWWISE_CASES, make_rowwise, rowwise_now.c.q, &rowwise_now.c);
 
 #endif

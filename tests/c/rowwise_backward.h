@@ -83,6 +83,6 @@ static const char *check_rowwise_backward(const fa_kernels *kernels)
     return check_results(run_rowwise_backward, kernels, sparse ? INFINITY : 4000, 0);
 }
 
-FAMILY(rowwise_backward, ROWWISE_BACKWARD_CASES, make_rowwise_backward, rowwise_now.c.q, &rowwise_now.c, drop_nothing);
+FAMILY(rowwise_backward, ROWWISE_BACKWARD_CASES, make_rowwise_backward, rowwise_now.c.q, &rowwise_now.c);
 
 #endif

@@ -83,6 +83,6 @@ static void make_update(int number)
 
 CHECK(update, run_update, 400)
 
-FAMILY(update, UPDATE_CASES, make_update, update_now.dtype, NULL, drop_nothing);
+FAMILY(update, UPDATE_CASES, make_update, update_now.dtype, NULL);
 
 #endif
