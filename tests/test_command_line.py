@@ -34,7 +34,6 @@ def commands(tmp_path_factory):
     return {
         "info": ["info"],
         "help": ["--help"],
-        "help-of-a-command": ["bench", "--help"],
         "selftest": ["selftest", "--cases", "1"],
         "bench": ["bench", "--seconds", "1"],
         "embed": ["embed", "--model", str(encoder), str(lines)],
@@ -42,7 +41,7 @@ def commands(tmp_path_factory):
     }
 
 
-NAMES = ["info", "help", "help-of-a-command", "selftest", "bench", "embed", "generate"]
+NAMES = ["info", "help", "selftest", "bench", "embed", "generate"]
 
 
 def run(arguments, stdout, **more):
