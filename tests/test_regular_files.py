@@ -174,3 +174,19 @@ def test_what_is_begun_is_seen_by_nobody_who_may_not_see_the_file(tmp_path, umas
         with replaced(path) as new:
             assert mode(new) == while_written
         assert mode(path) == mask
+
+
+def test_ctrl_c_while_what_was_begun_is_taken_away(tmp_path, monkeypatch):
+    unlink, asked = Path.unlink, []
+
+    def interrupted(path, **options):
+        asked.append(path)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", interrupted)
+    with pytest.raises(KeyboardInterrupt), replaced(tmp_path / "file") as new:
+        new.write_text("half")
+    assert len(asked) == 2
+    assert not new.exists()
