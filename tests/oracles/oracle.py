@@ -44,7 +44,7 @@ def eps(dtype):
 _expected = {}  # by what the call consists of: implementations are held against one computation
 
 
-def with_array(arguments, q, k):
+def with_array(arguments, q=None, k=None):
     """The arguments, with a structural mask as the array of it; masks/test_definitions.py holds that."""
     if not isinstance(arguments.get("mask"), Mask):
         return arguments
