@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import numpy as np
+import precisions
 import pytest
 from channels import conv
 from differences import assert_gradient
@@ -26,11 +27,7 @@ def problem(shape, width, dtype=np.float32, seed=0):
 
 
 def close(got, expected, dtype, factor=16):
-    assert got.dtype == dtype
-    assert got.shape == expected.shape
-    most = np.abs(expected).max(initial=1)
-    bound = factor * EPS[lane(dtype)] * most + EPS[np.dtype(dtype)] * np.abs(expected)
-    assert (np.abs(got.astype(np.float64) - expected) <= bound).all()
+    precisions.close(got, expected, factor * EPS[lane(dtype)] * np.abs(expected).max(initial=1), dtype)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 8])

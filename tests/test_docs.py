@@ -7,11 +7,10 @@ import runpy
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny_models as tiny
 import tiny_towers
-from implementations import COMPILED, forced
+from implementations import COMPILED
 from model_folders import write_reranker
 from PIL import Image
 from tiny_tokenizers import write_byte_tokenizer, write_tokenizer
@@ -107,17 +106,6 @@ def test_the_tutorial_says_what_its_blocks_print(capsys):
         assert capsys.readouterr().out == text, code
 
 
-def test_the_tutorial_tells_kernels_from_numpy(capsys):
-    page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
-    first, *_, question = re.findall(r"```python\n(.*?)```", page.partition("## Who attends")[0], re.DOTALL)
-    names = {}
-    with forced("numpy"):
-        exec(first, names)
-        capsys.readouterr()
-        exec(question, names)
-    assert capsys.readouterr().out == "False\nnumpy False\n"
-
-
 def test_the_page_of_variants_names_what_there_is():
     """Its index has all functions of `fastattn.functional` but those of gradients."""
     page = (ROOT / "docs/variants.md").read_text(encoding="utf-8")
@@ -138,15 +126,3 @@ def test_the_picture_of_masks_has_the_masks_of_its_tool():
     assert set(masks.__all__) - named == {"Mask", "compile", "dense"}
     for title in tool["MASKS"]:
         assert isinstance(eval(title, vars(masks) | tool["ARGUMENTS"]), masks.Mask)
-
-
-def test_steps_with_prompts_of_different_lengths_are_the_full_pass():
-    """The last example of docs/layers.md: a whole Transformer with padding, and its results."""
-    names = run([name for name in EXAMPLES if name.startswith("docs/layers.md")][-1])
-    model, embed, lengths = names["model"], names["embed"], names["prompt_lengths"]
-    for b, length in enumerate(lengths):
-        ids = np.concatenate([names["prompt"][b, :length], [step[b] for step in names["tokens"]]])[None]
-        memory, mask = names["memory"][b : b + 1], names["padding"][b : b + 1]
-        tgt = embed(ids, np.arange(ids.shape[1])[None])
-        full = model.decoder(tgt, memory, memory_key_padding_mask=mask, tgt_is_causal=True)
-        np.testing.assert_allclose(names["y"][b], full[0, -1], rtol=0, atol=1e-5)

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import re
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def section(title):
     return PLAN.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
 
 
+@cache
 def floors():
     """The plan's list of floors, from the ground up: the modules of each, a folder standing for all in it."""
     lists = re.findall(r"^\d+\. (.*?): ", section("Floors"), re.MULTILINE | re.DOTALL)
@@ -55,37 +57,24 @@ def floor_of(module):
     return max(found)[1]  # the longest name that fits
 
 
+@cache
 def imports(module):
-    """(other module, whether it is imported when `module` is), of all its imports within the package."""
+    """All that `module` imports within the package."""
     path = source(module)
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":  # Cython
-        yield from (
-            (name, True) for name in re.findall(r"^\s*(?:from|import) (fastattn[\w.]*)", text, re.MULTILINE)
-        )
-        return
-    tree = ast.parse(text)
-    later = {
-        id(node)
-        for outer in ast.walk(tree)
-        if isinstance(outer, (ast.FunctionDef, ast.If)) and (
-            isinstance(outer, ast.FunctionDef) or ast.unparse(outer.test) == "TYPE_CHECKING"
-        )
-        for node in ast.walk(outer)
-    }  # fmt: skip
-    for node in ast.walk(tree):
+        return set(re.findall(r"^\s*(?:from|import) (fastattn[\w.]*)", text, re.MULTILINE))
+    found = set()
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} imports by a relative name"
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                if inner.partition(".")[0] == "fastattn":
-                    yield (inner if inner in MODULES else node.module), id(node) not in later
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in inner}
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name.partition(".")[0] == "fastattn"]
-            yield from ((name, id(node) not in later) for name in names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
-            named = [a.value for a in node.args if isinstance(a, ast.Constant) and "fastattn" in str(a.value)]
-            yield from ((name, id(node) not in later) for name in named)
+            found |= {str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)}
+    return {name for name in found if name.partition(".")[0] == "fastattn"}
 
 
 def source(module):
@@ -105,13 +94,13 @@ def test_imports_go_down(module):
         return
     own = floor_of(module)
     lazy = [("fastattn", f"fastattn.{name}") for name in ("models", "train")]  # imported when first used
-    wrong = [o for o, _ in imports(module) if floor_of(o) > own and (module, o) not in lazy]
+    wrong = [o for o in imports(module) if floor_of(o) > own and (module, o) not in lazy]
     assert wrong == [], f"{source(module)} imports from above, by the floors of docs/dev/architecture.md"
 
 
 def test_no_circle_of_imports():
     """Imports within functions and for type checkers count."""
-    graph = {module: {other for other, _ in imports(module)} for module in MODULES}
+    graph = {module: imports(module) for module in MODULES}
     list(TopologicalSorter(graph).static_order())  # raises a CycleError that names the circle
 
 
@@ -124,8 +113,11 @@ SETTINGS = {
 
 def test_an_import_loads_the_settings_alone(python):
     """All else is loaded when it is first used, and then is there as an attribute."""
-    code = "import sys, fastattn; print(*(name for name in sys.modules if name.startswith('fastattn.')))"
-    assert {name.partition(".")[2] for name in python(code).stdout.split()} <= SETTINGS
+    code = "import sys, numpy; before = {*sys.modules}; import fastattn; print(*({*sys.modules} - before))"
+    found = {name for name in python(code).stdout.split() if "cython" not in name}
+    assert {name.partition(".")[2] for name in found if name.startswith("fastattn.")} <= SETTINGS
+    packages = {name.partition(".")[0] for name in found} - sys.stdlib_module_names
+    assert packages - {"numpy"} == {"fastattn"}  # of NumPy, some modules load late
     names = set(fastattn.__all__) - {"__version__"}
     code = f"import fastattn; print(*(getattr(fastattn, name).__name__ for name in {sorted(names)}))"
     assert {name.rpartition(".")[2] for name in python(code).stdout.split()} == names
@@ -236,12 +228,6 @@ def test_errors_know_the_names_that_are_never_used():
     assert set(OTHER_NAMES) <= known
 
 
-def test_the_glossary_names_what_there_is():
-    options = set(fastattn._args.options.AttentionOptions.__annotations__)
-    unknown = set(glossary()) - {name for _, name in signatures()} - options
-    assert unknown == set(), "docs/dev/architecture.md names arguments that no function has"
-
-
 def test_options_are_those_of_attention():
     """One definition: users read its names, and all defaults are those of the check."""
     checked = inspect.signature(fastattn._args.attention.attention_args).parameters
@@ -254,36 +240,6 @@ def test_options_are_those_of_attention():
     types = fastattn._args.options.AttentionOptions.__annotations__
     plain = {name: getattr(types[name], "__forward_arg__", types[name]) for name in options}
     assert {name: seen[name].annotation.replace("NDArray[Any]", "Array") for name in options} == plain
-
-
-def test_cython_has_the_axes_of_the_table():
-    """Cython checks each array of an attention call against the axes that the table names."""
-    text = (PACKAGE / "_engine/core/_core.pyx").read_text(encoding="utf-8")
-    set_up = re.findall(
-        r"tables\.set(_rows)?\(&[\w.]+, \"(\w+)\", (?:args|tables)\.\w+, (.*)\)$", text, re.MULTILINE
-    )
-    found = {
-        name: tuple(re.findall(r"a\.(heads_\w+|len_\w+|head_dim\w*)", sizes)) for _, name, sizes in set_up
-    }
-    assert found == fastattn._args.types.AXES
-
-
-def test_public_signatures_are_typed():
-    """`Any` is an axis of matplotlib, or a result that return_lse decides on; options are a TypedDict."""
-    for module in PUBLIC:
-        for name in module.__all__:
-            function = getattr(module, name)
-            if not inspect.isfunction(function) or module is plot or name == "vjp":  # whose function decides
-                continue
-            signature = inspect.signature(function)
-            for parameter in signature.parameters.values():
-                assert parameter.annotation not in (parameter.empty, "Any"), (name, parameter)
-                if parameter.kind == parameter.VAR_KEYWORD:
-                    (options,) = re.findall(r"^Unpack\[(\w+)\]$", parameter.annotation)
-                    assert hasattr(fastattn._args.options, options), name
-            overloaded = f"@overload\ndef {name}(" in source(function.__module__).read_text(encoding="utf-8")
-            decided = overloaded or "return_lse" in signature.parameters
-            assert decided or signature.return_annotation not in (signature.empty, "Any"), name
 
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
@@ -373,62 +329,3 @@ def test_there_is_no_other_function_with_options():
     functions = {name for name in functional.__all__ if inspect.isfunction(getattr(functional, name))}
     with_options = {n for n in functions if "options" in inspect.signature(getattr(functional, n)).parameters}
     assert with_options == set(REFUSED) - {"attention_weights", "explain"}, "REFUSED of tests/test_house.py"
-
-
-RECIPES = re.findall(r"^### To add (.*)$", section("Recipes"), re.MULTILINE)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_name_files_that_exist(recipe):
-    text = section("Recipes").split(f"\n### To add {recipe}\n", 1)[1].split("\n### ", 1)[0]
-    assert re.search(r"^1\. `", text, re.MULTILINE)
-    root = PACKAGE.parent
-    if (root / "src").exists():  # not of an installed wheel
-        files = re.findall(r"`((?:bench|fastattn|src|tests|docs|tools)/[\w./]+\.\w+)`", text)
-        assert [name for name in files if not (root / name).exists()] == []
-
-
-SOURCES = ROOT / "src"
-C_FILES = [*SOURCES.glob("*.inc*"), *SOURCES.glob("families/*.c")]
-TEXTS = {path.name: path.read_text(encoding="utf-8") for path in C_FILES}
-CODE = {name: re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL) for name, text in TEXTS.items()}
-HEADED = sorted(name for name in TEXTS if name.endswith(".inc.h"))
-
-
-def words(name):
-    return set(re.findall(r"\w+", CODE[name]))
-
-
-def defined(name):
-    """Macros that last, functions, tables, types and constants of a C file."""
-    function = r"(?:INLINE|NOINLINE|static)\b[\w *]*?(\w+)[(\[]"
-    starts = (r"#define (\w+)", function, r"(?:typedef .*)?\} (\w+);")
-    names = {n for start in starts for n in re.findall(f"^{start}", CODE[name], re.MULTILINE)}
-    constants = re.findall(r"[A-Z]\w+", " ".join(re.findall(r"enum \{(.*?)\}", CODE[name], re.DOTALL)))
-    undefined = re.findall(r"^#undef (\w+)", "\n".join(CODE.values()), re.MULTILINE)
-    return names.union(constants).difference(undefined)
-
-
-def listed(name, title):
-    """Read what the head of a C file lists under a title; remarks stand in parentheses."""
-    head = re.match(r"/\*.*?\*/", TEXTS[name], re.DOTALL)[0]
-    entry = re.search(rf"^ \* {title}  (.*?)(?=^ \*(?: [A-Z]|$)|\*/)", head, re.DOTALL | re.MULTILINE)
-    assert entry, f"the head of {name} has no {title}"
-    return set(re.findall(r"[\w.]*\w", re.sub(r"\(.*?\)", "", entry[1], flags=re.DOTALL)))
-
-
-def included(name):
-    """The files that a file includes, and those that they include."""
-    direct = set(re.findall(r'^#include "([\w.]+\.inc\.h)"', CODE[name], re.MULTILINE))
-    return direct.union(*map(included, direct))
-
-
-@pytest.mark.parametrize("name", HEADED)
-def test_heads_of_c_files_are_true(name):
-    """A file exports what others use, uses the rest, and includes all whose exports it uses."""
-    others = set().union(*(words(other) for other in CODE if other != name))
-    assert listed(name, "Exports") == defined(name) & others
-    own = defined(name) - others
-    assert {each for each in own if len(re.findall(rf"\b{each}\b", CODE[name])) == 1} == set()
-    used = {other: defined(other) & words(name) for other in HEADED if other != name}
-    assert {other for other in used if used[other]} <= included(name)

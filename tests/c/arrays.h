@@ -15,10 +15,11 @@
 #define FOR(i, n) for (int64_t i = 0; i < (n); i++)
 
 /* Memory whose end is the end of a page, with none after it; filled with 0xff, which is NaN in every dtype. */
-static struct {
+typedef struct {
     char *base;
-    size_t used; /* before that page */
-} mappings[128];
+    size_t used, size; /* before that page; of it, what was asked for */
+} mapping;
+static mapping mappings[256];
 static int n_mappings;
 
 static size_t page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
@@ -31,21 +32,28 @@ static char *allocate(size_t size)
         fputs("driver: no memory\n", stderr);
         exit(2);
     }
-    mappings[n_mappings].base = base;
-    mappings[n_mappings++].used = used;
+    mappings[n_mappings++] = (mapping){base, used, size};
     return memset(base, 0xff, used) + used - size;
 }
 
 /* Makes all that has been allocated read-only. */
 static void protect(void) { FOR(i, n_mappings) mprotect(mappings[i].base, mappings[i].used, PROT_READ); }
 
-/* Whether the mapping that `inside` points into, or to the end of, holds what allocate() put there. */
+/* The mapping that `inside` points into, or to the end of, or NULL. */
+static const mapping *mapping_of(const void *inside)
+{
+    const char *p = inside;
+    for (const mapping *m = mappings + n_mappings; m-- > mappings;)
+        if (m->base <= p && p <= m->base + m->used) return m;
+    return NULL;
+}
+
+/* Whether the mapping that `inside` points into holds what allocate() put there. */
 static int is_blank(const char *inside)
 {
-    int n = n_mappings - 1;
-    while (n > 0 && !(mappings[n].base <= inside && inside <= mappings[n].base + mappings[n].used)) n--;
-    for (size_t i = 0; i < mappings[n].used; i++)
-        if (mappings[n].base[i] != (char)0xff) return 0;
+    const mapping *m = mapping_of(inside);
+    for (size_t i = 0; i < m->used; i++)
+        if (m->base[i] != (char)0xff) return 0;
     return 1;
 }
 

@@ -3,44 +3,16 @@
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
-#include "family.h"
-#include "statistics.h"
-
-/* Results of one instruction set. */
-static struct {
-    int tile, tiles, bf16_dot, few_rows, splits;
-    double elements, numbers; /* all, and those expected to be neither 0 nor NaN */
-} counts[16];
+#include "results.h"
 
 static struct {
     test_case c;
-    fa_attention_args inputs;
-    operands x;
-    expected *want;
-    expected_statistics statistics;
-} attention_case;
-
-static void make_attention(int number)
-{
-    attention_case.c = case_of(number);
-    attention_case.inputs = new_inputs(&attention_case.c);
-    attention_case.x = operands_of(&attention_case.inputs);
-    attention_case.want = expect(&attention_case.inputs, &attention_case.x);
-    if (attention_case.c.statistics)
-        attention_case.statistics = expect_statistics(&attention_case.inputs, &attention_case.x);
-}
-
-static void drop_attention(void)
-{
-    drop_operands(&attention_case.x);
-    free(attention_case.want);
-    if (attention_case.c.statistics) drop_statistics(&attention_case.statistics);
-}
-
-static void describe_attention(void) { describe(&attention_case.c); }
+    fa_attention_args args[2]; /* the second one with twins */
+    int bf16_dot;              /* the last plan's */
+} attention_now;
 
 /* Runs all tasks, for the first time or `again`. */
-static void run_attention(const fa_kernels *kernels, const fa_attention_args *a, const fa_plan *p, int again)
+static void run_tasks(const fa_kernels *kernels, const fa_attention_args *a, const fa_plan *p, int again)
 {
     const int mark = n_mappings;
     char *scratch = allocate((size_t)p->scratch_bytes);
@@ -60,25 +32,6 @@ static void run_attention(const fa_kernels *kernels, const fa_attention_args *a,
         }
     } else FOR(task, p->n_tasks) kernels->attention->run(a, p, again ? p->n_tasks - 1 - task : task, scratch);
     release(mark);
-}
-
-/* Says what is wrong with a call that ran twice, or NULL. `blur` is 1 if the kernel rounds probabilities. The
- * memory of the second out is given back. */
-static const char *wrong_out(const fa_attention_args calls[2], const expected *e, double blur)
-{
-    const fa_attention_args *a = calls;
-    const char *wrong = NULL;
-    FOR(b, a->batch) FOR(h, a->heads_q) FOR(i, a->len_q)
-    {
-        for (int64_t d = 0; d < a->head_dim_v && !wrong; d++)
-            wrong = differs("out", &a->out, &calls[1].out, b, h, i, d,
-                            (near){e[d].value, e[d].tolerance + (blur ? 0x1p-8 * e[d].blur : 0)});
-        const near lse = {e[a->head_dim_v].value, e[a->head_dim_v].tolerance};
-        if (a->lse.data && !wrong) wrong = differs("lse", &a->lse, &calls[1].lse, b, h, i, 0, lse);
-        e += a->head_dim_v + 1;
-    }
-    if (wrong || only_rows(&calls[1].out, a->batch, a->heads_q, a->len_q, a->head_dim_v)) return wrong;
-    return BETWEEN_ROWS;
 }
 
 /* Moves the rows of keys, of one KV head, to blocks with others between them, which are NaN. */
@@ -107,61 +60,59 @@ static void scatter_keys(int number, fa_attention_args *a)
     seed = before;
 }
 
-static const char *check_attention(int isa, const fa_kernels *kernels)
+static int run_attention(const fa_kernels *kernels, int again, int wide)
 {
-    const test_case *c = &attention_case.c;
-    fa_attention_args calls[2] = {attention_case.inputs, attention_case.inputs}, *a = calls;
+    fa_attention_args call = attention_now.args[wide];
+    fa_array *const each[] = {&call.out,
+                              &call.lse,
+                              &call.stats.row_max,
+                              &call.stats.entropy,
+                              &call.stats.top_weights,
+                              &call.stats.top_keys,
+                              &call.stats.key_sums,
+                              &call.stats.mean_weights};
+    const int number = attention_now.c.number;
     fa_plan p;
-    if (a->heads_kv == 1 && c->number / COUNT(dtypes) % 3 == 0) FOR(again, 2) scatter_keys(c->number, calls + again);
-    FOR(again, 2)
+    FOR(n, n_results) if (results[n].there) * each[n] = results[n].got[again];
+    if (!wide && call.heads_kv == 1 && number / COUNT(dtypes) % 3 == 0) scatter_keys(number, &call);
+    if (call.stats.key_sums.data || call.stats.mean_weights.data)
+        call.stats.norm = new_floats(lane_of(call.q.dtype), call.batch, call.heads_q, call.len_q, 2, 0);
+    FOR(pass, 1 + (call.stats.norm.data != NULL))
     {
-        fa_attention_args *call = calls + again;
-        if (!(c->options & NO_LSE))
-            call->lse = new_floats(lane_of(c->q), a->batch, a->heads_q, a->len_q, 1, c->out_layout);
-        call->out = new_floats(c->q, a->batch, a->heads_q, a->len_q, a->head_dim_v, c->out_layout);
-        new_statistics(c, call);
-        kernels->attention->plan(call, again ? 64 : 1, &p);
-        if (p.scratch_bytes % 64 || p.partial_bytes % 64) return UNALIGNED;
-        run_attention(kernels, call, &p, (int)again);
-        counts[isa].tiles += p.tiles > 1;
-        if (!call->stats.norm.data) continue;
-        fa_plan second;
-        call->stats.second_pass = 1;
-        kernels->attention->plan(call, again ? 64 : 1, &second);
-        if (second.scratch_bytes % 64) return UNALIGNED;
-        run_attention(kernels, call, &second, (int)again);
+        call.stats.second_pass = (int)pass;
+        kernels->attention->plan(&call, again ? 64 : 1, &p);
+        if (p.scratch_bytes % 64 || p.partial_bytes % 64) return 0;
+        run_tasks(kernels, &call, &p, again);
+        if (!pass) attention_now.bf16_dot = p.bf16_dot;
     }
-    counts[isa].tile += p.kind == FA_TILE;
-    counts[isa].few_rows += p.kind == FA_FEW_ROWS;
-    counts[isa].bf16_dot += p.bf16_dot;
-    counts[isa].splits += p.n_splits > 1;
-    for (const expected *e = attention_case.want, *end = e + a->batch * a->heads_q * a->len_q * (a->head_dim_v + 1);
-         e < end; e++) {
-        counts[isa].elements++;
-        counts[isa].numbers += isfinite(e->value) && e->value != 0;
-    }
-    const char *wrong = wrong_out(calls, attention_case.want, p.bf16_dot);
-    return wrong || !c->statistics ? wrong : wrong_statistics(calls, &attention_case.x, &attention_case.statistics);
+    return 1;
 }
 
-FAMILY(attention, N_CASES, make_attention, attention_case.c.q, describe_attention, drop_attention);
-
-/* Prints what ran. Returns whether enough of the compared numbers were neither 0 nor NaN. */
-static int report_attention(const char *only_isa)
+static void make_attention(int number)
 {
-    int told = 1;
-    FOR(isa, fa_isa_count())
-    {
-        const char *name = fa_isa_name((int)isa);
-        if (!fa_isa_available((int)isa) || (only_isa && strcmp(only_isa, name) != 0)) continue;
-        printf("%s: tile kernel %d (several tiles a task %d, bfloat16 dot %d), few-row kernel %d, several splits %d\n",
-               name, counts[isa].tile, counts[isa].tiles, counts[isa].bf16_dot, counts[isa].few_rows,
-               counts[isa].splits);
-        if (2 * counts[isa].numbers >= counts[isa].elements) continue;
-        puts("FAILED: most elements are 0 or NaN, so that the comparison says little");
-        told = 0;
-    }
-    return told;
+    const test_case c = attention_now.c = case_of(number);
+    fa_attention_args *a = attention_now.args;
+    const fa_dtype lane = lane_of(c.q);
+    *a = new_inputs(&c), a[1] = twin_of_attention(*a), n_results = 0;
+    const int64_t batch = a->batch, heads = a->heads_q, rows = a->len_q, keys = a->len_k, top = a->stats.n_top;
+    add_result("out", 1, c.q, batch, heads, rows, a->head_dim_v, c.out_layout);
+    add_result("lse", !(c.options & NO_LSE), lane, batch, heads, rows, 1, c.out_layout);
+    add_result("row_max", c.statistics & ROW_MAX, lane, batch, heads, rows, 1, 0);
+    add_result("entropy", c.statistics & ENTROPY, lane, batch, heads, rows, 1, 0);
+    add_result("top_weights", c.statistics & TOP, lane, batch, heads, rows, top, 0);
+    add_result("top_keys", c.statistics & TOP, FA_F64, batch, heads, rows, top, 0); /* as bits; -1 is NaN */
+    add_result("key_sums", c.statistics & KEY_SUMS, lane, batch, heads, keys, 1, 0)->zero = 1;
+    add_result("mean_weights", c.statistics & MEAN_WEIGHTS, lane, batch, 1, rows, keys, 0)->zero = 1;
+    results->first = results[1].first = c.out_layout;
+    expect_results(run_attention);
 }
+
+static const char *check_attention(const fa_kernels *kernels)
+{
+    FOR(again, 2) if (!run_into(run_attention, kernels, (int)again, 0)) return UNALIGNED;
+    return wrong_results(1000, attention_now.bf16_dot ? 0x1p-7 : 0);
+}
+
+FAMILY(attention, N_CASES, make_attention, attention_now.c.q, &attention_now.c);
 
 #endif

@@ -18,7 +18,7 @@ own_kernels() { # own_kernels ISA FAMILIES: a pattern of the lines of `driver li
 
 # build NAME ARCHITECTURE CC FLAGS...: $out/NAME/driver, with every instruction set that the compiler takes, and
 # $out/NAME/own, patterns of those lines of `driver list` whose kernels are not those of another line.
-#   LEAVE_OUT  names of instruction sets to do without
+#   LEAVE_OUT  names of instruction sets to do without; the driver needs generic
 #   EMULATE    names of those to have once more as <name>_emulated, where the bfloat16 dot product is spelled out, or
 #              the tiles of amx are, for any CPU with AVX-512: amx_on_avx512; or with AVX2: amx_on_avx2
 build() {

@@ -39,13 +39,6 @@ static const char *differs(const char *name, const fa_array *out, const fa_array
     return wrong;
 }
 
-/* Whether `x` (batch, heads, rows, cols), a mapping of its own, was written in its rows only. Takes them away. */
-static int only_rows(const fa_array *x, int64_t batch, int64_t heads, int64_t rows, int64_t cols)
-{
-    FOR(b, batch) FOR(h, heads) FOR(i, rows) memset(at(x, b, h, i, 0), 0xff, (size_t)(cols * bytes_of(x->dtype)));
-    return batch * heads * rows * cols == 0 || is_blank(x->data);
-}
-
 #define BETWEEN_ROWS "something was written between the rows of out"
 #define UNALIGNED "scratch sizes that do not keep memory aligned"
 

@@ -12,15 +12,14 @@ typedef struct {
     const char *name;
     int n_cases;
     void (*make)(int number);
-    fa_dtype (*dtype)(void);                                  /* of the case: says with which lanes it runs */
-    const char *(*check)(int isa, const fa_kernels *kernels); /* what is wrong, or NULL */
-    void (*describe)(void);
-    void (*drop)(void); /* what is not mapped */
+    fa_dtype (*dtype)(void);                         /* of the case: says with which lanes it runs */
+    const char *(*check)(const fa_kernels *kernels); /* what is wrong, or NULL */
+    const test_case *c;                              /* of attention's families */
 } family;
 
-#define FAMILY(name, cases, make, dtype_of_case, describe, drop)                                                       \
+#define FAMILY(name, cases, make, dtype_of_case, c)                                                                    \
     static fa_dtype name##_dtype(void) { return dtype_of_case; }                                                       \
-    static const family name##_family = {#name, cases, make, name##_dtype, check_##name, describe, drop}
+    static const family name##_family = {#name, cases, make, name##_dtype, check_##name, c}
 
 /* The case that is running, which crashed() names. */
 static const family *running;
@@ -30,7 +29,7 @@ static int running_case;
 static void failed(const char *wrong)
 {
     printf("FAILED %s %s %d: ", running_isa, running->name, running_case);
-    running->describe();
+    if (running->c) describe(running->c);
     printf(": %s\n", wrong);
 }
 
@@ -82,13 +81,12 @@ static void run_family(const family *f, const char *only_isa, int only_case, int
         {
             running_isa = fa_isa_name((int)isa);
             if (!fa_isa_available((int)isa) || (only_isa && strcmp(only_isa, running_isa) != 0)) continue;
-            const char *wrong = f->check((int)isa, fa_isa_kernels((int)isa, lane_of(f->dtype())));
+            const char *wrong = f->check(fa_isa_kernels((int)isa, lane_of(f->dtype())));
             if (wrong) failed(wrong);
             count[wrong != NULL]++;
             release(mark);
         }
         release(0);
-        f->drop();
     }
 }
 

@@ -1,5 +1,4 @@
-/* Gradients of what goes row by row, cross-entropy, dropout and sums of rows by place, against plain C in double
- * precision. */
+/* Gradients of what goes row by row, cross-entropy, dropout and sums of rows by place. */
 #ifndef GRADIENTS_H
 #define GRADIENTS_H
 
@@ -13,6 +12,7 @@ typedef struct {
 } rows_grad_case;
 
 static rows_grad_case rows_grad_now;
+static fa_rows_grad_args rows_grad_wide;
 
 static fa_array optional(int there, fa_dtype dtype, int64_t rows, int64_t n, const char **data, int64_t *row)
 {
@@ -23,7 +23,7 @@ static fa_array optional(int there, fa_dtype dtype, int64_t rows, int64_t n, con
     return x;
 }
 
-static void make_rows_grad(int number)
+static void draw_rows_grad(int number)
 {
     int i = number;
     rows_grad_case c = {0};
@@ -47,124 +47,47 @@ static void make_rows_grad(int number)
     rows_grad_now = c;
 }
 
-/* Row i of dx and dup, as they must be; adds to dweight and dbias, and to what they may err by. */
-static void expect_rows_grad(const rows_grad_case *c, int64_t i, near *dx, near *dup, near *dweight, near *dbias)
+/* The second time where dout is. Sums are of all rows in one task, and of two rows and the others. */
+static int run_rows_grad(const fa_kernels *kernels, int again, int wide)
 {
-    const fa_rows_grad_args *a = &c->args;
-    const int64_t n = a->n;
-    const double eps = eps_of(lane_of(a->dtype)), steps = 8 + sqrt((double)n);
-    double x[300], g[300], mean = 0, squares = 0, means[2] = {0}, most = 0;
-    double ups[300], inputs[300];
-    near gates[300];
-    FOR(j, n)
-    {
-        ups[j] = a->up ? up_at(&c->up, a->up_each, n, i, j) : 1;
-        gates[j] = a->up ? activated(a->activation, (near){ups[j], 0}, eps) : (near){1, 0};
-        x[j] = get(&c->x, 0, 0, i, j) + (a->residual ? get(&c->residual, 0, 0, i, j) : 0);
-        g[j] = get(&c->dout, 0, 0, i, j);
-        if (a->kind == FA_LAYER_NORM) mean += x[j] / (double)n;
-        if (a->kind == FA_SOFTMAX) means[0] += x[j] * g[j], most += fabs(x[j] * g[j]);
-    }
-    if (a->kind == FA_SOFTMAX) {
-        FOR(j, n) dx[j] = (near){x[j] * (g[j] - means[0]), eps * steps * fabs(x[j]) * (fabs(g[j]) + most)};
-        return;
-    }
-    if (a->kind == FA_ACTIVATE) {
-        FOR(j, n)
-        {
-            const near y = activated(a->activation, (near){x[j], 0}, eps);
-            dx[j] = (near){g[j] * ups[j] * slope_of(a->activation, x[j]),
-                           fabs(g[j] * ups[j]) * (16 * eps * (1 + fabs(x[j])) + 1e-9)};
-            dup[j] = (near){g[j] * y.value, fabs(g[j]) * (y.error + 4 * eps * fabs(y.value))};
-        }
-        return;
-    }
-    FOR(j, n) inputs[j] = x[j], x[j] *= a->gate_first ? gates[j].value : 1;
-    FOR(j, n) squares += (x[j] - mean) * (x[j] - mean);
-    const double factor = 1 / sqrt(squares / (double)n + a->eps);
-    FOR(j, n)
-    {
-        const double dout = g[j];
-        x[j] = (x[j] - mean) * factor;
-        if (a->up && !a->gate_first) g[j] *= gates[j].value;
-        dweight[j].value += g[j] * x[j], dbias[j].value += g[j];
-        dweight[j].error += eps * steps * (fabs(g[j]) + (a->up ? 4 * fabs(dout) : 0)) * (1 + fabs(x[j]) + 4 * factor),
-            dbias[j].error += 8 * eps * (fabs(g[j]) + (a->up ? 4 * fabs(dout) : 0));
-        if (a->weight) g[j] *= get(&c->weight, 0, 0, 0, j);
-        if (a->kind == FA_LAYER_NORM) means[0] += g[j] / (double)n;
-        means[1] += g[j] * x[j] / (double)n;
-        most = fmax(most, (fabs(g[j]) + (a->up ? fabs(dout) : 0)) * (1 + fabs(x[j])));
-    }
-    FOR(j, n)
-    {
-        const double value = factor * (g[j] - means[0] - x[j] * means[1]);
-        dx[j] = (near){value, eps * steps * 4 * factor * (1 + factor) * most * (1 + fabs(x[j]))};
-        if (a->dsum) dx[j].value += get(&c->dsum, 0, 0, i, j), dx[j].error += eps * fabs(dx[j].value);
-        if (!a->up) continue;
-        const double slope = slope_of(a->activation, ups[j]), weight = a->weight ? get(&c->weight, 0, 0, 0, j) : 1;
-        const near slopes = {slope, 16 * eps * (1 + fabs(ups[j])) + 1e-9};
-        const near normed = {weight * x[j], eps * steps * fabs(weight) * (1 + factor) * (1 + fabs(x[j]))};
-        const near dz = dx[j], by = a->gate_first ? dz : (near){get(&c->dout, 0, 0, i, j), 0};
-        dup[j] = product(product(by, slopes, eps), a->gate_first ? (near){inputs[j], 0} : normed, eps);
-        if (a->gate_first) dx[j] = product(dz, gates[j], eps);
-    }
-}
-
-/* Computes twice, the second time where dout is, with sums of all rows in one task, and of two rows and the others. */
-static const char *check_rows_grad(int isa, const fa_kernels *kernels)
-{
-    fa_rows_grad_args a = rows_grad_now.args;
-    const fa_dtype lane = lane_of(a.dtype);
-    const int64_t split = 2, n = a.n;
-    near dweight[300] = {{0, 0}}, dbias[300] = {{0, 0}}, dx[300], dup[300];
-    fa_array out[2], ups[2], sums = new_floats(lane, 1, 1, 2, 2 * n, 0), total = new_floats(lane, 1, 1, 1, 2 * n, 0);
+    const rows_grad_case *c = &rows_grad_now;
+    fa_rows_grad_args a = wide ? rows_grad_wide : c->args;
+    const int64_t split = 2, n = a.n, lane = bytes_of(lane_of(a.dtype));
+    const fa_array *dx = results[0].got + again, *dup = results[1].got + again;
     char *scratch = allocate((size_t)kernels->rows->grad_scratch_bytes(n));
-    char *none = a.kind <= FA_RMS_NORM ? sums.data : NULL, *other = none ? none + 2 * n * bytes_of(lane) : NULL;
-    (void)isa;
-    FOR(again, 2)
-    {
-        out[again] = new_floats(a.dtype, 1, 1, a.m, n, again ? GAP : REVERSED);
-        ups[again] = new_floats(a.dtype, 1, 1, a.m / a.up_each, n * a.up_each, again ? REVERSED : GAP);
-        if (again) {
-            FOR(i, a.m) FOR(j, n) set(&out[1], 0, 0, i, j, get(&rows_grad_now.dout, 0, 0, i, j));
-            a.dout = out[1].data, a.dout_row = out[1].row;
-        }
-        a.dx = out[again].data, a.dx_row = out[again].row;
-        if (a.kind == FA_ACTIVATE || a.up) a.dup = ups[again].data, a.dup_row = ups[again].row;
-        kernels->rows->grad_run(&a, split, a.m, other, scratch);
-        kernels->rows->grad_run(&a, 0, split, none, scratch);
+    char *sums = results[2].there ? allocate((size_t)(4 * n * lane)) : NULL, *other = sums ? sums + 2 * n * lane : NULL;
+    if (again) {
+        copy(&c->dout, dx, 1, 1, a.m, n);
+        a.dout = dx->data, a.dout_row = dx->row;
     }
-    kernels->rows->grad_add(sums.data, 2, 2 * n, 2 * n, total.data);
-    FOR(i, a.m)
-    {
-        expect_rows_grad(&rows_grad_now, i, dx, dup, dweight, dbias);
-        FOR(j, n)
-        {
-            const char *wrong = differs("dx", out, out + 1, 0, 0, i, j, stored(dx[j], a.dtype));
-            if (!wrong && a.dup)
-                wrong = differs("dup", ups, ups + 1, 0, 0, i / a.up_each, i % a.up_each * n + j,
-                                stored(dup[j], a.dtype));
-            if (wrong) return wrong;
-        }
-    }
-    FOR(j, none ? n : 0)
-    {
-        const char *wrong = differs("dweight", &total, &total, 0, 0, 0, j, stored(dweight[j], lane));
-        if (!wrong) wrong = differs("dbias", &total, &total, 0, 0, 0, n + j, stored(dbias[j], lane));
-        if (wrong) return wrong;
-    }
-    return only_rows(out + 1, 1, 1, a.m, n) ? NULL : BETWEEN_ROWS;
+    a.dx = dx->data, a.dx_row = dx->row;
+    if (results[1].there) a.dup = dup->data, a.dup_row = dup->row;
+    kernels->rows->grad_run(&a, split, a.m, other, scratch);
+    kernels->rows->grad_run(&a, 0, split, sums, scratch);
+    if (sums) kernels->rows->grad_add(sums, 2, 2 * n, 2 * n, results[2].got[again].data);
+    return 1;
 }
 
-static void describe_rows_grad(void)
+static void make_rows_grad(int number)
 {
-    const fa_rows_grad_args *a = &rows_grad_now.args;
-    printf("kind %d, dtype %d, n %d, activation %d%s%s%s%s", a->kind, a->dtype, (int)a->n, a->activation,
-           a->residual ? ", residual" : "", a->dsum ? ", dsum" : "", a->up ? ", up" : "",
-           a->gate_first ? " first" : "");
+    draw_rows_grad(number);
+    const rows_grad_case *c = &rows_grad_now;
+    const fa_rows_grad_args *a = &c->args;
+    fa_rows_grad_args *w = &rows_grad_wide;
+    const int norm = a->kind <= FA_RMS_NORM;
+    *w = *a, w->dtype = FA_F64, n_results = 0;
+    w->dout = of_twin(c->dout, &w->dout_row), w->x = of_twin(c->x, &w->x_row);
+    w->residual = of_twin(c->residual, &w->residual_row), w->dsum = of_twin(c->dsum, &w->dsum_row);
+    w->up = of_twin(c->up, &w->up_row), w->weight = twin(c->weight).data;
+    add_result("dx", 1, a->dtype, 1, 1, a->m, a->n, GAP)->first = REVERSED;
+    add_result("dup", a->kind == FA_ACTIVATE || a->up, a->dtype, 1, 1, a->m / a->up_each, a->n * a->up_each, REVERSED);
+    add_result("dweight and dbias", norm, lane_of(a->dtype), 1, 1, 1, 2 * a->n, 0);
+    expect_results(run_rows_grad);
 }
 
-FAMILY(rows_grad, GRAD_CASES, make_rows_grad, rows_grad_now.args.dtype, describe_rows_grad, drop_nothing);
+CHECK(rows_grad, run_rows_grad, 4000)
+
+FAMILY(rows_grad, GRAD_CASES, make_rows_grad, rows_grad_now.args.dtype, NULL);
 
 /* Cross-entropy. */
 static const int64_t logits_n[] = {1, 3, 16, 65, 300};
@@ -177,6 +100,18 @@ static struct {
     fa_array x, factor;
     int64_t targets[GRAD_ROWS];
 } logits_now;
+
+static int run_logits(const fa_kernels *kernels, int again, int wide)
+{
+    fa_logits_args a = logits_now.args;
+    const fa_array *x = results[0].got + again;
+    copy(&logits_now.x, x, 1, 1, a.m, a.n);
+    a.logits = x->data, a.row = x->row, a.loss = results[1].got[again].data;
+    if (wide) a.factor = twin_of_lanes(a.factor, logits_now.dtype);
+    if (!again) kernels->rows->logits_run(&a, 0, a.m);
+    for (int64_t i = a.m; again && i-- > 0;) kernels->rows->logits_run(&a, i, i + 1);
+    return 1;
+}
 
 static void make_logits(int number)
 {
@@ -191,54 +126,15 @@ static void make_logits(int number)
     if (below(3)) a->factor = logits_now.factor.data;
     a->label_smoothing = below(2) ? uniform(0, 1) : 0;
     a->targets = logits_now.targets;
+    n_results = 0;
+    add_result("gradient", 1, logits_now.dtype, 1, 1, a->m, a->n, GAP)->first = REVERSED;
+    add_result("loss", 1, logits_now.dtype, 1, 1, 1, a->m, 0);
+    expect_results(run_logits);
 }
 
-static const char *check_logits(int isa, const fa_kernels *kernels)
-{
-    fa_logits_args a = logits_now.args;
-    const fa_dtype lane = logits_now.dtype;
-    const double eps = eps_of(lane), smoothing = a.label_smoothing;
-    fa_array x[2], loss[2];
-    (void)isa;
-    FOR(again, 2)
-    {
-        x[again] = new_floats(lane, 1, 1, a.m, a.n, again ? GAP : REVERSED);
-        loss[again] = new_floats(lane, 1, 1, 1, a.m, 0);
-        FOR(i, a.m) FOR(j, a.n) set(&x[again], 0, 0, i, j, get(&logits_now.x, 0, 0, i, j));
-        a.logits = x[again].data, a.row = x[again].row, a.loss = loss[again].data;
-        if (!again) kernels->rows->logits_run(&a, 0, a.m);
-        else
-            for (int64_t i = a.m - 1; i >= 0; i--) kernels->rows->logits_run(&a, i, i + 1);
-    }
-    FOR(i, a.m)
-    {
-        double max = -INFINITY, sum = 0, mean = 0, least = INFINITY;
-        FOR(j, a.n)
-        max = fmax(max, get(&logits_now.x, 0, 0, i, j)), least = fmin(least, get(&logits_now.x, 0, 0, i, j));
-        FOR(j, a.n) sum += exp(get(&logits_now.x, 0, 0, i, j) - max);
-        FOR(j, a.n) mean += (get(&logits_now.x, 0, 0, i, j) - max) / (double)a.n;
-        const double chosen = get(&logits_now.x, 0, 0, i, a.targets[i]) - max;
-        const near want = {log(sum) - (1 - smoothing) * chosen - smoothing * mean, eps * (20 + 4 * (max - least))};
-        const char *wrong = differs("loss", loss, loss + 1, 0, 0, 0, i, stored(want, lane));
-        FOR(j, a.factor && !wrong ? a.n : 0)
-        {
-            const double hot = j == a.targets[i] ? 1 - smoothing : 0;
-            const double prob = exp(get(&logits_now.x, 0, 0, i, j) - max) / sum,
-                         by = get(&logits_now.factor, 0, 0, 0, i);
-            const near gradient = {(prob - hot - smoothing / (double)a.n) * by, eps * 40 * fabs(by)};
-            wrong = differs("gradient", x, x + 1, 0, 0, i, j, stored(gradient, lane));
-        }
-        if (wrong) return wrong;
-    }
-    return only_rows(x + 1, 1, 1, a.m, a.n) ? NULL : BETWEEN_ROWS;
-}
+CHECK(logits, run_logits, 4000)
 
-static void describe_logits(void)
-{
-    printf("dtype %d, n %d, smoothing %g", logits_now.dtype, (int)logits_now.args.n, logits_now.args.label_smoothing);
-}
-
-FAMILY(logits, LOGITS_CASES, make_logits, logits_now.dtype, describe_logits, drop_nothing);
+FAMILY(logits, LOGITS_CASES, make_logits, logits_now.dtype, NULL);
 
 /* Dropout. */
 static const int64_t dropout_n[] = {1, 15, 64, 130};
@@ -249,6 +145,16 @@ static struct {
     fa_array x;
 } dropout_now;
 
+static int run_dropout(const fa_kernels *kernels, int again, int wide)
+{
+    fa_dropout_args a = dropout_now.args;
+    const fa_array x = wide ? twin(dropout_now.x) : dropout_now.x, *out = results->got + again;
+    a.dtype = x.dtype, a.x = x.data, a.x_row = x.row, a.out = out->data, a.out_row = out->row;
+    if (!again) kernels->rows->dropout_run(&a, 0, a.m);
+    for (int64_t i = a.m; again && i-- > 0;) kernels->rows->dropout_run(&a, i, i + 1);
+    return 1;
+}
+
 static void make_dropout(int number)
 {
     fa_dropout_args *a = &dropout_now.args;
@@ -257,55 +163,14 @@ static void make_dropout(int number)
     a->dtype = floats[number / COUNT(dropout_n) % COUNT(floats)];
     a->rate = uniform(0, 1), a->scale = 1 / (1 - a->rate), a->seed = (uint64_t)below(INT64_MAX) * 2 + 1;
     dropout_now.x = random_floats(a->dtype, a->m, a->n, -1, 1);
-    a->x = dropout_now.x.data, a->x_row = dropout_now.x.row;
+    n_results = 0;
+    add_result("out", 1, a->dtype, 1, 1, a->m, a->n, GAP)->first = REVERSED;
+    expect_results(run_dropout);
 }
 
-/* Philox4x32-10, as its paper has it. */
-static uint32_t philox_word(uint32_t c0, uint32_t c1, uint32_t c2, uint64_t key, int word)
-{
-    uint32_t c[4] = {c0, c1, c2, 0}, k[2] = {(uint32_t)key, (uint32_t)(key >> 32)};
-    FOR(round, 10)
-    {
-        const uint64_t p0 = (uint64_t)c[0] * 0xd2511f53, p1 = (uint64_t)c[2] * 0xcd9e8d57;
-        const uint32_t next[4] = {(uint32_t)(p1 >> 32) ^ c[1] ^ k[0], (uint32_t)p1, (uint32_t)(p0 >> 32) ^ c[3] ^ k[1],
-                                  (uint32_t)p0};
-        memcpy(c, next, sizeof c);
-        k[0] += 0x9e3779b9, k[1] += 0xbb67ae85;
-    }
-    return c[word];
-}
+CHECK(dropout, run_dropout, 4)
 
-static const char *check_dropout(int isa, const fa_kernels *kernels)
-{
-    fa_dropout_args a = dropout_now.args;
-    fa_array out[2];
-    (void)isa;
-    FOR(again, 2)
-    {
-        out[again] = new_floats(a.dtype, 1, 1, a.m, a.n, again ? GAP : REVERSED);
-        a.out = out[again].data, a.out_row = out[again].row;
-        if (!again) kernels->rows->dropout_run(&a, 0, a.m);
-        else
-            for (int64_t i = a.m - 1; i >= 0; i--) kernels->rows->dropout_run(&a, i, i + 1);
-    }
-    FOR(i, a.m) FOR(j, a.n)
-    {
-        const uint32_t word = philox_word((uint32_t)i, (uint32_t)(j / 64 * 16 + j % 16), (uint32_t)a.stream, a.seed,
-                                          (int)(j / 16 % 4));
-        const double x = word >= (uint32_t)(a.rate * 0x1p32) ? get(&dropout_now.x, 0, 0, i, j) * a.scale : 0;
-        const near want = stored((near){x, eps_of(lane_of(a.dtype)) * fabs(x)}, a.dtype);
-        const char *wrong = differs("out", out, out + 1, 0, 0, i, j, want);
-        if (wrong) return wrong;
-    }
-    return only_rows(out + 1, 1, 1, a.m, a.n) ? NULL : BETWEEN_ROWS;
-}
-
-static void describe_dropout(void)
-{
-    printf("dtype %d, n %d, rate %g", dropout_now.args.dtype, (int)dropout_now.args.n, dropout_now.args.rate);
-}
-
-FAMILY(dropout, DROPOUT_CASES, make_dropout, dropout_now.args.dtype, describe_dropout, drop_nothing);
+FAMILY(dropout, DROPOUT_CASES, make_dropout, dropout_now.args.dtype, NULL);
 
 /* Sums of rows by their place: place 0 gets most of them, some places one, one none. */
 enum { SCATTERED = 600, SCATTER_PLACES = 4, SCATTER_CASES = COUNT(rows_n) * COUNT(floats) };
@@ -319,6 +184,18 @@ static struct {
 static const int64_t scatter_firsts[] = {0, SCATTERED - 3, SCATTERED - 2, SCATTERED - 2, SCATTERED};
 static const int64_t scatter_places[] = {2, 0, 3, 1};
 
+static int run_scatter(const fa_kernels *kernels, int again, int wide)
+{
+    fa_scatter_args a = scatter_now.args;
+    const fa_array x = wide ? twin(scatter_now.x) : scatter_now.x, *out = results->got + again;
+    char *scratch = allocate((size_t)kernels->rows->scatter_scratch_bytes(a.n));
+    FOR(i, SCATTER_PLACES) FOR(j, a.n) set(out, 0, 0, i, j, 0.5);
+    a.dtype = x.dtype, a.x = x.data, a.x_row = x.row, a.out = out->data, a.out_row = out->row;
+    kernels->rows->scatter_run(&a, 0, again ? 1 : SCATTER_PLACES, scratch);
+    if (again) kernels->rows->scatter_run(&a, 1, SCATTER_PLACES, scratch);
+    return 1;
+}
+
 static void make_scatter(int number)
 {
     fa_scatter_args *a = &scatter_now.args;
@@ -326,40 +203,15 @@ static void make_scatter(int number)
     *a = (fa_scatter_args){.n = rows_n[number % COUNT(rows_n)], .firsts = scatter_firsts, .places = scatter_places};
     a->dtype = floats[number / COUNT(rows_n)];
     scatter_now.x = random_floats(a->dtype, SCATTERED, a->n, -1, 1);
-    a->x = scatter_now.x.data, a->x_row = scatter_now.x.row, a->order = scatter_now.order;
+    a->order = scatter_now.order;
     FOR(i, SCATTERED) scatter_now.order[i] = (i * 7 + number) % SCATTERED;
+    n_results = 0;
+    add_result("out", 1, lane_of(a->dtype), 1, 1, SCATTER_PLACES, a->n, GAP)->first = REVERSED;
+    expect_results(run_scatter);
 }
 
-static const char *check_scatter(int isa, const fa_kernels *kernels)
-{
-    fa_scatter_args a = scatter_now.args;
-    const fa_dtype lane = lane_of(a.dtype);
-    fa_array out[2];
-    char *scratch = allocate((size_t)kernels->rows->scatter_scratch_bytes(a.n));
-    (void)isa;
-    FOR(again, 2)
-    {
-        out[again] = new_floats(lane, 1, 1, SCATTER_PLACES, a.n, again ? GAP : REVERSED);
-        FOR(i, SCATTER_PLACES) FOR(j, a.n) set(&out[again], 0, 0, i, j, 0.5);
-        a.out = out[again].data, a.out_row = out[again].row;
-        kernels->rows->scatter_run(&a, 0, again ? 1 : SCATTER_PLACES, scratch);
-        if (again) kernels->rows->scatter_run(&a, 1, SCATTER_PLACES, scratch);
-    }
-    FOR(p, SCATTER_PLACES) FOR(j, a.n)
-    {
-        near want = {0.5, 0};
-        for (int64_t i = scatter_firsts[p]; i < scatter_firsts[p + 1]; i++) {
-            const double x = get(&scatter_now.x, 0, 0, scatter_now.order[i], j);
-            want.value += x, want.error += 16 * eps_of(lane) * fabs(x);
-        }
-        const char *wrong = differs("out", out, out + 1, 0, 0, scatter_places[p], j, stored(want, lane));
-        if (wrong) return wrong;
-    }
-    return only_rows(out + 1, 1, 1, SCATTER_PLACES, a.n) ? NULL : BETWEEN_ROWS;
-}
+CHECK(scatter, run_scatter, 400)
 
-static void describe_scatter(void) { printf("dtype %d, n %d", scatter_now.args.dtype, (int)scatter_now.args.n); }
-
-FAMILY(scatter, SCATTER_CASES, make_scatter, scatter_now.args.dtype, describe_scatter, drop_nothing);
+FAMILY(scatter, SCATTER_CASES, make_scatter, scatter_now.args.dtype, NULL);
 
 #endif

@@ -68,9 +68,9 @@ static int selects(const fa_lists_args *a, int64_t b, int64_t query, int64_t j)
            !(a->row_end.data && j >= get_int(&a->row_end, b, 0, query));
 }
 
-static const char *check_lists(int isa, const fa_kernels *kernels)
+static const char *check_lists(const fa_kernels *kernels)
 {
-    (void)isa, (void)kernels;
+    (void)kernels;
     fa_lists_args call = lists_case.inputs, *a = &call;
     const int64_t places = (lists_case.items - a->first_item) * a->queries, step = fa_lists_step(a);
     int64_t **of_places[] = {&a->units, &a->keys, &a->begin, &a->end, &a->range_first, &a->range_last};
@@ -94,15 +94,6 @@ static const char *check_lists(int isa, const fa_kernels *kernels)
     return NULL;
 }
 
-static void describe_lists(void)
-{
-    const fa_lists_args *a = &lists_case.inputs;
-    printf("items %d, queries %d, group %d, keys %d, blocks of %d, %d selected", (int)lists_case.items, (int)a->queries,
-           (int)a->group, (int)a->len_k, (int)a->block_size, (int)a->n);
-}
-
-static void drop_lists(void) {}
-
-FAMILY(lists, 1500, make_lists, FA_F32, describe_lists, drop_lists);
+FAMILY(lists, 1500, make_lists, FA_F32, NULL);
 
 #endif

@@ -2,7 +2,7 @@
 #ifndef NEAREST_H
 #define NEAREST_H
 
-#include "linear.h"
+#include "results.h"
 
 static const int64_t nearest_depth[] = {1, 7, 16, 33, 64, 100, 384}, nearest_q[] = {1, 2, 3, 5, 7, 40};
 static const int64_t nearest_k[] = {1, 3, 64, 65, 300};
@@ -13,27 +13,30 @@ enum {
     NEAREST_CASES = COUNT(nearest_depth) * COUNT(nearest_q) * COUNT(nearest_k) * NEAREST_KINDS
 };
 
-static struct {
-    fa_nearest_args args;
-    double *scores; /* (len_q, len_k) */
-} nearest_now;
+static fa_nearest_args nearest_now;
 
-/* The score of a row; bits are those of its bytes. */
-static double nearest_score(const fa_nearest_args *a, const fa_array *q, const fa_array *k, int64_t i, int64_t j)
+/* The second time the last task first, with other garbage in the scratch memory. */
+static int run_nearest(const fa_kernels *kernels, int again, int wide)
 {
-    double sum = 0, square = 0;
-    FOR(d, a->depth)
-    {
-        const double x = get(q, 0, 0, i, d), y = get(k, 0, 0, j, d);
-        if (a->kind == FA_BITS) sum -= __builtin_popcount(((int)x ^ (int)y) & 255);
-        else sum += x * y, square += y * y;
-    }
-    return a->by_length ? sum / fmax(sqrt(square), 1e-12) : sum;
+    fa_nearest_args call = nearest_now;
+    fa_nearest_plan p;
+    kernels->selection->nearest_plan(&call, &p);
+    const int64_t found = call.len_q * p.runs * call.kept;
+    call.run_rows = (int64_t *)allocate((size_t)found * 8);
+    call.run_scores = allocate((size_t)(found * bytes_of(lane_of(call.q_dtype))));
+    call.rows = (int64_t *)(results[0].there ? results[0].got[again].data
+                                             : allocate((size_t)(call.len_q * call.top_k) * 8));
+    call.scores = results[1].got[again].data;
+    char *scratch = allocate((size_t)p.scratch_bytes);
+    if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
+    FOR(task, p.n_tasks) kernels->selection->nearest_run(&call, &p, again ? p.n_tasks - 1 - task : task, scratch);
+    FOR(query, call.len_q) kernels->selection->nearest_finish(&call, &p, query, scratch);
+    return p.scratch_bytes % 64 == 0 && !wide;
 }
 
 static void make_nearest(int number)
 {
-    fa_nearest_args *a = &nearest_now.args;
+    fa_nearest_args *a = &nearest_now;
     int i = number;
     seed = (uint64_t)number << 32 | 33;
     *a = (fa_nearest_args){0};
@@ -57,70 +60,14 @@ static void make_nearest(int number)
     FOR(r, infinite) set(&k, 0, 0, r, 0, -INFINITY);
     FOR(r, infinite ? a->len_q : 0) set(&q, 0, 0, r, 0, 1);
     a->q = q.data, a->q_row = q.row, a->k = k.data, a->k_row = k.row;
-    nearest_now.scores = calloc((size_t)a->len_q * (size_t)a->len_k, sizeof(double));
-    FOR(r, a->len_q) FOR(j, a->len_k) nearest_now.scores[r * a->len_k + j] = nearest_score(a, &q, &k, r, j);
+    n_results = 0; /* a score by length is rounded, and rounding decides between equals */
+    add_bytes("rows", !a->by_length, a->len_q * a->top_k * 8);
+    add_result("scores", 1, lane_of(a->q_dtype), 1, 1, a->len_q, a->top_k, 0);
+    expect_same(run_nearest, lane_of(a->q_dtype));
 }
 
-/* What was found for a query of `scores`: rows in order, and none left out that is nearer, or comes first of equals. */
-static const char *wrong_nearest(const fa_nearest_args *a, const fa_array *found, int64_t query, const double *scores)
-{
-    const double slack = a->by_length ? 16 * eps_of(lane_of(a->q_dtype)) : 0;
-    const int64_t *rows = a->rows + query * a->top_k;
-    double least = INFINITY;
-    int64_t last = -1, next = 0;
-    FOR(c, a->top_k)
-    {
-        if (rows[c] < 0 || rows[c] >= a->len_k || (c && rows[c] <= rows[c - 1])) return "no list";
-        const double score = scores[rows[c]];
-        const double got = get(found, 0, 0, query, c);
-        if (got != score && !(fabs(got - score) <= slack * (1 + fabs(score)))) return "another score";
-        if (score <= least) least = score, last = rows[c];
-    }
-    FOR(j, a->len_k)
-    {
-        if (next < a->top_k && rows[next] == j) next++;
-        else if (scores[j] > least && !(scores[j] <= least + slack * (1 + fabs(least)))) return "a nearer one is left";
-        else if (!a->by_length && scores[j] == least && j < last) return "not the first of equal ones";
-    }
-    return NULL;
-}
+CHECK(nearest, run_nearest, nearest_now.by_length ? 64 : 0)
 
-/* Twice: the last task first, with other garbage in the scratch memory. */
-static const char *check_nearest(int isa, const fa_kernels *kernels)
-{
-    const fa_dtype lane = lane_of(nearest_now.args.q_dtype);
-    const char *wrong = NULL;
-    (void)isa;
-    FOR(again, 2)
-    {
-        fa_nearest_args call = nearest_now.args;
-        fa_nearest_plan p;
-        kernels->selection->nearest_plan(&call, &p);
-        if (p.scratch_bytes % 64) return UNALIGNED;
-        const int64_t found = call.len_q * p.runs * call.kept;
-        const fa_array scores = new_floats(lane, 1, 1, call.len_q, call.top_k, 0);
-        call.run_rows = (int64_t *)allocate((size_t)found * 8),
-        call.run_scores = allocate((size_t)(found * bytes_of(lane)));
-        call.rows = (int64_t *)allocate((size_t)(call.len_q * call.top_k) * 8), call.scores = scores.data;
-        char *scratch = allocate((size_t)p.scratch_bytes);
-        if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
-        FOR(task, p.n_tasks) kernels->selection->nearest_run(&call, &p, again ? p.n_tasks - 1 - task : task, scratch);
-        FOR(query, call.len_q) kernels->selection->nearest_finish(&call, &p, query, scratch);
-        FOR(query, call.len_q)
-        if (!wrong) wrong = wrong_nearest(&call, &scores, query, nearest_now.scores + query * call.len_k);
-    }
-    return wrong;
-}
-
-static void describe_nearest(void)
-{
-    const fa_nearest_args *a = &nearest_now.args;
-    printf("kind %d, k dtype %d, %d queries, %d rows of %d, top_k %d, runs of %d%s", a->kind, a->k_dtype, (int)a->len_q,
-           (int)a->len_k, (int)a->depth, (int)a->top_k, (int)a->run, a->by_length ? ", by length" : "");
-}
-
-static void drop_nearest(void) { free(nearest_now.scores); }
-
-FAMILY(nearest, NEAREST_CASES, make_nearest, nearest_now.args.q_dtype, describe_nearest, drop_nearest);
+FAMILY(nearest, NEAREST_CASES, make_nearest, nearest_now.q_dtype, NULL);
 
 #endif

@@ -1,14 +1,14 @@
-/* Tests of linear attention: every rule, in one call, and in two calls with the state carried from one to the other. */
+/* Tests of linear attention: every rule, in one call, and in two calls with the state carried from one to the other;
+ * and its gradients. */
 #ifndef RECURRENT_H
 #define RECURRENT_H
 
-#include "family.h"
-#include "recurrence.h"
+#include "results.h"
 
 /* Numbers of tokens near the ends of steps, of both kinds of chunks, and of their parts. Dimensions near the ends of
  * vectors, of panels and of the blocks of a row. */
 static const int64_t recurrent_lens[] = {0, 1, 2, 4, 5, 15, 16, 17, 31, 32, 33, 40, 65, 97};
-static const int64_t recurrent_dims[] = {1, 3, 8, 17, 33, 64, MOST_DIM};
+static const int64_t recurrent_dims[] = {1, 3, 8, 17, 33, 64, 129};
 static const int64_t recurrent_dims_v[] = {1, 5, 16, 31, 33, 70, 130};
 
 /* Numbers of states, and of heads of q, k, v. A head may serve several states, and several heads of q may read one. */
@@ -17,15 +17,16 @@ static const int64_t recurrent_heads[][4] = {{1, 1, 1, 1}, {2, 4, 2, 1}, {2, 2, 
 /* Rules: without decay, with scalar ones, with vector ones; and the same three with the delta rule. */
 enum { N_RULES = 6, RECURRENT_CASES = N_RULES * COUNT(recurrent_lens) * COUNT(dtypes) };
 
-static recurrent_case recurrent_now;
-static int recurrent_layout, recurrent_spoiled;
+static fa_recurrent_args recurrent_now[2]; /* the second one with twins */
+static fa_array skip_now;
+static int normalised_now, recurrent_layout, recurrent_spoiled;
 
-#define PICK(list) (list)[below(COUNT(list))]
+static int64_t out_heads(const fa_recurrent_args *a) { return larger(a->heads, a->heads_q); }
 
 /* An input (batch, heads, length, cols) of random numbers from `low` to 1. */
 static fa_array new_tokens(fa_dtype dtype, int64_t heads, int64_t length, int64_t cols, double low, int layout)
 {
-    const fa_recurrent_args *a = &recurrent_now.args;
+    const fa_recurrent_args *a = recurrent_now;
     const fa_array x = new_floats(dtype, a->batch, heads, length, cols, layout);
     EACH(heads, length, cols) set(&x, b, h, i, j, uniform(low, 1));
     return x;
@@ -74,10 +75,10 @@ static void spoil_tokens(fa_recurrent_args *a)
     if (length && a->batch) set(x[what], a->batch - 1, 0, below(length), below(cols[what]), NAN);
 }
 
-static void make_recurrent(int number)
+static void draw_recurrent(int number)
 {
     int i = number;
-    fa_recurrent_args *a = &recurrent_now.args;
+    fa_recurrent_args *a = recurrent_now;
     seed = (uint64_t)number << 32 | 5;
     const fa_dtype dtype = dtypes[i % COUNT(dtypes)][0], kv = dtypes[i % COUNT(dtypes)][1], lane = lane_of(dtype);
     i /= COUNT(dtypes);
@@ -95,7 +96,7 @@ static void make_recurrent(int number)
     a->scale = 1 / sqrt((double)a->head_dim);
     a->causal = rule || below(3);
     if (!a->causal) a->len_q = PICK(recurrent_lens);
-    recurrent_now.normalised = !delta && low == 0; /* the divisor is a sum of positive terms */
+    normalised_now = !delta && low == 0; /* the divisor is a sum of positive terms */
     recurrent_layout = (int)below(8);
     a->q = new_tokens(dtype, a->heads_q, a->len_q, a->head_dim, (double)low, (int)below(8));
     a->k = new_tokens(kv, a->heads_k, a->len_k, a->head_dim, (double)low, (int)below(8));
@@ -103,30 +104,32 @@ static void make_recurrent(int number)
     if (decay) new_decays(a);
     if (delta) shorten_keys(a), new_erase(a);
     if (delta) a->beta = new_tokens(lane, a->heads, a->len_k, 1, 0, (below(4) ? 0 : ONE_HEAD) | (number % 3 ? 0 : ODD));
-    if (!delta && a->causal && !recurrent_now.normalised && below(2)) {
+    if (!delta && a->causal && !normalised_now && below(2)) {
         a->strength = new_tokens(lane, a->heads, a->len_k, 1, -1, (int)below(8));
-        recurrent_now.skip = random_floats(lane, 1, a->heads, -1, 1);
-        a->skip = recurrent_now.skip.data;
+        skip_now = random_floats(lane, 1, a->heads, -1, 1);
+        a->skip = skip_now.data;
     }
     if (below(2)) a->state = new_tokens(lane, a->heads, a->head_dim, a->head_dim_v, -1, recurrent_layout);
-    if (a->state.data && recurrent_now.normalised) a->norm = new_tokens(lane, a->heads, a->head_dim, 1, 0, 0);
+    if (a->state.data && normalised_now) a->norm = new_tokens(lane, a->heads, a->head_dim, 1, 0, 0);
     recurrent_spoiled = below(6) == 0;
     if (recurrent_spoiled) spoil_tokens(a);
-    const int64_t rows = a->batch * a->heads * a->head_dim;
-    recurrent_now.out = calloc((size_t)(a->batch * out_heads(a) * a->len_q * a->head_dim_v) + 1, sizeof(near));
-    recurrent_now.state = calloc((size_t)(rows * a->head_dim_v) + 1, sizeof(near));
-    recurrent_now.norm = calloc((size_t)rows + 1, sizeof(near));
-    FOR(b, a->batch) FOR(h, a->heads) expect_state(&recurrent_now, b, h);
+    n_results = 0;
 }
 
-static void copy(const fa_array *from, const fa_array *to, int64_t batch, int64_t heads, int64_t rows, int64_t cols)
+/* Once the inputs are complete. */
+static void twin_recurrent(void)
 {
-    FOR(b, batch) FOR(h, heads) FOR(i, rows) FOR(j, cols) set(to, b, h, i, j, get(from, b, h, i, j));
+    fa_recurrent_args *w = recurrent_now + 1;
+    *w = recurrent_now[0];
+    twins(
+        (fa_array *const[]){&w->q, &w->k, &w->v, &w->log_decay, &w->beta, &w->erase, &w->strength, &w->state, &w->norm},
+        9);
+    if (w->skip) w->skip = twin(skip_now).data;
 }
 
 /* Runs all tasks of tokens [begin, end) of a call, or of all tokens if it is not causal. Returns whether the size of a
  * scratch keeps the next one aligned. */
-static int run_recurrent(const fa_kernels *kernels, fa_recurrent_args a, int64_t begin, int64_t end, int again)
+static int run_tokens(const fa_kernels *kernels, fa_recurrent_args a, int64_t begin, int64_t end, int again)
 {
     const int mark = n_mappings;
     fa_recurrent_plan p;
@@ -142,75 +145,102 @@ static int run_recurrent(const fa_kernels *kernels, fa_recurrent_args a, int64_t
     return p.scratch_bytes % 64 == 0;
 }
 
-/* The call with new arrays for its results. With `in_place` it writes the state where it reads it. */
-static fa_recurrent_args new_results(int in_place)
+/* The second time in other tasks, the last one first, and with the state in place: the bits stay. */
+static int run_recurrent(const fa_kernels *kernels, int again, int wide)
 {
-    fa_recurrent_args a = recurrent_now.args;
-    const fa_dtype lane = lane_of(a.q.dtype);
-    a.out = new_floats(a.q.dtype, a.batch, out_heads(&a), a.len_q, a.head_dim_v, recurrent_layout);
-    a.state_out = new_floats(lane, a.batch, a.heads, a.head_dim, a.head_dim_v, recurrent_layout);
-    if (recurrent_now.normalised) a.norm_out = new_floats(lane, a.batch, a.heads, a.head_dim, 1, 0);
-    if (in_place && a.state.data) {
+    fa_recurrent_args a = recurrent_now[wide];
+    a.out = results[0].got[again], a.state_out = results[1].got[again];
+    if (normalised_now) a.norm_out = results[2].got[again];
+    if (again && a.state.data) {
         copy(&a.state, &a.state_out, a.batch, a.heads, a.head_dim, a.head_dim_v);
         a.state = a.state_out;
     }
-    return a;
+    return run_tokens(kernels, a, 0, a.len_k, again);
 }
 
-/* Says what is wrong with results that were computed twice, or NULL. */
-static const char *wrong_results(const fa_recurrent_args *a, const fa_recurrent_args *other)
+/* In two calls, with the state carried from one to the other. */
+static int run_two_calls(const fa_kernels *kernels, int again, int wide)
 {
-    const near *out = recurrent_now.out, *state = recurrent_now.state, *norm = recurrent_now.norm;
-    const char *wrong = NULL;
-    EACH(out_heads(a), a->len_q, a->head_dim_v)
-    if (!wrong) wrong = differs("out", &a->out, &other->out, b, h, i, j, *out++);
-    EACH(a->heads, a->head_dim, a->head_dim_v)
-    if (!wrong) wrong = differs("state", &a->state_out, &other->state_out, b, h, i, j, *state++);
-    EACH(a->heads, a->norm_out.data ? a->head_dim : 0, 1)
-    if (!wrong) wrong = differs("norm", &a->norm_out, &other->norm_out, b, h, i, j, *norm++);
-    return wrong;
+    fa_recurrent_args a = recurrent_now[wide], b = a;
+    const int64_t cut = a.len_k * 2 / 5;
+    a.out = b.out = results[0].got[again], b.state = a.state_out = b.state_out = results[1].got[again];
+    if (normalised_now) b.norm_out = results[2].got[again];
+    if (normalised_now) b.norm = a.norm_out = new_floats(b.norm_out.dtype, a.batch, a.heads, a.head_dim, 1, 0);
+    run_tokens(kernels, a, 0, cut, 0);
+    return run_tokens(kernels, b, cut, a.len_k, 1);
 }
 
-/* Computes twice, the second time in other tasks, the last one first, and with the state in place: the bits stay. Then
- * once more in two calls, with the state carried from one to the other. */
-static const char *check_recurrent(int isa, const fa_kernels *kernels)
+static void make_recurrent(int number)
 {
-    fa_recurrent_args calls[3];
-    const int64_t len = recurrent_now.args.len_k, cut = len * 2 / 5;
-    int aligned = 1;
-    (void)isa;
-    FOR(n, 3) calls[n] = new_results(n > 0);
-    FOR(again, 2) aligned &= run_recurrent(kernels, calls[again], 0, len, (int)again);
-    if (!aligned) return UNALIGNED;
-    const char *wrong = wrong_results(calls, calls + 1);
-    if (wrong || !calls->causal) return wrong;
-    fa_recurrent_args first = calls[2], second = calls[2];
-    if (first.norm_out.data) second.norm = first.norm_out = new_results(0).norm_out;
-    second.state = first.state_out;
-    run_recurrent(kernels, first, 0, cut, 0);
-    run_recurrent(kernels, second, cut, len, 1);
-    wrong = wrong_results(calls + 2, calls + 2);
-    const fa_recurrent_args *a = calls + 2;
-    if (wrong || (only_rows(&a->out, a->batch, out_heads(a), a->len_q, a->head_dim_v) &&
-                  only_rows(&a->state_out, a->batch, a->heads, a->head_dim, a->head_dim_v)))
-        return wrong;
-    return BETWEEN_ROWS;
+    draw_recurrent(number);
+    const fa_recurrent_args *a = recurrent_now;
+    const fa_dtype lane = lane_of(a->q.dtype);
+    twin_recurrent();
+    add_result("out", 1, a->q.dtype, a->batch, out_heads(a), a->len_q, a->head_dim_v, recurrent_layout);
+    add_result("state", 1, lane, a->batch, a->heads, a->head_dim, a->head_dim_v, recurrent_layout);
+    add_result("norm", normalised_now, lane, a->batch, a->heads, a->head_dim, 1, 0);
+    expect_results(run_recurrent);
 }
 
-static void describe_recurrent(void)
+static const char *check_recurrent(const fa_kernels *kernels)
 {
-    const fa_recurrent_args *a = &recurrent_now.args;
-    const char *decay = a->gated ? ", gated" : a->log_decay.data ? ", decay" : "";
-    printf("dtypes %d, %d, batch %d, states %d, heads %d, %d, %d, ", a->q.dtype, a->k.dtype, (int)a->batch,
-           (int)a->heads, (int)a->heads_q, (int)a->heads_k, (int)a->heads_v);
-    printf("len %d x %d, head_dim %d, %d%s%s%s%s%s%s%s", (int)a->len_q, (int)a->len_k, (int)a->head_dim,
-           (int)a->head_dim_v, decay, a->beta.data ? ", delta" : "", a->erase.data ? ", erase" : "",
-           a->causal ? "" : ", not causal", a->state.data ? ", state" : "",
-           recurrent_now.normalised ? ", normalised" : "", recurrent_spoiled ? ", NaN" : "");
+    const char *wrong = check_results(run_recurrent, kernels, 1000, 0);
+    return wrong || !recurrent_now->causal ? wrong : check_results(run_two_calls, kernels, 1000, 0);
 }
 
-static void drop_recurrent(void) { free(recurrent_now.out), free(recurrent_now.state), free(recurrent_now.norm); }
+FAMILY(recurrent, RECURRENT_CASES, make_recurrent, recurrent_now->q.dtype, NULL);
 
-FAMILY(recurrent, RECURRENT_CASES, make_recurrent, recurrent_now.args.q.dtype, describe_recurrent, drop_recurrent);
+/* The gradients. */
+static fa_recurrent_backward_args recurrent_backward_now[2];
+
+/* The second time the last task first. */
+static int run_recurrent_backward(const fa_kernels *kernels, int again, int wide)
+{
+    fa_recurrent_backward_args x = recurrent_backward_now[wide];
+    fa_array *const each[] = {&x.dq, &x.dk, &x.dv, &x.dlog_decay, &x.dbeta, &x.dstate, &x.dnorm, &x.derase};
+    fa_recurrent_backward_plan p;
+    FOR(i, n_results) if (results[i].there) * each[i] = results[i].got[again];
+    kernels->recurrent->backward_plan(&x, &p);
+    char *scratch = allocate((size_t)p.scratch_bytes);
+    if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
+    FOR(task, p.n_tasks) kernels->recurrent->backward_run(&x, &p, again ? p.n_tasks - 1 - task : task, scratch);
+    return p.scratch_bytes % 64 == 0;
+}
+
+static void make_recurrent_backward(int number)
+{
+    draw_recurrent(number);
+    fa_recurrent_args *a = recurrent_now;
+    fa_recurrent_backward_args *x = recurrent_backward_now, *w = x + 1;
+    const fa_dtype lane = lane_of(a->q.dtype), of_keys = a->k.dtype == FA_I8 ? lane : a->k.dtype;
+    const int64_t batch = a->batch, heads = a->heads, depth = a->head_dim, width = a->head_dim_v, n = a->len_k;
+    static char flag;
+    a->strength = (fa_array){0}, a->skip = NULL; /* of the forward pass alone */
+    twin_recurrent();
+    const int layout = (int)below(8);
+    *x = (fa_recurrent_backward_args){.forward = *a, .dq_factor = a->scale};
+    x->dout = new_tokens(a->q.dtype, out_heads(a), a->len_q, width, -1, (int)below(8));
+    x->dstate_out = new_tokens(lane, heads, depth, width, -1, layout);
+    if (normalised_now) x->forward.norm_out.data = &flag, x->dnorm_out = new_tokens(lane, heads, depth, 1, -1, 0);
+    *w = *x, w->forward = recurrent_now[1], w->forward.norm_out = x->forward.norm_out;
+    twins((fa_array *const[]){&w->dout, &w->dstate_out, &w->dnorm_out}, 3);
+    add_result("dq", 1, a->q.dtype, batch, out_heads(a), a->len_q, depth, layout);
+    add_result("dk", 1, of_keys, batch, heads, n, depth, layout);
+    add_result("dv", 1, of_keys, batch, heads, n, width, layout);
+    add_result("dlog_decay", a->log_decay.data != NULL, lane, batch, heads, n, a->gated ? depth : 1, 0);
+    add_result("dbeta", a->beta.data != NULL, lane, batch, heads, n, 1, 0);
+    add_result("dstate", 1, lane, batch, heads, depth, width, layout);
+    add_result("dnorm", normalised_now, lane, batch, heads, depth, 1, 0);
+    add_result("derase", a->erase.data != NULL, of_keys, batch, heads, n, depth, layout);
+    expect_results(run_recurrent_backward);
+}
+
+/* Where NaN is about, sanitizers and guards look alone. */
+static const char *check_recurrent_backward(const fa_kernels *kernels)
+{
+    return check_results(run_recurrent_backward, kernels, recurrent_spoiled ? INFINITY : 4000, 0);
+}
+
+FAMILY(recurrent_backward, RECURRENT_CASES, make_recurrent_backward, recurrent_now->q.dtype, NULL);
 
 #endif

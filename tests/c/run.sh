@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The kernels against plain C on every instruction set of this machine.
+# The kernels against the generic ones on every instruction set of this machine.
 #
 #   run.sh         once as they are shipped and once with sanitizers, which are all compiled here. CC is the compiler,
 #                  SANITIZERS what it looks for: clang needs minutes to compile for "undefined"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The NEON kernels against plain C: cross-compiled, and run under emulation. CC_AARCH64 is the compiler, for instance
-# "python -m ziglang cc -target aarch64-linux-musl", QEMU_AARCH64 the emulator; empty, nothing is run.
-# LEAVE_OUT=generic runs NEON alone, and CASES=/10 one case of ten.
+# The NEON kernels against the generic ones: cross-compiled, and run under emulation. CC_AARCH64 is the compiler, for
+# instance "python -m ziglang cc -target aarch64-linux-musl", QEMU_AARCH64 the emulator; empty, nothing is run.
+# CASES=/10 runs one case of ten.
 source "$(dirname "${BASH_SOURCE[0]}")/build.sh"
 
 build aarch64 aarch64 "${CC_AARCH64:-aarch64-linux-gnu-gcc}" -static

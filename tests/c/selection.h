@@ -2,42 +2,53 @@
 #ifndef SELECTION_H
 #define SELECTION_H
 
-#include "attention.h"
+#include "results.h"
 
 enum { SELECTION_CASES = 4 * COUNT(shapes) * COUNT(dtypes) };
 
 static struct {
     test_case c;
     fa_selection_args args;
-    operands x;
-    int exact; /* scores are whole numbers: of equal ones the first is selected */
-    score *scores;
+    int exact;      /* scores are whole numbers: of equal ones the first is selected */
+    fa_array given; /* these scores, or none */
 } selection_now;
 
-/* The score of a key, whose size is 0 where it is exact; NaN counts as larger than all. */
-static score selection_score_of(int64_t b, int64_t h_kv, int64_t i, int64_t j)
+/* The score of a key; NaN counts as larger than all. */
+static double score_of(int64_t b, int64_t h_kv, int64_t i, int64_t j)
 {
     const fa_selection_args *r = &selection_now.args;
     const fa_attention_args *a = &r->attention;
     const int64_t group = a->heads_q / a->heads_kv;
-    score sum = {0, 0};
+    double sum = 0;
     for (int64_t h = h_kv * group; h < (h_kv + 1) * group; h++) {
-        const double *k = selection_now.x.k + (first_key(a, b, h) + j) * a->head_dim;
-        score s = product_of(a->head_dim, query_of(a, &selection_now.x, b, h, i), k);
-        const double weight = r->weights.data ? get(&r->weights, b, h, i, 0) : 1;
-        if (r->relu && s.value < 0) s.value = 0;
-        sum.value += weight * s.value;
-        sum.size += fabs(weight) * s.size;
+        double s = 0;
+        FOR(d, a->head_dim) s += get(&a->q, b, h, i, d) * get(&a->k, b, h_kv, j, d);
+        sum += (r->weights.data ? get(&r->weights, b, h, i, 0) : 1) * (r->relu && s < 0 ? 0 : s);
     }
-    if (isnan(sum.value)) sum = (score){INFINITY, 0};
-    if (selection_now.exact) sum.size = 0;
-    return sum;
+    return isnan(sum) ? INFINITY : sum;
 }
 
-static int64_t allowed_of(int64_t b, int64_t i)
+/* The second time for many threads, from the last task to the first, with other garbage in the scratch memory. */
+static int run_selection(const fa_kernels *kernels, int again, int wide)
 {
-    const fa_attention_args *a = &selection_now.args.attention;
-    return a->masks.row_end.data ? get_int(&a->masks.row_end, b, 0, i) : a->len_k;
+    fa_selection_args call = selection_now.args;
+    const fa_attention_args *a = &call.attention;
+    const int64_t n_rows = a->heads_kv * a->len_q, lane = bytes_of(lane_of(a->q.dtype));
+    fa_selection_plan p;
+    call.selected = results->got[again], call.selected.col = 8, call.selected.dtype = FA_F64; /* as wide */
+    call.scores = selection_now.given;
+    kernels->selection->plan(&call, again ? 64 : 1, &p);
+    char *scratch = allocate((size_t)p.scratch_bytes);
+    if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
+    if (p.runs) {
+        int64_t *begins = (int64_t *)allocate((size_t)a->batch * sizeof *begins);
+        FOR(b, a->batch) begins[b] = b * n_rows * p.pitch * lane;
+        call.scores.data = allocate((size_t)(a->batch * n_rows * p.pitch * lane));
+        call.scores.batch = begins, call.scores.row = p.pitch * lane, call.scores.head = a->len_q * p.pitch * lane;
+        for (int64_t task = p.n_tasks * p.runs; task-- > 0;) kernels->selection->score(&call, &p, task, scratch);
+    }
+    FOR(task, p.n_tasks) kernels->selection->run(&call, &p, again ? p.n_tasks - 1 - task : task, scratch);
+    return p.scratch_bytes % 64 == 0 && !wide;
 }
 
 static void make_selection(int number)
@@ -75,101 +86,27 @@ static void make_selection(int number)
     }
     r->top_k = below(3) ? 1 + below(9) : 1 + below(a->len_k + 2);
     if (below(2)) r->first = below(r->top_k + 1), r->last = below(r->top_k + 1 - r->first);
-    selection_now.x = operands_of(a);
-    score *s = calloc((size_t)(a->batch * a->heads_kv * a->len_q * a->len_k) + 1, sizeof *s);
-    selection_now.scores = s;
-    EACH(a->heads_kv, a->len_q, a->len_k) *s++ = selection_score_of(b, h, i, j);
+    const int64_t groups = a->heads_kv;
+    n_results = 0;
+    result *selected = add_result("selected", 1, FA_I8, a->batch, groups, a->len_q, r->top_k * 8, GAP | ROWS_FIRST);
+    selected->off = selection_now.exact ? 0 : INFINITY; /* where rounding decides, both runs agree */
+    selection_now.given = (fa_array){0};
+    expect_same(run_selection, lane);
+    if (!selection_now.exact) return;
+    selection_now.given = new_floats(lane, a->batch, groups, a->len_q, a->len_k, ODD | GAP);
+    EACH(groups, a->len_q, a->len_k) set(&selection_now.given, b, h, i, j, score_of(b, h, i, j));
 }
 
-/* What a query selected, of its `scores`. */
-static const char *wrong_selection(const int64_t *got, int64_t allowed, const score *s)
+/* And, of exact scores, from these. */
+static const char *check_selection(const fa_kernels *kernels)
 {
-    const fa_selection_args *r = &selection_now.args;
-    const int64_t n = smaller(allowed, r->top_k);
-    const double eps = eps_of(lane_of(r->attention.q.dtype));
-    double least = INFINITY, most = -INFINITY, size = 0;
-    int64_t place = -1, next = 0, worst = -1;
-    FOR(i, r->top_k)
-    {
-        const int listed = got[i] >= 0 && got[i] < allowed && (!i || got[i] > got[i - 1]);
-        if (i < n ? !listed : got[i] != -1) return "no list";
-        if (i < smaller(n, r->first) && got[i] != i) return "not the first";
-        if (i < n && i >= n - r->last && got[i] != allowed - n + i) return "not the last";
-    }
-    if (allowed <= r->top_k) return NULL;
-    FOR(j, allowed)
-    {
-        const int chosen = next < n && got[next] == j, always = j < r->first || j >= allowed - r->last;
-        next += chosen;
-        size = fmax(size, s[j].size);
-        if (chosen && !always && s[j].value <= least) least = s[j].value, worst = j;
-        if (!chosen && s[j].value > most) most = s[j].value, place = j;
-    }
-    if (worst < 0 || place < 0) return NULL;
-    if (most > least + eps * (8 + (double)r->attention.head_dim) * size) return "a better one is left";
-    return selection_now.exact && most == least && place < worst ? "not the first of equal ones" : NULL;
+    const fa_array given = selection_now.given;
+    selection_now.given = (fa_array){0};
+    const char *wrong = check_results(run_selection, kernels, 0, 0);
+    selection_now.given = given;
+    return wrong || !given.data ? wrong : check_results(run_selection, kernels, 0, 0);
 }
 
-/* Three times: of one thread; of many, from the last task to the first, with other garbage in the scratch memory; and, of
- * exact scores, from these. */
-static const char *check_selection(int isa, const fa_kernels *kernels)
-{
-    const fa_attention_args *a = &selection_now.args.attention;
-    const int64_t n_rows = a->heads_kv * a->len_q, lane = bytes_of(lane_of(a->q.dtype));
-    const char *wrong = NULL;
-    (void)isa;
-    FOR(again, 2 + selection_now.exact)
-    {
-        fa_selection_args call = selection_now.args;
-        fa_selection_plan p;
-        call.selected = new_array(8, a->batch, a->heads_kv, a->len_q, call.top_k, again == 1 ? GAP | ROWS_FIRST : 0);
-        call.selected.dtype = FA_F64; /* as wide */
-        if (again == 2) {
-            const score *s = selection_now.scores;
-            call.scores = new_floats(lane_of(a->q.dtype), a->batch, a->heads_kv, a->len_q, a->len_k, ODD | GAP);
-            EACH(a->heads_kv, a->len_q, a->len_k) set(&call.scores, b, h, i, j, s++->value);
-        }
-        kernels->selection->plan(&call, again ? 64 : 1, &p);
-        if (p.scratch_bytes % 64) return UNALIGNED;
-        char *scratch = allocate((size_t)p.scratch_bytes);
-        if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
-        if (p.runs) {
-            int64_t *begins = (int64_t *)allocate((size_t)a->batch * sizeof *begins);
-            FOR(b, a->batch) begins[b] = b * n_rows * p.pitch * lane;
-            call.scores.data = allocate((size_t)(a->batch * n_rows * p.pitch * lane));
-            call.scores.batch = begins, call.scores.row = p.pitch * lane, call.scores.head = a->len_q * p.pitch * lane;
-            for (int64_t task = p.n_tasks * p.runs; task-- > 0;) kernels->selection->score(&call, &p, task, scratch);
-        }
-        FOR(task, p.n_tasks) kernels->selection->run(&call, &p, again ? p.n_tasks - 1 - task : task, scratch);
-        FOR(b, a->batch) FOR(h, a->heads_kv) FOR(i, a->len_q)
-        {
-            const score *s = selection_now.scores + ((b * a->heads_kv + h) * a->len_q + i) * a->len_k;
-            int64_t *got = calloc((size_t)call.top_k, sizeof *got);
-            FOR(j, call.top_k) memcpy(got + j, at(&call.selected, b, h, i, j), sizeof *got);
-            if (!wrong) wrong = wrong_selection(got, allowed_of(b, i), s);
-            free(got);
-        }
-        if (!wrong && again == 1 && !only_rows(&call.selected, a->batch, a->heads_kv, a->len_q, call.top_k))
-            wrong = BETWEEN_ROWS;
-    }
-    return wrong;
-}
-
-static void describe_selection(void)
-{
-    const fa_selection_args *r = &selection_now.args;
-    printf("top_k %d, first %d, last %d%s%s%s%s, ", (int)r->top_k, (int)r->first, (int)r->last, r->relu ? ", relu" : "",
-           r->weights.data ? ", weights" : "", r->attention.masks.row_end.data ? ", row_end" : "",
-           selection_now.exact ? ", exact" : "");
-    describe(&selection_now.c);
-}
-
-static void drop_selection(void)
-{
-    drop_operands(&selection_now.x);
-    free(selection_now.scores);
-}
-
-FAMILY(selection, SELECTION_CASES, make_selection, selection_now.c.q, describe_selection, drop_selection);
+FAMILY(selection, SELECTION_CASES, make_selection, selection_now.c.q, &selection_now.c);
 
 #endif

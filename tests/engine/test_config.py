@@ -204,15 +204,22 @@ print(fastattn.explain(q, q, q, backend=backend)["isa"])
         assert "FASTATTN_ISA is 'sse9'; available here: " in run.stderr
 
 
-@pytest.mark.parametrize("isa", ["sse9", "AVX2", "avx2" if "neon" in settings.available_isas() else "neon"])
-def test_an_isa_that_is_not_available(isa, python):
-    run = python("import fastattn", **{**DEFAULT, "FASTATTN_ISA": isa})
+WRONG = [
+    *(
+        ("ISA", isa, "available here: .*generic" if BUILT else "available here: none")
+        for isa in ("sse9", "AVX2", "avx2" if "neon" in settings.available_isas() else "neon")
+    ),
+    ("BACKEND", "cuda", "expected one of compiled, numpy"),
+    *(("NUM_THREADS", wrong, "expected") for wrong in ("0", "-2", "many", "1.5", "100000000")),
+    *([("THREADING", "tbb", "available in this build: ")] if BUILT else []),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG)
+def test_a_wrong_environment(name, value, message, python):
+    run = python("import fastattn", **{**DEFAULT, f"FASTATTN_{name}": value})
     assert run.returncode == 1
-    assert f"FASTATTN_ISA is {isa!r}; available here: " in run.stderr
-    for available in fastattn.show_config()["isas_available"]:
-        assert available in run.stderr
-    with pytest.raises(ValueError, match=isa), settings.forced(isa=isa):
-        pass
+    assert re.search(f"FASTATTN_{name} is {value!r}; {message}", run.stderr)
 
 
 COMPUTE = """
@@ -227,15 +234,14 @@ print(fastattn.show_config()["backend"], [w.category.__name__ for w in caught], 
 
 
 def test_the_environment_chooses_the_backend(python):
-    assert python(COMPUTE.format(""), **{**DEFAULT, "FASTATTN_BACKEND": "numpy"}).stdout == "numpy []\n"
+    said = COMPUTE.format("") + "print(fastattn.show_config()['why_numpy'])"
+    run = python(said, **{**DEFAULT, "FASTATTN_BACKEND": "numpy"})
+    assert run.stdout == "numpy []\nset by FASTATTN_BACKEND\n"
     run = python(COMPUTE.format(""), **{**DEFAULT, "FASTATTN_BACKEND": "compiled"})
     if BUILT:
         assert run.stdout == "compiled []\n"
     else:
         assert "FASTATTN_BACKEND is 'compiled', but" in run.stderr
-    run = python("import fastattn", FASTATTN_BACKEND="cuda")
-    assert run.returncode == 1
-    assert "FASTATTN_BACKEND is 'cuda'; expected one of compiled, numpy" in run.stderr
 
 
 # As on a machine where nothing was compiled, whether or not something was here.
@@ -308,11 +314,6 @@ def test_a_layer_warns_on_its_callers_line(layer, python):
     assert run.stdout == "[('FallbackWarning', '<string>', 4)]\n", run.stderr
 
 
-def test_what_asked_for_the_fallback_is_said(python):
-    run = python("import fastattn; print(fastattn.show_config()['why_numpy'])", FASTATTN_BACKEND="numpy")
-    assert run.stdout == "set by FASTATTN_BACKEND\n"
-
-
 def test_a_number_of_threads_of_thousands_of_digits(python):
     run = python("import fastattn", FASTATTN_NUM_THREADS="9" * 5000)
     expected = r"ValueError: FASTATTN_NUM_THREADS is '9{35}\.\.\.'; expected an integer, 1 to 4096\n$"
@@ -320,7 +321,6 @@ def test_a_number_of_threads_of_thousands_of_digits(python):
     code = "import fastattn; print(fastattn.get_num_threads())"
     plain = python(code, FASTATTN_NUM_THREADS="", OMP_NUM_THREADS="").stdout
     assert python(code, FASTATTN_NUM_THREADS="", OMP_NUM_THREADS="9" * 5000).stdout == plain
-    assert python(code, FASTATTN_NUM_THREADS="0003").stdout == "3\n"
 
 
 @pytest.mark.parametrize("name", ["FASTATTN_BACKEND", "FASTATTN_ISA", "FASTATTN_NUM_THREADS"])
@@ -389,19 +389,6 @@ print("good")
     run = python(NOT_COMPILED + "import fastattn", **{**DEFAULT, "FASTATTN_ISA": "avx2"})
     assert run.returncode == 1
     assert "FASTATTN_ISA is 'avx2'; available here: none" in run.stderr
-
-
-def test_importing_is_light(python):
-    """An import brings in NumPy and no other package."""
-    code = """
-import sys
-import numpy
-before = set(sys.modules)
-import fastattn
-new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
-print(sorted(name for name in new - {"numpy"} if "cython" not in name))  # of NumPy, some modules load late
-"""
-    assert python(code).stdout == "['fastattn']\n"
 
 
 @pytest.mark.skipif(not BUILT, reason="of compiled kernels, and there are none")

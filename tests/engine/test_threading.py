@@ -114,13 +114,6 @@ def test_threads_that_do_not_exist():
         fastattn.set_threading(np.zeros(2))
 
 
-@compiled
-def test_threads_that_do_not_exist_in_the_environment(python):
-    run = python("import fastattn", FASTATTN_THREADING="tbb")
-    assert "FASTATTN_THREADING is 'tbb'; available in this build: " in run.stderr
-    assert run.returncode == 1
-
-
 @openmp
 @linux
 @pytest.mark.parametrize(("threading", "limit", "count", "where"), [

@@ -46,50 +46,6 @@ def test_any_call_is_within_the_bound(call, implementation):
     hold(run(*call), *call)
 
 
-@given(call=backward_calls(wide=True), seed=SEEDS)
-def test_gradients_are_linear_in_those_of_the_results(call, seed, implementation):
-    q, k, v, dout, dlse, arguments = call
-    one = run(*call)
-    twice = run(q, k, v, dout * 4, dlse * 4, arguments)
-    assert_same_bits([np.asarray(x) for x in twice.values()], [np.multiply(x, 4) for x in one.values()])
-    more, more_lse = cotangents(q, v, np.random.default_rng(seed))
-    other = run(q, k, v, more, more_lse, arguments)
-    both = run(q, k, v, dout + more, dlse + more_lse, arguments)
-    for name, x in both.items():
-        size = np.max(abs(np.asarray(one[name])) + abs(np.asarray(other[name])), initial=1e-3)
-        np.testing.assert_allclose(x, one[name] + other[name], rtol=0, atol=1e-10 * size, err_msg=name)
-
-
-@given(
-    call=backward_calls(
-        ("scale", "softcap", "sinks", "mask", "padding_mask", "bias", "bias_masking"), dropout=False
-    ),
-    seed=SEEDS,
-)
-def test_permuted_keys_permute_their_gradients(call, seed, implementation):
-    q, k, v, dout, dlse, arguments = call
-    order = np.random.default_rng(seed).permutation(k.shape[-2])
-    back = np.argsort(order)
-    moved = {name: x[..., order] if name in ("mask", "bias") else x for name, x in arguments.items()}
-    need = [name for name in needed(arguments) if name != "dbias_diagonals"]
-    got = run(q, k[..., order, :], v[..., order, :], dout, dlse, moved, need)
-    for name in ("dk", "dv"):
-        got[name] = got[name][..., back, :]
-    if "dbias" in got:
-        got["dbias"] = got["dbias"][..., back]
-    hold(got, q, k, v, dout, dlse, arguments)
-
-
-@given(call=backward_calls(wide=True))
-def test_heads_of_a_group_add_up(call, implementation):
-    q, k, v, dout, dlse, arguments = call
-    heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    got = run(q, np.repeat(k, group, 1), np.repeat(v, group, 1), dout, dlse, arguments)
-    for name in ("dk", "dv"):
-        got[name] = got[name].reshape(len(k), heads, group, *got[name].shape[2:]).sum(2)
-    hold(got, q, k, v, dout, dlse, arguments)
-
-
 @given(call=backward_calls(wide=True, dropout=False), cuts=st.lists(st.floats(0, 1), min_size=1, max_size=3))
 def test_split_keys_merged_with_dlse(call, cuts, implementation):
     """The result is the sum of exp(lse_i - lse) out_i: each part has a dout and a dlse."""

@@ -1,8 +1,6 @@
 """Every call that the bench of variants times, in every dtype and on every implementation, by its formula."""
 
-import doctest
 import inspect
-import re
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from formulas import FORMULAS
 import bench
 import fastattn
 from bench.variants import CALLS, Inputs, VariantProblem
-from fastattn import functional, layers, plot
+from fastattn import functional
 from fastattn._bench.cases import DTYPES, Shape, as_dtype, make_inputs
 
 SHAPE = Shape("", batch=2, heads_q=4, heads_kv=2, len_q=150, len_k=150, head_dim=16)
@@ -60,25 +58,6 @@ def test_any_number_of_threads_gives_the_same_bits(name, implementation):
         fastattn.set_num_threads(before)
 
 
-NAMES = [
-    (module, name)
-    for module in (functional, plot)
-    for name in module.__all__
-    if inspect.isfunction(getattr(module, name))
-]
-NAMES += [(layers, name) for name in layers.__all__ if inspect.isfunction(getattr(layers, name))]
-
-
-@pytest.mark.parametrize(("module", "name"), NAMES)
-def test_every_parameter_is_documented(module, name):
-    function = getattr(module, name)
-    text, parameters = inspect.getdoc(function), inspect.signature(function).parameters
-    assert [p for p in parameters if not re.search(rf"\b{p}\b", text.split("Parameters\n", 1)[1])] == []
-    assert set(function.__annotations__) == {*parameters, "return"}
-    for example in doctest.DocTestFinder().find(function, name, globs={}):
-        assert doctest.DocTestRunner().run(example).failed == 0
-
-
 @pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("latent")])
 def test_batch_dimensions_broadcast(name, implementation):
     """One sequence of queries for all keys gives the same as copies of it do."""
@@ -94,9 +73,8 @@ def test_batch_dimensions_broadcast(name, implementation):
 def test_every_variant_has_a_call():
     suites = (path for path in Path(bench.__file__).parent.rglob("*.py") if path.name != "compare.py")
     source = "".join(path.read_text() for path in suites)
-    without = {name for module, name in NAMES if module in (functional, layers) and name not in source}
-    without = {name for name in without if not name.endswith("_backward")}
-    assert without == set()
+    names = [name for name in functional.__all__ if inspect.isfunction(getattr(functional, name))]
+    assert [name for name in names if name not in source and not name.endswith("_backward")] == []
 
 
 def _options_calls():

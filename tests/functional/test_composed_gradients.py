@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from dlpack import OnlyDLPack, wrapped
+from dlpack import OnlyDLPack
 from oracle import assert_same_bits
 
 from fastattn import functional
@@ -175,19 +175,21 @@ def test_each_gradient_alone_of_empty_lengths(lengths, name, implementation):
         np.testing.assert_array_equal(got, np.zeros((len(arrays["bias"]), max(0, sum(lengths) - 1))))
 
 
+@pytest.mark.parametrize("made", [OnlyDLPack, lambda x: x.astype(">f8")], ids=["DLPack", "byte order"])
 @every_call
-def test_arrays_of_other_libraries(call):
-    """Arrays that share their memory by DLPack alone give equal bits and dtypes."""
+def test_arrays_of_other_libraries(call, made):
+    """Arrays by DLPack alone, and float64 of any byte order, beside native arrays, too, change no bit."""
     more, causal = options(call)
     softcap = {name: more.pop(name) for name in ("softcap",) if name in more}
     arrays, fixed = {**call.arrays, **more}, {**call.fixed, **causal}
     results = forward(call, {**arrays, **softcap}, fixed)
-    assert_same_bits(forward(call, {**wrapped(arrays), **softcap}, fixed), results)
     cotangents, need = cotangents_of(results), [f"d{name}" for name in arrays]
     expected = backward(call, {**arrays, **softcap}, fixed, cotangents, results, need)
-    theirs = [OnlyDLPack(x) for x in cotangents]
-    found = backward(call, {**wrapped(arrays), **softcap}, fixed, theirs, results, need)
-    assert_same_bits(found.values(), expected.values())
+    for theirs in (arrays, *([name] for name in arrays)):
+        given = {n: made(x) if n in theirs else x for n, x in arrays.items()} | softcap
+        assert_same_bits(forward(call, given, fixed), results)
+        found = backward(call, given, fixed, [made(x) for x in cotangents], results, need)
+        assert_same_bits(found.values(), expected.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -232,20 +234,6 @@ def test_broadcast_views(call, axes, dtype, implementation):
     for name, x in expected.items():
         scale = 1 + abs(x.astype(float)).max()
         np.testing.assert_allclose(got[name], x, rtol=bound, atol=bound * scale, err_msg=name)
-
-
-@every_call
-def test_foreign_byte_order_changes_no_bit(call):
-    """Float64 of any byte order is computed in float64, beside arrays in the native one, too."""
-    results = forward(call, call.arrays, call.fixed)
-    cotangents = cotangents_of(results)
-    expected = backward(call, call.arrays, call.fixed, cotangents, results)
-    for foreign in (call.arrays, *([name] for name in call.arrays)):
-        arrays = {n: x.astype(">f8") if n in foreign else x for n, x in call.arrays.items()}
-        assert_same_bits(forward(call, arrays, call.fixed), results)
-        theirs = [x.astype(">f8") for x in cotangents]
-        found = backward(call, arrays, call.fixed, theirs, results)
-        assert_same_bits(found.values(), expected.values())
 
 
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "bias" in call.taken])

@@ -5,12 +5,10 @@ import numpy as np
 import pytest
 import selected as by_definition
 from composition_checks import B, D, H, N, V, close, drawn, each_dtype, tokens
-from differences import assert_gradient
 from formulas import doubles, linformer, nystrom, reformer, set_attention, softmax
 
 from fastattn import attention, layers
 from fastattn import functional as F
-from fastattn.grad import vjp
 
 
 @each_dtype
@@ -170,20 +168,3 @@ def test_blocks_of_sets(implementation, norm_first):
     np.testing.assert_allclose(induced, set_attention(layer, x, set_attention(layer, few, x)), atol=2e-5)
     if not norm_first:
         np.testing.assert_allclose(compositions.set_block(layer, x, x), layer(x), atol=2e-6)
-
-
-def test_gradient_of_a_block_of_sets():
-    """Pullbacks chained: of both norms, of feed-forward, and of attention to other keys."""
-    layer = set_layer("float64")
-    x, y = drawn(np.float64, (2, 3, 24), (2, 4, 24))
-    (attended, _), of_attention = vjp(layer.self_attn, x, y, y)
-    h, of_norm1 = vjp(layer.norm1, x + attended)
-    hidden, of_forward = vjp(layer.feed_forward, h)
-    out, of_norm2 = vjp(layer.norm2, h + hidden)
-    np.testing.assert_allclose(out, compositions.set_block(layer, x, y), atol=1e-12)
-    (dout,) = drawn(np.float64, out.shape, seed=3)
-    dsum, _ = of_norm2(dout)
-    dsum, _ = of_norm1(dsum + of_forward(dsum)[0])
-    dx, dy, _ = of_attention(dsum)
-    assert_gradient(dsum + dx, lambda x: compositions.set_block(layer, x, y), x, dout)
-    assert_gradient(dy, lambda y: compositions.set_block(layer, x, y), y, dout)

@@ -4,12 +4,10 @@ import attention_variants as compositions
 import numpy as np
 import pytest
 from composition_checks import B, D, H, N, V, close, drawn, each_dtype, tokens
-from differences import assert_gradient
 from formulas import doubles, forgetting, rms, shaw, sigmoid, softmax, transformer_xl, unit
 
 from fastattn import attention, masks, ops, positions
 from fastattn import functional as F
-from fastattn.grad import vjp
 
 
 def scores(q, k):
@@ -289,66 +287,3 @@ def test_inverted_and_slot_attention(implementation, dtype):
     p = softmax(scores(k, slots)).swapaxes(-1, -2)
     close(sums, p @ v, dtype)
     close(averages, p / p.sum(-1, keepdims=True) @ v, dtype)
-
-
-def test_gradient_of_path_attention():
-    """Pullbacks chained: of attention with a bias, and of the delta rule that makes the bias."""
-    q, k, v, w = drawn(np.float64, *[(2, 5, 3)] * 4)
-    (beta,) = drawn(np.float64, (2, 5), seed=1)
-    beta = 2 / (1 + np.exp(-beta))
-
-    def whole(**changed):
-        return compositions.path(**{"q": q, "k": k, "v": v, "w": w, "beta": beta, **changed})
-
-    products = np.tril(w @ k.swapaxes(-1, -2), -1)
-    taken, first = vjp(F.linear_attention, q, w, products, rule="delta", beta=beta)
-    out, second = vjp(attention, q, k, v, bias=-taken, causal=True)
-    np.testing.assert_array_equal(out, whole())
-    (dout,) = drawn(np.float64, out.shape, seed=2)
-    dq, dk, dv, dbias = second(dout, need=("dq", "dk", "dv", "dbias"))
-    dq_taken, dw, dproducts, dbeta = first(-dbias, need=("dq", "dk", "dv", "dbeta"))
-    dproducts = np.tril(dproducts, -1)
-    found = {
-        "q": dq + dq_taken,
-        "k": dk + dproducts.swapaxes(-1, -2) @ w,
-        "v": dv,
-        "w": dw + dproducts @ k,
-        "beta": dbeta,
-    }
-    for name, x in {"q": q, "k": k, "v": v, "w": w, "beta": beta}.items():
-        assert_gradient(found[name], lambda x, name=name: whole(**{name: x}), x, dout)
-
-
-def test_gradient_of_laser():
-    """The pullback of attention, between those of the logarithm and of the exponential.
-
-    The largest value has no part: the result does not depend on what is taken out.
-    """
-    q, k, v = drawn(np.float64, *[(2, 5, 3)] * 3)
-
-    def whole(**changed):
-        return compositions.laser(**{"q": q, "k": k, "v": v, **changed}, causal=True)
-
-    shifted = np.exp(v - v.max(axis=-2, keepdims=True))
-    inner, pullback = vjp(attention, q, k, shifted, causal=True)
-    (dout,) = drawn(np.float64, inner.shape, seed=1)
-    dq, dk, dshifted = pullback(dout / inner)
-    for name, x, got in (("q", q, dq), ("k", k, dk), ("v", v, dshifted * shifted)):
-        assert_gradient(got, lambda x, name=name: whole(**{name: x}), x, dout)
-
-
-def test_gradient_of_slot_attention():
-    """Pullbacks chained: of the means, and of the lse over queries that is their bias."""
-    slots, k, v = drawn(np.float64, (2, 3, 4), (2, 5, 4), (2, 5, 3))
-
-    def whole(q=slots, k=k, v=v):
-        return compositions.inverted(q, k, v)[1]
-
-    (unused, of_key), first = vjp(attention, k, slots, slots, return_lse=True)
-    out, second = vjp(attention, slots, k, v, bias=-of_key[..., None, :])
-    (dout,) = drawn(np.float64, out.shape, seed=1)
-    dq, dk, dv, dbias = second(dout, need=("dq", "dk", "dv", "dbias"))
-    dlse = -dbias[..., 0, :]
-    dk_more, dq_more = first(np.zeros_like(unused), dlse, need=("dq", "dk"))
-    for name, x, got in (("q", slots, dq + dq_more), ("k", k, dk + dk_more), ("v", v, dv)):
-        assert_gradient(got, lambda x, name=name: whole(**{name: x}), x, dout)

@@ -4,12 +4,10 @@ import attention_variants as compositions
 import numpy as np
 import pytest
 from composition_checks import B, D, H, N, V, close, drawn, each_dtype, means, tokens
-from differences import assert_gradient
 from formulas import doubles, sigmoid, softmax
 
-from fastattn import attention, grad, ops, positions
+from fastattn import attention, ops, positions
 from fastattn import functional as F
-from fastattn.grad import vjp
 
 
 def logarithms(dtype, size):
@@ -380,67 +378,3 @@ def test_grouped_tied_attention(implementation, dtype):
         s = left @ kv[..., : D // 2].swapaxes(-1, -2) + right @ shared.swapaxes(-1, -2)
         expected[:, h] = means(np.exp(s / np.sqrt(D)), kv)
     close(out, expected, dtype)
-
-
-def test_gradient_of_based():
-    """Pullbacks chained: of the features, and of linear attention on them."""
-    q, k, v = drawn(np.float64, *[(2, 5, 3)] * 3)
-    options = {"rule": "linear", "normalize": True, "eps": 0.0}
-    phi = F.feature_maps.taylor
-
-    def based(q=q, k=k, v=v):
-        return F.linear_attention(phi(q), phi(k), v, **options)
-
-    (phi_q, back_q), (phi_k, back_k) = vjp(phi, q), vjp(phi, k)
-    out, back = vjp(F.linear_attention, phi_q, phi_k, v, **options)
-    (dout,) = drawn(np.float64, out.shape, seed=1)
-    dphi_q, dphi_k, dv = back(dout)
-    for name, x, got in (("q", q, back_q(dphi_q)[0]), ("k", k, back_k(dphi_k)[0]), ("v", v, dv)):
-        assert_gradient(got, lambda x, name=name: based(**{name: x}), x, dout)
-
-
-def test_gradient_of_gated_slot_attention():
-    """Pullbacks chained: of the second pass, of the softmax, and of the first pass by heads."""
-    heads, length, slots, dim = 2, 5, 3, 4
-    q, k, v, logits = drawn(np.float64, *[(heads, length, n) for n in (dim, dim, dim, slots)])
-    log_decay = -np.logaddexp(0, -logits)
-
-    def per_slot(x):
-        return x.swapaxes(-1, -2).reshape(heads * slots, length)
-
-    def back_to_slots(x):
-        return x.reshape(heads, slots, length).swapaxes(-1, -2)
-
-    def whole(q=q, k=k, v=v, log_decay=log_decay):
-        by_heads = compositions.slot_scores_by_heads
-        return compositions.gated_slots(q, k, v, -np.expm1(log_decay), log_decay, by_heads)
-
-    write = -np.expm1(log_decay)
-    options = {"rule": "decay", "log_decay": per_slot(log_decay), "scale": 1.0}
-    s, first = vjp(F.linear_attention, q, k, per_slot(write)[..., None], **options)
-    p = ops.softmax(back_to_slots(s))
-    out, second = vjp(F.linear_attention, p, write, v, rule="gated", log_decay=log_decay, scale=1.0)
-    np.testing.assert_array_equal(out, whole())
-    (dout,) = drawn(np.float64, out.shape, seed=1)
-    dp, dwrite, dv, ddecay = second(dout, need=("dq", "dk", "dv", "dlog_decay"))
-    ds = per_slot(grad.softmax(dp, p))[..., None]
-    dq, dk, dvalues, dfirst = first(ds, need=("dq", "dk", "dv", "dlog_decay"))
-    dwrite = dwrite + back_to_slots(dvalues)
-    ddecay = ddecay + back_to_slots(dfirst) - np.exp(log_decay) * dwrite
-    for name, x, got in (("q", q, dq), ("k", k, dk), ("v", v, dv), ("log_decay", log_decay, ddecay)):
-        assert_gradient(got, lambda x, name=name: whole(**{name: x}), x, dout)
-
-
-def test_gradient_of_attention_free_transformer():
-    q, k, v = drawn(np.float64, *[(1, 3, 5, 1)] * 3)
-    (bias,) = drawn(np.float64, (5, 5), seed=1)
-
-    def whole(**changed):
-        x = {"q": q, "k": k, "v": v, "bias": bias, **changed}
-        return F.gated_attention(np.ones_like(x["k"]), x["k"], x["v"], x["q"], bias=x["bias"], scale=1.0)
-
-    out, pullback = vjp(F.gated_attention, np.ones_like(k), k, v, q, bias=bias, scale=1.0)
-    (dout,) = drawn(np.float64, out.shape, seed=2)
-    found = pullback(dout, need=("dk", "dv", "dgate", "dbias"))
-    for (name, x), got in zip((("k", k), ("v", v), ("q", q), ("bias", bias)), found, strict=True):
-        assert_gradient(got, lambda x, name=name: whole(**{name: x}), x, dout)

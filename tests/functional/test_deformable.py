@@ -3,15 +3,16 @@
 import deformable as oracle
 import ml_dtypes
 import numpy as np
+import precisions
 import pytest
 from differences import assert_gradient
+from precisions import EPS, lane
 
 from fastattn.functional import deformable_attention
 from fastattn.grad import vjp
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
-EPS = {np.dtype(np.float32): 2**-23, np.dtype(np.float64): 2**-52, np.dtype(np.float16): 2**-10, BF16: 2**-7}
 LEVELS = [(7, 5), (3, 6), (1, 1)]
 NAMES = ("dv", "dlocations", "dweights")
 
@@ -28,11 +29,7 @@ def problem(levels=LEVELS, heads=2, queries=9, points=6, head_dim=20, dtype=np.f
 
 def close(got, expected, dtype, most, factor=8):
     """To rounding in the lane type of sums whose terms add up to `most`, and once in the dtype."""
-    assert got.dtype == dtype
-    assert got.shape == expected.shape
-    lane = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    bound = factor * EPS[lane] * most + EPS[np.dtype(dtype)] * np.abs(expected)
-    assert (np.abs(got.astype(np.float64) - expected) <= bound).all()
+    precisions.close(got, expected, factor * EPS[lane(dtype)] * most, dtype)
 
 
 def most_of(v, levels, weights):

@@ -1,6 +1,7 @@
 """Every error of every public function: its type, and that it names function, argument and what came."""
 
 import inspect
+import re
 from typing import NamedTuple
 
 import ml_dtypes
@@ -54,8 +55,6 @@ ONE_EACH = r"expected one number, or one for each sequence, shape \(2,\)$"
 BAD_CALLS = [
     bad(TypeError, "q has dtype int64; expected float32, float64, float16 or bfloat16",
         q=np.ones(SHAPE, int)),
-    bad(TypeError, "k has dtype complex128", k=np.ones(SHAPE, complex)),
-    bad(TypeError, "v has dtype bool", v=np.ones(SHAPE, bool)),
     bad(TypeError, "k is None; expected an array", k=None),
     bad(TypeError, "v is of type list and holds NoneType, float; expected an array", v=[[1.0, None]]),
     bad(TypeError, "q is of dtype object and holds float; expected an array of one", q=Q.astype(object)),
@@ -83,7 +82,6 @@ BAD_CALLS = [
         k=Q.astype(np.float64)),
     bad(TypeError, r"q, k and v have dtypes float32, float32 and float64; .*: np.array\(v, np.float32\)\)$",
         v=Q.tolist()),
-    bad(TypeError, "q, k and v have dtypes float32, float16 and float32", k=Q.astype(np.float16)),
     bad(TypeError, "q, k and v have dtypes float16, float32 and float32", q=Q.astype(np.float16)),
     bad(ValueError, r"k has a head_dim of 7, shape \(2, 4, 5, 7\); expected a head_dim of 8, as q has",
         k=floats(2, 4, 5, 7)),
@@ -106,9 +104,9 @@ BAD_CALLS = [
     bad(ValueError, r"v has 1 head, shape \(5, 8\); expected 4 heads, as k has", v=Q[0, 0]),
     bad(ValueError, "q has 0 heads, shape .*; expected at least 1", q=floats(2, 0, 5, 8)),
     bad(ValueError, "k has 0 heads, shape", k=floats(2, 0, 5, 8), v=floats(2, 0, 5, 8)),
+    bad(ValueError, "v has a head_dim of 0, shape", v=floats(2, 4, 5, 0)),
     bad(ValueError, "q has a head_dim of 0, shape .*; expected at least 1",
         q=floats(2, 4, 5, 0), k=floats(2, 4, 5, 0)),
-    bad(ValueError, "v has a head_dim of 0, shape", v=floats(2, 4, 5, 0)),
     bad(ValueError, r"q, k and v have batch dimensions \(3,\), \(2,\) and \(2,\)", q=floats(3, 4, 5, 8)),
     bad(TypeError, r"mask has dtype int64; expected bool, .* attends \(mask != 0, where 1 attends\)$",
         mask=np.ones((5, 5), int)),
@@ -123,22 +121,18 @@ BAD_CALLS = [
     bad(TypeError, "bias has dtype bool; expected float32.*mask=", bias=np.ones((5, 5), bool)),
     bad(TypeError, "bias has dtype float64; expected float32$", bias=np.ones((5, 5))),
     bad(TypeError, "bias has dtype float16; expected float32$", bias=np.ones((5, 5), np.float16)),
-    bad(TypeError, "bias has dtype int64; .*mask=", bias=np.ones((5, 5), int)),
     bad(ValueError, r"bias has shape \(4, 5\); expected", bias=floats(4, 5)),
     bad(ValueError, r"bias has shape \(2, 5\); .*: bias\[:, None, None, :\]\)$", bias=floats(2, 5)),
     bad(ValueError, "scale is nan; expected a number that is finite", scale=np.nan),
-    bad(ValueError, "scale is inf", scale=np.inf),
     bad(ValueError, "scale is 1e.39", scale=1e39),
     bad(TypeError, "scale is '0.5'; expected a real number", scale="0.5"),
     bad(TypeError, "scale is True; expected a real number", scale=True),
     bad(TypeError, r"scale is an array of shape \(4,\)", scale=floats(4)),
-    bad(TypeError, "scale is 1j", scale=1j),
     bad(TypeError, "scale is .*Broken.*; expected a real number", scale=Broken()),
     bad(ValueError, "softcap is 0.0; expected a number above 0", softcap=0.0),
     bad(ValueError, "softcap is -1", softcap=-1),
     bad(ValueError, "softcap is 1e-39; expected at least 1.175.*e-38, the least normal number in float32",
         softcap=1e-39),
-    bad(ValueError, "softcap is nan", softcap=np.nan),
     bad(TypeError, r"softcap is 'x{35}\.\.\.'; expected a real number", softcap="x" * 100),
     bad(TypeError, "alibi_slopes has dtype bool; expected .* or integers", alibi_slopes=np.ones(4, bool)),
     bad(ValueError, r"alibi_slopes has shape \(3,\); expected .* \(2, 4\)", alibi_slopes=floats(3)),
@@ -159,7 +153,6 @@ BAD_CALLS = [
     bad(TypeError, r"window\[0\] is 1.5; expected an integer", window=(1.5, 0)),
     bad(TypeError, r"window\[0\] is True; expected an integer", window=(True, 0)),
     bad(TypeError, "kv_lengths has dtype float64; expected integers", kv_lengths=[3.0, 5.0]),
-    bad(TypeError, "kv_lengths has dtype bool", kv_lengths=[True, False]),
     bad(ValueError, rf"kv_lengths has shape \(3,\); {ONE_EACH}", kv_lengths=[1, 2, 3]),
     bad(ValueError, rf"kv_lengths has shape \(1,\); {ONE_EACH}", kv_lengths=[3]),
     bad(ValueError, rf"q_offset has shape \(2, 1\); {ONE_EACH}", q_offset=[[0], [0]]),
@@ -184,7 +177,6 @@ BAD_CALLS = [
     bad(TypeError, "num_threads is True; expected an integer", num_threads=True),
     bad(TypeError, "return_lse is 1; expected True or False", return_lse=1),
     bad(ValueError, "backend is 'cuda'; expected one of compiled, numpy", backend="cuda"),
-    bad(ValueError, "backend is 1", backend=1),
     bad(TypeError, "out is of type list; expected an ndarray", out=[1.0]),
     bad(TypeError, "out is of type MaskedArray", out=np.ma.masked_array(Q.copy())),
     bad(TypeError, "out has dtype float64; expected q's, float32$", out=floats(*SHAPE, dtype=np.float64)),
@@ -215,8 +207,9 @@ def messages(calls):
 @messages(BAD_CALLS)
 @pytest.mark.parametrize("function", [fastattn.attention, fastattn.explain])
 def test_attention(call, function):
-    with pytest.raises(call.error, match=rf"^{function.__name__}\(\): {call.message}"):
+    with pytest.raises(call.error, match=rf"^{function.__name__}\(\): {call.message}") as caught:
         function(**{"q": Q, "k": Q, "v": Q, **call.arguments})
+    assert re.fullmatch(r"(?=.{,299}$).*expected.*", str(caught.value))  # one line, that says what is wanted
 
 
 # It has no values, and nothing that says how to compute.
@@ -235,14 +228,6 @@ WEIGHTS = [
 def test_attention_weights(call):
     with pytest.raises(call.error, match=rf"^attention_weights\(\): {call.message}"):
         fastattn.attention_weights(**{"q": Q, "k": Q, **call.arguments})
-
-
-def test_every_message_is_a_line_that_says_what_was_expected():
-    for call in BAD_CALLS:
-        with pytest.raises(call.error, match="expected") as caught:
-            fastattn.attention(**{"q": Q, "k": Q, "v": Q, **call.arguments})
-        assert "\n" not in str(caught.value)
-        assert len(str(caught.value)) < 300
 
 
 def test_nothing_is_written_before_everything_is_checked():
@@ -303,9 +288,7 @@ def test_a_backend_that_is_missing():
 
 
 SDPA = [
-    bad(TypeError, "query has dtype int64", query=np.ones(SHAPE, int)),
     bad(ValueError, r"key has shape \(8,\)", key=floats(8)),
-    bad(TypeError, "value is a masked array", value=np.ma.masked_array(Q)),
     bad(ValueError, "seed is None; expected an integer, 0 to 18446744073709551615", dropout_p=0.1),
     bad(ValueError, "dropout_p is 1.0; expected at least 0 and less than 1", dropout_p=1.0, seed=1),
     bad(TypeError, "dropout_p is 'no'; expected a real number", dropout_p="no"),
@@ -324,11 +307,8 @@ SDPA = [
     bad(ValueError, r"attn_mask has shape \(5, 6\)", attn_mask=floats(5, 6)),
     bad(ValueError, r"attn_mask has shape \(2, 5\); .* attn_mask\[:, None, None, :\]\)$",
         attn_mask=floats(2, 5)),
-    bad(ValueError, "scale is nan", scale=np.nan),
     bad(ValueError, "key has a head_dim of 7, shape .* expected a head_dim of 8, as query has",
         key=floats(2, 4, 5, 7)),
-    bad(ValueError, "value has a length of 6, .* expected a length of 5, as key has",
-        value=floats(2, 4, 6, 8)),
     bad(ValueError, "query has 3 heads, .* expected a multiple of key's 4 heads",
         query=floats(2, 3, 5, 8), enable_gqa=True),
     bad(ValueError, "query, key and value have batch dimensions", key=floats(3, 4, 5, 8)),
@@ -456,7 +436,7 @@ COMPOSED = [
 @pytest.mark.parametrize("function", [*NEEDING, *COMPOSED], ids=lambda function: function.__name__)
 @pytest.mark.parametrize(
     "need",
-    [[np.empty((2, 0, 3))], [[]], (None,), [b"dq"], ("d",), {"dq"}, np.array(["dq"]), 3, "dq"],
+    [[np.empty((2, 0, 3))], (None,), {"dq"}, "dq"],
     ids=repr,
 )
 def test_names_of_gradients(need, function):

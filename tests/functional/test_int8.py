@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from implementations import each_isa
-from oracle import assert_close, assert_same_bits, assert_telling, check, expect, spread_inputs
+from oracle import assert_same_bits, check, expect, spread_inputs
 
 import fastattn
 from fastattn import functional
@@ -200,70 +200,6 @@ def test_bits_depend_on_nothing_else(shape, dtype, implementation):
         assert_same_bits(alone, tuple(x[b : b + 1] for x in together))
 
 
-def cached(k, v):
-    """k and v, of float32, as a cache in int8 gives them."""
-    return KVCache(dtype="int8").append(k, v)
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("outlier", [1, 50])
-@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=lambda shape: shape.name)
-def test_the_bound(shape, outlier, dtype, sign, implementation):
-    """The documented bound holds against attention of what was rounded; all scales may be negative."""
-    q, k, v = (x.astype(np.float32) for x in spread_inputs(shape, "float32", np.random.default_rng(0)))
-    q = q.astype(dtype)
-    k[..., 3] *= outlier
-    v[..., 5] *= outlier
-    got = cached(k, v)
-    got = got._replace(k=sign * got.k, k_scale=sign * got.k_scale, v=sign * got.v, v_scale=sign * got.v_scale)
-    scale = sign * shape.head_dim**-0.5
-    out, lse = fastattn.attention(q, **got._asdict(), scale=scale, return_lse=True)
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    exact, exact_lse = fastattn.attention(q, k, v, scale=scale, return_lse=True)
-    group = shape.heads_q // shape.heads_kv
-
-    def of_heads(x):
-        return x.repeat(group, axis=1)
-
-    largest = of_heads(np.abs(got.k_scale).max(axis=-1, keepdims=True)).astype(np.float64)
-    score_error = abs(scale) * np.abs(q).sum(axis=-1) * largest / 2
-    spread = of_heads(v.max(axis=2, keepdims=True) - v.min(axis=2, keepdims=True))
-    value_error = of_heads(np.abs(got.v_scale).max(axis=-1))[..., None, None] / 2
-    bound = value_error + np.tanh(score_error / 2)[..., None] * spread
-    rounding = 1e-5 * outlier
-    assert_close(lse, exact_lse, score_error + rounding)
-    last_bit = 0 if dtype == "float32" else float(ml_dtypes.finfo(dtype).eps) / 2
-    assert_close(out, exact, bound + rounding + last_bit * (np.abs(exact) + bound))
-    # Errors of roundings have no common sign: what is usual is far below the bound, if all else is right.
-    usual = 5 * abs(scale) * np.linalg.norm(q, axis=-1) * largest / 12**0.5
-    assert (np.abs(lse - exact_lse) <= usual).all()
-
-
-def test_the_bound_is_reached(implementation):
-    """Every rounding errs by half of the scale, with the sign of the query."""
-    q = np.sign(np.random.default_rng(0).standard_normal((1, 1, 1, 64))).astype(np.float32)
-    q[..., 0] = 0
-    k = np.where(q > 0, np.float32(2.501), np.float32(-2.501))
-    k[..., 0] = 127
-    got = cached(k, k)
-    np.testing.assert_array_equal(got.k_scale, 1)
-    _, lse = fastattn.attention(q, **got._asdict(), return_lse=True)
-    _, exact = fastattn.attention(q, k, k, return_lse=True)
-    assert 0.99 * 63 / 8 / 2 < lse - exact < 63 / 8 / 2
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_results_of_16_bits_are_rounded_once_more(dtype, implementation):
-    """A single key's value is the result: without the result's own rounding the bound does not hold."""
-    v = np.random.default_rng(0).uniform(-1, 1, (1, 1, 1, 2000)).astype(np.float32)
-    got = cached(np.zeros((1, 1, 1, 8), np.float32), v)
-    out = fastattn.attention(np.ones((1, 1, 1, 8), dtype), **got._asdict()).astype(np.float64)
-    error, half = np.abs(out - v), got.v_scale[0, 0, 0] / 2
-    assert (error > 1.02 * half).any()
-    assert_close(out, v, half + float(ml_dtypes.finfo(dtype).eps) / 2 * (np.abs(v) + half) + 1e-6)
-
-
 def test_explain():
     q, int8, _, _ = inputs(DECODE, "float16")
     found = fastattn.explain(q, **int8)
@@ -281,14 +217,6 @@ def test_queries_in_bfloat16_take_no_bfloat16_products(isa):
     q, int8, _, _ = inputs(PREFILL, "bfloat16")
     assert q.dtype == ml_dtypes.bfloat16
     assert not fastattn.explain(q, **int8)["bf16_dot"]
-
-
-def test_inputs_stay_as_they_are(implementation):
-    q, int8, k, v = inputs(PREFILL, "float32")
-    for x in (q, *int8.values()):
-        x.flags.writeable = False
-    check(attention(q, int8), expect(q, k, v))
-    assert_telling(expect(q, k, v))
 
 
 Q, INT8, K, V = inputs(Shape("", 2, 4, 2, 3, 5, 8), "float32")

@@ -119,16 +119,6 @@ def test_nan_in_the_bias_where_attended_propagates(dtype, implementation):
     assert np.isfinite(attention(q, k, v, bias=bias, mask=~np.isnan(bias))[0]).all()
 
 
-@every_dtype
-@pytest.mark.parametrize("lengths", [(0, 200), (200, 0), (1, 0)], ids=str)
-def test_sequences_without_keys_give_zero(lengths, dtype, implementation):
-    q, k, v = inputs(PREFILL, dtype)
-    out, lse = attention(q, k, v, kv_lengths=lengths)
-    for b, length in enumerate(lengths):
-        assert (out[b] == 0).all() == (length == 0)
-        assert (lse[b] == -np.inf).all() == (length == 0)
-
-
 @every_case
 @pytest.mark.parametrize("masked", ["mask", "bias", "kv_lengths", "row_ranges", "causal", "window"])
 def test_nothing_to_attend_gives_zero(masked, shape, dtype, implementation):
@@ -164,19 +154,6 @@ def test_a_sink_of_minus_infinity_is_none(dtype, implementation):
     mask[10] = False
     sinks = np.full(4, -np.inf, np.float32)
     check(attention(q, k, v, sinks=sinks, mask=mask), expect(q, k, v, mask=mask))
-
-
-@every_case
-def test_rows_of_which_some_attend_nothing(shape, dtype, implementation):
-    shape = shape._replace(len_q=max(2, shape.len_q))
-    q, k, v = inputs(shape, dtype)
-    mask = np.random.default_rng(0).random((*q.shape[:-1], shape.len_k)) < 0.5
-    mask[0, 1, ::2] = mask[1, 0, 1] = False
-    expected = expect(q, k, v, mask=mask)
-    out, lse = attention(q, k, v, mask=mask)
-    check((out, lse), expected)
-    assert (out[0, 1, ::2] == 0).all()
-    assert (lse[0, 1, ::2] == -np.inf).all()
 
 
 @pytest.mark.parametrize("bias_dtype", ["float32", "q's"])
@@ -260,15 +237,6 @@ def test_empty_ranges_may_be_anything(implementation):
     end = np.where(np.arange(45) % 5 == 0, 3, 2**40)
     expected = expect(q, k, v, mask=(np.arange(45) % 5 != 0)[:, None])
     check(attention(q, k, v, row_ranges=(begin, end)), expected)
-
-
-@every_dtype
-def test_an_attended_infinity(dtype, implementation):
-    """A V of infinity that is attended shows as infinity, and does not become NaN in other lanes."""
-    q, k, v = inputs(PREFILL._replace(len_k=60), dtype)
-    v[0, 0, 20, 3] = np.inf
-    v[1, 1, 59, 0] = -np.inf
-    check(attention(q, k, v), expect(q, k, v))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])

@@ -1,22 +1,22 @@
-"""Gradients of linear attention: the recurrence in float64, on every instruction set and the fallback."""
+"""Linear attention and its gradients: the recurrence in float64, on each implementation."""
 
 import numpy as np
 import pytest
 from differences import assert_gradient
-from precisions import BF16, each_dtype
+from precisions import BF16, each_dtype, lane
 from pullbacks import gradients
-from recurrence import RULES, Recurrence
+from recurrence import RULES, Recurrence, close
 
 from fastattn.functional import feature_maps, linear_attention
 
-# Around the ends of chunks (16, 32), of the parts that are solved (8), and of passes (12).
+# Around the ends of steps (4), of chunks (16, 32), of the parts that are solved (8), and of passes (12).
 DELTA_RULES = RULES[3:]
 # Each rule, and the delta rules with keys to erase by.
 CASES = [*((rule, False) for rule in RULES), *((rule, True) for rule in DELTA_RULES)]
 each_case = pytest.mark.parametrize(
     ("rule", "erase"), CASES, ids=[rule + " erase" * erase for rule, erase in CASES]
 )
-LENGTHS = [0, 1, 2, 7, 12, 13, 16, 17, 31, 32, 33, 64, 65, 150]
+LENGTHS = [0, 1, 2, 4, 5, 7, 12, 13, 15, 16, 17, 31, 32, 33, 64, 65, 150]
 DIMS = [(1, 1), (3, 5), (16, 32), (33, 31), (64, 64), (65, 97), (130, 40), (300, 17)]
 HEADS = [(2, 2, 2), (4, 2, 2), (2, 2, 6), (6, 1, 3), (1, 4, 2), (8, 2, 4)]
 
@@ -62,6 +62,11 @@ class Problem:
         given = [name for name in ("log_decay", "beta", "erase") if name in self.options]
         self.need = ("dk", "dq", "dv", "dstate", "dscale", *(f"d{name}" for name in given))
 
+    def results(self):
+        """The result and the last state, or the pair of states."""
+        options = self.options | {"state": self.state, "return_state": True}
+        return linear_attention(*self.arrays[1:], **options)
+
     def gradients(self, **more):
         """Compute the gradients by name, as the call returns them."""
         states = {"state": self.state, "dmore": self.dstate}
@@ -69,7 +74,7 @@ class Problem:
         return dict(zip(self.need, found, strict=True))
 
     def expected(self):
-        """Compute the gradients from the recurrence, where a pair of states is two arrays."""
+        """Compute results and gradients from the recurrence, where a pair of states is two arrays."""
         dout, *arrays = self.arrays
         pair = self.options["normalize"] or self.state is None
         state = self.state if pair else (self.state, 0 * self.state[..., 0])
@@ -86,33 +91,17 @@ class Problem:
         found["dscale"] = np.vdot(np.asarray(dout, float), outs[0] - outs[1]) / (2 * small)
         if self.options["normalize"]:
             found["dstate"] = (found["dstate"], found["dnorm"])
-        return {name: found[name] for name in self.need}
-
-
-def close(actual, expected, factor=64, floor=0.0):
-    """Errors are at most `factor` roundings, as accumulated, of the largest of each row, or a 16th of all."""
-    if isinstance(expected, tuple):
-        for a, e in zip(actual, expected, strict=True):
-            close(a, e, factor, floor)
-        return
-    if isinstance(actual, float):
-        return
-    assert actual.shape == expected.shape
-    if not expected.size:
-        return
-    unit = 2.0**-52 if actual.dtype == np.float64 else 2.0**-23
-    own = {np.dtype(np.float16): 2.0**-10, BF16: 2.0**-7}.get(actual.dtype, 0)
-    most = np.abs(expected).max(axis=-1, keepdims=True)
-    bound = factor * unit * (most + np.abs(expected).max() / 4) + own * np.abs(expected) + 1e-7 * (own > 0)
-    error = np.abs(actual.astype(np.float64) - expected)
-    assert (error <= bound + floor + np.finfo(np.float32).tiny).all(), (
-        f"{(error / bound).max():.3g} of the bound"
-    )
+        after = (call.s[-1], call.z[-1]) if self.options["normalize"] else call.s[-1]
+        return (call.out, after), {name: found[name] for name in self.need}
 
 
 def check(problem, factor=64):
-    found, expected = problem.gradients(), problem.expected()
+    found, (results, expected) = problem.gradients(), problem.expected()
     dout, q, k, v = problem.arrays
+    out, after = problem.results()
+    assert (out.dtype, np.asarray(after[0]).dtype) == (q.dtype, lane(q.dtype))
+    close(out, results[0], factor, share=16)
+    close(after, results[1], factor, share=16)
     floor = 2.0**-21 * float(np.abs(dout).max(initial=0))  # of what cancels
     for name, x in {"dq": q, "dk": k, "dv": v}.items():
         assert found[name].dtype == x.dtype

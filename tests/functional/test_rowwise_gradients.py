@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 from backward_oracle import OPTIONAL, assert_gradients
-from oracle import assert_same_bits, poison
+from oracle import assert_same_bits, poison, with_array
 from rowwise_gradients import gradients
 from rowwise_oracle import OPTIONS, inputs, lane, wider
-from structures import dense
 
 from fastattn import functional
 from fastattn._bench.cases import DTYPES, STRUCTURES, Shape, as_dtype
@@ -49,9 +48,7 @@ def hold(kind, q, k, v, arguments, got=None, telling=False, more=None, dout=None
     more = own(kind, q) if more is None else more
     dout = cotangent(q, v) if dout is None else dout
     got = run(kind, dout, q, k, v, arguments, more=more) if got is None else got
-    if hasattr(arguments.get("mask"), "resolve"):
-        where = (arguments.get(name) for name in ("kv_lengths", "q_offset"))
-        arguments = {**arguments, "mask": dense(arguments["mask"], q, k, *where)}
+    arguments = with_array(arguments, q, k)
     ref, sizes = gradients(kind, dout, q, k, v, wider(q.dtype), **more, **arguments)
     plain, _ = gradients(kind, dout, q, k, v, lane(q.dtype), **more, **arguments)
     assert_gradients(got, ref, plain, sizes, q.dtype, nonzero=telling / 4)

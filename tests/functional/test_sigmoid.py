@@ -5,11 +5,10 @@ from math import log
 import naive
 import numpy as np
 import pytest
-from oracle import assert_close, assert_same_bits, eps, garbage_behind_masks, spread_inputs
+from oracle import assert_close, assert_same_bits, eps, garbage_behind_masks, spread_inputs, with_array
 from shapes import EDGES
-from structures import dense
 
-from fastattn import functional, masks
+from fastattn import functional
 from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape, combine
 
 SHAPES = {**EDGES, "many rows and keys": Shape("", 1, 2, 1, 40, 9000, 4, 4)}
@@ -30,9 +29,7 @@ def by_definition(q, k, v, sigmoid_bias, dtype, **arguments):
 
 def check(got, q, k, v, sigmoid_bias, **arguments):
     """The bound: max|out - ref| <= 2 max|plain - ref| + 4 eps max|v| sum of weights."""
-    if isinstance(arguments.get("mask"), masks.Mask):
-        where = (arguments.get(name) for name in ("kv_lengths", "q_offset"))
-        arguments["mask"] = dense(arguments["mask"], q, k, *where)
+    arguments = with_array(arguments, q, k)
     wide = np.longdouble if q.dtype == np.float64 else np.float64
     ref, weights = by_definition(q, k, v, sigmoid_bias, wide, **arguments)
     plain, _ = by_definition(q, k, v, sigmoid_bias, q.dtype, **arguments)

@@ -29,40 +29,6 @@ def check_size(len_q, len_k, head_dim, head_dim_v, dtype, causal=False, heads=(2
 
 
 @every_dtype
-@pytest.mark.parametrize("causal", CAUSAL, ids=("full", "causal"))
-@pytest.mark.parametrize("len_q", LENGTHS)
-def test_query_lengths(len_q, causal, dtype, implementation):
-    check_size(len_q, 65, 16, 16, dtype, causal)
-
-
-@every_dtype
-@pytest.mark.parametrize("causal", CAUSAL, ids=("full", "causal"))
-@pytest.mark.parametrize("len_k", LENGTHS)
-def test_key_lengths(len_k, causal, dtype, implementation):
-    check_size(33, len_k, 16, 16, dtype, causal)
-
-
-@every_dtype
-@pytest.mark.parametrize("len_k", LENGTHS)
-def test_key_lengths_one_query(len_k, dtype, implementation):
-    check_size(1, len_k, 16, 16, dtype, heads=(4, 4))
-
-
-@every_dtype
-@pytest.mark.parametrize("len_q", [1, 33])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_head_dims(head_dim, len_q, dtype, implementation):
-    check_size(len_q, 65, head_dim, head_dim, dtype, heads=(4, 4))
-
-
-@every_dtype
-@pytest.mark.parametrize("len_q", [1, 33])
-@pytest.mark.parametrize("head_dim_v", HEAD_DIMS)
-def test_value_head_dims(head_dim_v, len_q, dtype, implementation):
-    check_size(len_q, 65, 24, head_dim_v, dtype, heads=(4, 4))
-
-
-@every_dtype
 @pytest.mark.parametrize("len_q", [1, 35])
 @pytest.mark.parametrize("len_k", LENGTHS[1:])
 def test_every_key_counts_once(len_k, len_q, dtype, implementation):

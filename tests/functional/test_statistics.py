@@ -3,13 +3,11 @@
 import naive
 import numpy as np
 import pytest
-from oracle import assert_close, assert_same_bits, eps, poison, spread_inputs
+from oracle import assert_close, assert_same_bits, eps, poison, spread_inputs, with_array
 from precisions import lane
 from shapes import EDGES
-from structures import dense
 
 import fastattn
-from fastattn import masks
 from fastattn._bench.cases import DTYPES, Shape, combine
 
 ALL = ("row_max", "entropy", "top_k:5", "key_sums", "mean_weights")
@@ -45,9 +43,7 @@ def measured(q, k, v, dtype, **arguments):
 def check(stats, q, k, v, k_top=5, **arguments):
     """`stats`, everything of ALL, against the definition: within twice the error of the plain computation."""
     work = lane(q.dtype)
-    if isinstance(arguments.get("mask"), masks.Mask):
-        where = (arguments.get(name) for name in ("kv_lengths", "q_offset"))
-        arguments["mask"] = dense(arguments["mask"], q, k, *where)
+    arguments = with_array(arguments, q, k)
     ref, probs = measured(q, k, v, np.longdouble if work == np.float64 else np.float64, **arguments)
     plain, _ = measured(q, k, v, work, **arguments)
     weights, keys = stats["top_k"]
@@ -88,14 +84,6 @@ def test_statistics(name, variants, dtype, implementation):
     out, lse, stats = fastattn.attention(q, k, v, return_lse=True, stats=ALL, **arguments)
     check(stats, q, k, v, **arguments)
     assert_same_bits((out, lse), fastattn.attention(q, k, v, return_lse=True, **arguments))
-
-
-@pytest.mark.parametrize("mask", [masks.strided(7), masks.causal() & masks.window(20) | masks.first_keys(3)])
-@pytest.mark.parametrize("name", SHAPES)
-def test_structural_masks(name, mask, implementation):
-    q, k, v = spread_inputs(SHAPES[name], "float32", np.random.default_rng(3))
-    _, stats = fastattn.attention(q, k, v, mask=mask, stats=ALL)
-    check(stats, q, k, v, mask=mask)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -2,12 +2,11 @@
 
 import math
 
-import ml_dtypes
 import numpy as np
 import pytest
 from activations import ACTIVATIONS
 from implementations import has_pairs
-from precisions import BF16, EPS, each_dtype, lane
+from precisions import BF16, EPS, close, each_dtype, lane
 
 from fastattn import grad, ops
 from fastattn._args.types import ACTIVATIONS as NAMES
@@ -21,16 +20,6 @@ def normal(*shape, dtype=np.float64):
 
 def wide(*arrays):
     return [np.asarray(x, np.float64) for x in arrays]
-
-
-def close(got, expected, error, dtype):
-    """`got` is off by at most `error`, and by a rounding to its dtype."""
-    assert got.dtype == dtype
-    assert got.shape == expected.shape
-    smallest = float(ml_dtypes.finfo(dtype).smallest_subnormal)
-    allowed = error + np.abs(expected) * EPS[np.dtype(dtype)] + smallest
-    off = np.abs(got.astype(np.float64) - expected)
-    assert (off <= allowed).all(), f"{np.max(off / allowed):.3g} of the bound"
 
 
 def sum_bound(a, b, unit):

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from implementations import COMPILED, forced, has_pairs
-from layer_oracle import HEADS, WIDTH, assert_gradients, every_feature, output, randomized
+from layer_oracle import HEADS, WIDTH, assert_gradients, every_feature, randomized
 from oracle import assert_same_bits
 from refused import assert_refused, refused
 
@@ -420,35 +420,3 @@ def test_errors(code, error):
     assert_refused(
         code, error, layer=layer, heads=layer.self_attn, decoder=decoder, back=back, x=x, dout=dout
     )
-
-
-def test_what_has_no_gradients_may_be_none():
-    layer, x, _ = single()
-    for it, name in ((layer, "cache"), (layer, "lengths"), (layer.self_attn, "residual")):
-        np.testing.assert_array_equal(output(vjp(it, x, **{name: None})[0]), output(it(x)))
-
-
-LAYERS = {
-    "linear": Linear(8, 8, rng=0),
-    "norm": LayerNorm(8),
-    "feed_forward": FeedForward(8, 16, rng=0),
-    "attention": MultiHeadAttention(8, 2, rng=0),
-    "encoder_layer": TransformerEncoderLayer(8, 2, 16, rng=0),
-    "decoder_layer": TransformerDecoderLayer(8, 2, 16, rng=0),
-    "encoder": TransformerEncoder([TransformerEncoderLayer(8, 2, 16, rng=0)]),
-    "decoder": TransformerDecoder([TransformerDecoderLayer(8, 2, 16, rng=0)]),
-    "transformer": Transformer(8, 2, 1, 1, 16, rng=0),
-}
-
-
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_what_is_expected_is_taken(layer):
-    """The error for an argument that there is none of names only those that gradients have, too."""
-    x = np.ones((1, 3, 8), np.float32)
-    inputs = (x, x) if isinstance(layer, (TransformerDecoderLayer, TransformerDecoder, Transformer)) else (x,)
-    with pytest.raises(TypeError, match=rf"^{type(layer).__name__}\(\): bogus is not an argument") as error:
-        vjp(layer, *inputs, bogus=1)
-    expected = str(error.value).rpartition("expected one of ")[2].split(", ")
-    positional = ("x", "query", "key", "value", "src", "tgt", "memory")
-    for name in set(expected) - set(positional):
-        vjp(layer, *inputs, **{name: False if name.endswith("causal") else None})

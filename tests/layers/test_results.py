@@ -23,7 +23,6 @@ from layer_oracle import (
 )
 from refused import assert_refused, refused
 
-from fastattn._engine import dispatch
 from fastattn.grad import vjp
 from fastattn.layers import (
     KVCache,
@@ -118,26 +117,6 @@ def test_padding_is_not_computed(isa):
         np.testing.assert_array_equal(encoder(x, src_key_padding_mask=padding.view(np.matrix)), y)
         alone = encoder(x[1], src_key_padding_mask=padding[1])
         np.testing.assert_array_equal(alone, y[1])
-
-
-def test_an_encoder_layer_is_seven_kernels(monkeypatch):
-    """Queries, keys and values are one linear; residuals and activations are part of it; heads are views."""
-    ran = []
-    run = dispatch.run
-
-    def noted(args, backend=None):
-        ran.append(args.copies if args.kernel == "attention" else args.kernel)
-        run(args, backend)
-
-    x, nothing = draw(BATCH, LENGTH, WIDTH), np.zeros((LENGTH, LENGTH), bool)
-    layer = TransformerEncoderLayer(WIDTH, HEADS, 96, "swiglu", rng=np.random.default_rng(0))
-    monkeypatch.setattr(dispatch, "run", noted)
-    layer(x, src_mask=nothing)
-    assert ran == ["linear", (), "linear", "rows", "linear", "linear", "rows"]
-    layer(x)
-    assert [step.op for step in layer._plain[1][0].steps] == [
-        "linear", "attend", "linear", "norm", "linear", "linear", "norm",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])

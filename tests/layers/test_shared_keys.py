@@ -65,19 +65,9 @@ def memory_of(side, dtype=np.float64):
 
 def with_keys(own, source):
     """An attention with the queries of `own` and the keys of `source`."""
-    names = (
-        "num_kv_heads",
-        "head_dim",
-        "rope",
-        "qk_norm",
-        "output_gate",
-        "sinks",
-        "window",
-        "softcap",
-        "scale",
-    )
-    names += ("alibi_slopes", "add_bias_kv", "add_zero_attn", "bias")
-    options = {name: getattr(own, name) for name in names}
+    names = "num_kv_heads head_dim rope qk_norm output_gate sinks window softcap scale alibi_slopes bias"
+    names += " add_bias_kv add_zero_attn"
+    options = {name: getattr(own, name) for name in names.split()}
     whole = MultiHeadAttention(own.embed_dim, own.num_heads, weights_dtype="float64", **options)
     state, theirs = own.state_dict(), source.state_dict()
     n = len(state["q_proj_weight"])

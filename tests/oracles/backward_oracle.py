@@ -2,8 +2,7 @@
 
 import gradients
 import numpy as np
-from oracle import assert_close, eps
-from structures import dense
+from oracle import assert_close, eps, with_array
 
 import fastattn
 from fastattn._reference import philox
@@ -38,10 +37,7 @@ def run(q, k, v, dout, dlse, arguments, need=None, **more):
 
 def check(got, q, k, v, dout, dlse, arguments, telling=True, more=0.0):
     """max|got - ref| <= 2 max|plain - ref| + (4 eps + more) max(sum of magnitudes), for each gradient."""
-    if hasattr(arguments.get("mask"), "resolve"):
-        where = (arguments.get(name) for name in ("kv_lengths", "q_offset"))
-        arguments = {**arguments, "mask": dense(arguments["mask"], q, k, *where)}
-    arguments = dict(arguments)
+    arguments = dict(with_array(arguments, q, k))
     if "dropout" in arguments:
         share, seed = arguments.pop("dropout"), arguments.pop("seed")
         heads = np.arange(q.shape[0] * q.shape[1]).reshape(*q.shape[:2], 1)

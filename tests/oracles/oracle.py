@@ -8,7 +8,6 @@ from typing import NamedTuple
 import ml_dtypes
 import naive
 import numpy as np
-from structures import dense
 
 from fastattn._bench.cases import Shape, combine, make_inputs
 from fastattn.masks import Mask
@@ -45,12 +44,24 @@ def eps(dtype):
 _expected = {}  # by what the call consists of: implementations are held against one computation
 
 
+def with_array(arguments, q=None, k=None):
+    """The arguments, with a structural mask as the array of it; masks/test_definitions.py holds that."""
+    if not isinstance(arguments.get("mask"), Mask):
+        return arguments
+    len_q, len_k = q.shape[-2], k.shape[-2]
+    offset = arguments.get("q_offset")
+    if offset is None and arguments.get("kv_lengths") is not None:
+        offset = np.asarray(arguments["kv_lengths"]) - len_q
+    heads = q.shape[-3] if q.ndim > 2 else 1
+    array = arguments["mask"].to_array(
+        len_q, len_k, batch_shape=q.shape[:-3], num_heads=heads, q_offset=offset
+    )
+    return {**arguments, "mask": array}
+
+
 def expect(*arrays, **arguments):
     """The reference for one call. It is computed once for all implementations."""
-    if isinstance(arguments.get("mask"), Mask):
-        q, k = arrays[:2]
-        where = (arguments.get(name) for name in ("kv_lengths", "q_offset"))
-        arguments = {**arguments, "mask": dense(arguments["mask"], q, k, *where)}
+    arguments = with_array(arguments, *arrays[:2])
     key = hashlib.sha1(pickle.dumps((arrays, arguments))).digest()
     if key not in _expected:
         if len(_expected) >= _REMEMBERED:

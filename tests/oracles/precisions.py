@@ -10,6 +10,16 @@ EPS = {np.dtype(np.float32): 2**-23, np.dtype(np.float64): 2**-52, np.dtype(np.f
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
+def close(got, expected, error, dtype):
+    """`got` is off by at most `error`, and by a rounding to its dtype."""
+    assert got.dtype == dtype
+    assert got.shape == expected.shape
+    smallest = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    allowed = error + EPS[np.dtype(dtype)] * np.abs(expected) + smallest
+    off = np.abs(got.astype(np.float64) - expected)
+    assert (off <= allowed).all(), f"{np.max(off / allowed):.3g} of the bound"
+
+
 def lane(dtype):
     """The dtype in which kernels compute."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)

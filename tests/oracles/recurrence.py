@@ -5,6 +5,7 @@ q, k and v are (heads of each, len, dim); a state is (heads, head_dim, head_dim_
 """
 
 import numpy as np
+from precisions import BF16
 
 RULES = ["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
 
@@ -31,6 +32,28 @@ def problem(rule, heads, n, head_dim, head_dim_v, dtype=np.float32, seed=0, stro
     if erase:  # keys between 0 and those to write by: the state does not grow
         more["erase"] = (k * rng.uniform(0, 1, k.shape)).astype(dtype)
     return q.astype(dtype), k.astype(dtype), v.astype(dtype), more
+
+
+def close(actual, expected, factor=64, floor=0.0, share=4):
+    """Errors are at most `factor` roundings, as accumulated, of the largest of each row, or a part of all.
+
+    `share` is what the largest of all is divided by.
+    """
+    if isinstance(expected, tuple):
+        for a, e in zip(actual, expected, strict=True):
+            close(a, e, factor, floor, share)
+        return
+    if isinstance(actual, float):
+        return
+    assert actual.shape == expected.shape
+    if not expected.size:
+        return
+    unit = 2.0**-52 if actual.dtype == np.float64 else 2.0**-23
+    own = {np.dtype(np.float16): 2.0**-10, BF16: 2.0**-7}.get(actual.dtype, 0)
+    most = np.abs(expected).max(axis=-1, keepdims=True) + np.abs(expected).max() / share
+    bound = factor * unit * most + own * np.abs(expected) + 1e-7 * (own > 0)
+    far = np.abs(actual.astype(np.float64) - expected) / (bound + floor + np.finfo(np.float32).tiny)
+    assert (far <= 1).all(), f"{far.max():.3g} of the bound"
 
 
 def gates(heads, n, head_dim, log_decay, beta):

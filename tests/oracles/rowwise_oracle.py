@@ -2,11 +2,9 @@
 
 import naive
 import numpy as np
-from oracle import eps
-from structures import dense
+from oracle import eps, with_array
 
 from fastattn._bench.cases import Shape, combine, make_inputs
-from fastattn.masks import Mask
 
 # The options that these functions share with attention(), by their names in cases.VARIANTS.
 OPTIONS = ["plain", "scale", "causal", "window", "kv_lengths", "padding_mask", "mask", "block_mask", "bias",
@@ -52,10 +50,7 @@ def softmax(s):
 
 def scores(q, k, dtype, product=np.matmul, **options):
     """Scores (..., heads_q, len_q, len_k) in `dtype`, -inf where masked, and who attends whom."""
-    if isinstance(options.get("mask"), Mask):
-        where = (options.get(name) for name in ("kv_lengths", "q_offset"))
-        options["mask"] = dense(options["mask"], q, k, *where)
-    return naive.masked_scores(q, k, dtype=dtype, product=product, **options)
+    return naive.masked_scores(q, k, dtype=dtype, product=product, **with_array(options, q, k))
 
 
 def weigh(probs, v, attend):
