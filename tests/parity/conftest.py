@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+import warnings
 from collections import Counter
 
 import pytest
@@ -38,6 +39,14 @@ def quiet_torch():
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def quiet(quiet_torch):
+    """Warnings of other libraries are not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
 from tiny_tokenizers import TEXTS
-from transformers_folders import SIZES, randomised, save_tokenizer
+from transformers_folders import SIZES, randomised, require_close, save_tokenizer
 
 from fastattn import models
 from fastattn import sentence_transformers as ours
@@ -21,12 +21,6 @@ FOLDERS = ["retrieval_query", "retrieval_passage", "separation", "classification
 RANK, ALPHA = 3, 2.0
 PROMPTS = {"retrieval.query": "the dog sat ", "retrieval.passage": "a tree "}
 RNG = np.random.default_rng(4)
-
-
-def require_close(got, expected):
-    assert got.shape == expected.shape
-    assert np.abs(expected).mean() > 0.01, "a result next to nothing shows nothing"
-    assert np.abs(got - expected).max() < 1e-5 * max(1, np.abs(expected).max())
 
 
 def model(**changes):

@@ -1,7 +1,6 @@
 """ColBERT against sentence-transformers' MultiVectorEncoder: tiny models made and saved here."""
 
 import json
-import warnings
 
 import numpy as np
 import pytest
@@ -12,11 +11,11 @@ from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from tiny_tokenizers import TEXTS
-from transformers_folders import SIZES, randomised, save_tokenizer
+from transformers_folders import SIZES, randomised, reloaded, require_close, save_tokenizer
 
 from fastattn import models
 
-TOLERANCE = 1e-5
+pytestmark = pytest.mark.usefixtures("quiet")
 LONG = [*TEXTS, "the cat " * 25]
 PADDED = {**SIZES, "pad_token_id": 0}
 KINDS = {
@@ -58,24 +57,7 @@ def both(
     parts = [Transformer(str(folder), **knobs), dense(bias=False), *extra]
     parts += [MultiVectorMask(words, skiplist_tasks=tasks), Normalize(module_input_name="token_embeddings")]
     theirs = MultiVectorEncoder(modules=parts, device="cpu", similarity_fn_name=similarity, prompts=prompts)
-    return saved(theirs, folder)
-
-
-def saved(theirs, folder):
-    with warnings.catch_warnings():  # what they have to say is not ours to mend
-        warnings.simplefilter("ignore")
-        theirs.save_pretrained(str(folder / "saved"), create_model_card=False)
-        theirs = MultiVectorEncoder(str(folder / "saved"), device="cpu")
-    return theirs, models.load(folder / "saved")
-
-
-def require_close(got, expected):
-    assert len(got) == len(expected)
-    for ours, theirs in zip(got, expected, strict=True):
-        theirs = theirs.numpy()
-        assert ours.shape == theirs.shape
-        assert ours.shape[0] == 0 or np.abs(theirs).mean() > 0.01, "a result next to nothing shows nothing"
-        assert np.abs(ours - theirs).max(initial=0) < TOLERANCE * max(1, np.abs(theirs).max(initial=0))
+    return reloaded(theirs, folder / "saved")
 
 
 def require_same(theirs, ours, texts=LONG):

@@ -7,9 +7,7 @@ from torch_modules import drawn, split
 from transformers import DebertaV2Config, DeepseekV2Config
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
-import fastattn
 from fastattn import functional
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -67,13 +65,3 @@ def test_deepseek_v2(absorbed):
     )
     out = module.o_proj(torch.from_numpy(out).transpose(1, 2).reshape(batch, length, -1))
     np.testing.assert_allclose(out, expected, atol=2e-5)
-
-
-def test_gpt_oss_sinks():
-    q, k, v, sinks = normal(2, 8, 40, 16), normal(2, 2, 60, 16), normal(2, 2, 60, 16), normal(8)
-    module = torch.nn.Module()
-    module.sinks, module.num_key_value_groups, module.training = torch.from_numpy(sinks), 4, False
-    tensors = [torch.from_numpy(x) for x in (q, k, v)]
-    expected, _ = gpt_oss_attention(module, *tensors, attention_mask=None, scaling=0.25)
-    out = fastattn.attention(q, k, v, sinks=sinks)
-    np.testing.assert_allclose(out, expected.transpose(1, 2), atol=2e-5)
