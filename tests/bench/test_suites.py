@@ -31,12 +31,8 @@ from fastattn._bench.cases import Shape
 
 SUITES = bench.SUITES
 ENGINES = ("fastattn", "fallback", "numpy")
-BOUNDS = {
-    "float32": 2e-5,
-    "bfloat16": 5e-2,
-    "int8": 3e-1,
-    "bits": 0,
-}  # several times what is seen; rounded inputs are O(1)
+# Several times what is seen; rounded inputs are O(1).
+BOUNDS = {"float32": 2e-5, "bfloat16": 5e-2, "int8": 3e-1, "bits": 0}
 
 TINY_LAYERS = [
     LayerShape("linear", "linear", 1, 5, 40, 24),
@@ -50,17 +46,42 @@ TINY_LAYERS = [
 TINY_LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+class Here:
+    """A worker in this process: its results count here, and not its times."""
+
+    broken = False
+
+    def __init__(self, engine, threads):
+        self.worker, self.process = harness._Worker(engine, threads), SimpleNamespace(kill=lambda: None)
+
+    def ask(self, do, **arguments):
+        try:
+            return getattr(self.worker, do)(**arguments)
+        except harness.Unsupported as error:
+            return {"unsupported": str(error)}
+
+    def another(self):
+        return self
+
+    def close(self):
+        pass
+
+
 @pytest.fixture
 def measured(monkeypatch):
-    """A function that runs problems in workers, as briefly as can be."""
+    """A function that runs problems as briefly as can be: in this process, or `apart` in workers of it."""
 
-    def go(suite, sections, full=True, threads=1):
+    def go(suite, sections, full=True, threads=1, apart=False):
         monkeypatch.setattr("bench.suite.FULL", FULL._replace(seconds=1e-4, rounds=1))
+        if not apart:
+            monkeypatch.setattr(harness, "WorkerProcess", Here)
+            monkeypatch.setattr(harness, "WARM_UP", 0.0)
         small, effort = SUITES[suite]._replace(plan=lambda _: sections), None if full else harness.brief(1)
         result = run(suite, small, Request(), only="", peers=["numpy"], effort=effort, threads=threads)
         return json.loads(json.dumps(result))
 
-    return go
+    yield go
+    harness.FOR_GOOD.close()
 
 
 def check(result, sections, missing=()):
@@ -165,7 +186,7 @@ def test_attention(measured):
         **request.section(MaskedProblem, "small", [SMALL], "float32", variants),
         **request.section(MaskedProblem, "grouped", [SMALL._replace(heads_q=4)], "float32"),
     }
-    check(measured("attention", sections), sections)
+    check(measured("attention", sections, apart=True), sections)
 
 
 @pytest.mark.parametrize("dtype", SEARCHED)
@@ -213,7 +234,7 @@ def test_operators_of_torch(measured):
 def test_the_first_minute_ends_in_words(measured):
     """Ratios of the median row; both engines that compute with NumPy had one thread, too."""
     section = Request(seed=3).section(MaskedProblem, "small", [SMALL._replace(len_k=4000)], "float32")
-    result = measured("attention", section, full=False, threads=2)
+    result = measured("attention", section, full=False, threads=2, apart=True)
     assert set(result["rows"][0]["engines"]) == set(result["engines"]) >= {"fallback", "numpy"}
     words = text(result)
     assert " NumPy " in words
