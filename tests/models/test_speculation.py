@@ -8,7 +8,7 @@ from tiny_hybrid import CONFIGS as HYBRIDS
 from tiny_models import DECODERS, EXPERTS, VOCAB
 
 from fastattn import models
-from fastattn.models._speculation import Speculation, _Lookup, proposals_of
+from fastattn.models._speculation import Speculation, proposals_of
 
 HOWS = (
     {},
@@ -224,20 +224,6 @@ def test_scalings_by_length(kind, tmp_path, passes):
         plain = list(model.generate(prompt_of(seed), 40, stop=()))
         passes.clear()
         assert list(model.generate(prompt_of(seed), 40, stop=(), speculate="lookup")) == plain
-
-
-def test_what_is_looked_up():
-    lookup = _Lookup()
-    assert lookup([1, 2, 3, 4], 9) == []
-    assert lookup([1, 2, 3, 4, 1, 2], 9) == [3, 4]  # as many as are alike before them
-    assert lookup([1, 2, 3, 4, 1, 2, 3], 9) == [4, 1, 2]
-    assert lookup([1, 2, 3, 4, 1, 2, 3, 9, 2, 3], 9) == [9, 2]  # the last time
-    ids = [8, 1, 2, 3, 4, 5, 7, 3, 4, 6, 1, 2, 3, 4]
-    assert _Lookup()(ids, 9) == [5, 7, 3, 4]  # the longest end, though a shorter one was there later
-    assert _Lookup()([6, 6, 6, 6, 6], 9) == [6] * 4
-    assert _Lookup()([1, 2] * 4, 9) == [1, 2] * 3
-    assert _Lookup()([1, 2] * 4, 3) == [1, 2, 1]
-    assert _Lookup()([1], 9) == []
 
 
 def test_proposals_that_fail_become_rare():
