@@ -155,7 +155,7 @@ def draw(d):
     if d.chance(0.75):
         found, what = spoiled(d, found, *fields)
         changes.append(what)
-    for _ in range(d.choose(0, 1, 2) if changes else 1):
+    for _ in range(d.choose(0, 0, 1, 2) if changes else 1):
         found, what = spoiled_bytes(d, found, min(begin, len(found))) if found else (found, "nothing is left")
         changes.append(what)
     path = Path(files.home().name, "tiny.gguf")
