@@ -251,21 +251,6 @@ def test_prompts_go_by_their_names(folder, tmp_path):
         _, answer, _ = server.embed({"input": TEXTS})
         vectors = [item["embedding"] for item in answer["data"]]
         np.testing.assert_array_equal(np.array(vectors, np.float32), expected)
-        server.gate.is_open.clear()  # two prompts that wait are two calls of the model
-        with ThreadPoolExecutor(3) as pool:
-            first = pool.submit(server.embed, {"input": "a"})
-            wait_until(lambda: len(server.gate.calls) == 3)
-            asked = [
-                pool.submit(server.ask, "POST", "/embed", {"inputs": "a dog", "prompt_name": name})
-                for name in ("query", "document")
-            ]
-            wait_until(lambda: server.batches.waiting == 3)
-            server.gate.is_open.set()
-            rows = [each.result(SECONDS)[1][0] for each in asked]
-            assert first.result(SECONDS)[0] == 200
-        for name, row in zip(("query", "document"), rows, strict=True):
-            expected = own.encode("a dog", prompt_name=name, normalize_embeddings=True)
-            np.testing.assert_array_equal(np.array(row, np.float32), expected)
     finally:
         server.close()
 
@@ -357,16 +342,6 @@ def test_a_client_that_offers_another_protocol_keeps_its_body(server, model, apa
     np.testing.assert_array_equal(np.array(json.loads(vectors), np.float32), expected)
 
 
-def test_a_client_that_goes_in_the_middle_of_its_request_is_no_failure(start, caplog):
-    server = start()
-    with socket.create_connection(("127.0.0.1", server.port), SECONDS) as client:
-        client.sendall(head(99) + b'{"inp')
-        wait_until(lambda: server.server.server_state.tasks)
-    wait_until(lambda: not server.server.server_state.tasks)
-    assert server.ask("GET", "/health")[0] == 200
-    assert not caplog.records
-
-
 def test_other_models_are_refused(tmp_path):
     tiny.write(tmp_path / "gpt2", "gpt2")
     write_tokenizer(tmp_path / "gpt2")
@@ -446,24 +421,6 @@ def test_a_model_that_fails_answers_500_and_goes_on(start):
     assert answer["error"]["message"] == "the model failed: MemoryError: none is left"
     server.gate.error = None
     assert server.embed({"input": "the cat"})[0] == 200
-
-
-def test_a_small_request_comes_before_the_rest_of_a_large_one(start, monkeypatch):
-    monkeypatch.setattr(serve, "PART_TEXTS", 5)
-    server = start()
-    server.gate.is_open.clear()
-    first = waiting(server, [["the cat"] * 20])
-    wait_until(lambda: server.gate.calls)
-    asked = waiting(server, [["a tree"]])
-    wait_until(lambda: server.batches.jobs)
-    server.gate.is_open.set()
-    assert [each.result(SECONDS)[0] for each in asked + first] == [200, 200]
-    assert "a tree" in server.gate.calls[1] + server.gate.calls[2]
-
-
-def test_a_body_of_many_wrong_fields_is_told_the_first(server):
-    status, answer, _ = server.embed({"input": "a", **{str(i): 1 for i in range(300_000)}})
-    assert (status, answer["error"]["param"]) == (400, "0")
 
 
 def test_a_large_request_goes_through_the_model_in_parts(start, model):

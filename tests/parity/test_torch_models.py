@@ -202,7 +202,7 @@ def test_patched_sdpa_in_compiled_code(ran):
 
     (expected,) = torch.autograd.grad(f(x), x)
     with patch_sdpa():
-        (found,) = torch.autograd.grad(torch.compile(f, fullgraph=True)(x), x)
+        (found,) = torch.autograd.grad(compiled_whole(f)(x), x)
     assert ran
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
