@@ -94,29 +94,14 @@ def test_weights_in_parts_and_gguf_files(run, hub):
     assert hub.fetched == ["b.gguf", "a.gguf"]
 
 
-def test_towers_lie_in_a_folder(run, hub, tmp_path_factory):
+def towers(folder):
     """The folder that modules.json names has the config and the weights; the outer one has neither."""
-    folder = tmp_path_factory.mktemp("clip")
     tiny_towers.write(folder / "0_CLIPModel", "clip")
     module = {"path": "0_CLIPModel", "type": "sentence_transformers.models.CLIPModel"}
     (folder / "modules.json").write_text(json.dumps([module]))
-    hub.folders["tiny/clip"] = folder
-    run("-c", "from fastattn import models; models.load('tiny/clip')")
-    assert set(hub.fetched) == set(hub.files("tiny/clip"))
 
 
-def test_routes_lie_in_folders(run, hub, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("routes")
-    write_router(folder)
-    hub.folders["tiny/routes"] = folder
-    code = "model = models.load('tiny/routes'); model.encode_query('a'); model.encode_document('a')"
-    run("-c", f"from fastattn import models; {code}")
-    same = {f"{name}/tokenizer.json" for name in ("query_0_StaticEmbedding", "document_0_Transformer")}
-    assert set(hub.files("tiny/routes")) - same == set(hub.fetched) - same  # one of them is there already
-
-
-def test_adapters_lie_in_folders(run, hub, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("jina")
+def adapters(folder):
     tiny.write(folder, "jina_embeddings_v3")
     write_tokenizer(folder)
     (folder / "separation").mkdir()
@@ -124,13 +109,25 @@ def test_adapters_lie_in_folders(run, hub, tmp_path_factory):
     matrices = {"lora_A": np.ones((1, 24), np.float32), "lora_B": np.ones((40, 1), np.float32)}
     tensors = {f"base_model.model.layers.0.mlp.fc1.{part}.weight": x for part, x in matrices.items()}
     save_file(tensors, folder / "separation/adapter_model.safetensors")
-    hub.folders["tiny/jina"] = folder
-    run("-c", "from fastattn import models; models.load('tiny/jina').encode('a', task='separation')")
-    assert set(hub.fetched) == set(hub.files("tiny/jina"))
     model = models.load(folder)
     moved = model.encode("the cat", task="separation") - model.encode("the cat")
     assert np.abs(moved).max() > 0.1
     assert model.routes.of("base").encode("the cat").tobytes() == model.encode("the cat").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("write", "call"),
+    [(towers, ""), (write_router, ".encode_document('a')"), (adapters, ".encode('a', task='separation')")],
+)
+def test_parts_lie_in_folders(write, call, run, hub, tmp_path_factory):
+    folder = hub.folders["tiny/parts"] = tmp_path_factory.mktemp("parts")
+    write(folder)
+    run("-c", f"from fastattn import models; models.load('tiny/parts'){call}")
+    fetched, there = (
+        {name for name in names if not (write is write_router and name.endswith("tokenizer.json"))}
+        for names in (hub.fetched, hub.files("tiny/parts"))
+    )  # one route's is the other's, and there already
+    assert fetched == there
 
 
 @pytest.mark.parametrize(
