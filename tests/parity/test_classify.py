@@ -150,10 +150,3 @@ def test_rerankers_that_are_language_models(kind, changes, tmp_path, implementat
     scores = (np.array([each["score"] for each in ranked]) for ranked in (got, expected))
     require_close(*scores)  # cut, some tie
     assert isinstance(models.load(tmp_path), models.Decoder)
-
-
-def test_a_reranker_that_takes_texts_without_a_template(tmp_path):
-    theirs, ours = made_reranker(tmp_path, "qwen3", template=None, model_max_length=60)
-    assert ours.template is None
-    require_close(ours.predict(LONGER), theirs.predict(LONGER))
-    require_close(ours.predict(LONGER, prompt="Is it? "), theirs.predict(LONGER, prompt="Is it? "))

@@ -174,17 +174,6 @@ def test_adapters(original, tmp_path, quiet_torch, implementation):
     require_close(loaded.encode("the cat sat", task=TASKS[2]), loaded.encode("the", task=TASKS[2]))
 
 
-def test_without_adapters(tmp_path):
-    theirs = model(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
-    theirs.save_pretrained(tmp_path)
-    loaded = models.load(tmp_path)
-    ids = np.random.default_rng(0).integers(0, 13, (2, 30))
-    with torch.inference_mode():
-        expected = theirs(torch.from_numpy(ids)).last_hidden_state.numpy()
-    require_close(loaded(ids), expected)
-    assert loaded.routes is None
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
