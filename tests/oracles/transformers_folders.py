@@ -11,7 +11,34 @@ SIZES = {
     "vocab_size": 13, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
     "num_attention_heads": 6, "max_position_embeddings": 64,
 }  # fmt: skip
-DISTIL_SIZES = {"dim": 48, "hidden_dim": 80, "n_layers": 2, "n_heads": 6}
+PADDED, GROUPED, TYPED = {"pad_token_id": 0}, {"num_key_value_heads": 2}, {"type_vocab_size": 2}
+KINDS = {  # the name of a config of transformers, and changes of its sizes
+    "bert": ("Bert", TYPED),
+    "roberta": ("Roberta", {"type_vocab_size": 1}),
+    "xlm-roberta": ("XLMRoberta", {"type_vocab_size": 1}),
+    "camembert": ("Camembert", TYPED),
+    "mpnet": ("MPNet", {"pad_token_id": 1, "max_position_embeddings": 66}),
+    "distilbert": ("DistilBert", {"dim": 48, "hidden_dim": 80, "n_layers": 2, "n_heads": 6}),
+    "albert": ("Albert", {**TYPED, "embedding_size": 16}),
+    "deberta-v2": ("DebertaV2", {
+        "type_vocab_size": 0, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
+    }),
+    "modernbert": ("ModernBert", {}),
+    "modernbert-mean": ("ModernBert", {
+        "classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True,
+    }),
+    "modernbert-eps": ("ModernBert", {"norm_eps": 1e-2}),
+    "eurobert": ("EuroBert", GROUPED),
+    "eurobert-bos": ("EuroBert", {"classifier_pooling": "bos"}),
+    "eurobert-mean": ("EuroBert", {"classifier_pooling": "mean"}),
+    "jina": ("JinaEmbeddingsV3", {"type_vocab_size": 1}),
+    "gte": ("Gte", {"type_vocab_size": 1}),
+    "nomic_bert": ("NomicBert", {"type_vocab_size": 1}),
+    "qwen3": ("Qwen3", {**GROUPED, "head_dim": 8}),
+    "qwen2": ("Qwen2", GROUPED),
+    "llama": ("Llama", GROUPED),
+    "mistral": ("Mistral", GROUPED),
+}  # fmt: skip
 
 
 def randomised(module, seed=0):
@@ -21,6 +48,15 @@ def randomised(module, seed=0):
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return module.eval()
+
+
+def made(folder, kind, auto, **changes):
+    """A tiny model of a class of transformers, which writes its folder."""
+    name, sizes = KINDS[kind]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **PADDED, **sizes, **changes})
+    model = randomised(auto.from_config(config), 4)
+    model.save_pretrained(folder)
+    return model
 
 
 def save_tokenizer(folder, markers=(), **options):

@@ -8,53 +8,16 @@ from sentence_transformers import CrossEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
 from tiny_tokenizers import WORDS, write_byte_tokenizer
-from transformers_folders import DISTIL_SIZES, SIZES, randomised, reloaded, require_close
+from transformers_folders import KINDS, made, reloaded, require_close
 
 from fastattn import models
 
 pytestmark = pytest.mark.usefixtures("quiet")
-PADDED, GROUPED, TYPED = {"pad_token_id": 0}, {"num_key_value_heads": 2}, {"type_vocab_size": 2}
-KINDS = {  # the name of a config of transformers, and changes of its sizes
-    "bert": ("Bert", TYPED),
-    "roberta": ("Roberta", {"type_vocab_size": 1}),
-    "xlm-roberta": ("XLMRoberta", {"type_vocab_size": 1}),
-    "camembert": ("Camembert", TYPED),
-    "mpnet": ("MPNet", {"pad_token_id": 1, "max_position_embeddings": 66}),
-    "distilbert": ("DistilBert", DISTIL_SIZES),
-    "albert": ("Albert", {**TYPED, "embedding_size": 16}),
-    "deberta-v2": ("DebertaV2", {
-        "type_vocab_size": 0, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
-    }),
-    "modernbert": ("ModernBert", {}),
-    "modernbert-mean": ("ModernBert", {
-        "classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True,
-    }),
-    "modernbert-eps": ("ModernBert", {"norm_eps": 1e-2}),
-    "eurobert": ("EuroBert", GROUPED),
-    "eurobert-bos": ("EuroBert", {"classifier_pooling": "bos"}),
-    "eurobert-mean": ("EuroBert", {"classifier_pooling": "mean"}),
-    "jina": ("JinaEmbeddingsV3", {"type_vocab_size": 1}),
-    "gte": ("Gte", {"type_vocab_size": 1}),
-    "nomic_bert": ("NomicBert", {"type_vocab_size": 1}),
-    "qwen3": ("Qwen3", {**GROUPED, "head_dim": 8}),
-    "qwen2": ("Qwen2", GROUPED),
-    "llama": ("Llama", GROUPED),
-    "mistral": ("Mistral", GROUPED),
-}  # fmt: skip
 DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 RNG = np.random.default_rng(5)
 LONG = "the cat " * 30
 PAIRS = [tuple(" ".join(RNG.choice(WORDS[4:], RNG.integers(0, 16))) for _ in range(2)) for _ in range(20)]
 PAIRS += [(LONG, "a dog"), ("a dog", LONG), (LONG, "a dog " * 30)]
-
-
-def made(folder, kind, auto, **changes):
-    """A tiny model of a class of transformers, which writes its folder."""
-    name, sizes = KINDS[kind]
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **PADDED, **sizes, **changes})
-    model = randomised(auto.from_config(config), 4)
-    model.save_pretrained(folder)
-    return model
 
 
 TASKS = {

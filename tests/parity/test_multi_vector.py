@@ -8,29 +8,21 @@ from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from tiny_tokenizers import TEXTS
-from transformers_folders import SIZES, randomised, reloaded, require_close, save_tokenizer
+from transformers_folders import made, reloaded, require_close, save_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quiet")
 LONG = [*TEXTS, "the cat " * 25]
-PADDED = {**SIZES, "pad_token_id": 0}
-KINDS = {
-    "bert": transformers.BertConfig(**PADDED),
-    "xlm-roberta": transformers.XLMRobertaConfig(**PADDED),
-    "modernbert": transformers.ModernBertConfig(
-        **PADDED, global_attn_every_n_layers=2, local_attention=64, bos_token_id=1, eos_token_id=2,
-        cls_token_id=1, sep_token_id=2,
-    ),
-    "deberta-v2": transformers.DebertaV2Config(
-        **PADDED, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8,
-    ),
-    "qwen3": transformers.Qwen3Config(**PADDED, num_key_value_heads=2, head_dim=8),
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+KINDS = {  # changes of their sizes
+    "bert": {}, "xlm-roberta": {}, "deberta-v2": {"position_buckets": 8}, "qwen3": {},
+    "modernbert": {"global_attn_every_n_layers": 2, "local_attention": 64, **ENDS},
 }  # fmt: skip
 
 
 def both(folder, kind, **knobs):
     """Build one model in sentence-transformers, which writes it to the folder, and here."""
     save_tokenizer(folder, padding_side="right", mask_token="tree")
-    randomised(transformers.AutoModel.from_config(KINDS[kind]), 2).save_pretrained(folder)
+    made(folder, kind, transformers.AutoModel, **KINDS[kind])
     weight, inner = torch.randn((16, 48), generator=torch.Generator().manual_seed(5)), "token_embeddings"
     function = {"activation_function": torch.nn.Identity(), "init_weight": weight}
     parts = [

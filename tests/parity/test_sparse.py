@@ -5,32 +5,18 @@ import transformers
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 from tiny_tokenizers import TEXTS
-from transformers_folders import DISTIL_SIZES, SIZES, randomised, reloaded, require_close, save_tokenizer
+from transformers_folders import made, reloaded, require_close, save_tokenizer
 
 pytest.importorskip("scipy")
 pytestmark = pytest.mark.usefixtures("quiet")
-KINDS = {
-    "bert": transformers.BertConfig,
-    "roberta": transformers.RobertaConfig,
-    "xlm-roberta": transformers.XLMRobertaConfig,
-    "camembert": transformers.CamembertConfig,
-    "distilbert": transformers.DistilBertConfig,
-    "jina": transformers.JinaEmbeddingsV3Config,
-}
+KINDS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "jina")
 
 
 def both(folder, kind="bert", strategy="max", function="relu", **options):
     """Build one model in sentence-transformers, which writes it to the folder, and here."""
     save_tokenizer(folder)
-    tied = options.pop("tie_word_embeddings", True)
-    sizes = {
-        **(SIZES | DISTIL_SIZES if kind == "distilbert" else SIZES),
-        "pad_token_id": 0,
-        "layer_norm_eps": 1e-2,  # of which DistilBERT takes no notice
-    }
-    config = KINDS[kind](**sizes, tie_word_embeddings=tied)
-    model = transformers.AutoModelForMaskedLM.from_config(config)
-    randomised(model, 2).save_pretrained(folder)
+    eps = {"layer_norm_eps": 1e-2}  # of which DistilBERT takes no notice
+    made(folder, kind, transformers.AutoModelForMaskedLM, tie_word_embeddings=True, **eps)
     parts = [MLMTransformer(str(folder), max_seq_length=30), SpladePooling(strategy, function)]
     return reloaded(SparseEncoder(modules=parts, device="cpu", **options), folder / "saved")
 
