@@ -34,7 +34,6 @@ import layer_gradients  # noqa: F401
 import layers  # noqa: F401
 import model_calls  # noqa: F401
 import numpy as np
-import operation_gradients  # noqa: F401
 import operations  # noqa: F401
 import pool
 import recipes
@@ -46,7 +45,7 @@ import fastattn
 from fastattn._engine.cpus import CPUS
 
 PARTS = {  # the files that have their recipes
-    "gradients": ("gradients", "operation_gradients"),
+    "gradients": ("gradients",),
     "layers": ("layers", "layer_gradients"),
     "models": ("model_calls",),
 }
