@@ -1,4 +1,4 @@
-"""Recipes for tiny models: calls, answers, gradients, and models of random sizes."""
+"""Recipes for tiny models: calls, answers, and models of random sizes."""
 
 from functools import cache, wraps
 from itertools import islice
@@ -8,13 +8,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import tiny_models
 from judge import Like
-from layer_gradients import pulled
-from recipes import RECIPES, Call, recipe, right
-from slopes import wrong_slope
+from recipes import RECIPES, Call, recipe
 from tiny_tokenizers import write_tokenizer
 
-from fastattn import grad, models
-from fastattn._args.types import lane_dtype
+from fastattn import models
 
 
 @cache
@@ -83,49 +80,6 @@ def generate(d):
         return "temperature" not in a or type(a.get("rng")) is int
 
     return Call(some, arguments, names=("generate",), tolerance=np.inf, same_bits=same_bits)
-
-
-@recipe
-def model_gradients(d):
-    """Hidden states of a model and the gradients of its tensors: in float64 they are slopes."""
-    it = model_of(d, tiny_models.CONFIGS)
-    name = "input_ids" if isinstance(it, models.Encoder) else "ids"
-    arguments = {**tokens(d, name), **d.some(0.25, checkpoint=lambda: True)}
-    if d.chance(0.2):
-        arguments |= {"dropout": 0.3, "seed": int(d.rng.integers(2**40))}
-    if not isinstance(it, models.Encoder):
-        arguments["logits"] = False
-    shape = (*np.atleast_2d(arguments[name]).shape, it.hidden_size)
-    dout = d.floats(*shape, dtype=it.dtype)
-    mask = arguments.get("attention_mask")
-    counted = np.ones(shape[:2], bool) if mask is None else np.atleast_2d(mask).astype(bool)
-    kept, both, state, lane = [], pulled(it), it.state_dict(), lane_dtype(it.dtype)
-
-    def function(*values, **options):
-        out, gradients = both(*values, **options)
-        kept[:] = [gradients]
-        return out, gradients
-
-    def value(at):
-        out, _ = grad.vjp(it.with_state_dict({**state, **at}), **arguments)
-        return float((out * dout)[counted].sum())
-
-    def check(found):
-        (got,) = kept  # without the pooler of BERT, and types of tokens where they are not read
-        if fault := right([Like(shape, it.dtype), *(Like(state[name].shape, lane) for name in got)])(found):
-            return fault
-        if it.dtype != np.float64 or not got or it.model_type == "t5":  # which has relu
-            return None
-        return wrong_slope(value, {name: state[name] for name in got}, got, d.rng)
-
-    function.__signature__ = both.__signature__
-    names = (it.model_type, f"pullback of {it.model_type}")
-    compare = mask is None and it.dtype != "bfloat16" and it.weights_dtype in ("float32", "float64")
-    tolerance = 30.0 if compare else np.inf
-    return Call(function, {**arguments, "dout": dout}, None, names, tolerance, check=check)
-
-
-RECIPES += [model_gradients] * 4
 
 
 def sizes(d, kind):
