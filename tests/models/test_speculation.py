@@ -72,7 +72,7 @@ def test_the_bits_are_those_of_plain_decoding(kind, options, tmp_path, passes):
     model = load(tmp_path, kind, **options)
     for cache_dtype in (None, "int8", *(("float16",) if model.dtype == np.float32 else ())):
         several = 0
-        for seed in range(4):
+        for seed in range(2):
             plain, speculated = model.session(cache_dtype), model.session(cache_dtype)
             for how in HOWS[:3]:
                 prompt, seen = prompt_of(seed), ([], [])
@@ -201,7 +201,7 @@ def test_an_answer_that_is_not_read_to_its_end(kind, tmp_path):
     """A session keeps what was yielded, not what was proposed."""
     model, session = load(tmp_path, kind, dtype="float64"), None
     expected = list(model.generate(prompt_of(1), 40, stop=()))
-    for count in range(1, 30):
+    for count in (1, 2, 5, 12, 29):
         session = model.session()
         steps = model.generate(prompt_of(1), 40, stop=(), cache=session, speculate="lookup")
         assert [next(steps) for _ in range(count)] == expected[:count]

@@ -449,12 +449,6 @@ def test_results(name, side, tmp_path):
     require_close(got, theirs(model, ids, mask), mask, lambda: exactly(model, tmp_path, ids, mask))
 
 
-def test_distances_past_the_last_bucket(tmp_path):
-    model = randomised(encoder("mpnet"))
-    ids = some_ids((1, 190))
-    require_close(models.load(saved(model, tmp_path))(ids), theirs(model, ids))
-
-
 TIED = {  # whose table another tensor of the file is, by these names
     "mistral3": (mistral3, "lm_head.weight"),
     "t5": (partial(encoder, "t5"), "encoder.embed_tokens.weight"),
