@@ -49,16 +49,6 @@ def quiet(quiet_torch):
         yield
 
 
-@pytest.fixture
-def no_gradients():
-    """Torch draws from seed 0 and records nothing."""
-    import torch
-
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
-
-
 class _Gains(dict):
     """Measurements that have all been made: ours takes half of torch's time."""
 
