@@ -84,6 +84,16 @@ def own_functions(monkeypatch):
 
 
 @pytest.fixture
+def ran(monkeypatch):
+    """The kernels of ours that run, one name for each call."""
+    from fastattn._engine import dispatch
+
+    names, run = [], dispatch.run
+    monkeypatch.setattr(dispatch, "run", lambda args, *rest: (names.append(args.kernel), run(args, *rest)))
+    return names
+
+
+@pytest.fixture
 def calls(monkeypatch):
     """Count calls of our functions, by the names that modules of transformers have for them."""
     from fastattn.torch._hybrids import FUNCTIONS

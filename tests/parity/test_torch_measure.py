@@ -12,7 +12,6 @@ from transformers.integrations import sdpa_attention
 
 import fastattn.torch
 from fastattn import ops
-from fastattn._engine import dispatch
 from fastattn.torch import _hugging_face, _measure, measured, optimize, patch_sdpa, register
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="of compiled kernels, and there are none")
@@ -26,14 +25,6 @@ def torch_s_time_over_ours(_ours_gains, monkeypatch):
     monkeypatch.setattr(_measure, "_ratios", {})
     monkeypatch.setattr(_measure, "ratio", lambda *calls: ([call() for call in calls], found[0])[1])
     return found
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    """The kernels of ours that run, one name for each call."""
-    names, run = [], dispatch.run
-    monkeypatch.setattr(dispatch, "run", lambda args, *rest: (names.append(args.kernel), run(args, *rest)))
-    return names
 
 
 def layers():
