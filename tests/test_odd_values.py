@@ -208,48 +208,38 @@ def test_sizes_of_numpy_are_integers():
     assert wide(np.ones((3, 16), np.float32)).shape == (3, 16)
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bert")
-    tiny.write(folder, "bert")
-    write_tokenizer(folder)
-    return models.load(folder)
-
-
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gpt2")
+def test_ids_and_texts_of_models(tmp_path):
+    """Half of a surrogate pair is what a JSON file may hold."""
     config = {**CONFIGS["gpt2"], "vocab_size": 256}
-    tiny.write(folder, "gpt2", tiny.tensors("gpt2", config), vocab_size=256)
-    write_byte_tokenizer(folder)
-    return models.load(folder)
+    tiny.write(tmp_path / "gpt2", "gpt2", tiny.tensors("gpt2", config), vocab_size=256)
+    write_byte_tokenizer(tmp_path / "gpt2")
+    tiny.write(tmp_path / "bert", "bert")
+    write_tokenizer(tmp_path / "bert")
+    writer, encoder = models.load(tmp_path / "gpt2"), models.load(tmp_path / "bert")
 
+    def generate(ids=((1, 2),), max_new_tokens=2, **options):
+        return list(writer.generate(ids, max_new_tokens, **options))
 
-def test_arguments_of_encoders(encoder):
-    texts = ["the cat"]
-    for value in NO_STRINGS:
-        assert raises(r"encode\(\): prompt_name is", lambda x: encoder.encode(texts, prompt_name=x), value)
-        if not isinstance(value, str):
-            assert raises(r"encode\(\): prompt is", lambda x: encoder.encode(texts, prompt=x), value)
-    for value in NO_FLAGS:
-        assert raises(
-            r"encode\(\): normalize_", lambda x: encoder.encode(texts, normalize_embeddings=x), value
-        )
-        assert raises(r"encode\(\): show_", lambda x: encoder.encode(texts, show_progress_bar=x), value)
-    for value in (HUGE[2], [[HUGE[2]]], [[2**63]], np.array([[2**63]], np.uint64)):
-        assert raises(r"bert\(\): input_ids has", encoder, value)
-    for value in (3, np.array(3), None, b"text", [b"text"], [3]):
-        assert raises(r"encode\(\): sentences(\[0\])? ", encoder.encode, value)
-
-
-def test_texts_that_have_no_bytes(encoder, writer):
-    """Half of a surrogate pair, as a JSON file may hold it."""
-    for start, call in (
-        (r"encode\(\): sentences\[\d\] has '\\ud800'", encoder.encode),
-        (r"encode\(\): texts\[\d\] has '\\ud800'", writer.text.encode),
+    for start, call, values in (
+        (r"bert\(\): input_ids has", encoder, [2**70, [[2**70]], [[2**63]], np.array([[2**63]], np.uint64)]),
+        (r"encode\(\): sentences(\[0\])? ", encoder.encode, [3, np.array(3), None, b"text", [b"text"], [3]]),
+        (r"encode\(\): sentences\[1\] has '\\ud800'", encoder.encode, [["the cat", "the \ud800"]]),
+        (r"encode\(\): texts\[1\] has '\\ud800'", writer.text.encode, [["the cat", "the \ud800"]]),
+        (r"generate\(\): ids ", generate, [[[1, [2]], [3]], [[1, 2**70]], [[2**63]], [[None]]]),
+        (r"generate\(\): max_new_tokens is", lambda n: generate(max_new_tokens=n), HUGE),
+        (r"generate\(\): stop ", lambda n: generate(stop=n), [2**70, [2**70], [1, -(2**70)]]),
+        (
+            r"decode\(\): sequences ",
+            writer.text.decode,
+            [3, np.array(3), None, [3], [[[1]]], [[2**70]], [["a"]]],
+        ),
+        (r"stream\(\): ids ", lambda x: list(writer.text.stream([1], x)), [3, None, [[1]], [2**70], ["a"]]),
+        (r"encode\(\): precision is", lambda x: encoder.encode(["a"], precision=x), NO_STRINGS),
+        (r"encode\(\): prompt_name is", lambda x: encoder.encode(["a"], prompt_name=x), NO_STRINGS),
+        (r"encode\(\): normalize_", lambda x: encoder.encode(["a"], normalize_embeddings=x), NO_FLAGS),
     ):
-        assert raises(start, call, ["the cat", "the \ud800"])
-    assert encoder.encode(["the \N{CAT}", "a\0b"]).shape == (2, 24)
+        for value in values:
+            assert raises(start, call, value), value
 
 
 def test_words_that_a_tokenizer_does_not_know(tmp_path):
@@ -259,19 +249,3 @@ def test_words_that_a_tokenizer_does_not_know(tmp_path):
     Tokenizer(tokenizer_models.WordLevel(words, unk_token="<unk>")).save(str(path))
     with pytest.raises(ModelError, match=f"^{re.escape(str(path))} cannot encode a text: WordLevel error"):
         models.load(tmp_path).encode(["a bird"])
-
-
-def test_arguments_of_decoders(writer):
-    def generate(ids=((1, 2),), max_new_tokens=2, **options):
-        return list(writer.generate(ids, max_new_tokens, **options))
-
-    for value in ([[1, [2]], [3]], [[1, 2**70]], [[2**63]], [[None]], [np.ma.masked_array([1, 2])]):
-        assert raises(r"generate\(\): ids ", generate, value)
-    for value in HUGE:
-        assert raises(r"generate\(\): max_new_tokens is", lambda n: generate(max_new_tokens=n), value)
-    for value in (HUGE[2], [HUGE[2]], [1, -(2**70)]):
-        assert raises(r"generate\(\): stop ", lambda n: generate(stop=n), value)
-    for value in (3, np.array(3), None, [3], [[[1]]], [[1, [2]]], [[2**70]], [["a"]]):
-        assert raises(r"decode\(\): sequences ", writer.text.decode, value)
-    for value in (3, np.array(3), None, [[1]], [[1, [2]]], [2**70], ["a"]):
-        assert raises(r"stream\(\): ids ", lambda ids: list(writer.text.stream([1], ids)), value)

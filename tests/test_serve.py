@@ -335,16 +335,6 @@ def test_a_client_that_offers_another_protocol_keeps_its_body(server, model, apa
     np.testing.assert_array_equal(np.array(json.loads(vectors), np.float32), expected)
 
 
-def test_a_client_that_goes_in_the_middle_of_its_request_is_no_failure(start, caplog):
-    server = start()
-    with socket.create_connection(("127.0.0.1", server.port), SECONDS) as client:
-        client.sendall(head(99) + b'{"inp')
-        wait_until(lambda: server.server.server_state.tasks)
-    wait_until(lambda: not server.server.server_state.tasks)
-    assert server.ask("GET", "/health")[0] == 200
-    assert not caplog.records
-
-
 def test_other_models_are_refused(tmp_path):
     tiny.write(tmp_path / "gpt2", "gpt2")
     write_tokenizer(tmp_path / "gpt2")
@@ -424,19 +414,6 @@ def test_a_model_that_fails_answers_500_and_goes_on(start):
     assert answer["error"]["message"] == "the model failed: MemoryError: none is left"
     server.gate.error = None
     assert server.embed({"input": "the cat"})[0] == 200
-
-
-def test_a_small_request_comes_before_the_rest_of_a_large_one(start, monkeypatch):
-    monkeypatch.setattr(serve, "PART_TEXTS", 5)
-    server = start()
-    server.gate.is_open.clear()
-    first = waiting(server, [["the cat"] * 20])
-    wait_until(lambda: server.gate.calls)
-    asked = waiting(server, [["a tree"]])
-    wait_until(lambda: server.batches.jobs)
-    server.gate.is_open.set()
-    assert [each.result(SECONDS)[0] for each in asked + first] == [200, 200]
-    assert "a tree" in server.gate.calls[1] + server.gate.calls[2]
 
 
 def test_a_large_request_goes_through_the_model_in_parts(start, model):

@@ -14,14 +14,8 @@ WHEN = {"date": "2026-11-29", "commit": "abc"}
 
 
 def row(name="a", suite="attention", **ratios):
-    return {
-        "suite": suite,
-        "row": name,
-        **WHEN,
-        "versions": dict.fromkeys(ratios, "1"),
-        "ms": 1.0,
-        "ratios": ratios,
-    }
+    own = {"suite": suite, "row": name, **WHEN, "ms": 1.0}
+    return {**own, "versions": dict.fromkeys(ratios, "1"), "ratios": ratios}
 
 
 def test_the_page_is_what_report_makes():
@@ -56,10 +50,7 @@ def test_a_row_replaces_its_own_and_keeps_the_others(tmp_path):
 def test_an_interrupted_record_keeps_what_it_measured(monkeypatch, tmp_path):
     """One row is measured, without peers; the second is interrupted."""
     sizes = "1,2,8,8,16", "1,2,16,16,16"
-    shapes = [
-        Shape(size, *(int(x) for x in size.split(",")[:2]), 2, *map(int, size.split(",")[2:]))
-        for size in sizes
-    ]
+    shapes = [Shape(sizes[i], 1, 2, 2, n, n, 16) for i, n in enumerate((8, 16))]
     part = record.Part("attention", "float32", {"no mask": sizes})
     monkeypatch.setattr("bench.attention.SHAPES", shapes)
     monkeypatch.setitem(record.PAGE, "attention", (part,))
@@ -93,24 +84,16 @@ def test_a_peer_that_is_missing_has_no_part_in_a_row(tmp_path):
     assert "| no mask 1,12,128,128,64 | **0.50** JAX |\n" in words
     assert "torch" not in words.partition("## ")[0].partition("Peers: ")[2].partition(".")[0]
     assert [x.cpu for x in report.cells(found).values()] == ["amd-zen4"]
-    old = {
-        **found["amd-zen4"],
-        "rows": [*found["amd-zen4"]["rows"], row("causal 1,12,512,512,64, float32", torch=2.0)],
-    }
-    old["rows"][1]["date"] = "2025-01-01"
+    old = {**row("causal 1,12,512,512,64, float32", torch=2.0), "date": "2025-01-01"}
+    old = {**found["amd-zen4"], "rows": [*found["amd-zen4"]["rows"], old]}
     assert "| | AMD Zen 4, 2026-11-29 |" in (words := report.page({"amd-zen4": old}))
     assert "| causal 1,12,512,512,64 | 2.00 torch, 2025-01-01 |\n" in words
 
 
 def test_a_row_that_failed_is_not_written():
     measured = {"engines": {"fastattn": None, "torch": None}, "full": False, "limits": {}}
-    line = {
-        "section": "no mask, float32",
-        "shape": {"name": "1"},
-        "dtype": "float32",
-        "unit": "flops",
-        "work": 1e9,
-    }
+    line = {"section": "no mask, float32", "shape": {"name": "1"}, "dtype": "float32"}
+    line |= {"unit": "flops", "work": 1e9}
     failed = {**line, "engines": {"fastattn": {"failed": "no"}, "torch": {"seconds": 1.0}}}
     assert record.row_of("attention", measured, failed, {"torch": "2"}, WHEN) is None
     alone = {**line, "engines": {"fastattn": {"seconds": 2.0}, "torch": {"unsupported": "no"}}}

@@ -1,6 +1,5 @@
 """Attention over blocks: the bits of a fixed tree, the error of the contract, and what becomes no task."""
 
-import doctest
 import functools
 
 import dask
@@ -137,12 +136,6 @@ WRONG = [
 def test_wrong_options_are_errors_before_anything_runs(options, error, message):
     with pytest.raises(error, match=r"^attention\(\): " + message):
         fastattn.dask.attention(*lazy(*inputs()), **{"chunks": (32, 50), **options})
-
-
-def test_the_example_of_the_docstring_runs():
-    (test,) = doctest.DocTestFinder(recurse=False).find(fastattn.dask.attention, globs={})
-    assert test.examples
-    assert doctest.DocTestRunner().run(test).failed == 0
 
 
 def test_wrong_arrays_are_errors_before_anything_runs():

@@ -9,7 +9,7 @@ import dask.bag as db
 import numpy as np
 import pytest
 import tiny_models as tiny
-from local_workers import loads, pid, slowly, tree, workers
+from local_workers import loads, pid, slowly
 from oracle import assert_same_bits
 from tiny_tokenizers import TEXTS, write_tokenizer
 
@@ -46,30 +46,6 @@ def test_a_worker_that_is_killed_loses_nothing(cluster):
     assert not future.done()
     kill_one(cluster)
     assert_same_bits(future.result(timeout=60), expected)
-
-
-def test_keys_and_values_larger_than_the_memory_of_all_workers(tmp_path, request):
-    if not request.config.getoption("full"):
-        pytest.skip("it writes 2 GB: --full")
-    shape, limit = (8, 2**18, 64), 500 * 10**6  # what a worker holds by itself is 150 MB
-    arrays = [RNG.standard_normal((8, 512, 64), np.float32)]
-    arrays += [RNG.standard_normal(shape, np.float32) for _ in range(2)]
-    lazily = [da.from_array(arrays[0], (8, 256, 64))]
-    for name, x in zip(("k", "v"), arrays[1:], strict=True):
-        da.to_npy_stack(str(tmp_path / name), da.from_array(x, (8, 2**14, 64)), axis=1)
-        lazily.append(da.from_npy_stack(str(tmp_path / name)))
-    assert arrays[1].nbytes + arrays[2].nbytes > 2 * limit
-    with workers(memory_limit=limit, local_directory=str(tmp_path)) as client:
-        started = client.run(pid)
-        for chunks in ((256, 8192), (512, 16384)):
-            blocks = fastattn.dask.attention(*lazily, chunks=chunks, causal=True, return_lse=True)
-            got = client.gather(client.compute(blocks), errors="raise")
-            assert_same_bits(got, tree(*arrays, *chunks, causal=True))
-            whole = fastattn.attention(*arrays, causal=True, return_lse=True)
-            # Both are within the contract's bound of the exact result, which the other tests compare with.
-            for x, y in zip(got, whole, strict=True):
-                np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
-        assert client.run(pid) == started  # no worker was killed for its memory
 
 
 def test_threads_are_those_asked_for(cluster):

@@ -2,7 +2,7 @@
 
     python tests/fuzz                          10,000 calls, of seed 0
     python tests/fuzz --seed 3 --case 1234     one of them, in this process, with what it was
-    python tests/fuzz --kind training          5,000 of one part: gradients, layers, models or training
+    python tests/fuzz --kind layers            5,000 of one part: gradients, layers or models
     python tests/fuzz --kind files             malformed files of models
     python tests/fuzz --kind gguf              10,000 malformed GGUF files of a tiny model, loaded
 
@@ -33,16 +33,11 @@ import judge
 import layer_gradients  # noqa: F401
 import layers  # noqa: F401
 import model_calls  # noqa: F401
-import model_gradients  # noqa: F401
-import model_heads  # noqa: F401
 import numpy as np
-import operation_gradients  # noqa: F401
 import operations  # noqa: F401
 import pool
 import recipes
 import recurrent  # noqa: F401
-import training  # noqa: F401
-import tuning  # noqa: F401
 import variants  # noqa: F401
 from draw import Draw
 
@@ -50,10 +45,9 @@ import fastattn
 from fastattn._engine.cpus import CPUS
 
 PARTS = {  # the files that have their recipes
-    "gradients": ("gradients", "operation_gradients"),
+    "gradients": ("gradients",),
     "layers": ("layers", "layer_gradients"),
-    "models": ("model_calls", "model_gradients", "model_heads"),
-    "training": ("training", "tuning"),
+    "models": ("model_calls",),
 }
 KINDS = {
     "calls": recipes.draw,

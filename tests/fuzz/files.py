@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 
 import ml_dtypes
 import numpy as np
-import tiny_gguf
 import tiny_models
 from judge import Case
 from safetensors.numpy import save
@@ -93,47 +92,8 @@ def tensor_files(d, kind):
     return {**files, INDEX: json.dumps({"metadata": {}, "weight_map": places}).encode()}
 
 
-@cache
-def whole_gguf(stored):
-    """The bytes of a tiny model whose maps are `stored`, with a tokenizer."""
-    tokens = [*tiny_gguf.byte_tokens(), "th", "the", "<s>", "</s>"]
-    keys = {
-        "model": "gpt2", "pre": "llama-bpe", "tokens": tokens, "token_type": [1] * 258 + [3, 3],
-        "merges": ["t h", "th e"], "bos_token_id": 258, "eos_token_id": 259,
-    }  # fmt: skip
-    typed = {f"tokenizer.ggml.{name}": tiny_gguf.typed(value) for name, value in keys.items()}
-    path = Path(home().name, "whole.gguf")
-    tiny_gguf.write(path, "llama", stored, vocab=260, **typed)
-    return path.read_bytes()
-
-
-def draw_gguf(d):
-    """A case: bytes of a GGUF file, mostly of its header, are others."""
-    stored = d.choose("F32", "Q4_0", "Q6_K")
-    data, header = whole_gguf(stored), whole_gguf(stored).index(b"output_norm.weight") + 60
-    changes = []
-    for _ in range(d.choose(1, 1, 2, 4)):
-        at, how = int(d.rng.integers(d.choose(24, header, len(data)))), d.rng.integers(4)
-        if how == 0:
-            number = d.choose(0, 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1, int(d.rng.integers(300)))
-            data = data[:at] + struct.pack("<Q", number) + data[at + 8 :]
-            changes.append(f"{number} at {at}")
-        else:
-            data, text = spoiled_bytes(d, data[:at] if how == 1 else data)
-            changes.append(text)
-    path = Path(home().name, "model.gguf")
-    path.write_bytes(data)
-    options = {"weights_dtype": d.choose(None, "int8", "bfloat16")}
-    return Case(
-        ("llama", "generate", "encode", "decode"), lambda: used(options, path), [stored, options, changes],
-        clean=lambda error: isinstance(error, ModelError) and str(error).startswith(str(path)), twice=False,
-    )  # fmt: skip
-
-
 def draw(d):
     """A case: some files of a model are spoiled, then it is loaded and called."""
-    if d.chance(0.3):
-        return draw_gguf(d)
     kind = d.choose(*tiny_models.CONFIGS)
     files = {**whole(kind), **tensor_files(d, kind)}
     for name in (*EXTRAS, "tokenizer.json"):
@@ -142,18 +102,10 @@ def draw(d):
     changes = [spoil(d, files) for _ in range(d.choose(1, 1, 2))]
     write(files)
     dtype = d.choose("float32", "float32", "float64", "bfloat16")
-    options = (
-        {"dtype": dtype}
-        if dtype == "float64"
-        else {"dtype": dtype, "weights_dtype": d.choose(None, "int8", "int4")}
-    )
-    names = (
-        kind,
-        *models.MODEL_TYPES,
-        "generate",
-        "encode",
-        "decode",
-    )  # which may not like its numbers
+    options = {"dtype": dtype, "weights_dtype": d.choose(None, "int8", "int4")}
+    if dtype == "float64":
+        del options["weights_dtype"]
+    names = (kind, *models.MODEL_TYPES, "generate", "encode", "decode")  # which may not like its numbers
     return Case(names, lambda: used(options), [options, changes], clean=clean, twice=False)
 
 
@@ -171,10 +123,10 @@ def write(files):
             file.write_bytes(data)
 
 
-def used(options, path=None):
+def used(options):
     """Load the model and call it. It may not take more memory than its files explain."""
     try:
-        model = models.load(path or folder(), **options)
+        model = models.load(folder(), **options)
     except MemoryError as error:
         raise AssertionError("no memory") from error
     out = model([[1, 2, 3], [4, 5, 6]])

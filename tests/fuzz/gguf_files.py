@@ -4,22 +4,21 @@ import math
 import resource
 import struct
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import files
+import gguf
 import numpy as np
 import tiny_gguf
 from judge import Case
 
 from fastattn import models
-from fastattn._formats import FORMATS
 from fastattn.models import ModelError
 
 HIDDEN, INNER, HEADS, VOCAB = 32, 64, 2, 260
-MOST = (
-    64 << 10
-)  # kilobytes that a file of 200 may take beyond what was used before: NumPy and threads have some
+# Kilobytes that a file of 200 may take beyond what was used before: NumPy and threads have some.
+MOST = 64 << 10
 NUMBERS = (0, 1, 2, 3, 31, 32, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 STRINGS = (
     b"", b"\0", b"llama", b"gemma3", b"gpt2", b"x" * 5000, b"\xff\xfe", b"blk.0.attn_q.weight", b"a/../b",
@@ -27,45 +26,11 @@ STRINGS = (
     b"%s%n", b"{}", "\u202e".encode(), b"\xed\xa0\x80", b"blk.0.ffn_gate_exps.weight", b"token_embd.weight",
     b"rope_freqs.weight", b"llama.expert_count", b"llama.rope.scaling.type", b"split.count",
 )  # fmt: skip
-STRING, ARRAY = 8, 9  # types of values
-
-
-class Tensor(NamedTuple):
-    name: bytes
-    shape: tuple[int, ...]  # as the file has it
-    kind: int
-    offset: int
-
-
-class Header(NamedTuple):
-    """The part of a file before its tensors: keys are names, with their values behind their types."""
-
-    version: int
-    n_tensors: int
-    n_keys: int
-    keys: list[tuple[bytes, bytes]]
-    tensors: list[Tensor]
-
-
-def text(x):
-    return struct.pack("<Q", len(x)) + x
-
-
-def value(x):
-    """A value behind its type."""
-    if isinstance(x, str):
-        return struct.pack("<I", STRING) + text(x.encode())
-    if isinstance(x, list):
-        each = [value(y) for y in x]
-        return (
-            struct.pack("<I", ARRAY) + each[0][:4] + struct.pack("<Q", len(x)) + b"".join(y[4:] for y in each)
-        )
-    return struct.pack("<If", 6, x) if isinstance(x, float) else struct.pack("<II", 4, x)
 
 
 @cache
 def whole(stored, experts=0, by_scores=False):
-    """The header of a correct file whose maps are `stored`, and its tensors.
+    """The bytes of a correct file whose maps are `stored`, and the parts of its header.
 
     Its model has so many experts, if any; its tokenizer merges `by_scores`, or else bytes.
     """
@@ -89,7 +54,7 @@ def whole(stored, experts=0, by_scores=False):
         }
     if experts:
         sizes |= {"expert_count": experts, "expert_used_count": 1}
-    keys = {"general.architecture": "llama", "general.alignment": 32, "general.sampling.temp": 0.5}
+    keys = {"general.alignment": 32, "general.sampling.temp": 0.5}
     keys |= {f"llama.{name}": x for name, x in sizes.items()}
     keys |= {f"tokenizer.ggml.{name}": x for name, x in words.items()}
     maps = {
@@ -103,90 +68,64 @@ def whole(stored, experts=0, by_scores=False):
         maps["ffn_gate_inp"] = (experts, HIDDEN)
     shapes = {"token_embd": (VOCAB, HIDDEN), "output_norm": (HIDDEN,)}
     shapes |= {f"blk.0.{name}": shape for name, shape in maps.items()}
-    tensors, data = [], b""
+    path = Path(files.home().name, "whole.gguf")
+    out = gguf.GGUFWriter(path, "llama")
+    for name, x in keys.items():
+        out.add_key_value(name, *tiny_gguf.typed(x))
     for name, shape in shapes.items():
         plain = stored == "F32" or len(shape) == 1
-        rows = math.prod(shape[:-1])
-        x = np.ones(shape, np.float32) if plain else tiny_gguf.random_blocks(stored, rows, shape[-1])
-        kind = 0 if plain else FORMATS[stored].number
-        tensors.append(Tensor(f"{name}.weight".encode(), shape[::-1], kind, len(data)))
-        data += x.tobytes()
-        data += bytes(-len(data) % 32)
-    encoded = [(name.encode(), value(x)) for name, x in keys.items()]
-    return Header(3, len(tensors), len(encoded), encoded, tensors), data
+        x = np.ones(shape, np.float32)
+        if not plain:
+            x = tiny_gguf.random_blocks(stored, math.prod(shape[:-1]), shape[-1]).reshape(*shape[:-1], -1)
+        kind = None if plain else gguf.GGMLQuantizationType[stored]
+        out.add_tensor(f"{name}.weight", x, raw_dtype=kind)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    reader = gguf.GGUFReader(path)
+    fields = [*reader.fields.values()][3:]  # without the version and both counts
+    return path.read_bytes(), [spans(x) for x in fields], [spans(x.field) for x in reader.tensors]
 
 
-def written(header, data, alignment=32):
-    found = b"GGUF" + struct.pack("<IQQ", header.version, header.n_tensors, header.n_keys)
-    found += b"".join(text(name) + x for name, x in header.keys)
-    for name, shape, kind, offset in header.tensors:
-        found += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
-    return found + bytes(-len(found) % alignment) + data
+def spans(field):
+    """Where the parts of a key, or of a tensor's entry, begin and end."""
+    ends = np.cumsum([field.offset, *(part.nbytes for part in field.parts)]).tolist()
+    return [*pairwise(ends)]
 
 
 def number(d):
     return d.choose(*NUMBERS, int(d.rng.integers(300)), int(d.rng.integers(2**63)))
 
 
-def string(d):
-    return d.choose(*STRINGS, d.rng.bytes(int(d.rng.integers(70))))
+def with_number(data, at, size, x):
+    """The bytes with another number at that place."""
+    return data[:at] + (x % 256**size).to_bytes(size, "little") + data[at + size :]
 
 
-def spoiled_counts(d, header):
-    """One count, and no more, no fewer things."""
-    name = d.choose("n_tensors", "n_keys", "version")
-    return header._replace(**{name: number(d) % (2**32 if name == "version" else 2**64)}), f"another {name}"
-
-
-def spoiled_key(d, header):
-    keys, i = list(header.keys), int(d.rng.integers(len(header.keys)))
-    name, x = keys[i]
-    how = d.rng.integers(7)
+def spoiled(d, data, keys, tensors):
+    """One thing in the header is another, gone, there twice, or counted wrong. Later places come first."""
+    fields, count = d.choose((keys, 16), (tensors, 8))
+    parts = d.choose(*fields)
+    how, (begin, end) = d.rng.integers(6), (parts[0][0], parts[-1][1])
     if how == 0:
-        del keys[i]
-    elif how == 1:
-        keys.insert(i, keys[int(d.rng.integers(len(keys)))])
-    elif how == 2:
-        keys[i] = string(d), x
-    elif how == 3:  # read as a value of another type
-        keys[i] = name, struct.pack("<I", d.choose(*range(14), number(d) % 2**32)) + x[4:]
-    elif how == 4:
-        kind = d.choose(0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12)
-        size = (1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8)[kind]
-        keys[i] = name, struct.pack("<I", kind) + struct.pack("<Q", number(d))[:size]
-    elif how == 5:
-        keys[i] = name, struct.pack("<I", STRING) + text(string(d))
-    else:
-        kind, count = d.choose(*range(14)), d.choose(0, 1, 2, 260, number(d))
-        keys[i] = name, struct.pack("<IIQ", ARRAY, kind, count) + d.rng.bytes(int(d.rng.integers(3000)))
-    count = len(keys) if d.chance(0.9) else header.n_keys
-    return header._replace(keys=keys, n_keys=count), f"the key {name!r}, way {how}"
-
-
-def spoiled_tensor(d, header):
-    tensors, i = list(header.tensors), int(d.rng.integers(len(header.tensors)))
-    tensor, how = tensors[i], d.rng.integers(8)
-    if how == 0:
-        del tensors[i]
-    elif how == 1:
-        tensors.insert(i, tensors[int(d.rng.integers(len(tensors)))])
-    elif how == 2:
-        tensors[i] = tensor._replace(name=string(d))
-    elif how == 3:
-        axes = d.choose(*range(6), 40)
-        tensors[i] = tensor._replace(shape=tuple(number(d) for _ in range(axes)))
-    elif how == 4:
-        shape = list(tensor.shape) or [1]
-        shape[int(d.rng.integers(len(shape)))] = number(d)
-        tensors[i] = tensor._replace(shape=tuple(shape))
-    elif how == 5:
-        tensors[i] = tensor._replace(kind=d.choose(*range(45), number(d) % 2**32))
-    elif how == 6:
-        tensors[i] = tensor._replace(offset=number(d))
-    else:  # where another one lies
-        tensors[i] = tensor._replace(offset=d.choose(*tensors).offset + d.choose(0, 0, 1, 32))
-    count = len(tensors) if d.chance(0.9) else header.n_tensors
-    return header._replace(tensors=tensors, n_tensors=count), f"the tensor {tensor.name!r}, way {how}"
+        at, size = d.choose((4, 4), (8, 8), (16, 8))
+        return with_number(data, at, size, number(d)), "a count or the version"
+    if how == 1:  # with the count of before, now and then
+        fewer = with_number(data, count, 8, len(fields) - d.choose(0, *[1] * 9))
+        return fewer[:begin] + fewer[end:], f"nothing at {begin}"
+    if how == 2:
+        other = d.choose(*fields)
+        more = with_number(data, count, 8, len(fields) + d.choose(0, *[1] * 9))
+        return more[:begin] + data[other[0][0] : other[-1][1]] + more[begin:], f"one more at {begin}"
+    if how == 3:  # another name
+        name = d.choose(*STRINGS, d.rng.bytes(int(d.rng.integers(70))))
+        (first, _), (_, last) = parts[:2]
+        return data[:first] + struct.pack("<Q", len(name)) + name + data[last:], f"{name[:30]} at {first}"
+    at, end = d.choose(*parts[2:])
+    if end - at > 8:
+        return data[:at] + d.rng.bytes(end - at) + data[end:], f"other bytes at {at}"
+    return with_number(data, at, end - at, d.choose(number(d), int(d.rng.integers(45)))), f"a number at {at}"
 
 
 def spoiled_bytes(d, whole, begin):
@@ -211,15 +150,12 @@ def spoiled_bytes(d, whole, begin):
 def draw(d):
     """A case: a file with some things wrong, which is loaded, and asked for what else it says."""
     which = d.choose("F32", "Q4_0", "Q5_1", "Q8_0", "MXFP4"), d.choose(0, 2), d.chance(0.5)
-    header, data = whole(*which)
-    changes = []
-    for _ in range(d.choose(0, 1, 1, 2)):
-        header, what = d.choose(spoiled_counts, spoiled_key, spoiled_key, spoiled_tensor, spoiled_tensor)(
-            d, header
-        )
+    found, *fields = whole(*which)
+    changes, begin = [], fields[-1][-1][-1][1]
+    if d.chance(0.75):
+        found, what = spoiled(d, found, *fields)
         changes.append(what)
-    found, begin = written(header, data), len(written(header, b""))
-    for _ in range(d.choose(0, 1, 2) if changes else 1):
+    for _ in range(d.choose(0, 0, 1, 2) if changes else 1):
         found, what = spoiled_bytes(d, found, min(begin, len(found))) if found else (found, "nothing is left")
         changes.append(what)
     path = Path(files.home().name, "tiny.gguf")

@@ -1,4 +1,4 @@
-"""Recipes for gradients: of a right call of any function that has one, and of operations."""
+"""Recipes for gradients of a right call of any function that has one."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Recipes for calls of tiny models."""
+"""Recipes for tiny models: calls, answers, and models of random sizes."""
 
 from functools import cache, wraps
 from itertools import islice
@@ -31,17 +31,9 @@ def loaded(kind, dtype, weights_dtype, activations=None):
 
 def model_of(d, kinds):
     dtype = d.choose("float32", "float32", "float64", "bfloat16")
-    choices = [(None, None)]
-    if dtype != "float64":
-        choices += [
-            ("bfloat16", None),
-            ("int8", None),
-            ("int8", "int8"),
-            ("int4", "int8"),
-            ("uint4", "int8"),
-            ("nf4", None),
-        ]
-    return loaded(d.choose(*kinds), dtype, *choices[d.rng.integers(len(choices))])
+    stored = None if dtype == "float64" else d.choose(None, "bfloat16", "int8", "int4", "uint4", "nf4")
+    activations = d.choose(None, "int8") if stored in ("int8", "int4", "uint4", "nf4") else None
+    return loaded(d.choose(*kinds), dtype, stored, activations)
 
 
 def tokens(d, name="ids"):
@@ -90,40 +82,59 @@ def generate(d):
     return Call(some, arguments, names=("generate",), tolerance=np.inf, same_bits=same_bits)
 
 
-@recipe
-def encode(d):
-    it = model_of(d, tiny_models.ENCODERS)
-    texts = [d.choose("the cat sat", "", "a dog", "nothing of it") for _ in range(d.size(0, 5))]
-    more = d.some(
-        0.3,
-        batch_size=lambda: d.size(),
-        prompt=lambda: d.choose("", "the "),
-        normalize_embeddings=lambda: True,
-        truncate_dim=lambda: d.size(),
-    )
-    call = d.choose(it.encode, it.encode_query, it.encode_document)
-    return Call(call, {"sentences": d.choose(texts, "a dog"), **more}, tolerance=30.0)
+def sizes(d, kind):
+    """Changes to the config of `kind`: numbers of heads, layers and features."""
+    heads, head_dim, layers, inner = d.choose(1, 2, 4), d.choose(2, 4, 6, 8), d.choose(1, 2, 3), d.size(1, 20)
+    groups = d.choose(*(n for n in (1, 2, 4) if heads % n == 0))
+    hidden = heads * head_dim
+    if kind in ("gpt2", "nomic-experts"):
+        return {"n_embd": hidden, "n_head": heads, "n_layer": layers}
+    if kind == "distilbert":
+        return {"dim": hidden, "n_heads": heads, "n_layers": layers, "hidden_dim": inner}
+    if kind in ("t5", "mt5"):
+        t5 = {"d_model": d.size(1, 20), "d_kv": head_dim, "d_ff": inner}
+        return {**t5, "num_layers": layers, "num_heads": heads}
+    changes = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": inner}
+    config = tiny_models.CONFIGS[kind]
+    if "position_embedding_type" in config:  # whose slopes are those of three heads
+        changes = {"intermediate_size": inner}
+    if "layer_types" not in config:  # a list of as many
+        changes["num_hidden_layers"] = layers
+    if "num_key_value_heads" in config:
+        changes["num_key_value_heads"] = heads // groups
+    if "head_dim" in config:
+        dims = (8, 16) if "partial_rotary_factor" in str(config) else (2, 4, 8)  # at least a pair is rotated
+        changes |= {"head_dim": d.choose(*dims), "hidden_size": d.size(1, 20)}
+    if "mamba_n_heads" in config:  # whose features are a multiple of these
+        del changes["hidden_size"]
+    if "sliding_window" in config:
+        changes["sliding_window"] = d.size(1, 6)
+    if "rope_theta" in config:
+        changes["rope_theta"] = d.choose(50.0, 10000.0)
+    return changes
 
 
 @recipe
-def vectors(d):
-    it, a = loaded("bert", "float32", None), d.rng.standard_normal((d.size(1, 5), 8)).astype(np.float32)
-    if d.chance(0.5):
-        precision = d.choose("float32", "binary", "ubinary")
-        return Call(models.quantize_embeddings, {"embeddings": a, "precision": precision}, tolerance=np.inf)
-    call = d.choose(it.similarity, it.similarity_pairwise)
-    return Call(call, {"embeddings1": a, "embeddings2": a[::-1].copy()}, tolerance=30.0)
+def model_built(d):
+    """A model of random sizes against plain NumPy in float64."""
+    kind, seed = d.choose(*tiny_models.CONFIGS), int(d.rng.integers(1000))
+    config = {**tiny_models.CONFIGS[kind], **sizes(d, kind)}
+    weights = tiny_models.tensors(kind, config, seed)
+    dtype, bound = d.choose(("float32", 1e-3), ("float64", 1e-8))
+    ids = d.rng.integers(3, tiny_models.VOCAB, d.size(1, 9) % 20 + 1)
+
+    def function(ids, dtype):
+        with TemporaryDirectory() as folder:
+            tiny_models.write(Path(folder), kind, weights, **config)
+            return models.load(folder, dtype=dtype)(ids)
+
+    def check(found):
+        expected = tiny_models.result(kind, config, weights, ids)
+        far = abs(found[0][0] - expected).max() / (1 + abs(expected).max())
+        return None if far <= bound else f"it is off by {far}: {kind}, {config}"
+
+    names = (kind, config.get("model_type", kind), "load")
+    return Call(function, {"ids": ids, "dtype": dtype}, None, names, 30.0, (kind, config), check=check)
 
 
-@recipe
-def text(d):
-    it = model_of(d, tiny_models.DECODERS).text
-    if d.chance(0.4):
-        return Call(it.encode, {"texts": ["the cat", "a dog"]})
-    if d.chance(0.5):
-        return Call(it.decode, {"sequences": [[1, 5, 6], [4, -1]]})
-
-    def pieces(prompt, ids):
-        return "".join(it.stream(prompt, ids))
-
-    return Call(pieces, {"prompt": [1, 4], "ids": [5, 6, -1]}, names=("stream",))
+RECIPES += [model_built] * 3

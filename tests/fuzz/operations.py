@@ -6,12 +6,14 @@ import numpy as np
 from judge import Like
 from packed import FIELDS, false, tampered
 from recipes import RECIPES, Call, native, recipe, same
-from scores import MASKS, Scores, any_mask, grid, lengths
+from scores import MASKS, PREDICATES, Scores, any_mask
 
 import fastattn
 from fastattn import masks, ops, plot, positions
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
 from fastattn._args.types import ACTIVATIONS, lane_dtype
+
+NARROW = ("float32", "bfloat16", "int8", "int4", "uint4", "nf4")
 
 
 def how(d):
@@ -24,9 +26,7 @@ def rows(d):
 
 @recipe
 def linear(d):
-    dtype = {"float64": "float64"}.get(d.dtype.name) or d.choose(
-        "float32", "bfloat16", "int8", "int4", "uint4", "nf4"
-    )
+    dtype = "float64" if d.dtype == np.float64 else d.choose(*NARROW)
     k, n, gated = d.size(), d.size(), d.chance(0.3)
     source = np.float64 if dtype == "float64" else d.choose(np.float32, np.float16)
     weight = ops.pack(
@@ -38,7 +38,7 @@ def linear(d):
         activation=lambda: d.choose(*ACTIVATIONS), residual=lambda: d.floats(*shape, n),
         out=lambda: d.laid_out_to_write(np.empty((*shape, n), d.dtype))
     )  # fmt: skip
-    if dtype in ("int8", "int4", "uint4", "nf4") and d.chance(0.5):
+    if dtype in NARROW[2:] and d.chance(0.5):
         more["activations"] = "int8"
     if "residual" in more and d.chance(0.2):
         more["residual"] = more["out"] = np.asarray(more["residual"]).copy().astype(d.dtype)
@@ -71,10 +71,7 @@ def pack(d):
 @recipe
 def unpacked(d):
     """Unpack a packed weight, perhaps a false one."""
-    weight = ops.pack(
-        d.floats(d.size(), d.size(), dtype=np.float32),
-        dtype=d.choose("float32", "bfloat16", "int8", "int4", "uint4", "nf4"),
-    )
+    weight = ops.pack(d.floats(d.size(), d.size(), dtype=np.float32), dtype=d.choose(*NARROW))
     abused = d.chance(0.2)
     weight = tampered(d, weight) if abused else false(d, weight)
     return Call(lambda: (weight.unpack(), weight.nbytes, repr(weight)), {}, names=("unpack",), abused=abused)
@@ -131,33 +128,12 @@ def embedding(d):
         Like((*np.shape(a["ids"]), np.shape(a["table"])[1]), native(a["table"]))])  # fmt: skip
 
 
-# The arguments of each mask; the parts of `MASKS` are right, and these are then spoiled.
-MADE = {
-    masks.window: lambda d, s: {"left": d.size(0), "right": d.choose(None, d.size(0))},
-    masks.first_keys: lambda d, s: {"n": lengths(d, s, s.len_k)},
-    masks.chunked: lambda d, s: {"size": d.size()},
-    masks.documents: lambda d, s: {"ids": d.integers(-1, 4, *s.batch, s.len_k), **d.some(
-        0.3, query_ids=lambda: d.integers(-1, 4, *s.batch, s.len_q))},
-    masks.dilated: lambda d, s: {"window": d.size(0), "dilation": d.size()},
-    masks.strided: lambda d, s: {"stride": d.size()},
-    masks.fixed: lambda d, s: {"stride": d.size(3), "summary": d.choose(1, 2)},
-    masks.tree: lambda d, s: {"parents": [int(d.rng.integers(-1, i)) for i in range(d.size())]},
-    masks.dense: lambda d, s: {"array": d.rng.random(d.broadcast(*s.shape)) < 0.5},
-    masks.block_sparse: lambda d, s: {"bitmap": d.rng.random((d.size(), d.size())) < 0.5, "block": (2, 4)},
-    masks.global_tokens: lambda d, s: {"index": d.integers(0, 9, 3)},
-    masks.bigbird: lambda d, s: {"block": d.size(), "window": d.choose(1, 3), "random": 1, "rng": 5},
-    masks.axial: lambda d, s: {"shape": grid(d, s.len_k), "axis": d.choose(0, -1)},
-    masks.swin: lambda d, s: {"shape": grid(d, s.len_k), "window": d.choose(1, 2, 3), "shift": 0},
-    masks.neighborhood: lambda d, s: {"shape": (max(1, s.len_k),), "kernel": 1, "causal": True},
-}  # fmt: skip
-
-
 @recipe
 def mask(d):
     """Build a mask, show it, turn it into an array, and use it."""
     s = Scores.draw(d)
-    kind = d.choose(*MADE)
-    arguments = MADE[kind](d, s)
+    kind = d.choose(*(x for x in MASKS if x is not masks.compile))  # which has its own recipe
+    arguments = MASKS[kind](d, s)
     qkv = s.qkv(d)
 
     @wraps(kind)
@@ -177,21 +153,16 @@ RECIPES += [mask] * 3
 @recipe
 def mask_to_array(d):
     s = Scores.draw(d)
-    more = d.some(
-        0.4,
-        len_k=lambda: s.len_k,
-        batch_shape=lambda: s.batch,
-        num_heads=lambda: s.heads_q,
-        q_offset=lambda: 2,
-    )
-    return Call(MASKS[d.choose("causal", "window", "chunked", "global_tokens")](d, s).to_array, {
-        "len_q": s.len_q, **more})  # fmt: skip
+    more = {"len_k": s.len_k, "batch_shape": s.batch, "num_heads": s.heads_q, "q_offset": 2}
+    more = {name: x for name, x in more.items() if d.chance(0.4)}
+    kind = d.choose(masks.causal, masks.window, masks.chunked, masks.global_tokens)
+    return Call(kind(**MASKS[kind](d, s)).to_array, {"len_q": s.len_q, **more})
 
 
 @recipe
 def compiled_mask(d):
     s = Scores.draw(d)
-    mask = d.choose(any_mask(d, s), lambda b, h, i, j: i >= j, lambda b, h, i, j: (b + h + i + j) % 2 == 0)
+    mask = d.choose(any_mask(d, s), *PREDICATES)
     more = d.some(0.3, q_offset=lambda: 0)
     qkv = s.qkv(d)
 

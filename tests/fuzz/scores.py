@@ -105,11 +105,8 @@ def stats(d, s):
 
 def any_mask(d, s):
     """A structural mask, or two of them joined."""
-    first = MASKS[d.choose(*MASKS)](d, s)
-    if d.chance(0.7):
-        return first
-    second = MASKS[d.choose(*MASKS)](d, s)
-    return d.choose(first & second, first | second, ~first, first & ~second)
+    first, second = (kind(**MASKS[kind](d, s)) for kind in (d.choose(*MASKS), d.choose(*MASKS)))
+    return first if d.chance(0.7) else d.choose(first & second, first | second, ~first, first & ~second)
 
 
 def grid(d, n):
@@ -122,39 +119,40 @@ def grid(d, n):
 def swin(d, s):
     shape = grid(d, s.len_k)
     windows = tuple(int(d.rng.integers(1, n + 2)) for n in shape)
-    return masks.swin(shape, windows, tuple(int(d.rng.integers(w)) for w in windows))
+    return {"shape": shape, "window": windows, "shift": tuple(int(d.rng.integers(w)) for w in windows)}
 
 
 def tree(d, s):
     nodes = int(d.rng.integers(1, max(2, s.len_k + 1)))
-    return masks.tree([int(d.rng.integers(-1, i)) for i in range(nodes)])
+    return {"parents": [int(d.rng.integers(-1, i)) for i in range(nodes)]}
 
 
-def compiled(d, s):
-    return masks.compile(d.choose(lambda b, h, i, j: i >= j, lambda b, h, i, j: (i + j + h) % 3 > 0), s.shape)
-
-
+PREDICATES = (lambda b, h, i, j: i >= j, lambda b, h, i, j: (i + j + h) % 3 > 0)
+# Each mask's arguments.
 MASKS = {
-    "causal": lambda d, s: masks.causal(),
-    "window": lambda d, s: masks.window(*window(d, s)),
-    "prefix": lambda d, s: masks.first_keys(lengths(d, s, s.len_k)),
-    "lengths": lambda d, s: masks.first_keys(lengths(d, s, s.len_k)),
-    "sink_tokens": lambda d, s: masks.first_keys(d.size()),
-    "chunked": lambda d, s: masks.chunked(d.size()),
-    "documents": lambda d, s: masks.documents(d.integers(-1, 4, *d.broadcast(*s.batch), s.len_k)),
-    "dilated": lambda d, s: masks.dilated(d.size(0), d.size()),
-    "strided": lambda d, s: masks.strided(d.size()),
-    "fixed": lambda d, s: masks.fixed(d.size(3), d.choose(1, 2, 3)),
-    "tree": tree,
-    "dense": lambda d, s: masks.dense(dense_mask(d, s)),
-    "block_sparse": lambda d, s: masks.block_sparse(d.rng.random((d.size(), d.size())) < 0.5, d.size()),
-    "global_tokens": lambda d, s: masks.global_tokens(d.integers(0, 9, 3)),
-    "bigbird": lambda d, s: masks.bigbird(d.size(), random=d.choose(0, 1, 3)),
-    "axial": lambda d, s: masks.axial(grid(d, s.len_k), d.choose(0, -1)),
-    "swin": swin,
-    "neighborhood": lambda d, s: masks.neighborhood((max(1, s.len_k),), d.choose(1, max(1, s.len_k // 2))),
-    "compile": compiled,
-}
+    masks.causal: lambda d, s: {},
+    masks.window: lambda d, s: dict(zip(("left", "right"), window(d, s), strict=True)),
+    masks.first_keys: lambda d, s: {"n": d.choose(d.size(), lengths(d, s, s.len_k))},
+    masks.chunked: lambda d, s: {"size": d.size()},
+    masks.documents: lambda d, s: {"ids": d.integers(-1, 4, *d.broadcast(*s.batch), s.len_k), **d.some(
+        0.2, query_ids=lambda: d.integers(-1, 4, *s.batch, s.len_q))},
+    masks.dilated: lambda d, s: {"window": d.size(0), "dilation": d.size()},
+    masks.strided: lambda d, s: {"stride": d.size()},
+    masks.fixed: lambda d, s: {"stride": d.size(3), "summary": d.choose(1, 2, 3)},
+    masks.tree: tree,
+    masks.dense: lambda d, s: {"array": dense_mask(d, s)},
+    masks.block_sparse: lambda d, s: {
+        "bitmap": d.rng.random((d.size(), d.size())) < 0.5, "block": d.choose(d.size(), (2, 4))},
+    masks.global_tokens: lambda d, s: {"index": d.integers(0, 9, 3)},
+    masks.bigbird: lambda d, s: {
+        "block": d.size(), "window": d.choose(1, 3), "random": d.choose(0, 1, 3), "rng": 5},
+    masks.axial: lambda d, s: {"shape": grid(d, s.len_k), "axis": d.choose(0, -1)},
+    masks.swin: swin,
+    masks.neighborhood: lambda d, s: {
+        "shape": (max(1, s.len_k),), "kernel": d.choose(1, max(1, s.len_k // 2)), **d.some(
+            0.2, causal=lambda: True)},
+    masks.compile: lambda d, s: {"mask": d.choose(*PREDICATES), "shape": s.shape},
+}  # fmt: skip
 
 OPTIONS = {
     "mask": lambda d, s: d.choose(dense_mask, any_mask)(d, s),

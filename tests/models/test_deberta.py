@@ -75,20 +75,6 @@ def test_a_sequence_has_the_same_bits_alone(dtype, isa):
                     assert steps.run(x[own], Sequences(1)).tobytes() == alone.tobytes()
 
 
-def test_what_is_not_finite_stays_in_its_sequence(implementation):
-    steps, x = program(), inputs(LENGTHS.sum())
-    expected = steps.run(x, told(LENGTHS))
-    ends = np.cumsum(LENGTHS)
-    bad = slice(ends[3], ends[4])
-    x[bad.start] = np.nan
-    x[bad.stop - 1] = np.inf
-    got = steps.run(x, told(LENGTHS))
-    assert np.isnan(got[bad]).all()
-    good = np.ones(len(x), bool)
-    good[bad] = False
-    assert got[good].tobytes() == expected[good].tobytes()
-
-
 def with_rows(rows):
     class Changed(DisentangledStep):
         def rows(self, longest):

@@ -1,7 +1,6 @@
 """Files that a model's folder may hold, and errors about a folder that makes up no model."""
 
 import base64
-import contextlib
 import json
 import os
 import re
@@ -52,22 +51,14 @@ def test_16_bit_tensors_are_those_numbers_in_float32(kind, dtype, tmp_path):
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "prefix"),
-    [
-        ("bert", "bert."),
-        ("roberta", "roberta."),
-        ("modernbert", "model."),
-        ("distilbert", "distilbert."),
-        ("mpnet", "mpnet."),
-        ("deberta-v2", "deberta."),
-        ("albert", "albert."),
-        ("new", "new."),
-        ("nomic_bert", "bert."),
-        ("gpt2", "transformer."),
-        ("llama", None),
-    ],
-)
+PREFIXES = {
+    **dict.fromkeys(("bert", "nomic_bert"), "bert."), "modernbert": "model.", "gpt2": "transformer.",
+    "deberta-v2": "deberta.", "llama": None,
+    **{kind: f"{kind}." for kind in ("roberta", "distilbert", "mpnet", "albert", "new")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "prefix"), PREFIXES.items())
 def test_names_with_and_without_the_base_models_prefix(kind, prefix, tmp_path):
     weights = tiny.write(tmp_path, kind)
     expected = models.load(tmp_path)(IDS)
@@ -340,18 +331,9 @@ def test_a_file_that_git_lfs_has_not_fetched(tmp_path):
 def test_a_malformed_file(tmp_path):
     tiny.write(tmp_path, "bert")
     path = tmp_path / "model.safetensors"
-    rng = np.random.default_rng(0)
-    whole = bytearray(path.read_bytes())
-    header = 8 + int.from_bytes(whole[:8], "little")
-    for data in (b"\x80\x02}q\x00.", b"GGUF" + bytes(100), bytes(1000), rng.bytes(10_000)):
+    for data in (b"\x80\x02}q\x00.", b"GGUF" + bytes(100), bytes(1000)):
         path.write_bytes(data)
         refused(tmp_path, str(path))
-    for _ in range(300):  # one byte of the header changed: an error, or a model, and never anything else
-        data = bytearray(whole)
-        data[rng.integers(header)] = rng.integers(256)
-        path.write_bytes(data)
-        with contextlib.suppress(ModelError):
-            models.load(tmp_path)
 
 
 def test_a_malformed_index(tmp_path):
@@ -489,6 +471,7 @@ def write_growing(folder, **parts):
 
 A = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
 TABLE = base64.b64encode(struct.pack("<I", 4) + b"\0\0\0\0" + b"a" * 1000 + b"\0").decode()
+CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": TABLE}
 TWICE = {
     "type": "TemplateProcessing",
     "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2,
@@ -529,11 +512,7 @@ def expressions(regex, count):
         {"normalizer": in_a_row("normalizers", A, in_a_row("normalizers", A, A))},
         *({"normalizer": expressions(each, 30)} for each in MAY_BE_EMPTY),
         {"normalizer": in_a_row("normalizers", *[{"type": "Prepend", "prepend": "a" * 1000}, A] * 2)},
-        {
-            "normalizer": in_a_row(
-                "normalizers", *[{"type": "Precompiled", "precompiled_charsmap": TABLE}] * 3
-            )
-        },
+        {"normalizer": in_a_row("normalizers", *[CHARSMAP] * 3)},
         {"normalizer": A, "pre_tokenizer": in_a_row("pretokenizers", *[{"type": "ByteLevel"}] * 30)},
         {"post_processor": in_a_row("processors", *[TWICE] * 30)},
         {"decoder": in_a_row("decoders", A, A, A)},
@@ -566,23 +545,14 @@ def test_an_unknown_step_of_a_tokenizer_is_refused(encoder):
         models.load(encoder).encode("a")
 
 
+READ = ["modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+READ += ["model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"]
+READ += ["sentence_bert_config.json", "config_sentence_transformers.json"]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes in folders")
 @pytest.mark.parametrize("kind", ["pipe", "zeros", "terminal"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "modules.json",
-        "1_Pooling/config.json",
-        "2_Dense/config.json",
-        "2_Dense/model.safetensors",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "sentence_bert_config.json",
-        "config_sentence_transformers.json",
-    ],
-)
+@pytest.mark.parametrize("name", READ)
 def test_only_regular_files_are_read(name, kind, encoder):
     dense = {"in_features": 24, "out_features": 24, "bias": False}
     write_modules(encoder, ("Dense", dense, {"linear.weight": np.eye(24, dtype=np.float32)}))

@@ -115,34 +115,6 @@ def test_several_texts_are_each_as_it_is_alone(writer):
     assert list(model.generate(("Once",), 2)) == list(model.generate("Once", 2))
 
 
-def test_what_ended_is_computed_no_more(writer, monkeypatch):
-    """A text of `stop` ends a sequence, as a token does."""
-    model, counts = models.load(writer), []
-    hidden = type(model)._hidden
-    monkeypatch.setattr(
-        type(model),
-        "_hidden",
-        lambda self, tokens, *more: counts.append(len(tokens)) or hidden(self, tokens, *more),
-    )
-    first = next(model.generate("Once", 9)).text
-    counts.clear()
-    assert [str(piece) for piece in model.generate("Once", 9, stop=first)] == [""]
-    assert counts == [4]
-
-
-def test_several_conversations(writer, tmp_path):
-    for path in writer.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    model = models.load(tmp_path)
-    talks = [[{"role": "user", "content": text}] for text in ("What?", "Why not?")]
-    got = ["", "", ""]
-    for piece in model.generate([*talks, "Once"], 9, template_values={"extra": "!"}):
-        got[piece.index] += piece.text
-    expected = [model.generate(talk, 9, template_values={"extra": "!"}) for talk in talks]
-    assert got == ["".join(map(str, each)) for each in (*expected, model.generate("Once", 9))]
-
-
 @pytest.mark.parametrize("best", [0, 1, 3])
 def test_logprobs_are_the_models(writer, best):
     """Whatever changes the draw; of each token that was drawn, and of the best ones."""

@@ -59,106 +59,51 @@ def assert_slopes(model, compute, gradients, rng):
     assert most > 0
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
+DROPPED = {"dropout": 0.3, "seed": 5}
+TYPES = {"token_type_ids": np.array([[0, 1, 1, 0, 0], [1, 1, 0, 0, 1]])}
+CALLS = [
+    *((kind, {}) for kind in TRAINED), *((kind, DROPPED) for kind in ("bert", "t5", "modernbert")),
+    *((kind, {"logits": logits}) for kind in TRAINED_DECODERS for logits in (False, True)),
+    ("bert", TYPES), ("gemma3_text", DROPPED),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("kind", TRAINED)
-def test_encoders(kind, padded, checkpoint, tmp_path, implementation):
+@pytest.mark.parametrize(("kind", "options"), CALLS)
+def test_slopes(kind, options, padded, tmp_path, implementation):
+    """Of hidden states and logits; checkpoints change no bit."""
     model, ids, mask, rng = two_sequences(kind, padded, tmp_path)
-    hidden, pullback = vjp(model, ids, mask, checkpoint=checkpoint)
-    np.testing.assert_array_equal(hidden, model(ids, mask))
+    hidden, pullback = vjp(model, ids, mask, **options)
+    if "dropout" not in options and options.get("logits", True):
+        given = {name: x for name, x in options.items() if name != "logits"}
+        np.testing.assert_array_equal(hidden, model(ids, mask, **given))
     dout = rng.standard_normal(hidden.shape)
     gradients = pullback(dout)
-    assert_slopes(model, lambda other: np.sum(other(ids, mask) * dout), gradients, rng)
+    again, checkpoints = vjp(model, ids, mask, checkpoint=True, **options)
+    np.testing.assert_array_equal(hidden, again)
+    np.testing.assert_equal(checkpoints(dout), gradients)
+    compute = lambda other: np.sum(vjp(other, ids, mask, **options)[0] * dout)  # noqa: E731
+    assert_slopes(model, compute, gradients, rng)
 
 
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", [{}, DROPPED], ids=["plain", "dropout"])
 @pytest.mark.parametrize("kind", TRAINED_DECODERS)
-def test_decoders(kind, padded, tmp_path, implementation):
+def test_losses(kind, options, padded, tmp_path, implementation):
     model, ids, mask, rng = two_sequences(kind, padded, tmp_path)
 
     def loss(other):
-        logits = other(ids, mask)
+        logits = vjp(other, ids, mask, **options)[0]
         z = logits - logits.max(-1, keepdims=True)
         logs = z - np.log(np.exp(z).sum(-1, keepdims=True))
         ends = (5, 3) if padded else (5, 5)
         terms = [logs[b, i, ids[b, i + 1]] for b in range(2) for i in range(ends[b] - 1)]
         return -np.mean(terms)
 
-    value, gradients = model.loss_and_gradients(ids, mask)
+    value, gradients = model.loss_and_gradients(ids, mask, **options)
     np.testing.assert_allclose(value, loss(model), rtol=1e-12)
     assert_slopes(model, loss, gradients, rng)
     assert gradients.keys() == model.state_dict().keys()
-
-
-@pytest.mark.parametrize("kind", TRAINED_DECODERS)
-def test_hidden_states_of_decoders(kind, tmp_path, implementation):
-    rng = np.random.default_rng(0)
-    model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 4)
-    hidden, pullback = vjp(model, ids, logits=False)
-    assert hidden.shape[-1] == model.hidden_size
-    dout = rng.standard_normal(hidden.shape)
-    gradients = pullback(dout)
-    compute = lambda other: np.sum(vjp(other, ids, logits=False)[0] * dout)  # noqa: E731
-    assert_slopes(model, compute, gradients, rng)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("kind", TRAINED_DECODERS)
-def test_logits_of_decoders(kind, padded, tmp_path, implementation):
-    model, ids, mask, rng = two_sequences(kind, padded, tmp_path)
-    logits, pullback = vjp(model, ids, mask)
-    np.testing.assert_array_equal(logits, model(ids, mask))
-    dout = rng.standard_normal(logits.shape)
-    assert_slopes(model, lambda other: np.sum(other(ids, mask) * dout), pullback(dout), rng)
-
-
-def test_token_types(tmp_path, implementation):
-    rng = np.random.default_rng(0)
-    model, ids = loaded(tmp_path, "bert"), some_ids(rng, 2, 4)
-    types = rng.integers(0, 2, (2, 4))
-    hidden, pullback = vjp(model, ids, None, types)
-    dout = rng.standard_normal(hidden.shape)
-    compute = lambda other: np.sum(other(ids, None, types) * dout)  # noqa: E731
-    assert_slopes(model, compute, pullback(dout), rng)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("kind", ["bert", "t5", "gemma3_text", "modernbert"])
-def test_dropout(kind, padded, tmp_path, implementation):
-    rng, how = np.random.default_rng(0), {"dropout": 0.3, "seed": 5}
-    model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
-    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]) if padded else None
-    hidden, pullback = vjp(model, ids, mask, **how, **states(model))
-    again, checkpoints = vjp(model, ids, mask, checkpoint=True, **how, **states(model))
-    np.testing.assert_array_equal(hidden, again)
-    dout = rng.standard_normal(hidden.shape)
-    gradients, others = pullback(dout), checkpoints(dout)
-    for name, gradient in gradients.items():
-        np.testing.assert_array_equal(gradient, others[name], err_msg=name)
-    compute = lambda other: np.sum(vjp(other, ids, mask, **how, **states(model))[0] * dout)  # noqa: E731
-    assert_slopes(model, compute, gradients, rng)
-
-
-@pytest.mark.parametrize("kind", TRAINED_DECODERS)
-def test_dropout_of_decoders(kind, tmp_path, implementation):
-    rng, how = np.random.default_rng(0), {"dropout": 0.3, "seed": 5}
-    model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
-    loss, gradients = model.loss_and_gradients(ids, **how)
-    assert loss != model.loss_and_gradients(ids)[0]
-    assert_slopes(model, lambda other: other.loss_and_gradients(ids, **how)[0], gradients, rng)
-
-
-@pytest.mark.parametrize("kind", ["bert", "llama", "gte", "gemma3_text"])
-def test_checkpoints_change_no_bit(kind, tmp_path, implementation):
-    rng = np.random.default_rng(0)
-    model, ids = loaded(tmp_path, kind, dtype="float32"), some_ids(rng, 3, 6)
-    results = [vjp(model, ids, checkpoint=on, **states(model)) for on in (False, True)]
-    np.testing.assert_array_equal(results[0][0], results[1][0])
-    dout = rng.standard_normal(results[0][0].shape).astype(np.float32)
-    plain, again = (pullback(dout) for _, pullback in results)
-    assert plain.keys() == again.keys()
-    for name, gradient in plain.items():
-        np.testing.assert_array_equal(gradient, again[name], err_msg=name)
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "t5"])

@@ -1,46 +1,26 @@
 """Sessions: what a language model keeps between calls, and what a file of it may hold."""
 
 import copy
-import json
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import tiny_models as tiny
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
+from sessions import answer, computed, load, refused_session
 from tiny_models import DECODERS, VOCAB
 
 from fastattn import models
 from fastattn.models import _session
-from fastattn.models._session import _digest, digest
+from fastattn.models._session import digest
 
 RNG = np.random.default_rng(5)
 FIRST = RNG.integers(VOCAB, size=9).tolist()
 NEXT = RNG.integers(VOCAB, size=4).tolist()
 SCALED = {"max_position_embeddings": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
-
-
-def load(folder, kind="llama", changes=None, **options):
-    tiny.write(folder, kind, **(changes or {}))
-    return models.load(folder, **{"dtype": "float64", **options})
-
-
-def answer(model, prompt, count=6, **options):
-    return list(model.generate(prompt, count, stop=(), **options))
-
-
-def computed(monkeypatch, model):
-    """The numbers of tokens that each pass computes from now on."""
-    counts, hidden = [], type(model)._hidden
-
-    def counted(self, tokens, *others):
-        counts.append(len(tokens))
-        return hidden(self, tokens, *others)
-
-    monkeypatch.setattr(type(model), "_hidden", counted)
-    return counts
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -229,7 +209,7 @@ def test_files_without_the_states_of_the_model(tmp_path):
     session = model.session()
     answer(model, FIRST, cache=session)
     session.save(file)
-    good, header = load_file(file), {"format": 3, "model": digest(model), "rotated": None}
+    good = load_file(file)
     states = {name: x for name, x in good.items() if name.startswith("states.")}
     assert sorted(states) == ["states.14.0", "states.14.1", "states.9.0", "states.9.1"]
     few = {name: x for name, x in good.items() if name not in states}
@@ -240,10 +220,7 @@ def test_files_without_the_states_of_the_model(tmp_path):
         {**other, "states.15.0": states["states.14.0"], "states.15.1": states["states.14.1"]},
         {**good, "states.9.0": states["states.9.0"].astype(np.float64)},
     ):  # fmt: skip
-        own = {"digest": _digest([None, sorted(held.items())])}
-        save_file(held, file, {"fastattn.session": json.dumps({**header, **own})})
-        with pytest.raises(ValueError, match=r"^load_session\(\): .* has states after .*; expected what"):
-            model.load_session(file)
+        refused_session(model, file, " has states after .*; expected what", held)
 
 
 def test_a_file_whose_states_are_said_to_be_of_another_token(tmp_path, monkeypatch):
@@ -344,22 +321,20 @@ def test_files_that_are_no_session_of_the_model(tmp_path):
     session, file = model.session(), tmp_path / "session"
     answer(model, FIRST, cache=session)
     session.save(file)
-    good, header = load_file(file), {"format": 3, "model": digest(model), "rotated": None}
+    good = load_file(file)
 
-    def refused(message, held=good, key="fastattn.session", model=model, **changes):
-        own = {"digest": _digest([None, sorted(held.items())])}
-        save_file(held, file, {key: json.dumps({**header, **own, **changes})})
-        with pytest.raises(ValueError, match=rf"^load_session\(\): .*{message}"):
-            model.load_session(file)
-
-    refused("holds no session", key="fastattn.train")
-    refused("the format of the session in .* is 2; expected 3", format=2)
+    refused = partial(refused_session, model, file)
+    refused("holds no session", good, key="fastattn.train")
+    refused("the format of the session in .* is 2; expected 3", good, format=2)
     refused("is damaged; expected the ids and keys", {**good, "k": good["k"] + 1}, digest="0")
-    refused("is damaged; expected the ids and keys", rotated="0")
+    refused("is damaged; expected the ids and keys", good, rotated="0")
+    refused("is a session of another model, or of other weights", good, model="0")
     weights = tiny.write(tmp_path / "model", "llama")
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-3
     tiny.write(tmp_path / "model", "llama", weights)
-    refused("is a session of another model, or of other weights", model=models.load(tmp_path / "model"))
+    session.save(file)
+    with pytest.raises(ValueError, match="is a session of another model, or of other weights"):
+        models.load(tmp_path / "model").load_session(file)
     for changes, message in (
         ({"ids": good["ids"][:-1]}, r"has ids \(13,\) in int64 and keys of \[14\] tokens"),
         ({"ids": good["ids"].astype(float)}, "in float64 and keys"),
@@ -386,16 +361,13 @@ def test_files_with_heads_of_two_sizes(cache_dtype, tmp_path):
     session = model.session(cache_dtype)
     answer(model, FIRST, cache=session)
     session.save(file)
-    good, header = load_file(file), {"format": 3, "model": digest(model), "rotated": None}
+    good = load_file(file)
     n = len(session.ids)
     assert (good["k"].shape, good["k.1"].shape, good["v.1"].shape) == ((1, 2, n, 6), *[(1, 1, n, 10)] * 2)
 
     def refused(message, **changes):
         held = {name: x for name, x in {**good, **changes}.items() if x is not None}
-        own = {"digest": _digest([None, sorted(held.items())])}
-        save_file(held, file, {"fastattn.session": json.dumps({**header, **own})})
-        with pytest.raises(ValueError, match=rf"^load_session\(\): .*{message}"):
-            model.load_session(file)
+        refused_session(model, file, message, held)
 
     refused("has the arrays .*; expected k, v, .*k.1, v.1, ", **{"k.1": None})
     refused("expected what a cache holds", **{"k.1": good["k.1"][:, :, 1:]})

@@ -8,7 +8,7 @@ from tiny_hybrid import CONFIGS as HYBRIDS
 from tiny_models import DECODERS, EXPERTS, VOCAB
 
 from fastattn import models
-from fastattn.models._speculation import Speculation, _Lookup, proposals_of
+from fastattn.models._speculation import Speculation, proposals_of
 
 HOWS = (
     {},
@@ -72,7 +72,7 @@ def test_the_bits_are_those_of_plain_decoding(kind, options, tmp_path, passes):
     model = load(tmp_path, kind, **options)
     for cache_dtype in (None, "int8", *(("float16",) if model.dtype == np.float32 else ())):
         several = 0
-        for seed in range(4):
+        for seed in range(2):
             plain, speculated = model.session(cache_dtype), model.session(cache_dtype)
             for how in HOWS[:3]:
                 prompt, seen = prompt_of(seed), ([], [])
@@ -201,7 +201,7 @@ def test_an_answer_that_is_not_read_to_its_end(kind, tmp_path):
     """A session keeps what was yielded, not what was proposed."""
     model, session = load(tmp_path, kind, dtype="float64"), None
     expected = list(model.generate(prompt_of(1), 40, stop=()))
-    for count in range(1, 30):
+    for count in (1, 2, 5, 12, 29):
         session = model.session()
         steps = model.generate(prompt_of(1), 40, stop=(), cache=session, speculate="lookup")
         assert [next(steps) for _ in range(count)] == expected[:count]
@@ -224,20 +224,6 @@ def test_scalings_by_length(kind, tmp_path, passes):
         plain = list(model.generate(prompt_of(seed), 40, stop=()))
         passes.clear()
         assert list(model.generate(prompt_of(seed), 40, stop=(), speculate="lookup")) == plain
-
-
-def test_what_is_looked_up():
-    lookup = _Lookup()
-    assert lookup([1, 2, 3, 4], 9) == []
-    assert lookup([1, 2, 3, 4, 1, 2], 9) == [3, 4]  # as many as are alike before them
-    assert lookup([1, 2, 3, 4, 1, 2, 3], 9) == [4, 1, 2]
-    assert lookup([1, 2, 3, 4, 1, 2, 3, 9, 2, 3], 9) == [9, 2]  # the last time
-    ids = [8, 1, 2, 3, 4, 5, 7, 3, 4, 6, 1, 2, 3, 4]
-    assert _Lookup()(ids, 9) == [5, 7, 3, 4]  # the longest end, though a shorter one was there later
-    assert _Lookup()([6, 6, 6, 6, 6], 9) == [6] * 4
-    assert _Lookup()([1, 2] * 4, 9) == [1, 2] * 3
-    assert _Lookup()([1, 2] * 4, 3) == [1, 2, 1]
-    assert _Lookup()([1], 9) == []
 
 
 def test_proposals_that_fail_become_rare():

@@ -153,7 +153,7 @@ def shapes(kind, c):
     first, words = both(f.first_norm, width), {"embeddings.word_embeddings.weight": (c["vocab_size"], width)}
     found = {**first, **words} if kind in ("bert", "roberta") else {**words, **first}  # tensors are drawn so
     found |= {f"embeddings.{name}_embeddings.weight": (n, width) for name, n in tables.items()}
-    if width != h:
+    if kind == "albert":
         found |= maps("encoder.", {"embedding_hidden_mapping_in": (width, h)})
     if kind == "mpnet":
         found["encoder.relative_attention_bias.weight"] = (32, heads)

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+import warnings
 from collections import Counter
 
 import pytest
@@ -41,12 +42,10 @@ def quiet_torch():
 
 
 @pytest.fixture
-def no_gradients():
-    """Torch draws from seed 0 and records nothing."""
-    import torch
-
-    torch.manual_seed(0)
-    with torch.inference_mode():
+def quiet(quiet_torch):
+    """Warnings of other libraries are not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         yield
 
 
@@ -82,6 +81,16 @@ def own_functions(monkeypatch):
                     own = own.__wrapped__
                 if own is not None:
                     setattr(module, function, own)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The kernels of ours that run, one name for each call."""
+    from fastattn._engine import dispatch
+
+    names, run = [], dispatch.run
+    monkeypatch.setattr(dispatch, "run", lambda args, *rest: (names.append(args.kernel), run(args, *rest)))
+    return names
 
 
 @pytest.fixture

@@ -90,28 +90,23 @@ def pair(name):
 
 
 @every_module
-def test_state_dicts_and_results(name, implementation):
-    ours, theirs, _ = pair(name)
-    x = draw(np.random.default_rng(0), 2, LENGTH, WIDTH)
-    with torch.inference_mode():
-        expected = theirs(torch.from_numpy(x)).numpy()
-    np.testing.assert_allclose(ours(x), expected, rtol=0, atol=1e-5 * abs(expected).max())
-
-
-@every_module
-def test_gradients(name):
+def test_results_and_gradients(name, implementation):
     ours, theirs, _ = pair(name)
     rng = np.random.default_rng(0)
-    x, dout = (draw(rng, 2, 37, WIDTH) for _ in range(2))
-    tensor = torch.from_numpy(x).requires_grad_()
-    theirs(tensor).backward(torch.from_numpy(dout))
-    _, pullback = vjp(ours, x)
-    dx, grads = pullback(dout)
-    expected = {n: p.grad.numpy() for n, p in theirs.named_parameters()}
-    assert grads.keys() == expected.keys()
-    for n, gradient in (("x", dx), *grads.items()):
-        right = tensor.grad.numpy() if n == "x" else expected[n]
-        np.testing.assert_allclose(gradient, right, rtol=0, atol=2e-5 * abs(right).max(), err_msg=n)
+    for length in (LENGTH, 37):
+        x, dout = (draw(rng, 2, length, WIDTH) for _ in range(2))
+        tensor = torch.from_numpy(x).requires_grad_()
+        out = theirs(tensor)
+        out.backward(torch.from_numpy(dout))
+        expected = {"out": out, "x": tensor.grad, **{n: p.grad for n, p in theirs.named_parameters()}}
+        _, pullback = vjp(ours, x)
+        dx, grads = pullback(dout)
+        assert grads.keys() == expected.keys() - {"out", "x"}
+        for n, got in {"out": ours(x), "x": dx, **grads}.items():
+            right = expected[n].detach().numpy()
+            bound = (1e-5 if n == "out" else 2e-5) * abs(right).max()
+            np.testing.assert_allclose(got, right, rtol=0, atol=bound, err_msg=n)
+        theirs.zero_grad()
 
 
 @every_module

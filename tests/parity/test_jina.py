@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
 from tiny_tokenizers import TEXTS
-from transformers_folders import SIZES, randomised, save_tokenizer
+from transformers_folders import SIZES, randomised, require_close, save_tokenizer
 
 from fastattn import models
 from fastattn import sentence_transformers as ours
@@ -19,12 +19,6 @@ TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification",
 RANK, ALPHA = 3, 2.0
 PROMPTS = {"retrieval.query": "the dog sat ", "retrieval.passage": "a tree "}
 RNG = np.random.default_rng(4)
-
-
-def require_close(got, expected):
-    assert got.shape == expected.shape
-    assert np.abs(expected).mean() > 0.01, "a result next to nothing shows nothing"
-    assert np.abs(got - expected).max() < 1e-5 * max(1, np.abs(expected).max())
 
 
 def model(**changes):
@@ -157,14 +151,3 @@ def test_adapters(tmp_path, quiet_torch, implementation):
         loaded.encode(TEXTS, task="other")
     loaded.max_seq_length = 3
     require_close(loaded.encode("the cat sat", task=TASKS[2]), loaded.encode("the", task=TASKS[2]))
-
-
-def test_without_adapters(tmp_path):
-    theirs = model(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
-    theirs.save_pretrained(tmp_path)
-    loaded = models.load(tmp_path)
-    ids = np.random.default_rng(0).integers(0, 13, (2, 30))
-    with torch.inference_mode():
-        expected = theirs(torch.from_numpy(ids)).last_hidden_state.numpy()
-    require_close(loaded(ids), expected)
-    assert loaded.routes is None

@@ -1,4 +1,4 @@
-"""Layers against torch's modules, on random weights that go over through the state dict."""
+"""Layers and their gradients against torch's modules, on random weights that go over in the state dict."""
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from torch_layers import (
 )
 
 from fastattn import layers
+from fastattn.grad import vjp
 
 TOLERANCES = {"float32": 2e-5, "float64": 1e-12}
 
@@ -27,20 +28,47 @@ pytestmark = QUIET
 
 
 @pytest.fixture(autouse=True)
-def _inference(quiet_torch):
+def _no_fastpath(quiet_torch):
     torch.backends.mha.set_fastpath_enabled(False)  # it computes nothing for padding, and NaN for float masks
-    with torch.inference_mode():
-        yield
+    yield
     torch.backends.mha.set_fastpath_enabled(True)
 
 
-def same(ours, theirs, dtype):
-    theirs = theirs.numpy()
-    assert ours.shape == theirs.shape
-    assert ours.dtype == theirs.dtype
-    assert np.isfinite(theirs).all()
-    tolerance = TOLERANCES[dtype] * max(1, abs(theirs).max())
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
+def same(ours, theirs, dtype, name="result", share=1.0):
+    """To a share of the tolerance."""
+    theirs = theirs.detach().numpy()
+    assert ours.shape == theirs.shape, name
+    assert ours.dtype == theirs.dtype, name
+    assert np.isfinite(theirs).all(), name
+    tolerance = share * TOLERANCES[dtype] * max(1, abs(theirs).max(initial=0))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance, err_msg=name)
+
+
+def assert_same(layer, module, dtype, inputs, theirs, ours=None, counted=True, call=None, **record):
+    """Results of a call and of one that is recorded, and all gradients; `counted` rows have a meaning."""
+    tensors = [t(x).requires_grad_() for x in inputs]
+    given = {name: t(x) if isinstance(x, np.ndarray) else x for name, x in theirs.items() if x is not None}
+    ours = {name: x for name, x in (theirs if ours is None else ours).items() if x is not None}
+    expected = (call or module)(*tensors, **given)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    expected = torch.where(torch.as_tensor(counted), expected, 0)
+    dout = draw(np.random.default_rng(3), *expected.shape, dtype=dtype)
+    expected.backward(t(dout))
+    before = [x.copy() for x in inputs]
+    (recorded, pullback), out = vjp(layer, *inputs, **ours, **record), layer(*inputs, **ours)
+    for x, share in ((recorded, 0.5), (out, 1.0)):
+        same(
+            np.where(counted, x[0] if isinstance(x, tuple) else x, 0),
+            expected,
+            dtype,
+            share=share,
+        )
+    *found, grads = pullback(np.where(counted, dout, 0).astype(dtype))
+    np.testing.assert_equal(inputs, before)
+    for i, (gradient, tensor) in enumerate(zip(found, tensors, strict=True)):
+        same(gradient, tensor.grad, dtype, f"input {i}", 0.5)
+    for name, parameter in module.named_parameters():
+        same(grads[name], parameter.grad, dtype, name, 0.5)
 
 
 MASKS = [
@@ -75,15 +103,13 @@ def test_cross_attention(options, mask, dtype, implementation):
     value = draw(rng, BATCH, LEN_K, ours.vdim or WIDTH, dtype=dtype)
     attn_mask, padding = masks_of(mask, rng, LEN_Q, LEN_K, dtype)
     masks = {"attn_mask": attn_mask, "key_padding_mask": padding}
+    assert_same(ours, theirs, dtype, [query, key, value], {**masks, "need_weights": False}, masks)
     for average in (True, False):
         out, weights = ours(query, key, value, need_weights=True, average_attn_weights=average, **masks)
-        expected = theirs(
-            t(query), t(key), t(value), attn_mask=t(attn_mask), key_padding_mask=t(padding),
-            average_attn_weights=average,
-        )  # fmt: skip
+        tensors = {name: t(x) for name, x in masks.items()}
+        expected = theirs(t(query), t(key), t(value), **tensors, average_attn_weights=average)
         same(out, expected[0], dtype)
         same(weights, expected[1], dtype)
-    np.testing.assert_array_equal(ours(query, key, value, **masks)[0], out)
     residual = draw(rng, *out.shape, dtype=dtype)
     added, _ = ours(query, key, value, residual=residual, **masks)
     np.testing.assert_allclose(added, out + residual, atol=1e-5)
@@ -98,10 +124,7 @@ def test_self_attention(options, mask, dtype, implementation):
     x = draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
     attn_mask, padding = masks_of(mask, rng, LEN_Q, LEN_Q, dtype)
     masks = {"attn_mask": attn_mask, "key_padding_mask": padding}
-    out, weights = ours(x, need_weights=True, **masks)
-    expected = theirs(t(x), t(x), t(x), attn_mask=t(attn_mask), key_padding_mask=t(padding))
-    same(out, expected[0], dtype)
-    same(weights, expected[1], dtype)
+    assert_same(ours, theirs, dtype, [x], masks, call=lambda x, **given: theirs(x, x, x, **given))
 
 
 @every_dtype
@@ -184,24 +207,29 @@ every_layer = pytest.mark.parametrize("options", LAYER_OPTIONS.values(), ids=LAY
 some_masks = pytest.mark.parametrize("mask", ["none", "bool", "float of heads", "padding", "bool, padding"])
 
 
+def layer_pair(kind, options, dtype):
+    module = getattr(nn, f"Transformer{kind}Layer")(WIDTH, HEADS, 100, batch_first=True, **options)
+    module = randomized(module, dtype)
+    layer = getattr(layers, f"Transformer{kind}Layer")(WIDTH, HEADS, 100, weights_dtype=dtype, **options)
+    return load(layer, module), module
+
+
 @every_dtype
 @some_masks
 @every_layer
 def test_encoder_layer(options, mask, dtype, implementation):
-    module = nn.TransformerEncoderLayer(WIDTH, HEADS, 100, batch_first=True, **options)
-    module = randomized(module, dtype)
-    ours = load(layers.TransformerEncoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
+    ours, theirs = layer_pair("Encoder", options, dtype)
     rng = np.random.default_rng(8)
     x = draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
     attn_mask, padding = masks_of(mask, rng, LEN_Q, LEN_Q, dtype)
-    expected = module(t(x), src_mask=t(attn_mask), src_key_padding_mask=t(padding))
-    before = x.copy()
-    out = ours(x, src_mask=attn_mask, src_key_padding_mask=padding)
-    counted = np.ones((BATCH, LEN_Q), bool) if padding is None else ~padding
-    same(out[counted], expected[t(counted)], dtype)
-    np.testing.assert_array_equal(x, before)
-    if padding is None and attn_mask is None:
-        same(ours(x[0]), module(t(x[0])), dtype)
+    counted = True if padding is None else ~padding[..., None]
+    masks = {"src_mask": attn_mask, "src_key_padding_mask": padding}
+    assert_same(ours, theirs, dtype, [x], masks, counted=counted)
+    if mask == "none":
+        same(ours(x[0]), theirs(t(x[0])), dtype)
+        theirs.zero_grad()
+        hidden = np.triu(np.ones((LEN_Q, LEN_Q), bool), 1)
+        assert_same(ours, theirs, dtype, [x], {"src_mask": hidden}, {"is_causal": True})
 
 
 @every_dtype
@@ -209,55 +237,41 @@ def test_encoder_layer(options, mask, dtype, implementation):
 @some_masks
 @every_layer
 def test_decoder_layer(options, mask, memory_mask, dtype, implementation):
-    module = nn.TransformerDecoderLayer(WIDTH, HEADS, 100, batch_first=True, **options)
-    module = randomized(module, dtype)
-    ours = load(layers.TransformerDecoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
+    ours, theirs = layer_pair("Decoder", options, dtype)
     rng = np.random.default_rng(9)
     x, memory = draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype), draw(rng, BATCH, LEN_K, WIDTH, dtype=dtype)
     own, own_padding = masks_of(mask, rng, LEN_Q, LEN_Q, dtype)
     over, over_padding = masks_of(memory_mask, rng, LEN_Q, LEN_K, dtype)
-    arguments = {
-        "tgt_mask": own,
-        "memory_mask": over,
-        "tgt_key_padding_mask": own_padding,
-        "memory_key_padding_mask": over_padding,
-    }
-    expected = module(t(x), t(memory), **{name: t(mask) for name, mask in arguments.items()})
-    same(ours(x, memory, **arguments), expected, dtype)
+    masks = {"tgt_mask": own, "tgt_key_padding_mask": own_padding}
+    masks |= {"memory_mask": over, "memory_key_padding_mask": over_padding}
+    assert_same(ours, theirs, dtype, [x, memory], masks)
 
 
 @every_dtype
+@pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("last_norm", [True, False])
-def test_stacks(last_norm, norm_first, dtype, implementation):
-    size = (WIDTH, HEADS, 64)
-    layer = nn.TransformerEncoderLayer(*size, batch_first=True, norm_first=norm_first)
-    module = nn.TransformerEncoder(layer, 3, nn.LayerNorm(WIDTH) if last_norm else None)
-    options = {"norm_first": norm_first, "weights_dtype": dtype}
-    norm = [layers.LayerNorm(WIDTH, weights_dtype=dtype) if last_norm else None for _ in range(2)]
-    module = randomized(module, dtype)
-    encoder = layers.TransformerEncoder(
-        [layers.TransformerEncoderLayer(*size, **options) for _ in range(3)], norm[0]
-    )
-    load(encoder, module)
+def test_stacks(last_norm, norm_first, checkpoint, dtype, implementation):
+    size, how = (WIDTH, HEADS, 64), {"norm_first": norm_first, "weights_dtype": dtype}
     rng = np.random.default_rng(10)
     x, y = draw(rng, BATCH, LEN_K, WIDTH, dtype=dtype), draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
     _, padding = masks_of("padding", rng, LEN_K, LEN_K, dtype)
-    expected = module(t(x), src_key_padding_mask=t(padding))
-    same(encoder(x, src_key_padding_mask=padding)[~padding], expected[t(~padding)], dtype)
     hidden = np.triu(np.ones((LEN_K, LEN_K), np.bool_), 1)
-    same(encoder(x, is_causal=True), module(t(x), mask=t(hidden), is_causal=True), dtype)
-
-    layer = nn.TransformerDecoderLayer(*size, batch_first=True, norm_first=norm_first)
-    module = randomized(nn.TransformerDecoder(layer, 3, nn.LayerNorm(WIDTH) if last_norm else None), dtype)
-    decoder = layers.TransformerDecoder(
-        [layers.TransformerDecoderLayer(*size, **options) for _ in range(3)], norm[1]
-    )
-    load(decoder, module)
-    hidden = t(hidden[:LEN_Q, :LEN_Q])
-    expected = module(t(y), t(x), tgt_mask=hidden, memory_key_padding_mask=t(padding))
-    out = decoder(y, x, tgt_is_causal=True, memory_key_padding_mask=padding)
-    same(out, expected, dtype)
+    pairs = []
+    for kind in ("Encoder", "Decoder"):
+        layer = getattr(nn, f"Transformer{kind}Layer")(*size, batch_first=True, norm_first=norm_first)
+        module = getattr(nn, f"Transformer{kind}")(layer, 3, nn.LayerNorm(WIDTH) if last_norm else None)
+        own = [getattr(layers, f"Transformer{kind}Layer")(*size, **how) for _ in range(3)]
+        norm = layers.LayerNorm(WIDTH, weights_dtype=dtype) if last_norm else None
+        module = randomized(module, dtype)
+        pairs.append((load(getattr(layers, f"Transformer{kind}")(own, norm), module), module))
+    (encoder, other), (decoder, theirs) = pairs
+    masks, counted = {"src_key_padding_mask": padding}, ~padding[..., None]
+    assert_same(encoder, other, dtype, [x], masks, counted=counted, checkpoint=checkpoint)
+    same(encoder(x, is_causal=True), other(t(x), mask=t(hidden), is_causal=True), dtype)
+    masks = {"tgt_mask": hidden[:LEN_Q, :LEN_Q], "memory_key_padding_mask": padding}
+    ours = {"tgt_is_causal": True, "memory_key_padding_mask": padding}
+    assert_same(decoder, theirs, dtype, [y, x], masks, ours, checkpoint=checkpoint)
 
 
 @every_dtype
@@ -273,14 +287,9 @@ def test_transformer(options, dtype, implementation):
     memory_mask, memory_padding = masks_of("bool, padding", rng, LEN_Q, LEN_K, dtype)
     tgt_mask = np.triu(np.ones((LEN_Q, LEN_Q), np.bool_), 1)
     tgt_padding = np.arange(LEN_Q) >= np.array([LEN_Q, LEN_Q - 1, 4])[:, None]
-    arguments = {
-        "src_mask": src_mask,
-        "tgt_mask": tgt_mask,
-        "memory_mask": memory_mask,
-        "src_key_padding_mask": src_padding,
-        "tgt_key_padding_mask": tgt_padding,
-        "memory_key_padding_mask": memory_padding,
-    }
+    arguments = {"src_mask": src_mask, "tgt_mask": tgt_mask, "memory_mask": memory_mask}
+    paddings = {"src": src_padding, "tgt": tgt_padding, "memory": memory_padding}
+    arguments |= {f"{name}_key_padding_mask": x for name, x in paddings.items()}
     expected = module(t(src), t(tgt), **{name: t(mask) for name, mask in arguments.items()})
     same(ours(src, tgt, **arguments), expected, dtype)
 
@@ -306,6 +315,7 @@ def test_transformer(options, dtype, implementation):
         for i in range(LEN_Q)
     ]  # fmt: skip
     same(np.concatenate(steps, axis=1), expected, dtype)
+    assert_same(ours, module, dtype, [src, tgt], {"tgt_mask": tgt_mask}, {"tgt_is_causal": True})
 
 
 DRAWN = {
@@ -322,12 +332,11 @@ def test_random_weights_are_spread_as_torchs(layer):
     """Each parameter has the deviation and the range of torch's, to a tenth."""
     ours, theirs, sizes, options = DRAWN[layer]
     rng = np.random.default_rng(12)
-    with torch.inference_mode(False):
-        drawn = [
-            ({n: x.detach().numpy() for n, x in theirs(*sizes, **options).state_dict().items()},
-             ours(*sizes, **options, rng=rng).state_dict())
-            for _ in range(40)
-        ]  # fmt: skip
+    drawn = [
+        ({n: x.detach().numpy() for n, x in theirs(*sizes, **options).state_dict().items()},
+         ours(*sizes, **options, rng=rng).state_dict())
+        for _ in range(40)
+    ]  # fmt: skip
     for name in drawn[0][0]:
         reference, sample = (np.stack([pair[i][name] for pair in drawn]) for i in (0, 1))
         assert sample.std() == pytest.approx(reference.std(), rel=0.1), name

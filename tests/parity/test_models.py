@@ -15,7 +15,6 @@ import torch
 import transformers
 from model_folders import change_config
 from safetensors.torch import load_file, save_file
-from transformers.integrations import mxfp4
 
 from fastattn import models
 from fastattn.models._sampling import Sampling
@@ -314,25 +313,6 @@ UNPADDED = options(decoder, {
         "time_step_limit": (0.3, 0.8), "mamba_proj_bias": True, "tie_word_embeddings": True,
     },
 })  # fmt: skip
-SCALINGS = {
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "yarn": {  # with keys that transformers does not read
-        "rope_type": "yarn", "factor": 4.0, "finetuned": True, "attn_factor": 2.0, "low_freq_factor": 2.0,
-        "mrope_section": [1, 2, 1], **TRAINED,
-    },
-    "yarn-options": {
-        "rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 0.7,
-        **TRAINED,
-    },
-    "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED,
-    },
-    "longrope": {
-        "rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0, 9.0],
-        "factor": 4.0, **TRAINED,
-    },
-}  # fmt: skip
 MODULES = [
     {"path": "", "type": "sentence_transformers.models.Transformer"},
     {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
@@ -344,13 +324,6 @@ FROM_DECODERS = (
 NO_POSITIONS = (  # T5 has none, and the others count them from ids
     "RobertaModel", "XLMRobertaModel", "CamembertModel", "MPNetModel", "T5EncoderModel", "MT5EncoderModel"
 )  # fmt: skip
-
-
-def scaled(name):
-    """A Llama with that scaling; a dynamic one was trained for all positions that its config has."""
-    parameters, length = {"rope_theta": 500.0, **SCALINGS[name]}, 16 if name == "dynamic" else 64
-    sizes = {"num_key_value_heads": 6, "max_position_embeddings": length}
-    return decoder("llama", rope_parameters=parameters, **sizes)
 
 
 def randomised(model, seed=0):
@@ -476,12 +449,6 @@ def test_results(name, side, tmp_path):
     require_close(got, theirs(model, ids, mask), mask, lambda: exactly(model, tmp_path, ids, mask))
 
 
-def test_distances_past_the_last_bucket(tmp_path):
-    model = randomised(encoder("mpnet"))
-    ids = some_ids((1, 190))
-    require_close(models.load(saved(model, tmp_path))(ids), theirs(model, ids))
-
-
 TIED = {  # whose table another tensor of the file is, by these names
     "mistral3": (mistral3, "lm_head.weight"),
     "t5": (partial(encoder, "t5"), "encoder.embed_tokens.weight"),
@@ -543,100 +510,6 @@ def test_mistral3_by_its_older_names(tmp_path):
     assert any(name.startswith("language_model.model.layers.0.") for name in load_file(path))
     ids = some_ids((2, 9))
     require_close(models.load(tmp_path)(ids), theirs(model, ids))
-
-
-def test_experts_in_mxfp4(tmp_path):
-    """As real folders have them, with blocks and scales in different files."""
-    model = randomised(decoder("gpt-oss", hidden_size=64, intermediate_size=96))
-    rng, state = np.random.default_rng(0), {}
-    for i, layer in enumerate(model.model.layers):
-        for name in ("gate_up_proj", "down_proj"):
-            parameter = getattr(layer.mlp.experts, name)
-            count, n_in, n_out = parameter.shape
-            blocks = torch.from_numpy(rng.integers(0, 256, (count, n_out, n_in // 32, 16), dtype=np.uint8))
-            scales = torch.from_numpy(rng.integers(121, 125, (count, n_out, n_in // 32), dtype=np.uint8))
-            numbers = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-            parameter.data.copy_(numbers)
-            whole = f"model.layers.{i}.mlp.experts.{name}"
-            state |= {f"{whole}_blocks": blocks, f"{whole}_scales": scales}
-    saved(model, tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    others = {
-        name: x for name, x in model.state_dict().items() if not name.endswith(("up_proj", "down_proj"))
-    }
-    names = [*state, *others]
-    parts = {
-        "a": [name for name in names if "_scales" in name],
-        "b": [x for x in names if "_scales" not in x],
-    }
-    files = {name: f"{part}.safetensors" for part, own in parts.items() for name in own}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    for part, own in parts.items():
-        save_file({name: {**state, **others}[name] for name in own}, tmp_path / f"{part}.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    ids = some_ids((2, 23))
-    require_close(models.load(tmp_path)(ids), theirs(model, ids))
-
-
-def test_token_types(tmp_path):
-    model = randomised(encoder("bert"))
-    ids, types = some_ids((2, 9)), np.arange(18).reshape(2, 9) % 2
-    got = models.load(saved(model, tmp_path))(ids, token_type_ids=types)
-    require_close(got, theirs(model, ids, token_type_ids=torch.tensor(types)))
-
-
-@pytest.mark.parametrize("length", [10, 40])
-@pytest.mark.parametrize("name", list(SCALINGS))
-def test_rope_scaling(name, length, tmp_path):
-    """Lengths lie within what the model was trained for, and beyond it."""
-    model = randomised(scaled(name))
-    ids = some_ids((2, length))
-    require_close(models.load(saved(model, tmp_path))(ids), theirs(model, ids))
-
-
-def greedy(model, ids, mask, n):
-    """Tokens of transformers (batch, n), and the least distance of the two best logits on the way."""
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        out = model.generate(
-            torch.tensor(ids), attention_mask=torch.tensor(mask), max_new_tokens=n, do_sample=False,
-            return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
-    best = torch.stack(out.logits).topk(2).values
-    return out.sequences[:, ids.shape[1] :].numpy(), float((best[..., 0] - best[..., 1]).min())
-
-
-def told_apart(make, ids, mask, n):
-    """A model whose best token is never within 1e-3 of the next, and its tokens."""
-    for seed in range(30):
-        model = randomised(make(), seed)
-        tokens, gap = greedy(model, ids, mask, n)
-        if gap > 1e-3 and all(len(set(row.tolist())) > 2 for row in tokens):
-            return model, tokens
-    raise AssertionError("no seed is fit")
-
-
-@pytest.mark.parametrize("name", list(DECODERS))
-def test_greedy_generation(name, tmp_path):
-    ids, mask = padded("left")
-    model, expected = told_apart(DECODERS[name], ids, mask, 12)
-    got = models.load(saved(model, tmp_path))
-
-    def require_same(prompts, mask=None):
-        tokens = list(got.generate(prompts, 12, attention_mask=mask))
-        np.testing.assert_array_equal(np.stack(tokens, axis=1), expected)
-
-    require_same(ids, mask)
-    right_ids, right_mask = padded("right")
-    prompts = [list(row[m == 1]) for row, m in zip(ids, mask, strict=True)]
-    require_same(prompts)
-    for row, prompt in zip(expected, prompts, strict=True):
-        assert list(got.generate(prompt, 12)) == row.tolist()
-    for row, m, left, kept in zip(right_ids, right_mask, ids, mask, strict=True):
-        row[m == 1] = left[kept == 1]
-    require_same(right_ids, right_mask)
 
 
 @pytest.mark.parametrize(

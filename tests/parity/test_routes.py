@@ -1,7 +1,6 @@
 """Static embeddings and routers against sentence-transformers, which makes and saves the tiny models."""
 
 import json
-import warnings
 
 import numpy as np
 import pytest
@@ -13,35 +12,16 @@ from safetensors.numpy import save_file
 from sentence_transformers.sentence_transformer import modules
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SparseStaticEmbedding, SpladePooling
 from tiny_tokenizers import TEXTS, WORDS
-from transformers_folders import SIZES, randomised, save_tokenizer
+from transformers_folders import SIZES, randomised, reloaded, require_close, save_tokenizer
 
 from fastattn import models
 from fastattn import sentence_transformers as ours
 from fastattn.models import ModelError
 
-TOLERANCE = 1e-5
+pytestmark = pytest.mark.usefixtures("quiet")
 PROMPTS = {"query": "the dog sat ", "document": "a tree "}
 LONG = [*TEXTS, "the cat sat on a tree " * 20]
 CALLS = ("encode", "encode_query", "encode_document")
-
-
-@pytest.fixture(autouse=True)
-def _quiet(quiet_torch):
-    """Warnings of theirs are not ours to mend."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def dense(x):
-    return x.to_dense().numpy() if isinstance(x, torch.Tensor) else x.toarray() if hasattr(x, "nnz") else x
-
-
-def require_close(got, expected):
-    got, expected = dense(got), dense(expected)
-    assert got.shape == expected.shape
-    assert np.abs(expected).mean() > 0.01, "a result next to nothing shows nothing"
-    assert np.abs(got - expected).max() < TOLERANCE * max(1, np.abs(expected).max())
 
 
 def static(truncation=None, features=20, seed=0):
@@ -70,10 +50,8 @@ def bert(tmp_path, head=False):
 
 def both(folder, parts, kind="SentenceTransformer", **options):
     """Build one model in sentence-transformers, which writes it to the folder, and read it here."""
-    there = getattr(sentence_transformers, kind)
-    there(modules=parts, device="cpu", **options).save_pretrained(str(folder), create_model_card=False)
-    theirs = there(str(folder), device="cpu")
-    return theirs, models.load(folder), getattr(ours, kind)(str(folder))
+    theirs = getattr(sentence_transformers, kind)(modules=parts, device="cpu", **options)
+    return *reloaded(theirs, folder), getattr(ours, kind)(str(folder))
 
 
 @pytest.mark.parametrize("truncation", [None, 5])

@@ -1,9 +1,7 @@
 """Equal calls of sentence-transformers and of `fastattn.sentence_transformers`, on tiny models."""
 
 import inspect
-import re
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,15 +19,7 @@ from fastattn.sentence_transformers._base import Options
 TOLERANCE = 1e-5
 PROMPTS = {"query": "the dog sat ", "passage": "a tree "}
 CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder")
-PAGE = (Path(__file__).parents[2] / "docs/sentence-transformers.md").read_text(encoding="utf-8")
-
-
-@pytest.fixture(autouse=True)
-def _quiet(quiet_torch):
-    """Warnings of theirs are not ours to mend."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture(scope="module")
@@ -399,18 +389,3 @@ def test_signatures(name):
             assert list(got) == list(expected)
             differ = {key for key in got if got[key] != expected[key]}
             assert differ == ({"convert_to_tensor"} if name == "SparseEncoder" else set())
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_page_says_what_is_not_there(name):
-    """Every public name of theirs is a name of ours, or stands in the table."""
-    theirs, mine = (getattr(each, name) for each in (sentence_transformers, ours))
-    inherited = set(dir(torch.nn.Sequential))
-    public = {
-        x for x in dir(theirs) if x[0] != "_" and (x not in inherited or x in ("to", "eval", "forward"))
-    }
-    apart = {"model", "set_pooling_include_prompt"}  # said below the table
-    rows = re.findall(r"^\| (`.*?) \|", PAGE.split("## What is not there")[1], re.MULTILINE)
-    named = set(re.findall(r"\w+", " ".join(rows)))
-    assert public - set(dir(mine)) - set(Options.__annotations__) - named - apart == set()
-    assert not named & set(dir(mine))

@@ -1,55 +1,24 @@
 """SPLADE against sentence-transformers' SparseEncoder: tiny models made and saved here."""
 
-import warnings
-
-import numpy as np
 import pytest
 import transformers
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 from tiny_tokenizers import TEXTS
-from transformers_folders import DISTIL_SIZES, SIZES, randomised, save_tokenizer
-
-from fastattn import models
+from transformers_folders import made, reloaded, require_close, save_tokenizer
 
 pytest.importorskip("scipy")
-TOLERANCE = 1e-5
-KINDS = {
-    "bert": transformers.BertConfig,
-    "roberta": transformers.RobertaConfig,
-    "xlm-roberta": transformers.XLMRobertaConfig,
-    "camembert": transformers.CamembertConfig,
-    "distilbert": transformers.DistilBertConfig,
-    "jina": transformers.JinaEmbeddingsV3Config,
-}
+pytestmark = pytest.mark.usefixtures("quiet")
+KINDS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "jina")
 
 
 def both(folder, kind="bert", strategy="max", function="relu", **options):
     """Build one model in sentence-transformers, which writes it to the folder, and here."""
     save_tokenizer(folder)
-    tied = options.pop("tie_word_embeddings", True)
-    sizes = {
-        **(SIZES | DISTIL_SIZES if kind == "distilbert" else SIZES),
-        "pad_token_id": 0,
-        "layer_norm_eps": 1e-2,  # of which DistilBERT takes no notice
-    }
-    config = KINDS[kind](**sizes, tie_word_embeddings=tied)
-    model = transformers.AutoModelForMaskedLM.from_config(config)
-    randomised(model, 2).save_pretrained(folder)
-    with warnings.catch_warnings():  # what they have to say is not ours to mend
-        warnings.simplefilter("ignore")
-        parts = [MLMTransformer(str(folder), max_seq_length=30), SpladePooling(strategy, function)]
-        theirs = SparseEncoder(modules=parts, device="cpu", **options)
-        theirs.save_pretrained(str(folder / "saved"), create_model_card=False)
-        theirs = SparseEncoder(str(folder / "saved"), device="cpu")
-    return theirs, models.load(folder / "saved")
-
-
-def require_close(got, expected):
-    got, expected = got.toarray(), expected.to_dense().numpy()
-    assert got.shape == expected.shape
-    assert np.abs(expected).mean() > 0.01, "a result next to nothing shows nothing"
-    assert np.abs(got - expected).max() < TOLERANCE * max(1, np.abs(expected).max())
+    eps = {"layer_norm_eps": 1e-2}  # of which DistilBERT takes no notice
+    made(folder, kind, transformers.AutoModelForMaskedLM, tie_word_embeddings=True, **eps)
+    parts = [MLMTransformer(str(folder), max_seq_length=30), SpladePooling(strategy, function)]
+    return reloaded(SparseEncoder(modules=parts, device="cpu", **options), folder / "saved")
 
 
 @pytest.mark.parametrize("function", ["relu", "log1p_relu"])

@@ -4,48 +4,20 @@ import json
 from collections import OrderedDict
 from enum import Enum
 
-import jinja2
 import numpy as np
 import pytest
 import tokenizers
 import transformers
 
-from fastattn import models
 from fastattn.models._chat import conversation
 
 USUAL = [
     "{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}\n{% endfor %}",
-    """{%- set ns = namespace(found=false, last=messages|length - 1) %}
-{%- for m in messages[::-1] %}{%- set index = (messages|length - 1) - loop.index0 %}
-{%- if not ns.found and m.role == 'query' and m.content is string and not m.content.startswith('<') %}
-{%- set ns.found = true %}{%- set ns.last = index %}{%- endif %}{%- endfor %}{{ ns.last }}{{ ns.found }}
-{%- for m in messages %}{{- '<|' + m.role + '|>\\n' + m.content.split('x')[-1].rstrip('\\n').lstrip() }}
-{%- if loop.first %}{{ loop.previtem is defined }}{% elif loop.last %}{{ loop.length }}{%
-endif %}{% endfor %}""",
     """{% macro tool(t, indent=2) %}{% if t is mapping %}{% for k, v in t.items() | sort %}
 {{ k }}: {{ tool(v) }}{% endfor %}{% elif t is iterable and t is not string %}[{% for x in t -%}
 {{ tool(x) }}{{ ', ' if not loop.last }}{% endfor %}]{% else %}{{ t }}{% endif %}{% endmacro %}
 {% for t in tools %}{{ tool(t) }}{{ t | tojson(indent=4) }}{{ t | tojson }}{{ t.keys()
 | list }}{% endfor %}""",
-    """{% set texts = messages | map(attribute='content') | list %}{{ texts | join(', ') }}{{ texts }}
-{{ messages | selectattr('role', 'equalto', 'document') | map(attribute='content') | first | upper }}
-{{ texts | map('replace', 'a', 'b') | unique | join }}{{ '%s: %d' % ('a', 7) }}{{ '%05.1f' | format(2.5) }}
-{{ texts[0].replace('a', 'xyz') ~ 3 ~ none ~ [1, 'b'] }}{{ 'a' * 3 }}{{ 7 // 2 }}{{ 7 % 4 }}
-{{ 2 ** 10 }}{{ 2 ** -1 }}""",
-    """{% for m in messages %}{% if loop.index is odd %}{{ m.content.replace('a', 'b', 1) }}{%
-continue %}{% endif %}
-{{ loop.cycle('x', 'y') }}{{ loop.changed(m.role) }}{{ 'a,b'.split(',') | reverse | list }}{% endfor %}
-{% set block %}{{ messages[0].content }}!{% endset %}{{ block | length }}{{ block | indent(3, true) }}
-{% macro wrap() %}<{{ caller('in') }}>{% endmacro %}{% call(x) wrap() %}{{ x }}{% endcall %}""",
-    """{% for key, value in dict(a=1, b=[1, 2.5, true]).items() %}{{ key }}={{ value }}{% endfor %}
-{{ {'a': {'b': (1,)}} }}
-{{ missing is defined }}{{ missing | default('none') }}{{ messages[5] is defined }}{{ messages[0].nothing }}
-{% filter upper %}a {{ messages[0].role }}{% endfilter %}{{ messages | length > 1 and 'x' in 'xyz' }}
-{{ range(3) | list }}
-{{ '<&>' | e }}{{ '<' | safe }}{% for x in [[1, [2]], [3]] recursive %}{{ loop(x) if x is iterable
-else x }}{% endfor %}""",
-    "{{ '{:>5}|{}'.format('a', 1) }}{{ 2.345 | round(2) }}{{ 'a' | center(9) }}{{ [1, 2] | batch(2) | list }}"
-    "{{ [1, 2] | sum }}{{ 'a'.ljust(3) }}{{ dict.fromkeys('ab', 1) }}{{ messages | tojson(indent='\\t') }}",
     """{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}
 <|assistant|>
   {% generation %}
@@ -103,25 +75,3 @@ def test_values_are_those_of_python(written):
         "{{ [a, b, c, d] }}{{ messages }}", [{"role": Role.USER, "content": "x"}], **values
     )
     assert ours() == theirs()
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages.append(1) }}",
-        "{{ dict.update(messages[0], role='x') }}",
-        "{% set n = namespace() %}{% set n.__call__ = 1 %}",
-        "{% set n = namespace(__call__=1) %}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ '{0.__class__.__mro__}'.format('') }}",
-        "{% include 'x' %}",
-        "{{ raise_exception('no') }}",
-        "{% generation %}",
-    ],
-)
-def test_both_refuse(source, written):
-    theirs, ours = written(source, TALKS[0])
-    with pytest.raises((jinja2.TemplateError, TypeError)):
-        theirs()
-    with pytest.raises(models.ModelError, match="the chat template fails"):
-        ours()

@@ -24,11 +24,6 @@ PYRAMID = {**WIDTH, "encoder_hidden_dim": 32, "encoder_in_channels": [8, 16, 16]
 GROUNDED = {**WIDTH, "encoder_layers": 2, "fusion_droppath": 0.0, "dropout": 0.0, "max_text_len": 16}
 SEGMENTED = {"hidden_dim": 32, "encoder_feedforward_dim": 32, "encoder_layers": 2, "decoder_layers": 3,
              "num_attention_heads": 4, "dim_feedforward": 32, "num_queries": 12, "num_labels": 5}  # fmt: skip
-DETECTOR = {"d_model": 32, "decoder_ffn_dim": 32, "decoder_layers": 2, "decoder_self_attention_heads": 4,
-            "decoder_cross_attention_heads": 4, "num_queries": 12, "group_detr": 1, "num_labels": 5,
-            "dropout": 0.0}  # fmt: skip
-VIT = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "mlp_ratio": 1, "image_size": 64,
-       "patch_size": 8, "out_features": ["stage2", "stage4"]}  # fmt: skip
 
 
 def config(model_type, **more):
@@ -44,58 +39,19 @@ def swin(stages=STAGES[1:]):
                   out_features=stages)  # fmt: skip
 
 
-def hgnet(stages=STAGES[1:]):
-    sizes = {"in": [8, 8, 8, 16], "mid": [8] * 4, "out": [8, 8, 16, 16]}
-    return config(
-        "hgnet_v2", **RESNET, stem_channels=[3, 8, 8], out_features=stages, stage_num_blocks=[1] * 4,
-        stage_downsample=[False, True, True, True], stage_light_block=[False] * 4, stage_kernel_size=[3] * 4,
-        stage_numb_of_layers=[1] * 4, **{f"stage_{where}_channels": n for where, n in sizes.items()},
-    )  # fmt: skip
+def text():
+    return config("bert", vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                  intermediate_size=32, max_position_embeddings=64)  # fmt: skip
 
 
-def text(model_type, size=32, **more):
-    return config(model_type, vocab_size=60, hidden_size=size, num_hidden_layers=2, num_attention_heads=4,
-                  intermediate_size=32, max_position_embeddings=64, **more)  # fmt: skip
-
-
-# Of each family the class of its model and its configuration.
+# Of each function a family; others have the same ones: see test_torch_hybrids.py.
 MODELS = {
     "deformable_detr": lambda: {**WIDTH, "encoder_layers": 2, "backbone_config": resnet("resnet")},
-    "rt_detr": lambda: {**PYRAMID, "backbone_config": resnet("rt_detr_resnet")},
     "rt_detr_v2": lambda: {**PYRAMID, "backbone_config": resnet("rt_detr_resnet")},
-    "d_fine": lambda: {**PYRAMID, "backbone_config": hgnet(), "decoder_n_points": [3, 6, 3]},
-    "deimv2": lambda: {**PYRAMID, "backbone_config": hgnet(), "decoder_n_points": [3, 6, 3]},
-    "pp_doclayout_v2": lambda: {
-        **PYRAMID, "backbone_config": hgnet(), "class_thresholds": [0.3] * 5, "class_order": list(range(5)),
-    },
-    "pp_doclayout_v3": lambda: {**PYRAMID, "backbone_config": hgnet(STAGES), "x4_feat_dim": 8},
-    "pp_doclayout_v4": lambda: {**PYRAMID, "backbone_config": hgnet()},
-    "grounding-dino": lambda: {**GROUNDED, "backbone_config": swin(), "text_config": text("bert")},
-    "mm-grounding-dino": lambda: {**GROUNDED, "backbone_config": swin(), "text_config": text("bert")},
+    "d_fine": lambda: {**PYRAMID, "backbone_config": resnet("rt_detr_resnet"), "decoder_n_points": [3, 6, 3]},
+    "grounding-dino": lambda: {**GROUNDED, "backbone_config": swin(), "text_config": text()},
     "mask2former": lambda: {
         **SEGMENTED, "backbone_config": swin(STAGES), "feature_size": 32, "mask_feature_size": 32,
-    },
-    "oneformer": lambda: {
-        **SEGMENTED, "backbone_config": swin(STAGES), "conv_dim": 32, "mask_dim": 32, "task_seq_len": 16,
-        "text_encoder_width": 32, "text_encoder_context_length": 16, "text_encoder_num_layers": 1,
-        "text_encoder_vocab_size": 60, "is_training": False,
-    },
-    "lw_detr": lambda: {
-        **DETECTOR, "projector_scale_factors": [1.0, 0.5],
-        "backbone_config": config(
-            "lw_detr_vit", **VIT, pretrain_image_size=64, window_block_indices=[0, 2], num_windows=4
-        ),
-    },
-    "rf_detr": lambda: {**DETECTOR, "backbone_config": config("rf_detr_dinov2", **VIT, num_windows=2)},
-    "omdet-turbo": lambda: {
-        "backbone_config": swin(), "apply_layernorm_after_vision_backbone": False, "image_size": 64,
-        "use_timm_backbone": False, "use_pretrained_backbone": False,
-        "text_config": text("clip_text_model", 16, bos_token_id=1, eos_token_id=2, projection_dim=16),
-        "text_projection_in_dim": 16, "text_projection_out_dim": 16, "class_embed_dim": 16,
-        "task_encoder_hidden_dim": 32, "num_queries": 12, "encoder_hidden_dim": 32,
-        "vision_features_channels": [32] * 3, "encoder_in_channels": [16, 32, 64],
-        "encoder_attention_heads": 4, "encoder_dim_feedforward": 32, "decoder_hidden_dim": 32,
-        "decoder_num_heads": 4, "decoder_num_layers": 2, "decoder_dim_feedforward": 32,
     },
 }  # fmt: skip
 
@@ -116,18 +72,8 @@ def tiny(name, **more):
 
 def inputs(name):
     torch.manual_seed(1)
-    words = lambda *shape: torch.randint(5, 59, shape)  # noqa: E731
-    given = {"pixel_values": torch.randn(2, 3, 64, 64)}
-    if "grounding" in name:
-        given["input_ids"] = words(2, 8)
-    elif name == "oneformer":
-        given["task_inputs"] = words(2, 16)
-    elif name == "omdet-turbo":
-        given |= {"classes_input_ids": words(4, 6), "tasks_input_ids": words(2, 6)}
-        given |= {"classes_structure": torch.tensor([2, 2])}
-        for kind, n in (("classes", 4), ("tasks", 2)):
-            given[f"{kind}_attention_mask"] = torch.ones(n, 6, dtype=torch.long)
-    return given
+    texts = {"input_ids": torch.randint(5, 59, (2, 8))} if "grounding" in name else {}
+    return {"pixel_values": torch.randn(2, 3, 64, 64), **texts}
 
 
 def results(model, name):

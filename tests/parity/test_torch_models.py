@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from fastattn._engine import dispatch, settings
+from fastattn._engine import settings
 from fastattn.torch import Undo, _hugging_face, _memory, optimize, patch_sdpa, register
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
@@ -37,14 +37,6 @@ def _seed():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers and torch deprecate what they use
         yield
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    """The kernels that run, one name for each call."""
-    names, run = [], dispatch.run
-    monkeypatch.setattr(dispatch, "run", lambda args, *rest: (names.append(args.kernel), run(args, *rest)))
-    return names
 
 
 def model_of(name):
@@ -202,7 +194,7 @@ def test_patched_sdpa_in_compiled_code(ran):
 
     (expected,) = torch.autograd.grad(f(x), x)
     with patch_sdpa():
-        (found,) = torch.autograd.grad(torch.compile(f, fullgraph=True)(x), x)
+        (found,) = torch.autograd.grad(compiled_whole(f)(x), x)
     assert ran
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-import fastattn.torch
 from fastattn import functional
+from fastattn.torch._tensors import array_of
 
 linear = torch.ops.fastattn.linear_attention
 sigmoid = torch.ops.fastattn.sigmoid_attention
@@ -32,8 +32,16 @@ def operands(rule, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_gradcheck(rule):
+def test_linear(rule):
+    """Gradients are those of finite differences, bits NumPy's, and torch's check of an operator passes."""
     assert torch.autograd.gradcheck(lambda *x: linear(*x, rule=rule), operands(rule))
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = operands(rule, dtype)
+        q, k, v, *more = [None if x is None else array_of(x.detach()) for x in tensors]
+        given = dict(zip(("log_decay", "beta"), more, strict=True))
+        expected = functional.linear_attention(q, k, v, rule=rule, **given)
+        assert np.array_equal(array_of(linear(*tensors, rule=rule).detach()), expected)
+    torch.library.opcheck(linear.default, operands(rule, torch.float32), {"rule": rule})
 
 
 def test_gradcheck_of_options():
@@ -43,22 +51,6 @@ def test_gradcheck_of_options():
     q, k, v, *_ = operands("linear")
     q, k = (x.detach().abs().requires_grad_() for x in (q, k))
     assert torch.autograd.gradcheck(f, (q, k, v))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", RULES)
-def test_same_bits_as_in_numpy(rule, dtype):
-    tensors = operands(rule, dtype)
-    arrays = [None if x is None else fastattn.torch._tensors.array_of(x.detach()) for x in tensors]
-    q, k, v, log_decay, beta = arrays
-    expected = functional.linear_attention(q, k, v, rule=rule, log_decay=log_decay, beta=beta)
-    found = linear(*tensors, rule=rule)
-    assert np.array_equal(fastattn.torch._tensors.array_of(found.detach()), expected)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_opcheck(rule):
-    torch.library.opcheck(linear.default, operands(rule, torch.float32), {"rule": rule})
 
 
 SIGMOID = {
@@ -129,7 +121,7 @@ def listed(dtype=torch.float64, block_size=3):
     return *(x.requires_grad_() for x in (q, k, v)), lists, sinks.requires_grad_()
 
 
-def test_selected_gradcheck():
+def test_selected():
     options = {
         "block_size": 3,
         "causal": True,
@@ -139,16 +131,9 @@ def test_selected_gradcheck():
         "window": [9, -1],
     }
     assert torch.autograd.gradcheck(lambda *x: selected(*x, **options), listed())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_selected_has_the_bits_of_numpy(dtype):
-    tensors = [x.detach() for x in listed(dtype)]
-    q, k, v, lists, sinks = map(fastattn.torch._tensors.array_of, tensors)
-    expected = functional.selected_attention(q, k, v, lists, block_size=3, sinks=sinks)
-    found = selected(*tensors, block_size=3)
-    assert np.array_equal(fastattn.torch._tensors.array_of(found), expected)
-
-
-def test_selected_opcheck():
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [x.detach() for x in listed(dtype)]
+        q, k, v, lists, sinks = map(array_of, tensors)
+        expected = functional.selected_attention(q, k, v, lists, block_size=3, sinks=sinks)
+        assert np.array_equal(array_of(selected(*tensors, block_size=3)), expected)
     torch.library.opcheck(selected, listed(torch.float32), {"block_size": 3})
