@@ -10,7 +10,7 @@ from fastattn._args.options import SelectedOptions, require_options
 from fastattn._args.selected import selected_args
 from fastattn._args.types import ArrayLike, Unpack, lane_dtype
 from fastattn._engine import dispatch
-from fastattn._reference.selected import gathered, ranged
+from fastattn._reference.selection import gathered, ranged
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents
 from fastattn.functional._differentiable import Steps, differentiable
 
