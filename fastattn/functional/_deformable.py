@@ -6,10 +6,9 @@ from typing import Literal
 
 from fastattn._args.backward import summed_to
 from fastattn._args.deformable import deformable_args, deformable_grad_args
-from fastattn._args.options import Backend, NoOptions
-from fastattn._args.types import Array, ArrayLike, Unpack
+from fastattn._args.options import Backend
+from fastattn._args.types import Array, ArrayLike
 from fastattn._args.values import is_float, shared
-from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn.functional._differentiable import Steps, differentiable
 
@@ -26,7 +25,6 @@ def deformable_attention(
     out: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
-    **others: Unpack[NoOptions],
 ) -> Steps[Array]:
     """Multi-scale deformable attention: weighted sum of values sampled at each query's points.
 
@@ -57,8 +55,6 @@ def deformable_attention(
         In v's dtype.
     num_threads, backend
         As in `attention`.
-    **others
-        None; errors name the right argument.
 
     Returns
     -------
@@ -93,8 +89,6 @@ def deformable_attention(
     >>> deformable_attention(v, [(4, 4), (2, 2)], locations, np.full((1, 1, 2), 0.5)).item()
     12.5
     """
-    if others:
-        raise not_an_argument(others, deformable_attention)
     args = deformable_args(v, spatial_shapes, locations, weights, num_points, mode, out, num_threads, backend)
     dispatch.run(args, backend)
     request = yield args.out

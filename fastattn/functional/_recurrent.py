@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastattn._args.errors import named
-from fastattn._args.options import Backend, NoOptions
+from fastattn._args.options import Backend
 from fastattn._args.recurrent import recurrent_args, recurrent_backward_args
 from fastattn._args.recurrent_types import RecurrentBackwardArgs
-from fastattn._args.types import Array, ArrayLike, Shape, Unpack
+from fastattn._args.types import Array, ArrayLike, Shape
 from fastattn._args.values import is_float, shared
-from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn.functional._differentiable import Request, Steps, differentiable
 
@@ -43,7 +42,6 @@ def linear_attention(
     out: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
-    **others: Unpack[NoOptions],
 ) -> Steps[Result]:
     r"""Linear attention with a recurrent state, ``out_t = scale * S_t.T @ q_t``.
 
@@ -106,8 +104,6 @@ def linear_attention(
         Array for the last state (a pair with `normalize`); may be `state`. Implies `return_state`.
     out, num_threads, backend
         As in `attention`; out has the shape of the result below.
-    **others
-        None are accepted; the error suggests the name that is used here.
 
     Returns
     -------
@@ -157,8 +153,6 @@ def linear_attention(
     >>> next_out.shape, state.shape
     ((2, 1, 64), (2, 64, 64))
     """
-    if others:
-        raise not_an_argument(others, linear_attention)
     args = recurrent_args(
         q, k, v, rule, log_decay, beta, erase, causal, scale, normalize, eps, state,
         begins, return_state, out_state, out, num_threads, backend,

@@ -9,10 +9,9 @@ from typing import Literal
 import numpy as np
 
 from fastattn._args.errors import named, wrong_type
-from fastattn._args.options import Backend, NoOptions
+from fastattn._args.options import Backend
 from fastattn._args.selection import given_scores, selection_args
-from fastattn._args.types import Array, ArrayLike, Ints, NDArray, Unpack
-from fastattn._args.words import not_an_argument
+from fastattn._args.types import Array, ArrayLike, Ints, NDArray
 from fastattn._engine import dispatch
 
 SCORES = 2**20  # that `score` makes at a time, about
@@ -36,7 +35,6 @@ def select_keys(
     last: int = 0,
     num_threads: int | None = None,
     backend: Backend | None = None,
-    **others: Unpack[NoOptions],
 ) -> NDArray[np.int64]:
     """Indices of the `top_k` best keys, or blocks of keys, for each query and key head.
 
@@ -76,8 +74,6 @@ def select_keys(
         With `causal`, the last one is the query's own.
     num_threads, backend
         As in `attention`.
-    **others
-        None are accepted; the error suggests the name that is used here.
 
     Returns
     -------
@@ -110,8 +106,6 @@ def select_keys(
            [ 0,  2],
            [ 0,  3]])
     """
-    if others:
-        raise not_an_argument(others, select_keys)
     if score is not None:
         if not callable(score):
             raise wrong_type("score", score, "a function of queries and the number of the first")

@@ -10,12 +10,11 @@ from fastattn import grad, ops
 from fastattn._args.channels import scan_args, scan_grad_args, step_limits
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.ops import like, vector
-from fastattn._args.options import Backend, NoOptions
+from fastattn._args.options import Backend
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.results import result_array
-from fastattn._args.types import Array, ArrayLike, Unpack, lane_dtype
+from fastattn._args.types import Array, ArrayLike, lane_dtype
 from fastattn._args.values import flag, operand, real_array, sequence_begins
-from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn._reference.channels import softplus
 from fastattn.functional._differentiable import Request, Steps, differentiable
@@ -44,7 +43,6 @@ def selective_scan(
     out: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
-    **others: Unpack[NoOptions],
 ) -> Steps[Result]:
     r"""Selective scan of Mamba: ``h_t = exp(s_t A) h_{t-1} + s_t x_t B_t``, ``out_t = h_t @ C_t + D x_t``.
 
@@ -70,8 +68,6 @@ def selective_scan(
         As in `linear_attention`.
     out, num_threads, backend
         As in `attention`; out has x's shape and dtype.
-    **others
-        None are accepted; the error suggests the name that is used here.
 
     Returns
     -------
@@ -101,8 +97,6 @@ def selective_scan(
     >>> out.shape, state.shape
     ((2, 10, 6), (2, 6, 4))
     """
-    if others:
-        raise not_an_argument(others, selective_scan)
     forward: dict[str, Any] = {
         "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus,
         "state": state, "begins": begins, "num_threads": num_threads, "backend": backend,
@@ -148,7 +142,6 @@ def mamba2_scan(
     out_state: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
-    **others: Unpack[NoOptions],
 ) -> Steps[Result]:
     r"""Scan of Mamba-2: ``S_t = exp(s_t A) S_{t-1} + B_t (s_t x_t)^T``, ``out_t = S_t^T C_t + D x_t``.
 
@@ -177,8 +170,6 @@ def mamba2_scan(
         As in `linear_attention`.
     num_threads, backend
         As in `attention`.
-    **others
-        None are accepted; the error suggests the name that is used here.
 
     Returns
     -------
@@ -205,8 +196,6 @@ def mamba2_scan(
     >>> out.shape, state.shape
     ((4, 10, 8), (4, 16, 8))
     """
-    if others:
-        raise not_an_argument(others, mamba2_scan)
     h = _heads(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limits)
     compute: Any = {"num_threads": num_threads, "backend": backend}
     decays = without_nan(h.step * h.rates[:, None])
