@@ -10,9 +10,8 @@ import numpy as np
 
 from fastattn._args.backward import OF_HEADS, source_of, summed_to
 from fastattn._args.types import Array, AttentionArgs, BackwardArgs, Shape, lane_dtype
-from fastattn._args.values import is_float, shared
+from fastattn._args.values import is_float, operand, shared
 from fastattn._engine import dispatch
-from fastattn.functional._split_calls import rows_in
 
 if TYPE_CHECKING:
     from fastattn.functional._differentiable import Request
@@ -53,7 +52,7 @@ class ComposedGradients:
         rows, heads = args.out.shape[:-1], (*args.batch_shape, args.heads_q)
         keys = (*args.batch_shape, args.heads_kv, args.len_k)
         args.q, args.k, args.v, args.out, dout = (
-            rows_in(args.q.dtype, x) for x in (args.q, args.k, args.v, args.out, dout)
+            _rows_in(args.q.dtype, x) for x in (args.q, args.k, args.v, args.out, dout)
         )
         call = BackwardArgs(args, dout, dlse)
         of_scale = self.wants("dscale")
@@ -123,6 +122,14 @@ class ComposedGradients:
         dtype = shared(source).dtype.newbyteorder("=")
         same = not is_float(dtype) or name == "dbias_diagonals"
         return np.asarray(found if same else found.astype(dtype, copy=False), order="C")
+
+
+def _rows_in(dtype: np.dtype[Any], x: Array) -> Array:
+    """`x` as `dtype`, its rows contiguous, as kernels read them.
+
+    What NumPy computes or casts has the memory order of its inputs: that of broadcast ones has strided rows.
+    """
+    return operand("x", np.asarray(x, dtype), [])
 
 
 def cotangents(args: AttentionArgs, request: Request) -> tuple[Array, Array | None]:
