@@ -29,6 +29,7 @@ from fastattn._args.values import (
     real_array,
     real_values,
     require_broadcast,
+    shared,
     short,
 )
 
@@ -97,6 +98,14 @@ def summed_to(shape: Shape, x: Array) -> Array:
     padded = (1,) * (x.ndim - len(shape)) + tuple(shape)
     axes = tuple(i for i, (n, m) in enumerate(zip(padded, x.shape, strict=True)) if n == 1 and m != 1)
     return (x.sum(axis=axes, keepdims=True) if axes else x).reshape(shape)
+
+
+def of_source(source: Any, x: Array) -> Array:
+    """The gradient `x`, summed to the shape of the argument `source`, in its dtype if that is floating."""
+    array = shared(source)
+    dtype = array.dtype.newbyteorder("=")
+    found = summed_to(array.shape, x)
+    return found.astype(dtype, copy=False) if is_float(dtype) else found
 
 
 def backward_args(

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.backward import OF_HEADS, source_of, summed_to
+from fastattn._args.backward import OF_HEADS, of_source, source_of, summed_to
 from fastattn._args.types import Array, AttentionArgs, BackwardArgs, Shape, lane_dtype
-from fastattn._args.values import is_float, operand, shared
+from fastattn._args.values import operand
 from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
     from fastattn.functional._differentiable import Request
-
-NEED = ("dq", "dk", "dv")
 
 
 class ComposedGradients:
@@ -91,16 +89,16 @@ class ComposedGradients:
             self.add(name, getattr(call, name))
         return call
 
-    def add_all(self, call: BackwardArgs, names: Sequence[str] = NEED) -> None:
-        """Add dq, dk and dv of a call to the gradients `names`."""
-        for name, inner in zip(names, NEED, strict=True):
-            self.add(name, getattr(call, inner))
+    def add_all(self, call: BackwardArgs) -> None:
+        """Add dq, dk and dv of a call."""
+        for name in ("dq", "dk", "dv"):
+            self.add(name, getattr(call, name))
 
     def add(self, name: str, x: Any) -> None:
         """Add to a gradient, if it is asked for, `x` summed over what its source was broadcast along."""
         if name not in self.names or x is None:
             return
-        shape = shared(self.given[source_of(name)]).shape
+        shape = np.shape(self.given[source_of(name)])
         if name == "dbias_diagonals":
             shape = (*shape[:-2], x.shape[-1])
         found = summed_to(shape, np.asarray(x))
@@ -115,13 +113,11 @@ class ComposedGradients:
 
     def _result(self, name: str) -> Any:
         source = self.given[source_of(name)]
-        found = self.sums[name] if name in self.sums else np.zeros(shared(source).shape)
+        found = self.sums[name] if name in self.sums else np.zeros(np.shape(source))
         scalar = isinstance(source, np.generic) or not hasattr(source, "dtype")
         if scalar and np.ndim(found) == 0:
             return float(found)
-        dtype = shared(source).dtype.newbyteorder("=")
-        same = not is_float(dtype) or name == "dbias_diagonals"
-        return np.asarray(found if same else found.astype(dtype, copy=False), order="C")
+        return np.asarray(found if name == "dbias_diagonals" else of_source(source, found), order="C")
 
 
 def _rows_in(dtype: np.dtype[Any], x: Array) -> Array:

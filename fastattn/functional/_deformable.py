@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fastattn._args.backward import summed_to
+from fastattn._args.backward import of_source
 from fastattn._args.deformable import deformable_args, deformable_grad_args
 from fastattn._args.options import Backend
 from fastattn._args.types import Array, ArrayLike
-from fastattn._args.values import is_float, shared
 from fastattn._engine import dispatch
 from fastattn.functional._differentiable import Steps, differentiable
 
@@ -95,13 +94,6 @@ def deformable_attention(
 
     back = deformable_grad_args(args, request.dout, request.need)
     dispatch.run_grad(back, backend)
-    results = []
-    for name in request.need:
-        source = shared(request.given[name[1:]])
-        found = getattr(back, name)
-        if name == "dlocations":
-            found = found.reshape(*found.shape[:-1], found.shape[-1] // 2, 2)
-        found = summed_to(source.shape, found)
-        dtype = source.dtype.newbyteorder("=")
-        results.append(found.astype(dtype, copy=False) if is_float(dtype) else found)
-    return tuple(results)
+    if (x := back.dlocations) is not None:
+        back.dlocations = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    return tuple(of_source(request.given[name[1:]], getattr(back, name)) for name in request.need)

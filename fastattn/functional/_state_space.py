@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn import grad, ops
+from fastattn._args.backward import of_source
 from fastattn._args.channels import scan_args, scan_grad_args, step_limits
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.ops import like, vector
@@ -120,7 +121,7 @@ def selective_scan(
         "dx": back.dx, "ddt": back.ddt, "dA": back.drates, "dB": back.db, "dC": back.dc, "dD": back.dskip,
         "ddt_bias": back.dbias, "dstate": back.dstate,
     }  # fmt: skip
-    return _results(request, found)
+    return tuple(of_source(request.given[name[1:]], found[name]) for name in request.need)
 
 
 @differentiable("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "state")
@@ -242,7 +243,7 @@ def mamba2_scan(
             dstep = dstep + parts["dlog_decay"] * h.rates[:, None]
         found["ddt"] = dstep * _slopes(h, dt_softplus, dt_limits)
         found["ddt_bias"] = _sum_to_heads(found["ddt"])
-    return _results(request, found)
+    return tuple(of_source(request.given[name[1:]], found[name]) for name in request.need)
 
 
 # Which gradients of the recurrence those of `mamba2_scan` are made of.
@@ -323,9 +324,3 @@ def _sum_to_heads(x: Array) -> Array:
     """Sums (heads,) of x (..., heads, length) over tokens and batch."""
     total: Array = x.sum((*range(x.ndim - 2), -1))
     return total
-
-
-def _results(request: Request, found: dict[str, Any]) -> tuple[Array, ...]:
-    """The gradients that are needed, in the dtypes of their arguments."""
-    dtypes: Any = {name: np.asarray(request.given[name[1:]]).dtype for name in request.need}
-    return tuple(found[name].astype(x.newbyteorder("="), copy=False) for name, x in dtypes.items())
