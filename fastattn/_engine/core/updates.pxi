@@ -13,11 +13,6 @@ cdef void *_elements(name, cnp.ndarray array, cnp.ndarray like, bint written) ex
     return _data(name, array, cnp.PyArray_SIZE(like), cnp.PyArray_TYPE(like))
 
 
-cdef void _update_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef int64_t begin = task * loop.step
-    loop.kernels.update_run(<const fa_update_args *>loop.args, begin, min(loop.n, begin + loop.step))
-
-
 def update(args):
     """Change the parameters of an UpdateArgs, or fill `args.sums`.
 
