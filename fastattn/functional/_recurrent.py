@@ -9,7 +9,7 @@ import numpy as np
 from fastattn._args.errors import named
 from fastattn._args.options import Backend
 from fastattn._args.recurrent import recurrent_args, recurrent_backward_args
-from fastattn._args.recurrent_types import RecurrentBackwardArgs
+from fastattn._args.recurrent_types import RecurrentArgs, RecurrentBackwardArgs
 from fastattn._args.types import Array, ArrayLike, Shape
 from fastattn._args.values import is_float, shared
 from fastattn._engine import dispatch
@@ -160,12 +160,8 @@ def linear_attention(
     dispatch.run(args, backend)
     request = yield args.result
 
-    forward = {
-        "rule": rule, "log_decay": log_decay, "beta": beta, "erase": erase, "causal": causal,
-        "scale": scale, "normalize": normalize, "eps": eps, "state": state, "begins": begins,
-        "num_threads": num_threads, "backend": backend,
-    }  # fmt: skip
-    return gradients_of(request, q, k, v, forward)
+    given = {"log_decay": log_decay, "beta": beta, "erase": erase}
+    return gradients_of(request, args, given, backend)
 
 
 @named("linear_attention_backward")
@@ -173,15 +169,17 @@ def linear_attention_backward(
     dout: Any, q: Any, k: Any, v: Any, need: tuple[str, ...], **forward: Any
 ) -> tuple[Any, ...]:
     """Gradients of `linear_attention`, without its forward pass."""
-    return gradients_of(Request(dout, None, need), q, k, v, forward)
+    args = recurrent_args(q, k, v, **forward)
+    return gradients_of(Request(dout, None, need), args, forward, forward.get("backend"))
 
 
-def gradients_of(request: Request, q: Any, k: Any, v: Any, forward: dict[str, Any]) -> tuple[Any, ...]:
-    """Gradients of `linear_attention` with the arguments `forward`; result arrays among them are ignored."""
-    given = {name: x for name, x in forward.items() if name not in ("return_state", "out_state", "out")}
-    args = recurrent_backward_args(request.dout, q, k, v, request.need, request.dmore, **given)
-    dispatch.run(args, forward.get("backend"))
-    return _results(args, request.need, forward)
+def gradients_of(
+    request: Request, args: RecurrentArgs, given: dict[str, Any], backend: str | None
+) -> tuple[Any, ...]:
+    """Gradients of a call, of whose arguments some were `given` so."""
+    back = recurrent_backward_args(request.dout, args, request.need, request.dmore, given)
+    dispatch.run(back, backend)
+    return _results(back, request.need, given)
 
 
 def _results(args: RecurrentBackwardArgs, need: tuple[str, ...], given: dict[str, Any]) -> tuple[Any, ...]:

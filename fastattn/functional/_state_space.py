@@ -98,11 +98,10 @@ def selective_scan(
     >>> out.shape, state.shape
     ((2, 10, 6), (2, 6, 4))
     """
-    forward: dict[str, Any] = {
-        "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus,
-        "state": state, "begins": begins, "num_threads": num_threads, "backend": backend,
-    }  # fmt: skip
-    args, gate = scan_args(**forward, z=z, return_state=return_state, out_state=out_state, out=out)
+    args, gate = scan_args(
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus, state, begins, return_state, out_state, out, num_threads,
+        backend,
+    )  # fmt: skip
     compute: Any = {"num_threads": num_threads, "backend": backend}
     dispatch.run(args, backend)
     scanned = args.out
@@ -115,7 +114,7 @@ def selective_scan(
     found: dict[str, Any] = {}
     if gate is not None:
         found["dz"], dout = grad.activate(dout, gate, "silu", up=scanned, **compute)
-    back = scan_grad_args(dout, request.need, request.dmore, forward)
+    back = scan_grad_args(args, dout, request.need, request.dmore)
     dispatch.run_grad(back, backend)
     found |= {
         "dx": back.dx, "ddt": back.ddt, "dA": back.drates, "dB": back.db, "dC": back.dc, "dD": back.dskip,
@@ -227,8 +226,8 @@ def mamba2_scan(
         found["dz"], dout = grad.activate(dout, h.gate, "silu", up=scanned, **compute)
     need = tuple(n for n, of in _OF_RECURRENCE.items() if {*of} & {*request.need})
     values = (h.x * h.step[..., None]).astype(h.x.dtype, copy=False)
-    inner = Request(dout, request.dmore, need)
-    parts = dict(zip(need, gradients_of(inner, h.c, h.b, values, options), strict=True))
+    inner = Request(dout, request.dmore, need), recurrent_args(h.c, h.b, values, **options)
+    parts = dict(zip(need, gradients_of(*inner, options, backend), strict=True))
     found |= {"dB": parts.get("dk"), "dC": parts.get("dq"), "dstate": parts.get("dstate")}
     lane = h.step.dtype
     if "dv" in parts:
