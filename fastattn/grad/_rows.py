@@ -350,6 +350,6 @@ def dropout(
     flattened) is ``(i, j // 64 * 16 + j % 16, stream, 0)``. The element is kept if word ``j // 16 % 4`` is at
     least ``int(rate * 2**32)``.
     """
-    args, result = dropout_args(x, "x", rate, seed, stream, out, num_threads)
+    args, result = dropout_args(x, rate, seed, stream, out, num_threads)
     dispatch.run_grad(args)
     return result
