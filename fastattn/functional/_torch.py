@@ -9,19 +9,20 @@ import numpy as np
 
 from fastattn._args.attention import add_bias, add_mask, attention_args, dropout_of, layout_hint
 from fastattn._args.backward import backward_args
-from fastattn._args.errors import named, wrong_type
-from fastattn._args.types import Array, ArrayLike, Ints, NDArray
+from fastattn._args.errors import put_name, wrong_type
+from fastattn._args.types import Array, ArrayLike, Ints, NDArray, Unpack
 from fastattn._args.values import flag, float_array, mask_array
+from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn._reference import attention as reference
 from fastattn._reference import backward
 from fastattn.functional._differentiable import Steps, differentiable
 
 if TYPE_CHECKING:
+    from fastattn._args.options import NoOptions
     from fastattn.masks import Mask
 
 
-@named("scaled_dot_product_attention")
 def scaled_dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -33,6 +34,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     seed: int | None = None,
+    **others: Unpack[NoOptions],
 ) -> NDArray[Any]:
     """`attention` with the arguments and semantics of torch's function, on NumPy arrays.
 
@@ -53,6 +55,8 @@ def scaled_dot_product_attention(
         torch's documentation; its code also takes different ones.
     seed : int, optional
         Seed of `dropout_p`, as in `attention`; torch has a global state instead.
+    **others
+        None; errors name the right argument.
 
     Returns
     -------
@@ -69,32 +73,38 @@ def scaled_dot_product_attention(
     Where torch leaves the result open or differs, it is that of `attention`: 0 and not NaN for a query
     without keys; masked NaN and Inf have no effect; -inf in a float mask masks.
     """
-    if flag("is_causal", is_causal) and attn_mask is not None:
-        raise ValueError("(): attn_mask is given and is_causal is True; expected one of the two")
-    names = ("query", "key", "value")
-    given = zip(names, (query, key, value), strict=True)
-    q, k, v = (float_array(name, x, least_dims=2) for name, x in given)
-    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
-    # One key head serves all query heads as one group: nothing is copied.
-    if not flag("enable_gqa", enable_gqa) and not heads[1] == heads[2] in (1, heads[0]):
-        if any(n not in (1, max(heads)) for n in heads):
-            raise ValueError(
-                f"(): query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads; expected"
-                f" as many of each, or enable_gqa=True for groups of query heads that share a key head"
-                f"{layout_hint(q.shape, k.shape, v.shape)}"
-            )
-        q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
-    q_offset = 0 if is_causal else None
-    args = attention_args(q, k, v, causal=is_causal, q_offset=q_offset, scale=scale, names=names)
-    args.dropout, args.seed = dropout_of(dropout_p, seed, "dropout_p")
-    if attn_mask is not None:
-        array = mask_array("attn_mask", attn_mask)
-        if array.dtype == np.bool_:
-            add_mask(args, "attn_mask", array)
-        else:
-            add_bias(args, "attn_mask", array, [], " or bool (attn_mask != 0, where 1 attends)")
-    dispatch.run(args, None)
-    return args.result  # type: ignore[no-any-return]
+    try:
+        if others:
+            raise not_an_argument(others, scaled_dot_product_attention)
+        if flag("is_causal", is_causal) and attn_mask is not None:
+            raise ValueError("(): attn_mask is given and is_causal is True; expected one of the two")
+        names = ("query", "key", "value")
+        given = zip(names, (query, key, value), strict=True)
+        q, k, v = (float_array(name, x, least_dims=2) for name, x in given)
+        heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
+        # One key head serves all query heads as one group: nothing is copied.
+        if not flag("enable_gqa", enable_gqa) and not heads[1] == heads[2] in (1, heads[0]):
+            if any(n not in (1, max(heads)) for n in heads):
+                raise ValueError(
+                    f"(): query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads; expected"
+                    f" as many of each, or enable_gqa=True for groups of query heads that share a key head"
+                    f"{layout_hint(q.shape, k.shape, v.shape)}"
+                )
+            q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
+        q_offset = 0 if is_causal else None
+        args = attention_args(q, k, v, causal=is_causal, q_offset=q_offset, scale=scale, names=names)
+        args.dropout, args.seed = dropout_of(dropout_p, seed, "dropout_p")
+        if attn_mask is not None:
+            array = mask_array("attn_mask", attn_mask)
+            if array.dtype == np.bool_:
+                add_mask(args, "attn_mask", array)
+            else:
+                add_bias(args, "attn_mask", array, [], " or bool (attn_mask != 0, where 1 attends)")
+        dispatch.run(args, None)
+        return args.result  # type: ignore[no-any-return]
+    except Exception as error:
+        put_name("scaled_dot_product_attention", error)
+        raise
 
 
 def _require_slope(score_mod: Any = None, score_mod_backward: Any = None, **others: Any) -> None:
