@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.grad import places
 from fastattn._args.results import require_apart, result_array
 from fastattn._args.types import (
     FLOAT64,
@@ -29,6 +30,7 @@ from fastattn._args.values import (
     real_array,
     real_values,
     require_broadcast,
+    shared,
     short,
 )
 
@@ -99,6 +101,14 @@ def summed_to(shape: Shape, x: Array) -> Array:
     return (x.sum(axis=axes, keepdims=True) if axes else x).reshape(shape)
 
 
+def of_source(source: Any, x: Array) -> Array:
+    """The gradient `x`, summed to the shape of the argument `source`, in its dtype if that is floating."""
+    array = shared(source)
+    dtype = array.dtype.newbyteorder("=")
+    found = summed_to(array.shape, x)
+    return found.astype(dtype, copy=False) if is_float(dtype) else found
+
+
 def backward_args(
     args: AttentionArgs,
     given: Mapping[str, Any],
@@ -159,11 +169,11 @@ def gradients(
 ) -> Gradients:
     """Room for the gradients `names` of what is `given`, set in `backward`."""
     args, lane = backward.attention, lane_dtype(backward.attention.q.dtype)
-    places = _places(names, into)
+    given_places = places(into, len(names))
     inputs = [] if into is None else _inputs(backward, {**(options or {}), **given})
     results = [
         _result(args, name, given[source_of(name)], place, inputs, f"into[{i}]")
-        for i, (name, place) in enumerate(zip(names, places, strict=True))
+        for i, (name, place) in enumerate(zip(names, given_places, strict=True))
     ]
     require_apart([(f"into[{i}]", x) for i, x in enumerate(results) if x is not None])
     found = [_room(backward, name, result) for name, result in zip(names, results, strict=True)]
@@ -198,16 +208,6 @@ def gradient_names(need: Any, given: Mapping[str, Any], diagonals: bool = True) 
     if len(set(need)) != len(need):
         raise ValueError(f"(): need is {tuple(need)}; expected each name once")
     return list(need)
-
-
-def _places(names: list[str], into: Any) -> Sequence[Array | None]:
-    if into is None:
-        return [None] * len(names)
-    if not isinstance(into, (tuple, list)):
-        raise wrong_type("into", into, "a tuple of arrays, or None, one for each name in need")
-    if len(into) != len(names):
-        raise ValueError(f"(): into has length {len(into)}; expected {len(names)}, as need has")
-    return into
 
 
 def _inputs(backward: BackwardArgs, passed: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -198,9 +199,8 @@ def step_limits(dt_limits: Any) -> tuple[float, float]:
     return dt_limits
 
 
-def scan_grad_args(dout: Any, need: Any, dstate_out: Any, forward: dict[str, Any]) -> ScanGradArgs:
-    """Check the arguments of the gradient of a selective scan."""
-    args, _ = scan_args(**forward)
+def scan_grad_args(args: ScanArgs, dout: Array, need: Collection[str], dstate_out: Any) -> ScanGradArgs:
+    """The arguments of its gradient, of a checked `dout`."""
     lane = args.rates.dtype
 
     def room(name: str, shape: Shape, dtype: Any = lane) -> Array | None:

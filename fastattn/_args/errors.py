@@ -8,8 +8,9 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 from fastattn._args.types import Array
@@ -50,18 +51,38 @@ def named(func: str, by_name: str = "") -> Callable[[Callable[P, R]], Callable[P
             except Exception as error:
                 first = args[0] if args else None
                 cls = first if isinstance(first, type) else type(first)
-                put_name(func.format(cls=cls.__name__, self=first), error)
-                text, own = str(error), f"{function.__qualname__}()"
-                if isinstance(error, TypeError) and text.startswith(own) and hasattr(cls, function.__name__):
+                name = func.format(cls=cls.__name__, self=first)
+                found = told(error, name, function, kwargs, by_name)
+                text, own = str(found), f"{function.__qualname__}()"
+                if isinstance(found, TypeError) and text.startswith(own) and hasattr(cls, function.__name__):
                     # Python's, which names the class that defines the method
-                    error.args = (text.replace(own, f"{cls.__name__}.{function.__name__}()", 1),)
-                if by_name and "positional argument" in str(error):
-                    error.args = (f"{error}; {by_name} are passed by name",)
-                raise
+                    found.args = (text.replace(own, f"{cls.__name__}.{function.__name__}()", 1),)
+                raise found from error.__cause__
 
         return checked
 
     return decorate
+
+
+def told(
+    error: Exception,
+    name: str,
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    by_name: str = "",
+    inner: str = "",
+) -> Exception:
+    """`error` of `function`, called with these arguments `given` by name, as the caller of `name` reads it.
+
+    Of Python's own, it says which name is likely meant, and which ones are passed `by_name`. See `put_name`.
+    """
+    text = str(error)
+    if isinstance(error, TypeError) and text.startswith(f"{function.__qualname__}() got an unexpected key"):
+        error = import_module("fastattn._args.words").not_an_argument(given, function)
+    elif by_name and "positional argument" in text:
+        error.args = (f"{text}; {by_name} are passed by name",)
+    put_name(name, error, inner)
+    return error
 
 
 def wrong_shape(name: str, x: Array, expected: object) -> ValueError:

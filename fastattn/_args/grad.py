@@ -26,18 +26,23 @@ def needed(need: Any, known: Collection[str]) -> tuple[str, ...]:
     return tuple(need)
 
 
+def places(into: Any, count: int) -> Sequence[Array | None]:
+    """`into`, arrays for so many gradients or None for each."""
+    if into is None:
+        return [None] * count
+    if not isinstance(into, (tuple, list)):
+        raise wrong_type("into", into, "a tuple of arrays, or None, one for each name in need")
+    if len(into) != count:
+        raise ValueError(f"(): into has length {len(into)}; expected {count}, as need has")
+    return into
+
+
 class Results:
     """Arrays for the gradients that are needed: those of `into`, or new ones."""
 
     def __init__(self, need: tuple[str, ...], into: Sequence[Array | None] | None, inputs: dict[str, Any]):
-        if into is None:
-            into = [None] * len(need)
-        elif not isinstance(into, (tuple, list)):
-            raise wrong_type("into", into, "a tuple of arrays, or of None")
-        if len(into) != len(need):
-            raise ValueError(f"(): into has {len(into)} items; expected {len(need)}, as need has")
         self._need = need
-        self._given = dict(zip(need, into, strict=True))
+        self._given = dict(zip(need, places(into, len(need)), strict=True))
         self._inputs = [(name, x, x) for name, x in inputs.items()]
         self._made: dict[str, Array] = {}
 
@@ -128,19 +133,19 @@ MOST_SEED = 2**64 - 1
 
 
 def dropout_args(
-    x: Any, called: str, rate: float, seed: int, stream: int, out: Any, num_threads: int | None
+    x: Any, rate: float, seed: int, stream: int, out: Any, num_threads: int | None
 ) -> tuple[DropoutArgs, Array]:
     """Check the arguments of `dropout`; also returns the result in x's shape."""
-    array = data(called, x)
+    array = data("x", x)
     value = number("rate", rate, FLOAT64)
     if not 0 <= value < 1:
         raise ValueError(f"(): rate is {rate}; expected at least 0 and less than 1")
     seed = integer("seed", seed, 0, MOST_SEED)
     stream = integer("stream", stream, 0, 2**32 - 1)
     if rows(array).shape[0] > 2**32:
-        raise wrong_shape(called, array, f"at most {2**32} rows")
+        raise wrong_shape("x", array, f"at most {2**32} rows")
     in_place = isinstance(out, np.ndarray) and out.__array_interface__ == array.__array_interface__
-    inputs = [] if in_place else [(called, x, array)]
-    full = result(out, array.shape, array.dtype, inputs, called)
+    inputs = [] if in_place else [("x", x, array)]
+    full = result(out, array.shape, array.dtype, inputs)
     args = DropoutArgs(rows(array), rows(full), value, 1 / (1 - value), seed, stream, threads(num_threads))
     return args, full

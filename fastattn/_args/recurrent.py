@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -227,14 +228,13 @@ GRADIENTS = ("dq", "dk", "dv", "dlog_decay", "dbeta", "derase", "dstate", "dscal
 
 
 def recurrent_backward_args(
-    dout: Any, q: Any, k: Any, v: Any, need: Any, dstate_out: Any, **forward: Any
+    dout: Any, args: RecurrentArgs, need: Any, dstate_out: Any, given: Mapping[str, Any]
 ) -> RecurrentBackwardArgs:
-    """Check the arguments of a gradient; `forward` are those of `recurrent_args` without results."""
-    args = recurrent_args(q, k, v, **forward)
-    normalize = forward.get("normalize", False)
+    """Check the arguments of the gradient of `args`, of which some were `given` so."""
+    normalize = args.norm_out is not None
     wanted = needed(need, GRADIENTS)
     for name in ("dlog_decay", "dbeta", "derase"):
-        if name in wanted and forward.get(name[1:]) is None:
+        if name in wanted and given.get(name[1:]) is None:
             raise ValueError(f"(): need has {name}, but {name[1:]} is not given")
     lane, dtype = lane_dtype(args.q.dtype), args.out.dtype
     cotangent = operand("dout", dout, [])

@@ -1,4 +1,4 @@
-"""The arguments of a choice of keys, checked."""
+"""The arguments of a choice of keys, and of attention to chosen ones, checked."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.attention import attention_args
-from fastattn._args.types import Array, AttentionArgs, SelectionArgs, lane_dtype
+from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.types import Array, AttentionArgs, SelectedArgs, SelectionArgs, lane_dtype
 from fastattn._args.values import (
     MAX_POSITION,
     MOST_SIZE,
+    as_array,
     choice,
     flag,
     float_array,
@@ -91,3 +93,35 @@ def given_scores(args: SelectionArgs, begin: int, end: int, scores: Any) -> Arra
     shape = (*a.batch_shape, a.heads_kv, end - begin, a.len_k)
     require_broadcast("what score returns", found.shape, shape, "(..., heads_kv, rows, num_blocks)")
     return np.ascontiguousarray(np.broadcast_to(found, shape), lane_dtype(a.q.dtype))
+
+
+_DIMS = "(..., heads_kv, len_q, any number)"
+
+
+def selected_args(
+    q: Any, k: Any, v: Any, selected: Any, block_size: Any, return_lse: Any, options: Any
+) -> SelectedArgs:
+    """Check and normalise the arguments of `fastattn.functional.selected_attention`."""
+    args = attention_args(
+        q, k, v, return_lse=return_lse, names=("q", "k", "v"), scales="k_scale and v_scale", **options
+    )
+    size = integer("block_size", block_size, 1, 2**31 - 1)
+    array = as_array("selected", selected)
+    if array.dtype.kind not in "iu":
+        raise wrong_dtype("selected", array, "integers: keys, or blocks of keys")
+    one_head = args.result.ndim == 2 if args.lse is None else args.result[0].ndim == 2
+    if array.ndim < (2 if one_head else 3):
+        raise wrong_shape("selected", array, "(len_q, any number)" if one_head else _DIMS)
+    if array.ndim == 2:
+        array = array[None]
+    shape = (*args.batch_shape, args.heads_kv, args.len_q, array.shape[-1])
+    require_broadcast("selected", array.shape, shape, _DIMS)
+    count = -(-args.len_k // size)
+    if count >= 2**31:
+        raise ValueError(f"(): k has {count} blocks of {size} keys; expected fewer than {2**31}")
+    if array.size and not (array.min() >= -1 and array.max() < count):
+        wrong = array.min() if array.min() < -1 else array.max()
+        what = "keys" if size == 1 else f"blocks of {size} keys"
+        some = f"0 to {count - 1}, as k has {count} {what}, or " if count else ""
+        raise ValueError(f"(): selected has {wrong}; expected {some}-1 for none")
+    return SelectedArgs(args, np.asarray(array, np.int64), size)

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.attention import attention_args
-from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import vector
-from fastattn._args.options import NoSoftmaxOptions, RelativeOptions, require_options
-from fastattn._args.types import Array, AttentionArgs, RowwiseArgs, Shape, lane_dtype
-from fastattn._args.values import float_array, head_values, integer, require_broadcast
+from fastattn._args.options import NoSoftmaxOptions, require_options
+from fastattn._args.types import AttentionArgs, RowwiseArgs, lane_dtype
+from fastattn._args.values import float_array, integer, require_broadcast
 
 if TYPE_CHECKING:
     from fastattn._args.options import ComputeOptions
@@ -28,34 +27,6 @@ def variant_args(
 def how(options: ComputeOptions) -> ComputeOptions:
     """`num_threads` and `backend` of `options`, for other operations of the same call."""
     return {"num_threads": options.get("num_threads"), "backend": options.get("backend")}
-
-
-def per_head(name: str, x: Any, args: AttentionArgs) -> Array:
-    """`x`, a number or one a query head, in the lane dtype; at least one axis."""
-    return head_values(name, x, (*args.batch_shape, args.heads_q), lane_dtype(args.q.dtype), [])
-
-
-def with_shape(name: str, x: Any, shape: Shape, dims: str, n_last: int, lane: np.dtype[Any]) -> Array:
-    """`x` in `lane`: its last `n_last` axes are those of `shape`, called `dims`, and the others broadcast."""
-    array = float_array(name, x)
-    require_broadcast(name, array.shape, shape, dims)
-    if array.shape[-n_last:] != shape[-n_last:]:
-        raise wrong_shape(name, array, f"{dims} = {shape}")
-    return np.asarray(array, lane)
-
-
-def relative_args(
-    q: Any, k: Any, v: Any, options: RelativeOptions, return_lse: bool
-) -> tuple[AttentionArgs, np.dtype[Any], int]:
-    """Return `variant_args`, the lane type, and the first query's position, the same in all sequences."""
-    args = variant_args(q, k, v, options, RelativeOptions, return_lse)
-    lane = lane_dtype(args.q.dtype)
-    if options.get("q_offset") is not None:
-        return args, lane, integer("q_offset", options["q_offset"], -(2**53), 2**53)
-    if options.get("kv_lengths") is not None:
-        expected = "both: one position of the first query for all sequences"
-        raise ValueError(f"(): kv_lengths is given without q_offset; expected {expected}")
-    return args, lane, args.len_k - args.len_q
 
 
 def rowwise_args(kind: str, q: Any, k: Any, v: Any, options: NoSoftmaxOptions) -> RowwiseArgs:

@@ -10,6 +10,7 @@ attend all keys, or False where no row attends any key.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,8 +20,6 @@ from fastattn._args.key_ranges import closed, places
 from fastattn._args.types import Array, AttentionArgs, lane_dtype
 from fastattn._args.values import float_array, require_broadcast
 from fastattn._reference import philox
-from fastattn._reference.sequences import sequences
-from fastattn._reference.statistics import collect
 
 # Scores of a tile: 1 MB in float32, which stays in the second-level cache between the passes over it.
 TILE_SCORES = 2**18
@@ -58,7 +57,7 @@ def attention(args: AttentionArgs, score_mod: Callable[..., Array] | None = None
         if args.lse is not None:
             args.lse[task.where] = (base + np.log(row_sum))[..., 0]
         if args.statistics is not None:
-            collect(args, task, base, row_sum, task.blocks(block_k))
+            _collect(args, task, block_k, base, row_sum)
 
 
 @np.errstate(all="ignore")
@@ -97,6 +96,25 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: 
             term[part_lse == -np.inf] = 0
             acc += term
         out[rows], lse[rows] = acc, merged
+
+
+def sequences(args: AttentionArgs) -> Iterator[AttentionArgs]:
+    """A call of its own for each sequence of a ragged one."""
+    assert args.begins is not None
+    bounds = list(zip(*(pairwise(begins.tolist()) for begins in args.begins), strict=True))
+    of_heads = {
+        name: np.broadcast_to(x, (len(bounds), x.shape[-1]))
+        for name in ("sinks", "alibi_slopes")
+        if (x := getattr(args, name)) is not None
+    }
+    for i, ((q0, q1), (k0, k1)) in enumerate(bounds):
+        part = args.cut(len_q=slice(q0, q1), len_k=slice(k0, k1))
+        part.first, part.begins, part.batch_shape = args.first + i, None, ()
+        part.bias = None if args.bias is None else args.bias[:, : part.len_q, : part.len_k]
+        for name, x in of_heads.items():
+            setattr(part, name, x[i])
+        part.q_position = None if args.q_position is None else args.q_position[i]
+        yield part
 
 
 class Call:
@@ -373,3 +391,50 @@ def normalised(x: Array, row_sum: Array, attends: Any) -> Array:
     """
     row_sum[attends & (row_sum == 0)] = np.nan
     return np.divide(x, row_sum, out=x, where=row_sum != 0)
+
+
+def _collect(args: AttentionArgs, task: Task, block_k: int, base: Array, row_sum: Array) -> None:
+    """Fill args.statistics for the rows of `task`, whose `attend` returned base and row_sum: a second pass.
+
+    A row whose sum is NaN has NaN statistics. Sums over rows become NaN only at keys that such a row attends.
+    """
+    # With large scores the lse has no digits left for the probabilities, so base is subtracted first:
+    # for each block of keys:
+    #     probs    = exp(scores - base) / row_sum
+    #     entropy  = entropy + sum(probs * (log(row_sum) - (scores - base)))      where 0 log 0 = 0
+    #     row_max  = max(row_max, scores)
+    #     top      = the k largest of top and scores
+    #     key_sums and mean_weights += probs summed over rows, and averaged over heads
+    stats: Any = args.statistics
+    wanted = 0 if stats.top_keys is None else stats.top_keys.shape[-1]
+    base = np.where(base == -np.inf, 0, base)
+    row_max = np.full(base.shape[:-1], -np.inf, base.dtype)
+    entropy = np.zeros_like(row_max)
+    top = np.full((*row_max.shape, wanted), -np.inf, base.dtype)
+    top_keys = np.full(top.shape, -1, np.int64)
+    *batch, heads, rows = task.where
+    for keys, allowed in task.blocks(block_k):
+        scores = task.scores(keys, allowed)
+        below = scores - base
+        probs = np.where(allowed, np.exp(below) / row_sum, 0)
+        row_max = np.maximum(row_max, scores.max(axis=-1))
+        entropy += (probs * np.where(probs > 0, np.log(row_sum) - below, 0)).sum(axis=-1)
+        if wanted:
+            number = np.broadcast_to(np.arange(keys.start, keys.stop), scores.shape)
+            top = np.concatenate([top, scores], axis=-1)
+            top_keys = np.concatenate([top_keys, np.where(scores > -np.inf, number, -1)], axis=-1)
+            best = np.argsort(-top, axis=-1, kind="stable")[..., :wanted]  # of equals the first
+            top, top_keys = (np.take_along_axis(x, best, axis=-1) for x in (top, top_keys))
+        if stats.key_sums is not None:
+            stats.key_sums[(*batch, heads, keys)] += probs.sum(axis=1)
+        if stats.mean_weights is not None:
+            stats.mean_weights[(*batch, 0, rows, keys)] += probs.sum(axis=0) / args.heads_q
+    undefined = np.isnan(row_sum[..., 0])
+    if stats.row_max is not None:
+        stats.row_max[task.where] = np.where(undefined, np.nan, row_max)
+    if stats.entropy is not None:
+        stats.entropy[task.where] = np.where(undefined, np.nan, np.maximum(entropy, 0))
+    if wanted:
+        weights = np.where(top_keys < 0, 0, np.exp(top - base) / row_sum)
+        stats.top_weights[task.where] = np.where(undefined[..., None], np.nan, weights)
+        stats.top_keys[task.where] = np.where(undefined[..., None], -1, top_keys)

@@ -6,14 +6,15 @@ lse; ``dprobs = dout v^T``; ``dscores = probs (dprobs - delta)`` with ``delta = 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import copy
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from fastattn._args.types import Array, BackwardArgs
-from fastattn._reference.attention import Call, Task, block_sizes
-from fastattn._reference.sequences import backward_sequences
+from fastattn._reference.attention import Call, Task, block_sizes, sequences
 
 # Up to so many queries, probabilities are normalised again: few_queries() of the kernels.
 _FEW = 8
@@ -27,7 +28,7 @@ def attention_backward(
 ) -> None:
     """Fill the gradients that `args` asks for; see flex_attention_backward for the functions."""
     if args.attention.begins is not None:
-        for sequence in backward_sequences(args):
+        for sequence in _sequences(args):
             attention_backward(sequence)
         return
     forward = args.attention
@@ -42,6 +43,25 @@ def attention_backward(
             for to, x in ((args.dk, dk), (args.dv, dv)):
                 if to is not None:
                     to[(*b, h)] = x
+
+
+def _sequences(args: BackwardArgs) -> Iterator[BackwardArgs]:
+    """The gradients of each sequence of a ragged call."""
+    begins: Any = args.attention.begins
+    bounds = zip(*(pairwise(each.tolist()) for each in begins), strict=True)
+    for i, (forward, (q, k)) in enumerate(zip(sequences(args.attention), bounds, strict=True)):
+        part = copy(args)
+        part.attention = forward
+        of_queries, of_keys = ((slice(None), slice(*each)) for each in (q, k))
+        places: dict[str, Any] = {
+            **dict.fromkeys(("dout", "dlse", "dq"), of_queries),
+            **dict.fromkeys(("dk", "dv"), of_keys),
+            **dict.fromkeys(("dsinks", "dalibi_slopes", "dsoftcap"), i),
+        }
+        for name, place in places.items():
+            x = getattr(args, name)
+            setattr(part, name, None if x is None else x[place])
+        yield part
 
 
 class BackwardTask(Task):

@@ -20,8 +20,7 @@ from fastattn.functional._scores import (
     talking_heads_attention,
     top_k_attention,
 )
-from fastattn.functional._selected import selected_attention
-from fastattn.functional._selection import select_keys
+from fastattn.functional._selection import select_keys, selected_attention
 from fastattn.functional._state_space import mamba2_scan, selective_scan
 from fastattn.functional._torch import flex_attention
 

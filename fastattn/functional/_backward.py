@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastattn._args.attention import attention_args
+from fastattn._args.attention import attention_args, varlen_args
 from fastattn._args.backward import OF_OPTIONS, Gradients, backward_args
 from fastattn._args.errors import named
 from fastattn._args.options import (
@@ -16,11 +16,9 @@ from fastattn._args.options import (
     require_options,
 )
 from fastattn._args.types import ArrayLike, NDArray, Unpack
-from fastattn._args.varlen import varlen_args
 from fastattn._engine import dispatch
-from fastattn.functional._attention import attention
+from fastattn.functional._attention import attention, varlen_attention
 from fastattn.functional._differentiable import Steps, vjp_of
-from fastattn.functional._varlen import varlen_attention
 
 _NEED = ("dq", "dk", "dv")
 _QKV = ("q", "k", "v")  # have gradients, beside options
@@ -176,13 +174,20 @@ def _run(found: Gradients, options: Mapping[str, Any]) -> tuple[Any, ...]:
     return found.results()
 
 
-def _attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: bool, **options: Any) -> Steps[Any]:
-    """Run `attention` and, in the second half, `attention_backward`."""
-    require_options(options, BackwardOptions)
-    out, lse = attention(q, k, v, return_lse=True, **options)
+def _steps(
+    forward: Callable[..., Any], backward: Callable[..., Any], arrays: Sequence[ArrayLike], options: Any
+) -> Steps[Any]:
+    """Out and lse of a function of `arrays`, and the gradients by another."""
+    out, lse = forward(*arrays, return_lse=True, **options)
     request = yield out, lse
-    more: Any = {"dlse": request.dmore, "need": request.need}
-    return attention_backward(request.dout, q, k, v, out, lse, **more, **options)
+    given = request.dout, *arrays[:3], out, lse, *arrays[3:]
+    found: tuple[Any, ...] = backward(*given, dlse=request.dmore, need=request.need, **options)
+    return found
+
+
+def _attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: bool, **options: Any) -> Steps[Any]:
+    require_options(options, BackwardOptions)
+    return _steps(attention, attention_backward, (q, k, v), options)
 
 
 def _varlen_attention(
@@ -195,14 +200,9 @@ def _varlen_attention(
     return_lse: bool,
     **options: Any,
 ) -> Steps[Any]:
-    """Run `varlen_attention` and, in the second half, `varlen_attention_backward`."""
     require_options(options, VarlenBackwardOptions)
-    out, lse = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **options)
-    request = yield out, lse
-    more: Any = {"dlse": request.dmore, "need": request.need}
-    return varlen_attention_backward(
-        request.dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, **more, **options
-    )
+    arrays = q, k, v, cu_seqlens_q, cu_seqlens_k
+    return _steps(varlen_attention, varlen_attention_backward, arrays, options)
 
 
 attention._vjp = vjp_of(_attention, _QKV, AttentionOptions)  # type: ignore[attr-defined]

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.backward import OF_HEADS, source_of, summed_to
+from fastattn._args.backward import OF_HEADS, of_source, source_of, summed_to
 from fastattn._args.types import Array, AttentionArgs, BackwardArgs, Shape, lane_dtype
-from fastattn._args.values import is_float, shared
+from fastattn._args.values import operand
 from fastattn._engine import dispatch
-from fastattn.functional._split_calls import rows_in
 
 if TYPE_CHECKING:
     from fastattn.functional._differentiable import Request
-
-NEED = ("dq", "dk", "dv")
 
 
 class ComposedGradients:
@@ -53,7 +50,7 @@ class ComposedGradients:
         rows, heads = args.out.shape[:-1], (*args.batch_shape, args.heads_q)
         keys = (*args.batch_shape, args.heads_kv, args.len_k)
         args.q, args.k, args.v, args.out, dout = (
-            rows_in(args.q.dtype, x) for x in (args.q, args.k, args.v, args.out, dout)
+            _rows_in(args.q.dtype, x) for x in (args.q, args.k, args.v, args.out, dout)
         )
         call = BackwardArgs(args, dout, dlse)
         of_scale = self.wants("dscale")
@@ -92,16 +89,16 @@ class ComposedGradients:
             self.add(name, getattr(call, name))
         return call
 
-    def add_all(self, call: BackwardArgs, names: Sequence[str] = NEED) -> None:
-        """Add dq, dk and dv of a call to the gradients `names`."""
-        for name, inner in zip(names, NEED, strict=True):
-            self.add(name, getattr(call, inner))
+    def add_all(self, call: BackwardArgs) -> None:
+        """Add dq, dk and dv of a call."""
+        for name in ("dq", "dk", "dv"):
+            self.add(name, getattr(call, name))
 
     def add(self, name: str, x: Any) -> None:
         """Add to a gradient, if it is asked for, `x` summed over what its source was broadcast along."""
         if name not in self.names or x is None:
             return
-        shape = shared(self.given[source_of(name)]).shape
+        shape = np.shape(self.given[source_of(name)])
         if name == "dbias_diagonals":
             shape = (*shape[:-2], x.shape[-1])
         found = summed_to(shape, np.asarray(x))
@@ -116,13 +113,19 @@ class ComposedGradients:
 
     def _result(self, name: str) -> Any:
         source = self.given[source_of(name)]
-        found = self.sums[name] if name in self.sums else np.zeros(shared(source).shape)
+        found = self.sums[name] if name in self.sums else np.zeros(np.shape(source))
         scalar = isinstance(source, np.generic) or not hasattr(source, "dtype")
         if scalar and np.ndim(found) == 0:
             return float(found)
-        dtype = shared(source).dtype.newbyteorder("=")
-        same = not is_float(dtype) or name == "dbias_diagonals"
-        return np.asarray(found if same else found.astype(dtype, copy=False), order="C")
+        return np.asarray(found if name == "dbias_diagonals" else of_source(source, found), order="C")
+
+
+def _rows_in(dtype: np.dtype[Any], x: Array) -> Array:
+    """`x` as `dtype`, its rows contiguous, as kernels read them.
+
+    What NumPy computes or casts has the memory order of its inputs: that of broadcast ones has strided rows.
+    """
+    return operand("x", np.asarray(x, dtype), [])
 
 
 def cotangents(args: AttentionArgs, request: Request) -> tuple[Array, Array | None]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fastattn._args.backward import summed_to
+from fastattn._args.backward import of_source
 from fastattn._args.deformable import deformable_args, deformable_grad_args
-from fastattn._args.options import Backend, NoOptions
-from fastattn._args.types import Array, ArrayLike, Unpack
-from fastattn._args.values import is_float, shared
-from fastattn._args.words import not_an_argument
+from fastattn._args.options import Backend
+from fastattn._args.types import Array, ArrayLike
 from fastattn._engine import dispatch
 from fastattn.functional._differentiable import Steps, differentiable
 
@@ -26,7 +24,6 @@ def deformable_attention(
     out: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
-    **others: Unpack[NoOptions],
 ) -> Steps[Array]:
     """Multi-scale deformable attention: weighted sum of values sampled at each query's points.
 
@@ -57,8 +54,6 @@ def deformable_attention(
         In v's dtype.
     num_threads, backend
         As in `attention`.
-    **others
-        None; errors name the right argument.
 
     Returns
     -------
@@ -93,21 +88,12 @@ def deformable_attention(
     >>> deformable_attention(v, [(4, 4), (2, 2)], locations, np.full((1, 1, 2), 0.5)).item()
     12.5
     """
-    if others:
-        raise not_an_argument(others, deformable_attention)
     args = deformable_args(v, spatial_shapes, locations, weights, num_points, mode, out, num_threads, backend)
     dispatch.run(args, backend)
     request = yield args.out
 
     back = deformable_grad_args(args, request.dout, request.need)
     dispatch.run_grad(back, backend)
-    results = []
-    for name in request.need:
-        source = shared(request.given[name[1:]])
-        found = getattr(back, name)
-        if name == "dlocations":
-            found = found.reshape(*found.shape[:-1], found.shape[-1] // 2, 2)
-        found = summed_to(source.shape, found)
-        dtype = source.dtype.newbyteorder("=")
-        results.append(found.astype(dtype, copy=False) if is_float(dtype) else found)
-    return tuple(results)
+    if (x := back.dlocations) is not None:
+        back.dlocations = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    return tuple(of_source(request.given[name[1:]], getattr(back, name)) for name in request.need)

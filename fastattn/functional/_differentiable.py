@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from fastattn._args.backward import OF_OPTIONS, gradient_names
-from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.errors import told, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import like
 from fastattn._args.recurrent import pair
 from fastattn._args.types import Array, lane_dtype
@@ -72,8 +72,7 @@ def differentiable(
                     raise by_position(args, steps, options)
                 return begin(steps(*args, **kwargs))
             except Exception as error:
-                put_name(steps.__name__, error)
-                raise
+                raise told(error, steps.__name__, steps, kwargs) from error.__cause__
 
         signature = _of_result(steps)
         function.__signature__ = signature  # type: ignore[attr-defined]
@@ -112,8 +111,11 @@ def vjp_of(
         if require is not None:
             require(**chosen)
         shown = flag("return_lse", chosen.get("return_lse", False))
-        running = steps(*arrays, **{**chosen, "return_lse": True} if with_lse else chosen)
-        result = begin(running)
+        try:
+            running = steps(*arrays, **{**chosen, "return_lse": True} if with_lse else chosen)
+            result = begin(running)
+        except Exception as error:
+            raise told(error, name, steps, chosen) from error.__cause__
         several = isinstance(result, tuple)
         out = result[0] if several else result
         second = result[1] if several and (shown or not with_lse) else None

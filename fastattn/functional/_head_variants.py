@@ -13,8 +13,8 @@ from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.ops import epsilon, vector
 from fastattn._args.options import InnerOptions, VariantOptions, require_options
 from fastattn._args.types import Array, ArrayLike, AttentionArgs, Unpack, lane_dtype
-from fastattn._args.values import float_array, number, operand, require_broadcast
-from fastattn._args.variants import how, per_head, variant_args
+from fastattn._args.values import float_array, head_values, number, operand, require_broadcast
+from fastattn._args.variants import how, variant_args
 from fastattn._engine import dispatch
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents, product_sums, shown
 from fastattn.functional._differentiable import Steps, differentiable
@@ -185,8 +185,9 @@ def _differential_args(
         attention_args(queries[..., n::2, :, :], keys[..., n::2, :, :], v, return_lse=True, **options)
         for n in (0, 1)
     )
-    factor = per_head("lambda_", lambda_, first)[..., None, None]
     lane, share = lane_dtype(first.q.dtype), None
+    heads_shape = (*first.batch_shape, first.heads_q)
+    factor = head_values("lambda_", lambda_, heads_shape, lane, [])[..., None, None]
     if lambda_init is not None:
         share = lane.type(1 - number("lambda_init", lambda_init, lane))
         norm_weight = vector("norm_weight", norm_weight, (first.head_dim_v,), lane)

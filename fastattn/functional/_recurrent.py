@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastattn._args.errors import named
-from fastattn._args.options import Backend, NoOptions
+from fastattn._args.options import Backend
 from fastattn._args.recurrent import recurrent_args, recurrent_backward_args
-from fastattn._args.recurrent_types import RecurrentBackwardArgs
-from fastattn._args.types import Array, ArrayLike, Shape, Unpack
+from fastattn._args.recurrent_types import RecurrentArgs, RecurrentBackwardArgs
+from fastattn._args.types import Array, ArrayLike, Shape
 from fastattn._args.values import is_float, shared
-from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn.functional._differentiable import Request, Steps, differentiable
 
@@ -43,7 +42,6 @@ def linear_attention(
     out: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
-    **others: Unpack[NoOptions],
 ) -> Steps[Result]:
     r"""Linear attention with a recurrent state, ``out_t = scale * S_t.T @ q_t``.
 
@@ -106,8 +104,6 @@ def linear_attention(
         Array for the last state (a pair with `normalize`); may be `state`. Implies `return_state`.
     out, num_threads, backend
         As in `attention`; out has the shape of the result below.
-    **others
-        None are accepted; the error suggests the name that is used here.
 
     Returns
     -------
@@ -157,8 +153,6 @@ def linear_attention(
     >>> next_out.shape, state.shape
     ((2, 1, 64), (2, 64, 64))
     """
-    if others:
-        raise not_an_argument(others, linear_attention)
     args = recurrent_args(
         q, k, v, rule, log_decay, beta, erase, causal, scale, normalize, eps, state,
         begins, return_state, out_state, out, num_threads, backend,
@@ -166,12 +160,8 @@ def linear_attention(
     dispatch.run(args, backend)
     request = yield args.result
 
-    forward = {
-        "rule": rule, "log_decay": log_decay, "beta": beta, "erase": erase, "causal": causal,
-        "scale": scale, "normalize": normalize, "eps": eps, "state": state, "begins": begins,
-        "num_threads": num_threads, "backend": backend,
-    }  # fmt: skip
-    return gradients_of(request, q, k, v, forward)
+    given = {"log_decay": log_decay, "beta": beta, "erase": erase}
+    return gradients_of(request, args, given, backend)
 
 
 @named("linear_attention_backward")
@@ -179,15 +169,17 @@ def linear_attention_backward(
     dout: Any, q: Any, k: Any, v: Any, need: tuple[str, ...], **forward: Any
 ) -> tuple[Any, ...]:
     """Gradients of `linear_attention`, without its forward pass."""
-    return gradients_of(Request(dout, None, need), q, k, v, forward)
+    args = recurrent_args(q, k, v, **forward)
+    return gradients_of(Request(dout, None, need), args, forward, forward.get("backend"))
 
 
-def gradients_of(request: Request, q: Any, k: Any, v: Any, forward: dict[str, Any]) -> tuple[Any, ...]:
-    """Gradients of `linear_attention` with the arguments `forward`; result arrays among them are ignored."""
-    given = {name: x for name, x in forward.items() if name not in ("return_state", "out_state", "out")}
-    args = recurrent_backward_args(request.dout, q, k, v, request.need, request.dmore, **given)
-    dispatch.run(args, forward.get("backend"))
-    return _results(args, request.need, forward)
+def gradients_of(
+    request: Request, args: RecurrentArgs, given: dict[str, Any], backend: str | None
+) -> tuple[Any, ...]:
+    """Gradients of a call, of whose arguments some were `given` so."""
+    back = recurrent_backward_args(request.dout, args, request.need, request.dmore, given)
+    dispatch.run(back, backend)
+    return _results(back, request.need, given)
 
 
 def _results(args: RecurrentBackwardArgs, need: tuple[str, ...], given: dict[str, Any]) -> tuple[Any, ...]:

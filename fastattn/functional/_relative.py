@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
+from fastattn._args.errors import wrong_shape
 from fastattn._args.options import RelativeOptions
-from fastattn._args.types import Array, ArrayLike, AttentionArgs, Ints, Unpack
-from fastattn._args.values import float_array, integer
-from fastattn._args.variants import relative_args, with_shape
+from fastattn._args.types import AXES, Array, ArrayLike, AttentionArgs, Ints, Unpack, lane_dtype
+from fastattn._args.values import float_array, integer, require_broadcast
+from fastattn._args.variants import variant_args
+from fastattn._engine import dispatch
 from fastattn._reference.backward import add_to
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents, shown
 from fastattn.functional._differentiable import Steps, differentiable
-from fastattn.functional._split_calls import attend_by_rows, by_distance, parts_by_rows
+
+_SOURCES = ("q", "k", "v", "position_keys", "position_queries")
 
 
-@differentiable(
-    "q",
-    "k",
-    "v",
-    "position_keys",
-    "position_queries",
-    options=RelativeOptions,
-    without=("scale",),
-    own_bias=False,
-)
+@differentiable(*_SOURCES, options=RelativeOptions, without=("scale",), own_bias=False)
 def disentangled_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -62,14 +59,19 @@ def disentangled_attention(
     Source: P. He et al., "DeBERTa: Decoding-enhanced BERT with Disentangled Attention", 2020,
     arXiv:2006.03654.
     """
-    arrays = (q, k, v, position_keys, position_queries)
-    x = _disentangled_args(*arrays, max_distance, options, return_lse)
-    attend_by_rows(x.args, options.get("backend"), x.bias_of)
-    request = yield x.args.result
+    args = variant_args(q, k, v, options, RelativeOptions, return_lse)
+    tables = {"position_keys": position_keys, "position_queries": position_queries}
+    x = _disentangled(args, tables, max_distance, options)
+    if args.out.size and args.len_k:
+        for _, _, part in x.parts():
+            dispatch.run(part, options.get("backend"))
+    else:
+        dispatch.run(args, options.get("backend"))
+    request = yield args.result
 
     found = ComposedGradients(request, options)
-    dout, dlse = cotangents(x.args, request)
-    args, scale = x.args, x.lane.type(x.args.scale)
+    dout, dlse = cotangents(args, request)
+    scale = x.lane.type(args.scale)
     group, keys = args.heads_q // args.heads_kv, np.arange(args.len_k)
     n = len(next(iter(x.tables.values()))[0])
     sums = {name: np.zeros(table.shape, x.lane) for name, table in x.tables.items()}
@@ -82,7 +84,7 @@ def disentangled_attention(
     of_keys = np.zeros((args.heads_q, args.len_k * n) if "position_queries" in sums else 0)
     if not args.len_k:  # sinks alone
         found.attend(args, dout, dlse)
-    for b, rows, part in parts_by_rows(args, x.bias_of) if args.len_k else ():
+    for b, rows, part in x.parts() if args.len_k else ():
         place: Any = (*b, slice(None), rows)
         own = None if dlse is None else dlse[place]
         call = found.attend(part, dout[place], own, (b, args.batch_shape), uses)
@@ -118,6 +120,11 @@ def disentangled_attention(
     return found.results()
 
 
+# The pieces of a call: this many scores of one head, and at least this many query rows. Only lengths decide,
+# so that a row's bits do not depend on the batch.
+_PIECE_SCORES, _LEAST_ROWS = 2**18, 32
+
+
 @dataclass(slots=True)
 class _Disentangled:
     """A call with biases of both content and position."""
@@ -138,7 +145,7 @@ class _Disentangled:
     def places(self, rows: slice) -> Ints:
         """The bucket of each of these rows and each key, (rows, len_k)."""
         index = self.index(rows)
-        return by_distance(np.broadcast_to(index, (rows.stop - rows.start, len(index))), self.args.len_k)
+        return _by_distance(np.broadcast_to(index, (rows.stop - rows.start, len(index))), self.args.len_k)
 
     def scaled(self, x: Array) -> Array:
         """`x` times the scale, in the lane dtype."""
@@ -149,12 +156,26 @@ class _Disentangled:
         """The keys of all query heads, scaled."""
         return np.repeat(self.scaled(self.keys[b]), self.args.heads_q // self.args.heads_kv, axis=0)
 
+    def parts(self) -> Iterator[tuple[tuple[int, ...], slice, AttentionArgs]]:
+        """The calls for some rows of one batch item each, whose bias is made and then dropped."""
+        args = self.args
+        n_rows = max(_LEAST_ROWS, _PIECE_SCORES // max(1, args.len_k) // _LEAST_ROWS * _LEAST_ROWS)
+        for b in np.ndindex(args.batch_shape):
+            item = _item_of(args, b)
+            for first in range(0, args.len_q, n_rows):
+                rows = slice(first, min(first + n_rows, args.len_q))
+                part = item.cut(len_q=rows)
+                if item.q_position is not None:
+                    part.q_position = item.q_position + first
+                _add_bias(part, self.bias_of(b, rows))
+                yield b, rows, part
+
     def bias_of(self, b: tuple[int, ...], rows: slice) -> Array:
         """Bias of these rows, (heads_q, rows, len_k)."""
         args, terms = self.args, []
         if "position_keys" in self.tables:
             products = self.scaled(self.queries[b][:, rows]) @ self.tables["position_keys"].swapaxes(-1, -2)
-            terms.append(by_distance(np.take(products, self.index(rows), axis=-1), args.len_k))
+            terms.append(_by_distance(np.take(products, self.index(rows), axis=-1), args.len_k))
         if "position_queries" in self.tables:
             table = self.tables["position_queries"]
             if b not in self.of_keys:
@@ -166,19 +187,17 @@ class _Disentangled:
         return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
 
-def _disentangled_args(
-    q: Any,
-    k: Any,
-    v: Any,
-    position_keys: Any,
-    position_queries: Any,
-    max_distance: int | None,
-    options: RelativeOptions,
-    return_lse: bool,
+def _disentangled(
+    args: AttentionArgs, tables: dict[str, Any], max_distance: int | None, options: RelativeOptions
 ) -> _Disentangled:
-    """Check the arguments of DeBERTa's attention."""
-    args, lane, offset = relative_args(q, k, v, options, return_lse)
-    tables = {"position_keys": position_keys, "position_queries": position_queries}
+    """Check what DeBERTa's attention takes beside `args`, those of attention."""
+    lane = lane_dtype(args.q.dtype)
+    offset = args.len_k - args.len_q
+    if options.get("q_offset") is not None:
+        offset = integer("q_offset", options["q_offset"], -(2**53), 2**53)
+    elif options.get("kv_lengths") is not None:
+        expected = "both: one position of the first query for all sequences"
+        raise ValueError(f"(): kv_lengths is given without q_offset; expected {expected}")
     given = {name: float_array(name, x, 2) for name, x in tables.items() if x is not None}
     if not given:
         raise ValueError("(): position_keys and position_queries are None; expected at least one")
@@ -186,7 +205,11 @@ def _disentangled_args(
     if n < 2 or n % 2:
         raise ValueError(f"(): {name} has {n} rows; expected 2 * span, 2 or more")
     shape, dims = (args.heads_q, n, args.head_dim), "(heads_q, 2 span, head_dim)"
-    found = {name: with_shape(name, x, shape, dims, 3, lane) for name, x in given.items()}
+    for each, x in given.items():
+        require_broadcast(each, x.shape, shape, dims)
+        if x.shape[-3:] != shape:
+            raise wrong_shape(each, x, f"{dims} = {shape}")
+    found = {name: np.asarray(x, lane) for name, x in given.items()}
     if max_distance is not None:
         if n < 4:
             raise ValueError(f"(): max_distance is given, and {name} has {n} rows; expected 4 or more")
@@ -215,3 +238,45 @@ def _add_by_bin(sums: Array, bins: Array, x: Array) -> None:
     """Add x (heads, rows, keys) to sums (heads, n), by the number in bins (rows, keys), in float64."""
     for total, each in zip(sums, x, strict=True):
         total += np.bincount(bins.ravel(), each.ravel(), len(total))
+
+
+def _item_of(args: AttentionArgs, b: tuple[int, ...]) -> AttentionArgs:
+    """The call of one batch item."""
+    part = copy(args)
+    part.batch_shape = ()
+    for name, axes in AXES.items():
+        x, n = getattr(args, name), len(axes)
+        if x is None or x.ndim == n:
+            continue
+        if name in ("out", "lse"):  # to be written
+            setattr(part, name, x[b])
+        else:
+            setattr(part, name, np.broadcast_to(x, (*args.batch_shape, *x.shape[x.ndim - n :]))[b])
+    return part
+
+
+def _add_bias(args: AttentionArgs, computed: Array) -> None:
+    """Add a bias that was computed to the one that the caller gave.
+
+    Only the caller's -inf hides a key. A computed -inf is raised to the lowest finite number, and a computed
+    NaN at a hidden key is ignored.
+    """
+    lane = lane_dtype(args.q.dtype)
+    bias, least = computed.astype(lane, copy=False), np.finfo(lane).min
+    if args.bias is None:
+        args.bias = np.maximum(bias, least)
+        return
+    given = args.bias.astype(lane, copy=False)
+    args.bias = np.where(given == -np.inf, given, np.maximum(bias + given, least))
+
+
+def _by_distance(x: Array, n_keys: int) -> Array:
+    """View (..., rows, n_keys) of x (..., rows, rows + n_keys - 1): row i without its first rows - 1 - i.
+
+    Columns of x are distances, from the largest (the last query and key 0) down to the smallest (the first
+    query and the last key). Nothing is copied.
+    """
+    *lead, row, column = x.strides
+    n_rows = x.shape[-2]
+    shape = (*x.shape[:-1], n_keys)
+    return as_strided(x[..., n_rows - 1 :], shape, (*lead, row - column, column), writeable=False)

@@ -52,10 +52,7 @@ def additive_attention(
     Source: D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine Translation by Jointly Learning to Align and
     Translate", 2015, arXiv:1409.0473.
     """
-    args = additive_args(q, k, v, weight, options)
-    dispatch.run(args, options.get("backend"))
-    request = yield args.attention.result
-    return _gradients(args, request, options)
+    return _steps(additive_args(q, k, v, weight, options), options)
 
 
 @differentiable("q", "k", "v", "pre", "post", options=NoSoftmaxOptions, calls_kernels=True)
@@ -90,10 +87,7 @@ def talking_heads_attention(
     without keys contributes nothing. Source: N. Shazeer, Z. Lan, Y. Cheng, N. Ding and L. Hou, "Talking-Heads
     Attention", 2020, arXiv:2003.02436.
     """
-    args = talking_heads_args(q, k, v, pre, post, options)
-    dispatch.run(args, options.get("backend"))
-    request = yield args.attention.result
-    return _gradients(args, request, options)
+    return _steps(talking_heads_args(q, k, v, pre, post, options), options)
 
 
 @differentiable("q", "k", "v", options=NoSoftmaxOptions, calls_kernels=True)
@@ -128,10 +122,7 @@ def sparsemax_attention(
     >>> fastattn.functional.sparsemax_attention(q, k, np.eye(3), scale=1.0)
     array([[0.25, 0.75, 0.  ]])
     """
-    args = rowwise_args("sparsemax", q, k, v, options)
-    dispatch.run(args, options.get("backend"))
-    request = yield args.attention.result
-    return _gradients(args, request, options)
+    return _steps(rowwise_args("sparsemax", q, k, v, options), options)
 
 
 @differentiable("q", "k", "v", options=NoSoftmaxOptions, calls_kernels=True)
@@ -152,10 +143,7 @@ def entmax15_attention(
     As `sparsemax_attention`; keys 2 or more below the largest score have probability 0. Source: B. Peters, V.
     Niculae and A. F. T. Martins, "Sparse Sequence-to-Sequence Models", 2019, arXiv:1905.05702.
     """
-    args = rowwise_args("entmax15", q, k, v, options)
-    dispatch.run(args, options.get("backend"))
-    request = yield args.attention.result
-    return _gradients(args, request, options)
+    return _steps(rowwise_args("entmax15", q, k, v, options), options)
 
 
 @differentiable("q", "k", "v", options=NoSoftmaxOptions, calls_kernels=True)
@@ -186,10 +174,7 @@ def top_k_attention(
     >>> fastattn.functional.top_k_attention(q, k, np.eye(4), top_k=2)
     array([[0. , 0.5, 0.5, 0. ]])
     """
-    args = top_k_args(q, k, v, top_k, options)
-    dispatch.run(args, options.get("backend"))
-    request = yield args.attention.result
-    return _gradients(args, request, options)
+    return _steps(top_k_args(q, k, v, top_k, options), options)
 
 
 @differentiable("q", "k", "v", options=SigmoidOptions, calls_kernels=True)
@@ -270,10 +255,11 @@ def _sigmoid_gradients(args: AttentionArgs, request: Request, options: Any) -> t
     return _run(gradients(backward, names, request.given), options)
 
 
-def _gradients(args: RowwiseArgs, request: Request, options: NoSoftmaxOptions) -> tuple[Any, ...]:
-    """Gradients by kernels that compute scores again."""
-    found = rowwise_backward_args(args, request.dout, request.given, request.need)
-    return _run(found, options)
+def _steps(args: RowwiseArgs, options: NoSoftmaxOptions) -> Steps[Array]:
+    """The result, and gradients by kernels that compute scores again."""
+    dispatch.run(args, options.get("backend"))
+    request = yield args.attention.result
+    return _run(rowwise_backward_args(args, request.dout, request.given, request.need), options)
 
 
 def _run(found: Gradients, options: NoSoftmaxOptions) -> tuple[Any, ...]:

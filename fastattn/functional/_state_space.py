@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn import grad, ops
+from fastattn._args.backward import of_source
 from fastattn._args.channels import scan_args, scan_grad_args, step_limits
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.ops import like, vector
-from fastattn._args.options import Backend, NoOptions
+from fastattn._args.options import Backend
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.results import result_array
-from fastattn._args.types import Array, ArrayLike, Unpack, lane_dtype
+from fastattn._args.types import Array, ArrayLike, lane_dtype
 from fastattn._args.values import flag, operand, real_array, sequence_begins
-from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn._reference.channels import softplus
 from fastattn.functional._differentiable import Request, Steps, differentiable
@@ -44,7 +44,6 @@ def selective_scan(
     out: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
-    **others: Unpack[NoOptions],
 ) -> Steps[Result]:
     r"""Selective scan of Mamba: ``h_t = exp(s_t A) h_{t-1} + s_t x_t B_t``, ``out_t = h_t @ C_t + D x_t``.
 
@@ -70,8 +69,6 @@ def selective_scan(
         As in `linear_attention`.
     out, num_threads, backend
         As in `attention`; out has x's shape and dtype.
-    **others
-        None are accepted; the error suggests the name that is used here.
 
     Returns
     -------
@@ -101,13 +98,10 @@ def selective_scan(
     >>> out.shape, state.shape
     ((2, 10, 6), (2, 6, 4))
     """
-    if others:
-        raise not_an_argument(others, selective_scan)
-    forward: dict[str, Any] = {
-        "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus,
-        "state": state, "begins": begins, "num_threads": num_threads, "backend": backend,
-    }  # fmt: skip
-    args, gate = scan_args(**forward, z=z, return_state=return_state, out_state=out_state, out=out)
+    args, gate = scan_args(
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus, state, begins, return_state, out_state, out, num_threads,
+        backend,
+    )  # fmt: skip
     compute: Any = {"num_threads": num_threads, "backend": backend}
     dispatch.run(args, backend)
     scanned = args.out
@@ -120,13 +114,13 @@ def selective_scan(
     found: dict[str, Any] = {}
     if gate is not None:
         found["dz"], dout = grad.activate(dout, gate, "silu", up=scanned, **compute)
-    back = scan_grad_args(dout, request.need, request.dmore, forward)
+    back = scan_grad_args(args, dout, request.need, request.dmore)
     dispatch.run_grad(back, backend)
     found |= {
         "dx": back.dx, "ddt": back.ddt, "dA": back.drates, "dB": back.db, "dC": back.dc, "dD": back.dskip,
         "ddt_bias": back.dbias, "dstate": back.dstate,
     }  # fmt: skip
-    return _results(request, found)
+    return tuple(of_source(request.given[name[1:]], found[name]) for name in request.need)
 
 
 @differentiable("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "state")
@@ -148,7 +142,6 @@ def mamba2_scan(
     out_state: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
-    **others: Unpack[NoOptions],
 ) -> Steps[Result]:
     r"""Scan of Mamba-2: ``S_t = exp(s_t A) S_{t-1} + B_t (s_t x_t)^T``, ``out_t = S_t^T C_t + D x_t``.
 
@@ -177,8 +170,6 @@ def mamba2_scan(
         As in `linear_attention`.
     num_threads, backend
         As in `attention`.
-    **others
-        None are accepted; the error suggests the name that is used here.
 
     Returns
     -------
@@ -205,8 +196,6 @@ def mamba2_scan(
     >>> out.shape, state.shape
     ((4, 10, 8), (4, 16, 8))
     """
-    if others:
-        raise not_an_argument(others, mamba2_scan)
     h = _heads(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limits)
     compute: Any = {"num_threads": num_threads, "backend": backend}
     decays = without_nan(h.step * h.rates[:, None])
@@ -237,8 +226,8 @@ def mamba2_scan(
         found["dz"], dout = grad.activate(dout, h.gate, "silu", up=scanned, **compute)
     need = tuple(n for n, of in _OF_RECURRENCE.items() if {*of} & {*request.need})
     values = (h.x * h.step[..., None]).astype(h.x.dtype, copy=False)
-    inner = Request(dout, request.dmore, need)
-    parts = dict(zip(need, gradients_of(inner, h.c, h.b, values, options), strict=True))
+    inner = Request(dout, request.dmore, need), recurrent_args(h.c, h.b, values, **options)
+    parts = dict(zip(need, gradients_of(*inner, options, backend), strict=True))
     found |= {"dB": parts.get("dk"), "dC": parts.get("dq"), "dstate": parts.get("dstate")}
     lane = h.step.dtype
     if "dv" in parts:
@@ -253,7 +242,7 @@ def mamba2_scan(
             dstep = dstep + parts["dlog_decay"] * h.rates[:, None]
         found["ddt"] = dstep * _slopes(h, dt_softplus, dt_limits)
         found["ddt_bias"] = _sum_to_heads(found["ddt"])
-    return _results(request, found)
+    return tuple(of_source(request.given[name[1:]], found[name]) for name in request.need)
 
 
 # Which gradients of the recurrence those of `mamba2_scan` are made of.
@@ -334,9 +323,3 @@ def _sum_to_heads(x: Array) -> Array:
     """Sums (heads,) of x (..., heads, length) over tokens and batch."""
     total: Array = x.sum((*range(x.ndim - 2), -1))
     return total
-
-
-def _results(request: Request, found: dict[str, Any]) -> tuple[Array, ...]:
-    """The gradients that are needed, in the dtypes of their arguments."""
-    dtypes: Any = {name: np.asarray(request.given[name[1:]]).dtype for name in request.need}
-    return tuple(found[name].astype(x.newbyteorder("="), copy=False) for name, x in dtypes.items())

@@ -125,7 +125,6 @@ def flex_attention(
     scale: float | None = None,
     q_offset: ArrayLike | None = None,
     return_lse: bool = False,
-    **others: Unpack[NoOptions],
 ) -> Steps[Any]:
     """Attention whose scores pass through a Python function, to try out what has no kernel.
 
@@ -146,8 +145,6 @@ def flex_attention(
         ``f(dscores, scores, b, h, i, j) -> dscores``, for `grad.vjp`: the gradient of the scores from that of
         `score_mod`'s result, ``dscores`` times the derivative, both (group, rows, keys). Called once per
         block, one after another, so it may also accumulate gradients of arrays that `score_mod` reads.
-    **others
-        None; errors name the right argument.
 
     Raises
     ------
@@ -167,8 +164,6 @@ def flex_attention(
     >>> fastattn.functional.flex_attention(x, x, x, score_mod=near).shape
     (1, 2, 5, 8)
     """
-    if others:
-        raise not_an_argument(others, flex_attention)
     for name, function in (("score_mod", score_mod), ("score_mod_backward", score_mod_backward)):
         if function is not None and not callable(function):
             raise wrong_type(name, function, "a function")

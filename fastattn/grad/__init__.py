@@ -8,11 +8,18 @@ gradients are wrong, without an error.
 """
 
 from fastattn._args.names import show_public
-from fastattn.grad._channels import causal_conv1d
 from fastattn.grad._linear import linear
 from fastattn.grad._loss import cross_entropy
-from fastattn.grad._places import dropout, embedding, rope
-from fastattn.grad._rows import activate, layer_norm, rms_norm, softmax
+from fastattn.grad._rows import (
+    activate,
+    causal_conv1d,
+    dropout,
+    embedding,
+    layer_norm,
+    rms_norm,
+    rope,
+    softmax,
+)
 from fastattn.grad._vjp import Pullback, vjp
 
 __all__ = [

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from fastattn._args.attention import dropout_of
-from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.errors import told, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import cotangent, data, rows
 from fastattn._args.types import FLOAT32, FLOAT64, Array, ArrayLike, Shape
 from fastattn._args.values import as_array, converted, flag, float_array, of_lists
-from fastattn._args.words import not_an_argument
 from fastattn._engine.plain import PLAIN
 from fastattn._engine.tape import Drops, Tape
 from fastattn._engine.values import Value
@@ -90,7 +89,8 @@ def computed(by_name: str = "", returns: str = "Array") -> Callable[[Callable[P,
                 _, inputs, run, shape = made[:4]
                 out = run(PLAIN, *map(rows, inputs.values())).reshape(shape)
             except Exception as error:
-                raise told(error, type(args[0]).__name__, computation, options, by_name) from error.__cause__
+                name, own = type(args[0]).__name__, computation.__qualname__
+                raise told(error, name, computation, options, by_name, own) from error.__cause__
             return out if len(made) < 6 else (out, made[5]())
 
         call.computation = computation  # type: ignore[attr-defined]
@@ -100,19 +100,6 @@ def computed(by_name: str = "", returns: str = "Array") -> Callable[[Callable[P,
         return call
 
     return decorate
-
-
-def told(
-    error: Exception, name: str, function: Callable[..., Any], options: Mapping[str, Any], by_name: str = ""
-) -> Exception:
-    """`error` of `function`, a call of the layer `name` with these `options`, as its caller reads it."""
-    text, own = str(error), function.__qualname__
-    if isinstance(error, TypeError) and text.startswith(f"{own}() got an unexpected keyword"):
-        error = not_an_argument(options, function)
-    elif by_name and "positional argument" in text:
-        error.args = (f"{text}; {by_name} are passed by name",)
-    put_name(name, error, own)
-    return error
 
 
 def checked(name: str, x: Any, features: int, weights_dtype: str) -> Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from functools import partial
 from itertools import accumulate
@@ -21,10 +20,12 @@ from fastattn.layers import _computation
 from fastattn.layers._basic import NormLayer
 from fastattn.layers._cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers._computation import Made
-from fastattn.layers._decoder_layer import DecoderOptions, TransformerDecoderLayer
 from fastattn.layers._scores import padding_alone
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
+    NOTHING,
+    DecoderOptions,
+    TransformerDecoderLayer,
     TransformerEncoderLayer,
     TransformerLayer,
     program_of,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from fastattn.layers._transformer import Call, Prepared
 
 
-_NOTHING = nullcontext()
 _NAMES = ("src", "mask", "src_key_padding_mask")  # of an encoder's arguments
 # What attentions that share keys have in common: fields, and the options that set them.
 _OF_KEYS = {"_heads_kv": "num_kv_heads", "_head_dim": "head_dim", "rope": "rope"}
@@ -145,7 +145,7 @@ class LayerStack(Layer):
         """One layer after another, of rows x and the memory's, and the norm; in rows."""
         givers, shared = set(self._borrowed.values()), dict[int | None, Any]()
         caches = self._one_each(cache)
-        with _NOTHING if cache is None else restored_on_error(caches):
+        with NOTHING if cache is None else restored_on_error(caches):
             for i, (layer, own) in enumerate(zip(self.layers, caches, strict=True)):
                 more = {"keys_values": shared.get(self._borrowed.get(i)), "share": i in givers}
                 x = tape.block(partial(layer._forward, call=call, cache=own, **more), x, *memory)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from fastattn._args.dtypes import dtype_choice
-from fastattn._args.errors import named, put_name, wrong_type
+from fastattn._args.errors import named, put_name, told, wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, is_finite
 from fastattn._args.types import Array, DTypeLike, Rounding, Shape
@@ -198,7 +198,8 @@ class Layer:
             computation = _computation.Computation(*call(self, *inputs, **options))
             return computation.with_pullback(checkpoint, dropout, seed)
         except Exception as error:
-            raise _computation.told(error, type(self).__name__, call, options) from error.__cause__
+            name, own = type(self).__name__, call.__qualname__
+            raise told(error, name, call, options, inner=own) from error.__cause__
 
     def _settle(self, gradients: Gradients) -> None:
         """Move gradients of packed parameters to the fields that share them."""

@@ -11,7 +11,7 @@ import torch
 from fastattn import functional, grad
 from fastattn._args.errors import named
 from fastattn._args.recurrent import recurrent_args
-from fastattn._args.selected import selected_args
+from fastattn._args.selection import selected_args
 from fastattn.functional._recurrent import linear_attention_backward
 from fastattn.functional._scores import sigmoid_args, sigmoid_attention_backward
 from fastattn.torch._attention import like_result, sides

@@ -141,8 +141,8 @@ def placed(call):
 @every_call
 def test_finite_differences(call, how, monkeypatch, implementation):
     """With any number of threads, in pieces of few rows; where keys broadcast over the batch, too."""
-    monkeypatch.setattr("fastattn.functional._split_calls._PIECE_SCORES", 1)
-    monkeypatch.setattr("fastattn.functional._split_calls._LEAST_ROWS", 3)
+    monkeypatch.setattr("fastattn.functional._relative._PIECE_SCORES", 1)
+    monkeypatch.setattr("fastattn.functional._relative._LEAST_ROWS", 3)
     more, chosen = how(call)
     arrays, fixed = {**call.arrays, **more}, {**call.fixed, **chosen}
     if how is placed:

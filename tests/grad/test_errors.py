@@ -21,7 +21,7 @@ WRONG = [
     (lambda: grad.linear(DOUT, X, WEIGHT, need="dx"), TypeError, "need is 'dx'; expected a tuple"),
     (lambda: grad.linear(DOUT, X, WEIGHT, need=("dq",)), ValueError, "need is 'dq'; expected one of dx"),
     (lambda: grad.linear(DOUT, X, WEIGHT, need=("dx", "dx")), ValueError, "expected each name once"),
-    (lambda: grad.linear(DOUT, X, WEIGHT, into=(None,)), ValueError, "into has 1 items; expected 3"),
+    (lambda: grad.linear(DOUT, X, WEIGHT, into=(None,)), ValueError, "into has length 1; expected 3"),
     (lambda: grad.linear(DOUT, X, WEIGHT, into=X), TypeError, "into is of type ndarray"),
     (
         lambda: grad.linear(DOUT, X, WEIGHT, into=(DOUT, None, None)),

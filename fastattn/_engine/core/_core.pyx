@@ -168,19 +168,10 @@ def attention(args):
     cdef fa_attention_args a
     cdef fa_array **of_queries = [&a.q, &a.out, &a.lse, &a.masks.row_begin, &a.masks.row_end]
     cdef fa_array **of_keys = [&a.k, &a.v, &a.k_scale, &a.v_scale]
-    cdef _Sequences sequences
-    cdef int i
     cdef _Tables tables = _set_args(&a, args, True)
     cdef int threads = args.num_threads
     if args.begins is not None:
-        sequences = _Sequences(*args.begins, a.len_q, a.len_k)
-        if tables.batch != sequences.count:
-            raise ValueError(f"fastattn: begins of {sequences.count} sequences for {tables.batch}")
-        for i in range(5):
-            tables.begin(of_queries[i], sequences.q)
-        for i in range(4):
-            tables.begin(of_keys[i], sequences.k)
-        _run_attention(&a, threads, sequences)
+        _run_attention(&a, threads, _begun(&a, args.begins, tables, of_queries, 5, of_keys))
         return
     _run_attention(&a, threads)
     if a.stats.norm.data != NULL:
@@ -209,6 +200,7 @@ def plan(args):
 
 include "tables.pxi"
 include "tasks.pxi"
+include "kernel_tasks.pxi"
 include "sequences.pxi"
 include "selected.pxi"
 include "file_blocks.pxi"

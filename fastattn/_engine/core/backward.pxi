@@ -68,8 +68,7 @@ cdef int _run_backward(fa_backward_args *c, int threads, _Sequences sequences=No
     cdef int64_t i, heads = 0, tasks = 0, shared = 0, scratch = 0
     cdef double flops = 0
     cdef bint few = False
-    c.attention.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(c.attention.q.dtype), c, &w
+    _ready(&loop, c.attention.q.dtype, c, &c.attention.watch, &w)
     w.jobs, w.n = &whole, 1
     if sequences is not None:
         w.n = sequences.n
@@ -89,8 +88,7 @@ cdef int _run_backward(fa_backward_args *c, int threads, _Sequences sequences=No
             scratch = max(scratch, job.plan.scratch_bytes)
             flops += job.plan.flops
             few = few or job.plan.few
-        _start(&loop, _backward_sums, max(heads, tasks), threads if flops >= fa_tuned.parallel_flops else 1, scratch,
-               shared)
+        _start(&loop, _backward_sums, max(heads, tasks), _if_pays(flops, threads), scratch, shared)
         with nogil:
             if few:
                 _tasks(&loop, tasks)
@@ -126,7 +124,7 @@ def attention_backward(args):
     cdef _Sequences sequences = None
     cdef fa_array **of_queries = [&a.q, &a.out, &a.lse, &a.masks.row_begin, &a.masks.row_end, &c.dout, &c.dlse, &c.dq]
     cdef fa_array **of_keys = [&a.k, &a.v, &c.dk, &c.dv]
-    cdef int i, lane, threads = args.attention.num_threads
+    cdef int lane, threads = args.attention.num_threads
     memset(&c, 0, sizeof(c))
     cdef _Tables _tables = _set_args(a, args.attention, True)  # which, as those below, must outlive the kernels
     cdef _Tables tables = _Tables(args.attention.batch_shape, 10)
@@ -153,13 +151,7 @@ def attention_backward(args):
     tables.set(&c.dalibi_slopes, "dalibi_slopes", args.dalibi_slopes, cnp.NPY_DOUBLE, 1, a.heads_q)
     tables.set(&c.dsoftcap, "dsoftcap", args.dsoftcap, cnp.NPY_DOUBLE, 1, a.heads_q)
     if args.attention.begins is not None:
-        sequences = _Sequences(*args.attention.begins, a.len_q, a.len_k)
-        if tables.batch != sequences.count:
-            raise ValueError(f"fastattn: begins of {sequences.count} sequences for {tables.batch}")
-        for i in range(8):
-            tables.begin(of_queries[i], sequences.q)
-        for i in range(4):
-            tables.begin(of_keys[i], sequences.k)
+        sequences = _begun(a, args.attention.begins, tables, of_queries, 8, of_keys)
         for x in (args.dk, args.dv):
             if x is not None and sequences.n < sequences.count:
                 x[...] = 0  # keys of sequences without queries

@@ -78,7 +78,6 @@ cdef class _Chain(_Step):
         cdef fa_linear_args a
         cdef int64_t i, j, kernels_bytes = 0, bytes = 0
         cdef double flops = 0
-        cdef int threads = c.threads
         chain.n, chain.m, chain.rows = len(self.steps), c.m, c.chain_rows if c.chain_rows > 0 else c.m
         loop.kernels, loop.args = _kernels(c.dtype), &chain
         steps = <Rowwise *>PyMem_RawMalloc(chain.n * sizeof(Rowwise))
@@ -105,9 +104,7 @@ cdef class _Chain(_Step):
             for i in range(self.first, self.first + len(self.own)):
                 chain.own[i] = bytes
                 bytes += chain.rows * chain.buffers[i].row
-            if flops < fa_tuned.parallel_flops:
-                threads = 1
-            _run(&loop, _chain_task, (c.m + chain.rows - 1) // chain.rows, threads, bytes)
+            _run(&loop, _chain_task, (c.m + chain.rows - 1) // chain.rows, _if_pays(flops, c.threads), bytes)
         finally:
             PyMem_RawFree(steps)
 

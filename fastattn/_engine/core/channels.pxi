@@ -65,20 +65,14 @@ cdef enum:
     MOST_CONV_TOKENS = 64  # a task transposes the weights first, which takes as long as two tokens
 
 
-cdef void _conv_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef int64_t begin = task * loop.step
-    loop.kernels.channels.conv_run(<const fa_conv_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
-
-
 cdef int _run_conv(fa_conv_args *a, int64_t tokens, int threads) except -1:
     cdef Loop loop
-    a.watch = &loop.watch
-    loop.kernels, loop.args = _kernels(a.x.dtype), a
+    _ready(&loop, a.x.dtype, a, &a.watch)
     if tokens * a.channels < fa_tuned.parallel_elements:
         threads = 1
     loop.n = tokens
     loop.step = max(LEAST_CONV_TOKENS, min(MOST_CONV_TOKENS, loop.n // (4 * threads)))
-    return _run(&loop, _conv_task, (loop.n + loop.step - 1) // loop.step, threads,
+    return _run(&loop, _channels_conv_task, (loop.n + loop.step - 1) // loop.step, threads,
                 loop.kernels.channels.conv_scratch_bytes(a))
 
 
@@ -95,7 +89,7 @@ cdef void _conv_grad_task(Loop *loop, int64_t task, void *scratch) noexcept nogi
     cdef int64_t begin = task * loop.step, size = 8 if a.forward.x.dtype == FA_F64 else 4
     cdef int64_t sums = (a.forward.width + 1) * a.forward.channels * size
     loop.kernels.channels.conv_grad_run(a, begin, min(loop.n, begin + loop.step),
-                                        loop.shared + task * sums if loop.plan != NULL else NULL, scratch)
+                               loop.shared + task * sums if loop.plan != NULL else NULL, scratch)
 
 
 def conv_grad(args):
@@ -112,8 +106,7 @@ def conv_grad(args):
     channels.set(&a.dstate, "dstate", args.dstate, f.x.dtype, f.width - 1, f.channels)
     n, size = (f.width + 1) * f.channels, 8 if f.x.dtype == FA_F64 else 4
     sums = _data("sums", args.sums, n, _lane_type(f.x.dtype))
-    f.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(f.x.dtype), &a, sums
+    _ready(&loop, f.x.dtype, &a, &f.watch, sums)
     loop.n, loop.step = channels.tokens, max(LEAST_ROWS_SUMMED, (channels.tokens + MOST_PARTIALS - 1) // MOST_PARTIALS)
     n_tasks = (loop.n + loop.step - 1) // loop.step
     _start(&loop, _conv_grad_task, n_tasks,
@@ -149,10 +142,6 @@ cdef int _scan_threads(_Channels channels, const fa_scan_args *a, int threads):
     return threads if 16 * channels.tokens * a.channels * a.states >= fa_tuned.parallel_flops else 1
 
 
-cdef void _scan_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.channels.scan_run(<const fa_scan_args *>loop.args, task, scratch)
-
-
 def scan(args):
     """Compute `args.out` and `args.state_out`, of a ScanArgs."""
     cdef fa_scan_args a
@@ -160,14 +149,9 @@ def scan(args):
     cdef _Channels channels = _set_scan(&a, args, 7)
     channels.set_tokens(&a.out, "out", args.out, a.x.dtype, a.channels)
     channels.set(&a.state_out, "state_out", args.state_out, _lane(a.x.dtype), a.channels, a.states)
-    a.watch = &loop.watch
-    loop.kernels, loop.args = _kernels(a.x.dtype), &a
-    _run(&loop, _scan_task, loop.kernels.channels.scan_tasks(&a), _scan_threads(channels, &a, args.num_threads),
+    _ready(&loop, a.x.dtype, &a, &a.watch)
+    _run(&loop, _channels_scan_task, loop.kernels.channels.scan_tasks(&a), _scan_threads(channels, &a, args.num_threads),
          loop.kernels.channels.scan_scratch_bytes(&a))
-
-
-cdef void _scan_grad_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.channels.scan_grad_run(<const fa_scan_grad_args *>loop.args, task, scratch)
 
 
 def scan_grad(args):
@@ -185,8 +169,7 @@ def scan_grad(args):
     channels.set_tokens(&a.ddt, "ddt", args.ddt, f.x.dtype, f.channels)
     channels.set(&a.dstate_out, "dstate_out", args.dstate_out, lane, f.channels, f.states)
     channels.set(&a.dstate, "dstate", args.dstate, lane, f.channels, f.states)
-    f.watch = &loop.watch
-    loop.kernels, loop.args = _kernels(f.x.dtype), &a
+    _ready(&loop, f.x.dtype, &a, &f.watch)
     n_tasks = loop.kernels.channels.scan_tasks(f)
     parts = {}  # sums of a task; they are added in order
     for name, shape in (("drates", (*batch, f.channels, f.states)), ("dskip", (*batch, 1, f.channels)),
@@ -200,7 +183,7 @@ def scan_grad(args):
     channels.set(&a.dbias, "dbias", parts["dbias"], lane, 1, f.channels)
     a.db = NULL if parts["db"] is None else cnp.PyArray_DATA(parts["db"])
     a.dc = NULL if parts["dc"] is None else cnp.PyArray_DATA(parts["dc"])
-    _run(&loop, _scan_grad_task, n_tasks, _scan_threads(channels, f, args.forward.num_threads),
+    _run(&loop, _channels_scan_grad_task, n_tasks, _scan_threads(channels, f, args.forward.num_threads),
          loop.kernels.channels.scan_grad_scratch_bytes(&a))
     for name, part in parts.items():
         if part is not None:

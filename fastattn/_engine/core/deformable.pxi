@@ -31,11 +31,6 @@ cdef _Tables _set_deformable(fa_deformable_args *a, args, int n_arrays):
     return tables
 
 
-cdef void _deformable_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef int64_t begin = task * loop.step
-    loop.kernels.deformable.run(<const fa_deformable_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
-
-
 def deformable(args):
     """Compute `args.out`, of a DeformableArgs."""
     cdef fa_deformable_args a
@@ -45,8 +40,7 @@ def deformable(args):
     tables.set_rows(&a.out, "out", args.out, a.heads, a.len_q, a.head_dim)
     if a.out.dtype != a.v.dtype:
         raise _misfit("out", args.out, "v's type")
-    a.watch = &loop.watch
-    loop.kernels, loop.args = _kernels(a.v.dtype), &a
+    _ready(&loop, a.v.dtype, &a, &a.watch)
     if a.batch * a.heads * a.len_q * a.points * a.head_dim < fa_tuned.parallel_elements:
         threads = 1
     loop.n = a.batch * a.heads * ((a.len_q + FA_DEFORMABLE_QUERIES - 1) // FA_DEFORMABLE_QUERIES)
@@ -77,8 +71,7 @@ def deformable_grad(args):
     tables.set(&a.dweights, "dweights", args.dweights, lane, 3, f.heads, f.len_q, f.points, True)
     if a.dout.dtype != f.v.dtype:
         raise _misfit("dout", args.dout, "v's type")
-    f.watch = &loop.watch
-    loop.kernels, loop.args = _kernels(f.v.dtype), &a
+    _ready(&loop, f.v.dtype, &a, &f.watch)
     if f.batch * f.heads * f.len_q * f.points * f.head_dim < fa_tuned.parallel_elements:
         threads = 1
     loop.n = f.heads

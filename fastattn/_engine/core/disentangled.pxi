@@ -11,7 +11,7 @@ cdef const fa_disentangled_args *_own_distances(Loop *loop, const Job *job, fa_d
     return own
 
 
-cdef void _disentangled_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+cdef void _distances_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef const Jobs *w = <const Jobs *>loop.plan
     cdef const Job *job = &w.jobs[_job_of(w, task)]
     cdef fa_disentangled_args own
@@ -70,8 +70,7 @@ cdef class _DisentangledStep(_AttendStep):
         if sequences is not None:
             w.jobs, w.n, w.ragged = sequences.jobs, sequences.n, True
         d.attention = a[0]
-        d.attention.watch = &loop.watch
-        loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), &d, &w
+        _ready(&loop, a.q.dtype, &d, &d.attention.watch, &w)
         for i in range(w.n):
             each = _own_distances(&loop, &w.jobs[i], &own)
             w.jobs[i].first = n_tasks
@@ -79,9 +78,7 @@ cdef class _DisentangledStep(_AttendStep):
             scratch_bytes = max(scratch_bytes, loop.kernels.attention.disentangled_scratch_bytes(each))
             # Products of each query and each key: with the key, its value, and two vectors of distances.
             flops += 8.0 * each.attention.batch * a.heads_q * each.attention.len_q * each.attention.len_k * a.head_dim
-        if flops < fa_tuned.parallel_flops:
-            threads = 1
-        _run(&loop, _disentangled_task, n_tasks, threads, scratch_bytes)
+        _run(&loop, _distances_task, n_tasks, _if_pays(flops, threads), scratch_bytes)
 
 
 _STEPS["disentangled"] = _DisentangledStep

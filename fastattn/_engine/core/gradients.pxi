@@ -1,10 +1,6 @@
 # Gradients of the layers' operations: a part of _core.pyx, which includes it.
 
 
-cdef void _outer_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.outer.run(<const fa_outer_args *>loop.args, <const fa_outer_plan *>loop.plan, task, scratch)
-
-
 def outer(args):
     """Compute `args.out` and `args.sums`, those that are there, of an OuterArgs."""
     cdef fa_outer_args a
@@ -24,11 +20,9 @@ def outer(args):
         a.out = _rows("out", args.out, a.n, a.k, lane, &a.out_row)
     a.sums = _data("sums", args.sums, a.n, _lane_type(a.a_dtype))
     a.pairs, a.more = args.pairs, args.more
-    a.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(lane), &a, &plan
+    _ready(&loop, lane, &a, &a.watch, &plan)
     loop.kernels.outer.plan(&a, args.num_threads, &plan)
-    _run(&loop, _outer_task, plan.n_tasks, args.num_threads if plan.flops >= fa_tuned.parallel_flops else 1,
-         plan.scratch_bytes)
+    _run(&loop, _outer_task, plan.n_tasks, _if_pays(plan.flops, args.num_threads), plan.scratch_bytes)
 
 
 # Rows whose sums are one partial result: few enough that these are small, and a function of m alone, so that
@@ -67,8 +61,7 @@ def rows_grad(args):
     lane, size = _lane_type(a.dtype), 8 if a.dtype == FA_F64 else 4
     a.weight = _data("weight", args.weight, a.n, lane)
     dweight, dbias = _data("dweight", args.dweight, a.n, lane), _data("dbias", args.dbias, a.n, lane)
-    a.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(a.dtype), &a, NULL
+    _ready(&loop, a.dtype, &a, &a.watch)
     if dweight == NULL and dbias == NULL:
         _run_rows_of(&loop, _rows_grad_task, a.m, a.n, args.num_threads, loop.kernels.rows.grad_scratch_bytes(a.n))
         return
@@ -86,11 +79,6 @@ def rows_grad(args):
     _end(&loop)
 
 
-cdef void _logits_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef int64_t begin = task * loop.step
-    loop.kernels.rows.logits_run(<const fa_logits_args *>loop.args, begin, min(loop.n, begin + loop.step))
-
-
 def logits(args):
     """Compute `args.loss`, and where there are factors the gradient in `args.logits`, of a LogitsArgs."""
     cdef fa_logits_args a
@@ -106,14 +94,8 @@ def logits(args):
     a.factor = _data("factor", args.factor, a.m, _lane_type(lane))
     if a.m and not 0 <= args.targets.min() <= args.targets.max() < a.n:
         raise _misfit("targets", args.targets, f"numbers from 0 to {a.n - 1}")
-    a.watch = &loop.watch
-    loop.kernels, loop.args = _kernels(lane), &a
-    _run_rows_of(&loop, _logits_task, a.m, a.n, args.num_threads, 0)
-
-
-cdef void _dropout_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef int64_t begin = task * loop.step
-    loop.kernels.rows.dropout_run(<const fa_dropout_args *>loop.args, begin, min(loop.n, begin + loop.step))
+    _ready(&loop, lane, &a, &a.watch)
+    _run_rows_of(&loop, _rows_logits_task, a.m, a.n, args.num_threads, 0)
 
 
 def dropout(args):
@@ -125,14 +107,8 @@ def dropout(args):
     a.x = _rows("x", args.x, a.m, a.n, a.dtype, &a.x_row)
     a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)
     a.rate, a.scale, a.seed, a.stream = args.rate, args.scale, args.seed, args.stream
-    a.watch = &loop.watch
-    loop.kernels, loop.args = _kernels(a.dtype), &a
-    _run_rows_of(&loop, _dropout_task, a.m, a.n, args.num_threads, 0)
-
-
-cdef void _scatter_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef int64_t begin = task * loop.step
-    loop.kernels.rows.scatter_run(<const fa_scatter_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
+    _ready(&loop, a.dtype, &a, &a.watch)
+    _run_rows_of(&loop, _rows_dropout_task, a.m, a.n, args.num_threads, 0)
 
 
 def scatter(args):
@@ -153,10 +129,10 @@ def scatter(args):
     for name, numbers, most in bounds:
         if numbers.size and not 0 <= numbers.min() <= numbers.max() <= most:
             raise _misfit(name, numbers, f"numbers from 0 to {most}")
-    a.watch = &loop.watch
-    loop.kernels, loop.args, loop.n = _kernels(a.dtype), &a, places
+    _ready(&loop, a.dtype, &a, &a.watch)
+    loop.n = places
     # Some places may get many rows, so that tasks are about as long only if they are few.
     loop.step = max(1, fa_tuned.row_task_elements * places // max(1, m * a.n))
     n_tasks = (places + loop.step - 1) // loop.step
-    _run(&loop, _scatter_task, n_tasks, args.num_threads if m * a.n >= fa_tuned.parallel_elements else 1,
+    _run(&loop, _rows_scatter_task, n_tasks, args.num_threads if m * a.n >= fa_tuned.parallel_elements else 1,
          loop.kernels.rows.scatter_scratch_bytes(a.n))

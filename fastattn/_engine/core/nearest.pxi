@@ -3,16 +3,6 @@
 cdef dict _NEAREST_KINDS = {"lanes": FA_LANES, "whole": FA_WHOLE, "bits": FA_BITS}
 
 
-cdef void _nearest_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.selection.nearest_run(<const fa_nearest_args *>loop.args, <const fa_nearest_plan *>loop.plan, task,
-                                       scratch)
-
-
-cdef void _nearest_end_task(Loop *loop, int64_t query, void *scratch) noexcept nogil:
-    loop.kernels.selection.nearest_finish(<const fa_nearest_args *>loop.args, <const fa_nearest_plan *>loop.plan,
-                                          query, scratch)
-
-
 def nearest(args):
     """Compute `args.out` and `args.scores`, of a NearestArgs."""
     cdef fa_nearest_args a
@@ -37,17 +27,14 @@ def nearest(args):
     a.kept = min(a.top_k, a.run)
     a.rows = <int64_t *>_data("out", args.out, a.len_q * a.top_k, cnp.NPY_INT64)
     a.scores = _data("scores", args.scores, a.len_q * a.top_k, _lane_type(lane))
-    a.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(lane), &a, &plan
+    _ready(&loop, lane, &a, &a.watch, &plan)
     loop.kernels.selection.nearest_plan(&a, &plan)
-    if plan.flops < fa_tuned.parallel_flops:
-        threads = 1
     found = a.len_q * plan.runs * a.kept
-    _start(&loop, _nearest_task, plan.n_tasks, threads, plan.scratch_bytes, found * 16)
+    _start(&loop, _selection_nearest_task, plan.n_tasks, _if_pays(plan.flops, threads), plan.scratch_bytes, found * 16)
     a.run_rows, a.run_scores = <int64_t *>loop.shared, loop.shared + found * 8
     with nogil:
         _tasks(&loop, plan.n_tasks)
         if not _gives_up(&loop):
-            loop.run = _nearest_end_task
+            loop.run = _selection_nearest_finish_task
             _tasks(&loop, a.len_q)
     _end(&loop)

@@ -83,18 +83,12 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, 
     a.bias = _data("bias", bias, a.n * (1 + a.gated), lane)
 
 
-cdef void _linear_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.linear.run(<const fa_linear_args *>loop.args, <const fa_linear_plan *>loop.plan, task, scratch)
-
-
 cdef int _run_linear(fa_linear_args *a, int threads) except -1:
     cdef Loop loop
     cdef fa_linear_plan plan
-    a.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(a.dtype), a, &plan
+    _ready(&loop, a.dtype, a, &a.watch, &plan)
     loop.kernels.linear.plan(a, threads, &plan)
-    return _run(&loop, _linear_task, plan.n_tasks, threads if plan.flops >= fa_tuned.parallel_flops else 1,
-                plan.scratch_bytes)
+    return _run(&loop, _linear_task, plan.n_tasks, _if_pays(plan.flops, threads), plan.scratch_bytes)
 
 
 def linear(args):
@@ -108,11 +102,6 @@ def linear(args):
     a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
     a.pre = _rows("pre", args.pre, a.m, a.n * (1 + a.gated), a.dtype, &a.pre_row)
     _run_linear(&a, args.num_threads)
-
-
-cdef void _pack_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef int64_t begin = task * loop.step
-    loop.kernels.pack.run(<const fa_pack_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
 
 
 cdef void _set_pack_rows(fa_pack_rows *to, block, int64_t n, int64_t k, table) except *:
@@ -183,21 +172,14 @@ def pack(args):
         a.zero = table.numbers(np.zeros(1, np.int8))[0]
     if a.weight == FA_I8 or a.weight == FA_I4 or a.weight == FA_Q8:
         a.sums = _data("sums", args.sums, count * width, cnp.NPY_FLOAT)
-    a.watch = &loop.watch
-    loop.kernels, loop.args = _kernels(lane), &a
+    _ready(&loop, lane, &a, &a.watch)
     _run_rows_of(&loop, _pack_task, count, width * a.k, args.num_threads,
                  loop.kernels.pack.scratch_bytes(&a))
 
 
-cdef void _rows_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef int64_t begin = task * loop.step
-    loop.kernels.rows.run(<const fa_rows_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
-
-
 cdef int _run_rows(fa_rows_args *a, int threads) except -1:
     cdef Loop loop
-    a.watch = &loop.watch
-    loop.kernels, loop.args = _kernels(a.dtype), a
+    _ready(&loop, a.dtype, a, &a.watch)
     return _run_rows_of(&loop, _rows_task, a.m, a.n, threads, loop.kernels.rows.scratch_bytes(a.n))
 
 
@@ -220,16 +202,11 @@ def rows(args):
     _run_rows(&a, args.num_threads)
 
 
-cdef void _rope_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef int64_t begin = task * loop.step
-    loop.kernels.rows.rope_run(<const fa_rope_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
-
-
 cdef int _run_rope(fa_rope_args *a, int threads) except -1:
     """One row holds all heads."""
     cdef Loop loop
     loop.kernels, loop.args = _kernels(a.x.dtype), a
-    return _run_rows_of(&loop, _rope_task, a.batch * a.length, a.heads * a.head_dim, threads,
+    return _run_rows_of(&loop, _rows_rope_task, a.batch * a.length, a.heads * a.head_dim, threads,
                         a.head_dim * sizeof(double) + 64)
 
 

@@ -1,10 +1,5 @@
 # Linear attention: a part of _core.pyx, which includes it.
 
-cdef void _recurrent_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef const fa_recurrent_plan *plan = <const fa_recurrent_plan *>loop.plan
-    loop.kernels.recurrent.run(<const fa_recurrent_args *>loop.args, plan, task, scratch)
-
-
 cdef int _set_recurrent(fa_recurrent_args *a, args, _Tables tables) except -1:
     """Fill `a`; returns the type of lanes."""
     cdef int lane
@@ -23,8 +18,7 @@ cdef int _set_recurrent(fa_recurrent_args *a, args, _Tables tables) except -1:
     tables.set(&a.state, "state", args.state, lane, 3, a.heads, a.head_dim, a.head_dim_v, True)
     _set_decays(&a.log_decay, "log_decay", args.log_decay, lane, a, tables)
     tables.set(&a.beta, "beta", args.beta, lane, 2, a.heads, a.len_k)
-    if args.erase is not None:
-        tables.set_rows(&a.erase, "erase", args.erase, a.heads_k, a.len_k, a.head_dim)
+    tables.set_rows(&a.erase, "erase", args.erase, a.heads_k, a.len_k, a.head_dim)
     tables.set(&a.norm_out, "norm_out", args.norm_out, lane, 2, a.heads, a.head_dim, 1, True)
     tables.set(&a.norm, "norm", args.norm, lane, 2, a.heads, a.head_dim, 1, True)
     return lane
@@ -61,8 +55,7 @@ cdef int _begin_sequences(fa_recurrent_args *a, cnp.ndarray begins, _Tables tabl
 cdef int _run_recurrent(fa_recurrent_args *a, int threads) except -1:
     cdef fa_recurrent_plan plan
     cdef Loop loop
-    a.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), a, &plan
+    _ready(&loop, a.q.dtype, a, &a.watch, &plan)
     loop.kernels.recurrent.plan(a, threads, &plan)
     if plan.flops < (fa_tuned.parallel_few_flops if plan.steps else fa_tuned.parallel_flops):
         threads = 1
@@ -83,11 +76,6 @@ def recurrent(args):
     _run_recurrent(&a, args.num_threads)
 
 
-cdef void _recurrent_backward_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef const fa_recurrent_backward_plan *plan = <const fa_recurrent_backward_plan *>loop.plan
-    loop.kernels.recurrent.backward_run(<const fa_recurrent_backward_args *>loop.args, plan, task, scratch)
-
-
 def recurrent_backward(args):
     """Compute the gradients of a RecurrentBackwardArgs that are not None."""
     cdef fa_recurrent_backward_args a
@@ -103,23 +91,16 @@ def recurrent_backward(args):
     tables.set_rows(&a.dout, "dout", args.dout, max(f.heads_q, f.heads), f.len_q, f.head_dim_v)
     tables.set(&a.dstate_out, "dstate_out", args.dstate_out, lane, 3, f.heads, f.head_dim, f.head_dim_v, True)
     tables.set(&a.dnorm_out, "dnorm_out", args.dnorm_out, lane, 2, f.heads, f.head_dim, 1, True)
-    if args.dq is not None:
-        tables.set_rows(&a.dq, "dq", args.dq, max(f.heads_q, f.heads), f.len_q, f.head_dim)
-    if args.dk is not None:
-        tables.set_rows(&a.dk, "dk", args.dk, f.heads, f.len_k, f.head_dim)
-    if args.dv is not None:
-        tables.set_rows(&a.dv, "dv", args.dv, f.heads, f.len_k, f.head_dim_v)
+    tables.set_rows(&a.dq, "dq", args.dq, max(f.heads_q, f.heads), f.len_q, f.head_dim)
+    tables.set_rows(&a.dk, "dk", args.dk, f.heads, f.len_k, f.head_dim)
+    tables.set_rows(&a.dv, "dv", args.dv, f.heads, f.len_k, f.head_dim_v)
     _set_decays(&a.dlog_decay, "dlog_decay", args.dlog_decay, lane, f, tables)
     tables.set(&a.dbeta, "dbeta", args.dbeta, lane, 2, f.heads, f.len_k)
-    if args.derase is not None:
-        tables.set_rows(&a.derase, "derase", args.derase, f.heads, f.len_k, f.head_dim)
+    tables.set_rows(&a.derase, "derase", args.derase, f.heads, f.len_k, f.head_dim)
     tables.set(&a.dstate, "dstate", args.dstate, lane, 3, f.heads, f.head_dim, f.head_dim_v, True)
     tables.set(&a.dnorm, "dnorm", args.dnorm, lane, 2, f.heads, f.head_dim, 1, True)
     a.dq_factor = args.dq_factor
     _begin_sequences(f, args.forward.begins, tables, of_tokens, 13)
-    f.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(f.q.dtype), &a, &plan
+    _ready(&loop, f.q.dtype, &a, &f.watch, &plan)
     loop.kernels.recurrent.backward_plan(&a, &plan)
-    if plan.flops < fa_tuned.parallel_flops:
-        threads = 1
-    _run(&loop, _recurrent_backward_task, plan.n_tasks, threads, plan.scratch_bytes)
+    _run(&loop, _recurrent_backward_task, plan.n_tasks, _if_pays(plan.flops, threads), plan.scratch_bytes)

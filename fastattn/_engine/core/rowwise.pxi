@@ -4,10 +4,6 @@ cdef dict _ROWWISE = {"sparsemax": FA_SPARSEMAX, "entmax15": FA_ENTMAX15, "top_k
                       "additive": FA_ADDITIVE, "talking_heads": FA_TALKING_HEADS}
 
 
-cdef void _rowwise_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.rowwise.run(<const fa_rowwise_args *>loop.args, <const fa_rowwise_plan *>loop.plan, task, scratch)
-
-
 cdef _Tables _set_rowwise(fa_rowwise_args *r, args):
     """Fill `r`, of a RowwiseArgs; returns the batch tables it points into."""
     memset(r, 0, sizeof(fa_rowwise_args))
@@ -28,8 +24,6 @@ def rowwise(args):
     cdef Loop loop
     cdef int threads = args.attention.num_threads
     cdef _Tables _tables = _set_rowwise(&r, args)  # which must outlive the kernels
-    r.attention.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(r.attention.q.dtype), &r, &plan
+    _ready(&loop, r.attention.q.dtype, &r, &r.attention.watch, &plan)
     loop.kernels.rowwise.plan(&r, &plan)
-    _run(&loop, _rowwise_task, plan.n_tasks, threads if plan.flops >= fa_tuned.parallel_flops else 1,
-         plan.scratch_bytes)
+    _run(&loop, _rowwise_task, plan.n_tasks, _if_pays(plan.flops, threads), plan.scratch_bytes)

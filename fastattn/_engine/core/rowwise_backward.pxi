@@ -1,10 +1,5 @@
 # Gradients of attention with other normalisers and other scores: a part of _core.pyx, which includes it.
 
-cdef void _rowwise_backward_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.rowwise.backward_run(<const fa_rowwise_backward_args *>loop.args,
-                                      <const fa_rowwise_backward_plan *>loop.plan, task, scratch)
-
-
 cdef bint _shares(cnp.ndarray array, int core, int64_t batch):
     """Whether several of so many batch items have the same elements of `array`, whose own axes are `core`."""
     cdef int i
@@ -27,8 +22,7 @@ def rowwise_backward(args):
     cdef int64_t heads = a.heads_q, rows = a.batch * heads
     lane = _lane_type(a.q.dtype)
     tables.set_rows(&r.dout, "dout", args.dout, heads, a.len_q, a.head_dim_v)
-    if args.dq is not None:
-        tables.set_rows(&r.dq, "dq", args.dq, heads, a.len_q, a.head_dim)
+    tables.set_rows(&r.dq, "dq", args.dq, heads, a.len_q, a.head_dim)
     tables.set(&r.dk, "dk", args.dk, lane, 3, a.heads_kv, a.len_k, a.head_dim, True)
     tables.set(&r.dv, "dv", args.dv, lane, 3, a.heads_kv, a.len_k, a.head_dim_v, True)
     tables.set(&r.dbias, "dbias", args.dbias, lane, 3, heads, a.len_q, a.len_k)
@@ -45,12 +39,9 @@ def rowwise_backward(args):
     r.dq_factor = args.dq_factor
     if r.dout.dtype != a.q.dtype:
         raise _misfit("dout", args.dout, f"the type of q, {args.attention.q.dtype}")
-    a.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), &r, &plan
+    _ready(&loop, a.q.dtype, &r, &a.watch, &plan)
     loop.kernels.rowwise.backward_plan(&r, &plan)
-    if plan.flops < fa_tuned.parallel_flops:
-        threads = 1
-    _start(&loop, _rowwise_backward_task, plan.n_tasks, threads, plan.scratch_bytes,
+    _start(&loop, _rowwise_backward_task, plan.n_tasks, _if_pays(plan.flops, threads), plan.scratch_bytes,
            plan.n_turns * <int64_t>sizeof(int64_t))
     r.turns = <int64_t *>loop.shared
     memset(r.turns, 0, plan.n_turns * sizeof(int64_t))

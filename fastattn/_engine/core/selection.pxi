@@ -1,15 +1,5 @@
 # The keys with the largest scores: a part of _core.pyx, which includes it.
 
-cdef void _score_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.selection.score(<const fa_selection_args *>loop.args, <const fa_selection_plan *>loop.plan, task,
-                                 scratch)
-
-
-cdef void _selection_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.selection.run(<const fa_selection_args *>loop.args, <const fa_selection_plan *>loop.plan, task,
-                               scratch)
-
-
 def selection(args):
     """Compute `args.out`, of a SelectionArgs."""
     cdef fa_selection_args c
@@ -39,8 +29,7 @@ def selection(args):
         raise _misfit("out", args.out, "an array of all that is selected")
     if c.top_k < 1 or c.first < 0 or c.last < 0 or c.first > c.top_k - c.last:
         raise ValueError(f"fastattn: first={c.first} and last={c.last} of top_k={c.top_k}")
-    a.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), &c, &plan
+    _ready(&loop, a.q.dtype, &c, &a.watch, &plan)
     loop.kernels.selection.plan(&c, threads, &plan)
     if plan.flops < fa_tuned.parallel_flops:
         threads = 1
@@ -54,7 +43,7 @@ def selection(args):
     c.scores.batch = begins
     for b in range(tables.batch):
         begins[b] = b * rows * c.scores.row
-    _start(&loop, _score_task, plan.n_tasks * plan.runs, threads, plan.scratch_bytes,
+    _start(&loop, _selection_score_task, plan.n_tasks * plan.runs, threads, plan.scratch_bytes,
            tables.batch * rows * c.scores.row)
     c.scores.data = loop.shared
     with nogil:

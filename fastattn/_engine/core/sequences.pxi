@@ -72,6 +72,20 @@ cdef bint _fit(const int64_t *begins, int64_t count, int64_t rows) noexcept:
     return begins[0] == 0 and begins[count - 1] == rows
 
 
+cdef _Sequences _begun(const fa_attention_args *a, begins, _Tables tables, fa_array **of_queries, int n_queries,
+                       fa_array **of_keys):
+    """The sequences with these `begins`, from which arrays of queries and four of keys, which are set, then begin."""
+    cdef _Sequences sequences = _Sequences(*begins, a.len_q, a.len_k)
+    cdef int i
+    if tables.batch != sequences.count:
+        raise ValueError(f"fastattn: begins of {sequences.count} sequences for {tables.batch}")
+    for i in range(n_queries):
+        tables.begin(of_queries[i], sequences.q)
+    for i in range(4):
+        tables.begin(of_keys[i], sequences.k)
+    return sequences
+
+
 cdef const fa_attention_args *_job_args(Loop *loop, const Job *job, fa_attention_args *own) noexcept nogil:
     """The arguments of the job, which are `own` if those of the loop are of several."""
     cdef const fa_attention_args *all = <const fa_attention_args *>loop.args
@@ -187,8 +201,7 @@ cdef int _run_jobs(fa_attention_args *a, int threads, Jobs w) except -1:
     cdef fa_attention_args own
     cdef int64_t i, n_tasks = 0, n_items = 0, scratch_bytes = 0, most = 0
     cdef double pays = 0  # for threads, from 1 on
-    a.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), a, &w
+    _ready(&loop, a.q.dtype, a, &a.watch, &w)
     w.partial_bytes = 0
     for i in range(w.n):
         plan = &w.jobs[i].plan

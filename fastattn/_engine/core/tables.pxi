@@ -138,6 +138,8 @@ cdef class _Tables:
 
         With `scaled`, that is int8.
         """
+        if array is None:
+            return
         if scaled and cnp.PyArray_TYPE(array) != cnp.NPY_INT8:
             raise _misfit(name, array, "int8, which has scales")
         x.dtype = FA_I8 if scaled else _dtype(array)

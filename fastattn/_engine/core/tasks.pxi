@@ -108,6 +108,19 @@ cdef void _pause(int64_t times) noexcept nogil:
     fa_pause(0 if times < 200 else 1)
 
 
+cdef inline int _ready(Loop *loop, fa_dtype dtype, const void *args, const fa_watch **watch,
+                       const void *plan=NULL) except -1:
+    """Ready a loop for kernels of `dtype`, whose arguments `args` have a `watch`."""
+    watch[0] = &loop.watch
+    loop.kernels, loop.args, loop.plan = _kernels(dtype), args, plan
+    return 0
+
+
+cdef inline int _if_pays(double flops, int threads) noexcept:
+    """So many threads, or one where there is little to do."""
+    return threads if flops >= fa_tuned.parallel_flops else 1
+
+
 cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t scratch_bytes,
                 int64_t shared_bytes) except -1:
     """Ready a loop of at most `n_tasks` at a time; MemoryError is the last thing that can go wrong before it.

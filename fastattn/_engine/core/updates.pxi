@@ -13,11 +13,6 @@ cdef void *_elements(name, cnp.ndarray array, cnp.ndarray like, bint written) ex
     return _data(name, array, cnp.PyArray_SIZE(like), cnp.PyArray_TYPE(like))
 
 
-cdef void _update_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef int64_t begin = task * loop.step
-    loop.kernels.rows.update_run(<const fa_update_args *>loop.args, begin, min(loop.n, begin + loop.step))
-
-
 def update(args):
     """Change the parameters of an UpdateArgs, or fill `args.sums`.
 
@@ -53,7 +48,7 @@ def update(args):
         a.sums = <double *>_elements("sums", args.sums, np.empty(blocks), True)
     loop.kernels, loop.args = _kernels(lane), &a
     loop.n, loop.step = blocks, max(1, fa_tuned.row_task_elements // FA_UPDATE_BLOCK)
-    _start(&loop, _update_task, (blocks + loop.step - 1) // loop.step,
+    _start(&loop, _rows_update_task, (blocks + loop.step - 1) // loop.step,
            args.num_threads if blocks * FA_UPDATE_BLOCK >= fa_tuned.parallel_elements else 1, 0, 0)
     loop.caller = 0  # it looks for no signals
     with nogil:
