@@ -154,11 +154,6 @@ def some_rows(out: Array, rows: Array) -> Array:
     return got
 
 
-def largest_error(out: Array, rows: Array, want: Array) -> float:
-    """Largest difference of the `rows` of `out` from `want`."""
-    return float(np.abs(some_rows(out, rows) - want).max(initial=0))
-
-
 def time_call(call: Callable[[], Any], seconds: float) -> float:
     """Seconds of a call: the median of samples of at least a millisecond, after warming up.
 
@@ -201,7 +196,8 @@ class _Worker:
                 begin = time.perf_counter()
                 result = way.call()
                 seconds, out = time.perf_counter() - begin, way.read(result)
-                if not (error := largest_error(out, rows, want)) <= problem.tolerance:
+                error = float(np.abs(some_rows(out, rows) - want).max(initial=0))
+                if not error <= problem.tolerance:
                     raise ArithmeticError(f"wrong result, off by {error:.2g}")
                 if len(ways) > 1 and seconds < 1:
                     seconds = time_call(way.call, 0.02)

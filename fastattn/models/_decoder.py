@@ -25,7 +25,7 @@ from fastattn.layers._mixers import by_rows
 from fastattn.models import _gguf, _model, _session
 from fastattn.models._answers import Parts
 from fastattn.models._chat import conversation
-from fastattn.models._embeddings import of_length, token_rows
+from fastattn.models._embeddings import of_length, token_rows, visible
 from fastattn.models._files import is_gguf, usual_sampling
 from fastattn.models._generation import (
     Score,
@@ -649,9 +649,11 @@ class Decoder(_model.Model):
             if ends is not None:
                 ends = ends + cache.firsts[0]
         if ragged:  # each sequence has its own keys alone
-            ranges = self._ranges(positions, True, None, np.repeat(lengths + starts, lengths))
+            ranges = visible(self.windows, positions, True, (), np.repeat(lengths + starts, lengths))
         else:
-            ranges = self._ranges(positions[..., None, :], length > 1, ends, len_k)
+            # A token alone, the last of its sequence, sees all keys without being causal.
+            shared = () if ends is None else (key_ranges.lengths(ends),)
+            ranges = visible(self.windows, positions[..., None, :], length > 1, shared, len_k)
         if cache is not None:
             ranges = cache.ranges(ranges, self.windows)
         call = Sequences(batch, ranges, tuple(rotations), slots, begins if ragged else None)
@@ -670,20 +672,6 @@ class Decoder(_model.Model):
         lane = lane_dtype(self.dtype)
         found: Array = (x.astype(lane, copy=False) * lane.type(scale)).astype(self.dtype, copy=False)
         return found
-
-    def _ranges(
-        self, positions: Ints, causal: bool, ends: Ints | None, len_k: int | Ints
-    ) -> tuple[key_ranges.Range, ...]:
-        """Ranges of the `len_k` keys that the queries at `positions` attend, for each window.
-
-        Of each sequence, the first `ends` (batch,) keys count; None: all. A token alone, the last of its
-        sequence, sees all of them without being causal.
-        """
-        shared = [] if ends is None else [key_ranges.lengths(ends)]
-        if causal:
-            shared.append(key_ranges.causal(positions))
-        sliding = ([key_ranges.window(positions, *w)] if w is not None else [] for w in self.windows)
-        return tuple(key_ranges.intersect(shared + window, len_k) for window in sliding)
 
     def _capped(self, logits: Array) -> Array:
         """The logits, which it may overwrite, kept within `softcap`."""

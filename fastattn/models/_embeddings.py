@@ -16,6 +16,8 @@ from fastattn._engine.steps import Sequences
 from fastattn.positions import RopeFrequencies, rope_tables, t5_buckets
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints
     from fastattn._engine.values import Gradients
@@ -134,6 +136,19 @@ class AlibiBiases:
         """Add nothing: slopes are no parameters."""
 
 
+def visible(
+    windows: Sequence[Window],
+    positions: Ints,
+    causal: bool,
+    shared: Sequence[key_ranges.Range],
+    len_k: int | Ints,
+) -> tuple[key_ranges.Range, ...]:
+    """Ranges of the `len_k` keys that the queries at `positions` attend, for each window and all `shared`."""
+    every = [*shared, key_ranges.causal(positions)] if causal else [*shared]
+    sliding = ([] if window is None else [key_ranges.window(positions, *window)] for window in windows)
+    return tuple(key_ranges.intersect(every + own, len_k) for own in sliding)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceRules:
     """Windows, rotations and biases of an encoder's blocks, for sequences of any lengths."""
@@ -160,16 +175,12 @@ class SequenceRules:
         shared: list[key_ranges.Range] = []
         if attended is not None:
             shared.append((None, np.repeat(attended, lengths)))
-        ranges = []
-        for window in self.windows:
-            parts = [] if window is None else [key_ranges.window(own, *window)]
-            parts += [key_ranges.causal(own)] if self.causal else []
-            ranges.append(key_ranges.intersect(parts + shared, ends))
+        ranges = visible(self.windows, own, self.causal, shared, ends)
         rotations = tuple(self._rotation(each, own, lengths, dtype) for each in self.frequencies)
         biases = () if self.biases is None else self.biases(longest)
         inputs = np.empty((begins[-1], self.inputs), dtype) if self.inputs else None
         cu_seqlens = begins if ragged else None
-        return Sequences(batch, tuple(ranges), rotations, (), cu_seqlens, biases, None, inputs), positions
+        return Sequences(batch, ranges, rotations, (), cu_seqlens, biases, None, inputs), positions
 
     def add_gradients(self, gradients: Gradients, call: Sequences) -> None:
         """Add the gradient of the table of biases, if `gradients` has that of the call's biases."""

@@ -185,10 +185,6 @@ class Config:
             return default
         return None if self.values[name] is None else self.size(name)
 
-    def optional_id(self, name: str) -> int | None:
-        """An integer of at least 0; None if it is null or missing."""
-        return None if self.values.get(name) is None else self.size(name, low=0)
-
     def number(self, name: str, default: float = _REQUIRED) -> float:
         """A number above 0."""
         value: float = self._value(name, (int, float), "a number above 0", default)

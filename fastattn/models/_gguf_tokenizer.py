@@ -107,8 +107,8 @@ def end_ids(said: Config, count: int) -> list[int]:
     """The ids that end an answer, of `count` tokens, by all keys of a file and by their texts."""
     ids = []
     for name in _END_KEYS:
-        i = said.optional_id(key := f"tokenizer.ggml.{name}_token_id")
-        if i is None or i == _NO_TOKEN:
+        key = f"tokenizer.ggml.{name}_token_id"
+        if said.values.get(key) is None or (i := said.size(key, low=0)) == _NO_TOKEN:
             continue
         if i >= count:
             raise said.wrong(key, i, f"less than the number of tokens, {count}")

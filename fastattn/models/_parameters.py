@@ -241,14 +241,10 @@ class Parameters:
             maker.make(parts, tensors, old)
         return new
 
-    def with_new(self, new: Mapping[int, Made]) -> Parameters:
-        """The parameters, with those of `new` in place of the ones with these ids."""
-        return Parameters([new.get(id(made.parameter), made) for made in self._made])
-
 
 def _add(found: dict[str, Array], part: Part, gradient: Array) -> None:
     """Add what `gradient`, of a parameter, has of a part to that of the part's tensor."""
-    flat = gradient.reshape(-1) if part.is_vector else gradient.reshape(-1, gradient.shape[-1])
+    flat = gradient.reshape(-1) if len(part.shape) < 2 else gradient.reshape(-1, gradient.shape[-1])
     own = flat[part.first : part.first + part.rows]
     own = own.T if part.transposed else own
     if part.name not in found and own.size == math.prod(part.shape):
@@ -295,7 +291,8 @@ class Origin(NamedTuple):
         self, model: _Model, new: Mapping[int, Made], state: Mapping[str, Array] | None
     ) -> _Model:
         """`model`, whose origin this is, with parameters `new`, as from `Parameters.again`, of a `state`."""
-        origin = self._replace(parameters=self.parameters.with_new(new), state=state)
+        parameters = Parameters([new.get(id(made.parameter), made) for made in self.parameters])
+        origin = self._replace(parameters=parameters, state=state)
         held = {key: made.parameter for key, made in new.items()}
         found: _Model = substituted(model, {id(self): origin, **held})
         return found

@@ -164,10 +164,6 @@ class Source:
             said_by = "config.json" if self.folder.is_dir() else "its keys"
             raise ModelError(f"{tensors.where} does not fit {said_by}: {'; '.join(wrong[:SHOWN])}{more}")
 
-    def has_kind(self, kind: str) -> bool:
-        """Tell whether any tensor is of the type `kind`."""
-        return any(self.tensors.kind(stored) == kind for stored in self._stored.values())
-
     def shape(self, name: str) -> Shape:
         """The shape of a tensor."""
         return self.tensors.shape(self._stored[name])

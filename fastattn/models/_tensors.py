@@ -47,11 +47,6 @@ class Part(NamedTuple):
     begin: int = 0  # in the tensor
     transposed: bool = False  # the tensor is (in, out)
 
-    @property
-    def is_vector(self) -> bool:
-        """Tell whether the tensor has one axis."""
-        return len(self.shape) < 2
-
 
 class _Memory:
     """Tensors in memory, read as those of a `TensorFile` are."""

@@ -122,7 +122,8 @@ class TwoTowers(Encoder):
         x = x.reshape(-1, 3, size, size)
         count = at_once(self.vision.length)
         parts = [self.vision(x[i : i + count], self.dtype) for i in range(0, len(x), count)]
-        return np.concatenate([np.empty((0, self._features), lane_dtype(self.dtype)), *parts])
+        features = self.text_head.linear.weight.out_features
+        return np.concatenate([np.empty((0, features), lane_dtype(self.dtype)), *parts])
 
     @named("logits")
     def logits(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:
@@ -162,11 +163,6 @@ class TwoTowers(Encoder):
             If Pillow is needed and missing.
         """
         return model_of(self, task)._encode(sentences, options)
-
-    @property
-    def _features(self) -> int:
-        """Features of a vector, before the folder's modules."""
-        return self.text_head.linear.weight.out_features
 
     def _of_ids(self, sequences: Sequence[Ints]) -> Array:
         return self.text_head(*self.hidden(sequences), sequences)

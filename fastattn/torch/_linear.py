@@ -90,7 +90,8 @@ class FrozenLinear:
         if not compiling:
             if type(x) is not torch.Tensor or traced() or x.is_neg():
                 return False
-            if self.slower and self._is_slower(x.numel(), weight.shape[-1]):
+            count, features = x.numel(), weight.shape[-1]
+            if self.slower and self.slower[(count > features) + (count > 64 * features)]:
                 return False
         dtype = weight.dtype
         if x.dtype is not dtype or (bias is not None and bias.dtype is not dtype) or dtype not in TAKEN:
@@ -104,10 +105,6 @@ class FrozenLinear:
         if not (x.layout is weight.layout is torch.strided and x.ndim and x.shape[-1:] == weight.shape[1:]):
             return False  # mostly an error, too, as a bias of another length
         return bias is None or bias.shape == weight.shape[:1]
-
-    def _is_slower(self, count: int, features: int) -> bool:
-        """Whether torch is faster for inputs of `count` numbers."""
-        return self.slower[(count > features) + (count > 64 * features)]
 
     def _packs(self, weight: Any, bias: Any) -> bool:
         """Whether the module's parameters are those that are packed, or may be packed instead."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_type
+from fastattn._args.results import require_apart
 from fastattn._args.types import FLOAT32, FLOAT64
 from fastattn._args.values import number, short
 
@@ -55,28 +53,8 @@ def plain(parameters: Any) -> dict[str, Array]:
             raise ValueError(f"(): parameters[{name!r}] is {fault}; expected a writable, contiguous array")
     if not parameters:
         raise ValueError("(): parameters is empty; expected at least one array")
-    require_apart("parameters", parameters)
+    require_apart([(f"parameters[{name!r}]", x) for name, x in parameters.items()])
     return dict(parameters)
-
-
-def require_apart(argument: str, arrays: Mapping[str, Array]) -> None:
-    """Raise if two of `arrays`, which are the `argument`, share memory."""
-    extents = ((*_bounds(x), name) for name, x in arrays.items() if x.size)
-    earlier: list[tuple[int, str]] = []  # where they end
-    for begin, end, name in sorted(extents, key=itemgetter(0)):
-        earlier = [(last, other) for last, other in earlier if last > begin]
-        for _, other in earlier:
-            if np.shares_memory(arrays[other], arrays[name]):  # or the one stands in gaps of the other
-                both = f"{argument}[{other!r}] and {argument}[{name!r}]"
-                raise ValueError(f"(): {both} share memory; expected one of them")
-        earlier.append((end, name))
-
-
-def _bounds(x: Array) -> tuple[int, int]:
-    """The first byte of x, and the one after its last."""
-    steps = [(n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)]
-    begin = x.ctypes.data + sum(step for step in steps if step < 0)
-    return begin, begin + sum(map(abs, steps)) + x.itemsize
 
 
 def own_options(groups: Any, params: Collection[str]) -> dict[str, dict[str, float]]:
@@ -109,32 +87,15 @@ def _faults(grads: Mapping[str, Array]) -> Iterator[str]:
             yield f"the gradient of {name} has {counts}; expected finite ones"
 
 
-def patterns(name: str, x: Any) -> list[str]:
-    given = [x] if isinstance(x, str) else x
-    if not isinstance(given, Sequence) or not all(isinstance(pattern, str) for pattern in given):
-        raise TypeError(f"(): {name} is {short(x)}; expected a pattern of names, or several")
-    return list(given)
-
-
 def matching(name: str, x: Any, params: Collection[str]) -> set[str]:
     """The names in `params` that a pattern of `x` has. Each pattern has one, or it is misspelt."""
-    found: set[str] = set()
-    for pattern in patterns(name, x):
+    given, found = [x] if isinstance(x, str) else x, set[str]()
+    if not isinstance(given, Sequence) or not all(isinstance(pattern, str) for pattern in given):
+        raise TypeError(f"(): {name} is {short(x)}; expected a pattern of names, or several")
+    for pattern in given:
         names = {param for param in params if fnmatchcase(param, pattern)}
         if not names:
-            expected = f"a pattern of whole names: {near(pattern, params)}"
+            expected = f"a pattern of whole names, as {next(iter(params), '*')!r}"
             raise ValueError(f"(): {name} has {pattern!r}, which fits no name; expected {expected}")
         found |= names
     return found
-
-
-def near(pattern: str, params: Collection[str]) -> str:
-    """Advice for a `pattern` that fits no name."""
-    core = pattern.strip("*.")
-    held = [param for param in params if core and core in param]
-    if held:
-        return f"'*{core}*' has {len(held)} of them, such as {held[0]!r}"
-    words = dict.fromkeys(word for param in params for word in re.split("[._]", param))
-    for word in get_close_matches(core, (*params, *words), 1):
-        return f"there is {word!r}, as in {next(param for param in params if word in param)!r}"
-    return f"there is {next(iter(params))!r}" if params else "there are none"

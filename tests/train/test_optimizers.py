@@ -377,7 +377,7 @@ AdamW({'w': np.ones(3, np.float16)}) -> TypeError: ^AdamW\(\): parameters\['w'\]
 AdamW({'w': READ_ONLY}) -> ValueError: ^AdamW\(\): parameters\['w'\] is read-only
 AdamW({'w': np.ones((4, 4))[:, :2]}) -> ValueError: ^AdamW\(\): parameters\['w'\] is not C-contiguous
 AdamW({'a': SHARED[:3], 'b': SHARED[2:]})
-    -> ValueError: ^AdamW\(\): parameters\['a'\] and parameters\['b'\] share
+    -> ValueError: ^AdamW\(\): parameters\['b'\] shares memory with parameters\['a'\]
 AdamW({3: np.ones(2)}) -> TypeError: ^AdamW\(\): parameters has the key 3
 AdamW(W, -1.0) -> ValueError: ^AdamW\(\): lr is -1
 AdamW(W, 'x') -> TypeError: ^AdamW\(\): lr is 'x'

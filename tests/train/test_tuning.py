@@ -139,9 +139,8 @@ ContrastiveTuning(3) -> TypeError: model is of type int; expected an Encoder
 ContrastiveTuning(model, temperature=0) -> ValueError: temperature is 0
 ContrastiveTuning(model, rank=0) -> ValueError: rank is 0; expected at least 1
 ContrastiveTuning(model, targets='nothing')
-    -> ValueError: has 'nothing', which fits no name; expected a pattern of whole names: there is 'enc
-ContrastiveTuning(model, targets=['query']) -> ValueError: '\*query\*' has \d+ of them, such
-ContrastiveTuning(model, targets='*embeding*') -> ValueError: there is 'embeddings', as in
+    -> ValueError: has 'nothing', which fits no name; expected a pattern of whole names, as '
+ContrastiveTuning(model, targets=['query']) -> ValueError: has 'query', which fits no name
 ContrastiveTuning(model, rank=25) -> ValueError: rank is 25; expected at most 24, as \S+ is \(24, 24\)
 ContrastiveTuning(model, alpha=8) -> ValueError: alpha is 8, and rank is None
 ContrastiveTuning(model, rank=2, alpha=0) -> ValueError: alpha is 0.0; expected a number above

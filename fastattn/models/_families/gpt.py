@@ -78,7 +78,7 @@ def gpt_oss(source: Source) -> Decoder:
     config, all_names = source.config, _NAMES
     if not source.is_gguf:
         source.rename(renamed)
-        both, transposed = "gate_up_proj", not source.has_kind("MXFP4")
+        both, transposed = "gate_up_proj", "MXFP4" not in map(source.tensors.kind, source.tensors.names)
         all_names = with_block(
             _NAMES,
             gate=both,

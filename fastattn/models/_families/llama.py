@@ -117,14 +117,6 @@ class _Family(NamedTuple):
     caps: tuple[float | None, float | None] = (None, None)  # of scores and of logits
 
 
-def _late(config: Config, i: int) -> bool:
-    return i >= config.size("max_window_layers", 28, low=0)
-
-
-def _mixtral_experts(source: Source) -> dict[str, Any]:
-    return {"normalised": True, **expert_counts(source, "num_local_experts", 2)}
-
-
 def _qwen_experts(source: Source) -> dict[str, Any]:
     config = source.config
     key = "num_experts" if "num_experts" in config.values else "num_local_experts"  # older files, and newer
@@ -135,7 +127,10 @@ def _qwen_experts(source: Source) -> dict[str, Any]:
 
 _BIASES = _OF_ATTENTION, _ = "attention_bias", "mlp_bias"
 _MISTRAL = _Family(heads_kv=8, width=4096, slides=lambda config, i: True)
-_QWEN2 = _Family(biased=LLAMA.block.qkv, width=4096, slides=_late, switched=True)
+_QWEN2 = _Family(
+    biased=LLAMA.block.qkv, width=4096, switched=True,
+    slides=lambda config, i: i >= config.size("max_window_layers", 28, low=0),
+)  # fmt: skip
 _QWEN3 = _QWEN2._replace(names=with_block(head_norms=HEAD_NORMS), biases=(_OF_ATTENTION,), biased=())
 _OLMO2 = _Family(_OLMO, 1e-5, biases=(_OF_ATTENTION,), encodes=False)
 _GEMMA2 = _Family(
@@ -155,7 +150,10 @@ _FAMILIES = {
     "ministral": _MISTRAL,
     "ministral3": _Family(eps=1e-5, heads_kv=8, head_dim=128, slides=True, grown=True),
     "mistral": _MISTRAL,
-    "mixtral": _Family(_MIXTRAL, 1e-5, heads_kv=8, theta=1e6, slides=True, experts=_mixtral_experts),
+    "mixtral": _Family(
+        _MIXTRAL, 1e-5, heads_kv=8, theta=1e6, slides=True,
+        experts=lambda source: {"normalised": True, **expert_counts(source, "num_local_experts", 2)},
+    ),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2._replace(width=4096, slides=lambda config, i: (i + 1) % 4 > 0, thetas=_OLMO_THETAS),
     "phi3": _Family(_PHI3, 1e-5, slides=True, rotates_part=True),
