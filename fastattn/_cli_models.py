@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 # Options that are arguments of `load`, and of `encode`; what the others say does not change a vector.
 _LOADED = ("dtype", "weights_dtype", "activations")
 _SCORED = ("prompt_name", "prompt", "batch_size")
-_ENCODED = (*_SCORED, "normalize_embeddings", "truncate_dim")
 _INSTEAD = {  # by the classes of models
     "Encoder": "The command embed takes it",
     "TwoTowers": "The command embed takes it",
@@ -47,7 +46,6 @@ _INSTEAD = {  # by the classes of models
     "MultiVectorEncoder": "Its encode makes a vector of each token, in Python",
     "Decoder": "The commands generate and chat take it",
 }
-_COLUMN = "text"
 
 
 def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
@@ -75,7 +73,7 @@ def embed(options: argparse.Namespace) -> None:
         texts.require_other(output)
     model = _loaded(options, models.Encoder)
     model = model_of(model, options.task)
-    how: Any = {name: getattr(options, name) for name in _ENCODED}
+    how: Any = {name: getattr(options, name) for name in (*_SCORED, "normalize_embeddings", "truncate_dim")}
     call = model._checked(how)
     # A file is looked through first: what is no text is found before anything is computed.
     total = sum(1 for _ in texts) if texts.again else None
@@ -222,7 +220,7 @@ class Texts:
     def __iter__(self) -> Iterator[str]:
         name, number = "the standard input" if self.path is None else str(self.path), 0
         read, unit = (
-            (partial(_rows, column=self.column or _COLUMN), "row") if self._has_rows else (_lines, "line")
+            (partial(_rows, column=self.column or "text"), "row") if self._has_rows else (_lines, "line")
         )
         try:
             with nullcontext(sys.stdin.buffer) if self.path is None else self.path.open("rb") as file:

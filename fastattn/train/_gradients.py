@@ -68,7 +68,8 @@ def norm_of(arrays: Iterable[Array], num_threads: int) -> float:
     for each in by_dtype.values():
         args = UpdateArgs("squares", [Update(array) for array in each], num_threads)
         dispatch.run(args)
-        total += sum_of(args.sums)
+        # An exact sum, rounded once; fsum refuses what is not finite.
+        total += math.fsum(args.sums.tolist()) if np.isfinite(args.sums).all() else math.nan
     if math.isfinite(total):
         return math.sqrt(total)
     every = [array for each in by_dtype.values() for array in each]
@@ -79,11 +80,6 @@ def norm_of(arrays: Iterable[Array], num_threads: int) -> float:
         return largest if math.isinf(largest) and not any(np.isnan(a).any() for a in every) else math.nan
     # Finite, but their squares are not.
     return largest * math.sqrt(sum(float(np.square(np.divide(a, largest, dtype=float)).sum()) for a in every))
-
-
-def sum_of(numbers: Array) -> float:
-    """Exact sum of numbers, rounded once; fsum refuses what is not finite."""
-    return math.fsum(numbers.tolist()) if np.isfinite(numbers).all() else math.nan
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
