@@ -265,7 +265,6 @@ CALLS = {
     "tokenize": lambda folder, x: models.load(folder).tokenize(x),
     "ids": lambda folder, x: models.load(folder).text.encode(x),
     "the facade": lambda folder, x: SentenceTransformer(folder).encode(x),
-    "its tokens": lambda folder, x: SentenceTransformer(folder).tokenize(x),
     "tuning": lambda folder, x: train.ContrastiveTuning(models.load(folder)).loss((x, ["the cat", "a dog"])),
 }
 
