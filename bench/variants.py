@@ -55,20 +55,6 @@ def _deberta(x: Inputs) -> tuple[Array, ...]:
     return tuple(x.draw(x.shape.heads_q, 512, x.shape.head_dim) / 8 for _ in range(2))
 
 
-def _latent(absorbed: bool) -> Make:
-    """The latent cache has a rank of four times head_dim, as in DeepSeek-V2."""
-
-    def make(x: Inputs) -> Call:
-        shape, rank = x.shape, 4 * x.shape.head_dim
-        rope_dim = shape.head_dim // 2
-        q = x.draw(shape.batch, shape.heads_q, shape.len_q, shape.head_dim + rope_dim)
-        cache = x.draw(shape.batch, shape.len_k, rank + rope_dim)
-        weights = [x.draw(shape.heads_q, n, rank) / 16 for n in (shape.head_dim, shape.dim_v)]
-        return lambda: functional.latent_attention(q, cache, *weights, absorbed=absorbed, causal=True)
-
-    return make
-
-
 def _deformable(x: Inputs) -> Call:
     """Levels are the halves of a grid of all values, nearly square; a query has 8 points on each."""
     shape, n = x.shape, x.shape.len_k
@@ -109,14 +95,9 @@ OPTIONS = {
 CALLS: dict[str, Make] = {
     **{name: _options(case) for name, case in OPTIONS.items()},
     "deberta": _function("disentangled_attention", _deberta, max_distance=512),
-    "differential": lambda x: (
-        lambda: functional.differential_attention(x.q, x.k, x.v[:, : x.v.shape[1] // 2], 0.5)
-    ),
     "gated": _function(
         "gated_attention", lambda x: (x.draw(x.shape.batch, x.shape.heads_q, x.shape.len_q, x.shape.dim_v),)
     ),
-    "latent_plain": _latent(absorbed=False),
-    "latent_absorbed": _latent(absorbed=True),
     "deformable": _deformable,
     "selected": _selected,
     "all_statistics": _statistics,

@@ -169,10 +169,45 @@ def hopfield(state, stored, beta, steps):
     return state
 
 
+def differential(q, k, v, lambda_, lambda_init=None, **options):
+    """Differential attention: q and k (..., 2 heads, len, d) have the two softmaxes of each head in turn.
+
+    `lambda_` is a number, or (..., heads, 1, 1). With `lambda_init`, results are normed and scaled by
+    ``1 - lambda_init``; multiply them by the norm's weight, if it has one.
+    """
+    first, second = (attention(q[..., n::2, :, :], k[..., n::2, :, :], v, **options) for n in (0, 1))
+    out = (first - lambda_ * second).astype(q.dtype)
+    return out if lambda_init is None else ops.rms_norm(out, eps=1e-5) * q.dtype.type(1 - lambda_init)
+
+
+def latent(q, cache, key_weight, value_weight, absorbed=False, **options):
+    """Multi-head latent attention (MLA): q (..., heads, len, nope + rope), cache (..., len, rank + rope).
+
+    A token of the cache has its latent vector, normalised, and its rotated key, which all heads share. The
+    weights (heads, nope or value_dim, rank) are the rows of each head of ``kv_b_proj.weight``. `absorbed`:
+    all heads attend the cache itself, which is less work for few queries.
+    """
+    nope, rank = key_weight.shape[-2:]
+    lane = np.float64 if q.dtype == np.float64 else np.float32
+
+    def mapped(x, weight):
+        return (x.astype(lane) @ weight.astype(lane)).astype(q.dtype)
+
+    shared, to_values = cache[..., None, :, :], value_weight.swapaxes(-1, -2)
+    options = {"scale": q.shape[-1] ** -0.5, **options}
+    if absorbed:
+        queries = np.concatenate([mapped(q[..., :nope], key_weight), q[..., nope:]], axis=-1)
+        return mapped(attention(queries, shared, shared[..., :rank], **options), to_values)
+    latents, rotated = np.split(shared, [rank], axis=-1)
+    keys = mapped(latents, key_weight.swapaxes(-1, -2))
+    rotated = np.broadcast_to(rotated, (*keys.shape[:-1], rotated.shape[-1]))
+    return attention(q, np.concatenate([keys, rotated], axis=-1), mapped(latents, to_values), **options)
+
+
 def grouped_latent(q, caches, key_weights, value_weights, **options):
     """Grouped latent attention: every group of q (batch, groups, heads, len, d) has a cache of its own."""
     parts = zip(q.swapaxes(0, 1), caches, key_weights, value_weights, strict=True)
-    return np.concatenate([F.latent_attention(*part, **options) for part in parts], axis=1)
+    return np.concatenate([latent(*part, **options) for part in parts], axis=1)
 
 
 def turned(x, most):

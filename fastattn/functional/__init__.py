@@ -8,8 +8,7 @@ from fastattn._args.names import show_public
 from fastattn.functional import feature_maps
 from fastattn.functional._backward import attention_backward, varlen_attention_backward
 from fastattn.functional._deformable import deformable_attention
-from fastattn.functional._head_variants import differential_attention, gated_attention
-from fastattn.functional._memory import latent_attention
+from fastattn.functional._gated import gated_attention
 from fastattn.functional._recurrent import linear_attention
 from fastattn.functional._relative import disentangled_attention
 from fastattn.functional._scores import (
@@ -28,13 +27,11 @@ __all__ = [
     "additive_attention",
     "attention_backward",
     "deformable_attention",
-    "differential_attention",
     "disentangled_attention",
     "entmax15_attention",
     "feature_maps",
     "flex_attention",
     "gated_attention",
-    "latent_attention",
     "linear_attention",
     "mamba2_scan",
     "select_keys",

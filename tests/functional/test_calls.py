@@ -86,7 +86,6 @@ def _options_calls():
 
     tables = draw(4, 20, 16)
     mix, w, gate = draw(4, 4), draw(4, 16), draw(1, 4, 9, 16)
-    weights = draw(2, 4, 8, 8)
     v = functional
     return {
         "attention": fastattn.attention,
@@ -98,10 +97,7 @@ def _options_calls():
         "talking_heads": lambda *x, **o: v.talking_heads_attention(*x, mix, mix, **o),
         "deberta_keys": lambda *x, **o: v.disentangled_attention(*x, tables, **o),
         "deberta_queries": lambda *x, **o: v.disentangled_attention(*x, None, tables, **o),
-        "differential": lambda q, k, v, **o: functional.differential_attention(q, k, v[:, :1], 0.5, **o),
         "gated": lambda *x, **o: v.gated_attention(*x, gate, **o),
-        "latent": lambda q, k, _, **o: v.latent_attention(q, k[:, 0], *weights, absorbed=False, **o),
-        "absorbed": lambda q, k, _, **o: v.latent_attention(q, k[:, 0], *weights, absorbed=True, **o),
     }
 
 

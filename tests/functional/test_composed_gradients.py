@@ -15,7 +15,7 @@ from fastattn._engine import dispatch
 from fastattn.grad import vjp
 
 B, H, K, L, M, D, E = 2, 4, 2, 7, 9, 6, 3
-NARROW = ("q", "k", "v", "gate", "cache")  # in 16 bits where results are
+NARROW = ("q", "k", "v", "gate")  # in 16 bits where results are
 OPTIONS = ("bias", "sinks", "alibi_slopes", "softcap")
 
 
@@ -26,7 +26,6 @@ class Call(NamedTuple):
     arrays: dict[str, Any]
     fixed: Any = MappingProxyType({})
     taken: tuple[str, ...] = OPTIONS  # of the options below
-    lse: bool = True
 
 
 def draw(*shape, seed=0):
@@ -39,26 +38,9 @@ def calls(len_q, len_k):
     def qkv(**more):
         return {"q": draw(B, H, len_q, D), "k": draw(B, K, len_k, D), "v": draw(B, K, len_k, E), **more}
 
-    halves = {"q": draw(B, H, len_q, D), "k": draw(B, K, len_k, D), "v": draw(B, 1, len_k, E)}
     return {
-        "differential": Call("differential", {**halves, "lambda_": np.array([0.3, 0.4])}, lse=False),
-        "differential, normed": Call(
-            "differential",
-            {**halves, "lambda_": np.array(0.3), "norm_weight": draw(E)},
-            {"lambda_init": 0.2},
-            lse=False,
-        ),
         "gated": Call("gated", qkv(gate=draw(B, H, len_q, E))),
         "gated, heads": Call("gated", qkv(gate=draw(H, len_q, 1))),
-        "latent": Call(
-            "latent",
-            {
-                "q": draw(B, H, len_q, 7),
-                "cache": draw(B, len_k, 8),
-                "key_weight": draw(H, 4, 5),
-                "value_weight": draw(H, E, 5),
-            },
-        ),
         "disentangled": Call(
             "disentangled",
             qkv(position_keys=draw(H, 6, D), position_queries=draw(H, 6, D, seed=1)),
@@ -74,11 +56,10 @@ every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 def options(call, len_q=L, len_k=M):
     """All options that a call takes, and how it is causal."""
-    heads = H // 2 if call.function == "differential" else H
     arrays = {
-        "bias": draw(heads, len_q, len_k),
-        "sinks": draw(heads),
-        "alibi_slopes": np.linspace(0.1, 0.4, heads),
+        "bias": draw(H, len_q, len_k),
+        "sinks": draw(H),
+        "alibi_slopes": np.linspace(0.1, 0.4, H),
         "softcap": np.array(2.0),
     }
     causal = {"q_offset": 1} if "bias" in call.taken else {}
@@ -95,18 +76,15 @@ def floats(call, arrays):
 def forward(call, arrays, fixed):
     """The results, as a tuple."""
     function = getattr(functional, f"{call.function}_attention")
-    with_lse = {"return_lse": True} if call.lse else {}
-    found = function(**{**arrays, **floats(call, arrays)}, **fixed, **with_lse)
-    return found if call.lse else (found,)
+    return function(**{**arrays, **floats(call, arrays)}, **fixed, return_lse=True)
 
 
 def backward(call, arrays, fixed, cotangents, results, need=None):
     """The gradients by name; the forward pass on their way has the bits of `results`."""
     function = getattr(functional, f"{call.function}_attention")
     need = [f"d{name}" for name in arrays] if need is None else need
-    with_lse = {"return_lse": True} if call.lse else {}
-    again, pullback = vjp(function, **{**arrays, **floats(call, arrays)}, **fixed, **with_lse)
-    assert_same_bits(again if call.lse else [again], results)
+    again, pullback = vjp(function, **{**arrays, **floats(call, arrays)}, **fixed, return_lse=True)
+    assert_same_bits(again, results)
     return dict(zip(need, pullback(*cotangents, need=need), strict=True))
 
 
@@ -146,7 +124,7 @@ def test_finite_differences(call, how, monkeypatch, implementation):
     more, chosen = how(call)
     arrays, fixed = {**call.arrays, **more}, {**call.fixed, **chosen}
     if how is placed:
-        arrays |= {name: arrays[name][:1] for name in ("k", "cache") if name in arrays}
+        arrays["k"] = arrays["k"][:1]
     results = forward(call, arrays, fixed)
     cotangents = cotangents_of(results)
     got = backward(call, arrays, {**fixed, "num_threads": 1}, cotangents, results)
@@ -245,9 +223,8 @@ def test_what_masks_hide_never_shows(name, implementation):
     fixed = {**call.fixed, "mask": mask}
     clean = {**call.arrays}
     dirty = {name: x.copy() for name, x in clean.items()}
-    for place in ("k", "v", "cache"):
-        if place in dirty:
-            dirty[place][..., [2, 6], :] = np.nan
+    for place in ("k", "v"):
+        dirty[place][..., [2, 6], :] = np.nan
     dirty["q"][..., 3, :] = np.nan
     found = []
     for arrays in (clean, dirty):
@@ -262,26 +239,10 @@ def test_what_masks_hide_never_shows(name, implementation):
         np.testing.assert_array_equal(found[1][name], x, err_msg=name)
 
 
-def test_both_forms_of_latent_attention_have_the_same_gradients(implementation):
-    call = CALLS["latent"]
-    found = []
-    for absorbed in (False, True):
-        form = {"absorbed": absorbed}
-        results = forward(call, call.arrays, form)
-        found.append(backward(call, call.arrays, form, cotangents_of(results), results))
-    for name, x in found[0].items():
-        np.testing.assert_allclose(found[1][name], x, rtol=1e-9, atol=1e-12)
-
-
 # The products of attention that each gradient is made of, where they are not that of its own name.
 MADE_OF = {
     "dscale": {"dq"},
-    "dlambda_": set(),
-    "dnorm_weight": set(),
     "dgate": set(),
-    "dcache": {"dk", "dv"},
-    "dkey_weight": {"dk"},
-    "dvalue_weight": {"dv"},
     "dposition_keys": {"dbias"},
     "dposition_queries": {"dbias"},
     ("disentangled", "dq"): {"dq", "dbias"},
@@ -327,8 +288,7 @@ def test_errors(call):
     with pytest.raises(ValueError, match=name + "dout has shape"):
         backward(call, call.arrays, call.fixed, wrong, results)
     more = [cotangents[0], draw(*results[0].shape[:-1], 2)]
-    wrong = "dmore has shape" if call.lse else "dmore is given; expected None, since there is one result"
-    with pytest.raises(ValueError, match=name + wrong):
+    with pytest.raises(ValueError, match=name + "dmore has shape"):
         backward(call, call.arrays, call.fixed, more, results)
 
 

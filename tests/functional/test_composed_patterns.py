@@ -104,7 +104,7 @@ def test_deepseek_sparse_attention(implementation, heads, len_q, len_k):
     call = drawn(np.float64, *latent, *index)
     close(compositions.deepseek_sparse(*call, 9), by_definition.deepseek_sparse(*call, 9), np.float64)
     every = compositions.deepseek_sparse(*call, len_k)
-    close(every, F.latent_attention(*doubles(*call[:4]), causal=True), np.float64)
+    close(every, compositions.latent(*doubles(*call[:4]), causal=True), np.float64)
 
 
 def gray_codes(bits):

@@ -407,7 +407,6 @@ RIGHT = {
 }  # fmt: skip
 OTHERS = {
     "additive_attention": {"weight": floats(8)},
-    "differential_attention": {"v": floats(2, 2, 5, 8), "lambda_": 0.3},
     "varlen_attention_backward": dict.fromkeys(("q", "k", "v", "dout", "out"), Q[0]) | {"lse": LSE[0].T},
     "linear": {"dout": LSE[0], "x": LSE[0]},
     "causal_conv1d": {"weight": floats(8, 4)},

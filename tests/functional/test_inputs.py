@@ -270,7 +270,6 @@ INTEGER_VALUES = {
     "alibi_slopes": (lambda x, n: attention(*x, alibi_slopes=n), [2, 1, 0, 1]),
     "sinks": (lambda x, n: attention(*x, sinks=n), [2, 1, 0, -1]),
     "one sink for all": (lambda x, n: attention(*x, sinks=n), 0),
-    "lambda_": (lambda x, n: functional.differential_attention(*x[:2], x[2][:, :1], n), [0, 1]),
     "log_decay": (lambda x, n: functional.linear_attention(*x, rule="decay", log_decay=n), [0, -1]),
     "beta": (
         lambda x, n: functional.linear_attention(*x, rule="delta", beta=np.broadcast_to(n, (2, 70))),

@@ -1,5 +1,6 @@
 """Differential, gated, latent and disentangled attention, against their formulas in float64."""
 
+import attention_variants as compositions
 import naive
 import numpy as np
 import pytest
@@ -26,14 +27,13 @@ def test_differential(lengths, dtype, implementation):
     v = v[:, :2]
     weights = np.float32([0.2, 0.4, 0.6, 0.8])[:, None, None]
     expected = differential(q, k, v, weights, causal=True)
-    close(F.differential_attention(q, k, v, weights.ravel(), causal=True), expected, dtype, 0.6)
+    close(compositions.differential(q, k, v, weights, causal=True), expected, dtype, 0.6)
 
     if dtype in ("float32", "float64"):  # RMSNorm enlarges what two roundings leave of a difference
         norm = normal(12)
         normed = 0.4 * expected / np.sqrt((expected**2).mean(-1, keepdims=True) + 1e-5) * norm
-        more = {"lambda_init": 0.6, "norm_weight": norm}
-        out = F.differential_attention(q, k, v, weights.ravel(), causal=True, **more)
-        np.testing.assert_allclose(out, normed, atol=50 * DTYPES[dtype])
+        out = compositions.differential(q, k, v, weights, 0.6, causal=True)
+        np.testing.assert_allclose(out * norm, normed, atol=50 * DTYPES[dtype])
 
 
 @each_dtype
@@ -65,13 +65,11 @@ def test_latent(lengths, dtype, implementation):
     q, cache = normal(2, heads, len_q, nope + rope, dtype=dtype), normal(2, len_k, rank + rope, dtype=dtype)
     w, u = normal(heads, nope, rank, dtype=dtype) / 8, normal(heads, value, rank, dtype=dtype) / 8
     options = {"causal": True, "bias": normal(len_q, len_k)}
-    expected, lse = latent(q, cache, w, u, **options)
-    for absorbed in (True, False, None):
-        how = {"absorbed": absorbed, "return_lse": True, "scale": None, **options}
-        out, got = F.latent_attention(q, cache, w, u, **how)
-        close(out, expected, dtype)
-        np.testing.assert_allclose(got, lse, atol=2 * DTYPES[dtype])
-    close(F.latent_attention(q[0], cache[0], w, u, **options), expected[0], dtype)
+    expected, _ = latent(q, cache, w, u, **options)
+    for absorbed in (True, False):
+        how = {"absorbed": absorbed, **options}
+        close(compositions.latent(q, cache, w, u, **how), expected, dtype)
+    close(compositions.latent(q[0], cache[0], w, u, **options), expected[0], dtype)
 
 
 def test_latent_attends_to_the_cache_itself(implementation):
@@ -80,9 +78,9 @@ def test_latent_attends_to_the_cache_itself(implementation):
     w, u, lengths = normal(6, 16, 40), normal(6, 20, 40), np.array([300, 77])
     cache = room[:, :400]
     room[0, 300:], room[1, 77:] = np.nan, np.nan
-    out = F.latent_attention(q, cache, w, u, kv_lengths=lengths)
+    out = compositions.latent(q, cache, w, u, absorbed=True, kv_lengths=lengths)
     for b, n in enumerate(lengths):
-        plain = F.latent_attention(q[b], cache[b, :n], w, u, absorbed=False)
+        plain = compositions.latent(q[b], cache[b, :n], w, u)
         np.testing.assert_allclose(out[b], plain, atol=1e-4)
 
 
@@ -109,33 +107,12 @@ def test_disentangled_with_options(implementation):
 
 
 Q, K, V = qkv(6, 6)
-HALF = V[:, :1]
-CACHE, W, U, TABLE = normal(2, 6, 24), normal(4, 8, 16), normal(4, 12, 16), normal(4, 8, 16)
-LATENT = {"q": Q, "cache": CACHE, "key_weight": W, "value_weight": U}
+TABLE = normal(4, 8, 16)
 
 
 @pytest.mark.parametrize(("function", "args", "options", "error", "message"), [
-    (F.differential_attention, (Q[:, :3], K, V, 0.1), {}, ValueError, r"q has shape .* 2 \* heads"),
-    (F.differential_attention, (Q, K, V, 0.1), {}, ValueError,
-        "v has shape .*; expected 1 heads, half as many as k has"),
-    (F.differential_attention, (Q, K, HALF, [[1.0] * 3]), {}, ValueError, "lambda_ has shape"),
-    (F.differential_attention, (Q, K, HALF, 0.1), {"norm_weight": np.ones(12)}, ValueError,
-        "norm_weight is given without lambda_init"),
-    (F.differential_attention, (Q, K, HALF, 0.1), {"return_lse": True}, TypeError, "return_lse is"),
     (F.gated_attention, (Q, K, V, np.ones(4)), {}, TypeError, "gate has dtype float64; expected q's"),
     (F.gated_attention, (Q, K, V, np.ones((3, 1), "f")), {}, ValueError, r"gate has shape \(3, 1\)"),
-    (F.latent_attention, (), LATENT | {"cache": CACHE[..., :3]}, ValueError, r"cache has shape \(2, 6, 3\)"),
-    (F.latent_attention, (), LATENT | {"key_weight": W[:3]}, ValueError,
-        "key_weight and value_weight have shapes"),
-    (F.latent_attention, (), LATENT | {"value_weight": U[..., :3]}, ValueError,
-        "key_weight and value_weight have shapes"),
-    (F.latent_attention, (), LATENT | {"absorbed": 1}, TypeError, "absorbed is 1; expected True"),
-    (F.latent_attention, (), LATENT | {"cache": np.stack([CACHE[0]] * 5)}, ValueError,
-        "q and cache have batch dimensions .*; expected ones that broadcast"),
-    (F.latent_attention, (), LATENT | {"q": Q[0, 0]}, ValueError, r"q has shape \(6, 16\)"),
-    (F.latent_attention, (), LATENT | {"cache": CACHE[:, None]}, ValueError,
-        "cache has shape .*without heads"),
-    (F.latent_attention, (), LATENT | {"cache": CACHE.astype(float)}, TypeError, "q and cache have dtypes"),
     (F.disentangled_attention, (Q, K, V), {}, ValueError, ".* are None; expected at least one"),
     (F.disentangled_attention, (Q, K, V, TABLE[:, :3]), {}, ValueError, "position_keys has 3 rows"),
     (F.disentangled_attention, (Q, K, V, TABLE[:2]), {}, ValueError, "position_keys has shape"),

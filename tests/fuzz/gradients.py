@@ -20,8 +20,6 @@ FORWARD = [
     attention.additive_attention,
     variants.gated_attention,
     variants.disentangled_attention,
-    variants.differential_attention,
-    variants.latent_attention,
     *[recurrent.linear_attention] * 3,
 ]
 RESULTS = ("out", "return_lse", "stats", "out_state", "return_state")  # arguments of the forward pass alone

@@ -207,14 +207,6 @@ def _deberta(x):
     return deberta(x.q, x.k, x.v, kr, qr, bucket)[0]
 
 
-def _latent(x):
-    heads, dim, rank = x.shape.heads_q, x.shape.head_dim, 4 * x.shape.head_dim
-    q = x.draw(x.shape.batch, heads, x.shape.len_q, dim + dim // 2)
-    cache = x.draw(x.shape.batch, x.shape.len_k, rank + dim // 2)
-    w, u = (x.draw(heads, n, rank) / 16 for n in (dim, x.shape.dim_v))
-    return latent(q, cache, w, u, causal=True)[0]
-
-
 def _selected(x):
     """Blocks of 16 keys: those of a query, and every fourth one before, as many as the bench lists."""
     blocks = np.arange(x.shape.len_q)[:, None] // 16 - 4 * np.arange(max(1, x.shape.len_k // 64))
@@ -233,10 +225,7 @@ def _deformable(x):
 FORMULAS = {
     **{name: _option(case) for name, case in OPTIONS.items()},
     "deberta": _deberta,
-    "differential": lambda x: differential(x.q, x.k, x.v[:, : x.v.shape[1] // 2], 0.5),
     "gated": lambda x: naive.attention(x.q, x.k, x.v)[0] * sigmoid(x.draw(*x.q.shape[:-1], x.shape.dim_v)),
-    "latent_plain": _latent,
-    "latent_absorbed": _latent,
     "deformable": _deformable,
     "selected": _selected,
     "all_statistics": _option("plain"),
