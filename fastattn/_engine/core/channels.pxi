@@ -89,7 +89,7 @@ cdef void _conv_grad_task(Loop *loop, int64_t task, void *scratch) noexcept nogi
     cdef int64_t begin = task * loop.step, size = 8 if a.forward.x.dtype == FA_F64 else 4
     cdef int64_t sums = (a.forward.width + 1) * a.forward.channels * size
     loop.kernels.channels.conv_grad_run(a, begin, min(loop.n, begin + loop.step),
-                               loop.shared + task * sums if loop.plan != NULL else NULL, scratch)
+                                        loop.shared + task * sums if loop.plan != NULL else NULL, scratch)
 
 
 def conv_grad(args):
@@ -150,8 +150,8 @@ def scan(args):
     channels.set_tokens(&a.out, "out", args.out, a.x.dtype, a.channels)
     channels.set(&a.state_out, "state_out", args.state_out, _lane(a.x.dtype), a.channels, a.states)
     _ready(&loop, a.x.dtype, &a, &a.watch)
-    _run(&loop, _channels_scan_task, loop.kernels.channels.scan_tasks(&a), _scan_threads(channels, &a, args.num_threads),
-         loop.kernels.channels.scan_scratch_bytes(&a))
+    _run(&loop, _channels_scan_task, loop.kernels.channels.scan_tasks(&a),
+         _scan_threads(channels, &a, args.num_threads), loop.kernels.channels.scan_scratch_bytes(&a))
 
 
 def scan_grad(args):
