@@ -63,7 +63,7 @@ PLANNED = r"const (\w+) \*,( const \w+ \*,)? int64_t \w+, void \*scratch"
 
 
 def tasks():
-    """The functions of such tasks, of kernels that the .pxi files name."""
+    """The functions of such tasks that the .pxi files use and do not define."""
     text = " ".join(" ".join((SRC / header).read_text(encoding="utf-8") for header in HEADERS).split())
     used = " ".join(path.read_text(encoding="utf-8") for path in CORE.glob("*.pxi") if path != TASKS)
     kernels = [
@@ -74,7 +74,7 @@ def tasks():
     for family, kernel, parameters in kernels:
         name = f"_{family}_{kernel}".removesuffix("_run") + "_task"
         rows, planned = (re.fullmatch(form, parameters) for form in (BY_ROWS, PLANNED))
-        if not re.search(rf"\b{name}\b", used) or not (rows or planned):
+        if not re.search(rf"\b{name}\b", used) or f"void {name}(" in used or not (rows or planned):
             continue
         yield f"cdef void {name}(Loop *loop, int64_t task, void *scratch) noexcept nogil:"
         args = f"<const {(rows or planned)[1]} *>loop.args"
