@@ -104,7 +104,7 @@ def limited():
 
 
 def test_a_full_disk_names_the_file_of_vectors(commands, tmp_path):
-    output = tmp_path / "vectors.jsonl"
+    output = tmp_path / "vectors.npy"
     done = run([*commands["embed"], "--output", str(output)], subprocess.PIPE, preexec_fn=limited)
     assert done.returncode == 1
     assert done.stderr.endswith(f"error: [Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}: '{output}'\n")
