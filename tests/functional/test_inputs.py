@@ -140,7 +140,14 @@ def test_layouts_of_the_other_arrays(layout, implementation):
 def test_batches_that_broadcast(implementation):
     rng = np.random.default_rng(0)
     q = rng.standard_normal((3, 2, 4, 9, 8), np.float32)
-    for k_batch, v_batch in [((), ()), ((2,), (2,)), ((1, 2), (3, 1)), ((3, 1), ()), ((1, 1), (2,))]:
+    for k_batch, v_batch in [
+        ((), ()),
+        ((2,), (2,)),
+        ((1, 2), (3, 1)),
+        ((3, 1), ()),
+        ((1, 1), (2,)),
+        ((3, 2), (2,)),
+    ]:
         k = rng.standard_normal((*k_batch, 2, 30, 8), np.float32)
         v = rng.standard_normal((*v_batch, 2, 30, 8), np.float32)
         check(attention(q, k, v), expect(q, k, v))
