@@ -108,6 +108,7 @@ BAD_CALLS = [
     bad(ValueError, "q has a head_dim of 0, shape .*; expected at least 1",
         q=floats(2, 4, 5, 0), k=floats(2, 4, 5, 0)),
     bad(ValueError, r"q, k and v have batch dimensions \(3,\), \(2,\) and \(2,\)", q=floats(3, 4, 5, 8)),
+    bad(ValueError, r"q, k and v have batch dimensions \(2,\), \(2,\) and \(3,\)", v=floats(3, 4, 5, 8)),
     bad(TypeError, r"mask has dtype int64; expected bool, .* attends \(mask != 0, where 1 attends\)$",
         mask=np.ones((5, 5), int)),
     bad(TypeError, "mask has dtype float32; expected bool.*bias=", mask=floats(5, 5)),
