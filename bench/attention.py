@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from bench.graphs import openvino_call, openvino_precision, openvino_tensor
 from bench.suite import PREFILL, SHAPES, Request, Suite, grouped, has_bfloat16, refuse_dense
 from fastattn import functional, masks
 from fastattn._bench import attention, runtimes
@@ -157,97 +156,37 @@ def _onnx(problem: MaskedProblem, threads: int) -> Ways:
     return attention.onnx(problem, threads, ways)
 
 
-def _onnx_multi_head(problem: MaskedProblem, threads: int) -> Way:
-    """The contrib operator on the fastest layout that it takes: q (B, L, H * D), k and v (B, H, L, D)."""
-    from onnx import helper
-
+def _onnx_multi_head(problem: MaskedProblem, threads: int) -> Ways:
     _refuse(problem)
-    if problem.dtype != "float32" or problem.group > 1:
-        raise Unsupported("has float32 without grouped heads only")
-    (q, k, v), s, keep = problem.arrays(), problem.shape, problem.kept_keys()
-    feeds = {"q": np.ascontiguousarray(q.swapaxes(1, 2).reshape(s.batch, s.len_q, -1)), "k": k, "v": v}
-    names = [*feeds] + ([] if keep is None else ["", "keep"])
-    if keep is not None:
-        feeds["keep"] = keep.astype(np.int32)
-    options = {"num_heads": s.heads_q, "unidirectional": int(problem.causal), "domain": "com.microsoft"}
-    node = helper.make_node("MultiHeadAttention", names, ["out"], **options)
-    out = np.zeros((s.batch, s.len_q, s.heads_q * s.dim_v), q.dtype)
-
-    def read(x: Array) -> Array:
-        return x.reshape(s.batch, s.len_q, s.heads_q, s.dim_v).swapaxes(1, 2)
-
-    model = runtimes.onnx_model([node], feeds, {}, out, 23)
-    return runtimes.onnxruntime_way(model, threads, feeds, out, read)
+    return attention.onnx_multi_head(problem, threads, problem.kept_keys())
 
 
-def _openvino(problem: MaskedProblem, threads: int) -> dict[str, Way]:
-    """ScaledDotProductAttention of opset 13 on (B, H, L, D); it knows no grouped heads."""
-    from openvino import Model, Type
-    from openvino import opset13 as ops
-
+def _openvino(problem: MaskedProblem, threads: int) -> Ways:
     _refuse(problem, copies=1)
-    masks: dict[str, Any] = attention.NO_MASK
-    if (keep := problem.kept_keys()) is not None:
-        masks = {"boolean mask": keep[:, None, None, :].copy(), "float mask": _padding_bias(problem, keep)}
-    if problem.dtype == "float64":
-        raise Unsupported("computes float64 in float32")
-    precision = openvino_precision(problem.dtype)
-    q, k, v = problem.arrays()
-    if problem.causal and problem.group > 1:
-        k, v = (np.repeat(x, problem.group, axis=1) for x in (k, v))
-    elif problem.group > 1:
-        q = q.reshape(problem.stacked_shape)
-
-    def way(*arrays: Array) -> Way:
-        out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype)
-        *inputs, result = (openvino_tensor(x) for x in (*arrays, out))
-        given = [ops.parameter(list(x.shape), x.element_type) for x in inputs]
-        wide = [x if x.get_element_type() == Type.boolean else ops.convert(x, precision) for x in given]
-        node = ops.scaled_dot_product_attention(*wide, causal=problem.causal)
-        model = Model([ops.convert(node, result.element_type)], given)
-        call = openvino_call(model, precision, threads, [*inputs, result], [*arrays, out])
-        return Way(call, lambda _: out.reshape(problem.out_shape))
-
-    return {how: way(q, k, v, *(() if x is None else (x,))) for how, x in masks.items()}
+    if (keep := problem.kept_keys()) is None:
+        return attention.openvino(problem, threads)
+    masks = {"boolean mask": keep[:, None, None, :].copy(), "float mask": _padding_bias(problem, keep)}
+    return attention.openvino(problem, threads, masks)
 
 
-def _jax(problem: MaskedProblem, threads: int) -> Way:
-    """jax.nn.dot_product_attention, compiled, on (B, L, H, D)."""
-    import jax
-
+def _jax(problem: MaskedProblem, threads: int) -> Ways:
     _refuse(problem)
     keep = problem.kept_keys()
     lengths = {} if keep is None else {"key_value_seq_lengths": keep.sum(-1, dtype=np.int32)}
-    if problem.dtype in ("float16", "float64"):
-        raise Unsupported(f"has no product or no softmax of {problem.dtype} on CPUs")
-    if problem.dtype == "float32":
-        jax.config.update("jax_default_matmul_precision", "highest")
-
-    # With one query row, XLA is several times faster where the keys of a head lie in one piece.
-    def turn(x: Any) -> Any:
-        return x.swapaxes(1, 2) if problem.decode else x
-
-    def attend(*arrays: Any) -> Any:
-        options = {"is_causal": problem.causal, "implementation": "xla", **lengths}
-        return turn(jax.nn.dot_product_attention(*map(turn, arrays), **options))
-
-    arrays = [x if problem.decode else x.swapaxes(1, 2).copy() for x in problem.arrays()]
-    on_device = [jax.device_put(x) for x in arrays]
-    compiled = jax.jit(attend).lower(*on_device).compile()
-
-    def read(x: Any) -> Array:
-        return np.asarray(x) if problem.decode else np.asarray(x).swapaxes(1, 2)
-
-    return Way(lambda: compiled(*on_device).block_until_ready(), read)
+    return attention.jax(problem, threads, **lengths)
 
 
-_PEERS = {"numpy": _numpy, "torch": _torch, "ort": _onnx}
+_PEERS = {
+    "numpy": _numpy,
+    "torch": _torch,
+    "ort": _onnx,
+    "ort-mha": _onnx_multi_head,
+    "openvino": _openvino,
+    "jax": _jax,
+}
 ENGINES = {
     **own_engines(_own),
     **{name: attention.ENGINES[name]._replace(ways=ways) for name, ways in _PEERS.items()},
-    "ort-mha": Engine(("onnxruntime", "onnx"), _onnx_multi_head, "onnxruntime, contrib MultiHeadAttention"),
-    "openvino": Engine(("openvino",), _openvino, "OpenVINO, ScaledDotProductAttention"),
-    "jax": Engine(("jax",), _jax, "jax.nn.dot_product_attention"),
     "flex": Engine(("torch",), _flex, "torch's FlexAttention, compiled"),
 }
 

@@ -28,7 +28,6 @@ from bench.graphs import (
     bert_optimised,
     demand_integers,
     openvino_calibrated,
-    openvino_precision,
     refuse_without_nncf,
 )
 from bench.models import DTYPES, INT8_BFLOAT16, onnx_int8, torch_int8
@@ -329,7 +328,7 @@ def onnxruntime(problem: TextProblem, threads: int) -> dict[str, Way]:
 
 
 def _openvino_file(problem: TextProblem) -> str:
-    if problem.rest == "bfloat16" and openvino_precision("bfloat16") != "bf16":
+    if problem.rest == "bfloat16" and runtimes.openvino_precision("bfloat16") != "bf16":
         raise Unsupported("computes bfloat16 in float32 on this CPU")
     if problem.dtype != "int8":
         return "openvino/openvino_model.xml"
@@ -339,7 +338,7 @@ def _openvino_file(problem: TextProblem) -> str:
 
 def _openvino_settings(problem: TextProblem, streams: int, threads: int) -> dict[str, Any]:
     return {
-        "INFERENCE_PRECISION_HINT": openvino_precision(problem.rest),
+        "INFERENCE_PRECISION_HINT": runtimes.openvino_precision(problem.rest),
         "INFERENCE_NUM_THREADS": streams * threads,
         "PERFORMANCE_HINT": "LATENCY" if streams == 1 else "THROUGHPUT",
         "NUM_STREAMS": streams,

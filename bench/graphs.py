@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
 from fastattn._bench.harness import Unsupported, Way
@@ -92,49 +90,6 @@ def demand_integers(compiled: Any) -> None:
         raise Unsupported(f"computes linear maps in {', '.join(sorted(types))}, not in bytes")
 
 
-def openvino_precision(dtype: str) -> str:
-    """The type that OpenVINO is told to compute in: float32 where this CPU would emulate `dtype` slowly."""
-    import openvino
-
-    name, able = {"float16": ("f16", "FP16"), "bfloat16": ("bf16", "BF16")}.get(dtype, ("f32", "FP32"))
-    return name if able in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
-
-
-def openvino_tensor(x: Array) -> Any:
-    """A tensor in the memory of an array."""
-    import openvino
-
-    if x.dtype.name == "bfloat16":
-        return openvino.Tensor(x.view(np.uint16), openvino.Shape(x.shape), openvino.Type.bf16)
-    return openvino.Tensor(x, shared_memory=True)
-
-
-def openvino_call(
-    model: Any, precision: str, threads: int, tensors: Sequence[Any], owners: Sequence[Array],
-    more: Mapping[str, Any] = runtimes.NONE, check: Callable[[Any], None] = lambda _: None,
-) -> Callable[[], None]:  # fmt: skip
-    """A model set up for latency, with `more` settings; the last of `tensors` is its output.
-
-    OpenVINO keeps pointers into the tensors, so the call itself holds them and the arrays that own them.
-    `check` may refuse the compiled model.
-    """
-    import openvino
-
-    settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": threads}
-    settings |= {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": 1, **more}
-    compiled = openvino.Core().compile_model(model, "CPU", settings)
-    check(compiled)
-    request = compiled.create_infer_request()
-    for index, one in enumerate(tensors[:-1]):
-        request.set_input_tensor(index, one)
-    request.set_output_tensor(0, tensors[-1])
-
-    def call(shared: Any = (tensors, owners)) -> None:
-        request.infer()
-
-    return call
-
-
 def openvino_way(
     model: bytes | str,
     dtype: str,
@@ -151,14 +106,14 @@ def openvino_way(
     """
     import openvino
 
-    precision = openvino_precision(dtype)
+    precision = runtimes.openvino_precision(dtype)
     if dtype == "bfloat16" and precision != "bf16":
         raise Unsupported("computes bfloat16 in float32 on this CPU")
     graph = openvino.Core().read_model(model)
     shapes = [openvino.PartialShape(list(array.shape)) for array in feeds.values()]
     graph.reshape(dict(zip(graph.inputs, shapes, strict=True)))
     arrays = [*feeds.values(), out]
-    tensors = [openvino_tensor(array) for array in arrays]
+    tensors = [runtimes.openvino_tensor(array) for array in arrays]
     check: Callable[[Any], None] = demand_integers if integers else lambda _: None
-    call = openvino_call(graph, precision, threads, tensors, arrays, more, check)
+    call = runtimes.openvino_call(graph, precision, threads, tensors, arrays, more, check)
     return Way(call, lambda _: out)

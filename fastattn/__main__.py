@@ -36,7 +36,7 @@ def _selftest(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    """Compare attention with NumPy, the fallback, torch and onnxruntime if installed, for a minute."""
+    """Compare attention with NumPy, the fallback and every installed peer library, for a minute."""
     from fastattn._bench import attention, harness, report
 
     print(f"This takes about {options.seconds} seconds.", flush=True)

@@ -144,11 +144,90 @@ def onnx(problem: AttentionProblem, threads: int, masks: dict[str, Any] = NO_MAS
     return ways
 
 
+def onnx_multi_head(problem: AttentionProblem, threads: int, keep: Array | None = None) -> Way:
+    """The contrib operator on the fastest layout that it takes: q (B, L, H * D), k and v (B, H, L, D)."""
+    from onnx import helper
+
+    if problem.dtype != "float32" or problem.group > 1:
+        raise Unsupported("has float32 without grouped heads only")
+    (q, k, v), s = problem.arrays(), problem.shape
+    feeds = {"q": np.ascontiguousarray(q.swapaxes(1, 2).reshape(s.batch, s.len_q, -1)), "k": k, "v": v}
+    names = [*feeds] + ([] if keep is None else ["", "keep"])
+    if keep is not None:
+        feeds["keep"] = keep.astype(np.int32)
+    options = {"num_heads": s.heads_q, "unidirectional": int(problem.causal), "domain": "com.microsoft"}
+    node = helper.make_node("MultiHeadAttention", names, ["out"], **options)
+    out = np.zeros((s.batch, s.len_q, s.heads_q * s.dim_v), q.dtype)
+
+    def read(x: Array) -> Array:
+        return x.reshape(s.batch, s.len_q, s.heads_q, s.dim_v).swapaxes(1, 2)
+
+    model = runtimes.onnx_model([node], feeds, {}, out, 23)
+    return runtimes.onnxruntime_way(model, threads, feeds, out, read)
+
+
+def openvino(problem: AttentionProblem, threads: int, masks: dict[str, Any] = NO_MASK) -> dict[str, Way]:
+    """ScaledDotProductAttention of opset 13 on (B, H, L, D); it knows no grouped heads."""
+    from openvino import Model, Type
+    from openvino import opset13 as ops
+
+    if problem.dtype == "float64":
+        raise Unsupported("computes float64 in float32")
+    precision = runtimes.openvino_precision(problem.dtype)
+    q, k, v = problem.arrays()
+    if problem.causal and problem.group > 1:
+        k, v = (np.repeat(x, problem.group, axis=1) for x in (k, v))
+    elif problem.group > 1:
+        q = q.reshape(problem.stacked_shape)
+
+    def way(*arrays: Array) -> Way:
+        out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+        *inputs, result = (runtimes.openvino_tensor(x) for x in (*arrays, out))
+        given = [ops.parameter(list(x.shape), x.element_type) for x in inputs]
+        wide = [x if x.get_element_type() == Type.boolean else ops.convert(x, precision) for x in given]
+        node = ops.scaled_dot_product_attention(*wide, causal=problem.causal)
+        model = Model([ops.convert(node, result.element_type)], given)
+        call = runtimes.openvino_call(model, precision, threads, [*inputs, result], [*arrays, out])
+        return Way(call, lambda _: out.reshape(problem.out_shape))
+
+    return {how: way(q, k, v, *(() if x is None else (x,))) for how, x in masks.items()}
+
+
+def jax(problem: AttentionProblem, threads: int, **options: Any) -> Way:
+    """jax.nn.dot_product_attention, compiled, on (B, L, H, D)."""
+    import jax
+
+    if problem.dtype in ("float16", "float64"):
+        raise Unsupported(f"has no product or no softmax of {problem.dtype} on CPUs")
+    if problem.dtype == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")
+
+    # With one query row, XLA is several times faster where the keys of a head lie in one piece.
+    def turn(x: Any) -> Any:
+        return x.swapaxes(1, 2) if problem.decode else x
+
+    def attention(*arrays: Any) -> Any:
+        options_of = {"is_causal": problem.causal, "implementation": "xla", **options}
+        return turn(jax.nn.dot_product_attention(*map(turn, arrays), **options_of))
+
+    arrays = [x if problem.decode else x.swapaxes(1, 2).copy() for x in problem.arrays()]
+    on_device = [jax.device_put(x) for x in arrays]
+    compiled = jax.jit(attention).lower(*on_device).compile()
+
+    def read(x: Any) -> Array:
+        return np.asarray(x) if problem.decode else np.asarray(x).swapaxes(1, 2)
+
+    return Way(lambda: compiled(*on_device).block_until_ready(), read)
+
+
 ENGINES = {
     **own_engines(own),
     "numpy": Engine(("numpy",), numpy, "plain NumPy: q @ k.T, softmax, @ v"),
     "torch": Engine(("torch",), torch, "torch.nn.functional.scaled_dot_product_attention"),
     "ort": Engine(("onnxruntime", "onnx"), onnx, "onnxruntime, Attention of ONNX opset 23"),
+    "ort-mha": Engine(("onnxruntime", "onnx"), onnx_multi_head, "onnxruntime, contrib MultiHeadAttention"),
+    "openvino": Engine(("openvino",), openvino, "OpenVINO, ScaledDotProductAttention"),
+    "jax": Engine(("jax",), jax, "jax.nn.dot_product_attention"),
 }
 # Short texts in an encoder, alone and as a batch, and longer ones; texts of a decoder; the next token of a
 # decoder, of one text over heads that share keys and values, and of a batch; and what a call costs by itself.

@@ -1,4 +1,4 @@
-"""The runtimes of the peers, as the bench sets them up: torch and onnxruntime."""
+"""The runtimes of the peers, as the bench sets them up: torch, onnxruntime and OpenVINO."""
 
 from __future__ import annotations
 
@@ -80,3 +80,46 @@ def onnxruntime_way(
         session.run_with_iobinding(binding)
 
     return Way(call, lambda _: read(result.numpy()))
+
+
+def openvino_precision(dtype: str) -> str:
+    """The type that OpenVINO is told to compute in: float32 where this CPU would emulate `dtype` slowly."""
+    import openvino
+
+    name, able = {"float16": ("f16", "FP16"), "bfloat16": ("bf16", "BF16")}.get(dtype, ("f32", "FP32"))
+    return name if able in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
+
+
+def openvino_tensor(x: Array) -> Any:
+    """A tensor in the memory of an array."""
+    import openvino
+
+    if x.dtype.name == "bfloat16":
+        return openvino.Tensor(x.view(np.uint16), openvino.Shape(x.shape), openvino.Type.bf16)
+    return openvino.Tensor(x, shared_memory=True)
+
+
+def openvino_call(
+    model: Any, precision: str, threads: int, tensors: Sequence[Any], owners: Sequence[Array],
+    more: Mapping[str, Any] = NONE, check: Callable[[Any], None] = lambda _: None,
+) -> Callable[[], None]:  # fmt: skip
+    """A model set up for latency, with `more` settings; the last of `tensors` is its output.
+
+    OpenVINO keeps pointers into the tensors, so the call itself holds them and the arrays that own them.
+    `check` may refuse the compiled model.
+    """
+    import openvino
+
+    settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": threads}
+    settings |= {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": 1, **more}
+    compiled = openvino.Core().compile_model(model, "CPU", settings)
+    check(compiled)
+    request = compiled.create_infer_request()
+    for index, one in enumerate(tensors[:-1]):
+        request.set_input_tensor(index, one)
+    request.set_output_tensor(0, tensors[-1])
+
+    def call(shared: Any = (tensors, owners)) -> None:
+        request.infer()
+
+    return call
