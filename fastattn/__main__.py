@@ -105,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     option = command(_cli_models.embed)
     model_options(option)
     text_options(option, "each text")
-    option("--output", type=_vectors, metavar="FILE", help="array of NumPy, .npy (JSON lines, printed)")
+    option(
+        "--output", type=_vectors, metavar="FILE", help="a .npy file (default: JSON lines on standard output)"
+    )
     option("--task", metavar="NAME", help="task, for models with several")
     text = "scale vectors to length 1, even if the model's configuration does not"
     option("--normalize", dest="normalize_embeddings", action="store_true", help=text)

@@ -204,6 +204,8 @@ class Texts:
             kind = "the standard input" if self.path is None else f"a file {self.path.suffix!r}"
             came = f"--column is {self.column!r} for {kind}, which has lines of text"
             raise ValueError(f"{came}; expected it for .jsonl")
+        if self.path is not None and self.path.suffix.lower() in (".csv", ".parquet"):
+            raise ValueError(f"FILE {str(self.path)!r} is a table; expected lines of text, or .jsonl")
         if self.path is not None and not self.path.exists():
             expected = "a file of texts (for a text itself, use standard input: echo TEXT | python -m ...)"
             raise ValueError(f"FILE {str(self.path)!r} does not exist; expected {expected}")

@@ -214,7 +214,11 @@ def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
         try:
             model = _BUILDERS[model_type](source)
         except ModelError as error:
-            raise ModelError(f"{error}; keys and tensors by their names in folders") from None
+            if any(repr(name) in str(error) for name in (*file.metadata, *file.names)):
+                raise
+            raise ModelError(
+                f"{error}; keys and tensors have their names of config.json and folders"
+            ) from None
         if isinstance(model, Encoder):
             pooling = Pooling((config.get("pooling", str),))
             model = replace(model, sentences=replace(model.sentences, pooling=pooling))

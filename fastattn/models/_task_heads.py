@@ -124,6 +124,9 @@ def with_head(
         raise ModelError(f"{came}; expected a folder with modules.json: {how}")
     if is_multi_vector(modules):
         return _multi_vector_encoder(source, encoder, modules)
+    if task.endswith("ForTokenClassification") and not modules:
+        came = f"{source.config.path}: 'architectures' has {short(task)}, which scores tokens"
+        raise ModelError(f"{came}; expected an encoder, or a head for texts")
     if modules or not task.endswith(_TEXTS):
         if is_cross_encoder(source.folder):
             came = f"'architectures' is {short(said)}, and the folder is one of a CrossEncoder"

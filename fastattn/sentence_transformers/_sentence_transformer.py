@@ -129,6 +129,8 @@ class SentenceTransformer(Vectors):
             **call,
         )
         if precision != "float32":
+            if (one or len(vectors) == 1) and precision.endswith("int8"):
+                raise ValueError(f"(): inputs has one item for precision={precision!r}; expected several")
             vectors = quantize_embeddings(vectors, precision)
         return as_asked(vectors, one, convert_to_numpy, convert_to_tensor)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +54,9 @@ def plain(parameters: Any) -> dict[str, Array]:
             raise ValueError(f"(): parameters[{name!r}] is {fault}; expected a writable, contiguous array")
     if not parameters:
         raise ValueError("(): parameters is empty; expected at least one array")
-    require_apart([(f"parameters[{name!r}]", x) for name, x in parameters.items()])
+    named = [(f"parameters[{name!r}]", x) for name, x in parameters.items() if x.size]
+    for pair in pairwise(sorted(named, key=lambda item: item[1].ctypes.data)):  # two that overlap meet there
+        require_apart(list(pair))
     return dict(parameters)
 
 

@@ -175,6 +175,7 @@ def test_the_command_embed_refuses(encoder, writer, tmp_path):
         (encoder, [tmp_path / "x.npy", "--output", tmp_path / "x.npy"], 1, "x.npy' is written by --o"),
         (encoder, [latin, "--column", "a"], 1, "--column is 'a' for a file '.txt', which has lines of text"),
         (encoder, ["--column", "text"], 1, "for the standard input"),
+        (encoder, [tmp_path / "a.csv"], 1, "a.csv' is a table; expected lines of text, or .jsonl"),
     ):  # fmt: skip
         assert said in run("embed", "--model", folder, *options, status=status)
     assert not list(tmp_path.glob("out*"))  # a file is looked through before anything is computed

@@ -108,6 +108,7 @@ WRONG_VALUES = [
     ("jina_embeddings_v3", {"lora_adaptations": ["separation", ""]}, "'lora_adaptations' is"),
     ("jina_embeddings_v3", {"lora_adaptations": ["x", "x"]}, "'lora_adaptations' is ['x', 'x']; expected"),
     ("jina_embeddings_v3", {"lora_adaptations": [[]]}, "'lora_adaptations' is [[]]; expected"),
+    ("bert", {"architectures": ["BertForTokenClassification"]}, "which scores tokens; expected an encoder"),
     ("deberta-v2", {"relative_attention": False}, "'relative_attention' is false; only true is supported"),
     ("deberta-v2", {"pos_att_type": "p2c|p2p"},
      "'pos_att_type' is 'p2c|p2p'; expected one of c2p, p2c, or b"),
