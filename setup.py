@@ -62,7 +62,7 @@ WANTED = os.environ.get("FASTATTN_ISAS", "")
 FAMILIES = sorted(path.stem for path in Path(SRC, "families").glob("*.c"))
 LONGEST = ("attention", "linear", "rowwise", "backward")  # to compile
 # With -O3. The others compile in 0.6 to 0.8 of the time with -O2, and run as fast: docs/dev/wheels.md.
-FASTEST = ("attention", "linear", "backward", "outer", "pack")
+FASTEST = ("attention", "linear", "backward", "outer", "pack", "rows")
 COMMON = ("cpu.c", "dispatch.c", "lists.c")
 LANES = ("f32", "f64")
 OBJECTS = Path("build/objects")  # in the checkout: `pip install -e .` has a new build_temp each time

@@ -32,7 +32,7 @@ build() {
     }
     kernels() { # kernels ISA f32|f64 FAMILY FLAGS...
         local optimisation="-O2 -Wno-maybe-uninitialized" # as in setup.py
-        [[ ! "$2_$3" =~ ^f32_(attention|linear|backward|outer|pack)$ ]] || optimisation=-O3
+        [[ ! "$2_$3" =~ ^f32_(attention|linear|backward|outer|pack|rows)$ ]] || optimisation=-O3
         [[ "$1" != generic* ]] || optimisation="-O1 -Wno-maybe-uninitialized"
         compile "$1_$2_$3" "src/families/$3.c" "-DFA_ISA_NAME=$1" "-DFA_LANE_${2^^}=1" "${@:4}"
     }

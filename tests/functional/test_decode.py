@@ -75,3 +75,11 @@ def test_token_by_token_is_causal_attention(dtype, implementation):
 @pytest.mark.parametrize("len_q", range(1, 34))
 def test_groups_and_rows_sweep(len_q, group, dtype, implementation):
     check_case(shape_of(group, len_q, len_k=130, batch=1), ("causal",), dtype)
+
+
+def test_rows_that_end_before_others(implementation):
+    """The splits of a cache that few rows attend are those of the row that ends last, wherever it is."""
+    this = case(shape_of(2, len_q=4, len_k=2100), ("plain",), "float32")
+    for ends in ([2100, 30, 700, 5], [5, 2100, 0, 600]):
+        ranges = {"row_ranges": (0, np.array(ends))}
+        check(attention(this.q, this.k, this.v, **ranges), expect(this.q, this.k, this.v, **ranges))
