@@ -99,7 +99,7 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: 
 
 
 def sequences(args: AttentionArgs) -> Iterator[AttentionArgs]:
-    """A call of its own for each sequence of a ragged one."""
+    """A separate call for each sequence of a ragged call."""
     assert args.begins is not None
     bounds = list(zip(*(pairwise(begins.tolist()) for begins in args.begins), strict=True))
     of_heads = {

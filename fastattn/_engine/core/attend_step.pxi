@@ -46,7 +46,7 @@ cdef class _AttendStep(_Step):
             row = b * c.length if sequences is None else sequences.q[b]
             x_table[b], keys_table[b], out_table[b] = row * x.row, row * keys.row, row * out.row
         a.batch, a.len_q, a.len_k = c.batch, c.length, c.length
-        # In a row of x, the heads of the queries come first, then those of the keys, then those of the values.
+        # A row of x holds the heads of queries, then of keys, then of values.
         a.q.dtype, a.q.data, a.q.batch, a.q.row = x.dtype, x.data, x_table, x.row
         a.q.head, a.q.col = a.head_dim * x.size, x.size
         a.k = a.v = a.out = a.q
@@ -145,7 +145,7 @@ cdef class _AttendStep(_Step):
             r.cos, r.sin = c.cos[rotation], c.sin[rotation]
         r.batch = c.batch if sequences is None else 1
         r.length, r.heads, r.head_dim, r.pairs = c.length, heads, self.args.head_dim, pairs
-        if sequences is None or out == x:  # if in place, the rows of all are those of one
+        if sequences is None or out == x:  # in place, all sequences rotate as one
             _run_rope(&r, c.threads)
             return
         for b in range(c.batch):

@@ -9,7 +9,7 @@ cdef struct Rowwise:
     int x, out, other  # buffers; `other` is added or, with `multiplies`, multiplied with; -1: none
     bint multiplies
     int64_t begin, out_begin  # bytes of a row of x, and of out, before the step's features
-    int64_t times, weight_bytes  # of the norm of several heads: one after the other, each with weights of its own
+    int64_t times, weight_bytes  # of a norm of several heads, each with separate weights
 
 
 cdef class _RowwiseStep(_Step):
