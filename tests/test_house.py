@@ -18,7 +18,7 @@ from fastattn import functional, grad, layers, masks, models, ops, plot, positio
 from fastattn._args.options import SamplingOptions
 from fastattn._args.words import OTHER_NAMES
 from fastattn.layers._attention_parameters import CallOptions
-from fastattn.layers._transformer import DecoderOptions
+from fastattn.layers._decoder_layer import DecoderOptions
 from fastattn.models._classify import PredictOptions
 from fastattn.models._encode_calls import EncodeOptions
 

@@ -8,13 +8,14 @@ from fastattn._args.names import show_public
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import FeedForward, LayerNorm, Linear, RMSNorm
 from fastattn.layers._cache import Cached, Caches, DecoderCache, KVCache
+from fastattn.layers._decoder_layer import TransformerDecoderLayer
 from fastattn.layers._delta_rules import GatedDeltaNet, KimiDeltaAttention
 from fastattn.layers._recurrent import RecurrentState, ShortConvolution
 from fastattn.layers._rotary import Rope
 from fastattn.layers._stacks import Transformer, TransformerDecoder, TransformerEncoder
 from fastattn.layers._state import Layer
 from fastattn.layers._state_space import Mamba, Mamba2
-from fastattn.layers._transformer import TransformerDecoderLayer, TransformerEncoderLayer
+from fastattn.layers._transformer import TransformerEncoderLayer
 
 __all__ = [
     "Cached",

@@ -20,12 +20,10 @@ from fastattn.layers import _computation
 from fastattn.layers._basic import NormLayer
 from fastattn.layers._cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers._computation import Made
+from fastattn.layers._decoder_layer import NOTHING, DecoderOptions, TransformerDecoderLayer
 from fastattn.layers._scores import padding_alone
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
-    NOTHING,
-    DecoderOptions,
-    TransformerDecoderLayer,
     TransformerEncoderLayer,
     TransformerLayer,
     program_of,
