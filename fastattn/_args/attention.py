@@ -7,22 +7,21 @@ of it happens before anything is computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn, TypedDict
+from typing import Any, NoReturn
 
 import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.results import result_array
+from fastattn._args.statistics import statistics_args
 from fastattn._args.types import (
     FLOAT32,
     FLOAT64,
     Array,
     ArrayLike,
     AttentionArgs,
-    NDArray,
     Shape,
-    StatisticsArgs,
     lane_dtype,
 )
 from fastattn._args.values import (
@@ -42,7 +41,6 @@ from fastattn._args.values import (
     real_values,
     require_broadcast,
     require_dtypes,
-    sequence_begins,
     short,
 )
 from fastattn._engine.settings import require_backend, threads
@@ -383,149 +381,3 @@ def partial_states(outs: Any, lses: Any) -> tuple[list[Array], list[Array], Arra
         if lse.shape != shape[:-1]:
             raise wrong_shape(f"lses[{i}]", lse, f"{shape[:-1]}, one a row")
     return out_parts, lse_parts, np.empty(shape, dtype), np.empty(shape[:-1], lane)
-
-
-NAMES = ("row_max", "entropy", "top_k:k", "key_sums", "mean_weights")
-
-
-class TopK(NamedTuple):
-    """The largest weights of each row, in descending order, and their keys."""
-
-    weights: NDArray[Any]  # (..., heads_q, len_q, k); 0 after the last key that the row attends
-    keys: NDArray[np.int64]  # the same shape; -1 there
-
-
-class Statistics(TypedDict, total=False):
-    """Statistics that `attention` returns for `stats`; only the requested entries exist."""
-
-    row_max: NDArray[Any]
-    entropy: NDArray[Any]
-    top_k: TopK
-    key_sums: NDArray[Any]
-    mean_weights: NDArray[Any]
-
-
-def statistics_args(
-    stats: Any, heads: Shape, len_q: int, len_k: int, lane: np.dtype[Any], one_head: bool
-) -> tuple[StatisticsArgs, Statistics]:
-    """Check the names in `stats`, and make the arrays: for the kernels, and as the caller sees them.
-
-    `heads` is (*batch_shape, heads_q).
-    """
-    if isinstance(stats, str) or not isinstance(stats, Sequence):
-        raise TypeError(f"(): stats is {short(stats)}; expected a tuple of {', '.join(NAMES)}")
-    args, result = StatisticsArgs(), Statistics()
-
-    seen: Any = 0 if one_head else ...
-    shapes = {"row_max": (*heads, len_q), "entropy": (*heads, len_q), "key_sums": (*heads, len_k)}
-    for text in stats:
-        name, k = _name(text)
-        if name in result:
-            raise ValueError(f"(): stats has {name} twice, in {tuple(stats)!r}; expected it once")
-        if name == "top_k":
-            weights, keys = np.zeros((*heads, len_q, k), lane), np.full((*heads, len_q, k), -1, np.int64)
-            args.top_weights, args.top_keys = weights[..., :len_k], keys[..., :len_k]
-            result["top_k"] = TopK(weights[seen], keys[seen])
-        elif name == "mean_weights":
-            args.mean_weights = np.zeros((*heads[:-1], 1, len_q, len_k), lane)
-            result["mean_weights"] = args.mean_weights[..., 0, :, :]
-        else:
-            array = np.zeros(shapes[name], lane)
-            setattr(args, name, array)
-            result[name] = array[seen]  # type: ignore[literal-required]
-    if args.second_pass:
-        args.norm = np.empty((*heads, len_q, 2), lane)
-    return args, result
-
-
-def _name(text: Any) -> tuple[str, int]:
-    """Check one entry of `stats`; return its name, and k for "top_k:k"."""
-    if not isinstance(text, str):
-        raise TypeError(f"(): an entry of stats is {short(text)}; expected one of {', '.join(NAMES)}")
-    name, colon, number = text.partition(":")
-    if name == "top_k" and number.isdecimal() and len(number) < 10 and int(number) > 0:
-        return name, int(number)
-    if name == "top_k":
-        expected = "top_k:k with k from 1 to 999999999, as top_k:8"
-        raise ValueError(f"(): an entry of stats is {short(text)}; expected {expected}")
-    if colon or name not in NAMES:
-        raise ValueError(f"(): an entry of stats is {short(text)}; expected one of {', '.join(NAMES)}")
-    return name, 0
-
-
-def varlen_args(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    cu_seqlens_q: ArrayLike,
-    cu_seqlens_k: ArrayLike,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    k_scale: ArrayLike | None = None,
-    v_scale: ArrayLike | None = None,
-    out: Array | None = None,
-    return_lse: bool = False,
-    **options: Any,
-) -> AttentionArgs:
-    """Check and normalise the arguments of `fastattn.varlen_attention`."""
-    given = {"q": q, "k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-    arrays = {name: as_array(name, x) for name, x in given.items() if x is not None or name in "qkv"}
-    for name, array in arrays.items():
-        dims = "(tokens, heads)" if name.endswith("scale") else "(tokens, heads, head_dim)"
-        if array.ndim != dims.count(",") + 1:
-            raise wrong_shape(name, array, dims)
-    begins_q = sequence_begins("cu_seqlens_q", cu_seqlens_q, "q", len(arrays["q"]))
-    begins_k = sequence_begins("cu_seqlens_k", cu_seqlens_k, "k", len(arrays["k"]))
-    if len(begins_q) != len(begins_k):
-        came = f"cu_seqlens_q is of {len(begins_q) - 1} sequences and cu_seqlens_k of {len(begins_k) - 1}"
-        raise ValueError(f"(): {came}; expected the same number")
-    _require_shapes(arrays)
-    causal = flag("causal", causal)
-    left, right = window_sides(window)
-    by_head: dict[str, Any] = {
-        name: x.swapaxes(0, 1) for name, x in arrays.items()
-    }  # (heads, tokens, head_dim)
-    args = attention_args(return_lse=return_lse, **by_head, **options)
-
-    if out is not None:
-        shape = (args.len_q, args.heads_q, args.head_dim_v)
-        inputs = [(name, given[name], array) for name, array in arrays.items()]
-        args.out = result_array(out, shape, args.q.dtype, "q", inputs).swapaxes(0, 1)
-    else:
-        out = np.empty((args.len_q, args.heads_q, args.head_dim_v), args.q.dtype)
-        args.out = out.swapaxes(0, 1)
-    args.result = out if args.lse is None else (out, args.lse)
-
-    n_sequences, copies, lane = len(begins_q) - 1, list(args.copies), lane_dtype(args.q.dtype)
-    args.batch_shape, args.begins = (n_sequences,), (begins_q, begins_k)
-    offset = np.diff(begins_k) - np.diff(begins_q)  # the last query stands at the last key
-    heads = (n_sequences, args.heads_q)
-    if alibi_slopes is not None:
-        args.alibi_slopes = head_values("alibi_slopes", alibi_slopes, heads, lane, copies)
-        args.q_position = offset
-    if sinks is not None:
-        args.sinks = head_values("sinks", sinks, heads, lane, copies)
-    args.copies = tuple(copies)
-    if causal or left is not None or right is not None:
-        sequence = np.repeat(np.arange(n_sequences), np.diff(begins_q))  # of each query
-        position = np.arange(args.len_q) + (offset - begins_q[:-1])[sequence]
-        ranges = [key_ranges.window(position, left, right)]
-        if causal:
-            ranges.append(key_ranges.causal(position))
-        args.row_begin, args.row_end = key_ranges.intersect(ranges, np.diff(begins_k)[sequence])
-    return args
-
-
-def _require_shapes(arrays: dict[str, Array]) -> None:
-    """Raise if shapes do not fit, as the caller has them: the attention below has heads before tokens."""
-    q, k, v = (arrays[name].shape for name in "qkv")
-    (_, heads_q, head_dim), (tokens, heads, k_dim) = q, k
-    odd = 0 in (heads_q, heads, head_dim, v[2]) or heads_q % heads
-    if odd or (k_dim, *v[:2]) != (head_dim, tokens, heads):
-        raise_shapes(("q", "k", "v"), (q, k, v), heads_axis=-2)
-    for name in ("k_scale", "v_scale"):
-        if name in arrays:
-            require_broadcast(name, arrays[name].shape, (tokens, heads), "(tokens_k, heads_kv)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from fastattn._args.attention import attention_args, partial_states, varlen_args
+from fastattn._args.attention import attention_args, partial_states
 from fastattn._args.errors import named, put_name
 from fastattn._args.options import (
     AttentionOptions,
@@ -16,13 +16,14 @@ from fastattn._args.options import (
     require_options,
 )
 from fastattn._args.types import ArrayLike, NDArray, Unpack
+from fastattn._args.varlen import varlen_args
 from fastattn._args.words import by_position, not_an_argument
 from fastattn._engine import dispatch, settings
 from fastattn._engine.tiles import count_tiles
 from fastattn._reference import attention as reference
 
 if TYPE_CHECKING:
-    from fastattn._args.attention import Statistics
+    from fastattn._args.statistics import Statistics
     from fastattn.masks import Mask
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastattn._args.attention import attention_args, varlen_args
+from fastattn._args.attention import attention_args
 from fastattn._args.backward import OF_OPTIONS, Gradients, backward_args
 from fastattn._args.errors import named
 from fastattn._args.options import (
@@ -16,6 +16,7 @@ from fastattn._args.options import (
     require_options,
 )
 from fastattn._args.types import ArrayLike, NDArray, Unpack
+from fastattn._args.varlen import varlen_args
 from fastattn._engine import dispatch
 from fastattn.functional._attention import attention, varlen_attention
 from fastattn.functional._differentiable import Steps, vjp_of

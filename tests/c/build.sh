@@ -81,9 +81,9 @@ build() {
             defines+=" -Dfa_cpu_has_${isa}_emulated=fa_cpu_has_$isa"
         fi
     done < <(instruction_sets "$arch")
-    compile cpu src/cpu.c
-    compile lists src/lists.c
-    compile dispatch src/dispatch.c "$defines" "'-DFA_COMPILED=$list'"
+    for source in src/*.c; do
+        compile "$(basename -s .c "$source")" "$source" "$defines" "'-DFA_COMPILED=$list'"
+    done
     compile driver tests/c/driver.c -fno-tree-vectorize # for AArch64, gcc 12 breaks down in it at a fmin()
     printf '%s\n' "${jobs[@]}" | xargs -d '\n' -P "$(nproc)" -I{} sh -c '{}'
     # shellcheck disable=SC2086

@@ -47,8 +47,9 @@ while read -r target arch platform; do
         done
         list+=" ISA($isa, $floats, $doubles)"
     done <"$out/sets"
-    compile "$target" src/cpu.c "$flags"
-    compile "$target" src/dispatch.c "$flags '-DFA_COMPILED=$list'"
+    for source in src/*.c; do
+        compile "$target" "$source" "$flags '-DFA_COMPILED=$list'"
+    done
     headers=$includes
     if [ "$platform" = win_amd64 ]; then # Python's own, but for what configuring it has found here
         headers=$out/windows

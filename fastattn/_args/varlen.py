@@ -1,0 +1,92 @@
+"""The arguments of attention over sequences that are packed into one array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fastattn._args import key_ranges
+from fastattn._args.attention import attention_args, raise_shapes, window_sides
+from fastattn._args.errors import wrong_shape
+from fastattn._args.results import result_array
+from fastattn._args.types import Array, ArrayLike, AttentionArgs, lane_dtype
+from fastattn._args.values import as_array, flag, head_values, require_broadcast, sequence_begins
+
+
+def varlen_args(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    out: Array | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> AttentionArgs:
+    """Check and normalise the arguments of `fastattn.varlen_attention`."""
+    given = {"q": q, "k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+    arrays = {name: as_array(name, x) for name, x in given.items() if x is not None or name in "qkv"}
+    for name, array in arrays.items():
+        dims = "(tokens, heads)" if name.endswith("scale") else "(tokens, heads, head_dim)"
+        if array.ndim != dims.count(",") + 1:
+            raise wrong_shape(name, array, dims)
+    begins_q = sequence_begins("cu_seqlens_q", cu_seqlens_q, "q", len(arrays["q"]))
+    begins_k = sequence_begins("cu_seqlens_k", cu_seqlens_k, "k", len(arrays["k"]))
+    if len(begins_q) != len(begins_k):
+        came = f"cu_seqlens_q is of {len(begins_q) - 1} sequences and cu_seqlens_k of {len(begins_k) - 1}"
+        raise ValueError(f"(): {came}; expected the same number")
+    _require_shapes(arrays)
+    causal = flag("causal", causal)
+    left, right = window_sides(window)
+    by_head: dict[str, Any] = {
+        name: x.swapaxes(0, 1) for name, x in arrays.items()
+    }  # (heads, tokens, head_dim)
+    args = attention_args(return_lse=return_lse, **by_head, **options)
+
+    if out is not None:
+        shape = (args.len_q, args.heads_q, args.head_dim_v)
+        inputs = [(name, given[name], array) for name, array in arrays.items()]
+        args.out = result_array(out, shape, args.q.dtype, "q", inputs).swapaxes(0, 1)
+    else:
+        out = np.empty((args.len_q, args.heads_q, args.head_dim_v), args.q.dtype)
+        args.out = out.swapaxes(0, 1)
+    args.result = out if args.lse is None else (out, args.lse)
+
+    n_sequences, copies, lane = len(begins_q) - 1, list(args.copies), lane_dtype(args.q.dtype)
+    args.batch_shape, args.begins = (n_sequences,), (begins_q, begins_k)
+    offset = np.diff(begins_k) - np.diff(begins_q)  # the last query stands at the last key
+    heads = (n_sequences, args.heads_q)
+    if alibi_slopes is not None:
+        args.alibi_slopes = head_values("alibi_slopes", alibi_slopes, heads, lane, copies)
+        args.q_position = offset
+    if sinks is not None:
+        args.sinks = head_values("sinks", sinks, heads, lane, copies)
+    args.copies = tuple(copies)
+    if causal or left is not None or right is not None:
+        sequence = np.repeat(np.arange(n_sequences), np.diff(begins_q))  # of each query
+        position = np.arange(args.len_q) + (offset - begins_q[:-1])[sequence]
+        ranges = [key_ranges.window(position, left, right)]
+        if causal:
+            ranges.append(key_ranges.causal(position))
+        args.row_begin, args.row_end = key_ranges.intersect(ranges, np.diff(begins_k)[sequence])
+    return args
+
+
+def _require_shapes(arrays: dict[str, Array]) -> None:
+    """Raise if shapes do not fit, as the caller has them: the attention below has heads before tokens."""
+    q, k, v = (arrays[name].shape for name in "qkv")
+    (_, heads_q, head_dim), (tokens, heads, k_dim) = q, k
+    odd = 0 in (heads_q, heads, head_dim, v[2]) or heads_q % heads
+    if odd or (k_dim, *v[:2]) != (head_dim, tokens, heads):
+        raise_shapes(("q", "k", "v"), (q, k, v), heads_axis=-2)
+    for name in ("k_scale", "v_scale"):
+        if name in arrays:
+            require_broadcast(name, arrays[name].shape, (tokens, heads), "(tokens_k, heads_kv)")
