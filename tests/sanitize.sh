@@ -40,7 +40,7 @@ memory() { # memory ISAS CALLS TESTS...
     runtime="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)"
     build address,undefined "$1"
     # Less one test that measures memory, of which the detector takes its own.
-    sanitized pytest -q --full "${@:3}" \
+    sanitized pytest -q -n auto --full "${@:3}" \
         --deselect tests/models/test_files.py::test_loading_holds_what_is_packed_and_one_tensor
     sanitized python tests/fuzz --cases "$2"
     sanitized python tests/fuzz --kind files --cases $(($2 / 10))
