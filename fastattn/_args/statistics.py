@@ -50,6 +50,7 @@ def statistics_args(
         if name == "top_k":
             weights, keys = np.zeros((*heads, len_q, k), lane), np.full((*heads, len_q, k), -1, np.int64)
             args.top_weights, args.top_keys = weights[..., :len_k], keys[..., :len_k]
+            args.n_top = min(k, len_k)
             result["top_k"] = TopK(weights[seen], keys[seen])
         elif name == "mean_weights":
             args.mean_weights = np.zeros((*heads[:-1], 1, len_q, len_k), lane)

@@ -46,6 +46,7 @@ class StatisticsArgs:
     key_sums: Array | None = None  # (*batch_shape, heads_q, len_k)
     mean_weights: Array | None = None  # (*batch_shape, 1, len_q, len_k)
     norm: Array | None = None  # (*batch_shape, heads_q, len_q, 2): for the second pass, from the first
+    n_top: int = 0  # of top_weights and top_keys
 
     @property
     def second_pass(self) -> bool:
@@ -54,7 +55,7 @@ class StatisticsArgs:
 
 
 # The arrays of an attention call, and their axes after the batch dimensions. Inputs broadcast: such an axis
-# may have the length 1, batch dimensions may be missing. Cython's list, in _core.pyx, says the same.
+# may have the length 1, batch dimensions may be missing. src/interface/attention.h says the same.
 AXES = {
     "q": ("heads_q", "len_q", "head_dim"),
     "k": ("heads_kv", "len_k", "head_dim"),
@@ -117,7 +118,7 @@ class AttentionArgs:
     dropout: float = 0.0  # in [0, 1): this share of the probabilities becomes 0; see _reference/philox.py
     seed: int = 0  # in [0, 2**64)
     # The number of the first batch item, from which dropout counts heads.
-    first: int = 0
+    first_item: int = 0
     # Of a ragged call, where each sequence's queries and keys begin, and the end: (sequences + 1,). Then
     # batch_shape is (sequences,), axes of length len_q and len_k hold the tokens of all sequences, and ranges
     # count from a sequence's first key. A bias is that of any of them, as it depends on distances alone. No

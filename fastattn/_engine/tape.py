@@ -404,7 +404,7 @@ class Tape(Plain):
         for i, (args, *_) in enumerate(calls):
             if args.lse is None:
                 args.lse = np.empty(args.out.shape[:-1], lane_dtype(args.q.dtype))
-            (args.dropout, args.seed), args.first = drops, i
+            (args.dropout, args.seed), args.first_item = drops, i
             dispatch.run(args)
 
         def back(dout: Array, owned: bool) -> None:

@@ -109,7 +109,7 @@ def sequences(args: AttentionArgs) -> Iterator[AttentionArgs]:
     }
     for i, ((q0, q1), (k0, k1)) in enumerate(bounds):
         part = args.cut(len_q=slice(q0, q1), len_k=slice(k0, k1))
-        part.first, part.begins, part.batch_shape = args.first + i, None, ()
+        part.first_item, part.begins, part.batch_shape = args.first_item + i, None, ()
         part.bias = None if args.bias is None else args.bias[:, : part.len_q, : part.len_k]
         for name, x in of_heads.items():
             setattr(part, name, x[i])
@@ -321,7 +321,7 @@ class Task:
         """The task's heads, counted over the batch, (group, 1)."""
         args = self.call.args
         b = int(np.ravel_multi_index(self.batch, args.batch_shape)) if self.batch else 0
-        first = (args.first + b) * args.heads_q + self.h_kv * self.call.group
+        first = (args.first_item + b) * args.heads_q + self.h_kv * self.call.group
         return first + np.arange(self.call.group)[:, None]
 
     def weights(self, scores: Array, allowed: Any) -> Array:

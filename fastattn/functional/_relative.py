@@ -166,7 +166,7 @@ class _Disentangled:
                 rows = slice(first, min(first + n_rows, args.len_q))
                 part = item.cut(len_q=rows)
                 if item.q_position is not None:
-                    part.q_position = item.q_position + first
+                    part.q_position = np.asarray(item.q_position + first)
                 _add_bias(part, self.bias_of(b, rows))
                 yield b, rows, part
 
@@ -251,7 +251,8 @@ def _item_of(args: AttentionArgs, b: tuple[int, ...]) -> AttentionArgs:
         if name in ("out", "lse"):  # to be written
             setattr(part, name, x[b])
         else:
-            setattr(part, name, np.broadcast_to(x, (*args.batch_shape, *x.shape[x.ndim - n :]))[b])
+            whole = np.broadcast_to(x, (*args.batch_shape, *x.shape[x.ndim - n :]))
+            setattr(part, name, np.asarray(whole[b]))
     return part
 
 

@@ -2,37 +2,44 @@
 #pragma once
 #include "arrays.h"
 
-/* Which keys a row attends: those that all of these allow. Arrays are (batch, heads_q, len_q), int64, and optional. */
+/* Which keys a row attends: those that all of these allow. All are optional. */
 typedef struct {
-    fa_array mask;                    /* (batch, heads_q, len_q, len_k), uint8: nonzero attends */
-    fa_array row_begin, row_end;      /* row i attends keys begin <= j < end */
-    fa_array range_first, range_last; /* and of those, the keys in ranges first .. last - 1 */
-    const int64_t *ranges; /* pairs (begin, end), or NULL: in a row's list not empty, sorted, none touching the next */
+    fa_array mask;                    /* bool (batch, heads_q, len_q, len_k): nonzero attends */
+    fa_array row_begin, row_end;      /* int64 (batch, heads_q, len_q): row i attends keys begin <= j < end */
+    fa_array range_first, range_last; /* int64 (batch, heads_q, len_q), with ranges: of those, the keys in ranges
+                                         first .. last - 1 */
+    const int64_t
+        *ranges; /* int64 (any): pairs (begin, end), in a row's list not empty, sorted, none touching the next */
 } fa_masks;
 
 /* What is done to scores, in this order. */
 typedef struct {
     double scale, softcap; /* softcap 0: none */
-    fa_array bias;         /* (batch, heads_q, len_q, len_k), of any dtype; optional, as those that follow */
-    fa_array alibi_slopes; /* (batch, heads_q), lane type */
-    fa_array q_position;   /* (batch), int64: position of query row 0, for ALiBi */
+    fa_array bias;         /* float (batch, heads_q, len_q, len_k); optional, as those that follow */
+    fa_array alibi_slopes; /* lanes (batch, heads_q) */
+    fa_array q_position;   /* int64 (batch), with alibi_slopes: position of query row 0 */
 } fa_modifiers;
 
-/* What is returned beside the output: (batch, heads_q, len_q), lane type; optional. */
+/* What is returned beside the output; optional. */
 typedef struct {
-    fa_array row_max, entropy;       /* of each row's scores, and of its probabilities */
-    fa_array top_weights, top_keys;  /* (..., n_top), lane type and int64: the largest probabilities */
-    fa_array norm;                   /* (..., 2): a probability is exp(score - norm[0]) * norm[1] */
-    fa_array key_sums, mean_weights; /* (batch, heads_q, len_k), (batch, 1, len_q, len_k): from the second pass */
-    int64_t n_top;                   /* at most len_k */
+    fa_array row_max, entropy; /* lanes (batch, heads_q, len_q): of each row's scores, and of its probabilities */
+    fa_array top_weights;      /* lanes (batch, heads_q, len_q, n_top): the largest probabilities */
+    fa_array top_keys;         /* int64 (batch, heads_q, len_q, n_top): their keys */
+    fa_array norm;             /* lanes (batch, heads_q, len_q, 2): a probability is exp(score - norm[0]) * norm[1] */
+    fa_array key_sums;         /* lanes (batch, heads_q, len_k): from the second pass, as mean_weights */
+    fa_array mean_weights;     /* lanes (batch, 1, len_q, len_k) */
+    int64_t n_top;             /* at most len_k */
     int second_pass; /* reads norm, which the first has written, and adds to key_sums and mean_weights, nothing else */
 } fa_statistics;
 
 typedef struct {
-    fa_array q, k, v, out;     /* (batch, heads, length, head_dim), the last axis contiguous */
-    fa_array k_scale, v_scale; /* (batch, heads_kv, len_k), lane type: what each row of k and v in FA_I8 is times */
-    fa_array lse;              /* (batch, heads_q, len_q), lane type; optional */
-    fa_array sinks;            /* (batch, heads_q), lane type; optional */
+    fa_array q;                /* rows (batch, heads_q, len_q, head_dim) */
+    fa_array k;                /* rows (batch, heads_kv, len_k, head_dim), or int8 with k_scale */
+    fa_array v;                /* rows (batch, heads_kv, len_k, head_dim_v), or int8 with v_scale */
+    fa_array out;              /* rows (batch, heads_q, len_q, head_dim_v), q's dtype */
+    fa_array k_scale, v_scale; /* lanes (batch, heads_kv, len_k): what each row of k and v in FA_I8 is times */
+    fa_array lse;              /* lanes (batch, heads_q, len_q); optional */
+    fa_array sinks;            /* lanes (batch, heads_q); optional */
     int64_t first, batch;      /* items first .. first + batch - 1 of what the arrays hold */
     int64_t heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;
     fa_masks masks;

@@ -6,14 +6,16 @@
  * for. dq, dk and dv are of lanes or of their input's dtype, and written; the others are added to. */
 typedef struct {
     fa_attention_args attention;
-    fa_array dout;            /* (batch, heads_q, len_q, head_dim_v), q's dtype, as out */
-    fa_array dlse;            /* (batch, heads_q, len_q), lanes; optional */
-    fa_array dq, dk, dv;      /* (batch, heads, length, head_dim), the last axis contiguous */
+    fa_array dout;            /* rows (batch, heads_q, len_q, head_dim_v), q's dtype, as out */
+    fa_array dlse;            /* lanes (batch, heads_q, len_q); optional */
+    fa_array dq;              /* rows (batch, heads_q, len_q, head_dim), of q or lanes */
+    fa_array dk;              /* rows (batch, heads_kv, len_k, head_dim), of k or lanes */
+    fa_array dv;              /* rows (batch, heads_kv, len_k, head_dim_v), of v or lanes */
     double dq_factor;         /* what the sum over keys of dS K is multiplied by */
     fa_array dbias;           /* lanes, as the bias: a stride of 0 sums */
     int bias_shared;          /* several heads, or items of the batch, have one dbias */
     fa_array dbias_diagonals; /* lanes, (batch, heads_q, 1, len_q + len_k - 1), number j - i + len_q - 1 */
-    fa_array dsinks, dalibi_slopes, dsoftcap; /* float64, (batch, heads_q) */
+    fa_array dsinks, dalibi_slopes, dsoftcap; /* float64 (batch, heads_q) */
 } fa_backward_args;
 
 /* With `few`, sums() first, whose tasks are those of run(). The tasks of begin(), in any order; then those of run(); then

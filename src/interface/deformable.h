@@ -11,19 +11,22 @@ typedef struct {
 } fa_level;
 
 typedef struct {
-    fa_array v, out;             /* (batch, heads, len_v or len_q, head_dim), rows contiguous */
-    fa_array locations, weights; /* lanes, rows contiguous, (batch, heads, len_q, 2 * points or points) */
-    const fa_level *levels;      /* (n_levels); the last one's `end` is `points` */
+    fa_array v;                                              /* rows (batch, heads, len_v, head_dim) */
+    fa_array out;                                            /* rows (batch, heads, len_q, head_dim), v's dtype */
+    fa_array locations;                                      /* lanes (batch, heads, len_q, 2 * points), contiguous */
+    fa_array weights;                                        /* lanes (batch, heads, len_q, points), contiguous */
+    const fa_level *levels;                                  /* (n_levels); the last one's `end` is `points` */
     int64_t batch, heads, len_q, head_dim, n_levels, points; /* points of a query, level after level */
     int discrete;
     const fa_watch *watch; /* optional */
 } fa_deformable_args;
 
 typedef struct {
-    fa_deformable_args forward;    /* `out` plays no part */
-    fa_array dout;                 /* as out */
-    fa_array dv;                   /* as v, lanes; added to. Optional, as those that follow */
-    fa_array dlocations, dweights; /* as locations and weights, written */
+    fa_deformable_args forward; /* `out` plays no part */
+    fa_array dout;              /* rows (batch, heads, len_q, head_dim), v's dtype */
+    fa_array dv; /* lanes (batch, heads, len_v, head_dim), contiguous; added to. Optional, as those that follow */
+    fa_array dlocations; /* lanes (batch, heads, len_q, 2 * points), contiguous; written, as dweights */
+    fa_array dweights;   /* lanes (batch, heads, len_q, points), contiguous */
 } fa_deformable_grad_args;
 
 typedef struct {

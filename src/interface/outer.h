@@ -5,9 +5,10 @@
 /* out (n, k) = or += a (m, n)^T b (m, k), sums (n) = or += the sum of the rows of a: gradients of a linear map. Rows of a
  * and b are contiguous. */
 typedef struct {
-    const char *a, *b;
-    char *out;  /* lanes; with k = 0 not written */
-    void *sums; /* lanes; optional */
+    const char *a; /* rows (m, n) */
+    const char *b; /* rows (m, k), with out */
+    char *out;     /* lanes (n, k), optional */
+    void *sums;    /* lanes (n), optional */
     int64_t a_row, b_row, out_row, m, n, k;
     fa_dtype a_dtype, b_dtype;
     int pairs;             /* round both to bfloat16 where there is a dot product of pairs */

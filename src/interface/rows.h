@@ -9,10 +9,11 @@ typedef struct {
     fa_rows_kind kind;
     fa_dtype dtype; /* of x, residual, up, total, out */
     fa_activation activation;
-    const char *x, *residual, *up; /* the latter optional; up multiplies what FA_ACTIVATE gives, and FA_RMS_NORM's
-                                      input (gate_first) or result is multiplied by activation(up) */
-    char *total, *out;             /* total, optional, receives x + residual */
-    const void *weight, *bias;     /* lanes, (n), optional: of the norms */
+    const char *x, *residual;  /* rows (m, n); residual optional */
+    const char *up;            /* rows (m / up_each, n * up_each), optional: multiplies what FA_ACTIVATE gives, and
+                                  FA_RMS_NORM's input (gate_first) or result is multiplied by activation(up) */
+    char *total, *out;         /* rows (m, n); total, optional, receives x + residual */
+    const void *weight, *bias; /* lanes (n), optional: of the norms */
     int64_t x_row, residual_row, up_row, total_row, out_row, m, n;
     int64_t up_each; /* so many rows of up lie side by side, and up_row is the distance of the next ones */
     double eps;
@@ -25,10 +26,12 @@ typedef struct {
     fa_rows_kind kind;
     fa_dtype dtype; /* of all arrays (m, n) */
     fa_activation activation;
-    const char *dout, *x;             /* x: of FA_SOFTMAX its result */
-    const char *residual, *dsum, *up; /* optional: the norms' x is x + residual, and dsum is added to dx */
-    char *dx, *dup;
-    const void *weight; /* lanes, (n), optional: of the norms */
+    const char *dout, *x;        /* rows (m, n); x: of FA_SOFTMAX its result */
+    const char *residual, *dsum; /* rows (m, n), optional: the norms' x is x + residual, and dsum is added to dx */
+    const char *up;              /* rows (m / up_each, n * up_each), optional, as dup */
+    char *dx;                    /* rows (m, n), optional */
+    char *dup;                   /* rows (m / up_each, n * up_each) */
+    const void *weight;          /* lanes (n), optional: of the norms */
     int64_t dout_row, x_row, residual_row, dsum_row, up_row, dx_row, dup_row, m, n;
     int64_t up_each; /* of up and dup, as fa_rows_args has it; norms with up have no residual and no dsum */
     double eps;
@@ -38,10 +41,10 @@ typedef struct {
 
 /* Cross-entropy of logits (m, n), lanes, which become its gradient: logits.inc.h. */
 typedef struct {
-    char *logits;
-    const int64_t *targets; /* (m), each in [0, n) */
-    void *loss;             /* lanes, (m) */
-    const void *factor;     /* lanes, (m): of each row's gradient; NULL: logits end up as anything */
+    char *logits;           /* lanes (m, n) */
+    const int64_t *targets; /* int64 (m): each in [0, n) */
+    void *loss;             /* lanes (m) */
+    const void *factor;     /* lanes (m): of each row's gradient; NULL: logits end up as anything */
     int64_t row, m, n;
     double label_smoothing;
     const fa_watch *watch; /* optional */
@@ -49,8 +52,8 @@ typedef struct {
 
 /* out (m, n) = x, each element 0 or times `scale`: dropout.inc.h. out may be x. */
 typedef struct {
-    const char *x;
-    char *out;
+    const char *x; /* rows (m, n) */
+    char *out;     /* rows (m, n) */
     int64_t x_row, out_row, m, n;
     fa_dtype dtype;
     double rate, scale;
@@ -61,9 +64,11 @@ typedef struct {
 
 /* Row places[p] of out += rows order[firsts[p]] .. order[firsts[p + 1] - 1] of x: scatter.inc.h. */
 typedef struct {
-    const char *x; /* rows of n elements */
-    char *out;     /* lanes */
-    const int64_t *order, *firsts, *places;
+    const char *x;         /* rows (m, n) */
+    char *out;             /* lanes (rows, n) */
+    const int64_t *order;  /* int64 (m) */
+    const int64_t *firsts; /* int64 (n_places + 1) */
+    const int64_t *places; /* int64 (n_places) */
     int64_t x_row, out_row, n;
     fa_dtype dtype;        /* of x */
     const fa_watch *watch; /* optional */
@@ -72,8 +77,10 @@ typedef struct {
 /* out = x, (batch, heads, length, head_dim), rotated by positions; may be x. Dimensions from 2 pairs on are copied. Of x in
  * float32 out may have 16 bits. Or out is int8: each row is rounded, and times its scale it is what it was, to scale / 2. */
 typedef struct {
-    fa_array x, out, cos, sin; /* cos, sin: (batch, 1, length, pairs), lanes */
-    fa_array scale;            /* (batch, heads, length), lanes: of an out in FA_I8 */
+    fa_array x;        /* rows (batch, heads, length, head_dim) */
+    fa_array out;      /* rows (batch, heads, length, head_dim), or int8 with scale */
+    fa_array cos, sin; /* lanes (batch, 1, length, pairs), contiguous */
+    fa_array scale;    /* lanes (batch, heads, length): of an out in FA_I8 */
     int64_t batch, heads, length, head_dim, pairs;
     int interleaved;
 } fa_rope_args;

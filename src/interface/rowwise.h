@@ -9,9 +9,10 @@ typedef enum { FA_SPARSEMAX, FA_ENTMAX15, FA_TOP_K, FA_ADDITIVE, FA_TALKING_HEAD
 typedef struct {
     fa_attention_args attention;
     fa_rowwise_kind kind;
-    int64_t k_keys;         /* of FA_TOP_K, at least 1 */
-    const void *weight;     /* (heads_q, head_dim), of FA_ADDITIVE */
-    const void *pre, *post; /* (heads_q, heads_q), of FA_TALKING_HEADS, optional: head h's share of head g is [h][g] */
+    int64_t k_keys;     /* of FA_TOP_K, at least 1 */
+    const void *weight; /* lanes (heads_q, head_dim): of FA_ADDITIVE */
+    const void *pre,
+        *post; /* lanes (heads_q, heads_q): of FA_TALKING_HEADS, optional: head h's share of head g is [h][g] */
 } fa_rowwise_args;
 
 /* A task is a tile of rows against all keys. Scratch, except FA_TALKING_HEADS's, grows with the number of keys. */
@@ -22,15 +23,16 @@ typedef struct {
 
 /* Gradients of the same; those that are not wanted are NULL. Sums of a head's rows are double. */
 typedef struct {
-    fa_rowwise_args forward;          /* `attention.out` and `lse` play no part */
-    fa_array dout;                    /* as `attention.out` */
-    fa_array dq;                      /* as q, in its dtype or lanes */
-    fa_array dk, dv;                  /* as k and v, lanes; added to, as all that follow */
-    fa_array dbias;                   /* as the bias, lanes */
-    fa_array dbias_diagonals;         /* (batch, heads_q, len_q + len_k - 1), lanes; j - i + len_q - 1 counts */
-    double *dalibi_slopes, *dsoftcap; /* (batch, heads_q) */
-    double *dweight;                  /* (batch, heads_q, head_dim) */
-    double *dpre, *dpost;             /* (batch, heads_q, heads_q) */
+    fa_rowwise_args forward;  /* `attention.out` and `lse` play no part */
+    fa_array dout;            /* rows (batch, heads_q, len_q, head_dim_v), q's dtype */
+    fa_array dq;              /* rows (batch, heads_q, len_q, head_dim), of q or lanes */
+    fa_array dk;              /* lanes (batch, heads_kv, len_k, head_dim), contiguous; added to, as all that follow */
+    fa_array dv;              /* lanes (batch, heads_kv, len_k, head_dim_v), contiguous */
+    fa_array dbias;           /* lanes (batch, heads_q, len_q, len_k) */
+    fa_array dbias_diagonals; /* lanes (batch, heads_q, len_q + len_k - 1): j - i + len_q - 1 counts */
+    double *dalibi_slopes, *dsoftcap; /* float64 (batch, heads_q) */
+    double *dweight;                  /* float64 (batch, heads_q, head_dim) */
+    double *dpre, *dpost;             /* float64 (batch, heads_q, heads_q) */
     double dq_factor;                 /* of dq: the scale, or 1 */
     int batch_shares, heads_share;    /* several batch items, several KV heads, have the same elements of dbias */
     int64_t *turns;                   /* (n_turns), 0 before the first task: how many have passed each */

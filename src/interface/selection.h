@@ -6,9 +6,9 @@
  * masks.row_end and watch: a query may select keys before row_end alone, which is (batch, 1, len_q). */
 typedef struct {
     fa_attention_args attention;
-    fa_array weights;           /* (batch, heads_q, len_q), lanes; optional */
+    fa_array weights;           /* lanes (batch, heads_q, len_q); optional */
     fa_array selected;          /* (batch, heads_kv, len_q, top_k), int64, the last axis contiguous */
-    fa_array scores;            /* (batch, heads_kv, len_q, len_k), lanes, likewise: in place of q and k; optional */
+    fa_array scores;            /* lanes (batch, heads_kv, len_q, len_k), contiguous: in place of q and k; optional */
     int64_t top_k, first, last; /* of top_k, at least 1: the first and the last that a query may select */
     int relu;
 } fa_selection_args;

@@ -107,59 +107,17 @@ cdef const fa_kernels *_kernels(fa_dtype dtype) except NULL:
 include "tuning.pxi"
 
 
-cdef enum:
-    N_ARRAYS = 23  # batch tables of a call: operands, what masks and modifiers need, results, statistics
-
-
 cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
     """Fill `a`; returns the batch tables it points into, empty unless `filled`."""
-    cdef _Tables tables = _Tables(args.batch_shape, N_ARRAYS, filled)
-    cdef object s = args.statistics
-    cdef int lane
+    cdef _Tables tables = _Tables(args.batch_shape, ATTENTION_ARRAYS, filled)
     memset(a, 0, sizeof(fa_attention_args))
     a.batch = tables.batch
-    a.heads_q, a.heads_kv = args.heads_q, args.heads_kv
-    a.len_q, a.len_k = args.len_q, args.len_k
-    a.head_dim, a.head_dim_v = args.head_dim, args.head_dim_v
-    a.mods.scale, a.mods.softcap = args.scale, args.softcap
-    tables.set_rows(&a.q, "q", args.q, a.heads_q, a.len_q, a.head_dim)
-    tables.set_rows(&a.k, "k", args.k, a.heads_kv, a.len_k, a.head_dim, args.k_scale is not None)
-    tables.set_rows(&a.v, "v", args.v, a.heads_kv, a.len_k, a.head_dim_v, args.k_scale is not None)
-    tables.set_rows(&a.out, "out", args.out, a.heads_q, a.len_q, a.head_dim_v)
+    _fill_attention(a, args, tables)
     if (a.v.dtype != a.k.dtype or a.out.dtype != a.q.dtype or (args.k_scale is None) != (args.v_scale is None)
             or (a.k.dtype != FA_I8 and (a.q.dtype == FA_F64) != (a.k.dtype == FA_F64))):
         raise _misfit("v", args.v, f"the types of k, {args.k.dtype}, and of q and out, {args.q.dtype}, to fit")
-    lane = _lane_type(a.q.dtype)
-    tables.set(&a.k_scale, "k_scale", args.k_scale, lane, 2, a.heads_kv, a.len_k)
-    tables.set(&a.v_scale, "v_scale", args.v_scale, lane, 2, a.heads_kv, a.len_k)
-    tables.set(&a.lse, "lse", args.lse, lane, 2, a.heads_q, a.len_q)
-    tables.set(&a.masks.mask, "mask", args.mask, cnp.NPY_BOOL, 3, a.heads_q, a.len_q, a.len_k)
-    tables.set(&a.masks.row_begin, "row_begin", args.row_begin, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
-    tables.set(&a.masks.row_end, "row_end", args.row_end, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
-    tables.set(&a.sinks, "sinks", args.sinks, lane, 1, a.heads_q)
-    if args.bias is not None:
-        a.mods.bias.dtype = _dtype(args.bias)
-        tables.set(&a.mods.bias, "bias", args.bias, cnp.PyArray_TYPE(args.bias), 3, a.heads_q, a.len_q, a.len_k)
-    if args.alibi_slopes is not None:
-        tables.set(&a.mods.alibi_slopes, "alibi_slopes", args.alibi_slopes, lane, 1, a.heads_q)
-        tables.kept = np.asarray(args.q_position)
-        tables.set(&a.mods.q_position, "q_position", tables.kept, cnp.NPY_INT64, 0)
-    if args.ranges is not None:
-        tables.set(&a.masks.range_first, "range_first", args.range_first, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
-        tables.set(&a.masks.range_last, "range_last", args.range_last, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
-        a.masks.ranges = <const int64_t *>_data("ranges", args.ranges, args.ranges.size, cnp.NPY_INT64)
     if args.sigmoid_bias is not None:
         a.sigmoid, a.sigmoid_bias = True, args.sigmoid_bias
-    a.dropout, a.seed = args.dropout, args.seed
-    if s is not None:
-        a.stats.n_top = 0 if s.top_keys is None else s.top_keys.shape[s.top_keys.ndim - 1]
-        tables.set(&a.stats.row_max, "row_max", s.row_max, lane, 2, a.heads_q, a.len_q)
-        tables.set(&a.stats.entropy, "entropy", s.entropy, lane, 2, a.heads_q, a.len_q)
-        tables.set(&a.stats.top_weights, "top_weights", s.top_weights, lane, 3, a.heads_q, a.len_q, a.stats.n_top)
-        tables.set(&a.stats.top_keys, "top_keys", s.top_keys, cnp.NPY_INT64, 3, a.heads_q, a.len_q, a.stats.n_top)
-        tables.set(&a.stats.key_sums, "key_sums", s.key_sums, lane, 2, a.heads_q, a.len_k)
-        tables.set(&a.stats.mean_weights, "mean_weights", s.mean_weights, lane, 3, 1, a.len_q, a.len_k)
-        tables.set(&a.stats.norm, "norm", s.norm, lane, 3, a.heads_q, a.len_q, 2)
     return tables
 
 
@@ -201,6 +159,7 @@ def plan(args):
 include "tables.pxi"
 include "tasks.pxi"
 include "kernel_tasks.pxi"
+include "fills.pxi"
 include "sequences.pxi"
 include "selected.pxi"
 include "file_blocks.pxi"

@@ -127,17 +127,12 @@ def attention_backward(args):
     cdef int lane, threads = args.attention.num_threads
     memset(&c, 0, sizeof(c))
     cdef _Tables _tables = _set_args(a, args.attention, True)  # which, as those below, must outlive the kernels
-    cdef _Tables tables = _Tables(args.attention.batch_shape, 10)
+    cdef _Tables tables = _Tables(args.attention.batch_shape, BACKWARD_ARRAYS)
     cdef object dbias = args.dbias, wide = args.dbias
     lane = _lane_type(a.q.dtype)
-    tables.set_rows(&c.dout, "dout", args.dout, a.heads_q, a.len_q, a.head_dim_v)
+    _fill_backward(&c, args, tables)
     if c.dout.dtype != a.q.dtype:
         raise _misfit("dout", args.dout, f"the dtype of q, {args.attention.q.dtype}")
-    tables.set(&c.dlse, "dlse", args.dlse, lane, 2, a.heads_q, a.len_q)
-    _set_gradient(tables, &c.dq, "dq", args.dq, a.q.dtype, lane, a.heads_q, a.len_q, a.head_dim)
-    _set_gradient(tables, &c.dk, "dk", args.dk, a.k.dtype, lane, a.heads_kv, a.len_k, a.head_dim)
-    _set_gradient(tables, &c.dv, "dv", args.dv, a.v.dtype, lane, a.heads_kv, a.len_k, a.head_dim_v)
-    c.dq_factor = args.dq_factor
     if dbias is not None:
         *_, rows, cols = dbias.shape
         if rows < a.len_q or cols < a.len_k:  # each head gets its own first, which is little; then they are summed
@@ -147,9 +142,6 @@ def attention_backward(args):
     if args.dbias_diagonals is not None:
         tables.set(&c.dbias_diagonals, "dbias_diagonals", args.dbias_diagonals[..., None, :], lane, 3, a.heads_q, 1,
                    a.len_q + a.len_k - 1)
-    tables.set(&c.dsinks, "dsinks", args.dsinks, cnp.NPY_DOUBLE, 1, a.heads_q)
-    tables.set(&c.dalibi_slopes, "dalibi_slopes", args.dalibi_slopes, cnp.NPY_DOUBLE, 1, a.heads_q)
-    tables.set(&c.dsoftcap, "dsoftcap", args.dsoftcap, cnp.NPY_DOUBLE, 1, a.heads_q)
     if args.attention.begins is not None:
         sequences = _begun(a, args.attention.begins, tables, of_queries, 8, of_keys)
         for x in (args.dk, args.dv):

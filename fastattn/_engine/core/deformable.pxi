@@ -4,17 +4,16 @@ cdef enum:
     MOST_SIDE = 1 << 24  # of a level: float32 holds all smaller integers
 
 
-cdef _Tables _set_deformable(fa_deformable_args *a, args, int n_arrays):
-    """Fill `a`, but for its result."""
-    cdef _Tables tables = _Tables(args.batch_shape, n_arrays)
+cdef _Tables _set_deformable(fa_deformable_args *a, args, int n_more):
+    """Fill `a`; returns the batch tables it points into, and room for more."""
+    cdef _Tables tables = _Tables(args.batch_shape, DEFORMABLE_ARRAYS + n_more)
     cdef cnp.ndarray levels = args.levels
     cdef int64_t len_v = args.v.shape[args.v.ndim - 2], end = 0, i
-    cdef int lane
     cdef const fa_level *level
     memset(a, 0, sizeof(fa_deformable_args))
-    a.batch, a.heads, a.len_q = tables.batch, args.heads, args.out.shape[args.out.ndim - 2]
+    a.batch, a.len_q = tables.batch, args.out.shape[args.out.ndim - 2]
     a.head_dim, a.points = args.v.shape[args.v.ndim - 1], args.weights.shape[args.weights.ndim - 1]
-    a.n_levels, a.discrete = levels.shape[0], args.discrete
+    a.n_levels = levels.shape[0]
     a.levels = <const fa_level *>_data("levels", levels, 4 * a.n_levels, cnp.NPY_INT64)
     for i in range(a.n_levels):
         level = a.levels + i
@@ -24,10 +23,9 @@ cdef _Tables _set_deformable(fa_deformable_args *a, args, int n_arrays):
         end = level.end
     if end != a.points:
         raise _misfit("levels", levels, f"the {a.points} points of weights")
-    tables.set_rows(&a.v, "v", args.v, a.heads, len_v, a.head_dim)
-    lane = _lane_type(a.v.dtype)
-    tables.set(&a.locations, "locations", args.locations, lane, 3, a.heads, a.len_q, 2 * a.points, True)
-    tables.set(&a.weights, "weights", args.weights, lane, 3, a.heads, a.len_q, a.points, True)
+    _fill_deformable(a, args, tables, len_v)
+    if a.out.dtype != a.v.dtype:
+        raise _misfit("out", args.out, "v's type")
     return tables
 
 
@@ -36,10 +34,7 @@ def deformable(args):
     cdef fa_deformable_args a
     cdef Loop loop
     cdef int threads = args.num_threads
-    cdef _Tables tables = _set_deformable(&a, args, 4)
-    tables.set_rows(&a.out, "out", args.out, a.heads, a.len_q, a.head_dim)
-    if a.out.dtype != a.v.dtype:
-        raise _misfit("out", args.out, "v's type")
+    cdef _Tables _tables = _set_deformable(&a, args, 0)  # which must outlive the kernels
     _ready(&loop, a.v.dtype, &a, &a.watch)
     if a.batch * a.heads * a.len_q * a.points * a.head_dim < fa_tuned.parallel_elements:
         threads = 1
@@ -60,15 +55,11 @@ def deformable_grad(args):
     cdef fa_deformable_grad_args a
     cdef fa_deformable_args *f = &a.forward
     cdef Loop loop
-    cdef int lane, threads = args.forward.num_threads
+    cdef int threads = args.forward.num_threads
     cdef object forward = args.forward
     memset(&a, 0, sizeof(a))
-    cdef _Tables tables = _set_deformable(f, forward, 7)
-    lane = _lane_type(f.v.dtype)
-    tables.set_rows(&a.dout, "dout", args.dout, f.heads, f.len_q, f.head_dim)
-    tables.set(&a.dv, "dv", args.dv, lane, 3, f.heads, forward.v.shape[forward.v.ndim - 2], f.head_dim, True)
-    tables.set(&a.dlocations, "dlocations", args.dlocations, lane, 3, f.heads, f.len_q, 2 * f.points, True)
-    tables.set(&a.dweights, "dweights", args.dweights, lane, 3, f.heads, f.len_q, f.points, True)
+    cdef _Tables tables = _set_deformable(f, forward, DEFORMABLE_GRAD_ARRAYS)
+    _fill_deformable_grad(&a, args, tables, forward.v.shape[forward.v.ndim - 2])
     if a.dout.dtype != f.v.dtype:
         raise _misfit("dout", args.dout, "v's type")
     _ready(&loop, f.v.dtype, &a, &f.watch)

@@ -13,13 +13,8 @@ def outer(args):
     lane = FA_F64 if a.a_dtype == FA_F64 else FA_F32
     if (a.b_dtype == FA_F64) != (lane == FA_F64):
         raise _misfit("b", args.b, f"the type of a, {args.a.dtype}, to fit")
-    a.a = _rows("a", args.a, a.m, a.n, a.a_dtype, &a.a_row)
-    if args.out is not None:
-        a.k = args.out.shape[1]
-        a.b = _rows("b", args.b, a.m, a.k, a.b_dtype, &a.b_row)
-        a.out = _rows("out", args.out, a.n, a.k, lane, &a.out_row)
-    a.sums = _data("sums", args.sums, a.n, _lane_type(a.a_dtype))
-    a.pairs, a.more = args.pairs, args.more
+    a.k = 0 if args.out is None else args.out.shape[1]
+    _fill_outer(&a, args)
     _ready(&loop, lane, &a, &a.watch, &plan)
     loop.kernels.outer.plan(&a, args.num_threads, &plan)
     _run(&loop, _outer_task, plan.n_tasks, _if_pays(plan.flops, args.num_threads), plan.scratch_bytes)
@@ -49,17 +44,10 @@ def rows_grad(args):
     cdef void *dbias
     memset(&a, 0, sizeof(a))
     a.kind, a.dtype, a.activation = _KINDS[args.kind], _dtype(args.x), _ACTIVATIONS[args.activation]
-    a.m, a.n, a.eps = args.x.shape[0], args.x.shape[1], args.eps
-    a.dout = _rows("dout", args.dout, a.m, a.n, a.dtype, &a.dout_row)
-    a.x = _rows("x", args.x, a.m, a.n, a.dtype, &a.x_row)
-    a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
-    a.dsum = _rows("dsum", args.dsum, a.m, a.n, a.dtype, &a.dsum_row)
-    a.up_each, a.gate_first = _rows_of_up(args.up, a.m, a.n), args.gate_first
-    a.up = _rows("up", args.up, a.m // a.up_each, a.n * a.up_each, a.dtype, &a.up_row)
-    a.dx = _rows("dx", args.dx, a.m, a.n, a.dtype, &a.dx_row)
-    a.dup = _rows("dup", args.dup, a.m // a.up_each, a.n * a.up_each, a.dtype, &a.dup_row)
+    a.m, a.n = args.x.shape[0], args.x.shape[1]
+    a.up_each = _rows_of_up(args.up, a.m, a.n)
+    _fill_rows_grad(&a, args)
     lane, size = _lane_type(a.dtype), 8 if a.dtype == FA_F64 else 4
-    a.weight = _data("weight", args.weight, a.n, lane)
     dweight, dbias = _data("dweight", args.dweight, a.n, lane), _data("dbias", args.dbias, a.n, lane)
     _ready(&loop, a.dtype, &a, &a.watch)
     if dweight == NULL and dbias == NULL:
@@ -104,9 +92,7 @@ def dropout(args):
     cdef Loop loop
     memset(&a, 0, sizeof(a))
     a.m, a.n, a.dtype = args.x.shape[0], args.x.shape[1], _dtype(args.x)
-    a.x = _rows("x", args.x, a.m, a.n, a.dtype, &a.x_row)
-    a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)
-    a.rate, a.scale, a.seed, a.stream = args.rate, args.scale, args.seed, args.stream
+    _fill_dropout(&a, args)
     _ready(&loop, a.dtype, &a, &a.watch)
     _run_rows_of(&loop, _rows_dropout_task, a.m, a.n, args.num_threads, 0)
 
@@ -116,15 +102,9 @@ def scatter(args):
     cdef fa_scatter_args a
     cdef Loop loop
     cdef int64_t m = args.x.shape[0], rows = args.out.shape[0], places = len(args.places), n_tasks
-    cdef fa_dtype lane
     memset(&a, 0, sizeof(a))
     a.dtype, a.n = _dtype(args.x), args.x.shape[1]
-    lane = FA_F64 if a.dtype == FA_F64 else FA_F32
-    a.x = _rows("x", args.x, m, a.n, a.dtype, &a.x_row)
-    a.out = _rows("out", args.out, rows, a.n, lane, &a.out_row)
-    a.order = <const int64_t *>_data("order", args.order, m, cnp.NPY_INT64)
-    a.firsts = <const int64_t *>_data("firsts", args.firsts, places + 1, cnp.NPY_INT64)
-    a.places = <const int64_t *>_data("places", args.places, places, cnp.NPY_INT64)
+    _fill_scatter(&a, args, m, rows, places)
     bounds = (("order", args.order, m - 1), ("firsts", args.firsts, m), ("places", args.places, rows - 1))
     for name, numbers, most in bounds:
         if numbers.size and not 0 <= numbers.min() <= numbers.max() <= most:

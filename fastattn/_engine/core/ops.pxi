@@ -190,15 +190,9 @@ def rows(args):
     a.kind = _KINDS[args.kind]
     a.dtype = _dtype(args.x)
     a.activation = _ACTIVATIONS[args.activation]
-    a.m, a.n, a.eps = args.out.shape[0], args.out.shape[1], args.eps
-    a.x = _rows("x", args.x, a.m, a.n, a.dtype, &a.x_row)
-    a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)
-    a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
-    a.total = _rows("total", args.total, a.m, a.n, a.dtype, &a.total_row)
-    a.up_each, a.gate_first = _rows_of_up(args.up, a.m, a.n), args.gate_first
-    a.up = _rows("up", args.up, a.m // a.up_each, a.n * a.up_each, a.dtype, &a.up_row)
-    a.weight = _data("weight", args.weight, a.n, _lane_type(a.dtype))
-    a.bias = _data("bias", args.bias, a.n, _lane_type(a.dtype))
+    a.m, a.n = args.out.shape[0], args.out.shape[1]
+    a.up_each = _rows_of_up(args.up, a.m, a.n)
+    _fill_rows(&a, args)
     _run_rows(&a, args.num_threads)
 
 
@@ -214,21 +208,15 @@ def rope(args):
     """Compute `args.out`, of a RopeArgs."""
     cdef fa_rope_args a
     cdef cnp.ndarray x = args.x, cos = args.cos
-    cdef int core = cnp.PyArray_NDIM(x) - 3, lane  # core: the first of the axes heads, length, head_dim
-    cdef _Tables tables = _Tables(args.x.shape[:core], 5)
+    cdef int core = cnp.PyArray_NDIM(x) - 3  # the first of the axes heads, length, head_dim
+    cdef _Tables tables = _Tables(args.x.shape[:core], ROPE_ARRAYS)
     memset(&a, 0, sizeof(a))
     a.batch = tables.batch
     a.heads, a.length, a.head_dim = x.shape[core], x.shape[core + 1], x.shape[core + 2]
     a.pairs = cos.shape[cnp.PyArray_NDIM(cos) - 1]
-    a.interleaved = args.interleaved
     if 2 * a.pairs > a.head_dim:
         raise _misfit("cos", cos, f"at most {a.head_dim // 2} pairs")
-    tables.set_rows(&a.x, "x", x, a.heads, a.length, a.head_dim)
-    tables.set_rows(&a.out, "out", args.out, a.heads, a.length, a.head_dim, args.scale is not None)
+    _fill_rope(&a, args, tables)
     if a.out.dtype != a.x.dtype and args.scale is None:
         raise _misfit("out", args.out, f"x's type, {x.dtype}")
-    lane = _lane_type(a.x.dtype)
-    tables.set(&a.scale, "scale", args.scale, lane, 2, a.heads, a.length)
-    tables.set(&a.cos, "cos", cos, lane, 3, 1, a.length, a.pairs, True)
-    tables.set(&a.sin, "sin", args.sin, lane, 3, 1, a.length, a.pairs, True)
     _run_rope(&a, args.num_threads)

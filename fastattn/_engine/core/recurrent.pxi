@@ -4,23 +4,10 @@ cdef int _set_recurrent(fa_recurrent_args *a, args, _Tables tables) except -1:
     """Fill `a`; returns the type of lanes."""
     cdef int lane
     a.batch = tables.batch
-    a.heads, a.heads_q, a.heads_k, a.heads_v = args.heads, args.heads_q, args.heads_k, args.heads_v
-    a.len_q, a.len_k, a.head_dim, a.head_dim_v = args.len_q, args.len_k, args.head_dim, args.head_dim_v
-    a.gated, a.causal = args.gated, args.causal
-    a.scale, a.eps = args.scale, args.eps
-    tables.set_rows(&a.q, "q", args.q, a.heads_q, a.len_q, a.head_dim)
-    tables.set_rows(&a.k, "k", args.k, a.heads_k, a.len_k, a.head_dim)
-    tables.set_rows(&a.v, "v", args.v, a.heads_v, a.len_k, a.head_dim_v)
-    tables.set_rows(&a.out, "out", args.out, max(a.heads_q, a.heads), a.len_q, a.head_dim_v)
+    _fill_recurrent(a, args, tables)
     lane = _lane_type(a.q.dtype)
     a.log_decay.dtype = a.beta.dtype = _dtype(args.state_out)
-    tables.set(&a.state_out, "state_out", args.state_out, lane, 3, a.heads, a.head_dim, a.head_dim_v, True)
-    tables.set(&a.state, "state", args.state, lane, 3, a.heads, a.head_dim, a.head_dim_v, True)
     _set_decays(&a.log_decay, "log_decay", args.log_decay, lane, a, tables)
-    tables.set(&a.beta, "beta", args.beta, lane, 2, a.heads, a.len_k)
-    tables.set_rows(&a.erase, "erase", args.erase, a.heads_k, a.len_k, a.head_dim)
-    tables.set(&a.norm_out, "norm_out", args.norm_out, lane, 2, a.heads, a.head_dim, 1, True)
-    tables.set(&a.norm, "norm", args.norm, lane, 2, a.heads, a.head_dim, 1, True)
     return lane
 
 
@@ -65,13 +52,10 @@ cdef int _run_recurrent(fa_recurrent_args *a, int threads) except -1:
 def recurrent(args):
     """Compute `args.out` and the states, of a RecurrentArgs."""
     cdef fa_recurrent_args a
-    cdef _Tables tables = _Tables(args.batch_shape, 12)
+    cdef _Tables tables = _Tables(args.batch_shape, RECURRENT_ARRAYS)
     cdef fa_array **of_tokens = [&a.q, &a.k, &a.v, &a.out, &a.log_decay, &a.beta, &a.erase, &a.strength]
-    cdef int lane
     memset(&a, 0, sizeof(a))
-    lane = _set_recurrent(&a, args, tables)
-    tables.set(&a.strength, "strength", args.strength, lane, 2, a.heads, a.len_k)
-    a.skip = _data("skip", args.skip, a.heads, lane)
+    _set_recurrent(&a, args, tables)
     _begin_sequences(&a, args.begins, tables, of_tokens, 8)
     _run_recurrent(&a, args.num_threads)
 
@@ -83,23 +67,13 @@ def recurrent_backward(args):
     cdef fa_recurrent_backward_plan plan
     cdef Loop loop
     cdef int threads = args.num_threads, lane
-    cdef _Tables tables = _Tables(args.forward.batch_shape, 22)
+    cdef _Tables tables = _Tables(args.forward.batch_shape, RECURRENT_ARRAYS + RECURRENT_BACKWARD_ARRAYS)
     cdef fa_array **of_tokens = [&f.q, &f.k, &f.v, &f.log_decay, &f.beta, &f.erase, &a.dout, &a.dq, &a.dk, &a.dv,
                                  &a.dlog_decay, &a.dbeta, &a.derase]
     memset(&a, 0, sizeof(a))
     lane = _set_recurrent(f, args.forward, tables)
-    tables.set_rows(&a.dout, "dout", args.dout, max(f.heads_q, f.heads), f.len_q, f.head_dim_v)
-    tables.set(&a.dstate_out, "dstate_out", args.dstate_out, lane, 3, f.heads, f.head_dim, f.head_dim_v, True)
-    tables.set(&a.dnorm_out, "dnorm_out", args.dnorm_out, lane, 2, f.heads, f.head_dim, 1, True)
-    tables.set_rows(&a.dq, "dq", args.dq, max(f.heads_q, f.heads), f.len_q, f.head_dim)
-    tables.set_rows(&a.dk, "dk", args.dk, f.heads, f.len_k, f.head_dim)
-    tables.set_rows(&a.dv, "dv", args.dv, f.heads, f.len_k, f.head_dim_v)
+    _fill_recurrent_backward(&a, args, tables)
     _set_decays(&a.dlog_decay, "dlog_decay", args.dlog_decay, lane, f, tables)
-    tables.set(&a.dbeta, "dbeta", args.dbeta, lane, 2, f.heads, f.len_k)
-    tables.set_rows(&a.derase, "derase", args.derase, f.heads, f.len_k, f.head_dim)
-    tables.set(&a.dstate, "dstate", args.dstate, lane, 3, f.heads, f.head_dim, f.head_dim_v, True)
-    tables.set(&a.dnorm, "dnorm", args.dnorm, lane, 2, f.heads, f.head_dim, 1, True)
-    a.dq_factor = args.dq_factor
     _begin_sequences(f, args.forward.begins, tables, of_tokens, 13)
     _ready(&loop, f.q.dtype, &a, &f.watch, &plan)
     loop.kernels.recurrent.backward_plan(&a, &plan)

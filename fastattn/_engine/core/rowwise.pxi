@@ -8,12 +8,8 @@ cdef _Tables _set_rowwise(fa_rowwise_args *r, args):
     """Fill `r`, of a RowwiseArgs; returns the batch tables it points into."""
     memset(r, 0, sizeof(fa_rowwise_args))
     cdef _Tables tables = _set_args(&r.attention, args.attention, True)
-    cdef int64_t heads = r.attention.heads_q
-    cdef int lane = _lane_type(r.attention.q.dtype)
     r.kind, r.k_keys = _ROWWISE[args.kind], args.top_k
-    r.weight = _data("weight", args.weight, heads * r.attention.head_dim, lane)
-    r.pre = _data("pre", args.pre, heads * heads, lane)
-    r.post = _data("post", args.post, heads * heads, lane)
+    _fill_rowwise(r, args)
     return tables
 
 

@@ -14,29 +14,16 @@ def rowwise_backward(args):
     cdef fa_rowwise_backward_args r
     cdef fa_rowwise_backward_plan plan
     cdef Loop loop
-    cdef int threads = args.attention.num_threads, lane, double = cnp.NPY_DOUBLE
+    cdef int threads = args.attention.num_threads
     memset(&r, 0, sizeof(r))
     cdef _Tables _forward = _set_rowwise(&r.forward, args.rowwise)  # which must outlive the kernels
     cdef fa_attention_args *a = &r.forward.attention
-    cdef _Tables tables = _Tables(args.attention.batch_shape, 6)
-    cdef int64_t heads = a.heads_q, rows = a.batch * heads
-    lane = _lane_type(a.q.dtype)
-    tables.set_rows(&r.dout, "dout", args.dout, heads, a.len_q, a.head_dim_v)
-    tables.set_rows(&r.dq, "dq", args.dq, heads, a.len_q, a.head_dim)
-    tables.set(&r.dk, "dk", args.dk, lane, 3, a.heads_kv, a.len_k, a.head_dim, True)
-    tables.set(&r.dv, "dv", args.dv, lane, 3, a.heads_kv, a.len_k, a.head_dim_v, True)
-    tables.set(&r.dbias, "dbias", args.dbias, lane, 3, heads, a.len_q, a.len_k)
-    tables.set(&r.dbias_diagonals, "dbias_diagonals", args.dbias_diagonals, lane, 2, heads, a.len_q + a.len_k - 1)
+    cdef _Tables tables = _Tables(args.attention.batch_shape, ROWWISE_BACKWARD_ARRAYS)
+    _fill_rowwise_backward(&r, args, tables)
     for array, core in ((args.dbias, 3), (args.dbias_diagonals, 2)):
         if array is not None:
             r.batch_shares = r.batch_shares or _shares(array, core, a.batch)
             r.heads_share = r.heads_share or (a.heads_kv > 1 and array.shape[array.ndim - core] == 1)
-    r.dalibi_slopes = <double *>_data("dalibi_slopes", args.dalibi_slopes, rows, double)
-    r.dsoftcap = <double *>_data("dsoftcap", args.dsoftcap, rows, double)
-    r.dweight = <double *>_data("dweight", args.dweight, rows * a.head_dim, double)
-    r.dpre = <double *>_data("dpre", args.dpre, rows * heads, double)
-    r.dpost = <double *>_data("dpost", args.dpost, rows * heads, double)
-    r.dq_factor = args.dq_factor
     if r.dout.dtype != a.q.dtype:
         raise _misfit("dout", args.dout, f"the type of q, {args.attention.q.dtype}")
     _ready(&loop, a.q.dtype, &r, &a.watch, &plan)

@@ -8,7 +8,7 @@ def selection(args):
     cdef Loop loop
     cdef object call = args.attention
     cdef int threads = call.num_threads
-    cdef _Tables tables = _Tables(call.batch_shape, 7)
+    cdef _Tables tables = _Tables(call.batch_shape, 5 + SELECTION_ARRAYS)  # and the table of scores
     cdef int64_t rows, b
     cdef int64_t *begins
     memset(&c, 0, sizeof(c))
@@ -21,9 +21,7 @@ def selection(args):
     cdef int lane = _lane_type(a.q.dtype)
     tables.set(&a.k_scale, "k_scale", call.k_scale, lane, 2, a.heads_kv, a.len_k)
     tables.set(&a.masks.row_end, "row_end", call.row_end, cnp.NPY_INT64, 2, 1, a.len_q)
-    tables.set(&c.weights, "weights", args.weights, lane, 2, a.heads_q, a.len_q)
-    tables.set(&c.scores, "scores", args.scores, lane, 3, a.heads_kv, a.len_q, a.len_k, True)
-    c.top_k, c.first, c.last, c.relu = args.top_k, args.first, args.last, args.relu
+    _fill_selection(&c, args, tables)
     tables.set(&c.selected, "out", args.out, cnp.NPY_INT64, 3, a.heads_kv, a.len_q, c.top_k, True)
     if args.out.shape != (*call.batch_shape, a.heads_kv, a.len_q, c.top_k):  # it is written, so nothing broadcasts
         raise _misfit("out", args.out, "an array of all that is selected")

@@ -27,10 +27,7 @@ def update(args):
     cdef fa_parameter *p = <fa_parameter *>cnp.PyArray_DATA(memory)
     memset(&a, 0, sizeof(a))
     a.kind, a.parameters, a.n_parameters = _UPDATES[args.kind], p, len(parameters)
-    a.scale, a.lr, a.weight_decay, a.momentum, a.nesterov = (
-        args.scale, args.lr, args.weight_decay, args.momentum, args.nesterov)
-    a.beta2, a.eps, a.first_correction, a.second_correction = (
-        args.beta2, args.eps, args.first_correction, args.second_correction)
+    _fill_update(&a, args)
     for i, each in enumerate(parameters):
         lane = _dtype(each.grad)
         if lane != _dtype(parameters[0].grad) or (lane != FA_F32 and lane != FA_F64):
