@@ -100,7 +100,7 @@ def tasks():
 
 NUMBERS = ("int", "int64_t", "uint64_t", "double", "fa_dtype")
 TYPES_OF = {"lanes": "lane", "float64": "cnp.NPY_DOUBLE", "int64": "cnp.NPY_INT64", "bool": "cnp.NPY_BOOL"}
-# What the comment of an array says first: its elements and axes; then with what it is given, or has another type.
+# What the comment of an array says first: its elements and axes; with what it is given, or has another type.
 # "rows" are contiguous and, as "float", of any floating type.
 SPEC = (
     r"(rows|lanes|float64|int64|bool|float) \(((?:[^()]|\([^()]*\))*)\)(?=[,:;]|$)(, contiguous)?"

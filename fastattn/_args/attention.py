@@ -21,6 +21,7 @@ from fastattn._args.types import (
     Array,
     ArrayLike,
     AttentionArgs,
+    Ints,
     Shape,
     lane_dtype,
 )
@@ -298,21 +299,10 @@ def _add_ranges(
     windowed = left is not None or right is not None
     ranges: list[key_ranges.Range] = []
 
-    length = np.array(len_k)
+    positional = causal or windowed or args.alibi_slopes is not None or structure is not None
+    length, offset = lengths_of(kv_lengths, q_offset, batch_shape, len_q, len_k, positional)
     if kv_lengths is not None:
-        length = of_sequences("kv_lengths", kv_lengths, batch_shape, 0, len_k)
         ranges.append(key_ranges.lengths(length))
-    if q_offset is not None:
-        offset = of_sequences("q_offset", q_offset, batch_shape, -MAX_POSITION, MAX_POSITION)
-    else:
-        offset = np.asarray(length - len_q)
-        positional = causal or windowed or args.alibi_slopes is not None or structure is not None
-        if kv_lengths is not None and positional and (offset < 0).any():
-            raise ValueError(
-                f"(): kv_lengths has {length.min()} for {len_q} queries, and without q_offset the last"
-                f" query is at the last key, the first at {offset.min()}; expected q_offset=0 (padded"
-                f" self-attention: query i is at key i) or another q_offset"
-            )
     if causal or windowed:
         position = key_ranges.positions(offset, len_q)
         if causal:
@@ -330,6 +320,25 @@ def _add_ranges(
     args.row_begin, args.row_end = key_ranges.intersect(ranges, len_k)
     if args.alibi_slopes is not None:
         args.q_position = offset
+
+
+def lengths_of(
+    kv_lengths: Any, q_offset: Any, batch_shape: Shape, len_q: int, len_k: int, positional: bool
+) -> tuple[Ints, Ints]:
+    """How many keys count, and the position of the first query: one for all sequences, or one for each."""
+    length = np.array(len_k)
+    if kv_lengths is not None:
+        length = of_sequences("kv_lengths", kv_lengths, batch_shape, 0, len_k)
+    if q_offset is not None:
+        return length, of_sequences("q_offset", q_offset, batch_shape, -MAX_POSITION, MAX_POSITION)
+    offset = np.asarray(length - len_q)
+    if kv_lengths is not None and positional and (offset < 0).any():
+        raise ValueError(
+            f"(): kv_lengths has {length.min()} for {len_q} queries, and without q_offset the last"
+            f" query is at the last key, the first at {offset.min()}; expected q_offset=0 (padded"
+            f" self-attention: query i is at key i) or another q_offset"
+        )
+    return length, offset
 
 
 def window_sides(window: Any) -> tuple[int | None, int | None]:

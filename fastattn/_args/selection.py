@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fastattn._args import key_ranges
-from fastattn._args.attention import attention_args
+from fastattn._args.attention import attention_args, lengths_of
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.types import Array, AttentionArgs, SelectedArgs, SelectionArgs, lane_dtype
 from fastattn._args.values import (
@@ -18,7 +18,6 @@ from fastattn._args.values import (
     flag,
     float_array,
     integer,
-    of_sequences,
     real_values,
     require_broadcast,
 )
@@ -69,20 +68,11 @@ def selection_args(
 def _place(a: AttentionArgs, causal: Any, q_offset: Any, kv_lengths: Any, block_size: Any) -> None:
     """Add to `a` how many blocks of keys each query may select."""
     size = integer("block_size", block_size, 1, MAX_POSITION // max(1, a.len_k))
-    length = np.array(a.len_k * size)
-    ranges: list[key_ranges.Range] = []
-    if kv_lengths is not None:
-        length = of_sequences("kv_lengths", kv_lengths, a.batch_shape, 0, a.len_k * size)
-        ranges.append(key_ranges.lengths(-(-length // size)))
-    offset = length - a.len_q
-    if q_offset is not None:
-        offset = of_sequences("q_offset", q_offset, a.batch_shape, -MAX_POSITION, MAX_POSITION)
-    if flag("causal", causal):
-        if q_offset is None and kv_lengths is not None and (offset < 0).any():
-            came = f"kv_lengths has {length.min()} for {a.len_q} queries, and without q_offset"
-            came += f" the last query is at the last key, the first at {offset.min()}"
-            raise ValueError(f"(): {came}; expected q_offset=0 (query i is at key i) or another q_offset")
-        ranges.append(key_ranges.causal(key_ranges.positions(np.asarray(offset), a.len_q) // size))
+    causal = flag("causal", causal)
+    length, offset = lengths_of(kv_lengths, q_offset, a.batch_shape, a.len_q, a.len_k * size, causal)
+    ranges = [] if kv_lengths is None else [key_ranges.lengths(-(-length // size))]
+    if causal:
+        ranges.append(key_ranges.causal(key_ranges.positions(offset, a.len_q) // size))
     a.row_end = key_ranges.intersect(ranges, a.len_k)[1]
 
 
