@@ -8,7 +8,7 @@ copied if its last axis is not contiguous, or if no single stride reaches all of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, overload
 
 import numpy as np
 
@@ -42,16 +42,30 @@ show_public(__name__)
 
 
 class _NormOptions(OutOption, ComputeOptions, total=False):
-    """Keyword arguments of the norms, except `return_sum`."""
+    """Keyword arguments of the norms, except `return_sum`, by which they return a pair."""
 
     eps: float
     residual: ArrayLike | None
 
 
-class _GateOptions(_NormOptions, total=False):
+class _GateOptions(TypedDict, total=False):
     gate: ArrayLike | None
     activation: Activation
     gate_first: bool
+
+
+class _Norm(_NormOptions, total=False):
+    return_sum: Literal[False]
+
+
+class _NormSum(_NormOptions):
+    return_sum: Literal[True]
+
+
+class _GatedNorm(_Norm, _GateOptions): ...
+
+
+class _GatedNormSum(_NormSum, _GateOptions): ...
 
 
 class _ConvOptions(OutOption, ComputeOptions, total=False):
@@ -263,21 +277,11 @@ def grouped_linear(
 
 @overload
 def layer_norm(
-    x: ArrayLike,
-    weight: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    *,
-    return_sum: Literal[False] = False,
-    **options: Unpack[_NormOptions],
+    x: ArrayLike, weight: ArrayLike | None = None, bias: ArrayLike | None = None, **options: Unpack[_Norm]
 ) -> Array: ...
 @overload
 def layer_norm(
-    x: ArrayLike,
-    weight: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    *,
-    return_sum: Literal[True],
-    **options: Unpack[_NormOptions],
+    x: ArrayLike, weight: ArrayLike | None = None, bias: ArrayLike | None = None, **options: Unpack[_NormSum]
 ) -> tuple[Array, Array]: ...
 def layer_norm(
     x: ArrayLike,
@@ -327,20 +331,10 @@ def layer_norm(
 
 
 @overload
-def rms_norm(
-    x: ArrayLike,
-    weight: ArrayLike | None = None,
-    *,
-    return_sum: Literal[False] = False,
-    **options: Unpack[_GateOptions],
-) -> Array: ...
+def rms_norm(x: ArrayLike, weight: ArrayLike | None = None, **options: Unpack[_GatedNorm]) -> Array: ...
 @overload
 def rms_norm(
-    x: ArrayLike,
-    weight: ArrayLike | None = None,
-    *,
-    return_sum: Literal[True],
-    **options: Unpack[_GateOptions],
+    x: ArrayLike, weight: ArrayLike | None = None, **options: Unpack[_GatedNormSum]
 ) -> tuple[Array, Array]: ...
 def rms_norm(
     x: ArrayLike,

@@ -15,7 +15,7 @@ from fastattn._args.options import (
     WeightsOptions,
     require_options,
 )
-from fastattn._args.types import ArrayLike, NDArray, Unpack
+from fastattn._args.types import Array, ArrayLike, NDArray, Unpack
 from fastattn._args.varlen import varlen_args
 from fastattn._args.words import by_position, not_an_argument
 from fastattn._engine import dispatch, settings
@@ -23,50 +23,39 @@ from fastattn._engine.tiles import count_tiles
 from fastattn._reference import attention as reference
 
 if TYPE_CHECKING:
+    from typing_extensions import NotRequired
+
     from fastattn._args.statistics import Statistics
     from fastattn.masks import Mask
 
+    # What a call returns: out, or out and lse, or out and statistics, or any of these.
+    class _Out(AttentionOptions, total=False):
+        return_lse: Literal[False]
+        stats: None
+
+    class _Lse(AttentionOptions):
+        return_lse: Literal[True]
+        stats: NotRequired[None]
+
+    class _Stats(AttentionOptions):
+        return_lse: NotRequired[Literal[False]]
+        stats: Sequence[str]
+
+    class _Results(AttentionOptions):
+        return_lse: bool
+        stats: NotRequired[Sequence[str] | None]
+
 
 @overload
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: Literal[False] = False,
-    stats: None = None,
-    **options: Unpack[AttentionOptions],
-) -> NDArray[Any]: ...
+def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[_Out]) -> Array: ...
+@overload
+def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[_Lse]) -> tuple[Array, Array]: ...
 @overload
 def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: Literal[True],
-    stats: None = None,
-    **options: Unpack[AttentionOptions],
-) -> tuple[NDArray[Any], NDArray[Any]]: ...
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[_Stats]
+) -> tuple[Array, Statistics]: ...
 @overload
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: Literal[False] = False,
-    stats: Sequence[str],
-    **options: Unpack[AttentionOptions],
-) -> tuple[NDArray[Any], Statistics]: ...
-@overload
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: bool,
-    stats: Sequence[str] | None = None,
-    **options: Unpack[AttentionOptions],
-) -> Any: ...
+def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[_Results]) -> Any: ...
 def attention(
     q: ArrayLike,
     k: ArrayLike,
