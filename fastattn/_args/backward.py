@@ -238,25 +238,32 @@ def _result(
     return result_array(place, shape, dtype, source_of(name), inputs, called)
 
 
+def gradient_shape(args: AttentionArgs, name: str) -> Shape:
+    """The shape of what the kernels leave of a gradient."""
+    batch = args.batch_shape if args.begins is None else ()
+    if name == "dq":
+        return (*batch, args.heads_q, args.len_q, args.head_dim)
+    if name in ("dk", "dv"):
+        width = args.head_dim if name == "dk" else args.head_dim_v
+        return (*batch, args.heads_kv, args.len_k, width)
+    bias: Any = args.bias
+    if name == "dbias":
+        return bias.shape  # type: ignore[no-any-return]
+    if name == "dbias_diagonals":
+        return (*bias.shape[:-2], max(0, args.len_q + args.len_k - 1))
+    own = {"dweight": (args.head_dim,), "dpre": (args.heads_q,), "dpost": (args.heads_q,)}
+    return (*args.batch_shape, args.heads_q, *own.get(name, ()))
+
+
 def _room(backward: BackwardArgs, name: str, result: Any) -> _Wanted:
     """Room for what the kernels leave of a gradient, set in `backward`: the result itself where it fits."""
     args, lane = backward.attention, lane_dtype(backward.attention.q.dtype)
-    heads = (*args.batch_shape, args.heads_q)
     if name == "dscale":
         return _Wanted(name, None, None, None)
-    if source_of(name) in OF_HEADS:
-        place, shape, dtype = result, heads, FLOAT64
-    elif name in ("dweight", "dpre", "dpost"):
-        place, shape, dtype = result, (*heads, args.head_dim if name == "dweight" else args.heads_q), FLOAT64
-    elif name.startswith("dbias"):
-        bias: Any = args.bias
-        shape = bias.shape if name == "dbias" else (*bias.shape[:-2], result.shape[-1])
+    place, shape, dtype = result, gradient_shape(args, name), FLOAT64
+    if name.startswith("dbias"):
         place, dtype = result.reshape(shape), lane
-    else:
-        length = args.len_q if name == "dq" else args.len_k
-        width = args.head_dim_v if name == "dv" else args.head_dim
-        batch = args.batch_shape if args.begins is None else ()
-        shape = (*batch, args.heads_q if name == "dq" else args.heads_kv, length, width)
+    elif name in ("dq", "dk", "dv"):
         place, dtype = heads_first(args, result), result.dtype
         if place.size == math.prod(shape):
             place = place.reshape(shape)  # a view: lengths of 1 come and go

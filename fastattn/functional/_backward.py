@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastattn._args.attention import attention_args
-from fastattn._args.backward import OF_OPTIONS, Gradients, backward_args
+from fastattn._args.backward import OF_OPTIONS, backward_args
 from fastattn._args.errors import named
 from fastattn._args.options import (
     AttentionOptions,
@@ -17,12 +18,11 @@ from fastattn._args.options import (
 )
 from fastattn._args.types import ArrayLike, NDArray, Unpack
 from fastattn._args.varlen import varlen_args
-from fastattn._engine import dispatch
 from fastattn.functional._attention import attention, varlen_attention
+from fastattn.functional._composed_gradients import computed
 from fastattn.functional._differentiable import Steps, vjp_of
 
 _NEED = ("dq", "dk", "dv")
-_QKV = ("q", "k", "v")  # have gradients, beside options
 
 
 @named("attention_backward")
@@ -109,7 +109,7 @@ def attention_backward(
     args = attention_args(q, k, v, return_lse=True, **options)
     given: dict[str, Any] = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     given |= {name: options.get(name) for name in OF_OPTIONS}
-    return _run(backward_args(args, given, need, into, options), options)
+    return computed(backward_args(args, given, need, into, options), options)
 
 
 @named("varlen_attention_backward")
@@ -164,47 +164,32 @@ def varlen_attention_backward(
     begins = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     given: dict[str, Any] = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     given |= {name: options.get(name) for name in OF_OPTIONS if name != "bias"}
-    return _run(backward_args(args, given, need, into, {**options, **begins}), options)
+    return computed(backward_args(args, given, need, into, {**options, **begins}), options)
 
 
-def _run(found: Gradients, options: Mapping[str, Any]) -> tuple[Any, ...]:
-    if found.args.out.size:
-        dispatch.run(found.args, options.get("backend"))
-    else:
-        found.clear()
-    return found.results()
+def _recorded(
+    forward: Callable[..., Any], backward: Callable[..., Any], taken: type, options: type
+) -> Callable[..., Any]:
+    """What `grad.vjp` calls for a function that has a gradient function, of the options `taken`."""
+    signature = inspect.signature(forward)
+    names = [name for name, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    def steps(*arrays: ArrayLike, return_lse: bool, **given: Any) -> Steps[Any]:
+        arrays = *arrays, *(given.pop(name) for name in names[len(arrays) :] if name in given)
+        require_options(given, taken)
+        out, lse = forward(*arrays, return_lse=True, **given)
+        request = yield out, lse
+        saved = request.dout, *arrays[:3], out, lse, *arrays[3:]
+        found: tuple[Any, ...] = backward(*saved, dlse=request.dmore, need=request.need, **given)
+        return found
+
+    steps.__name__, steps.__signature__ = forward.__name__, signature  # type: ignore[attr-defined]
+    return vjp_of(steps, ("q", "k", "v"), options)
 
 
-def _steps(
-    forward: Callable[..., Any], backward: Callable[..., Any], arrays: Sequence[ArrayLike], options: Any
-) -> Steps[Any]:
-    """Out and lse of a function of `arrays`, and the gradients by another."""
-    out, lse = forward(*arrays, return_lse=True, **options)
-    request = yield out, lse
-    given = request.dout, *arrays[:3], out, lse, *arrays[3:]
-    found: tuple[Any, ...] = backward(*given, dlse=request.dmore, need=request.need, **options)
-    return found
-
-
-def _attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: bool, **options: Any) -> Steps[Any]:
-    require_options(options, BackwardOptions)
-    return _steps(attention, attention_backward, (q, k, v), options)
-
-
-def _varlen_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    cu_seqlens_q: ArrayLike,
-    cu_seqlens_k: ArrayLike,
-    *,
-    return_lse: bool,
-    **options: Any,
-) -> Steps[Any]:
-    require_options(options, VarlenBackwardOptions)
-    arrays = q, k, v, cu_seqlens_q, cu_seqlens_k
-    return _steps(varlen_attention, varlen_attention_backward, arrays, options)
-
-
-attention._vjp = vjp_of(_attention, _QKV, AttentionOptions)  # type: ignore[attr-defined]
-varlen_attention._vjp = vjp_of(_varlen_attention, _QKV, VarlenOptions)  # type: ignore[attr-defined]
+attention._vjp = _recorded(  # type: ignore[attr-defined]
+    attention, attention_backward, BackwardOptions, AttentionOptions
+)
+varlen_attention._vjp = _recorded(  # type: ignore[attr-defined]
+    varlen_attention, varlen_attention_backward, VarlenBackwardOptions, VarlenOptions
+)

@@ -8,13 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.backward import OF_HEADS, of_source, source_of, summed_to
-from fastattn._args.types import Array, AttentionArgs, BackwardArgs, Shape, lane_dtype
+from fastattn._args.backward import OF_HEADS, gradient_shape, of_source, source_of, summed_to
+from fastattn._args.types import FLOAT64, Array, AttentionArgs, BackwardArgs, Shape, lane_dtype
 from fastattn._args.values import operand
 from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
+    from fastattn._args.backward import Gradients
     from fastattn.functional._differentiable import Request
+
+
+def computed(found: Gradients, options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The gradients of one call."""
+    if found.args.out.size:
+        dispatch.run(found.args, options.get("backend"))
+    else:
+        found.clear()
+    return found.results()
 
 
 class ComposedGradients:
@@ -47,33 +57,20 @@ class ComposedGradients:
         Parts that are merged have out and lse of the whole: then no part needs a dlse of its own.
         """
         lane = lane_dtype(args.q.dtype)
-        rows, heads = args.out.shape[:-1], (*args.batch_shape, args.heads_q)
-        keys = (*args.batch_shape, args.heads_kv, args.len_k)
         args.q, args.k, args.v, args.out, dout = (
             _rows_in(args.q.dtype, x) for x in (args.q, args.k, args.v, args.out, dout)
         )
         call = BackwardArgs(args, dout, dlse)
         of_scale = self.wants("dscale")
         call.dq_factor = 1.0 if of_scale else args.scale
-        shapes = {
-            "dq": (*rows, args.head_dim),
-            "dk": (*keys, args.head_dim),
-            "dv": (*keys, args.head_dim_v),
-            "dbias": None if args.bias is None else args.bias.shape,
-        }
-        for name, shape in shapes.items():
+        of_heads, filled = [f"d{option}" for option in OF_HEADS], False
+        for name in ("dq", "dk", "dv", "dbias", "dbias_diagonals", *of_heads):
             wanted = self.wants(*uses.get(name, (name,))) or (of_scale and name == "dq")
-            if wanted and shape is not None:
-                setattr(call, name, np.zeros(shape, lane))
-        of_heads = [f"d{option}" for option in OF_HEADS]
-        for name in of_heads:
-            if self.wants(name) and getattr(args, name[1:]) is not None:
-                setattr(call, name, np.zeros(heads))
-        if args.bias is not None and self.wants("dbias_diagonals"):
-            shape = (*args.bias.shape[:-2], max(0, args.len_q + args.len_k - 1))
-            call.dbias_diagonals = np.zeros(shape, lane)
-        filled = (*shapes, *of_heads, "dbias_diagonals")
-        if args.out.size and any(getattr(call, name) is not None for name in filled):
+            if wanted and getattr(args, source_of(name)) is not None:
+                dtype = FLOAT64 if name in of_heads else lane
+                setattr(call, name, np.zeros(gradient_shape(args, name), dtype))
+                filled = True
+        if args.out.size and filled:
             dispatch.run(call, self.options.get("backend"))
         if of_scale and call.dq is not None:
             self.add("dscale", product_sums(args.q, call.dq).sum())

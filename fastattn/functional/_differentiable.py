@@ -45,22 +45,14 @@ def _first_half(running: Steps[R]) -> R:
 
 
 def differentiable(
-    *gradients: str,
-    options: type | None = None,
-    without: tuple[str, ...] = (),
-    own_bias: bool = True,
-    require: Callable[..., None] | None = None,
-    calls_kernels: bool = False,
+    *gradients: str, options: type | None = None, calls_kernels: bool = False, **recorded: Any
 ) -> Callable[[Callable[P, Steps[R]]], Callable[P, R]]:
     """Decorate steps: make the function of their first half, whose `_vjp` goes on with the second.
 
     A plain call drops the generator at its yield, and so keeps nothing. For gradients it waits there, with
     all local variables. A function with an argument return_lse is called with it then. Both halves run
     without NumPy's warnings, as kernels do. A first half that `calls_kernels` alone has none, and saves the
-    microsecond that it takes to ask for that.
-
-    `gradients` names the arguments that have some, beside those of `options`, but for the ones `without`.
-    `require`, of the keyword arguments, raises where a plain call is possible and gradients are not.
+    microsecond that it takes to ask for that. The others are as in `vjp_of`.
     """
     begin: Callable[[Steps[Any]], Any] = next if calls_kernels else _first_half
 
@@ -78,7 +70,7 @@ def differentiable(
         function.__signature__ = signature  # type: ignore[attr-defined]
         function.__annotations__ = {**steps.__annotations__, "return": signature.return_annotation}
         function._vjp = vjp_of(  # type: ignore[attr-defined]
-            steps, gradients, options, without, own_bias, require, begin
+            steps, gradients, options, begin=begin, **recorded
         )
         return function
 
@@ -94,7 +86,11 @@ def vjp_of(
     require: Callable[..., None] | None = None,
     begin: Callable[[Steps[Any]], Any] = next,
 ) -> Callable[..., Any]:
-    """Make the function of `steps` that `grad.vjp` calls; the others are as in `differentiable`."""
+    """Make the function of `steps` that `grad.vjp` calls.
+
+    `gradients` names the arguments that have some, beside those of `options`, but for the ones `without`.
+    `require`, of the keyword arguments, raises where a plain call is possible and gradients are not.
+    """
     parameters = inspect.signature(steps).parameters
     name, with_lse = steps.__name__.removeprefix("_"), "return_lse" in parameters
     steps.__qualname__ = name  # for Python's own errors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import log
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +22,8 @@ from fastattn._args.types import (
 from fastattn._args.values import number
 from fastattn._args.variants import additive_args, rowwise_args, talking_heads_args, top_k_args, variant_args
 from fastattn._engine import dispatch
+from fastattn.functional._composed_gradients import computed
 from fastattn.functional._differentiable import Request, Steps, differentiable
-
-if TYPE_CHECKING:
-    from fastattn._args.backward import Gradients
 
 
 @differentiable("q", "k", "v", "weight", options=NoSoftmaxOptions, without=("scale",), calls_kernels=True)
@@ -252,19 +250,11 @@ def _sigmoid_gradients(args: AttentionArgs, request: Request, options: Any) -> t
     names = list(request.need)
     dout = request.dout.reshape(args.out.shape)
     backward = BackwardArgs(args, dout, dq_factor=1.0 if "dscale" in names else args.scale)
-    return _run(gradients(backward, names, request.given), options)
+    return computed(gradients(backward, names, request.given), options)
 
 
 def _steps(args: RowwiseArgs, options: NoSoftmaxOptions) -> Steps[Array]:
     """The result, and gradients by kernels that compute scores again."""
     dispatch.run(args, options.get("backend"))
     request = yield args.attention.result
-    return _run(rowwise_backward_args(args, request.dout, request.given, request.need), options)
-
-
-def _run(found: Gradients, options: NoSoftmaxOptions) -> tuple[Any, ...]:
-    if found.args.out.size:
-        dispatch.run(found.args, options.get("backend"))
-    else:
-        found.clear()
-    return found.results()
+    return computed(rowwise_backward_args(args, request.dout, request.given, request.need), options)
