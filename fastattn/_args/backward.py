@@ -14,6 +14,7 @@ from fastattn._args.grad import places
 from fastattn._args.results import require_apart, result_array
 from fastattn._args.types import (
     FLOAT64,
+    OF_HEADS,
     Array,
     AttentionArgs,
     BackwardArgs,
@@ -34,8 +35,7 @@ from fastattn._args.values import (
     short,
 )
 
-# Options of attention that have gradients; those of `OF_HEADS` are a sum for each head.
-OF_HEADS = ("sinks", "alibi_slopes", "softcap")
+# Options of attention that have gradients.
 OF_OPTIONS = ("bias", *OF_HEADS, "scale")
 # Arguments that have no gradient of their own.
 _SAVED = ("dout", "out", "lse", "dlse")

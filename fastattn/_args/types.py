@@ -186,6 +186,10 @@ class SelectedArgs:
         return part
 
 
+# Options of attention whose gradients are a sum for each head.
+OF_HEADS = ("sinks", "alibi_slopes", "softcap")
+
+
 @dataclass(slots=True, eq=False)
 class BackwardArgs:
     """The gradients of one attention call; a gradient that is None is not asked for.
@@ -208,7 +212,7 @@ class BackwardArgs:
     # leading axes and (len_q + len_k - 1).
     dbias: Array | None = None
     dbias_diagonals: Array | None = None
-    # (*batch_shape, heads_q), float64: sums over a head's rows.
+    # Of OF_HEADS, (*batch_shape, heads_q), float64: sums over a head's rows.
     dsinks: Array | None = None
     dalibi_slopes: Array | None = None
     dsoftcap: Array | None = None

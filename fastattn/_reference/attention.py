@@ -252,6 +252,10 @@ class Task:
             np.copyto(scores, -np.inf, where=~allowed)
         return scores
 
+    def slopes_of_scores(self, keys: slice) -> Array | None:
+        """Derivatives of scores, before biases, by scaled products, (group, rows, keys); None: they are 1."""
+        return self.softcap_slopes(keys)[0] if self.call.args.softcap else None
+
     def softcap_slopes(self, keys: slice) -> tuple[Array, Array]:
         """Derivatives of ``softcap * tanh(x / softcap)`` by x and by the cap, (group, rows, keys).
 

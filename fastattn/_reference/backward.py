@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.types import Array, BackwardArgs
+from fastattn._args.types import OF_HEADS, Array, BackwardArgs
 from fastattn._reference.attention import Call, Task, block_sizes, sequences
 
 # Up to so many queries, probabilities are normalised again: few_queries() of the kernels.
@@ -56,7 +56,7 @@ def _sequences(args: BackwardArgs) -> Iterator[BackwardArgs]:
         places: dict[str, Any] = {
             **dict.fromkeys(("dout", "dlse", "dq"), of_queries),
             **dict.fromkeys(("dk", "dv"), of_keys),
-            **dict.fromkeys(("dsinks", "dalibi_slopes", "dsoftcap"), i),
+            **dict.fromkeys((f"d{name}" for name in OF_HEADS), i),
         }
         for name, place in places.items():
             x = getattr(args, name)
@@ -99,8 +99,8 @@ class BackwardTask(Task):
             if args.dv is not None:
                 dv[keys] += weighted(flat(self.dropped(probs, keys)).T, flat(dout), _transposed(allowed))
             self.add_modifiers(args, keys, dscores)
-            if forward.softcap:
-                dscores *= self.softcap_slopes(keys)[0]
+            if (by_products := self.slopes_of_scores(keys)) is not None:
+                dscores *= by_products
                 if allowed is not True:
                     dscores = np.where(allowed, dscores, 0)
             if self.call.score_mod_backward is not None:

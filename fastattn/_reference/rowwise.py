@@ -227,8 +227,8 @@ def _gradients(task: BackwardTask, args: RowwiseBackwardArgs, forward: RowwiseAr
     if args.dv is not None:
         args.dv[(*task.batch, task.h_kv)][keys] += weighted(flat(probs).T, flat(dout))
     task.add_modifiers(args, keys, dscores)
-    if task.call.args.softcap:
-        dscores = _shielded(dscores, task.softcap_slopes(keys)[0])
+    if (by_products := task.slopes_of_scores(keys)) is not None:
+        dscores = _shielded(dscores, by_products)
     if isinstance(task, Additive):
         task.add_scores(args, keys, dscores)
     else:
@@ -284,8 +284,8 @@ def _mixed_heads(heads: list[Mixed], args: RowwiseBackwardArgs, forward: Rowwise
     for task in heads:
         of = task.where[-2]
         task.add_modifiers(args, every, dmixed[of])
-        if task.call.args.softcap:
-            dmixed[of] = _shielded(dmixed[of], task.softcap_slopes(every)[0])
+        if (by_products := task.slopes_of_scores(every)) is not None:
+            dmixed[of] = _shielded(dmixed[of], by_products)
     if args.dpre is not None:
         args.dpre[b] += a.scale * _over_rows(dmixed, np.where(some, products, 0)).T
     dscores = _mix(dmixed, None if pre is None else pre.T)

@@ -69,8 +69,8 @@ def attention(
     return_lse : bool, default False
         Return ``(out, lse)``, as `fastattn.attention` does.
     **options
-        ``causal``, ``window``, ``scale``, ``softcap``, ``alibi_slopes``, ``sinks``, ``kv_lengths``,
-        ``q_offset``, ``num_threads`` and ``backend`` of `fastattn.attention`: numbers or arrays in memory.
+        Keyword arguments of `fastattn.attention` except mask, bias, row_ranges, k_scale, v_scale, dropout,
+        seed, stats and out: numbers or arrays in memory.
         ``num_threads`` (default 1) applies to each task, whatever OMP_NUM_THREADS is: Dask sets that to 1. A
         worker runs as many tasks at a time as it has threads.
 

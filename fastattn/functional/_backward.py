@@ -71,7 +71,7 @@ def attention_backward(
     -------
     tuple
         A gradient for each name in `need`, in its source's shape and dtype, summed over broadcast axes. A
-        float for scale and softcap.
+        float for options that are numbers.
 
     Raises
     ------

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.backward import OF_HEADS, gradient_shape, of_source, source_of, summed_to
-from fastattn._args.types import FLOAT64, Array, AttentionArgs, BackwardArgs, Shape, lane_dtype
+from fastattn._args.backward import gradient_shape, of_source, source_of, summed_to
+from fastattn._args.types import FLOAT64, OF_HEADS, Array, AttentionArgs, BackwardArgs, Shape, lane_dtype
 from fastattn._args.values import operand
 from fastattn._engine import dispatch
 

@@ -74,8 +74,8 @@ def talking_heads_attention(
     pre, post : array_like, (heads_q, heads_q), optional
         Weight ``[h, g]`` of head h in head g; by default no mixing. Any of the four dtypes.
     **options
-        Keyword arguments of `attention` except sinks, return_lse and stats. Masks, bias, softcap and ALiBi
-        apply to the mixed scores.
+        Keyword arguments of `attention` except sinks, return_lse and stats. Masks and modifiers
+        of scores apply to the mixed scores.
 
     Notes
     -----

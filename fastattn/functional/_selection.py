@@ -171,8 +171,8 @@ def selected_attention(
     return_lse : bool, default False
         As in `attention`.
     **options
-        Keyword arguments of `attention`: causal, window, kv_lengths and q_offset, which also apply to
-        selected keys; scale, softcap, sinks, k_scale, v_scale, out, num_threads, backend.
+        Keyword arguments of `attention` except mask, bias, row_ranges, alibi_slopes, dropout, seed and stats.
+        causal, window, kv_lengths and q_offset also apply to selected keys.
 
     Returns
     -------

@@ -128,8 +128,8 @@ def flex_attention(
 ) -> Steps[Any]:
     """Attention whose scores pass through a Python function, to try out what has no kernel.
 
-    **Slow**: with `score_mod` it runs in NumPy, several times slower than `attention`, whose options (bias,
-    softcap, ALiBi) cover the usual functions. Use `mask` for masking, also
+    **Slow**: with `score_mod` it runs in NumPy, several times slower than `attention`, whose options
+    cover the usual functions. Use `mask` for masking, also
     ``masks.compile(predicate, shape)``: masked blocks are not computed.
 
     Parameters

@@ -10,6 +10,7 @@ import torch
 from fastattn._args.attention import attention_args
 from fastattn._args.backward import OF_OPTIONS, backward_args
 from fastattn._args.errors import named
+from fastattn._args.options import AttentionOptions
 from fastattn._args.types import AttentionArgs
 from fastattn._engine import dispatch
 from fastattn.functional import attention_backward
@@ -18,8 +19,22 @@ from fastattn.torch._tensors import array_of, heads_inside, num_threads, tensor_
 
 _OPTIONAL = ("mask", "bias", "sinks", "alibi_slopes", "kv_lengths")
 _TENSORS = ", ".join(["Tensor q, Tensor k, Tensor v", *(f"Tensor? {name}=None" for name in _OPTIONAL)])
-_OPTIONS = """*, bool causal=False, SymInt[]? window=None, float? scale=None, float? softcap=None,
-    SymInt? q_offset=None"""
+# Types of options in schemas, by their annotations.
+_NUMBERS = {
+    "bool": "bool {}=False",
+    "float | None": "float? {}=None",
+    "tuple[int | None, int | None] | None": "SymInt[]? {}=None",
+}
+
+
+def schema_of(options: type) -> str:
+    """Those of attention's `options` that are numbers, and q_offset, one for all sequences."""
+    kinds = {name: kind.__forward_arg__ for name, kind in options.__annotations__.items()}
+    found = [_NUMBERS[kind].format(name) for name, kind in kinds.items() if kind in _NUMBERS]
+    return ", ".join((*found, "SymInt? q_offset=None"))
+
+
+_OPTIONS = f"*, {schema_of(AttentionOptions)}"
 # Of which tensors there are gradients, by their places.
 _GRADIENTS = {0: "dq", 1: "dk", 2: "dv", 4: "dbias", 5: "dsinks", 6: "dalibi_slopes"}
 

@@ -10,11 +10,12 @@ import torch
 
 from fastattn import functional, grad
 from fastattn._args.errors import named
+from fastattn._args.options import SelectedOptions, SigmoidOptions
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.selection import selected_args
 from fastattn.functional._recurrent import linear_attention_backward
 from fastattn.functional._scores import sigmoid_args, sigmoid_attention_backward
-from fastattn.torch._attention import like_result, sides
+from fastattn.torch._attention import like_result, schema_of, sides
 from fastattn.torch._library import define, differentiate, forbid_gradients
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
 
@@ -120,8 +121,7 @@ _variant(
     "sigmoid_attention",
     sigmoid_attention_backward,
     ("q", "k", "v", "mask", "bias", "alibi_slopes", "kv_lengths"),
-    "float? sigmoid_bias=None, bool causal=False, SymInt[]? window=None, float? scale=None,"
-    " float? softcap=None, SymInt? q_offset=None",
+    f"float? sigmoid_bias=None, {schema_of(SigmoidOptions)}",
     _fake_result,
     lambda q, k, v, sigmoid_bias=None, **options: sigmoid_args(q, k, v, sigmoid_bias, options),
     ("dq", "dk", "dv", "dbias", "dalibi_slopes"),
@@ -130,8 +130,7 @@ selected_op = _variant(
     "selected_attention",
     _selected_backward,
     ("q", "k", "v", "selected", "sinks", "kv_lengths"),
-    "int block_size=1, bool causal=False, SymInt[]? window=None, float? scale=None, float? softcap=None,"
-    " SymInt? q_offset=None",
+    f"int block_size=1, {schema_of(SelectedOptions)}",
     _fake_result,
     lambda q, k, v, selected, block_size=1, **options: selected_args(
         q, k, v, selected, block_size, False, options
