@@ -96,7 +96,7 @@ static int64_t keys_of_low(const row_block *rows, int64_t j0, int64_t n, int bf1
 /* Whether scores wait for their factor until softmax, which then costs nothing. */
 INLINE int scaled_later(const fa_attention_args *a, int bf16)
 {
-    const int plain = a->mods.softcap == 0 && !a->mods.bias.data && !a->mods.alibi_slopes.data;
+    const int plain = !HAS_SLOPES(a->mods) && !a->mods.bias.data && !a->mods.alibi_slopes.data;
     const int normal = LANE_MIN <= a->mods.scale && a->mods.scale <= LANE_MAX / 2; /* times log2(e), too */
     return V_AMX && bf16 && plain && normal && !a->sigmoid && !a->stats.second_pass;
 }

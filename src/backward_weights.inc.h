@@ -1,6 +1,6 @@
 /* What the backward pass does with a tile of scores, element by element, keys on the lanes; and what it works on.
  *
- *     S = softcap of S, dropout's mask           the other modifiers are those of the few-row kernel: modifiers.inc.h
+ *     S = capped S, dropout's mask           the other modifiers are those of the few-row kernel: modifiers.inc.h
  *     P = exp(S - lse), or sigmoids
  *     dS = P (dP - delta), or P (1 - P) dP       dP = dO V^T
  *     the gradients of the modifiers += dS
@@ -47,7 +47,7 @@ typedef struct {
 typedef struct {
     lane *s, *ds, *add;   /* (BACK_Q, BLOCK_K): scores, then P; dO V^T, then dS; what is added to scores */
     lane *keep;           /* the same, with dropout: what P is multiplied by, 0 or 1 / (1 - dropout) */
-    lane *slope, *of_cap; /* the same, with a softcap: its derivatives by the score and by the cap */
+    lane *slope, *of_cap; /* the same, with slopes: derivatives by the score and by the cap */
     lane *pairs;          /* (BACK_Q / 2, BLOCK_K): pairs of rows, with bf16; or (BACK_Q, BLOCK_K / 2): of keys */
     lane *dq;             /* (BACK_Q, width), whole vectors */
     int64_t width;        /* head_dim, filled up to whole vectors */
@@ -94,7 +94,7 @@ static int64_t column_groups(const row_block *rows, key_run run, block_kind kind
     return n;
 }
 
-/* The softcap alone, of all scores: the other modifiers come behind it. */
+/* The cap alone, of all scores: the other modifiers come behind it. */
 static void cap_rows(const modifiers *mods, int64_t n_rows, int64_t n, const back_tile *tile)
 {
     for (int64_t r = 0; r < n_rows; r++)
@@ -223,7 +223,7 @@ INLINE void clear_tail(const column_group *group, int64_t n, const back_tile *ti
     }
 }
 
-/* dS of the scores before the softcap. Where it is 0, as it is where a score is hidden, 0 times anything is 0. */
+/* dS of the scores before the cap. Where it is 0, as it is where a score is hidden, 0 times anything is 0. */
 INLINE void scale_by_slope(const column_group *group, int64_t n, const back_tile *tile)
 {
     for (int64_t r = group->row0; r < group->row1; r++) {

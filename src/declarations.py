@@ -108,6 +108,17 @@ SPEC = (
 )
 
 
+def kinds():
+    """The constants of each enum of kinds."""
+    text = " ".join((SRC / header).read_text(encoding="utf-8") for header in HEADERS)
+    enums = re.findall(r"typedef enum \{([^{}]*)\} (\w+_kind);", text)
+    return {name: re.findall(r"\bFA_\w+", re.sub(r"/\*.*?\*/", "", body)) for body, name in enums}
+
+
+# What has names in Python, and the dictionaries with their numbers.
+NAMED = {"fa_activation": "_ACTIVATIONS", **dict.fromkeys(kinds(), "_KINDS")}
+
+
 def structs():
     """The fields of each struct: name, type, and the match of SPEC in the comment, or None."""
     found = {}
@@ -186,10 +197,9 @@ class Fill:
         """Add the lines of a struct, from the object `args` of a class."""
         fields, own = self.known[struct], self.objects[of]
         for name, kind, _ in fields:
-            if kind in NUMBERS and "None" not in own.get(name, "None"):
-                (self.numbers if args == "args" else self.arrays).append(
-                    f"{indent}{path}.{name} = {args}.{name}"
-                )
+            value = f"{NAMED[kind]}[{args}.{name}]" if kind in NAMED else f"{args}.{name}"
+            if name in own and (kind in NAMED or (kind in NUMBERS and "None" not in own[name])):
+                (self.numbers if args == "args" else self.arrays).append(f"{indent}{path}.{name} = {value}")
         self.count += sum(kind == "fa_array" for _, kind, _ in fields)
         arrays = [(name, kind, spec) for name, kind, spec in fields if spec and name in own]
         guards = {spec[4] for _, _, spec in arrays}
@@ -254,8 +264,10 @@ class Fill:
 
 
 def fills():
-    """The functions that fill structs, and how many batch tables these need: those that the .pxi files use."""
+    """The kinds by their names; functions that fill structs, and how many batch tables these need."""
     known, objects, used = structs(), classes(), written()
+    names = [f'"{name[3:].lower()}": {name}' for some in kinds().values() for name in some]
+    yield f"cdef dict _KINDS = {{{', '.join(names)}}}"
     for struct in known:
         name = struct[3:].removesuffix("_args")
         if f"_fill_{name}(" in used:

@@ -17,6 +17,9 @@ typedef struct {
     int alibi;
 } modifiers;
 
+/* Whether the slopes of scores by products are others than the scale: of fa_modifiers, and of the above. */
+#define HAS_SLOPES(mods) ((mods).softcap != 0)
+
 INLINE int same_modifiers(const modifiers *x, const modifiers *y)
 {
     return x->s_factor == y->s_factor && x->softcap == y->softcap && x->alibi == y->alibi;
@@ -26,7 +29,7 @@ INLINE int same_modifiers(const modifiers *x, const modifiers *y)
  * applies q_factor to the product in any case. */
 static modifiers modifiers_of(const fa_attention_args *a, int bf16)
 {
-    const double exact = a->mods.softcap != 0 ? a->mods.scale / a->mods.softcap : a->mods.scale;
+    const double exact = HAS_SLOPES(a->mods) ? a->mods.scale / a->mods.softcap : a->mods.scale;
     const lane factor = (lane)fmax(-LANE_MAX, fmin(LANE_MAX, exact)); /* no Inf: that times 0 is NaN */
     const int fold = bf16 || (-1 <= factor && factor <= 1);
     return (modifiers){

@@ -78,7 +78,7 @@ static void add_score_gradients(const fa_rowwise_backward_args *call, const row_
     }
 }
 
-/* scaled = ds times the slopes of the softcap, of which s (n, nv) holds the products before; dsoftcap (nv) += .. */
+/* scaled = ds times the slopes of the cap, of which s (n, nv) holds the products before; dsoftcap (nv) += .. */
 static void through_softcap(int nv, const modifiers *mods, int64_t n, const lane *s, const lane *ds, lane *dsoftcap,
                             lane *scaled)
 {

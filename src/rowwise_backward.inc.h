@@ -11,7 +11,7 @@
  *     in turn, tile after tile of a KV head:
  *         dV = dV + P dO;  dK = dK + scale dS Q;  dbias = dbias + dS
  *
- * With a softcap, the slopes of the cap multiply dS, but for dbias. A weight of exactly 0 hides what it would multiply.
+ * Slopes of scores, as of a cap, multiply dS, but for dbias. A weight of exactly 0 hides what it would multiply.
  *
  * Exports   rowwise_backward_plan, rowwise_backward_run. */
 #pragma once
@@ -20,7 +20,7 @@
 
 typedef struct {
     row_scratch row;
-    lane *ds, *scaled; /* (len_k, BLOCK_Q), of the kept keys: dS, and with a softcap dS times its slopes */
+    lane *ds, *scaled; /* (len_k, BLOCK_Q), of the kept keys: dS, and with slopes dS times these */
     lane *dout_t;      /* dO^T (head_dim_v, BLOCK_Q) */
     lane *dq_t;        /* dQ^T (head_dim, BLOCK_Q) */
     row_copy q, dout;
@@ -36,7 +36,7 @@ static int64_t cut_backward_scratch(arena *from, const fa_rowwise_backward_args 
     cut_row_scratch(from, &call->forward, &scratch->row);
     CUT(from, scratch->ds, n_keys * BLOCK_Q);
     scratch->scaled = scratch->ds;
-    if (a->mods.softcap != 0) CUT(from, scratch->scaled, n_keys * BLOCK_Q);
+    if (HAS_SLOPES(a->mods)) CUT(from, scratch->scaled, n_keys * BLOCK_Q);
     CUT(from, scratch->dout_t, a->head_dim_v * BLOCK_Q);
     CUT(from, scratch->dq_t, a->head_dim * BLOCK_Q);
     scratch->q.pitch = round_up(a->head_dim, LANES), scratch->dout.pitch = round_up(a->head_dim_v, LANES);
@@ -176,7 +176,7 @@ static void differentiate_rows(const fa_rowwise_backward_args *call, int nv, con
             for (int64_t j = 0; j < n; j++)
                 load_row(a->k.dtype, at_key(&a->k, rows, key[j]), a->head_dim, 1, k + j * a->head_dim);
         } else gather_values(&by_key, rows, key, n, k, &bad);
-        if (a->mods.softcap != 0) {
+        if (HAS_SLOPES(a->mods)) {
             outer_product product = {
                 .x = (const char *)k, .x_row = a->head_dim * (int64_t)sizeof(lane), .pitch = BLOCK_Q};
             product.y = qt, product.depth = a->head_dim, product.out = s;

@@ -5,7 +5,7 @@
  *         P_g, and D_g = sum_f post_gf dO_f V_f^T
  *         delta_g = delta_g + sum of P_g D_g
  *     for each block of keys, in turn, block of rows after block of rows:
- *         dM_g = P_g (D_g - delta_g)                   before the softcap, times its slopes
+ *         dM_g = P_g (D_g - delta_g)                   before the cap, times its slopes
  *         dS_h = sum_g pre_hg dM_g;  W_f = sum_g post_gf P_g
  *         dQ_h = dQ_h + scale dS_h K_h
  *         dK_h = dK_h + scale dS_h^T Q_h;  dV_f = dV_f + W_f^T dO_f
@@ -138,7 +138,7 @@ static void add_head_products(int nv, int64_t heads, int64_t n, double factor, c
         }
 }
 
-/* dM of all heads, in dprobs: before the softcap. */
+/* dM of all heads, in dprobs: before the cap. */
 static void mixed_gradients(int nv, int64_t heads, int64_t n, const lane *d, talking_gradients *scratch)
 {
     for (int64_t g = 0; g < heads; g++)
@@ -152,7 +152,7 @@ static void mixed_gradients(int nv, int64_t heads, int64_t n, const lane *d, tal
         }
 }
 
-/* dM times the slopes of the softcap, of which dweights gets the scores before. */
+/* dM times the slopes of the cap, of which dweights gets the scores before. */
 static void talking_softcap(const fa_rowwise_args *forward, int nv, const modifiers *mods, int64_t j0, int64_t n,
                             talking_gradients *scratch)
 {
@@ -193,7 +193,7 @@ static void talking_differentiate(const fa_rowwise_backward_args *call, int nv, 
     mixed_gradients(nv, heads, n, d, scratch);
     for (int64_t g = 0; g < heads; g++)
         add_score_gradients(call, &talking->heads[g].rows, key, n, dmixed + g * HEAD_PITCH, scratch->slopes);
-    if (a->mods.softcap != 0) talking_softcap(forward, nv, mods, j0, n, scratch);
+    if (HAS_SLOPES(a->mods)) talking_softcap(forward, nv, mods, j0, n, scratch);
     if (call->dpre) {
         const double factor = mods->q_factor != 0 ? a->mods.scale / mods->q_factor : 0; /* S is times it already */
         add_head_products(nv, heads, n, factor, dmixed, 1, talking->scores, heads, scratch->dpre);

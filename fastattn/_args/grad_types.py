@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.packed import PackedLinear
 from fastattn._args.recurrent_types import ConvArgs, ScanArgs
-from fastattn._args.types import Activation, Array, DeformableArgs, Ints
+from fastattn._args.types import Activation, Array, DeformableArgs, Ints, KernelArgs
 
 
 @dataclass(slots=True, eq=False)
-class RowsGradArgs:
+class RowsGradArgs(KernelArgs):
     """The gradient of one pass over rows (m, n): `kind` says of which. What is None takes no part.
 
     Arrays (m, n) have x's dtype and contiguous rows at one distance; those of n elements the lane dtype.
     """
-
-    kernel: ClassVar[str] = "rows_grad"
 
     kind: str  # "layer_norm", "rms_norm", "softmax", "activate"
     dout: Array  # (m, n)
@@ -49,13 +47,11 @@ def rounds(dtype: np.dtype[Any], weight: PackedLinear) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class OuterArgs:
+class OuterArgs(KernelArgs):
     """out (n, k) = a^T b: the sum over rows of outer products. sums (n) = the sum of the rows of a.
 
     a and b are both float64, or neither is.
     """
-
-    kernel: ClassVar[str] = "outer"
 
     a: Array  # (m, n); contiguous rows at one distance, as those of b and out
     b: Array  # (m, k)
@@ -72,10 +68,8 @@ class OuterArgs:
 
 
 @dataclass(slots=True, eq=False)
-class LogitsArgs:
+class LogitsArgs(KernelArgs):
     """The cross-entropy of rows of logits (m, n), lane dtype, and its gradient in their place."""
-
-    kernel: ClassVar[str] = "logits"
 
     logits: Array  # (m, n); rows at one distance. Becomes the gradient, if `factor` is not None
     targets: Ints  # (m), in [0, n)
@@ -91,10 +85,8 @@ class LogitsArgs:
 
 
 @dataclass(slots=True, eq=False)
-class DropoutArgs:
+class DropoutArgs(KernelArgs):
     """out = x (m, n), each element either 0 or times `scale`, as a counter-based generator says."""
-
-    kernel: ClassVar[str] = "dropout"
 
     x: Array  # (m, n); contiguous rows at one distance
     out: Array  # the same, x's dtype; may be x
@@ -111,10 +103,8 @@ class DropoutArgs:
 
 
 @dataclass(slots=True, eq=False)
-class ScatterArgs:
+class ScatterArgs(KernelArgs):
     """Rows order[firsts[p]:firsts[p + 1]] of x are added to row places[p] of out; no place comes twice."""
-
-    kernel: ClassVar[str] = "scatter"
 
     x: Array  # (m, n); contiguous rows at one distance
     order: Ints  # (m)
@@ -130,10 +120,8 @@ class ScatterArgs:
 
 
 @dataclass(slots=True, eq=False)
-class ConvGradArgs:
+class ConvGradArgs(KernelArgs):
     """The gradient of a ConvArgs, whose result is neither read nor written. None is not wanted."""
-
-    kernel: ClassVar[str] = "conv_grad"
 
     forward: ConvArgs
     dout: Array  # of forward.out: its shape and dtype
@@ -148,10 +136,8 @@ class ConvGradArgs:
 
 
 @dataclass(slots=True, eq=False)
-class ScanGradArgs:
+class ScanGradArgs(KernelArgs):
     """The gradient of a ScanArgs, whose results are neither read nor written. None is not wanted."""
-
-    kernel: ClassVar[str] = "scan_grad"
 
     forward: ScanArgs
     dout: Array  # of forward.out: its shape and dtype
@@ -173,13 +159,11 @@ class ScanGradArgs:
 
 
 @dataclass(slots=True, eq=False)
-class DeformableGradArgs:
+class DeformableGradArgs(KernelArgs):
     """The gradient of a DeformableArgs, whose result is neither read nor written. None is not wanted.
 
     Arrays have all items of the batch.
     """
-
-    kernel: ClassVar[str] = "deformable_grad"
 
     forward: DeformableArgs
     dout: Array  # of forward.out: its shape and dtype

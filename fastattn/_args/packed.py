@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.blocks import aligned_empty, copied
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
-from fastattn._args.types import Activation, Array, Rounding
+from fastattn._args.types import Activation, Array, KernelArgs, Rounding
 from fastattn._args.values import flag, integer
 
 if TYPE_CHECKING:
@@ -338,13 +338,11 @@ def features_apart(panels: Array, dtype: str) -> Array:
 
 
 @dataclass(slots=True, eq=False)
-class LinearArgs:
+class LinearArgs(KernelArgs):
     """out (m, n) = activation(x (m, k) weight^T + bias) + residual; for a gated weight see `ops.linear`.
 
     Transposed, x weight in place of x weight^T: the weight has n input features and k, or k / 2, output ones.
     """
-
-    kernel: ClassVar[str] = "linear"
 
     x: Array  # last axis contiguous, as of all that follow; float32, float64, float16 or bfloat16
     weight: PackedLinear
@@ -369,13 +367,11 @@ class RowBlock(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class PackArgs:
+class PackArgs(KernelArgs):
     """Blocks of rows into the panels `out`, which it makes. Output features of no block become 0.
 
     Blocks are all of numbers, or all of a file's codes that the type `dtype` holds: see `stored_codes`.
     """
-
-    kernel: ClassVar[str] = "pack"
 
     blocks: list[RowBlock]
     in_features: int

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from fastattn._args.types import Activation, Array, Ints, Shape
+from fastattn._args.types import Activation, Array, Ints, KernelArgs, Shape
 
 
 @dataclass(slots=True, eq=False)
-class RecurrentArgs:
+class RecurrentArgs(KernelArgs):
     """One call: all that the compiled layer and its NumPy twin read.
 
     The lane dtype is float64 for float64, else float32. There are `heads` states; heads_k and heads_v divide
     them, heads_q does or is a multiple.
     """
-
-    kernel: ClassVar[str] = "recurrent"
 
     batch_shape: Shape
     heads: int
@@ -60,13 +58,11 @@ class RecurrentArgs:
 
 
 @dataclass(slots=True, eq=False)
-class RecurrentBackwardArgs:
+class RecurrentBackwardArgs(KernelArgs):
     """The gradient of a RecurrentArgs, whose results are neither read nor written.
 
     Results are those of each state: heads that states share are added up by the caller. None is not wanted.
     """
-
-    kernel: ClassVar[str] = "recurrent_backward"
 
     forward: RecurrentArgs
     dout: Array  # of forward.out: its shape and dtype
@@ -97,15 +93,13 @@ class RecurrentBackwardArgs:
 
 
 @dataclass(slots=True, eq=False)
-class ConvArgs:
+class ConvArgs(KernelArgs):
     """A causal depthwise convolution along the tokens of some sequences.
 
     Arrays of tokens are (*batch_shape, length, channels), with one sequence for each item of the batch; or
     (tokens, channels) if `ragged`, with the sequences end to end and batch_shape (sequences,). Last axes are
     contiguous.
     """
-
-    kernel: ClassVar[str] = "conv"
 
     batch_shape: Shape
     begins: Ints  # (sequences + 1): of the tokens of all sequences, in order, the first of each; and the end
@@ -122,10 +116,8 @@ class ConvArgs:
 
 
 @dataclass(slots=True, eq=False)
-class ScanArgs:
+class ScanArgs(KernelArgs):
     """A selective scan along the tokens of some sequences, whose arrays are those of a `ConvArgs`."""
-
-    kernel: ClassVar[str] = "scan"
 
     batch_shape: Shape
     begins: Ints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
@@ -32,6 +33,17 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 # What `linear` can round its input to: the argument `activations`.
 Rounding: TypeAlias = Literal["int8"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+
+
+class KernelArgs:
+    """The arguments of one kernel, which has their name: "rows_grad" of RowsGradArgs."""
+
+    __slots__ = ()
+    kernel: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        if "kernel" not in vars(cls):
+            cls.kernel = re.sub("(?<!^)([A-Z])", r"_\1", cls.__name__.removesuffix("Args")).lower()
 
 
 @dataclass(slots=True)
@@ -70,14 +82,12 @@ AXES = {
 
 
 @dataclass(init=False, eq=False)
-class AttentionArgs:
+class AttentionArgs(KernelArgs):
     """One attention call, checked and normalised: all that the compiled layer and its NumPy twin read.
 
     Defaults are options that are off; as the class holds them, a call sets only what it has. `AXES` has the
     shapes. Values of the lane dtype are in the accumulator's: float64 for float64, else float32.
     """
-
-    kernel: ClassVar[str] = "attention"
 
     batch_shape: Shape  # of the result: those of q, k and v broadcast
     heads_q: int
@@ -152,13 +162,11 @@ def plain_args(q: Array, k: Array, v: Array, out: Array, num_threads: int) -> At
 
 
 @dataclass(slots=True, eq=False)
-class SelectedArgs:
+class SelectedArgs(KernelArgs):
     """Attention of each query to blocks of keys that are listed for it.
 
     The call has neither mask, ranges of its own, bias, ALiBi, dropout nor statistics.
     """
-
-    kernel: ClassVar[str] = "selected"
 
     attention: AttentionArgs
     selected: Ints  # broadcasts to (*batch_shape, heads_kv, len_q, any number); -1: none
@@ -191,7 +199,7 @@ OF_HEADS = ("sinks", "alibi_slopes", "softcap")
 
 
 @dataclass(slots=True, eq=False)
-class BackwardArgs:
+class BackwardArgs(KernelArgs):
     """The gradients of one attention call; a gradient that is None is not asked for.
 
     Axes that the forward's inputs broadcast over are summed in those of the bias alone; the others have the
@@ -224,10 +232,8 @@ class BackwardArgs:
 
 
 @dataclass(slots=True, eq=False)
-class RowwiseArgs:
+class RowwiseArgs(KernelArgs):
     """One call: all that the compiled layer and its NumPy twin read. Matrices are lanes, C-contiguous."""
-
-    kernel: ClassVar[str] = "rowwise"
 
     attention: AttentionArgs
     kind: str  # "sparsemax", "entmax15", "top_k", "additive", "talking_heads"
@@ -249,8 +255,6 @@ class RowwiseBackwardArgs(BackwardArgs):
     The forward pass left nothing: neither attention.out nor attention.lse is read.
     """
 
-    kernel: ClassVar[str] = "rowwise_backward"
-
     rowwise: RowwiseArgs | None = None  # the forward pass; its `attention` is the one above
     # Float64, 0 before; sums over a batch item's rows.
     dweight: Array | None = None  # (*batch_shape, heads_q, head_dim)
@@ -259,10 +263,8 @@ class RowwiseBackwardArgs(BackwardArgs):
 
 
 @dataclass(slots=True, eq=False)
-class SelectionArgs:
+class SelectionArgs(KernelArgs):
     """A choice of keys; of `attention`, nothing of values counts, and `row_end` is (*batch, 1, len_q)."""
-
-    kernel: ClassVar[str] = "selection"
 
     attention: AttentionArgs
     out: Ints  # (*batch_shape, heads_kv, len_q, top_k)
@@ -282,14 +284,12 @@ class SelectionArgs:
 
 
 @dataclass(slots=True, eq=False)
-class NearestArgs:
+class NearestArgs(KernelArgs):
     """A search for the rows of a corpus that have the largest products with each query.
 
     Queries of "lanes" have the lane type, and the corpus what is widened to it. In "whole" both are int8. In
     "bits" they are, too, and their bits are the features: a score is minus the number of those that differ.
     """
-
-    kernel: ClassVar[str] = "nearest"
 
     queries: Array  # (queries, features), rows contiguous, as the corpus's
     corpus: Array  # (vectors, features)
@@ -303,10 +303,8 @@ class NearestArgs:
 
 
 @dataclass(slots=True, eq=False)
-class DeformableArgs:
+class DeformableArgs(KernelArgs):
     """Deformable attention: points on levels, which are grids of the rows of v; last axes are contiguous."""
-
-    kernel: ClassVar[str] = "deformable"
 
     batch_shape: Shape  # of the result: those of v, locations and weights broadcast
     levels: Ints  # (levels, 4): height, width, the first row of v, the number of points up to its end
@@ -320,10 +318,8 @@ class DeformableArgs:
 
 
 @dataclass(slots=True, eq=False)
-class RowsArgs:
+class RowsArgs(KernelArgs):
     """One pass over the rows of x (m, n): `kind` says which; the rest is None where it takes no part."""
-
-    kernel: ClassVar[str] = "rows"
 
     kind: str  # "layer_norm", "rms_norm", "softmax", "activate"
     x: Array
@@ -342,13 +338,11 @@ class RowsArgs:
 
 
 @dataclass(slots=True, eq=False)
-class RopeArgs:
+class RopeArgs(KernelArgs):
     """out = x (..., heads, length, head_dim) rotated; cos and sin are (..., 1, length, pairs), lane dtype.
 
     With `scale`, each row is then rounded to int8; see `fastattn.layers.KVCache`.
     """
-
-    kernel: ClassVar[str] = "rope"
 
     x: Array  # last axis contiguous, at least three dimensions, as of all
     out: Array  # x's shape and dtype; may be x. With `scale` int8

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from fastattn._args.types import Array
+from fastattn._args.types import Array, KernelArgs
 
 UPDATE_BLOCK = 4096  # elements whose squares are summed together: FA_UPDATE_BLOCK of interface/rows.h
 
@@ -22,10 +22,8 @@ class Update(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class UpdateArgs:
+class UpdateArgs(KernelArgs):
     """One step of "sgd" or "adamw" on all `parameters`; or "squares", `sums` of those of gradients alone."""
-
-    kernel: ClassVar[str] = "update"
 
     kind: Literal["squares", "sgd", "adamw"]
     parameters: list[Update]

@@ -28,53 +28,33 @@ if TYPE_CHECKING:
     from fastattn._args.packed import LinearArgs, PackedLinear
     from fastattn._args.types import Array, AttentionArgs, Ints
 
-    class KernelArgs(Protocol):
-        """The arguments of a kernel, whose name is `kernel`."""
+    class ResultArgs(Protocol):
+        """Arguments with an array for the result."""
 
         kernel: ClassVar[str]
-
-    class ResultArgs(KernelArgs, Protocol):
-        """Arguments with an array for the result."""
 
         @property
         def out(self) -> Array: ...
 
-    class GradArgs(KernelArgs, Protocol):
+    class GradArgs(Protocol):
         """Arguments of a gradient, which may be a sum over no rows: `empty`."""
+
+        kernel: ClassVar[str]
 
         @property
         def empty(self) -> bool: ...
 
 
-# The name of a kernel, which its arguments have as `kernel`, is the same in both implementations.
+# A kernel has its name in both implementations; that of its arguments' class says it, too.
 _TWINS: dict[str, Callable[[Any], None]] = {
-    "attention": reference.attention,
-    "attention_backward": backward.attention_backward,
-    "conv": channels.conv,
-    "conv_grad": channels.conv_grad,
-    "deformable": deformable.deformable,
-    "deformable_grad": deformable.deformable_grad,
-    "dropout": grad.dropout,
-    "linear": ops.linear,
-    "logits": grad.logits,
-    "nearest": selection.nearest,
-    "outer": grad.outer,
-    "pack": pack.pack,
-    "recurrent": recurrent.recurrent,
-    "recurrent_backward": recurrent.recurrent_backward,
-    "rope": ops.rope,
-    "rows": ops.rows,
-    "rows_grad": grad.rows_grad,
-    "rowwise": rowwise.rowwise,
-    "rowwise_backward": rowwise.rowwise_backward,
-    "scan": channels.scan,
-    "scan_grad": channels.scan_grad,
-    "scatter": grad.scatter,
-    "selected": selection.selected,
-    "selection": selection.selection,
-    "update": updates.update,
-}
-_COMPILED = {name: getattr(settings.core, name) for name in _TWINS} if settings.core else {}
+    name: function
+    for module in (
+        reference, backward, channels, deformable, grad, ops, pack, recurrent, rowwise, selection, updates,
+    )
+    for name, function in vars(module).items()
+    if getattr(function, "__module__", None) == module.__name__ and not name.startswith("_")
+}  # fmt: skip
+_COMPILED: dict[str, Any] = {name: getattr(settings.core, name, None) for name in _TWINS}
 
 
 def run(args: ResultArgs, backend: str | None = None) -> None:
@@ -113,7 +93,7 @@ def run_grad(args: GradArgs, backend: str | None = None) -> None:
         _run(args, backend)
 
 
-def _run(args: KernelArgs, backend: str | None) -> None:
+def _run(args: Any, backend: str | None) -> None:
     if (backend or settings.current.backend) == "compiled":
         _COMPILED[args.kernel](args)
         return

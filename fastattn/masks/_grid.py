@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from fastattn._args import key_ranges
-from fastattn._args.errors import named
 from fastattn._args.key_ranges import Resolved
 from fastattn._args.types import Bools, Ints, Shape
 from fastattn._args.values import MOST_SIZE, flag, integer, short
@@ -32,7 +31,6 @@ class axial(Mask):
     shape: Shape
     axis: int | tuple[int, ...]
 
-    @named("axial")
     def __post_init__(self) -> None:
         shape = sizes("shape", self.shape)
         axes, n = self.axis if isinstance(self.axis, (tuple, list)) else (self.axis,), len(shape)
@@ -67,7 +65,6 @@ class swin(Mask):
     window: int | Shape
     shift: int | Shape = 0
 
-    @named("swin")
     def __post_init__(self) -> None:
         shape = sizes("shape", self.shape)
         window = sizes("window", self.window, len(shape))
@@ -112,7 +109,6 @@ class neighborhood(Mask):
     dilation: int | Shape = 1
     causal: bool | tuple[bool, ...] = False
 
-    @named("neighborhood")
     def __post_init__(self) -> None:
         values = neighborhood_sizes(self.shape, self.kernel, self.dilation, self.causal)
         self._set(**dict(zip(("shape", "kernel", "dilation", "causal"), values, strict=True)))

@@ -80,7 +80,12 @@ class Mask:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    @named("{cls}")
+    def __init_subclass__(cls) -> None:
+        """Let the errors of a mask's checks begin with its name."""
+        check = vars(cls).get("__post_init__")
+        if check is not None:
+            cls.__post_init__ = named("{cls}")(check)  # type: ignore[attr-defined]
+
     def _set_integers(self, high: int | None = None, **low: int) -> None:
         """Check that the named fields are integers, each of at least the number given for it."""
         for name, least in low.items():

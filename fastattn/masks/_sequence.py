@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from fastattn._args import key_ranges
-from fastattn._args.errors import named
 from fastattn._args.key_ranges import RangeLists, Resolved
 from fastattn._args.types import ArrayLike
 from fastattn._args.values import integers, of_sequences
@@ -64,7 +63,6 @@ class first_keys(Mask):
 
     n: ArrayLike
 
-    @named("first_keys")
     def __post_init__(self) -> None:
         self._set(n=integers("n", self.n, low=0))
 
@@ -105,7 +103,6 @@ class documents(Mask):
     ids: ArrayLike
     query_ids: ArrayLike | None = None
 
-    @named("documents")
     def __post_init__(self) -> None:
         given = ("ids",) if self.query_ids is None else ("ids", "query_ids")
         for name in given:
@@ -235,7 +232,6 @@ class tree(Mask):
 
     parents: ArrayLike
 
-    @named("tree")
     def __post_init__(self) -> None:
         parents = integers("parents", self.parents, low=-1)
         if parents.ndim == 0 or parents.shape[-1] == 0:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from fastattn._args import key_ranges
-from fastattn._args.errors import named
 from fastattn._args.key_ranges import Resolved
 from fastattn._args.types import ArrayLike, Bools
 from fastattn._args.values import MOST_SIZE, generator, integers, require_broadcast
@@ -26,7 +25,6 @@ class dense(Mask):
 
     array: ArrayLike
 
-    @named("dense")
     def __post_init__(self) -> None:
         self._set(array=bools("array", self.array).copy())  # the caller may write to his own
 
@@ -57,7 +55,6 @@ class block_sparse(Mask):
     bitmap: ArrayLike
     block: int | tuple[int, int]
 
-    @named("block_sparse")
     def __post_init__(self) -> None:
         bitmap = bools("bitmap", self.bitmap).copy()
         if bitmap.ndim < 2:
@@ -91,7 +88,6 @@ class global_tokens(Mask):
 
     index: ArrayLike
 
-    @named("global_tokens")
     def __post_init__(self) -> None:
         self._set(index=integers("index", self.index, low=0).ravel())
 
@@ -130,7 +126,6 @@ class bigbird(Mask):
     random: int = 3
     rng: np.random.Generator | int | None = 0
 
-    @named("bigbird")
     def __post_init__(self) -> None:
         self._set_integers(MOST_SIZE, block=1, window=1, global_blocks=0, random=0)
         if self.window % 2 == 0:

@@ -43,7 +43,7 @@ def rows_grad(args):
     cdef void *dweight
     cdef void *dbias
     memset(&a, 0, sizeof(a))
-    a.kind, a.dtype, a.activation = _KINDS[args.kind], _dtype(args.x), _ACTIVATIONS[args.activation]
+    a.dtype = _dtype(args.x)
     a.m, a.n = args.x.shape[0], args.x.shape[1]
     a.up_each = _rows_of_up(args.up, a.m, a.n)
     _fill_rows_grad(&a, args)

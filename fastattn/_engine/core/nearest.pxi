@@ -1,8 +1,5 @@
 # The rows nearest to each query: a part of _core.pyx, which includes it.
 
-cdef dict _NEAREST_KINDS = {"lanes": FA_LANES, "whole": FA_WHOLE, "bits": FA_BITS}
-
-
 def nearest(args):
     """Compute `args.out` and `args.scores`, of a NearestArgs."""
     cdef fa_nearest_args a
@@ -13,7 +10,7 @@ def nearest(args):
     cdef int64_t found
     cdef fa_dtype lane = _lane(_dtype(args.scores))
     memset(&a, 0, sizeof(a))
-    a.kind, a.by_length = _NEAREST_KINDS[args.kind], args.by_length
+    a.kind, a.by_length = _KINDS[args.kind], args.by_length
     a.len_q, a.len_k, a.depth = len(queries), len(corpus), queries.shape[1]
     a.q_dtype = lane if a.kind == FA_LANES else FA_I8
     a.k_dtype = FA_I8 if cnp.PyArray_TYPE(corpus) == cnp.NPY_INT8 else _dtype(corpus)

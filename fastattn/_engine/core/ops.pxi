@@ -7,8 +7,6 @@ while fa_activation_names[len(_ACTIVATIONS)] != NULL:
 ACTIVATIONS = tuple(_ACTIVATIONS)[1:]
 cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8, "q8": FA_Q8,
                       **dict.fromkeys(TABLES, FA_I4)}
-cdef dict _KINDS = {"layer_norm": FA_LAYER_NORM, "rms_norm": FA_RMS_NORM, "softmax": FA_SOFTMAX,
-                    "activate": FA_ACTIVATE}
 
 
 cdef char *_rows(name, cnp.ndarray array, int64_t m, int64_t n, fa_dtype dtype, int64_t *row) except? NULL:
@@ -187,9 +185,7 @@ def rows(args):
     """Compute `args.out`, and `args.total` where there is one, of a RowsArgs."""
     cdef fa_rows_args a
     memset(&a, 0, sizeof(a))
-    a.kind = _KINDS[args.kind]
     a.dtype = _dtype(args.x)
-    a.activation = _ACTIVATIONS[args.activation]
     a.m, a.n = args.out.shape[0], args.out.shape[1]
     a.up_each = _rows_of_up(args.up, a.m, a.n)
     _fill_rows(&a, args)

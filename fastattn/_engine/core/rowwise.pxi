@@ -1,14 +1,10 @@
 # Attention with other normalisers and other scores: a part of _core.pyx, which includes it.
 
-cdef dict _ROWWISE = {"sparsemax": FA_SPARSEMAX, "entmax15": FA_ENTMAX15, "top_k": FA_TOP_K,
-                      "additive": FA_ADDITIVE, "talking_heads": FA_TALKING_HEADS}
-
-
 cdef _Tables _set_rowwise(fa_rowwise_args *r, args):
     """Fill `r`, of a RowwiseArgs; returns the batch tables it points into."""
     memset(r, 0, sizeof(fa_rowwise_args))
     cdef _Tables tables = _set_args(&r.attention, args.attention, True)
-    r.kind, r.k_keys = _ROWWISE[args.kind], args.top_k
+    r.k_keys = args.top_k
     _fill_rowwise(r, args)
     return tables
 

@@ -1,7 +1,6 @@
 # What optimizers do to parameters: a part of _core.pyx, which includes it.
 
 UPDATE_BLOCK = FA_UPDATE_BLOCK  # as _args/updates.py has it
-cdef dict _UPDATES = {"squares": FA_SQUARES, "sgd": FA_SGD, "adamw": FA_ADAMW}
 
 
 cdef void *_elements(name, cnp.ndarray array, cnp.ndarray like, bint written) except? NULL:
@@ -26,7 +25,7 @@ def update(args):
     memory = np.zeros(max(1, len(parameters)) * sizeof(fa_parameter), np.uint8)
     cdef fa_parameter *p = <fa_parameter *>cnp.PyArray_DATA(memory)
     memset(&a, 0, sizeof(a))
-    a.kind, a.parameters, a.n_parameters = _UPDATES[args.kind], p, len(parameters)
+    a.parameters, a.n_parameters = p, len(parameters)
     _fill_update(&a, args)
     for i, each in enumerate(parameters):
         lane = _dtype(each.grad)
