@@ -208,17 +208,7 @@ def linear(
     """
     try:
         args, result = linear_args(
-            x,
-            weight,
-            bias,
-            activation,
-            residual,
-            activations,
-            transposed,
-            out,
-            num_threads,
-            backend,
-            pre,
+            x, weight, bias, activation, residual, activations, transposed, out, num_threads, backend, pre
         )
     except Exception as error:
         put_name("linear", error)

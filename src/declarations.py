@@ -101,9 +101,9 @@ def tasks():
 NUMBERS = ("int", "int64_t", "uint64_t", "double", "fa_dtype")
 TYPES_OF = {"lanes": "lane", "float64": "cnp.NPY_DOUBLE", "int64": "cnp.NPY_INT64", "bool": "cnp.NPY_BOOL"}
 # What the comment of an array says first: its elements and axes; with what it is given, or has another type.
-# "rows" are contiguous and, as "float", of any floating type.
+# "rows" are contiguous and, as "float", of any floating type; "tokens" are rows of what a _Channels has.
 SPEC = (
-    r"(rows|lanes|float64|int64|bool|float) \(((?:[^()]|\([^()]*\))*)\)(?=[,:;]|$)(, contiguous)?"
+    r"(tokens|rows|lanes|float64|int64|bool|float) \(((?:[^()]|\([^()]*\))*)\)(?=[,:;]|$)(, contiguous)?"
     r"(?:, with (\w+)|, or int8 with (\w+)|, of (\w+) or lanes)?"
 )
 
@@ -163,6 +163,9 @@ class Fill:
         self.count = 0  # of batch tables
         self.lane = None  # the place of the type that decides the type of lanes
         self.find(struct, "a")
+        self.channels = any(spec and spec[1] == "tokens" for _, _, spec in known[struct])
+        if self.channels:
+            self.lane = f"{self.sizes['channels'].rpartition('.')[0]}.x.dtype"
         self.begins = self.lane
         self.fill(struct, class_of(struct), "a", "args", "    ")
 
@@ -228,7 +231,12 @@ class Fill:
         what = f'"{name}", {array}'
         if kind == "fa_array":
             axes, own_type = axes[1:], f"{to}.dtype"
-            if own:
+            if self.channels:
+                method = "set_tokens" if elements == "tokens" else "set"
+                rows = axes if elements != "tokens" else [self.size(spec[2])]
+                dtype = f"_lane({self.lane})" if elements == "lanes" else self.lane
+                yield f"channels.{method}({', '.join((f'&{to}', what, dtype, *rows))})"
+            elif own:
                 types = f"{self.sizes[own]}.dtype, lane"
                 yield f"_set_gradient(tables, &{to}, {what}, {types}, {', '.join(axes)})"
             elif elements == "rows":
@@ -256,9 +264,10 @@ class Fill:
         """Lines of the function."""
         parameters = "".join(f", int64_t {size}" for size in self.parameters)
         tables = ", _Tables tables" * any("tables." in line for line in self.arrays)
+        tables += ", _Channels channels" * self.channels
         yield f"cdef int {name}({struct} *a, args{tables}{parameters}) except -1:"
         lines = [*self.numbers, *self.arrays]
-        if any("lane" in line for line in lines):
+        if any(re.search(r"\blane\b", line) for line in lines):
             yield f"    cdef int lane{f' = _lane_type({self.begins})' if self.begins else ''}"
         yield from (*lines, "    return 0")
 

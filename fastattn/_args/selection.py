@@ -27,7 +27,6 @@ def selection_args(
     q: Any,
     k: Any,
     top_k: Any,
-    *,
     weights: Any,
     activation: Any,
     k_scale: Any,

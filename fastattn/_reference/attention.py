@@ -17,7 +17,7 @@ import numpy as np
 
 from fastattn._args.blocks import BLOCK, blocks
 from fastattn._args.key_ranges import closed, places
-from fastattn._args.types import Array, AttentionArgs, lane_dtype
+from fastattn._args.types import AXES, Array, AttentionArgs, lane_dtype
 from fastattn._args.values import float_array, require_broadcast
 from fastattn._reference import philox
 
@@ -129,22 +129,13 @@ class Call:
         self.args, self.score_mod, self.score_mod_backward = args, score_mod, score_mod_backward
         self.group, self.dtype = args.heads_q // args.heads_kv, lane_dtype(args.q.dtype)
         self.ranged = args.row_begin is not None or args.row_end is not None
-        rows = args.heads_q, args.len_q
-
-        def broadcast(x: Any, *shape: int) -> Any:
-            return None if x is None else np.broadcast_to(x, (*args.batch_shape, *shape))
-
-        heads, rows = args.heads_q, (args.heads_q, args.len_q)
-        of_rows = (*closed(args.row_begin, args.row_end, args.len_k), args.range_first, args.range_last)
-        self.q, self.k, self.v = (broadcast(x, *x.shape[-3:]) for x in (args.q, args.k, args.v))
-        self.begin, self.end, self.first, self.last = (broadcast(x, *rows) for x in of_rows)
-        self.k_scale, self.v_scale = (
-            broadcast(x, args.heads_kv, args.len_k) for x in (args.k_scale, args.v_scale)
-        )
-        self.mask, self.bias = (broadcast(x, *rows, args.len_k) for x in (args.mask, args.bias))
-        self.slopes = broadcast(args.alibi_slopes, heads)
-        self.sinks = broadcast(-np.inf if args.sinks is None else args.sinks, heads)
-        self.position = broadcast(args.q_position)
+        begin, end = closed(args.row_begin, args.row_end, args.len_k)
+        given = {name: getattr(args, name) for name in AXES} | {"row_begin": begin, "row_end": end}
+        self.arrays = {
+            name: np.broadcast_to(x, (*args.batch_shape, *(getattr(args, axis) for axis in AXES[name])))
+            for name, x in given.items()
+            if x is not None and name not in ("out", "lse")
+        }
 
 
 class Task:
@@ -156,23 +147,29 @@ class Task:
         self.batch, self.h_kv = b, h
         self.where: Any = (*heads, rows)
         self.rows = np.arange(rows.start, rows.stop)
-        self.q = np.ascontiguousarray(call.q[self.where], dtype=call.dtype)
-        self.k, self.v = call.k[(*b, h)], call.v[(*b, h)]
-        scales = call.k_scale, call.v_scale
-        self.k_scale, self.v_scale = (None if x is None else x[(*b, h)][:, None] for x in scales)
 
-        def of_rows(x: Any) -> Any:
-            return None if x is None else x[self.where]
+        def part(name: str) -> Any:
+            if (x := call.arrays.get(name)) is None:
+                return None
+            axes = AXES[name]
+            if axes[:1] == ("heads_kv",):
+                return x[(*b, h)]
+            return x[self.where if "len_q" in axes else heads if axes else b]
 
-        self.begin, self.end = of_rows(call.begin), of_rows(call.end)
-        self.first, self.last = of_rows(call.first), of_rows(call.last)
-        self.mask, self.bias = of_rows(call.mask), of_rows(call.bias)
-        self.sinks = np.empty(self.q.shape[:2], call.dtype)  # -inf, which weighs nothing, without sinks
-        self.sinks[:] = call.sinks[heads][:, None]
-        if call.position is not None:
-            self.position = call.position[b] + self.rows[:, None]
-        if call.slopes is not None:
-            self.slopes = call.slopes[heads][:, None, None]
+        self.q = np.ascontiguousarray(part("q"), dtype=call.dtype)
+        self.k, self.v = part("k"), part("v")
+        scales = part("k_scale"), part("v_scale")
+        self.k_scale, self.v_scale = (None if x is None else x[:, None] for x in scales)
+        self.begin, self.end = part("row_begin"), part("row_end")
+        self.first, self.last = part("range_first"), part("range_last")
+        self.mask, self.bias = part("mask"), part("bias")
+        sinks, self.slopes, position = part("sinks"), part("alibi_slopes"), part("q_position")
+        # -inf, which weighs nothing, without sinks
+        self.sinks = np.full(self.q.shape[:2], -np.inf, call.dtype)
+        if sinks is not None:
+            self.sinks[:] = sinks[:, None]
+        if position is not None:
+            self.position = position + self.rows[:, None]
 
     def keys(self) -> slice:
         """The keys from the first that some row may attend to the last; keys outside are never read."""
@@ -244,8 +241,10 @@ class Task:
         if self.bias is not None:
             finite = scores != -np.inf
             scores += self.bias[..., keys].astype(dtype)
-        if self.call.slopes is not None:
-            scores -= self.slopes * abs(self.position - np.arange(keys.start, keys.stop)).astype(dtype)
+        if self.slopes is not None:
+            scores -= self.slopes[:, None, None] * abs(
+                self.position - np.arange(keys.start, keys.stop)
+            ).astype(dtype)
         if finite is not None:  # a finite bias never masks, even if the sum overflows; NaN stays NaN
             np.maximum(scores, np.finfo(dtype).min, out=scores, where=finite)
         if allowed is not True:

@@ -36,7 +36,7 @@ def attention_backward(
     call = Call(forward, score_mod, score_mod_backward)
     for b in np.ndindex(forward.batch_shape):
         for h in range(forward.heads_kv):
-            dk, dv = (np.zeros(x[(*b, h)].shape, call.dtype) for x in (call.k, call.v))
+            dk, dv = (np.zeros(x[(*b, h)].shape, call.dtype) for x in (call.arrays["k"], call.arrays["v"]))
             for i in range(0, forward.len_q, block_q):
                 rows = slice(i, min(i + block_q, forward.len_q))
                 BackwardTask(call, b, h, rows).backward(args, block_k, dk, dv)

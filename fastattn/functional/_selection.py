@@ -116,21 +116,9 @@ def select_keys(
             if x is not None:
                 raise ValueError(f"(): {name} is given with score; expected one of them")
     args = selection_args(
-        q,
-        k,
-        top_k,
-        weights=weights,
-        activation=activation,
-        k_scale=k_scale,
-        causal=causal,
-        q_offset=q_offset,
-        kv_lengths=kv_lengths,
-        block_size=block_size,
-        first=first,
-        last=last,
-        num_threads=num_threads,
-        backend=backend,
-    )
+        q, k, top_k, weights, activation, k_scale, causal, q_offset, kv_lengths, block_size, first, last,
+        num_threads, backend,
+    )  # fmt: skip
     selected: Ints = args.attention.result
     if score is None:
         dispatch.run(args, backend)

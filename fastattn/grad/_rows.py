@@ -156,20 +156,10 @@ def activate(
     return _run("activate", dout, x, need, known, into, num_threads, backend, **more)
 
 
-def _run(
-    kernel: str,
-    dout: Any,
-    x: Any,
-    need: Any,
-    known: Any,
-    into: Any,
-    num_threads: Any,
-    backend: Any,
-    **more: Any,
-) -> tuple[Array, ...]:
-    """Check the arguments (`more` is specific to the kernel) and compute."""
-    args, results = rows_grad_args(kernel, dout, x, need, known, into, num_threads, backend, **more)
-    dispatch.run_grad(args, backend)
+def _run(*given: Any, **more: Any) -> tuple[Array, ...]:
+    """Check the arguments, of which backend is the last (`more` is specific to the kernel), and compute."""
+    args, results = rows_grad_args(*given, **more)
+    dispatch.run_grad(args, given[-1])
     return results()
 
 

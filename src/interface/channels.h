@@ -3,15 +3,16 @@
 #include "arrays.h"
 
 /* Sequences end to end: tokens begins[s] .. begins[s + 1] - 1 of all are those of sequence s, and arrays of tokens have an
- * item of the batch for each sequence. Rows, of channels, have x's dtype and are contiguous. */
+ * item of the batch for each sequence. Rows have x's dtype, where they are not of lanes, and are contiguous. */
 
 /* Causal depthwise convolution: conv.inc.h. */
 #define FA_MOST_WIDTH 8
 typedef struct {
-    fa_array x;            /* rows of channels, of tokens; or its tokens lie side by side, and its channels apart */
-    fa_array out, state;   /* such rows; state, optional: the width - 1 inputs before the first */
-    const void *weight;    /* lanes, (channels, width) */
-    const void *bias;      /* lanes, (channels); optional */
+    fa_array x;            /* tokens, of channels; or they lie side by side, and their channels apart */
+    fa_array out;          /* tokens (channels) */
+    fa_array state;        /* rows (sequences, width - 1, channels), optional: the inputs before the first */
+    const void *weight;    /* lanes (channels, width) */
+    const void *bias;      /* lanes (channels), optional */
     const int64_t *begins; /* (sequences + 1), from 0 */
     int64_t sequences, channels;
     int width; /* 1 to FA_MOST_WIDTH */
@@ -21,17 +22,17 @@ typedef struct {
 
 typedef struct {
     fa_conv_args forward; /* `out` plays no part */
-    fa_array dout;        /* as out */
-    fa_array dx, dstate;  /* as x and state; optional. A sequence without tokens leaves dstate as it is */
+    fa_array dout, dx;    /* tokens (channels); dx optional */
+    fa_array dstate;      /* rows (sequences, width - 1, channels), optional: without tokens it stays as it is */
 } fa_conv_grad_args;
 
 /* The selective scan: scan.inc.h. */
 typedef struct {
-    fa_array x, dt, out;        /* rows of channels, of tokens */
-    fa_array b, c;              /* rows of `states` numbers, of tokens, x's dtype */
-    fa_array state, state_out;  /* lanes, rows of `states`, of channels; state optional, may be state_out */
-    const void *rates;          /* lanes, (channels, states) */
-    const void *skip, *dt_bias; /* lanes, (channels); optional */
+    fa_array x, dt, out;        /* tokens (channels) */
+    fa_array b, c;              /* tokens (states), x's dtype */
+    fa_array state, state_out;  /* lanes (sequences, channels, states); state optional, may be state_out */
+    const void *rates;          /* lanes (channels, states) */
+    const void *skip, *dt_bias; /* lanes (channels), optional */
     const int64_t *begins;      /* (sequences + 1), from 0 */
     int64_t sequences, channels, states, longest; /* longest: tokens of a sequence */
     int softplus;
@@ -40,8 +41,8 @@ typedef struct {
 
 typedef struct {
     fa_scan_args forward;        /* `out` and `state_out` play no part */
-    fa_array dout, dx, ddt;      /* as out; dx and ddt optional, as all that follow */
-    fa_array dstate_out, dstate; /* as state_out */
+    fa_array dout, dx, ddt;      /* tokens (channels); dx and ddt optional, as all that follow */
+    fa_array dstate_out, dstate; /* lanes (sequences, channels, states) */
     fa_array drates;             /* the same, of each sequence: whoever runs the tasks adds them */
     fa_array dskip, dbias;       /* lanes, (sequences, channels), likewise */
     void *db, *dc;               /* lanes, (blocks of SCAN_CHANNELS channels, tokens, states), likewise */

@@ -43,20 +43,16 @@ cdef class _Channels:
             self.tables.begin(x, self.begins)
 
 
-cdef _Channels _set_conv(fa_conv_args *a, args, int n_arrays):
-    """Fill `a`, but for its result."""
-    cdef _Channels channels = _Channels(args, n_arrays)
-    cdef fa_dtype dtype = _dtype(args.x)
+cdef _Channels _set_conv(fa_conv_args *a, args, int n_more):
+    """Fill `a`; returns the batch tables it points into, and room for more."""
+    cdef _Channels channels = _Channels(args, CONV_ARRAYS + n_more)
     memset(a, 0, sizeof(fa_conv_args))
     a.sequences, a.begins = channels.sequences, channels.begins
     a.channels, a.width = args.x.shape[args.x.ndim - 1], args.weight.shape[1]
     if not 1 <= a.width <= FA_MOST_WIDTH:
         raise _misfit("weight", args.weight, f"a width of 1 to {FA_MOST_WIDTH}")
-    a.activation = _ACTIVATIONS[args.activation]
-    channels.set_tokens(&a.x, "x", args.x, dtype, a.channels, True)
-    channels.set(&a.state, "state", args.state, dtype, a.width - 1, a.channels)
-    a.weight = _data("weight", args.weight, a.channels * a.width, _lane_type(dtype))
-    a.bias = _data("bias", args.bias, a.channels, _lane_type(dtype))
+    channels.set_tokens(&a.x, "x", args.x, _dtype(args.x), a.channels, True)
+    _fill_conv(a, args, channels)
     return channels
 
 
@@ -79,8 +75,7 @@ cdef int _run_conv(fa_conv_args *a, int64_t tokens, int threads) except -1:
 def conv(args):
     """Compute `args.out`, of a ConvArgs."""
     cdef fa_conv_args a
-    cdef _Channels channels = _set_conv(&a, args, 3)
-    channels.set_tokens(&a.out, "out", args.out, a.x.dtype, a.channels)
+    cdef _Channels channels = _set_conv(&a, args, 0)
     _run_conv(&a, channels.tokens, args.num_threads)
 
 
@@ -100,10 +95,8 @@ def conv_grad(args):
     cdef int64_t n_tasks, n, size
     cdef void *sums
     memset(&a, 0, sizeof(a))
-    cdef _Channels channels = _set_conv(f, args.forward, 5)
-    channels.set_tokens(&a.dout, "dout", args.dout, f.x.dtype, f.channels)
-    channels.set_tokens(&a.dx, "dx", args.dx, f.x.dtype, f.channels)
-    channels.set(&a.dstate, "dstate", args.dstate, f.x.dtype, f.width - 1, f.channels)
+    cdef _Channels channels = _set_conv(f, args.forward, CONV_GRAD_ARRAYS)
+    _fill_conv_grad(&a, args, channels)
     n, size = (f.width + 1) * f.channels, 8 if f.x.dtype == FA_F64 else 4
     sums = _data("sums", args.sums, n, _lane_type(f.x.dtype))
     _ready(&loop, f.x.dtype, &a, &f.watch, sums)
@@ -119,21 +112,14 @@ def conv_grad(args):
     _end(&loop)
 
 
-cdef _Channels _set_scan(fa_scan_args *a, args, int n_arrays):
-    """Fill `a`, but for its results."""
-    cdef _Channels channels = _Channels(args, n_arrays)
-    cdef fa_dtype dtype = _dtype(args.x)
-    cdef int lane = _lane_type(dtype)
+cdef _Channels _set_scan(fa_scan_args *a, args, int n_more):
+    """Fill `a`; returns the batch tables it points into, and room for more."""
+    cdef _Channels channels = _Channels(args, SCAN_ARRAYS + n_more)
     memset(a, 0, sizeof(fa_scan_args))
     a.sequences, a.begins, a.longest = channels.sequences, channels.begins, channels.longest
-    a.channels, a.states, a.softplus = args.x.shape[args.x.ndim - 1], args.rates.shape[1], args.softplus
-    channels.set_tokens(&a.x, "x", args.x, dtype, a.channels)
-    channels.set_tokens(&a.dt, "dt", args.dt, dtype, a.channels)
-    channels.set_tokens(&a.b, "B", args.b, dtype, a.states)
-    channels.set_tokens(&a.c, "C", args.c, dtype, a.states)
-    channels.set(&a.state, "state", args.state, _lane(dtype), a.channels, a.states)
-    a.rates = _data("A", args.rates, a.channels * a.states, lane)
-    a.skip, a.dt_bias = _data("D", args.skip, a.channels, lane), _data("dt_bias", args.dt_bias, a.channels, lane)
+    a.channels, a.states = args.x.shape[args.x.ndim - 1], args.rates.shape[1]
+    a.x.dtype = _dtype(args.x)
+    _fill_scan(a, args, channels)
     return channels
 
 
@@ -146,9 +132,7 @@ def scan(args):
     """Compute `args.out` and `args.state_out`, of a ScanArgs."""
     cdef fa_scan_args a
     cdef Loop loop
-    cdef _Channels channels = _set_scan(&a, args, 7)
-    channels.set_tokens(&a.out, "out", args.out, a.x.dtype, a.channels)
-    channels.set(&a.state_out, "state_out", args.state_out, _lane(a.x.dtype), a.channels, a.states)
+    cdef _Channels channels = _set_scan(&a, args, 0)
     _ready(&loop, a.x.dtype, &a, &a.watch)
     _run(&loop, _channels_scan_task, loop.kernels.channels.scan_tasks(&a),
          _scan_threads(channels, &a, args.num_threads), loop.kernels.channels.scan_scratch_bytes(&a))
@@ -162,13 +146,9 @@ def scan_grad(args):
     cdef int64_t n_tasks
     cdef object batch = args.forward.batch_shape, real = args.forward.rates.dtype
     memset(&a, 0, sizeof(a))
-    cdef _Channels channels = _set_scan(f, args.forward, 13)
+    cdef _Channels channels = _set_scan(f, args.forward, SCAN_GRAD_ARRAYS)
     cdef fa_dtype lane = _lane(f.x.dtype)
-    channels.set_tokens(&a.dout, "dout", args.dout, f.x.dtype, f.channels)
-    channels.set_tokens(&a.dx, "dx", args.dx, f.x.dtype, f.channels)
-    channels.set_tokens(&a.ddt, "ddt", args.ddt, f.x.dtype, f.channels)
-    channels.set(&a.dstate_out, "dstate_out", args.dstate_out, lane, f.channels, f.states)
-    channels.set(&a.dstate, "dstate", args.dstate, lane, f.channels, f.states)
+    _fill_scan_grad(&a, args, channels)
     _ready(&loop, f.x.dtype, &a, &f.watch)
     n_tasks = loop.kernels.channels.scan_tasks(f)
     parts = {}  # sums of a task; they are added in order
