@@ -201,7 +201,7 @@ INLINE void block_gradients(const fa_backward_args *call, const fa_backward_plan
     for (int64_t g = 0; g < group; g++) {
         const int64_t head = kv * group + g;
         back_tile *tile = &scratch->tile;
-        tile->sums[0] = tile->sums[1] = 0;
+        for (int i = 0; i < N_HEAD_SUMS; i++) tile->sums[i] = 0;
         if (call->dbias_diagonals.data) memset(tile->diagonals + j0, 0, (j1 - j0 + a->len_q - 1) * sizeof(lane));
         for (int64_t i = 0; i < blocks; i++) {
             query_state *state = shared->states + head * blocks + i;
@@ -219,8 +219,8 @@ INLINE void block_gradients(const fa_backward_args *call, const fa_backward_plan
             for (int64_t sub = 0; met == BACK_FOLD && sub < subs; sub++) fold_keys(a, scratch->keys + sub);
             met %= BACK_FOLD;
         }
-        if (shared->sums && (call->dalibi_slopes.data || call->dsoftcap.data))
-            memcpy(shared->sums + 2 * (block * plan->n_heads * group + head), tile->sums, sizeof tile->sums);
+        if (shared->sums && has_head_sums(call))
+            memcpy(shared->sums + N_HEAD_SUMS * (block * plan->n_heads * group + head), tile->sums, sizeof tile->sums);
         const int64_t mine = (block * plan->n_heads + kv) * group + g;
         if (call->dbias_diagonals.data && !fold_diagonals(call, shared, head, j0, j1, mine, tile)) return;
     }
@@ -289,9 +289,9 @@ static void backward_end(const fa_backward_args *call, const fa_backward_plan *p
     back_shared shared;
     cut_back_shared(&(arena){.memory = memory}, call, &shared);
     for (int64_t block = 0; block < plan->n_blocks; block++) {
-        const double *sums = shared.sums + 2 * (block * heads + task);
-        if (call->dalibi_slopes.data) *(double *)at(&call->dalibi_slopes, b, h, 0, 0) += sums[0];
-        if (call->dsoftcap.data) *(double *)at(&call->dsoftcap, b, h, 0, 0) += sums[1];
+        const double *sums = shared.sums + N_HEAD_SUMS * (block * heads + task);
+        for (int i = 0; i < N_HEAD_SUMS; i++)
+            if (head_sum(call, i)->data) *(double *)at(head_sum(call, i), b, h, 0, 0) += sums[i];
     }
     for (int64_t i = 0; i < a->len_q && call->dq.data && call->dq.dtype != LANE_DTYPE; i++)
         store_row(call->dq.dtype, shared.dq + (task * a->len_q + i) * a->head_dim, a->head_dim, 1,

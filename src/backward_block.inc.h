@@ -37,7 +37,7 @@ typedef struct {
     query_state *states; /* (heads, query_blocks) */
     lane *delta, *norm;  /* (heads, len_q); norm of few queries alone: what makes the sum of P 1 */
     lane *dq;            /* (heads, len_q, head_dim), if dq is not of lanes */
-    double *sums;        /* (blocks of keys, heads, 2): back_tile.sums */
+    double *sums;        /* (blocks of keys, heads, N_HEAD_SUMS): back_tile.sums */
     double *row_sums;    /* (blocks of keys, heads, len_q): of P, with few queries */
     int64_t *bias_turns; /* (blocks of keys, query_blocks), if heads share a dbias: how many have added to it */
     int64_t *folded;     /* heads of tasks that have added to dbias_diagonals */
@@ -53,7 +53,7 @@ static int64_t cut_back_shared(arena *from, const fa_backward_args *call, back_s
     CUT(from, shared->norm, few_queries(a) ? heads * a->len_q : 0);
     CUT(from, shared->row_sums, few_queries(a) ? blocks * heads * a->len_q : 0);
     CUT(from, shared->dq, apart ? heads * a->len_q * a->head_dim : 0);
-    CUT(from, shared->sums, call->dalibi_slopes.data || call->dsoftcap.data ? 2 * heads * blocks : 0);
+    CUT(from, shared->sums, has_head_sums(call) ? N_HEAD_SUMS * heads * blocks : 0);
     CUT(from, shared->bias_turns, call->bias_shared ? blocks * query_blocks(a) : 0);
     CUT(from, shared->folded, 1);
     return from->used;

@@ -236,7 +236,7 @@ INLINE int tile_gradients(const fa_backward_args *call, const modifiers *mods, i
         if (queries->norm) normalise_group(queries, group, tile);
         clear_tail(group, n, tile);
         if (a->dropout > 0) drop_group(group, tile, tile->s);
-        if (call->dbias.data || call->dbias_diagonals.data || call->dalibi_slopes.data || call->dsoftcap.data)
+        if (call->dbias.data || call->dbias_diagonals.data || has_head_sums(call))
             add_modifiers(call, queries, group, run.j0 + group->first, n, tile);
         if (HAS_SLOPES(*mods)) scale_by_slope(group, n, tile);
         add_key_gradients(call, bf16, queries, group, keys, skip, tile);

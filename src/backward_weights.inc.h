@@ -43,16 +43,31 @@ typedef struct {
     bad_rows bad;                                     /* rows of dO that are not finite */
 } back_rows;
 
+/* Gradients that are a sum over all rows of a head: of scores, and of what they are before biases. */
+enum { BY_SLOPE, BY_CAP, N_HEAD_SUMS };
+
+INLINE const fa_array *head_sum(const fa_backward_args *call, int i)
+{
+    return i == BY_SLOPE ? &call->dalibi_slopes : &call->dsoftcap;
+}
+
+INLINE int has_head_sums(const fa_backward_args *call)
+{
+    int some = 0;
+    for (int i = 0; i < N_HEAD_SUMS; i++) some = some || head_sum(call, i)->data;
+    return some;
+}
+
 /* What a thread works on. */
 typedef struct {
-    lane *s, *ds, *add;   /* (BACK_Q, BLOCK_K): scores, then P; dO V^T, then dS; what is added to scores */
-    lane *keep;           /* the same, with dropout: what P is multiplied by, 0 or 1 / (1 - dropout) */
-    lane *slope, *of_cap; /* the same, with slopes: derivatives by the score and by the cap */
-    lane *pairs;          /* (BACK_Q / 2, BLOCK_K): pairs of rows, with bf16; or (BACK_Q, BLOCK_K / 2): of keys */
-    lane *dq;             /* (BACK_Q, width), whole vectors */
-    int64_t width;        /* head_dim, filled up to whole vectors */
-    double sums[2];       /* what the tiles of a block of keys and a head add to dalibi_slopes and dsoftcap */
-    lane *diagonals;      /* (len_q + len_k - 1): what they add to dbias_diagonals */
+    lane *s, *ds, *add;       /* (BACK_Q, BLOCK_K): scores, then P; dO V^T, then dS; what is added to scores */
+    lane *keep;               /* the same, with dropout: what P is multiplied by, 0 or 1 / (1 - dropout) */
+    lane *slope, *of_cap;     /* the same, with slopes: derivatives by the score and by the cap */
+    lane *pairs;              /* (BACK_Q / 2, BLOCK_K): pairs of rows, with bf16; or (BACK_Q, BLOCK_K / 2): of keys */
+    lane *dq;                 /* (BACK_Q, width), whole vectors */
+    int64_t width;            /* head_dim, filled up to whole vectors */
+    double sums[N_HEAD_SUMS]; /* what the tiles of a block of keys and a head add to head_sum's */
+    lane *diagonals;          /* (len_q + len_k - 1): what they add to dbias_diagonals */
 } back_tile;
 
 static void cut_back_tile(arena *from, const fa_backward_args *call, back_tile *tile)
@@ -266,5 +281,5 @@ static void add_modifiers(const fa_backward_args *call, const back_rows *queries
         }
         for (int64_t j = 0; bias && col != sizeof(lane) && j < n; j++) *(lane_u *)(bias + j * col) += ds[j];
     }
-    tile->sums[0] += (double)v_sum(by_slope), tile->sums[1] += (double)v_sum(by_cap);
+    tile->sums[BY_SLOPE] += (double)v_sum(by_slope), tile->sums[BY_CAP] += (double)v_sum(by_cap);
 }

@@ -15,6 +15,7 @@ from fastattn._args.results import require_apart, result_array
 from fastattn._args.types import (
     FLOAT64,
     OF_HEADS,
+    OF_NUMBERS,
     Array,
     AttentionArgs,
     BackwardArgs,
@@ -39,7 +40,6 @@ from fastattn._args.values import (
 OF_OPTIONS = ("bias", *OF_HEADS, "scale")
 # Arguments that have no gradient of their own.
 _SAVED = ("dout", "out", "lse", "dlse")
-_FLOATS = ("dscale", "dsoftcap")  # gradients of Python's floats
 _UNGIVEN = ("scale", "state", "gamma")  # have a default that has a gradient
 
 
@@ -225,7 +225,7 @@ def _result(
     args: AttentionArgs, name: str, source: Any, place: Any, inputs: Any, called: str
 ) -> Array | None:
     """Return the array of a gradient: `place`, checked, or a new one; None for a float."""
-    if name in _FLOATS:
+    if source_of(name) in ("scale", *OF_NUMBERS):
         if place is not None:
             raise TypeError(f"(): {called} is for {name}, a float; expected None")
         return None
