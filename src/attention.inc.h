@@ -96,9 +96,8 @@ static int64_t keys_of_low(const row_block *rows, int64_t j0, int64_t n, int bf1
 /* Whether scores wait for their factor until softmax, which then costs nothing. */
 INLINE int scaled_later(const fa_attention_args *a, int bf16)
 {
-    const int plain = !HAS_SLOPES(a->mods) && !a->mods.bias.data && !a->mods.alibi_slopes.data;
     const int normal = LANE_MIN <= a->mods.scale && a->mods.scale <= LANE_MAX / 2; /* times log2(e), too */
-    return V_AMX && bf16 && plain && normal && !a->sigmoid && !a->stats.second_pass;
+    return V_AMX && bf16 && only_scales(&a->mods) && normal && !a->sigmoid && !a->stats.second_pass;
 }
 
 /* softmax_update; with AMX amx_softmax, which writes pairs, and writes s only with `keep`. */

@@ -178,7 +178,7 @@ INLINE block_kind load_run(const fa_attention_args *a, int bf16, const back_rows
 INLINE void modify_scores(const fa_attention_args *a, const modifiers *mods, const row_block *rows, key_run run,
                           block_kind kind, const back_tile *tile)
 {
-    const modifiers later = {.s_factor = HAS_SLOPES(*mods) ? 1 : mods->s_factor, .alibi = mods->alibi};
+    const modifiers later = behind_cap(mods);
     const score_tile scores = {rows, NULL, run.j0, run.n, kind & ~BLOCK_EDGE, tile->s, tile->add};
     if (HAS_SLOPES(*mods)) cap_rows(mods, rows->n, run.n, tile);
     modify_rows(a, &later, &scores);

@@ -20,6 +20,21 @@ typedef struct {
 /* Whether the slopes of scores by products are others than the scale: of fa_modifiers, and of the above. */
 #define HAS_SLOPES(mods) ((mods).softcap != 0)
 
+/* Whether scores are products times the scale. */
+INLINE int only_scales(const fa_modifiers *mods)
+{
+    return !HAS_SLOPES(*mods) && !mods->bias.data && !mods->alibi_slopes.data;
+}
+
+/* What follows the cap. */
+INLINE modifiers behind_cap(const modifiers *mods)
+{
+    modifiers later = *mods;
+    if (HAS_SLOPES(*mods)) later.s_factor = 1;
+    later.softcap = 0;
+    return later;
+}
+
 INLINE int same_modifiers(const modifiers *x, const modifiers *y)
 {
     return x->s_factor == y->s_factor && x->softcap == y->softcap && x->alibi == y->alibi;

@@ -57,7 +57,13 @@ static void add_weighted_rows(const fa_array *from, const row_block *rows, const
     }
 }
 
-/* What dS (n, BLOCK_Q) adds to the gradients of the bias, and to those of ALiBi's slopes, (heads_q). */
+/* What a head's sum of scores' gradients times distances is added to, of head `head` of all. */
+INLINE void add_slope(const fa_rowwise_backward_args *call, int64_t head, double slope)
+{
+    if (call->dalibi_slopes) call->dalibi_slopes[head] += slope;
+}
+
+/* What dS (n, BLOCK_Q) adds to the gradients of the bias, and to `slopes`, (heads_q), or if that is NULL by add_slope. */
 static void add_score_gradients(const fa_rowwise_backward_args *call, const row_block *rows, const int64_t *key,
                                 int64_t n, const lane *ds, double *slopes)
 {
@@ -74,7 +80,8 @@ static void add_score_gradients(const fa_rowwise_backward_args *call, const row_
                 *(lane *)at(&call->dbias_diagonals, rows->b, id.head, key[j] - id.query + a->len_q - 1, 0) += g;
             slope -= (double)g * fabs((double)(position + id.query - key[j]));
         }
-        if (call->dalibi_slopes) slopes[id.head] += slope;
+        if (slopes) slopes[id.head] += slope;
+        else add_slope(call, rows->b * a->heads_q + id.head, slope);
     }
 }
 

@@ -201,7 +201,6 @@ static void add_to_shared(const fa_rowwise_backward_args *call, int nv, const v_
     const lane scale = (lane)a->mods.scale;
     const int64_t pitch = round_up(a->head_dim, LANES);
     lane *probs = scratch->row.tile.s;
-    double *slopes = call->dalibi_slopes ? call->dalibi_slopes + rows->b * a->heads_q : NULL;
     for (int64_t first = 0; first < kept->n; first += BLOCK_K) {
         if (first && first % ROWWISE_ASKS == 0 && given_up(a->watch)) return;
         const int64_t n = smaller(BLOCK_K, kept->n - first), *key = kept->key + first;
@@ -227,7 +226,7 @@ static void add_to_shared(const fa_rowwise_backward_args *call, int nv, const v_
         else if (call->dk.data)
             add_weighted_rows(&a->q, rows, &scratch->q, a->head_dim, n, key, scratch->scaled + first * BLOCK_Q, scale,
                               &call->dk, rows, scratch->product);
-        add_score_gradients(call, rows, key, n, scratch->ds + first * BLOCK_Q, slopes);
+        add_score_gradients(call, rows, key, n, scratch->ds + first * BLOCK_Q, NULL);
     }
     EACH_ROW(rows, r, id) {
         const int64_t head = rows->b * a->heads_q + id.head;

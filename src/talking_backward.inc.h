@@ -272,7 +272,7 @@ static void add_talking_sums(const fa_rowwise_backward_args *call, int64_t b, co
     for (int64_t i = 0; call->dpre && i < heads * heads; i++) call->dpre[b * heads * heads + i] += scratch->dpre[i];
     for (int64_t i = 0; call->dpost && i < heads * heads; i++) call->dpost[b * heads * heads + i] += scratch->dpost[i];
     for (int64_t h = 0; h < heads; h++) {
-        if (call->dalibi_slopes) call->dalibi_slopes[b * heads + h] += scratch->slopes[h];
+        add_slope(call, b * heads + h, scratch->slopes[h]);
         for (int64_t r = 0; call->dsoftcap && r < scratch->forward.heads->rows.n; r++)
             call->dsoftcap[b * heads + h] += scratch->heads[h].dsoftcap[r];
     }

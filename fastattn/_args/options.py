@@ -37,16 +37,6 @@ class OutOption(TypedDict, total=False):
     out: Array | None
 
 
-class PlaceOptions(TypedDict, total=False):
-    """Keys that a query attends."""
-
-    mask: ArrayLike | Mask | None
-    window: tuple[int | None, int | None] | None
-    kv_lengths: ArrayLike | None
-    q_offset: ArrayLike | None
-    row_ranges: tuple[ArrayLike, ArrayLike] | None
-
-
 class _Window(TypedDict, total=False):
     window: tuple[int | None, int | None] | None
 
@@ -54,6 +44,13 @@ class _Window(TypedDict, total=False):
 class _Offsets(TypedDict, total=False):
     kv_lengths: ArrayLike | None
     q_offset: ArrayLike | None
+
+
+class PlaceOptions(_Window, _Offsets, total=False):
+    """Keys that a query attends."""
+
+    mask: ArrayLike | Mask | None
+    row_ranges: tuple[ArrayLike, ArrayLike] | None
 
 
 class _Keys(PlaceOptions, total=False):
@@ -121,27 +118,19 @@ class BackwardOptions(InnerOptions, _Dropout):
     """Options that `attention_backward` shares with `attention`."""
 
 
-class VarlenBackwardOptions(_Causal, _Scale, _Softcap, _Alibi, _Sinks, _Dropout, ComputeOptions, _Window):
+class _RowOptions(_Causal, _Scale, _Softcap, _Alibi, _Sinks, ComputeOptions, _Window):
+    """Options that need no array of scores."""
+
+
+class VarlenBackwardOptions(_RowOptions, _Dropout):
     """Options that `varlen_attention_backward` shares with `varlen_attention`."""
 
 
-class VarlenOptions(
-    _Causal,
-    _Scale,
-    _Softcap,
-    _Alibi,
-    _Sinks,
-    _KeyScale,
-    _ValueScale,
-    _Dropout,
-    OutOption,
-    ComputeOptions,
-    _Window,
-):
+class VarlenOptions(VarlenBackwardOptions, _KeyScale, _ValueScale, OutOption):
     """Options of `varlen_attention`, but for `return_lse`."""
 
 
-class BlockOptions(_Causal, _Scale, _Softcap, _Alibi, _Sinks, ComputeOptions, _Window, _Offsets):
+class BlockOptions(_RowOptions, _Offsets):
     """Options of `fastattn.dask.attention`, which computes blocks of rows and keys apart."""
 
 

@@ -16,8 +16,8 @@ typedef struct {
 typedef struct {
     double scale, softcap; /* softcap 0: none */
     fa_array bias;         /* float (batch, heads_q, len_q, len_k); optional, as those that follow */
-    fa_array alibi_slopes; /* lanes (batch, heads_q) */
-    fa_array q_position;   /* int64 (batch), with alibi_slopes: position of query row 0 */
+    fa_array alibi_slopes; /* lanes (batch, heads_q), with q_position */
+    fa_array q_position;   /* int64 (batch): position of query row 0, where distances count */
 } fa_modifiers;
 
 /* What is returned beside the output; optional. */
