@@ -76,6 +76,16 @@ class _ConvOptions(OutOption, ComputeOptions, total=False):
     begins: ArrayLike | None
 
 
+class _Conv(_ConvOptions, total=False):
+    return_state: Literal[False]
+    out_state: None
+
+
+class _ConvState(_ConvOptions, total=False):
+    return_state: bool
+    out_state: Array | None
+
+
 @named("pack")
 def pack(
     weight: ArrayLike,
@@ -407,23 +417,11 @@ def activate(
 
 @overload
 def causal_conv1d(
-    x: ArrayLike,
-    weight: ArrayLike,
-    bias: ArrayLike | None = None,
-    *,
-    return_state: Literal[False] = False,
-    out_state: None = None,
-    **options: Unpack[_ConvOptions],
+    x: ArrayLike, weight: ArrayLike, bias: ArrayLike | None = None, **options: Unpack[_Conv]
 ) -> Array: ...
 @overload
 def causal_conv1d(
-    x: ArrayLike,
-    weight: ArrayLike,
-    bias: ArrayLike | None = None,
-    *,
-    return_state: bool = ...,
-    out_state: Array | None = None,
-    **options: Unpack[_ConvOptions],
+    x: ArrayLike, weight: ArrayLike, bias: ArrayLike | None = None, **options: Unpack[_ConvState]
 ) -> tuple[Array, Array]: ...
 @named("causal_conv1d")
 def causal_conv1d(

@@ -174,18 +174,16 @@ def linear_attention_backward(
 
 
 def gradients_of(
-    request: Request, args: RecurrentArgs, given: dict[str, Any], backend: str | None
+    request: Request, forward: RecurrentArgs, given: dict[str, Any], backend: str | None
 ) -> tuple[Any, ...]:
-    """Gradients of a call, of whose arguments some were `given` so."""
-    back = recurrent_backward_args(request.dout, args, request.need, request.dmore, given)
-    dispatch.run(back, backend)
-    return _results(back, request.need, given)
+    """Gradients of a call, of whose arguments some were `given` so.
 
-
-def _results(args: RecurrentBackwardArgs, need: tuple[str, ...], given: dict[str, Any]) -> tuple[Any, ...]:
-    """The gradients `need`, summed over axes that were broadcast and heads that were shared."""
-    a = args.forward
-    results: list[Any] = []
+    They are summed over axes that were broadcast and heads that were shared.
+    """
+    need = request.need
+    args = recurrent_backward_args(request.dout, forward, need, request.dmore, given)
+    dispatch.run(args, backend)
+    a, results = forward, list[Any]()
     for name in need:
         if name == "dscale":
             results.append(_dscale(args))

@@ -32,15 +32,28 @@ cdef int64_t _rows_of_up(up, int64_t m, int64_t n) except -1:
     return each
 
 
-cdef int64_t _n_scales(int64_t columns, int64_t k, int64_t block):
-    """How many scales weights in blocks have: whole blocks of BLOCK, each of one or two that share a scale."""
-    return columns * ((k + BLOCK - 1) // BLOCK) * (BLOCK // block)
+cdef int64_t _set_panels(char **panels, void **scales, void **minima, void **sums, cnp.ndarray array, of,
+                         fa_dtype weight, int64_t n, int64_t k, int maps, int block) except -1:
+    """Point at packed weights of n output and k input features, `array` and what `of` has; returns their panels."""
+    cdef int64_t width = FA_PANEL_BYTES // (8 if weight == FA_F64 else 4)
+    cdef int64_t count = maps * ((n + width - 1) // width), n_scales = count * width
+    stored = STORED[of.dtype]
+    panels[0] = <char *>_data("panels", array, count * width * steps(k, of.dtype) * math.prod(stored.shape),
+                              np.dtype(stored.dtype).num)
+    if weight == FA_I8:
+        scales[0] = _data("scales", of.scales, n_scales, cnp.NPY_FLOAT)
+    elif weight == FA_I4 or weight == FA_Q8:  # whole blocks of BLOCK, each of one or two that share a scale
+        n_scales *= ((k + BLOCK - 1) // BLOCK) * (BLOCK // block)
+        scales[0] = _data("scales", of.scales, n_scales, cnp.NPY_FLOAT16)
+        minima[0] = _data("minima", of.minima, n_scales, cnp.NPY_FLOAT16)
+    if weight == FA_I8 or weight == FA_I4 or weight == FA_Q8:
+        sums[0] = _data("sums", of.sums, count * width, cnp.NPY_FLOAT)
+    return count
 
 
 cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, fa_dtype dtype,
                       bint transposed=False) except *:
     """All of `a` but what its rows are."""
-    cdef int64_t width, count
     cdef int n_maps = 2 if weight.gated else 1, lane = _lane_type(dtype)
     memset(a, 0, sizeof(fa_linear_args))
     a.n, a.k = weight.out_features, weight.in_features
@@ -54,25 +67,15 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, 
         raise ValueError(f"fastattn: a weight in {weight.dtype} meets rows or a bias of another type")
     if a.x_int8 and not (a.weight == FA_I8 or a.weight == FA_I4 or a.weight == FA_Q8):
         raise ValueError(f"fastattn: int8 activations meet a weight in {weight.dtype}")
-    width = FA_PANEL_BYTES // (8 if dtype == FA_F64 else 4)
-    count = n_maps * ((a.n + width - 1) // width)
-    stored = STORED[weight.dtype]
-    a.panels = <const char *>_data("panels", weight.panels,
-                                   count * width * steps(a.k, weight.dtype) * math.prod(stored.shape),
-                                   np.dtype(stored.dtype).num)
-    if a.weight == FA_I8:
-        a.scales = _data("scales", weight.scales, count * width, lane)
-    elif a.weight == FA_I4 or a.weight == FA_Q8:
+    if a.weight == FA_I4 or a.weight == FA_Q8:
         a.block = weight.block
-        a.scales = _data("scales", weight.scales, _n_scales(count * width, a.k, a.block), cnp.NPY_FLOAT16)
-        a.minima = _data("minima", weight.minima, _n_scales(count * width, a.k, a.block), cnp.NPY_FLOAT16)
+    _set_panels(<char **>&a.panels, <void **>&a.scales, <void **>&a.minima, <void **>&a.sums, weight.panels, weight,
+                a.weight, a.n, a.k, n_maps, a.block)
     if a.weight == FA_I4:
         table = TABLES[weight.dtype]
         a.table = _data("values", table.values, 16, cnp.NPY_FLOAT)
         a.codes = <const int8_t *>_data("codes", table.codes, 16, cnp.NPY_INT8)
         a.unit = table.unit
-    if a.weight == FA_I8 or a.weight == FA_I4 or a.weight == FA_Q8:
-        a.sums = _data("sums", weight.sums, count * width, cnp.NPY_FLOAT)
     if transposed:
         if a.x_int8:
             raise ValueError("fastattn: int8 activations meet a transposed weight")
@@ -125,9 +128,8 @@ def pack(args):
     """Fill `args.out`, `args.scales`, `args.sums` and `args.bad`, of a PackArgs."""
     cdef fa_pack_args a
     cdef Loop loop
-    cdef int64_t i, count, width
-    cdef fa_dtype lane
-    blocks, stored = args.blocks, STORED[args.dtype]
+    cdef int64_t i, count
+    blocks = args.blocks
     memory = np.empty(len(blocks) * sizeof(fa_pack_rows), np.uint8)
     cdef fa_pack_rows *rows = <fa_pack_rows *>cnp.PyArray_DATA(memory)
     memset(&a, 0, sizeof(a))
@@ -149,29 +151,19 @@ def pack(args):
         rows[i].add = tables[i][0]
         if of_files and (rows[i].layout.shared % a.block or (rows[i].layout.minimum >= 0 and args.minima is None)):
             raise ValueError(f"fastattn: blocks of {rows[i].layout.shared} features meet those of {a.block}")
-    lane = FA_F64 if a.weight == FA_F64 else FA_F32
-    width = FA_PANEL_BYTES // (8 if lane == FA_F64 else 4)
-    count = a.maps * ((args.out_features + width - 1) // width)
-    a.panels = <char *>_data("panels", args.out, count * width * steps(a.k, args.dtype) * math.prod(stored.shape),
-                             np.dtype(stored.dtype).num)
+    count = _set_panels(&a.panels, &a.scales, &a.minima, &a.sums, args.out, args, a.weight, args.out_features, a.k,
+                        a.maps, a.block)
     if <uintptr_t>a.panels % 64:
         raise _misfit("panels", args.out, "panels that begin at a cache line")
     a.bad = <unsigned char *>_data("bad", args.bad, a.n_blocks, cnp.NPY_BOOL)
-    if a.weight == FA_I8:
-        a.scales = _data("scales", args.scales, count * width, cnp.NPY_FLOAT)
-    elif a.weight == FA_I4 or a.weight == FA_Q8:
-        a.scales = _data("scales", args.scales, _n_scales(count * width, a.k, a.block), cnp.NPY_FLOAT16)
-        a.minima = _data("minima", args.minima, _n_scales(count * width, a.k, a.block), cnp.NPY_FLOAT16)
     if a.weight == FA_I4:
         table = TABLES[args.dtype]
         middles, codes = table.middles, table.codes.astype(np.float32)  # kept until the end
         a.middles, a.extreme, a.unit = _data("middles", middles, 16, cnp.NPY_FLOAT), table.extreme, table.unit
         a.codes = _data("codes", codes, 16, cnp.NPY_FLOAT)
         a.zero = table.numbers(np.zeros(1, np.int8))[0]
-    if a.weight == FA_I8 or a.weight == FA_I4 or a.weight == FA_Q8:
-        a.sums = _data("sums", args.sums, count * width, cnp.NPY_FLOAT)
-    _ready(&loop, lane, &a, &a.watch)
-    _run_rows_of(&loop, _pack_task, count, width * a.k, args.num_threads,
+    _ready(&loop, _lane(a.weight), &a, &a.watch)
+    _run_rows_of(&loop, _pack_task, count, FA_PANEL_BYTES // (8 if a.weight == FA_F64 else 4) * a.k, args.num_threads,
                  loop.kernels.pack.scratch_bytes(&a))
 
 
