@@ -37,6 +37,10 @@ class OutOption(TypedDict, total=False):
     out: Array | None
 
 
+class _Mask(TypedDict, total=False):
+    mask: ArrayLike | Mask | None
+
+
 class _Window(TypedDict, total=False):
     window: tuple[int | None, int | None] | None
 
@@ -46,10 +50,9 @@ class _Offsets(TypedDict, total=False):
     q_offset: ArrayLike | None
 
 
-class PlaceOptions(_Window, _Offsets, total=False):
+class PlaceOptions(_Mask, _Window, _Offsets, total=False):
     """Keys that a query attends."""
 
-    mask: ArrayLike | Mask | None
     row_ranges: tuple[ArrayLike, ArrayLike] | None
 
 
