@@ -130,15 +130,13 @@ def scan(a: ScanArgs) -> None:
     """Fill args.out and args.state_out."""
     lane = a.rates.dtype
     for tokens, s in each_sequence(a):
-        out, b, c = a.out[tokens], a.b[tokens], a.c[tokens]
+        out, c = a.out[tokens], a.c[tokens]
         h = np.zeros(a.state_out[s].shape, lane) if a.state is None else a.state[s].copy()
-        for begin, end in _blocks(a.x[tokens], a.rates.shape[1]):
-            y = _steps(a, tokens, begin, end)
-            for t in range(begin, end):
-                step, x = y.step[..., t - begin, :, None], y.x[..., t - begin, :, None]
-                h = _flush(np.exp(step * a.rates) * h + step * x * b[..., t, None, :].astype(lane))
+        for begin, end in _blocks(a.x[tokens], 2 * a.rates.shape[1]):
+            x, states = a.x[tokens], _states(a, tokens, begin, end, h)[0]
+            for t, h in enumerate(states[1:], begin):
                 total = (h * c[..., t, None, :].astype(lane)).sum(-1)
-                out[..., t, :] = total if a.skip is None else total + a.skip * x[..., 0]
+                out[..., t, :] = total if a.skip is None else total + a.skip * x[..., t, :].astype(lane)
         a.state_out[s] = h
 
 

@@ -49,17 +49,21 @@ def linear(args: LinearArgs) -> None:
             maps = maps.transpose(1, 2, 0, 3).reshape(n_maps, len(x), -1)
             start = first // n_maps * width
             features = slice(start, min(start + maps.shape[-1], weight.out_features))
-            maps = maps[..., : features.stop - start]
-            if args.bias is not None:
-                maps = maps + args.bias.reshape(n_maps, 1, -1)[..., features]
-            if args.pre is not None:
-                args.pre.reshape(len(out), n_maps, -1)[rows, :, features] = maps.swapaxes(0, 1)
-            result = activate(maps[0], args.activation)
-            if weight.gated:
-                result = result * maps[1]
-            if args.residual is not None:
-                result = result + args.residual[rows, features].astype(lane, copy=False)
-            out[rows, features] = result
+            _store(args, rows, features, maps[..., : features.stop - start])
+
+
+def _store(args: LinearArgs, rows: slice, features: slice, maps: Array) -> None:
+    """Fill some rows and features of args.out and args.pre, of products (1 or 2 maps, rows, features)."""
+    if args.bias is not None:
+        maps = maps + args.bias.reshape(len(maps), 1, -1)[..., features]
+    if args.pre is not None:
+        args.pre.reshape(len(args.out), len(maps), -1)[rows, :, features] = maps.swapaxes(0, 1)
+    result = activate(maps[0], args.activation)
+    if len(maps) == 2:
+        result = result * maps[1]
+    if args.residual is not None:
+        result = result + args.residual[rows, features].astype(maps.dtype, copy=False)
+    args.out[rows, features] = result
 
 
 def _transposed(args: LinearArgs) -> None:
@@ -81,14 +85,7 @@ def _transposed(args: LinearArgs) -> None:
             for i in range(n_maps):
                 part = x[:, i, start : start + len(panels) // n_maps * width].astype(lane, copy=False)
                 total += part @ panels[i::n_maps].reshape(-1, weight.in_features)[: part.shape[1]]
-        if args.bias is not None:
-            total += args.bias
-        if args.pre is not None:
-            args.pre[rows] = total
-        result = activate(total, args.activation)
-        if args.residual is not None:
-            result = result + args.residual[rows].astype(lane, copy=False)
-        out[rows] = result
+        _store(args, rows, slice(None), total[None])
 
 
 # Half of a row's range: below it, 127 / half could overflow.
