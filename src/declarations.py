@@ -154,6 +154,19 @@ def class_of(struct):
     return "".join(word.title() for word in struct[3:].removesuffix("_args").split("_")) + "Args"
 
 
+# Arrays that the .pxi files set.
+BY_HAND = {
+    "fa_backward_args": ("dbias", "dbias_diagonals"),
+    "fa_conv_args": ("x", "begins"),
+    "fa_deformable_args": ("levels",),
+    "fa_recurrent_args": ("log_decay", "begins"),
+    "fa_recurrent_backward_args": ("dlog_decay",),
+    "fa_scan_args": ("begins",),
+    "fa_scan_grad_args": ("drates", "dskip", "dbias", "db", "dc"),
+    "fa_update_args": ("parameters", "sums"),
+}
+
+
 class Fill:
     """The function that fills one struct of those that are `known`, from one of the argument `objects`."""
 
@@ -204,6 +217,10 @@ class Fill:
             if name in own and (kind in NAMED or (kind in NUMBERS and "None" not in own[name])):
                 (self.numbers if args == "args" else self.arrays).append(f"{indent}{path}.{name} = {value}")
         self.count += sum(kind == "fa_array" for _, kind, _ in fields)
+        for name, kind, spec in fields:
+            known = spec or name in BY_HAND.get(struct, ()) or not kind.endswith(("fa_array", "*"))
+            if name in own and not known:  # it would be left out without a word
+                raise SystemExit(f"{struct}: the comment of {name} does not begin with its elements and axes")
         arrays = [(name, kind, spec) for name, kind, spec in fields if spec and name in own]
         guards = {spec[4] for _, _, spec in arrays}
         alone = [name for name, _, spec in arrays if name in guards or spec[1] == "float"]
