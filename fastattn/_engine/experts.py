@@ -14,8 +14,8 @@ from fastattn._engine.steps import Step
 
 if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
-    from fastattn._engine.plain import Plain
     from fastattn._engine.steps import Sequences, Values
+    from fastattn._engine.tape import Tape
 
 # Rows of experts that are computed at a time: each has a copy of its input and two results.
 _EXPERT_ROWS = 8192
@@ -78,7 +78,7 @@ class ExpertsStep(Step):
     def columns(self) -> int:
         return self.experts.maps[1][0].out_features
 
-    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+    def run(self, tape: Tape, values: Values, call: Sequences, out: Array | None = None) -> Any:
         if tape.recording or out is None:
             raise NotImplementedError("fastattn: experts have no gradients")
         x, seen = values[self.x], values[self.router_x or self.x]
@@ -90,7 +90,7 @@ class ExpertsStep(Step):
             np.add(0 if residual is None else residual[part], mixed, out=out[part], casting="same_kind")
         return out
 
-    def _mixed(self, tape: Plain, x: Array, seen: Array) -> Array:
+    def _mixed(self, tape: Tape, x: Array, seen: Array) -> Array:
         """The weighted sums of the experts' results for rows x (n, features); the router sees others."""
         router, (inner, outer), k, normalised, how, bias, biases, bounds, shared, scales, added = self.experts
         lane, activation = lane_dtype(x.dtype), self.activation if bounds is None else None
@@ -130,7 +130,7 @@ class ExpertsStep(Step):
             mixed += added
         return mixed
 
-    def _within(self, tape: Plain, x: Array, limit: float, interleaved: bool) -> Array:
+    def _within(self, tape: Tape, x: Array, limit: float, interleaved: bool) -> Array:
         """Gate and up, side by side in the rows of x, within `Bounds` and multiplied."""
         n, wide = x.shape[1] // 2, x.astype(lane_dtype(x.dtype), copy=False)
         gate, up = (wide[:, ::2], wide[:, 1::2]) if interleaved else (wide[:, :n], wide[:, n:])

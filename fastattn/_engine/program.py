@@ -18,13 +18,11 @@ import numpy as np
 
 from fastattn._engine import settings
 from fastattn._engine.memory import keep, scratch
-from fastattn._engine.plain import PLAIN
 from fastattn._engine.steps import INPUTS, OUT, AttendStep, GateStep, LinearStep, NormStep, Sequences, Step, X
-from fastattn._engine.tape import Tape
+from fastattn._engine.tape import PLAIN, Tape
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array
-    from fastattn._engine.plain import Plain
 
 
 class Chain(NamedTuple):
@@ -79,14 +77,13 @@ class Program:
         """Whether a tape can record every step."""
         return all(step.has_gradients for step in self.steps)
 
-    def on(self, tape: Plain, x: Any, call: Sequences, checkpoint: bool = False) -> Any:
+    def on(self, tape: Tape, x: Any, call: Sequences, checkpoint: bool = False) -> Any:
         """The value of OUT; a `Tape` runs step by step, each with an array of its own for its result.
 
         With `checkpoint`, only the input of each block is kept, and the block runs again for its gradients.
         """
         if not tape.recording:
             return self.run(x, call, tape)
-        assert isinstance(tape, Tape)
         if call.slots:
             raise ValueError("fastattn: a program with a cache has no gradients")
         if not self.steps:
@@ -103,7 +100,7 @@ class Program:
                 given |= _shared_out(segment.gives, values)
         return x
 
-    def run(self, x: Array, call: Sequences, tape: Plain = PLAIN) -> Array:
+    def run(self, x: Array, call: Sequences, tape: Tape = PLAIN) -> Array:
         """OUT, a new array of x's dtype, in one call of the compiled layer; on another `tape` by steps."""
         n = len(x)
         out = np.empty((n, self.columns), x.dtype)

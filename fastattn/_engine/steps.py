@@ -1,7 +1,7 @@
 """Steps of programs: each operation of a model once, over rows in named buffers.
 
-Each step is written on the operations of a tape: `PLAIN` runs it on NumPy, where there are no kernels, and a
-`Tape` records it for its gradients. A new kind of step is a class here and one in ``core/row_steps.pxi``;
+Each step is written on the operations of a tape: `PLAIN` runs it on NumPy, where there are no kernels, and
+any other records it for its gradients. A new kind of step is a class here and one in ``core/row_steps.pxi``;
 docs/dev/architecture.md has the recipe.
 """
 
@@ -20,10 +20,10 @@ from fastattn._engine import settings
 if TYPE_CHECKING:
     from fastattn._args.key_ranges import Range
     from fastattn._args.packed import PackedLinear
-    from fastattn._engine.plain import Plain
     from fastattn._engine.slots import Slots
+    from fastattn._engine.tape import Tape
 
-    # The present value of each buffer: an array for `PLAIN`, a `Value` for a `Tape`; and what `AttendStep`s
+    # The present value of each buffer: an array for `PLAIN`, else a `Value`; and what `AttendStep`s
     # give to later ones.
     Values = MutableMapping[str, Any]
 
@@ -92,7 +92,7 @@ class Step:
         """Features of buffers that it needs while it runs."""
         return {}
 
-    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+    def run(self, tape: Tape, values: Values, call: Sequences, out: Array | None = None) -> Any:
         """The value of buffer `out` after the step; `PLAIN` writes it to the array `out`."""
         raise NotImplementedError
 
@@ -114,7 +114,7 @@ class LinearStep(Step):
     def columns(self) -> int:
         return self.weight.out_features
 
-    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+    def run(self, tape: Tape, values: Values, call: Sequences, out: Array | None = None) -> Any:
         residual = None if self.residual is None else values[self.residual]
         parameters = self.weight, self.bias, self.activations, self.activation
         return tape.linear(values[self.x], *parameters, residual, out=out)
@@ -136,7 +136,7 @@ class NormStep(Step):
     def columns(self) -> int:
         return self.begin + self.weight.size
 
-    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+    def run(self, tape: Tape, values: Values, call: Sequences, out: Array | None = None) -> Any:
         if self.weight.ndim == 2:
             return tape.head_norm(values[self.x], self.kind, self.weight, self.eps, self.begin, self.bias)
         return tape.norm(values[self.x], self.kind, self.weight, self.bias, self.eps, out=out)
@@ -156,7 +156,7 @@ class AddStep(Step):
     def columns(self) -> int:
         return self.features
 
-    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+    def run(self, tape: Tape, values: Values, call: Sequences, out: Array | None = None) -> Any:
         return tape.add(tape.dropped(values[self.x]), values[self.residual], out=out)
 
 
@@ -176,7 +176,7 @@ class GateStep(Step):
     def columns(self) -> int:
         return self.features
 
-    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+    def run(self, tape: Tape, values: Values, call: Sequences, out: Array | None = None) -> Any:
         part = slice(self.begin, self.begin + self.features)
         (gate,) = tape.views(values[self.gate], lambda array: [array[:, part]], whole=False)
         return tape.gate(gate, values[self.x], self.activation, out=out)
@@ -195,7 +195,7 @@ class ScaleStep(Step):
     def columns(self) -> int:
         return len(self.weight)
 
-    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+    def run(self, tape: Tape, values: Values, call: Sequences, out: Array | None = None) -> Any:
         if tape.recording:
             raise NotImplementedError("fastattn: scales of rows have no gradients")
         x = values[self.x]
@@ -240,7 +240,7 @@ class AttendStep(Step):
     def columns(self) -> int:
         return self.heads * self.head_dim
 
-    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+    def run(self, tape: Tape, values: Values, call: Sequences, out: Array | None = None) -> Any:
         x = values[self.x]
         n = len(tape.array(x))
         if not n:

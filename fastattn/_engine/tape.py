@@ -1,9 +1,12 @@
-"""Reverse-mode differentiation: operations that a tape records for their gradients.
+"""Operations of layers and models, each with its gradient.
 
-A `Tape` has the operations of `Plain` on `Value`s, arrays that may get a gradient. Each operation notes how
-the gradient of its result becomes those of its inputs; `Tape.pull` goes through the notes from the last to
-the first. A kernel adds its part to an input's gradient that is already there, as after a residual
-connection. A note is dropped, with what it keeps, when it was used.
+A layer is written once, on the operations of a tape. Its values are `Value`s, arrays that may get a gradient:
+each operation notes how the gradient of its result becomes those of its inputs, and `Tape.pull` goes through
+the notes from the last to the first. A kernel adds its part to an input's gradient that is already there, as
+after a residual connection. A note is dropped, with what it keeps, when it was used.
+
+`PLAIN` is the tape that records nothing: its values are arrays, and each operation is one kernel. Arrays are
+rows (m, n) with a contiguous last axis.
 """
 
 from __future__ import annotations
@@ -16,15 +19,26 @@ import numpy as np
 
 from fastattn._args.grad_types import DropoutArgs, OuterArgs, RowsGradArgs, rounds
 from fastattn._args.packed import LinearArgs, PackedLinear
-from fastattn._args.types import FLOAT64, Activation, Array, BackwardArgs, Rounding, RowsArgs, lane_dtype
+from fastattn._args.types import (
+    FLOAT64,
+    Activation,
+    Array,
+    AttentionArgs,
+    BackwardArgs,
+    RopeArgs,
+    Rounding,
+    RowsArgs,
+    lane_dtype,
+)
 from fastattn._engine import dispatch
-from fastattn._engine.memory import recycled_empty
-from fastattn._engine.plain import Plain, by_columns
+from fastattn._engine.memory import keep, recycled_empty, scratch
 from fastattn._engine.settings import get_num_threads
 from fastattn._engine.values import Gradients, Part, Value
 
 if TYPE_CHECKING:
-    from fastattn._engine.plain import Call, Views
+    Views = Callable[[Array], Sequence[Array]]
+    # One attention of an operation: its arguments, and the values of its queries, keys and values.
+    Call = tuple[AttentionArgs, Any, Any, Any]
 
 _APART = 0x9E3779B97F4A7C15  # between the seeds of attentions: 2**64 times the golden ratio, which is odd
 # Weights that are stored as numbers that can change a little; the others are frozen.
@@ -44,33 +58,47 @@ class _Note(NamedTuple):
     back: Callable[[Array, bool], None]  # of out's gradient, and whether it may be overwritten
 
 
-class Tape(Plain):
-    """Operations that ran, in their order, and the gradients of their parameters; values are `Value`s.
+class Tape:
+    """Operations; where it is `recording`, in their order and with the gradients of their parameters.
 
-    `use`, `over` and `out` have no effect: each result has an array of its own, as gradients need it.
+    An operation of `PLAIN` may write to `out`, an array, or with `over` to the memory of its input or
+    residual, which nobody needs any more. `use` names scratch memory for the result; `done` gives it back.
+    When recording, these have no effect: each result has an array of its own, as gradients need it.
     """
 
-    recording = True
-
     def __init__(
-        self, gradients: Gradients | None = None, drops: Drops | None = None, by_block: bool = False
+        self,
+        gradients: Gradients | None = None,
+        drops: Drops | None = None,
+        by_block: bool = False,
+        recording: bool = True,
     ):
-        self.by_block = by_block
+        self.recording = recording
+        self.by_block = by_block  # whether the input of each block is all that is kept of it
         self.gradients = gradients or Gradients()
         self.drops = drops or Drops()
         self._notes: list[_Note] = []
 
-    @staticmethod
-    def array(x: Value) -> Array:
+    def array(self, x: Any) -> Array:
         """The array of the value x."""
-        return x.array
+        array: Array = x.array if self.recording else x
+        return array
 
-    def done(self, use: str, x: Value) -> None:
-        """Nothing: gradients may need x."""
+    def done(self, use: str, x: Any) -> None:
+        """Give back the memory of x, whose operation had this `use`; gradients may need it."""
+        if not self.recording:
+            keep(use, x)
 
     def empty(self, use: str | None, rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
         """An uninitialised array for the result of `attend`."""
-        return recycled_empty((rows, columns), dtype)
+        if self.recording:
+            return recycled_empty((rows, columns), dtype)
+        return np.empty((rows, columns), dtype) if use is None else scratch(use, rows, columns, dtype)
+
+    def _writable(self, x: Any) -> Array:
+        """The array of x to work in; when recording, it may not be the caller's."""
+        array = self.array(x)
+        return array.copy() if self.recording and not x.made else array
 
     def note(
         self,
@@ -129,7 +157,7 @@ class Tape(Plain):
         self.drops = self.drops._replace(operations=self.drops.operations + 1)
         return self.drops.operations
 
-    def dropped(self, x: Value) -> Value:
+    def dropped(self, x: Any) -> Any:
         """`grad.dropout`; x itself where nothing is dropped."""
         rate, seed, _ = self.drops
         if not rate:
@@ -156,50 +184,53 @@ class Tape(Plain):
 
     def linear(
         self,
-        x: Value,
+        x: Any,
         weight: PackedLinear,
         bias: Array | None,
         rounding: Rounding | None = None,
         activation: Activation | None = None,
-        residual: Value | None = None,
+        residual: Any = None,
         *,
         use: str | None = None,
         over: bool = False,
         out: Array | None = None,
-    ) -> Value:
-        """`ops.linear`; what it adds to a residual is dropped, if anything is."""
-        if residual is not None and self.drops.rate:
-            return self.add(self.dropped(self.linear(x, weight, bias, rounding, activation)), residual)
-        threads, array, n = get_num_threads(), x.array, weight.out_features
-        out = recycled_empty((len(array), n), array.dtype)
-        added = None if residual is None else residual.array
-        args = LinearArgs(array, weight, bias, activation, added, out, threads, rounding)
+    ) -> Any:
+        """`ops.linear`; with `over`, in the residual's memory. Dropout is of what is added to a residual."""
+        n, array, added = weight.out_features, x, residual
+        if self.recording:
+            if residual is not None and self.drops.rate:
+                return self.add(self.dropped(self.linear(x, weight, bias, rounding, activation)), residual)
+            array, added = x.array, None if residual is None else residual.array
+            out = recycled_empty((len(array), n), array.dtype)
+        elif out is None:
+            out = residual if over else self.empty(use, len(x), n, x.dtype)
+        args = LinearArgs(array, weight, bias, activation, added, out, get_num_threads(), rounding)
+        if not self.recording:
+            dispatch.run(args)
+            return out
         pre = None  # what the activation is applied to: the gate's n features come first
         if weight.gated or not (activation is None or (activation == "relu" and residual is None)):
             args.pre = pre = recycled_empty((len(array), n * (1 + weight.gated)), array.dtype)
         dispatch.run(args)
         # The derivative of relu can be read off its result; without an activation, that is not kept.
         before = out if pre is None and activation is not None else pre
+        return self.note(out, partial(self._linear_back, x, weight, bias, activation, residual, before))
 
-        def back(dout: Array, owned: bool) -> None:
-            dpre = dout
-            if before is not None:
-                free = owned and residual is None and not weight.gated
-                dpre = dout if free else recycled_empty(before.shape, before.dtype)
-                grad = RowsGradArgs("activate", dout, before[:, :n], threads, dpre[:, :n])
-                if weight.gated:
-                    grad.up, grad.dup = before[:, n:], dpre[:, n:]
-                grad.activation = activation
-                dispatch.run_grad(grad)
-            self._map_back(x, weight, bias, dpre)
-            if residual is not None:
-                residual.put(dout, owned)
-
-        return self.note(out, back)
-
-    def _map_back(self, x: Value, weight: PackedLinear, bias: Array | None, dpre: Array) -> None:
-        """Go from the gradient of ``x @ weight.T + bias`` to those of its inputs."""
-        threads, lane, n = get_num_threads(), lane_dtype(dpre.dtype), dpre.shape[1]
+    def _linear_back(
+        self, x: Value, weight: PackedLinear, bias: Array | None, activation: Activation | None,
+        residual: Value | None, before: Array | None, dout: Array, owned: bool,
+    ) -> None:  # fmt: skip
+        """Go from the gradient of a `linear` to those of its inputs; `before` is the activation's input."""
+        threads, lane, dpre, n = get_num_threads(), lane_dtype(dout.dtype), dout, weight.out_features
+        if before is not None:
+            free = owned and residual is None and not weight.gated
+            dpre = dout if free else recycled_empty(before.shape, before.dtype)
+            grad = RowsGradArgs("activate", dout, before[:, :n], threads, dpre[:, :n])
+            if weight.gated:
+                grad.up, grad.dup = before[:, n:], dpre[:, n:]
+            grad.activation = activation
+            dispatch.run_grad(grad)
+        n = dpre.shape[1]
         dweight = np.empty((n, weight.in_features), lane) if weight.dtype in TRAINED else None
         dbias = None if bias is None else np.empty(n, lane)
         if dweight is not None or dbias is not None:
@@ -210,14 +241,16 @@ class Tape(Plain):
             self.gradients.add(weight, dweight.reshape(shape))
         if bias is not None and dbias is not None:
             self.gradients.add(bias, dbias.reshape(bias.shape))
-        there, owned = x.take()
-        dx = there if owned and there is not None else recycled_empty(x.array.shape, x.array.dtype)
+        there, mine = x.take()
+        dx = there if mine and there is not None else recycled_empty(x.array.shape, x.array.dtype)
         dispatch.run(LinearArgs(dpre, weight, None, None, there, dx, threads, None, True))
         x.put(dx, owned=True)
+        if residual is not None:
+            residual.put(dout, owned)
 
     def norm(
         self,
-        x: Value,
+        x: Any,
         kind: str,
         weight: Array,
         bias: Array | None,
@@ -225,44 +258,61 @@ class Tape(Plain):
         *,
         over: bool = False,
         out: Array | None = None,
-    ) -> Value:
+    ) -> Any:
         """`ops.layer_norm` or `ops.rms_norm`."""
-        threads, array = get_num_threads(), x.array
-        out, lane = recycled_empty(array.shape, array.dtype), lane_dtype(array.dtype)
-        scale, shift = (None if p is None else p.astype(lane, copy=False) for p in (weight, bias))
-        dispatch.run(RowsArgs(kind, array, out, threads, weight=scale, bias=shift, eps=eps))
+        array, scale, shift = x, weight, bias
+        if self.recording:
+            array, lane = x.array, lane_dtype(x.array.dtype)
+            out = recycled_empty(array.shape, array.dtype)
+            scale, shift = (
+                weight.astype(lane, copy=False),
+                None if bias is None else bias.astype(lane, copy=False),
+            )
+        elif out is None:
+            out = x if over else np.empty(x.shape, x.dtype)
+        dispatch.run(RowsArgs(kind, array, out, get_num_threads(), None, None, None, scale, shift, eps))
+        if not self.recording:
+            return out
+        return self.note(out, partial(self._norm_back, x, kind, (weight, bias), scale, shift, eps))
 
-        def back(dout: Array, owned: bool) -> None:
-            there, there_owned = x.take()
-            dx = dout if owned else there if there_owned else None
-            if dx is None:
-                dx = recycled_empty(array.shape, array.dtype)
-            sums = dweight, dbias = np.empty_like(scale), None if shift is None else np.empty_like(shift)
-            args = RowsGradArgs(kind, dout, array, threads, dx, None, there, eps=eps)
-            args.weight, args.dweight, args.dbias = scale, dweight, dbias
-            dispatch.run_grad(args)
-            for parameter, dparameter in zip((weight, bias), sums, strict=True):
-                if parameter is not None and dparameter is not None:
-                    self.gradients.add(parameter, dparameter.astype(parameter.dtype, copy=False))
-            x.put(dx, owned=True)
-
-        return self.note(out, back)
+    def _norm_back(
+        self, x: Value, kind: str, parameters: tuple[Array, Array | None], scale: Array, shift: Array | None,
+        eps: float, dout: Array, owned: bool,
+    ) -> None:  # fmt: skip
+        """Go from the gradient of a `norm` to those of x and of the parameters, in lanes `scale`, `shift`."""
+        there, there_owned = x.take()
+        dx = dout if owned else there if there_owned else None
+        if dx is None:
+            dx = recycled_empty(x.array.shape, x.array.dtype)
+        sums = dweight, dbias = np.empty_like(scale), None if shift is None else np.empty_like(shift)
+        args = RowsGradArgs(kind, dout, x.array, get_num_threads(), dx, None, there, eps=eps)
+        args.weight, args.dweight, args.dbias = scale, dweight, dbias
+        dispatch.run_grad(args)
+        for parameter, dparameter in zip(parameters, sums, strict=True):
+            if parameter is not None and dparameter is not None:
+                self.gradients.add(parameter, dparameter.astype(parameter.dtype, copy=False))
+        x.put(dx, owned=True)
 
     def head_norm(
-        self, x: Value, kind: str, weight: Array, eps: float, begin: int = 0, bias: Array | None = None
-    ) -> Value:
-        """A norm of each of some heads of a row, in place, as `Plain.head_norm` computes it."""
+        self, x: Any, kind: str, weight: Array, eps: float, begin: int = 0, bias: Array | None = None
+    ) -> Any:
+        """A norm of each of some heads of a row, in place, from `begin` on; weight is (heads, head_dim).
+
+        There is a bias (head_dim,) only with one head.
+        """
         threads, rows = get_num_threads(), self._writable(x)
-        before = rows[:, begin : begin + weight.size].copy()
-        heads = list(zip(by_columns(weight), by_columns(weight, begin), strict=True))
-        for (own, scale), (part, _) in heads:
-            args = RowsArgs(kind, before[:, own], rows[:, part], threads, weight=scale, bias=bias, eps=eps)
+        before = rows[:, begin : begin + weight.size].copy() if self.recording else rows
+        for part, own in by_columns(weight, begin):
+            args = RowsArgs(kind, rows[:, part], rows[:, part], threads, weight=own, bias=bias, eps=eps)
             dispatch.run(args)
+        if not self.recording:
+            return rows
 
         def back(dout: Array, owned: bool) -> None:
             dx = dout if owned else dout.copy()
             dweight, dbias = np.empty_like(weight), None if bias is None else np.empty_like(bias)
-            for ((own, scale), (part, _)), result in zip(heads, dweight, strict=True):
+            heads = zip(by_columns(weight), by_columns(weight, begin), dweight, strict=True)
+            for (own, scale), (part, _), result in heads:
                 args = RowsGradArgs(kind, dx[:, part], before[:, own], threads, dx[:, part], eps=eps)
                 args.weight, args.dweight, args.dbias = scale, result, dbias
                 dispatch.run_grad(args)
@@ -274,25 +324,26 @@ class Tape(Plain):
         return self.note(rows, back)
 
     def gated_norm(
-        self,
-        x: Value,
-        gate: Value,
-        weight: Array,
-        eps: float,
-        activation: Activation,
-        gate_first: bool = False,
-    ) -> Value:
-        """`ops.rms_norm` with a gate, in which some rows of x may lie side by side."""
-        array, up = x.array, gate.array
-        out = super().gated_norm(array, up, weight, eps, activation, gate_first)
+        self, x: Any, gate: Any, weight: Array, eps: float, activation: Activation, gate_first: bool = False
+    ) -> Any:
+        """`ops.rms_norm` with a gate, in which some rows of x may lie side by side.
+
+        weight is (features,), or (parts, features) where a row has several, each with a norm of its own.
+        """
+        array, up, whole = self.array(x), self.array(gate), weight.ndim == 1
+        parts = by_columns(np.atleast_2d(weight))
+        out = np.empty(array.shape, array.dtype)
+        for part, own in parts:
+            args = RowsArgs("rms_norm", array[:, part], out[:, part], get_num_threads(), weight=own, eps=eps)
+            args.up, args.activation, args.gate_first = up if whole else up[:, part], activation, gate_first
+            dispatch.run(args)
+        if not self.recording:
+            return out
 
         def back(dout: Array, owned: bool) -> None:
             dx, dup, dweight = x.room(), gate.room(), np.empty_like(weight)
-            for (part, own), result in zip(
-                by_columns(np.atleast_2d(weight)), np.atleast_2d(dweight), strict=True
-            ):
+            for (part, own), result in zip(parts, np.atleast_2d(dweight), strict=True):
                 args = RowsGradArgs("rms_norm", dout[:, part], array[:, part], get_num_threads(), dx[:, part])
-                whole = weight.ndim == 1
                 args.up, args.dup = (up, dup) if whole else (up[:, part], dup[:, part])
                 args.weight, args.dweight, args.eps = own, result, eps
                 args.activation, args.gate_first = activation, gate_first
@@ -303,20 +354,36 @@ class Tape(Plain):
 
         return self.note(out, back)
 
-    @staticmethod
-    def _writable(x: Value) -> Array:
-        """The array of x to work in, which may not be the caller's."""
-        return x.array if x.made else x.array.copy()
+    def add(self, x: Any, residual: Any, *, out: Array | None = None) -> Any:
+        """The sum."""
+        array = self.array(x)
+        if self.recording:
+            out = recycled_empty(array.shape, array.dtype)
+        elif out is None:
+            out = np.empty(array.shape, array.dtype)
+        dispatch.run(RowsArgs("activate", array, out, get_num_threads(), self.array(residual)))
+        if not self.recording:
+            return out
+
+        def back(dout: Array, owned: bool) -> None:
+            x.put(dout, owned=False)  # both have the same array
+            residual.put(dout, owned=False)
+
+        return self.note(out, back)
 
     def gate(
-        self, x: Value, up: Value, activation: Activation | None = "sigmoid", *, out: Array | None = None
-    ) -> Value:
-        """``activation(x) * up``."""
-        out = super().gate(x.array, up.array, activation)
+        self, x: Any, up: Any, activation: Activation | None = "sigmoid", *, out: Array | None = None
+    ) -> Any:
+        """``activation(x) * up``; `out` may be up's array."""
+        array, other = self.array(x), self.array(up)
+        out = np.empty(array.shape, array.dtype) if out is None else out
+        dispatch.run(RowsArgs("activate", array, out, get_num_threads(), up=other, activation=activation))
+        if not self.recording:
+            return out
 
         def back(dout: Array, owned: bool) -> None:
             dx, dup = x.room(), up.room()
-            args = RowsGradArgs("activate", dout, x.array, get_num_threads(), dx, None, None, up.array, dup)
+            args = RowsGradArgs("activate", dout, array, get_num_threads(), dx, None, None, other, dup)
             args.activation = activation
             dispatch.run_grad(args)
             x.put(dx, owned=True)
@@ -324,8 +391,14 @@ class Tape(Plain):
 
         return self.note(out, back)
 
-    def call(self, function: Callable[..., Any], inputs: Mapping[str, Any], **options: Any) -> Value:
-        """The result of a function that `grad.vjp` takes; its pullback keeps what gradients need."""
+    def call(self, function: Callable[..., Any], inputs: Mapping[str, Any], **options: Any) -> Any:
+        """The first result of a function that `grad.vjp` takes: `inputs` are values, parameters or None.
+
+        When recording, its pullback keeps what gradients need.
+        """
+        if not self.recording:
+            found = function(**inputs, **options)
+            return found[0] if isinstance(found, tuple) else found
         arrays = {name: x.array if isinstance(x, Value) else x for name, x in inputs.items()}
         given = {name: x for name, x in inputs.items() if x is not None}
         out, pullback = function._vjp(**arrays, **options)  # type: ignore[attr-defined]
@@ -340,8 +413,10 @@ class Tape(Plain):
 
         return self.note(out, back)
 
-    def views(self, x: Value, views: Views, whole: bool = True) -> Sequence[Value]:
+    def views(self, x: Any, views: Views, whole: bool = True) -> Sequence[Any]:
         """Parts of x, views that do not overlap; `whole`: of all its elements."""
+        if not self.recording:
+            return views(x)
         array = x.array
         rooms: list[Array] = []
         base = self.note(array, x.put)
@@ -357,31 +432,44 @@ class Tape(Plain):
 
         return [Part(view, x.made, partial(room, i)) for i, view in enumerate(views(array))]
 
-    def by_row(self, x: Value) -> Value:
+    def by_row(self, x: Any) -> Any:
         """Heads x ([batch,] heads, length, head_dim) as rows ([batch *] length * heads, head_dim)."""
-        *batch, heads, length, size = x.array.shape
+        array = self.array(x)
+        *batch, heads, length, size = array.shape
+        rows: Array = array.swapaxes(-3, -2).reshape(-1, size)
+        if not self.recording:
+            return rows
 
         def back(dout: Array, owned: bool) -> None:
             x.put(dout.reshape(*batch, length, heads, size).swapaxes(-3, -2), owned)
 
-        return self.note(super().by_row(x.array), back)
+        return self.note(rows, back)
 
-    def rotate(self, x: Value, cos: Array, sin: Array, interleaved: bool = False) -> Value:
-        """Rotate x (..., heads, length, head_dim) by tables ([batch,] 1, length, pairs)."""
+    def rotate(self, x: Any, cos: Array, sin: Array, interleaved: bool = False) -> Any:
+        """Rotate x (..., heads, length, head_dim) in place by tables ([batch,] 1, length, pairs)."""
+        array = self._writable(x)
+        dispatch.run(RopeArgs(array, array, cos, sin, interleaved, get_num_threads()))
+        if not self.recording:
+            return array
 
         def back(dout: Array, owned: bool) -> None:
             dx = dout if owned else dout.copy()
-            Plain.rotate(self, dx, cos, -sin, interleaved)
+            dispatch.run(RopeArgs(dx, dx, cos, -sin, interleaved, get_num_threads()))
             x.put(dx, owned=True)
 
-        return self.note(super().rotate(self._writable(x), cos, sin, interleaved), back, x.room)
+        return self.note(array, back, x.room)
 
-    def shared(self, x: Value) -> Value:
-        """x, whose gradient is the sum over several operations; a `Part` takes one alone."""
-        return self.note(x.array, x.put)
+    def shared(self, x: Any) -> Any:
+        """x, for several operations: in memory of its own, or with the sum of their gradients.
 
-    def extended(self, x: Value, longer: Array, parameter: Array | None) -> Value:
+        A `Part` takes one gradient alone.
+        """
+        return self.note(x.array, x.put) if self.recording else x.copy()
+
+    def extended(self, x: Any, longer: Array, parameter: Array | None) -> Any:
         """Keys or values `longer`, which begin with x; then comes `parameter`, if there is one."""
+        if not self.recording:
+            return longer
         n = x.array.shape[2]
 
         def back(dout: Array, owned: bool) -> None:
@@ -398,8 +486,15 @@ class Tape(Plain):
         by_head: Views,
         sinks: Array | None = None,
         table: Array | None = None,
-    ) -> Value:
-        """Attention of `calls`, in rows of `out`; it drops probabilities, if anything is dropped."""
+    ) -> Any:
+        """Attention of `calls`, in rows of `out`: `by_head` gives the views of it that calls write to.
+
+        `sinks` and `table`, a bias by distance, are parameters. Probabilities are dropped, if anything is.
+        """
+        if not self.recording:
+            for args, *_ in calls:
+                dispatch.run(args)
+            return out
         drops = self.attention_dropout()
         for i, (args, *_) in enumerate(calls):
             if args.lse is None:
@@ -429,47 +524,58 @@ class Tape(Plain):
 
         return self.note(out, back)
 
-    def block(self, compute: Callable[..., Any], *inputs: Value) -> Any:
+    def block(self, compute: Callable[..., Any], *inputs: Any) -> Any:
         """``compute(tape, *inputs)``; a tape with `by_block` keeps nothing else of it."""
         return self.checkpoint(compute, *inputs) if self.by_block else compute(self, *inputs)
 
-    def rows(self, x: Value, which: Array) -> Value:
+    def rows(self, x: Any, which: Array) -> Any:
         """Some rows of x, as a bool array says."""
+        array = self.array(x)
+        if not self.recording:
+            return array[which]
 
         def back(dout: Array, owned: bool) -> None:
-            dx = np.zeros(x.array.shape, x.array.dtype)
+            dx = np.zeros(array.shape, array.dtype)
             dx[which] = dout
             x.put(dx, owned=True)
 
-        return self.note(x.array[which], back)
+        return self.note(array[which], back)
 
-    def spread(self, x: Value, which: Array) -> Value:
+    def spread(self, x: Any, which: Array) -> Any:
         """Rows of x, which nobody else reads, where a bool array is True, 0 elsewhere."""
-        out = super().spread(x.array, which)
+        array = self.array(x)
+        out = np.zeros((len(which), array.shape[1]), array.dtype)
+        out[which] = array
+        if not self.recording:
+            return out
         x.forget()
         return self.note(out, lambda dout, owned: x.put(dout[which], owned=True))
 
-    def cleared(self, x: Value, which: Array, over: bool = False) -> Value:
+    def cleared(self, x: Any, which: Array, over: bool = False) -> Any:
         """x with 0 in the rows where a bool array is True, and so in its gradient."""
         if not which.any():
             return x
+        array = self.array(x)
+        array = array if over and not self.recording else array.copy()
+        array[which] = 0
+        if not self.recording:
+            return array
 
         def back(dout: Array, owned: bool) -> None:
             dx = dout if owned else dout.copy()
             dx[which] = 0
             x.put(dx, owned=True)
 
-        return self.note(super().cleared(x.array, which), back)
+        return self.note(array, back)
 
-    def add(self, x: Value, residual: Value, *, out: Array | None = None) -> Value:
-        """The sum."""
 
-        def back(dout: Array, owned: bool) -> None:
-            x.put(dout, owned=False)  # both have the same array
-            residual.put(dout, owned=False)
+PLAIN = Tape(recording=False)
 
-        out = recycled_empty(x.array.shape, x.array.dtype)
-        return self.note(super().add(x.array, residual.array, out=out), back)
+
+def by_columns(weight: Array, begin: int = 0) -> list[tuple[slice, Array]]:
+    """The columns of each head, the first at `begin`, and its weight."""
+    size = weight.shape[1]
+    return [(slice(begin + i * size, begin + (i + 1) * size), own) for i, own in enumerate(weight)]
 
 
 def _of_table(table: Array, sums: Array) -> Array:

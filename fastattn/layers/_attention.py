@@ -15,7 +15,7 @@ from fastattn._args.options import require_options
 from fastattn._args.types import Array, ArrayLike, AttentionArgs, Bools, Ints, Unpack, plain_args
 from fastattn._args.values import flag
 from fastattn._engine import settings
-from fastattn._engine.plain import PLAIN
+from fastattn._engine.tape import PLAIN
 from fastattn.functional._attention import attention_weights
 from fastattn.layers import _computation
 from fastattn.layers._attention_parameters import AttentionParameters, CallOptions
@@ -24,7 +24,7 @@ from fastattn.layers._computation import Made
 from fastattn.layers._scores import add_extra_keys, add_masks
 
 if TYPE_CHECKING:
-    from fastattn._engine.plain import Plain
+    from fastattn._engine.tape import Tape
     from fastattn.layers._attention_parameters import KeysValues, StackedMaps
     from fastattn.layers._scores import Masks
 
@@ -177,7 +177,7 @@ class MultiHeadAttention(AttentionParameters):
         only_value = memory and "key" not in memory
         found: Any = None
 
-        def run(tape: Plain, x: Any, k: Any = None, v: Any = None) -> Any:
+        def run(tape: Tape, x: Any, k: Any = None, v: Any = None) -> Any:
             nonlocal found
             own = (residual, need_weights, key_length, *((None, k) if only_value else (k, v)))
             out, found, _ = self._attend(tape, x, sizes, masks, *own, **options)
@@ -243,7 +243,7 @@ class MultiHeadAttention(AttentionParameters):
 
     def _attend(
         self,
-        tape: Plain,
+        tape: Tape,
         x: Any,
         sizes: tuple[int, int],
         masks: Masks,
@@ -359,7 +359,7 @@ class MultiHeadAttention(AttentionParameters):
         tape.done("product", product)
         return result, weights, keys if share else None
 
-    def _keys_values(self, tape: Plain, key: Any, value: Any, sizes: tuple[int, int]) -> tuple[Any, Any]:
+    def _keys_values(self, tape: Tape, key: Any, value: Any, sizes: tuple[int, int]) -> tuple[Any, Any]:
         """Projected key and value, (B, heads_kv, S, head_dim) each; value is None where it is key."""
 
         def projected(x: Any, maps: StackedMaps) -> Sequence[Any]:
@@ -392,7 +392,7 @@ class MultiHeadAttention(AttentionParameters):
         return array
 
     def _heads(
-        self, tape: Plain, product: Any, sizes: tuple[int, int], maps: StackedMaps, first: int
+        self, tape: Tape, product: Any, sizes: tuple[int, int], maps: StackedMaps, first: int
     ) -> Sequence[Any]:
         """Views (B, heads, L, head_dim) of each map from `first` on in product (B * L, features).
 
@@ -415,7 +415,7 @@ class MultiHeadAttention(AttentionParameters):
 
         return tape.views(product, views, maps.whole)
 
-    def _placed(self, tape: Plain, x: Any, norm: Array | None, offset: Any) -> Any:
+    def _placed(self, tape: Tape, x: Any, norm: Array | None, offset: Any) -> Any:
         """Queries or keys x (B, heads, L, head_dim), normalised and rotated if the layer does so."""
         if norm is not None:
             batch, heads, length, size = tape.array(x).shape
@@ -428,7 +428,7 @@ class MultiHeadAttention(AttentionParameters):
         return x if self.rope is None else self.rope.rotate(tape, x, offset)
 
     def _with_extra_keys(
-        self, tape: Plain, options: dict[str, Any], length: int, k: Any, v: Any, dtype: np.dtype[Any]
+        self, tape: Tape, options: dict[str, Any], length: int, k: Any, v: Any, dtype: np.dtype[Any]
     ) -> list[Any]:
         """Keys and values with the additional ones that every query attends."""
         extra: list[tuple[Any, Any]] = [] if self.bias_k is None else [(self.bias_k, self.bias_v)]

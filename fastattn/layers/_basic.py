@@ -15,14 +15,14 @@ from fastattn._args.types import ACTIVATIONS as PLAIN_ACTIVATIONS
 from fastattn._args.types import FLOAT32, Activation, Array, ArrayLike, Rounding
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._engine import dispatch
-from fastattn._engine.plain import PLAIN
+from fastattn._engine.tape import PLAIN
 from fastattn.layers import _computation
 from fastattn.layers._block import Norm, Projection
 from fastattn.layers._computation import Made
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
-    from fastattn._engine.plain import Plain
+    from fastattn._engine.tape import Tape
     from fastattn.layers._state import Fields, Taken
 
 # For each activation of a feed-forward: what `ops.linear` calls it, and whether its result multiplies a
@@ -97,7 +97,7 @@ class Linear(Layer):
         if activation is not None:
             choice("activation", activation, PLAIN_ACTIVATIONS)
 
-        def run(tape: Plain, x: Any) -> Any:
+        def run(tape: Tape, x: Any) -> Any:
             return tape.linear(x, *self._projection(), activation=activation)
 
         return [self], {"x": array}, run, (*array.shape[:-1], self.out_features)
@@ -168,7 +168,7 @@ class NormLayer(Layer):
             raise wrong_shape("x", array, f"(..., {self.features})")
         return array
 
-    def _forward(self, tape: Plain, x: Any, over: bool = False) -> Any:
+    def _forward(self, tape: Tape, x: Any, over: bool = False) -> Any:
         """The norm of rows; with `over`, it may be written over them."""
         return tape.norm(x, self._kind, self.weight_vector, self.bias_vector, self.eps, over=over)
 
@@ -287,7 +287,7 @@ class FeedForward(Layer):
         array = _computation.checked("x", x, self.d_model, self.weights_dtype)
         return [self], {"x": array}, self._forward, array.shape
 
-    def _forward(self, tape: Plain, x: Any, residual: Any = None, over: bool = False) -> Any:
+    def _forward(self, tape: Tape, x: Any, residual: Any = None, over: bool = False) -> Any:
         """The feed-forward of rows, plus `residual`; with `over`, it may be written over that."""
         rounding = self.activations
         hidden = tape.linear(x, self.weight1, self.bias1, rounding, self._function, use="hidden")

@@ -21,7 +21,7 @@ from fastattn.layers._computation import Made
 from fastattn.layers._transformer import TransformerLayer
 
 if TYPE_CHECKING:
-    from fastattn._engine.plain import Plain
+    from fastattn._engine.tape import Tape
     from fastattn.layers._attention import Attended
     from fastattn.layers._transformer import Call
 
@@ -112,14 +112,14 @@ class TransformerDecoderLayer(TransformerLayer):
         if cache is None:
             inputs["memory"] = self._memory(memory, sizes[0])
 
-        def run(tape: Plain, x: Any, *over: Any) -> Any:
+        def run(tape: Tape, x: Any, *over: Any) -> Any:
             return whole._forward(tape, x, *over, call=call, cache=cache)
 
         return [whole], inputs, run, array.shape, by_block
 
     def _forward(
         self,
-        tape: Plain,
+        tape: Tape,
         x: Any,
         over: Any = None,
         *,

@@ -21,7 +21,7 @@ from fastattn.layers._recurrent import ONES, RecurrentLayer, linear, log_uniform
 from fastattn.layers._state import Parameter
 
 if TYPE_CHECKING:
-    from fastattn._engine.plain import Plain
+    from fastattn._engine.tape import Tape
     from fastattn.layers._mixers import Carried, Sizes
     from fastattn.layers._recurrent import Held
 
@@ -79,7 +79,7 @@ class DeltaMixer(Mixer):
             raw = a.astype(self.A_log.dtype, copy=False) + self.dt_bias
             return without_nan(-np.exp(self.A_log) * softplus(raw)), None
 
-    def mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+    def mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
         ((heads, dim, dim_v),), groups, inner = self.recurrences, self.key_heads, self.columns
         parts = [(len(self.conv_weight),), inner, (heads, None), heads]
         tokens, gate, b, a = split(tape, product, sizes, parts)
@@ -203,7 +203,7 @@ class GatedDeltaNet(RecurrentLayer):
             f"{self._norm}.weight": ("norm_weight", Parameter((self.head_dim_v,), ONES)),
         }
 
-    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+    def _mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
         parameters = self.conv_weight, self.conv_bias_vector, self.dt_bias, self.A_log, self.norm_weight
         mixer = DeltaMixer(*parameters, self.num_key_heads, self.head_dim, self.eps, self.beta_scale)
         return mixer.mixed(tape, product, sizes, carried)
@@ -303,7 +303,7 @@ class KimiDeltaAttention(RecurrentLayer):
                 found[f"{name}.weight"] = to, linear(name, inner, dim)[f"{name}.weight"]
         return found
 
-    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+    def _mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
         heads, dim, inner = self.num_heads, self.head_dim, self._inner
         tokens, low, b, gate = split(
             tape, product, sizes, [(self._channels,), self._low, (heads, None), self._low]

@@ -20,8 +20,8 @@ from fastattn.functional._differentiable import Steps, differentiable
 if TYPE_CHECKING:
     import numpy as np
 
-    from fastattn._engine.plain import Plain
     from fastattn._engine.steps import Values
+    from fastattn._engine.tape import Tape
 
     Sizes = tuple[int, ...]  # batch and length of a call; or the tokens, of sequences end to end
     Carried = Sequence[dict[str, Any]]  # arguments for states, of the convolution and of the recurrence
@@ -46,7 +46,7 @@ def _convolution(
 
 
 def convolved(
-    tape: Plain,
+    tape: Tape,
     x: Any,
     weight: Array,
     bias: Array | None,
@@ -58,7 +58,7 @@ def convolved(
     return tape.call(_convolution, given, activation=activation, **carried[0])
 
 
-def split(tape: Plain, x: Any, sizes: Sizes, parts: Sequence[Any]) -> Sequence[Any]:
+def split(tape: Tape, x: Any, sizes: Sizes, parts: Sequence[Any]) -> Sequence[Any]:
     """The columns of x, which lie side by side, as `parts` say.
 
     An integer n means n columns as rows; (n,) means (*sizes, n), (heads, n) means the same with heads before
@@ -117,7 +117,7 @@ class Mixer:
         """Logarithms of decays of a recurrence and, if they make them, steps, of its rows (tokens, heads)."""
         raise NotImplementedError
 
-    def mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+    def mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
         """From rows `product` of the map in to those of the map out."""
         raise NotImplementedError
 
@@ -132,7 +132,7 @@ class ConvolutionMixer(Mixer):
     def columns(self) -> int:
         return len(self.conv_weight)
 
-    def mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+    def mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
         d = self.columns
         first, second, x = split(tape, product, sizes, [d, d, d])
         (tokens,) = split(tape, tape.gate(first, x, None), sizes, [(d,)])
@@ -159,7 +159,7 @@ class MixStep(Step):
     def scratch(self) -> dict[str, int]:
         return {"convolved": self.mixer.held} if self.mixer.held else {}
 
-    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+    def run(self, tape: Tape, values: Values, call: Sequences, out: Array | None = None) -> Any:
         x = values[self.x]
         n = len(tape.array(x))
         carried: Carried = [{}, {}] if call.states is None else call.states[self.layer]
@@ -188,7 +188,7 @@ class _RowMixStep(Step):
     def columns(self) -> int:
         return self.program.columns
 
-    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Any:
+    def run(self, tape: Tape, values: Values, call: Sequences, out: Array | None = None) -> Any:
         assert out is not None
         assert call.states is not None
         for i in range(len(out)):  # one by one, which gives the bits of steps of one token

@@ -19,7 +19,7 @@ from fastattn.layers._mixers import ConvolutionMixer, convolved, state_kinds
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
-    from fastattn._engine.plain import Plain
+    from fastattn._engine.tape import Tape
     from fastattn.layers._mixers import Carried, Sizes
     from fastattn.layers._state import Fields, Taken
 
@@ -133,7 +133,7 @@ class RecurrentLayer(Layer):
         """Parameters beside those of the convolution, of `in_map` and of the map out."""
         return {}
 
-    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+    def _mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
         """From the rows of `in_map` to those of the map out."""
         raise NotImplementedError
 
@@ -171,7 +171,7 @@ class RecurrentLayer(Layer):
             kinds = state_kinds(array.dtype, self.kernel_size, self._channels, self._recurrences)
             carried = state._turn([((call.sequences, *shape), dtype) for shape, dtype in kinds])
 
-        def run(tape: Plain, x: Any) -> Any:
+        def run(tape: Tape, x: Any) -> Any:
             out = self._forward(tape, x, call, carried)
             if state is not None:
                 state._keep()
@@ -202,7 +202,7 @@ class RecurrentLayer(Layer):
         found = np.append(0, np.cumsum(counted.sum(axis=1)))
         return array, _Call((int(found[-1]),), batch, found, counted.ravel())
 
-    def _forward(self, tape: Plain, x: Any, call: _Call, carried: Carried) -> Any:
+    def _forward(self, tape: Tape, x: Any, call: _Call, carried: Carried) -> Any:
         sizes = call.sizes
         if call.begins is not None:
             carried = [{**given, "begins": call.begins} for given in carried]
@@ -214,7 +214,7 @@ class RecurrentLayer(Layer):
         tape.done("product", product)
         return out if call.counted is None else tape.spread(out, call.counted)
 
-    def _convolved(self, tape: Plain, x: Any, carried: Carried) -> Any:
+    def _convolved(self, tape: Tape, x: Any, carried: Carried) -> Any:
         """``silu`` of the convolution of x (*sizes, channels)."""
         return convolved(tape, x, self.conv_weight, self.conv_bias_vector, carried)
 
@@ -325,6 +325,6 @@ class ShortConvolution(RecurrentLayer):
         self._inner = self._channels = self.d_model
         self._rows = {"in_proj": 3 * self.d_model}
 
-    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+    def _mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
         mixer = ConvolutionMixer(self.conv_weight, self.conv_bias_vector)
         return mixer.mixed(tape, product, sizes, carried)

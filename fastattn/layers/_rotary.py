@@ -13,7 +13,7 @@ from fastattn.layers import _computation
 from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
-    from fastattn._engine.plain import Plain
+    from fastattn._engine.tape import Tape
 
 _LEAST_POSITIONS = 64
 
@@ -73,7 +73,7 @@ class Rope:
         positions = offset[:, None] + np.arange(length)
         return cos[positions], sin[positions]
 
-    def rotate(self, tape: Plain, x: Any, offset: Ints | int) -> Any:
+    def rotate(self, tape: Tape, x: Any, offset: Ints | int) -> Any:
         """Rotate x (batch, heads, length, head_dim) in place. Its first token is at `offset`."""
         array = tape.array(x)
         cos, sin = self.tables(offset, array.shape[-2], array.dtype)

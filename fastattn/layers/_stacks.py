@@ -32,7 +32,7 @@ from fastattn.layers._transformer import (
 )
 
 if TYPE_CHECKING:
-    from fastattn._engine.plain import Plain
+    from fastattn._engine.tape import Tape
     from fastattn.layers._transformer import Call, Prepared
 
 
@@ -139,7 +139,7 @@ class LayerStack(Layer):
         parts = {f"layers.{i}.": layer for i, layer in enumerate(self.layers)}
         return parts if self.norm is None else {**parts, "norm.": self.norm}
 
-    def _forward(self, tape: Plain, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
+    def _forward(self, tape: Tape, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
         """One layer after another, of rows x and the memory's, and the norm; in rows."""
         givers, shared = set(self._borrowed.values()), dict[int | None, Any]()
         caches = self._one_each(cache)
@@ -220,7 +220,7 @@ class TransformerEncoder(LayerStack):
         masks = mask, src_key_padding_mask, is_causal
         return self.layers[0]._encoding(self, _NAMES, src, *masks, cache, lengths, by_block=True)
 
-    def _forward(self, tape: Plain, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
+    def _forward(self, tape: Tape, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
         plain, padding = False, None
         sizes, (masks,), lengths, _ = call
         if cache is None and lengths is None:
@@ -377,7 +377,7 @@ class Transformer(Layer):
         _, sources, encode, *_ = self.encoder._computation(src, is_causal=src_is_causal, **masks)
         _, targets, decode, shape, _ = self.decoder._computation(tgt, sources["src"], **options)
 
-        def run(tape: Plain, x: Any, y: Any) -> Any:
+        def run(tape: Tape, x: Any, y: Any) -> Any:
             return decode(tape, y, encode(tape, x))
 
         return [self], {**sources, "tgt": targets["tgt"]}, run, shape, True

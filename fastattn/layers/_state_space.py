@@ -20,7 +20,7 @@ from fastattn.layers._recurrent import ONES, RecurrentLayer, linear, logarithms,
 from fastattn.layers._state import Parameter
 
 if TYPE_CHECKING:
-    from fastattn._engine.plain import Plain
+    from fastattn._engine.tape import Tape
     from fastattn.layers._mixers import Carried, Sizes
     from fastattn.layers._recurrent import Held
     from fastattn.layers._state import Fields, Taken
@@ -66,7 +66,7 @@ class Mamba2Mixer(Mixer):
             )
             return without_nan(steps * -np.exp(self.A_log)), steps
 
-    def mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+    def mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
         ((heads, states, dim),), inner = self.recurrences, self.columns
         gate, tokens, dt = split(tape, product, sizes, [inner, (len(self.conv_weight),), (heads, None)])
         mixed = convolved(tape, tokens, self.conv_weight, self.conv_bias, carried)
@@ -160,7 +160,7 @@ class Mamba2(RecurrentLayer):
             "norm.weight": ("norm_weights", Parameter((self._inner,), ONES)),
         }
 
-    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+    def _mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
         numbers = self.dt_bias, self.A_log, self.D, self.norm_weights
         parameters = self.conv_weight, self.conv_bias_vector, *numbers
         mixer = Mamba2Mixer(*parameters, self.num_groups, self.state_size, self.eps, self.dt_limits)
@@ -234,7 +234,7 @@ class Mamba(RecurrentLayer):
             "dt_proj.bias": ("dt_bias", Parameter((inner,), step_bias)),
         }
 
-    def _mixed(self, tape: Plain, product: Any, sizes: Sizes, carried: Carried) -> Any:
+    def _mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
         inner, states, rank = (self._inner,), (self.state_size,), self._rank
         tokens, gate = split(tape, product, sizes, [inner, inner])
         x = self._convolved(tape, tokens, carried)

@@ -26,8 +26,8 @@ from fastattn.layers._state import Layer
 
 if TYPE_CHECKING:
     from fastattn._args.types import Bools
-    from fastattn._engine.plain import Plain
     from fastattn._engine.program import Program
+    from fastattn._engine.tape import Tape
     from fastattn.layers._attention import Attended
     from fastattn.layers._rotary import Rope
     from fastattn.layers._scores import Masks, Names
@@ -133,7 +133,7 @@ class TransformerLayer(Layer):
 
     def _add_attention(
         self,
-        tape: Plain,
+        tape: Tape,
         norm: NormLayer,
         x: Any,
         attention: MultiHeadAttention,
@@ -149,7 +149,7 @@ class TransformerLayer(Layer):
         total, _, keys = attention._attend(tape, normed, sizes, masks, x, **options)
         return total if self.norm_first else norm._forward(tape, total, over=True), keys
 
-    def _add_feed_forward(self, tape: Plain, norm: NormLayer, x: Any) -> Any:
+    def _add_feed_forward(self, tape: Tape, norm: NormLayer, x: Any) -> Any:
         """Rows x plus the feed-forward of them, with the norm. It may overwrite x."""
         if self.norm_first:
             return self.feed_forward._forward(tape, norm._forward(tape, x), residual=x, over=True)
@@ -231,14 +231,14 @@ class TransformerEncoderLayer(TransformerLayer):
             is_causal = flag("is_causal", is_causal)
         call = batched.shape[:2], ((names, mask, padding, is_causal),), lengths, None
 
-        def run(tape: Plain, x: Any) -> Any:
+        def run(tape: Tape, x: Any) -> Any:
             return whole._forward(tape, x, call=call, cache=cache)
 
         return [whole], {"src": array}, run, array.shape, by_block
 
     def _forward(
         self,
-        tape: Plain,
+        tape: Tape,
         x: Any,
         *,
         call: Call,
@@ -332,7 +332,7 @@ def program_of(
 def run_plain(
     program: Program,
     ropes: Sequence[Rope],
-    tape: Plain,
+    tape: Tape,
     x: Any,
     sizes: tuple[int, int],
     padding: Bools | None,

@@ -11,8 +11,8 @@ import numpy as np
 from fastattn import grad, ops
 from fastattn._args import key_ranges
 from fastattn._args.types import lane_dtype
-from fastattn._engine.plain import PLAIN
 from fastattn._engine.steps import Sequences
+from fastattn._engine.tape import PLAIN
 from fastattn.positions import RopeFrequencies, rope_tables, t5_buckets
 
 if TYPE_CHECKING:

@@ -95,4 +95,4 @@ def traced() -> bool:
 def num_threads() -> int | None:
     """The threads of a call: no more than torch uses (1 in a worker of a DataLoader), or than we would."""
     threads: int = torch.get_num_threads()
-    return threads if threads < settings.current.num_threads else None
+    return threads if threads < settings.get_num_threads() else None

@@ -24,8 +24,8 @@ from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints, Shape
-    from fastattn._engine.plain import Plain
     from fastattn._engine.steps import Sequences, Values
+    from fastattn._engine.tape import Tape
     from fastattn.models._encoder import Encoder
     from fastattn.models._files import Config
     from fastattn.models._source import Source
@@ -64,7 +64,7 @@ class DisentangledStep(AttendStep):
         assert some is not None
         return deberta_buckets(np.arange(1 - longest, longest), some.shape[1] // 2, self.max_distance)
 
-    def run(self, tape: Plain, values: Values, call: Sequences, out: Array | None = None) -> Array:
+    def run(self, tape: Tape, values: Values, call: Sequences, out: Array | None = None) -> Array:
         x, out = values[self.x], values[self.out] if out is None else out
         begins = call.begins if call.begins is not None else range(0, len(x) + 1, len(x) // call.batch)
         for begin, end in pairwise(begins):
