@@ -147,6 +147,7 @@ class Tape:
 
         tape = Tape(drops=drops)
         _, out, others = run(tape)
+        tape._notes.clear()  # which know the tape: what they keep would wait for the garbage collector
         self.drops = tape.drops
         more = tuple(Value(x.array.copy()) for x in others)  # a view would keep the whole product alive
         noted = self.note(out.array, back)
