@@ -176,40 +176,37 @@ class Block:
                 steps.append(GateStep(context, context, product, begin, features))
         else:
             steps.append(MixStep(product, context, self.mixer, layer))
+        attention_post, inner_post = self.post_norms or (None, None)
+        inner, end = out, out  # what the feed-forward reads, and where it is added
         if self.norm_first:
-            attention_post, inner_post = self.post_norms or (None, None)
             steps += _added(context, self.attended, attention_post, x, out)
-            inner = out
             if self.inner_norm is not None:
                 inner = "normed"
                 steps.append(NormStep(out, inner, *self.inner_norm))
-            if isinstance(self.inner, Experts):
-                steps.append(ExpertsStep(inner, out, self.inner, self.activation, out))
-            else:
-                assert self.outer is not None
-                wide = f"inner {self.inner.weight.out_features}"
-                steps.append(LinearStep(inner, wide, *self.inner, self.activation))
-                if self.beside is None:
-                    steps += _added(wide, self.outer, inner_post, out, out)
-                else:
-                    assert inner_post is not None
-                    steps += self._with_experts(wide, self.outer, self.beside, inner_post, out)
-            return [*steps, *self._ending(out)]
-        assert self.attention_norm is not None
-        assert self.inner_norm is not None
-        steps.append(LinearStep(context, total, *self.attended, residual=x))
-        if self.second_norm is None:
-            steps.append(NormStep(total, out, *self.attention_norm))
         else:
-            steps.append(NormStep(total, total, *self.attention_norm))
-            steps.append(AddStep(total, total, x, self.attended.weight.out_features))
-            steps.append(NormStep(total, out, *self.second_norm))
+            assert self.attention_norm is not None
+            end = total
+            steps.append(LinearStep(context, total, *self.attended, residual=x))
+            if self.second_norm is None:
+                steps.append(NormStep(total, out, *self.attention_norm))
+            else:
+                steps.append(NormStep(total, total, *self.attention_norm))
+                steps.append(AddStep(total, total, x, self.attended.weight.out_features))
+                steps.append(NormStep(total, out, *self.second_norm))
         if isinstance(self.inner, Experts):
-            steps.append(ExpertsStep(out, total, self.inner, self.activation, out))
+            steps.append(ExpertsStep(inner, end, self.inner, self.activation, out))
         else:
             assert self.outer is not None
-            steps.append(LinearStep(out, "inner", *self.inner, self.activation))
-            steps.append(LinearStep("inner", total, *self.outer, residual=out))
+            wide = f"inner {self.inner.weight.out_features}"
+            steps.append(LinearStep(inner, wide, *self.inner, self.activation))
+            if self.beside is None:
+                steps += _added(wide, self.outer, inner_post, out, end)
+            else:
+                assert inner_post is not None
+                steps += self._with_experts(wide, self.outer, self.beside, inner_post, out)
+        if self.norm_first:
+            return [*steps, *self._ending(out)]
+        assert self.inner_norm is not None
         return [*steps, NormStep(total, out, *self.inner_norm)]
 
     def _with_experts(
