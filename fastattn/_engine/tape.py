@@ -105,8 +105,10 @@ class Tape:
         out: Array,
         back: Callable[[Array, bool], None],
         room: Callable[[], Array] | None = None,
-    ) -> Value:
+    ) -> Any:
         """The value of an operation that gave `out`; `back` takes its gradient on to those of the inputs."""
+        if not self.recording:
+            return out
         value = Value(out, True, room)
         self._notes.append(_Note(value, back))
         return value
@@ -306,8 +308,6 @@ class Tape:
         for part, own in by_columns(weight, begin):
             args = RowsArgs(kind, rows[:, part], rows[:, part], threads, weight=own, bias=bias, eps=eps)
             dispatch.run(args)
-        if not self.recording:
-            return rows
 
         def back(dout: Array, owned: bool) -> None:
             dx = dout if owned else dout.copy()
@@ -338,8 +338,6 @@ class Tape:
             args = RowsArgs("rms_norm", array[:, part], out[:, part], get_num_threads(), weight=own, eps=eps)
             args.up, args.activation, args.gate_first = up if whole else up[:, part], activation, gate_first
             dispatch.run(args)
-        if not self.recording:
-            return out
 
         def back(dout: Array, owned: bool) -> None:
             dx, dup, dweight = x.room(), gate.room(), np.empty_like(weight)
@@ -363,8 +361,6 @@ class Tape:
         elif out is None:
             out = np.empty(array.shape, array.dtype)
         dispatch.run(RowsArgs("activate", array, out, get_num_threads(), self.array(residual)))
-        if not self.recording:
-            return out
 
         def back(dout: Array, owned: bool) -> None:
             x.put(dout, owned=False)  # both have the same array
@@ -379,8 +375,6 @@ class Tape:
         array, other = self.array(x), self.array(up)
         out = np.empty(array.shape, array.dtype) if out is None else out
         dispatch.run(RowsArgs("activate", array, out, get_num_threads(), up=other, activation=activation))
-        if not self.recording:
-            return out
 
         def back(dout: Array, owned: bool) -> None:
             dx, dup = x.room(), up.room()
@@ -438,8 +432,6 @@ class Tape:
         array = self.array(x)
         *batch, heads, length, size = array.shape
         rows: Array = array.swapaxes(-3, -2).reshape(-1, size)
-        if not self.recording:
-            return rows
 
         def back(dout: Array, owned: bool) -> None:
             x.put(dout.reshape(*batch, length, heads, size).swapaxes(-3, -2), owned)
@@ -469,9 +461,7 @@ class Tape:
 
     def extended(self, x: Any, longer: Array, parameter: Array | None) -> Any:
         """Keys or values `longer`, which begin with x; then comes `parameter`, if there is one."""
-        if not self.recording:
-            return longer
-        n = x.array.shape[2]
+        n = self.array(x).shape[2]
 
         def back(dout: Array, owned: bool) -> None:
             x.put(dout[:, :, :n], owned=False)
@@ -532,8 +522,6 @@ class Tape:
     def rows(self, x: Any, which: Array) -> Any:
         """Some rows of x, as a bool array says."""
         array = self.array(x)
-        if not self.recording:
-            return array[which]
 
         def back(dout: Array, owned: bool) -> None:
             dx = np.zeros(array.shape, array.dtype)
@@ -547,9 +535,8 @@ class Tape:
         array = self.array(x)
         out = np.zeros((len(which), array.shape[1]), array.dtype)
         out[which] = array
-        if not self.recording:
-            return out
-        x.forget()
+        if self.recording:
+            x.forget()
         return self.note(out, lambda dout, owned: x.put(dout[which], owned=True))
 
     def cleared(self, x: Any, which: Array, over: bool = False) -> Any:
@@ -559,8 +546,6 @@ class Tape:
         array = self.array(x)
         array = array if over and not self.recording else array.copy()
         array[which] = 0
-        if not self.recording:
-            return array
 
         def back(dout: Array, owned: bool) -> None:
             dx = dout if owned else dout.copy()
