@@ -26,9 +26,8 @@ from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
     TransformerEncoderLayer,
     TransformerLayer,
-    program_of,
+    by_program,
     require_fields,
-    run_plain,
 )
 
 if TYPE_CHECKING:
@@ -228,9 +227,9 @@ class TransformerEncoder(LayerStack):
         # To leave rows out of heads that are rotated or normed would change the last bits.
         placed = padding is not None and any(x.self_attn.rope or x.self_attn.qk_norm for x in self.layers)
         if plain and self._borrowed and not placed:
-            found = program_of(self, self.layers, self._borrowed, self.norm)
-            if found is not None:
-                return run_plain(*found, tape, x, sizes, padding)
+            own = self._borrowed, self.norm
+            if (found := by_program(self, self.layers, tape, x, sizes, padding, *own)) is not None:
+                return found
         out = super()._forward(tape, x, call=call, cache=cache)
         if self.norm is None or padding is None:
             return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     # the memory; lengths; and with a cache, the memory as the caller gave it.
     Call = tuple[tuple[int, int], Sequence[Masks], Any, Any]
 
+NONE_BORROWED: Mapping[int, int] = MappingProxyType({})
 _MOST_ROTATIONS = 4  # of a program: MAX_ROTATIONS in core/program.pxi
 _SRC = ("src", "src_mask", "src_key_padding_mask")
 
@@ -258,12 +260,8 @@ class TransformerEncoderLayer(TransformerLayer):
         # Leaving hidden rows out moves the blocks of keys, and with them the last bits.
         moved = padding is not None and (heads.rope is not None or heads.q_norm is not None)
         plain = plain and not (share or heads.query_only or moved)
-        if plain:
-            kept, found = self._plain
-            if kept != (_state.last_change,):
-                found = program_of(self, (self,))
-            if found is not None:
-                return run_plain(found[0], found[1], tape, x, sizes, padding)
+        if plain and (out := by_program(self, (self,), tape, x, sizes, padding)) is not None:
+            return out
         counted = None if padding is None else ~padding.ravel()
         x = x if counted is None else tape.rows(x, counted)
         more: Any = {"cache": cache, "lengths": lengths, "keys_values": keys_values}
@@ -300,51 +298,54 @@ class TransformerEncoderLayer(TransformerLayer):
         )
 
 
-def program_of(
+def by_program(
     whole: Any,
     layers: Sequence[TransformerEncoderLayer],
-    borrowed: Mapping[int, int] | None = None,
-    norm: NormLayer | None = None,
-) -> tuple[Program, list[Rope]] | None:
-    """The program of `layers` and `norm` for calls without masks, and its rotations; made after a change.
-
-    None if a layer has options that programs lack. `whole` keeps it; `borrowed` is that of `LayerStack`.
-    """
-    key: tuple[Any, ...] = (_state.last_change,)
-    if whole is not layers[0]:  # a layer that referred to itself would be freed late
-        key += tuple(layers)  # the caller of a stack may change its list
-    if whole._plain[0] != key:
-        heads = [layer.self_attn for layer in layers]
-        ropes = list(dict.fromkeys(own.rope for own in heads if own.rope is not None))
-        found = None
-        if len(ropes) <= _MOST_ROTATIONS:
-            rotations = [0 if own.rope is None else ropes.index(own.rope) for own in heads]
-            given = borrowed or {}
-            blocks = [layer._block(given.get(i), rotations[i]) for i, layer in enumerate(layers)]
-            if None not in blocks:
-                last = None if norm is None else norm._of_block()
-                found = model_program(blocks, None, last, keeps_input=True)[0], ropes  # type: ignore[arg-type]
-        whole.__dict__["_plain"] = key, found
-    prepared: Prepared = whole._plain
-    return prepared[1]
-
-
-def run_plain(
-    program: Program,
-    ropes: Sequence[Rope],
     tape: Tape,
     x: Any,
     sizes: tuple[int, int],
     padding: Bools | None,
+    borrowed: Mapping[int, int] = NONE_BORROWED,
+    norm: NormLayer | None = None,
 ) -> Any:
-    """The result of a program without masks, of rows x; those that are `padding` are left out, and 0."""
+    """The result of `layers` and `norm` without masks, of rows x; those that are `padding` are 0, if any.
+
+    None if a layer has options that programs lack. `whole` keeps the program, which is made anew after a
+    change, and its rotations; `borrowed` is that of `LayerStack`.
+    """
+    # A layer that referred to itself would be freed late; the caller of a stack may change its list.
+    key = (_state.last_change,) if whole is layers[0] else (_state.last_change, *layers)
+    kept, found = whole._plain
+    if kept != key:
+        found = _program(layers, borrowed, norm)
+        whole.__dict__["_plain"] = key, found
+    if found is None:
+        return None
+    program, ropes = found
     batch, length = sizes
     if padding is None:
-        rotations: Any = ()
-        if ropes:
-            tables = (rope.tables(0, length, tape.array(x).dtype) for rope in ropes)
-            rotations = tuple((cos[None], sin[None]) for cos, sin in tables)
+        rotations = _rotations(ropes, length, tape.array(x).dtype) if ropes else ()
         return program.on(tape, x, Sequences(batch, rotations=rotations), tape.by_block)
     ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
     counted = ~padding.ravel()
     return tape.spread(program.on(tape, tape.rows(x, counted), ragged, tape.by_block), counted)
+
+
+def _program(
+    layers: Sequence[TransformerEncoderLayer], borrowed: Mapping[int, int], norm: NormLayer | None
+) -> tuple[Program, list[Rope]] | None:
+    """The program of a call without masks, and its rotations."""
+    heads = [layer.self_attn for layer in layers]
+    ropes = list(dict.fromkeys(own.rope for own in heads if own.rope is not None))
+    if len(ropes) > _MOST_ROTATIONS:
+        return None
+    rotations = [0 if own.rope is None else ropes.index(own.rope) for own in heads]
+    blocks = [layer._block(borrowed.get(i), rotations[i]) for i, layer in enumerate(layers)]
+    last = None if norm is None else norm._of_block()
+    plain = [block for block in blocks if block is not None]
+    return (model_program(plain, None, last, keeps_input=True)[0], ropes) if plain == blocks else None
+
+
+def _rotations(ropes: Sequence[Rope], length: int, dtype: np.dtype[Any]) -> tuple[tuple[Array, Array], ...]:
+    tables = (rope.tables(0, length, dtype) for rope in ropes)
+    return tuple((cos[None], sin[None]) for cos, sin in tables)
