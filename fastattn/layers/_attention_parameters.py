@@ -213,6 +213,8 @@ class AttentionParameters(Layer):
                 expected = f"at most head_dim, {self._head_dim}"
                 raise ValueError(f"(): rope rotates {rotated} dimensions; expected {expected}")
         self._extra = self.add_bias_kv or self.add_zero_attn
+        # To leave hidden rows out moves the blocks of keys, and with them the last bits of what is placed.
+        self._movable = not (self.rope or self.qk_norm or self.sinks or self._options)
         self._positional = self.window is not None or self.alibi_slopes is not None
         how: Any = {"weights_dtype": self.weights_dtype, "activations": self.activations}
         self.out_proj = Linear(self._width, self.embed_dim, self.bias, **how)
@@ -222,8 +224,8 @@ class AttentionParameters(Layer):
         self.out_proj._set_up(source)
 
     def is_plain(self) -> bool:
-        """Whether a program can compute it: with no option but rope, qk_norm, and maps side by side."""
-        more = self._options or self._extra or self.output_gate or self.sinks
+        """Whether a program can compute it: options that `Block` has, too, and maps side by side."""
+        more = self.alibi_slopes is not None or self._extra or self.output_gate
         interleaved = self.rope is not None and self.rope.interleaved
         maps = self.query_maps if self.query_only else self.all_maps
         return not more and not interleaved and maps is not None and maps.whole

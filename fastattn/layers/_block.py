@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastattn._args.types import Activation, Array, Rounding
+from fastattn._args import key_ranges
+from fastattn._args.types import Activation, Array, Ints, Rounding
 from fastattn._engine.experts import Experts, ExpertsStep
 from fastattn._engine.program import Program, build
 from fastattn._engine.steps import (
@@ -305,3 +306,16 @@ def held_heads(blocks: Sequence[Block]) -> dict[Kept, int]:
         if block.mixer is None and block.keys_from is None:
             found[block.kept] = found.get(block.kept, 0) + block.heads_kv
     return found
+
+
+def visible(
+    windows: Sequence[Window],
+    positions: Ints,
+    causal: bool,
+    shared: Sequence[key_ranges.Range],
+    len_k: int | Ints,
+) -> tuple[key_ranges.Range, ...]:
+    """Ranges of the `len_k` keys that the queries at `positions` attend, for each window and all `shared`."""
+    every = [*shared, key_ranges.causal(positions)] if causal else [*shared]
+    sliding = ([] if window is None else [key_ranges.window(positions, *window)] for window in windows)
+    return tuple(key_ranges.intersect(every + own, len_k) for own in sliding)

@@ -50,15 +50,15 @@ def add_masks(options: Options, masks: Masks, shape: Shape, dtype: np.dtype[Any]
 
 
 def padding_alone(masks: Masks, shape: Shape) -> tuple[bool, Bools | None]:
-    """Whether there is no mask, or only a bool key_padding_mask of `shape`, (B, S); and that mask.
+    """Whether there is no mask but is_causal, or only a bool key_padding_mask; and that mask.
 
-    Masks of floats or of another shape, and errors in them, are `add_masks`'s.
+    Masks of floats or of another shape than `shape`, (B, S), and errors in them, are `add_masks`'s.
     """
     names, attn_mask, padding, is_causal = masks
+    if padding is None:
+        return attn_mask is None, None
     if is_causal or attn_mask is not None:
         return False, None
-    if padding is None:
-        return True, None
     array = mask_array(names[2], padding)
     found = array if array.dtype == np.bool_ and array.shape == shape else None
     return found is not None, found

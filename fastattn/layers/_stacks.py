@@ -32,7 +32,7 @@ from fastattn.layers._transformer import (
 
 if TYPE_CHECKING:
     from fastattn._engine.tape import Tape
-    from fastattn.layers._transformer import Call, Prepared
+    from fastattn.layers._transformer import Call, Kept
 
 
 _NAMES = ("src", "mask", "src_key_padding_mask")  # of an encoder's arguments
@@ -196,7 +196,7 @@ class TransformerEncoder(LayerStack):
     """
 
     layers: Sequence[TransformerEncoderLayer]
-    _plain: Prepared = field(init=False, default=((), None), repr=False)
+    _plain: Kept = field(init=False, default=((), None), repr=False)
     _kind, _cache_kind = TransformerEncoderLayer, KVCache
 
     @_computation.computed()
@@ -224,10 +224,9 @@ class TransformerEncoder(LayerStack):
         sizes, (masks,), lengths, _ = call
         if cache is None and lengths is None:
             plain, padding = padding_alone(masks, sizes)
-        # To leave rows out of heads that are rotated or normed would change the last bits.
-        placed = padding is not None and any(x.self_attn.rope or x.self_attn.qk_norm for x in self.layers)
-        if plain and self._borrowed and not placed:
-            own = self._borrowed, self.norm
+        moved = padding is not None and not all(layer.self_attn._movable for layer in self.layers)
+        if plain and self._borrowed and not moved:
+            own = masks[3], self._borrowed, self.norm
             if (found := by_program(self, self.layers, tape, x, sizes, padding, *own)) is not None:
                 return found
         out = super()._forward(tape, x, call=call, cache=cache)

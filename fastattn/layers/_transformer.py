@@ -19,7 +19,7 @@ from fastattn.layers import _computation, _state
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._attention_parameters import HEAD_OPTIONS
 from fastattn.layers._basic import ACTIVATIONS, FeedForward, LayerNorm, NormLayer, RMSNorm
-from fastattn.layers._block import Block, Norm, Projection, model_program
+from fastattn.layers._block import Block, Norm, Projection, model_program, visible
 from fastattn.layers._cache import KVCache
 from fastattn.layers._computation import Made
 from fastattn.layers._scores import padding_alone
@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     from fastattn._engine.program import Program
     from fastattn._engine.tape import Tape
     from fastattn.layers._attention import Attended
+    from fastattn.layers._block import Window
     from fastattn.layers._rotary import Rope
     from fastattn.layers._scores import Masks, Names
 
-    # The last change, and the layers of a stack, when the program for calls without masks was made; and it.
-    Prepared = tuple[Any, tuple[Program, list[Rope]] | None]
+    # The program for calls without masks, with its windows, and its rotations.
+    Prepared = tuple[tuple[Program, tuple[Window, ...]], list[Rope]]
+    # The last change, and the layers of a stack, when it was made; and it.
+    Kept = tuple[Any, Prepared | None]
     # A call of an encoder or a decoder: batch and length; masks of the attention to itself, and of that over
     # the memory; lengths; and with a cache, the memory as the caller gave it.
     Call = tuple[tuple[int, int], Sequence[Masks], Any, Any]
@@ -187,7 +190,7 @@ class TransformerEncoderLayer(TransformerLayer):
         As in `MultiHeadAttention`.
     """
 
-    _plain: Prepared = field(init=False, default=((), None), repr=False)
+    _plain: Kept = field(init=False, default=((), None), repr=False)
 
     _parts = ("self_attn", "feed_forward", "norm1", "norm2")
 
@@ -257,10 +260,9 @@ class TransformerEncoderLayer(TransformerLayer):
         if cache is None and lengths is None:
             plain, padding = padding_alone(masks, sizes)
         heads = self.self_attn
-        # Leaving hidden rows out moves the blocks of keys, and with them the last bits.
-        moved = padding is not None and (heads.rope is not None or heads.q_norm is not None)
+        moved = padding is not None and not heads._movable
         plain = plain and not (share or heads.query_only or moved)
-        if plain and (out := by_program(self, (self,), tape, x, sizes, padding)) is not None:
+        if plain and (out := by_program(self, (self,), tape, x, sizes, padding, masks[3])) is not None:
             return out
         counted = None if padding is None else ~padding.ravel()
         x = x if counted is None else tape.rows(x, counted)
@@ -286,14 +288,17 @@ class TransformerEncoderLayer(TransformerLayer):
             heads=heads.num_heads,
             heads_kv=heads._heads_kv,
             head_dim=heads._head_dim,
-            scale=heads._head_dim**-0.5,
+            scale=heads._head_dim**-0.5 if heads.scale is None else heads.scale,
             attended=heads.out_proj._projection(),
             inner_norm=self.norm2._of_block(),
             inner=inner,
             activation=forward._function,
             outer=outer,
             head_norms=() if norms is None else (Norm("rms_norm", norms, None, heads.qk_norm_eps),),
+            window=heads.window,  # type: ignore[arg-type]
             rotation=None if heads.rope is None else rotation,
+            softcap=heads.softcap or 0.0,
+            sinks=heads.sink_logits,
             keys_from=keys_from,
         )
 
@@ -305,6 +310,7 @@ def by_program(
     x: Any,
     sizes: tuple[int, int],
     padding: Bools | None,
+    causal: bool,
     borrowed: Mapping[int, int] = NONE_BORROWED,
     norm: NormLayer | None = None,
 ) -> Any:
@@ -321,11 +327,16 @@ def by_program(
         whole.__dict__["_plain"] = key, found
     if found is None:
         return None
-    program, ropes = found
+    (program, windows), ropes = found
     batch, length = sizes
     if padding is None:
-        rotations = _rotations(ropes, length, tape.array(x).dtype) if ropes else ()
-        return program.on(tape, x, Sequences(batch, rotations=rotations), tape.by_block)
+        call = Sequences(batch)
+        if ropes:
+            call = call._replace(rotations=_rotations(ropes, length, tape.array(x).dtype))
+        if causal or windows != (None,):
+            positions = np.arange(length)[None, None]
+            call = call._replace(ranges=visible(windows, positions, causal, (), length))
+        return program.on(tape, x, call, tape.by_block)
     ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
     counted = ~padding.ravel()
     return tape.spread(program.on(tape, tape.rows(x, counted), ragged, tape.by_block), counted)
@@ -333,8 +344,8 @@ def by_program(
 
 def _program(
     layers: Sequence[TransformerEncoderLayer], borrowed: Mapping[int, int], norm: NormLayer | None
-) -> tuple[Program, list[Rope]] | None:
-    """The program of a call without masks, and its rotations."""
+) -> Prepared | None:
+    """The program of a call without masks, its windows, and its rotations."""
     heads = [layer.self_attn for layer in layers]
     ropes = list(dict.fromkeys(own.rope for own in heads if own.rope is not None))
     if len(ropes) > _MOST_ROTATIONS:
@@ -343,7 +354,7 @@ def _program(
     blocks = [layer._block(borrowed.get(i), rotations[i]) for i, layer in enumerate(layers)]
     last = None if norm is None else norm._of_block()
     plain = [block for block in blocks if block is not None]
-    return (model_program(plain, None, last, keeps_input=True)[0], ropes) if plain == blocks else None
+    return (model_program(plain, None, last, keeps_input=True), ropes) if plain == blocks else None
 
 
 def _rotations(ropes: Sequence[Rope], length: int, dtype: np.dtype[Any]) -> tuple[tuple[Array, Array], ...]:

@@ -21,11 +21,12 @@ from fastattn._engine.tape import Drops, Tape
 from fastattn._engine.values import Value
 from fastattn.grad import cross_entropy, embedding
 from fastattn.grad._loss import targets_of
+from fastattn.layers._block import visible
 from fastattn.layers._mixers import by_rows
 from fastattn.models import _gguf, _model, _session
 from fastattn.models._answers import Parts
 from fastattn.models._chat import conversation
-from fastattn.models._embeddings import of_length, token_rows, visible
+from fastattn.models._embeddings import of_length, token_rows
 from fastattn.models._files import is_gguf, usual_sampling
 from fastattn.models._generation import (
     Score,

@@ -13,11 +13,10 @@ from fastattn._args import key_ranges
 from fastattn._args.types import lane_dtype
 from fastattn._engine.steps import Sequences
 from fastattn._engine.tape import PLAIN
+from fastattn.layers._block import visible
 from fastattn.positions import RopeFrequencies, rope_tables, t5_buckets
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints
     from fastattn._engine.values import Gradients
@@ -134,19 +133,6 @@ class AlibiBiases:
 
     def add_gradients(self, gradients: Gradients, biases: tuple[Array, ...]) -> None:
         """Add nothing: slopes are no parameters."""
-
-
-def visible(
-    windows: Sequence[Window],
-    positions: Ints,
-    causal: bool,
-    shared: Sequence[key_ranges.Range],
-    len_k: int | Ints,
-) -> tuple[key_ranges.Range, ...]:
-    """Ranges of the `len_k` keys that the queries at `positions` attend, for each window and all `shared`."""
-    every = [*shared, key_ranges.causal(positions)] if causal else [*shared]
-    sliding = ([] if window is None else [key_ranges.window(positions, *window)] for window in windows)
-    return tuple(key_ranges.intersect(every + own, len_k) for own in sliding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
