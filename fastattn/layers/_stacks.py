@@ -225,7 +225,7 @@ class TransformerEncoder(LayerStack):
         if cache is None and lengths is None:
             plain, padding = padding_alone(masks, sizes)
         moved = padding is not None and not all(layer.self_attn._movable for layer in self.layers)
-        if plain and self._borrowed and not moved:
+        if plain and not moved:
             own = masks[3], self._borrowed, self.norm
             if (found := by_program(self, self.layers, tape, x, sizes, padding, *own)) is not None:
                 return found
