@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,17 +33,21 @@ def _decays(x: Array, dt_bias: Array, A_log: Array, *, lowest: float | None = No
 
     They are ``-exp(A_log) * softplus(x + dt_bias)`` or ``lowest * sigmoid(exp(A_log) * (x + dt_bias))``.
     """
-    with np.errstate(all="ignore"):
-        rate = np.repeat(np.exp(A_log), x.shape[1] // A_log.size)
-        raw = x.astype(A_log.dtype, "C") + dt_bias
-        share = 0.5 + 0.5 * np.tanh(0.5 * (raw if lowest is None else rate * raw))
-        decays = without_nan(-rate * softplus(raw) if lowest is None else lowest * share)
+    rate = np.repeat(np.exp(A_log), x.shape[1] // A_log.size)
+    raw = x.astype(A_log.dtype, "C") + dt_bias
+    decays = without_nan(-rate * softplus(raw) if lowest is None else lowest * _logistic(rate * raw))
     request = yield decays
 
+    share = _logistic(raw if lowest is None else rate * raw)
     slope = -share if lowest is None else lowest * share * (1 - share)
     dx = request.dout * rate * slope
     dlog = (request.dout * decays if lowest is None else dx * raw).sum(0)
     return dx.astype(x.dtype, copy=False), dx.sum(0), dlog.reshape(A_log.size, -1).sum(1).reshape(A_log.shape)
+
+
+def _logistic(x: Array) -> Array:
+    found: Array = 0.5 + 0.5 * np.tanh(0.5 * x)
+    return found
 
 
 @differentiable("x")
@@ -50,6 +55,16 @@ def _sigmoid(x: Array, *, times: float = 1.0) -> Steps[Array]:
     factor = x.dtype.type(times)
     request = yield ops.activate(x, "sigmoid") * factor
     return grad.activate(request.dout * factor, x, "sigmoid")
+
+
+def _read(
+    tape: Tape, qkv: Sequence[Any], decays: Any, b: Any, rule: Any, carried: Carried, times: float = 1.0
+) -> Any:
+    """Results of a delta rule, a row for each head: of unit queries and keys, and ``times * sigmoid(b)``."""
+    q, k, v = qkv
+    given = {"q": tape.call(unit, {"x": q}), "k": tape.call(unit, {"x": k}), "v": v, "log_decay": decays}
+    given["beta"] = tape.call(_sigmoid, {"x": b}, times=times)
+    return tape.by_row(tape.call(linear_attention, given, rule=rule, **carried[1]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,22 +90,18 @@ class DeltaMixer(Mixer):
         return ((self.dt_bias.size, self.head_dim, self.norm_weight.size),)
 
     def decays(self, a: Array) -> tuple[Array, Array | None]:
-        with np.errstate(all="ignore"):
-            raw = a.astype(self.A_log.dtype, copy=False) + self.dt_bias
-            return without_nan(-np.exp(self.A_log) * softplus(raw)), None
+        return _decays(a, self.dt_bias, self.A_log), None
 
     def mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
         ((heads, dim, dim_v),), groups, inner = self.recurrences, self.key_heads, self.columns
         parts = [(len(self.conv_weight),), inner, (heads, None), heads]
         tokens, gate, b, a = split(tape, product, sizes, parts)
         mixed = convolved(tape, tokens, self.conv_weight, self.conv_bias, carried)
-        q, k, v = split(tape, mixed, sizes, [(groups, dim), (groups, dim), (heads, dim_v)])
-        decays = tape.call(_decays, {"x": a, "dt_bias": self.dt_bias, "A_log": self.A_log})
-        given = {"q": tape.call(unit, {"x": q}), "k": tape.call(unit, {"x": k}), "v": v}
-        (given["log_decay"],) = split(tape, decays, sizes, [(heads, None)])
-        given["beta"] = tape.call(_sigmoid, {"x": b}, times=self.beta_scale)
-        read = tape.call(linear_attention, given, rule="gated_delta", **carried[1])
-        normed = tape.gated_norm(tape.by_row(read), gate, self.norm_weight, self.eps, "silu")
+        qkv = split(tape, mixed, sizes, [(groups, dim), (groups, dim), (heads, dim_v)])
+        rows = tape.call(_decays, {"x": a, "dt_bias": self.dt_bias, "A_log": self.A_log})
+        (decays,) = split(tape, rows, sizes, [(heads, None)])
+        read = _read(tape, qkv, decays, b, "gated_delta", carried, self.beta_scale)
+        normed = tape.gated_norm(read, gate, self.norm_weight, self.eps, "silu")
         return split(tape, normed, sizes, [inner])[0]
 
 
@@ -308,17 +319,13 @@ class KimiDeltaAttention(RecurrentLayer):
         tokens, low, b, gate = split(
             tape, product, sizes, [(self._channels,), self._low, (heads, None), self._low]
         )
-        q, k, v = split(tape, self._convolved(tape, tokens, carried), sizes, [(heads, dim)] * 3)
+        qkv = split(tape, self._convolved(tape, tokens, carried), sizes, [(heads, dim)] * 3)
         if self.forget_map is not None:
             low = tape.linear(low, self.forget_map, None, self.activations)
-        decays = tape.call(
-            _decays, {"x": low, "dt_bias": self.dt_bias, "A_log": self.A_log}, lowest=self.lowest_decay
-        )
-        given = {"q": tape.call(unit, {"x": q}), "k": tape.call(unit, {"x": k}), "v": v}
-        (given["log_decay"],) = split(tape, decays, sizes, [(heads, dim)])
-        given["beta"] = tape.call(_sigmoid, {"x": b})
-        read = tape.call(linear_attention, given, rule="kimi_delta", **carried[1])
+        inputs = {"x": low, "dt_bias": self.dt_bias, "A_log": self.A_log}
+        (decays,) = split(tape, tape.call(_decays, inputs, lowest=self.lowest_decay), sizes, [(heads, dim)])
+        read = _read(tape, qkv, decays, b, "kimi_delta", carried)
         if self.gate_map is not None:
             gate = tape.linear(gate, self.gate_map, None, self.activations)
-        normed = tape.gated_norm(tape.by_row(read), gate, self.norm_weight, self.eps, "sigmoid")
+        normed = tape.gated_norm(read, gate, self.norm_weight, self.eps, "sigmoid")
         return split(tape, normed, sizes, [inner])[0]
