@@ -127,10 +127,6 @@ class Engine(NamedTuple):
         except metadata.PackageNotFoundError:  # what is installed has another name, as faiss-cpu
             return metadata.version(metadata.packages_distributions()[name][0])
 
-    def named_ways(self, problem: Any, threads: int) -> dict[str, Way]:
-        ways = self.ways(problem, threads)
-        return {"": ways} if isinstance(ways, Way) else ways
-
 
 FOR_GOOD = ExitStack()  # contexts entered until the process ends, so that the timed call need not enter them
 
@@ -188,7 +184,8 @@ class _Worker:
     def prepare(self, problem: Any, rows: Array, want: Array, only: str | None = None) -> Json:
         """Try every way to compute the problem, or one; keep the fastest whose result is right."""
         self.way = Way(lambda: None)  # frees memory before the next problem needs some
-        ways = self.engine.named_ways(problem, self.threads)
+        found = self.engine.ways(problem, self.threads)
+        ways = {"": found} if isinstance(found, Way) else found
         best, reasons = Json(), []
         for name, way in ways.items() if only is None else [(only, ways[only])]:
             try:

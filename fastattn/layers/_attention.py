@@ -12,7 +12,7 @@ from fastattn._args.attention import attention_args
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.ops import like, rows
 from fastattn._args.options import require_options
-from fastattn._args.types import Array, ArrayLike, AttentionArgs, Bools, Ints, Unpack, plain_args
+from fastattn._args.types import Array, ArrayLike, Bools, Ints, Unpack, plain_args
 from fastattn._args.values import flag
 from fastattn._engine import settings
 from fastattn._engine.tape import PLAIN
@@ -337,8 +337,15 @@ class MultiHeadAttention(AttentionParameters):
                 heads = array.reshape(batch, length, self.num_heads, self._head_dim)
                 return [heads.transpose(0, 2, 1, 3)]
 
-            arrays = tape.array(q), tape.array(k), tape.array(v), by_head(mixed)[0]
-            args = _attention_call(*arrays, options, keys_values is None)
+            a, b, c = arrays = tape.array(q), tape.array(k), tape.array(v)
+            out, given = by_head(mixed)[0], bool(options) or keys_values is not None
+            if given or not a.dtype == b.dtype == c.dtype or b.shape[2] != c.shape[2]:
+                args = attention_args(*arrays, names=("query", "key", "value"), **options)
+                if args.out.shape != out.shape:
+                    raise ValueError(f"(): attention gives shape {args.out.shape}; expected {out.shape}")
+                args.out = out
+            else:  # nothing to check in a layer's own projections: a third of a small layer's Python
+                args = plain_args(*arrays, out, settings.get_num_threads())
             attended = tape.attend([(args, q, k, v)], mixed, by_head, self.sink_logits)
         except BaseException:
             if cache is not None and before is not None:
@@ -447,20 +454,3 @@ class MultiHeadAttention(AttentionParameters):
 def _widened(x: Array, scale: Array | None, dtype: np.dtype[Any]) -> Array:
     """Keys or values of a cache in int8 as `dtype`; those without scales as they are."""
     return x if scale is None else (x * scale[..., None]).astype(dtype)
-
-
-def _attention_call(
-    q: Array, k: Array, v: Array, out: Array, options: dict[str, Any], made_here: bool
-) -> AttentionArgs:
-    """The arguments of `fastattn.attention` into `out`, of the result's shape and dtype, with any strides.
-
-    q, k and v have four axes. `made_here`: they are a layer's own projections, not a caller's arrays.
-    """
-    if options or not made_here or not k.dtype == v.dtype == q.dtype or v.shape[2] != k.shape[2]:
-        args = attention_args(q, k, v, names=("query", "key", "value"), **options)
-        if args.out.shape != out.shape:
-            raise ValueError(f"(): attention gives shape {args.out.shape}; expected {out.shape}")
-        args.out = out
-        return args
-    # There is nothing to check, which saves a third of a small layer's Python.
-    return plain_args(q, k, v, out, settings.get_num_threads())

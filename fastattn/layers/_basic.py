@@ -295,11 +295,6 @@ class FeedForward(Layer):
         tape.done("hidden", hidden)
         return out
 
-    def _projections(self) -> tuple[Projection, Projection]:
-        """The map inside, or the gated pair, and the one outside."""
-        rounded = self.activations
-        return Projection(self.weight1, self.bias1, rounded), Projection(self.weight2, self.bias2, rounded)
-
     def _parameters(self) -> dict[str, Parameter]:
         wide, narrow = self.dim_feedforward, self.d_model
         maps = {"linear1": (wide, narrow), "linear2": (narrow, wide)}

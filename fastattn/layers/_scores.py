@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     Masks = tuple[Names, Any, Any, bool]
 
 
-def wrong_mask(name: str, mask: Array) -> TypeError:
-    """The dtype of `mask`, the argument `name`, is neither bool nor a float."""
-    return wrong_dtype(name, mask, f"bool (True hides; {name} == 0, where 1 attends) or floats to add")
-
-
 def add_masks(options: Options, masks: Masks, shape: Shape, dtype: np.dtype[Any]) -> None:
     """Put the first two `masks` into `options`.
 
@@ -41,7 +36,8 @@ def add_masks(options: Options, masks: Masks, shape: Shape, dtype: np.dtype[Any]
         elif is_float(array.dtype):
             added.append(array)
         else:
-            raise wrong_mask(name, array)
+            expected = f"bool (True hides; {name} == 0, where 1 attends) or floats to add"
+            raise wrong_dtype(name, array, expected)
     if hidden:
         options["mask"] = ~reduce(np.logical_or, hidden)
     if added:

@@ -40,18 +40,6 @@ _NAMES = ("src", "mask", "src_key_padding_mask")  # of an encoder's arguments
 _OF_KEYS = {"_heads_kv": "num_kv_heads", "_head_dim": "head_dim", "rope": "rope"}
 
 
-def layer_numbers(name: str, x: Any, count: int) -> list[int]:
-    """`x`, for each of `count` layers its own number or that of one before it."""
-    given = integers(name, x)
-    if given.shape != (count,):
-        raise wrong_shape(name, given, f"({count},), a number for each layer")
-    numbers: list[int] = given.tolist()
-    for i, number in enumerate(numbers):
-        if not 0 <= number <= i:
-            raise ValueError(f"(): {name}[{i}] is {number}; expected {i}, or a layer before it")
-    return numbers
-
-
 @dataclass(eq=False)
 class LayerStack(Layer):
     """Layers one after another, and an optional norm after them."""
@@ -112,9 +100,14 @@ class LayerStack(Layer):
         if self.keys_from is None:
             sources = list(accumulate((0 if own.query_only else i for i, own in enumerate(attentions)), max))
         else:
-            sources = layer_numbers("keys_from", self.keys_from, len(attentions))
+            given = integers("keys_from", self.keys_from)
+            if given.shape != (count := len(attentions),):
+                raise wrong_shape("keys_from", given, f"({count},), a number for each layer")
+            sources = given.tolist()
         borrowed: dict[int, int] = {}
         for i, (own, source) in enumerate(zip(attentions, sources, strict=True)):
+            if not 0 <= source <= i:
+                raise ValueError(f"(): keys_from[{i}] is {source}; expected {i}, or a layer before it")
             if own.query_only == (source == i):
                 expected = "False, to have keys" if source == i else f"True, for the keys of layers[{source}]"
                 came = f"layers[{i}].self_attn.query_only is {own.query_only}"

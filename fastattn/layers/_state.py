@@ -300,11 +300,7 @@ class Layer:
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of all parameters by torch's names, in float32, or float64 where stored so."""
-        return self._all_named(_copied)
-
-    def _own_state(self) -> dict[str, Array]:
-        """`state_dict` without the parts."""
-        return self._named(_copied)
+        return self._all_named(copied)
 
     def _all_named(self, plain: Taken) -> dict[str, Array]:
         """Results of `plain` for all parameters, by name, in torch's order."""
@@ -399,7 +395,7 @@ class Layer:
             layer._change(fields)
 
 
-def _copied(parameter: Array | PackedLinear | None) -> Array | None:
+def copied(parameter: Array | PackedLinear | None) -> Array | None:
     """A parameter in plain layout, in memory of its own."""
     if parameter is None or isinstance(parameter, np.ndarray):
         return None if parameter is None else parameter.copy()

@@ -47,15 +47,6 @@ _MOST_ROTATIONS = 4  # of a program: MAX_ROTATIONS in core/program.pxi
 _SRC = ("src", "src_mask", "src_key_padding_mask")
 
 
-def require_head_options(name: str, given: Any) -> None:
-    """Raise unless `given` is None or has options of `MultiHeadAttention`, by their names alone."""
-    known = ", ".join(HEAD_OPTIONS)
-    if given is not None and not isinstance(given, Mapping):
-        raise TypeError(f"(): {name} is {short(given)}; expected a dict of {known}")
-    if unknown := [key for key in given or () if key not in HEAD_OPTIONS]:
-        raise TypeError(f"(): {name} has {short(unknown[0])}; expected {known}")
-
-
 def require_fields(layer: Any) -> None:
     """Raise unless the fields of `layer`, a `TransformerLayer` or a `Transformer`, make a layer.
 
@@ -73,8 +64,12 @@ def require_fields(layer: Any) -> None:
     for name in ("attention", "cross_attention"):
         if not hasattr(layer, name):
             continue  # an encoder layer
-        require_head_options(name, getattr(layer, name))
-        options = getattr(layer, name) or {}
+        given, known = getattr(layer, name), ", ".join(HEAD_OPTIONS)
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(f"(): {name} is {short(given)}; expected a dict of {known}")
+        options = given or {}
+        if unknown := [key for key in options if key not in HEAD_OPTIONS]:
+            raise TypeError(f"(): {name} has {short(unknown[0])}; expected {known}")
         if name == "cross_attention" and options.get("query_only"):
             raise ValueError(
                 "(): cross_attention has query_only; expected it in attention, which can share keys"
@@ -279,7 +274,6 @@ class TransformerEncoderLayer(TransformerLayer):
         maps = heads.query_maps if heads.query_only else heads.all_maps
         if maps is None or not heads.is_plain():
             return None
-        inner, outer = forward._projections()
         norms = heads.head_norms
         return Block(
             norm_first=self.norm_first,
@@ -291,9 +285,9 @@ class TransformerEncoderLayer(TransformerLayer):
             scale=heads._head_dim**-0.5 if heads.scale is None else heads.scale,
             attended=heads.out_proj._projection(),
             inner_norm=self.norm2._of_block(),
-            inner=inner,
+            inner=Projection(forward.weight1, forward.bias1, forward.activations),
             activation=forward._function,
-            outer=outer,
+            outer=Projection(forward.weight2, forward.bias2, forward.activations),
             head_norms=() if norms is None else (Norm("rms_norm", norms, None, heads.qk_norm_eps),),
             window=heads.window,  # type: ignore[arg-type]
             rotation=None if heads.rope is None else rotation,

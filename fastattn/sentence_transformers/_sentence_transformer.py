@@ -120,12 +120,14 @@ class SentenceTransformer(Vectors):
         )
         choice("output_value", output_value, ("sentence_embedding",))
         precision = choice("precision", precision or "float32", PRECISIONS)
+        dim = self.truncate_dim if truncate_dim is None else truncate_dim
+        dim = self.model.sentences.features if dim is None else integer("truncate_dim", dim, 1)
         one, texts = self._texts(inputs)
         model = model_of(self.model, others.get("task"), optional=True)
         vectors = model.encode(
             texts[0] if one else texts,
             normalize_embeddings=normalize_embeddings,
-            truncate_dim=self._dim(truncate_dim),
+            truncate_dim=dim,
             **call,
         )
         if precision != "float32":
@@ -136,12 +138,6 @@ class SentenceTransformer(Vectors):
 
     def _compared(self, a: Any, b: Any, pairwise: bool) -> Any:
         return compared(self.similarity_fn_name, a, b, pairwise)
-
-    def _dim(self, given: int | None) -> int:
-        """Features that are kept."""
-        features: int = self.model.sentences.features
-        dim = self.truncate_dim if given is None else given
-        return features if dim is None else integer("truncate_dim", dim, 1)
 
     def _texts(self, inputs: Any) -> tuple[bool, Any]:
         """Return whether `inputs` is one, and the list of them."""

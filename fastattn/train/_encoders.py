@@ -194,15 +194,13 @@ class ClassifierTuning(EncoderTuning):
         """Return the probabilities (n, num_labels) of the labels of texts."""
         sequences = self._encoded("texts", texts)
         order = np.argsort([-len(ids) for ids in sequences], kind="stable")
-        found = np.empty((len(sequences), len(self._parameters["head.bias"])), lane_dtype(self._model.dtype))
+        head, bias = ops.pack(self._parameters["head.weight"]), self._parameters["head.bias"]
+        found = np.empty((len(sequences), len(bias)), lane_dtype(self._model.dtype))
         for part in np.array_split(order, -(-len(order) // 64)):
-            logits = self._logits(self._vectors([sequences[i] for i in part]))
+            logits = ops.linear(self._vectors([sequences[i] for i in part]), head, bias)
             found[part] = np.exp(logits - logits.max(axis=-1, keepdims=True))
         found /= found.sum(axis=-1, keepdims=True)
         return found
-
-    def _logits(self, vectors: Array) -> Array:
-        return ops.linear(vectors, ops.pack(self._parameters["head.weight"]), self._parameters["head.bias"])
 
     def _labels(self, given: Any, n: int) -> Ints:
         labels: Ints = as_array("batch[1]", given)

@@ -16,7 +16,7 @@ from fastattn._args.values import choice, flag, integer, number, short
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
 from fastattn.grad._linear import TRAINED
-from fastattn.layers._state import Layer
+from fastattn.layers._state import Layer, copied
 from fastattn.train._checks import fault_of, fraction, matching, own_options, plain, rate
 from fastattn.train._gradients import clip_factor, gradients, mapping, norm_of, require_known
 from fastattn.train._interrupts import interrupts_wait
@@ -120,7 +120,7 @@ class Optimizer:
                 whose = f"the layer's part {prefix[:-1]}" if prefix else "the layer"
                 came = f"the weights of {whose} are in {part.weights_dtype} now"
                 raise TypeError(f"(): {came}; expected a new optimizer, since others are frozen")
-            for name, array in part._own_state().items():
+            for name, array in part._named(copied).items():
                 own = self.parameters[prefix + name]
                 if array.dtype != own.dtype:
                     came = f"the layer's {prefix}{name} is {array.dtype} now"
