@@ -89,9 +89,7 @@ class TransformerDecoderLayer(TransformerLayer):
             _computation.require("cache", cache, DecoderCache, "a DecoderCache")
         return self._decoding(self, tgt, memory, cache, options)
 
-    def _decoding(
-        self, whole: Any, tgt: ArrayLike, memory: Any, cache: Any, options: Any, by_block: bool = False
-    ) -> Made:
+    def _decoding(self, whole: Any, tgt: ArrayLike, memory: Any, cache: Any, options: Any) -> Made:
         """A call of `whole`, this layer or the stack that begins with it."""
         require_options(options, DecoderOptions)
         array, batched = self._input("tgt", tgt)
@@ -115,7 +113,7 @@ class TransformerDecoderLayer(TransformerLayer):
         def run(tape: Tape, x: Any, *over: Any) -> Any:
             return whole._forward(tape, x, *over, call=call, cache=cache)
 
-        return [whole], inputs, run, array.shape, by_block
+        return [whole], inputs, run, array.shape, whole is not self
 
     def _forward(
         self,
@@ -147,9 +145,9 @@ class TransformerDecoderLayer(TransformerLayer):
             elif cache is not None:
                 tokens, position = cache.tokens, cache.tokens.offset  # before tgt is appended
             more: Any = {"cache": tokens, "lengths": lengths, "keys_values": keys_values, "share": share}
-            x, keys = self._add_attention(tape, self.norm1, x, self.self_attn, sizes, masks, **more)
+            x, keys = self._add_attention(tape, x, "self_attn", sizes, masks, **more)
             more = {"key": over, "keys_values": of_memory, "q_offset": position}
-            x, _ = self._add_attention(tape, self.norm2, x, self.multihead_attn, sizes, over_masks, **more)
+            x, _ = self._add_attention(tape, x, "multihead_attn", sizes, over_masks, **more)
             x = self._add_feed_forward(tape, self.norm3, x)
             return (x, keys) if share else x
 

@@ -209,8 +209,8 @@ class TransformerEncoder(LayerStack):
         """
         self._require_layers()
         self._require_parts()
-        masks = mask, src_key_padding_mask, is_causal
-        return self.layers[0]._encoding(self, _NAMES, src, *masks, cache, lengths, by_block=True)
+        masks = _NAMES, mask, src_key_padding_mask, is_causal
+        return self.layers[0]._encoding(self, src, masks, cache, lengths)
 
     def _forward(self, tape: Tape, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
         plain, padding = False, None
@@ -269,7 +269,7 @@ class TransformerDecoder(LayerStack):
         """
         self._require_layers()
         self._require_parts()
-        return self.layers[0]._decoding(self, tgt, memory, cache, options, by_block=True)
+        return self.layers[0]._decoding(self, tgt, memory, cache, options)
 
     @named("{cls}.new_cache")
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[DecoderCache]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fastattn.layers._attention import Attended
     from fastattn.layers._block import Window
     from fastattn.layers._rotary import Rope
-    from fastattn.layers._scores import Masks, Names
+    from fastattn.layers._scores import Masks
 
     # The program for calls without masks, with its windows, and its rotations.
     Prepared = tuple[tuple[Program, tuple[Window, ...]], list[Rope]]
@@ -132,19 +132,13 @@ class TransformerLayer(Layer):
         return array, _computation.batch_first(name, array)
 
     def _add_attention(
-        self,
-        tape: Tape,
-        norm: NormLayer,
-        x: Any,
-        attention: MultiHeadAttention,
-        sizes: tuple[int, int],
-        masks: Masks,
-        **options: Any,
+        self, tape: Tape, x: Any, name: str, sizes: tuple[int, int], masks: Masks, **options: Any
     ) -> tuple[Any, Attended | None]:
-        """Rows x plus attention of them, with the norm; the keys and values that it shares.
+        """Rows x plus the attention `name` of them, with its norm; the keys and values that it shares.
 
         `options` are those of `_attend`.
         """
+        attention, norm = getattr(self, name), self.norm1 if name == "self_attn" else self.norm2
         normed = norm._forward(tape, x) if self.norm_first else x
         total, _, keys = attention._attend(tape, normed, sizes, masks, x, **options)
         return total if self.norm_first else norm._forward(tape, total, over=True), keys
@@ -209,22 +203,12 @@ class TransformerEncoderLayer(TransformerLayer):
         """
         if cache is not None:
             _computation.require("cache", cache, KVCache, "a KVCache")
-        return self._encoding(self, _SRC, src, src_mask, src_key_padding_mask, is_causal, cache, lengths)
+        return self._encoding(self, src, (_SRC, src_mask, src_key_padding_mask, is_causal), cache, lengths)
 
-    def _encoding(
-        self,
-        whole: Any,
-        names: Names,
-        src: ArrayLike,
-        mask: Any,
-        padding: Any,
-        is_causal: bool,
-        cache: Any,
-        lengths: Any,
-        by_block: bool = False,
-    ) -> Made:
+    def _encoding(self, whole: Any, src: ArrayLike, masks: Masks, cache: Any, lengths: Any) -> Made:
         """A call of `whole`, this layer or the stack that begins with it."""
         array, batched = self._input("src", src)
+        names, mask, padding, is_causal = masks
         if batched is not array:
             padding = _computation.one_batch(names[2], padding)
         if is_causal is not False:
@@ -234,7 +218,7 @@ class TransformerEncoderLayer(TransformerLayer):
         def run(tape: Tape, x: Any) -> Any:
             return whole._forward(tape, x, call=call, cache=cache)
 
-        return [whole], {"src": array}, run, array.shape, by_block
+        return [whole], {"src": array}, run, array.shape, whole is not self
 
     def _forward(
         self,
@@ -263,7 +247,7 @@ class TransformerEncoderLayer(TransformerLayer):
         x = x if counted is None else tape.rows(x, counted)
         more: Any = {"cache": cache, "lengths": lengths, "keys_values": keys_values}
         more |= {"counted": counted, "share": share}
-        x, keys = self._add_attention(tape, self.norm1, x, heads, sizes, masks, **more)
+        x, keys = self._add_attention(tape, x, "self_attn", sizes, masks, **more)
         x = self._add_feed_forward(tape, self.norm2, x)
         x = x if counted is None else tape.spread(x, counted)
         return (x, keys) if share else x
