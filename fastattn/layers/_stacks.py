@@ -21,7 +21,6 @@ from fastattn.layers._basic import NormLayer
 from fastattn.layers._cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers._computation import Made
 from fastattn.layers._decoder_layer import NOTHING, DecoderOptions, TransformerDecoderLayer
-from fastattn.layers._scores import padding_alone
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
     TransformerEncoderLayer,
@@ -213,15 +212,9 @@ class TransformerEncoder(LayerStack):
         return self.layers[0]._encoding(self, src, masks, cache, lengths)
 
     def _forward(self, tape: Tape, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
-        plain, padding = False, None
-        sizes, (masks,), lengths, _ = call
-        if cache is None and lengths is None:
-            plain, padding = padding_alone(masks, sizes)
-        moved = padding is not None and not all(layer.self_attn._movable for layer in self.layers)
-        if plain and not moved:
-            own = masks[3], self._borrowed, self.norm
-            if (found := by_program(self, self.layers, tape, x, sizes, padding, *own)) is not None:
-                return found
+        out, padding = by_program(self, tape, x, call, cache)
+        if out is not None:
+            return out
         out = super()._forward(tape, x, call=call, cache=cache)
         if self.norm is None or padding is None:
             return out

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -34,17 +33,23 @@ if TYPE_CHECKING:
     from fastattn.layers._rotary import Rope
     from fastattn.layers._scores import Masks
 
-    # The program for calls without masks, with its windows, and its rotations.
-    Prepared = tuple[tuple[Program, tuple[Window, ...]], list[Rope]]
-    # The last change, and the layers of a stack, when it was made; and it.
-    Kept = tuple[Any, Prepared | None]
+    # The last change, and the layers of a stack, when the program was made; and it.
+    Kept = tuple[Any, "Prepared | None"]
     # A call of an encoder or a decoder: batch and length; masks of the attention to itself, and of that over
     # the memory; lengths; and with a cache, the memory as the caller gave it.
     Call = tuple[tuple[int, int], Sequence[Masks], Any, Any]
 
-NONE_BORROWED: Mapping[int, int] = MappingProxyType({})
 _MOST_ROTATIONS = 4  # of a program: MAX_ROTATIONS in core/program.pxi
 _SRC = ("src", "src_mask", "src_key_padding_mask")
+
+
+class Prepared(NamedTuple):
+    """The program of a layer or a stack, for calls without dense masks."""
+
+    program: Program
+    windows: tuple[Window, ...]
+    ropes: list[Rope]  # of its rotations
+    movable: bool  # hidden rows may be left out
 
 
 def require_fields(layer: Any) -> None:
@@ -235,13 +240,9 @@ class TransformerEncoderLayer(TransformerLayer):
         `keys_values` are those that an earlier layer shared.
         """
         sizes, (masks,), lengths, _ = call
-        plain, padding = False, None
-        if cache is None and lengths is None:
-            plain, padding = padding_alone(masks, sizes)
-        heads = self.self_attn
-        moved = padding is not None and not heads._movable
-        plain = plain and not (share or heads.query_only or moved)
-        if plain and (out := by_program(self, (self,), tape, x, sizes, padding, masks[3])) is not None:
+        alone = not (share or self.self_attn.query_only)
+        out, padding = by_program(self, tape, x, call, cache, alone)
+        if out is not None:
             return out
         counted = None if padding is None else ~padding.ravel()
         x = x if counted is None else tape.rows(x, counted)
@@ -282,57 +283,58 @@ class TransformerEncoderLayer(TransformerLayer):
 
 
 def by_program(
-    whole: Any,
-    layers: Sequence[TransformerEncoderLayer],
-    tape: Tape,
-    x: Any,
-    sizes: tuple[int, int],
-    padding: Bools | None,
-    causal: bool,
-    borrowed: Mapping[int, int] = NONE_BORROWED,
-    norm: NormLayer | None = None,
-) -> Any:
-    """The result of `layers` and `norm` without masks, of rows x; those that are `padding` are 0, if any.
+    whole: Any, tape: Tape, x: Any, call: Call, cache: Any, alone: bool = True
+) -> tuple[Any, Bools | None]:
+    """The result of a layer or a stack in one program, of rows x; and its padding, if that is the only mask.
 
-    None if a layer has options that programs lack. `whole` keeps the program, which is made anew after a
-    change, and its rotations; `borrowed` is that of `LayerStack`.
+    The result is None where programs lack a mask or an option, or the layer is not `alone`. `whole` keeps the
+    program, which is made anew after a change. Rows of padding are 0.
     """
+    sizes, (masks,), lengths, _ = call
+    if cache is not None or lengths is not None:
+        return None, None
+    plain, padding = padding_alone(masks, sizes)
+    if not (plain and alone):
+        return None, padding
+    layers = whole.__dict__.get("layers")
     # A layer that referred to itself would be freed late; the caller of a stack may change its list.
-    key = (_state.last_change,) if whole is layers[0] else (_state.last_change, *layers)
+    key = (_state.last_change,) if layers is None else (_state.last_change, *layers)
     kept, found = whole._plain
     if kept != key:
-        found = _program(layers, borrowed, norm)
+        found = _program(layers or (whole,), whole)
         whole.__dict__["_plain"] = key, found
-    if found is None:
-        return None
-    (program, windows), ropes = found
+    if found is None or not (padding is None or found.movable):
+        return None, padding
+    program, windows, ropes, _ = found
     batch, length = sizes
-    if padding is None:
-        call = Sequences(batch)
-        if ropes:
-            call = call._replace(rotations=_rotations(ropes, length, tape.array(x).dtype))
-        if causal or windows != (None,):
-            positions = np.arange(length)[None, None]
-            call = call._replace(ranges=visible(windows, positions, causal, (), length))
-        return program.on(tape, x, call, tape.by_block)
-    ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
-    counted = ~padding.ravel()
-    return tape.spread(program.on(tape, tape.rows(x, counted), ragged, tape.by_block), counted)
+    if padding is not None:
+        ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
+        counted = ~padding.ravel()
+        out = program.on(tape, tape.rows(x, counted), ragged, tape.by_block)
+        return tape.spread(out, counted), padding
+    sequences = Sequences(batch)
+    if ropes:
+        sequences = sequences._replace(rotations=_rotations(ropes, length, tape.array(x).dtype))
+    if masks[3] or windows != (None,):
+        positions = np.arange(length)[None, None]
+        sequences = sequences._replace(ranges=visible(windows, positions, masks[3], (), length))
+    return program.on(tape, x, sequences, tape.by_block), None
 
 
-def _program(
-    layers: Sequence[TransformerEncoderLayer], borrowed: Mapping[int, int], norm: NormLayer | None
-) -> Prepared | None:
-    """The program of a call without masks, its windows, and its rotations."""
+def _program(layers: Sequence[TransformerEncoderLayer], whole: Any) -> Prepared | None:
+    """The program of a call without dense masks; None if a layer has options that programs lack."""
+    borrowed, norm = (whole._borrowed, whole.norm) if whole is not layers[0] else ({}, None)
     heads = [layer.self_attn for layer in layers]
     ropes = list(dict.fromkeys(own.rope for own in heads if own.rope is not None))
     if len(ropes) > _MOST_ROTATIONS:
         return None
     rotations = [0 if own.rope is None else ropes.index(own.rope) for own in heads]
     blocks = [layer._block(borrowed.get(i), rotations[i]) for i, layer in enumerate(layers)]
-    last = None if norm is None else norm._of_block()
     plain = [block for block in blocks if block is not None]
-    return (model_program(plain, None, last, keeps_input=True), ropes) if plain == blocks else None
+    if plain != blocks:
+        return None
+    made = model_program(plain, None, None if norm is None else norm._of_block(), keeps_input=True)
+    return Prepared(*made, ropes, all(own._movable for own in heads))
 
 
 def _rotations(ropes: Sequence[Rope], length: int, dtype: np.dtype[Any]) -> tuple[tuple[Array, Array], ...]:

@@ -119,19 +119,22 @@ def test_padding_is_not_computed(isa):
         np.testing.assert_array_equal(alone, y[1])
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_plain_layer_is_the_layer(dtype, norm_first, norm, implementation):
-    """Without masks all kernels run in one call, with the result of a mask that hides nothing."""
+def test_a_plain_layer_is_the_layer(dtype, norm_first, norm, causal, implementation):
+    """Without dense masks all kernels run in one call, with the result of such a mask."""
     x = draw(BATCH, LENGTH, WIDTH).astype(dtype)
     rope = {"rope": Rope(rope_frequencies(WIDTH // HEADS))}
-    every = {}, {"num_kv_heads": 2}, {"head_dim": 24}, rope, {"qk_norm": True}, {**rope, "qk_norm": True}
+    every = [{}, {"num_kv_heads": 2}, {"head_dim": 24}, rope, {"qk_norm": True}, {**rope, "qk_norm": True}]
+    every += [{"window": (3, 1)}, {"window": (None, 2)}, {"softcap": 2.0, "scale": 0.4}, {"sinks": True}]
     for heads in every:
         options = {"norm_first": norm_first, "norm": norm, "attention": heads, "weights_dtype": dtype}
         layer = TransformerEncoderLayer(WIDTH, HEADS, 96, "geglu", rng=np.random.default_rng(0), **options)
-        masked = layer(x, src_mask=np.zeros((LENGTH, LENGTH), bool))
-        np.testing.assert_allclose(layer(x), masked, rtol=0, atol=1e-5 if dtype == "float32" else 1e-13)
+        masked = layer(x, src_mask=np.triu(np.full((LENGTH, LENGTH), causal), 1))
+        out = layer(x, is_causal=causal)
+        np.testing.assert_allclose(out, masked, rtol=0, atol=1e-5 if dtype == "float32" else 1e-13)
         assert (layer._plain[1] is not None) == (heads != {"head_dim": 24} or layer.self_attn.is_plain())
         np.testing.assert_array_equal(layer(x[:, ::-1])[:, ::-1], layer(x[:, ::-1].copy())[:, ::-1])
 

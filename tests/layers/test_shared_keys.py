@@ -129,10 +129,13 @@ def test_hidden_rows_are_zero_and_reach_nothing(causal, implementation):
         assert not out[padding].any()
 
 
+@pytest.mark.parametrize("sources", [[0, 0, 2, 2] * 12, [0, 1, 2, 3]], ids=len)
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}, MODERN], ids=len)
-def test_calls_without_masks_are_one_program(options, implementation, monkeypatch):
-    """A plain call, its gradients, and a call whose rows are hidden, where that moves no rotation."""
-    sources = [0, 0, 2, 2] * 12  # buffers of keys are used again
+def test_calls_without_masks_are_one_program(options, sources, implementation, monkeypatch):
+    """A plain call, its gradients, and a call whose rows are hidden, where that moves no rotation.
+
+    Where keys are shared, buffers of keys are used again.
+    """
     model = stack([i // 4 * 4 + j for i, j in enumerate(sources)], options=options, dtype="float32")
     x, padding = draw(BATCH, LENGTH, WIDTH), np.arange(LENGTH) >= np.array([LENGTH, 4])[:, None]
     runs, on = [], Program.on
