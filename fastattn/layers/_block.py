@@ -75,10 +75,12 @@ class Kept(NamedTuple):
     left: int | None  # so many keys before a query are attended; None: all
 
 
-class KeyPlace(NamedTuple):
-    """Where a block's keys are, among those of a model."""
+class Place(NamedTuple):
+    """Where a block is in a model, and where its keys are among those of the model."""
 
-    first_kv: int = 0  # see `AttendStep`, as of the next one
+    layer: int = 0  # see `MixStep`
+    ranges: int = 0  # see `AttendStep`, as of the next two
+    first_kv: int = 0
     size: int = 0
     giver: AttendStep | None = None  # the step whose keys it attends
     gives: str | None = None  # the buffer where later blocks find its keys
@@ -130,19 +132,8 @@ class Block:
         """How a cache keeps its keys and values."""
         return Kept(self.head_dim, None if self.window is None else self.window[0])
 
-    def steps(
-        self,
-        x: str,
-        out: str,
-        total: str = "total",
-        layer: int = 0,
-        ranges: int = 0,
-        place: KeyPlace = KeyPlace(),  # noqa: B008  # it is immutable
-    ) -> list[Step]:
-        """Steps from buffer `x` to `out`, which may be the same buffer.
-
-        Sums that wait for a norm go to `total`. `layer` is that of `MixStep`, `ranges` that of `AttendStep`.
-        """
+    def steps(self, x: str, out: str, total: str, place: Place) -> list[Step]:
+        """Steps from buffer `x` to `out`, which may be the same. Sums that wait for a norm go to `total`."""
         steps: list[Step] = []
         attended = x
         if self.norm_first and self.attention_norm is not None:
@@ -161,22 +152,17 @@ class Block:
             giver = place.giver
             heads_kv = self.heads_kv if giver is None else giver.heads_kv
             heads = (self.heads, heads_kv, self.head_dim, self.scale)
-            which = (place.first_kv, ranges, self.rotation, self.bias)
-            others: Any = {
-                "softcap": self.softcap,
-                "sinks": self.sinks,
-                "query_rotation": self.query_rotation,
-                "size": place.size,
-                "gives": place.gives is not None,
-            }
+            which = (place.first_kv, place.ranges, self.rotation, self.bias)
+            others = (self.softcap, self.sinks, self.query_rotation, place.size)
+            keys: Any = {"gives": place.gives is not None}
             if giver is not None:
-                others |= {"keys": giver.x, "keys_begin": giver.heads * giver.head_dim}
-            steps.append(AttendStep(product, context, *heads, *which, **others))
+                keys |= {"keys": giver.x, "keys_begin": giver.heads * giver.head_dim}
+            steps.append(AttendStep(product, context, *heads, *which, *others, **keys))
             if self.gated:
                 begin = (self.heads + 2 * self.heads_kv) * self.head_dim
                 steps.append(GateStep(context, context, product, begin, features))
         else:
-            steps.append(MixStep(product, context, self.mixer, layer))
+            steps.append(MixStep(product, context, self.mixer, place.layer))
         attention_post, inner_post = self.post_norms or (None, None)
         inner, end = out, out  # what the feed-forward reads, and where it is added
         if self.norm_first:
@@ -279,18 +265,18 @@ def model_program(
         free = steps and widened is None and not keeps_input
         x, total = (OUT if steps else X), (X if free else "total")
         layer = sum(each.mixer is not None for each in blocks[:i])
-        place = KeyPlace()
+        place = Place(layer, windows.index(block.window))
         if (giver := attends.get(block.keys_from)) is not None:
-            place = KeyPlace(giver.first_kv, giver.size, giver)
+            place = place._replace(first_kv=giver.first_kv, size=giver.size, giver=giver)
         elif block.mixer is None:
             size, gives = block.kept, None
             if i in last_readers:
                 names = (f"keys {n} of {block.qkv.weight.out_features}" for n in count())
                 gives = next(name for name in names if in_use.get(name, -1) < i)
                 in_use[gives] = last_readers[i]
-            place = KeyPlace(first_kv[size], sizes.index(size), None, gives)
+            place = place._replace(first_kv=first_kv[size], size=sizes.index(size), gives=gives)
             first_kv[size] += block.heads_kv
-        own = block.steps(x, OUT, total, layer, windows.index(block.window), place)
+        own = block.steps(x, OUT, total, place)
         if block.mixer is None:
             attends[i] = next(step for step in own if isinstance(step, AttendStep))
         steps += own
