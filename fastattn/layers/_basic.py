@@ -19,7 +19,7 @@ from fastattn._engine.tape import PLAIN
 from fastattn.layers import _computation
 from fastattn.layers._block import Norm, Projection
 from fastattn.layers._computation import Made
-from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
+from fastattn.layers._state import Layer, Parameter, constant, lane_of, linear, uniform
 
 if TYPE_CHECKING:
     from fastattn._engine.tape import Tape
@@ -297,16 +297,8 @@ class FeedForward(Layer):
 
     def _parameters(self) -> dict[str, Parameter]:
         wide, narrow = self.dim_feedforward, self.d_model
-        maps = {"linear1": (wide, narrow), "linear2": (narrow, wide)}
-        if self._gated:
-            maps["linear_gate"] = (wide, narrow)
-        parameters = {}
-        for name, shape in maps.items():
-            draw = uniform(shape[1] ** -0.5)
-            parameters[f"{name}.weight"] = Parameter(shape, draw)
-            if self.bias:
-                parameters[f"{name}.bias"] = Parameter(shape[:1], draw)
-        return parameters
+        maps = linear("linear1", wide, narrow, self.bias) | linear("linear2", narrow, wide, self.bias)
+        return maps | linear("linear_gate", wide, narrow, self.bias) if self._gated else maps
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
         bias1 = None

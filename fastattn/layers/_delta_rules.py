@@ -18,8 +18,8 @@ from fastattn.functional._recurrent import linear_attention
 from fastattn.functional._state_space import without_nan
 from fastattn.functional.feature_maps import unit
 from fastattn.layers._mixers import Mixer, convolved, split
-from fastattn.layers._recurrent import ONES, RecurrentLayer, linear, log_uniform, step_bias
-from fastattn.layers._state import Parameter
+from fastattn.layers._recurrent import ONES, RecurrentLayer, log_uniform, step_bias
+from fastattn.layers._state import Parameter, linear
 
 if TYPE_CHECKING:
     from fastattn._engine.tape import Tape
@@ -175,6 +175,11 @@ class GatedDeltaNet(RecurrentLayer):
     A_log: Array = field(init=False, repr=False)
     norm_weight: Array = field(init=False, repr=False)
 
+    _mixer = DeltaMixer
+    _mixer_fields = (
+        *RecurrentLayer._mixer_fields, "dt_bias", "A_log", "norm_weight", "num_key_heads", "head_dim", "eps",
+        "beta_scale",
+    )  # fmt: skip
     _sizes = ("num_heads", "num_key_heads", "head_dim", "head_dim_v")
 
     def _derive(self) -> None:
@@ -213,11 +218,6 @@ class GatedDeltaNet(RecurrentLayer):
             "A_log": ("A_log", Parameter(heads, log_uniform(0.01, 16))),
             f"{self._norm}.weight": ("norm_weight", Parameter((self.head_dim_v,), ONES)),
         }
-
-    def _mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
-        parameters = self.conv_weight, self.conv_bias_vector, self.dt_bias, self.A_log, self.norm_weight
-        mixer = DeltaMixer(*parameters, self.num_key_heads, self.head_dim, self.eps, self.beta_scale)
-        return mixer.mixed(tape, product, sizes, carried)
 
 
 # By family the parameters in their order, and the maps of decays and of gates: of head_dim numbers, or one.

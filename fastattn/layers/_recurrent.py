@@ -16,7 +16,7 @@ from fastattn._args.values import MOST_SIZE, as_array, flag, integer, sequence_b
 from fastattn.layers import _computation
 from fastattn.layers._computation import Made
 from fastattn.layers._mixers import ConvolutionMixer, convolved, state_kinds
-from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
+from fastattn.layers._state import Layer, Parameter, constant, lane_of, linear, uniform
 
 if TYPE_CHECKING:
     from fastattn._engine.tape import Tape
@@ -85,7 +85,7 @@ class RecurrentState:
 class RecurrentLayer(Layer):
     """A layer of one map in, a convolution, perhaps a recurrence, and one map out.
 
-    A subclass sets its sizes in `_derive`, and says by `_mixed` what lies between the maps. Maps of the
+    A subclass sets its sizes in `_derive`, and says by `_mixer` what lies between the maps. Maps of the
     same input are one, `in_map`: its rows are those of the parameters `_rows`, in the order `_order`.
     """
 
@@ -106,6 +106,8 @@ class RecurrentLayer(Layer):
     conv_bias = False
     _sizes: ClassVar[tuple[str, ...]] = ()  # fields that are sizes
     _names = "conv1d", "out_proj"  # of the convolution and the map out, in the state dict
+    _mixer: ClassVar[Any] = None  # its mixer's class, if it has one, which takes its `_mixer_fields`
+    _mixer_fields: ClassVar[tuple[str, ...]] = ("conv_weight", "conv_bias_vector")
     _words = ""  # the parameters in their order, without ".weight" and ".bias"
 
     def _place(self) -> str:
@@ -134,8 +136,9 @@ class RecurrentLayer(Layer):
         return {}
 
     def _mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
-        """From the rows of `in_map` to those of the map out."""
-        raise NotImplementedError
+        """From the rows of `in_map` to those of the map out: by the layer's mixer, if it has one."""
+        mixer = self._mixer(*[getattr(self, name) for name in self._mixer_fields])
+        return mixer.mixed(tape, product, sizes, carried)
 
     @_computation.computed()
     def __call__(
@@ -264,13 +267,6 @@ class RecurrentLayer(Layer):
         return arrays
 
 
-def linear(name: str, out_features: int, in_features: int, bias: bool = False) -> dict[str, Parameter]:
-    """The parameters of a linear map."""
-    draw = uniform(in_features**-0.5)
-    more = {f"{name}.bias": Parameter((out_features,), draw)} if bias else {}
-    return {f"{name}.weight": Parameter((out_features, in_features), draw), **more}
-
-
 def logarithms(rng: np.random.Generator, shape: Shape) -> Array:
     """Logarithms of 1, 2, ... along the last axis, as in Mamba."""
     return np.broadcast_to(np.log(np.arange(1.0, 1 + shape[-1])), shape)
@@ -317,6 +313,7 @@ class ShortConvolution(RecurrentLayer):
     _: KW_ONLY
     kernel_size: int = 3
 
+    _mixer = ConvolutionMixer
     _names = "conv", "out_proj"
     _words = "conv in_proj out_proj"
 
@@ -324,7 +321,3 @@ class ShortConvolution(RecurrentLayer):
         self.conv_bias = self.bias
         self._inner = self._channels = self.d_model
         self._rows = {"in_proj": 3 * self.d_model}
-
-    def _mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
-        mixer = ConvolutionMixer(self.conv_weight, self.conv_bias_vector)
-        return mixer.mixed(tape, product, sizes, carried)

@@ -78,6 +78,13 @@ def uniform(bound: float) -> Draw:
     return lambda rng, shape: rng.uniform(-bound, bound, shape)
 
 
+def linear(name: str, out_features: int, in_features: int, bias: bool = False) -> dict[str, Parameter]:
+    """The parameters of a linear map."""
+    draw = uniform(in_features**-0.5)
+    more = {f"{name}.bias": Parameter((out_features,), draw)} if bias else {}
+    return {f"{name}.weight": Parameter((out_features, in_features), draw), **more}
+
+
 def normal(deviation: float) -> Draw:
     """Normal, around 0."""
     return lambda rng, shape: rng.normal(0, deviation, shape)

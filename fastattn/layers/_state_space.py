@@ -16,8 +16,8 @@ from fastattn._reference.channels import softplus
 from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.functional._state_space import mamba2_scan, selective_scan, without_nan
 from fastattn.layers._mixers import Mixer, convolved, split
-from fastattn.layers._recurrent import ONES, RecurrentLayer, linear, logarithms, step_bias
-from fastattn.layers._state import Parameter
+from fastattn.layers._recurrent import ONES, RecurrentLayer, logarithms, step_bias
+from fastattn.layers._state import Parameter, linear
 
 if TYPE_CHECKING:
     from fastattn._engine.tape import Tape
@@ -128,6 +128,11 @@ class Mamba2(RecurrentLayer):
     D: Array = field(init=False, repr=False)
     norm_weights: Array = field(init=False, repr=False)  # (num_groups, features)
 
+    _mixer = Mamba2Mixer
+    _mixer_fields = (
+        *RecurrentLayer._mixer_fields, "dt_bias", "A_log", "D", "norm_weights", "num_groups", "state_size",
+        "eps", "dt_limits",
+    )  # fmt: skip
     _sizes = ("num_heads", "head_dim", "state_size", "num_groups")
     _words = "dt_bias A_log D conv1d in_proj norm out_proj"
 
@@ -158,12 +163,6 @@ class Mamba2(RecurrentLayer):
             "D": ("D", Parameter(heads, ONES)),
             "norm.weight": ("norm_weights", Parameter((self._inner,), ONES)),
         }
-
-    def _mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
-        numbers = self.dt_bias, self.A_log, self.D, self.norm_weights
-        parameters = self.conv_weight, self.conv_bias_vector, *numbers
-        mixer = Mamba2Mixer(*parameters, self.num_groups, self.state_size, self.eps, self.dt_limits)
-        return mixer.mixed(tape, product, sizes, carried)
 
 
 @dataclass(eq=False)
