@@ -225,7 +225,7 @@ class AttentionParameters(Layer):
 
     def is_plain(self) -> bool:
         """Whether a program can compute it: options that `Block` has, too, and maps side by side."""
-        more = self.alibi_slopes is not None or self._extra or self.output_gate
+        more = self._options.keys() - {"window", "softcap", "scale"} or self._extra or self.output_gate
         interleaved = self.rope is not None and self.rope.interleaved
         maps = self.query_maps if self.query_only else self.all_maps
         return not more and not interleaved and maps is not None and maps.whole
