@@ -65,12 +65,21 @@ class Program:
     columns: int = field(init=False)  # of OUT
     between: frozenset[str] = field(init=False)  # these buffers
     # Anew for other steps, of `dataclasses.replace`: what is compiled has the weights of its own.
-    _one_by_one: _Layout = field(init=False, repr=False)
-    _chained: _Layout = field(init=False, repr=False)
+    _made: tuple[_Layout, _Layout] | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.columns, self._one_by_one, self._chained = _layouts(self.steps)
+        self.columns = _widths(self.steps).get(OUT, 0)
+        if self.steps and (unwritten := _needed(self.steps)[0] - {X, INPUTS}):
+            names = ", ".join(sorted(unwritten))
+            raise ValueError(f"fastattn: steps read {names} before anything is there")
         self.between = _between(self.steps) if self.rounds else frozenset()
+
+    @property
+    def layouts(self) -> tuple[_Layout, _Layout]:
+        """Layouts of the steps one by one and by chains, made when a call first needs them: tapes do not."""
+        if self._made is None:
+            self._made = _layouts(self.steps)
+        return self._made
 
     @property
     def has_gradients(self) -> bool:
@@ -108,10 +117,10 @@ class Program:
             return out
         compiled = settings.current.backend == "compiled" and tape is PLAIN
         threads, rows = settings.get_num_threads(), 0
-        if compiled and self._chained.chains:
-            chained = self._chained
+        one_by_one, chained = self.layouts
+        if compiled and chained.chains:
             rows = settings.core.chain_rows(n, chained.own * x.itemsize, chained.weights, threads)
-        layout = self._chained if rows else self._one_by_one
+        layout = chained if rows else one_by_one
         memory = scratch(self.use, n, layout.width, x.dtype)
         if compiled:
             # Several threads may make the first call: each one's parts are whole.
@@ -168,24 +177,25 @@ def build(use: str, steps: Sequence[Step], rounds: bool = False) -> Program:
     return Program(use, tuple(steps), rounds)
 
 
-def _layouts(steps: tuple[Step, ...]) -> tuple[int, _Layout, _Layout]:
-    """Features of OUT, and the layouts of steps one by one and by chains."""
+def _widths(steps: tuple[Step, ...]) -> dict[str, int]:
+    """Features of each buffer that steps write."""
     widths: dict[str, int] = {}
     for step in steps:
         for name, columns in {step.out: step.columns, **step.scratch}.items():
             widths[name] = max(columns, widths.get(name, 0))
-    columns = widths.pop(OUT, 0)
-    for name in (X, INPUTS):
-        widths.pop(name, None)
+    return widths
+
+
+def _layouts(steps: tuple[Step, ...]) -> tuple[_Layout, _Layout]:
+    """Layouts of steps one by one and by chains."""
+    widths = {name: n for name, n in _widths(steps).items() if name not in (X, OUT, INPUTS)}
     needed = _needed(steps)
-    if steps and (unwritten := needed[0] - {X, INPUTS}):
-        raise ValueError(f"fastattn: steps read {', '.join(sorted(unwritten))} before anything is there")
     chains = _chains(steps, needed, widths)
     each = [Chain(i, i + 1, {}) for i in range(len(steps))]
     inside = {i for chain in chains for i in range(chain.begin, chain.end)}
     groups = [*chains, *(one for one in each if one.begin not in inside)]
     one_by_one = _Layout(_places(steps, needed, widths, each))
-    return columns, one_by_one, _Layout(_places(steps, needed, widths, groups), chains)
+    return one_by_one, _Layout(_places(steps, needed, widths, groups), chains)
 
 
 def _between(steps: Sequence[Step]) -> frozenset[str]:

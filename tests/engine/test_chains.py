@@ -97,10 +97,10 @@ def test_buffers_of_a_chain_are_its_own_if_nobody_else_reads_them():
         norm("c", OUT),
     ]
     built = program.build("test", steps)
-    (chain,) = built._chained.chains
+    (chain,) = built.layouts[1].chains
     assert (chain.begin, chain.end, chain.own) == (0, 3, {"a": 8})
-    assert set(built._chained.places) == {"b", "c"}
-    assert set(built._one_by_one.places) == {"a", "b", "c"}
+    assert set(built.layouts[1].places) == {"b", "c"}
+    assert set(built.layouts[0].places) == {"a", "b", "c"}
 
 
 def test_blocks_of_rows_do_not_share_what_steps_in_turn_may():
@@ -111,8 +111,8 @@ def test_blocks_of_rows_do_not_share_what_steps_in_turn_may():
 
     first, last = Along(X, "b", X, 8), Along("c", OUT, "c", 8)
     built = program.build("test", [first, norm("b", "a"), norm("a", "c"), last])
-    assert built._one_by_one.places["b"] == built._one_by_one.places["c"]
-    assert sorted(built._chained.places.values()) == [(0, 8), (8, 8)]
+    assert built.layouts[0].places["b"] == built.layouts[0].places["c"]
+    assert sorted(built.layouts[1].places.values()) == [(0, 8), (8, 8)]
 
 
 @needs_kernels

@@ -224,7 +224,7 @@ def test_buffers_share_memory_when_they_are_not_needed_together(core):
     ]
     program = build("test", steps)
     assert program.columns == 8
-    assert program._one_by_one.places == {"a": (0, 24), "c": (0, 16), "b": (24, 8), "d": (32, 8)}
+    assert program.layouts[0].places == {"a": (0, 24), "c": (0, 16), "b": (24, 8), "d": (32, 8)}
     with pytest.raises(ValueError, match="steps read b before anything is there"):
         build("test", steps[2:])
 
