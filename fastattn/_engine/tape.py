@@ -486,11 +486,10 @@ class Tape:
             for args, *_ in calls:
                 dispatch.run(args)
             return out
-        drops = self.attention_dropout()
-        for i, (args, *_) in enumerate(calls):
+        for args, *_ in calls:
             if args.lse is None:
                 args.lse = np.empty(args.out.shape[:-1], lane_dtype(args.q.dtype))
-            (args.dropout, args.seed), args.first_item = drops, i
+            args.dropout, args.seed = self.attention_dropout()  # each its own seed: heads count from 0 in each
             dispatch.run(args)
 
         def back(dout: Array, owned: bool) -> None:
