@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from fastattn._engine.plain import Plain
     from fastattn._engine.slots import Slots
 
-    # The present value of each buffer: an array for `PLAIN`, a `Value` for a `Tape`; and what `AttendStep`s
-    # give to later ones.
-    Values = MutableMapping[str, Any]
+# The present value of each buffer: an array for `PLAIN`, a `Value` for a `Tape`; and what `AttendStep`s give
+# to later ones.
+Values = MutableMapping[str, Any]
 
 # The caller's buffers: where a program reads its rows, where it writes its result, and `Sequences.inputs`.
 X, OUT, INPUTS = "x", "out", "inputs"

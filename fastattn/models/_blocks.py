@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fastattn._args.ops import integer_activations
+from fastattn._args.packed import PackedLinear
 from fastattn._args.types import ACTIVATIONS as OURS
-from fastattn._args.types import Activation
+from fastattn._args.types import Activation, Array, Rounding, Shape
 from fastattn._engine.experts import Bounds, Experts, Shared
-from fastattn.layers._block import Block, Norm, Projection
+from fastattn.layers._block import Block, Norm, Projection, Window
+from fastattn.layers._mixers import Mixer
 from fastattn.models._parameters import OF_FILE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Rounding, Shape
-    from fastattn.layers._block import Window
-    from fastattn.layers._mixers import Mixer
-    from fastattn.models._source import Source
+from fastattn.models._source import Source
 
 # Names of activations in config.json, and in `fastattn.ops`.
 ACTIVATIONS: dict[str, Activation] = {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
 from itertools import takewhile, tee
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,15 +16,10 @@ from fastattn._args.errors import wrong_type
 from fastattn._args.values import short
 from fastattn.models import _gguf_tokenizer
 from fastattn.models._files import Config, ModelError, is_gguf, read_bytes, tokenizer_config
+from fastattn.models._text import Text
 from fastattn.models._tokenizers import transformer_settings
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from fastattn.models._text import Text
-
-    Texts = tuple[str, ...]
+Texts = tuple[str, ...]
 
 _ROLES = {1: ("user",), 2: ("query", "document")}
 _PROBES = (("alpha", "bravo"), ("charlie", "bravo"), ("alpha", "foxtrot"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -13,21 +15,26 @@ from fastattn._args import key_ranges
 from fastattn._args.attention import dropout_of
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_shape, wrong_type
-from fastattn._args.types import lane_dtype
+from fastattn._args.options import SamplingOptions
+from fastattn._args.packed import PackedLinear
+from fastattn._args.types import Array, ArrayLike, Bools, DTypeLike, Ints, lane_dtype
 from fastattn._args.values import as_array, flag, integer, integers, several, short
 from fastattn._engine.program import Program
+from fastattn._engine.slots import Slots
 from fastattn._engine.steps import Sequences
 from fastattn._engine.tape import Drops, Tape
 from fastattn._engine.values import Value
-from fastattn.grad import cross_entropy, embedding
+from fastattn.grad import Pullback, cross_entropy, embedding
 from fastattn.grad._loss import targets_of
-from fastattn.layers._mixers import by_rows
+from fastattn.layers._block import Window
+from fastattn.layers._mixers import Kind, by_rows
 from fastattn.models import _gguf, _model, _session
 from fastattn.models._answers import Parts
 from fastattn.models._chat import conversation
-from fastattn.models._embeddings import of_length, token_rows, visible
+from fastattn.models._embeddings import Frequencies, of_length, token_rows, visible
 from fastattn.models._files import is_gguf, usual_sampling
 from fastattn.models._generation import (
+    Messages,
     Score,
     Step,
     Writer,
@@ -41,7 +48,7 @@ from fastattn.models._generation import (
 )
 from fastattn.models._grammar import Matcher, matchers
 from fastattn.models._model import Recorded, one_sequence, pullback_of
-from fastattn.models._model_cache import ModelCache
+from fastattn.models._model_cache import KeyHeads, ModelCache
 from fastattn.models._parameters import required
 from fastattn.models._sampling import Sampler, Sampling
 from fastattn.models._session import Session, cache_dtypes
@@ -50,22 +57,7 @@ from fastattn.models._text import NO_TOKEN, Said, strings
 from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from numpy.typing import ArrayLike, DTypeLike
     from typing_extensions import Unpack
-
-    from fastattn._args.options import SamplingOptions
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Bools, Ints
-    from fastattn._engine.slots import Slots
-    from fastattn.grad import Pullback
-    from fastattn.layers._block import Window
-    from fastattn.layers._mixers import Kind
-    from fastattn.models._embeddings import Frequencies
-    from fastattn.models._generation import Messages
-    from fastattn.models._model_cache import KeyHeads
 
 # The cache has room for so many new tokens at first; it doubles when it is full.
 _ROOM = 256

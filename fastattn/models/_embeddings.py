@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn import grad, ops
 from fastattn._args import key_ranges
-from fastattn._args.types import lane_dtype
+from fastattn._args.packed import PackedLinear
+from fastattn._args.types import Array, Ints, lane_dtype
 from fastattn._engine.plain import PLAIN
 from fastattn._engine.steps import Sequences
+from fastattn._engine.values import Gradients
+from fastattn.layers._block import Window
 from fastattn.positions import RopeFrequencies, rope_tables, t5_buckets
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Ints
-    from fastattn._engine.values import Gradients
-    from fastattn.layers._block import Window
 
 # Frequencies of rotary positions; some scalings depend on `seq_len`, the length of the sequence.
 Frequencies = RopeFrequencies | Callable[..., RopeFrequencies]

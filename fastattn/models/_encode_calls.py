@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 import numpy as np
 
 from fastattn._args.errors import named
 from fastattn._args.options import require_options
+from fastattn._args.types import Array, Ints
 from fastattn._args.values import flag, integer
 from fastattn.models._files import require
 from fastattn.models._routes import Routes, model_of
-from fastattn.models._text import string, strings
+from fastattn.models._sentences import Sentences
+from fastattn.models._text import Text, string, strings
 from fastattn.models._vectors import unit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array, Ints
-    from fastattn.models._sentences import Sentences
-    from fastattn.models._text import Text
-
-    Names = tuple[str, ...]
+Names = tuple[str, ...]
 
 # Tokens that go through the layers at a time: so few that their rows stay in the caches, and enough for the
 # products. docs/dev/layers-and-models.md has the times by this number.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,14 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.attention import dropout_of
 from fastattn._args.errors import named, wrong_shape
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, Bools, Ints, lane_dtype
 from fastattn._args.values import flag, integer
 from fastattn._engine.tape import Drops, Tape
 from fastattn._engine.values import Value
+from fastattn.grad import Pullback
+from fastattn.layers._block import Projection
 from fastattn.models import _model
+from fastattn.models._embeddings import Embeddings, SequenceRules
 from fastattn.models._encode_calls import (
     Call,
     EncodeOptions,
@@ -28,23 +32,14 @@ from fastattn.models._encode_calls import (
 from fastattn.models._model import Recorded, pullback_of
 from fastattn.models._parameters import required
 from fastattn.models._routes import Routes, model_of
-from fastattn.models._text import strings
+from fastattn.models._sentences import Sentences
+from fastattn.models._text import Text, strings
 from fastattn.models._vectors import similarities
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from numpy.typing import ArrayLike
     from typing_extensions import Self, Unpack
 
-    from fastattn._args.types import Array, Bools, Ints
-    from fastattn.grad import Pullback
-    from fastattn.layers._block import Projection
-    from fastattn.models._embeddings import Embeddings, SequenceRules
-    from fastattn.models._sentences import Sentences
-    from fastattn.models._text import Text
-
-    Names = tuple[str, ...]
+Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -7,23 +7,20 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from importlib.util import find_spec
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fastattn._args.values import short
 from fastattn._gguf import MAGIC, GgufFile
 from fastattn._regular_files import regular
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from io import FileIO
-    from types import ModuleType
-
 
 _T = TypeVar("_T")
 

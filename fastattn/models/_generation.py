@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from fastattn._args.errors import named, wrong_type
+from fastattn._args.types import Array, Bools, Ints
 from fastattn._args.values import iterated, short
-from fastattn.models._answers import Part, overlap
-from fastattn.models._text import string
+from fastattn.models._answers import Kind, Part, Parts, overlap
+from fastattn.models._text import Said, string
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-    from fastattn._args.types import Array, Bools, Ints
-    from fastattn.models._answers import Kind, Parts
-    from fastattn.models._text import Said
-
-    Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 _ROWS = 64  # of logits, which are as long as the vocabulary, at a time

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,11 +19,7 @@ from fastattn._gguf import GgufFile, Strings
 from fastattn.models._files import Config, ModelError, opened_gguf
 from fastattn.models._gguf_tokenizer import end_ids
 
-if TYPE_CHECKING:
-    from contextlib import ExitStack
-    from pathlib import Path
-
-    Values = Callable[[Config, str, dict[str, Any], GgufFile], dict[str, Any]]
+Values = Callable[[Config, str, dict[str, Any], GgufFile], dict[str, Any]]
 
 _FORWARD = "gate", "up", "down"  # maps of feed-forwards
 # Names of tensors: those outside of blocks, and in blocks.

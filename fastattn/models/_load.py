@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,15 +12,19 @@ from typing import TYPE_CHECKING
 
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.ops import integer_activations
+from fastattn._args.options import NoOptions
 from fastattn._args.packed import INTEGERS, PackedLinear
+from fastattn._args.types import DTypeLike, Rounding
 from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
+from fastattn.models._classify import CrossEncoder
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
 from fastattn.models._families import bert, clip, deberta, gemma4, gpt, hybrid, jina, llama, rotary, t5
 from fastattn.models._files import GGUF, Config, ModelError, is_gguf
 from fastattn.models._hub import place_of
 from fastattn.models._modules import SPARSE_STATIC, STATIC, first_of, router_of
+from fastattn.models._multi_vector import MultiVectorEncoder
 from fastattn.models._parameters import OF_FILE, Precision
 from fastattn.models._routes import routed
 from fastattn.models._sentences import Pooling
@@ -31,17 +36,9 @@ from fastattn.models._tensors import Tensors
 from fastattn.models._towers import TwoTowers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import DTypeLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import NoOptions
-    from fastattn._args.types import Rounding
-    from fastattn.models._classify import CrossEncoder
-    from fastattn.models._multi_vector import MultiVectorEncoder
-
-    Loaded = Encoder | TwoTowers | CrossEncoder | SparseEncoder | MultiVectorEncoder | Decoder
+Loaded = Encoder | TwoTowers | CrossEncoder | SparseEncoder | MultiVectorEncoder | Decoder
 
 # By the `model_type` of config.json.
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -9,22 +10,17 @@ import numpy as np
 
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.ops import cotangent, rows
+from fastattn._args.types import Array, ArrayLike, Bools, Ints, Rounding, Shape
 from fastattn._args.values import as_array, integers
+from fastattn._engine.program import Program
+from fastattn._engine.tape import Tape
+from fastattn._engine.values import Value
 from fastattn.grad import Pullback
-from fastattn.models._parameters import required
+from fastattn.models._parameters import Origin, Precision, required
+from fastattn.models._text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import ArrayLike
     from typing_extensions import Self
-
-    from fastattn._args.types import Array, Bools, Ints, Rounding, Shape
-    from fastattn._engine.program import Program
-    from fastattn._engine.tape import Tape
-    from fastattn._engine.values import Value
-    from fastattn.models._parameters import Origin, Precision
-    from fastattn.models._text import Text
 
 
 class Fixed:

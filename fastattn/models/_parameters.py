@@ -6,10 +6,11 @@ Gradients go back the same way, from parameters to the tensors of the files.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,20 +18,12 @@ from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.packed import BLOCK, BLOCKED, INTEGERS, STORED, PackArgs, PackedLinear
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, Rounding, Shape, lane_dtype
 from fastattn._args.values import as_array, is_float, short
 from fastattn._engine.settings import get_num_threads
+from fastattn._engine.values import Gradients, Parameter
 from fastattn.models._files import ModelError, require
 from fastattn.models._tensors import Part, Tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-    from pathlib import Path
-
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array, Rounding, Shape
-    from fastattn._engine.values import Gradients, Parameter
 
 DTYPES = ("float32", "float64", "bfloat16")
 WEIGHT_DTYPES = ("float32", "bfloat16", "int8", *BLOCKED)

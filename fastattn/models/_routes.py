@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastattn._args.values import short
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 _Model = TypeVar("_Model")
 

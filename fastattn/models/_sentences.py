@@ -6,14 +6,17 @@ Pooling makes one vector of them, and the other modules change that vector.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.types import lane_dtype
+from fastattn._args.packed import PackedLinear
+from fastattn._args.types import Activation, Array, Ints, Rounding, Shape, lane_dtype
 from fastattn._args.values import choice, short
 from fastattn.models._files import Config, ModelError, sentences_config
 from fastattn.models._modules import (
@@ -30,14 +33,7 @@ from fastattn.models._text import string
 from fastattn.models._tokenizers import LENGTHS, check_transformer
 from fastattn.models._vectors import SIMILARITIES, unit
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Activation, Array, Ints, Rounding, Shape
-
-    Module = Callable[[Array], Array]  # of vectors (n, features)
+Module = Callable[[Array], Array]  # of vectors (n, features)
 
 
 class PoolingMode(NamedTuple):

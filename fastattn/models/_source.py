@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+
+from fastattn._args.packed import PackedLinear
+from fastattn._args.types import Array, Shape
 from fastattn._formats import FORMATS
 from fastattn.models._files import Config, ModelError, is_gguf, require
-from fastattn.models._parameters import OF_FILE, Computed, Origin, Packed, Parameters, Vector, Whole
+from fastattn.models._parameters import (
+    OF_FILE,
+    Computed,
+    Maker,
+    Origin,
+    Packed,
+    Parameters,
+    Precision,
+    Vector,
+    Whole,
+)
 from fastattn.models._tensors import SHOWN, Part, Tensors
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import ExitStack
-
-    import numpy as np
-
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Shape
-    from fastattn.models._parameters import Maker, Precision
-
-    Rows = tuple[str, int, int]  # of the tensor of this name, from this row on, so many
+Rows = tuple[str, int, int]  # of the tensor of this name, from this row on, so many
 
 _Made = TypeVar("_Made")
 _FLOATS = ("F32", "F16", "BF16")  # as safetensors calls them

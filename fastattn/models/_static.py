@@ -6,26 +6,23 @@ model2vec); a sparse one has the number of each token that a text has (SparseSta
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from fastattn._args.types import Array, Ints
 from fastattn.layers._block import model_program
 from fastattn.models._embeddings import Embeddings, SequenceRules
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, sentences_config
 from fastattn.models._modules import SPARSE_STATIC, STATIC
 from fastattn.models._sentences import Sentences
+from fastattn.models._source import Source
 from fastattn.models._sparse import SparseEncoder, SpladePooling
 from fastattn.models._text import Text
 from fastattn.models._vectors import SIMILARITIES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastattn._args.types import Array, Ints
-    from fastattn.models._source import Source
 
 _TABLES = ("embedding.weight", "embeddings")  # as sentence-transformers and model2vec call it
 _WEIGHTS = "weight"

@@ -7,35 +7,32 @@ of sentence-transformers and of PyLate.
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fastattn import ops
+from fastattn._args.packed import PackedLinear
+from fastattn._args.types import Array, Shape
 from fastattn._args.values import short
 from fastattn._engine.steps import NormStep
 from fastattn.models._blocks import ACTIVATIONS as OURS
 from fastattn.models._chat import ChatTemplate
 from fastattn.models._classify import CrossEncoder
+from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, ModelError, sentences_config
 from fastattn.models._modules import MASK, SCORE, is_cross_encoder, is_multi_vector, modules_of
 from fastattn.models._multi_vector import Expansion, MultiVectorEncoder, Settings
 from fastattn.models._sentences import ACTIVATIONS, Dense, LayerNorm, Normalize, Pooling
+from fastattn.models._source import Source
 from fastattn.models._sparse import FUNCTIONS, STRATEGIES, SparseEncoder, SpladePooling
+from fastattn.models._tensors import Tensors
 from fastattn.models._tokenizers import LENGTHS, transformer_settings
 from fastattn.models._vectors import SIMILARITIES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    import numpy as np
-
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Shape
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._source import Source
-    from fastattn.models._tensors import Tensors
 
 
 class HeadNames(NamedTuple):

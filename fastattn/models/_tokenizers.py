@@ -9,15 +9,13 @@ import base64
 import copy
 import json
 import re
+from collections.abc import Callable, Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from fastattn._args.values import short
 from fastattn.models._files import Config, ModelError, lfs_hint, read_json, require, tokenizer_config
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 # The module Transformer says what it is in the first of these that holds anything.
 _SETTINGS = [

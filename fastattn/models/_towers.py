@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Any
@@ -9,29 +10,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.errors import named, wrong_shape
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, Ints, lane_dtype
 from fastattn._args.values import real_array
-from fastattn.models._encode_calls import EncodeOptions, at_once, calls
+from fastattn.layers._block import Projection
+from fastattn.models._encode_calls import Call, EncodeOptions, at_once, calls
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, tokenizer_config
-from fastattn.models._images import EXPECTED, checked, is_pillow
+from fastattn.models._images import EXPECTED, Images, checked, is_pillow
 from fastattn.models._routes import model_of
 from fastattn.models._text import each_checked, string
 from fastattn.models._tokenizers import SIDES
 from fastattn.models._vectors import similarities
-from fastattn.models._vision import mapped
+from fastattn.models._vision import Vision, mapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from numpy.typing import ArrayLike
     from typing_extensions import Unpack
-
-    from fastattn._args.types import Array, Ints
-    from fastattn.layers._block import Projection
-    from fastattn.models._encode_calls import Call
-    from fastattn.models._images import Images
-    from fastattn.models._vision import Vision
 
 # Which token's row the vector of a text is made of, by its ids and an id.
 ENDS: dict[str, Callable[[Ints, int], int]] = {

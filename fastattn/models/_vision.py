@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Activation, Array, lane_dtype
+from fastattn._engine.program import Program
 from fastattn.functional._attention import attention
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
-
-    from fastattn._args.types import Activation, Array
-    from fastattn._engine.program import Program
-    from fastattn.layers._block import Norm, Projection
-    from fastattn.models._embeddings import SequenceRules
+from fastattn.layers._block import Norm, Projection
+from fastattn.models._embeddings import SequenceRules
 
 
 def mapped(x: Array, linear: Projection, activation: Activation | None = None) -> Array:

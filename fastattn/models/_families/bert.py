@@ -9,15 +9,12 @@ scores by distance, from one table for all blocks.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._embeddings import BucketBiases
+from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import ModelNames, read_encoder
-
-if TYPE_CHECKING:
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._source import Source
+from fastattn.models._source import Source
 
 BERT = ModelNames(
     tokens="embeddings.word_embeddings",

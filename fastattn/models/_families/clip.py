@@ -10,31 +10,27 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn import ops
 from fastattn._args.ops import integer_activations
+from fastattn._args.types import Array, Shape
 from fastattn.layers._block import Projection, model_program
 from fastattn.models._blocks import BlockNames, Blocks
 from fastattn.models._embeddings import SequenceRules
 from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import ModelNames, read_encoder
-from fastattn.models._files import ModelError, opened, require
+from fastattn.models._files import Config, ModelError, opened, require
 from fastattn.models._images import Images
 from fastattn.models._sentences import Sentences
+from fastattn.models._source import Source
+from fastattn.models._tensors import Tensors
 from fastattn.models._text import Text
 from fastattn.models._towers import TextHead, TwoTowers
 from fastattn.models._vision import ClassToken, Probe, Vision
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from fastattn._args.types import Array, Shape
-    from fastattn.models._files import Config
-    from fastattn.models._source import Source
-    from fastattn.models._tensors import Tensors
 
 _SIZES: Any = {
     "num_hidden_layers": 12,

@@ -9,27 +9,23 @@ import re
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn import ops
-from fastattn._engine.steps import AttendStep, Step
+from fastattn._args.types import Array, Ints, Shape
+from fastattn._engine.plain import Plain
+from fastattn._engine.steps import AttendStep, Sequences, Step, Values
 from fastattn.functional import disentangled_attention
 from fastattn.functional._relative import deberta_buckets
 from fastattn.models._blocks import Blocks
+from fastattn.models._encoder import Encoder
 from fastattn.models._families.bert import BERT
 from fastattn.models._families.shared import read_encoder
-from fastattn.models._files import ModelError
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, Ints, Shape
-    from fastattn._engine.plain import Plain
-    from fastattn._engine.steps import Sequences, Values
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._files import Config
-    from fastattn.models._source import Source
-    from fastattn.models._tensors import Tensors
+from fastattn.models._files import Config, ModelError
+from fastattn.models._source import Source
+from fastattn.models._tensors import Tensors
 
 _NAMES = BERT._replace(
     positions=None,

@@ -10,16 +10,20 @@ such layers, whose second vectors are computed from the first ones alone.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from fastattn._args.types import Array, Shape
 from fastattn._engine.experts import Experts
-from fastattn._engine.steps import INPUTS, AddStep, LinearStep, NormStep, X
-from fastattn.layers._block import BesideExperts, LayerInput, Norm
+from fastattn._engine.steps import INPUTS, AddStep, LinearStep, NormStep, Step, X
+from fastattn.layers._block import BesideExperts, Block, LayerInput, Norm, Window
 from fastattn.models._blocks import Blocks
+from fastattn.models._decoder import Decoder
+from fastattn.models._embeddings import Frequencies
 from fastattn.models._encoder import Encoder, ProjectedEncoder
 from fastattn.models._families.gpt import renamed
 from fastattn.models._families.hybrid import linear, require_decoder
@@ -44,19 +48,10 @@ from fastattn.models._families.shared import (
     tables_of_kinds,
     windows_of,
 )
+from fastattn.models._files import Config
 from fastattn.models._sentences import Sentences
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fastattn._args.types import Array, Shape
-    from fastattn._engine.steps import Step
-    from fastattn.layers._block import Block, Window
-    from fastattn.models._decoder import Decoder
-    from fastattn.models._embeddings import Frequencies
-    from fastattn.models._files import Config
-    from fastattn.models._source import Source
-    from fastattn.models._tensors import Tensors
+from fastattn.models._source import Source
+from fastattn.models._tensors import Tensors
 
 _NAMES = LLAMA.block._replace(
     inner_norm="pre_feedforward_layernorm",

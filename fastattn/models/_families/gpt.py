@@ -7,9 +7,9 @@ are kept within bounds, and every other layer a window.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from fastattn.models._blocks import BlockNames, Blocks, Keys
+from fastattn.models._decoder import Decoder
 from fastattn.models._families.llama import EXPERTS, KEYS, decoder_blocks, with_block
 from fastattn.models._families.shared import (
     ModelNames,
@@ -20,10 +20,7 @@ from fastattn.models._families.shared import (
     windows_of,
 )
 from fastattn.models._files import Config
-
-if TYPE_CHECKING:
-    from fastattn.models._decoder import Decoder
-    from fastattn.models._source import Source
+from fastattn.models._source import Source
 
 _GPT2 = ModelNames(
     prefixes=("transformer.",),

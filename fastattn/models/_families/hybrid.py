@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 import re
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fastattn._args.channels import MOST_WIDTH
+from fastattn._args.types import Shape
+from fastattn.layers._block import Projection
 from fastattn.layers._delta_rules import DeltaMixer
-from fastattn.layers._mixers import ConvolutionMixer
+from fastattn.layers._mixers import ConvolutionMixer, Mixer
 from fastattn.layers._state_space import Mamba2Mixer
 from fastattn.models._blocks import Keys, projection
+from fastattn.models._decoder import Decoder
 from fastattn.models._families.llama import (
     EXPERTS,
     HEAD_NORMS,
@@ -26,15 +29,8 @@ from fastattn.models._families.llama import (
     without_offset,
 )
 from fastattn.models._families.shared import ALL, expert_counts, frequencies, kinds_of, read_decoder
-from fastattn.models._files import ModelError
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Shape
-    from fastattn.layers._block import Projection
-    from fastattn.layers._mixers import Mixer
-    from fastattn.models._decoder import Decoder
-    from fastattn.models._files import Config
-    from fastattn.models._source import Source
+from fastattn.models._files import Config, ModelError
+from fastattn.models._source import Source
 
 _KEYS = Keys(eps="rms_norm_eps", activation=None)
 

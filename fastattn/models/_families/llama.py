@@ -20,10 +20,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fastattn.models._blocks import BlockNames, Blocks, Keys
-from fastattn.models._decoder import QueryGrowth
+from fastattn.models._decoder import Decoder, QueryGrowth
+from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import (
     ALL,
     NEAR,
@@ -37,11 +38,7 @@ from fastattn.models._families.shared import (
     windows_of,
 )
 from fastattn.models._files import Config
-
-if TYPE_CHECKING:
-    from fastattn.models._decoder import Decoder
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._source import Source
+from fastattn.models._source import Source
 
 LLAMA = ModelNames(
     prefixes=("model.",),

@@ -10,10 +10,13 @@ tokens in every third block, and in the others a window around each; both kinds 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastattn._args.types import Activation
 from fastattn._args.values import short
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Keys
+from fastattn.models._embeddings import Frequencies
+from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import (
     ALL,
     NEAR,
@@ -27,14 +30,8 @@ from fastattn.models._families.shared import (
     scaled,
     windows_of,
 )
-from fastattn.models._files import ModelError
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Activation
-    from fastattn.models._embeddings import Frequencies
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._files import Config
-    from fastattn.models._source import Source
+from fastattn.models._files import Config, ModelError
+from fastattn.models._source import Source
 
 _GTE = ModelNames(
     tokens="embeddings.word_embeddings",

@@ -5,37 +5,28 @@ The parts are rotary positions, windows and numbers of experts.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from fastattn._args.packed import PackedLinear
+from fastattn._args.types import Array, Shape
 from fastattn._engine.program import build
-from fastattn._engine.steps import OUT, LinearStep, NormStep, X
-from fastattn.layers._block import held_heads, model_program
-from fastattn.models._decoder import Decoder
-from fastattn.models._embeddings import Embeddings, SequenceRules
+from fastattn._engine.steps import OUT, LinearStep, NormStep, Step, X
+from fastattn.layers._block import Window, held_heads, model_program
+from fastattn.models._blocks import BlockNames, Blocks
+from fastattn.models._decoder import Decoder, QueryGrowth
+from fastattn.models._embeddings import AlibiBiases, BucketBiases, Embeddings, Frequencies, SequenceRules
 from fastattn.models._encoder import Encoder
-from fastattn.models._files import ModelError, stop_ids
+from fastattn.models._files import Config, ModelError, stop_ids
 from fastattn.models._model_cache import KeyHeads
 from fastattn.models._sentences import Sentences
-from fastattn.models._source import NOTHING
+from fastattn.models._source import NOTHING, Source
 from fastattn.models._text import Text
 from fastattn.positions import rope_frequencies
 from fastattn.positions._rotary_scaling import SCALINGS, keys_of
-
-if TYPE_CHECKING:
-    import re
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Shape
-    from fastattn._engine.steps import Step
-    from fastattn.layers._block import Window
-    from fastattn.models._blocks import BlockNames, Blocks
-    from fastattn.models._decoder import QueryGrowth
-    from fastattn.models._embeddings import AlibiBiases, BucketBiases, Frequencies
-    from fastattn.models._files import Config
-    from fastattn.models._source import Source
 
 ALL, NEAR = "full_attention", "sliding_attention"  # kinds of layers
 _OLDER_SCALINGS = {"phi3": ("su", "yarn")}  # names that "longrope" has there, too

@@ -7,17 +7,14 @@ scores by distance, from one table for all layers. A decoder in the file is left
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from fastattn._args.values import short
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Keys
 from fastattn.models._embeddings import BucketBiases
+from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import ModelNames, read_encoder
 from fastattn.models._files import ModelError
-
-if TYPE_CHECKING:
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._source import Source
+from fastattn.models._source import Source
 
 _NAMES = ModelNames(
     tokens="shared",
