@@ -12,26 +12,22 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from fastattn._args import key_ranges
-from fastattn._args.attention import dropout_of
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.options import SamplingOptions
-from fastattn._args.packed import PackedLinear
 from fastattn._args.types import Array, ArrayLike, Bools, DTypeLike, Ints, lane_dtype
 from fastattn._args.values import as_array, flag, integer, integers, several, short
 from fastattn._engine.program import Program
 from fastattn._engine.slots import Slots
 from fastattn._engine.steps import Sequences
-from fastattn._engine.tape import Drops, Tape
-from fastattn._engine.values import Value
-from fastattn.grad import Pullback, cross_entropy, embedding
+from fastattn.grad import Pullback, cross_entropy
 from fastattn.grad._loss import targets_of
 from fastattn.layers._block import Window
 from fastattn.layers._mixers import Kind, by_rows
 from fastattn.models import _gguf, _model, _session
 from fastattn.models._answers import Parts
 from fastattn.models._chat import conversation
-from fastattn.models._embeddings import Frequencies, of_length, token_rows, visible
+from fastattn.models._embeddings import Embeddings, Frequencies, of_length, visible
 from fastattn.models._files import is_gguf, usual_sampling
 from fastattn.models._generation import (
     Messages,
@@ -47,9 +43,8 @@ from fastattn.models._generation import (
     values_of,
 )
 from fastattn.models._grammar import Matcher, matchers
-from fastattn.models._model import Recorded, one_sequence, pullback_of
+from fastattn.models._model import Recorded, one_sequence, pulled
 from fastattn.models._model_cache import KeyHeads, ModelCache
-from fastattn.models._parameters import required
 from fastattn.models._sampling import Sampler, Sampling
 from fastattn.models._session import Session, cache_dtypes
 from fastattn.models._speculation import MOST, Speculation, proposals_of
@@ -85,23 +80,18 @@ class Decoder(_model.Model):
     head_dim: int
     key_heads: tuple[KeyHeads, ...]  # of all layers together that have keys
     states: tuple[tuple[Kind, ...], ...]  # of a sequence, in each of the layers that carry some
-    max_length: int | None  # tokens of a sequence; None without a table of positions
-    tokens: Array | PackedLinear  # (vocab_size, hidden_size); the output layer itself, if the two are tied
-    positions: Array | None  # (max_length, hidden_size)
     frequencies: tuple[Frequencies, ...]  # of which each attention may have one
     windows: tuple[Window, ...]  # of which each attention has one: see `model_program`
     logits: Program
     stop: tuple[int, ...]  # ids that end a text
-    token_scale: float = 1.0  # what the tokens' vectors are multiplied by
     softcap: float | None = None  # logits x become ``cap * tanh(x / cap)``
     query_growth: QueryGrowth | None = None  # queries then have a rotation after the `frequencies`' own
-    layer_tokens: Array | PackedLinear | None = None  # (vocab_size, n): `Sequences.inputs` of tokens
-    layer_scale: float = 1.0  # what these are multiplied by
+    layer_embeddings: Embeddings | None = None  # `Sequences.inputs` of tokens
 
     @property
     def has_gradients(self) -> bool:
         """Whether `vjp`, and what trains a model, take it."""
-        return self.program.has_gradients and self.softcap is None and self.layer_tokens is None
+        return self.program.has_gradients and self.softcap is None and self.layer_embeddings is None
 
     @named("{self.model_type}")
     def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
@@ -118,7 +108,8 @@ class Decoder(_model.Model):
             In the model's dtype, as from `Encoder`.
         """
         tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
-        hidden = self._hidden(tokens if mask is None else tokens[mask], lengths, int(lengths.max(initial=0)))
+        counted = (tokens if mask is None else tokens[mask]).reshape(-1)
+        hidden = self._hidden(counted, lengths, int(lengths.max(initial=0)))
         logits = self._capped(self.logits.run(hidden, Sequences(1)))
         return _model.unpacked(logits, mask, (*tokens.shape, self.vocab_size))
 
@@ -526,7 +517,7 @@ class Decoder(_model.Model):
                 raise wrong_shape("targets", given, f"ids', {tokens.shape}")
             expected = (given if mask is None else given[mask]).reshape(-1)
         targets_of(expected, flat.shape, self.vocab_size, ignore_index, label_smoothing)
-        recorded = self._record(flat, lengths, checkpoint, dropout, seed)
+        recorded = self._normed(flat, lengths, checkpoint, dropout, seed)
         output: Any = self.logits.steps[-1]
         how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
         found: Any = cross_entropy(recorded.out.array, output.weight, expected, bias=output.bias, **how)
@@ -548,39 +539,21 @@ class Decoder(_model.Model):
         """Logits, or the hidden states that the output layer maps to them; and their pullback."""
         tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
         counted = tokens if mask is None else tokens[mask]
-        recorded = self._record(counted, lengths, checkpoint, dropout, seed)
+        recorded = self._normed(counted.reshape(-1), lengths, checkpoint, dropout, seed)
         if flag("logits", logits):
             output: Any = self.logits.steps[-1]
             recorded.out = recorded.tape.linear(recorded.out, output.weight, output.bias, output.activations)
-        shape = (*tokens.shape, recorded.out.array.shape[1])
-        pullback = pullback_of(recorded, mask, shape)
-        return _model.unpacked(recorded.out.array, mask, shape), pullback
+        return pulled(recorded, mask, (*tokens.shape, recorded.out.array.shape[1]))
 
-    def _record(
+    def _normed(
         self, tokens: Ints, lengths: Ints, checkpoint: bool, dropout: float, seed: int | None
     ) -> Recorded:
         """Hidden states after the last norm, on a tape, of sequences end to end."""
-        if not self.has_gradients:
-            raise NotImplementedError(f"(): models of type {self.model_type} have no gradients yet")
-        origin, checkpoint = required(self.origin), flag("checkpoint", checkpoint)
-        flat = tokens.reshape(-1)
-        array, call, positions = self._inputs(flat, lengths, int(lengths.max(initial=0)))
-        tape, x = Tape(drops=Drops(*dropout_of(dropout, seed))), Value(array)
+        call, positions = self._sequences(lengths, int(lengths.max(initial=0)))
+        recorded = self._record(tokens, positions, None, call, checkpoint, dropout, seed)
         norm: Any = self.logits.steps[0]
-        out = self.program.on(tape, x, call, checkpoint)
-        out = tape.norm(out, norm.kind, norm.weight, norm.bias, norm.eps)
-
-        def finish() -> None:
-            dx, gradients = x.found(), tape.gradients
-            scale = lane_dtype(dx.dtype).type(self.token_scale)
-            gradients.add(self.tokens, embedding(dx if scale == 1 else dx * scale, flat, self.vocab_size))
-            if self.positions is not None:
-                rows = positions
-                if rows.size != len(flat):  # those of each sequence
-                    rows = np.broadcast_to(positions, (len(lengths), len(positions)))
-                gradients.add(self.positions, embedding(dx, rows.reshape(-1), len(self.positions)))
-
-        return Recorded(tape, out, finish, origin)
+        recorded.out = recorded.tape.norm(recorded.out, norm.kind, norm.weight, norm.bias, norm.eps)
+        return recorded
 
     def _hidden(
         self,
@@ -597,7 +570,10 @@ class Decoder(_model.Model):
         longest sequence then: some scalings of rotary positions depend on it. A
         `program` in place of the model's is that of `by_rows`.
         """
-        x, call, _ = self._inputs(tokens, lengths, longest, cache)
+        call, positions = self._sequences(lengths, longest, cache)
+        x = self.embeddings(tokens, positions, None, self.dtype)
+        if self.layer_embeddings is not None:
+            call = call._replace(inputs=self.layer_embeddings(tokens, positions, None, self.dtype))
         if not self.num_layers:
             return x
         hidden = (program or self.program).run(x, call)
@@ -609,10 +585,10 @@ class Decoder(_model.Model):
         """An empty cache for `_hidden`."""
         return ModelCache(self.key_heads, capacity, dtype, self.states)
 
-    def _inputs(
-        self, tokens: Ints, lengths: Ints, longest: int, cache: ModelCache | None = None
-    ) -> tuple[Array, Sequences, Ints]:
-        """Inputs of the program (n, hidden_size), its `Sequences`, and the tokens' positions."""
+    def _sequences(
+        self, lengths: Ints, longest: int, cache: ModelCache | None = None
+    ) -> tuple[Sequences, Ints]:
+        """`Sequences` of new tokens, and their positions (n,) in the table of positions, if there is one."""
         batch, length = len(lengths), int(lengths.max(initial=0))
         starts = 0 if cache is None else cache.offset
         begins = np.append(0, np.cumsum(lengths))
@@ -621,10 +597,6 @@ class Decoder(_model.Model):
             positions = np.arange(begins[-1]) - np.repeat(begins[:-1] - starts, lengths)
         else:  # (length,), or (batch, length) where sequences begin at different positions
             positions = np.asarray(starts)[..., None] + np.arange(length)
-        x = self._scaled(self.tokens, tokens.reshape(-1), self.token_scale)
-        if self.positions is not None:
-            rows = x if ragged else x.reshape(batch, length, self.hidden_size)
-            rows += self.positions[positions]
         rotations = []
         for frequencies in self.frequencies:
             tables = rope_tables(positions, of_length(frequencies, longest), lane_dtype(self.dtype))
@@ -651,19 +623,9 @@ class Decoder(_model.Model):
         call = Sequences(batch, ranges, tuple(rotations), slots, begins if ragged else None)
         if cache is not None and self.states:
             call = call._replace(states=cache.carried(batch))
-        if self.layer_tokens is not None:
-            inputs = self._scaled(self.layer_tokens, tokens.reshape(-1), self.layer_scale)
-            call = call._replace(inputs=inputs)
-        return x, call, positions
-
-    def _scaled(self, table: Array | PackedLinear, ids: Ints, scale: float) -> Array:
-        """The vectors of tokens `ids` (n,), times `scale`, in new memory."""
-        x = token_rows(table, ids, self.dtype)
-        if scale == 1:
-            return x
-        lane = lane_dtype(self.dtype)
-        found: Array = (x.astype(lane, copy=False) * lane.type(scale)).astype(self.dtype, copy=False)
-        return found
+        if not ragged and self.embeddings.positions is not None:
+            positions = np.broadcast_to(positions, (batch, length)).reshape(-1)
+        return call, positions
 
     def _capped(self, logits: Array) -> Array:
         """The logits, which it may overwrite, kept within `softcap`."""

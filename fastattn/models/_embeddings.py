@@ -27,31 +27,28 @@ def of_length(frequencies: Frequencies, length: int) -> RopeFrequencies:
     return frequencies if isinstance(frequencies, RopeFrequencies) else frequencies(seq_len=length)
 
 
-def token_rows(table: Array | PackedLinear, ids: Ints, dtype: np.dtype[Any]) -> Array:
-    """The vectors (n, features), in `dtype`, of tokens `ids` (n,).
-
-    `table` is the packed weight of the output layer where a model uses it for its tokens, too.
-    """
-    if isinstance(table, np.ndarray):
-        return ops.embedding(ids, table).astype(dtype, copy=False)
-    return table.rows(ids).astype(dtype, copy=False)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeddings:
     """Tables whose rows add up to the vector of a token."""
 
-    tokens: Array  # (vocab_size, features), as in the file
+    # (vocab_size, features), as in the file; or the packed weight of the output layer, if the two are tied.
+    tokens: Array | PackedLinear
     types: Array | None = None  # (types, features), like `positions` in the type of the computation
     positions: Array | None = None  # (max_length, features), the first token type's vector added
     scale: float = 1.0  # of the tokens' vectors
     padding: int | None = None  # the id of tokens that have the first position, and that no other counts
 
     def __call__(self, tokens: Ints, positions: Ints, types: Ints | None, dtype: np.dtype[Any]) -> Array:
-        """The vectors (n, features) of tokens, all arrays (n,); the first type where there are no `types`."""
-        x = token_rows(self.tokens, tokens, dtype)
+        """The vectors (n, features) of tokens, all arrays (n,), in new memory.
+
+        Where there are no `types`, all are the first one.
+        """
+        table = self.tokens
+        x = ops.embedding(tokens, table) if isinstance(table, np.ndarray) else table.rows(tokens)
+        x = x.astype(dtype, copy=False)
         if self.scale != 1:
-            x *= np.asarray(self.scale, dtype)
+            lane = lane_dtype(dtype)
+            x = (x.astype(lane, copy=False) * lane.type(self.scale)).astype(dtype, copy=False)
         if self.positions is not None:  # NumPy adds numbers of 16 bits one by one
             PLAIN.add(x, self.positions[self._counted(tokens, positions)], out=x)
         elif self.types is not None:
@@ -65,10 +62,11 @@ class Embeddings:
     ) -> None:
         """Add the gradients of the tables, for dx, the gradient of the result."""
 
-        def add(table: Array, rows: Ints, dout: Array = dx) -> None:
-            gradients.add(table, grad.embedding(dout, rows, len(table)))
+        def add(table: Array | PackedLinear, rows: Ints, dout: Array = dx) -> None:
+            n = len(table) if isinstance(table, np.ndarray) else table.out_features
+            gradients.add(table, grad.embedding(dout, rows, n))
 
-        add(self.tokens, tokens, dx if self.scale == 1 else dx * np.asarray(self.scale, dx.dtype))
+        add(self.tokens, tokens, dx if self.scale == 1 else dx * lane_dtype(dx.dtype).type(self.scale))
         if self.positions is not None:
             add(self.positions, self._counted(tokens, positions))
         if self.types is not None:

@@ -138,6 +138,11 @@ class Packed(NamedTuple):
     stored: str
     tiles: tuple[int, int] = 1, 1  # of the input features in the file: see `PackArgs`
 
+    @property
+    def dtype(self) -> str:
+        """The type of the weight."""
+        return self.stored
+
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> PackedLinear:
         """Make it; see `Maker`."""
         sizes, tiles = self[:4], self.tiles
@@ -323,7 +328,7 @@ class TunedModel:
 
     def maps(self) -> set[str]:
         """The names of the weights of linear maps, without a table of tokens that is the output layer."""
-        names: set[str] = self.current.origin.parameters.maps(getattr(self.current, "tokens", None))
+        names: set[str] = self.current.origin.parameters.maps(self.current.embeddings.tokens)
         return names
 
     def put(self, tensors: Mapping[str, Array]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.packed import PackedLinear
-from fastattn._args.types import Array, Shape
+from fastattn._args.types import Array
 from fastattn._args.values import short
 from fastattn._engine.steps import NormStep
 from fastattn.models._blocks import ACTIVATIONS as OURS
@@ -28,8 +28,8 @@ from fastattn.models._files import Config, ModelError, sentences_config
 from fastattn.models._modules import MASK, SCORE, is_cross_encoder, is_multi_vector, modules_of
 from fastattn.models._multi_vector import Expansion, MultiVectorEncoder, Settings
 from fastattn.models._sentences import ACTIVATIONS, Dense, LayerNorm, Normalize, Pooling
-from fastattn.models._source import Source
-from fastattn.models._sparse import FUNCTIONS, STRATEGIES, SparseEncoder, SpladePooling
+from fastattn.models._source import Rows, Source
+from fastattn.models._sparse import FUNCTIONS, STRATEGIES, Head, SparseEncoder, SpladePooling
 from fastattn.models._tensors import Tensors
 from fastattn.models._tokenizers import LENGTHS, transformer_settings
 from fastattn.models._vectors import SIMILARITIES
@@ -153,33 +153,28 @@ def _read(source: Source, names: HeadNames, encoder: Encoder, count: int) -> tup
     """The layers one after another; they are small, and kept in the type that the kernels compute in."""
     config, hidden = source.config, encoder.hidden_size
     config.refuse(pooler_hidden_act="gelu", classifier_activation="gelu")  # DeBERTa's and ModernBERT's
-    shapes: dict[str, Shape] = {f"{names.outer}.weight": (count, hidden)}
-    if not names.last:
-        shapes[f"{names.outer}.bias"] = (count,)
-    if names.inner is not None:
-        shapes[f"{names.inner}.weight"] = hidden, hidden
-        if names.norm is None or config.get("classifier_bias", bool, False):
-            shapes[f"{names.inner}.bias"] = (hidden,)
-    if names.norm is not None:
-        shapes[f"{names.norm}.weight"] = (hidden,)
-        if config.get("norm_bias", bool, False):
-            shapes[f"{names.norm}.bias"] = (hidden,)
-    source.expect(shapes, ("pooler.",) if "pooler.dense.weight" in shapes else ())
-    source.expect(shapes, ("classifier.", "score."))  # and no other
+    has_inner_bias = names.norm is None or config.get("classifier_bias", bool, False)
+    has_norm_bias = names.norm is not None and config.get("norm_bias", bool, False)
 
-    def bias(name: str) -> Array | None:
-        return source.vector(f"{name}.bias") if f"{name}.bias" in shapes else None
+    def vector(name: str, n: int) -> Array:
+        return source.vector(Rows(name, (n,)))
 
-    def dense(name: str, activation: str) -> Dense:
-        weight = source.pack([f"{name}.weight"], stored=source.precision.lane.name)
-        return Dense(weight, bias(name), ACTIVATIONS[activation], tanh=activation == "Tanh")
+    def dense(name: str, out: int, activation: str, biased: bool) -> Dense:
+        weight = source.pack([Rows(f"{name}.weight", (out, hidden))], stored=source.precision.lane.name)
+        bias = vector(f"{name}.bias", out) if biased else None
+        return Dense(weight, bias, ACTIVATIONS[activation], tanh=activation == "Tanh")
 
-    layers: list[Dense | LayerNorm] = []
-    if names.inner is not None:
-        layers.append(dense(names.inner, names.activation))
-    if names.norm is not None:
-        layers.append(LayerNorm(source.vector(f"{names.norm}.weight"), bias(names.norm), _eps(encoder)))
-    return (*layers, dense(names.outer, "Identity"))
+    def read() -> tuple[Dense | LayerNorm, ...]:
+        layers: list[Dense | LayerNorm] = []
+        if names.inner is not None:
+            layers.append(dense(names.inner, hidden, names.activation, has_inner_bias))
+        if names.norm is not None:
+            bias = vector(f"{names.norm}.bias", hidden) if has_norm_bias else None
+            layers.append(LayerNorm(vector(f"{names.norm}.weight", hidden), bias, _eps(encoder)))
+        return (*layers, dense(names.outer, count, "Identity", not names.last))
+
+    own = "classifier.", "score.", *(("pooler.",) if names.inner == "pooler.dense" else ())
+    return source.checked(read, own=own)
 
 
 def _eps(encoder: Encoder) -> float:
@@ -229,20 +224,20 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: Path) -> SparseEnco
     output = source.tied(f"{names.table}.weight", f"{names.output}.weight", tied)
     bias = source.tied(names.bias, f"{names.output}.bias", tied)
     hidden, vocab = encoder.hidden_size, encoder.vocab_size
-    shapes: dict[str, Shape] = {output: (vocab, hidden), bias: (vocab,)}
-    shapes |= {f"{names.inner}.weight": (hidden, hidden)}
-    shapes |= dict.fromkeys((f"{names.inner}.bias", f"{names.norm}.weight", f"{names.norm}.bias"), (hidden,))
-    source.expect(shapes, ())
     activation = "gelu" if names.activation is None else config.choice(names.activation, OURS, "gelu")
-    dense, norm, rounded = names.inner, names.norm, source.precision.activations
-    inner_map = source.pack([f"{dense}.weight"]), source.vector(f"{dense}.bias")
-    norm_vectors = source.vector(f"{norm}.weight"), source.vector(f"{norm}.bias")
-    head = (
-        Dense(*inner_map, activation, rounded=rounded),
-        LayerNorm(*norm_vectors, _eps(encoder)),
-        Dense(source.pack([output]), source.vector(bias), rounded=rounded),
-    )
-    return SparseEncoder(encoder, head, splade, similarity)
+    rounded = source.precision.activations
+
+    def vector(name: str, n: int = hidden) -> Array:
+        return source.vector(Rows(name, (n,)))
+
+    def read() -> Head:
+        weight = source.pack([Rows(f"{names.inner}.weight", (hidden, hidden))])
+        dense = Dense(weight, vector(f"{names.inner}.bias"), activation, rounded=rounded)
+        norm = LayerNorm(vector(f"{names.norm}.weight"), vector(f"{names.norm}.bias"), _eps(encoder))
+        weight = source.pack([Rows(output, (vocab, hidden))])
+        return dense, norm, Dense(weight, vector(bias, vocab), rounded=rounded)
+
+    return SparseEncoder(encoder, source.checked(read, own=()), splade, similarity)
 
 
 def _logit_score_encoder(source: Source, encoder: Encoder, inner: Path, activation: str) -> CrossEncoder:
@@ -264,8 +259,9 @@ def _logit_score_encoder(source: Source, encoder: Encoder, inner: Path, activati
             raise config.wrong(name, token, f"less than 'vocab_size' of config.json, {encoder.vocab_size}")
     tied = source.config.get("tie_word_embeddings", bool, False)
     output = source.tied("embed_tokens.weight", "lm_head.weight", tied)
-    source.expect({output: (encoder.vocab_size, encoder.hidden_size)}, ())
-    weight = source.computed(partial(_difference, ids, source.precision.lane), output)
+    rows = Rows(output, (encoder.vocab_size, encoder.hidden_size))
+    make = partial(_difference, ids, source.precision.lane)
+    weight = source.checked(lambda: source.computed(make, rows), own=())
     template = ChatTemplate.of(source.folder)
     head = (Dense(weight, None),)
     return CrossEncoder(encoder, head, ("LABEL_0",), activation, Pooling(("lasttoken",)), template)

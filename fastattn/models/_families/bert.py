@@ -14,7 +14,7 @@ from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._embeddings import BucketBiases
 from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import ModelNames, read_encoder
-from fastattn.models._source import Source
+from fastattn.models._source import Rows, Source
 
 BERT = ModelNames(
     tokens="embeddings.word_embeddings",
@@ -141,6 +141,5 @@ def mpnet(source: Source) -> Encoder:
         blocks,
         positions=table,
         first=_FIRST,
-        others={_BIASES: (_BUCKETS, blocks.heads)},
-        biases=lambda: BucketBiases(source.vector(_BIASES), _MAX_DISTANCE),
+        biases=lambda: BucketBiases(source.vector(Rows(_BIASES, (_BUCKETS, blocks.heads))), _MAX_DISTANCE),
     )

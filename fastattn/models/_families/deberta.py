@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.types import Array, Ints, Shape
+from fastattn._args.types import Array, Ints
 from fastattn._engine.plain import Plain
 from fastattn._engine.steps import AttendStep, Sequences, Step, Values
 from fastattn.functional import disentangled_attention
@@ -24,7 +24,7 @@ from fastattn.models._encoder import Encoder
 from fastattn.models._families.bert import BERT
 from fastattn.models._families.shared import read_encoder
 from fastattn.models._files import Config, ModelError
-from fastattn.models._source import Source
+from fastattn.models._source import Rows, Source
 from fastattn.models._tensors import Tensors
 
 _NAMES = BERT._replace(
@@ -89,7 +89,7 @@ def deberta(source: Source) -> Encoder:
         types=config.size("type_vocab_size", 0, low=0),
         positions=longest,
         longest=longest,
-        others=relative.shapes(),
+        others=relative.read,
     )
     steps = tuple(map(relative.step, encoder.program.steps))
     return replace(encoder, program=replace(encoder.program, steps=steps))
@@ -122,27 +122,27 @@ class _Relative:
         own = 0 if self._shared else 1
         return {kind: f"{prefix}attention.self.{_MAPS[kind][own]}" for kind in self._kinds}
 
-    def shapes(self) -> dict[str, Shape]:
-        """The shapes of the tensors."""
-        hidden = self._blocks.hidden
-        shapes: dict[str, Shape] = {_RELATIVE: (2 * self._span, hidden)}
+    def read(self) -> None:
+        """Read the vectors of positions of each layer: of keys, of queries, or of both."""
+        hidden, source = self._blocks.hidden, self._source
+        vectors = [Rows(_RELATIVE, (2 * self._span, hidden))]
         if self._normed:
-            shapes |= self._blocks.norm_shapes(_NORM)
-        for layer in range(self._blocks.num_layers):
-            for name in self._maps(layer).values():
-                shapes |= {f"{name}.weight": (hidden, hidden), f"{name}.bias": (hidden,)}
-        return shapes
+            vectors += [Rows(f"{_NORM}.{part}", (hidden,)) for part in ("weight", "bias")]
+        make = partial(_mapped, self._blocks.heads, self._blocks.eps, source.precision.lane)
+
+        def table(name: str) -> Array:
+            rows = Rows(f"{name}.weight", (hidden, hidden)), Rows(f"{name}.bias", (hidden,))
+            found: Array = source.computed(make, *rows, *vectors)
+            return found
+
+        layers = range(self._blocks.num_layers)
+        self._tables = [{kind: table(name) for kind, name in self._maps(i).items()} for i in layers]
 
     def step(self, step: Step) -> Step:
         """An attention by these positions, or the step itself if it is none."""
         if not isinstance(step, AttendStep):
             return step
-        norm = (f"{_NORM}.weight", f"{_NORM}.bias") if self._normed else ()
-        make = partial(_mapped, step.heads, self._blocks.eps, self._source.precision.lane)
-        tables: dict[str, Array] = {
-            kind: self._source.computed(make, f"{name}.weight", f"{name}.bias", _RELATIVE, *norm)
-            for kind, name in self._maps(step.first_kv // step.heads_kv).items()
-        }
+        tables = self._tables[step.first_kv // step.heads_kv]
         return DisentangledStep(
             step.x,
             step.out,

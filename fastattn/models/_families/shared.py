@@ -11,19 +11,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from fastattn._args.packed import PackedLinear
-from fastattn._args.types import Array, Shape
+from fastattn._args.types import Array
 from fastattn._engine.program import build
 from fastattn._engine.steps import OUT, LinearStep, NormStep, Step, X
 from fastattn.layers._block import Window, held_heads, model_program
-from fastattn.models._blocks import BlockNames, Blocks
+from fastattn.models._blocks import BlockNames, Blocks, linear
 from fastattn.models._decoder import Decoder, QueryGrowth
 from fastattn.models._embeddings import AlibiBiases, BucketBiases, Embeddings, Frequencies, SequenceRules
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, ModelError, stop_ids
 from fastattn.models._model_cache import KeyHeads
 from fastattn.models._sentences import Sentences
-from fastattn.models._source import NOTHING, Source
+from fastattn.models._source import NOTHING, Rows, Source
 from fastattn.models._text import Text
 from fastattn.positions import rope_frequencies
 from fastattn.positions._rotary_scaling import SCALINGS, keys_of
@@ -63,7 +62,7 @@ def read_encoder(
     order: Sequence[int] | None = None,
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
     biases: Callable[[], BucketBiases | AlibiBiases] | None = None,
-    others: Mapping[str, Shape] | None = None,
+    others: Callable[[], Any] | None = None,
     sentences: Sentences | None = None,
     before: Callable[[], Sequence[Step]] | None = None,
     inputs: int = 0,
@@ -75,54 +74,45 @@ def read_encoder(
 
     Positions are a table of `positions` rows, or rotary with what `frequencies` returns. Of a table, those
     from `first` on are counted: the one before is padding's, as is the token of that id. Texts are then cut
-    at `longest`. `biases` makes those of `SequenceRules`, of more tensors, whose shapes are `others`. Where
-    there are no `sentences`, the folder says what is done with texts. Steps `before` all others make what
-    blocks read beside the rows, so many `inputs`.
+    at `longest`. `biases` makes those of `SequenceRules`; `others` reads further tensors, and is called last.
+    Where there are no `sentences`, the folder says what is done with texts. Steps `before` all others make
+    what blocks read beside the rows, so many `inputs`.
     """
-    source = blocks.source
-    config, precision = source.config, source.precision
-    features = features or blocks.hidden
+    source, dtype = blocks.source, blocks.source.precision.dtype
+    config, features = source.config, features or blocks.hidden
     vocab = config.size("vocab_size")
     source.drop_prefix(*names.prefixes)
-    tables = {names.tokens: vocab}
-    if names.positions is not None:
-        tables[names.positions] = positions
-    if names.types is not None and types:
-        tables[names.types] = types
-    shapes: dict[str, Shape] = {f"{name}.weight": (n, features) for name, n in tables.items()}
-    if names.first_norm is not None:
-        shapes |= blocks.norm_shapes(names.first_norm, features)
-    if names.last_norm is not None:
-        shapes |= blocks.norm_shapes(names.last_norm)
-    if names.widened is not None:
-        shapes[f"{names.widened}.weight"] = blocks.hidden, features
-        shapes[f"{names.widened}.bias"] = (blocks.hidden,)
-    shapes |= {**blocks.shapes(), **(others or {})}
-    own = tuple({f"{name.partition('.')[0]}.": None for name in shapes})
-    source.expect(shapes, own=own, ignored=names.ignored)
-    rotary = () if frequencies is None else frequencies()  # of a size that tensors confirm
 
-    each = blocks.read(scales, windows, rotations)
-    program, all_windows = model_program(
-        each if order is None else [each[i] for i in order],
-        None if names.first_norm is None else blocks.norm(names.first_norm),
-        None if names.last_norm is None else blocks.norm(names.last_norm),
-        None if names.widened is None else blocks.map(names.widened),
-        () if before is None else before(),
-        rounds=True,
-    )
-    types_table = None
-    if names.types in tables:
-        types_table = source.vector(f"{names.types}.weight", dtype=precision.dtype)
-    table = None
-    if names.positions is not None:
-        table = source.vector(
-            f"{names.positions}.weight",
-            begin=max(first - 1, 0),
-            added=None if types_table is None else f"{names.types}.weight",
-            dtype=precision.dtype,
-        )
-        longest = positions - first
+    def table(name: str | None, rows: int, begin: int = 0, added: str | None = None) -> Array | None:
+        if name is None or not rows:
+            return None
+        return source.vector(Rows(f"{name}.weight", (rows, features), begin), dtype=dtype, added=added)
+
+    def read() -> Any:
+        rotary = () if frequencies is None or source.is_planning else frequencies()
+        each = blocks.read(scales, windows, rotations)
+        first_norm = None if names.first_norm is None else blocks.norm(names.first_norm, features=features)
+        last_norm = None if names.last_norm is None else blocks.norm(names.last_norm)
+        widened = None
+        if names.widened is not None:
+            widened = linear(source, names.widened, blocks.hidden, features, biased=True)
+        steps = () if before is None else before()
+        kinds = table(names.types, types)
+        added = None if kinds is None else f"{names.types}.weight"
+        places = table(names.positions, positions, max(first - 1, 0), added)
+        tokens = source.table(Rows(f"{names.tokens}.weight", (vocab, features)))
+        by_distance = None if biases is None else biases()
+        if others is not None:
+            others()
+        own = each if order is None else [each[i] for i in order]
+        padding = first - 1 if first else None
+        embeddings = Embeddings(tokens, kinds, places, token_scale, padding)
+        return own, first_norm, last_norm, widened, steps, embeddings, rotary, by_distance
+
+    each, first_norm, last_norm, widened, steps, *rest = source.checked(read, names.ignored)
+    embeddings, rotary, by_distance = rest
+    program, all_windows = model_program(each, first_norm, last_norm, widened, steps, rounds=True)
+    longest = longest if embeddings.positions is None else positions - first
     return Encoder(
         model_type=config.get("model_type", str),
         hidden_size=blocks.hidden,
@@ -130,19 +120,11 @@ def read_encoder(
         num_layers=blocks.num_layers if order is None else len(order),
         vocab_size=vocab,
         program=program,
-        precision=precision,
+        precision=source.precision,
         text=Text(source.folder, longest, vocab, other=source.tokenizer),
-        max_length=None if table is None else longest,
-        embeddings=Embeddings(
-            source.table(f"{names.tokens}.weight"),
-            types_table,
-            table,
-            token_scale,
-            padding=first - 1 if first else None,
-        ),
-        sequence_rules=SequenceRules(
-            all_windows, causal, rotary, None if biases is None else biases(), inputs
-        ),
+        max_length=None if embeddings.positions is None else longest,
+        embeddings=embeddings,
+        sequence_rules=SequenceRules(all_windows, causal, rotary, by_distance, inputs),
         sentences=sentences or Sentences.of(source, blocks.hidden),
         origin=source.origin(),
     )
@@ -151,8 +133,7 @@ def read_encoder(
 class LayerInputs(NamedTuple):
     """Vectors of tokens that blocks read beside the rows that they change: `Sequences.inputs`."""
 
-    tokens: Array | PackedLinear  # (vocab, features)
-    scale: float  # of these
+    embeddings: Embeddings
     steps: list[Step]  # what is done with them before the blocks
 
 
@@ -177,43 +158,38 @@ def read_decoder(
     Positions are a table of `max_length`, or rotary with what `frequencies` returns, by default the first of
     it. Tokens' vectors are times `token_scale`; in a `tied` model they are the weight of the output layer,
     too, unless the file has another. Logits are times `logit_scale`, which the last norm has, and kept within
-    `softcap`. With `query_growth`, queries are rotated by tables of their own. `inputs` makes those of the
-    blocks, of tensors that `blocks` expects.
+    `softcap`. With `query_growth`, queries are rotated by tables of their own, after all others. `inputs`
+    reads those of the blocks.
     """
-    source = blocks.source
-    config, precision = source.config, source.precision
-    vocab = config.size("vocab_size")
+    source, precision = blocks.source, blocks.source.precision
+    config, vocab = source.config, source.config.size("vocab_size")
     source.drop_prefix(*names.prefixes)
     tokens = f"{names.tokens}.weight"
     output = source.tied(tokens, "lm_head.weight", tied)
-    positions = None if names.positions is None else f"{names.positions}.weight"
-    assert names.last_norm is not None
-    shapes: dict[str, Shape] = dict.fromkeys((tokens, output), (vocab, blocks.hidden))
-    shapes |= blocks.norm_shapes(names.last_norm)
-    if positions is not None and max_length is not None:
-        shapes[positions] = (max_length, blocks.hidden)
-    own = [name for name in (names.tokens, names.positions, names.last_norm) if name is not None]
-    of_blocks = blocks.shapes()
-    firsts = (f"{name.partition('.')[0]}." for name in (*own, *of_blocks))
-    source.expect(
-        {**shapes, **of_blocks},
-        own=tuple({names.block.prefix.partition("{")[0], *firsts}),
-        ignored=names.ignored,
-    )
-    rotary = () if frequencies is None else frequencies()  # of a size that tensors confirm
-    if rotary and rotations is None:
+    if frequencies is not None and rotations is None:
         rotations = [0] * blocks.num_layers
-    if query_growth is not None:
-        blocks = replace(blocks, query_rotation=len(rotary))
-    each = blocks.read(scales, windows, rotations)
+
+    def read() -> Any:
+        rotary = () if frequencies is None or source.is_planning else frequencies()
+        rotation = None if query_growth is None else len(rotary)
+        each = replace(blocks, query_rotation=rotation).read(scales, windows, rotations)
+        of_layers = None if inputs is None else inputs()
+        weight = source.pack([Rows(output, (vocab, blocks.hidden))])
+        assert names.last_norm is not None
+        norm, table = blocks.norm(names.last_norm, logit_scale), None
+        if names.positions is not None and max_length is not None:
+            rows = Rows(f"{names.positions}.weight", (max_length, blocks.hidden))
+            table = source.vector(rows, dtype=precision.dtype)
+        own: Any = weight if output == tokens else source.table(Rows(tokens, (vocab, blocks.hidden)))
+        return each, rotary, of_layers, weight, norm, Embeddings(own, None, table, token_scale)
+
+    firsts = names.block.prefix.partition("{")[0], f"{names.tokens.partition('.')[0]}."
+    found = source.checked(read, names.ignored, also=firsts, others=("lm_head.",))
+    each, rotary, of_layers, weight, norm, embeddings = found
     for block in each:  # keys that are forgotten for one must not be needed by another
         assert block.keys_from is None or each[block.keys_from].window == block.window
-    of_layers = None if inputs is None else inputs()
     program, all_windows = model_program(each, before=() if of_layers is None else of_layers.steps)
-    weight = source.pack([output])
-    norm = NormStep(X, "normed", *blocks.norm(names.last_norm, logit_scale))
-    logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.rounding(weight))])
-    table = None if positions is None else source.vector(positions, dtype=precision.dtype)
+    last = LinearStep("normed", OUT, weight, None, precision.rounding(weight))
     return Decoder(
         model_type=config.get("model_type", str),
         hidden_size=blocks.hidden,
@@ -227,21 +203,16 @@ def read_decoder(
         head_dim=blocks.head_dim,
         key_heads=tuple(KeyHeads(n, *kept) for kept, n in held_heads(each).items())
         or (KeyHeads(0, blocks.head_dim, None),),
-        states=tuple(
-            kind for block in each if block.mixer for kind in [tuple(block.mixer.kinds(precision.dtype))]
-        ),
+        states=tuple(tuple(block.mixer.kinds(precision.dtype)) for block in each if block.mixer),
         max_length=max_length,
-        tokens=weight if output == tokens else source.table(tokens),
-        positions=table,
+        embeddings=embeddings,
+        layer_embeddings=None if of_layers is None else of_layers.embeddings,
         frequencies=rotary,
         windows=all_windows,
-        logits=logits,
+        logits=build("model", [NormStep(X, "normed", *norm), last]),
         stop=stop_ids(config, source.folder),
-        token_scale=token_scale,
         softcap=softcap,
         query_growth=query_growth,
-        layer_tokens=None if of_layers is None else of_layers.tokens,
-        layer_scale=1.0 if of_layers is None else of_layers.scale,
         origin=source.origin(),
     )
 

@@ -14,7 +14,7 @@ from fastattn.models._embeddings import BucketBiases
 from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import ModelNames, read_encoder
 from fastattn.models._files import ModelError
-from fastattn.models._source import Source
+from fastattn.models._source import Rows, Source
 
 _NAMES = ModelNames(
     tokens="shared",
@@ -76,9 +76,9 @@ def t5(source: Source) -> Encoder:
     max_distance = config.size("relative_attention_max_distance", 128)
 
     def biases() -> BucketBiases:
-        found = BucketBiases(source.vector(_BIASES), max_distance)
+        found = BucketBiases(source.vector(Rows(_BIASES, (n_buckets, blocks.heads))), max_distance)
         try:
-            found(1)
+            _ = () if source.is_planning else found(1)
         except (TypeError, ValueError) as error:
             raise ModelError(f"{config.path}: relative positions: {error}") from error
         return found
@@ -89,5 +89,4 @@ def t5(source: Source) -> Encoder:
         blocks,
         scales=[1.0] * layers,
         biases=biases if layers else None,
-        others={_BIASES: (n_buckets, blocks.heads)} if layers else None,
     )
