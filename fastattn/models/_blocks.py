@@ -141,6 +141,9 @@ class Blocks:
         `others` are fields that it says in another way; by default all maps have a bias.
         """
         config = source.config
+        usual = Keys()
+        for own, name in zip(keys[:4], usual[:4], strict=True):
+            config.refuse_others(**{name: own})
 
         def said(read: Callable[..., Any], key: str | None, *how: Any, default: Any) -> Any:
             if key is None:

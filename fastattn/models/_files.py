@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from importlib.util import find_spec
@@ -222,7 +222,7 @@ class Config:
         """Quotient of two sizes, without remainder."""
         size, parts = self.size(name), self.size(by)
         if size % parts:
-            raise self.wrong(name, size, f"a multiple of {by!r}, {parts}")
+            raise self.wrong(name, size, f"a multiple of {self.prefix + by!r}, {parts}")
         return size // parts
 
     def refuse(self, **supported: Any) -> None:
@@ -230,7 +230,13 @@ class Config:
         for name, wanted in supported.items():
             value = self.values.get(name)
             if value is not None and (isinstance(value, np.ndarray) or value != wanted):
-                raise ModelError(f"{self.path}: {name!r} is {short(value)}; only {wanted!r} is supported")
+                came = f"{self.path}: {self.prefix + name!r} is {short(value)}"
+                raise ModelError(f"{came}; only {wanted!r} is supported")
+
+    def refuse_any(self, names: Iterable[str], expected: str) -> None:
+        """Raise if there is one of these values."""
+        if found := [name for name in names if name in self.values]:
+            raise ModelError(f"{self.path}: there is a '{self.prefix}{found[0]}'; expected {expected}")
 
     def refuse_others(self, **names: str) -> None:
         """Raise if a key differs from the one, of another name, that replaces it."""

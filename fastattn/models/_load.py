@@ -22,6 +22,7 @@ from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
 from fastattn.models._families import bert, clip, deberta, gemma4, gpt, hybrid, jina, llama, rotary, t5
 from fastattn.models._files import GGUF, Config, ModelError, is_gguf
+from fastattn.models._gguf_names import known_name
 from fastattn.models._hub import place_of
 from fastattn.models._modules import SPARSE_STATIC, STATIC, first_of, router_of
 from fastattn.models._multi_vector import MultiVectorEncoder
@@ -46,7 +47,6 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "albert": bert.albert,
     **dict.fromkeys(clip.TYPES, clip.clip),
     "deberta-v2": deberta.deberta,
-    "distilbert": bert.distilbert,
     **dict.fromkeys(("embedding_gemma2", "embedding_gemma2_text"), gemma4.embedding_gemma2),
     "gemma3": llama.gemma3,
     **dict.fromkeys(("gemma4", "gemma4_text"), gemma4.gemma4),
@@ -206,7 +206,7 @@ def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
         config, tensors = _gguf.config_of(path, file), Tensors.of_gguf(path, file, precision.weights, stack)
         source = Source(path, config, precision, stack, tensors=tensors)
         model_type = config.get("model_type", str)
-        source.rename(partial(_gguf.renamed, model_type))
+        source.rename(lambda name: known_name(model_type, name) or name)
         source.tokenizer = _gguf_tokenizer.tokenizer_of
         try:
             model = _BUILDERS[model_type](source)

@@ -196,7 +196,9 @@ class Source:
         leave it out; unless `ignored` matches, whose tensors were not learned.
         """
         wrong, tensors = [], self.tensors
-        for name, shape in shapes.items():
+        # Those outside of blocks first: of many, a message shows a few.
+        in_block = re.compile(r"\.\d+\.").search
+        for name, shape in sorted(shapes.items(), key=lambda each: in_block(each[0]) is not None):
             if name not in self._stored:
                 wrong.append(f"{(self._prefix if name.startswith(own) else '') + name!r} is missing")
                 continue

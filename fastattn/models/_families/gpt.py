@@ -45,7 +45,6 @@ _GPT2_KEYS = Keys("n_embd", "n_inner", "n_head", "n_layer", "layer_norm_epsilon"
 def gpt2(source: Source) -> Decoder:
     """Build GPT-2."""
     config = source.config
-    config.refuse_others(hidden_size="n_embd", num_attention_heads="n_head", num_hidden_layers="n_layer")
     config.refuse_others(max_position_embeddings="n_positions")
     inner = config.optional_size("n_inner") or 4 * config.size("n_embd")
     blocks = Blocks.of(source, _GPT2.block, _GPT2_KEYS, eps=1e-5, activation="gelu_new", inner=inner)

@@ -25,6 +25,7 @@ from fastattn.models._families.llama import (
     HEAD_NORMS,
     decoder_blocks,
     multiplied,
+    qwen_experts,
     with_block,
     without_offset,
 )
@@ -375,6 +376,13 @@ def qwen_next(source: Source) -> Decoder:
         of_file,
         of_file and family.tiled and own != key_heads,
     )
+    experts: dict[str, Any] = {}
+    if family.chosen:
+        source.depth("num_experts")  # the one name of it here
+        if family.divides:
+            config.refuse(norm_topk_prob=True)  # transformers always divides
+        experts = qwen_experts(source, 512, family.chosen, divides=True)
+        experts["shared"] = config.size("shared_expert_intermediate_size", 512)
     blocks = decoder_blocks(
         source,
         names.block,
@@ -384,7 +392,7 @@ def qwen_next(source: Source) -> Decoder:
         gated=True,
         mixing=deltas,
         mixed=frozenset(i for i, kind in enumerate(kinds) if kind != ALL),
-        **(_experts(source, family) if family.chosen else {}),
+        **experts,
     )
     return read_decoder(
         names,
@@ -392,17 +400,3 @@ def qwen_next(source: Source) -> Decoder:
         frequencies=lambda: (frequencies(config, blocks.head_dim, in_part=True, usual=0.25),),
         tied=config.get("tie_word_embeddings", bool, False),
     )
-
-
-def _experts(source: Source, family: _Qwen) -> dict[str, Any]:
-    """The sizes of experts, as `Blocks` has them."""
-    config = source.config
-    config.refuse(mlp_only_layers=[], decoder_sparse_step=1)
-    if family.divides:
-        config.refuse(norm_topk_prob=True)  # transformers always divides
-    return {
-        "normalised": config.get("norm_topk_prob", bool, True),
-        "inner": config.size("moe_intermediate_size", 512),
-        "shared": config.size("shared_expert_intermediate_size", 512),
-        **expert_counts(source, "num_experts", family.chosen),
-    }

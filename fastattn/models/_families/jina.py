@@ -145,7 +145,6 @@ def _base(source: Source) -> Encoder:
         blocks,
         types=config.size("type_vocab_size", 1),
         longest=config.size("max_position_embeddings"),
-        rotations=[0] * blocks.num_layers,
         frequencies=lambda: (rotary(),),
     )
 

@@ -114,12 +114,13 @@ class _Family(NamedTuple):
     caps: tuple[float | None, float | None] = (None, None)  # of scores and of logits
 
 
-def _qwen_experts(source: Source) -> dict[str, Any]:
+def qwen_experts(source: Source, inner: int = 768, chosen: int = 8, divides: bool = False) -> dict[str, Any]:
+    """The sizes of experts, as `Blocks` has them, by default these."""
     config = source.config
     key = "num_experts" if "num_experts" in config.values else "num_local_experts"  # older files, and newer
     config.refuse(mlp_only_layers=[], decoder_sparse_step=1)
-    sizes = {"inner": config.size("moe_intermediate_size", 768), **expert_counts(source, key, 8)}
-    return {"normalised": config.get("norm_topk_prob", bool, False), **sizes}
+    sizes = {"inner": config.size("moe_intermediate_size", inner), **expert_counts(source, key, chosen)}
+    return {"normalised": config.get("norm_topk_prob", bool, divides), **sizes}
 
 
 _BIASES = _OF_ATTENTION, _ = "attention_bias", "mlp_bias"
@@ -158,7 +159,7 @@ _FAMILIES = {
     "qwen3": _QWEN3._replace(head_dim=128),
     "qwen3_moe": _QWEN3._replace(
         names=with_block(_QWEN3.names, router="mlp.gate", **EXPERTS),
-        heads_kv=4, slides=True, experts=_qwen_experts,
+        heads_kv=4, slides=True, experts=qwen_experts,
     ),
     "smollm3": _Family(
         heads_kv=4, theta=2e6, tied=True, biases=_BIASES, switched=True, skips_rotation=True,

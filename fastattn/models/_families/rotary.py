@@ -121,7 +121,6 @@ def gte(source: Source) -> Encoder:
         blocks,
         types=config.size("type_vocab_size", 1, low=0),
         longest=config.size("max_position_embeddings"),
-        rotations=[0] * blocks.num_layers,
         frequencies=lambda: (_gte_frequencies(config, blocks.head_dim, theta),),
     )
 
@@ -192,7 +191,6 @@ def nomic(source: Source) -> Encoder:
         blocks,
         types=config.size("type_vocab_size", 2, low=0),
         longest=longest,
-        rotations=[0] * blocks.num_layers,
         frequencies=lambda: (rotary(),),
     )
 
@@ -215,7 +213,6 @@ def _refuse_unknown(config: Config) -> None:
     """Raise if Nomic's older config.json wants what is not there."""
     if config.values.get("rotary_emb_fraction") is None:
         config.values["rotary_emb_fraction"] = 0.0  # the default of this model's code: no rotary positions
-    config.refuse_others(hidden_size="n_embd", num_attention_heads="n_head", num_hidden_layers="n_layer")
     config.refuse_others(max_position_embeddings="n_positions")
     config.refuse(
         scale_attn_weights=True,

@@ -82,6 +82,8 @@ def read_encoder(
     config, features = source.config, features or blocks.hidden
     vocab = config.size("vocab_size")
     source.drop_prefix(*names.prefixes)
+    if frequencies is not None and rotations is None:
+        rotations = [0] * blocks.num_layers
 
     def table(name: str | None, rows: int, begin: int = 0, added: str | None = None) -> Array | None:
         if name is None or not rows:

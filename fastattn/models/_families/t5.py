@@ -54,9 +54,6 @@ def t5(source: Source) -> Encoder:
     if repeated is not None and ACTIVATIONS.get(str(repeated)) != activation:
         came, expected = f"'dense_act_fn' is {short(repeated)}", "the one of 'feed_forward_proj'"
         raise ModelError(f"{config.path}: {came}; expected {expected}, {activation}")
-    config.refuse_others(
-        hidden_size="d_model", num_attention_heads="num_heads", num_hidden_layers="num_layers"
-    )
     config.refuse_others(head_dim="d_kv")
     names = _NAMES._replace(block=_GATED) if gated else _NAMES
     tokens = source.tied(f"{names.tokens}.weight", f"{_TOKENS}.weight")
