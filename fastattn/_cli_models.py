@@ -22,10 +22,9 @@ from fastattn._args.types import Array, lane_dtype
 from fastattn._args.values import short
 from fastattn._regular_files import replaced
 from fastattn.models import Piece
-from fastattn.models._encode_calls import with_bar
+from fastattn.models._encode_calls import model_of, with_bar
 from fastattn.models._files import require
 from fastattn.models._hub import place_of
-from fastattn.models._routes import model_of
 from fastattn.models._sampling import Sampling
 from fastattn.models._text import require_whole
 

@@ -22,15 +22,16 @@ from fastattn.models._embeddings import SequenceRules
 from fastattn.models._encode_calls import (
     Call,
     EncodeOptions,
+    Routes,
     TextEncoder,
     TextModel,
     calls,
+    model_of,
     one_or_several,
     watched,
 )
 from fastattn.models._model import pulled
 from fastattn.models._parameters import required
-from fastattn.models._routes import Routes, model_of
 from fastattn.models._sentences import Sentences
 from fastattn.models._text import Text, strings
 from fastattn.models._vectors import similarities

@@ -19,6 +19,7 @@ from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._classify import CrossEncoder
 from fastattn.models._decoder import Decoder
+from fastattn.models._encode_calls import routed
 from fastattn.models._encoder import Encoder
 from fastattn.models._families import bert, clip, deberta, gemma4, gpt, hybrid, jina, llama, rotary, t5
 from fastattn.models._files import GGUF, Config, ModelError, is_gguf
@@ -27,7 +28,6 @@ from fastattn.models._hub import place_of
 from fastattn.models._modules import SPARSE_STATIC, STATIC, first_of, router_of
 from fastattn.models._multi_vector import MultiVectorEncoder
 from fastattn.models._parameters import OF_FILE, Precision
-from fastattn.models._routes import routed
 from fastattn.models._sentences import Pooling
 from fastattn.models._source import Source
 from fastattn.models._sparse import SparseEncoder

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fastattn import _safetensors
+from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.packed import PackedLinear
 from fastattn._args.types import Ints
@@ -159,6 +160,14 @@ class Session:
         if cache.batch is not None:
             cache.truncate(length)
         return cache, self._ids[:length]
+
+
+def kept_as(given: Any, dtype: np.dtype[Any]) -> str | None:
+    """The argument `cache_dtype` of a model of `dtype`, checked."""
+    if given is None:
+        return None
+    why = "" if dtype == np.float32 else f" of a model in {dtype}"
+    return dtype_choice("cache_dtype", given, cache_dtypes(dtype), why)
 
 
 def cache_dtypes(dtype: np.dtype[Any]) -> tuple[str, ...]:

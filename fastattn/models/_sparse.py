@@ -12,10 +12,18 @@ import numpy as np
 from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.types import Array, Ints, lane_dtype
 from fastattn._args.values import integer
-from fastattn.models._encode_calls import Call, SparseOptions, TextEncoder, calls, one_or_several, watched
+from fastattn.models._encode_calls import (
+    Call,
+    Routes,
+    SparseOptions,
+    TextEncoder,
+    calls,
+    model_of,
+    one_or_several,
+    watched,
+)
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import require
-from fastattn.models._routes import Routes, model_of
 from fastattn.models._sentences import Dense, LayerNorm, applied
 from fastattn.models._vectors import similarities
 

@@ -28,8 +28,7 @@ from fastattn.models._sentences import Sentences
 from fastattn.models._source import Rows, Source
 from fastattn.models._tensors import Tensors
 from fastattn.models._text import Text
-from fastattn.models._towers import TextHead, TwoTowers
-from fastattn.models._vision import ClassToken, Probe, Vision
+from fastattn.models._towers import ClassToken, Probe, TextHead, TwoTowers, Vision
 
 _SIZES: Any = {
     "num_hidden_layers": 12,

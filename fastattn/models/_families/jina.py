@@ -22,12 +22,12 @@ import numpy as np
 from fastattn._args.types import Activation, Array
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._embeddings import AlibiBiases, Frequencies
+from fastattn.models._encode_calls import routed
 from fastattn.models._encoder import Encoder
 from fastattn.models._families.bert import BERT, bert
 from fastattn.models._families.shared import ModelNames, frequencies, read_encoder, scaled
 from fastattn.models._files import Config, ModelError
 from fastattn.models._parameters import Precision
-from fastattn.models._routes import routed
 from fastattn.models._source import Source
 from fastattn.positions import alibi_slopes
 
