@@ -140,8 +140,13 @@ class Packed(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The type of the weight."""
+        """The type of the weight, which this stands for while tensors are checked."""
         return self.stored
+
+    @property
+    def panels(self) -> Array:
+        """The numbers, of which there are none yet."""
+        return np.zeros(0)
 
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> PackedLinear:
         """Make it; see `Maker`."""

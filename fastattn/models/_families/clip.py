@@ -8,7 +8,6 @@ ends them. SigLIP's are padded, padding is attended, and their vector is that of
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +16,9 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.types import Array
-from fastattn.layers._block import Block, Norm, Projection, model_program
+from fastattn.layers._block import Projection, model_program
 from fastattn.models._blocks import BlockNames, Blocks
 from fastattn.models._embeddings import SequenceRules
-from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import ModelNames, read_encoder
 from fastattn.models._files import Config, ModelError, opened, require
 from fastattn.models._images import Images
@@ -128,36 +126,32 @@ def clip(source: Source) -> TwoTowers:
                 "projection_size", features, f"'hidden_size' of the images' tower, {images.hidden}"
             )
 
-    own: dict[str, Any] = {}
-    end_id = text.size("eos_token_id", low=0) if is_clip else 0
     head = "text_projection" if is_clip else "text_model.head"
-
-    def read() -> None:
-        parts = images.read(), *_vision_parts(images, patch, (size // patch) ** 2, features, is_clip)
-        projection = _map(source, head, features, texts.hidden, biased=not is_clip)
-        scale = source.table(Rows("logit_scale", () if is_clip else (1,)))
-        shift = None if is_clip else source.table(Rows("logit_bias", (1,)))
-        own.update(vision=parts, text_head=projection, scale=scale, shift=shift)
-
-    encoder = read_encoder(
-        _NAMES,
-        texts,
-        positions=text.size("max_position_embeddings"),
-        causal=is_clip,
-        others=read,
-        sentences=Sentences.of(source, features, towers=True),
-    )
-    held = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | own
+    positions, end_id, pad_id, end = text.size("max_position_embeddings"), 0, None, "last"
     if is_clip:
-        held["text"] = Text(source.folder, encoder.max_length, other=_tokenizer)
-    end = ("largest" if end_id == _OLD_END else "first") if is_clip else "last"
-    pad_id = None if is_clip else text.size("pad_token_id", low=0)
-    held |= {
-        "model_type": model_type,
-        "vision": _vision(size, patch, is_clip, *own["vision"]),
-        "text_head": TextHead(own["text_head"], end, end_id, pad_id),
-    }
-    return TwoTowers(**held, images=Images.of(source.folder, size, kind.images))
+        end_id = text.size("eos_token_id", low=0)
+        end = "largest" if end_id == _OLD_END else "first"
+    else:
+        pad_id = text.size("pad_token_id", low=0)
+
+    def read() -> dict[str, Any]:
+        tower = _vision(images, size, patch, features, is_clip)
+        projection = _map(source, head, features, texts.hidden, biased=not is_clip)
+        found = {
+            "model_type": model_type,
+            "vision": tower,
+            "text_head": TextHead(projection, end, end_id, pad_id),
+            "images": Images.of(source.folder, size, kind.images),
+            "scale": source.table(Rows("logit_scale", () if is_clip else (1,))),
+            "shift": None if is_clip else source.table(Rows("logit_bias", (1,))),
+        }
+        return found | ({"text": Text(source.folder, positions, other=_tokenizer)} if is_clip else {})
+
+    sentences = Sentences.of(source, features, towers=True)
+    how: Any = {"positions": positions, "causal": is_clip, "sentences": sentences}
+    model: Any = read_encoder(_NAMES, texts, others=read, kind=TwoTowers, **how)
+    towers: TwoTowers = model
+    return towers
 
 
 def _tower(config: Config, name: str, usual: dict[str, Any]) -> Config:
@@ -178,33 +172,23 @@ def _map(source: Source, name: str, out: int, *shape: int, biased: bool = True) 
     return Projection(source.pack([Rows(f"{name}.weight", (out, *shape))]), bias)
 
 
-def _vision_parts(blocks: Blocks, patch: int, patches: int, features: int, is_clip: bool) -> tuple[Any, ...]:
-    """Parameters of the tower of images beside its blocks.
-
-    The norm before or after all blocks, the class token's row, the head, the map of squares, and positions.
-    """
-    source, hidden = blocks.source, blocks.hidden
-    rows, dtype = Rows(_POSITIONS, (patches + is_clip, hidden)), source.precision.dtype
+def _vision(blocks: Blocks, size: int, patch: int, features: int, is_clip: bool) -> Vision:
+    """The tower of images."""
+    source, hidden, each = blocks.source, blocks.hidden, blocks.read()
+    dtype, patches = source.precision.dtype, (size // patch) ** 2
     norm, token = blocks.norm(_LAST_NORM), None
     if is_clip:
-        last, norm = norm, blocks.norm(_FIRST_NORM)
+        program, windows = model_program(each, blocks.norm(_FIRST_NORM), rounds=True)
         token = source.vector(Rows(_TOKEN, (hidden,)), added=_POSITIONS, dtype=dtype)
         projection = _map(source, "visual_projection", features, hidden, biased=False)
-        head: ClassToken | Probe = ClassToken(last, projection)
+        head: ClassToken | Probe = ClassToken(norm, projection)
     else:
+        program, windows = model_program(each, None, norm, rounds=True)
         head = _probe(blocks)
     squares = _map(source, _PATCHES, hidden, 3, patch, patch, biased=not is_clip)
     squares = squares._replace(activations=source.precision.activations)
-    return norm, token, head, squares, source.vector(rows._replace(begin=int(is_clip)), dtype=dtype)
-
-
-def _vision(
-    size: int, patch: int, is_clip: bool, each: list[Block], norm: Norm, token: Any, head: Any, *others: Any
-) -> Vision:
-    """The tower of images, of its parameters."""
-    first, last = (norm, None) if is_clip else (None, norm)
-    program, windows = model_program(each, first, last, rounds=True)
-    squares, positions = others
+    rows = Rows(_POSITIONS, (patches + is_clip, hidden), int(is_clip))
+    positions = source.vector(rows, dtype=dtype)
     return Vision(size, patch, squares, token, positions, program, SequenceRules(windows), head)
 
 

@@ -122,8 +122,8 @@ class _Relative:
         own = 0 if self._shared else 1
         return {kind: f"{prefix}attention.self.{_MAPS[kind][own]}" for kind in self._kinds}
 
-    def read(self) -> None:
-        """Read the vectors of positions of each layer: of keys, of queries, or of both."""
+    def read(self) -> dict[str, Any]:
+        """Read the vectors of positions of each layer: of keys, of queries, or of both; there is no field."""
         hidden, source = self._blocks.hidden, self._source
         vectors = [Rows(_RELATIVE, (2 * self._span, hidden))]
         if self._normed:
@@ -137,6 +137,7 @@ class _Relative:
 
         layers = range(self._blocks.num_layers)
         self._tables = [{kind: table(name) for kind, name in self._maps(i).items()} for i in layers]
+        return {}
 
     def step(self, step: Step) -> Step:
         """An attention by these positions, or the step itself if it is none."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from fastattn._args.types import Array
 from fastattn._engine.experts import Experts
 from fastattn._engine.steps import INPUTS, AddStep, LinearStep, NormStep, Step, X
-from fastattn.layers._block import BesideExperts, Block, LayerInput, Norm, Projection, Window
+from fastattn.layers._block import BesideExperts, Block, LayerInput, Norm, Window
 from fastattn.models._blocks import Blocks, linear
 from fastattn.models._decoder import Decoder
 from fastattn.models._embeddings import Embeddings, Frequencies
@@ -239,19 +239,21 @@ def embedding_gemma2(source: Source) -> Encoder:
         givers=(None,) * count,
         inputs=config.size("hidden_size_per_layer_input", 512),
     )
-    features, found = config.size("embedding_dim", 768), list[Projection]()
-    encoder = read_encoder(
+    features = config.size("embedding_dim", 768)
+    return read_encoder(
         LLAMA._replace(block=_NAMES),
         blocks,
         longest=config.optional_size("max_position_embeddings"),
         **_how(source, base, kinds, sizes, causal=False),
-        others=lambda: found.append(linear(source, _PROJECTION, features, base.hidden)),
+        others=lambda: {
+            "projection": linear(source, _PROJECTION, features, base.hidden),
+            "hidden_size": features,
+        },
+        kind=ProjectedEncoder,
         sentences=Sentences.of(source, features),
         before=lambda: blocks.computed_inputs(INPUTS),
         inputs=blocks.all_inputs,
     )
-    held = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | {"hidden_size": features}
-    return ProjectedEncoder(**held, projection=found[-1])
 
 
 def _how(

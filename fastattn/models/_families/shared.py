@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fastattn._args.types import Array
-from fastattn._engine.program import build
+from fastattn._engine.program import Program, build
 from fastattn._engine.steps import OUT, LinearStep, NormStep, Step, X
-from fastattn.layers._block import Window, held_heads, model_program
+from fastattn.layers._block import Norm, Window, held_heads, model_program
 from fastattn.models._blocks import BlockNames, Blocks, linear
 from fastattn.models._decoder import Decoder, QueryGrowth
 from fastattn.models._embeddings import AlibiBiases, BucketBiases, Embeddings, Frequencies, SequenceRules
@@ -62,7 +62,8 @@ def read_encoder(
     order: Sequence[int] | None = None,
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
     biases: Callable[[], BucketBiases | AlibiBiases] | None = None,
-    others: Callable[[], Any] | None = None,
+    others: Callable[[], dict[str, Any]] | None = None,
+    kind: type[Encoder] = Encoder,
     sentences: Sentences | None = None,
     before: Callable[[], Sequence[Step]] | None = None,
     inputs: int = 0,
@@ -74,68 +75,73 @@ def read_encoder(
 
     Positions are a table of `positions` rows, or rotary with what `frequencies` returns. Of a table, those
     from `first` on are counted: the one before is padding's, as is the token of that id. Texts are then cut
-    at `longest`. `biases` makes those of `SequenceRules`; `others` reads further tensors, and is called last.
-    Where there are no `sentences`, the folder says what is done with texts. Steps `before` all others make
-    what blocks read beside the rows, so many `inputs`.
+    at `longest`. `biases` makes those of `SequenceRules`. It is of another `kind` where `others` reads more
+    fields, last of all. Where there are no `sentences`, the folder says what is done with texts. Steps
+    `before` all others make what blocks read beside the rows, so many `inputs`.
     """
-    source, dtype = blocks.source, blocks.source.precision.dtype
-    config, features = source.config, features or blocks.hidden
-    vocab = config.size("vocab_size")
+    source, config, features = blocks.source, blocks.source.config, features or blocks.hidden
+    vocab, precision = config.size("vocab_size"), source.precision
     source.drop_prefix(*names.prefixes)
     if frequencies is not None and rotations is None:
         rotations = [0] * blocks.num_layers
+    most = None if names.positions is None else positions - first
 
     def table(name: str | None, rows: int, begin: int = 0, added: str | None = None) -> Array | None:
         if name is None or not rows:
             return None
-        return source.vector(Rows(f"{name}.weight", (rows, features), begin), dtype=dtype, added=added)
+        shape = rows, features
+        return source.vector(Rows(f"{name}.weight", shape, begin), dtype=precision.dtype, added=added)
 
-    def read() -> Any:
+    def norm(name: str | None, size: int) -> Norm | None:
+        return None if name is None else blocks.norm(name, features=size)
+
+    def read() -> Encoder:
         rotary = () if frequencies is None or source.is_planning else frequencies()
         each = blocks.read(scales, windows, rotations)
-        first_norm = None if names.first_norm is None else blocks.norm(names.first_norm, features=features)
-        last_norm = None if names.last_norm is None else blocks.norm(names.last_norm)
-        widened = None
+        norms, widened = (norm(names.first_norm, features), norm(names.last_norm, blocks.hidden)), None
         if names.widened is not None:
             widened = linear(source, names.widened, blocks.hidden, features, biased=True)
         steps = () if before is None else before()
+        own = each if order is None else [each[i] for i in order]
+        program, all_windows = model_program(own, *norms, widened, steps, rounds=True)
         kinds = table(names.types, types)
         added = None if kinds is None else f"{names.types}.weight"
         places = table(names.positions, positions, max(first - 1, 0), added)
         tokens = source.table(Rows(f"{names.tokens}.weight", (vocab, features)))
         by_distance = None if biases is None else biases()
-        if others is not None:
-            others()
-        own = each if order is None else [each[i] for i in order]
-        padding = first - 1 if first else None
-        embeddings = Embeddings(tokens, kinds, places, token_scale, padding)
-        return own, first_norm, last_norm, widened, steps, embeddings, rotary, by_distance
+        found = {
+            **_fields(blocks, len(own), program),
+            "text": Text(source.folder, most or longest, vocab, other=source.tokenizer),
+            "max_length": most,
+            "embeddings": Embeddings(tokens, kinds, places, token_scale, first - 1 if first else None),
+            "sequence_rules": SequenceRules(all_windows, causal, rotary, by_distance, inputs),
+            "sentences": sentences,
+        }
+        return kind(**found | ({} if others is None else others()))
 
-    each, first_norm, last_norm, widened, steps, *rest = source.checked(read, names.ignored)
-    embeddings, rotary, by_distance = rest
-    program, all_windows = model_program(each, first_norm, last_norm, widened, steps, rounds=True)
-    longest = longest if embeddings.positions is None else positions - first
-    return Encoder(
-        model_type=config.get("model_type", str),
-        hidden_size=blocks.hidden,
-        num_heads=blocks.heads,
-        num_layers=blocks.num_layers if order is None else len(order),
-        vocab_size=vocab,
-        program=program,
-        precision=source.precision,
-        text=Text(source.folder, longest, vocab, other=source.tokenizer),
-        max_length=None if embeddings.positions is None else longest,
-        embeddings=embeddings,
-        sequence_rules=SequenceRules(all_windows, causal, rotary, by_distance, inputs),
-        sentences=sentences or Sentences.of(source, blocks.hidden),
-        origin=source.origin(),
-    )
+    encoder = source.checked(read, names.ignored)
+    return encoder if sentences else replace(encoder, sentences=Sentences.of(source, blocks.hidden))
+
+
+def _fields(blocks: Blocks, layers: int, program: Program) -> dict[str, Any]:
+    """Fields of both kinds of models."""
+    source = blocks.source
+    return {
+        "model_type": source.config.get("model_type", str),
+        "hidden_size": blocks.hidden,
+        "num_heads": blocks.heads,
+        "num_layers": layers,
+        "vocab_size": source.config.size("vocab_size"),
+        "program": program,
+        "precision": source.precision,
+        "origin": source.origin(),
+    }
 
 
 class LayerInputs(NamedTuple):
     """Vectors of tokens that blocks read beside the rows that they change: `Sequences.inputs`."""
 
-    embeddings: Embeddings
+    embeddings: Embeddings | None
     steps: list[Step]  # what is done with them before the blocks
 
 
@@ -171,52 +177,43 @@ def read_decoder(
     if frequencies is not None and rotations is None:
         rotations = [0] * blocks.num_layers
 
-    def read() -> Any:
+    def read() -> Decoder:
         rotary = () if frequencies is None or source.is_planning else frequencies()
         rotation = None if query_growth is None else len(rotary)
         each = replace(blocks, query_rotation=rotation).read(scales, windows, rotations)
-        of_layers = None if inputs is None else inputs()
+        for block in each:  # keys that are forgotten for one must not be needed by another
+            assert block.keys_from is None or each[block.keys_from].window == block.window
+        of_layers = LayerInputs(None, []) if inputs is None else inputs()
+        program, all_windows = model_program(each, before=of_layers.steps)
         weight = source.pack([Rows(output, (vocab, blocks.hidden))])
         assert names.last_norm is not None
         norm, table = blocks.norm(names.last_norm, logit_scale), None
+        last = LinearStep("normed", OUT, weight, None, precision.rounding(weight))
         if names.positions is not None and max_length is not None:
             rows = Rows(f"{names.positions}.weight", (max_length, blocks.hidden))
             table = source.vector(rows, dtype=precision.dtype)
         own: Any = weight if output == tokens else source.table(Rows(tokens, (vocab, blocks.hidden)))
-        return each, rotary, of_layers, weight, norm, Embeddings(own, None, table, token_scale)
+        held = tuple(KeyHeads(n, *kept) for kept, n in held_heads(each).items())
+        return Decoder(
+            **_fields(blocks, blocks.num_layers, program),
+            text=Text(source.folder, max_length, other=source.tokenizer, is_prompt=True),
+            num_kv_heads=blocks.heads_kv,
+            head_dim=blocks.head_dim,
+            key_heads=held or (KeyHeads(0, blocks.head_dim, None),),
+            states=tuple(tuple(block.mixer.kinds(precision.dtype)) for block in each if block.mixer),
+            max_length=max_length,
+            embeddings=Embeddings(own, None, table, token_scale),
+            layer_embeddings=of_layers.embeddings,
+            frequencies=rotary,
+            windows=all_windows,
+            logits=build("model", [NormStep(X, "normed", *norm), last]),
+            stop=stop_ids(config, source.folder),
+            softcap=softcap,
+            query_growth=query_growth,
+        )
 
     firsts = names.block.prefix.partition("{")[0], f"{names.tokens.partition('.')[0]}."
-    found = source.checked(read, names.ignored, also=firsts, others=("lm_head.",))
-    each, rotary, of_layers, weight, norm, embeddings = found
-    for block in each:  # keys that are forgotten for one must not be needed by another
-        assert block.keys_from is None or each[block.keys_from].window == block.window
-    program, all_windows = model_program(each, before=() if of_layers is None else of_layers.steps)
-    last = LinearStep("normed", OUT, weight, None, precision.rounding(weight))
-    return Decoder(
-        model_type=config.get("model_type", str),
-        hidden_size=blocks.hidden,
-        num_heads=blocks.heads,
-        num_layers=blocks.num_layers,
-        vocab_size=vocab,
-        program=program,
-        precision=precision,
-        text=Text(source.folder, max_length, other=source.tokenizer, is_prompt=True),
-        num_kv_heads=blocks.heads_kv,
-        head_dim=blocks.head_dim,
-        key_heads=tuple(KeyHeads(n, *kept) for kept, n in held_heads(each).items())
-        or (KeyHeads(0, blocks.head_dim, None),),
-        states=tuple(tuple(block.mixer.kinds(precision.dtype)) for block in each if block.mixer),
-        max_length=max_length,
-        embeddings=embeddings,
-        layer_embeddings=None if of_layers is None else of_layers.embeddings,
-        frequencies=rotary,
-        windows=all_windows,
-        logits=build("model", [NormStep(X, "normed", *norm), last]),
-        stop=stop_ids(config, source.folder),
-        softcap=softcap,
-        query_growth=query_growth,
-        origin=source.origin(),
-    )
+    return source.checked(read, names.ignored, also=firsts, others=("lm_head.",))
 
 
 def frequencies(
