@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.values import short
 from fastattn._gguf import GgufFile, Strings
 from fastattn.models._files import Config, ModelError, opened_gguf
-from fastattn.models._gguf_names import IN_BLOCK, known_name
 from fastattn.models._gguf_rows import (
     ARCHITECTURES,
     LONG_FACTORS,
@@ -28,6 +26,7 @@ from fastattn.models._gguf_rows import (
 from fastattn.models._gguf_tokenizer import end_ids
 
 _OF_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+IN_BLOCK = re.compile(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(?:\.(\d+))?\.(weight|bias)")
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _MOST_EXPERTS = 1 << 12
 _MOST_TENSORS = 1 << 18  # where those of experts are apart: more than three times those of the largest models
@@ -126,9 +125,6 @@ def config_of(path: Path, file: GgufFile) -> Config:
     parts = said.size("split.count", 1, low=0)
     if parts > 1:
         raise said.wrong("split.count", parts, "a model in one file")
-    for name in file.names:
-        if known_name(model_type, name) is None and name not in row.factors.values():
-            raise ModelError(f"{path}: the tensor {short(name)} is not known")
     ends = end_ids(said, _token_count(said, file))
     if row.alone is not None:
         return Config.of(path, row.alone(own, file))

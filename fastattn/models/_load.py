@@ -15,6 +15,7 @@ from fastattn._args.ops import integer_activations
 from fastattn._args.options import NoOptions
 from fastattn._args.packed import INTEGERS, PackedLinear
 from fastattn._args.types import DTypeLike, Rounding
+from fastattn._args.values import short
 from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._classify import CrossEncoder
@@ -24,6 +25,7 @@ from fastattn.models._encoder import Encoder
 from fastattn.models._families import bert, clip, deberta, gemma4, gpt, hybrid, jina, llama, rotary, t5
 from fastattn.models._files import GGUF, Config, ModelError, is_gguf
 from fastattn.models._gguf_names import known_name
+from fastattn.models._gguf_rows import ROWS, Row
 from fastattn.models._hub import place_of
 from fastattn.models._modules import SPARSE_STATIC, STATIC, first_of, router_of
 from fastattn.models._multi_vector import MultiVectorEncoder
@@ -206,6 +208,10 @@ def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
         config, tensors = _gguf.config_of(path, file), Tensors.of_gguf(path, file, precision.weights, stack)
         source = Source(path, config, precision, stack, tensors=tensors)
         model_type = config.get("model_type", str)
+        factors = ROWS.get(model_type, Row()).factors.values()
+        for name in file.names:
+            if known_name(model_type, name) is None and name not in factors:
+                raise ModelError(f"{path}: the tensor {short(name)} is not known")
         source.rename(lambda name: known_name(model_type, name) or name)
         source.tokenizer = _gguf_tokenizer.tokenizer_of
         try:

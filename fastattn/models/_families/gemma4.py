@@ -58,6 +58,7 @@ _NAMES = LLAMA.block._replace(
     post_norms=POST_NORMS,
     head_norms=HEAD_NORMS,
 )
+GEMMA4 = LLAMA._replace(block=_NAMES)
 _QUERIES, _KEYS, _VALUES = LLAMA.block.qkv
 _TABLE, _MAP, _NORM = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
 _GATE, _OUTER, _POST = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
@@ -211,8 +212,7 @@ def gemma4(source: Source) -> Decoder:
     cap = config.values.get("final_logit_softcapping")
     unread = "|".join(str(i) for i in range(first, count)) or "(?!)"
     return read_decoder(
-        LLAMA._replace(
-            block=_NAMES,
+        GEMMA4._replace(
             ignored=re.compile(rf"layers\.({unread})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."),
         ),
         blocks,
@@ -241,7 +241,7 @@ def embedding_gemma2(source: Source) -> Encoder:
     )
     features = config.size("embedding_dim", 768)
     return read_encoder(
-        LLAMA._replace(block=_NAMES),
+        GEMMA4,
         blocks,
         longest=config.optional_size("max_position_embeddings"),
         **_how(source, base, kinds, sizes, causal=False),

@@ -62,7 +62,7 @@ def gpt2(source: Source) -> Decoder:
 
 _OF_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(_bias|)\.(\d+)$")
 # In GGUF files; in folders, gate and up of an expert are one tensor, in turns.
-_NAMES = with_block(router="mlp.router", sinks="self_attn.sinks.weight", **EXPERTS)
+GPT_OSS = with_block(router="mlp.router", sinks="self_attn.sinks.weight", **EXPERTS)
 _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -71,15 +71,15 @@ _YARN = {
 
 def gpt_oss(source: Source) -> Decoder:
     """Build GPT-OSS."""
-    config, all_names = source.config, _NAMES
+    config, all_names = source.config, GPT_OSS
     if not source.is_gguf:
         source.rename(renamed)
         both, transposed = "gate_up_proj", "MXFP4" not in map(source.tensors.kind, source.tensors.names)
         all_names = with_block(
-            _NAMES,
+            GPT_OSS,
             gate=both,
             inner=both,
-            transposed_experts=(both, _NAMES.block.outer) if transposed else (),
+            transposed_experts=(both, GPT_OSS.block.outer) if transposed else (),
             sinks="self_attn.sinks",
         )
     names = all_names.block

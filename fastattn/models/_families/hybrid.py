@@ -57,7 +57,7 @@ def convolved_tokens(config: Config, key: str, usual: int) -> int:
     return width
 
 
-_LFM2 = with_block(
+LFM2 = with_block(
     attention_norm="operator_norm",
     attended="self_attn.out_proj",
     inner_norm="ffn_norm",
@@ -99,7 +99,7 @@ def lfm2(source: Source) -> Decoder:
     width, biased = convolved_tokens(config, "conv_L_cache", 3), config.get("conv_bias", bool, False)
     blocks = decoder_blocks(
         source,
-        _LFM2.block,
+        LFM2.block,
         _KEYS._replace(eps="norm_eps"),
         heads_kv=8,
         eps=1e-5,
@@ -110,7 +110,7 @@ def lfm2(source: Source) -> Decoder:
     )
     tied: Any = config.get("tie_word_embeddings", bool, True)
     return read_decoder(
-        _LFM2,
+        LFM2,
         blocks,
         frequencies=lambda: (frequencies(config, blocks.head_dim, 1e6),),
         tied=config.get("tie_embedding", bool, tied),
@@ -142,6 +142,8 @@ _GRANITE_EXPERTS = with_block(
     shared=(None, "shared_mlp."),
 )
 _OF_EXPERTS = re.compile(r"\.block_sparse_moe\.(\w+)_linear\.weight\.(\d+)")
+# A GGUF file has the halves of gated pairs apart.
+GRANITE_FILES = with_block(_GRANITE_EXPERTS, inner="up_proj", gate="gate_proj", outer="down_proj")
 
 
 class _Mambas(NamedTuple):
@@ -194,10 +196,11 @@ def granite_hybrid(source: Source) -> Decoder:
         forward = {"shared": forward["inner"], "inner": config.size("intermediate_size", 11008)}
         forward |= expert_counts(source, "num_local_experts", 2)
     all_names, of_file = _GRANITE_EXPERTS if experts else _GRANITE, source.is_gguf
-    if of_file:  # it has the halves of gated pairs apart
+    if of_file:
+        files = GRANITE_FILES.block
+        maps = {"inner": files.inner, "gate": files.gate, "outer": files.outer}
         prefix = "" if experts else "shared_mlp."
-        maps = {"inner": "up", "gate": "gate", "outer": "down"}
-        all_names = with_block(all_names, **{name: f"{prefix}{x}_proj" for name, x in maps.items()})
+        all_names = with_block(all_names, **{part: f"{prefix}{name}" for part, name in maps.items()})
     layers = source.depth("num_hidden_layers")
     name = "layers_block_type" if "layers_block_type" in config.values else "layer_types"
     kinds = config.words(name, (ALL, "attention", "linear_attention", "mamba"), layers)
@@ -254,9 +257,9 @@ def _limits(config: Config) -> tuple[float, float]:
     return low, high
 
 
-_QWEN = with_block(head_norms=HEAD_NORMS, norm_offset=1.0)
-_QWEN_EXPERTS = with_block(
-    _QWEN, router="mlp.gate", shared=("mlp.shared_expert_gate", "mlp.shared_expert."), **EXPERTS
+QWEN = with_block(head_norms=HEAD_NORMS, norm_offset=1.0)
+QWEN_EXPERTS = with_block(
+    QWEN, router="mlp.gate", shared=("mlp.shared_expert_gate", "mlp.shared_expert."), **EXPERTS
 )
 
 
@@ -355,7 +358,7 @@ def qwen_next(source: Source) -> Decoder:
     config.refuse(hidden_act="silu")
     family = config.choice("model_type", _QWENS)
     of_file = source.is_gguf
-    names = without_offset(source, _QWEN_EXPERTS if family.chosen else _QWEN)
+    names = without_offset(source, QWEN_EXPERTS if family.chosen else QWEN)
 
     def mixes(i: int) -> bool:
         return (i + 1) % config.size("full_attention_interval", 4) > 0

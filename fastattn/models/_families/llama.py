@@ -136,7 +136,7 @@ _GEMMA2 = _Family(
     slides=lambda config, i: (i + 1) % config.size("sliding_window_pattern", 2) > 0,
     activation=("hidden_activation", "gelu_pytorch_tanh"), gemma=True, caps=(50.0, 30.0),
 )  # fmt: skip
-_FAMILIES = {
+FAMILIES = {
     "eurobert": _Family(eps=1e-5, biases=_BIASES, bidirectional=True),
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2._replace(
@@ -166,7 +166,7 @@ _FAMILIES = {
         slides=lambda config, i: not _rotated(config, i + 1)[i],
     ),
 }  # fmt: skip
-TYPES = tuple(_FAMILIES)
+TYPES = tuple(FAMILIES)
 
 
 def decoder_blocks(
@@ -199,7 +199,7 @@ def decoder_blocks(
 def llama(source: Source) -> Decoder | Encoder:
     """Build a model of one of `TYPES`."""
     config = source.config
-    family = config.choice("model_type", _FAMILIES)
+    family = config.choice("model_type", FAMILIES)
     names, (key, activation) = without_offset(source, family.names), family.activation
     caps = family.caps
     if family.gemma:
