@@ -97,20 +97,20 @@ class _Family(NamedTuple):
 _BERT = _Family(
     only={"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
 )
-_FAMILIES = {
+FAMILIES = {
     "bert": _BERT,
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), _BERT._replace(counts=True)),
     "distilbert": _Family(
         _DISTILBERT, Keys("dim", "hidden_dim", "n_heads", "n_layers", eps=None, activation="activation"), None
     ),
 }
-TYPES = tuple(_FAMILIES)
+TYPES = tuple(FAMILIES)
 
 
 def bert(source: Source) -> Encoder:
     """Build a model of one of `TYPES`."""
     config = source.config
-    family = config.choice("model_type", _FAMILIES)
+    family = config.choice("model_type", FAMILIES)
     names, table = family.names, config.size("max_position_embeddings")
     blocks = Blocks.of(source, names.block, family.keys)
     config.refuse(**family.only)
