@@ -7,7 +7,7 @@ of sentence-transformers and of PyLate.
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,10 @@ from fastattn.models._tensors import Tensors
 from fastattn.models._tokenizers import LENGTHS, transformer_settings
 from fastattn.models._vectors import SIMILARITIES
 
+_LATE = "late"  # of `classifier_pooling`: the mean of the scores of all tokens
+_POOLINGS = {"cls": Pooling(("cls",)), "mean": Pooling(("mean",))}  # by `classifier_pooling`
+_EUROBERT = {"bos": _POOLINGS["cls"], "mean": _POOLINGS["mean"], _LATE: _POOLINGS["mean"]}
+
 
 class HeadNames(NamedTuple):
     """Names of the linear maps of a head, and of the activation between them."""
@@ -43,6 +47,8 @@ class HeadNames(NamedTuple):
     activation: str = "Tanh"
     norm: str | None = None  # after the activation
     last: bool = False  # of the last token, and without a bias; else of the first one, or as config.json says
+    poolings: Mapping[str, Pooling] = _POOLINGS  # by `classifier_pooling`, and its default
+    pooled: str = "cls"
 
 
 class VocabularyNames(NamedTuple):
@@ -68,7 +74,7 @@ _TEXT_HEADS = {
     "albert": HeadNames("pooler", "classifier"),
     "deberta-v2": HeadNames("pooler.dense", "classifier", "GELU"),
     "modernbert": HeadNames("head.dense", "classifier", "GELU", "head.norm"),
-    "eurobert": HeadNames("dense", "classifier", "GELU"),
+    "eurobert": HeadNames("dense", "classifier", "GELU", poolings=_EUROBERT, pooled=_LATE),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), HeadNames(None, "score", last=True)),
 }
 _VOCABULARY_HEADS = {
@@ -88,9 +94,6 @@ _VOCABULARY_HEADS = {
     ),
 }
 _LANGUAGE_MODELS = ("llama", "mistral", "qwen2", "qwen3")  # of LogitScore
-_LATE = "late"  # of `classifier_pooling`: the mean of the scores of all tokens
-_POOLINGS = {"cls": Pooling(("cls",)), "mean": Pooling(("mean",))}  # by `classifier_pooling`
-_EUROBERT = {"bos": _POOLINGS["cls"], "mean": _POOLINGS["mean"], _LATE: _POOLINGS["mean"]}
 _STANFORD = "HF_ColBERT"  # of `architectures` in config.json
 _QUERY_LENGTH = 32  # tokens of a query
 _BY_TOKEN = ("maxsim", "meanmaxsim")
@@ -140,12 +143,10 @@ def with_head(
     activation = _activation(source.folder, source.config, count)
     if names.last:
         return CrossEncoder(encoder, head, labels, activation, Pooling(("lasttoken",)))
-    if encoder.model_type != "eurobert":
-        pooling = source.config.choice("classifier_pooling", _POOLINGS, "cls")
-        return CrossEncoder(encoder, head, labels, activation, pooling)
-    pooling = source.config.choice("classifier_pooling", _EUROBERT, _LATE)
-    said = source.config.get("classifier_pooling", str, _LATE)
-    source.config.refuse(clf_pooling=said)  # its name in older files
+    pooling = source.config.choice("classifier_pooling", names.poolings, names.pooled)
+    said = source.config.get("classifier_pooling", str, names.pooled)
+    if names.pooled == _LATE:
+        source.config.refuse(clf_pooling=said)  # its name in older files
     return CrossEncoder(encoder, head, labels, activation, pooling, late=said == _LATE)
 
 
