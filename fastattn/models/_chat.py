@@ -24,7 +24,6 @@ Texts = tuple[str, ...]
 _ROLES = {1: ("user",), 2: ("query", "document")}
 _PROBES = (("alpha", "bravo"), ("charlie", "bravo"), ("alpha", "foxtrot"))
 _FILLERS = ("0", "1 2 3 4")  # of no common token
-_FORMATS = {name: name for name in ("flat", "structured", "auto")}
 # Signs of a template that takes contents as lists of parts, as sentence-transformers guesses it.
 _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "item.type", "message.content[")
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -61,7 +60,7 @@ class ChatTemplate:
             return None
         message = settings.inner("modality_config", {}).inner("message", {})
         message.refuse(method="forward", method_output_name="logits")
-        style = message.choice("format", _FORMATS, "auto")
+        style = message.one_of("format", ("flat", "structured", "auto"), "auto")
         values = dict(settings.inner("processing_kwargs", {}).get("chat_template", dict, {}))
         restore = bool(values.pop("restore_suffix", True))
         if wrong := sorted(_ARGUMENTS & values.keys()):

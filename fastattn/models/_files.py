@@ -204,6 +204,16 @@ class Config:
             raise self.wrong(name, value, f"one of {', '.join(table)}")
         return table[value]
 
+    def one_of(self, name: str, words: Iterable[str], default: str = _REQUIRED) -> str:
+        """One of these words."""
+        return self.choice(name, {word: word for word in words}, default)
+
+    @property
+    def architecture(self) -> str:
+        """The first name of `architectures`; "" without one."""
+        said = self.values.get("architectures")
+        return said[0] if isinstance(said, list) and said and isinstance(said[0], str) else ""
+
     def token(self, name: str) -> str | None:
         """A special token, by itself or in a table with its content; None if there is none."""
         said = self.values.get(name)

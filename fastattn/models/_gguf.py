@@ -216,7 +216,7 @@ def _head_dim(own: Config) -> int:
 def _scaling(own: Config, file: GgufFile, head_dim: int, names: Mapping[str, str]) -> dict[str, Any]:
     """The scaling of rotary positions, as config.json would say it."""
     begin = "rope.scaling."
-    kind = own.choice(f"{begin}type", {x: x for x in ("none", "linear", "yarn", "longrope")}, "none")
+    kind = own.one_of(f"{begin}type", ("none", "linear", "yarn", "longrope"), "none")
     given = {key.removeprefix(begin): x for key, x in own.values.items() if key.startswith(begin)}
     both = names is not LONG_FACTORS  # those of short texts, and of long ones
     known = {**_SCALING, "attn_factor": "attention_factor"} if both else _SCALING

@@ -282,8 +282,7 @@ class Sentences:
         if default is not None and not (isinstance(default, str) and default in prompts):
             expected = f"one in 'prompts': {', '.join(map(short, prompts))}"
             raise config.wrong("default_prompt_name", default, expected)
-        kinds = {kind: kind for kind in SIMILARITIES}
-        similarity = "cosine" if by_token else config.choice("similarity_fn_name", kinds, "cosine")
+        similarity = "cosine" if by_token else config.one_of("similarity_fn_name", SIMILARITIES, "cosine")
         truncate_dim = config.optional_size("truncate_dim")
         return cls(pooling, tuple(modules), features, prompts, default, similarity, truncate_dim)
 

@@ -226,7 +226,8 @@ class Source:
 
     def table(self, rows: str | Rows) -> Array:
         """A tensor as it is, in its own type."""
-        return self._make(Whole(), (rows,))
+        array: Array = self._make(Whole(), (rows,))
+        return array
 
     def vector(
         self,
@@ -248,7 +249,8 @@ class Source:
         added = None if added is None else self._stored.get(added, added)
         dtype = self.precision.lane if dtype is None else dtype
         shape = whole if shape is None else shape
-        return self._make(Vector(shape, dtype, offset, added, scale, of_rates), rows)
+        array: Array = self._make(Vector(shape, dtype, offset, added, scale, of_rates), rows)
+        return array
 
     def pack(
         self,
@@ -273,13 +275,14 @@ class Source:
         stored = stored or self.precision.weights
         if stored == OF_FILE and not self._plans:
             stored = self.tensors.own_dtype(parts, self.precision.dtype.name)
-        return self._make(Packed(n_in, n_out, len(maps), stored, tiles), rows, transposed)
+        weight: PackedLinear = self._make(Packed(n_in, n_out, len(maps), stored, tiles), rows, transposed)
+        return weight
 
     def computed(self, function: Callable[..., Any], *rows: str | Rows) -> Any:
         """Parameter that ``function(tensors, *stored)`` makes; pickle must find the function."""
         return self._make(Computed(function), rows)
 
-    def _make(self, maker: Maker[_Made], rows: Sequence[str | Rows], transposed: bool = False) -> _Made:
+    def _make(self, maker: Maker, rows: Sequence[str | Rows], transposed: bool = False) -> Any:
         parts = self._parts(rows, transposed)
         if not self._plans:
             return self.parameters.make(maker, parts, self.tensors)
@@ -288,8 +291,7 @@ class Source:
         if isinstance(maker, (Whole, Vector)):
             shape, dtype = (maker.shape, maker.dtype) if isinstance(maker, Vector) else (parts[0].shape, "f4")
             sized = np.broadcast_to(np.zeros((), dtype), shape)
-        made: _Made = sized
-        return made
+        return sized
 
     def _parts(self, rows: Sequence[str | Rows], transposed: bool = False) -> list[Part]:
         """Parts of a parameter, in which these rows follow one another, by the names in the files."""

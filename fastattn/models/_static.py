@@ -75,7 +75,7 @@ def static_sparse_encoder(source: Source) -> StaticSparseEncoder:
     settings = sentences_config(source.outer)
     text = Text(source.folder, None, vocab, special=False)
     encoder = _encoder(source, SPARSE_STATIC, weights, text, Sentences.of(source, 1))
-    similarity = settings.choice("similarity_fn_name", {kind: kind for kind in SIMILARITIES}, "dot")
+    similarity = settings.one_of("similarity_fn_name", SIMILARITIES, "dot")
     most = settings.optional_size("max_active_dims")
     no_head: Any = ()
     return StaticSparseEncoder(encoder, no_head, SpladePooling(most=most), similarity)

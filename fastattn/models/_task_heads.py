@@ -110,9 +110,7 @@ def with_head(
 
     Where modules.json makes vectors of texts, that counts.
     """
-    said = source.config.values.get("architectures")
-    task = said[0] if isinstance(said, list) and said and isinstance(said[0], str) else ""
-    modules = modules_of(source.outer, source.route)
+    task, modules = source.config.architecture, modules_of(source.outer, source.route)
     if modules and modules[-1][0] == "SpladePooling":
         return _sparse_encoder(source, encoder, modules[-1][1])
     if modules and modules[-1][0] == SCORE:
@@ -129,7 +127,8 @@ def with_head(
         raise ModelError(f"{came}; expected an encoder, or a head for texts")
     if modules or not task.endswith(_TEXTS):
         if is_cross_encoder(source.folder):
-            came = f"'architectures' is {short(said)}, and the folder is one of a CrossEncoder"
+            said = short(source.config.values.get("architectures"))
+            came = f"'architectures' is {said}, and the folder is one of a CrossEncoder"
             raise ModelError(f"{source.config.path}: {came}; expected one that ends with {_TEXTS}")
         return encoder
     names = _TEXT_HEADS.get(encoder.model_type)
@@ -212,14 +211,13 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: Path) -> SparseEnco
         came = f"'model_type' of SpladePooling is {encoder.model_type!r}"
         raise ModelError(f"{config.path}: {came}; expected {expected}")
     pooling = Config(inner / "config.json")
-    strategies, functions = ({name: name for name in kind} for kind in (STRATEGIES, FUNCTIONS))
     settings = sentences_config(source.outer)
     splade = SpladePooling(
-        pooling.choice("pooling_strategy", strategies, "max"),
-        pooling.choice("activation_function", functions, "relu"),
+        pooling.one_of("pooling_strategy", STRATEGIES, "max"),
+        pooling.one_of("activation_function", FUNCTIONS, "relu"),
         settings.optional_size("max_active_dims"),
     )
-    similarity = settings.choice("similarity_fn_name", {kind: kind for kind in SIMILARITIES}, "dot")
+    similarity = settings.one_of("similarity_fn_name", SIMILARITIES, "dot")
 
     tied = config.get("tie_word_embeddings", bool, True)
     output = source.tied(f"{names.table}.weight", f"{names.output}.weight", tied)

@@ -268,7 +268,7 @@ class TwoTowers(Encoder):
         token = config.token("pad_token")
         found = None if token is None else self.text.tokenizer.token_to_id(token)
         pad = self.text_head.pad_id if found is None else int(found)
-        left = config.choice("padding_side", SIDES, "right") == "left"
+        left = config.one_of("padding_side", SIDES, "right") == "left"
         for ids in self.text.encoded(texts):
             fill = [pad] * (length - len(ids))
             yield fill + ids if left else ids + fill

@@ -39,10 +39,8 @@ _KEYS = Keys(eps="rms_norm_eps", activation=None)
 def require_decoder(source: Source) -> None:
     """Raise if the folder is that of an encoder, or of another task."""
     config = source.config
-    said = config.values.get("architectures")
-    first = str(next(iter(said), "")) if isinstance(said, list) else ""
-    if first.endswith(("Classification", "QuestionAnswering")):
-        raise config.wrong("architectures", said, "a language model")
+    if config.architecture.endswith(("Classification", "QuestionAnswering")):
+        raise config.wrong("architectures", config.values["architectures"], "a language model")
     if source.has_modules:
         came = f"{source.folder / 'modules.json'} makes an encoder of it"
         raise ModelError(f"{came}; expected a language model, where layers are recurrent")

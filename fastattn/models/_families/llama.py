@@ -230,8 +230,7 @@ def llama(source: Source) -> Decoder | Encoder:
         scales["scales"] = [config.number("query_pre_attn_scalar", 256) ** -0.5] * layers
         scales["token_scale"] = rounded_root(source, blocks.hidden)
     else:
-        said = config.values.get("architectures")
-        scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
+        scores = config.architecture.endswith("ForSequenceClassification")
         encodes = scores or source.has_modules or family.bidirectional
         is_encoder = growth is None and family.encodes and encodes
         causal = not is_encoder or (config.get("is_causal", bool, True) and not family.bidirectional)
