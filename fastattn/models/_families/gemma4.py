@@ -81,12 +81,11 @@ class _Blocks(Blocks):
     each: tuple[Blocks, ...] = ()
     givers: tuple[int | None, ...] = ()  # the block whose keys each one attends
     inputs: int = 0  # features of a block's part of the inputs
-    beside: int = 0  # experts beside each feed-forward: how many, how many for a token, and their features
-    beside_chosen: int = 0
-    beside_inner: int = 0
+    # Experts beside each feed-forward: how many, how many for a token, and their features.
+    beside: tuple[int, int, int] | None = None
 
-    def _experts(self, prefix: str) -> BesideExperts:
-        source, count, inner, hidden = self.source, self.beside, self.beside_inner, self.hidden
+    def _experts(self, prefix: str, count: int, chosen: int, inner: int) -> BesideExperts:
+        source, hidden = self.source, self.hidden
         each = [f"{prefix}experts.{i}" for i in range(count)]
         firsts = [Rows(f"{name}.gate_up_proj.weight", (2 * inner, hidden)) for name in each]
         maps = (
@@ -97,7 +96,7 @@ class _Blocks(Blocks):
         experts = Experts(
             source.pack([router], stored=source.precision.lane.name),
             maps,
-            self.beside_chosen,
+            chosen,
             True,
             source.precision.rounding(maps[0][0]),
             scales=source.vector(Rows(f"{prefix}router.per_expert_scale", (count,))),
@@ -119,7 +118,7 @@ class _Blocks(Blocks):
             added = LayerInput(gate, outer, self.norm(prefix + _POST), i * self.inputs)
         filled = partial(_filled, self.hidden, source.precision.dtype)
         scalar = source.computed(filled, Rows(prefix + _SCALAR, (1,)))
-        beside = self._experts(prefix) if self.beside else None
+        beside = None if self.beside is None else self._experts(prefix, *self.beside)
         ending: Any = {"layer_input": added, "scale_of_all": scalar}
         return replace(block, keys_from=self.givers[i], beside=beside, **ending)
 
@@ -195,11 +194,10 @@ def gemma4(source: Source) -> Decoder:
     vocab, own_vocab = config.size("vocab_size"), config.size("vocab_size_per_layer_input", 262144)
     if inputs and own_vocab < vocab:
         raise config.wrong("vocab_size_per_layer_input", own_vocab, f"at least 'vocab_size', {vocab}")
-    beside = {}
+    beside = None
     if config.get("enable_moe_block", bool, False):
         counts = expert_counts(source, "num_experts", None, "top_k_experts")
-        inner = config.size("moe_intermediate_size")
-        beside = {"beside": counts["experts"], "beside_chosen": counts["chosen"], "beside_inner": inner}
+        beside = counts["experts"], counts["chosen"], config.size("moe_intermediate_size")
     widest = max(variants.values(), key=lambda own: own.heads * own.head_dim, default=base)
     blocks = _Blocks(
         **{name: getattr(widest, name) for name in Blocks.__dataclass_fields__ if name != "inner"},
@@ -207,7 +205,7 @@ def gemma4(source: Source) -> Decoder:
         each=tuple(variants[kind, i >= first] for i, kind in enumerate(kinds)),
         givers=givers,
         inputs=inputs,
-        **beside,
+        beside=beside,
     )
     cap = config.values.get("final_logit_softcapping")
     unread = "|".join(str(i) for i in range(first, count)) or "(?!)"

@@ -347,15 +347,10 @@ def of_text(source: Source, *model_types: str) -> Source:
         expected = f"{' or '.join(model_types)} in 'text_config'"
         raise config.wrong("model_type", values["model_type"], expected)
     source = source.with_config(Config.of(f"{config.path}: 'text_config'", values))
-    source.rename(
-        lambda name: re.sub(r"^(model\.)?language_model\.(model\.|(?=lm_head))?", _text_prefix, name)
-    )
+    before = re.compile(r"^(model\.)?language_model\.(model\.|(?=lm_head))?")
+    source.rename(lambda name: before.sub(lambda found: "model." if found[1] or found[2] else "", name))
     values["tie_word_embeddings"] = config.get("tie_word_embeddings", bool, True)
     return source
-
-
-def _text_prefix(found: re.Match[str]) -> str:
-    return "model." if found[1] or found[2] else ""
 
 
 def without_offset(source: Source, names: ModelNames) -> ModelNames:
